@@ -1,0 +1,123 @@
+"""Two records side by side: loss, time, stages, configuration and code, and what of it is significant."""
+import difflib
+import statistics
+
+from .log import shown
+from .record import build, claims, first_difference
+from .stats import ALPHA, MOST_RUNS, welch
+
+SHORT_DIFF = 40  # lines
+
+
+def speed_ratio(a, b):
+    """Speed of b's host over a's, from their calibrations: geometric mean over bf16 product and device copy.
+
+    Returns None where they share no measurement. Communication is left out: its share of a step is not known here.
+    """
+    ratios = [b[k] / a[k] for k in ("bf16_matmul_tflops", "copy_gb_per_s") if a[k] and b[k]]
+    return statistics.geometric_mean(ratios) if ratios else None
+
+
+def hosts(a, b):
+    """(factor on b's times, sentence)"""
+    same = a["hardware"]["devices"] == b["hardware"]["devices"]
+    names = "" if same else f" (A: {shown(a['hardware']['summary'])}, B: {shown(b['hardware']['summary'])})"
+    ratio = speed_ratio(a["calibration"], b["calibration"])
+    if ratio is None:
+        return 1.0, f"hosts: no calibration in common, so times are compared as they are{names}"
+    if same and abs(ratio - 1) <= 0.01:
+        return 1.0, f"hosts: alike (B's calibration is {ratio:.3f} of A's), so times are compared as they are"
+    return ratio, (f"hosts: differ{names}; B's calibration (product and copy, geometric mean) is {ratio:.3f} of A's, "
+                   f"so B's times below are multiplied by {ratio:.3f}" + ("" if same else ": a rough estimate"))
+
+
+def verdict(what, unit, a, b, digits):
+    """Lines on one quantity: difference, interval, effect size, and what would settle it."""
+    diff = statistics.fmean(b) - statistics.fmean(a)
+    head = f"{what}: B - A = {diff:+.{digits}f}{unit}"
+    result = welch(a, b)
+    if result is None:
+        if min(len(a), len(b)) < 2:
+            return [f"{head}; a side with one run has no deviation, so there is no p-value: run each at least 3 times"]
+        return [f"{head}; neither side varies at all, so there is no test"]
+    w = result
+    lines = [f"{head} (95 % CI {w.low:+.{digits}f} to {w.high:+.{digits}f}), "
+             f"Hedges g = {w.g:+.2f} (95 % CI about {w.g_low:+.2f} to {w.g_high:+.2f}), "
+             f"Welch t = {w.t:.2f}, df = {w.df:.1f}, p = {w.p:.2g}"]
+    if w.p < ALPHA:
+        return [*lines, f"  significant (p < {ALPHA}): B is {'lower' if diff < 0 else 'higher'} in {what}"]
+    if w.more is None:
+        return [*lines, f"  not significant (p >= {ALPHA}); an effect this small would need more than {MOST_RUNS} runs "
+                "a side: treat A and B as equal"]
+    return [*lines, f"  not significant (p >= {ALPHA}); about {w.more} more runs a side would settle an effect of this "
+            "size (80 % power); fix their number before looking"]
+
+
+def stage_times(logs):
+    """([mean ms a step of each stage], whether all stage ends are validations, which alone are exact)"""
+    stages, exact = logs[0].values("stage"), True
+    means = []
+    for stage in stages:
+        spans = []
+        for log in logs:
+            (t0, e0), (t1, e1) = log.time_at(stage["first_step"]), log.time_at(stage["last_step"])
+            exact = exact and e0 and e1
+            spans.append((t1 - t0) / (stage["last_step"] - stage["first_step"]))
+        means.append(statistics.fmean(spans))
+    return means, exact
+
+
+def stage_lines(a_logs, b_logs, factor):
+    (a_ms, a_exact), (b_ms, b_exact) = stage_times(a_logs), stage_times(b_logs)
+    stages = [logs[0].values("stage") for logs in (a_logs, b_logs)]
+    lines = []
+    for i in range(max(len(a_ms), len(b_ms))):
+        sides = [f"{name} {ms[i] * scale:.2f} ms x {s[i]['last_step'] - s[i]['first_step']} steps "
+                 f"of {s[i]['batch_tokens']:,} tokens" if i < len(ms) else f"{name} has no such stage"
+                 for name, ms, s, scale in (("A", a_ms, stages[0], 1), ("B", b_ms, stages[1], factor))]
+        ratio = f", B / A = {b_ms[i] * factor / a_ms[i]:.4f}" if i < min(len(a_ms), len(b_ms)) and a_ms[i] else ""
+        lines.append(f"stage {i + 1}: {', '.join(sides)}{ratio}")
+    if not (a_exact and b_exact):
+        lines.append("  (a stage ends without a validation: its time is that of a training line, not exact)")
+    return lines
+
+
+def config_lines(a, b):
+    ours, theirs = claims(a)["config"], claims(b)["config"]
+    return [f"config: {k} is {shown(ours.get(k, 'absent'))} in A and {shown(theirs.get(k, 'absent'))} in B"
+            for k in sorted({*ours, *theirs}) if k not in ours or k not in theirs or ours[k] != theirs[k]]
+
+
+def code_lines(a, b, whole):
+    """The unified diff of the embedded sources, control characters made visible."""
+    if a.source == b.source:
+        return ["code: identical"]
+    texts = [log.source.decode(errors="replace").split("\n") for log in (a, b)]
+    diff = list(difflib.unified_diff(*texts, "A/train_gpt.py", "B/train_gpt.py", lineterm=""))
+    added, removed = (sum(line.startswith(c) for line in diff[2:]) for c in "+-")
+    lines = diff if whole else diff[:SHORT_DIFF]
+    rest = [f"... {len(diff) - len(lines)} more lines of diff (--diff shows all)"] if len(diff) > len(lines) else []
+    visible = ["".join(c if c.isprintable() or c == "\t" else "?" for c in line) for line in lines]
+    return [f"code: {added} lines added, {removed} removed", *visible, *rest]
+
+
+def compare(a_logs, b_logs, names, whole_diff=False):
+    """The lines of the report, all numbers from the logs. Raises Refused if a side mixes runs."""
+    a, b = (build(logs, name) for logs, name in zip((a_logs, b_logs), names))
+    lines = [f"{side} = {r['name']}: n = {r['n']}, loss {r['loss']['mean']:.4f}, time {r['time_s']['mean']:.2f} s, "
+             f"target {r['target']:g}, {shown(r['hardware']['summary'])}" for side, r in (("A", a), ("B", b))]
+    factor, sentence = hosts(a, b)
+    lines.append(sentence)
+    for what, x, y in (("validation data", a["data"]["val_fingerprint"], b["data"]["val_fingerprint"]),
+                       ("validation tokens", a["config"]["val_tokens"], b["config"]["val_tokens"]),
+                       ("targets", a["target"], b["target"])):
+        if x != y:
+            lines.append(f"caution: the {what} differ ({shown(x, 20)} and {shown(y, 20)}); "
+                         "losses and times are not of one task")
+    lines += verdict("loss", "", [log.end["val_loss"] for log in a_logs], [log.end["val_loss"] for log in b_logs], 4)
+    lines += verdict("time", " s", [log.end["train_time_s"] for log in a_logs],
+                     [log.end["train_time_s"] * factor for log in b_logs], 3)
+    lines += stage_lines(a_logs, b_logs, factor)
+    if found := first_difference(a["data"]["shards"], b["data"]["shards"]):
+        lines.append(f"data: {found[0]} is {shown(found[1])} in A and {shown(found[2])} in B")
+    return lines + config_lines(a_logs[0], b_logs[0]) + code_lines(a_logs[0], b_logs[0], whole_diff)

@@ -1,0 +1,325 @@
+"""The log of one run: read it, and refuse one that is damaged or contradicts itself.
+
+A log comes from a stranger: it is read as bytes up to a fixed size and matched against the grammar in
+records/README.md; nothing in it is ever imported or executed. What is refused raises `Refused`, whose text is
+one sentence with the file, the line and the value found.
+"""
+import hashlib
+import json
+import math
+import os
+import re
+import stat
+from dataclasses import dataclass, field
+from datetime import datetime
+
+MAX_LOG = 64 * 2**20  # bytes, checked before anything is read
+MAX_SOURCE = 2**20  # bytes
+MAX_LINE = 100_000  # characters of one fact
+MAX_LINES = 200_000
+MAX_STAGES = 100
+MAX_DEPTH = 8  # nesting of one fact's JSON
+SEPARATOR = "=" * 100
+
+# Each value of a fact is tested as JSON text, so one pattern states type, sign and range.
+INT, NUM, TEXT, SHA = r"\d{1,15}", r"\d{1,15}(\.\d+)?(e[-+]?\d+)?", r'".*"', '"[0-9a-f]{64}"'
+FACTS = {
+    "run": {"run_id": r'"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"',
+            "date": r'"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ"', "code_sha256": SHA, "code_bytes": INT,
+            "git_commit": '"[0-9a-f]{7,64}"|null', "git_clean": "true|false|null"},
+    "config": {"num_steps": INT, "batch_tokens": INT, "val_tokens": INT, "target_loss": NUM, "seed": "-?" + INT,
+               "run_name": TEXT},
+    "environment": {"python": TEXT, "torch": TEXT, "cuda": TEXT + "|null", "triton": TEXT + "|null",
+                    "driver": TEXT + "|null", "devices": r'\["[^"]+"(, "[^"]+")*\]', "world_size": INT,
+                    "hosts": INT, "cpu": TEXT + "|null"},
+    "data": {"split": '"train"|"val"', "name": r'"[^"]+"', "bytes": INT, "tokens": INT, "sha256": SHA},
+    "stage": {"first_step": INT, "last_step": INT, "batch_tokens": INT},
+    "calibration": {"bf16_matmul_tflops": NUM + "|null", "fp8_matmul_tflops": NUM + "|null",
+                    "copy_gb_per_s": NUM + "|null", "all_reduce_gb_per_s": NUM + "|null",
+                    "all_gather_gb_per_s": NUM + "|null"},
+    "compile": {"what": TEXT, "seconds": NUM},
+    "defect": {"what": TEXT},
+    "note": {},
+}
+ORDER = ("run", "config", "environment", "data", "stage", "calibration")  # every log has these, in this order
+REPEATED = ("data", "stage")
+STEP = re.compile(r"step:(\d{1,9})/(\d{1,9}) (train|val)_loss:(\d{1,9}\.\d{1,9}) "
+                  r"train_time:(\d{1,12})ms step_avg:(nan|\d{1,12}\.\d\d)ms", re.ASCII)
+END = {"val_loss": r"\d{1,9}\.\d+", "target": NUM, "reached": "true|false", "train_time_s": r"\d{1,9}\.\d{1,3}",
+       "step_avg_ms": r"\d{1,12}\.\d{1,2}", "tokens": INT, "tokens_per_s": INT, "mfu": r"\d{1,3}\.\d+|null",
+       "peak_memory_mib": INT + "|null", "compile_s": r"\d{1,9}(\.\d+)?", "code_sha256": "[0-9a-f]{64}"}
+
+
+class Refused(ValueError):
+    """Input that the tool does not accept; the text is one sentence."""
+
+
+@dataclass
+class Step:
+    line: int
+    step: int
+    total: int
+    split: str  # "train" or "val"
+    loss: float
+    time_ms: int
+    avg_ms: float  # nan at step 0
+
+
+@dataclass
+class Log:
+    path: str
+    raw: bytes
+    source: bytes  # of train_gpt.py as it ran
+    facts: dict = field(default_factory=lambda: {kind: [] for kind in FACTS})  # kind -> [(line, value)]
+    steps: list = field(default_factory=list)
+    end: dict = field(default_factory=dict)
+    end_line: dict = field(default_factory=dict)  # key of the end block -> line
+
+    def values(self, kind):
+        return [value for _, value in self.facts[kind]]
+
+    run = property(lambda self: self.facts["run"][0][1])
+    config = property(lambda self: self.facts["config"][0][1])
+    environment = property(lambda self: self.facts["environment"][0][1])
+    calibration = property(lambda self: self.facts["calibration"][0][1])
+    validations = property(lambda self: [s for s in self.steps if s.split == "val"])
+    sha256 = property(lambda self: hashlib.sha256(self.raw).hexdigest())
+
+    @property
+    def times_sha256(self):
+        """Fingerprint of every time stamp: two runs never share it, a relabelled copy does."""
+        return hashlib.sha256(repr([(s.step, s.time_ms) for s in self.steps]).encode()).hexdigest()
+
+    def tokens_at(self, step):
+        """Training tokens seen after `step` steps."""
+        return sum((min(step, s["last_step"]) - s["first_step"]) * s["batch_tokens"]
+                   for s in self.values("stage") if s["first_step"] < step)
+
+    def time_at(self, step):
+        """(milliseconds, exact) at the end of `step`: exact where a validation stood still for the clock."""
+        found = [s for s in self.steps if s.step == step]
+        return (found[-1].time_ms, found[-1].split == "val") if found else (0, True)
+
+
+def shown(value, limit=70):
+    """A value as harmless text: no control characters reach a terminal."""
+    text = ascii(value)
+    return text if len(text) <= limit else text[:limit] + "..."
+
+
+def fail(path, line, expected, found):
+    raise Refused(f"{path}, line {line}: expected {expected}, found {shown(found)}.")
+
+
+def read_bytes(path, limit=MAX_LOG):
+    """The bytes of a regular file. Raises Refused for anything else, and for a large file before reading it."""
+    try:
+        status = os.lstat(path)
+        if not stat.S_ISREG(status.st_mode):
+            raise Refused(f"{path}: expected a regular file, found a link, a folder or a device.")
+        if status.st_size > limit:
+            raise Refused(f"{path}: expected at most {limit:,} bytes, found {status.st_size:,}.")
+        with open(path, "rb") as f:
+            return f.read(limit)
+    except OSError as error:
+        raise Refused(f"{path}: cannot be read ({error.strerror}).") from None
+
+
+def parse_json(text, path, line):
+    """One strict JSON value: no NaN or infinity, no key twice, no deep nesting. Raises Refused."""
+    def no_constant(name):
+        raise ValueError(f"{name} is not a number")
+
+    def finite(digits):
+        return float(digits) if math.isfinite(float(digits)) else no_constant(digits)
+
+    def unique(pairs):
+        if len(dict(pairs)) < len(pairs):
+            raise ValueError("a key stands twice")
+        return dict(pairs)
+
+    try:
+        value = json.loads(text, parse_constant=no_constant, parse_float=finite, object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        fail(path, line, f"strict JSON ({shown(str(error))})", text)
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [child for v in level if isinstance(v, (list, dict))
+                 for child in (v.values() if isinstance(v, dict) else v)]
+    if level:
+        fail(path, line, f"JSON at most {MAX_DEPTH} levels deep", text)
+    return value
+
+
+def split_source(path):
+    """(raw bytes, source, line number after the source, lines after it). Raises Refused."""
+    raw = read_bytes(path)
+    source, found, rest = raw.partition(f"\n{SEPARATOR}\n".encode())
+    if not found or len(source) > MAX_SOURCE:
+        fail(path, 1, f"at most {MAX_SOURCE:,} bytes of source, then a line of 100 '='", raw[:40])
+    source += b"\n"
+    number = source.count(b"\n") + 2
+    if rest.count(b"\n") > MAX_LINES:
+        fail(path, number + MAX_LINES, f"at most {MAX_LINES:,} lines after the source", rest.count(b"\n"))
+    try:
+        lines = rest.decode().split("\n")
+    except UnicodeDecodeError as error:
+        fail(path, number + rest[:error.start].count(b"\n"), "UTF-8 text", rest[error.start:error.start + 8])
+    return raw, source, number, lines
+
+
+def check_code(log):
+    """Raises Refused unless the embedded source has the length and the sha256 that the run line states."""
+    if not log.facts["run"]:
+        raise Refused(f"{log.path}: expected a `run` line after the source, found none.")
+    line, run = log.facts["run"][0]
+    if run["code_bytes"] != len(log.source):
+        fail(log.path, line, f"code_bytes {len(log.source)} (the length of the embedded source)", run["code_bytes"])
+    actual = hashlib.sha256(log.source).hexdigest()
+    if run["code_sha256"] != actual:
+        fail(log.path, line, f"code_sha256 {actual} (of the embedded source)", run["code_sha256"])
+
+
+def read_source(path):
+    """The embedded source, verified against its run line; the rest of the log may be cut. Raises Refused."""
+    raw, source, number, lines = split_source(path)
+    log = Log(str(path), raw, source)
+    for line in lines:
+        if line.startswith("run "):
+            read_fact(log, number, line)
+            break
+        number += 1
+    check_code(log)
+    return source
+
+
+def read_fact(log, number, text):
+    kind, _, body = text.partition(" ")
+    if kind not in FACTS or len(text) > MAX_LINE:
+        fail(log.path, number, f"a step or a fact ({', '.join(FACTS)}) of at most {MAX_LINE:,} characters", text)
+    value = parse_json(body, log.path, number)
+    if not isinstance(value, dict if FACTS[kind] else str):
+        fail(log.path, number, f"`{kind}` and {'an object' if FACTS[kind] else 'a string'}", body)
+    for key, pattern in FACTS[kind].items():
+        if key not in value:
+            fail(log.path, number, f"the key {key} in `{kind}`", body)
+        if not re.fullmatch(pattern, json.dumps(value[key])):
+            fail(log.path, number, f"another kind of value for {kind}.{key}", value[key])
+    if kind in ORDER:
+        if log.facts[kind] and kind not in REPEATED:
+            fail(log.path, number, f"only one `{kind}` line", text)
+        at = ORDER.index(kind)
+        if any(log.facts[later] for later in ORDER[at + 1:]) or not all(log.facts[k] for k in ORDER[:at]):
+            fail(log.path, number, f"the facts in the order {', '.join(ORDER)}", text)
+    if log.steps and kind not in ("note", "defect"):
+        fail(log.path, number, "only steps, notes and defects after the first step", text)
+    log.facts[kind].append((number, value))
+
+
+def read_step(log, number, text):
+    match = STEP.fullmatch(text)
+    if not match:
+        fail(log.path, number, "step:I/N train_loss or val_loss:X train_time:Tms step_avg:Ams", text)
+    step, total, split, loss, time_ms, avg = match.groups()
+    log.steps.append(Step(number, int(step), int(total), split, float(loss), int(time_ms), float(avg)))
+
+
+def read_end(log, number, lines):
+    for key, pattern in END.items():
+        text = lines.pop(0) if lines else ""
+        if not re.fullmatch(f"{key}: (?:{pattern})", text, re.ASCII):
+            fail(log.path, number, f"`{key}: ...` in the end block", text)
+        value = text.removeprefix(f"{key}: ")
+        log.end[key] = value if key == "code_sha256" else parse_json(value, log.path, number)
+        log.end_line[key] = number
+        number += 1
+    if lines != [""]:
+        fail(log.path, number, "the file to end with the newline after code_sha256", "\n".join(lines))
+
+
+def read_log(path):
+    """A complete, consistent log. Raises Refused with the first thing that is wrong with it."""
+    raw, source, number, lines = split_source(path)
+    log = Log(str(path), raw, source)
+    if SEPARATOR not in lines:
+        fail(path, number + len(lines) - 1, "a second line of 100 '=' (the log was cut or never ended)", lines[-1])
+    end_at = lines.index(SEPARATOR)
+    for i, text in enumerate(lines[:end_at]):
+        (read_step if text.startswith("step:") else read_fact)(log, number + i, text)
+    read_end(log, number + end_at + 1, lines[end_at + 1:])
+    for kind in ORDER:
+        if not log.facts[kind]:
+            raise Refused(f"{path}: expected a `{kind}` line, found none.")
+    check_code(log)
+    check_facts(log)
+    check_steps(log)
+    check_end(log)
+    return log
+
+
+def check_facts(log):
+    """The run's date, the device list, the shards and the stages agree with each other. Raises Refused."""
+    try:
+        datetime.strptime(log.run["date"], "%Y-%m-%dT%H:%M:%SZ")
+    except ValueError:
+        fail(log.path, log.facts["run"][0][0], "a date of the calendar", log.run["date"])
+    devices = log.environment["devices"]
+    if len(devices) != log.environment["world_size"]:
+        fail(log.path, log.facts["environment"][0][0], f"{log.environment['world_size']} devices (world_size)", devices)
+    seen = set()
+    for line, shard in log.facts["data"]:
+        if shard["bytes"] != 1024 + 2 * shard["tokens"]:  # 256 int32 of header, then uint16 tokens
+            fail(log.path, line, f"{1024 + 2 * shard['tokens']} bytes for {shard['tokens']} tokens", shard["bytes"])
+        if (shard["split"], shard["name"]) in seen:
+            fail(log.path, line, "each shard once", shard["name"])
+        seen.add((shard["split"], shard["name"]))
+    if {split for split, _ in seen} != {"train", "val"}:
+        fail(log.path, log.facts["data"][-1][0], "shards of both splits, train and val", sorted(seen))
+    at = 0
+    for line, stage in log.facts["stage"]:
+        if stage["first_step"] != at or stage["last_step"] <= at or not stage["batch_tokens"]:
+            fail(log.path, line, f"a stage of some steps and tokens that begins at step {at}", stage)
+        at = stage["last_step"]
+    if at != log.config["num_steps"] or len(log.facts["stage"]) > MAX_STAGES:
+        fail(log.path, line, f"at most {MAX_STAGES} stages, to end at config.num_steps = {log.config['num_steps']}", at)
+
+
+def check_steps(log):
+    """Every step is there, in order, and its times agree with each other. Raises Refused."""
+    total, trained, before = log.config["num_steps"], 0, None
+    for s in log.steps:
+        if s.total != total:
+            fail(log.path, s.line, f"step:{s.step}/{total} (config.num_steps)", f"step:{s.step}/{s.total}")
+        if s.split == "train":
+            trained += 1
+        again = before and before.split == s.split == "val" and before.step == s.step
+        if s.step != trained or again:
+            fail(log.path, s.line, f"{s.split} step {trained + bool(again)} (steps are gapless)", f"step {s.step}")
+        if before and s.time_ms < before.time_ms:
+            fail(log.path, s.line, f"a train_time of at least {before.time_ms}ms (time does not run back)", s.time_ms)
+        # both numbers are printed rounded: 0.5 ms of the sum, 0.005 ms of the average; nan at step 0 only
+        if math.isnan(s.avg_ms) != (s.step == 0) or abs(s.avg_ms * s.step - s.time_ms) > 0.501 + 0.005001 * s.step:
+            fail(log.path, s.line, f"step_avg to be train_time / step = {s.time_ms}ms / {s.step}", s.avg_ms)
+        before = s
+    if trained != total or before.split != "val":
+        line = before.line if before else log.facts["calibration"][0][0]
+        fail(log.path, line, f"steps up to {total} with a last validation", f"step {trained}")
+
+
+def check_end(log):
+    """The end block follows from the lines above it. Raises Refused."""
+    end, last = log.end, log.steps[-1]
+    tokens, seconds = log.tokens_at(log.config["num_steps"]), log.end["train_time_s"]
+    slack = 0.000501 * end["tokens_per_s"] + 0.501 * seconds + 1  # printed to 1 ms and to 1 token/s
+    for key, expected, good in (
+        ("val_loss", f"{last.loss} (the last validation)", end["val_loss"] == last.loss),
+        ("target", f"{log.config['target_loss']} (config.target_loss)", end["target"] == log.config["target_loss"]),
+        ("reached", "val_loss <= target", end["reached"] == (end["val_loss"] <= end["target"])),
+        ("train_time_s", f"{last.time_ms / 1000} (the last validation)", abs(1000 * seconds - last.time_ms) <= 1.001),
+        ("step_avg_ms", f"{last.avg_ms} (the last validation)", abs(end["step_avg_ms"] - last.avg_ms) <= 0.0101),
+        ("tokens", f"{tokens} (steps x batch_tokens of the stages)", end["tokens"] == tokens),
+        ("tokens_per_s", "tokens / train_time_s", abs(end["tokens_per_s"] * seconds - tokens) <= slack),
+        ("code_sha256", f"{log.run['code_sha256']} (the run line)", end["code_sha256"] == log.run["code_sha256"]),
+    ):
+        if not good:
+            fail(log.path, log.end_line[key], f"{key} to be {expected}", end[key])

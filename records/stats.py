@@ -1,0 +1,68 @@
+"""The statistics of records: spread, one-sided t against the target, Welch's comparison, runs still needed."""
+import statistics
+from dataclasses import dataclass
+
+from scipy.stats import nct
+from scipy.stats import t as student
+
+ALPHA = 0.01  # what the field calls significant
+POWER = 0.8
+MOST_RUNS = 200  # a side; an effect that needs more is not worth settling
+
+
+def spread(values):
+    """Sample standard deviation, or None for a single value."""
+    return statistics.stdev(values) if len(values) > 1 else None
+
+
+def p_below(values, target):
+    """One-sided p of "the true mean is below the target" (Student's t), or None where there is no spread."""
+    sd = spread(values)
+    if not sd:
+        return None
+    t = (statistics.fmean(values) - target) / (sd / len(values) ** 0.5)
+    return float(student.cdf(t, len(values) - 1))
+
+
+@dataclass
+class Welch:
+    diff: float  # mean of b - mean of a
+    low: float  # 95 % confidence interval of diff
+    high: float
+    t: float
+    df: float
+    p: float  # two-sided
+    g: float  # Hedges' g: diff in pooled standard deviations, corrected for few runs
+    g_low: float  # its approximate 95 % interval (large-sample standard error of Hedges and Olkin)
+    g_high: float
+    more: int | None  # further runs a side for POWER at ALPHA if the effect is as observed; None: over MOST_RUNS
+
+
+def welch(a, b):
+    """Welch's t test of b against a, or None if a side has one run or neither side has any spread."""
+    if min(len(a), len(b)) < 2:
+        return None
+    va, vb = statistics.variance(a), statistics.variance(b)
+    if va + vb == 0:
+        return None
+    na, nb = len(a), len(b)
+    diff = statistics.fmean(b) - statistics.fmean(a)
+    error = (va / na + vb / nb) ** 0.5
+    df = error**4 / ((va / na) ** 2 / (na - 1) + (vb / nb) ** 2 / (nb - 1))
+    half = float(student.ppf(0.975, df)) * error
+    pooled = (((na - 1) * va + (nb - 1) * vb) / (na + nb - 2)) ** 0.5
+    g = diff / pooled * (1 - 3 / (4 * (na + nb - 2) - 1))
+    g_half = 1.96 * ((na + nb) / (na * nb) + g * g / (2 * (na + nb))) ** 0.5
+    needed = runs_needed(diff / ((va + vb) / 2) ** 0.5)
+    return Welch(diff, diff - half, diff + half, diff / error, df, float(2 * student.sf(abs(diff / error), df)),
+                 g, g - g_half, g + g_half, needed and max(1, needed - min(na, nb)))
+
+
+def runs_needed(effect):
+    """Runs a side for a two-sided t test at ALPHA to find `effect` (in standard deviations) with POWER, or None."""
+    effect = min(abs(effect), 20.0)  # beyond it two runs a side suffice, and nct loses its footing
+    for n in range(2, MOST_RUNS + 1):
+        critical = student.ppf(1 - ALPHA / 2, 2 * n - 2)
+        if nct.sf(critical, 2 * n - 2, effect * (n / 2) ** 0.5) >= POWER:
+            return n
+    return None

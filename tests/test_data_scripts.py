@@ -1,0 +1,444 @@
+"""data/fineweb.py and data/prepare.py against independent references.
+
+References: shards are parsed with `struct` alone, tokens are turned back into text and compared with the input, the
+byte table is compared with tiktoken's single-byte tokens, and fetching is tried against a fake downloader and, through
+the real client, against a small server on this machine. Nothing here needs a network or a GPU.
+"""
+import http.server
+import json
+import os
+import random
+import struct
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+if (VOCABULARY := ROOT.parent / "shared" / "gpt2-bpe").is_dir():
+    os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(VOCABULARY))
+
+from data import fineweb, prepare  # noqa: E402
+
+BOS = 50256
+
+
+@pytest.fixture(scope="session")
+def gpt2():
+    """tiktoken's GPT-2 encoding; tests that want it are skipped where its vocabulary cannot be had."""
+    tiktoken = pytest.importorskip("tiktoken")
+    try:
+        return tiktoken.get_encoding("gpt2")
+    except Exception as error:
+        raise pytest.skip.Exception(f"no GPT-2 vocabulary: {type(error).__name__}") from error
+
+
+def shard_bytes(tokens, magic=20240520, version=1):
+    header = struct.pack("<256i", magic, version, len(tokens), *[0] * 253)
+    return header + struct.pack(f"<{len(tokens)}H", *tokens)
+
+
+def read_shard(path):
+    """-> list of tokens, after checking every field of the header."""
+    data = Path(path).read_bytes()
+    header = struct.unpack("<256i", data[:1024])
+    assert header[:2] == (20240520, 1)
+    assert not any(header[3:])
+    assert len(data) == 1024 + 2 * header[2]
+    return list(struct.unpack(f"<{header[2]}H", data[1024:]))
+
+
+def read_split(folder, split, name="fineweb"):
+    """-> the token lists of a split's documents, BOS removed; every shard must begin with a document."""
+    documents = []
+    for path in sorted(Path(folder).glob(f"{name}_{split}_*.bin")):
+        tokens = read_shard(path)
+        assert tokens[0] == BOS
+        for token in tokens:
+            if token == BOS:
+                documents.append([])
+            else:
+                documents[-1].append(token)
+    return documents
+
+
+def gpt2_byte_table():
+    """GPT-2's byte order, written down a second way: Latin-1 characters that print and are not blank come first."""
+    first = [b for b in range(256) if chr(b).isprintable() and not chr(b).isspace() and b != 0xAD]
+    return first + [b for b in range(256) if b not in first]
+
+
+def from_bytes(document):
+    table = gpt2_byte_table()
+    return bytes(table[token] for token in document).decode("utf-8")
+
+
+def make_texts(count, seed=0):
+    rng = random.Random(seed)
+    words = "the cat sat on a mat — naïve café, 東京 and Ωmega; don't 1234 stop\n".split(" ")
+    return [f"{i}: " + " ".join(rng.choices(words, k=rng.randint(1, 120))) for i in range(count)]
+
+
+def write_jsonl(path, texts, key="text"):
+    path.write_text("".join(json.dumps({"id": i, key: t}) + "\n" for i, t in enumerate(texts)), encoding="utf-8")
+    return path
+
+
+def script(name, *args, **env):
+    return subprocess.run([sys.executable, ROOT / "data" / name, *map(str, args)], capture_output=True, text=True,
+                          env=os.environ | env, timeout=60, check=False)
+
+
+def assert_one_sentence(run, status, *parts):
+    assert run.returncode == status, run
+    assert run.stderr.count("\n") == 1
+    assert "Traceback" not in run.stderr
+    for part in parts:
+        assert str(part) in run.stderr
+
+
+def folder_is_empty(folder):
+    return not Path(folder).exists() or not any(Path(folder).iterdir())
+
+
+# ---- prepare.py: tokens ---------------------------------------------------------------------------------------------
+
+def test_byte_tables_follow_gpt2s_order_and_are_inverse_to_each_other():
+    assert prepare.token_to_byte.tolist() == gpt2_byte_table()
+    assert bytes(prepare.token_to_byte[:3].tolist()) == b"!\"#"
+    assert prepare.token_to_byte[prepare.byte_to_token].tolist() == list(range(256))
+
+
+def test_byte_tables_equal_tiktokens_single_byte_tokens(gpt2):
+    assert [gpt2.decode_single_token_bytes(i)[0] for i in range(256)] == prepare.token_to_byte.tolist()
+    assert [gpt2.encode_single_token(bytes([b])) for b in range(256)] == prepare.byte_to_token.tolist()
+
+
+def test_bytes_corpus_decodes_back_to_the_input(tmp_path):
+    texts, out = make_texts(200), tmp_path / "out"
+    prepare.main([str(write_jsonl(tmp_path / "in.jsonl", texts)), "--bytes", "--workers=1", f"--out={out}"])
+    assert sorted(map(from_bytes, read_split(out, "train") + read_split(out, "val"))) == sorted(texts)
+    assert sorted(p.name for p in out.iterdir()) == ["fineweb_train_000001.bin", "fineweb_val_000000.bin"]
+
+
+def test_bpe_corpus_equals_tiktoken_and_decodes_back_to_the_input(tmp_path, gpt2):
+    texts = make_texts(100) + ["literal <|endoftext|> in a document is text"]
+    prepare.main([str(write_jsonl(tmp_path / "in.jsonl", texts)), "--workers=1", f"--out={tmp_path / 'out'}"])
+    documents = read_split(tmp_path / "out", "train") + read_split(tmp_path / "out", "val")
+    assert sorted(documents) == sorted(gpt2.encode(t, disallowed_special=()) for t in texts)
+    assert sorted(map(gpt2.decode, documents)) == sorted(texts)
+
+
+@pytest.mark.parametrize("use_bytes", [True, False], ids=["bytes", "bpe"])
+def test_parallel_result_equals_serial(use_bytes, request):
+    if not use_bytes:
+        request.getfixturevalue("gpt2")
+    texts = ["".join(make_texts(60, seed=i)) for i in range(200)]  # several batches of work
+    serial, parallel = (list(prepare.encode_all(iter(texts), use_bytes, workers)) for workers in (1, 2))
+    assert len(serial) > 2
+    assert [(t.tolist(), n) for t, n in parallel] == [(t.tolist(), n) for t, n in serial]
+
+
+# ---- prepare.py: splits and shards ----------------------------------------------------------------------------------
+
+def test_validation_is_a_fair_sample_of_whole_documents_that_training_lacks(tmp_path):
+    texts = make_texts(2000)
+    prepare.main([str(write_jsonl(tmp_path / "in.jsonl", texts)), "--bytes", "--val_tokens=40000", f"--out={tmp_path}"])
+    train, val = ([from_bytes(d) for d in read_split(tmp_path, split)] for split in ("train", "val"))
+    assert not set(train) & set(val)
+    tokens = sum(len(t.encode()) + 1 for t in val)
+    assert 40000 < tokens < 40000 + 2000  # one document over at most
+    mean = sum(int(t.split(":")[0]) for t in val) / len(val)  # position in the input, 0..1999
+    assert 800 < mean < 1200
+
+
+def test_shards_fill_up_with_whole_documents_and_are_numbered_from_one(tmp_path):
+    prepare.main([str(write_jsonl(tmp_path / "in.jsonl", make_texts(300))), "--bytes", "--name=mine",
+                  "--shard_tokens=20000", "--val_tokens=5000", f"--out={tmp_path}"])
+    paths = sorted(tmp_path.glob("mine_train_*.bin"))
+    assert [p.name for p in paths] == [f"mine_train_{i:06d}.bin" for i in range(1, len(paths) + 1)]
+    assert len(paths) > 3
+    sizes = [len(read_shard(p)) for p in paths]
+    assert all(20000 - 1000 < n < 20000 + 1000 for n in sizes[:-1])
+    assert all(read_shard(p)[0] == BOS for p in paths)
+
+
+def test_seed_decides_the_order(tmp_path):
+    source = str(write_jsonl(tmp_path / "in.jsonl", make_texts(100)))
+    for out, seed in (("a", 1), ("b", 1), ("c", 2)):
+        prepare.main([source, "--bytes", "--workers=1", f"--seed={seed}", f"--out={tmp_path / out}"])
+    a, b, c = (read_split(tmp_path / out, "train") + read_split(tmp_path / out, "val") for out in "abc")
+    assert a == b != c
+    assert sorted(a) == sorted(c)
+
+
+def test_folder_is_searched_and_each_text_file_is_one_document_byte_for_byte(tmp_path):
+    texts = {"a.txt": "\none\r\n\n\ntwo\n\n", "deep/er/b.md": "three", "c.txt": "four\n"}
+    for name, text in texts.items():
+        (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "in" / name).write_bytes(text.encode())
+    (tmp_path / "in" / "picture.png").write_bytes(b"\xff\xfe")
+    (tmp_path / "in" / "blank.txt").write_text(" \n\n")
+    write_jsonl(tmp_path / "in" / "d.jsonl", ["five"], key="body")
+    prepare.main([str(tmp_path / "in"), "--bytes", "--key=body", "--val_tokens=1", f"--out={tmp_path / 'out'}"])
+    documents = read_split(tmp_path / "out", "train") + read_split(tmp_path / "out", "val")
+    assert sorted(map(from_bytes, documents)) == sorted([*texts.values(), "five"])
+
+
+def test_split_blank_cuts_at_that_many_blank_lines(tmp_path):
+    path = tmp_path / "long.txt"
+    path.write_text("a\nb\n\nc\n\n\nd\n  \n\n\ne")
+    assert list(prepare.read_documents(path, split_blank=2)) == ["a\nb\n\nc\n", "d\n", "e"]
+    assert [d for d in prepare.read_documents(path, split_blank=1) if d] == ["a\nb\n", "c\n", "d\n", "e"]
+
+
+def test_interrupted_run_leaves_nothing_behind(tmp_path):
+    def dies():
+        yield prepare.encode(["some text"], use_bytes=True)
+        raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        prepare.write_corpus(dies(), tmp_path / "out")
+    assert folder_is_empty(tmp_path / "out")
+
+
+# ---- prepare.py: errors ---------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize(("name", "content", "advice"), [
+    ("latin1.txt", "café".encode("latin-1") * 9, "iconv"),
+    ("broken.jsonl", b'{"text": "fine"}\n{"text": \n', "line 2"),
+    ("nokey.jsonl", b'{"body": "fine"}\n', "--key"),
+    ("list.jsonl", b"[1, 2]\n", "--key"),
+    (".", None, "name the files"),
+    ("absent.txt", None, "check the path"),
+])
+def test_bad_input_is_one_sentence_that_names_the_file(tmp_path, capsys, name, content, advice):
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(SystemExit) as stop:
+        prepare.main([str(path), "--bytes", "--workers=1", f"--out={tmp_path / 'out'}"])
+    message = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert message.count("\n") == 1
+    assert str(path) in message
+    assert advice in message
+    assert folder_is_empty(tmp_path / "out")
+
+
+def test_errors_on_the_command_line_are_one_sentence_with_status_2(tmp_path):
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "one.txt").write_text("only one document here\n" * 9)
+    out = f"--out={tmp_path / 'out'}"
+    for args, part in (((tmp_path / "empty.txt", out, "--bytes"), "no text"),
+                       ((tmp_path / "one.txt", out, "--bytes"), "--split_blank"),
+                       ((tmp_path / "one.txt", out, "--workers=0"), "--workers"),
+                       ((out,), "INPUT")):
+        assert_one_sentence(script("prepare.py", *args), 2, part)
+    assert folder_is_empty(tmp_path / "out")
+
+
+def test_missing_vocabulary_is_one_sentence_that_offers_bytes(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    offline = {"TIKTOKEN_CACHE_DIR": str(tmp_path / "none"), "https_proxy": "http://127.0.0.1:9"}
+    run = script("prepare.py", tmp_path / "a.txt", "--out", tmp_path / "out", **offline)
+    assert_one_sentence(run, 2, "--bytes", "TIKTOKEN_CACHE_DIR")
+
+
+def test_old_shards_are_not_mixed_with_new_ones(tmp_path, capsys):
+    source = str(write_jsonl(tmp_path / "in.jsonl", make_texts(50)))
+    (tmp_path / "fineweb_train_000007.bin").write_bytes(b"old")
+    with pytest.raises(SystemExit, match="2"):
+        prepare.main([source, "--bytes", f"--out={tmp_path}"])
+    assert "fineweb_train_000007.bin" in capsys.readouterr().err
+    assert (tmp_path / "fineweb_train_000007.bin").read_bytes() == b"old"
+
+
+# ---- prepare.py: --python-docs --------------------------------------------------------------------------------------
+
+@pytest.fixture(scope="session")
+def python_docs(tmp_path_factory):
+    out = tmp_path_factory.mktemp("pydocs")
+    return out, prepare.make_python_docs_corpus(out)
+
+
+def test_python_docs_corpus_is_megabytes_of_english_with_5_percent_for_validation(python_docs):
+    out, counts = python_docs
+    train, val = read_split(out, "train"), read_split(out, "val")
+    sizes = [sum(len(d) + 1 for d in split) for split in (train, val)]
+    assert sizes == [counts["train"], counts["val"]]
+    assert sum(sizes) > 1_500_000
+    assert 0.04 < sizes[1] / sum(sizes) < 0.10
+    text = "\n".join(map(from_bytes, train))
+    assert ">>>" not in text
+    assert text.count(" the ") > 10_000
+    assert sum(c.isalpha() or c.isspace() for c in text) > 0.85 * len(text)
+
+
+def test_python_docs_corpus_is_made_once_and_the_same_each_time(python_docs, tmp_path):
+    out, counts = python_docs
+    before = {p.name: p.stat().st_mtime_ns for p in out.iterdir()}
+    assert prepare.make_python_docs_corpus(out) is None
+    assert {p.name: p.stat().st_mtime_ns for p in out.iterdir()} == before
+    run = script("prepare.py", "--python-docs", "--bytes", "--out", tmp_path, PYTHONHASHSEED="7")
+    assert run.returncode == 0, run.stderr
+    assert f"{counts['train']:,} training" in run.stdout
+    assert all((tmp_path / name).read_bytes() == (out / name).read_bytes() for name in before)
+
+
+def test_source_prose_finds_docstrings_and_comments_in_order_and_no_code():
+    source = ('"""Module."""\nx = "string"  # tail\n# One\n# two.\n'
+              'def f():\n    """Function\n\n    text."""\n    # Last.\n')
+    assert prepare.source_prose(source) == "Module.\n\nOne\ntwo.\n\n\nFunction\n\ntext.\n\nLast.\n"
+
+
+# ---- fineweb.py -----------------------------------------------------------------------------------------------------
+
+class FakeHub:
+    """Stands in for hf_hub_download: `plan` has one entry a call, an exception to raise or the bytes to deliver."""
+
+    def __init__(self, monkeypatch, *plan):
+        hub = pytest.importorskip("huggingface_hub")
+        self.plan, self.asked, self.slept = list(plan), [], []
+        monkeypatch.setattr(hub, "hf_hub_download", self)
+        monkeypatch.setattr(fineweb, "check_online", lambda: None)
+        monkeypatch.setattr(fineweb.time, "sleep", self.slept.append)
+
+    def __call__(self, repo_id, filename, *, repo_type, local_dir):
+        assert (repo_id, repo_type) == ("kjj0/fineweb10B-gpt2", "dataset")
+        self.asked.append(filename)
+        path = Path(local_dir) / filename
+        if path.exists():
+            return str(path)  # as the client does: what is there is not fetched again
+        path.parent.mkdir(parents=True, exist_ok=True)
+        step = self.plan.pop(0)
+        if isinstance(step, BaseException):
+            path.with_suffix(".incomplete").write_bytes(GOOD[:1100])
+            raise step
+        path.write_bytes(step)
+        return str(path)
+
+
+GOOD = shard_bytes([BOS, *range(500)])
+VAL, TRAIN = "fineweb_val_000000.bin", "fineweb_train_000001.bin"
+
+
+def final_files(folder):
+    return sorted(p.name for p in Path(folder).iterdir() if p.name.endswith(".bin"))
+
+
+def test_fetch_brings_validation_and_the_first_n_shards_once(tmp_path, monkeypatch):
+    hub = FakeHub(monkeypatch, GOOD, GOOD, GOOD)
+    for _ in range(2):
+        fineweb.main(["2", f"--dir={tmp_path}"])
+    assert hub.asked == [VAL, TRAIN, "fineweb_train_000002.bin"]
+    assert [p.name for p in sorted(tmp_path.iterdir())] == sorted(hub.asked)
+    assert read_shard(tmp_path / TRAIN) == [BOS, *range(500)]
+
+
+def test_interrupted_download_leaves_no_final_file_and_the_next_run_goes_on(tmp_path, monkeypatch, capsys):
+    hub = FakeHub(monkeypatch, GOOD, KeyboardInterrupt(), GOOD)
+    with pytest.raises(SystemExit, match="130"):
+        fineweb.main(["1", f"--dir={tmp_path}"])
+    assert "go on" in capsys.readouterr().err
+    assert final_files(tmp_path) == [VAL]
+    fineweb.main(["1", f"--dir={tmp_path}"])
+    assert hub.asked == [VAL, TRAIN, TRAIN]
+    assert final_files(tmp_path) == [TRAIN, VAL]
+
+
+def test_failures_are_retried_with_doubling_pauses(tmp_path, monkeypatch):
+    hub = FakeHub(monkeypatch, *[ConnectionError("reset")] * 3, GOOD, GOOD)
+    fineweb.main(["1", f"--dir={tmp_path}"])
+    assert hub.slept == [1, 2, 4]
+    assert final_files(tmp_path) == [TRAIN, VAL]
+
+
+def test_a_lasting_failure_is_one_sentence(tmp_path, monkeypatch, capsys):
+    hub = FakeHub(monkeypatch, *[ConnectionError("reset\nby peer")] * 6)
+    with pytest.raises(SystemExit, match="1"):
+        fineweb.main(["1", f"--dir={tmp_path}"])
+    message = capsys.readouterr().err
+    assert VAL in message
+    assert message.count("\n") == 1
+    assert hub.slept == [1, 2, 4, 8, 16]
+    assert final_files(tmp_path) == []
+
+
+BAD = {"magic": shard_bytes([1, 2], magic=20240521), "version": shard_bytes([1, 2], version=2), "short": GOOD[:-2],
+       "long": GOOD + b"\0\0", "no tokens": shard_bytes([]), "half a header": GOOD[:8], "empty": b""}
+
+
+@pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
+def test_a_damaged_arrival_is_refused_and_fetched_again(tmp_path, monkeypatch, bad):
+    hub = FakeHub(monkeypatch, bad, GOOD)
+    fineweb.fetch_shard(VAL, tmp_path)
+    assert hub.asked == [VAL, VAL]
+    assert (tmp_path / VAL).read_bytes() == GOOD
+
+
+def test_a_damaged_shard_that_is_already_there_is_replaced(tmp_path, monkeypatch):
+    hub = FakeHub(monkeypatch, GOOD)
+    (tmp_path / VAL).write_bytes(GOOD)
+    (tmp_path / TRAIN).write_bytes(BAD["short"])
+    fineweb.main(["1", f"--dir={tmp_path}"])
+    assert hub.asked == [TRAIN]
+    assert (tmp_path / TRAIN).read_bytes() == GOOD
+
+
+@pytest.mark.parametrize("n", ["0", "104", "-1", "two", "1.5", None])
+def test_bad_n_is_one_sentence(n, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        fineweb.main([n] if n else [])
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1
+    assert "N" in message
+
+
+@pytest.mark.parametrize(("variable", "value"), [("HF_HUB_OFFLINE", "1"), ("HF_ENDPOINT", "http://127.0.0.1:9")])
+def test_no_network_is_one_sentence_and_status_1(tmp_path, variable, value):
+    pytest.importorskip("huggingface_hub")
+    run = script("fineweb.py", 1, "--dir", tmp_path, **{variable: value})
+    assert_one_sentence(run, 1, "cannot be reached", "connect to the network")
+    assert final_files(tmp_path) == []
+
+
+def test_the_real_client_picks_up_a_dropped_connection(tmp_path):
+    """Through huggingface_hub itself: the server on this machine hangs up within each shard's first answer."""
+    pytest.importorskip("huggingface_hub")
+    tokens = 12_000_000  # the client keeps whole blocks of 10 MB
+    body, ranges = struct.pack("<256i", 20240520, 1, tokens, *[0] * 253) + random.Random(0).randbytes(2 * tokens), []
+
+    class Hub(http.server.BaseHTTPRequestHandler):
+        def do_HEAD(self):
+            start = int(self.headers.get("Range", "bytes=0-")[6:].split("-")[0])
+            self.send_response(206 if start else 200)
+            self.send_header("ETag", '"1234"')
+            self.send_header("X-Repo-Commit", "0" * 40)
+            self.send_header("Content-Length", str(len(body) - start))
+            if start:
+                self.send_header("Content-Range", f"bytes {start}-{len(body) - 1}/{len(body)}")
+            self.end_headers()
+            return start
+
+        def do_GET(self):
+            if "/resolve/main/" not in self.path:
+                self.send_error(404)  # the client asks for other things too
+                return
+            start = self.do_HEAD()
+            ranges.append(start)
+            self.wfile.write(body[start:] if len(ranges) % 2 == 0 else body[:-len(body) // 3])
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        run = script("fineweb.py", 1, "--dir", tmp_path, HF_ENDPOINT=f"http://127.0.0.1:{server.server_port}",
+                     HF_HOME=str(tmp_path / "hf"), HF_HUB_OFFLINE="0")
+        server.shutdown()
+    assert run.returncode == 0, run.stderr
+    assert (tmp_path / VAL).read_bytes() == (tmp_path / TRAIN).read_bytes() == body
+    assert [start > 0 for start in ranges] == [False, True, False, True]

@@ -1,0 +1,543 @@
+"""The record tool against made-up logs: the grammar, a record's life, and attacks, each refused with its own sentence.
+
+Reference: the grammar in records/README.md, written out once more by `write_log` below. All numbers are invented and
+stay in pytest's temporary folders.
+"""
+import hashlib
+import json
+import random
+import re
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from records import compare, log, plots, record, table
+from records.__main__ import main
+
+SOURCE = b'"""a trainer"""\nprint("training \xe2\x9c\x93")\n'
+SHARDS = [{"split": "train", "name": "train_1.bin", "bytes": 2024, "tokens": 500, "sha256": "a" * 64},
+          {"split": "val", "name": "val_1.bin", "bytes": 1224, "tokens": 100, "sha256": "b" * 64}]
+STAGES = [{"first_step": 0, "last_step": 4, "batch_tokens": 1000},
+          {"first_step": 4, "last_step": 8, "batch_tokens": 2000}]
+CALIBRATION = {"bf16_matmul_tflops": 700.0, "fp8_matmul_tflops": None, "copy_gb_per_s": 4000.0,
+               "all_reduce_gb_per_s": 300.0, "all_gather_gb_per_s": 300.0}
+
+DRAW = {name: getattr(plots, name) for name in ("draw_loss", "draw_progress")}
+
+
+def write_log(path, seed=1, loss=3.4900, ms=1000, source=SOURCE, shards=SHARDS, config=(), environment=(),
+              calibration=(), extra=(), **run):
+    """Writes a consistent log of 8 steps of `ms` + `seed` milliseconds; returns its path."""
+    config = {"num_steps": 8, "batch_tokens": 1000, "val_tokens": 100, "target_loss": 3.5, "seed": seed, "run_name": "",
+              "muon_lr": 0.05, "log_dir": f"logs{seed}"} | dict(config)
+    environment = {"python": "3.12.3", "torch": "2.11.0", "cuda": "13.0", "triton": "3.6.0", "driver": "580",
+                   "devices": ["Fast GPU"] * 2, "world_size": 2, "hosts": 1, "cpu": "a CPU"} | dict(environment)
+    sha, ms = hashlib.sha256(source).hexdigest(), ms + seed
+    run = {"run_id": str(uuid.uuid4()), "date": f"2026-11-2{seed % 10}T09:30:00Z", "code_sha256": sha,
+           "code_bytes": len(source), "git_commit": "c" * 40, "git_clean": True} | run
+    lines = [f"run {json.dumps(run)}", f"config {json.dumps(config)}", f"environment {json.dumps(environment)}",
+             *(f"data {json.dumps(s)}" for s in shards), *(f"stage {json.dumps(s)}" for s in STAGES),
+             f"calibration {json.dumps(CALIBRATION | dict(calibration))}", 'compile {"what": "block", "seconds": 3.21}',
+             'note "steps follow"', "step:0/8 val_loss:10.8000 train_time:0ms step_avg:nanms"]
+    for i in range(1, 9):
+        time = i * ms + 3 * (i // 4)
+        lines.append(f"step:{i}/8 train_loss:{9 - i / 2:.4f} train_time:{i * ms}ms step_avg:{ms:.2f}ms")
+        if i % 4 == 0:
+            value = loss if i == 8 else 5.0
+            lines.append(f"step:{i}/8 val_loss:{value:.4f} train_time:{time}ms step_avg:{time / i:.2f}ms")
+    lines += [*extra, "=" * 100, f"val_loss: {loss:.4f}", "target: 3.5", f"reached: {json.dumps(loss <= 3.5)}",
+              f"train_time_s: {time / 1000:.3f}", f"step_avg_ms: {time / 8:.2f}", "tokens: 12000",
+              f"tokens_per_s: {12000000 / time:.0f}", f"mfu: {3000 / time:.4f}", "peak_memory_mib: 33812",
+              "compile_s: 80.1", f"code_sha256: {sha}"]
+    path.write_bytes(source + b"=" * 100 + b"\n" + "\n".join(lines).encode() + b"\n")
+    return path
+
+
+@pytest.fixture(autouse=True)
+def quick_pictures(monkeypatch):
+    """Drawing is slow; one test puts it back."""
+    for name in DRAW:
+        monkeypatch.setattr(plots, name, lambda path, *_: Path(path).write_bytes(b"\x89PNG\r\n\x1a\n"))
+
+
+@pytest.fixture
+def root(tmp_path):
+    """An empty repository with leaderboard markers."""
+    (tmp_path / "README.md").write_text("# t\n" + "\n".join(table.BOARD) + "\nmore\n")
+    return tmp_path
+
+
+@pytest.fixture
+def three(root):
+    """(root, folder of a record of three runs)"""
+    logs = [write_log(root / f"{seed}.txt", seed, 3.49 + seed / 1000) for seed in (1, 2, 3)]
+    return root, record.new(root, "first", logs, "a claim", "stand-in corpus, one pass")
+
+
+def edit(path, old, new, count=1):
+    """Replaces bytes of a file; the old ones must be there. `count`: how often, -1 for the last place only."""
+    raw = path.read_bytes()
+    old, new = (x.encode() if isinstance(x, str) else x for x in (old, new))
+    assert old in raw
+    path.write_bytes(new.join(raw.rsplit(old, 1)) if count == -1 else raw.replace(old, new, count))
+
+
+def run_tool(capsys, root, *words):
+    status = main(["--root", str(root), *map(str, words)])
+    out = capsys.readouterr()
+    return status, out.out + out.err
+
+
+def refusal(path):
+    """The sentence with which a log is refused; it names the file and is a single sentence."""
+    with pytest.raises(log.Refused) as error:
+        log.read_log(path)
+    text = str(error.value)
+    assert text.startswith(str(path)) and text.endswith(".") and "\n" not in text
+    return text
+
+
+# ---- the grammar, field by field
+
+def test_grammar_is_frozen(tmp_path):
+    path = write_log(tmp_path / "log.txt", seed=3, extra=['defect {"what": "2 graphs were compiled inside the clock"}'])
+    text = path.read_text().splitlines()
+    assert text.count("=" * 100) == 2
+    assert text[-23:-11] == [
+        "step:1/8 train_loss:8.5000 train_time:1003ms step_avg:1003.00ms",
+        "step:2/8 train_loss:8.0000 train_time:2006ms step_avg:1003.00ms",
+        "step:3/8 train_loss:7.5000 train_time:3009ms step_avg:1003.00ms",
+        "step:4/8 train_loss:7.0000 train_time:4012ms step_avg:1003.00ms",
+        "step:4/8 val_loss:5.0000 train_time:4015ms step_avg:1003.75ms",
+        "step:5/8 train_loss:6.5000 train_time:5015ms step_avg:1003.00ms",
+        "step:6/8 train_loss:6.0000 train_time:6018ms step_avg:1003.00ms",
+        "step:7/8 train_loss:5.5000 train_time:7021ms step_avg:1003.00ms",
+        "step:8/8 train_loss:5.0000 train_time:8024ms step_avg:1003.00ms",
+        "step:8/8 val_loss:3.4900 train_time:8030ms step_avg:1003.75ms",
+        'defect {"what": "2 graphs were compiled inside the clock"}',
+        "=" * 100,
+    ]
+    got = log.read_log(path)
+    assert got.source == SOURCE and got.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert got.run["date"] == "2026-11-23T09:30:00Z" and got.config["muon_lr"] == 0.05
+    assert got.environment["devices"] == ["Fast GPU"] * 2 and got.calibration == CALIBRATION
+    assert got.values("data") == SHARDS and got.values("stage") == STAGES
+    assert got.values("note") == ["steps follow"] and got.values("compile")[0]["seconds"] == 3.21
+    assert got.values("defect") == [{"what": "2 graphs were compiled inside the clock"}]
+    assert [s.step for s in got.steps] == [0, 1, 2, 3, 4, 4, 5, 6, 7, 8, 8]
+    assert [(s.step, s.loss, s.time_ms) for s in got.validations] == [(0, 10.8, 0), (4, 5.0, 4015), (8, 3.49, 8030)]
+    assert got.end == {
+        "val_loss": 3.49, "target": 3.5, "reached": True, "train_time_s": 8.03, "step_avg_ms": 1003.75, "tokens": 12000,
+        "tokens_per_s": 1494, "mfu": 0.3736, "peak_memory_mib": 33812, "compile_s": 80.1,
+        "code_sha256": got.run["code_sha256"]}
+    assert [got.tokens_at(i) for i in (0, 3, 4, 6, 8)] == [0, 3000, 4000, 8000, 12000]
+    assert got.time_at(4) == (4015, True) and got.time_at(5) == (5015, False) and got.time_at(0) == (0, True)
+
+
+def test_readme_documents_every_fact_and_key():
+    text = (Path(record.__file__).parent / "README.md").read_text()
+    for kind, keys in {**log.FACTS, "end": log.END}.items():
+        assert all(f"`{word}`" in text for word in [kind, *keys]), kind
+
+
+@pytest.mark.parametrize("old, new", [("mfu: 0.3743", "mfu: null"), ("peak_memory_mib: 33812", "peak_memory_mib: null"),
+                                      ("target: 3.5", "target: 3.500"), ('"c' + "c" * 39 + '"', "null"),
+                                      ("step:0/8 val_loss:10.8000 train_time:0ms step_avg:nanms\n", "")])
+def test_permitted_variants(tmp_path, old, new):
+    edit(write_log(tmp_path / "log.txt"), old, new)
+    log.read_log(tmp_path / "log.txt")
+
+
+# ---- a record's life
+
+def test_code_is_byte_identical_and_needs_no_complete_log(tmp_path, capfdbinary):
+    path = write_log(tmp_path / "log.txt", source=b"a = 1\r\n# \xff\x00\nb = 2\n")
+    path.write_bytes(path.read_bytes()[:-700])
+    assert main(["code", str(path)]) == 0
+    assert capfdbinary.readouterr().out == b"a = 1\r\n# \xff\x00\nb = 2\n"
+
+
+def test_new_check_table(three, capsys):
+    root, folder = three
+    assert folder == root / "records" / "2026-11-21_first"
+    assert sorted(p.name for p in folder.parent.iterdir()) == ["2026-11-21_first"]
+    assert sorted(p.name for p in folder.iterdir()) == ["README.md", "log_1.txt", "log_2.txt", "log_3.txt", "loss.png",
+                                                        "record.json"]
+    for i in (1, 2, 3):
+        assert (folder / f"log_{i}.txt").read_bytes() == (root / f"{i}.txt").read_bytes()
+    r = json.loads((folder / "record.json").read_text())
+    assert r["n"] == 3 and r["loss"] == {"mean": 3.492, "sd": 0.001, "p_below_target": 0.00258}  # t = -8 sqrt(3), df 2
+    assert r["time_s"] == {"mean": 8.022, "sd": 0.008} and r["tokens"] == 12000
+    assert r["tokens_per_s_per_gpu"] == 748 and r["compile_s"] == 80.1 and r["calibration"]["copy_gb_per_s"] == 4000
+    assert "seed" not in r["config"] and [run["seed"] for run in r["runs"]] == [1, 2, 3]
+    assert "8.022 ± 0.008 s" in (folder / "README.md").read_text()
+    assert run_tool(capsys, root, "table")[0] == 0
+    board = (root / "README.md").read_text()
+    assert ("| 1 | 2026-11-21 | [first](records/2026-11-21_first) | 8.02 ± 0.01 | 3.4920 ± 0.0010 (p = 0.0026) | 3 "
+            "| 3.5 | 2 x Fast GPU | stand-in corpus, one pass | [log](records/2026-11-21_first/log_1.txt) |") in board
+    assert board.startswith("# t\n") and board.endswith("\nmore\n")
+    status, out = run_tool(capsys, root, "check")
+    assert status == 0 and "ok, 3 runs" in out and "warning" not in out
+    edit(folder / "README.md", "Write here what changed", "Prose is free")
+    assert run_tool(capsys, root, "check", folder)[0] == 0
+
+
+def test_one_run_that_missed_is_shown_as_such(root, capsys):
+    folder = record.new(root, "slow", [write_log(root / "a.txt", loss=3.6, git_clean=False)])
+    text = (folder / "README.md").read_text()
+    for warning in ("one run only", "did not reach the target", "a changed git tree"):
+        assert warning in text
+    assert json.loads((folder / "record.json").read_text())["loss"] == {"mean": 3.6, "sd": None, "p_below_target": None}
+    run_tool(capsys, root, "table")
+    assert "| missed | 2026-11-21 | [slow]" in (root / "README.md").read_text()
+    assert "progress.png" not in (root / "README.md").read_text()
+
+
+def test_new_is_all_or_nothing(root, monkeypatch):
+    def broken(*_):
+        raise RuntimeError("disk full")
+    monkeypatch.setattr(plots, "draw_loss", broken)
+    with pytest.raises(RuntimeError):
+        record.new(root, "first", [write_log(root / "a.txt")])
+    assert list((root / "records").iterdir()) == []
+
+
+def test_check_without_readme_is_a_note(three, capsys):
+    root, _ = three
+    (root / "README.md").unlink()
+    status, out = run_tool(capsys, root, "check")
+    assert status == 0 and "note: README.md has no leaderboard markers" in out
+
+
+def test_pictures_are_drawn(root, capsys, monkeypatch):
+    for name, draw in DRAW.items():
+        monkeypatch.setattr(plots, name, draw)
+    folder = record.new(root, "first", [write_log(root / "a.txt")], data_name="FineWeb")
+    assert (folder / "loss.png").stat().st_size > 10_000
+    assert run_tool(capsys, root, "table")[0] == 0 and (root / "records" / "progress.png").stat().st_size > 10_000
+
+
+# ---- attacks on a log
+
+END_LOSS, END_TIME = "\nval_loss: 3.4900", "train_time_s: 8.014"  # of write_log's seed 1
+
+
+@pytest.mark.parametrize("old, new, sentence", [
+    (b"a trainer", b"a trainex", "expected code_sha256"),
+    (b"a trainer", b"a trainers", "expected code_bytes"),
+    (END_LOSS, "\nval_loss: 3.4100", "val_loss to be 3.49 (the last validation), found 3.41"),
+    ("step:8/8 val_loss:3.4900", "step:8/8 val_loss:3.4100", "val_loss to be 3.41"),
+    ("reached: true", "reached: false", "reached to be val_loss <= target"),
+    (END_LOSS, "\nval_loss: 03.4900", "strict JSON"),
+    ("target: 3.5", "target: 3.6", "target to be 3.5 (config.target_loss)"),
+    ("step:5/8 train_loss:6.5000 train_time:5005ms step_avg:1001.00ms\n", "",
+     "train step 5 (steps are gapless), found 'step 6'"),
+    ("step:5/8 train_loss", "step:4/8 train_loss", "train step 5 (steps are gapless), found 'step 4'"),
+    ("step:4/8 val_loss", "step:3/8 val_loss", "val step 4"),
+    ("step:5/8", "step:5/9", "step:5/8 (config.num_steps)"),
+    ("train_time:5005ms step_avg:1001.00", "train_time:3005ms step_avg:601.00", "time does not run back"),
+    ("train_time:5005ms", "train_time:5105ms", "step_avg to be train_time / step"),
+    (END_TIME, "train_time_s: 7.014", "train_time_s to be 8.014"),
+    ("step_avg_ms: 1001.75", "step_avg_ms: 901.75", "step_avg_ms to be 1001.75"),
+    ("tokens: 12000", "tokens: 13000", "tokens to be 12000 (steps x batch_tokens"),
+    ("tokens_per_s: 1497", "tokens_per_s: 1697", "tokens_per_s to be tokens / train_time_s"),
+    ("mfu: 0.3743", "mfu: -0.3743", "`mfu: ...` in the end block"),
+    ("compile_s: 80.1", "compile_s: nan", "`compile_s: ...` in the end block, found 'compile_s: nan'"),
+    ("val_loss:3.4900", "val_loss:nan", "step:I/N train_loss or val_loss"),
+    ("train_loss:6.5000", "train_loss:-6.5000", "step:I/N train_loss or val_loss"),
+    ('"tokens": 500', '"tokens": 501', "expected 2026 bytes for 501 tokens, found 2024"),
+    ('"tokens": 500', '"tokens": -500', "another kind of value for data.tokens, found -500"),
+    ('"copy_gb_per_s": 4000.0', '"copy_gb_per_s": NaN', "NaN is not a number"),
+    ('"copy_gb_per_s": 4000.0', '"copy_gb_per_s": 1e999', "1e999 is not a number"),
+    ('"muon_lr": 0.05', '"muon_lr": 0.05, "muon_lr": 0.06', "a key stands twice"),
+    ('"muon_lr": 0.05', '"muon_lr": ' + "[" * 5000 + "]" * 5000, "JSON"),
+    ('"muon_lr": 0.05', '"muon_lr": ' + "[" * 20 + "]" * 20, "at most 8 levels deep"),
+    ('"muon_lr": 0.05', '"muon_lr": ' + "9" * 9000, "strict JSON"),
+    ('"muon_lr": 0.05', '"muon_lr": "' + "x" * 200_000 + '"', "at most 100,000 characters"),
+    ('"first_step": 4', '"first_step": 5', "begins at step 4"),
+    ('"val_tokens": 100, ', "", "the key val_tokens in `config`"),
+    ('"split": "val"', '"split": "train"', "both splits, train and val"),
+    ('"name": "val_1.bin"', '"name": ""', "another kind of value for data.name"),
+    ('"world_size": 2', '"world_size": 8', "8 devices (world_size)"),
+    ("2026-11-21T", "2026-02-31T", "a date of the calendar"),
+    ('note "steps follow"', 'note "steps \x1b[31mfollow"', "strict JSON"),
+    ('note "steps follow"', 'exec "rm -rf"', "a step or a fact"),
+    ("environment {", 'note "x"\nenvironment {', None),
+    ("config {", f"calibration {json.dumps(CALIBRATION)}\nconfig {{", "the facts in the order run, config"),
+])
+def test_edit_of_one_place(tmp_path, old, new, sentence):
+    path = write_log(tmp_path / "log.txt")
+    edit(path, old, new, count=-1 if old == END_LOSS else 1)
+    if sentence is None:
+        log.read_log(path)
+    else:
+        text = refusal(path)
+        assert sentence in text and ", line " in text and "found " in text and len(text) < 600
+
+
+@pytest.mark.parametrize("kind", ["run", "config", "environment", "calibration", "data"])
+def test_header_line_twice(tmp_path, kind):
+    path = write_log(tmp_path / "log.txt")
+    line = re.search(rf"\n({kind} .*\n)", path.read_bytes().decode())[1]
+    edit(path, line, line + line)
+    assert ("each shard once" if kind == "data" else f"only one `{kind}` line") in refusal(path)
+
+
+def test_time_scaled_in_step_lines(tmp_path):
+    fast, slow = write_log(tmp_path / "fast.txt", ms=500), write_log(tmp_path / "slow.txt", ms=1000)
+    steps, end = (p.read_bytes().rsplit(b"=" * 100, 1)[i] for i, p in enumerate((fast, slow)))
+    fast.write_bytes(steps + b"=" * 100 + end)
+    assert "train_time_s to be 4.014 (the last validation), found 8.014" in refusal(fast)
+
+
+@pytest.mark.parametrize("keep, sentence", [(-1, "code_sha256"), (-60, "code_sha256"), (-300, "second line of 100"),
+                                            (-900, "second line of 100"), (60, "then a line of 100")])
+def test_log_cut_before_the_end(tmp_path, keep, sentence):
+    path = write_log(tmp_path / "log.txt")
+    path.write_bytes(path.read_bytes()[:keep])
+    assert sentence in refusal(path)
+
+
+def test_damage_of_any_kind_is_read_or_refused(tmp_path):
+    """Random flips, cuts and moved lines: no other exception than Refused, and never another loss or time."""
+    path, dice = write_log(tmp_path / "log.txt"), random.Random(0)
+    raw = path.read_bytes()
+    for _ in range(600):
+        damaged, at = bytearray(raw), dice.randrange(len(raw))
+        lines, (i, j) = raw.split(b"\n"), dice.sample(range(raw.count(b"\n")), 2)
+        lines[i], lines[j] = lines[j], lines[i]
+        damaged[at] ^= 1 << dice.randrange(8)
+        path.write_bytes(dice.choice([damaged, raw[:at] + raw[at + dice.randrange(1, 40):], b"\n".join(lines)]))
+        try:
+            got = log.read_log(path)
+        except log.Refused:
+            continue
+        assert got.source == SOURCE and (got.end["val_loss"], got.end["train_time_s"]) == (3.49, 8.014)
+
+
+def test_more_after_the_end(tmp_path):
+    path = write_log(tmp_path / "log.txt")
+    path.write_bytes(path.read_bytes() + b"val_loss: 3.1\n")
+    assert "the file to end with the newline" in refusal(path)
+
+
+def test_huge_rubbish_links_and_missing(tmp_path, capsys):
+    path = tmp_path / "huge.txt"
+    with open(path, "wb") as f:
+        f.truncate(200 * 2**20)
+    assert "at most 67,108,864 bytes, found 209,715,200" in refusal(path)
+    path = tmp_path / "rubbish.txt"
+    path.write_bytes(bytes(range(256)) * 1000)
+    assert "then a line of 100 '='" in refusal(path) and "\\x00\\x01" in refusal(path)
+    path.write_bytes(SOURCE + b"=" * 100 + b"\nrun \xff\xfe\n")
+    assert "UTF-8" in refusal(path) and "line 4" in refusal(path)
+    (tmp_path / "link.txt").symlink_to(path)
+    assert "found a link" in refusal(tmp_path / "link.txt")
+    assert "cannot be read" in refusal(tmp_path / "absent.txt")
+    assert run_tool(capsys, tmp_path, "code", path)[0] == 2
+    assert run_tool(capsys, tmp_path, "check", tmp_path / "absent")[0] == 2
+
+
+def test_harmful_source_is_never_executed(root, tmp_path, capsys):
+    sentinel = tmp_path / "sentinel"
+    source = f"open({str(sentinel)!r}, 'w').write('executed')\nimport os; os._exit(3)\n".encode()
+    logs = [write_log(root / f"{s}.txt", s, source=source) for s in (1, 2)]
+    folder = record.new(root, "harm", logs)
+    other = record.new(root, "other", [write_log(root / "3.txt", 3)])
+    for words in (["code", logs[0]], ["table"], ["check"], ["compare", folder, other, "--diff"]):
+        assert run_tool(capsys, root, *words)[0] == 0
+    assert not sentinel.exists()
+
+
+# ---- attacks on a record
+
+@pytest.mark.parametrize("change, sentence", [
+    ({"source": SOURCE + b"# more\n"}, "but code.sha256 is"),
+    ({"config": {"muon_lr": 0.06}}, "but config.muon_lr is 0.05 in"),
+    ({"config": {"new_key": 1}}, "but config.new_key is 'nothing' in"),
+    ({"shards": [SHARDS[0], SHARDS[1] | {"sha256": "d" * 64}]}, "but data.val val_1.bin.sha256 is"),
+    ({"shards": [*SHARDS, SHARDS[0] | {"name": "train_2.bin"}]}, "but data.train train_2.bin is 'nothing' in"),
+    ({"environment": {"devices": ["Fast GPU", "Slow GPU"]}}, "but hardware.devices[1] is 'Fast GPU' in"),
+    ({"environment": {"devices": ["Fast GPU"], "world_size": 1}}, "but hardware.devices is"),
+    ({"environment": {"torch": "2.10.0"}}, "but hardware.torch is '2.11.0' in"),
+])
+def test_mixed_logs(root, capsys, change, sentence):
+    logs = [write_log(root / "a.txt", 1), write_log(root / "b.txt", 2, **change)]
+    status, out = run_tool(capsys, root, "new", "mixed", *logs)
+    assert status == 2 and sentence in out and "a.txt and" in out and "b.txt." in out
+    assert not (root / "records").exists()
+
+
+def test_seed_names_and_folders_may_differ(root):
+    change = {"run_name": "other", "log_dir": "x", "data_dir": "y", "jsonl": True}
+    record.new(root, "fine", [write_log(root / "a.txt", 1), write_log(root / "b.txt", 2, config=change,
+                                                                      environment={"driver": "581"})])
+
+
+def test_one_run_twice(root, capsys):
+    a, b = write_log(root / "a.txt", 1), write_log(root / "b.txt", 2)
+    assert "found the same bytes as in" in run_tool(capsys, root, "new", "x", a, a, b)[1]
+    same_id = json.loads(re.search(r"\nrun (.*)\n", a.read_text())[1])["run_id"]
+    c = write_log(root / "c.txt", 3, run_id=same_id)
+    assert "found the same run_id as in" in run_tool(capsys, root, "new", "x", a, c)[1]
+    d = write_log(root / "d.txt", 1, loss=3.48)  # a copy with a new id and a better loss
+    assert "found the same step times as in" in run_tool(capsys, root, "new", "x", a, d)[1]
+    assert run_tool(capsys, root, "new", "x", a)[0] == 0
+    assert "found the same bytes as in" in run_tool(capsys, root, "new", "y", a, b)[1]
+    folder = record.new(root, "y", [b])
+    (folder / "log_1.txt").write_bytes(a.read_bytes())
+    status, out = run_tool(capsys, root, "check")
+    assert status == 1 and "expected each run once" in out
+
+
+def test_time_scaled_everywhere_but_in_mfu(root, capsys):
+    a, b = write_log(root / "a.txt", 1), write_log(root / "b.txt", 2, ms=500)
+    edit(b, re.search(r"mfu: \S+", b.read_text())[0], "mfu: 0.3740")
+    assert "mfu x train_time_s must agree" in run_tool(capsys, root, "new", "x", a, b)[1]
+
+
+@pytest.mark.parametrize("file, old, new, sentence", [
+    ("record.json", '"mean": 3.492', '"mean": 3.482', "expected loss.mean to be 3.492 (from the logs), found 3.482"),
+    ("record.json", '"n": 3', '"n": 3.0', "expected n to be 3"),
+    ("record.json", '"n": 3', '"n": 3, "sponsor": "me"', "expected sponsor to be 'nothing'"),
+    ("record.json", '"claim": "a claim"', '"claim": "another"', "README.md, line"),
+    ("record.json", '"claim": "a claim"', '"claim": "<!-- x -->"', "a claim or data name is"),
+    ("record.json", '"claim": "a claim"', '"claim": 7', "a claim or data name is"),
+    ("record.json", "{", "[", "strict JSON"),
+    ("README.md", "8.022 ± 0.008 s", "7.022 ± 0.008 s", "| training time | 8.02"),
+    ("README.md", "| 2 | 3.4920 ", "| 2 | 3.4820 ", "| [log_2.txt](log_2.txt) | 2 | 3.4920"),
+    ("README.md", "<!-- record:end -->", "One more.\n<!-- record:end -->", "'One more.'"),
+    ("README.md", "<!-- record:end -->", "", "each once"),
+    ("loss.png", "PNG", "GIF", "expected a PNG"),
+    ("log_2.txt", 'note "steps follow"', 'note "steps followed"', "runs[1].log_sha256"),
+])
+def test_record_edited(three, capsys, file, old, new, sentence):
+    root, folder = three
+    edit(folder / file, old, new)
+    status, out = run_tool(capsys, root, "check", folder)
+    assert status == 1 and sentence in out and str(folder / file).rsplit("/", 2)[1] in out
+
+
+def test_log_removed_or_replaced(three, capsys):
+    root, folder = three
+    (folder / "log_3.txt").unlink()
+    status, out = run_tool(capsys, root, "check")
+    assert status == 1 and "expected n to be 2 (from the logs), found 3" in out
+    (folder / "log_1.txt").unlink()
+    assert "expected log_1.txt, log_2.txt" in run_tool(capsys, root, "check")[1]
+
+
+def test_folder_renamed(three, capsys):
+    root, folder = three
+    folder.rename(folder.with_name("2026-01-01_first"))
+    status, out = run_tool(capsys, root, "check")
+    assert status == 1 and "begins with the date of the first run, 2026-11-21_" in out
+
+
+def test_leaderboard_edited(three, capsys):
+    root, _ = three
+    status, out = run_tool(capsys, root, "check")
+    assert status == 1 and "README.md, line" in out  # the record is not in the table yet
+    run_tool(capsys, root, "table")
+    edit(root / "README.md", "| 8.02 ±", "| 7.02 ±")
+    status, out = run_tool(capsys, root, "check")
+    assert status == 1 and "README.md, line 5" in out and "7.02" in out
+    edit(root / "README.md", table.BOARD[1], "")
+    status, out = run_tool(capsys, root, "check")
+    assert status == 1 and "leaderboard:end -->, each once" in out
+    assert run_tool(capsys, root, "table")[0] == 2
+
+
+@pytest.mark.parametrize("name, claim, sentence", [
+    ("../evil", "", "a record's name"), ("Upper", "", "a record's name"), ("x", "a | b", "a claim or data name"),
+    ("first", "", "exists already")])
+def test_names_and_claims(three, capsys, name, claim, sentence):
+    root, _ = three
+    status, out = run_tool(capsys, root, "new", name, write_log(root / "a.txt", 11), f"--claim={claim}")
+    assert status == 2 and sentence in out
+
+
+def test_text_from_logs_cannot_break_the_page(root):
+    device = "GPU | <!-- record:end --> `x`"
+    folder = record.new(root, "x", [write_log(root / "a.txt", environment={"devices": [device, device]})])
+    text = (folder / "README.md").read_text()
+    assert text.count("<!-- record:end -->") == 1 and "GPU ? ??-- record:end --? ?x?" in text
+
+
+# ---- tracks and comparison
+
+def test_ranking_is_per_track(root, capsys):
+    record.new(root, "slow", [write_log(root / "a.txt", 1, ms=2000)])
+    record.new(root, "fast", [write_log(root / "b.txt", 2, ms=1000)])
+    record.new(root, "loud", [write_log(root / "c.txt", 3, ms=100, loss=3.7)])
+    one = {"devices": ["Fast GPU"], "world_size": 1}
+    record.new(root, "small", [write_log(root / "d.txt", 4, ms=9000, environment=one)])
+    run_tool(capsys, root, "table")
+    rows = re.findall(r"^\| (\w+) \| 2026-11-2\d \| \[(\w+)\]", (root / "README.md").read_text(), re.MULTILINE)
+    assert rows == [("1", "small"), ("1", "fast"), ("2", "slow"), ("missed", "loud")]
+
+
+def group(tmp_path, losses, times, seed=1, **kwargs):
+    return [log.read_log(write_log(tmp_path / f"{seed + i}.txt", seed + i, loss, ms=ms, **kwargs))
+            for i, (loss, ms) in enumerate(zip(losses, times))]
+
+
+def report(a, b, **kwargs):
+    return "\n".join(compare.compare(a, b, ["a", "b"], **kwargs))
+
+
+def test_compare_clear_cases(tmp_path):
+    a = group(tmp_path, [3.490, 3.491, 3.492, 3.493], [1000] * 4)
+    b = group(tmp_path, [3.470, 3.471, 3.472, 3.473], [900] * 4, seed=5, source=SOURCE + b"# \x1b[31mnew\n")
+    text = report(a, b)
+    # by hand: both variances 0.001^2 * 5/3, so the error is 0.001 * sqrt(2 * 5/3 / 4), t = -21.9, df = 6
+    assert "loss: B - A = -0.0200 (95 % CI -0.0222 to -0.0178)" in text and "t = -21.91, df = 6.0" in text
+    assert "significant (p < 0.01): B is lower in loss" in text and "significant (p < 0.01): B is lower in time" in text
+    assert "hosts: alike" in text and "code: 1 lines added, 0 removed" in text and "+# ?[31mnew" in text
+    assert ("stage 1: A 1003.25 ms x 4 steps of 1,000 tokens, B 907.25 ms x 4 steps of 1,000 tokens, B / A = 0.9043"
+            in text)
+    assert "stage 2" in text and "not exact" not in text
+
+
+def test_compare_unclear_cases(tmp_path):
+    a = group(tmp_path, [3.490, 3.492, 3.494], [1000] * 3)
+    b = group(tmp_path, [3.489, 3.490, 3.493], [1000] * 3, seed=4, config={"muon_lr": 0.06})
+    text = report(a, b)
+    # d = 0.00133 / sqrt((4 + 4.33) / 2 * 1e-6) = 0.653; 2 (3.417 / d)^2 + 1.7 = 56 runs a side, 3 of which are there
+    more = re.search(r"not significant \(p >= 0.01\); about (\d+) more runs a side would settle", text)
+    assert int(more[1]) == pytest.approx(53.4, abs=1.01)
+    assert "config: muon_lr is 0.05 in A and 0.06 in B" in text and "code: identical" in text
+    equal = group(tmp_path, [3.490, 3.492, 3.494], [1000] * 3, seed=7)
+    assert "more than 200 runs a side: treat A and B as equal" in report(a, equal)
+    single = group(tmp_path, [3.4], [500], seed=20)
+    text = report(a, single)
+    assert text.count("no p-value") == 2 and "significant" not in text
+    flat = group(tmp_path, [3.49, 3.49], [1000] * 2, seed=30), group(tmp_path, [3.48, 3.48], [1000] * 2, seed=40)
+    assert "loss: B - A = -0.0100; neither side varies at all" in report(*flat)
+
+
+def test_compare_other_hosts_and_data(tmp_path):
+    a = group(tmp_path, [3.490, 3.492], [1000] * 2)
+    faster = group(tmp_path, [3.490, 3.492], [1000] * 2, seed=3, calibration={"bf16_matmul_tflops": 700 * 1.21})
+    text = report(a, faster)
+    assert "B's calibration (product and copy, geometric mean) is 1.100 of A's" in text
+    assert "B's times below are multiplied by 1.100" in text
+    assert "B / A = 1.1022" in text and "rough" not in text  # 1003.75 x 1.1 / 1001.75 with seeds 3.5 and 1.5
+    other = group(tmp_path, [3.490, 3.492], [1000] * 2, seed=5, environment={"devices": ["Old GPU"] * 2},
+                  calibration={"bf16_matmul_tflops": 350.0, "copy_gb_per_s": 2000.0}, config={"val_tokens": 99},
+                  shards=[SHARDS[0], SHARDS[1] | {"sha256": "e" * 64}])
+    text = report(a, other)
+    assert "is 0.500 of A's" in text and "a rough estimate" in text and "caution: the validation data differ" in text
+    assert "caution: the validation tokens differ (100 and 99)" in text and "data: val val_1.bin.sha256 is" in text
+
+
+def test_compare_shortens_the_diff_and_finds_records_by_name(root, capsys):
+    longer = SOURCE + b"".join(b"x = %d\n" % i for i in range(100))
+    record.new(root, "one", [write_log(root / "a.txt", 1)])
+    record.new(root, "two", [write_log(root / "b.txt", 2, source=longer)])
+    short, whole = (run_tool(capsys, root, "compare", "one", "two", *more)[1] for more in ([], ["--diff"]))
+    assert "more lines of diff (--diff shows all)" in short and "+x = 99" not in short and "+x = 99" in whole
+    assert run_tool(capsys, root, "compare", "one", "three")[0] == 2
