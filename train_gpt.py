@@ -665,6 +665,10 @@ def adam_update(grad: Tensor, state: dict[str, Tensor], lr: float, step: int,
     return mean / square.sqrt().add_(eps) * (lr * correction)
 
 
+all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch 2.13's name, and 2.11's
+reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
 class Optimizer:
     """Muon and Adam over the parameter table, sharded over the ranks of the default process group (if there is one)."""
 
@@ -690,7 +694,7 @@ class Optimizer:
         if not self.model.table[name].sharded:
             return grad, dist.all_reduce(grad, async_op=True)
         part = torch.empty_like(self.own(name, grad))
-        return part, dist.reduce_scatter_tensor(part, grad, async_op=True)
+        return part, reduce_scatter(part, grad, async_op=True)
 
     @torch.no_grad()
     def step(self, lr_factor: float, momentum: float) -> None:
@@ -710,7 +714,7 @@ class Optimizer:
             bank = getattr(self.model, name)
             part = self.own(name, bank.data).copy_(master)
             if param.sharded and self.world_size > 1:
-                gathers.append(dist.all_gather_into_tensor(bank.data, part, async_op=True))
+                gathers.append(all_gather(bank.data, part, async_op=True))
             bank.grad = None
         for transfer in gathers:
             transfer.wait()
@@ -1041,7 +1045,7 @@ def calibrate(device: torch.device, fp8: bool) -> dict:
         x = x[: numbers // 4 // world_size * world_size]
         part = torch.empty_like(x[: len(x) // world_size])
         speeds["all_reduce_gb_per_s"] = 4e-9 * len(x) / seconds_of(lambda: dist.all_reduce(x), device)
-        speeds["all_gather_gb_per_s"] = 4e-9 * len(x) / seconds_of(lambda: dist.all_gather_into_tensor(x, part), device)
+        speeds["all_gather_gb_per_s"] = 4e-9 * len(x) / seconds_of(lambda: all_gather(x, part), device)
     return {name: None if speed is None else float(f"{speed:.4g}") for name, speed in speeds.items()}
 
 
