@@ -25,6 +25,7 @@ LAUNCHED = time.perf_counter()
 if __name__ == "__main__":  # torch reads this once, at its import: large, varied tensors would fragment fixed segments
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
+import argparse
 import dataclasses
 import difflib
 import gc
@@ -34,10 +35,11 @@ import math
 import platform
 import subprocess
 import uuid
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Callable, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -47,24 +49,23 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
-try:
+triton = None  # without a GPU each kernel's plain-PyTorch twin runs; Triton's interpreter runs the kernels in tests
+if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET"):
     import triton
     import triton.language as tl
-except ImportError:  # CPU builds of torch come without it; every kernel below has a plain-PyTorch twin
-    triton = None
-
 
 class BadInput(Exception):
     """Something the user can mend: printed as one sentence on rank 0, without a traceback, exit status 2."""
 
+def ranks() -> tuple[int, int]:
+    """(rank, world_size): (0, 1) without a process group."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 # ------------------------------------------------------------------------------------------------------------------
 # 1. Configuration: the defaults are the record; every key can be given as --key=value
 
-
 def key(default, meaning: str):
     return field(default=default, metadata={"meaning": meaning})
-
 
 @dataclass
 class Config:
@@ -86,7 +87,7 @@ class Config:
     seq_len: int = key(49_152, "tokens per packed training sequence; a batch is batch_tokens / seq_len of them")
     cooldown_frac: float = key(0.45, "last fraction of the steps, in which the learning rate falls linearly to a tenth")
     momentum_warmup: int = key(300, "steps over which Muon's momentum rises from 0.85 to 0.95")
-    window_max: int = key(1728, "attention window of long layers at the end, in tokens; it grows linearly from one block")
+    window_max: int = key(1728, "window of long attention layers at the end, in tokens; it grows linearly from one block")
     # optimizers
     muon_lr: float = key(0.05, "Muon's learning rate, for the matrices")
     head_lr: float = key(0.008, "Adam's learning rate for the output head")
@@ -104,7 +105,7 @@ class Config:
     attention: str = key("auto", "auto, flex (CUDA) or sdpa (everywhere)")
     fp8_head: bool = key(True, "output head in FP8 where the GPU has it (compute capability 8.9 or newer)")
     compile: bool = key(True, "use torch.compile")
-    save_memory: bool = key(False, "recompute activations in the backward pass: a third of the memory, same update, slower")
+    save_memory: bool = key(False, "recompute activations in backward: the same update with less memory, slower")
     # output
     log_dir: str = key("logs", "folder of the logs")
     jsonl: bool = key(False, "also write the log as JSON lines")
@@ -114,7 +115,6 @@ class Config:
     sample: str = key("", "text to continue with the trained (or loaded) model")
     sample_tokens: int = key(256, "tokens to sample")
 
-
 PRESETS: dict[str, dict] = {
     "speedrun": {},
     "laptop": dict(
@@ -123,70 +123,61 @@ PRESETS: dict[str, dict] = {
         target_loss=1.6, val_tokens=65_536, val_seq_len=8192, val_interval=50,
         device="cpu", fp8_head=False, compile=False, sample="The ",
     ),
-}  # fmt: skip
-
+}
 
 def parse_config(argv: list[str]) -> Config:
-    """`--key=value` and `--key value` over the preset's values. Raises BadInput on an unknown key or a wrong value."""
-    types = {f.name: type(f.default) for f in dataclasses.fields(Config)}
-    given, words = {}, list(argv)
-    while words:
-        word = words.pop(0)
-        name, equals, text = word.removeprefix("--").partition("=")
-        name = name.replace("-", "_")
-        if not word.startswith("--") or name not in types:
-            near = difflib.get_close_matches(name, types, n=1, cutoff=0)[0]
-            raise BadInput(f"unknown key {word.split('=')[0]}; the nearest one is --{near} (--help lists all)")
-        if not equals and (not words or words[0].startswith("--")) and types[name] is bool:
-            text = "true"  # a bare --jsonl
-        elif not equals:
-            if not words:
-                raise BadInput(f"--{name} needs a value: --{name}=...")
-            text = words.pop(0)
-        try:
-            given[name] = {"true": True, "1": True, "false": False, "0": False}[text.lower()] \
-                if types[name] is bool else types[name](text.replace("_", "") if types[name] is int else text)
-        except (KeyError, ValueError):
-            raise BadInput(f"--{name}={text} is not a {types[name].__name__}") from None
-    preset = given.get("preset") or ("speedrun" if torch.cuda.is_available() else "laptop")
+    """`--key=value` over the preset's values. Raises BadInput on an unknown key or a wrong value."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False,
+                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+                                     epilog=f"--preset=laptop stands for {PRESETS['laptop']}")
+
+    def refuse(message: str) -> None:
+        raise BadInput(message)
+
+    def boolean(text: str) -> bool:
+        return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
+
+    def integer(text: str) -> int:
+        return int(text.replace("_", ""))
+
+    parser.error = refuse
+    for f in dataclasses.fields(Config):
+        kind = {bool: boolean, int: integer}.get(type(f.default), type(f.default))
+        extra = {"nargs": "?", "const": True} if kind is boolean else {}  # a bare --jsonl is --jsonl=true
+        parser.add_argument(f"--{f.name}", type=kind, default=f.default, help=f.metadata["meaning"], **extra)
+    try:
+        values, unknown = parser.parse_known_args(argv)
+    except KeyError as error:
+        raise BadInput(f"{error} is neither true nor false") from None
+    if unknown:
+        name = unknown[0].split("=")[0]
+        near = difflib.get_close_matches(name.removeprefix("--"), vars(values), n=1, cutoff=0)[0]
+        raise BadInput(f"unknown key {name}; the nearest one is --{near} (--help lists all)")
+    preset = values.preset or ("speedrun" if torch.cuda.is_available() else "laptop")
     if preset not in PRESETS:
         raise BadInput(f"--preset={preset} is none of {', '.join(PRESETS)}")
-    config = Config(**(PRESETS[preset] | given | {"preset": preset}))
+    parser.set_defaults(**PRESETS[preset] | {"preset": preset})
+    config = Config(**vars(parser.parse_args(argv)) | {"preset": preset})
     check_config(config)
     return config
 
-
 def check_config(c: Config) -> None:
     """Raises BadInput where values do not fit each other."""
-
-    def need(holds: bool, sentence: str) -> None:
-        if not holds:
-            raise BadInput(sentence)
-
     for name in "num_steps batch_tokens seq_len val_tokens val_seq_len model_dim num_heads mlp_dim epochs".split():
-        need(getattr(c, name) > 0, f"--{name}={getattr(c, name)} must be positive")
-    need(c.topology in TOPOLOGIES, f"--topology={c.topology} is none of {', '.join(TOPOLOGIES)}")
-    need(c.model_dim % (4 * c.num_heads) == 0, f"--model_dim={c.model_dim} must be a multiple of 4 x {c.num_heads} heads")
-    need(c.seq_len % BLOCK == 0, f"--seq_len={c.seq_len} must be a multiple of the attention block, {BLOCK}")
-    need(c.val_seq_len % BLOCK == 0, f"--val_seq_len={c.val_seq_len} must be a multiple of the attention block, {BLOCK}")
-    need(c.batch_tokens % c.seq_len == 0,
-         f"--batch_tokens={c.batch_tokens} must be a multiple of --seq_len={c.seq_len}")
-    need(c.val_tokens % c.val_seq_len == 0,
-         f"--val_tokens={c.val_tokens} must be a multiple of --val_seq_len={c.val_seq_len}")
-    need(c.attention in ("auto", "flex", "sdpa"), f"--attention={c.attention} is none of auto, flex, sdpa")
-    need(c.device in ("auto", "cuda", "cpu"), f"--device={c.device} is none of auto, cuda, cpu")
-    need(c.dtype in ("bfloat16", "float32", "float64"), f"--dtype={c.dtype} is none of bfloat16, float32, float64")
-    need(c.device != "cuda" or torch.cuda.is_available(), "--device=cuda, but torch sees no GPU here")
-    need(c.attention != "flex" or c.device != "cpu", "--attention=flex needs CUDA: FlexAttention has no backward on CPU")
-
-
-def help_text() -> str:
-    lines = [__doc__.split("\n\n")[0], "", "Keys, with the speedrun's values:"]
-    lines += [f"  --{f.name}={f.default}".ljust(38) + f.metadata["meaning"] for f in dataclasses.fields(Config)]
-    for name, values in PRESETS.items():
-        lines += ["", f"--preset={name} changes: " + (", ".join(f"{k}={v}" for k, v in values.items()) or "nothing")]
-    return "\n".join(lines)
-
+        if getattr(c, name) <= 0:
+            raise BadInput(f"--{name}={getattr(c, name)} must be positive")
+    for name, multiple_of in (("seq_len", BLOCK), ("val_seq_len", BLOCK), ("batch_tokens", c.seq_len),
+                              ("val_tokens", c.val_seq_len), ("model_dim", 4 * c.num_heads)):
+        if getattr(c, name) % multiple_of:
+            raise BadInput(f"--{name}={getattr(c, name)} must be a multiple of {multiple_of}")
+    for name, choices in (("topology", [*TOPOLOGIES]), ("attention", ["auto", "flex", "sdpa"]),
+                          ("device", ["auto", "cuda", "cpu"]), ("dtype", ["bfloat16", "float32", "float64"])):
+        if getattr(c, name) not in choices:
+            raise BadInput(f"--{name}={getattr(c, name)} is none of {', '.join(choices)}")
+    if c.device == "cuda" and not torch.cuda.is_available():
+        raise BadInput("--device=cuda, but torch sees no GPU here")
+    if c.attention == "flex" and c.device == "cpu":
+        raise BadInput("--attention=flex needs CUDA: FlexAttention has no backward on CPU")
 
 # ------------------------------------------------------------------------------------------------------------------
 # 2. The FP8 head
@@ -201,18 +192,15 @@ def help_text() -> str:
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 HEAD_SCALES = (768**0.5 / 448, 2**-9, 1 / 448)  # of x, w and the gradient (record 28); the loss is a sum over tokens
 
-
 def quantize(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     """x / scale, clamped to dtype's range (a plain cast may give NaN beyond it), rounded to nearest even."""
     limit = torch.finfo(dtype).max
     return (x.float() / scale).clamp_(-limit, limit).to(dtype)
 
-
-def scaled_mm(a: Tensor, b_t: Tensor, a_scale: float | Tensor, b_scale: float, dtype: torch.dtype, fast: bool) -> Tensor:
+def scaled_mm(a: Tensor, b_t: Tensor, a_scale: float | Tensor, b_scale: float, dtype, fast: bool) -> Tensor:
     """a (M, K) times b_t (N, K) transposed -> (M, N), FP8 operands. Each scale has its own, hence aligned, memory."""
     one = torch.ones((), device=a.device)
     return torch._scaled_mm(a, b_t.t(), one * a_scale, one * b_scale, out_dtype=dtype, use_fast_accum=fast)
-
 
 @torch.library.custom_op("nanogpt::mm", mutates_args=())
 def mm_op(x: Tensor, w: Tensor, x_s: float, w_s: float, grad_s: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -220,12 +208,10 @@ def mm_op(x: Tensor, w: Tensor, x_s: float, w_s: float, grad_s: float) -> tuple[
     x8, w8 = quantize(x, x_s, E4M3), quantize(w, w_s, E4M3)
     return scaled_mm(x8, w8, x_s, w_s, torch.bfloat16, fast=True), x8.view(torch.uint8), w8.view(torch.uint8)
 
-
 @mm_op.register_fake
 def _(x: Tensor, w: Tensor, x_s: float, w_s: float, grad_s: float):
     return (x.new_empty(x.shape[0], w.shape[0], dtype=torch.bfloat16),
             torch.empty_like(x, dtype=torch.uint8), torch.empty_like(w, dtype=torch.uint8))
-
 
 @torch.library.custom_op("nanogpt::mm_backward", mutates_args=())
 def mm_backward_op(g8: Tensor, x8: Tensor, w8: Tensor, grad_s: Tensor, x_s: float, w_s: float) -> tuple[Tensor, Tensor]:
@@ -235,18 +221,15 @@ def mm_backward_op(g8: Tensor, x8: Tensor, w8: Tensor, grad_s: Tensor, x_s: floa
     grad_w = scaled_mm(g8_t.view(E5M2), x8_t.view(E4M3), grad_s, x_s, torch.float32, fast=False)
     return grad_x, grad_w
 
-
 @mm_backward_op.register_fake
 def _(g8: Tensor, x8: Tensor, w8: Tensor, grad_s: Tensor, x_s: float, w_s: float):
     return torch.empty_like(x8, dtype=torch.bfloat16), torch.empty_like(w8, dtype=torch.float32)
-
 
 def _mm_setup(ctx, inputs, output):
     (x, w, *ctx.scales), (_, x8, w8) = inputs, output
     ctx.dtypes = x.dtype, w.dtype
     ctx.save_for_backward(x8, w8)
     ctx.set_materialize_grads(False)  # the quantised outputs get no gradient
-
 
 def _mm_autograd(ctx, g, *_):
     x_s, w_s, grad_s = ctx.scales
@@ -255,18 +238,15 @@ def _mm_autograd(ctx, g, *_):
     grads = torch.ops.nanogpt.mm_backward(g8, *ctx.saved_tensors, scale, x_s, w_s)
     return *(grad.to(dtype) for grad, dtype in zip(grads, ctx.dtypes)), None, None, None
 
-
 mm_op.register_autograd(_mm_autograd, setup_context=_mm_setup)
 
-
 def transpose(x: Tensor) -> Tensor:
-    """(M, N) bytes -> (N, M), contiguous. The framework's copy takes 7 times as long as the kernel's tiles (H200)."""
+    """(M, N) bytes -> (N, M), contiguous, in tiles: the framework's copy would write single bytes."""
     if not x.is_cuda or triton is None:
         return x.t().contiguous()
     (M, N), out = x.shape, x.new_empty(x.shape[::-1])
     transpose_kernel[triton.cdiv(M, 64), triton.cdiv(N, 128)](x, out, M, N, 64, 128, num_warps=8)
     return out
-
 
 # The loss. A sigmoid caps the logits to (0, 30) (record 18), so exponentials cannot overflow and their sum needs no
 # maximum first. One kernel reads a token's logits twice, the second time from cache, and leaves the loss and its
@@ -274,15 +254,13 @@ def transpose(x: Tensor) -> Tensor:
 
 CAP, CAP_WIDTH = 30.0, 7.5
 
-
 def softcap(z: Tensor) -> Tensor:
     """Logits (..., V), capped, in float32 or wider."""
     return CAP * torch.sigmoid(z.to(torch.promote_types(z.dtype, torch.float32)) / CAP_WIDTH)
 
-
 @torch.library.custom_op("nanogpt::loss", mutates_args=())
 def loss_op(z: Tensor, targets: Tensor, grad_s: float) -> tuple[Tensor, Tensor]:
-    """z (T, V) before the cap, targets (T,) -> cross-entropy (T,) float32, and its gradient by z / grad_s (T, V) e5m2."""
+    """z (T, V) before the cap, targets (T,) -> cross-entropy (T,) float32, and its gradient (T, V) / grad_s in e5m2."""
     if z.is_cuda and triton is not None:
         loss, g8 = z.new_empty(len(z), dtype=torch.float32), torch.empty_like(z, dtype=torch.uint8)
         loss_kernel[len(z),](z, targets, loss, g8.view(E5M2), 1 / grad_s, z.shape[1], CAP, 1 / CAP_WIDTH, num_warps=4)
@@ -293,11 +271,9 @@ def loss_op(z: Tensor, targets: Tensor, grad_s: float) -> tuple[Tensor, Tensor]:
     p = torch.exp(CAP * s - lse[:, None]) - F.one_hot(targets, z.shape[1])
     return loss, quantize(p * s * (1 - s) * (CAP / CAP_WIDTH), grad_s, E5M2).view(torch.uint8)
 
-
 @loss_op.register_fake
 def _(z: Tensor, targets: Tensor, grad_s: float):
     return z.new_empty(len(z), dtype=torch.float32), torch.empty_like(z, dtype=torch.uint8)
-
 
 class FP8HeadLoss(torch.autograd.Function):
     """x (T, D), w (V, D), targets (T,) -> cross-entropy of the capped logits, summed over T; all products in FP8."""
@@ -315,7 +291,6 @@ class FP8HeadLoss(torch.autograd.Function):
         x_s, w_s, grad_s = HEAD_SCALES
         grad_x, grad_w = torch.ops.nanogpt.mm_backward(*ctx.saved_tensors, grad * grad_s, x_s, w_s)
         return grad_x, grad_w.to(ctx.dtype), None
-
 
 if triton is not None:
 
@@ -348,7 +323,6 @@ if triton is not None:
             g = p * s * (1 - s) * (CAP * INV_WIDTH * inv_scale)
             tl.store(g_ptr + cols, tl.minimum(tl.maximum(g, -57344.0), 57344.0).to(tl.float8e5), mask=cols < V)
 
-
 # ------------------------------------------------------------------------------------------------------------------
 # 3. Attention: causal, inside one document, over a sliding window of whole blocks
 #
@@ -358,11 +332,9 @@ if triton is not None:
 
 BLOCK = 128  # tokens
 
-
 def document_ids(tokens: Tensor, bos: int) -> Tensor:
     """(T,) tokens -> (T,) int32, the number of document starts up to and including each token."""
     return (tokens == bos).cumsum(0, dtype=torch.int32)
-
 
 def flex_masks(docs: Tensor, windows: dict[str, int]) -> dict[str, BlockMask]:
     """docs (T,) -> a BlockMask a window (in blocks). Blocks inside one document skip the element mask (record 12)."""
@@ -387,7 +359,6 @@ def flex_masks(docs: Tensor, windows: dict[str, int]) -> dict[str, BlockMask]:
 
     return {name: mask(window) for name, window in windows.items()}
 
-
 def sdpa_masks(docs: Tensor, windows: dict[str, int]) -> dict[str, Tensor]:
     """docs (T,) -> per window a bool mask (n, 1, BLOCK, window * BLOCK) of each query block over the last blocks."""
 
@@ -399,7 +370,6 @@ def sdpa_masks(docs: Tensor, windows: dict[str, int]) -> dict[str, Tensor]:
         return (causal & (docs.view(-1, BLOCK, 1) == keys[:, None]))[:, None]
 
     return {name: mask(window) for name, window in windows.items()}
-
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor, scale: float) -> Tensor:
     """q, k, v (T, H, d) -> (T, H, d), by FlexAttention for a BlockMask, else by SDPA."""
@@ -416,17 +386,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor, scale: flo
     y = F.scaled_dot_product_attention(q, windows(k), windows(v), attn_mask=mask, scale=scale)
     return y.transpose(1, 2).reshape(T, H, d)
 
-
 # ------------------------------------------------------------------------------------------------------------------
 # 4. The model, in two tables: which layer has what, and which parameters there are. Nothing else names a layer.
-
 
 class Layer(NamedTuple):
     attn: bool = True  # has attention
     window: str = "short"  # "short" or "long"
     ve: int | None = None  # value embedding that is mixed into v (record 14)
     skip: int | None = None  # earlier layer whose output is added first, as in a U-net (record 11)
-
 
 TOPOLOGIES: dict[str, list[Layer]] = {
     "gpt2": [
@@ -450,14 +417,12 @@ GATE_DIM = 12  # channels of the input that steer the attention gate (record 28)
 SCALARS = ("skip", "x", "x0", "v", "ve")  # mixing weights of one layer, columns of one parameter
 SCALARS_INIT = (1.0, 1.0, 0.0, 0.5, 0.5)
 
-
 class Param(NamedTuple):
     shape: tuple[int, ...]  # Muon treats it as a stack of matrices
     optimizer: str  # "muon" or "adam"
     lr: float
     init: Callable[[Tensor], None]  # fills a float32 tensor in place
     sharded: bool = True  # each rank updates its part of dimension 0; else every rank updates all of it
-
 
 def parameter_table(c: Config) -> dict[str, Param]:
     """Every parameter of the model, in the order in which the optimizer works on them."""
@@ -485,13 +450,11 @@ def parameter_table(c: Config) -> dict[str, Param]:
         "lm_head": Param((V, D), "adam", c.head_lr, nn.init.zeros_),
         "embed": Param((V, D), "adam", c.embed_lr, ordinary),
         "value_embeds": Param((num_ve * V, D), "adam", c.embed_lr, ordinary),
-    }  # fmt: skip
-
+    }
 
 def norm(x: Tensor) -> Tensor:
     """Root-mean-square norm over the last dimension, without a gain."""
     return F.rms_norm(x, (x.size(-1),), eps=1e-6)
-
 
 def rope_table(T: int, head_dim: int, device: torch.device, dtype=torch.float32) -> tuple[Tensor, Tensor]:
     """cos and sin (T, 1, d/2). The slower half of the frequencies is zero: position-free (half-truncated, record 8)."""
@@ -500,14 +463,12 @@ def rope_table(T: int, head_dim: int, device: torch.device, dtype=torch.float32)
     angle = torch.arange(T, dtype=dtype, device=device)[:, None] * F.pad(freq, (0, head_dim // 2 - rotating))
     return angle.cos()[:, None], angle.sin()[:, None]
 
-
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding of x (T, H, d), in float32: pairs are (j, j + d/2)."""
     x1, x2 = x.to(cos.dtype).chunk(2, dim=-1)
     return torch.cat((x1 * cos + x2 * sin, x2 * cos - x1 * sin), dim=-1).type_as(x)
 
-
-def block(x, x0, skip, ve, qkvo, attn_gate, mlp, scalars, cos, sin, mask) -> Tensor:
+def block(x, x0, skip, ve, qkvo, attn_gate, mask, mlp, scalars, cos, sin) -> Tensor:
     """One layer: x (T, D) -> (T, D). Pure, so that one compiled graph serves all layers of a kind.
 
     x0 is the first layer's input, skip (T, D) and ve (T, D) may be None; qkvo (4, D, D) and attn_gate (H, GATE_DIM)
@@ -530,14 +491,12 @@ def block(x, x0, skip, ve, qkvo, attn_gate, mlp, scalars, cos, sin, mask) -> Ten
     hidden = F.relu(norm(x) @ mlp[0]).square()  # (T, F); both matrices are (D, F) so that Muon stacks them
     return x + F.linear(hidden, mlp[1])
 
-
 def head_loss(x, lm_head, targets, fp8: bool) -> Tensor:
     """x (T, D), targets (T,) -> cross-entropy summed over tokens, of capped logits."""
     x = norm(x)
     if fp8:
         return FP8HeadLoss.apply(x, lm_head, targets)
     return F.cross_entropy(softcap(F.linear(x, lm_head)), targets, reduction="sum")
-
 
 class GPT(nn.Module):
     """The model over one packed sequence. Parameters live in stacks ("banks") padded to a multiple of world_size."""
@@ -578,9 +537,9 @@ class GPT(nn.Module):
         gates, mlps = iter(self.weight("attn_gate").unbind()), self.weight("mlp").view(-1, 2, c.model_dim, c.mlp_dim)
         masks, cos, sin, outputs = self.masks(tokens, windows), self.cos[:T], self.sin[:T], []
         for layer, mlp, scalars in zip(self.layers, mlps.unbind(), self.scalars.unbind()):
-            args = (x, x0, None if layer.skip is None else outputs[layer.skip], None if layer.ve is None else ve[layer.ve],
-                    next(qkvo) if layer.attn else None, next(gates) if layer.attn else None, mlp, scalars,
-                    cos, sin, masks[layer.window] if layer.attn else None)  # fmt: skip
+            skip = None if layer.skip is None else outputs[layer.skip]
+            attn = (next(qkvo), next(gates), masks[layer.window]) if layer.attn else (None, None, None)
+            args = (x, x0, skip, None if layer.ve is None else ve[layer.ve], *attn, mlp, scalars, cos, sin)
             x = checkpoint(self.block, *args, use_reentrant=False) if self.saves_memory() else self.block(*args)
             outputs.append(x.view_as(x))
         return x
@@ -598,9 +557,7 @@ class GPT(nn.Module):
             return sum(checkpoint(self.head_loss, a, w, b, self.fp8, use_reentrant=False) for a, b in pieces)
         return sum(self.head_loss(a, w, b, False) for a, b in pieces)
 
-
 VAL_CHUNK = 16_384  # tokens whose logits are computed at a time in validation
-
 
 @torch.no_grad()
 def initialize(model: GPT, seed: int) -> dict[str, Tensor]:
@@ -617,7 +574,6 @@ def initialize(model: GPT, seed: int) -> dict[str, Tensor]:
         full[name] = w
     return full
 
-
 # ------------------------------------------------------------------------------------------------------------------
 # 5. The optimisers: Muon for matrices, Adam for the rest, each rank updating its share
 #
@@ -626,7 +582,6 @@ def initialize(model: GPT, seed: int) -> dict[str, Tensor]:
 # update it, and hand out the new bf16 slice (all-gather). All transfers are asynchronous, so they run while the
 # previous parameter is being worked on. Gradients are sums over tokens, so that neither the number of GPUs nor of
 # accumulation steps enters anywhere.
-
 
 def orthogonalize(G: Tensor, steps: int = 5) -> Tensor:
     """G (n, rows, cols) -> nearly U V^T of each matrix, in bf16: singular values end up in about [0.7, 1.2].
@@ -644,7 +599,6 @@ def orthogonalize(G: Tensor, steps: int = 5) -> Tensor:
         X = torch.baddbmm(X, B, X, beta=a)  # a X + B X
     return X.mT if G.size(-2) > G.size(-1) else X
 
-
 def muon_update(grad: Tensor, state: dict[str, Tensor], lr: float, momentum: float) -> Tensor:
     """What to subtract from the weights (n, rows, cols): orthogonalised Nesterov momentum."""
     if not state:
@@ -652,7 +606,6 @@ def muon_update(grad: Tensor, state: dict[str, Tensor], lr: float, momentum: flo
     buffer = state["momentum"].lerp_(grad, 1 - momentum)
     update = orthogonalize(grad.lerp(buffer, momentum))
     return update.to(grad.dtype) * (lr * max(1, grad.size(-2) / grad.size(-1)) ** 0.5)
-
 
 def adam_update(grad: Tensor, state: dict[str, Tensor], lr: float, step: int,
                 betas: tuple[float, float] = (0.8, 0.95), eps: float = 1e-10) -> Tensor:
@@ -664,18 +617,16 @@ def adam_update(grad: Tensor, state: dict[str, Tensor], lr: float, step: int,
     correction = (1 - betas[1] ** step) ** 0.5 / (1 - betas[0] ** step)
     return mean / square.sqrt().add_(eps) * (lr * correction)
 
-
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch 2.13's name, and 2.11's
 reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-
 
 class Optimizer:
     """Muon and Adam over the parameter table, sharded over the ranks of the default process group (if there is one)."""
 
     def __init__(self, model: GPT):
         self.model = model
-        self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        self.reset({name: p.detach().to(torch.promote_types(p.dtype, torch.float32)) for name, p in model.named_parameters()})
+        self.rank, self.world_size = ranks()
+        self.reset({name: p.detach().to(model.scalars.dtype) for name, p in model.named_parameters()})
 
     def reset(self, full: dict[str, Tensor]) -> None:
         """Starts anew from the float32 weights `full`, as `initialize` returns them."""
@@ -719,12 +670,10 @@ class Optimizer:
         for transfer in gathers:
             transfer.wait()
 
-
 # ------------------------------------------------------------------------------------------------------------------
 # 6. The data: .bin shards of 256 int32 (20240520, 1, number of tokens, zeros) and then uint16 tokens
 
 HEADER_BYTES, MAGIC, VERSION, SEPARATOR = 1024, 20240520, 1, 50256
-
 
 def shard_tokens(path: Path) -> int:
     """Number of tokens the header promises. Raises BadInput if the header or the file's length is wrong."""
@@ -738,7 +687,6 @@ def shard_tokens(path: Path) -> int:
     if path.stat().st_size != size:
         raise BadInput(f"{path} has {path.stat().st_size} bytes where its header promises {size}; {fetch}")
     return int(header[2])
-
 
 def read_shard(path: Path, vocab_size: int, pin: bool = False) -> tuple[Tensor, np.ndarray]:
     """Tokens of a shard (int16 bits of uint16, in pinned memory if asked) and the positions of document starts.
@@ -754,11 +702,10 @@ def read_shard(path: Path, vocab_size: int, pin: bool = False) -> tuple[Tensor, 
     starts = np.flatnonzero(array == SEPARATOR)
     array[starts] = min(SEPARATOR, vocab_size - 1)
     if len(array) and array.max() >= vocab_size:
-        raise BadInput(f"{path} holds token {array.max()}, outside of --vocab_size={vocab_size}; is it byte-level data?")
+        raise BadInput(f"{path} holds token {array.max()}, outside of --vocab_size={vocab_size}; is it other data?")
     if not len(starts):
         raise BadInput(f"{path} holds no document start (token {SEPARATOR}); make it with data/prepare.py")
     return tokens, starts
-
 
 def find_shards(c: Config, split: str) -> list[Path]:
     """The split's shards in order. Raises BadInput if there are none."""
@@ -769,7 +716,6 @@ def find_shards(c: Config, split: str) -> list[Path]:
             else "python data/fineweb.py 9"
         raise BadInput(f"no {split} shards {pattern} in {c.data_dir}; get them with: {make}")
     return paths
-
 
 def batch_starts(starts: np.ndarray, cursor: int, size: int, count: int, seq_len: int) -> tuple[list[int], int] | None:
     """The next `count` sequences of seq_len + 1 tokens, each from a document start on, not overlapping (record 26).
@@ -783,19 +729,6 @@ def batch_starts(starts: np.ndarray, cursor: int, size: int, count: int, seq_len
         chosen.append(int(starts[cursor]))
         cursor = int(np.searchsorted(starts, chosen[-1] + seq_len))
     return chosen, cursor
-
-
-def count_batches(paths: list[Path], c: Config) -> int:
-    """How many of the schedule's batches the shards hold, at most num_steps."""
-    batches = 0
-    for path in paths * c.epochs:
-        if batches < c.num_steps:
-            tokens, starts = read_shard(path, c.vocab_size)
-            cursor = 0
-            while found := batch_starts(starts, cursor, len(tokens), c.batch_tokens // c.seq_len, c.seq_len):
-                cursor, batches = found[1], batches + 1
-    return min(batches, c.num_steps)
-
 
 class Loader:
     """Training batches for one rank. The next shard is read and indexed by a thread while the current one is used."""
@@ -826,14 +759,12 @@ class Loader:
             self.next_shard()
         positions, self.cursor = found
         return [to_device(self.tokens[p : p + c.seq_len + 1], self.device)
-                for p in positions[self.rank :: self.world_size]]  # fmt: skip
-
+                for p in positions[self.rank :: self.world_size]]
 
 def to_device(tokens: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
     """(n + 1,) int16 bits of uint16 -> inputs and targets (n,), int64, without waiting for the copy."""
     tokens = tokens.to(device, non_blocking=True).long() & 0xFFFF
     return tokens[:-1], tokens[1:]
-
 
 def validation_tokens(c: Config) -> Tensor:
     """The first val_tokens + 1 tokens of the validation split, int16 bits. Raises BadInput if there are fewer."""
@@ -845,7 +776,6 @@ def validation_tokens(c: Config) -> Tensor:
             return torch.cat(shards)[: c.val_tokens + 1]
     raise BadInput(f"validation needs {c.val_tokens + 1:,} tokens and {c.data_dir} holds {have:,}; lower --val_tokens")
 
-
 def fingerprint(path: Path, split: str) -> dict:
     """Name, size and sha256 (of header, first and last MiB) of a shard: enough to tell two shards apart quickly."""
     size = path.stat().st_size
@@ -855,32 +785,26 @@ def fingerprint(path: Path, split: str) -> dict:
         digest.update(file.read())
     return dict(split=split, name=path.name, bytes=size, tokens=shard_tokens(path), sha256=digest.hexdigest())
 
-
 # ------------------------------------------------------------------------------------------------------------------
 # 7. Schedules: pure functions of the step
-
 
 def lr_factor(step: int, c: Config) -> float:
     """1, then linear to 0.1 over the last cooldown_frac of the steps."""
     left = (1 - step / c.num_steps) / c.cooldown_frac
     return min(1.0, 0.1 + 0.9 * left)
 
-
 def muon_momentum(step: int, c: Config) -> float:
     return 0.85 + 0.10 * min(step / max(c.momentum_warmup, 1), 1)
-
 
 def windows(step: int, c: Config) -> dict[str, int]:
     """Window of long and short layers in blocks; grows linearly over the run (record 12)."""
     long = max(1, math.ceil(c.window_max * step / c.num_steps / BLOCK))
     return {"long": long, "short": max(1, long // 2)}
 
-
 # ------------------------------------------------------------------------------------------------------------------
 # 8. The log and the clock
 
 RULE = "=" * 100
-
 
 class Log:
     """Rank 0's log: source, facts, steps, end block (grammar: records/README.md). Silent on other ranks."""
@@ -923,7 +847,7 @@ class Log:
         self.line(f"step:{step}/{c.num_steps} {name}:{value:.4f} train_time:{ms:.0f}ms step_avg:{average:.2f}ms",
                   show=self.bar is None or name == "val_loss",
                   kind="step", step=step, num_steps=c.num_steps, **loss, train_time_ms=round(ms),
-                  step_avg_ms=round(average, 2) if step else None)  # fmt: skip
+                  step_avg_ms=round(average, 2) if step else None)
         if self.bar is not None and name == "train_loss":
             self.bar.update(step - self.bar.n)
             self.bar.set_postfix_str(f"loss {value:.3f}, {average:.1f} ms a step")
@@ -936,7 +860,6 @@ class Log:
             rows = [f"{k}: {v if isinstance(v, str) else json.dumps(v)}" for k, v in facts.items()]
             self.line("\n".join([RULE, *rows]), kind="end", **facts)
             print(f"log: {self.path}")
-
 
 class Clock:
     """Training time in seconds. It stands still around validation; starting and stopping wait for the device."""
@@ -955,11 +878,9 @@ class Clock:
     def now(self) -> float:
         return self.total + (time.perf_counter() - self.since if self.since is not None else 0.0)
 
-
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
 
 class LossReader:
     """Training losses for the log, read when they have arrived: nothing waits for the device."""
@@ -971,51 +892,44 @@ class LossReader:
     def put(self, step: int, loss: Tensor, seconds: float) -> None:
         """loss: scalar on the device, mean over the batch's tokens."""
         self.losses[step].copy_(loss, non_blocking=True)
-        arrived = torch.cuda.Event() if self.cuda else None
-        if arrived is not None:
-            arrived.record()
-        self.pending.append((step, seconds, arrived))
+        self.pending.append((step, seconds, torch.cuda.current_stream().record_event() if self.cuda else None))
         self.write(wait=False)
 
     def write(self, wait: bool) -> None:
-        """Logs what has arrived. Raises BadInput if a loss is not finite."""
-        while self.pending and (wait or self.pending[0][2] is None or self.pending[0][2].query()):
+        """Logs what has arrived, in order. Raises BadInput if a loss is not finite."""
+        while self.pending and (wait or not self.cuda or self.pending[0][2].query()):
             step, seconds, arrived = self.pending.pop(0)
-            if wait and arrived is not None:
+            if arrived is not None:
                 arrived.synchronize()
             loss = self.losses[step].item()
             self.log.step(step, self.config, seconds, train_loss=loss)
             if not math.isfinite(loss):
-                raise BadInput(f"the training loss is {loss} at step {step}; lower the learning rates or try --fp8_head=false")
+                raise BadInput(f"the training loss is {loss} at step {step}; lower the learning rates")
 
-
-def environment(device: torch.device, devices: list[str], hosts: int) -> dict:
-    driver = None
-    if device.type == "cuda":
-        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        driver = run_quietly(query).split("\n")[0] or None
-    cpu = next((line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
-                if line.startswith("model name")), None) if Path("/proc/cpuinfo").exists() else None  # fmt: skip
-    return dict(python=platform.python_version(), torch=torch.__version__, cuda=torch.version.cuda,
-                triton=triton.__version__ if triton else None, driver=driver, devices=devices,
-                world_size=len(devices), hosts=hosts, cpu=cpu or platform.processor())  # fmt: skip
-
-
-def run_quietly(command: list[str]) -> str:
+def output_of(*command: str) -> str | None:
+    """What a command prints, None if it is not there or says nothing."""
     try:
-        return subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip()
+        run = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)
     except OSError:
-        return ""
+        return None
+    return run.stdout.strip() or None
 
-
-def identity() -> dict:
+def describe_run() -> dict:
     """Which run of which code this is."""
-    commit = run_quietly(["git", "rev-parse", "--verify", "-q", "HEAD"])
-    clean = not run_quietly(["git", "status", "--porcelain"]) if commit else None
+    commit = output_of("git", "rev-parse", "--verify", "-q", "HEAD")
     return dict(run_id=str(uuid.uuid4()), date=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-                code_sha256=hashlib.sha256(SOURCE).hexdigest(), code_bytes=len(SOURCE),
-                git_commit=commit or None, git_clean=clean)  # fmt: skip
+                code_sha256=hashlib.sha256(SOURCE).hexdigest(), code_bytes=len(SOURCE), git_commit=commit,
+                git_clean=output_of("git", "status", "--porcelain") is None if commit else None)
 
+def describe_machine(device: torch.device) -> dict:
+    """Hardware and versions. A collective: all ranks call it."""
+    driver = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    cpu = output_of("sed", "-n", "s/^model name.*: //p;T;q", "/proc/cpuinfo") or platform.processor()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    devices, hosts = all_ranks(name), len(set(all_ranks(platform.node())))
+    return dict(python=platform.python_version(), torch=torch.__version__, cuda=torch.version.cuda,
+                triton=triton.__version__ if triton else None, driver=driver.split("\n")[0] if driver else None,
+                devices=devices, world_size=len(devices), hosts=hosts, cpu=cpu)
 
 def seconds_of(work: Callable[[], object], device: torch.device, repeats: int = 5) -> float:
     """Median seconds of `work`, after one call that is not counted."""
@@ -1028,79 +942,59 @@ def seconds_of(work: Callable[[], object], device: torch.device, repeats: int = 
         times.append(time.perf_counter() - begin)
     return sorted(times[1:])[repeats // 2]
 
-
-def calibrate(device: torch.device, fp8: bool) -> dict:
-    """Speeds of this host, outside the clock, so that runs on different hosts can be compared."""
-    cuda, world_size = device.type == "cuda", dist.get_world_size() if dist.is_initialized() else 1
-    n, numbers = (8192, 2**28) if cuda else (1024, 2**24)
-    a = torch.randn(n, n, device=device)
-    half, flops, x = a.bfloat16(), 2e-12 * n**3, torch.zeros(numbers, device=device)
-    speeds = {"bf16_matmul_tflops": flops / seconds_of(lambda: half @ half, device), "fp8_matmul_tflops": None}
-    if fp8:
-        a8 = quantize(a, 0.02, E4M3)
-        speeds["fp8_matmul_tflops"] = flops / seconds_of(lambda: scaled_mm(a8, a8, 1, 1, torch.bfloat16, True), device)
-    speeds["copy_gb_per_s"] = 8e-9 * numbers / seconds_of(x.clone, device)  # bytes read and written
-    speeds |= {"all_reduce_gb_per_s": None, "all_gather_gb_per_s": None}
-    if world_size > 1:
-        x = x[: numbers // 4 // world_size * world_size]
-        part = torch.empty_like(x[: len(x) // world_size])
-        speeds["all_reduce_gb_per_s"] = 4e-9 * len(x) / seconds_of(lambda: dist.all_reduce(x), device)
-        speeds["all_gather_gb_per_s"] = 4e-9 * len(x) / seconds_of(lambda: all_gather(x, part), device)
-    return {name: None if speed is None else float(f"{speed:.4g}") for name, speed in speeds.items()}
-
+def calibrate(device: torch.device) -> dict:
+    """Speeds of this host, outside the clock, so that runs on different hosts can be compared. A collective."""
+    n, numbers = (8192, 2**28) if device.type == "cuda" else (1024, 2**24)
+    a, x, flops = torch.randn(n, n, device=device), torch.zeros(numbers, device=device), 2e-12 * n**3
+    half, fp8 = a.bfloat16(), quantize(a, 0.02, E4M3)
+    gathered = x[: numbers // 4 // ranks()[1] * ranks()[1]]
+    part = gathered.chunk(ranks()[1])[0].clone()
+    work = {  # what a call moves or computes, and the call; an empty tuple where it cannot be made
+        "bf16_matmul_tflops": (flops, lambda: half @ half),
+        "fp8_matmul_tflops": (flops, lambda: scaled_mm(fp8, fp8, 1, 1, torch.bfloat16, True)) * has_fp8(device),
+        "copy_gb_per_s": (8e-9 * numbers, x.clone),  # bytes read and written
+        "all_reduce_gb_per_s": (4e-9 * len(gathered), lambda: dist.all_reduce(gathered)) * (ranks()[1] > 1),
+        "all_gather_gb_per_s": (4e-9 * len(gathered), lambda: all_gather(gathered, part)) * (ranks()[1] > 1),
+    }
+    return {name: float(f"{w[0] / seconds_of(w[1], device):.4g}") if w else None for name, w in work.items()}
 
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "GH200": 989e12, "B200": 2250e12, "A100": 312e12, "4090": 165e12}  # bf16
 
-
-def mfu(c: Config, tokens_per_s: float, device_name: str, world_size: int) -> float | None:
+def mfu(c: Config, tokens_per_s: float, device_name: str) -> float | None:
     """Model FLOPs (6 a matmul weight and token, no attention) over the GPUs' dense bf16 peak, or None if unknown."""
     table = parameter_table(c)
     weights = sum(math.prod(table[name].shape) for name in ("qkvo", "mlp", "lm_head"))
     peak = next((flops for name, flops in PEAK_FLOPS.items() if name in device_name), None)
-    return None if peak is None else round(6 * weights * tokens_per_s / world_size / peak, 4)
-
+    return None if peak is None else round(6 * weights * tokens_per_s / ranks()[1] / peak, 4)
 
 # ------------------------------------------------------------------------------------------------------------------
 # 9. The run
 
-
 class Compiled:
     """A function under torch.compile that says in the log which graph it compiled and how long the call took."""
 
-    def __init__(self, function: Callable, describe: Callable[..., str], log: Log, clock: Clock):
+    def __init__(self, function: Callable, log: Log, clock: Clock):
+        self.original, self.log, self.clock = function, log, clock
         self.function = torch.compile(function, dynamic=False, fullgraph=True)
-        self.describe, self.log, self.clock = describe, log, clock
 
-    def __call__(self, *args):
-        graphs, begin = self.graphs(), time.perf_counter()
-        result = self.function(*args)
-        if self.graphs() != graphs:
-            facts = dict(what=self.describe(*args), seconds=round(time.perf_counter() - begin, 2))
-            self.log.fact("compile" if self.clock.now() == 0 else "defect", facts)
+    def __call__(self, x: Tensor, *args):
+        graphs, begin = torch._dynamo.utils.counters["stats"]["unique_graphs"], time.perf_counter()
+        result = self.function(x, *args)
+        if torch._dynamo.utils.counters["stats"]["unique_graphs"] != graphs:
+            absent = [name for name, arg in zip(self.original.__code__.co_varnames[1:], args) if arg is None]
+            mode = "training" if torch.is_grad_enabled() else "validation"
+            what = f"{self.original.__name__} of {len(x)} tokens for {mode}" + f", without {absent}" * bool(absent)
+            self.log.fact("compile" if self.clock.now() == 0 else "defect",
+                          dict(what=what, seconds=round(time.perf_counter() - begin, 2)))
         return result
-
-    @staticmethod
-    def graphs() -> int:
-        return torch._dynamo.utils.counters["stats"]["unique_graphs"]
-
 
 def compile_model(model: GPT, log: Log, clock: Clock) -> None:
     """A graph for each kind of block and one for the head, for training and validation: quicker than one for all."""
     torch._dynamo.config.recompile_limit = 64  # the default of 8 graphs a function is less than the kinds of blocks
-
-    def mode() -> str:
-        return "training" if torch.is_grad_enabled() else "validation"
-
-    def describe_block(x, x0, skip, ve, qkvo, *_) -> str:
-        parts = [name for name, there in zip(("skip", "value embedding", "attention"), (skip, ve, qkvo)) if there is not None]
-        return f"block of {len(x)} tokens for {mode()} with {', '.join(parts) or 'MLP only'}"
-
-    model.block = Compiled(block, describe_block, log, clock)
-    model.head_loss = Compiled(head_loss, lambda x, *_: f"head and loss of {len(x)} tokens for {mode()}", log, clock)
-
+    model.block, model.head_loss = Compiled(block, log, clock), Compiled(head_loss, log, clock)
 
 def train_step(model: GPT, optimizer: Optimizer, batch: list[tuple[Tensor, Tensor]], step: int) -> Tensor:
-    """One update. Returns the loss per token over the whole batch, on the device (of this rank until it has arrived)."""
+    """One update. Returns the loss per token over the whole batch, on the device."""
     c, total = model.config, 0
     for inputs, targets in batch:
         loss = model(inputs, targets, windows(step, c))
@@ -1112,19 +1006,17 @@ def train_step(model: GPT, optimizer: Optimizer, batch: list[tuple[Tensor, Tenso
     optimizer.step(lr_factor(step, c), muon_momentum(step, c))
     return total
 
-
 @torch.no_grad()
 def validate(model: GPT, tokens: Tensor, step: int, device: torch.device) -> float:
     """Mean loss over the validation tokens (int16 bits, on the CPU); sequences are dealt to the ranks in turn."""
     c = model.config
-    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    rank, world_size = ranks()
     total = torch.zeros((), dtype=torch.float64, device=device)
     for begin in range(rank * c.val_seq_len, c.val_tokens, world_size * c.val_seq_len):
         total += model(*to_device(tokens[begin : begin + c.val_seq_len + 1], device), windows(step, c))
     if dist.is_initialized():
         dist.all_reduce(total)
     return total.item() / c.val_tokens
-
 
 def warm_up(model: GPT, optimizer: Optimizer, device: torch.device) -> None:
     """Compiles and runs everything the run will need, on random documents; then starts anew from the seed."""
@@ -1139,12 +1031,10 @@ def warm_up(model: GPT, optimizer: Optimizer, device: torch.device) -> None:
     synchronize(device)
     optimizer.reset(initialize(model, c.seed))
 
-
 def byte_tokens() -> list[int]:
     """GPT-2's order of its 256 single-byte tokens: printable characters first. Entry i is the byte of token i."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     return printable + [byte for byte in range(256) if byte not in printable]
-
 
 def codec(c: Config) -> tuple[Callable[[str], list[int]], Callable[[list[int]], str]]:
     """Encoder and decoder: bytes for a small vocabulary, else GPT-2's byte-pair encoding."""
@@ -1156,7 +1046,6 @@ def codec(c: Config) -> tuple[Callable[[str], list[int]], Callable[[list[int]], 
 
     gpt2 = tiktoken.get_encoding("gpt2")
     return gpt2.encode_ordinary, lambda ids: gpt2.decode([i for i in ids if i < SEPARATOR])
-
 
 @torch.no_grad()
 def sample(model: GPT, text: str, count: int, temperature: float = 0.7) -> str:
@@ -1174,14 +1063,12 @@ def sample(model: GPT, text: str, count: int, temperature: float = 0.7) -> str:
             break
     return decode(ids[1:])
 
-
 def save_checkpoint(model: GPT, path: str) -> None:
     """Weights without padding and the configuration; written beside and renamed, so that no half file has the name."""
     weights = {name: model.weight(name).detach().cpu().clone() for name in model.table}
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     torch.save({"config": dataclasses.asdict(model.config), "weights": weights}, f"{path}.part")
     os.replace(f"{path}.part", path)
-
 
 def load_checkpoint(path: str, device: torch.device) -> GPT:
     """The model of a checkpoint, on one device. Raises BadInput if the file is not one."""
@@ -1192,7 +1079,6 @@ def load_checkpoint(path: str, device: torch.device) -> GPT:
     except (OSError, RuntimeError, KeyError, TypeError, AttributeError, ValueError) as error:
         raise BadInput(f"--load_checkpoint={path} is no checkpoint of this program ({type(error).__name__})") from None
     return model
-
 
 def setup_device(c: Config) -> torch.device:
     """This rank's device, with the process group started if torchrun launched us."""
@@ -1205,7 +1091,6 @@ def setup_device(c: Config) -> torch.device:
         dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
     return device
 
-
 def all_ranks(value) -> list:
     """The value of every rank, on every rank."""
     if not dist.is_initialized():
@@ -1214,32 +1099,28 @@ def all_ranks(value) -> list:
     dist.all_gather_object(values, value)
     return values
 
-
-def check_world(c: Config, world_size: int) -> None:
-    """Raises BadInput if the batch's sequences cannot be dealt evenly to the ranks."""
-    sequences = c.batch_tokens // c.seq_len
+def check_data(c: Config) -> tuple[list[Path], Tensor]:
+    """Training shards and validation tokens. Raises BadInput if the schedule needs other ranks or more data."""
+    sequences, world_size = c.batch_tokens // c.seq_len, ranks()[1]
     if sequences % world_size:
         sizes = ", ".join(str(n) for n in range(1, sequences + 1) if sequences % n == 0)
-        raise BadInput(f"{world_size} processes cannot share a batch of {sequences} sequences; use {sizes} "
+        raise BadInput(f"{world_size} processes cannot share a batch of {sequences} sequences; start {sizes} of them, "
                        "or change --batch_tokens or --seq_len")
-
-
-def check_data(c: Config) -> tuple[list[Path], Tensor]:
-    """Training shards and validation tokens. Raises BadInput if the schedule needs more than is there."""
-    paths, val_tokens = find_shards(c, "train"), validation_tokens(c)
-    have = sum(shard_tokens(path) for path in paths) * c.epochs
-    batches = count_batches(paths, c)
-    if batches < c.num_steps:
-        shards = math.ceil(1.02 * c.num_steps * c.batch_tokens / 1e8)  # sequences begin at documents: about 1 % is skipped
-        raise BadInput(
-            f"{c.num_steps} steps need {c.num_steps * c.batch_tokens:,} tokens in whole batches; the {have:,} tokens in "
-            f"{c.data_dir} make {batches} steps; get more with `python data/fineweb.py {shards}`, or lower --num_steps, "
-            "or repeat data with --epochs")  # fmt: skip
-    return paths, val_tokens
-
+    paths, val_tokens, have, steps = find_shards(c, "train"), validation_tokens(c), 0, 0
+    for path in paths * c.epochs:  # walks through the shards as the loader will
+        tokens, starts = read_shard(path, c.vocab_size)
+        have, cursor = have + len(tokens), 0
+        while found := batch_starts(starts, cursor, len(tokens), sequences, c.seq_len):
+            cursor, steps = found[1], steps + 1
+        if steps >= c.num_steps:
+            return paths, val_tokens
+    shards = math.ceil(1.02 * c.num_steps * c.batch_tokens / 1e8)  # starting at documents skips about 1 %
+    raise BadInput(
+        f"{c.num_steps} steps need {c.num_steps * c.batch_tokens:,} tokens and the {have:,} in {c.data_dir} make {steps} "
+        f"steps; get more with `python data/fineweb.py {shards}`, lower --num_steps, or raise --epochs")
 
 def agreed(work: Callable, *args):
-    """work(*args) on every rank; if one rank raises BadInput, all raise the first one's, so that none is left waiting."""
+    """work(*args) on every rank; if one raises BadInput, all raise it, so that none is left waiting."""
     result, error = None, None
     try:
         result = work(*args)
@@ -1250,34 +1131,24 @@ def agreed(work: Callable, *args):
         raise BadInput(errors[0])
     return result
 
-
-def write_header(log: Log, c: Config, device: torch.device, paths: list[Path]) -> None:
-    """Everything about the run that is known before it starts. All ranks call it: it contains collectives."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    devices, hosts = all_ranks(name), len(set(all_ranks(platform.node())))
-    log.fact("config", dataclasses.asdict(c), show=False)
-    log.fact("environment", environment(device, devices, hosts))
-    for split, files in (("train", paths), ("val", find_shards(c, "val"))):
-        for path in files:
-            log.fact("data", fingerprint(path, split), show=False)
-    log.fact("stage", dict(first_step=0, last_step=c.num_steps, batch_tokens=c.batch_tokens), show=False)
-    log.fact("calibration", calibrate(device, has_fp8(device)))
-
-
 def has_fp8(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
-
 
 def train(c: Config) -> int:
     """The whole run; returns the exit status: 0 if the target was reached, else 1."""
     device = setup_device(c)
-    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    check_world(c, world_size)
+    rank, world_size = ranks()
     paths, val_tokens = agreed(check_data, c)
-    run = identity()
+    run, machine = describe_run(), describe_machine(device)
     log, clock = Log(c, run["run_id"], rank == 0), Clock(device)
     log.fact("run", run)
-    write_header(log, c, device, paths)
+    log.fact("config", dataclasses.asdict(c), show=False)
+    log.fact("environment", machine)
+    for split, files in (("train", paths), ("val", find_shards(c, "val"))):
+        for path in files:
+            log.fact("data", fingerprint(path, split), show=False)
+    log.fact("stage", dict(first_step=0, last_step=c.num_steps, batch_tokens=c.batch_tokens), show=False)
+    log.fact("calibration", calibrate(device))
 
     model = GPT(c, device, world_size)
     if c.fp8_head and not has_fp8(device):
@@ -1314,33 +1185,28 @@ def train(c: Config) -> int:
     tokens, seconds = c.num_steps * c.batch_tokens, clock.total
     reached = round(val_loss, 4) <= c.target_loss
     peak = torch.cuda.max_memory_allocated(device) // 2**20 if device.type == "cuda" else None
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     log.end(dict(
         val_loss=round(val_loss, 4), target=c.target_loss, reached=reached, train_time_s=round(seconds, 3),
         step_avg_ms=round(1000 * seconds / c.num_steps, 2), tokens=tokens, tokens_per_s=round(tokens / seconds),
-        mfu=mfu(c, tokens / seconds, name, world_size), peak_memory_mib=peak, compile_s=round(compile_s, 1),
+        mfu=mfu(c, tokens / seconds, machine["devices"][0]), peak_memory_mib=peak, compile_s=round(compile_s, 1),
         code_sha256=run["code_sha256"],
-    ))  # fmt: skip
+    ))
     if rank == 0 and c.save_checkpoint:
         save_checkpoint(model, c.save_checkpoint)
     if rank == 0 and c.sample:
         print(f"sample: {sample(model, c.sample, c.sample_tokens)}")
     return 0 if reached else 1
 
-
 def main(argv: list[str]) -> int:
-    """Exit status: 0 target reached, 1 not reached, 2 bad input or too little memory; other ranks leave that to rank 0."""
+    """Exit status on rank 0: 0 target reached, 1 not reached, 2 bad input or too little memory."""
     master, sentence = os.environ.get("RANK", "0") == "0", ""
     try:
-        if "--help" in argv or "-h" in argv:
-            sentence, status = help_text(), 0
+        c = parse_config(argv)
+        if c.load_checkpoint:
+            model = load_checkpoint(c.load_checkpoint, torch.device("cpu"))
+            sentence, status = sample(model, c.sample, c.sample_tokens), 0
         else:
-            c = parse_config(argv)
-            if c.load_checkpoint:
-                model = load_checkpoint(c.load_checkpoint, torch.device("cpu"))
-                sentence, status = sample(model, c.sample, c.sample_tokens), 0
-            else:
-                status = train(c)
+            status = train(c)
     except BadInput as bad:
         sentence, status = f"train_gpt.py: {bad}", 2
     except torch.OutOfMemoryError as error:
@@ -1353,7 +1219,6 @@ def main(argv: list[str]) -> int:
             dist.barrier()  # torchrun ends all ranks when the first one fails: none may leave while rank 0 is at work
         dist.destroy_process_group()
     return status if master else 0
-
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
