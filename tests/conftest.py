@@ -1,0 +1,50 @@
+"""What the tests of train_gpt.py share: synthetic shards, written with `struct` alone, and a tiny configuration."""
+import os
+import random
+import struct
+import sys
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # the tensors are tiny: threads would only wait for each other
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import pytest
+
+SEPARATOR = 50256
+TINY = {  # a model and a schedule that run in a second
+    "topology": "laptop", "model_dim": 32, "num_heads": 2, "mlp_dim": 64, "vocab_size": 384, "num_steps": 4,
+    "batch_tokens": 1024, "seq_len": 256, "val_tokens": 512, "val_seq_len": 256, "val_interval": 2, "window_max": 256,
+    "target_loss": 1.0, "device": "cpu", "compile": False, "fp8_head": False, "sample": "", "preset": "laptop",
+}
+
+
+def write_shard(path, tokens, magic=20240520, version=1, count=None):
+    """A shard as the format has it, or one whose header lies."""
+    count = len(tokens) if count is None else count
+    path.write_bytes(struct.pack("<256i", magic, version, count, *[0] * 253) + struct.pack(f"<{len(tokens)}H", *tokens))
+    return path
+
+
+def documents(count, seed=0, shortest=1, longest=300):
+    """`count` tokens below 256 in documents of random length, each behind a separator."""
+    draw, tokens = random.Random(seed), []
+    while len(tokens) < count:
+        common = draw.sample(range(256), 20)  # a document uses few tokens, so that there is something to learn
+        tokens += [SEPARATOR, *draw.choices(common, k=draw.randint(shortest, longest))]
+    return tokens[:count]
+
+
+def arguments(**changes):
+    """The tiny configuration as a command line."""
+    return [f"--{name}={value}" for name, value in (TINY | changes).items()]
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory):
+    """A folder with two training shards and one for validation."""
+    folder = tmp_path_factory.mktemp("corpus")
+    for seed in (1, 2):
+        write_shard(folder / f"fineweb_train_{seed:06}.bin", documents(6000, seed))
+    write_shard(folder / "fineweb_val_000000.bin", documents(2000, 3))
+    return folder
