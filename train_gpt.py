@@ -75,8 +75,9 @@ class Config:
     train_files: str = key("fineweb_train_*.bin", "glob of training shards inside data_dir")
     val_files: str = key("fineweb_val_*.bin", "glob of validation shards inside data_dir")
     epochs: int = key(1, "times the training shards may be read; more than 1 repeats data")
+    cut_documents: bool = key(False, "sequences follow each other without gaps, else each begins with a document")
     # model
-    topology: str = key("gpt2", "row of TOPOLOGIES: which layer has what")
+    topology: str = key("gpt2", "entry of TOPOLOGIES: which layer has what")
     model_dim: int = key(768, "width of the residual stream")
     num_heads: int = key(6, "attention heads; head width is model_dim / num_heads")
     mlp_dim: int = key(3072, "hidden width of the MLP")
@@ -85,9 +86,9 @@ class Config:
     num_steps: int = key(1695, "optimizer steps")
     batch_tokens: int = key(393_216, "tokens per optimizer step, over all GPUs")
     seq_len: int = key(49_152, "tokens per packed training sequence; a batch is batch_tokens / seq_len of them")
-    cooldown_frac: float = key(0.45, "last fraction of the steps, in which the learning rate falls linearly to a tenth")
+    cooldown_frac: float = key(0.45, "last fraction of the steps, over which the learning rate falls to a tenth")
     momentum_warmup: int = key(300, "steps over which Muon's momentum rises from 0.85 to 0.95")
-    window_max: int = key(1728, "window of long attention layers at the end, in tokens; it grows linearly from one block")
+    window_max: int = key(1728, "window of long layers at the end, in tokens; it grows linearly from one block")
     # optimizers
     muon_lr: float = key(0.05, "Muon's learning rate, for the matrices")
     head_lr: float = key(0.008, "Adam's learning rate for the output head")
@@ -118,10 +119,13 @@ class Config:
 PRESETS: dict[str, dict] = {
     "speedrun": {},
     "laptop": dict(
-        data_dir="data/pydocs", topology="laptop", model_dim=128, num_heads=2, mlp_dim=512, vocab_size=384,
-        num_steps=300, batch_tokens=8192, seq_len=2048, window_max=256, momentum_warmup=50,
-        target_loss=1.6, val_tokens=65_536, val_seq_len=8192, val_interval=50,
-        device="cpu", fp8_head=False, compile=False, sample="The ",
+        data_dir="data/pydocs", epochs=2, cut_documents=True,
+        topology="laptop", model_dim=128, num_heads=2, mlp_dim=512, vocab_size=272,
+        num_steps=1800, batch_tokens=1024, seq_len=1024, window_max=512, cooldown_frac=0.8, momentum_warmup=200,
+        muon_lr=0.03, head_lr=0.02, embed_lr=0.3,
+        target_loss=1.5, val_tokens=131_072, val_seq_len=8192, val_interval=300,
+        device="cpu", dtype="bfloat16" if torch.cpu._is_avx512_bf16_supported() else "float32",
+        fp8_head=False, compile=False, sample="The ",
     ),
 }
 
@@ -163,13 +167,18 @@ def parse_config(argv: list[str]) -> Config:
 
 def check_config(c: Config) -> None:
     """Raises BadInput where values do not fit each other."""
-    for name in "num_steps batch_tokens seq_len val_tokens val_seq_len model_dim num_heads mlp_dim epochs".split():
+    for name in ("num_steps batch_tokens seq_len val_tokens val_seq_len model_dim num_heads mlp_dim vocab_size epochs "
+                 "cooldown_frac").split():
         if getattr(c, name) <= 0:
             raise BadInput(f"--{name}={getattr(c, name)} must be positive")
     for name, multiple_of in (("seq_len", BLOCK), ("val_seq_len", BLOCK), ("batch_tokens", c.seq_len),
                               ("val_tokens", c.val_seq_len), ("model_dim", 4 * c.num_heads)):
         if getattr(c, name) % multiple_of:
             raise BadInput(f"--{name}={getattr(c, name)} must be a multiple of {multiple_of}")
+    if not 0 <= c.seed < 2**63:
+        raise BadInput(f"--seed={c.seed} must be between 0 and 2^63")
+    if c.model_dim < GATE_DIM:
+        raise BadInput(f"--model_dim={c.model_dim} must be at least {GATE_DIM}: that many channels steer the gates")
     for name, choices in (("topology", [*TOPOLOGIES]), ("attention", ["auto", "flex", "sdpa"]),
                           ("device", ["auto", "cuda", "cpu"]), ("dtype", ["bfloat16", "float32", "float64"])):
         if getattr(c, name) not in choices:
@@ -376,15 +385,16 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor, scale: flo
     if isinstance(mask, BlockMask):
         y = flex_attention(*(t.transpose(0, 1)[None] for t in (q, k, v)), block_mask=mask, scale=scale)
         return y[0].transpose(0, 1)
-    T, H, d = q.shape
-    n, _, _, span = mask.shape
+    (T, H, d), (n, _, _, span), dtype = q.shape, mask.shape, q.dtype
+    if not q.is_cuda:  # the CPU's SDPA takes up to three times as long for a backward pass in bf16 as in float32
+        q, k, v = (t.to(torch.promote_types(dtype, torch.float32)) for t in (q, k, v))
 
     def windows(t: Tensor) -> Tensor:  # (T, H, d) -> (n, H, span, d), each query block's keys
         return F.pad(t, (0, 0, 0, 0, span - BLOCK, 0)).unfold(0, span, BLOCK).transpose(2, 3)
 
     q = q.view(n, BLOCK, H, d).transpose(1, 2)
     y = F.scaled_dot_product_attention(q, windows(k), windows(v), attn_mask=mask, scale=scale)
-    return y.transpose(1, 2).reshape(T, H, d)
+    return y.transpose(1, 2).reshape(T, H, d).to(dtype)
 
 # ------------------------------------------------------------------------------------------------------------------
 # 4. The model, in two tables: which layer has what, and which parameters there are. Nothing else names a layer.
@@ -699,8 +709,10 @@ def read_shard(path: Path, vocab_size: int, pin: bool = False) -> tuple[Tensor, 
     with open(path, "rb") as file:
         file.seek(HEADER_BYTES)
         file.readinto(array)
-    starts = np.flatnonzero(array == SEPARATOR)
-    array[starts] = min(SEPARATOR, vocab_size - 1)
+    starts, separator = np.flatnonzero(array == SEPARATOR), min(SEPARATOR, vocab_size - 1)
+    if separator != SEPARATOR and separator in array:
+        raise BadInput(f"{path} holds token {separator}, which --vocab_size={vocab_size} needs as separator; raise it")
+    array[starts] = separator
     if len(array) and array.max() >= vocab_size:
         raise BadInput(f"{path} holds token {array.max()}, outside of --vocab_size={vocab_size}; is it other data?")
     if not len(starts):
@@ -710,7 +722,10 @@ def read_shard(path: Path, vocab_size: int, pin: bool = False) -> tuple[Tensor, 
 def find_shards(c: Config, split: str) -> list[Path]:
     """The split's shards in order. Raises BadInput if there are none."""
     pattern = c.train_files if split == "train" else c.val_files
-    paths = sorted(Path(c.data_dir).glob(pattern))
+    try:
+        paths = sorted(Path(c.data_dir).glob(pattern))
+    except (ValueError, NotImplementedError) as error:  # an empty or an absolute one
+        raise BadInput(f"--{split}_files={pattern}: {error}") from None
     if not paths:
         make = "python data/prepare.py --python-docs --bytes --out data/pydocs" if c.preset == "laptop" \
             else "python data/fineweb.py 9"
@@ -730,6 +745,10 @@ def batch_starts(starts: np.ndarray, cursor: int, size: int, count: int, seq_len
         cursor = int(np.searchsorted(starts, chosen[-1] + seq_len))
     return chosen, cursor
 
+def sequence_starts(starts: np.ndarray, size: int, c: Config) -> np.ndarray:
+    """Where a sequence may begin: at document starts, or, where no token of a small corpus may be lost, anywhere."""
+    return np.arange(0, size, c.seq_len) if c.cut_documents else starts
+
 class Loader:
     """Training batches for one rank. The next shard is read and indexed by a thread while the current one is used."""
 
@@ -748,7 +767,8 @@ class Loader:
     def next_shard(self) -> None:
         if self.upcoming is None:
             raise BadInput("the training shards ran out before the schedule's end; fetch more or raise --epochs")
-        (self.tokens, self.starts), self.cursor = self.upcoming.result(), 0
+        (self.tokens, starts), self.cursor = self.upcoming.result(), 0
+        self.starts = sequence_starts(starts, len(self.tokens), self.config)
         self.upcoming = self.prefetch()
 
     def batch(self) -> list[tuple[Tensor, Tensor]]:
@@ -813,7 +833,8 @@ class Log:
         self.bar, self.twin, self.file = None, None, None
         if not master:
             return
-        Path(c.log_dir).mkdir(parents=True, exist_ok=True)
+        for folder in (c.log_dir, os.path.dirname(c.save_checkpoint)):  # now, not after training
+            Path(folder).mkdir(parents=True, exist_ok=True)
         self.path = Path(c.log_dir) / f"{run_id}.txt"
         self.file = open(self.path, "wb")
         self.file.write(SOURCE + RULE.encode() + b"\n")
@@ -1024,7 +1045,8 @@ def warm_up(model: GPT, optimizer: Optimizer, device: torch.device) -> None:
     tokens = torch.randint(0, model.bos, (max(c.seq_len, c.val_seq_len) + 1,), device=device)
     tokens[::600] = model.bos
     inputs, targets = tokens[: c.seq_len], tokens[1 : c.seq_len + 1]
-    for step in (0, c.num_steps):
+    every = {str(windows(s, c)): s for s in range(c.num_steps + 1)}.values()  # SDPA's masks have the window's shape
+    for step in every if c.compile and not model.flex else (0, c.num_steps):
         train_step(model, optimizer, [(inputs, targets)] * 2, step)
         with torch.no_grad():
             model(tokens[: c.val_seq_len], tokens[1 : c.val_seq_len + 1], windows(step, c))
@@ -1049,12 +1071,15 @@ def codec(c: Config) -> tuple[Callable[[str], list[int]], Callable[[list[int]], 
 
 @torch.no_grad()
 def sample(model: GPT, text: str, count: int, temperature: float = 0.7) -> str:
-    """`text` continued by at most `count` tokens, up to the document's end. Recomputes the whole sequence every time."""
+    """`text` continued by at most `count` tokens, up to the document's end. Recomputes the sequence every time."""
     c, (encode, decode) = model.config, codec(model.config)
     model.block, model.flex = block, False  # lengths change with every token: nothing to compile
     device = model.embed.device
     ids = [model.bos, *encode(text)]
-    while len(ids) < min(c.seq_len, count + len(text)):
+    end = min(c.seq_len, len(ids) + count)
+    if len(ids) >= c.seq_len:
+        raise BadInput(f"--sample has {len(ids) - 1} tokens, and the model's sequences only {c.seq_len}")
+    while len(ids) < end:
         padded = F.pad(torch.tensor(ids, device=device), (0, -len(ids) % BLOCK))
         x = model.hidden(padded, windows(c.num_steps, c))[len(ids) - 1]
         probabilities = (softcap(F.linear(norm(x), model.weight("lm_head"))) / temperature).softmax(-1)
@@ -1076,7 +1101,7 @@ def load_checkpoint(path: str, device: torch.device) -> GPT:
         saved = torch.load(path, map_location=device, weights_only=True)
         model = GPT(Config(**saved["config"]), device)
         model.load_state_dict(saved["weights"])
-    except (OSError, RuntimeError, KeyError, TypeError, AttributeError, ValueError) as error:
+    except Exception as error:  # a foreign file can make torch.load raise nearly anything
         raise BadInput(f"--load_checkpoint={path} is no checkpoint of this program ({type(error).__name__})") from None
     return model
 
@@ -1109,15 +1134,15 @@ def check_data(c: Config) -> tuple[list[Path], Tensor]:
     paths, val_tokens, have, steps = find_shards(c, "train"), validation_tokens(c), 0, 0
     for path in paths * c.epochs:  # walks through the shards as the loader will
         tokens, starts = read_shard(path, c.vocab_size)
-        have, cursor = have + len(tokens), 0
+        starts, have, cursor = sequence_starts(starts, len(tokens), c), have + len(tokens), 0
         while found := batch_starts(starts, cursor, len(tokens), sequences, c.seq_len):
             cursor, steps = found[1], steps + 1
         if steps >= c.num_steps:
             return paths, val_tokens
     shards = math.ceil(1.02 * c.num_steps * c.batch_tokens / 1e8)  # starting at documents skips about 1 %
     raise BadInput(
-        f"{c.num_steps} steps need {c.num_steps * c.batch_tokens:,} tokens and the {have:,} in {c.data_dir} make {steps} "
-        f"steps; get more with `python data/fineweb.py {shards}`, lower --num_steps, or raise --epochs")
+        f"{c.num_steps} steps need {c.num_steps * c.batch_tokens:,} tokens; the {have:,} in {c.data_dir} make "
+        f"{steps} steps; get more with `python data/fineweb.py {shards}`, lower --num_steps, or raise --epochs")
 
 def agreed(work: Callable, *args):
     """work(*args) on every rank; if one raises BadInput, all raise it, so that none is left waiting."""
@@ -1209,6 +1234,8 @@ def main(argv: list[str]) -> int:
             status = train(c)
     except BadInput as bad:
         sentence, status = f"train_gpt.py: {bad}", 2
+    except OSError as error:  # a file or folder that cannot be read or written
+        master, sentence, status = True, f"train_gpt.py: {error}", 2  # only this rank may know
     except torch.OutOfMemoryError as error:
         master, status = True, 2  # only this rank may know
         sentence = f"train_gpt.py: {str(error).split('. ')[0]}; --save_memory makes the same updates with less"

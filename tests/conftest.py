@@ -27,10 +27,10 @@ def write_shard(path, tokens, magic=20240520, version=1, count=None):
 
 
 def documents(count, seed=0, shortest=1, longest=300):
-    """`count` tokens below 256 in documents of random length, each behind a separator."""
+    """`count` tokens below 64 in documents of random length, each behind a separator."""
     draw, tokens = random.Random(seed), []
     while len(tokens) < count:
-        common = draw.sample(range(256), 20)  # a document uses few tokens, so that there is something to learn
+        common = draw.sample(range(64), 20)  # few of all tokens, and fewer in a document: there is something to learn
         tokens += [SEPARATOR, *draw.choices(common, k=draw.randint(shortest, longest))]
     return tokens[:count]
 

@@ -278,7 +278,7 @@ def assert_losses_agree(ours, twin):
     """Loss and gradient; where rounding to e5m2 is nearly a tie, the last bit may differ."""
     torch.testing.assert_close(ours[0], twin[0], rtol=1e-5, atol=1e-5)
     steps = ours[1].int() - twin[1].int()  # codes of one sign are in order
-    assert steps.abs().max() <= 1 and (steps != 0).float().mean() < 2e-3
+    assert steps.abs().max() <= 1 and (steps != 0).sum() <= 1 + 2e-3 * steps.numel()
 
 
 @no_triton

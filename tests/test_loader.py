@@ -77,6 +77,16 @@ def test_batches_are_those_of_a_plain_walk_across_shards(folder, batch_tokens, s
         assert [inputs.tolist() + targets[-1:].tolist() for inputs, targets in batch] == reference
 
 
+@pytest.mark.parametrize("documents_of, length, batches", [(128, 128 * 6 + 1, 3), (128, 128 * 6, 2), (129, 129 * 6, 3),
+                                                           (127, 127 * 8 + 2, 2), (1000, 1000 + 129, 1)])
+def test_documents_as_long_as_a_sequence_and_shards_as_long_as_a_batch_are_used_to_the_last_token(
+        tmp_path, documents_of, length, batches):
+    tokens = [SEPARATOR if i % documents_of == 0 else 1 for i in range(length)]
+    write_shard(tmp_path / "fineweb_train_000000.bin", tokens)
+    found = drain(config(tmp_path, seq_len=128, batch_tokens=256))
+    assert len(found) == batches == len(walk([tokens], 2, 128))
+
+
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_the_ranks_share_a_batch_without_overlap_and_together_have_all_of_it(folder, world_size):
     c = config(folder)
@@ -162,8 +172,10 @@ def test_validation_takes_exactly_the_first_tokens_also_from_several_shards(fold
     both = [383 if token == SEPARATOR else token for token in documents(600, 9) + more]
     assert t.validation_tokens(config(folder, val_tokens=768)).tolist() == both[:769]
     assert t.validation_tokens(config(folder, val_tokens=512)).tolist() == both[:513]
-    with pytest.raises(t.BadInput, match=r"needs 1,025 tokens and .* holds 900; lower --val_tokens"):
-        t.validation_tokens(config(folder, val_tokens=1024))
+    for count in (900, 1024):  # as many targets as tokens would need one token more
+        with pytest.raises(t.BadInput, match=rf"needs {count + 1:,} tokens and .* holds 900; lower --val_tokens"):
+            t.validation_tokens(config(folder, val_tokens=count))
+    assert len(t.validation_tokens(config(folder, val_tokens=899))) == 900
 
 
 # ---------------------------------------------------------------------------------------------------- bad shards
@@ -180,6 +192,7 @@ FAULTS = {  # what is wrong: how the shard is written, and what the sentence mus
     "odd length": (lambda p: p.write_bytes(write_shard(p, GOOD).read_bytes()[:-1]), ["5023", "5024"]),
     "token out of range": (lambda p: write_shard(p, [*GOOD, 400]), ["token 400", "--vocab_size=384"]),
     "token one past the last": (lambda p: write_shard(p, [*GOOD, 384]), ["token 384", "--vocab_size=384"]),
+    "token that stands for the separator": (lambda p: write_shard(p, [*GOOD, 383]), ["token 383", "--vocab_size=384"]),
     "no document start": (lambda p: write_shard(p, [1] * 2000), ["no document start", "50256", "data/prepare.py"]),
     "no tokens": (lambda p: write_shard(p, []), ["no document start", "data/prepare.py"]),
 }

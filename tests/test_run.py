@@ -1,0 +1,443 @@
+"""Whole runs of train_gpt.py, as a user starts them: plain, under torchrun, with bad input, from a log's own code.
+
+References: the file's bytes for the log's first part, `records.log.read_log` (written apart from the trainer, it
+recomputes what a log says), the text log for its JSON twin, a second run for determinism, one process for two, and for
+what a sentence must say the value that was wrong. Real processes where the process is the point, `main` elsewhere.
+"""
+import ast
+import contextlib
+import dataclasses
+import fcntl
+import json
+import math
+import os
+import pty
+import struct
+import subprocess
+import sys
+import termios
+
+import pytest
+import torch
+from conftest import ROOT, TINY, arguments, documents, write_shard
+
+import train_gpt as t
+from records.log import read_log
+
+SCRIPT = ROOT / "train_gpt.py"
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone"]
+
+
+def start(*args, script=SCRIPT, launcher=(), **options):
+    """Runs the script to its end in a process of its own; a hang is a failure."""
+    command = [sys.executable, *launcher, str(script), *args]
+    options = dict(capture_output=True, text=True, timeout=100, env=ENVIRONMENT, cwd=ROOT) | options
+    return subprocess.run(command, **options)
+
+
+def only_log(folder, suffix="txt"):
+    (path,) = folder.glob(f"*.{suffix}")
+    return path
+
+
+def losses(log):
+    return [(s.step, s.split, s.loss) for s in log.steps]
+
+
+@pytest.fixture(scope="module")
+def first(corpus, tmp_path_factory):
+    """A plain run that misses its target, with all outputs: (process, folder)."""
+    folder = tmp_path_factory.mktemp("first")
+    args = arguments(data_dir=corpus, log_dir=folder, jsonl=True, save_checkpoint=folder / "model.pt", sample="The ",
+                     sample_tokens=8, run_name="a test")
+    return start(*args), folder
+
+
+# ---------------------------------------------------------------------------------------------------- a plain run
+
+
+def test_a_run_that_misses_its_target_exits_with_1_and_says_so(first):
+    run, _ = first
+    assert run.returncode == 1 and run.stderr == ""
+    assert "\nreached: false\n" in run.stdout and "\nsample: The " in run.stdout
+
+
+def test_a_run_that_reaches_its_target_exits_with_0_and_the_same_seed_gives_the_same_losses(first, corpus, tmp_path):
+    run = start(*arguments(data_dir=corpus, log_dir=tmp_path, target_loss=100))
+    assert run.returncode == 0 and "\nreached: true\n" in run.stdout
+    again = read_log(only_log(tmp_path))
+    assert losses(again) == losses(read_log(only_log(first[1])))
+
+
+def test_another_seed_gives_other_losses(first, corpus, tmp_path):
+    assert t.main(arguments(data_dir=corpus, log_dir=tmp_path, seed=1)) == 1
+    assert losses(read_log(only_log(tmp_path))) != losses(read_log(only_log(first[1])))
+
+
+def test_the_log_begins_with_the_source_byte_for_byte_and_agrees_with_itself(first, corpus):
+    path = only_log(first[1])
+    assert path.read_bytes().startswith(SCRIPT.read_bytes() + b"=" * 100 + b"\n")
+    log = read_log(path)
+    assert path.stem == log.run["run_id"]
+    expected = TINY | {"data_dir": str(corpus), "run_name": "a test", "seed": 0, "dtype": "bfloat16"}
+    assert {k: log.config[k] for k in expected} == expected | {"sample": "The "}
+    assert [(d["split"], d["name"], d["tokens"]) for d in log.values("data")] == [
+        ("train", "fineweb_train_000001.bin", 6000), ("train", "fineweb_train_000002.bin", 6000),
+        ("val", "fineweb_val_000000.bin", 2000)]
+    assert [(s.step, s.split) for s in log.steps] == [
+        (0, "val"), (1, "train"), (2, "train"), (2, "val"), (3, "train"), (4, "train"), (4, "val")]
+    assert log.steps[0].loss == pytest.approx(math.log(384), abs=1e-4) and log.steps[0].time_ms == 0
+    assert log.end["tokens"] == 4096 and log.end["reached"] is False and log.end["target"] == 1
+    assert log.environment["devices"] == ["CPU"] and log.environment["torch"] == torch.__version__
+
+
+def test_the_training_loss_falls(corpus, tmp_path):
+    t.main(arguments(data_dir=corpus, log_dir=tmp_path, num_steps=30, epochs=20, dtype="float32", val_interval=0))
+    validation = [s.loss for s in read_log(only_log(tmp_path)).validations]
+    assert len(validation) == 1 and validation[0] < math.log(384) - 1
+
+
+def test_the_json_twin_has_the_facts_of_the_log(first):
+    path = only_log(first[1])
+    lines = path.read_bytes().removeprefix(SCRIPT.read_bytes() + b"=" * 100 + b"\n").decode().splitlines()
+    end = lines.index("=" * 100)
+    twin = [json.loads(line) for line in only_log(first[1], "jsonl").read_text().splitlines()]
+    assert len(twin) == end + 1
+    for line, facts in zip(lines[:end], twin):
+        kind, _, rest = line.partition(" ")
+        if line.startswith("step:"):
+            step, num_steps = kind.removeprefix("step:").split("/")
+            loss, train_time, average = (part.split(":") for part in rest.split(" "))
+            assert facts.pop("kind") == "step" and facts.pop("step") == int(step)
+            assert facts.pop("num_steps") == int(num_steps)
+            assert f"{facts.pop(loss[0]):.4f}" == loss[1]
+            assert f"{facts.pop('train_time_ms')}ms" == train_time[1]
+            average_ms = facts.pop("step_avg_ms")
+            assert average[1] == ("nanms" if average_ms is None else f"{average_ms:.2f}ms") and not facts
+        else:
+            value = json.loads(rest)
+            assert facts == {"kind": kind} | (value if isinstance(value, dict) else {"note": value})
+    assert twin[-1].pop("kind") == "end"
+    assert [f"{k}: {v if isinstance(v, str) else json.dumps(v)}" for k, v in twin[-1].items()] == lines[end + 1 :]
+
+
+def test_the_code_taken_out_of_a_log_runs_and_gives_the_same_losses(first, corpus, tmp_path):
+    path = only_log(first[1])
+    code = start("code", str(path), script="records", launcher=["-m"], text=False).stdout
+    assert code == SCRIPT.read_bytes()
+    (tmp_path / "old.py").write_bytes(code)
+    again = start(*arguments(data_dir=corpus, log_dir=tmp_path), script=tmp_path / "old.py", cwd=tmp_path)
+    assert again.returncode == 1, again.stderr
+    log = read_log(only_log(tmp_path))
+    assert log.source == code and log.run["git_commit"] is None and losses(log) == losses(read_log(path))
+
+
+def test_a_terminal_gets_a_bar_with_loss_speed_and_time_left(corpus, tmp_path):
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 120, 0, 0))  # lines and columns
+    run = start(*arguments(data_dir=corpus, log_dir=tmp_path), capture_output=False, stdout=subprocess.DEVNULL,
+                stderr=theirs)
+    os.close(theirs)
+    text = ""
+    with contextlib.suppress(OSError):  # the end of a terminal's output
+        while part := os.read(ours, 2**16):
+            text += part.decode()
+    os.close(ours)
+    assert run.returncode == 1
+    for part in ("4/4", "loss 5.", "ms a step", "<"):
+        assert part in text
+
+
+# ---------------------------------------------------------------------------------------------------- checkpoints
+
+
+def test_the_checkpoint_is_plain_weights_and_configuration_and_nothing_half_written_stays(first):
+    saved = torch.load(first[1] / "model.pt", weights_only=True)
+    assert set(saved) == {"config", "weights"} and saved["config"]["model_dim"] == 32
+    shapes = {name: tuple(w.shape) for name, w in saved["weights"].items()}
+    assert shapes == {name: p.shape for name, p in t.parameter_table(t.Config(**saved["config"])).items()}
+    assert all(w.isfinite().all() for w in saved["weights"].values()) and saved["weights"]["lm_head"].any()
+    assert sorted(p.suffix for p in first[1].iterdir()) == [".jsonl", ".pt", ".txt"]
+
+
+def test_a_checkpoint_continues_a_text_without_data_or_log(first, tmp_path):
+    run = start(f"--load_checkpoint={first[1] / 'model.pt'}", "--sample=Once é", "--sample_tokens=5", cwd=tmp_path)
+    assert run.returncode == 0 and run.stdout.startswith("Once é") and run.stderr == ""
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_loaded_model_has_the_loss_of_the_saved_one(first, corpus):
+    c = t.parse_config(arguments(data_dir=corpus))
+    model = t.load_checkpoint(first[1] / "model.pt", torch.device("cpu"))
+    loss = t.validate(model, t.validation_tokens(c), c.num_steps, torch.device("cpu"))
+    assert loss == pytest.approx(read_log(only_log(first[1])).end["val_loss"], abs=6e-5)
+
+
+@pytest.mark.parametrize("prompt", [[65] * 3, [65] * 100, []])
+def test_a_sample_has_as_many_new_tokens_as_asked_for(prompt, monkeypatch):
+    c = t.parse_config(arguments())
+    model = t.GPT(c, torch.device("cpu"))
+    t.initialize(model, 0)
+    monkeypatch.setattr(t, "codec", lambda c: (lambda text: prompt, lambda ids: ids))
+    drawn = []
+    monkeypatch.setattr(torch, "multinomial", lambda p, n: drawn.append(p) or torch.tensor(7))
+    text = "thirty characters, many tokens"
+    assert t.sample(model, text, 10) == prompt + [7] * 10
+    assert all(p.shape == (384,) and p.sum().item() == pytest.approx(1, abs=1e-3) for p in drawn)
+
+
+def test_a_sample_ends_with_its_document(monkeypatch):
+    model = t.GPT(t.parse_config(arguments()), torch.device("cpu"))
+    t.initialize(model, 0)
+    answers = iter([65, 66, model.bos])
+    monkeypatch.setattr(torch, "multinomial", lambda p, n: torch.tensor(next(answers)))
+    order = t.byte_tokens()
+    assert t.sample(model, "x", 10) == "x" + bytes([order[65], order[66]]).decode(errors="replace")
+
+
+# ---------------------------------------------------------------------------------------------------- torchrun
+
+
+def test_two_processes_have_the_losses_and_weights_of_one(corpus, tmp_path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    t.main(arguments(data_dir=corpus, log_dir=one, dtype="float64", save_checkpoint=one / "model.pt"))
+    args = arguments(data_dir=corpus, log_dir=two, dtype="float64", save_checkpoint=two / "model.pt", target_loss=100)
+    run = start(*args, launcher=[*TORCHRUN, "--nproc_per_node=2"])
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("step:4/4 val_loss") == 1  # only rank 0 speaks
+    log = read_log(only_log(two))
+    assert log.environment["world_size"] == 2 and log.calibration["all_gather_gb_per_s"] > 0
+    assert losses(log) == losses(read_log(only_log(one)))
+    a, b = (torch.load(folder / "model.pt", weights_only=True)["weights"] for folder in (one, two))
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], rtol=1e-9, atol=1e-9)
+
+
+def corrupt(folder):
+    write_shard(folder / "fineweb_train_000000.bin", documents(3000), magic=1)
+    write_shard(folder / "fineweb_val_000000.bin", documents(2000))
+    return folder
+
+
+@pytest.mark.parametrize("ranks, changes, parts", [
+    (2, {"num_stepz": 3}, ["--num_stepz", "--num_steps"]),
+    (2, {"data_dir": corrupt}, ["fineweb_train_000000.bin", "magic 1", "data/fineweb.py"]),
+    (3, {}, ["3 processes", "4 sequences", "start 1, 2, 4"]),
+], ids=["unknown key", "bad shard", "odd world size"])
+def test_under_torchrun_bad_input_is_one_sentence_and_nobody_waits(ranks, changes, parts, corpus, tmp_path):
+    changes = {"data_dir": corpus} | {k: v(tmp_path) if callable(v) else v for k, v in changes.items()}
+    run = start(*arguments(log_dir=tmp_path / "logs", **changes), launcher=[*TORCHRUN, f"--nproc_per_node={ranks}"])
+    assert run.returncode != 0
+    ours = [line for line in (run.stdout + run.stderr).splitlines() if line.startswith("train_gpt.py: ")]
+    assert len(ours) == 1, run.stderr
+    assert all(part in ours[0] for part in parts), ours
+    assert 'File "' + str(SCRIPT) not in run.stderr, "a traceback of ours"
+    assert not list(tmp_path.glob("logs/*"))
+
+
+# ---------------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize("changes, parts", [
+    ({"num_stepz": 3}, ["--num_stepz", "--num_steps"]), ({"num_steps": "many"}, ["--num_steps", "many"]),
+    ({"data_dir": corrupt}, ["fineweb_train_000000.bin", "magic 1"])], ids=["key", "value", "shard"])
+def test_bad_input_is_one_line_on_stderr_and_exit_status_2(changes, parts, tmp_path):
+    changes = {k: v(tmp_path) if callable(v) else v for k, v in changes.items()}
+    run = start(*arguments(log_dir=tmp_path / "logs", **changes))
+    assert run.returncode == 2 and run.stdout == ""
+    assert run.stderr.count("\n") == 1 and all(part in run.stderr for part in parts)
+    assert not (tmp_path / "logs").exists()
+
+
+def refused(capfd, args, before="step:"):
+    """The sentence with which `main` refuses, and does so before it says `before`."""
+    status = t.main(args)
+    out, err = capfd.readouterr()
+    assert status == 2 and err.endswith("\n") and err.count("\n") == 1 and before not in out, (status, out, err)
+    return err
+
+
+@pytest.mark.parametrize("changes, parts", [
+    ({"num_steps": 0}, ["--num_steps=0", "positive"]), ({"batch_tokens": -256}, ["--batch_tokens=-256"]),
+    ({"epochs": 0}, ["--epochs=0"]), ({"num_heads": 0}, ["--num_heads=0"]), ({"vocab_size": 0}, ["--vocab_size=0"]),
+    ({"seq_len": 200, "batch_tokens": 800}, ["--seq_len=200", "multiple of 128"]),
+    ({"val_seq_len": 100}, ["--val_seq_len=100", "128"]), ({"batch_tokens": 1000}, ["--batch_tokens=1000", "256"]),
+    ({"val_tokens": 300}, ["--val_tokens=300", "256"]), ({"num_heads": 3}, ["--model_dim=32", "12"]),
+    ({"model_dim": 8}, ["--model_dim=8"]), ({"cooldown_frac": 0}, ["--cooldown_frac=0"]),
+    ({"topology": "gpt3"}, ["--topology=gpt3", "gpt2, laptop"]), ({"dtype": "int8"}, ["--dtype=int8", "bfloat16"]),
+    ({"attention": "flash"}, ["--attention=flash", "sdpa"]), ({"device": "tpu"}, ["--device=tpu", "cpu"]),
+    ({"attention": "flex"}, ["--attention=flex", "CUDA"]), ({"preset": "desktop"}, ["desktop", "speedrun, laptop"]),
+    ({"compile": "maybe"}, ["maybe", "true", "false"]), ({"muon_lr": "fast"}, ["--muon_lr", "fast"]),
+    ({"seq_len": "1e3"}, ["--seq_len", "1e3"]), ({"num_steps": 4000}, ["4000 steps", "data/fineweb.py", "--epochs"]),
+    ({"data_dir": "/nowhere"}, ["no train shards", "/nowhere"]), ({"val_tokens": 25600}, ["25,601", "2,000"]),
+    ({"train_files": "none*"}, ["none*"]), ({"train_files": ""}, ["--train_files"]),
+    ({"log_dir": "/dev/null/logs"}, ["/dev/null/logs"]), ({"save_checkpoint": "/dev/null/x.pt"}, ["/dev/null"]),
+], ids=lambda value: "-".join(map(str, value.items())) if isinstance(value, dict) else "")
+def test_a_value_that_cannot_be_is_named_in_one_sentence(changes, parts, corpus, tmp_path, capfd):
+    sentence = refused(capfd, arguments(**{"data_dir": corpus, "log_dir": tmp_path} | changes))
+    assert all(part in sentence for part in parts), sentence
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_step(corpus, tmp_path, capfd):
+    sentence = refused(capfd, arguments(data_dir=corpus, log_dir=tmp_path, muon_lr="nan"), before="step:3")
+    assert "the training loss is nan at step 2" in sentence and "learning rates" in sentence
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_asking_for_a_gpu_that_is_not_there_is_one_sentence(capfd):
+    assert "--device=cuda" in refused(capfd, arguments(device="cuda"))
+
+
+@pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(t.Config)])
+def test_a_misspelt_key_is_answered_with_the_right_one(name, capfd):
+    sentence = refused(capfd, [f"--{name[:-1]}q=1"])
+    assert f"--{name[:-1]}q" in sentence and f"the nearest one is --{name} " in sentence
+
+
+@pytest.mark.parametrize("content", [None, b"", b"no checkpoint" * 9, {"weights": 1}, [1],
+                                     {"config": {"colour": 1}, "weights": {}}, {"config": {}, "weights": {}}], ids=str)
+def test_a_file_that_is_no_checkpoint_is_named(content, tmp_path, capfd):
+    path = tmp_path / "x.pt"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content is not None:
+        torch.save(content, path)
+    assert str(path) in refused(capfd, [f"--load_checkpoint={path}"])
+
+
+def test_too_little_gpu_memory_is_one_sentence_with_the_remedy(monkeypatch, capfd):
+    def train(c):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. And much more.")
+
+    monkeypatch.setattr(t, "train", train)
+    sentence = refused(capfd, arguments())
+    assert "CUDA out of memory" in sentence and "--save_memory" in sentence
+
+
+# ---------------------------------------------------------------------------------------------------- configuration
+
+
+def test_help_lists_every_key_with_its_meaning_and_default(capsys):
+    with pytest.raises(SystemExit) as end:
+        t.main(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert end.value.code == 0
+    for f in dataclasses.fields(t.Config):
+        assert f"--{f.name} " in text and f.metadata["meaning"] in text and len(f.metadata["meaning"]) > 10
+
+
+def test_the_defaults_are_the_record_and_the_presets_are_laid_over_them():
+    c = t.parse_config(["--preset=speedrun"])
+    assert c == t.Config(preset="speedrun")
+    assert (c.num_steps, c.batch_tokens, c.seq_len) == (1695, 8 * 49152, 49152)
+    assert (c.val_tokens, c.target_loss) == (10_485_760, 3.28)
+    laptop = t.parse_config(["--preset=laptop"])
+    assert dataclasses.asdict(laptop) == dataclasses.asdict(t.Config()) | t.PRESETS["laptop"] | {"preset": "laptop"}
+
+
+def test_a_given_value_overrides_the_preset_wherever_it_stands():
+    for args in (["--preset=laptop", "--num_heads=4"], ["--num_heads=4", "--preset=laptop"]):
+        assert t.parse_config(args).num_heads == 4
+    default = t.Config().num_heads  # also where it is the value that the record has
+    assert t.parse_config(["--preset=laptop", f"--num_heads={default}", "--model_dim=240"]).num_heads == default
+
+
+def test_values_are_read_in_every_usual_form():
+    c = t.parse_config(arguments(batch_tokens="1_024", muon_lr="5e-2") + ["--jsonl", "--sample", "two words"])
+    assert (c.batch_tokens, c.muon_lr, c.jsonl, c.sample) == (1024, 0.05, True, "two words")
+    for text, value in {"true": True, "True": True, "1": True, "false": False, "FALSE": False, "0": False}.items():
+        assert t.parse_config(arguments(compile=text)).compile is value
+
+
+# ---------------------------------------------------------------------------------------------------- clock and graphs
+
+
+def test_the_clock_stands_still_when_it_is_stopped(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(t.time, "perf_counter", lambda: now[0])
+    clock = t.Clock(torch.device("cpu"))
+    readings = [clock.now()]
+    nothing = lambda: None
+    for seconds, action in ((5, clock.start), (2, nothing), (1, clock.stop), (50, nothing), (0, clock.start),
+                            (4, clock.stop)):
+        now[0] += seconds
+        action()
+        readings.append(clock.now())
+    assert readings == [0, 0, 2, 3, 3, 3, 7] and clock.total == 7
+
+
+@pytest.fixture
+def eager_graphs(monkeypatch):
+    """torch.compile that captures graphs but generates no code: quick, and it recompiles for the same reasons."""
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **options: compile_(f, backend="eager", **options))
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def test_a_graph_compiled_while_the_clock_runs_is_reported_as_a_defect(eager_graphs):
+    facts = []
+
+    class Recorder:
+        def fact(self, kind, value):
+            facts.append((kind, value["what"]))
+
+    clock = t.Clock(torch.device("cpu"))
+
+    def head(x, w):
+        return x * 2 if w is None else x * w
+
+    compiled = t.Compiled(head, Recorder(), clock)
+    x = torch.ones(3)
+    assert torch.equal(compiled(x, None), 2 * x) and torch.equal(compiled(x, None), 2 * x)
+    clock.start()
+    compiled(x, None)
+    assert facts == [("compile", "head of 3 tokens for training, without ['w']")]
+    with torch.no_grad():
+        compiled(torch.ones(5), torch.ones(5))
+    assert facts[1:] == [("defect", "head of 5 tokens for validation")]
+
+
+def test_warming_up_compiles_every_graph_of_the_run(eager_graphs, corpus, tmp_path):
+    args = arguments(data_dir=corpus, log_dir=tmp_path, compile=True, seq_len=512, batch_tokens=512, val_seq_len=512,
+                     window_max=512, num_steps=8, val_interval=1)  # windows of 1, 2, 3 and 4 blocks
+    assert t.main(args) == 1
+    log = read_log(only_log(tmp_path))
+    assert len(log.values("compile")) >= 4 and log.values("defect") == []
+
+
+# ---------------------------------------------------------------------------------------------------- the file itself
+
+
+def test_importing_does_nothing(tmp_path):
+    code = """
+import os, sys, threading
+sys.path.insert(0, sys.argv[1])
+before = dict(os.environ), threading.active_count()
+import torch
+allocator = torch.get_num_threads(), torch.get_default_dtype(), torch.initial_seed()
+import train_gpt
+assert (dict(os.environ), threading.active_count()) == before, "environment or threads"
+assert (torch.get_num_threads(), torch.get_default_dtype(), torch.initial_seed()) == allocator
+assert not torch.distributed.is_initialized() and not torch.cuda.is_initialized()
+assert "tiktoken" not in sys.modules, "imported before it is needed"
+"""
+    run = start(str(ROOT), script=code, launcher=["-c"], cwd=tmp_path)
+    assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_file_reads_in_one_sitting():
+    source = SCRIPT.read_text()
+    assert source.count("\n") <= 1300
+    functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
+    long = {f.name: f.end_lineno - f.lineno + 1 for f in functions if f.end_lineno - f.lineno + 1 > 70}
+    assert set(long) <= {"main", "train"}, long
+
+
+def test_the_source_is_read_before_anything_else():
+    statements = ast.parse(SCRIPT.read_text()).body
+    assert ast.get_docstring(ast.parse(SCRIPT.read_text()))
+    assert ast.unparse(statements[1]) == "with open(__file__, 'rb') as file:\n    SOURCE = file.read()"
