@@ -121,9 +121,9 @@ PRESETS: dict[str, dict] = {
     "laptop": dict(
         data_dir="data/pydocs", epochs=2, cut_documents=True,
         topology="laptop", model_dim=128, num_heads=2, mlp_dim=512, vocab_size=272,
-        num_steps=1800, batch_tokens=1024, seq_len=1024, window_max=512, cooldown_frac=0.8, momentum_warmup=200,
+        num_steps=880, batch_tokens=2048, seq_len=2048, window_max=512, cooldown_frac=0.6, momentum_warmup=100,
         muon_lr=0.03, head_lr=0.02, embed_lr=0.3,
-        target_loss=1.5, val_tokens=131_072, val_seq_len=8192, val_interval=300,
+        target_loss=1.5, val_tokens=131_072, val_seq_len=8192, val_interval=220,
         device="cpu", dtype="bfloat16" if torch.cpu._is_avx512_bf16_supported() else "float32",
         fp8_head=False, compile=False, sample="The ",
     ),
