@@ -1053,19 +1053,13 @@ def warm_up(model: GPT, optimizer: Optimizer, device: torch.device) -> None:
     synchronize(device)
     optimizer.reset(initialize(model, c.seed))
 
-def byte_tokens() -> list[int]:
-    """GPT-2's order of its 256 single-byte tokens: printable characters first. Entry i is the byte of token i."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    return printable + [byte for byte in range(256) if byte not in printable]
-
 def codec(c: Config) -> tuple[Callable[[str], list[int]], Callable[[list[int]], str]]:
     """Encoder and decoder: bytes for a small vocabulary, else GPT-2's byte-pair encoding."""
     if c.vocab_size <= SEPARATOR:
-        order = byte_tokens()
-        return (lambda text: [order.index(byte) for byte in text.encode()],
-                lambda ids: bytes(order[i] for i in ids if i < 256).decode(errors="replace"))
-    import tiktoken  # only here: training needs no tokeniser
-
+        from data.prepare import byte_to_token, token_to_byte  # only here: training needs no tokeniser
+        return (lambda text: byte_to_token[list(text.encode())].tolist(),
+                lambda ids: bytes(token_to_byte[[i for i in ids if i < 256]]).decode(errors="replace"))
+    import tiktoken
     gpt2 = tiktoken.get_encoding("gpt2")
     return gpt2.encode_ordinary, lambda ids: gpt2.decode([i for i in ids if i < SEPARATOR])
 

@@ -192,8 +192,7 @@ def test_a_sample_ends_with_its_document(monkeypatch):
     t.initialize(model, 0)
     answers = iter([65, 66, model.bos])
     monkeypatch.setattr(torch, "multinomial", lambda p, n: torch.tensor(next(answers)))
-    order = t.byte_tokens()
-    assert t.sample(model, "x", 10) == "x" + bytes([order[65], order[66]]).decode(errors="replace")
+    assert t.sample(model, "x", 10) == "xbc"  # GPT-2's token i < 94 is byte 33 + i
 
 
 # ---------------------------------------------------------------------------------------------------- torchrun
