@@ -81,7 +81,8 @@ for step in range(iters + 1):
     if step % int(o["every"]) == 0 or step == iters:
         seconds += time.perf_counter() - begin
         more = f" sliding:{validate(model, val, 16):.4f}" if step == iters else ""
-        print(f"step:{step}/{iters} val_loss:{validate(model, val, CONTEXT):.4f}{more} seconds:{seconds:.1f}", flush=True)
+        loss = validate(model, val, CONTEXT)
+        print(f"step:{step}/{iters} val_loss:{loss:.4f}{more} seconds:{seconds:.1f}", flush=True)
         begin = time.perf_counter()
     lr = 1e-3 * (step + 1) / 100 if step < 100 else \
         1e-4 + 0.45e-3 * (1 + np.cos(np.pi * (step - 100) / (iters - 100)))
