@@ -5,7 +5,7 @@
     python train_gpt.py --preset=laptop                      # two minutes on a CPU
     python train_gpt.py --help                               # every key, its meaning and unit
 
-Read it top to bottom: (1) configuration, (2) the FP8 head, (3) attention, (4) the model, (5) the optimisers,
+Read it top to bottom: (1) configuration, (2) low precision, (3) attention, (4) the model, (5) the optimisers,
 (6) the data, (7) schedules, (8) the log and the clock, (9) the run. Nothing above section 9 needs a GPU, a network or
 torchrun, and importing this file does nothing, so tests and notebooks can use its parts.
 
@@ -102,9 +102,14 @@ class Config:
     # system
     seed: int = key(0, "seed of the initial weights")
     device: str = key("auto", "auto, cuda or cpu")
-    dtype: str = key("bfloat16", "dtype of activations and of the weights that products use")
+    precision: str = key("auto", "row of PRECISIONS; auto: fp8-head where the GPU has FP8, else bf16")
+    native: bool = key(False, "refuse to emulate products that this device does not have")
+    float8_all_gather: bool = key(False, "hand out updated weights as FP8, half the traffic; for --precision=fp8")
+    nvfp4_without: str = key("", "parts of nvfp4 to leave out, for ablation: of rht,sr,2d")
+    bf16_last_layers: int = key(0, "last layers that stay out of the recipe")
+    bf16_last_frac: float = key(0.0, "last fraction of the steps, which is trained without the recipe")
+    dtype: str = key("auto", "dtype of activations and of the weights that products use; auto: as the precision says")
     attention: str = key("auto", "auto, flex (CUDA) or sdpa (everywhere)")
-    fp8_head: bool = key(True, "output head in FP8 where the GPU has it (compute capability 8.9 or newer)")
     compile: bool = key(True, "use torch.compile")
     save_memory: bool = key(False, "recompute activations in backward: the same update with less memory, slower")
     # output
@@ -124,8 +129,13 @@ PRESETS: dict[str, dict] = {
         num_steps=880, batch_tokens=2048, seq_len=2048, window_max=512, cooldown_frac=0.6, momentum_warmup=100,
         muon_lr=0.03, head_lr=0.02, embed_lr=0.3,
         target_loss=1.5, val_tokens=131_072, val_seq_len=8192, val_interval=220,
-        device="cpu", dtype="bfloat16" if torch.cpu._is_avx512_bf16_supported() else "float32",
-        fp8_head=False, compile=False, sample="The ",
+        device="cpu", precision="bf16" if torch.cpu._is_avx512_bf16_supported() else "fp32",
+        compile=False, sample="The ",
+    ),
+    "char": dict(  # six plain layers that see 256 bytes, on any text: to compare precisions in minutes
+        data_dir="data/pydocs", topology="char", model_dim=384, num_heads=6, mlp_dim=1536, vocab_size=272, epochs=100,
+        num_steps=1000, batch_tokens=16_384, seq_len=16_384, window_max=256, momentum_warmup=100,
+        target_loss=1.3, val_tokens=65_536, val_seq_len=16_384, val_interval=100, precision="bf16",
     ),
 }
 
@@ -133,7 +143,7 @@ def parse_config(argv: list[str]) -> Config:
     """`--key=value` over the preset's values. Raises BadInput on an unknown key or a wrong value."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False,
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-                                     epilog=f"--preset=laptop stands for {PRESETS['laptop']}")
+                                     epilog=f"presets: {PRESETS}")
 
     def refuse(message: str) -> None:
         raise BadInput(message)
@@ -180,16 +190,96 @@ def check_config(c: Config) -> None:
     if c.model_dim < GATE_DIM:
         raise BadInput(f"--model_dim={c.model_dim} must be at least {GATE_DIM}: that many channels steer the gates")
     for name, choices in (("topology", [*TOPOLOGIES]), ("attention", ["auto", "flex", "sdpa"]),
-                          ("device", ["auto", "cuda", "cpu"]), ("dtype", ["bfloat16", "float32", "float64"])):
+                          ("device", ["auto", "cuda", "cpu"]), ("precision", ["auto", *PRECISIONS]),
+                          ("dtype", ["auto", "bfloat16", "float16", "float32", "float64"])):
         if getattr(c, name) not in choices:
             raise BadInput(f"--{name}={getattr(c, name)} is none of {', '.join(choices)}")
     if c.device == "cuda" and not torch.cuda.is_available():
         raise BadInput("--device=cuda, but torch sees no GPU here")
     if c.attention == "flex" and c.device == "cpu":
         raise BadInput("--attention=flex needs CUDA: FlexAttention has no backward on CPU")
+    if unknown := set(c.nvfp4_without.split(",")) - {"", *NVFP4_PARTS}:
+        raise BadInput(f"--nvfp4_without={c.nvfp4_without}: {min(unknown)} is none of {', '.join(NVFP4_PARTS)}")
+    if c.float8_all_gather and c.bf16_last_frac:
+        raise BadInput("--float8_all_gather leaves no wide weights for --bf16_last_frac")
 
 # ------------------------------------------------------------------------------------------------------------------
-# 2. The FP8 head
+# 2. Low precision
+#
+# Nearly all FLOPs of training are matrix products, and hardware multiplies narrow numbers faster: FP8 twice as fast as
+# bf16, FP4 up to four times. Narrow numbers lack range: e4m3 (4 bits of exponent, 3 of mantissa) ends at 448 and 2^-9,
+# e5m2 at 57344 and 2^-16; what is larger must be clipped, what is smaller becomes zero. So a tensor is multiplied by a
+# scale that brings its largest magnitude (amax) to the format's end, and the product is divided by both scales. And
+# they lack precision: 3 bits of mantissa leave an error of up to 1/16 in a number. It averages out, as a product sums
+# thousands, if sums are wide, and weights are: an update may be far smaller than a step of e4m3. Hence float32 masters
+# in the optimizer, and narrow copies for products alone; norms, softmax and loss stay wide.
+#
+# A projection y = x w^T has three products: fprop y = x w^T, dgrad dx = dy w, wgrad dw = dy^T x. Each sums over another
+# dimension. One scale a tensor survives transposition, so x, w and dy are rounded once and serve twice; where scales
+# vary along the sum (nvfp4) every product rounds anew, from wide numbers. x and w want mantissa, e4m3; gradients vary
+# more in size, e5m2. An error in fprop changes the function, one in backward is noise in a noisy gradient, but noise
+# that must be right on average. Sums may be quick (fewer bits, "fast accumulation") in fprop only.
+#
+# fp8-static: scales are constants, known from the norm before the product. Nothing is measured, nothing adapts.
+# fp8: amax is measured for every product ("tensorwise dynamic", as Float8Linear of nanochat and torchao): x and dy are
+#   read once more, joined by the compiler to what made them. Weights change, and so are rounded, once a step.
+#   --float8_all_gather (torchao): who updates a slice of a weight rounds it and hands out bytes. All slices must share
+#   the weight's scale, so one vector with the amaxes of all weights is reduced over the ranks before.
+# nvfp4 (NVFP4BlockScaling of TransformerEngine): e2m1 has 0, 1/2, 1, 3/2, 2, 3, 4, 6 and signs, no more. Every 16
+#   numbers along the sum share an e4m3 scale, and the tensor a float32 one. Three remedies, each of which can be left
+#   out: weights share scales in 16 x 16 blocks, so that fprop and dgrad see the same w ("2d"); gradients are rounded at
+#   random, right on average, where to nearest would lose all small ones ("sr"); and an orthogonal transform of both
+#   operands of wgrad, which cancels in the product, spreads an outlier over 16 tokens ("rht").
+# fp16: more mantissa than bf16, less exponent. Small gradients vanish, so the loss is multiplied by a power of two: it
+#   is halved, and the step skipped, when a gradient overflows, doubled after 2000 good steps (section 5).
+#
+# Numbers of all these formats, and e2m1 times e4m3, are exact in bf16: where hardware lacks a product, a bf16 product of
+# the same rounded numbers gives the same but for the order of sums. The log says which are native. Emulated rounding is
+# arithmetic (`round_to`), so that it compiles for GPUs which do not know the format.
+
+PROJECTIONS = ("qkv", "o", "fc", "proj", "lm_head")
+PRECISIONS = {  # --precision: the recipe of each projection
+    "bf16": ("bf16",) * 5,
+    "fp32": ("fp32",) * 5,
+    "fp16": ("fp16",) * 5,
+    "fp8-head": ("bf16", "bf16", "bf16", "bf16", "fp8-static"),
+    "fp8": ("fp8",) * 5,
+    "nvfp4": ("nvfp4", "nvfp4", "nvfp4", "nvfp4", "bf16"),
+}
+PLAIN = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+NVFP4_PARTS = ("rht", "sr", "2d")
+CAPABILITY = {"bf16": (8, 0), "fp16": (7, 0), "fp8-static": (8, 9), "fp8": (8, 9), "nvfp4": (10, 0)}  # of CUDA GPUs
+
+def native(recipe: str, device: torch.device) -> bool:
+    """Whether the device has the recipe's products. A CPU has all but nvfp4's, whose native form was never run."""
+    if device.type != "cuda" or torch.version.hip:  # older AMD GPUs have another e4m3, which ends at 240
+        return recipe in PLAIN or device.type == "cpu" and recipe != "nvfp4"
+    return torch.cuda.get_device_capability(device) >= CAPABILITY.get(recipe, (0, 0))
+
+def plan(c: Config, device: torch.device, plain: str) -> list[dict[str, str]]:
+    """The recipe of each projection: a dict a layer and one for the head. Raises BadInput where one is impossible."""
+    auto = "fp8-head" if device.type == "cuda" and native("fp8", device) else "bf16"
+    layers, D, default = TOPOLOGIES[c.topology], c.model_dim, PRECISIONS[auto if c.precision == "auto" else c.precision]
+    sizes = {"fc": (c.mlp_dim, D), "proj": (D, c.mlp_dim), "lm_head": (c.vocab_size, D)}
+    recipes = [dict(zip(PROJECTIONS[:4], default)) | layer.recipes for layer in layers]
+    wide = [index >= len(layers) - c.bf16_last_layers for index in range(len(layers))]
+    rows = [{name: plain if out else row[name] for name in PROJECTIONS[0 if layer.attn else 2 : 4]}
+            for layer, row, out in zip(layers, recipes, wide)] + [{"lm_head": default[4]}]
+    for row in rows:
+        for name, recipe in row.items():
+            fits = all(size % 16 == 0 for size in sizes.get(name, (D, D)))
+            if not fits and (recipe == "nvfp4" or c.float8_all_gather):
+                raise BadInput(f"{recipe} takes multiples of 16, and {name} is {sizes.get(name, (D, D))}; widen it")
+            row[name] = plain if recipe in PLAIN or not fits else recipe
+    if c.float8_all_gather and any(recipe != "fp8" for row in rows for recipe in row.values()):
+        raise BadInput("--float8_all_gather needs every projection in fp8: ranks then have no wider weights")
+    return rows
+
+def exact_mm(a: Tensor, b_t: Tensor) -> Tensor:
+    """a (M, K) times b_t (N, K) transposed, of bf16 numbers; summed and returned in float32."""
+    return torch.mm(a, b_t.t(), out_dtype=torch.float32) if a.is_cuda else a.float() @ b_t.float().t()
+
+# The FP8 head (fp8-static)
 #
 # The product with the vocabulary is a third of all FLOPs, and Hopper multiplies FP8 twice as fast as bf16. Activations
 # and weights go in as e4m3 (more mantissa), the gradient as e5m2 (more range). Scales are constants: the input is
@@ -209,6 +299,8 @@ def quantize(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
 def scaled_mm(a: Tensor, b_t: Tensor, a_scale: float | Tensor, b_scale: float, dtype, fast: bool) -> Tensor:
     """a (M, K) times b_t (N, K) transposed -> (M, N), FP8 operands. Each scale has its own, hence aligned, memory."""
     one = torch.ones((), device=a.device)
+    if not native("fp8", a.device):
+        return (exact_mm(a.bfloat16(), b_t.bfloat16()) * (one * a_scale * b_scale)).to(dtype)
     return torch._scaled_mm(a, b_t.t(), one * a_scale, one * b_scale, out_dtype=dtype, use_fast_accum=fast)
 
 @torch.library.custom_op("nanogpt::mm", mutates_args=())
@@ -332,6 +424,139 @@ if triton is not None:
             g = p * s * (1 - s) * (CAP * INV_WIDTH * inv_scale)
             tl.store(g_ptr + cols, tl.minimum(tl.maximum(g, -57344.0), 57344.0).to(tl.float8e5), mask=cols < V)
 
+# Recipes for projections: pure functions on tensors. `forward` does fprop and says what to save for backward, which
+# does dgrad and wgrad.
+
+class Operand(NamedTuple):
+    q: Tensor  # (R, K) rounded numbers: FP8; emulated the same in bf16; for nvfp4 in float32
+    scale: Tensor  # to multiply q with: a scalar; nvfp4: one for each block, (R or R / 16, K / 16)
+    amax: Tensor | None = None  # of the whole tensor, for nvfp4
+
+    def t(self) -> "Operand":
+        return Operand(self.q.t(), self.scale.t(), self.amax)  # a scalar stays one
+
+class Low(NamedTuple):
+    """The recipe of one projection in one layer."""
+    recipe: str
+    native: bool
+    parts: tuple[str, ...]  # of nvfp4
+    seen: Tensor  # (3,) whose gradient is amax of weight, input, gradient: NaN or infinity there names the culprit
+    weight: Operand | None  # FP8, rounded by the optimizer
+
+GRIDS = {E4M3: (3, -6), E5M2: (2, -14), "e2m1": (1, 0)}  # bits of mantissa, smallest exponent of normal numbers
+
+def round_to(x: Tensor, grid, noise: Tensor | None = None) -> Tensor:
+    """float32 x inside the grid's range -> the nearest number of the grid, ties to even.
+
+    With noise, uniform in [0, 1): one of the two neighbours at random, with x as the mean.
+    """
+    mantissa, smallest = GRIDS[grid]
+    exponent = ((x.view(torch.int32) >> 23) & 255).clamp(min=smallest + 127)
+    step = ((exponent - mantissa) << 23).view(torch.float32)  # between neighbours: a power of two
+    y = x / step
+    return (y.round() if noise is None else y.floor() + (noise < y - y.floor())) * step
+
+def fp8_scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
+    """The format's end over amax, in float64: float32 quotients of eager and compiled code can differ by a bit."""
+    scale = (torch.finfo(dtype).max / amax.double().clamp(min=1e-12)).float()
+    return torch.where(amax.isfinite(), scale, math.nan)  # not 0 for infinity: all else would silently become 0
+
+def fp8_operand(x: Tensor, scale: Tensor, dtype: torch.dtype, native: bool) -> Operand:
+    """x * scale, clamped (e5m2 would go to infinity) and rounded."""
+    y = (x.float() * scale).clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max)
+    return Operand(y.to(dtype) if native else round_to(y, dtype).bfloat16(), scale.reciprocal())
+
+def fp8_mm(a: Operand, b_t: Operand, dtype: torch.dtype, fast: bool = False) -> Tensor:
+    if a.q.dtype == torch.bfloat16:
+        return (exact_mm(a.q, b_t.q) * (a.scale * b_t.scale)).to(dtype)
+    q, q_t = (x if x.is_contiguous() else transpose(x.t().view(torch.uint8)).view(x.dtype) for x in (a.q, b_t.q))
+    out = dtype if dtype != torch.float64 else torch.float32
+    return torch._scaled_mm(q, q_t.t(), a.scale, b_t.scale, out_dtype=out, use_fast_accum=fast).to(dtype)
+
+def fp8_forward(x: Tensor, amax: Tensor, w: Tensor, w8: Operand, low: tuple) -> tuple[Tensor, list[Tensor]]:
+    x8 = fp8_operand(x, fp8_scale(amax, E4M3), E4M3, low[1])
+    return fp8_mm(x8, w8, x.dtype, fast=True), [*x8[:2], *w8[:2]]
+
+def fp8_backward(g: Tensor, amax: Tensor, saved: list[Tensor], low: tuple) -> tuple[Tensor, Tensor]:
+    g8, x8, w8 = fp8_operand(g, fp8_scale(amax, E5M2), E5M2, low[1]), Operand(*saved[:2]), Operand(*saved[2:])
+    return fp8_mm(g8, w8.t(), g.dtype), fp8_mm(g8.t(), x8.t(), g.dtype)
+
+def nvfp4_operand(x: Tensor, square: bool = False, stochastic: bool = False) -> Operand:
+    """x (R, K) -> e2m1 numbers, a scale for each 16 along K, or for 16 x 16 if `square`."""
+    (R, K), rows, x, largest = x.shape, 16 if square else 1, x.float(), torch.finfo(torch.float32).max
+    amax, blocks = x.abs().amax(), x.reshape(R // rows, rows, K // 16, 16)
+    encode = torch.where(amax == 0, 1, (6 * 448 / amax).clamp(max=largest))
+    scale = round_to((blocks.abs().amax((1, 3), keepdim=True) * (encode * (1 / 6))).clamp(max=448), E4M3)
+    y = (blocks * (1 / (scale * (1 / encode))).clamp(max=largest)).clamp(-6, 6)
+    q = round_to(y, "e2m1", torch.rand_like(y) if stochastic else None)
+    return Operand(q.view(R, K), scale[:, 0, :, 0], amax)
+
+def nvfp4_mm(a: Operand, b_t: Operand, dtype: torch.dtype, native: bool) -> Tensor:
+    scales = [x.scale.repeat_interleave(len(x.q) // len(x.scale), 0) for x in (a, b_t)]  # (R, K / 16)
+    if native:
+        y = torch._scaled_mm(pack(a.q), pack(b_t.q).t(), *map(swizzle, scales), out_dtype=torch.float32)
+    else:
+        y = exact_mm(*((x.q * s.repeat_interleave(16, 1)).bfloat16() for x, s in zip((a, b_t), scales)))
+    return (y * (a.amax * b_t.amax / (6 * 448) ** 2)).to(dtype)
+
+def pack(q: Tensor) -> Tensor:
+    """(R, K) e2m1 numbers -> two codes a byte, the first in the low half: the sign, and which magnitude."""
+    code = 2 * q.abs()  # 0 1 2 3 4 6 8 12
+    code = (torch.where(code > 4, code.log2().mul(2).floor(), code) + 8 * (q < 0)).to(torch.uint8)
+    return (code[:, ::2] | code[:, 1::2] << 4).view(torch.float4_e2m1fn_x2)
+
+def swizzle(scale: Tensor) -> Tensor:
+    """(R, C) block scales as tensor cores want them: tiles of 128 x 4, in them 32 rows of 4 times 4."""
+    padded = F.pad(scale, (0, -scale.size(1) % 4, 0, -scale.size(0) % 128))
+    return padded.unflatten(1, (-1, 4)).unflatten(0, (-1, 4, 32)).permute(0, 3, 2, 1, 4).flatten().to(E4M3)
+
+SIGNS = sum(1 << i for i, sign in enumerate("+++-+------+-+--") if sign == "-")  # of the transform: drawn once, for all
+
+def hadamard(x: Tensor) -> Tensor:
+    """x (R, C) -> each 16 numbers of a row times diag(signs) H16 / 4, which is orthogonal."""
+    i = torch.arange(16, device=x.device)
+    shared = i[:, None] & i  # Sylvester's H16 is negative where two indices share an odd number of bits
+    shared = shared ^ shared >> 2
+    negative = ((SIGNS >> i)[:, None] ^ shared ^ shared >> 1) & 1
+    return (x.float().reshape(-1, 16) @ (0.25 - 0.5 * negative)).view(x.shape)
+
+def nvfp4_forward(x: Tensor, amax: Tensor, w: Tensor, w8: None, low: tuple) -> tuple[Tensor, list[Tensor]]:
+    return nvfp4_mm(nvfp4_operand(x), nvfp4_operand(w, square="2d" in low[2]), x.dtype, low[1]), [x, w]
+
+def nvfp4_backward(g: Tensor, amax: Tensor, saved: list[Tensor], low: tuple) -> tuple[Tensor, Tensor]:
+    (x, w), (_, native, parts) = saved, low
+    w_t = nvfp4_operand(w, square=True).t() if "2d" in parts else nvfp4_operand(w.t())
+    g_t, x_t = (hadamard(t.t()) if "rht" in parts else t.t() for t in (g, x))
+    grad_x = nvfp4_mm(nvfp4_operand(g, stochastic="sr" in parts), w_t, g.dtype, native)
+    return grad_x, nvfp4_mm(nvfp4_operand(g_t, stochastic="sr" in parts), nvfp4_operand(x_t), g.dtype, native)
+
+RECIPES = {"fp8": (fp8_forward, fp8_backward), "nvfp4": (nvfp4_forward, nvfp4_backward)}
+
+class LowLinear(torch.autograd.Function):
+    """x (T, K), w (N, K) -> x w^T (T, N) by a recipe."""
+
+    @staticmethod
+    def forward(ctx, x, w, w8, w8_scale, seen, *low):
+        amax, w8 = x.abs().amax().float(), None if w8 is None else Operand(w8, w8_scale)
+        y, saved = RECIPES[low[0]][0](x, amax, w, w8, low)
+        ctx.save_for_backward(amax, w.abs().amax().float() if w8 is None else w8_scale, *saved)
+        ctx.low = low
+        return y
+
+    @staticmethod
+    def backward(ctx, g):
+        amax_x, amax_w, *saved = ctx.saved_tensors
+        amax = g.abs().amax().float()
+        grads = RECIPES[ctx.low[0]][1](g, amax, saved, ctx.low)
+        return *grads, None, None, torch.stack([amax_w, amax_x, amax]), None, None, None
+
+def linear(x: Tensor, w: Tensor, low: dict[str, Low] | None, name: str) -> Tensor:
+    """x (T, K), w (N, K) -> x w^T (T, N), by the layer's recipe for this projection if there is one."""
+    how = low.get(name) if low else None
+    if how is None:
+        return F.linear(x, w)
+    return LowLinear.apply(x, w, *(how.weight[:2] if how.weight else (None, None)), how.seen, *how[:3])
+
 # ------------------------------------------------------------------------------------------------------------------
 # 3. Attention: causal, inside one document, over a sliding window of whole blocks
 #
@@ -404,6 +629,7 @@ class Layer(NamedTuple):
     window: str = "short"  # "short" or "long"
     ve: int | None = None  # value embedding that is mixed into v (record 14)
     skip: int | None = None  # earlier layer whose output is added first, as in a U-net (record 11)
+    recipes: dict[str, str] = {}  # of projections that do not follow --precision
 
 TOPOLOGIES: dict[str, list[Layer]] = {
     "gpt2": [
@@ -421,6 +647,7 @@ TOPOLOGIES: dict[str, list[Layer]] = {
         Layer(skip=0, ve=2, window="long"),
     ],
     "laptop": [Layer(ve=0), Layer(window="long"), Layer(skip=1), Layer(skip=0, ve=0, window="long")],
+    "char": [Layer(window="long", ve=0), *[Layer(window="long")] * 4, Layer(window="long", ve=0)],
 }
 
 GATE_DIM = 12  # channels of the input that steer the attention gate (record 28)
@@ -478,11 +705,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     x1, x2 = x.to(cos.dtype).chunk(2, dim=-1)
     return torch.cat((x1 * cos + x2 * sin, x2 * cos - x1 * sin), dim=-1).type_as(x)
 
-def block(x, x0, skip, ve, qkvo, attn_gate, mask, mlp, scalars, cos, sin) -> Tensor:
+def block(x, x0, skip, ve, qkvo, attn_gate, mask, mlp, scalars, cos, sin, low=None) -> Tensor:
     """One layer: x (T, D) -> (T, D). Pure, so that one compiled graph serves all layers of a kind.
 
     x0 is the first layer's input, skip (T, D) and ve (T, D) may be None; qkvo (4, D, D) and attn_gate (H, GATE_DIM)
-    are None in a layer without attention; mlp (2, D, F); scalars (5,) as named in SCALARS.
+    are None in a layer without attention; mlp (2, D, F); scalars (5,) as named in SCALARS; low: the layer's recipes.
     """
     w = dict(zip(SCALARS, scalars.unbind()))
     if skip is not None:
@@ -492,21 +719,22 @@ def block(x, x0, skip, ve, qkvo, attn_gate, mask, mlp, scalars, cos, sin) -> Ten
         T, D = x.shape
         H = attn_gate.size(0)
         u = norm(x)
-        q, k, v = F.linear(u, qkvo[:3].flatten(0, 1)).view(T, 3, H, D // H).unbind(1)  # (T, H, d) each
+        qkv = linear(u, qkvo[:3].flatten(0, 1), low, "qkv")
+        q, k, v = qkv.view(T, 3, H, D // H).unbind(1)  # (T, H, d) each
         q, k = rotate(norm(q), cos, sin), rotate(norm(k), cos, sin)  # normalised: scores cannot explode (record 3)
         v = w["v"] * v if ve is None else w["v"] * v + w["ve"] * ve.view_as(v)
         y = attend(q, k, v, mask, scale=0.12 * 128 * H / D)  # 0.12 for heads of 128; unit-RMS q, k bound the score
         gate = torch.sigmoid(F.linear(u[:, :GATE_DIM], attn_gate))  # (T, H): lets a head say nothing (record 28)
-        x = x + F.linear((y * gate[..., None]).reshape(T, D), qkvo[3])
-    hidden = F.relu(norm(x) @ mlp[0]).square()  # (T, F); both matrices are (D, F) so that Muon stacks them
-    return x + F.linear(hidden, mlp[1])
+        x = x + linear((y * gate[..., None]).reshape(T, D), qkvo[3], low, "o")
+    hidden = F.relu(linear(norm(x), mlp[0].t(), low, "fc")).square()  # (T, F); both are (D, F) so that Muon stacks them
+    return x + linear(hidden, mlp[1], low, "proj")
 
-def head_loss(x, lm_head, targets, fp8: bool) -> Tensor:
+def head_loss(x, lm_head, targets, low=None) -> Tensor:
     """x (T, D), targets (T,) -> cross-entropy summed over tokens, of capped logits."""
     x = norm(x)
-    if fp8:
+    if low and low["lm_head"].recipe == "fp8-static":
         return FP8HeadLoss.apply(x, lm_head, targets)
-    return F.cross_entropy(softcap(F.linear(x, lm_head)), targets, reduction="sum")
+    return F.cross_entropy(softcap(linear(x, lm_head, low, "lm_head")), targets, reduction="sum")
 
 class GPT(nn.Module):
     """The model over one packed sequence. Parameters live in stacks ("banks") padded to a multiple of world_size."""
@@ -516,8 +744,7 @@ class GPT(nn.Module):
         self.config, self.table, self.layers = c, parameter_table(c), TOPOLOGIES[c.topology]
         self.bos = min(50256, c.vocab_size - 1)
         self.flex = c.attention == "flex" or c.attention == "auto" and device.type == "cuda"
-        self.fp8 = c.fp8_head
-        dtype = getattr(torch, c.dtype)
+        dtype = PLAIN.get(c.precision, torch.bfloat16) if c.dtype == "auto" else getattr(torch, c.dtype)
         full = torch.promote_types(torch.float32, dtype)
         for name, param in self.table.items():
             rows = math.ceil(param.shape[0] / world_size) * world_size if param.sharded else param.shape[0]
@@ -527,6 +754,44 @@ class GPT(nn.Module):
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
         self.block, self.head_loss = block, head_loss  # `compile_model` replaces these two
+        self.plan = plan(c, device, next(name for name in PLAIN if PLAIN[name] == dtype))
+        self.plain = False  # no recipes now: the last phase of --bf16_last_frac
+        self.make_recipes(device)
+
+    def make_recipes(self, device: torch.device) -> None:
+        """Makes `lows`, () or (recipes,) for each layer and the head, and the FP8 weights: the optimizer fills them."""
+        self.lows, self.seen, self.weights8, self.weight_of, count, attn = [], {}, {}, {}, 0, 0
+        for bank in ("qkvo", "mlp", "lm_head") if any("fp8" in row.values() for row in self.plan) else ():
+            like, row = getattr(self, bank).detach(), torch.arange(len(getattr(self, bank)), device=device)
+            self.weights8[bank] = torch.zeros_like(like, dtype=E4M3 if native("fp8", device) else torch.bfloat16)
+            which = {"qkvo": row // 4 * 2 + row % 4 // 3, "mlp": row, "lm_head": 0 * row}[bank]  # q, k, v: one weight
+            self.weight_of[bank], count = which + count, count + int(which[-1]) + 1
+        self.scales = torch.full((count, 4), math.nan, device=device)  # of FP8 weights, inverse; each on its 16 bytes
+        parts = tuple(part for part in NVFP4_PARTS if part not in self.config.nvfp4_without)
+        for i, row in enumerate(self.plan):
+            low, places = {}, {"qkv": ("qkvo", 4 * attn, 3), "o": ("qkvo", 4 * attn + 3, 1), "fc": ("mlp", 2 * i, 1),
+                               "proj": ("mlp", 2 * i + 1, 1), "lm_head": ("lm_head", 0, self.config.vocab_size)}
+            for name, recipe in row.items():
+                (bank, first, rows), weight, seen = places[name], None, torch.zeros(3, device=device, requires_grad=True)
+                if recipe == "fp8":
+                    q = self.weights8[bank][first : first + rows].flatten(0, -2)
+                    weight = Operand(q.t() if name == "fc" else q, self.scales[int(self.weight_of[bank][first]), 0])
+                if recipe in RECIPES:
+                    self.seen[name if name == "lm_head" else f"layer {i}'s {name}"] = seen
+                if recipe not in PLAIN:
+                    low[name] = Low(recipe, native(recipe, device), parts, seen, weight)
+            self.lows.append((low,) if low else ())
+            attn += "qkv" in row
+
+    def recipes(self) -> list[tuple]:
+        return self.lows if torch.is_grad_enabled() and not self.plain else [()] * len(self.lows)
+
+    def flags(self) -> Tensor:
+        """What was not finite since the last call: (3 n,) ones and zeros, for weight, input, gradient of all `seen`."""
+        grads = [seen if seen.grad is None else seen.grad for seen in self.seen.values()]
+        for seen in self.seen.values():
+            seen.grad = None
+        return (~torch.stack(grads, 1).detach().isfinite()).flatten().float()
 
     def weight(self, name: str) -> Tensor:
         """A bank without its padding."""
@@ -546,10 +811,10 @@ class GPT(nn.Module):
         qkvo = iter(self.weight("qkvo").view(-1, 4, c.model_dim, c.model_dim).unbind())
         gates, mlps = iter(self.weight("attn_gate").unbind()), self.weight("mlp").view(-1, 2, c.model_dim, c.mlp_dim)
         masks, cos, sin, outputs = self.masks(tokens, windows), self.cos[:T], self.sin[:T], []
-        for layer, mlp, scalars in zip(self.layers, mlps.unbind(), self.scalars.unbind()):
+        for layer, mlp, scalars, low in zip(self.layers, mlps.unbind(), self.scalars.unbind(), self.recipes()):
             skip = None if layer.skip is None else outputs[layer.skip]
             attn = (next(qkvo), next(gates), masks[layer.window]) if layer.attn else (None, None, None)
-            args = (x, x0, skip, None if layer.ve is None else ve[layer.ve], *attn, mlp, scalars, cos, sin)
+            args = (x, x0, skip, None if layer.ve is None else ve[layer.ve], *attn, mlp, scalars, cos, sin, *low)
             x = checkpoint(self.block, *args, use_reentrant=False) if self.saves_memory() else self.block(*args)
             outputs.append(x.view_as(x))
         return x
@@ -558,14 +823,14 @@ class GPT(nn.Module):
         return self.config.save_memory and torch.is_grad_enabled()
 
     def forward(self, tokens: Tensor, targets: Tensor, windows: dict[str, int]) -> Tensor:
-        """tokens, targets (T,) -> loss summed over T. In training the head is FP8 if it can be; in eval never."""
-        x, w = self.hidden(tokens, windows), self.weight("lm_head")
+        """tokens, targets (T,) -> loss summed over T. Recipes hold in training only."""
+        x, w, low = self.hidden(tokens, windows), self.weight("lm_head"), self.recipes()[-1]
         if torch.is_grad_enabled() and not self.saves_memory():
-            return self.head_loss(x, w, targets, self.fp8)
+            return self.head_loss(x, w, targets, *low)
         pieces = zip(x.split(VAL_CHUNK), targets.split(VAL_CHUNK))  # logits of a whole sequence would not fit
         if self.saves_memory():
-            return sum(checkpoint(self.head_loss, a, w, b, self.fp8, use_reentrant=False) for a, b in pieces)
-        return sum(self.head_loss(a, w, b, False) for a, b in pieces)
+            return sum(checkpoint(self.head_loss, a, w, b, *low, use_reentrant=False) for a, b in pieces)
+        return sum(self.head_loss(a, w, b) for a, b in pieces)
 
 VAL_CHUNK = 16_384  # tokens whose logits are computed at a time in validation
 
@@ -592,6 +857,9 @@ def initialize(model: GPT, seed: int) -> dict[str, Tensor]:
 # update it, and hand out the new bf16 slice (all-gather). All transfers are asynchronous, so they run while the
 # previous parameter is being worked on. Gradients are sums over tokens, so that neither the number of GPUs nor of
 # accumulation steps enters anywhere.
+#
+# fp16: the loss is multiplied by S. If a gradient overflows on any rank, all skip the step; as the processor does not
+# wait to know, the step is computed and nothing of it kept. S is meant for a mean over a sequence, and loss is a sum.
 
 def orthogonalize(G: Tensor, steps: int = 5) -> Tensor:
     """G (n, rows, cols) -> nearly U V^T of each matrix, in bf16: singular values end up in about [0.7, 1.2].
@@ -630,19 +898,34 @@ def adam_update(grad: Tensor, state: dict[str, Tensor], lr: float, step: int,
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch 2.13's name, and 2.11's
 reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
+def next_loss_scale(scale: Tensor, good: Tensor, finite: Tensor, period: int = 2000) -> tuple[Tensor, Tensor]:
+    """S and the number of good steps in a row, after a step (the rule of jmp). All are scalars on the device."""
+    full = good + 1 == period
+    grown = torch.where(full & (2 * scale).isfinite(), 2 * scale, scale)
+    return torch.where(finite, grown, (scale / 2).clamp(min=1)), torch.where(finite & ~full, good + 1, 0)
+
 class Optimizer:
     """Muon and Adam over the parameter table, sharded over the ranks of the default process group (if there is one)."""
 
     def __init__(self, model: GPT):
         self.model = model
         self.rank, self.world_size = ranks()
+        self.seq_bits = round(math.log2(model.config.seq_len))
+        self.gather8 = [*model.weights8] if model.config.float8_all_gather else []
         self.reset({name: p.detach().to(model.scalars.dtype) for name, p in model.named_parameters()})
 
     def reset(self, full: dict[str, Tensor]) -> None:
         """Starts anew from the float32 weights `full`, as `initialize` returns them."""
         self.masters = {name: self.own(name, w).clone() for name, w in full.items()}
         self.state: dict[str, dict[str, Tensor]] = {name: {} for name in full}
-        self.steps = 0
+        self.steps, self.loss_scale, zero = 0, None, torch.zeros((), device=self.model.scalars.device)
+        if self.model.config.precision == "fp16":
+            self.steps, self.loss_scale, self.good = zero.double(), zero + 2**15, zero.clone()
+        self.quantize_weights()
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """The float32 loss whose gradient `step` wants. Its factor is a power of two: it rounds nothing."""
+        return loss if self.loss_scale is None else loss * self.loss_scale * 2.0 ** -self.seq_bits
 
     def own(self, name: str, bank: Tensor) -> Tensor:
         """This rank's slice of a bank: a view, all of it where the parameter is not sharded."""
@@ -660,25 +943,69 @@ class Optimizer:
     @torch.no_grad()
     def step(self, lr_factor: float, momentum: float) -> None:
         """Updates all weights from their .grad and frees the gradients. All ranks must call it together."""
-        self.steps += 1
         reductions = {name: self.reduce(name, getattr(self.model, name).grad) for name in self.model.table}
-        gathers = []
+        gathers, finite = [], True
+        if self.loss_scale is not None:
+            finite, unscale = self.all_finite(reductions), 2.0**self.seq_bits / self.loss_scale
+            self.loss_scale, self.good = next_loss_scale(self.loss_scale, self.good, finite)
+        self.steps = self.steps + finite
         for name, (grad, transfer) in reductions.items():
             if transfer is not None:
                 transfer.wait()
             param, master, state = self.model.table[name], self.masters[name], self.state[name]
             grad = grad.to(master.dtype)
+            if self.loss_scale is not None:
+                grad, old = grad * unscale, {key: t.clone() for key, t in (state | {"master": master}).items()}
             if param.optimizer == "muon":
                 master -= muon_update(grad, state, param.lr * lr_factor, momentum)
             else:
                 master -= adam_update(grad, state, param.lr * lr_factor, self.steps)
+            if self.loss_scale is not None:
+                for key, new in (state | {"master": master}).items():
+                    new.copy_(torch.where(finite, new, old.get(key, 0)))
             bank = getattr(self.model, name)
             part = self.own(name, bank.data).copy_(master)
-            if param.sharded and self.world_size > 1:
+            if param.sharded and self.world_size > 1 and name not in self.gather8:
                 gathers.append(all_gather(bank.data, part, async_op=True))
             bank.grad = None
         for transfer in gathers:
             transfer.wait()
+        self.quantize_weights()
+
+    def all_finite(self, reductions: dict) -> Tensor:
+        """Whether all gradients are finite, on all ranks and on the device. A collective."""
+        for _, transfer in reductions.values():
+            if transfer is not None:
+                transfer.wait()
+        found = torch.stack([~grad.isfinite().all() for grad, _ in reductions.values()]).any().float()
+        if dist.is_initialized():
+            dist.all_reduce(found, dist.ReduceOp.MAX)
+        return found == 0
+
+    @torch.no_grad()
+    def quantize_weights(self) -> None:
+        """The FP8 weights anew; with --float8_all_gather from the masters, each rank its part: a collective."""
+        m, amax, sharded = self.model, torch.zeros_like(self.model.scales[:, 0]), self.gather8 and self.world_size > 1
+        parts = {name: (self.own(name, m.weight_of[name]), self.masters[name]) if self.gather8
+                 else (m.weight_of[name], getattr(m, name).data) for name in m.weights8}
+        for which, part in parts.values():
+            amax.scatter_reduce_(0, which, part.abs().flatten(1).amax(1).float(), "amax")
+        amax = torch.where(amax.isnan(), math.inf, amax)  # a maximum over ranks may lose NaN
+        if sharded:
+            dist.all_reduce(amax, dist.ReduceOp.MAX)  # one for all weights
+        scale = fp8_scale(amax, E4M3)
+        m.scales.copy_(scale.reciprocal()[:, None].expand_as(m.scales))
+        for name, (which, part) in parts.items():
+            w8 = fp8_operand(part, scale[which].view(-1, *[1] * (part.ndim - 1)), E4M3, native=True).q
+            if sharded:
+                w8, own = torch.empty(m.weights8[name].shape, dtype=E4M3, device=w8.device), w8
+                all_gather(w8.view(torch.uint8), own.view(torch.uint8))
+            m.weights8[name].copy_(w8)
+
+    def complete_weights(self) -> None:
+        """Fetches the wide weights that --float8_all_gather left with their owners, for validation. A collective."""
+        for bank in [getattr(self.model, name).data for name in self.gather8 if self.world_size > 1]:
+            all_gather(bank, self.own("lm_head", bank).clone())
 
 # ------------------------------------------------------------------------------------------------------------------
 # 6. The data: .bin shards of 256 int32 (20240520, 1, number of tokens, zeros) and then uint16 tokens
@@ -727,7 +1054,7 @@ def find_shards(c: Config, split: str) -> list[Path]:
     except (ValueError, NotImplementedError) as error:  # an empty or an absolute one
         raise BadInput(f"--{split}_files={pattern}: {error}") from None
     if not paths:
-        make = "python data/prepare.py --python-docs --bytes --out data/pydocs" if c.preset == "laptop" \
+        make = "python data/prepare.py --python-docs --bytes --out data/pydocs" if c.vocab_size <= SEPARATOR \
             else "python data/fineweb.py 9"
         raise BadInput(f"no {split} shards {pattern} in {c.data_dir}; get them with: {make}")
     return paths
@@ -906,12 +1233,12 @@ def synchronize(device: torch.device) -> None:
 class LossReader:
     """Training losses for the log, read when they have arrived: nothing waits for the device."""
 
-    def __init__(self, c: Config, log: Log, device: torch.device):
+    def __init__(self, c: Config, log: Log, device: torch.device, places: list[str] = ()):
         self.config, self.log, self.pending, self.cuda = c, log, [], device.type == "cuda"
-        self.losses = torch.zeros(c.num_steps + 1, pin_memory=self.cuda)
+        self.losses, self.places = torch.zeros(c.num_steps + 1, 1 + 3 * len(places), pin_memory=self.cuda), places
 
     def put(self, step: int, loss: Tensor, seconds: float) -> None:
-        """loss: scalar on the device, mean over the batch's tokens."""
+        """loss, on the device: mean over the batch's tokens, and where `places` are given `GPT.flags`."""
         self.losses[step].copy_(loss, non_blocking=True)
         self.pending.append((step, seconds, torch.cuda.current_stream().record_event() if self.cuda else None))
         self.write(wait=False)
@@ -922,10 +1249,13 @@ class LossReader:
             step, seconds, arrived = self.pending.pop(0)
             if arrived is not None:
                 arrived.synchronize()
-            loss = self.losses[step].item()
+            loss, *flags = self.losses[step].tolist()
             self.log.step(step, self.config, seconds, train_loss=loss)
-            if not math.isfinite(loss):
-                raise BadInput(f"the training loss is {loss} at step {step}; lower the learning rates")
+            if not math.isfinite(loss) or any(flags):
+                bad = [divmod(i, len(self.places)) for i, flag in enumerate(flags) if flag]  # (kind, place)
+                kind, place = (bad[0] if bad[0][0] < 2 else bad[-1]) if bad else (0, 0)  # where it began
+                what = f", {('weight', 'input', 'gradient')[kind]} of {self.places[place]} not finite" if bad else ""
+                raise BadInput(f"the training loss is {loss} at step {step}{what}; lower the learning rates")
 
 def output_of(*command: str) -> str | None:
     """What a command prints, None if it is not there or says nothing."""
@@ -972,7 +1302,7 @@ def calibrate(device: torch.device) -> dict:
     part = gathered.chunk(ranks()[1])[0].clone()
     work = {  # what a call moves or computes, and the call; an empty tuple where it cannot be made
         "bf16_matmul_tflops": (flops, lambda: half @ half),
-        "fp8_matmul_tflops": (flops, lambda: scaled_mm(fp8, fp8, 1, 1, torch.bfloat16, True)) * has_fp8(device),
+        "fp8_matmul_tflops": (flops, lambda: scaled_mm(fp8, fp8, 1, 1, torch.bfloat16, True)) * native("fp8", device),
         "copy_gb_per_s": (8e-9 * numbers, x.clone),  # bytes read and written
         "all_reduce_gb_per_s": (4e-9 * len(gathered), lambda: dist.all_reduce(gathered)) * (ranks()[1] > 1),
         "all_gather_gb_per_s": (4e-9 * len(gathered), lambda: all_gather(gathered, part)) * (ranks()[1] > 1),
@@ -1017,11 +1347,14 @@ def compile_model(model: GPT, log: Log, clock: Clock) -> None:
 def train_step(model: GPT, optimizer: Optimizer, batch: list[tuple[Tensor, Tensor]], step: int) -> Tensor:
     """One update. Returns the loss per token over the whole batch, on the device."""
     c, total = model.config, 0
+    model.plain = c.bf16_last_frac > 0 and step >= (1 - c.bf16_last_frac) * c.num_steps
     for inputs, targets in batch:
         loss = model(inputs, targets, windows(step, c))
-        loss.backward()
+        optimizer.scaled(loss).backward()
         total = total + loss.detach()
     total = total / c.batch_tokens
+    if model.seen:
+        total = torch.cat([total[None], model.flags()])
     if dist.is_initialized():
         dist.all_reduce(total, async_op=True).wait()  # wait() orders streams here, it does not stop the CPU
     optimizer.step(lr_factor(step, c), muon_momentum(step, c))
@@ -1156,8 +1489,14 @@ def agreed(work: Callable, *args):
         raise BadInput(errors[0])
     return result
 
-def has_fp8(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+def describe_products(model: GPT, device: torch.device) -> str:
+    """Recipe, native or emulated, of each projection. Raises BadInput if --native forbids some."""
+    texts = [f"{name} {recipe} ({'native' if native(recipe, device) else 'emulated'})"
+             for row in model.plan for name, recipe in row.items()]
+    emulated = [text for text in texts if "emulated" in text]
+    if model.config.native and emulated:
+        raise BadInput(f"--native, but {device.type} has no such products here: {', '.join(dict.fromkeys(emulated))}")
+    return "products: " + ", ".join(f"{texts.count(text)} x {text}" for text in dict.fromkeys(texts))
 
 def train(c: Config) -> int:
     """The whole run; returns the exit status: 0 if the target was reached, else 1."""
@@ -1176,9 +1515,7 @@ def train(c: Config) -> int:
     log.fact("calibration", calibrate(device))
 
     model = GPT(c, device, world_size)
-    if c.fp8_head and not has_fp8(device):
-        model.fp8 = False
-        log.fact("note", f"the head runs in {c.dtype}: {device.type} has no FP8 products")
+    log.fact("note", describe_products(model, device))
     initialize(model, c.seed)
     optimizer = Optimizer(model)
     if c.compile:
@@ -1188,7 +1525,7 @@ def train(c: Config) -> int:
     log.fact("note", f"{compile_s:.1f} s from launch to the first timed step")
 
     loader = Loader(paths, c, rank, world_size, device)
-    reader = LossReader(c, log, device)
+    reader = LossReader(c, log, device, [*model.seen])
     gc.collect()  # a collection in the middle of the run would cost up to 0.4 s (record 47)
     gc.freeze()
     if device.type == "cuda":
@@ -1199,6 +1536,7 @@ def train(c: Config) -> int:
         if last or c.val_interval and step % c.val_interval == 0:
             clock.stop()  # all of this is untimed, so it touches no weight and no training data
             reader.write(wait=True)
+            optimizer.complete_weights()
             val_loss = validate(model, val_tokens, step, device)
             log.step(step, c, clock.total, val_loss=val_loss)
             if last:
@@ -1207,6 +1545,9 @@ def train(c: Config) -> int:
         loss = train_step(model, optimizer, loader.batch(), step)
         reader.put(step + 1, loss, clock.now())
 
+    if c.precision == "fp16":
+        skipped = c.num_steps - int(optimizer.steps)
+        log.fact("note", f"{skipped} steps skipped, the loss scale is {optimizer.loss_scale.item():g}")
     tokens, seconds = c.num_steps * c.batch_tokens, clock.total
     reached = round(val_loss, 4) <= c.target_loss
     peak = torch.cuda.max_memory_allocated(device) // 2**20 if device.type == "cuda" else None
