@@ -133,7 +133,8 @@ PRESETS: dict[str, dict] = {
         compile=False, sample="The ",
     ),
     "char": dict(  # six plain layers that see 256 bytes, on any text: to compare precisions in minutes
-        data_dir="data/pydocs", topology="char", model_dim=384, num_heads=6, mlp_dim=1536, vocab_size=272, epochs=100,
+        data_dir="data/pydocs", cut_documents=True, epochs=100,
+        topology="char", model_dim=384, num_heads=6, mlp_dim=1536, vocab_size=272,
         num_steps=1000, batch_tokens=16_384, seq_len=16_384, window_max=256, momentum_warmup=100,
         target_loss=1.3, val_tokens=65_536, val_seq_len=16_384, val_interval=100, precision="bf16",
     ),
@@ -217,8 +218,7 @@ def check_config(c: Config) -> None:
 # A projection y = x w^T has three products: fprop y = x w^T, dgrad dx = dy w, wgrad dw = dy^T x. Each sums over another
 # dimension. One scale a tensor survives transposition, so x, w and dy are rounded once and serve twice; where scales
 # vary along the sum (nvfp4) every product rounds anew, from wide numbers. x and w want mantissa, e4m3; gradients vary
-# more in size, e5m2. An error in fprop changes the function, one in backward is noise in a noisy gradient, but noise
-# that must be right on average. Sums may be quick (fewer bits, "fast accumulation") in fprop only.
+# more in size, e5m2. Sums may be quick (fewer bits, "fast accumulation") in fprop only: errors of gradients add up.
 #
 # fp8-static: scales are constants, known from the norm before the product. Nothing is measured, nothing adapts.
 # fp8: amax is measured for every product ("tensorwise dynamic", as Float8Linear of nanochat and torchao): x and dy are
@@ -230,8 +230,8 @@ def check_config(c: Config) -> None:
 #   out: weights share scales in 16 x 16 blocks, so that fprop and dgrad see the same w ("2d"); gradients are rounded at
 #   random, right on average, where to nearest would lose all small ones ("sr"); and an orthogonal transform of both
 #   operands of wgrad, which cancels in the product, spreads an outlier over 16 tokens ("rht").
-# fp16: more mantissa than bf16, less exponent. Small gradients vanish, so the loss is multiplied by a power of two: it
-#   is halved, and the step skipped, when a gradient overflows, doubled after 2000 good steps (section 5).
+# fp16: more mantissa than bf16, less exponent. Small gradients vanish, so the loss is multiplied by a power of two that
+#   is halved, with the step skipped, when a gradient overflows; 2000 good steps double it (section 5).
 #
 # Numbers of all these formats, and e2m1 times e4m3, are exact in bf16: where hardware lacks a product, a bf16 product of
 # the same rounded numbers gives the same but for the order of sums. The log says which are native. Emulated rounding is
@@ -247,6 +247,7 @@ PRECISIONS = {  # --precision: the recipe of each projection
     "nvfp4": ("nvfp4", "nvfp4", "nvfp4", "nvfp4", "bf16"),
 }
 PLAIN = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+BANK = {"qkv": "qkvo", "o": "qkvo", "fc": "mlp", "proj": "mlp", "lm_head": "lm_head"}  # which holds the weight
 NVFP4_PARTS = ("rht", "sr", "2d")
 CAPABILITY = {"bf16": (8, 0), "fp16": (7, 0), "fp8-static": (8, 9), "fp8": (8, 9), "nvfp4": (10, 0)}  # of CUDA GPUs
 
@@ -258,21 +259,18 @@ def native(recipe: str, device: torch.device) -> bool:
 
 def plan(c: Config, device: torch.device, plain: str) -> list[dict[str, str]]:
     """The recipe of each projection: a dict a layer and one for the head. Raises BadInput where one is impossible."""
-    auto = "fp8-head" if device.type == "cuda" and native("fp8", device) else "bf16"
-    layers, D, default = TOPOLOGIES[c.topology], c.model_dim, PRECISIONS[auto if c.precision == "auto" else c.precision]
-    sizes = {"fc": (c.mlp_dim, D), "proj": (D, c.mlp_dim), "lm_head": (c.vocab_size, D)}
-    recipes = [dict(zip(PROJECTIONS[:4], default)) | layer.recipes for layer in layers]
-    wide = [index >= len(layers) - c.bf16_last_layers for index in range(len(layers))]
-    rows = [{name: plain if out else row[name] for name in PROJECTIONS[0 if layer.attn else 2 : 4]}
-            for layer, row, out in zip(layers, recipes, wide)] + [{"lm_head": default[4]}]
-    for row in rows:
-        for name, recipe in row.items():
-            fits = all(size % 16 == 0 for size in sizes.get(name, (D, D)))
-            if not fits and (recipe == "nvfp4" or c.float8_all_gather):
-                raise BadInput(f"{recipe} takes multiples of 16, and {name} is {sizes.get(name, (D, D))}; widen it")
-            row[name] = plain if recipe in PLAIN or not fits else recipe
-    if c.float8_all_gather and any(recipe != "fp8" for row in rows for recipe in row.values()):
-        raise BadInput("--float8_all_gather needs every projection in fp8: ranks then have no wider weights")
+    auto, layers = "fp8-head" if device.type == "cuda" and native("fp8", device) else "bf16", TOPOLOGIES[c.topology]
+    *default, head = PRECISIONS[auto if c.precision == "auto" else c.precision]
+    rows = [{name: layer.recipes.get(name, recipe) if i < len(layers) - c.bf16_last_layers else plain
+             for name, recipe in zip(PROJECTIONS, default) if layer.attn or name in ("fc", "proj")}
+            for i, layer in enumerate(layers)] + [{"lm_head": head}]
+    for recipes, name in [(recipes, name) for recipes in rows for name in recipes]:
+        recipe = recipes[name]
+        width = {"fc": c.mlp_dim, "proj": c.mlp_dim, "lm_head": c.vocab_size}.get(name, c.model_dim)
+        recipes[name] = plain if recipe in PLAIN or c.model_dim % 16 or width % 16 else recipe
+        if recipes[name] != recipe == "nvfp4" or c.float8_all_gather and recipes[name] != "fp8":
+            raise BadInput(f"{name} of {c.model_dim} x {width} is {recipe}; nvfp4 takes multiples of 16 only, and "
+                           "--float8_all_gather wants all in fp8, which does too: ranks then have no wider weights")
     return rows
 
 def exact_mm(a: Tensor, b_t: Tensor) -> Tensor:
@@ -469,7 +467,8 @@ def fp8_operand(x: Tensor, scale: Tensor, dtype: torch.dtype, native: bool) -> O
 def fp8_mm(a: Operand, b_t: Operand, dtype: torch.dtype, fast: bool = False) -> Tensor:
     if a.q.dtype == torch.bfloat16:
         return (exact_mm(a.q, b_t.q) * (a.scale * b_t.scale)).to(dtype)
-    q, q_t = (x if x.is_contiguous() else transpose(x.t().view(torch.uint8)).view(x.dtype) for x in (a.q, b_t.q))
+    q, q_t = (x if x.is_contiguous() else transpose(x.t().contiguous().view(torch.uint8)).view(x.dtype)
+              for x in (a.q, b_t.q))  # the first operand by rows, the second by columns
     out = dtype if dtype != torch.float64 else torch.float32
     return torch._scaled_mm(q, q_t.t(), a.scale, b_t.scale, out_dtype=out, use_fast_accum=fast).to(dtype)
 
@@ -537,25 +536,24 @@ class LowLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, w, w8, w8_scale, seen, *low):
-        amax, w8 = x.abs().amax().float(), None if w8 is None else Operand(w8, w8_scale)
-        y, saved = RECIPES[low[0]][0](x, amax, w, w8, low)
+        amax = x.abs().amax().float()
+        y, saved = RECIPES[low[0]][0](x, amax, w, Operand(w8, w8_scale), low)
         ctx.save_for_backward(amax, w.abs().amax().float() if w8 is None else w8_scale, *saved)
         ctx.low = low
         return y
 
     @staticmethod
     def backward(ctx, g):
-        amax_x, amax_w, *saved = ctx.saved_tensors
-        amax = g.abs().amax().float()
+        (x_amax, w_amax, *saved), amax = ctx.saved_tensors, g.abs().amax().float()
         grads = RECIPES[ctx.low[0]][1](g, amax, saved, ctx.low)
-        return *grads, None, None, torch.stack([amax_w, amax_x, amax]), None, None, None
+        return *grads, None, None, torch.stack([w_amax, x_amax, amax]), None, None, None
 
 def linear(x: Tensor, w: Tensor, low: dict[str, Low] | None, name: str) -> Tensor:
     """x (T, K), w (N, K) -> x w^T (T, N), by the layer's recipe for this projection if there is one."""
-    how = low.get(name) if low else None
-    if how is None:
+    if not low or name not in low:
         return F.linear(x, w)
-    return LowLinear.apply(x, w, *(how.weight[:2] if how.weight else (None, None)), how.seen, *how[:3])
+    how = low[name]
+    return LowLinear.apply(x, w, *(how.weight or (None, None))[:2], how.seen, *how[:3])
 
 # ------------------------------------------------------------------------------------------------------------------
 # 3. Attention: causal, inside one document, over a sliding window of whole blocks
@@ -769,13 +767,14 @@ class GPT(nn.Module):
         self.scales = torch.full((count, 4), math.nan, device=device)  # of FP8 weights, inverse; each on its 16 bytes
         parts = tuple(part for part in NVFP4_PARTS if part not in self.config.nvfp4_without)
         for i, row in enumerate(self.plan):
-            low, places = {}, {"qkv": ("qkvo", 4 * attn, 3), "o": ("qkvo", 4 * attn + 3, 1), "fc": ("mlp", 2 * i, 1),
-                               "proj": ("mlp", 2 * i + 1, 1), "lm_head": ("lm_head", 0, self.config.vocab_size)}
+            low, rows = {}, {"qkv": (4 * attn, 3), "o": (4 * attn + 3, 1), "fc": (2 * i, 1), "proj": (2 * i + 1, 1),
+                             "lm_head": (0, self.config.vocab_size)}  # where in the bank, and how many
             for name, recipe in row.items():
-                (bank, first, rows), weight, seen = places[name], None, torch.zeros(3, device=device, requires_grad=True)
+                bank, weight, seen = BANK[name], None, torch.zeros(3, device=device, requires_grad=True)
                 if recipe == "fp8":
-                    q = self.weights8[bank][first : first + rows].flatten(0, -2)
-                    weight = Operand(q.t() if name == "fc" else q, self.scales[int(self.weight_of[bank][first]), 0])
+                    first, count = rows[name]
+                    q, number = self.weights8[bank][first : first + count].flatten(0, -2), self.weight_of[bank][first]
+                    weight = Operand(q.t() if name == "fc" else q, self.scales[int(number), 0])
                 if recipe in RECIPES:
                     self.seen[name if name == "lm_head" else f"layer {i}'s {name}"] = seen
                 if recipe not in PLAIN:
@@ -974,9 +973,8 @@ class Optimizer:
 
     def all_finite(self, reductions: dict) -> Tensor:
         """Whether all gradients are finite, on all ranks and on the device. A collective."""
-        for _, transfer in reductions.values():
-            if transfer is not None:
-                transfer.wait()
+        for transfer in (transfer for _, transfer in reductions.values() if transfer is not None):
+            transfer.wait()
         found = torch.stack([~grad.isfinite().all() for grad, _ in reductions.values()]).any().float()
         if dist.is_initialized():
             dist.all_reduce(found, dist.ReduceOp.MAX)
@@ -985,6 +983,8 @@ class Optimizer:
     @torch.no_grad()
     def quantize_weights(self) -> None:
         """The FP8 weights anew; with --float8_all_gather from the masters, each rank its part: a collective."""
+        if not self.model.weights8:
+            return
         m, amax, sharded = self.model, torch.zeros_like(self.model.scales[:, 0]), self.gather8 and self.world_size > 1
         parts = {name: (self.own(name, m.weight_of[name]), self.masters[name]) if self.gather8
                  else (m.weight_of[name], getattr(m, name).data) for name in m.weights8}

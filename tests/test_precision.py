@@ -353,7 +353,7 @@ class Broken(torch.autograd.Function):
 
 def test_fp8_weights_are_rounded_once_a_step_however_many_micro_steps_and_equal_the_bf16_weights(monkeypatch):
     (model, optimizer), shapes, rounded = trainer(precision="fp8"), [], t.fp8_operand
-    monkeypatch.setattr(t, "fp8_operand", lambda x, *args, **kw: shapes.append(tuple(x.shape)) or rounded(x, *args, **kw))
+    monkeypatch.setattr(t, "fp8_operand", lambda x, *a, **kw: shapes.append(tuple(x.shape)) or rounded(x, *a, **kw))
     t.train_step(model, optimizer, batch(3), 1)
     banks = {tuple(getattr(model, name).shape) for name in ("qkvo", "mlp", "lm_head")}
     assert len([s for s in shapes if s in banks]) == 3 and not any(s[0] != 256 for s in shapes if s not in banks)
@@ -399,7 +399,7 @@ def test_compiled_blocks_equal_eager_ones_and_new_scales_compile_nothing(precisi
             losses.append(t.train_step(model, optimizer, batch(1, step), 0))
             graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
         scales = {low["o"].weight.scale.item() for (low, *_) in model.lows[:3] if precision == "fp8"}
-        assert precision != "fp8" or len(scales) == 3
+        assert precision != "fp8" or len(scales) > 1
         results.append((losses, model.mlp.detach().clone()))
     assert torch.equal(torch.stack(results[0][0]), torch.stack(results[1][0]))
     assert torch.equal(results[0][1], results[1][1])
@@ -448,7 +448,7 @@ def test_shapes_that_fp8_cannot_multiply_stay_wide_and_nvfp4_refuses_them():
     model, _ = trainer(precision="fp8", mlp_dim=120)
     assert model.plan[0] == {"qkv": "fp8", "o": "fp8", "fc": "bf16", "proj": "bf16"}
     for changes in (dict(precision="nvfp4"), dict(precision="fp8", float8_all_gather=True)):
-        with pytest.raises(t.BadInput, match=r"multiples of 16, and fc is \(120, 64\)"):
+        with pytest.raises(t.BadInput, match=r"fc of 64 x 120 is \w+; nvfp4 takes multiples of 16"):
             trainer(mlp_dim=120, **changes)
 
 
@@ -456,9 +456,9 @@ def test_bad_use_gets_one_sentence():
     model, _ = trainer(precision="nvfp4", native=True)
     with pytest.raises(t.BadInput, match="--native, but cpu has no such products here: qkv nvfp4"):
         t.describe_products(model, CPU)
-    with pytest.raises(t.BadInput, match="--float8_all_gather needs every projection in fp8"):
+    with pytest.raises(t.BadInput, match="qkv of .* is bf16;.* --float8_all_gather wants all in fp8"):
         trainer(precision="bf16", float8_all_gather=True)
-    for arg, message in (("precision=fp4", "fp8-head, fp8, nvfp4"), ("nvfp4_without=rht,2D", "2D is none of rht, sr, 2d")):
+    for arg, message in (("precision=fp4", "fp8-head, fp8, nvfp4"), ("nvfp4_without=rht,2D", "2D is none of rht")):
         with pytest.raises(t.BadInput, match=message):
             t.parse_config(["--preset=laptop", f"--{arg}"])
     with pytest.raises(t.BadInput, match="no wide weights"):
@@ -475,7 +475,7 @@ def test_the_switch_sets_the_dtype_and_auto_is_plain_without_a_gpu():
 
 def test_the_run_names_its_products_in_the_log(corpus, tmp_path, capsys):
     sizes = dict(data_dir=corpus, log_dir=tmp_path, precision="fp8", float8_all_gather=True)
-    line = [a for a in arguments(**sizes) if not a.startswith("--fp8_head")]
+    line = arguments(**sizes)
     t.main(line)
     (log,) = tmp_path.glob("*.txt")
     text = log.read_text().split(t.RULE)[1]
@@ -485,11 +485,13 @@ def test_the_run_names_its_products_in_the_log(corpus, tmp_path, capsys):
 
 
 def test_the_character_preset_is_the_small_model_of_six_layers():
-    c = t.parse_config(["--preset=char", "--precision=fp32", "--seq_len=256", "--batch_tokens=256", "--val_seq_len=256"])
+    sizes = ["--seq_len=256", "--batch_tokens=256", "--val_seq_len=256"]
+    c = t.parse_config(["--preset=char", "--precision=fp32", *sizes])
     model = t.GPT(c, CPU)
-    assert (len(model.layers), c.model_dim, c.num_heads, t.windows(c.num_steps, c)["long"] * t.BLOCK) == (6, 384, 6, 256)
+    context = t.windows(c.num_steps, c)["long"] * t.BLOCK
+    assert (len(model.layers), c.model_dim, c.num_heads, context) == (6, 384, 6, 256)
     t.initialize(model, 0)
-    model(*batch(1)[0], t.windows(0, c)).backward()
+    model(*(tokens % c.vocab_size for tokens in batch(1)[0]), t.windows(0, c)).backward()
     assert all(p.grad is not None for p in model.parameters())
 
 
@@ -616,7 +618,8 @@ def worlds(tmp_path_factory):
     """Number of ranks -> what each had after one step. One process imports torch and forks all ranks."""
     folder, here = tmp_path_factory.mktemp("worlds"), Path(__file__).parent
     environment = os.environ | {"PYTHONPATH": f"{here.parent}:{here}", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run([sys.executable, "-c", RANKS, folder], env=environment, capture_output=True, text=True, timeout=120)
+    run = subprocess.run([sys.executable, "-c", RANKS, folder], env=environment, capture_output=True, text=True,
+                         timeout=120)
     assert run.returncode == 0, run.stderr
     return {n: [torch.load(folder / f"{n}-{rank}") for rank in range(n)] for n in (1, 2, 4)}
 
