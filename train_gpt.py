@@ -233,9 +233,9 @@ def check_config(c: Config) -> None:
 # fp16: more mantissa than bf16, less exponent. Small gradients vanish, so the loss is multiplied by a power of two that
 #   is halved, with the step skipped, when a gradient overflows; 2000 good steps double it (section 5).
 #
-# Numbers of all these formats, and e2m1 times e4m3, are exact in bf16: where hardware lacks a product, a bf16 product of
-# the same rounded numbers gives the same but for the order of sums. The log says which are native. Emulated rounding is
-# arithmetic (`round_to`), so that it compiles for GPUs which do not know the format.
+# Numbers of all these formats, and e2m1 times e4m3, are exact in bf16: where hardware lacks a product, one in bf16 of
+# the same rounded numbers gives the same but for the order of sums. The log says which are native. Emulated rounding
+# is arithmetic (`round_to`), so that it compiles for GPUs which do not know the format.
 
 PROJECTIONS = ("qkv", "o", "fc", "proj", "lm_head")
 PRECISIONS = {  # --precision: the recipe of each projection
@@ -264,11 +264,10 @@ def plan(c: Config, device: torch.device, plain: str) -> list[dict[str, str]]:
     rows = [{name: layer.recipes.get(name, recipe) if i < len(layers) - c.bf16_last_layers else plain
              for name, recipe in zip(PROJECTIONS, default) if layer.attn or name in ("fc", "proj")}
             for i, layer in enumerate(layers)] + [{"lm_head": head}]
-    for recipes, name in [(recipes, name) for recipes in rows for name in recipes]:
-        recipe = recipes[name]
+    for row, name, recipe in [(r, *item) for r in rows for item in r.items()]:
         width = {"fc": c.mlp_dim, "proj": c.mlp_dim, "lm_head": c.vocab_size}.get(name, c.model_dim)
-        recipes[name] = plain if recipe in PLAIN or c.model_dim % 16 or width % 16 else recipe
-        if recipes[name] != recipe == "nvfp4" or c.float8_all_gather and recipes[name] != "fp8":
+        row[name] = plain if recipe in PLAIN or c.model_dim % 16 or width % 16 else recipe
+        if row[name] != recipe == "nvfp4" or c.float8_all_gather and row[name] != "fp8":
             raise BadInput(f"{name} of {c.model_dim} x {width} is {recipe}; nvfp4 takes multiples of 16 only, and "
                            "--float8_all_gather wants all in fp8, which does too: ranks then have no wider weights")
     return rows
@@ -451,18 +450,21 @@ def round_to(x: Tensor, grid, noise: Tensor | None = None) -> Tensor:
     mantissa, smallest = GRIDS[grid]
     exponent = ((x.view(torch.int32) >> 23) & 255).clamp(min=smallest + 127)
     step = ((exponent - mantissa) << 23).view(torch.float32)  # between neighbours: a power of two
-    y = x / step
+    y = x * ((254 - exponent + mantissa) << 23).view(torch.float32)  # x / step; compiled divisions round otherwise
     return (y.round() if noise is None else y.floor() + (noise < y - y.floor())) * step
 
 def fp8_scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
-    """The format's end over amax, in float64: float32 quotients of eager and compiled code can differ by a bit."""
+    """The format's end over amax, in float64: compiled float32 quotients may be off by a bit."""
     scale = (torch.finfo(dtype).max / amax.double().clamp(min=1e-12)).float()
     return torch.where(amax.isfinite(), scale, math.nan)  # not 0 for infinity: all else would silently become 0
+
+def inverse(x: Tensor) -> Tensor:
+    return x.double().reciprocal().float()
 
 def fp8_operand(x: Tensor, scale: Tensor, dtype: torch.dtype, native: bool) -> Operand:
     """x * scale, clamped (e5m2 would go to infinity) and rounded."""
     y = (x.float() * scale).clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max)
-    return Operand(y.to(dtype) if native else round_to(y, dtype).bfloat16(), scale.reciprocal())
+    return Operand(y.to(dtype) if native else round_to(y, dtype).bfloat16(), inverse(scale))
 
 def fp8_mm(a: Operand, b_t: Operand, dtype: torch.dtype, fast: bool = False) -> Tensor:
     if a.q.dtype == torch.bfloat16:
@@ -484,16 +486,16 @@ def nvfp4_operand(x: Tensor, square: bool = False, stochastic: bool = False) -> 
     """x (R, K) -> e2m1 numbers, a scale for each 16 along K, or for 16 x 16 if `square`."""
     (R, K), rows, x, largest = x.shape, 16 if square else 1, x.float(), torch.finfo(torch.float32).max
     amax, blocks = x.abs().amax(), x.reshape(R // rows, rows, K // 16, 16)
-    encode = torch.where(amax == 0, 1, (6 * 448 / amax).clamp(max=largest))
+    encode = torch.where(amax == 0, 1, (6 * 448 / amax.double()).float().clamp(max=largest))
     scale = round_to((blocks.abs().amax((1, 3), keepdim=True) * (encode * (1 / 6))).clamp(max=448), E4M3)
-    y = (blocks * (1 / (scale * (1 / encode))).clamp(max=largest)).clamp(-6, 6)
+    y = (blocks * inverse(scale * inverse(encode)).clamp(max=largest)).clamp(-6, 6)
     q = round_to(y, "e2m1", torch.rand_like(y) if stochastic else None)
     return Operand(q.view(R, K), scale[:, 0, :, 0], amax)
 
 def nvfp4_mm(a: Operand, b_t: Operand, dtype: torch.dtype, native: bool) -> Tensor:
     scales = [x.scale.repeat_interleave(len(x.q) // len(x.scale), 0) for x in (a, b_t)]  # (R, K / 16)
     if native:
-        y = torch._scaled_mm(pack(a.q), pack(b_t.q).t(), *map(swizzle, scales), out_dtype=torch.float32)
+        y = torch._scaled_mm(pack(a.q), pack(b_t.q).t(), *map(swizzle, scales), out_dtype=torch.float32)  # never run
     else:
         y = exact_mm(*((x.q * s.repeat_interleave(16, 1)).bfloat16() for x, s in zip((a, b_t), scales)))
     return (y * (a.amax * b_t.amax / (6 * 448) ** 2)).to(dtype)
@@ -989,12 +991,12 @@ class Optimizer:
         parts = {name: (self.own(name, m.weight_of[name]), self.masters[name]) if self.gather8
                  else (m.weight_of[name], getattr(m, name).data) for name in m.weights8}
         for which, part in parts.values():
-            amax.scatter_reduce_(0, which, part.abs().flatten(1).amax(1).float(), "amax")
-        amax = torch.where(amax.isnan(), math.inf, amax)  # a maximum over ranks may lose NaN
+            of_rows = part.abs().flatten(1).amax(1).float().nan_to_num(math.inf, math.inf)  # the reduction may lose NaN
+            amax.scatter_reduce_(0, which, of_rows, "amax")
         if sharded:
             dist.all_reduce(amax, dist.ReduceOp.MAX)  # one for all weights
         scale = fp8_scale(amax, E4M3)
-        m.scales.copy_(scale.reciprocal()[:, None].expand_as(m.scales))
+        m.scales.copy_(inverse(scale)[:, None].expand_as(m.scales))
         for name, (which, part) in parts.items():
             w8 = fp8_operand(part, scale[which].view(-1, *[1] * (part.ndim - 1)), E4M3, native=True).q
             if sharded:
@@ -1054,7 +1056,7 @@ def find_shards(c: Config, split: str) -> list[Path]:
     except (ValueError, NotImplementedError) as error:  # an empty or an absolute one
         raise BadInput(f"--{split}_files={pattern}: {error}") from None
     if not paths:
-        make = "python data/prepare.py --python-docs --bytes --out data/pydocs" if c.vocab_size <= SEPARATOR \
+        make = "python data/prepare.py --python-docs --bytes --out data/pydocs" if c.preset in ("laptop", "char") \
             else "python data/fineweb.py 9"
         raise BadInput(f"no {split} shards {pattern} in {c.data_dir}; get them with: {make}")
     return paths
