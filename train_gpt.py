@@ -348,7 +348,7 @@ def document_ids(tokens: Tensor, bos: int) -> Tensor:
     return (tokens == bos).cumsum(0, dtype=torch.int32)
 
 def flex_masks(docs: Tensor, windows: dict[str, int]) -> dict[str, BlockMask]:
-    """docs (T,) -> a BlockMask a window (in blocks). Blocks inside one document skip the element mask (record 12)."""
+    """docs (T,) -> a BlockMask a window, in blocks (FlexAttention: record 12). Full blocks skip the element mask."""
 
     def causal_document(b, h, q, kv):
         return (q >= kv) & (docs[q] == docs[kv])
@@ -469,7 +469,7 @@ def norm(x: Tensor) -> Tensor:
     return F.rms_norm(x, (x.size(-1),), eps=1e-6)
 
 def rope_table(T: int, head_dim: int, device: torch.device, dtype=torch.float32) -> tuple[Tensor, Tensor]:
-    """cos and sin (T, 1, d/2). The slower half of the frequencies is zero: position-free (half-truncated, record 8)."""
+    """cos and sin (T, 1, d/2). The slower half of the frequencies is zero: position-free (after @YouJiacheng)."""
     rotating = head_dim // 4
     freq = (1 / 1024) ** torch.linspace(0, 1, rotating, dtype=dtype, device=device)
     angle = torch.arange(T, dtype=dtype, device=device)[:, None] * F.pad(freq, (0, head_dim // 2 - rotating))
@@ -495,7 +495,7 @@ def block(x, x0, skip, ve, qkvo, attn_gate, mask, mlp, scalars, cos, sin) -> Ten
         H = attn_gate.size(0)
         u = norm(x)
         q, k, v = F.linear(u, qkvo[:3].flatten(0, 1)).view(T, 3, H, D // H).unbind(1)  # (T, H, d) each
-        q, k = rotate(norm(q), cos, sin), rotate(norm(k), cos, sin)  # normalised: scores cannot explode (record 3)
+        q, k = rotate(norm(q), cos, sin), rotate(norm(k), cos, sin)  # bounded scores (Henry et al. 2020)
         v = w["v"] * v if ve is None else w["v"] * v + w["ve"] * ve.view_as(v)
         y = attend(q, k, v, mask, scale=0.12 * 128 * H / D)  # 0.12 for heads of 128; unit-RMS q, k bound the score
         gate = torch.sigmoid(F.linear(u[:, :GATE_DIM], attn_gate))  # (T, H): lets a head say nothing (record 28)
@@ -819,7 +819,7 @@ def muon_momentum(step: int, c: Config) -> float:
     return 0.85 + 0.10 * min(step / max(c.momentum_warmup, 1), 1)
 
 def windows(step: int, c: Config) -> dict[str, int]:
-    """Window of long and short layers in blocks; grows linearly over the run (record 12)."""
+    """Window of long and short layers in blocks; grows linearly over the run (record 13)."""
     long = max(1, math.ceil(c.window_max * step / c.num_steps / BLOCK))
     return {"long": long, "short": max(1, long // 2)}
 
