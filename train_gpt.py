@@ -5,7 +5,7 @@
     python train_gpt.py --preset=laptop                      # two minutes on a CPU
     python train_gpt.py --help                               # every key, its meaning and unit
 
-Read it top to bottom: (1) configuration, (2) the FP8 head, (3) attention, (4) the model, (5) the optimisers,
+Read it top to bottom: (1) configuration, (2) low precision, (3) attention, (4) the model, (5) the optimisers,
 (6) the data, (7) schedules, (8) the log and the clock, (9) the run. Nothing above section 9 needs a GPU, a network or
 torchrun, and importing this file does nothing, so tests and notebooks can use its parts.
 
@@ -102,9 +102,14 @@ class Config:
     # system
     seed: int = key(0, "seed of the initial weights")
     device: str = key("auto", "auto, cuda or cpu")
-    dtype: str = key("bfloat16", "dtype of activations and of the weights that products use")
+    precision: str = key("auto", "row of PRECISIONS; auto: fp8-head where the GPU has FP8, else bf16")
+    native: bool = key(False, "refuse to emulate products that this device does not have")
+    float8_all_gather: bool = key(False, "hand out updated weights as FP8, half the traffic; for --precision=fp8")
+    nvfp4_without: str = key("", "parts of nvfp4 to leave out, for ablation: of rht,sr,2d")
+    bf16_last_layers: int = key(0, "last layers that stay out of the recipe")
+    bf16_last_frac: float = key(0.0, "last fraction of the steps, which is trained without the recipe")
+    dtype: str = key("auto", "dtype of activations and of the weights that products use; auto: as the precision says")
     attention: str = key("auto", "auto, flex (CUDA) or sdpa (everywhere)")
-    fp8_head: bool = key(True, "output head in FP8 where the GPU has it (compute capability 8.9 or newer)")
     compile: bool = key(True, "use torch.compile")
     save_memory: bool = key(False, "recompute activations in backward: the same update with less memory, slower")
     # output
@@ -126,8 +131,12 @@ PRESETS: dict[str, dict] = {
         num_steps=880, batch_tokens=2048, seq_len=2048, window_max=512, cooldown_frac=0.6, momentum_warmup=100,
         muon_lr=0.03, head_lr=0.02, embed_lr=0.3,
         target_loss=1.5, val_tokens=131_072, val_seq_len=8192, val_interval=220,
-        device="cpu", dtype="bfloat16" if CPU_HAS_BF16 else "float32",
-        fp8_head=False, compile=False, sample="The ",
+        device="cpu", precision="bf16" if CPU_HAS_BF16 else "fp32", compile=False, sample="The ",
+    ),
+    "char": dict(  # six plain layers that see 256 bytes, on any text: to compare precisions in minutes
+        data_dir="data/pydocs", cut_documents=True, epochs=100, precision="bf16", topology="char", model_dim=384,
+        num_heads=6, mlp_dim=1536, vocab_size=272, num_steps=1000, batch_tokens=16_384, seq_len=16_384, window_max=256,
+        momentum_warmup=100, target_loss=1.3, val_tokens=65_536, val_seq_len=16_384, val_interval=100,
     ),
 }
 
@@ -135,7 +144,7 @@ def parse_config(argv: list[str]) -> Config:
     """`--key=value` over the preset's values. Raises BadInput on an unknown key or a wrong value."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False,
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-                                     epilog=f"--preset=laptop stands for {PRESETS['laptop']}")
+                                     epilog=f"presets: {PRESETS}")
 
     def refuse(message: str) -> None:
         raise BadInput(message)
@@ -182,74 +191,104 @@ def check_config(c: Config) -> None:
     if c.model_dim < GATE_DIM:
         raise BadInput(f"--model_dim={c.model_dim} must be at least {GATE_DIM}: that many channels steer the gates")
     for name, choices in (("topology", [*TOPOLOGIES]), ("attention", ["auto", "flex", "sdpa"]),
-                          ("device", ["auto", "cuda", "cpu"]), ("dtype", ["bfloat16", "float32", "float64"])):
+                          ("device", ["auto", "cuda", "cpu"]), ("precision", ["auto", *PRECISIONS]),
+                          ("dtype", ["auto", "bfloat16", "float16", "float32", "float64"])):
         if getattr(c, name) not in choices:
             raise BadInput(f"--{name}={getattr(c, name)} is none of {', '.join(choices)}")
     if c.device == "cuda" and not torch.cuda.is_available():
         raise BadInput("--device=cuda, but torch sees no GPU here")
     if c.attention == "flex" and c.device == "cpu":
         raise BadInput("--attention=flex needs CUDA: FlexAttention has no backward on CPU")
+    if unknown := set(c.nvfp4_without.split(",")) - {"", *NVFP4_PARTS}:
+        raise BadInput(f"--nvfp4_without={c.nvfp4_without}: {min(unknown)} is none of {', '.join(NVFP4_PARTS)}")
 
 # ------------------------------------------------------------------------------------------------------------------
-# 2. The FP8 head
+# 2. Low precision
 #
-# The product with the vocabulary is a third of all FLOPs, and Hopper multiplies FP8 twice as fast as bf16. Activations
-# and weights go in as e4m3 (more mantissa), the gradient as e5m2 (more range). Scales are constants: the input is
-# RMS-normalised, so |x| <= sqrt(D), and nothing has to be measured (record 21). 448 is the largest e4m3 number.
-# The tensor cores want the first operand row-major and the second column-major, i.e. both with the contracted
-# dimension contiguous, so backward needs transposed copies. Products accumulate fast (fewer bits) only forward.
-# FP8 tensors enter and leave the custom operators as bytes: torch.library.opcheck cannot compare FP8 ones.
+# Nearly all FLOPs of training are matrix products, and hardware multiplies narrow numbers faster: FP8 twice as fast as
+# bf16, FP4 up to four times. They lack range: e4m3 (4 bits of exponent, 3 of mantissa) holds 2^-9 to 448, e5m2 2^-16 to
+# 57344; larger ones must be clipped, smaller ones become zero. So a tensor is multiplied by a scale that brings its
+# largest magnitude (amax) to the format's end, and the product divided by both scales. And they lack precision: errors
+# of up to 1/16 average out, as a product sums thousands, if the sum is wide. Weights are wide in the optimizer (float32
+# masters), as an update is far smaller than a step of e4m3; so are norms, softmax and loss.
+#
+# A projection has three products: fprop y = x w^T, dgrad dx = dy w, wgrad dw = dy^T x. Each sums over another
+# dimension. One scale a tensor survives transposition, so x, w and dy are rounded once and serve twice; where scales
+# vary along the sum (nvfp4) each product rounds anew, from wide numbers. x and w want mantissa, e4m3; gradients vary
+# more in size, e5m2. Sums may be quick (fewer bits, "fast accumulation") in fprop only: errors of gradients add up. FP8
+# units want the summed dimension contiguous in both operands, so backward makes transposed copies. The recipes:
+# fp8-static: constant scales, for the head. Its input is normalised, |x| <= sqrt(D): nothing to measure (record 21).
+# fp8: each product measures amax ("tensorwise dynamic"; Float8Linear of nanochat and torchao), so x and dy are read
+#   twice. Weights are rounded once a step. --float8_all_gather (torchao): who updates a slice of a weight rounds it and
+#   hands out bytes; slices must share the weight's scale, so one vector of all amaxes is reduced over the ranks.
+# nvfp4 (TransformerEngine's NVFP4BlockScaling): e2m1 has 0, 1/2, 1, 3/2, 2, 3, 4, 6 and signs; 16 along the sum share
+#   an e4m3 scale, the tensor a float32 one. Weights share scales in 16 x 16 blocks, so that fprop and dgrad see one w
+#   ("2d"); gradients are rounded at random, right on average, or all small ones would vanish ("sr"); an orthogonal
+#   transform of both operands of wgrad, which cancels, spreads an outlier over 16 tokens ("rht").
+# fp16: more mantissa than bf16, less exponent: small gradients vanish. So the loss is multiplied by a power of two that
+#   is halved, and the step skipped, when a gradient overflows; 2000 good steps double it (section 5).
+# All these numbers, and e2m1 times e4m3, are exact in bf16: where hardware lacks a product, one in bf16 of the same
+# rounded numbers gives the same but for the order of sums.
 
+PROJECTIONS = ("qkv", "o", "fc", "proj", "lm_head")
+PRECISIONS = {name: (name,) * 5 for name in ("bf16", "fp32", "fp16", "fp8")}  # --precision: recipe of each projection
+PRECISIONS |= {"fp8-head": ("bf16",) * 4 + ("fp8-static",), "nvfp4": ("nvfp4",) * 4 + ("bf16",)}
+PLAIN = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+NVFP4_PARTS = ("rht", "sr", "2d")
+CAPABILITY = {"bf16": (8, 0), "fp16": (7, 0), "fp8-static": (8, 9), "fp8": (8, 9), "nvfp4": (10, 0)}  # of CUDA GPUs
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-HEAD_SCALES = (768**0.5 / 448, 2**-9, 1 / 448)  # of x, w and the gradient (record 28); the loss is a sum over tokens
 
-def quantize(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """x / scale, clamped to dtype's range (a plain cast may give NaN beyond it), rounded to nearest even."""
-    limit = torch.finfo(dtype).max
-    return (x.float() / scale).clamp_(-limit, limit).to(dtype)
+def native(recipe: str, device: torch.device) -> bool:
+    """Whether the device has the recipe's products. A CPU has all but nvfp4's, whose native form was never run."""
+    if device.type != "cuda" or torch.version.hip:  # older AMD GPUs have another e4m3, which ends at 240
+        return recipe in PLAIN or device.type == "cpu" and recipe != "nvfp4"
+    return torch.cuda.get_device_capability(device) >= CAPABILITY.get(recipe, (0, 0))
 
-def scaled_mm(a: Tensor, b_t: Tensor, a_scale: float | Tensor, b_scale: float, dtype, fast: bool) -> Tensor:
-    """a (M, K) times b_t (N, K) transposed -> (M, N), FP8 operands. Each scale has its own, hence aligned, memory."""
-    one = torch.ones((), device=a.device)
+def plan(c: Config, device: torch.device, plain: str) -> list[dict[str, str]]:
+    """The recipe of each projection: a dict a layer and one for the head. Raises BadInput where one is impossible."""
+    auto, layers = "fp8-head" if device.type == "cuda" and native("fp8", device) else "bf16", TOPOLOGIES[c.topology]
+    *default, head = PRECISIONS[auto if c.precision == "auto" else c.precision]
+    rows = [{name: layer.recipes.get(name, recipe) if i < len(layers) - c.bf16_last_layers else plain
+             for name, recipe in zip(PROJECTIONS, default) if layer.attn or name in ("fc", "proj")}
+            for i, layer in enumerate(layers)] + [{"lm_head": head}]
+    for row, name, recipe in [(r, *item) for r in rows for item in r.items()]:
+        width = {"fc": c.mlp_dim, "proj": c.mlp_dim, "lm_head": c.vocab_size}.get(name, c.model_dim)
+        row[name] = plain if recipe in PLAIN or plain == "fp64" or c.model_dim % 16 or width % 16 else recipe
+        if row[name] != recipe == "nvfp4" or c.float8_all_gather and (row[name] != "fp8" or c.bf16_last_frac):
+            raise BadInput(f"{name} of {c.model_dim} x {width} is {recipe}; nvfp4 takes multiples of 16 only, and "
+                           "--float8_all_gather fp8 in all layers and steps, which does too: no rank has wide weights")
+        if c.native and not native(row[name], device):
+            raise BadInput(f"--native, but {device.type} has no products of {name} in {row[name]} here")
+    return rows
+
+def scaled_mm(a: Tensor, b_t: Tensor, a_scale: float | Tensor, b_scale: float | Tensor, dtype, fast: bool) -> Tensor:
+    """a (M, K) times b_t (N, K) transposed, and both scales -> (M, N). Operands in FP8, or rounded numbers in bf16."""
+    one = torch.ones((), device=a.device)  # each scale gets its own, hence aligned, memory
+    if a.dtype == torch.bfloat16 or not native("fp8", a.device):
+        a, b = a.bfloat16(), b_t.bfloat16().t()  # exact, and so are their products
+        y = torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
+        return (y * (one * a_scale * b_scale)).to(dtype)
+    a, b_t = (x if x.is_contiguous() else transpose(x.t().contiguous().view(torch.uint8)).view(x.dtype)
+              for x in (a, b_t))
     return torch._scaled_mm(a, b_t.t(), one * a_scale, one * b_scale, out_dtype=dtype, use_fast_accum=fast)
 
 @torch.library.custom_op("nanogpt::mm", mutates_args=())
-def mm_op(x: Tensor, w: Tensor, x_s: float, w_s: float, grad_s: float) -> tuple[Tensor, Tensor, Tensor]:
-    """x (T, D) times w (V, D) transposed in FP8 -> (T, V) in bf16, and both quantised operands for backward."""
-    x8, w8 = quantize(x, x_s, E4M3), quantize(w, w_s, E4M3)
-    return scaled_mm(x8, w8, x_s, w_s, torch.bfloat16, fast=True), x8.view(torch.uint8), w8.view(torch.uint8)
+def mm_op(x: Tensor, w: Tensor, x_s: Tensor, w_s: Tensor, dtype: torch.dtype) -> Tensor:
+    """x (T, K) times w (N, K) transposed -> (T, N). Rounded numbers, e4m3 as bytes or bf16, in units of the scales."""
+    x, w = (t.view(E4M3) if t.dtype == torch.uint8 else t for t in (x, w))
+    return scaled_mm(x, w, x_s, w_s, dtype, fast=True)
 
-@mm_op.register_fake
-def _(x: Tensor, w: Tensor, x_s: float, w_s: float, grad_s: float):
-    return (x.new_empty(x.shape[0], w.shape[0], dtype=torch.bfloat16),
-            torch.empty_like(x, dtype=torch.uint8), torch.empty_like(w, dtype=torch.uint8))
+mm_op.register_fake(lambda x, w, x_s, w_s, dtype: x.new_empty(len(x), len(w), dtype=dtype))
 
 @torch.library.custom_op("nanogpt::mm_backward", mutates_args=())
-def mm_backward_op(g8: Tensor, x8: Tensor, w8: Tensor, grad_s: Tensor, x_s: float, w_s: float) -> tuple[Tensor, Tensor]:
-    """g8 (T, V) in units of grad_s, x8 (T, D), w8 (V, D) -> gradients of x (T, D) in bf16, of w (V, D) in float32."""
-    g8_t, x8_t, w8_t = (transpose(t) for t in (g8, x8, w8))
-    grad_x = scaled_mm(g8.view(E5M2), w8_t.view(E4M3), grad_s, w_s, torch.bfloat16, fast=False)
-    grad_w = scaled_mm(g8_t.view(E5M2), x8_t.view(E4M3), grad_s, x_s, torch.float32, fast=False)
-    return grad_x, grad_w
+def mm_backward_op(g: Tensor, x: Tensor, w: Tensor, g_s: Tensor, x_s: Tensor, w_s: Tensor,
+                   dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """g (T, N), e5m2 as bytes or bf16, and x, w of `mm_op` -> gradients of x (T, K) and w (N, K)."""
+    g, x, w = (t.view(kind) if t.dtype == torch.uint8 else t for t, kind in ((g, E5M2), (x, E4M3), (w, E4M3)))
+    return scaled_mm(g, w.t(), g_s, w_s, dtype, fast=False), scaled_mm(g.t(), x.t(), g_s, x_s, dtype, fast=False)
 
-@mm_backward_op.register_fake
-def _(g8: Tensor, x8: Tensor, w8: Tensor, grad_s: Tensor, x_s: float, w_s: float):
-    return torch.empty_like(x8, dtype=torch.bfloat16), torch.empty_like(w8, dtype=torch.float32)
-
-def _mm_setup(ctx, inputs, output):
-    (x, w, *ctx.scales), (_, x8, w8) = inputs, output
-    ctx.dtypes = x.dtype, w.dtype
-    ctx.save_for_backward(x8, w8)
-    ctx.set_materialize_grads(False)  # the quantised outputs get no gradient
-
-def _mm_autograd(ctx, g, *_):
-    x_s, w_s, grad_s = ctx.scales
-    g8 = quantize(g, grad_s, E5M2).view(torch.uint8)
-    scale = torch.full((), grad_s, device=g.device)
-    grads = torch.ops.nanogpt.mm_backward(g8, *ctx.saved_tensors, scale, x_s, w_s)
-    return *(grad.to(dtype) for grad, dtype in zip(grads, ctx.dtypes)), None, None, None
-
-mm_op.register_autograd(_mm_autograd, setup_context=_mm_setup)
+mm_backward_op.register_fake(lambda g, x, w, g_s, x_s, w_s, dtype: (x.new_empty(x.shape, dtype=dtype),
+                                                                    w.new_empty(w.shape, dtype=dtype)))
 
 def transpose(x: Tensor) -> Tensor:
     """(M, N) bytes -> (N, M), contiguous, in tiles: the framework's copy would write single bytes."""
@@ -258,6 +297,13 @@ def transpose(x: Tensor) -> Tensor:
     (M, N), out = x.shape, x.new_empty(x.shape[::-1])
     transpose_kernel[triton.cdiv(M, 64), triton.cdiv(N, 128)](x, out, M, N, 64, 128, num_warps=8)
     return out
+
+HEAD_SCALES = (768**0.5 / 448, 2**-9, 1 / 448)  # fp8-static: of x, w, gradient (record 28), as the loss is a sum
+
+def quantize(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """x / scale, clamped to dtype's range (a plain cast may give NaN beyond it), rounded to nearest even."""
+    limit = torch.finfo(dtype).max
+    return (x.float() / scale).clamp_(-limit, limit).to(dtype)
 
 # The loss. A sigmoid caps the logits to (0, 30) (record 18), so exponentials cannot overflow and their sum needs no
 # maximum first. One kernel reads a token's logits twice, the second time from cache, and leaves the loss and its
@@ -291,17 +337,17 @@ class FP8HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, w, targets):
-        z, x8, w8 = torch.ops.nanogpt.mm(x, w, *HEAD_SCALES)
-        loss, g8 = torch.ops.nanogpt.loss(z, targets, HEAD_SCALES[2])
-        ctx.save_for_backward(g8, x8, w8)
+        x_s, w_s = (torch.full((), scale, device=x.device) for scale in HEAD_SCALES[:2])
+        x8, w8 = (quantize(t, scale, E4M3).view(torch.uint8) for t, scale in zip((x, w), HEAD_SCALES))
+        loss, g8 = loss_op(mm_op(x8, w8, x_s, w_s, torch.bfloat16), targets, HEAD_SCALES[2])
+        ctx.save_for_backward(x8, w8, x_s, w_s, g8)
         ctx.dtype = w.dtype
         return loss.sum()
 
     @staticmethod
     def backward(ctx, grad):
-        x_s, w_s, grad_s = HEAD_SCALES
-        grad_x, grad_w = torch.ops.nanogpt.mm_backward(*ctx.saved_tensors, grad * grad_s, x_s, w_s)
-        return grad_x, grad_w.to(ctx.dtype), None
+        x8, w8, x_s, w_s, g8 = ctx.saved_tensors
+        return *mm_backward_op(g8, x8, w8, grad * HEAD_SCALES[2], x_s, w_s, ctx.dtype), None
 
 if triton is not None:
 
@@ -333,6 +379,103 @@ if triton is not None:
             p = tl.exp(CAP * s - lse) - tl.where(cols == target, 1.0, 0.0)
             g = p * s * (1 - s) * (CAP * INV_WIDTH * inv_scale)
             tl.store(g_ptr + cols, tl.minimum(tl.maximum(g, -57344.0), 57344.0).to(tl.float8e5), mask=cols < V)
+
+# Recipes for projections: pure functions on tensors. `forward` does fprop and says what to save for backward, which
+# does dgrad and wgrad. `how` is (recipe, native or not, parts of nvfp4); an FP8 operand (bytes or bf16, 1 / scale).
+
+GRIDS = {E4M3: (3, -6), E5M2: (2, -14), "e2m1": (1, 0)}  # bits of mantissa, smallest exponent of normal numbers
+
+def round_to(x: Tensor, grid, noise: Tensor | None = None) -> Tensor:
+    """float32 x inside the grid's range -> the nearest number of the grid, ties to even. With
+    noise, uniform in [0, 1): one of the two neighbours at random, x on average. No device need know the format."""
+    mantissa, smallest = GRIDS[grid]
+    exponent = ((x.view(torch.int32) >> 23) & 255).clamp(min=smallest + 127)
+    step = ((exponent - mantissa) << 23).view(torch.float32)  # between neighbours: a power of two
+    y = x * ((254 - exponent + mantissa) << 23).view(torch.float32)  # x / step; compiled divisions round otherwise
+    return (y.round() if noise is None else y.floor() + (noise < y - y.floor())) * step
+
+def fp8_scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
+    """The format's end over amax, in float64: compiled float32 quotients may be off by a bit."""
+    scale = (torch.finfo(dtype).max / amax.double().clamp(min=1e-12)).float()
+    return torch.where(amax.isfinite(), scale, math.nan)  # not 0 for infinity: all else would silently become 0
+
+def inverse(x: Tensor) -> Tensor:
+    return x.double().reciprocal().float()
+
+def fp8_operand(x: Tensor, scale: Tensor, dtype: torch.dtype, native: bool) -> tuple[Tensor, Tensor]:
+    """x * scale, clamped (e5m2 would go to infinity) and rounded."""
+    y = (x.float() * scale).clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max)
+    return y.to(dtype).view(torch.uint8) if native else round_to(y, dtype).bfloat16(), inverse(scale)
+
+def fp8_forward(x: Tensor, w: Tensor, w8: tuple, amax: Tensor, how: tuple) -> tuple[Tensor, tuple]:
+    x8, x_s = fp8_operand(x, fp8_scale(amax, E4M3), E4M3, how[1])
+    return mm_op(x8, w8[0], x_s, w8[1], x.dtype), (x8, w8[0], x_s, w8[1])
+
+def fp8_backward(g: Tensor, amax: Tensor, saved: tuple, how: tuple) -> tuple[Tensor, Tensor]:
+    (x8, w8, *scales), (g8, g_s) = saved, fp8_operand(g, fp8_scale(amax, E5M2), E5M2, how[1])
+    return mm_backward_op(g8, x8, w8, g_s, *scales, g.dtype)
+
+def nvfp4_operand(x: Tensor, square: bool = False, stochastic: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """x (R, K) -> e2m1 numbers (R / r, r, K / 16, 16), e4m3 scales (R / r, 1, K / 16, 1), amax; r is 16 if `square`."""
+    (R, K), r, x, largest = x.shape, 16 if square else 1, x.float(), torch.finfo(torch.float32).max
+    amax, blocks = x.abs().amax(), x.reshape(R // r, r, K // 16, 16)
+    encode = torch.where(amax == 0, 1, (6 * 448 / amax.double()).float().clamp(max=largest))
+    scale = round_to((blocks.abs().amax((1, 3), keepdim=True) * (encode * (1 / 6))).clamp(max=448), E4M3)
+    y = (blocks * inverse(scale * inverse(encode)).clamp(max=largest)).clamp(-6, 6)
+    return round_to(y, "e2m1", torch.rand_like(y) if stochastic else None), scale, amax
+
+def nvfp4_mm(a: tuple, b_t: tuple, dtype: torch.dtype, native: bool) -> Tensor:
+    (a, a_s), (b_t, b_s) = ((pack(q, scale) if native else (q * scale).bfloat16().flatten(2).flatten(0, 1),
+                             amax / (6 * 448)) for q, scale, amax in (a, b_t))
+    if native:  # never run
+        return (torch._scaled_mm(a[0], b_t[0].t(), a[1], b_t[1], out_dtype=torch.float32) * (a_s * b_s)).to(dtype)
+    return mm_op(a, b_t, a_s, b_s, dtype)
+
+def pack(q: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """As tensor cores want them: two codes a byte, the first in the low half, and scales in tiles of 32 x 4 x 4."""
+    q, scale = (x.expand(-1, q.size(1), -1, -1).flatten(2).flatten(0, 1) for x in (2 * q, scale))
+    c = (torch.where(q.abs() > 4, (2 * q.abs().log2()).floor(), q.abs()) + 8 * (q < 0)).to(torch.uint8)
+    tiles = F.pad(scale, (0, -scale.size(1) % 4, 0, -len(scale) % 128)).unflatten(1, (-1, 4)).unflatten(0, (-1, 4, 32))
+    return (c[:, ::2] | c[:, 1::2] << 4).view(torch.float4_e2m1fn_x2), tiles.permute(0, 3, 2, 1, 4).flatten().to(E4M3)
+
+def hadamard(x: Tensor) -> Tensor:
+    """x (R, C) -> each 16 numbers of a row times diag(signs) H16 / 4, which is orthogonal."""
+    i = torch.arange(16, device=x.device)
+    shared = ((i[:, None] & i)[..., None] >> i[:4]).sum(-1)  # as odd as the number of bits that the indices share,
+    negative = ((0xD7E8 >> i)[:, None] + shared) & 1  # where Sylvester's H16 is negative; the signs were drawn once
+    return (x.float().reshape(-1, 16) @ (0.25 - 0.5 * negative)).view(x.shape)
+
+def nvfp4_forward(x: Tensor, w: Tensor, w8: tuple, amax: Tensor, how: tuple) -> tuple[Tensor, tuple]:
+    return nvfp4_mm(nvfp4_operand(x), nvfp4_operand(w, "2d" in how[2]), x.dtype, how[1]), (x, w)
+
+def nvfp4_backward(g: Tensor, amax: Tensor, saved: tuple, how: tuple) -> tuple[Tensor, Tensor]:
+    (x, w), (_, native, parts) = saved, how
+    g_t, x_t = (hadamard(t.t()) if "rht" in parts else t.t() for t in (g, x))
+    w_t = nvfp4_operand(w.t(), "2d" in parts)  # square blocks: the numbers of fprop
+    grad_x = nvfp4_mm(nvfp4_operand(g, stochastic="sr" in parts), w_t, g.dtype, native)
+    return grad_x, nvfp4_mm(nvfp4_operand(g_t, stochastic="sr" in parts), nvfp4_operand(x_t), g.dtype, native)
+
+RECIPES = {"fp8": (fp8_forward, fp8_backward), "nvfp4": (nvfp4_forward, nvfp4_backward)}
+
+class LowLinear(torch.autograd.Function):
+    """x (T, K), w (N, K) -> x w^T (T, N) by a recipe. seen (3,) gets amaxes as gradient: NaN there names a culprit."""
+
+    @staticmethod
+    def forward(ctx, x, w, seen, w8, w8_scale, *how):
+        amax, ctx.how = x.abs().amax().float(), how
+        y, saved = RECIPES[how[0]][0](x, w, (w8, w8_scale), amax, how)
+        ctx.save_for_backward(amax, w.abs().amax().float() if w8 is None else w8_scale, *saved)
+        return y
+
+    @staticmethod
+    def backward(ctx, g):
+        (x_amax, w_amax, *saved), amax = ctx.saved_tensors, g.abs().amax().float()
+        grads = RECIPES[ctx.how[0]][1](g, amax, saved, ctx.how)
+        return *grads, torch.stack([w_amax, x_amax, amax]), *[None] * 5
+
+def linear(x: Tensor, w: Tensor, low: dict[str, tuple] | None, name: str) -> Tensor:
+    """x (T, K), w (N, K) -> x w^T (T, N), by the layer's recipe for this projection if there is one."""
+    return LowLinear.apply(x, w, *low[name]) if low and name in low else F.linear(x, w)
 
 # ------------------------------------------------------------------------------------------------------------------
 # 3. Attention: causal, inside one document, over a sliding window of whole blocks
@@ -406,6 +549,7 @@ class Layer(NamedTuple):
     window: str = "short"  # "short" or "long"
     ve: int | None = None  # value embedding that is mixed into v (record 14)
     skip: int | None = None  # earlier layer whose output is added first, as in a U-net (record 11)
+    recipes: dict[str, str] = {}  # of projections that do not follow --precision
 
 TOPOLOGIES: dict[str, list[Layer]] = {
     "gpt2": [
@@ -423,6 +567,7 @@ TOPOLOGIES: dict[str, list[Layer]] = {
         Layer(skip=0, ve=2, window="long"),
     ],
     "laptop": [Layer(ve=0), Layer(window="long"), Layer(skip=1), Layer(skip=0, ve=0, window="long")],
+    "char": [Layer(window="long", ve=0), *[Layer(window="long")] * 4, Layer(window="long", ve=0)],
 }
 
 GATE_DIM = 12  # channels of the input that steer the attention gate (record 28)
@@ -480,11 +625,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     x1, x2 = x.to(cos.dtype).chunk(2, dim=-1)
     return torch.cat((x1 * cos + x2 * sin, x2 * cos - x1 * sin), dim=-1).type_as(x)
 
-def block(x, x0, skip, ve, qkvo, attn_gate, mask, mlp, scalars, cos, sin) -> Tensor:
+def block(x, x0, skip, ve, qkvo, attn_gate, mask, mlp, scalars, cos, sin, low=None) -> Tensor:
     """One layer: x (T, D) -> (T, D). Pure, so that one compiled graph serves all layers of a kind.
 
     x0 is the first layer's input, skip (T, D) and ve (T, D) may be None; qkvo (4, D, D) and attn_gate (H, GATE_DIM)
-    are None in a layer without attention; mlp (2, D, F); scalars (5,) as named in SCALARS.
+    are None in a layer without attention; mlp (2, D, F); scalars (5,) as named in SCALARS; low: the layer's recipes.
     """
     w = dict(zip(SCALARS, scalars.unbind()))
     if skip is not None:
@@ -494,21 +639,22 @@ def block(x, x0, skip, ve, qkvo, attn_gate, mask, mlp, scalars, cos, sin) -> Ten
         T, D = x.shape
         H = attn_gate.size(0)
         u = norm(x)
-        q, k, v = F.linear(u, qkvo[:3].flatten(0, 1)).view(T, 3, H, D // H).unbind(1)  # (T, H, d) each
+        qkv = linear(u, qkvo[:3].flatten(0, 1), low, "qkv")
+        q, k, v = qkv.view(T, 3, H, D // H).unbind(1)  # (T, H, d) each
         q, k = rotate(norm(q), cos, sin), rotate(norm(k), cos, sin)  # bounded scores (Henry et al. 2020)
         v = w["v"] * v if ve is None else w["v"] * v + w["ve"] * ve.view_as(v)
         y = attend(q, k, v, mask, scale=0.12 * 128 * H / D)  # 0.12 for heads of 128; unit-RMS q, k bound the score
         gate = torch.sigmoid(F.linear(u[:, :GATE_DIM], attn_gate))  # (T, H): lets a head say nothing (record 28)
-        x = x + F.linear((y * gate[..., None]).reshape(T, D), qkvo[3])
-    hidden = F.relu(norm(x) @ mlp[0]).square()  # (T, F); both matrices are (D, F) so that Muon stacks them
-    return x + F.linear(hidden, mlp[1])
+        x = x + linear((y * gate[..., None]).reshape(T, D), qkvo[3], low, "o")
+    hidden = F.relu(linear(norm(x), mlp[0].t(), low, "fc")).square()  # (T, F); both are (D, F) so that Muon stacks them
+    return x + linear(hidden, mlp[1], low, "proj")
 
-def head_loss(x, lm_head, targets, fp8: bool) -> Tensor:
+def head_loss(x, lm_head, targets, low=None) -> Tensor:
     """x (T, D), targets (T,) -> cross-entropy summed over tokens, of capped logits."""
     x = norm(x)
-    if fp8:
+    if low and low["lm_head"][3] == "fp8-static":
         return FP8HeadLoss.apply(x, lm_head, targets)
-    return F.cross_entropy(softcap(F.linear(x, lm_head)), targets, reduction="sum")
+    return F.cross_entropy(softcap(linear(x, lm_head, low, "lm_head")), targets, reduction="sum")
 
 class GPT(nn.Module):
     """The model over one packed sequence. Parameters live in stacks ("banks") padded to a multiple of world_size."""
@@ -518,8 +664,7 @@ class GPT(nn.Module):
         self.config, self.table, self.layers = c, parameter_table(c), TOPOLOGIES[c.topology]
         self.bos = min(50256, c.vocab_size - 1)
         self.flex = c.attention == "flex" or c.attention == "auto" and device.type == "cuda"
-        self.fp8 = c.fp8_head
-        dtype = getattr(torch, c.dtype)
+        dtype = PLAIN.get(c.precision, torch.bfloat16) if c.dtype == "auto" else getattr(torch, c.dtype)
         full = torch.promote_types(torch.float32, dtype)
         for name, param in self.table.items():
             rows = math.ceil(param.shape[0] / world_size) * world_size if param.sharded else param.shape[0]
@@ -529,6 +674,36 @@ class GPT(nn.Module):
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
         self.block, self.head_loss = block, head_loss  # `compile_model` replaces these two
+        self.plan, self.plain = plan(c, device, next(name for name in PLAIN if PLAIN[name] == dtype)), False
+        self.make_recipes(device)
+
+    def make_recipes(self, device: torch.device) -> None:
+        """Makes `lows`, () or (recipes,) for each layer and the head, and the FP8 weights: the optimizer fills them."""
+        self.lows, self.weights8, self.groups, count, attn = [], {}, {}, 0, 0
+        self.amaxes = torch.zeros(len(self.plan), len(PROJECTIONS), 3, device=device)  # summed up: not finite, it stays
+        for bank in ("qkvo", "mlp", "lm_head") if any("fp8" in row.values() for row in self.plan) else ():
+            row = torch.arange(len(getattr(self, bank)), device=device)
+            self.weights8[bank] = torch.zeros_like(getattr(self, bank).detach(), dtype=torch.uint8)
+            self.groups[bank] = count + {"qkvo": row - row % 4 * (row % 4 < 3), "mlp": row, "lm_head": 0 * row}[bank]
+            count = int(self.groups[bank].max()) + 1  # a row's place in `scales`: q, k and v are one weight
+        self.scales = torch.full((count, 4), math.nan, device=device)  # of FP8 weights, inverse; each on its 16 bytes
+        parts = tuple(part for part in NVFP4_PARTS if part not in self.config.nvfp4_without)
+        for i, row in enumerate(self.plan):
+            rows, low = {"qkv": ("qkvo", 4 * attn, 3), "o": ("qkvo", 4 * attn + 3, 1), "fc": ("mlp", 2 * i, 1),
+                         "proj": ("mlp", 2 * i + 1, 1), "lm_head": ("lm_head", 0, self.config.vocab_size)}, {}
+            for name, recipe in [item for item in row.items() if item[1] not in PLAIN]:
+                (bank, first, number), w8 = rows[name], (None, None)
+                seen = torch.zeros(3, device=device, requires_grad=True)
+                seen.grad = self.amaxes[i, PROJECTIONS.index(name)]  # autograd adds to it in place
+                if recipe == "fp8":
+                    q, scale = self.weights8[bank][first : first + number].flatten(0, -2), int(self.groups[bank][first])
+                    w8 = q.t() if name == "fc" else q, self.scales[scale, 0]
+                low[name] = seen, *w8, recipe, native(recipe, device), parts
+            self.lows.append((low,) if low else ())
+            attn += "qkv" in row
+
+    def recipes(self) -> list[tuple]:
+        return self.lows if torch.is_grad_enabled() and not self.plain else [()] * len(self.lows)
 
     def weight(self, name: str) -> Tensor:
         """A bank without its padding."""
@@ -548,10 +723,10 @@ class GPT(nn.Module):
         qkvo = iter(self.weight("qkvo").view(-1, 4, c.model_dim, c.model_dim).unbind())
         gates, mlps = iter(self.weight("attn_gate").unbind()), self.weight("mlp").view(-1, 2, c.model_dim, c.mlp_dim)
         masks, cos, sin, outputs = self.masks(tokens, windows), self.cos[:T], self.sin[:T], []
-        for layer, mlp, scalars in zip(self.layers, mlps.unbind(), self.scalars.unbind()):
+        for layer, mlp, scalars, low in zip(self.layers, mlps.unbind(), self.scalars.unbind(), self.recipes()):
             skip = None if layer.skip is None else outputs[layer.skip]
             attn = (next(qkvo), next(gates), masks[layer.window]) if layer.attn else (None, None, None)
-            args = (x, x0, skip, None if layer.ve is None else ve[layer.ve], *attn, mlp, scalars, cos, sin)
+            args = (x, x0, skip, None if layer.ve is None else ve[layer.ve], *attn, mlp, scalars, cos, sin, *low)
             x = checkpoint(self.block, *args, use_reentrant=False) if self.saves_memory() else self.block(*args)
             outputs.append(x.view_as(x))
         return x
@@ -560,14 +735,14 @@ class GPT(nn.Module):
         return self.config.save_memory and torch.is_grad_enabled()
 
     def forward(self, tokens: Tensor, targets: Tensor, windows: dict[str, int]) -> Tensor:
-        """tokens, targets (T,) -> loss summed over T. In training the head is FP8 if it can be; in eval never."""
-        x, w = self.hidden(tokens, windows), self.weight("lm_head")
+        """tokens, targets (T,) -> loss summed over T. Recipes hold in training only."""
+        x, w, low = self.hidden(tokens, windows), self.weight("lm_head"), self.recipes()[-1]
         if torch.is_grad_enabled() and not self.saves_memory():
-            return self.head_loss(x, w, targets, self.fp8)
+            return self.head_loss(x, w, targets, *low)
         pieces = zip(x.split(VAL_CHUNK), targets.split(VAL_CHUNK))  # logits of a whole sequence would not fit
         if self.saves_memory():
-            return sum(checkpoint(self.head_loss, a, w, b, self.fp8, use_reentrant=False) for a, b in pieces)
-        return sum(self.head_loss(a, w, b, False) for a, b in pieces)
+            return sum(checkpoint(self.head_loss, a, w, b, *low, use_reentrant=False) for a, b in pieces)
+        return sum(self.head_loss(a, w, b) for a, b in pieces)
 
 VAL_CHUNK = 16_384  # tokens whose logits are computed at a time in validation
 
@@ -594,6 +769,7 @@ def initialize(model: GPT, seed: int) -> dict[str, Tensor]:
 # update it, and hand out the new bf16 slice (all-gather). All transfers are asynchronous, so they run while the
 # previous parameter is being worked on. Gradients are sums over tokens, so that neither the number of GPUs nor of
 # accumulation steps enters anywhere.
+# A step that fp16 skips is computed, as the processor does not wait to know of the overflow, and nothing of it kept.
 
 def orthogonalize(G: Tensor, steps: int = 5) -> Tensor:
     """G (n, rows, cols) -> nearly U V^T of each matrix, in bf16: singular values end up in about [0.7, 1.2].
@@ -632,19 +808,34 @@ def adam_update(grad: Tensor, state: dict[str, Tensor], lr: float, step: int,
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch 2.13's name, and 2.11's
 reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
+def next_loss_scale(scale: Tensor, good: Tensor, finite: Tensor, period: int = 2000) -> tuple[Tensor, Tensor]:
+    """S and the number of good steps in a row, after a step (the rule of jmp). All are scalars on the device."""
+    full = good + 1 == period
+    grown = torch.where(full & (2 * scale).isfinite(), 2 * scale, scale)
+    return torch.where(finite, grown, (scale / 2).clamp(min=1)), torch.where(finite & ~full, good + 1, 0)
+
 class Optimizer:
     """Muon and Adam over the parameter table, sharded over the ranks of the default process group (if there is one)."""
 
     def __init__(self, model: GPT):
         self.model = model
         self.rank, self.world_size = ranks()
+        self.seq_bits = round(math.log2(model.config.seq_len))
+        self.gather8 = [*model.weights8] if model.config.float8_all_gather else []
         self.reset({name: p.detach().to(model.scalars.dtype) for name, p in model.named_parameters()})
 
     def reset(self, full: dict[str, Tensor]) -> None:
         """Starts anew from the float32 weights `full`, as `initialize` returns them."""
         self.masters = {name: self.own(name, w).clone() for name, w in full.items()}
         self.state: dict[str, dict[str, Tensor]] = {name: {} for name in full}
-        self.steps = 0
+        self.steps, self.loss_scale, zero = 0, None, torch.zeros((), device=self.model.scalars.device)
+        if self.model.config.precision == "fp16":
+            self.steps, self.loss_scale, self.good = zero.double(), zero + 2**15, zero.clone()
+        self.quantize_weights()
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """The float32 loss whose gradient `step` wants. jmp's factor is for a mean over a sequence, ours is a sum."""
+        return loss if self.loss_scale is None else loss * self.loss_scale * 2.0 ** -self.seq_bits
 
     def own(self, name: str, bank: Tensor) -> Tensor:
         """This rank's slice of a bank: a view, all of it where the parameter is not sharded."""
@@ -662,25 +853,71 @@ class Optimizer:
     @torch.no_grad()
     def step(self, lr_factor: float, momentum: float) -> None:
         """Updates all weights from their .grad and frees the gradients. All ranks must call it together."""
-        self.steps += 1
         reductions = {name: self.reduce(name, getattr(self.model, name).grad) for name in self.model.table}
-        gathers = []
+        gathers, finite = [], True
+        if self.loss_scale is not None:
+            finite, unscale = self.all_finite(reductions), 2.0**self.seq_bits / self.loss_scale
+            self.loss_scale, self.good = next_loss_scale(self.loss_scale, self.good, finite)
+        self.steps = self.steps + finite
         for name, (grad, transfer) in reductions.items():
             if transfer is not None:
                 transfer.wait()
             param, master, state = self.model.table[name], self.masters[name], self.state[name]
             grad = grad.to(master.dtype)
+            if self.loss_scale is not None:
+                grad, old = grad * unscale, {key: t.clone() for key, t in (state | {"master": master}).items()}
             if param.optimizer == "muon":
                 master -= muon_update(grad, state, param.lr * lr_factor, momentum)
             else:
                 master -= adam_update(grad, state, param.lr * lr_factor, self.steps)
+            if self.loss_scale is not None:
+                for key, new in (state | {"master": master}).items():
+                    new.copy_(torch.where(finite, new, old.get(key, 0)))
             bank = getattr(self.model, name)
             part = self.own(name, bank.data).copy_(master)
-            if param.sharded and self.world_size > 1:
+            if param.sharded and self.world_size > 1 and name not in self.gather8:
                 gathers.append(all_gather(bank.data, part, async_op=True))
             bank.grad = None
         for transfer in gathers:
             transfer.wait()
+        self.quantize_weights()
+
+    def all_finite(self, reductions: dict) -> Tensor:
+        """Whether all gradients are finite, on all ranks and on the device. A collective."""
+        for transfer in (transfer for _, transfer in reductions.values() if transfer is not None):
+            transfer.wait()
+        found = torch.stack([~grad.isfinite().all() for grad, _ in reductions.values()]).any().float()
+        if dist.is_initialized():
+            dist.all_reduce(found, dist.ReduceOp.MAX)
+        return found == 0
+
+    @torch.no_grad()
+    def quantize_weights(self) -> None:
+        """The FP8 weights anew; with --float8_all_gather from the masters, each rank its part: a collective."""
+        m, amax, sharded = self.model, torch.zeros_like(self.model.scales[:, 0]), self.gather8 and self.world_size > 1
+        parts = {name: (self.own(name, group), self.masters[name]) if self.gather8 else (group, getattr(m, name).data)
+                 for name, group in m.groups.items()}
+        for group, part in parts.values():
+            of_rows = part.abs().flatten(1).amax(1).float().nan_to_num(math.inf, math.inf)  # the reduction may lose NaN
+            amax.scatter_reduce_(0, group, of_rows, "amax")
+        if sharded:
+            dist.all_reduce(amax, dist.ReduceOp.MAX)  # one for all weights
+        scale = fp8_scale(amax, E4M3)
+        m.scales.copy_(inverse(scale)[:, None].expand_as(m.scales))
+        for name, (group, part) in parts.items():
+            w8, _ = fp8_operand(part, scale[group].view(-1, *[1] * (part.ndim - 1)), E4M3, native=True)
+            (all_gather if sharded else Tensor.copy_)(m.weights8[name], w8)
+
+    def bytes_per_step(self) -> int:
+        """What a rank sends for an update where ranks form a ring: gradients and weights. Vectors do not count."""
+        banks = dict(self.model.named_parameters())
+        gathered = banks | {name: self.model.weights8[name] for name in self.gather8}
+        return round((1 - 1 / self.world_size) * sum(t.nbytes for t in [*banks.values(), *gathered.values()]))
+
+    def complete_weights(self) -> None:
+        """Fetches the wide weights that --float8_all_gather left with their owners, for validation. A collective."""
+        for bank in [getattr(self.model, name).data for name in self.gather8 if self.world_size > 1]:
+            all_gather(bank, self.own("lm_head", bank).clone())
 
 # ------------------------------------------------------------------------------------------------------------------
 # 6. The data: .bin shards of 256 int32 (20240520, 1, number of tokens, zeros) and then uint16 tokens
@@ -729,7 +966,7 @@ def find_shards(c: Config, split: str) -> list[Path]:
     except (ValueError, NotImplementedError) as error:  # an empty or an absolute one
         raise BadInput(f"--{split}_files={pattern}: {error}") from None
     if not paths:
-        make = "python data/prepare.py --python-docs --bytes --out data/pydocs" if c.preset == "laptop" \
+        make = "python data/prepare.py --python-docs --bytes --out data/pydocs" if c.preset in ("laptop", "char") \
             else "python data/fineweb.py 9"
         raise BadInput(f"no {split} shards {pattern} in {c.data_dir}; get them with: {make}")
     return paths
@@ -910,24 +1147,31 @@ class LossReader:
 
     def __init__(self, c: Config, log: Log, device: torch.device):
         self.config, self.log, self.pending, self.cuda = c, log, [], device.type == "cuda"
-        self.losses = torch.zeros(c.num_steps + 1, pin_memory=self.cuda)
+        self.losses = torch.zeros(c.num_steps + 1, 1 + 15 * (1 + len(TOPOLOGIES[c.topology])), pin_memory=self.cuda)
 
     def put(self, step: int, loss: Tensor, seconds: float) -> None:
-        """loss: scalar on the device, mean over the batch's tokens."""
-        self.losses[step].copy_(loss, non_blocking=True)
+        """loss, on the device: mean over the batch's tokens, and perhaps which `amaxes` are not finite."""
+        self.losses[step, : loss.numel()].copy_(loss, non_blocking=True)
         self.pending.append((step, seconds, torch.cuda.current_stream().record_event() if self.cuda else None))
         self.write(wait=False)
 
     def write(self, wait: bool) -> None:
-        """Logs what has arrived, in order. Raises BadInput if a loss is not finite."""
+        """Logs what has arrived, in order. Raises BadInput if a loss, or what a recipe saw, is not finite."""
         while self.pending and (wait or not self.cuda or self.pending[0][2].query()):
             step, seconds, arrived = self.pending.pop(0)
             if arrived is not None:
                 arrived.synchronize()
-            loss = self.losses[step].item()
+            loss, *flags = self.losses[step].tolist()
             self.log.step(step, self.config, seconds, train_loss=loss)
-            if not math.isfinite(loss):
-                raise BadInput(f"the training loss is {loss} at step {step}; lower the learning rates")
+            if not math.isfinite(loss) or any(flags):
+                raise BadInput(f"the training loss is {loss} at step {step}{culprit(flags)}; lower the learning rates")
+
+def culprit(flags: list[float]) -> str:
+    """What was not finite at first: the first weight or input, else the last gradient, as backward starts there."""
+    bad = sorted((i % 3, i // 3) for i, flag in enumerate(flags) if flag) or [(3, 0)]  # kind, place
+    kind, place = bad[-1] if bad[0][0] == 2 else bad[0]
+    where = f"layer {place // 5}'s " * (place % 5 < 4) + PROJECTIONS[place % 5]
+    return f", {('weight', 'input', 'gradient')[kind]} of {where} not finite" if kind < 3 else ""
 
 def output_of(*command: str) -> str | None:
     """What a command prints, None if it is not there or says nothing."""
@@ -974,7 +1218,7 @@ def calibrate(device: torch.device) -> dict:
     part = gathered.chunk(ranks()[1])[0].clone()
     work = {  # what a call moves or computes, and the call; an empty tuple where it cannot be made
         "bf16_matmul_tflops": (flops, lambda: half @ half),
-        "fp8_matmul_tflops": (flops, lambda: scaled_mm(fp8, fp8, 1, 1, torch.bfloat16, True)) * has_fp8(device),
+        "fp8_matmul_tflops": (flops, lambda: scaled_mm(fp8, fp8, 1, 1, torch.bfloat16, True)) * native("fp8", device),
         "copy_gb_per_s": (8e-9 * numbers, x.clone),  # bytes read and written
         "all_reduce_gb_per_s": (4e-9 * len(gathered), lambda: dist.all_reduce(gathered)) * (ranks()[1] > 1),
         "all_gather_gb_per_s": (4e-9 * len(gathered), lambda: all_gather(gathered, part)) * (ranks()[1] > 1),
@@ -1019,11 +1263,14 @@ def compile_model(model: GPT, log: Log, clock: Clock) -> None:
 def train_step(model: GPT, optimizer: Optimizer, batch: list[tuple[Tensor, Tensor]], step: int) -> Tensor:
     """One update. Returns the loss per token over the whole batch, on the device."""
     c, total = model.config, 0
+    model.plain = c.bf16_last_frac > 0 and step >= (1 - c.bf16_last_frac) * c.num_steps
     for inputs, targets in batch:
         loss = model(inputs, targets, windows(step, c))
-        loss.backward()
+        optimizer.scaled(loss).backward()
         total = total + loss.detach()
     total = total / c.batch_tokens
+    if any(recipe in RECIPES for row in model.plan for recipe in row.values()):
+        total = torch.cat([total[None], ~model.amaxes.isfinite().flatten()])
     if dist.is_initialized():
         dist.all_reduce(total, async_op=True).wait()  # wait() orders streams here, it does not stop the CPU
     optimizer.step(lr_factor(step, c), muon_momentum(step, c))
@@ -1152,8 +1399,10 @@ def agreed(work: Callable, *args):
         raise BadInput(errors[0])
     return result
 
-def has_fp8(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+def describe_products(model: GPT, device: torch.device) -> str:
+    """Recipe, native or emulated, of each projection."""
+    texts = [f"{k} {v} ({'native' if native(v, device) else 'emulated'})" for row in model.plan for k, v in row.items()]
+    return "products: " + ", ".join(f"{texts.count(text)} x {text}" for text in dict.fromkeys(texts))
 
 def train(c: Config) -> int:
     """The whole run; returns the exit status: 0 if the target was reached, else 1."""
@@ -1172,11 +1421,9 @@ def train(c: Config) -> int:
     log.fact("calibration", calibrate(device))
 
     model = GPT(c, device, world_size)
-    if c.fp8_head and not has_fp8(device):
-        model.fp8 = False
-        log.fact("note", f"the head runs in {c.dtype}: {device.type} has no FP8 products")
     initialize(model, c.seed)
     optimizer = Optimizer(model)
+    log.fact("note", f"{describe_products(model, device)}; {optimizer.bytes_per_step()} bytes sent per step and rank")
     if c.compile:
         compile_model(model, log, clock)
     warm_up(model, optimizer, device)
@@ -1195,6 +1442,7 @@ def train(c: Config) -> int:
         if last or c.val_interval and step % c.val_interval == 0:
             clock.stop()  # all of this is untimed, so it touches no weight and no training data
             reader.write(wait=True)
+            optimizer.complete_weights()
             val_loss = validate(model, val_tokens, step, device)
             log.step(step, c, clock.total, val_loss=val_loss)
             if last:
@@ -1203,6 +1451,8 @@ def train(c: Config) -> int:
         loss = train_step(model, optimizer, loader.batch(), step)
         reader.put(step + 1, loss, clock.now())
 
+    if c.precision == "fp16":
+        log.fact("note", f"{c.num_steps - int(optimizer.steps)} steps skipped, loss scale {optimizer.loss_scale:g}")
     tokens, seconds = c.num_steps * c.batch_tokens, clock.total
     reached = round(val_loss, 4) <= c.target_loss
     peak = torch.cuda.max_memory_allocated(device) // 2**20 if device.type == "cuda" else None

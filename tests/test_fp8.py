@@ -83,16 +83,22 @@ def test_quantize_clamps_what_the_format_cannot_hold(dtype, limit, wide):
 # ---------------------------------------------------------------------------------------------------- the operators
 
 
+def rounded(x, scale, dtype=t.E4M3):
+    """Bytes of x in units of scale, and the scale as the operators take it."""
+    return t.quantize(x, scale, dtype).view(torch.uint8), torch.tensor(scale, device=x.device)
+
+
 @devices
 @pytest.mark.parametrize("rows, width, vocab", [(32, 64, 48), (16, 16, 16)])
-def test_opcheck_passes_on_all_three_operators(device, rows, width, vocab):
-    x, w = normal(rows, width, dtype=torch.bfloat16, device=device), normal(vocab, width, dtype=torch.bfloat16) * 0.1
-    x, w = x.requires_grad_(), w.to(device).requires_grad_()
-    torch.library.opcheck(torch.ops.nanogpt.mm.default, (x, w, *t.HEAD_SCALES))
-    g8 = t.quantize(normal(rows, vocab, device=device), 0.1, t.E5M2).view(torch.uint8)
-    x8, w8 = (t.quantize(a.detach(), 0.1, t.E4M3).view(torch.uint8) for a in (x, w))
-    scale = torch.tensor(0.5, device=device)
-    torch.library.opcheck(torch.ops.nanogpt.mm_backward.default, (g8, x8, w8, scale, 0.25, 0.125))
+@pytest.mark.parametrize("emulated", [False, True])
+def test_opcheck_passes_on_all_three_operators(device, rows, width, vocab, emulated):
+    shapes = ((rows, width), t.E4M3), ((vocab, width), t.E4M3), ((rows, vocab), t.E5M2)
+    (x, x_s), (w, w_s), (g, g_s) = (rounded(normal(*shape, device=device), 0.1, dtype) for shape, dtype in shapes)
+    if emulated:  # the same numbers in bf16
+        x, w, g = x.view(t.E4M3).bfloat16(), w.view(t.E4M3).bfloat16(), g.view(t.E5M2).bfloat16()
+    for dtype in (torch.bfloat16, torch.float32):
+        torch.library.opcheck(torch.ops.nanogpt.mm.default, (x, w, x_s, w_s, dtype))
+        torch.library.opcheck(torch.ops.nanogpt.mm_backward.default, (g, x, w, g_s, x_s, w_s, dtype))
     z, targets = normal(rows, vocab, dtype=torch.bfloat16, device=device), integers(0, vocab - 1, rows, device=device)
     torch.library.opcheck(torch.ops.nanogpt.loss.default, (z, targets, 1 / 448))
 
@@ -103,38 +109,28 @@ def test_products_of_whole_numbers_are_exact_to_the_bit(device, scales):
     x_s, w_s, grad_s = scales  # powers of two
     x, w = integers(-2, 2, 32, 48, device=device), integers(-2, 2, 64, 48, seed=1, device=device)
     g = integers(-1, 1, 32, 64, seed=2, device=device)  # all sums below 256: exact in bf16, too
-    z, x8, w8 = t.mm_op((x * x_s).bfloat16(), (w * w_s).bfloat16(), x_s, w_s, grad_s)
-    assert torch.equal(z.double(), x.double() @ w.double().T * x_s * w_s)
-    assert torch.equal(x8.view(t.E4M3).double(), x.double()) and torch.equal(w8.view(t.E4M3).double(), w.double())
-    g8 = t.quantize(g * grad_s, grad_s, t.E5M2).view(torch.uint8)
-    grad_x, grad_w = t.mm_backward_op(g8, x8, w8, torch.tensor(grad_s, device=device), x_s, w_s)
-    assert grad_x.dtype == torch.bfloat16 and torch.equal(grad_x.double(), g.double() @ w.double() * grad_s * w_s)
-    assert grad_w.dtype == torch.float32 and torch.equal(grad_w.double(), g.double().T @ x.double() * grad_s * x_s)
+    x8, w8, g8 = rounded(x * x_s, x_s), rounded(w * w_s, w_s), rounded(g * grad_s, grad_s, t.E5M2)
+    for dtype in (torch.bfloat16, torch.float32):
+        z = t.mm_op(x8[0], w8[0], x8[1], w8[1], dtype)
+        assert z.dtype == dtype and torch.equal(z.double(), x.double() @ w.double().T * x_s * w_s)
+        grad_x, grad_w = t.mm_backward_op(g8[0], x8[0], w8[0], g8[1], x8[1], w8[1], dtype)
+        assert grad_x.dtype == dtype and torch.equal(grad_x.double(), g.double() @ w.double() * grad_s * w_s)
+        assert grad_w.dtype == dtype and torch.equal(grad_w.double(), g.double().T @ x.double() * grad_s * x_s)
 
 
 @devices
 def test_products_equal_float64_ones_of_the_quantised_operands_and_nearly_those_of_the_originals(device):
-    x_s, w_s, grad_s = t.HEAD_SCALES
     x, w = normal(96, 64, device=device), normal(160, 64, seed=1, device=device) * 0.1
-    z, x8, w8 = t.mm_op(x.bfloat16(), w.bfloat16(), x_s, w_s, grad_s)
-    x_q, w_q = x8.view(t.E4M3).double() * x_s, w8.view(t.E4M3).double() * w_s
+    g = normal(96, 160, seed=2, device=device)
+    (x8, x_s), (w8, w_s), (g8, g_s) = (rounded(a, s, d) for a, s, d in zip((x, w, g), t.HEAD_SCALES,
+                                                                          (t.E4M3, t.E4M3, t.E5M2)))
+    x_q, w_q, g_q = x8.view(t.E4M3).double() * x_s, w8.view(t.E4M3).double() * w_s, g8.view(t.E5M2).double() * g_s
+    z = t.mm_op(x8, w8, x_s, w_s, torch.bfloat16)
     assert distance(z, x_q @ w_q.T) < 2**-8  # one rounding to bf16
     assert distance(x_q, x) < 0.04 and distance(w_q, w) < 0.04 and distance(z, x @ w.T) < 0.06
-    g = normal(96, 160, seed=2, device=device)
-    g8 = t.quantize(g, grad_s, t.E5M2)
-    g_q = g8.double() * grad_s
-    grad_x, grad_w = t.mm_backward_op(g8.view(torch.uint8), x8, w8, torch.tensor(grad_s, device=device), x_s, w_s)
-    assert distance(grad_x, g_q @ w_q) < 2**-8 and distance(grad_w, g_q.T @ x_q) < 1e-5
+    grad_x, grad_w = t.mm_backward_op(g8, x8, w8, g_s, x_s, w_s, torch.float32)
+    assert distance(grad_x, g_q @ w_q) < 1e-5 and distance(grad_w, g_q.T @ x_q) < 1e-5
     assert distance(g_q, g) < 0.08 and distance(grad_x, g @ w) < 0.1 and distance(grad_w, g.T @ x) < 0.1
-
-
-def test_autograd_of_the_product_is_registered_and_has_the_gradients_of_float64():
-    x, w, g = normal(64, 32), normal(80, 32, seed=1) * 0.1, normal(64, 80, seed=2)
-    x16, w32 = x.bfloat16().requires_grad_(), w.float().requires_grad_()
-    z, *_ = torch.ops.nanogpt.mm(x16, w32, *t.HEAD_SCALES)
-    z.backward(g.bfloat16())
-    assert (x16.grad.dtype, w32.grad.dtype) == (torch.bfloat16, torch.float32)
-    assert distance(x16.grad, g @ w) < 0.1 and distance(w32.grad, g.T @ x) < 0.1
 
 
 # ---------------------------------------------------------------------------------------------------- the loss
@@ -202,7 +198,7 @@ def test_the_model_trains_with_the_fp8_head_and_validates_without_it(monkeypatch
     calls = []
     monkeypatch.setattr(t.FP8HeadLoss, "apply", lambda *args: calls.append(len(args[0])) or args[0].sum() * 0)
     c = t.Config(topology="laptop", model_dim=32, num_heads=2, mlp_dim=64, vocab_size=64, seq_len=128, val_seq_len=128,
-                 fp8_head=True)
+                 precision="fp8-head")
     model = t.GPT(c, torch.device("cpu"))
     tokens = integers(0, 63, 128)
     model(tokens, tokens, {"long": 1, "short": 1})

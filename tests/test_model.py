@@ -169,7 +169,7 @@ def test_rotated_products_depend_on_the_distance_alone():
 def tiny(world_size=1, **changes):
     """A float64 model whose every weight is random."""
     values = dict(topology="gpt2", model_dim=16, num_heads=2, mlp_dim=32, vocab_size=BOS + 1, seq_len=384,
-                  val_seq_len=384, batch_tokens=384, dtype="float64", fp8_head=False, device="cpu", compile=False)
+                  val_seq_len=384, batch_tokens=384, dtype="float64", precision="bf16", device="cpu", compile=False)
     model = t.GPT(t.Config(**values | changes), torch.device("cpu"), world_size)
     with torch.no_grad():
         for i, p in enumerate(model.parameters()):

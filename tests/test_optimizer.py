@@ -120,7 +120,7 @@ def test_learning_rate_and_momentum_follow_the_digest():
 
 def small(dtype, world_size=1):
     c = t.Config(topology="laptop", model_dim=16, num_heads=2, mlp_dim=32, vocab_size=61, seq_len=128, val_seq_len=128,
-                 batch_tokens=1536, num_steps=4, window_max=128, dtype=dtype, fp8_head=False, device="cpu")
+                 batch_tokens=1536, num_steps=4, window_max=128, dtype=dtype, precision="bf16", device="cpu")
     return t.GPT(c, torch.device("cpu"), world_size)
 
 

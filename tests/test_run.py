@@ -80,7 +80,7 @@ def test_the_log_begins_with_the_source_byte_for_byte_and_agrees_with_itself(fir
     assert path.read_bytes().startswith(SCRIPT.read_bytes() + b"=" * 100 + b"\n")
     log = read_log(path)
     assert path.stem == log.run["run_id"]
-    expected = TINY | {"data_dir": str(corpus), "run_name": "a test", "seed": 0, "dtype": "bfloat16"}
+    expected = TINY | {"data_dir": str(corpus), "run_name": "a test", "seed": 0, "dtype": "auto"}
     assert {k: log.config[k] for k in expected} == expected | {"sample": "The "}
     assert [(d["split"], d["name"], d["tokens"]) for d in log.values("data")] == [
         ("train", "fineweb_train_000001.bin", 6000), ("train", "fineweb_train_000002.bin", 6000),
@@ -430,7 +430,7 @@ assert "tiktoken" not in sys.modules, "imported before it is needed"
 
 def test_the_file_reads_in_one_sitting():
     source = SCRIPT.read_text()
-    assert source.count("\n") <= 1300
+    assert source.count("\n") <= 1500
     functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
     long = {f.name: f.end_lineno - f.lineno + 1 for f in functions if f.end_lineno - f.lineno + 1 > 70}
     assert set(long) <= {"main", "train"}, long

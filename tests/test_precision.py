@@ -1,0 +1,705 @@
+"""The low-precision recipes: rounding, the three products, what is saved and cached, the ranks, the switch.
+
+References: the formats' values listed from their definition and rounded to by search, PyTorch's own FP8 casts, worked
+examples (of the digest of NVFP4 and Float8Linear), products in float64, and gloo processes whose FP8 weights are
+compared with a quantiser written here.
+"""
+import itertools
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import arguments
+
+import train_gpt as t
+
+CPU = torch.device("cpu")
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+ALL = ("rht", "sr", "2d")
+LIMIT = {t.E4M3: 448.0, t.E5M2: 57344.0}
+
+
+def normal(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def distance(a, b):
+    """Relative, in the Frobenius norm."""
+    return ((a.double() - b.double()).norm() / b.double().norm()).item()
+
+
+def decibels(rounded, x):
+    return -20 * math.log10(distance(rounded, x))
+
+
+def numbers(q, dtype=t.E4M3):
+    """float32 numbers of the first half of an FP8 operand."""
+    return (q.view(dtype) if q.dtype == torch.uint8 else q).float()
+
+
+def fp8(x, dtype, native=True):
+    q, inverse = t.fp8_operand(x, t.fp8_scale(x.abs().amax().float(), dtype), dtype, native)
+    return numbers(q, dtype), inverse
+
+
+def dequantised(operand):
+    """float64 numbers that an operand stands for."""
+    q, scale, *amax = (a.double() for a in operand)
+    return (q * scale).flatten(2).flatten(0, 1) * amax[0] / (6 * 448) if amax else q * scale
+
+
+def config(**changes):
+    tiny = dict(topology="laptop", model_dim=64, num_heads=2, mlp_dim=128, vocab_size=384, num_steps=4, window_max=256,
+                batch_tokens=512, seq_len=256, val_tokens=512, val_seq_len=256, device="cpu", compile=False)
+    return t.Config(**(tiny | changes))
+
+
+def trainer(seed=0, **changes):
+    """A model whose weights are all drawn, and its optimizer."""
+    model = t.GPT(config(**changes), CPU)
+    full = t.initialize(model, seed)
+    for number, (name, w) in enumerate(full.items()):
+        if name in ("qkvo", "mlp", "lm_head"):
+            w.copy_(0.1 * normal(*w.shape, seed=number))
+            getattr(model, name).data.copy_(w)
+    optimizer = t.Optimizer(model)
+    optimizer.reset(full)
+    return model, optimizer
+
+
+def batch(count=2, seed=0):
+    tokens = torch.randint(0, 383, (count, 257), generator=torch.Generator().manual_seed(seed))
+    tokens[:, ::60] = 383
+    return [(row[:-1], row[1:]) for row in tokens]
+
+
+def low(recipe, native, w, parts=ALL):
+    """What `linear` needs to run a recipe, and the tensor whose gradient it fills."""
+    seen, w8 = torch.zeros(3, requires_grad=True, device=w.device), (None, None)
+    if recipe == "fp8":
+        w8 = t.fp8_operand(w.detach(), t.fp8_scale(w.detach().abs().amax().float(), t.E4M3), t.E4M3, True)
+    return {"fc": (seen, *w8, recipe, native, parts)}, seen
+
+
+def three_products(recipe, x, w, g, native=True, parts=ALL):
+    """y, dx, dw of a projection."""
+    x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
+    how, seen = low(recipe, native, w, parts)
+    y = t.linear(x, w, how, "fc")
+    y.backward(g)
+    return y.detach(), x.grad, w.grad, seen.grad
+
+
+# ---------------------------------------------------------------------------------------------------- rounding
+
+
+@pytest.mark.parametrize("dtype", LIMIT, ids=str)
+def test_emulated_rounding_equals_the_cast_at_every_value_tie_and_neighbour_of_a_tie(dtype):
+    codes = torch.arange(256, dtype=torch.uint8).view(dtype).float()
+    grid = codes[codes.isfinite()].unique()
+    ties = (grid[1:] + grid[:-1]) / 2
+    x = torch.cat([grid, ties, ties * (1 + 2**-20), ties * (1 - 2**-20), normal(20_000), 1e-5 * normal(20_000)])
+    assert torch.equal(t.round_to(x, dtype), x.to(dtype).float())
+
+
+def test_e2m1_rounds_to_the_nearest_and_ties_to_the_even_code_on_1e5_values():
+    ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+    assert t.round_to(ties, "e2m1").tolist() == [0, 1, 1, 2, 2, 4, 4]
+    x = torch.cat([ties, E2M1, (2.5 * normal(100_000)).clamp(-6, 6)])
+    far = (x.abs()[:, None] - E2M1).abs()
+    best = far == far.amin(1, keepdim=True)
+    even = torch.arange(8) % 2 == 0
+    nearest = E2M1[torch.where(best.sum(1, keepdim=True) == 2, best & even, best).int().argmax(1)] * x.sign()
+    assert torch.equal(t.round_to(x, "e2m1"), nearest)
+
+
+def test_stochastic_rounding_is_unbiased_and_always_gives_one_of_the_two_neighbours():
+    for x, down, up in ((2.4, 2, 3), (-0.3, -0.5, 0), (1.1, 1, 1.5), (4.5, 4, 6), (-5.9, -6, -4)):
+        n, torch_x = 1_000_000, torch.full((1_000_000,), x)
+        noise = torch.rand(n, generator=torch.Generator().manual_seed(1))
+        drawn = t.round_to(torch_x, "e2m1", noise)
+        assert set(drawn.unique().tolist()) == {down, up}
+        p = (x - down) / (up - down)
+        assert (drawn == up).double().mean().item() == pytest.approx(p, abs=4 * (p * (1 - p) / n) ** 0.5)
+    assert torch.equal(t.round_to(E2M1, "e2m1", torch.zeros(8)), E2M1)  # what needs no rounding gets none
+    assert torch.equal(t.round_to(-E2M1, "e2m1", torch.full((8,), 1 - 2**-24)), -E2M1)
+
+
+def test_two_draws_of_stochastic_rounding_differ_and_their_mean_comes_closer():
+    x = normal(64, 64)
+    nearest = dequantised(t.nvfp4_operand(x))
+    draws = [dequantised(t.nvfp4_operand(x, stochastic=True)) for _ in range(64)]
+    assert not torch.equal(draws[0], draws[1])
+    mean = torch.stack(draws).mean(0)
+    assert distance(mean, x) < distance(nearest, x) / 3 and distance(draws[0], x) > distance(nearest, x)
+
+
+# ---------------------------------------------------------------------------------------------------- fp8
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_fp8_gives_the_known_answers(native):
+    x, inverse = fp8(torch.tensor([1.0, 2, 3, 4]), t.E4M3, native)
+    assert 1 / inverse.item() == pytest.approx(112) and x.tolist() == [112, 224, 320, 448]  # 336 is a tie
+    assert dequantised((x, inverse)).tolist() == pytest.approx([1, 2, 2.857143, 4], abs=1e-6)
+    assert t.fp8_scale(torch.tensor(5.0), t.E5M2).item() == pytest.approx(11468.7998, abs=1e-3)
+    assert fp8(torch.tensor([1.0, 2, 3, 5]), t.E5M2, native)[0].tolist() == [12288, 24576, 32768, 57344]
+    zero = t.fp8_scale(torch.tensor(0.0), t.E4M3)
+    assert zero.item() == pytest.approx(4.48e14) and fp8(torch.zeros(4), t.E4M3, native)[0].tolist() == [0] * 4
+
+
+def test_the_scale_is_the_float64_quotient_rounded_once():
+    amax = normal(10_000).abs()
+    for dtype, limit in LIMIT.items():
+        exact = torch.tensor([limit / a for a in amax.tolist()], dtype=torch.float64).float()
+        assert torch.equal(t.fp8_scale(amax, dtype), exact)
+
+
+def test_signal_to_noise_of_the_formats_is_that_of_the_tables():
+    x = normal(512, 512)
+    assert decibels(dequantised(fp8(x, t.E4M3)), x) == pytest.approx(31.6, abs=0.3)
+    assert decibels(dequantised(fp8(x, t.E5M2)), x) == pytest.approx(25.6, abs=0.3)
+    assert decibels(dequantised(t.nvfp4_operand(x)), x) == pytest.approx(20.4, abs=0.3)
+    assert decibels(dequantised(t.nvfp4_operand(x, square=True)), x) == pytest.approx(19.1, abs=0.3)
+
+
+def test_fp8_products_of_whole_numbers_with_scale_one_are_exact_to_the_bit():
+    draw = torch.Generator().manual_seed(0)
+    x, w = (torch.randint(-2, 3, shape, generator=draw).float() for shape in ((32, 48), (16, 48)))
+    g = torch.randint(-1, 2, (32, 16), generator=draw).float()
+    x[0, 0], w[0, 0], g[0, 0] = 448, 448, 57344  # all scales are 1
+    for native in (True, False):
+        y, dx, dw, seen = three_products("fp8", x, w, g, native)
+        assert torch.equal(y, x @ w.T) and torch.equal(dx, g @ w) and torch.equal(dw, g.T @ x)
+        assert seen.tolist() == [1, 448, 57344]  # the weight is known by its scale
+
+
+def test_native_and_emulated_fp8_differ_by_the_order_of_summation_only():
+    x, w, g = normal(128, 96), normal(64, 96, seed=1), normal(128, 64, seed=2)
+    for a, b in zip(*(three_products("fp8", x, w, g, native)[:3] for native in (True, False))):
+        assert distance(a, b) < 1e-6
+
+
+def test_fp8_keeps_both_operands_in_8_bits_for_backward_and_gradients_in_the_dtype_of_activations():
+    saved = []
+    w = normal(64, 96, dtype=torch.bfloat16)
+    how, _ = low("fp8", True, w)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        x = normal(128, 96, dtype=torch.bfloat16).requires_grad_()
+        y = t.linear(x, w.requires_grad_(), how, "fc")
+    y.sum().backward()
+    assert [(x.dtype, x.shape) for x in saved if x.ndim == 2] == [(torch.uint8, (128, 96)), (torch.uint8, (64, 96))]
+    assert y.dtype == x.grad.dtype == w.grad.dtype == torch.bfloat16
+
+
+# ---------------------------------------------------------------------------------------------------- nvfp4
+
+
+def test_nvfp4_gives_the_known_answers():
+    x = torch.cat([torch.arange(16) * 0.5, torch.arange(16) * 0.1])[None].float()
+    q, scale, amax = operand = t.nvfp4_operand(x)
+    values = [0, 0.5, 1, 1, 1.5, 2, 2, 3, 3, 4, 4, 4, 4, 6, 6, 6]
+    assert amax == 7.5 and scale.flatten().tolist() == [448, 88] and q.flatten().tolist() == values * 2
+    first = [0, 0.625, 1.25, 1.25, 1.875, 2.5, 2.5, 3.75, 3.75, 5, 5, 5, 5, 7.5, 7.5, 7.5]
+    assert dequantised(operand)[0, :16].tolist() == pytest.approx(first, rel=1e-6)
+
+
+def test_nvfp4_of_nothing_is_nothing_and_tiny_blocks_beside_large_ones_vanish():
+    zero = t.nvfp4_operand(torch.zeros(16, 32))
+    assert not dequantised(zero).any() and not t.nvfp4_mm(zero, zero, torch.float32, False).any()
+    x = torch.ones(1, 32)
+    x[0, 16:] = 1e-6
+    assert dequantised(t.nvfp4_operand(x)).tolist() == [pytest.approx([1.0] * 16 + [0.0] * 16, rel=1e-6)]
+
+
+def test_blocks_of_16_by_16_carry_the_same_numbers_in_the_transpose_and_rows_of_16_do_not():
+    w = normal(64, 96)
+    one, other = t.nvfp4_operand(w, square=True), t.nvfp4_operand(w.t(), square=True)
+    assert all(torch.equal(a.permute(2, 3, 0, 1), b) for a, b in zip(one[:2], other[:2]))
+    assert torch.equal(dequantised(one).T, dequantised(other))
+    assert not torch.equal(dequantised(t.nvfp4_operand(w)).T, dequantised(t.nvfp4_operand(w.t())))
+
+
+def test_the_transform_spreads_one_number_over_its_block_and_cancels_in_wgrad():
+    x = torch.zeros(1, 32)
+    x[0, 3] = 4
+    assert t.hadamard(x).tolist() == [[-1, 1, 1, -1, -1, 1, 1, -1, -1, 1, 1, -1, -1, 1, 1, -1] + [0] * 16]
+    x, g = normal(256, 48), normal(256, 32, seed=1)
+    turned = t.hadamard(g.T).double() @ t.hadamard(x.T).double().T
+    assert distance(turned, g.double().T @ x.double()) < 1e-6
+    assert distance(t.hadamard(x.T).norm(), x.norm()) < 1e-6
+
+
+def test_nvfp4_products_equal_those_of_the_hardware_block_by_block():
+    a, b = t.nvfp4_operand(normal(32, 64)), t.nvfp4_operand(normal(48, 64, seed=1), square=True)
+    (a_q, a_scale, a_amax), (b_q, b_scale, b_amax), total = a, b, torch.zeros(32, 48)
+    b_scale = b_scale.expand(-1, 16, -1, -1).reshape(48, 1, 4, 1)
+    for k in range(4):  # as the tensor core: float32 sums of blocks of 16, times both block scales
+        part = a_q.view(32, 4, 16)[:, k] @ b_q.view(48, 4, 16)[:, k].T
+        total += a_scale[:, 0, k] * b_scale[:, 0, k].T * part
+    expected = total * (a_amax * b_amax / (36 * 448 * 448))
+    assert distance(t.nvfp4_mm(a, b, torch.float32, False), expected) < 1e-6
+
+
+def test_each_part_of_nvfp4_can_be_left_out():
+    x, w, g = normal(64, 48), normal(32, 48, seed=1), normal(64, 32, seed=2)
+
+    def products(*parts):
+        torch.manual_seed(0)
+        return three_products("nvfp4", x, w, g, False, parts)[:3]
+
+    def rounded(x):
+        return dequantised(t.nvfp4_operand(x))
+
+    y, dx, dw = products()  # without any: each product of the operands rounded along its own sum
+    assert distance(y, rounded(x) @ rounded(w).T) < 1e-6
+    assert distance(dx, rounded(g) @ rounded(w.T).T) < 1e-6 and distance(dw, rounded(g.T) @ rounded(x.T).T) < 1e-6
+    square, random, turned = products("2d"), products("sr"), products("rht")
+    assert not torch.equal(square[0], y) and not torch.equal(square[1], dx) and torch.equal(square[2], dw)
+    assert torch.equal(random[0], y) and not torch.equal(random[1], dx) and not torch.equal(random[2], dw)
+    assert torch.equal(turned[0], y) and torch.equal(turned[1], dx) and not torch.equal(turned[2], dw)
+
+
+def test_packed_codes_and_swizzled_scales_are_where_tensor_cores_look_for_them():
+    for square, R in ((False, 200), (True, 208)):
+        q, scale, _ = t.nvfp4_operand(normal(R, 96), square)
+        data, laid = t.pack(q, scale)
+        data, laid = data.view(torch.uint8), laid.float()
+        codes = torch.stack([data & 15, data >> 4], -1).flatten(1).long()
+        assert data.shape == (R, 48) and laid.shape == (2 * 2 * 512,)
+        assert torch.equal(E2M1[codes & 7] * (1 - 2 * (codes >> 3)), q.flatten(2).flatten(0, 1))
+        for row, column in itertools.product(range(0, R, 7), range(6)):
+            place = 512 * ((row // 128) * 2 + column // 4) + row % 32 * 16 + row % 128 // 32 * 4 + column % 4
+            assert laid[place] == scale[row // (16 if square else 1), 0, column, 0]
+
+
+# ------------------------------------------------------------------------------------------- gradients, health
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("recipe", ["fp8", "nvfp4"])
+def test_a_gpu_gives_the_products_of_the_cpu_but_for_the_order_of_summation(recipe, compiled):
+    function = torch.compile(t.linear, fullgraph=True, dynamic=False) if compiled else t.linear
+    tensors = normal(256, 96), normal(64, 96, seed=1), normal(256, 64, seed=2)
+    results = three_products(recipe, *tensors, native=False, parts=("rht", "2d"))
+    x, w, g = (a.cuda().requires_grad_() for a in tensors)
+    how, _ = low(recipe, t.native(recipe, torch.device("cuda")), w, ("rht", "2d"))
+    y = function(x, w, how, "fc")
+    y.backward(g.detach())
+    # a sum in another order moves few numbers over a tie of the transformed operands; Hopper sums fprop in fewer bits
+    for ours, exact, bound in zip((y, x.grad, w.grad), results, (2e-3, 1e-3, 1e-2 if recipe == "nvfp4" else 1e-3)):
+        assert distance(ours.detach().cpu(), exact) < bound
+
+
+@pytest.mark.parametrize("recipe, native, error", [  # decibels of x, w and gradient; a random rounding costs 4 more
+    ("fp8", True, (31.6, 31.6, 25.6)), ("fp8", False, (31.6, 31.6, 25.6)), ("nvfp4", False, (20.4, 19.1, 16.4))])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_products_are_those_of_float64_within_the_error_of_the_format(recipe, native, error, dtype):
+    x, w, g = normal(256, 96), normal(64, 96, seed=1), normal(256, 64, seed=2)
+    x[3] *= 20  # an outlier
+    exact = x.double() @ w.double().T, g.double() @ w.double(), g.double().T @ x.double()
+    ours = three_products(recipe, *(a.to(dtype) for a in (x, w, g)), native)[:3]
+    assert all(a.dtype == dtype for a in ours)
+    x_error, w_error, g_error = (10 ** (-db / 20) for db in error)
+    for a, b, errors in zip(ours, exact, ((x_error, w_error), (g_error, w_error), (g_error, x_error))):
+        bound = 1.15 * math.hypot(*errors)
+        assert bound / 1.5 < distance(a, b) < bound
+        assert F.cosine_similarity(a.double().flatten(), b.flatten(), dim=0) > 1 - bound**2
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "nvfp4"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_not_finite_makes_no_zeros_and_is_seen(recipe, bad):
+    native = recipe == "fp8"
+    for culprit in range(3):
+        w, x, g = tensors = normal(32, 48, seed=1), normal(64, 48), normal(64, 32, seed=2)
+        tensors[culprit][5, 7] = bad
+        y, dx, dw, seen = three_products(recipe, x, w, g, native)
+        assert seen.isfinite().tolist() == [index != culprit for index in range(3)]
+        touched = {0: (y, dx), 1: (y, dw), 2: (dx, dw)}[culprit]
+        assert not any(a.isfinite().any() for a in touched), "an operand without a scale has no numbers"
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "nvfp4"])
+def test_the_run_ends_with_the_name_of_the_projection_that_went_wrong(recipe, tmp_path):
+    def message(harm, step=1):
+        model, optimizer = trainer(precision=recipe)
+        harm(model)
+        loss = t.train_step(model, optimizer, batch(), step)
+        reader = t.LossReader(model.config, t.Log(model.config, "x", False), CPU)
+        with pytest.raises(t.BadInput) as error:
+            reader.put(1, loss, 0.0)
+        return str(error.value)
+
+    def input_of_layer_2(model):
+        block, calls = model.block, itertools.count()
+        def broken(x, *args):
+            return block(x.clone().index_fill_(0, torch.tensor([9]), math.nan) if next(calls) == 2 else x, *args)
+        model.block = broken
+
+    def gradient(model):
+        head = model.head_loss
+        model.head_loss = lambda x, *args: head(Broken.apply(x), *args)
+
+    assert "input of layer 2's qkv not finite" in message(input_of_layer_2)
+    assert "gradient of layer 3's proj not finite" in message(gradient)
+
+    def weight(model):
+        model.mlp.data[2, 0, 0] = math.inf  # layer 1's fc
+        t.Optimizer(model)
+
+    assert "weight of layer 1's fc not finite" in message(weight)
+
+
+class Broken(torch.autograd.Function):
+    """Identity whose gradient is infinite."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * math.inf
+
+
+# ---------------------------------------------------------------------------------------------------- the model
+
+
+def test_fp8_weights_are_rounded_once_a_step_however_many_micro_steps_and_equal_the_bf16_weights(monkeypatch):
+    (model, optimizer), shapes, rounded = trainer(precision="fp8"), [], t.fp8_operand
+    monkeypatch.setattr(t, "fp8_operand", lambda x, *a, **kw: shapes.append(tuple(x.shape)) or rounded(x, *a, **kw))
+    t.train_step(model, optimizer, batch(3), 1)
+    banks = {tuple(getattr(model, name).shape) for name in ("qkvo", "mlp", "lm_head")}
+    assert len([s for s in shapes if s in banks]) == 3 and not any(s[0] != 256 for s in shapes if s not in banks)
+    lows, D = [low for (low,) in model.lows], 64
+    qkvo, mlp = model.qkvo.detach().view(4, 4, D, D), model.mlp.detach().view(4, 2, D, -1)
+    for layer in range(4):
+        for name, w in (("qkv", qkvo[layer, :3].reshape(-1, D)), ("o", qkvo[layer, 3]), ("fc", mlp[layer, 0].T),
+                        ("proj", mlp[layer, 1])):
+            scale = (448 / w.double().abs().max()).float()
+            expected = (w.float() * scale).clamp(-448, 448).to(t.E4M3)
+            _, w8, inverse, *_ = lows[layer][name]
+            assert torch.equal(numbers(w8), expected.float()), (layer, name)
+            assert inverse == scale.reciprocal() and inverse.data_ptr() % 16 == 0
+
+
+@pytest.mark.parametrize("precision, close", [("fp16", 0.002), ("fp8-head", 0.01), ("fp8", 0.02), ("nvfp4", 0.1)])
+def test_every_recipe_learns_as_float32_does(precision, close):
+    def losses(precision):
+        torch.manual_seed(0)
+        model, optimizer = trainer(precision=precision, num_steps=12)
+        data = batch(1)
+        return [t.train_step(model, optimizer, data, 0).view(-1)[0].item() / 0.5 for _ in range(12)]
+
+    ours, exact = losses(precision), losses("fp32")
+    assert exact[-1] < exact[0] - 0.5
+    assert abs(ours[0] - exact[0]) < close and abs(ours[-1] - exact[-1]) < 10 * close and ours[-1] < ours[0] - 0.5
+
+
+@pytest.mark.parametrize("precision", ["fp8", "nvfp4"])
+def test_compiled_blocks_equal_eager_ones_and_new_scales_compile_nothing(precision, monkeypatch):
+    monkeypatch.setitem(t.TOPOLOGIES, "alike", [t.Layer(ve=0)] * 3)
+    results = []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        model, optimizer = trainer(precision=precision, topology="alike")
+        torch.manual_seed(0)
+        if compiled:
+            model.block, model.head_loss = (torch.compile(f, backend="aot_eager", fullgraph=True, dynamic=False)
+                                            for f in (t.block, t.head_loss))
+        losses, graphs = [], []
+        for step in range(3):
+            losses.append(t.train_step(model, optimizer, batch(1, step), 0))
+            graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+        scales = {low["o"][2].item() for (low, *_) in model.lows[:3] if precision == "fp8"}
+        assert precision != "fp8" or len(scales) > 1
+        results.append((losses, model.mlp.detach().clone()))
+    assert torch.equal(torch.stack(results[0][0]), torch.stack(results[1][0]))
+    assert torch.equal(results[0][1], results[1][1])
+    assert graphs == [2] * 3  # one for all blocks, one for the head
+
+
+def test_less_memory_gives_the_same_gradients():
+    grads = []
+    for save_memory in (False, True):
+        model, _ = trainer(precision="fp8", save_memory=save_memory)
+        model(*batch(1)[0], {"long": 1, "short": 1}).backward()
+        grads.append((model.mlp.grad, model.lm_head.grad, model.amaxes))
+    assert all(torch.equal(a, b) for a, b in zip(*grads)) and grads[0][2].isfinite().all()
+
+
+def test_validation_and_the_last_phase_are_without_the_recipe():
+    model, optimizer = trainer(precision="fp8", bf16_last_frac=0.5)
+    plain, _ = trainer(precision="bf16")
+    data, windows = batch(1)[0], {"long": 1, "short": 1}
+    with torch.no_grad():
+        assert torch.equal(model(*data, windows), plain(*data, windows))
+    assert not torch.equal(model(*data, windows), plain(*data, windows))
+    t.train_step(model, optimizer, batch(), 1)
+    assert not model.plain
+    model.amaxes.zero_()
+    t.train_step(model, optimizer, batch(), 2)
+    assert model.plain and not model.amaxes.any()
+
+
+def test_layers_and_projections_can_leave_the_recipe(monkeypatch):
+    own = [t.Layer(ve=0, recipes={"o": "bf16", "fc": "fp8"}), t.Layer(attn=False), t.Layer(), t.Layer()]
+    monkeypatch.setitem(t.TOPOLOGIES, "own", own)
+    model, _ = trainer(precision="nvfp4", topology="own", bf16_last_layers=1)
+    assert model.plan == [
+        {"qkv": "nvfp4", "o": "bf16", "fc": "fp8", "proj": "nvfp4"}, {"fc": "nvfp4", "proj": "nvfp4"},
+        {"qkv": "nvfp4", "o": "nvfp4", "fc": "nvfp4", "proj": "nvfp4"},
+        {"qkv": "bf16", "o": "bf16", "fc": "bf16", "proj": "bf16"}, {"lm_head": "bf16"}]
+    assert [sorted(low) for lows in model.lows for low in lows] == [
+        ["fc", "proj", "qkv"], ["fc", "proj"], ["fc", "o", "proj", "qkv"]]
+    assert torch.isfinite(model(*batch(1)[0], {"long": 1, "short": 1}))
+    text = t.describe_products(model, CPU)
+    for part in ("2 x qkv nvfp4 (emulated)", "1 x fc fp8 (native)", "2 x o bf16 (native)", "1 x lm_head bf16 (native)"):
+        assert part in text
+
+
+def test_shapes_that_fp8_cannot_multiply_stay_wide_and_nvfp4_refuses_them():
+    model, _ = trainer(precision="fp8", mlp_dim=120)
+    assert model.plan[0] == {"qkv": "fp8", "o": "fp8", "fc": "bf16", "proj": "bf16"}
+    for changes in (dict(precision="nvfp4"), dict(precision="fp8", float8_all_gather=True)):
+        with pytest.raises(t.BadInput, match=r"fc of 64 x 120 is \w+; nvfp4 takes multiples of 16"):
+            trainer(mlp_dim=120, **changes)
+
+
+def test_bad_use_gets_one_sentence():
+    with pytest.raises(t.BadInput, match="--native, but cpu has no products of qkv in nvfp4 here"):
+        trainer(precision="nvfp4", native=True)
+    for changes in (dict(precision="bf16"), dict(precision="fp8", bf16_last_frac=0.1)):
+        with pytest.raises(t.BadInput, match="qkv of .* is .*; .* --float8_all_gather fp8 in all layers and steps"):
+            trainer(**changes, float8_all_gather=True)
+    for arg, message in (("precision=fp4", "fp8, fp8-head, nvfp4"), ("nvfp4_without=rht,2D", "2D is none of rht")):
+        with pytest.raises(t.BadInput, match=message):
+            t.parse_config(["--preset=laptop", f"--{arg}"])
+
+
+def test_the_switch_sets_the_dtype_and_auto_is_plain_without_a_gpu():
+    for precision, dtype in (("bf16", "bfloat16"), ("fp32", "float32"), ("fp16", "float16"), ("nvfp4", "bfloat16")):
+        assert t.GPT(config(precision=precision), CPU).qkvo.dtype == getattr(torch, dtype)
+    auto = t.GPT(config(), CPU)
+    assert auto.plan[-1] == {"lm_head": "bf16"} and auto.lows == [()] * 5
+    assert t.GPT(config(precision="fp32", dtype="float64"), CPU).plan[0]["o"] == "fp64"
+
+
+def test_the_run_names_its_products_in_the_log(corpus, tmp_path, capsys):
+    sizes = dict(data_dir=corpus, log_dir=tmp_path, precision="fp8", float8_all_gather=True)
+    line = arguments(**sizes)
+    t.main(line)
+    (log,) = tmp_path.glob("*.txt")
+    text = log.read_text().split(t.RULE)[1]
+    assert 'note "products: 4 x qkv fp8 (native), 4 x o fp8 (native)' in text and "1 x lm_head fp8 (native)" in text
+    t.main([*line, "--precision=fp16"])
+    assert "step:4/4 val_loss" in capsys.readouterr().out
+
+
+def test_the_character_preset_is_the_small_model_of_six_layers():
+    sizes = ["--seq_len=256", "--batch_tokens=256", "--val_seq_len=256"]
+    c = t.parse_config(["--preset=char", "--precision=fp32", *sizes])
+    model = t.GPT(c, CPU)
+    context = t.windows(c.num_steps, c)["long"] * t.BLOCK
+    assert (len(model.layers), c.model_dim, c.num_heads, context) == (6, 384, 6, 256)
+    t.initialize(model, 0)
+    model(*(tokens % c.vocab_size for tokens in batch(1)[0]), t.windows(0, c)).backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+# ---------------------------------------------------------------------------------------------------- fp16
+
+
+def test_the_loss_scale_follows_the_rule():
+    scale, good, trace = torch.tensor(2.0**15), torch.tensor(0.0), {}
+    for step in range(4002):
+        scale, good = t.next_loss_scale(scale, good, torch.tensor(step > 1))
+        trace[step] = scale.item()
+    assert (trace[0], trace[1], trace[2000], trace[2001]) == (16384, 8192, 8192, 16384)
+    assert (trace[4000], trace[4001]) == (16384, 32768)
+    for _ in range(40):
+        scale, good = t.next_loss_scale(scale, good, torch.tensor(False))
+    assert (scale, good) == (1, 0)
+    largest = torch.tensor(2.0**127)
+    assert t.next_loss_scale(largest, torch.tensor(1999.0), torch.tensor(True))[0] == largest
+
+
+def test_a_power_of_two_on_the_loss_changes_no_bit_in_float32():
+    weights = []
+    for scale in (1.0, 2.0**15):
+        model, optimizer = trainer(precision="fp16", dtype="float32")
+        optimizer.loss_scale.fill_(scale)
+        for step in range(3):
+            t.train_step(model, optimizer, batch(2, step), step)
+        assert optimizer.steps == 3 and optimizer.loss_scale == scale
+        weights.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*weights))
+
+
+def test_the_scaled_loss_is_wide_enough_for_the_largest_scale():
+    model, optimizer = trainer(precision="fp16")
+    loss = model(*batch(1)[0], {"long": 1, "short": 1})
+    scaled = optimizer.scaled(loss / 256)
+    assert scaled.dtype == torch.float32
+    assert optimizer.scaled(torch.tensor(math.log(65) * 256)).item() == pytest.approx(136_786, rel=1e-4)  # of a mean
+
+
+def test_a_skipped_step_leaves_no_trace_and_the_next_one_is_as_if_it_had_never_been():
+    states = []
+    for spoilt in (False, True):
+        model, optimizer = trainer(precision="fp16")
+        optimizer.loss_scale.fill_(2.0**14 if not spoilt else 2.0**15)
+        for bad in (True, False, False, True, False)[0 if spoilt else 1 :]:
+            if bad and not spoilt:
+                continue
+            for number, p in enumerate(model.parameters()):
+                p.grad = (0.01 * optimizer.loss_scale * normal(*p.shape, seed=number)).to(p.dtype)
+            if bad:
+                model.embed.grad[3, 3] = math.inf
+            optimizer.step(1.0, 0.9)
+            optimizer.loss_scale.fill_(2.0**14)
+        assert optimizer.steps == 3
+        states.append([*model.parameters(), *optimizer.masters.values(),
+                       *(s for state in optimizer.state.values() for s in state.values())])
+    assert len(states[0]) == len(states[1]) and all(torch.equal(a, b) for a, b in zip(*states))
+
+
+# ---------------------------------------------------------------------------------------------------- ranks
+
+RANKS = """
+import sys
+import torch, torch.distributed as dist, torch.multiprocessing as mp
+import train_gpt as t
+import test_precision as test
+
+def work(rank, world_size, folder):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store{world_size}", rank=rank, world_size=world_size)
+    calls, all_reduce, all_gather, reduce_scatter = [], dist.all_reduce, t.all_gather, t.reduce_scatter
+
+    def reduce(tensor, op=dist.ReduceOp.SUM, **kw):
+        calls.append(("max" if op == dist.ReduceOp.MAX else "sum", tensor.dtype, tensor.numel()))
+        return all_reduce(tensor, op, **kw)
+
+    def gather(out, part, **kw):
+        calls.append(("gather", part.dtype, part.numel()))
+        return all_gather(out, part, **kw)
+
+    def scatter(out, whole, **kw):
+        calls.append(("scatter", whole.dtype, whole.numel()))
+        return reduce_scatter(out, whole, **kw)
+
+    dist.all_reduce, t.all_gather, t.reduce_scatter = reduce, gather, scatter
+    result = {}
+    for name in ("fp8", "fp16"):
+        c = test.config(precision=name, float8_all_gather=name == "fp8")
+        model = t.GPT(c, test.CPU, world_size)
+        optimizer = t.Optimizer(model)
+        optimizer.reset(test.start_of(model))
+        before = {n: w.clone() for n, w in optimizer.masters.items()}
+        for number, p in enumerate(model.parameters()):
+            p.grad = test.normal(*p.shape, seed=50 + number).to(p.dtype)
+        if name == "fp16" and rank == world_size - 1:
+            model.qkvo.grad[0, 1, 2] = float("inf")  # reaches the owner of that slice through the sum
+        calls.clear()
+        optimizer.step(1.0, 0.9)
+        step = list(calls)
+        optimizer.complete_weights()
+        result[name] = dict(
+            calls=step, bytes=optimizer.bytes_per_step(), before=before, masters=optimizer.masters,
+            steps=float(optimizer.steps), scales=model.scales,
+            state=optimizer.state, scale=optimizer.loss_scale, good=getattr(optimizer, "good", None),
+            weights8={n: test.numbers(w) for n, w in model.weights8.items()},
+            wide={n: p.detach().clone() for n, p in model.named_parameters()})
+    torch.save(result, f"{folder}/{world_size}-{rank}")
+    dist.destroy_process_group()
+
+for world_size in (1, 2, 4):
+    mp.start_processes(work, (world_size, sys.argv[1]), world_size, start_method="fork")
+"""
+
+
+def start_of(model):
+    """Float32 weights that do not depend on the number of ranks; matrices of very different size."""
+    full = {}
+    for number, (name, param) in enumerate(model.table.items()):
+        w = 0.1 * normal(*param.shape, seed=number)
+        w *= torch.arange(1, 1 + len(w)).view(-1, *[1] * (w.ndim - 1))
+        full[name] = F.pad(w, (0,) * (2 * w.ndim - 1) + (len(getattr(model, name)) - len(w),))
+        getattr(model, name).data.copy_(full[name])
+    return full
+
+
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory):
+    """Number of ranks -> what each had after one step. One process imports torch and forks all ranks."""
+    folder, here = tmp_path_factory.mktemp("worlds"), Path(__file__).parent
+    environment = os.environ | {"PYTHONPATH": f"{here.parent}:{here}", "OMP_NUM_THREADS": "1"}
+    run = subprocess.run([sys.executable, "-c", RANKS, folder], env=environment, capture_output=True, text=True,
+                         timeout=120)
+    assert run.returncode == 0, run.stderr
+    return {n: [torch.load(folder / f"{n}-{rank}") for rank in range(n)] for n in (1, 2, 4)}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_gathered_fp8_weights_are_the_rounded_whole_weights_to_the_bit(worlds, world_size):
+    ranks = [rank["fp8"] for rank in worlds[world_size]]
+    for rank in ranks:
+        for name in ("qkvo", "mlp", "lm_head"):
+            whole = torch.cat([other["masters"][name] for other in ranks])
+            group = {"qkvo": [(4 * i + a, 4 * i + b) for i in range(4) for a, b in ((0, 3), (3, 4))],
+                     "mlp": [(i, i + 1) for i in range(8)], "lm_head": [(0, 384)]}[name]
+            for begin, end in group:
+                w = whole[begin:end]
+                scale = torch.tensor(448 / w.abs().max().double().item(), dtype=torch.float64).float()
+                expected = (w * scale).clamp(-448, 448).to(t.E4M3).float()
+                assert torch.equal(rank["weights8"][name][begin:end], expected), (name, begin)
+            assert torch.equal(rank["wide"][name], whole.bfloat16()), "validation needs the wide weights of all ranks"
+            assert torch.equal(rank["weights8"][name], ranks[0]["weights8"][name])
+        assert torch.equal(rank["scales"], ranks[0]["scales"])
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_step_reduces_one_vector_of_amaxes_and_gathers_matrices_as_bytes(worlds, world_size):
+    for rank in worlds[world_size]:
+        calls, sizes = rank["fp8"]["calls"], {n: w.numel() // world_size for n, w in rank["fp8"]["weights8"].items()}
+        assert [call for call in calls if call[0] == "max"] == [("max", torch.float32, 4 * 4 + 4 * 2 + 1)]
+        gathered = [call[2] for call in calls if call[0] == "gather" and call[1] == torch.uint8]
+        assert sorted(gathered) == sorted(sizes.values())
+        wide = [call[2] for call in calls if call[0] == "gather" and call[1] == torch.bfloat16]
+        others = ("attn_gate", "embed", "value_embeds")
+        assert sorted(wide) == sorted(rank["fp8"]["wide"][name].numel() // world_size for name in others)
+
+
+@pytest.mark.parametrize("precision", ["fp8", "fp16"])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_bytes_per_step_are_those_of_the_calls_of_a_step_in_a_ring(worlds, world_size, precision):
+    for rank in (rank[precision] for rank in worlds[world_size]):
+        share = {"gather": world_size - 1, "scatter": 1 - 1 / world_size, "sum": 2 - 2 / world_size, "max": 0}
+        sent = sum(share[kind] * size * dtype.itemsize for kind, dtype, size in rank["calls"])
+        assert rank["bytes"] == pytest.approx(sent)
+
+
+def test_shards_of_one_weight_share_a_scale_and_two_weights_do_not():
+    shards = [torch.tensor([1.0, -3.0]), torch.tensor([0.5, 0.25])]
+    amaxes = torch.stack([s.abs().max() for s in shards])
+    assert t.fp8_scale(amaxes.max(), t.E4M3).item() == pytest.approx(149.33333, abs=1e-4)
+    assert t.fp8_scale(amaxes, t.E4M3).tolist() == pytest.approx([149.33333, 896], abs=1e-4)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_a_gradient_that_overflows_on_one_rank_makes_all_skip_the_step(worlds, world_size):
+    for rank in (rank["fp16"] for rank in worlds[world_size]):
+        assert all(torch.equal(w, rank["before"][name]) for name, w in rank["masters"].items())
+        assert not any(s.any() for state in rank["state"].values() for s in state.values())
+        assert (rank["steps"], rank["scale"], rank["good"]) == (0, 2**14, 0)
+        if world_size > 1:
+            assert [call for call in rank["calls"] if call[0] == "max"] == [("max", torch.float32, 1)]
