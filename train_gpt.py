@@ -1213,12 +1213,12 @@ def calibrate(device: torch.device) -> dict:
     """Speeds of this host, outside the clock, so that runs on different hosts can be compared. A collective."""
     n, numbers = (8192, 2**28) if device.type == "cuda" else (1024, 2**24)
     a, x, flops = torch.randn(n, n, device=device), torch.zeros(numbers, device=device), 2e-12 * n**3
-    half, fp8 = a.bfloat16(), quantize(a, 0.02, E4M3)
+    half, fp8, has_fp8 = a.bfloat16(), quantize(a, 0.02, E4M3), device.type == "cuda" and native("fp8", device)
     gathered = x[: numbers // 4 // ranks()[1] * ranks()[1]]
     part = gathered.chunk(ranks()[1])[0].clone()
     work = {  # what a call moves or computes, and the call; an empty tuple where it cannot be made
         "bf16_matmul_tflops": (flops, lambda: half @ half),
-        "fp8_matmul_tflops": (flops, lambda: scaled_mm(fp8, fp8, 1, 1, torch.bfloat16, True)) * native("fp8", device),
+        "fp8_matmul_tflops": (flops, lambda: scaled_mm(fp8, fp8, 1, 1, torch.bfloat16, True)) * has_fp8,
         "copy_gb_per_s": (8e-9 * numbers, x.clone),  # bytes read and written
         "all_reduce_gb_per_s": (4e-9 * len(gathered), lambda: dist.all_reduce(gathered)) * (ranks()[1] > 1),
         "all_gather_gb_per_s": (4e-9 * len(gathered), lambda: all_gather(gathered, part)) * (ranks()[1] > 1),
