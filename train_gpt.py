@@ -83,17 +83,22 @@ class Config:
     mlp_dim: int = key(3072, "hidden width of the MLP")
     vocab_size: int = key(50304, "rows of the embedding: GPT-2's 50257 tokens, rounded up to a multiple of 128")
     # schedule
-    num_steps: int = key(1695, "optimizer steps")
-    batch_tokens: int = key(393_216, "tokens per optimizer step, over all GPUs")
-    seq_len: int = key(49_152, "tokens per packed training sequence; a batch is batch_tokens / seq_len of them")
-    cooldown_frac: float = key(0.45, "last fraction of the steps, over which the learning rate falls to a tenth")
+    schedule: str = key("speedrun", "entry of SCHEDULES: the stages of the run")
+    num_steps: int = key(1400, "optimizer steps")
+    batch_tokens: int = key(393_216, "tokens per optimizer step in the last stage, over all GPUs")
+    seq_len: int = key(16_384, "tokens of a training sequence: whole documents, the last one cut")
+    micro_tokens: int = key(49_152, "most tokens a GPU works on at a time; fewer need less memory for the same update")
+    cooldown_frac: float = key(0.6, "last fraction of the steps, over which the learning rate falls to 0.15")
     momentum_warmup: int = key(300, "steps over which Muon's momentum rises from 0.85 to 0.95")
-    window_max: int = key(1728, "window of long layers at the end, in tokens; it grows linearly from one block")
+    untie_frac: float = key(0.667, "fraction of the steps during which the embedding is the head's weight")
     # optimizers
-    muon_lr: float = key(0.05, "Muon's learning rate, for the matrices")
-    head_lr: float = key(0.008, "Adam's learning rate for the output head")
-    embed_lr: float = key(0.6, "Adam's learning rate for token and value embeddings")
+    muon_lr: float = key(0.023, "Muon's learning rate, for the matrices")
+    muon_decay: float = key(1.2, "weight decay of the matrices, times muon_lr")
+    head_lr: float = key(0.008, "Adam's learning rate for output head, token embedding and gates")
+    table_lr: float = key(0.6, "Adam's learning rate for value and bigram embeddings")
     scalar_lr: float = key(0.04, "Adam's learning rate for the scalars")
+    adam_every: int = key(2, "steps whose gradients Adam gathers for one update; Muon updates at every step")
+    bigram_rows: int = key(251_520, "rows of the table of hashed bigrams")
     # evaluation
     target_loss: float = key(3.28, "validation loss to reach, nats per token")
     val_tokens: int = key(10_485_760, "validation tokens, always the first ones; records are compared on these")
@@ -123,12 +128,32 @@ PRESETS: dict[str, dict] = {
     "laptop": dict(
         data_dir="data/pydocs", epochs=2, cut_documents=True,
         topology="laptop", model_dim=128, num_heads=2, mlp_dim=512, vocab_size=272,
-        num_steps=880, batch_tokens=2048, seq_len=2048, window_max=512, cooldown_frac=0.6, momentum_warmup=100,
-        muon_lr=0.03, head_lr=0.02, embed_lr=0.3,
+        schedule="laptop", num_steps=880, batch_tokens=2048, seq_len=2048, cooldown_frac=0.6, momentum_warmup=100,
+        muon_lr=0.03, head_lr=0.02, table_lr=0.3, adam_every=1, bigram_rows=4096,
         target_loss=1.5, val_tokens=131_072, val_seq_len=8192, val_interval=220,
         device="cpu", dtype="bfloat16" if CPU_HAS_BF16 else "float32",
         fp8_head=False, compile=False, sample="The ",
     ),
+}
+
+class Stage(NamedTuple):
+    share: float  # of the steps; 0: only for the validation at the end
+    batch: float  # of batch_tokens
+    longest: int  # tokens of a document that are read
+    long: int  # window of long layers, blocks
+    short: int  # window of the others
+    lr: float  # factor of all learning rates
+    futures: tuple[tuple[float, float], ...]  # weights of predicting the next, second next, ... token: begin, end
+
+SCHEDULES: dict[str, list[Stage]] = {
+    "speedrun": [  # records 46, 49, 53, 72
+        Stage(0.33, 1 / 3, 896, 3, 1, 1.0, ((1, 1), (0.5, 0.5), (0.25, 0))),
+        Stage(0.33, 2 / 3, 2048, 7, 3, 1.52, ((1, 1), (0.5, 0))),
+        Stage(0.33, 1, 2048, 11, 5, 1.73, ((1, 1),)),
+        Stage(0.01, 1, 2048, 13, 6, 1.73, ((1, 1),)),
+        Stage(0, 1, 2048, 20, 6, 1.73, ((1, 1),)),
+    ],
+    "laptop": [Stage(1.0, 1, 2048, 4, 2, 1.0, ((1, 1),))],
 }
 
 def parse_config(argv: list[str]) -> Config:
@@ -173,7 +198,8 @@ def check_config(c: Config) -> None:
                  "cooldown_frac").split():
         if getattr(c, name) <= 0:
             raise BadInput(f"--{name}={getattr(c, name)} must be positive")
-    for name, multiple_of in (("seq_len", BLOCK), ("val_seq_len", BLOCK), ("batch_tokens", c.seq_len),
+    for name, multiple_of in (("seq_len", BLOCK), ("val_seq_len", BLOCK), ("micro_tokens", c.seq_len),
+                              *(("batch_tokens", round(c.seq_len / stage.batch)) for stage in SCHEDULES[c.schedule]),
                               ("val_tokens", c.val_seq_len), ("model_dim", 4 * c.num_heads)):
         if getattr(c, name) % multiple_of:
             raise BadInput(f"--{name}={getattr(c, name)} must be a multiple of {multiple_of}")
@@ -181,7 +207,7 @@ def check_config(c: Config) -> None:
         raise BadInput(f"--seed={c.seed} must be between 0 and 2^63")
     if c.model_dim < GATE_DIM:
         raise BadInput(f"--model_dim={c.model_dim} must be at least {GATE_DIM}: that many channels steer the gates")
-    for name, choices in (("topology", [*TOPOLOGIES]), ("attention", ["auto", "flex", "sdpa"]),
+    for name, choices in (("topology", [*TOPOLOGIES]), ("schedule", [*SCHEDULES]), ("attention", ["auto", "flex", "sdpa"]),
                           ("device", ["auto", "cuda", "cpu"]), ("dtype", ["bfloat16", "float32", "float64"])):
         if getattr(c, name) not in choices:
             raise BadInput(f"--{name}={getattr(c, name)} is none of {', '.join(choices)}")
@@ -201,7 +227,7 @@ def check_config(c: Config) -> None:
 # FP8 tensors enter and leave the custom operators as bytes: torch.library.opcheck cannot compare FP8 ones.
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-HEAD_SCALES = (768**0.5 / 448, 2**-9, 1 / 448)  # of x, w and the gradient (record 28); the loss is a sum over tokens
+HEAD_SCALES = (100 / 448, 1.6 / 448, 0.75 / 448)  # of x, w and the gradient (record 54); the loss is a sum over tokens
 
 def quantize(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     """x / scale, clamped to dtype's range (a plain cast may give NaN beyond it), rounded to nearest even."""
@@ -259,40 +285,45 @@ def transpose(x: Tensor) -> Tensor:
     transpose_kernel[triton.cdiv(M, 64), triton.cdiv(N, 128)](x, out, M, N, 64, 128, num_warps=8)
     return out
 
-# The loss. A sigmoid caps the logits to (0, 30) (record 18), so exponentials cannot overflow and their sum needs no
-# maximum first. One kernel reads a token's logits twice, the second time from cache, and leaves the loss and its
+# The loss. A sigmoid caps the logits to (0, 23) (records 18, 54), so exponentials cannot overflow and their sum needs
+# no maximum first. One kernel reads a token's logits twice, the second time from cache, and leaves the loss and its
 # gradient, in e5m2: the gradient never exists in bf16 and nothing is recomputed in backward (records 67, 79).
+# Early in training the same logits are also to predict the tokens after the next one, with less weight (record 53).
 
-CAP, CAP_WIDTH = 30.0, 7.5
+CAP, CAP_SHIFT, CAP_WIDTH = 23.0, 5.0, 7.5
 
 def softcap(z: Tensor) -> Tensor:
     """Logits (..., V), capped, in float32 or wider."""
-    return CAP * torch.sigmoid(z.to(torch.promote_types(z.dtype, torch.float32)) / CAP_WIDTH)
+    return CAP * torch.sigmoid((z.to(torch.promote_types(z.dtype, torch.float32)) + CAP_SHIFT) / CAP_WIDTH)
 
 @torch.library.custom_op("nanogpt::loss", mutates_args=())
-def loss_op(z: Tensor, targets: Tensor, grad_s: float) -> tuple[Tensor, Tensor]:
-    """z (T, V) before the cap, targets (T,) -> cross-entropy (T,) float32, and its gradient (T, V) / grad_s in e5m2."""
+def loss_op(z: Tensor, targets: Tensor, weights: Tensor, grad_s: float) -> tuple[Tensor, Tensor]:
+    """z (T, V) before the cap, targets (K, T), weights (K,) float32 -> weighted sum of the K cross-entropies (T,)
+    float32, and its gradient (T, V) / grad_s in e5m2."""
     if z.is_cuda and triton is not None:
         loss, g8 = z.new_empty(len(z), dtype=torch.float32), torch.empty_like(z, dtype=torch.uint8)
-        loss_kernel[len(z),](z, targets, loss, g8.view(E5M2), 1 / grad_s, z.shape[1], CAP, 1 / CAP_WIDTH, num_warps=4)
+        loss_kernel[len(z),](z, targets, weights, loss, g8.view(E5M2), 1 / grad_s, *z.shape, len(targets),
+                             CAP, CAP_SHIFT, 1 / CAP_WIDTH, num_warps=4)
         return loss, g8
     lse = softcap(z).logsumexp(-1)
-    loss = lse - softcap(z.gather(-1, targets[:, None]))[:, 0]
-    s = torch.sigmoid(z.float() / CAP_WIDTH)
-    p = torch.exp(CAP * s - lse[:, None]) - F.one_hot(targets, z.shape[1])
+    loss = sum(w * (lse - softcap(z.gather(-1, t[:, None]))[:, 0]) for w, t in zip(weights, targets))
+    s = torch.sigmoid((z.float() + CAP_SHIFT) / CAP_WIDTH)
+    p = weights.sum() * torch.exp(CAP * s - lse[:, None])
+    p = p - sum(w * F.one_hot(t, z.shape[1]) for w, t in zip(weights, targets))
     return loss, quantize(p * s * (1 - s) * (CAP / CAP_WIDTH), grad_s, E5M2).view(torch.uint8)
 
 @loss_op.register_fake
-def _(z: Tensor, targets: Tensor, grad_s: float):
+def _(z: Tensor, targets: Tensor, weights: Tensor, grad_s: float):
     return z.new_empty(len(z), dtype=torch.float32), torch.empty_like(z, dtype=torch.uint8)
 
 class FP8HeadLoss(torch.autograd.Function):
-    """x (T, D), w (V, D), targets (T,) -> cross-entropy of the capped logits, summed over T; all products in FP8."""
+    """x (T, D), w (V, D), targets (K, T), weights (K,) -> weighted cross-entropies of the capped logits, summed over T;
+    all products in FP8."""
 
     @staticmethod
-    def forward(ctx, x, w, targets):
+    def forward(ctx, x, w, targets, weights):
         z, x8, w8 = torch.ops.nanogpt.mm(x, w, *HEAD_SCALES)
-        loss, g8 = torch.ops.nanogpt.loss(z, targets, HEAD_SCALES[2])
+        loss, g8 = torch.ops.nanogpt.loss(z, targets, weights, HEAD_SCALES[2])
         ctx.save_for_backward(g8, x8, w8)
         ctx.dtype = w.dtype
         return loss.sum()
@@ -301,7 +332,7 @@ class FP8HeadLoss(torch.autograd.Function):
     def backward(ctx, grad):
         x_s, w_s, grad_s = HEAD_SCALES
         grad_x, grad_w = torch.ops.nanogpt.mm_backward(*ctx.saved_tensors, grad * grad_s, x_s, w_s)
-        return grad_x, grad_w.to(ctx.dtype), None
+        return grad_x, grad_w.to(ctx.dtype), None, None
 
 if triton is not None:
 
@@ -314,23 +345,31 @@ if triton is not None:
         tl.store(out_ptr + cols[:, None] * M + rows[None, :], tl.trans(x), mask=tl.trans(inside))
 
     @triton.jit
-    def loss_kernel(z_ptr, target_ptr, loss_ptr, g_ptr, inv_scale, V, CAP, INV_WIDTH, TILE: tl.constexpr = 2048):
+    def loss_kernel(z_ptr, target_ptr, weight_ptr, loss_ptr, g_ptr, inv_scale, T, V, K: tl.constexpr,
+                    CAP, SHIFT, INV_WIDTH, TILE: tl.constexpr = 2048):
         row = tl.program_id(0).to(tl.int64)
         z_ptr += row * V
         g_ptr += row * V
-        target = tl.load(target_ptr + row)
         total = tl.zeros((TILE,), tl.float32)
         for begin in range(0, V, TILE):
             cols = begin + tl.arange(0, TILE)
             z = tl.load(z_ptr + cols, mask=cols < V, other=0.0).to(tl.float32)
-            total += tl.where(cols < V, tl.exp(CAP * tl.sigmoid(z * INV_WIDTH) - CAP), 0.0)
+            total += tl.where(cols < V, tl.exp(CAP * tl.sigmoid((z + SHIFT) * INV_WIDTH) - CAP), 0.0)
         lse = CAP + tl.log(tl.sum(total))
-        tl.store(loss_ptr + row, lse - CAP * tl.sigmoid(tl.load(z_ptr + target).to(tl.float32) * INV_WIDTH))
+        loss, weight = 0.0, 0.0
+        for k in tl.static_range(K):
+            w, target = tl.load(weight_ptr + k), tl.load(target_ptr + k * T + row)
+            z = tl.load(z_ptr + target).to(tl.float32)
+            loss += w * (lse - CAP * tl.sigmoid((z + SHIFT) * INV_WIDTH))
+            weight += w
+        tl.store(loss_ptr + row, loss)
         for begin in range(0, V, TILE):
             cols = begin + tl.arange(0, TILE)
             z = tl.load(z_ptr + cols, mask=cols < V, other=0.0).to(tl.float32)
-            s = tl.sigmoid(z * INV_WIDTH)
-            p = tl.exp(CAP * s - lse) - tl.where(cols == target, 1.0, 0.0)
+            s = tl.sigmoid((z + SHIFT) * INV_WIDTH)
+            p = weight * tl.exp(CAP * s - lse)
+            for k in tl.static_range(K):
+                p -= tl.where(cols == tl.load(target_ptr + k * T + row), tl.load(weight_ptr + k), 0.0)
             g = p * s * (1 - s) * (CAP * INV_WIDTH * inv_scale)
             tl.store(g_ptr + cols, tl.minimum(tl.maximum(g, -57344.0), 57344.0).to(tl.float8e5), mask=cols < V)
 
@@ -343,30 +382,44 @@ if triton is not None:
 
 BLOCK = 128  # tokens
 
+class View(NamedTuple):
+    """How far attention sees."""
+    windows: dict[str, int]  # blocks
+    freq: tuple[float, ...]  # rotary frequencies, radians a position
+    scale: float  # of the scores
+
 def document_ids(tokens: Tensor, bos: int) -> Tensor:
     """(T,) tokens -> (T,) int32, the number of document starts up to and including each token."""
     return (tokens == bos).cumsum(0, dtype=torch.int32)
 
 def flex_masks(docs: Tensor, windows: dict[str, int]) -> dict[str, BlockMask]:
-    """docs (T,) -> a BlockMask a window, in blocks (FlexAttention: record 12). Full blocks skip the element mask."""
+    """docs (T,) -> a BlockMask a window, in blocks (FlexAttention: record 12). Full blocks skip the element mask.
+
+    Documents lie one after the other, so the blocks that a block sees, or sees fully, are ranges: two binary searches.
+    """
 
     def causal_document(b, h, q, kv):
         return (q >= kv) & (docs[q] == docs[kv])
 
-    first, last = docs[::BLOCK], docs[BLOCK - 1 :: BLOCK]  # (n,) document of each block's ends
-    row = torch.arange(len(first), device=docs.device, dtype=torch.int32)
-    distance = row[:, None] - row  # (n, n) query block minus key block
-    touching = (distance >= 0) & (first[:, None] <= last) & (last[:, None] >= first)
-    full = (distance > 0) & (first[:, None] == last) & (last[:, None] == first)
+    first, last = docs[::BLOCK].contiguous(), docs[BLOCK - 1 :: BLOCK].contiguous()  # (n,) document of a block's ends
+    row = torch.arange(len(first), device=docs.device)
+    see, full = torch.searchsorted(last, first), torch.searchsorted(first, last).minimum(row)  # first key block
+    seen = torch.searchsorted(first, last, right=True) - 1  # last query block
+    fully = (torch.searchsorted(last, first, right=True) - 1).maximum(row)
 
-    def ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:  # how many blocks each row has, and which, those first
-        index = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
-        return blocks.sum(-1, dtype=torch.int32)[None, None], index.to(torch.int32)[None, None]
+    def partial(begin: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:  # how many blocks: itself and begin ... end - 1
+        index = torch.cat((row[:, None], begin[:, None] + row[:-1]), 1).clamp_(max=len(row) - 1)
+        return (1 + end - begin).int()[None, None], index.int()[None, None]
+
+    def whole(begin: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
+        index = (begin[:, None] + row).clamp_(max=len(row) - 1)
+        return (end - begin).int()[None, None], index.int()[None, None]
 
     def mask(window: int) -> BlockMask:
-        near = distance < window
-        return BlockMask.from_kv_blocks(*ordered(touching & ~full & near), *ordered(full & near),
-                                        BLOCK_SIZE=BLOCK, mask_mod=causal_document)
+        oldest, newest = row - (window - 1), row + (window - 1)
+        k, k_full, q, q_full = see.maximum(oldest), full.maximum(oldest), seen.minimum(newest), fully.minimum(newest)
+        return BlockMask((len(docs), len(docs)), *partial(k, k_full), *whole(k_full, row),
+                         *partial(q_full + 1, q + 1), *whole(row + 1, q_full + 1), (BLOCK, BLOCK), causal_document)
 
     return {name: mask(window) for name, window in windows.items()}
 
@@ -404,111 +457,149 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor, scale: flo
 class Layer(NamedTuple):
     attn: bool = True  # has attention
     window: str = "short"  # "short" or "long"
-    ve: int | None = None  # value embedding that is mixed into v (record 14)
-    skip: int | None = None  # earlier layer whose output is added first, as in a U-net (record 11)
+    paired: bool = False  # heads h and h + H/2 share a softmax: two keys for each token (record 58)
+    offset: bool = False  # half of each key is the previous token's: finds what came after an equal token (record 49)
+    ve: int | None = None  # value embedding that is added to v (record 14)
+    source: int | None = None  # attention reads this layer's output instead of the stream (record 77)
+    skip: int | None = None  # layer whose output is added (record 11)
+    xsa: bool = False  # attention gives up what points along the token's own value (record 82)
 
 TOPOLOGIES: dict[str, list[Layer]] = {
     "gpt2": [
-        Layer(window="long", ve=0),
-        Layer(ve=1),
-        Layer(ve=2),
-        Layer(),
-        Layer(window="long"),
-        Layer(),
-        Layer(skip=5),
-        Layer(skip=4, attn=False),
-        Layer(skip=3),
-        Layer(skip=2, ve=0),
-        Layer(skip=1, ve=1),
-        Layer(skip=0, ve=2, window="long"),
+        Layer(paired=True),
+        Layer(ve=0, xsa=True),
+        Layer(ve=1, paired=True),
+        Layer(window="long", offset=True, xsa=True),
+        Layer(xsa=True),
+        Layer(paired=True),
+        Layer(attn=False, skip=3),
+        Layer(xsa=True),
+        Layer(ve=2, source=7, xsa=True),
+        Layer(ve=3, source=7, paired=True),
+        Layer(ve=4, source=7, window="long", offset=True, xsa=True),
     ],
-    "laptop": [Layer(ve=0), Layer(window="long"), Layer(skip=1), Layer(skip=0, ve=0, window="long")],
+    "laptop": [
+        Layer(ve=0),
+        Layer(window="long", offset=True),
+        Layer(),
+        Layer(ve=1, window="long", offset=True),
+    ],
 }
 
-GATE_DIM = 12  # channels of the input that steer the attention gate (record 28)
-SCALARS = ("skip", "x", "x0", "v", "ve")  # mixing weights of one layer, columns of one parameter
-SCALARS_INIT = (1.0, 1.0, 0.0, 0.5, 0.5)
+GATE_DIM = 12  # channels that steer a gate (record 28)
+SIGNS = 8192  # rows of random signs that tell bigrams of one hash apart (record 83)
+SCALARS = {  # mixing weights of a layer, columns of one parameter, and their initial values
+    "v": 0.5, "o": 1.0, "attn": 1.1**0.5, "x0": 0.0, "bigram": 0.05, "skip": 0.18, "mlp": 1.1**0.5, "down": 1.0}
 
 class Param(NamedTuple):
     shape: tuple[int, ...]  # Muon treats it as a stack of matrices
     optimizer: str  # "muon" or "adam"
     lr: float
     init: Callable[[Tensor], None]  # fills a float32 tensor in place
+    decay: float = 0.0  # weight decay at full learning rate
+    betas: tuple[float, float] = (0.9, 0.99)  # Adam's
     sharded: bool = True  # each rank updates its part of dimension 0; else every rank updates all of it
 
 def parameter_table(c: Config) -> dict[str, Param]:
     """Every parameter of the model, in the order in which the optimizer works on them."""
     layers = TOPOLOGIES[c.topology]
     num_attn, num_ve = sum(layer.attn for layer in layers), 1 + max((layer.ve or 0) for layer in layers)
-    D, V = c.model_dim, c.vocab_size
+    D, H, V = c.model_dim, c.num_heads, c.vocab_size
+    d, L = D // H, len(layers)
     bound = 3**0.5 * 0.5 * D**-0.5  # uniform with half the usual deviation: a bit better (record 21)
 
-    def ordinary(w: Tensor) -> None:
-        w.normal_()
+    def uniform(w: Tensor) -> None:
+        w.uniform_(-bound, bound)
 
-    def inward(matrices: int) -> Callable[[Tensor], None]:  # the last matrix of each group, which writes to x, is zero
-        def init(w: Tensor) -> None:
-            w.uniform_(-bound, bound)
-            w.view(-1, matrices, *w.shape[1:])[:, -1] = 0
+    def normal(deviation: float) -> Callable[[Tensor], None]:
+        return lambda w: w.normal_(std=deviation)
 
-        return init
+    def rows(*values: float) -> Callable[[Tensor], None]:
+        return lambda w: w.copy_(torch.tensor(values))
 
+    zero, lr, wd = nn.init.zeros_, c.muon_lr, c.muon_decay * c.muon_lr
+    rare, head = dict(betas=(0.75, 0.95), decay=0.025 * c.table_lr), dict(betas=(0.5, 0.95), decay=0.75 * c.head_lr)
     return {
-        "qkvo": Param((num_attn * 4, D, D), "muon", c.muon_lr, inward(4)),
-        "mlp": Param((len(layers) * 2, D, c.mlp_dim), "muon", c.muon_lr, inward(2)),
-        "attn_gate": Param((num_attn, c.num_heads, GATE_DIM), "muon", c.muon_lr, nn.init.zeros_),
-        "scalars": Param((len(layers), len(SCALARS)), "adam", c.scalar_lr,
-                         lambda w: w.copy_(torch.tensor(SCALARS_INIT)), sharded=False),
-        "lm_head": Param((V, D), "adam", c.head_lr, nn.init.zeros_),
-        "embed": Param((V, D), "adam", c.embed_lr, ordinary),
-        "value_embeds": Param((num_ve * V, D), "adam", c.embed_lr, ordinary),
+        "scalars": Param((L, len(SCALARS)), "adam", c.scalar_lr, rows(*SCALARS.values()), sharded=False),
+        "mix": Param((2,), "adam", c.scalar_lr, rows(0.0, 0.5), sharded=False),
+        "xsa": Param((num_attn, H), "adam", c.scalar_lr, zero, sharded=False),
+        "gates": Param((num_attn, 2, H, GATE_DIM), "adam", c.head_lr, zero, sharded=False),
+        "value_embeds": Param((V, num_ve * D), "adam", c.table_lr, normal(0.01), **rare),
+        "bigrams": Param((c.bigram_rows, D), "adam", c.table_lr, zero, **rare),
+        "lm_head": Param((V, D), "adam", c.head_lr, normal(0.005), **head),
+        "embed": Param((V, D), "adam", c.head_lr, zero, **head),
+        "qk": Param((num_attn * H, 2 * d, D), "muon", lr, uniform, wd),  # pairs of heads (record 80)
+        "vo": Param((num_attn * 2, D, D), "muon", lr, uniform, wd),
+        "mlp_up": Param((L, D, c.mlp_dim), "muon", 2 * lr, uniform, wd),
+        "mlp_down": Param((L, D, c.mlp_dim), "muon", 4 * lr, zero, wd),  # (D, F) as well: y = hidden @ down.T
     }
 
 def norm(x: Tensor) -> Tensor:
     """Root-mean-square norm over the last dimension, without a gain."""
     return F.rms_norm(x, (x.size(-1),), eps=1e-6)
 
-def rope_table(T: int, head_dim: int, device: torch.device, dtype=torch.float32) -> tuple[Tensor, Tensor]:
-    """cos and sin (T, 1, d/2). The slower half of the frequencies is zero: position-free (after @YouJiacheng)."""
-    rotating = head_dim // 4
-    freq = (1 / 1024) ** torch.linspace(0, 1, rotating, dtype=dtype, device=device)
-    angle = torch.arange(T, dtype=dtype, device=device)[:, None] * F.pad(freq, (0, head_dim // 2 - rotating))
-    return angle.cos()[:, None], angle.sin()[:, None]
+def rope_table(T: int, freq: Tensor, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin (T, 1, d) of pairs (2j, 2j + 1). The second half of the dimensions is position-free."""
+    angle = torch.arange(T, dtype=torch.float64, device=freq.device)[:, None] * freq.repeat_interleave(2)
+    sign = torch.tensor([1.0, -1.0], device=freq.device).repeat(len(freq))
+    pad = (0, head_dim - angle.size(1))
+    return F.pad(angle.cos(), pad, value=1.0).to(dtype)[:, None], F.pad(angle.sin() * sign, pad).to(dtype)[:, None]
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of x (T, H, d), in float32: pairs are (j, j + d/2)."""
-    x1, x2 = x.to(cos.dtype).chunk(2, dim=-1)
-    return torch.cat((x1 * cos + x2 * sin, x2 * cos - x1 * sin), dim=-1).type_as(x)
+    """Rotary embedding of x (T, H, d); sin's sign alternates."""
+    swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    return (x * cos + swapped * sin).type_as(x)
 
-def block(x, x0, skip, ve, qkvo, attn_gate, mask, mlp, scalars, cos, sin) -> Tensor:
+def attention(u, ve, qk, v_weight, o_weight, gates, xsa, mask, cos, sin, scale, begins, paired: bool) -> Tensor:
+    """u (T, D), the normalised input -> (T, D). `begins` (T,) marks document starts, None: no key offset."""
+    (T, D), H, gates = u.shape, gates.size(1), gates.to(u.dtype)
+    q, k, v = F.linear(u, torch.cat((qk.reshape(2 * D, D), v_weight))).view(T, 3, H, D // H).unbind(1)  # (T, H, d)
+    q, k = norm(q) * scale, norm(k)  # bounded scores (Henry et al. 2020)
+    if begins is not None:
+        half = D // H // 2
+        previous = torch.where(begins[:, None, None], k, k.roll(1, 0))
+        k = torch.cat((k[..., :half], previous[..., half:]), -1)
+    if ve is not None:
+        gate = 2 * torch.sigmoid(F.linear(torch.cat((u[:, : GATE_DIM // 2], ve[:, : GATE_DIM // 2]), 1), gates[1]))
+        v = v + gate[..., None] * ve.reshape(T, H, D // H)
+    shape = (2 * T, H // 2, D // H) if paired else (T, H, D // H)
+    q, k = rotate(q.reshape(shape), cos, sin), rotate(k.reshape(shape), cos, sin)
+    y = attend(q, k, v.reshape(shape), mask, scale=1.0).reshape(T, H, D // H)
+    if xsa is not None:
+        along = (y * v).sum(-1, keepdim=True) / v.square().sum(-1, keepdim=True).clamp(min=1e-8)
+        y = y - torch.tanh(xsa)[:, None] * along * v
+    gate = torch.sigmoid(F.linear(u[:, :GATE_DIM], gates[0]))  # (T, H): lets a head say nothing (record 28)
+    return F.linear((y * gate[..., None]).reshape(T, D).type_as(u), o_weight)
+
+def block(x, x0, bigram, skip, source, ve, qk, vo, gates, xsa, mask, up, down, scalars, cos, sin, scale, begins,
+          paired: bool) -> Tensor:
     """One layer: x (T, D) -> (T, D). Pure, so that one compiled graph serves all layers of a kind.
 
-    x0 is the first layer's input, skip (T, D) and ve (T, D) may be None; qkvo (4, D, D) and attn_gate (H, GATE_DIM)
-    are None in a layer without attention; mlp (2, D, F); scalars (5,) as named in SCALARS.
+    x0 and bigram (T, D) are the embeddings; skip, source and ve (T, D) may be None. In a layer without attention so
+    are qk (H, 2d, D), vo (2, D, D), gates (2, H, GATE_DIM). up, down (D, F); scalars as named in SCALARS.
     """
-    w = dict(zip(SCALARS, scalars.unbind()))
+    w = {name: value.to(x.dtype) for name, value in zip(SCALARS, scalars.unbind())}
+    if qk is not None:
+        u = norm(x if source is None else source)
+        y = attention(u, ve, qk, w["v"] * vo[0], w["o"] * vo[1], gates, xsa, mask, cos, sin, scale, begins, paired)
+        x = w["attn"] * x + y + w["x0"] * x0 + w["bigram"] * bigram
     if skip is not None:
         x = x + w["skip"] * skip
-    x = w["x"] * x + w["x0"] * x0
-    if qkvo is not None:
-        T, D = x.shape
-        H = attn_gate.size(0)
-        u = norm(x)
-        q, k, v = F.linear(u, qkvo[:3].flatten(0, 1)).view(T, 3, H, D // H).unbind(1)  # (T, H, d) each
-        q, k = rotate(norm(q), cos, sin), rotate(norm(k), cos, sin)  # bounded scores (Henry et al. 2020)
-        v = w["v"] * v if ve is None else w["v"] * v + w["ve"] * ve.view_as(v)
-        y = attend(q, k, v, mask, scale=0.12 * 128 * H / D)  # 0.12 for heads of 128; unit-RMS q, k bound the score
-        gate = torch.sigmoid(F.linear(u[:, :GATE_DIM], attn_gate))  # (T, H): lets a head say nothing (record 28)
-        x = x + F.linear((y * gate[..., None]).reshape(T, D), qkvo[3])
-    hidden = F.relu(norm(x) @ mlp[0]).square()  # (T, F); both matrices are (D, F) so that Muon stacks them
-    return x + F.linear(hidden, mlp[1])
+    hidden = F.relu(norm(x) @ up).square()  # (T, F)
+    return w["mlp"] * x + F.linear(hidden, w["down"] * down)
 
-def head_loss(x, lm_head, targets, fp8: bool) -> Tensor:
-    """x (T, D), targets (T,) -> cross-entropy summed over tokens, of capped logits."""
-    x = norm(x)
+def embed_inputs(x, bigram, signs, sign_index, begins, smear) -> tuple[Tensor, Tensor]:
+    """Embeddings of tokens and hashed bigrams (T, D) -> the stream's input, with some of the token before; signed."""
+    previous = torch.where(begins[:, None], 0, x.roll(1, 0))  # smear (record 34)
+    return norm(x + smear.to(x.dtype) * previous), bigram * signs[sign_index]
+
+def head_loss(x, middle, backout, lm_head, targets, weights, fp8: bool) -> Tensor:
+    """x (T, D) less `backout` of a middle layer's (record 40), targets (K, T), weights (K,) -> loss summed over T."""
+    x = norm(x - backout.to(x.dtype) * middle)
     if fp8:
-        return FP8HeadLoss.apply(x, lm_head, targets)
-    return F.cross_entropy(softcap(F.linear(x, lm_head)), targets, reduction="sum")
+        return FP8HeadLoss.apply(x, lm_head, targets, weights)
+    logits = softcap(F.linear(x, lm_head))
+    return sum(w * F.cross_entropy(logits, t, reduction="sum") for w, t in zip(weights, targets))
 
 class GPT(nn.Module):
     """The model over one packed sequence. Parameters live in stacks ("banks") padded to a multiple of world_size."""
@@ -519,55 +610,90 @@ class GPT(nn.Module):
         self.bos = min(50256, c.vocab_size - 1)
         self.flex = c.attention == "flex" or c.attention == "auto" and device.type == "cuda"
         self.fp8 = c.fp8_head
+        self.tied = True
         dtype = getattr(torch, c.dtype)
         full = torch.promote_types(torch.float32, dtype)
         for name, param in self.table.items():
             rows = math.ceil(param.shape[0] / world_size) * world_size if param.sharded else param.shape[0]
             bank = torch.zeros(rows, *param.shape[1:], dtype=dtype if param.sharded else full, device=device)
             self.register_parameter(name, nn.Parameter(bank))
-        cos, sin = rope_table(max(c.seq_len, c.val_seq_len), c.model_dim // c.num_heads, device, full)
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
-        self.block, self.head_loss = block, head_loss  # `compile_model` replaces these two
+        signs = torch.randint(0, 2, (SIGNS, c.model_dim), generator=torch.Generator().manual_seed(0)) * 2 - 1
+        self.register_buffer("signs", signs.to(device, dtype), persistent=False)
+        self.rope_key, self.rope = None, None
+        self.block, self.head_loss, self.embed_inputs = block, head_loss, embed_inputs  # `compile_model` replaces these
 
     def weight(self, name: str) -> Tensor:
         """A bank without its padding."""
         bank, rows = getattr(self, name), self.table[name].shape[0]
         return bank if bank.size(0) == rows else bank[:rows]
 
-    def masks(self, tokens: Tensor, windows: dict[str, int]) -> dict[str, BlockMask | Tensor]:
-        return (flex_masks if self.flex else sdpa_masks)(document_ids(tokens, self.bos), windows)
+    def rotary(self, view: View) -> tuple[Tensor, Tensor, Tensor]:
+        """cos, sin (2 T, 1, d) for the longest sequence, with two positions a token, and the scale of scores."""
+        c, device = self.config, self.signs.device
+        if self.rope_key != (view.freq, view.scale):
+            T, freq = 2 * max(c.micro_tokens, c.val_seq_len), torch.tensor(view.freq, dtype=torch.float64, device=device)
+            table = rope_table(T, freq, c.model_dim // c.num_heads, self.signs.dtype)
+            self.rope_key, self.rope = (view.freq, view.scale), (*table, torch.tensor(view.scale, device=device))
+        return self.rope
 
-    def hidden(self, tokens: Tensor, windows: dict[str, int]) -> Tensor:
-        """tokens (T,) int64 -> the residual stream (T, D) before the head."""
+    def masks(self, begins: Tensor, windows: dict[str, int]) -> dict[tuple, BlockMask | Tensor]:
+        """By window and whether heads are paired: then a sequence of twice the length."""
+        make, masks = flex_masks if self.flex else sdpa_masks, {}
+        for paired in {layer.paired for layer in self.layers if layer.attn}:
+            docs = begins.cumsum(0, dtype=torch.int32).repeat_interleave(1 + paired)
+            used = {layer.window for layer in self.layers if layer.attn and layer.paired == paired}
+            made = make(docs, {name: windows[name] for name in used})
+            masks |= {(name, paired): mask for name, mask in made.items()}
+        return masks
+
+    def inputs(self, tokens: Tensor, begins: Tensor) -> tuple[Tensor, Tensor]:
+        """tokens (T,) -> the stream's input and the bigrams' embedding, (T, D) each. No bigram crosses a border."""
+        before = torch.where(begins, 0, tokens.roll(1))
+        rows = self.table["bigrams"].shape[0]
+        bigram = F.embedding(((36313 * tokens) ^ (27191 * before)) % rows, self.weight("bigrams"))
+        x = F.embedding(tokens, self.weight("lm_head" if self.tied else "embed"))
+        return self.embed_inputs(x, bigram, self.signs, (tokens ^ before) % SIGNS, begins, self.mix[0])
+
+    def hidden(self, tokens: Tensor, view: View) -> tuple[Tensor, Tensor]:
+        """tokens (T,) int64 -> the residual stream after the last layer and after the middle one, (T, D) each."""
         c, T = self.config, len(tokens)
-        x0 = norm(F.embedding(tokens, self.weight("embed")))
+        begins = tokens == self.bos
+        x0, bigram = self.inputs(tokens, begins)
         x = x0.view_as(x0)  # another object: were x and x0 one, the compiler would make a graph of its own for that
-        tables = self.weight("value_embeds").view(-1, c.vocab_size, c.model_dim).unbind()
-        ve = [F.embedding(tokens, table) for table in tables]  # (T, D) each
-        qkvo = iter(self.weight("qkvo").view(-1, 4, c.model_dim, c.model_dim).unbind())
-        gates, mlps = iter(self.weight("attn_gate").unbind()), self.weight("mlp").view(-1, 2, c.model_dim, c.mlp_dim)
-        masks, cos, sin, outputs = self.masks(tokens, windows), self.cos[:T], self.sin[:T], []
-        for layer, mlp, scalars in zip(self.layers, mlps.unbind(), self.scalars.unbind()):
-            skip = None if layer.skip is None else outputs[layer.skip]
-            attn = (next(qkvo), next(gates), masks[layer.window]) if layer.attn else (None, None, None)
-            args = (x, x0, skip, None if layer.ve is None else ve[layer.ve], *attn, mlp, scalars, cos, sin)
+        ve = F.embedding(tokens, self.weight("value_embeds")).chunk(self.weight("value_embeds").size(1) // c.model_dim, 1)
+        D, H = c.model_dim, c.num_heads
+        attns = iter(zip(self.weight("qk").view(-1, H, 2 * D // H, D).unbind(),
+                         self.weight("vo").view(-1, 2, D, D).unbind(), self.gates.unbind(), self.xsa.unbind()))
+        cos, sin, scale = self.rotary(view)
+        masks, outputs = self.masks(begins, view.windows), []
+        for layer, up, down, scalars in zip(self.layers, self.weight("mlp_up").unbind(),
+                                            self.weight("mlp_down").unbind(), self.scalars.unbind()):
+            skip, source = (None if i is None else outputs[i] for i in (layer.skip, layer.source))
+            attn = (None,) * 5
+            if layer.attn:
+                *weights, xsa = next(attns)
+                attn = (*weights, xsa if layer.xsa else None, masks[layer.window, layer.paired])
+            length = T * (1 + layer.paired)
+            args = (x, x0, bigram, skip, source, None if layer.ve is None else ve[layer.ve], *attn, up, down, scalars,
+                    cos[:length], sin[:length], scale, begins if layer.offset else None, layer.paired)
             x = checkpoint(self.block, *args, use_reentrant=False) if self.saves_memory() else self.block(*args)
             outputs.append(x.view_as(x))
-        return x
+        return x, outputs[len(outputs) * 2 // 3]
 
     def saves_memory(self) -> bool:
         return self.config.save_memory and torch.is_grad_enabled()
 
-    def forward(self, tokens: Tensor, targets: Tensor, windows: dict[str, int]) -> Tensor:
-        """tokens, targets (T,) -> loss summed over T. In training the head is FP8 if it can be; in eval never."""
-        x, w = self.hidden(tokens, windows), self.weight("lm_head")
+    def forward(self, tokens: Tensor, targets: Tensor, weights: Tensor, view: View) -> Tensor:
+        """tokens (T,), targets (K, T): the next K tokens, weights (K,) of predicting them -> loss summed over T.
+        In training the head is FP8 if it can be; in eval never."""
+        (x, middle), w = self.hidden(tokens, view), self.weight("lm_head")
         if torch.is_grad_enabled() and not self.saves_memory():
-            return self.head_loss(x, w, targets, self.fp8)
-        pieces = zip(x.split(VAL_CHUNK), targets.split(VAL_CHUNK))  # logits of a whole sequence would not fit
+            return self.head_loss(x, middle, self.mix[1], w, targets, weights, self.fp8)
+        pieces = zip(x.split(VAL_CHUNK), middle.split(VAL_CHUNK), targets.split(VAL_CHUNK, 1))  # not all logits fit
         if self.saves_memory():
-            return sum(checkpoint(self.head_loss, a, w, b, self.fp8, use_reentrant=False) for a, b in pieces)
-        return sum(self.head_loss(a, w, b, False) for a, b in pieces)
+            return sum(checkpoint(self.head_loss, a, m, self.mix[1], w, b, weights, self.fp8, use_reentrant=False)
+                       for a, m, b in pieces)
+        return sum(self.head_loss(a, m, self.mix[1], w, b, weights, False) for a, m, b in pieces)
 
 VAL_CHUNK = 16_384  # tokens whose logits are computed at a time in validation
 
@@ -584,6 +710,7 @@ def initialize(model: GPT, seed: int) -> dict[str, Tensor]:
             dist.broadcast(w, 0)
         bank.copy_(w)
         full[name] = w
+    model.tied = True
     return full
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -595,39 +722,53 @@ def initialize(model: GPT, seed: int) -> dict[str, Tensor]:
 # previous parameter is being worked on. Gradients are sums over tokens, so that neither the number of GPUs nor of
 # accumulation steps enters anywhere.
 
-def orthogonalize(G: Tensor, steps: int = 5) -> Tensor:
-    """G (n, rows, cols) -> nearly U V^T of each matrix, in bf16: singular values end up in about [0.7, 1.2].
+POLAR_EXPRESS = (  # a, b, c of each iteration: the fastest polynomials of degree 5 (Amsel et al. 2025; record 38)
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+)
 
-    Newton-Schulz iteration with coefficients for the steepest start (Muon, Jordan 2024).
-    """
-    a, b, c = 3.4445, -4.7750, 2.0315
+def orthogonalize(G: Tensor) -> Tensor:
+    """G (n, rows, cols) -> nearly U V^T of each matrix, in bf16, by an odd polynomial in G (Muon, Jordan 2024)."""
     X = G.bfloat16()
     if G.size(-2) > G.size(-1):
         X = X.mT
-    X = X / (X.norm(dim=(-2, -1), keepdim=True) + 1e-7)  # the spectral norm is at most the Frobenius norm
-    for _ in range(steps):
+    X = X / (X.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-6)  # the spectral norm is at most the Frobenius norm
+    for a, b, c in POLAR_EXPRESS:
         A = X @ X.mT
         B = torch.baddbmm(A, A, A, beta=b, alpha=c)  # b A + c A A
         X = torch.baddbmm(X, B, X, beta=a)  # a X + B X
     return X.mT if G.size(-2) > G.size(-1) else X
 
-def muon_update(grad: Tensor, state: dict[str, Tensor], lr: float, momentum: float) -> Tensor:
-    """What to subtract from the weights (n, rows, cols): orthogonalised Nesterov momentum."""
-    if not state:
-        state["momentum"] = torch.zeros_like(grad)
-    buffer = state["momentum"].lerp_(grad, 1 - momentum)
-    update = orthogonalize(grad.lerp(buffer, momentum))
-    return update.to(grad.dtype) * (lr * max(1, grad.size(-2) / grad.size(-1)) ** 0.5)
+def cautious(master: Tensor, update: Tensor, lr: Tensor, decay: Tensor) -> None:
+    """master -= lr * update, and decays where the update shrinks the weight anyway (Chen et al. 2025; record 43)."""
+    master.sub_(lr * (update + decay * master * (update * master > 0)))
 
-def adam_update(grad: Tensor, state: dict[str, Tensor], lr: float, step: int,
-                betas: tuple[float, float] = (0.8, 0.95), eps: float = 1e-10) -> Tensor:
-    """What to subtract from the weights (Kingma & Ba 2015). The head starts at zero: a larger eps would swallow it."""
-    if not state:
-        state.update(mean=torch.zeros_like(grad), square=torch.zeros_like(grad))
-    mean = state["mean"].lerp_(grad, 1 - betas[0])
-    square = state["square"].mul_(betas[1]).addcmul_(grad, grad, value=1 - betas[1])
-    correction = (1 - betas[1] ** step) ** 0.5 / (1 - betas[0] ** step)
-    return mean / square.sqrt().add_(eps) * (lr * correction)
+def muon_update(master, part, grad, state, lr, decay, momentum) -> None:
+    """Updates master (n, rows, cols) by orthogonalised Nesterov momentum whose neurons have equal length over time
+    (NorMuon, Li et al. 2025; record 41), and copies it to `part`."""
+    buffer, second = state
+    grad = grad.to(master.dtype)
+    buffer.add_((grad - buffer) * (1 - momentum))
+    update = orthogonalize(grad + (buffer - grad) * momentum).to(master.dtype)
+    dim = -1 if update.size(-2) >= update.size(-1) else -2
+    square = update.square().mean(dim, keepdim=True)  # of each neuron
+    second.add_((square - second) * (1 - 0.9))
+    scale = second.clamp(min=1e-10).rsqrt()
+    total, scaled = square.sum((-2, -1), keepdim=True), (square * scale.square()).sum((-2, -1), keepdim=True)
+    cautious(master, update * (scale * (total / scaled.clamp(min=1e-30)).sqrt()), lr, decay)  # same norm as before
+    part.copy_(master)
+
+def adam_update(master, part, grad, state, lr, decay, beta1, beta2, correction) -> None:
+    """Updates master by Adam (Kingma & Ba 2015) with bias `correction`, and copies it to `part`."""
+    mean, square = state
+    grad = grad.to(master.dtype)
+    mean.add_((grad - mean) * (1 - beta1))
+    square.add_((grad.square() - square) * (1 - beta2))
+    cautious(master, mean / (square.sqrt() + 1e-10) * correction, lr, decay)  # gradients start far below the usual eps
+    part.copy_(master)
 
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch 2.13's name, and 2.11's
 reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -636,15 +777,23 @@ class Optimizer:
     """Muon and Adam over the parameter table, sharded over the ranks of the default process group (if there is one)."""
 
     def __init__(self, model: GPT):
-        self.model = model
+        self.model, self.muon, self.adam = model, muon_update, adam_update  # `compile_model` replaces the functions
         self.rank, self.world_size = ranks()
         self.reset({name: p.detach().to(model.scalars.dtype) for name, p in model.named_parameters()})
 
     def reset(self, full: dict[str, Tensor]) -> None:
         """Starts anew from the float32 weights `full`, as `initialize` returns them."""
         self.masters = {name: self.own(name, w).clone() for name, w in full.items()}
-        self.state: dict[str, dict[str, Tensor]] = {name: {} for name in full}
-        self.steps = 0
+        self.state = {name: self.zero_state(name) for name in full}
+        self.steps, self.updates = 0, 0
+
+    def zero_state(self, name: str) -> tuple[Tensor, Tensor]:
+        """Muon: momentum and mean square of each neuron. Adam: mean and mean square of the gradient."""
+        w = self.masters[name]
+        if self.model.table[name].optimizer == "adam":
+            return torch.zeros_like(w), torch.zeros_like(w)
+        shape = (w.size(0), w.size(1), 1) if w.size(1) >= w.size(2) else (w.size(0), 1, w.size(2))
+        return torch.zeros_like(w), w.new_zeros(shape)
 
     def own(self, name: str, bank: Tensor) -> Tensor:
         """This rank's slice of a bank: a view, all of it where the parameter is not sharded."""
@@ -659,28 +808,46 @@ class Optimizer:
         part = torch.empty_like(self.own(name, grad))
         return part, reduce_scatter(part, grad, async_op=True)
 
+    def untie(self) -> None:
+        """From here on the token embedding is a weight of its own, which begins as the head (record 53)."""
+        self.model.tied = False
+        self.model.embed.data.copy_(self.model.lm_head.data)
+        self.masters["embed"] = self.masters["lm_head"].clone()
+        self.state["embed"] = tuple(t.clone() for t in self.state["lm_head"])
+
     @torch.no_grad()
     def step(self, lr_factor: float, momentum: float) -> None:
-        """Updates all weights from their .grad and frees the gradients. All ranks must call it together."""
+        """Updates the weights from their .grad and frees it; Adam's parameters only every `adam_every` steps.
+        All ranks must call it together."""
         self.steps += 1
-        reductions = {name: self.reduce(name, getattr(self.model, name).grad) for name in self.model.table}
+        adam = self.steps % self.model.config.adam_every == 0
+        self.updates += adam
+        due = {name: param for name, param in self.model.table.items()
+               if (adam or param.optimizer == "muon") and getattr(self.model, name).grad is not None}
+        reductions = {name: self.reduce(name, getattr(self.model, name).grad) for name in due}
         gathers = []
         for name, (grad, transfer) in reductions.items():
             if transfer is not None:
                 transfer.wait()
-            param, master, state = self.model.table[name], self.masters[name], self.state[name]
-            grad = grad.to(master.dtype)
+            param, bank = due[name], getattr(self.model, name)
+            part = self.own(name, bank.data)
+            args = self.masters[name], part, grad, self.state[name]
+            rates = [lr_factor * param.lr, lr_factor * param.decay]
             if param.optimizer == "muon":
-                master -= muon_update(grad, state, param.lr * lr_factor, momentum)
+                self.muon(*args, *map(scalar, [*rates, momentum]))
             else:
-                master -= adam_update(grad, state, param.lr * lr_factor, self.steps)
-            bank = getattr(self.model, name)
-            part = self.own(name, bank.data).copy_(master)
+                t, (beta1, beta2) = self.updates, param.betas
+                correction = (1 - beta2**t) ** 0.5 / (1 - beta1**t)
+                self.adam(*args, *map(scalar, [*rates, beta1, beta2, correction]))
             if param.sharded and self.world_size > 1:
                 gathers.append(all_gather(bank.data, part, async_op=True))
             bank.grad = None
         for transfer in gathers:
             transfer.wait()
+
+def scalar(value: float) -> Tensor:
+    """On the CPU: a compiled function reads it anew at every call, where a number would be compiled in (record 48)."""
+    return torch.tensor(value, dtype=torch.float32)
 
 # ------------------------------------------------------------------------------------------------------------------
 # 6. The data: .bin shards of 256 int32 (20240520, 1, number of tokens, zeros) and then uint16 tokens
@@ -700,13 +867,13 @@ def shard_tokens(path: Path) -> int:
         raise BadInput(f"{path} has {path.stat().st_size} bytes where its header promises {size}; {fetch}")
     return int(header[2])
 
-def read_shard(path: Path, vocab_size: int, pin: bool = False) -> tuple[Tensor, np.ndarray]:
-    """Tokens of a shard (int16 bits of uint16, in pinned memory if asked) and the positions of document starts.
+def read_shard(path: Path, vocab_size: int) -> tuple[Tensor, np.ndarray]:
+    """Tokens of a shard (int16 bits of uint16) and the positions of document starts.
 
     A vocabulary smaller than GPT-2's uses its last id as the separator. Raises BadInput as `shard_tokens` does, and
     where a token lies outside of the vocabulary or no document starts.
     """
-    tokens = torch.empty(shard_tokens(path), dtype=torch.int16, pin_memory=pin)
+    tokens = torch.empty(shard_tokens(path), dtype=torch.int16)
     array = tokens.numpy().view(np.uint16)
     with open(path, "rb") as file:
         file.seek(HEADER_BYTES)
@@ -734,59 +901,90 @@ def find_shards(c: Config, split: str) -> list[Path]:
         raise BadInput(f"no {split} shards {pattern} in {c.data_dir}; get them with: {make}")
     return paths
 
-def batch_starts(starts: np.ndarray, cursor: int, size: int, count: int, seq_len: int) -> tuple[list[int], int] | None:
-    """The next `count` sequences of seq_len + 1 tokens, each from a document start on, not overlapping (record 26).
+def pack(starts: np.ndarray, size: int, cursor: int, length: int, longest: int) -> tuple[list[tuple[int, int]], int]:
+    """`length` tokens made of whole documents, of which none contributes more than `longest` (records 26, 29).
 
-    Returns their positions in a shard of `size` tokens and the cursor behind them, or None if the shard is used up.
+    Returns (position, tokens) of the pieces in a shard of `size` tokens, none if the shard is used up, and the next
+    document. The last document is cut; what is left of it is skipped.
     """
-    chosen = []
-    while len(chosen) < count:
-        if cursor >= len(starts) or starts[cursor] + seq_len + 1 > size:
-            return None
-        chosen.append(int(starts[cursor]))
-        cursor = int(np.searchsorted(starts, chosen[-1] + seq_len))
-    return chosen, cursor
+    pieces = []
+    while length > 0:
+        if cursor == len(starts):
+            return [], cursor
+        begin, end = int(starts[cursor]), int(starts[cursor + 1]) if cursor + 1 < len(starts) else size
+        pieces.append((begin, min(end - begin, longest, length)))
+        length -= pieces[-1][1]
+        cursor += 1
+    return pieces, cursor
 
-def sequence_starts(starts: np.ndarray, size: int, c: Config) -> np.ndarray:
-    """Where a sequence may begin: at document starts, or, where no token of a small corpus may be lost, anywhere."""
-    return np.arange(0, size, c.seq_len) if c.cut_documents else starts
+def batches_of(starts: np.ndarray, size: int, c: Config, step: int):
+    """Generator over the batches, from that of `step` on, that a shard of `size` tokens with these document `starts`
+    holds: each a list of sequences, each sequence a list of pieces as of `pack`."""
+    cursor = 0
+    while True:
+        stage, batch = stage_of(step, c), []
+        need = c.seq_len + len(stage.futures)  # the last token has its targets, too
+        for _ in range(stage_tokens(stage, c) // c.seq_len):
+            if c.cut_documents:  # no token of a small corpus may be lost
+                pieces, cursor = [(cursor, need)] * (cursor + need <= size), cursor + c.seq_len
+            else:
+                pieces, cursor = pack(starts, size, cursor, need, stage.longest)
+            if not pieces:
+                return
+            batch.append(pieces)
+        yield batch
+        step += 1
 
 class Loader:
-    """Training batches for one rank. The next shard is read and indexed by a thread while the current one is used."""
+    """Training batches for one rank. Threads read the next shard and put together the next batch meanwhile."""
 
     def __init__(self, paths: list[Path], c: Config, rank: int, world_size: int, device: torch.device):
         self.config, self.rank, self.world_size, self.device = c, rank, world_size, device
         self.paths = iter(paths * c.epochs)
-        self.thread = ThreadPoolExecutor(1)
-        self.upcoming = self.prefetch()
+        self.reader, self.packer = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+        self.step, self.upcoming = 0, self.prefetch()
         self.next_shard()
+        self.following = self.packer.submit(self.assemble)
 
     def prefetch(self):
         path = next(self.paths, None)
-        pin = self.device.type == "cuda"  # pinned, so that copies to the GPU need not wait
-        return None if path is None else self.thread.submit(read_shard, path, self.config.vocab_size, pin)
+        return None if path is None else self.reader.submit(read_shard, path, self.config.vocab_size)
 
     def next_shard(self) -> None:
         if self.upcoming is None:
             raise BadInput("the training shards ran out before the schedule's end; fetch more or raise --epochs")
-        (self.tokens, starts), self.cursor = self.upcoming.result(), 0
-        self.starts = sequence_starts(starts, len(self.tokens), self.config)
+        self.tokens, starts = self.upcoming.result()
+        self.batches = batches_of(starts, len(self.tokens), self.config, self.step)
         self.upcoming = self.prefetch()
 
-    def batch(self) -> list[tuple[Tensor, Tensor]]:
-        """This rank's sequences of the next batch: pairs of inputs and targets, each (seq_len,) int64 on the device."""
-        c = self.config
-        args = c.batch_tokens // c.seq_len, c.seq_len
-        while (found := batch_starts(self.starts, self.cursor, len(self.tokens), *args)) is None:
+    def assemble(self) -> list[Tensor]:
+        """This rank's micro-batches of the next batch: int16 bits, (sequences, seq_len + K), for the last K targets."""
+        while (batch := next(self.batches, None)) is None:
             self.next_shard()
-        positions, self.cursor = found
-        return [to_device(self.tokens[p : p + c.seq_len + 1], self.device)
-                for p in positions[self.rank :: self.world_size]]
+        self.step += 1
+        own = batch[self.rank :: self.world_size]
+        micro = micro_sequences(len(own), self.config)
+        pin = self.device.type == "cuda"  # pinned, so that copies to the GPU need not wait
+        rows = [torch.cat([self.tokens[p : p + n] for p, n in pieces]) for pieces in own]
+        return [torch.stack(rows[i : i + micro]).pin_memory() if pin else torch.stack(rows[i : i + micro])
+                for i in range(0, len(own), micro)]
 
-def to_device(tokens: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(n + 1,) int16 bits of uint16 -> inputs and targets (n,), int64, without waiting for the copy."""
-    tokens = tokens.to(device, non_blocking=True).long() & 0xFFFF
-    return tokens[:-1], tokens[1:]
+    def batch(self) -> list[tuple[Tensor, Tensor]]:
+        """Micro-batches: inputs (T,) and targets (K, T), int64, on the device; T is a multiple of seq_len."""
+        ready = self.following.result()
+        last = self.step == self.config.num_steps
+        self.following = None if last else self.packer.submit(self.assemble)
+        return [to_device(rows, self.config.seq_len, self.device) for rows in ready]
+
+def micro_sequences(count: int, c: Config) -> int:
+    """How many of `count` sequences a GPU works on at a time: as many as fit and divide them evenly."""
+    return max(n for n in range(1, c.micro_tokens // c.seq_len + 1) if count % n == 0)
+
+def to_device(rows: Tensor, seq_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(n, seq_len + K) int16 bits of uint16 -> inputs (n * seq_len,) and targets (K, ...), int64, without waiting."""
+    rows = rows.to(device, non_blocking=True).long() & 0xFFFF
+    shifted = [rows[:, k : k + seq_len].reshape(-1) for k in range(rows.size(1) - seq_len + 1)]
+    return shifted[0], torch.stack(shifted[1:])
 
 def validation_tokens(c: Config) -> Tensor:
     """The first val_tokens + 1 tokens of the validation split, int16 bits. Raises BadInput if there are fewer."""
@@ -810,18 +1008,55 @@ def fingerprint(path: Path, split: str) -> dict:
 # ------------------------------------------------------------------------------------------------------------------
 # 7. Schedules: pure functions of the step
 
+def stages(c: Config) -> list[tuple[int, int, Stage]]:
+    """First step, last step + 1 and stage of each row of the schedule."""
+    bounds, done = [0], 0.0
+    for stage in SCHEDULES[c.schedule]:
+        done += stage.share
+        bounds.append(round(done * c.num_steps))
+    return list(zip(bounds, bounds[1:], SCHEDULES[c.schedule]))
+
+def stage_of(step: int, c: Config) -> Stage:
+    """The stage of the update that follows `step` updates; after the last one the schedule's last row."""
+    return next((stage for _, end, stage in stages(c) if step < end), SCHEDULES[c.schedule][-1])
+
+def total_tokens(c: Config) -> int:
+    """Tokens the whole run trains on."""
+    return sum((end - first) * stage_tokens(stage, c) for first, end, stage in stages(c))
+
+def stage_tokens(stage: Stage, c: Config) -> int:
+    """Tokens of one of its batches."""
+    return round(stage.batch * c.batch_tokens)
+
 def lr_factor(step: int, c: Config) -> float:
-    """1, then linear to 0.1 over the last cooldown_frac of the steps."""
-    left = (1 - step / c.num_steps) / c.cooldown_frac
-    return min(1.0, 0.1 + 0.9 * left)
+    """The stage's factor; over the last cooldown_frac of the steps linearly to 0.15."""
+    t = max(0.0, (step / c.num_steps - 1) / c.cooldown_frac + 1)
+    return stage_of(step, c).lr * (1 - t) + 0.15 * t
 
 def muon_momentum(step: int, c: Config) -> float:
-    return 0.85 + 0.10 * min(step / max(c.momentum_warmup, 1), 1)
+    """From 0.85 to 0.95, and back over the last 4 % of the steps (record 39)."""
+    return 0.85 + 0.10 * max(0, min(step / max(c.momentum_warmup, 1), 1, (c.num_steps - step) / (0.04 * c.num_steps)))
 
-def windows(step: int, c: Config) -> dict[str, int]:
-    """Window of long and short layers in blocks; grows linearly over the run (record 13)."""
-    long = max(1, math.ceil(c.window_max * step / c.num_steps / BLOCK))
-    return {"long": long, "short": max(1, long // 2)}
+def loss_weights(step: int, c: Config) -> list[float]:
+    """Weights of predicting the next, the second next, ... token; linear within a stage (record 53)."""
+    first, end, stage = next((row for row in stages(c) if step < row[1]), stages(c)[-1])
+    t = (step - first) / max(end - first, 1)
+    return [begin * (1 - t) + end * t for begin, end in stage.futures]
+
+def view_of(step: int, c: Config) -> View:
+    """Windows of the step's stage, with YaRN (Peng et al. 2023; record 31): where the long window grew from a to b,
+    frequencies that turn less than once in a window fall by a / b, those that turn 32 times stay."""
+    rotating, now = c.model_dim // c.num_heads // 4, stage_of(step, c)
+    freq, scale, before = [(1 / 1024) ** (j / (rotating - 1)) for j in range(rotating)], 0.1, None
+    for stage in SCHEDULES[c.schedule]:
+        a, b = before or stage.long, stage.long
+        if stage.share:  # rows without steps only see farther
+            ramp = [min(max((BLOCK * a * f / (2 * math.pi) - 1) / 31, 0), 1) for f in freq]
+            freq = [f * (a / b + r * (1 - a / b)) for f, r in zip(freq, ramp)]
+            scale, before = scale * (1 + 0.2 * math.log(b / a)), b
+        if stage is now:
+            break
+    return View({"long": now.long, "short": now.short}, tuple(freq), scale * 128 / (c.model_dim // c.num_heads))
 
 # ------------------------------------------------------------------------------------------------------------------
 # 8. The log and the clock
@@ -986,7 +1221,7 @@ PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "GH200": 989e12, "B200": 2250e12, 
 def mfu(c: Config, tokens_per_s: float, device_name: str) -> float | None:
     """Model FLOPs (6 a matmul weight and token, no attention) over the GPUs' dense bf16 peak, or None if unknown."""
     table = parameter_table(c)
-    weights = sum(math.prod(table[name].shape) for name in ("qkvo", "mlp", "lm_head"))
+    weights = sum(math.prod(table[name].shape) for name in ("qk", "vo", "mlp_up", "mlp_down", "lm_head"))
     peak = next((flops for name, flops in PEAK_FLOPS.items() if name in device_name), None)
     return None if peak is None else round(6 * weights * tokens_per_s / ranks()[1] / peak, 4)
 
@@ -1011,32 +1246,43 @@ class Compiled:
                           dict(what=what, seconds=round(time.perf_counter() - begin, 2)))
         return result
 
-def compile_model(model: GPT, log: Log, clock: Clock) -> None:
+def compile_model(model: GPT, optimizer: Optimizer, log: Log, clock: Clock) -> None:
     """A graph for each kind of block and one for the head, for training and validation: quicker than one for all."""
     torch._dynamo.config.recompile_limit = 64  # the default of 8 graphs a function is less than the kinds of blocks
-    model.block, model.head_loss = Compiled(block, log, clock), Compiled(head_loss, log, clock)
+    model.block, model.head_loss, model.embed_inputs, optimizer.muon, optimizer.adam = (
+        Compiled(function, log, clock) for function in (block, head_loss, embed_inputs, muon_update, adam_update))
 
 def train_step(model: GPT, optimizer: Optimizer, batch: list[tuple[Tensor, Tensor]], step: int) -> Tensor:
-    """One update. Returns the loss per token over the whole batch, on the device."""
+    """One update. Returns the loss per token over the whole batch, on the device: of all predictions, by weight."""
     c, total = model.config, 0
+    if model.tied and step >= c.untie_frac * c.num_steps:
+        optimizer.untie()
+    weights = loss_weights(step, c)
+    device_weights = to_floats(weights, batch[0][0].device)
     for inputs, targets in batch:
-        loss = model(inputs, targets, windows(step, c))
+        loss = model(inputs, targets, device_weights, view_of(step, c))
         loss.backward()
         total = total + loss.detach()
-    total = total / c.batch_tokens
+    total = total / (stage_tokens(stage_of(step, c), c) * sum(weights))
     if dist.is_initialized():
         dist.all_reduce(total, async_op=True).wait()  # wait() orders streams here, it does not stop the CPU
     optimizer.step(lr_factor(step, c), muon_momentum(step, c))
     return total
 
+def to_floats(values: list[float], device: torch.device) -> Tensor:
+    """float32 on the device, without waiting."""
+    numbers = torch.tensor(values)
+    return (numbers.pin_memory() if device.type == "cuda" else numbers).to(device, non_blocking=True)
+
 @torch.no_grad()
 def validate(model: GPT, tokens: Tensor, step: int, device: torch.device) -> float:
     """Mean loss over the validation tokens (int16 bits, on the CPU); sequences are dealt to the ranks in turn."""
-    c = model.config
+    c, one = model.config, to_floats([1.0], device)
     rank, world_size = ranks()
     total = torch.zeros((), dtype=torch.float64, device=device)
     for begin in range(rank * c.val_seq_len, c.val_tokens, world_size * c.val_seq_len):
-        total += model(*to_device(tokens[begin : begin + c.val_seq_len + 1], device), windows(step, c))
+        inputs, targets = to_device(tokens[None, begin : begin + c.val_seq_len + 1], c.val_seq_len, device)
+        total += model(inputs, targets, one, view_of(step, c))
     if dist.is_initialized():
         dist.all_reduce(total)
     return total.item() / c.val_tokens
@@ -1044,14 +1290,19 @@ def validate(model: GPT, tokens: Tensor, step: int, device: torch.device) -> flo
 def warm_up(model: GPT, optimizer: Optimizer, device: torch.device) -> None:
     """Compiles and runs everything the run will need, on random documents; then starts anew from the seed."""
     c = model.config
-    tokens = torch.randint(0, model.bos, (max(c.seq_len, c.val_seq_len) + 1,), device=device)
+    tokens = torch.randint(0, model.bos, (max(c.micro_tokens, c.val_seq_len) + 9,), device=device)
     tokens[::600] = model.bos
-    inputs, targets = tokens[: c.seq_len], tokens[1 : c.seq_len + 1]
-    every = {str(windows(s, c)): s for s in range(c.num_steps + 1)}.values()  # SDPA's masks have the window's shape
-    for step in every if c.compile and not model.flex else (0, c.num_steps):
-        train_step(model, optimizer, [(inputs, targets)] * 2, step)
-        with torch.no_grad():
-            model(tokens[: c.val_seq_len], tokens[1 : c.val_seq_len + 1], windows(step, c))
+    kinds = {(stage_of(s, c), s >= c.untie_frac * c.num_steps): s for s in range(c.num_steps)}
+    for step in kinds.values():
+        stage = stage_of(step, c)
+        T = c.seq_len * micro_sequences(stage_tokens(stage, c) // c.seq_len // ranks()[1], c)
+        targets = torch.stack([tokens[k : k + T] for k in range(1, len(stage.futures) + 1)])
+        for _ in range(c.adam_every):
+            train_step(model, optimizer, [(tokens[:T], targets)] * 2, step)
+    with torch.no_grad():
+        inputs, targets = tokens[: c.val_seq_len], tokens[None, 1 : c.val_seq_len + 1]
+        for step in [*kinds.values(), c.num_steps]:
+            model(inputs, targets, to_floats([1.0], device), view_of(step, c))
     synchronize(device)
     optimizer.reset(initialize(model, c.seed))
 
@@ -1069,7 +1320,7 @@ def codec(c: Config) -> tuple[Callable[[str], list[int]], Callable[[list[int]], 
 def sample(model: GPT, text: str, count: int, temperature: float = 0.7) -> str:
     """`text` continued by at most `count` tokens, up to the document's end. Recomputes the sequence every time."""
     c, (encode, decode) = model.config, codec(model.config)
-    model.block, model.flex = block, False  # lengths change with every token: nothing to compile
+    model.block, model.embed_inputs, model.flex = block, embed_inputs, False  # lengths change: compile nothing
     device = model.embed.device
     ids = [model.bos, *encode(text)]
     end = min(c.seq_len, len(ids) + count)
@@ -1077,8 +1328,9 @@ def sample(model: GPT, text: str, count: int, temperature: float = 0.7) -> str:
         raise BadInput(f"--sample has {len(ids) - 1} tokens, and the model's sequences only {c.seq_len}")
     while len(ids) < end:
         padded = F.pad(torch.tensor(ids, device=device), (0, -len(ids) % BLOCK))
-        x = model.hidden(padded, windows(c.num_steps, c))[len(ids) - 1]
-        probabilities = (softcap(F.linear(norm(x), model.weight("lm_head"))) / temperature).softmax(-1)
+        x, middle = (t[len(ids) - 1] for t in model.hidden(padded, view_of(c.num_steps, c)))
+        logits = softcap(F.linear(norm(x - model.mix[1].to(x.dtype) * middle), model.weight("lm_head")))
+        probabilities = (logits / temperature).softmax(-1)
         ids.append(int(torch.multinomial(probabilities, 1)))
         if ids[-1] == model.bos:
             break
@@ -1122,22 +1374,24 @@ def all_ranks(value) -> list:
 
 def check_data(c: Config) -> tuple[list[Path], Tensor]:
     """Training shards and validation tokens. Raises BadInput if the schedule needs other ranks or more data."""
-    sequences, world_size = c.batch_tokens // c.seq_len, ranks()[1]
-    if sequences % world_size:
-        sizes = ", ".join(str(n) for n in range(1, sequences + 1) if sequences % n == 0)
-        raise BadInput(f"{world_size} processes cannot share a batch of {sequences} sequences; start {sizes} of them, "
-                       "or change --batch_tokens or --seq_len")
+    world_size = ranks()[1]
+    for stage in SCHEDULES[c.schedule]:
+        sequences = stage_tokens(stage, c) // c.seq_len
+        if sequences % world_size:
+            sizes = ", ".join(str(n) for n in range(1, sequences + 1) if sequences % n == 0)
+            raise BadInput(f"{world_size} processes cannot share a batch of {sequences} sequences; start {sizes} of "
+                           "them, or change --batch_tokens or --seq_len")
     paths, val_tokens, have, steps = find_shards(c, "train"), validation_tokens(c), 0, 0
     for path in paths * c.epochs:  # walks through the shards as the loader will
         tokens, starts = read_shard(path, c.vocab_size)
-        starts, have, cursor = sequence_starts(starts, len(tokens), c), have + len(tokens), 0
-        while found := batch_starts(starts, cursor, len(tokens), sequences, c.seq_len):
-            cursor, steps = found[1], steps + 1
-        if steps >= c.num_steps:
-            return paths, val_tokens
-    shards = math.ceil(1.02 * c.num_steps * c.batch_tokens / 1e8)  # starting at documents skips about 1 %
+        have += len(tokens)
+        for _ in batches_of(starts, len(tokens), c, steps):
+            steps += 1
+            if steps >= c.num_steps:
+                return paths, val_tokens
+    shards = math.ceil(1.3 * total_tokens(c) / 1e8)  # the ends of long documents are skipped
     raise BadInput(
-        f"{c.num_steps} steps need {c.num_steps * c.batch_tokens:,} tokens; the {have:,} in {c.data_dir} make "
+        f"{c.num_steps} steps need {total_tokens(c):,} tokens; the {have:,} in {c.data_dir} make "
         f"{steps} steps; get more with `python data/fineweb.py {shards}`, lower --num_steps, or raise --epochs")
 
 def agreed(work: Callable, *args):
@@ -1168,7 +1422,9 @@ def train(c: Config) -> int:
     for split, files in (("train", paths), ("val", find_shards(c, "val"))):
         for path in files:
             log.fact("data", fingerprint(path, split), show=False)
-    log.fact("stage", dict(first_step=0, last_step=c.num_steps, batch_tokens=c.batch_tokens), show=False)
+    for first, end, stage in stages(c):
+        if end > first:
+            log.fact("stage", dict(first_step=first, last_step=end, batch_tokens=stage_tokens(stage, c)), show=False)
     log.fact("calibration", calibrate(device))
 
     model = GPT(c, device, world_size)
@@ -1178,7 +1434,7 @@ def train(c: Config) -> int:
     initialize(model, c.seed)
     optimizer = Optimizer(model)
     if c.compile:
-        compile_model(model, log, clock)
+        compile_model(model, optimizer, log, clock)
     warm_up(model, optimizer, device)
     compile_s = time.perf_counter() - LAUNCHED
     log.fact("note", f"{compile_s:.1f} s from launch to the first timed step")
@@ -1203,7 +1459,7 @@ def train(c: Config) -> int:
         loss = train_step(model, optimizer, loader.batch(), step)
         reader.put(step + 1, loss, clock.now())
 
-    tokens, seconds = c.num_steps * c.batch_tokens, clock.total
+    tokens, seconds = total_tokens(c), clock.total
     reached = round(val_loss, 4) <= c.target_loss
     peak = torch.cuda.max_memory_allocated(device) // 2**20 if device.type == "cuda" else None
     log.end(dict(
