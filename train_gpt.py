@@ -87,7 +87,7 @@ class Config:
     num_steps: int = key(1400, "optimizer steps")
     batch_tokens: int = key(393_216, "tokens per optimizer step in the last stage, over all GPUs")
     seq_len: int = key(16_384, "tokens of a training sequence: whole documents, the last one cut")
-    micro_tokens: int = key(49_152, "most tokens a GPU works on at a time; fewer need less memory for the same update")
+    micro_tokens: int = key(32_768, "most tokens a GPU works on at a time; fewer need less memory for the same update")
     cooldown_frac: float = key(0.6, "last fraction of the steps, over which the learning rate falls to 0.15")
     momentum_warmup: int = key(300, "steps over which Muon's momentum rises from 0.85 to 0.95")
     untie_frac: float = key(0.667, "fraction of the steps during which the embedding is the head's weight")
@@ -207,7 +207,8 @@ def check_config(c: Config) -> None:
         raise BadInput(f"--seed={c.seed} must be between 0 and 2^63")
     if c.model_dim < GATE_DIM:
         raise BadInput(f"--model_dim={c.model_dim} must be at least {GATE_DIM}: that many channels steer the gates")
-    for name, choices in (("topology", [*TOPOLOGIES]), ("schedule", [*SCHEDULES]), ("attention", ["auto", "flex", "sdpa"]),
+    for name, choices in (("topology", [*TOPOLOGIES]), ("schedule", [*SCHEDULES]),
+                          ("attention", ["auto", "flex", "sdpa"]),
                           ("device", ["auto", "cuda", "cpu"]), ("dtype", ["bfloat16", "float32", "float64"])):
         if getattr(c, name) not in choices:
             raise BadInput(f"--{name}={getattr(c, name)} is none of {', '.join(choices)}")
@@ -303,7 +304,7 @@ def loss_op(z: Tensor, targets: Tensor, weights: Tensor, grad_s: float) -> tuple
     if z.is_cuda and triton is not None:
         loss, g8 = z.new_empty(len(z), dtype=torch.float32), torch.empty_like(z, dtype=torch.uint8)
         loss_kernel[len(z),](z, targets, weights, loss, g8.view(E5M2), 1 / grad_s, *z.shape, len(targets),
-                             CAP, CAP_SHIFT, 1 / CAP_WIDTH, num_warps=4)
+                             CAP, CAP_SHIFT, 1 / CAP_WIDTH, FAST=z.is_cuda, num_warps=4)
         return loss, g8
     lse = softcap(z).logsumexp(-1)
     loss = sum(w * (lse - softcap(z.gather(-1, t[:, None]))[:, 0]) for w, t in zip(weights, targets))
@@ -345,8 +346,17 @@ if triton is not None:
         tl.store(out_ptr + cols[:, None] * M + rows[None, :], tl.trans(x), mask=tl.trans(inside))
 
     @triton.jit
+    def sigmoid(x, FAST: tl.constexpr):
+        if FAST:  # one instruction in the place of two; they, not memory, limit the kernel
+            tanh = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [0.5 * x], tl.float32, True, 1)
+            y = 0.5 + 0.5 * tanh
+        else:
+            y = tl.sigmoid(x)
+        return y
+
+    @triton.jit
     def loss_kernel(z_ptr, target_ptr, weight_ptr, loss_ptr, g_ptr, inv_scale, T, V, K: tl.constexpr,
-                    CAP, SHIFT, INV_WIDTH, TILE: tl.constexpr = 2048):
+                    CAP, SHIFT, INV_WIDTH, FAST: tl.constexpr, TILE: tl.constexpr = 2048):
         row = tl.program_id(0).to(tl.int64)
         z_ptr += row * V
         g_ptr += row * V
@@ -354,19 +364,19 @@ if triton is not None:
         for begin in range(0, V, TILE):
             cols = begin + tl.arange(0, TILE)
             z = tl.load(z_ptr + cols, mask=cols < V, other=0.0).to(tl.float32)
-            total += tl.where(cols < V, tl.exp(CAP * tl.sigmoid((z + SHIFT) * INV_WIDTH) - CAP), 0.0)
+            total += tl.where(cols < V, tl.exp(CAP * sigmoid((z + SHIFT) * INV_WIDTH, FAST) - CAP), 0.0)
         lse = CAP + tl.log(tl.sum(total))
         loss, weight = 0.0, 0.0
         for k in tl.static_range(K):
             w, target = tl.load(weight_ptr + k), tl.load(target_ptr + k * T + row)
-            z = tl.load(z_ptr + target).to(tl.float32)
-            loss += w * (lse - CAP * tl.sigmoid((z + SHIFT) * INV_WIDTH))
+            aimed = tl.load(z_ptr + target).to(tl.float32)
+            loss += w * (lse - CAP * sigmoid((aimed + SHIFT) * INV_WIDTH, FAST))
             weight += w
         tl.store(loss_ptr + row, loss)
         for begin in range(0, V, TILE):
             cols = begin + tl.arange(0, TILE)
             z = tl.load(z_ptr + cols, mask=cols < V, other=0.0).to(tl.float32)
-            s = tl.sigmoid((z + SHIFT) * INV_WIDTH)
+            s = sigmoid((z + SHIFT) * INV_WIDTH, FAST)
             p = weight * tl.exp(CAP * s - lse)
             for k in tl.static_range(K):
                 p -= tl.where(cols == tl.load(target_ptr + k * T + row), tl.load(weight_ptr + k), 0.0)
@@ -588,10 +598,15 @@ def block(x, x0, bigram, skip, source, ve, qk, vo, gates, xsa, mask, up, down, s
     hidden = F.relu(norm(x) @ up).square()  # (T, F)
     return w["mlp"] * x + F.linear(hidden, w["down"] * down)
 
-def embed_inputs(x, bigram, signs, sign_index, begins, smear) -> tuple[Tensor, Tensor]:
-    """Embeddings of tokens and hashed bigrams (T, D) -> the stream's input, with some of the token before; signed."""
+def embed_inputs(tokens, begins, embed, bigrams, value_embeds, signs, smear) -> tuple[Tensor, Tensor, Tensor]:
+    """tokens (T,) int64, begins (T,) marking document starts -> the stream's input (T, D), the embedding (T, D) of each
+    token with the one before, by hash (record 62), and value embeddings (T, n D). Nothing crosses a border."""
+    before = torch.where(begins, 0, tokens.roll(1))
+    bigram = F.embedding(((36313 * tokens) ^ (27191 * before)) % len(bigrams), bigrams)
+    x = F.embedding(tokens, embed)
     previous = torch.where(begins[:, None], 0, x.roll(1, 0))  # smear (record 34)
-    return norm(x + smear.to(x.dtype) * previous), bigram * signs[sign_index]
+    x0 = norm(x + smear.to(x.dtype) * previous)
+    return x0, bigram * signs[(tokens ^ before) % SIGNS], F.embedding(tokens, value_embeds)
 
 def head_loss(x, middle, backout, lm_head, targets, weights, fp8: bool) -> Tensor:
     """x (T, D) less `backout` of a middle layer's (record 40), targets (K, T), weights (K,) -> loss summed over T."""
@@ -631,7 +646,8 @@ class GPT(nn.Module):
         """cos, sin (2 T, 1, d) for the longest sequence, with two positions a token, and the scale of scores."""
         c, device = self.config, self.signs.device
         if self.rope_key != (view.freq, view.scale):
-            T, freq = 2 * max(c.micro_tokens, c.val_seq_len), torch.tensor(view.freq, dtype=torch.float64, device=device)
+            freq = torch.tensor(view.freq, dtype=torch.float64, device=device)
+            T = 2 * max(c.micro_tokens, c.val_seq_len)
             table = rope_table(T, freq, c.model_dim // c.num_heads, self.signs.dtype)
             self.rope_key, self.rope = (view.freq, view.scale), (*table, torch.tensor(view.scale, device=device))
         return self.rope
@@ -646,21 +662,15 @@ class GPT(nn.Module):
             masks |= {(name, paired): mask for name, mask in made.items()}
         return masks
 
-    def inputs(self, tokens: Tensor, begins: Tensor) -> tuple[Tensor, Tensor]:
-        """tokens (T,) -> the stream's input and the bigrams' embedding, (T, D) each. No bigram crosses a border."""
-        before = torch.where(begins, 0, tokens.roll(1))
-        rows = self.table["bigrams"].shape[0]
-        bigram = F.embedding(((36313 * tokens) ^ (27191 * before)) % rows, self.weight("bigrams"))
-        x = F.embedding(tokens, self.weight("lm_head" if self.tied else "embed"))
-        return self.embed_inputs(x, bigram, self.signs, (tokens ^ before) % SIGNS, begins, self.mix[0])
-
     def hidden(self, tokens: Tensor, view: View) -> tuple[Tensor, Tensor]:
         """tokens (T,) int64 -> the residual stream after the last layer and after the middle one, (T, D) each."""
         c, T = self.config, len(tokens)
         begins = tokens == self.bos
-        x0, bigram = self.inputs(tokens, begins)
+        x0, bigram, ve = self.embed_inputs(
+            tokens, begins, self.weight("lm_head" if self.tied else "embed"), self.weight("bigrams"),
+            self.weight("value_embeds"), self.signs, self.mix[0])
         x = x0.view_as(x0)  # another object: were x and x0 one, the compiler would make a graph of its own for that
-        ve = F.embedding(tokens, self.weight("value_embeds")).chunk(self.weight("value_embeds").size(1) // c.model_dim, 1)
+        ve = ve.split(c.model_dim, 1)
         D, H = c.model_dim, c.num_heads
         attns = iter(zip(self.weight("qk").view(-1, H, 2 * D // H, D).unbind(),
                          self.weight("vo").view(-1, 2, D, D).unbind(), self.gates.unbind(), self.xsa.unbind()))
@@ -1300,7 +1310,7 @@ def warm_up(model: GPT, optimizer: Optimizer, device: torch.device) -> None:
         for _ in range(c.adam_every):
             train_step(model, optimizer, [(tokens[:T], targets)] * 2, step)
     with torch.no_grad():
-        inputs, targets = tokens[: c.val_seq_len], tokens[None, 1 : c.val_seq_len + 1]
+        inputs, targets = tokens[: c.val_seq_len], tokens[None, 1 : c.val_seq_len + 1].clone()
         for step in [*kinds.values(), c.num_steps]:
             model(inputs, targets, to_floats([1.0], device), view_of(step, c))
     synchronize(device)
