@@ -47,7 +47,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
-from torch.utils.checkpoint import checkpoint
 
 triton = None  # without a GPU each kernel's plain-PyTorch twin runs; Triton's interpreter runs the kernels in tests
 if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET"):
@@ -111,7 +110,6 @@ class Config:
     attention: str = key("auto", "auto, flex (CUDA) or sdpa (everywhere)")
     fp8_head: bool = key(True, "output head in FP8 where the GPU has it (compute capability 8.9 or newer)")
     compile: bool = key(True, "use torch.compile")
-    save_memory: bool = key(False, "recompute activations in backward: the same update with less memory, slower")
     # output
     log_dir: str = key("logs", "folder of the logs")
     jsonl: bool = key(False, "also write the log as JSON lines")
@@ -143,17 +141,16 @@ class Stage(NamedTuple):
     long: int  # window of long layers, blocks
     short: int  # window of the others
     lr: float  # factor of all learning rates
-    futures: tuple[tuple[float, float], ...]  # weights of predicting the next, second next, ... token: begin, end
 
 SCHEDULES: dict[str, list[Stage]] = {
     "speedrun": [  # records 46, 49, 53, 72
-        Stage(0.33, 1 / 3, 896, 3, 1, 1.0, ((1, 1), (0.5, 0.5), (0.25, 0))),
-        Stage(0.33, 2 / 3, 2048, 7, 3, 1.52, ((1, 1), (0.5, 0))),
-        Stage(0.33, 1, 2048, 11, 5, 1.73, ((1, 1),)),
-        Stage(0.01, 1, 2048, 13, 6, 1.73, ((1, 1),)),
-        Stage(0, 1, 2048, 20, 6, 1.73, ((1, 1),)),
+        Stage(0.33, 1 / 3, 896, 3, 1, 1.0),
+        Stage(0.33, 2 / 3, 2048, 7, 3, 1.52),
+        Stage(0.33, 1, 2048, 11, 5, 1.73),
+        Stage(0.01, 1, 2048, 13, 6, 1.73),
+        Stage(0, 1, 2048, 20, 6, 1.73),
     ],
-    "laptop": [Stage(1.0, 1, 2048, 4, 2, 1.0, ((1, 1),))],
+    "laptop": [Stage(1, 1, 2048, 4, 2, 1.0)],
 }
 
 def parse_config(argv: list[str]) -> Config:
@@ -289,7 +286,6 @@ def transpose(x: Tensor) -> Tensor:
 # The loss. A sigmoid caps the logits to (0, 23) (records 18, 54), so exponentials cannot overflow and their sum needs
 # no maximum first. One kernel reads a token's logits twice, the second time from cache, and leaves the loss and its
 # gradient, in e5m2: the gradient never exists in bf16 and nothing is recomputed in backward (records 67, 79).
-# Early in training the same logits are also to predict the tokens after the next one, with less weight (record 53).
 
 CAP, CAP_SHIFT, CAP_WIDTH = 23.0, 5.0, 7.5
 
@@ -298,33 +294,30 @@ def softcap(z: Tensor) -> Tensor:
     return CAP * torch.sigmoid((z.to(torch.promote_types(z.dtype, torch.float32)) + CAP_SHIFT) / CAP_WIDTH)
 
 @torch.library.custom_op("nanogpt::loss", mutates_args=())
-def loss_op(z: Tensor, targets: Tensor, weights: Tensor, grad_s: float) -> tuple[Tensor, Tensor]:
-    """z (T, V) before the cap, targets (K, T), weights (K,) float32 -> weighted sum of the K cross-entropies (T,)
-    float32, and its gradient (T, V) / grad_s in e5m2."""
+def loss_op(z: Tensor, targets: Tensor, grad_s: float) -> tuple[Tensor, Tensor]:
+    """z (T, V) before the cap, targets (T,) -> cross-entropy (T,) float32, and its gradient (T, V) / grad_s in e5m2."""
     if z.is_cuda and triton is not None:
         loss, g8 = z.new_empty(len(z), dtype=torch.float32), torch.empty_like(z, dtype=torch.uint8)
-        loss_kernel[len(z),](z, targets, weights, loss, g8.view(E5M2), 1 / grad_s, *z.shape, len(targets),
+        loss_kernel[len(z),](z, targets, loss, g8.view(E5M2), 1 / grad_s, z.shape[1],
                              CAP, CAP_SHIFT, 1 / CAP_WIDTH, FAST=z.is_cuda, num_warps=4)
         return loss, g8
     lse = softcap(z).logsumexp(-1)
-    loss = sum(w * (lse - softcap(z.gather(-1, t[:, None]))[:, 0]) for w, t in zip(weights, targets))
+    loss = lse - softcap(z.gather(-1, targets[:, None]))[:, 0]
     s = torch.sigmoid((z.float() + CAP_SHIFT) / CAP_WIDTH)
-    p = weights.sum() * torch.exp(CAP * s - lse[:, None])
-    p = p - sum(w * F.one_hot(t, z.shape[1]) for w, t in zip(weights, targets))
+    p = torch.exp(CAP * s - lse[:, None]) - F.one_hot(targets, z.shape[1])
     return loss, quantize(p * s * (1 - s) * (CAP / CAP_WIDTH), grad_s, E5M2).view(torch.uint8)
 
 @loss_op.register_fake
-def _(z: Tensor, targets: Tensor, weights: Tensor, grad_s: float):
+def _(z: Tensor, targets: Tensor, grad_s: float):
     return z.new_empty(len(z), dtype=torch.float32), torch.empty_like(z, dtype=torch.uint8)
 
 class FP8HeadLoss(torch.autograd.Function):
-    """x (T, D), w (V, D), targets (K, T), weights (K,) -> weighted cross-entropies of the capped logits, summed over T;
-    all products in FP8."""
+    """x (T, D), w (V, D), targets (T,) -> cross-entropy of the capped logits, summed over T; all products in FP8."""
 
     @staticmethod
-    def forward(ctx, x, w, targets, weights):
+    def forward(ctx, x, w, targets):
         z, x8, w8 = torch.ops.nanogpt.mm(x, w, *HEAD_SCALES)
-        loss, g8 = torch.ops.nanogpt.loss(z, targets, weights, HEAD_SCALES[2])
+        loss, g8 = torch.ops.nanogpt.loss(z, targets, HEAD_SCALES[2])
         ctx.save_for_backward(g8, x8, w8)
         ctx.dtype = w.dtype
         return loss.sum()
@@ -333,7 +326,7 @@ class FP8HeadLoss(torch.autograd.Function):
     def backward(ctx, grad):
         x_s, w_s, grad_s = HEAD_SCALES
         grad_x, grad_w = torch.ops.nanogpt.mm_backward(*ctx.saved_tensors, grad * grad_s, x_s, w_s)
-        return grad_x, grad_w.to(ctx.dtype), None, None
+        return grad_x, grad_w.to(ctx.dtype), None
 
 if triton is not None:
 
@@ -355,31 +348,25 @@ if triton is not None:
         return y
 
     @triton.jit
-    def loss_kernel(z_ptr, target_ptr, weight_ptr, loss_ptr, g_ptr, inv_scale, T, V, K: tl.constexpr,
-                    CAP, SHIFT, INV_WIDTH, FAST: tl.constexpr, TILE: tl.constexpr = 2048):
+    def loss_kernel(z_ptr, target_ptr, loss_ptr, g_ptr, inv_scale, V, CAP, SHIFT, INV_WIDTH, FAST: tl.constexpr,
+                    TILE: tl.constexpr = 2048):
         row = tl.program_id(0).to(tl.int64)
         z_ptr += row * V
         g_ptr += row * V
+        target = tl.load(target_ptr + row)
         total = tl.zeros((TILE,), tl.float32)
         for begin in range(0, V, TILE):
             cols = begin + tl.arange(0, TILE)
             z = tl.load(z_ptr + cols, mask=cols < V, other=0.0).to(tl.float32)
             total += tl.where(cols < V, tl.exp(CAP * sigmoid((z + SHIFT) * INV_WIDTH, FAST) - CAP), 0.0)
         lse = CAP + tl.log(tl.sum(total))
-        loss, weight = 0.0, 0.0
-        for k in tl.static_range(K):
-            w, target = tl.load(weight_ptr + k), tl.load(target_ptr + k * T + row)
-            aimed = tl.load(z_ptr + target).to(tl.float32)
-            loss += w * (lse - CAP * sigmoid((aimed + SHIFT) * INV_WIDTH, FAST))
-            weight += w
-        tl.store(loss_ptr + row, loss)
+        aimed = tl.load(z_ptr + target).to(tl.float32)
+        tl.store(loss_ptr + row, lse - CAP * sigmoid((aimed + SHIFT) * INV_WIDTH, FAST))
         for begin in range(0, V, TILE):
             cols = begin + tl.arange(0, TILE)
             z = tl.load(z_ptr + cols, mask=cols < V, other=0.0).to(tl.float32)
             s = sigmoid((z + SHIFT) * INV_WIDTH, FAST)
-            p = weight * tl.exp(CAP * s - lse)
-            for k in tl.static_range(K):
-                p -= tl.where(cols == tl.load(target_ptr + k * T + row), tl.load(weight_ptr + k), 0.0)
+            p = tl.exp(CAP * s - lse) - tl.where(cols == target, 1.0, 0.0)
             g = p * s * (1 - s) * (CAP * INV_WIDTH * inv_scale)
             tl.store(g_ptr + cols, tl.minimum(tl.maximum(g, -57344.0), 57344.0).to(tl.float8e5), mask=cols < V)
 
@@ -511,7 +498,8 @@ class Param(NamedTuple):
     sharded: bool = True  # each rank updates its part of dimension 0; else every rank updates all of it
 
 def parameter_table(c: Config) -> dict[str, Param]:
-    """Every parameter of the model, in the order in which the optimizer works on them."""
+    """Every parameter of the model, in the order in which the optimizer works on them: matrices first and last, so that
+    the large tables travel meanwhile."""
     layers = TOPOLOGIES[c.topology]
     num_attn, num_ve = sum(layer.attn for layer in layers), 1 + max((layer.ve or 0) for layer in layers)
     D, H, V = c.model_dim, c.num_heads, c.vocab_size
@@ -530,16 +518,16 @@ def parameter_table(c: Config) -> dict[str, Param]:
     zero, lr, wd = nn.init.zeros_, c.muon_lr, c.muon_decay * c.muon_lr
     rare, head = dict(betas=(0.75, 0.95), decay=0.025 * c.table_lr), dict(betas=(0.5, 0.95), decay=0.75 * c.head_lr)
     return {
+        "qk": Param((num_attn * H, 2 * d, D), "muon", lr, uniform, wd),  # pairs of heads (record 80)
+        "vo": Param((num_attn * 2, D, D), "muon", lr, uniform, wd),
         "scalars": Param((L, len(SCALARS)), "adam", c.scalar_lr, rows(*SCALARS.values()), sharded=False),
-        "mix": Param((2,), "adam", c.scalar_lr, rows(0.0, 0.5), sharded=False),
+        "mix": Param((2,), "adam", c.scalar_lr, rows(0.0, 0.5), sharded=False),  # smear, backout
         "xsa": Param((num_attn, H), "adam", c.scalar_lr, zero, sharded=False),
         "gates": Param((num_attn, 2, H, GATE_DIM), "adam", c.head_lr, zero, sharded=False),
         "value_embeds": Param((V, num_ve * D), "adam", c.table_lr, normal(0.01), **rare),
         "bigrams": Param((c.bigram_rows, D), "adam", c.table_lr, zero, **rare),
         "lm_head": Param((V, D), "adam", c.head_lr, normal(0.005), **head),
         "embed": Param((V, D), "adam", c.head_lr, zero, **head),
-        "qk": Param((num_attn * H, 2 * d, D), "muon", lr, uniform, wd),  # pairs of heads (record 80)
-        "vo": Param((num_attn * 2, D, D), "muon", lr, uniform, wd),
         "mlp_up": Param((L, D, c.mlp_dim), "muon", 2 * lr, uniform, wd),
         "mlp_down": Param((L, D, c.mlp_dim), "muon", 4 * lr, zero, wd),  # (D, F) as well: y = hidden @ down.T
     }
@@ -608,13 +596,12 @@ def embed_inputs(tokens, begins, embed, bigrams, value_embeds, signs, smear) -> 
     x0 = norm(x + smear.to(x.dtype) * previous)
     return x0, bigram * signs[(tokens ^ before) % SIGNS], F.embedding(tokens, value_embeds)
 
-def head_loss(x, middle, backout, lm_head, targets, weights, fp8: bool) -> Tensor:
-    """x (T, D) less `backout` of a middle layer's (record 40), targets (K, T), weights (K,) -> loss summed over T."""
+def head_loss(x, middle, backout, lm_head, targets, fp8: bool) -> Tensor:
+    """x (T, D) less `backout` of a middle layer's (record 40), targets (T,) -> cross-entropy summed over tokens."""
     x = norm(x - backout.to(x.dtype) * middle)
     if fp8:
-        return FP8HeadLoss.apply(x, lm_head, targets, weights)
-    logits = softcap(F.linear(x, lm_head))
-    return sum(w * F.cross_entropy(logits, t, reduction="sum") for w, t in zip(weights, targets))
+        return FP8HeadLoss.apply(x, lm_head, targets)
+    return F.cross_entropy(softcap(F.linear(x, lm_head)), targets, reduction="sum")
 
 class GPT(nn.Module):
     """The model over one packed sequence. Parameters live in stacks ("banks") padded to a multiple of world_size."""
@@ -686,24 +673,17 @@ class GPT(nn.Module):
             length = T * (1 + layer.paired)
             args = (x, x0, bigram, skip, source, None if layer.ve is None else ve[layer.ve], *attn, up, down, scalars,
                     cos[:length], sin[:length], scale, begins if layer.offset else None, layer.paired)
-            x = checkpoint(self.block, *args, use_reentrant=False) if self.saves_memory() else self.block(*args)
+            x = self.block(*args)
             outputs.append(x.view_as(x))
         return x, outputs[len(outputs) * 2 // 3]
 
-    def saves_memory(self) -> bool:
-        return self.config.save_memory and torch.is_grad_enabled()
-
-    def forward(self, tokens: Tensor, targets: Tensor, weights: Tensor, view: View) -> Tensor:
-        """tokens (T,), targets (K, T): the next K tokens, weights (K,) of predicting them -> loss summed over T.
-        In training the head is FP8 if it can be; in eval never."""
-        (x, middle), w = self.hidden(tokens, view), self.weight("lm_head")
-        if torch.is_grad_enabled() and not self.saves_memory():
-            return self.head_loss(x, middle, self.mix[1], w, targets, weights, self.fp8)
-        pieces = zip(x.split(VAL_CHUNK), middle.split(VAL_CHUNK), targets.split(VAL_CHUNK, 1))  # not all logits fit
-        if self.saves_memory():
-            return sum(checkpoint(self.head_loss, a, m, self.mix[1], w, b, weights, self.fp8, use_reentrant=False)
-                       for a, m, b in pieces)
-        return sum(self.head_loss(a, m, self.mix[1], w, b, weights, False) for a, m, b in pieces)
+    def forward(self, tokens: Tensor, targets: Tensor, view: View) -> Tensor:
+        """tokens, targets (T,) -> loss summed over T. In training the head is FP8 if it can be; in eval never."""
+        (x, middle), w, backout = self.hidden(tokens, view), self.weight("lm_head"), self.mix[1]
+        if torch.is_grad_enabled():
+            return self.head_loss(x, middle, backout, w, targets, self.fp8)
+        pieces = zip(*(t.split(VAL_CHUNK) for t in (x, middle, targets)))  # logits of a whole sequence would not fit
+        return sum(self.head_loss(a, m, backout, w, b, False) for a, m, b in pieces)
 
 VAL_CHUNK = 16_384  # tokens whose logits are computed at a time in validation
 
@@ -933,7 +913,7 @@ def batches_of(starts: np.ndarray, size: int, c: Config, step: int):
     cursor = 0
     while True:
         stage, batch = stage_of(step, c), []
-        need = c.seq_len + len(stage.futures)  # the last token has its targets, too
+        need = c.seq_len + 1  # the last token has a target, too
         for _ in range(stage_tokens(stage, c) // c.seq_len):
             if c.cut_documents:  # no token of a small corpus may be lost
                 pieces, cursor = [(cursor, need)] * (cursor + need <= size), cursor + c.seq_len
@@ -968,7 +948,7 @@ class Loader:
         self.upcoming = self.prefetch()
 
     def assemble(self) -> list[Tensor]:
-        """This rank's micro-batches of the next batch: int16 bits, (sequences, seq_len + K), for the last K targets."""
+        """This rank's micro-batches of the next batch: int16 bits, (sequences, seq_len + 1)."""
         while (batch := next(self.batches, None)) is None:
             self.next_shard()
         self.step += 1
@@ -980,21 +960,19 @@ class Loader:
                 for i in range(0, len(own), micro)]
 
     def batch(self) -> list[tuple[Tensor, Tensor]]:
-        """Micro-batches: inputs (T,) and targets (K, T), int64, on the device; T is a multiple of seq_len."""
-        ready = self.following.result()
-        last = self.step == self.config.num_steps
+        """Micro-batches: inputs and targets, each (T,) int64 on the device; T is a multiple of seq_len."""
+        ready, last = self.following.result(), self.step == self.config.num_steps
         self.following = None if last else self.packer.submit(self.assemble)
-        return [to_device(rows, self.config.seq_len, self.device) for rows in ready]
+        return [to_device(rows, self.device) for rows in ready]
 
 def micro_sequences(count: int, c: Config) -> int:
     """How many of `count` sequences a GPU works on at a time: as many as fit and divide them evenly."""
     return max(n for n in range(1, c.micro_tokens // c.seq_len + 1) if count % n == 0)
 
-def to_device(rows: Tensor, seq_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(n, seq_len + K) int16 bits of uint16 -> inputs (n * seq_len,) and targets (K, ...), int64, without waiting."""
+def to_device(rows: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(n, length + 1) int16 bits of uint16 -> inputs and targets (n * length,), int64, without waiting."""
     rows = rows.to(device, non_blocking=True).long() & 0xFFFF
-    shifted = [rows[:, k : k + seq_len].reshape(-1) for k in range(rows.size(1) - seq_len + 1)]
-    return shifted[0], torch.stack(shifted[1:])
+    return rows[:, :-1].flatten(), rows[:, 1:].flatten()
 
 def validation_tokens(c: Config) -> Tensor:
     """The first val_tokens + 1 tokens of the validation split, int16 bits. Raises BadInput if there are fewer."""
@@ -1046,12 +1024,6 @@ def lr_factor(step: int, c: Config) -> float:
 def muon_momentum(step: int, c: Config) -> float:
     """From 0.85 to 0.95, and back over the last 4 % of the steps (record 39)."""
     return 0.85 + 0.10 * max(0, min(step / max(c.momentum_warmup, 1), 1, (c.num_steps - step) / (0.04 * c.num_steps)))
-
-def loss_weights(step: int, c: Config) -> list[float]:
-    """Weights of predicting the next, the second next, ... token; linear within a stage (record 53)."""
-    first, end, stage = next((row for row in stages(c) if step < row[1]), stages(c)[-1])
-    t = (step - first) / max(end - first, 1)
-    return [begin * (1 - t) + end * t for begin, end in stage.futures]
 
 def view_of(step: int, c: Config) -> View:
     """Windows of the step's stage, with YaRN (Peng et al. 2023; record 31): where the long window grew from a to b,
@@ -1263,56 +1235,63 @@ def compile_model(model: GPT, optimizer: Optimizer, log: Log, clock: Clock) -> N
         Compiled(function, log, clock) for function in (block, head_loss, embed_inputs, muon_update, adam_update))
 
 def train_step(model: GPT, optimizer: Optimizer, batch: list[tuple[Tensor, Tensor]], step: int) -> Tensor:
-    """One update. Returns the loss per token over the whole batch, on the device: of all predictions, by weight."""
-    c, total = model.config, 0
+    """One update. Returns the loss per token over the whole batch, on the device."""
+    c, total, view = model.config, 0, view_of(step, model.config)
     if model.tied and step >= c.untie_frac * c.num_steps:
         optimizer.untie()
-    weights = loss_weights(step, c)
-    device_weights = to_floats(weights, batch[0][0].device)
     for inputs, targets in batch:
-        loss = model(inputs, targets, device_weights, view_of(step, c))
+        loss = model(inputs, targets, view)
         loss.backward()
         total = total + loss.detach()
-    total = total / (stage_tokens(stage_of(step, c), c) * sum(weights))
+    total = total / stage_tokens(stage_of(step, c), c)
     if dist.is_initialized():
         dist.all_reduce(total, async_op=True).wait()  # wait() orders streams here, it does not stop the CPU
     optimizer.step(lr_factor(step, c), muon_momentum(step, c))
     return total
 
-def to_floats(values: list[float], device: torch.device) -> Tensor:
-    """float32 on the device, without waiting."""
-    numbers = torch.tensor(values)
-    return (numbers.pin_memory() if device.type == "cuda" else numbers).to(device, non_blocking=True)
-
 @torch.no_grad()
 def validate(model: GPT, tokens: Tensor, step: int, device: torch.device) -> float:
     """Mean loss over the validation tokens (int16 bits, on the CPU); sequences are dealt to the ranks in turn."""
-    c, one = model.config, to_floats([1.0], device)
-    rank, world_size = ranks()
+    c, (rank, world_size) = model.config, ranks()
     total = torch.zeros((), dtype=torch.float64, device=device)
     for begin in range(rank * c.val_seq_len, c.val_tokens, world_size * c.val_seq_len):
-        inputs, targets = to_device(tokens[None, begin : begin + c.val_seq_len + 1], c.val_seq_len, device)
-        total += model(inputs, targets, one, view_of(step, c))
+        total += model(*to_device(tokens[None, begin : begin + c.val_seq_len + 1], device), view_of(step, c))
     if dist.is_initialized():
         dist.all_reduce(total)
     return total.item() / c.val_tokens
 
 def warm_up(model: GPT, optimizer: Optimizer, device: torch.device) -> None:
-    """Compiles and runs everything the run will need, on random documents; then starts anew from the seed."""
-    c = model.config
-    tokens = torch.randint(0, model.bos, (max(c.micro_tokens, c.val_seq_len) + 9,), device=device)
+    """Compiles and runs everything the run will need, on random documents; then starts anew from the seed.
+
+    Each rank begins with another part, so that the ranks find in the compiler's cache what they need later.
+    """
+    c, (rank, world_size) = model.config, ranks()
+    tokens = torch.randint(0, model.bos, (max(c.micro_tokens, c.val_seq_len) + 1,), device=device)
     tokens[::600] = model.bos
-    kinds = {(stage_of(s, c), s >= c.untie_frac * c.num_steps): s for s in range(c.num_steps)}
-    for step in kinds.values():
-        stage = stage_of(step, c)
-        T = c.seq_len * micro_sequences(stage_tokens(stage, c) // c.seq_len // ranks()[1], c)
-        targets = torch.stack([tokens[k : k + T] for k in range(1, len(stage.futures) + 1)])
+    steps = list({(stage_of(s, c), s >= c.untie_frac * c.num_steps): s for s in range(c.num_steps)}.values())
+
+    def micro_step(step: int) -> None:
+        sequences = stage_tokens(stage_of(step, c), c) // c.seq_len // world_size
+        T = c.seq_len * micro_sequences(sequences, c)
+        model(tokens[:T], tokens[1 : T + 1].clone(), view_of(step, c)).backward()
+
+    @torch.no_grad()
+    def evaluate(step: int) -> None:
+        model(tokens[: c.val_seq_len], tokens[1 : c.val_seq_len + 1].clone(), view_of(step, c))
+
+    parts = [lambda: micro_step(steps[0]), lambda: micro_step(steps[-1]), lambda: evaluate(c.num_steps)]
+    if c.compile and world_size > 1:
+        parts[rank % 3]()
+        synchronize(device)
+        dist.barrier()
+    for step in steps:
+        if model.tied and step >= c.untie_frac * c.num_steps:
+            optimizer.untie()
         for _ in range(c.adam_every):
-            train_step(model, optimizer, [(tokens[:T], targets)] * 2, step)
-    with torch.no_grad():
-        inputs, targets = tokens[: c.val_seq_len], tokens[None, 1 : c.val_seq_len + 1].clone()
-        for step in [*kinds.values(), c.num_steps]:
-            model(inputs, targets, to_floats([1.0], device), view_of(step, c))
+            micro_step(step)
+            optimizer.step(0.0, 0.0)
+        evaluate(step)
+    evaluate(c.num_steps)
     synchronize(device)
     optimizer.reset(initialize(model, c.seed))
 
@@ -1500,7 +1479,7 @@ def main(argv: list[str]) -> int:
         master, sentence, status = True, f"train_gpt.py: {error}", 2  # only this rank may know
     except torch.OutOfMemoryError as error:
         master, status = True, 2  # only this rank may know
-        sentence = f"train_gpt.py: {str(error).split('. ')[0]}; --save_memory makes the same updates with less"
+        sentence = f"train_gpt.py: {str(error).split('. ')[0]}; a smaller --micro_tokens makes the same updates with less"
     if master and sentence:
         print(sentence, file=sys.stderr if status else sys.stdout)
     if dist.is_initialized():
