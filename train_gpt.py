@@ -68,7 +68,7 @@ def key(default, meaning: str):
 
 @dataclass
 class Config:
-    preset: str = key("", "speedrun or laptop; empty: speedrun with CUDA, laptop without")
+    preset: str = key("", "speedrun, onepass or laptop; empty: speedrun with CUDA, laptop without")
     # data
     data_dir: str = key("data/fineweb10B", "folder of .bin shards")
     train_files: str = key("fineweb_train_*.bin", "glob of training shards inside data_dir")
@@ -83,7 +83,7 @@ class Config:
     vocab_size: int = key(50304, "rows of the embedding: GPT-2's 50257 tokens, rounded up to a multiple of 128")
     # schedule
     schedule: str = key("speedrun", "entry of SCHEDULES: the stages of the run")
-    num_steps: int = key(1400, "optimizer steps")
+    num_steps: int = key(1520, "optimizer steps")
     batch_tokens: int = key(393_216, "tokens per optimizer step in the last stage, over all GPUs")
     seq_len: int = key(16_384, "tokens of a training sequence: whole documents, the last one cut")
     micro_tokens: int = key(32_768, "most tokens a GPU works on at a time; fewer need less memory for the same update")
@@ -123,6 +123,7 @@ CPU_HAS_BF16 = getattr(torch.cpu, "_is_avx512_bf16_supported", bool)()  # only s
 
 PRESETS: dict[str, dict] = {
     "speedrun": {},
+    "onepass": dict(schedule="onepass", num_steps=800, momentum_warmup=200, muon_lr=0.028, target_loss=3.492),
     "laptop": dict(
         data_dir="data/pydocs", epochs=2, cut_documents=True,
         topology="laptop", model_dim=128, num_heads=2, mlp_dim=512, vocab_size=272,
@@ -150,6 +151,13 @@ SCHEDULES: dict[str, list[Stage]] = {
         Stage(0.01, 1, 2048, 13, 6, 1.73),
         Stage(0, 1, 2048, 20, 6, 1.73),
     ],
+    "onepass": [  # the smaller the batch, the fewer tokens: records/2026-11-21_ladder
+        Stage(0.33, 1 / 6, 896, 3, 1, 1.0),
+        Stage(0.33, 1 / 6, 2048, 7, 3, 1.52),
+        Stage(0.32, 1 / 3, 2048, 11, 5, 1.73),
+        Stage(0.02, 1 / 3, 2048, 13, 6, 1.73),
+        Stage(0, 1 / 3, 2048, 20, 6, 1.73),
+    ],
     "laptop": [Stage(1, 1, 2048, 4, 2, 1.0)],
 }
 
@@ -157,7 +165,7 @@ def parse_config(argv: list[str]) -> Config:
     """`--key=value` over the preset's values. Raises BadInput on an unknown key or a wrong value."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False,
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-                                     epilog=f"--preset=laptop stands for {PRESETS['laptop']}")
+                                     epilog=f"presets: {PRESETS}")
 
     def refuse(message: str) -> None:
         raise BadInput(message)
@@ -1479,7 +1487,8 @@ def main(argv: list[str]) -> int:
         master, sentence, status = True, f"train_gpt.py: {error}", 2  # only this rank may know
     except torch.OutOfMemoryError as error:
         master, status = True, 2  # only this rank may know
-        sentence = f"train_gpt.py: {str(error).split('. ')[0]}; a smaller --micro_tokens makes the same updates with less"
+        remedy = "a smaller --micro_tokens makes the same updates with less"
+        sentence = f"train_gpt.py: {str(error).split('. ')[0]}; {remedy}"
     if master and sentence:
         print(sentence, file=sys.stderr if status else sys.stdout)
     if dist.is_initialized():
