@@ -397,36 +397,43 @@ def document_ids(tokens: Tensor, bos: int) -> Tensor:
     """(T,) tokens -> (T,) int32, the number of document starts up to and including each token."""
     return (tokens == bos).cumsum(0, dtype=torch.int32)
 
-def flex_masks(docs: Tensor, windows: dict[str, int]) -> dict[str, BlockMask]:
-    """docs (T,) -> a BlockMask a window, in blocks (FlexAttention: record 12). Full blocks skip the element mask.
+def block_lists(docs: Tensor, windows: Tensor) -> tuple[Tensor, ...]:
+    """docs (T,), windows (W,) in blocks -> for key and for query blocks, seen in part and in full: how many there are
+    (W, n), and which (W, n, n), int32, of which the first so many count.
 
     Documents lie one after the other, so the blocks that a block sees, or sees fully, are ranges: two binary searches.
     """
+    first, last = docs[::BLOCK].contiguous(), docs[BLOCK - 1 :: BLOCK].contiguous()  # (n,) document of a block's ends
+    row = torch.arange(len(first), device=docs.device)
+    oldest, newest = row - (windows[:, None] - 1), row + (windows[:, None] - 1)  # (W, n)
+    see = torch.searchsorted(last, first).maximum(oldest)  # first key block
+    full = torch.searchsorted(first, last).minimum(row).maximum(oldest)  # first one that is seen fully, up to row - 1
+    seen = (torch.searchsorted(first, last, right=True) - 1).minimum(newest)  # last query block
+    fully = (torch.searchsorted(last, first, right=True) - 1).maximum(row).minimum(newest)
+
+    def partial(begin: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:  # a block itself and begin ... end - 1
+        index = torch.where(row == 0, row[:, None], (begin[..., None] + row - 1).clamp(max=len(row) - 1))
+        return (1 + end - begin).int(), index.int()
+
+    def whole(begin: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
+        return (end - begin).int(), (begin[..., None] + row).clamp(max=len(row) - 1).int()
+
+    return *partial(see, full), *whole(full, row), *partial(fully + 1, seen + 1), *whole((row + 1).expand_as(fully), fully + 1)
+
+def flex_masks(docs: Tensor, windows: dict[str, int], lists: Callable = block_lists) -> dict[str, BlockMask]:
+    """docs (T,) -> a BlockMask a window, in blocks (FlexAttention: record 12). Full blocks skip the element mask."""
 
     def causal_document(b, h, q, kv):
         return (q >= kv) & (docs[q] == docs[kv])
 
-    first, last = docs[::BLOCK].contiguous(), docs[BLOCK - 1 :: BLOCK].contiguous()  # (n,) document of a block's ends
-    row = torch.arange(len(first), device=docs.device)
-    see, full = torch.searchsorted(last, first), torch.searchsorted(first, last).minimum(row)  # first key block
-    seen = torch.searchsorted(first, last, right=True) - 1  # last query block
-    fully = (torch.searchsorted(last, first, right=True) - 1).maximum(row)
+    numbers = lists(docs, to_device_numbers([*windows.values()], docs.device))
+    return {name: BlockMask((len(docs),) * 2, *(t[i][None, None] for t in numbers), (BLOCK, BLOCK), causal_document)
+            for i, name in enumerate(windows)}
 
-    def partial(begin: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:  # how many blocks: itself and begin ... end - 1
-        index = torch.cat((row[:, None], begin[:, None] + row[:-1]), 1).clamp_(max=len(row) - 1)
-        return (1 + end - begin).int()[None, None], index.int()[None, None]
-
-    def whole(begin: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
-        index = (begin[:, None] + row).clamp_(max=len(row) - 1)
-        return (end - begin).int()[None, None], index.int()[None, None]
-
-    def mask(window: int) -> BlockMask:
-        oldest, newest = row - (window - 1), row + (window - 1)
-        k, k_full, q, q_full = see.maximum(oldest), full.maximum(oldest), seen.minimum(newest), fully.minimum(newest)
-        return BlockMask((len(docs), len(docs)), *partial(k, k_full), *whole(k_full, row),
-                         *partial(q_full + 1, q + 1), *whole(row + 1, q_full + 1), (BLOCK, BLOCK), causal_document)
-
-    return {name: mask(window) for name, window in windows.items()}
+def to_device_numbers(values: list[int], device: torch.device) -> Tensor:
+    """int64 (n,) on the device, without waiting."""
+    numbers = torch.tensor(values)
+    return (numbers.pin_memory() if device.type == "cuda" else numbers).to(device, non_blocking=True)
 
 def sdpa_masks(docs: Tensor, windows: dict[str, int]) -> dict[str, Tensor]:
     """docs (T,) -> per window a bool mask (n, 1, BLOCK, window * BLOCK) of each query block over the last blocks."""
@@ -494,7 +501,7 @@ TOPOLOGIES: dict[str, list[Layer]] = {
 GATE_DIM = 12  # channels that steer a gate (record 28)
 SIGNS = 8192  # rows of random signs that tell bigrams of one hash apart (record 83)
 SCALARS = {  # mixing weights of a layer, columns of one parameter, and their initial values
-    "v": 0.5, "o": 1.0, "attn": 1.1**0.5, "x0": 0.0, "bigram": 0.05, "skip": 0.18, "mlp": 1.1**0.5, "down": 1.0}
+    "x0": 0.0, "bigram": 0.05, "v": 0.5, "o": 1.0, "attn": 1.1**0.5, "skip": 0.18, "mlp": 1.1**0.5, "down": 1.0}
 
 class Param(NamedTuple):
     shape: tuple[int, ...]  # Muon treats it as a stack of matrices
@@ -577,32 +584,33 @@ def attention(u, ve, qk, v_weight, o_weight, gates, xsa, mask, cos, sin, scale, 
     gate = torch.sigmoid(F.linear(u[:, :GATE_DIM], gates[0]))  # (T, H): lets a head say nothing (record 28)
     return F.linear((y * gate[..., None]).reshape(T, D).type_as(u), o_weight)
 
-def block(x, x0, bigram, skip, source, ve, qk, vo, gates, xsa, mask, up, down, scalars, cos, sin, scale, begins,
+def block(x, inject, skip, source, ve, qk, vo, gates, xsa, mask, up, down, scalars, cos, sin, scale, begins,
           paired: bool) -> Tensor:
     """One layer: x (T, D) -> (T, D). Pure, so that one compiled graph serves all layers of a kind.
 
-    x0 and bigram (T, D) are the embeddings; skip, source and ve (T, D) may be None. In a layer without attention so
-    are qk (H, 2d, D), vo (2, D, D), gates (2, H, GATE_DIM). up, down (D, F); scalars as named in SCALARS.
+    inject, skip, source and ve (T, D) may be None. In a layer without attention so are inject, qk (H, 2d, D),
+    vo (2, D, D) and gates (2, H, GATE_DIM). up, down (D, F); scalars as named in SCALARS.
     """
     w = {name: value.to(x.dtype) for name, value in zip(SCALARS, scalars.unbind())}
     if qk is not None:
         u = norm(x if source is None else source)
         y = attention(u, ve, qk, w["v"] * vo[0], w["o"] * vo[1], gates, xsa, mask, cos, sin, scale, begins, paired)
-        x = w["attn"] * x + y + w["x0"] * x0 + w["bigram"] * bigram
+        x = w["attn"] * x + y + inject
     if skip is not None:
         x = x + w["skip"] * skip
     hidden = F.relu(norm(x) @ up).square()  # (T, F)
     return w["mlp"] * x + F.linear(hidden, w["down"] * down)
 
-def embed_inputs(tokens, begins, embed, bigrams, value_embeds, signs, smear) -> tuple[Tensor, Tensor, Tensor]:
-    """tokens (T,) int64, begins (T,) marking document starts -> the stream's input (T, D), the embedding (T, D) of each
-    token with the one before, by hash (record 62), and value embeddings (T, n D). Nothing crosses a border."""
+def embed_inputs(tokens, begins, embed, bigrams, value_embeds, signs, smear, weights) -> tuple[Tensor, list, Tensor]:
+    """tokens (T,) int64, begins (T,) marking document starts -> the stream's input x0 (T, D), what each layer with
+    attention adds to it, by its two `weights`: x0 and the embedding of the token with the one before, by hash
+    (record 62), and value embeddings (T, n D). Nothing crosses a border."""
     before = torch.where(begins, 0, tokens.roll(1))
-    bigram = F.embedding(((36313 * tokens) ^ (27191 * before)) % len(bigrams), bigrams)
     x = F.embedding(tokens, embed)
-    previous = torch.where(begins[:, None], 0, x.roll(1, 0))  # smear (record 34)
-    x0 = norm(x + smear.to(x.dtype) * previous)
-    return x0, bigram * signs[(tokens ^ before) % SIGNS], F.embedding(tokens, value_embeds)
+    x0 = norm(x + smear.to(x.dtype) * torch.where(begins[:, None], 0, x.roll(1, 0)))  # smear (record 34)
+    bigram = F.embedding(((36313 * tokens) ^ (27191 * before)) % len(bigrams), bigrams)
+    bigram = bigram * signs[(tokens ^ before) % SIGNS]
+    return x0, [a * x0 + b * bigram for a, b in weights.to(x.dtype)], F.embedding(tokens, value_embeds)
 
 def head_loss(x, middle, backout, lm_head, targets, fp8: bool) -> Tensor:
     """x (T, D) less `backout` of a middle layer's (record 40), targets (T,) -> cross-entropy summed over tokens."""
@@ -630,7 +638,8 @@ class GPT(nn.Module):
         signs = torch.randint(0, 2, (SIGNS, c.model_dim), generator=torch.Generator().manual_seed(0)) * 2 - 1
         self.register_buffer("signs", signs.to(device, dtype), persistent=False)
         self.rope_key, self.rope = None, None
-        self.block, self.head_loss, self.embed_inputs = block, head_loss, embed_inputs  # `compile_model` replaces these
+        self.block, self.head_loss = block, head_loss  # `compile_model` replaces these four
+        self.embed_inputs, self.block_lists = embed_inputs, block_lists
 
     def weight(self, name: str) -> Tensor:
         """A bank without its padding."""
@@ -649,11 +658,12 @@ class GPT(nn.Module):
 
     def masks(self, begins: Tensor, windows: dict[str, int]) -> dict[tuple, BlockMask | Tensor]:
         """By window and whether heads are paired: then a sequence of twice the length."""
-        make, masks = flex_masks if self.flex else sdpa_masks, {}
+        masks = {}
         for paired in {layer.paired for layer in self.layers if layer.attn}:
             docs = begins.cumsum(0, dtype=torch.int32).repeat_interleave(1 + paired)
             used = {layer.window for layer in self.layers if layer.attn and layer.paired == paired}
-            made = make(docs, {name: windows[name] for name in used})
+            used = {name: windows[name] for name in sorted(used)}
+            made = flex_masks(docs, used, self.block_lists) if self.flex else sdpa_masks(docs, used)
             masks |= {(name, paired): mask for name, mask in made.items()}
         return masks
 
@@ -661,25 +671,25 @@ class GPT(nn.Module):
         """tokens (T,) int64 -> the residual stream after the last layer and after the middle one, (T, D) each."""
         c, T = self.config, len(tokens)
         begins = tokens == self.bos
-        x0, bigram, ve = self.embed_inputs(
+        attends = [i for i, layer in enumerate(self.layers) if layer.attn]
+        x, injects, ve = self.embed_inputs(
             tokens, begins, self.weight("lm_head" if self.tied else "embed"), self.weight("bigrams"),
-            self.weight("value_embeds"), self.signs, self.mix[0])
-        x = x0.view_as(x0)  # another object: were x and x0 one, the compiler would make a graph of its own for that
+            self.weight("value_embeds"), self.signs, self.mix[0], self.scalars[attends, :2])
         ve = ve.split(c.model_dim, 1)
         D, H = c.model_dim, c.num_heads
         attns = iter(zip(self.weight("qk").view(-1, H, 2 * D // H, D).unbind(),
-                         self.weight("vo").view(-1, 2, D, D).unbind(), self.gates.unbind(), self.xsa.unbind()))
+                         self.weight("vo").view(-1, 2, D, D).unbind(), self.gates.unbind(), self.xsa.unbind(), injects))
         cos, sin, scale = self.rotary(view)
         masks, outputs = self.masks(begins, view.windows), []
         for layer, up, down, scalars in zip(self.layers, self.weight("mlp_up").unbind(),
                                             self.weight("mlp_down").unbind(), self.scalars.unbind()):
             skip, source = (None if i is None else outputs[i] for i in (layer.skip, layer.source))
-            attn = (None,) * 5
+            inject, attn = None, (None,) * 5
             if layer.attn:
-                *weights, xsa = next(attns)
+                *weights, xsa, inject = next(attns)
                 attn = (*weights, xsa if layer.xsa else None, masks[layer.window, layer.paired])
             length = T * (1 + layer.paired)
-            args = (x, x0, bigram, skip, source, None if layer.ve is None else ve[layer.ve], *attn, up, down, scalars,
+            args = (x, inject, skip, source, None if layer.ve is None else ve[layer.ve], *attn, up, down, scalars,
                     cos[:length], sin[:length], scale, begins if layer.offset else None, layer.paired)
             x = self.block(*args)
             outputs.append(x.view_as(x))
@@ -1239,8 +1249,10 @@ class Compiled:
 def compile_model(model: GPT, optimizer: Optimizer, log: Log, clock: Clock) -> None:
     """A graph for each kind of block and one for the head, for training and validation: quicker than one for all."""
     torch._dynamo.config.recompile_limit = 64  # the default of 8 graphs a function is less than the kinds of blocks
-    model.block, model.head_loss, model.embed_inputs, optimizer.muon, optimizer.adam = (
-        Compiled(function, log, clock) for function in (block, head_loss, embed_inputs, muon_update, adam_update))
+    for owner, name, function in ((model, "block", block), (model, "head_loss", head_loss),
+                                  (model, "embed_inputs", embed_inputs), (model, "block_lists", block_lists),
+                                  (optimizer, "muon", muon_update), (optimizer, "adam", adam_update)):
+        setattr(owner, name, Compiled(function, log, clock))
 
 def train_step(model: GPT, optimizer: Optimizer, batch: list[tuple[Tensor, Tensor]], step: int) -> Tensor:
     """One update. Returns the loss per token over the whole batch, on the device."""
