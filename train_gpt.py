@@ -418,7 +418,8 @@ def block_lists(docs: Tensor, windows: Tensor) -> tuple[Tensor, ...]:
     def whole(begin: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
         return (end - begin).int(), (begin[..., None] + row).clamp(max=len(row) - 1).int()
 
-    return *partial(see, full), *whole(full, row), *partial(fully + 1, seen + 1), *whole((row + 1).expand_as(fully), fully + 1)
+    after = (row + 1).expand_as(fully)
+    return *partial(see, full), *whole(full, row), *partial(fully + 1, seen + 1), *whole(after, fully + 1)
 
 def flex_masks(docs: Tensor, windows: dict[str, int], lists: Callable = block_lists) -> dict[str, BlockMask]:
     """docs (T,) -> a BlockMask a window, in blocks (FlexAttention: record 12). Full blocks skip the element mask."""
