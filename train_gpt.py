@@ -672,6 +672,7 @@ class GPT(nn.Module):
         """tokens (T,) int64 -> the residual stream after the last layer and after the middle one, (T, D) each."""
         c, T = self.config, len(tokens)
         begins = tokens == self.bos
+        begins[:: c.seq_len if torch.is_grad_enabled() else T] = True  # a sequence may begin inside a document
         attends = [i for i, layer in enumerate(self.layers) if layer.attn]
         x, injects, ve = self.embed_inputs(
             tokens, begins, self.weight("lm_head" if self.tied else "embed"), self.weight("bigrams"),
