@@ -1049,7 +1049,7 @@ def view_of(step: int, c: Config) -> View:
     """Windows of the step's stage, with YaRN (Peng et al. 2023; record 31): where the long window grew from a to b,
     frequencies that turn less than once in a window fall by a / b, those that turn 32 times stay."""
     rotating, now = c.model_dim // c.num_heads // 4, stage_of(step, c)
-    freq, scale, before = [(1 / 1024) ** (j / (rotating - 1)) for j in range(rotating)], 0.1, None
+    freq, scale, before = [(1 / 1024) ** (j / max(rotating - 1, 1)) for j in range(rotating)], 0.1, None
     for stage in SCHEDULES[c.schedule]:
         a, b = before or stage.long, stage.long
         if stage.share:  # rows without steps only see farther
