@@ -257,8 +257,8 @@ t.TOPOLOGIES["all kinds"] = [
 
 def small(dtype, world_size=1, **changes):
     values = dict(topology="all kinds", model_dim=16, num_heads=2, mlp_dim=32, vocab_size=61, seq_len=128,
-                  val_seq_len=128, micro_tokens=128, batch_tokens=1536, num_steps=6, schedule="laptop", adam_every=2, untie_frac=0.5,
-                  bigram_rows=101, dtype=dtype, fp8_head=False, device="cpu")
+                  val_seq_len=128, micro_tokens=128, batch_tokens=1536, num_steps=6, schedule="laptop",
+                  adam_every=2, untie_frac=0.5, bigram_rows=101, dtype=dtype, fp8_head=False, device="cpu")
     return t.GPT(t.Config(**values | changes), torch.device("cpu"), world_size)
 
 
