@@ -199,24 +199,25 @@ def parse_config(argv: list[str]) -> Config:
 
 def check_config(c: Config) -> None:
     """Raises BadInput where values do not fit each other."""
-    for name in ("num_steps batch_tokens seq_len val_tokens val_seq_len model_dim num_heads mlp_dim vocab_size epochs "
-                 "cooldown_frac").split():
+    for name in ("num_steps batch_tokens seq_len micro_tokens val_tokens val_seq_len model_dim num_heads mlp_dim "
+                 "vocab_size bigram_rows adam_every epochs cooldown_frac").split():
         if getattr(c, name) <= 0:
             raise BadInput(f"--{name}={getattr(c, name)} must be positive")
+    for name, choices in (("topology", [*TOPOLOGIES]), ("schedule", [*SCHEDULES]),
+                          ("attention", ["auto", "flex", "sdpa"]),
+                          ("device", ["auto", "cuda", "cpu"]), ("dtype", ["bfloat16", "float32", "float64"])):
+        if getattr(c, name) not in choices:
+            raise BadInput(f"--{name}={getattr(c, name)} is none of {', '.join(choices)}")
+    pairs = 1 + any(layer.paired for layer in TOPOLOGIES[c.topology])
     for name, multiple_of in (("seq_len", BLOCK), ("val_seq_len", BLOCK), ("micro_tokens", c.seq_len),
                               *(("batch_tokens", round(c.seq_len / stage.batch)) for stage in SCHEDULES[c.schedule]),
-                              ("val_tokens", c.val_seq_len), ("model_dim", 4 * c.num_heads)):
+                              ("val_tokens", c.val_seq_len), ("num_heads", pairs), ("model_dim", 4 * c.num_heads)):
         if getattr(c, name) % multiple_of:
             raise BadInput(f"--{name}={getattr(c, name)} must be a multiple of {multiple_of}")
     if not 0 <= c.seed < 2**63:
         raise BadInput(f"--seed={c.seed} must be between 0 and 2^63")
     if c.model_dim < GATE_DIM:
         raise BadInput(f"--model_dim={c.model_dim} must be at least {GATE_DIM}: that many channels steer the gates")
-    for name, choices in (("topology", [*TOPOLOGIES]), ("schedule", [*SCHEDULES]),
-                          ("attention", ["auto", "flex", "sdpa"]),
-                          ("device", ["auto", "cuda", "cpu"]), ("dtype", ["bfloat16", "float32", "float64"])):
-        if getattr(c, name) not in choices:
-            raise BadInput(f"--{name}={getattr(c, name)} is none of {', '.join(choices)}")
     if c.device == "cuda" and not torch.cuda.is_available():
         raise BadInput("--device=cuda, but torch sees no GPU here")
     if c.attention == "flex" and c.device == "cpu":
