@@ -1350,7 +1350,8 @@ def sample(model: GPT, text: str, count: int, temperature: float = 0.7) -> str:
 
 def save_checkpoint(model: GPT, path: str) -> None:
     """Weights without padding and the configuration; written beside and renamed, so that no half file has the name."""
-    weights = {name: model.weight(name).detach().cpu().clone() for name in model.table}
+    head = {"embed": "lm_head"} if model.tied else {}
+    weights = {name: model.weight(head.get(name, name)).detach().cpu().clone() for name in model.table}
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     torch.save({"config": dataclasses.asdict(model.config), "weights": weights}, f"{path}.part")
     os.replace(f"{path}.part", path)
@@ -1361,6 +1362,7 @@ def load_checkpoint(path: str, device: torch.device) -> GPT:
         saved = torch.load(path, map_location=device, weights_only=True)
         model = GPT(Config(**saved["config"]), device)
         model.load_state_dict(saved["weights"])
+        model.tied = False  # a file has both weights
     except Exception as error:  # a foreign file can make torch.load raise nearly anything
         raise BadInput(f"--load_checkpoint={path} is no checkpoint of this program ({type(error).__name__})") from None
     return model
