@@ -1,7 +1,7 @@
 """Shards and the loader: every batch is predicted by a plain walk over Python lists, every fault by the byte changed.
 
 References: shards written with `struct` (conftest.py), and `walk`, which follows the digest's rule (C.10.1) with lists
-of documents: take them in order, each clipped, until a sequence and one token are full; what is left of the last is lost.
+of documents: take them in order, each clipped, until a sequence and one token are full; the rest of the last is lost.
 """
 import hashlib
 import threading
