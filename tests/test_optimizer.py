@@ -374,6 +374,17 @@ def test_the_run_unties_at_the_first_step_of_the_last_third_and_reports_the_tied
     assert tied == [True] * 5 + [False]  # 0.667 * 6 = 4.002
 
 
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_warming_up_leaves_no_trace(every):
+    warm, fresh = small("float64", adam_every=every), small("float64", adam_every=every)
+    start, optimizer = t.initialize(fresh, 0), t.Optimizer(warm)
+    t.warm_up(warm, optimizer, torch.device("cpu"))
+    assert warm.tied and (optimizer.steps, optimizer.updates) == (0, 0)
+    for name, p in warm.named_parameters():
+        assert torch.equal(p, getattr(fresh, name)) and torch.equal(optimizer.masters[name], start[name]), name
+        assert p.grad is None and not any(part.any() for part in optimizer.state[name]), name
+
+
 def test_every_parameter_has_optimizer_learning_rate_decay_and_betas_of_the_digest():
     table = t.parameter_table(t.Config())
     rates = {name: (p.optimizer, p.lr) for name, p in table.items()}
