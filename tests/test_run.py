@@ -202,11 +202,13 @@ def test_a_checkpoint_continues_a_text_without_data_or_log(first, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_checkpoint_of_a_run_that_never_unties_holds_the_embedding_that_it_used(first, corpus, tmp_path):
-    args = arguments(data_dir=corpus, log_dir=tmp_path, untie_frac=2, num_steps=2, save_checkpoint=tmp_path / "x.pt")
+@pytest.mark.parametrize("untie_frac", [0, 2])
+def test_a_checkpoint_holds_the_embedding_that_the_run_used_whether_it_untied_or_not(untie_frac, corpus, tmp_path):
+    args = arguments(data_dir=corpus, log_dir=tmp_path, untie_frac=untie_frac, head_lr=0.3, adam_every=1,
+                     save_checkpoint=tmp_path / "x.pt")
     assert t.main(args) == 1
     model = t.load_checkpoint(tmp_path / "x.pt", torch.device("cpu"))
-    assert torch.equal(model.embed, model.lm_head) and model.embed.any()
+    assert torch.equal(model.embed, model.lm_head) == (untie_frac == 2) and model.embed.any()
     c = t.parse_config(args)
     loss = t.validate(model, t.validation_tokens(c), c.num_steps, torch.device("cpu"))
     assert loss == pytest.approx(read_log(only_log(tmp_path)).end["val_loss"], abs=6e-5)
