@@ -199,24 +199,25 @@ def parse_config(argv: list[str]) -> Config:
 
 def check_config(c: Config) -> None:
     """Raises BadInput where values do not fit each other."""
-    for name in ("num_steps batch_tokens seq_len val_tokens val_seq_len model_dim num_heads mlp_dim vocab_size epochs "
-                 "cooldown_frac").split():
+    for name in ("num_steps batch_tokens seq_len micro_tokens val_tokens val_seq_len model_dim num_heads mlp_dim "
+                 "vocab_size bigram_rows adam_every epochs cooldown_frac").split():
         if getattr(c, name) <= 0:
             raise BadInput(f"--{name}={getattr(c, name)} must be positive")
+    for name, choices in (("topology", [*TOPOLOGIES]), ("schedule", [*SCHEDULES]),
+                          ("attention", ["auto", "flex", "sdpa"]),
+                          ("device", ["auto", "cuda", "cpu"]), ("dtype", ["bfloat16", "float32", "float64"])):
+        if getattr(c, name) not in choices:
+            raise BadInput(f"--{name}={getattr(c, name)} is none of {', '.join(choices)}")
+    pairs = 1 + any(layer.paired for layer in TOPOLOGIES[c.topology])
     for name, multiple_of in (("seq_len", BLOCK), ("val_seq_len", BLOCK), ("micro_tokens", c.seq_len),
                               *(("batch_tokens", round(c.seq_len / stage.batch)) for stage in SCHEDULES[c.schedule]),
-                              ("val_tokens", c.val_seq_len), ("model_dim", 4 * c.num_heads)):
+                              ("val_tokens", c.val_seq_len), ("num_heads", pairs), ("model_dim", 4 * c.num_heads)):
         if getattr(c, name) % multiple_of:
             raise BadInput(f"--{name}={getattr(c, name)} must be a multiple of {multiple_of}")
     if not 0 <= c.seed < 2**63:
         raise BadInput(f"--seed={c.seed} must be between 0 and 2^63")
     if c.model_dim < GATE_DIM:
         raise BadInput(f"--model_dim={c.model_dim} must be at least {GATE_DIM}: that many channels steer the gates")
-    for name, choices in (("topology", [*TOPOLOGIES]), ("schedule", [*SCHEDULES]),
-                          ("attention", ["auto", "flex", "sdpa"]),
-                          ("device", ["auto", "cuda", "cpu"]), ("dtype", ["bfloat16", "float32", "float64"])):
-        if getattr(c, name) not in choices:
-            raise BadInput(f"--{name}={getattr(c, name)} is none of {', '.join(choices)}")
     if c.device == "cuda" and not torch.cuda.is_available():
         raise BadInput("--device=cuda, but torch sees no GPU here")
     if c.attention == "flex" and c.device == "cpu":
@@ -672,6 +673,7 @@ class GPT(nn.Module):
         """tokens (T,) int64 -> the residual stream after the last layer and after the middle one, (T, D) each."""
         c, T = self.config, len(tokens)
         begins = tokens == self.bos
+        begins[:: c.seq_len if torch.is_grad_enabled() else T] = True  # a sequence may begin inside a document
         attends = [i for i, layer in enumerate(self.layers) if layer.attn]
         x, injects, ve = self.embed_inputs(
             tokens, begins, self.weight("lm_head" if self.tied else "embed"), self.weight("bigrams"),
@@ -1048,7 +1050,7 @@ def view_of(step: int, c: Config) -> View:
     """Windows of the step's stage, with YaRN (Peng et al. 2023; record 31): where the long window grew from a to b,
     frequencies that turn less than once in a window fall by a / b, those that turn 32 times stay."""
     rotating, now = c.model_dim // c.num_heads // 4, stage_of(step, c)
-    freq, scale, before = [(1 / 1024) ** (j / (rotating - 1)) for j in range(rotating)], 0.1, None
+    freq, scale, before = [(1 / 1024) ** (j / max(rotating - 1, 1)) for j in range(rotating)], 0.1, None
     for stage in SCHEDULES[c.schedule]:
         a, b = before or stage.long, stage.long
         if stage.share:  # rows without steps only see farther
@@ -1348,7 +1350,8 @@ def sample(model: GPT, text: str, count: int, temperature: float = 0.7) -> str:
 
 def save_checkpoint(model: GPT, path: str) -> None:
     """Weights without padding and the configuration; written beside and renamed, so that no half file has the name."""
-    weights = {name: model.weight(name).detach().cpu().clone() for name in model.table}
+    head = {"embed": "lm_head"} if model.tied else {}
+    weights = {name: model.weight(head.get(name, name)).detach().cpu().clone() for name in model.table}
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     torch.save({"config": dataclasses.asdict(model.config), "weights": weights}, f"{path}.part")
     os.replace(f"{path}.part", path)
@@ -1359,6 +1362,7 @@ def load_checkpoint(path: str, device: torch.device) -> GPT:
         saved = torch.load(path, map_location=device, weights_only=True)
         model = GPT(Config(**saved["config"]), device)
         model.load_state_dict(saved["weights"])
+        model.tied = False  # a file has both weights
     except Exception as error:  # a foreign file can make torch.load raise nearly anything
         raise BadInput(f"--load_checkpoint={path} is no checkpoint of this program ({type(error).__name__})") from None
     return model
