@@ -210,25 +210,26 @@ def parse_config(argv: list[str]) -> Config:
 
 def check_config(c: Config) -> None:
     """Raises BadInput where values do not fit each other."""
-    for name in ("num_steps batch_tokens seq_len val_tokens val_seq_len model_dim num_heads mlp_dim vocab_size epochs "
-                 "cooldown_frac").split():
+    for name in ("num_steps batch_tokens seq_len micro_tokens val_tokens val_seq_len model_dim num_heads mlp_dim "
+                 "vocab_size bigram_rows adam_every epochs cooldown_frac").split():
         if getattr(c, name) <= 0:
             raise BadInput(f"--{name}={getattr(c, name)} must be positive")
-    for name, multiple_of in (("seq_len", BLOCK), ("val_seq_len", BLOCK), ("micro_tokens", c.seq_len),
-                              *(("batch_tokens", round(c.seq_len / stage.batch)) for stage in SCHEDULES[c.schedule]),
-                              ("val_tokens", c.val_seq_len), ("model_dim", 4 * c.num_heads)):
-        if getattr(c, name) % multiple_of:
-            raise BadInput(f"--{name}={getattr(c, name)} must be a multiple of {multiple_of}")
-    if not 0 <= c.seed < 2**63:
-        raise BadInput(f"--seed={c.seed} must be between 0 and 2^63")
-    if c.model_dim < GATE_DIM:
-        raise BadInput(f"--model_dim={c.model_dim} must be at least {GATE_DIM}: that many channels steer the gates")
     for name, choices in (("topology", [*TOPOLOGIES]), ("schedule", [*SCHEDULES]),
                           ("attention", ["auto", "flex", "sdpa"]),
                           ("device", ["auto", "cuda", "cpu"]), ("precision", ["auto", *PRECISIONS]),
                           ("dtype", ["auto", "bfloat16", "float16", "float32", "float64"])):
         if getattr(c, name) not in choices:
             raise BadInput(f"--{name}={getattr(c, name)} is none of {', '.join(choices)}")
+    pairs = 1 + any(layer.paired for layer in TOPOLOGIES[c.topology])
+    for name, multiple_of in (("seq_len", BLOCK), ("val_seq_len", BLOCK), ("micro_tokens", c.seq_len),
+                              *(("batch_tokens", round(c.seq_len / stage.batch)) for stage in SCHEDULES[c.schedule]),
+                              ("val_tokens", c.val_seq_len), ("num_heads", pairs), ("model_dim", 4 * c.num_heads)):
+        if getattr(c, name) % multiple_of:
+            raise BadInput(f"--{name}={getattr(c, name)} must be a multiple of {multiple_of}")
+    if not 0 <= c.seed < 2**63:
+        raise BadInput(f"--seed={c.seed} must be between 0 and 2^63")
+    if c.model_dim < GATE_DIM:
+        raise BadInput(f"--model_dim={c.model_dim} must be at least {GATE_DIM}: that many channels steer the gates")
     if c.device == "cuda" and not torch.cuda.is_available():
         raise BadInput("--device=cuda, but torch sees no GPU here")
     if c.attention == "flex" and c.device == "cpu":
@@ -249,8 +250,7 @@ def check_config(c: Config) -> None:
 # dimension. One scale a tensor survives transposition, so x, w and dy are rounded once and serve twice; where scales
 # vary along the sum (nvfp4) each product rounds anew. x and w want mantissa, e4m3; gradients want range, e5m2. Sums may
 # be quick (fewer bits, "fast accumulation") in fprop only: errors of gradients add up. FP8 units want the summed
-# dimension contiguous in both operands, so backward makes transposed copies.
-#
+# dimension contiguous in both operands, so backward makes transposed copies. The recipes:
 # fp8-static: constant scales, for the head. Its input is normalised, |x| <= sqrt(D): nothing to measure (record 21).
 # fp8: each product measures amax ("tensorwise dynamic"; Float8Linear of nanochat and torchao), weights once a step.
 #   --float8_all_gather (torchao): who updates a slice of a weight rounds it and hands out bytes; slices must share the
@@ -261,8 +261,7 @@ def check_config(c: Config) -> None:
 #   transform of both operands of wgrad, which cancels, spreads an outlier over 16 tokens ("rht").
 # fp16: less exponent than bf16, so small gradients vanish. The loss is multiplied by a power of two that is halved, and
 #   the step skipped, when a gradient overflows; 2000 good steps double it (section 5).
-# All these numbers, and e2m1 times e4m3, are exact in bf16: where hardware lacks a product, one in bf16 of the same
-# rounded numbers gives the same but for the order of sums.
+# All these numbers, and e2m1 times e4m3, are exact in bf16: hardware without such products has them there, emulated.
 
 PROJECTIONS = ("qkv", "o", "fc", "proj", "lm_head")
 PRECISIONS = {name: (name,) * 5 for name in ("bf16", "fp32", "fp16", "fp8")}  # --precision: recipe of each projection
@@ -318,8 +317,7 @@ product_op.register_fake(lambda a, b_t, a_s, b_s, dtype, fast: a.new_empty(len(a
 def mm_op(x: Tensor, w: Tensor, x_s: float, w_s: float, grad_s: float) -> tuple[Tensor, Tensor, Tensor]:
     """x (T, D) times w (V, D) transposed in FP8 -> (T, V) in bf16, and both quantised operands for backward."""
     x8, w8 = quantize(x, x_s, E4M3).view(torch.uint8), quantize(w, w_s, E4M3).view(torch.uint8)
-    x_scale, w_scale = (torch.full((), s, device=x.device) for s in (x_s, w_s))
-    return product_op(x8, w8, x_scale, w_scale, torch.bfloat16, True), x8, w8
+    return product_op(x8, w8, *(torch.full((), s, device=x.device) for s in (x_s, w_s)), torch.bfloat16, True), x8, w8
 
 mm_op.register_fake(lambda x, w, *_: (x.new_empty(len(x), len(w), dtype=torch.bfloat16), x.byte(), w.byte()))
 
@@ -438,11 +436,10 @@ if triton is not None:
             tl.store(g_ptr + cols, tl.minimum(tl.maximum(g, -57344.0), 57344.0).to(tl.float8e5), mask=cols < V)
 
 # Recipes for projections: pure functions on tensors. An FP8 operand is (bytes, or bf16 to emulate, and 1 / scale).
-
 GRIDS = {E4M3: (3, -6), E5M2: (2, -14), "e2m1": (1, 0)}  # bits of mantissa, smallest exponent of normal numbers
 
 def round_to(x: Tensor, grid, noise: Tensor | None = None) -> Tensor:
-    """float32 x in the grid's range -> its nearest number, ties to even; with uniform noise one that is x on average."""
+    """float32 x in the grid's range -> its nearest number, ties to even; with uniform noise one, x on average."""
     mantissa, smallest = GRIDS[grid]
     exponent = ((x.view(torch.int32) >> 23) & 255).clamp(min=smallest + 127)
     step = ((exponent - mantissa) << 23).view(torch.float32)  # between neighbours: a power of two, on any device
@@ -856,6 +853,7 @@ class GPT(nn.Module):
         """tokens (T,) int64 -> the residual stream after the last layer and after the middle one, (T, D) each."""
         c, T = self.config, len(tokens)
         begins = tokens == self.bos
+        begins[:: c.seq_len if torch.is_grad_enabled() else T] = True  # a sequence may begin inside a document
         attends = [i for i, layer in enumerate(self.layers) if layer.attn]
         x, injects, ve = self.embed_inputs(
             tokens, begins, self.weight("lm_head" if self.tied else "embed"), self.weight("bigrams"),
@@ -1034,15 +1032,14 @@ class Optimizer:
             for transfer in (transfer for _, transfer in reductions.values() if transfer is not None):
                 transfer.wait()
             kept = [p.grad for n, p in self.model.named_parameters() if p.grad is not None and n not in due]
-            grads = [*kept, *(grad for grad, _ in reductions.values())]
-            found = torch.stack([~grad.isfinite().all() for grad in grads]).any().float()
+            found = sum((~g.isfinite().all()).float() for g in [*kept, *(r[0] for r in reductions.values())])
             if self.world_size > 1:
                 dist.all_reduce(found, dist.ReduceOp.MAX)
-            old, finite = self.loss_scale, found.item() == 0  # waits for the device: nothing of an overflow may be kept
+            finite = found.item() == 0  # waits for the device: nothing of an overflow may be kept
+            old, unscale = self.loss_scale, 2.0**self.seq_bits / self.loss_scale
             self.loss_scale, self.good = next_loss_scale(old, self.good, finite)
             if not finite:
                 return self.model.zero_grad()  # with what Adam gathered before: it is in the same sum
-            unscale = 2.0**self.seq_bits / old
             for grad in kept:
                 grad *= self.loss_scale / old  # a sum over steps has one scale
         self.steps, self.updates = self.steps + 1, self.updates + adam
@@ -1292,7 +1289,7 @@ def view_of(step: int, c: Config) -> View:
     """Windows of the step's stage, with YaRN (Peng et al. 2023; record 31): where the long window grew from a to b,
     frequencies that turn less than once in a window fall by a / b, those that turn 32 times stay."""
     rotating, now = c.model_dim // c.num_heads // 4, stage_of(step, c)
-    freq, scale, before = [(1 / 1024) ** (j / (rotating - 1)) for j in range(rotating)], 0.1, None
+    freq, scale, before = [(1 / 1024) ** (j / max(rotating - 1, 1)) for j in range(rotating)], 0.1, None
     for stage in SCHEDULES[c.schedule]:
         a, b = before or stage.long, stage.long
         if stage.share:  # rows without steps only see farther
@@ -1301,7 +1298,7 @@ def view_of(step: int, c: Config) -> View:
             scale, before = scale * (1 + 0.2 * math.log(b / a)), b
         if stage is now:
             break
-    windows, plain = {"long": now.long, "short": now.short}, step >= (1 - c.bf16_last_frac) * c.num_steps
+    windows, plain = {"long": now.long, "short": now.short}, (1 - c.bf16_last_frac) * c.num_steps <= step < c.num_steps
     return View(windows, tuple(freq), scale * 128 / (c.model_dim // c.num_heads), plain)
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -1549,8 +1546,7 @@ def warm_up(model: GPT, optimizer: Optimizer, device: torch.device) -> None:
     def micro_step(step: int) -> None:
         sequences = stage_tokens(stage_of(step, c), c) // c.seq_len // world_size
         T = c.seq_len * micro_sequences(sequences, c)
-        loss = model(tokens[:T], tokens[1 : T + 1].clone(), view_of(step, c))
-        (loss * 2.0**-30).backward()  # an overflow of fp16 would skip what has to be compiled
+        (model(tokens[:T], tokens[1 : T + 1].clone(), view_of(step, c)) * 2.0**-30).backward()  # fp16 must not skip it
 
     @torch.no_grad()
     def evaluate(step: int) -> None:
@@ -1604,7 +1600,8 @@ def sample(model: GPT, text: str, count: int, temperature: float = 0.7) -> str:
 
 def save_checkpoint(model: GPT, path: str) -> None:
     """Weights without padding and the configuration; written beside and renamed, so that no half file has the name."""
-    weights = {name: model.weight(name).detach().cpu().clone() for name in model.table}
+    head = {"embed": "lm_head"} if model.tied else {}
+    weights = {name: model.weight(head.get(name, name)).detach().cpu().clone() for name in model.table}
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     torch.save({"config": dataclasses.asdict(model.config), "weights": weights}, f"{path}.part")
     os.replace(f"{path}.part", path)
@@ -1615,6 +1612,7 @@ def load_checkpoint(path: str, device: torch.device) -> GPT:
         saved = torch.load(path, map_location=device, weights_only=True)
         model = GPT(Config(**saved["config"]), device)
         model.load_state_dict(saved["weights"])
+        model.tied = False  # a file has both weights
     except Exception as error:  # a foreign file can make torch.load raise nearly anything
         raise BadInput(f"--load_checkpoint={path} is no checkpoint of this program ({type(error).__name__})") from None
     return model
@@ -1672,11 +1670,6 @@ def agreed(work: Callable, *args):
         raise BadInput(errors[0])
     return result
 
-def describe_products(model: GPT, device: torch.device) -> str:
-    """Recipe, native or emulated, of each projection."""
-    texts = [f"{k} {v} ({'native' if native(v, device) else 'emulated'})" for row in model.plan for k, v in row.items()]
-    return "products: " + ", ".join(f"{texts.count(text)} x {text}" for text in dict.fromkeys(texts))
-
 def train(c: Config) -> int:
     """The whole run; returns the exit status: 0 if the target was reached, else 1."""
     device = setup_device(c)
@@ -1698,7 +1691,9 @@ def train(c: Config) -> int:
     model = GPT(c, device, world_size)
     initialize(model, c.seed)
     optimizer = Optimizer(model)
-    log.fact("note", f"{describe_products(model, device)}; {optimizer.bytes_per_step()} bytes sent per step and rank")
+    texts = [f"{k} {v} ({'native' if native(v, device) else 'emulated'})" for row in model.plan for k, v in row.items()]
+    products = ", ".join(f"{texts.count(text)} x {text}" for text in dict.fromkeys(texts))
+    log.fact("note", f"products: {products}; {optimizer.bytes_per_step()} bytes sent per step and rank")
     if c.compile:
         compile_model(model, optimizer, log, clock)
     warm_up(model, optimizer, device)

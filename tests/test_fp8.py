@@ -83,22 +83,20 @@ def test_quantize_clamps_what_the_format_cannot_hold(dtype, limit, wide):
 # ---------------------------------------------------------------------------------------------------- the operators
 
 
-def rounded(x, scale, dtype=t.E4M3):
-    """Bytes of x in units of scale, and the scale as the operators take it."""
-    return t.quantize(x, scale, dtype).view(torch.uint8), torch.tensor(scale, device=x.device)
-
-
 @devices
 @pytest.mark.parametrize("rows, width, vocab", [(32, 64, 48), (16, 16, 16)])
-@pytest.mark.parametrize("emulated", [False, True])
-def test_opcheck_passes_on_all_three_operators(device, rows, width, vocab, emulated):
-    shapes = ((rows, width), t.E4M3), ((vocab, width), t.E4M3), ((rows, vocab), t.E5M2)
-    (x, x_s), (w, w_s), (g, g_s) = (rounded(normal(*shape, device=device), 0.1, dtype) for shape, dtype in shapes)
-    if emulated:  # the same numbers in bf16
-        x, w, g = x.view(t.E4M3).bfloat16(), w.view(t.E4M3).bfloat16(), g.view(t.E5M2).bfloat16()
-    for dtype in (torch.bfloat16, torch.float32):
-        torch.library.opcheck(torch.ops.nanogpt.mm.default, (x, w, x_s, w_s, dtype))
-        torch.library.opcheck(torch.ops.nanogpt.mm_backward.default, (g, x, w, g_s, x_s, w_s, dtype))
+def test_opcheck_passes_on_all_operators(device, rows, width, vocab):
+    x, w = normal(rows, width, dtype=torch.bfloat16, device=device), normal(vocab, width, dtype=torch.bfloat16) * 0.1
+    x, w = x.requires_grad_(), w.to(device).requires_grad_()
+    torch.library.opcheck(torch.ops.nanogpt.mm.default, (x, w, *t.HEAD_SCALES))
+    g8 = t.quantize(normal(rows, vocab, device=device), 0.1, t.E5M2).view(torch.uint8)
+    x8, w8 = (t.quantize(a.detach(), 0.1, t.E4M3).view(torch.uint8) for a in (x, w))
+    scale = torch.tensor(0.5, device=device)
+    torch.library.opcheck(torch.ops.nanogpt.mm_backward.default, (g8, x8, w8, scale, 0.25, 0.125))
+    for a, b_t, fast in ((x8, w8, True), (g8, w8.t(), False), (g8.t(), x8.t(), False)):
+        torch.library.opcheck(torch.ops.nanogpt.product.default, (a, b_t, scale, scale, torch.bfloat16, fast))
+        a, b_t = a.view(t.E4M3 if fast else t.E5M2).bfloat16(), b_t.view(t.E4M3).bfloat16()  # emulated
+        torch.library.opcheck(torch.ops.nanogpt.product.default, (a, b_t, scale, scale, torch.float32, fast))
     z, targets = normal(rows, vocab, dtype=torch.bfloat16, device=device), integers(0, vocab - 1, rows, device=device)
     torch.library.opcheck(torch.ops.nanogpt.loss.default, (z, targets, 1 / 448))
 
@@ -109,36 +107,50 @@ def test_products_of_whole_numbers_are_exact_to_the_bit(device, scales):
     x_s, w_s, grad_s = scales  # powers of two
     x, w = integers(-2, 2, 32, 48, device=device), integers(-2, 2, 64, 48, seed=1, device=device)
     g = integers(-1, 1, 32, 64, seed=2, device=device)  # all sums below 256: exact in bf16, too
-    x8, w8, g8 = rounded(x * x_s, x_s), rounded(w * w_s, w_s), rounded(g * grad_s, grad_s, t.E5M2)
-    for dtype in (torch.bfloat16, torch.float32):
-        z = t.mm_op(x8[0], w8[0], x8[1], w8[1], dtype)
-        assert z.dtype == dtype and torch.equal(z.double(), x.double() @ w.double().T * x_s * w_s)
-        grad_x, grad_w = t.mm_backward_op(g8[0], x8[0], w8[0], g8[1], x8[1], w8[1], dtype)
-        assert grad_x.dtype == dtype and torch.equal(grad_x.double(), g.double() @ w.double() * grad_s * w_s)
-        assert grad_w.dtype == dtype and torch.equal(grad_w.double(), g.double().T @ x.double() * grad_s * x_s)
+    z, x8, w8 = t.mm_op((x * x_s).bfloat16(), (w * w_s).bfloat16(), x_s, w_s, grad_s)
+    assert torch.equal(z.double(), x.double() @ w.double().T * x_s * w_s)
+    assert torch.equal(x8.view(t.E4M3).double(), x.double()) and torch.equal(w8.view(t.E4M3).double(), w.double())
+    g8 = t.quantize(g * grad_s, grad_s, t.E5M2).view(torch.uint8)
+    grad_x, grad_w = t.mm_backward_op(g8, x8, w8, torch.tensor(grad_s, device=device), x_s, w_s)
+    assert grad_x.dtype == torch.bfloat16 and torch.equal(grad_x.double(), g.double() @ w.double() * grad_s * w_s)
+    assert grad_w.dtype == torch.float32 and torch.equal(grad_w.double(), g.double().T @ x.double() * grad_s * x_s)
+    one, two = torch.tensor(x_s, device=device), torch.tensor(w_s, device=device)
+    for a, b in ((x8, w8), (x8.view(t.E4M3).bfloat16(), w8.view(t.E4M3).bfloat16())):  # native, and emulated
+        y = t.product_op(a, b, one, two, torch.float32, True)
+        assert y.dtype == torch.float32 and torch.equal(y.double(), x.double() @ w.double().T * x_s * w_s)
 
 
 @devices
 def test_products_equal_float64_ones_of_the_quantised_operands_and_nearly_those_of_the_originals(device):
+    x_s, w_s, grad_s = t.HEAD_SCALES
     x, w = normal(96, 64, device=device), normal(160, 64, seed=1, device=device) * 0.1
-    g = normal(96, 160, seed=2, device=device)
-    (x8, x_s), (w8, w_s), (g8, g_s) = (rounded(a, s, d) for a, s, d in zip((x, w, g), t.HEAD_SCALES,
-                                                                          (t.E4M3, t.E4M3, t.E5M2)))
-    x_q, w_q, g_q = x8.view(t.E4M3).double() * x_s, w8.view(t.E4M3).double() * w_s, g8.view(t.E5M2).double() * g_s
-    z = t.mm_op(x8, w8, x_s, w_s, torch.bfloat16)
+    z, x8, w8 = t.mm_op(x.bfloat16(), w.bfloat16(), x_s, w_s, grad_s)
+    x_q, w_q = x8.view(t.E4M3).double() * x_s, w8.view(t.E4M3).double() * w_s
     assert distance(z, x_q @ w_q.T) < 2**-8  # one rounding to bf16
     assert distance(x_q, x) < 0.04 and distance(w_q, w) < 0.04 and distance(z, x @ w.T) < 0.06
-    grad_x, grad_w = t.mm_backward_op(g8, x8, w8, g_s, x_s, w_s, torch.float32)
-    assert distance(grad_x, g_q @ w_q) < 1e-5 and distance(grad_w, g_q.T @ x_q) < 1e-5
+    g = normal(96, 160, seed=2, device=device)
+    g8 = t.quantize(g, grad_s, t.E5M2)
+    g_q = g8.double() * grad_s
+    grad_x, grad_w = t.mm_backward_op(g8.view(torch.uint8), x8, w8, torch.tensor(grad_s, device=device), x_s, w_s)
+    assert distance(grad_x, g_q @ w_q) < 2**-8 and distance(grad_w, g_q.T @ x_q) < 1e-5
     assert distance(g_q, g) < 0.08 and distance(grad_x, g @ w) < 0.1 and distance(grad_w, g.T @ x) < 0.1
+
+
+def test_autograd_of_the_product_is_registered_and_has_the_gradients_of_float64():
+    x, w, g = normal(64, 32), normal(80, 32, seed=1) * 0.1, normal(64, 80, seed=2)
+    x16, w32 = x.bfloat16().requires_grad_(), w.float().requires_grad_()
+    z, *_ = torch.ops.nanogpt.mm(x16, w32, *t.HEAD_SCALES)
+    z.backward(g.bfloat16())
+    assert (x16.grad.dtype, w32.grad.dtype) == (torch.bfloat16, torch.float32)
+    assert distance(x16.grad, g @ w) < 0.1 and distance(w32.grad, g.T @ x) < 0.1
 
 
 # ---------------------------------------------------------------------------------------------------- the loss
 
 
 def capped(z):
-    """The digest's form of the cap: 15 tanh(z / 15) + 15."""
-    return 15 * torch.tanh(z / 15) + 15
+    """The cap as a hyperbolic tangent, from 0 to 23."""
+    return 11.5 * torch.tanh((z + 5) / 15) + 11.5
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -159,7 +171,7 @@ def test_the_loss_and_its_gradient_are_those_of_cross_entropy_of_capped_logits(d
 def test_the_loss_of_extreme_logits_is_finite_and_its_gradient_is_clamped():
     z = torch.tensor([[3e38, -3e38, 0.0], [-3e38, 3e38, 1.0]]).bfloat16()
     loss, g8 = t.loss_op(z, torch.tensor([0, 0]), 1e-9)
-    assert loss.tolist() == pytest.approx([0, 30], abs=1e-4)
+    assert loss.tolist() == pytest.approx([0, 23], abs=1e-3)
     loss, g8 = t.loss_op(torch.zeros(2, 4).bfloat16(), torch.tensor([0, 1]), 1e-9)
     largest = 57344
     assert g8.view(t.E5M2).tolist() == [[-largest, largest, largest, largest], [largest, -largest, largest, largest]]
@@ -198,13 +210,13 @@ def test_the_model_trains_with_the_fp8_head_and_validates_without_it(monkeypatch
     calls = []
     monkeypatch.setattr(t.FP8HeadLoss, "apply", lambda *args: calls.append(len(args[0])) or args[0].sum() * 0)
     c = t.Config(topology="laptop", model_dim=32, num_heads=2, mlp_dim=64, vocab_size=64, seq_len=128, val_seq_len=128,
-                 precision="fp8-head")
+                 schedule="laptop", bigram_rows=100, precision="fp8-head")
     model = t.GPT(c, torch.device("cpu"))
-    tokens = integers(0, 63, 128)
-    model(tokens, tokens, {"long": 1, "short": 1})
+    tokens, view = integers(0, 63, 128), t.view_of(0, c)
+    model(tokens, tokens, view)
     assert calls == [128]
     with torch.no_grad():
-        model(tokens, tokens, {"long": 1, "short": 1})
+        model(tokens, tokens, view)
     assert calls == [128]
 
 
@@ -234,8 +246,8 @@ for x in inputs["bytes"]:
     results.append(out)
 for z, targets, scale in inputs["logits"]:
     loss, g8 = torch.full((len(z),), 77.0), torch.full(z.shape, 77, dtype=torch.uint8)
-    constants = 1 / scale, z.shape[1], t.CAP, 1 / t.CAP_WIDTH
-    t.loss_kernel[len(z),](z, targets, loss, g8.view(t.E5M2), *constants, num_warps=4)
+    constants = 1 / scale, z.shape[1], t.CAP, t.CAP_SHIFT, 1 / t.CAP_WIDTH
+    t.loss_kernel[len(z),](z, targets, loss, g8.view(t.E5M2), *constants, FAST=False, num_warps=4)
     results.append((loss, g8))
 torch.save(results, sys.argv[2])
 """
@@ -270,11 +282,11 @@ def test_the_transpose_kernel_equals_pytorch_at_sizes_that_fill_no_tile(interpre
         assert torch.equal(ours, x.T), tuple(x.shape)
 
 
-def assert_losses_agree(ours, twin):
+def assert_losses_agree(ours, twin, error=1e-5, share=2e-3):
     """Loss and gradient; where rounding to e5m2 is nearly a tie, the last bit may differ."""
-    torch.testing.assert_close(ours[0], twin[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours[0], twin[0], rtol=1e-5, atol=error)
     steps = ours[1].int() - twin[1].int()  # codes of one sign are in order
-    assert steps.abs().max() <= 1 and (steps != 0).sum() <= 1 + 2e-3 * steps.numel()
+    assert steps.abs().max() <= 1 and (steps != 0).sum() <= 1 + share * steps.numel()
 
 
 @no_triton
@@ -291,5 +303,10 @@ def test_the_kernels_on_a_gpu_equal_their_twins():
     for x in tables:
         assert torch.equal(t.transpose(x.cuda()).cpu(), x.T)
     for z, targets, scale in logits:
-        ours = t.loss_op(z.cuda(), targets.cuda(), scale)
-        assert_losses_agree([x.cpu() for x in ours], t.loss_op(z, targets, scale))
+        on_gpu, twin = (z.cuda(), targets.cuda()), t.loss_op(z, targets, scale)
+        loss, g8 = torch.empty(len(z), device="cuda"), torch.empty_like(on_gpu[0], dtype=torch.uint8)
+        constants = 1 / scale, z.shape[1], t.CAP, t.CAP_SHIFT, 1 / t.CAP_WIDTH
+        t.loss_kernel[len(z),](*on_gpu, loss, g8.view(t.E5M2), *constants, FAST=False, num_warps=4)
+        assert_losses_agree((loss.cpu(), g8.cpu()), twin)
+        ours = t.loss_op(*on_gpu, scale)  # tanh.approx: 2^-11 of a tangent, times 11.5, in a logit and in the sum
+        assert_losses_agree([x.cpu() for x in ours], twin, error=2 * 11.5 * 2**-11, share=0.15)

@@ -1,10 +1,11 @@
 """Shards and the loader: every batch is predicted by a plain walk over Python lists, every fault by the byte changed.
 
-References: shards written with `struct` (conftest.py), and `walk`, which finds the sequences of record 26's rule one
-token after another: a sequence begins at the first document start that is not inside the one before it.
+References: shards written with `struct` (conftest.py), and `walk`, which follows the digest's rule (C.10.1) with lists
+of documents: take them in order, each clipped, until a sequence and one token are full; the rest of the last is lost.
 """
 import hashlib
 import threading
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -14,24 +15,38 @@ from conftest import SEPARATOR, TINY, documents, write_shard
 import train_gpt as t
 
 CPU = torch.device("cpu")
-SHARDS = [documents(5000, 1), documents(3100, 2), documents(700, 3), documents(4000, 4)]  # the third makes no batch
+SHARDS = [documents(5000, 1), documents(3100, 2), documents(500, 3), documents(4000, 4)]  # the third makes no batch
+STAGES = [  # batches of 2, 4, 4 and 2 sequences of a batch of 4, documents of at most 40, 40, 200 and 2048 tokens
+    t.Stage(0.25, 0.5, 40, 1, 1, 1.0), t.Stage(0.25, 1, 40, 1, 1, 1.0), t.Stage(0.25, 1, 200, 1, 1, 1.0),
+    t.Stage(0.25, 0.5, 2048, 1, 1, 1.0)]
 
 
-def walk(shards, count, seq_len):
-    """All batches that `count` sequences a batch can be made of: lists of token lists, seq_len + 1 long."""
+def walk(shards, plan, length):
+    """All batches that the shards hold: lists of token lists, `length` long.
+
+    plan: step -> (sequences of its batch, most tokens of a document).
+    """
     batches = []
     for shard in shards:
-        shard, position, batch = [min(token, 383) if token == SEPARATOR else token for token in shard], 0, []
-        while position + seq_len + 1 <= len(shard):
-            if shard[position] != 383:
-                position += 1
-                continue
-            batch.append(shard[position : position + seq_len + 1])
-            position += seq_len
+        shard = [min(token, 383) if token == SEPARATOR else token for token in shard]
+        waiting, batch, sequence = [], [], []
+        for token in shard:
+            if token == 383:
+                waiting.append([])
+            if waiting:  # what comes before the first start belongs to no document
+                waiting[-1].append(token)
+        for document in waiting:
+            count, longest = plan(len(batches))
+            sequence += document[:longest]
+            if len(sequence) >= length:
+                batch, sequence = [*batch, sequence[:length]], []
             if len(batch) == count:
-                batches.append(batch)
-                batch = []
+                batches, batch = [*batches, batch], []
     return batches
+
+
+def same(count, longest=2048):
+    return lambda step: (count, longest)
 
 
 @pytest.fixture
@@ -42,8 +57,34 @@ def folder(tmp_path):
     return tmp_path
 
 
+@pytest.fixture(autouse=True)
+def schedule(monkeypatch):
+    monkeypatch.setitem(t.SCHEDULES, "stages", STAGES)
+
+
+MORE = documents(40_000, 5)
+
+
+@pytest.fixture
+def large(tmp_path, folder):
+    """The same folder, with a shard that is large enough for documents of 40 tokens at most."""
+    write_shard(folder / "fineweb_train_000004.bin", MORE)
+    return folder
+
+
 def config(folder, **changes):
-    return t.Config(**TINY | {"data_dir": str(folder)} | changes)
+    return t.Config(**TINY | {"data_dir": str(folder), "num_steps": 1000} | changes)
+
+
+def sequences(batch, seq_len):
+    """Token lists of all sequences of a batch, targets included."""
+    rows = []
+    for inputs, targets in batch:
+        assert inputs.shape == targets.shape and inputs.dtype == targets.dtype == torch.int64
+        for x, y in zip(inputs.view(-1, seq_len).tolist(), targets.view(-1, seq_len).tolist()):
+            assert x[1:] == y[:-1], "targets are the next tokens"
+            rows.append(x + y[-1:])
+    return rows
 
 
 def drain(c, rank=0, world_size=1):
@@ -58,53 +99,143 @@ def drain(c, rank=0, world_size=1):
 # ---------------------------------------------------------------------------------------------------- batches
 
 
-def test_every_sequence_begins_at_a_document_start_and_targets_are_the_next_tokens(folder):
-    batches = drain(config(folder))
-    assert len(batches) > 5
-    for batch in batches:
-        assert len(batch) == 4
-        for inputs, targets in batch:
-            assert inputs.shape == targets.shape == (256,) and inputs.dtype == targets.dtype == torch.int64
-            assert inputs[0] == 383 and torch.equal(inputs[1:], targets[:-1])
+@pytest.mark.parametrize("batch_tokens, seq_len, longest", [
+    (1024, 256, 2048), (256, 256, 2048), (1536, 512, 2048), (256, 128, 2048), (1024, 256, 100), (512, 256, 256),
+    (512, 256, 257), (256, 128, 10)])
+def test_batches_are_those_of_a_plain_walk_across_shards(folder, batch_tokens, seq_len, longest, monkeypatch):
+    monkeypatch.setitem(t.SCHEDULES, "stages", [t.Stage(1, 1, longest, 1, 1, 1.0)])
+    batches = drain(config(folder, batch_tokens=batch_tokens, seq_len=seq_len, schedule="stages"))
+    expected = walk(SHARDS, same(batch_tokens // seq_len, longest), seq_len + 1)
+    assert len(expected) > 1
+    assert [sequences(batch, seq_len) for batch in batches] == expected
+    assert all(sequence[0] == 383 for batch in expected for sequence in batch)
 
 
-@pytest.mark.parametrize("batch_tokens, seq_len", [(1024, 256), (256, 256), (1536, 512), (256, 128)])
-def test_batches_are_those_of_a_plain_walk_across_shards(folder, batch_tokens, seq_len):
-    batches = drain(config(folder, batch_tokens=batch_tokens, seq_len=seq_len))
-    expected = walk(SHARDS, batch_tokens // seq_len, seq_len)
-    assert len(batches) == len(expected) > 2
-    for batch, reference in zip(batches, expected):
-        assert [inputs.tolist() + targets[-1:].tolist() for inputs, targets in batch] == reference
+def test_batch_size_and_document_length_change_at_the_first_step_of_a_stage(large):
+    c = config(large, schedule="stages", num_steps=14, batch_tokens=512, seq_len=128)
+    loader = t.Loader(t.find_shards(c, "train"), c, 0, 1, CPU)
+    found = [sequences(loader.batch(), 128) for _ in range(14)]
+    ends = [4, 7, 10, 14]  # 3.5 and 10.5, rounded to even
+
+    def plan(step):
+        return [(2, 40), (4, 40), (4, 200), (2, 2048)][sum(step >= end for end in ends[:3])]
+
+    assert found == walk([*SHARDS, MORE], plan, 129)[:14]
+    assert [len(batch) for batch in found] == [2] * 4 + [4] * 3 + [4] * 3 + [2] * 4
+
+    def longest_run(batch):  # tokens between separators
+        return max(len(part.split()) for row in batch for part in " ".join(map(str, row)).split("383"))
+
+    assert longest_run(found[6]) == 39 and longest_run(found[7]) > 39  # a separator and 39 more
 
 
-@pytest.mark.parametrize("documents_of, length, batches", [(128, 128 * 6 + 1, 3), (128, 128 * 6, 2), (129, 129 * 6, 3),
-                                                           (127, 127 * 8 + 2, 2), (1000, 1000 + 129, 1)])
+def test_no_token_is_used_twice_and_what_a_cut_document_has_left_is_not_used_at_all(tmp_path):
+    starts = np.flatnonzero(np.random.default_rng(0).random(40_000) < 0.02)
+    tokens = np.arange(40_000)  # each says where it stands
+    tokens[starts] = SEPARATOR
+    write_shard(tmp_path / "fineweb_train_000000.bin", tokens.tolist())
+    c = config(tmp_path, vocab_size=50304, seq_len=256, batch_tokens=1024)
+    batches = [sequences(batch, 256) for batch in drain(c)]
+    assert len(batches) > 20
+    used = Counter(token for batch in batches for row in batch for token in row if token != SEPARATOR)
+    assert set(used.values()) == {1}
+    document = np.searchsorted(starts, np.arange(40_000), side="right")
+    rows = [{int(document[token]) for token in row if token != SEPARATOR} for batch in batches for row in batch]
+    for one, following in zip(rows, rows[1:]):
+        assert max(one) < min(following), "a document went on in the next sequence"
+
+
+def test_pack_clips_cuts_and_skips_by_hand():
+    starts = np.array([10, 15, 40, 41, 60])  # documents of 5, 25, 1, 19 and 30 tokens, up to 90
+    assert t.pack(starts, 90, 0, 12, 2048) == ([(10, 5), (15, 7)], 2)
+    assert t.pack(starts, 90, 0, 5, 2048) == ([(10, 5)], 1)  # full at a document's end: nothing is cut
+    assert t.pack(starts, 90, 0, 20, 8) == ([(10, 5), (15, 8), (40, 1), (41, 6)], 4)
+    assert t.pack(starts, 90, 4, 30, 2048) == ([(60, 30)], 5)  # the last one ends with the shard
+    assert t.pack(starts, 90, 4, 31, 2048)[0] == [] and t.pack(starts, 90, 3, 17, 8)[0] == []
+    assert t.pack(starts, 90, 5, 1, 2048)[0] == []
+
+
+@pytest.mark.parametrize("documents_of, length, batches", [(129, 129 * 6, 3), (129, 129 * 6 - 1, 2), (128, 128 * 12, 3),
+                                                           (1000, 2000, 1), (1000, 1000 + 128, 0), (43, 129 * 2, 1)])
 def test_documents_as_long_as_a_sequence_and_shards_as_long_as_a_batch_are_used_to_the_last_token(
         tmp_path, documents_of, length, batches):
     tokens = [SEPARATOR if i % documents_of == 0 else 1 for i in range(length)]
     write_shard(tmp_path / "fineweb_train_000000.bin", tokens)
-    found = drain(config(tmp_path, seq_len=128, batch_tokens=256))
-    assert len(found) == batches == len(walk([tokens], 2, 128))
+    c = config(tmp_path, seq_len=128, batch_tokens=256)
+    if batches:
+        assert len(drain(c)) == batches == len(walk([tokens], same(2), 129))
+    else:
+        assert drain(c) == []
 
 
+def test_cut_documents_follow_each_other_without_a_gap_or_a_repetition(folder):
+    c = config(folder, cut_documents=True)
+    expected = []
+    for shard in SHARDS:
+        shard = [383 if token == SEPARATOR else token for token in shard]
+        rows = [shard[i : i + 257] for i in range(0, len(shard) - 256, 256)]
+        expected += [rows[i : i + 4] for i in range(0, len(rows) - 3, 4)]
+    assert [sequences(batch, 256) for batch in drain(c)] == expected and len(expected) == 4 + 3 + 0 + 3
+    write_shard(folder / "fineweb_train_000000.bin", SHARDS[0][:1025])  # exactly one batch and its last target
+    assert len(drain(c)) == 1 + 3 + 0 + 3
+
+
+@pytest.mark.parametrize("cut_documents", [False, True])
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_the_ranks_share_a_batch_without_overlap_and_together_have_all_of_it(folder, world_size):
-    c = config(folder)
+def test_the_ranks_share_a_batch_without_overlap_and_together_have_all_of_it(folder, world_size, cut_documents):
+    c = config(folder, cut_documents=cut_documents)
     whole, parts = drain(c), [drain(c, rank, world_size) for rank in range(world_size)]
+    assert len(whole) > 5
     for i, batch in enumerate(whole):
-        together = [tuple(inputs.tolist()) for part in parts for inputs, _ in part[i]]
-        assert len(set(together)) == len(together) == len(batch)
-        assert set(together) == {tuple(inputs.tolist()) for inputs, _ in batch}
-        assert {len(part[i]) for part in parts} == {4 // world_size}
+        shares = [sequences(part[i], 256) for part in parts]
+        assert {len(share) for share in shares} == {4 // world_size}
+        assert sorted(sum(shares, [])) == sorted(sequences(batch, 256))
+        assert len({tuple(row) for share in shares for row in share}) == 4
     assert {len(part) for part in parts} == {len(whole)}
+
+
+def test_fewer_micro_tokens_give_more_micro_batches_of_the_same_sequences(folder):
+    sizes = {}
+    for micro_tokens in (32_768, 1536, 1280, 768, 512, 256):
+        c = config(folder, micro_tokens=micro_tokens, batch_tokens=1536)
+        batches = drain(c)
+        sizes[micro_tokens] = {tuple(len(inputs) for inputs, _ in batch) for batch in batches}
+        assert [sequences(batch, 256) for batch in batches] == walk(SHARDS, same(6), 257)
+    assert sizes == {32_768: {(1536,)}, 1536: {(1536,)}, 1280: {(768,) * 2},  # all of one size: one graph
+                     768: {(768,) * 2}, 512: {(512,) * 3}, 256: {(256,) * 6}}
+
+
+@pytest.mark.parametrize("cut_documents", [False, True])
+def test_fewer_micro_tokens_make_the_same_update(folder, cut_documents):
+    results = []
+    for micro_tokens in (1024, 512, 256):
+        c = config(folder, micro_tokens=micro_tokens, dtype="float64", num_steps=4, cut_documents=cut_documents)
+        model = t.GPT(c, CPU)
+        start = t.initialize(model, 0)
+        optimizer = t.Optimizer(model)
+        loader = t.Loader(t.find_shards(c, "train"), c, 0, 1, CPU)
+        losses = [t.train_step(model, optimizer, loader.batch(), step).item() for step in range(4)]
+        results.append((losses, optimizer.masters))
+    for losses, masters in results[1:]:
+        assert losses == pytest.approx(results[0][0], rel=1e-11)
+        for name, w in masters.items():
+            moved = (results[0][1][name] - start[name]).norm()
+            assert (w - results[0][1][name]).norm() <= 1e-9 * moved, name
 
 
 def test_epochs_read_the_shards_again_in_the_same_order(folder):
     one, three = drain(config(folder)), drain(config(folder, epochs=3))
     assert len(three) == 3 * len(one)
     for i, batch in enumerate(three):
-        for (a, b), (c, d) in zip(batch, one[i % len(one)]):
-            assert torch.equal(a, c) and torch.equal(b, d)
+        assert sequences(batch, 256) == sequences(one[i % len(one)], 256)
+
+
+def test_the_loader_stops_reading_at_the_schedules_end(folder):
+    c = config(folder, num_steps=len(drain(config(folder))))
+    loader = t.Loader(t.find_shards(c, "train"), c, 0, 1, CPU)
+    for _ in range(c.num_steps):
+        loader.batch()  # the last batch is the shards' last: putting together one more would fail
+    assert loader.following is None
 
 
 def test_tokens_above_32767_survive_and_large_vocabularies_keep_their_separator(tmp_path):
@@ -125,13 +256,16 @@ def test_the_next_shard_is_read_by_a_thread_before_it_is_needed(folder, monkeypa
     monkeypatch.setattr(t, "read_shard", observed)
     c = config(folder)
     loader = t.Loader(t.find_shards(c, "train"), c, 0, 1, CPU)
+    loader.following.result(timeout=10)
     assert loader.upcoming.result(timeout=10) is not None
     assert reads == [("0", False), ("1", False)]  # the first one is in use, the second one waits
-    in_first = len(walk(SHARDS[:1], 4, 256))
-    for _ in range(in_first):
+    in_first = len(walk(SHARDS[:1], same(4), 257))
+    for _ in range(in_first - 1):
         loader.batch()
+        loader.following.result(timeout=10)
     assert len(reads) == 2
-    loader.batch()
+    loader.batch()  # another thread goes on with the second shard, so the third is read
+    loader.following.result(timeout=10)
     loader.upcoming.result(timeout=10)
     assert reads == [("0", False), ("1", False), ("2", False)]
 
@@ -144,8 +278,7 @@ def test_a_fault_found_by_the_thread_reaches_the_training_loop(folder):
     with pytest.raises(t.BadInput, match="fineweb_train_000001.bin begins with magic 5"):
         while loader.batch():
             batches += 1
-    assert batches == len(walk(SHARDS[:1], 4, 256))  # all of the first shard was used
-
+    assert batches == len(walk(SHARDS[:1], same(4), 257))  # all of the first shard was used
 
 
 # ---------------------------------------------------------------------------------------------------- enough data?
@@ -164,6 +297,37 @@ def test_the_check_before_compiling_agrees_exactly_with_what_the_loader_yields(f
     for part in (f"{have + 1} steps", f"{(have + 1) * batch_tokens:,} tokens", f"{sum(map(len, SHARDS)) * epochs:,}",
                  f"{have} steps", str(folder), "data/fineweb.py", "--num_steps", "--epochs"):
         assert part in sentence, f"{part} is not in: {sentence}"
+
+
+@pytest.mark.parametrize("cut_documents", [False, True])
+def test_the_check_agrees_with_the_loader_also_where_stages_change_the_batch(large, cut_documents):
+    enough = []
+    for num_steps in range(1, 150, 3):
+        c = config(large, num_steps=num_steps, schedule="stages", batch_tokens=512, seq_len=128,
+                   cut_documents=cut_documents)
+        loader = t.Loader(t.find_shards(c, "train"), c, 0, 1, CPU)
+        try:
+            for _ in range(num_steps):
+                loader.batch()
+            enough.append(True)
+        except t.BadInput:
+            enough.append(False)
+        if enough[-1]:
+            t.check_data(c)
+        else:
+            with pytest.raises(t.BadInput, match=f"{num_steps} steps need"):
+                t.check_data(c)
+    assert 5 < sum(enough) < 48
+
+
+@pytest.mark.parametrize("world_size", [3, 4])
+def test_the_number_of_processes_must_divide_the_batch_of_every_stage(large, monkeypatch, world_size):
+    c = config(large, schedule="stages", num_steps=8)
+    monkeypatch.setattr(t, "ranks", lambda: (0, 2))
+    t.check_data(c)
+    monkeypatch.setattr(t, "ranks", lambda: (0, world_size))
+    with pytest.raises(t.BadInput, match=f"{world_size} processes cannot .* 2 sequences; start 1, 2 of them"):
+        t.check_data(c)
 
 
 def test_validation_takes_exactly_the_first_tokens_also_from_several_shards(folder):
