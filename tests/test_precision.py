@@ -56,9 +56,9 @@ def dequantised(operand):
 
 
 def config(**changes):
-    tiny = dict(topology="laptop", model_dim=64, num_heads=2, mlp_dim=128, vocab_size=384, num_steps=4, schedule="laptop",
-                batch_tokens=512, seq_len=256, micro_tokens=512, val_tokens=512, val_seq_len=256, bigram_rows=500,
-                adam_every=1, device="cpu", compile=False)
+    tiny = dict(topology="laptop", model_dim=64, num_heads=2, mlp_dim=128, vocab_size=384, bigram_rows=500,
+                schedule="laptop", num_steps=4, batch_tokens=512, seq_len=256, micro_tokens=512, adam_every=1,
+                val_tokens=512, val_seq_len=256, device="cpu", compile=False)
     return t.Config(**(tiny | changes))
 
 

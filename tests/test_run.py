@@ -394,7 +394,7 @@ def test_the_defaults_are_the_record_and_the_presets_are_laid_over_them():
     assert c == t.Config(preset="speedrun")
     assert (c.num_steps, c.batch_tokens, c.seq_len, c.schedule) == (1520, 8 * 49152, 16384, "speedrun")
     assert (c.val_tokens, c.target_loss) == (10_485_760, 3.28)
-    assert [*t.PRESETS] == ["speedrun", "onepass", "laptop"]
+    assert [*t.PRESETS] == ["speedrun", "onepass", "laptop", "char"]
     for name, values in t.PRESETS.items():
         laid_over = dataclasses.asdict(t.Config()) | values | {"preset": name}
         assert dataclasses.asdict(t.parse_config([f"--preset={name}"])) == laid_over
