@@ -89,7 +89,7 @@ class Config:
     micro_tokens: int = key(32_768, "most tokens a GPU works on at a time; fewer need less memory for the same update")
     cooldown_frac: float = key(0.6, "last fraction of the steps, over which the learning rate falls to 0.15")
     momentum_warmup: int = key(300, "steps over which Muon's momentum rises from 0.85 to 0.95")
-    untie_frac: float = key(0.667, "fraction of the steps during which the embedding is the head's weight")
+    untie_frac: float = key(0.66, "fraction of the steps during which the embedding is the head's weight")
     # optimizers
     muon_lr: float = key(0.023, "Muon's learning rate, for the matrices")
     muon_decay: float = key(1.2, "weight decay of the matrices, times muon_lr")
