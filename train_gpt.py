@@ -827,30 +827,35 @@ class Optimizer:
         self.state["embed"] = tuple(t.clone() for t in self.state["lm_head"])
 
     @torch.no_grad()
+    def update(self, name: str, grad: Tensor, lr_factor: float, momentum: float) -> Tensor:
+        """Updates this rank's slice of a parameter from that of its gradient. Returns the slice of the bank."""
+        param, part = self.model.table[name], self.own(name, getattr(self.model, name).data)
+        args = self.masters[name], part, grad, self.state[name]
+        rates = [lr_factor * param.lr, lr_factor * param.decay]
+        if param.optimizer == "muon":
+            self.muon(*args, *map(scalar, [*rates, momentum]))
+        else:
+            t, (beta1, beta2) = max(self.updates, 1), param.betas
+            correction = (1 - beta2**t) ** 0.5 / (1 - beta1**t)
+            self.adam(*args, *map(scalar, [*rates, beta1, beta2, correction]))
+        return part
+
+    @torch.no_grad()
     def step(self, lr_factor: float, momentum: float) -> None:
         """Updates the weights from their .grad and frees it; Adam's parameters only every `adam_every` steps.
         All ranks must call it together."""
         self.steps += 1
         adam = self.steps % self.model.config.adam_every == 0
         self.updates += adam
-        due = {name: param for name, param in self.model.table.items()
-               if (adam or param.optimizer == "muon") and getattr(self.model, name).grad is not None}
+        due = [name for name, param in self.model.table.items()
+               if (adam or param.optimizer == "muon") and getattr(self.model, name).grad is not None]
         reductions = {name: self.reduce(name, getattr(self.model, name).grad) for name in due}
         gathers = []
         for name, (grad, transfer) in reductions.items():
             if transfer is not None:
                 transfer.wait()
-            param, bank = due[name], getattr(self.model, name)
-            part = self.own(name, bank.data)
-            args = self.masters[name], part, grad, self.state[name]
-            rates = [lr_factor * param.lr, lr_factor * param.decay]
-            if param.optimizer == "muon":
-                self.muon(*args, *map(scalar, [*rates, momentum]))
-            else:
-                t, (beta1, beta2) = self.updates, param.betas
-                correction = (1 - beta2**t) ** 0.5 / (1 - beta1**t)
-                self.adam(*args, *map(scalar, [*rates, beta1, beta2, correction]))
-            if param.sharded and self.world_size > 1:
+            bank, part = getattr(self.model, name), self.update(name, grad, lr_factor, momentum)
+            if self.model.table[name].sharded and self.world_size > 1:
                 gathers.append(all_gather(bank.data, part, async_op=True))
             bank.grad = None
         for transfer in gathers:
@@ -1293,18 +1298,25 @@ def warm_up(model: GPT, optimizer: Optimizer, device: torch.device) -> None:
     tokens[::600] = model.bos
     steps = list({(stage_of(s, c), s >= c.untie_frac * c.num_steps): s for s in range(c.num_steps)}.values())
 
+    def length(step: int) -> int:
+        return c.seq_len * micro_sequences(stage_tokens(stage_of(step, c), c) // c.seq_len // world_size, c)
+
     def micro_step(step: int) -> None:
-        sequences = stage_tokens(stage_of(step, c), c) // c.seq_len // world_size
-        T = c.seq_len * micro_sequences(sequences, c)
-        model(tokens[:T], tokens[1 : T + 1].clone(), view_of(step, c)).backward()
+        model(tokens[: length(step)], tokens[1 : length(step) + 1].clone(), view_of(step, c)).backward()
 
     @torch.no_grad()
     def evaluate(step: int) -> None:
         model(tokens[: c.val_seq_len], tokens[1 : c.val_seq_len + 1].clone(), view_of(step, c))
 
-    parts = [lambda: micro_step(steps[0]), lambda: micro_step(steps[-1]), lambda: evaluate(c.num_steps)]
+    def update(step: int) -> None:
+        for name, state in optimizer.state.items():
+            optimizer.update(name, torch.zeros_like(state[0], dtype=getattr(model, name).dtype), 0.0, 0.0)
+
+    parts = [(micro_step, step) for step in {length(step): step for step in steps}.values()]
+    parts += [(evaluate, c.num_steps), (update, 0)]
     if c.compile and world_size > 1:
-        parts[rank % 3]()
+        part, step = parts[rank % len(parts)]
+        part(step)
         synchronize(device)
         dist.barrier()
     for step in steps:
