@@ -1248,8 +1248,8 @@ class Compiled:
         result = self.function(x, *args)
         if torch._dynamo.utils.counters["stats"]["unique_graphs"] != graphs:
             absent = [name for name, arg in zip(self.original.__code__.co_varnames[1:], args) if arg is None]
-            mode = "training" if torch.is_grad_enabled() else "validation"
-            what = f"{self.original.__name__} of {len(x)} tokens for {mode}" + f", without {absent}" * bool(absent)
+            mode = "for training" if torch.is_grad_enabled() else "without gradients"
+            what = f"{self.original.__name__} of {len(x)} rows {mode}" + f", without {absent}" * bool(absent)
             self.log.fact("compile" if self.clock.now() == 0 else "defect",
                           dict(what=what, seconds=round(time.perf_counter() - begin, 2)))
         return result
