@@ -89,7 +89,7 @@ class Config:
     micro_tokens: int = key(32_768, "most tokens a GPU works on at a time; fewer need less memory for the same update")
     cooldown_frac: float = key(0.6, "last fraction of the steps, over which the learning rate falls to 0.15")
     momentum_warmup: int = key(300, "steps over which Muon's momentum rises from 0.85 to 0.95")
-    untie_frac: float = key(0.667, "fraction of the steps during which the embedding is the head's weight")
+    untie_frac: float = key(0.66, "fraction of the steps during which the embedding is the head's weight")
     # optimizers
     muon_lr: float = key(0.023, "Muon's learning rate, for the matrices")
     muon_decay: float = key(1.2, "weight decay of the matrices, times muon_lr")
@@ -128,7 +128,7 @@ CPU_HAS_BF16 = getattr(torch.cpu, "_is_avx512_bf16_supported", bool)()  # only s
 
 PRESETS: dict[str, dict] = {
     "speedrun": {},
-    "onepass": dict(schedule="onepass", num_steps=800, momentum_warmup=200, muon_lr=0.028, target_loss=3.492),
+    "onepass": dict(schedule="onepass", num_steps=800, momentum_warmup=200, muon_lr=0.025, target_loss=3.492),
     "laptop": dict(
         data_dir="data/pydocs", epochs=2, cut_documents=True,
         topology="laptop", model_dim=128, num_heads=2, mlp_dim=512, vocab_size=272,
@@ -324,9 +324,8 @@ mm_op.register_fake(lambda x, w, *_: (x.new_empty(len(x), len(w), dtype=torch.bf
 @torch.library.custom_op("nanogpt::mm_backward", mutates_args=())
 def mm_backward_op(g8: Tensor, x8: Tensor, w8: Tensor, grad_s: Tensor, x_s: float, w_s: float) -> tuple[Tensor, Tensor]:
     """g8 (T, V) in units of grad_s, x8 (T, D), w8 (V, D) -> gradients of x (T, D) in bf16, of w (V, D) in float32."""
-    x_scale, w_scale = (torch.full((), s, device=g8.device) for s in (x_s, w_s))
-    return (product_op(g8, w8.t(), grad_s, w_scale, torch.bfloat16, False),
-            product_op(g8.t(), x8.t(), grad_s, x_scale, torch.float32, False))
+    return (product_op(g8, w8.t(), grad_s, torch.full((), w_s, device=g8.device), torch.bfloat16, False),
+            product_op(g8.t(), x8.t(), grad_s, torch.full((), x_s, device=g8.device), torch.float32, False))
 
 mm_backward_op.register_fake(lambda g8, x8, w8, *_: (x8.bfloat16(), w8.float()))
 
@@ -1020,23 +1019,36 @@ class Optimizer:
         self.state["embed"] = tuple(t.clone() for t in self.state["lm_head"])
 
     @torch.no_grad()
+    def update(self, name: str, grad: Tensor, lr_factor: float, momentum: float) -> Tensor:
+        """Updates this rank's slice of a parameter from that of its gradient. Returns the slice of the bank."""
+        param, part = self.model.table[name], self.own(name, getattr(self.model, name).data)
+        args = self.masters[name], part, grad, self.state[name]
+        rates = [lr_factor * param.lr, lr_factor * param.decay]
+        if param.optimizer == "muon":
+            self.muon(*args, *map(scalar, [*rates, momentum]))
+        else:
+            t, (beta1, beta2) = max(self.updates, 1), param.betas
+            correction = (1 - beta2**t) ** 0.5 / (1 - beta1**t)
+            self.adam(*args, *map(scalar, [*rates, beta1, beta2, correction]))
+        return part
+
+    @torch.no_grad()
     def step(self, lr_factor: float, momentum: float) -> None:
         """Updates the weights from their .grad and frees it; Adam's parameters only every `adam_every` steps.
         All ranks must call it together."""
         adam = (self.steps + 1) % self.model.config.adam_every == 0
-        due = {name: param for name, param in self.model.table.items()
-               if (adam or param.optimizer == "muon") and getattr(self.model, name).grad is not None}
+        due = [name for name, param in self.model.table.items()
+               if (adam or param.optimizer == "muon") and getattr(self.model, name).grad is not None]
         reductions = {name: self.reduce(name, getattr(self.model, name).grad) for name in due}
         gathers, unscale = [], None
-        if self.loss_scale is not None:
+        if self.loss_scale is not None:  # waits for the device, as nothing of an overflow may be kept
             for transfer in (transfer for _, transfer in reductions.values() if transfer is not None):
                 transfer.wait()
             kept = [p.grad for n, p in self.model.named_parameters() if p.grad is not None and n not in due]
             found = sum((~g.isfinite().all()).float() for g in [*kept, *(r[0] for r in reductions.values())])
             if self.world_size > 1:
                 dist.all_reduce(found, dist.ReduceOp.MAX)
-            finite = found.item() == 0  # waits for the device: nothing of an overflow may be kept
-            old, unscale = self.loss_scale, 2.0**self.seq_bits / self.loss_scale
+            old, unscale, finite = self.loss_scale, 2.0**self.seq_bits / self.loss_scale, found.item() == 0
             self.loss_scale, self.good = next_loss_scale(old, self.good, finite)
             if not finite:
                 return self.model.zero_grad()  # with what Adam gathered before: it is in the same sum
@@ -1046,30 +1058,22 @@ class Optimizer:
         for name, (grad, transfer) in reductions.items():
             if transfer is not None:
                 transfer.wait()
-            param, bank = due[name], getattr(self.model, name)
-            part = self.own(name, bank.data)
-            args = self.masters[name], part, grad if unscale is None else grad.float() * unscale, self.state[name]
-            rates = [lr_factor * param.lr, lr_factor * param.decay]
-            if param.optimizer == "muon":
-                self.muon(*args, *map(scalar, [*rates, momentum]))
-            else:
-                t, (beta1, beta2) = self.updates, param.betas
-                correction = (1 - beta2**t) ** 0.5 / (1 - beta1**t)
-                self.adam(*args, *map(scalar, [*rates, beta1, beta2, correction]))
-            looked_up = name == "lm_head" and self.model.tied  # the embedding needs it wide
-            if param.sharded and self.world_size > 1 and (looked_up or name not in self.gather8):
+            grad = grad if unscale is None else grad.float() * unscale
+            bank, part = getattr(self.model, name), self.update(name, grad, lr_factor, momentum)
+            wide = name not in self.gather8 or name == "lm_head" and self.model.tied  # then it is the embedding, too
+            if self.model.table[name].sharded and self.world_size > 1 and wide:
                 gathers.append(all_gather(bank.data, part, async_op=True))
             bank.grad = None
         for transfer in gathers:
             transfer.wait()
-        self.quantize_weights([*due])
+        self.quantize_weights(due)
 
     @torch.no_grad()
     def quantize_weights(self, names: list[str]) -> None:
         """The FP8 weights of these banks anew; with --float8_all_gather from the masters, each rank its part."""
-        m, amax, sharded = self.model, torch.zeros_like(self.model.scales[:, 0]), self.gather8 and self.world_size > 1
-        if not m.groups:
+        if not self.model.groups:
             return
+        m, amax, sharded = self.model, torch.zeros_like(self.model.scales[:, 0]), self.gather8 and self.world_size > 1
         parts = {name: (self.own(name, group), self.masters[name]) if self.gather8 else (group, getattr(m, name).data)
                  for name, group in m.groups.items()}
         for group, part in parts.values():
@@ -1490,8 +1494,8 @@ class Compiled:
         result = self.function(x, *args)
         if torch._dynamo.utils.counters["stats"]["unique_graphs"] != graphs:
             absent = [name for name, arg in zip(self.original.__code__.co_varnames[1:], args) if arg is None]
-            mode = "training" if torch.is_grad_enabled() else "validation"
-            what = f"{self.original.__name__} of {len(x)} tokens for {mode}" + f", without {absent}" * bool(absent)
+            mode = "for training" if torch.is_grad_enabled() else "without gradients"
+            what = f"{self.original.__name__} of {len(x)} rows {mode}" + f", without {absent}" * bool(absent)
             self.log.fact("compile" if self.clock.now() == 0 else "defect",
                           dict(what=what, seconds=round(time.perf_counter() - begin, 2)))
         return result
@@ -1543,18 +1547,26 @@ def warm_up(model: GPT, optimizer: Optimizer, device: torch.device) -> None:
     frac = c.untie_frac, 1 - c.bf16_last_frac
     steps = list({(stage_of(s, c), *(s >= f * c.num_steps for f in frac)): s for s in range(c.num_steps)}.values())
 
+    def length(step: int) -> int:
+        return c.seq_len * micro_sequences(stage_tokens(stage_of(step, c), c) // c.seq_len // world_size, c)
+
     def micro_step(step: int) -> None:
-        sequences = stage_tokens(stage_of(step, c), c) // c.seq_len // world_size
-        T = c.seq_len * micro_sequences(sequences, c)
-        (model(tokens[:T], tokens[1 : T + 1].clone(), view_of(step, c)) * 2.0**-30).backward()  # fp16 must not skip it
+        n = length(step)
+        (model(tokens[:n], tokens[1 : n + 1].clone(), view_of(step, c)) * 2.0**-30).backward()  # fp16 must not skip it
 
     @torch.no_grad()
     def evaluate(step: int) -> None:
         model(tokens[: c.val_seq_len], tokens[1 : c.val_seq_len + 1].clone(), view_of(step, c))
 
-    parts = [lambda: micro_step(steps[0]), lambda: micro_step(steps[-1]), lambda: evaluate(c.num_steps)]
+    def update(step: int) -> None:
+        for name, state in optimizer.state.items():
+            optimizer.update(name, torch.zeros_like(state[0], dtype=getattr(model, name).dtype), 0.0, 0.0)
+
+    parts = [(micro_step, step) for step in {length(step): step for step in steps}.values()]
+    parts += [(evaluate, c.num_steps), (update, 0)]
     if c.compile and world_size > 1:
-        parts[rank % 3]()
+        part, step = parts[rank % len(parts)]
+        part(step)
         synchronize(device)
         dist.barrier()
     for step in steps:

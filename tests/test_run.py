@@ -465,10 +465,10 @@ def test_a_graph_compiled_while_the_clock_runs_is_reported_as_a_defect(eager_gra
     assert torch.equal(compiled(x, None), 2 * x) and torch.equal(compiled(x, None), 2 * x)
     clock.start()
     compiled(x, None)
-    assert facts == [("compile", "head of 3 tokens for training, without ['w']")]
+    assert facts == [("compile", "head of 3 rows for training, without ['w']")]
     with torch.no_grad():
         compiled(torch.ones(5), torch.ones(5))
-    assert facts[1:] == [("defect", "head of 5 tokens for validation")]
+    assert facts[1:] == [("defect", "head of 5 rows without gradients")]
 
 
 def test_warming_up_compiles_every_graph_of_the_run(eager_graphs, corpus, tmp_path):
@@ -478,7 +478,7 @@ def test_warming_up_compiles_every_graph_of_the_run(eager_graphs, corpus, tmp_pa
     log = read_log(only_log(tmp_path))
     assert len(log.values("compile")) >= 4 and log.values("defect") == []
     for size in (512, 1024, 1536):
-        assert any(f" of {size} tokens for training" in fact["what"] for fact in log.values("compile"))
+        assert any(f" of {size} rows for training" in fact["what"] for fact in log.values("compile"))
 
 
 # ---------------------------------------------------------------------------------------------------- the file itself
