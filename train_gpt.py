@@ -128,7 +128,7 @@ CPU_HAS_BF16 = getattr(torch.cpu, "_is_avx512_bf16_supported", bool)()  # only s
 
 PRESETS: dict[str, dict] = {
     "speedrun": {},
-    "onepass": dict(schedule="onepass", num_steps=800, momentum_warmup=200, muon_lr=0.025, target_loss=3.492),
+    "onepass": dict(schedule="onepass", num_steps=930, momentum_warmup=200, muon_lr=0.025, target_loss=3.492),
     "laptop": dict(
         data_dir="data/pydocs", epochs=2, cut_documents=True,
         topology="laptop", model_dim=128, num_heads=2, mlp_dim=512, vocab_size=272,
