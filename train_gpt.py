@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc_per_node=8 train_gpt.py    # 8 GPUs: the speedrun, FineWeb to 3.28
     torchrun --standalone --nproc_per_node=1 train_gpt.py    # fewer GPUs: same updates, by accumulation
-    python train_gpt.py --preset=laptop                      # about a minute on a CPU
+    python train_gpt.py --preset=laptop                      # a minute and a half on a CPU
     python train_gpt.py --help                               # every key, its meaning and unit
 
 Read it top to bottom: (1) configuration, (2) low precision, (3) attention, (4) the model, (5) the optimisers,
@@ -132,9 +132,9 @@ PRESETS: dict[str, dict] = {
     "laptop": dict(
         data_dir="data/pydocs", epochs=2, cut_documents=True,
         topology="laptop", model_dim=128, num_heads=2, mlp_dim=512, vocab_size=272,
-        schedule="laptop", num_steps=420, batch_tokens=2048, seq_len=2048, cooldown_frac=0.6, momentum_warmup=100,
+        schedule="laptop", num_steps=600, batch_tokens=2048, seq_len=2048, cooldown_frac=0.6, momentum_warmup=100,
         muon_lr=0.03, head_lr=0.02, table_lr=0.3, adam_every=1, bigram_rows=4096,
-        target_loss=1.5, val_tokens=131_072, val_seq_len=8192, val_interval=105,
+        target_loss=1.5, val_tokens=131_072, val_seq_len=8192, val_interval=150,
         device="cpu", precision="bf16" if CPU_HAS_BF16 else "fp32", compile=False, sample="The ",
     ),
     "char": dict(  # six plain layers that see 256 bytes, on any text: to compare precisions in minutes
