@@ -130,7 +130,7 @@ PRESETS: dict[str, dict] = {
     "speedrun": {},
     "onepass": dict(schedule="onepass", num_steps=930, momentum_warmup=200, muon_lr=0.025, target_loss=3.492),
     "laptop": dict(
-        data_dir="data/pydocs", epochs=2, cut_documents=True,
+        data_dir="data/pydocs", cut_documents=True,
         topology="laptop", model_dim=128, num_heads=2, mlp_dim=512, vocab_size=272,
         schedule="laptop", num_steps=600, batch_tokens=2048, seq_len=2048, cooldown_frac=0.6, momentum_warmup=100,
         muon_lr=0.03, head_lr=0.02, table_lr=0.3, adam_every=1, bigram_rows=4096,
@@ -541,9 +541,9 @@ class View(NamedTuple):
     scale: float  # of the scores
     plain: bool = False  # without recipes of low precision
 
-def document_ids(tokens: Tensor, bos: int) -> Tensor:
-    """(T,) tokens -> (T,) int32, the number of document starts up to and including each token."""
-    return (tokens == bos).cumsum(0, dtype=torch.int32)
+def document_ids(begins: Tensor) -> Tensor:
+    """(T,) whether a document starts at each token -> (T,) int32, the number of starts up to and including it."""
+    return begins.cumsum(0, dtype=torch.int32)
 
 def block_lists(docs: Tensor, windows: Tensor) -> tuple[Tensor, ...]:
     """docs (T,), windows (W,) in blocks -> for key and for query blocks, seen in part and in full: how many there are
@@ -841,7 +841,7 @@ class GPT(nn.Module):
         """By window and whether heads are paired: then a sequence of twice the length."""
         masks = {}
         for paired in {layer.paired for layer in self.layers if layer.attn}:
-            docs = begins.cumsum(0, dtype=torch.int32).repeat_interleave(1 + paired)
+            docs = document_ids(begins).repeat_interleave(1 + paired)
             used = {layer.window for layer in self.layers if layer.attn and layer.paired == paired}
             used = {name: windows[name] for name in sorted(used)}
             made = flex_masks(docs, used, self.block_lists) if self.flex else sdpa_masks(docs, used)
