@@ -38,6 +38,7 @@ import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -96,7 +97,6 @@ class Config:
     head_lr: float = key(0.008, "Adam's learning rate for output head, token embedding and gates")
     table_lr: float = key(0.6, "Adam's learning rate for value and bigram embeddings")
     scalar_lr: float = key(0.04, "Adam's learning rate for the scalars")
-    adam_every: int = key(2, "steps whose gradients Adam gathers for one update; Muon updates at every step")
     bigram_rows: int = key(251_520, "rows of the table of hashed bigrams")
     # evaluation
     target_loss: float = key(3.28, "validation loss to reach, nats per token")
@@ -133,14 +133,14 @@ PRESETS: dict[str, dict] = {
         data_dir="data/pydocs", cut_documents=True,
         topology="laptop", model_dim=128, num_heads=2, mlp_dim=512, vocab_size=272,
         schedule="laptop", num_steps=600, batch_tokens=2048, seq_len=2048, cooldown_frac=0.6, momentum_warmup=100,
-        muon_lr=0.03, head_lr=0.02, table_lr=0.3, adam_every=1, bigram_rows=4096,
+        muon_lr=0.03, head_lr=0.02, table_lr=0.3, bigram_rows=4096,
         target_loss=1.5, val_tokens=131_072, val_seq_len=8192, val_interval=150,
         device="cpu", precision="bf16" if CPU_HAS_BF16 else "fp32", compile=False, sample="The ",
     ),
     "char": dict(  # six plain layers that see 256 bytes, on any text: to compare precisions in minutes
         data_dir="data/pydocs", cut_documents=True, epochs=100, precision="bf16", topology="char", model_dim=384,
         num_heads=6, mlp_dim=1536, vocab_size=272, schedule="char", num_steps=1000, batch_tokens=16_384,
-        momentum_warmup=100, muon_lr=0.03, head_lr=0.02, table_lr=0.3, adam_every=1, bigram_rows=4096,
+        momentum_warmup=100, muon_lr=0.03, head_lr=0.02, table_lr=0.3, bigram_rows=4096,
         target_loss=1.3, val_tokens=65_536, val_seq_len=16_384, val_interval=100,
     ),
 }
@@ -211,7 +211,7 @@ def parse_config(argv: list[str]) -> Config:
 def check_config(c: Config) -> None:
     """Raises BadInput where values do not fit each other."""
     for name in ("num_steps batch_tokens seq_len micro_tokens val_tokens val_seq_len model_dim num_heads mlp_dim "
-                 "vocab_size bigram_rows adam_every epochs cooldown_frac").split():
+                 "vocab_size bigram_rows epochs cooldown_frac").split():
         if getattr(c, name) <= 0:
             raise BadInput(f"--{name}={getattr(c, name)} must be positive")
     for name, choices in (("topology", [*TOPOLOGIES]), ("schedule", [*SCHEDULES]),
@@ -575,14 +575,14 @@ def flex_masks(docs: Tensor, windows: dict[str, int], lists: Callable = block_li
     def causal_document(b, h, q, kv):
         return (q >= kv) & (docs[q] == docs[kv])
 
-    numbers = lists(docs, to_device_numbers([*windows.values()], docs.device))
+    numbers = lists(docs, device_numbers(docs.device, *windows.values()))
     return {name: BlockMask((len(docs),) * 2, *(t[i][None, None] for t in numbers), (BLOCK, BLOCK), causal_document)
             for i, name in enumerate(windows)}
 
-def to_device_numbers(values: list[int], device: torch.device) -> Tensor:
-    """int64 (n,) on the device, without waiting."""
-    numbers = torch.tensor(values)
-    return (numbers.pin_memory() if device.type == "cuda" else numbers).to(device, non_blocking=True)
+@cache
+def device_numbers(device: torch.device, *values: int) -> Tensor:
+    """int64 (n,) on the device, copied there once: a CUDA graph may read it again and again."""
+    return torch.tensor(values, device=device)
 
 def sdpa_masks(docs: Tensor, windows: dict[str, int]) -> dict[str, Tensor]:
     """docs (T,) -> per window a bool mask (n, 1, BLOCK, window * BLOCK) of each query block over the last blocks."""
@@ -661,11 +661,12 @@ class Param(NamedTuple):
     init: Callable[[Tensor], None]  # fills a float32 tensor in place
     decay: float = 0.0  # weight decay at full learning rate
     betas: tuple[float, float] = (0.9, 0.99)  # Adam's
-    sharded: bool = True  # each rank updates its part of dimension 0; else every rank updates all of it
+    update: str = "slice"  # each rank updates its slice of dimension 0; "all": every rank all of it; "rows": every rank
+    #                        those rows that a batch looks up, which spares it the gradient of a whole table
 
 def parameter_table(c: Config) -> dict[str, Param]:
-    """Every parameter of the model, in the order in which the optimizer works on them: matrices first and last, so that
-    the large tables travel meanwhile."""
+    """Every parameter of the model, in the order in which the optimizer works on them: matrices first, as their updates
+    take long enough for the rest to travel meanwhile."""
     layers = TOPOLOGIES[c.topology]
     num_attn, num_ve = sum(layer.attn for layer in layers), 1 + max((layer.ve or 0) for layer in layers)
     D, H, V = c.model_dim, c.num_heads, c.vocab_size
@@ -682,20 +683,21 @@ def parameter_table(c: Config) -> dict[str, Param]:
         return lambda w: w.copy_(torch.tensor(values))
 
     zero, lr, wd = nn.init.zeros_, c.muon_lr, c.muon_decay * c.muon_lr
-    rare, head = dict(betas=(0.75, 0.95), decay=0.025 * c.table_lr), dict(betas=(0.5, 0.95), decay=0.75 * c.head_lr)
+    rare = dict(betas=(0.75, 0.95), decay=0.025 * c.table_lr, update="rows")
+    head = dict(betas=(0.5, 0.95), decay=0.75 * c.head_lr)
     return {
-        "qk": Param((num_attn * H, 2 * d, D), "muon", lr, uniform, wd),  # pairs of heads (record 80)
-        "vo": Param((num_attn * 2, D, D), "muon", lr, uniform, wd),
-        "scalars": Param((L, len(SCALARS)), "adam", c.scalar_lr, rows(*SCALARS.values()), sharded=False),
-        "mix": Param((2,), "adam", c.scalar_lr, rows(0.0, 0.5), sharded=False),  # smear, backout
-        "xsa": Param((num_attn, H), "adam", c.scalar_lr, zero, sharded=False),
-        "gates": Param((num_attn, 2, H, GATE_DIM), "adam", c.head_lr, zero, sharded=False),
-        "value_embeds": Param((V, num_ve * D), "adam", c.table_lr, normal(0.01), **rare),
-        "bigrams": Param((c.bigram_rows, D), "adam", c.table_lr, zero, **rare),
-        "lm_head": Param((V, D), "adam", c.head_lr, normal(0.005), **head),
-        "embed": Param((V, D), "adam", c.head_lr, zero, **head),
         "mlp_up": Param((L, D, c.mlp_dim), "muon", 2 * lr, uniform, wd),
         "mlp_down": Param((L, D, c.mlp_dim), "muon", 4 * lr, zero, wd),  # (D, F) as well: y = hidden @ down.T
+        "qk": Param((num_attn * H, 2 * d, D), "muon", lr, uniform, wd),  # pairs of heads (record 80)
+        "vo": Param((num_attn * 2, D, D), "muon", lr, uniform, wd),
+        "scalars": Param((L, len(SCALARS)), "adam", c.scalar_lr, rows(*SCALARS.values()), update="all"),
+        "mix": Param((2,), "adam", c.scalar_lr, rows(0.0, 0.5), update="all"),  # smear, backout
+        "xsa": Param((num_attn, H), "adam", c.scalar_lr, zero, update="all"),
+        "gates": Param((num_attn, 2, H, GATE_DIM), "adam", c.head_lr, zero, update="all"),
+        "lm_head": Param((V, D), "adam", c.head_lr, normal(0.005), **head),
+        "embed": Param((V, D), "adam", c.head_lr, zero, **head),
+        "value_embeds": Param((V, num_ve * D), "adam", c.table_lr, normal(0.01), **rare),
+        "bigrams": Param((c.bigram_rows, D), "adam", c.table_lr, zero, **rare),
     }
 
 def norm(x: Tensor) -> Tensor:
@@ -754,16 +756,18 @@ def block(x, inject, skip, source, ve, qk, vo, gates, xsa, mask, up, down, scala
     hidden = F.relu(linear(norm(x), up.t(), low, "fc")).square()  # (T, F)
     return w["mlp"] * x + linear(hidden, down, low, "proj", w["down"])
 
-def embed_inputs(tokens, begins, embed, bigrams, value_embeds, signs, smear, weights) -> tuple[Tensor, list, Tensor]:
-    """tokens (T,) int64, begins (T,) marking document starts -> the stream's input x0 (T, D), what each layer with
-    attention adds to it, by its two `weights`: x0 and the embedding of the token with the one before, by hash
-    (record 62), and value embeddings (T, n D). Nothing crosses a border."""
-    before = torch.where(begins, 0, tokens.roll(1))
+def bigram_rows(tokens: Tensor, begins: Tensor, count: int) -> Tensor:
+    """tokens, begins (T,) -> row of the bigram table for each token and the one before, by hash (record 62)."""
+    return ((36313 * tokens) ^ (27191 * torch.where(begins, 0, tokens.roll(1)))) % count
+
+def embed_inputs(tokens, begins, embed, bigram, signs, smear, weights, layers: tuple) -> tuple[Tensor, list]:
+    """tokens (T,) int64, begins (T,) marking document starts, bigram (T, D) -> the stream's input x0 (T, D) and what is
+    added to it in each of the `layers`, by two of all their `weights`: x0 and bigram. Nothing crosses a border."""
     x = F.embedding(tokens, embed)
     x0 = norm(x + smear.to(x.dtype) * torch.where(begins[:, None], 0, x.roll(1, 0)))  # smear (record 34)
-    bigram = F.embedding(((36313 * tokens) ^ (27191 * before)) % len(bigrams), bigrams)
-    bigram = bigram * signs[(tokens ^ before) % SIGNS]
-    return x0, [a * x0 + b * bigram for a, b in weights.to(x.dtype)], F.embedding(tokens, value_embeds)
+    bigram = bigram * signs[(tokens ^ torch.where(begins, 0, tokens.roll(1))) % SIGNS]
+    weights = weights.to(x.dtype)
+    return x0, [weights[i, 0] * x0 + weights[i, 1] * bigram for i in layers]
 
 def head_loss(x, middle, backout, lm_head, targets, low=None) -> Tensor:
     """x (T, D) less `backout` of a middle layer's (record 40), targets (T,) -> cross-entropy summed over tokens."""
@@ -784,12 +788,12 @@ class GPT(nn.Module):
         dtype = PLAIN.get(c.precision, torch.bfloat16) if c.dtype == "auto" else getattr(torch, c.dtype)
         full = torch.promote_types(torch.float32, dtype)
         for name, param in self.table.items():
-            rows = math.ceil(param.shape[0] / world_size) * world_size if param.sharded else param.shape[0]
-            bank = torch.zeros(rows, *param.shape[1:], dtype=dtype if param.sharded else full, device=device)
+            rows = math.ceil(param.shape[0] / world_size) * world_size if param.update == "slice" else param.shape[0]
+            bank = torch.zeros(rows, *param.shape[1:], dtype=full if param.update == "all" else dtype, device=device)
             self.register_parameter(name, nn.Parameter(bank))
         signs = torch.randint(0, 2, (SIGNS, c.model_dim), generator=torch.Generator().manual_seed(0)) * 2 - 1
         self.register_buffer("signs", signs.to(device, dtype), persistent=False)
-        self.rope_key, self.rope = None, None
+        self.ropes = {}
         self.block, self.head_loss = block, head_loss  # `compile_model` replaces these four
         self.embed_inputs, self.block_lists = embed_inputs, block_lists
         self.plan = plan(c, device, next(name for name in PLAIN if PLAIN[name] == dtype))
@@ -827,15 +831,28 @@ class GPT(nn.Module):
         bank, rows = getattr(self, name), self.table[name].shape[0]
         return bank if bank.size(0) == rows else bank[:rows]
 
-    def rotary(self, view: View) -> tuple[Tensor, Tensor, Tensor]:
-        """cos, sin (2 T, 1, d) for the longest sequence, with two positions a token, and the scale of scores."""
-        c, device = self.config, self.signs.device
-        if self.rope_key != (view.freq, view.scale):
+    def rotary(self, view: View, T: int) -> tuple[Tensor, Tensor, Tensor]:
+        """cos, sin (2 T, 1, d), two positions a token for paired heads, and the scale of scores."""
+        c, device, key = self.config, self.signs.device, (view.freq, view.scale, T)
+        if key not in self.ropes:  # all are kept, as CUDA graphs read them
             freq = torch.tensor(view.freq, dtype=torch.float64, device=device)
-            T = 2 * max(c.micro_tokens, c.val_seq_len)
-            table = rope_table(T, freq, c.model_dim // c.num_heads, self.signs.dtype)
-            self.rope_key, self.rope = (view.freq, view.scale), (*table, torch.tensor(view.scale, device=device))
-        return self.rope
+            table = rope_table(2 * T, freq, c.model_dim // c.num_heads, self.signs.dtype)
+            self.ropes[key] = (*table, torch.tensor(view.scale, device=device))
+        return self.ropes[key]
+
+    def begins(self, tokens: Tensor) -> Tensor:
+        """(T,) where documents begin. A training sequence may begin inside of one."""
+        begins = tokens == self.bos
+        begins[:: self.config.seq_len if torch.is_grad_enabled() else len(tokens)] = True
+        return begins
+
+    def rows(self, tokens: Tensor) -> dict[str, Tensor]:
+        """For each table that is updated by rows, the row that each token looks up: (T,) int64."""
+        return {"value_embeds": tokens, "bigrams": bigram_rows(tokens, self.begins(tokens), self.config.bigram_rows)}
+
+    def look_up(self, rows: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What `rows` finds, (T, width) each, with gradients of its own: those of the tables would be as large as they."""
+        return {name: F.embedding(index, getattr(self, name).detach()).requires_grad_() for name, index in rows.items()}
 
     def masks(self, begins: Tensor, windows: dict[str, int]) -> dict[tuple, BlockMask | Tensor]:
         """By window and whether heads are paired: then a sequence of twice the length."""
@@ -848,20 +865,19 @@ class GPT(nn.Module):
             masks |= {(name, paired): mask for name, mask in made.items()}
         return masks
 
-    def hidden(self, tokens: Tensor, view: View) -> tuple[Tensor, Tensor]:
+    def hidden(self, tokens: Tensor, view: View, looked_up: dict | None = None) -> tuple[Tensor, Tensor]:
         """tokens (T,) int64 -> the residual stream after the last layer and after the middle one, (T, D) each."""
-        c, T = self.config, len(tokens)
-        begins = tokens == self.bos
-        begins[:: c.seq_len if torch.is_grad_enabled() else T] = True  # a sequence may begin inside a document
-        attends = [i for i, layer in enumerate(self.layers) if layer.attn]
-        x, injects, ve = self.embed_inputs(
-            tokens, begins, self.weight("lm_head" if self.tied else "embed"), self.weight("bigrams"),
-            self.weight("value_embeds"), self.signs, self.mix[0], self.scalars[attends, :2])
-        ve = ve.split(c.model_dim, 1)
-        D, H = c.model_dim, c.num_heads
+        T, begins = len(tokens), self.begins(tokens)
+        if looked_up is None:
+            looked_up = {name: F.embedding(index, getattr(self, name)) for name, index in self.rows(tokens).items()}
+        x, injects = self.embed_inputs(
+            tokens, begins, self.weight("lm_head" if self.tied else "embed"), looked_up["bigrams"], self.signs,
+            self.mix[0], self.scalars[:, :2], tuple(i for i, layer in enumerate(self.layers) if layer.attn))
+        D, H = self.config.model_dim, self.config.num_heads
+        ve = looked_up["value_embeds"].split(D, 1)
         attns = iter(zip(self.weight("qk").view(-1, H, 2 * D // H, D).unbind(),
                          self.weight("vo").view(-1, 2, D, D).unbind(), self.gates.unbind(), self.xsa.unbind(), injects))
-        cos, sin, scale = self.rotary(view)
+        cos, sin, scale = self.rotary(view, T)
         masks, outputs = self.masks(begins, view.windows), []
         mlps = zip(self.weight("mlp_up").unbind(), self.weight("mlp_down").unbind(), self.scalars.unbind())
         for layer, (up, down, scalars), low in zip(self.layers, mlps, self.recipes(view)):
@@ -877,9 +893,9 @@ class GPT(nn.Module):
             outputs.append(x.view_as(x))
         return x, outputs[len(outputs) * 2 // 3]
 
-    def forward(self, tokens: Tensor, targets: Tensor, view: View) -> Tensor:
+    def forward(self, tokens: Tensor, targets: Tensor, view: View, looked_up: dict | None = None) -> Tensor:
         """tokens, targets (T,) -> loss summed over T. Recipes hold in training only."""
-        (x, middle), w, backout = self.hidden(tokens, view), self.weight("lm_head"), self.mix[1]
+        (x, middle), w, backout = self.hidden(tokens, view, looked_up), self.weight("lm_head"), self.mix[1]
         if torch.is_grad_enabled():
             return self.head_loss(x, middle, backout, w, targets, *self.recipes(view)[-1])
         pieces = zip(*(t.split(VAL_CHUNK) for t in (x, middle, targets)))  # logits of a whole sequence would not fit
@@ -906,11 +922,12 @@ def initialize(model: GPT, seed: int) -> dict[str, Tensor]:
 # ------------------------------------------------------------------------------------------------------------------
 # 5. The optimisers: Muon for matrices, Adam for the rest, each rank updating its share
 #
-# Every rank computes with a bf16 copy of all weights; the float32 weights, and the optimizers' state, exist once, on
-# the rank that owns that slice. A step is: sum every gradient over the ranks and keep the own slice (reduce-scatter),
-# update it, and hand out the new bf16 slice (all-gather). All transfers are asynchronous, so they run while the
-# previous parameter is being worked on. Gradients are sums over tokens, so that neither the number of GPUs nor of
-# accumulation steps enters anywhere.
+# Every rank computes with a bf16 copy of all weights; of most, the float32 weights and the optimizer's state exist once,
+# on the rank that owns that slice. A step is: sum every gradient over the ranks and keep the own slice (reduce-scatter),
+# update it, and hand out the new bf16 slice (all-gather). Of a table with far more rows than a batch has tokens only the
+# rows that some rank looked up have gradients: these few are summed on all ranks (all-reduce), and every rank updates
+# them. All transfers are asynchronous, so they run while the previous parameter is being worked on. Gradients are sums
+# over tokens, so that neither the number of GPUs nor of accumulation steps enters anywhere.
 
 POLAR_EXPRESS = (  # a, b, c of each iteration: the fastest polynomials of degree 5 (Amsel et al. 2025; record 38)
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
@@ -960,6 +977,18 @@ def adam_update(master, part, grad, state, lr, decay, beta1, beta2, correction) 
     cautious(master, mean / (square.sqrt() + 1e-10) * correction, lr, decay)  # gradients start far below the usual eps
     part.copy_(master)
 
+def adam_rows(total, rows, master, part, state, lr, decay, beta1, beta2, correction) -> None:
+    """`adam_update` of these rows (n,) from their gradient (n, width); the others keep weights and state."""
+    own, *moments = (t[rows] for t in (master, *state))
+    copy = torch.empty_like(own, dtype=part.dtype)
+    adam_update(own, copy, total, moments, lr, decay, beta1, beta2, correction)
+    for whole, few in zip((master, part, *state), (own, copy, *moments)):
+        whole[rows] = few
+
+def sum_rows(total, place, rows, grad) -> None:
+    """Adds grad (T, width) of the looked-up rows (T,) to total (n, width), where row r has the place[r]-th line."""
+    total.index_add_(0, place[rows] - 1, grad.to(total.dtype))
+
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch 2.13's name, and 2.11's
 reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
@@ -972,23 +1001,26 @@ class Optimizer:
     """Muon and Adam over the parameter table, sharded over the ranks of the default process group (if there is one)."""
 
     def __init__(self, model: GPT):
-        self.model, self.muon, self.adam = model, muon_update, adam_update  # `compile_model` replaces the functions
+        self.model, self.muon, self.adam = model, muon_update, adam_update  # `compile_model` replaces these
+        self.adam_rows, self.sum_rows = adam_rows, sum_rows
         self.rank, self.world_size = ranks()
         self.seq_bits = round(math.log2(model.config.seq_len))
         self.gather8 = [*model.weights8] if model.config.float8_all_gather else []
+        self.tables = [name for name, param in model.table.items() if param.update == "rows"]
         self.reset({name: p.detach().to(model.scalars.dtype) for name, p in model.named_parameters()})
 
     def reset(self, full: dict[str, Tensor]) -> None:
         """Starts anew from the float32 weights `full`, as `initialize` returns them."""
         self.masters = {name: self.own(name, w).clone() for name, w in full.items()}
         self.state = {name: self.zero_state(name) for name in full}
-        self.steps, self.updates = 0, 0
+        self.steps, self.sent, self.totals = 0, 0, None
         self.loss_scale, self.good = 2.0**15 if self.model.config.precision == "fp16" else None, 0
+        self.factor = torch.tensor((self.loss_scale or 0) * 2.0**-self.seq_bits, device=self.model.signs.device)
         self.quantize_weights([*full])
 
     def scaled(self, loss: Tensor) -> Tensor:
         """The float32 loss whose gradient `step` wants. jmp's factor is for a mean over a sequence, ours is a sum."""
-        return loss if self.loss_scale is None else loss * (self.loss_scale * 2.0**-self.seq_bits)
+        return loss if self.loss_scale is None else loss * self.factor
 
     def zero_state(self, name: str) -> tuple[Tensor, Tensor]:
         """Muon: momentum and mean square of each neuron. Adam: mean and mean square of the gradient."""
@@ -999,17 +1031,46 @@ class Optimizer:
         return torch.zeros_like(w), w.new_zeros(shape)
 
     def own(self, name: str, bank: Tensor) -> Tensor:
-        """This rank's slice of a bank: a view, all of it where the parameter is not sharded."""
-        return bank.chunk(self.world_size)[self.rank] if self.model.table[name].sharded else bank
+        """This rank's slice of a bank: a view, all of it where the parameter has no slices."""
+        return bank.chunk(self.world_size)[self.rank] if self.model.table[name].update == "slice" else bank
 
     def reduce(self, name: str, grad: Tensor):
-        """Starts summing a gradient over the ranks. Returns the slice it will be in, and the transfer or None."""
+        """Starts summing a gradient over the ranks. Returns what the sum, or this rank's slice of it, will be in, and
+        the transfer, or None."""
         if self.world_size == 1:
             return grad, None
-        if not self.model.table[name].sharded:
+        if self.model.table[name].update != "slice":
+            self.sent += 2 * grad.nbytes
             return grad, dist.all_reduce(grad, async_op=True)
+        self.sent += grad.nbytes
         part = torch.empty_like(self.own(name, grad))
         return part, reduce_scatter(part, grad, async_op=True)
+
+    @torch.no_grad()
+    def find_rows(self, batch: list[dict[str, Tensor]]) -> None:
+        """Begins to find out which rows of the tables any rank looks up. To be called before the forward passes: the
+        CPU must know how many there are, and waits for it while the device is busy with those."""
+        used = {name: torch.zeros(len(self.masters[name]), dtype=torch.int32, device=batch[0][name].device)
+                for name in self.tables}
+        for name, flags in used.items():
+            for rows in batch:
+                flags.index_fill_(0, rows[name], 1)
+            if self.world_size > 1:
+                dist.all_reduce(flags, dist.ReduceOp.MAX)
+        self.places = {name: flags.cumsum(0) for name, flags in used.items()}
+        self.counts = torch.stack([place[-1] for place in self.places.values()]).to("cpu", non_blocking=True)
+        self.counted = torch.cuda.current_stream().record_event() if self.counts.is_pinned() else None
+
+    @torch.no_grad()
+    def add_rows(self, rows: dict[str, Tensor], grads: dict[str, Tensor]) -> None:
+        """Adds a micro-batch's gradients of the looked-up rows to those of this step."""
+        if self.totals is None:
+            if self.counted is not None:
+                self.counted.synchronize()
+            self.totals = {name: self.masters[name].new_zeros(n, self.masters[name].size(1))
+                           for name, n in zip(self.tables, self.counts.tolist())}
+        for name in self.tables:
+            self.sum_rows(self.totals[name], self.places[name], rows[name], grads[name])
 
     def untie(self) -> None:
         """From here on the token embedding is a weight of its own, which begins as the head (record 53)."""
@@ -1022,51 +1083,55 @@ class Optimizer:
     def update(self, name: str, grad: Tensor, lr_factor: float, momentum: float) -> Tensor:
         """Updates this rank's slice of a parameter from that of its gradient. Returns the slice of the bank."""
         param, part = self.model.table[name], self.own(name, getattr(self.model, name).data)
-        args = self.masters[name], part, grad, self.state[name]
+        weights = self.masters[name], part
         rates = [lr_factor * param.lr, lr_factor * param.decay]
         if param.optimizer == "muon":
-            self.muon(*args, *map(scalar, [*rates, momentum]))
+            self.muon(*weights, grad, self.state[name], *map(scalar, [*rates, momentum]))
+            return part
+        t, (beta1, beta2) = max(self.steps, 1), param.betas
+        rates = [*map(scalar, [*rates, beta1, beta2, (1 - beta2**t) ** 0.5 / (1 - beta1**t)])]
+        if param.update == "rows":  # the k-th used row is where the count of used rows gets to k
+            rows = torch.searchsorted(self.places[name], torch.arange(1, len(grad) + 1, device=grad.device))
+            self.adam_rows(grad, rows, *weights, self.state[name], *rates)
         else:
-            t, (beta1, beta2) = max(self.updates, 1), param.betas
-            correction = (1 - beta2**t) ** 0.5 / (1 - beta1**t)
-            self.adam(*args, *map(scalar, [*rates, beta1, beta2, correction]))
+            self.adam(*weights, grad, self.state[name], *rates)
         return part
 
     @torch.no_grad()
     def step(self, lr_factor: float, momentum: float) -> None:
-        """Updates the weights from their .grad and frees it; Adam's parameters only every `adam_every` steps.
-        All ranks must call it together."""
-        adam = (self.steps + 1) % self.model.config.adam_every == 0
-        due = [name for name, param in self.model.table.items()
-               if (adam or param.optimizer == "muon") and getattr(self.model, name).grad is not None]
-        reductions = {name: self.reduce(name, getattr(self.model, name).grad) for name in due}
-        gathers, unscale = [], None
+        """Updates the weights from their .grad, and the tables from `add_rows`, and frees both. All ranks must call it
+        together."""
+        grads = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+        if self.totals is not None:
+            grads |= {name: total.to(getattr(self.model, name).dtype) for name, total in self.totals.items()}
+        reductions, gathers, unscale = {name: self.reduce(name, grad) for name, grad in grads.items()}, [], None
         if self.loss_scale is not None:  # waits for the device, as nothing of an overflow may be kept
             for transfer in (transfer for _, transfer in reductions.values() if transfer is not None):
                 transfer.wait()
-            kept = [p.grad for n, p in self.model.named_parameters() if p.grad is not None and n not in due]
-            found = sum((~g.isfinite().all()).float() for g in [*kept, *(r[0] for r in reductions.values())])
+            found = sum((~grad.isfinite().all()).float() for grad, _ in reductions.values())
             if self.world_size > 1:
                 dist.all_reduce(found, dist.ReduceOp.MAX)
-            old, unscale, finite = self.loss_scale, 2.0**self.seq_bits / self.loss_scale, found.item() == 0
-            self.loss_scale, self.good = next_loss_scale(old, self.good, finite)
+            unscale, finite = 2.0**self.seq_bits / self.loss_scale, found.item() == 0
+            self.loss_scale, self.good = next_loss_scale(self.loss_scale, self.good, finite)
+            self.factor.fill_(self.loss_scale * 2.0**-self.seq_bits)
             if not finite:
-                return self.model.zero_grad()  # with what Adam gathered before: it is in the same sum
-            for grad in kept:
-                grad *= self.loss_scale / old  # a sum over steps has one scale
-        self.steps, self.updates = self.steps + 1, self.updates + adam
+                self.totals = None
+                return self.model.zero_grad()
+        self.steps += 1
         for name, (grad, transfer) in reductions.items():
             if transfer is not None:
                 transfer.wait()
             grad = grad if unscale is None else grad.float() * unscale
             bank, part = getattr(self.model, name), self.update(name, grad, lr_factor, momentum)
             wide = name not in self.gather8 or name == "lm_head" and self.model.tied  # then it is the embedding, too
-            if self.model.table[name].sharded and self.world_size > 1 and wide:
+            if self.model.table[name].update == "slice" and self.world_size > 1 and wide:
+                self.sent += bank.nbytes
                 gathers.append(all_gather(bank.data, part, async_op=True))
             bank.grad = None
         for transfer in gathers:
             transfer.wait()
-        self.quantize_weights(due)
+        self.totals = None
+        self.quantize_weights([*grads])
 
     @torch.no_grad()
     def quantize_weights(self, names: list[str]) -> None:
@@ -1086,13 +1151,11 @@ class Optimizer:
         for name, (group, part) in [(name, parts[name]) for name in parts if name in names]:
             w8, _ = fp8_operand(part, scale[group].view(-1, *[1] * (part.ndim - 1)), E4M3, native=True)
             (all_gather if sharded else Tensor.copy_)(m.weights8[name], w8)
+            self.sent += m.weights8[name].nbytes if sharded else 0
 
     def bytes_per_step(self) -> int:
-        """What a rank sends for an update in a ring of ranks, on average and once untied, but for vectors."""
-        m, every = self.model, {"muon": 1, "adam": self.model.config.adam_every}
-        sent = [(p.nbytes + (m.weights8[name] if name in self.gather8 else p).nbytes) / every[m.table[name].optimizer]
-                for name, p in m.named_parameters()]
-        return round((1 - 1 / self.world_size) * sum(sent))
+        """What this rank sent for an update, in a ring of ranks, on average."""
+        return round((1 - 1 / self.world_size) * self.sent / max(self.steps, 1))
 
     def complete_weights(self) -> None:
         """Fetches the wide weights that --float8_all_gather left with their owners, for validation. A collective."""
@@ -1485,9 +1548,9 @@ def mfu(c: Config, tokens_per_s: float, device_name: str) -> float | None:
 class Compiled:
     """A function under torch.compile that says in the log which graph it compiled and how long the call took."""
 
-    def __init__(self, function: Callable, log: Log, clock: Clock):
+    def __init__(self, function: Callable, log: Log, clock: Clock, dynamic: bool = False):
         self.original, self.log, self.clock = function, log, clock
-        self.function = torch.compile(function, dynamic=False, fullgraph=True)
+        self.function = torch.compile(function, dynamic=dynamic, fullgraph=True)
 
     def __call__(self, x: Tensor, *args):
         graphs, begin = torch._dynamo.utils.counters["stats"]["unique_graphs"], time.perf_counter()
@@ -1507,16 +1570,54 @@ def compile_model(model: GPT, optimizer: Optimizer, log: Log, clock: Clock) -> N
                                   (model, "embed_inputs", embed_inputs), (model, "block_lists", block_lists),
                                   (optimizer, "muon", muon_update), (optimizer, "adam", adam_update)):
         setattr(owner, name, Compiled(function, log, clock))
+    for name, function in (("adam_rows", adam_rows), ("sum_rows", sum_rows)):
+        setattr(optimizer, name, Compiled(function, log, clock, dynamic=True))  # every step looks up as many rows as it may
 
-def train_step(model: GPT, optimizer: Optimizer, batch: list[tuple[Tensor, Tensor]], step: int) -> Tensor:
+def forward_backward(model: GPT, optimizer: Optimizer, inputs: Tensor, targets: Tensor, rows: dict, view: View):
+    """Adds a micro-batch's gradients to .grad. Returns its loss, a sum, and the gradients of the looked-up rows."""
+    looked_up = model.look_up(rows)
+    loss = model(inputs, targets, view, looked_up)
+    optimizer.scaled(loss).backward()
+    return loss.detach(), {name: x.grad for name, x in looked_up.items()}
+
+class Graphs:
+    """`forward_backward` as CUDA graphs: one call starts 2000 kernels, for which the CPU would need longer than the GPU.
+
+    A graph reads and writes the same memory every time. So there is one for each length and view, and one for a step's
+    first micro-batch, whose gradients become .grad, and one for the others, which add to that.
+    """
+
+    def __init__(self):
+        self.graphs, self.pool = {}, None
+
+    def __call__(self, model: GPT, optimizer: Optimizer, inputs: Tensor, targets: Tensor, rows: dict, view: View):
+        key = model.lm_head.grad is None, len(inputs), model.tied, repr(view)
+        if key not in self.graphs:
+            places, graph = [x.clone() for x in (inputs, targets, *rows.values())], torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):  # other threads may allocate
+                results = forward_backward(model, optimizer, *places[:2], dict(zip(rows, places[2:])), view)
+            self.pool = graph.pool()
+            self.graphs[key] = graph, places, results, [(p, p.grad) for p in model.parameters() if p.grad is not None]
+        graph, places, results, grads = self.graphs[key]
+        for place, x in zip(places, (inputs, targets, *rows.values())):
+            place.copy_(x)
+        graph.replay()
+        for p, grad in grads:
+            p.grad = grad
+        return results
+
+def train_step(model: GPT, optimizer: Optimizer, batch: list[tuple[Tensor, Tensor]], step: int,
+               passes: Callable = forward_backward) -> Tensor:
     """One update. Returns the loss per token over the whole batch, on the device."""
     c, total, view = model.config, 0, view_of(step, model.config)
     if model.tied and step >= c.untie_frac * c.num_steps:
         optimizer.untie()
-    for inputs, targets in batch:
-        loss = model(inputs, targets, view)
-        optimizer.scaled(loss).backward()
-        total = total + loss.detach()
+    rows = [model.rows(inputs) for inputs, _ in batch]
+    optimizer.find_rows(rows)
+    for (inputs, targets), index in zip(batch, rows):
+        loss, grads = passes(model, optimizer, inputs, targets, index, view)
+        optimizer.add_rows(index, grads)
+        total = total + loss
     total = total / stage_tokens(stage_of(step, c), c)
     if any(recipe in MEASURED for row in model.plan for recipe in row.values()):
         total = torch.cat([total[None], ~model.amaxes.isfinite().flatten()])
@@ -1536,7 +1637,7 @@ def validate(model: GPT, tokens: Tensor, step: int, device: torch.device) -> flo
         dist.all_reduce(total)
     return total.item() / c.val_tokens
 
-def warm_up(model: GPT, optimizer: Optimizer, device: torch.device) -> None:
+def warm_up(model: GPT, optimizer: Optimizer, device: torch.device, passes: Callable = forward_backward) -> None:
     """Compiles and runs everything the run will need, on random documents; then starts anew from the seed.
 
     Each rank begins with another part, so that the ranks find in the compiler's cache what they need later.
@@ -1547,22 +1648,30 @@ def warm_up(model: GPT, optimizer: Optimizer, device: torch.device) -> None:
     frac = c.untie_frac, 1 - c.bf16_last_frac
     steps = list({(stage_of(s, c), *(s >= f * c.num_steps for f in frac)): s for s in range(c.num_steps)}.values())
 
-    def length(step: int) -> int:
-        return c.seq_len * micro_sequences(stage_tokens(stage_of(step, c), c) // c.seq_len // world_size, c)
+    def sequences(step: int) -> tuple[int, int]:  # of a rank's batch, and of a micro-batch
+        count = stage_tokens(stage_of(step, c), c) // c.seq_len // world_size
+        return count, micro_sequences(count, c)
+
+    def micro_batch(step: int) -> tuple[Tensor, Tensor]:
+        n = c.seq_len * sequences(step)[1]
+        return tokens[:n], tokens[1 : n + 1].clone()
 
     def micro_step(step: int) -> None:
-        n = length(step)
-        (model(tokens[:n], tokens[1 : n + 1].clone(), view_of(step, c)) * 2.0**-30).backward()  # fp16 must not skip it
+        inputs, targets = micro_batch(step)
+        forward_backward(model, optimizer, inputs, targets, model.rows(inputs), view_of(step, c))
+        model.zero_grad()
 
     @torch.no_grad()
     def evaluate(step: int) -> None:
         model(tokens[: c.val_seq_len], tokens[1 : c.val_seq_len + 1].clone(), view_of(step, c))
 
     def update(step: int) -> None:
+        optimizer.places = {name: torch.arange(1, 2001, device=device) for name in optimizer.tables}
         for name, state in optimizer.state.items():
-            optimizer.update(name, torch.zeros_like(state[0], dtype=getattr(model, name).dtype), 0.0, 0.0)
+            few = slice(2000) if name in optimizer.tables else slice(None)
+            optimizer.update(name, torch.zeros_like(state[0][few], dtype=getattr(model, name).dtype), 0.0, 0.0)
 
-    parts = [(micro_step, step) for step in {length(step): step for step in steps}.values()]
+    parts = [(micro_step, step) for step in {sequences(step)[1]: step for step in steps}.values()]
     parts += [(evaluate, c.num_steps), (update, 0)]
     if c.compile and world_size > 1:
         part, step = parts[rank % len(parts)]
@@ -1572,10 +1681,11 @@ def warm_up(model: GPT, optimizer: Optimizer, device: torch.device) -> None:
     for step in steps:
         if model.tied and step >= c.untie_frac * c.num_steps:
             optimizer.untie()
-        for _ in range(c.adam_every):
-            micro_step(step)
-            optimizer.step(0.0, 0.0)
+        micro_step(step)  # what is made at first use cannot be captured
+        count, of_micro = sequences(step)
+        train_step(model, optimizer, [micro_batch(step)] * min(2, count // of_micro), step, passes)
         evaluate(step)
+    update(0)
     evaluate(c.num_steps)
     synchronize(device)
     optimizer.reset(initialize(model, c.seed))
@@ -1705,10 +1815,11 @@ def train(c: Config) -> int:
     optimizer = Optimizer(model)
     texts = [f"{k} {v} ({'native' if native(v, device) else 'emulated'})" for row in model.plan for k, v in row.items()]
     products = ", ".join(f"{texts.count(text)} x {text}" for text in dict.fromkeys(texts))
-    log.fact("note", f"products: {products}; {optimizer.bytes_per_step()} bytes sent per step and rank")
+    log.fact("note", f"products: {products}")
     if c.compile:
         compile_model(model, optimizer, log, clock)
-    warm_up(model, optimizer, device)
+    passes = Graphs() if c.compile and device.type == "cuda" else forward_backward
+    warm_up(model, optimizer, device, passes)
     compile_s = time.perf_counter() - LAUNCHED
     log.fact("note", f"{compile_s:.1f} s from launch to the first timed step")
 
@@ -1730,11 +1841,12 @@ def train(c: Config) -> int:
             if last:
                 break
             clock.start()
-        loss = train_step(model, optimizer, loader.batch(), step)
+        loss = train_step(model, optimizer, loader.batch(), step, passes)
         reader.put(step + 1, loss, clock.now())
 
     if c.precision == "fp16":
         log.fact("note", f"{c.num_steps - optimizer.steps} steps skipped, loss scale {optimizer.loss_scale:g}")
+    log.fact("note", f"{optimizer.bytes_per_step()} bytes sent per step and rank")
     tokens, seconds = total_tokens(c), clock.total
     reached = round(val_loss, 4) <= c.target_loss
     peak = torch.cuda.max_memory_allocated(device) // 2**20 if device.type == "cuda" else None
