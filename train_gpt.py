@@ -128,7 +128,7 @@ CPU_HAS_BF16 = getattr(torch.cpu, "_is_avx512_bf16_supported", bool)()  # only s
 
 PRESETS: dict[str, dict] = {
     "speedrun": {},
-    "onepass": dict(schedule="onepass", num_steps=930, momentum_warmup=200, muon_lr=0.025, target_loss=3.492),
+    "onepass": dict(schedule="onepass", num_steps=1000, seq_len=8192, target_loss=3.492),
     "laptop": dict(
         data_dir="data/pydocs", cut_documents=True,
         topology="laptop", model_dim=128, num_heads=2, mlp_dim=512, vocab_size=272,
@@ -162,7 +162,7 @@ SCHEDULES: dict[str, list[Stage]] = {
         Stage(0, 1, 2048, 20, 6, 1.73),
     ],
     "onepass": [  # the smaller the batch, the fewer tokens: records/2026-11-21_ladder
-        Stage(0.33, 1 / 6, 896, 3, 1, 1.0),
+        Stage(0.33, 1 / 12, 896, 3, 1, 1.0),
         Stage(0.33, 1 / 6, 2048, 7, 3, 1.52),
         Stage(0.32, 1 / 3, 2048, 11, 5, 1.73),
         Stage(0.02, 1 / 3, 2048, 13, 6, 1.73),
@@ -1571,7 +1571,7 @@ def compile_model(model: GPT, optimizer: Optimizer, log: Log, clock: Clock) -> N
                                   (optimizer, "muon", muon_update), (optimizer, "adam", adam_update)):
         setattr(owner, name, Compiled(function, log, clock))
     for name, function in (("adam_rows", adam_rows), ("sum_rows", sum_rows)):
-        setattr(optimizer, name, Compiled(function, log, clock, dynamic=True))  # every step looks up as many rows as it may
+        setattr(optimizer, name, Compiled(function, log, clock, dynamic=True))  # no step looks up as many rows as the last
 
 def forward_backward(model: GPT, optimizer: Optimizer, inputs: Tensor, targets: Tensor, rows: dict, view: View):
     """Adds a micro-batch's gradients to .grad. Returns its loss, a sum, and the gradients of the looked-up rows."""
