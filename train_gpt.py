@@ -298,7 +298,9 @@ HEAD_SCALES = (100 / 448, 1.6 / 448, 0.75 / 448)  # fp8-static: of x, w, gradien
 
 def quantize(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     """x / scale, clamped to dtype's range (a plain cast may give NaN beyond it), rounded to nearest even."""
-    return (x.float() / scale).clamp_(-torch.finfo(dtype).max, torch.finfo(dtype).max).to(dtype)
+    return (x.float() / scale).clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max).to(dtype)
+
+fused = cache(torch.compile)  # for what operators do inside, which nothing else compiles: one kernel in place of four
 
 @torch.library.custom_op("nanogpt::product", mutates_args=())
 def product_op(a: Tensor, b_t: Tensor, a_s: Tensor, b_s: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
@@ -316,7 +318,8 @@ product_op.register_fake(lambda a, b_t, a_s, b_s, dtype, fast: a.new_empty(len(a
 @torch.library.custom_op("nanogpt::mm", mutates_args=())
 def mm_op(x: Tensor, w: Tensor, x_s: float, w_s: float, grad_s: float) -> tuple[Tensor, Tensor, Tensor]:
     """x (T, D) times w (V, D) transposed in FP8 -> (T, V) in bf16, and both quantised operands for backward."""
-    x8, w8 = quantize(x, x_s, E4M3).view(torch.uint8), quantize(w, w_s, E4M3).view(torch.uint8)
+    to_fp8 = fused(quantize) if x.is_cuda else quantize
+    x8, w8 = to_fp8(x, x_s, E4M3).view(torch.uint8), to_fp8(w, w_s, E4M3).view(torch.uint8)
     return product_op(x8, w8, *(torch.full((), s, device=x.device) for s in (x_s, w_s)), torch.bfloat16, True), x8, w8
 
 mm_op.register_fake(lambda x, w, *_: (x.new_empty(len(x), len(w), dtype=torch.bfloat16), x.byte(), w.byte()))
@@ -851,7 +854,7 @@ class GPT(nn.Module):
         return {"value_embeds": tokens, "bigrams": bigram_rows(tokens, self.begins(tokens), self.config.bigram_rows)}
 
     def look_up(self, rows: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What `rows` finds, (T, width) each, with gradients of its own: those of the tables would be as large as they."""
+        """What `rows` finds, (T, width) each, with its own gradients: those of the tables would be as large as they."""
         return {name: F.embedding(index, getattr(self, name).detach()).requires_grad_() for name, index in rows.items()}
 
     def masks(self, begins: Tensor, windows: dict[str, int]) -> dict[tuple, BlockMask | Tensor]:
@@ -922,11 +925,10 @@ def initialize(model: GPT, seed: int) -> dict[str, Tensor]:
 # ------------------------------------------------------------------------------------------------------------------
 # 5. The optimisers: Muon for matrices, Adam for the rest, each rank updating its share
 #
-# Every rank computes with a bf16 copy of all weights; of most, the float32 weights and the optimizer's state exist once,
-# on the rank that owns that slice. A step is: sum every gradient over the ranks and keep the own slice (reduce-scatter),
-# update it, and hand out the new bf16 slice (all-gather). Of a table with far more rows than a batch has tokens only the
-# rows that some rank looked up have gradients: these few are summed on all ranks (all-reduce), and every rank updates
-# them. All transfers are asynchronous, so they run while the previous parameter is being worked on. Gradients are sums
+# Every rank computes with a bf16 copy of all weights; the float32 weights and the optimizer's state exist once, on the
+# rank that owns that slice. A step is: sum every gradient over the ranks and keep the own slice (reduce-scatter),
+# update it, and hand out the new bf16 slice (all-gather). Tables have far more rows than a batch has tokens; so only
+# those that some rank looked up have gradients, are summed (all-reduce) and updated, on every rank. All transfers are asynchronous, so they run while the previous parameter is being worked on. Gradients are sums
 # over tokens, so that neither the number of GPUs nor of accumulation steps enters anywhere.
 
 POLAR_EXPRESS = (  # a, b, c of each iteration: the fastest polynomials of degree 5 (Amsel et al. 2025; record 38)
@@ -1571,7 +1573,7 @@ def compile_model(model: GPT, optimizer: Optimizer, log: Log, clock: Clock) -> N
                                   (optimizer, "muon", muon_update), (optimizer, "adam", adam_update)):
         setattr(owner, name, Compiled(function, log, clock))
     for name, function in (("adam_rows", adam_rows), ("sum_rows", sum_rows)):
-        setattr(optimizer, name, Compiled(function, log, clock, dynamic=True))  # no step looks up as many rows as the last
+        setattr(optimizer, name, Compiled(function, log, clock, dynamic=True))  # each step looks up another number
 
 def forward_backward(model: GPT, optimizer: Optimizer, inputs: Tensor, targets: Tensor, rows: dict, view: View):
     """Adds a micro-batch's gradients to .grad. Returns its loss, a sum, and the gradients of the looked-up rows."""
@@ -1581,7 +1583,8 @@ def forward_backward(model: GPT, optimizer: Optimizer, inputs: Tensor, targets: 
     return loss.detach(), {name: x.grad for name, x in looked_up.items()}
 
 class Graphs:
-    """`forward_backward` as CUDA graphs: one call starts 2000 kernels, for which the CPU would need longer than the GPU.
+    """`forward_backward` as CUDA graphs: one call starts 2000 kernels, for which the CPU would need longer than the GPU
+    has to work.
 
     A graph reads and writes the same memory every time. So there is one for each length and view, and one for a step's
     first micro-batch, whose gradients become .grad, and one for the others, which add to that.
@@ -1594,7 +1597,7 @@ class Graphs:
         key = model.lm_head.grad is None, len(inputs), model.tied, repr(view)
         if key not in self.graphs:
             places, graph = [x.clone() for x in (inputs, targets, *rows.values())], torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):  # other threads may allocate
+            with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):  # others may allocate
                 results = forward_backward(model, optimizer, *places[:2], dict(zip(rows, places[2:])), view)
             self.pool = graph.pool()
             self.graphs[key] = graph, places, results, [(p, p.grad) for p in model.parameters() if p.grad is not None]
