@@ -1017,6 +1017,7 @@ class Optimizer:
         self.masters = {name: self.own(name, w).clone() for name, w in full.items()}
         self.state = {name: self.zero_state(name) for name in full}
         self.steps, self.sent, self.totals = 0, 0, None
+        self.model.amaxes.zero_()
         self.loss_scale, self.good = 2.0**15 if self.model.config.precision == "fp16" else None, 0
         self.factor = torch.tensor((self.loss_scale or 0) * 2.0**-self.seq_bits, device=self.model.signs.device)
         self.quantize_weights([*full])
@@ -1053,14 +1054,14 @@ class Optimizer:
     def find_rows(self, batch: list[dict[str, Tensor]]) -> None:
         """Begins to find out which rows of the tables any rank looks up. To be called before the forward passes: the
         CPU must know how many there are, and waits for it while the device is busy with those."""
-        used = {name: torch.zeros(len(self.masters[name]), dtype=torch.int32, device=batch[0][name].device)
-                for name in self.tables}
-        for name, flags in used.items():
-            for rows in batch:
-                flags.index_fill_(0, rows[name], 1)
-            if self.world_size > 1:
-                dist.all_reduce(flags, dist.ReduceOp.MAX)
-        self.places = {name: flags.cumsum(0) for name, flags in used.items()}
+        sizes = [len(self.masters[name]) for name in self.tables]
+        used = torch.zeros(sum(sizes), dtype=torch.uint8, device=self.model.signs.device)
+        flags = dict(zip(self.tables, used.split(sizes)))
+        for name, index in [item for rows in batch for item in rows.items()]:
+            flags[name].index_fill_(0, index, 1)
+        if self.world_size > 1:
+            dist.all_reduce(used, dist.ReduceOp.MAX)
+        self.places = {name: flags[name].cumsum(0) for name in self.tables}
         self.counts = torch.stack([place[-1] for place in self.places.values()]).to("cpu", non_blocking=True)
         self.counted = torch.cuda.current_stream().record_event() if self.counts.is_pinned() else None
 
@@ -1669,14 +1670,15 @@ def warm_up(model: GPT, optimizer: Optimizer, device: torch.device, passes: Call
     def evaluate(step: int) -> None:
         model(tokens[: c.val_seq_len], tokens[1 : c.val_seq_len + 1].clone(), view_of(step, c))
 
-    def update(step: int) -> None:
+    def finish(step: int) -> None:
+        evaluate(step)
         optimizer.places = {name: torch.arange(1, 2001, device=device) for name in optimizer.tables}
         for name, state in optimizer.state.items():
             few = slice(2000) if name in optimizer.tables else slice(None)
             optimizer.update(name, torch.zeros_like(state[0][few], dtype=getattr(model, name).dtype), 0.0, 0.0)
 
     parts = [(micro_step, step) for step in {sequences(step)[1]: step for step in steps}.values()]
-    parts += [(evaluate, c.num_steps), (update, 0)]
+    parts.append((finish, c.num_steps))
     if c.compile and world_size > 1:
         part, step = parts[rank % len(parts)]
         part(step)
@@ -1689,8 +1691,7 @@ def warm_up(model: GPT, optimizer: Optimizer, device: torch.device, passes: Call
         count, of_micro = sequences(step)
         train_step(model, optimizer, [micro_batch(step)] * min(2, count // of_micro), step, passes)
         evaluate(step)
-    update(0)
-    evaluate(c.num_steps)
+    finish(c.num_steps)
     synchronize(device)
     optimizer.reset(initialize(model, c.seed))
 
