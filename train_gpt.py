@@ -19,11 +19,17 @@ with open(__file__, "rb") as file:
 import os
 import sys
 import time
+from glob import glob
 
 LAUNCHED = time.perf_counter()
 
-if __name__ == "__main__":  # torch reads this once, at its import: large, varied tensors would fragment fixed segments
+LOCAL_GPU = int(os.environ.get("LOCAL_RANK", 0))
+
+if __name__ == "__main__":  # torch and CUDA read these once: large, varied tensors would fragment fixed segments, and
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(str(i) for i in range(len(glob("/dev/nvidia[0-9]*"))))
+    if LOCAL_GPU < len(gpus.split(",")) and gpus:  # the compiler's cache tells cuda:0 from cuda:1, so all are cuda:0
+        os.environ["CUDA_VISIBLE_DEVICES"], LOCAL_GPU = gpus.split(",")[LOCAL_GPU], 0
 
 import argparse
 import dataclasses
@@ -128,7 +134,7 @@ CPU_HAS_BF16 = getattr(torch.cpu, "_is_avx512_bf16_supported", bool)()  # only s
 
 PRESETS: dict[str, dict] = {
     "speedrun": {},
-    "onepass": dict(schedule="onepass", num_steps=1000, seq_len=8192, target_loss=3.492),
+    "onepass": dict(schedule="onepass", num_steps=1000, seq_len=8192, micro_tokens=16_384, target_loss=3.492),
     "laptop": dict(
         data_dir="data/pydocs", cut_documents=True,
         topology="laptop", model_dim=128, num_heads=2, mlp_dim=512, vocab_size=272,
@@ -1670,15 +1676,14 @@ def warm_up(model: GPT, optimizer: Optimizer, device: torch.device, passes: Call
     def evaluate(step: int) -> None:
         model(tokens[: c.val_seq_len], tokens[1 : c.val_seq_len + 1].clone(), view_of(step, c))
 
-    def finish(step: int) -> None:
-        evaluate(step)
+    def update(step: int) -> None:
         optimizer.places = {name: torch.arange(1, 2001, device=device) for name in optimizer.tables}
         for name, state in optimizer.state.items():
             few = slice(2000) if name in optimizer.tables else slice(None)
             optimizer.update(name, torch.zeros_like(state[0][few], dtype=getattr(model, name).dtype), 0.0, 0.0)
 
     parts = [(micro_step, step) for step in {sequences(step)[1]: step for step in steps}.values()]
-    parts.append((finish, c.num_steps))
+    parts += [(evaluate, c.num_steps), (update, c.num_steps)]
     if c.compile and world_size > 1:
         part, step = parts[rank % len(parts)]
         part(step)
@@ -1691,7 +1696,8 @@ def warm_up(model: GPT, optimizer: Optimizer, device: torch.device, passes: Call
         count, of_micro = sequences(step)
         train_step(model, optimizer, [micro_batch(step)] * min(2, count // of_micro), step, passes)
         evaluate(step)
-    finish(c.num_steps)
+    update(c.num_steps)
+    evaluate(c.num_steps)
     synchronize(device)
     optimizer.reset(initialize(model, c.seed))
 
@@ -1747,8 +1753,10 @@ def load_checkpoint(path: str, device: torch.device) -> GPT:
 def setup_device(c: Config) -> torch.device:
     """This rank's device, with the process group started if torchrun launched us."""
     cuda = c.device == "cuda" or c.device == "auto" and torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+    device = torch.device("cuda", LOCAL_GPU) if cuda else torch.device("cpu")
     if cuda:
+        if LOCAL_GPU >= torch.cuda.device_count():
+            raise OSError(f"process {LOCAL_GPU} of this host finds no GPU for itself; start one process a GPU")
         torch.cuda.set_device(device)
     torch.zeros(1, device=device, requires_grad=True).sum().backward()  # autograd's thread first, then NCCL (deadlock)
     if "RANK" in os.environ:
