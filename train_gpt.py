@@ -134,7 +134,7 @@ CPU_HAS_BF16 = getattr(torch.cpu, "_is_avx512_bf16_supported", bool)()  # only s
 
 PRESETS: dict[str, dict] = {
     "speedrun": {},
-    "onepass": dict(schedule="onepass", num_steps=1000, seq_len=8192, micro_tokens=16_384, target_loss=3.492),
+    "onepass": dict(schedule="onepass", num_steps=930, target_loss=3.492),
     "laptop": dict(
         data_dir="data/pydocs", cut_documents=True,
         topology="laptop", model_dim=128, num_heads=2, mlp_dim=512, vocab_size=272,
@@ -168,7 +168,7 @@ SCHEDULES: dict[str, list[Stage]] = {
         Stage(0, 1, 2048, 20, 6, 1.73),
     ],
     "onepass": [  # the smaller the batch, the fewer tokens: records/2026-11-21_ladder
-        Stage(0.33, 1 / 12, 896, 3, 1, 1.0),
+        Stage(0.33, 1 / 6, 896, 3, 1, 1.0),
         Stage(0.33, 1 / 6, 2048, 7, 3, 1.52),
         Stage(0.32, 1 / 3, 2048, 11, 5, 1.73),
         Stage(0.02, 1 / 3, 2048, 13, 6, 1.73),
@@ -271,7 +271,8 @@ def check_config(c: Config) -> None:
 
 PROJECTIONS = ("qkv", "o", "fc", "proj", "lm_head")
 PRECISIONS = {name: (name,) * 5 for name in ("bf16", "fp32", "fp16", "fp8")}  # --precision: recipe of each projection
-PRECISIONS |= {"fp8-head": ("bf16",) * 4 + ("fp8-static",), "nvfp4": ("nvfp4",) * 4 + ("bf16",)}
+PRECISIONS |= {"fp8-head": ("bf16",) * 4 + ("fp8-static",), "fp8-mlp": ("bf16",) * 2 + ("fp8-static",) * 3,
+               "nvfp4": ("nvfp4",) * 4 + ("bf16",)}
 PLAIN = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 MEASURED, NVFP4_PARTS = ("fp8", "nvfp4"), ("rht", "sr", "2d")  # recipes that see amaxes; parts of the second
 CAPABILITY = {"bf16": (8, 0), "fp16": (7, 0), "fp8-static": (8, 9), "fp8": (8, 9), "nvfp4": (10, 0)}  # of CUDA GPUs
@@ -526,8 +527,32 @@ class LowLinear(torch.autograd.Function):
         grads = fp8_backward(g, amax, saved, native) if recipe == "fp8" else nvfp4_backward(g, *saved, native, parts)
         return *grads, torch.stack([w_amax, x_amax, amax]), *[None] * 5
 
+# Scales of x, w and gradient. Inputs are normalised, or squares seldom above 100; gradients are those of a sum.
+STATIC_SCALES = {"qkv": (28 / 448, 1 / 448, 2**-12), "o": (28 / 448, 1 / 448, 2**-12),
+                 "fc": (28 / 448, 1 / 448, 2**-12), "proj": (1.0, 1 / 448, 2**-12)}
+
+class StaticLinear(torch.autograd.Function):
+    """x (T, K), w (N, K) -> x w^T (T, N); fprop and dgrad in FP8 with constant scales (record 89). wgrad stays in bf16:
+    it would need transposed copies of x and gradient, which cost what it gains."""
+
+    @staticmethod
+    def forward(ctx, x, w, scales):
+        ctx.x_s, ctx.w_s, ctx.g_s = (torch.full((), scale, device=x.device) for scale in scales)
+        x8, w8 = (quantize(t, scale, E4M3).view(torch.uint8) for t, scale in zip((x, w), scales))
+        ctx.save_for_backward(x, w8)
+        ctx.g_scale = scales[2]
+        return product_op(x8, w8, ctx.x_s, ctx.w_s, x.dtype, True)
+
+    @staticmethod
+    def backward(ctx, g):
+        x, w8 = ctx.saved_tensors
+        g8 = quantize(g, ctx.g_scale, E5M2).view(torch.uint8)
+        return product_op(g8, w8.t(), ctx.g_s, ctx.w_s, g.dtype, False), g.t() @ x, None
+
 def linear(x: Tensor, w: Tensor, low: dict[str, tuple] | None, name: str, factor: Tensor | None = None) -> Tensor:
     """x (T, K), w (N, K) -> factor x w^T (T, N), by the layer's recipe for this projection if there is one."""
+    if low and name in low and low[name][3] == "fp8-static":
+        return StaticLinear.apply(x, w if factor is None else factor * w, STATIC_SCALES[name])
     if low and name in low:  # w was rounded without the factor, which is learned: so it multiplies what comes out
         seen, w8, *how = low[name]  # FP8 weights of the banks that the product joins, if it has any
         y = LowLinear.apply(x, w, seen, torch.cat(w8) if len(w8) > 1 else w8[0] if w8 else None, *how)
@@ -986,17 +1011,24 @@ def adam_update(master, part, grad, state, lr, decay, beta1, beta2, correction) 
     cautious(master, mean / (square.sqrt() + 1e-10) * correction, lr, decay)  # gradients start far below the usual eps
     part.copy_(master)
 
-def adam_rows(total, rows, master, part, state, lr, decay, beta1, beta2, correction) -> None:
-    """`adam_update` of these rows (n,) from their gradient (n, width); the others keep weights and state."""
+def adam_rows(total, rows, master, state, dtype, lr, decay, beta1, beta2, correction) -> Tensor:
+    """`adam_update` of these rows (n,) of master (R, width) from their gradient (n, width); the others keep weights and
+    moments. Returns the new ones in `dtype`."""
     own, *moments = (t[rows] for t in (master, *state))
-    copy = torch.empty_like(own, dtype=part.dtype)
+    copy = torch.empty_like(own, dtype=dtype)
     adam_update(own, copy, total, moments, lr, decay, beta1, beta2, correction)
-    for whole, few in zip((master, part, *state), (own, copy, *moments)):
+    for whole, few in zip((master, *state), (own, *moments)):
         whole[rows] = few
+    return copy
 
 def sum_rows(total, place, rows, grad) -> None:
-    """Adds grad (T, width) of the looked-up rows (T,) to total (n, width), where row r has the place[r]-th line."""
-    total.index_add_(0, place[rows] - 1, grad.to(total.dtype))
+    """Adds grad (T, width) of the looked-up rows (T,) to total (ranks, n, width / ranks): row r is line place[r] - 1."""
+    grad = F.pad(grad.to(total.dtype), (0, len(total) * total.size(2) - grad.size(1)))
+    total.index_add_(1, place[rows] - 1, grad.view(len(grad), len(total), -1).transpose(0, 1))
+
+def put_rows(bank, rows, parts) -> None:
+    """Writes parts (ranks, n, width / ranks) to rows (n,) of bank (R, width)."""
+    bank[rows] = parts.transpose(0, 1).flatten(1)[:, : bank.size(1)]
 
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch 2.13's name, and 2.11's
 reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -1011,22 +1043,26 @@ class Optimizer:
 
     def __init__(self, model: GPT):
         self.model, self.muon, self.adam = model, muon_update, adam_update  # `compile_model` replaces these
-        self.adam_rows, self.sum_rows = adam_rows, sum_rows
+        self.adam_rows, self.sum_rows, self.put_rows = adam_rows, sum_rows, put_rows
         self.rank, self.world_size = ranks()
         self.seq_bits = round(math.log2(model.config.seq_len))
         self.gather8 = [*model.weights8] if model.config.float8_all_gather else []
         self.tables = [name for name, param in model.table.items() if param.update == "rows"]
+        self.banks = {name: p.data for name, p in model.named_parameters()}
+        self.sent = 0  # bytes, since the last `reset`
+        self.factor = torch.zeros((), device=model.signs.device)  # CUDA graphs read it
         self.reset({name: p.detach().to(model.scalars.dtype) for name, p in model.named_parameters()})
 
     def reset(self, full: dict[str, Tensor]) -> None:
         """Starts anew from the float32 weights `full`, as `initialize` returns them."""
         self.masters = {name: self.own(name, w).clone() for name, w in full.items()}
         self.state = {name: self.zero_state(name) for name in full}
-        self.steps, self.sent, self.totals = 0, 0, None
+        self.steps, self.totals, self.used = 0, None, {}
         self.model.amaxes.zero_()
         self.loss_scale, self.good = 2.0**15 if self.model.config.precision == "fp16" else None, 0
-        self.factor = torch.tensor((self.loss_scale or 0) * 2.0**-self.seq_bits, device=self.model.signs.device)
+        self.factor.fill_((self.loss_scale or 0) * 2.0**-self.seq_bits)
         self.quantize_weights([*full])
+        self.sent = 0
 
     def scaled(self, loss: Tensor) -> Tensor:
         """The float32 loss whose gradient `step` wants. jmp's factor is for a mean over a sequence, ours is a sum."""
@@ -1041,20 +1077,31 @@ class Optimizer:
         return torch.zeros_like(w), w.new_zeros(shape)
 
     def own(self, name: str, bank: Tensor) -> Tensor:
-        """This rank's slice of a bank: a view, all of it where the parameter has no slices."""
-        return bank.chunk(self.world_size)[self.rank] if self.model.table[name].update == "slice" else bank
+        """This rank's slice of a bank, a view; of a table the rank's columns, a copy; or all of it."""
+        how = self.model.table[name].update
+        if how == "rows" and self.world_size > 1:
+            return F.pad(bank, (0, -bank.size(1) % self.world_size)).chunk(self.world_size, 1)[self.rank].contiguous()
+        return bank.chunk(self.world_size)[self.rank] if how == "slice" else bank
 
     def reduce(self, name: str, grad: Tensor):
         """Starts summing a gradient over the ranks. Returns what the sum, or this rank's slice of it, will be in, and
         the transfer, or None."""
         if self.world_size == 1:
             return grad, None
-        if self.model.table[name].update != "slice":
+        if self.model.table[name].update == "all":
             self.sent += 2 * grad.nbytes
             return grad, dist.all_reduce(grad, async_op=True)
         self.sent += grad.nbytes
-        part = torch.empty_like(self.own(name, grad))
+        part = torch.empty_like(grad.chunk(self.world_size)[0])
         return part, reduce_scatter(part, grad, async_op=True)
+
+    def gather(self, whole: Tensor, part: Tensor):
+        """Starts handing out every rank's part of `whole`. Returns the transfer, or None."""
+        if self.world_size == 1:
+            whole.copy_(part)
+            return None
+        self.sent += whole.nbytes
+        return all_gather(whole, part, async_op=True)
 
     @torch.no_grad()
     def find_rows(self, batch: list[dict[str, Tensor]]) -> None:
@@ -1066,7 +1113,7 @@ class Optimizer:
         for name, index in [item for rows in batch for item in rows.items()]:
             flags[name].index_fill_(0, index, 1)
         if self.world_size > 1:
-            dist.all_reduce(used, dist.ReduceOp.MAX)
+            dist.all_reduce(used, dist.ReduceOp.MAX, async_op=True).wait()  # a wait of the stream, not of the CPU
         self.places = {name: flags[name].cumsum(0) for name in self.tables}
         self.counts = torch.stack([place[-1] for place in self.places.values()]).to("cpu", non_blocking=True)
         self.counted = torch.cuda.current_stream().record_event() if self.counts.is_pinned() else None
@@ -1077,8 +1124,11 @@ class Optimizer:
         if self.totals is None:
             if self.counted is not None:
                 self.counted.synchronize()
-            self.totals = {name: self.masters[name].new_zeros(n, self.masters[name].size(1))
+            self.totals = {name: self.masters[name].new_zeros(self.world_size, n, self.masters[name].size(1))
                            for name, n in zip(self.tables, self.counts.tolist())}
+            for name, total in self.totals.items():  # the k-th used row is where the count of used rows gets to k
+                lines = torch.arange(1, total.size(1) + 1, device=total.device)
+                self.used[name] = torch.searchsorted(self.places[name], lines)
         for name in self.tables:
             self.sum_rows(self.totals[name], self.places[name], rows[name], grads[name])
 
@@ -1091,20 +1141,19 @@ class Optimizer:
 
     @torch.no_grad()
     def update(self, name: str, grad: Tensor, lr_factor: float, momentum: float) -> Tensor:
-        """Updates this rank's slice of a parameter from that of its gradient. Returns the slice of the bank."""
-        param, part = self.model.table[name], self.own(name, getattr(self.model, name).data)
-        weights = self.masters[name], part
+        """Updates this rank's part of a parameter from that of its gradient. Returns what it has to hand out."""
+        param, master, state, bank = (x[name] for x in (self.model.table, self.masters, self.state, self.banks))
         rates = [lr_factor * param.lr, lr_factor * param.decay]
         if param.optimizer == "muon":
-            self.muon(*weights, grad, self.state[name], *map(scalar, [*rates, momentum]))
+            part = self.own(name, bank)
+            self.muon(master, part, grad, state, *map(scalar, [*rates, momentum]))
             return part
         t, (beta1, beta2) = max(self.steps, 1), param.betas
         rates = [*map(scalar, [*rates, beta1, beta2, (1 - beta2**t) ** 0.5 / (1 - beta1**t)])]
-        if param.update == "rows":  # the k-th used row is where the count of used rows gets to k
-            rows = torch.searchsorted(self.places[name], torch.arange(1, len(grad) + 1, device=grad.device))
-            self.adam_rows(grad, rows, *weights, self.state[name], *rates)
-        else:
-            self.adam(*weights, grad, self.state[name], *rates)
+        if param.update == "rows":
+            return self.adam_rows(grad.flatten(0, -2), self.used[name], master, state, bank.dtype, *rates)
+        part = self.own(name, bank)
+        self.adam(master, part, grad, state, *rates)
         return part
 
     @torch.no_grad()
@@ -1132,14 +1181,17 @@ class Optimizer:
             if transfer is not None:
                 transfer.wait()
             grad = grad if unscale is None else grad.float() * unscale
-            bank, part = getattr(self.model, name), self.update(name, grad, lr_factor, momentum)
+            part, how = self.update(name, grad, lr_factor, momentum), self.model.table[name].update
+            getattr(self.model, name).grad = None
             wide = name not in self.gather8 or name == "lm_head" and self.model.tied  # then it is the embedding, too
-            if self.model.table[name].update == "slice" and self.world_size > 1 and wide:
-                self.sent += bank.nbytes
-                gathers.append(all_gather(bank.data, part, async_op=True))
-            bank.grad = None
-        for transfer in gathers:
-            transfer.wait()
+            if how == "rows" or how == "slice" and self.world_size > 1 and wide:
+                whole = self.banks[name] if how == "slice" else part.new_empty(self.world_size * len(part), part.size(1))
+                gathers.append((name, whole, self.gather(whole, part)))
+        for name, whole, transfer in gathers:
+            if transfer is not None:
+                transfer.wait()
+            if name in self.tables:
+                self.put_rows(self.banks[name], self.used[name], whole.view(self.world_size, -1, whole.size(1)))
         self.totals = None
         self.quantize_weights([*grads])
 
@@ -1492,7 +1544,9 @@ def culprit(flags: list[float]) -> str:
     return f", {('weight', 'input', 'gradient')[kind]} of {where} not finite" if kind < 3 else ""
 
 def output_of(*command: str) -> str | None:
-    """What a command prints, None if it is not there or says nothing."""
+    """What a command prints, None if it is not there or says nothing; or on other ranks than 0, which log nothing."""
+    if ranks()[0]:
+        return None
     try:
         run = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)
     except OSError:
@@ -1570,7 +1624,8 @@ class Compiled:
             mode = "for training" if torch.is_grad_enabled() else "without gradients"
             what = f"{self.original.__name__} of {len(x)} rows {mode}" + f", without {absent}" * bool(absent)
             self.log.fact("compile" if self.clock.now() == 0 else "defect",
-                          dict(what=what, seconds=round(time.perf_counter() - begin, 2)))
+                          dict(what=what, seconds=round(time.perf_counter() - begin, 2),
+                               after_launch_s=round(time.perf_counter() - LAUNCHED, 1)))
         return result
 
 def compile_model(model: GPT, optimizer: Optimizer, log: Log, clock: Clock) -> None:
@@ -1580,7 +1635,7 @@ def compile_model(model: GPT, optimizer: Optimizer, log: Log, clock: Clock) -> N
                                   (model, "embed_inputs", embed_inputs), (model, "block_lists", block_lists),
                                   (optimizer, "muon", muon_update), (optimizer, "adam", adam_update)):
         setattr(owner, name, Compiled(function, log, clock))
-    for name, function in (("adam_rows", adam_rows), ("sum_rows", sum_rows)):
+    for name, function in (("adam_rows", adam_rows), ("sum_rows", sum_rows), ("put_rows", put_rows)):
         setattr(optimizer, name, Compiled(function, log, clock, dynamic=True))  # each step looks up another number
 
 def forward_backward(model: GPT, optimizer: Optimizer, inputs: Tensor, targets: Tensor, rows: dict, view: View):
@@ -1677,9 +1732,9 @@ def warm_up(model: GPT, optimizer: Optimizer, device: torch.device, passes: Call
         model(tokens[: c.val_seq_len], tokens[1 : c.val_seq_len + 1].clone(), view_of(step, c))
 
     def update(step: int) -> None:
-        optimizer.places = {name: torch.arange(1, 2001, device=device) for name in optimizer.tables}
+        optimizer.used = {name: torch.arange(200, device=device) for name in optimizer.tables}
         for name, state in optimizer.state.items():
-            few = slice(2000) if name in optimizer.tables else slice(None)
+            few = slice(200) if name in optimizer.tables else slice(None)
             optimizer.update(name, torch.zeros_like(state[0][few], dtype=getattr(model, name).dtype), 0.0, 0.0)
 
     parts = [(micro_step, step) for step in {sequences(step)[1]: step for step in steps}.values()]
@@ -1695,7 +1750,6 @@ def warm_up(model: GPT, optimizer: Optimizer, device: torch.device, passes: Call
         micro_step(step)  # what is made at first use cannot be captured
         count, of_micro = sequences(step)
         train_step(model, optimizer, [micro_batch(step)] * min(2, count // of_micro), step, passes)
-        evaluate(step)
     update(c.num_steps)
     evaluate(c.num_steps)
     synchronize(device)
