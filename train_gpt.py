@@ -38,7 +38,6 @@ import timeit
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import cache, partial
 from glob import glob
 from itertools import accumulate
@@ -73,9 +72,9 @@ def ranks() -> tuple[int, int]:
 # 1. Configuration: the defaults are the record; every key can be given as --key=value
 
 def key(default, meaning: str):
-    return field(default=default, metadata={"meaning": meaning})
+    return dataclasses.field(default=default, metadata={"meaning": meaning})
 
-@dataclass
+@dataclasses.dataclass
 class Config:
     preset: str = key("", "speedrun, onepass, laptop or char; empty: speedrun with CUDA, laptop without")
     # data
@@ -579,15 +578,14 @@ def device_numbers(device: torch.device, *values: int) -> Tensor:
 
 def sdpa_masks(docs: Tensor, windows: dict[str, int]) -> dict[str, Tensor]:
     """docs (T,) -> per window a bool mask (n, 1, BLOCK, window * BLOCK) of each query block over the last blocks."""
-
-    def mask(window: int) -> Tensor:
+    masks = {}
+    for name, window in windows.items():
         window = min(window, len(docs) // BLOCK)
         keys = F.pad(docs, ((window - 1) * BLOCK, 0), value=-1).unfold(0, window * BLOCK, BLOCK)  # (n, window * BLOCK)
         q = torch.arange(BLOCK, device=docs.device)[:, None] + (window - 1) * BLOCK
         causal = q >= torch.arange(window * BLOCK, device=docs.device)
-        return (causal & (docs.view(-1, BLOCK, 1) == keys[:, None]))[:, None]
-
-    return {name: mask(window) for name, window in windows.items()}
+        masks[name] = (causal & (docs.view(-1, BLOCK, 1) == keys[:, None]))[:, None]
+    return masks
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor, scale: float) -> Tensor:
     """q, k, v (T, H, d) -> (T, H, d), by FlexAttention for a BlockMask, else by SDPA."""
@@ -1177,11 +1175,8 @@ def shard_tokens(path: Path) -> int:
     return tokens
 
 def read_shard(path: Path, vocab_size: int) -> tuple[Tensor, np.ndarray]:
-    """Tokens of a shard (int16 bits of uint16) and the positions of document starts.
-
-    A vocabulary smaller than GPT-2's uses its last id as the separator. Raises BadInput as `shard_tokens` does, and
-    where a token lies outside of the vocabulary or no document starts.
-    """
+    """Tokens of a shard (int16 bits of uint16) and where documents start. A vocabulary smaller than GPT-2's uses its
+    last id as the separator. Raises BadInput if a token lies outside of the vocabulary or no document starts."""
     tokens = np.fromfile(path, dtype="<u2", count=shard_tokens(path), offset=HEADER_BYTES)
     starts, separator = np.flatnonzero(tokens == SEPARATOR), min(SEPARATOR, vocab_size - 1)
     require(len(starts), f"{path} holds no document start (token {SEPARATOR}); make it with data/prepare.py")
@@ -1202,11 +1197,9 @@ def find_shards(c: Config, split: str) -> list[Path]:
     return paths
 
 def pack(starts: np.ndarray, size: int, cursor: int, length: int, longest: int) -> tuple[list[tuple[int, int]], int]:
-    """`length` tokens made of whole documents, of which none contributes more than `longest` (records 26, 29).
-
-    Returns (position, tokens) of the pieces in a shard of `size` tokens, none if the shard is used up, and the next
-    document. The last document is cut; what is left of it is skipped.
-    """
+    """`length` tokens made of whole documents, of which none contributes more than `longest` (records 26, 29): the
+    pieces' (position, tokens) in a shard of `size` tokens, none if it is used up, and the next document. The last
+    document is cut; what is left of it is skipped."""
     pieces = []
     while length > 0:
         if cursor == len(starts):
@@ -1343,10 +1336,8 @@ def view_of(step: int, c: Config) -> View:
 RULE = "=" * 100
 
 class Log:
-    """Rank 0's log: source, facts, steps, end block (grammar: records/README.md). Silent on other ranks.
-
-    Training losses are read when they have arrived, so nothing waits for the device.
-    """
+    """Rank 0's log: source, facts, steps, end block (grammar: records/README.md). Silent on other ranks. Training
+    losses are read when they have arrived, so nothing waits for the device."""
 
     def __init__(self, c: Config, run_id: str, master: bool):
         self.num_steps, self.master, self.pending = c.num_steps, master, []
@@ -1429,7 +1420,6 @@ class Clock:
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
 
 def output_of(command: str) -> str | None:
     """What a shell command prints, None if that is nothing."""
@@ -1648,17 +1638,14 @@ def sample(model: GPT, text: str, count: int, temperature: float = 0.7) -> str:
     """`text` continued by at most `count` tokens, up to the document's end. Recomputes the sequence every time."""
     c, (encode, decode) = model.config, codec(model.config)
     model.block, model.embed_inputs, model.flex = block, embed_inputs, False  # lengths change: compile nothing
-    device = model.embed.device
     ids = [model.bos, *encode(text)]
     end = min(c.seq_len, len(ids) + count)
-    if len(ids) >= c.seq_len:
-        raise BadInput(f"--sample has {len(ids) - 1} tokens, and the model's sequences only {c.seq_len}")
+    require(len(ids) < c.seq_len, f"--sample has {len(ids) - 1} tokens, and the model's sequences only {c.seq_len}")
     while len(ids) < end:
-        padded = F.pad(torch.tensor(ids, device=device), (0, -len(ids) % BLOCK))
+        padded = F.pad(torch.tensor(ids, device=model.embed.device), (0, -len(ids) % BLOCK))
         x, middle = (t[len(ids) - 1] for t in model.hidden(padded, view_of(c.num_steps, c)))
         logits = softcap(F.linear(norm(x - model.mix[1].to(x.dtype) * middle), model.weight("lm_head")))
-        probabilities = (logits / temperature).softmax(-1)
-        ids.append(int(torch.multinomial(probabilities, 1)))
+        ids.append(int(torch.multinomial((logits / temperature).softmax(-1), 1)))
         if ids[-1] == model.bos:
             break
     return decode(ids[1:])
