@@ -132,24 +132,20 @@ class Config:
     sample_tokens: int = key(256, "tokens to sample")
 
 CPU_HAS_BF16 = getattr(torch.cpu, "_is_avx512_bf16_supported", bool)()  # only such CPUs multiply bf16 natively
+BYTES = dict(  # what small models of single bytes have in common
+    data_dir="data/pydocs", cut_documents=True, vocab_size=272, bigram_rows=4096, momentum_warmup=100,
+    muon_lr=0.03, head_lr=0.02, table_lr=0.3)
 
 PRESETS: dict[str, dict] = {
     "speedrun": {},
     "onepass": dict(schedule="onepass", num_steps=930, momentum_warmup=200, muon_lr=0.025, target_loss=3.492),
-    "laptop": dict(
-        data_dir="data/pydocs", cut_documents=True,
-        topology="laptop", model_dim=128, num_heads=2, mlp_dim=512, vocab_size=272,
-        schedule="laptop", num_steps=600, batch_tokens=2048, seq_len=2048, cooldown_frac=0.6, momentum_warmup=100,
-        muon_lr=0.03, head_lr=0.02, table_lr=0.3, bigram_rows=4096,
-        target_loss=1.5, val_tokens=131_072, val_seq_len=8192, val_interval=150,
-        device="cpu", precision="bf16" if CPU_HAS_BF16 else "fp32", compile=False, sample="The ",
-    ),
-    "char": dict(  # six plain layers that see 256 bytes, on any text: to compare precisions in minutes
-        data_dir="data/pydocs", cut_documents=True, epochs=100, precision="bf16", topology="char", model_dim=384,
-        num_heads=6, mlp_dim=1536, vocab_size=272, schedule="char", num_steps=1000, batch_tokens=16_384,
-        momentum_warmup=100, muon_lr=0.03, head_lr=0.02, table_lr=0.3, bigram_rows=4096,
-        target_loss=1.3, val_tokens=65_536, val_seq_len=16_384, val_interval=100,
-    ),
+    "laptop": BYTES | dict(
+        topology="laptop", model_dim=128, num_heads=2, mlp_dim=512, schedule="laptop", num_steps=600,
+        batch_tokens=2048, seq_len=2048, target_loss=1.5, val_tokens=131_072, val_seq_len=8192, val_interval=150,
+        device="cpu", precision="bf16" if CPU_HAS_BF16 else "fp32", compile=False, sample="The "),
+    "char": BYTES | dict(  # six plain layers that see 256 bytes, on any text: to compare precisions in minutes
+        topology="char", model_dim=384, mlp_dim=1536, schedule="char", num_steps=1000, epochs=100, batch_tokens=16_384,
+        target_loss=1.3, val_tokens=65_536, val_seq_len=16_384, val_interval=100, precision="bf16"),
 }
 
 class Stage(NamedTuple):
@@ -226,7 +222,7 @@ def check_config(c: Config) -> None:
     require(c.device != "cuda" or torch.cuda.is_available(), "--device=cuda, but torch sees no GPU here")
     require(c.attention != "flex" or c.device != "cpu",
             "--attention=flex needs CUDA: FlexAttention has no backward on CPU")
-    unknown = ", ".join(set(c.nvfp4_without.split(",")) - {"", *NVFP4_PARTS})
+    unknown = ", ".join(sorted(set(c.nvfp4_without.split(",")) - {"", *NVFP4_PARTS}))
     require(not unknown, f"--nvfp4_without={c.nvfp4_without}: {unknown} is none of {', '.join(NVFP4_PARTS)}")
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -539,10 +535,8 @@ def document_ids(begins: Tensor) -> Tensor:
 
 def block_lists(docs: Tensor, windows: Tensor) -> tuple[Tensor, ...]:
     """docs (T,), windows (W,) in blocks -> for key and for query blocks, seen in part and in full: how many there are
-    (W, n), and which (W, n, n), int32, of which the first so many count.
-
-    Documents lie one after the other, so the blocks that a block sees, or sees fully, are ranges: two binary searches.
-    """
+    (W, n), and which (W, n, n), int32, of which the first so many count. Documents lie one after the other, so the
+    blocks that a block sees, or sees fully, are ranges: two binary searches."""
     first, last = docs[::BLOCK].contiguous(), docs[BLOCK - 1 :: BLOCK].contiguous()  # (n,) document of a block's ends
     row = torch.arange(len(first), device=docs.device)
     oldest, newest = row - (windows[:, None] - 1), row + (windows[:, None] - 1)  # (W, n)
