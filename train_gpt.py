@@ -460,10 +460,11 @@ def nvfp4_operand(x: Tensor, square: bool = False, stochastic: bool = False) -> 
     return round_to(y, "e2m1", torch.rand_like(y) if stochastic else None), scale, amax
 
 def nvfp4_mm(a: tuple, b_t: tuple, dtype: torch.dtype, native: bool) -> Tensor:
-    (a, a_s), (b_t, b_s) = ((pack_nvfp4(q, scale) if native else (q * scale).bfloat16().flatten(2).flatten(0, 1),
-                             amax / (6 * 448)) for q, scale, amax in (a, b_t))
+    a_s, b_s = (amax / (6 * 448) for _, _, amax in (a, b_t))
     if native:  # never run
-        return (torch._scaled_mm(a[0], b_t[0].t(), a[1], b_t[1], out_dtype=torch.float32) * (a_s * b_s)).to(dtype)
+        (a, a_scales), (b_t, b_scales) = (pack_nvfp4(q, scale) for q, scale, _ in (a, b_t))
+        return (torch._scaled_mm(a, b_t.t(), a_scales, b_scales, out_dtype=torch.float32) * (a_s * b_s)).to(dtype)
+    a, b_t = ((q * scale).bfloat16().flatten(2).flatten(0, 1) for q, scale, _ in (a, b_t))
     return product_op(a, b_t, a_s, b_s, dtype, True)
 
 def pack_nvfp4(q: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
