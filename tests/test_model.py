@@ -2,12 +2,14 @@
 
 References: masks and softmax written out over all pairs of tokens, rotary embedding as complex multiplication, and the
 11-layer network as a plain loop with its layer numbers in it; all in float64, gradients by autograd through the
-reference. FlexAttention runs compiled (forward only: it has no backward on a CPU), on CUDA with its backward.
+reference. FlexAttention runs compiled (forward only: it has no backward on a CPU), on CUDA with its backward. Rows of
+tables that a batch looks up: Python integers for their numbers, autograd's dense gradients for theirs.
 """
 import math
 import shutil
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from conftest import TINY
@@ -321,6 +323,11 @@ def plain_gpt(w, signs, tokens, targets, starts, view, heads, tied):
     return (logits.logsumexp(-1) - logits[torch.arange(length), targets]).sum()
 
 
+def bigrams_of(tokens, starts, count):
+    """The hash of record 62 in Python's integers: row of each token and the one before, 0 where a document starts."""
+    return [((36313 * now) ^ (27191 * (0 if i in starts else tokens[i - 1]))) % count for i, now in enumerate(tokens)]
+
+
 @pytest.mark.parametrize("width, heads, starts, long, short, tied", [
     (32, 4, [0, 100, 290], 2, 1, True), (32, 4, [0, 100, 290], 2, 1, False), (16, 2, [50, 257], 3, 2, False),
     (64, 2, [0, 128, 130], 3, 1, True)])
@@ -339,10 +346,140 @@ def test_loss_and_all_gradients_equal_a_plain_version_of_the_specification(width
         if p.grad is not None:
             error = (p.grad - w[name].grad).norm() / w[name].grad.norm()
             assert error < 1e-8, f"{name}: {error}"
+    numbers = {"value_embeds": tokens.tolist(), "bigrams": bigrams_of(tokens.tolist(), [0, *starts], 101)}
+    dense = {name: model.get_parameter(name).grad for name in model.table}
+    model.zero_grad()
+    again, grads = t.forward_backward(model, t.Optimizer(model), tokens, targets, model.rows(tokens), seen)
+    assert again.item() == pytest.approx(reference.item(), rel=1e-10) and not again.requires_grad
+    for name, p in model.named_parameters():  # now as in training: tables have gradients of looked-up rows alone
+        if name in numbers:
+            summed = np.zeros(p.shape)
+            np.add.at(summed, numbers[name], grads[name].numpy())  # equal rows add up
+            assert p.grad is None and np.linalg.norm(summed - w[name].grad.numpy()) < 1e-8 * w[name].grad.norm()
+        elif dense[name] is None:
+            assert p.grad is None
+        else:
+            torch.testing.assert_close(p.grad, dense[name], rtol=1e-10, atol=1e-12, msg=name)
     reached = (model.scalars.grad != 0).sum(0).tolist()  # each mixing weight is used where the digest has it
     assert dict(zip(t.SCALARS, reached)) == {
         "x0": 10, "bigram": 10, "v": 10, "o": 10, "attn": 10, "skip": 1, "mlp": 11, "down": 11}
     assert model.xsa.grad.any(1).nonzero()[:, 0].tolist() == [1, 3, 4, 6, 7, 9]  # the attention of layer 6 is missing
+
+
+@pytest.mark.parametrize("vocab, count", [(64, 101), (50304, 251_520)])
+def test_rows_are_looked_up_by_token_and_by_hashed_pair_and_no_pair_crosses_a_border(vocab, count):
+    model = tiny(seq_len=128, vocab_size=vocab, bigram_rows=count, topology="laptop", dtype="bfloat16")
+    tokens = torch.randint(0, model.bos, (384,), generator=torch.Generator().manual_seed(1))
+    tokens[[7, 130, 131]] = model.bos
+    borders = {"training": {0, 7, 128, 130, 131, 256}, "validation": {0, 7, 130, 131}}  # which has one long sequence
+    with torch.no_grad():
+        rows = {"validation": model.rows(tokens)}
+    rows["training"] = model.rows(tokens)
+    for mode, starts in borders.items():
+        assert rows[mode]["value_embeds"].tolist() == tokens.tolist()
+        assert rows[mode]["bigrams"].tolist() == bigrams_of(tokens.tolist(), starts, count), mode
+    assert model.table["bigrams"].shape[0] == count
+
+
+@pytest.mark.parametrize("micro", [1, 2, 4])
+def test_summed_gradients_of_looked_up_rows_are_autograds_dense_gradients_of_the_tables(micro):
+    """Of lookups that the model makes by itself, and of all sequences at a time."""
+    model = tiny(seq_len=128, micro_tokens=512, val_seq_len=128, tied=True, bigram_rows=501)
+    tokens, targets = tokens_of([], 512) // 6, tokens_of([], 512, 1)
+    tokens[[0, 99, 140, 300]] = BOS
+    model(tokens, targets, view()).backward()
+    dense = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    optimizer = t.Optimizer(model)
+    batch = [*zip(tokens.chunk(micro), targets.chunk(micro))]
+    rows = [model.rows(inputs) for inputs, _ in batch]
+    optimizer.find_rows(rows)
+    for (inputs, outputs), index in zip(batch, rows):
+        optimizer.add_rows(index, t.forward_backward(model, optimizer, inputs, outputs, index, view())[1])
+    for name, p in model.named_parameters():
+        if name in optimizer.tables:
+            used = sorted({row for index in rows for row in index[name].tolist()})
+            unused = [row for row in range(len(p)) if row not in used]
+            assert 0 < len(used) < 512 / 3, "most rows are looked up several times"
+            assert p.grad is None and unused and not dense[name][unused].any()
+            ours, theirs = optimizer.totals[name], dense[name][used]
+        else:
+            ours, theirs = p.grad, dense[name]
+        if theirs is None:
+            assert ours is None and name == "embed"
+        else:
+            assert (ours - theirs).norm() < 1e-10 * theirs.norm(), name
+
+
+def losses_and_gradients(model, optimizer, passes, batch, view):
+    """After each micro-batch: name -> loss, .grad and gradient of the looked-up rows, of a loss that is not scaled."""
+    found, scale = [], optimizer.factor.item() or 1.0  # 0: fp16 alone has a factor
+    model.zero_grad()
+    for inputs, targets in batch:
+        inputs, targets = inputs.to(model.signs.device), targets.to(model.signs.device)
+        loss, rows = passes(model, optimizer, inputs, targets, model.rows(inputs), view)
+        grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        grads |= {f"rows of {name}": grad for name, grad in rows.items()}
+        grads = {name: grad.double().cpu() / scale for name, grad in grads.items()}
+        found.append({"loss": loss.double().cpu()} | grads)
+    model.zero_grad()
+    return found
+
+
+@cuda
+@pytest.mark.parametrize("precision, error", [("bf16", 0.08), ("fp16", 0.015), ("fp8-head", 0.25)])
+def test_cuda_graphs_give_loss_and_gradients_of_any_batch_for_a_first_micro_batch_and_for_those_that_add_to_it(
+        precision, error):
+    """Those of the compiled passes that they captured, and within the format's error those of float64 on the CPU."""
+    torch._dynamo.reset()
+    device = torch.device("cuda", torch.cuda.current_device())
+    c = t.Config(**TINY | {"device": "cuda", "attention": "flex", "compile": True, "precision": precision})
+    model = t.GPT(c, device)
+    full = t.initialize(model, 0)
+    for i, (name, w) in enumerate(full.items()):  # what begins as zero would hide gradients
+        w += 0.05 * normal(*w.shape, seed=i).to(w)
+        getattr(model, name).data.copy_(w)
+    optimizer, graphs, seen = t.Optimizer(model), t.Graphs(), t.view_of(0, c)
+    optimizer.reset(full)
+    t.compile_model(model, optimizer, t.Log(c, "", False), t.Clock(device))
+    exact = t.GPT(replace(c, device="cpu", attention="sdpa", precision="bf16", dtype="float64"), torch.device("cpu"))
+    exact.load_state_dict({name: w.double().cpu() for name, w in model.state_dict().items()})
+
+    def micro_batch(seed, sequences):
+        tokens = torch.randint(0, 64, (256 * sequences + 1,), generator=torch.Generator().manual_seed(seed))
+        tokens[::100] = model.bos
+        return tokens[:-1], tokens[1:]
+
+    def distance(a, b):
+        return ((a - b).norm() / b.norm()).item()
+
+    for seeds, sequences, factor in ((1, 2), 2, 1.0), ((3, 4), 1, 1.0), ((5, 6, 7), 2, 0.25):  # the last only replays
+        optimizer.factor *= factor  # fp16's, which every step may change
+        batch = [micro_batch(seed, sequences) for seed in seeds]
+        eager = losses_and_gradients(model, optimizer, t.forward_backward, batch, seen)
+        ours = losses_and_gradients(model, optimizer, graphs, batch, seen)
+        precise = losses_and_gradients(exact, t.Optimizer(exact), t.forward_backward, batch, seen)
+        for number, (one, same, reference) in enumerate(zip(ours, eager, precise)):
+            assert {*one} == {*same} == {*reference} == {"loss", *(f"rows of {name}" for name in optimizer.tables)} | (
+                {*model.table} - {"embed", "xsa", *optimizer.tables}), f"micro-batch {number}"
+            for name, x in one.items():
+                assert x.norm() > 0 and distance(x, same[name]) < 2**-7, f"{name}, micro-batch {number}"
+                bound = {"loss": error / 20, "scalars": 2 * error, "mix": 2.0}.get(name, error)  # mix: two numbers, in
+                assert distance(x, reference[name]) < bound, f"{name}, micro-batch {number}"  # which much cancels
+    assert len(graphs.graphs) == 4, "one for each length, and for a first micro-batch and the others"
+
+
+def test_rotary_tables_are_made_once_for_each_view_and_length_and_are_those_of_their_view():
+    model, views = tiny(), [view(), view(scale=0.5), view()._replace(freq=(0.5, 0.25))]
+    for seen in [*views, *views[::-1]]:
+        for length in (128, 384):
+            cos, sin, scale = made = model.rotary(seen, length)
+            assert all(a is b for a, b in zip(made, model.rotary(seen, length))), "a CUDA graph reads it again"
+            freq = torch.tensor(seen.freq, dtype=torch.float64)
+            for ours, table in zip((cos, sin), t.rope_table(2 * length, freq, 8, torch.float64)):
+                assert torch.equal(ours, table)
+            assert scale.item() == seen.scale
+    assert len(model.ropes) == 6
 
 
 def test_the_record_has_as_many_weights_as_the_digest_says():

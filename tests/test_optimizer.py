@@ -1,9 +1,10 @@
 """NorMuon, Adam, the schedules and the sharding over ranks.
 
 References: the steps of the digest's section C.8 written in float64 NumPy, torch.optim.Adam in float64, the polar
-factor U V^T from NumPy's SVD, and for the sharding one rank against 2, 3 and 4 ranks over gloo on the same 12
-sequences, in float64, so that only a fault can make a difference (in float32 the order of a sum turns bits of Muon's
-bfloat16). 3 ranks divide no bank of the model: they need the padding.
+factor U V^T from NumPy's SVD, Adam of a table's rows as a loop over rows, sets for which rows are looked up, and for
+the sharding one rank against 2, 3 and 4 ranks over gloo on the same 12 sequences, in float64, so that only a fault can
+make a difference (in float32 the order of a sum turns bits of Muon's bfloat16). 3 ranks divide no bank of the model:
+they need the padding.
 """
 import os
 import subprocess
@@ -258,38 +259,60 @@ t.TOPOLOGIES["all kinds"] = [
 def small(dtype, world_size=1, **changes):
     values = dict(topology="all kinds", model_dim=16, num_heads=2, mlp_dim=32, vocab_size=61, seq_len=128,
                   val_seq_len=128, micro_tokens=128, batch_tokens=1536, num_steps=6, schedule="laptop",
-                  adam_every=2, untie_frac=0.5, bigram_rows=101, dtype=dtype, precision="bf16", device="cpu")
+                  untie_frac=0.5, bigram_rows=101, dtype=dtype, precision="bf16", device="cpu")
     return t.GPT(t.Config(**values | changes), torch.device("cpu"), world_size)
 
 
-def give_gradients(model, seed):
-    """Adds to the gradient of each parameter, as a backward pass does."""
-    for i, p in enumerate(model.parameters()):
-        if not (model.tied and p is model.embed):
-            grad = normal(*p.shape, seed=100 * seed + i).to(p.dtype)
-            p.grad = grad if p.grad is None else p.grad + grad
+TABLES = ("value_embeds", "bigrams")
+
+
+def looked_up(model, seed, count=30):
+    """Rows of each table, some of them repeated, and a gradient for each: what a micro-batch of `count` tokens has."""
+    draw = torch.Generator().manual_seed(seed)
+    rows = {name: torch.randint(0, len(getattr(model, name)), (count,), generator=draw) for name in TABLES}
+    grads = {name: normal(count, getattr(model, name).size(1), seed=seed + i).to(getattr(model, name).dtype)
+             for i, name in enumerate(TABLES)}
+    return rows, grads
+
+
+def give_gradients(model, optimizer, seed, micro_batches=1):
+    """What the passes of a step leave: .grad of each dense parameter, and gradients of the tables' rows."""
+    batch = [looked_up(model, 1000 * seed + i) for i in range(micro_batches)]
+    optimizer.find_rows([rows for rows, _ in batch])
+    for rows, grads in batch:
+        optimizer.add_rows(rows, grads)
+    for i, (name, p) in enumerate(model.named_parameters()):
+        if name not in TABLES and not (model.tied and p is model.embed):
+            p.grad = normal(*p.shape, seed=100 * seed + i).to(p.dtype)
+    return batch
 
 
 def test_float32_weights_keep_updates_that_bfloat16_would_lose():
-    model = small("bfloat16", adam_every=1)
+    model = small("bfloat16")
     start = t.initialize(model, 0)
-    start["bigrams"] = torch.ones_like(start["bigrams"])
     optimizer = t.Optimizer(model)
+    for name in ("bigrams", "lm_head"):  # by rows, and by slices
+        start[name] = torch.ones_like(start[name])
+        getattr(model, name).data.fill_(1)
     optimizer.reset(start)
-    model.bigrams.data.fill_(1)
-    for _ in range(50):
-        for p in model.parameters():
-            p.grad = -torch.ones_like(p)
-        optimizer.step(1e-4, 0.9)  # under a constant gradient Adam moves by 0.6e-4: bfloat16's step at 1 is 78e-4
-    torch.testing.assert_close(optimizer.masters["bigrams"], start["bigrams"] + 50 * 0.6e-4, rtol=0, atol=1e-5)
-    for _ in range(50):
-        for p in model.parameters():
-            p.grad = -torch.ones_like(p)
-        optimizer.step(1e-4, 0.9)
+    every = {name: torch.arange(len(getattr(model, name))) for name in TABLES}
+
+    def steps(count):
+        for _ in range(count):
+            for name, p in model.named_parameters():
+                p.grad = None if name in TABLES else -torch.ones_like(p)
+            optimizer.find_rows([every])
+            optimizer.add_rows(every, {name: -torch.ones_like(getattr(model, name)) for name in TABLES})
+            optimizer.step(1e-2, 0.9)
+
+    steps(50)  # under a constant gradient Adam moves by lr: 60e-4 and 0.8e-4; bfloat16's steps at 1 are 78e-4 and more
+    for name, rate in (("bigrams", 0.6), ("lm_head", 0.008)):
+        torch.testing.assert_close(optimizer.masters[name], start[name] + 50e-2 * rate, rtol=0, atol=1e-5)
+    steps(50)
     for name, p in model.named_parameters():
         assert torch.equal(p.detach(), optimizer.masters[name].to(p.dtype)), name
         assert p.grad is None
-    assert (model.bigrams > 1).all()
+    assert (model.bigrams > 1).all() and (model.lm_head > 1).all()
 
 
 def test_a_reset_forgets_moments_and_steps():
@@ -297,55 +320,115 @@ def test_a_reset_forgets_moments_and_steps():
     optimizer = t.Optimizer(model)
     for _ in range(2):
         optimizer.reset(t.initialize(model, 3))
+        assert (optimizer.steps, optimizer.sent, optimizer.totals) == (0, 0, None)
         for step in range(3):
-            give_gradients(model, step)
+            give_gradients(model, optimizer, step)
             optimizer.step(1.0, 0.9)
         after.append([p.detach().clone() for p in model.parameters()])
-        for p in model.parameters():
-            p.grad = None
+        give_gradients(model, optimizer, 9)  # a step that is never made
+        model.zero_grad()
+        optimizer.sent = 10**9
     assert all(torch.equal(a, b) for a, b in zip(*after))
 
 
-@pytest.mark.parametrize("every", [1, 2, 3])
-def test_adam_acts_every_nth_step_on_the_sum_of_the_gradients_since_and_muon_at_every_step(every):
-    model = small("float64", adam_every=every)
+def single(value):
+    """As the optimizer hands over its numbers: rounded to float32."""
+    return float(np.float32(value))
+
+
+def naive_adam(w, m, v, g, param, step, lr_factor):
+    """NumPy float64: (w, m, v) after one update of a cautious, bias-corrected Adam."""
+    lr, decay, beta1, beta2 = (single(x) for x in (lr_factor * param.lr, lr_factor * param.decay, *param.betas))
+    m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g**2
+    correction = single((1 - param.betas[1] ** step) ** 0.5 / (1 - param.betas[0] ** step))
+    update = correction * m / (np.sqrt(v) + 1e-10)
+    return w - lr * (update + np.where(update * w > 0, decay * w, 0)), m, v
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_each_step_updates_looked_up_rows_as_adam_does_and_leaves_all_others_to_the_bit(micro_batches):
+    model = small("float64")
+    optimizer = t.Optimizer(model)
+    start = t.initialize(model, 3)
+    start["bigrams"].copy_(normal(101, 16))
+    model.bigrams.data.copy_(start["bigrams"])
+    optimizer.reset(start)
+    model.tied = False
+    expected = {name: [w.numpy().copy(), 0 * w.numpy(), 0 * w.numpy()] for name, w in start.items()}
+    steps_of_row = {name: [0] * len(start[name]) for name in TABLES}
+    for step in range(1, 7):
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        batch = give_gradients(model, optimizer, step, micro_batches)
+        dense = {name: p.grad.numpy() for name, p in model.named_parameters() if p.grad is not None}
+        assert dense.keys() == set(before) - {*TABLES}
+        optimizer.step(0.5, 0.9)
+        for name, param in model.table.items():
+            p, want = getattr(model, name), expected[name]
+            assert p.grad is None
+            if param.optimizer == "muon":
+                assert not torch.equal(p, before[name]), "Muon acts at every step"
+                continue
+            ours = [x.numpy() for x in (optimizer.masters[name], *optimizer.state[name])]
+            if name in TABLES:
+                rows = [row for rows, _ in batch for row in rows[name].tolist()]
+                lines = [line for _, grads in batch for line in grads[name].numpy()]
+                untouched = np.array([row not in rows for row in range(len(p))])
+                assert untouched.any() and len(set(rows)) < len(rows)
+                for old, new in zip(want, ours):
+                    assert np.array_equal(old[untouched], new[untouched]), f"{name}: rows that no token looked up"
+                for row in set(rows):
+                    gradient = sum(line for index, line in zip(rows, lines) if index == row)
+                    now = naive_adam(*(x[row] for x in want), gradient, param, step, 0.5)
+                    for whole, one in zip(want, now):
+                        whole[row] = one
+                    steps_of_row[name][row] += 1
+            else:
+                want[:] = naive_adam(*want, dense[name], param, step, 0.5)
+            for a, b in zip(ours, want):
+                np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12, err_msg=name)
+            assert torch.equal(p.detach(), optimizer.masters[name])
+            for state, kept in zip((optimizer.masters[name], *optimizer.state[name]), want):
+                kept[:] = state.numpy()  # from here on "to the bit" means since the last step
+    assert micro_batches > 1 or all({*counts} >= {0, 1, 2} for counts in steps_of_row.values()), "too uniform a draw"
+
+
+def test_without_looked_up_rows_a_step_leaves_the_tables_alone():
+    model = small("float64")
     optimizer = t.Optimizer(model)
     optimizer.reset(t.initialize(model, 3))
-    model.tied = False
-    table = model.table
-    expected = {name: (getattr(model, name).detach().clone(), torch.zeros_like(getattr(model, name)), 0.0, 0.0)
-                for name, param in table.items() if param.optimizer == "adam"}
-    for step in range(1, 7):
-        before = {name: getattr(model, name).detach().clone() for name in table}
-        give_gradients(model, step)
-        given = {name: normal(*getattr(model, name).shape, seed=100 * step + i) for i, name in enumerate(table)}
-        optimizer.step(0.5, 0.9)
-        for name, param in table.items():
-            p = getattr(model, name)
-            if param.optimizer == "muon":
-                assert not torch.equal(p, before[name]) and p.grad is None
-                continue
-            w, gathered, m, v = expected[name]
-            gathered = gathered + given[name]
-            if step % every:
-                assert torch.equal(p, before[name]) and torch.allclose(p.grad, gathered)
-            else:
-                (beta1, beta2), n = param.betas, step // every
-                m, v = beta1 * m + (1 - beta1) * gathered, beta2 * v + (1 - beta2) * gathered**2
-                update = (1 - beta2**n) ** 0.5 / (1 - beta1**n) * m / (v.sqrt() + 1e-10)
-                w = w - 0.5 * param.lr * (update + torch.where(update * w > 0, 0.5 * param.decay * w, 0))
-                gathered = torch.zeros_like(gathered)
-                torch.testing.assert_close(p.detach(), w, rtol=1e-5, atol=1e-6)  # its scalars are float32
-                assert p.grad is None
-            expected[name] = w, gathered, m, v
+    give_gradients(model, optimizer, 1)
+    optimizer.step(1.0, 0.9)
+    before = {name: [x.clone() for x in (optimizer.masters[name], *optimizer.state[name])] for name in TABLES}
+    model.lm_head.grad = torch.ones_like(model.lm_head)
+    optimizer.step(1.0, 0.9)
+    for name, tensors in before.items():
+        assert all(torch.equal(a, b) for a, b in zip(tensors, (optimizer.masters[name], *optimizer.state[name])))
+
+
+@pytest.mark.parametrize("dtype, close", [("float64", 1e-14), ("bfloat16", 1e-6)])
+def test_gradients_of_equal_rows_are_summed_over_micro_batches_in_the_masters_precision(dtype, close):
+    model = small(dtype)
+    optimizer = t.Optimizer(model)
+    batch = [looked_up(model, seed, count=400) for seed in range(4)]
+    optimizer.find_rows([rows for rows, _ in batch])
+    for rows, grads in batch:
+        optimizer.add_rows(rows, grads)
+    for name in TABLES:
+        dense = np.zeros(getattr(model, name).shape)
+        for rows, grads in batch:
+            np.add.at(dense, rows[name].numpy(), grads[name].double().numpy())
+        used = sorted({row for rows, _ in batch for row in rows[name].tolist()})
+        total = optimizer.totals[name].double().numpy()
+        assert total.shape == (len(used), dense.shape[1])
+        assert np.linalg.norm(total - dense[used]) < close * np.linalg.norm(dense)
 
 
 def test_untying_copies_weights_masters_and_moments_of_the_head_which_then_part():
-    model = small("bfloat16", adam_every=1)
+    model = small("bfloat16")
     optimizer = t.Optimizer(model)
     optimizer.reset(t.initialize(model, 3))
     for step in range(2):
-        give_gradients(model, step)
+        give_gradients(model, optimizer, step)
         optimizer.step(1.0, 0.9)
     assert not model.embed.any() and not optimizer.masters["embed"].any()  # so far it takes part in nothing
     optimizer.untie()
@@ -374,15 +457,63 @@ def test_the_run_unties_at_the_first_step_of_the_last_third_and_reports_the_tied
     assert tied == [True] * 5 + [False]  # 0.667 * 6 = 4.002
 
 
-@pytest.mark.parametrize("every", [1, 2, 3])
-def test_warming_up_leaves_no_trace(every):
-    warm, fresh = small("float64", adam_every=every), small("float64", adam_every=every)
+@pytest.mark.parametrize("micro_tokens", [128, 512, 1536])
+def test_warming_up_leaves_no_trace(micro_tokens):
+    warm, fresh = (small("float64", micro_tokens=micro_tokens) for _ in range(2))
     start, optimizer = t.initialize(fresh, 0), t.Optimizer(warm)
     t.warm_up(warm, optimizer, torch.device("cpu"))
-    assert warm.tied and (optimizer.steps, optimizer.updates) == (0, 0)
+    assert warm.tied and (optimizer.steps, optimizer.sent, optimizer.totals) == (0, 0, None)
     for name, p in warm.named_parameters():
         assert torch.equal(p, getattr(fresh, name)) and torch.equal(optimizer.masters[name], start[name]), name
         assert p.grad is None and not any(part.any() for part in optimizer.state[name]), name
+
+
+@pytest.mark.parametrize("micro_tokens", [128, 256, 1536])
+def test_warming_up_makes_the_first_and_a_further_pass_of_every_kind_that_the_run_will_make(micro_tokens):
+    """So that nothing is captured while the clock runs, and what is made at first use was made before a capture."""
+    model = small("float64", schedule="speedrun", num_steps=12, micro_tokens=micro_tokens, untie_frac=0.5)
+    optimizer, made, phase = t.Optimizer(model), {}, "warm-up"
+
+    def passes(model, optimizer, inputs, targets, rows, view):
+        kind = model.lm_head.grad is None, len(inputs), model.tied, repr(view)
+        assert phase == "warm-up" or kind in made, f"{kind} is new to the run"
+        assert (view.freq, view.scale, len(inputs)) in model.ropes
+        assert model.value_embeds.grad is None and model.bigrams.grad is None
+        made[kind] = made.get(kind, 0) + (phase == "run")
+        return t.forward_backward(model, optimizer, inputs, targets, rows, view)
+
+    t.warm_up(model, optimizer, torch.device("cpu"), passes)
+    phase = "run"
+    for step in range(12):
+        count = t.stage_tokens(t.stage_of(step, model.config), model.config) // 128
+        tokens = torch.randint(0, 61, (count, 129), generator=torch.Generator().manual_seed(step))
+        micro = tokens.split(t.micro_sequences(count, model.config))
+        t.train_step(model, optimizer, [(s[:, :-1].flatten(), s[:, 1:].flatten()) for s in micro], step, passes)
+    assert all(made.values()), "what the run does not need costs time at launch"
+    assert {tied for _, _, tied, _ in made} == {True, False} and len({view for *_, view in made}) == 3
+    assert {first for first, *_ in made} == ({True} if micro_tokens == 1536 else {True, False})
+
+
+@pytest.mark.parametrize("lengths", [(6, 6), (4, 4, 4), (1, 2, 3, 6), (1,) * 12], ids=str)
+def test_a_batch_in_any_number_of_micro_batches_makes_the_same_update_of_weights_and_moments(lengths):
+    tokens = torch.randint(0, 61, (3, 12, 129), generator=torch.Generator().manual_seed(4))
+    tokens[:, ::3, 40:43] = 60  # documents
+    results = []
+    for parts in ((12,), lengths):
+        model = small("float64", micro_tokens=1536)
+        optimizer = t.Optimizer(model)
+        optimizer.reset(t.initialize(model, 0))
+        losses = []
+        for step, batch in enumerate(tokens, 2):  # the embedding is untied from step 3 on
+            micro = [(s[:, :-1].flatten(), s[:, 1:].flatten()) for s in batch.split(parts)]
+            losses.append(t.train_step(model, optimizer, micro, step).item())
+        results.append((losses, {name: (w, *optimizer.state[name]) for name, w in optimizer.masters.items()}))
+    (one, tensors), (many, others) = results
+    assert many == pytest.approx(one, rel=1e-12)
+    for name in tensors:
+        for a, b in zip(tensors[name], others[name]):
+            assert (a - b).norm() <= 1e-9 * a.norm(), name
+        assert tensors[name][1].any(), name
 
 
 def test_every_parameter_has_optimizer_learning_rate_decay_and_betas_of_the_digest():
@@ -400,6 +531,8 @@ def test_every_parameter_has_optimizer_learning_rate_decay_and_betas_of_the_dige
     assert {name: p.betas for name, p in table.items() if p.decay and p.optimizer == "adam"} == {
         "value_embeds": (0.75, 0.95), "bigrams": (0.75, 0.95), "lm_head": (0.5, 0.95), "embed": (0.5, 0.95)}
     assert {p.betas for p in table.values() if p.optimizer == "adam" and not p.decay} == {(0.9, 0.99)}
+    assert {name for name, p in table.items() if p.update == "rows"} == {*TABLES}
+    assert {name for name, p in table.items() if p.update == "all"} == {"scalars", "mix", "xsa", "gates"}
 
 
 # ---------------------------------------------------------------------------------------------------- many ranks
@@ -408,37 +541,50 @@ RANKS = """
 import sys
 import torch, torch.distributed as dist, torch.multiprocessing as mp
 import train_gpt as t
-import test_optimizer
+import test_optimizer as test
 
 def work(rank, world_size, dtype, folder):
     torch.set_num_threads(1)
     calls = []
     def recorded(kind, function):
-        def call(*args, **kwargs):
-            calls.append([kind, str(tuple(args[0].shape)), bool(kwargs.get("async_op"))])
-            return function(*args, **kwargs)
+        def call(out, *args, **kwargs):
+            name = "max" if kind == "all_reduce" and args == (dist.ReduceOp.MAX,) else kind
+            size = max(x.nbytes for x in (out, *args) if isinstance(x, torch.Tensor))  # of the whole, not of a part
+            calls.append([name, size, bool(kwargs.get("async_op"))])
+            return function(out, *args, **kwargs)
         return call
     if world_size > 1:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store{world_size}", rank=rank,
                                 world_size=world_size)
         t.reduce_scatter, t.all_gather = recorded("scatter", t.reduce_scatter), recorded("gather", t.all_gather)
         dist.all_reduce = recorded("all_reduce", dist.all_reduce)
-    model = test_optimizer.small(dtype, world_size)
+    model = test.small(dtype, world_size, bigram_rows=1001)
     start = t.initialize(model, 5 + rank)  # only rank 0's weights count
     optimizer = t.Optimizer(model)
     optimizer.reset(start)
     generator = torch.Generator().manual_seed(1)
-    losses, issued = [], []
+    losses, issued, used = [], [], []
     for step in range(6):
         tokens = torch.randint(0, 61, (12, 129), generator=generator)
+        tokens = 5 * step + tokens // (2 + step)  # some rows, and other ones at other steps
+        tokens[:, 40 + step] = 60  # a document
         batch = [(s[:-1], s[1:]) for s in tokens[rank::world_size]]
         losses.append(t.train_step(model, optimizer, batch, step).item())
         issued.append(calls[:])
+        used.append({name: [model.rows(inputs)[name].tolist() for inputs, _ in batch] for name in test.TABLES})
         calls.clear()
     padding = sum(getattr(model, n)[p.shape[0] :].abs().sum().item() for n, p in model.table.items())
     owned = {n: tuple(m.shape) for n, m in optimizer.masters.items()}
+    tables = {n: [optimizer.masters[n], *optimizer.state[n]] for n in test.TABLES}
+    sent = optimizer.bytes_per_step()
+    lookup = test.looked_up(model, 50 + rank), test.looked_up(model, 60 + rank, count=1 + rank)  # as many as there are
+    optimizer.find_rows([rows for rows, _ in lookup])
+    for rows, grads in lookup:
+        optimizer.add_rows(rows, grads)
+    found = dict(lookup=lookup, places=optimizer.places, counts=optimizer.counts.tolist(), totals=optimizer.totals)
     torch.save(dict(weights={n: model.weight(n).detach().clone() for n in model.table}, losses=losses, calls=issued,
-                    padding=padding, owned=owned, tied=model.tied), f"{folder}/{world_size}-{rank}")
+                    padding=padding, owned=owned, tied=model.tied, tables=tables, used=used, sent=sent, found=found),
+               f"{folder}/{world_size}-{rank}")
     if world_size > 1:
         dist.destroy_process_group()
 
@@ -464,7 +610,7 @@ def worlds(request, tmp_path_factory):
 def test_any_number_of_ranks_gives_the_weights_and_losses_of_one(worlds, world_size):
     dtype, results = worlds
     (one,), many = results[1], results[world_size]
-    start = t.initialize(small(dtype), 5)
+    start = t.initialize(small(dtype, bigram_rows=1001), 5)
     for rank in many:
         assert not rank["tied"]
         assert rank["losses"] == pytest.approx(one["losses"], rel=1e-12 if dtype == "float64" else 1e-3)
@@ -475,22 +621,87 @@ def test_any_number_of_ranks_gives_the_weights_and_losses_of_one(worlds, world_s
             assert moved > 0 and error < (1e-9 if dtype == "float64" else 0.1), f"{name}: {error}"
 
 
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_all_ranks_have_the_same_bits_of_the_tables_and_their_moments_which_are_those_of_one(worlds, world_size):
+    dtype, results = worlds
+    for rank in results[world_size]:
+        for name in TABLES:
+            for ours, first, one in zip(*(r["tables"][name] for r in (rank, results[world_size][0], results[1][0]))):
+                assert torch.equal(ours, first), f"the ranks differ in {name}"
+                assert (ours - one).norm() < (1e-9 if dtype == "float64" else 0.1) * one.norm(), name
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_rows_that_no_rank_looked_up_in_a_run_keep_weights_and_moments_to_the_bit(worlds, world_size):
+    dtype, results = worlds
+    start = t.initialize(small(dtype, bigram_rows=1001), 5)
+    for name in TABLES:
+        used = {row for rank in results[world_size] for step in rank["used"] for rows in step[name] for row in rows}
+        untouched = [row for row in range(len(start[name])) if row not in used]
+        assert untouched and used
+        for rank in results[world_size]:
+            w, mean, square = rank["tables"][name]
+            assert torch.equal(w[untouched], start[name][untouched])
+            assert not mean[untouched].any() and not square[untouched].any()
+            assert mean[sorted(used)].any(1).all() and square[sorted(used)].any(1).all(), "looked-up rows have moments"
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_rows_that_any_rank_looks_up_are_found_by_all_and_each_rank_sums_its_own_gradients(worlds, world_size):
+    found = [rank["found"] for rank in worlds[1][world_size]]
+    own = [{name: [row for rows, _ in rank["lookup"] for row in rows[name].tolist()] for name in TABLES}
+           for rank in found]
+    for i, name in enumerate(TABLES):
+        union = sorted({row for rows in own for row in rows[name]})
+        assert world_size == 1 or all(set(rows[name]) < set(union) for rows in own), "the ranks look up different rows"
+        for rank, rows in zip(found, own):
+            assert rank["counts"][i] == len(union)
+            assert rank["places"][name][union].tolist() == [*range(1, len(union) + 1)]
+            sums = {row: 0 for row in union}
+            for index, grads in rank["lookup"]:
+                for row, line in zip(index[name].tolist(), grads[name]):
+                    sums[row] = sums[row] + line.double()
+            for row, total in zip(union, rank["totals"][name].double()):
+                torch.testing.assert_close(total, total * 0 + sums[row], rtol=1e-5, atol=1e-5)
+                assert row in rows[name] or not total.any(), "a row of another rank, whose gradient is there"
+
+
 @pytest.mark.parametrize("world_size", [3, 4])
 def test_each_rank_holds_its_part_of_the_optimizers_state_and_padding_stays_zero(worlds, world_size):
     for rank in worlds[1][world_size]:
         assert rank["padding"] == 0
         for name, shape in rank["owned"].items():
-            rows, whole = worlds[1][1][0]["weights"][name].shape[0], name in ("scalars", "mix", "xsa", "gates")
+            rows, whole = worlds[1][1][0]["weights"][name].shape[0], name in ("scalars", "mix", "xsa", "gates", *TABLES)
             assert shape[0] == (rows if whole else -(-rows // world_size)), name
 
 
-def test_all_ranks_issue_the_same_collectives_in_the_same_order_and_all_of_them_overlap(worlds):
-    loss = ["all_reduce"]
-    muon = loss + ["scatter"] * 4 + ["gather"] * 4  # qk, vo, mlp_up, mlp_down
-    tied = loss + ["scatter"] * 2 + ["all_reduce"] * 4 + ["scatter"] * 5 + ["gather"] * 7  # tables and head as well
-    untied = loss + ["scatter"] * 2 + ["all_reduce"] * 4 + ["scatter"] * 6 + ["gather"] * 8  # and the embedding
+def test_all_ranks_issue_the_same_collectives_in_the_same_order_and_all_but_the_flags_overlap(worlds):
+    begin = ["max"] * 2 + ["all_reduce"]  # which rows are looked up, and the loss
+    muon, vectors, rows = ["scatter"] * 4, ["all_reduce"] * 4, ["all_reduce"] * 2
+    tied = begin + muon + vectors + ["scatter"] + rows + ["gather"] * 5
+    untied = begin + muon + vectors + ["scatter"] * 2 + rows + ["gather"] * 6  # the embedding as well
     for world_size in (2, 3, 4):
         first, *others = [rank["calls"] for rank in worlds[1][world_size]]
         assert all(calls == first for calls in others)
-        assert [[kind for kind, *_ in calls] for calls in first] == [muon, tied, muon, untied, muon, untied]
-        assert all(asynchronous for calls in first for *_, asynchronous in calls)
+        assert [[kind for kind, *_ in calls] for calls in first] == [tied] * 3 + [untied] * 3
+        assert all(asynchronous for calls in first for kind, *_, asynchronous in calls if kind != "max")
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_bytes_per_step_are_those_of_gradients_and_weights_in_a_ring_and_of_tables_only_rows_travel(worlds, world_size):
+    """Without the flags of the rows and the loss, each of which is a vector."""
+    dtype, results = worlds
+    for rank in results[world_size]:
+        share = {"all_reduce": 2, "scatter": 1, "gather": 1, "max": 0}  # a ring's sum goes round twice
+        assert sum(kind == "all_reduce" and size == SIZE[dtype] for calls in rank["calls"] for kind, size, _ in calls) \
+            == (6 if world_size > 1 else 0)  # the losses
+        sent = sum(share[kind] * size for calls in rank["calls"] for kind, size, _ in calls if size != SIZE[dtype])
+        assert rank["sent"] == round((1 - 1 / world_size) * sent / 6)
+        for step, calls in enumerate(rank["calls"]):
+            sizes = [size for kind, size, _ in calls if kind == "all_reduce"][-2:]
+            for name, size in zip(TABLES, sizes):
+                used = {row for other in results[world_size] for rows in other["used"][step][name] for row in rows}
+                assert size == len(used) * rank["weights"][name].size(1) * SIZE[dtype], "a gradient for each used row"
+
+
+SIZE = {"float64": 8, "float32": 4}
