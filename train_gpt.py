@@ -211,17 +211,14 @@ def check_config(c: Config) -> None:
                           ("dtype", ("auto", "bfloat16", "float16", "float32", "float64"))):
         require(getattr(c, name) in choices, f"--{name}={getattr(c, name)} is none of {', '.join(choices)}")
     pairs = 1 + any(layer.paired for layer in TOPOLOGIES[c.topology])
-    for name, multiple_of in (("seq_len", BLOCK), ("val_seq_len", BLOCK), ("micro_tokens", c.seq_len),
-                              *(("batch_tokens", round(c.seq_len / stage.batch)) for stage in SCHEDULES[c.schedule]),
-                              ("val_tokens", c.val_seq_len), ("num_heads", pairs), ("model_dim", 4 * c.num_heads)):
-        require(getattr(c, name) % multiple_of == 0,
-                f"--{name}={getattr(c, name)} must be a multiple of {multiple_of}")
+    for name, unit in (("seq_len", BLOCK), ("val_seq_len", BLOCK), ("micro_tokens", c.seq_len),
+                       *(("batch_tokens", round(c.seq_len / stage.batch)) for stage in SCHEDULES[c.schedule]),
+                       ("val_tokens", c.val_seq_len), ("num_heads", pairs), ("model_dim", 4 * c.num_heads)):
+        require(getattr(c, name) % unit == 0, f"--{name}={getattr(c, name)} must be a multiple of {unit}")
     require(0 <= c.seed < 2**63, f"--seed={c.seed} must be between 0 and 2^63")
-    require(c.model_dim >= GATE_DIM,
-            f"--model_dim={c.model_dim} must be at least {GATE_DIM}: that many channels steer the gates")
+    require(c.model_dim >= GATE_DIM, f"--model_dim={c.model_dim} must be at least {GATE_DIM}, a gate's channels")
     require(c.device != "cuda" or torch.cuda.is_available(), "--device=cuda, but torch sees no GPU here")
-    require(c.attention != "flex" or c.device != "cpu",
-            "--attention=flex needs CUDA: FlexAttention has no backward on CPU")
+    require(c.attention != "flex" or c.device != "cpu", "--attention=flex needs CUDA: it has no backward on CPU")
     unknown = ", ".join(sorted(set(c.nvfp4_without.split(",")) - {"", *NVFP4_PARTS}))
     require(not unknown, f"--nvfp4_without={c.nvfp4_without}: {unknown} is none of {', '.join(NVFP4_PARTS)}")
 
@@ -1186,9 +1183,8 @@ def find_shards(c: Config, split: str) -> list[Path]:
     """The split's shards in order. Raises BadInput if there are none."""
     pattern = c.train_files if split == "train" else c.val_files
     paths = sorted(Path(c.data_dir, name) for name in glob(pattern, root_dir=c.data_dir))
-    small = "python data/prepare.py --python-docs --bytes --out data/pydocs"
-    make = small if c.preset in ("laptop", "char") else "python data/fineweb.py 9"
-    require(paths, f"no {split} shards (--{split}_files={pattern}) in {c.data_dir}; get them with: {make}")
+    make = "prepare.py --python-docs --bytes --out data/pydocs" if c.preset in ("laptop", "char") else "fineweb.py 9"
+    require(paths, f"no {split} shards (--{split}_files={pattern}) in {c.data_dir}; get them: python data/{make}")
     return paths
 
 def pack(starts: np.ndarray, size: int, cursor: int, length: int, longest: int) -> tuple[list[tuple[int, int]], int]:
@@ -1228,8 +1224,7 @@ class Loader:
 
     def __init__(self, paths: list[Path], c: Config, rank: int, world_size: int, device: torch.device):
         self.config, self.rank, self.world_size, self.device = c, rank, world_size, device
-        self.step, self.packer = 0, ThreadPoolExecutor(1)
-        self.batches = self.assemble(paths * c.epochs)
+        self.step, self.packer, self.batches = 0, ThreadPoolExecutor(1), self.assemble(paths * c.epochs)
         self.following = self.packer.submit(next, self.batches)
 
     def assemble(self, paths: list[Path]):
@@ -1458,17 +1453,15 @@ def calibrate(device: torch.device) -> dict:
                                 cuda and native("fp8", device)),
         copy_gb_per_s=speed(8e-9 * numbers, x.clone),  # bytes read and written
         all_reduce_gb_per_s=speed(4e-9 * len(whole), lambda: dist.all_reduce(whole), world_size > 1),
-        all_gather_gb_per_s=speed(4e-9 * len(whole), lambda: all_gather(whole, part), world_size > 1),
-    )
+        all_gather_gb_per_s=speed(4e-9 * len(whole), lambda: all_gather(whole, part), world_size > 1))
 
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "GH200": 989e12, "B200": 2250e12, "A100": 312e12, "4090": 165e12}  # bf16
 
 def mfu(c: Config, tokens_per_s: float, device_name: str) -> float | None:
     """Model FLOPs (6 a matmul weight and token, no attention) over the GPUs' dense bf16 peak, or None if unknown."""
-    table = parameter_table(c)
-    weights = sum(math.prod(table[name].shape) for name in ("qk", "vo", "mlp_up", "mlp_down", "lm_head"))
+    matrices = [p.shape for name, p in parameter_table(c).items() if p.optimizer == "muon" or name == "lm_head"]
     peak = next((flops for name, flops in PEAK_FLOPS.items() if name in device_name), None)
-    return None if peak is None else round(6 * weights * tokens_per_s / ranks()[1] / peak, 4)
+    return None if peak is None else round(6 * sum(map(math.prod, matrices)) * tokens_per_s / ranks()[1] / peak, 4)
 
 # ------------------------------------------------------------------------------------------------------------------
 # 9. The run
@@ -1699,9 +1692,8 @@ def check_data(c: Config) -> tuple[list[Path], Tensor]:
             if steps >= c.num_steps:
                 return paths, val_tokens
     shards = math.ceil(1.3 * total_tokens(c) / 1e8)  # the ends of long documents are skipped
-    raise BadInput(
-        f"{c.num_steps} steps need {total_tokens(c):,} tokens; the {have:,} in {c.data_dir} make "
-        f"{steps} steps; get more with `python data/fineweb.py {shards}`, lower --num_steps, or raise --epochs")
+    raise BadInput(f"{c.num_steps} steps need {total_tokens(c):,} tokens; the {have:,} in {c.data_dir} make {steps} "
+                   f"steps; get more with `python data/fineweb.py {shards}`, lower --num_steps, or raise --epochs")
 
 def agreed(work: Callable, *args):
     """work(*args) on every rank; if one raises BadInput, all raise it, so that none is left waiting."""
@@ -1774,8 +1766,7 @@ def train(c: Config) -> int:
         val_loss=round(val_loss, 4), target=c.target_loss, reached=reached, train_time_s=round(seconds, 3),
         step_avg_ms=round(1000 * seconds / c.num_steps, 2), tokens=tokens, tokens_per_s=round(tokens / seconds),
         mfu=mfu(c, tokens / seconds, machine["devices"][0]), peak_memory_mib=peak, compile_s=round(compile_s, 1),
-        code_sha256=run["code_sha256"],
-    ))
+        code_sha256=run["code_sha256"]))
     if rank == 0:
         print(f"log: {log.path}")
         if c.save_checkpoint:
