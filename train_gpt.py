@@ -40,11 +40,13 @@ import json
 import math
 import platform
 import subprocess
+import timeit
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
+from glob import glob
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -54,6 +56,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from tqdm import tqdm
 
 triton = None  # without a GPU each kernel's plain-PyTorch twin runs; Triton's interpreter runs the kernels in tests
 if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET"):
@@ -63,6 +66,10 @@ if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET"):
 class BadInput(Exception):
     """Something the user can mend: printed as one sentence on rank 0, without a traceback, exit status 2."""
 
+def require(holds, sentence: str) -> None:
+    if not holds:
+        raise BadInput(sentence)
+
 def ranks() -> tuple[int, int]:
     """(rank, world_size): (0, 1) without a process group."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -71,9 +78,9 @@ def ranks() -> tuple[int, int]:
 # 1. Configuration: the defaults are the record; every key can be given as --key=value
 
 def key(default, meaning: str):
-    return field(default=default, metadata={"meaning": meaning})
+    return dataclasses.field(default=default, metadata={"meaning": meaning})
 
-@dataclass
+@dataclasses.dataclass
 class Config:
     preset: str = key("", "speedrun, onepass, laptop or char; empty: speedrun with CUDA, laptop without")
     # data
@@ -131,24 +138,20 @@ class Config:
     sample_tokens: int = key(256, "tokens to sample")
 
 CPU_HAS_BF16 = getattr(torch.cpu, "_is_avx512_bf16_supported", bool)()  # only such CPUs multiply bf16 natively
+BYTES = dict(  # what small models of single bytes have in common
+    data_dir="data/pydocs", cut_documents=True, vocab_size=272, bigram_rows=4096, momentum_warmup=100,
+    muon_lr=0.03, head_lr=0.02, table_lr=0.3)
 
 PRESETS: dict[str, dict] = {
     "speedrun": {},
     "onepass": dict(schedule="onepass", num_steps=930, target_loss=3.492),
-    "laptop": dict(
-        data_dir="data/pydocs", cut_documents=True,
-        topology="laptop", model_dim=128, num_heads=2, mlp_dim=512, vocab_size=272,
-        schedule="laptop", num_steps=600, batch_tokens=2048, seq_len=2048, cooldown_frac=0.6, momentum_warmup=100,
-        muon_lr=0.03, head_lr=0.02, table_lr=0.3, bigram_rows=4096,
-        target_loss=1.5, val_tokens=131_072, val_seq_len=8192, val_interval=150,
-        device="cpu", precision="bf16" if CPU_HAS_BF16 else "fp32", compile=False, sample="The ",
-    ),
-    "char": dict(  # six plain layers that see 256 bytes, on any text: to compare precisions in minutes
-        data_dir="data/pydocs", cut_documents=True, epochs=100, precision="bf16", topology="char", model_dim=384,
-        num_heads=6, mlp_dim=1536, vocab_size=272, schedule="char", num_steps=1000, batch_tokens=16_384,
-        momentum_warmup=100, muon_lr=0.03, head_lr=0.02, table_lr=0.3, bigram_rows=4096,
-        target_loss=1.3, val_tokens=65_536, val_seq_len=16_384, val_interval=100,
-    ),
+    "laptop": BYTES | dict(
+        topology="laptop", model_dim=128, num_heads=2, mlp_dim=512, schedule="laptop", num_steps=600,
+        batch_tokens=2048, seq_len=2048, target_loss=1.5, val_tokens=131_072, val_seq_len=8192, val_interval=150,
+        device="cpu", precision="bf16" if CPU_HAS_BF16 else "fp32", compile=False, sample="The "),
+    "char": BYTES | dict(  # six plain layers that see 256 bytes, on any text: to compare precisions in minutes
+        topology="char", model_dim=384, mlp_dim=1536, schedule="char", num_steps=1000, epochs=100, batch_tokens=16_384,
+        target_loss=1.3, val_tokens=65_536, val_seq_len=16_384, val_interval=100, precision="bf16"),
 }
 
 class Stage(NamedTuple):
@@ -180,36 +183,26 @@ SCHEDULES: dict[str, list[Stage]] = {
 
 def parse_config(argv: list[str]) -> Config:
     """`--key=value` over the preset's values. Raises BadInput on an unknown key or a wrong value."""
+
+    def true_or_false(text: str) -> bool:  # argparse puts the function's name into its sentence
+        return ("false", "true", "0", "1").index(text.lower()) % 2 == 1
+
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False,
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter,
                                      epilog=f"presets: {PRESETS}")
-
-    def refuse(message: str) -> None:
-        raise BadInput(message)
-
-    def boolean(text: str) -> bool:
-        return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
-
-    def integer(text: str) -> int:
-        return int(text.replace("_", ""))
-
-    parser.error = refuse
+    parser.error = partial(require, False)  # its sentence without its page on usage
     for f in dataclasses.fields(Config):
-        kind = {bool: boolean, int: integer}.get(type(f.default), type(f.default))
-        extra = {"nargs": "?", "const": True} if kind is boolean else {}  # a bare --jsonl is --jsonl=true
-        parser.add_argument(f"--{f.name}", type=kind, default=f.default, help=f.metadata["meaning"], **extra)
-    try:
-        values, unknown = parser.parse_known_args(argv)
-    except KeyError as error:
-        raise BadInput(f"{error} is neither true nor false") from None
+        boolean = dict(type=true_or_false, nargs="?", const=True)  # a bare --jsonl is --jsonl=true
+        kind = boolean if isinstance(f.default, bool) else dict(type=type(f.default))
+        parser.add_argument(f"--{f.name}", default=f.default, help=f.metadata["meaning"], **kind)
+    values, unknown = parser.parse_known_args(argv)
     if unknown:
         name = unknown[0].split("=")[0]
         near = difflib.get_close_matches(name.removeprefix("--"), vars(values), n=1, cutoff=0)[0]
         raise BadInput(f"unknown key {name}; the nearest one is --{near} (--help lists all)")
     preset = values.preset or ("speedrun" if torch.cuda.is_available() else "laptop")
-    if preset not in PRESETS:
-        raise BadInput(f"--preset={preset} is none of {', '.join(PRESETS)}")
-    parser.set_defaults(**PRESETS[preset] | {"preset": preset})
+    require(preset in PRESETS, f"--preset={preset} is none of {', '.join(PRESETS)}")
+    parser.set_defaults(**PRESETS[preset])
     config = Config(**vars(parser.parse_args(argv)) | {"preset": preset})
     check_config(config)
     return config
@@ -218,30 +211,22 @@ def check_config(c: Config) -> None:
     """Raises BadInput where values do not fit each other."""
     for name in ("num_steps batch_tokens seq_len micro_tokens val_tokens val_seq_len model_dim num_heads mlp_dim "
                  "vocab_size bigram_rows epochs cooldown_frac").split():
-        if getattr(c, name) <= 0:
-            raise BadInput(f"--{name}={getattr(c, name)} must be positive")
-    for name, choices in (("topology", [*TOPOLOGIES]), ("schedule", [*SCHEDULES]),
-                          ("attention", ["auto", "flex", "sdpa"]),
-                          ("device", ["auto", "cuda", "cpu"]), ("precision", ["auto", *PRECISIONS]),
-                          ("dtype", ["auto", "bfloat16", "float16", "float32", "float64"])):
-        if getattr(c, name) not in choices:
-            raise BadInput(f"--{name}={getattr(c, name)} is none of {', '.join(choices)}")
+        require(getattr(c, name) > 0, f"--{name}={getattr(c, name)} must be positive")
+    for name, choices in (("topology", TOPOLOGIES), ("schedule", SCHEDULES), ("precision", ("auto", *PRECISIONS)),
+                          ("attention", ("auto", "flex", "sdpa")), ("device", ("auto", "cuda", "cpu")),
+                          ("dtype", ("auto", "bfloat16", "float16", "float32", "float64"))):
+        require(getattr(c, name) in choices, f"--{name}={getattr(c, name)} is none of {', '.join(choices)}")
     pairs = 1 + any(layer.paired for layer in TOPOLOGIES[c.topology])
-    for name, multiple_of in (("seq_len", BLOCK), ("val_seq_len", BLOCK), ("micro_tokens", c.seq_len),
-                              *(("batch_tokens", round(c.seq_len / stage.batch)) for stage in SCHEDULES[c.schedule]),
-                              ("val_tokens", c.val_seq_len), ("num_heads", pairs), ("model_dim", 4 * c.num_heads)):
-        if getattr(c, name) % multiple_of:
-            raise BadInput(f"--{name}={getattr(c, name)} must be a multiple of {multiple_of}")
-    if not 0 <= c.seed < 2**63:
-        raise BadInput(f"--seed={c.seed} must be between 0 and 2^63")
-    if c.model_dim < GATE_DIM:
-        raise BadInput(f"--model_dim={c.model_dim} must be at least {GATE_DIM}: that many channels steer the gates")
-    if c.device == "cuda" and not torch.cuda.is_available():
-        raise BadInput("--device=cuda, but torch sees no GPU here")
-    if c.attention == "flex" and c.device == "cpu":
-        raise BadInput("--attention=flex needs CUDA: FlexAttention has no backward on CPU")
-    if unknown := set(c.nvfp4_without.split(",")) - {"", *NVFP4_PARTS}:
-        raise BadInput(f"--nvfp4_without={c.nvfp4_without}: {min(unknown)} is none of {', '.join(NVFP4_PARTS)}")
+    for name, unit in (("seq_len", BLOCK), ("val_seq_len", BLOCK), ("micro_tokens", c.seq_len),
+                       *(("batch_tokens", round(c.seq_len / stage.batch)) for stage in SCHEDULES[c.schedule]),
+                       ("val_tokens", c.val_seq_len), ("num_heads", pairs), ("model_dim", 4 * c.num_heads)):
+        require(getattr(c, name) % unit == 0, f"--{name}={getattr(c, name)} must be a multiple of {unit}")
+    require(0 <= c.seed < 2**63, f"--seed={c.seed} must be between 0 and 2^63")
+    require(c.model_dim >= GATE_DIM, f"--model_dim={c.model_dim} must be at least {GATE_DIM}, a gate's channels")
+    require(c.device != "cuda" or torch.cuda.is_available(), "--device=cuda, but torch sees no GPU here")
+    require(c.attention != "flex" or c.device != "cpu", "--attention=flex needs CUDA: it has no backward on CPU")
+    unknown = ", ".join(sorted(set(c.nvfp4_without.split(",")) - {"", *NVFP4_PARTS}))
+    require(not unknown, f"--nvfp4_without={c.nvfp4_without}: {unknown} is none of {', '.join(NVFP4_PARTS)}")
 
 # ------------------------------------------------------------------------------------------------------------------
 # 2. Low precision
@@ -297,8 +282,8 @@ def plan(c: Config, device: torch.device, plain: str) -> list[dict[str, str]]:
         if row[name] != recipe == "nvfp4" or c.float8_all_gather and (row[name] != "fp8" or c.bf16_last_frac):
             raise BadInput(f"{name} of {c.model_dim} x {width} is {recipe}; nvfp4 takes multiples of 16 only, and "
                            "--float8_all_gather fp8 in all layers and steps, which does too: no rank has wide weights")
-        if c.native and not native(row[name], device):
-            raise BadInput(f"--native, but {device.type} has no products of {name} in {row[name]} here")
+        require(native(row[name], device) or not c.native,
+                f"--native, but {device.type} has no products of {name} in {row[name]} here")
     return rows
 
 HEAD_SCALES = (100 / 448, 1.6 / 448, 0.75 / 448)  # fp8-static: of x, w, gradient (record 54), as the loss is a sum
@@ -482,10 +467,11 @@ def nvfp4_operand(x: Tensor, square: bool = False, stochastic: bool = False) -> 
     return round_to(y, "e2m1", torch.rand_like(y) if stochastic else None), scale, amax
 
 def nvfp4_mm(a: tuple, b_t: tuple, dtype: torch.dtype, native: bool) -> Tensor:
-    (a, a_s), (b_t, b_s) = ((pack_nvfp4(q, scale) if native else (q * scale).bfloat16().flatten(2).flatten(0, 1),
-                             amax / (6 * 448)) for q, scale, amax in (a, b_t))
+    a_s, b_s = (amax / (6 * 448) for _, _, amax in (a, b_t))
     if native:  # never run
-        return (torch._scaled_mm(a[0], b_t[0].t(), a[1], b_t[1], out_dtype=torch.float32) * (a_s * b_s)).to(dtype)
+        (a, a_scales), (b_t, b_scales) = (pack_nvfp4(q, scale) for q, scale, _ in (a, b_t))
+        return (torch._scaled_mm(a, b_t.t(), a_scales, b_scales, out_dtype=torch.float32) * (a_s * b_s)).to(dtype)
+    a, b_t = ((q * scale).bfloat16().flatten(2).flatten(0, 1) for q, scale, _ in (a, b_t))
     return product_op(a, b_t, a_s, b_s, dtype, True)
 
 def pack_nvfp4(q: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -581,10 +567,8 @@ def document_ids(begins: Tensor) -> Tensor:
 
 def block_lists(docs: Tensor, windows: Tensor) -> tuple[Tensor, ...]:
     """docs (T,), windows (W,) in blocks -> for key and for query blocks, seen in part and in full: how many there are
-    (W, n), and which (W, n, n), int32, of which the first so many count.
-
-    Documents lie one after the other, so the blocks that a block sees, or sees fully, are ranges: two binary searches.
-    """
+    (W, n), and which (W, n, n), int32, of which the first so many count. Documents lie one after the other, so the
+    blocks that a block sees, or sees fully, are ranges: two binary searches."""
     first, last = docs[::BLOCK].contiguous(), docs[BLOCK - 1 :: BLOCK].contiguous()  # (n,) document of a block's ends
     row = torch.arange(len(first), device=docs.device)
     oldest, newest = row - (windows[:, None] - 1), row + (windows[:, None] - 1)  # (W, n)
@@ -620,15 +604,14 @@ def device_numbers(device: torch.device, *values: int) -> Tensor:
 
 def sdpa_masks(docs: Tensor, windows: dict[str, int]) -> dict[str, Tensor]:
     """docs (T,) -> per window a bool mask (n, 1, BLOCK, window * BLOCK) of each query block over the last blocks."""
-
-    def mask(window: int) -> Tensor:
+    masks = {}
+    for name, window in windows.items():
         window = min(window, len(docs) // BLOCK)
         keys = F.pad(docs, ((window - 1) * BLOCK, 0), value=-1).unfold(0, window * BLOCK, BLOCK)  # (n, window * BLOCK)
         q = torch.arange(BLOCK, device=docs.device)[:, None] + (window - 1) * BLOCK
         causal = q >= torch.arange(window * BLOCK, device=docs.device)
-        return (causal & (docs.view(-1, BLOCK, 1) == keys[:, None]))[:, None]
-
-    return {name: mask(window) for name, window in windows.items()}
+        masks[name] = (causal & (docs.view(-1, BLOCK, 1) == keys[:, None]))[:, None]
+    return masks
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor, scale: float) -> Tensor:
     """q, k, v (T, H, d) -> (T, H, d), by FlexAttention for a BlockMask, else by SDPA."""
@@ -1022,7 +1005,7 @@ def adam_rows(total, rows, master, state, dtype, lr, decay, beta1, beta2, correc
     return copy
 
 def sum_rows(total, place, rows, grad) -> None:
-    """Adds grad (T, width) of the looked-up rows (T,) to total (ranks, n, width / ranks): row r is line place[r] - 1."""
+    """Adds grad (T, width) of looked-up rows (T,) to total (ranks, n, width / ranks), row r to line place[r] - 1."""
     grad = F.pad(grad.to(total.dtype), (0, len(total) * total.size(2) - grad.size(1)))
     total.index_add_(1, place[rows] - 1, grad.view(len(grad), len(total), -1).transpose(0, 1))
 
@@ -1185,13 +1168,13 @@ class Optimizer:
             getattr(self.model, name).grad = None
             wide = name not in self.gather8 or name == "lm_head" and self.model.tied  # then it is the embedding, too
             if how == "rows" or how == "slice" and self.world_size > 1 and wide:
-                whole = self.banks[name] if how == "slice" else part.new_empty(self.world_size * len(part), part.size(1))
-                gathers.append((name, whole, self.gather(whole, part)))
-        for name, whole, transfer in gathers:
+                many = part.new_empty(self.world_size * len(part), *part.shape[1:]) if how == "rows" else self.banks[name]
+                gathers.append((name, many, self.gather(many, part)))
+        for name, many, transfer in gathers:
             if transfer is not None:
                 transfer.wait()
             if name in self.tables:
-                self.put_rows(self.banks[name], self.used[name], whole.view(self.world_size, -1, whole.size(1)))
+                self.put_rows(self.banks[name], self.used[name], many.unflatten(0, (self.world_size, -1)))
         self.totals = None
         self.quantize_weights([*grads])
 
@@ -1235,57 +1218,41 @@ HEADER_BYTES, MAGIC, VERSION, SEPARATOR = 1024, 20240520, 1, 50256
 
 def shard_tokens(path: Path) -> int:
     """Number of tokens the header promises. Raises BadInput if the header or the file's length is wrong."""
-    header = np.fromfile(path, dtype="<i4", count=256)
+    header, size = np.fromfile(path, dtype="<i4", count=256), path.stat().st_size
     fetch = "fetch or make it again (data/fineweb.py, data/prepare.py)"
-    if len(header) < 256:
-        raise BadInput(f"{path} has {path.stat().st_size} bytes, less than its header of {HEADER_BYTES}; {fetch}")
-    if header[0] != MAGIC or header[1] != VERSION:
-        raise BadInput(f"{path} begins with magic {header[0]}, version {header[1]}, not {MAGIC}, {VERSION}; {fetch}")
-    size = HEADER_BYTES + 2 * int(header[2])
-    if path.stat().st_size != size:
-        raise BadInput(f"{path} has {path.stat().st_size} bytes where its header promises {size}; {fetch}")
-    return int(header[2])
+    require(len(header) == 256, f"{path} has {size} bytes, less than its header of {HEADER_BYTES}; {fetch}")
+    magic, version, tokens = header[:3].tolist()
+    require((magic, version) == (MAGIC, VERSION),
+            f"{path} begins with magic {magic}, version {version}, not {MAGIC}, {VERSION}; {fetch}")
+    promised = HEADER_BYTES + 2 * tokens
+    require(size == promised, f"{path} has {size} bytes where its header promises {promised}; {fetch}")
+    return tokens
 
 def read_shard(path: Path, vocab_size: int) -> tuple[Tensor, np.ndarray]:
-    """Tokens of a shard (int16 bits of uint16) and the positions of document starts.
-
-    A vocabulary smaller than GPT-2's uses its last id as the separator. Raises BadInput as `shard_tokens` does, and
-    where a token lies outside of the vocabulary or no document starts.
-    """
-    tokens = torch.empty(shard_tokens(path), dtype=torch.int16)
-    array = tokens.numpy().view(np.uint16)
-    with open(path, "rb") as file:
-        file.seek(HEADER_BYTES)
-        file.readinto(array)
-    starts, separator = np.flatnonzero(array == SEPARATOR), min(SEPARATOR, vocab_size - 1)
-    if separator != SEPARATOR and separator in array:
-        raise BadInput(f"{path} holds token {separator}, which --vocab_size={vocab_size} needs as separator; raise it")
-    array[starts] = separator
-    if len(array) and array.max() >= vocab_size:
-        raise BadInput(f"{path} holds token {array.max()}, outside of --vocab_size={vocab_size}; is it other data?")
-    if not len(starts):
-        raise BadInput(f"{path} holds no document start (token {SEPARATOR}); make it with data/prepare.py")
-    return tokens, starts
+    """Tokens of a shard (int16 bits of uint16) and where documents start. A vocabulary smaller than GPT-2's uses its
+    last id as the separator. Raises BadInput if a token lies outside of the vocabulary or no document starts."""
+    tokens = np.fromfile(path, dtype="<u2", count=shard_tokens(path), offset=HEADER_BYTES)
+    starts, separator = np.flatnonzero(tokens == SEPARATOR), min(SEPARATOR, vocab_size - 1)
+    require(len(starts), f"{path} holds no document start (token {SEPARATOR}); make it with data/prepare.py")
+    require(separator == SEPARATOR or separator not in tokens,
+            f"{path} holds token {separator}, which --vocab_size={vocab_size} needs as separator; raise it")
+    tokens[starts] = separator
+    last = tokens.max()
+    require(last < vocab_size, f"{path} holds token {last}, outside of --vocab_size={vocab_size}; is it other data?")
+    return torch.from_numpy(tokens.view(np.int16)), starts
 
 def find_shards(c: Config, split: str) -> list[Path]:
     """The split's shards in order. Raises BadInput if there are none."""
     pattern = c.train_files if split == "train" else c.val_files
-    try:
-        paths = sorted(Path(c.data_dir).glob(pattern))
-    except (ValueError, NotImplementedError) as error:  # an empty or an absolute one
-        raise BadInput(f"--{split}_files={pattern}: {error}") from None
-    if not paths:
-        make = "python data/prepare.py --python-docs --bytes --out data/pydocs" if c.preset in ("laptop", "char") \
-            else "python data/fineweb.py 9"
-        raise BadInput(f"no {split} shards {pattern} in {c.data_dir}; get them with: {make}")
+    paths = sorted(Path(c.data_dir, name) for name in glob(pattern, root_dir=c.data_dir))
+    make = "prepare.py --python-docs --bytes --out data/pydocs" if c.preset in ("laptop", "char") else "fineweb.py 9"
+    require(paths, f"no {split} shards (--{split}_files={pattern}) in {c.data_dir}; get them: python data/{make}")
     return paths
 
 def pack(starts: np.ndarray, size: int, cursor: int, length: int, longest: int) -> tuple[list[tuple[int, int]], int]:
-    """`length` tokens made of whole documents, of which none contributes more than `longest` (records 26, 29).
-
-    Returns (position, tokens) of the pieces in a shard of `size` tokens, none if the shard is used up, and the next
-    document. The last document is cut; what is left of it is skipped.
-    """
+    """`length` tokens made of whole documents, of which none contributes more than `longest` (records 26, 29): the
+    pieces' (position, tokens) in a shard of `size` tokens, none if it is used up, and the next document. The last
+    document is cut; what is left of it is skipped."""
     pieces = []
     while length > 0:
         if cursor == len(starts):
@@ -1319,39 +1286,28 @@ class Loader:
 
     def __init__(self, paths: list[Path], c: Config, rank: int, world_size: int, device: torch.device):
         self.config, self.rank, self.world_size, self.device = c, rank, world_size, device
-        self.paths = iter(paths * c.epochs)
-        self.reader, self.packer = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
-        self.step, self.upcoming = 0, self.prefetch()
-        self.next_shard()
-        self.following = self.packer.submit(self.assemble)
+        self.step, self.packer, self.batches = 0, ThreadPoolExecutor(1), self.assemble(paths * c.epochs)
+        self.following = self.packer.submit(next, self.batches)
 
-    def prefetch(self):
-        path = next(self.paths, None)
-        return None if path is None else self.reader.submit(read_shard, path, self.config.vocab_size)
-
-    def next_shard(self) -> None:
-        if self.upcoming is None:
-            raise BadInput("the training shards ran out before the schedule's end; fetch more or raise --epochs")
-        self.tokens, starts = self.upcoming.result()
-        self.batches = batches_of(starts, len(self.tokens), self.config, self.step)
-        self.upcoming = self.prefetch()
-
-    def assemble(self) -> list[Tensor]:
-        """This rank's micro-batches of the next batch: int16 bits, (sequences, seq_len + 1)."""
-        while (batch := next(self.batches, None)) is None:
-            self.next_shard()
-        self.step += 1
-        own = batch[self.rank :: self.world_size]
-        micro = micro_sequences(len(own), self.config)
-        pin = self.device.type == "cuda"  # pinned, so that copies to the GPU need not wait
-        rows = [torch.cat([self.tokens[p : p + n] for p, n in pieces]) for pieces in own]
-        return [torch.stack(rows[i : i + micro]).pin_memory() if pin else torch.stack(rows[i : i + micro])
-                for i in range(0, len(own), micro)]
+    def assemble(self, paths: list[Path]):
+        """Generator over batches: this rank's micro-batches, int16 bits, (sequences, seq_len + 1)."""
+        c, step, reader = self.config, 0, ThreadPoolExecutor(1)
+        self.upcoming = reader.submit(read_shard, paths[0], c.vocab_size)
+        for following in [*paths[1:], None]:
+            tokens, starts = self.upcoming.result()
+            self.upcoming = reader.submit(read_shard, following, c.vocab_size) if following else None
+            for batch in batches_of(starts, len(tokens), c, step):
+                own = batch[self.rank :: self.world_size]
+                rows = torch.stack([torch.cat([tokens[p : p + n] for p, n in pieces]) for pieces in own])
+                rows = rows.pin_memory() if self.device.type == "cuda" else rows  # so that copies need not wait
+                yield rows.split(micro_sequences(len(own), c))
+                step += 1
+        raise BadInput("the training shards ran out before the schedule's end; fetch more or raise --epochs")
 
     def batch(self) -> list[tuple[Tensor, Tensor]]:
         """Micro-batches: inputs and targets, each (T,) int64 on the device; T is a multiple of seq_len."""
-        ready, last = self.following.result(), self.step == self.config.num_steps
-        self.following = None if last else self.packer.submit(self.assemble)
+        ready, self.step = self.following.result(), self.step + 1
+        self.following = self.packer.submit(next, self.batches) if self.step < self.config.num_steps else None
         return [to_device(rows, self.device) for rows in ready]
 
 def micro_sequences(count: int, c: Config) -> int:
@@ -1365,33 +1321,29 @@ def to_device(rows: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
 
 def validation_tokens(c: Config) -> Tensor:
     """The first val_tokens + 1 tokens of the validation split, int16 bits. Raises BadInput if there are fewer."""
-    shards, have = [], 0
+    tokens = torch.empty(0, dtype=torch.int16)
     for path in find_shards(c, "val"):
-        shards.append(read_shard(path, c.vocab_size)[0])
-        have += len(shards[-1])
-        if have > c.val_tokens:
-            return torch.cat(shards)[: c.val_tokens + 1]
-    raise BadInput(f"validation needs {c.val_tokens + 1:,} tokens and {c.data_dir} holds {have:,}; lower --val_tokens")
+        tokens = torch.cat((tokens, read_shard(path, c.vocab_size)[0]))
+        if len(tokens) > c.val_tokens:
+            return tokens[: c.val_tokens + 1]
+    raise BadInput(f"validation needs {c.val_tokens + 1:,} tokens and {c.data_dir} holds {len(tokens):,}; "
+                   "lower --val_tokens")
 
 def fingerprint(path: Path, split: str) -> dict:
     """Name, size and sha256 (of header, first and last MiB) of a shard: enough to tell two shards apart quickly."""
-    size = path.stat().st_size
-    with open(path, "rb") as file:
-        digest = hashlib.sha256(file.read(HEADER_BYTES + 2**20))
-        file.seek(max(0, size - 2**20))
-        digest.update(file.read())
-    return dict(split=split, name=path.name, bytes=size, tokens=shard_tokens(path), sha256=digest.hexdigest())
+    raw = np.memmap(path, mode="r")
+    ends = raw[: HEADER_BYTES + 2**20].tobytes() + raw[-(2**20) :].tobytes()
+    return dict(split=split, name=path.name, bytes=len(raw), tokens=shard_tokens(path),
+                sha256=hashlib.sha256(ends).hexdigest())
 
 # ------------------------------------------------------------------------------------------------------------------
 # 7. Schedules: pure functions of the step
 
 def stages(c: Config) -> list[tuple[int, int, Stage]]:
     """First step, last step + 1 and stage of each row of the schedule."""
-    bounds, done = [0], 0.0
-    for stage in SCHEDULES[c.schedule]:
-        done += stage.share
-        bounds.append(round(done * c.num_steps))
-    return list(zip(bounds, bounds[1:], SCHEDULES[c.schedule]))
+    rows = SCHEDULES[c.schedule]
+    bounds = [round(share * c.num_steps) for share in accumulate((stage.share for stage in rows), initial=0.0)]
+    return list(zip(bounds, bounds[1:], rows))
 
 def stage_of(step: int, c: Config) -> Stage:
     """The stage of the update that follows `step` updates; after the last one the schedule's last row."""
@@ -1436,60 +1388,69 @@ def view_of(step: int, c: Config) -> View:
 RULE = "=" * 100
 
 class Log:
-    """Rank 0's log: source, facts, steps, end block (grammar: records/README.md). Silent on other ranks."""
+    """Rank 0's log: source, facts, steps, end block (grammar: records/README.md). Silent on other ranks. Training
+    losses are read when they have arrived, so nothing waits for the device."""
 
     def __init__(self, c: Config, run_id: str, master: bool):
-        self.bar, self.twin, self.file = None, None, None
-        if not master:
-            return
-        for folder in (c.log_dir, os.path.dirname(c.save_checkpoint)):  # now, not after training
-            Path(folder).mkdir(parents=True, exist_ok=True)
-        self.path = Path(c.log_dir) / f"{run_id}.txt"
-        self.file = open(self.path, "wb")
-        self.file.write(SOURCE + RULE.encode() + b"\n")
-        if c.jsonl:
-            self.twin = open(self.path.with_suffix(".jsonl"), "w")
-        if sys.stderr.isatty():
-            from tqdm import tqdm  # only where somebody watches
-
-            self.bar = tqdm(total=c.num_steps, unit="step", dynamic_ncols=True)
+        self.num_steps, self.master, self.pending = c.num_steps, master, []
+        if master:
+            for folder in (c.log_dir, os.path.dirname(c.save_checkpoint)):  # now, not after training
+                Path(folder).mkdir(parents=True, exist_ok=True)
+            self.path = Path(c.log_dir) / f"{run_id}.txt"
+            self.file = open(self.path, "wb", 0)  # unbuffered: a run that is killed leaves a log up to that moment
+            self.file.write(SOURCE + RULE.encode() + b"\n")
+            self.twin = open(self.path.with_suffix(".jsonl") if c.jsonl else os.devnull, "w", 1)
+        self.bar = tqdm(total=c.num_steps, unit="step", dynamic_ncols=True, disable=None if master else True)
 
     def line(self, text: str, show: bool = True, **facts) -> None:
         """One line of the log, its facts as one JSON object of the twin, and the line on the console."""
-        if self.file is None:
-            return
-        self.file.write(text.encode() + b"\n")
-        self.file.flush()  # a run that is killed leaves a log up to that moment
-        if self.twin is not None:
-            print(json.dumps(facts), file=self.twin, flush=True)
-        if show and self.bar is not None:
-            self.bar.write(text)
-        elif show:
-            print(text, flush=True)
+        if self.master:
+            self.file.write(text.encode() + b"\n")
+            print(json.dumps(facts), file=self.twin)
+        if self.master and show:
+            with self.bar.external_write_mode():
+                print(text, flush=True)
 
     def fact(self, kind: str, value, show: bool = True) -> None:
         facts = value if isinstance(value, dict) else {"note": value}
         self.line(f"{kind} {json.dumps(value)}", show, kind=kind, **facts)
 
-    def step(self, step: int, c: Config, seconds: float, **loss: float) -> None:
-        ((name, value),) = loss.items()  # train_loss or val_loss
+    def step(self, step: int, seconds: float, name: str, loss: float) -> None:
+        """The line of a train_loss or val_loss."""
         ms, average = 1000 * seconds, 1000 * seconds / step if step else math.nan
-        self.line(f"step:{step}/{c.num_steps} {name}:{value:.4f} train_time:{ms:.0f}ms step_avg:{average:.2f}ms",
-                  show=self.bar is None or name == "val_loss",
-                  kind="step", step=step, num_steps=c.num_steps, **loss, train_time_ms=round(ms),
+        self.line(f"step:{step}/{self.num_steps} {name}:{loss:.4f} train_time:{ms:.0f}ms step_avg:{average:.2f}ms",
+                  show=self.bar.disable or name == "val_loss",
+                  kind="step", step=step, num_steps=self.num_steps, **{name: loss}, train_time_ms=round(ms),
                   step_avg_ms=round(average, 2) if step else None)
-        if self.bar is not None and name == "train_loss":
-            self.bar.update(step - self.bar.n)
-            self.bar.set_postfix_str(f"loss {value:.3f}, {average:.1f} ms a step")
+        self.bar.set_postfix_str(f"{name} {loss:.3f}, {average:.1f} ms a step", refresh=False)
+        self.bar.update(step - self.bar.n)
+
+    def put(self, step: int, loss: Tensor, seconds: float) -> None:
+        """loss, on the device: mean over the batch's tokens, and perhaps which `amaxes` are not finite."""
+        copy = loss.to("cpu", non_blocking=True)
+        self.pending.append((step, seconds, copy, torch.cuda.current_stream().record_event() if loss.is_cuda else None))
+        self.read()
+
+    def read(self) -> None:
+        """Logs the losses that have arrived. Raises BadInput if one, or what a recipe saw, is not finite."""
+        while self.pending and (self.pending[0][3] is None or self.pending[0][3].query()):
+            step, seconds, copy, _ = self.pending.pop(0)
+            loss, *flags = copy.view(-1).tolist()
+            self.step(step, seconds, "train_loss", loss)
+            if not math.isfinite(loss) or any(flags):
+                raise BadInput(f"the training loss is {loss} at step {step}{culprit(flags)}; lower the learning rates")
 
     def end(self, facts: dict) -> None:
-        if self.bar is not None:
-            self.bar.close()
-            self.bar = None
-        if self.file is not None:
-            rows = [f"{k}: {v if isinstance(v, str) else json.dumps(v)}" for k, v in facts.items()]
-            self.line("\n".join([RULE, *rows]), kind="end", **facts)
-            print(f"log: {self.path}")
+        self.bar.close()
+        rows = [f"{k}: {v if isinstance(v, str) else json.dumps(v)}" for k, v in facts.items()]
+        self.line("\n".join([RULE, *rows]), kind="end", **facts)
+
+def culprit(flags: list[float]) -> str:
+    """What was not finite at first: the first weight or input, else the last gradient, as backward starts there."""
+    bad = sorted((i % 3, i // 3) for i, flag in enumerate(flags) if flag) or [(3, 0)]  # kind, place
+    kind, place = bad[-1] if bad[0][0] == 2 else bad[0]
+    where = f"layer {place // 5}'s " * (place % 5 < 4) + PROJECTIONS[place % 5]
+    return f", {('weight', 'input', 'gradient')[kind]} of {where} not finite" if kind < 3 else ""
 
 class Clock:
     """Training time in seconds. It stands still around validation; starting and stopping wait for the device."""
@@ -1512,99 +1473,59 @@ def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
-class LossReader:
-    """Training losses for the log, read when they have arrived: nothing waits for the device."""
-
-    def __init__(self, c: Config, log: Log, device: torch.device):
-        self.config, self.log, self.pending, self.cuda = c, log, [], device.type == "cuda"
-        self.losses = torch.zeros(c.num_steps + 1, 1 + 15 * (1 + len(TOPOLOGIES[c.topology])), pin_memory=self.cuda)
-
-    def put(self, step: int, loss: Tensor, seconds: float) -> None:
-        """loss, on the device: mean over the batch's tokens, and perhaps which `amaxes` are not finite."""
-        self.losses[step, : loss.numel()].copy_(loss, non_blocking=True)
-        self.pending.append((step, seconds, torch.cuda.current_stream().record_event() if self.cuda else None))
-        self.write(wait=False)
-
-    def write(self, wait: bool) -> None:
-        """Logs what has arrived, in order. Raises BadInput if a loss, or what a recipe saw, is not finite."""
-        while self.pending and (wait or not self.cuda or self.pending[0][2].query()):
-            step, seconds, arrived = self.pending.pop(0)
-            if arrived is not None:
-                arrived.synchronize()
-            loss, *flags = self.losses[step].tolist()
-            self.log.step(step, self.config, seconds, train_loss=loss)
-            if not math.isfinite(loss) or any(flags):
-                raise BadInput(f"the training loss is {loss} at step {step}{culprit(flags)}; lower the learning rates")
-
-def culprit(flags: list[float]) -> str:
-    """What was not finite at first: the first weight or input, else the last gradient, as backward starts there."""
-    bad = sorted((i % 3, i // 3) for i, flag in enumerate(flags) if flag) or [(3, 0)]  # kind, place
-    kind, place = bad[-1] if bad[0][0] == 2 else bad[0]
-    where = f"layer {place // 5}'s " * (place % 5 < 4) + PROJECTIONS[place % 5]
-    return f", {('weight', 'input', 'gradient')[kind]} of {where} not finite" if kind < 3 else ""
-
-def output_of(*command: str) -> str | None:
-    """What a command prints, None if it is not there or says nothing; or on other ranks than 0, which log nothing."""
+def output_of(command: str) -> str | None:
+    """What a shell command prints, None if that is nothing; only rank 0 logs, so only there it runs."""
     if ranks()[0]:
         return None
-    try:
-        run = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)
-    except OSError:
-        return None
+    run = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=Path(__file__).parent)
     return run.stdout.strip() or None
 
 def describe_run() -> dict:
     """Which run of which code this is."""
-    commit = output_of("git", "rev-parse", "--verify", "-q", "HEAD")
+    commit = output_of("git rev-parse --verify -q HEAD")
     return dict(run_id=str(uuid.uuid4()), date=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
                 code_sha256=hashlib.sha256(SOURCE).hexdigest(), code_bytes=len(SOURCE), git_commit=commit,
-                git_clean=output_of("git", "status", "--porcelain") is None if commit else None)
+                git_clean=output_of("git status --porcelain") is None if commit else None)
 
 def describe_machine(device: torch.device) -> dict:
     """Hardware and versions. A collective: all ranks call it."""
-    driver = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    cpu = output_of("sed", "-n", "s/^model name.*: //p;T;q", "/proc/cpuinfo") or platform.processor()
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    devices, hosts = all_ranks(name), len(set(all_ranks(platform.node())))
     return dict(python=platform.python_version(), torch=torch.__version__, cuda=torch.version.cuda,
-                triton=triton.__version__ if triton else None, driver=driver.split("\n")[0] if driver else None,
-                devices=devices, world_size=len(devices), hosts=hosts, cpu=cpu)
-
-def seconds_of(work: Callable[[], object], device: torch.device, repeats: int = 5) -> float:
-    """Median seconds of `work`, after one call that is not counted."""
-    times = []
-    for _ in range(repeats + 1):
-        synchronize(device)
-        begin = time.perf_counter()
-        work()
-        synchronize(device)
-        times.append(time.perf_counter() - begin)
-    return sorted(times[1:])[repeats // 2]
+                triton=triton.__version__ if triton else None,
+                driver=output_of("nvidia-smi --query-gpu=driver_version --format=csv,noheader | head -n 1"),
+                devices=all_ranks(name), world_size=ranks()[1], hosts=len(set(all_ranks(platform.node()))),
+                cpu=output_of("sed -n 's/^model name.*: //p;T;q' /proc/cpuinfo") or platform.processor())
 
 def calibrate(device: torch.device) -> dict:
     """Speeds of this host, outside the clock, so that runs on different hosts can be compared. A collective."""
-    n, numbers = (8192, 2**28) if device.type == "cuda" else (1024, 2**24)
-    a, x, flops = torch.randn(n, n, device=device), torch.zeros(numbers, device=device), 2e-12 * n**3
-    half, fp8, one = a.bfloat16(), quantize(a, 0.02, E4M3).view(torch.uint8), torch.ones((), device=device)
-    gathered = x[: numbers // 4 // ranks()[1] * ranks()[1]]
-    part, has_fp8 = gathered.chunk(ranks()[1])[0].clone(), device.type == "cuda" and native("fp8", device)
-    work = {  # what a call moves or computes, and the call; an empty tuple where it cannot be made
-        "bf16_matmul_tflops": (flops, lambda: half @ half),
-        "fp8_matmul_tflops": (flops, lambda: product_op(fp8, fp8, one, one, torch.bfloat16, True)) * has_fp8,
-        "copy_gb_per_s": (8e-9 * numbers, x.clone),  # bytes read and written
-        "all_reduce_gb_per_s": (4e-9 * len(gathered), lambda: dist.all_reduce(gathered)) * (ranks()[1] > 1),
-        "all_gather_gb_per_s": (4e-9 * len(gathered), lambda: all_gather(gathered, part)) * (ranks()[1] > 1),
-    }
-    return {name: float(f"{w[0] / seconds_of(w[1], device):.4g}") if w else None for name, w in work.items()}
+    cuda, world_size = device.type == "cuda", ranks()[1]
+    n, numbers = (8192, 2**28) if cuda else (1024, 2**24)
+    a, x, one = torch.randn(n, n, device=device), torch.zeros(numbers, device=device), torch.ones((), device=device)
+    half, fp8 = a.bfloat16(), quantize(a, 0.02, E4M3).view(torch.uint8)
+    whole = x[: numbers // 4 // world_size * world_size]
+    part = whole.chunk(world_size)[0].clone()
+
+    def speed(amount: float, work: Callable[[], object], possible: bool = True) -> float | None:
+        """Of what a call computes or moves, per second: the median of five calls, after one that is not counted."""
+        if possible:
+            seconds = timeit.repeat(lambda: (work(), synchronize(device)), number=1, repeat=6)
+            return float(f"{amount / sorted(seconds[1:])[2]:.4g}")
+
+    return dict(
+        bf16_matmul_tflops=speed(2e-12 * n**3, lambda: half @ half),
+        fp8_matmul_tflops=speed(2e-12 * n**3, lambda: product_op(fp8, fp8, one, one, torch.bfloat16, True),
+                                cuda and native("fp8", device)),
+        copy_gb_per_s=speed(8e-9 * numbers, x.clone),  # bytes read and written
+        all_reduce_gb_per_s=speed(4e-9 * len(whole), lambda: dist.all_reduce(whole), world_size > 1),
+        all_gather_gb_per_s=speed(4e-9 * len(whole), lambda: all_gather(whole, part), world_size > 1))
 
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "GH200": 989e12, "B200": 2250e12, "A100": 312e12, "4090": 165e12}  # bf16
 
 def mfu(c: Config, tokens_per_s: float, device_name: str) -> float | None:
     """Model FLOPs (6 a matmul weight and token, no attention) over the GPUs' dense bf16 peak, or None if unknown."""
-    table = parameter_table(c)
-    weights = sum(math.prod(table[name].shape) for name in ("qk", "vo", "mlp_up", "mlp_down", "lm_head"))
+    matrices = [p.shape for name, p in parameter_table(c).items() if p.optimizer == "muon" or name == "lm_head"]
     peak = next((flops for name, flops in PEAK_FLOPS.items() if name in device_name), None)
-    return None if peak is None else round(6 * weights * tokens_per_s / ranks()[1] / peak, 4)
+    return None if peak is None else round(6 * sum(map(math.prod, matrices)) * tokens_per_s / ranks()[1] / peak, 4)
 
 # ------------------------------------------------------------------------------------------------------------------
 # 9. The run
@@ -1770,17 +1691,14 @@ def sample(model: GPT, text: str, count: int, temperature: float = 0.7) -> str:
     """`text` continued by at most `count` tokens, up to the document's end. Recomputes the sequence every time."""
     c, (encode, decode) = model.config, codec(model.config)
     model.block, model.embed_inputs, model.flex = block, embed_inputs, False  # lengths change: compile nothing
-    device = model.embed.device
     ids = [model.bos, *encode(text)]
     end = min(c.seq_len, len(ids) + count)
-    if len(ids) >= c.seq_len:
-        raise BadInput(f"--sample has {len(ids) - 1} tokens, and the model's sequences only {c.seq_len}")
+    require(len(ids) < c.seq_len, f"--sample has {len(ids) - 1} tokens, and the model's sequences only {c.seq_len}")
     while len(ids) < end:
-        padded = F.pad(torch.tensor(ids, device=device), (0, -len(ids) % BLOCK))
+        padded = F.pad(torch.tensor(ids, device=model.embed.device), (0, -len(ids) % BLOCK))
         x, middle = (t[len(ids) - 1] for t in model.hidden(padded, view_of(c.num_steps, c)))
         logits = softcap(F.linear(norm(x - model.mix[1].to(x.dtype) * middle), model.weight("lm_head")))
-        probabilities = (logits / temperature).softmax(-1)
-        ids.append(int(torch.multinomial(probabilities, 1)))
+        ids.append(int(torch.multinomial((logits / temperature).softmax(-1), 1)))
         if ids[-1] == model.bos:
             break
     return decode(ids[1:])
@@ -1789,7 +1707,6 @@ def save_checkpoint(model: GPT, path: str) -> None:
     """Weights without padding and the configuration; written beside and renamed, so that no half file has the name."""
     head = {"embed": "lm_head"} if model.tied else {}
     weights = {name: model.weight(head.get(name, name)).detach().cpu().clone() for name in model.table}
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
     torch.save({"config": dataclasses.asdict(model.config), "weights": weights}, f"{path}.part")
     os.replace(f"{path}.part", path)
 
@@ -1830,10 +1747,9 @@ def check_data(c: Config) -> tuple[list[Path], Tensor]:
     world_size = ranks()[1]
     for stage in SCHEDULES[c.schedule]:
         sequences = stage_tokens(stage, c) // c.seq_len
-        if sequences % world_size:
-            sizes = ", ".join(str(n) for n in range(1, sequences + 1) if sequences % n == 0)
-            raise BadInput(f"{world_size} processes cannot share a batch of {sequences} sequences; start {sizes} of "
-                           "them, or change --batch_tokens or --seq_len")
+        sizes = ", ".join(str(n) for n in range(1, sequences + 1) if sequences % n == 0)
+        require(sequences % world_size == 0, f"{world_size} processes cannot share a batch of {sequences} sequences; "
+                f"start {sizes} of them, or change --batch_tokens or --seq_len")
     paths, val_tokens, have, steps = find_shards(c, "train"), validation_tokens(c), 0, 0
     for path in paths * c.epochs:  # walks through the shards as the loader will
         tokens, starts = read_shard(path, c.vocab_size)
@@ -1843,20 +1759,17 @@ def check_data(c: Config) -> tuple[list[Path], Tensor]:
             if steps >= c.num_steps:
                 return paths, val_tokens
     shards = math.ceil(1.3 * total_tokens(c) / 1e8)  # the ends of long documents are skipped
-    raise BadInput(
-        f"{c.num_steps} steps need {total_tokens(c):,} tokens; the {have:,} in {c.data_dir} make "
-        f"{steps} steps; get more with `python data/fineweb.py {shards}`, lower --num_steps, or raise --epochs")
+    raise BadInput(f"{c.num_steps} steps need {total_tokens(c):,} tokens; the {have:,} in {c.data_dir} make {steps} "
+                   f"steps; get more with `python data/fineweb.py {shards}`, lower --num_steps, or raise --epochs")
 
 def agreed(work: Callable, *args):
     """work(*args) on every rank; if one raises BadInput, all raise it, so that none is left waiting."""
-    result, error = None, None
     try:
-        result = work(*args)
+        result, error = work(*args), None
     except BadInput as bad:
-        error = str(bad)
-    errors = [e for e in all_ranks(error) if e]
-    if errors:
-        raise BadInput(errors[0])
+        result, error = None, str(bad)
+    for sentence in filter(None, all_ranks(error)):
+        raise BadInput(sentence)
     return result
 
 def train(c: Config) -> int:
@@ -1891,7 +1804,6 @@ def train(c: Config) -> int:
     log.fact("note", f"{compile_s:.1f} s from launch to the first timed step")
 
     loader = Loader(paths, c, rank, world_size, device)
-    reader = LossReader(c, log, device)
     gc.collect()  # a collection in the middle of the run would cost up to 0.4 s (record 47)
     gc.freeze()
     if device.type == "cuda":
@@ -1901,15 +1813,15 @@ def train(c: Config) -> int:
         last = step == c.num_steps
         if last or c.val_interval and step % c.val_interval == 0:
             clock.stop()  # all of this is untimed, so it touches no weight and no training data
-            reader.write(wait=True)
+            log.read()
             optimizer.complete_weights()
             val_loss = validate(model, val_tokens, step, device)
-            log.step(step, c, clock.total, val_loss=val_loss)
+            log.step(step, clock.total, "val_loss", val_loss)
             if last:
                 break
             clock.start()
         loss = train_step(model, optimizer, loader.batch(), step, passes)
-        reader.put(step + 1, loss, clock.now())
+        log.put(step + 1, loss, clock.now())
 
     if c.precision == "fp16":
         log.fact("note", f"{c.num_steps - optimizer.steps} steps skipped, loss scale {optimizer.loss_scale:g}")
@@ -1921,34 +1833,30 @@ def train(c: Config) -> int:
         val_loss=round(val_loss, 4), target=c.target_loss, reached=reached, train_time_s=round(seconds, 3),
         step_avg_ms=round(1000 * seconds / c.num_steps, 2), tokens=tokens, tokens_per_s=round(tokens / seconds),
         mfu=mfu(c, tokens / seconds, machine["devices"][0]), peak_memory_mib=peak, compile_s=round(compile_s, 1),
-        code_sha256=run["code_sha256"],
-    ))
-    if rank == 0 and c.save_checkpoint:
-        save_checkpoint(model, c.save_checkpoint)
-    if rank == 0 and c.sample:
-        print(f"sample: {sample(model, c.sample, c.sample_tokens)}")
+        code_sha256=run["code_sha256"]))
+    if rank == 0:
+        print(f"log: {log.path}")
+        if c.save_checkpoint:
+            save_checkpoint(model, c.save_checkpoint)
+        if c.sample:
+            print(f"sample: {sample(model, c.sample, c.sample_tokens)}")
     return 0 if reached else 1
 
 def main(argv: list[str]) -> int:
     """Exit status on rank 0: 0 target reached, 1 not reached, 2 bad input or too little memory."""
-    master, sentence = os.environ.get("RANK", "0") == "0", ""
+    master, status = os.environ.get("RANK", "0") == "0", 2
     try:
         c = parse_config(argv)
         if c.load_checkpoint:
-            model = load_checkpoint(c.load_checkpoint, torch.device("cpu"))
-            sentence, status = sample(model, c.sample, c.sample_tokens), 0
-        else:
-            status = train(c)
-    except BadInput as bad:
-        sentence, status = f"train_gpt.py: {bad}", 2
-    except OSError as error:  # a file or folder that cannot be read or written
-        master, sentence, status = True, f"train_gpt.py: {error}", 2  # only this rank may know
-    except torch.OutOfMemoryError as error:
-        master, status = True, 2  # only this rank may know
-        remedy = "a smaller --micro_tokens makes the same updates with less"
-        sentence = f"train_gpt.py: {str(error).split('. ')[0]}; {remedy}"
-    if master and sentence:
-        print(sentence, file=sys.stderr if status else sys.stdout)
+            print(sample(load_checkpoint(c.load_checkpoint, torch.device("cpu")), c.sample, c.sample_tokens))
+        status = 0 if c.load_checkpoint else train(c)
+    except (BadInput, OSError, torch.OutOfMemoryError) as error:
+        sentence = str(error)
+        if isinstance(error, torch.OutOfMemoryError):
+            sentence = sentence.split(". ")[0] + "; a smaller --micro_tokens makes the same updates with less"
+        master = master or not isinstance(error, BadInput)  # of its files and memory only this rank may know
+        if master:
+            print(f"train_gpt.py: {sentence}", file=sys.stderr)
     if dist.is_initialized():
         if status < 2:
             dist.barrier()  # torchrun ends all ranks when the first one fails: none may leave while rank 0 is at work
