@@ -48,6 +48,7 @@ from functools import cache, partial
 from glob import glob
 from itertools import accumulate
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -144,7 +145,7 @@ BYTES = dict(  # what small models of single bytes have in common
 
 PRESETS: dict[str, dict] = {
     "speedrun": {},
-    "onepass": dict(schedule="onepass", num_steps=930, target_loss=3.492),
+    "onepass": dict(schedule="onepass", num_steps=1070, seq_len=8192, micro_tokens=16_384, target_loss=3.492),
     "laptop": BYTES | dict(
         topology="laptop", model_dim=128, num_heads=2, mlp_dim=512, schedule="laptop", num_steps=600,
         batch_tokens=2048, seq_len=2048, target_loss=1.5, val_tokens=131_072, val_seq_len=8192, val_interval=150,
@@ -171,7 +172,7 @@ SCHEDULES: dict[str, list[Stage]] = {
         Stage(0, 1, 2048, 20, 6, 1.73),
     ],
     "onepass": [  # the smaller the batch, the fewer tokens: records/2026-11-21_ladder
-        Stage(0.33, 1 / 6, 896, 3, 1, 1.0),
+        Stage(0.33, 1 / 12, 896, 3, 1, 1.0),
         Stage(0.33, 1 / 6, 2048, 7, 3, 1.52),
         Stage(0.32, 1 / 3, 2048, 11, 5, 1.73),
         Stage(0.02, 1 / 3, 2048, 13, 6, 1.73),
@@ -1013,6 +1014,7 @@ def put_rows(bank, rows, parts) -> None:
     """Writes parts (ranks, n, width / ranks) to rows (n,) of bank (R, width)."""
     bank[rows] = parts.transpose(0, 1).flatten(1)[:, : bank.size(1)]
 
+DONE = SimpleNamespace(wait=lambda: None)  # the transfer of a rank that is alone
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch 2.13's name, and 2.11's
 reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
@@ -1040,7 +1042,7 @@ class Optimizer:
         """Starts anew from the float32 weights `full`, as `initialize` returns them."""
         self.masters = {name: self.own(name, w).clone() for name, w in full.items()}
         self.state = {name: self.zero_state(name) for name in full}
-        self.steps, self.totals, self.used = 0, None, {}
+        self.steps, self.totals, self.used = 0, {}, {}
         self.model.amaxes.zero_()
         self.loss_scale, self.good = 2.0**15 if self.model.config.precision == "fp16" else None, 0
         self.factor.fill_((self.loss_scale or 0) * 2.0**-self.seq_bits)
@@ -1067,10 +1069,10 @@ class Optimizer:
         return bank.chunk(self.world_size)[self.rank] if how == "slice" else bank
 
     def reduce(self, name: str, grad: Tensor):
-        """Starts summing a gradient over the ranks. Returns what the sum, or this rank's slice of it, will be in, and
-        the transfer, or None."""
+        """Starts summing a gradient over the ranks. Returns what this rank's part of the sum will be in, and the
+        transfer."""
         if self.world_size == 1:
-            return grad, None
+            return grad, DONE
         if self.model.table[name].update == "all":
             self.sent += 2 * grad.nbytes
             return grad, dist.all_reduce(grad, async_op=True)
@@ -1078,13 +1080,21 @@ class Optimizer:
         part = torch.empty_like(grad.chunk(self.world_size)[0])
         return part, reduce_scatter(part, grad, async_op=True)
 
-    def gather(self, whole: Tensor, part: Tensor):
-        """Starts handing out every rank's part of `whole`. Returns the transfer, or None."""
-        if self.world_size == 1:
-            whole.copy_(part)
-            return None
-        self.sent += whole.nbytes
-        return all_gather(whole, part, async_op=True)
+    def hand_out(self, name: str, part: Tensor) -> Callable[[], None]:
+        """Starts giving all ranks this rank's updated part of a parameter. What it returns completes that."""
+        many, transfer, rows = part, DONE, name in self.tables
+        narrow = name in self.gather8 and not (name == "lm_head" and self.model.tied)  # tied it is the embedding, too
+        if self.world_size > 1 and self.model.table[name].update != "all" and not narrow:
+            many = part.new_empty(self.world_size * len(part), part.size(1)) if rows else self.banks[name]
+            self.sent += many.nbytes
+            transfer = all_gather(many, part, async_op=True)
+
+        def complete() -> None:
+            transfer.wait()
+            if rows:
+                self.put_rows(self.banks[name], self.used[name], many.unflatten(0, (self.world_size, -1)))
+
+        return complete
 
     @torch.no_grad()
     def find_rows(self, batch: list[dict[str, Tensor]]) -> None:
@@ -1104,7 +1114,7 @@ class Optimizer:
     @torch.no_grad()
     def add_rows(self, rows: dict[str, Tensor], grads: dict[str, Tensor]) -> None:
         """Adds a micro-batch's gradients of the looked-up rows to those of this step."""
-        if self.totals is None:
+        if not self.totals:
             if self.counted is not None:
                 self.counted.synchronize()
             self.totals = {name: self.masters[name].new_zeros(self.world_size, n, self.masters[name].size(1))
@@ -1144,39 +1154,34 @@ class Optimizer:
         """Updates the weights from their .grad, and the tables from `add_rows`, and frees both. All ranks must call it
         together."""
         grads = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
-        if self.totals is not None:
-            grads |= {name: total.to(getattr(self.model, name).dtype) for name, total in self.totals.items()}
-        reductions, gathers, unscale = {name: self.reduce(name, grad) for name, grad in grads.items()}, [], None
-        if self.loss_scale is not None:  # waits for the device, as nothing of an overflow may be kept
-            for transfer in (transfer for _, transfer in reductions.values() if transfer is not None):
-                transfer.wait()
-            found = sum((~grad.isfinite().all()).float() for grad, _ in reductions.values())
-            if self.world_size > 1:
-                dist.all_reduce(found, dist.ReduceOp.MAX)
-            unscale, finite = 2.0**self.seq_bits / self.loss_scale, found.item() == 0
-            self.loss_scale, self.good = next_loss_scale(self.loss_scale, self.good, finite)
-            self.factor.fill_(self.loss_scale * 2.0**-self.seq_bits)
-            if not finite:
-                self.totals = None
-                return self.model.zero_grad()
-        self.steps += 1
+        grads |= {name: total.to(self.banks[name].dtype) for name, total in self.totals.items()}
+        reductions, names = {name: self.reduce(name, grad) for name, grad in grads.items()}, [*grads]
+        self.model.zero_grad()
+        self.totals, grads = {}, None
+        unscale = self.loss_scale and self.unscale(reductions)
+        if unscale == 0:
+            return
+        self.steps, completions = self.steps + 1, []
         for name, (grad, transfer) in reductions.items():
-            if transfer is not None:
-                transfer.wait()
+            transfer.wait()
             grad = grad if unscale is None else grad.float() * unscale
-            part, how = self.update(name, grad, lr_factor, momentum), self.model.table[name].update
-            getattr(self.model, name).grad = None
-            wide = name not in self.gather8 or name == "lm_head" and self.model.tied  # then it is the embedding, too
-            if how == "rows" or how == "slice" and self.world_size > 1 and wide:
-                many = part.new_empty(self.world_size * len(part), *part.shape[1:]) if how == "rows" else self.banks[name]
-                gathers.append((name, many, self.gather(many, part)))
-        for name, many, transfer in gathers:
-            if transfer is not None:
-                transfer.wait()
-            if name in self.tables:
-                self.put_rows(self.banks[name], self.used[name], many.unflatten(0, (self.world_size, -1)))
-        self.totals = None
-        self.quantize_weights([*grads])
+            completions.append(self.hand_out(name, self.update(name, grad, lr_factor, momentum)))
+        for complete in completions:
+            complete()
+        self.quantize_weights(names)
+
+    def unscale(self, reductions: dict) -> float:
+        """The factor that undoes the loss scale, 0 if a gradient overflowed on any rank: nothing of it may be kept, so
+        this waits for the device. Adapts the scale."""
+        for _, transfer in reductions.values():
+            transfer.wait()
+        found = sum((~grad.isfinite().all()).float() for grad, _ in reductions.values())
+        if self.world_size > 1:
+            dist.all_reduce(found, dist.ReduceOp.MAX)
+        factor, finite = 2.0**self.seq_bits / self.loss_scale, found.item() == 0
+        self.loss_scale, self.good = next_loss_scale(self.loss_scale, self.good, finite)
+        self.factor.fill_(self.loss_scale * 2.0**-self.seq_bits)
+        return factor * finite
 
     @torch.no_grad()
     def quantize_weights(self, names: list[str]) -> None:
