@@ -27,7 +27,7 @@ LOCAL_GPU = int(os.environ.get("LOCAL_RANK", 0))
 
 if __name__ == "__main__":  # torch and CUDA read these once: large, varied tensors would fragment fixed segments, and
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    gpus = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(str(i) for i in range(len(glob("/dev/nvidia[0-9]*"))))
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(str(i) for i in range(len(glob("/dev/nvidia[0-9]*")))))
     if LOCAL_GPU < len(gpus.split(",")) and gpus:  # the compiler's cache tells cuda:0 from cuda:1, so all are cuda:0
         os.environ["CUDA_VISIBLE_DEVICES"], LOCAL_GPU = gpus.split(",")[LOCAL_GPU], 0
 
@@ -45,7 +45,6 @@ import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
-from glob import glob
 from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
@@ -679,8 +678,8 @@ class Param(NamedTuple):
     init: Callable[[Tensor], None]  # fills a float32 tensor in place
     decay: float = 0.0  # weight decay at full learning rate
     betas: tuple[float, float] = (0.9, 0.99)  # Adam's
-    update: str = "slice"  # each rank updates its slice of dimension 0; "all": every rank all of it; "rows": every rank
-    #                        those rows that a batch looks up, which spares it the gradient of a whole table
+    update: str = "slice"  # each rank updates its part of dimension 0; "all": every rank all of it; "rows": only the
+    #                        rows that a batch looked up, each rank its columns of them
 
 def parameter_table(c: Config) -> dict[str, Param]:
     """Every parameter of the model, in the order in which the optimizer works on them: matrices first, as their updates
@@ -942,10 +941,10 @@ def initialize(model: GPT, seed: int) -> dict[str, Tensor]:
 #
 # Every rank computes with a bf16 copy of all weights; the float32 weights and the optimizer's state exist once, on the
 # rank that owns that slice. A step is: sum every gradient over the ranks and keep the own slice (reduce-scatter),
-# update it, and hand out the new bf16 slice (all-gather). Tables have far more rows than a batch has tokens; so only
-# rows that some rank looked up have gradients, which are summed (all-reduce), and are updated, on every rank. All
-# transfers are asynchronous, so they run while the previous parameter is being worked on. Gradients are sums over
-# tokens, so that neither the number of GPUs nor of accumulation steps enters anywhere.
+# update it, and hand out the new bf16 slice (all-gather). Tables have far more rows than a batch has tokens; only rows
+# that some rank looked up have gradients and are updated, and slices of tables are columns, so that all ranks share this
+# work whichever rows they are. All transfers are asynchronous, so they run while the previous parameter is being worked
+# on. Gradients are sums over tokens, so that neither the number of GPUs nor of accumulation steps enters anywhere.
 
 POLAR_EXPRESS = (  # a, b, c of each iteration: the fastest polynomials of degree 5 (Amsel et al. 2025; record 38)
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
@@ -1658,10 +1657,11 @@ def warm_up(model: GPT, optimizer: Optimizer, device: torch.device, passes: Call
         model(tokens[: c.val_seq_len], tokens[1 : c.val_seq_len + 1].clone(), view_of(step, c))
 
     def update(step: int) -> None:
-        optimizer.used = {name: torch.arange(200, device=device) for name in optimizer.tables}
+        few = {name: min(200, len(optimizer.masters[name])) for name in optimizer.tables}  # rows
+        optimizer.used = {name: torch.arange(count, device=device) for name, count in few.items()}
         for name, state in optimizer.state.items():
-            few = slice(200) if name in optimizer.tables else slice(None)
-            optimizer.update(name, torch.zeros_like(state[0][few], dtype=getattr(model, name).dtype), 0.0, 0.0)
+            grad = torch.zeros_like(state[0][: few.get(name)], dtype=getattr(model, name).dtype)
+            optimizer.update(name, grad, 0.0, 0.0)
 
     parts = [(micro_step, step) for step in {sequences(step)[1]: step for step in steps}.values()]
     parts += [(evaluate, c.num_steps), (update, c.num_steps)]
@@ -1676,6 +1676,8 @@ def warm_up(model: GPT, optimizer: Optimizer, device: torch.device, passes: Call
         micro_step(step)  # what is made at first use cannot be captured
         count, of_micro = sequences(step)
         train_step(model, optimizer, [micro_batch(step)] * min(2, count // of_micro), step, passes)
+        if not model.flex:  # the masks' shapes are the windows'
+            evaluate(step)
     update(c.num_steps)
     evaluate(c.num_steps)
     synchronize(device)

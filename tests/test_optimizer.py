@@ -3,8 +3,8 @@
 References: the steps of the digest's section C.8 written in float64 NumPy, torch.optim.Adam in float64, the polar
 factor U V^T from NumPy's SVD, Adam of a table's rows as a loop over rows, sets for which rows are looked up, and for
 the sharding one rank against 2, 3 and 4 ranks over gloo on the same 12 sequences, in float64, so that only a fault can
-make a difference (in float32 the order of a sum turns bits of Muon's bfloat16). 3 ranks divide no bank of the model:
-they need the padding.
+make a difference (in float32 the order of a sum turns bits of Muon's bfloat16). 3 ranks divide no bank of the model and
+no table's width: they need the padding.
 """
 import os
 import subprocess
@@ -320,7 +320,7 @@ def test_a_reset_forgets_moments_and_steps():
     optimizer = t.Optimizer(model)
     for _ in range(2):
         optimizer.reset(t.initialize(model, 3))
-        assert (optimizer.steps, optimizer.sent, optimizer.totals) == (0, 0, None)
+        assert (optimizer.steps, optimizer.sent, optimizer.totals, optimizer.used) == (0, 0, {}, {})
         for step in range(3):
             give_gradients(model, optimizer, step)
             optimizer.step(1.0, 0.9)
@@ -418,9 +418,54 @@ def test_gradients_of_equal_rows_are_summed_over_micro_batches_in_the_masters_pr
         for rows, grads in batch:
             np.add.at(dense, rows[name].numpy(), grads[name].double().numpy())
         used = sorted({row for rows, _ in batch for row in rows[name].tolist()})
-        total = optimizer.totals[name].double().numpy()
-        assert total.shape == (len(used), dense.shape[1])
+        assert optimizer.used[name].tolist() == used and optimizer.totals[name].shape == (1, len(used), dense.shape[1])
+        total = optimizer.totals[name][0].double().numpy()
         assert np.linalg.norm(total - dense[used]) < close * np.linalg.norm(dense)
+
+
+RANKS_AND_WIDTHS = pytest.mark.parametrize("ranks, width", [(1, 5), (2, 6), (2, 7), (3, 4), (3, 9), (4, 13)])
+
+
+@RANKS_AND_WIDTHS
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_gradients_of_rows_are_added_column_by_column_to_the_part_of_the_rank_that_owns_it(ranks, width, dtype):
+    part, used = -(-width // ranks), [2, 3, 7, 11]
+    rows, grad = torch.tensor([7, 2, 7, 11, 2, 7]), normal(6, width).to(dtype)  # no rank of ours looked up row 3
+    place = torch.tensor([sum(row <= r for row in used) for r in range(13)])
+    start = normal(ranks, 4, part, seed=1)
+    total, expected = start.clone(), start.tolist()
+    t.sum_rows(total, place, rows, grad)
+    for row, line in zip(rows.tolist(), grad.tolist()):
+        for column, number in enumerate(line):
+            expected[column // part][used.index(row)][column % part] += number
+    torch.testing.assert_close(total, torch.tensor(expected, dtype=torch.float64), rtol=1e-14, atol=1e-14)
+    flat = (total - start).transpose(0, 1).flatten(1)
+    assert not flat[1].any() and not flat[:, width:].any(), "a row without gradients, and the padding"
+
+
+@RANKS_AND_WIDTHS
+def test_what_the_ranks_hand_out_is_written_to_the_used_rows_without_padding_and_to_no_others(ranks, width):
+    part, rows, bank = -(-width // ranks), [0, 4, 5, 9], normal(11, width, dtype=torch.bfloat16)
+    parts, expected = normal(ranks, 4, part, seed=1, dtype=torch.bfloat16), bank.tolist()
+    place = bank.data_ptr()
+    t.put_rows(bank, torch.tensor(rows), parts)
+    for line, row in enumerate(rows):
+        for column in range(width):
+            expected[row][column] = parts[column // part, line, column % part].item()
+    assert bank.tolist() == expected and bank.data_ptr() == place
+
+
+def test_adam_of_rows_returns_the_new_ones_rounded_and_keeps_the_others_to_the_bit():
+    rows, others, grad = torch.tensor([1, 4, 6]), [0, 2, 3, 5], normal(3, 5, seed=4)
+    start = [normal(7, 5, seed=1), normal(7, 5, seed=2), normal(7, 5, seed=3).square()]
+    rates = numbers(0.1, 0.3, 0.6, 0.9, 1.5)
+    few, copy = [x[rows] for x in start], torch.empty(3, 5, dtype=torch.bfloat16)
+    t.adam_update(few[0], copy, grad, few[1:], *rates)
+    ours = [x.clone() for x in start]
+    returned = t.adam_rows(grad, rows, ours[0], ours[1:], torch.bfloat16, *rates)
+    assert returned.dtype == torch.bfloat16 and torch.equal(returned, copy)
+    for now, before, new in zip(ours, start, few):
+        assert torch.equal(now[rows], new) and torch.equal(now[others], before[others])
 
 
 def test_untying_copies_weights_masters_and_moments_of_the_head_which_then_part():
@@ -457,12 +502,16 @@ def test_the_run_unties_at_the_first_step_of_the_last_third_and_reports_the_tied
     assert tied == [True] * 5 + [False]  # 0.667 * 6 = 4.002
 
 
-@pytest.mark.parametrize("micro_tokens", [128, 512, 1536])
-def test_warming_up_leaves_no_trace(micro_tokens):
-    warm, fresh = (small("float64", micro_tokens=micro_tokens) for _ in range(2))
+LARGER = dict(vocab_size=256, bigram_rows=303)
+
+
+@pytest.mark.parametrize("micro_tokens, sizes", [
+    (128, LARGER), (512, LARGER), (1536, LARGER), (512, {})])
+def test_warming_up_leaves_no_trace(micro_tokens, sizes):
+    warm, fresh = (small("float64", micro_tokens=micro_tokens, **sizes) for _ in range(2))
     start, optimizer = t.initialize(fresh, 0), t.Optimizer(warm)
     t.warm_up(warm, optimizer, torch.device("cpu"))
-    assert warm.tied and (optimizer.steps, optimizer.sent, optimizer.totals) == (0, 0, None)
+    assert warm.tied and (optimizer.steps, optimizer.sent, optimizer.totals, optimizer.used) == (0, 0, {}, {})
     for name, p in warm.named_parameters():
         assert torch.equal(p, getattr(fresh, name)) and torch.equal(optimizer.masters[name], start[name]), name
         assert p.grad is None and not any(part.any() for part in optimizer.state[name]), name
@@ -471,7 +520,7 @@ def test_warming_up_leaves_no_trace(micro_tokens):
 @pytest.mark.parametrize("micro_tokens", [128, 256, 1536])
 def test_warming_up_makes_the_first_and_a_further_pass_of_every_kind_that_the_run_will_make(micro_tokens):
     """So that nothing is captured while the clock runs, and what is made at first use was made before a capture."""
-    model = small("float64", schedule="speedrun", num_steps=12, micro_tokens=micro_tokens, untie_frac=0.5)
+    model = small("float64", schedule="speedrun", num_steps=12, micro_tokens=micro_tokens, untie_frac=0.5, **LARGER)
     optimizer, made, phase = t.Optimizer(model), {}, "warm-up"
 
     def passes(model, optimizer, inputs, targets, rows, view):
@@ -581,7 +630,7 @@ def work(rank, world_size, dtype, folder):
     optimizer.find_rows([rows for rows, _ in lookup])
     for rows, grads in lookup:
         optimizer.add_rows(rows, grads)
-    found = dict(lookup=lookup, places=optimizer.places, counts=optimizer.counts.tolist(), totals=optimizer.totals)
+    found = dict(lookup=lookup, used=optimizer.used, counts=optimizer.counts.tolist(), totals=optimizer.totals)
     torch.save(dict(weights={n: model.weight(n).detach().clone() for n in model.table}, losses=losses, calls=issued,
                     padding=padding, owned=owned, tied=model.tied, tables=tables, used=used, sent=sent, found=found),
                f"{folder}/{world_size}-{rank}")
@@ -606,6 +655,14 @@ def worlds(request, tmp_path_factory):
     return request.param, {n: [torch.load(folder / f"{n}-{rank}") for rank in range(n)] for n in (1, 2, 3, 4)}
 
 
+def together(ranks, name):
+    """Master, mean and mean square of a table of which each rank has columns, without padding, which must be zero."""
+    width = ranks[0]["weights"][name].size(1)
+    whole = [torch.cat(parts, 1) for parts in zip(*(rank["tables"][name] for rank in ranks))]
+    assert not any(x[:, width:].any() for x in whole), f"padding of {name}"
+    return [x[:, :width] for x in whole]
+
+
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_any_number_of_ranks_gives_the_weights_and_losses_of_one(worlds, world_size):
     dtype, results = worlds
@@ -622,13 +679,14 @@ def test_any_number_of_ranks_gives_the_weights_and_losses_of_one(worlds, world_s
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_all_ranks_have_the_same_bits_of_the_tables_and_their_moments_which_are_those_of_one(worlds, world_size):
+def test_the_columns_of_the_tables_and_their_moments_of_all_ranks_are_together_those_of_one(worlds, world_size):
     dtype, results = worlds
-    for rank in results[world_size]:
-        for name in TABLES:
-            for ours, first, one in zip(*(r["tables"][name] for r in (rank, results[world_size][0], results[1][0]))):
-                assert torch.equal(ours, first), f"the ranks differ in {name}"
-                assert (ours - one).norm() < (1e-9 if dtype == "float64" else 0.1) * one.norm(), name
+    for name in TABLES:
+        for ours, one in zip(together(results[world_size], name), results[1][0]["tables"][name]):
+            assert ours.shape == one.shape and one.any()
+            assert (ours - one).norm() < (1e-9 if dtype == "float64" else 0.1) * one.norm(), name
+        for rank in results[world_size]:
+            assert torch.equal(rank["weights"][name], together(results[world_size], name)[0]), "each has all columns"
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -639,11 +697,11 @@ def test_rows_that_no_rank_looked_up_in_a_run_keep_weights_and_moments_to_the_bi
         used = {row for rank in results[world_size] for step in rank["used"] for rows in step[name] for row in rows}
         untouched = [row for row in range(len(start[name])) if row not in used]
         assert untouched and used
-        for rank in results[world_size]:
-            w, mean, square = rank["tables"][name]
-            assert torch.equal(w[untouched], start[name][untouched])
-            assert not mean[untouched].any() and not square[untouched].any()
-            assert mean[sorted(used)].any(1).all() and square[sorted(used)].any(1).all(), "looked-up rows have moments"
+        w, mean, square = together(results[world_size], name)
+        assert torch.equal(w[untouched], start[name][untouched])
+        assert all(torch.equal(rank["weights"][name][untouched], w[untouched]) for rank in results[world_size])
+        assert not mean[untouched].any() and not square[untouched].any()
+        assert mean[sorted(used)].any(1).all() and square[sorted(used)].any(1).all(), "looked-up rows have moments"
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -656,12 +714,16 @@ def test_rows_that_any_rank_looks_up_are_found_by_all_and_each_rank_sums_its_own
         assert world_size == 1 or all(set(rows[name]) < set(union) for rows in own), "the ranks look up different rows"
         for rank, rows in zip(found, own):
             assert rank["counts"][i] == len(union)
-            assert rank["places"][name][union].tolist() == [*range(1, len(union) + 1)]
+            assert rank["used"][name].tolist() == union
+            width, parts = len(rank["lookup"][0][1][name][0]), rank["totals"][name].double()
+            assert parts.shape == (world_size, len(union), -(-width // world_size))  # what each rank will own
+            totals = torch.cat(parts.unbind(), 1)
+            assert not totals[:, width:].any(), "padding"
             sums = {row: 0 for row in union}
             for index, grads in rank["lookup"]:
                 for row, line in zip(index[name].tolist(), grads[name]):
                     sums[row] = sums[row] + line.double()
-            for row, total in zip(union, rank["totals"][name].double()):
+            for row, total in zip(union, totals[:, :width]):
                 torch.testing.assert_close(total, total * 0 + sums[row], rtol=1e-5, atol=1e-5)
                 assert row in rows[name] or not total.any(), "a row of another rank, whose gradient is there"
 
@@ -671,25 +733,30 @@ def test_each_rank_holds_its_part_of_the_optimizers_state_and_padding_stays_zero
     for rank in worlds[1][world_size]:
         assert rank["padding"] == 0
         for name, shape in rank["owned"].items():
-            rows, whole = worlds[1][1][0]["weights"][name].shape[0], name in ("scalars", "mix", "xsa", "gates", *TABLES)
-            assert shape[0] == (rows if whole else -(-rows // world_size)), name
+            rows, *others = worlds[1][1][0]["weights"][name].shape
+            if name in TABLES:
+                others = [-(-others[0] // world_size)]  # all rows, of its own columns
+            elif name not in ("scalars", "mix", "xsa", "gates"):
+                rows = -(-rows // world_size)
+            assert shape == (rows, *others), name
 
 
-def test_all_ranks_issue_the_same_collectives_in_the_same_order_and_all_but_the_flags_overlap(worlds):
-    begin = ["max"] * 2 + ["all_reduce"]  # which rows are looked up, and the loss
-    muon, vectors, rows = ["scatter"] * 4, ["all_reduce"] * 4, ["all_reduce"] * 2
-    tied = begin + muon + vectors + ["scatter"] + rows + ["gather"] * 5
-    untied = begin + muon + vectors + ["scatter"] * 2 + rows + ["gather"] * 6  # the embedding as well
+def test_all_ranks_issue_the_same_collectives_in_the_same_order_and_none_stops_the_cpu(worlds):
+    begin = ["max", "all_reduce"]  # which rows of all tables are looked up, and the loss
+    muon, vectors, rows = ["scatter"] * 4, ["all_reduce"] * 4, ["scatter"] * 2
+    tied = begin + muon + vectors + ["scatter"] + rows + ["gather"] * 7
+    untied = begin + muon + vectors + ["scatter"] * 2 + rows + ["gather"] * 8  # the embedding as well
     for world_size in (2, 3, 4):
         first, *others = [rank["calls"] for rank in worlds[1][world_size]]
         assert all(calls == first for calls in others)
         assert [[kind for kind, *_ in calls] for calls in first] == [tied] * 3 + [untied] * 3
-        assert all(asynchronous for calls in first for kind, *_, asynchronous in calls if kind != "max")
+        assert all(asynchronous for calls in first for *_, asynchronous in calls)
+        assert all(calls[0][1] == 61 + 1001 for calls in first), "a byte for each row of the tables"
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_bytes_per_step_are_those_of_gradients_and_weights_in_a_ring_and_of_tables_only_rows_travel(worlds, world_size):
-    """Without the flags of the rows and the loss, each of which is a vector."""
+    """Without the flags of the rows, which are a byte each, and the loss, which is a number."""
     dtype, results = worlds
     for rank in results[world_size]:
         share = {"all_reduce": 2, "scatter": 1, "gather": 1, "max": 0}  # a ring's sum goes round twice
@@ -698,10 +765,13 @@ def test_bytes_per_step_are_those_of_gradients_and_weights_in_a_ring_and_of_tabl
         sent = sum(share[kind] * size for calls in rank["calls"] for kind, size, _ in calls if size != SIZE[dtype])
         assert rank["sent"] == round((1 - 1 / world_size) * sent / 6)
         for step, calls in enumerate(rank["calls"]):
-            sizes = [size for kind, size, _ in calls if kind == "all_reduce"][-2:]
-            for name, size in zip(TABLES, sizes):
-                used = {row for other in results[world_size] for rows in other["used"][step][name] for row in rows}
-                assert size == len(used) * rank["weights"][name].size(1) * SIZE[dtype], "a gradient for each used row"
+            for kind in ("scatter", "gather"):  # gradients of used rows to the owners of columns, and new rows back
+                sizes = [size for k, size, _ in calls if k == kind][-2:]
+                assert len(sizes) == (2 if world_size > 1 else 0)
+                for name, size in zip(TABLES, sizes):
+                    used = {row for other in results[world_size] for rows in other["used"][step][name] for row in rows}
+                    width = -(-rank["weights"][name].size(1) // world_size) * world_size
+                    assert size == len(used) * width * SIZE[dtype], (name, kind)
 
 
 SIZE = {"float64": 8, "float32": 4}

@@ -406,9 +406,9 @@ def test_the_defaults_are_the_record_and_the_presets_are_laid_over_them():
 
 def test_one_pass_fits_into_the_data_of_the_earlier_record_on_one_pass():
     c = t.parse_config(["--preset=onepass"])
-    steps = {0: 65_536, 307: 65_536, 614: 131_072, 911: 131_072}  # of 930: 0.33, 0.33, 0.32, 0.02
+    steps = {0: 32_768, 353: 65_536, 706: 131_072, 1049: 131_072}  # of 1070: 0.33, 0.33, 0.32, 0.02
     assert [(first, t.stage_tokens(stage, c)) for first, end, stage in t.stages(c) if end > first] == [*steps.items()]
-    assert t.total_tokens(c) == 614 * 65_536 + 316 * 131_072 == 81_657_856
+    assert t.total_tokens(c) == 353 * 32_768 + 353 * 65_536 + 364 * 131_072 == 82_411_520
 
 
 def test_a_given_value_overrides_the_preset_wherever_it_stands():
@@ -475,7 +475,15 @@ def test_a_graph_compiled_while_the_clock_runs_is_reported_as_a_defect(eager_gra
     assert facts[1:] == [("defect", "head of 5 rows without gradients")]
 
 
-def test_warming_up_compiles_every_graph_of_the_run(eager_graphs, corpus, tmp_path):
+def masks_of_one_shape(docs, windows, masks=t.sdpa_masks):
+    """SDPA's, but as FlexAttention's are: what a window is changes their numbers and not their shapes."""
+    n = len(docs) // t.BLOCK
+    far, whole = torch.arange(n * t.BLOCK - 1, -1, -1) // t.BLOCK, masks(docs, {"all": n})["all"]
+    return {name: whole & (far < window) for name, window in windows.items()}
+
+
+def test_warming_up_compiles_every_graph_of_the_run(eager_graphs, corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(t, "sdpa_masks", masks_of_one_shape)
     args = arguments(data_dir=corpus, log_dir=tmp_path, compile=True, val_interval=1, topology="gpt2", model_dim=64,
                      num_heads=4, **STAGES)  # batches of 2, 4 and 6 sequences, the embedding untied inside a stage
     assert t.main(args) == 1
@@ -483,6 +491,49 @@ def test_warming_up_compiles_every_graph_of_the_run(eager_graphs, corpus, tmp_pa
     assert len(log.values("compile")) >= 4 and log.values("defect") == []
     for size in (512, 1024, 1536):
         assert any(f" of {size} rows for training" in fact["what"] for fact in log.values("compile"))
+
+
+def test_warming_up_compiles_validation_of_every_stage_under_sdpa_too(eager_graphs, corpus, tmp_path):
+    t.main(arguments(data_dir=corpus, log_dir=tmp_path, compile=True, val_interval=1, num_steps=3, **{
+        name: value for name, value in STAGES.items() if name != "num_steps"}))
+    assert read_log(only_log(tmp_path)).values("defect") == []
+
+
+# ---------------------------------------------------------------------------------------------------- whose GPU
+
+
+HEAD = """
+import glob, json, os, sys
+script, name, cards = sys.argv[1:]
+glob.glob = lambda pattern: [f"/dev/nvidia{i}" for i in range(int(cards))] if pattern == "/dev/nvidia[0-9]*" else 1 / 0
+before, module = dict(os.environ), {"__name__": name, "__file__": script}
+exec(open(script).read().partition("\\nimport argparse\\n")[0], module)
+changes = {key: value for key, value in os.environ.items() if before.get(key) != value}
+ready = "torch" in sys.modules
+print(json.dumps([module["LOCAL_GPU"], changes.pop("CUDA_VISIBLE_DEVICES", None), sorted(changes), ready]))
+"""
+
+
+@pytest.mark.parametrize("visible, local_rank, cards, expected", [
+    ("4,5", "1", 0, (0, "5")), ("4,5", "0", 8, (0, "4")),
+    (None, "3", 8, (0, "3")), (None, None, 8, (0, "0")),  # without torchrun the first one
+    ("GPU-aa,GPU-bb", "1", 2, (0, "GPU-bb")),
+    (None, "1", 0, (1, None)), (None, None, 0, (0, None)), ("", "1", 0, (1, None)),  # no GPU: nothing to choose
+    ("4,5", "2", 8, (2, None)),  # one process too many: `setup_device` says so
+    ("", None, 8, (0, None)),  # an empty list hides all GPUs
+])
+def test_a_process_started_by_torchrun_sees_its_own_gpu_only(visible, local_rank, cards, expected):
+    given = {"CUDA_VISIBLE_DEVICES": visible, "LOCAL_RANK": local_rank}
+    environment = {key: value for key, value in (ENVIRONMENT | given).items() if value is not None}
+    environment.pop("PYTORCH_CUDA_ALLOC_CONF", None)
+
+    def head(name):
+        run = start(str(SCRIPT), name, str(cards), script=HEAD, launcher=["-c"], env=environment)
+        assert run.returncode == 0, run.stderr
+        return json.loads(run.stdout)
+
+    assert head("__main__") == [*expected, ["PYTORCH_CUDA_ALLOC_CONF"], False]
+    assert head("train_gpt") == [int(local_rank or 0), None, [], False], "importing changes nothing"
 
 
 # ---------------------------------------------------------------------------------------------------- the file itself
@@ -508,7 +559,7 @@ assert "tiktoken" not in sys.modules, "imported before it is needed"
 
 def test_the_file_reads_in_one_sitting():
     source = SCRIPT.read_text()
-    assert source.count("\n") <= 1800
+    assert source.count("\n") <= 1900
     functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
     long = {f.name: f.end_lineno - f.lineno + 1 for f in functions if f.end_lineno - f.lineno + 1 > 70}
     assert set(long) <= {"main", "train"}, long
