@@ -942,9 +942,9 @@ def initialize(model: GPT, seed: int) -> dict[str, Tensor]:
 # Every rank computes with a bf16 copy of all weights; the float32 weights and the optimizer's state exist once, on the
 # rank that owns that slice. A step is: sum every gradient over the ranks and keep the own slice (reduce-scatter),
 # update it, and hand out the new bf16 slice (all-gather). Tables have far more rows than a batch has tokens; only rows
-# that some rank looked up have gradients and are updated, and slices of tables are columns, so that all ranks share this
-# work whichever rows they are. All transfers are asynchronous, so they run while the previous parameter is being worked
-# on. Gradients are sums over tokens, so that neither the number of GPUs nor of accumulation steps enters anywhere.
+# that some rank looked up have gradients and are updated, and slices of tables are columns, so that all ranks share
+# this work whichever rows they are. All transfers are asynchronous, so they run while the previous parameter is being
+# worked on. Gradients are sums over tokens, so neither the number of GPUs nor of accumulation steps enters anywhere.
 
 POLAR_EXPRESS = (  # a, b, c of each iteration: the fastest polynomials of degree 5 (Amsel et al. 2025; record 38)
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
