@@ -170,7 +170,7 @@ SCHEDULES: dict[str, list[Stage]] = {
         Stage(0.01, 1, 2048, 13, 6, 1.73),
         Stage(0, 1, 2048, 20, 6, 1.73),
     ],
-    "onepass": [  # the smaller the batch, the fewer tokens: records/2026-11-21_ladder
+    "onepass": [  # smaller batches, for a run of a fifth of the tokens: records/2026-11-21_ladder_four_gpus
         Stage(0.33, 1 / 12, 896, 3, 1, 1.0),
         Stage(0.33, 1 / 6, 2048, 7, 3, 1.52),
         Stage(0.32, 1 / 3, 2048, 11, 5, 1.73),
