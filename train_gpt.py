@@ -773,16 +773,20 @@ def block(x, inject, skip, source, ve, qk, vo, gates, xsa, mask, up, down, scala
     hidden = F.relu(linear(norm(x), up.t(), low, "fc")).square()  # (T, F)
     return w["mlp"] * x + linear(hidden, down, low, "proj", w["down"])
 
+def before(tokens: Tensor, begins: Tensor) -> Tensor:
+    """(T,) the token before each one, 0 where a document begins."""
+    return torch.where(begins, 0, tokens.roll(1))
+
 def bigram_rows(tokens: Tensor, begins: Tensor, count: int) -> Tensor:
     """tokens, begins (T,) -> row of the bigram table for each token and the one before, by hash (record 62)."""
-    return ((36313 * tokens) ^ (27191 * torch.where(begins, 0, tokens.roll(1)))) % count
+    return ((36313 * tokens) ^ (27191 * before(tokens, begins))) % count
 
 def embed_inputs(tokens, begins, embed, bigram, signs, smear, weights, layers: tuple) -> tuple[Tensor, list]:
     """tokens (T,) int64, begins (T,) marking document starts, bigram (T, D) -> the stream's input x0 (T, D) and what is
     added to it in each of the `layers`, by two of all their `weights`: x0 and bigram. Nothing crosses a border."""
     x = F.embedding(tokens, embed)
     x0 = norm(x + smear.to(x.dtype) * torch.where(begins[:, None], 0, x.roll(1, 0)))  # smear (record 34)
-    bigram = bigram * signs[(tokens ^ torch.where(begins, 0, tokens.roll(1))) % SIGNS]
+    bigram = bigram * signs[(tokens ^ before(tokens, begins)) % SIGNS]
     weights = weights.to(x.dtype)
     return x0, [weights[i, 0] * x0 + weights[i, 1] * bigram for i in layers]
 
@@ -1188,7 +1192,7 @@ class Optimizer:
         if not self.model.groups:
             return
         m, amax, sharded = self.model, torch.zeros_like(self.model.scales[:, 0]), self.gather8 and self.world_size > 1
-        parts = {name: (self.own(name, group), self.masters[name]) if self.gather8 else (group, getattr(m, name).data)
+        parts = {name: (self.own(name, group), self.masters[name]) if self.gather8 else (group, self.banks[name])
                  for name, group in m.groups.items()}
         for group, part in parts.values():
             of_rows = part.abs().flatten(1).amax(1).float().nan_to_num(math.inf, math.inf)  # the reduction may lose NaN
@@ -1208,7 +1212,7 @@ class Optimizer:
 
     def complete_weights(self) -> None:
         """Fetches the wide weights that --float8_all_gather left with their owners, for validation. A collective."""
-        for bank in [getattr(self.model, name).data for name in self.gather8 if self.world_size > 1]:
+        for bank in [self.banks[name] for name in self.gather8 if self.world_size > 1]:
             all_gather(bank, self.own("lm_head", bank).clone())
 
 def scalar(value: float) -> Tensor:
