@@ -144,7 +144,7 @@ BYTES = dict(  # what small models of single bytes have in common
 
 PRESETS: dict[str, dict] = {
     "speedrun": {},
-    "onepass": dict(schedule="onepass", num_steps=1070, seq_len=8192, micro_tokens=16_384, target_loss=3.492),
+    "onepass": dict(schedule="onepass", num_steps=930, seq_len=8192, target_loss=3.492),
     "laptop": BYTES | dict(
         topology="laptop", model_dim=128, num_heads=2, mlp_dim=512, schedule="laptop", num_steps=600, muon_lr=0.04,
         batch_tokens=2048, seq_len=2048, target_loss=1.5, val_tokens=131_072, val_seq_len=8192, val_interval=150,
@@ -171,7 +171,7 @@ SCHEDULES: dict[str, list[Stage]] = {
         Stage(0, 1, 2048, 20, 6, 1.73),
     ],
     "onepass": [  # smaller batches, for a run of a fifth of the tokens: records/2026-11-21_ladder_four_gpus
-        Stage(0.33, 1 / 12, 896, 3, 1, 1.0),
+        Stage(0.33, 1 / 6, 896, 3, 1, 1.0),
         Stage(0.33, 1 / 6, 2048, 7, 3, 1.52),
         Stage(0.32, 1 / 3, 2048, 11, 5, 1.73),
         Stage(0.02, 1 / 3, 2048, 13, 6, 1.73),
@@ -682,16 +682,15 @@ class Param(NamedTuple):
     #                        rows that a batch looked up, each rank its columns of them
 
 def parameter_table(c: Config) -> dict[str, Param]:
-    """Every parameter of the model, in the order in which the optimizer works on them: matrices first, as their updates
-    take long enough for the rest to travel meanwhile."""
+    """Every parameter of the model, in the order in which the optimizer works on them. Matrices first and last: their
+    updates take long enough for the rest to be summed meanwhile, and then handed out."""
     layers = TOPOLOGIES[c.topology]
     num_attn, num_ve = sum(layer.attn for layer in layers), 1 + max((layer.ve or 0) for layer in layers)
     D, H, V = c.model_dim, c.num_heads, c.vocab_size
     d, L = D // H, len(layers)
-    bound = 3**0.5 * 0.5 * D**-0.5  # uniform with half the usual deviation: a bit better (record 21)
 
-    def uniform(w: Tensor) -> None:
-        w.uniform_(-bound, bound)
+    def uniform(bound: float) -> Callable[[Tensor], None]:
+        return lambda w: w.uniform_(-bound, bound)
 
     def normal(deviation: float) -> Callable[[Tensor], None]:
         return lambda w: w.normal_(std=deviation)
@@ -700,21 +699,26 @@ def parameter_table(c: Config) -> dict[str, Param]:
         return lambda w: w.copy_(torch.tensor(values))
 
     zero, lr, wd = nn.init.zeros_, c.muon_lr, c.muon_decay * c.muon_lr
+    narrow = uniform(3**0.5 * 0.5 * D**-0.5)  # half the usual deviation: a bit better (record 21)
+    late = dict(lr=0.25 * c.head_lr, update="all")
     rare = dict(betas=(0.75, 0.95), decay=0.025 * c.table_lr, update="rows")
     head = dict(betas=(0.5, 0.95), decay=0.75 * c.head_lr)
     return {
-        "mlp_up": Param((L, D, c.mlp_dim), "muon", 2 * lr, uniform, wd),
+        "mlp_up": Param((L, D, c.mlp_dim), "muon", 2 * lr, narrow, wd),
         "mlp_down": Param((L, D, c.mlp_dim), "muon", 4 * lr, zero, wd),  # (D, F) as well: y = hidden @ down.T
-        "qk": Param((num_attn * H, 2 * d, D), "muon", lr, uniform, wd),  # pairs of heads (record 80)
-        "vo": Param((num_attn * 2, D, D), "muon", lr, uniform, wd),
-        "scalars": Param((L, len(SCALARS)), "adam", c.scalar_lr, rows(*SCALARS.values()), update="all"),
-        "mix": Param((2,), "adam", c.scalar_lr, rows(0.0, 0.5), update="all"),  # smear, backout
-        "xsa": Param((num_attn, H), "adam", c.scalar_lr, zero, update="all"),
-        "gates": Param((num_attn, 2, H, GATE_DIM), "adam", c.head_lr, zero, update="all"),
         "lm_head": Param((V, D), "adam", c.head_lr, normal(0.005), **head),
         "embed": Param((V, D), "adam", c.head_lr, zero, **head),
         "value_embeds": Param((V, num_ve * D), "adam", c.table_lr, normal(0.01), **rare),
         "bigrams": Param((c.bigram_rows, D), "adam", c.table_lr, zero, **rare),
+        "qk": Param((num_attn * H, 2 * d, D), "muon", lr, narrow, wd),  # pairs of heads (record 80)
+        "vo": Param((num_attn * 2, D, D), "muon", lr, narrow, wd),
+        "scalars": Param((L, len(SCALARS)), "adam", c.scalar_lr, rows(*SCALARS.values()), update="all"),
+        "smear": Param((1,), "adam", c.scalar_lr, zero, update="all"),
+        "late_in": Param((64, D), "adam", init=uniform(D**-0.5), **late),
+        "late_out": Param((5, 64), "adam", init=zero, **late),
+        "late_bias": Param((5,), "adam", init=rows(0, 0, -5, 0, 0), **late),  # a tenth of it counts
+        "xsa": Param((num_attn, H), "adam", c.scalar_lr, zero, update="all"),
+        "gates": Param((num_attn, 2, H, GATE_DIM), "adam", c.head_lr, zero, update="all"),
     }
 
 def norm(x: Tensor) -> Tensor:
@@ -790,9 +794,14 @@ def embed_inputs(tokens, begins, embed, bigram, signs, smear, weights, layers: t
     weights = weights.to(x.dtype)
     return x0, [weights[i, 0] * x0 + weights[i, 1] * bigram for i in layers]
 
-def head_loss(x, middle, backout, lm_head, targets, low=None) -> Tensor:
-    """x (T, D) less `backout` of a middle layer's (record 40), targets (T,) -> cross-entropy summed over tokens."""
-    x = norm(x - backout.to(x.dtype) * middle)
+def late_mix(x, sources, w_in, w_out, bias) -> Tensor:
+    """x (T, D) and what a small network chooses for each token from the sources (T, D) (MUDD, record 81), normalised."""
+    m = F.linear(F.gelu(F.linear(x, w_in.to(x.dtype))), w_out.to(x.dtype)) + bias.to(x.dtype)
+    return norm(x + sum(0.1 * m[:, i : i + 1] * source for i, source in enumerate(sources)))
+
+def head_loss(x, sources, late, lm_head, targets, low=None) -> Tensor:
+    """x (T, D), targets (T,) -> cross-entropy summed over tokens."""
+    x = late_mix(x, sources, *late)
     if low and low["lm_head"][3] == "fp8-static":
         return FP8HeadLoss.apply(x, lm_head, targets)
     return F.cross_entropy(softcap(linear(x, lm_head, low, "lm_head")), targets, reduction="sum")
@@ -813,7 +822,7 @@ class GPT(nn.Module):
             bank = torch.zeros(rows, *param.shape[1:], dtype=full if param.update == "all" else dtype, device=device)
             self.register_parameter(name, nn.Parameter(bank))
         signs = torch.randint(0, 2, (SIGNS, c.model_dim), generator=torch.Generator().manual_seed(0)) * 2 - 1
-        self.register_buffer("signs", signs.to(device, dtype), persistent=False)
+        self.register_buffer("signs", signs.to(device, torch.int8), persistent=False)
         self.ropes = {}
         self.block, self.head_loss = block, head_loss  # `compile_model` replaces these four
         self.embed_inputs, self.block_lists = embed_inputs, block_lists
@@ -857,7 +866,7 @@ class GPT(nn.Module):
         c, device, key = self.config, self.signs.device, (view.freq, view.scale, T)
         if key not in self.ropes:  # all are kept, as CUDA graphs read them
             freq = torch.tensor(view.freq, dtype=torch.float64, device=device)
-            table = rope_table(2 * T, freq, c.model_dim // c.num_heads, self.signs.dtype)
+            table = rope_table(2 * T, freq, c.model_dim // c.num_heads, self.embed.dtype)
             self.ropes[key] = (*table, torch.tensor(view.scale, device=device))
         return self.ropes[key]
 
@@ -886,20 +895,20 @@ class GPT(nn.Module):
             masks |= {(name, paired): mask for name, mask in made.items()}
         return masks
 
-    def hidden(self, tokens: Tensor, view: View, looked_up: dict | None = None) -> tuple[Tensor, Tensor]:
-        """tokens (T,) int64 -> the residual stream after the last layer and after the middle one, (T, D) each."""
+    def hidden(self, tokens: Tensor, view: View, looked_up: dict | None = None) -> tuple[Tensor, tuple]:
+        """tokens (T,) int64 -> the residual stream after the last layer, and the sources of `late_mix`, (T, D) each."""
         T, begins = len(tokens), self.begins(tokens)
         if looked_up is None:
             looked_up = {name: F.embedding(index, getattr(self, name)) for name, index in self.rows(tokens).items()}
         x, injects = self.embed_inputs(
             tokens, begins, self.weight("lm_head" if self.tied else "embed"), looked_up["bigrams"], self.signs,
-            self.mix[0], self.scalars[:, :2], tuple(i for i, layer in enumerate(self.layers) if layer.attn))
+            self.smear, self.scalars[:, :2], tuple(i for i, layer in enumerate(self.layers) if layer.attn))
         D, H = self.config.model_dim, self.config.num_heads
         ve = looked_up["value_embeds"].split(D, 1)
         attns = iter(zip(self.weight("qk").view(-1, H, 2 * D // H, D).unbind(),
                          self.weight("vo").view(-1, 2, D, D).unbind(), self.gates.unbind(), self.xsa.unbind(), injects))
         cos, sin, scale = self.rotary(view, T)
-        masks, outputs = self.masks(begins, view.windows), []
+        masks, outputs, start = self.masks(begins, view.windows), [], x
         mlps = zip(self.weight("mlp_up").unbind(), self.weight("mlp_down").unbind(), self.scalars.unbind())
         for layer, (up, down, scalars), low in zip(self.layers, mlps, self.recipes(view)):
             skip, source = (None if i is None else outputs[i] for i in (layer.skip, layer.source))
@@ -912,15 +921,17 @@ class GPT(nn.Module):
                     cos[:length], sin[:length], scale, begins if layer.offset else None, layer.paired, *low)
             x = self.block(*args)
             outputs.append(x.view_as(x))
-        return x, outputs[len(outputs) * 2 // 3]
+        L = len(outputs)
+        return x, (start, *(outputs[i] for i in (L // 3, L * 2 // 3, L - 2)), ve[0])
 
     def forward(self, tokens: Tensor, targets: Tensor, view: View, looked_up: dict | None = None) -> Tensor:
         """tokens, targets (T,) -> loss summed over T. Recipes hold in training only."""
-        (x, middle), w, backout = self.hidden(tokens, view, looked_up), self.weight("lm_head"), self.mix[1]
+        (x, sources), w = self.hidden(tokens, view, looked_up), self.weight("lm_head")
+        late = self.late_in, self.late_out, self.late_bias
         if torch.is_grad_enabled():
-            return self.head_loss(x, middle, backout, w, targets, *self.recipes(view)[-1])
-        pieces = zip(*(t.split(VAL_CHUNK) for t in (x, middle, targets)))  # logits of a whole sequence would not fit
-        return sum(self.head_loss(a, m, backout, w, b) for a, m, b in pieces)
+            return self.head_loss(x, sources, late, w, targets, *self.recipes(view)[-1])
+        pieces = zip(*(t.split(VAL_CHUNK) for t in (x, targets, *sources)))  # logits of a whole sequence would not fit
+        return sum(self.head_loss(a, s, late, w, b) for a, b, *s in pieces)
 
 VAL_CHUNK = 16_384  # tokens whose logits are computed at a time in validation
 
@@ -1045,7 +1056,7 @@ class Optimizer:
         """Starts anew from the float32 weights `full`, as `initialize` returns them."""
         self.masters = {name: self.own(name, w).clone() for name, w in full.items()}
         self.state = {name: self.zero_state(name) for name in full}
-        self.steps, self.totals, self.used = 0, {}, {}
+        self.steps, self.totals, self.used, self.reductions = 0, {}, {}, {}
         self.model.amaxes.zero_()
         self.loss_scale, self.good = 2.0**15 if self.model.config.precision == "fp16" else None, 0
         self.factor.fill_((self.loss_scale or 0) * 2.0**-self.seq_bits)
@@ -1153,19 +1164,28 @@ class Optimizer:
         return part
 
     @torch.no_grad()
+    def start(self) -> None:
+        """Starts to sum all .grad over the ranks, and frees them: after the last backward pass, as `add_rows` takes a
+        while. All ranks must call it together."""
+        for name, p in self.model.named_parameters():
+            if p.grad is not None:
+                self.reductions[name] = self.reduce(name, p.grad)
+        self.model.zero_grad()
+
+    @torch.no_grad()
     def step(self, lr_factor: float, momentum: float) -> None:
         """Updates the weights from their .grad, and the tables from `add_rows`, and frees both. All ranks must call it
         together."""
-        grads = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
-        grads |= {name: total.to(self.banks[name].dtype) for name, total in self.totals.items()}
-        reductions, names = {name: self.reduce(name, grad) for name, grad in grads.items()}, [*grads]
-        self.model.zero_grad()
-        self.totals, grads = {}, None
+        self.start()
+        tables = {name: self.reduce(name, total.to(self.banks[name].dtype)) for name, total in self.totals.items()}
+        reductions, self.reductions, self.totals = self.reductions | tables, {}, {}
+        names = [name for name in self.model.table if name in reductions]
         unscale = self.loss_scale and self.unscale(reductions)
         if unscale == 0:
             return
         self.steps, completions = self.steps + 1, []
-        for name, (grad, transfer) in reductions.items():
+        for name in names:
+            grad, transfer = reductions.pop(name)
             transfer.wait()
             grad = grad if unscale is None else grad.float() * unscale
             completions.append(self.hand_out(name, self.update(name, grad, lr_factor, momentum)))
@@ -1609,8 +1629,10 @@ def train_step(model: GPT, optimizer: Optimizer, batch: list[tuple[Tensor, Tenso
         optimizer.untie()
     rows = [model.rows(inputs) for inputs, _ in batch]
     optimizer.find_rows(rows)
-    for (inputs, targets), index in zip(batch, rows):
+    for left, (inputs, targets), index in zip(reversed(range(len(batch))), batch, rows):
         loss, grads = passes(model, optimizer, inputs, targets, index, view)
+        if not left:
+            optimizer.start()
         optimizer.add_rows(index, grads)
         total = total + loss
     total = total / stage_tokens(stage_of(step, c), c)
@@ -1621,13 +1643,18 @@ def train_step(model: GPT, optimizer: Optimizer, batch: list[tuple[Tensor, Tenso
     optimizer.step(lr_factor(step, c), muon_momentum(step, c))
     return total
 
+def weights_for_validation(model: GPT) -> dict[str, Tensor]:
+    """Those that are not the model's own: in long documents activations outgrow fp16, so its weights become bf16."""
+    return {name: p.bfloat16() for name, p in model.named_parameters() if p.dtype == torch.float16}
+
 @torch.no_grad()
 def validate(model: GPT, tokens: Tensor, step: int, device: torch.device) -> float:
     """Mean loss over the validation tokens (int16 bits, on the CPU); sequences are dealt to the ranks in turn."""
     c, (rank, world_size) = model.config, ranks()
-    total = torch.zeros((), dtype=torch.float64, device=device)
+    total, weights = torch.zeros((), dtype=torch.float64, device=device), weights_for_validation(model)
     for begin in range(rank * c.val_seq_len, c.val_tokens, world_size * c.val_seq_len):
-        total += model(*to_device(tokens[None, begin : begin + c.val_seq_len + 1], device), view_of(step, c))
+        batch = to_device(tokens[None, begin : begin + c.val_seq_len + 1], device)
+        total += torch.func.functional_call(model, weights, (*batch, view_of(step, c)))
     if dist.is_initialized():
         dist.all_reduce(total)
     return total.item() / c.val_tokens
@@ -1658,7 +1685,8 @@ def warm_up(model: GPT, optimizer: Optimizer, device: torch.device, passes: Call
 
     @torch.no_grad()
     def evaluate(step: int) -> None:
-        model(tokens[: c.val_seq_len], tokens[1 : c.val_seq_len + 1].clone(), view_of(step, c))
+        batch = tokens[: c.val_seq_len], tokens[1 : c.val_seq_len + 1].clone()
+        torch.func.functional_call(model, weights_for_validation(model), (*batch, view_of(step, c)))
 
     def update(step: int) -> None:
         few = {name: min(200, len(optimizer.masters[name])) for name in optimizer.tables}  # rows
@@ -1707,8 +1735,9 @@ def sample(model: GPT, text: str, count: int, temperature: float = 0.7) -> str:
     require(len(ids) < c.seq_len, f"--sample has {len(ids) - 1} tokens, and the model's sequences only {c.seq_len}")
     while len(ids) < end:
         padded = F.pad(torch.tensor(ids, device=model.embed.device), (0, -len(ids) % BLOCK))
-        x, middle = (t[len(ids) - 1] for t in model.hidden(padded, view_of(c.num_steps, c)))
-        logits = softcap(F.linear(norm(x - model.mix[1].to(x.dtype) * middle), model.weight("lm_head")))
+        x, sources = model.hidden(padded, view_of(c.num_steps, c))
+        x = late_mix(x, sources, model.late_in, model.late_out, model.late_bias)[len(ids) - 1]
+        logits = softcap(F.linear(x, model.weight("lm_head")))
         ids.append(int(torch.multinomial((logits / temperature).softmax(-1), 1)))
         if ids[-1] == model.bos:
             break

@@ -264,6 +264,7 @@ def small(dtype, world_size=1, **changes):
 
 
 TABLES = ("value_embeds", "bigrams")
+SMALL = {"scalars", "smear", "late_in", "late_out", "late_bias", "xsa", "gates"}  # which every rank updates
 
 
 def looked_up(model, seed, count=30):
@@ -570,18 +571,19 @@ def test_every_parameter_has_optimizer_learning_rate_decay_and_betas_of_the_dige
     rates = {name: (p.optimizer, p.lr) for name, p in table.items()}
     assert rates == {
         "qk": ("muon", 0.023), "vo": ("muon", 0.023), "mlp_up": ("muon", 0.046), "mlp_down": ("muon", 0.092),
-        "scalars": ("adam", 0.04), "mix": ("adam", 0.04), "xsa": ("adam", 0.04), "gates": ("adam", 0.008),
+        "scalars": ("adam", 0.04), "smear": ("adam", 0.04), "xsa": ("adam", 0.04), "gates": ("adam", 0.008),
+        "late_in": ("adam", 0.002), "late_out": ("adam", 0.002), "late_bias": ("adam", 0.002),
         "value_embeds": ("adam", 0.6), "bigrams": ("adam", 0.6), "lm_head": ("adam", 0.008), "embed": ("adam", 0.008)}
     per_step = {name: p.lr * p.decay for name, p in table.items()}  # what a weight loses in a step at full rate
     muon = 1.2 * 0.023**2
     assert per_step == pytest.approx({
         "qk": muon, "vo": muon, "mlp_up": 2 * muon, "mlp_down": 4 * muon, "value_embeds": 0.009, "bigrams": 0.009,
-        "lm_head": 4.8e-5, "embed": 4.8e-5, "scalars": 0, "mix": 0, "xsa": 0, "gates": 0})
+        "lm_head": 4.8e-5, "embed": 4.8e-5} | {name: 0 for name in SMALL})
     assert {name: p.betas for name, p in table.items() if p.decay and p.optimizer == "adam"} == {
         "value_embeds": (0.75, 0.95), "bigrams": (0.75, 0.95), "lm_head": (0.5, 0.95), "embed": (0.5, 0.95)}
     assert {p.betas for p in table.values() if p.optimizer == "adam" and not p.decay} == {(0.9, 0.99)}
     assert {name for name, p in table.items() if p.update == "rows"} == {*TABLES}
-    assert {name for name, p in table.items() if p.update == "all"} == {"scalars", "mix", "xsa", "gates"}
+    assert {name for name, p in table.items() if p.update == "all"} == SMALL
 
 
 # ---------------------------------------------------------------------------------------------------- many ranks
@@ -736,16 +738,16 @@ def test_each_rank_holds_its_part_of_the_optimizers_state_and_padding_stays_zero
             rows, *others = worlds[1][1][0]["weights"][name].shape
             if name in TABLES:
                 others = [-(-others[0] // world_size)]  # all rows, of its own columns
-            elif name not in ("scalars", "mix", "xsa", "gates"):
+            elif name not in SMALL:
                 rows = -(-rows // world_size)
             assert shape == (rows, *others), name
 
 
 def test_all_ranks_issue_the_same_collectives_in_the_same_order_and_none_stops_the_cpu(worlds):
     begin = ["max", "all_reduce"]  # which rows of all tables are looked up, and the loss
-    muon, vectors, rows = ["scatter"] * 4, ["all_reduce"] * 4, ["scatter"] * 2
-    tied = begin + muon + vectors + ["scatter"] + rows + ["gather"] * 7
-    untied = begin + muon + vectors + ["scatter"] * 2 + rows + ["gather"] * 8  # the embedding as well
+    mlp, attention, vectors, rows = (["scatter"] * 2, ["scatter"] * 2, ["all_reduce"] * len(SMALL), ["scatter"] * 2)
+    tied = begin[:1] + mlp + ["scatter"] + attention + vectors + begin[1:] + rows + ["gather"] * 7
+    untied = begin[:1] + mlp + ["scatter"] * 2 + attention + vectors + begin[1:] + rows + ["gather"] * 8
     for world_size in (2, 3, 4):
         first, *others = [rank["calls"] for rank in worlds[1][world_size]]
         assert all(calls == first for calls in others)
@@ -761,12 +763,13 @@ def test_bytes_per_step_are_those_of_gradients_and_weights_in_a_ring_and_of_tabl
     for rank in results[world_size]:
         share = {"all_reduce": 2, "scatter": 1, "gather": 1, "max": 0}  # a ring's sum goes round twice
         assert sum(kind == "all_reduce" and size == SIZE[dtype] for calls in rank["calls"] for kind, size, _ in calls) \
-            == (6 if world_size > 1 else 0)  # the losses
-        sent = sum(share[kind] * size for calls in rank["calls"] for kind, size, _ in calls if size != SIZE[dtype])
+            == (12 if world_size > 1 else 0)  # the losses, which do not count, and the gradients of smear, which do
+        sent = sum(share[kind] * size for calls in rank["calls"] for kind, size, _ in calls) - 12 * SIZE[dtype]
         assert rank["sent"] == round((1 - 1 / world_size) * sent / 6)
         for step, calls in enumerate(rank["calls"]):
             for kind in ("scatter", "gather"):  # gradients of used rows to the owners of columns, and new rows back
-                sizes = [size for k, size, _ in calls if k == kind][-2:]
+                sizes = [size for k, size, _ in calls if k == kind]  # the gathers of attention come after them
+                sizes = sizes[-2:] if kind == "scatter" else sizes[-4:-2]
                 assert len(sizes) == (2 if world_size > 1 else 0)
                 for name, size in zip(TABLES, sizes):
                     used = {row for other in results[world_size] for rows in other["used"][step][name] for row in rows}

@@ -907,6 +907,6 @@ def test_a_gradient_that_overflows_on_one_rank_makes_all_skip_the_step(worlds, w
     for rank in (rank[name] for rank in worlds[world_size]):
         assert all(torch.equal(w, rank["before"][name]) for name, w in rank["masters"].items())
         assert not any(s.any() for state in rank["state"].values() for s in state)
-        assert (rank["steps"], rank["scale"], rank["good"]) == (0, 2**14, 0) and rank["grads"] == [None] * 12
+        assert (rank["steps"], rank["scale"], rank["good"]) == (0, 2**14, 0) and {*rank["grads"]} == {None}
         if world_size > 1:
             assert [call for call in rank["calls"] if call[0] == "max"][1:] == [("max", torch.float32, 1)]

@@ -406,9 +406,9 @@ def test_the_defaults_are_the_record_and_the_presets_are_laid_over_them():
 
 def test_one_pass_fits_into_the_data_of_the_earlier_record_on_one_pass():
     c = t.parse_config(["--preset=onepass"])
-    steps = {0: 32_768, 353: 65_536, 706: 131_072, 1049: 131_072}  # of 1070: 0.33, 0.33, 0.32, 0.02
+    steps = {0: 65_536, 307: 65_536, 614: 131_072, 911: 131_072}  # of 930: 0.33, 0.33, 0.32, 0.02
     assert [(first, t.stage_tokens(stage, c)) for first, end, stage in t.stages(c) if end > first] == [*steps.items()]
-    assert t.total_tokens(c) == 353 * 32_768 + 353 * 65_536 + 364 * 131_072 == 82_411_520
+    assert t.total_tokens(c) == 614 * 65_536 + 316 * 131_072 == 81_657_856
 
 
 def test_a_given_value_overrides_the_preset_wherever_it_stands():
