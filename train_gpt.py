@@ -144,7 +144,7 @@ BYTES = dict(  # what small models of single bytes have in common
 
 PRESETS: dict[str, dict] = {
     "speedrun": {},
-    "onepass": dict(schedule="onepass", num_steps=930, seq_len=8192, target_loss=3.492),
+    "onepass": dict(schedule="onepass", num_steps=960, seq_len=8192, target_loss=3.492),
     "laptop": BYTES | dict(
         topology="laptop", model_dim=128, num_heads=2, mlp_dim=512, schedule="laptop", num_steps=600, muon_lr=0.04,
         batch_tokens=2048, seq_len=2048, target_loss=1.5, val_tokens=131_072, val_seq_len=8192, val_interval=150,
@@ -170,16 +170,12 @@ SCHEDULES: dict[str, list[Stage]] = {
         Stage(0.01, 1, 2048, 13, 6, 1.73),
         Stage(0, 1, 2048, 20, 6, 1.73),
     ],
-    "onepass": [  # smaller batches, for a run of a fifth of the tokens: records/2026-11-21_ladder_four_gpus
-        Stage(0.33, 1 / 6, 896, 3, 1, 1.0),
-        Stage(0.33, 1 / 6, 2048, 7, 3, 1.52),
-        Stage(0.32, 1 / 3, 2048, 11, 5, 1.73),
-        Stage(0.02, 1 / 3, 2048, 13, 6, 1.73),
-        Stage(0, 1 / 3, 2048, 20, 6, 1.73),
-    ],
     "laptop": [Stage(1, 1, 2048, 4, 2, 1.0)],
     "char": [Stage(1, 1, 2048, 2, 2, 1.0)],
 }
+
+SCHEDULES["onepass"] = [  # smaller batches, for a run of a fifth of the tokens: records/2026-11-21_ladder_fp8
+    stage._replace(batch=batch) for stage, batch in zip(SCHEDULES["speedrun"], (1 / 6, 1 / 6, 1 / 3, 1 / 3, 1 / 3))]
 
 def parse_config(argv: list[str]) -> Config:
     """`--key=value` over the preset's values. Raises BadInput on an unknown key or a wrong value."""
@@ -514,8 +510,8 @@ class LowLinear(torch.autograd.Function):
         grads = fp8_backward(g, amax, saved, native) if recipe == "fp8" else nvfp4_backward(g, *saved, native, parts)
         return *grads, torch.stack([w_amax, x_amax, amax]), *[None] * 5
 
-# Scales of x, w and gradient. Inputs are normalised, at most sqrt(D), but for proj's: its squares are near 10, yet those
-# of a document's first token reach 12,700, and training must not clamp what validation does not. Gradients are of a sum.
+# Scales of x, w and gradient. Inputs are normalised, at most sqrt(D), but for proj's: its squares are near 10, but
+# those of a document's first token reach 12,700: training must not clamp what validation does not. The loss is a sum.
 STATIC_SCALES = {"qkv": (28 / 448, 1 / 448, 2**-12), "o": (28 / 448, 1 / 448, 2**-12),
                  "fc": (28 / 448, 1 / 448, 2**-12), "proj": (32.0, 1 / 448, 2**-12)}
 
@@ -797,7 +793,7 @@ def embed_inputs(tokens, begins, embed, bigram, signs, smear, weights, layers: t
     return x0, [weights[i, 0] * x0 + weights[i, 1] * bigram for i in layers]
 
 def late_mix(x, sources, w_in, w_out, bias) -> Tensor:
-    """x (T, D) and what a small network chooses for each token from the sources (T, D) (MUDD, record 81), normalised."""
+    """x (T, D) and what a small network takes for each token from the sources (T, D), normalised (MUDD: record 81)."""
     m = F.linear(F.gelu(F.linear(x, w_in.to(x.dtype))), w_out.to(x.dtype)) + bias.to(x.dtype)
     return norm(x + sum(0.1 * m[:, i : i + 1] * source for i, source in enumerate(sources)))
 
@@ -816,7 +812,7 @@ class GPT(nn.Module):
         self.config, self.table, self.layers = c, parameter_table(c), TOPOLOGIES[c.topology]
         self.bos = min(50256, c.vocab_size - 1)
         self.flex = c.attention == "flex" or c.attention == "auto" and device.type == "cuda"
-        self.tied = True
+        self.tied, self.working = True, range(len(self.layers))  # layers; while warming up some at a time
         dtype = PLAIN.get(c.precision, torch.bfloat16) if c.dtype == "auto" else getattr(torch, c.dtype)
         full = torch.promote_types(torch.float32, dtype)
         for name, param in self.table.items():
@@ -912,7 +908,7 @@ class GPT(nn.Module):
         cos, sin, scale = self.rotary(view, T)
         masks, outputs, start = self.masks(begins, view.windows), [], x
         mlps = zip(self.weight("mlp_up").unbind(), self.weight("mlp_down").unbind(), self.scalars.unbind())
-        for layer, (up, down, scalars), low in zip(self.layers, mlps, self.recipes(view)):
+        for i, (layer, (up, down, scalars), low) in enumerate(zip(self.layers, mlps, self.recipes(view))):
             skip, source = (None if i is None else outputs[i] for i in (layer.skip, layer.source))
             inject, attn = None, (None,) * 5
             if layer.attn:
@@ -921,7 +917,7 @@ class GPT(nn.Module):
             length = T * (1 + layer.paired)
             args = (x, inject, skip, source, None if layer.ve is None else ve[layer.ve], *attn, up, down, scalars,
                     cos[:length], sin[:length], scale, begins if layer.offset else None, layer.paired, *low)
-            x = self.block(*args)
+            x = self.block(*args) if i in self.working else x
             outputs.append(x.view_as(x))
         L = len(outputs)
         return x, (start, *(outputs[i] for i in (L // 3, L * 2 // 3, L - 2)), ve[0])
@@ -1664,7 +1660,7 @@ def validate(model: GPT, tokens: Tensor, step: int, device: torch.device) -> flo
 def warm_up(model: GPT, optimizer: Optimizer, device: torch.device, passes: Callable = forward_backward) -> None:
     """Compiles and runs everything the run will need, on random documents; then starts anew from the seed.
 
-    Each rank begins with another part, so that the ranks find in the compiler's cache what they need later.
+    Each rank begins with other kinds of layers, and finds those of the other ranks in the compiler's cache later.
     """
     c, (rank, world_size) = model.config, ranks()
     tokens = torch.randint(0, model.bos, (max(c.micro_tokens, c.val_seq_len) + 1,), device=device)
@@ -1697,13 +1693,19 @@ def warm_up(model: GPT, optimizer: Optimizer, device: torch.device, passes: Call
             grad = torch.zeros_like(state[0][: few.get(name)], dtype=getattr(model, name).dtype)
             optimizer.update(name, grad, 0.0, 0.0)
 
-    parts = [(micro_step, step) for step in {sequences(step)[1]: step for step in steps}.values()]
-    parts += [(evaluate, c.num_steps), (update, c.num_steps)]
-    if c.compile and world_size > 1:
-        part, step = parts[rank % len(parts)]
-        part(step)
+    if world_size > 1:
+        whole, kinds = model.working, {}
+        for i, layer in enumerate(model.layers):
+            kinds[str([field is None or field is True for field in layer])] = i
+        model.working = [*kinds.values()][rank::world_size]
+        for step in {sequences(step)[1]: step for step in steps}.values():
+            micro_step(step)
+        evaluate(c.num_steps)
+        if rank == world_size - 1:
+            update(c.num_steps)
         synchronize(device)
         dist.barrier()
+        model.working = whole
     for step in steps:
         if model.tied and step >= c.untie_frac * c.num_steps:
             optimizer.untie()

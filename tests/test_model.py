@@ -320,7 +320,8 @@ def plain_gpt(w, signs, tokens, targets, starts, view, heads, tied):
     inner = x @ w["late_in"].T
     inner = inner * (1 + torch.erf(inner / 2**0.5)) / 2  # GELU
     late = (inner @ w["late_out"].T + w["late_bias"]) / 10
-    x = rms(x + sum(late[:, i, None] * z for i, z in enumerate((x0, outputs[3], outputs[7], outputs[9], tables[tokens, 0]))))
+    sources = x0, outputs[3], outputs[7], outputs[9], tables[tokens, 0]
+    x = rms(x + sum(late[:, i, None] * source for i, source in enumerate(sources)))
     logits = 23 / (1 + torch.exp(-(x @ w["lm_head"].T + 5) / 7.5))
     return (logits.logsumexp(-1) - logits[torch.arange(length), targets]).sum()
 
@@ -466,7 +467,7 @@ def test_cuda_graphs_give_loss_and_gradients_of_any_batch_for_a_first_micro_batc
                 {*model.table} - {"embed", "xsa", *optimizer.tables}), f"micro-batch {number}"
             for name, x in one.items():
                 assert x.norm() > 0 and distance(x, same[name]) < 2**-7, f"{name}, micro-batch {number}"
-                bound = {"loss": error / 20, "scalars": 2 * error, "smear": 2.0}.get(name, error)  # smear: one number, in
+                bound = {"loss": error / 20, "scalars": 2 * error, "smear": 2.0}.get(name, error)  # smear: a number, in
                 assert distance(x, reference[name]) < bound, f"{name}, micro-batch {number}"  # which much cancels
     assert len(graphs.graphs) == 4, "one for each length, and for a first micro-batch and the others"
 
