@@ -333,7 +333,7 @@ def refused(capfd, args, before="step:"):
     ({"topology": "gpt3"}, ["--topology=gpt3", "gpt2, laptop"]), ({"dtype": "int8"}, ["--dtype=int8", "bfloat16"]),
     ({"attention": "flash"}, ["--attention=flash", "sdpa"]), ({"device": "tpu"}, ["--device=tpu", "cpu"]),
     ({"attention": "flex"}, ["--attention=flex", "CUDA"]),
-    ({"preset": "desktop"}, ["desktop", "speedrun, laptop, char"]),
+    ({"preset": "desktop"}, ["desktop", "speedrun, onepass, laptop"]),
     ({"compile": "maybe"}, ["maybe", "true", "false"]), ({"muon_lr": "fast"}, ["--muon_lr", "fast"]),
     ({"seq_len": "1e3"}, ["--seq_len", "1e3"]), ({"num_steps": 4000}, ["4000 steps", "data/fineweb.py", "--epochs"]),
     ({"data_dir": "/nowhere"}, ["no train shards", "/nowhere"]), ({"val_tokens": 25600}, ["25,601", "2,000"]),
