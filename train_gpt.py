@@ -1578,6 +1578,7 @@ class Compiled:
 def compile_model(model: GPT, optimizer: Optimizer, log: Log, clock: Clock) -> None:
     """A graph for each kind of block and one for the head, for training and validation: quicker than one for all."""
     torch._dynamo.config.recompile_limit = 64  # the default of 8 graphs a function is less than the kinds of blocks
+    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True  # or FP8's graphs are made every time
     for owner, name, function in ((model, "block", block), (model, "head_loss", head_loss),
                                   (model, "embed_inputs", embed_inputs), (model, "block_lists", block_lists),
                                   (optimizer, "muon", muon_update), (optimizer, "adam", adam_update)):
@@ -1697,10 +1698,10 @@ def warm_up(model: GPT, optimizer: Optimizer, device: torch.device, passes: Call
         whole, kinds = model.working, {}
         for i, layer in enumerate(model.layers):
             kinds[str([field is None or field is True for field in layer])] = i
-        model.working = [*kinds.values()][rank::world_size]
-        for step in {sequences(step)[1]: step for step in steps}.values():
-            micro_step(step)
-        evaluate(c.num_steps)
+        parts = [(micro_step, step) for step in {sequences(step)[1]: step for step in steps}.values()]
+        for shift, (part, step) in enumerate([*parts, (evaluate, c.num_steps)]):
+            model.working = [*kinds.values()][(rank + shift) % world_size :: world_size]  # who has one more, changes
+            part(step)
         if rank == world_size - 1:
             update(c.num_steps)
         synchronize(device)
