@@ -146,9 +146,9 @@ PRESETS: dict[str, dict] = {
     "speedrun": {},
     "onepass": dict(schedule="onepass", num_steps=960, seq_len=8192, target_loss=3.492),
     "laptop": BYTES | dict(
-        topology="laptop", model_dim=128, num_heads=2, mlp_dim=512, schedule="laptop", num_steps=600, muon_lr=0.04,
+        topology="laptop", model_dim=128, num_heads=2, mlp_dim=512, schedule="laptop", num_steps=700, muon_lr=0.04,
         head_lr=0.007, batch_tokens=2048, seq_len=2048, target_loss=1.5, val_tokens=131_072, val_seq_len=8192,
-        val_interval=150, device="cpu", precision="bf16" if CPU_HAS_BF16 else "fp32", compile=False, sample="The "),
+        val_interval=175, device="cpu", precision="bf16" if CPU_HAS_BF16 else "fp32", compile=False, sample="The "),
     "char": BYTES | dict(  # six plain layers that see 256 bytes, on any text: to compare precisions in minutes
         topology="char", model_dim=384, mlp_dim=1536, schedule="char", num_steps=1000, epochs=100, batch_tokens=16_384,
         target_loss=1.3, val_tokens=65_536, val_seq_len=16_384, val_interval=100, precision="bf16"),
