@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc_per_node=8 train_gpt.py    # 8 GPUs: the speedrun, FineWeb to 3.28
     torchrun --standalone --nproc_per_node=1 train_gpt.py    # fewer GPUs: same updates, by accumulation
-    python train_gpt.py --preset=laptop                      # a minute and a half on a CPU
+    python train_gpt.py --preset=laptop                      # two minutes on a CPU
     python train_gpt.py --help                               # every key, its meaning and unit
 
 Read it top to bottom: (1) configuration, (2) low precision, (3) attention, (4) the model, (5) the optimisers,
