@@ -753,7 +753,9 @@ def attention(u, ve, qk, vo, w, gates, xsa, mask, cos, sin, scale, begins, paire
     q, k = rotate(q.reshape(shape), cos, sin), rotate(k.reshape(shape), cos, sin)
     y = attend(q, k, v.reshape(shape), mask, scale=1.0).reshape(T, H, D // H)
     if xsa is not None:
-        along = (y * v).sum(-1, keepdim=True) / v.square().sum(-1, keepdim=True).clamp(min=1e-8)
+        wide = torch.promote_types(v.dtype, torch.float32)  # an outlier's |v|^2 would overflow fp16
+        yv, vv = (x.sum(-1, keepdim=True, dtype=wide) for x in (y * v, v.square()))
+        along = yv / vv.clamp(min=1e-8)
         y = y - torch.tanh(xsa)[:, None] * along * v
     gate = torch.sigmoid(F.linear(u[:, :GATE_DIM], gates[0]))  # (T, H): lets a head say nothing (record 28)
     return linear((y * gate[..., None]).reshape(T, D).type_as(u), vo[1], low, "o", w["o"])
@@ -1643,7 +1645,7 @@ def train_step(model: GPT, optimizer: Optimizer, batch: list[tuple[Tensor, Tenso
     return total
 
 def weights_for_validation(model: GPT) -> dict[str, Tensor]:
-    """Those that are not the model's own: fp16 overflowed in validation, though never in training, so it gets bf16."""
+    """Those that are not the model's own: fp16 once overflowed in validation, though not in training; it gets bf16."""
     return {name: p.bfloat16() for name, p in model.named_parameters() if p.dtype == torch.float16}
 
 @torch.no_grad()

@@ -522,6 +522,22 @@ def test_a_learned_factor_has_the_product_and_gradients_of_one_on_the_weight(rec
     assert distance(factor_grad, (g * y / factor).sum()) < 1e-5
 
 
+def test_attention_that_gives_up_its_own_value_holds_values_in_fp16_whose_squared_norm_does_not_fit():
+    def attention(dtype):
+        torch.manual_seed(0)
+        u, qk, vo = (torch.randn(*shape).to(dtype) * size for *shape, size in (
+            (256, 256, 1), (2, 256, 256, 0.02), (2, 256, 256, 1)))
+        docs = torch.zeros(256, dtype=torch.int32)
+        cos, sin = t.rope_table(256, torch.tensor([1, 0.5, 0.1, 0.01] * 8), 128, dtype)
+        y = t.attention(u, None, qk, 2 * vo, {name: torch.ones((), dtype=dtype) for name in t.SCALARS},
+                        torch.zeros(2, 2, 12), torch.full((2,), 0.3), t.sdpa_masks(docs, {"short": 2})["short"],
+                        cos, sin, 0.1, None, False)
+        return (u @ (2 * vo[0]).T).view(256, 2, 128).float().square().sum(-1), y
+
+    (norms, ours), (_, exact) = attention(torch.float16), attention(torch.float32)
+    assert norms.max() > 65504 and ours.isfinite().all() and distance(ours, exact) < 2**-8
+
+
 @pytest.mark.parametrize("precision, close", [
     ("fp16", 0.002), ("fp8-head", 0.01), ("fp8-mlp", 0.02), ("fp8", 0.02), ("nvfp4", 0.1)])
 def test_every_recipe_learns_as_float32_does(precision, close):
