@@ -958,8 +958,8 @@ def initialize(model: GPT, seed: int) -> dict[str, Tensor]:
 # rank that owns that slice. A step is: sum every gradient over the ranks and keep the own slice (reduce-scatter),
 # update it, and hand out the new bf16 slice (all-gather). Tables have far more rows than a batch has tokens; only rows
 # that some rank looked up have gradients and are updated, and slices of tables are columns, so that all ranks share
-# this work whichever rows they are. All transfers are asynchronous, so they run while the previous parameter is being
-# worked on. Gradients are sums over tokens, so neither the number of GPUs nor of accumulation steps enters anywhere.
+# this work whichever rows they are. All transfers are asynchronous, so they run while another parameter is being worked
+# on. Gradients are sums over tokens, so neither the number of GPUs nor of accumulation steps enters anywhere.
 
 POLAR_EXPRESS = (  # a, b, c of each iteration: the fastest polynomials of degree 5 (Amsel et al. 2025; record 38)
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
@@ -1630,9 +1630,9 @@ def train_step(model: GPT, optimizer: Optimizer, batch: list[tuple[Tensor, Tenso
         optimizer.untie()
     rows = [model.rows(inputs) for inputs, _ in batch]
     optimizer.find_rows(rows)
-    for left, (inputs, targets), index in zip(reversed(range(len(batch))), batch, rows):
+    for number, ((inputs, targets), index) in enumerate(zip(batch, rows), 1):
         loss, grads = passes(model, optimizer, inputs, targets, index, view)
-        if not left:
+        if number == len(batch):
             optimizer.start()
         optimizer.add_rows(index, grads)
         total = total + loss
