@@ -510,14 +510,14 @@ class LowLinear(torch.autograd.Function):
         grads = fp8_backward(g, amax, saved, native) if recipe == "fp8" else nvfp4_backward(g, *saved, native, parts)
         return *grads, torch.stack([w_amax, x_amax, amax]), *[None] * 5
 
-# Scales of x, w and gradient. Inputs are normalised, at most sqrt(D), but for proj's: its squares are near 10, but
-# those of a document's first token reach 12,700: training must not clamp what validation does not. The loss is a sum.
+# Scales of x, w and gradient. Inputs are normalised, at most sqrt(D), but for proj's: its squares are near 10 (rms),
+# but those of a document's first token reach 12,700: training must clamp no more than validation. The loss is a sum.
 STATIC_SCALES = {"qkv": (28 / 448, 1 / 448, 2**-12), "o": (28 / 448, 1 / 448, 2**-12),
                  "fc": (28 / 448, 1 / 448, 2**-12), "proj": (32.0, 1 / 448, 2**-12)}
 
 class StaticLinear(torch.autograd.Function):
     """x (T, K), w (N, K) -> x w^T (T, N); fprop and dgrad in FP8 with constant scales (record 89). wgrad stays in bf16:
-    it would need transposed copies of x and gradient, which cost what it gains."""
+    it would need transposed copies of x and gradient."""
 
     @staticmethod
     def forward(ctx, x, w, scales):
@@ -1699,7 +1699,7 @@ def warm_up(model: GPT, optimizer: Optimizer, device: torch.device, passes: Call
     if world_size > 1:
         whole, kinds = model.working, {}
         for i, layer in enumerate(model.layers):
-            kinds[str([field is None or field is True for field in layer])] = i
+            kinds[str([field is None or field is True for field in layer])] = i  # what graphs depend on
         parts = [(micro_step, step) for step in {sequences(step)[1]: step for step in steps}.values()]
         for shift, (part, step) in enumerate([*parts, (evaluate, c.num_steps)]):
             model.working = [*kinds.values()][(rank + shift) % world_size :: world_size]  # who has one more, changes
