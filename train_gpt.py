@@ -100,7 +100,7 @@ class Config:
     num_steps: int = key(1520, "optimizer steps")
     batch_tokens: int = key(393_216, "tokens per optimizer step in the last stage, over all GPUs")
     seq_len: int = key(16_384, "tokens of a training sequence: whole documents, the last one cut")
-    micro_tokens: int = key(32_768, "most tokens a GPU works on at a time; fewer need less memory for the same update")
+    micro_tokens: int = key(16_384, "most tokens a GPU works on at a time; fewer need less memory for the same update")
     cooldown_frac: float = key(0.6, "last fraction of the steps, over which the learning rate falls to 0.15")
     momentum_warmup: int = key(300, "steps over which Muon's momentum rises from 0.85 to 0.95")
     untie_frac: float = key(0.66, "fraction of the steps during which the embedding is the head's weight")
@@ -396,7 +396,7 @@ if triton is not None:
 
     @triton.jit
     def sigmoid(x, FAST: tl.constexpr):
-        if FAST:  # one instruction in the place of two; they, not memory, limit the kernel
+        if FAST:  # one instruction in the place of two
             tanh = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [0.5 * x], tl.float32, True, 1)
             y = 0.5 + 0.5 * tanh
         else:
@@ -672,7 +672,7 @@ SCALARS = {  # mixing weights of a layer, columns of one parameter, and their in
 class Param(NamedTuple):
     shape: tuple[int, ...]  # Muon treats it as a stack of matrices
     optimizer: str  # "muon" or "adam"
-    lr: float
+    lr: float | tuple[float, ...]  # Muon's: of a stack's matrices in turn
     init: Callable[[Tensor], None]  # fills a float32 tensor in place
     decay: float = 0.0  # weight decay at full learning rate
     betas: tuple[float, float] = (0.9, 0.99)  # Adam's
@@ -696,20 +696,22 @@ def parameter_table(c: Config) -> dict[str, Param]:
     def rows(*values: float) -> Callable[[Tensor], None]:
         return lambda w: w.copy_(torch.tensor(values))
 
+    def up_and_down(w: Tensor) -> None:
+        narrow(w[::2]), zero(w[1::2])
+
     zero, lr, wd = nn.init.zeros_, c.muon_lr, c.muon_decay * c.muon_lr
     narrow = uniform(3**0.5 * 0.5 * D**-0.5)  # half the usual deviation: a bit better (record 21)
     late = dict(lr=0.25 * c.head_lr, update="all")
     rare = dict(betas=(0.75, 0.95), decay=0.025 * c.table_lr, update="rows")
     head = dict(betas=(0.5, 0.95), decay=0.75 * c.head_lr)
     return {
-        "mlp_up": Param((L, D, c.mlp_dim), "muon", 2 * lr, narrow, wd),
-        "mlp_down": Param((L, D, c.mlp_dim), "muon", 4 * lr, zero, wd),  # (D, F) as well: y = hidden @ down.T
+        "mlp": Param((L * 2, D, c.mlp_dim), "muon", (2 * lr, 4 * lr), up_and_down, wd),  # both (D, F): x up down^T
         "lm_head": Param((V, D), "adam", c.head_lr, normal(0.005), **head),
         "embed": Param((V, D), "adam", c.head_lr, zero, **head),
         "value_embeds": Param((V, num_ve * D), "adam", c.table_lr, normal(0.01), **rare),
         "bigrams": Param((c.bigram_rows, D), "adam", c.table_lr, zero, **rare),
-        "qk": Param((num_attn * H, 2 * d, D), "muon", lr, narrow, wd),  # pairs of heads (record 80)
-        "vo": Param((num_attn * 2, D, D), "muon", lr, narrow, wd),
+        "qk": Param((num_attn * H, 2 * d, D), "muon", (lr,), narrow, wd),  # pairs of heads (record 80)
+        "vo": Param((num_attn * 2, D, D), "muon", (lr,), narrow, wd),
         "scalars": Param((L, len(SCALARS)), "adam", c.scalar_lr, rows(*SCALARS.values()), update="all"),
         "smear": Param((1,), "adam", c.scalar_lr, zero, update="all"),
         "late_in": Param((64, D), "adam", init=uniform(D**-0.5), **late),
@@ -838,7 +840,7 @@ class GPT(nn.Module):
         parts = tuple(part for part in NVFP4_PARTS if part not in c.nvfp4_without)
         for i, row in enumerate(self.plan):
             rows = {"qkv": [("qk", H * attn, H), ("vo", 2 * attn, 1)], "o": [("vo", 2 * attn + 1, 1)],
-                    "fc": [("mlp_up", i, 1)], "proj": [("mlp_down", i, 1)], "lm_head": [("lm_head", 0, c.vocab_size)]}
+                    "fc": [("mlp", 2 * i, 1)], "proj": [("mlp", 2 * i + 1, 1)], "lm_head": [("lm_head", 0, c.vocab_size)]}
             low, attn = {}, attn + ("qkv" in row)
             for name, recipe in [item for item in row.items() if item[1] not in PLAIN]:
                 place, seen, w8 = i * len(PROJECTIONS) + PROJECTIONS.index(name), torch.zeros(3, device=device), ()
@@ -909,7 +911,8 @@ class GPT(nn.Module):
                          self.weight("vo").view(-1, 2, D, D).unbind(), self.gates.unbind(), self.xsa.unbind(), injects))
         cos, sin, scale = self.rotary(view, T)
         masks, outputs, start = self.masks(begins, view.windows), [], x
-        mlps = zip(self.weight("mlp_up").unbind(), self.weight("mlp_down").unbind(), self.scalars.unbind())
+        mlps = self.weight("mlp").unbind()
+        mlps = zip(mlps[::2], mlps[1::2], self.scalars.unbind())
         for i, (layer, (up, down, scalars), low) in enumerate(zip(self.layers, mlps, self.recipes(view))):
             skip, source = (None if i is None else outputs[i] for i in (layer.skip, layer.source))
             inject, attn = None, (None,) * 5
@@ -1026,7 +1029,19 @@ def sum_rows(total, place, rows, grad) -> None:
 
 def put_rows(bank, rows, parts) -> None:
     """Writes parts (ranks, n, width / ranks) to rows (n,) of bank (R, width)."""
-    bank[rows] = parts.transpose(0, 1).flatten(1)[:, : bank.size(1)]
+    (_, n, share), width = parts.shape, bank.size(1)
+    if bank.is_cuda and triton is not None:
+        put_rows_kernel[n, triton.cdiv(width, 1024)](bank, rows, parts, n, width, share, 1024)
+    else:
+        bank[rows] = parts.transpose(0, 1).flatten(1)[:, :width]
+
+if triton is not None:
+
+    @triton.jit
+    def put_rows_kernel(bank_ptr, rows_ptr, parts_ptr, n, width, share, COLS: tl.constexpr):
+        line, col = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLS + tl.arange(0, COLS)
+        part = tl.load(parts_ptr + (col // share * n + line) * share + col % share, mask=col < width)
+        tl.store(bank_ptr + tl.load(rows_ptr + line) * width + col, part, mask=col < width)
 
 DONE = SimpleNamespace(wait=lambda: None)  # the transfer of a rank that is alone
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch 2.13's name, and 2.11's
@@ -1042,12 +1057,16 @@ class Optimizer:
 
     def __init__(self, model: GPT):
         self.model, self.muon, self.adam = model, muon_update, adam_update  # `compile_model` replaces these
-        self.adam_rows, self.sum_rows, self.put_rows = adam_rows, sum_rows, put_rows
+        self.adam_rows, self.sum_rows = adam_rows, sum_rows
         self.rank, self.world_size = ranks()
         self.seq_bits = round(math.log2(model.config.seq_len))
         self.gather8 = [*model.weights8] if model.config.float8_all_gather else []
         self.tables = [name for name, param in model.table.items() if param.update == "rows"]
         self.banks = {name: p.data for name, p in model.named_parameters()}
+        self.lr = {}  # of the matrices that this rank updates
+        for name in [name for name, param in model.table.items() if param.optimizer == "muon"]:
+            number, lr = torch.arange(len(self.banks[name])), torch.tensor(model.table[name].lr)
+            self.lr[name] = self.own(name, lr[number % len(lr)][:, None, None].to(model.signs.device))
         self.sent = 0  # bytes, since the last `reset`
         self.factor = torch.zeros((), device=model.signs.device)  # CUDA graphs read it
         self.reset({name: p.detach().to(model.scalars.dtype) for name, p in model.named_parameters()})
@@ -1106,7 +1125,7 @@ class Optimizer:
         def complete() -> None:
             transfer.wait()
             if rows:
-                self.put_rows(self.banks[name], self.used[name], many.unflatten(0, (self.world_size, -1)))
+                put_rows(self.banks[name], self.used[name], many.unflatten(0, (self.world_size, -1)))
 
         return complete
 
@@ -1150,13 +1169,13 @@ class Optimizer:
     def update(self, name: str, grad: Tensor, lr_factor: float, momentum: float) -> Tensor:
         """Updates this rank's part of a parameter from that of its gradient. Returns what it has to hand out."""
         param, master, state, bank = (x[name] for x in (self.model.table, self.masters, self.state, self.banks))
-        rates = [lr_factor * param.lr, lr_factor * param.decay]
+        decay = lr_factor * param.decay
         if param.optimizer == "muon":
             part = self.own(name, bank)
-            self.muon(master, part, grad, state, *map(scalar, [*rates, momentum]))
+            self.muon(master, part, grad, state, lr_factor * self.lr[name], scalar(decay), scalar(momentum))
             return part
         t, (beta1, beta2) = max(self.steps, 1), param.betas
-        rates = [*map(scalar, [*rates, beta1, beta2, (1 - beta2**t) ** 0.5 / (1 - beta1**t)])]
+        rates = [*map(scalar, [lr_factor * param.lr, decay, beta1, beta2, (1 - beta2**t) ** 0.5 / (1 - beta1**t)])]
         if param.update == "rows":
             return self.adam_rows(grad.flatten(0, -2), self.used[name], master, state, bank.dtype, *rates)
         part = self.own(name, bank)
@@ -1585,7 +1604,7 @@ def compile_model(model: GPT, optimizer: Optimizer, log: Log, clock: Clock) -> N
                                   (model, "embed_inputs", embed_inputs), (model, "block_lists", block_lists),
                                   (optimizer, "muon", muon_update), (optimizer, "adam", adam_update)):
         setattr(owner, name, Compiled(function, log, clock))
-    for name, function in (("adam_rows", adam_rows), ("sum_rows", sum_rows), ("put_rows", put_rows)):
+    for name, function in (("adam_rows", adam_rows), ("sum_rows", sum_rows)):
         setattr(optimizer, name, Compiled(function, log, clock, dynamic=True))  # each step looks up another number
 
 def forward_backward(model: GPT, optimizer: Optimizer, inputs: Tensor, targets: Tensor, rows: dict, view: View):

@@ -253,6 +253,10 @@ def run(inputs):
         constants = 1 / scale, z.shape[1], t.CAP, t.CAP_SHIFT, 1 / t.CAP_WIDTH
         t.loss_kernel[len(z),](z, targets, loss, g8.view(t.E5M2), *constants, FAST=False, num_warps=4)
         yield loss, g8
+    for bank, rows, parts in inputs["rows"]:
+        (_, n, share), width = parts.shape, bank.size(1)
+        t.put_rows_kernel[n, -(-width // 16)](bank, rows, parts, n, width, share, 16)
+        yield bank
 
 torch.save([*run(torch.load(sys.argv[1]))], sys.argv[2])
 """
@@ -265,12 +269,19 @@ def kernel_inputs():
     return tables, logits
 
 
+def row_inputs():
+    """Arguments of put_rows for 1 to 4 ranks."""
+    for ranks, width in ((1, 40), (2, 30), (3, 31), (4, 37)):
+        parts = normal(ranks, 5, -(-width // ranks), seed=1).bfloat16()
+        yield normal(12, width).bfloat16(), torch.tensor([1, 2, 5, 6, 11]), parts
+
+
 @pytest.fixture(scope="module")
 def interpreted(tmp_path_factory):
     """What the kernels make of `kernel_inputs`, in Triton's interpreter, in another process: the choice is global."""
     folder = tmp_path_factory.mktemp("kernels")
     tables, logits = kernel_inputs()
-    torch.save({"bytes": tables, "logits": logits}, folder / "in")
+    torch.save({"bytes": tables, "logits": logits, "rows": [*row_inputs()]}, folder / "in")
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(t.__file__).parent)}
     run = subprocess.run([sys.executable, "-c", INTERPRETED, folder / "in", folder / "out"], env=environment,
                          capture_output=True, text=True, timeout=120)
@@ -298,8 +309,15 @@ def assert_losses_agree(ours, twin, error=1e-5, differing=2e-3):
 def test_the_loss_kernel_equals_its_twin_at_vocabularies_that_fill_no_tile(interpreted):
     for (z, targets, scale), ours in zip(kernel_inputs()[1], interpreted[len(SIZES):]):
         assert_losses_agree(ours, t.loss_op(z, targets, scale))
-    clamped = interpreted[-1][1].view(t.E5M2).float()
+    clamped = interpreted[len(SIZES) + len(LOGITS) - 1][1].view(t.E5M2).float()
     assert clamped.abs().max() == 57344 and clamped.isfinite().all()
+
+
+@no_triton
+def test_the_kernel_that_writes_rows_of_a_table_equals_pytorch_at_widths_that_fill_no_tile(interpreted):
+    for (bank, rows, parts), ours in zip(row_inputs(), interpreted[-4:], strict=True):
+        t.put_rows(bank, rows, parts)
+        assert torch.equal(ours, bank)
 
 
 @pytest.mark.skipif(not FP8_GPU, reason="needs a GPU with FP8")
@@ -315,3 +333,8 @@ def test_the_kernels_on_a_gpu_equal_their_twins():
         assert_losses_agree((loss.cpu(), g8.cpu()), twin)
         ours = t.loss_op(*on_gpu, scale)  # tanh.approx: 2^-11 of a tangent, times 11.5, in a logit and in the sum
         assert_losses_agree([x.cpu() for x in ours], twin, error=2 * 11.5 * 2**-11, differing=0.15)
+    for inputs in row_inputs():
+        on_gpu = [x.cuda() for x in inputs]
+        t.put_rows(*on_gpu)
+        t.put_rows(*inputs)
+        assert torch.equal(on_gpu[0].cpu(), inputs[0])

@@ -315,7 +315,7 @@ def plain_gpt(w, signs, tokens, targets, starts, view, heads, tied):
             at += 1
         else:
             x = x + mix_skip * outputs[3]
-        x = mix_mlp * x + torch.relu(rms(x) @ w["mlp_up"][i]) ** 2 @ (mix_down * w["mlp_down"][i]).T
+        x = mix_mlp * x + torch.relu(rms(x) @ w["mlp"][2 * i]) ** 2 @ (mix_down * w["mlp"][2 * i + 1]).T
         outputs.append(x)
     inner = x @ w["late_in"].T
     inner = inner * (1 + torch.erf(inner / 2**0.5)) / 2  # GELU
@@ -487,8 +487,8 @@ def test_rotary_tables_are_made_once_for_each_view_and_length_and_are_those_of_t
 
 def test_the_record_has_as_many_weights_as_the_digest_says():
     size = {name: math.prod(p.shape) for name, p in t.parameter_table(t.Config()).items()}
-    assert size["qk"] + size["vo"] == 10 * 4 * 768**2 and size["mlp_up"] == size["mlp_down"] == 11 * 768 * 3072
-    assert round(sum(size[name] for name in ("qk", "vo", "mlp_up", "mlp_down")) / 1e6, 1) == 75.5  # the body
+    assert size["qk"] + size["vo"] == 10 * 4 * 768**2 and size["mlp"] == 11 * 2 * 768 * 3072
+    assert round(sum(size[name] for name in ("qk", "vo", "mlp")) / 1e6, 1) == 75.5  # the body
     assert size["lm_head"] == size["embed"] == 50304 * 768 and size["value_embeds"] == 5 * 50304 * 768
     assert size["bigrams"] == 5 * 50304 * 768  # record 62's five rows a token
     assert size["scalars"] == 11 * 8 and size["gates"] == 10 * 2 * 6 * 12 and size["xsa"] == 10 * 6
@@ -499,7 +499,7 @@ def test_the_record_has_as_many_weights_as_the_digest_says():
 def test_muon_treats_queries_and_keys_in_pairs_of_heads_and_every_other_matrix_whole():
     table = t.parameter_table(t.Config())
     assert {name: p.shape for name, p in table.items() if p.optimizer == "muon"} == {
-        "qk": (60, 256, 768), "vo": (20, 768, 768), "mlp_up": (11, 768, 3072), "mlp_down": (11, 768, 3072)}
+        "qk": (60, 256, 768), "vo": (20, 768, 768), "mlp": (22, 768, 3072)}
 
 
 @pytest.mark.parametrize("topology, vocab", [("gpt2", 64), ("gpt2", 5000), ("laptop", 384)])
@@ -517,7 +517,7 @@ def test_initial_weights_are_as_specified_and_depend_on_the_seed_but_not_on_the_
     one, three, other = tiny(**sizes), tiny(3, **sizes), tiny(**sizes)
     for model, seed in ((one, 7), (three, 7), (other, 8)):
         t.initialize(model, seed)
-    constant = {"scalars", "smear", "xsa", "gates", "bigrams", "embed", "mlp_down", "late_out", "late_bias"}
+    constant = {"scalars", "smear", "xsa", "gates", "bigrams", "embed", "late_out", "late_bias"}
     for name in one.table:
         assert torch.equal(one.weight(name), three.weight(name)), name
         assert not getattr(three, name)[one.table[name].shape[0] :].any(), f"the padding of {name} is not zero"
@@ -525,7 +525,8 @@ def test_initial_weights_are_as_specified_and_depend_on_the_seed_but_not_on_the_
     for name in constant - {"scalars", "late_bias"}:
         assert not getattr(one, name).any(), name
     bound = 3**0.5 * 0.5 / 64**0.5
-    for drawn in (one.qk, one.vo, one.mlp_up):
+    assert not one.mlp[1::2].any(), "MLPs begin by adding nothing"
+    for drawn in (one.qk, one.vo, one.mlp[::2]):
         assert bound * 0.99 < drawn.abs().max() <= bound
         assert drawn.std().item() == pytest.approx(0.5 / 64**0.5, rel=0.02)
     assert one.lm_head.std().item() == pytest.approx(0.005, rel=0.02)

@@ -22,7 +22,7 @@ import train_gpt as t
 CPU = torch.device("cpu")
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 ALL = ("rht", "sr", "2d")
-MATRICES = ("qk", "vo", "mlp_up", "mlp_down", "lm_head")
+MATRICES = ("qk", "vo", "mlp", "lm_head")
 VIEW = t.view_of(0, t.Config(schedule="laptop", model_dim=64, num_heads=2))
 LIMIT = {t.E4M3: 448.0, t.E5M2: 57344.0}
 
@@ -443,7 +443,7 @@ def test_the_run_ends_with_the_name_of_the_projection_that_went_wrong(recipe, tm
     assert "gradient of layer 3's proj not finite" in message(gradient)
 
     def weight(model):
-        model.mlp_up.data[1, 0, 0] = math.inf
+        model.mlp.data[2, 0, 0] = math.inf
         t.Optimizer(model)
 
     assert "weight of layer 1's fc not finite" in message(weight)
@@ -473,8 +473,8 @@ def weights_of(model):
             yield (i, "qkv"), torch.cat((qk, vo[0]))
             yield (i, "o"), vo[1]
             A += 1
-        yield (i, "fc"), model.mlp_up.detach()[i].T
-        yield (i, "proj"), model.mlp_down.detach()[i]
+        yield (i, "fc"), model.mlp.detach()[2 * i].T
+        yield (i, "proj"), model.mlp.detach()[2 * i + 1]
     yield (len(model.layers), "lm_head"), model.lm_head.detach()
 
 
@@ -484,7 +484,7 @@ def test_fp8_weights_are_rounded_once_a_step_however_many_micro_steps_and_equal_
     monkeypatch.setattr(t, "fp8_operand", lambda x, *a, **kw: shapes.append(tuple(x.shape)) or rounded(x, *a, **kw))
     t.train_step(model, optimizer, batch(3), 1)
     banks = {tuple(getattr(model, name).shape) for name in MATRICES}
-    assert len([s for s in shapes if s in banks]) == 5 and not any(s[0] != 256 for s in shapes if s not in banks)
+    assert len([s for s in shapes if s in banks]) == len(MATRICES) and not any(s[0] != 256 for s in shapes if s not in banks)
     for (layer, name), w in weights_of(model):
         scale = (448 / w.double().abs().max()).float()
         expected = (w.float() * scale).clamp(-448, 448).to(t.E4M3)
@@ -570,7 +570,7 @@ def test_compiled_blocks_give_what_eager_ones_do_and_new_scales_compile_nothing(
             graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
         scales = {low["o"][2].item() for (low, *_) in model.lows[:3] if precision == "fp8"}
         assert precision != "fp8" or len(scales) > 1
-        results.append((losses, model.mlp_up.detach().clone()))
+        results.append((losses, model.mlp.detach().clone()))
     for eager, ours in zip(torch.stack(results[0][0]), torch.stack(results[1][0])):
         assert torch.allclose(eager, ours, rtol=1e-5)  # float32 sums of gradients of the stream take another order,
     assert distance(results[1][1], results[0][1]) < 5e-3  # which turns some roundings
@@ -872,7 +872,7 @@ def test_gathered_fp8_weights_are_the_rounded_whole_weights_to_the_bit(worlds, w
     whole = {name: torch.cat([rank["masters"][name] for rank in ranks]) for name in MATRICES}
     weights = [[("qk", slice(2 * i, 2 * i + 2)), ("vo", slice(2 * i, 2 * i + 1))] for i in range(4)]  # one scale each
     weights += [[("vo", slice(2 * i + 1, 2 * i + 2))] for i in range(4)] + [[("lm_head", slice(0, 384))]]
-    weights += [[(bank, slice(i, i + 1))] for bank in ("mlp_up", "mlp_down") for i in range(4)]
+    weights += [[("mlp", slice(i, i + 1))] for i in range(8)]
     for rank in ranks:
         for weight in weights:
             amax = max(whole[bank][rows].abs().max().double() for bank, rows in weight)
