@@ -522,16 +522,16 @@ class StaticLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w, scales):
         ctx.x_s, ctx.w_s, ctx.g_s = (torch.full((), scale, device=x.device) for scale in scales)
-        x8, w8 = (quantize(t, scale, E4M3).view(torch.uint8) for t, scale in zip((x, w), scales))
-        ctx.save_for_backward(x, w8)
+        x8, w8 = (quantize(t, scale, E4M3).view(torch.uint8).contiguous() for t, scale in zip((x, w), scales))
+        ctx.save_for_backward(x, w8.t().contiguous())
         ctx.g_scale = scales[2]
         return product_op(x8, w8, ctx.x_s, ctx.w_s, x.dtype, True)
 
     @staticmethod
     def backward(ctx, g):
-        x, w8 = ctx.saved_tensors
+        x, w8_t = ctx.saved_tensors
         g8 = quantize(g, ctx.g_scale, E5M2).view(torch.uint8)
-        return product_op(g8, w8.t(), ctx.g_s, ctx.w_s, g.dtype, False), g.t() @ x, None
+        return product_op(g8, w8_t, ctx.g_s, ctx.w_s, g.dtype, False), g.t() @ x, None
 
 def linear(x: Tensor, w: Tensor, low: dict[str, tuple] | None, name: str, factor: Tensor | None = None) -> Tensor:
     """x (T, K), w (N, K) -> factor x w^T (T, N), by the layer's recipe for this projection if there is one."""
@@ -1062,6 +1062,7 @@ class Optimizer:
         self.seq_bits = round(math.log2(model.config.seq_len))
         self.gather8 = [*model.weights8] if model.config.float8_all_gather else []
         self.tables = [name for name, param in model.table.items() if param.update == "rows"]
+        self.beside = torch.cuda.Stream() if model.signs.is_cuda else None  # tables need memory, Muon arithmetic: at once
         self.banks = {name: p.data for name, p in model.named_parameters()}
         self.lr = {}  # of the matrices that this rank updates
         for name in [name for name, param in model.table.items() if param.optimizer == "muon"]:
@@ -1123,9 +1124,10 @@ class Optimizer:
             transfer = all_gather(many, part, async_op=True)
 
         def complete() -> None:
-            transfer.wait()
-            if rows:
-                put_rows(self.banks[name], self.used[name], many.unflatten(0, (self.world_size, -1)))
+            with torch.cuda.stream(self.beside if rows else None):
+                transfer.wait()
+                if rows:
+                    put_rows(self.banks[name], self.used[name], many.unflatten(0, (self.world_size, -1)))
 
         return complete
 
@@ -1147,16 +1149,21 @@ class Optimizer:
     @torch.no_grad()
     def add_rows(self, rows: dict[str, Tensor], grads: dict[str, Tensor]) -> None:
         """Adds a micro-batch's gradients of the looked-up rows to those of this step."""
-        if not self.totals:
-            if self.counted is not None:
-                self.counted.synchronize()
-            self.totals = {name: self.masters[name].new_zeros(self.world_size, n, self.masters[name].size(1))
-                           for name, n in zip(self.tables, self.counts.tolist())}
-            for name, total in self.totals.items():  # the k-th used row is where the count of used rows gets to k
-                lines = torch.arange(1, total.size(1) + 1, device=total.device)
-                self.used[name] = torch.searchsorted(self.places[name], lines)
-        for name in self.tables:
-            self.sum_rows(self.totals[name], self.places[name], rows[name], grads[name])
+        if self.beside:
+            self.beside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.beside):
+            if not self.totals:
+                if self.counted is not None:
+                    self.counted.synchronize()
+                self.totals = {name: self.masters[name].new_zeros(self.world_size, n, self.masters[name].size(1))
+                               for name, n in zip(self.tables, self.counts.tolist())}
+                for name, total in self.totals.items():  # the k-th used row is where the count of used rows gets to k
+                    lines = torch.arange(1, total.size(1) + 1, device=total.device)
+                    self.used[name] = torch.searchsorted(self.places[name], lines)
+            for name in self.tables:
+                self.sum_rows(self.totals[name], self.places[name], rows[name], grads[name])
+                if self.beside:
+                    grads[name].record_stream(self.beside)  # its memory is in use until then
 
     def untie(self) -> None:
         """From here on the token embedding is a weight of its own, which begins as the head (record 53)."""
@@ -1196,7 +1203,8 @@ class Optimizer:
         """Updates the weights from their .grad, and the tables from `add_rows`, and frees both. All ranks must call it
         together."""
         self.start()
-        tables = {name: self.reduce(name, total.to(self.banks[name].dtype)) for name, total in self.totals.items()}
+        with torch.cuda.stream(self.beside):
+            tables = {name: self.reduce(name, total.to(self.banks[name].dtype)) for name, total in self.totals.items()}
         reductions, self.reductions, self.totals = self.reductions | tables, {}, {}
         names = [name for name in self.model.table if name in reductions]
         unscale = self.loss_scale and self.unscale(reductions)
@@ -1204,19 +1212,26 @@ class Optimizer:
             return
         self.steps, completions = self.steps + 1, []
         for name in names:
-            grad, transfer = reductions.pop(name)
-            transfer.wait()
-            grad = grad if unscale is None else grad.float() * unscale
-            completions.append(self.hand_out(name, self.update(name, grad, lr_factor, momentum)))
+            with torch.cuda.stream(self.beside if name in self.tables else None):
+                grad, transfer = reductions.pop(name)
+                transfer.wait()
+                grad = grad if unscale is None else grad.float() * unscale
+                completions.append(self.hand_out(name, self.update(name, grad, lr_factor, momentum)))
         for complete in completions:
             complete()
+        self.wait_for_tables()
         self.quantize_weights(names)
+
+    def wait_for_tables(self) -> None:
+        if self.beside:
+            torch.cuda.current_stream().wait_stream(self.beside)
 
     def unscale(self, reductions: dict) -> float:
         """The factor that undoes the loss scale, 0 if a gradient overflowed on any rank: nothing of it may be kept, so
         this waits for the device. Adapts the scale."""
         for _, transfer in reductions.values():
             transfer.wait()
+        self.wait_for_tables()
         found = sum((~grad.isfinite().all()).float() for grad, _ in reductions.values())
         if self.world_size > 1:
             dist.all_reduce(found, dist.ReduceOp.MAX)
