@@ -100,7 +100,7 @@ class Config:
     num_steps: int = key(1520, "optimizer steps")
     batch_tokens: int = key(393_216, "tokens per optimizer step in the last stage, over all GPUs")
     seq_len: int = key(16_384, "tokens of a training sequence: whole documents, the last one cut")
-    micro_tokens: int = key(32_768, "most tokens a GPU works on at a time; fewer need less memory for the same update")
+    micro_tokens: int = key(16_384, "most tokens a GPU works on at a time; fewer need less memory for the same update")
     cooldown_frac: float = key(0.6, "last fraction of the steps, over which the learning rate falls to 0.15")
     momentum_warmup: int = key(300, "steps over which Muon's momentum rises from 0.85 to 0.95")
     untie_frac: float = key(0.66, "fraction of the steps during which the embedding is the head's weight")
@@ -1193,7 +1193,8 @@ class Optimizer:
         if param.update == "rows":
             return self.adam_rows(grad.flatten(0, -2), self.used[name], master, state, bank.dtype, *rates)
         part = self.own(name, bank)
-        self.adam(master, part, grad, state, *rates)
+        flat = [x.reshape(-1) for x in (master, part, grad, *state)]  # of any shape: one graph for all
+        self.adam(*flat[:3], flat[3:], *rates)
         return part
 
     @torch.no_grad()
@@ -1618,12 +1619,13 @@ def compile_model(model: GPT, optimizer: Optimizer, log: Log, clock: Clock) -> N
     """A graph for each kind of block and one for the head, for training and validation: quicker than one for all."""
     torch._dynamo.config.recompile_limit = 64  # the default of 8 graphs a function is less than the kinds of blocks
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True  # or FP8's graphs are made every time
+    torch._inductor.config.triton.unique_kernel_names = False  # so kinds of blocks share two kernels of five
     for owner, name, function in ((model, "block", block), (model, "head_loss", head_loss),
                                   (model, "embed_inputs", embed_inputs), (model, "block_lists", block_lists),
-                                  (optimizer, "muon", muon_update), (optimizer, "adam", adam_update)):
+                                  (optimizer, "muon", muon_update)):
         setattr(owner, name, Compiled(function, log, clock))
-    for name, function in (("adam_rows", adam_rows), ("sum_rows", sum_rows)):
-        setattr(optimizer, name, Compiled(function, log, clock, dynamic=True))  # each step looks up another number
+    for name, function in (("adam", adam_update), ("adam_rows", adam_rows), ("sum_rows", sum_rows)):
+        setattr(optimizer, name, Compiled(function, log, clock, dynamic=True))  # of as many rows as a batch looks up
 
 def forward_backward(model: GPT, optimizer: Optimizer, inputs: Tensor, targets: Tensor, rows: dict, view: View):
     """Adds a micro-batch's gradients to .grad. Returns its loss, a sum, and the gradients of the looked-up rows."""
@@ -1726,11 +1728,11 @@ def warm_up(model: GPT, optimizer: Optimizer, device: torch.device, passes: Call
         batch = tokens[: c.val_seq_len], tokens[1 : c.val_seq_len + 1].clone()
         torch.func.functional_call(model, weights_for_validation(model), (*batch, view_of(step, c)))
 
-    def update(step: int) -> None:
+    def update(names: list[str]) -> None:
         few = {name: min(200, len(optimizer.masters[name])) for name in optimizer.tables}  # rows
         optimizer.used = {name: torch.arange(count, device=device) for name, count in few.items()}
-        for name, state in optimizer.state.items():
-            grad = torch.zeros_like(state[0][: few.get(name)], dtype=getattr(model, name).dtype)
+        for name in names:
+            grad = torch.zeros_like(optimizer.state[name][0][: few.get(name)], dtype=getattr(model, name).dtype)
             optimizer.update(name, grad, 0.0, 0.0)
 
     if world_size > 1:
@@ -1741,8 +1743,7 @@ def warm_up(model: GPT, optimizer: Optimizer, device: torch.device, passes: Call
         for shift, (part, step) in enumerate([*parts, (evaluate, c.num_steps)]):
             model.working = [*kinds.values()][(rank + shift) % world_size :: world_size]  # who has one more, changes
             part(step)
-        if rank == world_size - 1:
-            update(c.num_steps)
+        update([*model.table][rank::world_size])
         synchronize(device)
         dist.barrier()
         model.working = whole
@@ -1754,7 +1755,7 @@ def warm_up(model: GPT, optimizer: Optimizer, device: torch.device, passes: Call
         train_step(model, optimizer, [micro_batch(step)] * min(2, count // of_micro), step, passes)
         if not model.flex:  # the masks' shapes are the windows'
             evaluate(step)
-    update(c.num_steps)
+    update([*model.table])
     evaluate(c.num_steps)
     synchronize(device)
     optimizer.reset(initialize(model, c.seed))
