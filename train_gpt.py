@@ -144,8 +144,8 @@ BYTES = dict(  # what small models of single bytes have in common
 
 PRESETS: dict[str, dict] = {
     "speedrun": {},
-    "onepass": dict(schedule="onepass", num_steps=945, seq_len=8192, muon_lr=0.02, head_lr=0.0065, cooldown_frac=0.7,
-                    target_loss=3.492),
+    "onepass": dict(schedule="onepass", num_steps=945, seq_len=8192, micro_tokens=32_768, muon_lr=0.02, head_lr=0.0065,
+                    cooldown_frac=0.7, target_loss=3.492),
     "laptop": BYTES | dict(
         topology="laptop", model_dim=128, num_heads=2, mlp_dim=512, schedule="laptop", num_steps=700, muon_lr=0.04,
         head_lr=0.007, batch_tokens=2048, seq_len=2048, target_loss=1.5, val_tokens=131_072, val_seq_len=8192,

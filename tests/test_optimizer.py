@@ -566,6 +566,26 @@ def test_a_batch_in_any_number_of_micro_batches_makes_the_same_update_of_weights
         assert tensors[name][1].any(), name
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_that_works_on_the_tables_beside_the_matrices_makes_the_same_updates():
+    device, results = torch.device("cuda"), []
+    values = dict(topology="all kinds", model_dim=128, num_heads=2, mlp_dim=512, vocab_size=20_000, bigram_rows=50_000,
+                  seq_len=1024, val_seq_len=1024, micro_tokens=4096, batch_tokens=8192, num_steps=8, schedule="laptop",
+                  untie_frac=0.5, dtype="float64", precision="bf16", device="cuda", attention="sdpa")
+    for beside in (True, False):
+        model = t.GPT(t.Config(**values), device)
+        optimizer = t.Optimizer(model)
+        assert optimizer.beside is not None
+        optimizer.beside = optimizer.beside if beside else None
+        optimizer.reset(t.initialize(model, 0))
+        for step in range(8):
+            tokens = torch.randint(0, 20_000, (8193,), generator=torch.Generator().manual_seed(step)).to(device)
+            t.train_step(model, optimizer, [*zip(tokens[:-1].chunk(2), tokens[1:].chunk(2))], step)
+        results.append({name: p.detach().clone() for name, p in model.named_parameters()})
+    for name, p in results[0].items():  # sums by atomic additions are in any order
+        assert (p - results[1][name]).norm() <= 1e-9 * p.norm(), name
+
+
 def test_every_parameter_has_optimizer_learning_rate_decay_and_betas_of_the_digest():
     table = t.parameter_table(t.Config())
     rates = {name: (p.optimizer, p.lr) for name, p in table.items()}
