@@ -961,8 +961,9 @@ def initialize(model: GPT, seed: int) -> dict[str, Tensor]:
 # rank that owns that slice. A step is: sum every gradient over the ranks and keep the own slice (reduce-scatter),
 # update it, and hand out the new bf16 slice (all-gather). Tables have far more rows than a batch has tokens; only rows
 # that some rank looked up have gradients and are updated, and slices of tables are columns, so that all ranks share
-# this work whichever rows they are. All transfers are asynchronous, so they run while another parameter is being worked
-# on. Gradients are sums over tokens, so neither the number of GPUs nor of accumulation steps enters anywhere.
+# this work whichever rows they are. It is done beside everything else, on a stream of its own, as it takes memory
+# bandwidth where Muon takes arithmetic. All transfers are asynchronous, so they run while another parameter is being
+# worked on. Gradients are sums over tokens, so neither the number of GPUs nor of accumulation steps enters anywhere.
 
 POLAR_EXPRESS = (  # a, b, c of each iteration: the fastest polynomials of degree 5 (Amsel et al. 2025; record 38)
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
@@ -1062,7 +1063,7 @@ class Optimizer:
         self.seq_bits = round(math.log2(model.config.seq_len))
         self.gather8 = [*model.weights8] if model.config.float8_all_gather else []
         self.tables = [name for name, param in model.table.items() if param.update == "rows"]
-        self.beside = torch.cuda.Stream() if model.signs.is_cuda else None  # for the tables, while Muon computes
+        self.beside = torch.cuda.Stream() if model.signs.is_cuda else None  # the tables' stream
         self.banks = {name: p.data for name, p in model.named_parameters()}
         self.lr = {}  # of the matrices that this rank updates
         for name in [name for name, param in model.table.items() if param.optimizer == "muon"]:
@@ -1132,7 +1133,7 @@ class Optimizer:
         return complete
 
     def meet(self) -> None:
-        """What comes now waits for all that was begun, on this stream and on that of the tables."""
+        """What comes now, on this stream or on the tables', waits for all that was begun on both."""
         if self.beside:
             torch.cuda.current_stream().wait_stream(self.beside)
             self.beside.wait_stream(torch.cuda.current_stream())
