@@ -27,6 +27,7 @@ LOCAL_GPU = int(os.environ.get("LOCAL_RANK", 0))
 
 if __name__ == "__main__":  # torch and CUDA read these once: large, varied tensors would fragment fixed segments, and
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")  # transfers need few SMs, but would wait for all to be free
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(str(i) for i in range(len(glob("/dev/nvidia[0-9]*")))))
     if LOCAL_GPU < len(gpus.split(",")) and gpus:  # the compiler's cache tells cuda:0 from cuda:1, so all are cuda:0
         os.environ["CUDA_VISIBLE_DEVICES"], LOCAL_GPU = gpus.split(",")[LOCAL_GPU], 0
@@ -961,7 +962,7 @@ def initialize(model: GPT, seed: int) -> dict[str, Tensor]:
 # rank that owns that slice. A step is: sum every gradient over the ranks and keep the own slice (reduce-scatter),
 # update it, and hand out the new bf16 slice (all-gather). Tables have far more rows than a batch has tokens; only rows
 # that some rank looked up have gradients and are updated, and slices of tables are columns, so that all ranks share
-# this work whichever rows they are. It is done beside everything else, on a stream of its own, as it takes memory
+# this work whichever rows they are. It and all of Adam is done beside Muon, on a stream of its own, as it takes memory
 # bandwidth where Muon takes arithmetic. All transfers are asynchronous, so they run while another parameter is being
 # worked on. Gradients are sums over tokens, so neither the number of GPUs nor of accumulation steps enters anywhere.
 
@@ -1063,7 +1064,7 @@ class Optimizer:
         self.seq_bits = round(math.log2(model.config.seq_len))
         self.gather8 = [*model.weights8] if model.config.float8_all_gather else []
         self.tables = [name for name, param in model.table.items() if param.update == "rows"]
-        self.beside = torch.cuda.Stream() if model.signs.is_cuda else None  # the tables' stream
+        self.beside = torch.cuda.Stream() if model.signs.is_cuda else None  # Adam's stream
         self.banks = {name: p.data for name, p in model.named_parameters()}
         self.lr = {}  # of the matrices that this rank updates
         for name in [name for name, param in model.table.items() if param.optimizer == "muon"]:
@@ -1133,7 +1134,7 @@ class Optimizer:
         return complete
 
     def meet(self) -> None:
-        """What comes now, on this stream or on the tables', waits for all that was begun on both."""
+        """What comes now, on this stream or on Adam's, waits for all that was begun on both."""
         if self.beside:
             torch.cuda.current_stream().wait_stream(self.beside)
             self.beside.wait_stream(torch.cuda.current_stream())
@@ -1171,7 +1172,7 @@ class Optimizer:
             for name in self.tables:
                 self.sum_rows(self.totals[name], self.places[name], rows[name], grads[name])
                 if self.beside:
-                    grads[name].record_stream(self.beside)  # its memory is in use until then
+                    grads[name].record_stream(self.beside)
 
     def untie(self) -> None:
         """From here on the token embedding is a weight of its own, which begins as the head (record 53)."""
@@ -1221,9 +1222,11 @@ class Optimizer:
             return
         self.steps, completions = self.steps + 1, []
         for name in names:
-            with torch.cuda.stream(self.beside if name in self.tables else None):
+            with torch.cuda.stream(None if self.model.table[name].optimizer == "muon" else self.beside):
                 grad, transfer = reductions.pop(name)
                 transfer.wait()
+                if self.beside:
+                    grad.record_stream(torch.cuda.current_stream())  # its memory is in use there until then
                 grad = grad if unscale is None else grad.float() * unscale
                 completions.append(self.hand_out(name, self.update(name, grad, lr_factor, momentum)))
         for complete in completions:
@@ -1815,6 +1818,7 @@ def setup_device(c: Config) -> torch.device:
         if LOCAL_GPU >= torch.cuda.device_count():
             raise OSError(f"process {LOCAL_GPU} of this host finds no GPU for itself; start one process a GPU")
         torch.cuda.set_device(device)
+        torch.cuda.set_stream(torch.cuda.Stream(priority=-1))  # goes before Adam's stream (section 5)
     torch.zeros(1, device=device, requires_grad=True).sum().backward()  # autograd's thread first, then NCCL (deadlock)
     if "RANK" in os.environ:
         dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)

@@ -525,14 +525,15 @@ print(json.dumps([module["LOCAL_GPU"], changes.pop("CUDA_VISIBLE_DEVICES", None)
 def test_a_process_started_by_torchrun_sees_its_own_gpu_only(visible, local_rank, cards, expected):
     given = {"CUDA_VISIBLE_DEVICES": visible, "LOCAL_RANK": local_rank}
     environment = {key: value for key, value in (ENVIRONMENT | given).items() if value is not None}
-    environment.pop("PYTORCH_CUDA_ALLOC_CONF", None)
+    early = ["PYTORCH_CUDA_ALLOC_CONF", "TORCH_NCCL_HIGH_PRIORITY"]
+    environment = {key: value for key, value in environment.items() if key not in early}
 
     def head(name):
         run = start(str(SCRIPT), name, str(cards), script=HEAD, launcher=["-c"], env=environment)
         assert run.returncode == 0, run.stderr
         return json.loads(run.stdout)
 
-    assert head("__main__") == [*expected, ["PYTORCH_CUDA_ALLOC_CONF"], False]
+    assert head("__main__") == [*expected, early, False]
     assert head("train_gpt") == [int(local_rank or 0), None, [], False], "importing changes nothing"
 
 
@@ -559,7 +560,7 @@ assert "tiktoken" not in sys.modules, "imported before it is needed"
 
 def test_the_file_reads_in_one_sitting():
     source = SCRIPT.read_text()
-    assert source.count("\n") <= 1953
+    assert source.count("\n") <= 1957
     functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
     long = {f.name: f.end_lineno - f.lineno + 1 for f in functions if f.end_lineno - f.lineno + 1 > 70}
     assert set(long) <= {"main", "train"}, long
