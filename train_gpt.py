@@ -25,9 +25,9 @@ LAUNCHED = time.perf_counter()
 
 LOCAL_GPU = int(os.environ.get("LOCAL_RANK", 0))
 
-if __name__ == "__main__":  # torch and CUDA read these once: large, varied tensors would fragment fixed segments, and
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")  # transfers need few SMs, but would wait for all to be free
+if __name__ == "__main__":  # torch and CUDA read these once
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # fixed ones: varied sizes fragment
+    os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")  # transfers need few SMs, but would wait for a full GPU
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(str(i) for i in range(len(glob("/dev/nvidia[0-9]*")))))
     if LOCAL_GPU < len(gpus.split(",")) and gpus:  # the compiler's cache tells cuda:0 from cuda:1, so all are cuda:0
         os.environ["CUDA_VISIBLE_DEVICES"], LOCAL_GPU = gpus.split(",")[LOCAL_GPU], 0
