@@ -26,7 +26,7 @@ LAUNCHED = time.perf_counter()
 LOCAL_GPU = int(os.environ.get("LOCAL_RANK", 0))
 
 if __name__ == "__main__":  # torch and CUDA read these once
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # fixed ones: varied sizes fragment
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # varied sizes fragment fixed ones
     os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")  # transfers need few SMs, but would wait for a full GPU
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(str(i) for i in range(len(glob("/dev/nvidia[0-9]*")))))
     if LOCAL_GPU < len(gpus.split(",")) and gpus:  # the compiler's cache tells cuda:0 from cuda:1, so all are cuda:0
@@ -1226,7 +1226,7 @@ class Optimizer:
                 grad, transfer = reductions.pop(name)
                 transfer.wait()
                 if self.beside:
-                    grad.record_stream(torch.cuda.current_stream())  # its memory is in use there until then
+                    grad.record_stream(torch.cuda.current_stream())  # its memory is free only after this
                 grad = grad if unscale is None else grad.float() * unscale
                 completions.append(self.hand_out(name, self.update(name, grad, lr_factor, momentum)))
         for complete in completions:
@@ -1629,7 +1629,7 @@ def compile_model(model: GPT, optimizer: Optimizer, log: Log, clock: Clock) -> N
                                   (optimizer, "muon", muon_update)):
         setattr(owner, name, Compiled(function, log, clock))
     for name, function in (("adam", adam_update), ("adam_rows", adam_rows), ("sum_rows", sum_rows)):
-        setattr(optimizer, name, Compiled(function, log, clock, dynamic=True))  # of as many rows as a batch looks up
+        setattr(optimizer, name, Compiled(function, log, clock, dynamic=True))  # for any number of rows
 
 def forward_backward(model: GPT, optimizer: Optimizer, inputs: Tensor, targets: Tensor, rows: dict, view: View):
     """Adds a micro-batch's gradients to .grad. Returns its loss, a sum, and the gradients of the looked-up rows."""
