@@ -63,6 +63,7 @@ triton = None  # without a GPU each kernel's plain-PyTorch twin runs; Triton's i
 if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET"):
     import triton
     import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
 
 class BadInput(Exception):
     """Something the user can mend: printed as one sentence on rank 0, without a traceback, exit status 2."""
@@ -356,11 +357,12 @@ def softcap(z: Tensor) -> Tensor:
 
 @torch.library.custom_op("nanogpt::loss", mutates_args=())
 def loss_op(z: Tensor, targets: Tensor, grad_s: float) -> tuple[Tensor, Tensor]:
-    """z (T, V) before the cap, targets (T,) -> cross-entropy (T,) float32, and its gradient (T, V) / grad_s in e5m2."""
+    """z (T, V) before the cap, targets (T,) -> cross-entropy (T,) float32, and its gradient (T, V) / grad_s in e5m2.
+    That is at most CAP / (4 CAP_WIDTH grad_s), which must be in e5m2's range."""
     if z.is_cuda and triton is not None:
         loss, g8 = z.new_empty(len(z), dtype=torch.float32), torch.empty_like(z, dtype=torch.uint8)
         loss_kernel[len(z),](z, targets, loss, g8.view(E5M2), 1 / grad_s, z.shape[1],
-                             CAP, CAP_SHIFT, 1 / CAP_WIDTH, FAST=z.is_cuda, num_warps=4)
+                             CAP, CAP_SHIFT, CAP_WIDTH, FAST=z.is_cuda, num_warps=4)
         return loss, g8
     lse = softcap(z).logsumexp(-1)
     loss = lse - softcap(z.gather(-1, targets[:, None]))[:, 0]
@@ -397,36 +399,62 @@ if triton is not None:
         tl.store(out_ptr + cols[:, None] * M + rows[None, :], tl.trans(x), mask=tl.trans(inside))
 
     @triton.jit
-    def sigmoid(x, FAST: tl.constexpr):
-        if FAST:  # one instruction in the place of two
-            tanh = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [0.5 * x], tl.float32, True, 1)
-            y = 0.5 + 0.5 * tanh
+    def squares_kernel(a, b, h, y, y8, scale, inv_scale8, M, N, K, BACKWARD: tl.constexpr, TILE: tl.constexpr):
+        columns = tl.cdiv(N, TILE)
+        for tile in tl.range(tl.program_id(0), tl.cdiv(M, TILE) * columns, tl.num_programs(0), flatten=True):
+            row, col = tile // columns * TILE, tile % columns * TILE
+            sums = tl.zeros((TILE, TILE), tl.float32)
+            for k in range(0, K, TILE):
+                sums = tl.dot(a.load([row, k]), b.load([col, k]).T, sums)
+            z = sums * scale
+            if BACKWARD:
+                z *= 2 * tl.sqrt(h.load([row, col]).to(tl.float32))
+            else:
+                z = tl.maximum(z, 0.0) * tl.maximum(z, 0.0)
+            y.store([row, col], z.to(tl.bfloat16))
+            z8 = z * inv_scale8
+            if BACKWARD:
+                y8.store([row, col], tl.minimum(tl.maximum(z8, -57344.0), 57344.0).to(tl.float8e5))
+            else:
+                y8.store([row, col], tl.minimum(z8, 448.0).to(tl.float8e4nv))
+
+    @triton.jit
+    def tanh(x, FAST: tl.constexpr):
+        if FAST:  # one instruction
+            y = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
         else:
-            y = tl.sigmoid(x)
+            y = 2 * tl.sigmoid(2 * x) - 1
         return y
 
     @triton.jit
-    def loss_kernel(z_ptr, target_ptr, loss_ptr, g_ptr, inv_scale, V, CAP, SHIFT, INV_WIDTH, FAST: tl.constexpr,
+    def loss_kernel(z_ptr, target_ptr, loss_ptr, g_ptr, inv_scale, V, CAP, SHIFT, WIDTH, FAST: tl.constexpr,
                     TILE: tl.constexpr = 2048):
-        row = tl.program_id(0).to(tl.int64)
+        """As instructions are what it waits for: logits are a + a t with t a tangent, powers are of 2, and factors are
+        in exponents."""
+        LOG2E: tl.constexpr = 1.4426950408889634
+        row, a, slope, shift = tl.program_id(0).to(tl.int64), CAP / 2, 0.5 / WIDTH, SHIFT * 0.5 / WIDTH
         z_ptr += row * V
         g_ptr += row * V
-        target = tl.load(target_ptr + row)
         total = tl.zeros((TILE,), tl.float32)
         for begin in range(0, V, TILE):
             cols = begin + tl.arange(0, TILE)
-            z = tl.load(z_ptr + cols, mask=cols < V, other=0.0).to(tl.float32)
-            total += tl.where(cols < V, tl.exp(CAP * sigmoid((z + SHIFT) * INV_WIDTH, FAST) - CAP), 0.0)
-        lse = CAP + tl.log(tl.sum(total))
-        aimed = tl.load(z_ptr + target).to(tl.float32)
-        tl.store(loss_ptr + row, lse - CAP * sigmoid((aimed + SHIFT) * INV_WIDTH, FAST))
+            z = tl.load(z_ptr + cols, mask=cols < V, other=float("-inf")).to(tl.float32)
+            t = tanh(z * slope + shift, FAST)
+            total += tl.where(cols < V, tl.exp2(t * (a * LOG2E) - a * LOG2E), 0.0)
+        lse = 2 * a + tl.log(tl.sum(total))
+        factor = a / (2 * WIDTH) * inv_scale  # dlogit/dz = (1 - t^2) a / (2 width)
+        power = (a - lse) * LOG2E + tl.log2(factor)
         for begin in range(0, V, TILE):
             cols = begin + tl.arange(0, TILE)
             z = tl.load(z_ptr + cols, mask=cols < V, other=0.0).to(tl.float32)
-            s = sigmoid((z + SHIFT) * INV_WIDTH, FAST)
-            p = tl.exp(CAP * s - lse) - tl.where(cols == target, 1.0, 0.0)
-            g = p * s * (1 - s) * (CAP * INV_WIDTH * inv_scale)
-            tl.store(g_ptr + cols, tl.minimum(tl.maximum(g, -57344.0), 57344.0).to(tl.float8e5), mask=cols < V)
+            t = tanh(z * slope + shift, FAST)
+            g = tl.exp2(t * (a * LOG2E) + power) * (1 - t * t)
+            tl.store(g_ptr + cols, g.to(tl.float8e5), mask=cols < V)
+        target = tl.load(target_ptr + row)
+        t = tanh(tl.load(z_ptr + target).to(tl.float32) * slope + shift, FAST)
+        tl.store(loss_ptr + row, lse - a - a * t)
+        tl.debug_barrier()  # the row is written
+        tl.store(g_ptr + target, ((tl.exp2(t * (a * LOG2E) + power) - factor) * (1 - t * t)).to(tl.float8e5))
 
 # Recipes for projections: pure functions on tensors. An FP8 operand is (bytes, or bf16 to emulate, and 1 / scale).
 GRIDS = {E4M3: (3, -6), E5M2: (2, -14), "e2m1": (1, 0)}  # bits of mantissa, smallest exponent of normal numbers
@@ -512,33 +540,54 @@ class LowLinear(torch.autograd.Function):
         grads = fp8_backward(g, amax, saved, native) if recipe == "fp8" else nvfp4_backward(g, *saved, native, parts)
         return *grads, torch.stack([w_amax, x_amax, amax]), *[None] * 5
 
-# Scales of x, w and gradient. Inputs are normalised, at most sqrt(D), but for proj's: its squares are near 10 (rms),
-# but those of a document's first token reach 12,700: training must clamp no more than validation. The loss is a sum.
-STATIC_SCALES = {"qkv": (28 / 448, 1 / 448, 2**-12), "o": (28 / 448, 1 / 448, 2**-12),
-                 "fc": (28 / 448, 1 / 448, 2**-12), "proj": (32.0, 1 / 448, 2**-12)}
+# The MLP in FP8 with constant scales (record 89): of its normalised input, |x| <= sqrt(D); of weights; of squares, near
+# 10 (rms), but on a document's first token up to 12,700, and training must clamp no more than validation; of
+# gradients, as the loss is a sum.
+MLP_X, MLP_W, MLP_H, MLP_GRAD = 28 / 448, 1 / 448, 32.0, 2.0**-12
 
-class StaticLinear(torch.autograd.Function):
-    """x (T, K), w (N, K) -> x w^T (T, N); fprop and dgrad in FP8 with constant scales (record 89). wgrad stays in bf16:
-    it would need transposed copies of x and gradient."""
+@torch.library.custom_op("nanogpt::squares", mutates_args=())
+def squares_op(a: Tensor, b: Tensor, dtype: torch.dtype, h: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """x (T, D), up^T (F, D) in e4m3 -> h = relu(x up)^2 (T, F), and in e4m3. With h: gradient (T, D) in e5m2, down^T
+    (F, D) in e4m3 -> the gradient of x up, 2 sqrt(h) (gradient down), and in e5m2. One kernel (record 58)."""
+    (M, K), N, backward = a.shape, len(b), h is not None
+    a_s, y_s, kind = (MLP_GRAD, MLP_GRAD, E5M2) if backward else (MLP_X, MLP_H, E4M3)
+    if not a.is_cuda or triton is None or dtype != torch.bfloat16 or not native("fp8", a.device):
+        y = product_op(a, b, *on_device(a, a_s, MLP_W), dtype, not backward)
+        y = 2 * h.sqrt() * y if backward else F.relu(y).square()
+        return y, quantize(y, y_s, kind).view(torch.uint8)
+    y, y8 = a.new_empty(M, N, dtype=dtype), a.new_empty(M, N, dtype=kind)
+    operands = a.view(E5M2 if backward else E4M3), b.view(E4M3), h if backward else y, y, y8
+    processors = torch.cuda.get_device_properties(a.device).multi_processor_count
+    squares_kernel[processors,](*(TensorDescriptor.from_tensor(x, [128, 128]) for x in operands),
+                              a_s * MLP_W, 1 / y_s, M, N, K, backward, 128, num_warps=8, num_stages=4)
+    return y, y8.view(torch.uint8)
+
+squares_op.register_fake(lambda a, b, dtype, h=None: (y := a.new_empty(len(a), len(b), dtype=dtype), y.byte()))
+
+def on_device(like: Tensor, *scales: float) -> list[Tensor]:
+    return [torch.full((), scale, device=like.device) for scale in scales]
+
+class StaticMLP(torch.autograd.Function):
+    """x (T, D), up, down (D, F) -> relu(x up)^2 down^T (T, D); fprop and dgrad in FP8. wgrad stays in bf16: it would
+    need transposed copies of x, h and gradients."""
 
     @staticmethod
-    def forward(ctx, x, w, scales):
-        ctx.x_s, ctx.w_s, ctx.g_s = (torch.full((), scale, device=x.device) for scale in scales)
-        x8, w8 = (quantize(t, scale, E4M3).view(torch.uint8).contiguous() for t, scale in zip((x, w), scales))
-        ctx.save_for_backward(x, w8.t().contiguous())
-        ctx.g_scale = scales[2]
-        return product_op(x8, w8, ctx.x_s, ctx.w_s, x.dtype, True)
+    def forward(ctx, x, up, down):
+        x8, up8, down8 = (quantize(t, scale, E4M3).view(torch.uint8) for t, scale in (
+            (x, MLP_X), (up, MLP_W), (down, MLP_W)))
+        h, h8 = torch.ops.nanogpt.squares(x8, up8.t().contiguous(), x.dtype)
+        ctx.save_for_backward(x, h, up8, down8.t().contiguous())
+        return product_op(h8, down8, *on_device(x, MLP_H, MLP_W), x.dtype, True)
 
     @staticmethod
     def backward(ctx, g):
-        x, w8_t = ctx.saved_tensors
-        g8 = quantize(g, ctx.g_scale, E5M2).view(torch.uint8)
-        return product_op(g8, w8_t, ctx.g_s, ctx.w_s, g.dtype, False), g.t() @ x, None
+        x, h, up8, down8 = ctx.saved_tensors
+        g8 = quantize(g, MLP_GRAD, E5M2).view(torch.uint8)
+        grad, grad8 = torch.ops.nanogpt.squares(g8, down8, g.dtype, h)
+        return product_op(grad8, up8, *on_device(x, MLP_GRAD, MLP_W), x.dtype, False), x.t() @ grad, g.t() @ h
 
 def linear(x: Tensor, w: Tensor, low: dict[str, tuple] | None, name: str, factor: Tensor | None = None) -> Tensor:
     """x (T, K), w (N, K) -> factor x w^T (T, N), by the layer's recipe for this projection if there is one."""
-    if low and name in low and low[name][3] == "fp8-static":
-        return StaticLinear.apply(x, w if factor is None else factor * w, STATIC_SCALES[name])
     if low and name in low:  # w was rounded without the factor, which is learned: so it multiplies what comes out
         seen, w8, *how = low[name]  # FP8 weights of the banks that the product joins, if it has any
         y = LowLinear.apply(x, w, seen, torch.cat(w8) if len(w8) > 1 else w8[0] if w8 else None, *how)
@@ -726,58 +775,65 @@ def norm(x: Tensor) -> Tensor:
     return F.rms_norm(x, (x.size(-1),), eps=1e-6)
 
 def rope_table(T: int, freq: Tensor, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin (T, 1, d) of pairs (2j, 2j + 1). The second half of the dimensions is position-free."""
-    angle = torch.arange(T, dtype=torch.float64, device=freq.device)[:, None] * freq.repeat_interleave(2)
-    sign = torch.tensor([1.0, -1.0], device=freq.device).repeat(len(freq))
-    pad = (0, head_dim - angle.size(1))
-    return F.pad(angle.cos(), pad, value=1.0).to(dtype)[:, None], F.pad(angle.sin() * sign, pad).to(dtype)[:, None]
+    """cos and sin (T, 1, d) of pairs (j, j + d/2). Those from j = d/4 on do not turn: they are position-free."""
+    angle = torch.arange(T, dtype=torch.float64, device=freq.device)[:, None, None] * freq
+    angle = F.pad(angle, (0, head_dim // 2 - len(freq)))
+    return torch.cat((angle.cos(),) * 2, -1).to(dtype), torch.cat((angle.sin(), -angle.sin()), -1).to(dtype)
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of x (T, H, d); sin's sign alternates."""
-    swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
-    return (x * cos + swapped * sin).type_as(x)
+def norm_and_rotate(x: Tensor, cos: Tensor, sin: Tensor, scale: Tensor | float = 1.0) -> Tensor:
+    """Rotary embedding of scale * norm(x), x (..., d). The length of x is taken before, so that one kernel does all."""
+    length = x.to(torch.promote_types(x.dtype, torch.float32)).square().mean(-1, keepdim=True) + 1e-6
+    return ((x * cos + x.roll(x.size(-1) // 2, -1) * sin) * (length.rsqrt() * scale)).type_as(x)
 
-def attention(u, ve, qk, vo, w, gates, xsa, mask, cos, sin, scale, begins, paired: bool, low=None) -> Tensor:
-    """u (T, D), the normalised input -> (T, D). `begins` (T,) marks document starts, None: no key offset."""
+def attention(u, peek, ve, qk, vo, w, gates, xsa, mask, cos, sin, scale, begins, paired: bool, low=None) -> Tensor:
+    """u (T, D), the normalised input, and its first channels, `peek` (T, GATE_DIM), which steer gates -> (T, D).
+    `begins` (T,) marks document starts, None: no key offset."""
     (T, D), H, gates, late = u.shape, gates.size(1), gates.to(u.dtype), low and "qkv" in low
     qkv = torch.cat((qk.reshape(2 * D, D), vo[0] if late else w["v"] * vo[0]))  # `late`: see `linear`
-    q, k, v = linear(u, qkv, low, "qkv").view(T, 3, H, D // H).unbind(1)  # (T, H, d)
-    v = w["v"] * v if late else v
-    q, k = norm(q) * scale, norm(k)  # bounded scores (Henry et al. 2020)
+    q, k, v = linear(u, qkv, low, "qkv").view(T, 3, 1 + paired, H // (1 + paired), D // H).unbind(1)
+    cos, sin = (table.view(T, 1 + paired, 1, D // H) for table in (cos, sin))
+    q, k = norm_and_rotate(q, cos, sin, scale), norm_and_rotate(k, cos, sin)  # bounded scores (Henry et al. 2020)
     if begins is not None:
-        half = D // H // 2
-        previous = torch.where(begins[:, None, None], k, k.roll(1, 0))
-        k = torch.cat((k[..., :half], previous[..., half:]), -1)
+        turning = torch.arange(D // H, device=u.device) % (D // H // 2) < D // H // 4
+        k = torch.where(begins[:, None, None, None] | turning, k, k.roll(1, 0))
+    v = w["v"] * v if late else v
     if ve is not None:
-        gate = 2 * torch.sigmoid(F.linear(torch.cat((u[:, : GATE_DIM // 2], ve[:, : GATE_DIM // 2]), 1), gates[1]))
-        v = v + gate[..., None] * ve.reshape(T, H, D // H)
-    shape = (2 * T, H // 2, D // H) if paired else (T, H, D // H)
-    q, k = rotate(q.reshape(shape), cos, sin), rotate(k.reshape(shape), cos, sin)
-    y = attend(q, k, v.reshape(shape), mask, scale=1.0).reshape(T, H, D // H)
+        gate = 2 * torch.sigmoid(F.linear(torch.cat((peek[:, : GATE_DIM // 2], ve[:, : GATE_DIM // 2]), 1), gates[1]))
+        v = v + (gate[..., None] * ve.reshape(T, H, D // H)).view_as(v)
+    y = attend(*(z.flatten(0, 1) for z in (q, k, v)), mask, scale=1.0).view(T, H, D // H)
     if xsa is not None:
+        v = v.view_as(y)
         wide = torch.promote_types(v.dtype, torch.float32)  # an outlier's |v|^2 would overflow fp16
         yv, vv = (x.sum(-1, keepdim=True, dtype=wide) for x in (y * v, v.square()))
-        along = yv / vv.clamp(min=1e-8)
+        along = (yv / vv.clamp(min=1e-8)).type_as(y)
         y = y - torch.tanh(xsa)[:, None] * along * v
-    gate = torch.sigmoid(F.linear(u[:, :GATE_DIM], gates[0]))  # (T, H): lets a head say nothing (record 28)
+    gate = torch.sigmoid(F.linear(peek, gates[0]))  # (T, H): lets a head say nothing (record 28)
     return linear((y * gate[..., None]).reshape(T, D).type_as(u), vo[1], low, "o", w["o"])
 
-def block(x, inject, skip, source, ve, qk, vo, gates, xsa, mask, up, down, scalars, cos, sin, scale, begins,
-          paired: bool, low=None) -> Tensor:
-    """One layer: x (T, D) -> (T, D). Pure, so that one compiled graph serves all layers of a kind.
+def mlp(x, up, down, factor, low) -> Tensor:
+    """x (T, D), up, down (D, F) -> factor relu(x up)^2 down^T (T, D)."""
+    if low and "fc" in low and low["fc"][3] == "fp8-static":
+        return StaticMLP.apply(x, up, factor * down)
+    hidden = F.relu(linear(x, up.t(), low, "fc")).square()  # (T, F)
+    return linear(hidden, down, low, "proj", factor)
 
-    inject, skip, source and ve (T, D) may be None. In a layer without attention so are inject, qk (H, 2d, D),
-    vo (2, D, D) and gates (2, H, GATE_DIM). up, down (D, F); scalars as named in SCALARS; low: the layer's recipes.
+def block(x, u, peek, inject, skip, ve, qk, vo, gates, xsa, mask, up, down, scalars, cos, sin, scale, begins,
+          paired: bool, low=None) -> tuple[Tensor, Tensor, Tensor]:
+    """One layer: the stream x (T, D), and u and peek as `attention` reads them -> the new stream, its u and its peek.
+    Pure, so that one compiled graph serves all layers of a kind.
+
+    inject, skip and ve (T, D) may be None. In a layer without attention so are inject, qk (H, 2d, D), vo (2, D, D) and
+    gates (2, H, GATE_DIM). up, down (D, F); scalars as named in SCALARS; low: the layer's recipes.
     """
-    w = {name: value.to(x.dtype) for name, value in zip(SCALARS, scalars.unbind())}
+    w = dict(zip(SCALARS, scalars.unbind()))
     if qk is not None:
-        u = norm(x if source is None else source)
-        y = attention(u, ve, qk, vo, w, gates, xsa, mask, cos, sin, scale, begins, paired, low)
+        y = attention(u, peek, ve, qk, vo, w, gates, xsa, mask, cos, sin, scale, begins, paired, low)
         x = w["attn"] * x + y + inject
     if skip is not None:
         x = x + w["skip"] * skip
-    hidden = F.relu(linear(norm(x), up.t(), low, "fc")).square()  # (T, F)
-    return w["mlp"] * x + linear(hidden, down, low, "proj", w["down"])
+    x = w["mlp"] * x + mlp(norm(x), up, down, w["down"], low)
+    u = norm(x)
+    return x, u, u[:, :GATE_DIM].clone()  # a tensor of its own, as the gradient of a slice would be as large as u
 
 def before(tokens: Tensor, begins: Tensor) -> Tensor:
     """(T,) the token before each one, 0 where a document begins."""
@@ -787,14 +843,14 @@ def bigram_rows(tokens: Tensor, begins: Tensor, count: int) -> Tensor:
     """tokens, begins (T,) -> row of the bigram table for each token and the one before, by hash (record 62)."""
     return ((36313 * tokens) ^ (27191 * before(tokens, begins))) % count
 
-def embed_inputs(tokens, begins, embed, bigram, signs, smear, weights, layers: tuple) -> tuple[Tensor, list]:
-    """tokens (T,) int64, begins (T,) marking document starts, bigram (T, D) -> the stream's input x0 (T, D) and what is
-    added to it in each of the `layers`, by two of all their `weights`: x0 and bigram. Nothing crosses a border."""
+def embed_inputs(tokens, begins, embed, bigram, signs, smear, weights, layers: tuple):
+    """tokens (T,) int64, begins (T,) marking document starts, bigram (T, D) -> the stream's input x0 (T, D) of norm 1,
+    its first channels, and what is added to it in each of the `layers`, by two of all their `weights`: x0 and bigram.
+    Nothing crosses a border."""
     x = F.embedding(tokens, embed)
     x0 = norm(x + smear.to(x.dtype) * torch.where(begins[:, None], 0, x.roll(1, 0)))  # smear (record 34)
     bigram = bigram * signs[(tokens ^ before(tokens, begins)) % SIGNS]
-    weights = weights.to(x.dtype)
-    return x0, [weights[i, 0] * x0 + weights[i, 1] * bigram for i in layers]
+    return x0, x0[:, :GATE_DIM].clone(), [weights[i, 0] * x0 + weights[i, 1] * bigram for i in layers]
 
 def late_mix(x, sources, w_in, w_out, bias) -> Tensor:
     """x (T, D) and what a small network takes for each token from the sources (T, D), normalised (MUDD: record 81)."""
@@ -903,7 +959,7 @@ class GPT(nn.Module):
         T, begins = len(tokens), self.begins(tokens)
         if looked_up is None:
             looked_up = {name: F.embedding(index, getattr(self, name)) for name, index in self.rows(tokens).items()}
-        x, injects = self.embed_inputs(
+        x, peek, injects = self.embed_inputs(
             tokens, begins, self.weight("lm_head" if self.tied else "embed"), looked_up["bigrams"], self.signs,
             self.smear, self.scalars[:, :2], tuple(i for i, layer in enumerate(self.layers) if layer.attn))
         D, H = self.config.model_dim, self.config.num_heads
@@ -911,21 +967,28 @@ class GPT(nn.Module):
         attns = iter(zip(self.weight("qk").view(-1, H, 2 * D // H, D).unbind(),
                          self.weight("vo").view(-1, 2, D, D).unbind(), self.gates.unbind(), self.xsa.unbind(), injects))
         cos, sin, scale = self.rotary(view, T)
-        masks, outputs, start = self.masks(begins, view.windows), [], x
+        masks, L, start = self.masks(begins, view.windows), len(self.layers), x
         mlps = self.weight("mlp").unbind()
         mlps = zip(mlps[::2], mlps[1::2], self.scalars.unbind())
+        outputs, norms, after = [], [], (x.view_as(x), peek)
         for i, (layer, (up, down, scalars), low) in enumerate(zip(self.layers, mlps, self.recipes(view))):
-            skip, source = (None if i is None else outputs[i] for i in (layer.skip, layer.source))
-            inject, attn = None, (None,) * 5
+            inject, attn, value, fixed = None, (None,) * 5, None, None
             if layer.attn:
                 *weights, xsa, inject = next(attns)
-                attn = (*weights, xsa if layer.xsa else None, masks[layer.window, layer.paired])
+                value, fixed = None if layer.ve is None else ve[layer.ve], begins if layer.offset else None
+                xsa = xsa if layer.xsa else None
+                if not torch.is_grad_enabled():  # what a layer lacks, does nothing: few graphs serve all layers
+                    value = inject.new_zeros(T, D) if value is None else value.contiguous()
+                    xsa, fixed = (torch.zeros_like(self.xsa[0]) if xsa is None else xsa,
+                                  torch.ones_like(begins) if fixed is None else fixed)
+                attn = *weights, xsa, masks[layer.window, layer.paired]
             length = T * (1 + layer.paired)
-            args = (x, inject, skip, source, None if layer.ve is None else ve[layer.ve], *attn, up, down, scalars,
-                    cos[:length], sin[:length], scale, begins if layer.offset else None, layer.paired, *low)
-            x = self.block(*args) if i in self.working else x
+            args = (x, *(after if layer.source is None else norms[layer.source]), inject,
+                    None if layer.skip is None else outputs[layer.skip], value, *attn, up, down, scalars,
+                    cos[:length], sin[:length], scale, fixed, layer.paired, *low)
+            x, *after = self.block(*args) if i in self.working else (x, *after)
             outputs.append(x.view_as(x))
-        L = len(outputs)
+            norms.append(after)
         return x, (start, *(outputs[i] for i in (L // 3, L * 2 // 3, L - 2)), ve[0])
 
     def forward(self, tokens: Tensor, targets: Tensor, view: View, looked_up: dict | None = None) -> Tensor:
@@ -1740,11 +1803,12 @@ def warm_up(model: GPT, optimizer: Optimizer, device: torch.device, passes: Call
             optimizer.update(name, grad, 0.0, 0.0)
 
     if world_size > 1:
-        whole, kinds = model.working, {}
-        for i, layer in enumerate(model.layers):
-            kinds[str([field is None or field is True for field in layer])] = i  # what graphs depend on
-        parts = [(micro_step, step) for step in {sequences(step)[1]: step for step in steps}.values()]
-        for shift, (part, step) in enumerate([*parts, (evaluate, c.num_steps)]):
+        whole, rows = model.working, [(i, layer, layer.ve is None, layer.skip is None) for i, layer in
+                                      enumerate(model.layers)]  # and what else a graph depends on:
+        kinds = {(*gaps, layer.attn, layer.paired, layer.offset, layer.xsa): i for i, layer, *gaps in rows}
+        parts = [(micro_step, step, kinds) for step in {sequences(step)[1]: step for step in steps}.values()]
+        parts += [(evaluate, c.num_steps, {(layer.attn, layer.paired): i for i, layer, *_ in rows})]
+        for shift, (part, step, kinds) in enumerate(parts):
             model.working = [*kinds.values()][(rank + shift) % world_size :: world_size]  # who has one more, changes
             part(step)
         update([*model.table][rank::world_size])

@@ -156,7 +156,7 @@ def test_flex_attention_with_its_backward_equals_the_naive_softmax_on_cuda(windo
 
 # ---------------------------------------------------------------------------------------------------- rotary
 
-FREE = {d: range(d // 2, d) for d in (8, 16, 128)}  # dimensions that no position turns
+FREE = {d: [*range(d // 4, d // 2), *range(d - d // 4, d)] for d in (8, 16, 128)}  # channels that no position turns
 
 
 def frequencies(d):
@@ -167,24 +167,26 @@ def frequencies(d):
 
 
 def turned(x, freq):
-    """x (T, H, d): pair (2j, 2j + 1), as a complex number, times exp(-i position freq_j)."""
+    """x (T, H, d): pair (j, j + d/2), as a complex number, times exp(-i position freq_j)."""
     angle = torch.arange(len(x)).double()[:, None, None] * freq
-    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
-    return torch.view_as_real(pairs * torch.polar(torch.ones_like(angle), -angle)).flatten(-2)
+    pairs = torch.complex(*x.chunk(2, -1)) * torch.polar(torch.ones_like(angle), -angle)
+    return torch.cat((pairs.real, pairs.imag), -1)
 
 
 @pytest.mark.parametrize("d", FREE)
-def test_rotation_turns_pairs_of_neighbours_and_half_of_the_width_keeps_its_bits(d):
+def test_rotation_turns_normalised_pairs_and_half_of_the_width_keeps_its_bits(d):
     x = normal(300, 3, d)
-    y = t.rotate(x, *t.rope_table(300, frequencies(d)[: d // 4], d, torch.float64))
-    torch.testing.assert_close(y, turned(x, frequencies(d)), rtol=1e-12, atol=1e-12)
-    assert torch.equal(y[..., FREE[d]], x[..., FREE[d]]) and not torch.equal(y[..., : d // 2], x[..., : d // 2])
+    y = t.norm_and_rotate(x, *t.rope_table(300, frequencies(d)[: d // 4], d, torch.float64), 0.3)
+    length = (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    torch.testing.assert_close(y, 0.3 * turned(x / length, frequencies(d)), rtol=1e-12, atol=1e-12)
+    unturned = t.norm_and_rotate(x, *t.rope_table(1, frequencies(d)[: d // 4], d, torch.float64), 0.3)
+    assert torch.equal(y[..., FREE[d]], unturned[..., FREE[d]]) and not torch.equal(y, unturned)
 
 
 def test_rotated_products_depend_on_the_distance_alone():
     cos, sin = t.rope_table(300, frequencies(16)[:4], 16, torch.float64)
     q, k = normal(1, 1, 16, seed=1).expand(300, 1, 16), normal(1, 1, 16, seed=2).expand(300, 1, 16)
-    products = t.rotate(q, cos, sin)[:, 0] @ t.rotate(k, cos, sin)[:, 0].T
+    products = t.norm_and_rotate(q, cos, sin)[:, 0] @ t.norm_and_rotate(k, cos, sin)[:, 0].T
     for distance in (0, 3, 150):
         diagonal = products.diagonal(-distance)
         torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=1e-10, atol=1e-10)
@@ -194,8 +196,8 @@ def test_rotated_products_depend_on_the_distance_alone():
 def test_a_table_in_bfloat16_has_the_precise_angles_of_far_positions():
     cos, sin = t.rope_table(600_000, torch.ones(1, dtype=torch.float64), 4, torch.bfloat16)
     for position in (1, 70_000, 599_999):  # in float32 the last angle would be off by 0.03
-        assert cos[position, 0].tolist() == pytest.approx([math.cos(position)] * 2 + [1, 1], abs=4e-3)
-        assert sin[position, 0].tolist() == pytest.approx([math.sin(position), -math.sin(position), 0, 0], abs=4e-3)
+        assert cos[position, 0].tolist() == pytest.approx([math.cos(position), 1] * 2, abs=4e-3)
+        assert sin[position, 0].tolist() == pytest.approx([math.sin(position), 0, -math.sin(position), 0], abs=4e-3)
 
 
 # ---------------------------------------------------------------------------------------------------- what is seen when
@@ -285,7 +287,7 @@ def plain_gpt(w, signs, tokens, targets, starts, view, heads, tied):
     for i in range(11):
         mix_x0, mix_bigram, mix_v, mix_o, mix_attn, mix_skip, mix_mlp, mix_down = w["scalars"][i]
         if i != 6:
-            u = rms(outputs[7] if i >= 8 else x)
+            u = rms(outputs[7] if i >= 8 else x) if i else x0
             rows = w["qk"][at * heads : (at + 1) * heads].reshape(2 * width, width)
             wq, wk, (wv, wo) = rows[:width], rows[width:], w["vo"][2 * at : 2 * at + 2]
             q, k, v = ((u @ m.T).view(length, heads, d) for m in (wq, wk, mix_v * wv))
@@ -303,8 +305,8 @@ def plain_gpt(w, signs, tokens, targets, starts, view, heads, tied):
                 if i in LONG:  # the position-free half is the previous token's, but a document start keeps its own
                     own = torch.zeros(length, dtype=torch.bool)
                     own[[0, *starts]] = True
-                    k = torch.cat((k[..., : d // 2],
-                                   torch.where(own[:, None, None], k, shifted(k))[..., d // 2 :]), -1)
+                    quarters = zip(k.chunk(4, -1), torch.where(own[:, None, None], k, shifted(k)).chunk(4, -1))
+                    k = torch.cat([before if j % 2 else now for j, (now, before) in enumerate(quarters)], -1)
                 y = naive_attention(q, k, v, masks["long" if i in LONG else "short", 1], 1)
             if i in XSA:
                 along = (y * v).sum(-1) / (v * v).sum(-1).clamp(min=1e-8)
