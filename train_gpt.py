@@ -105,7 +105,6 @@ class Config:
     micro_tokens: int = key(16_384, "most tokens a GPU works on at a time; fewer need less memory for the same update")
     cooldown_frac: float = key(0.6, "last fraction of the steps, over which the learning rate falls to 0.15")
     momentum_warmup: int = key(300, "steps over which Muon's momentum rises from 0.85 to 0.95")
-    untie_frac: float = key(0.66, "fraction of the steps during which the embedding is the head's weight")
     # optimizers
     muon_lr: float = key(0.023, "Muon's learning rate, for the matrices")
     muon_decay: float = key(1.2, "weight decay of the matrices, times muon_lr")
@@ -752,11 +751,9 @@ def parameter_table(c: Config) -> dict[str, Param]:
     up_and_down = lambda w: (narrow(w[::2]), zero(w[1::2]))  # both (D, F): y = relu(x up)^2 down^T
     late = dict(lr=0.25 * c.head_lr, update="all")
     rare = dict(betas=(0.75, 0.95), decay=0.025 * c.table_lr, update="rows")
-    head = dict(betas=(0.5, 0.95), decay=0.75 * c.head_lr)
     return {
         "mlp": Param((L * 2, D, c.mlp_dim), "muon", (2 * lr, 4 * lr), up_and_down, wd),
-        "lm_head": Param((V, D), "adam", c.head_lr, normal(0.005), **head),
-        "embed": Param((V, D), "adam", c.head_lr, zero, **head),
+        "lm_head": Param((V, D), "adam", c.head_lr, normal(0.005), betas=(0.5, 0.95), decay=0.75 * c.head_lr),
         "value_embeds": Param((V, num_ve * D), "adam", c.table_lr, normal(0.01), **rare),
         "bigrams": Param((c.bigram_rows, D), "adam", c.table_lr, zero, **rare),
         "qk": Param((num_attn * H, 2 * d, D), "muon", (lr,), narrow, wd),  # pairs of heads (record 80)
@@ -872,7 +869,7 @@ class GPT(nn.Module):
         self.config, self.table, self.layers = c, parameter_table(c), TOPOLOGIES[c.topology]
         self.bos = min(50256, c.vocab_size - 1)
         self.flex = c.attention == "flex" or c.attention == "auto" and device.type == "cuda"
-        self.tied, self.working = True, range(len(self.layers))  # layers; while warming up some at a time
+        self.working = range(len(self.layers))  # layers; while warming up some at a time
         dtype = PLAIN.get(c.precision, torch.bfloat16) if c.dtype == "auto" else getattr(torch, c.dtype)
         full = torch.promote_types(torch.float32, dtype)
         for name, param in self.table.items():
@@ -925,7 +922,7 @@ class GPT(nn.Module):
         c, device, key = self.config, self.signs.device, (view.freq, view.scale, T)
         if key not in self.ropes:  # all are kept, as CUDA graphs read them
             freq = torch.tensor(view.freq, dtype=torch.float64, device=device)
-            table = rope_table(2 * T, freq, c.model_dim // c.num_heads, self.embed.dtype)
+            table = rope_table(2 * T, freq, c.model_dim // c.num_heads, self.lm_head.dtype)
             self.ropes[key] = (*table, torch.tensor(view.scale, device=device))
         return self.ropes[key]
 
@@ -960,35 +957,34 @@ class GPT(nn.Module):
         if looked_up is None:
             looked_up = {name: F.embedding(index, getattr(self, name)) for name, index in self.rows(tokens).items()}
         x, peek, injects = self.embed_inputs(
-            tokens, begins, self.weight("lm_head" if self.tied else "embed"), looked_up["bigrams"], self.signs,
-            self.smear, self.scalars[:, :2], tuple(i for i, layer in enumerate(self.layers) if layer.attn))
-        D, H = self.config.model_dim, self.config.num_heads
-        ve = looked_up["value_embeds"].split(D, 1)
+            tokens, begins, self.weight("lm_head"), looked_up["bigrams"], self.signs, self.smear,
+            self.scalars[:, :2], tuple(i for i, layer in enumerate(self.layers) if layer.attn))
+        D, H, training = self.config.model_dim, self.config.num_heads, torch.is_grad_enabled()
+        ve = looked_up["value_embeds"]
+        ve = (ve if training else F.pad(ve, (0, D))).split(D, 1)  # the last one adds nothing
         attns = iter(zip(self.weight("qk").view(-1, H, 2 * D // H, D).unbind(),
                          self.weight("vo").view(-1, 2, D, D).unbind(), self.gates.unbind(), self.xsa.unbind(), injects))
         cos, sin, scale = self.rotary(view, T)
         masks, L, start = self.masks(begins, view.windows), len(self.layers), x
         mlps = self.weight("mlp").unbind()
         mlps = zip(mlps[::2], mlps[1::2], self.scalars.unbind())
-        outputs, norms, after = [], [], (x.view_as(x), peek)
+        outputs, norms, after = [], {}, (x.view_as(x), peek)  # x has norm 1
+
+        def part(has: bool, value: Tensor, nothing: Callable) -> Tensor | None:  # so few graphs validate all layers
+            return value if has else None if training else nothing(value)
+
         for i, (layer, (up, down, scalars), low) in enumerate(zip(self.layers, mlps, self.recipes(view))):
-            inject, attn, value, fixed = None, (None,) * 5, None, None
+            inject, value, attn, fixed, length = None, None, (None,) * 5, None, T * (1 + layer.paired)
             if layer.attn:
                 *weights, xsa, inject = next(attns)
-                value, fixed = None if layer.ve is None else ve[layer.ve], begins if layer.offset else None
-                xsa = xsa if layer.xsa else None
-                if not torch.is_grad_enabled():  # what a layer lacks, does nothing: few graphs serve all layers
-                    value = inject.new_zeros(T, D) if value is None else value.contiguous()
-                    xsa, fixed = (torch.zeros_like(self.xsa[0]) if xsa is None else xsa,
-                                  torch.ones_like(begins) if fixed is None else fixed)
-                attn = *weights, xsa, masks[layer.window, layer.paired]
-            length = T * (1 + layer.paired)
-            args = (x, *(after if layer.source is None else norms[layer.source]), inject,
-                    None if layer.skip is None else outputs[layer.skip], value, *attn, up, down, scalars,
-                    cos[:length], sin[:length], scale, fixed, layer.paired, *low)
+                value = part(layer.ve is not None, ve[layer.ve or 0], lambda _: ve[-1])
+                attn = *weights, part(layer.xsa, xsa, torch.zeros_like), masks[layer.window, layer.paired]
+                fixed = part(layer.offset, begins, torch.ones_like)
+            args = (x, *norms.get(layer.source, after), inject, None if layer.skip is None else outputs[layer.skip],
+                    value, *attn, up, down, scalars, cos[:length], sin[:length], scale, fixed, layer.paired, *low)
             x, *after = self.block(*args) if i in self.working else (x, *after)
             outputs.append(x.view_as(x))
-            norms.append(after)
+            norms |= {i: after} if any(i == layer.source for layer in self.layers) else {}
         return x, (start, *(outputs[i] for i in (L // 3, L * 2 // 3, L - 2)), ve[0])
 
     def forward(self, tokens: Tensor, targets: Tensor, view: View, looked_up: dict | None = None) -> Tensor:
@@ -1015,7 +1011,6 @@ def initialize(model: GPT, seed: int) -> dict[str, Tensor]:
             dist.broadcast(w, 0)
         bank.copy_(w)
         full[name] = w
-    model.tied = True
     return full
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -1094,19 +1089,7 @@ def sum_rows(total, place, rows, grad) -> None:
 
 def put_rows(bank, rows, parts) -> None:
     """Writes parts (ranks, n, width / ranks) to rows (n,) of bank (R, width)."""
-    (_, n, share), width = parts.shape, bank.size(1)
-    if bank.is_cuda and triton is not None:
-        put_rows_kernel[n, triton.cdiv(width, 1024)](bank, rows, parts, n, width, share, 1024)
-    else:
-        bank[rows] = parts.transpose(0, 1).flatten(1)[:, :width]
-
-if triton is not None:
-
-    @triton.jit
-    def put_rows_kernel(bank_ptr, rows_ptr, parts_ptr, n, width, share, COLS: tl.constexpr):
-        line, col = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLS + tl.arange(0, COLS)
-        part = tl.load(parts_ptr + (col // share * n + line) * share + col % share, mask=col < width)
-        tl.store(bank_ptr + tl.load(rows_ptr + line) * width + col, part, mask=col < width)
+    bank[rows] = parts.transpose(0, 1).flatten(1)[:, : bank.size(1)]
 
 DONE = SimpleNamespace(wait=lambda: None)  # the transfer of a rank that is alone
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch 2.13's name, and 2.11's
@@ -1122,7 +1105,7 @@ class Optimizer:
 
     def __init__(self, model: GPT):
         self.model, self.muon, self.adam = model, muon_update, adam_update  # `compile_model` replaces these
-        self.adam_rows, self.sum_rows = adam_rows, sum_rows
+        self.adam_rows, self.sum_rows, self.put_rows = adam_rows, sum_rows, put_rows
         self.rank, self.world_size = ranks()
         self.seq_bits = round(math.log2(model.config.seq_len))
         self.gather8 = [*model.weights8] if model.config.float8_all_gather else []
@@ -1182,7 +1165,7 @@ class Optimizer:
     def hand_out(self, name: str, part: Tensor) -> Callable[[], None]:
         """Starts giving all ranks this rank's updated part of a parameter. What it returns completes that."""
         many, transfer, rows = part, DONE, name in self.tables
-        narrow = name in self.gather8 and not (name == "lm_head" and self.model.tied)  # tied it is the embedding, too
+        narrow = name in self.gather8 and name != "lm_head"  # which is the embedding, too
         if self.world_size > 1 and self.model.table[name].update != "all" and not narrow:
             many = part.new_empty(self.world_size * len(part), part.size(1)) if rows else self.banks[name]
             self.sent += many.nbytes
@@ -1192,7 +1175,7 @@ class Optimizer:
             with torch.cuda.stream(self.beside if rows else None):
                 transfer.wait()
                 if rows:
-                    put_rows(self.banks[name], self.used[name], many.unflatten(0, (self.world_size, -1)))
+                    self.put_rows(self.banks[name], self.used[name], many.unflatten(0, (self.world_size, -1)))
 
         return complete
 
@@ -1236,13 +1219,6 @@ class Optimizer:
                 self.sum_rows(self.totals[name], self.places[name], rows[name], grads[name])
                 if self.beside:
                     grads[name].record_stream(self.beside)
-
-    def untie(self) -> None:
-        """From here on the token embedding is a weight of its own, which begins as the head (record 53)."""
-        self.model.tied = False
-        self.model.embed.data.copy_(self.model.lm_head.data)
-        self.masters["embed"] = self.masters["lm_head"].clone()
-        self.state["embed"] = tuple(t.clone() for t in self.state["lm_head"])
 
     @torch.no_grad()
     def update(self, name: str, grad: Tensor, lr_factor: float, momentum: float) -> Tensor:
@@ -1688,11 +1664,12 @@ def compile_model(model: GPT, optimizer: Optimizer, log: Log, clock: Clock) -> N
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True  # or FP8's graphs are made every time
     torch._inductor.config.triton.unique_kernel_names = False  # so kinds of blocks share two kernels of five
     for owner, name, function in ((model, "block", block), (model, "head_loss", head_loss),
-                                  (model, "embed_inputs", embed_inputs), (model, "block_lists", block_lists),
-                                  (optimizer, "muon", muon_update)):
+                                  (model, "embed_inputs", embed_inputs), (optimizer, "muon", muon_update)):
         setattr(owner, name, Compiled(function, log, clock))
-    for name, function in (("adam", adam_update), ("adam_rows", adam_rows), ("sum_rows", sum_rows)):
-        setattr(optimizer, name, Compiled(function, log, clock, dynamic=True))  # for any number of rows
+    for owner, name, function in ((model, "block_lists", block_lists), (optimizer, "adam", adam_update),
+                                  (optimizer, "adam_rows", adam_rows), (optimizer, "sum_rows", sum_rows),
+                                  (optimizer, "put_rows", put_rows)):
+        setattr(owner, name, Compiled(function, log, clock, dynamic=True))  # for any number of rows
 
 def forward_backward(model: GPT, optimizer: Optimizer, inputs: Tensor, targets: Tensor, rows: dict, view: View):
     """Adds a micro-batch's gradients to .grad. Returns its loss, a sum, and the gradients of the looked-up rows."""
@@ -1713,7 +1690,7 @@ class Graphs:
         self.graphs, self.pool = {}, None
 
     def __call__(self, model: GPT, optimizer: Optimizer, inputs: Tensor, targets: Tensor, rows: dict, view: View):
-        key = model.lm_head.grad is None, len(inputs), model.tied, repr(view)
+        key = model.lm_head.grad is None, len(inputs), repr(view)
         if key not in self.graphs:
             places, graph = [x.clone() for x in (inputs, targets, *rows.values())], torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):  # others may allocate
@@ -1732,8 +1709,6 @@ def train_step(model: GPT, optimizer: Optimizer, batch: list[tuple[Tensor, Tenso
                passes: Callable = forward_backward) -> Tensor:
     """One update. Returns the loss per token over the whole batch, on the device."""
     c, total, view = model.config, 0, view_of(step, model.config)
-    if model.tied and step >= c.untie_frac * c.num_steps:
-        optimizer.untie()
     rows = [model.rows(inputs) for inputs, _ in batch]
     optimizer.find_rows(rows)
     for number, ((inputs, targets), index) in enumerate(zip(batch, rows), 1):
@@ -1774,8 +1749,7 @@ def warm_up(model: GPT, optimizer: Optimizer, device: torch.device, passes: Call
     c, (rank, world_size) = model.config, ranks()
     tokens = torch.randint(0, model.bos, (max(c.micro_tokens, c.val_seq_len) + 1,), device=device)
     tokens[::600] = model.bos
-    frac = c.untie_frac, 1 - c.bf16_last_frac
-    steps = list({(stage_of(s, c), *(s >= f * c.num_steps for f in frac)): s for s in range(c.num_steps)}.values())
+    steps = list({(stage_of(s, c), view_of(s, c).plain): s for s in range(c.num_steps)}.values())
 
     def sequences(step: int) -> tuple[int, int]:  # of a rank's batch, and of a micro-batch
         count = stage_tokens(stage_of(step, c), c) // c.seq_len // world_size
@@ -1816,8 +1790,6 @@ def warm_up(model: GPT, optimizer: Optimizer, device: torch.device, passes: Call
         dist.barrier()
         model.working = whole
     for step in steps:
-        if model.tied and step >= c.untie_frac * c.num_steps:
-            optimizer.untie()
         micro_step(step)  # what is made at first use cannot be captured
         count, of_micro = sequences(step)
         train_step(model, optimizer, [micro_batch(step)] * min(2, count // of_micro), step, passes)
@@ -1847,7 +1819,7 @@ def sample(model: GPT, text: str, count: int, temperature: float = 0.7) -> str:
     end = min(c.seq_len, len(ids) + count)
     require(len(ids) < c.seq_len, f"--sample has {len(ids) - 1} tokens, and the model's sequences only {c.seq_len}")
     while len(ids) < end:
-        padded = F.pad(torch.tensor(ids, device=model.embed.device), (0, -len(ids) % BLOCK))
+        padded = F.pad(torch.tensor(ids, device=model.lm_head.device), (0, -len(ids) % BLOCK))
         x, sources = model.hidden(padded, view_of(c.num_steps, c))
         x = late_mix(x, sources, model.late_in, model.late_out, model.late_bias)[len(ids) - 1]
         logits = softcap(F.linear(x, model.weight("lm_head")))
@@ -1858,8 +1830,7 @@ def sample(model: GPT, text: str, count: int, temperature: float = 0.7) -> str:
 
 def save_checkpoint(model: GPT, path: str) -> None:
     """Weights without padding and the configuration; written beside and renamed, so that no half file has the name."""
-    head = {"embed": "lm_head"} if model.tied else {}
-    weights = {name: model.weight(head.get(name, name)).detach().cpu().clone() for name in model.table}
+    weights = {name: model.weight(name).detach().cpu().clone() for name in model.table}
     torch.save({"config": dataclasses.asdict(model.config), "weights": weights}, f"{path}.part")
     os.replace(f"{path}.part", path)
 
@@ -1869,7 +1840,6 @@ def load_checkpoint(path: str, device: torch.device) -> GPT:
         saved = torch.load(path, map_location=device, weights_only=True)
         model = GPT(Config(**saved["config"]), device)
         model.load_state_dict(saved["weights"])
-        model.tied = False  # a file has both weights
     except Exception as error:  # a foreign file can make torch.load raise nearly anything
         raise BadInput(f"--load_checkpoint={path} is no checkpoint of this program ({type(error).__name__})") from None
     return model

@@ -261,10 +261,6 @@ def run(inputs):
         constants = 1 / scale, z.shape[1], t.CAP, t.CAP_SHIFT, t.CAP_WIDTH
         t.loss_kernel[len(z),](z, targets, loss, g8.view(t.E5M2), *constants, FAST=False, num_warps=4)
         yield loss, g8
-    for bank, rows, parts in inputs["rows"]:
-        (_, n, share), width = parts.shape, bank.size(1)
-        t.put_rows_kernel[n, -(-width // 16)](bank, rows, parts, n, width, share, 16)
-        yield bank
     for a, b, h in inputs["squares"]:
         y, y8 = torch.full((len(a), len(b)), 77.0).bfloat16(), torch.full((len(a), len(b)), 77, dtype=torch.uint8)
         kinds = t.E4M3 if h is None else t.E5M2, t.E4M3
@@ -283,13 +279,6 @@ def kernel_inputs():
     logits = [(normal(rows, vocab, seed=i).mul(5).bfloat16(), integers(0, vocab - 1, rows, seed=i), scale)
               for i, (rows, vocab, scale) in enumerate(LOGITS)]
     return tables, logits
-
-
-def row_inputs():
-    """Arguments of put_rows for 1 to 4 ranks."""
-    for ranks, width in ((1, 40), (2, 30), (3, 31), (4, 37)):
-        parts = normal(ranks, 5, -(-width // ranks), seed=1).bfloat16()
-        yield normal(12, width).bfloat16(), torch.tensor([1, 2, 5, 6, 11]), parts
 
 
 def square_inputs():
@@ -316,8 +305,7 @@ def interpreted(tmp_path_factory):
     """What the kernels make of `kernel_inputs`, in Triton's interpreter, in another process: the choice is global."""
     folder = tmp_path_factory.mktemp("kernels")
     tables, logits = kernel_inputs()
-    torch.save({"bytes": tables, "logits": logits, "rows": [*row_inputs()],
-                "squares": [*square_inputs()]}, folder / "in")
+    torch.save({"bytes": tables, "logits": logits, "squares": [*square_inputs()]}, folder / "in")
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(t.__file__).parent)}
     run = subprocess.run([sys.executable, "-c", INTERPRETED, folder / "in", folder / "out"], env=environment,
                          capture_output=True, text=True, timeout=120)
@@ -350,13 +338,6 @@ def test_the_loss_kernel_equals_its_twin_at_vocabularies_that_fill_no_tile(inter
 
 
 @no_triton
-def test_the_kernel_that_writes_rows_of_a_table_equals_pytorch_at_widths_that_fill_no_tile(interpreted):
-    for (bank, rows, parts), ours in zip(row_inputs(), interpreted[-8:-4], strict=True):
-        t.put_rows(bank, rows, parts)
-        assert torch.equal(ours, bank)
-
-
-@no_triton
 def test_the_kernel_that_squares_what_it_multiplies_equals_its_twin_forward_and_backward(interpreted):
     for (a, b, h), ours in zip(square_inputs(), interpreted[-4:], strict=True):
         assert_squares_agree(ours, t.squares_op(a, b, torch.bfloat16, h))
@@ -375,11 +356,6 @@ def test_the_kernels_on_a_gpu_equal_their_twins():
         assert_losses_agree((loss.cpu(), g8.cpu()), twin)
         ours = t.loss_op(*on_gpu, scale)  # tanh.approx: 2^-11 of a tangent, times 11.5, in a logit and in the sum
         assert_losses_agree([x.cpu() for x in ours], twin, error=2 * 11.5 * 2**-11, differing=0.15)
-    for inputs in row_inputs():
-        on_gpu = [x.cuda() for x in inputs]
-        t.put_rows(*on_gpu)
-        t.put_rows(*inputs)
-        assert torch.equal(on_gpu[0].cpu(), inputs[0])
     for a, b, h in square_inputs():
         ours = t.squares_op(a.cuda(), b.cuda(), torch.bfloat16, None if h is None else h.cuda())
         assert_squares_agree([x.cpu() for x in ours], t.squares_op(a, b, torch.bfloat16, h))

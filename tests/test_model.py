@@ -243,13 +243,12 @@ def test_scores_of_narrower_heads_are_scaled_by_their_width_and_the_smallest_hea
 # ---------------------------------------------------------------------------------------------------- the model
 
 
-def tiny(world_size=1, tied=False, **changes):
+def tiny(world_size=1, **changes):
     """A float64 model whose every weight is random."""
     values = dict(topology="gpt2", model_dim=32, num_heads=4, mlp_dim=64, vocab_size=BOS + 1, bigram_rows=101,
                   seq_len=384, val_seq_len=384, micro_tokens=384, batch_tokens=384, dtype="float64", precision="bf16",
                   device="cpu", compile=False)
     model = t.GPT(t.Config(**values | changes), torch.device("cpu"), world_size)
-    model.tied = tied
     with torch.no_grad():
         for i, p in enumerate(model.parameters()):
             p.copy_(normal(*p.shape, seed=i) * (0.3 if p.dim() == 3 else 1))
@@ -263,7 +262,7 @@ def view(long=2, short=1, d=8, scale=0.75):
 PAIRED, XSA, LONG, VALUE_EMBEDS = (0, 2, 5, 9), (1, 3, 4, 7, 8, 10), (3, 10), {1: 0, 2: 1, 8: 2, 9: 3, 10: 4}
 
 
-def plain_gpt(w, signs, tokens, targets, starts, view, heads, tied):
+def plain_gpt(w, signs, tokens, targets, starts, view, heads):
     """Sections C.3 to C.6 of the digest as the ladder simplifies them, layer by layer. w: name -> bank."""
     def rms(x):
         return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
@@ -277,7 +276,7 @@ def plain_gpt(w, signs, tokens, targets, starts, view, heads, tied):
     masks = {(window, 1): naive_mask(starts, size, length) for window, size in view.windows.items()}
     masks["short", 2] = naive_mask([2 * start for start in starts], view.windows["short"], 2 * length)
 
-    x = w["lm_head" if tied else "embed"][tokens]
+    x = w["lm_head"][tokens]
     x0 = rms(x + w["smear"] * shifted(x))
     pairs = [(now, int(before)) for now, before in zip(tokens.tolist(), shifted(tokens))]
     bigram = torch.stack([w["bigrams"][((36313 * now) ^ (27191 * before)) % len(w["bigrams"])]
@@ -333,20 +332,19 @@ def bigrams_of(tokens, starts, count):
     return [((36313 * now) ^ (27191 * (0 if i in starts else tokens[i - 1]))) % count for i, now in enumerate(tokens)]
 
 
-@pytest.mark.parametrize("width, heads, starts, long, short, tied", [
-    (32, 4, [0, 100, 290], 2, 1, True), (32, 4, [0, 100, 290], 2, 1, False), (16, 2, [50, 257], 3, 2, False),
-    (64, 2, [0, 128, 130], 3, 1, True)])
-def test_loss_and_all_gradients_equal_a_plain_version_of_the_specification(width, heads, starts, long, short, tied):
-    model = tiny(model_dim=width, num_heads=heads, tied=tied)
+@pytest.mark.parametrize("width, heads, starts, long, short", [
+    (32, 4, [0, 100, 290], 2, 1), (16, 2, [50, 257], 3, 2), (64, 2, [0, 128, 130], 3, 1)])
+def test_loss_and_all_gradients_equal_a_plain_version_of_the_specification(width, heads, starts, long, short):
+    model = tiny(model_dim=width, num_heads=heads)
     seen = view(long, short, width // heads)
     tokens, targets = tokens_of(starts, 384), tokens_of([7], 384, seed=5)
     loss = model(tokens, targets, seen)
     loss.backward()
     w = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
-    reference = plain_gpt(w, model.signs, tokens, targets, starts, seen, heads, tied)
+    reference = plain_gpt(w, model.signs, tokens, targets, starts, seen, heads)
     reference.backward()
     assert loss.item() == pytest.approx(reference.item(), rel=1e-10)
-    assert {name for name, p in model.named_parameters() if p.grad is None} == ({"embed"} if tied else set())
+    assert all(p.grad is not None for p in model.parameters())
     for name, p in model.named_parameters():
         if p.grad is not None:
             error = (p.grad - w[name].grad).norm() / w[name].grad.norm()
@@ -389,7 +387,7 @@ def test_rows_are_looked_up_by_token_and_by_hashed_pair_and_no_pair_crosses_a_bo
 @pytest.mark.parametrize("micro", [1, 2, 4])
 def test_summed_gradients_of_looked_up_rows_are_autograds_dense_gradients_of_the_tables(micro):
     """Of lookups that the model makes by itself, and of all sequences at a time."""
-    model = tiny(seq_len=128, micro_tokens=512, val_seq_len=128, tied=True, bigram_rows=501)
+    model = tiny(seq_len=128, micro_tokens=512, val_seq_len=128, bigram_rows=501)
     tokens, targets = tokens_of([], 512) // 6, tokens_of([], 512, 1)
     tokens[[0, 99, 140, 300]] = BOS
     model(tokens, targets, view()).backward()
@@ -410,10 +408,7 @@ def test_summed_gradients_of_looked_up_rows_are_autograds_dense_gradients_of_the
             ours, theirs = optimizer.totals[name], dense[name][used]
         else:
             ours, theirs = p.grad, dense[name]
-        if theirs is None:
-            assert ours is None and name == "embed"
-        else:
-            assert (ours - theirs).norm() < 1e-10 * theirs.norm(), name
+        assert (ours - theirs).norm() < 1e-10 * theirs.norm(), name
 
 
 def losses_and_gradients(model, optimizer, passes, batch, view):
@@ -466,7 +461,7 @@ def test_cuda_graphs_give_loss_and_gradients_of_any_batch_for_a_first_micro_batc
         precise = losses_and_gradients(exact, t.Optimizer(exact), t.forward_backward, batch, seen)
         for number, (one, same, reference) in enumerate(zip(ours, eager, precise)):
             assert {*one} == {*same} == {*reference} == {"loss", *(f"rows of {name}" for name in optimizer.tables)} | (
-                {*model.table} - {"embed", "xsa", *optimizer.tables}), f"micro-batch {number}"
+                {*model.table} - {"xsa", *optimizer.tables}), f"micro-batch {number}"
             for name, x in one.items():
                 assert x.norm() > 0 and distance(x, same[name]) < 2**-7, f"{name}, micro-batch {number}"
                 bound = {"loss": error / 20, "scalars": 2 * error, "smear": 2.0}.get(name, error)  # smear: a number, in
@@ -491,11 +486,11 @@ def test_the_record_has_as_many_weights_as_the_digest_says():
     size = {name: math.prod(p.shape) for name, p in t.parameter_table(t.Config()).items()}
     assert size["qk"] + size["vo"] == 10 * 4 * 768**2 and size["mlp"] == 11 * 2 * 768 * 3072
     assert round(sum(size[name] for name in ("qk", "vo", "mlp")) / 1e6, 1) == 75.5  # the body
-    assert size["lm_head"] == size["embed"] == 50304 * 768 and size["value_embeds"] == 5 * 50304 * 768
+    assert size["lm_head"] == 50304 * 768 and size["value_embeds"] == 5 * 50304 * 768
     assert size["bigrams"] == 5 * 50304 * 768  # record 62's five rows a token
     assert size["scalars"] == 11 * 8 and size["gates"] == 10 * 2 * 6 * 12 and size["xsa"] == 10 * 6
     assert size["late_in"] + size["late_out"] + size["late_bias"] + size["smear"] == 64 * 768 + 5 * 64 + 5 + 1
-    assert sum(size.values()) == 75_497_472 + 2 * 38_633_472 + 2 * 193_167_360 + 88 + 1440 + 60 + 49_478
+    assert sum(size.values()) == 75_497_472 + 38_633_472 + 2 * 193_167_360 + 88 + 1440 + 60 + 49_478
 
 
 def test_muon_treats_queries_and_keys_in_pairs_of_heads_and_every_other_matrix_whole():
@@ -508,10 +503,9 @@ def test_muon_treats_queries_and_keys_in_pairs_of_heads_and_every_other_matrix_w
 def test_the_initial_loss_is_nearly_the_logarithm_of_the_vocabulary(topology, vocab):
     model = tiny(topology=topology, vocab_size=vocab)
     t.initialize(model, 0)
-    assert model.tied  # so a token's own logit begins a bit larger, which costs a few thousandths
     with torch.no_grad():
         loss = model(tokens_of([0, 99], 384), tokens_of([], 384, 1), view())
-    assert loss.item() / 384 == pytest.approx(math.log(vocab), abs=0.02)
+    assert loss.item() / 384 == pytest.approx(math.log(vocab), abs=0.02)  # a token's own logit begins a bit larger
 
 
 def test_initial_weights_are_as_specified_and_depend_on_the_seed_but_not_on_the_number_of_ranks():
@@ -519,7 +513,7 @@ def test_initial_weights_are_as_specified_and_depend_on_the_seed_but_not_on_the_
     one, three, other = tiny(**sizes), tiny(3, **sizes), tiny(**sizes)
     for model, seed in ((one, 7), (three, 7), (other, 8)):
         t.initialize(model, seed)
-    constant = {"scalars", "smear", "xsa", "gates", "bigrams", "embed", "late_out", "late_bias"}
+    constant = {"scalars", "smear", "xsa", "gates", "bigrams", "late_out", "late_bias"}
     for name in one.table:
         assert torch.equal(one.weight(name), three.weight(name)), name
         assert not getattr(three, name)[one.table[name].shape[0] :].any(), f"the padding of {name} is not zero"
@@ -592,7 +586,7 @@ def test_sequences_worked_on_together_do_not_see_each_other_even_where_they_begi
 
 def test_the_mean_validation_loss_is_over_exactly_val_tokens(monkeypatch):
     monkeypatch.setitem(t.SCHEDULES, "test", [t.Stage(0.5, 1, 384, 1, 1, 1.0), t.Stage(0.5, 1, 384, 2, 1, 1.0)])
-    model = tiny(val_tokens=768, num_steps=10, schedule="test", tied=True)
+    model = tiny(val_tokens=768, num_steps=10, schedule="test")
     tokens = torch.cat((tokens_of([0, 300], 500), tokens_of([40, 100], 500, seed=2)))
     w = {name: p.detach() for name, p in model.named_parameters()}
     freq = frequencies(8)[:2].tolist()
@@ -600,7 +594,7 @@ def test_the_mean_validation_loss_is_over_exactly_val_tokens(monkeypatch):
     freq[0] *= 0.5 + 0.5 * (128 / (2 * math.pi) - 1) / 31
     seen = t.View({"long": 2, "short": 1}, tuple(freq), 1.6 * (1 + 0.2 * math.log(2)))
     slices = [(tokens[b : b + 384], tokens[b + 1 : b + 385]) for b in (0, 384)]
-    total = sum(plain_gpt(w, model.signs, x, y, (x == BOS).nonzero()[:, 0].tolist(), seen, 4, True) for x, y in slices)
+    total = sum(plain_gpt(w, model.signs, x, y, (x == BOS).nonzero()[:, 0].tolist(), seen, 4) for x, y in slices)
     loss = t.validate(model, tokens[:769].short(), 5, torch.device("cpu"))  # the first step of the second stage
     assert loss == pytest.approx(total.item() / 768, rel=1e-6)  # the scale of scores is kept in float32
 

@@ -259,7 +259,7 @@ t.TOPOLOGIES["all kinds"] = [
 def small(dtype, world_size=1, **changes):
     values = dict(topology="all kinds", model_dim=16, num_heads=2, mlp_dim=32, vocab_size=61, seq_len=128,
                   val_seq_len=128, micro_tokens=128, batch_tokens=1536, num_steps=6, schedule="laptop",
-                  untie_frac=0.5, bigram_rows=101, dtype=dtype, precision="bf16", device="cpu")
+                  bigram_rows=101, dtype=dtype, precision="bf16", device="cpu")
     return t.GPT(t.Config(**values | changes), torch.device("cpu"), world_size)
 
 
@@ -283,7 +283,7 @@ def give_gradients(model, optimizer, seed, micro_batches=1):
     for rows, grads in batch:
         optimizer.add_rows(rows, grads)
     for i, (name, p) in enumerate(model.named_parameters()):
-        if name not in TABLES and not (model.tied and p is model.embed):
+        if name not in TABLES:
             p.grad = normal(*p.shape, seed=100 * seed + i).to(p.dtype)
     return batch
 
@@ -354,7 +354,6 @@ def test_each_step_updates_looked_up_rows_as_adam_does_and_leaves_all_others_to_
     start["bigrams"].copy_(normal(101, 16))
     model.bigrams.data.copy_(start["bigrams"])
     optimizer.reset(start)
-    model.tied = False
     expected = {name: [w.numpy().copy(), 0 * w.numpy(), 0 * w.numpy()] for name, w in start.items()}
     steps_of_row = {name: [0] * len(start[name]) for name in TABLES}
     for step in range(1, 7):
@@ -469,40 +468,6 @@ def test_adam_of_rows_returns_the_new_ones_rounded_and_keeps_the_others_to_the_b
         assert torch.equal(now[rows], new) and torch.equal(now[others], before[others])
 
 
-def test_untying_copies_weights_masters_and_moments_of_the_head_which_then_part():
-    model = small("bfloat16")
-    optimizer = t.Optimizer(model)
-    optimizer.reset(t.initialize(model, 3))
-    for step in range(2):
-        give_gradients(model, optimizer, step)
-        optimizer.step(1.0, 0.9)
-    assert not model.embed.any() and not optimizer.masters["embed"].any()  # so far it takes part in nothing
-    optimizer.untie()
-    assert not model.tied and torch.equal(model.embed, model.lm_head) and model.embed.any()
-    assert torch.equal(optimizer.masters["embed"], optimizer.masters["lm_head"])
-    assert (optimizer.masters["embed"] != model.embed).any(), "the float32 weights, not their bfloat16 copies"
-    for ours, theirs in zip(optimizer.state["embed"], optimizer.state["lm_head"]):
-        assert torch.equal(ours, theirs) and ours.any() and ours.data_ptr() != theirs.data_ptr()
-    model.embed.grad, model.lm_head.grad = torch.ones_like(model.embed), torch.ones_like(model.embed)
-    optimizer.step(1.0, 0.9)
-    assert torch.equal(model.embed, model.lm_head)  # the same gradient, moments and number of updates
-    model.embed.grad, model.lm_head.grad = torch.ones_like(model.embed), -torch.ones_like(model.embed)
-    optimizer.step(1.0, 0.9)
-    assert not torch.equal(model.embed, model.lm_head)
-
-
-def test_the_run_unties_at_the_first_step_of_the_last_third_and_reports_the_tied_loss_until_then():
-    model = small("float64", untie_frac=0.667)
-    optimizer = t.Optimizer(model)
-    optimizer.reset(t.initialize(model, 0))
-    tied = []
-    for step in range(6):
-        tokens = torch.randint(0, 61, (12, 129), generator=torch.Generator().manual_seed(step))
-        t.train_step(model, optimizer, [(s[:-1], s[1:]) for s in tokens], step)
-        tied.append(model.tied)
-    assert tied == [True] * 5 + [False]  # 0.667 * 6 = 4.002
-
-
 LARGER = dict(vocab_size=256, bigram_rows=303)
 
 
@@ -512,7 +477,7 @@ def test_warming_up_leaves_no_trace(micro_tokens, sizes):
     warm, fresh = (small("float64", micro_tokens=micro_tokens, **sizes) for _ in range(2))
     start, optimizer = t.initialize(fresh, 0), t.Optimizer(warm)
     t.warm_up(warm, optimizer, torch.device("cpu"))
-    assert warm.tied and (optimizer.steps, optimizer.sent, optimizer.totals, optimizer.used) == (0, 0, {}, {})
+    assert (optimizer.steps, optimizer.sent, optimizer.totals, optimizer.used) == (0, 0, {}, {})
     for name, p in warm.named_parameters():
         assert torch.equal(p, getattr(fresh, name)) and torch.equal(optimizer.masters[name], start[name]), name
         assert p.grad is None and not any(part.any() for part in optimizer.state[name]), name
@@ -521,11 +486,11 @@ def test_warming_up_leaves_no_trace(micro_tokens, sizes):
 @pytest.mark.parametrize("micro_tokens", [128, 256, 1536])
 def test_warming_up_makes_the_first_and_a_further_pass_of_every_kind_that_the_run_will_make(micro_tokens):
     """So that nothing is captured while the clock runs, and what is made at first use was made before a capture."""
-    model = small("float64", schedule="speedrun", num_steps=12, micro_tokens=micro_tokens, untie_frac=0.5, **LARGER)
+    model = small("float64", schedule="speedrun", num_steps=12, micro_tokens=micro_tokens, **LARGER)
     optimizer, made, phase = t.Optimizer(model), {}, "warm-up"
 
     def passes(model, optimizer, inputs, targets, rows, view):
-        kind = model.lm_head.grad is None, len(inputs), model.tied, repr(view)
+        kind = model.lm_head.grad is None, len(inputs), repr(view)
         assert phase == "warm-up" or kind in made, f"{kind} is new to the run"
         assert (view.freq, view.scale, len(inputs)) in model.ropes
         assert model.value_embeds.grad is None and model.bigrams.grad is None
@@ -540,7 +505,7 @@ def test_warming_up_makes_the_first_and_a_further_pass_of_every_kind_that_the_ru
         micro = tokens.split(t.micro_sequences(count, model.config))
         t.train_step(model, optimizer, [(s[:, :-1].flatten(), s[:, 1:].flatten()) for s in micro], step, passes)
     assert all(made.values()), "what the run does not need costs time at launch"
-    assert {tied for _, _, tied, _ in made} == {True, False} and len({view for *_, view in made}) == 3
+    assert len({view for *_, view in made}) == 3
     assert {first for first, *_ in made} == ({True} if micro_tokens == 1536 else {True, False})
 
 
@@ -554,7 +519,7 @@ def test_a_batch_in_any_number_of_micro_batches_makes_the_same_update_of_weights
         optimizer = t.Optimizer(model)
         optimizer.reset(t.initialize(model, 0))
         losses = []
-        for step, batch in enumerate(tokens, 2):  # the embedding is untied from step 3 on
+        for step, batch in enumerate(tokens, 2):
             micro = [(s[:, :-1].flatten(), s[:, 1:].flatten()) for s in batch.split(parts)]
             losses.append(t.train_step(model, optimizer, micro, step).item())
         results.append((losses, {name: (w, *optimizer.state[name]) for name, w in optimizer.masters.items()}))
@@ -571,7 +536,7 @@ def test_a_gpu_that_works_on_the_tables_beside_the_matrices_makes_the_same_updat
     device, results = torch.device("cuda"), []
     values = dict(topology="all kinds", model_dim=128, num_heads=2, mlp_dim=512, vocab_size=20_000, bigram_rows=50_000,
                   seq_len=1024, val_seq_len=1024, micro_tokens=4096, batch_tokens=8192, num_steps=8, schedule="laptop",
-                  untie_frac=0.5, dtype="float64", precision="bf16", device="cuda", attention="sdpa")
+                  dtype="float64", precision="bf16", device="cuda", attention="sdpa")
     for beside in (True, False):
         model = t.GPT(t.Config(**values), device)
         optimizer = t.Optimizer(model)
@@ -593,14 +558,14 @@ def test_every_parameter_has_optimizer_learning_rate_decay_and_betas_of_the_dige
         "qk": ("muon", (0.023,)), "vo": ("muon", (0.023,)), "mlp": ("muon", (0.046, 0.092)),
         "scalars": ("adam", 0.04), "smear": ("adam", 0.04), "xsa": ("adam", 0.04), "gates": ("adam", 0.008),
         "late_in": ("adam", 0.002), "late_out": ("adam", 0.002), "late_bias": ("adam", 0.002),
-        "value_embeds": ("adam", 0.6), "bigrams": ("adam", 0.6), "lm_head": ("adam", 0.008), "embed": ("adam", 0.008)}
-    muon, per_step = 1.2 * 0.023**2, {"value_embeds": 0.009, "bigrams": 0.009, "lm_head": 4.8e-5, "embed": 4.8e-5}
+        "value_embeds": ("adam", 0.6), "bigrams": ("adam", 0.6), "lm_head": ("adam", 0.008)}
+    muon, per_step = 1.2 * 0.023**2, {"value_embeds": 0.009, "bigrams": 0.009, "lm_head": 4.8e-5}
     assert {name: p.lr * p.decay for name, p in table.items() if p.optimizer == "adam"} == pytest.approx(
         per_step | {name: 0 for name in SMALL}), "what a weight loses in a step at full rate"
     rates = {name: [lr * p.decay for lr in p.lr] for name, p in table.items() if p.optimizer == "muon"}
     assert rates == {name: pytest.approx(x) for name, x in dict(qk=[muon], vo=[muon], mlp=[2 * muon, 4 * muon]).items()}
     assert {name: p.betas for name, p in table.items() if p.decay and p.optimizer == "adam"} == {
-        "value_embeds": (0.75, 0.95), "bigrams": (0.75, 0.95), "lm_head": (0.5, 0.95), "embed": (0.5, 0.95)}
+        "value_embeds": (0.75, 0.95), "bigrams": (0.75, 0.95), "lm_head": (0.5, 0.95)}
     assert {p.betas for p in table.values() if p.optimizer == "adam" and not p.decay} == {(0.9, 0.99)}
     assert {name for name, p in table.items() if p.update == "rows"} == {*TABLES}
     assert {name for name, p in table.items() if p.update == "all"} == SMALL
@@ -654,7 +619,7 @@ def work(rank, world_size, dtype, folder):
         optimizer.add_rows(rows, grads)
     found = dict(lookup=lookup, used=optimizer.used, counts=optimizer.counts.tolist(), totals=optimizer.totals)
     torch.save(dict(weights={n: model.weight(n).detach().clone() for n in model.table}, losses=losses, calls=issued,
-                    padding=padding, owned=owned, tied=model.tied, tables=tables, used=used, sent=sent, found=found),
+                    padding=padding, owned=owned, tables=tables, used=used, sent=sent, found=found),
                f"{folder}/{world_size}-{rank}")
     if world_size > 1:
         dist.destroy_process_group()
@@ -691,7 +656,6 @@ def test_any_number_of_ranks_gives_the_weights_and_losses_of_one(worlds, world_s
     (one,), many = results[1], results[world_size]
     start = t.initialize(small(dtype, bigram_rows=1001), 5)
     for rank in many:
-        assert not rank["tied"]
         assert rank["losses"] == pytest.approx(one["losses"], rel=1e-12 if dtype == "float64" else 1e-3)
         for name, w in one["weights"].items():
             assert torch.equal(rank["weights"][name], many[0]["weights"][name]), f"the ranks differ in {name}"
@@ -766,12 +730,11 @@ def test_each_rank_holds_its_part_of_the_optimizers_state_and_padding_stays_zero
 def test_all_ranks_issue_the_same_collectives_in_the_same_order_and_none_stops_the_cpu(worlds):
     begin = ["max", "all_reduce"]  # which rows of all tables are looked up, and the loss
     mlp, attention, vectors, rows = (["scatter"], ["scatter"] * 2, ["all_reduce"] * len(SMALL), ["scatter"] * 2)
-    tied = begin[:1] + mlp + ["scatter"] + attention + vectors + rows + ["gather"] * 6 + begin[1:]
-    untied = begin[:1] + mlp + ["scatter"] * 2 + attention + vectors + rows + ["gather"] * 7 + begin[1:]
+    step = begin[:1] + mlp + ["scatter"] + attention + vectors + rows + ["gather"] * 6 + begin[1:]
     for world_size in (2, 3, 4):
         first, *others = [rank["calls"] for rank in worlds[1][world_size]]
         assert all(calls == first for calls in others)
-        assert [[kind for kind, *_ in calls] for calls in first] == [tied] * 3 + [untied] * 3
+        assert [[kind for kind, *_ in calls] for calls in first] == [step] * 6
         assert all(asynchronous for calls in first for *_, asynchronous in calls)
         assert all(calls[0][1] == 61 + 1001 for calls in first), "a byte for each row of the tables"
 

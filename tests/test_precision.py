@@ -678,7 +678,7 @@ def test_the_character_preset_is_the_small_model_of_six_layers():
     assert (len(model.layers), c.model_dim, c.num_heads, context) == (6, 384, 6, 256)
     t.initialize(model, 0)
     model(*(tokens % c.vocab_size for tokens in batch(1)[0]), t.view_of(0, c)).backward()
-    assert {name for name, p in model.named_parameters() if p.grad is None} == {"embed", "xsa"}
+    assert {name for name, p in model.named_parameters() if p.grad is None} == {"xsa"}
 
 
 # ---------------------------------------------------------------------------------------------------- fp16
@@ -776,8 +776,8 @@ def test_training_through_a_doubling_of_the_loss_scale_changes_no_bit_in_float32
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8", "fp8-mlp", "fp16"])
-def test_what_a_cuda_graph_reads_stays_at_its_place_through_warming_up_untying_and_training(precision):
-    model, optimizer = trainer(precision=precision, untie_frac=0.5)
+def test_what_a_cuda_graph_reads_stays_at_its_place_through_warming_up_and_training(precision):
+    model, optimizer = trainer(precision=precision)
     read, phase = {}, "warm-up"
 
     def tensors():
@@ -799,7 +799,7 @@ def test_what_a_cuda_graph_reads_stays_at_its_place_through_warming_up_untying_a
     phase = "run"
     for step in range(4):
         t.train_step(model, optimizer, batch(2, step), step, passes)
-    assert {"factor", "bigrams"} < {*read} and any(isinstance(name, tuple) for name in read) and not model.tied
+    assert {"factor", "bigrams"} < {*read} and any(isinstance(name, tuple) for name in read)
 
 
 # ---------------------------------------------------------------------------------------------------- ranks
@@ -829,14 +829,12 @@ def work(rank, world_size, folder):
 
     dist.all_reduce, t.all_gather, t.reduce_scatter = reduce, gather, scatter
     result = {}
-    for name in ("bf16", "fp8", "fp8 tied", "fp16", "fp16 rows"):
+    for name in ("bf16", "fp8", "fp16", "fp16 rows"):
         precision, *kind = name.split()
         c = test.config(precision=precision, float8_all_gather=precision == "fp8")
         model = t.GPT(c, test.CPU, world_size)
         optimizer = t.Optimizer(model)
         optimizer.reset(test.start_of(model))
-        if name in ("bf16", "fp8"):
-            optimizer.untie()
         before = {n: w.clone() for n, w in optimizer.masters.items()}
         calls.clear()
         last = precision == "fp16" and rank == world_size - 1  # what Muon has reaches the slice's owner through the sum
@@ -882,9 +880,8 @@ def worlds(tmp_path_factory):
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("name", ["fp8", "fp8 tied"])
-def test_gathered_fp8_weights_are_the_rounded_whole_weights_to_the_bit(worlds, world_size, name):
-    ranks = [rank[name] for rank in worlds[world_size]]
+def test_gathered_fp8_weights_are_the_rounded_whole_weights_to_the_bit(worlds, world_size):
+    ranks = [rank["fp8"] for rank in worlds[world_size]]
     whole = {name: torch.cat([rank["masters"][name] for rank in ranks]) for name in MATRICES}
     weights = [[("qk", slice(2 * i, 2 * i + 2)), ("vo", slice(2 * i, 2 * i + 1))] for i in range(4)]  # one scale each
     weights += [[("vo", slice(2 * i + 1, 2 * i + 2))] for i in range(4)] + [[("lm_head", slice(0, 384))]]
@@ -903,18 +900,16 @@ def test_gathered_fp8_weights_are_the_rounded_whole_weights_to_the_bit(worlds, w
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("name", ["fp8", "fp8 tied"])
-def test_a_step_reduces_one_vector_of_amaxes_and_gathers_matrices_as_bytes(worlds, world_size, name):
-    for rank in (rank[name] for rank in worlds[world_size]):
+def test_a_step_reduces_one_vector_of_amaxes_and_gathers_matrices_as_bytes(worlds, world_size):
+    for rank in (rank["fp8"] for rank in worlds[world_size]):
         calls, sizes = rank["calls"], {n: w.numel() // world_size for n, w in rank["weights8"].items()}
         flags = ("max", torch.uint8, 384 + 500)  # of the tables' rows
         assert [call for call in calls if call[0] == "max"] == [flags, ("max", torch.float32, 5 * 5 + 1)]
         gathered = [call[2] for call in calls if call[0] == "gather" and call[1] == torch.uint8]
         assert sorted(gathered) == sorted(sizes.values()) and {*sizes} == {*MATRICES}
         wide = [call[2] for call in calls if call[0] == "gather" and call[1] == torch.bfloat16]
-        others = ["embed"] + ["lm_head"] * (name == "fp8 tied")  # looked up: wide, as are the used rows of the tables
-        others = [rank["wide"][name].numel() for name in others] + [rank["used"][name] * width for name, width in (
-            ("value_embeds", 2 * 64), ("bigrams", 64))]
+        others = [rank["used"][name] * width for name, width in (("value_embeds", 2 * 64), ("bigrams", 64))]
+        others += [rank["wide"]["lm_head"].numel()]  # looked up: wide, as are the used rows of the tables
         assert sorted(wide) == sorted(size // world_size for size in others)
 
 

@@ -203,18 +203,6 @@ def test_a_checkpoint_continues_a_text_without_data_or_log(first, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("untie_frac", [0, 2])
-def test_a_checkpoint_holds_the_embedding_that_the_run_used_whether_it_untied_or_not(untie_frac, corpus, tmp_path):
-    args = arguments(data_dir=corpus, log_dir=tmp_path, untie_frac=untie_frac, head_lr=0.3,
-                     save_checkpoint=tmp_path / "x.pt")
-    assert t.main(args) == 1
-    model = t.load_checkpoint(tmp_path / "x.pt", torch.device("cpu"))
-    assert torch.equal(model.embed, model.lm_head) == (untie_frac == 2) and model.embed.any()
-    c = t.parse_config(args)
-    loss = t.validate(model, t.validation_tokens(c), c.num_steps, torch.device("cpu"))
-    assert loss == pytest.approx(read_log(only_log(tmp_path)).end["val_loss"], abs=6e-5)
-
-
 def test_a_loaded_model_has_the_loss_of_the_saved_one(first, corpus):
     c = t.parse_config(arguments(data_dir=corpus))
     model = t.load_checkpoint(first[1] / "model.pt", torch.device("cpu"))
@@ -485,7 +473,7 @@ def masks_of_one_shape(docs, windows, masks=t.sdpa_masks):
 def test_warming_up_compiles_every_graph_of_the_run(eager_graphs, corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(t, "sdpa_masks", masks_of_one_shape)
     args = arguments(data_dir=corpus, log_dir=tmp_path, compile=True, val_interval=1, topology="gpt2", model_dim=64,
-                     num_heads=4, **STAGES)  # batches of 2, 4 and 6 sequences, the embedding untied inside a stage
+                     num_heads=4, **STAGES)  # batches of 2, 4 and 6 sequences
     assert t.main(args) == 1
     log = read_log(only_log(tmp_path))
     assert len(log.values("compile")) >= 4 and log.values("defect") == []
