@@ -99,7 +99,7 @@ class Config:
     vocab_size: int = key(50304, "rows of the embedding: GPT-2's 50257 tokens, rounded up to a multiple of 128")
     # schedule
     schedule: str = key("speedrun", "entry of SCHEDULES: the stages of the run")
-    num_steps: int = key(1520, "optimizer steps")
+    num_steps: int = key(1560, "optimizer steps")
     batch_tokens: int = key(393_216, "tokens per optimizer step in the last stage, over all GPUs")
     seq_len: int = key(16_384, "tokens of a training sequence: whole documents, the last one cut")
     micro_tokens: int = key(16_384, "most tokens a GPU works on at a time; fewer need less memory for the same update")
@@ -145,7 +145,7 @@ BYTES = dict(  # what small models of single bytes have in common
 
 PRESETS: dict[str, dict] = {
     "speedrun": {},
-    "onepass": dict(schedule="onepass", num_steps=945, seq_len=8192, micro_tokens=32_768, muon_lr=0.02, head_lr=0.0065,
+    "onepass": dict(schedule="onepass", num_steps=935, seq_len=8192, micro_tokens=32_768, muon_lr=0.02, head_lr=0.0065,
                     cooldown_frac=0.7, target_loss=3.492),
     "laptop": BYTES | dict(
         topology="laptop", model_dim=128, num_heads=2, mlp_dim=512, schedule="laptop", num_steps=700, muon_lr=0.04,
@@ -547,10 +547,11 @@ MLP_X, MLP_W, MLP_H, MLP_GRAD = 28 / 448, 1 / 448, 32.0, 2.0**-12
 @torch.library.custom_op("nanogpt::squares", mutates_args=())
 def squares_op(a: Tensor, b: Tensor, dtype: torch.dtype, h: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """x (T, D), up^T (F, D) in e4m3 -> h = relu(x up)^2 (T, F), and in e4m3. With h: gradient (T, D) in e5m2, down^T
-    (F, D) in e4m3 -> the gradient of x up, 2 sqrt(h) (gradient down), and in e5m2. One kernel (record 58)."""
+    (F, D) in e4m3 -> the gradient of x up, 2 sqrt(h) (gradient down), and in e5m2. On Hopper, for whose memory its
+    tiles are, one kernel (records 59, 87)."""
     (M, K), N, backward = a.shape, len(b), h is not None
     a_s, y_s, kind = (MLP_GRAD, MLP_GRAD, E5M2) if backward else (MLP_X, MLP_H, E4M3)
-    if not a.is_cuda or triton is None or dtype != torch.bfloat16 or not native("fp8", a.device):
+    if not a.is_cuda or dtype != torch.bfloat16 or torch.cuda.get_device_capability(a.device) != (9, 0):
         y = product_op(a, b, *on_device(a, a_s, MLP_W), dtype, not backward)
         y = 2 * h.sqrt() * y if backward else F.relu(y).square()
         return y, quantize(y, y_s, kind).view(torch.uint8)
@@ -1020,7 +1021,7 @@ def initialize(model: GPT, seed: int) -> dict[str, Tensor]:
 # rank that owns that slice. A step is: sum every gradient over the ranks and keep the own slice (reduce-scatter),
 # update it, and hand out the new bf16 slice (all-gather). Tables have far more rows than a batch has tokens; only rows
 # that some rank looked up have gradients and are updated, and slices of tables are columns, so that all ranks share
-# this work whichever rows they are. It and all of Adam is done beside Muon, on a stream of its own, as it takes memory
+# this work whichever rows they are. It is done beside Muon, on a stream of its own, as it takes memory
 # bandwidth where Muon takes arithmetic. All transfers are asynchronous, so they run while another parameter is being
 # worked on. Gradients are sums over tokens, so neither the number of GPUs nor of accumulation steps enters anywhere.
 
@@ -1038,10 +1039,11 @@ def orthogonalize(G: Tensor) -> Tensor:
     if G.size(-2) > G.size(-1):
         X = X.mT
     X = X / (X.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-6)  # the spectral norm is at most the Frobenius norm
+    one = torch.eye(X.size(-2), device=X.device)
     for a, b, c in POLAR_EXPRESS:
         A = X @ X.mT
-        B = torch.baddbmm(A, A, A, beta=b, alpha=c)  # b A + c A A
-        X = torch.baddbmm(X, B, X, beta=a)  # a X + B X
+        B = a * one + b * A.float() + c * (A @ A).float()
+        X = B.bfloat16() @ X  # to add a X to a product would take longer
     return X.mT if G.size(-2) > G.size(-1) else X
 
 def cautious(master: Tensor, update: Tensor, lr: Tensor, decay: Tensor) -> None:
@@ -1072,24 +1074,72 @@ def adam_update(master, part, grad, state, lr, decay, beta1, beta2, correction) 
     cautious(master, mean / (square.sqrt() + 1e-10) * correction, lr, decay)  # gradients start far below the usual eps
     part.copy_(master)
 
-def adam_rows(total, rows, master, state, dtype, lr, decay, beta1, beta2, correction) -> Tensor:
+# What is done with rows of tables, each a pass over memory. Indexing in PyTorch, compiled or not, takes two to four.
+
+def adam_rows(total, rows, master, state, dtype, *rates) -> Tensor:
     """`adam_update` of these rows (n,) of master (R, width) from their gradient (n, width); the others keep weights and
     moments. Returns the new ones in `dtype`."""
+    copy = torch.empty_like(total, dtype=dtype)
+    if total.is_cuda and triton is not None:
+        adam_rows_kernel[row_grid(total)](total, rows, master, *state, copy, total.size(1), *rates, 1024)
+        return copy
     own, *moments = (t[rows] for t in (master, *state))
-    copy = torch.empty_like(own, dtype=dtype)
-    adam_update(own, copy, total, moments, lr, decay, beta1, beta2, correction)
+    adam_update(own, copy, total, moments, *rates)
     for whole, few in zip((master, *state), (own, *moments)):
         whole[rows] = few
     return copy
 
 def sum_rows(total, place, rows, grad) -> None:
     """Adds grad (T, width) of looked-up rows (T,) to total (ranks, n, width / ranks), row r to line place[r] - 1."""
-    grad = F.pad(grad.to(total.dtype), (0, len(total) * total.size(2) - grad.size(1)))
-    total.index_add_(1, place[rows] - 1, grad.view(len(grad), len(total), -1).transpose(0, 1))
+    (ranks, n, share), width = total.shape, grad.size(1)
+    if total.is_cuda and triton is not None:
+        sum_rows_kernel[row_grid(grad)](total, place, rows, grad.contiguous(), n, width, share, 1024)
+    else:
+        grad = F.pad(grad.to(total.dtype), (0, ranks * share - width)).view(-1, ranks, share)
+        total.index_add_(1, place[rows] - 1, grad.transpose(0, 1))
 
 def put_rows(bank, rows, parts) -> None:
     """Writes parts (ranks, n, width / ranks) to rows (n,) of bank (R, width)."""
-    bank[rows] = parts.transpose(0, 1).flatten(1)[:, : bank.size(1)]
+    (_, n, share), width = parts.shape, bank.size(1)
+    if bank.is_cuda and triton is not None:
+        put_rows_kernel[n, row_grid(bank)[1]](bank, rows, parts, n, width, share, 1024)
+    else:
+        bank[rows] = parts.transpose(0, 1).flatten(1)[:, :width]
+
+def row_grid(x: Tensor) -> tuple[int, int]:
+    return len(x), triton.cdiv(x.size(1), 1024)
+
+if triton is not None:
+
+    @triton.jit
+    def adam_rows_kernel(grad_ptr, rows_ptr, master_ptr, mean_ptr, square_ptr, copy_ptr, width, lr, decay, beta1, beta2,
+                         correction, COLS: tl.constexpr):
+        line, col = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLS + tl.arange(0, COLS)
+        inside, here, at = col < width, line * width + col, tl.load(rows_ptr + line) * width + col
+        w, mean, square = (tl.load(master_ptr + at, mask=inside), tl.load(mean_ptr + at, mask=inside),
+                           tl.load(square_ptr + at, mask=inside))
+        g = tl.load(grad_ptr + here, mask=inside).to(w.dtype)
+        mean += (g - mean) * (1 - beta1)
+        square += (g * g - square) * (1 - beta2)
+        update = mean / (tl.sqrt(square) + 1e-10) * correction
+        w -= lr * (update + tl.where(update * w > 0, decay * w, 0.0))
+        tl.store(master_ptr + at, w, mask=inside)
+        tl.store(mean_ptr + at, mean, mask=inside)
+        tl.store(square_ptr + at, square, mask=inside)
+        tl.store(copy_ptr + here, w.to(copy_ptr.dtype.element_ty), mask=inside)
+
+    @triton.jit(do_not_specialize=["n"])  # which differs from step to step
+    def sum_rows_kernel(total_ptr, place_ptr, rows_ptr, grad_ptr, n, width, share, COLS: tl.constexpr):
+        line, col = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLS + tl.arange(0, COLS)
+        at = tl.load(place_ptr + tl.load(rows_ptr + line)) - 1
+        grad = tl.load(grad_ptr + line * width + col, mask=col < width).to(total_ptr.dtype.element_ty)
+        tl.atomic_add(total_ptr + (col // share * n + at) * share + col % share, grad, col < width, sem="relaxed")
+
+    @triton.jit(do_not_specialize=["n"])
+    def put_rows_kernel(bank_ptr, rows_ptr, parts_ptr, n, width, share, COLS: tl.constexpr):
+        line, col = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLS + tl.arange(0, COLS)
+        part = tl.load(parts_ptr + (col // share * n + line) * share + col % share, mask=col < width)
+        tl.store(bank_ptr + tl.load(rows_ptr + line) * width + col, part, mask=col < width)
 
 DONE = SimpleNamespace(wait=lambda: None)  # the transfer of a rank that is alone
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch 2.13's name, and 2.11's
@@ -1105,12 +1155,11 @@ class Optimizer:
 
     def __init__(self, model: GPT):
         self.model, self.muon, self.adam = model, muon_update, adam_update  # `compile_model` replaces these
-        self.adam_rows, self.sum_rows, self.put_rows = adam_rows, sum_rows, put_rows
         self.rank, self.world_size = ranks()
         self.seq_bits = round(math.log2(model.config.seq_len))
         self.gather8 = [*model.weights8] if model.config.float8_all_gather else []
         self.tables = [name for name, param in model.table.items() if param.update == "rows"]
-        self.beside = torch.cuda.Stream() if model.signs.is_cuda else None  # Adam's stream
+        self.beside = torch.cuda.Stream() if model.signs.is_cuda else None  # the tables' stream
         self.banks = {name: p.data for name, p in model.named_parameters()}
         self.lr = {}  # of the matrices that this rank updates
         for name in [name for name, param in model.table.items() if param.optimizer == "muon"]:
@@ -1175,7 +1224,7 @@ class Optimizer:
             with torch.cuda.stream(self.beside if rows else None):
                 transfer.wait()
                 if rows:
-                    self.put_rows(self.banks[name], self.used[name], many.unflatten(0, (self.world_size, -1)))
+                    put_rows(self.banks[name], self.used[name], many.unflatten(0, (self.world_size, -1)))
 
         return complete
 
@@ -1216,7 +1265,7 @@ class Optimizer:
                     lines = torch.arange(1, total.size(1) + 1, device=total.device)
                     self.used[name] = torch.searchsorted(self.places[name], lines)
             for name in self.tables:
-                self.sum_rows(self.totals[name], self.places[name], rows[name], grads[name])
+                sum_rows(self.totals[name], self.places[name], rows[name], grads[name])
                 if self.beside:
                     grads[name].record_stream(self.beside)
 
@@ -1230,12 +1279,12 @@ class Optimizer:
             self.muon(master, part, grad, state, lr_factor * self.lr[name], scalar(decay), scalar(momentum))
             return part
         t, (beta1, beta2) = max(self.steps, 1), param.betas
-        rates = [*map(scalar, [lr_factor * param.lr, decay, beta1, beta2, (1 - beta2**t) ** 0.5 / (1 - beta1**t)])]
+        rates = lr_factor * param.lr, decay, beta1, beta2, (1 - beta2**t) ** 0.5 / (1 - beta1**t)
         if param.update == "rows":
-            return self.adam_rows(grad.flatten(0, -2), self.used[name], master, state, bank.dtype, *rates)
+            return adam_rows(grad.flatten(0, -2), self.used[name], master, state, bank.dtype, *rates)
         part = self.own(name, bank)
         flat = [x.reshape(-1) for x in (master, part, grad, *state)]  # of any shape: one graph for all
-        self.adam(*flat[:3], flat[3:], *rates)
+        self.adam(*flat[:3], flat[3:], *map(scalar, rates))
         return part
 
     @torch.no_grad()
@@ -1247,22 +1296,29 @@ class Optimizer:
                 self.reductions[name] = self.reduce(name, p.grad)
         self.model.zero_grad()
 
+    def start_tables(self) -> None:
+        """The same for what `add_rows` has added up."""
+        with torch.cuda.stream(self.beside):
+            for name, total in self.totals.items():
+                self.reductions[name] = self.reduce(name, total.to(self.banks[name].dtype))
+        self.totals = {}
+
     @torch.no_grad()
     def step(self, lr_factor: float, momentum: float) -> None:
         """Updates the weights from their .grad, and the tables from `add_rows`, and frees both. All ranks must call it
         together."""
         self.start()
-        with torch.cuda.stream(self.beside):
-            tables = {name: self.reduce(name, total.to(self.banks[name].dtype)) for name, total in self.totals.items()}
-        reductions, self.reductions, self.totals = self.reductions | tables, {}, {}
-        names = [name for name in self.model.table if name in reductions]
-        unscale = self.loss_scale and self.unscale(reductions)
+        names = [name for name in self.model.table if name in self.reductions or name in self.totals]
+        unscale = self.loss_scale and self.unscale()
         if unscale == 0:
+            self.reductions = {}
             return
         self.steps, completions = self.steps + 1, []
         for name in names:
-            with torch.cuda.stream(None if self.model.table[name].optimizer == "muon" else self.beside):
-                grad, transfer = reductions.pop(name)
+            if name in self.totals:  # only now: transfers take turns, and those of the matrices need not wait for sums
+                self.start_tables()
+            with torch.cuda.stream(self.beside if self.model.table[name].update != "slice" else None):
+                grad, transfer = self.reductions.pop(name)
                 transfer.wait()
                 if self.beside:
                     grad.record_stream(torch.cuda.current_stream())  # its memory is free only after this
@@ -1273,13 +1329,14 @@ class Optimizer:
         self.meet()
         self.quantize_weights(names)
 
-    def unscale(self, reductions: dict) -> float:
+    def unscale(self) -> float:
         """The factor that undoes the loss scale, 0 if a gradient overflowed on any rank: nothing of it may be kept, so
         this waits for the device. Adapts the scale."""
-        for _, transfer in reductions.values():
+        self.start_tables()
+        for _, transfer in self.reductions.values():
             transfer.wait()
         self.meet()
-        found = sum((~grad.isfinite().all()).float() for grad, _ in reductions.values())
+        found = sum((~grad.isfinite().all()).float() for grad, _ in self.reductions.values())
         if self.world_size > 1:
             dist.all_reduce(found, dist.ReduceOp.MAX)
         factor, finite = 2.0**self.seq_bits / self.loss_scale, found.item() == 0
@@ -1666,10 +1723,8 @@ def compile_model(model: GPT, optimizer: Optimizer, log: Log, clock: Clock) -> N
     for owner, name, function in ((model, "block", block), (model, "head_loss", head_loss),
                                   (model, "embed_inputs", embed_inputs), (optimizer, "muon", muon_update)):
         setattr(owner, name, Compiled(function, log, clock))
-    for owner, name, function in ((model, "block_lists", block_lists), (optimizer, "adam", adam_update),
-                                  (optimizer, "adam_rows", adam_rows), (optimizer, "sum_rows", sum_rows),
-                                  (optimizer, "put_rows", put_rows)):
-        setattr(owner, name, Compiled(function, log, clock, dynamic=True))  # for any number of rows
+    for owner, name, function in ((model, "block_lists", block_lists), (optimizer, "adam", adam_update)):
+        setattr(owner, name, Compiled(function, log, clock, dynamic=True))  # one graph for all lengths
 
 def forward_backward(model: GPT, optimizer: Optimizer, inputs: Tensor, targets: Tensor, rows: dict, view: View):
     """Adds a micro-batch's gradients to .grad. Returns its loss, a sum, and the gradients of the looked-up rows."""

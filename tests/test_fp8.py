@@ -261,6 +261,18 @@ def run(inputs):
         constants = 1 / scale, z.shape[1], t.CAP, t.CAP_SHIFT, t.CAP_WIDTH
         t.loss_kernel[len(z),](z, targets, loss, g8.view(t.E5M2), *constants, FAST=False, num_warps=4)
         yield loss, g8
+    for total, place, rows, grad in inputs["sums"]:
+        (_, n, share), width = total.shape, grad.size(1)
+        t.sum_rows_kernel[len(grad), -(-width // 16)](total, place, rows, grad, n, width, share, 16)
+        yield total
+    for bank, rows, parts in inputs["puts"]:
+        (_, n, share), width = parts.shape, bank.size(1)
+        t.put_rows_kernel[n, -(-width // 16)](bank, rows, parts, n, width, share, 16)
+        yield bank
+    for grad, rows, master, state, dtype, *rates in inputs["adams"]:
+        (n, width), copy = grad.shape, torch.full_like(grad, 77, dtype=dtype)
+        t.adam_rows_kernel[n, -(-width // 16)](grad, rows, master, *state, copy, width, *rates, 16)
+        yield copy, master, *state
     for a, b, h in inputs["squares"]:
         y, y8 = torch.full((len(a), len(b)), 77.0).bfloat16(), torch.full((len(a), len(b)), 77, dtype=torch.uint8)
         kinds = t.E4M3 if h is None else t.E5M2, t.E4M3
@@ -279,6 +291,38 @@ def kernel_inputs():
     logits = [(normal(rows, vocab, seed=i).mul(5).bfloat16(), integers(0, vocab - 1, rows, seed=i), scale)
               for i, (rows, vocab, scale) in enumerate(LOGITS)]
     return tables, logits
+
+
+def row_inputs():
+    """Arguments of sum_rows and put_rows for 1 to 4 ranks, and of adam_rows."""
+    sums, puts, used = [], [], torch.tensor([1, 2, 5, 6, 11])
+    place = torch.zeros(12, dtype=torch.long).index_fill_(0, used, 1).cumsum(0)
+    for ranks, width in ((1, 40), (2, 30), (3, 31), (4, 37)):
+        parts = normal(ranks, 5, -(-width // ranks), seed=1)
+        parts.transpose(0, 1).flatten(1)[:, width:] = 0
+        rows = used[integers(0, 4, 20)]
+        sums.append((parts.float(), place, rows, normal(20, width, seed=2).bfloat16()))
+        puts.append((normal(12, width).bfloat16(), used, parts.bfloat16()))
+    state = normal(12, 37, seed=3).float(), normal(12, 37, seed=4).square().float()
+    rates = 0.1, 0.3, 0.7, 0.9, 2.0
+    adam = normal(5, 37).bfloat16(), used, normal(12, 37, seed=2).float(), state, torch.bfloat16, *rates
+    return dict(sums=sums, puts=puts, adams=[adam])
+
+
+def assert_row_kernels_agree(ours):
+    """Sums, banks, and what adam_rows returns and changes, against PyTorch's."""
+    inputs, ours = row_inputs(), list(ours)
+    for args in inputs["sums"]:
+        t.sum_rows(*args)
+        torch.testing.assert_close(ours.pop(0), args[0], rtol=1e-6, atol=1e-5)  # added up in another order
+    for args in inputs["puts"]:
+        t.put_rows(*args)
+        assert torch.equal(ours.pop(0), args[0])
+    for args in inputs["adams"]:
+        copy, (_, _, master, state, *_) = t.adam_rows(*args), args
+        for a, b in zip(ours.pop(0), (copy, master, *state), strict=True):
+            torch.testing.assert_close(a, b, rtol=2**-7 if a.dtype == torch.bfloat16 else 1e-5, atol=1e-6)
+    assert not ours
 
 
 def square_inputs():
@@ -305,7 +349,7 @@ def interpreted(tmp_path_factory):
     """What the kernels make of `kernel_inputs`, in Triton's interpreter, in another process: the choice is global."""
     folder = tmp_path_factory.mktemp("kernels")
     tables, logits = kernel_inputs()
-    torch.save({"bytes": tables, "logits": logits, "squares": [*square_inputs()]}, folder / "in")
+    torch.save({"bytes": tables, "logits": logits} | row_inputs() | {"squares": [*square_inputs()]}, folder / "in")
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(t.__file__).parent)}
     run = subprocess.run([sys.executable, "-c", INTERPRETED, folder / "in", folder / "out"], env=environment,
                          capture_output=True, text=True, timeout=120)
@@ -338,6 +382,11 @@ def test_the_loss_kernel_equals_its_twin_at_vocabularies_that_fill_no_tile(inter
 
 
 @no_triton
+def test_the_kernels_for_rows_of_tables_equal_pytorch_at_widths_that_fill_no_tile(interpreted):
+    assert_row_kernels_agree(interpreted[-13:-4])
+
+
+@no_triton
 def test_the_kernel_that_squares_what_it_multiplies_equals_its_twin_forward_and_backward(interpreted):
     for (a, b, h), ours in zip(square_inputs(), interpreted[-4:], strict=True):
         assert_squares_agree(ours, t.squares_op(a, b, torch.bfloat16, h))
@@ -356,6 +405,11 @@ def test_the_kernels_on_a_gpu_equal_their_twins():
         assert_losses_agree((loss.cpu(), g8.cpu()), twin)
         ours = t.loss_op(*on_gpu, scale)  # tanh.approx: 2^-11 of a tangent, times 11.5, in a logit and in the sum
         assert_losses_agree([x.cpu() for x in ours], twin, error=2 * 11.5 * 2**-11, differing=0.15)
+    on_gpu = torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.cuda, row_inputs())
+    ours = [(t.sum_rows(*args), args[0])[1] for args in on_gpu["sums"]]
+    ours += [(t.put_rows(*args), args[0])[1] for args in on_gpu["puts"]]
+    ours += [(t.adam_rows(*args), args[2], *args[3]) for args in on_gpu["adams"]]
+    assert_row_kernels_agree(torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, ours))
     for a, b, h in square_inputs():
         ours = t.squares_op(a.cuda(), b.cuda(), torch.bfloat16, None if h is None else h.cuda())
         assert_squares_agree([x.cpu() for x in ours], t.squares_op(a, b, torch.bfloat16, h))
