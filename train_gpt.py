@@ -283,6 +283,9 @@ def plan(c: Config, device: torch.device, plain: str) -> list[dict[str, str]]:
                            "--float8_all_gather fp8 in all layers and steps, which does too: no rank has wide weights")
         require(native(row[name], device) or not c.native,
                 f"--native, but {device.type} has no products of {name} in {row[name]} here")
+    for static in [[name for name in row if row[name] == "fp8-static"] for row in rows]:
+        require(static in ([], ["fc", "proj"], ["lm_head"]),
+                f"fp8-static is a recipe for lm_head, or for fc and proj together, not for {' and '.join(static)}")
     return rows
 
 HEAD_SCALES = (100 / 448, 1.6 / 448, 0.75 / 448)  # fp8-static: of x, w, gradient (record 54), as the loss is a sum
@@ -551,7 +554,8 @@ def squares_op(a: Tensor, b: Tensor, dtype: torch.dtype, h: Tensor | None = None
     tiles are, one kernel (records 59, 87)."""
     (M, K), N, backward = a.shape, len(b), h is not None
     a_s, y_s, kind = (MLP_GRAD, MLP_GRAD, E5M2) if backward else (MLP_X, MLP_H, E4M3)
-    if not a.is_cuda or dtype != torch.bfloat16 or torch.cuda.get_device_capability(a.device) != (9, 0):
+    hopper = a.is_cuda and triton is not None and torch.cuda.get_device_capability(a.device) == (9, 0)
+    if not hopper or dtype != torch.bfloat16:
         y = product_op(a, b, *on_device(a, a_s, MLP_W), dtype, not backward)
         y = 2 * h.sqrt() * y if backward else F.relu(y).square()
         return y, quantize(y, y_s, kind).view(torch.uint8)
@@ -636,6 +640,7 @@ def block_lists(docs: Tensor, windows: Tensor) -> tuple[Tensor, ...]:
     after = (row + 1).expand_as(fully)
     return *partial(see, full), *whole(full, row), *partial(fully + 1, seen + 1), *whole(after, fully + 1)
 
+@torch.no_grad()  # so that training and validation share the graphs of `lists`
 def flex_masks(docs: Tensor, windows: dict[str, int], lists: Callable = block_lists) -> dict[str, BlockMask]:
     """docs (T,) -> a BlockMask a window, in blocks (FlexAttention: record 12). Full blocks skip the element mask."""
 
@@ -779,9 +784,9 @@ def rope_table(T: int, freq: Tensor, head_dim: int, dtype: torch.dtype) -> tuple
     return torch.cat((angle.cos(),) * 2, -1).to(dtype), torch.cat((angle.sin(), -angle.sin()), -1).to(dtype)
 
 def norm_and_rotate(x: Tensor, cos: Tensor, sin: Tensor, scale: Tensor | float = 1.0) -> Tensor:
-    """Rotary embedding of scale * norm(x), x (..., d). The length of x is taken before, so that one kernel does all."""
-    length = x.to(torch.promote_types(x.dtype, torch.float32)).square().mean(-1, keepdim=True) + 1e-6
-    return ((x * cos + x.roll(x.size(-1) // 2, -1) * sin) * (length.rsqrt() * scale)).type_as(x)
+    """Rotary embedding of scale * norm(x), x (..., d). It keeps the length, so x's serves, and one kernel does all."""
+    square = x.to(torch.promote_types(x.dtype, torch.float32)).square().mean(-1, keepdim=True) + 1e-6
+    return ((x * cos + x.roll(x.size(-1) // 2, -1) * sin) * (square.rsqrt() * scale)).type_as(x)
 
 def attention(u, peek, ve, qk, vo, w, gates, xsa, mask, cos, sin, scale, begins, paired: bool, low=None) -> Tensor:
     """u (T, D), the normalised input, and its first channels, `peek` (T, GATE_DIM), which steer gates -> (T, D).
@@ -961,8 +966,8 @@ class GPT(nn.Module):
             tokens, begins, self.weight("lm_head"), looked_up["bigrams"], self.signs, self.smear,
             self.scalars[:, :2], tuple(i for i, layer in enumerate(self.layers) if layer.attn))
         D, H, training = self.config.model_dim, self.config.num_heads, torch.is_grad_enabled()
-        ve = looked_up["value_embeds"]
-        ve = (ve if training else F.pad(ve, (0, D))).split(D, 1)  # the last one adds nothing
+        ve = looked_up["value_embeds"] if training else F.pad(looked_up.pop("value_embeds"), (0, D))
+        ve = ve.split(D, 1)  # without gradients the last one adds nothing
         attns = iter(zip(self.weight("qk").view(-1, H, 2 * D // H, D).unbind(),
                          self.weight("vo").view(-1, 2, D, D).unbind(), self.gates.unbind(), self.xsa.unbind(), injects))
         cos, sin, scale = self.rotary(view, T)
@@ -1832,15 +1837,14 @@ def warm_up(model: GPT, optimizer: Optimizer, device: torch.device, passes: Call
             optimizer.update(name, grad, 0.0, 0.0)
 
     if world_size > 1:
-        whole, rows = model.working, [(i, layer, layer.ve is None, layer.skip is None) for i, layer in
-                                      enumerate(model.layers)]  # and what else a graph depends on:
-        kinds = {(*gaps, layer.attn, layer.paired, layer.offset, layer.xsa): i for i, layer, *gaps in rows}
+        whole, layers = model.working, sorted(enumerate(model.layers), key=lambda row: row[1].attn)  # quickest first
+        kinds = {(layer.attn, layer.paired, layer.offset, layer.xsa, layer.ve is None): i for i, layer in layers}
         parts = [(micro_step, step, kinds) for step in {sequences(step)[1]: step for step in steps}.values()]
-        parts += [(evaluate, c.num_steps, {(layer.attn, layer.paired): i for i, layer, *_ in rows})]
+        parts += [(evaluate, c.num_steps, {(layer.attn, layer.paired): i for i, layer in layers})]
         for shift, (part, step, kinds) in enumerate(parts):
             model.working = [*kinds.values()][(rank + shift) % world_size :: world_size]  # who has one more, changes
             part(step)
-        update([*model.table][rank::world_size])
+        update(sorted(model.table, key=lambda name: model.table[name].optimizer, reverse=True)[rank::world_size])
         synchronize(device)
         dist.barrier()
         model.working = whole
@@ -1953,6 +1957,7 @@ def agreed(work: Callable, *args):
 
 def train(c: Config) -> int:
     """The whole run; returns the exit status: 0 if the target was reached, else 1."""
+    gc.disable()  # the compiler makes so many objects that collections take a tenth of its time
     device = setup_device(c)
     rank, world_size = ranks()
     paths, val_tokens = agreed(check_data, c)
@@ -1983,8 +1988,9 @@ def train(c: Config) -> int:
     log.fact("note", f"{compile_s:.1f} s from launch to the first timed step")
 
     loader = Loader(paths, c, rank, world_size, device)
-    gc.collect()  # a collection in the middle of the run would cost up to 0.4 s (record 47)
-    gc.freeze()
+    gc.collect()
+    gc.freeze()  # or a collection in the middle of the run would cost up to 0.4 s (record 47)
+    gc.enable()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     clock.start()

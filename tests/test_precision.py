@@ -619,6 +619,17 @@ def test_layers_and_projections_can_leave_the_recipe(monkeypatch):
     assert torch.isfinite(model(*batch(1)[0], VIEW))
 
 
+@pytest.mark.parametrize("recipes, alone", [({"proj": "bf16"}, "fc"), ({"o": "fp8-static"}, "o and fc and proj")])
+def test_constant_scales_are_refused_where_no_product_has_them(recipes, alone, monkeypatch):
+    monkeypatch.setitem(t.TOPOLOGIES, "own", [t.Layer(ve=0, recipes=recipes), t.Layer()])
+    with pytest.raises(t.BadInput, match=f"for fc and proj together, not for {alone}$"):
+        trainer(precision="fp8-mlp", topology="own")
+    monkeypatch.setitem(t.TOPOLOGIES, "own", [t.Layer(ve=0, recipes={"fc": "bf16", "proj": "bf16"}), t.Layer()])
+    model, _ = trainer(precision="fp8-mlp", topology="own")
+    assert [sorted(low) for lows in model.lows for low in lows] == [["fc", "proj"], ["lm_head"]]
+    assert torch.isfinite(model(*batch(1)[0], VIEW))
+
+
 def test_shapes_that_fp8_cannot_multiply_stay_wide_and_nvfp4_refuses_them():
     model, _ = trainer(precision="fp8", mlp_dim=120)
     assert model.plan[0] == {"qkv": "fp8", "o": "fp8", "fc": "bf16", "proj": "bf16"}
