@@ -1234,7 +1234,7 @@ class Optimizer:
         return complete
 
     def meet(self) -> None:
-        """What comes now, on this stream or on Adam's, waits for all that was begun on both."""
+        """What comes now, on this stream or on the tables', waits for all that was begun on both."""
         if self.beside:
             torch.cuda.current_stream().wait_stream(self.beside)
             self.beside.wait_stream(torch.cuda.current_stream())
@@ -1322,7 +1322,7 @@ class Optimizer:
         for name in names:
             if name in self.totals:  # only now: transfers take turns, and those of the matrices need not wait for sums
                 self.start_tables()
-            with torch.cuda.stream(self.beside if self.model.table[name].update != "slice" else None):
+            with torch.cuda.stream(self.beside if name in self.tables else None):
                 grad, transfer = self.reductions.pop(name)
                 transfer.wait()
                 if self.beside:
@@ -1911,7 +1911,7 @@ def setup_device(c: Config) -> torch.device:
         if LOCAL_GPU >= torch.cuda.device_count():
             raise OSError(f"process {LOCAL_GPU} of this host finds no GPU for itself; start one process a GPU")
         torch.cuda.set_device(device)
-        torch.cuda.set_stream(torch.cuda.Stream(priority=-1))  # goes before Adam's stream (section 5)
+        torch.cuda.set_stream(torch.cuda.Stream(priority=-1))  # goes before the tables' (section 5)
     torch.zeros(1, device=device, requires_grad=True).sum().backward()  # autograd's thread first, then NCCL (deadlock)
     if "RANK" in os.environ:
         dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
