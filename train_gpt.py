@@ -341,7 +341,7 @@ mm_op.register_autograd(_mm_autograd, setup_context=_mm_setup)
 
 def transpose(x: Tensor) -> Tensor:
     """(M, N) bytes -> (N, M), contiguous, in tiles: the framework's copy would write single bytes."""
-    if not x.is_cuda or triton is None:
+    if not x.is_cuda:
         return x.t().contiguous()
     (M, N), out = x.shape, x.new_empty(x.shape[::-1])
     transpose_kernel[triton.cdiv(M, 64), triton.cdiv(N, 128)](x, out, M, N, 64, 128, num_warps=8)
@@ -361,10 +361,10 @@ def softcap(z: Tensor) -> Tensor:
 def loss_op(z: Tensor, targets: Tensor, grad_s: float) -> tuple[Tensor, Tensor]:
     """z (T, V) before the cap, targets (T,) -> cross-entropy (T,) float32, and its gradient (T, V) / grad_s in e5m2.
     That is at most CAP / (4 CAP_WIDTH grad_s), which must be in e5m2's range."""
-    if z.is_cuda and triton is not None:
+    if z.is_cuda:
         loss, g8 = z.new_empty(len(z), dtype=torch.float32), torch.empty_like(z, dtype=torch.uint8)
         loss_kernel[len(z),](z, targets, loss, g8.view(E5M2), 1 / grad_s, z.shape[1],
-                             CAP, CAP_SHIFT, CAP_WIDTH, FAST=z.is_cuda, num_warps=4)
+                             CAP, CAP_SHIFT, CAP_WIDTH, FAST=True, num_warps=4)
         return loss, g8
     lse = softcap(z).logsumexp(-1)
     loss = lse - softcap(z.gather(-1, targets[:, None]))[:, 0]
@@ -554,7 +554,7 @@ def squares_op(a: Tensor, b: Tensor, dtype: torch.dtype, h: Tensor | None = None
     tiles are, one kernel (records 59, 87)."""
     (M, K), N, backward = a.shape, len(b), h is not None
     a_s, y_s, kind = (MLP_GRAD, MLP_GRAD, E5M2) if backward else (MLP_X, MLP_H, E4M3)
-    hopper = a.is_cuda and triton is not None and torch.cuda.get_device_capability(a.device) == (9, 0)
+    hopper = a.is_cuda and torch.cuda.get_device_capability(a.device) == (9, 0)
     if not hopper or dtype != torch.bfloat16:
         y = product_op(a, b, *on_device(a, a_s, MLP_W), dtype, not backward)
         y = 2 * h.sqrt() * y if backward else F.relu(y).square()
@@ -976,21 +976,21 @@ class GPT(nn.Module):
         mlps = zip(mlps[::2], mlps[1::2], self.scalars.unbind())
         outputs, norms, after = [], {}, (x.view_as(x), peek)  # x has norm 1
 
-        def part(has: bool, value: Tensor, nothing: Callable) -> Tensor | None:  # so few graphs validate all layers
-            return value if has else None if training else nothing(value)
+        def part(has: bool, value: Tensor, idle: Callable) -> Tensor | None:  # so that few graphs validate all layers
+            return value if has else None if training else idle(value)
 
         for i, (layer, (up, down, scalars), low) in enumerate(zip(self.layers, mlps, self.recipes(view))):
-            inject, value, attn, fixed, length = None, None, (None,) * 5, None, T * (1 + layer.paired)
+            inject, value, attn, bounds, length = None, None, (None,) * 5, None, T * (1 + layer.paired)
             if layer.attn:
                 *weights, xsa, inject = next(attns)
                 value = part(layer.ve is not None, ve[layer.ve or 0], lambda _: ve[-1])
                 attn = *weights, part(layer.xsa, xsa, torch.zeros_like), masks[layer.window, layer.paired]
-                fixed = part(layer.offset, begins, torch.ones_like)
+                bounds = part(layer.offset, begins, torch.ones_like)  # where all tokens begin, no key is the last one's
             args = (x, *norms.get(layer.source, after), inject, None if layer.skip is None else outputs[layer.skip],
-                    value, *attn, up, down, scalars, cos[:length], sin[:length], scale, fixed, layer.paired, *low)
+                    value, *attn, up, down, scalars, cos[:length], sin[:length], scale, bounds, layer.paired, *low)
             x, *after = self.block(*args) if i in self.working else (x, *after)
             outputs.append(x.view_as(x))
-            norms |= {i: after} if any(i == layer.source for layer in self.layers) else {}
+            norms[i] = after if any(other.source == i for other in self.layers) else None  # no other needs to be kept
         return x, (start, *(outputs[i] for i in (L // 3, L * 2 // 3, L - 2)), ve[0])
 
     def forward(self, tokens: Tensor, targets: Tensor, view: View, looked_up: dict | None = None) -> Tensor:
@@ -1085,7 +1085,7 @@ def adam_rows(total, rows, master, state, dtype, *rates) -> Tensor:
     """`adam_update` of these rows (n,) of master (R, width) from their gradient (n, width); the others keep weights and
     moments. Returns the new ones in `dtype`."""
     copy = torch.empty_like(total, dtype=dtype)
-    if total.is_cuda and triton is not None:
+    if total.is_cuda:
         adam_rows_kernel[row_grid(total)](total, rows, master, *state, copy, total.size(1), *rates, 1024)
         return copy
     own, *moments = (t[rows] for t in (master, *state))
@@ -1097,7 +1097,7 @@ def adam_rows(total, rows, master, state, dtype, *rates) -> Tensor:
 def sum_rows(total, place, rows, grad) -> None:
     """Adds grad (T, width) of looked-up rows (T,) to total (ranks, n, width / ranks), row r to line place[r] - 1."""
     (ranks, n, share), width = total.shape, grad.size(1)
-    if total.is_cuda and triton is not None:
+    if total.is_cuda:
         sum_rows_kernel[row_grid(grad)](total, place, rows, grad.contiguous(), n, width, share, 1024)
     else:
         grad = F.pad(grad.to(total.dtype), (0, ranks * share - width)).view(-1, ranks, share)
@@ -1106,7 +1106,7 @@ def sum_rows(total, place, rows, grad) -> None:
 def put_rows(bank, rows, parts) -> None:
     """Writes parts (ranks, n, width / ranks) to rows (n,) of bank (R, width)."""
     (_, n, share), width = parts.shape, bank.size(1)
-    if bank.is_cuda and triton is not None:
+    if bank.is_cuda:
         put_rows_kernel[n, row_grid(bank)[1]](bank, rows, parts, n, width, share, 1024)
     else:
         bank[rows] = parts.transpose(0, 1).flatten(1)[:, :width]
