@@ -238,8 +238,8 @@ def check_config(c: Config) -> None:
 # A projection has three products: fprop y = x w^T, dgrad dx = dy w, wgrad dw = dy^T x, each a sum over another
 # dimension. One scale a tensor survives transposition, so x, w and dy are rounded once and serve twice; where scales
 # vary along the sum (nvfp4) each product rounds anew. x and w want mantissa, e4m3; gradients want range, e5m2. Sums may
-# be quick (fewer bits, "fast accumulation") in fprop only: errors of gradients add up. FP8 units want the summed
-# dimension contiguous in both operands, so backward makes transposed copies. The recipes:
+# be quick (fewer bits, "fast accumulation") in fprop only, or where few numbers are added: errors of gradients add up.
+# FP8 units want the summed dimension contiguous in both operands, so backward makes transposed copies. The recipes:
 # fp8-static: constant scales, for the head, whose input is normalised, |x| <= sqrt(D): nothing to measure (record 21);
 #   and for the MLPs, where wgrad stays in bf16.
 # fp8: each product measures amax ("tensorwise dynamic"; Float8Linear of nanochat and torchao), weights once a step.
@@ -401,26 +401,6 @@ if triton is not None:
         tl.store(out_ptr + cols[:, None] * M + rows[None, :], tl.trans(x), mask=tl.trans(inside))
 
     @triton.jit
-    def squares_kernel(a, b, h, y, y8, scale, inv_scale8, M, N, K, BACKWARD: tl.constexpr, TILE: tl.constexpr):
-        columns = tl.cdiv(N, TILE)
-        for tile in tl.range(tl.program_id(0), tl.cdiv(M, TILE) * columns, tl.num_programs(0), flatten=True):
-            row, col = tile // columns * TILE, tile % columns * TILE
-            sums = tl.zeros((TILE, TILE), tl.float32)
-            for k in range(0, K, TILE):
-                sums = tl.dot(a.load([row, k]), b.load([col, k]).T, sums)
-            z = sums * scale
-            if BACKWARD:
-                z *= 2 * tl.sqrt(h.load([row, col]).to(tl.float32))
-            else:
-                z = tl.maximum(z, 0.0) * tl.maximum(z, 0.0)
-            y.store([row, col], z.to(tl.bfloat16))
-            z8 = z * inv_scale8
-            if BACKWARD:
-                y8.store([row, col], tl.minimum(tl.maximum(z8, -57344.0), 57344.0).to(tl.float8e5))
-            else:
-                y8.store([row, col], tl.minimum(z8, 448.0).to(tl.float8e4nv))
-
-    @triton.jit
     def tanh(x, FAST: tl.constexpr):
         if FAST:  # one instruction
             y = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
@@ -554,8 +534,7 @@ def squares_op(a: Tensor, b: Tensor, dtype: torch.dtype, h: Tensor | None = None
     tiles are, one kernel (records 59, 87)."""
     (M, K), N, backward = a.shape, len(b), h is not None
     a_s, y_s, kind = (MLP_GRAD, MLP_GRAD, E5M2) if backward else (MLP_X, MLP_H, E4M3)
-    hopper = a.is_cuda and torch.cuda.get_device_capability(a.device) == (9, 0)
-    if not hopper or dtype != torch.bfloat16:
+    if not a.is_cuda or dtype != torch.bfloat16 or torch.cuda.get_device_capability(a.device) != (9, 0):
         y = product_op(a, b, *on_device(a, a_s, MLP_W), dtype, not backward)
         y = 2 * h.sqrt() * y if backward else F.relu(y).square()
         return y, quantize(y, y_s, kind).view(torch.uint8)
@@ -567,6 +546,28 @@ def squares_op(a: Tensor, b: Tensor, dtype: torch.dtype, h: Tensor | None = None
     return y, y8.view(torch.uint8)
 
 squares_op.register_fake(lambda a, b, dtype, h=None: (y := a.new_empty(len(a), len(b), dtype=dtype), y.byte()))
+
+if triton is not None:
+
+    @triton.jit
+    def squares_kernel(a, b, h, y, y8, scale, inv_scale8, M, N, K, BACKWARD: tl.constexpr, TILE: tl.constexpr):
+        columns = tl.cdiv(N, TILE)
+        for tile in tl.range(tl.program_id(0), tl.cdiv(M, TILE) * columns, tl.num_programs(0), flatten=True):
+            row, col = tile // columns * TILE, tile % columns * TILE
+            sums = tl.zeros((TILE, TILE), tl.float32)
+            for k in range(0, K, TILE):
+                sums = tl.dot(a.load([row, k]), b.load([col, k]).T, sums)  # quick, backward too: K is only D
+            z = sums * scale
+            if BACKWARD:
+                z *= 2 * tl.sqrt(h.load([row, col]).to(tl.float32))
+            else:
+                z = tl.maximum(z, 0.0) * tl.maximum(z, 0.0)
+            y.store([row, col], z.to(tl.bfloat16))
+            z8 = z * inv_scale8
+            if BACKWARD:
+                y8.store([row, col], tl.minimum(tl.maximum(z8, -57344.0), 57344.0).to(tl.float8e5))
+            else:
+                y8.store([row, col], tl.minimum(z8, 448.0).to(tl.float8e4nv))
 
 def on_device(like: Tensor, *scales: float) -> list[Tensor]:
     return [torch.full((), scale, device=like.device) for scale in scales]
@@ -847,9 +848,8 @@ def bigram_rows(tokens: Tensor, begins: Tensor, count: int) -> Tensor:
     return ((36313 * tokens) ^ (27191 * before(tokens, begins))) % count
 
 def embed_inputs(tokens, begins, embed, bigram, signs, smear, weights, layers: tuple):
-    """tokens (T,) int64, begins (T,) marking document starts, bigram (T, D) -> the stream's input x0 (T, D) of norm 1,
-    its first channels, and what is added to it in each of the `layers`, by two of all their `weights`: x0 and bigram.
-    Nothing crosses a border."""
+    """tokens (T,), begins (T,) marking document starts, bigram (T, D) -> the stream's input x0 (T, D), of norm 1, its
+    first channels, and what the `layers` add, x0 and bigram by two of all their `weights`. Nothing crosses a border."""
     x = F.embedding(tokens, embed)
     x0 = norm(x + smear.to(x.dtype) * torch.where(begins[:, None], 0, x.roll(1, 0)))  # smear (record 34)
     bigram = bigram * signs[(tokens ^ before(tokens, begins)) % SIGNS]
@@ -1739,8 +1739,8 @@ def forward_backward(model: GPT, optimizer: Optimizer, inputs: Tensor, targets: 
     return loss.detach(), {name: x.grad for name, x in looked_up.items()}
 
 class Graphs:
-    """`forward_backward` as CUDA graphs: one call starts 2000 kernels, for which the CPU would need longer than the GPU
-    has to work.
+    """`forward_backward` as CUDA graphs: one call starts over 800 kernels, for which the CPU may need longer than the
+    GPU has to work.
 
     A graph reads and writes the same memory every time. So there is one for each length and view, and one for a step's
     first micro-batch, whose gradients become .grad, and one for the others, which add to that.
@@ -1957,10 +1957,10 @@ def agreed(work: Callable, *args):
 
 def train(c: Config) -> int:
     """The whole run; returns the exit status: 0 if the target was reached, else 1."""
-    gc.disable()  # the compiler makes so many objects that collections take a tenth of its time
     device = setup_device(c)
     rank, world_size = ranks()
     paths, val_tokens = agreed(check_data, c)
+    gc.disable()  # the compiler makes so many objects that collections take a tenth of its time
     run, machine = describe_run(), describe_machine(device)
     log, clock = Log(c, run["run_id"], rank == 0), Clock(device)
     log.fact("run", run)
