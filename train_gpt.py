@@ -43,7 +43,7 @@ import platform
 import subprocess
 import timeit
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from itertools import accumulate
@@ -1452,34 +1452,28 @@ def batches_of(starts: np.ndarray, size: int, c: Config, step: int):
         yield batch
         step += 1
 
-class Loader:
-    """Training batches for one rank. Threads read the next shard and put together the next batch meanwhile."""
+def training_batches(paths: list[Path], c: Config, rank: int, world_size: int, device: torch.device):
+    """Generator over batches: this rank's micro-batches, int16 bits, (sequences, seq_len + 1)."""
+    step = 0
+    for tokens, starts in ahead(read_shard(path, c.vocab_size) for path in paths * c.epochs):
+        for batch in batches_of(starts, len(tokens), c, step):
+            own = batch[rank::world_size]
+            rows = torch.stack([torch.cat([tokens[p : p + n] for p, n in pieces]) for pieces in own])
+            rows = rows.pin_memory() if device.type == "cuda" else rows  # so that copies need not wait
+            yield rows.split(micro_sequences(len(own), c))
+            step += 1
+    raise BadInput("the training shards ran out before the schedule's end; fetch more or raise --epochs")
 
-    def __init__(self, paths: list[Path], c: Config, rank: int, world_size: int, device: torch.device):
-        self.config, self.rank, self.world_size, self.device = c, rank, world_size, device
-        self.step, self.packer, self.batches = 0, ThreadPoolExecutor(1), self.assemble(paths * c.epochs)
-        self.following = self.packer.submit(next, self.batches)
+def ahead(items: Iterator) -> Iterator:
+    """The same items, of which a thread makes the next one, from now on, while the last one is in use."""
+    thread = ThreadPoolExecutor(1)
+    made = [thread.submit(next, items, None)]
 
-    def assemble(self, paths: list[Path]):
-        """Generator over batches: this rank's micro-batches, int16 bits, (sequences, seq_len + 1)."""
-        c, step, reader = self.config, 0, ThreadPoolExecutor(1)
-        self.upcoming = reader.submit(read_shard, paths[0], c.vocab_size)
-        for following in [*paths[1:], None]:
-            tokens, starts = self.upcoming.result()
-            self.upcoming = reader.submit(read_shard, following, c.vocab_size) if following else None
-            for batch in batches_of(starts, len(tokens), c, step):
-                own = batch[self.rank :: self.world_size]
-                rows = torch.stack([torch.cat([tokens[p : p + n] for p, n in pieces]) for pieces in own])
-                rows = rows.pin_memory() if self.device.type == "cuda" else rows  # so that copies need not wait
-                yield rows.split(micro_sequences(len(own), c))
-                step += 1
-        raise BadInput("the training shards ran out before the schedule's end; fetch more or raise --epochs")
+    def take():
+        made.append(thread.submit(next, items, None))
+        return made.pop(0).result()
 
-    def batch(self) -> list[tuple[Tensor, Tensor]]:
-        """Micro-batches: inputs and targets, each (T,) int64 on the device; T is a multiple of seq_len."""
-        ready, self.step = self.following.result(), self.step + 1
-        self.following = self.packer.submit(next, self.batches) if self.step < self.config.num_steps else None
-        return [to_device(rows, self.device) for rows in ready]
+    return iter(take, None)
 
 def micro_sequences(count: int, c: Config) -> int:
     """How many of `count` sequences a GPU works on at a time: as many as fit and divide them evenly."""
@@ -1987,7 +1981,7 @@ def train(c: Config) -> int:
     compile_s = time.perf_counter() - LAUNCHED
     log.fact("note", f"{compile_s:.1f} s from launch to the first timed step")
 
-    loader = Loader(paths, c, rank, world_size, device)
+    batches = ahead(training_batches(paths, c, rank, world_size, device))
     gc.collect()
     gc.freeze()  # or a collection in the middle of the run would cost up to 0.4 s (record 47)
     gc.enable()
@@ -2005,7 +1999,8 @@ def train(c: Config) -> int:
             if last:
                 break
             clock.start()
-        loss = train_step(model, optimizer, loader.batch(), step, passes)
+        batch = [to_device(rows, device) for rows in next(batches)]
+        loss = train_step(model, optimizer, batch, step, passes)
         log.put(step + 1, loss, clock.now())
 
     if c.precision == "fp16":

@@ -5,6 +5,7 @@ of documents: take them in order, each clipped, until a sequence and one token a
 """
 import hashlib
 import threading
+import time
 from collections import Counter
 
 import numpy as np
@@ -87,12 +88,18 @@ def sequences(batch, seq_len):
     return rows
 
 
+def loaded(c, rank=0, world_size=1):
+    """Iterator over a rank's batches, as a run has them."""
+    batches = t.ahead(t.training_batches(t.find_shards(c, "train"), c, rank, world_size, CPU))
+    return ([t.to_device(rows, CPU) for rows in batch] for batch in batches)
+
+
 def drain(c, rank=0, world_size=1):
-    """All batches of a loader, until it says that the shards ran out."""
-    loader, batches = t.Loader(t.find_shards(c, "train"), c, rank, world_size, CPU), []
+    """All batches of a rank, until it is said that the shards ran out."""
+    batches = []
     with pytest.raises(t.BadInput, match="ran out.*--epochs"):
-        while True:
-            batches.append(loader.batch())
+        for batch in loaded(c, rank, world_size):
+            batches.append(batch)
     return batches
 
 
@@ -113,8 +120,8 @@ def test_batches_are_those_of_a_plain_walk_across_shards(folder, batch_tokens, s
 
 def test_batch_size_and_document_length_change_at_the_first_step_of_a_stage(large):
     c = config(large, schedule="stages", num_steps=14, batch_tokens=512, seq_len=128)
-    loader = t.Loader(t.find_shards(c, "train"), c, 0, 1, CPU)
-    found = [sequences(loader.batch(), 128) for _ in range(14)]
+    batches = loaded(c)
+    found = [sequences(next(batches), 128) for _ in range(14)]
     ends = [4, 7, 10, 14]  # 3.5 and 10.5, rounded to even
 
     def plan(step):
@@ -213,8 +220,8 @@ def test_fewer_micro_tokens_make_the_same_update(folder, cut_documents):
         model = t.GPT(c, CPU)
         start = t.initialize(model, 0)
         optimizer = t.Optimizer(model)
-        loader = t.Loader(t.find_shards(c, "train"), c, 0, 1, CPU)
-        losses = [t.train_step(model, optimizer, loader.batch(), step).item() for step in range(4)]
+        batches = loaded(c)
+        losses = [t.train_step(model, optimizer, next(batches), step).item() for step in range(4)]
         results.append((losses, optimizer.masters))
     for losses, masters in results[1:]:
         assert losses == pytest.approx(results[0][0], rel=1e-11)
@@ -230,19 +237,18 @@ def test_epochs_read_the_shards_again_in_the_same_order(folder):
         assert sequences(batch, 256) == sequences(one[i % len(one)], 256)
 
 
-def test_the_loader_stops_reading_at_the_schedules_end(folder):
+def test_a_run_may_end_with_the_last_batch_of_the_shards(folder):
     c = config(folder, num_steps=len(drain(config(folder))))
-    loader = t.Loader(t.find_shards(c, "train"), c, 0, 1, CPU)
+    batches = loaded(c)
     for _ in range(c.num_steps):
-        loader.batch()  # the last batch is the shards' last: putting together one more would fail
-    assert loader.following is None
+        assert next(batches)  # a thread fails to put together one more, and nobody asks for it
 
 
 def test_tokens_above_32767_survive_and_large_vocabularies_keep_their_separator(tmp_path):
     tokens = [SEPARATOR, 0, 32767, 32768, 40000, 50255] * 50
     write_shard(tmp_path / "fineweb_train_000000.bin", tokens)
     c = config(tmp_path, vocab_size=50304, seq_len=128, batch_tokens=128)
-    ((inputs, _),) = t.Loader(t.find_shards(c, "train"), c, 0, 1, CPU).batch()
+    ((inputs, _),) = next(loaded(c))
     assert inputs.tolist() == tokens[:128]
 
 
@@ -253,30 +259,43 @@ def test_the_next_shard_is_read_by_a_thread_before_it_is_needed(folder, monkeypa
         reads.append((path.name[-5], threading.current_thread() is threading.main_thread()))
         return read(path, *args)
 
+    def have_been_read(*names):  # from now on nothing else is read until another batch is asked for
+        end = time.monotonic() + 10
+        while len(reads) < len(names) and time.monotonic() < end:
+            time.sleep(0.001)
+        time.sleep(0.05)
+        return reads == [(name, False) for name in names]
+
     monkeypatch.setattr(t, "read_shard", observed)
-    c = config(folder)
-    loader = t.Loader(t.find_shards(c, "train"), c, 0, 1, CPU)
-    loader.following.result(timeout=10)
-    assert loader.upcoming.result(timeout=10) is not None
-    assert reads == [("0", False), ("1", False)]  # the first one is in use, the second one waits
+    batches = loaded(config(folder))
     in_first = len(walk(SHARDS[:1], same(4), 257))
     for _ in range(in_first - 1):
-        loader.batch()
-        loader.following.result(timeout=10)
-    assert len(reads) == 2
-    loader.batch()  # another thread goes on with the second shard, so the third is read
-    loader.following.result(timeout=10)
-    loader.upcoming.result(timeout=10)
-    assert reads == [("0", False), ("1", False), ("2", False)]
+        next(batches)
+        assert have_been_read("0", "1")  # the first one is in use, the second one waits
+    next(batches)  # another thread goes on with the second shard, so the third is read
+    assert have_been_read("0", "1", "2")
+
+
+def test_the_first_item_is_made_at_once_and_each_one_while_the_last_is_in_use():
+    begun = [threading.Event() for _ in range(3)]
+
+    def make():
+        for number, event in enumerate(begun):
+            event.set()
+            yield number
+
+    items = t.ahead(make())
+    assert begun[0].wait(10) and not begun[1].wait(0.05)
+    assert next(items) == 0 and begun[1].wait(10) and not begun[2].wait(0.05)
+    assert [*items] == [1, 2]
 
 
 def test_a_fault_found_by_the_thread_reaches_the_training_loop(folder):
     c = config(folder)
     write_shard(folder / "fineweb_train_000001.bin", SHARDS[1], magic=5)
-    loader = t.Loader(t.find_shards(c, "train"), c, 0, 1, CPU)
     batches = 0
     with pytest.raises(t.BadInput, match="fineweb_train_000001.bin begins with magic 5"):
-        while loader.batch():
+        for _ in loaded(c):
             batches += 1
     assert batches == len(walk(SHARDS[:1], same(4), 257))  # all of the first shard was used
 
@@ -305,10 +324,10 @@ def test_the_check_agrees_with_the_loader_also_where_stages_change_the_batch(lar
     for num_steps in range(1, 150, 3):
         c = config(large, num_steps=num_steps, schedule="stages", batch_tokens=512, seq_len=128,
                    cut_documents=cut_documents)
-        loader = t.Loader(t.find_shards(c, "train"), c, 0, 1, CPU)
+        batches = loaded(c)
         try:
             for _ in range(num_steps):
-                loader.batch()
+                next(batches)
             enough.append(True)
         except t.BadInput:
             enough.append(False)
