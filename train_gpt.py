@@ -1779,18 +1779,18 @@ def train_step(model: GPT, optimizer: Optimizer, batch: list[tuple[Tensor, Tenso
         dist.all_reduce(total, async_op=True).wait()  # wait() orders streams here, it does not stop the CPU
     return total
 
-def weights_for_validation(model: GPT) -> dict[str, Tensor]:
-    """Those that are not the model's own: fp16 once overflowed in validation, though not in training; it gets bf16."""
-    return {name: p.bfloat16() for name, p in model.named_parameters() if p.dtype == torch.float16}
-
 @torch.no_grad()
+def evaluate(model: GPT, inputs: Tensor, targets: Tensor, view: View) -> Tensor:
+    """The loss, a sum. Weights in fp16 become bf16: they once overflowed here, though not in training."""
+    weights = {name: p.bfloat16() for name, p in model.named_parameters() if p.dtype == torch.float16}
+    return torch.func.functional_call(model, weights, (inputs, targets, view))
+
 def validate(model: GPT, tokens: Tensor, step: int, device: torch.device) -> float:
     """Mean loss over the validation tokens (int16 bits, on the CPU); sequences are dealt to the ranks in turn."""
     c, (rank, world_size) = model.config, ranks()
-    total, weights = torch.zeros((), dtype=torch.float64, device=device), weights_for_validation(model)
+    total = torch.zeros((), dtype=torch.float64, device=device)
     for begin in range(rank * c.val_seq_len, c.val_tokens, world_size * c.val_seq_len):
-        batch = to_device(tokens[None, begin : begin + c.val_seq_len + 1], device)
-        total += torch.func.functional_call(model, weights, (*batch, view_of(step, c)))
+        total += evaluate(model, *to_device(tokens[None, begin : begin + c.val_seq_len + 1], device), view_of(step, c))
     if dist.is_initialized():
         dist.all_reduce(total)
     return total.item() / c.val_tokens
@@ -1805,23 +1805,21 @@ def warm_up(model: GPT, optimizer: Optimizer, device: torch.device, passes: Call
     tokens[::600] = model.bos
     steps = list({(stage_of(s, c), view_of(s, c).plain): s for s in range(c.num_steps)}.values())
 
-    def sequences(step: int) -> tuple[int, int]:  # of a rank's batch, and of a micro-batch
-        count = stage_tokens(stage_of(step, c), c) // c.seq_len // world_size
-        return count, micro_sequences(count, c)
+    def example(length: int) -> tuple[Tensor, Tensor]:
+        return tokens[:length], tokens[1 : length + 1].clone()
 
-    def micro_batch(step: int) -> tuple[Tensor, Tensor]:
-        n = c.seq_len * sequences(step)[1]
-        return tokens[:n], tokens[1 : n + 1].clone()
+    def micro_batches(step: int) -> list[tuple[Tensor, Tensor]]:  # of a rank, two at most: others are like the second
+        count = stage_tokens(stage_of(step, c), c) // c.seq_len // world_size
+        together = micro_sequences(count, c)
+        return [example(together * c.seq_len)] * min(2, count // together)
 
     def micro_step(step: int) -> None:
-        inputs, targets = micro_batch(step)
+        inputs, targets = micro_batches(step)[0]
         forward_backward(model, optimizer, inputs, targets, model.rows(inputs), view_of(step, c))
         model.zero_grad()
 
-    @torch.no_grad()
-    def evaluate(step: int) -> None:
-        batch = tokens[: c.val_seq_len], tokens[1 : c.val_seq_len + 1].clone()
-        torch.func.functional_call(model, weights_for_validation(model), (*batch, view_of(step, c)))
+    def validation(step: int) -> None:
+        evaluate(model, *example(c.val_seq_len), view_of(step, c))
 
     def update(names: list[str]) -> None:
         few = {name: min(200, len(optimizer.masters[name])) for name in optimizer.tables}  # rows
@@ -1831,25 +1829,25 @@ def warm_up(model: GPT, optimizer: Optimizer, device: torch.device, passes: Call
             optimizer.update(name, grad, 0.0, 0.0)
 
     if world_size > 1:
-        whole, layers = model.working, sorted(enumerate(model.layers), key=lambda row: row[1].attn)  # quickest first
+        layers = sorted(enumerate(model.layers), key=lambda row: row[1].attn)  # quickest first
         kinds = {(layer.attn, layer.paired, layer.offset, layer.xsa, layer.ve is None): i for i, layer in layers}
-        parts = [(micro_step, step, kinds) for step in {sequences(step)[1]: step for step in steps}.values()]
-        parts += [(evaluate, c.num_steps, {(layer.attn, layer.paired): i for i, layer in layers})]
+        lengths = {len(micro_batches(step)[0][0]): step for step in steps}
+        parts = [(micro_step, step, kinds) for step in lengths.values()]
+        parts += [(validation, c.num_steps, {(layer.attn, layer.paired): i for i, layer in layers})]
         for shift, (part, step, kinds) in enumerate(parts):
             model.working = [*kinds.values()][(rank + shift) % world_size :: world_size]  # who has one more, changes
             part(step)
         update(sorted(model.table, key=lambda name: model.table[name].optimizer, reverse=True)[rank::world_size])
         synchronize(device)
         dist.barrier()
-        model.working = whole
+        model.working = range(len(model.layers))
     for step in steps:
         micro_step(step)  # what is made at first use cannot be captured
-        count, of_micro = sequences(step)
-        train_step(model, optimizer, [micro_batch(step)] * min(2, count // of_micro), step, passes)
+        train_step(model, optimizer, micro_batches(step), step, passes)
         if not model.flex:  # the masks' shapes are the windows'
-            evaluate(step)
+            validation(step)
     update([*model.table])
-    evaluate(c.num_steps)
+    validation(c.num_steps)
     synchronize(device)
     optimizer.reset(initialize(model, c.seed))
 
