@@ -615,10 +615,6 @@ class View(NamedTuple):
     scale: float  # of the scores
     plain: bool = False  # without recipes of low precision
 
-def document_ids(begins: Tensor) -> Tensor:
-    """(T,) whether a document starts at each token -> (T,) int32, the number of starts up to and including it."""
-    return begins.cumsum(0, dtype=torch.int32)
-
 def block_lists(docs: Tensor, windows: Tensor) -> tuple[Tensor, ...]:
     """docs (T,), windows (W,) in blocks -> for key and for query blocks, seen in part and in full: how many there are
     (W, n), and which (W, n, n), int32, of which the first so many count. Documents lie one after the other, so the
@@ -631,15 +627,12 @@ def block_lists(docs: Tensor, windows: Tensor) -> tuple[Tensor, ...]:
     seen = (torch.searchsorted(first, last, right=True) - 1).minimum(newest)  # last query block
     fully = (torch.searchsorted(last, first, right=True) - 1).maximum(row).minimum(newest)
 
-    def partial(begin: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:  # a block itself and begin ... end - 1
-        index = torch.where(row == 0, row[:, None], (begin[..., None] + row - 1).clamp(max=len(row) - 1))
-        return (1 + end - begin).int(), index.int()
-
-    def whole(begin: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
-        return (end - begin).int(), (begin[..., None] + row).clamp(max=len(row) - 1).int()
+    def blocks(begin: Tensor, end: Tensor, own: int) -> tuple[Tensor, Tensor]:  # begin ... end - 1, and first the own
+        which = torch.where(row < own, row[:, None], (begin[..., None] + row - own).clamp(max=len(row) - 1))
+        return (end - begin + own).int(), which.int()
 
     after = (row + 1).expand_as(fully)
-    return *partial(see, full), *whole(full, row), *partial(fully + 1, seen + 1), *whole(after, fully + 1)
+    return *blocks(see, full, 1), *blocks(full, row, 0), *blocks(fully + 1, seen + 1, 1), *blocks(after, fully + 1, 0)
 
 @torch.no_grad()  # so that training and validation share the graphs of `lists`
 def flex_masks(docs: Tensor, windows: dict[str, int], lists: Callable = block_lists) -> dict[str, BlockMask]:
@@ -744,15 +737,9 @@ def parameter_table(c: Config) -> dict[str, Param]:
     D, H, V = c.model_dim, c.num_heads, c.vocab_size
     d, L = D // H, len(layers)
 
-    def uniform(bound: float) -> Callable[[Tensor], None]:
-        return lambda w: w.uniform_(-bound, bound)
-
-    def normal(deviation: float) -> Callable[[Tensor], None]:
-        return lambda w: w.normal_(std=deviation)
-
-    def rows(*values: float) -> Callable[[Tensor], None]:
-        return lambda w: w.copy_(torch.tensor(values))
-
+    uniform = lambda bound: lambda w: w.uniform_(-bound, bound)
+    normal = lambda deviation: lambda w: w.normal_(std=deviation)
+    rows = lambda *values: lambda w: w.copy_(torch.tensor(values))
     zero, lr, wd = nn.init.zeros_, c.muon_lr, c.muon_decay * c.muon_lr
     narrow = uniform(3**0.5 * 0.5 * D**-0.5)  # half the usual deviation: a bit better (record 21)
     up_and_down = lambda w: (narrow(w[::2]), zero(w[1::2]))  # both (D, F): y = relu(x up)^2 down^T
@@ -842,10 +829,6 @@ def block(x, u, peek, inject, skip, ve, qk, vo, gates, xsa, mask, up, down, scal
 def before(tokens: Tensor, begins: Tensor) -> Tensor:
     """(T,) the token before each one, 0 where a document begins."""
     return torch.where(begins, 0, tokens.roll(1))
-
-def bigram_rows(tokens: Tensor, begins: Tensor, count: int) -> Tensor:
-    """tokens, begins (T,) -> row of the bigram table for each token and the one before, by hash (record 62)."""
-    return ((36313 * tokens) ^ (27191 * before(tokens, begins))) % count
 
 def embed_inputs(tokens, begins, embed, bigram, signs, smear, weights, layers: tuple):
     """tokens (T,), begins (T,) marking document starts, bigram (T, D) -> the stream's input x0 (T, D), of norm 1, its
@@ -940,17 +923,14 @@ class GPT(nn.Module):
 
     def rows(self, tokens: Tensor) -> dict[str, Tensor]:
         """For each table that is updated by rows, the row that each token looks up: (T,) int64."""
-        return {"value_embeds": tokens, "bigrams": bigram_rows(tokens, self.begins(tokens), self.config.bigram_rows)}
-
-    def look_up(self, rows: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What `rows` finds, (T, width) each, with its own gradients: those of the tables would be as large as they."""
-        return {name: F.embedding(index, getattr(self, name).detach()).requires_grad_() for name, index in rows.items()}
+        pair = (36313 * tokens) ^ (27191 * before(tokens, self.begins(tokens)))  # hashed (record 62)
+        return {"value_embeds": tokens, "bigrams": pair % self.config.bigram_rows}
 
     def masks(self, begins: Tensor, windows: dict[str, int]) -> dict[tuple, BlockMask | Tensor]:
         """By window and whether heads are paired: then a sequence of twice the length."""
-        masks = {}
+        masks, document = {}, begins.cumsum(0, dtype=torch.int32)
         for paired in {layer.paired for layer in self.layers if layer.attn}:
-            docs = document_ids(begins).repeat_interleave(1 + paired)
+            docs = document.repeat_interleave(1 + paired)
             used = {layer.window for layer in self.layers if layer.attn and layer.paired == paired}
             used = {name: windows[name] for name in sorted(used)}
             made = flex_masks(docs, used, self.block_lists) if self.flex else sdpa_masks(docs, used)
@@ -1621,22 +1601,18 @@ class Clock:
     """Training time in seconds. It stands still around validation; starting and stopping wait for the device."""
 
     def __init__(self, device: torch.device):
-        self.device, self.total, self.since = device, 0.0, None
+        self.wait, self.total, self.since = torch.get_device_module(device).synchronize, 0.0, None
 
     def start(self) -> None:
-        synchronize(self.device)
+        self.wait()
         self.since = time.perf_counter()
 
     def stop(self) -> None:
-        synchronize(self.device)
+        self.wait()
         self.total, self.since = self.now(), None
 
     def now(self) -> float:
         return self.total + (time.perf_counter() - self.since if self.since is not None else 0.0)
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 def output_of(command: str) -> str | None:
     """What a shell command prints, None if that is nothing; only rank 0 logs, so only there it runs."""
@@ -1663,7 +1639,7 @@ def describe_machine(device: torch.device) -> dict:
 
 def calibrate(device: torch.device) -> dict:
     """Speeds of this host, outside the clock, so that runs on different hosts can be compared. A collective."""
-    cuda, world_size = device.type == "cuda", ranks()[1]
+    cuda, wait, world_size = device.type == "cuda", torch.get_device_module(device).synchronize, ranks()[1]
     n, numbers = (8192, 2**28) if cuda else (1024, 2**24)
     a, x, one = torch.randn(n, n, device=device), torch.zeros(numbers, device=device), torch.ones((), device=device)
     half, fp8 = a.bfloat16(), quantize(a, 0.02, E4M3).view(torch.uint8)
@@ -1673,7 +1649,7 @@ def calibrate(device: torch.device) -> dict:
     def speed(amount: float, work: Callable[[], object], possible: bool = True) -> float | None:
         """Of what a call computes or moves, per second: the median of five calls, after one that is not counted."""
         if possible:
-            seconds = timeit.repeat(lambda: (work(), synchronize(device)), number=1, repeat=6)
+            seconds = timeit.repeat(lambda: (work(), wait()), number=1, repeat=6)
             return float(f"{amount / sorted(seconds[1:])[2]:.4g}")
 
     return dict(
@@ -1726,8 +1702,9 @@ def compile_model(model: GPT, optimizer: Optimizer, log: Log, clock: Clock) -> N
         setattr(owner, name, Compiled(function, log, clock, dynamic=True))  # one graph for all lengths
 
 def forward_backward(model: GPT, optimizer: Optimizer, inputs: Tensor, targets: Tensor, rows: dict, view: View):
-    """Adds a micro-batch's gradients to .grad. Returns its loss, a sum, and the gradients of the looked-up rows."""
-    looked_up = model.look_up(rows)
+    """Adds a micro-batch's gradients to .grad. Returns its loss, a sum, and the gradients of the looked-up rows: those
+    of the tables would be as large as they."""
+    looked_up = {name: F.embedding(row, getattr(model, name).detach()).requires_grad_() for name, row in rows.items()}
     loss = model(inputs, targets, view, looked_up)
     optimizer.scaled(loss).backward()
     return loss.detach(), {name: x.grad for name, x in looked_up.items()}
@@ -1800,7 +1777,7 @@ def warm_up(model: GPT, optimizer: Optimizer, device: torch.device, passes: Call
 
     Each rank begins with other kinds of layers, and finds those of the other ranks in the compiler's cache later.
     """
-    c, (rank, world_size) = model.config, ranks()
+    c, (rank, world_size), wait = model.config, ranks(), torch.get_device_module(device).synchronize
     tokens = torch.randint(0, model.bos, (max(c.micro_tokens, c.val_seq_len) + 1,), device=device)
     tokens[::600] = model.bos
     steps = list({(stage_of(s, c), view_of(s, c).plain): s for s in range(c.num_steps)}.values())
@@ -1838,7 +1815,7 @@ def warm_up(model: GPT, optimizer: Optimizer, device: torch.device, passes: Call
             model.working = [*kinds.values()][(rank + shift) % world_size :: world_size]  # who has one more, changes
             part(step)
         update(sorted(model.table, key=lambda name: model.table[name].optimizer, reverse=True)[rank::world_size])
-        synchronize(device)
+        wait()
         dist.barrier()
         model.working = range(len(model.layers))
     for step in steps:
@@ -1848,7 +1825,7 @@ def warm_up(model: GPT, optimizer: Optimizer, device: torch.device, passes: Call
             validation(step)
     update([*model.table])
     validation(c.num_steps)
-    synchronize(device)
+    wait()
     optimizer.reset(initialize(model, c.seed))
 
 def codec(c: Config) -> tuple[Callable[[str], list[int]], Callable[[list[int]], str]]:

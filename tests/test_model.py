@@ -51,6 +51,11 @@ def tokens_of(starts, length=T, seed=0):
     return tokens
 
 
+def documents_of(begins):
+    """The number of starts up to and including each token, as the model counts them."""
+    return begins.cumsum(0, dtype=torch.int32)
+
+
 def normal(*shape, seed=0, dtype=torch.float64):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
@@ -60,7 +65,7 @@ def normal(*shape, seed=0, dtype=torch.float64):
 
 @layouts
 def test_sdpa_attention_and_its_gradients_equal_a_naive_masked_softmax(starts):
-    docs = t.document_ids(tokens_of(starts) == BOS)
+    docs = documents_of(tokens_of(starts) == BOS)
     masks = t.sdpa_masks(docs, WINDOWS)
     weight = normal(T, 2, 8, seed=9)
     for name, window in WINDOWS.items():
@@ -86,7 +91,7 @@ def expand(counts, indices, by_query):
 @layouts
 @pytest.mark.parametrize("window", WINDOWS)
 def test_flex_block_lists_expand_to_the_naive_mask_and_hold_nothing_needless(starts, window):
-    docs = t.document_ids(tokens_of(starts) == BOS)
+    docs = documents_of(tokens_of(starts) == BOS)
     mask = t.flex_masks(docs, WINDOWS)[window]
     naive = naive_mask(starts, WINDOWS[window])
     by_block = naive.view(5, 128, 5, 128).transpose(1, 2).flatten(2)  # (5, 5, 128 * 128)
@@ -107,7 +112,7 @@ def test_flex_block_lists_hold_what_any_random_packing_makes_visible_in_both_dir
     draw = torch.Generator().manual_seed(seed)
     length, count = 128 * 16, int(2 ** (seed % 10))
     starts = sorted(set(torch.randint(0, length, (count,), generator=draw).tolist()))
-    docs = t.document_ids(tokens_of(starts, length) == BOS)
+    docs = documents_of(tokens_of(starts, length) == BOS)
     document = [sum(start <= i for start in starts) for i in range(length)]
     for name, mask in t.flex_masks(docs, {str(w): w for w in (1, 4, 16)}).items():
         for query in range(16):  # blocks as sets of documents: visible if they share one, wholly if they have only one
@@ -129,7 +134,7 @@ def test_compiled_flex_attention_equals_the_naive_softmax_and_a_new_window_compi
     q, k, v = (normal(T, 1, 16, seed=i) for i in range(3))
     compiled = None
     for starts in (LAYOUTS["starts inside blocks"], LAYOUTS["begins inside a document"]):
-        masks = t.flex_masks(t.document_ids(tokens_of(starts) == BOS), {"1": 1, "2": 2, "7": 7})
+        masks = t.flex_masks(documents_of(tokens_of(starts) == BOS), {"1": 1, "2": 2, "7": 7})
         for window in (1, 2, 7):
             with torch.no_grad():
                 y = t.attend(q.float(), k.float(), v.float(), masks[str(window)], 0.5)
@@ -143,7 +148,7 @@ def test_compiled_flex_attention_equals_the_naive_softmax_and_a_new_window_compi
 @pytest.mark.parametrize("window", [1, 2, 7])
 def test_flex_attention_with_its_backward_equals_the_naive_softmax_on_cuda(window):
     starts = LAYOUTS["starts inside blocks"]
-    mask = t.flex_masks(t.document_ids(tokens_of(starts).cuda() == BOS), {"": window})[""]
+    mask = t.flex_masks(documents_of(tokens_of(starts).cuda() == BOS), {"": window})[""]
     q, k, v = (normal(T, 2, 64, seed=i).float().cuda().requires_grad_() for i in range(3))
     y = torch.compile(t.attend, dynamic=False)(q, k, v, mask, 0.12)
     y.square().sum().backward()
