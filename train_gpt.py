@@ -1671,35 +1671,33 @@ def mfu(c: Config, tokens_per_s: float, device_name: str) -> float | None:
 # ------------------------------------------------------------------------------------------------------------------
 # 9. The run
 
-class Compiled:
-    """A function under torch.compile that says in the log which graph it compiled and how long the call took."""
+def compiled(function: Callable, log: Log, clock: Clock, dynamic: bool = False) -> Callable:
+    """The function under torch.compile, which says in the log which graph it compiled and how long the call took."""
+    fast, counters = torch.compile(function, dynamic=dynamic, fullgraph=True), torch._dynamo.utils.counters
 
-    def __init__(self, function: Callable, log: Log, clock: Clock, dynamic: bool = False):
-        self.original, self.log, self.clock = function, log, clock
-        self.function = torch.compile(function, dynamic=dynamic, fullgraph=True)
-
-    def __call__(self, x: Tensor, *args):
-        graphs, begin = torch._dynamo.utils.counters["stats"]["unique_graphs"], time.perf_counter()
-        result = self.function(x, *args)
-        if torch._dynamo.utils.counters["stats"]["unique_graphs"] != graphs:
-            absent = [name for name, arg in zip(self.original.__code__.co_varnames[1:], args) if arg is None]
+    def call(x: Tensor, *args):
+        graphs, begin = counters["stats"]["unique_graphs"], time.perf_counter()
+        result = fast(x, *args)
+        if counters["stats"]["unique_graphs"] != graphs:
+            absent = [name for name, arg in zip(function.__code__.co_varnames[1:], args) if arg is None]
             mode = "for training" if torch.is_grad_enabled() else "without gradients"
-            what = f"{self.original.__name__} of {len(x)} rows {mode}" + f", without {absent}" * bool(absent)
-            self.log.fact("compile" if self.clock.now() == 0 else "defect",
-                          dict(what=what, seconds=round(time.perf_counter() - begin, 2),
-                               after_launch_s=round(time.perf_counter() - LAUNCHED, 1)))
+            what = f"{function.__name__} of {len(x)} rows {mode}" + f", without {absent}" * bool(absent)
+            log.fact("compile" if clock.now() == 0 else "defect",
+                     dict(what=what, seconds=round(time.perf_counter() - begin, 2),
+                          after_launch_s=round(time.perf_counter() - LAUNCHED, 1)))
         return result
+
+    return call
 
 def compile_model(model: GPT, optimizer: Optimizer, log: Log, clock: Clock) -> None:
     """A graph for each kind of block and one for the head, for training and validation: quicker than one for all."""
     torch._dynamo.config.recompile_limit = 64  # the default of 8 graphs a function is less than the kinds of blocks
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True  # or FP8's graphs are made every time
     torch._inductor.config.triton.unique_kernel_names = False  # so kinds of blocks share two kernels of five
-    for owner, name, function in ((model, "block", block), (model, "head_loss", head_loss),
-                                  (model, "embed_inputs", embed_inputs), (optimizer, "muon", muon_update)):
-        setattr(owner, name, Compiled(function, log, clock))
-    for owner, name, function in ((model, "block_lists", block_lists), (optimizer, "adam", adam_update)):
-        setattr(owner, name, Compiled(function, log, clock, dynamic=True))  # one graph for all lengths
+    for owner, name in ((model, "block"), (model, "head_loss"), (model, "embed_inputs"), (optimizer, "muon"),
+                        (model, "block_lists"), (optimizer, "adam")):
+        dynamic = name in ("block_lists", "adam")  # one graph for all lengths
+        setattr(owner, name, compiled(getattr(owner, name), log, clock, dynamic))
 
 def forward_backward(model: GPT, optimizer: Optimizer, inputs: Tensor, targets: Tensor, rows: dict, view: View):
     """Adds a micro-batch's gradients to .grad. Returns its loss, a sum, and the gradients of the looked-up rows: those

@@ -452,7 +452,7 @@ def test_a_graph_compiled_while_the_clock_runs_is_reported_as_a_defect(eager_gra
     def head(x, w):
         return x * 2 if w is None else x * w
 
-    compiled = t.Compiled(head, Recorder(), clock)
+    compiled = t.compiled(head, Recorder(), clock)
     x = torch.ones(3)
     assert torch.equal(compiled(x, None), 2 * x) and torch.equal(compiled(x, None), 2 * x)
     clock.start()
@@ -548,7 +548,7 @@ assert "tiktoken" not in sys.modules, "imported before it is needed"
 
 def test_the_file_reads_in_one_sitting():
     source = SCRIPT.read_text()
-    assert source.count("\n") <= 2022
+    assert source.count("\n") <= 2020
     functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
     long = {f.name: f.end_lineno - f.lineno + 1 for f in functions if f.end_lineno - f.lineno + 1 > 70}
     assert set(long) <= {"main", "train"}, long
