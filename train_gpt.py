@@ -309,20 +309,24 @@ def product_op(a: Tensor, b_t: Tensor, a_s: Tensor, b_s: Tensor, dtype: torch.dt
 
 product_op.register_fake(lambda a, b_t, a_s, b_s, dtype, fast: a.new_empty(len(a), len(b_t), dtype=dtype))
 
+def on_device(like: Tensor, *scales: float) -> list[Tensor]:
+    return [torch.full((), scale, device=like.device) for scale in scales]
+
 @torch.library.custom_op("nanogpt::mm", mutates_args=())
 def mm_op(x: Tensor, w: Tensor, x_s: float, w_s: float, grad_s: float) -> tuple[Tensor, Tensor, Tensor]:
     """x (T, D) times w (V, D) transposed in FP8 -> (T, V) in bf16, and both quantised operands for backward."""
     to_fp8 = fused(quantize) if x.is_cuda else quantize
     x8, w8 = to_fp8(x, x_s, E4M3).view(torch.uint8), to_fp8(w, w_s, E4M3).view(torch.uint8)
-    return product_op(x8, w8, *(torch.full((), s, device=x.device) for s in (x_s, w_s)), torch.bfloat16, True), x8, w8
+    return product_op(x8, w8, *on_device(x, x_s, w_s), torch.bfloat16, True), x8, w8
 
 mm_op.register_fake(lambda x, w, *_: (x.new_empty(len(x), len(w), dtype=torch.bfloat16), x.byte(), w.byte()))
 
 @torch.library.custom_op("nanogpt::mm_backward", mutates_args=())
 def mm_backward_op(g8: Tensor, x8: Tensor, w8: Tensor, grad_s: Tensor, x_s: float, w_s: float) -> tuple[Tensor, Tensor]:
     """g8 (T, V) in units of grad_s, x8 (T, D), w8 (V, D) -> gradients of x (T, D) in bf16, of w (V, D) in float32."""
-    return (product_op(g8, w8.t(), grad_s, torch.full((), w_s, device=g8.device), torch.bfloat16, False),
-            product_op(g8.t(), x8.t(), grad_s, torch.full((), x_s, device=g8.device), torch.float32, False))
+    x_s, w_s = on_device(g8, x_s, w_s)
+    return (product_op(g8, w8.t(), grad_s, w_s, torch.bfloat16, False),
+            product_op(g8.t(), x8.t(), grad_s, x_s, torch.float32, False))
 
 mm_backward_op.register_fake(lambda g8, x8, w8, *_: (x8.bfloat16(), w8.float()))
 
@@ -334,7 +338,7 @@ def _mm_setup(ctx, inputs, output):
 def _mm_autograd(ctx, g, *_):
     x_s, w_s, grad_s = ctx.scales
     g8 = quantize(g, grad_s, E5M2).view(torch.uint8)
-    grads = torch.ops.nanogpt.mm_backward(g8, *ctx.saved_tensors, torch.full((), grad_s, device=g.device), x_s, w_s)
+    grads = torch.ops.nanogpt.mm_backward(g8, *ctx.saved_tensors, *on_device(g, grad_s), x_s, w_s)
     return *(grad.to(dtype) for grad, dtype in zip(grads, ctx.dtypes)), None, None, None
 
 mm_op.register_autograd(_mm_autograd, setup_context=_mm_setup)
@@ -568,9 +572,6 @@ if triton is not None:
                 y8.store([row, col], tl.minimum(tl.maximum(z8, -57344.0), 57344.0).to(tl.float8e5))
             else:
                 y8.store([row, col], tl.minimum(z8, 448.0).to(tl.float8e4nv))
-
-def on_device(like: Tensor, *scales: float) -> list[Tensor]:
-    return [torch.full((), scale, device=like.device) for scale in scales]
 
 class StaticMLP(torch.autograd.Function):
     """x (T, D), up, down (D, F) -> relu(x up)^2 down^T (T, D); fprop and dgrad in FP8. wgrad stays in bf16: it would
@@ -1171,11 +1172,10 @@ class Optimizer:
 
     def zero_state(self, name: str) -> tuple[Tensor, Tensor]:
         """Muon: momentum and mean square of each neuron. Adam: mean and mean square of the gradient."""
-        w = self.masters[name]
+        zero = torch.zeros_like(self.masters[name])
         if self.model.table[name].optimizer == "adam":
-            return torch.zeros_like(w), torch.zeros_like(w)
-        shape = (w.size(0), w.size(1), 1) if w.size(1) >= w.size(2) else (w.size(0), 1, w.size(2))
-        return torch.zeros_like(w), w.new_zeros(shape)
+            return zero, zero.clone()
+        return zero, zero.mean(-1 if zero.size(1) >= zero.size(2) else -2, keepdim=True)
 
     def own(self, name: str, bank: Tensor) -> Tensor:
         """This rank's slice of a bank, a view; of a table the rank's columns, a copy; or all of it."""
