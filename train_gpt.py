@@ -46,7 +46,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
-from itertools import accumulate
+from itertools import accumulate, islice, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -1400,50 +1400,6 @@ def find_shards(c: Config, split: str) -> list[Path]:
     require(paths, f"no {split} shards (--{split}_files={pattern}) in {c.data_dir}; get them: python data/{make}")
     return paths
 
-def pack(starts: np.ndarray, size: int, cursor: int, length: int, longest: int) -> tuple[list[tuple[int, int]], int]:
-    """`length` tokens made of whole documents, of which none contributes more than `longest` (records 26, 29): the
-    pieces' (position, tokens) in a shard of `size` tokens, none if it is used up, and the next document. The last
-    document is cut; what is left of it is skipped."""
-    pieces = []
-    while length > 0:
-        if cursor == len(starts):
-            return [], cursor
-        begin, end = int(starts[cursor]), int(starts[cursor + 1]) if cursor + 1 < len(starts) else size
-        pieces.append((begin, min(end - begin, longest, length)))
-        length -= pieces[-1][1]
-        cursor += 1
-    return pieces, cursor
-
-def batches_of(starts: np.ndarray, size: int, c: Config, step: int):
-    """Generator over the batches, from that of `step` on, that a shard of `size` tokens with these document `starts`
-    holds: each a list of sequences, each sequence a list of pieces as of `pack`."""
-    cursor = 0
-    while True:
-        stage, batch = stage_of(step, c), []
-        need = c.seq_len + 1  # the last token has a target, too
-        for _ in range(stage_tokens(stage, c) // c.seq_len):
-            if c.cut_documents:  # no token of a small corpus may be lost
-                pieces, cursor = [(cursor, need)] * (cursor + need <= size), cursor + c.seq_len
-            else:
-                pieces, cursor = pack(starts, size, cursor, need, stage.longest)
-            if not pieces:
-                return
-            batch.append(pieces)
-        yield batch
-        step += 1
-
-def training_batches(paths: list[Path], c: Config, rank: int, world_size: int, device: torch.device):
-    """Generator over batches: this rank's micro-batches, int16 bits, (sequences, seq_len + 1)."""
-    step = 0
-    for tokens, starts in ahead(read_shard(path, c.vocab_size) for path in paths * c.epochs):
-        for batch in batches_of(starts, len(tokens), c, step):
-            own = batch[rank::world_size]
-            rows = torch.stack([torch.cat([tokens[p : p + n] for p, n in pieces]) for pieces in own])
-            rows = rows.pin_memory() if device.type == "cuda" else rows  # so that copies need not wait
-            yield rows.split(micro_sequences(len(own), c))
-            step += 1
-    raise BadInput("the training shards ran out before the schedule's end; fetch more or raise --epochs")
-
 def ahead(items: Iterator) -> Iterator:
     """The same items, of which a thread makes the next one, from now on, while the last one is in use."""
     thread = ThreadPoolExecutor(1)
@@ -1454,6 +1410,38 @@ def ahead(items: Iterator) -> Iterator:
         return made.pop(0).result()
 
     return iter(take, None)
+
+def batches_of(paths: list[Path], c: Config):
+    """Generator over the batches of all ranks: a shard's tokens, and a list of sequences, each a list of pieces of them
+    (position, count). Pieces are whole documents, of which none contributes more than the stage's `longest` (records
+    26, 29); the last one is cut, and what is left of it is skipped."""
+    step, stage, need = 0, stage_of(0, c), c.seq_len + 1  # the last token has a target, too
+    for tokens, starts in ahead(read_shard(path, c.vocab_size) for path in paths * c.epochs):
+        documents = pairwise([*starts.tolist(), len(tokens)])  # where each begins and ends
+        if c.cut_documents:  # no token of a small corpus may be lost
+            documents = ((begin, begin + need) for begin in range(0, len(tokens) - c.seq_len, c.seq_len))
+        batch, pieces, room = [], [], need
+        for begin, end in documents:
+            count = min(end - begin, room, need if c.cut_documents else stage.longest)
+            pieces.append((begin, count))
+            room -= count
+            if room > 0:
+                continue
+            batch.append(pieces)
+            pieces, room = [], need
+            if len(batch) == stage_tokens(stage, c) // c.seq_len:
+                yield tokens, batch
+                batch, step = [], step + 1
+                stage = stage_of(step, c)
+
+def training_batches(paths: list[Path], c: Config, rank: int, world_size: int, device: torch.device):
+    """Generator over batches: this rank's micro-batches, int16 bits, (sequences, seq_len + 1)."""
+    for tokens, batch in batches_of(paths, c):
+        own = batch[rank::world_size]
+        rows = torch.stack([torch.cat([tokens[p : p + n] for p, n in pieces]) for pieces in own])
+        rows = rows.pin_memory() if device.type == "cuda" else rows  # so that copies need not wait
+        yield rows.split(micro_sequences(len(own), c))
+    raise BadInput("the training shards ran out before the schedule's end; fetch more or raise --epochs")
 
 def micro_sequences(count: int, c: Config) -> int:
     """How many of `count` sequences a GPU works on at a time: as many as fit and divide them evenly."""
@@ -1900,17 +1888,13 @@ def check_data(c: Config) -> tuple[list[Path], Tensor]:
         sizes = ", ".join(str(n) for n in range(1, sequences + 1) if sequences % n == 0)
         require(sequences % world_size == 0, f"{world_size} processes cannot share a batch of {sequences} sequences; "
                 f"start {sizes} of them, or change --batch_tokens or --seq_len")
-    paths, val_tokens, have, steps = find_shards(c, "train"), validation_tokens(c), 0, 0
-    for path in paths * c.epochs:  # walks through the shards as the loader will
-        tokens, starts = read_shard(path, c.vocab_size)
-        have += len(tokens)
-        for _ in batches_of(starts, len(tokens), c, steps):
-            steps += 1
-            if steps >= c.num_steps:
-                return paths, val_tokens
-    shards = math.ceil(1.3 * total_tokens(c) / 1e8)  # the ends of long documents are skipped
-    raise BadInput(f"{c.num_steps} steps need {total_tokens(c):,} tokens; the {have:,} in {c.data_dir} make {steps} "
-                   f"steps; get more with `python data/fineweb.py {shards}`, lower --num_steps, or raise --epochs")
+    paths, val_tokens = find_shards(c, "train"), validation_tokens(c)
+    steps = sum(1 for _ in islice(batches_of(paths, c), c.num_steps))
+    have, need = sum(map(shard_tokens, paths)) * c.epochs, total_tokens(c)
+    shards = math.ceil(1.3 * need / 1e8)  # the ends of long documents are skipped
+    require(steps == c.num_steps, f"{c.num_steps} steps need {need:,} tokens; the {have:,} in {c.data_dir} make "
+            f"{steps} steps; get more with `python data/fineweb.py {shards}`, lower --num_steps, or raise --epochs")
+    return paths, val_tokens
 
 def agreed(work: Callable, *args):
     """work(*args) on every rank; if one raises BadInput, all raise it, so that none is left waiting."""

@@ -152,14 +152,21 @@ def test_no_token_is_used_twice_and_what_a_cut_document_has_left_is_not_used_at_
         assert max(one) < min(following), "a document went on in the next sequence"
 
 
-def test_pack_clips_cuts_and_skips_by_hand():
-    starts = np.array([10, 15, 40, 41, 60])  # documents of 5, 25, 1, 19 and 30 tokens, up to 90
-    assert t.pack(starts, 90, 0, 12, 2048) == ([(10, 5), (15, 7)], 2)
-    assert t.pack(starts, 90, 0, 5, 2048) == ([(10, 5)], 1)  # full at a document's end: nothing is cut
-    assert t.pack(starts, 90, 0, 20, 8) == ([(10, 5), (15, 8), (40, 1), (41, 6)], 4)
-    assert t.pack(starts, 90, 4, 30, 2048) == ([(60, 30)], 5)  # the last one ends with the shard
-    assert t.pack(starts, 90, 4, 31, 2048)[0] == [] and t.pack(starts, 90, 3, 17, 8)[0] == []
-    assert t.pack(starts, 90, 5, 1, 2048)[0] == []
+def test_documents_are_clipped_cut_and_skipped_as_by_hand(tmp_path, monkeypatch):
+    def pieces(length, longest, first=0):
+        """Of each sequence of `length` tokens, from documents of 5, 25, 1, 19 and 30 tokens, up to 90."""
+        starts = [10, 15, 40, 41, 60][first:]
+        path = write_shard(tmp_path / "x.bin", [SEPARATOR if i in starts else 1 for i in range(90)])
+        monkeypatch.setitem(t.SCHEDULES, "stages", [t.Stage(1, 1, longest, 1, 1, 1.0)])
+        c = config(tmp_path, schedule="stages", seq_len=length - 1, batch_tokens=length - 1)
+        return [batch[0] for _, batch in t.batches_of([path], c)]
+
+    assert pieces(12, 2048) == [[(10, 5), (15, 7)], [(40, 1), (41, 11)], [(60, 12)]]
+    assert pieces(5, 2048) == [[(10, 5)], [(15, 5)], [(40, 1), (41, 4)], [(60, 5)]]  # full at a document's end
+    assert pieces(20, 8) == [[(10, 5), (15, 8), (40, 1), (41, 6)]]
+    assert pieces(30, 2048, first=4) == [[(60, 30)]]  # the last one ends with the shard
+    assert pieces(31, 2048, first=4) == pieces(17, 8, first=3) == []
+    assert pieces(2, 2048, first=4) == [[(60, 2)]]
 
 
 @pytest.mark.parametrize("documents_of, length, batches", [(129, 129 * 6, 3), (129, 129 * 6 - 1, 2), (128, 128 * 12, 3),
