@@ -534,12 +534,11 @@ MLP_X, MLP_W, MLP_H, MLP_GRAD = 28 / 448, 1 / 448, 32.0, 2.0**-12
 @torch.library.custom_op("nanogpt::squares", mutates_args=())
 def squares_op(a: Tensor, b: Tensor, dtype: torch.dtype, h: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """x (T, D), up^T (F, D) in e4m3 -> h = relu(x up)^2 (T, F), and in e4m3. With h: gradient (T, D) in e5m2, down^T
-    (F, D) in e4m3 -> the gradient of x up, 2 sqrt(h) (gradient down), and in e5m2. On Hopper, for whose memory its
-    tiles are, one kernel (records 59, 87)."""
+    (F, D) in e4m3 -> that of x up, 2 sqrt(h) (gradient down), and in e5m2. One kernel (records 59, 87)."""
     (M, K), N, backward = a.shape, len(b), h is not None
     a_s, y_s, kind = (MLP_GRAD, MLP_GRAD, E5M2) if backward else (MLP_X, MLP_H, E4M3)
     if not a.is_cuda or dtype != torch.bfloat16 or torch.cuda.get_device_capability(a.device) != (9, 0):
-        y = product_op(a, b, *on_device(a, a_s, MLP_W), dtype, not backward)
+        y = product_op(a, b, *on_device(a, a_s, MLP_W), dtype, not backward)  # the kernel's tiles are for Hopper
         y = 2 * h.sqrt() * y if backward else F.relu(y).square()
         return y, quantize(y, y_s, kind).view(torch.uint8)
     y, y8 = a.new_empty(M, N, dtype=dtype), a.new_empty(M, N, dtype=kind)
@@ -555,7 +554,7 @@ if triton is not None:
 
     @triton.jit
     def squares_kernel(a, b, h, y, y8, scale, inv_scale8, M, N, K, BACKWARD: tl.constexpr, TILE: tl.constexpr):
-        columns = tl.cdiv(N, TILE)
+        columns, LIMIT = tl.cdiv(N, TILE), 57344.0 if BACKWARD else 448.0  # the end of e5m2, or of e4m3
         for tile in tl.range(tl.program_id(0), tl.cdiv(M, TILE) * columns, tl.num_programs(0), flatten=True):
             row, col = tile // columns * TILE, tile % columns * TILE
             sums = tl.zeros((TILE, TILE), tl.float32)
@@ -567,15 +566,10 @@ if triton is not None:
             else:
                 z = tl.maximum(z, 0.0) * tl.maximum(z, 0.0)
             y.store([row, col], z.to(tl.bfloat16))
-            z8 = z * inv_scale8
-            if BACKWARD:
-                y8.store([row, col], tl.minimum(tl.maximum(z8, -57344.0), 57344.0).to(tl.float8e5))
-            else:
-                y8.store([row, col], tl.minimum(z8, 448.0).to(tl.float8e4nv))
+            y8.store([row, col], tl.minimum(tl.maximum(z * inv_scale8, -LIMIT), LIMIT).to(y8.dtype))
 
 class StaticMLP(torch.autograd.Function):
-    """x (T, D), up, down (D, F) -> relu(x up)^2 down^T (T, D); fprop and dgrad in FP8. wgrad stays in bf16: it would
-    need transposed copies of x, h and gradients."""
+    """x (T, D), up, down (D, F) -> relu(x up)^2 down^T (T, D). wgrad is in bf16: FP8 would need transposed copies."""
 
     @staticmethod
     def forward(ctx, x, up, down):
@@ -812,11 +806,8 @@ def mlp(x, up, down, factor, low) -> Tensor:
 def block(x, u, peek, inject, skip, ve, qk, vo, gates, xsa, mask, up, down, scalars, cos, sin, scale, begins,
           paired: bool, low=None) -> tuple[Tensor, Tensor, Tensor]:
     """One layer: the stream x (T, D), and u and peek as `attention` reads them -> the new stream, its u and its peek.
-    Pure, so that one compiled graph serves all layers of a kind.
-
-    inject, skip and ve (T, D) may be None. In a layer without attention so are inject, qk (H, 2d, D), vo (2, D, D) and
-    gates (2, H, GATE_DIM). up, down (D, F); scalars as named in SCALARS; low: the layer's recipes.
-    """
+    inject, skip, ve (T, D) may be None; without attention so are qk (H, 2d, D), vo (2, D, D), gates (2, H, GATE_DIM).
+    up, down (D, F); scalars as SCALARS names them. Pure, so that one compiled graph serves all layers of a kind."""
     w = dict(zip(SCALARS, scalars.unbind()))
     if qk is not None:
         y = attention(u, peek, ve, qk, vo, w, gates, xsa, mask, cos, sin, scale, begins, paired, low)
@@ -1185,8 +1176,7 @@ class Optimizer:
         return bank.chunk(self.world_size)[self.rank] if how == "slice" else bank
 
     def reduce(self, name: str, grad: Tensor):
-        """Starts summing a gradient over the ranks. Returns what this rank's part of the sum will be in, and the
-        transfer."""
+        """Starts summing a gradient over the ranks. Returns this rank's part of the sum to be, and the transfer."""
         if self.world_size == 1:
             return grad, DONE
         if self.model.table[name].update == "all":
@@ -1380,8 +1370,7 @@ def shard_tokens(path: Path) -> int:
     return tokens
 
 def read_shard(path: Path, vocab_size: int) -> tuple[Tensor, np.ndarray]:
-    """Tokens of a shard (int16 bits of uint16) and where documents start. A vocabulary smaller than GPT-2's uses its
-    last id as the separator. Raises BadInput if a token lies outside of the vocabulary or no document starts."""
+    """Tokens of a shard (int16 bits of uint16) and where documents start: there a small vocabulary has its last id."""
     tokens = np.fromfile(path, dtype="<u2", count=shard_tokens(path), offset=HEADER_BYTES)
     starts, separator = np.flatnonzero(tokens == SEPARATOR), min(SEPARATOR, vocab_size - 1)
     require(len(starts), f"{path} holds no document start (token {SEPARATOR}); make it with data/prepare.py")
@@ -1697,14 +1686,11 @@ def forward_backward(model: GPT, optimizer: Optimizer, inputs: Tensor, targets: 
 
 class Graphs:
     """`forward_backward` as CUDA graphs: one call starts over 800 kernels, for which the CPU may need longer than the
-    GPU has to work.
-
-    A graph reads and writes the same memory every time. So there is one for each length and view, and one for a step's
-    first micro-batch, whose gradients become .grad, and one for the others, which add to that.
-    """
+    GPU has to work. A graph reads and writes the same memory every time, so there is one for each length and view, and
+    one for a step's first micro-batch, whose gradients become .grad, and one for the others, which add to that."""
 
     def __init__(self):
-        self.graphs, self.pool = {}, None
+        self.graphs, self.pool = {}, torch.cuda.graph_pool_handle()
 
     def __call__(self, model: GPT, optimizer: Optimizer, inputs: Tensor, targets: Tensor, rows: dict, view: View):
         key = model.lm_head.grad is None, len(inputs), repr(view)
@@ -1712,7 +1698,6 @@ class Graphs:
             places, graph = [x.clone() for x in (inputs, targets, *rows.values())], torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):  # others may allocate
                 results = forward_backward(model, optimizer, *places[:2], dict(zip(rows, places[2:])), view)
-            self.pool = graph.pool()
             self.graphs[key] = graph, places, results, [(p, p.grad) for p in model.parameters() if p.grad is not None]
         graph, places, results, grads = self.graphs[key]
         for place, x in zip(places, (inputs, targets, *rows.values())):
@@ -1759,17 +1744,15 @@ def validate(model: GPT, tokens: Tensor, step: int, device: torch.device) -> flo
     return total.item() / c.val_tokens
 
 def warm_up(model: GPT, optimizer: Optimizer, device: torch.device, passes: Callable = forward_backward) -> None:
-    """Compiles and runs everything the run will need, on random documents; then starts anew from the seed.
-
-    Each rank begins with other kinds of layers, and finds those of the other ranks in the compiler's cache later.
-    """
+    """Compiles and runs everything the run will need, on random documents; then starts anew from the seed. Each rank
+    begins with other kinds of layers, and finds those of the other ranks in the compiler's cache later."""
     c, (rank, world_size), wait = model.config, ranks(), torch.get_device_module(device).synchronize
     tokens = torch.randint(0, model.bos, (max(c.micro_tokens, c.val_seq_len) + 1,), device=device)
     tokens[::600] = model.bos
     steps = list({(stage_of(s, c), view_of(s, c).plain): s for s in range(c.num_steps)}.values())
-
-    def example(length: int) -> tuple[Tensor, Tensor]:
-        return tokens[:length], tokens[1 : length + 1].clone()
+    example = lambda length: (tokens[:length], tokens[1 : length + 1].clone())
+    validation = lambda step: evaluate(model, *example(c.val_seq_len), view_of(step, c))
+    dense = [name for name in model.table if name not in optimizer.tables]
 
     def micro_batches(step: int) -> list[tuple[Tensor, Tensor]]:  # of a rank, two at most: others are like the second
         count = stage_tokens(stage_of(step, c), c) // c.seq_len // world_size
@@ -1781,14 +1764,9 @@ def warm_up(model: GPT, optimizer: Optimizer, device: torch.device, passes: Call
         forward_backward(model, optimizer, inputs, targets, model.rows(inputs), view_of(step, c))
         model.zero_grad()
 
-    def validation(step: int) -> None:
-        evaluate(model, *example(c.val_seq_len), view_of(step, c))
-
     def update(names: list[str]) -> None:
-        few = {name: min(200, len(optimizer.masters[name])) for name in optimizer.tables}  # rows
-        optimizer.used = {name: torch.arange(count, device=device) for name, count in few.items()}
         for name in names:
-            grad = torch.zeros_like(optimizer.state[name][0][: few.get(name)], dtype=getattr(model, name).dtype)
+            grad = torch.zeros_like(optimizer.masters[name], dtype=getattr(model, name).dtype)
             optimizer.update(name, grad, 0.0, 0.0)
 
     if world_size > 1:
@@ -1800,7 +1778,7 @@ def warm_up(model: GPT, optimizer: Optimizer, device: torch.device, passes: Call
         for shift, (part, step, kinds) in enumerate(parts):
             model.working = [*kinds.values()][(rank + shift) % world_size :: world_size]  # who has one more, changes
             part(step)
-        update(sorted(model.table, key=lambda name: model.table[name].optimizer, reverse=True)[rank::world_size])
+        update(sorted(dense, key=lambda name: model.table[name].optimizer, reverse=True)[rank::world_size])
         wait()
         dist.barrier()
         model.working = range(len(model.layers))
@@ -1809,7 +1787,7 @@ def warm_up(model: GPT, optimizer: Optimizer, device: torch.device, passes: Call
         train_step(model, optimizer, micro_batches(step), step, passes)
         if not model.flex:  # the masks' shapes are the windows'
             validation(step)
-    update([*model.table])
+    update(dense)
     validation(c.num_steps)
     wait()
     optimizer.reset(initialize(model, c.seed))
@@ -1874,10 +1852,9 @@ def setup_device(c: Config) -> torch.device:
 
 def all_ranks(value) -> list:
     """The value of every rank, on every rank."""
-    if not dist.is_initialized():
-        return [value]
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    values = [value] * ranks()[1]
+    if dist.is_initialized():
+        dist.all_gather_object(values, value)
     return values
 
 def check_data(c: Config) -> tuple[list[Path], Tensor]:
