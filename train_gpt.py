@@ -632,10 +632,7 @@ def block_lists(docs: Tensor, windows: Tensor) -> tuple[Tensor, ...]:
 @torch.no_grad()  # so that training and validation share the graphs of `lists`
 def flex_masks(docs: Tensor, windows: dict[str, int], lists: Callable = block_lists) -> dict[str, BlockMask]:
     """docs (T,) -> a BlockMask a window, in blocks (FlexAttention: record 12). Full blocks skip the element mask."""
-
-    def causal_document(b, h, q, kv):
-        return (q >= kv) & (docs[q] == docs[kv])
-
+    causal_document = lambda b, h, q, kv: (q >= kv) & (docs[q] == docs[kv])
     numbers = lists(docs, device_numbers(docs.device, *windows.values()))
     return {name: BlockMask((len(docs),) * 2, *(t[i][None, None] for t in numbers), (BLOCK, BLOCK), causal_document)
             for i, name in enumerate(windows)}
@@ -664,12 +661,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor, scale: flo
     (T, H, d), (n, _, _, span), dtype = q.shape, mask.shape, q.dtype
     if not q.is_cuda:  # the CPU's SDPA takes up to three times as long for a backward pass in bf16 as in float32
         q, k, v = (t.to(torch.promote_types(dtype, torch.float32)) for t in (q, k, v))
-
-    def windows(t: Tensor) -> Tensor:  # (T, H, d) -> (n, H, span, d), each query block's keys
-        return F.pad(t, (0, 0, 0, 0, span - BLOCK, 0)).unfold(0, span, BLOCK).transpose(2, 3)
-
     q = q.view(n, BLOCK, H, d).transpose(1, 2)
-    y = F.scaled_dot_product_attention(q, windows(k), windows(v), attn_mask=mask, scale=scale)
+    k, v = (F.pad(t, (0, 0, 0, 0, span - BLOCK, 0)).unfold(0, span, BLOCK).mT for t in (k, v))  # (n, H, span, d)
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     return y.transpose(1, 2).reshape(T, H, d).to(dtype)
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -923,8 +917,7 @@ class GPT(nn.Module):
         masks, document = {}, begins.cumsum(0, dtype=torch.int32)
         for paired in {layer.paired for layer in self.layers if layer.attn}:
             docs = document.repeat_interleave(1 + paired)
-            used = {layer.window for layer in self.layers if layer.attn and layer.paired == paired}
-            used = {name: windows[name] for name in sorted(used)}
+            used = {row.window: windows[row.window] for row in self.layers if row.attn and row.paired == paired}
             made = flex_masks(docs, used, self.block_lists) if self.flex else sdpa_masks(docs, used)
             masks |= {(name, paired): mask for name, mask in made.items()}
         return masks
@@ -947,10 +940,7 @@ class GPT(nn.Module):
         mlps = self.weight("mlp").unbind()
         mlps = zip(mlps[::2], mlps[1::2], self.scalars.unbind())
         outputs, norms, after = [], {}, (x.view_as(x), peek)  # x has norm 1
-
-        def part(has: bool, value: Tensor, idle: Callable) -> Tensor | None:  # so that few graphs validate all layers
-            return value if has else None if training else idle(value)
-
+        part = lambda has, x, idle: x if has else None if training else idle(x)  # so few graphs validate all layers
         for i, (layer, (up, down, scalars), low) in enumerate(zip(self.layers, mlps, self.recipes(view))):
             inject, value, attn, bounds, length = None, None, (None,) * 5, None, T * (1 + layer.paired)
             if layer.attn:
@@ -1443,13 +1433,10 @@ def to_device(rows: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
 
 def validation_tokens(c: Config) -> Tensor:
     """The first val_tokens + 1 tokens of the validation split, int16 bits. Raises BadInput if there are fewer."""
-    tokens = torch.empty(0, dtype=torch.int16)
-    for path in find_shards(c, "val"):
-        tokens = torch.cat((tokens, read_shard(path, c.vocab_size)[0]))
-        if len(tokens) > c.val_tokens:
-            return tokens[: c.val_tokens + 1]
-    raise BadInput(f"validation needs {c.val_tokens + 1:,} tokens and {c.data_dir} holds {len(tokens):,}; "
-                   "lower --val_tokens")
+    tokens, need = torch.cat([read_shard(path, c.vocab_size)[0] for path in find_shards(c, "val")]), c.val_tokens + 1
+    require(len(tokens) >= need, f"validation needs {need:,} tokens and {c.data_dir} holds {len(tokens):,}; "
+            "lower --val_tokens")
+    return tokens[:need]
 
 def fingerprint(path: Path, split: str) -> dict:
     """Name, size and sha256 (of header, first and last MiB) of a shard: enough to tell two shards apart quickly."""
