@@ -240,8 +240,7 @@ def check_config(c: Config) -> None:
 # vary along the sum (nvfp4) each product rounds anew. x and w want mantissa, e4m3; gradients want range, e5m2. Sums may
 # be quick (fewer bits, "fast accumulation") in fprop only, or where few numbers are added: errors of gradients add up.
 # FP8 units want the summed dimension contiguous in both operands, so backward makes transposed copies. The recipes:
-# fp8-static: constant scales, for the head, whose input is normalised, |x| <= sqrt(D): nothing to measure (record 21);
-#   and for the MLPs, where wgrad stays in bf16.
+# fp8-static: constant scales, for head (record 21) and MLPs: their input is normalised, |x| <= sqrt(D).
 # fp8: each product measures amax ("tensorwise dynamic"; Float8Linear of nanochat and torchao), weights once a step.
 #   --float8_all_gather (torchao): who updates a slice of a weight rounds it and hands out bytes; slices must share the
 #   weight's scale, so one vector of all amaxes is reduced over the ranks.
@@ -407,16 +406,13 @@ if triton is not None:
     @triton.jit
     def tanh(x, FAST: tl.constexpr):
         if FAST:  # one instruction
-            y = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
-        else:
-            y = 2 * tl.sigmoid(2 * x) - 1
-        return y
+            return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+        return 2 * tl.sigmoid(2 * x) - 1
 
     @triton.jit
     def loss_kernel(z_ptr, target_ptr, loss_ptr, g_ptr, inv_scale, V, CAP, SHIFT, WIDTH, FAST: tl.constexpr,
                     TILE: tl.constexpr = 2048):
-        """As instructions are what it waits for: logits are a + a t with t a tangent, powers are of 2, and factors are
-        in exponents."""
+        """Instructions are what it waits for: logits are a + a t, t a tangent, powers are of 2, factors exponents."""
         LOG2E: tl.constexpr = 1.4426950408889634
         row, a, slope, shift = tl.program_id(0).to(tl.int64), CAP / 2, 0.5 / WIDTH, SHIFT * 0.5 / WIDTH
         z_ptr += row * V
@@ -526,9 +522,8 @@ class LowLinear(torch.autograd.Function):
         grads = fp8_backward(g, amax, saved, native) if recipe == "fp8" else nvfp4_backward(g, *saved, native, parts)
         return *grads, torch.stack([w_amax, x_amax, amax]), *[None] * 5
 
-# The MLP in FP8 with constant scales (record 89): of its normalised input, |x| <= sqrt(D); of weights; of squares, near
-# 10 (rms), but on a document's first token up to 12,700, and training must clamp no more than validation; of
-# gradients, as the loss is a sum.
+# Constant scales of the MLPs (record 89): of x, weights and the gradient of a loss that is a sum; and of squares, near
+# 10 (rms), but on a document's first token up to 12,700, and training must clamp no more than validation.
 MLP_X, MLP_W, MLP_H, MLP_GRAD = 28 / 448, 1 / 448, 32.0, 2.0**-12
 
 @torch.library.custom_op("nanogpt::squares", mutates_args=())
@@ -566,7 +561,8 @@ if triton is not None:
             else:
                 z = tl.maximum(z, 0.0) * tl.maximum(z, 0.0)
             y.store([row, col], z.to(tl.bfloat16))
-            y8.store([row, col], tl.minimum(tl.maximum(z * inv_scale8, -LIMIT), LIMIT).to(y8.dtype))
+            z8 = tl.maximum(z * inv_scale8, -LIMIT) if BACKWARD else z * inv_scale8  # no square is negative
+            y8.store([row, col], tl.minimum(z8, LIMIT).to(y8.dtype))
 
 class StaticMLP(torch.autograd.Function):
     """x (T, D), up, down (D, F) -> relu(x up)^2 down^T (T, D). wgrad is in bf16: FP8 would need transposed copies."""
@@ -1044,8 +1040,7 @@ def adam_update(master, part, grad, state, lr, decay, beta1, beta2, correction) 
 # What is done with rows of tables, each a pass over memory. Indexing in PyTorch, compiled or not, takes two to four.
 
 def adam_rows(total, rows, master, state, dtype, *rates) -> Tensor:
-    """`adam_update` of these rows (n,) of master (R, width) from their gradient (n, width); the others keep weights and
-    moments. Returns the new ones in `dtype`."""
+    """`adam_update` of these rows (n,) of master (R, width) from their gradient (n, width). Returns them in `dtype`."""
     copy = torch.empty_like(total, dtype=dtype)
     if total.is_cuda:
         adam_rows_kernel[row_grid(total)](total, rows, master, *state, copy, total.size(1), *rates, 1024)
@@ -1664,8 +1659,7 @@ def compile_model(model: GPT, optimizer: Optimizer, log: Log, clock: Clock) -> N
         setattr(owner, name, compiled(getattr(owner, name), log, clock, dynamic))
 
 def forward_backward(model: GPT, optimizer: Optimizer, inputs: Tensor, targets: Tensor, rows: dict, view: View):
-    """Adds a micro-batch's gradients to .grad. Returns its loss, a sum, and the gradients of the looked-up rows: those
-    of the tables would be as large as they."""
+    """Adds a micro-batch's gradients to .grad, but returns those of looked-up rows, with its loss, which is a sum."""
     looked_up = {name: F.embedding(row, getattr(model, name).detach()).requires_grad_() for name, row in rows.items()}
     loss = model(inputs, targets, view, looked_up)
     optimizer.scaled(loss).backward()
