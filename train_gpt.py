@@ -644,8 +644,7 @@ def sdpa_masks(docs: Tensor, windows: dict[str, int]) -> dict[str, Tensor]:
     for name, window in windows.items():
         window = min(window, len(docs) // BLOCK)
         keys = F.pad(docs, ((window - 1) * BLOCK, 0), value=-1).unfold(0, window * BLOCK, BLOCK)  # (n, window * BLOCK)
-        q = torch.arange(BLOCK, device=docs.device)[:, None] + (window - 1) * BLOCK
-        causal = q >= torch.arange(window * BLOCK, device=docs.device)
+        causal = torch.ones(BLOCK, window * BLOCK, dtype=torch.bool, device=docs.device).tril((window - 1) * BLOCK)
         masks[name] = (causal & (docs.view(-1, BLOCK, 1) == keys[:, None]))[:, None]
     return masks
 
@@ -711,8 +710,7 @@ class Param(NamedTuple):
     init: Callable[[Tensor], None]  # fills a float32 tensor in place
     decay: float = 0.0  # weight decay at full learning rate
     betas: tuple[float, float] = (0.9, 0.99)  # Adam's
-    update: str = "slice"  # each rank updates its part of dimension 0; "all": every rank all of it; "rows": only the
-    #                        rows that a batch looked up, each rank its columns of them
+    update: str = "slice"  # a rank updates its part of dimension 0; "all": all; "rows": its columns of looked-up rows
 
 def parameter_table(c: Config) -> dict[str, Param]:
     """Every parameter of the model, in the order in which the optimizer works on them. Matrices first and last: their
@@ -969,12 +967,11 @@ def initialize(model: GPT, seed: int) -> dict[str, Tensor]:
     full = {}
     for name, param in model.table.items():
         bank = getattr(model, name)
-        w = torch.zeros(bank.shape, dtype=torch.promote_types(torch.float32, bank.dtype), device=bank.device)
+        w = full[name] = torch.zeros_like(bank, dtype=torch.promote_types(torch.float32, bank.dtype))
         param.init(w[: param.shape[0]])
         if dist.is_initialized():
             dist.broadcast(w, 0)
         bank.copy_(w)
-        full[name] = w
     return full
 
 # ------------------------------------------------------------------------------------------------------------------
