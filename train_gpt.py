@@ -689,12 +689,7 @@ TOPOLOGIES: dict[str, list[Layer]] = {
         Layer(ve=3, source=7, paired=True),
         Layer(ve=4, source=7, window="long", offset=True, xsa=True),
     ],
-    "laptop": [
-        Layer(ve=0),
-        Layer(window="long", offset=True),
-        Layer(),
-        Layer(ve=1, window="long", offset=True),
-    ],
+    "laptop": [Layer(ve=0), Layer(window="long", offset=True), Layer(), Layer(ve=1, window="long", offset=True)],
     "char": [Layer(ve=0), *[Layer()] * 4, Layer(ve=1)],
 }
 
