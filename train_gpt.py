@@ -120,7 +120,7 @@ class Config:
     # system
     seed: int = key(0, "seed of the initial weights")
     device: str = key("auto", "auto, cuda or cpu")
-    precision: str = key("auto", "row of PRECISIONS; auto: fp8-mlp where the GPU has FP8, else bf16")
+    precision: str = key("auto", "row of PRECISIONS; auto: fp8-qkv where the GPU has FP8, else bf16")
     native: bool = key(False, "refuse to emulate products that this device does not have")
     float8_all_gather: bool = key(False, "hand out updated weights as FP8, half the traffic; for --precision=fp8")
     nvfp4_without: str = key("", "parts of nvfp4 to leave out, for ablation: of rht,sr,2d")
@@ -255,6 +255,7 @@ def check_config(c: Config) -> None:
 PROJECTIONS = ("qkv", "o", "fc", "proj", "lm_head")
 PRECISIONS = {name: (name,) * 5 for name in ("bf16", "fp32", "fp16", "fp8")}  # --precision: recipe of each projection
 PRECISIONS |= {"fp8-head": ("bf16",) * 4 + ("fp8-static",), "fp8-mlp": ("bf16",) * 2 + ("fp8-static",) * 3,
+               "fp8-qkv": ("fp8-static", "bf16") + ("fp8-static",) * 3,  # o, the smallest, gains nothing
                "nvfp4": ("nvfp4",) * 4 + ("bf16",)}
 PLAIN = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 MEASURED, NVFP4_PARTS = ("fp8", "nvfp4"), ("rht", "sr", "2d")  # recipes that see amaxes; parts of the second
@@ -269,7 +270,7 @@ def native(recipe: str, device: torch.device) -> bool:
 
 def plan(c: Config, device: torch.device, plain: str) -> list[dict[str, str]]:
     """The recipe of each projection: a dict a layer and one for the head. Raises BadInput where one is impossible."""
-    auto, layers = "fp8-mlp" if device.type == "cuda" and native("fp8", device) else "bf16", TOPOLOGIES[c.topology]
+    auto, layers = "fp8-qkv" if device.type == "cuda" and native("fp8", device) else "bf16", TOPOLOGIES[c.topology]
     *default, head = PRECISIONS[auto if c.precision == "auto" else c.precision]
     rows = [{name: layer.recipes.get(name, recipe) if i < len(layers) - c.bf16_last_layers else plain
              for name, recipe in zip(PROJECTIONS, default) if layer.attn or name in ("fc", "proj")}
@@ -282,9 +283,6 @@ def plan(c: Config, device: torch.device, plain: str) -> list[dict[str, str]]:
                            "--float8_all_gather fp8 in all layers and steps, which does too: no rank has wide weights")
         require(native(row[name], device) or not c.native,
                 f"--native, but {device.type} has no products of {name} in {row[name]} here")
-    for static in [[name for name in row if row[name] == "fp8-static"] for row in rows]:
-        require(static in ([], ["fc", "proj"], ["lm_head"]),
-                f"fp8-static is a recipe for lm_head, or for fc and proj together, not for {' and '.join(static)}")
     return rows
 
 HEAD_SCALES = (100 / 448, 1.6 / 448, 0.75 / 448)  # fp8-static: of x, w, gradient (record 54), as the loss is a sum
@@ -293,41 +291,69 @@ def quantize(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     """x / scale, clamped to dtype's range (a plain cast may give NaN beyond it), rounded to nearest even."""
     return (x.float() / scale).clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max).to(dtype)
 
-fused = cache(torch.compile)  # for what operators do inside, which nothing else compiles: one kernel in place of four
+FORMATS = {"x": E4M3, "g": E5M2}  # of activations and weights; of gradients
+
+@torch.library.custom_op("nanogpt::quantize", mutates_args=())
+def quantize_op(x: Tensor, scale: float, kind: str) -> tuple[Tensor, Tensor]:
+    """x (M, N) -> `quantize`d to one of FORMATS, as bytes (M, N), and transposed (N, M)."""
+    if not x.is_cuda or not native("fp8", x.device):
+        y = quantize(x.contiguous(), scale, FORMATS[kind]).view(torch.uint8)
+        return y, y.t().clone(memory_format=torch.contiguous_format)
+    y, y_t = (x.new_empty(shape, dtype=FORMATS[kind]) for shape in (x.shape, x.shape[::-1]))
+    limit = torch.finfo(y.dtype).max
+    transpose_kernel[tiles(x)](x.contiguous(), y_t, *x.shape, 64, 128, y, 1 / scale, limit, num_warps=8)
+    return y.view(torch.uint8), y_t.view(torch.uint8)
+
+quantize_op.register_fake(lambda x, *_: tuple(x.new_empty(s, dtype=torch.uint8) for s in (x.shape, x.shape[::-1])))
+
+def transpose(x: Tensor) -> Tensor:
+    """(M, N) bytes -> (N, M), contiguous, in tiles: the framework's copy would write single bytes."""
+    if not x.is_cuda:
+        return x.t().contiguous()
+    out = x.new_empty(x.shape[::-1])
+    transpose_kernel[tiles(x)](x, out, *x.shape, 64, 128, num_warps=8)
+    return out
+
+def tiles(x: Tensor) -> tuple[int, int]:
+    return triton.cdiv(len(x), 64), triton.cdiv(x.size(1), 128)
 
 @torch.library.custom_op("nanogpt::product", mutates_args=())
-def product_op(a: Tensor, b_t: Tensor, a_s: Tensor, b_s: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
-    """a (M, K) times b_t (N, K) transposed, and both scales -> (M, N). Rounded numbers in bf16, or in FP8 as bytes."""
-    kinds = E4M3 if fast else E5M2, E4M3  # of bytes, in which FP8 travels as opcheck cannot compare it
+def product_op(a: Tensor, b_t: Tensor, a_s: Tensor, b_s: Tensor, dtype: torch.dtype, kinds: str) -> Tensor:
+    """a (M, K) times b_t (N, K) transposed, and both scales -> (M, N). Rounded numbers in bf16, or in FP8, as bytes of
+    these two of FORMATS, as opcheck cannot compare FP8. Sums are quick without gradients."""
+    kinds = [FORMATS[kind] for kind in kinds]
     if a.dtype == torch.bfloat16 or not native("fp8", a.device):  # all numbers are exact in bf16, and so are products
         a, b_t = ((x.view(kind) if x.dtype == torch.uint8 else x).bfloat16() for x, kind in zip((a, b_t), kinds))
         y = torch.mm(a, b_t.t(), out_dtype=torch.float32) if a.is_cuda else a.float() @ b_t.float().t()
         return (y * (a_s * b_s)).to(dtype)
     a, b_t = (x if x.is_contiguous() else transpose(x.t().contiguous()) for x in (a, b_t))
-    return torch._scaled_mm(a.view(kinds[0]), b_t.view(kinds[1]).t(), a_s, b_s, out_dtype=dtype, use_fast_accum=fast)
+    return torch._scaled_mm(a.view(kinds[0]), b_t.view(kinds[1]).t(), a_s, b_s, out_dtype=dtype,
+                            use_fast_accum=kinds == [E4M3, E4M3])
 
-product_op.register_fake(lambda a, b_t, a_s, b_s, dtype, fast: a.new_empty(len(a), len(b_t), dtype=dtype))
+product_op.register_fake(lambda a, b_t, a_s, b_s, dtype, kinds: a.new_empty(len(a), len(b_t), dtype=dtype))
 
 def on_device(like: Tensor, *scales: float) -> list[Tensor]:
     return [torch.full((), scale, device=like.device) for scale in scales]
 
 @torch.library.custom_op("nanogpt::mm", mutates_args=())
 def mm_op(x: Tensor, w: Tensor, x_s: float, w_s: float, grad_s: float) -> tuple[Tensor, Tensor, Tensor]:
-    """x (T, D) times w (V, D) transposed in FP8 -> (T, V) in bf16, and both quantised operands for backward."""
-    to_fp8 = fused(quantize) if x.is_cuda else quantize
-    x8, w8 = to_fp8(x, x_s, E4M3).view(torch.uint8), to_fp8(w, w_s, E4M3).view(torch.uint8)
-    return product_op(x8, w8, *on_device(x, x_s, w_s), torch.bfloat16, True), x8, w8
+    """x (T, D) times w (V, D) transposed in FP8 -> (T, V) in bf16, and for backward both quantised, transposed."""
+    (x8, x8_t), (w8, w8_t) = quantize_op(x, x_s, "x"), quantize_op(w, w_s, "x")
+    return product_op(x8, w8, *on_device(x, x_s, w_s), torch.bfloat16, "xx"), x8_t, w8_t
 
-mm_op.register_fake(lambda x, w, *_: (x.new_empty(len(x), len(w), dtype=torch.bfloat16), x.byte(), w.byte()))
+mm_op.register_fake(lambda x, w, *_: (x.new_empty(len(x), len(w), dtype=torch.bfloat16),
+                                      *(y.new_empty(y.shape[::-1], dtype=torch.uint8) for y in (x, w))))
 
 @torch.library.custom_op("nanogpt::mm_backward", mutates_args=())
-def mm_backward_op(g8: Tensor, x8: Tensor, w8: Tensor, grad_s: Tensor, x_s: float, w_s: float) -> tuple[Tensor, Tensor]:
-    """g8 (T, V) in units of grad_s, x8 (T, D), w8 (V, D) -> gradients of x (T, D) in bf16, of w (V, D) in float32."""
+def mm_backward_op(g8: Tensor, x8_t: Tensor, w8_t: Tensor, grad_s: Tensor, x_s: float,
+                   w_s: float) -> tuple[Tensor, Tensor]:
+    """g8 (T, V) in units of grad_s, x8_t (D, T), w8_t (D, V) -> gradients of x (T, D), bf16, and w (V, D), float32."""
     x_s, w_s = on_device(g8, x_s, w_s)
-    return (product_op(g8, w8.t(), grad_s, w_s, torch.bfloat16, False),
-            product_op(g8.t(), x8.t(), grad_s, x_s, torch.float32, False))
+    return (product_op(g8, w8_t, grad_s, w_s, torch.bfloat16, "gx"),
+            product_op(g8.t(), x8_t, grad_s, x_s, torch.float32, "gx"))
 
-mm_backward_op.register_fake(lambda g8, x8, w8, *_: (x8.bfloat16(), w8.float()))
+mm_backward_op.register_fake(lambda g8, x8_t, w8_t, *_: (
+    g8.new_empty(x8_t.shape[::-1], dtype=torch.bfloat16), g8.new_empty(w8_t.shape[::-1], dtype=torch.float32)))
 
 def _mm_setup(ctx, inputs, output):
     ctx.scales, ctx.dtypes = inputs[2:], [x.dtype for x in inputs[:2]]
@@ -336,19 +362,11 @@ def _mm_setup(ctx, inputs, output):
 
 def _mm_autograd(ctx, g, *_):
     x_s, w_s, grad_s = ctx.scales
-    g8 = quantize(g, grad_s, E5M2).view(torch.uint8)
+    g8, _ = torch.ops.nanogpt.quantize(g, grad_s, "g")
     grads = torch.ops.nanogpt.mm_backward(g8, *ctx.saved_tensors, *on_device(g, grad_s), x_s, w_s)
     return *(grad.to(dtype) for grad, dtype in zip(grads, ctx.dtypes)), None, None, None
 
 mm_op.register_autograd(_mm_autograd, setup_context=_mm_setup)
-
-def transpose(x: Tensor) -> Tensor:
-    """(M, N) bytes -> (N, M), contiguous, in tiles: the framework's copy would write single bytes."""
-    if not x.is_cuda:
-        return x.t().contiguous()
-    (M, N), out = x.shape, x.new_empty(x.shape[::-1])
-    transpose_kernel[triton.cdiv(M, 64), triton.cdiv(N, 128)](x, out, M, N, 64, 128, num_warps=8)
-    return out
 
 # The loss. A sigmoid caps the logits to (0, 23) (records 18, 54), so exponentials cannot overflow and their sum needs
 # no maximum first. One kernel reads a token's logits twice, the second time from cache, and leaves the loss and its
@@ -382,9 +400,9 @@ class FP8HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, w, targets):
-        z, x8, w8 = torch.ops.nanogpt.mm(x, w, *HEAD_SCALES)
+        z, x8_t, w8_t = torch.ops.nanogpt.mm(x, w, *HEAD_SCALES)
         loss, g8 = torch.ops.nanogpt.loss(z, targets, HEAD_SCALES[2])
-        ctx.save_for_backward(g8, x8, w8)
+        ctx.save_for_backward(g8, x8_t, w8_t)
         ctx.dtype = w.dtype
         return loss.sum()
 
@@ -396,11 +414,17 @@ class FP8HeadLoss(torch.autograd.Function):
 if triton is not None:
 
     @triton.jit
-    def transpose_kernel(x_ptr, out_ptr, M, N, ROWS: tl.constexpr, COLS: tl.constexpr):
+    def transpose_kernel(x_ptr, out_ptr, M, N, ROWS: tl.constexpr, COLS: tl.constexpr, y_ptr=None, inv_scale=1.0,
+                         LIMIT: tl.constexpr = None):
+        """With y_ptr quantises first, and writes that, too."""
         rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # 64-bit: T x V overflows 32-bit offsets
         cols = tl.program_id(1).to(tl.int64) * COLS + tl.arange(0, COLS)
         inside = (rows[:, None] < M) & (cols[None, :] < N)
         x = tl.load(x_ptr + rows[:, None] * N + cols[None, :], mask=inside, other=0)
+        if y_ptr is not None:
+            x = tl.clamp(x.to(tl.float32) * inv_scale, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+            x = x.to(y_ptr.dtype.element_ty)
+            tl.store(y_ptr + rows[:, None] * N + cols[None, :], x, mask=inside)
         tl.store(out_ptr + cols[:, None] * M + rows[None, :], tl.trans(x), mask=tl.trans(inside))
 
     @triton.jit
@@ -464,7 +488,7 @@ def fp8_operand(x: Tensor, scale: Tensor, dtype: torch.dtype, native: bool) -> t
 
 def fp8_backward(g: Tensor, amax: Tensor, saved: tuple, native: bool) -> tuple[Tensor, Tensor]:
     (x8, x_s, w8, w_s), (g8, g_s) = saved, fp8_operand(g, fp8_scale(amax, E5M2), E5M2, native)
-    return product_op(g8, w8.t(), g_s, w_s, g.dtype, False), product_op(g8.t(), x8.t(), g_s, x_s, g.dtype, False)
+    return product_op(g8, w8.t(), g_s, w_s, g.dtype, "gx"), product_op(g8.t(), x8.t(), g_s, x_s, g.dtype, "gx")
 
 def nvfp4_operand(x: Tensor, square: bool = False, stochastic: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """x (R, K) -> e2m1 numbers (R / r, r, K / 16, 16), e4m3 scales (R / r, 1, K / 16, 1), amax; r is 16 if `square`."""
@@ -481,7 +505,7 @@ def nvfp4_mm(a: tuple, b_t: tuple, dtype: torch.dtype, native: bool) -> Tensor:
         (a, a_scales), (b_t, b_scales) = (pack_nvfp4(q, scale) for q, scale, _ in (a, b_t))
         return (torch._scaled_mm(a, b_t.t(), a_scales, b_scales, out_dtype=torch.float32) * (a_s * b_s)).to(dtype)
     a, b_t = ((q * scale).bfloat16().flatten(2).flatten(0, 1) for q, scale, _ in (a, b_t))
-    return product_op(a, b_t, a_s, b_s, dtype, True)
+    return product_op(a, b_t, a_s, b_s, dtype, "xx")
 
 def pack_nvfp4(q: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """As tensor cores want them: two codes a byte, the first in the low half, and scales in tiles of 32 x 4 x 4."""
@@ -510,7 +534,7 @@ class LowLinear(torch.autograd.Function):
         amax, ctx.how = x.abs().amax().float(), (recipe, native, parts)
         if recipe == "fp8":
             saved = *fp8_operand(x, fp8_scale(amax, E4M3), E4M3, native), w8, w8_scale
-            y = product_op(saved[0], w8, saved[1], w8_scale, x.dtype, True)
+            y = product_op(saved[0], w8, saved[1], w8_scale, x.dtype, "xx")
         else:
             y, saved = nvfp4_mm(nvfp4_operand(x), nvfp4_operand(w, "2d" in parts), x.dtype, native), (x, w)
         ctx.save_for_backward(amax, w.abs().amax().float() if w8 is None else w8_scale, *saved)
@@ -522,34 +546,53 @@ class LowLinear(torch.autograd.Function):
         grads = fp8_backward(g, amax, saved, native) if recipe == "fp8" else nvfp4_backward(g, *saved, native, parts)
         return *grads, torch.stack([w_amax, x_amax, amax]), *[None] * 5
 
-# Constant scales of the MLPs (record 89): of x, weights and the gradient of a loss that is a sum; and of squares, near
-# 10 (rms), but on a document's first token up to 12,700, and training must clamp no more than validation.
-MLP_X, MLP_W, MLP_H, MLP_GRAD = 28 / 448, 1 / 448, 32.0, 2.0**-12
+# Constant scales (record 89): of a projection's input, of weights, and of the gradient of a loss that is a sum. Squares
+# are near 10 (rms), but on a document's first token up to 12,700: training must not clamp what validation does not.
+STATIC_X, STATIC_W, STATIC_GRAD = {"qkv": 1 / 16, "o": 1 / 4, "fc": 1 / 16, "proj": 64.0}, 2.0**-8, 2.0**-12
+
+class StaticLinear(torch.autograd.Function):
+    """x (T, K), w (N, K) -> x w^T (T, N), all three products in FP8. Sums over T want transposed operands."""
+
+    @staticmethod
+    def forward(ctx, x, w, x_s):
+        x8, x8_t = torch.ops.nanogpt.quantize(x, x_s, "x")
+        w8, w8_t = torch.ops.nanogpt.quantize(w, STATIC_W, "x")
+        ctx.save_for_backward(x8_t, w8_t)
+        ctx.x_s = x_s
+        return product_op(x8, w8, *on_device(x, x_s, STATIC_W), x.dtype, "xx")
+
+    @staticmethod
+    def backward(ctx, g):
+        (x8_t, w8_t), (g8, g8_t) = ctx.saved_tensors, torch.ops.nanogpt.quantize(g, STATIC_GRAD, "g")
+        g_s, w_s, x_s = on_device(g, STATIC_GRAD, STATIC_W, ctx.x_s)
+        return product_op(g8, w8_t, g_s, w_s, g.dtype, "gx"), product_op(g8_t, x8_t, g_s, x_s, g.dtype, "gx"), None
 
 @torch.library.custom_op("nanogpt::squares", mutates_args=())
-def squares_op(a: Tensor, b: Tensor, dtype: torch.dtype, h: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """x (T, D), up^T (F, D) in e4m3 -> h = relu(x up)^2 (T, F), and in e4m3. With h: gradient (T, D) in e5m2, down^T
-    (F, D) in e4m3 -> that of x up, 2 sqrt(h) (gradient down), and in e5m2. One kernel (records 59, 87)."""
-    (M, K), N, backward = a.shape, len(b), h is not None
-    a_s, y_s, kind = (MLP_GRAD, MLP_GRAD, E5M2) if backward else (MLP_X, MLP_H, E4M3)
-    if not a.is_cuda or dtype != torch.bfloat16 or torch.cuda.get_device_capability(a.device) != (9, 0):
-        y = product_op(a, b, *on_device(a, a_s, MLP_W), dtype, not backward)  # the kernel's tiles are for Hopper
-        y = 2 * h.sqrt() * y if backward else F.relu(y).square()
-        return y, quantize(y, y_s, kind).view(torch.uint8)
-    y, y8 = a.new_empty(M, N, dtype=dtype), a.new_empty(M, N, dtype=kind)
-    operands = a.view(E5M2 if backward else E4M3), b.view(E4M3), h if backward else y, y, y8
+def squares_op(a: Tensor, b: Tensor, h: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """x (T, D), up^T (F, D) -> h = relu(x up)^2, in e4m3, (T, F) and transposed. With h: gradient (T, D), down^T (F, D)
+    -> that of x up, 2 sqrt(h) (gradient down), in e5m2, likewise. One kernel (records 59, 87)."""
+    (M, K), N, kind, h_s = a.shape, len(b), "x" if h is None else "g", STATIC_X["proj"]
+    if not a.is_cuda or torch.cuda.get_device_capability(a.device) != (9, 0):  # the kernel's tiles are for Hopper
+        a_s = STATIC_X["fc"] if h is None else STATIC_GRAD
+        y = product_op(a, b, *on_device(a, a_s, STATIC_W), torch.float32, kind + "x")
+        y = F.relu(y).square() if h is None else 2 * (h.view(E4M3).float() * h_s).sqrt() * y
+        return quantize_op(y, h_s if h is None else STATIC_GRAD, kind)
+    y, y_t = a.new_empty(M, N, dtype=FORMATS[kind]), a.new_empty(N, M, dtype=FORMATS[kind])
+    operands = a.view(y.dtype), b.view(E4M3), y if h is None else h.view(E4M3), y, y_t
     processors = torch.cuda.get_device_properties(a.device).multi_processor_count
-    squares_kernel[processors,](*(TensorDescriptor.from_tensor(x, [128, 128]) for x in operands),
-                              a_s * MLP_W, 1 / y_s, M, N, K, backward, 128, num_warps=8, num_stages=4)
-    return y, y8.view(torch.uint8)
+    scale = STATIC_X["fc"] * STATIC_W * h_s**-0.5 if h is None else 2 * STATIC_W * h_s**0.5
+    squares_kernel[processors,](*(TensorDescriptor.from_tensor(x, [128, 128]) for x in operands), scale, M, N, K,
+                              h is not None, torch.finfo(y.dtype).max, 128, num_warps=8, num_stages=4)
+    return y.view(torch.uint8), y_t.view(torch.uint8)
 
-squares_op.register_fake(lambda a, b, dtype, h=None: (y := a.new_empty(len(a), len(b), dtype=dtype), y.byte()))
+squares_op.register_fake(lambda a, b, h=None: (a.new_empty(len(a), len(b)), a.new_empty(len(b), len(a))))
 
 if triton is not None:
 
     @triton.jit
-    def squares_kernel(a, b, h, y, y8, scale, inv_scale8, M, N, K, BACKWARD: tl.constexpr, TILE: tl.constexpr):
-        columns, LIMIT = tl.cdiv(N, TILE), 57344.0 if BACKWARD else 448.0  # the end of e5m2, or of e4m3
+    def squares_kernel(a, b, h, y, y_t, scale, M, N, K, BACKWARD: tl.constexpr, LIMIT: tl.constexpr,
+                       TILE: tl.constexpr):
+        columns = tl.cdiv(N, TILE)
         for tile in tl.range(tl.program_id(0), tl.cdiv(M, TILE) * columns, tl.num_programs(0), flatten=True):
             row, col = tile // columns * TILE, tile % columns * TILE
             sums = tl.zeros((TILE, TILE), tl.float32)
@@ -557,35 +600,40 @@ if triton is not None:
                 sums = tl.dot(a.load([row, k]), b.load([col, k]).T, sums)  # quick, backward too: K is only D
             z = sums * scale
             if BACKWARD:
-                z *= 2 * tl.sqrt(h.load([row, col]).to(tl.float32))
+                z *= tl.sqrt(h.load([row, col]).to(tl.float32))
             else:
-                z = tl.maximum(z, 0.0) * tl.maximum(z, 0.0)
-            y.store([row, col], z.to(tl.bfloat16))
-            z8 = tl.maximum(z * inv_scale8, -LIMIT) if BACKWARD else z * inv_scale8  # no square is negative
-            y8.store([row, col], tl.minimum(z8, LIMIT).to(y8.dtype))
+                z = tl.maximum(z, 0.0, propagate_nan=tl.PropagateNan.ALL)
+                z *= z
+            z8 = tl.clamp(z, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL).to(y.dtype)
+            y.store([row, col], z8)
+            y_t.store([col, row], z8.T)
 
 class StaticMLP(torch.autograd.Function):
-    """x (T, D), up, down (D, F) -> relu(x up)^2 down^T (T, D). wgrad is in bf16: FP8 would need transposed copies."""
+    """x (T, D), up, down (D, F) -> relu(x up)^2 down^T (T, D), all products in FP8; h exists in FP8 only."""
 
     @staticmethod
     def forward(ctx, x, up, down):
-        x8, up8, down8 = (quantize(t, scale, E4M3).view(torch.uint8) for t, scale in (
-            (x, MLP_X), (up, MLP_W), (down, MLP_W)))
-        h, h8 = torch.ops.nanogpt.squares(x8, up8.t().contiguous(), x.dtype)
-        ctx.save_for_backward(x, h, up8, down8.t().contiguous())
-        return product_op(h8, down8, *on_device(x, MLP_H, MLP_W), x.dtype, True)
+        x8, x8_t = torch.ops.nanogpt.quantize(x, STATIC_X["fc"], "x")
+        (up8, up8_t), (down8, down8_t) = (torch.ops.nanogpt.quantize(w, STATIC_W, "x") for w in (up, down))
+        h8, h8_t = torch.ops.nanogpt.squares(x8, up8_t)
+        ctx.save_for_backward(x8_t, up8, down8_t, h8, h8_t)
+        return product_op(h8, down8, *on_device(x, STATIC_X["proj"], STATIC_W), x.dtype, "xx")
 
     @staticmethod
     def backward(ctx, g):
-        x, h, up8, down8 = ctx.saved_tensors
-        g8 = quantize(g, MLP_GRAD, E5M2).view(torch.uint8)
-        grad, grad8 = torch.ops.nanogpt.squares(g8, down8, g.dtype, h)
-        return product_op(grad8, up8, *on_device(x, MLP_GRAD, MLP_W), x.dtype, False), x.t() @ grad, g.t() @ h
+        x8_t, up8, down8_t, h8, h8_t = ctx.saved_tensors
+        g8, g8_t = torch.ops.nanogpt.quantize(g, STATIC_GRAD, "g")
+        z8, z8_t = torch.ops.nanogpt.squares(g8, down8_t, h8)  # the gradient of x up
+        g_s, w_s, x_s, h_s = on_device(g, STATIC_GRAD, STATIC_W, STATIC_X["fc"], STATIC_X["proj"])
+        return (product_op(z8, up8, g_s, w_s, g.dtype, "gx"), product_op(x8_t, z8_t, x_s, g_s, g.dtype, "xg"),
+                product_op(g8_t, h8_t, g_s, h_s, g.dtype, "gx"))
 
 def linear(x: Tensor, w: Tensor, low: dict[str, tuple] | None, name: str, factor: Tensor | None = None) -> Tensor:
     """x (T, K), w (N, K) -> factor x w^T (T, N), by the layer's recipe for this projection if there is one."""
     if low and name in low:  # w was rounded without the factor, which is learned: so it multiplies what comes out
         seen, w8, *how = low[name]  # FP8 weights of the banks that the product joins, if it has any
+        if how[1] == "fp8-static":
+            return StaticLinear.apply(x, w if factor is None else factor * w, STATIC_X[name])
         y = LowLinear.apply(x, w, seen, torch.cat(w8) if len(w8) > 1 else w8[0] if w8 else None, *how)
         return y if factor is None else factor * y
     return F.linear(x, w if factor is None else factor * w)
@@ -757,7 +805,7 @@ def norm_and_rotate(x: Tensor, cos: Tensor, sin: Tensor, scale: Tensor | float =
 def attention(u, peek, ve, qk, vo, w, gates, xsa, mask, cos, sin, scale, begins, paired: bool, low=None) -> Tensor:
     """u (T, D), the normalised input, and its first channels, `peek` (T, GATE_DIM), which steer gates -> (T, D).
     `begins` (T,) marks document starts, None: no key offset."""
-    (T, D), H, gates, late = u.shape, gates.size(1), gates.to(u.dtype), low and "qkv" in low
+    (T, D), H, gates, late = u.shape, gates.size(1), gates.to(u.dtype), low and "qkv" in low and low["qkv"][1]
     qkv = torch.cat((qk.reshape(2 * D, D), vo[0] if late else w["v"] * vo[0]))  # `late`: see `linear`
     q, k, v = linear(u, qkv, low, "qkv").view(T, 3, 1 + paired, H // (1 + paired), D // H).unbind(1)
     cos, sin = (table.view(T, 1 + paired, 1, D // H) for table in (cos, sin))
@@ -781,7 +829,7 @@ def attention(u, peek, ve, qk, vo, w, gates, xsa, mask, cos, sin, scale, begins,
 
 def mlp(x, up, down, factor, low) -> Tensor:
     """x (T, D), up, down (D, F) -> factor relu(x up)^2 down^T (T, D)."""
-    if low and "fc" in low and low["fc"][3] == "fp8-static":
+    if low and all(name in low and low[name][3] == "fp8-static" for name in ("fc", "proj")):
         return StaticMLP.apply(x, up, factor * down)
     hidden = F.relu(linear(x, up.t(), low, "fc")).square()  # (T, F)
     return linear(hidden, down, low, "proj", factor)
@@ -1605,7 +1653,7 @@ def calibrate(device: torch.device) -> dict:
 
     return dict(
         bf16_matmul_tflops=speed(2e-12 * n**3, lambda: half @ half),
-        fp8_matmul_tflops=speed(2e-12 * n**3, lambda: product_op(fp8, fp8, one, one, torch.bfloat16, True),
+        fp8_matmul_tflops=speed(2e-12 * n**3, lambda: product_op(fp8, fp8, one, one, torch.bfloat16, "xx"),
                                 cuda and native("fp8", device)),
         copy_gb_per_s=speed(8e-9 * numbers, x.clone),  # bytes read and written
         all_reduce_gb_per_s=speed(4e-9 * len(whole), lambda: dist.all_reduce(whole), world_size > 1),
