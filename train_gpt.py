@@ -1670,33 +1670,80 @@ def mfu(c: Config, tokens_per_s: float, device_name: str) -> float | None:
 # ------------------------------------------------------------------------------------------------------------------
 # 9. The run
 
-def compiled(function: Callable, log: Log, clock: Clock, dynamic: bool = False) -> Callable:
-    """The function under torch.compile, which says in the log which graph it compiled and how long the call took."""
-    fast, counters = torch.compile(function, dynamic=dynamic, fullgraph=True), torch._dynamo.utils.counters
+class Compiled:
+    """A function under torch.compile that says in the log what it compiled, and how long the call took.
 
-    def call(x: Tensor, *args):
-        graphs, begin = counters["stats"]["unique_graphs"], time.perf_counter()
-        result = fast(x, *args)
-        if counters["stats"]["unique_graphs"] != graphs:
-            absent = [name for name, arg in zip(function.__code__.co_varnames[1:], args) if arg is None]
+    Its graphs, one for each `signature` of the arguments, are also kept beside the compiler's caches: to load one takes
+    hundredths of a second, to trace the function most of one. Not so those of `dynamic` functions, which serve all
+    lengths, and of this file imported elsewhere, where its constants may be others.
+    """
+
+    def __init__(self, function: Callable, log: Log, clock: Clock, dynamic: bool = False):
+        self.function, self.log, self.clock, self.graphs = function, log, clock, {}
+        self.traced = torch.compile(function, dynamic=dynamic, fullgraph=True)
+        self.kept = not dynamic and function.__module__ == "__main__"
+
+    def __call__(self, x: Tensor, *args):
+        key, counters, begin = self.kept and signature((x, *args)), torch._dynamo.utils.counters, time.perf_counter()
+        graphs = counters["stats"]["unique_graphs"], len(self.graphs)
+        if self.kept and key not in self.graphs:
+            self.graphs[key] = self.load((x, *args), key)
+        result = self.graphs.get(key, self.traced)(x, *args)
+        if graphs != (counters["stats"]["unique_graphs"], len(self.graphs)):
+            absent = [name for name, arg in zip(self.function.__code__.co_varnames[1:], args) if arg is None]
             mode = "for training" if torch.is_grad_enabled() else "without gradients"
-            what = f"{function.__name__} of {len(x)} rows {mode}" + f", without {absent}" * bool(absent)
-            log.fact("compile" if clock.now() == 0 else "defect",
-                     dict(what=what, seconds=round(time.perf_counter() - begin, 2),
-                          after_launch_s=round(time.perf_counter() - LAUNCHED, 1)))
+            what = f"{self.function.__name__} of {len(x)} rows {mode}" + f", without {absent}" * bool(absent)
+            self.log.fact("compile" if self.clock.now() == 0 else "defect",
+                          dict(what=what, seconds=round(time.perf_counter() - begin, 2),
+                               after_launch_s=round(time.perf_counter() - LAUNCHED, 1)))
         return result
 
-    return call
+    def load(self, args: tuple, key: tuple) -> Callable:
+        """The graph for these arguments, made and kept if it is not there."""
+        try:
+            folder = Path(torch._inductor.runtime.cache_dir_utils.cache_dir(), "nanogpt")
+            chip = torch.cuda.get_device_name if args[0].is_cuda else torch.backends.cpu.get_cpu_capability
+            facts = SOURCE, sys.version, torch.__version__, chip(), torch._inductor.config.get_hash()
+            path = folder / hashlib.sha256(repr((facts, self.function.__name__, key)).encode()).hexdigest()
+            if not path.exists():
+                folder.mkdir(parents=True, exist_ok=True)
+                skip = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}  # the key says what guards would
+                graph = torch.compile(self.function, dynamic=False, fullgraph=True, options=skip)
+                part = folder / str(uuid.uuid4())
+                graph.aot_compile((args, {})).save_compiled_function(str(part))
+                os.replace(part, path)
+            with open(path, "rb") as file:
+                graph = torch.compiler.load_compiled_function(file, f_globals=self.function.__globals__)
+            graph.disable_guard_check()
+            return graph
+        except Exception as error:  # PyTorch calls all this experimental; without it the start is slower, no more
+            self.log.fact("note", f"{self.function.__name__} is not kept: {type(error).__name__}: {str(error)[:150]}")
+            return self.traced
+
+def signature(args: tuple) -> tuple:
+    """All that a graph depends on: the form of tensors and which of them are the same one, and other values. A
+    BlockMask's form follows from those."""
+    places = {}
+
+    def of(x):
+        if isinstance(x, Tensor):
+            return places.setdefault(id(x), len(places)), x.dtype, x.device, x.shape, x.stride(), x.requires_grad
+        if isinstance(x, (tuple, list, dict)):
+            return tuple(map(of, x.items() if isinstance(x, dict) else x))
+        return BlockMask if isinstance(x, BlockMask) else x
+
+    return torch.is_grad_enabled(), of(args)
 
 def compile_model(model: GPT, optimizer: Optimizer, log: Log, clock: Clock) -> None:
     """A graph for each kind of block and one for the head, for training and validation: quicker than one for all."""
+    torch._dynamo.config.enable_aot_compile = True  # torch 2.13's default
     torch._dynamo.config.recompile_limit = 64  # the default of 8 graphs a function is less than the kinds of blocks
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True  # or FP8's graphs are made every time
     torch._inductor.config.triton.unique_kernel_names = False  # so kinds of blocks share two kernels of five
     for owner, name in ((model, "block"), (model, "head_loss"), (model, "embed_inputs"), (optimizer, "muon"),
                         (model, "block_lists"), (optimizer, "adam")):
         dynamic = name in ("block_lists", "adam")  # one graph for all lengths
-        setattr(owner, name, compiled(getattr(owner, name), log, clock, dynamic))
+        setattr(owner, name, Compiled(getattr(owner, name), log, clock, dynamic))
 
 def forward_backward(model: GPT, optimizer: Optimizer, inputs: Tensor, targets: Tensor, rows: dict, view: View):
     """Adds a micro-batch's gradients to .grad, but returns those of looked-up rows, with its loss, which is a sum."""

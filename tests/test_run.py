@@ -452,7 +452,7 @@ def test_a_graph_compiled_while_the_clock_runs_is_reported_as_a_defect(eager_gra
     def head(x, w):
         return x * 2 if w is None else x * w
 
-    compiled = t.compiled(head, Recorder(), clock)
+    compiled = t.Compiled(head, Recorder(), clock)
     x = torch.ones(3)
     assert torch.equal(compiled(x, None), 2 * x) and torch.equal(compiled(x, None), 2 * x)
     clock.start()
