@@ -1674,19 +1674,18 @@ class Compiled:
     """A function under torch.compile that says in the log what it compiled, and how long the call took.
 
     Its graphs, one for each `signature` of the arguments, are also kept beside the compiler's caches: to load one takes
-    hundredths of a second, to trace the function most of one. Not so those of `dynamic` functions, which serve all
-    lengths, and of this file imported elsewhere, where its constants may be others.
+    hundredths of a second, to trace the function most of one. Not so where this file is imported, as others may change
+    its constants.
     """
 
     def __init__(self, function: Callable, log: Log, clock: Clock, dynamic: bool = False):
         self.function, self.log, self.clock, self.graphs = function, log, clock, {}
-        self.traced = torch.compile(function, dynamic=dynamic, fullgraph=True)
-        self.kept = not dynamic and function.__module__ == "__main__"
+        self.traced, self.dynamic = torch.compile(function, dynamic=dynamic, fullgraph=True), dynamic
 
     def __call__(self, x: Tensor, *args):
-        key, counters, begin = self.kept and signature((x, *args)), torch._dynamo.utils.counters, time.perf_counter()
+        key, counters, begin = signature((x, *args), self.dynamic), torch._dynamo.utils.counters, time.perf_counter()
         graphs = counters["stats"]["unique_graphs"], len(self.graphs)
-        if self.kept and key not in self.graphs:
+        if key not in self.graphs and self.function.__module__ == "__main__":
             self.graphs[key] = self.load((x, *args), key)
         result = self.graphs.get(key, self.traced)(x, *args)
         if graphs != (counters["stats"]["unique_graphs"], len(self.graphs)):
@@ -1708,7 +1707,7 @@ class Compiled:
             if not path.exists():
                 folder.mkdir(parents=True, exist_ok=True)
                 skip = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}  # the key says what guards would
-                graph = torch.compile(self.function, dynamic=False, fullgraph=True, options=skip)
+                graph = torch.compile(self.function, dynamic=self.dynamic, fullgraph=True, options=skip)
                 part = folder / str(uuid.uuid4())
                 graph.aot_compile((args, {})).save_compiled_function(str(part))
                 os.replace(part, path)
@@ -1720,14 +1719,15 @@ class Compiled:
             self.log.fact("note", f"{self.function.__name__} is not kept: {type(error).__name__}: {str(error)[:150]}")
             return self.traced
 
-def signature(args: tuple) -> tuple:
-    """All that a graph depends on: the form of tensors and which of them are the same one, and other values. A
-    BlockMask's form follows from those."""
+def signature(args: tuple, dynamic: bool) -> tuple:
+    """All that a graph depends on: the form of tensors, which of them are the same one, and other values. A BlockMask's
+    form follows from those. A dynamic graph serves all sizes but 1; the file's functions want no more of sizes."""
     places = {}
 
     def of(x):
         if isinstance(x, Tensor):
-            return places.setdefault(id(x), len(places)), x.dtype, x.device, x.shape, x.stride(), x.requires_grad
+            form = [min(n, 2) for n in x.shape] + [x.is_contiguous()] if dynamic else (x.shape, x.stride())
+            return places.setdefault(id(x), len(places)), x.dtype, x.device, *form, x.requires_grad
         if isinstance(x, (tuple, list, dict)):
             return tuple(map(of, x.items() if isinstance(x, dict) else x))
         return BlockMask if isinstance(x, BlockMask) else x
