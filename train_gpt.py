@@ -239,8 +239,8 @@ def check_config(c: Config) -> None:
 # dimension. One scale a tensor survives transposition, so x, w and dy are rounded once and serve twice; where scales
 # vary along the sum (nvfp4) each product rounds anew. x and w want mantissa, e4m3; gradients want range, e5m2. Sums may
 # be quick (fewer bits, "fast accumulation") in fprop only, or where few numbers are added: errors of gradients add up.
-# FP8 units want the summed dimension contiguous in both operands, so backward makes transposed copies. The recipes:
-# fp8-static: constant scales, for head (record 21) and MLPs: their input is normalised, |x| <= sqrt(D).
+# FP8 units want the summed dimension contiguous in both operands: what serves twice is written both ways. The recipes:
+# fp8-static: constant scales, for the head (record 21), the MLPs and qkv: their input is normalised, |x| <= sqrt(D).
 # fp8: each product measures amax ("tensorwise dynamic"; Float8Linear of nanochat and torchao), weights once a step.
 #   --float8_all_gather (torchao): who updates a slice of a weight rounds it and hands out bytes; slices must share the
 #   weight's scale, so one vector of all amaxes is reduced over the ranks.
