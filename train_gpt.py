@@ -239,8 +239,9 @@ def check_config(c: Config) -> None:
 # dimension. One scale a tensor survives transposition, so x, w and dy are rounded once and serve twice; where scales
 # vary along the sum (nvfp4) each product rounds anew. x and w want mantissa, e4m3; gradients want range, e5m2. Sums may
 # be quick (fewer bits, "fast accumulation") in fprop only, or where few numbers are added: errors of gradients add up.
-# FP8 units want the summed dimension contiguous in both operands: what serves twice is written both ways. The recipes:
-# fp8-static: constant scales, for the head (record 21), the MLPs and qkv: their input is normalised, |x| <= sqrt(D).
+# FP8 units want the summed dimension contiguous in both operands, so products want others of them transposed. Recipes:
+# fp8-static: constant scales, for the head (record 21), the MLPs and qkv: inputs are normalised, |x| <= sqrt(D), or
+#   squares of what comes of those. Hidden operands are written both ways as they are rounded.
 # fp8: each product measures amax ("tensorwise dynamic"; Float8Linear of nanochat and torchao), weights once a step.
 #   --float8_all_gather (torchao): who updates a slice of a weight rounds it and hands out bytes; slices must share the
 #   weight's scale, so one vector of all amaxes is reduced over the ranks.
@@ -281,6 +282,8 @@ def plan(c: Config, device: torch.device, plain: str) -> list[dict[str, str]]:
         if row[name] != recipe == "nvfp4" or c.float8_all_gather and (row[name] != "fp8" or c.bf16_last_frac):
             raise BadInput(f"{name} of {c.model_dim} x {width} is {recipe}; nvfp4 takes multiples of 16 only, and "
                            "--float8_all_gather fp8 in all layers and steps, which does too: no rank has wide weights")
+        require((recipe, c.precision) != ("fp8-static", "fp16") or name == "lm_head",
+                f"{name} is fp8-static, whose scale of gradients is constant, and --precision=fp16 scales the loss")
         require(native(row[name], device) or not c.native,
                 f"--native, but {device.type} has no products of {name} in {row[name]} here")
     return rows
@@ -300,8 +303,8 @@ def quantize_op(x: Tensor, scale: float, kind: str) -> tuple[Tensor, Tensor]:
         y = quantize(x.contiguous(), scale, FORMATS[kind]).view(torch.uint8)
         return y, y.t().clone(memory_format=torch.contiguous_format)
     y, y_t = (x.new_empty(shape, dtype=FORMATS[kind]) for shape in (x.shape, x.shape[::-1]))
-    limit = torch.finfo(y.dtype).max
-    transpose_kernel[tiles(x)](x.contiguous(), y_t, *x.shape, 64, 128, y, 1 / scale, limit, num_warps=8)
+    transpose_kernel[tiles(x)](x.contiguous(), y_t, *x.shape, 64, 128, y, 1 / scale, torch.finfo(y.dtype).max,
+                               num_warps=8)
     return y.view(torch.uint8), y_t.view(torch.uint8)
 
 quantize_op.register_fake(lambda x, *_: tuple(x.new_empty(s, dtype=torch.uint8) for s in (x.shape, x.shape[::-1])))
@@ -436,7 +439,7 @@ if triton is not None:
     @triton.jit
     def loss_kernel(z_ptr, target_ptr, loss_ptr, g_ptr, inv_scale, V, CAP, SHIFT, WIDTH, FAST: tl.constexpr,
                     TILE: tl.constexpr = 2048):
-        """Instructions are what it waits for: logits are a + a t, t a tangent, powers are of 2, factors exponents."""
+        """Instructions limit it: logits are a + a tanh, exponentials are of 2, and factors are in their exponents."""
         LOG2E: tl.constexpr = 1.4426950408889634
         row, a, slope, shift = tl.program_id(0).to(tl.int64), CAP / 2, 0.5 / WIDTH, SHIFT * 0.5 / WIDTH
         z_ptr += row * V
@@ -551,7 +554,7 @@ class LowLinear(torch.autograd.Function):
 STATIC_X, STATIC_W, STATIC_GRAD = {"qkv": 1 / 16, "o": 1 / 4, "fc": 1 / 16, "proj": 64.0}, 2.0**-8, 2.0**-12
 
 class StaticLinear(torch.autograd.Function):
-    """x (T, K), w (N, K) -> x w^T (T, N), all three products in FP8. Sums over T want transposed operands."""
+    """x (T, K), w (N, K) -> x w^T (T, N), all products in FP8. Backward's sums, over N and T, want them transposed."""
 
     @staticmethod
     def forward(ctx, x, w, x_s):
@@ -570,7 +573,8 @@ class StaticLinear(torch.autograd.Function):
 @torch.library.custom_op("nanogpt::squares", mutates_args=())
 def squares_op(a: Tensor, b: Tensor, h: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """x (T, D), up^T (F, D) -> h = relu(x up)^2, in e4m3, (T, F) and transposed. With h: gradient (T, D), down^T (F, D)
-    -> that of x up, 2 sqrt(h) (gradient down), in e5m2, likewise. One kernel (records 59, 87)."""
+    -> that of x up, 2 sqrt(h) (gradient down), in e5m2, likewise; none where h rounded to 0, below 1/16. One kernel
+    (records 59, 87)."""
     (M, K), N, kind, h_s = a.shape, len(b), "x" if h is None else "g", STATIC_X["proj"]
     if not a.is_cuda or torch.cuda.get_device_capability(a.device) != (9, 0):  # the kernel's tiles are for Hopper
         a_s = STATIC_X["fc"] if h is None else STATIC_GRAD
@@ -805,7 +809,8 @@ def norm_and_rotate(x: Tensor, cos: Tensor, sin: Tensor, scale: Tensor | float =
 def attention(u, peek, ve, qk, vo, w, gates, xsa, mask, cos, sin, scale, begins, paired: bool, low=None) -> Tensor:
     """u (T, D), the normalised input, and its first channels, `peek` (T, GATE_DIM), which steer gates -> (T, D).
     `begins` (T,) marks document starts, None: no key offset."""
-    (T, D), H, gates, late = u.shape, gates.size(1), gates.to(u.dtype), low and "qkv" in low and low["qkv"][1]
+    (T, D), H, gates = u.shape, gates.size(1), gates.to(u.dtype)
+    late = low and "qkv" in low and low["qkv"][3] != "fp8-static"
     qkv = torch.cat((qk.reshape(2 * D, D), vo[0] if late else w["v"] * vo[0]))  # `late`: see `linear`
     q, k, v = linear(u, qkv, low, "qkv").view(T, 3, 1 + paired, H // (1 + paired), D // H).unbind(1)
     cos, sin = (table.view(T, 1 + paired, 1, D // H) for table in (cos, sin))
@@ -1671,7 +1676,7 @@ def mfu(c: Config, tokens_per_s: float, device_name: str) -> float | None:
 # 9. The run
 
 class Compiled:
-    """A function under torch.compile that says in the log what it compiled, and how long the call took.
+    """A function under torch.compile that says in the log what it compiled or loaded, and how long the call took.
 
     Its graphs, one for each `signature` of the arguments, are also kept beside the compiler's caches: to load one takes
     hundredths of a second, to trace the function most of one. Not so where this file is imported, as others may change
@@ -1699,6 +1704,7 @@ class Compiled:
 
     def load(self, args: tuple, key: tuple) -> Callable:
         """The graph for these arguments, made and kept if it is not there."""
+        path = None
         try:
             folder = Path(torch._inductor.runtime.cache_dir_utils.cache_dir(), "nanogpt")
             chip = torch.cuda.get_device_name if args[0].is_cuda else torch.backends.cpu.get_cpu_capability
@@ -1716,17 +1722,18 @@ class Compiled:
             graph.disable_guard_check()
             return graph
         except Exception as error:  # PyTorch calls all this experimental; without it the start is slower, no more
+            path and path.unlink(missing_ok=True)
             self.log.fact("note", f"{self.function.__name__} is not kept: {type(error).__name__}: {str(error)[:150]}")
             return self.traced
 
 def signature(args: tuple, dynamic: bool) -> tuple:
     """All that a graph depends on: the form of tensors, which of them are the same one, and other values. A BlockMask's
-    form follows from those. A dynamic graph serves all sizes but 1; the file's functions want no more of sizes."""
+    form follows from those. A dynamic graph serves all sizes above a block. What is written may not overlap others."""
     places = {}
 
     def of(x):
         if isinstance(x, Tensor):
-            form = [min(n, 2) for n in x.shape] + [x.is_contiguous()] if dynamic else (x.shape, x.stride())
+            form = [min(n, BLOCK + 1) for n in x.shape] + [x.is_contiguous()] if dynamic else (x.shape, x.stride())
             return places.setdefault(id(x), len(places)), x.dtype, x.device, *form, x.requires_grad
         if isinstance(x, (tuple, list, dict)):
             return tuple(map(of, x.items() if isinstance(x, dict) else x))

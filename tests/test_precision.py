@@ -650,6 +650,12 @@ def test_constant_scales_can_be_of_any_projection(monkeypatch):
     assert torch.isfinite(loss) and all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
 
 
+def test_constant_scales_are_refused_where_the_loss_has_a_scale_of_its_own(monkeypatch):
+    monkeypatch.setitem(t.TOPOLOGIES, "own", [t.Layer(ve=0, recipes={"o": "fp8-static"})])
+    with pytest.raises(t.BadInput, match="^o is fp8-static, whose scale .* constant, and --precision=fp16 scales"):
+        trainer(precision="fp16", topology="own")
+
+
 def test_shapes_that_fp8_cannot_multiply_stay_wide_and_nvfp4_refuses_them():
     model, _ = trainer(precision="fp8", mlp_dim=120)
     assert model.plan[0] == {"qkv": "fp8", "o": "fp8", "fc": "bf16", "proj": "bf16"}
