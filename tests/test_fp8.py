@@ -99,14 +99,21 @@ def test_opcheck_passes_on_all_operators(device, rows, width, vocab):
         torch.library.opcheck(torch.ops.nanogpt.product.default, (a, b_t, scale, scale, torch.bfloat16, kinds))
         a, b_t = (y.view(t.FORMATS[kind]).bfloat16() for y, kind in zip((a, b_t), kinds))  # emulated
         torch.library.opcheck(torch.ops.nanogpt.product.default, (a, b_t, scale, scale, torch.float32, kinds))
-    for y, kind in ((x, "x"), (g8.float().t(), "g")):
-        torch.library.opcheck(torch.ops.nanogpt.quantize.default, (y.detach(), 0.25, kind))
     z, targets = normal(rows, vocab, dtype=torch.bfloat16, device=device), integers(0, vocab - 1, rows, device=device)
     torch.library.opcheck(torch.ops.nanogpt.loss.default, (z, targets, 1 / 448))
     torch.library.opcheck(torch.ops.nanogpt.squares.default, (x8, w8))
     h8, _ = t.quantize_op(normal(rows, vocab, device=device).square(), 1.0, "x")
     x8 = x8.view(t.E4M3).to(t.E5M2).view(torch.uint8)
     torch.library.opcheck(torch.ops.nanogpt.squares.default, (x8, w8, h8))
+
+
+@devices
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("kind", ["x", "g"])
+def test_opcheck_passes_on_the_operator_that_quantises_both_ways(device, dtype, transposed, kind):
+    x = normal(32, 48, dtype=dtype, device=device)
+    torch.library.opcheck(torch.ops.nanogpt.quantize.default, (x.t() if transposed else x, 0.25, kind))
 
 
 @devices
