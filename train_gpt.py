@@ -551,7 +551,9 @@ class LowLinear(torch.autograd.Function):
 
 # Constant scales (record 89): of a projection's input, of weights, and of the gradient of a loss that is a sum. Squares
 # are near 10 (rms), but on a document's first token up to 12,700: training must not clamp what validation does not.
-STATIC_X, STATIC_W, STATIC_GRAD = {"qkv": 1 / 16, "o": 1 / 4, "fc": 1 / 16, "proj": 64.0}, 2.0**-8, 2.0**-12
+# Powers of two, so that only rounding loses something; 448 / 16 is just above sqrt(768), the largest of normalised x.
+STATIC_X = {"qkv": 1 / 16, "o": 1 / 4, "fc": 1 / 16, "proj": 64.0}
+STATIC_W, STATIC_GRAD = 2.0**-8, 2.0**-12
 
 class StaticLinear(torch.autograd.Function):
     """x (T, K), w (N, K) -> x w^T (T, N), all products in FP8. Backward's sums, over N and T, want them transposed."""
