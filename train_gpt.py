@@ -97,6 +97,7 @@ class Config:
     num_heads: int = key(6, "attention heads; head width is model_dim / num_heads")
     mlp_dim: int = key(3072, "hidden width of the MLP")
     vocab_size: int = key(50304, "rows of the embedding: GPT-2's 50257 tokens, rounded up to a multiple of 128")
+    candidates: int = key(16_384, "tokens the loss of a micro-batch tells the next one from, 0: the whole vocabulary")
     # schedule
     schedule: str = key("speedrun", "entry of SCHEDULES: the stages of the run")
     num_steps: int = key(1560, "optimizer steps")
@@ -145,7 +146,7 @@ BYTES = dict(  # what small models of single bytes have in common
 
 PRESETS: dict[str, dict] = {
     "speedrun": {},
-    "onepass": dict(schedule="onepass", num_steps=935, seq_len=8192, micro_tokens=32_768, muon_lr=0.02, head_lr=0.0065,
+    "onepass": dict(schedule="onepass", num_steps=950, seq_len=8192, micro_tokens=32_768, muon_lr=0.02, head_lr=0.0065,
                     cooldown_frac=0.7, target_loss=3.492),
     "laptop": BYTES | dict(
         topology="laptop", model_dim=128, num_heads=2, mlp_dim=512, schedule="laptop", num_steps=700, muon_lr=0.04,
@@ -210,6 +211,7 @@ def check_config(c: Config) -> None:
     for name in ("num_steps batch_tokens seq_len micro_tokens val_tokens val_seq_len model_dim num_heads mlp_dim "
                  "vocab_size bigram_rows epochs cooldown_frac").split():
         require(getattr(c, name) > 0, f"--{name}={getattr(c, name)} must be positive")
+    require(c.candidates >= 0, f"--candidates={c.candidates} must be positive, or 0 for the whole vocabulary")
     for name, choices in (("topology", TOPOLOGIES), ("schedule", SCHEDULES), ("precision", ("auto", *PRECISIONS)),
                           ("attention", ("auto", "flex", "sdpa")), ("device", ("auto", "cuda", "cpu")),
                           ("dtype", ("auto", "bfloat16", "float16", "float32", "float64"))):
@@ -299,9 +301,9 @@ FORMATS = {"x": E4M3, "g": E5M2}  # of activations and weights; of gradients
 @torch.library.custom_op("nanogpt::quantize", mutates_args=())
 def quantize_op(x: Tensor, scale: float, kind: str) -> tuple[Tensor, Tensor]:
     """x (M, N) -> `quantize`d to one of FORMATS, as bytes (M, N), and transposed (N, M)."""
-    if not x.is_cuda or not native("fp8", x.device):
+    if x.dtype != torch.bfloat16 or not x.is_cuda or not native("fp8", x.device):  # Triton 3.6 miscompiles float32
         y = quantize(x.contiguous(), scale, FORMATS[kind]).view(torch.uint8)
-        return y, y.t().clone(memory_format=torch.contiguous_format)
+        return y, transpose(y)
     y, y_t = (x.new_empty(shape, dtype=FORMATS[kind]) for shape in (x.shape, x.shape[::-1]))
     transpose_kernel[tiles(x)](x.contiguous(), y_t, *x.shape, 64, 128, y, 1 / scale, torch.finfo(y.dtype).max,
                                num_warps=8)
@@ -312,7 +314,7 @@ quantize_op.register_fake(lambda x, *_: tuple(x.new_empty(s, dtype=torch.uint8) 
 def transpose(x: Tensor) -> Tensor:
     """(M, N) bytes -> (N, M), contiguous, in tiles: the framework's copy would write single bytes."""
     if not x.is_cuda:
-        return x.t().contiguous()
+        return x.t().clone(memory_format=torch.contiguous_format)
     out = x.new_empty(x.shape[::-1])
     transpose_kernel[tiles(x)](x, out, *x.shape, 64, 128, num_warps=8)
     return out
@@ -374,6 +376,7 @@ mm_op.register_autograd(_mm_autograd, setup_context=_mm_setup)
 # The loss. A sigmoid caps the logits to (0, 23) (records 18, 54), so exponentials cannot overflow and their sum needs
 # no maximum first. One kernel reads a token's logits twice, the second time from cache, and leaves the loss and its
 # gradient, in e5m2: the gradient never exists in bf16 and nothing is recomputed in backward (records 67, 79).
+# In training the vocabulary is a sample of it (section 4), whose logits have a bias.
 
 CAP, CAP_SHIFT, CAP_WIDTH = 23.0, 5.0, 7.5
 
@@ -382,29 +385,33 @@ def softcap(z: Tensor) -> Tensor:
     return CAP * torch.sigmoid((z.to(torch.promote_types(z.dtype, torch.float32)) + CAP_SHIFT) / CAP_WIDTH)
 
 @torch.library.custom_op("nanogpt::loss", mutates_args=())
-def loss_op(z: Tensor, targets: Tensor, grad_s: float) -> tuple[Tensor, Tensor]:
-    """z (T, V) before the cap, targets (T,) -> cross-entropy (T,) float32, and its gradient (T, V) / grad_s in e5m2.
-    That is at most CAP / (4 CAP_WIDTH grad_s), which must be in e5m2's range."""
+def loss_op(z: Tensor, targets: Tensor, grad_s: float, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """z (T, V) before the cap, targets (T,), bias (V,) or none, which is added after the cap -> cross-entropy (T,)
+    float32, and its gradient (T, V) / grad_s in e5m2. That is at most CAP / (4 CAP_WIDTH grad_s), which must be in
+    e5m2's range. Targets' biases are 0; where there is no target, -1, both are 0."""
     if z.is_cuda:
         loss, g8 = z.new_empty(len(z), dtype=torch.float32), torch.empty_like(z, dtype=torch.uint8)
-        loss_kernel[len(z),](z, targets, loss, g8.view(E5M2), 1 / grad_s, z.shape[1],
+        loss_kernel[len(z),](z, targets, loss, g8.view(E5M2), bias, 1 / grad_s, z.shape[1],
                              CAP, CAP_SHIFT, CAP_WIDTH, FAST=True, num_warps=4)
         return loss, g8
-    lse = softcap(z).logsumexp(-1)
-    loss = lse - softcap(z.gather(-1, targets[:, None]))[:, 0]
+    known, right = (targets >= 0).float(), targets.clamp(min=0)
+    logits = softcap(z) if bias is None else softcap(z) + bias
+    lse = logits.logsumexp(-1)
+    loss = lse - logits.gather(-1, right[:, None])[:, 0]
     s = torch.sigmoid((z.float() + CAP_SHIFT) / CAP_WIDTH)
-    p = torch.exp(CAP * s - lse[:, None]) - F.one_hot(targets, z.shape[1])
-    return loss, quantize(p * s * (1 - s) * (CAP / CAP_WIDTH), grad_s, E5M2).view(torch.uint8)
+    p = torch.exp(logits - lse[:, None]) - F.one_hot(right, z.shape[1])
+    g = p * s * (1 - s) * (CAP / CAP_WIDTH) * known[:, None]
+    return loss * known, quantize(g, grad_s, E5M2).view(torch.uint8)
 
-loss_op.register_fake(lambda z, targets, grad_s: (z.new_empty(len(z), dtype=torch.float32), z.byte()))
+loss_op.register_fake(lambda z, *_: (z.new_empty(len(z), dtype=torch.float32), z.byte()))
 
 class FP8HeadLoss(torch.autograd.Function):
     """x (T, D), w (V, D), targets (T,) -> cross-entropy of the capped logits, summed over T; all products in FP8."""
 
     @staticmethod
-    def forward(ctx, x, w, targets):
+    def forward(ctx, x, w, targets, bias=None):
         z, x8_t, w8_t = torch.ops.nanogpt.mm(x, w, *HEAD_SCALES)
-        loss, g8 = torch.ops.nanogpt.loss(z, targets, HEAD_SCALES[2])
+        loss, g8 = torch.ops.nanogpt.loss(z, targets, HEAD_SCALES[2], bias)
         ctx.save_for_backward(g8, x8_t, w8_t)
         ctx.dtype = w.dtype
         return loss.sum()
@@ -412,7 +419,7 @@ class FP8HeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         grad_x, grad_w = torch.ops.nanogpt.mm_backward(*ctx.saved_tensors, grad * HEAD_SCALES[2], *HEAD_SCALES[:2])
-        return grad_x.to(ctx.dtype), grad_w.to(ctx.dtype), None
+        return grad_x.to(ctx.dtype), grad_w.to(ctx.dtype), None, None
 
 if triton is not None:
 
@@ -437,7 +444,7 @@ if triton is not None:
         return 2 * tl.sigmoid(2 * x) - 1
 
     @triton.jit
-    def loss_kernel(z_ptr, target_ptr, loss_ptr, g_ptr, inv_scale, V, CAP, SHIFT, WIDTH, FAST: tl.constexpr,
+    def loss_kernel(z_ptr, target_ptr, loss_ptr, g_ptr, bias_ptr, inv_scale, V, CAP, SHIFT, WIDTH, FAST: tl.constexpr,
                     TILE: tl.constexpr = 2048):
         """Instructions limit it: logits are a + a tanh, exponentials are of 2, and factors are in their exponents."""
         LOG2E: tl.constexpr = 1.4426950408889634
@@ -448,22 +455,26 @@ if triton is not None:
         for begin in range(0, V, TILE):
             cols = begin + tl.arange(0, TILE)
             z = tl.load(z_ptr + cols, mask=cols < V, other=float("-inf")).to(tl.float32)
-            t = tanh(z * slope + shift, FAST)
-            total += tl.where(cols < V, tl.exp2(t * (a * LOG2E) - a * LOG2E), 0.0)
-        lse = 2 * a + tl.log(tl.sum(total))
-        factor = a / (2 * WIDTH) * inv_scale  # dlogit/dz = (1 - t^2) a / (2 width)
+            power = tanh(z * slope + shift, FAST) * (a * LOG2E) - a * LOG2E
+            if bias_ptr is not None:
+                power += tl.load(bias_ptr + cols, mask=cols < V) * LOG2E
+            total += tl.where(cols < V, tl.exp2(power), 0.0)
+        lse, target = 2 * a + tl.log(tl.sum(total)), tl.load(target_ptr + row)
+        factor = tl.where(target < 0, 0.0, a / (2 * WIDTH) * inv_scale)  # dlogit/dz = (1 - t^2) a / (2 width)
         power = (a - lse) * LOG2E + tl.log2(factor)
         for begin in range(0, V, TILE):
             cols = begin + tl.arange(0, TILE)
             z = tl.load(z_ptr + cols, mask=cols < V, other=0.0).to(tl.float32)
             t = tanh(z * slope + shift, FAST)
-            g = tl.exp2(t * (a * LOG2E) + power) * (1 - t * t)
-            tl.store(g_ptr + cols, g.to(tl.float8e5), mask=cols < V)
-        target = tl.load(target_ptr + row)
-        t = tanh(tl.load(z_ptr + target).to(tl.float32) * slope + shift, FAST)
-        tl.store(loss_ptr + row, lse - a - a * t)
+            at = t * (a * LOG2E) + power
+            if bias_ptr is not None:
+                at += tl.load(bias_ptr + cols, mask=cols < V) * LOG2E
+            tl.store(g_ptr + cols, (tl.exp2(at) * (1 - t * t)).to(tl.float8e5), mask=cols < V)
+        t = tanh(tl.load(z_ptr + target, mask=target >= 0).to(tl.float32) * slope + shift, FAST)
+        tl.store(loss_ptr + row, tl.where(target < 0, 0.0, lse - a - a * t))
         tl.debug_barrier()  # the row is written
-        tl.store(g_ptr + target, ((tl.exp2(t * (a * LOG2E) + power) - factor) * (1 - t * t)).to(tl.float8e5))
+        g = (tl.exp2(t * (a * LOG2E) + power) - factor) * (1 - t * t)
+        tl.store(g_ptr + target, g.to(tl.float8e5), mask=target >= 0)
 
 # Recipes for projections: pure functions on tensors. An FP8 operand is (bytes, or bf16 to emulate, and 1 / scale).
 GRIDS = {E4M3: (3, -6), E5M2: (2, -14), "e2m1": (1, 0)}  # bits of mantissa, smallest exponent of normal numbers
@@ -873,12 +884,24 @@ def late_mix(x, sources, w_in, w_out, bias) -> Tensor:
     m = F.linear(F.gelu(F.linear(x, w_in.to(x.dtype))), w_out.to(x.dtype)) + bias.to(x.dtype)
     return norm(x + sum(0.1 * m[:, i : i + 1] * source for i, source in enumerate(sources)))
 
-def head_loss(x, sources, late, lm_head, targets, low=None) -> Tensor:
-    """x (T, D), targets (T,) -> cross-entropy summed over tokens."""
+def head_loss(x, sources, late, lm_head, targets, bias=None, low=None) -> Tensor:
+    """x (T, D), targets (T,), or -1 where there is none, bias (V,) of logits -> cross-entropy summed over tokens."""
     x = late_mix(x, sources, *late)
     if low and low["lm_head"][3] == "fp8-static":
-        return FP8HeadLoss.apply(x, lm_head, targets)
-    return F.cross_entropy(softcap(linear(x, lm_head, low, "lm_head")), targets, reduction="sum")
+        return FP8HeadLoss.apply(x, lm_head, targets, bias)
+    logits = softcap(linear(x, lm_head, low, "lm_head"))
+    return F.cross_entropy(logits if bias is None else logits + bias, targets, reduction="sum", ignore_index=-1)
+
+def choose_candidates(targets: Tensor, counts: Tensor, number: int) -> tuple[Tensor, Tensor, Tensor]:
+    """targets (T,), how often each token was one so far, counts (V,) -> the tokens that the loss is about (number,),
+    all targets among them; the logarithm of how many tokens each one stands for; and the targets' places among them
+    (T,), -1 if there are too many. So the sum of exponentials over the vocabulary is estimated without bias: priority
+    sampling (Duffield et al. 2007), for a sampled softmax (Bengio and Senecal 2008)."""
+    size = (1 + counts).index_fill(0, targets, 1e30)  # who is large enough is certain to be chosen
+    priority, order = (size / torch.rand_like(size)).clamp(max=1e30).topk(number + 1)
+    chosen, next_one = order[:-1], priority[-1]
+    places = order.new_full(counts.shape, -1).scatter(0, chosen, torch.arange(number, device=order.device))
+    return chosen, (next_one / size[chosen]).clamp(min=1).log(), places[targets]
 
 class GPT(nn.Module):
     """The model over one packed sequence. Parameters live in stacks ("banks") padded to a multiple of world_size."""
@@ -897,6 +920,7 @@ class GPT(nn.Module):
             self.register_parameter(name, nn.Parameter(bank))
         signs = torch.randint(0, 2, (SIGNS, c.model_dim), generator=torch.Generator().manual_seed(0)) * 2 - 1
         self.register_buffer("signs", signs.to(device, torch.int8), persistent=False)
+        self.register_buffer("counts", torch.zeros(c.vocab_size, device=device), persistent=False)  # of targets
         self.ropes = {}
         self.block, self.head_loss = block, head_loss  # `compile_model` replaces these four
         self.embed_inputs, self.block_lists = embed_inputs, block_lists
@@ -1004,16 +1028,30 @@ class GPT(nn.Module):
         (x, sources), w = self.hidden(tokens, view, looked_up), self.weight("lm_head")
         late = self.late_in, self.late_out, self.late_bias
         if torch.is_grad_enabled():
-            return self.head_loss(x, sources, late, w, targets, *self.recipes(view)[-1])
+            return self.head_loss(x, sources, late, *self.sampled(w, targets, self.recipes(view)[-1]))
         pieces = zip(*(t.split(VAL_CHUNK) for t in (x, targets, *sources)))  # logits of a whole sequence would not fit
         return sum(self.head_loss(a, s, late, w, b) for a, b, *s in pieces)
+
+    def sampled(self, w: Tensor, targets: Tensor, low: tuple) -> tuple:
+        """What `head_loss` takes after the first three: the head (V, D), targets (T,), no bias and its recipes, or the
+        same for --candidates of the V tokens, with a bias: a fourth of the work, most of it on tokens that are here."""
+        number = self.config.candidates
+        if not 0 < number < len(w):
+            return w, targets, None, *low
+        with torch.no_grad():
+            self.counts.index_add_(0, targets, torch.ones_like(targets, dtype=self.counts.dtype))
+            chosen, bias, targets = choose_candidates(targets, self.counts, number)
+        low = ({name: (seen, tuple(w8[chosen] for w8 in all8), *how) for name, (seen, all8, *how) in row.items()}
+               for row in low)
+        return w.index_select(0, chosen), targets, bias, *low
 
 VAL_CHUNK = 16_384  # tokens whose logits are computed at a time in validation
 
 @torch.no_grad()
 def initialize(model: GPT, seed: int) -> dict[str, Tensor]:
     """Draws the weights from `seed` (rank 0's count), fills the model and returns them in float32."""
-    torch.manual_seed(seed)
+    torch.manual_seed(seed + ranks()[0])  # ranks sample different candidates
+    model.counts.zero_()
     full = {}
     for name, param in model.table.items():
         bank = getattr(model, name)

@@ -101,6 +101,7 @@ def test_opcheck_passes_on_all_operators(device, rows, width, vocab):
         torch.library.opcheck(torch.ops.nanogpt.product.default, (a, b_t, scale, scale, torch.float32, kinds))
     z, targets = normal(rows, vocab, dtype=torch.bfloat16, device=device), integers(0, vocab - 1, rows, device=device)
     torch.library.opcheck(torch.ops.nanogpt.loss.default, (z, targets, 1 / 448))
+    torch.library.opcheck(torch.ops.nanogpt.loss.default, (z, targets, 1 / 448, torch.zeros(vocab, device=device)))
     torch.library.opcheck(torch.ops.nanogpt.squares.default, (x8, w8))
     h8, _ = t.quantize_op(normal(rows, vocab, device=device).square(), 1.0, "x")
     x8 = x8.view(t.E4M3).to(t.E5M2).view(torch.uint8)
@@ -171,14 +172,16 @@ def capped(z):
     return 11.5 * torch.tanh((z + 5) / 15) + 11.5
 
 
+@pytest.mark.parametrize("sample", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_loss_and_its_gradient_are_those_of_cross_entropy_of_capped_logits(dtype):
-    z = normal(40, 300).mul(6).to(dtype)
-    targets = integers(0, 299, 40)
+def test_the_loss_and_its_gradient_are_those_of_cross_entropy_of_capped_logits(dtype, sample):
+    z, targets, scale, bias = normal(40, 300).mul(6).to(dtype), integers(0, 299, 40), 1 / 448, None
+    if sample:
+        z, targets, scale, bias = sampled(z, targets, scale)
     exact = z.double().requires_grad_()
-    reference = F.cross_entropy(capped(exact), targets, reduction="none")
+    reference = F.cross_entropy(capped(exact) + (bias if sample else 0), targets, reduction="none", ignore_index=-1)
     reference.sum().backward()
-    loss, g8 = t.loss_op(z, targets, 1 / 448)
+    loss, g8 = t.loss_op(z, targets, scale, bias)
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss.double(), reference, rtol=1e-5, atol=1e-5)
     g = g8.view(t.E5M2).double() / 448
@@ -268,10 +271,10 @@ def run(inputs):
         (M, N), out = x.shape, torch.full((x.shape[1], x.shape[0]), 77, dtype=torch.uint8)
         t.transpose_kernel[-(-M // 64), -(-N // 128)](x, out, M, N, 64, 128, num_warps=8)
         yield out
-    for z, targets, scale in inputs["logits"]:
+    for z, targets, scale, bias in inputs["logits"]:
         loss, g8 = torch.full((len(z),), 77.0), torch.full(z.shape, 77, dtype=torch.uint8)
         constants = 1 / scale, z.shape[1], t.CAP, t.CAP_SHIFT, t.CAP_WIDTH
-        t.loss_kernel[len(z),](z, targets, loss, g8.view(t.E5M2), *constants, FAST=False, num_warps=4)
+        t.loss_kernel[len(z),](z, targets, loss, g8.view(t.E5M2), bias, *constants, FAST=False, num_warps=4)
         yield loss, g8
     for total, place, rows, grad in inputs["sums"]:
         (_, n, share), width = total.shape, grad.size(1)
@@ -306,9 +309,15 @@ torch.save([*run(torch.load(sys.argv[1]))], sys.argv[2])
 
 def kernel_inputs():
     tables = [integers(0, 255, *size, seed=i).to(torch.uint8) for i, size in enumerate(SIZES)]
-    logits = [(normal(rows, vocab, seed=i).mul(5).bfloat16(), integers(0, vocab - 1, rows, seed=i), scale)
+    logits = [(normal(rows, vocab, seed=i).mul(5).bfloat16(), integers(0, vocab - 1, rows, seed=i), scale, None)
               for i, (rows, vocab, scale) in enumerate(LOGITS)]
-    return tables, logits
+    return tables, [sampled(*item[:3]) if i % 2 else item for i, item in enumerate(logits)]
+
+
+def sampled(z, targets, scale):
+    """With biases of all but the targets, and one target missing."""
+    bias = normal(z.shape[1], seed=7).float().mul(2).index_fill(0, targets, 0)
+    return z, targets.where(torch.arange(len(targets)) != 1, -1), scale, bias
 
 
 def row_inputs():
@@ -365,7 +374,8 @@ def assert_squares_agree(ours, twin, dtype):
 
 def float_inputs():
     """Arguments of `quantize_op`; infinity is clamped, and what is no number stays so."""
-    for i, (size, scale, kind) in enumerate((((70, 130), 0.25, "x"), ((129, 3), 2.0**-12, "g"), ((64, 128), 2.0, "x"))):
+    sizes = ((70, 130), 0.25, "x"), ((129, 3), 2.0**-12, "g"), ((64, 128), 2.0, "x"), ((192, 256), 2.0**-4, "x")
+    for i, (size, scale, kind) in enumerate(sizes):
         x = 700 * scale * normal(*size, seed=i)
         x[1, :3] = torch.tensor([math.inf, -math.inf, math.nan])
         yield (x if i == 2 else x.bfloat16()), scale, kind
@@ -405,32 +415,33 @@ def test_the_transpose_kernel_equals_pytorch_at_sizes_that_fill_no_tile(interpre
 def assert_losses_agree(ours, twin, error=1e-5, differing=2e-3):
     """Loss and gradient; where rounding to e5m2 is nearly a tie, the last bit may differ."""
     torch.testing.assert_close(ours[0], twin[0], rtol=1e-5, atol=error)
-    steps = ours[1].int() - twin[1].int()  # codes of one sign are in order
+    ours, twin = (codes.int() * (codes != 128) for _, codes in (ours, twin))  # both zeros are 0
+    steps = ours - twin  # codes of one sign are in order
     assert steps.abs().max() <= 1 and (steps != 0).sum() <= 1 + differing * steps.numel()
 
 
 @no_triton
 def test_the_loss_kernel_equals_its_twin_at_vocabularies_that_fill_no_tile(interpreted):
-    for (z, targets, scale), ours in zip(kernel_inputs()[1], interpreted[len(SIZES):]):
-        assert_losses_agree(ours, t.loss_op(z, targets, scale))
+    for inputs, ours in zip(kernel_inputs()[1], interpreted[len(SIZES):]):
+        assert_losses_agree(ours, t.loss_op(*inputs))
     largest = interpreted[len(SIZES) + len(LOGITS) - 1][1].view(t.E5M2).float()
     assert 20_000 < largest.abs().max() <= 57344, "near the end of the range"
 
 
 @no_triton
 def test_the_kernels_for_rows_of_tables_equal_pytorch_at_widths_that_fill_no_tile(interpreted):
-    assert_row_kernels_agree(interpreted[-16:-7])
+    assert_row_kernels_agree(interpreted[-17:-8])
 
 
 @no_triton
 def test_the_kernel_that_squares_what_it_multiplies_equals_its_twin_forward_and_backward(interpreted):
-    for (a, b, h), ours in zip(square_inputs(), interpreted[-7:-3], strict=True):
+    for (a, b, h), ours in zip(square_inputs(), interpreted[-8:-4], strict=True):
         assert_squares_agree(ours, t.squares_op(a, b, h), t.E4M3 if h is None else t.E5M2)
 
 
 @no_triton
 def test_the_kernel_that_quantises_and_transposes_equals_its_twin_with_infinity_and_no_numbers(interpreted):
-    for inputs, ours in zip(float_inputs(), interpreted[-3:], strict=True):
+    for inputs, ours in zip(float_inputs(), interpreted[-4:], strict=True):
         assert_quantized(ours, *inputs)
 
 
@@ -439,13 +450,14 @@ def test_the_kernels_on_a_gpu_equal_their_twins():
     tables, logits = kernel_inputs()
     for x in tables:
         assert torch.equal(t.transpose(x.cuda()).cpu(), x.T)
-    for z, targets, scale in logits:
-        on_gpu, twin = (z.cuda(), targets.cuda()), t.loss_op(z, targets, scale)
+    for z, targets, scale, bias in logits:
+        on_gpu, twin = (z.cuda(), targets.cuda()), t.loss_op(z, targets, scale, bias)
+        bias = None if bias is None else bias.cuda()
         loss, g8 = torch.empty(len(z), device="cuda"), torch.empty_like(on_gpu[0], dtype=torch.uint8)
         constants = 1 / scale, z.shape[1], t.CAP, t.CAP_SHIFT, t.CAP_WIDTH
-        t.loss_kernel[len(z),](*on_gpu, loss, g8.view(t.E5M2), *constants, FAST=False, num_warps=4)
+        t.loss_kernel[len(z),](*on_gpu, loss, g8.view(t.E5M2), bias, *constants, FAST=False, num_warps=4)
         assert_losses_agree((loss.cpu(), g8.cpu()), twin)
-        ours = t.loss_op(*on_gpu, scale)  # tanh.approx: 2^-11 of a tangent, times 11.5, in a logit and in the sum
+        ours = t.loss_op(*on_gpu, scale, bias)  # tanh.approx: 2^-11 of a tangent, times 11.5, in a logit and in the sum
         assert_losses_agree([x.cpu() for x in ours], twin, error=2 * 11.5 * 2**-11, differing=0.15)
     on_gpu = torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.cuda, row_inputs())
     ours = [(t.sum_rows(*args), args[0])[1] for args in on_gpu["sums"]]

@@ -374,6 +374,55 @@ def test_loss_and_all_gradients_equal_a_plain_version_of_the_specification(width
     assert model.xsa.grad.any(1).nonzero()[:, 0].tolist() == [1, 3, 4, 6, 7, 9]  # the attention of layer 6 is missing
 
 
+# -------------------------------------------------------------------------------- a sample of the vocabulary
+
+
+def test_a_sum_over_candidates_estimates_that_over_the_vocabulary_without_bias_and_targets_stand_for_themselves():
+    random = torch.Generator().manual_seed(0)
+    p = 1 / (torch.arange(2000) + 5.0)
+    counts = torch.bincount(torch.multinomial(p, 20_000, True, generator=random), minlength=2000).float()
+    targets = torch.multinomial(p, 1000, True, generator=random)
+    counts += torch.bincount(targets, minlength=2000)
+    numbers, sums = (p * torch.randn(2000, generator=random).exp()).double(), []
+    torch.manual_seed(0)
+    for _ in range(500):
+        chosen, bias, places = t.choose_candidates(targets, counts, 600)
+        assert len(chosen.unique()) == len(bias) == 600 and bias.min() == 0
+        assert torch.equal(chosen[places], targets) and not bias[places].any()
+        sums.append((numbers[chosen] * bias.exp()).sum())
+    error, deviation = torch.stack(sums).mean() - numbers.sum(), torch.stack(sums).std()
+    assert error.abs() < 3 * deviation / 500**0.5 and deviation < 0.1 * numbers.sum()
+
+
+def test_targets_beyond_the_number_of_candidates_are_marked_and_no_other_token_is_chosen():
+    targets = torch.arange(100).repeat(2)
+    chosen, bias, places = t.choose_candidates(targets, torch.zeros(300), 60)
+    assert chosen.max() < 100 and not bias.any() and (places >= 0).sum() == 120  # two of each
+    known = places >= 0
+    assert torch.equal(chosen[places[known]], targets[known]) and set(places[~known].tolist()) == {-1}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8", "fp8-head", "nvfp4"])
+def test_training_with_candidates_has_nearly_the_gradient_over_the_vocabulary_and_validates_with_all_of_it(precision):
+    model = tiny(precision=precision, dtype="bfloat16", candidates=192, vocab_size=384, model_dim=64, num_heads=2)
+    model.lm_head.data *= 0.2  # so that constant scales clamp nothing
+    optimizer, found = t.Optimizer(model), {}
+    tokens, targets = tokens_of([0], 256), tokens_of([], 256, 1)
+    for number, repeats in ((0, 5), (192, 40)):
+        model.config.candidates, losses, sums = number, [], dict.fromkeys(("lm_head", "mlp", "vo"), 0)
+        for _ in range(repeats):
+            losses.append(t.forward_backward(model, optimizer, tokens, targets, model.rows(tokens), view())[0].item())
+            sums = {name: total + model.get_parameter(name).grad.double() for name, total in sums.items()}
+            model.zero_grad()
+        found[number] = np.mean(losses), sums
+    assert found[192][0] == pytest.approx(found[0][0], rel=0.01) and np.std(losses) > 0
+    for name, exact in found[0][1].items():
+        similarity = torch.cosine_similarity(found[192][1][name].flatten(), exact.flatten(), dim=0)
+        assert similarity > {"nvfp4": 0.95}.get(precision, 0.98), name
+    with torch.no_grad():
+        assert model(tokens, targets, view()).item() == pytest.approx(found[0][0], rel=0.02)
+
+
 @pytest.mark.parametrize("vocab, count", [(64, 101), (50304, 251_520)])
 def test_rows_are_looked_up_by_token_and_by_hashed_pair_and_no_pair_crosses_a_border(vocab, count):
     model = tiny(seq_len=128, vocab_size=vocab, bigram_rows=count, topology="laptop", dtype="bfloat16")
