@@ -45,7 +45,7 @@ import timeit
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, partial
+from functools import lru_cache, partial
 from itertools import accumulate, islice, pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -322,11 +322,19 @@ def transpose(x: Tensor) -> Tensor:
 def tiles(x: Tensor) -> tuple[int, int]:
     return triton.cdiv(len(x), 64), triton.cdiv(x.size(1), 128)
 
+@lru_cache(None, typed=True)  # 1 and 1.0 are not the same
+def device_numbers(device: torch.device, *values: float) -> Tensor:
+    """(n,) on the device, copied there once: a CUDA graph may read it again and again."""
+    return torch.tensor(values, device=device)
+
 @torch.library.custom_op("nanogpt::product", mutates_args=())
-def product_op(a: Tensor, b_t: Tensor, a_s: Tensor, b_s: Tensor, dtype: torch.dtype, kinds: str) -> Tensor:
-    """a (M, K) times b_t (N, K) transposed, and both scales -> (M, N). Rounded numbers in bf16, or in FP8, as bytes of
-    these two of FORMATS, as opcheck cannot compare FP8. Sums are quick without gradients."""
+def product_op(a: Tensor, b_t: Tensor, a_s: Tensor | None, b_s: Tensor | None, dtype: torch.dtype, kinds: str,
+               scale: float = 1.0) -> Tensor:
+    """a (M, K) times b_t (N, K) transposed, times both scales or else `scale` -> (M, N). Rounded numbers in bf16, or in
+    FP8, as bytes of these two of FORMATS, as opcheck cannot compare FP8. Sums are quick without gradients."""
     kinds = [FORMATS[kind] for kind in kinds]
+    if a_s is None:
+        a_s, b_s = device_numbers(a.device, scale), device_numbers(a.device, 1.0)
     if a.dtype == torch.bfloat16 or not native("fp8", a.device):  # all numbers are exact in bf16, and so are products
         a, b_t = ((x.view(kind) if x.dtype == torch.uint8 else x).bfloat16() for x, kind in zip((a, b_t), kinds))
         y = torch.mm(a, b_t.t(), out_dtype=torch.float32) if a.is_cuda else a.float() @ b_t.float().t()
@@ -335,16 +343,16 @@ def product_op(a: Tensor, b_t: Tensor, a_s: Tensor, b_s: Tensor, dtype: torch.dt
     return torch._scaled_mm(a.view(kinds[0]), b_t.view(kinds[1]).t(), a_s, b_s, out_dtype=dtype,
                             use_fast_accum=kinds == [E4M3, E4M3])
 
-product_op.register_fake(lambda a, b_t, a_s, b_s, dtype, kinds: a.new_empty(len(a), len(b_t), dtype=dtype))
+product_op.register_fake(lambda a, b_t, a_s, b_s, dtype, *_: a.new_empty(len(a), len(b_t), dtype=dtype))
 
-def on_device(like: Tensor, *scales: float) -> list[Tensor]:
-    return [torch.full((), scale, device=like.device) for scale in scales]
+def scaled_product(a: Tensor, b_t: Tensor, scale: float, dtype: torch.dtype, kinds: str) -> Tensor:
+    return product_op(a, b_t, None, None, dtype, kinds, scale)
 
 @torch.library.custom_op("nanogpt::mm", mutates_args=())
 def mm_op(x: Tensor, w: Tensor, x_s: float, w_s: float, grad_s: float) -> tuple[Tensor, Tensor, Tensor]:
     """x (T, D) times w (V, D) transposed in FP8 -> (T, V) in bf16, and for backward both quantised, transposed."""
     (x8, x8_t), (w8, w8_t) = quantize_op(x, x_s, "x"), quantize_op(w, w_s, "x")
-    return product_op(x8, w8, *on_device(x, x_s, w_s), torch.bfloat16, "xx"), x8_t, w8_t
+    return scaled_product(x8, w8, x_s * w_s, torch.bfloat16, "xx"), x8_t, w8_t
 
 mm_op.register_fake(lambda x, w, *_: (x.new_empty(len(x), len(w), dtype=torch.bfloat16),
                                       *(y.new_empty(y.shape[::-1], dtype=torch.uint8) for y in (x, w))))
@@ -353,7 +361,7 @@ mm_op.register_fake(lambda x, w, *_: (x.new_empty(len(x), len(w), dtype=torch.bf
 def mm_backward_op(g8: Tensor, x8_t: Tensor, w8_t: Tensor, grad_s: Tensor, x_s: float,
                    w_s: float) -> tuple[Tensor, Tensor]:
     """g8 (T, V) in units of grad_s, x8_t (D, T), w8_t (D, V) -> gradients of x (T, D), bf16, and w (V, D), float32."""
-    x_s, w_s = on_device(g8, x_s, w_s)
+    x_s, w_s = (device_numbers(g8.device, scale) for scale in (x_s, w_s))
     return (product_op(g8, w8_t, grad_s, w_s, torch.bfloat16, "gx"),
             product_op(g8.t(), x8_t, grad_s, x_s, torch.float32, "gx"))
 
@@ -368,7 +376,7 @@ def _mm_setup(ctx, inputs, output):
 def _mm_autograd(ctx, g, *_):
     x_s, w_s, grad_s = ctx.scales
     g8, _ = torch.ops.nanogpt.quantize(g, grad_s, "g")
-    grads = torch.ops.nanogpt.mm_backward(g8, *ctx.saved_tensors, *on_device(g, grad_s), x_s, w_s)
+    grads = torch.ops.nanogpt.mm_backward(g8, *ctx.saved_tensors, torch.full((), grad_s, device=g.device), x_s, w_s)
     return *(grad.to(dtype) for grad, dtype in zip(grads, ctx.dtypes)), None, None, None
 
 mm_op.register_autograd(_mm_autograd, setup_context=_mm_setup)
@@ -575,13 +583,13 @@ class StaticLinear(torch.autograd.Function):
         w8, w8_t = torch.ops.nanogpt.quantize(w, STATIC_W, "x")
         ctx.save_for_backward(x8_t, w8_t)
         ctx.x_s = x_s
-        return product_op(x8, w8, *on_device(x, x_s, STATIC_W), x.dtype, "xx")
+        return scaled_product(x8, w8, x_s * STATIC_W, x.dtype, "xx")
 
     @staticmethod
     def backward(ctx, g):
         (x8_t, w8_t), (g8, g8_t) = ctx.saved_tensors, torch.ops.nanogpt.quantize(g, STATIC_GRAD, "g")
-        g_s, w_s, x_s = on_device(g, STATIC_GRAD, STATIC_W, ctx.x_s)
-        return product_op(g8, w8_t, g_s, w_s, g.dtype, "gx"), product_op(g8_t, x8_t, g_s, x_s, g.dtype, "gx"), None
+        return (scaled_product(g8, w8_t, STATIC_GRAD * STATIC_W, g.dtype, "gx"),
+                scaled_product(g8_t, x8_t, STATIC_GRAD * ctx.x_s, g.dtype, "gx"), None)
 
 @torch.library.custom_op("nanogpt::squares", mutates_args=())
 def squares_op(a: Tensor, b: Tensor, h: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -591,7 +599,7 @@ def squares_op(a: Tensor, b: Tensor, h: Tensor | None = None) -> tuple[Tensor, T
     (M, K), N, kind, h_s = a.shape, len(b), "x" if h is None else "g", STATIC_X["proj"]
     if not a.is_cuda or torch.cuda.get_device_capability(a.device) != (9, 0):  # the kernel's tiles are for Hopper
         a_s = STATIC_X["fc"] if h is None else STATIC_GRAD
-        y = product_op(a, b, *on_device(a, a_s, STATIC_W), torch.float32, kind + "x")
+        y = scaled_product(a, b, a_s * STATIC_W, torch.float32, kind + "x")
         y = F.relu(y).square() if h is None else 2 * (h.view(E4M3).float() * h_s).sqrt() * y
         return quantize_op(y, h_s if h is None else STATIC_GRAD, kind)
     y, y_t = a.new_empty(M, N, dtype=FORMATS[kind]), a.new_empty(N, M, dtype=FORMATS[kind])
@@ -634,16 +642,16 @@ class StaticMLP(torch.autograd.Function):
         (up8, up8_t), (down8, down8_t) = (torch.ops.nanogpt.quantize(w, STATIC_W, "x") for w in (up, down))
         h8, h8_t = torch.ops.nanogpt.squares(x8, up8_t)
         ctx.save_for_backward(x8_t, up8, down8_t, h8, h8_t)
-        return product_op(h8, down8, *on_device(x, STATIC_X["proj"], STATIC_W), x.dtype, "xx")
+        return scaled_product(h8, down8, STATIC_X["proj"] * STATIC_W, x.dtype, "xx")
 
     @staticmethod
     def backward(ctx, g):
         x8_t, up8, down8_t, h8, h8_t = ctx.saved_tensors
         g8, g8_t = torch.ops.nanogpt.quantize(g, STATIC_GRAD, "g")
         z8, z8_t = torch.ops.nanogpt.squares(g8, down8_t, h8)  # the gradient of x up
-        g_s, w_s, x_s, h_s = on_device(g, STATIC_GRAD, STATIC_W, STATIC_X["fc"], STATIC_X["proj"])
-        return (product_op(z8, up8, g_s, w_s, g.dtype, "gx"), product_op(x8_t, z8_t, x_s, g_s, g.dtype, "xg"),
-                product_op(g8_t, h8_t, g_s, h_s, g.dtype, "gx"))
+        return (scaled_product(z8, up8, STATIC_GRAD * STATIC_W, g.dtype, "gx"),
+                scaled_product(x8_t, z8_t, STATIC_X["fc"] * STATIC_GRAD, g.dtype, "xg"),
+                scaled_product(g8_t, h8_t, STATIC_GRAD * STATIC_X["proj"], g.dtype, "gx"))
 
 def linear(x: Tensor, w: Tensor, low: dict[str, tuple] | None, name: str, factor: Tensor | None = None) -> Tensor:
     """x (T, K), w (N, K) -> factor x w^T (T, N), by the layer's recipe for this projection if there is one."""
@@ -697,11 +705,6 @@ def flex_masks(docs: Tensor, windows: dict[str, int], lists: Callable = block_li
     numbers = lists(docs, device_numbers(docs.device, *windows.values()))
     return {name: BlockMask((len(docs),) * 2, *(t[i][None, None] for t in numbers), (BLOCK, BLOCK), causal_document)
             for i, name in enumerate(windows)}
-
-@cache
-def device_numbers(device: torch.device, *values: int) -> Tensor:
-    """int64 (n,) on the device, copied there once: a CUDA graph may read it again and again."""
-    return torch.tensor(values, device=device)
 
 def sdpa_masks(docs: Tensor, windows: dict[str, int]) -> dict[str, Tensor]:
     """docs (T,) -> per window a bool mask (n, 1, BLOCK, window * BLOCK) of each query block over the last blocks."""
