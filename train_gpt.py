@@ -1037,7 +1037,7 @@ class GPT(nn.Module):
 
     def sampled(self, w: Tensor, targets: Tensor, low: tuple) -> tuple:
         """What `head_loss` takes after the first three: the head (V, D), targets (T,), no bias and its recipes, or the
-        same for --candidates of the V tokens, with a bias: a fourth of the work, most of it on tokens that are here."""
+        same for --candidates of the V tokens, with a bias: a third of the work, most of it on tokens that are here."""
         number = self.config.candidates
         if not 0 < number < len(w):
             return w, targets, None, *low
