@@ -1256,22 +1256,14 @@ class Optimizer:
         part = torch.empty_like(grad.chunk(self.world_size)[0])
         return part, reduce_scatter(part, grad, async_op=True)
 
-    def hand_out(self, name: str, part: Tensor) -> Callable[[], None]:
-        """Starts giving all ranks this rank's updated part of a parameter. What it returns completes that."""
-        many, transfer, rows = part, DONE, name in self.tables
+    def hand_out(self, name: str, part: Tensor):
+        """Starts giving all ranks this rank's updated part of a parameter. Returns all parts, and the transfer."""
         narrow = name in self.gather8 and name != "lm_head"  # which is the embedding, too
-        if self.world_size > 1 and self.model.table[name].update != "all" and not narrow:
-            many = part.new_empty(self.world_size * len(part), part.size(1)) if rows else self.banks[name]
-            self.sent += many.nbytes
-            transfer = all_gather(many, part, async_op=True)
-
-        def complete() -> None:
-            with torch.cuda.stream(self.beside if rows else None):
-                transfer.wait()
-                if rows:
-                    put_rows(self.banks[name], self.used[name], many.unflatten(0, (self.world_size, -1)))
-
-        return complete
+        if self.world_size == 1 or self.model.table[name].update == "all" or narrow:
+            return part, DONE
+        many = part.new_empty(self.world_size * len(part), part.size(1)) if name in self.tables else self.banks[name]
+        self.sent += many.nbytes
+        return many, all_gather(many, part, async_op=True)
 
     def meet(self) -> None:
         """What comes now, on this stream or on the tables', waits for all that was begun on both."""
@@ -1358,7 +1350,7 @@ class Optimizer:
         if unscale == 0:
             self.reductions = {}
             return
-        self.steps, completions = self.steps + 1, []
+        self.steps, handed = self.steps + 1, {}
         for name in names:
             if name in self.totals:  # only now: transfers take turns, and those of the matrices need not wait for sums
                 self.start_tables()
@@ -1368,9 +1360,12 @@ class Optimizer:
                 if self.beside:
                     grad.record_stream(torch.cuda.current_stream())  # its memory is free only after this
                 grad = grad if unscale is None else grad.float() * unscale
-                completions.append(self.hand_out(name, self.update(name, grad, lr_factor, momentum)))
-        for complete in completions:
-            complete()
+                handed[name] = self.hand_out(name, self.update(name, grad, lr_factor, momentum))
+        for name, (parts, transfer) in handed.items():
+            with torch.cuda.stream(self.beside if name in self.tables else None):
+                transfer.wait()
+                if name in self.tables:
+                    put_rows(self.banks[name], self.used[name], parts.unflatten(0, (self.world_size, -1)))
         self.meet()
         self.quantize_weights(names)
 
