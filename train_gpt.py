@@ -1094,9 +1094,9 @@ def orthogonalize(G: Tensor) -> Tensor:
         X = B.bfloat16() @ X  # to add a X to a product would take longer
     return X.mT if G.size(-2) > G.size(-1) else X
 
-def cautious(master: Tensor, update: Tensor, lr: Tensor, decay: Tensor) -> None:
-    """master -= lr * update, and decays where the update shrinks the weight anyway (Chen et al. 2025; record 43)."""
-    master.sub_(lr * (update + decay * master * (update * master > 0)))
+def cautious(master: Tensor, part: Tensor, update: Tensor, lr: Tensor, decay: Tensor) -> None:
+    """part = master -= lr * update, and decay where that shrinks the weight anyway (Chen et al. 2025; record 43)."""
+    part.copy_(master.sub_(lr * (update + decay * master * (update * master > 0))))
 
 def muon_update(master, part, grad, state, lr, decay, momentum) -> None:
     """Updates master (n, rows, cols) by orthogonalised Nesterov momentum whose neurons have equal length over time
@@ -1110,8 +1110,7 @@ def muon_update(master, part, grad, state, lr, decay, momentum) -> None:
     second.add_((square - second) * (1 - 0.9))
     scale = second.clamp(min=1e-10).rsqrt()
     total, scaled = square.sum((-2, -1), keepdim=True), (square * scale.square()).sum((-2, -1), keepdim=True)
-    cautious(master, update * (scale * (total / scaled.clamp(min=1e-30)).sqrt()), lr, decay)  # same norm as before
-    part.copy_(master)
+    cautious(master, part, update * (scale * (total / scaled.clamp(min=1e-30)).sqrt()), lr, decay)  # norm as before
 
 def adam_update(master, part, grad, state, lr, decay, beta1, beta2, correction) -> None:
     """Updates master by Adam (Kingma & Ba 2015) with bias `correction`, and copies it to `part`."""
@@ -1119,8 +1118,7 @@ def adam_update(master, part, grad, state, lr, decay, beta1, beta2, correction) 
     grad = grad.to(master.dtype)
     mean.add_((grad - mean) * (1 - beta1))
     square.add_((grad.square() - square) * (1 - beta2))
-    cautious(master, mean / (square.sqrt() + 1e-10) * correction, lr, decay)  # gradients start far below the usual eps
-    part.copy_(master)
+    cautious(master, part, mean / (square.sqrt() + 1e-10) * correction, lr, decay)  # gradients start far below 1e-8
 
 # What is done with rows of tables, each a pass over memory. Indexing in PyTorch, compiled or not, takes two to four.
 
