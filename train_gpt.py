@@ -1308,10 +1308,10 @@ class Optimizer:
     def update(self, name: str, grad: Tensor, lr_factor: float, momentum: float) -> Tensor:
         """Updates this rank's part of a parameter from that of its gradient. Returns what it has to hand out."""
         param, master, state, bank = (x[name] for x in (self.model.table, self.masters, self.state, self.banks))
-        decay = lr_factor * param.decay
+        decay = lr_factor * param.decay  # compiled functions read tensors of the CPU anew at every call (record 48)
         if param.optimizer == "muon":
             part = self.own(name, bank)
-            self.muon(master, part, grad, state, lr_factor * self.lr[name], scalar(decay), scalar(momentum))
+            self.muon(master, part, grad, state, lr_factor * self.lr[name], torch.tensor(decay), torch.tensor(momentum))
             return part
         t, (beta1, beta2) = max(self.steps, 1), param.betas
         rates = lr_factor * param.lr, decay, beta1, beta2, (1 - beta2**t) ** 0.5 / (1 - beta1**t)
@@ -1319,7 +1319,7 @@ class Optimizer:
             return adam_rows(grad.flatten(0, -2), self.used[name], master, state, bank.dtype, *rates)
         part = self.own(name, bank)
         flat = [x.reshape(-1) for x in (master, part, grad, *state)]  # of any shape: one graph for all
-        self.adam(*flat[:3], flat[3:], *map(scalar, rates))
+        self.adam(*flat[:3], flat[3:], *map(torch.tensor, rates))
         return part
 
     @torch.no_grad()
@@ -1410,10 +1410,6 @@ class Optimizer:
         """Fetches the wide weights that --float8_all_gather left with their owners, for validation. A collective."""
         for bank in [self.banks[name] for name in self.gather8 if self.world_size > 1]:
             all_gather(bank, self.own("lm_head", bank).clone())
-
-def scalar(value: float) -> Tensor:
-    """On the CPU: a compiled function reads it anew at every call, where a number would be compiled in (record 48)."""
-    return torch.tensor(value, dtype=torch.float32)
 
 # ------------------------------------------------------------------------------------------------------------------
 # 6. The data: .bin shards of 256 int32 (20240520, 1, number of tokens, zeros) and then uint16 tokens
