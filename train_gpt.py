@@ -709,8 +709,7 @@ def sdpa_masks(docs: Tensor, windows: dict[str, int]) -> dict[str, Tensor]:
     for name, window in windows.items():
         window = min(window, len(docs) // BLOCK)
         keys = F.pad(docs, ((window - 1) * BLOCK, 0), value=-1).unfold(0, window * BLOCK, BLOCK)  # (n, window * BLOCK)
-        causal = torch.ones(BLOCK, window * BLOCK, dtype=torch.bool, device=docs.device).tril((window - 1) * BLOCK)
-        masks[name] = (causal & (docs.view(-1, BLOCK, 1) == keys[:, None]))[:, None]
+        masks[name] = (docs.view(-1, BLOCK, 1) == keys[:, None]).tril((window - 1) * BLOCK)[:, None]  # causal
     return masks
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor, scale: float) -> Tensor:
