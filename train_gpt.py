@@ -776,8 +776,7 @@ def parameter_table(c: Config) -> dict[str, Param]:
     updates take long enough for the rest to be summed meanwhile, and then handed out."""
     layers = TOPOLOGIES[c.topology]
     num_attn, num_ve = sum(layer.attn for layer in layers), 1 + max((layer.ve or 0) for layer in layers)
-    D, H, V = c.model_dim, c.num_heads, c.vocab_size
-    d, L = D // H, len(layers)
+    D, H, V, L = c.model_dim, c.num_heads, c.vocab_size, len(layers)
 
     uniform = lambda bound: lambda w: w.uniform_(-bound, bound)
     normal = lambda deviation: lambda w: w.normal_(std=deviation)
@@ -792,7 +791,7 @@ def parameter_table(c: Config) -> dict[str, Param]:
         "lm_head": Param((V, D), "adam", c.head_lr, normal(0.005), betas=(0.5, 0.95), decay=0.75 * c.head_lr),
         "value_embeds": Param((V, num_ve * D), "adam", c.table_lr, normal(0.01), **rare),
         "bigrams": Param((c.bigram_rows, D), "adam", c.table_lr, zero, **rare),
-        "qk": Param((num_attn * H, 2 * d, D), "muon", (lr,), narrow, wd),  # pairs of heads (record 80)
+        "qk": Param((num_attn * H, 2 * D // H, D), "muon", (lr,), narrow, wd),  # pairs of heads (record 80)
         "vo": Param((num_attn * 2, D, D), "muon", (lr,), narrow, wd),
         "scalars": Param((L, len(SCALARS)), "adam", c.scalar_lr, rows(*SCALARS.values()), update="all"),
         "smear": Param((1,), "adam", c.scalar_lr, zero, update="all"),
@@ -839,8 +838,7 @@ def attention(u, peek, ve, qk, vo, w, gates, xsa, mask, cos, sin, scale, begins,
         v = v.view_as(y)
         wide = torch.promote_types(v.dtype, torch.float32)  # an outlier's |v|^2 would overflow fp16
         yv, vv = (x.sum(-1, keepdim=True, dtype=wide) for x in (y * v, v.square()))
-        along = (yv / vv.clamp(min=1e-8)).type_as(y)
-        y = y - torch.tanh(xsa)[:, None] * along * v
+        y = y - torch.tanh(xsa)[:, None] * (yv / vv.clamp(min=1e-8)).type_as(y) * v
     gate = torch.sigmoid(F.linear(peek, gates[0]))  # (T, H): lets a head say nothing (record 28)
     return linear((y * gate[..., None]).reshape(T, D).type_as(u), vo[1], low, "o", w["o"])
 
@@ -1509,9 +1507,8 @@ def validation_tokens(c: Config) -> Tensor:
 def fingerprint(path: Path, split: str) -> dict:
     """Name, size and sha256 (of header, first and last MiB) of a shard: enough to tell two shards apart quickly."""
     raw = np.memmap(path, mode="r")
-    ends = raw[: HEADER_BYTES + 2**20].tobytes() + raw[-(2**20) :].tobytes()
-    return dict(split=split, name=path.name, bytes=len(raw), tokens=shard_tokens(path),
-                sha256=hashlib.sha256(ends).hexdigest())
+    sha256 = hashlib.sha256(raw[: HEADER_BYTES + 2**20].tobytes() + raw[-(2**20) :].tobytes()).hexdigest()
+    return dict(split=split, name=path.name, bytes=len(raw), tokens=shard_tokens(path), sha256=sha256)
 
 # ------------------------------------------------------------------------------------------------------------------
 # 7. Schedules: pure functions of the step
@@ -1589,8 +1586,7 @@ class Log:
                 print(text, flush=True)
 
     def fact(self, kind: str, value, show: bool = True) -> None:
-        facts = value if isinstance(value, dict) else {"note": value}
-        self.line(f"{kind} {json.dumps(value)}", show, kind=kind, **facts)
+        self.line(f"{kind} {json.dumps(value)}", show, kind=kind, **(value if kind != "note" else {"note": value}))
 
     def step(self, step: int, seconds: float, name: str, loss: float) -> None:
         """The line of a train_loss or val_loss."""
