@@ -1321,8 +1321,7 @@ class Optimizer:
 
     @torch.no_grad()
     def start(self) -> None:
-        """Starts to sum all .grad over the ranks, and frees them: after the last backward pass, as `add_rows` takes a
-        while. All ranks must call it together."""
+        """Starts to sum all .grad over ranks, and frees them: before the last `add_rows`, a long one. A collective."""
         for name, p in self.model.named_parameters():
             if p.grad is not None:
                 self.reductions[name] = self.reduce(name, p.grad)
@@ -1337,8 +1336,7 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, lr_factor: float, momentum: float) -> None:
-        """Updates the weights from their .grad, and the tables from `add_rows`, and frees both. All ranks must call it
-        together."""
+        """Updates the weights from their .grad, and the tables from `add_rows`, and frees both. A collective."""
         self.start()
         names = [name for name in self.model.table if name in self.reductions or name in self.totals]
         unscale = self.loss_scale and self.unscale()
@@ -1365,8 +1363,7 @@ class Optimizer:
         self.quantize_weights(names)
 
     def unscale(self) -> float:
-        """The factor that undoes the loss scale, 0 if a gradient overflowed on any rank: nothing of it may be kept, so
-        this waits for the device. Adapts the scale."""
+        """Adapts the loss scale. Returns what undoes it, 0 if a gradient overflowed on any rank: none is kept."""
         self.start_tables()
         for _, transfer in self.reductions.values():
             transfer.wait()
@@ -1374,7 +1371,7 @@ class Optimizer:
         found = sum((~grad.isfinite().all()).float() for grad, _ in self.reductions.values())
         if self.world_size > 1:
             dist.all_reduce(found, dist.ReduceOp.MAX)
-        factor, finite = 2.0**self.seq_bits / self.loss_scale, found.item() == 0
+        factor, finite = 2.0**self.seq_bits / self.loss_scale, found.item() == 0  # waits for the device
         self.loss_scale, self.good = next_loss_scale(self.loss_scale, self.good, finite)
         self.factor.fill_(self.loss_scale * 2.0**-self.seq_bits)
         return factor * finite
@@ -1700,12 +1697,9 @@ def mfu(c: Config, tokens_per_s: float, device_name: str) -> float | None:
 # 9. The run
 
 class Compiled:
-    """A function under torch.compile that says in the log what it compiled or loaded, and how long the call took.
-
-    Its graphs, one for each `signature` of the arguments, are also kept beside the compiler's caches: to load one takes
-    hundredths of a second, to trace the function most of one. Not so where this file is imported, as others may change
-    its constants.
-    """
+    """A function under torch.compile that says in the log what it compiled or loaded, and how long the call took. Its
+    graphs, one for each `signature` of the arguments, are also kept beside the compiler's caches: to load one takes
+    hundredths of a second, to trace it most of one. Not where this file is imported: others may change constants."""
 
     def __init__(self, function: Callable, log: Log, clock: Clock, dynamic: bool = False):
         self.function, self.log, self.clock, self.graphs = function, log, clock, {}
