@@ -22,7 +22,6 @@ import time
 from glob import glob
 
 LAUNCHED = time.perf_counter()
-
 LOCAL_GPU = int(os.environ.get("LOCAL_RANK", 0))
 
 if __name__ == "__main__":  # torch and CUDA read these once
@@ -140,9 +139,8 @@ class Config:
     sample_tokens: int = key(256, "tokens to sample")
 
 CPU_HAS_BF16 = getattr(torch.cpu, "_is_avx512_bf16_supported", bool)()  # only such CPUs multiply bf16 natively
-BYTES = dict(  # what small models of single bytes have in common
-    data_dir="data/pydocs", cut_documents=True, vocab_size=272, bigram_rows=4096, momentum_warmup=100,
-    muon_lr=0.03, head_lr=0.02, table_lr=0.3)
+BYTES = dict(data_dir="data/pydocs", cut_documents=True, vocab_size=272, bigram_rows=4096, momentum_warmup=100,
+             muon_lr=0.03, head_lr=0.02, table_lr=0.3)  # what small models of single bytes have in common
 
 PRESETS: dict[str, dict] = {
     "speedrun": {},
@@ -1589,9 +1587,8 @@ class Log:
         """The line of a train_loss or val_loss."""
         ms, average = 1000 * seconds, 1000 * seconds / step if step else math.nan
         self.line(f"step:{step}/{self.num_steps} {name}:{loss:.4f} train_time:{ms:.0f}ms step_avg:{average:.2f}ms",
-                  show=self.bar.disable or name == "val_loss",
-                  kind="step", step=step, num_steps=self.num_steps, **{name: loss}, train_time_ms=round(ms),
-                  step_avg_ms=round(average, 2) if step else None)
+                  show=self.bar.disable or name == "val_loss", kind="step", step=step, num_steps=self.num_steps,
+                  **{name: loss}, train_time_ms=round(ms), step_avg_ms=round(average, 2) if step else None)
         self.bar.set_postfix_str(f"{name} {loss:.3f}, {average:.1f} ms a step", refresh=False)
         self.bar.update(step - self.bar.n)
 
