@@ -200,12 +200,10 @@ def parse_config(argv: list[str]) -> Config:
     preset = values.preset or ("speedrun" if torch.cuda.is_available() else "laptop")
     require(preset in PRESETS, f"--preset={preset} is none of {', '.join(PRESETS)}")
     parser.set_defaults(**PRESETS[preset])
-    config = Config(**vars(parser.parse_args(argv)) | {"preset": preset})
-    check_config(config)
-    return config
+    return checked(Config(**vars(parser.parse_args(argv)) | {"preset": preset}))
 
-def check_config(c: Config) -> None:
-    """Raises BadInput where values do not fit each other."""
+def checked(c: Config) -> Config:
+    """The same. Raises BadInput where values do not fit each other."""
     for name in ("num_steps batch_tokens seq_len micro_tokens val_tokens val_seq_len model_dim num_heads mlp_dim "
                  "vocab_size bigram_rows epochs cooldown_frac").split():
         require(getattr(c, name) > 0, f"--{name}={getattr(c, name)} must be positive")
@@ -225,6 +223,7 @@ def check_config(c: Config) -> None:
     require(c.attention != "flex" or c.device != "cpu", "--attention=flex needs CUDA: it has no backward on CPU")
     unknown = ", ".join(sorted(set(c.nvfp4_without.split(",")) - {"", *NVFP4_PARTS}))
     require(not unknown, f"--nvfp4_without={c.nvfp4_without}: {unknown} is none of {', '.join(NVFP4_PARTS)}")
+    return c
 
 # ------------------------------------------------------------------------------------------------------------------
 # 2. Low precision
@@ -1638,10 +1637,9 @@ class Clock:
 
 def output_of(command: str) -> str | None:
     """What a shell command prints, None if that is nothing; only rank 0 logs, so only there it runs."""
-    if ranks()[0]:
-        return None
-    run = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=Path(__file__).parent)
-    return run.stdout.strip() or None
+    if ranks()[0] == 0:
+        run = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=Path(__file__).parent)
+        return run.stdout.strip() or None
 
 def describe_run() -> dict:
     """Which run of which code this is."""
