@@ -1212,12 +1212,11 @@ class Optimizer:
         """Starts anew from the float32 weights `full`, as `initialize` returns them."""
         self.masters = {name: self.own(name, w).clone() for name, w in full.items()}
         self.state = {name: self.zero_state(name) for name in full}
-        self.steps, self.totals, self.used, self.reductions = 0, {}, {}, {}
         self.model.amaxes.zero_()
         self.loss_scale, self.good = 2.0**15 if self.model.config.precision == "fp16" else None, 0
         self.factor.fill_((self.loss_scale or 0) * 2.0**-self.seq_bits)
         self.quantize_weights([*full])
-        self.sent = 0
+        self.steps, self.sent, self.totals, self.used, self.reductions = 0, 0, {}, {}, {}
 
     def scaled(self, loss: Tensor) -> Tensor:
         """The float32 loss whose gradient `step` wants. jmp's factor is for a mean over a sequence, ours is a sum."""
