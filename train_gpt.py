@@ -805,8 +805,7 @@ def norm(x: Tensor) -> Tensor:
 
 def rope_table(T: int, freq: Tensor, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """cos and sin (T, 1, d) of pairs (j, j + d/2). Those from j = d/4 on do not turn: they are position-free."""
-    angle = torch.arange(T, dtype=torch.float64, device=freq.device)[:, None, None] * freq
-    angle = F.pad(angle, (0, head_dim // 2 - len(freq)))
+    angle = torch.arange(T, device=freq.device).double()[:, None, None] * F.pad(freq, (0, head_dim // 2 - len(freq)))
     return torch.cat((angle.cos(),) * 2, -1).to(dtype), torch.cat((angle.sin(), -angle.sin()), -1).to(dtype)
 
 def norm_and_rotate(x: Tensor, cos: Tensor, sin: Tensor, scale: Tensor | float = 1.0) -> Tensor:
@@ -1475,10 +1474,9 @@ def batches_of(paths: list[Path], c: Config):
 def training_batches(paths: list[Path], c: Config, rank: int, world_size: int, device: torch.device):
     """Generator over batches: this rank's micro-batches, int16 bits, (sequences, seq_len + 1)."""
     for tokens, batch in batches_of(paths, c):
-        own = batch[rank::world_size]
-        rows = torch.stack([torch.cat([tokens[p : p + n] for p, n in pieces]) for pieces in own])
+        rows = torch.stack([torch.cat([tokens[p : p + n] for p, n in pieces]) for pieces in batch[rank::world_size]])
         rows = rows.pin_memory() if device.type == "cuda" else rows  # so that copies need not wait
-        yield rows.split(micro_sequences(len(own), c))
+        yield rows.split(micro_sequences(len(rows), c))
     raise BadInput("the training shards ran out before the schedule's end; fetch more or raise --epochs")
 
 def micro_sequences(count: int, c: Config) -> int:
