@@ -1897,9 +1897,8 @@ def sample(model: GPT, text: str, count: int, temperature: float = 0.7) -> str:
     require(len(ids) < c.seq_len, f"--sample has {len(ids) - 1} tokens, and the model's sequences only {c.seq_len}")
     while len(ids) < end:
         padded = F.pad(torch.tensor(ids, device=model.lm_head.device), (0, -len(ids) % BLOCK))
-        x, sources = model.hidden(padded, view_of(c.num_steps, c))
-        x = late_mix(x, sources, model.late_in, model.late_out, model.late_bias)[len(ids) - 1]
-        logits = softcap(F.linear(x, model.weight("lm_head")))
+        x = late_mix(*model.hidden(padded, view_of(c.num_steps, c)), model.late_in, model.late_out, model.late_bias)
+        logits = softcap(F.linear(x[len(ids) - 1], model.weight("lm_head")))
         ids.append(int(torch.multinomial((logits / temperature).softmax(-1), 1)))
         if ids[-1] == model.bos:
             break
