@@ -22,7 +22,6 @@ import time
 from glob import glob
 
 LAUNCHED = time.perf_counter()
-
 LOCAL_GPU = int(os.environ.get("LOCAL_RANK", 0))
 
 if __name__ == "__main__":  # torch and CUDA read these once
@@ -140,9 +139,8 @@ class Config:
     sample_tokens: int = key(256, "tokens to sample")
 
 CPU_HAS_BF16 = getattr(torch.cpu, "_is_avx512_bf16_supported", bool)()  # only such CPUs multiply bf16 natively
-BYTES = dict(  # what small models of single bytes have in common
-    data_dir="data/pydocs", cut_documents=True, vocab_size=272, bigram_rows=4096, momentum_warmup=100,
-    muon_lr=0.03, head_lr=0.02, table_lr=0.3)
+BYTES = dict(data_dir="data/pydocs", cut_documents=True, vocab_size=272, bigram_rows=4096, momentum_warmup=100,
+             muon_lr=0.03, head_lr=0.02, table_lr=0.3)  # what small models of single bytes have in common
 
 PRESETS: dict[str, dict] = {
     "speedrun": {},
@@ -202,12 +200,10 @@ def parse_config(argv: list[str]) -> Config:
     preset = values.preset or ("speedrun" if torch.cuda.is_available() else "laptop")
     require(preset in PRESETS, f"--preset={preset} is none of {', '.join(PRESETS)}")
     parser.set_defaults(**PRESETS[preset])
-    config = Config(**vars(parser.parse_args(argv)) | {"preset": preset})
-    check_config(config)
-    return config
+    return checked(Config(**vars(parser.parse_args(argv)) | {"preset": preset}))
 
-def check_config(c: Config) -> None:
-    """Raises BadInput where values do not fit each other."""
+def checked(c: Config) -> Config:
+    """The same. Raises BadInput where values do not fit each other."""
     for name in ("num_steps batch_tokens seq_len micro_tokens val_tokens val_seq_len model_dim num_heads mlp_dim "
                  "vocab_size bigram_rows epochs cooldown_frac").split():
         require(getattr(c, name) > 0, f"--{name}={getattr(c, name)} must be positive")
@@ -227,6 +223,7 @@ def check_config(c: Config) -> None:
     require(c.attention != "flex" or c.device != "cpu", "--attention=flex needs CUDA: it has no backward on CPU")
     unknown = ", ".join(sorted(set(c.nvfp4_without.split(",")) - {"", *NVFP4_PARTS}))
     require(not unknown, f"--nvfp4_without={c.nvfp4_without}: {unknown} is none of {', '.join(NVFP4_PARTS)}")
+    return c
 
 # ------------------------------------------------------------------------------------------------------------------
 # 2. Low precision
@@ -712,8 +709,7 @@ def sdpa_masks(docs: Tensor, windows: dict[str, int]) -> dict[str, Tensor]:
     for name, window in windows.items():
         window = min(window, len(docs) // BLOCK)
         keys = F.pad(docs, ((window - 1) * BLOCK, 0), value=-1).unfold(0, window * BLOCK, BLOCK)  # (n, window * BLOCK)
-        causal = torch.ones(BLOCK, window * BLOCK, dtype=torch.bool, device=docs.device).tril((window - 1) * BLOCK)
-        masks[name] = (causal & (docs.view(-1, BLOCK, 1) == keys[:, None]))[:, None]
+        masks[name] = (docs.view(-1, BLOCK, 1) == keys[:, None]).tril((window - 1) * BLOCK)[:, None]  # causal
     return masks
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor, scale: float) -> Tensor:
@@ -780,8 +776,7 @@ def parameter_table(c: Config) -> dict[str, Param]:
     updates take long enough for the rest to be summed meanwhile, and then handed out."""
     layers = TOPOLOGIES[c.topology]
     num_attn, num_ve = sum(layer.attn for layer in layers), 1 + max((layer.ve or 0) for layer in layers)
-    D, H, V = c.model_dim, c.num_heads, c.vocab_size
-    d, L = D // H, len(layers)
+    D, H, V, L = c.model_dim, c.num_heads, c.vocab_size, len(layers)
 
     uniform = lambda bound: lambda w: w.uniform_(-bound, bound)
     normal = lambda deviation: lambda w: w.normal_(std=deviation)
@@ -796,7 +791,7 @@ def parameter_table(c: Config) -> dict[str, Param]:
         "lm_head": Param((V, D), "adam", c.head_lr, normal(0.005), betas=(0.5, 0.95), decay=0.75 * c.head_lr),
         "value_embeds": Param((V, num_ve * D), "adam", c.table_lr, normal(0.01), **rare),
         "bigrams": Param((c.bigram_rows, D), "adam", c.table_lr, zero, **rare),
-        "qk": Param((num_attn * H, 2 * d, D), "muon", (lr,), narrow, wd),  # pairs of heads (record 80)
+        "qk": Param((num_attn * H, 2 * D // H, D), "muon", (lr,), narrow, wd),  # pairs of heads (record 80)
         "vo": Param((num_attn * 2, D, D), "muon", (lr,), narrow, wd),
         "scalars": Param((L, len(SCALARS)), "adam", c.scalar_lr, rows(*SCALARS.values()), update="all"),
         "smear": Param((1,), "adam", c.scalar_lr, zero, update="all"),
@@ -813,8 +808,7 @@ def norm(x: Tensor) -> Tensor:
 
 def rope_table(T: int, freq: Tensor, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """cos and sin (T, 1, d) of pairs (j, j + d/2). Those from j = d/4 on do not turn: they are position-free."""
-    angle = torch.arange(T, dtype=torch.float64, device=freq.device)[:, None, None] * freq
-    angle = F.pad(angle, (0, head_dim // 2 - len(freq)))
+    angle = torch.arange(T, device=freq.device).double()[:, None, None] * F.pad(freq, (0, head_dim // 2 - len(freq)))
     return torch.cat((angle.cos(),) * 2, -1).to(dtype), torch.cat((angle.sin(), -angle.sin()), -1).to(dtype)
 
 def norm_and_rotate(x: Tensor, cos: Tensor, sin: Tensor, scale: Tensor | float = 1.0) -> Tensor:
@@ -843,8 +837,7 @@ def attention(u, peek, ve, qk, vo, w, gates, xsa, mask, cos, sin, scale, begins,
         v = v.view_as(y)
         wide = torch.promote_types(v.dtype, torch.float32)  # an outlier's |v|^2 would overflow fp16
         yv, vv = (x.sum(-1, keepdim=True, dtype=wide) for x in (y * v, v.square()))
-        along = (yv / vv.clamp(min=1e-8)).type_as(y)
-        y = y - torch.tanh(xsa)[:, None] * along * v
+        y = y - torch.tanh(xsa)[:, None] * (yv / vv.clamp(min=1e-8)).type_as(y) * v
     gate = torch.sigmoid(F.linear(peek, gates[0]))  # (T, H): lets a head say nothing (record 28)
     return linear((y * gate[..., None]).reshape(T, D).type_as(u), vo[1], low, "o", w["o"])
 
@@ -1097,9 +1090,9 @@ def orthogonalize(G: Tensor) -> Tensor:
         X = B.bfloat16() @ X  # to add a X to a product would take longer
     return X.mT if G.size(-2) > G.size(-1) else X
 
-def cautious(master: Tensor, update: Tensor, lr: Tensor, decay: Tensor) -> None:
-    """master -= lr * update, and decays where the update shrinks the weight anyway (Chen et al. 2025; record 43)."""
-    master.sub_(lr * (update + decay * master * (update * master > 0)))
+def cautious(master: Tensor, part: Tensor, update: Tensor, lr: Tensor, decay: Tensor) -> None:
+    """part = master -= lr * update, and decay where that shrinks the weight anyway (Chen et al. 2025; record 43)."""
+    part.copy_(master.sub_(lr * (update + decay * master * (update * master > 0))))
 
 def muon_update(master, part, grad, state, lr, decay, momentum) -> None:
     """Updates master (n, rows, cols) by orthogonalised Nesterov momentum whose neurons have equal length over time
@@ -1113,8 +1106,7 @@ def muon_update(master, part, grad, state, lr, decay, momentum) -> None:
     second.add_((square - second) * (1 - 0.9))
     scale = second.clamp(min=1e-10).rsqrt()
     total, scaled = square.sum((-2, -1), keepdim=True), (square * scale.square()).sum((-2, -1), keepdim=True)
-    cautious(master, update * (scale * (total / scaled.clamp(min=1e-30)).sqrt()), lr, decay)  # same norm as before
-    part.copy_(master)
+    cautious(master, part, update * (scale * (total / scaled.clamp(min=1e-30)).sqrt()), lr, decay)  # norm as before
 
 def adam_update(master, part, grad, state, lr, decay, beta1, beta2, correction) -> None:
     """Updates master by Adam (Kingma & Ba 2015) with bias `correction`, and copies it to `part`."""
@@ -1122,8 +1114,7 @@ def adam_update(master, part, grad, state, lr, decay, beta1, beta2, correction) 
     grad = grad.to(master.dtype)
     mean.add_((grad - mean) * (1 - beta1))
     square.add_((grad.square() - square) * (1 - beta2))
-    cautious(master, mean / (square.sqrt() + 1e-10) * correction, lr, decay)  # gradients start far below the usual eps
-    part.copy_(master)
+    cautious(master, part, mean / (square.sqrt() + 1e-10) * correction, lr, decay)  # gradients start far below 1e-8
 
 # What is done with rows of tables, each a pass over memory. Indexing in PyTorch, compiled or not, takes two to four.
 
@@ -1223,12 +1214,11 @@ class Optimizer:
         """Starts anew from the float32 weights `full`, as `initialize` returns them."""
         self.masters = {name: self.own(name, w).clone() for name, w in full.items()}
         self.state = {name: self.zero_state(name) for name in full}
-        self.steps, self.totals, self.used, self.reductions = 0, {}, {}, {}
         self.model.amaxes.zero_()
         self.loss_scale, self.good = 2.0**15 if self.model.config.precision == "fp16" else None, 0
         self.factor.fill_((self.loss_scale or 0) * 2.0**-self.seq_bits)
         self.quantize_weights([*full])
-        self.sent = 0
+        self.steps, self.sent, self.totals, self.used, self.reductions = 0, 0, {}, {}, {}
 
     def scaled(self, loss: Tensor) -> Tensor:
         """The float32 loss whose gradient `step` wants. jmp's factor is for a mean over a sequence, ours is a sum."""
@@ -1259,22 +1249,14 @@ class Optimizer:
         part = torch.empty_like(grad.chunk(self.world_size)[0])
         return part, reduce_scatter(part, grad, async_op=True)
 
-    def hand_out(self, name: str, part: Tensor) -> Callable[[], None]:
-        """Starts giving all ranks this rank's updated part of a parameter. What it returns completes that."""
-        many, transfer, rows = part, DONE, name in self.tables
+    def hand_out(self, name: str, part: Tensor):
+        """Starts giving all ranks this rank's updated part of a parameter. Returns all parts, and the transfer."""
         narrow = name in self.gather8 and name != "lm_head"  # which is the embedding, too
-        if self.world_size > 1 and self.model.table[name].update != "all" and not narrow:
-            many = part.new_empty(self.world_size * len(part), part.size(1)) if rows else self.banks[name]
-            self.sent += many.nbytes
-            transfer = all_gather(many, part, async_op=True)
-
-        def complete() -> None:
-            with torch.cuda.stream(self.beside if rows else None):
-                transfer.wait()
-                if rows:
-                    put_rows(self.banks[name], self.used[name], many.unflatten(0, (self.world_size, -1)))
-
-        return complete
+        if self.world_size == 1 or self.model.table[name].update == "all" or narrow:
+            return part, DONE
+        many = part.new_empty(self.world_size * len(part), part.size(1)) if name in self.tables else self.banks[name]
+        self.sent += many.nbytes
+        return many, all_gather(many, part, async_op=True)
 
     def meet(self) -> None:
         """What comes now, on this stream or on the tables', waits for all that was begun on both."""
@@ -1321,10 +1303,10 @@ class Optimizer:
     def update(self, name: str, grad: Tensor, lr_factor: float, momentum: float) -> Tensor:
         """Updates this rank's part of a parameter from that of its gradient. Returns what it has to hand out."""
         param, master, state, bank = (x[name] for x in (self.model.table, self.masters, self.state, self.banks))
-        decay = lr_factor * param.decay
+        decay = lr_factor * param.decay  # compiled functions read tensors of the CPU anew at every call (record 48)
         if param.optimizer == "muon":
             part = self.own(name, bank)
-            self.muon(master, part, grad, state, lr_factor * self.lr[name], scalar(decay), scalar(momentum))
+            self.muon(master, part, grad, state, lr_factor * self.lr[name], torch.tensor(decay), torch.tensor(momentum))
             return part
         t, (beta1, beta2) = max(self.steps, 1), param.betas
         rates = lr_factor * param.lr, decay, beta1, beta2, (1 - beta2**t) ** 0.5 / (1 - beta1**t)
@@ -1332,13 +1314,12 @@ class Optimizer:
             return adam_rows(grad.flatten(0, -2), self.used[name], master, state, bank.dtype, *rates)
         part = self.own(name, bank)
         flat = [x.reshape(-1) for x in (master, part, grad, *state)]  # of any shape: one graph for all
-        self.adam(*flat[:3], flat[3:], *map(scalar, rates))
+        self.adam(*flat[:3], flat[3:], *map(torch.tensor, rates))
         return part
 
     @torch.no_grad()
     def start(self) -> None:
-        """Starts to sum all .grad over the ranks, and frees them: after the last backward pass, as `add_rows` takes a
-        while. All ranks must call it together."""
+        """Starts to sum all .grad over ranks, and frees them: before the last `add_rows`, a long one. A collective."""
         for name, p in self.model.named_parameters():
             if p.grad is not None:
                 self.reductions[name] = self.reduce(name, p.grad)
@@ -1353,15 +1334,14 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, lr_factor: float, momentum: float) -> None:
-        """Updates the weights from their .grad, and the tables from `add_rows`, and frees both. All ranks must call it
-        together."""
+        """Updates the weights from their .grad, and the tables from `add_rows`, and frees both. A collective."""
         self.start()
         names = [name for name in self.model.table if name in self.reductions or name in self.totals]
         unscale = self.loss_scale and self.unscale()
         if unscale == 0:
             self.reductions = {}
             return
-        self.steps, completions = self.steps + 1, []
+        self.steps, handed = self.steps + 1, {}
         for name in names:
             if name in self.totals:  # only now: transfers take turns, and those of the matrices need not wait for sums
                 self.start_tables()
@@ -1371,15 +1351,17 @@ class Optimizer:
                 if self.beside:
                     grad.record_stream(torch.cuda.current_stream())  # its memory is free only after this
                 grad = grad if unscale is None else grad.float() * unscale
-                completions.append(self.hand_out(name, self.update(name, grad, lr_factor, momentum)))
-        for complete in completions:
-            complete()
+                handed[name] = self.hand_out(name, self.update(name, grad, lr_factor, momentum))
+        for name, (parts, transfer) in handed.items():
+            with torch.cuda.stream(self.beside if name in self.tables else None):
+                transfer.wait()
+                if name in self.tables:
+                    put_rows(self.banks[name], self.used[name], parts.unflatten(0, (self.world_size, -1)))
         self.meet()
         self.quantize_weights(names)
 
     def unscale(self) -> float:
-        """The factor that undoes the loss scale, 0 if a gradient overflowed on any rank: nothing of it may be kept, so
-        this waits for the device. Adapts the scale."""
+        """Adapts the loss scale. Returns what undoes it, 0 if a gradient overflowed on any rank: none is kept."""
         self.start_tables()
         for _, transfer in self.reductions.values():
             transfer.wait()
@@ -1387,7 +1369,7 @@ class Optimizer:
         found = sum((~grad.isfinite().all()).float() for grad, _ in self.reductions.values())
         if self.world_size > 1:
             dist.all_reduce(found, dist.ReduceOp.MAX)
-        factor, finite = 2.0**self.seq_bits / self.loss_scale, found.item() == 0
+        factor, finite = 2.0**self.seq_bits / self.loss_scale, found.item() == 0  # waits for the device
         self.loss_scale, self.good = next_loss_scale(self.loss_scale, self.good, finite)
         self.factor.fill_(self.loss_scale * 2.0**-self.seq_bits)
         return factor * finite
@@ -1420,10 +1402,6 @@ class Optimizer:
         """Fetches the wide weights that --float8_all_gather left with their owners, for validation. A collective."""
         for bank in [self.banks[name] for name in self.gather8 if self.world_size > 1]:
             all_gather(bank, self.own("lm_head", bank).clone())
-
-def scalar(value: float) -> Tensor:
-    """On the CPU: a compiled function reads it anew at every call, where a number would be compiled in (record 48)."""
-    return torch.tensor(value, dtype=torch.float32)
 
 # ------------------------------------------------------------------------------------------------------------------
 # 6. The data: .bin shards of 256 int32 (20240520, 1, number of tokens, zeros) and then uint16 tokens
@@ -1499,10 +1477,9 @@ def batches_of(paths: list[Path], c: Config):
 def training_batches(paths: list[Path], c: Config, rank: int, world_size: int, device: torch.device):
     """Generator over batches: this rank's micro-batches, int16 bits, (sequences, seq_len + 1)."""
     for tokens, batch in batches_of(paths, c):
-        own = batch[rank::world_size]
-        rows = torch.stack([torch.cat([tokens[p : p + n] for p, n in pieces]) for pieces in own])
+        rows = torch.stack([torch.cat([tokens[p : p + n] for p, n in pieces]) for pieces in batch[rank::world_size]])
         rows = rows.pin_memory() if device.type == "cuda" else rows  # so that copies need not wait
-        yield rows.split(micro_sequences(len(own), c))
+        yield rows.split(micro_sequences(len(rows), c))
     raise BadInput("the training shards ran out before the schedule's end; fetch more or raise --epochs")
 
 def micro_sequences(count: int, c: Config) -> int:
@@ -1524,9 +1501,8 @@ def validation_tokens(c: Config) -> Tensor:
 def fingerprint(path: Path, split: str) -> dict:
     """Name, size and sha256 (of header, first and last MiB) of a shard: enough to tell two shards apart quickly."""
     raw = np.memmap(path, mode="r")
-    ends = raw[: HEADER_BYTES + 2**20].tobytes() + raw[-(2**20) :].tobytes()
-    return dict(split=split, name=path.name, bytes=len(raw), tokens=shard_tokens(path),
-                sha256=hashlib.sha256(ends).hexdigest())
+    sha256 = hashlib.sha256(raw[: HEADER_BYTES + 2**20].tobytes() + raw[-(2**20) :].tobytes()).hexdigest()
+    return dict(split=split, name=path.name, bytes=len(raw), tokens=shard_tokens(path), sha256=sha256)
 
 # ------------------------------------------------------------------------------------------------------------------
 # 7. Schedules: pure functions of the step
@@ -1604,16 +1580,14 @@ class Log:
                 print(text, flush=True)
 
     def fact(self, kind: str, value, show: bool = True) -> None:
-        facts = value if isinstance(value, dict) else {"note": value}
-        self.line(f"{kind} {json.dumps(value)}", show, kind=kind, **facts)
+        self.line(f"{kind} {json.dumps(value)}", show, kind=kind, **(value if kind != "note" else {"note": value}))
 
     def step(self, step: int, seconds: float, name: str, loss: float) -> None:
         """The line of a train_loss or val_loss."""
         ms, average = 1000 * seconds, 1000 * seconds / step if step else math.nan
         self.line(f"step:{step}/{self.num_steps} {name}:{loss:.4f} train_time:{ms:.0f}ms step_avg:{average:.2f}ms",
-                  show=self.bar.disable or name == "val_loss",
-                  kind="step", step=step, num_steps=self.num_steps, **{name: loss}, train_time_ms=round(ms),
-                  step_avg_ms=round(average, 2) if step else None)
+                  show=self.bar.disable or name == "val_loss", kind="step", step=step, num_steps=self.num_steps,
+                  **{name: loss}, train_time_ms=round(ms), step_avg_ms=round(average, 2) if step else None)
         self.bar.set_postfix_str(f"{name} {loss:.3f}, {average:.1f} ms a step", refresh=False)
         self.bar.update(step - self.bar.n)
 
@@ -1663,10 +1637,9 @@ class Clock:
 
 def output_of(command: str) -> str | None:
     """What a shell command prints, None if that is nothing; only rank 0 logs, so only there it runs."""
-    if ranks()[0]:
-        return None
-    run = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=Path(__file__).parent)
-    return run.stdout.strip() or None
+    if ranks()[0] == 0:
+        run = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=Path(__file__).parent)
+        return run.stdout.strip() or None
 
 def describe_run() -> dict:
     """Which run of which code this is."""
@@ -1719,12 +1692,9 @@ def mfu(c: Config, tokens_per_s: float, device_name: str) -> float | None:
 # 9. The run
 
 class Compiled:
-    """A function under torch.compile that says in the log what it compiled or loaded, and how long the call took.
-
-    Its graphs, one for each `signature` of the arguments, are also kept beside the compiler's caches: to load one takes
-    hundredths of a second, to trace the function most of one. Not so where this file is imported, as others may change
-    its constants.
-    """
+    """A function under torch.compile that says in the log what it compiled or loaded, and how long the call took. Its
+    graphs, one for each `signature` of the arguments, are also kept beside the compiler's caches: to load one takes
+    hundredths of a second, to trace it most of one. Not where this file is imported: others may change constants."""
 
     def __init__(self, function: Callable, log: Log, clock: Clock, dynamic: bool = False):
         self.function, self.log, self.clock, self.graphs = function, log, clock, {}
@@ -1930,9 +1900,8 @@ def sample(model: GPT, text: str, count: int, temperature: float = 0.7) -> str:
     require(len(ids) < c.seq_len, f"--sample has {len(ids) - 1} tokens, and the model's sequences only {c.seq_len}")
     while len(ids) < end:
         padded = F.pad(torch.tensor(ids, device=model.lm_head.device), (0, -len(ids) % BLOCK))
-        x, sources = model.hidden(padded, view_of(c.num_steps, c))
-        x = late_mix(x, sources, model.late_in, model.late_out, model.late_bias)[len(ids) - 1]
-        logits = softcap(F.linear(x, model.weight("lm_head")))
+        x = late_mix(*model.hidden(padded, view_of(c.num_steps, c)), model.late_in, model.late_out, model.late_bias)
+        logits = softcap(F.linear(x[len(ids) - 1], model.weight("lm_head")))
         ids.append(int(torch.multinomial((logits / temperature).softmax(-1), 1)))
         if ids[-1] == model.bos:
             break
