@@ -593,7 +593,7 @@ assert "tiktoken" not in sys.modules, "imported before it is needed"
 
 def test_the_file_reads_in_one_sitting():
     source = SCRIPT.read_text()
-    assert source.count("\n") <= 2065
+    assert source.count("\n") <= 2068
     functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
     long = {f.name: f.end_lineno - f.lineno + 1 for f in functions if f.end_lineno - f.lineno + 1 > 70}
     assert set(long) <= {"main", "train"}, long
