@@ -118,7 +118,7 @@ class Config:
     val_seq_len: int = key(262_144, "tokens per validation sequence")
     val_interval: int = key(125, "steps between validations, 0: only at the end")
     # system
-    seed: int = key(0, "seed of the initial weights")
+    seed: int = key(0, "seed of the initial weights and of all that is drawn")
     device: str = key("auto", "auto, cuda or cpu")
     precision: str = key("auto", "row of PRECISIONS; auto: fp8-qkv where the GPU has FP8, else bf16")
     native: bool = key(False, "refuse to emulate products that this device does not have")
@@ -207,7 +207,9 @@ def checked(c: Config) -> Config:
     for name in ("num_steps batch_tokens seq_len micro_tokens val_tokens val_seq_len model_dim num_heads mlp_dim "
                  "vocab_size bigram_rows epochs cooldown_frac").split():
         require(getattr(c, name) > 0, f"--{name}={getattr(c, name)} must be positive")
-    require(c.candidates >= 0, f"--candidates={c.candidates} must be positive, or 0 for the whole vocabulary")
+    require(c.candidates == 0 or c.candidates >= min(c.micro_tokens / 2, c.vocab_size),
+            f"--candidates={c.candidates} must be at least half of --micro_tokens={c.micro_tokens}, as all tokens of "
+            "the text must be among them, or 0 for the whole vocabulary")
     for name, choices in (("topology", TOPOLOGIES), ("schedule", SCHEDULES), ("precision", ("auto", *PRECISIONS)),
                           ("attention", ("auto", "flex", "sdpa")), ("device", ("auto", "cuda", "cpu")),
                           ("dtype", ("auto", "bfloat16", "float16", "float32", "float64"))):
@@ -1067,7 +1069,8 @@ def initialize(model: GPT, seed: int) -> dict[str, Tensor]:
 # that some rank looked up have gradients and are updated, and slices of tables are columns, so that all ranks share
 # this work whichever rows they are. It is done beside Muon, on a stream of its own, as it takes memory
 # bandwidth where Muon takes arithmetic. All transfers are asynchronous, so they run while another parameter is being
-# worked on. Gradients are sums over tokens, so neither the number of GPUs nor of accumulation steps enters anywhere.
+# worked on. Gradients are sums over tokens, so neither the number of GPUs nor of accumulation steps enters anywhere but
+# in the draw of candidates (section 4).
 
 POLAR_EXPRESS = (  # a, b, c of each iteration: the fastest polynomials of degree 5 (Amsel et al. 2025; record 38)
     (8.156554524902461, -22.48329292557795, 15.878769915207462),

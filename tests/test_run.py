@@ -262,6 +262,16 @@ def test_two_processes_have_the_losses_of_one_through_all_stages(corpus, tmp_pat
     assert losses(two) == losses(one) and two.values("stage") == one.values("stage")
 
 
+def test_two_processes_that_sample_the_vocabulary_reach_nearly_the_loss_that_the_whole_of_it_gives(corpus, tmp_path):
+    changes = dict(data_dir=corpus, dtype="float64", micro_tokens=256, num_steps=8, val_interval=8)
+    t.main(arguments(log_dir=tmp_path / "whole", **changes))
+    args = arguments(log_dir=tmp_path / "sampled", candidates=256, target_loss=100, **changes)
+    run = start(*args, launcher=[*TORCHRUN, "--nproc_per_node=2"])
+    assert run.returncode == 0, run.stderr
+    whole, sampled = (read_log(only_log(tmp_path / name)).steps[-1].loss for name in ("whole", "sampled"))
+    assert sampled != whole and sampled == pytest.approx(whole, rel=0.03)
+
+
 def corrupt(folder):
     write_shard(folder / "fineweb_train_000000.bin", documents(3000), magic=1)
     write_shard(folder / "fineweb_val_000000.bin", documents(2000))
@@ -311,7 +321,8 @@ def refused(capfd, args, before="step:"):
     ({"epochs": 0}, ["--epochs=0"]), ({"num_heads": 0}, ["--num_heads=0"]), ({"vocab_size": 0}, ["--vocab_size=0"]),
     ({"seq_len": 200, "batch_tokens": 800}, ["--seq_len=200", "multiple of 128"]),
     ({"micro_tokens": 0}, ["--micro_tokens=0", "positive"]), ({"micro_tokens": 300}, ["--micro_tokens=300", "256"]),
-    ({"bigram_rows": 0}, ["--bigram_rows=0"]),
+    ({"bigram_rows": 0}, ["--bigram_rows=0"]), ({"candidates": 100}, ["--candidates=100", "--micro_tokens=16384"]),
+    ({"candidates": -1}, ["--candidates=-1", "0"]),
     ({"schedule": "long"}, ["--schedule=long", "speedrun, laptop, char"]),
     ({"schedule": "speedrun"}, ["--batch_tokens=1024", "768"]),  # its first stage has a third of that
     ({"topology": "gpt2", "num_heads": 1}, ["--num_heads=1", "multiple of 2"]),
@@ -593,7 +604,7 @@ assert "tiktoken" not in sys.modules, "imported before it is needed"
 
 def test_the_file_reads_in_one_sitting():
     source = SCRIPT.read_text()
-    assert source.count("\n") <= 2068
+    assert source.count("\n") <= 2071
     functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
     long = {f.name: f.end_lineno - f.lineno + 1 for f in functions if f.end_lineno - f.lineno + 1 > 70}
     assert set(long) <= {"main", "train"}, long
