@@ -1,7 +1,7 @@
 """The NanoGPT speedrun in one file: train a GPT-2-class model to a target validation loss, fast.
 
     torchrun --standalone --nproc_per_node=8 train_gpt.py    # 8 GPUs: the speedrun, FineWeb to 3.28
-    torchrun --standalone --nproc_per_node=1 train_gpt.py    # fewer GPUs: same updates, by accumulation
+    torchrun --standalone --nproc_per_node=1 train_gpt.py    # fewer GPUs: the same batches, accumulated
     python train_gpt.py --preset=laptop                      # two minutes on a CPU
     python train_gpt.py --help                               # every key, its meaning and unit
 
@@ -102,7 +102,7 @@ class Config:
     num_steps: int = key(1560, "optimizer steps")
     batch_tokens: int = key(393_216, "tokens per optimizer step in the last stage, over all GPUs")
     seq_len: int = key(16_384, "tokens of a training sequence: whole documents, the last one cut")
-    micro_tokens: int = key(16_384, "most tokens a GPU works on at a time; fewer need less memory for the same update")
+    micro_tokens: int = key(16_384, "most tokens a GPU works on at a time: fewer need less memory")
     cooldown_frac: float = key(0.6, "last fraction of the steps, over which the learning rate falls to 0.15")
     momentum_warmup: int = key(300, "steps over which Muon's momentum rises from 0.85 to 0.95")
     # optimizers
@@ -118,7 +118,7 @@ class Config:
     val_seq_len: int = key(262_144, "tokens per validation sequence")
     val_interval: int = key(125, "steps between validations, 0: only at the end")
     # system
-    seed: int = key(0, "seed of the initial weights and of all that is drawn")
+    seed: int = key(0, "seed of the initial weights, candidates and random rounding")
     device: str = key("auto", "auto, cuda or cpu")
     precision: str = key("auto", "row of PRECISIONS; auto: fp8-qkv where the GPU has FP8, else bf16")
     native: bool = key(False, "refuse to emulate products that this device does not have")
@@ -207,9 +207,9 @@ def checked(c: Config) -> Config:
     for name in ("num_steps batch_tokens seq_len micro_tokens val_tokens val_seq_len model_dim num_heads mlp_dim "
                  "vocab_size bigram_rows epochs cooldown_frac").split():
         require(getattr(c, name) > 0, f"--{name}={getattr(c, name)} must be positive")
-    require(c.candidates == 0 or c.candidates >= min(c.micro_tokens / 2, c.vocab_size),
-            f"--candidates={c.candidates} must be at least half of --micro_tokens={c.micro_tokens}, as all tokens of "
-            "the text must be among them, or 0 for the whole vocabulary")
+    enough = min(c.vocab_size, min(c.micro_tokens, c.batch_tokens) // 2)  # texts repeat most of their tokens
+    require(c.candidates == 0 or c.candidates >= enough and (c.candidates % 16 == 0 or c.candidates >= c.vocab_size),
+            f"--candidates={c.candidates} must be a multiple of 16, at least {enough}, or 0 for the whole vocabulary")
     for name, choices in (("topology", TOPOLOGIES), ("schedule", SCHEDULES), ("precision", ("auto", *PRECISIONS)),
                           ("attention", ("auto", "flex", "sdpa")), ("device", ("auto", "cuda", "cpu")),
                           ("dtype", ("auto", "bfloat16", "float16", "float32", "float64"))):
@@ -300,7 +300,7 @@ FORMATS = {"x": E4M3, "g": E5M2}  # of activations and weights; of gradients
 @torch.library.custom_op("nanogpt::quantize", mutates_args=())
 def quantize_op(x: Tensor, scale: float, kind: str) -> tuple[Tensor, Tensor]:
     """x (M, N) -> `quantize`d to one of FORMATS, as bytes (M, N), and transposed (N, M)."""
-    if x.dtype != torch.bfloat16 or not x.is_cuda or not native("fp8", x.device):  # Triton 3.6 miscompiles float32
+    if x.dtype != torch.bfloat16 or not x.is_cuda or not native("fp8", x.device):  # Triton 3.6 writes wrong float32
         y = quantize(x.contiguous(), scale, FORMATS[kind]).view(torch.uint8)
         return y, transpose(y)
     y, y_t = (x.new_empty(shape, dtype=FORMATS[kind]) for shape in (x.shape, x.shape[::-1]))
@@ -395,7 +395,7 @@ def softcap(z: Tensor) -> Tensor:
 def loss_op(z: Tensor, targets: Tensor, grad_s: float, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """z (T, V) before the cap, targets (T,), bias (V,) or none, which is added after the cap -> cross-entropy (T,)
     float32, and its gradient (T, V) / grad_s in e5m2. That is at most CAP / (4 CAP_WIDTH grad_s), which must be in
-    e5m2's range. Targets' biases are 0; where there is no target, -1, both are 0."""
+    e5m2's range. Biases of targets must be 0. A target of -1 is none: its loss and gradient are 0."""
     if z.is_cuda:
         loss, g8 = z.new_empty(len(z), dtype=torch.float32), torch.empty_like(z, dtype=torch.uint8)
         loss_kernel[len(z),](z, targets, loss, g8.view(E5M2), bias, 1 / grad_s, z.shape[1],
@@ -891,10 +891,11 @@ def head_loss(x, sources, late, lm_head, targets, bias=None, low=None) -> Tensor
     return F.cross_entropy(logits if bias is None else logits + bias, targets, reduction="sum", ignore_index=-1)
 
 def choose_candidates(targets: Tensor, counts: Tensor, number: int) -> tuple[Tensor, Tensor, Tensor]:
-    """targets (T,), how often each token was one so far, counts (V,) -> the tokens that the loss is about (number,),
-    all targets among them; the logarithm of how many tokens each one stands for; and the targets' places among them
-    (T,), -1 if there are too many. So the sum of exponentials over the vocabulary is estimated without bias: priority
-    sampling (Duffield et al. 2007), for a sampled softmax (Bengio and Senecal 2008)."""
+    """targets (T,), how often each token was one, these included, counts (V,) -> the tokens that the loss is about
+    (number,), the targets among them; the logarithm of how many tokens each one stands for; and the targets' places
+    among them (T,), -1 for those that did not fit, as more than `number` differ. The sum of exponentials over the
+    vocabulary is estimated without bias: priority sampling (Duffield et al. 2007), for a sampled softmax (Bengio and
+    Senecal 2008)."""
     size = (1 + counts).index_fill(0, targets, 1e30)  # who is large enough is certain to be chosen
     priority, order = (size / torch.rand_like(size)).clamp(max=1e30).topk(number + 1)
     chosen, next_one = order[:-1], priority[-1]
@@ -919,6 +920,7 @@ class GPT(nn.Module):
         signs = torch.randint(0, 2, (SIGNS, c.model_dim), generator=torch.Generator().manual_seed(0)) * 2 - 1
         self.register_buffer("signs", signs.to(device, torch.int8), persistent=False)
         self.register_buffer("counts", torch.zeros(c.vocab_size, device=device), persistent=False)  # of targets
+        self.register_buffer("lost", torch.zeros((), device=device), persistent=False)  # targets that did not fit
         self.ropes = {}
         self.block, self.head_loss = block, head_loss  # `compile_model` replaces these four
         self.embed_inputs, self.block_lists = embed_inputs, block_lists
@@ -1032,13 +1034,14 @@ class GPT(nn.Module):
 
     def sampled(self, w: Tensor, targets: Tensor, low: tuple) -> tuple:
         """What `head_loss` takes after the first three: the head (V, D), targets (T,), no bias and its recipes, or the
-        same for --candidates of the V tokens, with a bias: a third of the work, most of it on tokens that are here."""
+        same for --candidates of the V tokens, with a bias: a third of the work, over a third of it on targets."""
         number = self.config.candidates
         if not 0 < number < len(w):
             return w, targets, None, *low
         with torch.no_grad():
             self.counts.index_add_(0, targets, torch.ones_like(targets, dtype=self.counts.dtype))
             chosen, bias, targets = choose_candidates(targets, self.counts, number)
+            self.lost += (targets < 0).sum()
         low = ({name: (seen, tuple(w8[chosen] for w8 in all8), *how) for name, (seen, all8, *how) in row.items()}
                for row in low)
         return w.index_select(0, chosen), targets, bias, *low
@@ -1048,8 +1051,7 @@ VAL_CHUNK = 16_384  # tokens whose logits are computed at a time in validation
 @torch.no_grad()
 def initialize(model: GPT, seed: int) -> dict[str, Tensor]:
     """Draws the weights from `seed` (rank 0's count), fills the model and returns them in float32."""
-    torch.manual_seed(seed + ranks()[0])  # ranks sample different candidates
-    model.counts.zero_()
+    torch.manual_seed(seed)
     full = {}
     for name, param in model.table.items():
         bank = getattr(model, name)
@@ -1058,6 +1060,9 @@ def initialize(model: GPT, seed: int) -> dict[str, Tensor]:
         if dist.is_initialized():
             dist.broadcast(w, 0)
         bank.copy_(w)
+    torch.manual_seed((seed * 2**16 + ranks()[0]) % 2**63)  # ranks draw different candidates
+    model.counts.zero_()
+    model.lost.zero_()
     return full
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -1686,10 +1691,12 @@ def calibrate(device: torch.device) -> dict:
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "GH200": 989e12, "B200": 2250e12, "A100": 312e12, "4090": 165e12}  # bf16
 
 def mfu(c: Config, tokens_per_s: float, device_name: str) -> float | None:
-    """Model FLOPs (6 a matmul weight and token, no attention) over the GPUs' dense bf16 peak, or None if unknown."""
-    matrices = [p.shape for name, p in parameter_table(c).items() if p.optimizer == "muon" or name == "lm_head"]
+    """Model FLOPs (6 a weight and token, of the head's weights the candidates', no attention) over the GPUs' dense bf16
+    peak, or None if unknown."""
+    weights = sum(math.prod(p.shape) for p in parameter_table(c).values() if p.optimizer == "muon")
+    weights += c.model_dim * min(c.candidates or c.vocab_size, c.vocab_size)
     peak = next((flops for name, flops in PEAK_FLOPS.items() if name in device_name), None)
-    return None if peak is None else round(6 * sum(map(math.prod, matrices)) * tokens_per_s / ranks()[1] / peak, 4)
+    return None if peak is None else round(6 * weights * tokens_per_s / ranks()[1] / peak, 4)
 
 # ------------------------------------------------------------------------------------------------------------------
 # 9. The run
@@ -2030,6 +2037,8 @@ def train(c: Config) -> int:
     if c.precision == "fp16":
         log.fact("note", f"{c.num_steps - optimizer.steps} steps skipped, loss scale {optimizer.loss_scale:g}")
     log.fact("note", f"{optimizer.bytes_per_step()} bytes sent per step and rank")
+    if lost := int(model.lost):
+        log.fact("defect", dict(what=f"{lost} tokens of rank 0 were no candidates; raise --candidates"))
     tokens, seconds = total_tokens(c), clock.total
     reached = round(val_loss, 4) <= c.target_loss
     peak = torch.cuda.max_memory_allocated(device) // 2**20 if device.type == "cuda" else None
@@ -2057,7 +2066,7 @@ def main(argv: list[str]) -> int:
     except (BadInput, OSError, torch.OutOfMemoryError) as error:
         sentence = str(error)
         if isinstance(error, torch.OutOfMemoryError):
-            sentence = sentence.split(". ")[0] + "; a smaller --micro_tokens makes the same updates with less"
+            sentence = sentence.split(". ")[0] + "; a smaller --micro_tokens needs less"
         master = master or not isinstance(error, BadInput)  # of its files and memory only this rank may know
         if master:
             print(f"train_gpt.py: {sentence}", file=sys.stderr)
