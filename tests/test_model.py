@@ -442,7 +442,7 @@ def test_ranks_and_seeds_draw_different_candidates_but_ranks_the_same_weights(mo
     model, weights, drawn = tiny(), {}, []
     for seed in (1, 2):
         for rank in (0, 1):
-            monkeypatch.setattr(t, "ranks", lambda: (rank, 2))
+            monkeypatch.setattr(t, "ranks", lambda rank=rank: (rank, 2))
             weights[seed, rank] = t.initialize(model, seed)["qk"]
             drawn.append(torch.rand(4).tolist())
     assert len({tuple(row) for row in drawn}) == 4
@@ -450,21 +450,18 @@ def test_ranks_and_seeds_draw_different_candidates_but_ranks_the_same_weights(mo
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp8-head"])
-def test_tokens_that_are_no_candidates_are_counted_and_add_nothing_to_the_loss(precision):
+def test_tokens_that_are_no_candidates_are_counted_and_add_nothing_to_the_loss(precision, monkeypatch):
     model = tiny(precision=precision, dtype="float32", candidates=48, vocab_size=384, model_dim=64, num_heads=2)
     model.lm_head.data *= 0.2
     tokens, targets = tokens_of([0], 256), tokens_of([], 256, 1)
     assert len(targets.unique()) > 48
-    drawn = []
-    choose = t.choose_candidates
-    t.choose_candidates = lambda *args: drawn.append(choose(*args)) or drawn[-1]
-    try:
-        loss = model(tokens, targets, view()).item()
-    finally:
-        t.choose_candidates = choose
+    drawn, choose = [], t.choose_candidates
+    monkeypatch.setattr(t, "choose_candidates", lambda *args: drawn.append(choose(*args)) or drawn[0])
+    loss = model(tokens, targets, view()).item()
     (chosen, bias, places), (x, sources) = drawn[0], model.hidden(tokens, view())
+    assert not bias.any(), "all are targets"
     x = t.late_mix(x, sources, model.late_in, model.late_out, model.late_bias)
-    logits = 23 / (1 + torch.exp(-(x @ model.lm_head[chosen].T + 5).double() / 7.5))  # the bias is 0: all are targets
+    logits = 23 / (1 + torch.exp(-(x @ model.lm_head[chosen].T + 5).double() / 7.5))
     known = places >= 0
     expected = (logits.logsumexp(-1)[known] - logits[known, places[known]]).sum().item()
     assert model.lost == 256 - known.sum() > 0
