@@ -203,7 +203,7 @@ def parse_config(argv: list[str]) -> Config:
     return checked(Config(**vars(parser.parse_args(argv)) | {"preset": preset}))
 
 def checked(c: Config) -> Config:
-    """The same. Raises BadInput where values do not fit each other."""
+    """The configuration itself. Raises BadInput where values do not fit each other."""
     for name in ("num_steps batch_tokens seq_len micro_tokens val_tokens val_seq_len model_dim num_heads mlp_dim "
                  "vocab_size bigram_rows epochs cooldown_frac").split():
         require(getattr(c, name) > 0, f"--{name}={getattr(c, name)} must be positive")
