@@ -1,14 +1,15 @@
 """Fetch the first N of FineWeb's 103 cached GPT-2-token training shards, and the validation shard.
 
-    python data/fineweb.py 9              # 9 x 100M training tokens + 100M validation tokens, 200 MB a shard
+    python data/fineweb.py 9    # 9 x 100M training tokens + 100M validation tokens, 200 MB a shard
     python data/fineweb.py 103 --dir /scratch/fineweb10B
 
-A shard is 256 int32 of header (magic 20240520, version 1, token count, zeros) and then that many uint16 tokens, all
-little-endian. Each one arrives in DIR/.incomplete, is checked there, and only then takes its final name; so a file
-named `fineweb_*.bin` is whole, and the same command after an interruption goes on with the first shard that is missing
-or damaged. A connection that drops resumes within its shard; a killed process starts its one open shard again.
+`shards.py` says what a shard is. Each one arrives in DIR/.incomplete, is checked there, and only
+then gets its final name, so every file named `fineweb_*.bin` is whole. After an interruption, run
+the same command again: it fetches only what is missing or damaged. If the connection drops, the
+download goes on in the middle of its shard; if the process is killed, that shard starts again.
 
-Exit status: 0 all there, 1 could not be fetched, 2 bad arguments, 130 interrupted; a failure is one sentence on stderr.
+Exit status: 0 all there, 1 could not be fetched, 2 bad arguments, 130 interrupted; a failure is one
+sentence on stderr.
 """
 import argparse
 import os
@@ -17,20 +18,18 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
+if __package__:
+    from .shards import DamagedShard, count_tokens
+else:  # run as a script
+    from shards import DamagedShard, count_tokens
 
 REPO = "kjj0/fineweb10B-gpt2"  # a Hugging Face dataset repository
 TRAIN_SHARDS = 103
-MAGIC, VERSION, HEADER_BYTES = 20240520, 1, 256 * 4
 AGAIN = "run the same command again to go on from here"
 
 
-class ShardError(ValueError):
-    """A file that is not a whole shard; the message says what is wrong with it."""
-
-
 class FetchError(RuntimeError):
-    """A shard that could not be had; the message is a sentence for the user."""
+    """A shard that could not be fetched; the message is a sentence for the user."""
 
 
 def shard_names(n):
@@ -38,89 +37,96 @@ def shard_names(n):
     return ["fineweb_val_000000.bin"] + [f"fineweb_train_{i:06d}.bin" for i in range(1, n + 1)]
 
 
-def check_shard(path):
-    """Return a shard's token count. Raises FileNotFoundError, or ShardError for a wrong magic, version or length."""
-    size = os.path.getsize(path)  # bytes
-    header = np.fromfile(path, dtype="<i4", count=3)
-    if len(header) < 3 or header[0] != MAGIC or header[1] != VERSION:
-        raise ShardError("its header is not that of a version 1 token shard")
-    tokens = int(header[2])
-    if tokens <= 0 or size != HEADER_BYTES + 2 * tokens:
-        raise ShardError(f"its header promises {tokens:,} tokens but the file has {size:,} bytes")
-    return tokens
-
-
 def check_online():
-    """One small request without retries, so that a missing network shows at once. Raises FetchError."""
+    """Send one small request without retries, so that a missing network shows at once.
+
+    Raises FetchError.
+    """
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, logging
     logging.set_verbosity_error()  # the client's warnings repeat what we say
 
+    url = hf_hub_url(REPO, shard_names(0)[0], repo_type="dataset")
     try:
-        get_hf_file_metadata(hf_hub_url(REPO, shard_names(0)[0], repo_type="dataset"), timeout=10)
+        get_hf_file_metadata(url, timeout=10)
     except Exception as error:  # the client's exceptions share no base class across its versions
-        raise FetchError(f"{REPO} cannot be reached ({brief(error)}); connect to the network and {AGAIN}, "
-                         "or make shards from text you have with data/prepare.py") from error
+        raise FetchError(
+            f"{REPO} cannot be reached ({brief(error)}); connect to the network and {AGAIN}, "
+            "or make shards from text you have with data/prepare.py") from error
 
 
 def fetch_shard(name, folder, attempts=6):
-    """Download one shard, check it, give it its final name in `folder`, and return its token count.
+    """Download one shard, check it, give it its final name in `folder`, return its token count.
 
-    A failed attempt is followed by a pause of 1, 2, 4, ... seconds. Raises FetchError after the last.
+    Pauses 1, 2, 4, ... seconds after each failed attempt, and raises FetchError after the last one.
     """
     from huggingface_hub import hf_hub_download
 
+    # inside `folder`, so that the rename below stays on one filesystem and is atomic
+    incomplete = folder / ".incomplete"
     for attempt in range(attempts):
         try:
-            # inside `folder`, so that the rename below stays on one filesystem and is atomic
-            arrived = Path(hf_hub_download(REPO, name, repo_type="dataset", local_dir=folder / ".incomplete"))
+            arrived = Path(hf_hub_download(REPO, name, repo_type="dataset", local_dir=incomplete))
             try:
-                tokens = check_shard(arrived)
-            except ShardError:
-                arrived.unlink()  # or the next attempt would be handed the same bytes
+                tokens = count_tokens(arrived)
+            except DamagedShard:
+                arrived.unlink()  # or the client would hand the next attempt the same bytes
                 raise
             os.replace(arrived, folder / name)
             return tokens
         except Exception as error:
+            reason = brief(error)
             if attempt == attempts - 1:
-                raise FetchError(f"{name} could not be fetched ({brief(error)}); {AGAIN}") from error
-            print(f"{name}: {brief(error)}; trying again in {2**attempt} s", flush=True)
-            time.sleep(2**attempt)
+                raise FetchError(f"{name} could not be fetched ({reason}); {AGAIN}") from error
+            pause = 2**attempt
+            print(f"{name}: {reason}; trying again in {pause} s", flush=True)
+            time.sleep(pause)
 
 
 def fetch(n, folder):
-    """Bring the validation shard and the first `n` training shards into `folder`. Raises FetchError, OSError."""
+    """Bring the validation shard and the first `n` training shards into `folder`.
+
+    Raises FetchError and OSError.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     missing = []
     for name in shard_names(n):
         try:
-            check_shard(folder / name)
+            count_tokens(folder / name)
         except FileNotFoundError:
             missing.append(name)
-        except ShardError as error:
-            print(f"{folder / name}: {error}; fetching it again", flush=True)
+        except DamagedShard as error:
+            print(f"{folder / name}: {brief(error)}; fetching it again", flush=True)
             missing.append(name)
     if missing:
         check_online()
     for i, name in enumerate(missing, 1):
-        print(f"[{i}/{len(missing)}] {name}", flush=True)  # the client draws a progress bar in bytes below this line
+        # the client draws a progress bar in bytes below this line
+        print(f"[{i}/{len(missing)}] {name}", flush=True)
         fetch_shard(name, folder)
     shutil.rmtree(folder / ".incomplete", ignore_errors=True)
-    print(f"{folder}: validation shard and {n} training shards are there, {len(missing)} of them fetched now")
+    print(f"{folder}: validation shard and {n} training shards are there, "
+          f"{len(missing)} of them fetched now")
 
 
 def brief(error):
+    """An exception in a few words, without a full stop, to stand inside a sentence."""
+    if isinstance(error, DamagedShard):
+        return f"it {error.fault}"
     return f"{type(error).__name__}: {error}".splitlines()[0].rstrip(" .")
 
 
 def fail(message, status=1):
+    """End the program with one sentence on stderr."""
     print(f"fineweb.py: {message}.", file=sys.stderr)
     sys.exit(status)
 
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("n", metavar="N", help=f"training shards to have, 1 to {TRAIN_SHARDS}, 100M tokens each")
-    parser.add_argument("--dir", type=Path, default=Path(__file__).parent / "fineweb10B", help="default: %(default)s")
+    parser.add_argument(
+        "n", metavar="N", help=f"training shards to have, 1 to {TRAIN_SHARDS}, 100M tokens each")
+    folder = Path(__file__).parent / "fineweb10B"
+    parser.add_argument("--dir", type=Path, default=folder, help="default: %(default)s")
     parser.error = lambda message: fail(message, 2)
     args = parser.parse_args(argv)
     if not args.n.isdecimal() or not 1 <= int(args.n) <= TRAIN_SHARDS:

@@ -3,11 +3,12 @@
 Exit status: 0 all well, 1 a check found something, 2 the input was refused.
 """
 import argparse
+import os
 import sys
 from pathlib import Path
 
 from . import compare, record, table
-from .log import Refused, read_source
+from .log import Refused, read_files, read_source
 
 
 def check(root, chosen):
@@ -55,6 +56,22 @@ def check_board(root, everything, rebuilt):
     return []
 
 
+def write_files(files, folder):
+    """Writes {path: bytes} below a folder. Raises Refused if one of them is there already; then
+    nothing is written."""
+    for path in files:
+        if os.path.lexists(folder / path):
+            raise Refused(f"{folder / path}: exists already.")
+    for path, content in files.items():
+        target = folder / path
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with open(target, "xb") as file:
+                file.write(content)
+        except OSError as error:
+            raise Refused(f"{target}: cannot be written ({error.strerror}).") from None
+
+
 def find(root, name):
     """The folder of a record: a path, a folder name, or the name without its date. Raises Refused."""
     found = [p for p in record.folders(root) if name in (p.name, p.name[11:])]
@@ -69,8 +86,9 @@ def main(argv=None):
     parser = argparse.ArgumentParser(prog="python -m records", description="Turn logs into records; check and compare.")
     parser.add_argument("--root", type=Path, default=Path(__file__).parents[1], help="repository root")
     commands = parser.add_subparsers(dest="command", required=True)
-    p = commands.add_parser("code", help="print the source embedded in a log")
+    p = commands.add_parser("code", help="print a log's train_gpt.py, or write all files that ran")
     p.add_argument("log")
+    p.add_argument("folder", nargs="?", type=Path, help="where to write all files of the run")
     p = commands.add_parser("new", help="write records/DATE_NAME from logs")
     p.add_argument("name")
     p.add_argument("logs", nargs="+")
@@ -85,7 +103,11 @@ def main(argv=None):
     commands.add_parser("table", help="rewrite the leaderboard and the progress picture")
     args = parser.parse_args(argv)
     try:
-        if args.command == "code":
+        if args.command == "code" and args.folder is not None:
+            files = read_files(args.log)
+            write_files(files, args.folder)
+            print(f"wrote {len(files)} file(s) below {args.folder}")
+        elif args.command == "code":
             sys.stdout.buffer.write(read_source(args.log))
         elif args.command == "new":
             print(f"wrote {record.new(args.root, args.name, args.logs, args.claim, args.data)}; "

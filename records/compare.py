@@ -88,17 +88,43 @@ def config_lines(a, b):
             for k in sorted({*ours, *theirs}) if k not in ours or k not in theirs or ours[k] != theirs[k]]
 
 
+def file_diff(path, a, b):
+    """The unified diff of one file; `a` or `b` is None where it is absent."""
+    sides = []
+    for side, content in (("A", a), ("B", b)):
+        if content is None:
+            sides.append(("/dev/null", []))
+        else:
+            sides.append((f"{side}/{path}", content.decode(errors="replace").split("\n")))
+    (a_name, a_lines), (b_name, b_lines) = sides
+    return list(difflib.unified_diff(a_lines, b_lines, a_name, b_name, lineterm=""))
+
+
+def changed_lines(diff):
+    """(lines added, lines removed), not counting the two names at the head of a diff"""
+    return tuple(sum(line.startswith(sign) for line in diff[2:]) for sign in "+-")
+
+
 def code_lines(a, b, whole):
-    """The unified diff of the embedded sources, control characters made visible."""
-    if a.source == b.source:
+    """The unified diffs of all embedded files, control characters made visible."""
+    ours, theirs = a.files, b.files
+    diffs = {path: file_diff(path, ours.get(path), theirs.get(path))
+             for path in ours | theirs if ours.get(path) != theirs.get(path)}
+    if not diffs:
         return ["code: identical"]
-    texts = [log.source.decode(errors="replace").split("\n") for log in (a, b)]
-    diff = list(difflib.unified_diff(*texts, "A/train_gpt.py", "B/train_gpt.py", lineterm=""))
-    added, removed = (sum(line.startswith(c) for line in diff[2:]) for c in "+-")
-    lines = diff if whole else diff[:SHORT_DIFF]
-    rest = [f"... {len(diff) - len(lines)} more lines of diff (--diff shows all)"] if len(diff) > len(lines) else []
-    visible = ["".join(c if c.isprintable() or c == "\t" else "?" for c in line) for line in lines]
-    return [f"code: {added} lines added, {removed} removed", *visible, *rest]
+    changes = {path: changed_lines(diff) for path, diff in diffs.items()}
+    added, removed = map(sum, zip(*changes.values()))
+    report = [f"code: {added} lines added, {removed} removed"]
+    if len(diffs) > 1:
+        report += [f"  {path}: {plus} added, {minus} removed"
+                   for path, (plus, minus) in changes.items()]
+    lines = [line for diff in diffs.values() for line in diff]
+    head = lines if whole else lines[:SHORT_DIFF]
+    for line in head:
+        report.append("".join(c if c.isprintable() or c == "\t" else "?" for c in line))
+    if len(head) < len(lines):
+        report.append(f"... {len(lines) - len(head)} more lines of diff (--diff shows all)")
+    return report
 
 
 def compare(a_logs, b_logs, names, whole_diff=False):

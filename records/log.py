@@ -16,10 +16,13 @@ from datetime import datetime
 MAX_LOG = 64 * 2**20  # bytes, checked before anything is read
 MAX_SOURCE = 2**20  # bytes
 MAX_LINE = 100_000  # characters of one fact
+MAX_FILE_LINE = 2 * MAX_SOURCE  # characters of a `file`: its text is longer as JSON
+MAX_FILES = 100
 MAX_LINES = 200_000
 MAX_STAGES = 100
 MAX_DEPTH = 8  # nesting of one fact's JSON
 SEPARATOR = "=" * 100
+SCRIPT = "train_gpt.py"  # what the source at the head of a log is called
 
 # Each value of a fact is tested as JSON text, so one pattern states type, sign and range.
 INT, NUM, TEXT, SHA = r"\d{1,15}", r"\d{1,15}(\.\d+)?(e[-+]?\d+)?", r'".*"', '"[0-9a-f]{64}"'
@@ -27,6 +30,8 @@ FACTS = {
     "run": {"run_id": r'"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"',
             "date": r'"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ"', "code_sha256": SHA, "code_bytes": INT,
             "git_commit": '"[0-9a-f]{7,64}"|null', "git_clean": "true|false|null"},
+    # plain names, at most five folders deep: below the project's folder, and nothing hidden there
+    "file": {"path": r'"([\w-]{1,100}/){0,5}[\w-]{1,100}\.py"', "sha256": SHA, "text": TEXT},
     "config": {"num_steps": INT, "batch_tokens": INT, "val_tokens": INT, "target_loss": NUM, "seed": "-?" + INT,
                "run_name": TEXT},
     "environment": {"python": TEXT, "torch": TEXT, "cuda": TEXT + "|null", "triton": TEXT + "|null",
@@ -41,6 +46,7 @@ FACTS = {
     "defect": {"what": TEXT},
     "note": {},
 }
+RUN_2 = {"grammar": "2", "files_sha256": SHA}  # what `run` has besides in grammar 2
 ORDER = ("run", "config", "environment", "data", "stage", "calibration")  # every log has these, in this order
 REPEATED = ("data", "stage")
 STEP = re.compile(r"step:(\d{1,9})/(\d{1,9}) (train|val)_loss:(\d{1,9}\.\d{1,9}) "
@@ -69,7 +75,7 @@ class Step:
 class Log:
     path: str
     raw: bytes
-    source: bytes  # of train_gpt.py as it ran
+    source: bytes  # of SCRIPT as it ran
     facts: dict = field(default_factory=lambda: {kind: [] for kind in FACTS})  # kind -> [(line, value)]
     steps: list = field(default_factory=list)
     end: dict = field(default_factory=dict)
@@ -82,8 +88,27 @@ class Log:
     config = property(lambda self: self.facts["config"][0][1])
     environment = property(lambda self: self.facts["environment"][0][1])
     calibration = property(lambda self: self.facts["calibration"][0][1])
+    grammar = property(lambda self: self.run.get("grammar", 1))
     validations = property(lambda self: [s for s in self.steps if s.split == "val"])
     sha256 = property(lambda self: hashlib.sha256(self.raw).hexdigest())
+
+    @property
+    def files(self):
+        """{path: bytes} of all that ran: the script and, since grammar 2, what it imports."""
+        others = {file["path"]: file["text"].encode() for file in self.values("file")}
+        return {SCRIPT: self.source} | others
+
+    @property
+    def file_sums(self):
+        """{path: sha256} of `files`"""
+        digest = hashlib.sha256
+        return {path: digest(content).hexdigest() for path, content in self.files.items()}
+
+    @property
+    def files_sha256(self):
+        """One sum over all files: that of what `sha256sum` prints for them, sorted by path."""
+        lines = [f"{digest}  {path}\n" for path, digest in sorted(self.file_sums.items())]
+        return hashlib.sha256("".join(lines).encode()).hexdigest()
 
     @property
     def times_sha256(self):
@@ -126,7 +151,8 @@ def read_bytes(path, limit=MAX_LOG):
 
 
 def parse_json(text, path, line):
-    """One strict JSON value: no NaN or infinity, no key twice, no deep nesting. Raises Refused."""
+    """One strict JSON value. Raises Refused for NaN or infinity, a key that stands twice, half of a
+    surrogate pair (no text can hold it), and deep nesting."""
     def no_constant(name):
         raise ValueError(f"{name} is not a number")
 
@@ -140,6 +166,7 @@ def parse_json(text, path, line):
 
     try:
         value = json.loads(text, parse_constant=no_constant, parse_float=finite, object_pairs_hook=unique)
+        json.dumps(value, ensure_ascii=False).encode()  # fails for half of a surrogate pair
     except (ValueError, RecursionError) as error:
         fail(path, line, f"strict JSON ({shown(str(error))})", text)
     level = [value]
@@ -180,27 +207,70 @@ def check_code(log):
         fail(log.path, line, f"code_sha256 {actual} (of the embedded source)", run["code_sha256"])
 
 
-def read_source(path):
-    """The embedded source, verified against its run line; the rest of the log may be cut. Raises Refused."""
+def check_files(log):
+    """Raises Refused unless each other file is there once and intact, and all of them are there."""
+    seen = {SCRIPT}
+    for line, file in log.facts["file"]:
+        path, content = file["path"], file["text"].encode()
+        if len(content) > MAX_SOURCE or len(log.facts["file"]) > MAX_FILES:
+            fail(log.path, line, f"at most {MAX_FILES} files of at most {MAX_SOURCE:,} bytes", path)
+        if path.lower() in seen:  # some file systems do not tell a.py from A.py
+            fail(log.path, line, f"each file once, and {SCRIPT} at the head of the log only", path)
+        seen.add(path.lower())
+        actual = hashlib.sha256(content).hexdigest()
+        if file["sha256"] != actual:
+            fail(log.path, line, f"sha256 {actual} (of the text of {path})", file["sha256"])
+    line, run = log.facts["run"][0]
+    if log.grammar == 2 and run["files_sha256"] != log.files_sha256:
+        expected = f"files_sha256 {log.files_sha256} (of all files in the log)"
+        fail(log.path, line, expected, run["files_sha256"])
+
+
+def read_start(path, kinds):
+    """A log with the facts of these kinds that stand before `config`; behind them it may be cut.
+    Raises Refused."""
     raw, source, number, lines = split_source(path)
     log = Log(str(path), raw, source)
     for line in lines:
-        if line.startswith("run "):
-            read_fact(log, number, line)
+        kind = line.partition(" ")[0]
+        if kind == "config":
             break
+        if kind in kinds:
+            read_fact(log, number, line)
         number += 1
     check_code(log)
-    return source
+    return log
+
+
+def read_source(path):
+    """The script, verified against the run line; the rest may be cut. Raises Refused."""
+    return read_start(path, ["run"]).source
+
+
+def read_files(path):
+    """{path: bytes} of all files, each verified; the rest may be cut. Raises Refused."""
+    log = read_start(path, ["run", "file"])
+    check_files(log)
+    return log.files
+
+
+def keys_of(kind, value):
+    """{key: pattern} of what this fact must have."""
+    if kind == "run" and any(key in value for key in RUN_2):
+        return FACTS["run"] | RUN_2
+    return FACTS[kind]
 
 
 def read_fact(log, number, text):
     kind, _, body = text.partition(" ")
-    if kind not in FACTS or len(text) > MAX_LINE:
-        fail(log.path, number, f"a step or a fact ({', '.join(FACTS)}) of at most {MAX_LINE:,} characters", text)
+    longest = MAX_FILE_LINE if kind == "file" else MAX_LINE
+    if kind not in FACTS or len(text) > longest:
+        expected = f"a step or a fact ({', '.join(FACTS)}) of at most {longest:,} characters"
+        fail(log.path, number, expected, text)
     value = parse_json(body, log.path, number)
     if not isinstance(value, dict if FACTS[kind] else str):
         fail(log.path, number, f"`{kind}` and {'an object' if FACTS[kind] else 'a string'}", body)
-    for key, pattern in FACTS[kind].items():
+    for key, pattern in keys_of(kind, value).items():
         if key not in value:
             fail(log.path, number, f"the key {key} in `{kind}`", body)
         if not re.fullmatch(pattern, json.dumps(value[key])):
@@ -211,6 +281,8 @@ def read_fact(log, number, text):
         at = ORDER.index(kind)
         if any(log.facts[later] for later in ORDER[at + 1:]) or not all(log.facts[k] for k in ORDER[:at]):
             fail(log.path, number, f"the facts in the order {', '.join(ORDER)}", text)
+    if kind == "file" and (not log.facts["run"] or log.grammar == 1 or log.facts["config"]):
+        fail(log.path, number, "`file` only between a `run` of grammar 2 and `config`", text)
     if log.steps and kind not in ("note", "defect"):
         fail(log.path, number, "only steps, notes and defects after the first step", text)
     log.facts[kind].append((number, value))
@@ -251,6 +323,7 @@ def read_log(path):
         if not log.facts[kind]:
             raise Refused(f"{path}: expected a `{kind}` line, found none.")
     check_code(log)
+    check_files(log)
     check_facts(log)
     check_steps(log)
     check_end(log)

@@ -53,9 +53,17 @@ def fingerprint(log, split=""):
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def files(log):
+    """The sums of all files that ran; nothing for grammar 1, where the script is all there is."""
+    if log.grammar == 1:
+        return {}
+    return {"files_sha256": log.run["files_sha256"], "files": log.file_sums}
+
+
 def claims(log):
     """What all runs of a record share."""
-    return {"code": {"sha256": log.run["code_sha256"]}, "data": shards(log),
+    return {"code": {"sha256": log.run["code_sha256"], "files": log.file_sums},
+            "data": shards(log),
             "config": {k: v for k, v in log.config.items() if k not in PER_RUN},
             "hardware": {k: log.environment[k] for k in MACHINE}, "stages": log.values("stage")}
 
@@ -120,7 +128,8 @@ def build(logs, name, claim="", data_name=""):
         "calibration": {k: mean([log.calibration[k] for log in logs], 2) for k in FACTS["calibration"]},
         "hardware": {"summary": f"{environment['world_size']} x {' + '.join(models)}"}
         | {k: environment[k] for k in MACHINE} | loose,
-        "code": {"sha256": first.run["code_sha256"], "bytes": first.run["code_bytes"]},
+        "code": {"sha256": first.run["code_sha256"], "bytes": first.run["code_bytes"]}
+        | files(first),
         "data": {"fingerprint": fingerprint(first), "val_fingerprint": fingerprint(first, "val "),
                  "shards": shards(first)},
         "config": claims(first)["config"], "stages": first.values("stage"),
@@ -154,6 +163,15 @@ def plain(value):
     return re.sub(r"[^\w .,:;()@+/*%='&-]", "?", str(value), flags=re.ASCII)[:200]
 
 
+def code_text(code):
+    """What ran, for the README: the script, and with grammar 2 also the files it imported."""
+    text = f"sha256 `{code['sha256'][:16]}`, {code['bytes']:,} bytes"
+    if "files" in code:
+        files_sha256 = code["files_sha256"][:16]
+        text += f"; with what it imports {len(code['files'])} files, sha256 `{files_sha256}`"
+    return f"{text}, embedded in each log"
+
+
 def pm(value, digits, unit=""):
     sd = "" if value["sd"] is None else f" ± {value['sd']:.{digits}f}"
     return f"{value['mean']:.{digits}f}{sd}{unit}"
@@ -183,7 +201,7 @@ def block(record):
         ("hardware", f"{plain(hw['summary'])}, {hw['hosts']} host(s)"),
         ("versions", plain(f"torch {hw['torch']}, CUDA {hw['cuda']}, triton {hw['triton']}, "
                            f"Python {' / '.join(hw['python'])}, driver {' / '.join(hw['driver'])}")),
-        ("code", f"sha256 `{r['code']['sha256'][:16]}`, {r['code']['bytes']:,} bytes, embedded in each log"),
+        ("code", code_text(r["code"])),
         ("data", f"{r['data_name'] or 'unnamed'}, {len(r['data']['shards'])} shards, "
                  f"fingerprint `{r['data']['fingerprint'][:16]}`"),
         ("host calibration", plain(", ".join(f"{k} {v:g}" for k, v in r["calibration"].items() if v is not None))),

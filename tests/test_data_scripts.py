@@ -1,8 +1,9 @@
 """data/fineweb.py and data/prepare.py against independent references.
 
-References: shards are parsed with `struct` alone, tokens are turned back into text and compared with the input, the
-byte table is compared with tiktoken's single-byte tokens, and fetching is tried against a fake downloader and, through
-the real client, against a small server on this machine. Nothing here needs a network or a GPU.
+References: shards are parsed with `struct` alone, tokens are turned back into text and compared
+with the input, the byte table is compared with tiktoken's single-byte tokens, and fetching is tried
+against a fake downloader and, through the real client, against a small server on this machine.
+Nothing here needs a network or a GPU.
 """
 import http.server
 import json
@@ -14,6 +15,7 @@ import sys
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -21,31 +23,42 @@ sys.path.insert(0, str(ROOT))
 if (VOCABULARY := ROOT.parent / "shared" / "gpt2-bpe").is_dir():
     os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(VOCABULARY))
 
-from data import fineweb, prepare  # noqa: E402
+from data import fineweb, prepare, shards  # noqa: E402
 
 BOS = 50256
 
 
 @pytest.fixture(scope="session")
 def gpt2(tmp_path_factory):
-    """tiktoken's GPT-2 encoding. Where its vocabulary cannot be had: the same scheme with few merges, by tiktoken."""
+    """tiktoken's GPT-2 encoding, or where its vocabulary cannot be had, `few_merges`."""
     import tiktoken
-    from tiktoken import load, registry
+    from tiktoken import registry
 
     try:
         return tiktoken.get_encoding("gpt2")
     except Exception:
-        folder, merges = tmp_path_factory.mktemp("vocabulary"), ["t h", "th e", "i n", "\u0120 the", "e r"]
-        characters = [chr(b) for b in range(256) if chr(b).isprintable() and chr(b) != " "]
-        characters += [chr(256 + i) for i in range(256 - len(characters))]
-        tokens = characters + [merge.replace(" ", "") for merge in merges]
-        (folder / "vocab.bpe").write_text("\n".join(["#version: 0.2", *merges, ""]), encoding="utf-8")
-        (folder / "encoder.json").write_text(json.dumps({token: i for i, token in enumerate(tokens)}))
-        ranks = load.data_gym_to_mergeable_bpe_ranks(str(folder / "vocab.bpe"), str(folder / "encoder.json"))
-        pattern = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-        registry.ENCODINGS["gpt2"] = tiktoken.Encoding(
-            "gpt2", pat_str=pattern, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": BOS})
+        registry.ENCODINGS["gpt2"] = few_merges(tmp_path_factory.mktemp("vocabulary"))
         return registry.ENCODINGS["gpt2"]
+
+
+def few_merges(folder):
+    """An encoding made by tiktoken after GPT-2's scheme, with the bytes and five merges."""
+    import tiktoken
+    from tiktoken import load
+
+    merges = ["t h", "th e", "i n", "\u0120 the", "e r"]
+    characters = [chr(b) for b in range(256) if chr(b).isprintable() and chr(b) != " "]
+    characters += [chr(256 + i) for i in range(256 - len(characters))]
+    tokens = characters + [merge.replace(" ", "") for merge in merges]
+    vocabulary = folder / "vocab.bpe"
+    vocabulary.write_text("\n".join(["#version: 0.2", *merges, ""]), encoding="utf-8")
+    encoder = folder / "encoder.json"
+    encoder.write_text(json.dumps({token: i for i, token in enumerate(tokens)}))
+    ranks = load.data_gym_to_mergeable_bpe_ranks(str(vocabulary), str(encoder))
+    pattern = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+    special = {"<|endoftext|>": BOS}
+    return tiktoken.Encoding(
+        "gpt2", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
 
 
 def shard_bytes(tokens, magic=20240520, version=1):
@@ -54,7 +67,7 @@ def shard_bytes(tokens, magic=20240520, version=1):
 
 
 def read_shard(path):
-    """-> list of tokens, after checking every field of the header."""
+    """The tokens of a shard as a list, after a check of every field of the header."""
     data = Path(path).read_bytes()
     header = struct.unpack("<256i", data[:1024])
     assert header[:2] == (20240520, 1)
@@ -64,7 +77,10 @@ def read_shard(path):
 
 
 def read_split(folder, split, name="fineweb"):
-    """-> the token lists of a split's documents, BOS removed; every shard must begin with a document."""
+    """The documents of a split as lists of tokens without BOS.
+
+    Every shard must begin with a document.
+    """
     documents = []
     for path in sorted(Path(folder).glob(f"{name}_{split}_*.bin")):
         tokens = read_shard(path)
@@ -77,10 +93,21 @@ def read_split(folder, split, name="fineweb"):
     return documents
 
 
+def read_corpus(folder):
+    """The documents of both splits."""
+    return read_split(folder, "train") + read_split(folder, "val")
+
+
 def gpt2_byte_table():
-    """GPT-2's byte order, written down a second way: Latin-1 characters that print and are not blank come first."""
-    first = [b for b in range(256) if chr(b).isprintable() and not chr(b).isspace() and b != 0xAD]
-    return first + [b for b in range(256) if b not in first]
+    """GPT-2's order of the bytes, written down a second way.
+
+    The Latin-1 characters that print and are not blank come first.
+    """
+    first = []
+    for byte in range(256):
+        if chr(byte).isprintable() and not chr(byte).isspace() and byte != 0xAD:
+            first.append(byte)
+    return first + [byte for byte in range(256) if byte not in first]
 
 
 def from_bytes(document):
@@ -91,17 +118,31 @@ def from_bytes(document):
 def make_texts(count, seed=0):
     rng = random.Random(seed)
     words = "the cat sat on a mat — naïve café, 東京 and Ωmega; don't 1234 stop\n".split(" ")
-    return [f"{i}: " + " ".join(rng.choices(words, k=rng.randint(1, 120))) for i in range(count)]
+    texts = []
+    for number in range(count):
+        text = " ".join(rng.choices(words, k=rng.randint(1, 120)))
+        texts.append(f"{number}: {text}")
+    return texts
 
 
 def write_jsonl(path, texts, key="text"):
-    path.write_text("".join(json.dumps({"id": i, key: t}) + "\n" for i, t in enumerate(texts)), encoding="utf-8")
+    with open(path, "w", encoding="utf-8") as file:
+        for number, text in enumerate(texts):
+            file.write(json.dumps({"id": number, key: text}) + "\n")
     return path
 
 
+def prepare_texts(texts, out, *args):
+    """Run prepare.py on a .jsonl file of these texts, in this process."""
+    out.mkdir(parents=True, exist_ok=True)
+    source = write_jsonl(out.with_suffix(".jsonl"), texts)
+    prepare.main([str(source), f"--out={out}", "--workers=1", *args])
+
+
 def script(name, *args, **env):
-    return subprocess.run([sys.executable, ROOT / "data" / name, *map(str, args)], capture_output=True, text=True,
-                          env=os.environ | env, timeout=60, check=False)
+    command = [sys.executable, ROOT / "data" / name, *map(str, args)]
+    return subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | env, timeout=60, check=False)
 
 
 def assert_one_sentence(run, status, *parts):
@@ -116,7 +157,7 @@ def folder_is_empty(folder):
     return not Path(folder).exists() or not any(Path(folder).iterdir())
 
 
-# ---- prepare.py: tokens ---------------------------------------------------------------------------------------------
+# ---- prepare.py: tokens --------------------------------------------------------------------------
 
 def test_byte_tables_follow_gpt2s_order_and_are_inverse_to_each_other():
     assert prepare.token_to_byte.tolist() == gpt2_byte_table()
@@ -125,22 +166,25 @@ def test_byte_tables_follow_gpt2s_order_and_are_inverse_to_each_other():
 
 
 def test_byte_tables_equal_tiktokens_single_byte_tokens(gpt2):
-    assert [gpt2.decode_single_token_bytes(i)[0] for i in range(256)] == prepare.token_to_byte.tolist()
-    assert [gpt2.encode_single_token(bytes([b])) for b in range(256)] == prepare.byte_to_token.tolist()
+    for token, byte in enumerate(prepare.token_to_byte):
+        assert gpt2.decode_single_token_bytes(token) == bytes([byte])
+    for byte, token in enumerate(prepare.byte_to_token):
+        assert gpt2.encode_single_token(bytes([byte])) == token
 
 
 def test_bytes_corpus_decodes_back_to_the_input(tmp_path):
-    texts, out = make_texts(200), tmp_path / "out"
-    prepare.main([str(write_jsonl(tmp_path / "in.jsonl", texts)), "--bytes", "--workers=1", f"--out={out}"])
-    assert sorted(map(from_bytes, read_split(out, "train") + read_split(out, "val"))) == sorted(texts)
-    assert sorted(p.name for p in out.iterdir()) == ["fineweb_train_000001.bin", "fineweb_val_000000.bin"]
+    texts = make_texts(200)
+    prepare_texts(texts, tmp_path / "out", "--bytes")
+    assert sorted(map(from_bytes, read_corpus(tmp_path / "out"))) == sorted(texts)
+    names = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert names == ["fineweb_train_000001.bin", "fineweb_val_000000.bin"]
 
 
 def test_bpe_corpus_equals_tiktoken_and_decodes_back_to_the_input(tmp_path, gpt2):
     texts = make_texts(100) + ["literal <|endoftext|> in a document is text"]
-    prepare.main([str(write_jsonl(tmp_path / "in.jsonl", texts)), "--workers=1", f"--out={tmp_path / 'out'}"])
-    documents = read_split(tmp_path / "out", "train") + read_split(tmp_path / "out", "val")
-    assert sorted(documents) == sorted(gpt2.encode(t, disallowed_special=()) for t in texts)
+    prepare_texts(texts, tmp_path / "out")
+    documents = read_corpus(tmp_path / "out")
+    assert sorted(documents) == sorted(gpt2.encode(text, disallowed_special=()) for text in texts)
     assert sorted(map(gpt2.decode, documents)) == sorted(texts)
 
 
@@ -149,62 +193,88 @@ def test_parallel_result_equals_serial(use_bytes, request):
     if not use_bytes:
         request.getfixturevalue("gpt2")
     texts = ["".join(make_texts(60, seed=i)) for i in range(200)]  # several batches of work
-    serial, parallel = (list(prepare.encode_all(iter(texts), use_bytes, workers)) for workers in (1, 2))
+    serial = list(prepare.encode_all(iter(texts), use_bytes, workers=1))
+    parallel = list(prepare.encode_all(iter(texts), use_bytes, workers=2))
     assert len(serial) > 2
-    assert [(t.tolist(), n) for t, n in parallel] == [(t.tolist(), n) for t, n in serial]
+    for one, other in zip(serial, parallel, strict=True):
+        assert one[0].tolist() == other[0].tolist()
+        assert one[1] == other[1]
 
 
-# ---- prepare.py: splits and shards ----------------------------------------------------------------------------------
+# ---- prepare.py: splits and shards ---------------------------------------------------------------
 
 def test_validation_is_a_fair_sample_of_whole_documents_that_training_lacks(tmp_path):
-    texts = make_texts(2000)
-    prepare.main([str(write_jsonl(tmp_path / "in.jsonl", texts)), "--bytes", "--val_tokens=40000", f"--out={tmp_path}"])
-    train, val = ([from_bytes(d) for d in read_split(tmp_path, split)] for split in ("train", "val"))
+    prepare_texts(make_texts(2000), tmp_path, "--bytes", "--val_tokens=40000")
+    train = list(map(from_bytes, read_split(tmp_path, "train")))
+    val = list(map(from_bytes, read_split(tmp_path, "val")))
     assert not set(train) & set(val)
-    tokens = sum(len(t.encode()) + 1 for t in val)
+    tokens = sum(len(text.encode()) + 1 for text in val)
     assert 40000 < tokens < 40000 + 2000  # one document over at most
-    mean = sum(int(t.split(":")[0]) for t in val) / len(val)  # position in the input, 0..1999
-    assert 800 < mean < 1200
+    positions = [int(text.split(":")[0]) for text in val]  # in the input, 0..1999
+    assert 800 < sum(positions) / len(positions) < 1200
 
 
 def test_shards_fill_up_with_whole_documents_and_are_numbered_from_one(tmp_path):
-    prepare.main([str(write_jsonl(tmp_path / "in.jsonl", make_texts(300))), "--bytes", "--name=mine",
-                  "--shard_tokens=20000", "--val_tokens=5000", f"--out={tmp_path}"])
+    prepare_texts(make_texts(300), tmp_path, "--bytes", "--name=mine", "--val_tokens=5000",
+                  "--shard_tokens=20000")
     paths = sorted(tmp_path.glob("mine_train_*.bin"))
-    assert [p.name for p in paths] == [f"mine_train_{i:06d}.bin" for i in range(1, len(paths) + 1)]
     assert len(paths) > 3
-    sizes = [len(read_shard(p)) for p in paths]
-    assert all(20000 - 1000 < n < 20000 + 1000 for n in sizes[:-1])
-    assert all(read_shard(p)[0] == BOS for p in paths)
+    for number, path in enumerate(paths, 1):
+        assert path.name == f"mine_train_{number:06d}.bin"
+        assert read_shard(path)[0] == BOS
+    for path in paths[:-1]:
+        assert 20000 - 1000 < len(read_shard(path)) < 20000 + 1000
+
+
+def test_the_trainer_reads_what_was_prepared(tmp_path):
+    prepare_texts(make_texts(300), tmp_path, "--bytes", "--shard_tokens=20000")
+    paths = shards.find_shards(tmp_path, "train", "fineweb_train_*.bin", "")
+    documents = []
+    for path in paths:
+        tokens, starts = shards.read_shard(path, 50257)
+        assert shards.count_tokens(path) == len(tokens)
+        for document in np.split(tokens, starts)[1:]:
+            documents.append(document[1:].tolist())
+    assert len(paths) > 3
+    assert documents == read_split(tmp_path, "train")
 
 
 def test_seed_decides_the_order(tmp_path):
-    source = str(write_jsonl(tmp_path / "in.jsonl", make_texts(100)))
+    found = []
     for out, seed in (("a", 1), ("b", 1), ("c", 2)):
-        prepare.main([source, "--bytes", "--workers=1", f"--seed={seed}", f"--out={tmp_path / out}"])
-    a, b, c = (read_split(tmp_path / out, "train") + read_split(tmp_path / out, "val") for out in "abc")
+        prepare_texts(make_texts(100), tmp_path / out, "--bytes", f"--seed={seed}")
+        found.append(read_corpus(tmp_path / out))
+    a, b, c = found
     assert a == b != c
     assert sorted(a) == sorted(c)
 
 
 def test_folder_is_searched_and_each_text_file_is_one_document_byte_for_byte(tmp_path):
     texts = {"a.txt": "\none\r\n\n\ntwo\n\n", "deep/er/b.md": "three", "c.txt": "four\n"}
+    folder, out = tmp_path / "in", tmp_path / "out"
     for name, text in texts.items():
-        (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "in" / name).write_bytes(text.encode())
-    (tmp_path / "in" / "picture.png").write_bytes(b"\xff\xfe")
-    (tmp_path / "in" / "blank.txt").write_text(" \n\n")
-    write_jsonl(tmp_path / "in" / "d.jsonl", ["five"], key="body")
-    prepare.main([str(tmp_path / "in"), "--bytes", "--key=body", "--val_tokens=1", f"--out={tmp_path / 'out'}"])
-    documents = read_split(tmp_path / "out", "train") + read_split(tmp_path / "out", "val")
-    assert sorted(map(from_bytes, documents)) == sorted([*texts.values(), "five"])
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(text.encode())
+    (folder / "picture.png").write_bytes(b"\xff\xfe")
+    (folder / "blank.txt").write_text(" \n\n")
+    write_jsonl(folder / "d.jsonl", ["five"], key="body")
+    prepare.main([str(folder), "--bytes", "--key=body", "--val_tokens=1", f"--out={out}"])
+    assert sorted(map(from_bytes, read_corpus(out))) == sorted([*texts.values(), "five"])
 
 
 def test_split_blank_cuts_at_that_many_blank_lines(tmp_path):
     path = tmp_path / "long.txt"
     path.write_text("a\nb\n\nc\n\n\nd\n  \n\n\ne")
     assert list(prepare.read_documents(path, split_blank=2)) == ["a\nb\n\nc\n", "d\n", "e"]
-    assert [d for d in prepare.read_documents(path, split_blank=1) if d] == ["a\nb\n", "c\n", "d\n", "e"]
+    assert list(prepare.read_documents(path, split_blank=1)) == ["a\nb\n", "c\n", "d\n", "e"]
+
+
+def test_split_blank_keeps_what_is_blank_at_the_end_and_in_between(tmp_path):
+    path = tmp_path / "long.txt"
+    path.write_text("\n\n\na\n \nb\n\n\nc\n\n\n\n")
+    documents = [text for text in prepare.read_documents(path, split_blank=2) if text]
+    assert documents == ["a\n \nb\n", "c\n\n\n\n"]
 
 
 def test_interrupted_run_leaves_nothing_behind(tmp_path):
@@ -216,9 +286,9 @@ def test_interrupted_run_leaves_nothing_behind(tmp_path):
     assert folder_is_empty(tmp_path / "out")
 
 
-# ---- prepare.py: errors ---------------------------------------------------------------------------------------------
+# ---- prepare.py: errors --------------------------------------------------------------------------
 
-@pytest.mark.parametrize(("name", "content", "advice"), [
+@pytest.mark.parametrize("name, content, advice", [
     ("latin1.txt", "café".encode("latin-1") * 9, "iconv"),
     ("broken.jsonl", b'{"text": "fine"}\n{"text": \n', "line 2"),
     ("nokey.jsonl", b'{"body": "fine"}\n', "--key"),
@@ -240,35 +310,39 @@ def test_bad_input_is_one_sentence_that_names_the_file(tmp_path, capsys, name, c
     assert folder_is_empty(tmp_path / "out")
 
 
-def test_errors_on_the_command_line_are_one_sentence_with_status_2(tmp_path):
+@pytest.mark.parametrize("args, part", [
+    (["empty.txt"], "no text"),
+    (["one.txt"], "--split_blank"),
+    (["one.txt", "--workers=0"], "--workers"),
+    ([], "INPUT"),
+])
+def test_errors_on_the_command_line_are_one_sentence_with_status_2(tmp_path, args, part):
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "one.txt").write_text("only one document here\n" * 9)
-    out = f"--out={tmp_path / 'out'}"
-    for args, part in (((tmp_path / "empty.txt", out, "--bytes"), "no text"),
-                       ((tmp_path / "one.txt", out, "--bytes"), "--split_blank"),
-                       ((tmp_path / "one.txt", out, "--workers=0"), "--workers"),
-                       ((out,), "INPUT")):
-        assert_one_sentence(script("prepare.py", *args), 2, part)
+    inputs = [tmp_path / arg if arg.endswith(".txt") else arg for arg in args]
+    run = script("prepare.py", *inputs, f"--out={tmp_path / 'out'}", "--bytes")
+    assert_one_sentence(run, 2, part)
     assert folder_is_empty(tmp_path / "out")
 
 
 def test_missing_vocabulary_is_one_sentence_that_offers_bytes(tmp_path):
-    (tmp_path / "a.txt").write_text("text")
+    source = tmp_path / "a.txt"
+    source.write_text("text")
     offline = {"TIKTOKEN_CACHE_DIR": str(tmp_path / "none"), "https_proxy": "http://127.0.0.1:9"}
-    run = script("prepare.py", tmp_path / "a.txt", "--out", tmp_path / "out", **offline)
+    run = script("prepare.py", source, "--out", tmp_path / "out", **offline)
     assert_one_sentence(run, 2, "--bytes", "TIKTOKEN_CACHE_DIR")
 
 
 def test_old_shards_are_not_mixed_with_new_ones(tmp_path, capsys):
-    source = str(write_jsonl(tmp_path / "in.jsonl", make_texts(50)))
-    (tmp_path / "fineweb_train_000007.bin").write_bytes(b"old")
+    old = tmp_path / "fineweb_train_000007.bin"
+    old.write_bytes(b"old")
     with pytest.raises(SystemExit, match="2"):
-        prepare.main([source, "--bytes", f"--out={tmp_path}"])
-    assert "fineweb_train_000007.bin" in capsys.readouterr().err
-    assert (tmp_path / "fineweb_train_000007.bin").read_bytes() == b"old"
+        prepare_texts(make_texts(50), tmp_path, "--bytes")
+    assert old.name in capsys.readouterr().err
+    assert old.read_bytes() == b"old"
 
 
-# ---- prepare.py: --python-docs --------------------------------------------------------------------------------------
+# ---- prepare.py: --python-docs -------------------------------------------------------------------
 
 @pytest.fixture(scope="session")
 def python_docs(tmp_path_factory):
@@ -278,26 +352,34 @@ def python_docs(tmp_path_factory):
 
 def test_python_docs_corpus_is_megabytes_of_english_with_5_percent_for_validation(python_docs):
     out, counts = python_docs
-    train, val = read_split(out, "train"), read_split(out, "val")
-    sizes = [sum(len(d) + 1 for d in split) for split in (train, val)]
-    assert sizes == [counts["train"], counts["val"]]
-    assert sum(sizes) > 1_500_000
-    assert 0.04 < sizes[1] / sum(sizes) < 0.10
+    train = read_split(out, "train")
+    train_tokens = sum(len(document) + 1 for document in train)
+    val_tokens = sum(len(document) + 1 for document in read_split(out, "val"))
+    assert (train_tokens, val_tokens) == (counts["train"], counts["val"])
+    assert train_tokens + val_tokens > 1_500_000
+    assert 0.04 < val_tokens / (train_tokens + val_tokens) < 0.10
     text = "\n".join(map(from_bytes, train))
     assert ">>>" not in text
     assert text.count(" the ") > 10_000
-    assert sum(c.isalpha() or c.isspace() for c in text) > 0.85 * len(text)
+    letters = sum(c.isalpha() or c.isspace() for c in text)
+    assert letters > 0.85 * len(text)
+
+
+def times_of_change(folder):
+    return {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
 
 
 def test_python_docs_corpus_is_made_once_and_the_same_each_time(python_docs, tmp_path):
     out, counts = python_docs
-    before = {p.name: p.stat().st_mtime_ns for p in out.iterdir()}
+    before = times_of_change(out)
     assert prepare.make_python_docs_corpus(out) is None
-    assert {p.name: p.stat().st_mtime_ns for p in out.iterdir()} == before
-    run = script("prepare.py", "--python-docs", "--bytes", "--out", tmp_path, PYTHONHASHSEED="7")
+    assert times_of_change(out) == before
+    run = script(
+        "prepare.py", "--python-docs", "--bytes", "--out", tmp_path, PYTHONHASHSEED="7")
     assert run.returncode == 0, run.stderr
     assert f"{counts['train']:,} training" in run.stdout
-    assert all((tmp_path / name).read_bytes() == (out / name).read_bytes() for name in before)
+    for name in before:
+        assert (tmp_path / name).read_bytes() == (out / name).read_bytes()
 
 
 def test_source_prose_finds_docstrings_and_comments_in_order_and_no_code():
@@ -306,14 +388,19 @@ def test_source_prose_finds_docstrings_and_comments_in_order_and_no_code():
     assert prepare.source_prose(source) == "Module.\n\nOne\ntwo.\n\n\nFunction\n\ntext.\n\nLast.\n"
 
 
-# ---- fineweb.py -----------------------------------------------------------------------------------------------------
+# ---- fineweb.py ----------------------------------------------------------------------------------
 
 class FakeHub:
-    """Stands in for hf_hub_download: `plan` has one entry a call, an exception to raise or the bytes to deliver."""
+    """Stands in for hf_hub_download.
+
+    `plan` has an entry for each call: an exception to raise, or the bytes to deliver.
+    """
 
     def __init__(self, monkeypatch, *plan):
         hub = pytest.importorskip("huggingface_hub")
-        self.plan, self.asked, self.slept = list(plan), [], []
+        self.plan = list(plan)
+        self.asked = []  # names of files
+        self.slept = []  # seconds
         monkeypatch.setattr(hub, "hf_hub_download", self)
         monkeypatch.setattr(fineweb, "check_online", lambda: None)
         monkeypatch.setattr(fineweb.time, "sleep", self.slept.append)
@@ -334,7 +421,8 @@ class FakeHub:
 
 
 GOOD = shard_bytes([BOS, *range(500)])
-VAL, TRAIN = "fineweb_val_000000.bin", "fineweb_train_000001.bin"
+VAL = "fineweb_val_000000.bin"
+TRAIN = "fineweb_train_000001.bin"
 
 
 def final_files(folder):
@@ -350,7 +438,8 @@ def test_fetch_brings_validation_and_the_first_n_shards_once(tmp_path, monkeypat
     assert read_shard(tmp_path / TRAIN) == [BOS, *range(500)]
 
 
-def test_interrupted_download_leaves_no_final_file_and_the_next_run_goes_on(tmp_path, monkeypatch, capsys):
+def test_interrupted_download_leaves_no_final_file_and_the_next_run_goes_on(
+        tmp_path, monkeypatch, capsys):
     hub = FakeHub(monkeypatch, GOOD, KeyboardInterrupt(), GOOD)
     with pytest.raises(SystemExit, match="130"):
         fineweb.main(["1", f"--dir={tmp_path}"])
@@ -379,8 +468,16 @@ def test_a_lasting_failure_is_one_sentence(tmp_path, monkeypatch, capsys):
     assert final_files(tmp_path) == []
 
 
-BAD = {"magic": shard_bytes([1, 2], magic=20240521), "version": shard_bytes([1, 2], version=2), "short": GOOD[:-2],
-       "long": GOOD + b"\0\0", "no tokens": shard_bytes([]), "half a header": GOOD[:8], "empty": b""}
+BAD = {
+    "magic": shard_bytes([1, 2], magic=20240521),
+    "version": shard_bytes([1, 2], version=2),
+    "short": GOOD[:-2],
+    "long": GOOD + b"\0\0",
+    "no tokens": shard_bytes([]),
+    "half a header": GOOD[:8],
+    "empty": b"",
+}
+FAULT_OF_SHORT = "it has 2024 bytes where its header promises 2026"
 
 
 @pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
@@ -391,13 +488,27 @@ def test_a_damaged_arrival_is_refused_and_fetched_again(tmp_path, monkeypatch, b
     assert (tmp_path / VAL).read_bytes() == GOOD
 
 
-def test_a_damaged_shard_that_is_already_there_is_replaced(tmp_path, monkeypatch):
+def test_a_damaged_shard_that_is_already_there_is_replaced(tmp_path, monkeypatch, capsys):
     hub = FakeHub(monkeypatch, GOOD)
     (tmp_path / VAL).write_bytes(GOOD)
     (tmp_path / TRAIN).write_bytes(BAD["short"])
     fineweb.main(["1", f"--dir={tmp_path}"])
+    sentence = f"{tmp_path / TRAIN}: {FAULT_OF_SHORT}; fetching it again\n"
+    assert capsys.readouterr().out.startswith(sentence)
     assert hub.asked == [TRAIN]
     assert (tmp_path / TRAIN).read_bytes() == GOOD
+
+
+def test_a_shard_that_always_arrives_damaged_is_one_sentence(tmp_path, monkeypatch, capsys):
+    FakeHub(monkeypatch, *[BAD["short"]] * 6)
+    with pytest.raises(SystemExit, match="1"):
+        fineweb.main(["1", f"--dir={tmp_path}"])
+    printed = capsys.readouterr()
+    assert f"{VAL}: {FAULT_OF_SHORT}; trying again in 16 s\n" in printed.out
+    assert printed.err == (
+        f"fineweb.py: {VAL} could not be fetched ({FAULT_OF_SHORT}); "
+        "run the same command again to go on from here.\n")
+    assert final_files(tmp_path) == []
 
 
 @pytest.mark.parametrize("n", ["0", "104", "-1", "two", "1.5", None])
@@ -409,7 +520,8 @@ def test_bad_n_is_one_sentence(n, capsys):
     assert "N" in message
 
 
-@pytest.mark.parametrize(("variable", "value"), [("HF_HUB_OFFLINE", "1"), ("HF_ENDPOINT", "http://127.0.0.1:9")])
+@pytest.mark.parametrize("variable, value", [
+    ("HF_HUB_OFFLINE", "1"), ("HF_ENDPOINT", "http://127.0.0.1:9")])
 def test_no_network_is_one_sentence_and_status_1(tmp_path, variable, value):
     pytest.importorskip("huggingface_hub")
     run = script("fineweb.py", 1, "--dir", tmp_path, **{variable: value})
@@ -418,10 +530,15 @@ def test_no_network_is_one_sentence_and_status_1(tmp_path, variable, value):
 
 
 def test_the_real_client_picks_up_a_dropped_connection(tmp_path):
-    """Through huggingface_hub itself: the server on this machine hangs up within each shard's first answer."""
+    """Through huggingface_hub itself.
+
+    A server on this machine hangs up in the middle of its first answer for each shard.
+    """
     pytest.importorskip("huggingface_hub")
     tokens = 12_000_000  # the client keeps whole blocks of 10 MB
-    body, ranges = struct.pack("<256i", 20240520, 1, tokens, *[0] * 253) + random.Random(0).randbytes(2 * tokens), []
+    header = struct.pack("<256i", 20240520, 1, tokens, *[0] * 253)
+    body = header + random.Random(0).randbytes(2 * tokens)
+    ranges = []  # where each answer began
 
     class Hub(http.server.BaseHTTPRequestHandler):
         def do_HEAD(self):
@@ -448,7 +565,8 @@ def test_the_real_client_picks_up_a_dropped_connection(tmp_path):
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        run = script("fineweb.py", 1, "--dir", tmp_path, HF_ENDPOINT=f"http://127.0.0.1:{server.server_port}",
+        endpoint = f"http://127.0.0.1:{server.server_port}"
+        run = script("fineweb.py", 1, "--dir", tmp_path, HF_ENDPOINT=endpoint,
                      HF_HOME=str(tmp_path / "hf"), HF_HUB_OFFLINE="0")
         server.shutdown()
     assert run.returncode == 0, run.stderr

@@ -7,6 +7,8 @@ import hashlib
 import json
 import random
 import re
+import shutil
+import subprocess
 import sys
 import uuid
 from pathlib import Path
@@ -22,15 +24,27 @@ SHARDS = [{"split": "train", "name": "train_1.bin", "bytes": 2024, "tokens": 500
           {"split": "val", "name": "val_1.bin", "bytes": 1224, "tokens": 100, "sha256": "b" * 64}]
 STAGES = [{"first_step": 0, "last_step": 4, "batch_tokens": 1000},
           {"first_step": 4, "last_step": 8, "batch_tokens": 2000}]
+FILES = {  # what a script of grammar 2 imports
+    "nanogpt/__init__.py": b"",
+    "nanogpt/fp8.py": b'"""Gr\xc3\xbc\xc3\x9fe\n' + b"=" * 100 + b'\n"""\r\nWORD = "ready"\n# \xf0\x9f\x98\x80\n',
+    "nanogpt/ranks.py": b"def rank():\n    return 0",
+}
 CALIBRATION = {"bf16_matmul_tflops": 700.0, "fp8_matmul_tflops": None, "copy_gb_per_s": 4000.0,
                "all_reduce_gb_per_s": 300.0, "all_gather_gb_per_s": 300.0}
 
 DRAW = {name: getattr(plots, name) for name in ("draw_loss", "draw_progress")}
 
 
+def all_sums(source, files):
+    """{path: sha256} of the script and of the files that it imports."""
+    contents = {"train_gpt.py": source} | files
+    return {path: hashlib.sha256(content).hexdigest() for path, content in contents.items()}
+
+
 def write_log(path, seed=1, loss=3.4900, ms=1000, source=SOURCE, shards=SHARDS, config=(), environment=(),
-              calibration=(), extra=(), **run):
-    """Writes a consistent log of 8 steps of `ms` + `seed` milliseconds; returns its path."""
+              calibration=(), extra=(), files=None, **run):
+    """Writes a consistent log of 8 steps of `ms` + `seed` milliseconds; returns its path.
+    With `files`, {path: bytes}, it is of grammar 2."""
     config = {"num_steps": 8, "batch_tokens": 1000, "val_tokens": 100, "target_loss": 3.5, "seed": seed, "run_name": "",
               "muon_lr": 0.05, "log_dir": f"logs{seed}"} | dict(config)
     environment = {"python": "3.12.3", "torch": "2.11.0", "cuda": "13.0", "triton": "3.6.0", "driver": "580",
@@ -38,7 +52,15 @@ def write_log(path, seed=1, loss=3.4900, ms=1000, source=SOURCE, shards=SHARDS, 
     sha, ms = hashlib.sha256(source).hexdigest(), ms + seed
     run = {"run_id": str(uuid.uuid4()), "date": f"2026-11-2{seed % 10}T09:30:00Z", "code_sha256": sha,
            "code_bytes": len(source), "git_commit": "c" * 40, "git_clean": True} | run
-    lines = [f"run {json.dumps(run)}", f"config {json.dumps(config)}", f"environment {json.dumps(environment)}",
+    others = []
+    if files is not None:
+        sums = all_sums(source, files)
+        listing = "".join(f"{sums[path]}  {path}\n" for path in sorted(sums))
+        run = {"grammar": 2, "files_sha256": hashlib.sha256(listing.encode()).hexdigest()} | run
+        others = [{"path": path, "sha256": sums[path], "text": content.decode()}
+                  for path, content in files.items()]
+    lines = [f"run {json.dumps(run)}", *(f"file {json.dumps(fact)}" for fact in others),
+             f"config {json.dumps(config)}", f"environment {json.dumps(environment)}",
              *(f"data {json.dumps(s)}" for s in shards), *(f"stage {json.dumps(s)}" for s in STAGES),
              f"calibration {json.dumps(CALIBRATION | dict(calibration))}", 'compile {"what": "block", "seconds": 3.21}',
              'note "steps follow"', "step:0/8 val_loss:10.8000 train_time:0ms step_avg:nanms"]
@@ -139,7 +161,7 @@ def test_grammar_is_frozen(tmp_path):
 
 def test_readme_documents_every_fact_and_key():
     text = (Path(record.__file__).parent / "README.md").read_text()
-    for kind, keys in {**log.FACTS, "end": log.END}.items():
+    for kind, keys in [*log.FACTS.items(), ("run", log.RUN_2), ("end", log.END)]:
         assert all(f"`{word}`" in text for word in [kind, *keys]), kind
 
 
@@ -149,6 +171,297 @@ def test_readme_documents_every_fact_and_key():
 def test_permitted_variants(tmp_path, old, new):
     edit(write_log(tmp_path / "log.txt"), old, new)
     log.read_log(tmp_path / "log.txt")
+
+
+# ---- grammar 2: the files that the script imported
+
+EMPTY_SHA256 = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
+ONCE = "each file once, and train_gpt.py at the head of the log only"
+BETWEEN = "`file` only between a `run` of grammar 2 and `config`"
+
+
+def test_grammar_2_is_frozen(tmp_path):
+    path = write_log(tmp_path / "log.txt", files=FILES)
+    lines = path.read_bytes().removeprefix(SOURCE).decode().split("\n")
+    kinds = [line.partition(" ")[0] for line in lines[1:6]]
+    assert kinds == ["run", "file", "file", "file", "config"]
+    start = '{"path": "nanogpt/__init__.py", "sha256": '
+    assert lines[2] == f'file {start}"{EMPTY_SHA256}", "text": ""}}'
+    got = log.read_log(path)
+    assert got.grammar == 2 and got.source == SOURCE
+    assert [*got.files.items()] == [("train_gpt.py", SOURCE), *FILES.items()]
+    assert got.file_sums["nanogpt/__init__.py"] == EMPTY_SHA256
+    assert got.run["files_sha256"] == got.files_sha256
+
+
+def test_the_sum_of_all_files_by_an_example(tmp_path):
+    # computed with the command sha256sum: of "a\n", of "b\n", and of the two lines it prints
+    sums = {"a/b.py": "87428fc522803d31065e7bce3cf03fe475096631e5e07bbd7a0fde60c4cf25c7",
+            "train_gpt.py": "0263829989b6fd954f72baaf2fc64bc2e2f01d692d4de72986ea808f6e99813f"}
+    of_both = "9eb2464baa5727035c4067fc7c2def6f8ff935e0add5c3c37d5ec458664cbe22"
+    got = log.read_log(write_log(tmp_path / "log.txt", source=b"b\n", files={"a/b.py": b"a\n"}))
+    assert got.file_sums == sums
+    assert got.files_sha256 == got.run["files_sha256"] == of_both
+
+
+def test_a_script_that_imports_nothing_has_no_other_file(tmp_path):
+    got = log.read_log(write_log(tmp_path / "log.txt", files={}))
+    assert got.grammar == 2 and got.files == {"train_gpt.py": SOURCE}
+
+
+def test_grammar_1_has_the_script_only(tmp_path):
+    got = log.read_log(write_log(tmp_path / "log.txt"))
+    assert got.grammar == 1 and got.files == {"train_gpt.py": SOURCE}
+
+
+def test_code_writes_all_files_so_that_they_run(tmp_path, capsys):
+    source = b"from nanogpt import fp8, ranks\nprint(fp8.WORD, ranks.rank())\n"
+    path = write_log(tmp_path / "log.txt", source=source, files=FILES)
+    folder = tmp_path / "new" / "folder"
+    status, out = run_tool(capsys, tmp_path, "code", path, folder)
+    assert (status, out) == (0, f"wrote 4 file(s) below {folder}\n")
+    paths = [p for p in folder.rglob("*") if p.is_file()]
+    written = {str(p.relative_to(folder)): p.read_bytes() for p in paths}
+    assert written == {"train_gpt.py": source} | FILES
+    options = dict(cwd=folder, capture_output=True, text=True)
+    run = subprocess.run([sys.executable, "-B", "train_gpt.py"], **options)
+    assert (run.stdout, run.stderr) == ("ready 0\n", "")
+    if shutil.which("sha256sum"):  # the command of the README
+        command = "find * -name '*.py' | LC_ALL=C sort | xargs sha256sum | sha256sum"
+        assert command in (Path(record.__file__).parent / "README.md").read_text()
+        run = subprocess.run(command, shell=True, **options)
+        assert run.stdout.split()[0] == log.read_log(path).run["files_sha256"]
+
+
+def test_code_without_a_folder_prints_the_script_alone(tmp_path, capfdbinary):
+    path = write_log(tmp_path / "log.txt", files=FILES)
+    assert main(["code", str(path)]) == 0
+    assert capfdbinary.readouterr().out == SOURCE
+
+
+def test_code_of_grammar_1_writes_the_script(tmp_path, capsys):
+    path, folder = write_log(tmp_path / "log.txt"), tmp_path / "old"
+    assert run_tool(capsys, tmp_path, "code", path, folder)[0] == 0
+    assert [p.name for p in folder.iterdir()] == ["train_gpt.py"]
+    assert (folder / "train_gpt.py").read_bytes() == SOURCE
+
+
+@pytest.mark.parametrize("kind", ["file", "link"])
+@pytest.mark.parametrize("name", ["train_gpt.py", "nanogpt/ranks.py"])
+def test_code_overwrites_nothing(tmp_path, capsys, name, kind):
+    path, folder = write_log(tmp_path / "log.txt", files=FILES), tmp_path / "folder"
+    present = folder / name
+    present.parent.mkdir(parents=True)
+    if kind == "file":
+        present.write_text("mine")
+    else:
+        present.symlink_to("nowhere")
+    status, out = run_tool(capsys, tmp_path, "code", path, folder)
+    assert status == 2 and out == f"refused: {present}: exists already.\n"
+    assert [p for p in folder.rglob("*") if not p.is_dir()] == [present], "nothing else is written"
+    assert kind == "link" or present.read_text() == "mine"
+
+
+def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path, capsys):
+    path, folder = write_log(tmp_path / "log.txt"), tmp_path / "file"
+    folder.write_text("mine")
+    status, out = run_tool(capsys, tmp_path, "code", path, folder)
+    assert status == 2 and out.count("\n") == 1
+    assert f"{folder / 'train_gpt.py'}: cannot be written" in out
+
+
+def test_code_needs_no_more_of_a_log_than_the_files(tmp_path, capsys):
+    path = write_log(tmp_path / "log.txt", files=FILES)
+    raw = path.read_bytes()
+    path.write_bytes(raw[: raw.index(b"\nconfig ") + 1])
+    assert run_tool(capsys, tmp_path, "code", path, tmp_path / "a")[0] == 0
+    path.write_bytes(raw[: raw.rindex(b"\nfile ") + 1])  # without the last one
+    status, out = run_tool(capsys, tmp_path, "code", path, tmp_path / "b")
+    assert status == 2 and "(of all files in the log)" in out and not (tmp_path / "b").exists()
+    assert run_tool(capsys, tmp_path, "code", path)[0] == 0, "the script is whole"
+
+
+RUN, FILE, CONFIG = rb"(?<=\n)(run .*\n)", rb"(?<=\n)(file .*\n)", rb"(config .*\n)"
+FP8 = rb"(file \{\"path\": \"nanogpt/fp8.py\".*\n)"
+RANKS_SHA256 = rb'("nanogpt/ranks.py", "sha256": )"[0-9a-f]{64}"'
+FILES_SHA256 = rb'("files_sha256": )"[0-9a-f]{64}"'
+BOTH_KEYS = rb'"grammar": 2, "files_sha256": "[0-9a-f]{64}", '
+
+
+@pytest.mark.parametrize("pattern, new, sentence", [
+    (b"ready", b"reads", "(of the text of nanogpt/fp8.py), found '"),
+    (b"return 0", b"return  0", "(of the text of nanogpt/ranks.py), found '"),
+    (rb"\\r\\n", rb"\\n", "(of the text of nanogpt/fp8.py), found '"),
+    (RANKS_SHA256, rb'\1"' + b"0" * 64 + b'"', "(of the text of nanogpt/ranks.py), found '0000"),
+    (RANKS_SHA256, rb'\1"' + b"0" * 63 + b'"', "another kind of value for file.sha256"),
+    (FP8, b"", "expected files_sha256"),
+    (FP8, rb"\1\1", f"{ONCE}, found 'nanogpt/fp8.py'"),
+    (FILE + CONFIG, rb"\2\1", BETWEEN),
+    (RUN + FILE, rb"\2\1", BETWEEN),
+    (FILES_SHA256, rb'\1"' + b"0" * 64 + b'"', "expected files_sha256"),
+    (FILES_SHA256 + b", ", b"", "the key files_sha256 in `run`"),
+    (b'"grammar": 2, ', b"", "the key grammar in `run`"),
+    (b'"grammar": 2', b'"grammar": 1', "another kind of value for run.grammar, found 1"),
+    (b'"grammar": 2', b'"grammar": 3', "another kind of value for run.grammar, found 3"),
+    (BOTH_KEYS, b"", BETWEEN),
+    (b'"text": ""', b'"text": null', "another kind of value for file.text, found None"),
+    (b'"text": ""', rb'"text": "\\ud800"', "strict JSON"),
+    (b'"text": ""', b'"txt": ""', "the key text in `file`"),
+    (b"a trainer", b"a trainex", "expected code_sha256"),
+])
+def test_edit_of_the_files(tmp_path, capsys, pattern, new, sentence):
+    path, folder = write_log(tmp_path / "log.txt", files=FILES), tmp_path / "folder"
+    edited, count = re.subn(pattern, new, path.read_bytes(), count=1)
+    assert count == 1
+    path.write_bytes(edited)
+    text = refusal(path)
+    assert sentence in text and ", line " in text and "found " in text and len(text) < 600
+    if sentence != BETWEEN:  # a file behind `config` is not looked at when files are written
+        status, out = run_tool(capsys, tmp_path, "code", path, folder)
+        assert (status, out) == (2, f"refused: {text}\n") and not folder.exists()
+
+
+@pytest.mark.parametrize("path", [
+    "/tmp/x.py", "../x.py", "a/../x.py", "./x.py", "a/./x.py", "a//x.py", "/x.py", "~/x.py", "",
+    "x.PY", "x.txt", "x.py/", ".py", ".hidden.py", ".git/x.py", "a.b/x.py", "a\\b.py", "C:x.py",
+    "x.py\n", "x\x00.py", "x y.py", "\u00e9.py", "\x1b[31m.py",
+    "a/b/c/d/e/f/x.py", "x" * 101 + ".py",
+], ids=ascii)
+def test_paths_that_are_no_plain_ones_are_refused(tmp_path, capsys, path):
+    made, folder = write_log(tmp_path / "log.txt", files={path: b"print(1)\n"}), tmp_path / "folder"
+    text = refusal(made)
+    assert "another kind of value for file.path, found " in text and text.isascii()
+    status, out = run_tool(capsys, tmp_path, "code", made, folder)
+    assert (status, out) == (2, f"refused: {text}\n") and not folder.exists()
+
+
+@pytest.mark.parametrize("paths", [["train_gpt.py"], ["Train_GPT.py"], ["a.py", "A.py"],
+                                   ["a/b.py", "A/b.py"]])
+def test_paths_that_some_systems_take_for_one_are_refused(tmp_path, paths):
+    made = write_log(tmp_path / "log.txt", files={path: b"print(1)\n" for path in paths})
+    assert f"{ONCE}, found {paths[-1]!r}" in refusal(made)
+
+
+@pytest.mark.parametrize("files", [
+    {f"a{i}.py": b"" for i in range(100)},
+    {f"a{i}.py": b"#" * 2**20 for i in range(3)},
+    {"a.py": b"\n" * (2**20 - 100)},  # twice as long in JSON
+], ids=["many", "large", "long line"])
+def test_files_up_to_the_limits_are_read(tmp_path, files):
+    got = log.read_log(write_log(tmp_path / "log.txt", files=files))
+    assert got.files == {"train_gpt.py": SOURCE} | files
+
+
+@pytest.mark.parametrize("files, sentence", [
+    ({f"a{i}.py": b"" for i in range(101)}, "at most 100 files of at most 1,048,576 bytes"),
+    ({"a.py": b"#" * (2**20 + 1)}, "at most 100 files of at most 1,048,576 bytes"),
+    ({"a.py": b"#" * 2**21}, "of at most 2,097,152 characters"),
+], ids=["many", "large", "long line"])
+def test_files_beyond_the_limits_are_refused(tmp_path, files, sentence):
+    assert sentence in refusal(write_log(tmp_path / "log.txt", files=files))
+
+
+def test_damage_of_any_kind_to_the_files_is_read_or_refused(tmp_path):
+    path, dice = write_log(tmp_path / "log.txt", files=FILES), random.Random(1)
+    raw = path.read_bytes()
+    first, last = raw.index(b"\nrun "), raw.index(b"\nconfig ")
+    for _ in range(300):
+        damaged, at = bytearray(raw), dice.randrange(first, last)
+        damaged[at] ^= 1 << dice.randrange(8)
+        cut = raw[:at] + raw[at + dice.randrange(1, 40):]
+        path.write_bytes(dice.choice([damaged, cut]))
+        try:
+            got = log.read_log(path)
+        except log.Refused:
+            continue
+        assert got.files == {"train_gpt.py": SOURCE} | FILES
+
+
+def test_half_a_character_in_any_fact_is_refused(tmp_path):
+    shards = [SHARDS[0] | {"name": "\ud800.bin"}, SHARDS[1]]  # no text has it, so no file can
+    assert "strict JSON" in refusal(write_log(tmp_path / "log.txt", shards=shards))
+
+
+def test_a_record_of_grammar_2_has_the_sums_of_all_files(root, capsys):
+    logs = [write_log(root / f"{seed}.txt", seed, files=FILES) for seed in (1, 2)]
+    folder = record.new(root, "many", logs)
+    run_tool(capsys, root, "table")
+    assert run_tool(capsys, root, "check")[0] == 0
+    sums = all_sums(SOURCE, FILES)
+    code = json.loads((folder / "record.json").read_text())["code"]
+    assert code == {"sha256": sums["train_gpt.py"], "bytes": len(SOURCE), "files": sums,
+                    "files_sha256": log.read_log(logs[0]).files_sha256}
+    row = (f"| code | sha256 `{code['sha256'][:16]}`, {len(SOURCE)} bytes; with what it imports "
+           f"4 files, sha256 `{code['files_sha256'][:16]}`, embedded in each log |")
+    assert row in (folder / "README.md").read_text()
+    edit(folder / "record.json", sums["nanogpt/fp8.py"], "0" * 64)
+    status, out = run_tool(capsys, root, "check")
+    assert status == 1 and "expected code.files.nanogpt/fp8.py to be" in out
+    edit(folder / "log_2.txt", "ready", "reads")
+    status, out = run_tool(capsys, root, "check")
+    assert status == 1 and "(of the text of nanogpt/fp8.py), found" in out
+
+
+def test_a_record_of_grammar_1_is_as_it_was(three):
+    _, folder = three
+    sha = hashlib.sha256(SOURCE).hexdigest()
+    code = json.loads((folder / "record.json").read_text())["code"]
+    assert code == {"sha256": sha, "bytes": len(SOURCE)}
+    row = f"| code | sha256 `{sha[:16]}`, {len(SOURCE)} bytes, embedded in each log |"
+    assert row in (folder / "README.md").read_text()
+
+
+@pytest.mark.parametrize("files, sentence", [
+    (FILES | {"nanogpt/fp8.py": b"other"}, "but code.files.nanogpt/fp8.py is"),
+    (FILES | {"nanogpt/nvfp4.py": b""}, "but code.files.nanogpt/nvfp4.py is 'nothing' in"),
+    ({"nanogpt/__init__.py": b""}, "but code.files.nanogpt/fp8.py is"),
+    (None, "but code.files.nanogpt/__init__.py is"),
+], ids=["changed", "one more", "fewer", "grammar 1"])
+def test_the_runs_of_a_record_share_all_files(root, capsys, files, sentence):
+    logs = [write_log(root / "a.txt", 1, files=FILES), write_log(root / "b.txt", 2, files=files)]
+    status, out = run_tool(capsys, root, "new", "mixed", *logs)
+    assert status == 2 and sentence in out and "a.txt and" in out and "b.txt." in out
+
+
+def two_runs(folder, seed, **options):
+    return group(folder, [3.49, 3.48], [1000, 1000], seed=seed, **options)
+
+
+def test_compare_shows_the_difference_of_one_file(tmp_path):
+    before = two_runs(tmp_path, 1, files=FILES)
+    assert "\ncode: identical" in report(before, two_runs(tmp_path, 3, files=FILES))
+    changed = FILES | {"nanogpt/ranks.py": b"def rank():\n    return 1"}
+    assert report(before, two_runs(tmp_path, 5, files=changed)).endswith("""
+code: 1 lines added, 1 removed
+--- A/nanogpt/ranks.py
++++ B/nanogpt/ranks.py
+@@ -1,2 +1,2 @@
+ def rank():
+-    return 0
++    return 1""")
+
+
+def test_compare_shows_the_difference_of_all_files(tmp_path):
+    before = two_runs(tmp_path, 1, files=FILES)
+    changed = FILES | {"nanogpt/ranks.py": b"def rank():\n    return 1"}
+    changed["nanogpt/fp16.py"] = b"\x1b[31m"
+    del changed["nanogpt/fp8.py"]
+    text = report(before, two_runs(tmp_path, 3, source=SOURCE + b"x = 1\n", files=changed))
+    assert """
+code: 3 lines added, 7 removed
+  train_gpt.py: 1 added, 0 removed
+  nanogpt/fp8.py: 0 added, 6 removed
+  nanogpt/ranks.py: 1 added, 1 removed
+  nanogpt/fp16.py: 1 added, 0 removed
+--- A/train_gpt.py
+""" in text
+    assert "--- A/nanogpt/fp8.py\n+++ /dev/null\n" in text
+    assert "--- /dev/null\n+++ B/nanogpt/fp16.py\n@@ -0,0 +1 @@\n+?[31m" in text
+
+
+def test_compare_of_one_file_with_many(tmp_path):
+    text = report(two_runs(tmp_path, 1), two_runs(tmp_path, 3, files=FILES))
+    assert "  nanogpt/ranks.py: 2 added, 0 removed" in text and "A/train_gpt.py" not in text
 
 
 # ---- a record's life

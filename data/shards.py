@@ -1,0 +1,301 @@
+"""Shards, the files of tokens that the trainer reads, and how batches are made of them.
+
+A shard is a header of 256 int32 (the number 20240520, the version 1, how many tokens follow, then
+zeros), and after it the tokens as uint16. All of it is little-endian; the format comes from llm.c.
+Every document begins with the token 50256. `prepare.py` writes shards, `fineweb.py` downloads them,
+and the trainer reads them; all three use this file. From shards to batches:
+
+    find_shards     lists the files
+    read_shard      reads one file, checks it, and finds where its documents begin
+    next_sequence   packs documents into one training sequence
+    next_batch      packs sequences into one batch
+    batches         makes a batch for every step of a run
+    rank_batches    copies the sequences that belong to one rank into an array
+
+This file needs numpy and the standard library only. It is handed paths and numbers, and knows
+nothing of the trainer's configuration, of devices or of torch.
+"""
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from glob import glob
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+HEADER_BYTES = 1024
+MAGIC = 20240520
+VERSION = 1
+SEPARATOR = 50256  # GPT-2's end-of-text token, the first token of every document
+
+# --------------------------------------------------------------------------------------------------
+# 1. The format
+
+
+class ShardError(ValueError):
+    """Shards that cannot be used. The message is one sentence: what is wrong, where, the remedy."""
+
+
+class DamagedShard(ShardError):
+    """A file that is not a whole shard. `fault` is the sentence without the path and the remedy."""
+
+    def __init__(self, path: Path, fault: str):
+        remedy = "fetch or make it again (data/fineweb.py, data/prepare.py)"
+        super().__init__(f"{path} {fault}; {remedy}")
+        self.fault = fault
+
+
+def count_tokens(path: Path) -> int:
+    """How many tokens a shard holds, after a check of its header and of its length.
+
+    Raises DamagedShard if the check fails, and OSError if the file cannot be read.
+    """
+    size = path.stat().st_size
+    if size < HEADER_BYTES:
+        raise DamagedShard(path, f"has {size} bytes, less than its header of {HEADER_BYTES}")
+    magic, version, num_tokens = np.fromfile(path, dtype="<i4", count=3).tolist()
+    if (magic, version) != (MAGIC, VERSION):
+        found = f"magic {magic}, version {version}"
+        raise DamagedShard(path, f"begins with {found}, not {MAGIC}, {VERSION}")
+    promised = HEADER_BYTES + 2 * num_tokens
+    if size != promised:
+        raise DamagedShard(path, f"has {size} bytes where its header promises {promised}")
+    if num_tokens == 0:
+        raise DamagedShard(path, "holds no tokens")
+    return num_tokens
+
+
+def write_shard(path: Path, documents: Iterable[np.ndarray]) -> None:
+    """Write documents, each an array of tokens that begins with SEPARATOR, as one shard.
+
+    The header is written last, when the number of tokens is known. Until then the file begins with
+    zeros, so that nobody takes it for a shard if the writing is interrupted.
+    """
+    num_tokens = 0
+    with open(path, "wb") as file:
+        file.write(bytes(HEADER_BYTES))
+        for document in documents:
+            file.write(document.astype("<u2", copy=False).tobytes())
+            num_tokens += len(document)
+        header = np.zeros(HEADER_BYTES // 4, dtype="<i4")
+        header[:3] = MAGIC, VERSION, num_tokens
+        file.seek(0)
+        file.write(header.tobytes())
+
+
+class Shard(NamedTuple):
+    tokens: np.ndarray  # (num_tokens,) uint16
+    starts: np.ndarray  # (num_documents,) int64, where in `tokens` each document begins
+
+
+def read_shard(path: Path, vocab_size: int) -> Shard:
+    """Read a shard for a model that knows the tokens below `vocab_size`.
+
+    If 50256 is not among them, the last one that is takes its place as separator. Raises ShardError
+    if the file is damaged, has no document, or holds tokens that the model does not know.
+    """
+    num_tokens = count_tokens(path)
+    tokens = np.fromfile(path, dtype="<u2", count=num_tokens, offset=HEADER_BYTES)
+    starts = np.flatnonzero(tokens == SEPARATOR)
+    if len(starts) == 0:
+        remedy = "make it with data/prepare.py"
+        raise ShardError(f"{path} holds no document start (token {SEPARATOR}); {remedy}")
+
+    separator = min(SEPARATOR, vocab_size - 1)
+    if separator != SEPARATOR and separator in tokens:
+        need = f"which --vocab_size={vocab_size} needs as separator"
+        raise ShardError(f"{path} holds token {separator}, {need}; raise it")
+    tokens[starts] = separator
+    largest = tokens.max()
+    if largest >= vocab_size:
+        limit = f"outside of --vocab_size={vocab_size}"
+        raise ShardError(f"{path} holds token {largest}, {limit}; is it other data?")
+    return Shard(tokens, starts)
+
+
+def find_shards(folder: str | Path, split: str, pattern: str, remedy: str) -> list[Path]:
+    """The files in `folder` that match the glob `pattern`, in the order of their names.
+
+    Raises ShardError if there are none. Its sentence ends with `remedy`, and names the key of the
+    command line that holds the pattern; `split` ("train" or "val") says which one that is.
+    """
+    names = glob(pattern, root_dir=folder)
+    if not names:
+        missing = f"no {split} shards (--{split}_files={pattern})"
+        raise ShardError(f"{missing} in {folder}; {remedy}")
+    return sorted(Path(folder, name) for name in names)
+
+
+def fingerprint(path: Path, split: str) -> dict:
+    """What identifies a shard in a log: its split, name, number of bytes and of tokens, and sha256.
+
+    The sha256 covers the header, the first MiB of tokens and the last MiB of the file: enough to
+    tell two shards apart, and much faster than reading all of them at the start of every run.
+    """
+    num_tokens = count_tokens(path)
+    mebibyte = 2**20
+    contents = np.memmap(path, mode="r")  # (size of the file,) uint8; read only where it is used
+    sha256 = hashlib.sha256(contents[: HEADER_BYTES + mebibyte])
+    sha256.update(contents[-mebibyte:])
+    return {
+        "split": split,
+        "name": path.name,
+        "bytes": len(contents),
+        "tokens": num_tokens,
+        "sha256": sha256.hexdigest(),
+    }
+
+
+# --------------------------------------------------------------------------------------------------
+# 2. Reading ahead
+
+
+def ahead(items: Iterator) -> Iterator:
+    """The same items; a thread prepares the next one while the caller uses the current one.
+
+    The thread begins with the first item at once, before anybody asks for it. An exception that the
+    thread meets is raised where the caller asks for the item.
+    """
+    thread = ThreadPoolExecutor(max_workers=1)
+    end = object()
+
+    def prepare_next():
+        return thread.submit(next, items, end)
+
+    def hand_out(prepared):
+        while (item := prepared.result()) is not end:
+            prepared = prepare_next()
+            yield item
+
+    return hand_out(prepare_next())
+
+
+# --------------------------------------------------------------------------------------------------
+# 3. Packing documents into sequences and batches
+#
+# A sequence is made of documents, one after the other. It always begins where a document begins,
+# because the middle of a text is hard to predict without what stands before it (record 26: 1750
+# steps instead of 1770). A long document gives its first tokens only, because a batch teaches more
+# if it comes from more documents (record 29: about 25 steps fewer). The last document is cut where
+# the sequence is full. What is left of these documents is not used.
+#
+#     documents    |AAAA|BBBBBBBBBBBB|CC|DDDDDDDDD|EE|FFFFFF...     at most 6 tokens of each
+#     sequences    |AAAABBBBBBCC| |DDDDDDEEFFFF| ...                12 tokens long
+#
+# A small corpus has no tokens to lose. There `cut_documents` asks for the plain alternative:
+# sequences follow each other without gaps, wherever documents begin.
+
+Documents = Iterator[tuple[int, int]]  # where each document begins and ends in its shard
+Pieces = list[slice]  # a sequence: what it takes of its shard's tokens
+Plan = Sequence[tuple[int, int]]  # of each step: sequences in its batch, most tokens of a document
+
+
+class Packing(NamedTuple):
+    """How batches are made of shards. None of this changes during a run."""
+
+    seq_len: int  # inputs of a sequence; it has one token more, the last target
+    vocab_size: int
+    epochs: int  # how many times all shards are read
+    cut_documents: bool
+
+
+def documents_of(shard: Shard, packing: Packing) -> Documents:
+    """The documents of a shard. With `cut_documents`: stretches that fill one sequence each.
+
+    Each stretch shares a token with the next: the last target of one, the first input of the other.
+    """
+    if not packing.cut_documents:
+        return pairwise([*shard.starts.tolist(), len(shard.tokens)])
+    begins = range(0, len(shard.tokens) - packing.seq_len, packing.seq_len)
+    return ((begin, begin + packing.seq_len + 1) for begin in begins)
+
+
+def next_sequence(documents: Documents, length: int, longest: int) -> Pieces | None:
+    """Take documents, of each at most its first `longest` tokens, until `length` tokens are full.
+
+    Returns None if the documents end before that.
+    """
+    pieces = []
+    room = length
+    for begin, end in documents:
+        count = min(end - begin, longest, room)
+        pieces.append(slice(begin, begin + count))
+        room -= count
+        if room == 0:
+            return pieces
+    return None
+
+
+def next_batch(documents: Documents, count: int, length: int, longest: int) -> list[Pieces] | None:
+    """Take documents until `count` sequences are full; None if the documents end before that."""
+    batch = []
+    while len(batch) < count:
+        sequence = next_sequence(documents, length, longest)
+        if sequence is None:
+            return None
+        batch.append(sequence)
+    return batch
+
+
+def batches(
+    paths: list[Path], packing: Packing, plan: Plan
+) -> Iterator[tuple[np.ndarray, list[Pieces]]]:
+    """A batch for every step of the plan: a shard's tokens, and all sequences as pieces of them.
+
+    Ends early if the shards end before the plan. A batch takes all its tokens from one shard, and
+    what is left at the shard's end is not used. A thread reads the next shard while this one is in
+    use. Raises ShardError and OSError, as read_shard does.
+    """
+    shards = (read_shard(path, packing.vocab_size) for path in paths * packing.epochs)
+    length = packing.seq_len + 1  # the last input needs a target, too
+    step = 0
+    for shard in ahead(shards):
+        documents = documents_of(shard, packing)
+        while step < len(plan):
+            count, longest = plan[step]
+            if packing.cut_documents:
+                longest = length  # clip nothing
+            batch = next_batch(documents, count, length, longest)
+            if batch is None:
+                break  # and go on with the next shard
+            yield shard.tokens, batch
+            step += 1
+        if step == len(plan):
+            return
+
+
+def rank_batches(
+    paths: list[Path], packing: Packing, plan: Plan, rank: int, world_size: int
+) -> Iterator[np.ndarray]:
+    """The part of every batch that belongs to one rank: (sequences, seq_len + 1) uint16.
+
+    Sequences are dealt to the ranks in turn, so all ranks have equally many only if `world_size`
+    divides the number of sequences. Raises ShardError if the shards end before the plan, and
+    whatever `batches` raises.
+    """
+    step = 0
+    for tokens, batch in batches(paths, packing, plan):
+        own = batch[rank::world_size]
+        sequences = np.empty((len(own), packing.seq_len + 1), dtype=np.uint16)
+        for sequence, pieces in zip(sequences, own):
+            np.concatenate([tokens[piece] for piece in pieces], out=sequence)
+        yield sequences
+        step += 1
+    if step < len(plan):
+        remedy = "fetch more or raise --epochs"
+        raise ShardError(f"the training shards ran out before the schedule's end; {remedy}")
+
+
+def validation_tokens(paths: list[Path], vocab_size: int, number: int) -> np.ndarray:
+    """The first `number` tokens of the shards and one more, the last target: (number + 1,) uint16.
+
+    Raises ShardError if there are fewer, and whatever read_shard raises.
+    """
+    tokens = np.concatenate([read_shard(path, vocab_size).tokens for path in paths])
+    need = number + 1
+    if len(tokens) < need:
+        have = f"{paths[0].parent} holds {len(tokens):,}"
+        raise ShardError(f"validation needs {need:,} tokens and {have}; lower --val_tokens")
+    return tokens[:need]

@@ -1,0 +1,102 @@
+"""fp16 with a loss scale that adapts itself: --precision=fp16, for GPUs that have no bf16.
+
+Why it works. fp16 and bf16 both have 16 bits. bf16 spends eight of them on the exponent, as float32
+does. fp16 spends only five, so its magnitudes reach from 6e-8 to 65504. Weights and activations
+fit, but many gradients are smaller than 6e-8 and would become 0. If the loss is multiplied by S, so
+are all of its gradients. So the loss is multiplied by S before the backward pass, and the summed
+gradients are divided by S before the optimizer sees them. S is a power of two, and multiplying by
+one is exact: where nothing over- or underflows, it changes no bit of the training.
+
+How S is found (the rule of jmp, a JAX library). S starts at 2^15. If some gradient is infinite or
+NaN, S was too large: the step is skipped, S is halved, and nothing else remembers that step. After
+2000 good steps in a row S is doubled, as gradients get smaller while the model learns. PyTorch's
+GradScaler has the same rule, but starts at 2^16 and has no floor of 1.
+
+Details. A gradient that overflowed may have come to one rank only, so the ranks agree on whether to
+skip. They look at gradients that are already summed over the ranks: these sums are made in fp16 and
+may be what overflows. The scaled loss itself stays float32, because a mean loss of ln 65 times 2^15
+is beyond fp16 already. The loss of this trainer is a sum over tokens, but jmp's rule is meant for a
+mean. So S is divided by the number of tokens of a sequence, rounded to a power of two.
+
+FP8 with constant scales does not go with it: gradients that are S times as large would leave the
+range for which those scales were chosen. The output head is an exception, whose backward pass takes
+the factor of the loss into account.
+
+What it keeps between steps: S, and the number of good steps in a row. S / tokens also lies on the
+device, as `factor`, because a CUDA graph cannot read a number of the CPU anew.
+
+Sources: Micikevicius et al. 2017, "Mixed precision training"; jmp.DynamicLossScale.
+"""
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nanogpt.ranks import rank_and_world_size, require
+from nanogpt.recipe import Recipe
+
+FIRST_SCALE = 2.0**15
+LARGEST_SCALE = 2.0**127  # the largest power of two in float32
+GOOD_STEPS_TO_GROW = 2000
+
+
+def next_loss_scale(scale: float, good_steps: int, finite: bool) -> tuple[float, int]:
+    """The loss scale and the number of good steps in a row after a step, given those before it and
+    whether its gradients were finite."""
+    if not finite:
+        return max(scale / 2, 1.0), 0
+    if good_steps + 1 == GOOD_STEPS_TO_GROW:
+        return min(2 * scale, LARGEST_SCALE), 0
+    return scale, good_steps + 1
+
+
+class LossScaling(Recipe):
+    """Multiplies the loss by S / tokens, and has those steps skipped whose gradients overflow."""
+
+    def __init__(self, device: torch.device, tokens_per_sequence: int):
+        self.tokens = 2.0 ** round(math.log2(tokens_per_sequence))
+        self.factor = torch.zeros((), device=device)
+        self.reset()
+
+    def reset(self) -> None:
+        self.good_steps = 0
+        self.skipped_steps = 0
+        self.set_scale(FIRST_SCALE)
+
+    def set_scale(self, scale: float) -> None:
+        self.scale = scale
+        self.factor.fill_(scale / self.tokens)
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        return loss * self.factor
+
+    def gradients_are_finite(self, gradients: Iterable[Tensor]) -> bool:
+        """Also adapts the loss scale. The CPU waits here for the device."""
+        overflows = torch.stack([~gradient.isfinite().all() for gradient in gradients])
+        overflow = overflows.any().float()
+        if rank_and_world_size()[1] > 1:
+            dist.all_reduce(overflow, dist.ReduceOp.MAX)
+        finite = overflow.item() == 0
+
+        self.unscale_factor = self.tokens / self.scale  # the scale that these gradients have
+        scale, self.good_steps = next_loss_scale(self.scale, self.good_steps, finite)
+        self.set_scale(scale)
+        if not finite:
+            self.skipped_steps += 1
+        return finite
+
+    def unscale(self, gradient: Tensor) -> Tensor:
+        """The gradient in float32, divided by the factor of its loss."""
+        return gradient.float() * self.unscale_factor
+
+    def note(self) -> str:
+        return f"{self.skipped_steps} steps skipped, loss scale {self.scale:g}"
+
+
+def check(name: str, recipe: str) -> None:
+    """Raises BadInput if the recipe of this projection does not allow the loss to be scaled."""
+    allowed = recipe != "fp8-static" or name == "lm_head"
+    require(allowed, f"{name} is fp8-static, whose scale of gradients is constant, and "
+            "--precision=fp16 scales the loss; choose another recipe for one of them")

@@ -1,0 +1,257 @@
+"""FP8 with one measured scale for each tensor ("tensorwise dynamic scaling"): --precision=fp8.
+
+Why it works. An FP8 number has eight bits, so tensor cores multiply FP8 twice as fast as bf16, and
+memory and links carry it in half the time. Two things are missing. The first is range: the format
+e4m3 (4 bits of exponent, 3 of mantissa) has magnitudes from 2^-9 to 448, and e5m2 from 2^-16 to
+57344. So each tensor is multiplied by a number that brings its largest magnitude, its amax, to the
+end of the format, and the product is divided by it again. The second is precision: rounding to e4m3
+changes a number by up to 1/16. A product sums thousands of such numbers in float32, and there most
+of these errors cancel. Weights stay wide in the optimizer, because an update is far smaller than
+the distance between two FP8 numbers.
+
+Formats. A projection has three products, each a sum over another dimension:
+    fprop  y  = x w^T     sums over K, the width of the input
+    dgrad  dx = dy w      sums over N, the width of the output
+    wgrad  dw = dy^T x    sums over T, the tokens
+Inputs and weights need precision more and become e4m3. Gradients need range more and become e5m2.
+One scale for a tensor stays valid when the tensor is transposed. So x, w and dy are rounded once
+and serve in two products each. Where scales vary along the sum, as in nvfp4, each product must
+round anew.
+
+Numerics. These are the steps for a tensor, in order:
+    amax        = max |x|, in float32
+    multiplier  = 448 / amax (57344 / amax for gradients), divided in float64, kept in float32
+    x8          = x * multiplier, clamped to the format's range, rounded to nearest even
+    scale       = 1 / multiplier, divided in float64, kept in float32
+A number of x8 times the scale is the value it stands for: a sum of products of x8 and w8 is
+multiplied by both scales. The clamp matters, because rounding to e5m2 gives infinity beyond its
+range. If amax is not finite, the scale is NaN. An infinite amax would otherwise give a multiplier
+of 0, and all other numbers of the tensor would silently become zeros. On normally distributed
+numbers the error of e4m3 is 31.6 dB below the signal, that of e5m2 25.6 dB. GPUs may add up fprop
+with fewer bits ("fast accumulation"), but not the gradients, whose errors add up over the steps.
+
+GPUs have FP8 products from compute capability 8.9 on. On others the rounded numbers travel as bf16,
+where each of them is exact: the recipe is emulated, without a gain.
+
+What it keeps between steps. Inputs and gradients are measured at every product. Weights change only
+once in a step, so `weights_changed` rounds them then, however many passes the step has. Products
+read these bytes and scales at places that never move, as CUDA graphs require.
+
+--float8_all_gather. Every rank updates some rows of each bank and then hands them out to the
+others. With this switch it rounds its rows first and hands out bytes: half the traffic of bf16.
+Rows of one weight may belong to several ranks, and they must share the weight's scale. So the ranks
+first reduce one vector, the amaxes of all weights, to its maximum. What arrives is, to the bit,
+what rounding whole weights gives. No rank has all the wide weights any more. Hence every projection
+must use FP8 in every step, and wide weights are fetched before each validation, which uses them.
+The bank lm_head is still handed out wide as well: it is also the embedding, which is looked up.
+
+Sources: Micikevicius et al. 2022, "FP8 formats for deep learning"; Float8Linear of torchao and of
+nanochat, whose numbers these are; torchao's precompute_float8_dynamic_scale_for_fsdp.
+"""
+import math
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nanogpt import kernels
+from nanogpt.kernels import E4M3, E5M2
+from nanogpt.ranks import all_gather, rank_and_world_size, require
+from nanogpt.recipe import (
+    E4M3_GRID,
+    E5M2_GRID,
+    Measurements,
+    Recipe,
+    Site,
+    fits,
+    inverse,
+    largest_magnitude,
+    round_to,
+)
+
+GRIDS = {E4M3: E4M3_GRID, E5M2: E5M2_GRID}
+
+
+def multiplier(amax: Tensor, dtype: torch.dtype) -> Tensor:
+    """What brings each amax (...) to the end of an FP8 dtype's range; NaN if it is not finite."""
+    finite = (torch.finfo(dtype).max / amax.double().clamp(min=1e-12)).float()
+    return torch.where(amax.isfinite(), finite, math.nan)
+
+
+def to_fp8(x: Tensor, multiplier: Tensor, dtype: torch.dtype, has_fp8: bool = True) -> Tensor:
+    """x * multiplier, clamped to the dtype's range and rounded. Without FP8 on the device, the
+    rounded numbers come as bf16."""
+    limit = torch.finfo(dtype).max
+    y = (x.float() * multiplier).clamp(-limit, limit)
+    if has_fp8:
+        return y.to(dtype)
+    return round_to(y, GRIDS[dtype]).bfloat16()
+
+
+class FP8Linear(torch.autograd.Function):
+    """x (T, K), w (N, K) -> x w^T (T, N), of x's dtype. All three products multiply FP8 numbers.
+    The weight comes rounded, as w8 (N, K) with its scale (); w itself only gets the gradient."""
+
+    @staticmethod
+    def forward(ctx, x, w, seen, w8, w_scale, has_fp8):
+        x_amax = largest_magnitude(x)
+        x_multiplier = multiplier(x_amax, E4M3)
+        x8 = to_fp8(x, x_multiplier, E4M3, has_fp8)
+        x_scale = inverse(x_multiplier)
+        ctx.save_for_backward(x_amax, x8, x_scale, w8, w_scale)
+        ctx.has_fp8 = has_fp8
+        return kernels.product(x8, w8, x_scale, w_scale, x.dtype)
+
+    @staticmethod
+    def backward(ctx, g):
+        x_amax, x8, x_scale, w8, w_scale = ctx.saved_tensors
+        g_amax = largest_magnitude(g)
+        g_multiplier = multiplier(g_amax, E5M2)
+        g8 = to_fp8(g, g_multiplier, E5M2, ctx.has_fp8)  # (T, N)
+        g_scale = inverse(g_multiplier)
+        grad_x = kernels.product(g8, w8.t(), g_scale, w_scale, g.dtype)  # (T, K)
+        grad_w = kernels.product(g8.t(), x8.t(), g_scale, x_scale, g.dtype)  # (N, K)
+        # A weight's scale is finite where its amax is, so it tells as well whether that was bad.
+        grad_seen = torch.stack([w_scale, x_amax, g_amax])
+        return grad_x, grad_w, grad_seen, None, None, None
+
+
+class FP8Product:
+    """The product of one site, with the methods that recipe.py describes."""
+
+    def __init__(
+        self,
+        seen: Tensor,  # (3,), see Measurements
+        weight_parts: tuple[Tensor, ...],  # (n, K) each, uint8: bytes of e4m3 numbers
+        weight_scale: Tensor,  # ()
+        has_fp8: bool,
+    ):
+        self.seen = seen
+        self.weight_parts = weight_parts
+        self.weight_scale = weight_scale
+        self.has_fp8 = has_fp8
+
+    def weight_bytes(self) -> Tensor:
+        """(N, K) uint8."""
+        if len(self.weight_parts) == 1:
+            return self.weight_parts[0]
+        return torch.cat(self.weight_parts)
+
+    def __call__(self, x: Tensor, w: Tensor) -> Tensor:
+        w8 = self.weight_bytes().view(E4M3)
+        return FP8Linear.apply(x, w, self.seen, w8, self.weight_scale, self.has_fp8)
+
+    def chosen(self, rows: Tensor) -> "FP8Product":
+        parts = (self.weight_bytes()[rows],)
+        return FP8Product(self.seen, parts, self.weight_scale, self.has_fp8)
+
+
+class FP8(Recipe):
+    """The FP8 weights of these sites, and the products that read them.
+
+    `banks` are the model's weights by name. Their numbers of rows are multiples of world_size, and
+    each rank updates an equal part of these. There are no FP8 weights before `weights_changed` is
+    first called, which must be with the names of all banks.
+    """
+
+    def __init__(
+        self,
+        sites: list[Site],
+        banks: dict[str, Tensor],
+        measurements: Measurements,
+        all_gather: bool = False,
+    ):
+        self.sites = list(sites)
+        self.measurements = measurements
+        self.all_gather = all_gather
+        self.rank, self.world_size = rank_and_world_size()
+        self.device = measurements.amaxes.device
+        # One row for each site, and a last one for the rows of banks that belong to no site, such
+        # as padding. The scale is a row's first number: compiled code wants it to begin at a
+        # multiple of 16 bytes.
+        self.scales = torch.full((len(self.sites) + 1, 4), math.nan, device=self.device)
+        self.banks = {}  # the wide weights
+        self.weight_bytes = {}  # the same in e4m3, as bytes: any device can copy and send those
+        self.scale_of_row = {}  # (rows of the bank,): the row of `scales` that holds for it
+        for number, site in enumerate(self.sites):
+            for name, first, count in site.slices:
+                if name not in self.banks:
+                    self.add_bank(name, banks[name].detach())
+                self.scale_of_row[name][first : first + count] = number
+
+    def add_bank(self, name: str, bank: Tensor) -> None:
+        no_site = len(self.sites)
+        self.banks[name] = bank
+        self.weight_bytes[name] = torch.zeros_like(bank, dtype=torch.uint8)
+        self.scale_of_row[name] = torch.full((len(bank),), no_site, device=self.device)
+
+    def product(self, site: Site) -> FP8Product:
+        """The product of a site, for the whole run."""
+        seen = self.measurements.seen(site)
+        weight_parts = site.weight_parts(self.weight_bytes)
+        weight_scale = self.scales[self.sites.index(site), 0]
+        has_fp8 = kernels.has_fp8(self.device)
+        return FP8Product(seen, weight_parts, weight_scale, has_fp8)
+
+    def own_rows(self, bank: Tensor) -> Tensor:
+        """The rows of a bank that this rank updates, a view."""
+        return bank.chunk(self.world_size)[self.rank]
+
+    def hands_out(self, name: str) -> bool:
+        return self.all_gather and name in self.banks and name != "lm_head"
+
+    @torch.no_grad()
+    def weights_changed(self, names: list[str], masters: dict[str, Tensor]) -> int:
+        """Measures all weights, and rounds those of the named banks."""
+        # 1. What is rounded: whole banks, or with --float8_all_gather this rank's float32 rows.
+        weights = self.banks
+        scale_of_row = self.scale_of_row
+        if self.all_gather:
+            weights = {name: masters[name] for name in self.banks}
+            scale_of_row = {name: self.own_rows(rows) for name, rows in scale_of_row.items()}
+        gathers = self.all_gather and self.world_size > 1
+
+        # 2. One scale for each site, from the amaxes of its rows.
+        amaxes = torch.zeros_like(self.scales[:, 0])
+        for name, weight in weights.items():
+            row_amaxes = weight.abs().flatten(1).amax(1).float()
+            # A maximum over ranks may lose a NaN, but not infinity, which says the same here.
+            row_amaxes = row_amaxes.nan_to_num(math.inf, math.inf)
+            amaxes.scatter_reduce_(0, scale_of_row[name], row_amaxes, "amax")
+        if gathers:
+            dist.all_reduce(amaxes, dist.ReduceOp.MAX)
+        multipliers = multiplier(amaxes, E4M3)
+        self.scales.copy_(inverse(multipliers)[:, None].expand_as(self.scales))
+
+        # 3. The bytes. Each row has a multiplier, as rows of a bank may be of different weights.
+        bytes_gathered = 0
+        for name, weight in weights.items():
+            if name not in names:
+                continue
+            row_multipliers = multipliers[scale_of_row[name]][:, None]
+            rounded = to_fp8(weight.flatten(1), row_multipliers, E4M3)
+            new_bytes = rounded.view(torch.uint8).view(weight.shape)
+            if gathers:
+                all_gather(self.weight_bytes[name], new_bytes)
+                bytes_gathered += self.weight_bytes[name].nbytes
+            else:
+                self.weight_bytes[name].copy_(new_bytes)
+        return bytes_gathered
+
+    @torch.no_grad()
+    def before_validation(self) -> None:
+        """Fetches the wide rows that --float8_all_gather has left with the ranks that own them."""
+        for name, bank in self.banks.items():
+            if self.hands_out(name) and self.world_size > 1:
+                all_gather(bank, self.own_rows(bank).clone())
+
+
+def check_all_gather(name: str, shape: tuple[int, int], recipe: str, last_frac: float) -> None:
+    """For --float8_all_gather, of every projection: its name, its weight's shape and its recipe.
+    `last_frac` is --bf16_last_frac. Raises BadInput unless FP8 weights are enough in all steps."""
+    why = "--float8_all_gather needs fp8 in all layers and steps, as no rank has all wide weights"
+    size = f"{shape[0]} x {shape[1]}"
+    require(recipe == "fp8", f"{why}, but {name} is {recipe}; choose --precision=fp8")
+    require(fits(shape), f"{why}, but {name} of {size} cannot be fp8, which takes multiples of 16 "
+            "only; change the model's widths")
+    require(last_frac == 0, f"{why}, but --bf16_last_frac is {last_frac}; set it to 0")

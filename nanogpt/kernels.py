@@ -1,0 +1,794 @@
+"""The trainer's GPU kernels, each beside the plain PyTorch that computes the same.
+
+A kernel is a function for the GPU, written in Triton. The GPU runs many copies of it ("programs")
+at a time, and each one works on a small tile of the tensors. Where PyTorch would read and write
+the memory several times, a kernel reads once, computes everything, and writes once.
+
+Every kernel has a twin in plain PyTorch. The twin runs where the kernel cannot: on CPUs, and on
+GPUs that lack the hardware. It also tells a reader in a few lines what the kernel is for, and the
+tests compare the two.
+
+Most sections have the same order: the algebra in prose, the kernel, its twin, the operator, and
+the function to call. An operator is registered with PyTorch as `torch.ops.nanogpt.NAME`, so that
+torch.compile takes it as one step and does not look inside. The function marked `register_fake`
+tells the compiler which shapes and dtypes come out.
+
+Sections: (1) FP8, (2) rounding, (3) products, (4) the MLP's squared ReLU, (5) the loss,
+(6) rows of tables.
+
+Shapes in comments: M, N and K are any sizes, T tokens, D model width, F hidden width of the MLP,
+V vocabulary. Sources are named by modded-nanogpt record number or by paper.
+"""
+import os
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# Without a GPU only the twins run, so Triton need not be installed. The tests run the kernels on a
+# CPU, in Triton's interpreter, which the variable TRITON_INTERPRET turns on.
+triton = None
+if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET"):
+    import triton
+    import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+
+# --------------------------------------------------------------------------------------------------
+# 1. FP8: numbers of 8 bits, which tensor cores multiply twice as fast as bf16
+#
+# There are two formats. e4m3 has 4 bits of exponent and 3 of mantissa: it is the more precise one,
+# and its largest number is 448. e5m2 has 5 and 2: it reaches from 2^-16 to 57344. Activations and
+# weights are held in e4m3, gradients in e5m2, because gradients differ more in size.
+
+E4M3 = torch.float8_e4m3fn
+E5M2 = torch.float8_e5m2
+
+
+def has_fp8(device: torch.device) -> bool:
+    """Whether PyTorch multiplies FP8 matrices on this device. On other devices we emulate it."""
+    if device.type == "cpu":
+        return True
+    if device.type != "cuda" or torch.version.hip:  # older AMD GPUs have an e4m3 that ends at 240
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+@cache
+def device_number(device: torch.device, value: float) -> Tensor:
+    """The number as a float32 tensor () on the device.
+
+    It is copied there once and never freed. So a CUDA graph that was captured with it may read it
+    at every replay.
+    """
+    return torch.tensor(value, dtype=torch.float32, device=device)
+
+
+# --------------------------------------------------------------------------------------------------
+# 2. Rounding to FP8, and transposition
+#
+# A tensor is divided by a scale before it is rounded, so that its numbers fit the format's range.
+# A product of two such tensors is multiplied by both scales. Numbers that still do not fit are
+# clamped to the largest one, because a plain cast may turn them into NaN. A NaN stays NaN, so that
+# somebody notices it.
+#
+# FP8 tensor cores want both operands stored with the summed dimension last. A projection
+# y = x w^T has three products, each with a sum over another dimension:
+#     y  = x w^T      over the input's width
+#     dx = dy w       over the output's width
+#     dw = dy^T x     over the tokens
+# So x, w and dy are each needed as they are and transposed. The first kernel below writes both
+# while it has a tile of x in registers: x is read once and rounded once.
+
+# Each program works on a tile of this size.
+TILE_ROWS = 64
+TILE_COLUMNS = 128
+
+
+def tiles(x: Tensor) -> tuple[int, int]:
+    """How many programs cover x (M, N)."""
+    M, N = x.shape
+    return triton.cdiv(M, TILE_ROWS), triton.cdiv(N, TILE_COLUMNS)
+
+
+if triton is not None:
+
+    @triton.jit
+    def quantize_kernel(
+        x_ptr,  # (M, N)
+        y_t_ptr,  # (N, M)
+        M,
+        N,
+        y_ptr,  # (M, N)
+        inverse_scale,
+        LIMIT: tl.constexpr,
+        ROWS: tl.constexpr,
+        COLUMNS: tl.constexpr,
+    ):
+        """Rounds a tile of x and writes it twice: to y and, transposed, to y_t."""
+        # Offsets have 64 bits: there may be more logits, T x V, than 32 bits can count.
+        row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+        column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+        inside = (row[:, None] < M) & (column[None, :] < N)
+        x = tl.load(x_ptr + row[:, None] * N + column[None, :], mask=inside, other=0)
+        x = x.to(tl.float32) * inverse_scale
+        x = tl.clamp(x, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        y = x.to(y_ptr.dtype.element_ty)
+        tl.store(y_ptr + row[:, None] * N + column[None, :], y, mask=inside)
+        y_t = tl.trans(y)
+        tl.store(y_t_ptr + column[:, None] * M + row[None, :], y_t, mask=tl.trans(inside))
+
+    @triton.jit
+    def transpose_kernel(x_ptr, x_t_ptr, M, N, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+        """Writes a tile of x (M, N) to x_t (N, M)."""
+        row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+        column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+        inside = (row[:, None] < M) & (column[None, :] < N)
+        x = tl.load(x_ptr + row[:, None] * N + column[None, :], mask=inside, other=0)
+        x_t = tl.trans(x)
+        tl.store(x_t_ptr + column[:, None] * M + row[None, :], x_t, mask=tl.trans(inside))
+
+
+def round_to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """x / scale, clamped to the range of the FP8 dtype and rounded to nearest, ties to even."""
+    limit = torch.finfo(dtype).max
+    return (x.float() / scale).clamp(-limit, limit).to(dtype)
+
+
+def transpose(x: Tensor) -> Tensor:
+    """x (M, N), contiguous and in FP8 -> (N, M), contiguous.
+
+    On a GPU PyTorch's own copy would write single bytes, where the kernel writes whole tiles.
+    """
+    if not x.is_cuda:
+        return x.t().clone(memory_format=torch.contiguous_format)
+    M, N = x.shape
+    x_t = x.new_empty(N, M)
+    # The kernel gets bytes, because Triton cannot fill what lies outside of x with zeros in FP8.
+    transpose_kernel[tiles(x)](
+        x.view(torch.uint8), x_t.view(torch.uint8), M, N, TILE_ROWS, TILE_COLUMNS, num_warps=8
+    )
+    return x_t
+
+
+def launch_quantize(x: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Runs the kernel."""
+    M, N = x.shape
+    y = x.new_empty(M, N, dtype=dtype)
+    y_t = x.new_empty(N, M, dtype=dtype)
+    limit = torch.finfo(dtype).max
+    quantize_kernel[tiles(x)](
+        x.contiguous(), y_t, M, N, y, 1 / scale, limit, TILE_ROWS, TILE_COLUMNS, num_warps=8
+    )
+    return y, y_t
+
+
+@torch.library.custom_op("nanogpt::quantize", mutates_args=())
+def quantize_operator(x: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    # For x in float32 the kernel wrote wrong numbers when Triton 3.6 compiled it.
+    if x.is_cuda and has_fp8(x.device) and x.dtype == torch.bfloat16:
+        return launch_quantize(x, scale, dtype)
+    y = round_to_fp8(x.contiguous(), scale, dtype)
+    return y, transpose(y)
+
+
+@quantize_operator.register_fake
+def _(x, scale, dtype):
+    M, N = x.shape
+    return x.new_empty(M, N, dtype=dtype), x.new_empty(N, M, dtype=dtype)
+
+
+def quantize(x: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x (M, N) -> round_to_fp8(x, scale, dtype), as it is (M, N) and transposed (N, M).
+
+    The kernel multiplies by 1 / scale where the twin divides. Unless the scale is a power of two,
+    a number midway between two FP8 numbers may be rounded up by the one and down by the other.
+    """
+    return torch.ops.nanogpt.quantize(x, scale, dtype)
+
+
+# --------------------------------------------------------------------------------------------------
+# 3. Products of FP8 matrices
+#
+# A product takes its formats from its operands, and multiplies the sums by both scales. Hopper can
+# add up in fewer bits, which is faster ("fast accumulation"). We allow that only where both
+# operands are e4m3, which is the forward pass: backward, the errors of gradients would add up.
+#
+# Where the hardware has no FP8 products we multiply in bf16, which holds every FP8 number exactly,
+# and add up in float32, which holds every product of two of them exactly. Only the order of the sum
+# differs. A caller may also hand in bf16 tensors of rounded numbers, as the recipe for FP4 does.
+
+
+def contiguous(x: Tensor) -> Tensor:
+    """x (M, N) with its last dimension contiguous. A transposed view is written out in tiles."""
+    if x.is_contiguous():
+        return x
+    return transpose(x.t().contiguous())
+
+
+def emulated_product(a: Tensor, b_t: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """a (M, K), b_t (N, K) and the product of both scales -> (M, N), without FP8 hardware."""
+    a = a.bfloat16()
+    b_t = b_t.bfloat16()
+    if a.is_cuda:
+        sums = torch.mm(a, b_t.t(), out_dtype=torch.float32)
+    else:
+        sums = a.float() @ b_t.float().t()
+    return (sums * scale).to(dtype)
+
+
+def scaled_product(
+    a: Tensor, b_t: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """What both operators below compute."""
+    holds_rounded_numbers = torch.bfloat16 in (a.dtype, b_t.dtype)
+    if holds_rounded_numbers or not has_fp8(a.device):
+        return emulated_product(a, b_t, a_scale * b_scale, dtype)
+    fast = a.dtype == E4M3 and b_t.dtype == E4M3
+    a = contiguous(a)
+    b = contiguous(b_t).t()
+    return torch._scaled_mm(a, b, a_scale, b_scale, out_dtype=dtype, use_fast_accum=fast)
+
+
+@torch.library.custom_op("nanogpt::product", mutates_args=())
+def product_operator(
+    a: Tensor, b_t: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype
+) -> Tensor:
+    return scaled_product(a, b_t, a_scale, b_scale, dtype)
+
+
+@product_operator.register_fake
+def _(a, b_t, a_scale, b_scale, dtype):
+    M = a.shape[0]
+    N = b_t.shape[0]
+    return a.new_empty(M, N, dtype=dtype)
+
+
+def product(a: Tensor, b_t: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """a (M, K) times b_t (N, K) transposed, times both scales () -> (M, N) in dtype.
+
+    The operands are in FP8, or in bf16 if they hold rounded numbers. They may be transposed views,
+    but contiguous ones are faster. The scales are float32 tensors on the same device. The hardware
+    wants K and N to be multiples of 16.
+    """
+    return torch.ops.nanogpt.product(a, b_t, a_scale, b_scale, dtype)
+
+
+# This is an operator of its own so that torch.compile does not see `device_number`: it would copy
+# the number to the device at every call.
+@torch.library.custom_op("nanogpt::static_product", mutates_args=())
+def static_product_operator(a: Tensor, b_t: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    a_scale = device_number(a.device, scale)
+    b_scale = device_number(a.device, 1.0)
+    return scaled_product(a, b_t, a_scale, b_scale, dtype)
+
+
+@static_product_operator.register_fake
+def _(a, b_t, scale, dtype):
+    M = a.shape[0]
+    N = b_t.shape[0]
+    return a.new_empty(M, N, dtype=dtype)
+
+
+def static_product(a: Tensor, b_t: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """`product` with one constant, which is the product of both scales."""
+    return torch.ops.nanogpt.static_product(a, b_t, scale, dtype)
+
+
+# --------------------------------------------------------------------------------------------------
+# 4. The MLP's squared ReLU, in the same kernel as the product before it (records 59, 87)
+#
+# The MLP computes z = x up, h = relu(z)^2 and then h down^T. F is four times D, so z and h would be
+# the largest tensors of a layer. The kernel has the sums of a tile in registers, and squares and
+# rounds them there: z is never written to memory, and h only in FP8.
+#
+# Backward, the gradient of h is dh = g down, and that of z is dz = dh * 2 relu(z). As relu(z) is
+# sqrt(h), backward needs h but not z. Where h was rounded to 0, the gradient is 0, too. That is so
+# below hidden_scale / 1024.
+#
+# The scales are put together in one factor f. The operands hold FP8 numbers, so the product is
+# sums * product_scale, where product_scale is the scale of the one operand times that of the other.
+# What is written is h8 = h / hidden_scale, and backward dz8 = dz / grad_scale:
+#     h8  = relu(sums * f)^2       where f = product_scale / sqrt(hidden_scale)
+#     dz8 = sums * f * sqrt(h8)    where f = 2 product_scale sqrt(hidden_scale) / grad_scale
+# So both directions have the same kernel, with few differences at the end.
+
+HOPPER = (9, 0)
+HOPPER_TILE = 128  # four tiles of both operands, and those of h and y, fit Hopper's shared memory
+
+if triton is not None:
+
+    @triton.jit
+    def relu_squared_kernel(
+        a,  # (M, K), as are all operands a tensor descriptor, which loads and stores whole tiles
+        b_t,  # (N, K)
+        h,  # (M, N), read backward only
+        y,  # (M, N)
+        y_t,  # (N, M)
+        factor,
+        M,
+        N,
+        K,
+        BACKWARD: tl.constexpr,
+        LIMIT: tl.constexpr,
+        TILE: tl.constexpr,
+    ):
+        """Each program computes every n-th tile, where n is the number of programs."""
+        tiles_across = tl.cdiv(N, TILE)
+        num_tiles = tl.cdiv(M, TILE) * tiles_across
+        for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=True):
+            row = tile // tiles_across * TILE
+            column = tile % tiles_across * TILE
+            sums = tl.zeros((TILE, TILE), tl.float32)
+            for k in range(0, K, TILE):
+                # This is a fast accumulation, backward, too: there are only D terms.
+                sums = tl.dot(a.load([row, k]), b_t.load([column, k]).T, sums)
+            z = sums * factor
+            if BACKWARD:
+                z *= tl.sqrt(h.load([row, column]).to(tl.float32))
+            else:
+                z = tl.maximum(z, 0.0, propagate_nan=tl.PropagateNan.ALL)
+                z *= z
+            z = tl.clamp(z, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+            rounded = z.to(y.dtype)
+            y.store([row, column], rounded)
+            y_t.store([column, row], rounded.T)
+
+
+def is_hopper(x: Tensor) -> bool:
+    """Whether x is on a GPU for which the kernel's tiles were chosen."""
+    return x.is_cuda and torch.cuda.get_device_capability(x.device) == HOPPER
+
+
+def launch_relu_squared(
+    a: Tensor, b_t: Tensor, h: Tensor | None, factor: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Runs the kernel: forward without h, backward with it."""
+    M, K = a.shape
+    N = b_t.shape[0]
+    y = a.new_empty(M, N, dtype=dtype)
+    y_t = a.new_empty(N, M, dtype=dtype)
+    descriptors = []
+    for x in (a, b_t, y if h is None else h, y, y_t):  # forward there is no h, but it is not read
+        descriptors.append(TensorDescriptor.from_tensor(x, [HOPPER_TILE, HOPPER_TILE]))
+    processors = torch.cuda.get_device_properties(a.device).multi_processor_count
+    backward = h is not None
+    limit = torch.finfo(dtype).max
+    relu_squared_kernel[processors,](
+        *descriptors, factor, M, N, K, backward, limit, HOPPER_TILE, num_warps=8, num_stages=4
+    )
+    return y, y_t
+
+
+@torch.library.custom_op("nanogpt::relu_squared", mutates_args=())
+def relu_squared_operator(
+    x: Tensor, up_t: Tensor, product_scale: float, hidden_scale: float
+) -> tuple[Tensor, Tensor]:
+    if is_hopper(x):
+        factor = product_scale * hidden_scale**-0.5
+        return launch_relu_squared(x, up_t, None, factor, E4M3)
+    z = static_product(x, up_t, product_scale, torch.float32)
+    return quantize(F.relu(z).square(), hidden_scale, E4M3)
+
+
+@relu_squared_operator.register_fake
+def _(x, up_t, product_scale, hidden_scale):
+    T = x.shape[0]
+    hidden_width = up_t.shape[0]
+    h = x.new_empty(T, hidden_width, dtype=E4M3)
+    h_t = x.new_empty(hidden_width, T, dtype=E4M3)
+    return h, h_t
+
+
+def relu_squared(
+    x: Tensor, up_t: Tensor, product_scale: float, hidden_scale: float
+) -> tuple[Tensor, Tensor]:
+    """x (T, D) and up_t (F, D), both e4m3 -> h = relu(x up)^2 / hidden_scale in e4m3.
+
+    Returns h as it is (T, F) and transposed (F, T). product_scale is the scale of x times that of
+    up.
+    """
+    return torch.ops.nanogpt.relu_squared(x, up_t, product_scale, hidden_scale)
+
+
+@torch.library.custom_op("nanogpt::relu_squared_backward", mutates_args=())
+def relu_squared_backward_operator(
+    g: Tensor,
+    down_t: Tensor,
+    h: Tensor,
+    product_scale: float,
+    hidden_scale: float,
+    grad_scale: float,
+) -> tuple[Tensor, Tensor]:
+    if is_hopper(g):
+        factor = 2 * product_scale * hidden_scale**0.5 / grad_scale
+        return launch_relu_squared(g, down_t, h, factor, E5M2)
+    hidden_gradient = static_product(g, down_t, product_scale, torch.float32)
+    slope = 2 * (h.float() * hidden_scale).sqrt()
+    return quantize(slope * hidden_gradient, grad_scale, E5M2)
+
+
+@relu_squared_backward_operator.register_fake
+def _(g, down_t, h, product_scale, hidden_scale, grad_scale):
+    T, hidden_width = h.shape
+    z = g.new_empty(T, hidden_width, dtype=E5M2)
+    z_t = g.new_empty(hidden_width, T, dtype=E5M2)
+    return z, z_t
+
+
+def relu_squared_backward(
+    g: Tensor,
+    down_t: Tensor,
+    h: Tensor,
+    product_scale: float,
+    hidden_scale: float,
+    grad_scale: float,
+) -> tuple[Tensor, Tensor]:
+    """g (T, D) in e5m2, down_t (F, D) in e4m3 and h (T, F) -> the gradient of x up, in e5m2.
+
+    g is the gradient of the MLP's output and h is what `relu_squared` returned with hidden_scale.
+    product_scale is the scale of g times that of down. Returns the gradient divided by grad_scale,
+    as it is (T, F) and transposed (F, T).
+    """
+    return torch.ops.nanogpt.relu_squared_backward(
+        g, down_t, h, product_scale, hidden_scale, grad_scale
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# 5. The loss: cross-entropy of capped logits with its gradient, in one kernel (records 67, 79)
+#
+# A sigmoid caps the logits (records 18, 54): logit = height * sigmoid((z + shift) / width). They
+# lie between 0 and `height`, so their exponentials cannot overflow, and we need not look for the
+# largest logit first.
+#
+# One program works on one token. It reads the token's V logits twice, the second time from the
+# cache, and leaves the loss and the gradient. So the gradient is written once, in FP8, it never
+# exists in bf16, and the backward pass computes nothing again.
+#
+# The number of instructions limits this kernel, not the memory. Three tricks save some of them:
+# - A hyperbolic tangent is one instruction, a sigmoid is several. With a = height / 2 and
+#   t = tanh((z + shift) / (2 width)),
+#       logit = a + a t    and    dlogit/dz = (1 - t^2) a / (2 width).
+# - A power of two is one instruction, so e^x is computed as 2^(x log2(e)).
+# - A factor that all logits of a token share is a summand in the exponent, where the hardware adds
+#   it in the same instruction that multiplies t. Where a token is not the target, the gradient is
+#       e^(logit - lse) dlogit/dz / grad_scale = 2^(a log2(e) t + power) (1 - t^2)
+#       where power = (a - lse) log2(e) + log2(factor) and factor = a / (2 width grad_scale),
+#   and lse is the logarithm of the sum of all exponentials. For the target itself, `factor` is
+#   subtracted from the power of two.
+
+
+class Cap(NamedTuple):
+    """The numbers of the cap: logit = height * sigmoid((z + shift) / width)."""
+
+    height: float
+    shift: float
+    width: float
+
+
+def softcap(z: Tensor, cap: Cap) -> Tensor:
+    """The capped logits of z (..., V), in float32 or wider."""
+    z = z.to(torch.promote_types(z.dtype, torch.float32))
+    return cap.height * torch.sigmoid((z + cap.shift) / cap.width)
+
+
+if triton is not None:
+
+    @triton.jit
+    def tanh(x, FAST: tl.constexpr):
+        if FAST:  # one instruction, with a relative error of up to 2^-11
+            return tl.inline_asm_elementwise(
+                "tanh.approx.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1
+            )
+        return 2 * tl.sigmoid(2 * x) - 1
+
+    @triton.jit
+    def loss_kernel(
+        z_ptr,  # (T, V)
+        target_ptr,  # (T,)
+        loss_ptr,  # (T,)
+        gradient_ptr,  # (T, V)
+        bias_ptr,  # (V,) or None
+        inverse_scale,
+        V,
+        height, shift, width,
+        FAST: tl.constexpr,
+        TILE: tl.constexpr = 2048,
+    ):
+        """Computes loss and gradient of one token."""
+        LOG2E: tl.constexpr = 1.4426950408889634
+        token = tl.program_id(0).to(tl.int64)
+        a = height / 2
+        slope = 0.5 / width
+        offset = shift * 0.5 / width
+        z_ptr += token * V
+        gradient_ptr += token * V
+
+        # 1. The sum of e^(logit - height), which is e^(a t - a).
+        total = tl.zeros((TILE,), tl.float32)
+        for begin in range(0, V, TILE):
+            column = begin + tl.arange(0, TILE)
+            z = tl.load(z_ptr + column, mask=column < V, other=float("-inf")).to(tl.float32)
+            power = tanh(z * slope + offset, FAST) * (a * LOG2E) - a * LOG2E
+            if bias_ptr is not None:
+                power += tl.load(bias_ptr + column, mask=column < V) * LOG2E
+            total += tl.where(column < V, tl.exp2(power), 0.0)
+        lse = 2 * a + tl.log(tl.sum(total))
+
+        # 2. The gradient, as if no token were the target. If there is none, the first of the two
+        # loops ends at once and the second one writes zeros, even where z is NaN.
+        target = tl.load(target_ptr + token)
+        factor = a / (2 * width) * inverse_scale
+        power = (a - lse) * LOG2E + tl.log2(factor)
+        end = tl.where(target < 0, 0, V)
+        for begin in range(0, end, TILE):
+            column = begin + tl.arange(0, TILE)
+            z = tl.load(z_ptr + column, mask=column < V, other=0.0).to(tl.float32)
+            t = tanh(z * slope + offset, FAST)
+            exponent = t * (a * LOG2E) + power
+            if bias_ptr is not None:
+                exponent += tl.load(bias_ptr + column, mask=column < V) * LOG2E
+            gradient = tl.exp2(exponent) * (1 - t * t)
+            tl.store(gradient_ptr + column, gradient.to(tl.float8e5), mask=column < V)
+        for begin in range(end, V, TILE):
+            column = begin + tl.arange(0, TILE)
+            zero = tl.zeros((TILE,), tl.float32)
+            tl.store(gradient_ptr + column, zero.to(tl.float8e5), mask=column < V)
+
+        # 3. The loss, and the gradient of the target itself.
+        target_z = tl.load(z_ptr + target, mask=target >= 0).to(tl.float32)
+        t = tanh(target_z * slope + offset, FAST)
+        tl.store(loss_ptr + token, tl.where(target < 0, 0.0, lse - a - a * t))
+        tl.debug_barrier()  # step 2 must be over in all threads: this overwrites one of its numbers
+        gradient = (tl.exp2(t * (a * LOG2E) + power) - factor) * (1 - t * t)
+        tl.store(gradient_ptr + target, gradient.to(tl.float8e5), mask=target >= 0)
+
+
+def launch_loss(
+    z: Tensor, targets: Tensor, bias: Tensor | None, grad_scale: float, cap: Cap
+) -> tuple[Tensor, Tensor]:
+    """Runs the kernel, one program for each token."""
+    T, V = z.shape
+    loss = z.new_empty(T, dtype=torch.float32)
+    gradient = torch.empty_like(z, dtype=E5M2)
+    loss_kernel[T,](
+        z, targets, loss, gradient, bias, 1 / grad_scale, V, *cap, FAST=True, num_warps=4
+    )
+    return loss, gradient
+
+
+def loss_in_pytorch(
+    z: Tensor, targets: Tensor, bias: Tensor | None, grad_scale: float, cap: Cap
+) -> tuple[Tensor, Tensor]:
+    """The kernel's twin: the same without the tricks."""
+    known = targets >= 0
+    target = targets.clamp(min=0)[:, None]
+    logits = softcap(z, cap)
+    if bias is not None:
+        logits = logits + bias
+    lse = logits.logsumexp(-1)
+    loss = lse - logits.gather(-1, target)[:, 0]
+    sigmoid = torch.sigmoid((z.float() + cap.shift) / cap.width)
+    gradient = torch.exp(logits - lse[:, None]) - F.one_hot(target[:, 0], z.shape[1])
+    gradient = gradient * sigmoid * (1 - sigmoid) * (cap.height / cap.width)
+    # Not a product with 0 or 1, because NaN times 0 is NaN.
+    loss = torch.where(known, loss, 0.0)
+    gradient = torch.where(known[:, None], gradient, 0.0)
+    return loss, round_to_fp8(gradient, grad_scale, E5M2)
+
+
+@torch.library.custom_op("nanogpt::loss", mutates_args=())
+def loss_operator(
+    z: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    grad_scale: float,
+    height: float,
+    shift: float,
+    width: float,
+) -> tuple[Tensor, Tensor]:
+    cap = Cap(height, shift, width)
+    if z.is_cuda:
+        return launch_loss(z, targets, bias, grad_scale, cap)
+    return loss_in_pytorch(z, targets, bias, grad_scale, cap)
+
+
+@loss_operator.register_fake
+def _(z, targets, bias, grad_scale, height, shift, width):
+    T = z.shape[0]
+    loss = z.new_empty(T, dtype=torch.float32)
+    gradient = torch.empty_like(z, dtype=E5M2)
+    return loss, gradient
+
+
+def capped_cross_entropy(
+    z: Tensor, targets: Tensor, cap: Cap, grad_scale: float, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Logits z (T, V) before the cap and targets (T,) int64 -> each token's loss and its gradient.
+
+    Returns the cross-entropy (T,) in float32, and (T, V) in e5m2 its gradient with respect to z,
+    divided by grad_scale. That is at most height / (4 width grad_scale), which must not exceed
+    57344, where e5m2 ends.
+
+    bias (V,) is added to the capped logits. It must be 0 for every token that is a target. A target
+    of -1 means that there is none: the loss and the gradient are 0 then, even if z is NaN.
+    """
+    return torch.ops.nanogpt.loss(z, targets, bias, grad_scale, *cap)
+
+
+# --------------------------------------------------------------------------------------------------
+# 6. Rows of tables
+#
+# The model looks up rows of large tables, for instance one for each pair of tokens. A batch uses
+# few rows of a table. The optimizer adds up the gradients of the used rows and updates only those.
+# The ranks share this work by columns: each owns `share` columns of all rows, and the last rank's
+# are padded if the width is no multiple of the number of ranks.
+#
+# Each kernel passes over memory once, where indexing in PyTorch, compiled or not, takes two to four
+# passes. A program works on up to COLUMNS_PER_PROGRAM columns of one row.
+
+COLUMNS_PER_PROGRAM = 1024
+
+
+def row_grid(x: Tensor) -> tuple[int, int]:
+    """How many programs cover the rows and columns of x (n, width)."""
+    n, width = x.shape
+    return n, triton.cdiv(width, COLUMNS_PER_PROGRAM)
+
+
+if triton is not None:
+    # The number of used rows, n, differs from step to step. Without do_not_specialize Triton would
+    # compile a kernel again at the first n that is a multiple of 16.
+
+    @triton.jit(do_not_specialize=["n"])
+    def sum_rows_kernel(
+        total_ptr,  # (ranks, n, share)
+        places_ptr,  # (R,)
+        rows_ptr,  # (T,)
+        gradient_ptr,  # (T, width)
+        n,
+        width,
+        share,
+        COLUMNS: tl.constexpr,
+    ):
+        """Adds the gradient of one looked-up row to its line of the total."""
+        line = tl.program_id(0).to(tl.int64)
+        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        inside = column < width
+        row = tl.load(rows_ptr + line)
+        place = tl.load(places_ptr + row) - 1
+        gradient = tl.load(gradient_ptr + line * width + column, mask=inside)
+        gradient = gradient.to(total_ptr.dtype.element_ty)
+        rank = column // share
+        own_ptr = total_ptr + (rank * n + place) * share + column % share
+        tl.atomic_add(own_ptr, gradient, inside, sem="relaxed")
+
+    @triton.jit
+    def adam_rows_kernel(
+        gradient_ptr,  # (n, width)
+        rows_ptr,  # (n,)
+        master_ptr,  # (R, width)
+        mean_ptr,  # (R, width)
+        square_ptr,  # (R, width)
+        updated_ptr,  # (n, width)
+        width,
+        lr,
+        decay,
+        beta1,
+        beta2,
+        correction,
+        COLUMNS: tl.constexpr,
+    ):
+        """Updates one row of the master weights and of both moments."""
+        line = tl.program_id(0).to(tl.int64)
+        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        inside = column < width
+        line_place = line * width + column
+        row_place = tl.load(rows_ptr + line) * width + column
+        weight = tl.load(master_ptr + row_place, mask=inside)
+        mean = tl.load(mean_ptr + row_place, mask=inside)
+        square = tl.load(square_ptr + row_place, mask=inside)
+        gradient = tl.load(gradient_ptr + line_place, mask=inside).to(weight.dtype)
+        mean += (gradient - mean) * (1 - beta1)
+        square += (gradient * gradient - square) * (1 - beta2)
+        update = mean / (tl.sqrt(square) + 1e-10) * correction
+        shrinks = update * weight > 0
+        weight -= lr * (update + tl.where(shrinks, decay * weight, 0.0))
+        tl.store(master_ptr + row_place, weight, mask=inside)
+        tl.store(mean_ptr + row_place, mean, mask=inside)
+        tl.store(square_ptr + row_place, square, mask=inside)
+        updated = weight.to(updated_ptr.dtype.element_ty)
+        tl.store(updated_ptr + line_place, updated, mask=inside)
+
+    @triton.jit(do_not_specialize=["n"])
+    def put_rows_kernel(
+        bank_ptr,  # (R, width)
+        rows_ptr,  # (n,)
+        parts_ptr,  # (ranks, n, share)
+        n,
+        width,
+        share,
+        COLUMNS: tl.constexpr,
+    ):
+        """Writes one row of the bank from the parts of all ranks."""
+        line = tl.program_id(0).to(tl.int64)
+        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        inside = column < width
+        rank = column // share
+        part = tl.load(parts_ptr + (rank * n + line) * share + column % share, mask=inside)
+        row = tl.load(rows_ptr + line)
+        tl.store(bank_ptr + row * width + column, part, mask=inside)
+
+
+def sum_rows(total: Tensor, places: Tensor, rows: Tensor, gradient: Tensor) -> None:
+    """Adds the gradient (T, width) of looked-up rows (T,) to total (ranks, n, share), in place.
+
+    `total` has one line for each of the n used rows of the table. places (R,) says which: row r has
+    line places[r] - 1.
+    """
+    ranks, n, share = total.shape
+    width = gradient.size(1)
+    if total.is_cuda:
+        sum_rows_kernel[row_grid(gradient)](
+            total, places, rows, gradient.contiguous(), n, width, share, COLUMNS_PER_PROGRAM
+        )
+        return
+    padding = ranks * share - width
+    gradient = F.pad(gradient.to(total.dtype), (0, padding)).view(-1, ranks, share)
+    total.index_add_(1, places[rows] - 1, gradient.transpose(0, 1))
+
+
+def adam_rows(
+    gradient: Tensor,
+    rows: Tensor,
+    master: Tensor,
+    moments: tuple[Tensor, Tensor],
+    dtype: torch.dtype,
+    *rates: float,
+) -> Tensor:
+    """Updates rows (n,) of the master weights (R, width) by Adam from their gradient (n, width).
+
+    The moments are the running means of the gradient and of its square, (R, width) each. The rates
+    are the learning rate, the weight decay, beta1, beta2, and the correction of both moments'
+    start at zero. These rows of the master weights and of the moments change in place. Returns the
+    new rows (n, width) in dtype.
+
+    This is the Adam of Kingma and Ba (2015), with weight decay only where the update shrinks the
+    weight anyway (Chen et al. 2025; record 43). Its epsilon of 1e-10 is smaller than usual, because
+    gradients start far below 1e-8.
+    """
+    if gradient.is_cuda:
+        width = gradient.size(1)
+        updated = torch.empty_like(gradient, dtype=dtype)
+        adam_rows_kernel[row_grid(gradient)](
+            gradient, rows, master, *moments, updated, width, *rates, COLUMNS_PER_PROGRAM
+        )
+        return updated
+    lr, decay, beta1, beta2, correction = rates
+    weight = master[rows]
+    mean = moments[0][rows]
+    square = moments[1][rows]
+    gradient = gradient.to(master.dtype)
+    mean += (gradient - mean) * (1 - beta1)
+    square += (gradient.square() - square) * (1 - beta2)
+    update = mean / (square.sqrt() + 1e-10) * correction
+    shrinks = update * weight > 0
+    weight -= lr * (update + decay * weight * shrinks)
+    master[rows] = weight
+    moments[0][rows] = mean
+    moments[1][rows] = square
+    return weight.to(dtype)
+
+
+def put_rows(bank: Tensor, rows: Tensor, parts: Tensor) -> None:
+    """Writes the parts (ranks, n, share), one from each rank, to rows (n,) of bank (R, width)."""
+    _, n, share = parts.shape
+    width = bank.size(1)
+    if bank.is_cuda:
+        grid = n, triton.cdiv(width, COLUMNS_PER_PROGRAM)
+        put_rows_kernel[grid](bank, rows, parts, n, width, share, COLUMNS_PER_PROGRAM)
+        return
+    bank[rows] = parts.transpose(0, 1).flatten(1)[:, :width]

@@ -1,0 +1,122 @@
+"""Which keys a query of attention sees, block by block, for two ways to compute attention.
+
+A query sees a key if the key is not later, both belong to the same document, and the key's block is
+among the last `window` blocks up to the query's. A block is 128 tokens. Everything here takes the
+number of each token's document, (T,) int32, which never falls, and T is a multiple of 128.
+
+On GPUs FlexAttention (record 12) visits only the blocks in which something is seen, and computes the
+mask of single elements only where a block is seen in part. It needs lists of blocks, which are made
+here. Elsewhere PyTorch's scaled-dot-product attention computes the same, one row of blocks at a time.
+"""
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+BLOCK_SIZE = 128  # tokens
+
+
+@lru_cache(None)
+def device_integers(device: torch.device, *values: int) -> Tensor:
+    """(n,) int64 on the device, made once: a CUDA graph reads the same memory at every replay."""
+    return torch.tensor(values, device=device)
+
+
+def block_lists(documents: Tensor, windows: Tensor) -> tuple[Tensor, ...]:
+    """The blocks that FlexAttention visits. documents (T,), windows (W,) in blocks.
+
+    Documents lie one after the other, so what a block of queries sees is a range of blocks of keys:
+
+        document      0 0 0 0 0 1 1 1 1 1 1 1 1 1 1 1 1 1 1 2 2 2
+        block        |   0   |   1   |   2   |   3   |   4   |
+        queries of block 3 see | part |  all  | part |
+
+    In the first block of the range another document may end, and in the last one, their own, queries
+    see earlier tokens only: both are seen in part. Blocks between are seen in full. A binary search
+    finds each end of a range, and the window shortens it.
+
+    Returns eight tensors. They are four pairs: for each block of queries the blocks of keys that it
+    sees in part, and in full; then for each block of keys the blocks of queries that see it in part,
+    and in full. A pair is how many blocks there are, (W, n), and which ones, (W, n, n), int32, of
+    which the first so many count. n is the number of blocks.
+    """
+    first = documents[::BLOCK_SIZE].contiguous()  # (n,) the document of each block's first token
+    last = documents[BLOCK_SIZE - 1 :: BLOCK_SIZE].contiguous()  # (n,) and of its last token
+    own = torch.arange(len(first), device=documents.device)  # (n,) each block's number
+    oldest = own - (windows[:, None] - 1)  # (W, n) first block of keys in the window
+    newest = own + (windows[:, None] - 1)  # (W, n) last block of queries whose window reaches here
+
+    # Of each block of queries: the first block of keys it sees, and the first it sees in full.
+    first_key = torch.searchsorted(last, first).maximum(oldest)
+    first_full_key = torch.searchsorted(first, last).minimum(own).maximum(oldest)
+    # Of each block of keys: the last block of queries that sees it, and the last that sees all of it.
+    last_query = torch.searchsorted(first, last, right=True) - 1
+    last_query = last_query.minimum(newest)
+    last_full_query = torch.searchsorted(last, first, right=True) - 1
+    last_full_query = last_full_query.maximum(own).minimum(newest)
+
+    def blocks(begin: Tensor, end: Tensor, with_own: int) -> tuple[Tensor, Tensor]:
+        """The blocks from begin to end - 1, and before them the own block if with_own is 1."""
+        index = (begin[..., None] + own - with_own).clamp(max=len(own) - 1)
+        index = torch.where(own < with_own, own[:, None], index)
+        return (end - begin + with_own).int(), index.int()
+
+    after_own = (own + 1).expand_as(last_full_query)
+    keys_in_part = blocks(first_key, first_full_key, 1)
+    keys_in_full = blocks(first_full_key, own, 0)
+    queries_in_part = blocks(last_full_query + 1, last_query + 1, 1)
+    queries_in_full = blocks(after_own, last_full_query + 1, 0)
+    return (*keys_in_part, *keys_in_full, *queries_in_part, *queries_in_full)
+
+
+@torch.no_grad()  # so that training and validation share one compiled graph of the lists
+def flex_masks(
+        documents: Tensor, windows: dict[str, int],
+        make_lists: Callable = block_lists) -> dict[str, BlockMask]:
+    """A mask for each window, in blocks. `make_lists` is block_lists, compiled or not."""
+
+    def causal_and_same_document(batch, head, query, key):
+        return (query >= key) & (documents[query] == documents[key])
+
+    T = len(documents)
+    lists = make_lists(documents, device_integers(documents.device, *windows.values()))
+    masks = {}
+    for i, name in enumerate(windows):
+        of_window = [numbers[i][None, None] for numbers in lists]
+        masks[name] = BlockMask(
+            (T, T), *of_window, (BLOCK_SIZE, BLOCK_SIZE), causal_and_same_document)
+    return masks
+
+
+def sdpa_masks(documents: Tensor, windows: dict[str, int]) -> dict[str, Tensor]:
+    """For each window, in blocks, which of the keys in it each block of queries sees: a bool tensor
+    (n, 1, BLOCK_SIZE, window * BLOCK_SIZE)."""
+    masks = {}
+    queries = documents.view(-1, BLOCK_SIZE, 1)
+    for name, window in windows.items():
+        window = min(window, len(documents) // BLOCK_SIZE)
+        earlier = (window - 1) * BLOCK_SIZE  # keys before the block of the queries
+        keys = F.pad(documents, (earlier, 0), value=-1)
+        keys = keys.unfold(0, earlier + BLOCK_SIZE, BLOCK_SIZE)  # (n, window * BLOCK_SIZE)
+        same_document = queries == keys[:, None]
+        masks[name] = same_document.tril(earlier)[:, None]
+    return masks
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """Attention of q, k, v (T, H, d) -> (T, H, d), with a mask of `sdpa_masks` and unscaled scores."""
+    T, H, d = q.shape
+    n, _, _, span = mask.shape
+    dtype = q.dtype
+    if not q.is_cuda:  # on CPU the backward pass takes up to three times as long in bf16
+        wide = torch.promote_types(dtype, torch.float32)
+        q, k, v = q.to(wide), k.to(wide), v.to(wide)
+    earlier = span - BLOCK_SIZE
+    q = q.view(n, BLOCK_SIZE, H, d).transpose(1, 2)
+    k = F.pad(k, (0, 0, 0, 0, earlier, 0)).unfold(0, span, BLOCK_SIZE).mT  # (n, H, span, d)
+    v = F.pad(v, (0, 0, 0, 0, earlier, 0)).unfold(0, span, BLOCK_SIZE).mT
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0)
+    return y.transpose(1, 2).reshape(T, H, d).to(dtype)

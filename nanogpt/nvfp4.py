@@ -1,0 +1,207 @@
+"""NVFP4, numbers of four bits: --precision=nvfp4.
+
+Why it works. The format e2m1 (2 bits of exponent, 1 of mantissa) has the numbers 0, 1/2, 1, 3/2, 2,
+3, 4, 6 and their negatives. Tensor cores of Blackwell GPUs multiply these up to four times as fast
+as bf16. With so few numbers, one scale for a whole tensor would make most of its values 0. So each
+16 neighbours along the sum of a product form a block with a scale of its own: hardware multiplies
+the sum over a block by the two blocks' scales and adds this up in float32. Three ideas more let
+gradients survive:
+
+- Square blocks ("2d"). fprop multiplies x by w, and dgrad multiplies dy by w, each along another
+  dimension of w. Blocks of 1 x 16 would round w in two different ways, and the gradient would be
+  that of another weight than the loss has seen. So weights share a scale in blocks of 16 x 16,
+  which have the same numbers when they are transposed.
+- Stochastic rounding ("sr"). A gradient that is much smaller than its block's largest would always
+  round to 0. So gradients are rounded up or down at random, such that they are right on average.
+  This does not hold for a block's largest value. The block's scale is itself rounded, which may
+  put that value beyond 6, at up to 6.375. There it is clipped to 6 whatever is drawn, and loses up
+  to 6 %. TransformerEngine has the same bias.
+- A random Hadamard transform ("rht"). Both operands of wgrad are multiplied by the same orthogonal
+  16 x 16 matrix, block by block along the sum. It cancels in the product. But it spreads an outlier
+  evenly over its block of 16 tokens, whose other values would otherwise round to 0. The matrix is
+  Hadamard's with random signs, which were drawn once, so that no regular data fit it badly.
+
+--nvfp4_without leaves out some of these, to see what each one gains.
+
+Numerics. An operand is made of a tensor in these steps, in float32:
+    amax         = max |x| of the tensor
+    multiplier   = 6 * 448 / amax, divided in float64; 1 if amax is 0
+    block scale  = (max |x| of the block) * multiplier / 6, at most 448, rounded to e4m3
+    number       = x * multiplier / block scale, clamped to +-6, rounded to e2m1
+A number times its block's scale, divided by the multiplier, is the value it stands for. In this way
+blocks use the whole range of e2m1, and their scales the whole range of e4m3. A block that is very
+small beside the tensor's amax gets the scale 0 and vanishes. The three products:
+    fprop  y  = x w^T    x in blocks of 1 x 16 along K, w in 16 x 16; both rounded to nearest even
+    dgrad  dx = dy w     dy in blocks of 1 x 16 along N, stochastic; w in 16 x 16
+    wgrad  dw = dy^T x   both in blocks of 1 x 16 along T, transformed before; dy stochastic
+Each product makes its own operands from the wide tensors, as scales vary along the sum. On normally
+distributed numbers the error is 20.4 dB below the signal for blocks of 1 x 16, and 19.1 dB for
+16 x 16.
+
+Everything is emulated here, without a gain in speed: a number times its block's scale is exact in
+bf16, and a product of two such values is exact in float32. Only the order of summation differs from
+hardware's. In one thing we do not follow TransformerEngine: it rounds transformed numbers to bf16
+before it rounds them to e2m1. Its kernel has them in float32, too, and a comment there considers to
+drop that step (hadamard_transform_cast_fusion.cu). We round once. It hardly matters: on random
+tensors with outliers the relative error of wgrad is 0.253 without that step and 0.254 with it.
+
+What it keeps between steps: nothing. Weights are rounded at every pass, from the wide ones.
+
+Sources: NVIDIA 2025, "Pretraining large language models with NVFP4" (arXiv 2509.25149), and the
+recipe NVFP4BlockScaling of TransformerEngine.
+"""
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nanogpt import kernels
+from nanogpt.ranks import require
+from nanogpt.recipe import (
+    E2M1_GRID,
+    E4M3_GRID,
+    Measurements,
+    Recipe,
+    Site,
+    fits,
+    inverse,
+    largest_magnitude,
+    round_to,
+)
+
+PARTS = ("rht", "sr", "2d")  # what --nvfp4_without may name
+LARGEST = 6  # number of e2m1
+LARGEST_SCALE = 448  # number of e4m3
+LARGEST_FLOAT32 = torch.finfo(torch.float32).max
+
+
+class Blocks(NamedTuple):
+    """An operand (R, K) in blocks of h x 16 numbers, where h is 1 or 16."""
+    numbers: Tensor  # (R / h, h, K / 16, 16) float32: numbers of e2m1
+    scales: Tensor  # (R / h, 1, K / 16, 1) float32: numbers of e4m3
+    amax: Tensor  # () float32, of the whole operand
+
+
+def to_blocks(x: Tensor, square: bool = False, stochastic: bool = False) -> Blocks:
+    """Rounds x (R, K), where K is a multiple of 16. If blocks are to be square, R is one, too."""
+    rows, columns = x.shape
+    height = 16 if square else 1
+    x = x.float()
+    amax = x.abs().amax()
+    blocks = x.reshape(rows // height, height, columns // 16, 16)
+
+    multiplier = (LARGEST * LARGEST_SCALE / amax.double()).float()
+    multiplier = multiplier.clamp(max=LARGEST_FLOAT32)
+    multiplier = torch.where(amax == 0, 1, multiplier)
+
+    block_amaxes = blocks.abs().amax((1, 3), keepdim=True)
+    scales = block_amaxes * (multiplier * (1 / LARGEST))
+    scales = round_to(scales.clamp(max=LARGEST_SCALE), E4M3_GRID)
+
+    block_multipliers = inverse(scales * inverse(multiplier))
+    block_multipliers = block_multipliers.clamp(max=LARGEST_FLOAT32)  # infinite for blocks of zeros
+    numbers = (blocks * block_multipliers).clamp(-LARGEST, LARGEST)
+    noise = torch.rand_like(numbers) if stochastic else None
+    return Blocks(round_to(numbers, E2M1_GRID, noise), scales, amax)
+
+
+def multiply(a: Blocks, b_t: Blocks, dtype: torch.dtype) -> Tensor:
+    """a (M, K) times b_t (N, K) transposed -> (M, N) of this dtype, with sums in float32."""
+    a_scale = a.amax / (LARGEST * LARGEST_SCALE)
+    b_scale = b_t.amax / (LARGEST * LARGEST_SCALE)
+    a_values = (a.numbers * a.scales).bfloat16()
+    b_values = (b_t.numbers * b_t.scales).bfloat16()
+    a_values = a_values.flatten(2).flatten(0, 1)  # (M, K)
+    b_values = b_values.flatten(2).flatten(0, 1)  # (N, K)
+    return kernels.product(a_values, b_values, a_scale, b_scale, dtype)
+
+
+def hadamard(x: Tensor) -> Tensor:
+    """x (R, C) -> the same shape in float32: each 16 numbers of a row times diag(signs) H / 4.
+
+    H is Sylvester's Hadamard matrix: its entry (i, j) is -1 if the binary numbers i and j have an
+    odd number of ones in common, else 1. H / 4 is orthogonal. The signs are the bits of 0xD7E8 from
+    the lowest on, where a bit of 1 stands for -1. They are TransformerEngine's.
+    """
+    i = torch.arange(16, device=x.device)
+    common_bits = (i[:, None] & i)[..., None] >> i[:4]  # (16, 16, 4), each in the lowest bit
+    minus_signs = common_bits.sum(-1) + (0xD7E8 >> i)[:, None]  # the lowest bit says whether odd
+    matrix = 0.25 - 0.5 * (minus_signs & 1)
+    return (x.float().reshape(-1, 16) @ matrix).view(x.shape)
+
+
+class NVFP4Linear(torch.autograd.Function):
+    """x (T, K), w (N, K) -> x w^T (T, N), of x's dtype. All three products multiply e2m1 numbers.
+    T, K and N are multiples of 16. `square`, `stochastic` and `transform` are "2d", "sr", "rht"."""
+
+    @staticmethod
+    def forward(ctx, x, w, seen, square, stochastic, transform):
+        x_amax = largest_magnitude(x)
+        y = multiply(to_blocks(x), to_blocks(w, square), x.dtype)
+        ctx.save_for_backward(x, w, x_amax, largest_magnitude(w))
+        ctx.square = square
+        ctx.stochastic = stochastic
+        ctx.transform = transform
+        return y
+
+    @staticmethod
+    def backward(ctx, g):
+        x, w, x_amax, w_amax = ctx.saved_tensors
+        g_amax = largest_magnitude(g)
+        g_t = g.t()  # (N, T)
+        x_t = x.t()  # (K, T)
+        if ctx.transform:
+            g_t = hadamard(g_t)
+            x_t = hadamard(x_t)
+        w_blocks = to_blocks(w.t(), ctx.square)  # square ones have the numbers of fprop
+        g_blocks = to_blocks(g, stochastic=ctx.stochastic)
+        grad_x = multiply(g_blocks, w_blocks, g.dtype)  # (T, K)
+        g_t_blocks = to_blocks(g_t, stochastic=ctx.stochastic)
+        grad_w = multiply(g_t_blocks, to_blocks(x_t), g.dtype)  # (N, K)
+        grad_seen = torch.stack([w_amax, x_amax, g_amax])
+        return grad_x, grad_w, grad_seen, None, None, None
+
+
+class NVFP4Product:
+    """The product of one site, with the methods that recipe.py describes."""
+
+    def __init__(self, seen: Tensor, leave_out: tuple[str, ...]):
+        self.seen = seen  # (3,), see Measurements
+        self.square = "2d" not in leave_out
+        self.stochastic = "sr" not in leave_out
+        self.transform = "rht" not in leave_out
+
+    def __call__(self, x: Tensor, w: Tensor) -> Tensor:
+        parts = (self.square, self.stochastic, self.transform)
+        return NVFP4Linear.apply(x, w, self.seen, *parts)
+
+    def chosen(self, rows: Tensor) -> "NVFP4Product":
+        return self  # it keeps no weights
+
+
+class NVFP4(Recipe):
+    """Products in NVFP4, without those of PARTS that `leave_out` names."""
+
+    def __init__(self, measurements: Measurements, leave_out: tuple[str, ...] = ()):
+        self.measurements = measurements
+        self.leave_out = leave_out
+
+    def product(self, site: Site) -> NVFP4Product:
+        """The product of a site, for the whole run."""
+        seen = self.measurements.seen(site)
+        return NVFP4Product(seen, self.leave_out)
+
+
+def check(name: str, shape: tuple[int, int]) -> None:
+    """Raises BadInput if the projection `name`, with a weight of this shape, cannot be nvfp4."""
+    size = f"{shape[0]} x {shape[1]}"
+    require(fits(shape), f"{name} of {size} cannot be nvfp4, which takes multiples of 16 only; "
+            "change the model's widths, or choose another --precision")
+
+
+def parts_to_leave_out(option: str) -> tuple[str, ...]:
+    """The parts that --nvfp4_without names, separated by commas. Raises BadInput for others."""
+    leave_out = tuple(part for part in option.split(",") if part)
+    for part in leave_out:
+        require(part in PARTS, f"--nvfp4_without={option}: {part} is none of {', '.join(PARTS)}")
+    return leave_out

@@ -1,0 +1,66 @@
+"""The processes of a run: which one this is, how they agree, and the one sentence that ends a run.
+
+torchrun starts one process for each GPU and numbers them: the rank of the first is 0, and it is the
+one that writes the log. Without torchrun there is a single process, of rank 0.
+"""
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+
+class BadInput(Exception):
+    """Something the user can mend. It is shown as one sentence, without a traceback."""
+
+
+def require(condition, sentence: str) -> None:
+    """Raises BadInput with this sentence unless the condition holds."""
+    if not condition:
+        raise BadInput(sentence)
+
+
+def rank_and_world_size() -> tuple[int, int]:
+    """This process's number and how many there are: (0, 1) without a process group."""
+    if dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+def is_master() -> bool:
+    """Whether this process is the one that writes the log."""
+    return rank_and_world_size()[0] == 0
+
+
+def all_ranks(value) -> list:
+    """The value of every rank, on every rank. A collective: all ranks must call it together."""
+    if not dist.is_initialized():
+        return [value]
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def agreed(work: Callable, *args, errors=(BadInput,)):
+    """Returns work(*args), computed on every rank. If it raises one of `errors` on some rank,
+    every rank raises BadInput with that sentence, so that none is left waiting. A collective."""
+    result = None
+    sentence = None
+    try:
+        result = work(*args)
+    except errors as error:
+        sentence = str(error)
+    for any_sentence in all_ranks(sentence):
+        if any_sentence is not None:
+            raise BadInput(any_sentence)
+    return result
+
+
+class NoTransfer:
+    """Stands for a transfer between ranks where there is only one: there is nothing to wait for."""
+
+    def wait(self) -> None:
+        pass
+
+
+# torch 2.13 has new names for these two collectives, torch 2.11 only the old ones.
+all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)

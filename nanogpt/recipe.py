@@ -1,0 +1,338 @@
+"""What the trainer asks of a recipe of low precision, and what the recipes share.
+
+Nearly all the work of training is matrix products, and hardware multiplies numbers of few bits
+faster: FP8 twice as fast as bf16, FP4 up to four times as fast. A recipe is a way to compute with
+such numbers and to learn nevertheless. The recipe of the default run stands in train_gpt.py. The
+others have a file each, which begins with a page about the recipe: fp8.py, nvfp4.py and fp16.py.
+
+The trainer calls the methods of `Recipe` at fixed points of a step and does not ask which recipe it
+has. fp8 and nvfp4 also replace products: their method `product(site)` makes an object for a site,
+which is called like a function:
+
+    product(x, w)           x (T, K), w (N, K) -> x w^T (T, N), with gradients for x and w
+    product.chosen(rows)    a product for these rows (n,) of w, as the output head needs it, whose
+                            loss is computed over some of the vocabulary
+
+These objects are arguments of compiled functions. torch.compile reads their attributes while it
+traces, so they hold tensors, tuples and true or false, and nothing else.
+"""
+import importlib
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nanogpt import kernels
+from nanogpt.ranks import require
+
+
+class Site(NamedTuple):
+    """A place of the model that multiplies by a weight. Weights live in banks, which are stacks of
+    equal matrices, so a site's weight is made of rows of one bank or of several."""
+    index: int  # its number, in the order of the forward pass
+    layer: int  # its layer; the output head comes after the last one
+    name: str  # "qkv", "o", "fc", "proj" or "lm_head"
+    slices: tuple[tuple[str, int, int], ...]  # (name of a bank, first row, number of rows)
+
+    def label(self) -> str:
+        """How messages name the site."""
+        if self.name == "lm_head":
+            return self.name
+        return f"layer {self.layer}'s {self.name}"
+
+    def weight_parts(self, banks: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        """Views (n, K) into `banks`. Concatenated they are the site's weight (N, K)."""
+        parts = []
+        for name, first, count in self.slices:
+            part = banks[name][first : first + count].flatten(0, -2)
+            if self.name == "fc":
+                part = part.t()  # this weight is stored as (K, N)
+            parts.append(part)
+        return tuple(parts)
+
+
+class Recipe:
+    """The points of a step at which a recipe may act. Here nothing happens at any of them."""
+
+    def reset(self) -> None:
+        """Forgets what training has changed, as the trainer does after its warm-up."""
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """The loss () whose gradients are to be computed."""
+        return loss
+
+    def gradients_are_finite(self, gradients: Iterable[Tensor]) -> bool:
+        """Whether to keep this step, given the summed gradients that this rank will use. It is
+        called once in a step, before any `unscale`. A collective: all ranks get the same answer."""
+        return True
+
+    def unscale(self, gradient: Tensor) -> Tensor:
+        """A gradient of the loss itself, given one of the scaled loss."""
+        return gradient
+
+    def hands_out(self, name: str) -> bool:
+        """Whether `weights_changed` gives all ranks the new weights of this bank. If it does, the
+        optimizer must not."""
+        return False
+
+    def weights_changed(self, names: list[str], masters: dict[str, Tensor]) -> int:
+        """Follows an update of the banks of these names. `masters` has this rank's float32 rows of
+        each bank. Returns the size in bytes of what the ranks have gathered. A collective."""
+        return 0
+
+    def before_validation(self) -> None:
+        """Makes the banks complete on every rank, as validation uses no recipe. A collective."""
+
+    def note(self) -> str | None:
+        """A line for the end of the log, or None."""
+        return None
+
+
+def fits(shape: tuple[int, int]) -> bool:
+    """Whether FP8 and NVFP4 can multiply by a weight of this shape: they take multiples of 16."""
+    return shape[0] % 16 == 0 and shape[1] % 16 == 0
+
+
+# --------------------------------------------------------------------------------------------------
+# Measurements: which number was the first that was not finite?
+
+
+def largest_magnitude(x: Tensor) -> Tensor:
+    """The amax of a tensor, () float32: NaN if x has a NaN."""
+    return x.abs().amax().float()
+
+
+class Measurements:
+    """The amaxes of weight, input and gradient at every site, summed since the last `reset`.
+
+    When the loss becomes infinite or NaN, one wants to know where it began. Recipes measure amaxes
+    anyway, and a sum that was once infinite or NaN stays so. So the trainer may look at these sums
+    a few steps later, when they have come to the CPU without anybody waiting for them, and still
+    find the first site that went wrong.
+
+    How they get here: a compiled backward pass returns gradients, but it may not write to any other
+    tensor. Therefore every product takes one more input, `seen`, which is three zeros that nobody
+    reads, and returns the three amaxes as the gradient of that input. autograd adds a gradient to
+    `.grad` in place, and the `.grad` of each `seen` is a row of `amaxes`. In place of its amax, a
+    weight may give a number that is not finite in the same cases.
+    """
+
+    def __init__(self, sites: list[Site], device: torch.device):
+        self.sites = sorted(sites)  # in the order of the forward pass
+        self.amaxes = torch.zeros(len(self.sites), 3, device=device)
+
+    def reset(self) -> None:
+        """In place, as CUDA graphs add to the same memory in every step."""
+        self.amaxes.zero_()
+
+    def seen(self, site: Site) -> Tensor:
+        """The fake parameter (3,) of a site: its gradient is added to the site's row."""
+        seen = torch.zeros(3, device=self.amaxes.device, requires_grad=True)
+        seen.grad = self.amaxes[self.sites.index(site)]
+        return seen
+
+    def faults(self) -> Tensor:
+        """(3 * sites,) bool: which sums are not finite."""
+        return ~self.amaxes.isfinite().flatten()
+
+    def culprit(self, flags: list[float]) -> str:
+        """Ends a sentence with what went wrong first, or is "" if nothing did. `flags` are
+        `faults`, summed over the ranks. A bad number spreads to all that is computed from it, so
+        the first bad weight or input began it. If there is none, it was the last bad gradient, as
+        the backward pass starts at the end."""
+        bad = [[], [], []]
+        for place, flag in enumerate(flags):
+            if flag:
+                bad[place % 3].append(self.sites[place // 3].label())
+        weights, inputs, gradients = bad
+        if weights:
+            return f", weight of {weights[0]} not finite"
+        if inputs:
+            return f", input of {inputs[0]} not finite"
+        if gradients:
+            return f", gradient of {gradients[-1]} not finite"
+        return ""
+
+
+# --------------------------------------------------------------------------------------------------
+# Rounding to formats of few bits, in float32. It gives the same numbers on any device.
+
+
+class Grid(NamedTuple):
+    """The numbers of a floating-point format, but for its largest, which callers must respect."""
+    mantissa_bits: int
+    smallest_exponent: int  # of normal numbers; below, numbers are equally far from each other
+
+
+E4M3_GRID = Grid(3, -6)  # up to 448
+E5M2_GRID = Grid(2, -14)  # up to 57344
+E2M1_GRID = Grid(1, 0)  # 0, 1/2, 1, 3/2, 2, 3, 4, 6
+
+
+def round_to(x: Tensor, grid: Grid, noise: Tensor | None = None) -> Tensor:
+    """Rounds float32 x, which must be within the format's range, to the nearest number of the grid,
+    and a tie to the even one. With `noise`, uniform in [0, 1) and of the shape of x, it rounds at
+    random instead (stochastic rounding): to one of the two neighbours of x, and to the upper one
+    with the probability that makes the mean x.
+
+    Near x the numbers of a grid are multiples of a power of two, the step. It is made here from the
+    bits of x, and so is its inverse, because compiled code rounds some divisions differently.
+    """
+    exponent = (x.view(torch.int32) >> 23) & 255  # float32 stores it with 127 added
+    exponent = exponent.clamp(min=grid.smallest_exponent + 127)
+    step = ((exponent - grid.mantissa_bits) << 23).view(torch.float32)
+    inverse_step = ((254 - exponent + grid.mantissa_bits) << 23).view(torch.float32)
+    steps = x * inverse_step
+    if noise is None:
+        return steps.round() * step
+    below = steps.floor()
+    return (below + (noise < steps - below)) * step
+
+
+def inverse(x: Tensor) -> Tensor:
+    """1 / x, divided in float64: compiled float32 quotients may differ in the last bit."""
+    return x.double().reciprocal().float()
+
+
+# --------------------------------------------------------------------------------------------------
+# Which recipe where
+
+
+class Options(NamedTuple):
+    """What the command line says about recipes."""
+    plain: str  # the recipe of the model's own dtype: "bf16", "fp16", "fp32" or "fp64"
+    scales_loss: bool  # --precision=fp16
+    seq_len: int
+    float8_all_gather: bool = False
+    nvfp4_without: str = ""
+    last_frac: float = 0.0  # --bf16_last_frac
+    native: bool = False
+
+
+PLAIN_RECIPES = ("bf16", "fp16", "fp32", "fp64")
+
+
+def is_native(recipe: str, device: torch.device) -> bool:
+    """Whether the device itself has the products of this recipe. A CPU has all but nvfp4's. Those
+    of GPUs that have nvfp4 (Blackwell) were never tried, so it is emulated everywhere."""
+    if recipe == "nvfp4":
+        return False
+    if device.type != "cuda" or recipe in ("fp32", "fp64"):
+        return True
+    if recipe in ("fp8", "fp8-static"):
+        return kernels.has_fp8(device)
+    if torch.version.hip:
+        return True
+    needed = {"bf16": (8, 0), "fp16": (7, 0)}
+    return torch.cuda.get_device_capability(device) >= needed[recipe]
+
+
+def room(recipe: str):
+    """The module of a recipe that has one of its own, imported only for the runs that need it."""
+    return importlib.import_module(f"nanogpt.{recipe}")
+
+
+def rooms_needed(names: list[dict[str, str]], options: Options) -> list[str]:
+    """The recipes of these names that have a module of their own."""
+    used = {recipe for layer in names for recipe in layer.values()}
+    if options.scales_loss:
+        used.add("fp16")
+    return [recipe for recipe in ("fp8", "nvfp4", "fp16") if recipe in used]
+
+
+def possible(recipe: str, name: str, shape: tuple[int, int], options: Options) -> str:
+    """The recipe for the projection of this name and the shape of its weight, or the plain one
+    where the shape is no multiple of 16. Raises BadInput if the user asked for what cannot be."""
+    if options.float8_all_gather:
+        room("fp8").check_all_gather(name, shape, recipe, options.last_frac)
+    if options.scales_loss:
+        room("fp16").check(name, recipe)
+    if recipe == "nvfp4":
+        room("nvfp4").check(name, shape)
+    if recipe in PLAIN_RECIPES or options.plain == "fp64" or not fits(shape):
+        return options.plain
+    return recipe
+
+
+def check_native(recipe: str, name: str, device: torch.device, options: Options) -> None:
+    """Raises BadInput where --native forbids to emulate this projection's products."""
+    require(is_native(recipe, device) or not options.native,
+            f"--native, but {device.type} has no products of {name} in {recipe} here")
+
+
+def summary(names: list[dict[str, str]], device: torch.device) -> str:
+    """How many projections have which recipe, for the log."""
+    texts = []
+    for layer in names:
+        for name, recipe in layer.items():
+            how = "native" if is_native(recipe, device) else "emulated"
+            texts.append(f"{name} {recipe} ({how})")
+    return ", ".join(f"{texts.count(text)} x {text}" for text in dict.fromkeys(texts))
+
+
+class Recipes(Recipe):
+    """All recipes of a run that have a room, as one: each method asks all of them."""
+
+    def __init__(self, names: list[dict[str, str]], sites: list[Site], banks: dict[str, Tensor],
+                 options: Options):
+        """names: the recipe of each projection, a dict for each layer and one for the head; sites:
+        where the weights of projections lie in the banks."""
+        device = next(iter(banks.values())).device
+        of_recipe = {"fp8": [], "nvfp4": []}
+        for site in sites:
+            recipe = names[site.layer][site.name]
+            if recipe in of_recipe:
+                of_recipe[recipe].append(site)
+        self.sites = {(site.layer, site.name): site for site in sites}
+        self.measurements = Measurements(of_recipe["fp8"] + of_recipe["nvfp4"], device)
+        self.rooms = {}
+        for recipe in rooms_needed(names, options):
+            module = room(recipe)
+            if recipe == "fp8":
+                made = module.FP8(
+                    of_recipe["fp8"], banks, self.measurements, options.float8_all_gather)
+            elif recipe == "nvfp4":
+                leave_out = module.parts_to_leave_out(options.nvfp4_without)
+                made = module.NVFP4(self.measurements, leave_out)
+            else:
+                made = module.LossScaling(device, options.seq_len)
+            self.rooms[recipe] = made
+
+    def product(self, layer: int, name: str, recipe: str):
+        """The product of a projection by "fp8" or "nvfp4"."""
+        return self.rooms[recipe].product(self.sites[layer, name])
+
+    def reset(self) -> None:
+        self.measurements.reset()
+        for recipe in self.rooms.values():
+            recipe.reset()
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        for recipe in self.rooms.values():
+            loss = recipe.scale_loss(loss)
+        return loss
+
+    def gradients_are_finite(self, gradients: Iterable[Tensor]) -> bool:
+        """The gradients are made one by one as they are asked for, and making them waits for all
+        ranks. Only a recipe that scales the loss asks."""
+        return all([recipe.gradients_are_finite(gradients) for recipe in self.rooms.values()])
+
+    def unscale(self, gradient: Tensor) -> Tensor:
+        for recipe in self.rooms.values():
+            gradient = recipe.unscale(gradient)
+        return gradient
+
+    def hands_out(self, name: str) -> bool:
+        return any(recipe.hands_out(name) for recipe in self.rooms.values())
+
+    def weights_changed(self, names: list[str], masters: dict[str, Tensor]) -> int:
+        return sum(recipe.weights_changed(names, masters) for recipe in self.rooms.values())
+
+    def before_validation(self) -> None:
+        for recipe in self.rooms.values():
+            recipe.before_validation()
+
+    def notes(self) -> list[str]:
+        notes = [recipe.note() for recipe in self.rooms.values()]
+        return [note for note in notes if note is not None]

@@ -1,0 +1,96 @@
+"""The rows of big tables that a step looks up, and the gradients of these rows.
+
+The tables of value embeddings and of bigrams have far more rows than a batch has tokens. Only the
+rows that some rank looked up have a gradient and are updated. Each rank owns some of the columns of
+every row, so that all ranks share this work, whichever rows they are.
+
+The work takes memory bandwidth, while the update of the matrices takes arithmetic. So it is done on a
+CUDA stream beside the main one: 28.8 instead of 30.0 ms a step on one H200.
+"""
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nanogpt import kernels
+from nanogpt.ranks import rank_and_world_size
+
+
+def to_host(numbers: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """A copy on the CPU that nothing waits for, and the event after which it may be read."""
+    copy = numbers.to("cpu", non_blocking=True)
+    return copy, torch.cuda.current_stream().record_event() if numbers.is_cuda else None
+
+
+class LookedUpRows:
+    """The rows of the tables that a step looks up, and their gradients.
+
+    The optimizer calls these methods in this order: `find` before the forward passes, `add` after
+    each of them, then `sums`, and `put` for each table. All is done on the stream `beside`."""
+
+    def __init__(self, masters: dict[str, Tensor]):
+        """masters: for each table this rank's columns, (rows, share)."""
+        self.masters = masters
+        self.device = next(iter(masters.values())).device
+        self.beside = torch.cuda.Stream() if self.device.type == "cuda" else None
+        _, self.world_size = rank_and_world_size()
+        self.totals = {}  # name -> (world_size, n, share), the sum of gradients of the n used rows
+        self.used = {}  # name -> (n,), the used rows in ascending order
+
+    def on_stream(self):
+        return torch.cuda.stream(self.beside)  # without a GPU this does nothing
+
+    def meet(self) -> None:
+        """Both streams wait for all that was begun on the other."""
+        if self.beside:
+            torch.cuda.current_stream().wait_stream(self.beside)
+            self.beside.wait_stream(torch.cuda.current_stream())
+
+    @torch.no_grad()
+    def find(self, batch: list[dict[str, Tensor]]) -> None:
+        """Begins to find out which rows any rank looks up. The CPU must know how many there are, and
+        waits for this number: so it is computed while the GPU is busy with the forward passes."""
+        self.meet()
+        with self.on_stream():
+            sizes = [len(master) for master in self.masters.values()]
+            is_used = torch.zeros(sum(sizes), dtype=torch.uint8, device=self.device)
+            flags = dict(zip(self.masters, is_used.split(sizes)))
+            for rows in batch:
+                for name, index in rows.items():
+                    flags[name].index_fill_(0, index, 1)
+            if self.world_size > 1:  # this wait is one of the stream, not of the CPU
+                dist.all_reduce(is_used, dist.ReduceOp.MAX, async_op=True).wait()
+            # The k-th used row is where the count of used rows gets to k.
+            self.places = {name: flag.cumsum(0) for name, flag in flags.items()}
+            counts = torch.stack([place[-1] for place in self.places.values()])
+            self.counts, self.counts_arrived = to_host(counts)
+
+    def make_totals(self) -> None:
+        if self.counts_arrived is not None:
+            self.counts_arrived.synchronize()
+        for name, n in zip(self.masters, self.counts.tolist()):
+            share = self.masters[name].size(1)
+            self.totals[name] = self.masters[name].new_zeros(self.world_size, n, share)
+            numbers = torch.arange(1, n + 1, device=self.device)
+            self.used[name] = torch.searchsorted(self.places[name], numbers)
+
+    @torch.no_grad()
+    def add(self, rows: dict[str, Tensor], gradients: dict[str, Tensor]) -> None:
+        """Adds the gradients (T, width) of the rows (T,) that a micro-batch looked up."""
+        self.meet()
+        with self.on_stream():
+            if not self.totals:
+                self.make_totals()
+            for name in self.masters:
+                kernels.sum_rows(self.totals[name], self.places[name], rows[name], gradients[name])
+                if self.beside:
+                    gradients[name].record_stream(self.beside)
+
+    def sums(self, dtypes: dict[str, torch.dtype]) -> dict[str, Tensor]:
+        """The totals, (world_size, n, share) in the dtype they are sent in; they are forgotten here."""
+        sums = {name: total.to(dtypes[name]) for name, total in self.totals.items()}
+        self.totals = {}
+        return sums
+
+    def put(self, name: str, bank: Tensor, parts: Tensor) -> None:
+        """Writes the updated rows, (world_size * n, share), into the bank."""
+        kernels.put_rows(bank, self.used[name], parts.unflatten(0, (self.world_size, -1)))

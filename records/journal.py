@@ -1,0 +1,378 @@
+"""What a run writes about itself: its log, its clock, and the facts on the run and the machine.
+
+The log's grammar stands in records/README.md. Its reader, records/log.py, shares no code with this
+file: it recomputes what a log says. Everything arrives here as plain values, so this file knows
+neither the configuration nor the model.
+"""
+import hashlib
+import json
+import math
+import platform
+import statistics
+import subprocess
+import sys
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from tqdm import tqdm
+
+from nanogpt.ranks import BadInput, all_gather, all_ranks, is_master, rank_and_world_size, require
+
+ROOT = Path(__file__).parents[1]  # the project's folder
+GRAMMAR = 2
+RULE = "=" * 100  # the line that ends the source, and the one that begins the end block
+
+# ------------------------------------------------------------------------------------------------
+# The log
+
+
+class PendingLoss(NamedTuple):
+    """A training loss on its way from the device."""
+
+    step: int
+    seconds: float  # training time when the step was handed to the device
+    values: Tensor  # on the CPU, to be read only after the copy has arrived
+    event: torch.cuda.Event | None  # recorded behind the copy; None where nothing has to be copied
+
+    def has_arrived(self) -> bool:
+        return self.event is None or self.event.query()
+
+
+class TrainingLoss(NamedTuple):
+    """A training loss that has arrived."""
+
+    step: int
+    loss: float  # mean over the tokens of the batch
+    flags: list[float]  # what stood behind the loss in the tensor given to `put`
+
+
+class Log:
+    """The log of one run: source, facts, steps and end block. `path` is its file. Only the master
+    writes it; on other ranks the same calls leave no trace.
+
+    On a terminal a progress bar stands below the lines and shows the training losses; without a
+    terminal the console gets all lines.
+    """
+
+    def __init__(self, folder: str | Path, run_id: str, source: bytes, num_steps: int,
+                 jsonl: bool, master: bool):
+        """Opens FOLDER/RUN_ID.txt and writes the script's source into it; with `jsonl` also opens
+        FOLDER/RUN_ID.jsonl, which gets the same facts as JSON, one object a line. Raises OSError
+        if the folder or the file cannot be made."""
+        self.num_steps = num_steps
+        self.master = master
+        self.pending: list[PendingLoss] = []
+        self.twin = None
+        if master:
+            self.path = Path(folder) / f"{run_id}.txt"
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            # Unbuffered, so that a run which is killed leaves a log up to that moment.
+            self.file = open(self.path, "wb", buffering=0)
+            self.file.write(source + RULE.encode() + b"\n")
+            if jsonl:
+                self.twin = open(self.path.with_suffix(".jsonl"), "w", buffering=1)
+        hidden = None if master else True  # None: hidden unless standard error is a terminal
+        self.bar = tqdm(total=num_steps, unit="step", dynamic_ncols=True, disable=hidden)
+
+    def write(self, text: str, facts: dict, show: bool) -> None:
+        """Writes one line: to the log, as JSON to its twin, and with `show` to the console."""
+        if not self.master:
+            return
+        self.file.write(text.encode() + b"\n")
+        if self.twin is not None:
+            print(json.dumps(facts), file=self.twin)
+        if show:
+            with self.bar.external_write_mode():  # takes the bar away while something is printed
+                print(text, flush=True)
+
+    def fact(self, kind: str, value: dict | str, show: bool = True) -> None:
+        """Writes the line `KIND JSON`. The value is a string for a note and an object otherwise."""
+        facts = {"note": value} if kind == "note" else value
+        self.write(f"{kind} {json.dumps(value)}", {"kind": kind} | facts, show)
+
+    def step(self, step: int, seconds: float, name: str, loss: float) -> None:
+        """Writes the line of a loss after `step` steps and `seconds` of training time. The name is
+        "train_loss" or "val_loss"."""
+        milliseconds = 1000 * seconds
+        average = milliseconds / step if step > 0 else math.nan
+        facts = {
+            "kind": "step",
+            "step": step,
+            "num_steps": self.num_steps,
+            name: loss,
+            "train_time_ms": round(milliseconds),
+            "step_avg_ms": round(average, 2) if step > 0 else None,
+        }
+        text = (f"step:{step}/{self.num_steps} {name}:{loss:.4f} "
+                f"train_time:{milliseconds:.0f}ms step_avg:{average:.2f}ms")
+        self.write(text, facts, show=self.bar.disable or name == "val_loss")
+        status = f"{name} {loss:.3f}, {average:.1f} ms a step"
+        self.bar.set_postfix_str(status, refresh=False)
+        self.bar.update(step - self.bar.n)
+
+    def put(self, step: int, loss: Tensor, seconds: float) -> None:
+        """Takes the training loss of a step, which the device may still have to compute. Nothing
+        waits for it, because the GPU would then stand still while the CPU prepares the next step.
+
+        loss: () or (1 + n,), the mean loss and then n flags, which `arrived` hands back.
+        """
+        values = loss.to("cpu", non_blocking=True)
+        event = None
+        if loss.is_cuda:
+            event = torch.cuda.current_stream().record_event()
+        self.pending.append(PendingLoss(step, seconds, values, event))
+
+    def arrived(self) -> list[TrainingLoss]:
+        """Writes the lines of all losses that have arrived by now, and hands these losses back."""
+        losses = []
+        while self.pending and self.pending[0].has_arrived():
+            pending = self.pending.pop(0)
+            loss, *flags = pending.values.view(-1).tolist()
+            self.step(pending.step, pending.seconds, "train_loss", loss)
+            losses.append(TrainingLoss(pending.step, loss, flags))
+        return losses
+
+    def end(self, facts: dict) -> None:
+        """Writes the end block: a line `key: value` for each fact. Nothing may follow it."""
+        self.bar.close()
+        lines = [RULE]
+        for key, value in facts.items():
+            text = value if isinstance(value, str) else json.dumps(value)
+            lines.append(f"{key}: {text}")
+        self.write("\n".join(lines), {"kind": "end"} | facts, show=True)
+
+
+# ------------------------------------------------------------------------------------------------
+# The clock
+
+
+class Clock:
+    """Training time in seconds: `total` up to the last stop. Starting and stopping wait until the
+    device has done all it was given, so that a time is the time of work that is finished."""
+
+    def __init__(self, device: torch.device):
+        self.wait = torch.get_device_module(device).synchronize
+        self.total = 0.0
+        self.started_at = None  # None while the clock stands still
+
+    def start(self) -> None:
+        self.wait()
+        self.started_at = time.perf_counter()
+
+    def stop(self) -> None:
+        self.wait()
+        self.total = self.now()
+        self.started_at = None
+
+    def now(self) -> float:
+        """The time up to now, without waiting for the device."""
+        if self.started_at is None:
+            return self.total
+        return self.total + (time.perf_counter() - self.started_at)
+
+
+# ------------------------------------------------------------------------------------------------
+# Which code runs
+
+
+def project_files(script: str | Path, root: Path = ROOT) -> list[dict]:
+    """The project's files that this process has imported, without the script: each as the fact
+    `file` of the log (path, sha256, text), in the order of their paths.
+
+    A module belongs to the project if it was imported from the project's folder under its name
+    there, as nanogpt/ranks.py is as nanogpt.ranks. Libraries do not, even if they are installed
+    below that folder. A program beside the script that imports it and starts the run does.
+
+    A file is read by the first call after its import and never again. So make a call right after
+    the imports: then the log shows what runs, even if a file is edited later. Raises BadInput for a
+    file that a log cannot hold.
+    """
+    script = Path(script).resolve()
+    paths = set()
+    for folder, found in import_folders().items():
+        if Path(folder).resolve() == root.resolve():
+            paths |= found
+    others = [path for path in sorted(paths) if (root / path).resolve() != script]
+    return [describe_file(root, path) for path in others]
+
+
+def import_folders() -> dict[str, set[str]]:
+    """The folders from which modules were imported, each with its files: paths relative to it."""
+    folders = defaultdict(set)
+    for name, module in list(sys.modules.items()):
+        file = str(getattr(module, "__file__", None))
+        if name == "__main__":
+            name = Path(file).stem
+        place = name.replace(".", "/")
+        for path in (f"{place}.py", f"{place}/__init__.py"):
+            if file.endswith(f"/{path}"):
+                folders[file.removesuffix(path)].add(path)
+    return folders
+
+
+@cache
+def describe_file(root: Path, path: str) -> dict:
+    """The fact `file` of one file, whose path is relative to `root`. It is read only once."""
+    require(path.isascii(), f"{path} cannot stand in a log; give it a name of ASCII letters")
+    content = (root / path).read_bytes()
+    try:
+        text = content.decode()
+    except UnicodeDecodeError:
+        raise BadInput(f"{path} cannot stand in a log; save it as UTF-8") from None
+    return {"path": path, "sha256": sha256(content), "text": text}
+
+
+def sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def sum_of_files(source: bytes, files: list[dict]) -> str:
+    """One sha256 over the script and all other files: that of the lines which the command sha256sum
+    prints for them, in the order of their paths. The script counts as train_gpt.py."""
+    sums = {"train_gpt.py": sha256(source)}
+    for file in files:
+        sums[file["path"]] = file["sha256"]
+    lines = [f"{sums[path]}  {path}\n" for path in sorted(sums)]
+    return sha256("".join(lines).encode())
+
+
+def describe_run(source: bytes, files: list[dict]) -> dict:
+    """The fact `run`: which run of which code this is. `files` are those of `project_files`. The
+    master's is the one for the log: other ranks have another id, and do not ask git."""
+    commit = output_of("git rev-parse --verify -q HEAD")
+    clean = None
+    if commit is not None:
+        clean = output_of("git status --porcelain") is None
+    return {
+        "run_id": str(uuid.uuid4()),
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "grammar": GRAMMAR,
+        "code_sha256": sha256(source),
+        "code_bytes": len(source),
+        "files_sha256": sum_of_files(source, files),
+        "git_commit": commit,
+        "git_clean": clean,
+    }
+
+
+def output_of(command: str) -> str | None:
+    """What a shell command prints, None if that is nothing. Only the master runs it, because only
+    the master writes it down; elsewhere it is None."""
+    if not is_master():
+        return None
+    run = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=ROOT)
+    return run.stdout.strip() or None
+
+
+# ------------------------------------------------------------------------------------------------
+# Which machine it runs on, and how fast that is
+
+
+def describe_machine(device: torch.device) -> dict:
+    """The fact `environment`: hardware and versions. Call it on all ranks: it is a collective."""
+    name = "CPU"
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    hosts = set(all_ranks(platform.node()))
+    driver = output_of("nvidia-smi --query-gpu=driver_version --format=csv,noheader | head -n 1")
+    cpu = output_of("sed -n 's/^model name.*: //p;T;q' /proc/cpuinfo")
+    _, world_size = rank_and_world_size()
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "triton": triton_version(),
+        "driver": driver,
+        "devices": all_ranks(name),
+        "world_size": world_size,
+        "hosts": len(hosts),
+        "cpu": cpu or platform.processor(),
+    }
+
+
+def triton_version() -> str | None:
+    """None without a GPU: there no Triton kernel runs."""
+    if not torch.cuda.is_available():
+        return None
+    import triton
+    return triton.__version__
+
+
+def calibrate(device: torch.device, fp8_product: Callable | None = None) -> dict:
+    """The fact `calibration`: speeds of this host, so that runs on different hosts can be compared.
+    What cannot be measured is None. Call it outside the clock, on all ranks: it is a collective.
+
+    fp8_product(a, b_t, a_scale, b_scale, dtype) multiplies two FP8 matrices on the device's tensor
+    cores (nanogpt/kernels.py); None if the device has none for FP8.
+    """
+    cuda = device.type == "cuda"
+    width = 8192 if cuda else 1024
+    length = 2**28 if cuda else 2**24
+    _, world_size = rank_and_world_size()
+    matrix = torch.randn(width, width, device=device)
+    half = matrix.bfloat16()
+    vector = torch.zeros(length, device=device)
+    speeds = {}
+
+    teraflops = 2e-12 * width**3
+    speeds["bf16_matmul_tflops"] = speed(device, teraflops, lambda: half @ half)
+    speeds["fp8_matmul_tflops"] = None
+    if fp8_product is not None:
+        fp8 = (matrix / 0.02).to(torch.float8_e4m3fn)  # at most about 300 of the format's 448
+        one = torch.ones((), device=device)
+        product = lambda: fp8_product(fp8, fp8, one, one, torch.bfloat16)
+        speeds["fp8_matmul_tflops"] = speed(device, teraflops, product)
+
+    gigabytes = 8e-9 * length  # float32: four bytes are read and four are written
+    speeds["copy_gb_per_s"] = speed(device, gigabytes, vector.clone)
+    speeds["all_reduce_gb_per_s"] = None
+    speeds["all_gather_gb_per_s"] = None
+    if world_size > 1:
+        whole = vector[: length // 4 // world_size * world_size]
+        part = whole.chunk(world_size)[0].clone()
+        gigabytes = 4e-9 * len(whole)
+        reduce = lambda: dist.all_reduce(whole)
+        gather = lambda: all_gather(whole, part)
+        speeds["all_reduce_gb_per_s"] = speed(device, gigabytes, reduce)
+        speeds["all_gather_gb_per_s"] = speed(device, gigabytes, gather)
+    return speeds
+
+
+def speed(device: torch.device, amount: float, work: Callable[[], object]) -> float:
+    """The amount that a call of `work` computes or moves, per second: the median of five calls.
+    A first call is not counted, because it may have to load kernels."""
+    wait = torch.get_device_module(device).synchronize
+    seconds = []
+    for _ in range(6):
+        begin = time.perf_counter()
+        work()
+        wait()
+        seconds.append(time.perf_counter() - begin)
+    return float(f"{amount / statistics.median(seconds[1:]):.4g}")
+
+
+PEAK_FLOPS = {  # of dense bf16 products per second, by a part of the device's name
+    "H100": 989e12,
+    "H200": 989e12,
+    "GH200": 989e12,
+    "B200": 2250e12,
+    "A100": 312e12,
+    "4090": 165e12,
+}
+
+
+def mfu(flops_per_token: float, tokens_per_s_per_device: float, device_name: str) -> float | None:
+    """Model FLOPs utilization: the share of the device's bf16 peak that the model's own
+    multiplications take, to four digits (PaLM, appendix B). None for a device not in the table."""
+    for name, peak in PEAK_FLOPS.items():
+        if name in device_name:
+            return round(flops_per_token * tokens_per_s_per_device / peak, 4)
+    return None

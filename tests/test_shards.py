@@ -1,0 +1,487 @@
+"""data/shards.py: a plain walk over lists predicts every batch, the changed byte every fault.
+
+References: shards written with `struct` alone (conftest.py), and `walk`, which packs lists of
+tokens as the rule says: take documents in order, each clipped, until a sequence and one token are
+full; what is left of the last document is lost.
+"""
+import hashlib
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections import Counter
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from conftest import ROOT, SEPARATOR, documents, write_shard
+
+from data import shards
+
+VOCAB_SIZE = 384  # its last token, 383, stands for the separator
+SHARDS = [
+    documents(5000, seed=1),
+    documents(3100, seed=2),
+    documents(500, seed=3),  # too small for a batch of four sequences
+    documents(4000, seed=4),
+]
+FOREVER = 1000  # steps: more than any of these shards can feed
+
+
+@pytest.fixture
+def paths(tmp_path):
+    """SHARDS as files."""
+    return [
+        write_shard(tmp_path / f"fineweb_train_{number:06}.bin", tokens)
+        for number, tokens in enumerate(SHARDS)]
+
+
+def packing(**changes):
+    usual = {"seq_len": 256, "vocab_size": VOCAB_SIZE, "epochs": 1, "cut_documents": False}
+    return shards.Packing(**usual | changes)
+
+
+def same(num_sequences, longest=2048, steps=FOREVER):
+    """A plan whose steps are all alike."""
+    return [(num_sequences, longest)] * steps
+
+
+def separated(tokens):
+    """What a model of VOCAB_SIZE gets to see of these tokens."""
+    return [383 if token == SEPARATOR else token for token in tokens]
+
+
+def split_documents(tokens):
+    """The documents of a shard, as lists of tokens."""
+    found = []
+    for token in separated(tokens):
+        if token == 383:
+            found.append([])
+        if found:  # what comes before the first start belongs to no document
+            found[-1].append(token)
+    return found
+
+
+def walk(contents, plan, length):
+    """All batches that shards of these contents hold: lists of sequences of `length` tokens."""
+    batches = []
+    for tokens in contents:
+        batch = []
+        sequence = []
+        for document in split_documents(tokens):
+            num_sequences, longest = plan[len(batches)]
+            sequence += document[:longest]
+            if len(sequence) >= length:
+                batch.append(sequence[:length])
+                sequence = []
+            if len(batch) == num_sequences:
+                batches.append(batch)
+                batch = []
+    return batches
+
+
+def drain(paths, packing, plan, rank=0, world_size=1):
+    """All batches of a rank as lists, until it is said that the shards ran out."""
+    found = []
+    with pytest.raises(shards.ShardError, match="shards ran out .*; fetch more or raise --epochs"):
+        for sequences in shards.rank_batches(paths, packing, plan, rank, world_size):
+            assert sequences.dtype == np.uint16
+            found.append(sequences.tolist())
+    return found
+
+
+def test_the_file_needs_neither_torch_nor_the_trainer():
+    code = "import sys, data.shards; sys.exit(bool({'torch', 'train_gpt'} & {*sys.modules}))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+# ------------------------------------------------------------------------------------- the format
+
+
+def test_a_shard_is_written_byte_for_byte_as_the_format_has_it(tmp_path):
+    tokens = [SEPARATOR, 1, 2, SEPARATOR, 65535, SEPARATOR]
+    parts = [np.array(part) for part in (tokens[:3], tokens[3:5], tokens[5:])]
+    shards.write_shard(tmp_path / "written.bin", iter(parts))
+    expected = write_shard(tmp_path / "expected.bin", tokens)
+    assert (tmp_path / "written.bin").read_bytes() == expected.read_bytes()
+
+
+def test_a_shard_whose_writing_was_interrupted_is_refused(tmp_path):
+    def interrupted():
+        yield np.array([SEPARATOR, 1, 2])
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        shards.write_shard(tmp_path / "x.bin", interrupted())
+    assert (tmp_path / "x.bin").exists()
+    with pytest.raises(shards.DamagedShard, match="begins with magic 0"):
+        shards.count_tokens(tmp_path / "x.bin")
+
+
+def test_a_shard_is_read_as_its_tokens_and_the_starts_of_its_documents(tmp_path):
+    tokens = [7, SEPARATOR, 0, 32767, 32768, SEPARATOR, SEPARATOR, 50255]
+    path = write_shard(tmp_path / "x.bin", tokens)
+    shard = shards.read_shard(path, 50304)
+    assert shards.count_tokens(path) == 8
+    assert shard.tokens.dtype == np.uint16
+    assert shard.tokens.tolist() == tokens
+    assert shard.starts.tolist() == [1, 5, 6]
+
+
+@pytest.mark.parametrize("vocab_size, separator", [(50257, 50256), (50256, 50255), (384, 383)])
+def test_a_small_vocabulary_has_its_last_token_as_separator(tmp_path, vocab_size, separator):
+    path = write_shard(tmp_path / "x.bin", [SEPARATOR, 1, SEPARATOR, 2])
+    shard = shards.read_shard(path, vocab_size)
+    assert shard.tokens.tolist() == [separator, 1, separator, 2]
+    assert shard.starts.tolist() == [0, 2]
+
+
+GOOD = documents(2000, seed=5)
+AGAIN = "fetch or make it again (data/fineweb.py, data/prepare.py)"
+
+
+def written(tokens=GOOD, **header):
+    return lambda path: write_shard(path, tokens, **header)
+
+
+def cut_to(size):
+    return lambda path: path.write_bytes(write_shard(path, GOOD).read_bytes()[:size])
+
+
+DAMAGES = {  # how the shard is damaged, and what the sentence must hold besides its name
+    "magic": (written(magic=20240521), ["magic 20240521", "20240520"]),
+    "version": (written(version=7), ["version 7"]),
+    "promises more": (written(count=2001), ["5024", "5026"]),
+    "promises less": (written(count=1999), ["5024", "5022"]),
+    "promises a negative number": (written(count=-1), ["5024", "1022"]),
+    "empty": (cut_to(0), ["0 bytes", "1024"]),
+    "shorter than its facts": (cut_to(8), ["8 bytes", "1024"]),
+    "cut inside the header": (cut_to(1023), ["1023 bytes", "1024"]),
+    "cut inside a token": (cut_to(-1), ["5023", "5024"]),
+    "no tokens": (written([]), ["no tokens"]),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_shard_is_named_with_the_value_found_and_the_remedy(tmp_path, damage):
+    write, parts = DAMAGES[damage]
+    path = tmp_path / "fineweb_val_000000.bin"
+    write(path)
+    with pytest.raises(shards.DamagedShard) as error:
+        shards.count_tokens(path)
+    sentence = f"{path} {error.value.fault}; {AGAIN}"
+    assert str(error.value) == sentence
+    assert "\n" not in sentence
+    for part in parts:
+        assert part in error.value.fault
+    with pytest.raises(shards.ShardError) as error:
+        shards.read_shard(path, VOCAB_SIZE)
+    assert str(error.value) == sentence
+
+
+@pytest.mark.parametrize("tokens, parts", [
+    ([*GOOD, 400], ["token 400, outside of --vocab_size=384", "is it other data?"]),
+    ([*GOOD, 384], ["token 384, outside of --vocab_size=384", "is it other data?"]),
+    ([*GOOD, 383], ["token 383, which --vocab_size=384 needs", "raise it"]),
+    ([1] * 2000, ["no document start (token 50256)", "data/prepare.py"]),
+], ids=["out of range", "one past the last", "stands for the separator", "no document"])
+def test_tokens_that_the_model_cannot_use_are_named_with_the_remedy(tmp_path, tokens, parts):
+    path = write_shard(tmp_path / "x.bin", tokens)
+    with pytest.raises(shards.ShardError) as error:
+        shards.read_shard(path, VOCAB_SIZE)
+    for part in [str(path), *parts]:
+        assert part in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_shard_that_is_not_there_is_an_oserror(tmp_path):
+    with pytest.raises(FileNotFoundError, match="absent.bin"):
+        shards.read_shard(tmp_path / "absent.bin", VOCAB_SIZE)
+
+
+def test_shards_are_found_in_the_order_of_their_names(tmp_path):
+    (tmp_path / "more").mkdir()
+    for name in ("b_2.bin", "b_10.bin", "a.bin", "b_1.txt", "more/b_0.bin"):
+        (tmp_path / name).touch()
+    found = shards.find_shards(str(tmp_path), "train", "b_*.bin", "")
+    assert found == [tmp_path / "b_10.bin", tmp_path / "b_2.bin"]
+    found = shards.find_shards(tmp_path, "val", "*/*.bin", "")
+    assert found == [tmp_path / "more" / "b_0.bin"]
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_absent_shards_are_named_with_their_key_and_the_remedy(tmp_path, split):
+    with pytest.raises(shards.ShardError) as error:
+        shards.find_shards(tmp_path, split, "mine_*.bin", "get them: python data/fineweb.py 9")
+    assert str(error.value) == (
+        f"no {split} shards (--{split}_files=mine_*.bin) in {tmp_path}; "
+        "get them: python data/fineweb.py 9")
+
+
+@pytest.mark.parametrize("num_tokens", [5, 2**20])
+def test_a_fingerprint_tells_size_tokens_and_the_hash_of_both_ends(tmp_path, num_tokens):
+    tokens = np.random.default_rng(0).integers(0, 65536, num_tokens).tolist()
+    path = write_shard(tmp_path / "x.bin", tokens)
+    contents = path.read_bytes()
+    ends = contents[: 1024 + 2**20] + contents[-(2**20) :]
+    assert shards.fingerprint(path, "val") == {
+        "split": "val",
+        "name": "x.bin",
+        "bytes": 1024 + 2 * num_tokens,
+        "tokens": num_tokens,
+        "sha256": hashlib.sha256(ends).hexdigest(),
+    }
+
+
+# ---------------------------------------------------------------------------------- reading ahead
+
+
+def test_the_first_item_is_prepared_at_once_and_each_one_while_the_last_is_in_use():
+    begun = [threading.Event() for _ in range(3)]
+
+    def make():
+        for number, event in enumerate(begun):
+            event.set()
+            yield number
+
+    items = shards.ahead(make())
+    assert begun[0].wait(10) and not begun[1].wait(0.05)
+    assert next(items) == 0
+    assert begun[1].wait(10) and not begun[2].wait(0.05)
+    assert list(items) == [1, 2]
+
+
+def test_items_come_in_order_whatever_they_are():
+    assert list(shards.ahead(iter([]))) == []
+    assert list(shards.ahead(iter([None, 0, "", None]))) == [None, 0, "", None]
+
+
+def test_an_exception_comes_in_the_place_of_its_item():
+    def make():
+        yield 1
+        yield 2
+        raise OSError("disk on fire")
+
+    items = shards.ahead(make())
+    assert next(items) == 1
+    assert next(items) == 2
+    with pytest.raises(OSError, match="disk on fire"):
+        next(items)
+
+
+def test_an_item_is_let_go_when_the_next_one_is_there():  # a shard has 200 MB
+    class Item:
+        pass
+
+    items = shards.ahead(Item() for _ in range(3))
+    first = weakref.ref(next(items))
+    second = weakref.ref(next(items))
+    assert first() is None
+    assert second() is not None
+
+
+# -------------------------------------------------------------------------------------- batches
+
+
+@pytest.mark.parametrize("num_sequences, seq_len, longest", [
+    (4, 256, 2048), (1, 256, 2048), (3, 512, 2048), (2, 128, 2048),
+    (4, 256, 100), (2, 256, 256), (2, 256, 257), (2, 128, 10)])
+def test_batches_are_those_of_a_plain_walk_across_shards(paths, num_sequences, seq_len, longest):
+    plan = same(num_sequences, longest)
+    expected = walk(SHARDS, plan, seq_len + 1)
+    assert len(expected) > 1
+    assert drain(paths, packing(seq_len=seq_len), plan) == expected
+    for batch in expected:
+        assert {sequence[0] for sequence in batch} == {383}
+
+
+def test_number_and_length_change_at_the_first_step_that_the_plan_says(tmp_path):
+    plan = same(2, 40, 4) + same(4, 40, 3) + same(4, 200, 3) + same(2, 2048)
+    contents = [documents(9000, seed=6), documents(9000, seed=7)]
+    paths = [tmp_path / "1.bin", tmp_path / "2.bin"]
+    for path, tokens in zip(paths, contents):
+        write_shard(path, tokens)
+    found = drain(paths, packing(seq_len=128), plan)
+    assert found == walk(contents, plan, 129)
+    assert [len(batch) for batch in found[:12]] == [2] * 4 + [4] * 6 + [2] * 2
+
+    def longest_document(batch):
+        lengths = []
+        for sequence in batch:
+            for document in split_documents(sequence):
+                lengths.append(len(document))
+        return max(lengths)
+
+    assert longest_document(found[6]) == 40
+    assert longest_document(found[7]) > 40
+
+
+def test_no_token_is_used_twice_and_the_rest_of_a_cut_document_is_not_used_at_all(tmp_path):
+    starts = np.flatnonzero(np.random.default_rng(0).random(40_000) < 0.02)
+    tokens = np.arange(40_000)  # each says where it stands
+    tokens[starts] = SEPARATOR
+    path = write_shard(tmp_path / "x.bin", tokens.tolist())
+    found = drain([path], packing(vocab_size=50304), same(4))
+    assert len(found) > 20
+
+    places = []  # of each sequence, without separators
+    for batch in found:
+        for sequence in batch:
+            places.append([token for token in sequence if token != SEPARATOR])
+    times = Counter(sum(places, []))
+    assert set(times.values()) == {1}
+    document = np.searchsorted(starts, np.arange(40_000), side="right")
+    for one, following in pairwise(places):
+        assert document[one].max() < document[following].min(), "a document went on"
+
+
+def test_documents_are_clipped_cut_and_skipped_as_by_hand(tmp_path):
+    starts = [10, 15, 40, 41, 60]  # of documents of 5, 25, 1, 19 and 30 tokens
+
+    def pieces(length, longest, first=0):
+        """The pieces, as (begin, tokens), of the sequences that start with document `first`."""
+        tokens = [1] * 90
+        for start in starts[first:]:
+            tokens[start] = SEPARATOR
+        path = write_shard(tmp_path / "x.bin", tokens)
+        found = []
+        for _, batch in shards.batches([path], packing(seq_len=length - 1), same(1, longest)):
+            found.append([(piece.start, piece.stop - piece.start) for piece in batch[0]])
+        return found
+
+    assert pieces(12, 2048) == [[(10, 5), (15, 7)], [(40, 1), (41, 11)], [(60, 12)]]
+    # the first sequence is full just where a document ends
+    assert pieces(5, 2048) == [[(10, 5)], [(15, 5)], [(40, 1), (41, 4)], [(60, 5)]]
+    assert pieces(20, 8) == [[(10, 5), (15, 8), (40, 1), (41, 6)]]
+    # the last document ends with the shard
+    assert pieces(30, 2048, first=4) == [[(60, 30)]]
+    assert pieces(31, 2048, first=4) == []
+    assert pieces(17, 8, first=3) == []
+    assert pieces(2, 2048, first=4) == [[(60, 2)]]
+
+
+@pytest.mark.parametrize("document_length, num_tokens, num_batches", [
+    (129, 129 * 6, 3), (129, 129 * 6 - 1, 2), (128, 128 * 12, 3), (1000, 2000, 1),
+    (1000, 1000 + 128, 0), (43, 129 * 2, 1)])
+def test_documents_of_one_sequence_and_shards_of_one_batch_are_used_to_the_last_token(
+        tmp_path, document_length, num_tokens, num_batches):
+    tokens = [1] * num_tokens
+    tokens[::document_length] = [SEPARATOR] * len(tokens[::document_length])
+    path = write_shard(tmp_path / "x.bin", tokens)
+    found = drain([path], packing(seq_len=128), same(2))
+    assert found == walk([tokens], same(2), 129)
+    assert len(found) == num_batches
+
+
+def test_cut_documents_follow_each_other_without_a_gap_or_a_repetition(paths):
+    cut = packing(cut_documents=True)
+    expected = []
+    for shard in SHARDS:
+        sequences = []
+        for begin in range(0, len(shard) - 256, 256):
+            sequences.append(separated(shard[begin : begin + 257]))
+        for first in range(0, len(sequences) - 3, 4):
+            expected.append(sequences[first : first + 4])
+    assert len(expected) == 4 + 3 + 0 + 3
+    for longest in (2048, 10):  # documents are not clipped
+        assert drain(paths, cut, same(4, longest)) == expected
+    write_shard(paths[0], SHARDS[0][:1025])  # exactly one batch and its last target
+    assert len(drain(paths, cut, same(4))) == 1 + 3 + 0 + 3
+    write_shard(paths[0], SHARDS[0][:1024])
+    assert len(drain(paths, cut, same(4))) == 0 + 3 + 0 + 3
+
+
+@pytest.mark.parametrize("cut_documents", [False, True])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_the_ranks_share_a_batch_without_overlap_and_together_have_all_of_it(
+        paths, world_size, cut_documents):
+    usual = packing(cut_documents=cut_documents)
+    whole = drain(paths, usual, same(4))
+    assert len(whole) > 5
+    shares = [drain(paths, usual, same(4), rank, world_size) for rank in range(world_size)]
+    for batch, *parts in zip(whole, *shares, strict=True):
+        for rank, part in enumerate(parts):
+            assert part == batch[rank::world_size]
+            assert len(part) == 4 // world_size
+
+
+def test_epochs_read_the_shards_again_in_the_same_order(paths):
+    once = drain(paths, packing(), same(4))
+    assert drain(paths, packing(epochs=3), same(4)) == once * 3
+
+
+def test_batches_end_with_the_plan_or_with_the_shards_whichever_comes_first(paths):
+    whole = drain(paths, packing(), same(4))
+    for steps in (0, 1, len(whole) - 1, len(whole)):
+        found = shards.rank_batches(paths, packing(), same(4, steps=steps), 0, 1)
+        assert [sequences.tolist() for sequences in found] == whole[:steps]
+    for steps in (len(whole), len(whole) + 1, FOREVER):
+        found = shards.batches(paths, packing(), same(4, steps=steps))
+        assert sum(1 for _ in found) == len(whole)
+
+
+def test_nothing_is_read_that_the_plan_does_not_need(paths):
+    in_first = walk(SHARDS[:1], same(4), 257)
+    paths[2].unlink()
+    found = shards.rank_batches(paths, packing(), same(4, steps=len(in_first)), 0, 1)
+    assert [sequences.tolist() for sequences in found] == in_first
+
+
+def test_a_run_that_needs_one_batch_more_than_the_shards_hold_gets_all_they_hold_first(paths):
+    whole = drain(paths, packing(), same(4))
+    assert drain(paths, packing(), same(4, steps=len(whole) + 1)) == whole
+
+
+def test_the_next_shard_is_read_by_a_thread_before_it_is_needed(paths, monkeypatch):
+    reads = []
+    read_shard = shards.read_shard
+
+    def observed(path, vocab_size):
+        by_main_thread = threading.current_thread() is threading.main_thread()
+        reads.append((paths.index(path), by_main_thread))
+        return read_shard(path, vocab_size)
+
+    def were_read(*numbers):  # and nothing else is, until another batch is asked for
+        end = time.monotonic() + 10
+        while len(reads) < len(numbers) and time.monotonic() < end:
+            time.sleep(0.001)
+        time.sleep(0.05)
+        return reads == [(number, False) for number in numbers]
+
+    monkeypatch.setattr(shards, "read_shard", observed)
+    batches = shards.batches(paths, packing(), same(4))
+    in_first = len(walk(SHARDS[:1], same(4), 257))
+    for _ in range(in_first):
+        next(batches)
+        assert were_read(0, 1)  # the first one is in use, the second one waits
+    next(batches)
+    assert were_read(0, 1, 2)
+
+
+def test_a_fault_found_by_the_thread_comes_after_all_batches_of_the_shard_before(paths):
+    write_shard(paths[1], SHARDS[1], magic=5)
+    found = []
+    with pytest.raises(shards.ShardError, match="fineweb_train_000001.bin begins with magic 5"):
+        for sequences in shards.ahead(shards.rank_batches(paths, packing(), same(4), 0, 1)):
+            found.append(sequences.tolist())
+    assert found == walk(SHARDS[:1], same(4), 257)
+
+
+# ------------------------------------------------------------------------------------ validation
+
+
+def test_validation_takes_exactly_the_first_tokens_also_from_several_shards(paths):
+    both = separated(SHARDS[2] + SHARDS[1])
+    for number in (1, 499, 500, 512, 3599):
+        tokens = shards.validation_tokens([paths[2], paths[1]], VOCAB_SIZE, number)
+        assert tokens.dtype == np.uint16
+        assert tokens.tolist() == both[: number + 1]
+
+
+@pytest.mark.parametrize("number", [500, 1024])
+def test_too_few_validation_tokens_are_counted_with_the_remedy(paths, tmp_path, number):
+    with pytest.raises(shards.ShardError) as error:  # as many targets need one token more
+        shards.validation_tokens(paths[2:3], VOCAB_SIZE, number)
+    assert str(error.value) == (
+        f"validation needs {number + 1:,} tokens and {tmp_path} holds 500; lower --val_tokens")
