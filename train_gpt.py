@@ -1,24 +1,24 @@
 """The NanoGPT speedrun in one script: train a GPT-2-class model to a target validation loss, fast.
 
     torchrun --standalone --nproc_per_node=8 train_gpt.py    # 8 GPUs: FineWeb to a loss of 3.28
-    torchrun --standalone --nproc_per_node=1 train_gpt.py    # fewer GPUs: the same batches, accumulated
+    torchrun --standalone --nproc_per_node=2 train_gpt.py    # fewer GPUs: the same batches
     python train_gpt.py --preset=laptop                      # two minutes on a CPU
     python train_gpt.py --help                               # every key, its meaning and unit
 
-This file holds everything that decides the result of a run. It reads from top to bottom:
-(1) configuration, (2) low precision, (3) attention, (4) the model, (5) the loss, (6) the optimizers,
+This file holds everything that decides the result of a run. It reads from top to bottom: (1)
+configuration, (2) low precision, (3) attention, (4) the model, (5) the loss, (6) the optimizers,
 (7) schedules, (8) one step, validation and warm-up, (9) the run.
 
-What serves it lives in the folder of its subject: the shards in data/, the log in records/, kernels,
-compilation and the other recipes of low precision in nanogpt/. Importing this file does nothing and
-needs no GPU, so tests and notebooks can use its parts.
+What serves it lives in the folder of its subject: the shards in data/, the log in records/,
+kernels, compilation and the other recipes of low precision in nanogpt/. Importing this file does
+nothing and needs no GPU, so tests and notebooks can use its parts.
 
-Shapes in comments: T tokens of one packed sequence, D width of the model, H attention heads, d width
-of a head, F hidden width of the MLP, V size of the vocabulary. A "record" is one of modded-nanogpt.
-"""
+Shapes in comments: T tokens of one packed sequence, D width of the model, H attention heads, d
+width of a head, F hidden width of the MLP, V size of the vocabulary. A "record" is one of
+modded-nanogpt. """
 
 with open(__file__, "rb") as file:
-    SOURCE = file.read()  # first of all: the log must show what runs, even if the file is edited later
+    SOURCE = file.read()  # before all else: the log shows what runs, not a later edit of it
 
 import os
 import sys
@@ -33,7 +33,8 @@ if __name__ == "__main__":  # torch and CUDA read these variables once, when the
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     # A transfer needs few processors of the GPU, but without priority it waits until all are free.
     os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
-    # Each process sees its own GPU only, as cuda:0: the compiler's cache would tell cuda:0 from cuda:1.
+    # Each process sees its own GPU only, as cuda:0: the compiler's cache would tell cuda:0 from
+    # cuda:1.
     all_gpus = ",".join(str(i) for i in range(len(glob("/dev/nvidia[0-9]*"))))
     visible_gpus = os.environ.get("CUDA_VISIBLE_DEVICES", all_gpus).split(",")
     if LOCAL_GPU < len(visible_gpus) and visible_gpus != [""]:
@@ -62,7 +63,15 @@ from nanogpt.arguments import key
 from nanogpt.kernels import E4M3, E5M2
 from nanogpt.masks import BLOCK_SIZE
 from nanogpt.ranks import (
-    BadInput, NoTransfer, agreed, all_gather, rank_and_world_size, reduce_scatter, require)
+    BadInput,
+    NoTransfer,
+    agreed,
+    all_gather,
+    rank_and_world_size,
+    reduce_scatter,
+    require,
+    start_process,
+)
 from nanogpt.rows import LookedUpRows
 from records import journal
 
@@ -127,7 +136,7 @@ class Config:
     bf16_last_frac: float = key(
         0.0, "last fraction of the steps, which is trained without the recipe")
     dtype: str = key(
-        "auto", "dtype of activations and of the weights that products use; auto: as the precision says")
+        "auto", "of activations and of the weights that products use; auto: as the precision says")
     attention: str = key("auto", "auto, flex (CUDA) or sdpa (everywhere)")
     compile: bool = key(True, "use torch.compile")
     # output
@@ -235,7 +244,8 @@ TOPOLOGIES: dict[str, list[Layer]] = {
 
 
 def parse_config(argv: list[str]) -> Config:
-    """`--key=value` over the preset's values. Raises BadInput on an unknown key or a wrong value."""
+    """`--key=value` over the preset's values. Raises BadInput on an unknown key or a wrong
+    value."""
     default_preset = "speedrun" if torch.cuda.is_available() else "laptop"
     title = __doc__.split("\n\n")[0]
     c = arguments.parse(Config, PRESETS, default_preset, title, argv)
@@ -245,9 +255,9 @@ def parse_config(argv: list[str]) -> Config:
 
 def check_config(c: Config) -> None:
     """Raises BadInput where a value cannot be, or values do not fit each other."""
-    for name in ("num_steps", "batch_tokens", "seq_len", "micro_tokens", "val_tokens", "val_seq_len",
-                 "model_dim", "num_heads", "mlp_dim", "vocab_size", "bigram_rows", "epochs",
-                 "cooldown_frac"):
+    for name in ("num_steps", "batch_tokens", "seq_len", "micro_tokens", "val_tokens",
+                 "val_seq_len", "model_dim", "num_heads", "mlp_dim", "vocab_size", "bigram_rows",
+                 "epochs", "cooldown_frac"):
         require(getattr(c, name) > 0, f"--{name}={getattr(c, name)} must be positive")
 
     choices = {
@@ -258,7 +268,8 @@ def check_config(c: Config) -> None:
         value = getattr(c, name)
         require(value in allowed, f"--{name}={value} is none of {', '.join(allowed)}")
 
-    # Texts repeat most of their tokens: half as many candidates as tokens have room for all targets.
+    # Texts repeat most of their tokens: half as many candidates as tokens have room for all
+    # targets.
     enough = min(c.vocab_size, min(c.micro_tokens, c.batch_tokens) // 2)
     fits_products = c.candidates % 16 == 0 or c.candidates >= c.vocab_size
     require(c.candidates == 0 or (c.candidates >= enough and fits_products),
@@ -269,7 +280,9 @@ def check_config(c: Config) -> None:
     units = [("seq_len", BLOCK_SIZE), ("val_seq_len", BLOCK_SIZE), ("micro_tokens", c.seq_len)]
     for stage in SCHEDULES[c.schedule]:
         units.append(("batch_tokens", round(c.seq_len / stage.batch)))
-    units += [("val_tokens", c.val_seq_len), ("num_heads", heads_unit), ("model_dim", 4 * c.num_heads)]
+    units.append(("val_tokens", c.val_seq_len))
+    units.append(("num_heads", heads_unit))
+    units.append(("model_dim", 4 * c.num_heads))
     for name, unit in units:
         value = getattr(c, name)
         require(value % unit == 0, f"--{name}={value} must be a multiple of {unit}")
@@ -291,24 +304,25 @@ def check_config(c: Config) -> None:
 # Nearly all the work of training is in matrix products, and hardware multiplies narrow numbers
 # faster: FP8 twice as fast as bf16. Narrow numbers lack two things.
 #
-# They lack range. e4m3 (4 bits of exponent, 3 of mantissa) reaches from 2^-9 to 448, e5m2 from 2^-16
-# to 57344. So a tensor is divided by a scale before it is rounded, such that its largest numbers are
-# near the end of the format, and the product is multiplied by the scales of both operands. Where
-# numbers lie is known beforehand for the inputs of most products here: they are normalised, so that
-# |x| is at most sqrt(D), or squares of what comes of such a product. Those get constant scales
-# ("fp8-static", after records 21 and 89). The recipe "fp8" measures its scales.
+# They lack range. e4m3 (4 bits of exponent, 3 of mantissa) reaches from 2^-9 to 448, e5m2 from
+# 2^-16 to 57344. So a tensor is divided by a scale before it is rounded, such that its largest
+# numbers are near the end of the format, and the product is multiplied by the scales of both
+# operands. Where numbers lie is known beforehand for the inputs of most products here: they are
+# normalised, so that |x| is at most sqrt(D), or squares of what comes of such a product. Those
+# get constant scales ("fp8-static", after records 21 and 89). The recipe "fp8" measures its
+# scales.
 #
 # They lack precision. An error of up to 1/16 in each number averages out when a product adds up
-# thousands of them, as long as the sum is wide. Weights are different: an update is far smaller than
-# the distance of two neighbours in e4m3, so the optimizer keeps them in float32, and they are rounded
-# anew for each product.
+# thousands of them, as long as the sum is wide. Weights are different: an update is far smaller
+# than the distance of two neighbours in e4m3, so the optimizer keeps them in float32, and they
+# are rounded anew for each product.
 #
 # A projection y = x w^T has three products: y itself (fprop), dx = dy w (dgrad) and dw = dy^T x
-# (wgrad). Activations and weights need precision, so they are in e4m3; gradients need range, so they
-# are in e5m2. The FP8 units want both operands contiguous along the dimension that is summed, and
-# each of x, w and dy is summed along both of its dimensions, so each is written both ways when it is
-# rounded. In fprop, sums may be quick ("fast accumulation" keeps fewer bits); in gradients errors of
-# quick sums would add up.
+# (wgrad). Activations and weights need precision, so they are in e4m3; gradients need range, so
+# they are in e5m2. The FP8 units want both operands contiguous along the dimension that is
+# summed, and each of x, w and dy is summed along both of its dimensions, so each is written both
+# ways when it is rounded. In fprop, sums may be quick ("fast accumulation" keeps fewer bits); in
+# gradients errors of quick sums would add up.
 #
 # Every number of these formats is exact in bf16. Hardware without FP8 products multiplies the same
 # rounded numbers in bf16: it gives the same results, slower.
@@ -329,10 +343,11 @@ PRECISIONS: dict[str, tuple[str, ...]] = {  # --precision: the recipe of each of
 PLAIN_DTYPES = {
     "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
-# Constant scales of a projection's input, of the weights, and of the gradient of a loss that is a sum
-# over tokens. They are powers of two, so that only rounding loses something. 448 / 16 is just above
-# sqrt(768), the largest a normalised input can be. The squares between the MLP's two products are
-# near 10, but up to 12,700 on the first token of a document, and must not be clamped there.
+# Constant scales of a projection's input, of the weights, and of the gradient of a loss that is a
+# sum over tokens. They are powers of two, so that only rounding loses something. 448 / 16 is just
+# above sqrt(768), the largest a normalised input can be. The squares between the MLP's two
+# products are near 10, but up to 12,700 on the first token of a document, and must not be clamped
+# there.
 INPUT_SCALES = {"qkv": 1 / 16, "o": 1 / 4, "fc": 1 / 16, "proj": 64.0}
 WEIGHT_SCALE = 2.0**-8
 GRADIENT_SCALE = 2.0**-12
@@ -484,8 +499,8 @@ class Plain:
     """How the products of a projection are computed: here in the dtype of the tensors. The model
     calls these methods and does not ask which recipe it has; other recipes override some of them.
 
-    `factor` is a learned number that multiplies the projection. Here it multiplies the weight, which
-    has fewer elements than the result."""
+    `factor` is a learned number that multiplies the projection. Here it multiplies the weight,
+    which has fewer elements than the result."""
 
     def linear(self, x: Tensor, w: Tensor, factor: Tensor | None = None) -> Tensor:
         """x (T, K), w (N, K) -> factor x w^T (T, N)."""
@@ -502,8 +517,8 @@ class Plain:
         return proj.linear(hidden, down, factor)
 
     def head_loss(self, x: Tensor, w: Tensor, targets: Tensor, bias: Tensor | None) -> Tensor:
-        """x (T, D), w (V, D), targets (T,), or -1 where there is none, and a bias (V,) of the capped
-        logits, or None -> cross-entropy, summed over T."""
+        """x (T, D), w (V, D), targets (T,), or -1 where there is none, and a bias (V,) of the
+        capped logits, or None -> cross-entropy, summed over T."""
         logits = kernels.softcap(self.linear(x, w), CAP)
         if bias is not None:
             logits = logits + bias
@@ -533,8 +548,8 @@ class StaticFP8(Plain):
 
 
 class Measured(Plain):
-    """A recipe of nanogpt/, which measures its scales. It rounds weights without the learned factor,
-    once a step where it can, so that the factor multiplies the result."""
+    """A recipe of nanogpt/, which measures its scales. It rounds weights without the learned
+    factor, once a step where it can, so that the factor multiplies the result."""
 
     def __init__(self, product: Callable):
         self.product = product  # x (T, K), w (N, K) -> (T, N)
@@ -585,23 +600,19 @@ def choose_recipes(c: Config, device: torch.device) -> list[dict[str, str]]:
         has_fp8 = device.type == "cuda" and kernels.has_fp8(device)
         precision = "fp8-qkv" if has_fp8 else "bf16"
     default = dict(zip(PROJECTIONS, PRECISIONS[precision]))
-    widths = {"fc": c.mlp_dim, "proj": c.mlp_dim, "lm_head": c.vocab_size}
     layers = TOPOLOGIES[c.topology]
-    chosen = []
-    for i, layer in enumerate([*layers, None]):  # None: the head
-        if layer is None:
-            wanted = {"lm_head": default["lm_head"]}
+    wanted = []
+    for i, layer in enumerate(layers):
+        names = PROJECTIONS[:4] if layer.attn else ("fc", "proj")
+        if i < len(layers) - c.bf16_last_layers:
+            wanted.append({name: layer.recipes.get(name, default[name]) for name in names})
         else:
-            names = PROJECTIONS[:4] if layer.attn else ("fc", "proj")
-            wanted = {name: layer.recipes.get(name, default[name]) for name in names}
-            if i >= len(layers) - c.bf16_last_layers:
-                wanted = dict.fromkeys(names, options.plain)
-        for name in wanted:
-            shape = (c.model_dim, widths.get(name, c.model_dim))
-            wanted[name] = recipe.possible(wanted[name], name, shape, options)
-            recipe.check_native(wanted[name], name, device, options)
-        chosen.append(wanted)
-    return chosen
+            wanted.append(dict.fromkeys(names, options.plain))
+    wanted.append({"lm_head": default["lm_head"]})
+    widths = dict.fromkeys(PROJECTIONS, c.model_dim)
+    widths |= {"fc": c.mlp_dim, "proj": c.mlp_dim, "lm_head": c.vocab_size}
+    shapes = {name: (c.model_dim, width) for name, width in widths.items()}
+    return recipe.check(wanted, shapes, device, options)
 
 
 def find_sites(c: Config, names: list[dict[str, str]]) -> list[recipe.Site]:
@@ -623,8 +634,9 @@ def find_sites(c: Config, names: list[dict[str, str]]) -> list[recipe.Site]:
 
 
 class Precision:
-    """The recipe of every projection of a model. Some recipes keep things between steps: `kept` tells
-    them when weights have changed, when a validation begins, and so on (nanogpt/recipe.py)."""
+    """The recipe of every projection of a model. Some recipes keep things between steps: `kept`
+    tells them when weights have changed, when a validation begins, and so on
+    (nanogpt/recipe.py)."""
 
     def __init__(self, c: Config, device: torch.device, banks: dict[str, Tensor]):
         self.names = choose_recipes(c, device)
@@ -644,8 +656,8 @@ class Precision:
         return PLAIN
 
     def at(self, view: "View", training: bool) -> tuple[list[LayerRecipes], Plain]:
-        """The recipes of all layers and of the head; plain ones in validation, and where the schedule
-        says so."""
+        """The recipes of all layers and of the head; plain ones in validation, and where the
+        schedule says so."""
         if training and not view.plain:
             return self.layers, self.head
         return [PLAIN_LAYER] * len(self.layers), PLAIN
@@ -654,15 +666,16 @@ class Precision:
 # --------------------------------------------------------------------------------------------------
 # 3. Attention: causal, inside one document, over a sliding window of whole blocks
 #
-# A query sees a key if the key is not later, both belong to the same document, and the key's block is
-# among the last `window` blocks up to the query's (nanogpt/masks.py). On GPUs FlexAttention skips the
-# blocks in which nothing is seen; elsewhere PyTorch's scaled-dot-product attention computes the same.
-# Windows are numbers outside of every compiled graph, so a new window compiles nothing.
+# A query sees a key if the key is not later, both belong to the same document, and the key's
+# block is among the last `window` blocks up to the query's (nanogpt/masks.py). On GPUs
+# FlexAttention skips the blocks in which nothing is seen; elsewhere PyTorch's scaled-dot-product
+# attention computes the same. Windows are numbers outside of every compiled graph, so a new
+# window compiles nothing.
 
 
 class View(NamedTuple):
-    """What a step of the schedule says about the model: how far attention sees, and how products are
-    computed."""
+    """What a step of the schedule says about the model: how far attention sees, and how products
+    are computed."""
     windows: dict[str, int]  # "long" and "short", in blocks
     frequencies: tuple[float, ...]  # of the rotary embedding, radians a position
     score_scale: float  # multiplies the scores of attention
@@ -700,8 +713,8 @@ class Param(NamedTuple):
     init: Callable[[Tensor], None]  # fills a float32 tensor in place
     decay: float = 0.0  # weight decay, already multiplied by the learning rate
     betas: tuple[float, float] = (0.9, 0.99)  # of Adam
-    # Which part of it a rank updates: its "slice" of the first dimension, "all" of it, or its part of
-    # the columns of those "rows" that were looked up.
+    # Which part of it a rank updates: its "slice" of the first dimension, "all" of it, or its
+    # part of the columns of those "rows" that were looked up.
     update: str = "slice"
 
 
@@ -743,9 +756,11 @@ def parameter_table(c: Config) -> dict[str, Param]:
                  update="rows")
     return {
         # up and down of each layer in turn, both (D, F): y = relu(x up)^2 down^T
-        "mlp": Param((2 * L, D, c.mlp_dim), init=up_and_down, lr=(2 * c.muon_lr, 4 * c.muon_lr), **muon),
+        "mlp": Param(
+            (2 * L, D, c.mlp_dim), init=up_and_down, lr=(2 * c.muon_lr, 4 * c.muon_lr), **muon),
         # the output head, which is the token embedding, too
-        "lm_head": Param((V, D), init=normal(0.005), betas=(0.5, 0.95), decay=0.75 * c.head_lr, **head),
+        "lm_head": Param(
+            (V, D), init=normal(0.005), betas=(0.5, 0.95), decay=0.75 * c.head_lr, **head),
         "value_embeds": Param((V, num_value_embeds * D), init=normal(0.01), **table),
         "bigrams": Param((c.bigram_rows, D), init=zero, **table),
         # queries and keys, a matrix for each pair of heads (record 80)
@@ -768,8 +783,8 @@ def norm(x: Tensor) -> Tensor:
 
 
 def rotary_table(T: int, frequencies: Tensor, head_dim: int, dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin (T, 1, d). Dimensions j and j + d/2 are a pair that is rotated; pairs from j = d/4
-    on do not turn, so that they are free of position."""
+    """cos and sin (T, 1, d). Dimensions j and j + d/2 are a pair that is rotated; pairs from j =
+    d/4 on do not turn, so that they are free of position."""
     resting = head_dim // 2 - len(frequencies)
     position = torch.arange(T, device=frequencies.device).double()
     angle = position[:, None, None] * F.pad(frequencies, (0, resting))  # (T, 1, d/2)
@@ -806,11 +821,11 @@ class LayerWeights(NamedTuple):
 
 class LayerContext(NamedTuple):
     """What a layer gets beside the stream and its weights. What it does not have is None."""
-    mask: BlockMask | Tensor | None
     cos: Tensor  # (T, 1, d), or (2 T, 1, d) where heads are paired
     sin: Tensor
     score_scale: Tensor  # ()
     paired: bool
+    mask: BlockMask | Tensor | None = None
     inject: Tensor | None = None  # (T, D), added to the stream with the output of attention
     value_embed: Tensor | None = None  # (T, D)
     begins: Tensor | None = None  # (T,) bool, where documents begin; None: no key is shifted
@@ -827,8 +842,9 @@ def attention(normed: Normed, weights: LayerWeights, scalars: dict[str, Tensor],
     paired = context.paired
     gates = weights.gates.to(x.dtype)
 
-    # 1. Queries, keys and values. Normalised queries and keys bound the scores (Henry et al. 2020).
-    # Two paired heads make two keys of a token, one after the other, in a sequence of twice the length.
+    # 1. Queries, keys and values. Normalised queries and keys bound the scores (Henry et al.
+    # 2020). Two paired heads make two keys of a token, one after the other, in a sequence of
+    # twice the length.
     q, k, v = recipes.qkv.qkv(x, weights.qk.reshape(2 * D, D), weights.vo[0], scalars["v"])
     shape = (T, 1 + paired, H // (1 + paired), d)
     q, k, v = q.view(shape), k.view(shape), v.view(shape)
@@ -867,7 +883,8 @@ def attention(normed: Normed, weights: LayerWeights, scalars: dict[str, Tensor],
 def block(x: Tensor, normed: Normed, weights: LayerWeights, context: LayerContext,
           recipes: LayerRecipes) -> tuple[Tensor, Normed]:
     """One layer: the residual stream x (T, D), and the stream as attention reads it -> the new
-    stream, also normalised. A pure function, so that one compiled graph serves all layers of a kind."""
+    stream, also normalised. A pure function, so that one compiled graph serves all layers of a
+    kind."""
     scalars = dict(zip(SCALARS, weights.scalars.unbind()))
     if weights.qk is not None:
         y = attention(normed, weights, scalars, context, recipes)
@@ -880,7 +897,8 @@ def block(x: Tensor, normed: Normed, weights: LayerWeights, context: LayerContex
 
 
 def normed_stream(x: Tensor) -> Normed:
-    """The first channels are a tensor of their own: the gradient of a view would be as large as x."""
+    """The first channels are a tensor of their own: the gradient of a view would be as large as
+    x."""
     return Normed(x, x[:, :GATE_DIM].clone())
 
 
@@ -898,8 +916,9 @@ class Lookup(NamedTuple):
 
 def embed_inputs(lookup: Lookup, embed: Tensor, signs: Tensor, smear: Tensor, weights: Tensor,
                  layers: tuple[int, ...]) -> tuple[Normed, list[Tensor]]:
-    """The first stream, and what is added to it in each of `layers`: embedding and bigrams, by two of
-    the learned `weights` (L, 2) of each layer. Nothing crosses the border of a document."""
+    """The first stream, and what is added to it in each of `layers`: embedding and bigrams, by
+    two of the learned `weights` (L, 2) of each layer. Nothing crosses the border of a
+    document."""
     tokens, begins, bigram = lookup
     x = F.embedding(tokens, embed)
     x = norm(x + smear.to(x.dtype) * torch.where(begins[:, None], 0, x.roll(1, 0)))  # record 34
@@ -927,9 +946,9 @@ def late_mix(x: Tensor, sources: tuple[Tensor, ...], weights: LateMix) -> Tensor
 class GPT(nn.Module):
     """The model, over one packed sequence of documents.
 
-    The weights of all layers lie in banks, padded to a multiple of world_size so that every rank owns
-    an equal slice. The model keeps them in the dtype of the products; the optimizer has the float32
-    originals. `functions` are those of EAGER (section 6), compiled or not."""
+    The weights of all layers lie in banks, padded to a multiple of world_size so that every rank
+    owns an equal slice. The model keeps them in the dtype of the products; the optimizer has the
+    float32 originals. `functions` are those of EAGER (section 6), compiled or not."""
 
     def __init__(self, c: Config, device: torch.device, world_size: int = 1,
                  functions: "Functions | None" = None):
@@ -942,12 +961,13 @@ class GPT(nn.Module):
         self.flex = c.attention == "flex" or (c.attention == "auto" and device.type == "cuda")
         self.big_tables = [name for name, param in self.table.items() if param.update == "rows"]
         self.add_banks(PLAIN_DTYPES[recipe_options(c).plain], device, world_size)
-        signs = torch.randint(0, 2, (SIGNS, c.model_dim), generator=torch.Generator().manual_seed(0))
-        signs = (2 * signs - 1).to(device, torch.int8)
-        self.register_buffer("signs", signs, persistent=False)
+        generator = torch.Generator().manual_seed(0)
+        signs = 2 * torch.randint(0, 2, (SIGNS, c.model_dim), generator=generator) - 1
+        self.register_buffer("signs", signs.to(device, torch.int8), persistent=False)
         # How often each token was a target so far, and how many targets were no candidates.
-        self.register_buffer("target_counts", torch.zeros(c.vocab_size, device=device), persistent=False)
-        self.register_buffer("lost_targets", torch.zeros((), device=device), persistent=False)
+        counts = torch.zeros(c.vocab_size, device=device)
+        self.register_buffer("target_counts", counts, persistent=False)
+        self.register_buffer("lost_targets", counts.new_zeros(()), persistent=False)
         self.rotary_tables = {}
         self.precision = Precision(c, device, dict(self.named_parameters()))
 
@@ -985,22 +1005,28 @@ class GPT(nn.Module):
         rows = self.table_rows(tokens, training)
         return {name: F.embedding(index, getattr(self, name)) for name, index in rows.items()}
 
-    def layer_weights(self) -> list[LayerWeights]:
-        """Views of the banks."""
+    def layer_weights(self, training: bool) -> list[LayerWeights]:
+        """The weights of each layer, as views of the banks."""
         D = self.config.model_dim
         H = self.config.num_heads
         matrices = self.weight("mlp").unbind()
         of_attention = zip(
             self.weight("qk").view(-1, H, 2 * D // H, D).unbind(),
             self.weight("vo").view(-1, 2, D, D).unbind(), self.gates.unbind(), self.xsa.unbind())
-        weights = []
+        all_weights = []
         for i, (layer, scalars) in enumerate(zip(self.layers, self.scalars.unbind())):
-            attn = next(of_attention) if layer.attn else ()
-            weights.append(LayerWeights(matrices[2 * i], matrices[2 * i + 1], scalars, *attn))
-        return weights
+            weights = LayerWeights(matrices[2 * i], matrices[2 * i + 1], scalars)
+            if layer.attn:
+                qk, vo, gates, xsa = next(of_attention)
+                if not layer.xsa:
+                    xsa = None if training else torch.zeros_like(xsa)
+                weights = weights._replace(qk=qk, vo=vo, gates=gates, xsa=xsa)
+            all_weights.append(weights)
+        return all_weights
 
     def rotary(self, view: View, T: int) -> tuple[Tensor, Tensor, Tensor]:
-        """cos and sin (2 T, 1, d), two positions a token for paired heads, and the scale of scores."""
+        """cos and sin (2 T, 1, d), two positions a token for paired heads, and the scale of
+        scores."""
         c = self.config
         key = (view.frequencies, view.score_scale, T)
         if key not in self.rotary_tables:  # all are kept, because CUDA graphs read them
@@ -1011,9 +1037,9 @@ class GPT(nn.Module):
             self.rotary_tables[key] = cos, sin, torch.tensor(view.score_scale, device=device)
         return self.rotary_tables[key]
 
-    def make_masks(self, begins: Tensor, windows: dict[str, int]) -> dict[tuple, BlockMask | Tensor]:
-        """The mask of each window, for single and for paired heads: (window's name, paired) -> mask.
-        Paired heads see a sequence of twice the length."""
+    def make_masks(self, begins: Tensor, windows: dict[str, int]) -> dict:
+        """The mask of each window, for single and for paired heads: (window's name, paired) ->
+        mask. Paired heads see a sequence of twice the length."""
         made = {}
         documents = begins.cumsum(0, dtype=torch.int32)
         for paired in {layer.paired for layer in self.layers if layer.attn}:
@@ -1028,53 +1054,73 @@ class GPT(nn.Module):
                 made[name, paired] = mask
         return made
 
+    def layer_contexts(self, begins: Tensor, view: View, training: bool, injects: list[Tensor],
+                       value_embeds: tuple[Tensor, ...]) -> list[LayerContext]:
+        """What each layer gets beside the stream and its weights.
+
+        What a layer lacks is None in training, where each kind of layer has a compiled graph of
+        its own and spends no time on it. In validation it is something without effect, so that
+        two graphs serve all layers with attention: zeros as value embedding and for xsa, and as
+        many documents as tokens, so that no key is shifted."""
+        T = len(begins)
+        made_masks = self.make_masks(begins, view.windows)
+        cos, sin, score_scale = self.rotary(view, T)
+        no_shift = None if training else torch.ones_like(begins)
+        no_value = None if training else value_embeds[-1]
+        injects = iter(injects)
+        contexts = []
+        for layer in self.layers:
+            length = T * (1 + layer.paired)
+            context = LayerContext(cos[:length], sin[:length], score_scale, layer.paired)
+            if layer.attn:
+                number = layer.value_embed
+                context = context._replace(
+                    mask=made_masks[layer.window, layer.paired], inject=next(injects),
+                    value_embed=no_value if number is None else value_embeds[number],
+                    begins=begins if layer.offset else no_shift)
+            contexts.append(context)
+        return contexts
+
     def hidden(self, tokens: Tensor, view: View, training: bool, looked_up: dict | None = None,
                only: list[int] | None = None) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """tokens (T,) -> the stream after the last layer, and the streams that `late_mix` takes from,
-        (T, D) each.
+        """tokens (T,) -> the stream after the last layer, and the streams that `late_mix` takes
+        from, (T, D) each.
 
-        `looked_up` are the rows of the tables, if they were looked up before. `only` names the layers
-        to compute; it is for the warm-up, which compiles some of them at a time."""
-        T = len(tokens)
+        `looked_up` are the rows of the tables, if they were looked up before. `only` names the
+        layers to compute; it is for the warm-up, which compiles some of them at a time."""
         D = self.config.model_dim
+        L = len(self.layers)
         if looked_up is None:
             looked_up = self.look_up(tokens, training)
-        if not training:  # one more value embedding, of zeros, for layers that have none
-            padded = F.pad(looked_up["value_embeds"], (0, D))
-            looked_up = looked_up | {"value_embeds": padded}
-        value_embeds = looked_up["value_embeds"].split(D, 1)
         begins = self.begins(tokens, training)
         lookup = Lookup(tokens, begins, looked_up["bigrams"])
-        with_attention = tuple(i for i, layer in enumerate(self.layers) if layer.attn)
+        with_attention = tuple(i for i in range(L) if self.layers[i].attn)
         normed, injects = self.functions.embed_inputs(
             lookup, self.weight("lm_head"), self.signs, self.smear, self.scalars[:, :2],
             with_attention)
-        injects = dict(zip(with_attention, injects))
-        made_masks = self.make_masks(begins, view.windows)
-        cos, sin, score_scale = self.rotary(view, T)
+        value_embeds = looked_up["value_embeds"]
+        if not training:  # one more, of zeros, for layers that have none
+            del looked_up
+            value_embeds = F.pad(value_embeds, (0, D))
+        value_embeds = value_embeds.split(D, 1)
+        contexts = self.layer_contexts(begins, view, training, injects, value_embeds)
+        weights = self.layer_weights(training)
         recipes, _ = self.precision.at(view, training)
-        weights = self.layer_weights()
 
         x = first_x = normed.x
         normed = normed._replace(x=x.view_as(x))  # the same tensor twice would be another graph
         outputs = []
         for_later = {}  # layer -> its Normed, if a later layer reads that instead of the stream
         for i, layer in enumerate(self.layers):
-            length = T * (1 + layer.paired)
-            context = LayerContext(
-                None, cos[:length], sin[:length], score_scale, layer.paired, injects.get(i),
-                skip=None if layer.skip is None else outputs[layer.skip])
-            if layer.attn:
-                mask = made_masks[layer.window, layer.paired]
-                context = add_options(context._replace(mask=mask), layer, begins, value_embeds, training)
-                weights[i] = choose_xsa(weights[i], layer, training)
+            context = contexts[i]
+            if layer.skip is not None:
+                context = context._replace(skip=outputs[layer.skip])
             if only is None or i in only:
                 reads = for_later.get(layer.source, normed)
                 x, normed = self.functions.block(x, reads, weights[i], context, recipes[i])
             outputs.append(x.view_as(x))
             if any(other.source == i for other in self.layers):
                 for_later[i] = normed
-        L = len(self.layers)
         return x, (first_x, outputs[L // 3], outputs[L * 2 // 3], outputs[L - 2], value_embeds[0])
 
     def forward(self, tokens: Tensor, targets: Tensor, view: View, training: bool,
@@ -1119,32 +1165,10 @@ class GPT(nn.Module):
         return kernels.softcap(F.linear(x[position], self.weight("lm_head")), CAP)
 
 
-def add_options(context: LayerContext, layer: Layer, begins: Tensor,
-                value_embeds: tuple[Tensor, ...], training: bool) -> LayerContext:
-    """What a layer with attention may have or not. What it lacks costs nothing in training, where
-    each kind of layer has a graph of its own. In validation it gets something without effect, so that
-    fewer graphs need to be compiled: zeros as value embedding, and as many documents as tokens."""
-    if layer.value_embed is not None:
-        context = context._replace(value_embed=value_embeds[layer.value_embed])
-    elif not training:
-        context = context._replace(value_embed=value_embeds[-1])
-    if layer.offset:
-        context = context._replace(begins=begins)
-    elif not training:
-        context = context._replace(begins=torch.ones_like(begins))
-    return context
-
-
-def choose_xsa(weights: LayerWeights, layer: Layer, training: bool) -> LayerWeights:
-    """The same for its own value: zeros take nothing away."""
-    if layer.xsa:
-        return weights
-    return weights._replace(xsa=None if training else torch.zeros_like(weights.xsa))
-
-
 @torch.no_grad()
 def initialize(model: GPT, seed: int) -> dict[str, Tensor]:
-    """Draws the weights from `seed` (rank 0's count), fills the model and returns them in float32."""
+    """Draws the weights from `seed` (rank 0's count), fills the model and returns them in
+    float32."""
     torch.manual_seed(seed)
     full = {}
     for name, param in model.table.items():
@@ -1165,14 +1189,15 @@ def initialize(model: GPT, seed: int) -> dict[str, Tensor]:
 # --------------------------------------------------------------------------------------------------
 # 5. The loss, over candidates
 #
-# Logits over all 50,304 tokens would be a quarter of the work of a step. In training each micro-batch
-# tells the next token from fewer candidates (16,384 by default): all tokens that are a target in it,
-# and others that are drawn, the more frequent the more likely. A candidate that was drawn stands for
-# as many tokens as it was drawn from; the logarithm of this number is added to its logit. The sum of
-# exponentials over the vocabulary is then right on average. The gradient is a ratio of two such sums,
-# so it has a small bias, which more candidates make smaller. This is a sampled softmax (Bengio and
-# Senecal 2008). Validation is over the whole vocabulary. Measured on one H200: 13 % less time for
-# 0.0014 of loss, which is less than seeds differ by (records/2026-11-22_ladder_candidates).
+# Logits over all 50,304 tokens would be a quarter of the work of a step. In training each
+# micro-batch tells the next token from fewer candidates (16,384 by default): all tokens that are
+# a target in it, and others that are drawn, the more frequent the more likely. A candidate that
+# was drawn stands for as many tokens as it was drawn from; the logarithm of this number is added
+# to its logit. The sum of exponentials over the vocabulary is then right on average. The gradient
+# is a ratio of two such sums, so it has a small bias, which more candidates make smaller. This is
+# a sampled softmax (Bengio and Senecal 2008). Validation is over the whole vocabulary. Measured
+# on one H200: 13 % less time for 0.0014 of loss, which is less than seeds differ by
+# (records/2026-11-22_ladder_candidates).
 
 VAL_CHUNK = 16_384  # tokens whose logits are computed at a time in validation
 
@@ -1198,10 +1223,10 @@ def choose_candidates(targets: Tensor, is_target: Tensor, counts: Tensor,
     many tokens each one stands for (number,), and each target's place among the candidates (T,), or
     -1 for a target that has none because more than `number` tokens are targets.
 
-    A token's size is its count, and its priority is size / u with u uniform in (0, 1]. The tokens of
-    highest priority are chosen. One of size s is chosen if its u is below s / p, p being the highest
-    priority of those left out; so it stands for max(1, p / s) tokens. Targets get a size that is large
-    enough to be certain."""
+    A token's size is its count, and its priority is size / u with u uniform in (0, 1]. The tokens
+    of highest priority are chosen. One of size s is chosen if its u is below s / p, p being the
+    highest priority of those left out; so it stands for max(1, p / s) tokens. Targets get a size
+    that is large enough to be certain."""
     certain = 1e30
     size = torch.where(is_target, certain, 1 + counts)
     u = torch.rand_like(size).clamp(min=2.0**-25)  # rand may be 0, whose priority is infinite
@@ -1217,22 +1242,22 @@ def choose_candidates(targets: Tensor, is_target: Tensor, counts: Tensor,
 # --------------------------------------------------------------------------------------------------
 # 6. The optimizers: Muon for matrices, Adam for the rest, each rank updating its share
 #
-# Every rank computes with a bf16 copy of all weights. The float32 originals ("masters") and the state
-# of the optimizers exist only once: on the rank that owns that slice of the bank. A step has three
-# phases. Every gradient is summed over the ranks, and each rank keeps its slice of the sum
-# (reduce-scatter). It updates its slice. It hands the new bf16 slice out to all (all-gather). These
-# transfers run in the background, while the next parameter is being worked on.
+# Every rank computes with a bf16 copy of all weights. The float32 originals ("masters") and the
+# state of the optimizers exist only once: on the rank that owns that slice of the bank. A step
+# has three phases. Every gradient is summed over the ranks, and each rank keeps its slice of the
+# sum (reduce-scatter). It updates its slice. It hands the new bf16 slice out to all (all-gather).
+# These transfers run in the background, while the next parameter is being worked on.
 #
-# The tables of value embeddings and bigrams have far more rows than a batch has tokens. Only the rows
-# that some rank looked up have a gradient and are updated. A rank's share of a table is some of its
-# columns, so that all ranks share this work whichever rows they are. It is done on a CUDA stream
-# beside that of the matrices, because it takes memory bandwidth where Muon takes arithmetic (28.8
-# instead of 30.0 ms a step on one H200).
+# The tables of value embeddings and bigrams have far more rows than a batch has tokens. Only the
+# rows that some rank looked up have a gradient and are updated. A rank's share of a table is some
+# of its columns, so that all ranks share this work whichever rows they are. It is done on a CUDA
+# stream beside that of the matrices, because it takes memory bandwidth where Muon takes
+# arithmetic (28.8 instead of 30.0 ms a step on one H200).
 #
 # Losses and gradients are sums over tokens, not means. So neither the number of GPUs nor that of
 # micro-batches enters anywhere, but for the draw of candidates (section 5).
 
-POLAR_EXPRESS = (  # a, b, c of each iteration: the fastest polynomials of degree 5 (Amsel et al. 2025)
+POLAR_EXPRESS = (  # a, b, c of each iteration, which converges fastest (Amsel et al. 2025)
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
     (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
@@ -1242,14 +1267,14 @@ POLAR_EXPRESS = (  # a, b, c of each iteration: the fastest polynomials of degre
 
 
 def orthogonalize(G: Tensor) -> Tensor:
-    """G (n, rows, columns) -> nearly U V^T of each matrix G = U S V^T, in bf16. Each iteration is an
-    odd polynomial a X + b X^3 + c X^5, which moves all singular values towards 1 (Muon, Jordan 2024;
-    record 38)."""
+    """G (n, rows, columns) -> nearly U V^T of each matrix G = U S V^T, in bf16. Each iteration is
+    an odd polynomial a X + b X^3 + c X^5, which moves all singular values towards 1 (Muon, Jordan
+    2024; record 38)."""
     X = G.bfloat16()
     tall = G.size(-2) > G.size(-1)
     if tall:
         X = X.mT  # products are smaller that way
-    X = X / (X.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-6)  # no singular value exceeds this norm
+    X = X / (X.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-6)  # all singular values are below 1
     one = torch.eye(X.size(-2), device=X.device)
     for a, b, c in POLAR_EXPRESS:
         A = X @ X.mT
@@ -1258,7 +1283,7 @@ def orthogonalize(G: Tensor) -> Tensor:
     return X.mT if tall else X
 
 
-def cautious_update(master: Tensor, part: Tensor, update: Tensor, lr: Tensor, decay: Tensor) -> None:
+def cautious_update(master: Tensor, part: Tensor, update: Tensor, lr, decay) -> None:
     """Subtracts lr * update from master, with weight decay only where the update shrinks the weight
     anyway (Chen et al. 2025; record 43), and copies the result to `part`."""
     shrinks = update * master > 0
@@ -1279,9 +1304,9 @@ class MuonRates(NamedTuple):
 
 def muon_update(master: Tensor, part: Tensor, gradient: Tensor, state: MuonState,
                 rates: MuonRates) -> None:
-    """Updates master (n, rows, columns) by orthogonalized Nesterov momentum, and copies it to `part`.
-    Neurons whose updates were large over time get smaller ones, and the matrix as a whole as large a
-    one as before (NorMuon, Li et al. 2025; record 41)."""
+    """Updates master (n, rows, columns) by orthogonalized Nesterov momentum, and copies it to
+    `part`. Neurons whose updates were large over time get smaller ones, and the matrix as a whole
+    as large a one as before (NorMuon, Li et al. 2025; record 41)."""
     lr, decay, momentum = rates
     gradient = gradient.to(master.dtype)
     state.momentum_buffer.add_((gradient - state.momentum_buffer) * (1 - momentum))
@@ -1314,7 +1339,8 @@ class AdamRates(NamedTuple):
 
 def adam_update(master: Tensor, part: Tensor, gradient: Tensor, state: AdamState,
                 rates: AdamRates) -> None:
-    """Updates master by Adam (Kingma & Ba 2015), and copies it to `part`; all of any equal shape."""
+    """Updates master by Adam (Kingma & Ba 2015), and copies it to `part`; all of any equal
+    shape."""
     gradient = gradient.to(master.dtype)
     state.mean.add_((gradient - state.mean) * (1 - rates.beta1))
     state.mean_square.add_((gradient.square() - state.mean_square) * (1 - rates.beta2))
@@ -1337,7 +1363,8 @@ EAGER = Functions(block, head_loss, embed_inputs, masks.block_lists, muon_update
 
 
 class Optimizer:
-    """Muon and Adam over the parameter table, sharded over the ranks (if there is a process group)."""
+    """Muon and Adam over the parameter table, sharded over the ranks (if there is a process
+    group)."""
 
     def __init__(self, model: GPT):
         self.model = model
@@ -1359,7 +1386,7 @@ class Optimizer:
         self.masters = {name: self.own(name, w).clone() for name, w in full.items()}
         self.state = {name: self.zero_state(name) for name in full}
         self.looked_up = LookedUpRows({name: self.masters[name] for name in self.tables})
-        self.sums = {}  # name -> this rank's part of the summed gradient, and the transfer that makes it
+        self.sums = {}  # name -> this rank's part of the summed gradient, and its transfer
         self.steps = 0  # updates, without those that were left out
         self.bytes_sent = 0
         self.recipes.reset()
@@ -1419,8 +1446,9 @@ class Optimizer:
             return
         self.steps += 1
 
-        # 2. Update the own part of each parameter, and begin to hand it out. The tables' sums begin
-        # only when it is their turn: transfers take turns, and the matrices' must not wait for sums.
+        # 2. Update the own part of each parameter, and begin to hand it out. The tables' sums
+        # begin only when it is their turn: transfers take turns, and the matrices' must not wait
+        # for sums.
         names = [name for name in self.model.table
                  if name in self.sums or name in self.looked_up.totals]
         handed_out = {}
@@ -1520,7 +1548,8 @@ def stages(c: Config) -> list[tuple[int, int, Stage]]:
 
 
 def stage_of(step: int, c: Config) -> Stage:
-    """The stage of the update that follows `step` updates; after the last one the schedule's end."""
+    """The stage of the update that follows `step` updates; after the last one the schedule's
+    end."""
     for _, end, stage in stages(c):
         if step < end:
             return stage
@@ -1606,8 +1635,8 @@ def packing(c: Config) -> shards.Packing:
 
 
 def micro_sequences(count: int, c: Config) -> int:
-    """How many of a rank's `count` sequences it works on at a time: as many as --micro_tokens allows
-    and divide them evenly."""
+    """How many of a rank's `count` sequences it works on at a time: as many as --micro_tokens
+    allows and divide them evenly."""
     most = c.micro_tokens // c.seq_len
     return max(n for n in range(1, most + 1) if count % n == 0)
 
@@ -1630,9 +1659,9 @@ def to_device(sequences: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
 
 def forward_backward(model: GPT, view: View, inputs: Tensor, targets: Tensor, *rows: Tensor,
                      only: list[int] | None = None) -> tuple[Tensor, dict[str, Tensor]]:
-    """Adds the gradients of a micro-batch to .grad. Returns its loss, which is a sum over tokens, and
-    the gradients of the rows (T,) of the tables that it looks up, (T, width) each: a .grad for a whole
-    table would be far too large."""
+    """Adds the gradients of a micro-batch to .grad. Returns its loss, which is a sum over tokens,
+    and the gradients of the rows (T,) of the tables that it looks up, (T, width) each: a .grad
+    for a whole table would be far too large."""
     looked_up = {}
     for name, index in zip(model.big_tables, rows):
         table = getattr(model, name).detach()
@@ -1702,8 +1731,8 @@ def validate(model: GPT, tokens: Tensor, step: int) -> float:
 
 
 class WarmUp:
-    """Compiles and runs everything that the run will need, on random documents. None of it is timed,
-    so it reads no training data, and the weights are drawn anew after it."""
+    """Compiles and runs everything that the run will need, on random documents. None of it is
+    timed, so it reads no training data, and the weights are drawn anew after it."""
 
     def __init__(self, model: GPT, optimizer: Optimizer):
         self.model = model
@@ -1732,7 +1761,8 @@ class WarmUp:
 
     def compile_share(self) -> None:
         """Each rank compiles some graphs first; in `run` it finds those of the other ranks in the
-        compiler's cache on disk (60 s until the first step of four ranks, where one alone needs 82)."""
+        compiler's cache on disk (60 s until the first step of four ranks, where one alone needs
+        82)."""
         rank, world_size = rank_and_world_size()
         layers = sorted(enumerate(self.model.layers), key=lambda item: item[1].attn)
         kinds = {}  # of layers in training and in validation; each has a graph of its own
@@ -1745,8 +1775,9 @@ class WarmUp:
         jobs.append((self.validate, self.c.num_steps, list(val_kinds.values())))
         for turn, (job, step, kinds) in enumerate(jobs):  # by turns another rank has the one more
             job(step, only=kinds[(rank + turn) % world_size :: world_size])
-        by_cost = sorted(self.dense, key=lambda name: self.model.table[name].optimizer, reverse=True)
-        self.update(by_cost[rank::world_size])
+        table = self.model.table
+        muon_first = sorted(self.dense, key=lambda name: table[name].optimizer, reverse=True)
+        self.update(muon_first[rank::world_size])
         torch.get_device_module(self.tokens.device).synchronize()
         dist.barrier()
 
@@ -1790,7 +1821,8 @@ def save_checkpoint(checkpoint: dict, path: str) -> None:
 
 
 def model_of(checkpoint: dict, device: torch.device) -> GPT:
-    """The model of a checkpoint on one device, ready for texts of any length: nothing is compiled."""
+    """The model of a checkpoint on one device, ready for texts of any length: nothing is
+    compiled."""
     c = Config(**checkpoint["config"])
     model = GPT(dataclasses.replace(c, attention="sdpa"), device)
     model.load_state_dict(checkpoint["weights"])
@@ -1803,35 +1835,19 @@ def load_checkpoint(path: str, device: torch.device) -> GPT:
         return model_of(torch.load(path, map_location=device, weights_only=True), device)
     except Exception as error:  # a foreign file can make torch.load raise nearly anything
         name = type(error).__name__
-        raise BadInput(f"--load_checkpoint={path} is no checkpoint of this program ({name})") from None
+        raise BadInput(
+            f"--load_checkpoint={path} is no checkpoint of this program ({name})") from None
 
 
 def continue_text(model: GPT, c: Config) -> str:
     """--sample, continued by the model."""
-    from sample import continue_text  # only here: training needs no tokenizer
-    return continue_text(model, view_of(model.config.num_steps, model.config), c.sample, c.sample_tokens)
+    import sample  # only here: training needs no tokenizer
+    view = view_of(model.config.num_steps, model.config)
+    return sample.continue_text(model, view, c.sample, c.sample_tokens)
 
 
 # --------------------------------------------------------------------------------------------------
 # 9. The run
-
-
-def setup_device(c: Config) -> torch.device:
-    """This rank's device, with the process group started if torchrun launched us."""
-    cuda = c.device == "cuda" or (c.device == "auto" and torch.cuda.is_available())
-    device = torch.device("cpu")
-    if cuda:
-        device = torch.device("cuda", LOCAL_GPU)
-        if LOCAL_GPU >= torch.cuda.device_count():
-            raise OSError(f"process {LOCAL_GPU} of this host finds no GPU for itself; "
-                          "start one process a GPU")
-        torch.cuda.set_device(device)
-        torch.cuda.set_stream(torch.cuda.Stream(priority=-1))  # before the tables' stream (section 6)
-    # If NCCL started before autograd's thread, both could wait for each other forever.
-    torch.zeros(1, device=device, requires_grad=True).sum().backward()
-    if "RANK" in os.environ:
-        dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
-    return device
 
 
 def find_shards(c: Config, split: str) -> list[Path]:
@@ -1844,14 +1860,14 @@ def find_shards(c: Config, split: str) -> list[Path]:
 
 
 def check_data(c: Config) -> tuple[list[Path], list[Path], Tensor]:
-    """Training and validation shards, and the validation tokens. Raises BadInput or ShardError if the
-    schedule needs another number of processes, or more data."""
+    """Training and validation shards, and the validation tokens. Raises BadInput or ShardError if
+    the schedule needs another number of processes, or more data."""
     _, world_size = rank_and_world_size()
     for count, _ in dict.fromkeys(batch_plan(c)):
         divisors = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
         require(count % world_size == 0,
-                f"{world_size} processes cannot share a batch of {count} sequences; start {divisors} "
-                "of them, or change --batch_tokens or --seq_len")
+                f"{world_size} processes cannot share a batch of {count} sequences; start "
+                f"{divisors} of them, or change --batch_tokens or --seq_len")
     train_paths = find_shards(c, "train")
     val_paths = find_shards(c, "val")
     val_tokens = shards.validation_tokens(val_paths, c.vocab_size, c.val_tokens)
@@ -1907,17 +1923,19 @@ def flops_per_token(c: Config) -> int:
 
 def train(c: Config) -> int:
     """The whole run; returns the exit status: 0 if the target was reached, else 1."""
-    # Check everything that can be checked before anything is written or compiled.
-    device = setup_device(c)
+    # 1. Import what this run needs, so that the log can show it, and check what can be checked
+    # before anything is written or compiled.
+    cuda = c.device == "cuda" or (c.device == "auto" and torch.cuda.is_available())
+    device = start_process(LOCAL_GPU if cuda else None)
     rank, world_size = rank_and_world_size()
-    cuda = device.type == "cuda"
-    train_paths, val_paths, val_tokens = agreed(check_data, c, errors=(BadInput, shards.ShardError))
     names = choose_recipes(c, device)
-    for needed in recipe.rooms_needed(names, recipe_options(c)):
-        recipe.room(needed)  # imported now, so that the log can show it
-
-    # The log begins with the code and the facts.
+    recipe.import_rooms(names, recipe_options(c))
+    if c.sample:
+        import sample  # noqa: F401
     files = journal.project_files(__file__)
+    train_paths, val_paths, val_tokens = agreed(check_data, c, errors=(BadInput, shards.ShardError))
+
+    # 2. The log begins with the code and the facts.
     run = journal.describe_run(SOURCE, files)
     machine = journal.describe_machine(device)
     clock = journal.Clock(device)
@@ -1930,8 +1948,8 @@ def train(c: Config) -> int:
         after = round(time.perf_counter() - LAUNCHED, 1)
         log.fact(kind, dict(what=what, seconds=round(seconds, 2), after_launch_s=after))
 
-    # Model and optimizer, compiled and warmed up. Collections of garbage would take a tenth of the
-    # compiler's time now, and up to 0.4 s in the middle of the run (record 47).
+    # 3. Make model and optimizer, compile them and warm up. Collections of garbage would take a
+    # tenth of the compiler's time, and later up to 0.4 s in the middle of the run (record 47).
     gc.disable()
     functions = EAGER
     call = call_directly
@@ -1954,7 +1972,8 @@ def train(c: Config) -> int:
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
 
-    # Training. The clock stands still during validation, which touches no weight and no training data.
+    # 4. Train. The clock stands still during validation, which touches no weight and no training
+    # data.
     clock.start()
     for step in range(c.num_steps + 1):
         last = step == c.num_steps
@@ -1972,7 +1991,7 @@ def train(c: Config) -> int:
         log.put(step + 1, loss, clock.now())
         stop_if_not_finite(log.arrived(), model.precision)
 
-    # What came of it.
+    # 5. Say what came of it, and save.
     for note in model.precision.kept.notes():
         log.fact("note", note)
     log.fact("note", f"{optimizer.bytes_per_step()} bytes sent per step and rank")
@@ -2021,7 +2040,7 @@ def main(argv: list[str]) -> int:
         if speaks:
             print(f"train_gpt.py: {sentence}", file=sys.stderr)
     if dist.is_initialized():
-        if status < 2:  # torchrun ends all ranks when the first one ends: none may leave before rank 0
+        if status < 2:  # torchrun ends all ranks with the first one: none may leave before rank 0
             dist.barrier()
         dist.destroy_process_group()
     return status if speaks else 0

@@ -1,1 +1,269 @@
-"""stub"""
+"""Functions under torch.compile that report when they compile, and CUDA graphs.
+
+torch.compile traces a function into a graph of operations and generates kernels for the graph. That
+takes a second or more, so each graph is made before the clock starts, by calling the function once.
+A graph serves only arguments of the form it was traced with: shapes, dtypes, which of them are
+None, the numbers in them. PyTorch writes these conditions down as guards. Arguments that break a
+guard need another graph.
+
+PyTorch keeps the generated kernels on disk, but a new process traces all functions again to find
+them: on one H200 that is 25 s from launch to the first timed step. `KeptGraphs` keeps the traced
+graphs with their guards as well: 18 s. (PyTorch's own cache of traced graphs,
+`torch._dynamo.config.caching_precompile`, is not used. In torch 2.11 and 2.13 a process that loaded
+from it fails with an AssertionError as soon as it has to trace another graph, and it does not
+notice a change in the backward pass of a custom operator.)
+"""
+import hashlib
+import os
+import sys
+import time
+import uuid
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import FunctionType, NoneType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+CONSTANTS = (NoneType, bool, int, float, str, torch.dtype, torch.device)
+
+
+def configure() -> None:
+    """The settings of PyTorch's compiler that this project needs."""
+    torch._dynamo.config.enable_aot_compile = True  # for KeptGraphs; the default of torch 2.13
+    # A function has a graph for each kind of layer. PyTorch gives up at 8 by default.
+    torch._dynamo.config.recompile_limit = 64
+    # By default, graphs with an autograd function of ours in them, as FP8 has, are never cached.
+    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
+    # Kernels are named by what they do, so that kinds of layers share two of five kernels.
+    torch._inductor.config.triton.unique_kernel_names = False
+
+
+class Compiled:
+    """A function under torch.compile. It calls `report(what, seconds)` when a call had to compile
+    or load a graph, which is how long the call took.
+
+    `sources` identifies the project's source files, all of them: a hash. With it, graphs are kept
+    on disk for later runs, and the function may read globals only if the source files alone decide
+    their values. With `dynamic`, one graph serves tensors of any size.
+
+    A CUDA graph cannot contain compilation: call the function once before you capture it."""
+
+    def __init__(self, function: FunctionType, report: Callable[[str, float], None],
+                 sources: str = "", dynamic: bool = False):
+        self.function = function
+        self.report = report
+        self.traced = torch.compile(function, dynamic=dynamic, fullgraph=True)
+        self.kept = KeptGraphs(function, sources, dynamic) if sources else None
+
+    def __call__(self, *args):
+        begin = time.perf_counter()
+        stats = torch._dynamo.utils.counters["stats"]
+        graphs_before = stats["unique_graphs"]
+        graph, loaded = self.graph_for(args)
+        result = graph(*args)
+        if loaded or stats["unique_graphs"] != graphs_before:
+            what = describe(self.function, args)
+            if loaded:
+                what += ", kept by an earlier run"
+            self.report(what, time.perf_counter() - begin)
+        return result
+
+    def graph_for(self, args: tuple) -> tuple[Callable, bool]:
+        """What computes the function for these arguments, and whether it was loaded just now."""
+        if self.kept is not None:
+            try:
+                return self.kept.graph_for(args)
+            except Exception as error:  # PyTorch calls this experimental. Starts are slower without
+                self.kept = None
+                reason = f"{type(error).__name__}: {str(error)[:150]}"
+                self.report(f"graphs of {self.function.__name__} are not kept: {reason}", 0.0)
+        return self.traced, False
+
+
+class KeptGraphs:
+    """The graphs of one function, kept on disk beside the compiler's caches.
+
+    Two things decide whether a graph may serve some arguments.
+    - Its guards, which PyTorch keeps with it. They are checked at each call, as torch.compile does,
+      and know the form of tensors, which of them are the same one or overlap, all other values,
+      and the state of PyTorch: whether gradients are computed, autocast, the number of threads.
+    - Its key, because kept guards know neither functions nor globals. The key has the source files,
+      the versions of Python and PyTorch, the processor, the compiler's settings, and the name of
+      each function in the arguments. It also has the form of the arguments, so that few graphs are
+      loaded only to be refused by their guards.
+
+    Arguments that are neither tensors, constants, functions, plain objects nor collections of these
+    raise a TypeError, because the key could not say all that matters about them."""
+
+    def __init__(self, function: FunctionType, sources: str, dynamic: bool):
+        self.function = function
+        self.sources = sources
+        self.dynamic = dynamic
+        self.graphs = {}  # key -> list of graphs that this process has loaded or made
+
+    def graph_for(self, args: tuple) -> tuple[Callable, bool]:
+        """A graph for these arguments, and whether it was loaded just now. Makes it if there is
+        none."""
+        key = (torch.is_grad_enabled(), form(args, self.dynamic))
+        known = self.graphs.setdefault(repr(key), [])
+        for graph in known:
+            if graph.guard_check(*args):
+                return graph, False
+        name = self.file_name(key)
+        graph = self.load(name, args)
+        loaded = graph is not None
+        if not loaded:
+            graph = self.make(name, args)
+        graph.disable_guard_check()  # done above: the call itself need not do it again
+        known.append(graph)
+        return graph, loaded
+
+    def folder(self) -> Path:
+        return Path(torch._inductor.runtime.cache_dir_utils.cache_dir(), "nanogpt")
+
+    def file_name(self, key: tuple) -> str:
+        """Equal only for graphs that may be interchanged as far as guards cannot tell."""
+        facts = [
+            self.sources, sys.version, torch.__version__, torch.backends.cpu.get_cpu_capability(),
+            torch.cuda.is_available() and torch.cuda.get_device_name(),
+            torch._inductor.config.get_hash(), torch._functorch.config.get_hash(),
+            self.dynamic, form(self.function), key,
+        ]
+        return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+    def load(self, name: str, args: tuple) -> Callable | None:
+        """The first kept graph of this name whose guards accept the arguments. Raises what PyTorch
+        raises on a damaged file, and removes the file."""
+        for path in sorted(self.folder().glob(f"{name}.*")):
+            # Reading guards makes new ones, which PyTorch wants to put into some context.
+            context = torch._guards.TracingContext(None)
+            try:
+                with open(path, "rb") as file, torch._guards.tracing(context):
+                    graph = torch.compiler.load_compiled_function(
+                        file, f_globals=self.function.__globals__)
+            except Exception:
+                path.unlink(missing_ok=True)
+                raise
+            if graph.guard_check(*args):
+                return graph
+        return None
+
+    def make(self, name: str, args: tuple) -> Callable:
+        """A new graph, forward and backward, also written to disk."""
+        compiled = torch.compile(self.function, dynamic=self.dynamic, fullgraph=True)
+        with warnings.catch_warnings():
+            # PyTorch writes down the .grad of every argument, and then warns that it did.
+            warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")
+            graph = compiled.aot_compile((args, {}))
+        if not graph.guard_check(*args):
+            raise RuntimeError("its guards refuse the arguments that it was made with")
+        self.folder().mkdir(parents=True, exist_ok=True)
+        unfinished = self.folder() / f"unfinished.{uuid.uuid4()}"
+        graph.save_compiled_function(str(unfinished))
+        # Renamed at the end, because another rank may be reading.
+        os.replace(unfinished, self.folder() / f"{name}.{uuid.uuid4()}")
+        return graph
+
+
+def form(value, dynamic: bool = False):
+    """What the key of a graph says about an argument: nested tuples of strings and numbers. With
+    `dynamic`, tensors of different sizes have the same form. Raises TypeError on a type of which
+    this function does not know what matters."""
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    if isinstance(value, Tensor):
+        shape = value.dim() if dynamic else tuple(value.shape)
+        return kind, shape, str(value.dtype), str(value.device), value.requires_grad
+    if isinstance(value, CONSTANTS):
+        return kind, repr(value)
+    if isinstance(value, tuple | list):
+        return kind, *[form(item, dynamic) for item in value]
+    if isinstance(value, dict):
+        return kind, *[(form(name), form(item, dynamic)) for name, item in value.items()]
+    if isinstance(value, FunctionType):
+        line = value.__code__.co_firstlineno
+        cells = tuple(cell.cell_contents for cell in value.__closure__ or ())
+        inside = form((cells, value.__defaults__, value.__kwdefaults__), dynamic)
+        return kind, value.__module__, value.__qualname__, line, inside
+    # A plain object is its attributes: its class does not say that there is more to copy.
+    if hasattr(value, "__dict__") and type(value).__reduce__ is object.__reduce__:
+        return kind, form(vars(value), dynamic)
+    raise TypeError(f"an argument of type {kind} has no known form")
+
+
+def describe(function: FunctionType, args: tuple) -> str:
+    """Which graph of a function this is: its size, its mode, and the arguments that are None."""
+    first = args[0]
+    while isinstance(first, tuple):
+        first = first[0]
+    mode = "for training" if torch.is_grad_enabled() else "without gradients"
+    what = f"{function.__name__} of {len(first)} rows {mode}"
+    names = absent(function.__code__.co_varnames, args)
+    if names:
+        what += f", without {', '.join(names)}"
+    return what
+
+
+def absent(names: Iterable[str], values: Iterable) -> list[str]:
+    """The names whose values are None, also in NamedTuples among the values."""
+    found = []
+    for name, value in zip(names, values):
+        if value is None:
+            found.append(name)
+        elif hasattr(value, "_fields"):
+            found += absent(value._fields, value)
+    return found
+
+
+class Capture(NamedTuple):
+    graph: "torch.cuda.CUDAGraph"
+    places: list[Tensor]  # what the graph reads
+    results: object  # what the function returned; each replay writes it anew
+    gradients: list[Tensor | None]  # .grad of every parameter after it
+
+
+class CudaGraphs:
+    """Calls functions on the GPU as CUDA graphs. To start a kernel costs the CPU some microseconds.
+    A forward and backward pass starts over 800, for which the CPU may need longer than the GPU has
+    to work. A CUDA graph is a recording of all of them that is started at once.
+
+    A graph does the same work on the same memory every time. So inputs are copied to where it reads
+    them, and what depends on anything else needs a graph of its own. Gradients are such a case: the
+    first backward pass of a step makes new tensors of them, and later passes add to these."""
+
+    def __init__(self, parameters: Iterable[Tensor]):
+        self.parameters = list(parameters)
+        self.captures = {}
+        self.pool = torch.cuda.graph_pool_handle()  # graphs run in turn and share their memory
+
+    def __call__(self, key, function: Callable, tensors: tuple[Tensor, ...]):
+        """Returns function(*tensors), which may also make or add to the .grad of the parameters.
+        Use the result before the next call, which may overwrite it.
+
+        `key` must be hashable, and tell apart all that the function depends on but the numbers in
+        the tensors and gradients; the shapes of the tensors need not be in it. Before the first
+        call with a key, call the function itself once: what is compiled or allocated at first use
+        cannot be recorded."""
+        shapes = tuple(x.shape for x in tensors)
+        added_to = tuple(p.grad is not None and p.grad.data_ptr() for p in self.parameters)
+        key = (key, shapes, added_to)
+        if key not in self.captures:
+            self.captures[key] = self.capture(function, tensors)
+        capture = self.captures[key]
+        for place, x in zip(capture.places, tensors):
+            place.copy_(x)
+        capture.graph.replay()
+        for parameter, gradient in zip(self.parameters, capture.gradients):
+            parameter.grad = gradient
+        return capture.results
+
+    def capture(self, function: Callable, tensors: tuple[Tensor, ...]) -> Capture:
+        """Records the function. This computes nothing yet."""
+        graph = torch.cuda.CUDAGraph()
+        places = [x.clone() for x in tensors]
+        # "thread_local": meanwhile another thread may allocate memory, for the next batch.
+        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+            results = function(*places)
+        return Capture(graph, places, results, [p.grad for p in self.parameters])

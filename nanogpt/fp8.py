@@ -5,9 +5,9 @@ memory and links carry it in half the time. Two things are missing. The first is
 e4m3 (4 bits of exponent, 3 of mantissa) has magnitudes from 2^-9 to 448, and e5m2 from 2^-16 to
 57344. So each tensor is multiplied by a number that brings its largest magnitude, its amax, to the
 end of the format, and the product is divided by it again. The second is precision: rounding to e4m3
-changes a number by up to 1/16. A product sums thousands of such numbers in float32, and there most
-of these errors cancel. Weights stay wide in the optimizer, because an update is far smaller than
-the distance between two FP8 numbers.
+changes a number by up to 1/16 of it. A product sums thousands of such numbers in float32, where
+most of these errors cancel. Weights stay wide in the optimizer, because an update is far smaller
+than the distance between two FP8 numbers.
 
 Formats. A projection has three products, each a sum over another dimension:
     fprop  y  = x w^T     sums over K, the width of the input
@@ -224,6 +224,7 @@ class FP8(Recipe):
         self.scales.copy_(inverse(multipliers)[:, None].expand_as(self.scales))
 
         # 3. The bytes. Each row has a multiplier, as rows of a bank may be of different weights.
+        # Any device can round to FP8 here, outside of compiled code.
         bytes_gathered = 0
         for name, weight in weights.items():
             if name not in names:

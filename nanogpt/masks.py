@@ -4,10 +4,10 @@ A query sees a key if the key is not later, both belong to the same document, an
 among the last `window` blocks up to the query's. A block is 128 tokens. Everything here takes the
 number of each token's document, (T,) int32, which never falls, and T is a multiple of 128.
 
-On GPUs FlexAttention (record 12) visits only the blocks in which something is seen, and computes the
-mask of single elements only where a block is seen in part. It needs lists of blocks, which are made
-here. Elsewhere PyTorch's scaled-dot-product attention computes the same, one row of blocks at a time.
-"""
+On GPUs FlexAttention (record 12) visits only the blocks in which something is seen, and computes
+the mask of single elements only where a block is seen in part. It needs lists of blocks, which
+are made here. Elsewhere PyTorch's scaled-dot-product attention computes the same, one row of
+blocks at a time. """
 from collections.abc import Callable
 from functools import lru_cache
 
@@ -34,15 +34,14 @@ def block_lists(documents: Tensor, windows: Tensor) -> tuple[Tensor, ...]:
         block        |   0   |   1   |   2   |   3   |   4   |
         queries of block 3 see | part |  all  | part |
 
-    In the first block of the range another document may end, and in the last one, their own, queries
-    see earlier tokens only: both are seen in part. Blocks between are seen in full. A binary search
-    finds each end of a range, and the window shortens it.
+    In the first block of the range another document may end, and in the last one, their own,
+    queries see earlier tokens only: both are seen in part. Blocks between are seen in full. A
+    binary search finds each end of a range, and the window shortens it.
 
-    Returns eight tensors. They are four pairs: for each block of queries the blocks of keys that it
-    sees in part, and in full; then for each block of keys the blocks of queries that see it in part,
-    and in full. A pair is how many blocks there are, (W, n), and which ones, (W, n, n), int32, of
-    which the first so many count. n is the number of blocks.
-    """
+    Returns eight tensors. They are four pairs: for each block of queries the blocks of keys that
+    it sees in part, and in full; then for each block of keys the blocks of queries that see it in
+    part, and in full. A pair is how many blocks there are, (W, n), and which ones, (W, n, n),
+    int32, of which the first so many count. n is the number of blocks. """
     first = documents[::BLOCK_SIZE].contiguous()  # (n,) the document of each block's first token
     last = documents[BLOCK_SIZE - 1 :: BLOCK_SIZE].contiguous()  # (n,) and of its last token
     own = torch.arange(len(first), device=documents.device)  # (n,) each block's number
@@ -52,7 +51,8 @@ def block_lists(documents: Tensor, windows: Tensor) -> tuple[Tensor, ...]:
     # Of each block of queries: the first block of keys it sees, and the first it sees in full.
     first_key = torch.searchsorted(last, first).maximum(oldest)
     first_full_key = torch.searchsorted(first, last).minimum(own).maximum(oldest)
-    # Of each block of keys: the last block of queries that sees it, and the last that sees all of it.
+    # Of each block of keys: the last block of queries that sees it, and the last that sees all of
+    # it.
     last_query = torch.searchsorted(first, last, right=True) - 1
     last_query = last_query.minimum(newest)
     last_full_query = torch.searchsorted(last, first, right=True) - 1
@@ -107,7 +107,8 @@ def sdpa_masks(documents: Tensor, windows: dict[str, int]) -> dict[str, Tensor]:
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Attention of q, k, v (T, H, d) -> (T, H, d), with a mask of `sdpa_masks` and unscaled scores."""
+    """Attention of q, k, v (T, H, d) -> (T, H, d), with a mask of `sdpa_masks` and unscaled
+    scores."""
     T, H, d = q.shape
     n, _, _, span = mask.shape
     dtype = q.dtype

@@ -3,8 +3,10 @@
 torchrun starts one process for each GPU and numbers them: the rank of the first is 0, and it is the
 one that writes the log. Without torchrun there is a single process, of rank 0.
 """
+import os
 from collections.abc import Callable
 
+import torch
 import torch.distributed as dist
 
 
@@ -16,6 +18,28 @@ def require(condition, sentence: str) -> None:
     """Raises BadInput with this sentence unless the condition holds."""
     if not condition:
         raise BadInput(sentence)
+
+
+def start_process(local_gpu: int | None) -> torch.device:
+    """This process's device: the GPU of this number, or the CPU. Also starts the process group if
+    torchrun launched us. Raises OSError if there are more processes than GPUs on this host."""
+    device = torch.device("cpu")
+    if local_gpu is not None:
+        device = torch.device("cuda", local_gpu)
+        if local_gpu >= torch.cuda.device_count():
+            raise OSError(f"process {local_gpu} of this host finds no GPU for itself; "
+                          "start one process a GPU")
+        torch.cuda.set_device(device)
+        # Work on this stream goes before what is done beside it (nanogpt/rows.py).
+        torch.cuda.set_stream(torch.cuda.Stream(priority=-1))
+    # If NCCL started before the thread of autograd, both could wait for each other forever.
+    torch.zeros(1, device=device, requires_grad=True).sum().backward()
+    if "RANK" in os.environ:
+        if local_gpu is None:
+            dist.init_process_group("gloo")
+        else:
+            dist.init_process_group("nccl", device_id=device)
+    return device
 
 
 def rank_and_world_size() -> tuple[int, int]:

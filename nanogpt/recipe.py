@@ -241,9 +241,16 @@ def rooms_needed(names: list[dict[str, str]], options: Options) -> list[str]:
     return [recipe for recipe in ("fp8", "nvfp4", "fp16") if recipe in used]
 
 
+def import_rooms(names: list[dict[str, str]], options: Options) -> None:
+    """Imports all modules that `Recipes` will need."""
+    for recipe in rooms_needed(names, options):
+        room(recipe)
+
+
 def possible(recipe: str, name: str, shape: tuple[int, int], options: Options) -> str:
     """The recipe for the projection of this name and the shape of its weight, or the plain one
-    where the shape is no multiple of 16. Raises BadInput if the user asked for what cannot be."""
+    where the shape is no multiple of 16. Raises BadInput if that is not what the user asked
+    for."""
     if options.float8_all_gather:
         room("fp8").check_all_gather(name, shape, recipe, options.last_frac)
     if options.scales_loss:
@@ -255,10 +262,20 @@ def possible(recipe: str, name: str, shape: tuple[int, int], options: Options) -
     return recipe
 
 
-def check_native(recipe: str, name: str, device: torch.device, options: Options) -> None:
-    """Raises BadInput where --native forbids to emulate this projection's products."""
-    require(is_native(recipe, device) or not options.native,
-            f"--native, but {device.type} has no products of {name} in {recipe} here")
+def check(wanted: list[dict[str, str]], shapes: dict[str, tuple[int, int]], device: torch.device,
+          options: Options) -> list[dict[str, str]]:
+    """The recipes that projections get, of those that are wanted: a dict for each layer and one for
+    the head, by the projections' names. Raises BadInput where the user asked for what cannot be."""
+    chosen = []
+    for layer in wanted:
+        recipes = {}
+        for name, recipe in layer.items():
+            recipe = possible(recipe, name, shapes[name], options)
+            require(is_native(recipe, device) or not options.native,
+                    f"--native, but {device.type} has no products of {name} in {recipe} here")
+            recipes[name] = recipe
+        chosen.append(recipes)
+    return chosen
 
 
 def summary(names: list[dict[str, str]], device: torch.device) -> str:

@@ -251,7 +251,8 @@ def test_seed_decides_the_order(tmp_path):
 
 def test_folder_is_searched_and_each_text_file_is_one_document_byte_for_byte(tmp_path):
     texts = {"a.txt": "\none\r\n\n\ntwo\n\n", "deep/er/b.md": "three", "c.txt": "four\n"}
-    folder, out = tmp_path / "in", tmp_path / "out"
+    folder = tmp_path / "in"
+    out = tmp_path / "out"
     for name, text in texts.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)

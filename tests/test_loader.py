@@ -8,6 +8,7 @@ import torch
 from conftest import SEPARATOR, TINY, documents, write_shard
 
 import train_gpt as t
+from data import shards
 
 CPU = torch.device("cpu")
 SHARDS = [documents(5000, 1), documents(3100, 2), documents(500, 3), documents(4000, 4)]  # the third makes no batch
@@ -51,17 +52,17 @@ def sequences(batch, seq_len):
     return rows
 
 
-def loaded(c, rank=0, world_size=1):
-    """Iterator over a rank's batches, as a run has them."""
-    batches = t.ahead(t.training_batches(t.find_shards(c, "train"), c, rank, world_size, CPU))
+def loaded(c):
+    """Iterator over this rank's batches, as a run has them."""
+    batches = shards.ahead(t.rank_micro_batches(t.find_shards(c, "train"), c, CPU))
     return ([t.to_device(rows, CPU) for rows in batch] for batch in batches)
 
 
-def drain(c, rank=0, world_size=1):
-    """All batches of a rank, until it is said that the shards ran out."""
+def drain(c):
+    """All batches of this rank, until it is said that the shards ran out."""
     batches = []
-    with pytest.raises(t.BadInput, match="ran out.*--epochs"):
-        for batch in loaded(c, rank, world_size):
+    with pytest.raises(shards.ShardError, match="ran out.*--epochs"):
+        for batch in loaded(c):
             batches.append(batch)
     return batches
 
@@ -111,6 +112,20 @@ def test_fewer_micro_tokens_make_the_same_update(folder, cut_documents):
             assert (w - results[0][1][name]).norm() <= 1e-9 * moved, name
 
 
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_the_ranks_share_each_batch_and_each_splits_its_part(folder, monkeypatch, world_size):
+    c = config(folder, batch_tokens=1536, micro_tokens=256)
+    whole = [sequences(batch, 256) for batch in drain(c)]
+    parts = []
+    for rank in range(world_size):
+        monkeypatch.setattr(t, "rank_and_world_size", lambda rank=rank: (rank, world_size))
+        batches = drain(c)
+        assert {len(batch) for batch in batches} == {6 // world_size}
+        parts.append([sequences(batch, 256) for batch in batches])
+    for batch, *of_ranks in zip(whole, *parts, strict=True):
+        assert sorted(row for part in of_ranks for row in part) == sorted(batch)
+
+
 def test_tokens_above_32767_survive_on_the_way_to_the_device(tmp_path):
     tokens = [SEPARATOR, 0, 32767, 32768, 40000, 50255] * 50
     write_shard(tmp_path / "fineweb_train_000000.bin", tokens)
@@ -134,8 +149,10 @@ def test_a_run_may_end_with_the_last_batch_of_the_shards(folder):
 def test_the_check_before_compiling_agrees_exactly_with_what_the_loader_yields(folder, batch_tokens, seq_len, epochs):
     changes = dict(batch_tokens=batch_tokens, seq_len=seq_len, epochs=epochs)
     have = len(drain(config(folder, **changes)))
-    paths, val_tokens = t.check_data(config(folder, num_steps=have, **changes))
-    assert [path.name for path in paths] == [f"fineweb_train_{i:06}.bin" for i in range(4)] and len(val_tokens) == 513
+    train_paths, val_paths, val_tokens = t.check_data(config(folder, num_steps=have, **changes))
+    assert [path.name for path in train_paths] == [f"fineweb_train_{i:06}.bin" for i in range(4)]
+    assert [path.name for path in val_paths] == ["fineweb_val_000000.bin"]
+    assert val_tokens.tolist() == [383 if token == SEPARATOR else token for token in documents(600, 9)][:513]
     with pytest.raises(t.BadInput) as error:
         t.check_data(config(folder, num_steps=have + 1, **changes))
     sentence = str(error.value)
@@ -155,7 +172,7 @@ def test_the_check_agrees_with_the_loader_also_where_stages_change_the_batch(lar
             for _ in range(num_steps):
                 next(batches)
             enough.append(True)
-        except t.BadInput:
+        except shards.ShardError:
             enough.append(False)
         if enough[-1]:
             t.check_data(c)
@@ -168,9 +185,9 @@ def test_the_check_agrees_with_the_loader_also_where_stages_change_the_batch(lar
 @pytest.mark.parametrize("world_size", [3, 4])
 def test_the_number_of_processes_must_divide_the_batch_of_every_stage(large, monkeypatch, world_size):
     c = config(large, schedule="stages", num_steps=8)
-    monkeypatch.setattr(t, "ranks", lambda: (0, 2))
+    monkeypatch.setattr(t, "rank_and_world_size", lambda: (0, 2))
     t.check_data(c)
-    monkeypatch.setattr(t, "ranks", lambda: (0, world_size))
+    monkeypatch.setattr(t, "rank_and_world_size", lambda: (0, world_size))
     with pytest.raises(t.BadInput, match=f"{world_size} processes cannot .* 2 sequences; start 1, 2 of them"):
         t.check_data(c)
 
@@ -178,7 +195,7 @@ def test_the_number_of_processes_must_divide_the_batch_of_every_stage(large, mon
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_the_check_before_compiling_finds_a_bad_shard(folder, split):
     path = write_shard(folder / f"fineweb_{split}_000000.bin", documents(2000, 5), magic=20240521)
-    with pytest.raises(t.BadInput) as error:
+    with pytest.raises(shards.ShardError) as error:
         t.check_data(config(folder))
     for part in (str(path), "20240521", "data/fineweb.py"):
         assert part in str(error.value)
@@ -190,7 +207,7 @@ def test_the_check_before_compiling_finds_a_bad_shard(folder, split):
 def test_absent_shards_are_named_with_the_command_that_gets_them(folder, split, preset, remedy):
     for path in folder.glob(f"*_{split}_*"):
         path.unlink()
-    with pytest.raises(t.BadInput) as error:
+    with pytest.raises(shards.ShardError) as error:
         t.check_data(config(folder, preset=preset))
     for part in (f"no {split} shards", f"fineweb_{split}_*.bin", str(folder), remedy):
         assert part in str(error.value)

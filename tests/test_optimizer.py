@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import train_gpt as t
+from nanogpt import kernels
 
 
 def normal(*shape, seed=0, dtype=torch.float64):
@@ -32,10 +33,11 @@ def numbers(*values):
 
 def adam(master, grads, lr, decay, beta1, beta2):
     """Our Adam after one step for each gradient: (master, part)."""
-    master, part, state = master.clone(), torch.empty_like(master), (torch.zeros_like(master), torch.zeros_like(master))
+    master, part = master.clone(), torch.empty_like(master)
+    state = t.AdamState(torch.zeros_like(master), torch.zeros_like(master))
     for step, grad in enumerate(grads, 1):
         correction = (1 - beta2**step) ** 0.5 / (1 - beta1**step)
-        t.adam_update(master, part, grad, state, *numbers(lr, decay, beta1, beta2, correction))
+        t.adam_update(master, part, grad, state, t.AdamRates(*numbers(lr, decay, beta1, beta2, correction)))
     return master, part
 
 
@@ -67,6 +69,17 @@ def test_adams_decay_acts_only_where_the_update_shrinks_the_weight():
         update = np.sqrt(1 - 0.9**step) / (1 - 0.6**step) * m / (np.sqrt(v) + 1e-10)
         p = p - 0.02 * update - np.where(update * p > 0, 0.02 * 0.7 * p, 0)
     np.testing.assert_allclose(adam(start, grads, 0.02, 0.7, 0.6, 0.9)[0].numpy(), p, rtol=1e-9, atol=1e-12)
+
+
+def test_adam_of_rows_is_to_the_bit_the_adam_of_whole_parameters_on_these_rows():
+    rows, grad = torch.tensor([1, 4, 6]), normal(3, 5, seed=4)
+    master, state = normal(7, 5, seed=1), t.AdamState(normal(7, 5, seed=2), normal(7, 5, seed=3).square())
+    rates = t.AdamRates(*numbers(0.1, 0.3, 0.6, 0.9, 1.5))
+    expected, of_rows, part = master[rows], t.AdamState(*(x[rows] for x in state)), torch.empty(3, 5, dtype=torch.bfloat16)
+    t.adam_update(expected, part, grad, of_rows, rates)
+    assert torch.equal(kernels.adam_rows(grad, rows, master, state, torch.bfloat16, *rates), part)
+    for ours, reference in zip((master, *state), (expected, *of_rows)):
+        assert torch.equal(ours[rows], reference)
 
 
 # ---------------------------------------------------------------------------------------------------- Muon
@@ -154,9 +167,9 @@ def muon(start, grads, lr, decay, momenta):
     """Our Muon after one step for each gradient: (master, part)."""
     master, part = start.clone(), torch.empty_like(start, dtype=torch.bfloat16)
     shape = (*start.shape[:2], 1) if start.shape[1] >= start.shape[2] else (len(start), 1, start.shape[2])
-    state = torch.zeros_like(start), start.new_zeros(shape)
+    state = t.MuonState(torch.zeros_like(start), start.new_zeros(shape))
     for grad, momentum in zip(grads, momenta):
-        t.muon_update(master, part, grad.clone(), state, *numbers(lr, decay, momentum))
+        t.muon_update(master, part, grad.clone(), state, t.MuonRates(*numbers(lr, decay, momentum)))
     return master, part
 
 
@@ -210,7 +223,7 @@ def test_stages_of_the_speedrun_begin_at_the_rounded_shares_of_the_steps():
     batches = [round(t.stage_tokens(t.stage_of(step, c), c)) for step in range(1270)]
     assert batches == [131_072] * 419 + [262_144] * 419 + [393_216] * 432
     assert t.total_tokens(c) == sum(batches)
-    assert [t.stage_of(step, c).longest for step in (0, 418, 419, 1270)] == [896, 896, 2048, 2048]
+    assert [t.stage_of(step, c).longest_document for step in (0, 418, 419, 1270)] == [896, 896, 2048, 2048]
 
 
 @pytest.mark.parametrize("preset", t.PRESETS)
@@ -252,8 +265,8 @@ def test_muons_momentum_rises_and_falls_over_the_digests_steps():
 
 
 t.TOPOLOGIES["all kinds"] = [
-    t.Layer(paired=True, ve=0), t.Layer(window="long", offset=True, xsa=True), t.Layer(),
-    t.Layer(attn=False, skip=1), t.Layer(ve=1, source=1, xsa=True)]
+    t.Layer(paired=True, value_embed=0), t.Layer(window="long", offset=True, xsa=True), t.Layer(),
+    t.Layer(attn=False, skip=1), t.Layer(value_embed=1, source=1, xsa=True)]
 
 
 def small(dtype, world_size=1, **changes):
@@ -279,9 +292,9 @@ def looked_up(model, seed, count=30):
 def give_gradients(model, optimizer, seed, micro_batches=1):
     """What the passes of a step leave: .grad of each dense parameter, and gradients of the tables' rows."""
     batch = [looked_up(model, 1000 * seed + i) for i in range(micro_batches)]
-    optimizer.find_rows([rows for rows, _ in batch])
+    optimizer.looked_up.find([rows for rows, _ in batch])
     for rows, grads in batch:
-        optimizer.add_rows(rows, grads)
+        optimizer.looked_up.add(rows, grads)
     for i, (name, p) in enumerate(model.named_parameters()):
         if name not in TABLES:
             p.grad = normal(*p.shape, seed=100 * seed + i).to(p.dtype)
@@ -302,8 +315,8 @@ def test_float32_weights_keep_updates_that_bfloat16_would_lose():
         for _ in range(count):
             for name, p in model.named_parameters():
                 p.grad = None if name in TABLES else -torch.ones_like(p)
-            optimizer.find_rows([every])
-            optimizer.add_rows(every, {name: -torch.ones_like(getattr(model, name)) for name in TABLES})
+            optimizer.looked_up.find([every])
+            optimizer.looked_up.add(every, {name: -torch.ones_like(getattr(model, name)) for name in TABLES})
             optimizer.step(1e-2, 0.9)
 
     steps(50)  # under a constant gradient Adam moves by lr: 60e-4 and 0.8e-4; bfloat16's steps at 1 are 78e-4 and more
@@ -316,19 +329,25 @@ def test_float32_weights_keep_updates_that_bfloat16_would_lose():
     assert (model.bigrams > 1).all() and (model.lm_head > 1).all()
 
 
+def assert_nothing_is_kept(optimizer):
+    looked_up = optimizer.looked_up
+    assert (optimizer.steps, optimizer.bytes_sent, optimizer.sums) == (0, 0, {})
+    assert (looked_up.totals, looked_up.used) == ({}, {})
+
+
 def test_a_reset_forgets_moments_and_steps():
     model, after = small("float64"), []
     optimizer = t.Optimizer(model)
     for _ in range(2):
         optimizer.reset(t.initialize(model, 3))
-        assert (optimizer.steps, optimizer.sent, optimizer.totals, optimizer.used) == (0, 0, {}, {})
+        assert_nothing_is_kept(optimizer)
         for step in range(3):
             give_gradients(model, optimizer, step)
             optimizer.step(1.0, 0.9)
         after.append([p.detach().clone() for p in model.parameters()])
         give_gradients(model, optimizer, 9)  # a step that is never made
-        model.zero_grad()
-        optimizer.sent = 10**9
+        optimizer.start_sums()
+        optimizer.bytes_sent = 10**9
     assert all(torch.equal(a, b) for a, b in zip(*after))
 
 
@@ -408,62 +427,18 @@ def test_gradients_of_equal_rows_are_summed_over_micro_batches_in_the_masters_pr
     model = small(dtype)
     optimizer = t.Optimizer(model)
     batch = [looked_up(model, seed, count=400) for seed in range(4)]
-    optimizer.find_rows([rows for rows, _ in batch])
+    found = optimizer.looked_up
+    found.find([rows for rows, _ in batch])
     for rows, grads in batch:
-        optimizer.add_rows(rows, grads)
+        found.add(rows, grads)
     for name in TABLES:
         dense = np.zeros(getattr(model, name).shape)
         for rows, grads in batch:
             np.add.at(dense, rows[name].numpy(), grads[name].double().numpy())
         used = sorted({row for rows, _ in batch for row in rows[name].tolist()})
-        assert optimizer.used[name].tolist() == used and optimizer.totals[name].shape == (1, len(used), dense.shape[1])
-        total = optimizer.totals[name][0].double().numpy()
+        assert found.used[name].tolist() == used and found.totals[name].shape == (1, len(used), dense.shape[1])
+        total = found.totals[name][0].double().numpy()
         assert np.linalg.norm(total - dense[used]) < close * np.linalg.norm(dense)
-
-
-RANKS_AND_WIDTHS = pytest.mark.parametrize("ranks, width", [(1, 5), (2, 6), (2, 7), (3, 4), (3, 9), (4, 13)])
-
-
-@RANKS_AND_WIDTHS
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_gradients_of_rows_are_added_column_by_column_to_the_part_of_the_rank_that_owns_it(ranks, width, dtype):
-    part, used = -(-width // ranks), [2, 3, 7, 11]
-    rows, grad = torch.tensor([7, 2, 7, 11, 2, 7]), normal(6, width).to(dtype)  # no rank of ours looked up row 3
-    place = torch.tensor([sum(row <= r for row in used) for r in range(13)])
-    start = normal(ranks, 4, part, seed=1)
-    total, expected = start.clone(), start.tolist()
-    t.sum_rows(total, place, rows, grad)
-    for row, line in zip(rows.tolist(), grad.tolist()):
-        for column, number in enumerate(line):
-            expected[column // part][used.index(row)][column % part] += number
-    torch.testing.assert_close(total, torch.tensor(expected, dtype=torch.float64), rtol=1e-14, atol=1e-14)
-    flat = (total - start).transpose(0, 1).flatten(1)
-    assert not flat[1].any() and not flat[:, width:].any(), "a row without gradients, and the padding"
-
-
-@RANKS_AND_WIDTHS
-def test_what_the_ranks_hand_out_is_written_to_the_used_rows_without_padding_and_to_no_others(ranks, width):
-    part, rows, bank = -(-width // ranks), [0, 4, 5, 9], normal(11, width, dtype=torch.bfloat16)
-    parts, expected = normal(ranks, 4, part, seed=1, dtype=torch.bfloat16), bank.tolist()
-    place = bank.data_ptr()
-    t.put_rows(bank, torch.tensor(rows), parts)
-    for line, row in enumerate(rows):
-        for column in range(width):
-            expected[row][column] = parts[column // part, line, column % part].item()
-    assert bank.tolist() == expected and bank.data_ptr() == place
-
-
-def test_adam_of_rows_returns_the_new_ones_rounded_and_keeps_the_others_to_the_bit():
-    rows, others, grad = torch.tensor([1, 4, 6]), [0, 2, 3, 5], normal(3, 5, seed=4)
-    start = [normal(7, 5, seed=1), normal(7, 5, seed=2), normal(7, 5, seed=3).square()]
-    rates = numbers(0.1, 0.3, 0.6, 0.9, 1.5)
-    few, copy = [x[rows] for x in start], torch.empty(3, 5, dtype=torch.bfloat16)
-    t.adam_update(few[0], copy, grad, few[1:], *rates)
-    ours = [x.clone() for x in start]
-    returned = t.adam_rows(grad, rows, ours[0], ours[1:], torch.bfloat16, *rates)
-    assert returned.dtype == torch.bfloat16 and torch.equal(returned, copy)
-    for now, before, new in zip(ours, start, few):
-        assert torch.equal(now[rows], new) and torch.equal(now[others], before[others])
 
 
 LARGER = dict(vocab_size=256, bigram_rows=303)
@@ -474,8 +449,8 @@ LARGER = dict(vocab_size=256, bigram_rows=303)
 def test_warming_up_leaves_no_trace(micro_tokens, sizes):
     warm, fresh = (small("float64", micro_tokens=micro_tokens, **sizes) for _ in range(2))
     start, optimizer = t.initialize(fresh, 0), t.Optimizer(warm)
-    t.warm_up(warm, optimizer, torch.device("cpu"))
-    assert (optimizer.steps, optimizer.sent, optimizer.totals, optimizer.used) == (0, 0, {}, {})
+    t.WarmUp(warm, optimizer).run(t.call_directly)
+    assert_nothing_is_kept(optimizer)
     for name, p in warm.named_parameters():
         assert torch.equal(p, getattr(fresh, name)) and torch.equal(optimizer.masters[name], start[name]), name
         assert p.grad is None and not any(part.any() for part in optimizer.state[name]), name
@@ -487,21 +462,24 @@ def test_warming_up_makes_the_first_and_a_further_pass_of_every_kind_that_the_ru
     model = small("float64", schedule="speedrun", num_steps=12, micro_tokens=micro_tokens, **LARGER)
     optimizer, made, phase = t.Optimizer(model), {}, "warm-up"
 
-    def passes(model, optimizer, inputs, targets, rows, view):
-        kind = model.lm_head.grad is None, len(inputs), repr(view)
+    def call(key, function, tensors):
+        """Stands for CudaGraphs, which captures a graph for each kind of call."""
+        kind = model.lm_head.grad is None, len(tensors[0]), key
         assert phase == "warm-up" or kind in made, f"{kind} is new to the run"
-        assert (view.freq, view.scale, len(inputs)) in model.ropes
         assert model.value_embeds.grad is None and model.bigrams.grad is None
         made[kind] = made.get(kind, 0) + (phase == "run")
-        return t.forward_backward(model, optimizer, inputs, targets, rows, view)
+        first_use = len(model.rotary_tables)
+        results = function(*tensors)
+        assert len(model.rotary_tables) == first_use, "what is made at first use cannot be captured"
+        return results
 
-    t.warm_up(model, optimizer, torch.device("cpu"), passes)
+    t.WarmUp(model, optimizer).run(call)
     phase = "run"
     for step in range(12):
         count = t.stage_tokens(t.stage_of(step, model.config), model.config) // 128
         tokens = torch.randint(0, 61, (count, 129), generator=torch.Generator().manual_seed(step))
         micro = tokens.split(t.micro_sequences(count, model.config))
-        t.train_step(model, optimizer, [(s[:, :-1].flatten(), s[:, 1:].flatten()) for s in micro], step, passes)
+        t.train_step(model, optimizer, [(s[:, :-1].flatten(), s[:, 1:].flatten()) for s in micro], step, call)
     assert all(made.values()), "what the run does not need costs time at launch"
     assert len({view for *_, view in made}) == 3
     assert {first for first, *_ in made} == ({True} if micro_tokens == 1536 else {True, False})
@@ -538,9 +516,10 @@ def test_a_gpu_that_works_on_the_tables_beside_the_matrices_makes_the_same_updat
     for beside in (True, False):
         model = t.GPT(t.Config(**values), device)
         optimizer = t.Optimizer(model)
-        assert optimizer.beside is not None
-        optimizer.beside = optimizer.beside if beside else None
         optimizer.reset(t.initialize(model, 0))
+        assert optimizer.looked_up.beside is not None
+        if not beside:
+            optimizer.looked_up.beside = None
         for step in range(8):
             tokens = torch.randint(0, 20_000, (8193,), generator=torch.Generator().manual_seed(step)).to(device)
             t.train_step(model, optimizer, [*zip(tokens[:-1].chunk(2), tokens[1:].chunk(2))], step)
@@ -605,17 +584,19 @@ def work(rank, world_size, dtype, folder):
         batch = [(s[:-1], s[1:]) for s in tokens[rank::world_size]]
         losses.append(t.train_step(model, optimizer, batch, step).item())
         issued.append(calls[:])
-        used.append({name: [model.rows(inputs)[name].tolist() for inputs, _ in batch] for name in test.TABLES})
+        used.append({name: [model.table_rows(inputs)[name].tolist() for inputs, _ in batch] for name in test.TABLES})
         calls.clear()
     padding = sum(getattr(model, n)[p.shape[0] :].abs().sum().item() for n, p in model.table.items())
     owned = {n: tuple(m.shape) for n, m in optimizer.masters.items()}
     tables = {n: [optimizer.masters[n], *optimizer.state[n]] for n in test.TABLES}
     sent = optimizer.bytes_per_step()
     lookup = test.looked_up(model, 50 + rank), test.looked_up(model, 60 + rank, count=1 + rank)  # as many as there are
-    optimizer.find_rows([rows for rows, _ in lookup])
+    rows_of_step = optimizer.looked_up
+    rows_of_step.find([rows for rows, _ in lookup])
     for rows, grads in lookup:
-        optimizer.add_rows(rows, grads)
-    found = dict(lookup=lookup, used=optimizer.used, counts=optimizer.counts.tolist(), totals=optimizer.totals)
+        rows_of_step.add(rows, grads)
+    found = dict(lookup=lookup, used=rows_of_step.used, counts=rows_of_step.counts.tolist(),
+                 totals=rows_of_step.totals)
     torch.save(dict(weights={n: model.weight(n).detach().clone() for n in model.table}, losses=losses, calls=issued,
                     padding=padding, owned=owned, tables=tables, used=used, sent=sent, found=found),
                f"{folder}/{world_size}-{rank}")

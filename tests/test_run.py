@@ -22,7 +22,9 @@ import pytest
 import torch
 from conftest import ROOT, TINY, arguments, documents, write_shard
 
+import sample
 import train_gpt as t
+from nanogpt import masks
 from records import plots
 from records.__main__ import main as records
 from records.log import read_log
@@ -83,6 +85,9 @@ def test_the_log_begins_with_the_source_byte_for_byte_and_agrees_with_itself(fir
     assert path.read_bytes().startswith(SCRIPT.read_bytes() + b"=" * 100 + b"\n")
     log = read_log(path)
     assert path.stem == log.run["run_id"]
+    assert log.files == {name: (ROOT / name).read_bytes() for name in log.files}
+    for name in ("train_gpt.py", "data/shards.py", "nanogpt/ranks.py", "records/journal.py", "sample.py"):
+        assert name in log.files, "not all that ran is in the log"
     expected = TINY | {"data_dir": str(corpus), "run_name": "a test", "seed": 0, "dtype": "auto"}
     assert {k: log.config[k] for k in expected} == expected | {"sample": "The "}
     assert [(d["split"], d["name"], d["tokens"]) for d in log.values("data")] == [
@@ -158,15 +163,22 @@ def test_the_json_twin_has_the_facts_of_the_log(first):
     assert [f"{k}: {v if isinstance(v, str) else json.dumps(v)}" for k, v in twin[-1].items()] == lines[end + 1 :]
 
 
-def test_the_code_taken_out_of_a_log_runs_and_gives_the_same_losses(first, corpus, tmp_path):
-    path = only_log(first[1])
-    code = start("code", str(path), script="records", launcher=["-m"], text=False).stdout
+def test_the_script_taken_out_of_a_log_is_the_one_that_ran(first):
+    code = start("code", str(only_log(first[1])), script="records", launcher=["-m"], text=False).stdout
     assert code == SCRIPT.read_bytes()
-    (tmp_path / "old.py").write_bytes(code)
-    again = start(*arguments(data_dir=corpus, log_dir=tmp_path), script=tmp_path / "old.py", cwd=tmp_path)
-    assert again.returncode == 1, again.stderr
-    log = read_log(only_log(tmp_path))
-    assert log.source == code and log.run["git_commit"] is None and losses(log) == losses(read_log(path))
+
+
+def test_the_files_taken_out_of_a_log_run_by_themselves_and_give_the_same_losses(first, corpus, tmp_path):
+    path, folder, logs = only_log(first[1]), tmp_path / "old", tmp_path / "logs"
+    out = start("code", str(path), str(folder), script="records", launcher=["-m"])
+    assert out.returncode == 0, out.stderr
+    written = {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*.py")}
+    args = arguments(data_dir=corpus, log_dir=logs, sample="The ", sample_tokens=8)
+    again = start(*args, script=folder / "train_gpt.py", cwd=folder)
+    assert again.returncode == 1 and "\nsample: The " in again.stdout, again.stderr
+    log = read_log(only_log(logs))
+    assert log.files == read_log(path).files == written and log.run["git_commit"] is None
+    assert log.run["files_sha256"] == read_log(path).run["files_sha256"] and losses(log) == losses(read_log(path))
 
 
 def test_a_terminal_gets_a_bar_with_loss_speed_and_time_left(corpus, tmp_path):
@@ -206,29 +218,55 @@ def test_a_checkpoint_continues_a_text_without_data_or_log(first, tmp_path):
 def test_a_loaded_model_has_the_loss_of_the_saved_one(first, corpus):
     c = t.parse_config(arguments(data_dir=corpus))
     model = t.load_checkpoint(first[1] / "model.pt", torch.device("cpu"))
-    loss = t.validate(model, t.validation_tokens(c), c.num_steps, torch.device("cpu"))
+    _, _, val_tokens = t.check_data(c)
+    loss = t.validate(model, val_tokens, c.num_steps)
     assert loss == pytest.approx(read_log(only_log(first[1])).end["val_loss"], abs=6e-5)
+
+
+def test_the_program_that_samples_continues_a_text_too(first, tmp_path):
+    run = start(str(first[1] / "model.pt"), "Once é", script=ROOT / "sample.py", cwd=tmp_path)
+    assert run.returncode == 0 and run.stdout.startswith("Once é") and run.stderr == ""
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("args, part", [([], "CHECKPOINT"), (["/dev/null", "x"], "/dev/null")], ids=["no", "bad"])
+def test_the_program_that_samples_says_what_it_needs(args, part, capfd):
+    status = sample.main(args)
+    out, err = capfd.readouterr()
+    assert status == 2 and out == "" and err.count("\n") == 1 and err.startswith("sample.py: ") and part in err
+
+
+def untrained():
+    """A model as it begins, and how its last step sees."""
+    c = t.parse_config(arguments())
+    model = t.GPT(c, torch.device("cpu"))
+    t.initialize(model, 0)
+    return model, t.view_of(c.num_steps, c)
 
 
 @pytest.mark.parametrize("prompt", [[65] * 3, [65] * 100, []])
 def test_a_sample_has_as_many_new_tokens_as_asked_for(prompt, monkeypatch):
-    c = t.parse_config(arguments())
-    model = t.GPT(c, torch.device("cpu"))
-    t.initialize(model, 0)
-    monkeypatch.setattr(t, "codec", lambda c: (lambda text: prompt, lambda ids: ids))
+    monkeypatch.setattr(sample, "codec", lambda vocab_size: (lambda text: prompt, lambda ids: ids))
     drawn = []
     monkeypatch.setattr(torch, "multinomial", lambda p, n: drawn.append(p) or torch.tensor(7))
     text = "thirty characters, many tokens"
-    assert t.sample(model, text, 10) == prompt + [7] * 10
+    assert sample.continue_text(*untrained(), text, 10) == prompt + [7] * 10
     assert all(p.shape == (384,) and p.sum().item() == pytest.approx(1, abs=1e-3) for p in drawn)
 
 
 def test_a_sample_ends_with_its_document(monkeypatch):
-    model = t.GPT(t.parse_config(arguments()), torch.device("cpu"))
-    t.initialize(model, 0)
+    model, view = untrained()
     answers = iter([65, 66, model.bos])
     monkeypatch.setattr(torch, "multinomial", lambda p, n: torch.tensor(next(answers)))
-    assert t.sample(model, "x", 10) == "xbc"  # GPT-2's token i < 94 is byte 33 + i
+    assert sample.continue_text(model, view, "x", 10) == "xbc"  # GPT-2's token i < 94 is byte 33 + i
+
+
+def test_a_sample_ends_with_the_sequence_and_a_longer_text_is_refused(monkeypatch):
+    model, view = untrained()
+    monkeypatch.setattr(torch, "multinomial", lambda p, n: torch.tensor(66))
+    assert sample.continue_text(model, view, "x" * 253, 10) == "x" * 253 + "cc"  # and the separator: 256 tokens
+    with pytest.raises(t.BadInput, match="--sample has 256 tokens, and the model's sequences only 256"):
+        sample.continue_text(model, view, "x" * 256, 10)
 
 
 # ---------------------------------------------------------------------------------------------------- torchrun
@@ -244,8 +282,8 @@ def test_two_processes_have_the_losses_and_weights_of_one(corpus, tmp_path):
     log = read_log(only_log(two))
     assert log.environment["world_size"] == 2 and log.calibration["all_gather_gb_per_s"] > 0
     assert losses(log) == losses(read_log(only_log(one)))
-    sent = [int(re.fullmatch(r"(\d+) bytes sent per step and rank", read_log(only_log(folder)).values("note")[-1])[1])
-            for folder in (one, two)]
+    notes = [read_log(only_log(folder)).values("note")[-1] for folder in (one, two)]
+    sent = [int(re.fullmatch(r"(\d+) bytes sent per step and rank", note)[1]) for note in notes]
     assert sent[0] == 0 < sent[1]
     a, b = (torch.load(folder / "model.pt", weights_only=True)["weights"] for folder in (one, two))
     for name in a:
@@ -338,11 +376,17 @@ def refused(capfd, args, before="step:"):
     ({"seq_len": "1e3"}, ["--seq_len", "1e3"]), ({"num_steps": 4000}, ["4000 steps", "data/fineweb.py", "--epochs"]),
     ({"data_dir": "/nowhere"}, ["no train shards", "/nowhere"]), ({"val_tokens": 25600}, ["25,601", "2,000"]),
     ({"train_files": "none*"}, ["none*"]), ({"train_files": ""}, ["--train_files"]),
+    ({"precision": "nvfp4", "native": True}, ["--native", "nvfp4", "cpu"]),
+    ({"precision": "nvfp4", "model_dim": 24}, ["nvfp4", "24", "16"]),
+    ({"nvfp4_without": "rht,colour"}, ["--nvfp4_without", "colour", "rht, sr, 2d"]),
+    ({"float8_all_gather": True}, ["--float8_all_gather", "bf16", "--precision=fp8"]),
+    ({"float8_all_gather": True, "precision": "fp8", "bf16_last_frac": 0.5}, ["--bf16_last_frac", "0.5"]),
     ({"log_dir": "/dev/null/logs"}, ["/dev/null/logs"]), ({"save_checkpoint": "/dev/null/x.pt"}, ["/dev/null"]),
 ], ids=lambda value: "-".join(map(str, value.items())) if isinstance(value, dict) else "")
 def test_a_value_that_cannot_be_is_named_in_one_sentence(changes, parts, corpus, tmp_path, capfd):
     sentence = refused(capfd, arguments(**{"data_dir": corpus, "log_dir": tmp_path} | changes))
     assert all(part in sentence for part in parts), sentence
+    assert not list(tmp_path.iterdir()), "the log was opened before all was checked"
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_step(corpus, tmp_path, capfd):
@@ -425,21 +469,80 @@ def test_values_are_read_in_every_usual_form():
         assert t.parse_config(arguments(compile=text)).compile is value
 
 
-# ---------------------------------------------------------------------------------------------------- clock and graphs
+# ---------------------------------------------------------------------------------------------------- no target
 
 
-def test_the_clock_stands_still_when_it_is_stopped(monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr(t.time, "perf_counter", lambda: now[0])
-    clock = t.Clock(torch.device("cpu"))
-    readings = [clock.now()]
-    nothing = lambda: None
-    for seconds, action in ((5, clock.start), (2, nothing), (1, clock.stop), (50, nothing), (0, clock.start),
-                            (4, clock.stop)):
-        now[0] += seconds
-        action()
-        readings.append(clock.now())
-    assert readings == [0, 0, 2, 3, 3, 3, 7] and clock.total == 7
+def loss_and_gradients(c, tokens, targets):
+    """Of one micro-batch, by a model that is the same at each call: the loss, the gradients of all weights, those of
+    the rows of each table, how often each token was a target, and how many targets were no candidates."""
+    model = t.GPT(c, torch.device("cpu"))
+    t.initialize(model, 0)
+    with torch.no_grad():
+        for bank in model.parameters():  # many begin as zeros, through which no gradient gets
+            bank += 0.05 * torch.randn(bank.shape, generator=torch.Generator().manual_seed(bank.numel()))
+    torch.manual_seed(1)  # of the candidates
+    rows = model.table_rows(tokens).values()
+    loss, row_gradients = t.forward_backward(model, t.view_of(0, c), tokens, targets, *rows)
+    gradients = {name: bank.grad for name, bank in model.named_parameters() if bank.grad is not None}
+    return loss, gradients, row_gradients, model.target_counts, model.lost_targets
+
+
+@pytest.mark.parametrize("candidates", [0, 256])
+@pytest.mark.parametrize("changes, tolerance", [({"dtype": "float64"}, 1e-9), ({"dtype": "float32"}, 1e-4),
+                                                ({"dtype": "float32", "precision": "fp8-head"}, 1e-3)],
+                         ids=["float64", "float32", "fp8-head"])
+def test_tokens_without_a_target_add_nothing_as_if_they_were_not_there(changes, tolerance, candidates):
+    c = t.parse_config(arguments(candidates=candidates, micro_tokens=512, **changes))
+    drawn = torch.randint(0, 64, (3 * 256 + 1,), generator=torch.Generator().manual_seed(0))
+    drawn[::50] = 383
+    tokens, targets = drawn[:-1], drawn[1:].clone()
+    middle = torch.arange(len(tokens)) // 256 == 1
+    loss, gradients, of_rows, counts, lost = loss_and_gradients(c, tokens, torch.where(middle, -1, targets))
+    other = loss_and_gradients(c, tokens[~middle], targets[~middle])
+    torch.testing.assert_close(loss, other[0], rtol=tolerance, atol=0)
+    assert set(gradients) == set(other[1]) and {"lm_head", "mlp", "qk", "vo", "gates"} <= set(gradients)
+
+    def distance(a, b):
+        return ((a - b).norm() / b.norm()).item()
+
+    for name, gradient in gradients.items():
+        assert distance(gradient, other[1][name]) < tolerance, name
+    for name, gradient in of_rows.items():
+        assert distance(gradient[~middle], other[2][name]) < tolerance and not gradient[middle].any(), name
+    assert torch.equal(counts, other[3]) and counts.sum() == (0 if candidates == 0 else 512) and lost == other[4] == 0
+
+
+def test_where_no_token_has_a_target_there_is_neither_loss_nor_gradient():
+    c = t.parse_config(arguments(candidates=256, micro_tokens=512, dtype="float32"))
+    tokens = torch.arange(512) % 384
+    loss, gradients, *_ = loss_and_gradients(c, tokens, torch.full_like(tokens, -1))
+    assert loss == 0 and all(not gradient.any() for gradient in gradients.values())
+
+
+@pytest.mark.parametrize("number", [40, 41, 100])  # targets only, one more, many more
+@pytest.mark.parametrize("zeros", [slice(None), slice(100, 101), slice(0, 1)], ids=["all", "a token", "a target"])
+def test_a_draw_of_zero_makes_no_candidate_infinite(number, zeros, monkeypatch):
+    """torch.rand is 0 once in 2^24 draws, and a priority is a size over a draw."""
+
+    def rand_like(x, rand=torch.rand_like):
+        draws = rand(x)
+        draws[zeros] = 0
+        return draws
+
+    torch.manual_seed(0)
+    counts = torch.randint(0, 10_000, (300,)).float()
+    targets = torch.randperm(80)[:40].repeat(3)
+    is_target = torch.zeros(300, dtype=torch.bool).index_fill_(0, targets, True)
+    monkeypatch.setattr(torch, "rand_like", rand_like)
+    chosen, bias, places = t.choose_candidates(targets, is_target, counts, number)
+    assert len(set(chosen.tolist())) == len(chosen) == number
+    assert torch.equal(chosen[places], targets), "each target is chosen"
+    assert not bias[places].any(), "a target stands for itself"
+    assert bias.isfinite().all() and (bias >= 0).all()
+    assert bias.max() < math.log(2**25 * 10_000), "nobody stands for as many as a target's size"
+
+
+# ---------------------------------------------------------------------------------------------------- compilation
 
 
 @pytest.fixture
@@ -452,83 +555,16 @@ def eager_graphs(monkeypatch):
     torch._dynamo.reset()
 
 
-def test_a_graph_compiled_while_the_clock_runs_is_reported_as_a_defect(eager_graphs):
-    facts = []
-
-    class Recorder:
-        def fact(self, kind, value):
-            facts.append((kind, value["what"]))
-
-    clock = t.Clock(torch.device("cpu"))
-
-    def head(x, w):
-        return x * 2 if w is None else x * w
-
-    compiled = t.Compiled(head, Recorder(), clock)
-    x = torch.ones(3)
-    assert torch.equal(compiled(x, None), 2 * x) and torch.equal(compiled(x, None), 2 * x)
-    clock.start()
-    compiled(x, None)
-    assert facts == [("compile", "head of 3 rows for training, without ['w']")]
-    with torch.no_grad():
-        compiled(torch.ones(5), torch.ones(5))
-    assert facts[1:] == [("defect", "head of 5 rows without gradients")]
-
-
-def scale_and_shift(x, w, by):
-    return x * w["scale"] + by if w else x - by
-
-
-def test_a_kept_graph_is_loaded_without_tracing_for_the_same_form_of_arguments_only(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(scale_and_shift, "__module__", "__main__")
-    facts, graphs = [], torch._dynamo.utils.counters["stats"]
-
-    class Recorder:
-        def fact(self, kind, value):
-            facts.append((kind, value if kind == "note" else value["what"]))
-
-    def run(length, w, traced):
-        """By a new object, as a new process would. Whether it traces must be as expected."""
-        compiled = t.Compiled(scale_and_shift, Recorder(), t.Clock(torch.device("cpu")))
-        before, x = graphs["unique_graphs"], torch.arange(length).float().requires_grad_()
-        y = compiled(x, w, 3)
-        y.sum().backward()
-        assert torch.equal(y, scale_and_shift(x, w, 3)) and torch.equal(x.grad, torch.full_like(x, 2 if w else 1))
-        assert (graphs["unique_graphs"] > before) is traced
-
-    w = {"scale": torch.tensor(2.0)}
-    for length, weights, traced in (
-            (8, w, True), (8, w, False), (9, w, True), (8, {}, True), (8, {}, False), (9, w, False)):
-        run(length, weights, traced)
-    assert [kind for kind, _ in facts] == ["compile"] * 6 and len([*(tmp_path / "nanogpt").iterdir()]) == 3
-    for path in (tmp_path / "nanogpt").iterdir():
-        path.write_bytes(path.read_bytes()[:100])
-    torch._dynamo.reset()
-    run(8, w, True)
-    assert facts[6][0] == "note" and facts[6][1].startswith("scale_and_shift is not kept: ")
-    run(8, w, True)  # the damaged one is gone, and this makes it anew
-    run(8, w, False)
-
-
-def test_a_graph_for_any_length_is_kept_for_more_than_a_block_as_one_block_is_a_special_case():
-    one, two, many = (t.signature((torch.zeros(n), torch.zeros(2)), True) for n in (128, 256, 5120))
-    assert one != two == many and t.signature((torch.zeros(256), torch.zeros(1)), True) != two
-    x = torch.zeros(256)
-    assert t.signature((x, x), True) != t.signature((x, x.clone()), True)
-    with torch.no_grad():
-        assert t.signature((x, torch.zeros(2)), True) != two
-
-
-def masks_of_one_shape(docs, windows, masks=t.sdpa_masks):
+def masks_of_one_shape(documents, windows, make_masks=masks.sdpa_masks):
     """SDPA's, but as FlexAttention's are: what a window is changes their numbers and not their shapes."""
-    n = len(docs) // t.BLOCK
-    far, whole = torch.arange(n * t.BLOCK - 1, -1, -1) // t.BLOCK, masks(docs, {"all": n})["all"]
+    n = len(documents) // masks.BLOCK_SIZE
+    far = torch.arange(n * masks.BLOCK_SIZE - 1, -1, -1) // masks.BLOCK_SIZE
+    whole = make_masks(documents, {"all": n})["all"]
     return {name: whole & (far < window) for name, window in windows.items()}
 
 
 def test_warming_up_compiles_every_graph_of_the_run(eager_graphs, corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr(t, "sdpa_masks", masks_of_one_shape)
+    monkeypatch.setattr(masks, "sdpa_masks", masks_of_one_shape)
     args = arguments(data_dir=corpus, log_dir=tmp_path, compile=True, val_interval=1, topology="gpt2", model_dim=64,
                      num_heads=4, **STAGES)  # batches of 2, 4 and 6 sequences
     assert t.main(args) == 1
@@ -539,9 +575,16 @@ def test_warming_up_compiles_every_graph_of_the_run(eager_graphs, corpus, tmp_pa
 
 
 def test_warming_up_compiles_validation_of_every_stage_under_sdpa_too(eager_graphs, corpus, tmp_path):
-    t.main(arguments(data_dir=corpus, log_dir=tmp_path, compile=True, val_interval=1, num_steps=3, **{
-        name: value for name, value in STAGES.items() if name != "num_steps"}))
+    t.main(arguments(data_dir=corpus, log_dir=tmp_path, compile=True, val_interval=1, **STAGES | {"num_steps": 3}))
     assert read_log(only_log(tmp_path)).values("defect") == []
+
+
+def test_what_is_compiled_while_the_clock_runs_is_a_defect(eager_graphs, corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(t.WarmUp, "run", lambda self, call: None)
+    t.main(arguments(data_dir=corpus, log_dir=tmp_path, compile=True, val_interval=0, num_steps=2))
+    log = read_log(only_log(tmp_path))
+    assert any(" of 1024 rows for training" in fact["what"] for fact in log.values("defect"))
+    assert all(fact["seconds"] >= 0 for fact in log.values("defect")) and log.values("compile") == []
 
 
 # ---------------------------------------------------------------------------------------------------- whose GPU
@@ -552,7 +595,7 @@ import glob, json, os, sys
 script, name, cards = sys.argv[1:]
 glob.glob = lambda pattern: [f"/dev/nvidia{i}" for i in range(int(cards))] if pattern == "/dev/nvidia[0-9]*" else 1 / 0
 before, module = dict(os.environ), {"__name__": name, "__file__": script}
-exec(open(script).read().partition("\\nimport argparse\\n")[0], module)
+exec(open(script).read().partition("\\nimport dataclasses\\n")[0], module)
 changes = {key: value for key, value in os.environ.items() if before.get(key) != value}
 ready = "torch" in sys.modules
 print(json.dumps([module["LOCAL_GPU"], changes.pop("CUDA_VISIBLE_DEVICES", None), sorted(changes), ready]))
@@ -564,7 +607,7 @@ print(json.dumps([module["LOCAL_GPU"], changes.pop("CUDA_VISIBLE_DEVICES", None)
     (None, "3", 8, (0, "3")), (None, None, 8, (0, "0")),  # without torchrun the first one
     ("GPU-aa,GPU-bb", "1", 2, (0, "GPU-bb")),
     (None, "1", 0, (1, None)), (None, None, 0, (0, None)), ("", "1", 0, (1, None)),  # no GPU: nothing to choose
-    ("4,5", "2", 8, (2, None)),  # one process too many: `setup_device` says so
+    ("4,5", "2", 8, (2, None)),  # one process too many: `start_process` says so
     ("", None, 8, (0, None)),  # an empty list hides all GPUs
 ])
 def test_a_process_started_by_torchrun_sees_its_own_gpu_only(visible, local_rank, cards, expected):
@@ -585,30 +628,89 @@ def test_a_process_started_by_torchrun_sees_its_own_gpu_only(visible, local_rank
 # ---------------------------------------------------------------------------------------------------- the file itself
 
 
-def test_importing_does_nothing(tmp_path):
-    code = """
-import os, sys, threading
+ROOMS = ["sample", *sorted(str(path.relative_to(ROOT).with_suffix("")).replace("/", ".")
+                           for folder in ("nanogpt", "data", "records") for path in (ROOT / folder).glob("*.py"))]
+IMPORT = """
+import os, random, sys, threading
 sys.path.insert(0, sys.argv[1])
-before = dict(os.environ), threading.active_count()
-import torch
-allocator = torch.get_num_threads(), torch.get_default_dtype(), torch.initial_seed()
-import train_gpt
-assert (dict(os.environ), threading.active_count()) == before, "environment or threads"
-assert (torch.get_num_threads(), torch.get_default_dtype(), torch.initial_seed()) == allocator
-assert not torch.distributed.is_initialized() and not torch.cuda.is_initialized()
-assert "tiktoken" not in sys.modules, "imported before it is needed"
+import numpy, torch
+
+def state():
+    numbers = torch.get_num_threads(), torch.get_default_dtype(), torch.initial_seed(), torch.is_grad_enabled()
+    draws = torch.get_rng_state().tolist(), random.getstate(), numpy.random.get_state()[1].tolist()
+    started = torch.distributed.is_initialized(), torch.cuda.is_initialized(), threading.active_count()
+    return dict(os.environ), os.getcwd(), os.listdir(), numbers, draws, started
+
+for name in sys.argv[2:]:
+    child = os.fork()  # each one is imported first of all
+    if child == 0:
+        before = state()
+        __import__(name)
+        loaded = set(sys.modules) & {"tiktoken", "matplotlib", "triton", "sample", "train_gpt",
+                                     "nanogpt.fp8", "nanogpt.nvfp4", "nanogpt.fp16"} - {name}
+        if state() != before or loaded:
+            print(name, "has side effects", loaded, flush=True)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    if status:
+        print(name, "cannot be imported")
 """
-    run = start(str(ROOT), script=code, launcher=["-c"], cwd=tmp_path)
+
+
+def test_importing_does_nothing(tmp_path):
+    run = start(str(ROOT), "train_gpt", *ROOMS, script=IMPORT, launcher=["-c"], cwd=tmp_path)
     assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
     assert not list(tmp_path.iterdir())
 
 
-def test_the_file_reads_in_one_sitting():
-    source = SCRIPT.read_text()
-    assert source.count("\n") <= 2080
-    functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
-    long = {f.name: f.end_lineno - f.lineno + 1 for f in functions if f.end_lineno - f.lineno + 1 > 70}
-    assert set(long) <= {"main", "train"}, long
+def imports(name):
+    """The rooms that a room imports anywhere in its code, and "train_gpt"."""
+    path = ROOT / name.replace(".", "/")
+    path = path.with_suffix(".py") if path.with_suffix(".py").exists() else path / "__init__.py"
+    known, found = {*ROOMS, "train_gpt"}, set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            package = name.split(".")[0] if node.level or node.module == "shards" else ""  # data's, run as scripts
+            module = ".".join(part for part in (package, node.module) if part)
+            names = [module, *(f"{module}.{alias.name}" for alias in node.names)]
+        found |= known & set(names)
+    return found - {name}
+
+
+def test_no_room_imports_the_script_and_none_another_in_a_circle():
+    graph = {name: imports(name) for name in ROOMS}
+    assert "nanogpt.ranks" in graph["records.journal"] and "data.shards" in graph["data.prepare"], "imports are found"
+    importers = {name for name in ROOMS if "train_gpt" in graph[name]}
+    assert importers <= {"sample"}  # a program, too: what it does then is not done by an import of it
+    ready = {"train_gpt"}
+    while more := {name for name in ROOMS if name not in ready and graph[name] <= ready}:
+        ready |= more
+    assert ready == {*ROOMS, "train_gpt"}, f"in a circle: {sorted({*ROOMS} - ready)}"
+
+
+RECIPES = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import train_gpt as t
+for precision in ("bf16", "fp8-qkv", "fp16", "fp8", "nvfp4"):
+    t.main([*sys.argv[3:], f"--precision={precision}", f"--log_dir={sys.argv[2]}/{precision}", "--num_steps=1"])
+"""
+
+
+def test_the_room_of_a_recipe_is_imported_and_logged_only_if_the_recipe_is_asked_for(corpus, tmp_path):
+    args = arguments(data_dir=corpus, val_interval=0, val_tokens=256)
+    run = start(str(ROOT), str(tmp_path), *args, script=RECIPES, launcher=["-c"])
+    assert run.returncode == 0, run.stderr
+    found = {}
+    for folder in tmp_path.iterdir():
+        files = read_log(only_log(folder)).files
+        found[folder.name] = {name for name in ("fp8", "fp16", "nvfp4") if f"nanogpt/{name}.py" in files}
+        assert "sample.py" not in files
+    assert found == {"bf16": set(), "fp8-qkv": set(), "fp16": {"fp16"}, "fp8": {"fp16", "fp8"},
+                     "nvfp4": {"fp16", "fp8", "nvfp4"}}  # what was once imported, stays
 
 
 def test_the_source_is_read_before_anything_else():

@@ -246,9 +246,11 @@ def test_the_first_item_is_prepared_at_once_and_each_one_while_the_last_is_in_us
             yield number
 
     items = shards.ahead(make())
-    assert begun[0].wait(10) and not begun[1].wait(0.05)
+    assert begun[0].wait(10)
+    assert not begun[1].wait(0.05)
     assert next(items) == 0
-    assert begun[1].wait(10) and not begun[2].wait(0.05)
+    assert begun[1].wait(10)
+    assert not begun[2].wait(0.05)
     assert list(items) == [1, 2]
 
 
@@ -285,8 +287,15 @@ def test_an_item_is_let_go_when_the_next_one_is_there():  # a shard has 200 MB
 
 
 @pytest.mark.parametrize("num_sequences, seq_len, longest", [
-    (4, 256, 2048), (1, 256, 2048), (3, 512, 2048), (2, 128, 2048),
-    (4, 256, 100), (2, 256, 256), (2, 256, 257), (2, 128, 10)])
+    (4, 256, 2048),
+    (1, 256, 2048),
+    (3, 512, 2048),
+    (2, 128, 2048),
+    (4, 256, 100),
+    (2, 256, 256),
+    (2, 256, 257),
+    (2, 128, 10),
+])
 def test_batches_are_those_of_a_plain_walk_across_shards(paths, num_sequences, seq_len, longest):
     plan = same(num_sequences, longest)
     expected = walk(SHARDS, plan, seq_len + 1)

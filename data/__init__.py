@@ -1,0 +1,1 @@
+"""Shards of tokens: their format, how they are read, made from text, and fetched."""
