@@ -1,6 +1,7 @@
-"""What serves train_gpt.py and decides nothing on its default path: one file for each subject.
+"""What serves train_gpt.py: one file for each subject, and none of them imports it.
 
-ranks.py says which process this is, kernels.py has the GPU kernels, compiling.py compiles functions
-and reports it. recipe.py says what the trainer asks of a recipe for low precision; fp8.py, nvfp4.py
-and fp16.py are one recipe each. No file here imports train_gpt.py.
+ranks.py says which process this is, arguments.py reads the command line. kernels.py has the GPU
+kernels, masks.py what attention sees, and rows.py the looked-up rows of tables. compiling.py
+compiles functions and reports it. recipe.py says what the trainer asks of a recipe for low
+precision; fp8.py, nvfp4.py and fp16.py are one recipe each.
 """

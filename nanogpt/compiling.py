@@ -88,12 +88,15 @@ class KeptGraphs:
 
     Two things decide whether a graph may serve some arguments.
     - Its guards, which PyTorch keeps with it. They are checked at each call, as torch.compile does,
-      and know the form of tensors, which of them are the same one or overlap, all other values,
-      and the state of PyTorch: whether gradients are computed, autocast, the number of threads.
+      and know the form of tensors, which of them are the same one, all other values, and the
+      state of PyTorch: whether gradients are computed, autocast, the number of threads.
     - Its key, because kept guards know neither functions nor globals. The key has the source files,
       the versions of Python and PyTorch, the processor, the compiler's settings, and the name of
       each function in the arguments. It also has the form of the arguments, so that few graphs are
-      loaded only to be refused by their guards.
+        loaded only to be refused by their guards.
+
+    Memory that the function writes to may not overlap other arguments: neither these guards nor
+    those of torch.compile always notice.
 
     Arguments that are neither tensors, constants, functions, plain objects nor collections of these
     raise a TypeError, because the key could not say all that matters about them."""

@@ -302,7 +302,7 @@ if triton is not None:
 
     @triton.jit
     def relu_squared_kernel(
-        a,  # (M, K), as are all operands a tensor descriptor, which loads and stores whole tiles
+        a,  # (M, K)
         b_t,  # (N, K)
         h,  # (M, N), read backward only
         y,  # (M, N)
@@ -315,7 +315,8 @@ if triton is not None:
         LIMIT: tl.constexpr,
         TILE: tl.constexpr,
     ):
-        """Each program computes every n-th tile, where n is the number of programs."""
+        """Computes every n-th tile, where n is the number of programs. The five tensors come as
+        descriptors, which load and store whole tiles."""
         tiles_across = tl.cdiv(N, TILE)
         num_tiles = tl.cdiv(M, TILE) * tiles_across
         for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=True):
@@ -323,7 +324,7 @@ if triton is not None:
             column = tile % tiles_across * TILE
             sums = tl.zeros((TILE, TILE), tl.float32)
             for k in range(0, K, TILE):
-                # This is a fast accumulation, backward, too: there are only D terms.
+                # This is a fast accumulation, even backward, because it has only D terms.
                 sums = tl.dot(a.load([row, k]), b_t.load([column, k]).T, sums)
             z = sums * factor
             if BACKWARD:

@@ -546,10 +546,11 @@ def test_a_draw_of_zero_makes_no_candidate_infinite(number, zeros, monkeypatch):
 
 
 @pytest.fixture
-def eager_graphs(monkeypatch):
+def eager_graphs(monkeypatch, tmp_path):
     """torch.compile that captures graphs but generates no code: quick, and it recompiles for the same reasons."""
     compile_ = torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, **options: compile_(f, backend="eager", **options))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -585,6 +586,19 @@ def test_what_is_compiled_while_the_clock_runs_is_a_defect(eager_graphs, corpus,
     log = read_log(only_log(tmp_path))
     assert any(" of 1024 rows for training" in fact["what"] for fact in log.values("defect"))
     assert all(fact["seconds"] >= 0 for fact in log.values("defect")) and log.values("compile") == []
+
+
+def test_a_constant_that_an_importer_changes_is_obeyed_whatever_graphs_an_earlier_run_has_kept(
+        eager_graphs, corpus, tmp_path, monkeypatch):
+    def losses_of(name, **changes):
+        t.main(arguments(data_dir=corpus, log_dir=tmp_path / name, val_interval=0, dtype="float32", **changes))
+        torch._dynamo.reset()
+        return [s.loss for s in read_log(only_log(tmp_path / name)).steps]
+
+    before = losses_of("before", compile=True)
+    monkeypatch.setattr(t, "CAP", t.CAP._replace(height=10.0))
+    expected = losses_of("eager", compile=False)
+    assert losses_of("after", compile=True) == pytest.approx(expected, abs=1e-3) != pytest.approx(before, abs=1e-3)
 
 
 # ---------------------------------------------------------------------------------------------------- whose GPU
