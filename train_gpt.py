@@ -5,9 +5,9 @@
     python train_gpt.py --preset=laptop                      # two minutes on a CPU
     python train_gpt.py --help                               # every key, its meaning and unit
 
-This file holds everything that decides the result of a run. It reads from top to bottom: (1)
-configuration, (2) low precision, (3) attention, (4) the model, (5) the loss, (6) the optimizers,
-(7) schedules, (8) one step, validation and warm-up, (9) the run.
+This file holds what decides the result of a run. It reads from top to bottom: (1) configuration,
+(2) low precision, (3) attention, (4) parameters and layers, (5) the loss, (6) the whole model,
+(7) the optimizers, (8) schedules, (9) one step, validation and warm-up, (10) the run.
 
 What serves it lives in the folder of its subject: the shards in data/, the log in records/,
 kernels, compilation and the other recipes of low precision in nanogpt/. Importing this file does
@@ -104,8 +104,10 @@ class Config:
     # schedule
     schedule: str = key("speedrun", "entry of SCHEDULES: the stages of the run")
     num_steps: int = key(1560, "optimizer steps")
-    batch_tokens: int = key(393_216, "tokens per optimizer step in the last stage, over all GPUs")
-    seq_len: int = key(16_384, "tokens of a training sequence: whole documents, the last one cut")
+    batch_tokens: int = key(
+        393_216, "tokens of a full batch, over all GPUs; SCHEDULES gives each stage a part of it")
+    seq_len: int = key(
+        16_384, "tokens of a training sequence: documents one after another, the last one cut")
     micro_tokens: int = key(16_384, "most tokens a GPU works on at a time: fewer need less memory")
     cooldown_frac: float = key(
         0.6, "last fraction of the steps, over which the learning rate falls to 0.15")
@@ -207,7 +209,8 @@ SCHEDULES: dict[str, list[Stage]] = {
 
 
 class Layer(NamedTuple):
-    """What a layer has. This table is the only place that names layers by their number."""
+    """What a layer has. Nothing else names a layer by its number, but for the streams that
+    `late_mix` reads, at a third and two thirds of the depth."""
     attn: bool = True  # has attention
     window: str = "short"  # how far it sees: "short" or "long"
     paired: bool = False  # heads h and h + H/2 share a softmax: two keys a token (record 58)
@@ -292,7 +295,8 @@ def check_config(c: Config) -> None:
             f"--model_dim={c.model_dim} must be at least {GATE_DIM}, a gate's channels")
     require(c.device != "cuda" or torch.cuda.is_available(),
             "--device=cuda, but torch sees no GPU here")
-    require(c.attention != "flex" or c.device != "cpu",
+    cuda = c.device != "cpu" and torch.cuda.is_available()
+    require(c.attention != "flex" or cuda,
             "--attention=flex needs CUDA: it has no backward on CPU")
     if c.nvfp4_without:
         recipe.room("nvfp4").parts_to_leave_out(c.nvfp4_without)  # raises BadInput for others
@@ -320,12 +324,13 @@ def check_config(c: Config) -> None:
 # A projection y = x w^T has three products: y itself (fprop), dx = dy w (dgrad) and dw = dy^T x
 # (wgrad). Activations and weights need precision, so they are in e4m3; gradients need range, so
 # they are in e5m2. The FP8 units want both operands contiguous along the dimension that is
-# summed, and each of x, w and dy is summed along both of its dimensions, so each is written both
-# ways when it is rounded. In fprop, sums may be quick ("fast accumulation" keeps fewer bits); in
-# gradients errors of quick sums would add up.
+# summed. Each of x, w and dy is used in two products, which sum along different dimensions, so we
+# store it and its transpose when it is rounded. In fprop, sums may be quick ("fast accumulation"
+# keeps fewer bits). In gradients the errors of quick sums would add up, so only the gradient of the
+# MLP's hidden layer has them: it sums few numbers.
 #
 # Every number of these formats is exact in bf16. Hardware without FP8 products multiplies the same
-# rounded numbers in bf16: it gives the same results, slower.
+# rounded numbers in bf16. That is slower, and differs only in the order of sums.
 
 PROJECTIONS = ("qkv", "o", "fc", "proj", "lm_head")
 
@@ -403,11 +408,11 @@ class StaticMLP(torch.autograd.Function):
         x8_t, up8, down8_t, hidden8, hidden8_t = ctx.saved_tensors
         dtype = gradient.dtype
         g8, g8_t = kernels.quantize(gradient, GRADIENT_SCALE, E5M2)  # (T, D), (D, T)
-        z8, z8_t = kernels.relu_squared_backward(  # the gradient of x up: (T, F), (F, T)
+        dz8, dz8_t = kernels.relu_squared_backward(  # of z = x up: (T, F), (F, T)
             g8, down8_t, hidden8, GRADIENT_SCALE * WEIGHT_SCALE, INPUT_SCALES["proj"],
             GRADIENT_SCALE)
-        grad_x = kernels.static_product(z8, up8, GRADIENT_SCALE * WEIGHT_SCALE, dtype)
-        grad_up = kernels.static_product(x8_t, z8_t, INPUT_SCALES["fc"] * GRADIENT_SCALE, dtype)
+        grad_x = kernels.static_product(dz8, up8, GRADIENT_SCALE * WEIGHT_SCALE, dtype)
+        grad_up = kernels.static_product(x8_t, dz8_t, INPUT_SCALES["fc"] * GRADIENT_SCALE, dtype)
         grad_down = kernels.static_product(
             g8_t, hidden8_t, GRADIENT_SCALE * INPUT_SCALES["proj"], dtype)
         return grad_x, grad_up, grad_down
@@ -512,7 +517,8 @@ class Plain:
 
     def mlp(self, x: Tensor, up: Tensor, down: Tensor, factor: Tensor, proj: "Plain") -> Tensor:
         """x (T, D), up and down (D, F) -> factor relu(x up)^2 down^T (T, D). The second product
-        follows the recipe `proj`."""
+        follows the recipe `proj`. To try another activation, change it here, and run with
+        --precision=fp8-head: the FP8 recipes of the MLP have this one in their kernels."""
         hidden = F.relu(self.linear(x, up.t())).square()  # (T, F)
         return proj.linear(hidden, down, factor)
 
@@ -542,6 +548,10 @@ class StaticFP8(Plain):
         if isinstance(proj, StaticFP8):
             return StaticMLP.apply(x, up, factor * down)
         return super().mlp(x, up, down, factor, proj)
+
+
+class StaticFP8Head(Plain):
+    """The head in FP8 with constant scales."""
 
     def head_loss(self, x, w, targets, bias):
         return FP8HeadLoss.apply(x, w, targets, bias)
@@ -577,7 +587,7 @@ class LayerRecipes(NamedTuple):
 PLAIN = Plain()
 PLAIN_LAYER = LayerRecipes(PLAIN, PLAIN, PLAIN, PLAIN)
 STATIC = {name: StaticFP8(scale) for name, scale in INPUT_SCALES.items()}
-STATIC["lm_head"] = StaticFP8(HEAD_INPUT_SCALE)
+STATIC["lm_head"] = StaticFP8Head()
 
 
 def recipe_options(c: Config) -> recipe.Options:
@@ -634,13 +644,14 @@ def find_sites(c: Config, names: list[dict[str, str]]) -> list[recipe.Site]:
 
 
 class Precision:
-    """The recipe of every projection of a model. Some recipes keep things between steps: `kept`
+    """The recipe of every projection of a model. Some recipes keep things between steps: `recipes`
     tells them when weights have changed, when a validation begins, and so on
     (nanogpt/recipe.py)."""
 
     def __init__(self, c: Config, device: torch.device, banks: dict[str, Tensor]):
         self.names = choose_recipes(c, device)
-        self.kept = recipe.Recipes(self.names, find_sites(c, self.names), banks, recipe_options(c))
+        sites = find_sites(c, self.names)
+        self.recipes = recipe.Recipes(self.names, sites, banks, recipe_options(c))
         self.layers = []
         for i in range(len(self.names) - 1):
             of_layer = [self.recipe_at(i, name) for name in LayerRecipes._fields]
@@ -652,12 +663,12 @@ class Precision:
         if chosen == "fp8-static":
             return STATIC[name]
         if chosen in ("fp8", "nvfp4"):
-            return Measured(self.kept.product(layer, name, chosen))
+            return Measured(self.recipes.product(layer, name, chosen))
         return PLAIN
 
     def at(self, view: "View", training: bool) -> tuple[list[LayerRecipes], Plain]:
-        """The recipes of all layers and of the head; plain ones in validation, and where the
-        schedule says so."""
+        """The recipes of all layers and of the head. They are plain in validation, and in the last
+        part of the run if --bf16_last_frac says so."""
         if training and not view.plain:
             return self.layers, self.head
         return [PLAIN_LAYER] * len(self.layers), PLAIN
@@ -669,8 +680,9 @@ class Precision:
 # A query sees a key if the key is not later, both belong to the same document, and the key's
 # block is among the last `window` blocks up to the query's (nanogpt/masks.py). On GPUs
 # FlexAttention skips the blocks in which nothing is seen; elsewhere PyTorch's scaled-dot-product
-# attention computes the same. Windows are numbers outside of every compiled graph, so a new
-# window compiles nothing.
+# attention computes the same. Where heads are paired, the sequence has two positions a token, so
+# their windows reach half as many tokens. Windows are numbers outside of every compiled graph, so
+# with FlexAttention a new window compiles nothing.
 
 
 class View(NamedTuple):
@@ -679,7 +691,7 @@ class View(NamedTuple):
     windows: dict[str, int]  # "long" and "short", in blocks
     frequencies: tuple[float, ...]  # of the rotary embedding, radians a position
     score_scale: float  # multiplies the scores of attention
-    plain: bool = False  # without recipes of low precision
+    plain: bool = False  # in the last --bf16_last_frac of the steps: no recipe of low precision
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor) -> Tensor:
@@ -692,8 +704,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor) -> Tensor:
 
 
 # --------------------------------------------------------------------------------------------------
-# 4. The model. TOPOLOGIES (section 1) says which layer has what, and this table which parameters
-# there are; nothing else knows the number of a layer.
+# 4. Parameters and layers. TOPOLOGIES (section 1) says which layer has what.
 
 SIGNS = 8192  # rows of random signs, which tell bigrams of one hash apart (record 83)
 
@@ -711,7 +722,7 @@ class Param(NamedTuple):
     optimizer: str  # "muon" or "adam"
     lr: float | tuple[float, ...]  # of Muon: one for each matrix, in turn
     init: Callable[[Tensor], None]  # fills a float32 tensor in place
-    decay: float = 0.0  # weight decay, already multiplied by the learning rate
+    decay: float = 0.0  # weight decay: an update takes lr * decay of a weight away
     betas: tuple[float, float] = (0.9, 0.99)  # of Adam
     # Which part of it a rank updates: its "slice" of the first dimension, "all" of it, or its
     # part of the columns of those "rows" that were looked up.
@@ -731,8 +742,9 @@ def values(*numbers: float) -> Callable[[Tensor], None]:
 
 
 def parameter_table(c: Config) -> dict[str, Param]:
-    """All parameters, in the order in which the optimizer works on them. Matrices come first and
-    last: their updates take long enough for the others to be summed, and then handed out."""
+    """All parameters, in the order in which the optimizer works on them. Large matrices stand
+    before the tables and after them: while the GPU updates a matrix, the network sums other
+    gradients and hands out finished weights."""
     layers = TOPOLOGIES[c.topology]
     L = len(layers)
     D = c.model_dim
@@ -769,6 +781,7 @@ def parameter_table(c: Config) -> dict[str, Param]:
         "vo": Param((num_attn * 2, D, D), init=narrow, lr=(c.muon_lr,), **muon),
         "scalars": Param((L, len(SCALARS)), init=values(*SCALARS.values()), **scalar),
         "smear": Param((1,), init=zero, **scalar),
+        # the small network of `late_mix`: 64 hidden units, an amount of each of five sources
         "late_in": Param((64, D), init=uniform(D**-0.5), **late),
         "late_out": Param((5, 64), init=zero, **late),
         "late_bias": Param((5,), init=values(0, 0, -5, 0, 0), **late),
@@ -897,7 +910,7 @@ def block(x: Tensor, normed: Normed, weights: LayerWeights, context: LayerContex
 
 
 def normed_stream(x: Tensor) -> Normed:
-    """The first channels are a tensor of their own: the gradient of a view would be as large as
+    """The first channels are copied: autograd would pad the gradient of a view to the size of
     x."""
     return Normed(x, x[:, :GATE_DIM].clone())
 
@@ -907,40 +920,93 @@ def previous(tokens: Tensor, begins: Tensor) -> Tensor:
     return torch.where(begins, 0, tokens.roll(1))
 
 
-class Lookup(NamedTuple):
-    """What the model looks up for tokens."""
-    tokens: Tensor  # (T,) int64
-    begins: Tensor  # (T,) bool, where documents begin
-    bigram: Tensor  # (T, D), the rows of the table of bigrams
-
-
-def embed_inputs(lookup: Lookup, embed: Tensor, signs: Tensor, smear: Tensor, weights: Tensor,
+def embed_inputs(tokens: Tensor, begins: Tensor, bigram: Tensor, embed: Tensor, signs: Tensor,
+                 smear: Tensor, scalars: Tensor,
                  layers: tuple[int, ...]) -> tuple[Normed, list[Tensor]]:
     """The first stream, and what is added to it in each of `layers`: embedding and bigrams, by
     two of the learned `weights` (L, 2) of each layer. Nothing crosses the border of a
     document."""
-    tokens, begins, bigram = lookup
     x = F.embedding(tokens, embed)
     x = norm(x + smear.to(x.dtype) * torch.where(begins[:, None], 0, x.roll(1, 0)))  # record 34
     normed = normed_stream(x)
     bigram = bigram * signs[(tokens ^ previous(tokens, begins)) % SIGNS]
-    injects = [weights[i, 0] * x + weights[i, 1] * bigram for i in layers]
+    x0_weights, bigram_weights, *_ = scalars.unbind(1)  # the first two of SCALARS, (L,) each
+    injects = [x0_weights[i] * x + bigram_weights[i] * bigram for i in layers]
     return normed, injects
 
 
 class LateMix(NamedTuple):
-    """A small network that takes for each token from earlier streams (MUDD: record 81)."""
+    """A small network that decides for each token how much of five sources is added at the end
+    (MUDD: record 81)."""
     w_in: Tensor  # (64, D)
     w_out: Tensor  # (5, 64)
     bias: Tensor  # (5,)
 
 
 def late_mix(x: Tensor, sources: tuple[Tensor, ...], weights: LateMix) -> Tensor:
-    """x (T, D) and what the network takes from each of the sources (T, D), normalised."""
+    """x (T, D), the last stream, plus an amount of each source (T, D), normalised. The sources are
+    the first stream, three later ones and the first value embedding."""
     hidden = F.gelu(F.linear(x, weights.w_in.to(x.dtype)))
     amounts = F.linear(hidden, weights.w_out.to(x.dtype)) + weights.bias.to(x.dtype)  # (T, 5)
     taken = sum(0.1 * amounts[:, i : i + 1] * source for i, source in enumerate(sources))
     return norm(x + taken)
+
+
+# --------------------------------------------------------------------------------------------------
+# 5. The loss, over candidates
+#
+# Logits over all 50,304 tokens would be a third of the work of a step. In training each
+# micro-batch tells the next token from fewer candidates (16,384 by default): all tokens that are
+# a target in it, and others that are drawn, the more frequent the more likely. A candidate that
+# was drawn stands for as many tokens as it was drawn from; the logarithm of this number is added
+# to its logit. The sum of exponentials over the vocabulary is then right on average. The gradient
+# is a ratio of two such sums, so it has a small bias, which more candidates make smaller. This is
+# a sampled softmax (Bengio and Senecal 2008). Validation is over the whole vocabulary. In a pair of
+# runs on one H200 it took 13 % less time and 0.0014 more loss, which is less than seeds differ by
+# (records/2026-11-22_ladder_candidates).
+
+VAL_CHUNK = 16_384  # tokens whose logits are computed at a time in validation
+
+
+class Head(NamedTuple):
+    """What the loss needs beside the stream."""
+    weight: Tensor  # (V, D), or that of the candidates
+    targets: Tensor  # (T,) rows of the weight; -1: none
+    bias: Tensor | None  # (V,), added to the capped logits
+
+
+def head_loss(x: Tensor, sources: tuple[Tensor, ...], late: LateMix, head: Head,
+              head_recipe: Plain) -> Tensor:
+    """x (T, D) and sources (T, D) -> the cross-entropy of the capped logits, summed over T."""
+    x = late_mix(x, sources, late)
+    return head_recipe.head_loss(x, head.weight, head.targets, head.bias)
+
+
+def choose_candidates(targets: Tensor, is_target: Tensor, counts: Tensor,
+                      number: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Priority sampling (Duffield et al. 2007). targets (T,), -1: none; is_target (V,) bool; counts
+    (V,), how often each token was a target so far -> the candidates (number,), the logarithm of how
+    many tokens each one stands for (number,), and each target's place among the candidates (T,), or
+    -1 for a target that has none because more than `number` tokens are targets.
+
+    A token's size is its count, and its priority is size / u with u uniform in (0, 1]. The tokens
+    of highest priority are chosen. One of size s is chosen if its u is below s / p, p being the
+    highest priority of those left out; so it stands for max(1, p / s) tokens. Targets get a size
+    that is large enough to be certain."""
+    certain = 1e30
+    size = torch.where(is_target, certain, 1 + counts)
+    u = torch.rand_like(size).clamp(min=2.0**-25)  # rand may be 0, whose priority is infinite
+    priority, order = (size / u).clamp(max=certain).topk(number + 1)
+    chosen = order[:-1]
+    stands_for = (priority[-1] / size[chosen]).clamp(min=1)
+    place = order.new_full(counts.shape, -1)
+    place = place.scatter(0, chosen, torch.arange(number, device=order.device))
+    places = torch.where(targets < 0, -1, place[targets.clamp(min=0)])
+    return chosen, stands_for.log(), places
+
+
+# --------------------------------------------------------------------------------------------------
+# 6. The whole model
 
 
 class GPT(nn.Module):
@@ -1028,14 +1094,14 @@ class GPT(nn.Module):
         """cos and sin (2 T, 1, d), two positions a token for paired heads, and the scale of
         scores."""
         c = self.config
-        key = (view.frequencies, view.score_scale, T)
-        if key not in self.rotary_tables:  # all are kept, because CUDA graphs read them
+        which = (view.frequencies, view.score_scale, T)
+        if which not in self.rotary_tables:  # they are kept: the CUDA graphs of training read them
             device = self.signs.device
             frequencies = torch.tensor(view.frequencies, dtype=torch.float64, device=device)
             head_dim = c.model_dim // c.num_heads
             cos, sin = rotary_table(2 * T, frequencies, head_dim, self.lm_head.dtype)
-            self.rotary_tables[key] = cos, sin, torch.tensor(view.score_scale, device=device)
-        return self.rotary_tables[key]
+            self.rotary_tables[which] = cos, sin, torch.tensor(view.score_scale, device=device)
+        return self.rotary_tables[which]
 
     def make_masks(self, begins: Tensor, windows: dict[str, int]) -> dict:
         """The mask of each window, for single and for paired heads: (window's name, paired) ->
@@ -1060,8 +1126,8 @@ class GPT(nn.Module):
 
         What a layer lacks is None in training, where each kind of layer has a compiled graph of
         its own and spends no time on it. In validation it is something without effect, so that
-        two graphs serve all layers with attention: zeros as value embedding and for xsa, and as
-        many documents as tokens, so that no key is shifted."""
+        two graphs serve all layers with attention: zeros as value embedding and for xsa, and
+        `begins` that is true everywhere, so that no key is shifted."""
         T = len(begins)
         made_masks = self.make_masks(begins, view.windows)
         cos, sin, score_scale = self.rotary(view, T)
@@ -1093,11 +1159,10 @@ class GPT(nn.Module):
         if looked_up is None:
             looked_up = self.look_up(tokens, training)
         begins = self.begins(tokens, training)
-        lookup = Lookup(tokens, begins, looked_up["bigrams"])
         with_attention = tuple(i for i in range(L) if self.layers[i].attn)
         normed, injects = self.functions.embed_inputs(
-            lookup, self.weight("lm_head"), self.signs, self.smear, self.scalars[:, :2],
-            with_attention)
+            tokens, begins, looked_up["bigrams"], self.weight("lm_head"), self.signs, self.smear,
+            self.scalars, with_attention)
         value_embeds = looked_up["value_embeds"]
         if not training:  # one more, of zeros, for layers that have none
             del looked_up
@@ -1108,7 +1173,9 @@ class GPT(nn.Module):
         recipes, _ = self.precision.at(view, training)
 
         x = first_x = normed.x
-        normed = normed._replace(x=x.view_as(x))  # the same tensor twice would be another graph
+        # view_as makes a new tensor object. If a layer got the same object twice, torch.compile
+        # would make another graph for it.
+        normed = normed._replace(x=x.view_as(x))
         outputs = []
         for_later = {}  # layer -> its Normed, if a later layer reads that instead of the stream
         for i, layer in enumerate(self.layers):
@@ -1116,7 +1183,7 @@ class GPT(nn.Module):
             if layer.skip is not None:
                 context = context._replace(skip=outputs[layer.skip])
             if only is None or i in only:
-                reads = for_later.get(layer.source, normed)
+                reads = normed if layer.source is None else for_later[layer.source]
                 x, normed = self.functions.block(x, reads, weights[i], context, recipes[i])
             outputs.append(x.view_as(x))
             if any(other.source == i for other in self.layers):
@@ -1144,7 +1211,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def choose(self, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """`choose_candidates`, and the counts that it needs and leaves."""
+        """Counts the targets, draws candidates, and counts the targets that are none of them."""
         known = (targets >= 0).to(self.target_counts.dtype)
         here = torch.zeros_like(self.target_counts).index_add_(0, targets.clamp(min=0), known)
         self.target_counts += here
@@ -1187,66 +1254,14 @@ def initialize(model: GPT, seed: int) -> dict[str, Tensor]:
 
 
 # --------------------------------------------------------------------------------------------------
-# 5. The loss, over candidates
+# 7. The optimizers: Muon for matrices, Adam for the rest, each rank updating its share
 #
-# Logits over all 50,304 tokens would be a quarter of the work of a step. In training each
-# micro-batch tells the next token from fewer candidates (16,384 by default): all tokens that are
-# a target in it, and others that are drawn, the more frequent the more likely. A candidate that
-# was drawn stands for as many tokens as it was drawn from; the logarithm of this number is added
-# to its logit. The sum of exponentials over the vocabulary is then right on average. The gradient
-# is a ratio of two such sums, so it has a small bias, which more candidates make smaller. This is
-# a sampled softmax (Bengio and Senecal 2008). Validation is over the whole vocabulary. Measured
-# on one H200: 13 % less time for 0.0014 of loss, which is less than seeds differ by
-# (records/2026-11-22_ladder_candidates).
-
-VAL_CHUNK = 16_384  # tokens whose logits are computed at a time in validation
-
-
-class Head(NamedTuple):
-    """What the loss needs beside the stream."""
-    weight: Tensor  # (V, D), or that of the candidates
-    targets: Tensor  # (T,) rows of the weight; -1: none
-    bias: Tensor | None  # (V,), added to the capped logits
-
-
-def head_loss(x: Tensor, sources: tuple[Tensor, ...], late: LateMix, head: Head,
-              head_recipe: Plain) -> Tensor:
-    """x (T, D) and sources (T, D) -> the cross-entropy of the capped logits, summed over T."""
-    x = late_mix(x, sources, late)
-    return head_recipe.head_loss(x, head.weight, head.targets, head.bias)
-
-
-def choose_candidates(targets: Tensor, is_target: Tensor, counts: Tensor,
-                      number: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Priority sampling (Duffield et al. 2007). targets (T,), -1: none; is_target (V,) bool; counts
-    (V,), how often each token was a target so far -> the candidates (number,), the logarithm of how
-    many tokens each one stands for (number,), and each target's place among the candidates (T,), or
-    -1 for a target that has none because more than `number` tokens are targets.
-
-    A token's size is its count, and its priority is size / u with u uniform in (0, 1]. The tokens
-    of highest priority are chosen. One of size s is chosen if its u is below s / p, p being the
-    highest priority of those left out; so it stands for max(1, p / s) tokens. Targets get a size
-    that is large enough to be certain."""
-    certain = 1e30
-    size = torch.where(is_target, certain, 1 + counts)
-    u = torch.rand_like(size).clamp(min=2.0**-25)  # rand may be 0, whose priority is infinite
-    priority, order = (size / u).clamp(max=certain).topk(number + 1)
-    chosen = order[:-1]
-    stands_for = (priority[-1] / size[chosen]).clamp(min=1)
-    place = order.new_full(counts.shape, -1)
-    place = place.scatter(0, chosen, torch.arange(number, device=order.device))
-    places = torch.where(targets < 0, -1, place[targets.clamp(min=0)])
-    return chosen, stands_for.log(), places
-
-
-# --------------------------------------------------------------------------------------------------
-# 6. The optimizers: Muon for matrices, Adam for the rest, each rank updating its share
-#
-# Every rank computes with a bf16 copy of all weights. The float32 originals ("masters") and the
-# state of the optimizers exist only once: on the rank that owns that slice of the bank. A step
-# has three phases. Every gradient is summed over the ranks, and each rank keeps its slice of the
-# sum (reduce-scatter). It updates its slice. It hands the new bf16 slice out to all (all-gather).
-# These transfers run in the background, while the next parameter is being worked on.
+# Every rank computes with a bf16 copy of all large weights. Their float32 originals ("masters")
+# and the state of the optimizers exist only once: on the rank that owns that slice of the bank. A
+# step has three phases. Every gradient is summed over the ranks, and each rank keeps its slice of
+# the sum (reduce-scatter). It updates its slice. It hands the new bf16 slice out to all
+# (all-gather). These transfers run in the background, while the next parameter is being worked
+# on.
 #
 # The tables of value embeddings and bigrams have far more rows than a batch has tokens. Only the
 # rows that some rank looked up have a gradient and are updated. A rank's share of a table is some
@@ -1296,18 +1311,12 @@ class MuonState(NamedTuple):
     mean_square: Tensor  # of each neuron's update over time: (n, rows, 1) or (n, 1, columns)
 
 
-class MuonRates(NamedTuple):
-    lr: Tensor  # (n, 1, 1)
-    decay: Tensor  # ()
-    momentum: Tensor  # ()
-
-
-def muon_update(master: Tensor, part: Tensor, gradient: Tensor, state: MuonState,
-                rates: MuonRates) -> None:
+def muon_update(master: Tensor, part: Tensor, gradient: Tensor, state: MuonState, lr: Tensor,
+                decay: Tensor, momentum: Tensor) -> None:
     """Updates master (n, rows, columns) by orthogonalized Nesterov momentum, and copies it to
-    `part`. Neurons whose updates were large over time get smaller ones, and the matrix as a whole
-    as large a one as before (NorMuon, Li et al. 2025; record 41)."""
-    lr, decay, momentum = rates
+    `part`. Neurons whose updates were large over time get smaller ones; then the update of each
+    matrix gets its old norm again (NorMuon, Li et al. 2025; record 41). lr (n, 1, 1), decay () and
+    momentum () are tensors."""
     gradient = gradient.to(master.dtype)
     state.momentum_buffer.add_((gradient - state.momentum_buffer) * (1 - momentum))
     nesterov = gradient + (state.momentum_buffer - gradient) * momentum
@@ -1329,7 +1338,7 @@ class AdamState(NamedTuple):
 
 
 class AdamRates(NamedTuple):
-    """Numbers, or tensors () on the CPU: compiled functions read those anew at each call."""
+    """Numbers, or tensors () on the CPU: a number would be a constant of the compiled graph."""
     lr: float | Tensor
     decay: float | Tensor
     beta1: float | Tensor
@@ -1339,8 +1348,8 @@ class AdamRates(NamedTuple):
 
 def adam_update(master: Tensor, part: Tensor, gradient: Tensor, state: AdamState,
                 rates: AdamRates) -> None:
-    """Updates master by Adam (Kingma & Ba 2015), and copies it to `part`; all of any equal
-    shape."""
+    """Updates master by Adam (Kingma & Ba 2015), and copies it to `part`. All tensors have the same
+    shape. For rows of tables kernels.adam_rows does the same."""
     gradient = gradient.to(master.dtype)
     state.mean.add_((gradient - state.mean) * (1 - rates.beta1))
     state.mean_square.add_((gradient.square() - state.mean_square) * (1 - rates.beta2))
@@ -1350,7 +1359,8 @@ def adam_update(master: Tensor, part: Tensor, gradient: Tensor, state: AdamState
 
 
 class Functions(NamedTuple):
-    """The pure functions that do most of the work, so that they can be compiled."""
+    """The functions that do most of the work. They read nothing but their arguments, so that they
+    can be compiled."""
     block: Callable
     head_loss: Callable
     embed_inputs: Callable
@@ -1368,10 +1378,9 @@ class Optimizer:
 
     def __init__(self, model: GPT):
         self.model = model
-        self.recipes = model.precision.kept
+        self.recipes = model.precision.recipes
         self.rank, self.world_size = rank_and_world_size()
         self.banks = {name: bank.data for name, bank in model.named_parameters()}
-        self.tables = model.big_tables
         self.muon_lr = {}  # (n, 1, 1) for the matrices that this rank updates
         for name, param in model.table.items():
             if param.optimizer == "muon":
@@ -1385,7 +1394,7 @@ class Optimizer:
         """Starts anew from the float32 weights `full`, as `initialize` returns them."""
         self.masters = {name: self.own(name, w).clone() for name, w in full.items()}
         self.state = {name: self.zero_state(name) for name in full}
-        self.looked_up = LookedUpRows({name: self.masters[name] for name in self.tables})
+        self.looked_up = LookedUpRows({name: self.masters[name] for name in self.model.big_tables})
         self.sums = {}  # name -> this rank's part of the summed gradient, and its transfer
         self.steps = 0  # updates, without those that were left out
         self.bytes_sent = 0
@@ -1421,7 +1430,7 @@ class Optimizer:
     def start_table_sums(self) -> None:
         """The same for the rows of the tables."""
         with self.looked_up.on_stream():
-            dtypes = {name: self.banks[name].dtype for name in self.tables}
+            dtypes = {name: self.banks[name].dtype for name in self.model.big_tables}
             for name, total in self.looked_up.sums(dtypes).items():
                 self.sums[name] = self.start_sum(name, total)
 
@@ -1437,8 +1446,8 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, lr_factor: float, momentum: float) -> None:
-        """Updates all weights from their .grad and from the looked-up rows, and frees both. A
-        collective: all ranks must call it together."""
+        """Updates all weights from the gradients: those of `start_sums`, which is called here if
+        the caller has not done so, and those of the looked-up rows. A collective."""
         # 1. Sum the gradients over the ranks.
         self.start_sums()
         if not self.recipes.gradients_are_finite(self.finished_sums()):
@@ -1446,9 +1455,9 @@ class Optimizer:
             return
         self.steps += 1
 
-        # 2. Update the own part of each parameter, and begin to hand it out. The tables' sums
-        # begin only when it is their turn: transfers take turns, and the matrices' must not wait
-        # for sums.
+        # 2. Update the own part of each parameter, and begin to hand it out. Transfers run one
+        # after another. The large sums of the tables are queued late, so that no matrix waits for
+        # them.
         names = [name for name in self.model.table
                  if name in self.sums or name in self.looked_up.totals]
         handed_out = {}
@@ -1464,16 +1473,17 @@ class Optimizer:
         for name, (parts, transfer) in handed_out.items():
             with self.stream_of(name):
                 transfer.wait()
-                if name in self.tables:
+                if name in self.model.big_tables:
                     self.looked_up.put(name, self.banks[name], parts)
         self.looked_up.meet()
         self.bytes_sent += self.recipes.weights_changed(names, self.masters)
 
     def stream_of(self, name: str):
-        return torch.cuda.stream(self.looked_up.beside if name in self.tables else None)
+        return torch.cuda.stream(self.looked_up.beside if name in self.model.big_tables else None)
 
     def finished_sums(self) -> Iterator[Tensor]:
-        """All summed gradients. Begins the tables' sums first, and waits for all."""
+        """All summed gradients, after waiting for them. This runs only if a recipe asks for them,
+        because it must know whether they are finite."""
         self.start_table_sums()
         for _, transfer in self.sums.values():
             transfer.wait()
@@ -1499,11 +1509,11 @@ class Optimizer:
         decay = lr_factor * param.decay
         if param.optimizer == "muon":
             part = self.own(name, bank)
-            rates = MuonRates(
-                lr_factor * self.muon_lr[name], torch.tensor(decay), torch.tensor(momentum))
-            self.model.functions.muon_update(master, part, gradient, state, rates)
+            self.model.functions.muon_update(
+                master, part, gradient, state, lr_factor * self.muon_lr[name],
+                torch.tensor(decay), torch.tensor(momentum))
             return part
-        t = max(self.steps, 1)
+        t = max(self.steps, 1)  # 0 in the warm-up
         beta1, beta2 = param.betas
         correction = (1 - beta2**t) ** 0.5 / (1 - beta1**t)
         rates = AdamRates(lr_factor * param.lr, decay, beta1, beta2, correction)
@@ -1531,12 +1541,13 @@ class Optimizer:
         return parts, all_gather(parts, part, async_op=True)
 
     def bytes_per_step(self) -> int:
-        """What this rank sent for an update on average, if the ranks form a ring."""
+        """What this rank sent of gradients and weights for an update on average, if the ranks form
+        a ring."""
         return round((1 - 1 / self.world_size) * self.bytes_sent / max(self.steps, 1))
 
 
 # --------------------------------------------------------------------------------------------------
-# 7. Schedules: pure functions of the step
+# 8. Schedules: pure functions of the step
 
 
 def stages(c: Config) -> list[tuple[int, int, Stage]]:
@@ -1563,7 +1574,7 @@ def stage_tokens(stage: Stage, c: Config) -> int:
 
 def total_tokens(c: Config) -> int:
     """Tokens that the whole run trains on."""
-    return sum((end - first) * stage_tokens(stage, c) for first, end, stage in stages(c))
+    return c.seq_len * sum(count for count, _ in batch_plan(c))
 
 
 def batch_plan(c: Config) -> list[tuple[int, int]]:
@@ -1591,7 +1602,8 @@ def view_of(step: int, c: Config) -> View:
     """Windows and rotary frequencies of the step's stage, by YaRN (Peng et al. 2023; record 31).
 
     Where the long window grew from a to b blocks, frequencies that turn less than once in a window
-    fall by a / b, those that turn 32 times stay, and those between do a part of both."""
+    are multiplied by a / b, those that turn 32 times stay, and those between are interpolated. The
+    scores grow a little with the window (YaRN's temperature)."""
     head_dim = c.model_dim // c.num_heads
     rotating = head_dim // 4
     frequencies = [(1 / 1024) ** (j / max(rotating - 1, 1)) for j in range(rotating)]
@@ -1616,7 +1628,7 @@ def view_of(step: int, c: Config) -> View:
 
 
 # --------------------------------------------------------------------------------------------------
-# 8. One step, validation, warm-up
+# 9. One step, validation, warm-up
 
 
 def compiled_functions(report: Callable[[str, float], None], sources: str) -> Functions:
@@ -1667,7 +1679,7 @@ def forward_backward(model: GPT, view: View, inputs: Tensor, targets: Tensor, *r
         table = getattr(model, name).detach()
         looked_up[name] = F.embedding(index, table).requires_grad_()
     loss = model(inputs, targets, view, True, looked_up, only)
-    model.precision.kept.scale_loss(loss).backward()
+    model.precision.recipes.scale_loss(loss).backward()
     return loss.detach(), {name: x.grad for name, x in looked_up.items()}
 
 
@@ -1695,7 +1707,7 @@ def train_step(model: GPT, optimizer: Optimizer, batch: list[tuple[Tensor, Tenso
         total = total + loss
     optimizer.step(lr_factor(step, c), muon_momentum(step, c))
     total = total / stage_tokens(stage_of(step, c), c)
-    total = torch.cat([total[None], model.precision.kept.measurements.faults()])
+    total = torch.cat([total[None], model.precision.recipes.measurements.faults()])
     if dist.is_initialized():
         dist.all_reduce(total, async_op=True).wait()  # here wait() orders streams; the CPU goes on
     return total
@@ -1744,13 +1756,13 @@ class WarmUp:
         of_kind = {}  # a step of each stage, with and without its recipes
         for step in range(self.c.num_steps):
             of_kind[stage_of(step, self.c), view_of(step, self.c).plain] = step
-        self.steps = list(of_kind.values())
-        self.dense = [name for name in model.table if name not in optimizer.tables]
+        self.stage_steps = list(of_kind.values())
+        self.dense = [name for name in model.table if name not in model.big_tables]
 
     def run(self, call: Callable) -> None:
         if rank_and_world_size()[1] > 1:
             self.compile_share()
-        for step in self.steps:
+        for step in self.stage_steps:
             self.forward_backward(step)  # uncaptured: a CUDA graph must not contain a first use
             train_step(self.model, self.optimizer, self.micro_batches(step), step, call)
             if not self.model.flex:  # the shapes of these masks depend on the windows
@@ -1760,9 +1772,8 @@ class WarmUp:
         self.optimizer.reset(initialize(self.model, self.c.seed))
 
     def compile_share(self) -> None:
-        """Each rank compiles some graphs first; in `run` it finds those of the other ranks in the
-        compiler's cache on disk (60 s until the first step of four ranks, where one alone needs
-        82)."""
+        """Each rank compiles some graphs first. In `run` it finds those of the other ranks in the
+        compiler's cache on disk: four ranks start after 60 s, where one alone needs 82."""
         rank, world_size = rank_and_world_size()
         layers = sorted(enumerate(self.model.layers), key=lambda item: item[1].attn)
         kinds = {}  # of layers in training and in validation; each has a graph of its own
@@ -1770,11 +1781,11 @@ class WarmUp:
         for i, layer in layers:
             kinds[layer.attn, layer.paired, layer.offset, layer.xsa, layer.value_embed is None] = i
             val_kinds[layer.attn, layer.paired] = i
-        lengths = {len(self.micro_batches(step)[0][0]): step for step in self.steps}
+        lengths = {len(self.micro_batches(step)[0][0]): step for step in self.stage_steps}
         jobs = [(self.forward_backward, step, list(kinds.values())) for step in lengths.values()]
         jobs.append((self.validate, self.c.num_steps, list(val_kinds.values())))
-        for turn, (job, step, kinds) in enumerate(jobs):  # by turns another rank has the one more
-            job(step, only=kinds[(rank + turn) % world_size :: world_size])
+        for turn, (job, step, which) in enumerate(jobs):  # it is never the same rank that has most
+            job(step, only=which[(rank + turn) % world_size :: world_size])
         table = self.model.table
         muon_first = sorted(self.dense, key=lambda name: table[name].optimizer, reverse=True)
         self.update(muon_first[rank::world_size])
@@ -1840,14 +1851,14 @@ def load_checkpoint(path: str, device: torch.device) -> GPT:
 
 
 def continue_text(model: GPT, c: Config) -> str:
-    """--sample, continued by the model."""
+    """The text of --sample, continued by the model."""
     import sample  # only here: training needs no tokenizer
     view = view_of(model.config.num_steps, model.config)
     return sample.continue_text(model, view, c.sample, c.sample_tokens)
 
 
 # --------------------------------------------------------------------------------------------------
-# 9. The run
+# 10. The run
 
 
 def find_shards(c: Config, split: str) -> list[Path]:
@@ -1909,13 +1920,14 @@ def stop_if_not_finite(losses: list[journal.TrainingLoss], precision: Precision)
     """Raises BadInput that names the step, and the projection if a recipe measures them."""
     for step, loss, flags in losses:
         if not math.isfinite(loss) or any(flags):
-            culprit = precision.kept.measurements.culprit(flags)
+            culprit = precision.recipes.measurements.culprit(flags)
             raise BadInput(
                 f"the training loss is {loss} at step {step}{culprit}; lower the learning rates")
 
 
 def flops_per_token(c: Config) -> int:
-    """6 for each weight of a matrix, of the head's those of the candidates, without attention."""
+    """6 for each weight that a token is multiplied by: those of all matrices, and of the head the
+    rows of the candidates. Attention is not counted."""
     matrices = [p.shape for p in parameter_table(c).values() if p.optimizer == "muon"]
     head = c.model_dim * min(c.candidates or c.vocab_size, c.vocab_size)
     return 6 * (sum(math.prod(shape) for shape in matrices) + head)
@@ -1958,7 +1970,7 @@ def train(c: Config) -> int:
     model = GPT(c, device, world_size, functions)
     if c.compile and cuda:
         call = compiling.CudaGraphs(list(model.parameters()))
-    initialize(model, c.seed)
+    initialize(model, c.seed)  # for the warm-up, which draws the weights anew at its end
     optimizer = Optimizer(model)
     log.fact("note", f"products: {recipe.summary(names, device)}")
     WarmUp(model, optimizer).run(call)
@@ -1980,7 +1992,7 @@ def train(c: Config) -> int:
         if last or (c.val_interval and step % c.val_interval == 0):
             clock.stop()
             stop_if_not_finite(log.arrived(), model.precision)
-            model.precision.kept.before_validation()
+            model.precision.recipes.before_validation()
             val_loss = validate(model, val_tokens, step)
             log.step(step, clock.total, "val_loss", val_loss)
             if last:
@@ -1992,7 +2004,7 @@ def train(c: Config) -> int:
         stop_if_not_finite(log.arrived(), model.precision)
 
     # 5. Say what came of it, and save.
-    for note in model.precision.kept.notes():
+    for note in model.precision.recipes.notes():
         log.fact("note", note)
     log.fact("note", f"{optimizer.bytes_per_step()} bytes sent per step and rank")
     lost = int(model.lost_targets)

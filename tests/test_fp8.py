@@ -1,6 +1,6 @@
 """The FP8 head: its two operators and its loss. The kernels have their own tests in test_kernels.py.
 
-References: products in float64, whole numbers that FP8 holds exactly, autograd of the float64 head, and
+References: products in float64, whole numbers that FP8 holds exactly, autograd of the head in float64, and
 `torch.library.opcheck`.
 """
 import pytest
@@ -8,10 +8,15 @@ import torch
 import torch.nn.functional as F
 
 import train_gpt as t
+from nanogpt import kernels
+from nanogpt.kernels import E4M3, E5M2
 
 FP8_GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not FP8_GPU, reason="needs a GPU with FP8"))]
 devices = pytest.mark.parametrize("device", DEVICES)
+HEAD_SCALES = t.HEAD_INPUT_SCALE, t.HEAD_WEIGHT_SCALE, t.HEAD_GRADIENT_SCALE
+mm = torch.ops.nanogpt.mm
+mm_backward = torch.ops.nanogpt.mm_backward
 
 
 def normal(*shape, seed=0, dtype=torch.float64, device="cpu"):
@@ -31,59 +36,84 @@ def distance(a, b):
 # ---------------------------------------------------------------------------------------------------- the operators
 
 
+def check_operator(operator, *arguments):
+    """`opcheck`, and that no argument changes: that part of opcheck cannot compare FP8."""
+    tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    before = [x.detach().clone() if isinstance(x, torch.Tensor) else x for x in arguments]
+    torch.library.opcheck(operator.default, arguments, test_utils=tests)
+    for x, old in zip(arguments, before):
+        if isinstance(x, torch.Tensor):
+            assert torch.equal(x.detach().double(), old.double())
+
+
 @devices
 @pytest.mark.parametrize("rows, width, vocab", [(32, 64, 48), (16, 16, 16)])
-def test_opcheck_passes_on_all_operators(device, rows, width, vocab):
-    x, w = normal(rows, width, dtype=torch.bfloat16, device=device), normal(vocab, width, dtype=torch.bfloat16) * 0.1
-    x, w = x.requires_grad_(), w.to(device).requires_grad_()
-    torch.library.opcheck(torch.ops.nanogpt.mm.default, (x, w, *t.HEAD_SCALES))
-    g8 = t.quantize(normal(rows, vocab, device=device), 0.1, t.E5M2).view(torch.uint8)
-    x8, w8 = (t.quantize(a.detach(), 0.1, t.E4M3).view(torch.uint8) for a in (x, w))
-    scale = torch.tensor(0.5, device=device)
-    x8_t, w8_t = x8.t().contiguous(), w8.t().contiguous()
-    torch.library.opcheck(torch.ops.nanogpt.mm_backward.default, (g8, x8_t, w8_t, scale, 0.25, 0.125))
+def test_opcheck_passes_on_both_operators(device, rows, width, vocab):
+    x = normal(rows, width, dtype=torch.bfloat16, device=device)
+    w = 0.1 * normal(vocab, width, dtype=torch.bfloat16, device=device)
+    for learns in (True, False):
+        check_operator(mm, x.requires_grad_(learns), w.requires_grad_(learns), *HEAD_SCALES)
+    _, x8_t, w8_t = mm(x, w, *HEAD_SCALES)
+    g8 = kernels.round_to_fp8(normal(rows, vocab, device=device), 0.1, E5M2)
+    check_operator(mm_backward, g8, x8_t, w8_t, torch.tensor(0.5, device=device), 0.25, 0.125)
 
 
 @devices
 @pytest.mark.parametrize("scales", [(1.0, 1.0, 1.0), (0.5, 2.0**-9, 4.0)])
 def test_products_of_whole_numbers_are_exact_to_the_bit(device, scales):
-    x_s, w_s, grad_s = scales  # powers of two
-    x, w = integers(-2, 2, 32, 48, device=device), integers(-2, 2, 64, 48, seed=1, device=device)
-    g = integers(-1, 1, 32, 64, seed=2, device=device)  # all sums below 256: exact in bf16, too
-    z, x8_t, w8_t = t.mm_op((x * x_s).bfloat16(), (w * w_s).bfloat16(), x_s, w_s, grad_s)
-    assert torch.equal(z.double(), x.double() @ w.double().T * x_s * w_s)
-    assert torch.equal(x8_t.view(t.E4M3).double().T, x.double())
-    assert torch.equal(w8_t.view(t.E4M3).double().T, w.double())
-    g8 = t.quantize(g * grad_s, grad_s, t.E5M2).view(torch.uint8)
-    grad_x, grad_w = t.mm_backward_op(g8, x8_t, w8_t, torch.tensor(grad_s, device=device), x_s, w_s)
-    assert grad_x.dtype == torch.bfloat16 and torch.equal(grad_x.double(), g.double() @ w.double() * grad_s * w_s)
-    assert grad_w.dtype == torch.float32 and torch.equal(grad_w.double(), g.double().T @ x.double() * grad_s * x_s)
+    x_scale, w_scale, grad_scale = scales  # powers of two
+    x = integers(-2, 2, 32, 48, device=device)
+    w = integers(-2, 2, 64, 48, seed=1, device=device)
+    g = integers(-1, 1, 32, 64, seed=2, device=device)  # all sums are below 256: exact in bf16, too
+    z, x8_t, w8_t = mm((x * x_scale).bfloat16(), (w * w_scale).bfloat16(), *scales)
+    assert z.dtype == torch.bfloat16 and torch.equal(z.double(), x.double() @ w.double().T * x_scale * w_scale)
+    assert x8_t.dtype == w8_t.dtype == E4M3
+    assert torch.equal(x8_t.double().T, x.double()) and torch.equal(w8_t.double().T, w.double())
+    g8 = kernels.round_to_fp8(g * grad_scale, grad_scale, E5M2)
+    grad_x, grad_w = mm_backward(g8, x8_t, w8_t, torch.tensor(grad_scale, device=device), x_scale, w_scale)
+    assert grad_x.dtype == torch.bfloat16
+    assert torch.equal(grad_x.double(), g.double() @ w.double() * grad_scale * w_scale)
+    assert grad_w.dtype == torch.float32
+    assert torch.equal(grad_w.double(), g.double().T @ x.double() * grad_scale * x_scale)
 
 
 @devices
-def test_products_equal_float64_ones_of_the_quantised_operands_and_nearly_those_of_the_originals(device):
-    x_s, w_s, grad_s = t.HEAD_SCALES
-    x, w = normal(96, 64, device=device), normal(160, 64, seed=1, device=device) * 0.1
-    z, x8_t, w8_t = t.mm_op(x.bfloat16(), w.bfloat16(), x_s, w_s, grad_s)
-    x_q, w_q = x8_t.view(t.E4M3).double().T * x_s, w8_t.view(t.E4M3).double().T * w_s
-    assert distance(z, x_q @ w_q.T) < 2**-8  # one rounding to bf16
-    assert distance(x_q, x) < 0.04 and distance(w_q, w) < 0.04 and distance(z, x @ w.T) < 0.06
+def test_products_equal_float64_ones_of_the_rounded_operands_and_nearly_those_of_the_originals(device):
+    x_scale, w_scale, grad_scale = HEAD_SCALES
+    x = normal(96, 64, device=device)
+    w = normal(160, 64, seed=1, device=device) * 0.1
+    z, x8_t, w8_t = mm(x.bfloat16(), w.bfloat16(), *HEAD_SCALES)
+    rounded_x = x8_t.double().T * x_scale
+    rounded_w = w8_t.double().T * w_scale
+    assert distance(z, rounded_x @ rounded_w.T) < 2**-8  # one rounding to bf16
+    assert distance(rounded_x, x) < 0.04 and distance(rounded_w, w) < 0.04 and distance(z, x @ w.T) < 0.06
     g = normal(96, 160, seed=2, device=device)
-    g8 = t.quantize(g, grad_s, t.E5M2)
-    g_q = g8.double() * grad_s
-    grad_x, grad_w = t.mm_backward_op(g8.view(torch.uint8), x8_t, w8_t, torch.tensor(grad_s, device=device), x_s, w_s)
-    assert distance(grad_x, g_q @ w_q) < 2**-8
-    assert distance(grad_w, g_q.T @ x_q) < {"cpu": 1e-5, "cuda": 2**-12}[device]  # tensor cores sum in fewer bits
-    assert distance(g_q, g) < 0.08 and distance(grad_x, g @ w) < 0.1 and distance(grad_w, g.T @ x) < 0.1
+    g8 = kernels.round_to_fp8(g, grad_scale, E5M2)
+    rounded_g = g8.double() * grad_scale
+    grad_x, grad_w = mm_backward(g8, x8_t, w8_t, torch.tensor(grad_scale, device=device), x_scale, w_scale)
+    assert distance(grad_x, rounded_g @ rounded_w) < 2**-8
+    tolerance = {"cpu": 1e-5, "cuda": 2**-12}[device]  # tensor cores sum in fewer bits
+    assert distance(grad_w, rounded_g.T @ rounded_x) < tolerance
+    assert distance(rounded_g, g) < 0.08 and distance(grad_x, g @ w) < 0.1 and distance(grad_w, g.T @ x) < 0.1
 
 
 def test_autograd_of_the_product_is_registered_and_has_the_gradients_of_float64():
     x, w, g = normal(64, 32), normal(80, 32, seed=1) * 0.1, normal(64, 80, seed=2)
-    x16, w32 = x.bfloat16().requires_grad_(), w.float().requires_grad_()
-    z, *_ = torch.ops.nanogpt.mm(x16, w32, *t.HEAD_SCALES)
+    narrow_x = x.bfloat16().requires_grad_()
+    wide_w = w.float().requires_grad_()
+    z, *_ = mm(narrow_x, wide_w, *HEAD_SCALES)
     z.backward(g.bfloat16())
-    assert (x16.grad.dtype, w32.grad.dtype) == (torch.bfloat16, torch.float32)
-    assert distance(x16.grad, g @ w) < 0.1 and distance(w32.grad, g.T @ x) < 0.1
+    assert (narrow_x.grad.dtype, wide_w.grad.dtype) == (torch.bfloat16, torch.float32)
+    assert distance(narrow_x.grad, g @ w) < 0.1 and distance(wide_w.grad, g.T @ x) < 0.1
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_only_the_logits_have_a_gradient_not_the_rounded_operands(compiled):
+    product = torch.compile(mm, backend="aot_eager", fullgraph=True) if compiled else mm
+    x = normal(64, 32, dtype=torch.bfloat16).requires_grad_()
+    w = normal(80, 32, seed=1, dtype=torch.bfloat16).requires_grad_()
+    z, x8_t, w8_t = product(x, w, *HEAD_SCALES)
+    assert [y.requires_grad for y in (z, x8_t, w8_t)] == [True, False, False]
 
 
 # ---------------------------------------------------------------------------------------------------- the loss
@@ -95,31 +125,43 @@ def capped(z):
 
 
 @devices
-def test_the_gradient_of_the_head_is_autograds_within_the_error_of_the_format(device):
+@pytest.mark.parametrize("sampled", [False, True])
+def test_the_gradient_of_the_head_is_autograds_within_the_error_of_the_format(sampled, device):
     x = F.rms_norm(normal(128, 64, device=device), (64,))
-    w, targets = normal(272, 64, seed=1, device=device) * 0.15, integers(0, 271, 128, device=device)
+    w = normal(272, 64, seed=1, device=device) * 0.15
+    targets = integers(0, 135, 128, device=device)
+    bias = None
+    if sampled:  # the other half stands for more tokens; some positions have no target
+        bias = torch.zeros(272, device=device)
+        bias[136:] = normal(136, seed=3, dtype=torch.float32, device=device).abs()
+        targets[::9] = -1
     exact = [a.clone().requires_grad_() for a in (x, w)]
-    reference = F.cross_entropy(capped(exact[0] @ exact[1].T), targets, reduction="sum")
+    logits = capped(exact[0] @ exact[1].T)
+    if sampled:
+        logits = logits + bias
+    reference = F.cross_entropy(logits, targets, reduction="sum", ignore_index=-1)
     reference.backward()
     ours = [a.bfloat16().requires_grad_() for a in (x, w)]
-    loss = t.FP8HeadLoss.apply(*ours, targets)
+    loss = t.STATIC["lm_head"].head_loss(*ours, targets, bias)
     loss.backward()
-    assert loss.item() == pytest.approx(reference.item(), rel=2e-3)
+    assert loss.dtype == torch.float32 and loss.item() == pytest.approx(reference.item(), rel=2e-3)
     for a, b in zip(ours, exact):
         assert a.grad.dtype == torch.bfloat16 and distance(a.grad, b.grad) < 0.1
         assert F.cosine_similarity(a.grad.double().flatten(), b.grad.flatten(), dim=0) > 0.995
+    assert not ours[0].grad[targets < 0].any()
 
 
 @devices
 def test_a_factor_on_the_loss_scales_the_gradients_of_the_head(device):
-    x, w = normal(32, 64, dtype=torch.bfloat16, device=device), normal(48, 64, seed=1, dtype=torch.bfloat16) * 0.1
-    w, targets = w.to(device), integers(0, 47, 32, device=device)
-    grads = []
+    x = normal(32, 64, dtype=torch.bfloat16, device=device)
+    w = normal(48, 64, seed=1, dtype=torch.bfloat16, device=device) * 0.1
+    targets = integers(0, 47, 32, device=device)
+    gradients = []
     for factor in (1, 4):  # a power of two: exact
-        a, b = x.clone().requires_grad_(), w.clone().requires_grad_()
-        (t.FP8HeadLoss.apply(a, b, targets) * factor).backward()
-        grads.append((a.grad, b.grad))
-    for one, four in zip(*grads):
+        leaves = [a.clone().requires_grad_() for a in (x, w)]
+        (t.FP8HeadLoss.apply(*leaves, targets, None) * factor).backward()
+        gradients.append([a.grad for a in leaves])
+    for one, four in zip(*gradients):
         assert torch.equal(one * 4, four) and one.abs().sum() > 0
 
 
@@ -130,8 +172,9 @@ def test_the_model_trains_with_the_fp8_head_and_validates_without_it(monkeypatch
                  micro_tokens=128, schedule="laptop", precision="fp8-head")
     model = t.GPT(c, torch.device("cpu"))
     tokens = integers(0, 63, 128)
-    model(tokens, tokens, t.view_of(0, c))
+    model(tokens, tokens, t.view_of(0, c), True)
     assert calls == [128]
+    model(tokens, tokens, t.view_of(0, c), False)
     with torch.no_grad():
-        model(tokens, tokens, t.view_of(0, c))
+        t.evaluate(model, tokens, tokens, t.view_of(0, c))
     assert calls == [128]

@@ -378,6 +378,8 @@ def refused(capfd, args, before="step:"):
     ({"train_files": "none*"}, ["none*"]), ({"train_files": ""}, ["--train_files"]),
     ({"precision": "nvfp4", "native": True}, ["--native", "nvfp4", "cpu"]),
     ({"precision": "nvfp4", "model_dim": 24}, ["nvfp4", "24", "16"]),
+    ({"precision": "nvfp4", "dtype": "float64"}, ["nvfp4", "float64"]),
+    ({"float8_all_gather": True, "precision": "fp8", "dtype": "float64"}, ["--float8_all_gather", "float64"]),
     ({"nvfp4_without": "rht,colour"}, ["--nvfp4_without", "colour", "rht, sr, 2d"]),
     ({"float8_all_gather": True}, ["--float8_all_gather", "bf16", "--precision=fp8"]),
     ({"float8_all_gather": True, "precision": "fp8", "bf16_last_frac": 0.5}, ["--bf16_last_frac", "0.5"]),
