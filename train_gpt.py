@@ -923,8 +923,8 @@ def previous(tokens: Tensor, begins: Tensor) -> Tensor:
 def embed_inputs(tokens: Tensor, begins: Tensor, bigram: Tensor, embed: Tensor, signs: Tensor,
                  smear: Tensor, scalars: Tensor,
                  layers: tuple[int, ...]) -> tuple[Normed, list[Tensor]]:
-    """The first stream, and what is added to it in each of `layers`: embedding and bigrams, by
-    two of the learned `weights` (L, 2) of each layer. Nothing crosses the border of a
+    """The first stream, and what each of `layers` adds to its own (T, D): the first stream and the
+    bigrams, by two of the learned scalars (L, len(SCALARS)). Nothing crosses the border of a
     document."""
     x = F.embedding(tokens, embed)
     x = norm(x + smear.to(x.dtype) * torch.where(begins[:, None], 0, x.roll(1, 0)))  # record 34
@@ -1387,6 +1387,7 @@ class Optimizer:
                 turn = torch.arange(len(self.banks[name])) % len(param.lr)
                 lr = torch.tensor(param.lr)[turn][:, None, None].to(model.signs.device)
                 self.muon_lr[name] = self.own(name, lr)
+        self.looked_up = LookedUpRows(model.signs.device)
         wide = model.scalars.dtype
         self.reset({name: bank.to(wide) for name, bank in self.banks.items()})
 
@@ -1394,7 +1395,7 @@ class Optimizer:
         """Starts anew from the float32 weights `full`, as `initialize` returns them."""
         self.masters = {name: self.own(name, w).clone() for name, w in full.items()}
         self.state = {name: self.zero_state(name) for name in full}
-        self.looked_up = LookedUpRows({name: self.masters[name] for name in self.model.big_tables})
+        self.looked_up.reset({name: self.masters[name] for name in self.model.big_tables})
         self.sums = {}  # name -> this rank's part of the summed gradient, and its transfer
         self.steps = 0  # updates, without those that were left out
         self.bytes_sent = 0
@@ -2024,11 +2025,10 @@ def train(c: Config) -> int:
         compile_s=round(compile_s, 1), code_sha256=run["code_sha256"]))
     if rank == 0:
         print(f"log: {log.path}")
-        checkpoint = checkpoint_of(model)
         if c.save_checkpoint:
-            save_checkpoint(checkpoint, c.save_checkpoint)
+            save_checkpoint(checkpoint_of(model), c.save_checkpoint)
         if c.sample:
-            print(f"sample: {continue_text(model_of(checkpoint, device), c)}")
+            print(f"sample: {continue_text(model_of(checkpoint_of(model), device), c)}")
     return 0 if reached else 1
 
 

@@ -26,12 +26,14 @@ class LookedUpRows:
     The optimizer calls these methods in this order: `find` before the forward passes, `add` after
     each of them, then `sums`, and `put` for each table. All is done on the stream `beside`."""
 
-    def __init__(self, masters: dict[str, Tensor]):
-        """masters: for each table this rank's columns, (rows, share)."""
-        self.masters = masters
-        self.device = next(iter(masters.values())).device
-        self.beside = torch.cuda.Stream() if self.device.type == "cuda" else None
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.beside = torch.cuda.Stream() if device.type == "cuda" else None
         _, self.world_size = rank_and_world_size()
+
+    def reset(self, masters: dict[str, Tensor]) -> None:
+        """Forgets all steps so far. masters: for each table this rank's columns, (rows, share)."""
+        self.masters = masters
         self.totals = {}  # name -> (world_size, n, share), the sum of gradients of the n used rows
         self.used = {}  # name -> (n,), the used rows in ascending order
 

@@ -75,7 +75,8 @@ def test_adam_of_rows_is_to_the_bit_the_adam_of_whole_parameters_on_these_rows()
     rows, grad = torch.tensor([1, 4, 6]), normal(3, 5, seed=4)
     master, state = normal(7, 5, seed=1), t.AdamState(normal(7, 5, seed=2), normal(7, 5, seed=3).square())
     rates = t.AdamRates(*numbers(0.1, 0.3, 0.6, 0.9, 1.5))
-    expected, of_rows, part = master[rows], t.AdamState(*(x[rows] for x in state)), torch.empty(3, 5, dtype=torch.bfloat16)
+    expected, of_rows = master[rows], t.AdamState(*(x[rows] for x in state))
+    part = torch.empty(3, 5, dtype=torch.bfloat16)
     t.adam_update(expected, part, grad, of_rows, rates)
     assert torch.equal(kernels.adam_rows(grad, rows, master, state, torch.bfloat16, *rates), part)
     for ours, reference in zip((master, *state), (expected, *of_rows)):
@@ -169,7 +170,7 @@ def muon(start, grads, lr, decay, momenta):
     shape = (*start.shape[:2], 1) if start.shape[1] >= start.shape[2] else (len(start), 1, start.shape[2])
     state = t.MuonState(torch.zeros_like(start), start.new_zeros(shape))
     for grad, momentum in zip(grads, momenta):
-        t.muon_update(master, part, grad.clone(), state, t.MuonRates(*numbers(lr, decay, momentum)))
+        t.muon_update(master, part, grad.clone(), state, *numbers(lr, decay, momentum))
     return master, part
 
 
@@ -409,6 +410,29 @@ def test_each_step_updates_looked_up_rows_as_adam_does_and_leaves_all_others_to_
     assert micro_batches > 1 or all({*counts} >= {0, 1, 2} for counts in steps_of_row.values()), "too uniform a draw"
 
 
+def test_each_step_updates_matrices_as_muon_does_each_at_its_own_rate_times_the_factor_of_the_step(monkeypatch):
+    monkeypatch.setattr(t, "orthogonalize", lambda G: torch.tensor(polar_express(G.numpy())))  # without its bfloat16
+    model = small("float64", muon_lr=0.05, muon_decay=2.0)
+    optimizer = t.Optimizer(model)
+    start, factor = t.initialize(model, 3), 0.5
+    optimizer.reset(start)
+    matrices_of = {name: param for name, param in model.table.items() if param.optimizer == "muon"}
+    gradients = {name: [] for name in matrices_of}
+    for step, momentum in enumerate(MOMENTA):
+        give_gradients(model, optimizer, step)
+        for name, given in gradients.items():
+            given.append(getattr(model, name).grad.numpy().copy())
+        optimizer.step(factor, momentum)
+    rates = {"qk": [0.05], "vo": [0.05], "mlp": [0.1, 0.2]}  # of matrices in turn
+    assert rates.keys() == matrices_of.keys()
+    for name, given in gradients.items():
+        for i, matrix in enumerate(start[name].numpy()):
+            lr, decay = factor * rates[name][i % len(rates[name])], factor * 2.0 * 0.05
+            expected = normuon(matrix[None], [gradient[i : i + 1] for gradient in given], lr, decay, MOMENTA)[0]
+            np.testing.assert_allclose(  # rates are in float32
+                getattr(model, name)[i].detach().numpy(), expected, rtol=1e-5, atol=1e-6, err_msg=f"{name} {i}")
+
+
 def test_without_looked_up_rows_a_step_leaves_the_tables_alone():
     model = small("float64")
     optimizer = t.Optimizer(model)
@@ -483,6 +507,22 @@ def test_warming_up_makes_the_first_and_a_further_pass_of_every_kind_that_the_ru
     assert all(made.values()), "what the run does not need costs time at launch"
     assert len({view for *_, view in made}) == 3
     assert {first for first, *_ in made} == ({True} if micro_tokens == 1536 else {True, False})
+
+
+def test_a_step_of_training_follows_the_schedule_and_returns_the_mean_loss(monkeypatch):
+    model = small("float64", num_steps=10, momentum_warmup=4)
+    t.initialize(model, 0)
+    optimizer, given = t.Optimizer(model), []
+    monkeypatch.setattr(optimizer, "step", lambda lr_factor, momentum: given.append((lr_factor, momentum)))
+    tokens = torch.randint(0, 61, (12, 129), generator=torch.Generator().manual_seed(1))
+    batch = [(s[:-1], s[1:]) for s in tokens]
+    loss, *flags = t.train_step(model, optimizer, batch, 7)
+    assert not flags, "no recipe measures anything"
+    assert given == [(pytest.approx(0.5 + 0.5 * 0.15), pytest.approx(0.95))]  # half of the cooldown is over
+    total = sum(t.evaluate(model, *sequence, t.view_of(7, model.config)).item() for sequence in batch)
+    assert loss.item() == pytest.approx(total / 1536, rel=1e-12)
+    t.train_step(model, optimizer, batch, 2)
+    assert given[1] == (1, pytest.approx(0.9))
 
 
 @pytest.mark.parametrize("lengths", [(6, 6), (4, 4, 4), (1, 2, 3, 6), (1,) * 12], ids=str)

@@ -1,5 +1,5 @@
 """Recipes of low precision in the model: constant scales, what is kept between steps, the ranks, the switch. The
-recipes of nanogpt/ by themselves are tested in test_recipes.py.
+recipes of nanogpt/ by themselves are tested in test_recipes.py, the kernels in test_kernels.py.
 
 References: the formats' values listed from their definition and rounded to by search, products in float64, and gloo
 processes whose FP8 weights are compared with a quantiser written here.
@@ -18,12 +18,15 @@ import torch.nn.functional as F
 from conftest import arguments
 
 import train_gpt as t
+from nanogpt import fp8, kernels, masks, nvfp4, ranks, recipe
+from nanogpt.kernels import E4M3, E5M2
+from nanogpt.masks import BLOCK_SIZE
+from records import journal
 
 CPU = torch.device("cpu")
-ALL = ("rht", "sr", "2d")
 MATRICES = ("qk", "vo", "mlp", "lm_head")
 VIEW = t.view_of(0, t.Config(schedule="laptop", model_dim=64, num_heads=2))
-LIMIT = {t.E4M3: 448.0, t.E5M2: 57344.0}
+LIMIT = {E4M3: 448.0, E5M2: 57344.0}
 
 
 def normal(*shape, seed=0, dtype=torch.float32):
@@ -33,11 +36,6 @@ def normal(*shape, seed=0, dtype=torch.float32):
 def distance(a, b):
     """Relative, in the Frobenius norm."""
     return ((a.double() - b.double()).norm() / b.double().norm()).item()
-
-
-def numbers(q, dtype=t.E4M3):
-    """float32 numbers of the first half of an FP8 operand."""
-    return (q.view(dtype) if q.dtype == torch.uint8 else q).float()
 
 
 def config(**changes):
@@ -66,13 +64,20 @@ def batch(count=2, seed=0):
     return [(row[:-1], row[1:]) for row in tokens]
 
 
-def low(recipe, native, w, parts=ALL):
-    """What `linear` needs to run a recipe, and the tensor whose gradient it fills."""
-    seen, w8, scale = torch.zeros(3, requires_grad=True, device=w.device), (), None
-    if recipe == "fp8":
-        q, scale = t.fp8_operand(w.detach(), t.fp8_scale(w.detach().abs().amax().float(), t.E4M3), t.E4M3, True)
-        w8 = q.split([16, len(q) - 16])  # as q and k, and v
-    return {"fc": (seen, w8, scale, recipe, native, parts)}, seen
+def measured(name, w, leave_out=()):
+    """A recipe of nanogpt/ for one projection, whose FP8 weight lies in two parts, as that of q and k, and of v."""
+    site = recipe.Site(0, 0, "o", ())
+    seen = recipe.Measurements([site], CPU).seen(site)
+    if name == "nvfp4":
+        return t.Measured(nvfp4.NVFP4Product(seen, leave_out))
+    multiplier = fp8.multiplier(w.detach().abs().amax().float(), E4M3)
+    w8 = fp8.to_fp8(w.detach(), multiplier, E4M3).view(torch.uint8)
+    return t.Measured(fp8.FP8Product(seen, w8.split([16, len(w8) - 16]), recipe.inverse(multiplier), True))
+
+
+def room(model, name):
+    """What a recipe keeps between steps."""
+    return model.precision.recipes.rooms[name]
 
 
 # ---------------------------------------------------------------------------------------------------- fp8-static
@@ -84,7 +89,8 @@ GRID = {dtype: torch.tensor(sorted({x for x in torch.arange(256, dtype=torch.uin
 
 def nearest(x, scale, dtype):
     """x in float64 -> the nearest of the format's numbers times `scale`, ties to the even one, by search."""
-    x, grid = x.double() / scale, GRID[dtype]
+    x = x.double() / scale
+    grid = GRID[dtype]
     above = torch.searchsorted(grid, x.contiguous()).clamp(1, len(grid) - 1)
     low, high = grid[above - 1], grid[above]
     even = (high.to(dtype).view(torch.uint8) & 1) == 0
@@ -93,7 +99,8 @@ def nearest(x, scale, dtype):
 
 def equal_but_for_one_bf16_rounding(ours, a, b):
     """ours, in bf16, is the float64 product of a and b, whose sum was made in float32."""
-    exact, sums = a @ b, a.abs() @ b.abs()
+    exact = a @ b
+    sums = a.abs() @ b.abs()
     return ours.dtype == torch.bfloat16 and ((ours.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-6 * sums).all()
 
 
@@ -110,29 +117,36 @@ def static_mlp(x, up, down, g):
     return y.detach(), *(w.grad for w in leaves)
 
 
-def bytes_of(x, scale, dtype):
-    return (nearest(x, scale, dtype) / scale).to(dtype).view(torch.uint8)
+def in_fp8(x, scale, dtype):
+    """The numbers of the format, by search."""
+    return (nearest(x, scale, dtype) / scale).to(dtype)
 
 
 def rounded_mlp(x, up, down, g):
     """Operands of the six FP8 products, as the format's nearest numbers in float64. h and its gradient are what the
     operator makes, as exact values may lie next to a tie; they are compared here."""
-    x_s, h_s = t.STATIC_X["fc"], t.STATIC_X["proj"]
-    x8, g8 = nearest(x, x_s, t.E4M3), nearest(g, t.STATIC_GRAD, t.E5M2)
-    up8, down8 = (nearest(w, t.STATIC_W, t.E4M3) for w in (up, down))
-    h, h_t = t.squares_op(bytes_of(x, x_s, t.E4M3), bytes_of(up.T, t.STATIC_W, t.E4M3))
-    z, z_t = t.squares_op(bytes_of(g, t.STATIC_GRAD, t.E5M2), bytes_of(down.T, t.STATIC_W, t.E4M3), h)
-    assert torch.equal(h_t, h.T) and torch.equal(z_t, z.T)
-    h, z = h.view(t.E4M3).double() * h_s, z.view(t.E5M2).double() * t.STATIC_GRAD
-    for ours, exact, scale, dtype in ((h, (x8 @ up8).relu().square(), h_s, t.E4M3),
-                                      (z, 2 * h.sqrt() * (g8 @ down8), t.STATIC_GRAD, t.E5M2)):
+    x_scale, hidden_scale = t.INPUT_SCALES["fc"], t.INPUT_SCALES["proj"]
+    x8 = nearest(x, x_scale, E4M3)
+    g8 = nearest(g, t.GRADIENT_SCALE, E5M2)
+    up8, down8 = (nearest(w, t.WEIGHT_SCALE, E4M3) for w in (up, down))
+    h, h_t = kernels.relu_squared(
+        in_fp8(x, x_scale, E4M3), in_fp8(up.T, t.WEIGHT_SCALE, E4M3), x_scale * t.WEIGHT_SCALE, hidden_scale)
+    z, z_t = kernels.relu_squared_backward(
+        in_fp8(g, t.GRADIENT_SCALE, E5M2), in_fp8(down.T, t.WEIGHT_SCALE, E4M3), h,
+        t.GRADIENT_SCALE * t.WEIGHT_SCALE, hidden_scale, t.GRADIENT_SCALE)
+    assert (h.dtype, z.dtype) == (E4M3, E5M2)
+    assert torch.equal(h_t.float(), h.float().T) and torch.equal(z_t.float(), z.float().T)
+    h = h.double() * hidden_scale
+    z = z.double() * t.GRADIENT_SCALE
+    for ours, exact, scale, dtype in ((h, (x8 @ up8).relu().square(), hidden_scale, E4M3),
+                                      (z, 2 * h.sqrt() * (g8 @ down8), t.GRADIENT_SCALE, E5M2)):
         assert ((ours != nearest(exact, scale, dtype)).double().mean()) < 1e-3
     return x8, up8, down8, h, g8, z
 
 
 @pytest.mark.parametrize("native", [True, False])
 def test_the_static_mlp_multiplies_rounded_operands_in_all_six_products(native, monkeypatch):
-    monkeypatch.setattr(t, "native", lambda recipe, device: native)
+    monkeypatch.setattr(kernels, "has_fp8", lambda device: native)
     x, up, down, g = mlp_operands()
     y, dx, dup, ddown = static_mlp(x, up, down, g)
     x8, up8, down8, h, g8, z = rounded_mlp(x, up, down, g)
@@ -147,7 +161,8 @@ def test_the_static_mlp_is_within_the_error_of_its_formats_from_float64():
     x, up, down = (w.double().requires_grad_() for w in operands[:3])
     y = (x @ up).relu().square() @ down.T
     y.backward(operands[3].double())
-    e4m3, e5m2 = 10 ** (-31.6 / 20), 10 ** (-25.6 / 20)
+    e4m3 = 10 ** (-31.6 / 20)
+    e5m2 = 10 ** (-25.6 / 20)
     bounds = 3.5 * e4m3, 2 * e5m2 + 2 * e4m3, 2 * e5m2 + 3 * e4m3, e5m2 + 4 * e4m3
     for ours, exact, error in zip(static_mlp(*operands), (y, x.grad, up.grad, down.grad), bounds):
         assert error / 10 < distance(ours, exact) < error
@@ -155,80 +170,116 @@ def test_the_static_mlp_is_within_the_error_of_its_formats_from_float64():
 
 def test_what_the_static_mlp_cannot_hold_is_clamped():
     x, up, down, g = mlp_operands()
-    largest = 448 * t.STATIC_X["fc"], 448 * t.STATIC_W, 448 * t.STATIC_W, 57344 * t.STATIC_GRAD
+    largest = [448 * t.INPUT_SCALES["fc"], 448 * t.WEIGHT_SCALE, 448 * t.WEIGHT_SCALE, 57344 * t.GRADIENT_SCALE]
     for tensor, end in zip((x, up, down, g), largest):
-        tensor[3, 5], tensor[4, 6] = end * 1e3, -end * 1e3
+        tensor[3, 5] = end * 1e3
+        tensor[4, 6] = -end * 1e3
     x[7, :9], up[:9, 7] = largest[:2]  # a square of 194,481
     y, dx, dup, ddown = static_mlp(x, up, down, g)
     assert all(a.isfinite().all() for a in (y, dx, dup, ddown))
     x8, up8, down8, h, g8, z = rounded_mlp(x, up, down, g)
-    assert [rounded.abs().max() for rounded in (x8, up8, down8, g8)] == list(largest)
-    assert h.max() == 448 * t.STATIC_X["proj"] and equal_but_for_one_bf16_rounding(y, h, down8.T)
+    assert [rounded.abs().max() for rounded in (x8, up8, down8, g8)] == largest
+    assert h.max() == 448 * t.INPUT_SCALES["proj"] and equal_but_for_one_bf16_rounding(y, h, down8.T)
     assert equal_but_for_one_bf16_rounding(dx, z, up8.T)
     x[0, 0] = math.inf
     again, *_ = static_mlp(x, up, down, g)
     assert torch.equal(again[1:], y[1:]) and again.isfinite().all()
 
 
-@pytest.mark.parametrize("name", ["qkv", "o"])
+@pytest.mark.parametrize("name", ["qkv", "o", "fc", "proj"])
 @pytest.mark.parametrize("native", [True, False])
 def test_a_projection_with_constant_scales_multiplies_rounded_operands_in_all_three_products(native, name, monkeypatch):
-    monkeypatch.setattr(t, "native", lambda recipe, device: native)
+    monkeypatch.setattr(kernels, "has_fp8", lambda device: native)
     x, w, g = normal(64, 48).bfloat16(), (0.05 * normal(80, 48)).bfloat16(), (0.02 * normal(64, 80)).bfloat16()
-    x[0, 0], w[1, 1], g[2, 2] = 1e4, -1e4, 1e4  # beyond the ends
-    leaves, f, x_s = [a.clone().requires_grad_() for a in (x, w)], torch.tensor(0.5), t.STATIC_X[name]
-    y = t.linear(*leaves, {name: (torch.zeros(3), (), None, "fp8-static", True, ALL)}, name, f)  # w is rounded times f
+    x[0, 0], w[1, 1], g[2, 2] = 1e5, -1e4, 1e4  # beyond the ends
+    leaves = [a.clone().requires_grad_() for a in (x, w)]
+    factor = torch.tensor(0.5)
+    y = t.STATIC[name].linear(*leaves, factor)  # w is rounded times the factor
     y.backward(g)
-    x8, w8, g8 = nearest(x, x_s, t.E4M3), nearest(w * f, t.STATIC_W, t.E4M3), nearest(g, t.STATIC_GRAD, t.E5M2)
+    x8 = nearest(x, t.INPUT_SCALES[name], E4M3)
+    w8 = nearest(w * factor, t.WEIGHT_SCALE, E4M3)
+    g8 = nearest(g, t.GRADIENT_SCALE, E5M2)
     assert equal_but_for_one_bf16_rounding(y, x8, w8.T)
     assert equal_but_for_one_bf16_rounding(leaves[0].grad, g8, w8)
-    assert equal_but_for_one_bf16_rounding(leaves[1].grad, g8.T * f, x8)
+    assert equal_but_for_one_bf16_rounding(leaves[1].grad, g8.T * factor, x8)
 
 
 def test_a_learned_factor_of_the_static_mlp_is_in_the_rounded_weight_and_has_the_gradient_of_one_on_the_weight():
     x, up, down, g = mlp_operands()
-    f, down = torch.tensor(0.7, requires_grad=True), down.requires_grad_()
-    low = {name: (torch.zeros(3), (), None, "fp8-static", True, ALL) for name in ("fc", "proj")}
-    y = t.mlp(x, up, down, f, low)
+    factor = torch.tensor(0.7, requires_grad=True)
+    down = down.requires_grad_()
+    y = t.STATIC["fc"].mlp(x, up, down, factor, t.STATIC["proj"])
     y.backward(g)
-    expected, *_, ddown = static_mlp(x, up, (f * down).detach(), g)
-    assert torch.equal(y, expected) and distance(down.grad, f.double() * ddown.double()) < 2**-8
+    expected, *_, ddown = static_mlp(x, up, (factor * down).detach(), g)
+    assert torch.equal(y, expected) and distance(down.grad, factor.double() * ddown.double()) < 2**-8
     parts = ddown.double() * down.detach().double()
-    assert abs(f.grad - parts.sum()) < 0.01 * parts.norm()
+    assert abs(factor.grad - parts.sum()) < 0.01 * parts.norm()
+
+
+@pytest.mark.parametrize("fc, proj", [("static", "plain"), ("plain", "static"), ("plain", "plain")])
+def test_an_mlp_of_two_recipes_rounds_only_the_operands_of_the_static_one(fc, proj):
+    x, up, down, _ = mlp_operands()
+    recipes = [t.STATIC[name] if kind == "static" else t.PLAIN for name, kind in (("fc", fc), ("proj", proj))]
+    y = recipes[0].mlp(x, up, down, torch.tensor(0.5), recipes[1])
+
+    if fc == "static":
+        hidden = (nearest(x, t.INPUT_SCALES["fc"], E4M3) @ nearest(up, t.WEIGHT_SCALE, E4M3)).relu().square()
+    else:
+        hidden = (x @ up).relu().square()  # bf16: it often lies in the middle of two numbers of e4m3
+    w = 0.5 * down
+    if proj == "static":
+        hidden = nearest(hidden, t.INPUT_SCALES["proj"], E4M3)
+        w = nearest(w, t.WEIGHT_SCALE, E4M3)
+    assert distance(y, hidden.double() @ w.double().T) < 0.006  # roundings to bf16
+    if "static" in (fc, proj):
+        other = (x.double() @ up.double()).relu().square() @ (0.5 * down.double()).T
+        assert distance(y, other) > 0.02
 
 
 # ------------------------------------------------------------------------------------------- gradients, health
 
 
-@pytest.mark.parametrize("recipe", ["fp8", "nvfp4"])
-def test_the_run_ends_with_the_name_of_the_projection_that_went_wrong(recipe, tmp_path):
+@pytest.mark.parametrize("precision", ["fp8", "nvfp4"])
+def test_the_run_ends_with_the_name_of_the_projection_that_went_wrong(precision):
     def message(harm, step=1):
-        model, optimizer = trainer(precision=recipe)
+        model, optimizer = trainer(precision=precision)
         harm(model)
-        loss = t.train_step(model, optimizer, batch(), step)
-        log = t.Log(model.config, "x", False)
-        with pytest.raises(t.BadInput) as error:
-            log.put(1, loss, 0.0)
+        loss, *flags = t.train_step(model, optimizer, batch(), step).tolist()
+        with pytest.raises(ranks.BadInput) as error:
+            t.stop_if_not_finite([journal.TrainingLoss(step, loss, flags)], model.precision)
         return str(error.value)
 
     def input_of_layer_2(model):
-        block, calls = model.block, itertools.count()
-        def broken(x, u, *args):
-            return block(x, u.clone().index_fill_(0, torch.tensor([9]), math.nan) if next(calls) == 2 else u, *args)
-        model.block = broken
+        calls = itertools.count()
+
+        def broken(x, normed, *args):
+            if next(calls) == 2:
+                normed = normed._replace(x=normed.x.clone().index_fill_(0, torch.tensor([9]), math.nan))
+            return t.block(x, normed, *args)
+
+        model.functions = model.functions._replace(block=broken)
 
     def gradient(model):
-        head = model.head_loss
-        model.head_loss = lambda x, *args: head(Broken.apply(x), *args)
-
-    assert "input of layer 2's qkv not finite" in message(input_of_layer_2)
-    assert "gradient of layer 3's proj not finite" in message(gradient)
+        model.functions = model.functions._replace(
+            head_loss=lambda x, *args: t.head_loss(Broken.apply(x), *args))
 
     def weight(model):
         model.mlp.data[2, 0, 0] = math.inf
         t.Optimizer(model)
 
-    assert "weight of layer 1's fc not finite" in message(weight)
+    sentence = re.compile(r"the training loss is \S+ at step 1, (.*); lower the learning rates")
+    culprits = [sentence.fullmatch(message(harm))[1] for harm in (input_of_layer_2, gradient, weight)]
+    assert culprits == ["input of layer 2's qkv not finite", "gradient of layer 3's proj not finite",
+                        "weight of layer 1's fc not finite"]
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_where_nothing_is_measured():
+    model, optimizer = trainer(precision="bf16")
+    loss = t.train_step(model, optimizer, batch(), 0)
+    assert loss.shape == (1,)
+    t.stop_if_not_finite([journal.TrainingLoss(7, loss.item(), [])], model.precision)
+    with pytest.raises(ranks.BadInput, match="^the training loss is nan at step 7; lower the learning rates$"):
+        t.stop_if_not_finite([journal.TrainingLoss(7, math.nan, [])], model.precision)
 
 
 class Broken(torch.autograd.Function):
@@ -260,43 +311,56 @@ def weights_of(model):
     yield (len(model.layers), "lm_head"), model.lm_head.detach()
 
 
+def recipe_at(model, layer, name):
+    """The recipe that a projection has in training."""
+    layers, head = model.precision.at(VIEW, True)
+    return head if name == "lm_head" else getattr(layers[layer], name)
+
+
 def test_fp8_weights_are_rounded_once_a_step_however_many_micro_steps_and_equal_the_bf16_weights(monkeypatch):
-    monkeypatch.setitem(t.TOPOLOGIES, "own", [t.Layer(ve=0), t.Layer(attn=False), t.Layer(), t.Layer(offset=True)])
-    (model, optimizer), shapes, rounded = trainer(precision="fp8", topology="own"), [], t.fp8_operand
-    monkeypatch.setattr(t, "fp8_operand", lambda x, *a, **kw: shapes.append(tuple(x.shape)) or rounded(x, *a, **kw))
+    layers = [t.Layer(value_embed=0), t.Layer(attn=False), t.Layer(), t.Layer(offset=True)]
+    monkeypatch.setitem(t.TOPOLOGIES, "own", layers)
+    model, optimizer = trainer(precision="fp8", topology="own")
+    shapes = []
+    to_fp8 = fp8.to_fp8
+    monkeypatch.setattr(fp8, "to_fp8", lambda x, *args: shapes.append(tuple(x.shape)) or to_fp8(x, *args))
     t.train_step(model, optimizer, batch(3), 1)
-    banks = {tuple(getattr(model, name).shape) for name in MATRICES}
-    assert len([s for s in shapes if s in banks]) == len(MATRICES)
-    assert not any(s[0] != 256 for s in shapes if s not in banks)
+    banks = {tuple(getattr(model, name).flatten(1).shape) for name in MATRICES}
+    assert len([shape for shape in shapes if shape in banks]) == len(MATRICES)
+    others = [shape for shape in shapes if shape not in banks]  # inputs and gradients of 256 tokens
+    assert len(others) == 3 * 2 * (3 * 4 + 2 + 1) and not any(shape[0] != 256 for shape in others)
     for (layer, name), w in weights_of(model):
-        scale = (448 / w.double().abs().max()).float()
-        expected = (w.float() * scale).clamp(-448, 448).to(t.E4M3)
-        _, w8, inverse, *_ = model.lows[layer][0][name]
-        assert torch.equal(numbers(torch.cat(w8)), expected.float()), (layer, name)
-        assert inverse == scale.reciprocal() and inverse.data_ptr() % 16 == 0
+        multiplier = (448 / w.double().abs().max()).float()
+        expected = (w.float() * multiplier).clamp(-448, 448).to(E4M3)
+        product = recipe_at(model, layer, name).product
+        assert torch.equal(product.weight_bytes().view(E4M3).float(), expected.float()), (layer, name)
+        assert product.weight_scale == multiplier.reciprocal() and product.weight_scale.data_ptr() % 16 == 0
 
 
 def test_every_step_rounds_all_fp8_weights_anew_and_a_weight_without_gradient_keeps_numbers_and_scale():
     model, optimizer = trainer(precision="fp8")
-    before = {name: w.clone() for name, w in model.weights8.items()}, model.scales.clone()
+    kept = room(model, "fp8")
+    before = {name: w.clone() for name, w in kept.weight_bytes.items()}
+    scale_before = recipe_at(model, 4, "lm_head").product.weight_scale.clone()
     for name in {*MATRICES} - {"lm_head"}:
         getattr(model, name).grad = torch.ones_like(getattr(model, name))
     optimizer.step(1.0, 0.9)
-    changed = {name for name, w in model.weights8.items() if not torch.equal(w, before[0][name])}
-    assert changed == {*MATRICES} - {"lm_head"} and torch.equal(model.scales[-2], before[1][-2])
-    before = {name: w.clone() for name, w in model.weights8.items()}
+    changed = {name for name, w in kept.weight_bytes.items() if not torch.equal(w, before[name])}
+    assert changed == {*MATRICES} - {"lm_head"}
+    assert recipe_at(model, 4, "lm_head").product.weight_scale == scale_before
+    before = {name: w.clone() for name, w in kept.weight_bytes.items()}
     t.train_step(model, optimizer, batch(), 1)
-    assert not any(torch.equal(w, before[name]) for name, w in model.weights8.items())
+    assert not any(torch.equal(w, before[name]) for name, w in kept.weight_bytes.items())
 
 
-@pytest.mark.parametrize("recipe", ["fp8", "nvfp4"])
-def test_a_learned_factor_has_the_product_and_gradients_of_one_on_the_weight(recipe):
+@pytest.mark.parametrize("name", ["fp8", "nvfp4"])
+def test_a_learned_factor_has_the_product_and_gradients_of_one_on_the_weight(name):
     x, w, g = normal(64, 48), normal(32, 48, seed=1), normal(64, 32, seed=2)
-    factor, native, results = torch.tensor(0.5), recipe == "fp8", []
+    factor, results = torch.tensor(0.5), []
     for late in (False, True):
         a, b, f = x.clone().requires_grad_(), w.clone().requires_grad_(), factor.clone().requires_grad_()
-        how, _ = low(recipe, native, w if late else w * factor, ("rht", "2d"))
-        y = t.linear(a, b, how, "fc", f) if late else t.linear(a, f * b, how, "fc")
+        of_weight = measured(name, w if late else w * factor, leave_out=("sr",))
+        y = of_weight.linear(a, b, f) if late else of_weight.linear(a, f * b)
         y.backward(g)
         results.append((y.detach(), a.grad, b.grad, f.grad))
     for late, early in list(zip(*results[::-1]))[:3]:  # a power of two: no number is rounded otherwise
@@ -305,17 +369,36 @@ def test_a_learned_factor_has_the_product_and_gradients_of_one_on_the_weight(rec
     assert distance(factor_grad, (g * y / factor).sum()) < 1e-5
 
 
+@pytest.mark.parametrize("name, close", [("bf16", 1e-6), ("fp8-static", 0.06), ("fp8", 0.06), ("nvfp4", 0.2)])
+def test_queries_keys_and_values_are_those_of_float64_and_the_factor_is_of_the_values(name, close):
+    x, weight = normal(64, 48), 0.1 * normal(3 * 48, 48, seed=1)
+    qk, v = weight.split([2 * 48, 48])
+    factor = torch.tensor(0.7, requires_grad=True)
+    which = {"bf16": t.PLAIN, "fp8-static": t.STATIC["qkv"]}.get(name) or measured(name, weight)
+    ours = which.qkv(x, qk, v, factor)
+    exact = [x.double() @ part.double().T for part in weight.split(48)]
+    exact[2] = 0.7 * exact[2]
+    assert all(distance(a.detach(), b) < close for a, b in zip(ours, exact))
+    g = normal(64, 48, seed=2)
+    ours[2].backward(g)
+    parts = g * ours[2].detach() / 0.7
+    assert abs(factor.grad - parts.sum()) < close * parts.norm()
+
+
 def test_attention_that_gives_up_its_own_value_holds_values_in_fp16_whose_squared_norm_does_not_fit():
     def attention(dtype):
         torch.manual_seed(0)
-        u, qk, vo = (torch.randn(*shape).to(dtype) * size for *shape, size in (
+        x, qk, vo = (torch.randn(*shape).to(dtype) * size for *shape, size in (
             (256, 256, 1), (2, 256, 256, 0.02), (2, 256, 256, 1)))
-        docs = torch.zeros(256, dtype=torch.int32)
-        cos, sin = t.rope_table(256, torch.tensor([1, 0.5, 0.1, 0.01] * 8), 128, dtype)
-        y = t.attention(u, u[:, :12], None, qk, 2 * vo, {name: torch.ones((), dtype=dtype) for name in t.SCALARS},
-                        torch.zeros(2, 2, 12), torch.full((2,), 0.3), t.sdpa_masks(docs, {"short": 2})["short"],
-                        cos, sin, 0.1, None, False)
-        return (u @ (2 * vo[0]).T).view(256, 2, 128).float().square().sum(-1), y
+        weights = t.LayerWeights(
+            up=None, down=None, scalars=None, qk=qk, vo=2 * vo, gates=torch.zeros(2, 2, 12), xsa=torch.full((2,), 0.3))
+        documents = torch.zeros(256, dtype=torch.int32)
+        cos, sin = t.rotary_table(256, torch.tensor([1, 0.5, 0.1, 0.01] * 8), 128, dtype)
+        mask = masks.sdpa_masks(documents, {"short": 2})["short"]
+        context = t.LayerContext(cos, sin, torch.tensor(0.1), False, mask)
+        scalars = {name: torch.ones((), dtype=dtype) for name in t.SCALARS}
+        y = t.attention(t.normed_stream(x), weights, scalars, context, t.PLAIN_LAYER)
+        return (x @ (2 * vo[0]).T).view(256, 2, 128).float().square().sum(-1), y
 
     (norms, ours), (_, exact) = attention(torch.float16), attention(torch.float32)
     assert norms.max() > 65504 and ours.isfinite().all() and distance(ours, exact) < 2**-8
@@ -328,31 +411,34 @@ def test_every_recipe_learns_as_float32_does(precision, close):
         torch.manual_seed(0)
         model, optimizer = trainer(precision=precision, num_steps=12)
         data = batch(1)
-        return [t.train_step(model, optimizer, data, 0).view(-1)[0].item() / 0.5 for _ in range(12)]
+        return [t.train_step(model, optimizer, data, 0)[0].item() / 0.5 for _ in range(12)]
 
     ours, exact = losses(precision), losses("fp32")
     assert exact[-1] < exact[0] - 0.5
     assert abs(ours[0] - exact[0]) < close and abs(ours[-1] - exact[-1]) < 10 * close and ours[-1] < ours[0] - 0.5
 
 
-@pytest.mark.parametrize("precision", ["fp8", "fp8-qkv", "nvfp4"])
-def test_compiled_blocks_give_what_eager_ones_do_and_new_scales_compile_nothing(precision, monkeypatch):
-    monkeypatch.setitem(t.TOPOLOGIES, "alike", [t.Layer(ve=0)] * 3)
+@pytest.mark.parametrize("precision, candidates", [
+    ("fp8", 16_384), ("fp8", 256), ("fp8-qkv", 16_384), ("fp8-qkv", 256), ("nvfp4", 16_384)])
+def test_compiled_blocks_give_what_eager_ones_do_and_new_scales_compile_nothing(precision, candidates, monkeypatch):
+    monkeypatch.setitem(t.TOPOLOGIES, "alike", [t.Layer(value_embed=0)] * 3)
     results = []
     for compiled in (False, True):
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
-        model, optimizer = trainer(precision=precision, topology="alike", dtype="float32")  # bf16 sums would differ
+        model, optimizer = trainer(precision=precision, topology="alike", candidates=candidates,
+                                   dtype="float32")  # bf16 sums would differ
         torch.manual_seed(0)
         if compiled:
-            model.block, model.head_loss = (torch.compile(f, backend="aot_eager", fullgraph=True, dynamic=False)
-                                            for f in (t.block, t.head_loss))
+            in_graphs = [torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=False)
+                         for function in (t.block, t.head_loss)]
+            model.functions = model.functions._replace(block=in_graphs[0], head_loss=in_graphs[1])
         losses, graphs = [], []
         for step in range(3):
             losses.append(t.train_step(model, optimizer, batch(1, step), 0))
             graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-        scales = {low["o"][2].item() for (low, *_) in model.lows[:3] if precision == "fp8"}
-        assert precision != "fp8" or len(scales) > 1
+        if precision == "fp8":
+            assert len({recipe_at(model, layer, "o").product.weight_scale.item() for layer in range(3)}) > 1
         results.append((losses, model.mlp.detach().clone()))
     for eager, ours in zip(torch.stack(results[0][0]), torch.stack(results[1][0])):
         assert torch.allclose(eager, ours, rtol=1e-5)  # float32 sums of gradients of the stream take another order,
@@ -365,88 +451,126 @@ def test_validation_and_the_last_phase_are_without_the_recipe():
     plain, _ = trainer(precision="bf16")
     data = batch(1)[0]
     with torch.no_grad():
-        assert torch.equal(model(*data, VIEW), plain(*data, VIEW))
-    assert not torch.equal(model(*data, VIEW), plain(*data, VIEW))
+        assert torch.equal(model(*data, VIEW, False), plain(*data, VIEW, False))
+        assert torch.equal(t.evaluate(model, *data, VIEW), plain(*data, VIEW, False))
+        assert not torch.equal(model(*data, VIEW, True), plain(*data, VIEW, True))
     for step, without in enumerate((False, False, True, True)):
-        model.amaxes.zero_()
+        model.precision.recipes.measurements.reset()
         t.train_step(model, optimizer, batch(), step)
-        assert model.amaxes.any() != without
+        assert model.precision.recipes.measurements.amaxes.any() != without
+
+
+# ---------------------------------------------------------------------------------------------------- the switch
+
+
+def low_projections(model):
+    """For each layer and the head the projections that do not multiply in the model's own dtype."""
+    layers, head = model.precision.at(VIEW, True)
+    rows = [layer._asdict() for layer in layers]
+    rows.append({"lm_head": head})
+    return [sorted(name for name, which in row.items() if which is not t.PLAIN) for row in rows]
 
 
 def test_layers_and_projections_can_leave_the_recipe(monkeypatch):
-    own = [t.Layer(ve=0, recipes={"o": "bf16", "fc": "fp8"}), t.Layer(attn=False), t.Layer(), t.Layer()]
+    own = [t.Layer(value_embed=0, recipes={"o": "bf16", "fc": "fp8"}), t.Layer(attn=False), t.Layer(), t.Layer()]
     monkeypatch.setitem(t.TOPOLOGIES, "own", own)
     model, _ = trainer(precision="nvfp4", topology="own", bf16_last_layers=1)
-    assert model.plan == [
+    assert model.precision.names == [
         {"qkv": "nvfp4", "o": "bf16", "fc": "fp8", "proj": "nvfp4"}, {"fc": "nvfp4", "proj": "nvfp4"},
         {"qkv": "nvfp4", "o": "nvfp4", "fc": "nvfp4", "proj": "nvfp4"},
         {"qkv": "bf16", "o": "bf16", "fc": "bf16", "proj": "bf16"}, {"lm_head": "bf16"}]
-    assert [sorted(low) for lows in model.lows for low in lows] == [
-        ["fc", "proj", "qkv"], ["fc", "proj"], ["fc", "o", "proj", "qkv"]]
-    assert torch.isfinite(model(*batch(1)[0], VIEW))
+    assert low_projections(model) == [["fc", "proj", "qkv"], ["fc", "proj"], ["fc", "o", "proj", "qkv"], [], []]
+    kinds = [type(recipe_at(model, 0, name).product) for name in ("qkv", "fc")]
+    assert kinds == [nvfp4.NVFP4Product, fp8.FP8Product]
+    assert torch.isfinite(model(*batch(1)[0], VIEW, True))
 
 
 def test_constant_scales_can_be_of_any_projection(monkeypatch):
-    recipes = {"o": "fp8-static"}, {"fc": "bf16"}, {"proj": "bf16", "qkv": "bf16"}, {"fc": "bf16", "proj": "bf16"}
-    monkeypatch.setitem(t.TOPOLOGIES, "own", [t.Layer(ve=0, recipes=recipe) for recipe in recipes])
+    own = {"o": "fp8-static"}, {"fc": "bf16"}, {"proj": "bf16", "qkv": "bf16"}, {"fc": "bf16", "proj": "bf16"}
+    monkeypatch.setitem(t.TOPOLOGIES, "own", [t.Layer(value_embed=0, recipes=recipes) for recipes in own])
     model, _ = trainer(precision="fp8-qkv", topology="own")
-    assert [sorted(low) for lows in model.lows for low in lows] == [
-        ["fc", "o", "proj", "qkv"], ["proj", "qkv"], ["fc"], ["qkv"], ["lm_head"]]
-    loss = model(*batch(1)[0], VIEW)
+    assert low_projections(model) == [["fc", "o", "proj", "qkv"], ["proj", "qkv"], ["fc"], ["qkv"], ["lm_head"]]
+    loss = model(*batch(1)[0], VIEW, True)
     loss.backward()
     assert torch.isfinite(loss) and all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
 
 
 def test_constant_scales_are_refused_where_the_loss_has_a_scale_of_its_own(monkeypatch):
-    monkeypatch.setitem(t.TOPOLOGIES, "own", [t.Layer(ve=0, recipes={"o": "fp8-static"})])
-    with pytest.raises(t.BadInput, match="^o is fp8-static, whose scale .* constant, and --precision=fp16 scales"):
+    monkeypatch.setitem(t.TOPOLOGIES, "own", [t.Layer(value_embed=0, recipes={"o": "fp8-static"})])
+    with pytest.raises(ranks.BadInput, match="^o is fp8-static, whose scale .* constant, and --precision=fp16 scales"):
         trainer(precision="fp16", topology="own")
 
 
 def test_shapes_that_fp8_cannot_multiply_stay_wide_and_nvfp4_refuses_them():
     model, _ = trainer(precision="fp8", mlp_dim=120)
-    assert model.plan[0] == {"qkv": "fp8", "o": "fp8", "fc": "bf16", "proj": "bf16"}
-    for changes in (dict(precision="nvfp4"), dict(precision="fp8", float8_all_gather=True)):
-        with pytest.raises(t.BadInput, match=r"fc of 64 x 120 is \w+; nvfp4 takes multiples of 16"):
+    assert model.precision.names[0] == {"qkv": "fp8", "o": "fp8", "fc": "bf16", "proj": "bf16"}
+    for changes, message in (
+            (dict(precision="nvfp4"), "^fc of 64 x 120 cannot be nvfp4, which takes multiples of 16"),
+            (dict(precision="fp8", float8_all_gather=True), "fc of 64 x 120 cannot be fp8, .* multiples of 16")):
+        with pytest.raises(ranks.BadInput, match=message):
             trainer(mlp_dim=120, **changes)
 
 
-def test_bad_use_gets_one_sentence():
-    with pytest.raises(t.BadInput, match="--native, but cpu has no products of qkv in nvfp4 here"):
-        trainer(precision="nvfp4", native=True)
-    for changes in (dict(precision="bf16"), dict(precision="fp8", bf16_last_frac=0.1)):
-        with pytest.raises(t.BadInput, match="qkv of .* is .*; .* --float8_all_gather fp8 in all layers and steps"):
-            trainer(**changes, float8_all_gather=True)
-    for arg, message in (("precision=fp4", "fp8, fp8-head, fp8-mlp, fp8-qkv, nvfp4"),
-                         ("nvfp4_without=rht,2D", "2D is none of rht")):
-        with pytest.raises(t.BadInput, match=message):
-            t.parse_config(["--preset=laptop", f"--{arg}"])
+@pytest.mark.parametrize("changes, message", [
+    (dict(precision="nvfp4", native=True), "--native, but cpu has no products of qkv in nvfp4 here"),
+    (dict(precision="bf16", float8_all_gather=True), "--float8_all_gather needs fp8 .* but qkv is bf16"),
+    (dict(precision="fp8", float8_all_gather=True, bf16_last_layers=1), "--float8_all_gather .* but qkv is bf16"),
+    (dict(precision="fp8", float8_all_gather=True, bf16_last_frac=0.1), "--float8_all_gather .* --bf16_last_frac is"),
+    # A dtype of float64 is without recipes, which these two were asked for by name.
+    (dict(precision="nvfp4", dtype="float64"), "nvfp4"),
+    (dict(precision="fp8", float8_all_gather=True, dtype="float64"), "--float8_all_gather"),
+])
+def test_a_recipe_that_cannot_be_is_refused_in_one_sentence(changes, message):
+    with pytest.raises(ranks.BadInput, match=message):
+        trainer(**changes)
+
+
+@pytest.mark.parametrize("argument, message", [
+    ("precision=fp4", "fp8, fp8-head, fp8-mlp, fp8-qkv, nvfp4"), ("nvfp4_without=rht,2D", "2D is none of rht")])
+def test_unknown_values_of_the_switch_get_the_known_ones(argument, message):
+    with pytest.raises(ranks.BadInput, match=message):
+        t.parse_config(["--preset=laptop", f"--{argument}"])
 
 
 def test_the_switch_sets_the_dtype_and_auto_is_plain_without_a_gpu():
     for precision, dtype in (("bf16", "bfloat16"), ("fp32", "float32"), ("fp16", "float16"), ("nvfp4", "bfloat16")):
         assert t.GPT(config(precision=precision), CPU).qk.dtype == getattr(torch, dtype)
     auto = t.GPT(config(), CPU)
-    assert auto.plan[-1] == {"lm_head": "bf16"} and auto.lows == [()] * 5
-    assert t.GPT(config(precision="fp32", dtype="float64"), CPU).plan[0]["o"] == "fp64"
+    assert auto.precision.names[-1] == {"lm_head": "bf16"} and low_projections(auto) == [[]] * 5
+    assert t.GPT(config(precision="fp32", dtype="float64"), CPU).precision.names[0]["o"] == "fp64"
 
 
-def test_the_run_names_its_products_in_the_log(corpus, tmp_path, capsys):
-    sizes = dict(data_dir=corpus, log_dir=tmp_path, precision="fp8", float8_all_gather=True)
-    line = arguments(**sizes)
-    t.main(line)
-    (log,) = tmp_path.glob("*.txt")
-    text = log.read_text().split(t.RULE)[1]
+@pytest.mark.parametrize("capability, expected", [((9, 0), "fp8-qkv"), ((8, 9), "fp8-qkv"), ((8, 0), "bf16")])
+def test_auto_and_native_ask_the_gpu_for_fp8(capability, expected, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    gpu = torch.device("cuda")
+    names = t.choose_recipes(config(native=True), gpu)
+    assert names[0] == dict(zip(t.PROJECTIONS[:4], t.PRECISIONS[expected]))
+    assert names[-1] == {"lm_head": t.PRECISIONS[expected][4]}
+    for precision in ("fp8", "fp8-head"):
+        assert t.choose_recipes(config(precision=precision), gpu)[-1] == {"lm_head": t.PRECISIONS[precision][4]}
+        if expected == "bf16":
+            with pytest.raises(ranks.BadInput, match="^--native, but cuda has no products of .* in fp8"):
+                t.choose_recipes(config(precision=precision, native=True), gpu)
+
+
+def test_the_run_names_its_products_in_the_log(corpus, tmp_path):
+    t.main(arguments(data_dir=corpus, log_dir=tmp_path / "fp8", precision="fp8", float8_all_gather=True))
+    (log,) = tmp_path.glob("fp8/*.txt")
+    text = log.read_text().split(journal.RULE)[1]
     assert 'note "products: 4 x qkv fp8 (native), 4 x o fp8 (native)' in text
     assert ', 1 x lm_head fp8 (native)"\n' in text and text.endswith('note "0 bytes sent per step and rank"\n')
-    t.main([*line, "--precision=fp16"])
-    assert "step:4/4 val_loss" in capsys.readouterr().out
+    t.main(arguments(data_dir=corpus, log_dir=tmp_path / "fp16", precision="fp16"))
+    (log,) = tmp_path.glob("fp16/*.txt")
+    text = log.read_text().split(journal.RULE)[1]
+    assert "4 x fc fp16 (native)" in text and "step:4/4 val_loss" in text
+    assert 'note "0 steps skipped, loss scale 32768"\n' in text
 
 
 def test_two_steps_with_constant_scales_run_and_the_log_names_its_products(corpus, tmp_path):
     assert t.main(arguments(data_dir=corpus, log_dir=tmp_path, precision="fp8-qkv", num_steps=2)) == 1
     (path,) = tmp_path.glob("*.txt")
-    text = path.read_text().split(t.RULE)[1]
+    text = path.read_text().split(journal.RULE)[1]
     (note,) = [line for line in text.splitlines() if line.startswith('note "products: ')]
     products = ["4 x qkv fp8-static", "4 x o bf16", "4 x fc fp8-static", "4 x proj fp8-static",
                 "1 x lm_head fp8-static"]
@@ -459,40 +583,35 @@ def test_the_character_preset_is_the_small_model_of_six_layers():
     sizes = ["--seq_len=256", "--batch_tokens=256", "--val_seq_len=256"]
     c = t.parse_config(["--preset=char", "--precision=fp32", *sizes])
     model = t.GPT(c, CPU)
-    context = max(t.view_of(0, c).windows.values()) * t.BLOCK
+    context = max(t.view_of(0, c).windows.values()) * BLOCK_SIZE
     assert (len(model.layers), c.model_dim, c.num_heads, context) == (6, 384, 6, 256)
     t.initialize(model, 0)
-    model(*(tokens % c.vocab_size for tokens in batch(1)[0]), t.view_of(0, c)).backward()
+    model(*(tokens % c.vocab_size for tokens in batch(1)[0]), t.view_of(0, c), True).backward()
     assert {name for name, p in model.named_parameters() if p.grad is None} == {"xsa"}
 
 
 # ---------------------------------------------------------------------------------------------------- fp16
 
 
-def set_loss_scale(optimizer, scale):
-    """As it would be after many steps: `factor` is what a CUDA graph reads."""
-    optimizer.loss_scale = scale
-    optimizer.factor.fill_(scale / 256)  # ours is a sum over a sequence
-
-
 def test_a_power_of_two_on_the_loss_changes_no_bit_in_float32():
     weights = []
     for scale in (1.0, 2.0**15):
         model, optimizer = trainer(precision="fp16", dtype="float32")
-        set_loss_scale(optimizer, scale)
+        scaling = room(model, "fp16")
+        scaling.set_scale(scale)
         for step in range(3):
             t.train_step(model, optimizer, batch(2, step), step)
-        assert optimizer.steps == 3 and optimizer.loss_scale == scale
+        assert optimizer.steps == 3 and scaling.scale == scale
         weights.append([p.detach().clone() for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*weights))
 
 
 def test_the_scaled_loss_is_wide_enough_for_the_largest_scale():
-    model, optimizer = trainer(precision="fp16")
-    loss = model(*batch(1)[0], VIEW)
-    scaled = optimizer.scaled(loss / 256)
-    assert scaled.dtype == torch.float32
-    assert optimizer.scaled(torch.tensor(math.log(65) * 256)).item() == pytest.approx(136_786, rel=1e-4)  # of a mean
+    model, _ = trainer(precision="fp16")
+    loss = model(*batch(1)[0], VIEW, True)
+    scaled = model.precision.recipes.scale_loss(loss)
+    assert loss.dtype == scaled.dtype == torch.float32
+    assert scaled == loss * 2**15 / 256 > 65504  # ours is a sum over a sequence of 256, jmp's scale is for a mean
 
 
 TABLES = ("value_embeds", "bigrams")
@@ -503,7 +622,7 @@ def give_gradients(model, optimizer, factor, seed=0, spoilt=None):
     tokens = torch.randint(0, 50, (40,), generator=torch.Generator().manual_seed(seed))
     rows = {name: tokens + 7 * i for i, name in enumerate(TABLES)}
     grads = {name: normal(*rows[name].shape, getattr(model, name).size(1), seed=seed + 90) * factor for name in TABLES}
-    optimizer.find_rows([rows])
+    optimizer.looked_up.find([rows])
     for number, (name, p) in enumerate(model.named_parameters()):
         if name in TABLES:
             g = grads[name] = grads[name].to(p.dtype)
@@ -511,7 +630,7 @@ def give_gradients(model, optimizer, factor, seed=0, spoilt=None):
             g = p.grad = (factor * normal(*p.shape, seed=50 + number)).to(p.dtype)
         if name == spoilt:
             g[(2,) * g.ndim] = math.inf
-    optimizer.add_rows(rows, grads)
+    optimizer.looked_up.add(rows, grads)
 
 
 @pytest.mark.parametrize("spoilt", ["qk", "lm_head", "bigrams", "value_embeds"])
@@ -519,17 +638,19 @@ def test_a_skipped_step_leaves_no_trace_and_the_next_one_is_as_if_it_had_never_b
     states = []
     for skips in (False, True):
         model, optimizer = trainer(precision="fp16")
-        optimizer.loss_scale = 2.0**15 if skips else 2.0**14
+        scaling = room(model, "fp16")
+        scaling.set_scale(2.0**15 if skips else 2.0**14)
         for seed, bad in enumerate((True, False, False, True, False, False)):
             if bad and not skips:
                 continue
-            give_gradients(model, optimizer, 0.01 * optimizer.loss_scale, seed, spoilt if bad else None)
-            before = optimizer.loss_scale
+            give_gradients(model, optimizer, 0.01 * scaling.scale, seed, spoilt if bad else None)
+            before = scaling.scale
             optimizer.step(1.0, 0.9)
-            assert optimizer.loss_scale == before / (1 + bad) == optimizer.factor * 256
-            assert optimizer.totals == {} and all(p.grad is None for p in model.parameters())
-            optimizer.loss_scale = 2.0**14
-        assert optimizer.steps == 4
+            assert scaling.scale == before / (1 + bad) == scaling.factor * 256
+            assert optimizer.sums == optimizer.looked_up.totals == {}
+            assert all(p.grad is None for p in model.parameters())
+            scaling.set_scale(2.0**14)
+        assert optimizer.steps == 4 and scaling.note() == f"{2 * skips} steps skipped, loss scale 16384"
         states.append([*model.parameters(), *optimizer.masters.values(),
                        *(s for state in optimizer.state.values() for s in state)])
     assert len(states[0]) == len(states[1]) and all(torch.equal(a, b) for a, b in zip(*states))
@@ -537,12 +658,13 @@ def test_a_skipped_step_leaves_no_trace_and_the_next_one_is_as_if_it_had_never_b
 
 def test_training_through_a_doubling_of_the_loss_scale_changes_no_bit_in_float32():
     states = []
-    for good in (0, 1999):
+    for good_steps in (0, 1999):
         model, optimizer = trainer(precision="fp16", dtype="float32")
-        optimizer.good = good  # the next good step is the last of 2000
+        scaling = room(model, "fp16")
+        scaling.good_steps = good_steps  # the next good step is the last of 2000
         for step in range(3):
             t.train_step(model, optimizer, batch(2, step), step)
-        assert optimizer.loss_scale == (2.0**16 if good else 2.0**15) and optimizer.steps == 3
+        assert scaling.scale == (2.0**16 if good_steps else 2.0**15) and optimizer.steps == 3
         states.append([*optimizer.masters.values()])
     assert all(torch.equal(a, b) for a, b in zip(*states))
 
@@ -553,25 +675,36 @@ def test_what_a_cuda_graph_reads_stays_at_its_place_through_warming_up_and_train
     read, phase = {}, "warm-up"
 
     def tensors():
-        found = dict(signs=model.signs, amaxes=model.amaxes, scales=model.scales, factor=optimizer.factor,
-                     numbers=t.device_numbers(CPU, 4, 2), **dict(model.named_parameters()))
-        found |= {(name, "fp8"): w for name, w in model.weights8.items()}
-        for i, lows in enumerate(model.lows):
-            found |= {(i, name): seen.grad for low in lows for name, (seen, *_) in low.items()}
-        return found | {(key, i): x for key, rope in model.ropes.items() for i, x in enumerate(rope)}
+        found = dict(signs=model.signs, amaxes=model.precision.recipes.measurements.amaxes,
+                     number=kernels.device_number(CPU, 4.0), **dict(model.named_parameters()))
+        if precision == "fp16":
+            found["factor"] = room(model, "fp16").factor
+        if precision == "fp8":
+            found["scales"] = room(model, "fp8").scales
+            found |= {(name, "fp8"): w for name, w in room(model, "fp8").weight_bytes.items()}
+            for layer, name in weights_of_projections(model):
+                product = recipe_at(model, layer, name).product
+                found |= {(layer, name, "seen"): product.seen.grad, (layer, name, "scale"): product.weight_scale}
+                found |= {(layer, name, i): part for i, part in enumerate(product.weight_parts)}
+        return found | {(key, i): x for key, tables in model.rotary_tables.items() for i, x in enumerate(tables)}
 
-    def passes(*args):
+    def call(key, function, arguments):
         now = tensors()
-        if phase == "warm-up":  # what is there before validation has made its own ropes
+        if phase == "warm-up":  # what is there before validation has made its own tables
             read.update({name: x.detach() for name, x in now.items() if name not in read})  # kept: none can stand there
         assert [name for name, x in read.items() if now[name].data_ptr() != x.data_ptr()] == []
-        return t.forward_backward(*args)
+        return function(*arguments)
 
-    t.warm_up(model, optimizer, CPU, passes)
+    t.WarmUp(model, optimizer).run(call)
     phase = "run"
     for step in range(4):
-        t.train_step(model, optimizer, batch(2, step), step, passes)
-    assert {"factor", "bigrams"} < {*read} and any(isinstance(name, tuple) for name in read)
+        t.train_step(model, optimizer, batch(2, step), step, call)
+    assert {"amaxes", "bigrams"} < {*read} and any(isinstance(name, tuple) for name in read)
+
+
+def weights_of_projections(model):
+    """Layer and name of every projection."""
+    return [place for place, _ in weights_of(model)]
 
 
 # ---------------------------------------------------------------------------------------------------- ranks
@@ -581,6 +714,7 @@ import sys
 import torch, torch.distributed as dist, torch.multiprocessing as mp
 import train_gpt as t
 import test_precision as test
+from nanogpt import fp8
 
 def work(rank, world_size, folder):
     torch.set_num_threads(1)
@@ -599,7 +733,7 @@ def work(rank, world_size, folder):
         calls.append(("scatter", whole.dtype, whole.numel()))
         return reduce_scatter(out, whole, **kw)
 
-    dist.all_reduce, t.all_gather, t.reduce_scatter = reduce, gather, scatter
+    dist.all_reduce, t.all_gather, fp8.all_gather, t.reduce_scatter = reduce, gather, gather, scatter
     result = {}
     for name in ("bf16", "fp8", "fp16", "fp16 rows"):
         precision, *kind = name.split()
@@ -613,14 +747,15 @@ def work(rank, world_size, folder):
         test.give_gradients(model, optimizer, 1.0, rank, ("bigrams" if kind else "qk") if last else None)
         optimizer.step(1.0, 0.9)
         step = list(calls)
-        optimizer.complete_weights()
+        model.precision.recipes.before_validation()
+        kept = vars(model.precision.recipes.rooms[precision]) if precision in model.precision.recipes.rooms else {}
         result[name] = dict(
             calls=step, bytes=optimizer.bytes_per_step(), before=before, masters=optimizer.masters,
-            steps=optimizer.steps, scales=model.scales, state=optimizer.state,
-            scale=optimizer.loss_scale, good=optimizer.good, grads=[p.grad for p in model.parameters()],
-            weights8={n: test.numbers(w) for n, w in model.weights8.items()},
+            steps=optimizer.steps, scales=kept.get("scales"), state=[tuple(s) for s in optimizer.state.values()],
+            scale=kept.get("scale"), good_steps=kept.get("good_steps"), grads=[p.grad for p in model.parameters()],
+            weights8={n: w.view(torch.float8_e4m3fn).float() for n, w in kept.get("weight_bytes", {}).items()},
             wide={n: p.detach().clone() for n, p in model.named_parameters()},
-            used={n: len(rows) for n, rows in optimizer.used.items()})
+            used={n: len(rows) for n, rows in optimizer.looked_up.used.items()})
     torch.save(result, f"{folder}/{world_size}-{rank}")
     dist.destroy_process_group()
 
@@ -663,7 +798,7 @@ def test_gathered_fp8_weights_are_the_rounded_whole_weights_to_the_bit(worlds, w
             amax = max(whole[bank][rows].abs().max().double() for bank, rows in weight)
             scale = torch.tensor(448 / amax.item(), dtype=torch.float64).float()
             for bank, rows in weight:
-                expected = (whole[bank][rows] * scale).clamp(-448, 448).to(t.E4M3).float()
+                expected = (whole[bank][rows] * scale).clamp(-448, 448).to(E4M3).float()
                 assert torch.equal(rank["weights8"][bank][rows], expected), (bank, rows)
         for bank in MATRICES:
             assert torch.equal(rank["wide"][bank], whole[bank].bfloat16()), "validation needs the wide weights of all"
@@ -676,7 +811,7 @@ def test_a_step_reduces_one_vector_of_amaxes_and_gathers_matrices_as_bytes(world
     for rank in (rank["fp8"] for rank in worlds[world_size]):
         calls, sizes = rank["calls"], {n: w.numel() // world_size for n, w in rank["weights8"].items()}
         flags = ("max", torch.uint8, 384 + 500)  # of the tables' rows
-        assert [call for call in calls if call[0] == "max"] == [flags, ("max", torch.float32, 5 * 5 + 1)]
+        assert [call for call in calls if call[0] == "max"] == [flags, ("max", torch.float32, 4 * 4 + 1 + 1)]
         gathered = [call[2] for call in calls if call[0] == "gather" and call[1] == torch.uint8]
         assert sorted(gathered) == sorted(sizes.values()) and {*sizes} == {*MATRICES}
         wide = [call[2] for call in calls if call[0] == "gather" and call[1] == torch.bfloat16]
@@ -699,7 +834,7 @@ def test_bytes_per_step_are_those_of_the_calls_of_a_step_in_a_ring(worlds, world
 def test_a_gradient_that_overflows_on_one_rank_makes_all_skip_the_step(worlds, world_size, name):
     for rank in (rank[name] for rank in worlds[world_size]):
         assert all(torch.equal(w, rank["before"][name]) for name, w in rank["masters"].items())
-        assert not any(s.any() for state in rank["state"].values() for s in state)
-        assert (rank["steps"], rank["scale"], rank["good"]) == (0, 2**14, 0) and {*rank["grads"]} == {None}
+        assert not any(s.any() for state in rank["state"] for s in state)
+        assert (rank["steps"], rank["scale"], rank["good_steps"]) == (0, 2**14, 0) and {*rank["grads"]} == {None}
         if world_size > 1:
             assert [call for call in rank["calls"] if call[0] == "max"][1:] == [("max", torch.float32, 1)]
