@@ -1,6 +1,8 @@
 """Continue a text with a trained model.
 
-    python sample.py model.pt "The function returns"    # model.pt: of train_gpt.py --save_checkpoint
+    python sample.py model.pt "The function returns"
+
+model.pt is what `train_gpt.py --save_checkpoint=model.pt` has written.
 """
 import sys
 
@@ -8,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from data.prepare import byte_to_token, token_to_byte
 from data.shards import SEPARATOR
 from nanogpt.masks import BLOCK_SIZE
 from nanogpt.ranks import BadInput, require
@@ -17,8 +20,6 @@ def codec(vocab_size: int):
     """Two functions, from a text to its tokens and back: bytes for a small vocabulary, otherwise
     GPT-2's byte-pair encoding. Tokens that begin a document or pad the vocabulary have no text."""
     if vocab_size <= SEPARATOR:
-        from data.prepare import byte_to_token, token_to_byte
-
         def encode(text: str) -> list[int]:
             return byte_to_token[list(text.encode())].tolist()
 
@@ -42,7 +43,7 @@ def next_token(logits: Tensor, temperature: float) -> int:
 @torch.no_grad()
 def continue_text(model, view, text: str, count: int, temperature: float = 0.7) -> str:
     """`text` and at most `count` more tokens, up to the end of the document. The whole sequence is
-    computed again for each token. Raises BadInput if the text is longer than the model's sequences."""
+    computed again for each token. Raises BadInput if the text is too long for the model."""
     encode, decode = codec(model.config.vocab_size)
     tokens = [model.bos, *encode(text)]
     longest = model.config.seq_len

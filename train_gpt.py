@@ -462,7 +462,8 @@ def mm_setup(ctx, inputs, output):
     x, w, *ctx.scales = inputs
     ctx.dtypes = x.dtype, w.dtype
     ctx.save_for_backward(*output[1:])
-    ctx.set_materialize_grads(False)  # the rounded operands get no gradient
+    ctx.mark_non_differentiable(*output[1:])  # the rounded operands: autograd knows no FP8
+    ctx.set_materialize_grads(False)
 
 
 def mm_autograd(ctx, gradient, *_):
@@ -1636,6 +1637,8 @@ def compiled_functions(report: Callable[[str, float], None], sources: str) -> Fu
     """EAGER under torch.compile: a graph for each kind of layer, which is faster than one for all.
     `report` hears what was compiled and how many seconds it took; `sources` identifies the code."""
     compiling.configure()
+    if __name__ != "__main__":
+        sources = ""  # keep no graphs: who imports this file may change its constants
     compiled = {}
     for name, function in EAGER._asdict().items():
         any_length = name in ("block_lists", "adam_update")  # one graph serves all lengths

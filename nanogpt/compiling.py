@@ -19,7 +19,8 @@ import sys
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FunctionType, NoneType
 from typing import NamedTuple
@@ -157,8 +158,8 @@ class KeptGraphs:
     def make(self, name: str, args: tuple) -> Callable:
         """A new graph, forward and backward, also written to disk."""
         compiled = torch.compile(self.function, dynamic=self.dynamic, fullgraph=True)
-        with warnings.catch_warnings():
-            # PyTorch writes down the .grad of every argument, and then warns that it did.
+        with without_gradients(args), warnings.catch_warnings():
+            # PyTorch looks at the .grad of every argument, and warns that not all can have one.
             warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")
             graph = compiled.aot_compile((args, {}))
         if not graph.guard_check(*args):
@@ -194,6 +195,35 @@ def form(value, dynamic: bool = False):
     if hasattr(value, "__dict__") and type(value).__reduce__ is object.__reduce__:
         return kind, form(vars(value), dynamic)
     raise TypeError(f"an argument of type {kind} has no known form")
+
+
+def tensors_in(value) -> Iterator[Tensor]:
+    """The tensors in an argument, also in collections and in attributes of objects."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        yield from tensors_in(list(value.values()))
+    elif hasattr(value, "__dict__"):
+        yield from tensors_in(vars(value))
+
+
+@contextmanager
+def without_gradients(args: tuple):
+    """Takes .grad away from the arguments for a while. PyTorch cannot read a kept graph that was
+    made while an argument had one, though graphs do not depend on it."""
+    gradients = []
+    for x in tensors_in(args):
+        if x.is_leaf and x.grad is not None:
+            gradients.append((x, x.grad))
+            x.grad = None
+    try:
+        yield
+    finally:
+        for x, gradient in gradients:
+            x.grad = gradient
 
 
 def describe(function: FunctionType, args: tuple) -> str:

@@ -251,6 +251,10 @@ def possible(recipe: str, name: str, shape: tuple[int, int], options: Options) -
     """The recipe for the projection of this name and the shape of its weight, or the plain one
     where the shape is no multiple of 16. Raises BadInput if that is not what the user asked
     for."""
+    if options.plain == "fp64":
+        require(recipe != "nvfp4" and not options.float8_all_gather,
+                f"{name} cannot be {recipe} with --dtype=float64, which is without recipes; choose "
+                "another --dtype, or neither --precision=nvfp4 nor --float8_all_gather")
     if options.float8_all_gather:
         room("fp8").check_all_gather(name, shape, recipe, options.last_frac)
     if options.scales_loss:

@@ -517,6 +517,33 @@ def test_making_a_graph_warns_of_nothing_and_leaves_no_unfinished_file(folder):
     assert [path.name.partition(".")[0] == "unfinished" for path in folder.iterdir()] == [False]
 
 
+class Measuring:
+    """As a recipe's product: `seen` is a leaf that has a .grad already."""
+
+    def __init__(self):
+        self.seen = torch.zeros(3, requires_grad=True)
+        self.seen.grad = torch.ones(3)
+
+    def __call__(self, x, w):
+        return x * w + self.seen.sum()
+
+
+def measured(x, products):
+    return products.fc(x, 2)
+
+
+def test_arguments_with_gradients_can_be_kept_and_have_the_same_ones_after_it(folder):
+    for loaded in (False, True):
+        x, measuring = random(3), Measuring()
+        x.grad, before = torch.zeros(3), measuring.seen.grad
+        kept = (Finder if loaded else compiling.KeptGraphs)(measured, "sources", False)
+        graph, was_loaded = kept.graph_for((x, Recipes(measuring)))
+        assert was_loaded is loaded
+        assert measuring.seen.grad is before and torch.equal(x.grad, torch.zeros(3))
+        graph(x, Recipes(measuring)).sum().backward()
+        assert torch.equal(measuring.seen.grad, torch.full((3,), 4.0)) and torch.equal(x.grad, torch.full((3,), 2.0))
+
+
 def attend(q, context):
     return flex_attention(q, q + 1, q + 2, block_mask=context.mask, scale=context.scale)
 
