@@ -10,10 +10,10 @@ PyTorch keeps the generated kernels on disk, but a new process traces all functi
 them: on one H200 that is 25 s from launch to the first timed step. `KeptGraphs` keeps the traced
 graphs with their guards as well: 18 s. (PyTorch's own cache of traced graphs,
 `torch._dynamo.config.caching_precompile`, is not used. In torch 2.11 and 2.13 a process that loaded
-from it fails with an AssertionError as soon as it has to trace another graph, and it does not
-notice a change in the backward pass of a custom operator.)
+from it fails with an AssertionError as soon as it has to trace another graph.)
 """
 import hashlib
+import inspect
 import os
 import sys
 import time
@@ -31,8 +31,9 @@ from torch import Tensor
 CONSTANTS = (NoneType, bool, int, float, str, torch.dtype, torch.device)
 
 
-def configure() -> None:
-    """The settings of PyTorch's compiler that this project needs."""
+def configure(namespace: str = "nanogpt") -> None:
+    """The settings of PyTorch's compiler that this project needs. `namespace` is that of its custom
+    operators, which must be registered by now."""
     torch._dynamo.config.enable_aot_compile = True  # for KeptGraphs; the default of torch 2.13
     # A function has a graph for each kind of layer. PyTorch gives up at 8 by default.
     torch._dynamo.config.recompile_limit = 64
@@ -40,6 +41,21 @@ def configure() -> None:
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     # Kernels are named by what they do, so that kinds of layers share two of five kernels.
     torch._inductor.config.triton.unique_kernel_names = False
+    torch.compiler.config.cache_key_tag = operators_hash(namespace)
+
+
+def operators_hash(namespace: str) -> str:
+    """Identifies the functions that say what our custom operators return and what their gradients
+    are. PyTorch's caches know an operator by its name alone. If you edited such a function, they
+    would go on to use code that was generated for the old one, and compute wrong numbers without a
+    word. So this hash becomes part of the caches' keys."""
+    texts = []
+    for name, operator in sorted(torch._library.custom_ops.OPDEFS.items()):
+        if name.startswith(f"{namespace}::"):
+            for function in (
+                    operator._abstract_fn, operator._backward_fn, operator._setup_context_fn):
+                texts.append(inspect.getsource(function) if function else "")
+    return hashlib.sha256(repr(texts).encode()).hexdigest()
 
 
 class Compiled:
@@ -50,7 +66,8 @@ class Compiled:
     on disk for later runs, and the function may read globals only if the source files alone decide
     their values. With `dynamic`, one graph serves tensors of any size.
 
-    A CUDA graph cannot contain compilation: call the function once before you capture it."""
+    The first argument is a tensor, or a NamedTuple that begins with one. A CUDA graph cannot contain
+    compilation: call the function once before you capture it."""
 
     def __init__(self, function: FunctionType, report: Callable[[str, float], None],
                  sources: str = "", dynamic: bool = False):
@@ -68,7 +85,7 @@ class Compiled:
         if loaded or stats["unique_graphs"] != graphs_before:
             what = describe(self.function, args)
             if loaded:
-                what += ", kept by an earlier run"
+                what += " (loaded from disk)"
             self.report(what, time.perf_counter() - begin)
         return result
 

@@ -5,6 +5,7 @@ processes where the process is the point, and for kept graphs a list of everythi
 between two calls. Each change must lead to a new graph; most of them by PyTorch's guards alone.
 """
 import contextlib
+import importlib.util
 import json
 import operator
 import subprocess
@@ -37,7 +38,7 @@ def settings():
         for config, name in (
                 (dynamo, "enable_aot_compile"), (dynamo, "recompile_limit"),
                 (functorch, "autograd_cache_allow_custom_autograd_functions"),
-                (inductor, "triton.unique_kernel_names")):
+                (inductor, "triton.unique_kernel_names"), (torch.compiler.config, "cache_key_tag")):
             stack.enter_context(config.patch(name, operator.attrgetter(name)(config)))
         compiling.configure()
         yield
@@ -498,14 +499,14 @@ def test_a_damaged_graph_is_reported_and_removed_and_the_next_process_makes_a_ne
 
     what = "scale of 4 rows for training"
     assert run() == [what]
-    assert run() == [f"{what}, kept by an earlier run"]
+    assert run() == [f"{what} (loaded from disk)"]
     for path in folder.iterdir():
         path.write_bytes(path.read_bytes()[:100])
     reports = run()
     assert reports[0].startswith("graphs of scale are not kept: ") and reports[1:] == [what]
     assert [*folder.iterdir()] == []
     assert run() == [what]
-    assert run() == [f"{what}, kept by an earlier run"]
+    assert run() == [f"{what} (loaded from disk)"]
     assert len([*folder.iterdir()]) == 1
 
 
@@ -608,9 +609,51 @@ def test_a_new_process_loads_the_graphs_of_an_earlier_one_and_can_make_others_af
         return json.loads(result.stdout.splitlines()[-1])
 
     new = "block of 128 rows for training, without skip"
-    loaded = f"{new}, kept by an earlier run"
+    loaded = f"{new} (loaded from disk)"
     assert run(True) == [1, [new]]
     assert run(True, False, True) == [1, [loaded, new]]
+
+
+# ----------------------------------------------------------------------- PyTorch's own caches
+
+
+OPERATOR = """
+import torch
+
+@torch.library.custom_op("edited::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return (2 * x).to(DTYPE)
+
+twice.register_fake(lambda x: torch.empty_like(x, dtype=DTYPE))
+
+def backward(ctx, g):
+    return (FACTOR * g).to(torch.float32)
+
+twice.register_autograd(backward)
+
+def call(x):
+    return torch.ops.edited.twice(x) + 1
+"""
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_an_edited_operator_is_not_taken_for_the_old_one(folder, keep):
+    """Each edit is a new file here. PyTorch's caches are on, and know the call from the others."""
+    for dtype, factor in (("torch.float32", "2"), ("torch.float64", "2"), ("torch.float32", "3")):
+        torch._dynamo.reset()
+        text = OPERATOR.replace("DTYPE", dtype).replace("FACTOR", factor)
+        path = folder.parent / f"operator_{dtype[-2:]}_{factor}.py"
+        path.write_text(text)
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        sys.modules[path.stem] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        compiling.configure("edited")
+        compiled = compiling.Compiled(module.call, Reports(), text if keep else "")
+        x = torch.ones(4, requires_grad=True)
+        y = compiled(x)
+        assert y.dtype == eval(dtype) and y.tolist() == [3.0] * 4
+        y.sum().backward()
+        assert x.grad.tolist() == [float(factor)] * 4
 
 
 # ------------------------------------------------------------------------------------ CUDA graphs
