@@ -514,7 +514,7 @@ class Plain:
 
     def qkv(self, x: Tensor, qk: Tensor, v: Tensor, factor: Tensor) -> tuple[Tensor, ...]:
         """x (T, D), qk (2 D, D), v (D, D) -> queries, keys and factor times values, (T, D) each."""
-        return self.linear(x, torch.cat((qk, factor * v))).chunk(3, 1)
+        return self.linear(x, torch.cat((qk, factor * v))).view(len(x), 3, -1).unbind(1)
 
     def mlp(self, x: Tensor, up: Tensor, down: Tensor, factor: Tensor, proj: "Plain") -> Tensor:
         """x (T, D), up and down (D, F) -> factor relu(x up)^2 down^T (T, D). The second product
@@ -570,7 +570,7 @@ class Measured(Plain):
         return y if factor is None else factor * y
 
     def qkv(self, x, qk, v, factor):
-        queries, keys, values = self.product(x, torch.cat((qk, v))).chunk(3, 1)
+        queries, keys, values = self.product(x, torch.cat((qk, v))).view(len(x), 3, -1).unbind(1)
         return queries, keys, factor * values
 
     def chosen(self, rows):
@@ -931,8 +931,7 @@ def embed_inputs(tokens: Tensor, begins: Tensor, bigram: Tensor, embed: Tensor, 
     x = norm(x + smear.to(x.dtype) * torch.where(begins[:, None], 0, x.roll(1, 0)))  # record 34
     normed = normed_stream(x)
     bigram = bigram * signs[(tokens ^ previous(tokens, begins)) % SIGNS]
-    x0_weights, bigram_weights, *_ = scalars.unbind(1)  # the first two of SCALARS, (L,) each
-    injects = [x0_weights[i] * x + bigram_weights[i] * bigram for i in layers]
+    injects = [scalars[i, 0] * x + scalars[i, 1] * bigram for i in layers]  # SCALARS' first two
     return normed, injects
 
 

@@ -66,8 +66,8 @@ class Compiled:
     on disk for later runs, and the function may read globals only if the source files alone decide
     their values. With `dynamic`, one graph serves tensors of any size.
 
-    The first argument is a tensor, or a NamedTuple that begins with one. A CUDA graph cannot contain
-    compilation: call the function once before you capture it."""
+    The first argument is a tensor, or a NamedTuple that begins with one. A CUDA graph cannot
+    contain compilation: call the function once before you capture it."""
 
     def __init__(self, function: FunctionType, report: Callable[[str, float], None],
                  sources: str = "", dynamic: bool = False):
