@@ -1849,8 +1849,7 @@ def load_checkpoint(path: str, device: torch.device) -> GPT:
         return model_of(torch.load(path, map_location=device, weights_only=True), device)
     except Exception as error:  # a foreign file can make torch.load raise nearly anything
         name = type(error).__name__
-        raise BadInput(
-            f"--load_checkpoint={path} is no checkpoint of this program ({name})") from None
+        raise BadInput(f"{path} is no checkpoint of this program ({name})") from None
 
 
 def continue_text(model: GPT, c: Config) -> str:
