@@ -7,8 +7,8 @@ None, the numbers in them. PyTorch writes these conditions down as guards. Argum
 guard need another graph.
 
 PyTorch keeps the generated kernels on disk, but a new process traces all functions again to find
-them: on one H200 that is 25 s from launch to the first timed step. `KeptGraphs` keeps the traced
-graphs with their guards as well: 18 s. (PyTorch's own cache of traced graphs,
+them: on one H200 that is 24 to 25 s from launch to the first timed step. `KeptGraphs` keeps the
+traced graphs with their guards as well: 15 s. (PyTorch's own cache of traced graphs,
 `torch._dynamo.config.caching_precompile`, is not used. In torch 2.11 and 2.13 a process that loaded
 from it fails with an AssertionError as soon as it has to trace another graph.)
 """
@@ -111,7 +111,7 @@ class KeptGraphs:
     - Its key, because kept guards know neither functions nor globals. The key has the source files,
       the versions of Python and PyTorch, the processor, the compiler's settings, and the name of
       each function in the arguments. It also has the form of the arguments, so that few graphs are
-        loaded only to be refused by their guards.
+      loaded only to be refused by their guards.
 
     Memory that the function writes to may not overlap other arguments: neither these guards nor
     those of torch.compile always notice.
