@@ -15,7 +15,7 @@ nothing and needs no GPU, so tests and notebooks can use its parts.
 
 Shapes in comments: T tokens of one packed sequence, D width of the model, H attention heads, d
 width of a head, F hidden width of the MLP, V size of the vocabulary. A "record" is one of
-modded-nanogpt. """
+modded-nanogpt."""
 
 with open(__file__, "rb") as file:
     SOURCE = file.read()  # before all else: the log shows what runs, not a later edit of it
@@ -67,6 +67,7 @@ from nanogpt.ranks import (
     NoTransfer,
     agreed,
     all_gather,
+    is_master,
     rank_and_world_size,
     reduce_scatter,
     require,
@@ -345,8 +346,6 @@ PRECISIONS: dict[str, tuple[str, ...]] = {  # --precision: the recipe of each of
     "fp8-qkv": ("fp8-static", "bf16", "fp8-static", "fp8-static", "fp8-static"),
     "nvfp4": ("nvfp4", "nvfp4", "nvfp4", "nvfp4", "bf16"),
 }
-PLAIN_DTYPES = {
-    "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
 # Constant scales of a projection's input, of the weights, and of the gradient of a loss that is a
 # sum over tokens. They are powers of two, so that only rounding loses something. 448 / 16 is just
@@ -593,10 +592,10 @@ STATIC["lm_head"] = StaticFP8Head()
 
 def recipe_options(c: Config) -> recipe.Options:
     """`plain` is the recipe of the dtype of activations and of the weights that products use."""
-    plain = c.precision if c.precision in PLAIN_DTYPES else "bf16"
+    plain = c.precision if c.precision in recipe.PLAIN_DTYPES else "bf16"
     if c.dtype != "auto":
         dtype = getattr(torch, c.dtype)
-        plain = next(name for name in PLAIN_DTYPES if PLAIN_DTYPES[name] == dtype)
+        plain = next(name for name in recipe.PLAIN_DTYPES if recipe.PLAIN_DTYPES[name] == dtype)
     return recipe.Options(
         plain, c.precision == "fp16", c.seq_len, c.float8_all_gather, c.nvfp4_without,
         c.bf16_last_frac, c.native)
@@ -1014,7 +1013,7 @@ class GPT(nn.Module):
 
     The weights of all layers lie in banks, padded to a multiple of world_size so that every rank
     owns an equal slice. The model keeps them in the dtype of the products; the optimizer has the
-    float32 originals. `functions` are those of EAGER (section 6), compiled or not."""
+    float32 originals. `functions` are those of EAGER (section 7), compiled or not."""
 
     def __init__(self, c: Config, device: torch.device, world_size: int = 1,
                  functions: "Functions | None" = None):
@@ -1026,7 +1025,7 @@ class GPT(nn.Module):
         self.bos = min(shards.SEPARATOR, c.vocab_size - 1)  # the token that begins a document
         self.flex = c.attention == "flex" or (c.attention == "auto" and device.type == "cuda")
         self.big_tables = [name for name, param in self.table.items() if param.update == "rows"]
-        self.add_banks(PLAIN_DTYPES[recipe_options(c).plain], device, world_size)
+        self.add_banks(recipe.PLAIN_DTYPES[recipe_options(c).plain], device, world_size)
         generator = torch.Generator().manual_seed(0)
         signs = 2 * torch.randint(0, 2, (SIGNS, c.model_dim), generator=generator) - 1
         self.register_buffer("signs", signs.to(device, torch.int8), persistent=False)
@@ -1263,11 +1262,9 @@ def initialize(model: GPT, seed: int) -> dict[str, Tensor]:
 # (all-gather). These transfers run in the background, while the next parameter is being worked
 # on.
 #
-# The tables of value embeddings and bigrams have far more rows than a batch has tokens. Only the
-# rows that some rank looked up have a gradient and are updated. A rank's share of a table is some
-# of its columns, so that all ranks share this work whichever rows they are. It is done on a CUDA
-# stream beside that of the matrices, because it takes memory bandwidth where Muon takes
-# arithmetic (28.8 instead of 30.0 ms a step on one H200).
+# Of the tables of value embeddings and bigrams only the rows that some rank looked up are updated.
+# A rank's share of a table is some of its columns, and the work is done on a CUDA stream beside
+# that of the matrices (nanogpt/rows.py).
 #
 # Losses and gradients are sums over tokens, not means. So neither the number of GPUs nor that of
 # micro-batches enters anywhere, but for the draw of candidates (section 5).
@@ -1776,7 +1773,8 @@ class WarmUp:
 
     def compile_share(self) -> None:
         """Each rank compiles some graphs first. In `run` it finds those of the other ranks in the
-        compiler's cache on disk: four ranks start after 60 s, where one alone needs 82."""
+        compiler's cache on disk. With empty caches, one H200 alone took 82 s to its first step, and
+        four that share took 66 to 76 s."""
         rank, world_size = rank_and_world_size()
         layers = sorted(enumerate(self.model.layers), key=lambda item: item[1].attn)
         kinds = {}  # of layers in training and in validation; each has a graph of its own
@@ -1899,10 +1897,9 @@ def check_data(c: Config) -> tuple[list[Path], list[Path], Tensor]:
 def start_log(c: Config, run: dict, files: list[dict], paths: dict[str, list[Path]],
               machine: dict) -> journal.Log:
     """The log, with the facts that stand before the steps. A collective."""
-    master = rank_and_world_size()[0] == 0
-    if master:  # now rather than after training
+    if is_master():  # now rather than after training
         Path(os.path.dirname(c.save_checkpoint)).mkdir(parents=True, exist_ok=True)
-    log = journal.Log(c.log_dir, run["run_id"], SOURCE, c.num_steps, c.jsonl, master)
+    log = journal.Log(c.log_dir, run["run_id"], SOURCE, c.num_steps, c.jsonl, is_master())
     log.fact("run", run)
     for file in files:
         log.fact("file", file, show=False)

@@ -8,7 +8,7 @@ guard need another graph.
 
 PyTorch keeps the generated kernels on disk, but a new process traces all functions again to find
 them: on one H200 that is 24 to 25 s from launch to the first timed step. `KeptGraphs` keeps the
-traced graphs with their guards as well: 15 s. (PyTorch's own cache of traced graphs,
+traced graphs with their guards as well: 15 s, in one run. (PyTorch's own cache of traced graphs,
 `torch._dynamo.config.caching_precompile`, is not used. In torch 2.11 and 2.13 a process that loaded
 from it fails with an AssertionError as soon as it has to trace another graph.)
 """

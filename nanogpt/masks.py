@@ -7,7 +7,7 @@ number of each token's document, (T,) int32, which never falls, and T is a multi
 On GPUs FlexAttention (record 12) visits only the blocks in which something is seen, and computes
 the mask of single elements only where a block is seen in part. It needs lists of blocks, which
 are made here. Elsewhere PyTorch's scaled-dot-product attention computes the same, one row of
-blocks at a time. """
+blocks at a time."""
 from collections.abc import Callable
 from functools import lru_cache
 
@@ -41,7 +41,7 @@ def block_lists(documents: Tensor, windows: Tensor) -> tuple[Tensor, ...]:
     Returns eight tensors. They are four pairs: for each block of queries the blocks of keys that
     it sees in part, and in full; then for each block of keys the blocks of queries that see it in
     part, and in full. A pair is how many blocks there are, (W, n), and which ones, (W, n, n),
-    int32, of which the first so many count. n is the number of blocks. """
+    int32, of which the first so many count. n is the number of blocks."""
     first = documents[::BLOCK_SIZE].contiguous()  # (n,) the document of each block's first token
     last = documents[BLOCK_SIZE - 1 :: BLOCK_SIZE].contiguous()  # (n,) and of its last token
     own = torch.arange(len(first), device=documents.device)  # (n,) each block's number

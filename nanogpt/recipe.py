@@ -210,7 +210,8 @@ class Options(NamedTuple):
     native: bool = False
 
 
-PLAIN_RECIPES = ("bf16", "fp16", "fp32", "fp64")
+PLAIN_DTYPES = {  # of the recipes that compute in the dtype of the tensors
+    "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
 
 def is_native(recipe: str, device: torch.device) -> bool:
@@ -261,7 +262,7 @@ def possible(recipe: str, name: str, shape: tuple[int, int], options: Options) -
         room("fp16").check(name, recipe)
     if recipe == "nvfp4":
         room("nvfp4").check(name, shape)
-    if recipe in PLAIN_RECIPES or options.plain == "fp64" or not fits(shape):
+    if recipe in PLAIN_DTYPES or options.plain == "fp64" or not fits(shape):
         return options.plain
     return recipe
 
