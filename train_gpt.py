@@ -1951,6 +1951,14 @@ def train(c: Config) -> int:
     machine = journal.describe_machine(device)
     clock = journal.Clock(device)
     log = start_log(c, run, files, {"train": train_paths, "val": val_paths}, machine)
+    sizes = {"active": 0, "in_tables": 0}
+    for p in parameter_table(c).values():
+        sizes["in_tables" if p.update == "rows" else "active"] += math.prod(p.shape)
+    log.console.header(
+        machine=machine, preset=c.preset, data_dir=c.data_dir, **sizes,
+        train_tokens=sum(map(shards.count_tokens, train_paths)), val_tokens=c.val_tokens,
+        tokens_are_bytes=c.vocab_size <= shards.SEPARATOR, tokens=total_tokens(c),
+        batches=[count * c.seq_len for count, _ in batch_plan(c)])
     has_fp8 = cuda and kernels.has_fp8(device)
     log.fact("calibration", journal.calibrate(device, kernels.product if has_fp8 else None))
 
@@ -1972,6 +1980,7 @@ def train(c: Config) -> int:
     initialize(model, c.seed)  # for the warm-up, which draws the weights anew at its end
     optimizer = Optimizer(model)
     log.fact("note", f"products: {recipe.summary(names, device)}")
+    log.console.busy("compiling" if c.compile else "warming up")
     WarmUp(model, optimizer).run(call)
     torch.get_device_module(device).synchronize()
     compile_s = time.perf_counter() - LAUNCHED
@@ -2022,11 +2031,13 @@ def train(c: Config) -> int:
         peak_memory_mib=torch.cuda.max_memory_allocated(device) // 2**20 if cuda else None,
         compile_s=round(compile_s, 1), code_sha256=run["code_sha256"]))
     if rank == 0:
-        print(f"log: {log.path}")
         if c.save_checkpoint:
             save_checkpoint(checkpoint_of(model), c.save_checkpoint)
         if c.sample:
-            print(f"sample: {continue_text(model_of(checkpoint_of(model), device), c)}")
+            text = continue_text(model_of(checkpoint_of(model), device), c)
+            log.console.say(f"sample: {text}")
+        commands = [f'python sample.py {c.save_checkpoint} "TEXT"'] if c.save_checkpoint else []
+        log.console.closing(c.save_checkpoint, commands)
     return 0 if reached else 1
 
 
