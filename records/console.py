@@ -7,10 +7,12 @@ business (records/journal.py): facts arrive here as plain values and leave as se
 Nothing that goes wrong with the console ends a run. Characters that it cannot show are replaced,
 and if it cannot be written to, it falls silent.
 """
+import atexit
 import contextlib
 import math
 import os
 import sys
+import threading
 import time
 from collections import Counter, deque
 from typing import NamedTuple, TextIO
@@ -145,19 +147,23 @@ class Console:
         self.drawn_at = -math.inf
         self.busy_with = ""  # what the run does before its first step
         self.busy_since = 0.0
-        self.graphs = 0  # how many were compiled or loaded
+        self.graphs: list[str] = []  # those compiled or loaded
+        self.lock = threading.Lock()  # held by the thread that writes
+        self.ticker: threading.Thread | None = None  # shows how long the run has been busy
+        self.ticker_ends = threading.Event()
 
     def say(self, text: str) -> None:
         """Prints lines, above the bar."""
         if not self.shows:
             return
-        shown = self.bottom.hide()
-        was_broken = self.out.broken
-        self.out.write(text + "\n")
-        if self.out.broken and not was_broken:
-            complain(f"cannot print ({self.out.broken}); the run goes on silently")
-        if shown:
-            self.bottom.show(shown)
+        with self.lock:
+            shown = self.bottom.hide()
+            was_broken = self.out.broken
+            self.out.write(text + "\n")
+            if self.out.broken and not was_broken:
+                complain(f"cannot print ({self.out.broken}); the run goes on silently")
+            if shown:
+                self.bottom.show(shown)
 
     def say_facts(self, facts: dict[str, str]) -> None:
         """Prints a line for each fact, the names in one column; leaves out those without a text."""
@@ -197,29 +203,58 @@ class Console:
         self.say("")
 
     def busy(self, what: str) -> None:
-        """Says what the run does until the first loss arrives, such as "compiling"."""
+        """Says what the run does until the first loss arrives, such as "compiling". On a terminal
+        the seconds are counted."""
         self.busy_with = what
         self.busy_since = time.monotonic()
-        if self.has_bar:
-            self.bottom.show(f"{what} ...")
-        else:
+        if not self.has_bar:
             self.say(f"{what} ...")
+            return
+        self.bottom.show(self.busy_in_words())
+        self.ticker = threading.Thread(target=self.tick, daemon=True)
+        self.ticker.start()
+        atexit.register(self.stop_ticker)  # a thread that writes while Python ends could crash it
+
+    def tick(self) -> None:
+        """Draws the line anew each second, until `stop_ticker`. It stays away once an error has
+        taken its place."""
+        while not self.ticker_ends.wait(1.0):
+            with self.lock:
+                if BottomLine.on_screen is self.bottom:
+                    self.bottom.show(self.busy_in_words())
+
+    def stop_ticker(self) -> None:
+        if self.ticker is not None:
+            self.ticker_ends.set()
+            self.ticker.join()
+            self.ticker = None
+            atexit.unregister(self.stop_ticker)
 
     def compiled(self, what: str) -> None:
         """Says which graph was compiled or loaded just now."""
-        self.graphs += 1
-        if self.has_bar and self.busy_with:
-            self.bottom.show(f"{self.busy_with}: {what} ({self.busy_seconds():.0f} s)")
+        self.graphs.append(what)
+        if self.ticker is not None:
+            with self.lock:
+                self.bottom.show(self.busy_in_words())
 
     def busy_seconds(self) -> float:
         return time.monotonic() - self.busy_since
 
+    def busy_in_words(self) -> str:
+        text = f"{self.busy_with} ({self.busy_seconds():.0f} s)"
+        if self.graphs:
+            latest = self.graphs[-1].partition(",")[0]  # without the details
+            text += f": {len(self.graphs)} done, the last one {latest}"
+        return text
+
     def end_busy(self) -> None:
+        """Ends what `busy` began, if it has."""
         if self.busy_with:
+            self.stop_ticker()
             self.bottom.hide()
             if self.graphs:
-                self.say(f"{self.busy_with}: done, {self.graphs} graphs in "
-                         f"{duration(self.busy_seconds())}")
+                self.say(f"{self.busy_with}: done after {duration(self.busy_seconds())}, "
+                         f"graphs: {len(self.graphs)}")
         self.busy_with = ""
 
     # ------------------------------------------------------------------------------- the steps

@@ -113,7 +113,7 @@ def test_compiling_is_two_lines(capsys, monkeypatch):
     now[0] += 62
     run(seen, [3.0, 2.0])
     out, err = capsys.readouterr()
-    assert out.splitlines()[:3] == ["compiling ...", "compiling: done, 2 graphs in 62 s", "step:1/2 train_loss:3.0"]
+    assert out.splitlines()[:3] == ["compiling ...", "compiling: done after 62 s, graphs: 2", "step:1/2 train_loss:3.0"]
     assert err == ""
 
 
@@ -180,8 +180,27 @@ def test_compiling_stands_in_the_place_of_the_bar(terminal):
     now[0] += 50
     run(seen, [3.0], now=now)
     assert frames(screen)[:3] == [
-        "compiling ...", "compiling: block of 16384 rows (12 s)", "compiling: done, 1 graphs in 64 s"]
-    assert screen.getvalue().startswith("\rcompiling ...\rcompiling: block"), "in one line"
+        "compiling (0 s)", "compiling (12 s): 1 done, the last one block of 16384 rows", "compiling: done after 64 s, graphs: 1"]
+    assert screen.getvalue().startswith("\rcompiling (0 s)\rcompiling (12 s): 1"), "in one line"
+
+
+def test_while_the_run_is_busy_the_seconds_are_counted_until_an_error_takes_the_place(terminal, monkeypatch):
+    screen, now = terminal
+    waits = []
+
+    def wait(seconds):
+        waits.append(seconds)
+        now[0] += seconds
+        if len(waits) == 3:
+            console.complain("an error")
+        return len(waits) == 5
+
+    seen = Console(3)
+    monkeypatch.setattr(seen.ticker_ends, "wait", wait)
+    seen.busy("compiling")
+    seen.stop_ticker()
+    assert waits == [1.0] * 5 and seen.ticker is None
+    assert frames(screen) == ["compiling (0 s)", "compiling (1 s)", "compiling (2 s)", "an error"]
 
 
 def test_a_line_that_is_printed_takes_the_bar_away_and_brings_it_back(terminal):
