@@ -21,8 +21,8 @@ def true_or_false(text: str) -> bool:
     return ("false", "true", "0", "1").index(text.lower()) in (1, 3)
 
 
-def parse(config_class, presets: dict[str, dict], default_preset: str, title: str, argv: list[str]):
-    """The configuration that argv describes: given values, over those of the preset, over defaults.
+def given(config_class, presets: dict[str, dict], title: str, argv: list[str]) -> dict:
+    """The keys that argv gives, with their values.
 
     Raises BadInput on an unknown key, which it answers with the nearest one, and on a value of the
     wrong type. Prints all keys and leaves the program on --help."""
@@ -35,16 +35,15 @@ def parse(config_class, presets: dict[str, dict], default_preset: str, title: st
         if isinstance(field.default, bool):  # --jsonl alone is --jsonl=true
             options = {"type": true_or_false, "nargs": "?", "const": True}
         meaning = field.metadata["meaning"]
-        parser.add_argument(f"--{field.name}", default=field.default, help=meaning, **options)
+        parser.add_argument(
+            f"--{field.name}", default=argparse.SUPPRESS, help=meaning, **options)
 
     values, unknown = parser.parse_known_args(argv)
+    names = [field.name for field in dataclasses.fields(config_class)]
     if unknown:
         name = unknown[0].split("=")[0]
-        nearest = difflib.get_close_matches(name.removeprefix("--"), vars(values), n=1, cutoff=0)
+        nearest = difflib.get_close_matches(name.removeprefix("--"), names, n=1, cutoff=0)
         raise BadInput(f"unknown key {name}; the nearest one is --{nearest[0]} (--help lists all)")
-    preset = values.preset or default_preset
-    require(preset in presets, f"--preset={preset} is none of {', '.join(presets)}")
-    parser.set_defaults(**presets[preset])
-    values = vars(parser.parse_args(argv))
-    values["preset"] = preset
-    return config_class(**values)
+    preset = getattr(values, "preset", "")
+    require(not preset or preset in presets, f"--preset={preset} is none of {', '.join(presets)}")
+    return vars(values)
