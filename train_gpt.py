@@ -76,6 +76,7 @@ from nanogpt.ranks import (
 )
 from nanogpt.rows import LookedUpRows
 from records import journal
+from records.console import Console
 
 # --------------------------------------------------------------------------------------------------
 # 1. Configuration: the defaults are the record, and every key can be given as --key=value
@@ -191,6 +192,35 @@ PRESETS: dict[str, dict] = {
         precision="bf16"),
 }
 
+ABOUT = {
+    "speedrun": "the record: GPT-2's size, 410M tokens of FineWeb to a loss of 3.28, on GPUs",
+    "onepass": "the same model on 83M tokens, each read once, on GPUs",
+    "laptop": "a small model of bytes, two minutes on a CPU",
+    "char": "a larger one, to compare precisions on any text",
+    "small": "the same with GPT-2's tokens, for texts of less than 60M tokens",
+}
+
+EVERYDAY = (
+    "preset", "data_dir", "minutes", "num_steps", "seed", "target_loss", "save_checkpoint",
+    "sample", "micro_tokens", "device", "precision")
+
+SAMPLING = 'that is a key of sample.py: python sample.py MODEL "TEXT" --temperature=0.8'
+HINTS = {  # answers to keys that other trainers have
+    "": "your own text is prepared first: ./run.sh FILE, or python data/prepare.py FILE",
+    "resume": "runs cannot be resumed yet", "load_checkpoint": SAMPLING, "temperature": SAMPLING,
+    "top_k": SAMPLING, "num_samples": SAMPLING, "max_new_tokens": SAMPLING,
+    "lr": "see --muon_lr, --head_lr, --table_lr and --scalar_lr",
+    "learning_rate": "see --muon_lr, --head_lr, --table_lr and --scalar_lr",
+    "batch_size": "see --batch_tokens and --micro_tokens",
+    "device_batch_size": "see --micro_tokens", "max_steps": "see --num_steps",
+    "max_iters": "see --num_steps", "iters": "see --num_steps", "steps": "see --num_steps",
+    "dropout": "there is none; --minutes or --num_steps makes the run shorter",
+    "n_layer": "layers are rows of TOPOLOGIES in train_gpt.py", "n_head": "see --num_heads",
+    "n_embd": "see --model_dim", "out_dir": "see --log_dir and --save_checkpoint",
+    "out": "see --log_dir and --save_checkpoint", "wandb": "--jsonl writes what tools can read",
+    "text": "your own text: ./run.sh FILE", "input": "your own text: ./run.sh FILE",
+    "file": "your own text: ./run.sh FILE"}
+
 # What a run on any text has over its preset (--fit).
 FITTED = dict(
     fit=True, cut_documents=True, target_loss=0.0, save_checkpoint="auto", sample="\n",
@@ -269,19 +299,27 @@ TOPOLOGIES: dict[str, list[Layer]] = {
 def parse_config(argv: list[str]) -> Config:
     """`--key=value` over the preset's values. Raises BadInput on an unknown key or a wrong value,
     and ShardError if the run is to be fitted to a text that cannot be read."""
-    title = __doc__.split("\n\n")[0]
-    given = arguments.given(Config, PRESETS, title, argv)
-    cuda = given.get("device", "auto") in ("auto", "cuda") and torch.cuda.is_available()
-    preset = given.get("preset")
-    if given.get("fit", "data_dir" in given and not preset):
-        text = read_text(Config(**PRESETS.get(preset, {}) | given))
-        preset = preset or fitting.preset_for(text, cuda)
-        c = fitted(Config(**PRESETS[preset] | FITTED | given | {"preset": preset}), given, text)
+    given = arguments.given(
+        Config, argv, PRESETS, default_preset(), __doc__.split("\n\n")[0], EVERYDAY, ABOUT, HINTS)
+    preset = given.get("preset") or default_preset(given.get("device"))
+    if given.get("fit", "data_dir" in given and not given.get("preset")):
+        text = read_text(arguments.configure(Config, PRESETS, preset, given))
+        preset = given.get("preset") or fitting.preset_for(text, has_cuda(given.get("device")))
+        laid_over = {name: values | FITTED for name, values in PRESETS.items()}
+        c = fitted(arguments.configure(Config, laid_over, preset, given), given, text)
     else:
-        preset = preset or ("speedrun" if cuda else "laptop")
-        c = Config(**PRESETS[preset] | given | {"preset": preset})
+        c = arguments.configure(Config, PRESETS, preset, given)
     check_config(c)
     return c
+
+
+def has_cuda(device: str | None) -> bool:
+    """Whether --device=... leads to a GPU of this machine."""
+    return device in (None, "auto", "cuda") and torch.cuda.is_available()
+
+
+def default_preset(device: str | None = None) -> str:
+    return "speedrun" if has_cuda(device) else "laptop"
 
 
 def read_text(c: Config) -> fitting.Text:
@@ -1993,21 +2031,21 @@ def check_amount(c: Config, train_paths: list[Path]) -> None:
 
 
 def start_log(c: Config, run: dict, files: list[dict], paths: dict[str, list[Path]],
-              machine: dict) -> journal.Log:
+              machine: dict, console: Console) -> journal.Log:
     """The log, with the facts that stand before the steps. A collective."""
-    log = journal.Log(c.log_dir, run["run_id"], SOURCE, c.num_steps, c.jsonl, is_master())
+    log = journal.Log(c.log_dir, run["run_id"], SOURCE, c.num_steps, c.jsonl, console)
     log.fact("run", run)
     for file in files:
-        log.fact("file", file, show=False)
-    log.fact("config", dataclasses.asdict(c), show=False)
+        log.fact("file", file)
+    log.fact("config", dataclasses.asdict(c))
     log.fact("environment", machine)
     for split, shard_paths in paths.items():
         for path in shard_paths:
-            log.fact("data", shards.fingerprint(path, split), show=False)
+            log.fact("data", shards.fingerprint(path, split))
     for first, end, stage in stages(c):
         if end > first:
             facts = dict(first_step=first, last_step=end, batch_tokens=stage_tokens(stage, c))
-            log.fact("stage", facts, show=False)
+            log.fact("stage", facts)
     return log
 
 
@@ -2036,6 +2074,32 @@ def continue_text(content: dict, device: torch.device) -> str:
     model = model_of(content, device)
     c = model.config
     return sample.continue_text(model, view_of(content["step"], c), c.sample, c.sample_tokens)
+
+
+def show_header(console: Console, c: Config, machine: dict, train_paths: list[Path],
+                seconds: float | None) -> None:
+    """What will run, for people. `seconds` is how long it may take, if that is known."""
+    sizes = {"active": 0, "in_tables": 0}
+    for param in parameter_table(c).values():
+        sizes["in_tables" if param.update == "rows" else "active"] += math.prod(param.shape)
+    console.header(
+        machine=machine, preset=c.preset, data_dir=c.data_dir, **sizes, num_steps=c.num_steps,
+        train_tokens=sum(map(shards.count_tokens, train_paths)), val_tokens=c.val_tokens,
+        tokens_are_bytes=c.vocab_size <= shards.SEPARATOR, tokens=total_tokens(c),
+        batches=[count * c.seq_len for count, _ in batch_plan(c)], seconds=seconds)
+
+
+def next_commands(c: Config, save_to: Path | None) -> list[str]:
+    """What to type after this run."""
+    python = os.path.relpath(sys.executable)
+    if python.startswith(".."):
+        python = sys.executable
+    commands = []
+    if save_to:
+        commands.append(f'{python} sample.py {save_to} "Once upon a time"')
+    if c.fit:
+        commands.append(f"{python} train_gpt.py --data_dir={c.data_dir} --minutes=10")
+    return commands
 
 
 def stop_if_not_finite(losses: list[journal.TrainingLoss], precision: Precision) -> None:
@@ -2080,11 +2144,13 @@ def train(c: Config) -> int:
     has_fp8 = cuda and kernels.has_fp8(device)
     speeds = journal.calibrate(device, kernels.product if has_fp8 else None)
     clock = journal.Clock(device)
+    console = Console(c.num_steps, shows=is_master())
     log = None
     waiting = []
 
-    def begin_log() -> journal.Log:
-        log = start_log(c, run, files, {"train": train_paths, "val": val_paths}, machine)
+    def begin_log(seconds: float | None = None) -> journal.Log:
+        show_header(console, c, machine, train_paths, seconds)
+        log = start_log(c, run, files, {"train": train_paths, "val": val_paths}, machine, console)
         log.fact("calibration", speeds)
         for kind, value in waiting:
             log.fact(kind, value)
@@ -2095,12 +2161,14 @@ def train(c: Config) -> int:
         after = round(time.perf_counter() - LAUNCHED, 1)
         value = dict(what=what, seconds=round(seconds, 2), after_launch_s=after)
         if log is None:
+            console.compiled(what)
             waiting.append((kind, value))
         else:
             log.fact(kind, value)
 
     if not c.minutes:
         log = begin_log()
+    console.busy("compiling" if c.compile else "warming up")
 
     # 3. Make model and optimizer, compile them and warm up. Collections of garbage would take a
     # tenth of the compiler's time, and later up to 0.4 s in the middle of the run (record 47).
@@ -2117,8 +2185,9 @@ def train(c: Config) -> int:
     warm_up = WarmUp(model, optimizer)
     warm_up.run(call)
     if c.minutes:
-        c = model.config = with_minutes(c, warm_up.seconds_per_step(call), train_paths)
-        log = begin_log()
+        seconds = warm_up.seconds_per_step(call)
+        c = model.config = with_minutes(c, seconds, train_paths)
+        log = begin_log(c.num_steps * seconds)
     warm_up.reset()
     torch.get_device_module(device).synchronize()
     compile_s = time.perf_counter() - LAUNCHED
@@ -2166,19 +2235,21 @@ def train(c: Config) -> int:
     val_loss = round(val_loss, 4)
     target = c.target_loss or None
     reached = target and val_loss <= target
+    kept_step = best["step"] if best else None
     log.end(dict(
         val_loss=val_loss, target=target, reached=reached,
         train_time_s=round(clock.total, 3), step_avg_ms=round(1000 * clock.total / c.num_steps, 2),
         tokens=tokens, tokens_per_s=round(tokens_per_s),
         mfu=journal.mfu(flops_per_token(c), tokens_per_s / world_size, machine["devices"][0]),
         peak_memory_mib=torch.cuda.max_memory_allocated(device) // 2**20 if cuda else None,
-        compile_s=round(compile_s, 1), code_sha256=run["code_sha256"]))
+        compile_s=round(compile_s, 1), code_sha256=run["code_sha256"]), None if kept_step == step else kept_step)
     if rank == 0:
-        print(f"log: {log.path}")
         if save_to:
             checkpoint.write(save_to, best)
         if c.sample:
-            print(f"sample: {continue_text(best or checkpoint_of(model, step, val_loss), device)}")
+            text = continue_text(best or checkpoint_of(model, step, val_loss), device)
+            console.say(f"sample: {text}")
+        console.closing(save_to, next_commands(c, save_to))
     return 1 if reached is False else 0
 
 

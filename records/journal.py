@@ -1,4 +1,5 @@
 """What a run writes about itself: its log, its clock, and the facts on the run and the machine.
+What people see of it while it runs is in records/console.py.
 
 The log's grammar stands in records/README.md. Its reader, records/log.py, shares no code with this
 file: it recomputes what a log says. Everything arrives here as plain values, so this file knows
@@ -15,6 +16,7 @@ import time
 import uuid
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -22,9 +24,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from tqdm import tqdm
 
 from nanogpt.ranks import BadInput, all_gather, all_ranks, is_master, rank_and_world_size, require
+from records.console import Console, complain
 
 ROOT = Path(__file__).parents[1]  # the project's folder
 GRAMMAR = 2
@@ -58,45 +60,57 @@ class Log:
     """The log of one run: source, facts, steps and end block. `path` is its file. Only the master
     writes it; on other ranks the same calls leave no trace.
 
-    On a terminal a progress bar stands below the lines and shows the training losses; without a
-    terminal the console gets all lines.
+    The console gets the losses, the facts `compile` and `defect`, and the summary of the end. All
+    other facts are for the file alone.
+
+    If the file cannot be written to any more, because the disk is full for instance, one sentence
+    on standard error says so, and the run goes on. Such a log has no end block.
     """
 
     def __init__(self, folder: str | Path, run_id: str, source: bytes, num_steps: int,
-                 jsonl: bool, master: bool):
+                 jsonl: bool, console: Console):
         """Opens FOLDER/RUN_ID.txt and writes the script's source into it; with `jsonl` also opens
         FOLDER/RUN_ID.jsonl, which gets the same facts as JSON, one object a line. Raises OSError
         if the folder or the file cannot be made."""
         self.num_steps = num_steps
-        self.master = master
         self.pending: list[PendingLoss] = []
-        self.twin = None
-        if master:
+        self.console = console
+        self.files = {}  # path -> open file; one that cannot be written to is taken out
+        if console.shows:
             self.path = Path(folder) / f"{run_id}.txt"
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            # Unbuffered, so that a run which is killed leaves a log up to that moment.
-            self.file = open(self.path, "wb", buffering=0)
-            self.file.write(source + RULE.encode() + b"\n")
+            paths = [self.path]
             if jsonl:
-                self.twin = open(self.path.with_suffix(".jsonl"), "w", buffering=1)
-        hidden = None if master else True  # None: hidden unless standard error is a terminal
-        self.bar = tqdm(total=num_steps, unit="step", dynamic_ncols=True, disable=hidden)
+                paths.append(self.path.with_suffix(".jsonl"))
+            for path in paths:
+                # Unbuffered, so that a run which is killed leaves a log up to that moment.
+                self.files[path] = open(path, "wb", buffering=0)
+            write_whole(self.files[self.path], source + RULE.encode() + b"\n")
 
-    def write(self, text: str, facts: dict, show: bool) -> None:
-        """Writes one line: to the log, as JSON to its twin, and with `show` to the console."""
-        if not self.master:
-            return
-        self.file.write(text.encode() + b"\n")
-        if self.twin is not None:
-            print(json.dumps(facts), file=self.twin)
-        if show:
-            with self.bar.external_write_mode():  # takes the bar away while something is printed
-                print(text, flush=True)
+    def write(self, text: str, facts: dict) -> None:
+        """Writes one line to the log, and as JSON to its twin."""
+        for path, file in list(self.files.items()):
+            line = text if path == self.path else json.dumps(facts)
+            try:
+                write_whole(file, line.encode() + b"\n")
+            except OSError as error:
+                lost = "it"
+                self.files.pop(path)
+                if path == self.path:  # then its twin alone is of no use
+                    lost = "a log"
+                    self.files.clear()
+                complain(f"cannot write to {path} ({error.strerror}); the run goes on without {lost}")
+                return
 
-    def fact(self, kind: str, value: dict | str, show: bool = True) -> None:
+    def fact(self, kind: str, value: dict | str) -> None:
         """Writes the line `KIND JSON`. The value is a string for a note and an object otherwise."""
         facts = {"note": value} if kind == "note" else value
-        self.write(f"{kind} {json.dumps(value)}", {"kind": kind} | facts, show)
+        self.write(f"{kind} {json.dumps(value)}", {"kind": kind} | facts)
+        if kind == "compile":
+            self.console.compiled(value["what"])
+        if kind == "defect":
+            seconds = f" ({value['seconds']} s)" if "seconds" in value else ""
+            self.console.warn(value["what"] + seconds)
 
     def step(self, step: int, seconds: float, name: str, loss: float) -> None:
         """Writes the line of a loss after `step` steps and `seconds` of training time. The name is
@@ -113,10 +127,9 @@ class Log:
         }
         text = (f"step:{step}/{self.num_steps} {name}:{loss:.4f} "
                 f"train_time:{milliseconds:.0f}ms step_avg:{average:.2f}ms")
-        self.write(text, facts, show=self.bar.disable or name == "val_loss")
-        status = f"{name} {loss:.3f}, {average:.1f} ms a step"
-        self.bar.set_postfix_str(status, refresh=False)
-        self.bar.update(step - self.bar.n)
+        self.write(text, facts)
+        show = self.console.train_loss if name == "train_loss" else self.console.val_loss
+        show(step, seconds, loss, text)
 
     def put(self, step: int, loss: Tensor, seconds: float) -> None:
         """Takes the training loss of a step, which the device may still have to compute. Nothing
@@ -124,7 +137,7 @@ class Log:
 
         loss: () or (1 + n,), the mean loss and then n flags, which `arrived` hands back.
         """
-        values = loss.to("cpu", non_blocking=True)
+        values = loss.to("cpu", non_blocking=loss.is_cuda)
         event = None
         if loss.is_cuda:
             event = torch.cuda.current_stream().record_event()
@@ -140,14 +153,27 @@ class Log:
             losses.append(TrainingLoss(pending.step, loss, flags))
         return losses
 
-    def end(self, facts: dict) -> None:
-        """Writes the end block: a line `key: value` for each fact. Nothing may follow it."""
-        self.bar.close()
+    def end(self, facts: dict, kept_step: int | None = None) -> None:
+        """Writes the end block: a line `key: value` for each fact. Nothing may follow it. The
+        console gets a summary instead, and the name of the log. `kept_step` is the step whose
+        weights were kept, if those are not the weights of the end."""
         lines = [RULE]
         for key, value in facts.items():
             text = value if isinstance(value, str) else json.dumps(value)
             lines.append(f"{key}: {text}")
-        self.write("\n".join(lines), {"kind": "end"} | facts, show=True)
+        self.write("\n".join(lines), {"kind": "end"} | facts)
+        self.console.result(facts, kept_step)
+        if self.console.shows:
+            broken = "" if self.path in self.files else " (it broke off)"
+            self.console.say(f"log: {self.path}{broken}")
+
+
+def write_whole(file, content: bytes) -> None:
+    """Writes all of it to an unbuffered file, which may take less at a time where space is short.
+    Raises OSError if it takes no more."""
+    rest = memoryview(content)
+    while rest:
+        rest = rest[file.write(rest) :]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -247,10 +273,10 @@ def sum_of_files(source: bytes, files: list[dict]) -> str:
 def describe_run(source: bytes, files: list[dict]) -> dict:
     """The fact `run`: which run of which code this is. `files` are those of `project_files`. The
     master's is the one for the log: other ranks have another id, and do not ask git."""
-    commit = output_of("git rev-parse --verify -q HEAD")
-    clean = None
+    commit = output_of("git", "rev-parse", "--verify", "-q", "HEAD")
+    changes = None
     if commit is not None:
-        clean = output_of("git status --porcelain") is None
+        changes = output_of("git", "status", "--porcelain")
     return {
         "run_id": str(uuid.uuid4()),
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -259,17 +285,20 @@ def describe_run(source: bytes, files: list[dict]) -> dict:
         "code_bytes": len(source),
         "files_sha256": sum_of_files(source, files),
         "git_commit": commit,
-        "git_clean": clean,
+        "git_clean": None if changes is None else changes == "",
     }
 
 
-def output_of(command: str) -> str | None:
-    """What a shell command prints, None if that is nothing. Only the master runs it, because only
-    the master writes it down; elsewhere it is None."""
+def output_of(*command: str) -> str | None:
+    """What a program prints. None if there is no such program, or if it fails. Only the master runs
+    it, because only the master writes it down; elsewhere it is None."""
     if not is_master():
         return None
-    run = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=ROOT)
-    return run.stdout.strip() or None
+    try:
+        run = subprocess.run(command, capture_output=True, cwd=ROOT)
+    except OSError:
+        return None
+    return run.stdout.decode(errors="replace").strip() if run.returncode == 0 else None
 
 
 # ------------------------------------------------------------------------------------------------
@@ -278,24 +307,35 @@ def output_of(command: str) -> str | None:
 
 def describe_machine(device: torch.device) -> dict:
     """The fact `environment`: hardware and versions. Call it on all ranks: it is a collective."""
-    name = "CPU"
+    name = device.type.upper()
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     hosts = set(all_ranks(platform.node()))
-    driver = output_of("nvidia-smi --query-gpu=driver_version --format=csv,noheader | head -n 1")
-    cpu = output_of("sed -n 's/^model name.*: //p;T;q' /proc/cpuinfo")
+    drivers = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     _, world_size = rank_and_world_size()
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "triton": triton_version(),
-        "driver": driver,
+        "driver": drivers.partition("\n")[0] if drivers else None,  # a line for each GPU
         "devices": all_ranks(name),
         "world_size": world_size,
         "hosts": len(hosts),
-        "cpu": cpu or platform.processor(),
+        "cpu": cpu_name(),
     }
+
+
+def cpu_name() -> str:
+    """The name of the processor; where nothing tells it, at least its architecture."""
+    name = None
+    if sys.platform == "linux":
+        with suppress(OSError), open("/proc/cpuinfo", errors="replace") as file:
+            names = [line.partition(":")[2] for line in file if line.startswith("model name")]
+            name = names[0].strip() if names else None
+    elif sys.platform == "darwin":
+        name = output_of("sysctl", "-n", "machdep.cpu.brand_string")
+    return name or platform.processor() or platform.machine()
 
 
 def triton_version() -> str | None:

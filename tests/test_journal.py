@@ -4,7 +4,6 @@ References: the lines of a log, written out by hand; `records.log.read_log`, whi
 with the writer; clocks made by hand; and for the files of a run the tree that the test has made.
 """
 import hashlib
-import io
 import json
 import math
 import re
@@ -21,6 +20,7 @@ from conftest import ROOT
 from nanogpt.ranks import BadInput
 from records import journal
 from records.__main__ import main as records
+from records.console import Console
 from records.log import read_log
 
 SOURCE = b"print('a script')\n"
@@ -29,7 +29,7 @@ RULE = "=" * 100
 
 
 def open_log(folder, master=True, jsonl=False):
-    return journal.Log(folder, "an-id", SOURCE, 10, jsonl, master)
+    return journal.Log(folder, "an-id", SOURCE, 10, jsonl, Console(10, shows=master))
 
 
 def lines_of(log):
@@ -43,7 +43,7 @@ def lines_of(log):
 def write_all(log):
     """One line of every form."""
     log.fact("run", {"run_id": "an-id", "git_clean": None})
-    log.fact("note", "größer", show=False)
+    log.fact("note", "größer")
     log.step(0, 0.0, "val_loss", 10.82584)
     log.step(1, 0.17612, "train_loss", 10.8)
     log.step(3, 1.0006, "train_loss", math.nan)
@@ -100,21 +100,63 @@ def test_each_line_is_in_the_file_at_once(tmp_path):
         assert len(log.path.with_suffix(".jsonl").read_text().splitlines()) == number
 
 
-def test_without_a_terminal_the_console_gets_every_line_but_the_hidden_ones(tmp_path, capsys):
-    write_all(open_log(tmp_path))
-    shown = [line for line in EXPECTED[1:] if not line.startswith("note")]
-    assert capsys.readouterr().out.splitlines() == shown
+def test_the_console_gets_the_losses_the_summary_and_the_name_of_the_log(tmp_path, capsys):
+    log = open_log(tmp_path)
+    write_all(log)
+    out, err = capsys.readouterr()
+    lines = out.splitlines()
+    assert lines[:4] == EXPECTED[3:7] and lines[-1] == f"log: {log.path}" and err == ""
+    assert "loss      3.0000 nats per token; it began at 10.8258" in lines
+    assert "git_clean" not in out and "note" not in out and "reached: true" not in out
 
 
-def test_on_a_terminal_a_bar_shows_the_training_losses(tmp_path, capsys, monkeypatch):
-    terminal, tqdm = io.StringIO(), journal.tqdm
-    visible = {"disable": False, "file": terminal, "mininterval": 0}
-    monkeypatch.setattr(journal, "tqdm", lambda **options: tqdm(**options | visible))
-    write_all(open_log(tmp_path))
-    out = capsys.readouterr().out
-    assert "val_loss:3.0001" in out and "train_loss" not in out and "reached: true" in out
-    bar = terminal.getvalue()
-    assert "1/10" in bar and "train_loss 10.800, 176.1 ms a step" in bar and "3/10" in bar
+def test_a_defect_is_a_warning_and_other_facts_are_for_the_file_alone(tmp_path, capsys):
+    log = open_log(tmp_path)
+    log.fact("config", {"num_steps": 10})
+    log.fact("compile", {"what": "block", "seconds": 2.5})
+    log.fact("defect", {"what": "tokens were lost"})
+    log.fact("defect", {"what": "block of 3 rows", "seconds": 2.5, "after_launch_s": 9})
+    assert capsys.readouterr().out.splitlines() == [
+        "warning: tokens were lost", "warning: block of 3 rows (2.5 s)"]
+    assert len(lines_of(log)) == 5
+
+
+def test_a_full_disk_ends_the_log_and_not_the_run(tmp_path, capsys):
+    log = open_log(tmp_path, jsonl=True)
+    log.fact("note", "the last one")
+    before = log.path.read_bytes()
+    log.files[log.path] = open("/dev/full", "wb", buffering=0)
+    log.put(1, torch.tensor(2.5), 0.1)
+    assert log.arrived() == [(1, 2.5, [])]
+    log.step(1, 0.1, "val_loss", 2.5)
+    log.end({"val_loss": 2.5})
+    out, err = capsys.readouterr()
+    assert err == (f"cannot write to {log.path} (No space left on device); "
+                   "the run goes on without a log\n")
+    assert "step:1/10 val_loss:2.5000" in out and out.endswith(f"log: {log.path} (it broke off)\n")
+    assert log.path.read_bytes() == before
+    assert len(log.path.with_suffix(".jsonl").read_text().splitlines()) == 1
+
+
+def test_a_twin_that_cannot_be_written_leaves_the_log(tmp_path, capsys):
+    log = open_log(tmp_path, jsonl=True)
+    twin = log.path.with_suffix(".jsonl")
+    log.files[twin] = open("/dev/full", "wb", buffering=0)
+    write_all(log)
+    assert lines_of(log) == EXPECTED
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and err.startswith(f"cannot write to {twin} (No space")
+
+
+def test_a_file_that_takes_a_few_bytes_at_a_time_gets_all(tmp_path):
+    taken = []
+
+    def write(content):
+        taken.append(bytes(content[:3]))
+        return len(taken[-1])
+
+    journal.write_whole(SimpleNamespace(write=write), b"12345678")
+    assert taken == [b"123", b"456", b"78"]
 
 
 def test_other_ranks_leave_no_trace_and_get_the_losses_too(tmp_path, capsys):
@@ -320,14 +362,15 @@ import sys
 import torch
 from nanogpt import extra
 from records import journal
+from records.console import Console
 
 cpu = torch.device("cpu")
 files = journal.project_files(__file__)
 run = journal.describe_run(SOURCE, files)
-log = journal.Log("logs", run["run_id"], SOURCE, 2, True, True)
+log = journal.Log("logs", run["run_id"], SOURCE, 2, True, Console(2))
 log.fact("run", run)
 for file in files:
-    log.fact("file", file, show=False)
+    log.fact("file", file)
 log.fact("config", dict(num_steps=2, batch_tokens=8, val_tokens=8, target_loss=extra.TARGET,
                         seed=0, run_name=""))
 log.fact("environment", journal.describe_machine(cpu))
@@ -381,6 +424,29 @@ def test_the_machine_is_described():
                           "hosts", "cpu"]
     assert machine["devices"] == ["CPU"] and machine["world_size"] == machine["hosts"] == 1
     assert machine["torch"] == torch.__version__ and machine["cpu"]
+
+
+def test_a_program_that_is_missing_or_fails_tells_nothing():
+    assert journal.output_of("a-program-that-nobody-has") is None
+    assert journal.output_of(sys.executable, "-c", "import sys; print(1); sys.exit(3)") is None
+    assert journal.output_of(sys.executable, "-c", "print()") == ""
+    assert journal.output_of(sys.executable, "-c", "print('$HOME; x')") == "$HOME; x"
+
+
+def test_without_git_and_other_programs_the_facts_are_null(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    run, machine = journal.describe_run(SOURCE, []), journal.describe_machine(CPU)
+    assert (run["git_commit"], run["git_clean"], machine["driver"]) == (None, None, None)
+
+
+@pytest.mark.parametrize("system, name", [("darwin", "Apple M2"), ("win32", "Intel64 Family 6")])
+def test_the_processor_has_a_name_on_every_system(system, name, monkeypatch):
+    asked = []
+    monkeypatch.setattr(journal.sys, "platform", system)
+    monkeypatch.setattr(journal.platform, "processor", lambda: "Intel64 Family 6")
+    monkeypatch.setattr(journal, "output_of", lambda *command: asked.append(command) or "Apple M2")
+    assert journal.cpu_name() == name
+    assert asked == ([("sysctl", "-n", "machdep.cpu.brand_string")] if system == "darwin" else [])
 
 
 def test_calibration_multiplies_fp8_if_it_is_given_a_product():

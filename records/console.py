@@ -1,0 +1,489 @@
+"""What people see of a run: a header, a progress bar, the validations, and a summary at the end.
+
+A terminal gets the bar, on standard error. Without a terminal (a pipe, a file, CI) about twenty
+lines stand for it. All other lines go to standard output. The log file is none of this file's
+business (records/journal.py): facts arrive here as plain values and leave as sentences.
+
+Nothing that goes wrong with the console ends a run. Characters that it cannot show are replaced,
+and if it cannot be written to, it falls silent.
+"""
+import contextlib
+import math
+import os
+import sys
+import time
+from collections import Counter, deque
+from typing import NamedTuple, TextIO
+
+PROGRESS_LINES = 20  # about as many lines for the training steps where there is no bar
+RECENT_STEPS = 50  # over which the time of a step is averaged
+REDRAW_S = 0.1  # the bar is drawn anew at most this often
+LABEL_WIDTH = 10
+CLEAR_RISE = 0.01  # of the validation loss, in nats: less may be chance
+
+# ------------------------------------------------------------------------------------------------
+# Streams that cannot end a run
+
+
+class Stream:
+    """A text stream for people. Characters that its encoding lacks are replaced by "?". After the
+    first error (its reader has left, its disk is full) it takes everything and writes nothing.
+    `broken` then says what was wrong."""
+
+    def __init__(self, file: TextIO | None):
+        """`file` may be None, as sys.stdout is in a program without a console."""
+        self.file = file
+        self.encoding = getattr(file, "encoding", None) or "utf-8"
+        self.broken = "" if file is not None else "there is none"
+
+    def write(self, text: str) -> None:
+        if self.broken:
+            return
+        known = text.encode(self.encoding, "replace").decode(self.encoding)
+        try:
+            self.file.write(known)
+            self.file.flush()
+        except (OSError, ValueError) as error:  # ValueError: the file has been closed
+            self.broken = getattr(error, "strerror", None) or str(error)
+            discard_output(self.file)
+
+    def can_show(self, text: str) -> bool:
+        """Whether the encoding has all these characters."""
+        return text == text.encode(self.encoding, "replace").decode(self.encoding)
+
+    def is_terminal(self) -> bool:
+        with contextlib.suppress(OSError, ValueError):
+            return not self.broken and self.file.isatty()
+        return False
+
+    def columns(self) -> int:
+        """The width of the terminal; 80 if it does not say."""
+        with contextlib.suppress(OSError, ValueError):
+            return os.get_terminal_size(self.file.fileno()).columns or 80
+        return 80
+
+
+def discard_output(file: TextIO) -> None:
+    """Sends what the file still holds to nowhere. Otherwise Python would try again to write it when
+    the program ends, fail, and change the exit status to 120."""
+    with contextlib.suppress(OSError, ValueError):
+        number = file.fileno()
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, number)
+        os.close(nowhere)
+
+
+# ------------------------------------------------------------------------------------------------
+# The line at the bottom of a terminal
+
+
+class BottomLine:
+    """The last line of a terminal, which is written over and over: the bar, or what the run is busy
+    with before the first step."""
+
+    on_screen: "BottomLine | None" = None  # the one that is shown now, if any
+
+    def __init__(self, stream: Stream):
+        self.stream = stream
+        self.text = ""
+
+    def show(self, text: str) -> None:
+        text = text[: self.stream.columns() - 1]  # a longer one would go on in the next line
+        self.stream.write("\r" + text.ljust(len(self.text)))
+        self.text = text
+        BottomLine.on_screen = self
+
+    def hide(self) -> str:
+        """Takes the line away, and returns what it showed."""
+        text = self.text
+        if text:
+            self.stream.write("\r" + " " * len(text) + "\r")
+        self.text = ""
+        BottomLine.on_screen = None
+        return text
+
+    def leave(self) -> None:
+        """Lets the line stand where it is; what comes next stands below it."""
+        if self.text:
+            self.stream.write("\n")
+        self.text = ""
+        BottomLine.on_screen = None
+
+
+def complain(sentence: str) -> None:
+    """Writes a sentence to standard error, below the bar if there is one."""
+    if BottomLine.on_screen is not None:
+        BottomLine.on_screen.leave()
+    Stream(sys.stderr).write(sentence + "\n")
+
+
+# ------------------------------------------------------------------------------------------------
+# The console
+
+
+class Point(NamedTuple):
+    """A loss after some steps."""
+
+    step: int
+    loss: float
+
+
+class Console:
+    """What people see of one run. With `shows` False nothing: other ranks than the first have such
+    a console, so that all ranks can make the same calls."""
+
+    def __init__(self, num_steps: int, shows: bool = True):
+        self.num_steps = num_steps
+        self.shows = shows
+        self.out = Stream(sys.stdout if shows else None)
+        self.bottom = BottomLine(Stream(sys.stderr if shows else None))
+        self.has_bar = self.bottom.stream.is_terminal()
+        self.tokens_are_bytes = False  # `header` may change it
+        self.training: list[Point] = []
+        self.validations: list[Point] = []
+        self.recent = deque([(0, 0.0)], maxlen=RECENT_STEPS + 1)  # steps and their training time
+        self.drawn_at = -math.inf
+        self.busy_with = ""  # what the run does before its first step
+        self.busy_since = 0.0
+        self.graphs = 0  # how many were compiled or loaded
+
+    def say(self, text: str) -> None:
+        """Prints lines, above the bar."""
+        if not self.shows:
+            return
+        shown = self.bottom.hide()
+        was_broken = self.out.broken
+        self.out.write(text + "\n")
+        if self.out.broken and not was_broken:
+            complain(f"cannot print ({self.out.broken}); the run goes on silently")
+        if shown:
+            self.bottom.show(shown)
+
+    def say_facts(self, facts: dict[str, str]) -> None:
+        """Prints a line for each fact, the names in one column; leaves out those without a text."""
+        for name, text in facts.items():
+            if text:
+                self.say(f"{name:<{LABEL_WIDTH}}{text}")
+
+    def warn(self, text: str) -> None:
+        self.say(f"warning: {text}")
+
+    # -------------------------------------------------------------------- before the first step
+
+    def header(self, *, machine: dict, preset: str, active: int, in_tables: int, data_dir: str,
+               train_tokens: int, val_tokens: int, tokens_are_bytes: bool, num_steps: int,
+               batches: list[int], tokens: int, seconds: float | None = None) -> None:
+        """Prints what will run.
+
+        machine: the log's fact `environment`
+        active, in_tables: parameters that each token is multiplied by, and those of tables
+        batches: tokens of a batch, in each stage of the run
+        tokens: all that the run trains on
+        seconds: how long it may take; None: not known
+        """
+        self.num_steps = num_steps
+        self.tokens_are_bytes = tokens_are_bytes
+        unit = " (bytes)" if tokens_are_bytes else ""
+        batch = " to ".join(f"{size:,}" for size in sorted({min(batches), max(batches)}))
+        time_needed = "" if seconds is None else f", about {duration(seconds)}"
+        self.say_facts({
+            "machine": machine_in_words(machine),
+            "preset": preset,
+            "model": f"{count(active)} parameters active, {count(in_tables)} in tables",
+            "data": f"{data_dir}: {train_tokens:,} training tokens{unit}, "
+                    f"{val_tokens:,} for validation",
+            "run": f"{self.num_steps:,} steps of {batch} tokens, {count(tokens)} tokens in all "
+                   f"({epochs(tokens / train_tokens)}){time_needed}",
+        })
+        self.say("")
+
+    def busy(self, what: str) -> None:
+        """Says what the run does until the first loss arrives, such as "compiling"."""
+        self.busy_with = what
+        self.busy_since = time.monotonic()
+        if self.has_bar:
+            self.bottom.show(f"{what} ...")
+        else:
+            self.say(f"{what} ...")
+
+    def compiled(self, what: str) -> None:
+        """Says which graph was compiled or loaded just now."""
+        self.graphs += 1
+        if self.has_bar and self.busy_with:
+            self.bottom.show(f"{self.busy_with}: {what} ({self.busy_seconds():.0f} s)")
+
+    def busy_seconds(self) -> float:
+        return time.monotonic() - self.busy_since
+
+    def end_busy(self) -> None:
+        if self.busy_with:
+            self.bottom.hide()
+            if self.graphs:
+                self.say(f"{self.busy_with}: done, {self.graphs} graphs in "
+                         f"{duration(self.busy_seconds())}")
+        self.busy_with = ""
+
+    # ------------------------------------------------------------------------------- the steps
+
+    def train_loss(self, step: int, seconds: float, loss: float, line: str) -> None:
+        """Shows a training loss after `step` steps and `seconds` of training time; `line` is that
+        of the log."""
+        self.end_busy()
+        self.training.append(Point(step, loss))
+        self.recent.append((step, seconds))
+        if self.has_bar:
+            self.draw_bar()
+        if not (self.has_bar and self.out.is_terminal()) and self.is_progress(step):
+            self.say(line)
+        if not math.isfinite(loss):  # this ends the run, with a sentence of its own
+            self.close()
+
+    def is_progress(self, step: int) -> bool:
+        """Whether a step is one of those, spread evenly, whose lines are printed."""
+        before = (step - 1) * PROGRESS_LINES // self.num_steps
+        return step == 1 or step * PROGRESS_LINES // self.num_steps > before
+
+    def val_loss(self, step: int, seconds: float, loss: float, line: str) -> None:
+        """Shows a validation loss, with the arguments of `train_loss`."""
+        self.end_busy()
+        self.validations.append(Point(step, loss))
+        if not self.out.is_terminal():
+            bits = f" bits_per_byte:{loss / math.log(2):.4f}" if self.tokens_are_bytes else ""
+            self.say(line + bits)
+            return
+        width = len(str(self.num_steps))
+        self.say(f"step {step:>{width}}/{self.num_steps}   val loss {self.loss_in_words(loss)}   "
+                 f"{duration(seconds)} of training")
+
+    def loss_in_words(self, loss: float) -> str:
+        unit = "byte" if self.tokens_are_bytes else "token"
+        bits = f", {loss / math.log(2):.3f} bits per byte" if self.tokens_are_bytes else ""
+        return f"{loss:.4f} nats per {unit}{bits}"
+
+    def draw_bar(self) -> None:
+        """Draws the bar, unless it has just been drawn."""
+        step, loss = self.training[-1]
+        now = time.monotonic()
+        if now - self.drawn_at < REDRAW_S and step < self.num_steps:
+            return
+        self.drawn_at = now
+        width = len(str(self.num_steps))
+        text = f"{step:>{width}}/{self.num_steps}  loss {loss:.3f}"
+        seconds_a_step = self.seconds_a_step()
+        if seconds_a_step is not None:
+            text += f"  {milliseconds(seconds_a_step)} a step"
+            if step < self.num_steps:
+                text += f"  {duration((self.num_steps - step) * seconds_a_step)} left"
+        room = min(40, self.bottom.stream.columns() - len(text) - 5)
+        if room >= 5:
+            full = "█" if self.bottom.stream.can_show("█") else "#"
+            text = f"|{full * (room * step // self.num_steps):<{room}}|  {text}"
+        self.bottom.show(text)
+
+    def seconds_a_step(self) -> float | None:
+        """Training time of a recent step. The clock of training stands still during validation, so
+        a validation does not make steps look slow."""
+        first_step, first_seconds = self.recent[0]
+        last_step, last_seconds = self.recent[-1]
+        if last_step == first_step:
+            return None
+        return (last_seconds - first_seconds) / (last_step - first_step)
+
+    def close(self) -> None:
+        """Lets the bar stand as it is. What is printed next stands below it."""
+        self.bottom.leave()
+
+    # --------------------------------------------------------------------------------- the end
+
+    def result(self, facts: dict, kept_step: int | None = None) -> None:
+        """Prints what came of the run. `facts` are those of the log's end block; what is missing or
+        None there is left out. `kept_step` is the step whose weights were kept, if those are not
+        the weights of the end."""
+        self.close()
+        self.say("")
+        self.say_facts({
+            "loss": self.loss_at_the_end(facts.get("val_loss")),
+            "target": target_in_words(facts.get("val_loss"), facts.get("target")),
+            "best": self.best_in_words(kept_step),
+            "time": time_in_words(facts),
+            "memory": memory_in_words(facts.get("peak_memory_mib")),
+        })
+        blocks = self.out.can_show(BLOCKS + MARK)
+        lines = curve(self.training, self.validations, blocks)
+        if lines:
+            self.say("\n" + "\n".join(lines))
+        self.say("")
+
+    def loss_at_the_end(self, loss: float | None) -> str:
+        if loss is None:
+            return ""
+        start = ""
+        if self.validations and self.validations[0].step == 0:
+            start = f"; it began at {self.validations[0].loss:.4f}"
+        elif self.training:
+            start = f"; the first batch had {self.training[0].loss:.4f}"
+        return self.loss_in_words(loss) + start
+
+    def best_in_words(self, kept_step: int | None) -> str:
+        """Says that an earlier validation was better than the last one, if that is so."""
+        if not self.validations:
+            return ""
+        best = min(self.validations, key=lambda point: point.loss)
+        last = self.validations[-1]
+        rise = round(last.loss, 4) - round(best.loss, 4)
+        if not rise > 0:
+            return ""
+        text = f"{best.loss:.4f} at step {best.step:,}"
+        if kept_step == best.step:
+            text += ", and the weights of that step were kept"
+        text += f"; from there it rose to {last.loss:.4f}"
+        if rise > CLEAR_RISE:
+            text += " (overfitting: more text helps)"
+        return text
+
+    def closing(self, checkpoint: str = "", commands: list[str] | None = None) -> None:
+        """Prints the file of the weights, if there is one, and commands to try next."""
+        if checkpoint:
+            self.say(f"checkpoint: {checkpoint}")
+        if commands:
+            self.say("next:")
+            for command in commands:
+                self.say(f"  {command}")
+
+
+# ------------------------------------------------------------------------------------------------
+# Facts in words
+
+
+def count(number: int) -> str:
+    """A large number to about two digits: 41,000, 0.9M, 4.2M, 1.4B."""
+    if number >= 1e9:
+        return f"{number / 1e9:,.1f}B"
+    if number >= 1e5:
+        return f"{number / 1e6:.1f}M"
+    return f"{number:,}"
+
+
+def duration(seconds: float) -> str:
+    """A time in the unit that suits it: 8.1 s, 45 s, 1.7 min, 2.3 h."""
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    if seconds < 99.5:
+        return f"{seconds:.0f} s"
+    if seconds < 99.5 * 60:
+        return f"{seconds / 60:.1f} min"
+    return f"{seconds / 3600:.1f} h"
+
+
+def milliseconds(seconds: float) -> str:
+    """A short time: 8.25 ms, 126 ms, 1,260 ms."""
+    value = 1000 * seconds
+    return f"{value:.2f} ms" if value < 10 else f"{value:,.0f} ms"
+
+
+def epochs(times: float) -> str:
+    """How often the training text is read."""
+    if times < 0.1:
+        return f"{times:.2f} epochs"
+    if times < 10:
+        return f"{times:.1f} epochs"
+    return f"{times:,.0f} epochs"
+
+
+def machine_in_words(machine: dict) -> str:
+    """The devices of the fact `environment`, and the version of PyTorch."""
+    parts = []
+    for name, number in Counter(machine["devices"]).items():
+        if name == "CPU":
+            name = f"CPU ({machine['cpu']})" if machine["cpu"] else "CPU"
+        parts.append(f"{number} x {name}")
+    if machine["hosts"] > 1:
+        parts.append(f"{machine['hosts']} hosts")
+    version = machine["torch"].partition("+")[0]
+    return ", ".join([*parts, f"torch {version}"])
+
+
+def target_in_words(loss: float | None, target: float | None) -> str:
+    if loss is None or target is None:
+        return ""
+    if loss <= target:
+        return f"{target:g}: reached"
+    return f"{target:g}: missed by {loss - target:.4f}"
+
+
+def time_in_words(facts: dict) -> str:
+    """Training time and speeds, as far as the end block knows them."""
+    parts = []
+    if facts.get("train_time_s") is not None:
+        parts.append(f"{duration(facts['train_time_s'])} of training")
+    if facts.get("step_avg_ms") is not None:
+        parts.append(f"{milliseconds(facts['step_avg_ms'] / 1000)} a step")
+    if facts.get("tokens_per_s") is not None:
+        parts.append(f"{facts['tokens_per_s']:,} tokens/s")
+    if facts.get("mfu") is not None:
+        parts.append(f"{facts['mfu']:.1%} of the device's peak")
+    return ", ".join(parts)
+
+
+def memory_in_words(mebibytes: int | None) -> str:
+    return "" if mebibytes is None else f"{mebibytes:,} MiB of the GPU at most"
+
+
+# ------------------------------------------------------------------------------------------------
+# The curve of the loss
+
+ROWS = 8
+COLUMNS = 60
+BLOCKS = " ▁▂▃▄▅▆▇█"  # by how many eighths of a row are full
+MARK = "●"  # a validation
+
+
+def curve(training: list[Point], validations: list[Point], blocks: bool) -> list[str]:
+    """The losses as a picture of at most 60 columns x 8 rows and its labels. The height of a column
+    is the mean of its training losses. `blocks` False: only ASCII characters. Without a picture,
+    an empty list, if there are fewer than 10 training losses or they are all the same."""
+    training = [point for point in training if math.isfinite(point.loss)]
+    validations = [point for point in validations if point.step > 0 and math.isfinite(point.loss)]
+    if len(training) < 10:
+        return []
+    num_columns = min(COLUMNS, len(training))
+    means = []
+    for column in range(num_columns):
+        first = column * len(training) // num_columns
+        end = (column + 1) * len(training) // num_columns
+        losses = [point.loss for point in training[first:end]]
+        means.append(sum(losses) / len(losses))
+    marks = {}
+    for point in validations:
+        column = (point.step - 1) * num_columns // training[-1].step
+        marks[min(column, num_columns - 1)] = point.loss
+    low = min([*means, *marks.values()])
+    high = max([*means, *marks.values()])
+    if low == high:
+        return []
+
+    def eighths(loss: float) -> int:
+        """The height of a loss, from 1 to 64 eighths of a row."""
+        return 1 + round((loss - low) / (high - low) * (8 * ROWS - 1))
+
+    lines = []
+    label_width = max(len(f"{high:.2f}"), len(f"{low:.2f}"))
+    for row in reversed(range(ROWS)):
+        label = {ROWS - 1: f"{high:.2f}", 0: f"{low:.2f}"}.get(row, "")
+        cells = ""
+        for column, mean in enumerate(means):
+            full = min(max(eighths(mean) - 8 * row, 0), 8)
+            cell = BLOCKS[full]
+            if not blocks:
+                cell = "#" if full >= 4 or (row == 0 and full) else " "
+            if column in marks and (eighths(marks[column]) - 1) // 8 == row:
+                cell = MARK if blocks else "o"
+            cells += cell
+        lines.append(f"{label:>{label_width}} |{cells}".rstrip())
+    first, last = f"step {training[0].step}", f"{training[-1].step}"
+    axis = first + last.rjust(num_columns - len(first))
+    lines.append(" " * (label_width + 2) + axis)
+    mark = MARK if blocks else "o"
+    legend = f"loss: columns are training, {mark} is validation"
+    lines.append(" " * (label_width + 2) + legend)
+    return lines
