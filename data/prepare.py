@@ -757,9 +757,9 @@ class Stopped(BaseException):
     """Ctrl-C or SIGTERM; the argument is the number of the signal."""
 
 
-def stop(number, _):
+def stop(main_process, number, _):
     """What Ctrl-C and SIGTERM do. A worker that inherits this leaves them to the main process."""
-    if multiprocessing.parent_process() is None:
+    if os.getpid() == main_process:
         raise Stopped(number)
 
 
@@ -861,7 +861,7 @@ def main(argv=None):
             f"validation tokens ({tokens}) from {counts['documents']:,} document{plural} "
             f"(duplicates dropped: {counts['duplicates']:,}) in {seconds:.1f} s")
     else:
-        say(f"{folder}: the shards are there already")
+        say(f"{folder}: already there, made of the same input")
     if args.print_folder:
         print_to(sys.stdout, folder)
     elif args.inputs:
@@ -870,7 +870,7 @@ def main(argv=None):
 
 if __name__ == "__main__":
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, stop)
+        signal.signal(number, partial(stop, os.getpid()))
     sys.stdout.reconfigure(errors="backslashreplace")  # some Windows consoles lack characters
     try:
         main()
