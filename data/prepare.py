@@ -307,7 +307,7 @@ def encode_all(documents, use_bytes=True, workers=1):
         for job in jobs(documents):
             yield encode(job, use_bytes)
         return
-    pool = ProcessPoolExecutor(workers, initializer=start_worker)
+    pool = start_pool(workers)
     try:
         # The pool's own map() would read all the input before it returned anything. This queue lets
         # no more than two jobs for each worker wait, which bounds the memory.
@@ -327,6 +327,19 @@ def encode_all(documents, use_bytes=True, workers=1):
         raise
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def start_pool(workers):
+    """A pool of processes that leave Ctrl-C and SIGTERM to this one."""
+    pool = ProcessPoolExecutor(workers, initializer=start_worker)
+    if not hasattr(signal, "pthread_sigmask"):  # on Windows
+        return pool
+    # A fork runs hooks of the library, and Python drops an exception that a signal raises in one.
+    # So the signals wait until the workers are there, which the first job brings about.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    pool.submit(os.getpid)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return pool
 
 
 def start_worker():
@@ -757,10 +770,9 @@ class Stopped(BaseException):
     """Ctrl-C or SIGTERM; the argument is the number of the signal."""
 
 
-def stop(main_process, number, _):
-    """What Ctrl-C and SIGTERM do. A worker that inherits this leaves them to the main process."""
-    if os.getpid() == main_process:
-        raise Stopped(number)
+def stop(number, _):
+    """What Ctrl-C and SIGTERM do."""
+    raise Stopped(number)
 
 
 def fail(message, status=2):
@@ -870,7 +882,7 @@ def main(argv=None):
 
 if __name__ == "__main__":
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, partial(stop, os.getpid()))
+        signal.signal(number, stop)
     sys.stdout.reconfigure(errors="backslashreplace")  # some Windows consoles lack characters
     try:
         main()

@@ -363,7 +363,7 @@ def test_a_signal_ends_it_in_one_sentence_and_leaves_nothing(tmp_path, number, t
     run, out = started(tmp_path, f"--workers={workers}")
     (os.killpg if to_group else os.kill)(run.pid, number)
     output, errors = run.communicate(timeout=20)  # ends when the workers have closed it, too
-    assert run.returncode == 128 + number
+    assert run.returncode == 128 + number, errors
     assert output == ""
     assert errors == f"prepare.py: stopped by {number.name}; run it again to begin anew.\n"
     assert folder_is_empty(out)
