@@ -2,11 +2,23 @@
 import difflib
 import statistics
 
-from .log import shown
+from .log import Refused, read_log, shown, shown_key
 from .record import build, claims, first_difference
-from .stats import ALPHA, MOST_RUNS, welch
+from .stats import ALPHA, INSTALL, MOST_RUNS, have_scipy, welch
 
 SHORT_DIFF = 40  # lines
+
+
+def read_runs(path):
+    """The logs to compare: those of a record, those of any other folder (*.txt), or one log alone.
+    Raises Refused."""
+    if not path.is_dir():
+        return [read_log(path)]
+    pattern = "log_*.txt" if (path / "record.json").exists() else "*.txt"
+    paths = sorted(path.glob(pattern), key=lambda p: (len(p.name), p.name))
+    if not paths:
+        raise Refused(f"{path}: expected logs ({pattern}), found none.")
+    return [read_log(p) for p in paths]
 
 
 def speed_ratio(a, b):
@@ -35,6 +47,8 @@ def verdict(what, unit, a, b, digits):
     """Lines on one quantity: difference, interval, effect size, and what would settle it."""
     diff = statistics.fmean(b) - statistics.fmean(a)
     head = f"{what}: B - A = {diff:+.{digits}f}{unit}"
+    if min(len(a), len(b)) > 1 and not have_scipy():
+        return [f"{head}; left out, as scipy is not installed: interval, effect size and test ({INSTALL})"]
     result = welch(a, b)
     if result is None:
         if min(len(a), len(b)) < 2:
@@ -84,7 +98,7 @@ def stage_lines(a_logs, b_logs, factor):
 
 def config_lines(a, b):
     ours, theirs = claims(a)["config"], claims(b)["config"]
-    return [f"config: {k} is {shown(ours.get(k, 'absent'))} in A and {shown(theirs.get(k, 'absent'))} in B"
+    return [f"config: {shown_key(k)} is {shown(ours.get(k, 'absent'))} in A and {shown(theirs.get(k, 'absent'))} in B"
             for k in sorted({*ours, *theirs}) if k not in ours or k not in theirs or ours[k] != theirs[k]]
 
 
@@ -127,11 +141,35 @@ def code_lines(a, b, whole):
     return report
 
 
+def target_text(target):
+    return "none" if target is None else f"{target:g}"
+
+
+def not_whole(logs):
+    """Why runs are none that a record may have, a sentence each."""
+    found = []
+    for log in logs:
+        if log.interrupted or log.resumed:
+            word = "interrupted" if log.interrupted else "resumed"
+            found.append(f"caution: {log.path} was {word}, so its time and loss are not those of a whole run")
+    return found
+
+
 def compare(a_logs, b_logs, names, whole_diff=False):
     """The lines of the report, all numbers from the logs. Raises Refused if a side mixes runs."""
-    a, b = (build(logs, name) for logs, name in zip((a_logs, b_logs), names))
-    lines = [f"{side} = {r['name']}: n = {r['n']}, loss {r['loss']['mean']:.4f}, time {r['time_s']['mean']:.2f} s, "
-             f"target {r['target']:g}, {shown(r['hardware']['summary'])}" for side, r in (("A", a), ("B", b))]
+    logs = [*a_logs, *b_logs]
+    for log in logs:
+        if log.end["val_loss"] is None:
+            raise Refused(f"{log.path}: expected a validation to compare, found val_loss: null; `plot` shows such a run.")
+    sides = [build(side, name, p_value=lambda losses, target: None)
+             for side, name in zip((a_logs, b_logs), names)]
+    a, b = sides
+    lines = []
+    for side, r in (("A", a), ("B", b)):
+        lines.append(f"{side} = {r['name']}: n = {r['n']}, loss {r['loss']['mean']:.4f}, "
+                     f"time {r['time_s']['mean']:.2f} s, target {target_text(r['target'])}, "
+                     f"{shown(r['hardware']['summary'])}")
+    lines += not_whole(logs)
     factor, sentence = hosts(a, b)
     lines.append(sentence)
     for what, x, y in (("validation data", a["data"]["val_fingerprint"], b["data"]["val_fingerprint"]),
@@ -140,10 +178,13 @@ def compare(a_logs, b_logs, names, whole_diff=False):
         if x != y:
             lines.append(f"caution: the {what} differ ({shown(x, 20)} and {shown(y, 20)}); "
                          "losses and times are not of one task")
-    lines += verdict("loss", "", [log.end["val_loss"] for log in a_logs], [log.end["val_loss"] for log in b_logs], 4)
-    lines += verdict("time", " s", [log.end["train_time_s"] for log in a_logs],
-                     [log.end["train_time_s"] * factor for log in b_logs], 3)
-    lines += stage_lines(a_logs, b_logs, factor)
+    losses = [[log.end["val_loss"] for log in side] for side in (a_logs, b_logs)]
+    times = [[log.end["train_time_s"] for log in side] for side in (a_logs, b_logs)]
+    times[1] = [seconds * factor for seconds in times[1]]
+    lines += verdict("loss", "", *losses, 4)
+    lines += verdict("time", " s", *times, 3)
+    if not not_whole(logs):
+        lines += stage_lines(a_logs, b_logs, factor)
     if found := first_difference(a["data"]["shards"], b["data"]["shards"]):
-        lines.append(f"data: {found[0]} is {shown(found[1])} in A and {shown(found[2])} in B")
+        lines.append(f"data: {shown_key(found[0])} is {shown(found[1])} in A and {shown(found[2])} in B")
     return lines + config_lines(a_logs[0], b_logs[0]) + code_lines(a_logs[0], b_logs[0], whole_diff)

@@ -4,18 +4,35 @@ import json
 import os
 import re
 import statistics
+import subprocess
 import tempfile
+import time
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from . import plots
-from .log import FACTS, Refused, fail, parse_json, read_bytes, read_log, shown
-from .stats import ALPHA, p_below, spread
+from .flops import refuse_impossible
+from .log import (
+    FACTS,
+    Refused,
+    fail,
+    parse_json,
+    read_bytes,
+    read_log,
+    refuse_no_record,
+    shown,
+    shown_key,
+)
+from .png import read_png
+from .stats import ALPHA, distributions, p_below, spread
 
 # keys of the config that may differ between the runs of one record; the data are compared by fingerprint
 PER_RUN = {"seed", "run_name", "log_dir", "jsonl", "data_dir", "save_checkpoint", "load_checkpoint", "sample",
            "sample_tokens"}
 MACHINE = ("devices", "world_size", "hosts", "torch", "cuda", "triton")  # the rest of environment may differ
 BLOCK = ("<!-- record:begin -->", "<!-- record:end -->")
+NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,60}")  # of a record, without its date
+PICTURE_SUM = "loss_png_sha256"  # key of record.json; records from before it was written have none
 FREE_TEXT = re.compile(r"[\w .,:;()+/*%='&-]{0,200}")  # claim and data name go into Markdown tables
 SKELETON = """# {name}
 
@@ -69,28 +86,110 @@ def claims(log):
 
 
 def refuse_mixed(logs):
-    """Raises Refused, naming the first difference, unless all logs are runs of one code, data, config and machine."""
+    """Raises Refused, naming the first difference, unless all logs are runs of one code, data, config
+    and machine, and their `mfu` counts the same FLOPs."""
     a = logs[0]
     for b in logs[1:]:
         if found := first_difference(claims(a), claims(b)):
-            raise Refused(f"one record needs one code, data, config and hardware, but {found[0]} is "
-                          f"{shown(found[1])} in {a.path} and {shown(found[2])} in {b.path}.")
-        x, y = a.end, b.end  # mfu x time is the FLOPs of one run, the same in every run
-        if (x["mfu"] is None) != (y["mfu"] is None) or x["mfu"] is not None and (
-                abs(x["mfu"] * x["train_time_s"] - y["mfu"] * y["train_time_s"])
-                > 0.000051 * (x["train_time_s"] + y["train_time_s"]) + 0.00051 * (x["mfu"] + y["mfu"])):
-            raise Refused(f"mfu x train_time_s must agree between runs, but mfu is {x['mfu']} at {x['train_time_s']} s "
-                          f"in {a.path} and {y['mfu']} at {y['train_time_s']} s in {b.path}.")
+            raise Refused(f"one record needs one code, data, config and hardware, but {shown_key(found[0])} "
+                          f"is {shown(found[1])} in {a.path} and {shown(found[2])} in {b.path}.")
+        if not same_flops(a.end, b.end):
+            raise Refused(f"mfu x train_time_s must agree between runs, but mfu is {a.end['mfu']} at "
+                          f"{a.end['train_time_s']} s in {a.path} and {b.end['mfu']} at "
+                          f"{b.end['train_time_s']} s in {b.path}.")
+
+
+def same_flops(x, y):
+    """Whether two end blocks count the same FLOPs for a run, which is what mfu x time is. mfu is
+    printed to 4 digits, time to 1 ms."""
+    if x["mfu"] is None or y["mfu"] is None:
+        return x["mfu"] is y["mfu"]
+    difference = abs(x["mfu"] * x["train_time_s"] - y["mfu"] * y["train_time_s"])
+    of_mfu = 0.000051 * (x["train_time_s"] + y["train_time_s"])
+    of_time = 0.00051 * (x["mfu"] + y["mfu"])
+    return difference <= of_mfu + of_time
 
 
 def refuse_twice(logs):
-    """Raises Refused if one run stands twice among the logs, be it under a new name or a new id."""
+    """Raises Refused if one run stands twice among the logs, be it under a new name, under a new id,
+    or with new times. Equal losses are no copy where the code is another: a CPU computes the same
+    with code that is only faster (see `equal_losses`)."""
     seen = {}
     for log in logs:
-        for what, value in (("bytes", log.sha256), ("run_id", log.run["run_id"]), ("step times", log.times_sha256)):
+        for what, value in (
+            ("bytes", log.sha256),
+            ("run_id", log.run["run_id"]),
+            ("step times", log.times_sha256),
+            ("code and losses", log.losses_sha256 + str(sorted(log.file_sums.items()))),
+        ):
             if (what, value) in seen:
-                raise Refused(f"{log.path}: expected each run once, found the same {what} as in {seen[what, value]}.")
+                raise Refused(f"{log.path}: expected each run once, found the same {what} as in "
+                              f"{seen[what, value]}; leave one of them out.")
             seen[what, value] = log.path
+
+
+def equal_losses(logs):
+    """A sentence for each run with all the losses of another one, whose code is another."""
+    seen = {}
+    found = []
+    for log in logs:
+        if other := seen.get(log.losses_sha256):
+            found.append(f"{log.path}: every loss is that of {other}, so it is either a copy, or the "
+                         "same seed of code that computes the same")
+        seen[log.losses_sha256] = log.path
+    return found
+
+
+def refuse_same_seed(logs):
+    """Raises Refused if two runs of a record have one seed, or share most training losses: such runs
+    are not independent, so they say nothing about the spread."""
+    for i, b in enumerate(logs):
+        for a in logs[:i]:
+            if a.config["seed"] == b.config["seed"]:
+                raise Refused(f"{b.path}: expected a seed of its own for each run, found {b.config['seed']} as "
+                              f"in {a.path}; leave one of them out.")
+            ours, theirs = (training_losses(log) for log in (a, b))
+            equal = sum(ours[step] == theirs.get(step) for step in ours)
+            if equal > len(ours) / 2:
+                raise Refused(f"{b.path}: expected losses of its own for each run, found {equal} of "
+                              f"{len(ours)} training losses equal to those in {a.path}; leave one out.")
+
+
+def training_losses(log):
+    """{step: training loss}"""
+    return {s.step: s.loss for s in log.steps if s.split == "train"}
+
+
+def latest_date(root):
+    """The latest date a run can have: a day from now. A clock may be slow, so the last commit below
+    `root` counts as now if it is later."""
+    now = time.time()
+    command = ["git", "-C", str(root), "log", "-1", "--format=%ct"]
+    try:
+        commit = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        commit = ""
+    if commit.isdigit():
+        now = max(now, int(commit))
+    return datetime.fromtimestamp(now, UTC) + timedelta(days=1)
+
+
+def refuse_future(logs, latest):
+    """Raises Refused for a run that began after `latest`."""
+    for log in logs:
+        if log.run["date"] > latest.strftime("%Y-%m-%dT%H:%M:%SZ"):
+            raise Refused(f"{log.path}, line {log.facts['run'][0][0]}: expected a date up to {latest:%Y-%m-%d} "
+                          f"(tomorrow), found {log.run['date']!r}; if the run is right, set this clock.")
+
+
+def refuse_doubtful(logs):
+    """Raises Refused for runs that are no record, that cannot have been as fast as they say, or that
+    are not independent."""
+    for log in logs:
+        refuse_no_record(log)
+        refuse_impossible(log)
+    refuse_twice(logs)
+    refuse_same_seed(logs)
 
 
 def moments(values, digits):
@@ -102,8 +201,9 @@ def mean(values, digits=4):
     return None if None in values else round(statistics.fmean(values), digits)
 
 
-def build(logs, name, claim="", data_name=""):
-    """The content of record.json, all of it from the logs but for the two free texts. Raises Refused."""
+def build(logs, name, claim="", data_name="", p_value=p_below):
+    """The content of record.json, all of it from the logs but for the two free texts and the sum of
+    the picture. p_value(losses, target) is the p of a mean below the target. Raises Refused."""
     for text in (claim, data_name):
         if type(text) is not str or not FREE_TEXT.fullmatch(text):
             raise Refused(f"a claim or data name is at most 200 letters, digits or .,:;()+/*%='&-, not {shown(text)}.")
@@ -111,7 +211,7 @@ def build(logs, name, claim="", data_name=""):
     refuse_twice(logs)
     first, ends = logs[0], [log.end for log in logs]
     environment, losses = first.environment, [end["val_loss"] for end in ends]
-    p = p_below(losses, first.end["target"])
+    p = p_value(losses, first.end["target"])
     loose = {k: sorted({str(log.environment[k]) for log in logs}) for k in ("python", "driver", "cpu")}
     models = sorted(set(environment["devices"]))
     return {
@@ -217,7 +317,8 @@ def block(record):
 def between(text, markers, path):
     """(before, the text from marker to marker, after). Raises Refused unless each marker stands once, in order."""
     if not (text.count(markers[0]) == text.count(markers[1]) == 1 and text.index(markers[0]) < text.index(markers[1])):
-        raise Refused(f"{path}: expected {markers[0]} and then {markers[1]}, each once.")
+        raise Refused(f"{path}: expected {markers[0]} and then {markers[1]}, each once, found "
+                      f"{text.count(markers[0])} and {text.count(markers[1])}; write the missing line.")
     start, end = text.index(markers[0]), text.index(markers[1]) + len(markers[1])
     return text[:start], text[start:end], text[end:]
 
@@ -244,45 +345,85 @@ def folders(root):
     return sorted(p for p in (root / "records").glob("*_*") if re.match(r"\d{4}-\d\d-\d\d_", p.name) and p.is_dir())
 
 
-def load(folder):
-    """(logs, stored record.json, record rebuilt from the logs). Raises Refused."""
+def load(folder, recompute=True):
+    """(logs, stored record.json, record rebuilt from the logs). Without `recompute` the p-value is
+    the one in record.json, so that scipy is not needed. Raises Refused."""
     paths = sorted(folder.glob("log_*.txt"), key=lambda p: (len(p.name), p.name))
     if not paths or [p.name for p in paths] != [f"log_{i}.txt" for i in range(1, len(paths) + 1)]:
         raise Refused(f"{folder}: expected log_1.txt, log_2.txt and so on, found {shown([p.name for p in paths])}.")
     logs = [read_log(p) for p in paths]
+    refuse_doubtful(logs)
     path = folder / "record.json"
     stored = parse_json(read_text(path), path, 1)
     if type(stored) is not dict:
         fail(path, 1, "an object", stored)
-    return logs, stored, build(logs, folder.name, stored.get("claim"), stored.get("data_name"))
+    p_value = p_below
+    if not recompute:
+        p = stored_p(stored, path)
+        p_value = lambda losses, target: p
+    return logs, stored, build(logs, folder.name, stored.get("claim"), stored.get("data_name"), p_value)
 
 
-def problems(folder, stored, rebuilt):
-    """Everything in which a record folder differs from its logs, one sentence each."""
+def stored_p(stored, path):
+    """The p-value in a record.json. Raises Refused if it is none."""
+    loss = stored.get("loss")
+    p = loss.get("p_below_target") if type(loss) is dict else None
+    if p is not None and not (type(p) is float and 0 <= p <= 1):
+        fail(path, 1, "loss.p_below_target from 0.0 to 1.0, or null", p)
+    return p
+
+
+def problems(folder, logs, stored, rebuilt, latest):
+    """Everything in which a record folder differs from its logs, one sentence each. No run began
+    after `latest`."""
     found = []
-    if different := first_difference(stored, rebuilt):
+    numbers = {key: value for key, value in stored.items() if key != PICTURE_SUM}
+    if different := first_difference(numbers, rebuilt):
         key, have, expected = different
-        found.append(f"{folder / 'record.json'}: expected {key} to be {shown(expected)} (from the logs), "
+        found.append(f"{folder / 'record.json'}: expected {shown_key(key)} to be {shown(expected)} (from the logs), "
                      f"found {shown(have)}.")
     if not folder.name.startswith(rebuilt["date"] + "_"):
         found.append(f"{folder}: expected a name that begins with the date of the first run, {rebuilt['date']}_.")
-    try:
-        compare_block(folder / "README.md", BLOCK, block(rebuilt))
-        if read_bytes(folder / "loss.png")[:8] != b"\x89PNG\r\n\x1a\n":
-            raise Refused(f"{folder / 'loss.png'}: expected a PNG picture.")
-    except Refused as error:
-        found.append(str(error))
+    if not NAME.fullmatch(folder.name[11:]):
+        found.append(f"{folder}: expected a name of lower-case letters, digits, _ and - behind the date, "
+                     f"found {shown(folder.name[11:])}.")
+    for check in (
+        lambda: refuse_future(logs, latest),
+        lambda: compare_block(folder / "README.md", BLOCK, block(rebuilt)),
+        lambda: check_picture(folder, stored),
+    ):
+        try:
+            check()
+        except Refused as error:
+            found.append(str(error))
     return found
+
+
+def check_picture(folder, stored):
+    """Raises Refused unless the picture is the one whose sum record.json has. A record from before
+    that sum was written needs a whole picture, whichever it is."""
+    path = folder / "loss.png"
+    if PICTURE_SUM not in stored:
+        read_png(path)
+        return
+    actual = hashlib.sha256(read_bytes(path)).hexdigest()
+    if stored[PICTURE_SUM] != actual:
+        raise Refused(f"{path}: expected the picture whose sha256 is {PICTURE_SUM} in record.json, "
+                      f"{shown(stored[PICTURE_SUM])}, found one of {actual}; put back the one that `new` drew.")
 
 
 def new(root, name, paths, claim="", data_name=""):
     """Writes records/DATE_NAME from the logs, all of it or nothing. Returns the folder. Raises Refused."""
-    if not re.fullmatch(r"[a-z0-9][a-z0-9_-]{0,60}", name):
+    if not NAME.fullmatch(name):
         raise Refused(f"a record's name is lower-case letters, digits, _ and -, not {shown(name)}.")
+    distributions()
+    plots.figure_class()
     logs = sorted((read_log(p) for p in paths), key=lambda log: (log.run["date"], log.run["run_id"]))
     folder = root / "records" / f"{min(log.run['date'] for log in logs)[:10]}_{name}"
     if folder.exists():
         raise Refused(f"{folder}: exists already.")
+    refuse_doubtful(logs)
+    refuse_future(logs, latest_date(root))
     record = build(logs, folder.name, claim, data_name)
     refuse_twice([log for other in folders(root) for log in load(other)[0]] + logs)
     folder.parent.mkdir(exist_ok=True)
@@ -291,8 +432,10 @@ def new(root, name, paths, claim="", data_name=""):
         draft.mkdir()
         for run, log in zip(record["runs"], logs):
             (draft / run["log"]).write_bytes(log.raw)
-        (draft / "record.json").write_text(json.dumps(record, indent=1) + "\n", newline="\n")
-        (draft / "README.md").write_text(SKELETON.format(name=folder.name, block=block(record)), "utf-8", newline="\n")
         plots.draw_loss(draft / "loss.png", logs, record["target"])
+        picture_sum = hashlib.sha256(read_bytes(draft / "loss.png")).hexdigest()
+        content = json.dumps(record | {PICTURE_SUM: picture_sum}, indent=1)
+        (draft / "record.json").write_text(content + "\n", newline="\n")
+        (draft / "README.md").write_text(SKELETON.format(name=folder.name, block=block(record)), "utf-8", newline="\n")
         os.replace(draft, folder)
     return folder

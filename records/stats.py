@@ -2,12 +2,30 @@
 import statistics
 from dataclasses import dataclass
 
-from scipy.stats import nct
-from scipy.stats import t as student
+from .log import Refused
 
 ALPHA = 0.01  # what the field calls significant
 POWER = 0.8
 MOST_RUNS = 200  # a side; an effect that needs more is not worth settling
+INSTALL = "install it with `pip install -r requirements-dev.txt`"
+
+
+def distributions():
+    """(Student's t, the noncentral t) of scipy. Raises Refused where scipy is not installed."""
+    try:
+        from scipy.stats import nct, t
+    except ImportError:
+        raise Refused(f"statistics need scipy, which is not installed here; {INSTALL}.") from None
+    return t, nct
+
+
+def have_scipy():
+    """Whether anything with a p-value can be computed here."""
+    try:
+        distributions()
+    except Refused:
+        return False
+    return True
 
 
 def spread(values):
@@ -16,10 +34,12 @@ def spread(values):
 
 
 def p_below(values, target):
-    """One-sided p of "the true mean is below the target" (Student's t), or None where there is no spread."""
+    """One-sided p of "the true mean is below the target" (Student's t), or None where there is no
+    target or no spread."""
     sd = spread(values)
-    if not sd:
+    if target is None or not sd:
         return None
+    student, _ = distributions()
     t = (statistics.fmean(values) - target) / (sd / len(values) ** 0.5)
     return float(student.cdf(t, len(values) - 1))
 
@@ -45,6 +65,7 @@ def welch(a, b):
     va, vb = statistics.variance(a), statistics.variance(b)
     if va + vb == 0:
         return None
+    student, _ = distributions()
     na, nb = len(a), len(b)
     diff = statistics.fmean(b) - statistics.fmean(a)
     error = (va / na + vb / nb) ** 0.5
@@ -60,6 +81,7 @@ def welch(a, b):
 
 def runs_needed(effect):
     """Runs a side for a two-sided t test at ALPHA to find `effect` (in standard deviations) with POWER, or None."""
+    student, nct = distributions()
     effect = min(abs(effect), 20.0)  # beyond it two runs a side suffice, and nct loses its footing
     for n in range(2, MOST_RUNS + 1):
         critical = student.ppf(1 - ALPHA / 2, 2 * n - 2)
