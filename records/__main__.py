@@ -1,4 +1,5 @@
-"""Command line: python -m records code | new | check | compare | plot | table (see records/README.md).
+"""Command line: python -m records code | new | check | compare | plot | table. They are explained in
+records/README.md.
 
 Exit status: 0 all well, 1 a check found something, 2 the input was refused.
 """

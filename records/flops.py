@@ -1,9 +1,9 @@
 """How fast a log says that its machine computed, and whether that can be.
 
-The model's multiplications follow from the configuration and from two places of the embedded script:
-the list of layers (TOPOLOGIES) and the function that counts the head. Both are read as text; nothing
-is executed. Where a script has another form, its multiplications are not known, and only those
-checks are left that need none.
+The model's multiplications follow from the configuration and from two places of the embedded code:
+the list of layers (TOPOLOGIES) and the function that counts the head. Both are read as text;
+nothing is executed. Where the code has another form, its multiplications are not known, and only
+those checks are left that need none.
 """
 import ast
 import re
@@ -52,7 +52,7 @@ def layers_of(items):
 
 
 def excerpt(source, pattern, start):
-    """The match of a pattern in the script, from the first place that begins with `start`, or None."""
+    """The match of a pattern in the code, from the first place that begins with `start`, or None."""
     at = source.find(start)
     if at < 0:
         return None
@@ -61,7 +61,7 @@ def excerpt(source, pattern, start):
 
 @lru_cache(maxsize=64)
 def topologies(source):
-    """{name: layers} as the script's TOPOLOGIES has them; empty if it has another form."""
+    """{name: layers} as TOPOLOGIES has them; empty if it has another form."""
     found = excerpt(source, LAYERS, b"\nTOPOLOGIES")
     if not found:
         return {}
@@ -74,19 +74,20 @@ def topologies(source):
 
 
 def flops_per_token(log):
-    """What the script of this log counts: 6 for each weight that a token is multiplied by. None if
-    that cannot be read from the script and the configuration."""
+    """What the code of this log counts: 6 for each weight that a token is multiplied by. None if
+    that cannot be read from the code and the configuration."""
     config = log.config
+    source = b"\n" + b"\n".join(log.files.values())
     topology = config.get("topology")
-    layers = topologies(log.source).get(topology) if isinstance(topology, str) else None
-    count = (excerpt(log.source, COUNTS, b"\ndef flops_per_token(")
-             or excerpt(log.source, COUNTS, b"\ndef mfu("))
+    layers = topologies(source).get(topology) if isinstance(topology, str) else None
+    count = (excerpt(source, COUNTS, b"\ndef flops_per_token(")
+             or excerpt(source, COUNTS, b"\ndef mfu("))
     if not layers or not count:
         return None
     if not all(type(config.get(key)) is int for key in SIZES):
         return None
     width, inner, rows = (config[key] for key in SIZES)
-    if b"c.candidates" in count[0]:  # older scripts count the whole head
+    if b"c.candidates" in count[0]:  # older code counts the whole head
         candidates = config.get("candidates")
         if type(candidates) is not int:
             return None

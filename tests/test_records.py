@@ -3,6 +3,7 @@
 Reference: the grammar in records/README.md, written out once more by `write_log` below. All numbers are invented and
 stay in pytest's temporary folders.
 """
+import ast
 import hashlib
 import json
 import random
@@ -19,7 +20,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from records import compare, log, plots, record, table
+from records import compare, flops, log, plots, record, table
 from records.__main__ import main
 
 SOURCE = b'"""a trainer"""\nprint("training \xe2\x9c\x93")\n'
@@ -908,6 +909,23 @@ def test_mfu_follows_from_model_tokens_and_time(root, capsys, source, mfu):
 def test_a_model_that_cannot_be_read_is_not_judged(root, capsys, config, source):
     path = write_log(root / "a.txt", 1, mfu=0.1, source=source, config=SIZES | config, environment=H200)
     assert run_tool(capsys, root, "new", "other", path)[0] == 0
+
+
+def constant(path, name):
+    """The value that a module gives to a name, read without importing it."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", None) == name:
+            return ast.literal_eval(node.value)
+
+
+def test_peaks_and_layers_are_those_of_the_trainer():
+    root = Path(record.__file__).parents[1]
+    assert flops.PEAK_FLOPS == constant(root / "records" / "journal.py", "PEAK_FLOPS")
+    paths = [root / "train_gpt.py", *(root / "nanogpt").glob("*.py")]
+    source = b"\n".join(path.read_bytes() for path in paths)
+    layers = flops.topologies(source)["gpt2"]
+    assert (len(layers), sum(layers)) == (11, 10)
+    assert flops.excerpt(source, flops.COUNTS, b"\ndef flops_per_token(")
 
 
 def test_no_device_is_faster_than_in_its_calibration(root, capsys):
