@@ -1,5 +1,5 @@
-"""Command line: python -m records code | new | check | compare | plot | table. They are explained in
-records/README.md.
+"""Command line: python -m records code | new | check | compare | plot | table. records/README.md
+explains them.
 
 Exit status: 0 all well, 1 a check found something, 2 the input was refused.
 """
@@ -67,7 +67,8 @@ def board_problems(root, everything, rebuilt):
         print(f"note: {missing}, so no leaderboard was checked")
         return []
     if any(p not in rebuilt for p in inside):
-        return [f"{root / 'README.md'}: the leaderboard cannot be checked while a record is broken."]
+        path = root / "README.md"
+        return [f"{path}: the leaderboard cannot be checked while a record is broken."]
     try:
         table.check_board(root, [rebuilt[p] for p in inside])
     except Refused as error:
@@ -81,8 +82,9 @@ def draw(paths, out, x):
     logs = [read_log(path, cut=True) for path in paths]
     if out is None:
         out = f"{Path(paths[0]).stem}.png" if len(paths) == 1 else "curves.png"
-    if Path(out).suffix.lower() != ".png":
-        raise Refused(f"{out}: expected a name that ends in .png, found {Path(out).suffix!r}; rename it.")
+    suffix = Path(out).suffix
+    if suffix.lower() != ".png":
+        raise Refused(f"{out}: expected a name that ends in .png, found {suffix!r}; rename it.")
     plots.draw_curves(out, logs, x)
     return out
 
@@ -116,9 +118,11 @@ def find(root, name):
 
 def parse(argv):
     """The command line as argparse's namespace."""
-    parser = argparse.ArgumentParser(prog="python -m records",
-                                     description="Turn logs into records; check, compare and draw them.")
-    parser.add_argument("--root", type=Path, default=Path(__file__).parents[1], help="repository root")
+    parser = argparse.ArgumentParser(
+        prog="python -m records",
+        description="Turn logs into records; check, compare and draw them.")
+    root = Path(__file__).parents[1]
+    parser.add_argument("--root", type=Path, default=root, help="repository root")
     commands = parser.add_subparsers(dest="command", required=True)
     p = commands.add_parser("code", help="print a log's train_gpt.py, or write all files that ran")
     p.add_argument("log")
@@ -130,14 +134,15 @@ def parse(argv):
     p.add_argument("--data", default="", help='what the data are called, e.g. "FineWeb"')
     p = commands.add_parser("check", help="recompute records and leaderboard from the logs")
     p.add_argument("dirs", nargs="*", type=Path)
-    p = commands.add_parser("compare", help="test two records, folders of logs or logs against each other")
+    p = commands.add_parser("compare", help="compare two records, folders of logs or logs")
     p.add_argument("a")
     p.add_argument("b")
     p.add_argument("--diff", action="store_true", help="show the whole code diff")
     p = commands.add_parser("plot", help="draw the loss curves of runs, also of those that go on")
     p.add_argument("logs", nargs="+")
-    p.add_argument("--out", help="the picture, a PNG file (default: LOG.png, or curves.png for several)")
-    p.add_argument("--x", choices=tuple(plots.AXES), default="time", help="the x axis (default: time)")
+    p.add_argument("--out", help="the PNG file to write (default: LOG.png; curves.png for several)")
+    axes = tuple(plots.AXES)
+    p.add_argument("--x", choices=axes, default="time", help="the x axis (default: time)")
     commands.add_parser("table", help="rewrite the leaderboard and the progress picture")
     return parser.parse_args(argv)
 

@@ -52,8 +52,8 @@ def verdict(what, unit, a, b, digits):
     diff = statistics.fmean(b) - statistics.fmean(a)
     head = f"{what}: B - A = {diff:+.{digits}f}{unit}"
     if min(len(a), len(b)) < 2:
-        return [f"{head}; a side with one run has no deviation, so there is no p-value: run each at "
-                "least 3 times"]
+        return [f"{head}; a side with one run has no deviation, so there is no p-value: run each "
+                "at least 3 times"]
     if not have_scipy():
         return [f"{head}; left out, as scipy is not installed: interval, effect size and test "
                 f"({INSTALL})"]
@@ -68,8 +68,8 @@ def verdict(what, unit, a, b, digits):
         word = "lower" if diff < 0 else "higher"
         found.append(f"  significant (p < {ALPHA}): B is {word} in {what}")
     elif w.more is None:
-        found.append(f"{unclear} an effect this small would need more than {MOST_RUNS} runs a side: "
-                     "treat A and B as equal")
+        found.append(f"{unclear} an effect this small would need more than {MOST_RUNS} runs a "
+                     "side: treat A and B as equal")
     else:
         found.append(f"{unclear} about {w.more} more runs a side would settle an effect of this "
                      "size (80 % power); fix their number before looking")

@@ -11,7 +11,8 @@ from functools import lru_cache
 
 from .log import Refused, shown
 
-PEAK_FLOPS = {  # of dense bf16 products per second, by a part of the device's name; as in journal.py
+# of dense bf16 products per second, by a part of the device's name; as in journal.py
+PEAK_FLOPS = {
     "H100": 989e12,
     "H200": 989e12,
     "GH200": 989e12,
@@ -52,7 +53,7 @@ def layers_of(items):
 
 
 def excerpt(source, pattern, start):
-    """The match of a pattern in the code, from the first place that begins with `start`, or None."""
+    """The match of a pattern in the code at the first place that begins with `start`, or None."""
     at = source.find(start)
     if at < 0:
         return None
@@ -105,7 +106,8 @@ def refuse_impossible(log):
     flops = flops_per_token(log)
     seconds = end["train_time_s"]
     if not seconds:
-        raise Refused(f"{log.path}: expected a training time above zero, found train_time_s: {seconds}.")
+        raise Refused(f"{log.path}: expected a training time above zero, found train_time_s: "
+                      f"{seconds}.")
     tokens_per_s = end["tokens"] / seconds / log.environment["world_size"]
     if flops and peak and end["mfu"] is not None:
         expected = flops * tokens_per_s / peak
@@ -113,16 +115,16 @@ def refuse_impossible(log):
         if abs(end["mfu"] - expected) > slack:
             raise Refused(
                 f"{log.path}, line {log.end_line['mfu']}: expected mfu to be {expected:.4f} "
-                f"({flops:,} FLOPs a token x {tokens_per_s:,.0f} tokens/s per device, of {peak:.4g}), "
-                f"found {end['mfu']}.")
+                f"({flops:,} FLOPs a token x {tokens_per_s:,.0f} tokens/s per device, of "
+                f"{peak:.4g}), found {end['mfu']}.")
     if flops is None and peak and end["mfu"] is not None:
         flops = end["mfu"] * peak / tokens_per_s
     refuse_too_fast(log, flops, tokens_per_s)
 
 
 def refuse_too_fast(log, flops, tokens_per_s):
-    """Raises Refused if a device multiplied faster than in the calibration of the same run. A CPU is
-    left out: it may multiply in float32, which is not calibrated."""
+    """Raises Refused if a device multiplied faster than in the calibration of the same run. A CPU
+    is left out: it may multiply in float32, which is not calibrated."""
     device = log.environment["devices"][0]
     measured = [log.calibration[key] for key in ("bf16_matmul_tflops", "fp8_matmul_tflops")]
     measured = [speed for speed in measured if speed]
@@ -130,6 +132,7 @@ def refuse_too_fast(log, flops, tokens_per_s):
         return
     needed = flops * tokens_per_s / 1e12
     if needed > max(measured):
-        raise Refused(
-            f"{log.path}, line {log.end_line['tokens_per_s']}: expected at most {max(measured):g} TFLOPS "
-            f"per device (the calibration of {shown(device)}), found tokens and time that need {needed:.4g}.")
+        line = log.end_line["tokens_per_s"]
+        raise Refused(f"{log.path}, line {line}: expected at most {max(measured):g} TFLOPS per "
+                      f"device (the calibration of {shown(device)}), found tokens and time that "
+                      f"need {needed:.4g}.")

@@ -10,13 +10,15 @@ RUN = "#1f5fa8"
 MUTED = "#8a8a8a"
 PALE = "#d0d0d0"
 DASHED = (0, (4, 3))
-WHITE = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # behind a label, so that no line crosses it
+# behind a label, so that no line crosses it
+WHITE = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
 # (word in data_name, hardware or None for any, target, label, seconds); never measurements of ours
+FOUR = "4 x NVIDIA H200"
 REFERENCES = (
     ("fineweb", None, 3.28, "record 28, 8 x H100\n168.7 s (published,\nnot measured)", 168.7),
     ("fineweb", None, 3.28, "record 89, 8 x H100\n73.8 s (published,\nnot measured)", 73.8),
-    ("stand-in", "4 x NVIDIA H200", 3.492, "record 28's own code\n66.3 s (reference,\nnot ours)", 66.3),
-    ("stand-in", "4 x NVIDIA H200", 3.492, "record 89's own code\nabout 37.7 s (reference,\nnot ours)", 37.7),
+    ("stand-in", FOUR, 3.492, "record 28's own code\n66.3 s (reference,\nnot ours)", 66.3),
+    ("stand-in", FOUR, 3.492, "record 89's own code\nabout 37.7 s (reference,\nnot ours)", 37.7),
 )
 AXES = {  # name of an x axis: its label, and the value of a step line
     "time": ("training time (s)", lambda log, s: s.time_ms / 1000),
@@ -31,7 +33,8 @@ def figure_class():
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError:
-        raise Refused(f"drawing needs matplotlib, which is not installed here; {INSTALL}.") from None
+        sentence = f"drawing needs matplotlib, which is not installed here; {INSTALL}."
+        raise Refused(sentence) from None
     matplotlib.rcParams.update({
         "font.size": 9,
         "axes.spines.top": False,
@@ -87,7 +90,7 @@ def draw_loss(path, logs, target):
 
 
 def smoothed(losses):
-    """The mean of each loss and its neighbours: of a fiftieth of the run, and fewer at both ends."""
+    """The mean of each loss and its neighbours: of a fiftieth of the run, fewer at both ends."""
     half = len(losses) // 100
     sums = [0.0]
     for loss in losses:
@@ -101,8 +104,8 @@ def smoothed(losses):
 
 
 def legends(logs):
-    """What each run is called in the legend: its run_name or its file, and its seed. If that does not
-    tell the runs apart, the file with its folder, and the seed."""
+    """What each run is called in the legend: its run_name or its file, and its seed. If that does
+    not tell the runs apart, the file with its folder, and the seed."""
     names = [log.config["run_name"] or Path(log.path).stem for log in logs]
     seeds = [log.config["seed"] for log in logs]
     if len(set(zip(names, seeds))) < len(logs):
@@ -112,8 +115,8 @@ def legends(logs):
 
 
 def draw_curves(path, logs, x):
-    """The curves of any runs, a colour each: the smoothed training loss as a line, the validations as
-    points. `x` is a key of AXES."""
+    """The curves of any runs, a colour each: the smoothed training loss as a line, the validations
+    as points. `x` is a key of AXES."""
     label, of = AXES[x]
     fig, (ax,) = figure(1, 1, 7.0, 4.2)
     heights = []

@@ -8,8 +8,8 @@ HEADER = b"\x89PNG\r\n\x1a\n"
 
 
 def read_png(path):
-    """{keyword: text} of a picture's text chunks. Raises Refused unless it is a PNG picture, undamaged
-    and whole, that has at least one pixel."""
+    """{keyword: text} of a picture's text chunks. Raises Refused unless it is a PNG picture,
+    undamaged and whole, that has at least one pixel."""
     raw = read_bytes(path)
     if not raw.startswith(HEADER):
         raise Refused(f"{path}: expected a PNG picture, found other bytes; draw it again.")
@@ -35,5 +35,6 @@ def read_png(path):
         at += 12 + length
     whole = kinds[:1] == [b"IHDR"] and b"IDAT" in kinds and kinds[-1:] == [b"IEND"]
     if not (whole and pixels and at == len(raw)):
-        raise Refused(f"{path}: expected a whole PNG picture, found an empty or cut one; draw it again.")
+        raise Refused(f"{path}: expected a whole PNG picture, found an empty or cut one; "
+                      "draw it again.")
     return texts

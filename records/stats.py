@@ -1,4 +1,5 @@
-"""The statistics of records: spread, one-sided t against the target, Welch's comparison, runs still needed."""
+"""The statistics of records: spread, one-sided t against the target, Welch's comparison, runs still
+needed."""
 import statistics
 from dataclasses import dataclass
 
@@ -55,11 +56,13 @@ class Welch:
     g: float  # Hedges' g: diff in pooled standard deviations, corrected for few runs
     g_low: float  # its approximate 95 % interval (large-sample standard error of Hedges and Olkin)
     g_high: float
-    more: int | None  # further runs a side for POWER at ALPHA if the effect is as observed; None: over MOST_RUNS
+    # further runs a side for POWER at ALPHA if the effect is as observed; None: over MOST_RUNS
+    more: int | None
 
 
 def welch(a, b):
-    """Welch's t test of b against a, or None if a side has one run or neither side has any spread."""
+    """Welch's t test of b against a, or None if a side has one run or neither side has any
+    spread."""
     if min(len(a), len(b)) < 2:
         return None
     va, vb = statistics.variance(a), statistics.variance(b)
@@ -75,12 +78,24 @@ def welch(a, b):
     g = diff / pooled * (1 - 3 / (4 * (na + nb - 2) - 1))
     g_half = 1.96 * ((na + nb) / (na * nb) + g * g / (2 * (na + nb))) ** 0.5
     needed = runs_needed(diff / ((va + vb) / 2) ** 0.5)
-    return Welch(diff, diff - half, diff + half, diff / error, df, float(2 * student.sf(abs(diff / error), df)),
-                 g, g - g_half, g + g_half, needed and max(1, needed - min(na, nb)))
+    t = diff / error
+    return Welch(
+        diff=diff,
+        low=diff - half,
+        high=diff + half,
+        t=t,
+        df=df,
+        p=float(2 * student.sf(abs(t), df)),
+        g=g,
+        g_low=g - g_half,
+        g_high=g + g_half,
+        more=needed and max(1, needed - min(na, nb)),
+    )
 
 
 def runs_needed(effect):
-    """Runs a side for a two-sided t test at ALPHA to find `effect` (in standard deviations) with POWER, or None."""
+    """Runs a side for a two-sided t test at ALPHA to find `effect` (in standard deviations) with
+    POWER, or None."""
     student, nct = distributions()
     effect = min(abs(effect), 20.0)  # beyond it two runs a side suffice, and nct loses its footing
     for n in range(2, MOST_RUNS + 1):

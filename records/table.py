@@ -1,4 +1,5 @@
-"""The leaderboard in the top-level README.md and the progress picture, generated from all records."""
+"""The leaderboard in the top-level README.md and the progress picture, generated from all
+records."""
 import hashlib
 import json
 import os
@@ -15,16 +16,22 @@ from .stats import ALPHA
 BOARD = ("<!-- leaderboard:begin -->", "<!-- leaderboard:end -->")
 HEAD = ("| # | date | record | time (s) | loss | n | target | hardware | data | log |",
         "|--:|---|---|--:|---|--:|--:|---|---|---|")
-RULE = (f"A rank needs a mean loss that is below the target at p < {ALPHA} (one-sided t test over the runs); "
-        "the others stand below the ranked ones.")
+RULE = (f"A rank needs a mean loss that is below the target at p < {ALPHA} (one-sided t test over "
+        "the runs); the others stand below the ranked ones.")
 PICTURE = "![Training time of the records, in the order of their dates](records/progress.png)"
 HIDING = ("pre", "code", "script", "style", "template", "textarea", "details")  # tags of HTML
 
 
 def track(record):
-    """Records are ranked against each other only on the same machine, data, validation tokens and target."""
-    return (record["data_name"], record["hardware"]["summary"], record["target"], record["config"]["val_tokens"],
-            record["data"]["val_fingerprint"])
+    """Records are ranked against each other only on the same machine, data, validation tokens and
+    target."""
+    return (
+        record["data_name"],
+        record["hardware"]["summary"],
+        record["target"],
+        record["config"]["val_tokens"],
+        record["data"]["val_fingerprint"],
+    )
 
 
 def unranked(record):
@@ -88,14 +95,16 @@ def drawn(records):
 
 def description(tracks):
     """What stands as text in the progress picture: a sum of all that is drawn."""
-    facts = [[title, [[r["name"], r["runs"][0]["date"], r["time_s"]["mean"]] for r in records], ranked]
-             for title, records, ranked in tracks]
+    facts = []
+    for title, records, ranked in tracks:
+        points = [[r["name"], r["runs"][0]["date"], r["time_s"]["mean"]] for r in records]
+        facts.append([title, points, ranked])
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
 def refuse_hidden(path, before):
-    """Raises Refused if what stands before the leaderboard opens something that hides it: a comment,
-    a block of code, or a tag."""
+    """Raises Refused if what stands before the leaderboard opens something that hides it: a
+    comment, a block of code, or a tag."""
     text = re.sub(r"<!--.*?-->", "", before, flags=re.DOTALL)
     found = "a comment" if "<!--" in text else ""
     fence = ""
@@ -128,18 +137,20 @@ def check_board(root, records):
     if tracks := drawn(records):
         picture = root / "records" / "progress.png"
         if read_png(picture).get("Description") != description(tracks):
-            raise Refused(f"{picture}: expected a picture of the records as they are, found an older one; "
-                          "run `python -m records table`.")
+            raise Refused(f"{picture}: expected a picture of the records as they are, found an "
+                          "older one; run `python -m records table`.")
 
 
 def write(root):
-    """Rewrites the leaderboard and records/progress.png from the logs of all records. Raises Refused."""
+    """Rewrites the leaderboard and records/progress.png from the logs of all records. Raises
+    Refused."""
     records = [load(folder)[2] for folder in folders(root)]
     path = root / "README.md"
     before, _, after = between(read_text(path), BOARD, path)
     refuse_hidden(path, before)
     with tempfile.TemporaryDirectory(dir=root, prefix=".table_") as scratch:
-        (Path(scratch) / "README.md").write_text(before + board(records) + after, "utf-8", newline="\n")
+        text = before + board(records) + after
+        (Path(scratch) / "README.md").write_text(text, "utf-8", newline="\n")
         if tracks := drawn(records):
             plots.draw_progress(Path(scratch) / "progress.png", tracks, description(tracks))
             os.replace(Path(scratch) / "progress.png", root / "records" / "progress.png")
