@@ -2235,14 +2235,16 @@ def train(c: Config) -> int:
     val_loss = round(val_loss, 4)
     target = c.target_loss or None
     reached = target and val_loss <= target
-    kept_step = best["step"] if best else None
+    kept_step = None  # the step whose weights are saved, if it is not the last one
+    if best and best["step"] < step:
+        kept_step = best["step"]
     log.end(dict(
         val_loss=val_loss, target=target, reached=reached,
         train_time_s=round(clock.total, 3), step_avg_ms=round(1000 * clock.total / c.num_steps, 2),
         tokens=tokens, tokens_per_s=round(tokens_per_s),
         mfu=journal.mfu(flops_per_token(c), tokens_per_s / world_size, machine["devices"][0]),
         peak_memory_mib=torch.cuda.max_memory_allocated(device) // 2**20 if cuda else None,
-        compile_s=round(compile_s, 1), code_sha256=run["code_sha256"]), None if kept_step == step else kept_step)
+        compile_s=round(compile_s, 1), code_sha256=run["code_sha256"]), kept_step)
     if rank == 0:
         if save_to:
             checkpoint.write(save_to, best)
