@@ -8,8 +8,8 @@
 INPUT is one of these, in UTF-8, or in UTF-16 with a byte-order mark:
     a file          one document, or with --split_blank=N the parts between N or more blank lines
     a .jsonl file   a JSON object on each line, with the text of one document under --key
-    a folder        the files of text and of source code in it and in its subfolders (SUFFIXES
-                    lists their endings), without hidden ones and without those that are not text
+    a folder        the files of text and of source code in it and in its subfolders (texts.py lists
+                    their endings), without hidden ones and without those that are not text
 
 OUT is data/NAME of the first INPUT if it is not given. It receives NAME_val_000000.bin and
 NAME_train_000001.bin, NAME_train_000002.bin, and so on. `shards.py` says what a shard is. A
@@ -34,10 +34,7 @@ Exit status: 0 done, 2 with one sentence on stderr that names the file and what 
 stopped by Ctrl-C and by SIGTERM.
 """
 import argparse
-import ast
-import codecs
 import collections
-import hashlib
 import json
 import multiprocessing
 import os
@@ -46,31 +43,26 @@ import re
 import shutil
 import signal
 import sys
-import sysconfig
 import tempfile
 import threading
 import time
-import warnings
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing, contextmanager
+from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 if __package__:
+    from .python_docs import python_documents
     from .shards import SEPARATOR, ShardError, count_tokens, write_shard
+    from .texts import PrepareError, distinct, errors_of, find_sources, is_text, read_documents
 else:  # run as a script
+    from python_docs import python_documents
     from shards import SEPARATOR, ShardError, count_tokens, write_shard
+    from texts import PrepareError, distinct, errors_of, find_sources, is_text, read_documents
 
-SUFFIXES = {
-    ".txt", ".md", ".rst", ".jsonl", ".org", ".tex", ".html", ".css",
-    ".c", ".cc", ".cpp", ".cs", ".cu", ".go", ".h", ".hpp", ".hs", ".java", ".jl", ".js", ".jsx",
-    ".kt", ".lua", ".php", ".pl", ".py", ".r", ".rb", ".rs", ".scala", ".sh", ".sql", ".swift",
-    ".ts", ".tsx",
-}
 DATA = Path(__file__).resolve().parent  # where the folder of a corpus is by default
 RESERVED = {"fineweb10b", "pydocs", "__pycache__"}  # folders there that are not for your own text
 RECORD = "corpus.json"
@@ -83,176 +75,6 @@ _printing = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _others = sorted(set(range(256)) - set(_printing))
 token_to_byte = np.array(_printing + _others, dtype=np.uint8)  # (256,), indexed by token
 byte_to_token = np.argsort(token_to_byte).astype(np.uint16)  # (256,), indexed by byte
-
-
-class PrepareError(ValueError):
-    """The corpus cannot be made; the message is one sentence for the user."""
-
-
-# ---- from files to documents ---------------------------------------------------------------------
-
-class Source(NamedTuple):
-    path: Path
-    named: bool  # on the command line; otherwise it was found in a folder
-
-
-@contextmanager
-def errors_of(path):
-    """Turn what goes wrong when `path` is read into a PrepareError."""
-    try:
-        yield
-    except UnicodeError as error:
-        reason = f"not text in UTF-8 ({getattr(error, 'reason', error)})"
-        remedy = "name a text file, or convert it, for example with iconv"
-        raise PrepareError(f"{path}: {reason}; {remedy}") from error
-    except OSError as error:
-        reason = f"cannot be read ({error.strerror})"
-        raise PrepareError(f"{path}: {reason}; check the file and its permissions") from error
-
-
-def find_sources(inputs):
-    """The files that `inputs` name or have in their folders. Raises PrepareError."""
-    sources = []
-    for item in map(Path, inputs):
-        with errors_of(item):
-            if item.is_file():
-                sources.append(Source(item, named=True))
-            elif item.is_dir():
-                sources += [Source(path, named=False) for path in search(item)]
-            elif item.is_symlink() and not item.exists():
-                target = os.readlink(item)
-                raise PrepareError(f"{item}: a link to {target}, which is not there; repair it")
-            elif item.exists():
-                raise PrepareError(
-                    f"{item}: a pipe or a device, not a file; write its text to a file first")
-            else:
-                raise PrepareError(f"{item}: no such file or folder; check the path")
-    return sources
-
-
-def search(top):
-    """The files under a folder that have one of the SUFFIXES and are not hidden, sorted.
-
-    Raises OSError if a folder cannot be read, and PrepareError if it has no such file.
-    """
-    def refuse(error):
-        raise error
-
-    found = []
-    for folder, subfolders, names in os.walk(top, onerror=refuse):
-        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
-        for name in names:
-            path = Path(folder, name)
-            hidden = name.startswith(".")
-            if path.suffix.lower() in SUFFIXES and not hidden and path.is_file():
-                found.append(path)
-    if not found:
-        kinds = ".txt, .md, .rst, .jsonl or source code"
-        raise PrepareError(f"{top}: no {kinds} in this folder; name the files themselves")
-    return sorted(found)
-
-
-def open_text(path):
-    """Open a file of UTF-8 or, if it begins with their mark, of UTF-16. Line ends stay as they are.
-
-    Raises OSError.
-    """
-    with open(path, "rb") as file:
-        mark = file.read(2)
-    is_utf_16 = mark in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-    return open(path, encoding="utf-16" if is_utf_16 else "utf-8-sig", newline="\n")
-
-
-def is_text(path):
-    """Whether a file can be decoded to its end and has no zero bytes. Raises PrepareError."""
-    with errors_of(path):
-        try:
-            with open_text(path) as file:
-                return all("\0" not in part for part in iter(lambda: file.read(1 << 20), ""))
-        except UnicodeError:
-            return False
-
-
-def read_documents(path, key="text", split_blank=None, progress=lambda num_bytes: None):
-    """Yield the documents of one file as strings; some may be blank.
-
-    Reads no further than the caller asks for, and calls `progress` with the number of bytes read.
-    Raises PrepareError.
-    """
-    with errors_of(path), open_text(path) as file:
-        if path.suffix.lower() == ".jsonl":
-            yield from json_texts(checked(file, file, progress), key, path)
-        elif split_blank:
-            yield from split_at_blank_lines(checked(file, file, progress), split_blank)
-        else:
-            yield from checked(iter(file.read, ""), file, progress)  # the whole text at once
-
-
-def checked(parts, file, progress):
-    """Yield `parts`, which are read from `file`. Raises UnicodeError if one has a zero byte."""
-    position = 0
-    for part in parts:
-        if "\0" in part:
-            raise UnicodeError("it holds zero bytes")
-        progress(file.buffer.tell() - position)
-        position = file.buffer.tell()
-        yield part
-
-
-def json_texts(lines, key, path):
-    """Yield the text of every line of a .jsonl file that is not blank. Raises PrepareError."""
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            entry = json.loads(line)
-        except RecursionError as error:
-            fault = f"{path}, line {number}: nested too deeply"
-            raise PrepareError(f"{fault}; remove this line") from error
-        except ValueError:
-            entry = None
-        if not isinstance(entry, dict) or not isinstance(entry.get(key), str):
-            fault = f'{path}, line {number}: not an object like {{"{key}": "..."}}'
-            raise PrepareError(f"{fault}; repair it, or name its key with --key")
-        yield entry[key]
-
-
-def split_at_blank_lines(lines, at_least):
-    """Yield the parts of a text between stretches of `at_least` or more blank lines.
-
-    These stretches are dropped, but the last part keeps the blank lines at the end of the file.
-    """
-    document = []
-    blank_lines = []  # since the last line that was not blank
-    for line in lines:
-        if not line.strip():
-            blank_lines.append(line)
-            continue
-        if len(blank_lines) >= at_least:
-            yield "".join(document)
-            document = []
-        else:
-            document += blank_lines
-        document.append(line)
-        blank_lines = []
-    yield "".join(document + blank_lines)
-
-
-def distinct(documents, dropped):
-    """Yield the documents that are not blank and whose text no earlier one has.
-
-    Counts the others under dropped["duplicates"].
-    """
-    seen = set()
-    for text in documents:
-        if not text or text.isspace():
-            continue
-        digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
-        if digest in seen:
-            dropped["duplicates"] += 1
-            continue
-        seen.add(digest)
-        yield text
 
 
 # ---- from documents to tokens --------------------------------------------------------------------
@@ -560,75 +382,6 @@ def read_spool(path, pieces):
         yield document
 
 
-# ---- the corpus that every Python brings along ---------------------------------------------------
-
-def is_prose(paragraph):
-    """Whether this is English rather than code, a table or a session of the interpreter.
-
-    Prose is mostly letters, and long enough to say something.
-    """
-    num_letters = sum(c.isalpha() or c.isspace() for c in paragraph)
-    says_something = len(paragraph.split()) > 6 or paragraph.endswith(".")
-    return says_something and num_letters > 0.8 * len(paragraph) and ">>>" not in paragraph
-
-
-def source_prose(source):
-    """The docstrings and the blocks of comments in a Python source, in the order they stand there.
-
-    Raises SyntaxError and ValueError.
-    """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about invalid escapes in the source
-        tree = ast.parse(source)
-    found = []  # (line, text)
-    for block in re.finditer(r"(?m)(?:^[ \t]*#.*\n)+", source):
-        text = re.sub(r"(?m)^[ \t]*#+ ?", "", block[0])
-        found.append((source.count("\n", 0, block.start()), text))
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-            text = ast.get_docstring(node)  # without its indentation
-            if text:
-                found.append((node.body[0].lineno, text))
-    return "\n\n".join(text for _, text in sorted(found))
-
-
-def python_texts():
-    """Yield the topics of Python's language reference, then the prose of every library module.
-
-    Both are those of the Python that runs this. Modules are read, not imported.
-    """
-    try:
-        from pydoc_data.topics import topics
-        for name in sorted(topics):
-            yield topics[name]
-    except ImportError:
-        pass  # some distributions leave it out; the library is the larger part
-    skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data"}
-    for folder, subfolders, names in os.walk(sysconfig.get_path("stdlib")):
-        subfolders[:] = sorted(set(subfolders) - skipped)  # os.walk goes only where this list says
-        for name in sorted(names):
-            if not name.endswith(".py"):
-                continue
-            try:
-                yield source_prose(Path(folder, name).read_text(encoding="utf-8"))
-            except (OSError, SyntaxError, ValueError):
-                continue  # a template, or an old encoding
-
-
-def python_documents():
-    """Yield a document for each topic and module: its paragraphs of prose.
-
-    Paragraphs that an earlier document had, such as licences, are left out.
-    """
-    seen = set()
-    for text in python_texts():
-        paragraphs = [part.strip("\n").rstrip() for part in re.split(r"\n[ \t]*\n", text)]
-        fresh = [p for p in dict.fromkeys(paragraphs) if p not in seen and is_prose(p)]
-        seen.update(fresh)
-        if sum(map(len, fresh)) >= 200:
-            yield "\n\n".join(fresh) + "\n"
-
-
 def make_python_docs_corpus(out_dir, use_bytes=True, name="fineweb", **options):
     """Make the --python-docs corpus, unless `out_dir` has it already.
 
@@ -789,9 +542,9 @@ def print_to(file, line):
         os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
 
 
-def from_here(folder):
-    """The path of a folder as a command here would name it: relative if it lies below."""
-    path = folder.resolve()
+def from_here(path):
+    """The path as a command here would name it: relative if it lies below."""
+    path = Path(os.path.abspath(path))
     here = Path.cwd()
     return (path.relative_to(here) if path.is_relative_to(here) else path).as_posix()
 
@@ -877,7 +630,7 @@ def main(argv=None):
     if args.print_folder:
         print_to(sys.stdout, folder)
     elif args.inputs:
-        say(f"python train_gpt.py {quoted(f'--data_dir={folder}')}")
+        say(f"{from_here(sys.executable)} train_gpt.py {quoted(f'--data_dir={folder}')}")
 
 
 if __name__ == "__main__":

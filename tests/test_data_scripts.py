@@ -24,6 +24,7 @@ if (VOCABULARY := ROOT.parent / "shared" / "gpt2-bpe").is_dir():
     os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(VOCABULARY))
 
 from data import fineweb, prepare, shards  # noqa: E402
+from data.python_docs import source_prose  # noqa: E402
 
 BOS = 50256
 
@@ -395,7 +396,7 @@ def test_python_docs_corpus_is_made_once_and_the_same_each_time(python_docs, tmp
 def test_source_prose_finds_docstrings_and_comments_in_order_and_no_code():
     source = ('"""Module."""\nx = "string"  # tail\n# One\n# two.\n'
               'def f():\n    """Function\n\n    text."""\n    # Last.\n')
-    assert prepare.source_prose(source) == "Module.\n\nOne\ntwo.\n\n\nFunction\n\ntext.\n\nLast.\n"
+    assert source_prose(source) == "Module.\n\nOne\ntwo.\n\n\nFunction\n\ntext.\n\nLast.\n"
 
 
 # ---- fineweb.py ----------------------------------------------------------------------------------
