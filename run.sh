@@ -1,8 +1,22 @@
 #!/usr/bin/env bash
-# ./run.sh [--key=value ...]   set up, get the data, train on what this machine has
-# ./run.sh test [pytest args]  set up, lint, run the tests, check the records
+# ./run.sh [--key=value ...]           set up, get the data, train on what this machine has
+# ./run.sh FILE ... [--key=value ...]  the same on your own text: files, folders, .jsonl
+# ./run.sh test [pytest args]          set up, lint, run the tests, check the records
 set -euo pipefail
-cd "$(dirname "$0")"
+here=$(cd "$(dirname "$0")" && pwd)
+
+texts=()
+keys=()
+if [ "${1:-}" != test ]; then
+  for word in "$@"; do
+    case $word in
+      -*) keys+=("$word") ;;
+      /*) texts+=("$word") ;;
+      *) texts+=("$PWD/$word") ;;  # we are about to change the folder
+    esac
+  done
+fi
+cd "$here"
 
 python=${PYTHON:-python3}
 if [ ! -x .venv/bin/python ] && ! { [ "${1:-}" != test ] && "$python" -c "import torch, tqdm" 2>/dev/null; }; then
@@ -26,16 +40,36 @@ if [ "${1:-}" = test ]; then
   exec "$python" -m pytest -q "$@" tests
 fi
 
+asked=" ${keys[*]-} "
+case $asked in *" --help "* | *" -h "*) exec "$python" train_gpt.py --help ;; esac
+
 gpus=$("$python" -c "import torch; print(torch.cuda.device_count())")
-case " $* " in *" --preset=laptop "* | *" --device=cpu "* | *" --help "*) gpus=0 ;; esac
-if [ "$gpus" = 0 ]; then
-  case " $* " in *" --data_dir"* | *" --load_checkpoint"* | *" --help "*) ;; *)
-    "$python" data/prepare.py --python-docs --bytes --out data/pydocs ;;
+case $asked in *" --preset=laptop "* | *" --device=cpu "* | *" --device=mps "*) gpus=0 ;; esac
+
+if [ ${#texts[@]} -gt 0 ]; then
+  tokens=auto  # GPT-2's, or bytes where its vocabulary cannot be fetched
+  case $asked in
+    *" --preset=laptop "* | *" --preset=char "*) tokens=bytes ;;
+    *" --preset="*) ;;
+    *) [ "$gpus" = 0 ] && tokens=bytes ;;
   esac
-  exec "$python" train_gpt.py "$@"
+  folder=$("$python" data/prepare.py "${texts[@]}" --tokens=$tokens --print_folder)
+  keys=(--fit "--data_dir=$folder" ${keys[@]+"${keys[@]}"})
+else
+  case $asked in
+    *" --data_dir"*) ;;
+    *) if [ "$gpus" = 0 ]; then
+         "$python" data/prepare.py --python-docs --bytes --out data/pydocs
+       else
+         "$python" data/fineweb.py 9
+       fi ;;
+  esac
 fi
-case " $* " in *" --data_dir"* | *" --load_checkpoint"*) ;; *) "$python" data/fineweb.py 9 ;; esac
-# torchrun as a module; its own traceback is left out, since train_gpt.py has said what is wrong, and its status kept
+
+if [ "$gpus" = 0 ]; then
+  exec "$python" train_gpt.py ${keys[@]+"${keys[@]}"}
+fi
+# torchrun as a module. Its own traceback is left out, since train_gpt.py has said what is wrong.
 exec "$python" -c '
 import sys
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -44,4 +78,4 @@ try:
     main()
 except ChildFailedError as error:
     sys.exit(error.get_first_failure()[1].exitcode)
-' --standalone --nproc_per_node="$gpus" train_gpt.py "$@"
+' --standalone --nproc_per_node="$gpus" train_gpt.py ${keys[@]+"${keys[@]}"}

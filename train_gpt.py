@@ -58,7 +58,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from data import shards
-from nanogpt import arguments, compiling, kernels, masks, recipe
+from nanogpt import arguments, checkpoint, compiling, fitting, kernels, masks, recipe
 from nanogpt.arguments import key
 from nanogpt.kernels import E4M3, E5M2
 from nanogpt.masks import BLOCK_SIZE
@@ -67,6 +67,7 @@ from nanogpt.ranks import (
     NoTransfer,
     agreed,
     all_gather,
+    all_ranks,
     is_master,
     rank_and_world_size,
     reduce_scatter,
@@ -75,6 +76,7 @@ from nanogpt.ranks import (
 )
 from nanogpt.rows import LookedUpRows
 from records import journal
+from records.console import Console
 
 # --------------------------------------------------------------------------------------------------
 # 1. Configuration: the defaults are the record, and every key can be given as --key=value
@@ -88,9 +90,12 @@ class Config:
         "", "speedrun, onepass, laptop or char; empty: speedrun with CUDA, laptop without")
     # data
     data_dir: str = key("data/fineweb10B", "folder of .bin shards")
-    train_files: str = key("fineweb_train_*.bin", "glob of training shards inside data_dir")
-    val_files: str = key("fineweb_val_*.bin", "glob of validation shards inside data_dir")
+    train_files: str = key("*_train_*.bin", "glob of training shards inside data_dir")
+    val_files: str = key("*_val_*.bin", "glob of validation shards inside data_dir")
     epochs: int = key(1, "times the training shards may be read; more than 1 repeats data")
+    fit: bool = key(
+        False, "fit the run to the text: model, sequences, steps, validation; no target. On for a "
+        "data_dir that is given without a preset")
     cut_documents: bool = key(
         False, "sequences follow each other without gaps, else each begins with a document")
     # model
@@ -105,6 +110,8 @@ class Config:
     # schedule
     schedule: str = key("speedrun", "entry of SCHEDULES: the stages of the run")
     num_steps: int = key(1560, "optimizer steps")
+    minutes: float = key(
+        0.0, "training time that the number of steps is chosen for after the warm-up; 0: num_steps")
     batch_tokens: int = key(
         393_216, "tokens of a full batch, over all GPUs; SCHEDULES gives each stage a part of it")
     seq_len: int = key(
@@ -121,14 +128,14 @@ class Config:
     scalar_lr: float = key(0.04, "Adam's learning rate for the scalars")
     bigram_rows: int = key(251_520, "rows of the table of hashed bigrams")
     # evaluation
-    target_loss: float = key(3.28, "validation loss to reach, nats per token")
+    target_loss: float = key(3.28, "validation loss to reach, nats per token; 0: none")
     val_tokens: int = key(
         10_485_760, "validation tokens, always the first ones; records are compared on these")
     val_seq_len: int = key(262_144, "tokens per validation sequence")
     val_interval: int = key(125, "steps between validations, 0: only at the end")
     # system
     seed: int = key(0, "seed of the initial weights, candidates and random rounding")
-    device: str = key("auto", "auto, cuda or cpu")
+    device: str = key("auto", "auto, cuda, cpu, or mps (Apple's GPUs, untested)")
     precision: str = key(
         "auto", "row of PRECISIONS; auto: fp8-qkv where the GPU has FP8, else bf16")
     native: bool = key(False, "refuse to emulate products that this device does not have")
@@ -146,9 +153,9 @@ class Config:
     log_dir: str = key("logs", "folder of the logs")
     jsonl: bool = key(False, "also write the log as JSON lines")
     run_name: str = key("", "free text for the log")
-    save_checkpoint: str = key("", "file to write the final weights to")
-    load_checkpoint: str = key("", "file of weights for --sample; nothing is trained")
-    sample: str = key("", "text to continue with the trained (or loaded) model")
+    save_checkpoint: str = key(
+        "", "file to write the weights of the best validation to; auto: models/NAME.pt")
+    sample: str = key("", "text to continue with the trained model")
     sample_tokens: int = key(256, "tokens to sample")
 
 
@@ -169,13 +176,55 @@ PRESETS: dict[str, dict] = {
         topology="laptop", model_dim=128, num_heads=2, mlp_dim=512, schedule="laptop",
         num_steps=700, muon_lr=0.04, head_lr=0.007, batch_tokens=2048, seq_len=2048,
         target_loss=1.5, val_tokens=131_072, val_seq_len=8192, val_interval=175, device="cpu",
-        precision="bf16" if CPU_HAS_BF16 else "fp32", compile=False, sample="The "),
+        precision="bf16" if CPU_HAS_BF16 else "fp32", compile=False, save_checkpoint="auto",
+        sample="The "),
     # Six plain layers that see 256 bytes, on any text: to compare precisions in minutes.
     "char": BYTES | dict(
         topology="char", model_dim=384, mlp_dim=1536, schedule="char", num_steps=1000, epochs=100,
         batch_tokens=16_384, target_loss=1.3, val_tokens=65_536, val_seq_len=16_384,
         val_interval=100, precision="bf16"),
+    # The same layers with GPT-2's tokens, for texts that are too short for the large model.
+    "small": dict(
+        data_dir="", topology="char", model_dim=384, mlp_dim=1536, bigram_rows=65_536,
+        cut_documents=True, schedule="char", num_steps=1000, epochs=40, batch_tokens=32_768,
+        seq_len=2048, micro_tokens=16_384, momentum_warmup=100, muon_lr=0.03, head_lr=0.01,
+        table_lr=0.3, target_loss=0.0, val_tokens=262_144, val_seq_len=16_384, val_interval=100,
+        precision="bf16"),
 }
+
+ABOUT = {
+    "speedrun": "the record: GPT-2's size, 410M tokens of FineWeb to a loss of 3.28, on GPUs",
+    "onepass": "the same model on 83M tokens, each read once, on GPUs",
+    "laptop": "a small model of bytes, two minutes on a CPU",
+    "char": "a larger one, to compare precisions on any text",
+    "small": "the same with GPT-2's tokens, for texts of less than 60M tokens",
+}
+
+EVERYDAY = (
+    "preset", "data_dir", "minutes", "num_steps", "seed", "target_loss", "save_checkpoint",
+    "sample", "micro_tokens", "device", "precision")
+
+SAMPLING = 'that is a key of sample.py: python sample.py MODEL "TEXT" --temperature=0.8'
+HINTS = {  # answers to keys that other trainers have
+    "": "your own text is prepared first: ./run.sh FILE, or python data/prepare.py FILE",
+    "resume": "runs cannot be resumed yet", "load_checkpoint": SAMPLING, "temperature": SAMPLING,
+    "top_k": SAMPLING, "num_samples": SAMPLING, "max_new_tokens": SAMPLING,
+    "lr": "see --muon_lr, --head_lr, --table_lr and --scalar_lr",
+    "learning_rate": "see --muon_lr, --head_lr, --table_lr and --scalar_lr",
+    "batch_size": "see --batch_tokens and --micro_tokens",
+    "device_batch_size": "see --micro_tokens", "max_steps": "see --num_steps",
+    "max_iters": "see --num_steps", "iters": "see --num_steps", "steps": "see --num_steps",
+    "dropout": "there is none; --minutes or --num_steps makes the run shorter",
+    "n_layer": "layers are rows of TOPOLOGIES in train_gpt.py", "n_head": "see --num_heads",
+    "n_embd": "see --model_dim", "out_dir": "see --log_dir and --save_checkpoint",
+    "out": "see --log_dir and --save_checkpoint", "wandb": "--jsonl writes what tools can read",
+    "text": "your own text: ./run.sh FILE", "input": "your own text: ./run.sh FILE",
+    "file": "your own text: ./run.sh FILE"}
+
+# What a run on any text has over its preset (--fit).
+FITTED = dict(
+    fit=True, cut_documents=True, target_loss=0.0, save_checkpoint="auto", sample="\n",
+    sample_tokens=500)
 
 
 class Stage(NamedTuple):
@@ -248,13 +297,60 @@ TOPOLOGIES: dict[str, list[Layer]] = {
 
 
 def parse_config(argv: list[str]) -> Config:
-    """`--key=value` over the preset's values. Raises BadInput on an unknown key or a wrong
-    value."""
-    default_preset = "speedrun" if torch.cuda.is_available() else "laptop"
-    title = __doc__.split("\n\n")[0]
-    c = arguments.parse(Config, PRESETS, default_preset, title, argv)
+    """`--key=value` over the preset's values. Raises BadInput on an unknown key or a wrong value,
+    and ShardError if the run is to be fitted to a text that cannot be read."""
+    given = arguments.given(
+        Config, argv, PRESETS, default_preset(), __doc__.split("\n\n")[0], EVERYDAY, ABOUT, HINTS)
+    preset = given.get("preset") or default_preset(given.get("device"))
+    if given.get("fit", "data_dir" in given and not given.get("preset")):
+        text = read_text(arguments.configure(Config, PRESETS, preset, given))
+        preset = given.get("preset") or fitting.preset_for(text, has_cuda(given.get("device")))
+        laid_over = {name: values | FITTED for name, values in PRESETS.items()}
+        c = fitted(arguments.configure(Config, laid_over, preset, given), given, text)
+    else:
+        c = arguments.configure(Config, PRESETS, preset, given)
     check_config(c)
     return c
+
+
+def has_cuda(device: str | None) -> bool:
+    """Whether --device=... leads to a GPU of this machine."""
+    return device in (None, "auto", "cuda") and torch.cuda.is_available()
+
+
+def default_preset(device: str | None = None) -> str:
+    return "speedrun" if has_cuda(device) else "laptop"
+
+
+def read_text(c: Config) -> fitting.Text:
+    """What the text in data_dir is."""
+    train_paths = find_shards(c, "train")
+    counts = [shards.count_tokens(path) for path in train_paths]
+    val = sum(map(shards.count_tokens, find_shards(c, "val")))
+    return fitting.Text(shards.kind_of_tokens(train_paths[0]), tuple(counts), val)
+
+
+def fitted(c: Config, given: dict, text: fitting.Text) -> Config:
+    """The configuration with lengths that the text has room for. What was given stays as it is."""
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    changes = fitting.lengths(
+        text, world_size, c.seq_len, c.batch_tokens, c.micro_tokens, c.val_seq_len, c.val_tokens)
+    large = c.preset in ("speedrun", "onepass")
+    changes["epochs"] = 1 if large else fitting.MOST_EPOCHS
+    wanted = math.inf  # all that the text has
+    if "num_steps" in given:
+        wanted = c.num_steps
+        changes["epochs"] = wanted
+    elif not large:
+        changes["minutes"] = fitting.MINUTES
+    c = dataclasses.replace(c, **changes | given)
+    return dataclasses.replace(c, **steps_for(c, text, wanted) | given)
+
+
+def steps_for(c: Config, text: fitting.Text, wanted: float) -> dict[str, int]:
+    """Number of steps, epochs and interval of validations: at most the wanted number of steps."""
+    per_step = c.batch_tokens * sum(stage.share * stage.batch for stage in SCHEDULES[c.schedule])
+    return fitting.steps(text, wanted, c.epochs, per_step, c.seq_len, c.batch_tokens)
 
 
 def check_config(c: Config) -> None:
@@ -1764,11 +1860,28 @@ class WarmUp:
             self.compile_share()
         for step in self.stage_steps:
             self.forward_backward(step)  # uncaptured: a CUDA graph must not contain a first use
-            train_step(self.model, self.optimizer, self.micro_batches(step), step, call)
+            first_two = self.micro_batches(step)[:2]  # later ones are like the second
+            train_step(self.model, self.optimizer, first_two, step, call)
             if not self.model.flex:  # the shapes of these masks depend on the windows
                 self.validate(step)
         self.update(self.dense)
         self.validate(self.c.num_steps)
+
+    def seconds_per_step(self, call: Callable) -> float:
+        """How long a step takes on average over the schedule. Call it after `run`. A collective."""
+        clock = journal.Clock(self.tokens.device)
+        average = 0.0
+        for _, end, stage in stages(self.c):
+            before = clock.total
+            clock.start()
+            for _ in range(3):
+                train_step(self.model, self.optimizer, self.micro_batches(end - 1), end - 1, call)
+            clock.stop()
+            average += stage.share * (clock.total - before) / 3
+        return max(all_ranks(average))
+
+    def reset(self) -> None:
+        """Draws the weights anew."""
         self.optimizer.reset(initialize(self.model, self.c.seed))
 
     def compile_share(self) -> None:
@@ -1797,11 +1910,11 @@ class WarmUp:
         return self.tokens[:length], self.tokens[1 : length + 1].clone()
 
     def micro_batches(self, step: int) -> list[tuple[Tensor, Tensor]]:
-        """Those of one rank, at most two of them: later ones are like the second."""
+        """Those of one rank."""
         _, world_size = rank_and_world_size()
         count = stage_tokens(stage_of(step, self.c), self.c) // self.c.seq_len // world_size
         together = micro_sequences(count, self.c)
-        return [self.example(together * self.c.seq_len)] * min(2, count // together)
+        return [self.example(together * self.c.seq_len)] * (count // together)
 
     def forward_backward(self, step: int, only: list[int] | None = None) -> None:
         inputs, targets = self.micro_batches(step)[0]
@@ -1820,41 +1933,40 @@ class WarmUp:
             self.optimizer.update(name, gradient, 0.0, 0.0)
 
 
-def checkpoint_of(model: GPT) -> dict:
-    """Configuration and weights without padding, on the CPU."""
+def checkpoint_of(model: GPT, step: int, val_loss: float) -> dict:
+    """What nanogpt/checkpoint.py writes: configuration, and weights without padding on the CPU."""
     weights = {name: model.weight(name).detach().cpu().clone() for name in model.table}
-    return {"config": dataclasses.asdict(model.config), "weights": weights}
+    config = dataclasses.asdict(model.config)
+    return dict(config=config, weights=weights, step=step, val_loss=val_loss)
 
 
-def save_checkpoint(checkpoint: dict, path: str) -> None:
-    """Written beside and renamed, so that no half file ever has the name."""
-    torch.save(checkpoint, f"{path}.part")
-    os.replace(f"{path}.part", path)
-
-
-def model_of(checkpoint: dict, device: torch.device) -> GPT:
-    """The model of a checkpoint on one device, ready for texts of any length: nothing is
-    compiled."""
-    c = Config(**checkpoint["config"])
-    model = GPT(dataclasses.replace(c, attention="sdpa"), device)
-    model.load_state_dict(checkpoint["weights"])
+def model_of(content: dict, device: torch.device) -> GPT:
+    """The model of a checkpoint on one device, ready for texts of any length: nothing is compiled.
+    `model.trained_steps` is the number of updates. Raises BadInput if the weights do not fit the
+    configuration."""
+    known = {field.name for field in dataclasses.fields(Config)}
+    config = {name: value for name, value in content["config"].items() if name in known}
+    c = dataclasses.replace(Config(**config), attention="sdpa", device=device.type)
+    check_config(c)
+    for name, param in parameter_table(c).items():
+        found = content["weights"].get(name)
+        require(found is not None and tuple(found.shape) == param.shape,
+                f"the checkpoint's weights of {name} do not fit its configuration")
+    model = GPT(c, device)
+    model.load_state_dict(content["weights"])
+    model.trained_steps = content["step"]
     return model
 
 
-def load_checkpoint(path: str, device: torch.device) -> GPT:
-    """Raises BadInput if the file is no checkpoint of this program."""
+def load_checkpoint(path: str | Path, device: torch.device) -> GPT:
+    """The model of the file. Raises BadInput if it is no checkpoint of this program."""
+    content = checkpoint.read(path)
     try:
-        return model_of(torch.load(path, map_location=device, weights_only=True), device)
-    except Exception as error:  # a foreign file can make torch.load raise nearly anything
-        name = type(error).__name__
-        raise BadInput(f"{path} is no checkpoint of this program ({name})") from None
-
-
-def continue_text(model: GPT, c: Config) -> str:
-    """The text of --sample, continued by the model."""
-    import sample  # only here: training needs no tokenizer
-    view = view_of(model.config.num_steps, model.config)
-    return sample.continue_text(model, view, c.sample, c.sample_tokens)
+        return model_of(content, device)
+    except BadInput as error:
+        raise BadInput(f"{path}: {error}") from None
+    except (AttributeError, KeyError, TypeError):  # of a foreign dictionary
+        raise BadInput(f"{path} is no checkpoint of this program") from None
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1863,16 +1975,18 @@ def continue_text(model: GPT, c: Config) -> str:
 
 def find_shards(c: Config, split: str) -> list[Path]:
     """The shards of a split, "train" or "val". Raises ShardError if there are none."""
+    remedy = "check the path, or make them: python data/prepare.py FILE"
+    if c.data_dir == PRESETS["laptop"]["data_dir"]:
+        remedy = f"make them: python data/prepare.py --python-docs --bytes --out {c.data_dir}"
+    elif c.data_dir == Config.data_dir:
+        remedy = "get them: python data/fineweb.py 9"
     pattern = c.train_files if split == "train" else c.val_files
-    command = "fineweb.py 9"
-    if c.preset in ("laptop", "char"):
-        command = "prepare.py --python-docs --bytes --out data/pydocs"
-    return shards.find_shards(c.data_dir, split, pattern, f"get them: python data/{command}")
+    return shards.find_shards(c.data_dir, split, pattern, remedy)
 
 
 def check_data(c: Config) -> tuple[list[Path], list[Path], Tensor]:
     """Training and validation shards, and the validation tokens. Raises BadInput or ShardError if
-    the schedule needs another number of processes, or more data."""
+    the schedule needs another number of processes, or other data, or more."""
     _, world_size = rank_and_world_size()
     for count, _ in dict.fromkeys(batch_plan(c)):
         divisors = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
@@ -1881,38 +1995,111 @@ def check_data(c: Config) -> tuple[list[Path], list[Path], Tensor]:
                 f"{divisors} of them, or change --batch_tokens or --seq_len")
     train_paths = find_shards(c, "train")
     val_paths = find_shards(c, "val")
+    check_tokens(c, train_paths)
     val_tokens = shards.validation_tokens(val_paths, c.vocab_size, c.val_tokens)
-    steps = sum(1 for _ in shards.batches(train_paths, packing(c), batch_plan(c)))
-    if steps < c.num_steps:
-        have = sum(map(shards.count_tokens, train_paths)) * c.epochs
-        need = total_tokens(c)
-        enough = math.ceil(1.3 * need / 1e8)  # the ends of long documents are skipped
-        raise BadInput(
-            f"{c.num_steps} steps need {need:,} tokens; the {have:,} in {c.data_dir} make {steps} "
-            f"steps; get more with `python data/fineweb.py {enough}`, lower --num_steps, or raise "
-            "--epochs")
+    if not c.minutes:  # else the steps follow from the data
+        check_amount(c, train_paths)
     return train_paths, val_paths, torch.from_numpy(val_tokens.view(np.int16))
 
 
+def check_tokens(c: Config, train_paths: list[Path]) -> None:
+    """Raises BadInput if the tokens of the shards are of another kind than those of the preset."""
+    kind = shards.kind_of_tokens(train_paths[0])
+    if kind == "gpt2" and c.vocab_size <= shards.SEPARATOR:
+        raise BadInput(
+            f"{train_paths[0]} holds GPT-2's tokens, and --preset={c.preset} wants bytes; make "
+            "them with `python data/prepare.py FILE --bytes`, or choose --preset=small")
+    if kind == "bytes" and c.preset in ("speedrun", "onepass", "small"):
+        raise BadInput(
+            f"{train_paths[0]} holds bytes, and --preset={c.preset} wants GPT-2's tokens; choose "
+            "--preset=char or laptop, or make tokens with `python data/prepare.py FILE`")
+
+
+def check_amount(c: Config, train_paths: list[Path]) -> None:
+    """Raises BadInput if the shards end before the schedule."""
+    steps = sum(1 for _ in shards.batches(train_paths, packing(c), batch_plan(c)))
+    if steps == c.num_steps:
+        return
+    have = sum(map(shards.count_tokens, train_paths)) * c.epochs
+    need = total_tokens(c)
+    remedy = "let the run fit the text (--fit), lower --num_steps, or raise --epochs"
+    if c.data_dir == Config.data_dir:
+        enough = math.ceil(1.3 * need / 1e8)  # the ends of long documents are skipped
+        remedy = f"get more with `python data/fineweb.py {enough}`, or " + remedy
+    raise BadInput(f"{c.num_steps} steps need {need:,} tokens; the {have:,} in {c.data_dir} make "
+                   f"{steps} steps; {remedy}")
+
+
 def start_log(c: Config, run: dict, files: list[dict], paths: dict[str, list[Path]],
-              machine: dict) -> journal.Log:
+              machine: dict, console: Console) -> journal.Log:
     """The log, with the facts that stand before the steps. A collective."""
-    if is_master():  # now rather than after training
-        Path(os.path.dirname(c.save_checkpoint)).mkdir(parents=True, exist_ok=True)
-    log = journal.Log(c.log_dir, run["run_id"], SOURCE, c.num_steps, c.jsonl, is_master())
+    log = journal.Log(c.log_dir, run["run_id"], SOURCE, c.num_steps, c.jsonl, console)
     log.fact("run", run)
     for file in files:
-        log.fact("file", file, show=False)
-    log.fact("config", dataclasses.asdict(c), show=False)
+        log.fact("file", file)
+    log.fact("config", dataclasses.asdict(c))
     log.fact("environment", machine)
     for split, shard_paths in paths.items():
         for path in shard_paths:
-            log.fact("data", shards.fingerprint(path, split), show=False)
+            log.fact("data", shards.fingerprint(path, split))
     for first, end, stage in stages(c):
         if end > first:
             facts = dict(first_step=first, last_step=end, batch_tokens=stage_tokens(stage, c))
-            log.fact("stage", facts, show=False)
+            log.fact("stage", facts)
     return log
+
+
+def place_to_save(c: Config) -> Path | None:
+    """The file of the checkpoint, if there is to be one. Raises BadInput if it cannot be
+    written."""
+    if not c.save_checkpoint or not is_master():
+        return None
+    path = Path(c.save_checkpoint)
+    if c.save_checkpoint == "auto":
+        path = checkpoint.unused_path("models", Path(c.data_dir).resolve().name)
+    checkpoint.try_place(path)
+    return path
+
+
+def with_minutes(c: Config, seconds: float, train_paths: list[Path]) -> Config:
+    """The configuration with as many steps of so many seconds as --minutes has room for."""
+    counts = [shards.count_tokens(path) for path in train_paths]
+    text = fitting.Text("", tuple(counts), 0)
+    return dataclasses.replace(c, **steps_for(c, text, 60 * c.minutes / seconds))
+
+
+def continue_text(content: dict, device: torch.device) -> str:
+    """The text of --sample, continued by the model of a checkpoint."""
+    import sample  # only here: training needs no tokenizer
+    model = model_of(content, device)
+    c = model.config
+    return sample.continue_text(model, view_of(content["step"], c), c.sample, c.sample_tokens)
+
+
+def show_header(console: Console, c: Config, machine: dict, train_paths: list[Path],
+                seconds: float | None) -> None:
+    """What will run, for people. `seconds` is how long it may take, if that is known."""
+    sizes = {"active": 0, "in_tables": 0}
+    for param in parameter_table(c).values():
+        sizes["in_tables" if param.update == "rows" else "active"] += math.prod(param.shape)
+    console.header(
+        machine=machine, preset=c.preset, data_dir=c.data_dir, **sizes, num_steps=c.num_steps,
+        train_tokens=sum(map(shards.count_tokens, train_paths)), val_tokens=c.val_tokens,
+        tokens_are_bytes=c.vocab_size <= shards.SEPARATOR, tokens=total_tokens(c),
+        batches=[count * c.seq_len for count, _ in batch_plan(c)], seconds=seconds)
+
+
+def next_commands(c: Config, save_to: Path | None) -> list[str]:
+    """What to type after this run."""
+    python = os.path.relpath(sys.executable)
+    if python.startswith(".."):
+        python = sys.executable
+    commands = []
+    if save_to:
+        commands.append(f'{python} sample.py {save_to} "Once upon a time"')
+    if c.fit:
+        commands.append(f"{python} train_gpt.py --data_dir={c.data_dir} --minutes=10")
+    return commands
 
 
 def stop_if_not_finite(losses: list[journal.TrainingLoss], precision: Precision) -> None:
@@ -1936,8 +2123,11 @@ def train(c: Config) -> int:
     """The whole run; returns the exit status: 0 if the target was reached, else 1."""
     # 1. Import what this run needs, so that the log can show it, and check what can be checked
     # before anything is written or compiled.
-    cuda = c.device == "cuda" or (c.device == "auto" and torch.cuda.is_available())
-    device = start_process(LOCAL_GPU if cuda else None)
+    kind = c.device
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    cuda = kind == "cuda"
+    device = start_process(kind, LOCAL_GPU)
     rank, world_size = rank_and_world_size()
     names = choose_recipes(c, device)
     recipe.import_rooms(names, recipe_options(c))
@@ -1945,27 +2135,40 @@ def train(c: Config) -> int:
         import sample  # noqa: F401
     files = journal.project_files(__file__)
     train_paths, val_paths, val_tokens = agreed(check_data, c, errors=(BadInput, shards.ShardError))
+    save_to = agreed(place_to_save, c)
 
-    # 2. The log begins with the code and the facts.
+    # 2. The log begins with the code and the facts. Under --minutes the number of steps is one of
+    # them, so the log can begin only after the warm-up, and what is compiled until then waits.
     run = journal.describe_run(SOURCE, files)
     machine = journal.describe_machine(device)
-    clock = journal.Clock(device)
-    log = start_log(c, run, files, {"train": train_paths, "val": val_paths}, machine)
-    sizes = {"active": 0, "in_tables": 0}
-    for p in parameter_table(c).values():
-        sizes["in_tables" if p.update == "rows" else "active"] += math.prod(p.shape)
-    log.console.header(
-        machine=machine, preset=c.preset, data_dir=c.data_dir, **sizes,
-        train_tokens=sum(map(shards.count_tokens, train_paths)), val_tokens=c.val_tokens,
-        tokens_are_bytes=c.vocab_size <= shards.SEPARATOR, tokens=total_tokens(c),
-        batches=[count * c.seq_len for count, _ in batch_plan(c)])
     has_fp8 = cuda and kernels.has_fp8(device)
-    log.fact("calibration", journal.calibrate(device, kernels.product if has_fp8 else None))
+    speeds = journal.calibrate(device, kernels.product if has_fp8 else None)
+    clock = journal.Clock(device)
+    console = Console(c.num_steps, shows=is_master())
+    log = None
+    waiting = []
+
+    def begin_log(seconds: float | None = None) -> journal.Log:
+        show_header(console, c, machine, train_paths, seconds)
+        log = start_log(c, run, files, {"train": train_paths, "val": val_paths}, machine, console)
+        log.fact("calibration", speeds)
+        for kind, value in waiting:
+            log.fact(kind, value)
+        return log
 
     def report_compilation(what: str, seconds: float) -> None:
         kind = "compile" if clock.now() == 0 else "defect"  # once the clock runs it costs time
         after = round(time.perf_counter() - LAUNCHED, 1)
-        log.fact(kind, dict(what=what, seconds=round(seconds, 2), after_launch_s=after))
+        value = dict(what=what, seconds=round(seconds, 2), after_launch_s=after)
+        if log is None:
+            console.compiled(what)
+            waiting.append((kind, value))
+        else:
+            log.fact(kind, value)
+
+    if not c.minutes:
+        log = begin_log()
+    console.busy("compiling" if c.compile else "warming up")
 
     # 3. Make model and optimizer, compile them and warm up. Collections of garbage would take a
     # tenth of the compiler's time, and later up to 0.4 s in the middle of the run (record 47).
@@ -1979,11 +2182,16 @@ def train(c: Config) -> int:
         call = compiling.CudaGraphs(list(model.parameters()))
     initialize(model, c.seed)  # for the warm-up, which draws the weights anew at its end
     optimizer = Optimizer(model)
-    log.fact("note", f"products: {recipe.summary(names, device)}")
-    log.console.busy("compiling" if c.compile else "warming up")
-    WarmUp(model, optimizer).run(call)
+    warm_up = WarmUp(model, optimizer)
+    warm_up.run(call)
+    if c.minutes:
+        seconds = warm_up.seconds_per_step(call)
+        c = model.config = with_minutes(c, seconds, train_paths)
+        log = begin_log(c.num_steps * seconds)
+    warm_up.reset()
     torch.get_device_module(device).synchronize()
     compile_s = time.perf_counter() - LAUNCHED
+    log.fact("note", f"products: {recipe.summary(names, device)}")
     log.fact("note", f"{compile_s:.1f} s from launch to the first timed step")
     batches = shards.ahead(rank_micro_batches(train_paths, c, device))
     gc.collect()
@@ -1993,7 +2201,8 @@ def train(c: Config) -> int:
         torch.cuda.reset_peak_memory_stats(device)
 
     # 4. Train. The clock stands still during validation, which touches no weight and no training
-    # data.
+    # data. What is to be saved are the weights of the best validation.
+    best = None
     clock.start()
     for step in range(c.num_steps + 1):
         last = step == c.num_steps
@@ -2003,6 +2212,8 @@ def train(c: Config) -> int:
             model.precision.recipes.before_validation()
             val_loss = validate(model, val_tokens, step)
             log.step(step, clock.total, "val_loss", val_loss)
+            if save_to and (best is None or val_loss < best["val_loss"]):
+                best = checkpoint_of(model, step, val_loss)
             if last:
                 break
             clock.start()
@@ -2022,36 +2233,36 @@ def train(c: Config) -> int:
     tokens = total_tokens(c)
     tokens_per_s = tokens / clock.total
     val_loss = round(val_loss, 4)
-    reached = val_loss <= c.target_loss
+    target = c.target_loss or None
+    reached = target and val_loss <= target
+    kept_step = None  # the step whose weights are saved, if it is not the last one
+    if best and best["step"] < step:
+        kept_step = best["step"]
     log.end(dict(
-        val_loss=val_loss, target=c.target_loss, reached=reached,
+        val_loss=val_loss, target=target, reached=reached,
         train_time_s=round(clock.total, 3), step_avg_ms=round(1000 * clock.total / c.num_steps, 2),
         tokens=tokens, tokens_per_s=round(tokens_per_s),
         mfu=journal.mfu(flops_per_token(c), tokens_per_s / world_size, machine["devices"][0]),
         peak_memory_mib=torch.cuda.max_memory_allocated(device) // 2**20 if cuda else None,
-        compile_s=round(compile_s, 1), code_sha256=run["code_sha256"]))
+        compile_s=round(compile_s, 1), code_sha256=run["code_sha256"]), kept_step)
     if rank == 0:
-        if c.save_checkpoint:
-            save_checkpoint(checkpoint_of(model), c.save_checkpoint)
+        if save_to:
+            checkpoint.write(save_to, best)
         if c.sample:
-            text = continue_text(model_of(checkpoint_of(model), device), c)
-            log.console.say(f"sample: {text}")
-        commands = [f'python sample.py {c.save_checkpoint} "TEXT"'] if c.save_checkpoint else []
-        log.console.closing(c.save_checkpoint, commands)
-    return 0 if reached else 1
+            text = continue_text(best or checkpoint_of(model, step, val_loss), device)
+            console.say(f"sample: {text}")
+        console.closing(save_to, next_commands(c, save_to))
+    return 1 if reached is False else 0
 
 
 def main(argv: list[str]) -> int:
-    """Exit status on rank 0: 0 target reached, 1 not reached, 2 bad input or too little memory."""
+    """Exit status on rank 0: 0 target reached or none, 1 not reached, 2 bad input or too little
+    memory."""
     speaks = os.environ.get("RANK", "0") == "0"
     status = 2
     try:
         c = parse_config(argv)
-        if c.load_checkpoint:
-            print(continue_text(load_checkpoint(c.load_checkpoint, torch.device("cpu")), c))
-            status = 0
-        else:
-            status = train(c)
+        status = train(c)
     except (BadInput, shards.ShardError, OSError, torch.OutOfMemoryError) as error:
         sentence = str(error)
         if isinstance(error, torch.OutOfMemoryError):

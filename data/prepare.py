@@ -1,52 +1,73 @@
 """Turn your own text into the token shards that the trainer reads.
 
-    python data/prepare.py books/ notes.txt dump.jsonl --out data/mine  # GPT-2's BPE, in parallel
-    python data/prepare.py story.txt --split_blank=1 --bytes --out data/story
+    python data/prepare.py story.txt                    # writes data/story, prints what to run next
+    python data/prepare.py books/ notes.txt dump.jsonl --out data/mine
+    python data/prepare.py story.txt --split_blank=1 --bytes --out data/story_bytes
     python data/prepare.py --python-docs --bytes --out data/pydocs      # a few MB, no download
 
-INPUT is one of these, in UTF-8:
-    a text file     one document, or with --split_blank=N the parts between N or more blank lines
+INPUT is one of these, in UTF-8, or in UTF-16 with a byte-order mark:
+    a file          one document, or with --split_blank=N the parts between N or more blank lines
     a .jsonl file   a JSON object on each line, with the text of one document under --key
-    a folder        all .txt, .md, .rst and .jsonl files in it and in its subfolders
+    a folder        the files of text and of source code in it and in its subfolders (texts.py lists
+                    their endings), without hidden ones and without those that are not text
 
-OUT receives NAME_val_000000.bin and NAME_train_000001.bin, NAME_train_000002.bin, and so on.
-`shards.py` says what a shard is. A document in it is the token 50256 followed by the document's own
-tokens. A shard begins with a document and ends with the first one that fills it to --shard_tokens.
+OUT is data/NAME of the first INPUT if it is not given. It receives NAME_val_000000.bin and
+NAME_train_000001.bin, NAME_train_000002.bin, and so on. `shards.py` says what a shard is. A
+document in it is the token 50256 followed by the document's own tokens, which are GPT-2's or, with
+--bytes, one for each byte. A shard begins with a document and ends with the first one that fills it
+to --shard_tokens.
 
-The documents are shuffled, in an order that --seed decides. The first ones in this order are the
-validation split, so it is a fair sample of the input and shares no document with training. The
+Blank documents are dropped, and so are those whose text an earlier one has. The others are
+shuffled, in an order that --seed decides. The first ones in this order are the validation split,
+so it is a fair sample of the input and shares no document with training. There is one exception:
+where whole documents would exceed the share of validation by more than half, as a single long
+text does, the last of them is cut. Its end goes to validation and its beginning to training. The
 number of --workers does not change the result.
 
 The input may be larger than memory. All tokens go through a temporary file in OUT, which takes 2
-bytes for each token. Memory holds only the lengths of the documents, and the text that is being
-encoded: a few MB for each worker, or the largest document. The shards get their final names at the
-very end, validation after training.
+bytes for each token. Memory holds only the lengths and the hashes of the documents, and the text
+that is being encoded: a few MB for each worker, or the largest document. The shards get their final
+names at the very end, validation after training. Then OUT/corpus.json is written, which says what
+they were made of. The same command finds it the next time, and has nothing to do.
 
-Exit status: 0 done, 2 with one sentence on stderr that names the file and what to do.
+Exit status: 0 done, 2 with one sentence on stderr that names the file and what to do, 130 and 143
+stopped by Ctrl-C and by SIGTERM.
 """
 import argparse
-import ast
 import collections
 import json
+import multiprocessing
 import os
 import random
 import re
+import shutil
+import signal
 import sys
-import sysconfig
 import tempfile
+import threading
 import time
-import warnings
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 if __package__:
-    from .shards import SEPARATOR, write_shard
+    from .python_docs import python_documents
+    from .shards import SEPARATOR, ShardError, count_tokens, write_shard
+    from .texts import PrepareError, distinct, errors_of, find_sources, is_text, read_documents
 else:  # run as a script
-    from shards import SEPARATOR, write_shard
+    from python_docs import python_documents
+    from shards import SEPARATOR, ShardError, count_tokens, write_shard
+    from texts import PrepareError, distinct, errors_of, find_sources, is_text, read_documents
 
-SUFFIXES = (".txt", ".md", ".rst", ".jsonl")
+DATA = Path(__file__).resolve().parent  # where the folder of a corpus is by default
+RESERVED = {"fineweb10b", "pydocs", "__pycache__"}  # folders there that are not for your own text
+RECORD = "corpus.json"
+LEAST_TRAIN = 130  # tokens: a sequence of 128, its last target, and a separator
+LEAST_VAL = 129
 
 # GPT-2 has one token for each of the 256 bytes, numbered in this order: first the bytes that are
 # printing characters in Latin-1, then all others.
@@ -54,96 +75,6 @@ _printing = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _others = sorted(set(range(256)) - set(_printing))
 token_to_byte = np.array(_printing + _others, dtype=np.uint8)  # (256,), indexed by token
 byte_to_token = np.argsort(token_to_byte).astype(np.uint16)  # (256,), indexed by byte
-
-
-class PrepareError(ValueError):
-    """The corpus cannot be made; the message is one sentence for the user."""
-
-
-# ---- from files to documents ---------------------------------------------------------------------
-
-def find_files(inputs):
-    """The files that `inputs` name. Folders are searched recursively. Raises PrepareError."""
-    files = []
-    for item in map(Path, inputs):
-        if not item.exists():
-            raise PrepareError(f"{item}: no such file or folder; check the path")
-        if not item.is_dir():
-            files.append(item)
-            continue
-        found = sorted(path for path in item.rglob("*") if path.suffix.lower() in SUFFIXES)
-        if not found:
-            kinds = ", ".join(SUFFIXES)
-            raise PrepareError(f"{item}: no {kinds} file in this folder; name the files themselves")
-        files += found
-    return files
-
-
-def read_documents(path, key="text", split_blank=None, progress=lambda num_bytes: None):
-    """Yield the documents of one file as strings; some may be blank.
-
-    Reads no further than the caller asks for, and calls `progress` with the number of bytes read.
-    Raises PrepareError.
-    """
-    try:
-        with open(path, "rb") as file:
-            if path.suffix.lower() == ".jsonl":
-                yield from json_texts(decoded_lines(file, progress), key, path)
-            elif split_blank:
-                yield from split_at_blank_lines(decoded_lines(file, progress), split_blank)
-            else:
-                contents = file.read()
-                progress(len(contents))
-                yield contents.decode("utf-8")
-    except UnicodeDecodeError as error:
-        reason = f"not UTF-8 ({error.reason})"
-        raise PrepareError(f"{path}: {reason}; convert it, for example with iconv") from error
-    except OSError as error:
-        reason = f"cannot be read ({error.strerror})"
-        raise PrepareError(f"{path}: {reason}; check the file and its permissions") from error
-
-
-def decoded_lines(file, progress):
-    """Yield the lines of a file that was opened in binary mode, as strings with their ends."""
-    for line in file:
-        progress(len(line))
-        yield line.decode("utf-8")
-
-
-def json_texts(lines, key, path):
-    """Yield the text of every line of a .jsonl file that is not blank. Raises PrepareError."""
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            entry = None
-        if not isinstance(entry, dict) or not isinstance(entry.get(key), str):
-            fault = f'{path}, line {number}: not an object like {{"{key}": "..."}}'
-            raise PrepareError(f"{fault}; repair it, or name its key with --key")
-        yield entry[key]
-
-
-def split_at_blank_lines(lines, at_least):
-    """Yield the parts of a text between stretches of `at_least` or more blank lines.
-
-    These stretches are dropped, but the last part keeps the blank lines at the end of the file.
-    """
-    document = []
-    blank_lines = []  # since the last line that was not blank
-    for line in lines:
-        if not line.strip():
-            blank_lines.append(line)
-            continue
-        if len(blank_lines) >= at_least:
-            yield "".join(document)
-            document = []
-        else:
-            document += blank_lines
-        document.append(line)
-        blank_lines = []
-    yield "".join(document + blank_lines)
 
 
 # ---- from documents to tokens --------------------------------------------------------------------
@@ -170,16 +101,15 @@ def encode(texts, use_bytes):
 
 
 def jobs(documents, size=1 << 20):
-    """Group documents into lists of about `size` characters, and drop blank documents.
+    """Group documents into lists of about `size` characters.
 
     A worker encodes one list at a time. Shorter ones would cost more time to send than to encode.
     """
     job = []
     num_characters = 0
     for text in documents:
-        if text.strip():
-            job.append(text)
-            num_characters += len(text)
+        job.append(text)
+        num_characters += len(text)
         if num_characters >= size:
             yield job
             job = []
@@ -191,7 +121,7 @@ def jobs(documents, size=1 << 20):
 def encode_all(documents, use_bytes=True, workers=1):
     """Yield what encode() returns for every job, in order, encoded by `workers` processes.
 
-    Raises PrepareError if GPT-2's vocabulary is needed and cannot be had.
+    Raises PrepareError if GPT-2's vocabulary is needed and cannot be had, or if a worker dies.
     """
     if not use_bytes:
         load_vocabulary()
@@ -199,7 +129,8 @@ def encode_all(documents, use_bytes=True, workers=1):
         for job in jobs(documents):
             yield encode(job, use_bytes)
         return
-    with ProcessPoolExecutor(workers) as pool:
+    pool = start_pool(workers)
+    try:
         # The pool's own map() would read all the input before it returned anything. This queue lets
         # no more than two jobs for each worker wait, which bounds the memory.
         pending = collections.deque()
@@ -209,183 +140,246 @@ def encode_all(documents, use_bytes=True, workers=1):
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
+    except BaseException as error:
+        for process in multiprocessing.active_children():
+            process.kill()  # it may be in the middle of a long document
+        if isinstance(error, BrokenProcessPool):
+            fault = "a worker process died, perhaps for lack of memory"
+            raise PrepareError(f"{fault}; try a lower --workers") from error
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
-def load_vocabulary():
-    """Load GPT-2's vocabulary once, before the workers need it. Raises PrepareError."""
-    try:
-        import tiktoken
-        tiktoken.get_encoding("gpt2")
-    except Exception as error:  # from the network, from the cache folder, or a missing package
+def start_pool(workers):
+    """A pool of processes that leave Ctrl-C and SIGTERM to this one."""
+    pool = ProcessPoolExecutor(workers, initializer=start_worker)
+    if not hasattr(signal, "pthread_sigmask"):  # on Windows
+        return pool
+    # A fork runs hooks of the library, and Python drops an exception that a signal raises in one.
+    # So the signals wait until the workers are there, which the first job brings about.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    pool.submit(os.getpid)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return pool
+
+
+def start_worker():
+    """Leave Ctrl-C and SIGTERM to the main process, and end when it ends, however that happens."""
+    def end_with_parent():
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    threading.Thread(target=end_with_parent, daemon=True).start()
+
+
+def load_vocabulary(seconds=30):
+    """Load GPT-2's vocabulary once, before the workers need it. Raises PrepareError.
+
+    tiktoken would wait for a silent network without end. So a thread does it, and if that takes
+    longer than `seconds`, it is left behind.
+    """
+    faults = ["TimeoutError"]
+
+    def load():
+        try:
+            import tiktoken
+            tiktoken.get_encoding("gpt2")
+            faults.clear()
+        except Exception as error:  # the network, the cache folder, or a missing package
+            faults[:] = [type(error).__name__]
+
+    thread = threading.Thread(target=load, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if faults:
         raise PrepareError(
-            f"tiktoken cannot load GPT-2's vocabulary ({type(error).__name__}); run once with a "
-            "network, set TIKTOKEN_CACHE_DIR to a folder that has it, or pass --bytes") from error
+            f"tiktoken cannot load GPT-2's vocabulary ({faults[0]}); run once with a network, set "
+            "TIKTOKEN_CACHE_DIR to a folder that has it, or pass --bytes")
+
+
+def choose_tokens(wanted, say):
+    """"gpt2" or "bytes", for a `wanted` that may also be "auto": GPT-2's tokens if they can be had.
+
+    Raises PrepareError if exactly "gpt2" is wanted and its vocabulary cannot be had.
+    """
+    if wanted == "bytes":
+        return "bytes"
+    try:
+        load_vocabulary()
+    except PrepareError as error:
+        if wanted == "gpt2":
+            raise
+        fault = str(error).split(";")[0]
+        say(f"prepare.py: {fault}, so every byte becomes a token. For GPT-2's tokens, connect to "
+            "the network or set TIKTOKEN_CACHE_DIR, and run again with --tokens=gpt2.")
+        return "bytes"
+    return "gpt2"
 
 
 # ---- from tokens to shards -----------------------------------------------------------------------
 
 def write_corpus(
-        encoded, out_dir, name="fineweb", val_tokens=None, shard_tokens=100_000_000, seed=0):
-    """Shuffle the documents that encode_all() yields, split them, and write them as shards.
+        documents, out_dir, name="fineweb", use_bytes=True, workers=1, *, val_tokens=None,
+        shard_tokens=100_000_000, seed=0, old=(), record=None, source="the input"):
+    """Encode the documents, shuffle them, split them, and write them as shards.
 
-    With `val_tokens=None`, validation gets 5% of the tokens, at most 10,485,760. Returns a
-    dictionary with the number of tokens in "train" and in "val", and the number of "documents".
-    Raises PrepareError if there are no documents, or too few for two splits.
+    With `val_tokens=None`, validation gets 5% of the tokens, at most 10,485,760. The files `old`
+    are removed when the new ones are complete. Returns a dictionary with "train_tokens",
+    "val_tokens", and the numbers of "documents" and of "duplicates" among the input. If `record` is
+    a dictionary, both together become corpus.json.
+
+    Raises PrepareError, which speaks of `source`, if there are too few tokens for two splits, or as
+    encode_all() does. Raises OSError if `out_dir` cannot be used.
     """
     out_dir = Path(out_dir)
     out_dir.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".incomplete-", dir=out_dir) as folder:
+    sweep(out_dir)
+    with tempfile.TemporaryDirectory(prefix=f".incomplete-{os.getpid()}-", dir=out_dir) as folder:
         # 1. Write all tokens to one file, in the order of the input.
         spool = Path(folder, "documents.u16")
-        lengths = write_spool(spool, encoded)
+        dropped = collections.Counter()
+        with closing(encode_all(distinct(documents, dropped), use_bytes, workers)) as encoded:
+            lengths = write_spool(spool, encoded)
 
         # 2. Shuffle the documents and split them.
         order = list(range(len(lengths)))
         random.Random(seed).shuffle(order)
-        num_val_documents = count_val_documents(lengths[order], val_tokens)
-        train = np.array(order[num_val_documents:])
-        val = np.array(order[:num_val_documents])
-
-        # 3. Write the shards, and give them their final names when all of them are there.
         starts = np.cumsum(lengths) - lengths  # (documents,) where each begins in the spool
+        shuffled = np.stack([starts, lengths], axis=1)[order]
+        splits = split_documents(shuffled, val_tokens, source)
+
+        # 3. Write the shards and the record.
+        counts = {"documents": len(lengths), "duplicates": dropped["duplicates"]}
         paths = []
-        for split, chosen, first_number in (("train", train, 1), ("val", val, 0)):
-            groups = divide(chosen, lengths[chosen], shard_tokens)
-            for number, group in enumerate(groups, first_number):
+        for split, first_number in (("train", 1), ("val", 0)):
+            counts[f"{split}_tokens"] = 0
+            for number, group in enumerate(divide(splits[split], shard_tokens), first_number):
                 path = Path(folder, f"{name}_{split}_{number:06d}.bin")
-                write_shard(path, read_spool(spool, starts[group], lengths[group]))
+                write_shard(path, read_spool(spool, group))
+                counts[f"{split}_tokens"] += count_tokens(path)
                 paths.append(path)
+        if record is not None:
+            path = Path(folder, RECORD)
+            path.write_text(json.dumps(record | counts, indent=1) + "\n", encoding="utf-8")
+            paths.append(path)
+
+        # 4. Give them their final names, now that all of them are there.
+        for path in old:
+            path.unlink()
         for path in paths:
             os.replace(path, out_dir / path.name)
+    return counts
 
-    return {
-        "train": int(lengths[train].sum()),
-        "val": int(lengths[val].sum()),
-        "documents": len(lengths),
-    }
+
+def sweep(out_dir):
+    """Remove the temporary folders of processes that were killed.
+
+    Returns the folder of another process that still runs, or None.
+    """
+    in_use = None
+    for folder in Path(out_dir).glob(".incomplete-*-*"):
+        process = folder.name.split("-")[1]
+        if not process.isdecimal():
+            continue
+        if int(process) != os.getpid() and process_runs(int(process)):
+            in_use = folder
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+    return in_use
+
+
+def process_runs(number):
+    """Whether there is a process with this number on this machine."""
+    if os.name == "nt":  # where os.kill() would end it
+        import ctypes
+        query = 0x1000  # PROCESS_QUERY_LIMITED_INFORMATION
+        handle = ctypes.windll.kernel32.OpenProcess(query, False, number)
+        if handle:
+            ctypes.windll.kernel32.CloseHandle(handle)
+        return bool(handle)
+    try:
+        os.kill(number, 0)  # sends nothing
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True  # it is another user's
+    return True
 
 
 def write_spool(path, encoded):
-    """Write all tokens to `path`. Returns the lengths of the documents: (documents,) int64.
-
-    Raises PrepareError if there is no document.
-    """
+    """Write all tokens to `path`. Returns the lengths of the documents: (documents,) int64."""
     lengths = []
     with open(path, "wb") as file:
         for tokens, some_lengths in encoded:
             file.write(tokens.tobytes())
             lengths += some_lengths
-    if not lengths:
-        raise PrepareError("the input holds no text; name files that do")
-    return np.array(lengths)
+    return np.array(lengths, dtype=np.int64)
 
 
-def count_val_documents(lengths, val_tokens):
-    """How many of the shuffled documents validation takes, to have at least `val_tokens` tokens.
+def split_documents(documents, val_tokens, source):
+    """Divide the shuffled documents among "train" and "val".
 
-    Raises PrepareError if it would take all of them.
+    `documents` is (documents, 2) int64: where each begins in the spool, and its length. Returns two
+    arrays of the same kind, in a dictionary. Validation gets the first documents, at least
+    `val_tokens` tokens. If they would be more than half as much again, or leave too little to train
+    on, then the last of them is cut in two. Raises PrepareError if there are too few tokens.
     """
+    lengths = documents[:, 1]
     total = int(lengths.sum())
+    if total == 0:
+        raise PrepareError(f"{source}: no text in it; name a file that has some")
     if val_tokens is None:
-        val_tokens = min(total // 20, 10_485_760)
-    # one token more, because the last prediction needs its target too
-    count = 1 + int(np.searchsorted(np.cumsum(lengths), val_tokens + 1))
-    if count >= len(lengths):
+        share = min(total // 20, 10_485_760 + 1)
+    else:
+        share = val_tokens + 1  # one more, because the last prediction needs its target too
+    share = max(share, LEAST_VAL)
+    if total < share + LEAST_TRAIN:
+        remedy = "add text" if val_tokens is None else "add text or lower --val_tokens"
         raise PrepareError(
-            f"the input is {len(lengths)} document(s) of {total:,} tokens, and {val_tokens:,} for "
-            "validation leave none to train on; add text, lower --val_tokens, or cut a long text "
-            "file into documents with --split_blank=1")
-    return count
+            f"{source}: {total:,} tokens of text are too few, because validation takes {share:,} "
+            f"and training needs {LEAST_TRAIN} or more; {remedy}")
+
+    ends = np.cumsum(lengths)
+    last = int(np.searchsorted(ends, share))  # the document that fills the share
+    excess = int(ends[last]) - share
+    if excess <= share // 2 and total - ends[last] >= LEAST_TRAIN:
+        return {"train": documents[last + 1 :], "val": documents[: last + 1]}
+    start, length = documents[last].tolist()
+    tail = length - excess - 1  # one less, because the tail gets a separator of its own
+    tail = max(tail, 1)
+    head = length - tail
+    return {
+        "train": np.concatenate([[[start, head]], documents[last + 1 :]]),
+        "val": np.concatenate([documents[:last], [[start + head, tail]]]),
+    }
 
 
-def divide(documents, lengths, shard_tokens):
+def divide(pieces, shard_tokens):
     """Divide the documents of a split into groups, one for each shard.
 
     A new group begins with the first document that begins at or after the next multiple of
     `shard_tokens`, counted in tokens from the beginning of the split.
     """
+    lengths = pieces[:, 1]
     positions = np.cumsum(lengths) - lengths  # (documents,) where each begins in the split
     edges = 1 + np.flatnonzero(np.diff(positions // shard_tokens))
-    return np.split(documents, edges)
+    return np.split(pieces, edges)
 
 
-def read_spool(path, starts, lengths):
-    """Yield the tokens of the documents that begin at `starts` and have these lengths.
+def read_spool(path, pieces):
+    """Yield the tokens of each document. The second part of one that was cut gets its separator.
 
     The file stays mapped until the last one was yielded; Windows cannot remove it before that.
     """
     tokens = np.memmap(path, dtype="<u2", mode="r")
-    for start, length in zip(starts, lengths):
-        yield tokens[start : start + length]
-
-
-# ---- the corpus that every Python brings along ---------------------------------------------------
-
-def is_prose(paragraph):
-    """Whether this is English rather than code, a table or a session of the interpreter.
-
-    Prose is mostly letters, and long enough to say something.
-    """
-    num_letters = sum(c.isalpha() or c.isspace() for c in paragraph)
-    says_something = len(paragraph.split()) > 6 or paragraph.endswith(".")
-    return says_something and num_letters > 0.8 * len(paragraph) and ">>>" not in paragraph
-
-
-def source_prose(source):
-    """The docstrings and the blocks of comments in a Python source, in the order they stand there.
-
-    Raises SyntaxError and ValueError.
-    """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about invalid escapes in the source
-        tree = ast.parse(source)
-    found = []  # (line, text)
-    for block in re.finditer(r"(?m)(?:^[ \t]*#.*\n)+", source):
-        text = re.sub(r"(?m)^[ \t]*#+ ?", "", block[0])
-        found.append((source.count("\n", 0, block.start()), text))
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-            text = ast.get_docstring(node)  # without its indentation
-            if text:
-                found.append((node.body[0].lineno, text))
-    return "\n\n".join(text for _, text in sorted(found))
-
-
-def python_texts():
-    """Yield the topics of Python's language reference, then the prose of every library module.
-
-    Both are those of the Python that runs this. Modules are read, not imported.
-    """
-    try:
-        from pydoc_data.topics import topics
-        for name in sorted(topics):
-            yield topics[name]
-    except ImportError:
-        pass  # some distributions leave it out; the library is the larger part
-    skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data"}
-    for folder, subfolders, names in os.walk(sysconfig.get_path("stdlib")):
-        subfolders[:] = sorted(set(subfolders) - skipped)  # os.walk goes only where this list says
-        for name in sorted(names):
-            if not name.endswith(".py"):
-                continue
-            try:
-                yield source_prose(Path(folder, name).read_text(encoding="utf-8"))
-            except (OSError, SyntaxError, ValueError):
-                continue  # a template, or an old encoding
-
-
-def python_documents():
-    """Yield a document for each topic and module: its paragraphs of prose.
-
-    Paragraphs that an earlier document had, such as licences, are left out.
-    """
-    seen = set()
-    for text in python_texts():
-        paragraphs = [part.strip("\n").rstrip() for part in re.split(r"\n[ \t]*\n", text)]
-        fresh = [p for p in dict.fromkeys(paragraphs) if p not in seen and is_prose(p)]
-        seen.update(fresh)
-        if sum(map(len, fresh)) >= 200:
-            yield "\n\n".join(fresh) + "\n"
+    for start, length in pieces.tolist():
+        document = tokens[start : start + length]
+        if document[0] != SEPARATOR:
+            document = np.concatenate([[SEPARATOR], document])
+        yield document
 
 
 def make_python_docs_corpus(out_dir, use_bytes=True, name="fineweb", **options):
@@ -397,15 +391,167 @@ def make_python_docs_corpus(out_dir, use_bytes=True, name="fineweb", **options):
     """
     if Path(out_dir, f"{name}_val_000000.bin").exists():  # validation is named last
         return None
-    return write_corpus(encode_all(python_documents(), use_bytes), out_dir, name, **options)
+    return write_corpus(python_documents(), out_dir, name, use_bytes, **options)
+
+
+# ---- where a corpus is, and what it was made of --------------------------------------------------
+
+def safe_name(text):
+    """`text` without the characters that a shell, a file system or a glob takes for something else.
+
+    The shards of my_train would be my_train_val_000000.bin and so on, which the trainer would take
+    for training shards; this makes it my-train. Never returns an empty name.
+    """
+    name = re.sub(r"[^\w.-]", "_", text).strip("._-")[:60]
+    name = re.sub(r"(?i)_(?=(train|val)(_|$))", "-", name)
+    return name or "text"
+
+
+def default_folder(first_input):
+    """The folder in data/ that is named after this input, but none that has another purpose."""
+    path = Path(os.path.abspath(first_input))
+    name = safe_name(path.name if path.is_dir() else path.stem)
+    while name.lower() in RESERVED or holds_other_things(DATA / name):
+        name += "_tokens"
+    return DATA / name
+
+
+def holds_other_things(path):
+    """Whether there is something at `path` that this program has not put there."""
+    if not path.is_dir():
+        return path.exists()
+    names = [name for name in os.listdir(path) if not name.startswith(".incomplete-")]
+    return bool(names) and RECORD not in names
+
+
+def read_record(folder):
+    """What OUT/corpus.json says, or an empty dictionary if it is not there or not whole."""
+    try:
+        record = json.loads(Path(folder, RECORD).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def shards_in(folder, name="*", split=None):
+    """The shards of this name in a folder, of one split or of both."""
+    if split is None:
+        return shards_in(folder, name, "train") + shards_in(folder, name, "val")
+    return sorted(Path(folder).glob(f"{name}_{split}_*.bin"))
+
+
+def are_complete(record, folder):
+    """Whether the shards that the record speaks of are there, with as many tokens as it says."""
+    try:
+        for split in ("train", "val"):
+            shards = shards_in(folder, record["name"], split)
+            if sum(map(count_tokens, shards)) != record.get(f"{split}_tokens"):
+                return False
+    except (OSError, ShardError):
+        return False
+    return True
+
+
+def make_corpus(sources, args, options, may_replace, say):
+    """Make the corpus of these files in args.out, unless it is there already.
+
+    Shards of another corpus are replaced only if `may_replace`. Returns what corpus.json says, and
+    whether it is new. Raises as write_corpus() does.
+    """
+    from tqdm import tqdm
+
+    # 1. See what is there.
+    files = [describe(path) for path, _ in sources]
+    name = args.name or safe_name(Path(os.path.abspath(args.out)).name)
+    wanted = {
+        "files": files,
+        "options": options | {"key": args.key, "split_blank": args.split_blank},
+        "name": name,
+    }
+    record = read_record(args.out)
+    is_same = (
+        wanted.items() <= record.items()
+        and args.tokens in (record.get("wanted_tokens"), record.get("tokens")))
+    if is_same and are_complete(record, args.out):
+        return record, False
+    old = shards_in(args.out, record.get("name", ""))
+    foreign = [path for path in shards_in(args.out) if path not in old]
+    if not (may_replace or is_same):
+        foreign += old
+    if foreign:  # the trainer would mix them with the new ones
+        raise PrepareError(
+            f"{foreign[0]}: already there, and made of other files or with other options; delete "
+            "the old shards, or choose another --out")
+    in_use = sweep(args.out)
+    if in_use:
+        raise PrepareError(f"{in_use}: in use by another process; wait for its end, or delete it")
+
+    # 2. Make what is not.
+    tokens = choose_tokens(args.tokens, say)
+    record = wanted | {"wanted_tokens": args.tokens, "tokens": tokens}
+    num_bytes = sum(file["size"] for file in files)
+    workers = min(args.workers, 1 + num_bytes // (4 << 20))  # for less, starting one takes longer
+    skipped = []
+    with tqdm(total=num_bytes, unit="B", unit_scale=True, disable=None) as bar:
+
+        def documents():
+            for path, is_named in sources:
+                if is_named or is_text(path):
+                    yield from read_documents(path, args.key, args.split_blank, bar.update)
+                else:
+                    skipped.append(path)
+
+        counts = write_corpus(
+            documents(), args.out, name, tokens == "bytes", workers, **options, old=old,
+            record=record, source=args.inputs[0] + " and the others" * (len(args.inputs) > 1))
+    if skipped:
+        say(f"prepare.py: left out {len(skipped):,} file(s) not in UTF-8, first {skipped[0]}.")
+    return record | counts, True
+
+
+def describe(path):
+    """What corpus.json says about an input file. Raises PrepareError."""
+    with errors_of(path):
+        status = path.stat()
+    path = os.path.abspath(path)
+    return {"path": path, "size": status.st_size, "changed": status.st_mtime_ns}
 
 
 # ---- command line --------------------------------------------------------------------------------
 
-def fail(message):
+class Stopped(BaseException):
+    """Ctrl-C or SIGTERM; the argument is the number of the signal."""
+
+
+def stop(number, _):
+    """What Ctrl-C and SIGTERM do."""
+    raise Stopped(number)
+
+
+def fail(message, status=2):
     """End the program with one sentence on stderr."""
     print(f"prepare.py: {message}.", file=sys.stderr)
-    sys.exit(2)
+    sys.exit(status)
+
+
+def print_to(file, line):
+    """Print a line; do nothing if nobody reads it any more, as after `| head -1`."""
+    try:
+        print(line, file=file, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
+
+
+def from_here(path):
+    """The path as a command here would name it: relative if it lies below."""
+    path = Path(os.path.abspath(path))
+    here = Path.cwd()
+    return (path.relative_to(here) if path.is_relative_to(here) else path).as_posix()
+
+
+def quoted(argument):
+    """The argument as a shell takes it."""
+    return argument if re.fullmatch(r"[\w./:=-]+", argument) else f'"{argument}"'
 
 
 def parse_args(argv):
@@ -414,16 +560,22 @@ def parse_args(argv):
     add("inputs", nargs="*", metavar="INPUT", help="text file, .jsonl file, or folder of them")
     add("--python-docs", action="store_true",
         help="use the English that Python itself brings along")
-    add("--out", type=Path, required=True, help="folder for the shards")
-    add("--name", default="fineweb", help="shards' name; the trainer looks for %(default)s")
-    add("--bytes", action="store_true",
-        help="a token per byte (ids 0-255), without a vocabulary file")
+    add("--out", type=Path, help="folder for the shards; default data/NAME of the first INPUT")
+    add("--name", help="shards' name; default that of the folder, or fineweb for --python-docs")
+    add("--tokens", choices=["auto", "gpt2", "bytes"], default="auto",
+        help="GPT-2's, a token per byte (ids 0-255), or GPT-2's if its vocabulary can be loaded; "
+             "default %(default)s")
+    add("--bytes", action="store_const", const="bytes", dest="tokens",
+        help="short for --tokens=bytes")
     add("--key", default="text", help="where a .jsonl line keeps its text; default %(default)s")
     add("--split_blank", type=int, metavar="N", help="cut text files at N or more blank lines")
     add("--val_tokens", type=int, help="validation tokens; default 5%%, at most 10,485,760")
     add("--shard_tokens", type=int, default=100_000_000, help="default %(default)s")
-    add("--workers", type=int, default=os.cpu_count(), help="processes; default %(default)s")
+    add("--workers", type=int, default=min(os.cpu_count() or 1, 61),  # Windows allows no more
+        help="processes; default %(default)s")
     add("--seed", type=int, default=0, help="of the shuffle; default %(default)s")
+    add("--print_folder", action="store_true",
+        help="print the folder alone on stdout, and everything else on stderr")
     parser.error = fail
     args = parser.parse_args(argv)
     for option in ("split_blank", "val_tokens", "shard_tokens", "workers"):
@@ -432,31 +584,16 @@ def parse_args(argv):
             fail(f"--{option} must be at least 1")
     if args.python_docs == bool(args.inputs):
         fail("name at least one INPUT or pass --python-docs, not both")
+    if args.python_docs and args.out is None:
+        fail("--python-docs needs --out; pass --out data/pydocs")
+    if args.name is not None and args.name != safe_name(args.name):
+        fail(f"--name={args.name} cannot name shards; pass --name={safe_name(args.name)}")
     return args
-
-
-def make_corpus(args, options):
-    """Make the corpus of the files that the command line names. Returns as write_corpus() does."""
-    from tqdm import tqdm
-
-    files = find_files(args.inputs)
-    old = sorted(args.out.glob(f"{args.name}_*.bin"))
-    if old:  # the trainer would mix them with the new ones
-        raise PrepareError(
-            f"{old[0]}: already there; delete the old shards, or choose another --out or --name")
-    num_bytes = sum(path.stat().st_size for path in files)
-    with tqdm(total=num_bytes, unit="B", unit_scale=True, disable=None) as bar:
-
-        def documents():
-            for path in files:
-                yield from read_documents(path, args.key, args.split_blank, bar.update)
-
-        encoded = encode_all(documents(), args.bytes, args.workers)
-        return write_corpus(encoded, args.out, args.name, **options)
 
 
 def main(argv=None):
     args = parse_args(argv)
+    say = partial(print_to, sys.stderr if args.print_folder else sys.stdout)
     start = time.perf_counter()
     options = {
         "val_tokens": args.val_tokens,
@@ -465,20 +602,43 @@ def main(argv=None):
     }
     try:
         if args.python_docs:
-            counts = make_python_docs_corpus(args.out, args.bytes, args.name, **options)
+            tokens = choose_tokens(args.tokens, say)
+            counts = make_python_docs_corpus(
+                args.out, tokens == "bytes", args.name or "fineweb", **options)
+            is_new = counts is not None
         else:
-            counts = make_corpus(args, options)
+            sources = find_sources(args.inputs)
+            may_replace = args.out is None
+            if args.out is None:
+                args.out = default_folder(args.inputs[0])
+            counts, is_new = make_corpus(sources, args, options, may_replace, say)
+            tokens = counts["tokens"]
     except PrepareError as error:
         fail(error)
     except OSError as error:
         fail(f"cannot write to {args.out} ({error}); choose another --out, or make room there")
-    if counts is None:
-        print(f"{args.out}: {args.name} shards are there already")
-    else:
+
+    folder = from_here(args.out)
+    if is_new:
         seconds = time.perf_counter() - start
-        print(f"{args.out}: {counts['train']:,} training and {counts['val']:,} validation tokens "
-              f"from {counts['documents']:,} documents in {seconds:.1f} s")
+        plural = "s" * (counts["documents"] != 1)
+        say(f"{folder}: {counts['train_tokens']:,} training and {counts['val_tokens']:,} "
+            f"validation tokens ({tokens}) from {counts['documents']:,} document{plural} "
+            f"(duplicates dropped: {counts['duplicates']:,}) in {seconds:.1f} s")
+    else:
+        say(f"{folder}: already there, made of the same input")
+    if args.print_folder:
+        print_to(sys.stdout, folder)
+    elif args.inputs:
+        say(f"{from_here(sys.executable)} train_gpt.py {quoted(f'--data_dir={folder}')}")
 
 
 if __name__ == "__main__":
-    main()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
+    sys.stdout.reconfigure(errors="backslashreplace")  # some Windows consoles lack characters
+    try:
+        main()
+    except Stopped as stopped:
+        number = stopped.args[0]
+        fail(f"stopped by {signal.Signals(number).name}; run it again to begin anew", 128 + number)

@@ -19,7 +19,7 @@ import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from glob import glob
-from itertools import pairwise
+from itertools import chain, pairwise, repeat
 from pathlib import Path
 from typing import NamedTuple
 
@@ -115,16 +115,30 @@ def read_shard(path: Path, vocab_size: int) -> Shard:
     return Shard(tokens, starts)
 
 
+def kind_of_tokens(path: Path) -> str:
+    """"bytes" if the first million tokens of a shard are bytes (0 to 255) and separators, otherwise
+    "gpt2". Raises DamagedShard."""
+    count = min(count_tokens(path), 1_000_000)
+    tokens = np.fromfile(path, dtype="<u2", count=count, offset=HEADER_BYTES)
+    text = tokens[tokens != SEPARATOR]
+    return "bytes" if (text < 256).all() else "gpt2"
+
+
 def find_shards(folder: str | Path, split: str, pattern: str, remedy: str) -> list[Path]:
     """The files in `folder` that match the glob `pattern`, in the order of their names.
 
-    Raises ShardError if there are none. Its sentence ends with `remedy`, and names the key of the
-    command line that holds the pattern; `split` ("train" or "val") says which one that is.
+    Raises ShardError if there are none, or if they are of several texts. Its sentence names the key
+    of the command line that holds the pattern, which follows from `split` ("train" or "val"), and
+    says what to do: `remedy` if there are none.
     """
     names = glob(pattern, root_dir=folder)
     if not names:
         missing = f"no {split} shards (--{split}_files={pattern})"
         raise ShardError(f"{missing} in {folder}; {remedy}")
+    texts = sorted({name.split(f"_{split}_")[0] for name in names})
+    if pattern == f"*_{split}_*.bin" and len(texts) > 1:  # a pattern of the user's may mean several
+        raise ShardError(f"{folder} holds shards of {len(texts)} texts ({', '.join(texts[:3])}); "
+                         f"choose one with --{split}_files={texts[0]}_{split}_*.bin")
     return sorted(Path(folder, name) for name in names)
 
 
@@ -248,7 +262,8 @@ def batches(
     what is left at the shard's end is not used. A thread reads the next shard while this one is in
     use. Raises ShardError and OSError, as read_shard does.
     """
-    shards = (read_shard(path, packing.vocab_size) for path in paths * packing.epochs)
+    readings = chain.from_iterable(repeat(paths, packing.epochs))
+    shards = (read_shard(path, packing.vocab_size) for path in readings)
     length = packing.seq_len + 1  # the last input needs a target, too
     step = 0
     for shard in ahead(shards):

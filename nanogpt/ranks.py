@@ -20,11 +20,12 @@ def require(condition, sentence: str) -> None:
         raise BadInput(sentence)
 
 
-def start_process(local_gpu: int | None) -> torch.device:
-    """This process's device: the GPU of this number, or the CPU. Also starts the process group if
-    torchrun launched us. Raises OSError if there are more processes than GPUs on this host."""
-    device = torch.device("cpu")
-    if local_gpu is not None:
+def start_process(kind: str, local_gpu: int) -> torch.device:
+    """This process's device: the GPU of this number if `kind` is "cuda", or the "cpu" or "mps".
+    Also starts the process group if torchrun launched us. Raises OSError if there are more
+    processes than GPUs on this host."""
+    device = torch.device(kind)
+    if kind == "cuda":
         device = torch.device("cuda", local_gpu)
         if local_gpu >= torch.cuda.device_count():
             raise OSError(f"process {local_gpu} of this host finds no GPU for itself; "
@@ -35,10 +36,10 @@ def start_process(local_gpu: int | None) -> torch.device:
     # If NCCL started before the thread of autograd, both could wait for each other forever.
     torch.zeros(1, device=device, requires_grad=True).sum().backward()
     if "RANK" in os.environ:
-        if local_gpu is None:
-            dist.init_process_group("gloo")
-        else:
+        if kind == "cuda":
             dist.init_process_group("nccl", device_id=device)
+        else:
+            dist.init_process_group("gloo")
     return device
 
 

@@ -1,1 +1,2 @@
-"""Records: turn logs of train_gpt.py into a record, check one, compare two. Run `python -m records --help`."""
+"""Records: turn logs of train_gpt.py into a record, check one, compare and draw runs. Run
+`python -m records --help`."""

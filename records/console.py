@@ -177,8 +177,8 @@ class Console:
     # -------------------------------------------------------------------- before the first step
 
     def header(self, *, machine: dict, preset: str, active: int, in_tables: int, data_dir: str,
-               train_tokens: int, val_tokens: int, tokens_are_bytes: bool, batches: list[int],
-               tokens: int, seconds: float | None = None) -> None:
+               train_tokens: int, val_tokens: int, tokens_are_bytes: bool, num_steps: int,
+               batches: list[int], tokens: int, seconds: float | None = None) -> None:
         """Prints what will run.
 
         machine: the log's fact `environment`
@@ -187,6 +187,7 @@ class Console:
         tokens: all that the run trains on
         seconds: how long it may take; None: not known
         """
+        self.num_steps = num_steps
         self.tokens_are_bytes = tokens_are_bytes
         unit = " (bytes)" if tokens_are_bytes else ""
         batch = " to ".join(f"{size:,}" for size in sorted({min(batches), max(batches)}))

@@ -60,7 +60,7 @@ class Log:
     """The log of one run: source, facts, steps and end block. `path` is its file. Only the master
     writes it; on other ranks the same calls leave no trace.
 
-    Its `console` gets the losses, the facts `compile` and `defect`, and the summary of the end. All
+    The console gets the losses, the facts `compile` and `defect`, and the summary of the end. All
     other facts are for the file alone.
 
     If the file cannot be written to any more, because the disk is full for instance, one sentence
@@ -68,15 +68,15 @@ class Log:
     """
 
     def __init__(self, folder: str | Path, run_id: str, source: bytes, num_steps: int,
-                 jsonl: bool, master: bool):
+                 jsonl: bool, console: Console):
         """Opens FOLDER/RUN_ID.txt and writes the script's source into it; with `jsonl` also opens
         FOLDER/RUN_ID.jsonl, which gets the same facts as JSON, one object a line. Raises OSError
         if the folder or the file cannot be made."""
         self.num_steps = num_steps
         self.pending: list[PendingLoss] = []
-        self.console = Console(num_steps, shows=master)
+        self.console = console
         self.files = {}  # path -> open file; one that cannot be written to is taken out
-        if master:
+        if console.shows:
             self.path = Path(folder) / f"{run_id}.txt"
             self.path.parent.mkdir(parents=True, exist_ok=True)
             paths = [self.path]
@@ -102,9 +102,8 @@ class Log:
                 complain(f"cannot write to {path} ({error.strerror}); the run goes on without {lost}")
                 return
 
-    def fact(self, kind: str, value: dict | str, show: bool = False) -> None:
-        """Writes the line `KIND JSON`. The value is a string for a note and an object otherwise.
-        `show` makes no difference: the console decides by the kind."""
+    def fact(self, kind: str, value: dict | str) -> None:
+        """Writes the line `KIND JSON`. The value is a string for a note and an object otherwise."""
         facts = {"note": value} if kind == "note" else value
         self.write(f"{kind} {json.dumps(value)}", {"kind": kind} | facts)
         if kind == "compile":

@@ -1,8 +1,8 @@
 """The log of one run: read it, and refuse one that is damaged or contradicts itself.
 
-A log comes from a stranger: it is read as bytes up to a fixed size and matched against the grammar in
-records/README.md; nothing in it is ever imported or executed. What is refused raises `Refused`, whose text is
-one sentence with the file, the line and the value found.
+A log comes from a stranger: it is read as bytes up to a fixed size and matched against the grammar
+in records/README.md; nothing in it is ever imported or executed. What is refused raises `Refused`,
+whose text is one sentence with the file, the line and the value found.
 """
 import hashlib
 import json
@@ -16,6 +16,8 @@ from datetime import datetime
 MAX_LOG = 64 * 2**20  # bytes, checked before anything is read
 MAX_SOURCE = 2**20  # bytes
 MAX_LINE = 100_000  # characters of one fact
+MAX_TEXT = 1000  # characters of one text in a fact, such as a name
+MAX_NAME = 200  # characters of a shard's name
 MAX_FILE_LINE = 2 * MAX_SOURCE  # characters of a `file`: its text is longer as JSON
 MAX_FILES = 100
 MAX_LINES = 200_000
@@ -23,37 +25,88 @@ MAX_STAGES = 100
 MAX_DEPTH = 8  # nesting of one fact's JSON
 SEPARATOR = "=" * 100
 SCRIPT = "train_gpt.py"  # what the source at the head of a log is called
+LONG_TEXTS = ("file", "compile", "defect", "note")  # facts whose texts may be longer than MAX_TEXT
 
 # Each value of a fact is tested as JSON text, so one pattern states type, sign and range.
-INT, NUM, TEXT, SHA = r"\d{1,15}", r"\d{1,15}(\.\d+)?(e[-+]?\d+)?", r'".*"', '"[0-9a-f]{64}"'
+INT = r"\d{1,15}"
+NUM = r"\d{1,15}(\.\d+)?(e[-+]?\d+)?"
+TEXT = r'".*"'
+SHA = '"[0-9a-f]{64}"'
 FACTS = {
-    "run": {"run_id": r'"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"',
-            "date": r'"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ"', "code_sha256": SHA, "code_bytes": INT,
-            "git_commit": '"[0-9a-f]{7,64}"|null', "git_clean": "true|false|null"},
-    # plain names, at most five folders deep: below the project's folder, and nothing hidden there
-    "file": {"path": r'"([\w-]{1,100}/){0,5}[\w-]{1,100}\.py"', "sha256": SHA, "text": TEXT},
-    "config": {"num_steps": INT, "batch_tokens": INT, "val_tokens": INT, "target_loss": NUM, "seed": "-?" + INT,
-               "run_name": TEXT},
-    "environment": {"python": TEXT, "torch": TEXT, "cuda": TEXT + "|null", "triton": TEXT + "|null",
-                    "driver": TEXT + "|null", "devices": r'\["[^"]+"(, "[^"]+")*\]', "world_size": INT,
-                    "hosts": INT, "cpu": TEXT + "|null"},
-    "data": {"split": '"train"|"val"', "name": r'"[^"]+"', "bytes": INT, "tokens": INT, "sha256": SHA},
+    "run": {
+        "run_id": r'"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"',
+        "date": r'"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ"',
+        "code_sha256": SHA,
+        "code_bytes": INT,
+        "git_commit": '"[0-9a-f]{7,64}"|null',
+        "git_clean": "true|false|null",
+    },
+    "file": {
+        # plain names, at most five folders deep: below the project's folder, and nothing hidden
+        "path": r'"([\w-]{1,100}/){0,5}[\w-]{1,100}\.py"',
+        "sha256": SHA,
+        "text": TEXT,
+    },
+    "config": {
+        "num_steps": INT,
+        "batch_tokens": INT,
+        "val_tokens": INT,
+        "target_loss": NUM + "|null",
+        "seed": "-?" + INT,
+        "run_name": TEXT,
+    },
+    "environment": {
+        "python": TEXT,
+        "torch": TEXT,
+        "cuda": TEXT + "|null",
+        "triton": TEXT + "|null",
+        "driver": TEXT + "|null",
+        "devices": r'\["[^"]+"(, "[^"]+")*\]',
+        "world_size": INT,
+        "hosts": INT,
+        "cpu": TEXT + "|null",
+    },
+    "data": {
+        "split": '"train"|"val"',
+        "name": r'"[^"]+"',
+        "bytes": INT,
+        "tokens": INT,
+        "sha256": SHA,
+    },
     "stage": {"first_step": INT, "last_step": INT, "batch_tokens": INT},
-    "calibration": {"bf16_matmul_tflops": NUM + "|null", "fp8_matmul_tflops": NUM + "|null",
-                    "copy_gb_per_s": NUM + "|null", "all_reduce_gb_per_s": NUM + "|null",
-                    "all_gather_gb_per_s": NUM + "|null"},
+    "calibration": {
+        "bf16_matmul_tflops": NUM + "|null",
+        "fp8_matmul_tflops": NUM + "|null",
+        "copy_gb_per_s": NUM + "|null",
+        "all_reduce_gb_per_s": NUM + "|null",
+        "all_gather_gb_per_s": NUM + "|null",
+    },
     "compile": {"what": TEXT, "seconds": NUM},
     "defect": {"what": TEXT},
     "note": {},
 }
 RUN_2 = {"grammar": "2", "files_sha256": SHA}  # what `run` has besides in grammar 2
-ORDER = ("run", "config", "environment", "data", "stage", "calibration")  # every log has these, in this order
+# every log has these, in this order
+ORDER = ("run", "config", "environment", "data", "stage", "calibration")
 REPEATED = ("data", "stage")
-STEP = re.compile(r"step:(\d{1,9})/(\d{1,9}) (train|val)_loss:(\d{1,9}\.\d{1,9}) "
-                  r"train_time:(\d{1,12})ms step_avg:(nan|\d{1,12}\.\d\d)ms", re.ASCII)
-END = {"val_loss": r"\d{1,9}\.\d+", "target": NUM, "reached": "true|false", "train_time_s": r"\d{1,9}\.\d{1,3}",
-       "step_avg_ms": r"\d{1,12}\.\d{1,2}", "tokens": INT, "tokens_per_s": INT, "mfu": r"\d{1,3}\.\d+|null",
-       "peak_memory_mib": INT + "|null", "compile_s": r"\d{1,9}(\.\d+)?", "code_sha256": "[0-9a-f]{64}"}
+STEP = re.compile(
+    r"step:(\d{1,9})/(\d{1,9}) (train|val)_loss:(\d{1,9}\.\d{1,9}) "
+    r"train_time:(\d{1,12})ms step_avg:(nan|\d{1,12}\.\d\d)ms", re.ASCII)
+END = {
+    "val_loss": r"\d{1,9}\.\d+",
+    "target": NUM + "|null",
+    "reached": "true|false|null",
+    "train_time_s": r"\d{1,9}\.\d{1,3}",
+    "step_avg_ms": r"\d{1,12}\.\d{1,2}",
+    "tokens": INT,
+    "tokens_per_s": INT,
+    "mfu": r"\d{1,3}\.\d+|null",
+    "peak_memory_mib": INT + "|null",
+    "compile_s": r"\d{1,9}(\.\d+)?",
+    "code_sha256": "[0-9a-f]{64}",
+}
+INTERRUPTED = "interrupted: true"  # may stand anywhere among the lines of the end block, once
+NOT_WHOLE = re.compile(r"(resumed|interrupted)\b", re.IGNORECASE)  # how a note on that begins
 
 
 class Refused(ValueError):
@@ -76,7 +129,8 @@ class Log:
     path: str
     raw: bytes
     source: bytes  # of SCRIPT as it ran
-    facts: dict = field(default_factory=lambda: {kind: [] for kind in FACTS})  # kind -> [(line, value)]
+    # kind -> [(line, value)]
+    facts: dict = field(default_factory=lambda: {kind: [] for kind in FACTS})
     steps: list = field(default_factory=list)
     end: dict = field(default_factory=dict)
     end_line: dict = field(default_factory=dict)  # key of the end block -> line
@@ -89,8 +143,19 @@ class Log:
     environment = property(lambda self: self.facts["environment"][0][1])
     calibration = property(lambda self: self.facts["calibration"][0][1])
     grammar = property(lambda self: self.run.get("grammar", 1))
+    interrupted = property(lambda self: self.end.get("interrupted") or "interrupted" in self.breaks)
+    resumed = property(lambda self: bool(self.config.get("resume")) or "resumed" in self.breaks)
     validations = property(lambda self: [s for s in self.steps if s.split == "val"])
     sha256 = property(lambda self: hashlib.sha256(self.raw).hexdigest())
+
+    @property
+    def breaks(self):
+        """{"resumed" or "interrupted": the note that says so}"""
+        found = {}
+        for note in self.values("note"):
+            if match := NOT_WHOLE.match(note):
+                found[match[1].lower()] = note
+        return found
 
     @property
     def files(self):
@@ -115,13 +180,20 @@ class Log:
         """Fingerprint of every time stamp: two runs never share it, a relabelled copy does."""
         return hashlib.sha256(repr([(s.step, s.time_ms) for s in self.steps]).encode()).hexdigest()
 
+    @property
+    def losses_sha256(self):
+        """Fingerprint of every loss: runs of different seeds never share it, a copied run does."""
+        losses = [(s.step, s.split, s.loss) for s in self.steps]
+        return hashlib.sha256(repr(losses).encode()).hexdigest()
+
     def tokens_at(self, step):
         """Training tokens seen after `step` steps."""
         return sum((min(step, s["last_step"]) - s["first_step"]) * s["batch_tokens"]
                    for s in self.values("stage") if s["first_step"] < step)
 
     def time_at(self, step):
-        """(milliseconds, exact) at the end of `step`: exact where a validation stood still for the clock."""
+        """(milliseconds, exact) at the end of `step`: exact where the clock stood still for a
+        validation."""
         found = [s for s in self.steps if s.step == step]
         return (found[-1].time_ms, found[-1].split == "val") if found else (0, True)
 
@@ -132,12 +204,18 @@ def shown(value, limit=70):
     return text if len(text) <= limit else text[:limit] + "..."
 
 
+def shown_key(key):
+    """A key as harmless text without quotation marks."""
+    return shown(key).replace("'", "")
+
+
 def fail(path, line, expected, found):
     raise Refused(f"{path}, line {line}: expected {expected}, found {shown(found)}.")
 
 
 def read_bytes(path, limit=MAX_LOG):
-    """The bytes of a regular file. Raises Refused for anything else, and for a large file before reading it."""
+    """The bytes of a regular file. Raises Refused for anything else, and for a large file before
+    reading it."""
     try:
         status = os.lstat(path)
         if not stat.S_ISREG(status.st_mode):
@@ -165,7 +243,8 @@ def parse_json(text, path, line):
         return dict(pairs)
 
     try:
-        value = json.loads(text, parse_constant=no_constant, parse_float=finite, object_pairs_hook=unique)
+        value = json.loads(
+            text, parse_constant=no_constant, parse_float=finite, object_pairs_hook=unique)
         json.dumps(value, ensure_ascii=False).encode()  # fails for half of a surrogate pair
     except (ValueError, RecursionError) as error:
         fail(path, line, f"strict JSON ({shown(str(error))})", text)
@@ -186,22 +265,26 @@ def split_source(path):
         fail(path, 1, f"at most {MAX_SOURCE:,} bytes of source, then a line of 100 '='", raw[:40])
     source += b"\n"
     number = source.count(b"\n") + 2
-    if rest.count(b"\n") > MAX_LINES:
-        fail(path, number + MAX_LINES, f"at most {MAX_LINES:,} lines after the source", rest.count(b"\n"))
+    count = rest.count(b"\n")
+    if count > MAX_LINES:
+        fail(path, number + MAX_LINES, f"at most {MAX_LINES:,} lines after the source", count)
     try:
         lines = rest.decode().split("\n")
     except UnicodeDecodeError as error:
-        fail(path, number + rest[:error.start].count(b"\n"), "UTF-8 text", rest[error.start:error.start + 8])
+        start = error.start
+        fail(path, number + rest[:start].count(b"\n"), "UTF-8 text", rest[start:start + 8])
     return raw, source, number, lines
 
 
 def check_code(log):
-    """Raises Refused unless the embedded source has the length and the sha256 that the run line states."""
+    """Raises Refused unless the embedded source has the length and the sha256 that the run line
+    states."""
     if not log.facts["run"]:
         raise Refused(f"{log.path}: expected a `run` line after the source, found none.")
     line, run = log.facts["run"][0]
     if run["code_bytes"] != len(log.source):
-        fail(log.path, line, f"code_bytes {len(log.source)} (the length of the embedded source)", run["code_bytes"])
+        expected = f"code_bytes {len(log.source)} (the length of the embedded source)"
+        fail(log.path, line, expected, run["code_bytes"])
     actual = hashlib.sha256(log.source).hexdigest()
     if run["code_sha256"] != actual:
         fail(log.path, line, f"code_sha256 {actual} (of the embedded source)", run["code_sha256"])
@@ -275,11 +358,14 @@ def read_fact(log, number, text):
             fail(log.path, number, f"the key {key} in `{kind}`", body)
         if not re.fullmatch(pattern, json.dumps(value[key])):
             fail(log.path, number, f"another kind of value for {kind}.{key}", value[key])
+    check_texts(log, number, kind, value)
     if kind in ORDER:
         if log.facts[kind] and kind not in REPEATED:
             fail(log.path, number, f"only one `{kind}` line", text)
         at = ORDER.index(kind)
-        if any(log.facts[later] for later in ORDER[at + 1:]) or not all(log.facts[k] for k in ORDER[:at]):
+        too_late = any(log.facts[later] for later in ORDER[at + 1:])
+        too_early = not all(log.facts[earlier] for earlier in ORDER[:at])
+        if too_late or too_early:
             fail(log.path, number, f"the facts in the order {', '.join(ORDER)}", text)
     if kind == "file" and (not log.facts["run"] or log.grammar == 1 or log.facts["config"]):
         fail(log.path, number, "`file` only between a `run` of grammar 2 and `config`", text)
@@ -288,16 +374,55 @@ def read_fact(log, number, text):
     log.facts[kind].append((number, value))
 
 
+def check_texts(log, number, kind, value):
+    """Raises Refused for a key that is no plain word, and for a name that is too long to be one."""
+    if not isinstance(value, dict):
+        return
+    for key, item in value.items():
+        if not re.fullmatch(r"\w{1,100}", key, re.ASCII):
+            fail(log.path, number, f"keys of at most 100 letters, digits and _ in `{kind}`", key)
+        longest = max(map(len, texts_in(item)), default=0)
+        if kind not in LONG_TEXTS and longest > MAX_TEXT:
+            fail(log.path, number, f"at most {MAX_TEXT:,} characters in {kind}.{key}", item)
+
+
+def texts_in(value):
+    """All texts in a JSON value."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, dict):
+        value = [*value, *value.values()]
+    if isinstance(value, list):
+        return [text for item in value for text in texts_in(item)]
+    return []
+
+
 def read_step(log, number, text):
     match = STEP.fullmatch(text)
     if not match:
-        fail(log.path, number, "step:I/N train_loss or val_loss:X train_time:Tms step_avg:Ams", text)
+        expected = "step:I/N train_loss or val_loss:X train_time:Tms step_avg:Ams"
+        fail(log.path, number, expected, text)
     step, total, split, loss, time_ms, avg = match.groups()
-    log.steps.append(Step(number, int(step), int(total), split, float(loss), int(time_ms), float(avg)))
+    values = (int(step), int(total), split, float(loss), int(time_ms), float(avg))
+    log.steps.append(Step(number, *values))
 
 
 def read_end(log, number, lines):
+    """The end block: the keys of END in their order. `val_loss` is null only if the run was
+    interrupted before any validation."""
+    if INTERRUPTED in lines:
+        line = lines.index(INTERRUPTED)
+        log.end["interrupted"] = True
+        log.end_line["interrupted"] = number + line
+        del lines[line]
+        if lines[:1] == ["val_loss: null"]:
+            del lines[0]
+            log.end["val_loss"] = None
+            log.end_line["val_loss"] = number
+            number += 1
     for key, pattern in END.items():
+        if key in log.end:
+            continue
         text = lines.pop(0) if lines else ""
         if not re.fullmatch(f"{key}: (?:{pattern})", text, re.ASCII):
             fail(log.path, number, f"`{key}: ...` in the end block", text)
@@ -306,93 +431,209 @@ def read_end(log, number, lines):
         log.end_line[key] = number
         number += 1
     if lines != [""]:
-        fail(log.path, number, "the file to end with the newline after code_sha256", "\n".join(lines))
+        expected = "the file to end with the newline after code_sha256"
+        fail(log.path, number, expected, "\n".join(lines))
 
 
-def read_log(path):
-    """A complete, consistent log. Raises Refused with the first thing that is wrong with it."""
+def read_log(path, cut=False):
+    """A complete, consistent log. Raises Refused with the first thing that is wrong with it. With
+    `cut` it may end after any step, as that of a run that goes on does: then it counts as
+    interrupted, and its end block has nothing but that."""
     raw, source, number, lines = split_source(path)
     log = Log(str(path), raw, source)
-    if SEPARATOR not in lines:
-        fail(path, number + len(lines) - 1, "a second line of 100 '=' (the log was cut or never ended)", lines[-1])
-    end_at = lines.index(SEPARATOR)
+    if cut and SEPARATOR not in lines:
+        lines = lines[:-1]  # the last line may be half a one
+        log.end = {"interrupted": True}
+        end_at = len(lines)
+    elif SEPARATOR not in lines:
+        expected = "a second line of 100 '=' (the log was cut or never ended)"
+        fail(path, number + len(lines) - 1, expected, lines[-1])
+    else:
+        end_at = lines.index(SEPARATOR)
     for i, text in enumerate(lines[:end_at]):
         (read_step if text.startswith("step:") else read_fact)(log, number + i, text)
-    read_end(log, number + end_at + 1, lines[end_at + 1:])
+    if end_at < len(lines):
+        read_end(log, number + end_at + 1, lines[end_at + 1:])
     for kind in ORDER:
         if not log.facts[kind]:
             raise Refused(f"{path}: expected a `{kind}` line, found none.")
     check_code(log)
     check_files(log)
     check_facts(log)
+    check_data(log)
     check_steps(log)
-    check_end(log)
+    if end_at < len(lines):
+        check_end(log)
     return log
 
 
+def refuse_no_record(log):
+    """Raises Refused for a run that can be read but is no record: one without a target, and one
+    that was resumed or interrupted."""
+    found = None
+    if log.end["target"] is None or log.end["reached"] is None:
+        found = "a run without a target"
+    for word, note in log.breaks.items():
+        found = f"a run that was {word} (note {shown(note)})"
+    if log.end.get("interrupted"):
+        found = "a run that was interrupted (interrupted: true)"
+    elif log.config.get("resume"):
+        found = f"a run that was resumed (config.resume is {shown(log.config['resume'])})"
+    if found:
+        raise Refused(f"{log.path}: expected a whole run with a target, found {found}, which "
+                      "`plot` and `compare` take, but no record.")
+
+
+def check_data(log):
+    """No shard stands twice, none is for training and for validation, and they hold the tokens that
+    were trained on and validated. Raises Refused."""
+    seen = {}
+    for line, shard in log.facts["data"]:
+        name, split = shard["name"], shard["split"]
+        plain = name.isprintable() and not re.search(r"[/\\]", name) and name not in (".", "..")
+        if not plain or len(name) > MAX_NAME:
+            expected = f"the plain name of a file, of at most {MAX_NAME} characters"
+            fail(log.path, line, expected, name)
+        if shard["sha256"] in seen:
+            other = seen[shard["sha256"]]
+            expected = (f"another sha256 than that of the {other['split']} shard "
+                        f"{shown(other['name'])} (each shard once, none in both splits)")
+            fail(log.path, line, expected, f"{split} {name}")
+        seen[shard["sha256"]] = shard
+    held = {"train": 0, "val": 0}
+    for shard in log.values("data"):
+        held[shard["split"]] += shard["tokens"]
+    line, config = log.facts["config"][0]
+    if config["val_tokens"] > held["val"]:
+        fail(log.path, line, f"val_tokens of at most {held['val']} (in the val shards)",
+             config["val_tokens"])
+    epochs = config.get("epochs", 1)
+    if type(epochs) is not int or epochs < 1:
+        fail(log.path, line, "config.epochs to be a whole number from 1", epochs)
+    trained = log.tokens_at(config["num_steps"])
+    if trained > epochs * held["train"]:
+        line, _ = log.facts["stage"][-1]
+        most = epochs * held["train"]
+        expected = f"stages of at most {most} tokens (the train shards, {epochs} times)"
+        fail(log.path, line, expected, trained)
+
+
 def check_facts(log):
-    """The run's date, the device list, the shards and the stages agree with each other. Raises Refused."""
+    """The run's date, the device list, the names of shards and the stages agree with each other.
+    Raises Refused."""
+    line, run = log.facts["run"][0]
     try:
-        datetime.strptime(log.run["date"], "%Y-%m-%dT%H:%M:%SZ")
+        datetime.strptime(run["date"], "%Y-%m-%dT%H:%M:%SZ")
     except ValueError:
-        fail(log.path, log.facts["run"][0][0], "a date of the calendar", log.run["date"])
-    devices = log.environment["devices"]
-    if len(devices) != log.environment["world_size"]:
-        fail(log.path, log.facts["environment"][0][0], f"{log.environment['world_size']} devices (world_size)", devices)
+        fail(log.path, line, "a date of the calendar", run["date"])
+    line, environment = log.facts["environment"][0]
+    world_size = environment["world_size"]
+    if len(environment["devices"]) != world_size:
+        fail(log.path, line, f"{world_size} devices (world_size)", environment["devices"])
     seen = set()
     for line, shard in log.facts["data"]:
-        if shard["bytes"] != 1024 + 2 * shard["tokens"]:  # 256 int32 of header, then uint16 tokens
-            fail(log.path, line, f"{1024 + 2 * shard['tokens']} bytes for {shard['tokens']} tokens", shard["bytes"])
+        tokens = shard["tokens"]
+        size = 1024 + 2 * tokens  # 256 int32 of header, then uint16 tokens
+        if shard["bytes"] != size:
+            fail(log.path, line, f"{size} bytes for {tokens} tokens", shard["bytes"])
         if (shard["split"], shard["name"]) in seen:
             fail(log.path, line, "each shard once", shard["name"])
         seen.add((shard["split"], shard["name"]))
     if {split for split, _ in seen} != {"train", "val"}:
-        fail(log.path, log.facts["data"][-1][0], "shards of both splits, train and val", sorted(seen))
+        fail(log.path, line, "shards of both splits, train and val", sorted(seen))
     at = 0
     for line, stage in log.facts["stage"]:
         if stage["first_step"] != at or stage["last_step"] <= at or not stage["batch_tokens"]:
-            fail(log.path, line, f"a stage of some steps and tokens that begins at step {at}", stage)
+            expected = f"a stage of some steps and tokens that begins at step {at}"
+            fail(log.path, line, expected, stage)
         at = stage["last_step"]
-    if at != log.config["num_steps"] or len(log.facts["stage"]) > MAX_STAGES:
-        fail(log.path, line, f"at most {MAX_STAGES} stages, to end at config.num_steps = {log.config['num_steps']}", at)
+    num_steps = log.config["num_steps"]
+    if at != num_steps or len(log.facts["stage"]) > MAX_STAGES:
+        expected = f"at most {MAX_STAGES} stages, to end at config.num_steps = {num_steps}"
+        fail(log.path, line, expected, at)
 
 
 def check_steps(log):
-    """Every step is there, in order, and its times agree with each other. Raises Refused."""
-    total, trained, before = log.config["num_steps"], 0, None
+    """Every step is there, in order, and its times agree with each other. A resumed run may begin
+    later, an interrupted one may end earlier. Raises Refused."""
+    total = log.config["num_steps"]
+    trained = 0
+    before = None
+    if log.resumed and log.steps:
+        trained = log.steps[0].step - (log.steps[0].split == "train")
     for s in log.steps:
         if s.total != total:
-            fail(log.path, s.line, f"step:{s.step}/{total} (config.num_steps)", f"step:{s.step}/{s.total}")
+            expected = f"step:{s.step}/{total} (config.num_steps)"
+            fail(log.path, s.line, expected, f"step:{s.step}/{s.total}")
         if s.split == "train":
             trained += 1
         again = before and before.split == s.split == "val" and before.step == s.step
         if s.step != trained or again:
-            fail(log.path, s.line, f"{s.split} step {trained + bool(again)} (steps are gapless)", f"step {s.step}")
+            fail(log.path, s.line, f"{s.split} step {trained + bool(again)} (steps are gapless)",
+                 f"step {s.step}")
         if before and s.time_ms < before.time_ms:
-            fail(log.path, s.line, f"a train_time of at least {before.time_ms}ms (time does not run back)", s.time_ms)
-        # both numbers are printed rounded: 0.5 ms of the sum, 0.005 ms of the average; nan at step 0 only
-        if math.isnan(s.avg_ms) != (s.step == 0) or abs(s.avg_ms * s.step - s.time_ms) > 0.501 + 0.005001 * s.step:
-            fail(log.path, s.line, f"step_avg to be train_time / step = {s.time_ms}ms / {s.step}", s.avg_ms)
+            expected = f"a train_time of at least {before.time_ms}ms (time does not run back)"
+            fail(log.path, s.line, expected, s.time_ms)
+        check_average(log, s)
         before = s
-    if trained != total or before.split != "val":
+    if log.interrupted and log.steps:
+        return
+    if trained != total or before is None or before.split != "val":
         line = before.line if before else log.facts["calibration"][0][0]
-        fail(log.path, line, f"steps up to {total} with a last validation", f"step {trained}")
+        last = f"step {trained}" if log.steps else "no step"
+        fail(log.path, line, f"steps up to {total} with a last validation", last)
+
+
+def check_average(log, s):
+    """step_avg is train_time over the step. Both are printed rounded: 0.5 ms of the sum, 0.005 ms
+    of the average. At step 0, and only there, it is nan. A resumed run may state the average of its
+    own steps. Raises Refused."""
+    if log.resumed:
+        return
+    slack = 0.501 + 0.005001 * s.step
+    if math.isnan(s.avg_ms) != (s.step == 0) or abs(s.avg_ms * s.step - s.time_ms) > slack:
+        expected = f"step_avg to be train_time / step = {s.time_ms}ms / {s.step}"
+        fail(log.path, s.line, expected, s.avg_ms)
 
 
 def check_end(log):
     """The end block follows from the lines above it. Raises Refused."""
-    end, last = log.end, log.steps[-1]
-    tokens, seconds = log.tokens_at(log.config["num_steps"]), log.end["train_time_s"]
+    end = log.end
+    if end["code_sha256"] != log.run["code_sha256"]:
+        fail_end(log, "code_sha256", f"{log.run['code_sha256']} (the run line)")
+    check_target(log)
+    if log.interrupted or log.resumed:  # what such a run counts is not fixed
+        return
+    last = log.steps[-1]
+    seconds = end["train_time_s"]
+    tokens = log.tokens_at(log.config["num_steps"])
     slack = 0.000501 * end["tokens_per_s"] + 0.501 * seconds + 1  # printed to 1 ms and to 1 token/s
-    for key, expected, good in (
-        ("val_loss", f"{last.loss} (the last validation)", end["val_loss"] == last.loss),
-        ("target", f"{log.config['target_loss']} (config.target_loss)", end["target"] == log.config["target_loss"]),
-        ("reached", "val_loss <= target", end["reached"] == (end["val_loss"] <= end["target"])),
-        ("train_time_s", f"{last.time_ms / 1000} (the last validation)", abs(1000 * seconds - last.time_ms) <= 1.001),
-        ("step_avg_ms", f"{last.avg_ms} (the last validation)", abs(end["step_avg_ms"] - last.avg_ms) <= 0.0101),
-        ("tokens", f"{tokens} (steps x batch_tokens of the stages)", end["tokens"] == tokens),
-        ("tokens_per_s", "tokens / train_time_s", abs(end["tokens_per_s"] * seconds - tokens) <= slack),
-        ("code_sha256", f"{log.run['code_sha256']} (the run line)", end["code_sha256"] == log.run["code_sha256"]),
-    ):
-        if not good:
-            fail(log.path, log.end_line[key], f"{key} to be {expected}", end[key])
+    if end["val_loss"] != last.loss:
+        fail_end(log, "val_loss", f"{last.loss} (the last validation)")
+    if abs(1000 * seconds - last.time_ms) > 1.001:
+        fail_end(log, "train_time_s", f"{last.time_ms / 1000} (the last validation)")
+    if abs(end["step_avg_ms"] - last.avg_ms) > 0.0101:
+        fail_end(log, "step_avg_ms", f"{last.avg_ms} (the last validation)")
+    if end["tokens"] != tokens:
+        fail_end(log, "tokens", f"{tokens} (steps x batch_tokens of the stages)")
+    if abs(end["tokens_per_s"] * seconds - tokens) > slack:
+        fail_end(log, "tokens_per_s", "tokens / train_time_s")
+
+
+def check_target(log):
+    """`target` is that of the configuration, or null in a run that has none; `reached` says whether
+    the last validation is at most that. Raises Refused."""
+    end = log.end
+    target = end["target"]
+    if target is not None and target != log.config["target_loss"]:
+        fail_end(log, "target", f"{log.config['target_loss']} (config.target_loss)")
+    reached = None
+    if target is not None and end["val_loss"] is not None:
+        reached = end["val_loss"] <= target
+    if end["reached"] is not reached and not log.interrupted:
+        expected = "null, as target is" if target is None else "val_loss <= target"
+        fail_end(log, "reached", expected)
+
+
+def fail_end(log, key, expected):
+    fail(log.path, log.end_line[key], f"{key} to be {expected}", log.end[key])

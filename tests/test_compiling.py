@@ -38,8 +38,8 @@ def settings():
         for config, name in (
                 (dynamo, "enable_aot_compile"), (dynamo, "recompile_limit"),
                 (functorch, "autograd_cache_allow_custom_autograd_functions"),
-                (inductor, "triton.unique_kernel_names"), (torch.compiler.config, "cache_key_tag")):
-            stack.enter_context(config.patch(name, operator.attrgetter(name)(config)))
+                (inductor, "triton.unique_kernel_names"), (inductor, "post_grad_custom_pre_pass")):
+            stack.enter_context(config.patch({name: operator.attrgetter(name)(config)}))
         compiling.configure()
         yield
 

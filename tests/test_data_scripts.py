@@ -24,6 +24,7 @@ if (VOCABULARY := ROOT.parent / "shared" / "gpt2-bpe").is_dir():
     os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(VOCABULARY))
 
 from data import fineweb, prepare, shards  # noqa: E402
+from data.python_docs import source_prose  # noqa: E402
 
 BOS = 50256
 
@@ -76,7 +77,7 @@ def read_shard(path):
     return list(struct.unpack(f"<{header[2]}H", data[1024:]))
 
 
-def read_split(folder, split, name="fineweb"):
+def read_split(folder, split, name="*"):
     """The documents of a split as lists of tokens without BOS.
 
     Every shard must begin with a document.
@@ -177,7 +178,7 @@ def test_bytes_corpus_decodes_back_to_the_input(tmp_path):
     prepare_texts(texts, tmp_path / "out", "--bytes")
     assert sorted(map(from_bytes, read_corpus(tmp_path / "out"))) == sorted(texts)
     names = sorted(path.name for path in (tmp_path / "out").iterdir())
-    assert names == ["fineweb_train_000001.bin", "fineweb_val_000000.bin"]
+    assert names == ["corpus.json", "out_train_000001.bin", "out_val_000000.bin"]
 
 
 def test_bpe_corpus_equals_tiktoken_and_decodes_back_to_the_input(tmp_path, gpt2):
@@ -228,7 +229,7 @@ def test_shards_fill_up_with_whole_documents_and_are_numbered_from_one(tmp_path)
 
 def test_the_trainer_reads_what_was_prepared(tmp_path):
     prepare_texts(make_texts(300), tmp_path, "--bytes", "--shard_tokens=20000")
-    paths = shards.find_shards(tmp_path, "train", "fineweb_train_*.bin", "")
+    paths = shards.find_shards(tmp_path, "train", "*_train_*.bin", "")
     documents = []
     for path in paths:
         tokens, starts = shards.read_shard(path, 50257)
@@ -250,18 +251,22 @@ def test_seed_decides_the_order(tmp_path):
 
 
 def test_folder_is_searched_and_each_text_file_is_one_document_byte_for_byte(tmp_path):
-    texts = {"a.txt": "\none\r\n\n\ntwo\n\n", "deep/er/b.md": "three", "c.txt": "four\n"}
+    texts = {
+        "a.txt": "\none\r\n\n\ntwo\n\n" * 6, "deep/er/b.md": "three" * 30, "c.txt": "four\n" * 30}
     folder = tmp_path / "in"
     out = tmp_path / "out"
     for name, text in texts.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(text.encode())
-    (folder / "picture.png").write_bytes(b"\xff\xfe")
+    (folder / "picture.png").write_bytes(b"\x89PNG")
     (folder / "blank.txt").write_text(" \n\n")
-    write_jsonl(folder / "d.jsonl", ["five"], key="body")
-    prepare.main([str(folder), "--bytes", "--key=body", "--val_tokens=1", f"--out={out}"])
-    assert sorted(map(from_bytes, read_corpus(out))) == sorted([*texts.values(), "five"])
+    write_jsonl(folder / "d.jsonl", ["five" * 40], key="body")
+    (folder / ".hidden").mkdir()
+    (folder / ".hidden" / "e.txt").write_text("hidden")
+    (folder / ".f.txt").write_text("hidden")
+    prepare.main([str(folder), "--bytes", "--key=body", f"--out={out}"])
+    assert sorted(map(from_bytes, read_corpus(out))) == sorted([*texts.values(), "five" * 40])
 
 
 def test_split_blank_cuts_at_that_many_blank_lines(tmp_path):
@@ -280,7 +285,7 @@ def test_split_blank_keeps_what_is_blank_at_the_end_and_in_between(tmp_path):
 
 def test_interrupted_run_leaves_nothing_behind(tmp_path):
     def dies():
-        yield prepare.encode(["some text"], use_bytes=True)
+        yield "some text"
         raise KeyboardInterrupt
     with pytest.raises(KeyboardInterrupt):
         prepare.write_corpus(dies(), tmp_path / "out")
@@ -313,7 +318,10 @@ def test_bad_input_is_one_sentence_that_names_the_file(tmp_path, capsys, name, c
 
 @pytest.mark.parametrize("args, part", [
     (["empty.txt"], "no text"),
-    (["one.txt"], "--split_blank"),
+    (["one.txt"], "add text"),
+    (["one.txt", "--val_tokens=50"], "--val_tokens"),
+    (["one.txt", "--name=a/b"], "--name=a_b"),
+    (["--python-docs"], "--out data/pydocs"),
     (["one.txt", "--workers=0"], "--workers"),
     ([], "INPUT"),
 ])
@@ -321,7 +329,8 @@ def test_errors_on_the_command_line_are_one_sentence_with_status_2(tmp_path, arg
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "one.txt").write_text("only one document here\n" * 9)
     inputs = [tmp_path / arg if arg.endswith(".txt") else arg for arg in args]
-    run = script("prepare.py", *inputs, f"--out={tmp_path / 'out'}", "--bytes")
+    out = [] if "--python-docs" in args else [f"--out={tmp_path / 'out'}"]
+    run = script("prepare.py", *inputs, *out, "--bytes")
     assert_one_sentence(run, 2, part)
     assert folder_is_empty(tmp_path / "out")
 
@@ -330,7 +339,8 @@ def test_missing_vocabulary_is_one_sentence_that_offers_bytes(tmp_path):
     source = tmp_path / "a.txt"
     source.write_text("text")
     offline = {"TIKTOKEN_CACHE_DIR": str(tmp_path / "none"), "https_proxy": "http://127.0.0.1:9"}
-    run = script("prepare.py", source, "--out", tmp_path / "out", **offline)
+    command = ["prepare.py", source, "--tokens=gpt2", "--out", tmp_path / "out"]
+    run = script(*command, **offline)
     assert_one_sentence(run, 2, "--bytes", "TIKTOKEN_CACHE_DIR")
 
 
@@ -356,7 +366,7 @@ def test_python_docs_corpus_is_megabytes_of_english_with_5_percent_for_validatio
     train = read_split(out, "train")
     train_tokens = sum(len(document) + 1 for document in train)
     val_tokens = sum(len(document) + 1 for document in read_split(out, "val"))
-    assert (train_tokens, val_tokens) == (counts["train"], counts["val"])
+    assert (train_tokens, val_tokens) == (counts["train_tokens"], counts["val_tokens"])
     assert train_tokens + val_tokens > 1_500_000
     assert 0.04 < val_tokens / (train_tokens + val_tokens) < 0.10
     text = "\n".join(map(from_bytes, train))
@@ -378,7 +388,7 @@ def test_python_docs_corpus_is_made_once_and_the_same_each_time(python_docs, tmp
     run = script(
         "prepare.py", "--python-docs", "--bytes", "--out", tmp_path, PYTHONHASHSEED="7")
     assert run.returncode == 0, run.stderr
-    assert f"{counts['train']:,} training" in run.stdout
+    assert f"{counts['train_tokens']:,} training" in run.stdout
     for name in before:
         assert (tmp_path / name).read_bytes() == (out / name).read_bytes()
 
@@ -386,7 +396,7 @@ def test_python_docs_corpus_is_made_once_and_the_same_each_time(python_docs, tmp
 def test_source_prose_finds_docstrings_and_comments_in_order_and_no_code():
     source = ('"""Module."""\nx = "string"  # tail\n# One\n# two.\n'
               'def f():\n    """Function\n\n    text."""\n    # Last.\n')
-    assert prepare.source_prose(source) == "Module.\n\nOne\ntwo.\n\n\nFunction\n\ntext.\n\nLast.\n"
+    assert source_prose(source) == "Module.\n\nOne\ntwo.\n\n\nFunction\n\ntext.\n\nLast.\n"
 
 
 # ---- fineweb.py ----------------------------------------------------------------------------------

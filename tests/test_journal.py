@@ -20,6 +20,7 @@ from conftest import ROOT
 from nanogpt.ranks import BadInput
 from records import journal
 from records.__main__ import main as records
+from records.console import Console
 from records.log import read_log
 
 SOURCE = b"print('a script')\n"
@@ -28,7 +29,7 @@ RULE = "=" * 100
 
 
 def open_log(folder, master=True, jsonl=False):
-    return journal.Log(folder, "an-id", SOURCE, 10, jsonl, master)
+    return journal.Log(folder, "an-id", SOURCE, 10, jsonl, Console(10, shows=master))
 
 
 def lines_of(log):
@@ -361,11 +362,12 @@ import sys
 import torch
 from nanogpt import extra
 from records import journal
+from records.console import Console
 
 cpu = torch.device("cpu")
 files = journal.project_files(__file__)
 run = journal.describe_run(SOURCE, files)
-log = journal.Log("logs", run["run_id"], SOURCE, 2, True, True)
+log = journal.Log("logs", run["run_id"], SOURCE, 2, True, Console(2))
 log.fact("run", run)
 for file in files:
     log.fact("file", file)

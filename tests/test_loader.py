@@ -3,6 +3,10 @@
 It makes the plan from its schedule, splits a rank's sequences into micro-batches, moves them to the
 device, and checks before compiling that the shards last for the run.
 """
+import dataclasses
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 from conftest import SEPARATOR, TINY, documents, write_shard
@@ -157,7 +161,7 @@ def test_the_check_before_compiling_agrees_exactly_with_what_the_loader_yields(f
         t.check_data(config(folder, num_steps=have + 1, **changes))
     sentence = str(error.value)
     for part in (f"{have + 1} steps", f"{(have + 1) * batch_tokens:,} tokens", f"{sum(map(len, SHARDS)) * epochs:,}",
-                 f"{have} steps", str(folder), "data/fineweb.py", "--num_steps", "--epochs"):
+                 f"{have} steps", str(folder), "--fit", "--num_steps", "--epochs"):
         assert part in sentence, f"{part} is not in: {sentence}"
 
 
@@ -202,12 +206,40 @@ def test_the_check_before_compiling_finds_a_bad_shard(folder, split):
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
-@pytest.mark.parametrize("preset, remedy",
-                         [("laptop", "data/prepare.py --python-docs"), ("speedrun", "data/fineweb.py")])
-def test_absent_shards_are_named_with_the_command_that_gets_them(folder, split, preset, remedy):
+@pytest.mark.parametrize("data_dir, remedy", [
+    ("data/pydocs", "data/prepare.py --python-docs"), ("data/fineweb10B", "data/fineweb.py"),
+    ("elsewhere", "data/prepare.py FILE")])
+def test_absent_shards_are_named_with_the_command_that_gets_them(
+        folder, split, data_dir, remedy, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path(data_dir).parent.mkdir(exist_ok=True)
+    Path(data_dir).symlink_to(folder)
     for path in folder.glob(f"*_{split}_*"):
         path.unlink()
     with pytest.raises(shards.ShardError) as error:
-        t.check_data(config(folder, preset=preset))
-    for part in (f"no {split} shards", f"fineweb_{split}_*.bin", str(folder), remedy):
+        t.check_data(config(data_dir))
+    for part in (f"no {split} shards", f"*_{split}_*.bin", data_dir, remedy):
+        assert part in str(error.value)
+
+
+def test_shards_of_several_texts_are_not_mixed(folder):
+    write_shard(folder / "other_train_000001.bin", documents(2000, 5))
+    with pytest.raises(shards.ShardError, match="2 texts .fineweb, other.; .*--train_files=fineweb_train"):
+        t.check_data(config(folder))
+    t.check_data(config(folder, num_steps=2, train_files="fineweb_train_*.bin"))
+    t.check_data(config(folder, num_steps=2, train_files="*.bin"))
+
+
+@pytest.mark.parametrize("preset, largest, parts", [
+    ("laptop", 50_000, ["GPT-2's tokens", "--preset=laptop wants bytes", "--bytes"]),
+    ("onepass", 255, ["holds bytes", "--preset=onepass wants GPT-2's tokens", "--preset=char"])])
+def test_tokens_of_the_wrong_kind_are_named_for_what_they_are(tmp_path, preset, largest, parts):
+    document = np.r_[SEPARATOR, np.arange(4000) % (largest + 1)]
+    document[1] = largest
+    for name in ("train_000001", "val_000000"):
+        write_shard(tmp_path / f"mine_{name}.bin", document)
+    c = dataclasses.replace(t.Config(**t.PRESETS[preset]), data_dir=str(tmp_path), preset=preset)
+    with pytest.raises(t.BadInput) as error:
+        t.check_data(c)
+    for part in ("mine_train_000001.bin", *parts):
         assert part in str(error.value)

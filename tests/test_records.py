@@ -3,20 +3,24 @@
 Reference: the grammar in records/README.md, written out once more by `write_log` below. All numbers are invented and
 stay in pytest's temporary folders.
 """
+import ast
 import hashlib
 import json
 import random
 import re
 import shutil
+import struct
 import subprocess
 import sys
 import uuid
+import zlib
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from records import compare, log, plots, record, table
+from records import compare, flops, log, plots, record, table
 from records.__main__ import main
 
 SOURCE = b'"""a trainer"""\nprint("training \xe2\x9c\x93")\n'
@@ -33,6 +37,7 @@ CALIBRATION = {"bf16_matmul_tflops": 700.0, "fp8_matmul_tflops": None, "copy_gb_
                "all_reduce_gb_per_s": 300.0, "all_gather_gb_per_s": 300.0}
 
 DRAW = {name: getattr(plots, name) for name in ("draw_loss", "draw_progress")}
+LATEST_DATE = record.latest_date
 
 
 def all_sums(source, files):
@@ -42,11 +47,11 @@ def all_sums(source, files):
 
 
 def write_log(path, seed=1, loss=3.4900, ms=1000, source=SOURCE, shards=SHARDS, config=(), environment=(),
-              calibration=(), extra=(), files=None, **run):
-    """Writes a consistent log of 8 steps of `ms` + `seed` milliseconds; returns its path.
-    With `files`, {path: bytes}, it is of grammar 2."""
+              calibration=(), extra=(), files=None, mfu=None, **run):
+    """Writes a consistent log of 8 steps of `ms` + `seed` milliseconds; returns its path. Its training
+    losses depend on the seed. With `files`, {path: bytes}, it is of grammar 2."""
     config = {"num_steps": 8, "batch_tokens": 1000, "val_tokens": 100, "target_loss": 3.5, "seed": seed, "run_name": "",
-              "muon_lr": 0.05, "log_dir": f"logs{seed}"} | dict(config)
+              "epochs": 24, "muon_lr": 0.05, "log_dir": f"logs{seed}"} | dict(config)
     environment = {"python": "3.12.3", "torch": "2.11.0", "cuda": "13.0", "triton": "3.6.0", "driver": "580",
                    "devices": ["Fast GPU"] * 2, "world_size": 2, "hosts": 1, "cpu": "a CPU"} | dict(environment)
     sha, ms = hashlib.sha256(source).hexdigest(), ms + seed
@@ -66,23 +71,46 @@ def write_log(path, seed=1, loss=3.4900, ms=1000, source=SOURCE, shards=SHARDS, 
              'note "steps follow"', "step:0/8 val_loss:10.8000 train_time:0ms step_avg:nanms"]
     for i in range(1, 9):
         time = i * ms + 3 * (i // 4)
-        lines.append(f"step:{i}/8 train_loss:{9 - i / 2:.4f} train_time:{i * ms}ms step_avg:{ms:.2f}ms")
+        lines.append(f"step:{i}/8 train_loss:{9 - i / 2 + (seed - 1) / 1000:.4f} train_time:{i * ms}ms step_avg:{ms:.2f}ms")
         if i % 4 == 0:
             value = loss if i == 8 else 5.0
             lines.append(f"step:{i}/8 val_loss:{value:.4f} train_time:{time}ms step_avg:{time / i:.2f}ms")
     lines += [*extra, "=" * 100, f"val_loss: {loss:.4f}", "target: 3.5", f"reached: {json.dumps(loss <= 3.5)}",
               f"train_time_s: {time / 1000:.3f}", f"step_avg_ms: {time / 8:.2f}", "tokens: 12000",
-              f"tokens_per_s: {12000000 / time:.0f}", f"mfu: {3000 / time:.4f}", "peak_memory_mib: 33812",
+              f"tokens_per_s: {12000000 / time:.0f}", f"mfu: {mfu or 3000 / time:.4f}", "peak_memory_mib: 33812",
               "compile_s: 80.1", f"code_sha256: {sha}"]
     path.write_bytes(source + b"=" * 100 + b"\n" + "\n".join(lines).encode() + b"\n")
     return path
 
 
+def chunk(kind, content):
+    """A part of a PNG picture."""
+    checksum = struct.pack(">I", zlib.crc32(kind + content))
+    return struct.pack(">I", len(content)) + kind + content + checksum
+
+
+def tiny_picture(path, *facts):
+    """Writes a PNG picture of one black pixel. If the last fact is a text, it has that as description."""
+    text = b""
+    if facts and isinstance(facts[-1], str):
+        text = chunk(b"tEXt", b"Description\0" + facts[-1].encode())
+    pixel = chunk(b"IHDR", struct.pack(">IIBBBBB", 1, 1, 8, 0, 0, 0, 0)) + text
+    pixel += chunk(b"IDAT", zlib.compress(b"\0\0")) + chunk(b"IEND", b"")
+    Path(path).write_bytes(b"\x89PNG\r\n\x1a\n" + pixel)
+
+
 @pytest.fixture(autouse=True)
 def quick_pictures(monkeypatch):
-    """Drawing is slow; one test puts it back."""
+    """Drawing is slow; some tests put it back."""
     for name in DRAW:
-        monkeypatch.setattr(plots, name, lambda path, *_: Path(path).write_bytes(b"\x89PNG\r\n\x1a\n"))
+        monkeypatch.setattr(plots, name, tiny_picture)
+
+
+@pytest.fixture(autouse=True)
+def late_clock(monkeypatch):
+    """The dates of `write_log` lie in the past, whenever the tests run."""
+    late = datetime(2027, 1, 1, tzinfo=UTC)
+    monkeypatch.setattr(record, "latest_date", lambda root: late)
 
 
 @pytest.fixture
@@ -129,15 +157,15 @@ def test_grammar_is_frozen(tmp_path):
     text = path.read_text().splitlines()
     assert text.count("=" * 100) == 2
     assert text[-23:-11] == [
-        "step:1/8 train_loss:8.5000 train_time:1003ms step_avg:1003.00ms",
-        "step:2/8 train_loss:8.0000 train_time:2006ms step_avg:1003.00ms",
-        "step:3/8 train_loss:7.5000 train_time:3009ms step_avg:1003.00ms",
-        "step:4/8 train_loss:7.0000 train_time:4012ms step_avg:1003.00ms",
+        "step:1/8 train_loss:8.5020 train_time:1003ms step_avg:1003.00ms",
+        "step:2/8 train_loss:8.0020 train_time:2006ms step_avg:1003.00ms",
+        "step:3/8 train_loss:7.5020 train_time:3009ms step_avg:1003.00ms",
+        "step:4/8 train_loss:7.0020 train_time:4012ms step_avg:1003.00ms",
         "step:4/8 val_loss:5.0000 train_time:4015ms step_avg:1003.75ms",
-        "step:5/8 train_loss:6.5000 train_time:5015ms step_avg:1003.00ms",
-        "step:6/8 train_loss:6.0000 train_time:6018ms step_avg:1003.00ms",
-        "step:7/8 train_loss:5.5000 train_time:7021ms step_avg:1003.00ms",
-        "step:8/8 train_loss:5.0000 train_time:8024ms step_avg:1003.00ms",
+        "step:5/8 train_loss:6.5020 train_time:5015ms step_avg:1003.00ms",
+        "step:6/8 train_loss:6.0020 train_time:6018ms step_avg:1003.00ms",
+        "step:7/8 train_loss:5.5020 train_time:7021ms step_avg:1003.00ms",
+        "step:8/8 train_loss:5.0020 train_time:8024ms step_avg:1003.00ms",
         "step:8/8 val_loss:3.4900 train_time:8030ms step_avg:1003.75ms",
         'defect {"what": "2 graphs were compiled inside the clock"}',
         "=" * 100,
@@ -522,7 +550,7 @@ def test_check_without_readme_is_a_note(three, capsys):
     root, _ = three
     (root / "README.md").unlink()
     status, out = run_tool(capsys, root, "check")
-    assert status == 0 and "note: README.md has no leaderboard markers" in out
+    assert status == 0 and "note: there is no README.md, so no leaderboard was checked" in out
 
 
 def test_pictures_are_drawn(root, capsys, monkeypatch):
@@ -672,7 +700,7 @@ def test_harmful_source_is_never_executed(root, tmp_path, capsys):
     ({"config": {"muon_lr": 0.06}}, "but config.muon_lr is 0.05 in"),
     ({"config": {"new_key": 1}}, "but config.new_key is 'nothing' in"),
     ({"shards": [SHARDS[0], SHARDS[1] | {"sha256": "d" * 64}]}, "but data.val val_1.bin.sha256 is"),
-    ({"shards": [*SHARDS, SHARDS[0] | {"name": "train_2.bin"}]}, "but data.train train_2.bin is 'nothing' in"),
+    ({"shards": [*SHARDS, SHARDS[0] | {"name": "train_2.bin", "sha256": "c" * 64}]}, "but data.train train_2.bin is 'nothing' in"),
     ({"environment": {"devices": ["Fast GPU", "Slow GPU"]}}, "but hardware.devices[1] is 'Fast GPU' in"),
     ({"environment": {"devices": ["Fast GPU"], "world_size": 1}}, "but hardware.devices is"),
     ({"environment": {"torch": "2.10.0"}}, "but hardware.torch is '2.11.0' in"),
@@ -724,7 +752,11 @@ def test_time_scaled_everywhere_but_in_mfu(root, capsys):
     ("README.md", "| 2 | 3.4920 ", "| 2 | 3.4820 ", "| [log_2.txt](log_2.txt) | 2 | 3.4920"),
     ("README.md", "<!-- record:end -->", "One more.\n<!-- record:end -->", "'One more.'"),
     ("README.md", "<!-- record:end -->", "", "each once"),
-    ("loss.png", "PNG", "GIF", "expected a PNG"),
+    ("loss.png", "PNG", "GIF", "expected the picture whose sha256 is loss_png_sha256 in record.json"),
+    ("record.json", '"loss_png_sha256": "', '"loss_png_sha256": "0', "put back the one that `new` drew"),
+    ("record.json", '"log": "log_2.txt"', '"log": "../log_2.txt"', "expected runs[1].log to be 'log_2.txt'"),
+    ("record.json", '"log": "log_2.txt"', '"log": "/tmp/log_2.txt"', "expected runs[1].log to be 'log_2.txt'"),
+    ("record.json", '"name": "', '"name": "../', "expected name to be '2026-11-21_first'"),
     ("log_2.txt", 'note "steps follow"', 'note "steps followed"', "runs[1].log_sha256"),
 ])
 def test_record_edited(three, capsys, file, old, new, sentence):
@@ -780,17 +812,504 @@ def test_text_from_logs_cannot_break_the_page(root):
     assert text.count("<!-- record:end -->") == 1 and "GPU ? ??-- record:end --? ?x?" in text
 
 
+# ---- runs that were not run
+
+def check_of(capsys, root):
+    """What `check` says once the leaderboard is written."""
+    run_tool(capsys, root, "table")
+    return run_tool(capsys, root, "check")
+
+
+def with_losses_of_seed_1(path):
+    """Gives a log of `write_log` the training losses of seed 1."""
+    text = path.read_text()
+    for step in range(1, 9):
+        text = re.sub(rf"step:{step}/8 train_loss:\S+", f"step:{step}/8 train_loss:{9 - step / 2:.4f}", text)
+    path.write_text(text)
+    return path
+
+
+def test_a_run_under_new_ids_with_shifted_times_is_refused(root, capsys):
+    # another id, another date, another seed, times a millisecond later; the same losses
+    copies = [with_losses_of_seed_1(write_log(root / f"{seed}.txt", seed)) for seed in (1, 2, 3)]
+    status, out = run_tool(capsys, root, "new", "copies", *copies)
+    assert status == 2 and "expected each run once, found the same code and losses as in" in out
+    edit(copies[1], "train_loss:8.5000", "train_loss:8.5001")
+    status, out = run_tool(capsys, root, "new", "copies", *copies[:2])
+    assert status == 2 and "found 7 of 8 training losses equal to those in" in out
+
+
+def test_the_runs_of_a_record_have_different_seeds(root, capsys):
+    a, b = write_log(root / "a.txt", 1), write_log(root / "b.txt", 2)
+    edit(b, '"seed": 2', '"seed": 1')
+    status, out = run_tool(capsys, root, "new", "x", a, b)
+    assert status == 2 and "b.txt: expected a seed of its own for each run, found 1 as in" in out
+
+
+def test_a_run_of_another_record_is_found_by_its_losses(root, capsys):
+    record.new(root, "one", [write_log(root / "1.txt", 1)])
+    copied = with_losses_of_seed_1(write_log(root / "2.txt", 2))
+    status, out = run_tool(capsys, root, "new", "two", copied)
+    assert status == 2 and "found the same code and losses as in" in out
+    other = record.new(root, "two", [write_log(root / "3.txt", 3)])
+    with_losses_of_seed_1(other / "log_1.txt")
+    status, out = run_tool(capsys, root, "check")
+    assert status == 1 and "log_1.txt: expected each run once, found the same code and losses as in" in out
+
+
+def test_equal_losses_of_other_code_are_a_warning(root, capsys):
+    """On a CPU code that is only faster computes the same."""
+    record.new(root, "one", [write_log(root / "1.txt", 1)])
+    faster = with_losses_of_seed_1(write_log(root / "2.txt", 2, ms=500, source=SOURCE + b"# faster\n"))
+    record.new(root, "two", [faster])
+    status, out = check_of(capsys, root)
+    assert status == 0 and "every loss is that of" in out
+
+
+MODEL = b"""
+TOPOLOGIES: dict[str, list[Layer]] = {
+    "gpt2": [
+        Layer(window="long"),  # a comment
+        Layer(attn=False, skip=1),
+        *[Layer()] * 3,
+    ],
+}
+"""
+WHOLE_HEAD = MODEL + b"\ndef mfu(c, tokens_per_s, name):\n    table = parameter_table(c)\n    return 1\n\nx = 1\n"
+CANDIDATES = MODEL + b"\ndef flops_per_token(c):\n    rows = c.candidates or c.vocab_size\n    return rows\n\nx = 1\n"
+SIZES = {"topology": "gpt2", "model_dim": 32768, "mlp_dim": 65536, "vocab_size": 131072, "candidates": 1024}
+# by hand: four layers have attention, five a perceptron; 12,000 tokens in 8.014 s on two devices
+ATTENTION_AND_PERCEPTRONS = 4 * 4 * 2**30 + 5 * 2 * 2**31
+RATE = 12_000 / 8.014 / 2
+WHOLE_MFU = 6 * (ATTENTION_AND_PERCEPTRONS + 2**32) * RATE / 989e12
+CANDIDATES_MFU = 6 * (ATTENTION_AND_PERCEPTRONS + 2**25) * RATE / 989e12
+H200 = {"devices": ["NVIDIA H200"] * 2}
+
+
+@pytest.mark.parametrize("source, mfu", [(WHOLE_HEAD, WHOLE_MFU), (CANDIDATES, CANDIDATES_MFU)])
+def test_mfu_follows_from_model_tokens_and_time(root, capsys, source, mfu):
+    options = dict(source=source, config=SIZES, environment=H200)
+    a = write_log(root / "a.txt", 1, mfu=mfu, **options)
+    assert run_tool(capsys, root, "new", "right", a)[0] == 0
+    b = write_log(root / "b.txt", 1, mfu=mfu + 0.0003, **options)
+    status, out = run_tool(capsys, root, "new", "wrong", b)
+    assert status == 2 and f"expected mfu to be {mfu:.4f} (" in out and f"found {round(mfu + 0.0003, 4)}." in out
+
+
+@pytest.mark.parametrize("config, source", [
+    ({"topology": "none"}, WHOLE_HEAD),
+    ({"model_dim": "768"}, WHOLE_HEAD),
+    ({"candidates": None}, CANDIDATES),
+    ({}, MODEL),
+    ({}, WHOLE_HEAD.replace(b"Layer(attn=False, skip=1)", b"layer")),
+    ({}, WHOLE_HEAD.replace(b"Layer(attn=False, skip=1)", b"(" * 300)),
+    ({}, WHOLE_HEAD.replace(b"Layer(attn=False, skip=1)", b"Layer(attn=__import__('os')._exit(3))")),
+    ({}, WHOLE_HEAD.replace(b"Layer(attn=False, skip=1)", b"# " + b"x" * 30_000)),
+], ids=range(8))
+def test_a_model_that_cannot_be_read_is_not_judged(root, capsys, config, source):
+    path = write_log(root / "a.txt", 1, mfu=0.1, source=source, config=SIZES | config, environment=H200)
+    assert run_tool(capsys, root, "new", "other", path)[0] == 0
+
+
+def constant(path, name):
+    """The value that a module gives to a name, read without importing it."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", None) == name:
+            return ast.literal_eval(node.value)
+
+
+def test_peaks_and_layers_are_those_of_the_trainer():
+    root = Path(record.__file__).parents[1]
+    assert flops.PEAK_FLOPS == constant(root / "records" / "journal.py", "PEAK_FLOPS")
+    paths = [root / "train_gpt.py", *(root / "nanogpt").glob("*.py")]
+    source = b"\n".join(path.read_bytes() for path in paths)
+    layers = flops.topologies(source)["gpt2"]
+    assert (len(layers), sum(layers)) == (11, 10)
+    assert flops.excerpt(source, flops.COUNTS, b"\ndef flops_per_token(")
+
+
+def test_no_device_is_faster_than_in_its_calibration(root, capsys):
+    options = dict(source=WHOLE_HEAD, config=SIZES, mfu=WHOLE_MFU, environment=H200)
+    needed = WHOLE_MFU * 989  # in TFLOPS
+    slow = write_log(root / "a.txt", 1, calibration={"bf16_matmul_tflops": needed - 1}, **options)
+    status, out = run_tool(capsys, root, "new", "x", slow)
+    assert status == 2 and f"expected at most {needed - 1:g} TFLOPS per device (the calibration of" in out
+    rates = {"bf16_matmul_tflops": needed - 1, "fp8_matmul_tflops": needed + 1}
+    assert run_tool(capsys, root, "new", "x", write_log(root / "b.txt", 1, calibration=rates, **options))[0] == 0
+
+
+def scaled(raw, factor):
+    """A log whose times are all multiplied, and whose token rate is divided; mfu is as before."""
+    def step(found):
+        milliseconds = round(int(found[3]) * factor)
+        average = milliseconds / int(found[2]) if found[2] != b"0" else float("nan")
+        return found[1] + b"%d" % milliseconds + b"ms step_avg:%.2fms" % average
+
+    raw = re.sub(rb"(step:(\d+)/\d+ \w+:\S+ train_time:)(\d+)ms step_avg:\S+ms", step, raw)
+    head, _, end = raw.rpartition(b"=" * 100)
+    seconds = int(re.findall(rb"train_time:(\d+)ms", head)[-1]) / 1000
+    average = re.findall(rb"step_avg:(\S+)ms", head)[-1]
+    tokens = int(re.search(rb"tokens: (\d+)", end)[1])
+    end = re.sub(rb"train_time_s: \S+", b"train_time_s: %.3f" % seconds, end)
+    end = re.sub(rb"step_avg_ms: \S+", b"step_avg_ms: " + average, end)
+    end = re.sub(rb"tokens_per_s: \S+", b"tokens_per_s: %.0f" % (tokens / seconds), end)
+    return head + b"=" * 100 + end
+
+
+def test_times_of_a_gpu_record_scaled_in_all_logs(root, capsys):
+    folder = Path(record.__file__).parent / "2026-11-22_house_four_gpus"
+    logs = [root / path.name for path in sorted(folder.glob("log_*.txt"))]
+    for path in logs:
+        path.write_bytes(scaled((folder / path.name).read_bytes(), 0.8))
+        log.read_log(path)  # nothing in the log itself contradicts
+    status, out = run_tool(capsys, root, "new", "scaled", *logs)
+    assert status == 2 and "expected mfu to be 0.509" in out and "(528,482,304 FLOPs a token" in out
+
+
+VAL = SHARDS[1]
+
+
+@pytest.mark.parametrize("shards, config, sentence", [
+    ([SHARDS[0], VAL | {"sha256": "a" * 64}], {}, "than that of the train shard 'train_1.bin'"),
+    ([*SHARDS, SHARDS[0] | {"name": "train_2.bin"}], {}, "each shard once, none in both splits"),
+    (SHARDS, {"val_tokens": 101}, "val_tokens of at most 100 (in the val shards), found 101"),
+    (SHARDS, {"epochs": 23}, "stages of at most 11500 tokens (the train shards, 23 times), found 12000"),
+    (SHARDS, {"epochs": 0}, "config.epochs to be a whole number from 1, found 0"),
+    (SHARDS, {"epochs": "24"}, "config.epochs to be a whole number from 1, found '24'"),
+    ([SHARDS[0], VAL | {"name": "../val_1.bin"}], {}, "the plain name of a file"),
+    ([SHARDS[0], VAL | {"name": "/data/val_1.bin"}], {}, "the plain name of a file"),
+    ([SHARDS[0], VAL | {"name": "a\\val_1.bin"}], {}, "the plain name of a file"),
+    ([SHARDS[0], VAL | {"name": ".."}], {}, "the plain name of a file"),
+    ([SHARDS[0], VAL | {"name": "v" * 201}], {}, "of at most 200 characters"),
+    (SHARDS, {"run_name": "x" * 1001}, "at most 1,000 characters in config.run_name"),
+    (SHARDS, {"muon_lr": [["x" * 99_000]]}, "at most 1,000 characters in config.muon_lr"),
+    (SHARDS, {"x" * 99_000: 1}, "keys of at most 100 letters, digits and _ in `config`"),
+    (SHARDS, {"\x1b[31m": 1}, "keys of at most 100 letters, digits and _ in `config`"),
+])
+def test_data_and_names_that_cannot_be(tmp_path, shards, config, sentence):
+    text = refusal(write_log(tmp_path / "log.txt", shards=shards, config=config))
+    assert sentence in text and ", line " in text and len(text) < 600
+
+
+def test_a_date_in_the_future_is_refused(three, capsys, monkeypatch):
+    root, folder = three
+    run_tool(capsys, root, "table")
+    monkeypatch.setattr(record, "latest_date", lambda root: datetime(2026, 11, 22, tzinfo=UTC))
+    status, out = run_tool(capsys, root, "check")
+    assert status == 1 and "log_2.txt, line 4: expected a date up to 2026-11-22" in out
+    status, out = run_tool(capsys, root, "new", "late", write_log(root / "9.txt", 9))
+    assert status == 2 and "found '2026-11-29T09:30:00Z'" in out
+
+
+def test_the_latest_date_is_a_day_from_now_or_from_the_last_commit(tmp_path, monkeypatch):
+    monkeypatch.setattr(record.time, "time", lambda: 1_000_000_000.0)
+    monkeypatch.setattr(record.subprocess, "run", lambda *_, **__: subprocess.CompletedProcess((), 0, ""))
+    assert LATEST_DATE(tmp_path) == datetime(2001, 9, 10, 1, 46, 40, tzinfo=UTC)
+    monkeypatch.setattr(record.subprocess, "run", lambda *_, **__: subprocess.CompletedProcess((), 0, "1100000000\n"))
+    assert LATEST_DATE(tmp_path) == datetime(2004, 11, 10, 11, 33, 20, tzinfo=UTC)
+
+
+def test_a_long_key_of_record_json_is_shortened(three, capsys):
+    root, folder = three
+    edit(folder / "record.json", '"n": 3', f'"n": 3, "{"x" * 100_000}": 1')
+    status, out = run_tool(capsys, root, "check")
+    assert status == 1 and len(out) < 2000
+
+
+def test_a_folder_with_another_name_is_refused(three, capsys):
+    root, folder = three
+    folder.rename(folder.with_name("2026-11-21_[first](x)"))
+    status, out = run_tool(capsys, root, "check")
+    assert status == 1 and "expected a name of lower-case letters, digits, _ and -" in out
+
+
+# ---- pictures and pages
+
+@pytest.mark.parametrize("damage, sentence", [
+    (lambda raw: b"", "expected a PNG picture"),
+    (lambda raw: raw[:8], "an empty or cut one"),
+    (lambda raw: raw[:-12], "an empty or cut one"),
+    (lambda raw: raw + b"more", "an empty or cut one"),
+    (lambda raw: raw.replace(b"IDAT", b"IDAX"), "expected an undamaged PNG picture"),
+    (lambda raw: raw[:8] + chunk(b"IHDR", bytes(13)) + raw[33:], "an empty or cut one"),
+])
+def test_the_picture_of_an_older_record_is_whole(three, capsys, damage, sentence):
+    root, folder = three
+    path = folder / "record.json"
+    path.write_text(re.sub(r',\n "loss_png_sha256": "\w+"', "", path.read_text()))
+    assert check_of(capsys, root)[0] == 0
+    picture = folder / "loss.png"
+    picture.write_bytes(damage(picture.read_bytes()))
+    status, out = run_tool(capsys, root, "check")
+    assert status == 1 and f"{picture}: " in out and sentence in out
+
+
+@pytest.mark.parametrize("name", ["README.md", "loss.png", "record.json"])
+def test_a_record_without_one_of_its_files(three, capsys, name):
+    root, folder = three
+    run_tool(capsys, root, "table")
+    (folder / name).unlink()
+    status, out = run_tool(capsys, root, "check")
+    assert status == 1 and f"{folder / name}: cannot be read" in out
+
+
+def test_the_progress_picture_is_that_of_the_records(three, capsys):
+    root, _ = three
+    assert check_of(capsys, root)[0] == 0
+    picture = root / "records" / "progress.png"
+    old = picture.read_bytes()
+    record.new(root, "second", three_runs(root, 4, ms=900))
+    assert check_of(capsys, root)[0] == 0
+    picture.write_bytes(old)
+    status, out = run_tool(capsys, root, "check")
+    assert status == 1 and "expected a picture of the records as they are" in out
+    picture.unlink()
+    status, out = run_tool(capsys, root, "check")
+    assert status == 1 and f"{picture}: cannot be read" in out
+
+
+def test_missing_markers_are_a_problem(three, capsys):
+    root, _ = three
+    (root / "README.md").write_text("# t\n")
+    status, out = run_tool(capsys, root, "check")
+    assert status == 1 and "leaderboard:end -->, each once, found 0 and 0; write the missing line." in out
+
+
+@pytest.mark.parametrize("before, found", [
+    ("<!--\n", "a comment"),
+    ("<!-- x -->\n<!-- y\n", "a comment"),
+    ("```\n", "a block of code"),
+    ("```\nx\n```\n~~~~ text\n```\n~~~\n", "a block of code"),
+    ("<details>\n", "<details>"),
+    ("<PRE class=x>\n", "<pre>"),
+    ("    ", "other text on the same line"),
+    ("`", "other text on the same line"),
+    ("<!-- x -->\n```\n<!-- y -->\n```\n<pre></pre>\n", None),
+])
+def test_a_leaderboard_that_nobody_sees_is_refused(three, capsys, before, found):
+    root, _ = three
+    run_tool(capsys, root, "table")
+    path = root / "README.md"
+    path.write_text(path.read_text().replace(table.BOARD[0], before + table.BOARD[0]))
+    status, out = run_tool(capsys, root, "check")
+    assert status == (1 if found else 0), out
+    assert not found or f"found {found} open before" in out
+    assert run_tool(capsys, root, "table")[0] == (2 if found else 0)
+
+
+def test_labels_of_the_progress_picture_do_not_overlap():
+    from matplotlib.figure import Figure
+    fig = Figure(figsize=(6, 3))
+    ax = fig.subplots()
+    labels = [ax.annotate(f"{10 + i}.0 s", (0.5 + i / 100, 0.5)) for i in range(6)]
+    fig.draw_without_rendering()
+    boxes = [label.get_window_extent() for label in labels]
+    assert boxes[0].overlaps(boxes[1])
+    plots.separate(fig, labels)
+    boxes = [label.get_window_extent() for label in labels]
+    assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
+
+
+# ---- runs that are no records
+
+NO_TARGET = [("target: 3.5", "target: null"), ("reached: true", "reached: null")]
+INTERRUPTED = [("compile_s: 80.1", "compile_s: 80.1\ninterrupted: true")]
+RESUMED = [('note "steps follow"', 'note "resumed at step 4 from x.pt"')]
+EARLY = [(re.compile(r"step:5/8 train.*?(?=\n=)", re.DOTALL), "step:5/8 train_loss:6.5000 train_time:5005ms "
+          "step_avg:1001.00ms"), *INTERRUPTED]
+NO_VALIDATION = [(re.compile(r"step:0/8 val.*?(?=\n=)", re.DOTALL), "step:1/8 train_loss:8.5000 train_time:1001ms "
+                  "step_avg:1001.00ms"), ("val_loss: 3.4900", "val_loss: null"), *INTERRUPTED]
+LATER = [(re.compile(r"step:0/8 val.*?(?=step:5/8)", re.DOTALL), ""), *RESUMED]
+
+
+def changed(path, changes):
+    """A log with some places changed, each the last of its kind."""
+    text = path.read_text()
+    for old, new in changes:
+        if isinstance(old, str):
+            assert old in text
+            text = new.join(text.rsplit(old, 1))
+        else:
+            assert old.search(text)
+            text = old.sub(new, text, count=1)
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("changes, sentence", [
+    (NO_TARGET, "found a run without a target"),
+    (INTERRUPTED, "found a run that was interrupted (interrupted: true)"),
+    (EARLY, "found a run that was interrupted (interrupted: true)"),
+    (RESUMED, "found a run that was resumed (note 'resumed at step 4 from x.pt')"),
+    (LATER, "found a run that was resumed (note 'resumed at step 4 from x.pt')"),
+    ([('note "steps follow"', 'note "Interrupted twice"')], "found a run that was interrupted (note"),
+    ([('"epochs": 24', '"epochs": 24, "resume": "x.pt"')], "found a run that was resumed (config.resume is 'x.pt')"),
+], ids=range(7))
+def test_runs_that_are_no_records(root, capsys, changes, sentence):
+    folder = record.new(root, "real", [write_log(root / "2.txt", 2)])
+    path = changed(write_log(root / "1.txt", 1), changes)
+    status, out = run_tool(capsys, root, "new", "x", path)
+    assert status == 2 and f"1.txt: expected a whole run with a target, {sentence}" in out and out.count("\n") == 1
+    assert run_tool(capsys, root, "code", path, root / "code")[0] == 0
+    status, out = run_tool(capsys, root, "compare", path, folder)
+    assert status == 0 and "loss: B - A = " in out
+    assert ("caution" in out) == (changes is not NO_TARGET or "targets differ" in out)
+    assert run_tool(capsys, root, "plot", path, "--out", root / "a.png")[0] == 0
+    (folder / "log_1.txt").write_bytes(path.read_bytes())
+    status, out = run_tool(capsys, root, "check")
+    assert status == 1 and "expected a whole run with a target" in out
+
+
+def test_a_run_without_any_validation_can_be_drawn_but_not_compared(root, capsys):
+    path = changed(write_log(root / "1.txt", 1), NO_VALIDATION)
+    assert run_tool(capsys, root, "plot", path, "--out", root / "a.png")[0] == 0
+    status, out = run_tool(capsys, root, "compare", path, path)
+    assert status == 2 and "expected a validation to compare, found val_loss: null" in out
+
+
+@pytest.mark.parametrize("changes, sentence", [
+    ([NO_TARGET[0]], "reached to be null, as target is, found True"),
+    ([NO_TARGET[1]], "reached to be val_loss <= target, found None"),
+    ([("val_loss: 3.4900", "val_loss: null")], "`val_loss: ...` in the end block"),
+    ([("compile_s: 80.1", "compile_s: 80.1\ninterrupted: yes")], "in the end block"),
+    ([EARLY[0]], "steps up to 8 with a last validation"),
+    ([LATER[0]], "train step 1 (steps are gapless)"),
+], ids=range(6))
+def test_a_run_that_lacks_something_says_why(tmp_path, changes, sentence):
+    assert sentence in refusal(changed(write_log(tmp_path / "log.txt"), changes))
+
+
+def test_compare_takes_single_logs_and_folders_of_logs(root, capsys):
+    for side, seed in (("a", 1), ("b", 4)):
+        (root / side).mkdir()
+        three_runs(root / side, seed)
+    status, out = run_tool(capsys, root, "compare", root / "a", root / "b" / "4.txt")
+    assert status == 0 and "A = a: n = 3, " in out and "B = 4.txt: n = 1, " in out
+    (root / "empty").mkdir()
+    status, out = run_tool(capsys, root, "compare", root / "a", root / "empty")
+    assert status == 2 and "expected logs (*.txt), found none" in out
+
+
+# ---- curves of any runs
+
+def test_smoothing_is_a_centred_mean():
+    losses = [float(i % 3) for i in range(300)]
+    means = plots.smoothed(losses)  # of three on each side
+    assert means[0] == losses[0] and means[-1] == losses[-1] and len(means) == 300
+    assert means[1] == pytest.approx(1.0) and means[150] == pytest.approx(sum(losses[147:154]) / 7)
+    assert plots.smoothed([2.0, 4.0]) == [2.0, 4.0] and plots.smoothed([]) == []
+
+
+def test_plot_draws_whole_runs_and_those_that_go_on(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    whole, cut = write_log(tmp_path / "whole.txt", 1), write_log(tmp_path / "cut.txt", 2)
+    cut.write_bytes(cut.read_bytes().partition(b"step:6/8")[0] + b"step:6/8 train_lo")
+    for x in ("time", "tokens", "steps"):
+        assert run_tool(capsys, tmp_path, "plot", whole, cut, "--x", x) == (0, "wrote curves.png\n")
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
+    assert run_tool(capsys, tmp_path, "plot", cut) == (0, "wrote cut.png\n")
+    assert [s.step for s in log.read_log(cut, cut=True).steps][-1] == 5
+    cut.write_bytes(cut.read_bytes().partition(b"step:0/8")[0])
+    status, out = run_tool(capsys, tmp_path, "plot", cut)
+    assert status == 2 and "found 'no step'" in out
+
+
+def test_the_legend_tells_runs_apart(tmp_path):
+    paths = [tmp_path / "a" / "1.txt", tmp_path / "b" / "1.txt"]
+    for path in paths:
+        path.parent.mkdir()
+    different = [log.read_log(write_log(path, seed)) for path, seed in zip(paths, (1, 2))]
+    assert plots.legends(different) == ["1, seed 1", "1, seed 2"]
+    alike = [log.read_log(write_log(path)) for path in paths]
+    assert plots.legends(alike) == ["a/1.txt, seed 1", "b/1.txt, seed 1"]
+    named = log.read_log(write_log(paths[0], config={"run_name": "$x$ \x1b[31m"}))
+    assert plots.legends([named]) == [r"\$x\$ \x1b[31m, seed 1"]
+
+
+@pytest.mark.parametrize("out, sentence", [
+    ("a.jpg", "a.jpg: expected a name that ends in .png, found '.jpg'"),
+    ("none/a.png", "none/a.png: cannot be written"),
+])
+def test_plot_refuses_a_picture_it_cannot_write(tmp_path, capsys, monkeypatch, out, sentence):
+    monkeypatch.chdir(tmp_path)
+    status, text = run_tool(capsys, tmp_path, "plot", write_log(tmp_path / "1.txt", 1), "--out", out)
+    assert status == 2 and sentence in text and text.count("\n") == 1
+
+
+# ---- without scipy and matplotlib
+
+def run_bare(root, *words):
+    """(exit status, output) of the tool in a Python that has neither scipy nor matplotlib."""
+    program = ("import sys; sys.modules.update({'scipy': None, 'matplotlib': None}); "
+               "from records.__main__ import main; sys.exit(main(sys.argv[1:]))")
+    command = [sys.executable, "-c", program, "--root", str(root), *map(str, words)]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=Path(record.__file__).parents[1])
+    return run.returncode, run.stdout + run.stderr
+
+
+@pytest.mark.parametrize("words, library", [
+    (["plot", "1.txt"], "matplotlib"),
+    (["new", "second", "1.txt"], "scipy"),
+    (["table"], "scipy"),
+])
+def test_what_to_install_is_said(three, words, library):
+    root, _ = three
+    status, out = run_bare(root, *(root / word if word == "1.txt" else word for word in words))
+    assert status == 2 and out.startswith("refused: ") and out.count("\n") == 1
+    assert f"need{'s' if library == 'matplotlib' else ''} {library}, which is not installed here" in out
+    assert "install it with `pip install -r requirements-dev.txt`" in out
+
+
+def test_code_compare_and_check_work_without_libraries(three, capsys):
+    root, folder = three
+    run_tool(capsys, root, "table")
+    assert run_bare(root, "code", root / "1.txt") == (0, SOURCE.decode())
+    status, out = run_bare(root, "compare", folder, root / "1.txt")
+    assert status == 0 and "loss: B - A = -0.0010" in out and "stage 1: A " in out
+    status, out = run_bare(root, "compare", folder, folder)
+    assert status == 0 and out.count("left out, as scipy is not installed: interval, effect size and test") == 2
+    status, out = run_bare(root, "check")
+    assert status == 0 and "left out: p-values are those in record.json, as scipy is not installed" in out
+    edit(folder / "record.json", '"mean": 3.492', '"mean": 3.482')
+    status, out = run_bare(root, "check")
+    assert status == 1 and "expected loss.mean to be 3.492 (from the logs), found 3.482" in out
+
+
 # ---- tracks and comparison
 
+def three_runs(root, seed, losses=(3.490, 3.491, 3.492), **options):
+    """Logs of three runs from this seed on."""
+    return [write_log(root / f"{seed + i}.txt", seed + i, loss, **options) for i, loss in enumerate(losses)]
+
+
+def board_rows(root):
+    """[(rank, name)] as the leaderboard has them."""
+    text = (root / "README.md").read_text()
+    return re.findall(r"^\| ([^|]+) \| 2026-11-\d\d \| \[(\w+)\]", text, re.MULTILINE)
+
+
 def test_ranking_is_per_track(root, capsys):
-    record.new(root, "slow", [write_log(root / "a.txt", 1, ms=2000)])
-    record.new(root, "fast", [write_log(root / "b.txt", 2, ms=1000)])
-    record.new(root, "loud", [write_log(root / "c.txt", 3, ms=100, loss=3.7)])
+    record.new(root, "slow", three_runs(root, 1, ms=2000))
+    record.new(root, "fast", three_runs(root, 4, ms=1000))
+    record.new(root, "loud", three_runs(root, 11, losses=(3.700, 3.701, 3.702), ms=100))
     one = {"devices": ["Fast GPU"], "world_size": 1}
-    record.new(root, "small", [write_log(root / "d.txt", 4, ms=9000, environment=one)])
+    record.new(root, "small", three_runs(root, 14, ms=9000, environment=one))
     run_tool(capsys, root, "table")
-    rows = re.findall(r"^\| (\w+) \| 2026-11-2\d \| \[(\w+)\]", (root / "README.md").read_text(), re.MULTILINE)
-    assert rows == [("1", "small"), ("1", "fast"), ("2", "slow"), ("missed", "loud")]
+    assert board_rows(root) == [("1", "small"), ("1", "fast"), ("2", "slow"), ("missed", "loud")]
+
+
+def test_a_rank_needs_a_mean_shown_to_be_below_the_target(root, capsys):
+    record.new(root, "shown", three_runs(root, 1, ms=2000))
+    # mean 3.49, deviation 0.02: t = -0.87 with two degrees of freedom, p = 0.24
+    record.new(root, "wide", three_runs(root, 4, losses=(3.470, 3.490, 3.510), ms=900))
+    record.new(root, "single", [write_log(root / "7.txt", 7, ms=500)])
+    record.new(root, "flat", three_runs(root, 11, losses=(3.490, 3.490, 3.490), ms=700))
+    record.new(root, "loud", three_runs(root, 14, losses=(3.700, 3.701, 3.702), ms=100))
+    run_tool(capsys, root, "table")
+    assert board_rows(root) == [("1", "shown"), ("no test", "single"), ("no test", "flat"),
+                                ("p >= 0.01", "wide"), ("missed", "loud")]
+    text = (root / "README.md").read_text()
+    assert "A rank needs a mean loss that is below the target at p < 0.01" in text
 
 
 def group(tmp_path, losses, times, seed=1, **kwargs):

@@ -24,7 +24,7 @@ from conftest import ROOT, TINY, arguments, documents, write_shard
 
 import sample
 import train_gpt as t
-from nanogpt import masks
+from nanogpt import checkpoint, masks
 from records import plots
 from records.__main__ import main as records
 from records.log import read_log
@@ -203,17 +203,11 @@ def test_a_terminal_gets_a_bar_with_loss_speed_and_time_left(corpus, tmp_path):
 
 def test_the_checkpoint_is_plain_weights_and_configuration_and_nothing_half_written_stays(first):
     saved = torch.load(first[1] / "model.pt", weights_only=True)
-    assert set(saved) == {"config", "weights"} and saved["config"]["model_dim"] == 32
+    assert set(saved) == {"config", "weights", "step", "val_loss", "sha256"} and saved["config"]["model_dim"] == 32
     shapes = {name: tuple(w.shape) for name, w in saved["weights"].items()}
     assert shapes == {name: p.shape for name, p in t.parameter_table(t.Config(**saved["config"])).items()}
     assert all(w.isfinite().all() for w in saved["weights"].values()) and saved["weights"]["lm_head"].any()
     assert sorted(p.suffix for p in first[1].iterdir()) == [".jsonl", ".pt", ".txt"]
-
-
-def test_a_checkpoint_continues_a_text_without_data_or_log(first, tmp_path):
-    run = start(f"--load_checkpoint={first[1] / 'model.pt'}", "--sample=Once é", "--sample_tokens=5", cwd=tmp_path)
-    assert run.returncode == 0 and run.stdout.startswith("Once é") and run.stderr == ""
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_loaded_model_has_the_loss_of_the_saved_one(first, corpus):
@@ -374,7 +368,7 @@ def refused(capfd, args, before="step:"):
     ({"attention": "flex"}, ["--attention=flex", "CUDA"]),
     ({"preset": "desktop"}, ["desktop", "speedrun, onepass, laptop"]),
     ({"compile": "maybe"}, ["maybe", "true", "false"]), ({"muon_lr": "fast"}, ["--muon_lr", "fast"]),
-    ({"seq_len": "1e3"}, ["--seq_len", "1e3"]), ({"num_steps": 4000}, ["4000 steps", "data/fineweb.py", "--epochs"]),
+    ({"seq_len": "1e3"}, ["--seq_len", "1e3"]), ({"num_steps": 4000}, ["4000 steps", "--fit", "--epochs"]),
     ({"data_dir": "/nowhere"}, ["no train shards", "/nowhere"]), ({"val_tokens": 25600}, ["25,601", "2,000"]),
     ({"train_files": "none*"}, ["none*"]), ({"train_files": ""}, ["--train_files"]),
     ({"precision": "nvfp4", "native": True}, ["--native", "nvfp4", "cpu"]),
@@ -410,13 +404,23 @@ def test_a_misspelt_key_is_answered_with_the_right_one(name, capfd):
 
 @pytest.mark.parametrize("content", [None, b"", b"no checkpoint" * 9, {"weights": 1}, [1],
                                      {"config": {"colour": 1}, "weights": {}}, {"config": {}, "weights": {}}], ids=str)
-def test_a_file_that_is_no_checkpoint_is_named(content, tmp_path, capfd):
+def test_a_file_that_is_no_checkpoint_is_named(content, tmp_path):
     path = tmp_path / "x.pt"
     if isinstance(content, bytes):
         path.write_bytes(content)
     elif content is not None:
         torch.save(content, path)
-    assert str(path) in refused(capfd, [f"--load_checkpoint={path}"])
+    with pytest.raises(t.BadInput, match=str(path)):
+        t.load_checkpoint(path, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("name", ["qk", "scalars"])
+def test_weights_that_do_not_fit_the_configuration_are_named(first, name, tmp_path):
+    content = torch.load(first[1] / "model.pt", weights_only=True)
+    content["weights"][name] = content["weights"][name][:-1]
+    checkpoint.write(tmp_path / "x.pt", content)
+    with pytest.raises(t.BadInput, match=f"x.pt: .* weights of {name} do not fit"):
+        t.load_checkpoint(tmp_path / "x.pt", torch.device("cpu"))
 
 
 def test_too_little_gpu_memory_is_one_sentence_with_the_remedy(monkeypatch, capfd):
@@ -445,7 +449,7 @@ def test_the_defaults_are_the_record_and_the_presets_are_laid_over_them():
     assert c == t.Config(preset="speedrun")
     assert (c.num_steps, c.batch_tokens, c.seq_len, c.schedule) == (1560, 8 * 49152, 16384, "speedrun")
     assert (c.val_tokens, c.target_loss) == (10_485_760, 3.28)
-    assert [*t.PRESETS] == ["speedrun", "onepass", "laptop", "char"]
+    assert [*t.PRESETS] == ["speedrun", "onepass", "laptop", "char", "small"]
     for name, values in t.PRESETS.items():
         laid_over = dataclasses.asdict(t.Config()) | values | {"preset": name}
         assert dataclasses.asdict(t.parse_config([f"--preset={name}"])) == laid_over

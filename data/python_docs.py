@@ -1,0 +1,78 @@
+"""The English that every Python brings along: the corpus of the laptop preset, without a download.
+
+It is the language reference, and the docstrings and comments of the library. So it differs from one
+version of Python to another.
+"""
+import ast
+import os
+import re
+import sysconfig
+import warnings
+from pathlib import Path
+
+
+def is_prose(paragraph):
+    """Whether this is English rather than code, a table or a session of the interpreter.
+
+    Prose is mostly letters, and long enough to say something.
+    """
+    num_letters = sum(c.isalpha() or c.isspace() for c in paragraph)
+    says_something = len(paragraph.split()) > 6 or paragraph.endswith(".")
+    return says_something and num_letters > 0.8 * len(paragraph) and ">>>" not in paragraph
+
+
+def source_prose(source):
+    """The docstrings and the blocks of comments in a Python source, in the order they stand there.
+
+    Raises SyntaxError and ValueError.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about invalid escapes in the source
+        tree = ast.parse(source)
+    found = []  # (line, text)
+    for block in re.finditer(r"(?m)(?:^[ \t]*#.*\n)+", source):
+        text = re.sub(r"(?m)^[ \t]*#+ ?", "", block[0])
+        found.append((source.count("\n", 0, block.start()), text))
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            text = ast.get_docstring(node)  # without its indentation
+            if text:
+                found.append((node.body[0].lineno, text))
+    return "\n\n".join(text for _, text in sorted(found))
+
+
+def python_texts():
+    """Yield the topics of Python's language reference, then the prose of every library module.
+
+    Both are those of the Python that runs this. Modules are read, not imported.
+    """
+    try:
+        from pydoc_data.topics import topics
+        for name in sorted(topics):
+            yield topics[name]
+    except ImportError:
+        pass  # some distributions leave it out; the library is the larger part
+    skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data"}
+    for folder, subfolders, names in os.walk(sysconfig.get_path("stdlib")):
+        subfolders[:] = sorted(set(subfolders) - skipped)  # os.walk goes only where this list says
+        for name in sorted(names):
+            if not name.endswith(".py"):
+                continue
+            try:
+                yield source_prose(Path(folder, name).read_text(encoding="utf-8"))
+            except (OSError, SyntaxError, ValueError):
+                continue  # a template, or an old encoding
+
+
+def python_documents():
+    """Yield a document for each topic and module: its paragraphs of prose.
+
+    Paragraphs that an earlier document had, such as licences, are left out.
+    """
+    seen = set()
+    for text in python_texts():
+        paragraphs = [part.strip("\n").rstrip() for part in re.split(r"\n[ \t]*\n", text)]
+        fresh = [p for p in dict.fromkeys(paragraphs) if p not in seen and is_prose(p)]
+        seen.update(fresh)
+        if sum(map(len, fresh)) >= 200:
+            yield "\n\n".join(fresh) + "\n"

@@ -1,0 +1,186 @@
+"""From files to documents: finds the files of texts, reads them, and cuts them into documents.
+
+prepare.py says which files these may be. This file knows nothing of tokens.
+"""
+import codecs
+import hashlib
+import json
+import os
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+SUFFIXES = {
+    ".txt", ".md", ".rst", ".jsonl", ".org", ".tex", ".html", ".css",
+    ".c", ".cc", ".cpp", ".cs", ".cu", ".go", ".h", ".hpp", ".hs", ".java", ".jl", ".js", ".jsx",
+    ".kt", ".lua", ".php", ".pl", ".py", ".r", ".rb", ".rs", ".scala", ".sh", ".sql", ".swift",
+    ".ts", ".tsx",
+}
+
+
+class PrepareError(ValueError):
+    """The corpus cannot be made; the message is one sentence for the user."""
+
+
+class Source(NamedTuple):
+    path: Path
+    named: bool  # on the command line; otherwise it was found in a folder
+
+
+@contextmanager
+def errors_of(path):
+    """Turn what goes wrong when `path` is read into a PrepareError."""
+    try:
+        yield
+    except UnicodeError as error:
+        reason = f"not text in UTF-8 ({getattr(error, 'reason', error)})"
+        remedy = "name a text file, or convert it, for example with iconv"
+        raise PrepareError(f"{path}: {reason}; {remedy}") from error
+    except OSError as error:
+        reason = f"cannot be read ({error.strerror})"
+        raise PrepareError(f"{path}: {reason}; check the file and its permissions") from error
+
+
+def find_sources(inputs):
+    """The files that `inputs` name or have in their folders. Raises PrepareError."""
+    sources = []
+    for item in map(Path, inputs):
+        with errors_of(item):
+            if item.is_file():
+                sources.append(Source(item, named=True))
+            elif item.is_dir():
+                sources += [Source(path, named=False) for path in search(item)]
+            elif item.is_symlink() and not item.exists():
+                target = os.readlink(item)
+                raise PrepareError(f"{item}: a link to {target}, which is not there; repair it")
+            elif item.exists():
+                raise PrepareError(
+                    f"{item}: a pipe or a device, not a file; write its text to a file first")
+            else:
+                raise PrepareError(f"{item}: no such file or folder; check the path")
+    return sources
+
+
+def search(top):
+    """The files under a folder that have one of the SUFFIXES and are not hidden, sorted.
+
+    Raises OSError if a folder cannot be read, and PrepareError if it has no such file.
+    """
+    def refuse(error):
+        raise error
+
+    found = []
+    for folder, subfolders, names in os.walk(top, onerror=refuse):
+        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+        for name in names:
+            path = Path(folder, name)
+            hidden = name.startswith(".")
+            if path.suffix.lower() in SUFFIXES and not hidden and path.is_file():
+                found.append(path)
+    if not found:
+        kinds = ".txt, .md, .rst, .jsonl or source code"
+        raise PrepareError(f"{top}: no {kinds} in this folder; name the files themselves")
+    return sorted(found)
+
+
+def open_text(path):
+    """Open a file of UTF-8 or, if it begins with their mark, of UTF-16. Line ends stay as they are.
+
+    Raises OSError.
+    """
+    with open(path, "rb") as file:
+        mark = file.read(2)
+    is_utf_16 = mark in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+    return open(path, encoding="utf-16" if is_utf_16 else "utf-8-sig", newline="\n")
+
+
+def is_text(path):
+    """Whether a file can be decoded to its end and has no zero bytes. Raises PrepareError."""
+    with errors_of(path):
+        try:
+            with open_text(path) as file:
+                return all("\0" not in part for part in iter(lambda: file.read(1 << 20), ""))
+        except UnicodeError:
+            return False
+
+
+def read_documents(path, key="text", split_blank=None, progress=lambda num_bytes: None):
+    """Yield the documents of one file as strings; some may be blank.
+
+    Reads no further than the caller asks for, and calls `progress` with the number of bytes read.
+    Raises PrepareError.
+    """
+    with errors_of(path), open_text(path) as file:
+        if path.suffix.lower() == ".jsonl":
+            yield from json_texts(checked(file, file, progress), key, path)
+        elif split_blank:
+            yield from split_at_blank_lines(checked(file, file, progress), split_blank)
+        else:
+            yield from checked(iter(file.read, ""), file, progress)  # the whole text at once
+
+
+def checked(parts, file, progress):
+    """Yield `parts`, which are read from `file`. Raises UnicodeError if one has a zero byte."""
+    position = 0
+    for part in parts:
+        if "\0" in part:
+            raise UnicodeError("it holds zero bytes")
+        progress(file.buffer.tell() - position)
+        position = file.buffer.tell()
+        yield part
+
+
+def json_texts(lines, key, path):
+    """Yield the text of every line of a .jsonl file that is not blank. Raises PrepareError."""
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+        except RecursionError as error:
+            fault = f"{path}, line {number}: nested too deeply"
+            raise PrepareError(f"{fault}; remove this line") from error
+        except ValueError:
+            entry = None
+        if not isinstance(entry, dict) or not isinstance(entry.get(key), str):
+            fault = f'{path}, line {number}: not an object like {{"{key}": "..."}}'
+            raise PrepareError(f"{fault}; repair it, or name its key with --key")
+        yield entry[key]
+
+
+def split_at_blank_lines(lines, at_least):
+    """Yield the parts of a text between stretches of `at_least` or more blank lines.
+
+    These stretches are dropped, but the last part keeps the blank lines at the end of the file.
+    """
+    document = []
+    blank_lines = []  # since the last line that was not blank
+    for line in lines:
+        if not line.strip():
+            blank_lines.append(line)
+            continue
+        if len(blank_lines) >= at_least:
+            yield "".join(document)
+            document = []
+        else:
+            document += blank_lines
+        document.append(line)
+        blank_lines = []
+    yield "".join(document + blank_lines)
+
+
+def distinct(documents, dropped):
+    """Yield the documents that are not blank and whose text no earlier one has.
+
+    Counts the others under dropped["duplicates"].
+    """
+    seen = set()
+    for text in documents:
+        if not text or text.isspace():
+            continue
+        digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        if digest in seen:
+            dropped["duplicates"] += 1
+            continue
+        seen.add(digest)
+        yield text

@@ -1,0 +1,99 @@
+"""Checkpoints: files of weights that are written whole or not at all, and read as data.
+
+A checkpoint is what torch.save makes of a dictionary: `config` (name -> value), `weights` (name ->
+tensor), `step` (updates so far), `val_loss`, and `sha256`, a checksum of the weights. This file
+knows nothing of the model: whether the weights fit it is for the model to check.
+"""
+import hashlib
+import os
+import stat
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nanogpt.ranks import BadInput, require
+
+
+def unused_path(folder: str | Path, name: str) -> Path:
+    """FOLDER/NAME.pt, or NAME-2.pt and so on: the first that does not exist."""
+    path = Path(folder, f"{name}.pt")
+    number = 2
+    while path.exists():
+        path = Path(folder, f"{name}-{number}.pt")
+        number += 1
+    return path
+
+
+def try_place(path: Path) -> None:
+    """Makes the folder of a checkpoint, and a file in it for a moment. Raises BadInput if a
+    checkpoint cannot be written there: better now than after hours of training."""
+    beside = unfinished(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            kind = path.stat().st_mode
+            require(stat.S_ISREG(kind), f"{path} is no file; choose another --save_checkpoint")
+        beside.write_bytes(b"a checkpoint can be written here")
+        beside.unlink()
+    except OSError as error:
+        raise BadInput(f"no checkpoint can be written to {path} ({error.strerror}); "
+                       "choose another --save_checkpoint") from None
+
+
+def unfinished(path: Path) -> Path:
+    """The name under which a checkpoint is written. It is renamed when all of it is on disk."""
+    return path.with_name(f"{path.name}.part")
+
+
+def write(path: Path, checkpoint: dict) -> None:
+    """Writes a checkpoint and its checksum. Until all of it is there, an older file of this name
+    stays as it was. Raises BadInput if a weight is not finite, and OSError if the disk is full."""
+    name = not_finite(checkpoint["weights"])
+    require(name is None, f"{path} is not written: the weights in {name} are not finite")
+    beside = unfinished(path)
+    try:
+        with open(beside, "wb") as file:
+            torch.save(checkpoint | {"sha256": checksum(checkpoint["weights"])}, file)
+            file.flush()
+            os.fsync(file.fileno())  # else the name could reach the disk before the content
+        os.replace(beside, path)
+    except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
+        beside.unlink(missing_ok=True)
+        raise OSError(f"{path} cannot be written ({error})") from None
+
+
+def read(path: str | Path) -> dict:
+    """A checkpoint, with its weights on the CPU. Only plain data is read (`weights_only`), so a
+    file from a stranger cannot run anything. Raises BadInput if the file is no checkpoint, if its
+    checksum does not hold, or if a weight is not finite."""
+    require(Path(path).exists(), f"{path}: no such file; name a checkpoint")
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        weights = checkpoint["weights"]
+        whole = checkpoint["sha256"] == checksum(weights)
+        name = not_finite(weights)
+        dict(checkpoint["config"])
+    except Exception as error:  # a foreign file can make torch.load raise nearly anything
+        kind = type(error).__name__
+        raise BadInput(f"{path} is no checkpoint of this program ({kind})") from None
+    require(whole, f"{path} is damaged: its weights do not have the checksum that it names")
+    require(name is None, f"{path}: the weights in {name} are not finite")
+    return checkpoint
+
+
+def checksum(weights: dict[str, Tensor]) -> str:
+    """The sha256 of the names, dtypes, shapes and bytes of some tensors."""
+    total = hashlib.sha256()
+    for name, w in weights.items():
+        total.update(f"{name} {w.dtype} {tuple(w.shape)}\n".encode())
+        total.update(w.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    return total.hexdigest()
+
+
+def not_finite(weights: dict[str, Tensor]) -> str | None:
+    """The first of these tensors that has a number which is not finite, or None."""
+    for name, w in weights.items():
+        if not w.isfinite().all():
+            return name
+    return None

@@ -1,0 +1,134 @@
+"""A run that is fitted to a text: preset, lengths and steps follow from what the shards hold."""
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+from conftest import SEPARATOR, write_shard
+
+import train_gpt as t
+from data import shards
+from nanogpt import fitting
+from nanogpt.fitting import Text
+from nanogpt.ranks import BadInput
+
+LAPTOP = dict(seq_len=2048, batch_tokens=2048, micro_tokens=16_384, val_seq_len=8192, val_tokens=131_072)
+SMALL = dict(seq_len=2048, batch_tokens=32_768, micro_tokens=16_384, val_seq_len=16_384, val_tokens=262_144)
+
+
+@pytest.mark.parametrize("kind, tokens, cuda, preset", [
+    ("bytes", 20_000, False, "laptop"), ("bytes", 10**9, False, "laptop"), ("bytes", 20_000, True, "char"),
+    ("gpt2", 20_000, True, "small"), ("gpt2", 59_999_999, True, "small"), ("gpt2", 60_000_000, True, "onepass"),
+    ("gpt2", 10**9, False, "small")])
+def test_the_preset_follows_from_the_kind_and_the_amount_of_text(kind, tokens, cuda, preset):
+    half = tokens // 2
+    assert fitting.preset_for(Text(kind, (half, tokens - half), 1000), cuda) == preset
+
+
+@pytest.mark.parametrize("most", [LAPTOP, SMALL])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+@pytest.mark.parametrize("train", [(2000,), (19_000,), (400, 30_000), (1_003_854,), (7, 10**8, 10**8)])
+@pytest.mark.parametrize("val", [129, 1000, 55_785, 10**7])
+def test_lengths_fit_the_text_and_each_other(most, world_size, train, val):
+    fitted = fitting.lengths(Text("bytes", train, val), world_size, **most)
+    for name, value in fitted.items():
+        assert 0 < value and (value <= most[name] or world_size > 1), name
+    sequences = fitted["batch_tokens"] // fitted["seq_len"]
+    assert sequences * fitted["seq_len"] == fitted["batch_tokens"] and sequences % world_size == 0
+    assert fitted["batch_tokens"] + 1 <= max(train), "a batch fits into one shard"
+    assert fitted["seq_len"] % 128 == 0 and fitted["micro_tokens"] % fitted["seq_len"] == 0
+    assert fitted["val_seq_len"] % 128 == 0 and fitted["val_tokens"] % fitted["val_seq_len"] == 0
+    assert fitted["val_tokens"] + 1 <= val
+    if max(train) > world_size * most["batch_tokens"] and val > most["val_tokens"]:
+        if most["batch_tokens"] // most["seq_len"] % world_size == 0:
+            assert fitted == most, "a long text changes nothing"
+
+
+@pytest.mark.parametrize("train, val, world_size, part", [
+    (128, 1000, 1, "128 tokens are too few to train on; 129"), (256, 1000, 2, "257"), (5000, 128, 1, "to validate on")])
+def test_a_text_that_is_too_short_is_refused_with_the_number_that_is_needed(train, val, world_size, part):
+    with pytest.raises(BadInput, match=part):
+        fitting.lengths(Text("bytes", (train,), val), world_size, **LAPTOP)
+
+
+@pytest.mark.parametrize("train, epochs", [((19_000,), 40), ((1_003_854,), 2), ((50_000, 3000, 70_000), 5)])
+def test_the_steps_are_at_most_those_that_the_loader_has_and_nearly_all_of_them(tmp_path, train, epochs):
+    for i, tokens in enumerate(train):
+        write_shard(tmp_path / f"mine_train_{i}.bin", np.r_[SEPARATOR, np.arange(tokens - 1) % 256])
+    packing = shards.Packing(1024, 272, epochs, True)
+    paths = sorted(tmp_path.glob("*.bin"))
+    have = sum(1 for _ in shards.batches(paths, packing, [(4, 2048)] * 10**6))
+    fitted = fitting.steps(Text("bytes", train, 1000), math.inf, epochs, 4096, 1024, 4096)
+    assert 0.9 * have - epochs <= fitted["num_steps"] <= have
+    assert fitted["epochs"] == epochs
+
+
+def test_wanted_steps_are_taken_and_the_epochs_are_those_they_need():
+    text = Text("bytes", (100_001,), 1000)
+    fitted = fitting.steps(text, 200, 40, 1000, 1000, 1000)
+    assert fitted == dict(num_steps=200, epochs=2, val_interval=20)
+    assert fitting.steps(text, 10**9, 40, 1000, 1000, 1000)["num_steps"] == 4000, "40 readings at most"
+    assert fitting.steps(text, 0.3, 40, 1000, 1000, 1000) == dict(num_steps=1, epochs=1, val_interval=1)
+
+
+# --------------------------------------------------------------------------------------- the script
+
+
+@pytest.fixture
+def text(tmp_path):
+    write_shard(tmp_path / "novel_train_000001.bin", np.r_[SEPARATOR, np.arange(19_000) % 251])
+    write_shard(tmp_path / "novel_val_000000.bin", np.r_[SEPARATOR, np.arange(1000) % 251])
+    return f"--data_dir={tmp_path}"
+
+
+def test_a_folder_without_a_preset_is_fitted_and_one_with_a_preset_is_not(text, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    c = t.parse_config([text])
+    assert (c.preset, c.fit, c.target_loss, c.save_checkpoint, c.minutes) == ("laptop", True, 0, "auto", 2)
+    assert (c.val_tokens, c.val_seq_len) == (896, 896)
+    strict = t.parse_config([text, "--preset=laptop"])
+    assert (strict.fit, strict.target_loss, strict.val_tokens) == (False, 1.5, 131_072)
+    assert t.parse_config([text, "--preset=laptop", "--fit"]) == c
+    assert not t.parse_config([]).fit
+
+
+def test_what_is_given_stays_and_the_rest_follows_from_it(text):
+    c = t.parse_config([text, "--num_steps=50", "--seq_len=512", "--target_loss=2.5", "--val_interval=7"])
+    assert (c.num_steps, c.minutes, c.seq_len, c.target_loss, c.val_interval) == (50, 0, 512, 2.5, 7)
+    assert c.epochs == math.ceil(50 * c.batch_tokens / (19_000 // 512 - c.batch_tokens // 512 + 1) / 512)
+    t.check_data(c)
+
+
+def test_minutes_become_as_many_steps_as_fit_into_them(text, tmp_path):
+    c = t.parse_config([text, "--minutes=0.5"])
+    paths = list(tmp_path.glob("*_train_*"))
+    assert t.with_minutes(c, 0.2, paths).num_steps == 150
+    most = t.with_minutes(c, 1e-9, paths)
+    assert most.epochs == fitting.MOST_EPOCHS
+    t.check_amount(most, paths)
+
+
+def test_a_fitted_run_saves_the_weights_of_its_best_validation_and_ends_with_0(text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    losses = iter([5.0, 3.0, 4.0, 4.5])
+    monkeypatch.setattr(t, "validate", lambda *args: next(losses))
+    keys = ["--num_steps=3", "--val_interval=1", "--seq_len=256", "--batch_tokens=256", "--model_dim=32", "--sample="]
+    assert t.main([text, "--save_checkpoint=best.pt", *keys]) == 0
+    content = torch.load("best.pt", weights_only=True)
+    assert (content["step"], content["val_loss"]) == (1, 3.0)
+    shorter = ["--num_steps=3", "--val_interval=0", *keys[2:]]
+    losses = iter([4.5])
+    assert t.main([text, "--save_checkpoint=last.pt", *shorter]) == 0
+    last = torch.load("last.pt", weights_only=True)
+    assert last["step"] == 3
+    assert not torch.equal(last["weights"]["qk"], content["weights"]["qk"])
+
+
+def test_checkpoints_of_one_name_do_not_replace_each_other(text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    c = dataclasses.replace(t.parse_config([text]), save_checkpoint="auto")
+    first = t.place_to_save(c)
+    assert str(first) == f"models/{tmp_path.name}.pt"
+    first.touch()
+    assert str(t.place_to_save(c)) == f"models/{tmp_path.name}-2.pt"
