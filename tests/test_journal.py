@@ -375,7 +375,7 @@ log.fact("config", dict(num_steps=2, batch_tokens=8, val_tokens=8, target_loss=e
                         seed=0, run_name=""))
 log.fact("environment", journal.describe_machine(cpu))
 for split, digit in (("train", "0"), ("val", "1")):
-    log.fact("data", dict(split=split, name=split, bytes=1032, tokens=4, sha256=digit * 64))
+    log.fact("data", dict(split=split, name=split, bytes=1056, tokens=16, sha256=digit * 64))
 log.fact("stage", dict(first_step=0, last_step=2, batch_tokens=8))
 log.fact("calibration", journal.calibrate(cpu))
 for step in (1, 2):
