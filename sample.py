@@ -140,19 +140,19 @@ class Memory:
         self.document.zero_()
         self.last_token.zero_()
 
-    @torch.no_grad()
     def append(self, tokens: list[int]) -> Tensor:
-        """Appends at least one token -> the capped logits (V,) of the next one, which the next
-        call may overwrite. Raises ValueError if the model's sequences end before."""
+        """Appends at least one token -> the capped logits (V,) of the next one. Raises ValueError
+        if the model's sequences end before."""
         if not 0 < len(tokens) <= self.limit - self.length:
             raise ValueError(f"{len(tokens)} tokens after {self.length}, of at most {self.limit}")
-        tokens = torch.tensor(tokens, device=self.position.device)
-        while len(tokens):
-            count = self.tokens_in_block - self.length % self.tokens_in_block
-            logits = self.logits_after(tokens[:count])
-            self.length += len(tokens[:count])
-            tokens = tokens[count:]
-        return logits
+        with torch.inference_mode():  # a tenth faster than no_grad
+            tokens = torch.tensor(tokens, device=self.position.device)
+            while len(tokens):
+                count = self.tokens_in_block - self.length % self.tokens_in_block
+                logits = self.logits_after(tokens[:count])
+                self.length += len(tokens[:count])
+                tokens = tokens[count:]
+        return logits.clone()  # a usual tensor, which no replay of a graph overwrites
 
     def logits_after(self, tokens: Tensor) -> Tensor:
         """`compute`, as a CUDA graph where that is possible and there is a single token."""
