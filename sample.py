@@ -1,10 +1,25 @@
 """Continue a text with a trained model.
 
-    python sample.py model.pt "The function returns"
+    python sample.py model.pt "ROMEO:"         # prints the text and what the model adds to it
+    python sample.py model.pt                  # asks for texts until Ctrl-D or Ctrl-C
+    echo "ROMEO:" | python sample.py model.pt  # the text comes from standard input
 
-model.pt is what `train_gpt.py --save_checkpoint=model.pt` has written.
+model.pt is what `train_gpt.py --save_checkpoint=model.pt` has written. A text ends where the model
+ends the document, after --max_new_tokens, or where the model's sequences end.
+
+`Memory` keeps what attention needs of earlier tokens, so that a new token costs the work of one.
+`generate` draws tokens with it. Shapes in comments are those of train_gpt.py, and n is the number
+of tokens that are appended at a time.
 """
+import argparse
+import codecs
+import math
+import os
 import sys
+import unicodedata
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,60 +27,498 @@ from torch import Tensor
 
 from data.prepare import byte_to_token, token_to_byte
 from data.shards import SEPARATOR
+from nanogpt.compiling import CudaGraphs
 from nanogpt.masks import BLOCK_SIZE
 from nanogpt.ranks import BadInput, require
 
+# --------------------------------------------------------------------------------------------------
+# 1. What is kept of the tokens so far
 
-def codec(vocab_size: int):
-    """Two functions, from a text to its tokens and back: bytes for a small vocabulary, otherwise
-    GPT-2's byte-pair encoding. Tokens that begin a document or pad the vocabulary have no text."""
+
+def script_of(model):
+    """The module that the model comes from: train_gpt, which is called __main__ while it trains."""
+    return sys.modules[type(model).__module__]
+
+
+def last_view(model):
+    """How far the model sees, and how it turns positions, after the steps that it was trained."""
+    steps = getattr(model, "trained_steps", model.config.num_steps)
+    return script_of(model).view_of(steps, model.config)
+
+
+def multiplied(model) -> tuple[list, list]:
+    """The weights of each layer, with those matrices multiplied by their learned factors for which
+    train_gpt.Plain does it at each product, and recipes that therefore leave it out."""
+    script = script_of(model)
+
+    class Multiplied(script.Plain):
+        def linear(self, x, w, factor=None):
+            return F.linear(x, w)
+
+        def qkv(self, x, qk, v, factor):
+            return *F.linear(x, qk).chunk(2, 1), F.linear(x, v)
+
+    all_weights = []
+    for weights in model.layer_weights(training=True):  # what a layer lacks is None
+        factors = dict(zip(script.SCALARS, weights.scalars))
+        weights = weights._replace(down=factors["down"] * weights.down)
+        if weights.vo is not None:
+            v, o = weights.vo
+            weights = weights._replace(vo=torch.stack((factors["v"] * v, factors["o"] * o)))
+        all_weights.append(weights)
+    recipe = Multiplied()
+    return all_weights, [script.LayerRecipes(recipe, recipe, recipe, recipe)] * len(all_weights)
+
+
+class LayerMemory(NamedTuple):
+    """What attention of one layer keeps.
+
+    A query sees whole blocks, the last of them its own. So there are as many places as the window
+    has positions, and a new position overwrites the one that is a window older. Paired heads have
+    two positions a token."""
+    keys: Tensor  # (heads, places, d)
+    values: Tensor  # (heads, places, d)
+    last_key: Tensor  # (1, 1 or 2, heads, d): of the last token, before its half is replaced
+
+
+class Places(NamedTuple):
+    """Where the keys of new tokens go, and which places their queries see."""
+    index: Tensor  # (n or 2 n,)
+    bias: Tensor  # (n or 2 n, places): 0 where a query sees a place, else -inf
+
+
+class Memory:
+    """A model and what it keeps of one text. Tokens are appended; the logits of the next one come
+    back. All that changes lies in tensors that are written in place, so that on a GPU the work of
+    one token can be a CUDA graph (nanogpt/compiling.py)."""
+
+    @torch.no_grad()
+    def __init__(self, model, view, cuda_graph: bool = True):
+        c = model.config
+        device = model.lm_head.device
+        self.model = model
+        self.script = script_of(model)
+        self.windows = view.windows
+        self.limit = c.seq_len
+        self.weights, self.recipes = multiplied(model)
+        self.cos, self.sin, self.score_scale = model.rotary(view, c.seq_len)  # (2 limit, 1, d)
+
+        # As in masks.sdpa, attention on a CPU is in float32 or wider.
+        self.dtype = model.lm_head.dtype
+        if device.type == "cpu":
+            self.dtype = torch.promote_types(self.dtype, torch.float32)
+        self.layers = []
+        d = c.model_dim // c.num_heads
+        for layer in model.layers:
+            copies = 1 + layer.paired
+            heads = c.num_heads // copies
+            places = self.count_places(layer.window, copies)
+            memory = LayerMemory(
+                torch.zeros(heads, places, d, dtype=self.dtype, device=device),
+                torch.zeros(heads, places, d, dtype=self.dtype, device=device),
+                torch.zeros(1, copies, heads, d, dtype=model.lm_head.dtype, device=device))
+            self.layers.append(memory if layer.attn else None)
+        paired = any(layer.paired for layer in model.layers if layer.attn)
+        self.tokens_in_block = BLOCK_SIZE // (1 + paired)
+
+        self.position = torch.zeros((), dtype=torch.int64, device=device)  # of the next token
+        self.document = torch.zeros_like(self.position)  # where the last document begins
+        self.last_token = torch.zeros(1, dtype=torch.int64, device=device)
+        self.clear()
+        self.graphs = CudaGraphs([]) if cuda_graph and device.type == "cuda" else None
+        self.warm = False
+
+    def count_places(self, window: str, copies: int) -> int:
+        """The positions that a window reaches, or those of a whole sequence if they are fewer."""
+        return min(self.windows[window] * BLOCK_SIZE, self.limit * copies)
+
+    def clear(self) -> None:
+        """Forgets all tokens. Keys and values may stay: no query sees a place before it is
+        written."""
+        self.length = 0  # tokens so far
+        self.position.zero_()
+        self.document.zero_()
+        self.last_token.zero_()
+
+    def append(self, tokens: list[int]) -> Tensor:
+        """Appends at least one token -> the capped logits (V,) of the next one. Raises ValueError
+        if the model's sequences end before."""
+        if not 0 < len(tokens) <= self.limit - self.length:
+            raise ValueError(f"{len(tokens)} tokens after {self.length}, of at most {self.limit}")
+        with torch.inference_mode():  # a tenth faster than no_grad
+            tokens = torch.tensor(tokens, device=self.position.device)
+            while len(tokens):
+                count = self.tokens_in_block - self.length % self.tokens_in_block
+                logits = self.logits_after(tokens[:count])
+                self.length += len(tokens[:count])
+                tokens = tokens[count:]
+        return logits.clone()  # a usual tensor, which no replay of a graph overwrites
+
+    def logits_after(self, tokens: Tensor) -> Tensor:
+        """`compute`, as a CUDA graph where that is possible and there is a single token."""
+        if self.graphs is None or len(tokens) > 1:
+            return self.compute(tokens)
+        if not self.warm:  # what is allocated at first use cannot be recorded
+            self.warm = True
+            return self.compute(tokens)
+        try:
+            return self.graphs("one token", self.compute, (tokens,))
+        except RuntimeError as error:
+            print(f"sample.py: no CUDA graph, which is slower ({error})", file=sys.stderr)
+            self.graphs = None
+            return self.compute(tokens)
+
+    def compute(self, tokens: Tensor) -> Tensor:
+        """tokens (n,) of one block -> the capped logits (V,) of the token after the last one."""
+        x, sources = self.hidden(tokens)
+        return self.model.logits(x[-1:], tuple(source[-1:] for source in sources))[0]
+
+    def hidden(self, tokens: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """tokens (n,) of one block, after those before -> what GPT.hidden returns, (n, D) each."""
+        model = self.model
+        script = self.script
+        L = len(model.layers)
+
+        # 1. Inputs look at the token before, so the last one stands in front, and its row is
+        # dropped afterwards.
+        tokens = torch.cat((self.last_token, tokens))  # (n + 1,)
+        position = self.position + torch.arange(-1, len(tokens) - 1, device=tokens.device)
+        begins = (tokens == model.bos) | (position == 0)
+        looked_up = model.look_up(tokens, training=False)
+        with_attention = tuple(i for i in range(L) if model.layers[i].attn)
+        normed, injects = script.embed_inputs(
+            tokens, begins, looked_up["bigrams"], model.weight("lm_head"), model.signs,
+            model.smear, model.scalars, with_attention)
+        first_x = x = normed.x[1:]
+        normed = script.normed_stream(x)
+        injects = {i: inject[1:] for i, inject in zip(with_attention, injects)}
+        value_embeds = looked_up["value_embeds"][1:].split(model.config.model_dim, 1)
+        position = position[1:]  # (n,)
+        begins = begins[1:]
+
+        # 2. The document of each new token, as the position where it begins. (n,)
+        document = torch.where(begins, position, self.document).cummax(0).values
+
+        # 3. The layers.
+        rotations = {}  # paired -> cos and sin, (n or 2 n, 1, d)
+        for paired in {layer.paired for layer in model.layers}:
+            numbers = self.positions(position, 1 + paired)
+            rotations[paired] = self.cos[numbers], self.sin[numbers]
+        places = {}  # (window's name, paired) -> Places
+        outputs = []
+        normed_outputs = []
+        for i, layer in enumerate(model.layers):
+            context = script.LayerContext(
+                *rotations[layer.paired], self.score_scale, layer.paired)
+            if layer.attn:
+                kind = layer.window, layer.paired
+                if kind not in places:
+                    places[kind] = self.find_places(position, document, *kind)
+                look = partial(self.look, self.layers[i], places[kind],
+                               begins if layer.offset else None)
+                context = context._replace(mask=look, inject=injects[i])
+                if layer.value_embed is not None:
+                    context = context._replace(value_embed=value_embeds[layer.value_embed])
+            if layer.skip is not None:
+                context = context._replace(skip=outputs[layer.skip])
+            reads = normed if layer.source is None else normed_outputs[layer.source]
+            x, normed = script.block(x, reads, self.weights[i], context, self.recipes[i])
+            outputs.append(x)
+            normed_outputs.append(normed)
+
+        # 4. What the next call must know.
+        self.last_token.copy_(tokens[-1:])
+        self.document.copy_(document[-1])
+        self.position += len(position)
+        return x, (first_x, outputs[L // 3], outputs[L * 2 // 3], outputs[L - 2], value_embeds[0])
+
+    def positions(self, position: Tensor, copies: int) -> Tensor:
+        """Positions of tokens (n,) -> those of their keys, of which a token has `copies`."""
+        if copies == 1:
+            return position
+        return (position[:, None] * copies + torch.arange(copies, device=position.device)).flatten()
+
+    def find_places(self, position: Tensor, document: Tensor, window: str, paired: bool) -> Places:
+        """position, document (n,) of new tokens, all of one block -> the places of their keys, in
+        layers with this window, and with paired heads or not."""
+        copies = 1 + paired
+        query = self.positions(position, copies)  # (n or 2 n,)
+        count = self.count_places(window, copies)
+        # A place holds the last position up to the newest that leaves its number as remainder.
+        newest = query[-1]
+        held = newest - (newest - torch.arange(count, device=query.device)) % count  # (places,)
+        first_in_window = (query // BLOCK_SIZE - (self.windows[window] - 1)) * BLOCK_SIZE
+        first_in_document = (document[:, None] * copies).expand(-1, copies).flatten()
+        first = torch.maximum(first_in_window, first_in_document)
+        seen = (held <= query[:, None]) & (held >= first[:, None])
+        bias = torch.zeros(seen.shape, dtype=self.dtype, device=seen.device)
+        return Places(query % count, bias.masked_fill(~seen, -math.inf))
+
+    def look(self, memory: LayerMemory, places: Places, begins: Tensor | None,
+             q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention of new tokens, over them and those before. q, k, v (n or 2 n, heads, d) -> the
+        same shape. With `begins` (n,), where documents begin, half of a key is the key before's."""
+        if begins is not None:
+            own = k.view(len(begins), *memory.last_key.shape[1:])  # (n, 1 or 2, heads, d)
+            k = self.script.offset_keys(own, begins, memory.last_key).flatten(0, 1)
+            memory.last_key.copy_(own[-1:])
+        memory.keys.index_copy_(1, places.index, k.transpose(0, 1).to(self.dtype))
+        memory.values.index_copy_(1, places.index, v.transpose(0, 1).to(self.dtype))
+        q_wide = q.transpose(0, 1).to(self.dtype)  # (heads, n or 2 n, d)
+        y = F.scaled_dot_product_attention(
+            q_wide[None], memory.keys[None], memory.values[None], places.bias, scale=1.0)
+        return y[0].transpose(0, 1).contiguous().to(q.dtype)
+
+
+# --------------------------------------------------------------------------------------------------
+# 2. Tokens, one after the other
+
+
+def draw(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
+    """A token drawn by its probability, from logits (V,): among the top_k most probable ones, or
+    among all for 0. Temperature 0 takes the most probable one."""
+    if temperature == 0:
+        return int(logits.argmax())
+    logits = logits.double()  # so that no temperature is too small to divide by
+    if 0 < top_k < len(logits):
+        logits, tokens = logits.topk(top_k)
+    else:
+        tokens = torch.arange(len(logits), device=logits.device)
+    probabilities = ((logits - logits.max()) / temperature).softmax(-1)
+    return int(tokens[torch.multinomial(probabilities, 1, generator=generator)])
+
+
+def generate(memory: Memory, tokens: list[int], count: int, temperature: float, top_k: int,
+             generator: torch.Generator) -> Iterator[int]:
+    """At most `count` tokens that continue `tokens`, one by one as they are drawn, up to the end of
+    the document, whose token is among them, or of the model's sequences. Raises BadInput if the
+    logits are not finite."""
+    memory.clear()
+    logits = memory.append(tokens)
+    require(logits.isfinite().all(), "the logits are not finite: training has diverged")
+    count = min(count, memory.limit - len(tokens))
+    for i in range(count):
+        token = draw(logits, temperature, top_k, generator)
+        yield token
+        if token == memory.model.bos or i == count - 1:
+            break
+        logits = memory.append([token])
+
+
+# --------------------------------------------------------------------------------------------------
+# 3. Text
+
+
+def codec(vocab_size: int) -> tuple[Callable[[str], list[int]], Callable[[int], bytes]]:
+    """Two functions, from a text to its tokens and from a token to its bytes: tokens are bytes for
+    a small vocabulary, otherwise GPT-2's byte-pair encoding. Tokens that begin a document or pad
+    the vocabulary have no text."""
     if vocab_size <= SEPARATOR:
         def encode(text: str) -> list[int]:
-            return byte_to_token[list(text.encode())].tolist()
+            return byte_to_token[list(text.encode(errors="replace"))].tolist()
 
-        def decode(tokens: list[int]) -> str:
-            known = [token for token in tokens if token < len(token_to_byte)]
-            return bytes(token_to_byte[known]).decode(errors="replace")
+        def to_bytes(token: int) -> bytes:
+            return token_to_byte[token : token + 1].tobytes()
 
-        return encode, decode
+        return encode, to_bytes
 
-    import tiktoken
-    gpt2 = tiktoken.get_encoding("gpt2")
-    return gpt2.encode_ordinary, lambda tokens: gpt2.decode([t for t in tokens if t < SEPARATOR])
+    try:
+        import tiktoken
+        gpt2 = tiktoken.get_encoding("gpt2")
+    except Exception as error:  # from the network, from the cache folder, or a missing package
+        raise BadInput(
+            f"tiktoken cannot load GPT-2's vocabulary ({type(error).__name__}); run once with a "
+            "network, or set TIKTOKEN_CACHE_DIR to a folder that has it") from error
+
+    def gpt2_bytes(token: int) -> bytes:
+        return gpt2.decode_single_token_bytes(token) if token < SEPARATOR else b""
+
+    return gpt2.encode_ordinary, gpt2_bytes
 
 
-def next_token(logits: Tensor, temperature: float) -> int:
-    """A token drawn by its probability, from logits (V,)."""
-    probabilities = (logits / temperature).softmax(-1)
-    return int(torch.multinomial(probabilities, 1))
-
-
-@torch.no_grad()
-def continue_text(model, view, text: str, count: int, temperature: float = 0.7) -> str:
-    """`text` and at most `count` more tokens, up to the end of the document. The whole sequence is
-    computed again for each token. Raises BadInput if the text is too long for the model."""
-    encode, decode = codec(model.config.vocab_size)
+def prompt_tokens(model, encode: Callable[[str], list[int]], text: str) -> list[int]:
+    """The tokens of a text that begins a document. Raises BadInput if none could follow."""
     tokens = [model.bos, *encode(text)]
     longest = model.config.seq_len
     require(len(tokens) < longest,
-            f"--sample has {len(tokens) - 1} tokens, and the model's sequences only {longest}")
-    end = min(longest, len(tokens) + count)
-    while len(tokens) < end:
-        padding = -len(tokens) % BLOCK_SIZE
-        padded = F.pad(torch.tensor(tokens, device=model.lm_head.device), (0, padding))
-        logits = model.next_token_logits(padded, len(tokens) - 1, view)
-        tokens.append(next_token(logits, temperature))
-        if tokens[-1] == model.bos:
-            break
-    return decode(tokens[1:])
+            f"the text has {len(tokens) - 1} tokens, and the model's sequences only {longest}")
+    return tokens
+
+
+def continue_text(model, view, text: str, count: int, temperature: float = 0.8, top_k: int = 0,
+                  seed: int = 0) -> str:
+    """`text` and what `count` more tokens add to it, or fewer if the document ends before. Raises
+    BadInput if the text is too long for the model."""
+    encode, to_bytes = codec(model.config.vocab_size)
+    tokens = prompt_tokens(model, encode, text)
+    generator = torch.Generator(model.lm_head.device).manual_seed(seed)
+    new = generate(Memory(model, view), tokens, count, temperature, top_k, generator)
+    return text + b"".join(map(to_bytes, new)).decode(errors="replace")
+
+
+# --------------------------------------------------------------------------------------------------
+# 4. The program
+
+
+SMALL = 10_000_000  # parameters
+
+
+def at_least(low: int) -> Callable[[str], int]:
+    """For argparse, which puts the name of the inner function into its sentence."""
+    def whole_number(text: str) -> int:
+        number = int(text)
+        if not low <= number < 2**63:
+            raise argparse.ArgumentTypeError(f"{text} is not between {low} and 2^63")
+        return number
+
+    return whole_number
+
+
+def temperature(text: str) -> float:
+    number = float(text)
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a finite number from 0 on")
+    return number
+
+
+def device(text: str) -> torch.device:
+    cuda = torch.cuda.is_available()
+    if text not in ("auto", "cuda", "cpu"):
+        raise argparse.ArgumentTypeError(f"{text} is none of auto, cuda, cpu")
+    if text == "cuda" and not cuda:
+        raise argparse.ArgumentTypeError("torch sees no GPU here")
+    return torch.device("cuda" if cuda and text != "cpu" else "cpu")
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The command line. Raises BadInput on an unknown option or a wrong value."""
+    parser = argparse.ArgumentParser(
+        prog="sample.py", description=__doc__.split("\n\n")[0], allow_abbrev=False,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.error = partial(require, False)  # argparse's sentence, without its page on usage
+    option = parser.add_argument
+    option("checkpoint", metavar="CHECKPOINT", help="file that --save_checkpoint has written")
+    option("text", metavar="TEXT", nargs="?", default=argparse.SUPPRESS,
+           help="text to continue; without it the program asks for texts, or reads one from a pipe")
+    option("--temperature", type=temperature, default=0.8,
+           help="below 1 the probable becomes more probable; 0: always the most probable token")
+    option("--top_k", type=at_least(0), default=0,
+           help="draw among so many of the most probable tokens, 0: among all")
+    option("--num_samples", type=at_least(1), default=1, help="continuations of each text")
+    option("--max_new_tokens", type=at_least(1), default=256, help="tokens to add at most")
+    option("--seed", type=at_least(0), default=0, help="the same seed gives the same texts")
+    option("--device", type=device, default="auto", help="auto, cuda or cpu")
+    return parser.parse_args(argv)
+
+
+def show(text: str) -> None:
+    """Writes a text at once. What the console cannot show becomes a question mark, and on a
+    terminal so do control characters, which could change how it works."""
+    if sys.stdout.isatty():
+        text = "".join(
+            "?" if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text)
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
+    sys.stdout.flush()
+
+
+def texts_to_continue(options: argparse.Namespace) -> Iterator[str]:
+    """The text of the command line, or that of standard input, or what the user answers."""
+    if hasattr(options, "text"):
+        yield options.text
+        return
+    require(sys.stdin is not None, "there is no text to continue")
+    if not sys.stdin.isatty():
+        yield sys.stdin.buffer.read().decode(errors="replace").removesuffix("\n")
+        return
+    sys.stdin.reconfigure(errors="replace")
+    while True:
+        print("text to continue: ", end="", file=sys.stderr, flush=True)
+        try:
+            text = input()
+        except EOFError:  # Ctrl-D
+            print(file=sys.stderr)
+            return
+        yield text
+
+
+def prepare_for_cpu(model) -> None:
+    """A small model's products of a single row take a third of the time in float32, and threads
+    would only wait for each other."""
+    if sum(parameter.numel() for parameter in model.parameters()) < SMALL:
+        torch.set_num_threads(1)
+        if model.lm_head.dtype != torch.float64:
+            model.float()
+
+
+class Speaker:
+    """Continues texts with the model of a checkpoint, and shows them as they are made."""
+
+    def __init__(self, options: argparse.Namespace):
+        from train_gpt import load_checkpoint
+        path = options.checkpoint
+        require(os.path.exists(path), f"there is no checkpoint {path}")
+        self.options = options
+        self.model = load_checkpoint(path, options.device)
+        self.encode, self.to_bytes = codec(self.model.config.vocab_size)
+        if options.device.type == "cpu":
+            prepare_for_cpu(self.model)
+        self.memory = Memory(self.model, last_view(self.model))
+        self.generator = torch.Generator(options.device).manual_seed(options.seed)
+
+    def answer(self, text: str) -> None:
+        """Raises BadInput if the text is too long."""
+        options = self.options
+        tokens = prompt_tokens(self.model, self.encode, text)
+        for number in range(1, options.num_samples + 1):
+            if options.num_samples > 1:
+                show(f"---------- sample {number} of {options.num_samples} ----------\n")
+            show(text)
+            new = generate(
+                self.memory, tokens, options.max_new_tokens, options.temperature, options.top_k,
+                self.generator)
+            decoder = codecs.getincrementaldecoder("utf-8")("replace")
+            for token in new:
+                show(decoder.decode(self.to_bytes(token)))
+            show(decoder.decode(b"", final=True) + "\n")
+            no_room = self.memory.limit < len(tokens) + options.max_new_tokens
+            if no_room and token != self.model.bos:
+                print(f"sample.py: the text ends here, because the model's sequences have "
+                      f"{self.memory.limit} tokens", file=sys.stderr)
+
+
+def discard_output() -> None:
+    """Nobody reads: what is left in the buffer of standard output goes nowhere."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
 
 
 def main(argv: list[str]) -> int:
-    from train_gpt import load_checkpoint, view_of
+    """Exit status: 0, 2 for bad input, or as usual 130 for Ctrl-C while a single text is made."""
+    asks = False
     try:
-        require(len(argv) == 2, 'usage: python sample.py CHECKPOINT "TEXT"')
-        model = load_checkpoint(argv[0], torch.device("cpu"))
-        print(continue_text(model, view_of(model.config.num_steps, model.config), argv[1], 256))
+        options = parse(argv)
+        asks = not hasattr(options, "text") and sys.stdin is not None and sys.stdin.isatty()
+        speaker = Speaker(options)
+        for text in texts_to_continue(options):
+            try:
+                speaker.answer(text)
+            except BadInput as error:
+                if not asks:
+                    raise
+                print(f"sample.py: {error}", file=sys.stderr)  # and asks again
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 0 if asks else 130
+    except BrokenPipeError:  # as in `| head -1`
+        discard_output()
+    except OSError as error:  # as on a full disk
+        discard_output()
+        print(f"sample.py: {error}", file=sys.stderr)
+        return 2
+    except torch.OutOfMemoryError as error:
+        print(f"sample.py: {str(error).split('. ')[0]}", file=sys.stderr)
+        return 2
     except BadInput as error:
         print(f"sample.py: {error}", file=sys.stderr)
         return 2

@@ -941,9 +941,22 @@ class LayerContext(NamedTuple):
     skip: Tensor | None = None  # (T, D), the output of an earlier layer
 
 
+def offset_keys(k: Tensor, begins: Tensor, last: Tensor | None = None) -> Tensor:
+    """Keys k (T, 1 or 2 a token, heads, d) -> keys of which the half that does not turn is the
+    previous token's: so a query for a token finds what came after an earlier one (record 49). Where
+    a document begins, (T,) bool, a key stays whole. `last` (1, 1 or 2, heads, d) are the keys of
+    the token before the first one, if there are any."""
+    d = k.size(-1)
+    turns = torch.arange(d, device=k.device) % (d // 2) < d // 4
+    stays = begins[:, None, None, None] | turns
+    before = k.roll(1, 0) if last is None else torch.cat((last, k[:-1]))
+    return torch.where(stays, k, before)
+
+
 def attention(normed: Normed, weights: LayerWeights, scalars: dict[str, Tensor],
               context: LayerContext, recipes: LayerRecipes) -> Tensor:
-    """The output of attention (T, D)."""
+    """The output of attention (T, D). sample.py, which keeps keys and values of earlier tokens,
+    gives a function in place of the mask: it takes q, k and v and returns what `attend` would."""
     x = normed.x
     T, D = x.shape
     H = weights.gates.size(1)
@@ -962,10 +975,7 @@ def attention(normed: Normed, weights: LayerWeights, scalars: dict[str, Tensor],
     q = norm_and_rotate(q, cos, sin, context.score_scale)
     k = norm_and_rotate(k, cos, sin)
     if context.begins is not None:
-        # The half of the key that does not turn is the previous token's: so a query for a token
-        # finds what came after an earlier one (record 49).
-        turns = torch.arange(d, device=x.device) % (d // 2) < d // 4
-        k = torch.where(context.begins[:, None, None, None] | turns, k, k.roll(1, 0))
+        k = offset_keys(k, context.begins)
     if context.value_embed is not None:
         half = GATE_DIM // 2
         steering = torch.cat((normed.first[:, :half], context.value_embed[:, :half]), 1)
@@ -973,7 +983,12 @@ def attention(normed: Normed, weights: LayerWeights, scalars: dict[str, Tensor],
         v = v + (gate[..., None] * context.value_embed.reshape(T, H, d)).view_as(v)
 
     # 2. Attention itself, over (T or 2 T, heads, d).
-    y = attend(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), context.mask).view(T, H, d)
+    heads = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+    if isinstance(context.mask, BlockMask | Tensor):
+        y = attend(*heads, context.mask)
+    else:
+        y = context.mask(*heads)
+    y = y.view(T, H, d)
 
     # 3. What points along the token's own value is taken away, as much as each head wants.
     if weights.xsa is not None:
@@ -1320,11 +1335,10 @@ class GPT(nn.Module):
         chosen, bias, places = self.choose(head.targets)
         return Head(head.weight.index_select(0, chosen), places, bias), head_recipe.chosen(chosen)
 
-    def next_token_logits(self, tokens: Tensor, position: int, view: View) -> Tensor:
-        """tokens (T,) -> the capped logits (V,) of the token that follows the one at `position`."""
-        x, sources = self.hidden(tokens, view, training=False)
+    def logits(self, x: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
+        """What `hidden` returns, (T, D) each -> the capped logits of each next token (T, V)."""
         x = late_mix(x, sources, LateMix(self.late_in, self.late_out, self.late_bias))
-        return kernels.softcap(F.linear(x[position], self.weight("lm_head")), CAP)
+        return kernels.softcap(F.linear(x, self.weight("lm_head")), CAP)
 
 
 @torch.no_grad()
