@@ -76,7 +76,7 @@ from nanogpt.ranks import (
 )
 from nanogpt.rows import LookedUpRows
 from records import journal
-from records.console import Console
+from records.console import Console, complain
 
 # --------------------------------------------------------------------------------------------------
 # 1. Configuration: the defaults are the record, and every key can be given as --key=value
@@ -934,7 +934,7 @@ class LayerContext(NamedTuple):
     sin: Tensor
     score_scale: Tensor  # ()
     paired: bool
-    mask: BlockMask | Tensor | None = None
+    mask: BlockMask | Tensor | Callable | None = None
     inject: Tensor | None = None  # (T, D), added to the stream with the output of attention
     value_embed: Tensor | None = None  # (T, D)
     begins: Tensor | None = None  # (T,) bool, where documents begin; None: no key is shifted
@@ -1960,7 +1960,8 @@ def model_of(content: dict, device: torch.device) -> GPT:
     configuration."""
     known = {field.name for field in dataclasses.fields(Config)}
     config = {name: value for name, value in content["config"].items() if name in known}
-    c = dataclasses.replace(Config(**config), attention="sdpa", device=device.type)
+    c = dataclasses.replace(
+        Config(**config), attention="sdpa", device=device.type, native=False)
     check_config(c)
     for name, param in parameter_table(c).items():
         found = content["weights"].get(name)
@@ -2086,8 +2087,10 @@ def continue_text(content: dict, device: torch.device) -> str:
     """The text of --sample, continued by the model of a checkpoint."""
     import sample  # only here: training needs no tokenizer
     model = model_of(content, device)
+    if device.type == "cpu":
+        sample.prepare_for_cpu(model)
     c = model.config
-    return sample.continue_text(model, view_of(content["step"], c), c.sample, c.sample_tokens)
+    return sample.continue_text(model, sample.last_view(model), c.sample, c.sample_tokens)
 
 
 def show_header(console: Console, c: Config, machine: dict, train_paths: list[Path],
@@ -2284,7 +2287,7 @@ def main(argv: list[str]) -> int:
         if isinstance(error, (OSError, torch.OutOfMemoryError)):
             speaks = True  # of its files and its memory only this rank may know
         if speaks:
-            print(f"train_gpt.py: {sentence}", file=sys.stderr)
+            complain(f"train_gpt.py: {sentence}")
     if dist.is_initialized():
         if status < 2:  # torchrun ends all ranks with the first one: none may leave before rank 0
             dist.barrier()
