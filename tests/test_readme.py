@@ -1,0 +1,54 @@
+"""The top-level README names only what exists: files, keys and links. It stays short enough to be read in one go.
+
+Reference: the files of the project, the fields of Config, and the options of the other programs as their source has
+them. The leaderboard is not looked at here: `python -m records check` does that."""
+import dataclasses
+import re
+
+import pytest
+from conftest import ROOT
+
+import train_gpt
+
+BEGIN, END = "<!-- leaderboard:begin -->", "<!-- leaderboard:end -->"
+PROGRAMS = ("sample.py", "data/prepare.py", "data/fineweb.py", "records/__main__.py")
+TORCHRUN = {"standalone", "nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port"}
+TO_COME = ("TODO-SAMPLE", "TODO-RESUME")  # sections with such a mark describe what is not here yet
+
+
+@pytest.fixture(scope="module")
+def readme():
+    text = (ROOT / "README.md").read_text("utf-8")
+    before, rest = text.split(BEGIN)
+    return before + rest.split(END)[1]
+
+
+def sections(text):
+    return re.split(r"^## ", text, flags=re.MULTILINE)
+
+
+def test_the_files_that_it_names_are_there(readme):
+    named = set(re.findall(r"`([\w/]+\.(?:py|sh)|[\w/]+/)`", readme))
+    assert len(named) > 20
+    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+
+
+def test_the_keys_that_it_names_are_known(readme):
+    known = {field.name for field in dataclasses.fields(train_gpt.Config)} | TORCHRUN | {"help"}
+    for program in PROGRAMS:
+        known |= set(re.findall(r'"--([\w-]+)"', (ROOT / program).read_text("utf-8")))
+    for section in sections(readme):
+        if not any(mark in section for mark in TO_COME):
+            named = set(re.findall(r"(?<!\S)`?--([a-z][\w-]*)", section))
+            assert named - known == set(), section.partition("\n")[0]
+
+
+def test_its_links_lead_somewhere(readme):
+    targets = re.findall(r"\]\(([^)#]+)", readme)
+    assert targets
+    local = [target for target in targets if not target.startswith("https://")]
+    assert [target for target in local if not (ROOT / target).exists()] == []
+
+
+def test_it_is_short(readme):
+    assert sum(bool(line.strip()) for line in readme.splitlines()) <= 200
