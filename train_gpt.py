@@ -87,7 +87,7 @@ GATE_DIM = 12  # first channels of a layer's input, which steer its gates (recor
 @dataclasses.dataclass
 class Config:
     preset: str = key(
-        "", "speedrun, onepass, laptop or char; empty: speedrun with CUDA, laptop without")
+        "", "entry of PRESETS; empty: speedrun with CUDA, laptop without; data_dir alone: what suits it")
     # data
     data_dir: str = key("data/fineweb10B", "folder of .bin shards")
     train_files: str = key("*_train_*.bin", "glob of training shards inside data_dir")
@@ -362,7 +362,7 @@ def check_config(c: Config) -> None:
 
     choices = {
         "topology": TOPOLOGIES, "schedule": SCHEDULES, "precision": ("auto", *PRECISIONS),
-        "attention": ("auto", "flex", "sdpa"), "device": ("auto", "cuda", "cpu"),
+        "attention": ("auto", "flex", "sdpa"), "device": ("auto", "cuda", "cpu", "mps"),
         "dtype": ("auto", "bfloat16", "float16", "float32", "float64")}
     for name, allowed in choices.items():
         value = getattr(c, name)

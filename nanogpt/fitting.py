@@ -10,8 +10,8 @@ from typing import NamedTuple
 from nanogpt.masks import BLOCK_SIZE
 from nanogpt.ranks import require
 
-# The large model has 124M parameters, and tables of 390M more, which learn a text by heart when
-# they read it twice. So it is for texts of at least half a token for each of the 124M.
+# The large model has 114M parameters, and tables of 386M more, which learn a text by heart when
+# they read it twice. So it is for texts of at least half a token for each of the 114M.
 LARGE_TEXT = 60_000_000  # tokens of GPT-2's vocabulary
 
 MINUTES = 2.0  # the budget if none is given
