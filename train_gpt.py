@@ -87,7 +87,7 @@ GATE_DIM = 12  # first channels of a layer's input, which steer its gates (recor
 @dataclasses.dataclass
 class Config:
     preset: str = key(
-        "", "entry of PRESETS; empty: speedrun with CUDA, laptop without; data_dir alone: what suits it")
+        "", "entry of PRESETS; empty: what suits the machine, and the text if a data_dir is given")
     # data
     data_dir: str = key("data/fineweb10B", "folder of .bin shards")
     train_files: str = key("*_train_*.bin", "glob of training shards inside data_dir")
