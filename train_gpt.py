@@ -341,6 +341,8 @@ def config_to_resume(save: Path, given: dict) -> Config:
     """The configuration of a save, with the given values laid over it. Raises BadInput if they
     would change the result, or if it is no configuration."""
     config = saving.facts_of(save)["config"]
+    if config.get("minutes"):  # then these two have followed from it
+        given = {name: given[name] for name in given if name not in ("num_steps", "epochs")}
     changes = saving.differences(config, given, MAY_CHANGE)
     require(not changes, f"--resume={save} goes on with the saved configuration, which cannot be "
             f"changed by {changes}; leave out what differs, or leave out --resume to begin anew")
@@ -2176,13 +2178,15 @@ def start_log(c: Config, run: dict, files: list[dict], data: list[dict], machine
     return log
 
 
-def place_to_save(c: Config) -> Path | None:
-    """The file of the checkpoint, if there is to be one. Raises BadInput if it cannot be
-    written."""
+def place_to_save(c: Config, saved: saving.Saved | None) -> Path | None:
+    """The file of the checkpoint, if there is to be one. A name that was chosen before the save
+    stays. Raises BadInput if the file cannot be written."""
     if not c.save_checkpoint or not is_master():
         return None
     path = Path(c.save_checkpoint)
-    if c.save_checkpoint == "auto":
+    if c.save_checkpoint == "auto" and saved and saved.fact("checkpoint"):
+        path = Path(saved.fact("checkpoint"))
+    elif c.save_checkpoint == "auto":
         path = checkpoint.unused_path("models", Path(c.data_dir).resolve().name)
     checkpoint.try_place(path)
     return path
@@ -2262,7 +2266,8 @@ def flops_per_token(c: Config) -> int:
 
 
 def train(c: Config) -> int:
-    """The whole run; returns the exit status: 0 if the target was reached, else 1."""
+    """The whole run, or what is left of a saved one. Returns the exit status: 1 if the target was
+    missed, 130 or 143 if a signal has ended the run, else 0."""
     # 1. Import what this run needs, so that the log can show it, and check what can be checked
     # before anything is written or compiled.
     kind = c.device
@@ -2280,7 +2285,7 @@ def train(c: Config) -> int:
     data = [shards.fingerprint(path, "train") for path in train_paths]
     data += [shards.fingerprint(path, "val") for path in val_paths]
     saved = open_save(c, data)
-    save_to = agreed(place_to_save, c)
+    save_to = agreed(place_to_save, c, saved)
 
     # 2. The log begins with the code and the facts. Under --minutes the number of steps is one of
     # them, so the log can begin only after the warm-up, and what is compiled until then waits.
@@ -2374,6 +2379,7 @@ def train(c: Config) -> int:
         facts = dict(
             config=dataclasses.asdict(c), run_id=run_id, code_sha256=run["code_sha256"],
             files_sha256=run["files_sha256"], data=data, came_from=came_from, best=best,
+            checkpoint=save_to and str(save_to),
             seconds=clock.now(), steps=list(log.steps), updates=optimizer.steps,
             bytes_sent=optimizer.bytes_sent, recipes=model.precision.recipes.state())
         random = saving.random_state(device)
@@ -2478,8 +2484,10 @@ def main(argv: list[str]) -> int:
         if speaks:
             print(f"train_gpt.py: {sentence}", file=sys.stderr)
     except RuntimeError:
-        if not STOP.signal:  # else the signal has ended another rank, which this one waited for
+        if not STOP.signal:
             raise
+        # The signal has ended another rank, for which this one has waited in vain.
+        print(f"train_gpt.py: stopped by {STOP.signal}, another rank first", file=sys.stderr)
         os._exit(stopping.status_of(STOP.signal))
     if dist.is_initialized():
         if status != 2:  # torchrun ends all ranks with the first one: none may leave before rank 0

@@ -39,6 +39,7 @@ KEPT = 2  # complete saves of a run that stay on disk
 NEWEST = "newest"  # what --resume alone stands for
 FINISHED = "finished"  # a file in RUN_ID.saved: the run has come to its end, here or elsewhere
 PATIENCE_S = 120  # how long rank 0 waits for the files of the others
+LAST_PATIENCE_S = 10  # the same once its own training has ended, perhaps because of another rank
 REMEDY = "name another save, or leave --resume out to begin anew"
 
 # --------------------------------------------------------------------------------------------------
@@ -217,15 +218,16 @@ class Saver:
 
     def wait_for_others(self, unfinished: Path) -> None:
         """Waits for the files of all ranks. Raises OSError if one does not come."""
-        deadline = time.monotonic() + PATIENCE_S
+        begin = time.monotonic()
         for rank in range(self.world_size):
             part = part_of(unfinished, rank, self.world_size)
             while not sum_file(part).exists():
                 failed = part.with_suffix(".failed")
                 if failed.exists():
                     raise OSError(f"rank {rank}: {failed.read_text()}")
-                if time.monotonic() > deadline:
-                    raise OSError(f"rank {rank} has written nothing for {PATIENCE_S} s")
+                trains = threading.main_thread().is_alive()
+                if time.monotonic() > begin + (PATIENCE_S if trains else LAST_PATIENCE_S):
+                    raise OSError(f"rank {rank} has not written its file")
                 time.sleep(0.01)
 
     def finish(self) -> None:
@@ -348,10 +350,10 @@ class Saved:
         device they begin anew, from the seed, the rank and the step."""
         rank, _ = rank_and_world_size()
         state = self.parts[rank]["random"] if self.same_world else {}
-        on_gpu = isinstance(state.get("cuda"), Tensor)
-        if isinstance(state.get("cpu"), Tensor) and on_gpu == (device.type == "cuda"):
+        saved_on = "cuda" if isinstance(state.get("cuda"), Tensor) else "cpu"
+        if isinstance(state.get("cpu"), Tensor) and device.type == saved_on:
             torch.set_rng_state(state["cpu"])
-            if on_gpu:
+            if saved_on == "cuda":
                 torch.cuda.set_rng_state(state["cuda"], device)
             return
         digest = hashlib.sha256(f"{seed} {rank} {self.step}".encode()).digest()
