@@ -2347,9 +2347,9 @@ def train(c: Config) -> int:
     best = None
     first_step = 0
     came_from = []
-    if saved:
+    if saved:  # then all begins where the save was made
         agreed(go_on, saved, model, optimizer)
-        best = saved.fact("best")
+        best = saved.fact("best") if save_to else None
         first_step = saved.step
         came_from = [*saved.fact("came_from"), str(saved.save.parent)]
         clock.total = saved.fact("seconds")
@@ -2375,6 +2375,7 @@ def train(c: Config) -> int:
         stop_if_not_finite(losses, model.precision)
 
     def save(step: int) -> None:
+        """Begins a save, if --save_every allows any."""
         hear(step)  # all losses so far, so that nothing is saved which was not finite
         facts = dict(
             config=dataclasses.asdict(c), run_id=run_id, code_sha256=run["code_sha256"],
@@ -2427,7 +2428,7 @@ def train(c: Config) -> int:
         granted = [name for name in REQUESTS if not last and requests.granted(name, step)]
         if granted:
             save(step)
-        if granted and granted[0] != "save":
+        if granted and granted[0] != "save":  # a signal: they stand first
             break
         if last or (c.val_interval and step % c.val_interval == 0):
             clock.stop()
@@ -2443,7 +2444,9 @@ def train(c: Config) -> int:
         batch = [to_device(sequences, device) for sequences in next(batches)]
         loss = train_step(model, optimizer, batch, step, call, requests.outgoing())
         log.put(step + 1, loss, clock.now())
-        hear(step)  # the GPU is done with this one: the CPU waited for counts of the step after it
+        # This waits for the loss of the step before only. That has come: the CPU has waited in
+        # this step for the counts of looked-up rows, which the GPU computes after that loss.
+        hear(step)
 
     # 5. Say what came of it, and save.
     if not last:

@@ -180,6 +180,38 @@ def test_another_number_of_ranks_goes_on_within_rounding(ranks, corpus, tmp_path
     assert distance(weights(whole), weights(parts)) < 1e-9
 
 
+GPU = {"device": "cuda", "attention": "sdpa", "dtype": "auto", "num_steps": 8}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_run_on_a_gpu_goes_on_with_its_random_numbers(compile, corpus, tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    changes = GPU | {"compile": compile}
+    assert start("train_gpt.py", *options(corpus, whole, **changes)).returncode == 0
+    driver = tmp_path / "driver.py"
+    driver.write_text(DRIVER)
+    assert start(driver, ROOT, 0, *options(corpus, parts, **changes)).returncode == 143
+    assert start("train_gpt.py", "--resume", f"--log_dir={parts}").returncode == 0
+    for (_, *expected), (_, *found) in zip(steps(whole), steps(parts), strict=True):
+        assert [x or 0 for x in found] == pytest.approx([x or 0 for x in expected], abs=2e-3)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_stop_save_and_go_on_together(corpus, tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    driver = tmp_path / "driver.py"
+    driver.write_text(DRIVER)
+    changes = GPU | {"compile": False, "save_every": 0.0005, "num_steps": 30}
+    assert torchrun("train_gpt.py", *options(corpus, whole, **changes)).returncode == 0
+    torchrun(driver, ROOT, 1, *options(corpus, parts, **changes))
+    assert read_log(last_log(parts)).end["interrupted"]
+    again = torchrun("train_gpt.py", "--resume", f"--log_dir={parts}")
+    assert again.returncode == 0, again.stderr
+    for (_, *expected), (_, *found) in zip(steps(whole), steps(parts), strict=True):
+        assert [x or 0 for x in found] == pytest.approx([x or 0 for x in expected], abs=1e-2)
+
+
 def test_what_may_change_does(corpus, tmp_path):
     whole, parts, data = tmp_path / "whole", tmp_path / "parts", tmp_path / "data"
     shutil.copytree(corpus, data)
@@ -190,6 +222,18 @@ def test_what_may_change_does(corpus, tmp_path):
     config = read_log(last_log(parts)).config
     assert (config["micro_tokens"], config["val_interval"], config["run_name"]) == (512, 0, "other")
     assert distance(weights(whole), weights(parts)) < 1e-9
+
+
+def test_a_resumed_run_may_be_stopped_too_and_keeps_the_name_of_its_checkpoint(corpus, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    run(options(corpus, tmp_path, save_checkpoint="auto"), 3)
+    assert run(["--resume", f"--log_dir={tmp_path}"], 5) == 130
+    assert "step_000005" in capsys.readouterr().out.splitlines()[-1]
+    assert run(["--resume", f"--log_dir={tmp_path}", "--save_checkpoint="], 6) == 0
+    (path,) = (tmp_path / "models").iterdir()
+    assert torch.load(path, weights_only=True)["step"] == 4, "the best one of the run that was stopped"
+    assert [(step, val is None) for step, _, val in steps(tmp_path)] == [
+        (0, False), (1, True), (2, True), (2, False), (3, True), (4, True), (4, False), (5, True), (6, True), (6, False)]
 
 
 def test_the_number_of_steps_that_minutes_gave_stays(corpus, tmp_path):
