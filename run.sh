@@ -69,13 +69,16 @@ fi
 if [ "$gpus" = 0 ]; then
   exec "$python" train_gpt.py ${keys[@]+"${keys[@]}"}
 fi
-# torchrun as a module. Its own traceback is left out, since train_gpt.py has said what is wrong.
+# torchrun as a module. Its own tracebacks are left out, since train_gpt.py has said what is wrong.
 exec "$python" -c '
 import sys
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main
 try:
     main()
 except ChildFailedError as error:
     sys.exit(error.get_first_failure()[1].exitcode)
+except SignalException as error:
+    sys.exit(128 + error.sigval)
 ' --standalone --nproc_per_node="$gpus" train_gpt.py ${keys[@]+"${keys[@]}"}

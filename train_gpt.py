@@ -25,10 +25,15 @@ import sys
 import time
 from glob import glob
 
+from nanogpt import stopping
+
 LAUNCHED = time.perf_counter()
 LOCAL_GPU = int(os.environ.get("LOCAL_RANK", 0))
+STOP = stopping.Stop()
 
-if __name__ == "__main__":  # torch and CUDA read these variables once, when they are imported
+if __name__ == "__main__":
+    STOP.listen()  # importing torch takes seconds, in which a signal would give a traceback
+    # torch and CUDA read these variables once, when they are imported.
     # Tensors of many sizes would fragment memory that is handed out in fixed pieces.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     # A transfer needs few processors of the GPU, but without priority it waits until all are free.
@@ -58,13 +63,15 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from data import shards
-from nanogpt import arguments, checkpoint, compiling, fitting, kernels, masks, recipe
+from nanogpt import arguments, checkpoint, compiling, fitting, kernels, masks, recipe, saving
 from nanogpt.arguments import key
 from nanogpt.kernels import E4M3, E5M2
 from nanogpt.masks import BLOCK_SIZE
 from nanogpt.ranks import (
+    REQUESTS,
     BadInput,
     NoTransfer,
+    Requests,
     agreed,
     all_gather,
     all_ranks,
@@ -149,12 +156,18 @@ class Config:
         "auto", "of activations and of the weights that products use; auto: as the precision says")
     attention: str = key("auto", "auto, flex (CUDA) or sdpa (everywhere)")
     compile: bool = key(True, "use torch.compile")
+    resume: str = key(
+        "", "save to go on from, logs/RUN_ID.saved/step_000123; --resume alone: the newest one in "
+        "log_dir, if there is one", alone=saving.NEWEST)
     # output
     log_dir: str = key("logs", "folder of the logs")
     jsonl: bool = key(False, "also write the log as JSON lines")
     run_name: str = key("", "free text for the log")
     save_checkpoint: str = key(
         "", "file to write the weights of the best validation to; auto: models/NAME.pt")
+    save_every: float = key(
+        0.0, "minutes of training between saves of the whole run, from which --resume goes on; 0: "
+        "save never")
     sample: str = key("", "text to continue with the trained model")
     sample_tokens: int = key(256, "tokens to sample")
 
@@ -207,7 +220,7 @@ EVERYDAY = (
 SAMPLING = 'that is a key of sample.py: python sample.py MODEL "TEXT" --temperature=0.8'
 HINTS = {  # answers to keys that other trainers have
     "": "your own text is prepared first: ./run.sh FILE, or python data/prepare.py FILE",
-    "resume": "runs cannot be resumed yet", "load_checkpoint": SAMPLING, "temperature": SAMPLING,
+    "load_checkpoint": SAMPLING, "temperature": SAMPLING,
     "top_k": SAMPLING, "num_samples": SAMPLING, "max_new_tokens": SAMPLING,
     "lr": "see --muon_lr, --head_lr, --table_lr and --scalar_lr",
     "learning_rate": "see --muon_lr, --head_lr, --table_lr and --scalar_lr",
@@ -223,8 +236,14 @@ HINTS = {  # answers to keys that other trainers have
 
 # What a run on any text has over its preset (--fit).
 FITTED = dict(
-    fit=True, cut_documents=True, target_loss=0.0, save_checkpoint="auto", sample="\n",
-    sample_tokens=500)
+    fit=True, cut_documents=True, target_loss=0.0, save_checkpoint="auto", save_every=5.0,
+    sample="\n", sample_tokens=500)
+
+# Keys that may have other values when a run goes on from a save. All others decide its result.
+MAY_CHANGE = (
+    "resume", "data_dir", "target_loss", "val_tokens", "val_interval", "micro_tokens", "device",
+    "native", "attention", "compile", "log_dir", "jsonl", "run_name", "save_checkpoint",
+    "save_every", "sample", "sample_tokens")
 
 
 class Stage(NamedTuple):
@@ -301,6 +320,11 @@ def parse_config(argv: list[str]) -> Config:
     and ShardError if the run is to be fitted to a text that cannot be read."""
     given = arguments.given(
         Config, argv, PRESETS, default_preset(), __doc__.split("\n\n")[0], EVERYDAY, ABOUT, HINTS)
+    save = None
+    if given.get("resume"):
+        save = saving.find(given["resume"], given.get("log_dir", Config.log_dir))
+    if save:
+        return config_to_resume(save, given)
     preset = given.get("preset") or default_preset(given.get("device"))
     if given.get("fit", "data_dir" in given and not given.get("preset")):
         text = read_text(arguments.configure(Config, PRESETS, preset, given))
@@ -309,6 +333,26 @@ def parse_config(argv: list[str]) -> Config:
         c = fitted(arguments.configure(Config, laid_over, preset, given), given, text)
     else:
         c = arguments.configure(Config, PRESETS, preset, given)
+    check_config(c)
+    return c
+
+
+def config_to_resume(save: Path, given: dict) -> Config:
+    """The configuration of a save, with the given values laid over it. Raises BadInput if they
+    would change the result, or if it is no configuration."""
+    config = saving.facts_of(save)["config"]
+    if config.get("minutes"):  # then these two have followed from it
+        given = {name: given[name] for name in given if name not in ("num_steps", "epochs")}
+    changes = saving.differences(config, given, MAY_CHANGE)
+    require(not changes, f"--resume={save} goes on with the saved configuration, which cannot be "
+            f"changed by {changes}; leave out what differs, or leave out --resume to begin anew")
+    known = {}
+    for field in dataclasses.fields(Config):
+        value = known[field.name] = config.get(field.name, field.default)
+        fits = isinstance(value, (int, float) if field.type is float else field.type)
+        require(fits, f"{save} is no save of this program: its {field.name} is {value!r}; "
+                f"{saving.REMEDY}")
+    c = Config(**known | given | {"resume": str(save)})
     check_config(c)
     return c
 
@@ -393,6 +437,7 @@ def check_config(c: Config) -> None:
     require(c.device != "cuda" or torch.cuda.is_available(),
             "--device=cuda, but torch sees no GPU here")
     cuda = c.device != "cpu" and torch.cuda.is_available()
+    require(c.save_every >= 0, f"--save_every={c.save_every} must not be negative; 0 saves never")
     require(c.attention != "flex" or cuda,
             "--attention=flex needs CUDA: it has no backward on CPU")
     if c.nvfp4_without:
@@ -1509,6 +1554,40 @@ class Optimizer:
         self.recipes.reset()
         self.recipes.weights_changed([*full], self.masters)
 
+    def tensors(self) -> dict[str, Tensor]:
+        """This rank's part of all that updates change, by names like "mlp.master" and
+        "mlp.momentum_buffer"."""
+        named = {}
+        for name, master in self.masters.items():
+            named[f"{name}.master"] = master
+            for kind, moment in self.state[name]._asdict().items():
+                named[f"{name}.{kind}"] = moment
+        return named
+
+    @torch.no_grad()
+    def load(self, saved: saving.Saved) -> None:
+        """Goes on from a save, of any number of ranks. The banks become copies of the masters, as
+        they are after an update. Raises BadInput if the save does not fit the model. A
+        collective."""
+        for kind, tensor in self.tensors().items():
+            name = kind.partition(".")[0]
+            param = self.model.table[name]
+            bank = self.banks[name]
+            whole = saved.whole(kind, param.update, param.shape)
+            if param.update == "slice":
+                missing_rows = len(bank) - len(whole)
+                whole = F.pad(whole, (0, 0) * (whole.dim() - 1) + (0, missing_rows))
+            part = self.own(name, whole)
+            require(part.shape == tensor.shape, f"{saved.save}: {kind} is {tuple(part.shape)}, not "
+                    f"{tuple(tensor.shape)}; {saving.REMEDY}")
+            tensor.copy_(part)
+            if kind.endswith(".master"):
+                bank.copy_(whole)
+        self.steps = saved.fact("updates")
+        self.bytes_sent = saved.fact("bytes_sent")
+        self.recipes.load_state(saved.fact("recipes"))
+        self.recipes.weights_changed([*self.masters], self.masters)
+
     def zero_state(self, name: str) -> MuonState | AdamState:
         zero = torch.zeros_like(self.masters[name])
         if self.model.table[name].optimizer == "adam":
@@ -1680,9 +1759,9 @@ def stage_tokens(stage: Stage, c: Config) -> int:
     return round(stage.batch * c.batch_tokens)
 
 
-def total_tokens(c: Config) -> int:
-    """Tokens that the whole run trains on."""
-    return c.seq_len * sum(count for count, _ in batch_plan(c))
+def total_tokens(c: Config, steps: int | None = None) -> int:
+    """Tokens that so many steps train on, or else the whole run."""
+    return c.seq_len * sum(count for count, _ in batch_plan(c)[:steps])
 
 
 def batch_plan(c: Config) -> list[tuple[int, int]]:
@@ -1763,10 +1842,13 @@ def micro_sequences(count: int, c: Config) -> int:
     return max(n for n in range(1, most + 1) if count % n == 0)
 
 
-def rank_micro_batches(paths: list[Path], c: Config, device: torch.device) -> Iterator[tuple]:
-    """For each step this rank's micro-batches: (sequences, seq_len + 1), the bits of uint16."""
+def rank_micro_batches(paths: list[Path], c: Config, device: torch.device,
+                       first_step: int = 0) -> Iterator[tuple]:
+    """For each step from the first one on this rank's micro-batches: (sequences, seq_len + 1), the
+    bits of uint16."""
     rank, world_size = rank_and_world_size()
-    for sequences in shards.rank_batches(paths, packing(c), batch_plan(c), rank, world_size):
+    for sequences in shards.rank_batches(
+            paths, packing(c), batch_plan(c), rank, world_size, first_step):
         sequences = torch.from_numpy(sequences.view(np.int16))
         if device.type == "cuda":
             sequences = sequences.pin_memory()  # so that nothing waits for its copy
@@ -1799,10 +1881,11 @@ def call_directly(key, function: Callable, tensors: tuple[Tensor, ...]):
 
 
 def train_step(model: GPT, optimizer: Optimizer, batch: list[tuple[Tensor, Tensor]], step: int,
-               call: Callable = call_directly) -> Tensor:
+               call: Callable = call_directly, requests: Tensor | None = None) -> Tensor:
     """One update. `batch` has inputs and targets (T,) of each micro-batch of this rank. Returns the
     mean loss over the tokens of all ranks, on the device, and behind it a flag for each number that
-    the recipes measure: whether it was ever not finite. A collective."""
+    the recipes measure: whether it was ever not finite. Last come this rank's `requests` (n,),
+    summed over the ranks, if there are any. A collective."""
     c = model.config
     view = view_of(step, c)
     rows = [model.table_rows(inputs) for inputs, _ in batch]
@@ -1817,7 +1900,10 @@ def train_step(model: GPT, optimizer: Optimizer, batch: list[tuple[Tensor, Tenso
         total = total + loss
     optimizer.step(lr_factor(step, c), muon_momentum(step, c))
     total = total / stage_tokens(stage_of(step, c), c)
-    total = torch.cat([total[None], model.precision.recipes.measurements.faults()])
+    parts = [total[None], model.precision.recipes.measurements.faults()]
+    if requests is not None:
+        parts.append(requests)
+    total = torch.cat(parts)
     if dist.is_initialized():
         dist.all_reduce(total, async_op=True).wait()  # here wait() orders streams; the CPU goes on
     return total
@@ -1954,6 +2040,20 @@ def checkpoint_of(model: GPT, step: int, val_loss: float) -> dict:
     return dict(config=config, weights=weights, step=step, val_loss=val_loss)
 
 
+def tensors_to_save(model: GPT, optimizer: Optimizer) -> dict[str, Tensor]:
+    """This rank's tensors of a save (nanogpt/saving.py)."""
+    counts = dict(target_counts=model.target_counts, lost_targets=model.lost_targets)
+    return optimizer.tensors() | counts
+
+
+def go_on(saved: saving.Saved, model: GPT, optimizer: Optimizer) -> None:
+    """Loads a save. Raises BadInput if it does not fit the model. A collective."""
+    optimizer.load(saved)
+    model.target_counts.copy_(saved.share("target_counts"))
+    model.lost_targets.copy_(saved.share("lost_targets"))
+    saved.restore_random(model.signs.device, model.config.seed)
+
+
 def model_of(content: dict, device: torch.device) -> GPT:
     """The model of a checkpoint on one device, ready for texts of any length: nothing is compiled.
     `model.trained_steps` is the number of updates. Raises BadInput if the weights do not fit the
@@ -2012,7 +2112,7 @@ def check_data(c: Config) -> tuple[list[Path], list[Path], Tensor]:
     val_paths = find_shards(c, "val")
     check_tokens(c, train_paths)
     val_tokens = shards.validation_tokens(val_paths, c.vocab_size, c.val_tokens)
-    if not c.minutes:  # else the steps follow from the data
+    if not chooses_steps(c):  # else they follow from the data
         check_amount(c, train_paths)
     return train_paths, val_paths, torch.from_numpy(val_tokens.view(np.int16))
 
@@ -2045,8 +2145,38 @@ def check_amount(c: Config, train_paths: list[Path]) -> None:
                    f"{steps} steps; {remedy}")
 
 
-def start_log(c: Config, run: dict, files: list[dict], paths: dict[str, list[Path]],
-              machine: dict, console: Console) -> journal.Log:
+def chooses_steps(c: Config) -> bool:
+    """Whether the number of steps follows from --minutes. That of a saved run was chosen before."""
+    return c.minutes > 0 and c.resume in ("", saving.NEWEST)
+
+
+def open_save(c: Config, data: list[dict]) -> saving.Saved | None:
+    """The save that --resume has named, if it has. `data` are the fingerprints of the shards.
+    Raises BadInput if the save is damaged or that of a run on other data. A collective."""
+    path = agreed(saving.same_save, c.resume)
+    if path in ("", saving.NEWEST):
+        return None
+    saved = agreed(saving.Saved, Path(path))
+    saved.check_data(data, c.data_dir)
+    return saved
+
+
+def how_it_began(c: Config, saved: saving.Saved | None, run: dict) -> list[str]:
+    """Notes for the log on --resume."""
+    if c.resume and not saved:
+        return [f"there is no save under {c.log_dir}, so the run begins at step 0"]
+    if not saved:
+        return []
+    ranks = len(saved.parts)
+    notes = [f"resumed at step {saved.step} of run {saved.fact('run_id')} on {run['date']}; it was "
+             f"saved by {ranks} {'process' if ranks == 1 else 'processes'}"]
+    if saved.fact("files_sha256") != run["files_sha256"]:
+        notes.append("the code is not the one that the saved run began with")
+    return notes
+
+
+def start_log(c: Config, run: dict, files: list[dict], data: list[dict], machine: dict,
+              console: Console) -> journal.Log:
     """The log, with the facts that stand before the steps. A collective."""
     log = journal.Log(c.log_dir, run["run_id"], SOURCE, c.num_steps, c.jsonl, console)
     log.fact("run", run)
@@ -2054,9 +2184,8 @@ def start_log(c: Config, run: dict, files: list[dict], paths: dict[str, list[Pat
         log.fact("file", file)
     log.fact("config", dataclasses.asdict(c))
     log.fact("environment", machine)
-    for split, shard_paths in paths.items():
-        for path in shard_paths:
-            log.fact("data", shards.fingerprint(path, split))
+    for shard in data:
+        log.fact("data", shard)
     for first, end, stage in stages(c):
         if end > first:
             facts = dict(first_step=first, last_step=end, batch_tokens=stage_tokens(stage, c))
@@ -2064,13 +2193,15 @@ def start_log(c: Config, run: dict, files: list[dict], paths: dict[str, list[Pat
     return log
 
 
-def place_to_save(c: Config) -> Path | None:
-    """The file of the checkpoint, if there is to be one. Raises BadInput if it cannot be
-    written."""
+def place_to_save(c: Config, saved: saving.Saved | None) -> Path | None:
+    """The file of the checkpoint, if there is to be one. A name that was chosen before the save
+    stays. Raises BadInput if the file cannot be written."""
     if not c.save_checkpoint or not is_master():
         return None
     path = Path(c.save_checkpoint)
-    if c.save_checkpoint == "auto":
+    if c.save_checkpoint == "auto" and saved and saved.fact("checkpoint"):
+        path = Path(saved.fact("checkpoint"))
+    elif c.save_checkpoint == "auto":
         path = checkpoint.unused_path("models", Path(c.data_dir).resolve().name)
     checkpoint.try_place(path)
     return path
@@ -2106,11 +2237,26 @@ def show_header(console: Console, c: Config, machine: dict, train_paths: list[Pa
         batches=[count * c.seq_len for count, _ in batch_plan(c)], seconds=seconds)
 
 
+def python_command() -> str:
+    """What to type for the Python that runs this."""
+    python = os.path.relpath(sys.executable)
+    return sys.executable if python.startswith("..") else python
+
+
+def say_stopped(console: Console, signal: str, step: int, checkpoint: Path | None,
+                save: Path | None) -> None:
+    """What people see of a run that a signal has ended: what is left of it, and how it goes on."""
+    console.say(f"stopped by {signal} after step {step} of {console.num_steps}")
+    if save:
+        console.closing(checkpoint, [f"{python_command()} train_gpt.py --resume={save}"])
+    else:
+        console.closing(checkpoint)
+        console.say("it cannot be resumed, as nothing was saved; --save_every=MINUTES saves")
+
+
 def next_commands(c: Config, save_to: Path | None) -> list[str]:
     """What to type after this run."""
-    python = os.path.relpath(sys.executable)
-    if python.startswith(".."):
-        python = sys.executable
+    python = python_command()
     commands = []
     if save_to:
         commands.append(f'{python} sample.py {save_to} "Once upon a time"')
@@ -2137,7 +2283,8 @@ def flops_per_token(c: Config) -> int:
 
 
 def train(c: Config) -> int:
-    """The whole run; returns the exit status: 0 if the target was reached, else 1."""
+    """The whole run, or what is left of a saved one. Returns the exit status: 1 if the target was
+    missed, 130 or 143 if a signal has ended the run, else 0."""
     # 1. Import what this run needs, so that the log can show it, and check what can be checked
     # before anything is written or compiled.
     kind = c.device
@@ -2152,7 +2299,10 @@ def train(c: Config) -> int:
         import sample  # noqa: F401
     files = journal.project_files(__file__)
     train_paths, val_paths, val_tokens = agreed(check_data, c, errors=(BadInput, shards.ShardError))
-    save_to = agreed(place_to_save, c)
+    data = [shards.fingerprint(path, "train") for path in train_paths]
+    data += [shards.fingerprint(path, "val") for path in val_paths]
+    saved = open_save(c, data)
+    save_to = agreed(place_to_save, c, saved)
 
     # 2. The log begins with the code and the facts. Under --minutes the number of steps is one of
     # them, so the log can begin only after the warm-up, and what is compiled until then waits.
@@ -2163,11 +2313,15 @@ def train(c: Config) -> int:
     clock = journal.Clock(device)
     console = Console(c.num_steps, shows=is_master())
     log = None
-    waiting = []
+    waiting = [("note", note) for note in how_it_began(c, saved, run)]
+    for _, note in waiting:
+        console.say(note)
+    if not saved:
+        c.resume = ""
 
     def begin_log(seconds: float | None = None) -> journal.Log:
         show_header(console, c, machine, train_paths, seconds)
-        log = start_log(c, run, files, {"train": train_paths, "val": val_paths}, machine, console)
+        log = start_log(c, run, files, data, machine, console)
         log.fact("calibration", speeds)
         for kind, value in waiting:
             log.fact(kind, value)
@@ -2183,7 +2337,8 @@ def train(c: Config) -> int:
         else:
             log.fact(kind, value)
 
-    if not c.minutes:
+    steps_are_open = chooses_steps(c)
+    if not steps_are_open:
         log = begin_log()
     console.busy("compiling" if c.compile else "warming up")
 
@@ -2201,31 +2356,100 @@ def train(c: Config) -> int:
     optimizer = Optimizer(model)
     warm_up = WarmUp(model, optimizer)
     warm_up.run(call)
-    if c.minutes:
+    if steps_are_open:
         seconds = warm_up.seconds_per_step(call)
         c = model.config = with_minutes(c, seconds, train_paths)
         log = begin_log(c.num_steps * seconds)
     warm_up.reset()
+    best = None
+    first_step = 0
+    came_from = []
+    if saved:  # then all begins where the save was made
+        agreed(go_on, saved, model, optimizer)
+        best = saved.fact("best") if save_to else None
+        first_step = saved.step
+        came_from = [*saved.fact("came_from"), str(saved.save.parent)]
+        clock.total = saved.fact("seconds")
+        log.repeat(saved.fact("steps"))
+    run_id = all_ranks(run["run_id"])[0]
+    saver = saving.Saver(Path(c.log_dir, f"{run_id}.saved"), c.save_every,
+                         tensors_to_save(model, optimizer), came_from, clock.total)
+    requests = Requests(device)
     torch.get_device_module(device).synchronize()
     compile_s = time.perf_counter() - LAUNCHED
     log.fact("note", f"products: {recipe.summary(names, device)}")
     log.fact("note", f"{compile_s:.1f} s from launch to the first timed step")
-    batches = shards.ahead(rank_micro_batches(train_paths, c, device))
+    batches = shards.ahead(rank_micro_batches(train_paths, c, device, first_step))
     gc.collect()
     gc.freeze()
     gc.enable()
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
 
+    def hear(wait_for: int = 0) -> None:
+        """Takes the losses that have arrived."""
+        losses = requests.hear(log.arrived(wait_for))
+        stop_if_not_finite(losses, model.precision)
+
+    def save(step: int) -> None:
+        """Begins a save, if --save_every allows any."""
+        hear(step)  # all losses so far, so that nothing is saved which was not finite
+        facts = dict(
+            config=dataclasses.asdict(c), run_id=run_id, code_sha256=run["code_sha256"],
+            files_sha256=run["files_sha256"], data=data, came_from=came_from, best=best,
+            checkpoint=save_to and str(save_to),
+            seconds=clock.now(), steps=list(log.steps), updates=optimizer.steps,
+            bytes_sent=optimizer.bytes_sent, recipes=model.precision.recipes.state())
+        random = saving.random_state(device)
+        saver.save(step, clock.now(), tensors_to_save(model, optimizer), random, facts)
+
+    def write_end(step: int, val_loss: float | None, **more) -> bool | None:
+        """Writes the notes and the end block of the log after `step` steps. Returns whether the
+        target was reached, None without a target."""
+        for note in model.precision.recipes.notes():
+            log.fact("note", note)
+        log.fact("note", f"{optimizer.bytes_per_step()} bytes sent per step and rank")
+        lost = int(model.lost_targets)
+        if lost:
+            log.fact("defect", dict(
+                what=f"{lost} tokens of rank 0 were no candidates; raise --candidates"))
+        tokens = total_tokens(c, step)
+        tokens_per_s = tokens / clock.total
+        target = c.target_loss or None
+        reached = None
+        if val_loss is not None:
+            val_loss = round(val_loss, 4)
+            reached = target and val_loss <= target
+        kept_step = None  # the step whose weights are saved, if it is not the last one
+        if best and best["step"] < step:
+            kept_step = best["step"]
+        log.end(dict(
+            val_loss=val_loss, target=target, reached=reached,
+            train_time_s=round(clock.total, 3), step_avg_ms=round(1000 * clock.total / step, 2),
+            tokens=tokens, tokens_per_s=round(tokens_per_s),
+            mfu=journal.mfu(flops_per_token(c), tokens_per_s / world_size, machine["devices"][0]),
+            peak_memory_mib=torch.cuda.max_memory_allocated(device) // 2**20 if cuda else None,
+            compile_s=round(compile_s, 1), code_sha256=run["code_sha256"], **more), kept_step)
+        return reached
+
     # 4. Train. The clock stands still during validation, which touches no weight and no training
-    # data. What is to be saved are the weights of the best validation.
-    best = None
+    # data. What is to be saved as a checkpoint are the weights of the best validation.
+    STOP.in_steps = True
     clock.start()
-    for step in range(c.num_steps + 1):
+    for step in range(first_step, c.num_steps + 1):
         last = step == c.num_steps
+        if STOP.signal and step > 0:
+            requests.ask(STOP.signal)
+        if saver.due(clock.now()):
+            requests.ask("save")
+        granted = [name for name in REQUESTS if not last and requests.granted(name, step)]
+        if granted:
+            save(step)
+        if granted and granted[0] != "save":  # a signal: they stand first
+            break
         if last or (c.val_interval and step % c.val_interval == 0):
             clock.stop()
-            stop_if_not_finite(log.arrived(), model.precision)
+            hear()
             model.precision.recipes.before_validation()
             val_loss = validate(model, val_tokens, step)
             log.step(step, clock.total, "val_loss", val_loss)
@@ -2235,33 +2459,23 @@ def train(c: Config) -> int:
                 break
             clock.start()
         batch = [to_device(sequences, device) for sequences in next(batches)]
-        loss = train_step(model, optimizer, batch, step, call)
+        loss = train_step(model, optimizer, batch, step, call, requests.outgoing())
         log.put(step + 1, loss, clock.now())
-        stop_if_not_finite(log.arrived(), model.precision)
+        # This waits for the loss of the step before only. That has come: the CPU has waited in
+        # this step for the counts of looked-up rows, which the GPU computes after that loss.
+        hear(step)
 
     # 5. Say what came of it, and save.
-    for note in model.precision.recipes.notes():
-        log.fact("note", note)
-    log.fact("note", f"{optimizer.bytes_per_step()} bytes sent per step and rank")
-    lost = int(model.lost_targets)
-    if lost:
-        log.fact("defect", dict(
-            what=f"{lost} tokens of rank 0 were no candidates; raise --candidates"))
-    tokens = total_tokens(c)
-    tokens_per_s = tokens / clock.total
-    val_loss = round(val_loss, 4)
-    target = c.target_loss or None
-    reached = target and val_loss <= target
-    kept_step = None  # the step whose weights are saved, if it is not the last one
-    if best and best["step"] < step:
-        kept_step = best["step"]
-    log.end(dict(
-        val_loss=val_loss, target=target, reached=reached,
-        train_time_s=round(clock.total, 3), step_avg_ms=round(1000 * clock.total / c.num_steps, 2),
-        tokens=tokens, tokens_per_s=round(tokens_per_s),
-        mfu=journal.mfu(flops_per_token(c), tokens_per_s / world_size, machine["devices"][0]),
-        peak_memory_mib=torch.cuda.max_memory_allocated(device) // 2**20 if cuda else None,
-        compile_s=round(compile_s, 1), code_sha256=run["code_sha256"]), kept_step)
+    if not last:
+        clock.stop()
+        hear(step)
+        write_end(step, log.last_val_loss(), interrupted=True)
+        if best:
+            checkpoint.write(save_to, best)
+        saver.finish()
+        say_stopped(console, granted[0], step, save_to if best else None, saver.newest())
+        return stopping.status_of(granted[0])
+    reached = write_end(step, val_loss)
     if rank == 0:
         if save_to:
             checkpoint.write(save_to, best)
@@ -2269,12 +2483,13 @@ def train(c: Config) -> int:
             text = continue_text(best or checkpoint_of(model, step, val_loss), device)
             console.say(f"sample: {text}")
         console.closing(save_to, next_commands(c, save_to))
+    saver.end()
     return 1 if reached is False else 0
 
 
 def main(argv: list[str]) -> int:
     """Exit status on rank 0: 0 target reached or none, 1 not reached, 2 bad input or too little
-    memory."""
+    memory, 130 or 143 ended by SIGINT or SIGTERM."""
     speaks = os.environ.get("RANK", "0") == "0"
     status = 2
     try:
@@ -2288,8 +2503,14 @@ def main(argv: list[str]) -> int:
             speaks = True  # of its files and its memory only this rank may know
         if speaks:
             complain(f"train_gpt.py: {sentence}")
+    except RuntimeError:
+        if not STOP.signal:
+            raise
+        # The signal has ended another rank, for which this one has waited in vain.
+        complain(f"train_gpt.py: stopped by {STOP.signal}, another rank first")
+        os._exit(stopping.status_of(STOP.signal))
     if dist.is_initialized():
-        if status < 2:  # torchrun ends all ranks with the first one: none may leave before rank 0
+        if status != 2:  # torchrun ends all ranks with the first one: none may leave before rank 0
             dist.barrier()
         dist.destroy_process_group()
     return status if speaks else 0

@@ -282,9 +282,13 @@ def batches(
 
 
 def rank_batches(
-    paths: list[Path], packing: Packing, plan: Plan, rank: int, world_size: int
+    paths: list[Path], packing: Packing, plan: Plan, rank: int, world_size: int,
+    first_step: int = 0,
 ) -> Iterator[np.ndarray]:
     """The part of every batch that belongs to one rank: (sequences, seq_len + 1) uint16.
+
+    A run that goes on after some steps gives their number as `first_step`: the batches of these
+    steps are passed over, and nothing is copied for them.
 
     Sequences are dealt to the ranks in turn, so all ranks have equally many only if `world_size`
     divides the number of sequences. Raises ShardError if the shards end before the plan, and
@@ -292,12 +296,14 @@ def rank_batches(
     """
     step = 0
     for tokens, batch in batches(paths, packing, plan):
+        step += 1
+        if step <= first_step:
+            continue
         own = batch[rank::world_size]
         sequences = np.empty((len(own), packing.seq_len + 1), dtype=np.uint16)
         for sequence, pieces in zip(sequences, own):
             np.concatenate([tokens[piece] for piece in pieces], out=sequence)
         yield sequences
-        step += 1
     if step < len(plan):
         remedy = "fetch more or raise --epochs"
         raise ShardError(f"the training shards ran out before the schedule's end; {remedy}")

@@ -23,9 +23,10 @@ WIDTH = 100  # of a line of --help
 NAMES_WIDTH = 22  # of its first column
 
 
-def key(default, meaning: str):
-    """A field of a configuration. Its type is that of the default value."""
-    return dataclasses.field(default=default, metadata={"meaning": meaning})
+def key(default, meaning: str, alone: str | None = None):
+    """A field of a configuration. Its type is that of the default value. `alone` is the value of
+    the key where none is given: --resume for --resume=newest."""
+    return dataclasses.field(default=default, metadata={"meaning": meaning, "alone": alone})
 
 
 def parse(config_class, presets: dict[str, dict], default_preset: str, title: str, argv: list[str],
@@ -70,6 +71,8 @@ def given(config_class, argv: list[str], presets: dict[str, dict], default_prese
         if isinstance(default, bool) and not has_value:  # --jsonl alone is --jsonl=true
             next_is_value = next_is_value and words[0].lower() in SWITCH
             text = words.pop(0) if next_is_value else "true"
+        elif not has_value and not next_is_value and fields[name].metadata.get("alone"):
+            text = fields[name].metadata["alone"]
         elif not has_value:
             require(next_is_value, f"--{name} needs a value: --{name}=VALUE")
             text = words.pop(0)

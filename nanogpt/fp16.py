@@ -91,6 +91,14 @@ class LossScaling(Recipe):
         """The gradient in float32, divided by the factor of its loss."""
         return gradient.float() * self.unscale_factor
 
+    def state(self) -> dict:
+        return dict(scale=self.scale, good_steps=self.good_steps, skipped_steps=self.skipped_steps)
+
+    def load_state(self, state: dict) -> None:
+        self.good_steps = state["good_steps"]
+        self.skipped_steps = state["skipped_steps"]
+        self.set_scale(state["scale"])
+
     def note(self) -> str:
         return f"{self.skipped_steps} steps skipped, loss scale {self.scale:g}"
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 
 class BadInput(Exception):
@@ -77,6 +78,73 @@ def agreed(work: Callable, *args, errors=(BadInput,)):
         if any_sentence is not None:
             raise BadInput(any_sentence)
     return result
+
+
+REQUESTS = ("SIGINT", "SIGTERM", "save")
+
+
+class Requests:
+    """What one rank may ask of all of them: to end the run because of a signal, or to save it. They
+    all do it between the same two steps.
+
+    Nothing waits for this. A request travels in the vector that the ranks sum at each step anyway:
+    the loss, and flags behind it. The CPU reads this vector a step later. A rank whose vector comes
+    early waits for the others: a request that came with a step is granted after the next step. A
+    single process needs no vector and grants at once.
+
+        ask         notes a request of this rank
+        outgoing    what this step adds to the vector
+        hear        takes the requests out of the vectors that have arrived
+        granted     whether all ranks do it now
+    """
+
+    def __init__(self, device: torch.device):
+        self.alone = rank_and_world_size()[1] == 1
+        self.nothing = torch.zeros(len(REQUESTS), device=device)
+        self.open = set()  # asked here, and not granted yet
+        self.unsent = set()
+        self.heard = {}  # request -> the step whose vector had it
+
+    def ask(self, request: str) -> None:
+        if request in self.open:
+            return
+        self.open.add(request)
+        if self.alone:
+            self.heard[request] = -1
+        else:
+            self.unsent.add(request)
+
+    def outgoing(self) -> Tensor | None:
+        """(3,), a 1 for each new request of this rank; None if there are no other ranks."""
+        if self.alone:
+            return None
+        if not self.unsent:
+            return self.nothing
+        numbers = [float(request in self.unsent) for request in REQUESTS]
+        self.unsent.clear()
+        return torch.tensor(numbers, device=self.nothing.device)
+
+    def hear(self, losses: list) -> list:
+        """The losses that have arrived (records/journal.py), without what `outgoing` had added."""
+        if self.alone:
+            return losses
+        without = []
+        for loss in losses:
+            numbers = loss.flags[-len(REQUESTS) :]
+            for request, number in zip(REQUESTS, numbers):
+                if number:
+                    self.heard.setdefault(request, loss.step)
+            without.append(loss._replace(flags=loss.flags[: -len(REQUESTS)]))
+        return without
+
+    def granted(self, request: str, step: int) -> bool:
+        """Whether to do it now, after `step` steps. All ranks must have heard the losses of the
+        steps before the last one. Then they get the same answer, and a request is granted once."""
+        if self.heard.get(request, step) >= step:
+            return False
+        self.heard.pop(request)
+        self.open.discard(request)
+        return True
 
 
 class NoTransfer:

@@ -88,6 +88,14 @@ class Recipe:
         """A line for the end of the log, or None."""
         return None
 
+    def state(self) -> dict:
+        """What training has changed and `weights_changed` does not make anew: numbers by name, the
+        same on all ranks. A saved run goes on from them."""
+        return {}
+
+    def load_state(self, state: dict) -> None:
+        """Goes on from what `state` has returned."""
+
 
 def fits(shape: tuple[int, int]) -> bool:
     """Whether FP8 and NVFP4 can multiply by a weight of this shape: they take multiples of 16."""
@@ -358,3 +366,11 @@ class Recipes(Recipe):
     def notes(self) -> list[str]:
         notes = [recipe.note() for recipe in self.rooms.values()]
         return [note for note in notes if note is not None]
+
+    def state(self) -> dict:
+        return {name: recipe.state() for name, recipe in self.rooms.items()}
+
+    def load_state(self, state: dict) -> None:
+        for name, recipe in self.rooms.items():
+            if name in state:
+                recipe.load_state(state[name])

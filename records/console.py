@@ -273,6 +273,12 @@ class Console:
         if not math.isfinite(loss):  # this ends the run, with a sentence of its own
             self.close()
 
+    def remember(self, step: int, seconds: float, name: str, loss: float) -> None:
+        """Takes a loss of a run that this one goes on with: it is part of the curve at the end."""
+        points = self.training if name == "train_loss" else self.validations
+        points.append(Point(step, loss))
+        self.recent = deque([(step, seconds)], maxlen=RECENT_STEPS + 1)
+
     def is_progress(self, step: int) -> bool:
         """Whether a step is one of those, spread evenly, whose lines are printed."""
         before = (step - 1) * PROGRESS_LINES // self.num_steps

@@ -47,6 +47,10 @@ class PendingLoss(NamedTuple):
     def has_arrived(self) -> bool:
         return self.event is None or self.event.query()
 
+    def wait(self) -> None:
+        if self.event is not None:
+            self.event.synchronize()
+
 
 class TrainingLoss(NamedTuple):
     """A training loss that has arrived."""
@@ -74,6 +78,7 @@ class Log:
         if the folder or the file cannot be made."""
         self.num_steps = num_steps
         self.pending: list[PendingLoss] = []
+        self.steps: list[tuple] = []  # the arguments of all calls of `step`
         self.console = console
         self.files = {}  # path -> open file; one that cannot be written to is taken out
         if console.shows:
@@ -115,6 +120,25 @@ class Log:
     def step(self, step: int, seconds: float, name: str, loss: float) -> None:
         """Writes the line of a loss after `step` steps and `seconds` of training time. The name is
         "train_loss" or "val_loss"."""
+        text = self.write_step(step, seconds, name, loss)
+        show = self.console.train_loss if name == "train_loss" else self.console.val_loss
+        show(step, seconds, loss, text)
+
+    def repeat(self, steps: list[tuple]) -> None:
+        """Writes the lines of the steps before a save (`steps` of that log), for a run that goes on
+        from it. The console shows these losses in its curve only."""
+        for step, seconds, name, loss in steps:
+            self.write_step(step, seconds, name, loss)
+            self.console.remember(step, seconds, name, loss)
+
+    def last_val_loss(self) -> float | None:
+        """The loss of the last validation, None before the first one."""
+        losses = [loss for _, _, name, loss in self.steps if name == "val_loss"]
+        return losses[-1] if losses else None
+
+    def write_step(self, step: int, seconds: float, name: str, loss: float) -> str:
+        """Writes the line of a loss, and returns it."""
+        self.steps.append((step, seconds, name, loss))
         milliseconds = 1000 * seconds
         average = milliseconds / step if step > 0 else math.nan
         facts = {
@@ -128,8 +152,7 @@ class Log:
         text = (f"step:{step}/{self.num_steps} {name}:{loss:.4f} "
                 f"train_time:{milliseconds:.0f}ms step_avg:{average:.2f}ms")
         self.write(text, facts)
-        show = self.console.train_loss if name == "train_loss" else self.console.val_loss
-        show(step, seconds, loss, text)
+        return text
 
     def put(self, step: int, loss: Tensor, seconds: float) -> None:
         """Takes the training loss of a step, which the device may still have to compute. Nothing
@@ -143,11 +166,17 @@ class Log:
             event = torch.cuda.current_stream().record_event()
         self.pending.append(PendingLoss(step, seconds, values, event))
 
-    def arrived(self) -> list[TrainingLoss]:
-        """Writes the lines of all losses that have arrived by now, and hands these losses back."""
+    def arrived(self, wait_for: int = 0) -> list[TrainingLoss]:
+        """Writes the lines of all losses that have arrived by now, and hands these losses back. It
+        waits for those of the steps up to `wait_for`."""
         losses = []
-        while self.pending and self.pending[0].has_arrived():
-            pending = self.pending.pop(0)
+        while self.pending:
+            pending = self.pending[0]
+            if pending.step <= wait_for:
+                pending.wait()
+            elif not pending.has_arrived():
+                break
+            self.pending.pop(0)
             loss, *flags = pending.values.view(-1).tolist()
             self.step(pending.step, pending.seconds, "train_loss", loss)
             losses.append(TrainingLoss(pending.step, loss, flags))

@@ -1,0 +1,389 @@
+"""Saves: all that a run is made of at some step, so that it can go on from there (--resume).
+
+A save is a folder, which has a file for each rank and the sum of each file:
+
+    logs/RUN_ID.saved/step_000123/rank_0_of_2.pt
+    logs/RUN_ID.saved/step_000123/rank_0_of_2.sha256      as the command sha256sum writes it
+
+A file holds what only its rank has: its part of the float32 weights and of the optimizers' state,
+its random numbers, its counts of targets. That of rank 0 also holds `facts`: everything that all
+ranks share. Training stands still while a rank copies its part to memory of the host. A thread
+writes the copy to disk. While files are still to come, the folder's name ends with ".unfinished";
+when all are there, rank 0 renames it. So a save is whole or it is none, whenever the run is killed.
+The ranks see each other's files: on several hosts the folder must be on a disk that they share.
+
+The number of ranks may be another one when the run goes on. Each rank then reads all files, puts
+one tensor after the other together, and keeps its own part of it.
+
+torch.distributed.checkpoint is not used: its metadata is a pickle, which runs what a stranger has
+put into it, whereas torch.load(weights_only=True) reads data only.
+"""
+import hashlib
+import os
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nanogpt.ranks import BadInput, all_ranks, rank_and_world_size, require
+from records.console import complain
+
+FORMAT = 1
+KEPT = 2  # complete saves of a run that stay on disk
+NEWEST = "newest"  # what --resume alone stands for
+FINISHED = "finished"  # a file in RUN_ID.saved: the run has come to its end, here or elsewhere
+PATIENCE_S = 120  # how long rank 0 waits for the files of the others
+LAST_PATIENCE_S = 10  # the same once its own training has ended, perhaps because of another rank
+REMEDY = "name another save, or leave --resume out to begin anew"
+
+# --------------------------------------------------------------------------------------------------
+# Where saves are
+
+
+def complete(folder: Path) -> list[Path]:
+    """The saves in RUN_ID.saved, the oldest first."""
+    saves = [path for path in folder.glob("step_*") if re.fullmatch(r"step_\d{6,}", path.name)]
+    return sorted(saves, key=step_of)
+
+
+def step_of(save: Path) -> int:
+    """The number of updates before a save."""
+    return int(save.name.removeprefix("step_"))
+
+
+def find(asked: str, log_dir: str) -> Path | None:
+    """The save that --resume=ASKED means: the folder of a save, or the newest one in a folder
+    RUN_ID.saved. NEWEST is the newest one of all runs in `log_dir` that have not come to their end,
+    or None if there is none. Raises BadInput if there is no such save."""
+    if asked == NEWEST:
+        saves = []
+        for folder in Path(log_dir).glob("*.saved"):
+            if not (folder / FINISHED).exists():
+                saves += complete(folder)
+        return max(saves, key=lambda save: (save.stat().st_mtime_ns, step_of(save)), default=None)
+    path = Path(asked)
+    saves = complete(path.parent) if path in complete(path.parent) else complete(path)
+    require(saves, f"--resume={asked} is no complete save; name a folder such as "
+            "logs/RUN_ID.saved/step_000123, or give --resume alone for the newest one")
+    return path if path in saves else saves[-1]
+
+
+def part_of(save: Path, rank: int, world_size: int) -> Path:
+    return save / f"rank_{rank}_of_{world_size}.pt"
+
+
+def sum_file(part: Path) -> Path:
+    return part.with_suffix(".sha256")
+
+
+# --------------------------------------------------------------------------------------------------
+# Writing
+
+
+def write_part(path: Path, content: dict) -> None:
+    """Writes the file of a rank, and when that is on disk its sum. Raises OSError, or RuntimeError
+    from torch.save, if the disk is full."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_synced(path, lambda file: torch.save(content, file))
+    line = f"{sha256_of(path)}  {path.name}\n"
+    beside = path.with_suffix(".part")
+    write_synced(beside, lambda file: file.write(line.encode()))
+    os.replace(beside, sum_file(path))
+
+
+def write_synced(path: Path, write: Callable) -> None:
+    """A file with what `write(file)` writes, on disk when this returns."""
+    with open(path, "wb") as file:
+        write(file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes the names in a folder safe from a power failure."""
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def sha256_of(path: Path) -> str:
+    total = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(2**22):
+            total.update(block)
+    return total.hexdigest()
+
+
+def random_state(device: torch.device) -> dict[str, Tensor | None]:
+    """The state of this rank's random numbers: those of the CPU, and of its GPU if it has one."""
+    gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return {"cpu": torch.get_rng_state(), "cuda": gpu}
+
+
+def sweep(folder: Path, but: Path | None = None) -> None:
+    """Removes what killed runs have left in RUN_ID.saved, but for one folder."""
+    for path in folder.glob("*.unfinished"):
+        if path != but:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+class Saver:
+    """Saves one run, every so many minutes of training and when it is told to.
+
+    An error of the disk ends nothing: one sentence on standard error says so, and older saves stay.
+    """
+
+    def __init__(self, folder: Path, minutes: float, tensors: dict[str, Tensor],
+                 came_from: list[str], seconds: float):
+        """folder: RUN_ID.saved, the same on all ranks; minutes: between saves, 0: save never;
+        tensors: what `save` will get; came_from: the folders RUN_ID.saved of the runs that this one
+        goes on with; seconds: of training so far."""
+        self.folder = folder
+        self.minutes = minutes
+        self.came_from = came_from
+        self.saved_at = seconds
+        self.saved_step = -1
+        self.rank, self.world_size = rank_and_world_size()
+        self.thread = None
+        self.has_complained = False
+        self.copies = {}
+        if minutes:  # the memory is made now, because making it takes longer than copying
+            for name, tensor in tensors.items():
+                self.copies[name] = torch.empty(
+                    tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+
+    def due(self, seconds: float) -> bool:
+        """Whether rank 0 wants a save after so many seconds of training."""
+        if not self.minutes or self.rank != 0 or (self.thread and self.thread.is_alive()):
+            return False
+        return seconds - self.saved_at >= 60 * self.minutes
+
+    @torch.no_grad()
+    def save(self, step: int, seconds: float, tensors: dict[str, Tensor], random: dict,
+             facts: dict) -> None:
+        """Copies everything and begins to write it. All ranks call it after the same step.
+
+        tensors: this rank's parts; random: `random_state`; facts: plain data that does not change
+        any more, of rank 0
+        """
+        if not self.minutes or step == self.saved_step:
+            return
+        self.finish()
+        self.saved_at = seconds
+        self.saved_step = step
+        for name, tensor in tensors.items():
+            self.copies[name].copy_(tensor, non_blocking=True)
+        if any(tensor.is_cuda for tensor in tensors.values()):
+            torch.cuda.current_stream().synchronize()
+        content = dict(format=FORMAT, step=step, tensors=self.copies, random=random,
+                       facts=facts if self.rank == 0 else {})
+        self.thread = threading.Thread(target=self.write, args=(step, content))
+        self.thread.start()
+
+    def write(self, step: int, content: dict) -> None:
+        """The work of the thread."""
+        save = self.folder / f"step_{step:06}"
+        unfinished = save.with_name(f"{save.name}.unfinished")
+        part = part_of(unfinished, self.rank, self.world_size)
+        try:
+            if self.rank == 0:
+                sweep(self.folder, but=unfinished)
+            write_part(part, content)
+            if self.rank == 0:
+                self.wait_for_others(unfinished)
+                sync_folder(unfinished)
+                os.rename(unfinished, save)
+                sync_folder(self.folder)
+                for old in complete(self.folder)[:-KEPT]:
+                    shutil.rmtree(old, ignore_errors=True)
+        except (OSError, RuntimeError) as error:
+            part.unlink(missing_ok=True)
+            if self.rank != 0:  # rank 0 looks for this file
+                with suppress(OSError):
+                    part.with_suffix(".failed").write_text(reason_of(error))
+                return
+            shutil.rmtree(unfinished, ignore_errors=True)
+            if not self.has_complained:
+                complain(f"cannot save to {save} ({reason_of(error)}); the run goes on, and older "
+                         "saves stay")
+            self.has_complained = True
+
+    def wait_for_others(self, unfinished: Path) -> None:
+        """Waits for the files of all ranks. Raises OSError if one does not come."""
+        begin = time.monotonic()
+        for rank in range(self.world_size):
+            part = part_of(unfinished, rank, self.world_size)
+            while not sum_file(part).exists():
+                failed = part.with_suffix(".failed")
+                if failed.exists():
+                    raise OSError(f"rank {rank}: {failed.read_text()}")
+                trains = threading.main_thread().is_alive()
+                if time.monotonic() > begin + (PATIENCE_S if trains else LAST_PATIENCE_S):
+                    raise OSError(f"rank {rank} has not written its file")
+                time.sleep(0.01)
+
+    def finish(self) -> None:
+        """Waits until the save that is being written is on disk."""
+        if self.thread:
+            self.thread.join()
+
+    def newest(self) -> Path | None:
+        """The newest save of this run or of those that it goes on with."""
+        for folder in [self.folder, *map(Path, reversed(self.came_from))]:
+            if saves := complete(folder):
+                return saves[-1]
+        return None
+
+    def end(self) -> None:
+        """The run has come to its end: removes its saves, and marks those of the runs that it went
+        on with, so that --resume alone does not find them."""
+        self.finish()
+        if self.rank == 0:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            for folder in self.came_from:
+                with suppress(OSError):
+                    Path(folder, FINISHED).touch()
+
+
+def reason_of(error: Exception) -> str:
+    """What was wrong, in a few words."""
+    text = getattr(error, "strerror", None) or str(error)
+    return text.partition("\n")[0]
+
+
+# --------------------------------------------------------------------------------------------------
+# Reading
+
+
+def read_part(path: Path) -> dict:
+    """The file of a rank, whose tensors are read only where they are used. Raises BadInput if it is
+    none of this program."""
+    try:
+        content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        keys = {"step": int, "tensors": dict, "random": dict, "facts": dict}
+        fits = content["format"] == FORMAT and all(
+            isinstance(content[key], kind) for key, kind in keys.items())
+    except Exception as error:  # a foreign file can make torch.load raise nearly anything
+        kind = type(error).__name__
+        raise BadInput(f"{path} is damaged or no save of this program ({kind}); {REMEDY}") from None
+    require(fits, f"{path} is a save of another version of this program; {REMEDY}")
+    return content
+
+
+def parts_of(save: Path) -> list[Path]:
+    """The files of all ranks. Raises BadInput if one is missing."""
+    found = list(save.glob("rank_0_of_*.pt"))
+    require(len(found) == 1 and re.fullmatch(r"rank_0_of_[1-9]\d{0,4}\.pt", found[0].name),
+            f"{save} holds {len(found)} files rank_0_of_N.pt where a save has one; {REMEDY}")
+    world_size = int(found[0].stem.removeprefix("rank_0_of_"))
+    paths = [part_of(save, rank, world_size) for rank in range(world_size)]
+    for path in paths:
+        for needed in (path, sum_file(path)):
+            require(needed.exists(), f"{needed} is missing, so the save is not whole; {REMEDY}")
+    return paths
+
+
+def facts_of(save: Path) -> dict:
+    """What rank 0 has written down, the configuration among it. Raises BadInput."""
+    facts = read_part(parts_of(save)[0])["facts"]
+    require(isinstance(facts.get("config"), dict), f"{save} has no configuration; {REMEDY}")
+    return facts
+
+
+class Saved:
+    """A save that a run goes on from. Reading raises BadInput where something does not fit."""
+
+    def __init__(self, save: Path):
+        """Checks the sums of all files, of which each rank reads some."""
+        rank, world_size = rank_and_world_size()
+        self.save = save
+        paths = parts_of(save)
+        for path in paths[rank::world_size]:
+            found = sha256_of(path)
+            require(sum_file(path).read_text().split()[:1] == [found],
+                    f"{path} is damaged: its sum is {found[:12]}..., not the one beside it; "
+                    f"{REMEDY}")
+        self.parts = [read_part(path) for path in paths]
+        self.facts = facts_of(save)
+        self.step = self.parts[0]["step"]
+        self.same_world = len(self.parts) == world_size
+
+    def fact(self, name: str):
+        require(name in self.facts, f"{self.save} lacks {name}; {REMEDY}")
+        return self.facts[name]
+
+    def of_rank(self, rank: int, name: str) -> Tensor:
+        tensor = self.parts[rank]["tensors"].get(name)
+        require(isinstance(tensor, Tensor), f"{self.save} lacks {name}; {REMEDY}")
+        return tensor
+
+    def whole(self, name: str, update: str, shape: tuple[int, ...]) -> Tensor:
+        """A tensor of all ranks without padding. `update` and `shape` are those of its parameter in
+        parameter_table, which say how it was shared."""
+        parts = [self.of_rank(rank, name) for rank in range(len(self.parts))]
+        if update == "all":
+            return parts[0]
+        dim = 1 if update == "rows" else 0
+        try:
+            whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+            return whole.narrow(dim, 0, shape[dim])
+        except (RuntimeError, IndexError):
+            raise BadInput(f"{self.save}: {name} does not fit {shape}; {REMEDY}") from None
+
+    def share(self, name: str) -> Tensor:
+        """This rank's numbers. If there were more or fewer ranks: an equal share of the sum."""
+        rank, world_size = rank_and_world_size()
+        if self.same_world:
+            return self.of_rank(rank, name)
+        return sum(self.of_rank(old, name) for old in range(len(self.parts))) / world_size
+
+    def restore_random(self, device: torch.device, seed: int) -> None:
+        """Random numbers go on where they were. On another number of ranks or another kind of
+        device they begin anew, from the seed, the rank and the step."""
+        rank, _ = rank_and_world_size()
+        state = self.parts[rank]["random"] if self.same_world else {}
+        saved_on = "cuda" if isinstance(state.get("cuda"), Tensor) else "cpu"
+        if isinstance(state.get("cpu"), Tensor) and device.type == saved_on:
+            torch.set_rng_state(state["cpu"])
+            if saved_on == "cuda":
+                torch.cuda.set_rng_state(state["cuda"], device)
+            return
+        digest = hashlib.sha256(f"{seed} {rank} {self.step}".encode()).digest()
+        torch.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+
+    def check_data(self, data: list[dict], folder: str) -> None:
+        """Raises BadInput unless these shards (data/shards.py, `fingerprint`) are the saved run's.
+        Their names count only by their order."""
+        def essence(shards: list[dict]) -> list[tuple]:
+            return [(shard["split"], shard["tokens"], shard["sha256"]) for shard in shards]
+
+        require(essence(self.fact("data")) == essence(data),
+                f"the shards in {folder} are not those of {self.save}; give their folder as "
+                "--data_dir, or leave --resume out to begin anew")
+
+
+def differences(saved: dict, given: dict, may_change: tuple[str, ...]) -> str:
+    """The keys that were given another value than the saved one, and may not: "--a=1 (saved: 2)"
+    for each, separated by commas."""
+    changed = []
+    for name, value in given.items():
+        if name not in may_change and name in saved and value != saved[name]:
+            changed.append(f"--{name}={value} (saved: {saved[name]})")
+    return ", ".join(changed)
+
+
+def same_save(path: str) -> str:
+    """The save that this rank has found. Raises BadInput if another rank has found another one. A
+    collective."""
+    found = sorted(set(all_ranks(path)))
+    require(len(found) == 1, f"the ranks have found {len(found)} newest saves, {found[0]} and "
+            f"{found[-1]}; name one with --resume=PATH")
+    return path

@@ -1,0 +1,547 @@
+"""Runs that are saved, killed, ended by a signal, and resumed.
+
+The reference is always the undisturbed run: its exact losses (from the JSON twin of its log) and its weights. Real
+processes and signals where these are the point; elsewhere `main`, with a signal that is only noted.
+"""
+import hashlib
+import json
+import os
+import pickle
+import random
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, arguments, documents, write_shard
+from test_run import ENVIRONMENT, TORCHRUN
+
+import train_gpt as t
+from data import shards
+from nanogpt import saving, stopping
+from nanogpt.ranks import REQUESTS, BadInput, Requests
+from records.journal import TrainingLoss
+from records.log import Refused, read_log, refuse_no_record
+
+SAVED = {"save_every": 60, "num_steps": 6, "epochs": 20, "target_loss": 0, "val_interval": 2, "jsonl": True,
+         "dtype": "float32", "candidates": 256, "micro_tokens": 256}
+DRIVER = """
+import os, signal, sys
+sys.path.insert(0, sys.argv[1])
+import train_gpt as t
+t.STOP.listen()
+inner = t.train_step
+def train_step(model, optimizer, batch, step, *rest):
+    if t.STOP.in_steps and step == 2 and os.environ.get("RANK", "0") == sys.argv[2]:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return inner(model, optimizer, batch, step, *rest)
+t.train_step = train_step
+sys.exit(t.main(sys.argv[3:]))
+"""
+
+
+def options(corpus, folder, **changes):
+    return arguments(**SAVED | dict(data_dir=corpus, log_dir=folder, save_checkpoint=folder / "model.pt") | changes)
+
+
+def run(argv, stop_after=None):
+    """`main` in this process; the status. `stop_after`: a signal comes in this step."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(t, "STOP", stopping.Stop())
+        inner = t.train_step
+
+        def train_step(model, optimizer, batch, step, *rest):
+            if t.STOP.in_steps and step + 1 == stop_after:
+                t.STOP.signal = "SIGINT"
+            return inner(model, optimizer, batch, step, *rest)
+
+        patch.setattr(t, "train_step", train_step)
+        return t.main([str(word) for word in argv])
+
+
+def start(*command, **options):
+    return subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, timeout=100,
+                          env=ENVIRONMENT, cwd=ROOT, **options)
+
+
+def torchrun(*command):
+    return start(*TORCHRUN, "--nproc_per_node=2", *command)
+
+
+def last_log(folder):
+    return max(folder.glob("*.txt"), key=lambda path: path.stat().st_mtime_ns)
+
+
+def steps(folder):
+    """All losses of the newest log, with every digit."""
+    lines = [json.loads(line) for line in last_log(folder).with_suffix(".jsonl").read_text().splitlines()]
+    return [(x["step"], x.get("train_loss"), x.get("val_loss")) for x in lines if x["kind"] == "step"]
+
+
+def weights(folder):
+    return torch.load(folder / "model.pt", weights_only=True)["weights"]
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def distance(a, b):
+    assert a.keys() == b.keys()
+    return max((a[name] - b[name]).abs().max().item() for name in a)
+
+
+def the_save(folder):
+    (path,) = folder.glob("*.saved/step_*")
+    return path
+
+
+# ---------------------------------------------------------------------------------------------------- the same run
+
+
+STAGES = {"schedule": "speedrun", "num_steps": 9, "batch_tokens": 1536}
+
+
+@pytest.mark.parametrize("changes, stop_after", [
+    ({}, 3), ({"dtype": "auto", "precision": "bf16", "compile": False}, 2), ({"precision": "fp16", "dtype": "auto"}, 3),
+    (STAGES, 4), (STAGES | {"precision": "fp8", "dtype": "auto"}, 6), ({"precision": "nvfp4"}, 1),
+    ({"topology": "gpt2", "model_dim": 64, "num_heads": 4, "candidates": 0}, 5),
+], ids=["float32", "bf16", "fp16", "stages", "fp8", "nvfp4", "gpt2"])
+def test_a_resumed_run_is_to_the_bit_the_run_that_was_not_stopped(changes, stop_after, corpus, tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert run(options(corpus, whole, **changes)) == 0
+    assert run(options(corpus, parts, **changes), stop_after) == 130
+    assert run(["--resume", f"--log_dir={parts}"]) == 0
+    assert steps(parts) == steps(whole) and same(weights(whole), weights(parts))
+    notes = [[note for note in read_log(last_log(folder)).values("note") if "skipped" in note or "sent" in note]
+             for folder in (whole, parts)]
+    assert notes[0] == notes[1] and len(notes[0]) == 1 + (changes.get("precision") == "fp16")
+
+
+def test_the_log_of_a_resumed_run_is_read_and_is_no_record(corpus, tmp_path):
+    run(options(corpus, tmp_path, target_loss=1), 3)
+    first = read_log(last_log(tmp_path))
+    save = the_save(tmp_path)
+    run(["--resume", f"--log_dir={tmp_path}"])
+    log = read_log(last_log(tmp_path))
+    assert first.interrupted and first.end["interrupted"] and [s.step for s in first.steps] == [0, 1, 2, 2, 3]
+    assert first.end["val_loss"] == first.validations[-1].loss and first.end["tokens"] == 3 * 1024
+    assert log.resumed and not log.interrupted and log.config["resume"] == str(save)
+    assert any(note.startswith(f"resumed at step 3 of run {first.run['run_id']} on ") for note in log.values("note"))
+    assert [(s.step, s.loss) for s in log.steps[:5]] == [(s.step, s.loss) for s in first.steps]
+    assert log.steps[5].time_ms > first.steps[-1].time_ms, "the clock goes on"
+    assert log.end["tokens"] == 6 * 1024
+    for path in tmp_path.glob("*.txt"):
+        with pytest.raises(Refused, match="resumed|interrupted"):
+            refuse_no_record(read_log(path))
+
+
+def test_two_ranks_go_on_to_the_bit_and_one_may_go_on_with_what_two_have_saved(corpus, tmp_path):
+    driver = tmp_path / "driver.py"
+    driver.write_text(DRIVER)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    changes = {"num_steps": 8, "candidates": 256}
+    assert torchrun("train_gpt.py", *options(corpus, whole, **changes)).returncode == 0
+    stopped = torchrun(driver, ROOT, 1, *options(corpus, parts, **changes))  # the signal comes to rank 1 only
+    assert "exitcode: 143" in stopped.stderr.replace("exitcode  : 143", "exitcode: 143"), stopped.stderr
+    assert "stopped by SIGTERM after step" in stopped.stdout and "Error:" not in stopped.stderr.split("ChildFailed")[0]
+    assert read_log(last_log(parts)).end["interrupted"]
+    assert len(list(the_save(parts).iterdir())) == 4
+    other = tmp_path / "other"
+    shutil.copytree(parts, other)
+    again = torchrun("train_gpt.py", "--resume", f"--log_dir={parts}")
+    assert again.returncode == 0, again.stderr
+    assert steps(parts) == steps(whole) and same(weights(whole), weights(parts))
+    assert run([f"--resume={the_save(other)}", f"--log_dir={other}", f"--save_checkpoint={other / 'model.pt'}"]) == 0
+    assert steps(other)[-1][0] == 8 and steps(other)[-1][2] == pytest.approx(steps(whole)[-1][2], abs=0.1)
+
+
+@pytest.mark.parametrize("ranks", [(2, 1), (1, 2)])
+def test_another_number_of_ranks_goes_on_within_rounding(ranks, corpus, tmp_path):
+    driver = tmp_path / "driver.py"
+    driver.write_text(DRIVER)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    changes = {"candidates": 0, "dtype": "float64", "val_interval": 0, "num_steps": 8, "bigram_rows": 501}
+    assert run(options(corpus, whole, **changes)) == 0
+    if ranks[0] == 2:
+        torchrun(driver, ROOT, 0, *options(corpus, parts, **changes))
+        assert run(["--resume", f"--log_dir={parts}"]) == 0
+    else:
+        run(options(corpus, parts, **changes), 4)
+        assert torchrun("train_gpt.py", "--resume", f"--log_dir={parts}").returncode == 0
+    expected = [loss or val for _, loss, val in steps(whole)]
+    assert [loss or val for _, loss, val in steps(parts)] == pytest.approx(expected, rel=1e-9)
+    assert distance(weights(whole), weights(parts)) < 1e-9
+
+
+GPU = {"device": "cuda", "attention": "sdpa", "dtype": "auto", "num_steps": 8}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_run_on_a_gpu_goes_on_with_its_random_numbers(compile, corpus, tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    changes = GPU | {"compile": compile}
+    assert start("train_gpt.py", *options(corpus, whole, **changes)).returncode == 0
+    driver = tmp_path / "driver.py"
+    driver.write_text(DRIVER)
+    assert start(driver, ROOT, 0, *options(corpus, parts, **changes)).returncode == 143
+    assert start("train_gpt.py", "--resume", f"--log_dir={parts}").returncode == 0
+    for (_, *expected), (_, *found) in zip(steps(whole), steps(parts), strict=True):
+        assert [x or 0 for x in found] == pytest.approx([x or 0 for x in expected], abs=2e-3)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_stop_save_and_go_on_together(corpus, tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    driver = tmp_path / "driver.py"
+    driver.write_text(DRIVER)
+    changes = GPU | {"compile": False, "save_every": 0.0005, "num_steps": 30}
+    assert torchrun("train_gpt.py", *options(corpus, whole, **changes)).returncode == 0
+    torchrun(driver, ROOT, 1, *options(corpus, parts, **changes))
+    assert read_log(last_log(parts)).end["interrupted"]
+    again = torchrun("train_gpt.py", "--resume", f"--log_dir={parts}")
+    assert again.returncode == 0, again.stderr
+    for (_, *expected), (_, *found) in zip(steps(whole), steps(parts), strict=True):
+        assert [x or 0 for x in found] == pytest.approx([x or 0 for x in expected], abs=1e-2)
+
+
+def test_what_may_change_does(corpus, tmp_path):
+    whole, parts, data = tmp_path / "whole", tmp_path / "parts", tmp_path / "data"
+    shutil.copytree(corpus, data)
+    run(options(corpus, whole, candidates=0, dtype="float64"))
+    run(options(corpus, parts, candidates=0, dtype="float64"), 3)
+    changes = ["--micro_tokens=512", "--val_interval=0", f"--data_dir={data}", "--save_every=0", "--run_name=other"]
+    assert run(["--resume", f"--log_dir={parts}", *changes]) == 0
+    config = read_log(last_log(parts)).config
+    assert (config["micro_tokens"], config["val_interval"], config["run_name"]) == (512, 0, "other")
+    assert distance(weights(whole), weights(parts)) < 1e-9
+
+
+def test_a_resumed_run_may_be_stopped_too_and_keeps_the_name_of_its_checkpoint(corpus, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    run(options(corpus, tmp_path, save_checkpoint="auto"), 3)
+    assert run(["--resume", f"--log_dir={tmp_path}"], 5) == 130
+    assert "step_000005" in capsys.readouterr().out.splitlines()[-1]
+    assert run(["--resume", f"--log_dir={tmp_path}", "--save_checkpoint="], 6) == 0
+    (path,) = (tmp_path / "models").iterdir()
+    assert torch.load(path, weights_only=True)["step"] == 4, "the best one of the run that was stopped"
+    assert [(step, val is None) for step, _, val in steps(tmp_path)] == [
+        (0, False), (1, True), (2, True), (2, False), (3, True), (4, True), (4, False), (5, True), (6, True), (6, False)]
+
+
+def test_the_number_of_steps_that_minutes_gave_stays(corpus, tmp_path):
+    command = options(corpus, tmp_path, minutes=0.02, epochs=1000)
+    assert run(command, 2) == 130
+    num_steps = read_log(last_log(tmp_path)).config["num_steps"]
+    assert run([*[word for word in command if "num_steps" not in word], "--resume"], 3) == 130
+    config = read_log(last_log(tmp_path)).config
+    assert config["num_steps"] == num_steps != 6 and config["minutes"] == 0.02
+
+
+# ---------------------------------------------------------------------------------------------------- killed
+
+
+def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been(corpus, tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    changes = dict(num_steps=40, val_interval=10, save_every=0.0005, epochs=100)
+    assert run(options(corpus, whole, **changes)) == 0
+    draw = random.Random(int(os.environ.get("SEED", 0)))
+    kills = 0
+    for _ in range(3):
+        before = {path for path in parts.glob("*.saved/step_*") if ".unf" not in path.name}
+        with open(tmp_path / "out", "w") as out:
+            process = subprocess.Popen([sys.executable, "train_gpt.py", *options(corpus, parts, **changes), "--resume"],
+                                       cwd=ROOT, env=ENVIRONMENT, stdout=out, stderr=out)
+        deadline = time.monotonic() + 60
+        while process.poll() is None and time.monotonic() < deadline:
+            if {path for path in parts.glob("*.saved/step_*") if ".unf" not in path.name} - before:
+                time.sleep(draw.uniform(0, 0.4))
+                process.kill()
+                break
+            time.sleep(0.005)
+        kills += process.wait() == -signal.SIGKILL
+    assert kills == 3, (tmp_path / "out").read_text()
+    assert run([*options(corpus, parts, **changes), "--resume"]) == 0
+    assert steps(parts) == steps(whole) and same(weights(whole), weights(parts))
+    assert all(len(saving.complete(folder)) <= saving.KEPT for folder in parts.glob("*.saved"))
+    assert saving.find(saving.NEWEST, parts) is None, "what has come to its end is not resumed"
+
+
+def test_leftovers_are_ignored_and_swept_and_the_last_two_saves_are_kept(corpus, tmp_path, monkeypatch):
+    counts = []
+    end = saving.Saver.end
+    monkeypatch.setattr(saving.Saver, "end", lambda self: (
+        self.finish(), counts.append(sorted(path.name for path in self.folder.iterdir())), end(self)))
+    due = [2, 3, 5]
+    monkeypatch.setattr(saving.Saver, "due", lambda self, seconds: len(due) > 0 and due.pop(0) >= 0)
+    left = []
+    write = saving.Saver.write
+
+    def write_among_leftovers(self, step, content):
+        (self.folder / "step_000001.unfinished").mkdir(parents=True)
+        left.append(saving.complete(self.folder))
+        write(self, step, content)
+
+    monkeypatch.setattr(saving.Saver, "write", write_among_leftovers)
+    assert run(options(corpus, tmp_path)) == 0
+    assert counts == [["step_000001", "step_000002"]] and [len(saves) for saves in left] == [0, 1, 2]
+    assert not list(tmp_path.glob("*.saved")), "the saves of a run that has come to its end are removed"
+
+
+# ---------------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.fixture(scope="module")
+def stopped(corpus, tmp_path_factory):
+    """The folder of a run that was stopped after step 3."""
+    folder = tmp_path_factory.mktemp("stopped")
+    assert run(options(corpus, folder), 3) == 130
+    return folder
+
+
+def refused(capfd, argv):
+    status = run(argv)
+    _, err = capfd.readouterr()
+    assert status == 2 and err.count("\n") == 1 and err.startswith("train_gpt.py: "), err
+    return err
+
+
+@pytest.mark.parametrize("change, part", [
+    (["--num_steps=7"], "--num_steps=7 (saved: 6)"), (["--seed=1", "--muon_lr=0.5"], "--seed=1 (saved: 0), --muon_lr"),
+    (["--preset=char"], "--preset=char (saved: laptop)"), (["--device=tpu"], "--device=tpu is none of"),
+    (["--save_every=-1"], "--save_every=-1"), (["--batch_tokens=2048"], "--batch_tokens=2048 (saved: 1024)"),
+])
+def test_what_may_not_change_is_named(change, part, stopped, capfd):
+    assert part in refused(capfd, ["--resume", f"--log_dir={stopped}", *change])
+
+
+def test_other_data_are_refused(stopped, corpus, tmp_path, capfd):
+    for path in corpus.iterdir():
+        shutil.copy(path, tmp_path)
+    write_shard(tmp_path / "fineweb_train_000002.bin", documents(6000, 9))
+    sentence = refused(capfd, [f"--resume={the_save(stopped)}", f"--data_dir={tmp_path}"])
+    assert str(tmp_path) in sentence and "--data_dir" in sentence
+
+
+class Evil:
+    def __reduce__(self):
+        return os.system, ("touch /tmp/a_stranger_was_here",)
+
+
+def damage(save, how):
+    part = save / "rank_0_of_1.pt"
+    if how == "flipped":
+        content = bytearray(part.read_bytes())
+        content[len(content) // 2] ^= 1
+        part.write_bytes(content)
+    elif how == "cut":
+        part.write_bytes(part.read_bytes()[:5000])
+    elif how == "no file":
+        part.unlink()
+    elif how == "no sum":
+        part.with_suffix(".sha256").unlink()
+    elif how == "a pickle":
+        part.write_bytes(pickle.dumps(Evil()))
+    elif how == "two":
+        shutil.copy(part, save / "rank_0_of_2.pt")
+    else:
+        content = torch.load(part, weights_only=True)
+        if how == "other config":
+            content["facts"]["config"] = {"num_steps": "many"}
+        elif how == "other weights":
+            content["tensors"]["qk.master"] = content["tensors"]["qk.master"][:-1].clone()
+        elif how == "no weights":
+            content["tensors"] = {}
+        elif how == "checkpoint":
+            content = {"config": {}, "weights": {}, "step": 1}
+        torch.save(content, part)
+        digest = hashlib.sha256(part.read_bytes()).hexdigest()
+        part.with_suffix(".sha256").write_text(f"{digest}  {part.name}\n")
+
+
+@pytest.mark.parametrize("how", ["flipped", "cut", "no file", "no sum", "a pickle", "two", "other config",
+                                 "other weights", "no weights", "checkpoint"])
+def test_a_damaged_or_foreign_save_is_one_sentence(how, stopped, tmp_path, capfd):
+    folder = tmp_path / "x.saved" / "step_000003"
+    shutil.copytree(the_save(stopped), folder)
+    damage(folder, how)
+    sentence = refused(capfd, [f"--resume={folder}", f"--log_dir={tmp_path / 'logs'}"])
+    assert str(folder) in sentence and "leave --resume out" in sentence
+    assert not os.path.exists("/tmp/a_stranger_was_here")
+
+
+@pytest.mark.parametrize("path", ["/nowhere", "/nowhere/step_000001", "/dev/null"])
+def test_a_save_that_is_not_there_is_refused(path, capfd):
+    assert f"--resume={path} " in refused(capfd, arguments(resume=path))
+
+
+def test_unfinished_folders_are_no_saves(stopped, tmp_path, capfd):
+    folder = tmp_path / "x.saved"
+    shutil.copytree(the_save(stopped), folder / "step_000003.unfinished")
+    assert saving.find(saving.NEWEST, tmp_path) is None
+    refused(capfd, [f"--resume={folder}"])
+    refused(capfd, [f"--resume={folder / 'step_000003.unfinished'}"])
+    os.rename(folder / "step_000003.unfinished", folder / "step_000003")
+    assert saving.find(saving.NEWEST, tmp_path) == saving.find(str(folder), "") == folder / "step_000003"
+
+
+def test_without_a_save_resume_alone_begins_anew_and_says_so(corpus, tmp_path, capsys):
+    assert run([*options(corpus, tmp_path, minutes=0.01, epochs=100), "--resume"]) == 0
+    assert f"no save under {tmp_path}" in capsys.readouterr().out
+    log = read_log(last_log(tmp_path))
+    assert not log.resumed and not log.interrupted and log.config["resume"] == ""
+    assert any("begins at step 0" in note for note in log.values("note"))
+
+
+def test_a_full_disk_is_one_sentence_and_the_run_goes_on(corpus, tmp_path):
+    limit = 2**21  # bytes of a file: enough for a log, too few for a save
+    found = start("train_gpt.py", *options(corpus, tmp_path, bigram_rows=20_000, save_every=0.0001, save_checkpoint=""),
+                  preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
+    assert found.returncode == 0 and found.stderr.count("\n") == 1, found.stderr
+    assert "cannot save to" in found.stderr and "the run goes on" in found.stderr
+    assert [s for s, _, _ in steps(tmp_path)][-1] == 6
+
+
+def test_older_saves_stay_when_the_disk_is_full(corpus, tmp_path, monkeypatch, capfd):
+    write = saving.write_part
+    monkeypatch.setattr(saving.Saver, "due", lambda self, seconds: True)
+
+    def write_twice(path, content):
+        if content["step"] > 2:
+            raise OSError(28, "No space left on device")
+        write(path, content)
+
+    monkeypatch.setattr(saving, "write_part", write_twice)
+    assert run(options(corpus, tmp_path), 5) == 130
+    out, err = capfd.readouterr()
+    assert err.count("\n") == 1 and "No space left" in err
+    assert sorted(path.name for path in tmp_path.glob("*.saved/*"))[-1] == "step_000002"
+    assert re.search(r"--resume=\S*step_000002\n", out)
+
+
+# ---------------------------------------------------------------------------------------------------- signals
+
+
+def signalled(number, when, *command):
+    """Starts a run, sends it a signal when it has printed `when`: (status, seconds, the rest of what it printed)."""
+    process = subprocess.Popen([sys.executable, *map(str, command)], cwd=ROOT, env=ENVIRONMENT, text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    for line in process.stdout:
+        if when in line:
+            break
+    begin = time.monotonic()
+    process.send_signal(number)
+    out = process.communicate(timeout=60)[0]
+    return process.returncode, time.monotonic() - begin, out
+
+
+LONG = {"num_steps": 2000, "epochs": 1000, "val_interval": 5}
+
+
+@pytest.mark.parametrize("number, status, save_every", [(signal.SIGINT, 130, 60), (signal.SIGTERM, 143, 0)])
+def test_a_signal_ends_a_run_in_order(number, status, save_every, corpus, tmp_path):
+    command = options(corpus, tmp_path, save_every=save_every, **LONG)
+    found, seconds, out = signalled(number, "step:10/", "train_gpt.py", *command)
+    assert found == status and seconds < 30 and "Traceback" not in out, out
+    log = read_log(last_log(tmp_path))
+    assert log.end["interrupted"] and log.end["val_loss"] == log.validations[-1].loss
+    assert f"stopped by {signal.Signals(number).name} after step {log.steps[-1].step} of 2000" in out
+    assert (tmp_path / "model.pt").exists() and "model.pt" in out
+    assert bool(re.search(r"\n  \S*python\S* train_gpt.py --resume=\S+/step_0000\d\d\n", out)) == (save_every > 0)
+    assert len(list(tmp_path.glob("*.saved/step_*"))) == (save_every > 0)
+
+
+@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_before_the_first_step_is_one_sentence(number, status, corpus, tmp_path):
+    found, seconds, out = signalled(number, "warming up", "train_gpt.py", *options(corpus, tmp_path))
+    assert found == status and seconds < 5
+    assert out.strip() == f"train_gpt.py: stopped by {signal.Signals(number).name} before the first step"
+
+
+def test_torchrun_hands_a_signal_on_to_both_ranks(corpus, tmp_path):
+    command = [*TORCHRUN, "--nproc_per_node=2", "train_gpt.py", *options(corpus, tmp_path, **LONG)]
+    _, seconds, out = signalled(signal.SIGTERM, "step:10/", *command)
+    log = read_log(last_log(tmp_path))
+    assert seconds < 30 and log.end["interrupted"] and "stopped by SIGTERM after step" in out
+    assert saving.find(saving.NEWEST, tmp_path) == the_save(tmp_path)
+
+
+def test_the_second_signal_ends_the_process_at_once():
+    code = ("import os, signal, time; from nanogpt.stopping import Stop; stop = Stop(); stop.listen(); "
+            "stop.in_steps = True; os.kill(os.getpid(), 2); print(stop.signal, flush=True); "
+            "os.kill(os.getpid(), 15); time.sleep(9)")
+    found = start("-c", code)
+    assert (found.returncode, found.stdout, found.stderr) == (-15, "SIGINT\n", "")
+
+
+@pytest.mark.parametrize("lag", [(0, 0), (0, 1), (1, 0), (1, 1)])
+def test_ranks_grant_a_request_at_the_same_step_whenever_they_hear_of_it(lag, monkeypatch):
+    monkeypatch.setattr("nanogpt.ranks.rank_and_world_size", lambda: (0, 2))
+    ranks = [Requests(torch.device("cpu")) for _ in lag]
+    granted, vectors = [], []
+    for step in range(12):
+        if step == 3:
+            ranks[1].ask("SIGTERM")
+        if step in (3, 4, 5):  # it asks until it is granted
+            ranks[0].ask("save")
+        granted.append([[name for name in REQUESTS if rank.granted(name, step)] for rank in ranks])
+        vectors.append((step + 1, sum(rank.outgoing() for rank in ranks).tolist()))
+        for rank, late in zip(ranks, lag):  # all but the last one have arrived in any case
+            rank.hear([TrainingLoss(n, 1.0, [0.0, *numbers]) for n, numbers in vectors[: step + 1 - late]
+                       if n > step - late])
+    assert [a for a, _ in granted] == [b for _, b in granted]
+    assert [step for step, (a, _) in enumerate(granted) if "SIGTERM" in a] == [5]
+    assert [step for step, (a, _) in enumerate(granted) if "save" in a][0] == 5
+
+
+def test_requests_leave_the_flags_of_recipes_alone(monkeypatch):
+    monkeypatch.setattr("nanogpt.ranks.rank_and_world_size", lambda: (0, 2))
+    requests = Requests(torch.device("cpu"))
+    assert requests.outgoing().tolist() == [0, 0, 0]
+    assert requests.hear([TrainingLoss(3, 2.5, [0.0, 7.0, 0.0, 0.0, 1.0])]) == [TrainingLoss(3, 2.5, [0.0, 7.0])]
+    assert not requests.granted("save", 3) and requests.granted("save", 4) and not requests.granted("save", 5)
+
+
+# ---------------------------------------------------------------------------------------------------- parts
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_batches_from_a_later_step_on_are_those_of_the_whole_run(cut, corpus):
+    paths = shards.find_shards(corpus, "train", "*_train_*.bin", "")
+    packing = shards.Packing(256, 384, 3, cut)
+    plan = [(2, 300)] * 5 + [(4, 900)] * 10
+    for rank in range(2):
+        whole = list(shards.rank_batches(paths, packing, plan, rank, 2))
+        for first in (0, 4, 12, 15):
+            later = list(shards.rank_batches(paths, packing, plan, rank, 2, first))
+            assert len(later) == len(plan) - first
+            assert all(np.array_equal(a, b) for a, b in zip(later, whole[first:]))
+
+
+def test_fitted_runs_save_and_records_do_not():
+    assert t.FITTED["save_every"] > 0
+    assert all(t.parse_config([f"--preset={name}"]).save_every == 0 for name in t.PRESETS)
+
+
+def test_counts_and_random_numbers_of_another_number_of_ranks(stopped, monkeypatch):
+    one = saving.Saved(the_save(stopped))
+    counts = one.share("target_counts")
+    assert counts.sum() == 3 * 1024
+    monkeypatch.setattr(saving, "rank_and_world_size", lambda: (1, 2))
+    two = saving.Saved(the_save(stopped))
+    assert torch.equal(two.share("target_counts"), counts / 2)
+    states = []
+    for rank, seed in ((0, 0), (1, 0), (0, 1), (0, 0)):
+        monkeypatch.setattr(saving, "rank_and_world_size", lambda rank=rank: (rank, 2))
+        two.restore_random(torch.device("cpu"), seed)
+        states.append(torch.rand(3).tolist())
+    assert states[0] == states[3] and len({tuple(state) for state in states}) == 3
+    with pytest.raises(BadInput, match="does not fit"):
+        two.whole("qk.master", "slice", (10**6, 1, 1))
