@@ -264,7 +264,8 @@ SCHEDULES: dict[str, list[Stage]] = {
         Stage(0.01, 1, 2048, 13, 6, 1.73),
         Stage(0, 1, 2048, 20, 6, 1.73),
     ],
-    "laptop": [Stage(1, 1, 2048, 4, 2, 1.0)],
+    # Attention over the near past learns sooner, and takes less time.
+    "laptop": [Stage(0.5, 1, 2048, 2, 1, 1.0), Stage(0.5, 1, 2048, 4, 2, 1.0)],
     "char": [Stage(1, 1, 2048, 2, 2, 1.0)],
     # Smaller batches, for a run of a fifth of the tokens (records/2026-11-21_ladder_fp8).
     "onepass": [

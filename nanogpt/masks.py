@@ -111,13 +111,35 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     scores."""
     T, H, d = q.shape
     n, _, _, span = mask.shape
-    dtype = q.dtype
-    if not q.is_cuda:  # on CPU the backward pass takes up to three times as long in bf16
-        wide = torch.promote_types(dtype, torch.float32)
-        q, k, v = q.to(wide), k.to(wide), v.to(wide)
     earlier = span - BLOCK_SIZE
     q = q.view(n, BLOCK_SIZE, H, d).transpose(1, 2)
-    k = F.pad(k, (0, 0, 0, 0, earlier, 0)).unfold(0, span, BLOCK_SIZE).mT  # (n, H, span, d)
-    v = F.pad(v, (0, 0, 0, 0, earlier, 0)).unfold(0, span, BLOCK_SIZE).mT
-    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0)
-    return y.transpose(1, 2).reshape(T, H, d).to(dtype)
+    k = F.pad(k, (0, 0, 0, 0, earlier, 0))  # (earlier + T, H, d)
+    v = F.pad(v, (0, 0, 0, 0, earlier, 0))
+    if q.is_cuda:
+        k = k.unfold(0, span, BLOCK_SIZE).mT  # (n, H, span, d)
+        v = v.unfold(0, span, BLOCK_SIZE).mT
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0)
+    else:
+        y = cpu_attention(q, cpu_unfold(k, n), cpu_unfold(v, n), mask)
+    return y.transpose(1, 2).reshape(T, H, d)
+
+
+def cpu_unfold(x: Tensor, n: int) -> Tensor:
+    """x (earlier + T, H, d) -> (n, H, span, d), the part of x that each block of queries may see.
+    On a CPU the gradient of `unfold` takes longer than that of slices."""
+    blocks = x.unflatten(0, (-1, BLOCK_SIZE)).transpose(1, 2)  # (n + window - 1, H, BLOCK_SIZE, d)
+    window = len(blocks) - n + 1
+    return torch.cat([blocks[i : i + n] for i in range(window)], 2)
+
+
+def cpu_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """F.scaled_dot_product_attention without a scale. For CPUs it has products in float32 only,
+    which take twice as long as those in bf16, so in bf16 we multiply ourselves."""
+    dtype = q.dtype
+    if dtype == torch.bfloat16:
+        hidden = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
+        scores = (q @ k.mT).add_(hidden)  # (n, H, BLOCK_SIZE, span)
+        return scores.softmax(-1) @ v
+    wide = torch.promote_types(dtype, torch.float32)
+    q, k, v = q.to(wide), k.to(wide), v.to(wide)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0).to(dtype)

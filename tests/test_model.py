@@ -81,6 +81,21 @@ def test_sdpa_attention_and_its_gradients_equal_a_naive_masked_softmax(starts):
             torch.testing.assert_close(a.grad, b.grad, rtol=1e-10, atol=1e-12)
 
 
+def test_attention_in_bf16_and_its_gradients_are_near_those_of_a_naive_masked_softmax():
+    documents = documents_of(tokens_of([0, 200]) == BOS)
+    made = masks.sdpa_masks(documents, WINDOWS)
+    weight = normal(T, 2, 64, seed=9).bfloat16()
+    for name, window in WINDOWS.items():
+        ours = [(0.4 * normal(T, 2, 64, seed=i)).bfloat16().requires_grad_() for i in range(3)]
+        naive = [x.detach().double().requires_grad_() for x in ours]
+        y = t.attend(*ours, made[name])
+        reference = naive_attention(*naive, naive_mask([0, 200], window))
+        (y * weight).sum().backward()
+        (reference * weight).sum().backward()
+        for a, b in [(y, reference), *((a.grad, b.grad) for a, b in zip(ours, naive))]:
+            assert a.dtype == torch.bfloat16 and (a - b).norm() < 0.02 * b.norm()
+
+
 def expand(counts, indices, by_query):
     """Lists of a BlockMask -> (n, n) bool, query block by key block."""
     blocks = torch.zeros(indices.shape[-2:], dtype=torch.bool)
@@ -225,7 +240,8 @@ def test_windows_are_those_of_the_stage_and_grow_once_more_for_the_last_validati
     assert [t.view_of(step, c).windows for step in begin] == by_hand
     assert [t.view_of(step - 1, c).windows for step in begin[1:]] == by_hand[:-1]
     laptop = t.Config(**t.PRESETS["laptop"])
-    assert {str(t.view_of(step, laptop).windows) for step in range(881)} == {"{'long': 4, 'short': 2}"}
+    assert [t.view_of(step, laptop).windows for step in (0, 349, 350, 700)] == [
+        {"short": 1, "long": 2}, {"short": 1, "long": 2}, {"short": 2, "long": 4}, {"short": 2, "long": 4}]
 
 
 def test_yarn_slows_low_frequencies_and_raises_the_scale_as_the_digest_computed():
@@ -453,7 +469,7 @@ def test_training_with_candidates_has_nearly_the_gradient_over_the_vocabulary_an
     assert found[192][0] == pytest.approx(found[0][0], rel=0.01) and np.std(losses) > 0
     for name, exact in found[0][1].items():
         similarity = torch.cosine_similarity(found[192][1][name].flatten(), exact.flatten(), dim=0)
-        assert similarity > {"nvfp4": 0.93}.get(precision, 0.98), name
+        assert similarity > {"fp8": 0.97, "nvfp4": 0.93}.get(precision, 0.98), name
     t.initialize(model, 0)
     assert not model.target_counts.any() and not model.lost_targets, "a run begins anew after warming up"
 
