@@ -62,7 +62,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from data import shards
+from data import checks, shards
 from nanogpt import arguments, checkpoint, compiling, fitting, kernels, masks, recipe, saving
 from nanogpt.arguments import key
 from nanogpt.kernels import E4M3, E5M2
@@ -217,23 +217,6 @@ EVERYDAY = (
     "preset", "data_dir", "minutes", "num_steps", "seed", "target_loss", "save_checkpoint",
     "sample", "micro_tokens", "device", "precision")
 
-SAMPLING = 'that is a key of sample.py: python sample.py MODEL "TEXT" --temperature=0.8'
-HINTS = {  # answers to keys that other trainers have
-    "": "your own text is prepared first: ./run.sh FILE, or python data/prepare.py FILE",
-    "load_checkpoint": SAMPLING, "temperature": SAMPLING,
-    "top_k": SAMPLING, "num_samples": SAMPLING, "max_new_tokens": SAMPLING,
-    "lr": "see --muon_lr, --head_lr, --table_lr and --scalar_lr",
-    "learning_rate": "see --muon_lr, --head_lr, --table_lr and --scalar_lr",
-    "batch_size": "see --batch_tokens and --micro_tokens",
-    "device_batch_size": "see --micro_tokens", "max_steps": "see --num_steps",
-    "max_iters": "see --num_steps", "iters": "see --num_steps", "steps": "see --num_steps",
-    "dropout": "there is none; --minutes or --num_steps makes the run shorter",
-    "n_layer": "layers are rows of TOPOLOGIES in train_gpt.py", "n_head": "see --num_heads",
-    "n_embd": "see --model_dim", "out_dir": "see --log_dir and --save_checkpoint",
-    "out": "see --log_dir and --save_checkpoint", "wandb": "--jsonl writes what tools can read",
-    "text": "your own text: ./run.sh FILE", "input": "your own text: ./run.sh FILE",
-    "file": "your own text: ./run.sh FILE"}
-
 # What a run on any text has over its preset (--fit).
 FITTED = dict(
     fit=True, cut_documents=True, target_loss=0.0, save_checkpoint="auto", save_every=5.0,
@@ -320,7 +303,8 @@ def parse_config(argv: list[str]) -> Config:
     """`--key=value` over the preset's values. Raises BadInput on an unknown key or a wrong value,
     and ShardError if the run is to be fitted to a text that cannot be read."""
     given = arguments.given(
-        Config, argv, PRESETS, default_preset(), __doc__.split("\n\n")[0], EVERYDAY, ABOUT, HINTS)
+        Config, argv, PRESETS, default_preset(), __doc__.split("\n\n")[0], EVERYDAY, ABOUT,
+        arguments.HINTS)
     save = None
     if given.get("resume"):
         save = saving.find(given["resume"], given.get("log_dir", Config.log_dir))
@@ -328,10 +312,12 @@ def parse_config(argv: list[str]) -> Config:
         return config_to_resume(save, given)
     preset = given.get("preset") or default_preset(given.get("device"))
     if given.get("fit", "data_dir" in given and not given.get("preset")):
-        text = read_text(arguments.configure(Config, PRESETS, preset, given))
+        c = arguments.configure(Config, PRESETS, preset, given)
+        text = fitting.describe(find_shards(c, "train"), find_shards(c, "val"))
         preset = given.get("preset") or fitting.preset_for(text, has_cuda(given.get("device")))
         laid_over = {name: values | FITTED for name, values in PRESETS.items()}
-        c = fitted(arguments.configure(Config, laid_over, preset, given), given, text)
+        c = arguments.configure(Config, laid_over, preset, given)
+        c = fitting.fitted(c, SCHEDULES[c.schedule], text, given)
     else:
         c = arguments.configure(Config, PRESETS, preset, given)
     check_config(c)
@@ -365,37 +351,6 @@ def has_cuda(device: str | None) -> bool:
 
 def default_preset(device: str | None = None) -> str:
     return "speedrun" if has_cuda(device) else "laptop"
-
-
-def read_text(c: Config) -> fitting.Text:
-    """What the text in data_dir is."""
-    train_paths = find_shards(c, "train")
-    counts = [shards.count_tokens(path) for path in train_paths]
-    val = sum(map(shards.count_tokens, find_shards(c, "val")))
-    return fitting.Text(shards.kind_of_tokens(train_paths[0]), tuple(counts), val)
-
-
-def fitted(c: Config, given: dict, text: fitting.Text) -> Config:
-    """The configuration with lengths that the text has room for. What was given stays as it is."""
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
-    changes = fitting.lengths(
-        text, world_size, c.seq_len, c.batch_tokens, c.micro_tokens, c.val_seq_len, c.val_tokens)
-    large = c.preset in ("speedrun", "onepass")
-    changes["epochs"] = 1 if large else fitting.MOST_EPOCHS
-    wanted = math.inf  # all that the text has
-    if "num_steps" in given:
-        wanted = c.num_steps
-        changes["epochs"] = wanted
-    elif not large:
-        changes["minutes"] = fitting.MINUTES
-    c = dataclasses.replace(c, **changes | given)
-    return dataclasses.replace(c, **steps_for(c, text, wanted) | given)
-
-
-def steps_for(c: Config, text: fitting.Text, wanted: float) -> dict[str, int]:
-    """Number of steps, epochs and interval of validations: at most the wanted number of steps."""
-    per_step = c.batch_tokens * sum(stage.share * stage.batch for stage in SCHEDULES[c.schedule])
-    return fitting.steps(text, wanted, c.epochs, per_step, c.seq_len, c.batch_tokens)
 
 
 def check_config(c: Config) -> None:
@@ -2091,107 +2046,32 @@ def load_checkpoint(path: str | Path, device: torch.device) -> GPT:
 
 def find_shards(c: Config, split: str) -> list[Path]:
     """The shards of a split, "train" or "val". Raises ShardError if there are none."""
-    remedy = "check the path, or make them: python data/prepare.py FILE"
-    if c.data_dir == PRESETS["laptop"]["data_dir"]:
-        remedy = f"make them: python data/prepare.py --python-docs --bytes --out {c.data_dir}"
-    elif c.data_dir == Config.data_dir:
-        remedy = "get them: python data/fineweb.py 9"
-    pattern = c.train_files if split == "train" else c.val_files
-    return shards.find_shards(c.data_dir, split, pattern, remedy)
+    return checks.find(c.data_dir, split, c.train_files if split == "train" else c.val_files)
 
 
 def check_data(c: Config) -> tuple[list[Path], list[Path], Tensor]:
     """Training and validation shards, and the validation tokens. Raises BadInput or ShardError if
     the schedule needs another number of processes, or other data, or more."""
     _, world_size = rank_and_world_size()
-    for count, _ in dict.fromkeys(batch_plan(c)):
+    plan = batch_plan(c)
+    for count, _ in dict.fromkeys(plan):
         divisors = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
         require(count % world_size == 0,
                 f"{world_size} processes cannot share a batch of {count} sequences; start "
                 f"{divisors} of them, or change --batch_tokens or --seq_len")
     train_paths = find_shards(c, "train")
     val_paths = find_shards(c, "val")
-    check_tokens(c, train_paths)
+    wants_gpt2 = c.preset in ("speedrun", "onepass", "small")
+    checks.check_kind(train_paths[0], c.vocab_size, c.preset, wants_gpt2)
     val_tokens = shards.validation_tokens(val_paths, c.vocab_size, c.val_tokens)
     if not chooses_steps(c):  # else they follow from the data
-        check_amount(c, train_paths)
+        checks.check_amount(train_paths, packing(c), plan, c.data_dir)
     return train_paths, val_paths, torch.from_numpy(val_tokens.view(np.int16))
-
-
-def check_tokens(c: Config, train_paths: list[Path]) -> None:
-    """Raises BadInput if the tokens of the shards are of another kind than those of the preset."""
-    kind = shards.kind_of_tokens(train_paths[0])
-    if kind == "gpt2" and c.vocab_size <= shards.SEPARATOR:
-        raise BadInput(
-            f"{train_paths[0]} holds GPT-2's tokens, and --preset={c.preset} wants bytes; make "
-            "them with `python data/prepare.py FILE --bytes`, or choose --preset=small")
-    if kind == "bytes" and c.preset in ("speedrun", "onepass", "small"):
-        raise BadInput(
-            f"{train_paths[0]} holds bytes, and --preset={c.preset} wants GPT-2's tokens; choose "
-            "--preset=char or laptop, or make tokens with `python data/prepare.py FILE`")
-
-
-def check_amount(c: Config, train_paths: list[Path]) -> None:
-    """Raises BadInput if the shards end before the schedule."""
-    steps = sum(1 for _ in shards.batches(train_paths, packing(c), batch_plan(c)))
-    if steps == c.num_steps:
-        return
-    have = sum(map(shards.count_tokens, train_paths)) * c.epochs
-    need = total_tokens(c)
-    remedy = "let the run fit the text (--fit), lower --num_steps, or raise --epochs"
-    if c.data_dir == Config.data_dir:
-        enough = math.ceil(1.3 * need / 1e8)  # the ends of long documents are skipped
-        remedy = f"get more with `python data/fineweb.py {enough}`, or " + remedy
-    raise BadInput(f"{c.num_steps} steps need {need:,} tokens; the {have:,} in {c.data_dir} make "
-                   f"{steps} steps; {remedy}")
 
 
 def chooses_steps(c: Config) -> bool:
     """Whether the number of steps follows from --minutes. That of a saved run was chosen before."""
     return c.minutes > 0 and c.resume in ("", saving.NEWEST)
-
-
-def open_save(c: Config, data: list[dict]) -> saving.Saved | None:
-    """The save that --resume has named, if it has. `data` are the fingerprints of the shards.
-    Raises BadInput if the save is damaged or that of a run on other data. A collective."""
-    path = agreed(saving.same_save, c.resume)
-    if path in ("", saving.NEWEST):
-        return None
-    saved = agreed(saving.Saved, Path(path))
-    saved.check_data(data, c.data_dir)
-    return saved
-
-
-def how_it_began(c: Config, saved: saving.Saved | None, run: dict) -> list[str]:
-    """Notes for the log on --resume."""
-    if c.resume and not saved:
-        return [f"there is no save under {c.log_dir}, so the run begins at step 0"]
-    if not saved:
-        return []
-    ranks = len(saved.parts)
-    notes = [f"resumed at step {saved.step} of run {saved.fact('run_id')} on {run['date']}; it was "
-             f"saved by {ranks} {'process' if ranks == 1 else 'processes'}"]
-    if saved.fact("files_sha256") != run["files_sha256"]:
-        notes.append("the code is not the one that the saved run began with")
-    return notes
-
-
-def start_log(c: Config, run: dict, files: list[dict], data: list[dict], machine: dict,
-              console: Console) -> journal.Log:
-    """The log, with the facts that stand before the steps. A collective."""
-    log = journal.Log(c.log_dir, run["run_id"], SOURCE, c.num_steps, c.jsonl, console)
-    log.fact("run", run)
-    for file in files:
-        log.fact("file", file)
-    log.fact("config", dataclasses.asdict(c))
-    log.fact("environment", machine)
-    for shard in data:
-        log.fact("data", shard)
-    for first, end, stage in stages(c):
-        if end > first:
-            facts = dict(first_step=first, last_step=end, batch_tokens=stage_tokens(stage, c))
-            log.fact("stage", facts)
-    return log
 
 
 def place_to_save(c: Config, saved: saving.Saved | None) -> Path | None:
@@ -2208,13 +2088,6 @@ def place_to_save(c: Config, saved: saving.Saved | None) -> Path | None:
     return path
 
 
-def with_minutes(c: Config, seconds: float, train_paths: list[Path]) -> Config:
-    """The configuration with as many steps of so many seconds as --minutes has room for."""
-    counts = [shards.count_tokens(path) for path in train_paths]
-    text = fitting.Text("", tuple(counts), 0)
-    return dataclasses.replace(c, **steps_for(c, text, 60 * c.minutes / seconds))
-
-
 def continue_text(content: dict, device: torch.device) -> str:
     """The text of --sample, continued by the model of a checkpoint."""
     import sample  # only here: training needs no tokenizer
@@ -2225,45 +2098,47 @@ def continue_text(content: dict, device: torch.device) -> str:
     return sample.continue_text(model, sample.last_view(model), c.sample, c.sample_tokens)
 
 
-def show_header(console: Console, c: Config, machine: dict, train_paths: list[Path],
-                seconds: float | None) -> None:
-    """What will run, for people. `seconds` is how long it may take, if that is known."""
+def next_commands(c: Config, save_to: Path | None) -> list[str]:
+    """What to try after this run."""
+    commands = []
+    if save_to:
+        commands.append(f'sample.py {save_to} "Once upon a time"')
+    if c.fit:
+        commands.append(f"train_gpt.py --data_dir={c.data_dir} --minutes=10")
+    return commands
+
+
+class RunFacts(NamedTuple):
+    """What the log says before the first step, beside the configuration."""
+    run: dict
+    files: list[dict]  # the project's files that the run has imported
+    machine: dict
+    data: list[dict]  # the fingerprints of all shards
+    speeds: dict
+
+
+def begin_log(log: journal.Log, c: Config, facts: RunFacts, seconds: float | None = None) -> None:
+    """Shows what will run, and writes the first facts of the log. `seconds` is how long the run may
+    take, if that is known."""
     sizes = {"active": 0, "in_tables": 0}
     for param in parameter_table(c).values():
         sizes["in_tables" if param.update == "rows" else "active"] += math.prod(param.shape)
-    console.header(
-        machine=machine, preset=c.preset, data_dir=c.data_dir, **sizes, num_steps=c.num_steps,
-        train_tokens=sum(map(shards.count_tokens, train_paths)), val_tokens=c.val_tokens,
+    train_tokens = sum(shard["tokens"] for shard in facts.data if shard["split"] == "train")
+    log.console.header(
+        machine=facts.machine, preset=c.preset, data_dir=c.data_dir, **sizes,
+        num_steps=c.num_steps, train_tokens=train_tokens, val_tokens=c.val_tokens,
         tokens_are_bytes=c.vocab_size <= shards.SEPARATOR, tokens=total_tokens(c),
         batches=[count * c.seq_len for count, _ in batch_plan(c)], seconds=seconds)
-
-
-def python_command() -> str:
-    """What to type for the Python that runs this."""
-    python = os.path.relpath(sys.executable)
-    return sys.executable if python.startswith("..") else python
-
-
-def say_stopped(console: Console, signal: str, step: int, checkpoint: Path | None,
-                save: Path | None) -> None:
-    """What people see of a run that a signal has ended: what is left of it, and how it goes on."""
-    console.say(f"stopped by {signal} after step {step} of {console.num_steps}")
-    if save:
-        console.closing(checkpoint, [f"{python_command()} train_gpt.py --resume={save}"])
-    else:
-        console.closing(checkpoint)
-        console.say("it cannot be resumed, as nothing was saved; --save_every=MINUTES saves")
-
-
-def next_commands(c: Config, save_to: Path | None) -> list[str]:
-    """What to type after this run."""
-    python = python_command()
-    commands = []
-    if save_to:
-        commands.append(f'{python} sample.py {save_to} "Once upon a time"')
-    if c.fit:
-        commands.append(f"{python} train_gpt.py --data_dir={c.data_dir} --minutes=10")
-    return commands
+    head = [("run", facts.run)]
+    head += [("file", file) for file in facts.files]
+    head += [("config", dataclasses.asdict(c)), ("environment", facts.machine)]
+    head += [("data", shard) for shard in facts.data]
+    for first, end, stage in stages(c):
+        if end > first:
+            tokens = stage_tokens(stage, c)
+            head.append(("stage", dict(first_step=first, last_step=end, batch_tokens=tokens)))
+    head.append(("calibration", facts.speeds))
+    log.begin(c.log_dir, facts.run["run_id"], SOURCE, c.num_steps, c.jsonl, head)
 
 
 def stop_if_not_finite(losses: list[journal.TrainingLoss], precision: Precision) -> None:
@@ -2281,6 +2156,22 @@ def flops_per_token(c: Config) -> int:
     matrices = [p.shape for p in parameter_table(c).values() if p.optimizer == "muon"]
     head = c.model_dim * min(c.candidates or c.vocab_size, c.vocab_size)
     return 6 * (sum(math.prod(shape) for shape in matrices) + head)
+
+
+def result_of(c: Config, steps: int, seconds: float, val_loss: float | None) -> dict:
+    """What came of a run of so many steps and seconds of training: the first lines of the end block
+    (records/README.md). val_loss is None if nothing was validated."""
+    tokens = total_tokens(c, steps)
+    target = c.target_loss or None
+    reached = None
+    if val_loss is not None:
+        val_loss = round(val_loss, 4)
+        if target:
+            reached = val_loss <= target
+    return dict(
+        val_loss=val_loss, target=target, reached=reached, train_time_s=round(seconds, 3),
+        step_avg_ms=round(1000 * seconds / steps, 2), tokens=tokens,
+        tokens_per_s=round(tokens / seconds))
 
 
 def train(c: Config) -> int:
@@ -2302,46 +2193,33 @@ def train(c: Config) -> int:
     train_paths, val_paths, val_tokens = agreed(check_data, c, errors=(BadInput, shards.ShardError))
     data = [shards.fingerprint(path, "train") for path in train_paths]
     data += [shards.fingerprint(path, "val") for path in val_paths]
-    saved = open_save(c, data)
+    saved = saving.open_save(c.resume, data, c.data_dir)
     save_to = agreed(place_to_save, c, saved)
 
     # 2. The log begins with the code and the facts. Under --minutes the number of steps is one of
-    # them, so the log can begin only after the warm-up, and what is compiled until then waits.
+    # them, so its file begins after the warm-up, and until then the log holds back what it is told.
+    console = Console(c.num_steps, shows=is_master())
+    log = journal.Log(console)
     run = journal.describe_run(SOURCE, files)
     machine = journal.describe_machine(device)
     has_fp8 = cuda and kernels.has_fp8(device)
     speeds = journal.calibrate(device, kernels.product if has_fp8 else None)
+    facts = RunFacts(run, files, machine, data, speeds)
     clock = journal.Clock(device)
-    console = Console(c.num_steps, shows=is_master())
-    log = None
-    waiting = [("note", note) for note in how_it_began(c, saved, run)]
-    for _, note in waiting:
+    for note in saving.how_it_began(c.resume, c.log_dir, saved, run):
         console.say(note)
+        log.fact("note", note)
     if not saved:
         c.resume = ""
-
-    def begin_log(seconds: float | None = None) -> journal.Log:
-        show_header(console, c, machine, train_paths, seconds)
-        log = start_log(c, run, files, data, machine, console)
-        log.fact("calibration", speeds)
-        for kind, value in waiting:
-            log.fact(kind, value)
-        return log
+    steps_are_open = chooses_steps(c)
+    if not steps_are_open:
+        begin_log(log, c, facts)
+    console.busy("compiling" if c.compile else "warming up")
 
     def report_compilation(what: str, seconds: float) -> None:
         kind = "compile" if clock.now() == 0 else "defect"  # once the clock runs it costs time
         after = round(time.perf_counter() - LAUNCHED, 1)
-        value = dict(what=what, seconds=round(seconds, 2), after_launch_s=after)
-        if log is None:
-            console.compiled(what)
-            waiting.append((kind, value))
-        else:
-            log.fact(kind, value)
-
-    steps_are_open = chooses_steps(c)
-    if not steps_are_open:
-        log = begin_log()
-    console.busy("compiling" if c.compile else "warming up")
+        log.fact(kind, dict(what=what, seconds=round(seconds, 2), after_launch_s=after))
 
     # 3. Make model and optimizer, compile them and warm up. Collections of garbage would take a
     # tenth of the compiler's time, and later up to 0.4 s in the middle of the run (record 47).
@@ -2359,8 +2237,9 @@ def train(c: Config) -> int:
     warm_up.run(call)
     if steps_are_open:
         seconds = warm_up.seconds_per_step(call)
-        c = model.config = with_minutes(c, seconds, train_paths)
-        log = begin_log(c.num_steps * seconds)
+        c = fitting.with_minutes(c, SCHEDULES[c.schedule], train_paths, seconds)
+        model.config = c
+        begin_log(log, c, facts, c.num_steps * seconds)
     warm_up.reset()
     best = None
     first_step = 0
@@ -2404,35 +2283,6 @@ def train(c: Config) -> int:
         random = saving.random_state(device)
         saver.save(step, clock.now(), tensors_to_save(model, optimizer), random, facts)
 
-    def write_end(step: int, val_loss: float | None, **more) -> bool | None:
-        """Writes the notes and the end block of the log after `step` steps. Returns whether the
-        target was reached, None without a target."""
-        for note in model.precision.recipes.notes():
-            log.fact("note", note)
-        log.fact("note", f"{optimizer.bytes_per_step()} bytes sent per step and rank")
-        lost = int(model.lost_targets)
-        if lost:
-            log.fact("defect", dict(
-                what=f"{lost} tokens of rank 0 were no candidates; raise --candidates"))
-        tokens = total_tokens(c, step)
-        tokens_per_s = tokens / clock.total
-        target = c.target_loss or None
-        reached = None
-        if val_loss is not None:
-            val_loss = round(val_loss, 4)
-            reached = target and val_loss <= target
-        kept_step = None  # the step whose weights are saved, if it is not the last one
-        if best and best["step"] < step:
-            kept_step = best["step"]
-        log.end(dict(
-            val_loss=val_loss, target=target, reached=reached,
-            train_time_s=round(clock.total, 3), step_avg_ms=round(1000 * clock.total / step, 2),
-            tokens=tokens, tokens_per_s=round(tokens_per_s),
-            mfu=journal.mfu(flops_per_token(c), tokens_per_s / world_size, machine["devices"][0]),
-            peak_memory_mib=torch.cuda.max_memory_allocated(device) // 2**20 if cuda else None,
-            compile_s=round(compile_s, 1), code_sha256=run["code_sha256"], **more), kept_step)
-        return reached
-
     # 4. Train. The clock stands still during validation, which touches no weight and no training
     # data. What is to be saved as a checkpoint are the weights of the best validation.
     STOP.in_steps = True
@@ -2467,25 +2317,40 @@ def train(c: Config) -> int:
         hear(step)
 
     # 5. Say what came of it, and save.
-    if not last:
+    interrupted = not last
+    if interrupted:
         clock.stop()
         hear(step)
-        write_end(step, log.last_val_loss(), interrupted=True)
-        if best:
-            checkpoint.write(save_to, best)
+        val_loss = log.last_val_loss()
+    for note in model.precision.recipes.notes():
+        log.fact("note", note)
+    log.fact("note", f"{optimizer.bytes_per_step()} bytes sent per step and rank")
+    lost = int(model.lost_targets)
+    if lost:
+        log.fact("defect", dict(
+            what=f"{lost} tokens of rank 0 were no candidates; raise --candidates"))
+    result = result_of(c, step, clock.total, val_loss)
+    speed = result["tokens_per_s"] / world_size
+    result |= dict(
+        mfu=journal.mfu(flops_per_token(c), speed, machine["devices"][0]),
+        peak_memory_mib=torch.cuda.max_memory_allocated(device) // 2**20 if cuda else None,
+        compile_s=round(compile_s, 1), code_sha256=run["code_sha256"])
+    if interrupted:
+        result["interrupted"] = True
+    log.end(result, best["step"] if best else step)
+    if best:
+        checkpoint.write(save_to, best)
+    if interrupted:
         saver.finish()
-        say_stopped(console, granted[0], step, save_to if best else None, saver.newest())
+        console.stopped(granted[0], step, save_to if best else None, saver.newest())
         return stopping.status_of(granted[0])
-    reached = write_end(step, val_loss)
+    saver.end()
     if rank == 0:
-        if save_to:
-            checkpoint.write(save_to, best)
         if c.sample:
             text = continue_text(best or checkpoint_of(model, step, val_loss), device)
             console.say(f"sample: {text}")
         console.closing(save_to, next_commands(c, save_to))
-    saver.end()
-    return 1 if reached is False else 0
+    return 1 if result["reached"] is False else 0
 
 
 def main(argv: list[str]) -> int:

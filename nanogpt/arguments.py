@@ -23,6 +23,24 @@ WIDTH = 100  # of a line of --help
 NAMES_WIDTH = 22  # of its first column
 
 
+SAMPLING = 'that is a key of sample.py: python sample.py MODEL "TEXT" --temperature=0.8'
+HINTS = {  # answers to keys that other trainers have
+    "": "your own text is prepared first: ./run.sh FILE, or python data/prepare.py FILE",
+    "load_checkpoint": SAMPLING, "temperature": SAMPLING,
+    "top_k": SAMPLING, "num_samples": SAMPLING, "max_new_tokens": SAMPLING,
+    "lr": "see --muon_lr, --head_lr, --table_lr and --scalar_lr",
+    "learning_rate": "see --muon_lr, --head_lr, --table_lr and --scalar_lr",
+    "batch_size": "see --batch_tokens and --micro_tokens",
+    "device_batch_size": "see --micro_tokens", "max_steps": "see --num_steps",
+    "max_iters": "see --num_steps", "iters": "see --num_steps", "steps": "see --num_steps",
+    "dropout": "there is none; --minutes or --num_steps makes the run shorter",
+    "n_layer": "layers are rows of TOPOLOGIES in train_gpt.py", "n_head": "see --num_heads",
+    "n_embd": "see --model_dim", "out_dir": "see --log_dir and --save_checkpoint",
+    "out": "see --log_dir and --save_checkpoint", "wandb": "--jsonl writes what tools can read",
+    "text": "your own text: ./run.sh FILE", "input": "your own text: ./run.sh FILE",
+    "file": "your own text: ./run.sh FILE"}
+
+
 def key(default, meaning: str, alone: str | None = None):
     """A field of a configuration. Its type is that of the default value. `alone` is the value of
     the key where none is given: --resume for --resume=newest."""

@@ -4,9 +4,13 @@ The record presets are strict: they need a certain amount of text and refuse les
 takes what there is. Its preset follows from the kind and the amount of text, its sequences and its
 validation from how long the text is, its steps from a budget of minutes or from the text.
 """
+import dataclasses
 import math
+import os
+from pathlib import Path
 from typing import NamedTuple
 
+from data.shards import count_tokens, kind_of_tokens
 from nanogpt.masks import BLOCK_SIZE
 from nanogpt.ranks import require
 
@@ -25,6 +29,12 @@ class Text(NamedTuple):
     kind: str  # of tokens: "bytes" or "gpt2"
     train: tuple[int, ...]  # tokens of each training shard
     val: int  # tokens of all validation shards
+
+
+def describe(train_paths: list[Path], val_paths: list[Path]) -> Text:
+    """Raises DamagedShard if a file is no shard."""
+    train = tuple(map(count_tokens, train_paths))
+    return Text(kind_of_tokens(train_paths[0]), train, sum(map(count_tokens, val_paths)))
 
 
 def preset_for(text: Text, cuda: bool) -> str:
@@ -72,3 +82,37 @@ def steps(text: Text, wanted: float, epochs: int, tokens_per_step: float, seq_le
     return dict(
         num_steps=num_steps, epochs=math.ceil(num_steps * tokens_per_step / epoch),
         val_interval=max(1, num_steps // VALIDATIONS))
+
+
+# --------------------------------------------------------------------------------------------------
+# The same for a configuration: train_gpt.Config, and the stages of its schedule
+
+
+def fitted(c, schedule: list, text: Text, given: dict):
+    """The configuration with lengths and steps that the text has room for. What was given stays as
+    it is. Raises BadInput if the text is too short."""
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    changes = lengths(
+        text, world_size, c.seq_len, c.batch_tokens, c.micro_tokens, c.val_seq_len, c.val_tokens)
+    large = c.preset in ("speedrun", "onepass")
+    changes["epochs"] = 1 if large else MOST_EPOCHS
+    wanted = math.inf  # all that the text has
+    if "num_steps" in given:
+        wanted = c.num_steps
+        changes["epochs"] = wanted
+    elif not large:
+        changes["minutes"] = MINUTES
+    c = dataclasses.replace(c, **changes | given)
+    return dataclasses.replace(c, **steps_for(c, schedule, text, wanted) | given)
+
+
+def with_minutes(c, schedule: list, train_paths: list[Path], seconds: float):
+    """The configuration with as many steps of so many seconds as --minutes has room for."""
+    text = Text("", tuple(map(count_tokens, train_paths)), 0)
+    return dataclasses.replace(c, **steps_for(c, schedule, text, 60 * c.minutes / seconds))
+
+
+def steps_for(c, schedule: list, text: Text, wanted: float) -> dict[str, int]:
+    """The changes that make at most the wanted number of steps."""
+    per_step = c.batch_tokens * sum(stage.share * stage.batch for stage in schedule)
+    return steps(text, wanted, c.epochs, per_step, c.seq_len, c.batch_tokens)

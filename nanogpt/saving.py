@@ -31,7 +31,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nanogpt.ranks import BadInput, all_ranks, rank_and_world_size, require
+from nanogpt.ranks import BadInput, agreed, all_ranks, rank_and_world_size, require
 from records.console import complain
 
 FORMAT = 1
@@ -368,6 +368,32 @@ class Saved:
         require(essence(self.fact("data")) == essence(data),
                 f"the shards in {folder} are not those of {self.save}; give their folder as "
                 "--data_dir, or leave --resume out to begin anew")
+
+
+def open_save(asked: str, data: list[dict], folder: str) -> Saved | None:
+    """The save that --resume=ASKED has named, if it has. `data` are the fingerprints of the shards
+    in `folder`. Raises BadInput if the save is damaged or that of a run on other data. A
+    collective."""
+    path = agreed(same_save, asked)
+    if path in ("", NEWEST):
+        return None
+    saved = agreed(Saved, Path(path))
+    saved.check_data(data, folder)
+    return saved
+
+
+def how_it_began(asked: str, log_dir: str, saved: Saved | None, run: dict) -> list[str]:
+    """Notes for the log of a run under --resume=ASKED. `run` is the log's fact of that name."""
+    if asked and not saved:
+        return [f"there is no save under {log_dir}, so the run begins at step 0"]
+    if not saved:
+        return []
+    ranks = len(saved.parts)
+    notes = [f"resumed at step {saved.step} of run {saved.fact('run_id')} on {run['date']}; it was "
+             f"saved by {ranks} {'process' if ranks == 1 else 'processes'}"]
+    if saved.fact("files_sha256") != run["files_sha256"]:
+        notes.append("the code is not the one that the saved run began with")
+    return notes
 
 
 def differences(saved: dict, given: dict, may_change: tuple[str, ...]) -> str:

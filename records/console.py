@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections import Counter, deque
+from pathlib import Path
 from typing import NamedTuple, TextIO
 
 PROGRESS_LINES = 20  # about as many lines for the training steps where there is no bar
@@ -382,18 +383,31 @@ class Console:
             text += " (overfitting: more text helps)"
         return text
 
-    def closing(self, checkpoint: str = "", commands: list[str] | None = None) -> None:
-        """Prints the file of the weights, if there is one, and commands to try next."""
+    def closing(self, checkpoint: Path | None, commands: list[str]) -> None:
+        """Prints the file of the weights, if there is one, and commands of Python to try next."""
         if checkpoint:
             self.say(f"checkpoint: {checkpoint}")
         if commands:
             self.say("next:")
             for command in commands:
-                self.say(f"  {command}")
+                self.say(f"  {python_command()} {command}")
+
+    def stopped(self, signal: str, step: int, checkpoint: Path | None, save: Path | None) -> None:
+        """Says what is left of a run that a signal has ended, and how it goes on."""
+        self.say(f"stopped by {signal} after step {step} of {self.num_steps}")
+        self.closing(checkpoint, [f"train_gpt.py --resume={save}"] if save else [])
+        if not save:
+            self.say("it cannot be resumed, as nothing was saved; --save_every=MINUTES saves")
 
 
 # ------------------------------------------------------------------------------------------------
 # Facts in words
+
+
+def python_command() -> str:
+    """What to type for the Python that runs this."""
+    python = os.path.relpath(sys.executable)
+    return sys.executable if python.startswith("..") else python
 
 
 def count(number: int) -> str:

@@ -71,18 +71,23 @@ class Log:
     on standard error says so, and the run goes on. Such a log has no end block.
     """
 
-    def __init__(self, folder: str | Path, run_id: str, source: bytes, num_steps: int,
-                 jsonl: bool, console: Console):
-        """Opens FOLDER/RUN_ID.txt and writes the script's source into it; with `jsonl` also opens
-        FOLDER/RUN_ID.jsonl, which gets the same facts as JSON, one object a line. Raises OSError
-        if the folder or the file cannot be made."""
-        self.num_steps = num_steps
+    def __init__(self, console: Console):
+        self.num_steps = 0
         self.pending: list[PendingLoss] = []
         self.steps: list[tuple] = []  # the arguments of all calls of `step`
         self.console = console
+        self.path = None  # as long as the file has not begun
+        self.waiting = []  # the lines of facts that have come before the file began
         self.files = {}  # path -> open file; one that cannot be written to is taken out
-        if console.shows:
-            self.path = Path(folder) / f"{run_id}.txt"
+
+    def begin(self, folder: str | Path, run_id: str, source: bytes, num_steps: int, jsonl: bool,
+              head: list[tuple]) -> None:
+        """Opens FOLDER/RUN_ID.txt and writes the script's source and the facts of `head` (kind,
+        value), then those that have come before. With `jsonl` FOLDER/RUN_ID.jsonl gets the same
+        facts as JSON, one object a line. Raises OSError if the folder or a file cannot be made."""
+        self.num_steps = num_steps
+        self.path = Path(folder) / f"{run_id}.txt"
+        if self.console.shows:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             paths = [self.path]
             if jsonl:
@@ -91,9 +96,17 @@ class Log:
                 # Unbuffered, so that a run which is killed leaves a log up to that moment.
                 self.files[path] = open(path, "wb", buffering=0)
             write_whole(self.files[self.path], source + RULE.encode() + b"\n")
+        waiting = self.waiting
+        self.waiting = []
+        for kind, value in head:
+            self.fact(kind, value)
+        for text, facts in waiting:
+            self.write(text, facts)
 
     def write(self, text: str, facts: dict) -> None:
         """Writes one line to the log, and as JSON to its twin."""
+        if self.path is None:
+            self.waiting.append((text, facts))
         for path, file in list(self.files.items()):
             line = text if path == self.path else json.dumps(facts)
             try:

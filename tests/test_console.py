@@ -292,11 +292,18 @@ def test_the_end_that_is_best_needs_no_line(last, capsys):
     assert not any(line.startswith("best") for line in summary(capsys, FACTS, [(50, 1.7), (100, last)]))
 
 
-def test_the_last_lines_are_the_checkpoint_and_what_to_do_next(capsys):
-    Console(3).closing("a/model.pt", ["python sample.py a/model.pt", "another"])
-    Console(3).closing()
+def test_the_last_lines_are_the_checkpoint_and_what_to_do_next(capsys, monkeypatch):
+    monkeypatch.setattr(console, "python_command", lambda: "PYTHON")
+    Console(3).closing("a/model.pt", ["sample.py a/model.pt", "another"])
+    Console(3).closing(None, [])
     assert capsys.readouterr().out == (
-        "checkpoint: a/model.pt\nnext:\n  python sample.py a/model.pt\n  another\n")
+        "checkpoint: a/model.pt\nnext:\n  PYTHON sample.py a/model.pt\n  PYTHON another\n")
+
+
+def test_the_printed_python_is_the_one_that_runs(capsys):
+    Console(3).closing(None, ["-c pass"])
+    command = capsys.readouterr().out.splitlines()[-1].strip()
+    assert os.path.samefile(command.removesuffix(" -c pass"), sys.executable)
 
 
 # ---------------------------------------------------------------------------------------- the curve

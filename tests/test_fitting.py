@@ -8,7 +8,7 @@ import torch
 from conftest import SEPARATOR, write_shard
 
 import train_gpt as t
-from data import shards
+from data import checks, shards
 from nanogpt import fitting
 from nanogpt.fitting import Text
 from nanogpt.ranks import BadInput
@@ -103,10 +103,10 @@ def test_what_is_given_stays_and_the_rest_follows_from_it(text):
 def test_minutes_become_as_many_steps_as_fit_into_them(text, tmp_path):
     c = t.parse_config([text, "--minutes=0.5"])
     paths = list(tmp_path.glob("*_train_*"))
-    assert t.with_minutes(c, 0.2, paths).num_steps == 150
-    most = t.with_minutes(c, 1e-9, paths)
+    assert fitting.with_minutes(c, t.SCHEDULES[c.schedule], paths, 0.2).num_steps == 150
+    most = fitting.with_minutes(c, t.SCHEDULES[c.schedule], paths, 1e-9)
     assert most.epochs == fitting.MOST_EPOCHS
-    t.check_amount(most, paths)
+    checks.check_amount(paths, t.packing(most), t.batch_plan(most), c.data_dir)
 
 
 def test_a_fitted_run_saves_the_weights_of_its_best_validation_and_ends_with_0(text, tmp_path, monkeypatch):
@@ -128,7 +128,7 @@ def test_a_fitted_run_saves_the_weights_of_its_best_validation_and_ends_with_0(t
 def test_checkpoints_of_one_name_do_not_replace_each_other(text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     c = dataclasses.replace(t.parse_config([text]), save_checkpoint="auto")
-    first = t.place_to_save(c)
+    first = t.place_to_save(c, None)
     assert str(first) == f"models/{tmp_path.name}.pt"
     first.touch()
-    assert str(t.place_to_save(c)) == f"models/{tmp_path.name}-2.pt"
+    assert str(t.place_to_save(c, None)) == f"models/{tmp_path.name}-2.pt"

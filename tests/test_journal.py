@@ -29,7 +29,9 @@ RULE = "=" * 100
 
 
 def open_log(folder, master=True, jsonl=False):
-    return journal.Log(folder, "an-id", SOURCE, 10, jsonl, Console(10, shows=master))
+    log = journal.Log(Console(10, shows=master))
+    log.begin(folder, "an-id", SOURCE, 10, jsonl, [])
+    return log
 
 
 def lines_of(log):
@@ -367,7 +369,8 @@ from records.console import Console
 cpu = torch.device("cpu")
 files = journal.project_files(__file__)
 run = journal.describe_run(SOURCE, files)
-log = journal.Log("logs", run["run_id"], SOURCE, 2, True, Console(2))
+log = journal.Log(Console(2))
+log.begin("logs", run["run_id"], SOURCE, 2, True, [])
 log.fact("run", run)
 for file in files:
     log.fact("file", file)

@@ -1,0 +1,58 @@
+"""Whether the shards suit a run: found out before anything is compiled.
+
+Each function raises ShardError with one sentence: what is wrong, where, and the remedy.
+"""
+import math
+from pathlib import Path
+
+from .shards import (
+    SEPARATOR,
+    Packing,
+    Plan,
+    ShardError,
+    batches,
+    count_tokens,
+    find_shards,
+    kind_of_tokens,
+)
+
+FINEWEB = "data/fineweb10B"  # where fineweb.py puts its shards
+PYDOCS = "data/pydocs"  # those of the laptop preset
+
+
+def find(folder: str, split: str, pattern: str) -> list[Path]:
+    """The shards of a split, "train" or "val"."""
+    remedy = "check the path, or make them: python data/prepare.py FILE"
+    if folder == PYDOCS:
+        remedy = f"make them: python data/prepare.py --python-docs --bytes --out {folder}"
+    elif folder == FINEWEB:
+        remedy = "get them: python data/fineweb.py 9"
+    return find_shards(folder, split, pattern, remedy)
+
+
+def check_kind(path: Path, vocab_size: int, preset: str, wants_gpt2: bool) -> None:
+    """Whether the tokens of a shard are of the kind that the preset's model reads."""
+    kind = kind_of_tokens(path)
+    if kind == "gpt2" and vocab_size <= SEPARATOR:
+        raise ShardError(
+            f"{path} holds GPT-2's tokens, and --preset={preset} wants bytes; make them with "
+            "`python data/prepare.py FILE --bytes`, or choose --preset=small")
+    if kind == "bytes" and wants_gpt2:
+        raise ShardError(
+            f"{path} holds bytes, and --preset={preset} wants GPT-2's tokens; choose --preset=char "
+            "or laptop, or make tokens with `python data/prepare.py FILE`")
+
+
+def check_amount(paths: list[Path], packing: Packing, plan: Plan, folder: str) -> None:
+    """Whether the training shards last for all steps of the plan."""
+    steps = sum(1 for _ in batches(paths, packing, plan))
+    if steps == len(plan):
+        return
+    have = sum(map(count_tokens, paths)) * packing.epochs
+    need = packing.seq_len * sum(count for count, _ in plan)
+    remedy = "let the run fit the text (--fit), lower --num_steps, or raise --epochs"
+    if folder == FINEWEB:
+        enough = math.ceil(1.3 * need / 1e8)  # the ends of long documents are skipped
+        remedy = f"get more with `python data/fineweb.py {enough}`, or " + remedy
+    raise ShardError(f"{len(plan)} steps need {need:,} tokens; the {have:,} in {folder} make "
+                     f"{steps} steps; {remedy}")
