@@ -2074,7 +2074,7 @@ def chooses_steps(c: Config) -> bool:
     return c.minutes > 0 and c.resume in ("", saving.NEWEST)
 
 
-def place_to_save(c: Config, saved: saving.Saved | None) -> Path | None:
+def place_to_save(c: Config, saved: saving.Saved | None = None) -> Path | None:
     """The file of the checkpoint, if there is to be one. A name that was chosen before the save
     stays. Raises BadInput if the file cannot be written."""
     if not c.save_checkpoint or not is_master():
@@ -2277,9 +2277,9 @@ def train(c: Config) -> int:
         facts = dict(
             config=dataclasses.asdict(c), run_id=run_id, code_sha256=run["code_sha256"],
             files_sha256=run["files_sha256"], data=data, came_from=came_from, best=best,
-            checkpoint=save_to and str(save_to),
-            seconds=clock.now(), steps=list(log.steps), updates=optimizer.steps,
-            bytes_sent=optimizer.bytes_sent, recipes=model.precision.recipes.state())
+            checkpoint=save_to and str(save_to), seconds=clock.now(), steps=list(log.steps),
+            updates=optimizer.steps, bytes_sent=optimizer.bytes_sent,
+            recipes=model.precision.recipes.state())
         random = saving.random_state(device)
         saver.save(step, clock.now(), tensors_to_save(model, optimizer), random, facts)
 

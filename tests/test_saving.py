@@ -109,9 +109,9 @@ STAGES = {"schedule": "speedrun", "num_steps": 9, "batch_tokens": 1536}
 
 
 @pytest.mark.parametrize("changes, stop_after", [
-    ({}, 3), ({"dtype": "auto", "precision": "bf16", "compile": False}, 2), ({"precision": "fp16", "dtype": "auto"}, 3),
-    (STAGES, 4), (STAGES | {"precision": "fp8", "dtype": "auto"}, 6), ({"precision": "nvfp4"}, 1),
-    ({"topology": "gpt2", "model_dim": 64, "num_heads": 4, "candidates": 0}, 5),
+    ({}, 3), ({"dtype": "auto", "precision": "bf16"}, 2), ({"precision": "fp16", "dtype": "auto"}, 3), (STAGES, 4),
+    ({"precision": "fp8", "dtype": "auto", "num_steps": 3}, 2), ({"precision": "nvfp4", "num_steps": 2}, 1),
+    ({"topology": "gpt2", "model_dim": 64, "num_heads": 4, "candidates": 0, "num_steps": 4}, 3),
 ], ids=["float32", "bf16", "fp16", "stages", "fp8", "nvfp4", "gpt2"])
 def test_a_resumed_run_is_to_the_bit_the_run_that_was_not_stopped(changes, stop_after, corpus, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -250,7 +250,7 @@ def test_the_number_of_steps_that_minutes_gave_stays(corpus, tmp_path):
 
 def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been(corpus, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    changes = dict(num_steps=40, val_interval=10, save_every=0.0005, epochs=100)
+    changes = dict(num_steps=25, val_interval=10, save_every=0.0005, epochs=100)
     assert run(options(corpus, whole, **changes)) == 0
     draw = random.Random(int(os.environ.get("SEED", 0)))
     kills = 0
@@ -262,7 +262,7 @@ def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been(corpus,
         deadline = time.monotonic() + 60
         while process.poll() is None and time.monotonic() < deadline:
             if {path for path in parts.glob("*.saved/step_*") if ".unf" not in path.name} - before:
-                time.sleep(draw.uniform(0, 0.4))
+                time.sleep(draw.uniform(0, 0.3))
                 process.kill()
                 break
             time.sleep(0.005)
