@@ -2088,9 +2088,26 @@ def place_to_save(c: Config, saved: saving.Saved | None = None) -> Path | None:
     return path
 
 
+def check_sample(c: Config) -> list[str]:
+    """Imports what --sample needs. Raises BadInput if the vocabulary cannot be had; a fitted run
+    does without the sample that nobody has asked for, and returns a note."""
+    if not c.sample:
+        return []
+    import sample  # only here: training needs no tokenizer
+    try:
+        if is_master():
+            sample.codec(c.vocab_size)
+    except BadInput as error:
+        if not c.fit or c.sample != FITTED["sample"]:
+            raise
+        c.sample = ""
+        return [f"there will be no sample: {error}"]
+    return []
+
+
 def continue_text(content: dict, device: torch.device) -> str:
     """The text of --sample, continued by the model of a checkpoint."""
-    import sample  # only here: training needs no tokenizer
+    import sample
     model = model_of(content, device)
     if device.type == "cpu":
         sample.prepare_for_cpu(model)
@@ -2187,8 +2204,7 @@ def train(c: Config) -> int:
     rank, world_size = rank_and_world_size()
     names = choose_recipes(c, device)
     recipe.import_rooms(names, recipe_options(c))
-    if c.sample:
-        import sample  # noqa: F401
+    notes = agreed(check_sample, c)
     files = journal.project_files(__file__)
     train_paths, val_paths, val_tokens = agreed(check_data, c, errors=(BadInput, shards.ShardError))
     data = [shards.fingerprint(path, "train") for path in train_paths]
@@ -2206,7 +2222,7 @@ def train(c: Config) -> int:
     speeds = journal.calibrate(device, kernels.product if has_fp8 else None)
     facts = RunFacts(run, files, machine, data, speeds)
     clock = journal.Clock(device)
-    for note in saving.how_it_began(c.resume, c.log_dir, saved, run):
+    for note in notes + saving.how_it_began(c.resume, c.log_dir, saved, run):
         console.say(note)
         log.fact("note", note)
     if not saved:
@@ -2240,6 +2256,8 @@ def train(c: Config) -> int:
         c = fitting.with_minutes(c, SCHEDULES[c.schedule], train_paths, seconds)
         model.config = c
         begin_log(log, c, facts, c.num_steps * seconds)
+        for note in fitting.why_shorter(c, seconds):
+            console.say(note)
     warm_up.reset()
     best = None
     first_step = 0

@@ -101,11 +101,11 @@ def test_what_is_given_stays_and_the_rest_follows_from_it(text):
 
 
 def test_minutes_become_as_many_steps_as_fit_into_them(text, tmp_path):
-    c = t.parse_config([text, "--minutes=0.5"])
+    c = t.parse_config([text, "--minutes=0.1"])
     paths = list(tmp_path.glob("*_train_*"))
-    assert fitting.with_minutes(c, t.SCHEDULES[c.schedule], paths, 0.2).num_steps == 150
+    assert fitting.with_minutes(c, t.SCHEDULES[c.schedule], paths, 0.2).num_steps == 30
     most = fitting.with_minutes(c, t.SCHEDULES[c.schedule], paths, 1e-9)
-    assert most.epochs == fitting.MOST_EPOCHS
+    assert most.epochs == fitting.MOST_EPOCHS["bytes"]
     checks.check_amount(paths, t.packing(most), t.batch_plan(most), c.data_dir)
 
 
@@ -132,3 +132,25 @@ def test_checkpoints_of_one_name_do_not_replace_each_other(text, tmp_path, monke
     assert str(first) == f"models/{tmp_path.name}.pt"
     first.touch()
     assert str(t.place_to_save(c, None)) == f"models/{tmp_path.name}-2.pt"
+
+
+@pytest.mark.parametrize("seconds, part", [(0.01, "read 6 times at most"), (10.0, "")])
+def test_a_run_that_needs_less_than_its_minutes_says_why(text, tmp_path, seconds, part):
+    c = t.parse_config([text, "--minutes=1"])
+    c = fitting.with_minutes(c, t.SCHEDULES[c.schedule], list(tmp_path.glob("*_train_*")), seconds)
+    notes = fitting.why_shorter(c, seconds)
+    assert [part in note for note in notes] == [True] * bool(part)
+
+
+@pytest.mark.parametrize("keys, refused", [(["--fit"], False), (["--fit", "--sample=Once"], True)])
+def test_a_vocabulary_that_cannot_be_had_is_found_before_training(text, keys, refused, tmp_path, monkeypatch):
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "empty"))
+    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
+    monkeypatch.setattr("tiktoken.registry.ENCODINGS", {})
+    c = t.parse_config([text, "--preset=laptop", *keys])
+    c.vocab_size = 50304
+    if refused:
+        with pytest.raises(BadInput, match="tiktoken cannot load GPT-2's vocabulary"):
+            t.check_sample(c)
+    else:
+        assert "there will be no sample: tiktoken cannot load" in t.check_sample(c)[0] and c.sample == ""
