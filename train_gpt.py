@@ -387,11 +387,15 @@ def check_config(c: Config) -> None:
         value = getattr(c, name)
         require(value % unit == 0, f"--{name}={value} must be a multiple of {unit}")
 
+    require(c.vocab_size <= 2**16,
+            f"--vocab_size={c.vocab_size} must be at most {2**16}: shards hold tokens of 16 bits")
     require(0 <= c.seed < 2**63, f"--seed={c.seed} must be between 0 and 2^63")
     require(c.model_dim >= GATE_DIM,
             f"--model_dim={c.model_dim} must be at least {GATE_DIM}, a gate's channels")
     require(c.device != "cuda" or torch.cuda.is_available(),
             "--device=cuda, but torch sees no GPU here")
+    require(c.device != "mps" or torch.backends.mps.is_available(),
+            "--device=mps, but torch sees no GPU of Apple's here")
     cuda = c.device != "cpu" and torch.cuda.is_available()
     require(c.save_every >= 0, f"--save_every={c.save_every} must not be negative; 0 saves never")
     require(c.attention != "flex" or cuda,
@@ -1902,7 +1906,7 @@ class WarmUp:
         self.model = model
         self.optimizer = optimizer
         self.c = model.config
-        length = max(self.c.micro_tokens, self.c.val_seq_len) + 1
+        length = max(min(self.c.micro_tokens, self.c.batch_tokens), self.c.val_seq_len) + 1
         self.tokens = torch.randint(0, model.bos, (length,), device=model.signs.device)
         self.tokens[::600] = model.bos
         of_kind = {}  # a step of each stage, with and without its recipes
@@ -2387,7 +2391,10 @@ def main(argv: list[str]) -> int:
             speaks = True  # of its files and its memory only this rank may know
         if speaks:
             complain(f"train_gpt.py: {sentence}")
-    except RuntimeError:
+    except (RuntimeError, TypeError) as error:
+        if "--device=mps" in argv:  # never tried: what PyTorch lacks there is best said as it is
+            complain(f"train_gpt.py: --device=mps failed ({error}); use --device=cpu")
+            return 2
         if not STOP.signal:
             raise
         # The signal has ended another rank, for which this one has waited in vain.

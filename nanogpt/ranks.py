@@ -24,7 +24,7 @@ def require(condition, sentence: str) -> None:
 def start_process(kind: str, local_gpu: int) -> torch.device:
     """This process's device: the GPU of this number if `kind` is "cuda", or the "cpu" or "mps".
     Also starts the process group if torchrun launched us. Raises OSError if there are more
-    processes than GPUs on this host."""
+    processes than GPUs on this host, and BadInput if RANK is set without the rest."""
     device = torch.device(kind)
     if kind == "cuda":
         device = torch.device("cuda", local_gpu)
@@ -37,6 +37,10 @@ def start_process(kind: str, local_gpu: int) -> torch.device:
     # If NCCL started before the thread of autograd, both could wait for each other forever.
     torch.zeros(1, device=device, requires_grad=True).sum().backward()
     if "RANK" in os.environ:
+        needed = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        missing = [name for name in needed if name not in os.environ]
+        require(not missing, f"RANK={os.environ['RANK']} is set without {', '.join(missing)}; "
+                "start with torchrun, or unset RANK")
         if kind == "cuda":
             dist.init_process_group("nccl", device_id=device)
         else:

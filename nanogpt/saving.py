@@ -106,7 +106,9 @@ def write_synced(path: Path, write: Callable) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes the names in a folder safe from a power failure."""
+    """Makes the names in a folder safe from a power failure. Windows has no way to do that."""
+    if os.name == "nt":
+        return
     number = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(number)

@@ -695,7 +695,9 @@ def test_what_a_cuda_graph_reads_stays_at_its_place_through_warming_up_and_train
         assert [name for name, x in read.items() if now[name].data_ptr() != x.data_ptr()] == []
         return function(*arguments)
 
-    t.WarmUp(model, optimizer).run(call)
+    warm_up = t.WarmUp(model, optimizer)
+    warm_up.run(call)
+    warm_up.reset()
     phase = "run"
     for step in range(4):
         t.train_step(model, optimizer, batch(2, step), step, call)

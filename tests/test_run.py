@@ -345,6 +345,8 @@ def refused(capfd, args, before="step:"):
     ({"nvfp4_without": "rht,colour"}, ["--nvfp4_without", "colour", "rht, sr, 2d"]),
     ({"float8_all_gather": True}, ["--float8_all_gather", "bf16", "--precision=fp8"]),
     ({"float8_all_gather": True, "precision": "fp8", "bf16_last_frac": 0.5}, ["--bf16_last_frac", "0.5"]),
+    ({"vocab_size": 10**11}, ["--vocab_size=100000000000", "65536"]),
+    ({"num_steps": 10**20}, ["--num_steps", "too large"]), ({"device": "mps"}, ["--device=mps", "Apple"]),
     ({"log_dir": "/dev/null/logs"}, ["/dev/null/logs"]), ({"save_checkpoint": "/dev/null/x.pt"}, ["/dev/null"]),
 ], ids=lambda value: "-".join(map(str, value.items())) if isinstance(value, dict) else "")
 def test_a_value_that_cannot_be_is_named_in_one_sentence(changes, parts, corpus, tmp_path, capfd):
@@ -361,6 +363,19 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_step(corpus, tmp_
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_asking_for_a_gpu_that_is_not_there_is_one_sentence(capfd):
     assert "--device=cuda" in refused(capfd, arguments(device="cuda"))
+
+
+def test_a_rank_without_torchrun_is_one_sentence(monkeypatch, corpus, tmp_path, capfd):
+    monkeypatch.setenv("RANK", "0")
+    sentence = refused(capfd, arguments(data_dir=corpus, log_dir=tmp_path))
+    assert "RANK=0 is set without WORLD_SIZE, MASTER_ADDR, MASTER_PORT" in sentence and "torchrun" in sentence
+
+
+def test_very_many_epochs_and_very_large_micro_batches_cost_nothing(corpus, tmp_path):
+    c = t.parse_config(arguments(data_dir=corpus, epochs=10**13, micro_tokens=2**40, candidates=0))
+    t.check_data(c)
+    model = t.GPT(c, torch.device("cpu"))
+    assert len(t.WarmUp(model, t.Optimizer(model)).tokens) <= max(c.batch_tokens, c.val_seq_len) + 1
 
 
 @pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(t.Config)])
