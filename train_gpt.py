@@ -2065,8 +2065,7 @@ def check_data(c: Config) -> tuple[list[Path], list[Path], Tensor]:
                 f"{divisors} of them, or change --batch_tokens or --seq_len")
     train_paths = find_shards(c, "train")
     val_paths = find_shards(c, "val")
-    wants_gpt2 = c.preset in ("speedrun", "onepass", "small")
-    checks.check_kind(train_paths[0], c.vocab_size, c.preset, wants_gpt2)
+    checks.check_kind(train_paths[0], c.vocab_size, c.preset)
     val_tokens = shards.validation_tokens(val_paths, c.vocab_size, c.val_tokens)
     if not chooses_steps(c):  # else they follow from the data
         checks.check_amount(train_paths, packing(c), plan, c.data_dir)

@@ -13,7 +13,7 @@ from .shards import (
     batches,
     count_tokens,
     find_shards,
-    kind_of_tokens,
+    largest_token,
 )
 
 FINEWEB = "data/fineweb10B"  # where fineweb.py puts its shards
@@ -30,14 +30,16 @@ def find(folder: str, split: str, pattern: str) -> list[Path]:
     return find_shards(folder, split, pattern, remedy)
 
 
-def check_kind(path: Path, vocab_size: int, preset: str, wants_gpt2: bool) -> None:
-    """Whether the tokens of a shard are of the kind that the preset's model reads."""
-    kind = kind_of_tokens(path)
-    if kind == "gpt2" and vocab_size <= SEPARATOR:
+def check_kind(path: Path, vocab_size: int, preset: str) -> None:
+    """Whether the tokens of a shard are of the kind that the model reads: GPT-2's if it knows the
+    separator, otherwise bytes."""
+    wants_gpt2 = vocab_size > SEPARATOR
+    largest = largest_token(path)
+    if largest >= vocab_size and not wants_gpt2:
         raise ShardError(
-            f"{path} holds GPT-2's tokens, and --preset={preset} wants bytes; make them with "
-            "`python data/prepare.py FILE --bytes`, or choose --preset=small")
-    if kind == "bytes" and wants_gpt2:
+            f"{path} holds GPT-2's tokens (one is {largest}), and --preset={preset} wants bytes; "
+            "make them with `python data/prepare.py FILE --bytes`, or choose --preset=small")
+    if largest < 256 and wants_gpt2:
         raise ShardError(
             f"{path} holds bytes, and --preset={preset} wants GPT-2's tokens; choose --preset=char "
             "or laptop, or make tokens with `python data/prepare.py FILE`")

@@ -115,13 +115,17 @@ def read_shard(path: Path, vocab_size: int) -> Shard:
     return Shard(tokens, starts)
 
 
-def kind_of_tokens(path: Path) -> str:
-    """"bytes" if the first million tokens of a shard are bytes (0 to 255) and separators, otherwise
-    "gpt2". Raises DamagedShard."""
+def largest_token(path: Path) -> int:
+    """The largest among the first million tokens of a shard, separators aside; 0 if there is none.
+    Raises DamagedShard."""
     count = min(count_tokens(path), 1_000_000)
     tokens = np.fromfile(path, dtype="<u2", count=count, offset=HEADER_BYTES)
-    text = tokens[tokens != SEPARATOR]
-    return "bytes" if (text < 256).all() else "gpt2"
+    return int(tokens[tokens != SEPARATOR].max(initial=0))
+
+
+def kind_of_tokens(path: Path) -> str:
+    """"bytes" (0 to 255) or "gpt2". Raises DamagedShard."""
+    return "bytes" if largest_token(path) < 256 else "gpt2"
 
 
 def find_shards(folder: str | Path, split: str, pattern: str, remedy: str) -> list[Path]:
