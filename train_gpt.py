@@ -198,8 +198,8 @@ PRESETS: dict[str, dict] = {
         val_interval=100, precision="bf16"),
     # The same layers with GPT-2's tokens, for texts that are too short for the large model.
     "small": dict(
-        data_dir="", topology="char", model_dim=384, mlp_dim=1536, bigram_rows=65_536,
-        cut_documents=True, schedule="char", num_steps=1000, epochs=40, batch_tokens=32_768,
+        topology="char", model_dim=384, mlp_dim=1536, bigram_rows=65_536,
+        cut_documents=True, schedule="char", num_steps=1000, epochs=3, batch_tokens=32_768,
         seq_len=2048, micro_tokens=16_384, momentum_warmup=100, muon_lr=0.03, head_lr=0.01,
         table_lr=0.3, target_loss=0.0, val_tokens=262_144, val_seq_len=16_384, val_interval=100,
         precision="bf16"),
@@ -2199,11 +2199,9 @@ def train(c: Config) -> int:
     missed, 130 or 143 if a signal has ended the run, else 0."""
     # 1. Import what this run needs, so that the log can show it, and check what can be checked
     # before anything is written or compiled.
-    kind = c.device
-    if kind == "auto":
-        kind = "cuda" if torch.cuda.is_available() else "cpu"
-    cuda = kind == "cuda"
-    device = start_process(kind, LOCAL_GPU)
+    cuda = has_cuda(c.device)
+    kind = "cpu" if c.device == "auto" else c.device
+    device = start_process("cuda" if cuda else kind, LOCAL_GPU)
     rank, world_size = rank_and_world_size()
     names = choose_recipes(c, device)
     recipe.import_rooms(names, recipe_options(c))

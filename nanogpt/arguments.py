@@ -47,14 +47,6 @@ def key(default, meaning: str, alone: str | None = None):
     return dataclasses.field(default=default, metadata={"meaning": meaning, "alone": alone})
 
 
-def parse(config_class, presets: dict[str, dict], default_preset: str, title: str, argv: list[str],
-          **options):
-    """The configuration that argv describes, with this preset if it names none. The options are
-    those of `given`, which raises and prints what this does."""
-    values = given(config_class, argv, presets, default_preset, title, **options)
-    return configure(config_class, presets, values.get("preset") or default_preset, values)
-
-
 def configure(config_class, presets: dict[str, dict], preset: str, given: dict):
     """The given values, laid over those of the preset, over the defaults. Raises BadInput if there
     is no such preset."""

@@ -9,17 +9,9 @@ import ast
 import re
 from functools import lru_cache
 
+from .devices import PEAK_FLOPS
 from .log import Refused, shown
 
-# of dense bf16 products per second, by a part of the device's name; as in journal.py
-PEAK_FLOPS = {
-    "H100": 989e12,
-    "H200": 989e12,
-    "GH200": 989e12,
-    "B200": 2250e12,
-    "A100": 312e12,
-    "4090": 165e12,
-}
 LONGEST = 20_000  # bytes of the list of layers, or of the function
 LAYERS = re.compile(rb"\nTOPOLOGIES\b[^\n{]*(\{\n.*?\n\})", re.DOTALL)
 COUNTS = re.compile(rb"\ndef (?:mfu|flops_per_token)\(.*?(?=\n\S)", re.DOTALL)

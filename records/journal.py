@@ -27,6 +27,7 @@ from torch import Tensor
 
 from nanogpt.ranks import BadInput, all_gather, all_ranks, is_master, rank_and_world_size, require
 from records.console import Console, complain
+from records.devices import PEAK_FLOPS
 
 ROOT = Path(__file__).parents[1]  # the project's folder
 GRAMMAR = 2
@@ -117,7 +118,8 @@ class Log:
                 if path == self.path:  # then its twin alone is of no use
                     lost = "a log"
                     self.files.clear()
-                complain(f"cannot write to {path} ({error.strerror}); the run goes on without {lost}")
+                complain(f"cannot write to {path} ({error.strerror}); the run goes on without "
+                         f"{lost}")
                 return
 
     def fact(self, kind: str, value: dict | str) -> None:
@@ -439,16 +441,6 @@ def speed(device: torch.device, amount: float, work: Callable[[], object]) -> fl
         wait()
         seconds.append(time.perf_counter() - begin)
     return float(f"{amount / statistics.median(seconds[1:]):.4g}")
-
-
-PEAK_FLOPS = {  # of dense bf16 products per second, by a part of the device's name
-    "H100": 989e12,
-    "H200": 989e12,
-    "GH200": 989e12,
-    "B200": 2250e12,
-    "A100": 312e12,
-    "4090": 165e12,
-}
 
 
 def mfu(flops_per_token: float, tokens_per_s_per_device: float, device_name: str) -> float | None:

@@ -3,7 +3,7 @@ import dataclasses
 
 import pytest
 
-from nanogpt.arguments import configure, given, key, parse
+from nanogpt.arguments import configure, given, key
 from nanogpt.ranks import BadInput
 
 
@@ -50,12 +50,6 @@ def test_given_values_lie_over_the_preset_and_that_over_the_defaults():
     assert configure(Config, PRESETS, "big", {}) == Config(preset="big")
     with pytest.raises(BadInput, match="--preset=huge is none of big, small"):
         configure(Config, PRESETS, "huge", {})
-
-
-def test_parse_takes_the_preset_of_the_command_line_or_else_the_default_one():
-    assert parse(Config, PRESETS, "small", "", []).num_steps == 10
-    assert parse(Config, PRESETS, "small", "", ["--preset=big"]) == Config(preset="big")
-    assert parse(Config, PRESETS, "small", "", ["--preset="]).preset == "small"
 
 
 @pytest.mark.parametrize("words, value", [
