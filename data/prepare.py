@@ -48,7 +48,7 @@ import threading
 import time
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 
@@ -143,12 +143,12 @@ def encode_all(documents, use_bytes=True, workers=1):
     except BaseException as error:
         for process in multiprocessing.active_children():
             process.kill()  # it may be in the middle of a long document
+        pool.shutdown(wait=False, cancel_futures=True)  # a queue to dead workers may never end
         if isinstance(error, BrokenProcessPool):
             fault = "a worker process died, perhaps for lack of memory"
             raise PrepareError(f"{fault}; try a lower --workers") from error
         raise
-    finally:
-        pool.shutdown(cancel_futures=True)
+    pool.shutdown()
 
 
 def start_pool(workers):
@@ -528,10 +528,10 @@ def stop(number, _):
     raise Stopped(number)
 
 
-def fail(message, status=2):
+def fail(message):
     """End the program with one sentence on stderr."""
     print(f"prepare.py: {message}.", file=sys.stderr)
-    sys.exit(status)
+    sys.exit(2)
 
 
 def print_to(file, line):
@@ -637,8 +637,17 @@ if __name__ == "__main__":
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
     sys.stdout.reconfigure(errors="backslashreplace")  # some Windows consoles lack characters
+    status = 0
     try:
         main()
+    except SystemExit as end:
+        status = end.code or 0
     except Stopped as stopped:
         number = stopped.args[0]
-        fail(f"stopped by {signal.Signals(number).name}; run it again to begin anew", 128 + number)
+        status = 128 + number
+        name = signal.Signals(number).name
+        print(f"prepare.py: stopped by {name}; run it again to begin anew.", file=sys.stderr)
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
+    os._exit(status)  # a usual exit would wait for the queue of workers that were killed
