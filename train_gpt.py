@@ -63,7 +63,17 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from data import checks, shards
-from nanogpt import arguments, checkpoint, compiling, fitting, kernels, masks, recipe, saving
+from nanogpt import (
+    arguments,
+    checkpoint,
+    compiling,
+    fitting,
+    kernels,
+    limits,
+    masks,
+    recipe,
+    saving,
+)
 from nanogpt.arguments import key
 from nanogpt.kernels import E4M3, E5M2
 from nanogpt.masks import BLOCK_SIZE
@@ -217,11 +227,6 @@ EVERYDAY = (
     "preset", "data_dir", "minutes", "num_steps", "seed", "target_loss", "save_checkpoint",
     "sample", "micro_tokens", "device", "precision")
 
-# What a run on any text has over its preset (--fit).
-FITTED = dict(
-    fit=True, cut_documents=True, target_loss=0.0, save_checkpoint="auto", save_every=5.0,
-    sample="\n", sample_tokens=500)
-
 # Keys that may have other values when a run goes on from a save. All others decide its result.
 MAY_CHANGE = (
     "resume", "data_dir", "target_loss", "val_tokens", "val_interval", "micro_tokens", "device",
@@ -315,7 +320,7 @@ def parse_config(argv: list[str]) -> Config:
         c = arguments.configure(Config, PRESETS, preset, given)
         text = fitting.describe(find_shards(c, "train"), find_shards(c, "val"))
         preset = given.get("preset") or fitting.preset_for(text, has_cuda(given.get("device")))
-        laid_over = {name: values | FITTED for name, values in PRESETS.items()}
+        laid_over = {name: values | fitting.OVER_PRESET for name, values in PRESETS.items()}
         c = arguments.configure(Config, laid_over, preset, given)
         c = fitting.fitted(c, SCHEDULES[c.schedule], text, given)
     else:
@@ -327,19 +332,11 @@ def parse_config(argv: list[str]) -> Config:
 def config_to_resume(save: Path, given: dict) -> Config:
     """The configuration of a save, with the given values laid over it. Raises BadInput if they
     would change the result, or if it is no configuration."""
-    config = saving.facts_of(save)["config"]
-    if config.get("minutes"):  # then these two have followed from it
+    saved = saving.config_of(save, Config)
+    if saved["minutes"]:  # then these two have followed from it
         given = {name: given[name] for name in given if name not in ("num_steps", "epochs")}
-    changes = saving.differences(config, given, MAY_CHANGE)
-    require(not changes, f"--resume={save} goes on with the saved configuration, which cannot be "
-            f"changed by {changes}; leave out what differs, or leave out --resume to begin anew")
-    known = {}
-    for field in dataclasses.fields(Config):
-        value = known[field.name] = config.get(field.name, field.default)
-        fits = isinstance(value, (int, float) if field.type is float else field.type)
-        require(fits, f"{save} is no save of this program: its {field.name} is {value!r}; "
-                f"{saving.REMEDY}")
-    c = Config(**known | given | {"resume": str(save)})
+    saving.check_changes(save, saved, given, MAY_CHANGE)
+    c = Config(**saved | given | {"resume": str(save)})
     check_config(c)
     return c
 
@@ -355,51 +352,7 @@ def default_preset(device: str | None = None) -> str:
 
 def check_config(c: Config) -> None:
     """Raises BadInput where a value cannot be, or values do not fit each other."""
-    for name in ("num_steps", "batch_tokens", "seq_len", "micro_tokens", "val_tokens",
-                 "val_seq_len", "model_dim", "num_heads", "mlp_dim", "vocab_size", "bigram_rows",
-                 "epochs", "cooldown_frac"):
-        require(getattr(c, name) > 0, f"--{name}={getattr(c, name)} must be positive")
-
-    choices = {
-        "topology": TOPOLOGIES, "schedule": SCHEDULES, "precision": ("auto", *PRECISIONS),
-        "attention": ("auto", "flex", "sdpa"), "device": ("auto", "cuda", "cpu", "mps"),
-        "dtype": ("auto", "bfloat16", "float16", "float32", "float64")}
-    for name, allowed in choices.items():
-        value = getattr(c, name)
-        require(value in allowed, f"--{name}={value} is none of {', '.join(allowed)}")
-
-    # Texts repeat most of their tokens: half as many candidates as tokens have room for all
-    # targets.
-    enough = min(c.vocab_size, min(c.micro_tokens, c.batch_tokens) // 2)
-    fits_products = c.candidates % 16 == 0 or c.candidates >= c.vocab_size
-    require(c.candidates == 0 or (c.candidates >= enough and fits_products),
-            f"--candidates={c.candidates} must be a multiple of 16, at least {enough}, "
-            "or 0 for the whole vocabulary")
-
-    heads_unit = 2 if any(layer.paired for layer in TOPOLOGIES[c.topology]) else 1
-    units = [("seq_len", BLOCK_SIZE), ("val_seq_len", BLOCK_SIZE), ("micro_tokens", c.seq_len)]
-    for stage in SCHEDULES[c.schedule]:
-        units.append(("batch_tokens", round(c.seq_len / stage.batch)))
-    units.append(("val_tokens", c.val_seq_len))
-    units.append(("num_heads", heads_unit))
-    units.append(("model_dim", 4 * c.num_heads))
-    for name, unit in units:
-        value = getattr(c, name)
-        require(value % unit == 0, f"--{name}={value} must be a multiple of {unit}")
-
-    require(c.vocab_size <= 2**16,
-            f"--vocab_size={c.vocab_size} must be at most {2**16}: shards hold tokens of 16 bits")
-    require(0 <= c.seed < 2**63, f"--seed={c.seed} must be between 0 and 2^63")
-    require(c.model_dim >= GATE_DIM,
-            f"--model_dim={c.model_dim} must be at least {GATE_DIM}, a gate's channels")
-    require(c.device != "cuda" or torch.cuda.is_available(),
-            "--device=cuda, but torch sees no GPU here")
-    require(c.device != "mps" or torch.backends.mps.is_available(),
-            "--device=mps, but torch sees no GPU of Apple's here")
-    cuda = c.device != "cpu" and torch.cuda.is_available()
-    require(c.save_every >= 0, f"--save_every={c.save_every} must not be negative; 0 saves never")
-    require(c.attention != "flex" or cuda,
-            "--attention=flex needs CUDA: it has no backward on CPU")
+    limits.check(c, TOPOLOGIES, SCHEDULES, PRECISIONS, GATE_DIM)
     if c.nvfp4_without:
         recipe.room("nvfp4").parts_to_leave_out(c.nvfp4_without)  # raises BadInput for others
 
@@ -2101,7 +2054,7 @@ def check_sample(c: Config) -> list[str]:
         if is_master():
             sample.codec(c.vocab_size)
     except BadInput as error:
-        if not c.fit or c.sample != FITTED["sample"]:
+        if not c.fit or c.sample != fitting.OVER_PRESET["sample"]:
             raise
         c.sample = ""
         return [f"there will be no sample: {error}"]
