@@ -1802,13 +1802,13 @@ def micro_sequences(count: int, c: Config) -> int:
     return max(n for n in range(1, most + 1) if count % n == 0)
 
 
-def rank_micro_batches(paths: list[Path], c: Config, device: torch.device,
-                       first_step: int = 0) -> Iterator[tuple]:
+def rank_micro_batches(paths: list[Path], c: Config, device: torch.device, first_step: int = 0,
+                       stamps: dict[Path, shards.Stamp] | None = None) -> Iterator[tuple]:
     """For each step from the first one on this rank's micro-batches: (sequences, seq_len + 1), the
-    bits of uint16."""
+    bits of uint16. Raises ShardError if a shard has not its stamp any more."""
     rank, world_size = rank_and_world_size()
     for sequences in shards.rank_batches(
-            paths, packing(c), batch_plan(c), rank, world_size, first_step):
+            paths, packing(c), batch_plan(c), rank, world_size, first_step, stamps):
         sequences = torch.from_numpy(sequences.view(np.int16))
         if device.type == "cuda":
             sequences = sequences.pin_memory()  # so that nothing waits for its copy
@@ -2208,6 +2208,7 @@ def train(c: Config) -> int:
     notes = agreed(check_sample, c)
     files = journal.project_files(__file__)
     train_paths, val_paths, val_tokens = agreed(check_data, c, errors=(BadInput, shards.ShardError))
+    stamps = shards.stamps_of(train_paths)
     data = [shards.fingerprint(path, "train") for path in train_paths]
     data += [shards.fingerprint(path, "val") for path in val_paths]
     saved = saving.open_save(c.resume, data, c.data_dir)
@@ -2278,7 +2279,7 @@ def train(c: Config) -> int:
     compile_s = time.perf_counter() - LAUNCHED
     log.fact("note", f"products: {recipe.summary(names, device)}")
     log.fact("note", f"{compile_s:.1f} s from launch to the first timed step")
-    batches = shards.ahead(rank_micro_batches(train_paths, c, device, first_step))
+    batches = shards.ahead(rank_micro_batches(train_paths, c, device, first_step, stamps))
     gc.collect()
     gc.freeze()
     gc.enable()
