@@ -19,7 +19,7 @@ import json
 import re
 from typing import NamedTuple
 
-from .log import SHA, Refused, fail, parse_json, read_bytes, shown
+from .log import SHA, Refused, fail, parse_json, read_bytes
 
 FORM = 1
 FILE = "evaluation.json"  # its name in the folder of a record
@@ -96,7 +96,7 @@ def check_facts(path, kind, entry):
         value = json.dumps(entry.get(key), ensure_ascii=False)
         if key not in entry or not re.fullmatch(pattern, value, re.ASCII):
             where = f"{kind}: {key}" if kind else key
-            fail(path, 1, f"{where} in the form of records/evaluation.py", entry.get(key))
+            fail(path, 1, f"{where} as records/evaluation.py describes it", entry.get(key))
 
 
 def check_entry(path, entry, num_models):
@@ -167,14 +167,3 @@ def block(content):
         lines.append(f"| {minus} | {title} | {difference_text(difference)} | the same |")
     where = f"Computed with torch {content['torch']} on {content['device']}, {content['date'][:10]}."
     return "\n".join([*lines, "", where, MARKS[1]])
-
-
-def check_page(folder, readme, compare_block):
-    """Raises Refused unless the README of a record shows the results that its folder has, or shows
-    none if there are none. `compare_block` is that of record.py."""
-    path = folder / FILE
-    if path.exists():
-        compare_block(folder / "README.md", MARKS, block(read(path)))
-    elif any(mark in readme for mark in MARKS):
-        raise Refused(f"{folder / 'README.md'}: expected no results of an evaluation without "
-                      f"{FILE}, found {shown(MARKS[0])}.")
