@@ -132,6 +132,7 @@ def parse(argv):
     p.add_argument("logs", nargs="+")
     p.add_argument("--claim", default="", help="one sentence: what is new")
     p.add_argument("--data", default="", help='what the data are called, e.g. "FineWeb"')
+    p.add_argument("--eval", help="results to keep with it: what `evaluate.py --json` has written")
     p = commands.add_parser("check", help="recompute records and leaderboard from the logs")
     p.add_argument("dirs", nargs="*", type=Path)
     p = commands.add_parser("compare", help="compare two records, folders of logs or logs")
@@ -156,7 +157,8 @@ def run(args):
     elif args.command == "code":
         sys.stdout.buffer.write(read_source(args.log))
     elif args.command == "new":
-        folder = record.new(args.root, args.name, args.logs, args.claim, args.data)
+        folder = record.new(
+            args.root, args.name, args.logs, args.claim, args.data, args.eval)
         print(f"wrote {folder}; now write its README.md, then run `python -m records table`")
     elif args.command == "check":
         for folder in args.dirs:

@@ -11,7 +11,7 @@ import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from . import plots
+from . import evaluation, plots
 from .flops import refuse_impossible
 from .log import (
     FACTS,
@@ -416,15 +416,15 @@ def read_text(path):
         raise Refused(f"{path}: expected UTF-8 text, {found}.") from None
 
 
-def compare_block(path, markers, expected):
+def compare_block(path, markers, expected, source="the logs"):
     """Raises Refused, with the first differing line, unless the text between the markers is as
-    generated."""
+    generated from `source`."""
     before, found, _ = between(read_text(path), markers, path)
     for i, line in enumerate(expected.split("\n")):
         have = (found.split("\n") + [""] * (i + 1))[i]
         if have != line:
             number = before.count("\n") + 1 + i
-            fail(path, number, f"{shown(line, 200)} (generated from the logs)", have)
+            fail(path, number, f"{shown(line, 200)} (generated from {source})", have)
     if found != expected:
         raise Refused(f"{path}: expected nothing after the generated lines, before {markers[1]}.")
 
@@ -484,6 +484,7 @@ def problems(folder, logs, stored, rebuilt, latest):
         lambda: refuse_future(logs, latest),
         lambda: compare_block(folder / "README.md", BLOCK, block(rebuilt)),
         lambda: check_picture(folder, stored),
+        lambda: check_evaluation(folder),
     ):
         try:
             check()
@@ -506,9 +507,22 @@ def check_picture(folder, stored):
                       "`new` drew.")
 
 
-def new(root, name, paths, claim="", data_name=""):
-    """Writes records/DATE_NAME from the logs, all of it or nothing. Returns the folder. Raises
-    Refused."""
+def check_evaluation(folder):
+    """Raises Refused unless the README of a record shows the results of evaluate.py that lie in its
+    folder, or shows none where there are none."""
+    path = folder / evaluation.FILE
+    page = folder / "README.md"
+    if path.exists():
+        expected = evaluation.block(evaluation.read(path))
+        compare_block(page, evaluation.MARKS, expected, evaluation.FILE)
+    elif evaluation.MARKS[0] in read_text(page):
+        raise Refused(f"{page}: expected {evaluation.FILE} beside it, found none; put it back, or "
+                      f"take away what stands from {evaluation.MARKS[0]} on.")
+
+
+def new(root, name, paths, claim="", data_name="", results=None):
+    """Writes records/DATE_NAME from the logs, all of it or nothing. `results` is a file that
+    `evaluate.py --json` has written, to be kept with them. Returns the folder. Raises Refused."""
     if not NAME.fullmatch(name):
         raise Refused(f"a record's name is lower-case letters, digits, _ and -, not {shown(name)}.")
     distributions()
@@ -521,6 +535,7 @@ def new(root, name, paths, claim="", data_name=""):
     refuse_doubtful(logs)
     refuse_future(logs, latest_date(root))
     record = build(logs, folder.name, claim, data_name)
+    evaluated = evaluation.block(evaluation.read(results)) if results else None
     refuse_twice([log for other in folders(root) for log in load(other)[0]] + logs)
     folder.parent.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".new_") as scratch:
@@ -533,6 +548,9 @@ def new(root, name, paths, claim="", data_name=""):
         content = json.dumps(record | {PICTURE_SUM: picture_sum}, indent=1)
         (draft / "record.json").write_text(content + "\n", newline="\n")
         page = SKELETON.format(name=folder.name, block=block(record))
+        if evaluated:
+            page += f"\n## Evaluation\n\n{evaluated}\n"
+            (draft / evaluation.FILE).write_bytes(read_bytes(results))
         (draft / "README.md").write_text(page, "utf-8", newline="\n")
         os.replace(draft, folder)
     return folder

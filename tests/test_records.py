@@ -525,6 +525,64 @@ def test_new_check_table(three, capsys):
     assert run_tool(capsys, root, "check", folder)[0] == 0
 
 
+# ---- results of evaluate.py beside a record
+
+EVALUATION = {
+    "form": 1, "date": "2026-11-22T16:00:00Z", "torch": "2.11.0", "device": "Fast GPU",
+    "models": [{"path": "models/a.pt", "weights_sha256": "0" * 64, "steps": 8, "preset": "onepass", "tokens": "gpt2"}],
+    "results": [{"measure": "hellaswag", "model": 0, "value": 0.2859, "standard_error": 0.0045, "units": 10042,
+                 "data": "items.jsonl", "data_sha256": "1" * 64}],
+    "differences": [],
+}
+
+
+@pytest.fixture
+def evaluated(root, capsys):
+    """(root, folder of a record with results)"""
+    (root / "results.json").write_text(json.dumps(EVALUATION))
+    logs = [write_log(root / f"{seed}.txt", seed) for seed in (1, 2)]
+    status, out = run_tool(capsys, root, "new", "good", *logs, f"--eval={root / 'results.json'}")
+    assert status == 0, out
+    return root, root / "records" / "2026-11-21_good"
+
+
+def test_results_are_kept_beside_a_record_and_shown_as_no_proof(evaluated, capsys):
+    root, folder = evaluated
+    assert (folder / "evaluation.json").read_bytes() == (root / "results.json").read_bytes()
+    page = (folder / "README.md").read_text()
+    assert "**not part of the proof**" in page and "HellaSwag | 28.59 % ± 0.45 %" in page
+    assert run_tool(capsys, root, "table")[0] == 0
+    status, out = run_tool(capsys, root, "check")
+    assert status == 0 and "ok, 2 runs" in out
+    assert "evaluation" not in (folder / "record.json").read_text()
+
+
+@pytest.mark.parametrize("file, old, new, sentence", [
+    ("README.md", "28.59 %", "38.59 %", "(generated from evaluation.json)"),
+    ("README.md", "**not part of the proof**", "proved", "(generated from evaluation.json)"),
+    ("README.md", "<!-- evaluation:end -->", "", "expected <!-- evaluation:begin --> and then"),
+    ("evaluation.json", "0.2859", "0.3859", "(generated from evaluation.json)"),
+    ("evaluation.json", "0.2859", '"high"', "results: value as records/evaluation.py describes it"),
+    ("evaluation.json", "{", "[", "expected strict JSON"),
+    ("evaluation.json", None, None, "expected evaluation.json beside it, found none"),
+])
+def test_results_that_were_edited(evaluated, capsys, file, old, new, sentence):
+    root, folder = evaluated
+    if old is None:
+        (folder / file).unlink()
+    else:
+        edit(folder / file, old, new)
+    status, out = run_tool(capsys, root, "check", folder)
+    assert status == 1 and sentence in out
+
+
+def test_results_in_another_form_make_no_record(root, capsys):
+    (root / "results.json").write_text("{}")
+    status, out = run_tool(capsys, root, "new", "bad", write_log(root / "1.txt"), f"--eval={root / 'results.json'}")
+    assert status == 2 and out.startswith("refused: ") and "form as records/evaluation.py describes it" in out
+    assert not (root / "records").exists()
+
+
 def test_one_run_that_missed_is_shown_as_such(root, capsys):
     folder = record.new(root, "slow", [write_log(root / "a.txt", loss=3.6, git_clean=False)])
     text = (folder / "README.md").read_text()

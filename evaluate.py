@@ -1,0 +1,613 @@
+"""How good is a trained model? Measures that others publish, each with its standard error.
+
+    python evaluate.py model.pt                         # loss on the validation shards of its run
+    python evaluate.py model.pt --text=book.txt         # loss and bits per byte on any text
+    python evaluate.py model.pt --hellaswag             # 10,042 items, fetched at first use
+    python evaluate.py model.pt --last_word=stories.txt
+    python evaluate.py a.pt b.pt --text=book.txt        # also: how much lower is b's loss, really?
+    python evaluate.py model.pt --text --hellaswag --json > results.json
+
+model.pt is what `train_gpt.py --save_checkpoint=model.pt` has written.
+
+**Loss** is in nats per token, over the text's tokens and the end of each document. On shards it is
+what the trainer calls val_loss: the first val_tokens of them, cut into sequences of val_seq_len.
+**Bits per byte** divides by the bytes of the text in UTF-8 instead, and leaves the ends of
+documents out, which have no bytes. So models with different tokens can be compared.
+
+**HellaSwag** (Zellers et al. 2019) gives a context and four endings, of which one is right. The
+model takes the ending of the highest probability. We score as llm.c and modded-nanogpt do, so that
+numbers can be compared: the context is the item's `ctx` as it stands, an ending has one space put
+before it, and both are turned into tokens separately. "HellaSwag" takes the ending with the
+highest sum of the log-probabilities of its tokens, and "HellaSwag, normalised" (their acc_norm)
+the one with the highest mean over its tokens. Others divide by characters, which gives other
+numbers. One thing is ours: before the context stands the token that begins a document, as in
+training. In this way of scoring GPT-2 (124M) has 28.6 %, and 29.6 % normalised: published, not
+measured here.
+
+**Last word** (after LAMBADA, Paperno et al. 2016) is how often the model knows the last word of a
+passage: each of its tokens, with the space before it, must be the most probable one after those
+before. A passage is a line of a .jsonl file or a paragraph of a text. What is no letter or digit
+behind the word is left out.
+
+Section 1 computes log-probabilities, 2 has the measures, 3 the standard errors, 4 the program.
+Shapes in comments are those of train_gpt.py: T tokens of a packed sequence, V size of the
+vocabulary.
+"""
+import argparse
+import hashlib
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from tqdm import tqdm
+
+import sample
+from data import checks, hellaswag, shards, texts
+from nanogpt import checkpoint
+from nanogpt.masks import BLOCK_SIZE
+from nanogpt.ranks import BadInput, require
+from records import evaluation
+
+# --------------------------------------------------------------------------------------------------
+# 1. Log-probabilities of tokens
+#
+# The model takes one sequence of many documents, and tells them apart by the token that begins each
+# (model.bos). Attention, the smear of embeddings, the pairs of tokens in the bigram table and the
+# keys that are half the previous token's all stop at that token, so nothing leaks from one document
+# into the next. Rotary positions run on, but only differences of positions matter.
+#
+# One thing does depend on the place: attention sees whole blocks of 128 tokens, so how far back a
+# token sees depends on where in its block it stands. So every item begins at the start of a block,
+# as it would alone. The places between are filled with documents of that one token.
+
+LOGITS_AT_A_TIME = 2048  # tokens: their logits over 50,304 tokens take 0.4 GB in float32
+ITEM_TOKENS = {"cuda": 65_536, "cpu": 8192}  # tokens of a sequence of items, if none is longer
+
+
+@torch.no_grad()
+def score(model, view, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """tokens (T,) and the target of each one (T,), -1 where there is none -> two tensors (n,) for
+    the n targets in their order: the log-probability of each in nats, and whether it is the most
+    probable token. T is a multiple of 128. As in validation, no recipe of low precision is used."""
+    x, sources = model.hidden(tokens, view, training=False)  # (T, D), and five of them
+    log_probabilities = []
+    is_first = []
+    for places in (targets >= 0).nonzero()[:, 0].split(LOGITS_AT_A_TIME):
+        logits = model.logits(x[places], tuple(source[places] for source in sources))  # (places, V)
+        wanted = targets[places]
+        log_probabilities.append(-F.cross_entropy(logits, wanted, reduction="none"))
+        is_first.append(logits.argmax(-1) == wanted)
+    return torch.cat(log_probabilities), torch.cat(is_first)
+
+
+class Item(NamedTuple):
+    """A context and texts that may follow it, in tokens."""
+    context: list[int]
+    completions: list[list[int]]
+
+
+class Scores(NamedTuple):
+    """What a model says about items, of which each has the same number of completions. All arrays
+    are (items, completions)."""
+    log_probability: np.ndarray  # float64, of all tokens of the completion, in nats
+    num_tokens: np.ndarray  # int64
+    is_first: np.ndarray  # bool: each of its tokens is the most probable one
+
+
+def packed(items: list[Item], bos: int, seq_len: int) -> Iterator[tuple[list[int], ...]]:
+    """Yields sequences: tokens, targets and owners, three lists of seq_len, or of the multiple of
+    128 that the last sequence needs. Each completion is a document of its own, with the context
+    before it, and begins at the start of a block. Only the tokens of completions are targets, and
+    all others are -1. An owner is the number of the completion, counted over all items."""
+    tokens, targets, owners = [], [], []
+    number = 0
+    for item in items:
+        for completion in item.completions:
+            document = [bos, *item.context, *completion]
+            count = len(document) - 1  # the last token is a target only
+            length = math.ceil(count / BLOCK_SIZE) * BLOCK_SIZE
+            if len(tokens) + length > seq_len:
+                rest = seq_len - len(tokens)
+                yield tokens + [bos] * rest, targets + [-1] * rest, owners + [-1] * rest
+                tokens, targets, owners = [], [], []
+            nothing = [-1] * (count - len(completion))
+            filling = length - count
+            tokens += document[:-1] + [bos] * filling
+            targets += nothing + completion + [-1] * filling
+            owners += [number] * length
+            number += 1
+    if tokens:
+        yield tokens, targets, owners
+
+
+def score_items(model, items: list[Item], most_tokens: int, progress: Callable = iter) -> Scores:
+    """Scores items, as many at a time as keep the device busy. `progress` wraps the loop over
+    sequences. Raises BadInput if an item has more than most_tokens tokens."""
+    longest = 0
+    for item in items:
+        of_completion = max(len(completion) for completion in item.completions)
+        longest = max(longest, len(item.context) + of_completion)
+    whole_blocks = math.ceil(longest / BLOCK_SIZE) * BLOCK_SIZE
+    require(whole_blocks <= most_tokens,
+            f"one item has {longest:,} tokens, and sequences have {most_tokens:,}; give "
+            f"--seq_len={whole_blocks}, or shorten the item")
+    view = shortened(sample.last_view(model), longest)
+    device = model.lm_head.device
+    seq_len = max(whole_blocks, min(most_tokens, ITEM_TOKENS[device.type]))
+    shape = len(items), len(items[0].completions)
+    log_probability = np.zeros(shape)
+    num_tokens = np.zeros(shape, dtype=np.int64)
+    misses = np.zeros(shape, dtype=np.int64)
+    for tokens, targets, owners in progress(list(packed(items, model.bos, seq_len))):
+        targets = torch.tensor(targets)
+        owners = torch.tensor(owners)[targets >= 0].numpy()  # (n,)
+        found, is_first = score(
+            model, view, torch.tensor(tokens, device=device), targets.to(device))
+        np.add.at(log_probability.reshape(-1), owners, found.double().cpu().numpy())
+        np.add.at(num_tokens.reshape(-1), owners, 1)
+        np.add.at(misses.reshape(-1), owners, ~is_first.cpu().numpy())
+    return Scores(log_probability, num_tokens, misses == 0)
+
+
+def shortened(view, longest: int):
+    """The view with windows that reach no farther than a document of `longest` tokens, which begins
+    with a block. That changes no result: what is cut off are other documents. Paired heads have two
+    positions a token."""
+    blocks = math.ceil(2 * longest / BLOCK_SIZE)
+    windows = {name: min(window, blocks) for name, window in view.windows.items()}
+    return view._replace(windows=windows)
+
+
+class Stream(NamedTuple):
+    """Documents one after the other, in the tokens of one model."""
+    tokens: np.ndarray  # (n + 1,) int64: n inputs, and the last target
+    starts: np.ndarray  # (documents,) where each one begins among the inputs; the first is 0
+
+
+def score_stream(model, stream: Stream, seq_len: int, progress: Callable = iter) -> np.ndarray:
+    """The log-probability in nats of each token of the stream but the first: (n,) float64. As in
+    the trainer's validation, sequences follow each other without gaps, wherever documents begin.
+    `progress` wraps the loop over sequences."""
+    view = sample.last_view(model)
+    device = model.lm_head.device
+    n = len(stream.tokens) - 1
+    results = []
+    for begin in progress(range(0, n, seq_len)):
+        piece = torch.from_numpy(stream.tokens[begin : begin + seq_len + 1]).to(device)
+        filling = -(len(piece) - 1) % BLOCK_SIZE  # of the last sequence
+        tokens = F.pad(piece[:-1], (0, filling), value=model.bos)
+        targets = F.pad(piece[1:], (0, filling), value=-1)
+        found, _ = score(model, view, tokens, targets)
+        results.append(found.double().cpu().numpy())
+    return np.concatenate(results)
+
+
+# --------------------------------------------------------------------------------------------------
+# 2. Measures
+#
+# A result is a sum over documents, items or passages ("units"), divided by another one: nats by
+# tokens, bits by bytes, right answers by items. Both are kept unit by unit, because the standard
+# error needs them (section 3).
+
+
+class Sums(NamedTuple):
+    """A measure of one model, unit by unit. The result is totals.sum() / weights.sum()."""
+    totals: np.ndarray  # (units,) float64
+    weights: np.ndarray  # (units,) float64
+
+
+class Model(NamedTuple):
+    """A model and what is needed to show it text."""
+    path: str
+    gpt: nn.Module
+    encode: Callable[[str], list[int]] | None  # None: GPT-2's vocabulary could not be loaded
+    token_bytes: np.ndarray | None  # (V,) the number of bytes that each token stands for
+    sha256: str  # of the weights
+
+    @property
+    def tokens(self) -> str:
+        return "bytes" if self.gpt.config.vocab_size <= shards.SEPARATOR else "gpt2"
+
+
+def loss_measures(model: Model, stream: Stream, seq_len: int,
+                  progress: Callable = iter) -> dict[str, Sums]:
+    """"loss", and if the bytes of tokens are known "bits_per_byte"; units are documents. The token
+    that begins the next document belongs to the one that it ends."""
+    nats = -score_stream(model.gpt, stream, seq_len, progress)  # (n,)
+    totals = np.add.reduceat(nats, stream.starts)
+    counts = np.diff(stream.starts, append=len(nats))
+    found = {"loss": Sums(totals, counts.astype(float))}
+    if model.token_bytes is not None:
+        num_bytes = model.token_bytes[stream.tokens[1:]]  # (n,) of each target
+        bits = np.where(num_bytes > 0, nats / math.log(2), 0)
+        found["bits_per_byte"] = Sums(
+            np.add.reduceat(bits, stream.starts),
+            np.add.reduceat(num_bytes, stream.starts).astype(float))
+    return found
+
+
+def hellaswag_measures(model: Model, items: list[hellaswag.Item], seq_len: int,
+                       progress: Callable = iter) -> dict[str, Sums]:
+    """"hellaswag" and "hellaswag_norm", as the head of this file says; units are items."""
+    tokens = []
+    for item in items:
+        endings = [model.encode(f" {ending}") for ending in item.endings]
+        tokens.append(Item(model.encode(item.context), endings))
+    scores = score_items(model.gpt, tokens, seq_len, progress)
+    labels = np.array([item.label for item in items])
+    one = np.ones(len(items))
+    mean = scores.log_probability / scores.num_tokens
+    return {"hellaswag": Sums((scores.log_probability.argmax(1) == labels) * one, one),
+            "hellaswag_norm": Sums((mean.argmax(1) == labels) * one, one)}
+
+
+def last_word_measures(model: Model, passages: list[tuple[str, str]], seq_len: int,
+                       progress: Callable = iter) -> dict[str, Sums]:
+    """"last_word", for pairs of `split_last_word`; units are passages."""
+    items = [Item(model.encode(context), [model.encode(word)]) for context, word in passages]
+    scores = score_items(model.gpt, items, seq_len, progress)
+    return {"last_word": Sums(scores.is_first[:, 0] * 1.0, np.ones(len(items)))}
+
+
+def split_last_word(passage: str) -> tuple[str, str] | None:
+    """What stands before the last word, and the word with the space before it. None if there are
+    fewer than two words."""
+    end = len(passage)
+    while end > 0 and not passage[end - 1].isalnum():
+        end -= 1
+    begin = end
+    while begin > 0 and not passage[begin - 1].isspace():
+        begin -= 1
+    context = passage[:begin].rstrip()
+    return (context, passage[len(context) : end]) if context else None
+
+
+# --------------------------------------------------------------------------------------------------
+# 3. How certain a result is
+#
+# The units are taken as drawn at random from many more, independently of each other. A result is a
+# ratio of two sums. To first order its error is the sum of what each unit adds to it, (total -
+# result x weight) / sum of weights, and the variance of such a sum is known (ratio estimator:
+# Cochran 1977, section 2.11). Where all weights are 1 this is the usual standard error of a mean.
+#
+# Two models that are measured on the same units have much of their luck in common. So a difference
+# is computed unit by unit, and most of it cancels. This says how certain a result is for these
+# weights. It does not say what another seed of the training would give: `python -m records compare`
+# does that.
+
+NORMAL_95 = 1.959964  # a normal variable is within so many standard deviations in 95 % of all cases
+FEW = 30  # units, below which the interval is too narrow to be trusted
+
+
+def result_of(sums: Sums) -> float:
+    return float(sums.totals.sum() / sums.weights.sum())
+
+
+def influences(sums: Sums) -> np.ndarray:
+    """(units,) how much each unit adds to the error of the result."""
+    return (sums.totals - result_of(sums) * sums.weights) / sums.weights.sum()
+
+
+def standard_error(influence: np.ndarray) -> float | None:
+    """The standard error of a sum of (units,) influences, or None for a single unit."""
+    n = len(influence)
+    if n < 2:
+        return None
+    return math.sqrt(n / (n - 1) * float(np.square(influence).sum()))
+
+
+class Difference(NamedTuple):
+    value: float
+    standard_error: float
+    low: float  # the 95 % interval
+    high: float
+
+
+def difference(b: Sums, a: Sums) -> Difference | None:
+    """b's result minus a's, over the same units. None for a single unit."""
+    error = standard_error(influences(b) - influences(a))
+    if error is None:
+        return None
+    value = result_of(b) - result_of(a)
+    return Difference(value, error, value - NORMAL_95 * error, value + NORMAL_95 * error)
+
+
+# --------------------------------------------------------------------------------------------------
+# 4. The program
+
+OWN = "the validation shards of its training"  # what --text alone means
+
+
+def sequence_length(text: str) -> int:
+    number = int(text)
+    if number <= 0 or number % BLOCK_SIZE:
+        raise argparse.ArgumentTypeError(f"{text} is not a multiple of {BLOCK_SIZE}")
+    return number
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The command line. Raises BadInput on an unknown option or a wrong value."""
+    parser = argparse.ArgumentParser(
+        prog="evaluate.py", description=__doc__.split("\n\n")[0], allow_abbrev=False)
+    parser.error = partial(require, False)  # argparse's sentence, without its page on usage
+    option = parser.add_argument
+    option("models", metavar="MODEL", nargs="+",
+           help="file that --save_checkpoint has written; others are compared with the first one")
+    option("--text", metavar="PATH", nargs="?", const=OWN,
+           help="measure loss and bits per byte on a text file, a .jsonl file, a folder of them, a "
+           f"shard, or a folder of shards; without PATH, and if no measure is named: {OWN}")
+    option("--hellaswag", metavar="FILE", nargs="?", const=str(hellaswag.PATH),
+           help="measure accuracy on HellaSwag; without FILE it is fetched (12 MB)")
+    option("--last_word", metavar="FILE", help="measure how often the last word of each paragraph, "
+           "or of each line of a .jsonl file, is known")
+    option("--limit", type=sample.at_least(1), metavar="N",
+           help="take the first N documents, items or passages only")
+    option("--split_blank", type=sample.at_least(1), metavar="N",
+           help="cut a text at N or more blank lines into documents (--text)")
+    option("--key", default="text", help="where a .jsonl line has its text; default %(default)s")
+    option("--seq_len", type=sequence_length, metavar="N",
+           help="tokens to work on at a time; default: the model's val_seq_len. Fewer need less "
+           "memory, and cut more documents of --text")
+    option("--device", type=sample.device, default="auto", help="auto, cuda or cpu")
+    option("--json", action="store_true", help="write the results to standard output as JSON")
+    return parser.parse_args(argv)
+
+
+def load_model(path: str, device: torch.device) -> Model:
+    """Raises BadInput if the file is no checkpoint of this program."""
+    import train_gpt
+    gpt = train_gpt.load_checkpoint(path, device)
+    narrow = [torch.float16]  # activations of validation overflow it, so the trainer widens it, too
+    if device.type == "cpu" and not train_gpt.CPU_HAS_BF16:
+        narrow.append(torch.bfloat16)  # which this CPU could only emulate
+    for parameter in gpt.parameters():
+        if parameter.dtype in narrow:
+            wide = torch.float32 if device.type == "cpu" else torch.bfloat16
+            parameter.data = parameter.data.to(wide)
+    weights = {name: gpt.weight(name) for name in gpt.table}
+    encode, token_bytes = None, None
+    try:
+        encode, to_bytes = sample.codec(gpt.config.vocab_size)
+        token_bytes = np.array([len(to_bytes(i)) for i in range(gpt.config.vocab_size)])
+    except BadInput as error:
+        print(f"evaluate.py: {error}", file=sys.stderr)
+    return Model(path, gpt, encode, token_bytes, checkpoint.checksum(weights))
+
+
+class Source(NamedTuple):
+    """What a measure is made of."""
+    name: str
+    sha256: str  # of all files, one after the other
+    content: list  # paths of shards, or texts, items or pairs of section 2
+
+
+def sum_of(paths: list[Path]) -> str:
+    total = hashlib.sha256()
+    for path in paths:
+        with open(path, "rb") as file:
+            while piece := file.read(1 << 24):
+                total.update(piece)
+    return total.hexdigest()
+
+
+def find_text(options: argparse.Namespace, model: Model) -> tuple[Source, bool]:
+    """The source of --text, and whether it consists of shards. Raises BadInput, ShardError or
+    PrepareError if there is none."""
+    c = model.gpt.config
+    if options.text in (None, OWN):
+        try:
+            paths = checks.find(c.data_dir, "val", c.val_files)
+        except shards.ShardError as error:
+            raise BadInput(f"{error}; or name a text with --text") from None
+        return Source(c.data_dir, sum_of(paths), paths), True
+    path = Path(options.text)
+    if path.suffix == ".bin":
+        require(path.is_file(), f"{path}: no such file; name a shard")
+        return Source(options.text, sum_of([path]), [path]), True
+    if path.is_dir() and list(path.glob("*.bin")):
+        paths = checks.find(options.text, "val", "*_val_*.bin")
+        return Source(options.text, sum_of(paths), paths), True
+    return read_texts(options.text, options.key, options.split_blank), False
+
+
+def read_texts(name: str, key: str, split_blank: int | None) -> Source:
+    """The documents of a file or folder that are not blank. Raises PrepareError if they cannot be
+    read, and BadInput if there are none."""
+    paths = [source.path for source in texts.find_sources([name])
+             if source.named or texts.is_text(source.path)]
+    documents = []
+    for path in paths:
+        for text in texts.read_documents(path, key, split_blank):
+            if text.strip():
+                documents.append(text)
+    require(documents, f"{name}: no text in it; name a file that has some")
+    return Source(name, sum_of(paths), documents)
+
+
+def stream_of(source: Source, is_shards: bool, model: Model, limit: int | None) -> Stream:
+    """The stream of a source in the model's tokens. Raises BadInput if the shards hold tokens of
+    another kind."""
+    c = model.gpt.config
+    if is_shards:
+        kind = shards.kind_of_tokens(source.content[0])
+        require(kind == model.tokens,
+                f"{source.content[0]} holds tokens of the kind {kind}, and {model.path} reads "
+                f"{model.tokens}; name a text file with --text")
+        tokens = np.concatenate(
+            [shards.read_shard(path, c.vocab_size).tokens for path in source.content])
+        tokens = tokens[: c.val_tokens + 1].astype(np.int64)
+    else:
+        require(model.encode, f"{model.path} needs GPT-2's vocabulary, which cannot be loaded")
+        pieces = []
+        for text in source.content[:limit]:
+            pieces += [[model.gpt.bos], model.encode(text)]
+        pieces.append([model.gpt.bos])  # the end of the last document
+        tokens = np.concatenate([np.array(piece, dtype=np.int64) for piece in pieces])
+    begins = tokens == model.gpt.bos
+    begins[0] = True
+    starts = np.flatnonzero(begins[:-1])
+    if limit is not None and limit < len(starts):
+        tokens = tokens[: starts[limit] + 1]
+        starts = starts[:limit]
+    require(len(tokens) > 1, f"{source.name} holds no token to predict; name a longer text")
+    return Stream(tokens, starts)
+
+
+def read_passages(options: argparse.Namespace) -> Source:
+    """Raises PrepareError or BadInput if there are none."""
+    source = read_texts(options.last_word, options.key, options.split_blank or 1)
+    pairs = [pair for text in source.content if (pair := split_last_word(text))]
+    require(pairs, f"{options.last_word}: no passage of two words in it; name another text")
+    return source._replace(content=pairs[: options.limit])
+
+
+def read_hellaswag(options: argparse.Namespace) -> Source:
+    """Raises ItemsError if the items cannot be had."""
+    path = Path(options.hellaswag)
+    if path == hellaswag.PATH:
+        hellaswag.fetch()
+    items = hellaswag.read_items(path)
+    return Source(path.name, sum_of([path]), items[: options.limit])
+
+
+class Measured(NamedTuple):
+    """The measures of one source, for each model."""
+    source: Source
+    sums: list[dict[str, Sums]]
+
+
+def measure_all(options: argparse.Namespace, models: list[Model]) -> list[Measured]:
+    """What the command line asks for. Raises BadInput, ShardError, PrepareError or ItemsError."""
+    # 1. All that is to be read, so that a mistake shows before anything is computed.
+    wants_text = options.text or not (options.hellaswag or options.last_word)
+    if wants_text:
+        text, is_shards = find_text(options, models[0])
+        streams = [stream_of(text, is_shards, model, options.limit) for model in models]
+        numbers = {len(stream.starts) for stream in streams}
+        require(len(numbers) == 1,
+                f"the models do not see the same documents of {text.name}; measure them one by one")
+    if options.hellaswag or options.last_word:
+        for model in models:
+            require(model.encode, f"{model.path} needs GPT-2's vocabulary, which cannot be loaded")
+    items = read_hellaswag(options) if options.hellaswag else None
+    passages = read_passages(options) if options.last_word else None
+
+    # 2. What is computed.
+    def progress(steps):
+        return tqdm(steps, unit="sequence", leave=False, disable=None)  # None: only on a terminal
+
+    done = []
+    if wants_text:
+        sums = [loss_measures(model, stream, max_tokens(options, model), progress)
+                for model, stream in zip(models, streams)]
+        done.append(Measured(text, sums))
+    for source, measures in ((items, hellaswag_measures), (passages, last_word_measures)):
+        if source:
+            sums = [measures(model, source.content, max_tokens(options, model), progress)
+                    for model in models]
+            done.append(Measured(source, sums))
+    return done
+
+
+def max_tokens(options: argparse.Namespace, model: Model) -> int:
+    """Most tokens of a sequence."""
+    return options.seq_len or model.gpt.config.val_seq_len
+
+
+def report(models: list[Model], all_measured: list[Measured], device: torch.device) -> dict:
+    """The results in the form of records/evaluation.py. Raises BadInput if one is not finite."""
+    clean = evaluation.clean
+    results = []
+    differences = []
+    for source, of_models in all_measured:
+        for number, measures in enumerate(of_models):
+            for name, sums in measures.items():
+                value = result_of(sums)
+                require(math.isfinite(value),
+                        f"{models[number].path}: the {name} is not finite; its training diverged")
+                error = standard_error(influences(sums))
+                results.append(dict(
+                    measure=name, model=number, value=rounded(value), standard_error=rounded(error),
+                    units=len(sums.totals), data=clean(source.name), data_sha256=source.sha256))
+                same_tokens = models[number].tokens == models[0].tokens
+                if number == 0 or name not in of_models[0] or (name == "loss" and not same_tokens):
+                    continue  # losses of tokens of two kinds say nothing about each other
+                found = difference(sums, of_models[0][name])
+                if found:
+                    numbers = {key: rounded(number) for key, number in found._asdict().items()}
+                    differences.append(dict(measure=name, model=number, against=0, **numbers))
+    return dict(
+        form=evaluation.FORM, date=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        torch=clean(torch.__version__), device=clean(name_of(device)),
+        models=[dict(path=clean(model.path), weights_sha256=model.sha256,
+                     steps=model.gpt.trained_steps, preset=clean(model.gpt.config.preset),
+                     tokens=model.tokens) for model in models],
+        results=results, differences=differences)
+
+
+def rounded(number: float | None) -> float | None:
+    return None if number is None else round(number, 6)
+
+
+def name_of(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def show(content: dict) -> None:
+    """Prints the results as lines of text."""
+    for number, model in enumerate(content["models"]):
+        print(f"{model['path']} (preset {model['preset']}, step {model['steps']:,})")
+        for result in content["results"]:
+            if result["model"] == number:
+                title = evaluation.MEASURES[result["measure"]].title
+                print(f"  {title:<23} {evaluation.value_text(result):<38}"
+                      f"{evaluation.units_text(result)}")
+    for found in content["differences"]:
+        b, a = (content["models"][found[key]]["path"] for key in ("model", "against"))
+        title = evaluation.MEASURES[found["measure"]].title
+        print(f"{b} minus {a}, {title}: {evaluation.difference_text(found)}")
+    print("Behind ± stands one standard error over documents, items or passages.")
+    if any(result["standard_error"] is None for result in content["results"]):
+        print("A single document has none; --split_blank=1 cuts a text at blank lines.")
+    if any(1 < result["units"] < FEW for result in content["results"]):
+        print(f"With fewer than {FEW} of them, errors and intervals are too small.")
+
+
+def main(argv: list[str]) -> int:
+    """Exit status: 0, 2 for bad input, or as usual 130 for Ctrl-C."""
+    try:
+        options = parse(argv)
+        models = [load_model(path, options.device) for path in options.models]
+        content = report(models, measure_all(options, models), options.device)
+        if options.json:
+            print(json.dumps(content, indent=1))
+        else:
+            show(content)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # as in `| head -1`
+        sample.discard_output()
+    except torch.OutOfMemoryError as error:
+        print(f"evaluate.py: {str(error).split('. ')[0]}; give a smaller --seq_len",
+              file=sys.stderr)
+        return 2
+    except (BadInput, shards.ShardError, texts.PrepareError, hellaswag.ItemsError,
+            OSError) as error:
+        print(f"evaluate.py: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
