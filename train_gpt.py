@@ -50,6 +50,7 @@ import dataclasses
 import gc
 import math
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -63,7 +64,18 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from data import checks, shards
-from nanogpt import arguments, checkpoint, compiling, fitting, kernels, masks, recipe, saving
+from nanogpt import (
+    arguments,
+    checkpoint,
+    compiling,
+    finite,
+    fitting,
+    kernels,
+    limits,
+    masks,
+    recipe,
+    saving,
+)
 from nanogpt.arguments import key
 from nanogpt.kernels import E4M3, E5M2
 from nanogpt.masks import BLOCK_SIZE
@@ -217,11 +229,6 @@ EVERYDAY = (
     "preset", "data_dir", "minutes", "num_steps", "seed", "target_loss", "save_checkpoint",
     "sample", "micro_tokens", "device", "precision")
 
-# What a run on any text has over its preset (--fit).
-FITTED = dict(
-    fit=True, cut_documents=True, target_loss=0.0, save_checkpoint="auto", save_every=5.0,
-    sample="\n", sample_tokens=500)
-
 # Keys that may have other values when a run goes on from a save. All others decide its result.
 MAY_CHANGE = (
     "resume", "data_dir", "target_loss", "val_tokens", "val_interval", "micro_tokens", "device",
@@ -315,7 +322,7 @@ def parse_config(argv: list[str]) -> Config:
         c = arguments.configure(Config, PRESETS, preset, given)
         text = fitting.describe(find_shards(c, "train"), find_shards(c, "val"))
         preset = given.get("preset") or fitting.preset_for(text, has_cuda(given.get("device")))
-        laid_over = {name: values | FITTED for name, values in PRESETS.items()}
+        laid_over = {name: values | fitting.OVER_PRESET for name, values in PRESETS.items()}
         c = arguments.configure(Config, laid_over, preset, given)
         c = fitting.fitted(c, SCHEDULES[c.schedule], text, given)
     else:
@@ -327,19 +334,11 @@ def parse_config(argv: list[str]) -> Config:
 def config_to_resume(save: Path, given: dict) -> Config:
     """The configuration of a save, with the given values laid over it. Raises BadInput if they
     would change the result, or if it is no configuration."""
-    config = saving.facts_of(save)["config"]
-    if config.get("minutes"):  # then these two have followed from it
+    saved = saving.config_of(save, Config)
+    if saved["minutes"]:  # then these two have followed from it
         given = {name: given[name] for name in given if name not in ("num_steps", "epochs")}
-    changes = saving.differences(config, given, MAY_CHANGE)
-    require(not changes, f"--resume={save} goes on with the saved configuration, which cannot be "
-            f"changed by {changes}; leave out what differs, or leave out --resume to begin anew")
-    known = {}
-    for field in dataclasses.fields(Config):
-        value = known[field.name] = config.get(field.name, field.default)
-        fits = isinstance(value, (int, float) if field.type is float else field.type)
-        require(fits, f"{save} is no save of this program: its {field.name} is {value!r}; "
-                f"{saving.REMEDY}")
-    c = Config(**known | given | {"resume": str(save)})
+    saving.check_changes(save, saved, given, MAY_CHANGE)
+    c = Config(**saved | given | {"resume": str(save)})
     check_config(c)
     return c
 
@@ -355,51 +354,7 @@ def default_preset(device: str | None = None) -> str:
 
 def check_config(c: Config) -> None:
     """Raises BadInput where a value cannot be, or values do not fit each other."""
-    for name in ("num_steps", "batch_tokens", "seq_len", "micro_tokens", "val_tokens",
-                 "val_seq_len", "model_dim", "num_heads", "mlp_dim", "vocab_size", "bigram_rows",
-                 "epochs", "cooldown_frac"):
-        require(getattr(c, name) > 0, f"--{name}={getattr(c, name)} must be positive")
-
-    choices = {
-        "topology": TOPOLOGIES, "schedule": SCHEDULES, "precision": ("auto", *PRECISIONS),
-        "attention": ("auto", "flex", "sdpa"), "device": ("auto", "cuda", "cpu", "mps"),
-        "dtype": ("auto", "bfloat16", "float16", "float32", "float64")}
-    for name, allowed in choices.items():
-        value = getattr(c, name)
-        require(value in allowed, f"--{name}={value} is none of {', '.join(allowed)}")
-
-    # Texts repeat most of their tokens: half as many candidates as tokens have room for all
-    # targets.
-    enough = min(c.vocab_size, min(c.micro_tokens, c.batch_tokens) // 2)
-    fits_products = c.candidates % 16 == 0 or c.candidates >= c.vocab_size
-    require(c.candidates == 0 or (c.candidates >= enough and fits_products),
-            f"--candidates={c.candidates} must be a multiple of 16, at least {enough}, "
-            "or 0 for the whole vocabulary")
-
-    heads_unit = 2 if any(layer.paired for layer in TOPOLOGIES[c.topology]) else 1
-    units = [("seq_len", BLOCK_SIZE), ("val_seq_len", BLOCK_SIZE), ("micro_tokens", c.seq_len)]
-    for stage in SCHEDULES[c.schedule]:
-        units.append(("batch_tokens", round(c.seq_len / stage.batch)))
-    units.append(("val_tokens", c.val_seq_len))
-    units.append(("num_heads", heads_unit))
-    units.append(("model_dim", 4 * c.num_heads))
-    for name, unit in units:
-        value = getattr(c, name)
-        require(value % unit == 0, f"--{name}={value} must be a multiple of {unit}")
-
-    require(c.vocab_size <= 2**16,
-            f"--vocab_size={c.vocab_size} must be at most {2**16}: shards hold tokens of 16 bits")
-    require(0 <= c.seed < 2**63, f"--seed={c.seed} must be between 0 and 2^63")
-    require(c.model_dim >= GATE_DIM,
-            f"--model_dim={c.model_dim} must be at least {GATE_DIM}, a gate's channels")
-    require(c.device != "cuda" or torch.cuda.is_available(),
-            "--device=cuda, but torch sees no GPU here")
-    require(c.device != "mps" or torch.backends.mps.is_available(),
-            "--device=mps, but torch sees no GPU of Apple's here")
-    cuda = c.device != "cpu" and torch.cuda.is_available()
-    require(c.save_every >= 0, f"--save_every={c.save_every} must not be negative; 0 saves never")
-    require(c.attention != "flex" or cuda,
-            "--attention=flex needs CUDA: it has no backward on CPU")
+    limits.check(c, TOPOLOGIES, SCHEDULES, PRECISIONS, GATE_DIM)
     if c.nvfp4_without:
         recipe.room("nvfp4").parts_to_leave_out(c.nvfp4_without)  # raises BadInput for others
 
@@ -1802,13 +1757,13 @@ def micro_sequences(count: int, c: Config) -> int:
     return max(n for n in range(1, most + 1) if count % n == 0)
 
 
-def rank_micro_batches(paths: list[Path], c: Config, device: torch.device,
-                       first_step: int = 0) -> Iterator[tuple]:
+def rank_micro_batches(paths: list[Path], c: Config, device: torch.device, first_step: int = 0,
+                       stamps: dict[Path, shards.Stamp] | None = None) -> Iterator[tuple]:
     """For each step from the first one on this rank's micro-batches: (sequences, seq_len + 1), the
-    bits of uint16."""
+    bits of uint16. Raises ShardError if a shard has not its stamp any more."""
     rank, world_size = rank_and_world_size()
     for sequences in shards.rank_batches(
-            paths, packing(c), batch_plan(c), rank, world_size, first_step):
+            paths, packing(c), batch_plan(c), rank, world_size, first_step, stamps):
         sequences = torch.from_numpy(sequences.view(np.int16))
         if device.type == "cuda":
             sequences = sequences.pin_memory()  # so that nothing waits for its copy
@@ -1841,11 +1796,11 @@ def call_directly(key, function: Callable, tensors: tuple[Tensor, ...]):
 
 
 def train_step(model: GPT, optimizer: Optimizer, batch: list[tuple[Tensor, Tensor]], step: int,
-               call: Callable = call_directly, requests: Tensor | None = None) -> Tensor:
+               call: Callable = call_directly, more: Callable | None = None) -> Tensor:
     """One update. `batch` has inputs and targets (T,) of each micro-batch of this rank. Returns the
     mean loss over the tokens of all ranks, on the device, and behind it a flag for each number that
-    the recipes measure: whether it was ever not finite. Last come this rank's `requests` (n,),
-    summed over the ranks, if there are any. A collective."""
+    the recipes measure: whether it was ever not finite. Last comes what `more` returns for this
+    rank's loss before the update, (n,), summed over the ranks. A collective."""
     c = model.config
     view = view_of(step, c)
     rows = [model.table_rows(inputs) for inputs, _ in batch]
@@ -1858,12 +1813,10 @@ def train_step(model: GPT, optimizer: Optimizer, batch: list[tuple[Tensor, Tenso
             optimizer.start_sums()
         optimizer.looked_up.add(rows[i], row_gradients)
         total = total + loss
+    last = [more(total)] if more else []  # the gradients are on their way meanwhile
     optimizer.step(lr_factor(step, c), muon_momentum(step, c))
     total = total / stage_tokens(stage_of(step, c), c)
-    parts = [total[None], model.precision.recipes.measurements.faults()]
-    if requests is not None:
-        parts.append(requests)
-    total = torch.cat(parts)
+    total = torch.cat([total[None], model.precision.recipes.measurements.faults(), *last])
     if dist.is_initialized():
         dist.all_reduce(total, async_op=True).wait()  # here wait() orders streams; the CPU goes on
     return total
@@ -2101,7 +2054,7 @@ def check_sample(c: Config) -> list[str]:
         if is_master():
             sample.codec(c.vocab_size)
     except BadInput as error:
-        if not c.fit or c.sample != FITTED["sample"]:
+        if not c.fit or c.sample != fitting.OVER_PRESET["sample"]:
             raise
         c.sample = ""
         return [f"there will be no sample: {error}"]
@@ -2161,15 +2114,6 @@ def begin_log(log: journal.Log, c: Config, facts: RunFacts, seconds: float | Non
     log.begin(c.log_dir, facts.run["run_id"], SOURCE, c.num_steps, c.jsonl, head)
 
 
-def stop_if_not_finite(losses: list[journal.TrainingLoss], precision: Precision) -> None:
-    """Raises BadInput that names the step, and the projection if a recipe measures them."""
-    for step, loss, flags in losses:
-        if not math.isfinite(loss) or any(flags):
-            culprit = precision.recipes.measurements.culprit(flags)
-            raise BadInput(
-                f"the training loss is {loss} at step {step}{culprit}; lower the learning rates")
-
-
 def flops_per_token(c: Config) -> int:
     """6 for each weight that a token is multiplied by: those of all matrices, and of the head the
     rows of the candidates. Attention is not counted."""
@@ -2194,9 +2138,10 @@ def result_of(c: Config, steps: int, seconds: float, val_loss: float | None) -> 
         tokens_per_s=round(tokens / seconds))
 
 
-def train(c: Config) -> int:
+def train(c: Config, at_end: ExitStack) -> int:
     """The whole run, or what is left of a saved one. Returns the exit status: 1 if the target was
-    missed, 130 or 143 if a signal has ended the run, else 0."""
+    missed, 130 or 143 if a signal has ended the run, else 0. `at_end` gets what is to be done even
+    if an error ends it."""
     # 1. Import what this run needs, so that the log can show it, and check what can be checked
     # before anything is written or compiled.
     cuda = has_cuda(c.device)
@@ -2208,6 +2153,7 @@ def train(c: Config) -> int:
     notes = agreed(check_sample, c)
     files = journal.project_files(__file__)
     train_paths, val_paths, val_tokens = agreed(check_data, c, errors=(BadInput, shards.ShardError))
+    stamps = shards.stamps_of(train_paths)
     data = [shards.fingerprint(path, "train") for path in train_paths]
     data += [shards.fingerprint(path, "val") for path in val_paths]
     saved = saving.open_save(c.resume, data, c.data_dir)
@@ -2217,6 +2163,7 @@ def train(c: Config) -> int:
     # them, so its file begins after the warm-up, and until then the log holds back what it is told.
     console = Console(c.num_steps, shows=is_master())
     log = journal.Log(console)
+    at_end.push(log.end_early)
     run = journal.describe_run(SOURCE, files)
     machine = journal.describe_machine(device)
     has_fp8 = cuda and kernels.has_fp8(device)
@@ -2278,21 +2225,29 @@ def train(c: Config) -> int:
     compile_s = time.perf_counter() - LAUNCHED
     log.fact("note", f"products: {recipe.summary(names, device)}")
     log.fact("note", f"{compile_s:.1f} s from launch to the first timed step")
-    batches = shards.ahead(rank_micro_batches(train_paths, c, device, first_step))
+    batches = shards.ahead(rank_micro_batches(train_paths, c, device, first_step, stamps))
     gc.collect()
     gc.freeze()
     gc.enable()
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
 
-    def hear(wait_for: int = 0) -> None:
-        """Takes the losses that have arrived."""
-        losses = requests.hear(log.arrived(wait_for))
-        stop_if_not_finite(losses, model.precision)
+    own = {name: optimizer.own(name, optimizer.banks[name]) for name in warm_up.dense}
+    watch = finite.Watch(own, model.precision.recipes.measurements)
+
+    def tell(loss: Tensor) -> Tensor:
+        """What this rank tells the others with its loss."""
+        return torch.cat([watch.flags(loss), requests.outgoing()])
+
+    def hear(step: int) -> None:
+        """Takes the losses that have arrived, and waits for those up to this step."""
+        watch.judge(requests.hear(log.arrived(step)), step)
 
     def save(step: int) -> None:
         """Begins a save, if --save_every allows any."""
-        hear(step)  # all losses so far, so that nothing is saved which was not finite
+        hear(step)  # all losses so far, which the save holds
+        tensors = tensors_to_save(model, optimizer)
+        finite.check_save(step, tensors)
         facts = dict(
             config=dataclasses.asdict(c), run_id=run_id, code_sha256=run["code_sha256"],
             files_sha256=run["files_sha256"], data=data, came_from=came_from, best=best,
@@ -2300,7 +2255,14 @@ def train(c: Config) -> int:
             updates=optimizer.steps, bytes_sent=optimizer.bytes_sent,
             recipes=model.precision.recipes.state())
         random = saving.random_state(device)
-        saver.save(step, clock.now(), tensors_to_save(model, optimizer), random, facts)
+        saver.save(step, clock.now(), tensors, random, facts)
+
+    def keep_best(kind: type | None, error: BaseException | None, trace) -> None:
+        """Writes the best weights so far, if an error ends the run before it does so itself."""
+        if error and best and not log.has_ended:
+            console.say(checkpoint.keep(save_to, best))
+
+    at_end.push(keep_best)
 
     # 4. Train. The clock stands still during validation, which touches no weight and no training
     # data. What is to be saved as a checkpoint are the weights of the best validation.
@@ -2319,17 +2281,18 @@ def train(c: Config) -> int:
             break
         if last or (c.val_interval and step % c.val_interval == 0):
             clock.stop()
-            hear()
+            hear(step)
             model.precision.recipes.before_validation()
             val_loss = validate(model, val_tokens, step)
             log.step(step, clock.total, "val_loss", val_loss)
-            if save_to and (best is None or val_loss < best["val_loss"]):
+            finite.check_validation(step, val_loss, tensors_to_save(model, optimizer))
+            if save_to and step and (best is None or val_loss < best["val_loss"]):
                 best = checkpoint_of(model, step, val_loss)
             if last:
                 break
             clock.start()
         batch = [to_device(sequences, device) for sequences in next(batches)]
-        loss = train_step(model, optimizer, batch, step, call, requests.outgoing())
+        loss = train_step(model, optimizer, batch, step, call, tell)
         log.put(step + 1, loss, clock.now())
         # This waits for the loss of the step before only. That has come: the CPU has waited in
         # this step for the counts of looked-up rows, which the GPU computes after that loss.
@@ -2379,7 +2342,8 @@ def main(argv: list[str]) -> int:
     status = 2
     try:
         c = parse_config(argv)
-        status = train(c)
+        with ExitStack() as at_end:
+            status = train(c, at_end)
     except (BadInput, shards.ShardError, OSError, torch.OutOfMemoryError) as error:
         sentence = str(error)
         if isinstance(error, torch.OutOfMemoryError):

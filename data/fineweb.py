@@ -90,10 +90,11 @@ def fetch(n, folder):
     folder.mkdir(parents=True, exist_ok=True)
     missing = []
     for name in shard_names(n):
+        if not Path(folder, name).exists():
+            missing.append(name)
+            continue
         try:
             count_tokens(folder / name)
-        except FileNotFoundError:
-            missing.append(name)
         except DamagedShard as error:
             print(f"{folder / name}: {brief(error)}; fetching it again", flush=True)
             missing.append(name)

@@ -16,12 +16,15 @@ This file needs numpy and the standard library only. It is handed paths and numb
 nothing of the trainer's configuration, of devices or of torch.
 """
 import hashlib
+import os
+import stat
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from glob import glob
 from itertools import chain, pairwise, repeat
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -41,21 +44,68 @@ class ShardError(ValueError):
 class DamagedShard(ShardError):
     """A file that is not a whole shard. `fault` is the sentence without the path and the remedy."""
 
-    def __init__(self, path: Path, fault: str):
-        remedy = "fetch or make it again (data/fineweb.py, data/prepare.py)"
+    def __init__(self, path: Path, fault: str,
+                 remedy: str = "fetch or make it again (data/fineweb.py, data/prepare.py)"):
         super().__init__(f"{path} {fault}; {remedy}")
         self.fault = fault
 
 
-def count_tokens(path: Path) -> int:
-    """How many tokens a shard holds, after a check of its header and of its length.
+class Stamp(NamedTuple):
+    """By what a file is known again: while a run reads its shards, they must stay as they are."""
 
-    Raises DamagedShard if the check fails, and OSError if the file cannot be read.
+    size: int  # in bytes
+    changed: int  # when its content was changed last, in nanoseconds
+
+
+def stamp_of(path: Path) -> Stamp:
+    """Raises DamagedShard if there is no such file. That it is a file is asked before it is opened:
+    to open a fifo can mean to wait forever."""
+    try:
+        found = path.stat()
+    except OSError as error:
+        fault = f"cannot be read ({error.strerror})"
+        if path.is_symlink():
+            fault = f"is a link to {os.readlink(path)}, which cannot be read ({error.strerror})"
+        raise DamagedShard(path, fault) from None
+    if not stat.S_ISREG(found.st_mode):
+        kind = "a folder" if stat.S_ISDIR(found.st_mode) else "a device, a fifo or a socket"
+        remedy = "move it away, or name the shards with --train_files and --val_files"
+        raise DamagedShard(path, f"is {kind}, not a file", remedy)
+    return Stamp(found.st_size, found.st_mtime_ns)
+
+
+def stamps_of(paths: list[Path]) -> dict[Path, Stamp]:
+    """Raises DamagedShard if one of the files is not there."""
+    return {path: stamp_of(path) for path in paths}
+
+
+@contextmanager
+def opened(path: Path, expected: Stamp | None = None) -> Iterator[tuple[BinaryIO, int]]:
+    """A shard, open where its tokens begin, and their number, after a check of its header and of
+    its length. It is read and never mapped into memory: where a mapped file has become shorter, the
+    system kills the process without a word.
+
+    Raises DamagedShard if the file is not a whole shard or cannot be read, and ShardError if it has
+    changed while it was open, or has not the expected stamp.
     """
-    size = path.stat().st_size
-    if size < HEADER_BYTES:
+    before = stamp_of(path)
+    try:
+        with open(path, "rb") as file:
+            num_tokens = tokens_promised(path, file.read(HEADER_BYTES), before.size)
+            yield file, num_tokens
+    except OSError as error:
+        raise DamagedShard(path, f"cannot be read ({error.strerror or error})") from None
+    if stamp_of(path) != before or expected not in (None, before):
+        raise ShardError(f"{path} has changed since the run began; start again, and leave the "
+                         "shards as they are while a run reads them")
+
+
+def tokens_promised(path: Path, header: bytes, size: int) -> int:
+    """How many tokens the shard holds by its header. Raises DamagedShard if that does not fit the
+    size of the file."""
+    if len(header) < HEADER_BYTES:
         raise DamagedShard(path, f"has {size} bytes, less than its header of {HEADER_BYTES}")
-    magic, version, num_tokens = np.fromfile(path, dtype="<i4", count=3).tolist()
+    magic, version, num_tokens = np.frombuffer(header, dtype="<i4", count=3).tolist()
     if (magic, version) != (MAGIC, VERSION):
         found = f"magic {magic}, version {version}"
         raise DamagedShard(path, f"begins with {found}, not {MAGIC}, {VERSION}")
@@ -65,6 +115,12 @@ def count_tokens(path: Path) -> int:
     if num_tokens == 0:
         raise DamagedShard(path, "holds no tokens")
     return num_tokens
+
+
+def count_tokens(path: Path) -> int:
+    """How many tokens a shard holds. Raises ShardError, as `opened` does."""
+    with opened(path) as (_, num_tokens):
+        return num_tokens
 
 
 def write_shard(path: Path, documents: Iterable[np.ndarray]) -> None:
@@ -90,14 +146,15 @@ class Shard(NamedTuple):
     starts: np.ndarray  # (num_documents,) int64, where in `tokens` each document begins
 
 
-def read_shard(path: Path, vocab_size: int) -> Shard:
+def read_shard(path: Path, vocab_size: int, expected: Stamp | None = None) -> Shard:
     """Read a shard for a model that knows the tokens below `vocab_size`.
 
     If 50256 is not among them, the last one that is takes its place as separator. Raises ShardError
-    if the file is damaged, has no document, or holds tokens that the model does not know.
+    if the file is damaged, has no document, holds tokens that the model does not know, or has not
+    the expected stamp.
     """
-    num_tokens = count_tokens(path)
-    tokens = np.fromfile(path, dtype="<u2", count=num_tokens, offset=HEADER_BYTES)
+    with opened(path, expected) as (file, num_tokens):
+        tokens = np.fromfile(file, dtype="<u2", count=num_tokens)
     starts = np.flatnonzero(tokens == SEPARATOR)
     if len(starts) == 0:
         remedy = "make it with data/prepare.py"
@@ -117,14 +174,14 @@ def read_shard(path: Path, vocab_size: int) -> Shard:
 
 def largest_token(path: Path) -> int:
     """The largest among the first million tokens of a shard, separators aside; 0 if there is none.
-    Raises DamagedShard."""
-    count = min(count_tokens(path), 1_000_000)
-    tokens = np.fromfile(path, dtype="<u2", count=count, offset=HEADER_BYTES)
+    Raises ShardError."""
+    with opened(path) as (file, num_tokens):
+        tokens = np.fromfile(file, dtype="<u2", count=min(num_tokens, 1_000_000))
     return int(tokens[tokens != SEPARATOR].max(initial=0))
 
 
 def kind_of_tokens(path: Path) -> str:
-    """"bytes" (0 to 255) or "gpt2". Raises DamagedShard."""
+    """"bytes" (0 to 255) or "gpt2". Raises ShardError."""
     return "bytes" if largest_token(path) < 256 else "gpt2"
 
 
@@ -151,16 +208,19 @@ def fingerprint(path: Path, split: str) -> dict:
 
     The sha256 covers the header, the first MiB of tokens and the last MiB of the file: enough to
     tell two shards apart, and much faster than reading all of them at the start of every run.
+    Raises ShardError.
     """
-    num_tokens = count_tokens(path)
     mebibyte = 2**20
-    contents = np.memmap(path, mode="r")  # (size of the file,) uint8; read only where it is used
-    sha256 = hashlib.sha256(contents[: HEADER_BYTES + mebibyte])
-    sha256.update(contents[-mebibyte:])
+    with opened(path) as (file, num_tokens):
+        size = HEADER_BYTES + 2 * num_tokens
+        file.seek(0)
+        sha256 = hashlib.sha256(file.read(HEADER_BYTES + mebibyte))
+        file.seek(max(size - mebibyte, 0))
+        sha256.update(file.read())
     return {
         "split": split,
         "name": path.name,
-        "bytes": len(contents),
+        "bytes": size,
         "tokens": num_tokens,
         "sha256": sha256.hexdigest(),
     }
@@ -258,16 +318,18 @@ def next_batch(documents: Documents, count: int, length: int, longest: int) -> l
 
 
 def batches(
-    paths: list[Path], packing: Packing, plan: Plan
+    paths: list[Path], packing: Packing, plan: Plan, stamps: dict[Path, Stamp] | None = None,
 ) -> Iterator[tuple[np.ndarray, list[Pieces]]]:
     """A batch for every step of the plan: a shard's tokens, and all sequences as pieces of them.
 
     Ends early if the shards end before the plan. A batch takes all its tokens from one shard, and
     what is left at the shard's end is not used. A thread reads the next shard while this one is in
-    use. Raises ShardError and OSError, as read_shard does.
+    use. Raises ShardError, as read_shard does: also for a file that has not its stamp, if `stamps`
+    are given.
     """
+    stamps = stamps or {}
     readings = chain.from_iterable(repeat(paths, packing.epochs))
-    shards = (read_shard(path, packing.vocab_size) for path in readings)
+    shards = (read_shard(path, packing.vocab_size, stamps.get(path)) for path in readings)
     length = packing.seq_len + 1  # the last input needs a target, too
     step = 0
     for shard in ahead(shards):
@@ -287,7 +349,7 @@ def batches(
 
 def rank_batches(
     paths: list[Path], packing: Packing, plan: Plan, rank: int, world_size: int,
-    first_step: int = 0,
+    first_step: int = 0, stamps: dict[Path, Stamp] | None = None,
 ) -> Iterator[np.ndarray]:
     """The part of every batch that belongs to one rank: (sequences, seq_len + 1) uint16.
 
@@ -295,11 +357,11 @@ def rank_batches(
     steps are passed over, and nothing is copied for them.
 
     Sequences are dealt to the ranks in turn, so all ranks have equally many only if `world_size`
-    divides the number of sequences. Raises ShardError if the shards end before the plan, and
-    whatever `batches` raises.
+    divides the number of sequences. Raises ShardError if the shards end before the plan, and as
+    `batches` does, which gets the `stamps`.
     """
     step = 0
-    for tokens, batch in batches(paths, packing, plan):
+    for tokens, batch in batches(paths, packing, plan, stamps):
         step += 1
         if step <= first_step:
             continue

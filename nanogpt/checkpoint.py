@@ -63,6 +63,16 @@ def write(path: Path, checkpoint: dict) -> None:
         raise OSError(f"{path} cannot be written ({error})") from None
 
 
+def keep(path: Path, checkpoint: dict) -> str:
+    """Writes the checkpoint of a run that an error ends. Returns the sentence on what came of it,
+    because a second error must not hide the first."""
+    try:
+        write(path, checkpoint)
+    except (OSError, BadInput) as error:
+        return str(error)
+    return f"{path} has the weights of step {checkpoint['step']}, the best validation so far"
+
+
 def read(path: str | Path) -> dict:
     """A checkpoint, with its weights on the CPU. Only plain data is read (`weights_only`), so a
     file from a stranger cannot run anything. Raises BadInput if the file is no checkpoint, if its

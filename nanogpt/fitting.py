@@ -25,6 +25,12 @@ MOST_EPOCHS = {"bytes": 6, "gpt2": 3}
 VALIDATIONS = 10  # of a run; after each one the weights are kept if they are the best so far
 
 
+# What a fitted run has in place of its preset's values.
+OVER_PRESET = dict(
+    fit=True, cut_documents=True, target_loss=0.0, save_checkpoint="auto", save_every=5.0,
+    sample="\n", sample_tokens=500)
+
+
 class Text(NamedTuple):
     """What the shards of a text hold."""
 

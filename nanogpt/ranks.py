@@ -104,7 +104,7 @@ class Requests:
 
     def __init__(self, device: torch.device):
         self.alone = rank_and_world_size()[1] == 1
-        self.nothing = torch.zeros(len(REQUESTS), device=device)
+        self.nothing = torch.zeros(0 if self.alone else len(REQUESTS), device=device)
         self.open = set()  # asked here, and not granted yet
         self.unsent = set()
         self.heard = {}  # request -> the step whose vector had it
@@ -118,10 +118,8 @@ class Requests:
         else:
             self.unsent.add(request)
 
-    def outgoing(self) -> Tensor | None:
-        """(3,), a 1 for each new request of this rank; None if there are no other ranks."""
-        if self.alone:
-            return None
+    def outgoing(self) -> Tensor:
+        """(3,), a 1 for each new request of this rank; (0,) if there are no other ranks."""
         if not self.unsent:
             return self.nothing
         numbers = [float(request in self.unsent) for request in REQUESTS]

@@ -18,6 +18,7 @@ one tensor after the other together, and keeps its own part of it.
 torch.distributed.checkpoint is not used: its metadata is a pickle, which runs what a stranger has
 put into it, whereas torch.load(weights_only=True) reads data only.
 """
+import dataclasses
 import hashlib
 import os
 import re
@@ -398,14 +399,28 @@ def how_it_began(asked: str, log_dir: str, saved: Saved | None, run: dict) -> li
     return notes
 
 
-def differences(saved: dict, given: dict, may_change: tuple[str, ...]) -> str:
-    """The keys that were given another value than the saved one, and may not: "--a=1 (saved: 2)"
-    for each, separated by commas."""
+def config_of(save: Path, config_class: type) -> dict:
+    """The configuration of a save, as values of all fields of the dataclass. A key that is newer
+    than the save has its default. Raises BadInput if a value has not the type of its field."""
+    config = facts_of(save)["config"]
+    values = {}
+    for field in dataclasses.fields(config_class):
+        value = config.get(field.name, field.default)
+        fits = isinstance(value, (int, float) if field.type is float else field.type)
+        require(fits, f"{save} is no save of this program: its {field.name} is {value!r}; {REMEDY}")
+        values[field.name] = value
+    return values
+
+
+def check_changes(save: Path, saved: dict, given: dict, may_change: tuple[str, ...]) -> None:
+    """Raises BadInput if a key was given another value than the saved one, and may not."""
     changed = []
     for name, value in given.items():
-        if name not in may_change and name in saved and value != saved[name]:
+        if name not in may_change and value != saved[name]:
             changed.append(f"--{name}={value} (saved: {saved[name]})")
-    return ", ".join(changed)
+    require(not changed, f"--resume={save} goes on with the saved configuration, which cannot be "
+            f"changed by {', '.join(changed)}; leave out what differs, or leave out --resume to "
+            "begin anew")
 
 
 def same_save(path: str) -> str:

@@ -78,6 +78,7 @@ class Log:
         self.steps: list[tuple] = []  # the arguments of all calls of `step`
         self.console = console
         self.path = None  # as long as the file has not begun
+        self.has_ended = False
         self.waiting = []  # the lines of facts that have come before the file began
         self.files = {}  # path -> open file; one that cannot be written to is taken out
 
@@ -96,7 +97,12 @@ class Log:
             for path in paths:
                 # Unbuffered, so that a run which is killed leaves a log up to that moment.
                 self.files[path] = open(path, "wb", buffering=0)
-            write_whole(self.files[self.path], source + RULE.encode() + b"\n")
+            try:
+                write_whole(self.files[self.path], source + RULE.encode() + b"\n")
+            except OSError:  # what has no whole source is no log
+                for path in paths:
+                    path.unlink()
+                raise
         waiting = self.waiting
         self.waiting = []
         for kind, value in head:
@@ -201,6 +207,7 @@ class Log:
         """Writes the end block: a line `key: value` for each fact. Nothing may follow it. The
         console gets a summary instead, and the name of the log. `kept_step` is the step whose
         weights were kept, if those are not the weights of the end."""
+        self.has_ended = True
         lines = [RULE]
         for key, value in facts.items():
             text = value if isinstance(value, str) else json.dumps(value)
@@ -210,6 +217,13 @@ class Log:
         if self.console.shows:
             broken = "" if self.path in self.files else " (it broke off)"
             self.console.say(f"log: {self.path}{broken}")
+
+
+    def end_early(self, kind: type | None, error: BaseException | None, trace) -> None:
+        """The last line of a log without an end block, if an error ends the run: what it was. This
+        is called like __exit__ of a context manager."""
+        if error is not None and self.path is not None and not self.has_ended:
+            self.fact("note", f"ended early: {error or kind.__name__}".partition("\n")[0])
 
 
 def write_whole(file, content: bytes) -> None:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from conftest import arguments
 
 import train_gpt as t
-from nanogpt import fp8, kernels, masks, nvfp4, ranks, recipe
+from nanogpt import finite, fp8, kernels, masks, nvfp4, ranks, recipe
 from nanogpt.kernels import E4M3, E5M2
 from nanogpt.masks import BLOCK_SIZE
 from records import journal
@@ -239,26 +239,31 @@ def test_an_mlp_of_two_recipes_rounds_only_the_operands_of_the_static_one(fc, pr
 # ------------------------------------------------------------------------------------------- gradients, health
 
 
+def judged(harm, precision, step=1):
+    """The sentence that ends the run after a step of a harmed model."""
+    model, optimizer = trainer(precision=precision)
+    own = {name: optimizer.own(name, bank) for name, bank in optimizer.banks.items() if name not in model.big_tables}
+    watch = finite.Watch(own, model.precision.recipes.measurements)
+    harm(model)
+    loss, *flags = t.train_step(model, optimizer, batch(), step, more=watch.flags).tolist()
+    with pytest.raises(ranks.BadInput) as error:
+        watch.judge([journal.TrainingLoss(step, loss, flags)], step)
+    return str(error.value)
+
+
+def spoil_input_of_layer_2(model):
+    calls = itertools.count()
+
+    def broken(x, normed, *args):
+        if next(calls) == 2:
+            normed = normed._replace(x=normed.x.clone().index_fill_(0, torch.tensor([9]), math.nan))
+        return t.block(x, normed, *args)
+
+    model.functions = model.functions._replace(block=broken)
+
+
 @pytest.mark.parametrize("precision", ["fp8", "nvfp4"])
 def test_the_run_ends_with_the_name_of_the_projection_that_went_wrong(precision):
-    def message(harm, step=1):
-        model, optimizer = trainer(precision=precision)
-        harm(model)
-        loss, *flags = t.train_step(model, optimizer, batch(), step).tolist()
-        with pytest.raises(ranks.BadInput) as error:
-            t.stop_if_not_finite([journal.TrainingLoss(step, loss, flags)], model.precision)
-        return str(error.value)
-
-    def input_of_layer_2(model):
-        calls = itertools.count()
-
-        def broken(x, normed, *args):
-            if next(calls) == 2:
-                normed = normed._replace(x=normed.x.clone().index_fill_(0, torch.tensor([9]), math.nan))
-            return t.block(x, normed, *args)
-
-        model.functions = model.functions._replace(block=broken)
-
     def gradient(model):
         model.functions = model.functions._replace(
             head_loss=lambda x, *args: t.head_loss(Broken.apply(x), *args))
@@ -267,19 +272,39 @@ def test_the_run_ends_with_the_name_of_the_projection_that_went_wrong(precision)
         model.mlp.data[2, 0, 0] = math.inf
         t.Optimizer(model)
 
-    sentence = re.compile(r"the training loss is \S+ at step 1, (.*); lower the learning rates")
-    culprits = [sentence.fullmatch(message(harm))[1] for harm in (input_of_layer_2, gradient, weight)]
+    sentence = re.compile(r"the training loss is \S+ at step 1 on rank 0, (.*); lower the learning rates")
+    harms = (spoil_input_of_layer_2, gradient, weight)
+    culprits = [sentence.fullmatch(judged(harm, precision))[1] for harm in harms]
     assert culprits == ["input of layer 2's qkv not finite", "gradient of layer 3's proj not finite",
                         "weight of layer 1's fc not finite"]
 
 
-def test_a_loss_that_is_not_finite_ends_the_run_where_nothing_is_measured():
+@pytest.mark.parametrize("precision", t.PRECISIONS)
+def test_the_run_ends_with_the_name_of_the_weights_that_went_wrong(precision):
+    def one(model):
+        model.gates.data[1, 0, 0, 3] = math.nan
+
+    def three(model):
+        for weights in (model.vo, model.qk, model.late_bias):
+            weights.data.view(-1)[7 % weights.numel()] = math.inf
+
+    begin = r"the training loss is \S+ at step 1 on rank 0, "
+    end = " not finite; lower the learning rates"
+    assert re.fullmatch(begin + "the weights of gates" + end, judged(one, precision))
+    of_qk = "weight of layer 0's qkv" if precision == "nvfp4" else "the weights of qk and 2 more"
+    assert re.fullmatch(begin + of_qk + end, judged(three, precision))
+    if precision not in ("fp8", "nvfp4"):  # these name the projection
+        assert re.fullmatch(begin + "all matrices finite: an activation overflowed, or a row of a table; lower the "
+                            "learning rates, or give --precision=bf16", judged(spoil_input_of_layer_2, precision))
+
+
+def test_a_step_of_finite_numbers_goes_on_and_costs_little():
     model, optimizer = trainer(precision="bf16")
-    loss = t.train_step(model, optimizer, batch(), 0)
-    assert loss.shape == (1,)
-    t.stop_if_not_finite([journal.TrainingLoss(7, loss.item(), [])], model.precision)
-    with pytest.raises(ranks.BadInput, match="^the training loss is nan at step 7; lower the learning rates$"):
-        t.stop_if_not_finite([journal.TrainingLoss(7, math.nan, [])], model.precision)
+    assert t.train_step(model, optimizer, batch(), 0).shape == (1,)
+    watch = finite.Watch({"mlp": model.mlp.data}, model.precision.recipes.measurements)
+    loss, *flags = t.train_step(model, optimizer, batch(), 1, more=watch.flags).tolist()
+    assert flags == [0, 0]
+    watch.judge([journal.TrainingLoss(7, loss, flags)], 7)
 
 
 class Broken(torch.autograd.Function):

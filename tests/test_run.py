@@ -406,7 +406,7 @@ def test_weights_that_do_not_fit_the_configuration_are_named(first, name, tmp_pa
 
 
 def test_too_little_gpu_memory_is_one_sentence_with_the_remedy(monkeypatch, capfd):
-    def train(c):
+    def train(c, at_end):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. And much more.")
 
     monkeypatch.setattr(t, "train", train)

@@ -24,7 +24,7 @@ from test_run import ENVIRONMENT, TORCHRUN
 
 import train_gpt as t
 from data import shards
-from nanogpt import saving, stopping
+from nanogpt import fitting, saving, stopping
 from nanogpt.ranks import REQUESTS, BadInput, Requests
 from records.journal import TrainingLoss
 from records.log import Refused, read_log, refuse_no_record
@@ -526,7 +526,7 @@ def test_batches_from_a_later_step_on_are_those_of_the_whole_run(cut, corpus):
 
 
 def test_fitted_runs_save_and_records_do_not():
-    assert t.FITTED["save_every"] > 0
+    assert fitting.OVER_PRESET["save_every"] > 0
     assert all(t.parse_config([f"--preset={name}"]).save_every == 0 for name in t.PRESETS)
 
 

@@ -4,7 +4,9 @@ References: shards written with `struct` alone (conftest.py), and `walk`, which 
 tokens as the rule says: take documents in order, each clipped, until a sequence and one token are
 full; what is left of the last document is lost.
 """
+import errno
 import hashlib
+import os
 import subprocess
 import sys
 import threading
@@ -12,6 +14,7 @@ import time
 import weakref
 from collections import Counter
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -195,9 +198,71 @@ def test_tokens_that_the_model_cannot_use_are_named_with_the_remedy(tmp_path, to
     assert "\n" not in str(error.value)
 
 
-def test_a_shard_that_is_not_there_is_an_oserror(tmp_path):
-    with pytest.raises(FileNotFoundError, match="absent.bin"):
-        shards.read_shard(tmp_path / "absent.bin", VOCAB_SIZE)
+def put_nothing(path):
+    pass
+
+
+STRANGE = {  # what stands in a shard's place, and what the sentence must hold besides its name
+    "nothing": (put_nothing, ["cannot be read (No such file or directory)", AGAIN]),
+    "folder": (Path.mkdir, ["is a folder, not a file", "--train_files"]),
+    "fifo": (os.mkfifo, ["fifo", "not a file", "--train_files"]),  # to open it would mean to wait
+    "dangling link": (lambda path: path.symlink_to("gone.bin"), ["is a link to gone.bin", AGAIN]),
+    "link to itself": (lambda path: path.symlink_to(path), ["symbolic links"]),
+}
+
+
+@pytest.mark.parametrize("kind", STRANGE)
+def test_what_is_no_file_is_named_and_not_waited_for(tmp_path, kind):
+    put, parts = STRANGE[kind]
+    path = tmp_path / "x.bin"
+    put(path)
+    for read in (shards.count_tokens, shards.largest_token, lambda path: shards.read_shard(path, VOCAB_SIZE),
+                 lambda path: shards.fingerprint(path, "val"), shards.stamp_of):
+        with pytest.raises(shards.DamagedShard) as error:
+            read(path)
+        assert str(error.value).startswith(f"{path} ")
+        assert all(part in str(error.value) for part in parts), error.value
+
+
+CHANGES = {  # what happens to a shard while a run reads it, and what the sentence must hold
+    "another shard": (lambda path: write_shard(path, documents(2000, seed=6)), "has changed since the run began"),
+    "grown": (lambda path: write_shard(path, documents(2001, seed=5)), "has changed since the run began"),
+    "shrunk": (lambda path: path.write_bytes(path.read_bytes()[:-2]), "5022 bytes where its header"),
+    "gone": (Path.unlink, "No such file"),
+    "header": (written(magic=3), "begins with magic 3"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_shard_that_changes_during_the_run_is_named(tmp_path, change):
+    path = write_shard(tmp_path / "x.bin", GOOD)
+    os.utime(path, ns=(0, 0))  # it is old
+    stamps = shards.stamps_of([path])
+    batches = shards.rank_batches([path], packing(epochs=9), same(4), 0, 1, 0, stamps)
+    first = next(batches).tolist()
+    assert first == walk([GOOD], same(4), 257)[0]
+    alter, part = CHANGES[change]
+    changed = write_shard(tmp_path / "changed.bin", GOOD)
+    alter(changed)
+    path.unlink() if change == "gone" else changed.replace(path)
+    with pytest.raises(shards.ShardError, match=f"x.bin .*{part}"):
+        for _ in batches:
+            pass
+
+
+def test_a_shard_that_changes_while_it_is_open_is_named(tmp_path):
+    path = write_shard(tmp_path / "x.bin", GOOD)
+    os.utime(path, ns=(0, 0))
+    with pytest.raises(shards.ShardError, match="x.bin has changed"), shards.opened(path) as (file, num_tokens):
+        assert (file.tell(), num_tokens) == (1024, 2000)
+        path.write_bytes(path.read_bytes()[:3000])  # what is there may be read, and nothing is killed
+        assert len(np.fromfile(file, dtype="<u2", count=num_tokens)) == 988
+
+
+def test_an_error_of_the_disk_is_named_with_the_shard(tmp_path):
+    path = write_shard(tmp_path / "x.bin", GOOD)
+    with pytest.raises(shards.DamagedShard, match="x.bin cannot be read .Input/output error"), shards.opened(path):
+        raise OSError(errno.EIO, "Input/output error")
 
 
 def test_shards_are_found_in_the_order_of_their_names(tmp_path):
@@ -446,10 +511,10 @@ def test_the_next_shard_is_read_by_a_thread_before_it_is_needed(paths, monkeypat
     reads = []
     read_shard = shards.read_shard
 
-    def observed(path, vocab_size):
+    def observed(path, vocab_size, expected):
         by_main_thread = threading.current_thread() is threading.main_thread()
         reads.append((paths.index(path), by_main_thread))
-        return read_shard(path, vocab_size)
+        return read_shard(path, vocab_size, expected)
 
     def were_read(*numbers):  # and nothing else is, until another batch is asked for
         end = time.monotonic() + 10

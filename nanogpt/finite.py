@@ -1,0 +1,125 @@
+"""When a number of a run is not finite: what the sentence says that ends it, and how it is known.
+
+A loss that is infinite or NaN spoils every weight in the very step it belongs to, and the CPU hears
+of it a step later. Then it is too late to ask where it began. So each step leaves a note of what it
+has begun with: whether this rank's part of each weight was finite, and whether its own loss was.
+These flags travel in the vector that the ranks sum anyway (nanogpt/ranks.py, `Requests`), and they
+are computed while the gradients are on their way, so nothing waits for them. The tables of
+embeddings are left out: of them a step reads a few rows, and to read all would take longer than the
+step.
+"""
+import math
+
+import torch
+from torch import Tensor
+
+from nanogpt.ranks import BadInput, all_ranks, rank_and_world_size, require
+from nanogpt.recipe import Measurements
+from records.journal import TrainingLoss
+
+REMEDY = "lower the learning rates"
+
+
+class Watch:
+    """Finds the first step whose numbers are not finite.
+
+    flags       what each step adds to the vector
+    judge       ends the run if a vector that has arrived tells of such a number
+    """
+
+    def __init__(self, weights: dict[str, Tensor], measurements: Measurements):
+        """weights: this rank's part of each parameter, as it is updated in place, without the
+        tables; measurements: what the recipes of low precision have seen"""
+        self.weights = weights
+        self.measurements = measurements
+        self.rank, self.world_size = rank_and_world_size()
+        self.waiting = []  # losses that other ranks may not have heard yet
+        self.groups = {}  # dtype -> name -> weight
+        for name, weight in weights.items():
+            self.groups.setdefault(weight.dtype, {})[name] = weight
+
+    @torch.no_grad()
+    def flags(self, loss: Tensor) -> Tensor:
+        """(weights + ranks,), 1 for each part of a weight that is not finite, and at this rank's
+        place 1 if its own loss () is not. It is to be called before the update."""
+        sizes = []  # numbers that are finite if all numbers of a weight are
+        for group in self.groups.values():
+            if loss.is_cuda:
+                sizes += torch._foreach_norm([*group.values()], math.inf)  # one kernel for all
+            else:
+                sizes += [weight.sum(dtype=torch.float32) for weight in group.values()]
+        bad_weights = ~torch.stack([size.float() for size in sizes]).isfinite()
+        here = torch.arange(self.world_size, device=loss.device) == self.rank
+        return torch.cat([bad_weights, here & ~loss.isfinite()]).float()
+
+    def judge(self, losses: list[TrainingLoss], step: int) -> None:
+        """Raises BadInput if one of the losses up to this step, or what was measured with it, is
+        not finite. A later loss may have come to some ranks only. It waits for the next call, so
+        that all ranks end after the same step."""
+        self.waiting += losses
+        while self.waiting and (self.waiting[0].step <= step or self.world_size == 1):
+            loss = self.waiting.pop(0)
+            if not math.isfinite(loss.loss) or any(loss.flags):
+                raise BadInput(self.sentence(loss))
+
+    def sentence(self, loss: TrainingLoss) -> str:
+        """What was not finite, and on which rank."""
+        names = [name for group in self.groups.values() for name in group]
+        ends = len(loss.flags) - self.world_size
+        begins = ends - len(names)
+        bad = {name for name, flag in zip(names, loss.flags[begins:ends]) if flag}
+        bad_ranks = [rank for rank, flag in enumerate(loss.flags[ends:]) if flag]
+        where = self.measurements.culprit(loss.flags[:begins])
+        remedy = REMEDY
+        if bad and not where.startswith(", weight of"):  # which is more exact
+            where = f", {listed([label(name) for name in self.weights if name in bad])}"
+        elif not where:
+            where = ", all matrices finite: an activation overflowed, or a row of a table"
+            remedy += ", or give --precision=bf16"
+        ranks = name_ranks(bad_ranks, self.world_size)
+        return f"the training loss is {loss.loss} at step {loss.step} on {ranks}{where}; {remedy}"
+
+
+def find(tensors: dict[str, Tensor]) -> str:
+    """Ends a sentence with the first rank that has a number which is not finite, and with the first
+    of its tensors that has one; empty if there is none. The names are those of `Optimizer.tensors`,
+    such as "mlp.master". This waits for the device. A collective."""
+    bad = [label(name) for name, tensor in tensors.items() if not tensor.isfinite().all()]
+    for rank, sentence in enumerate(all_ranks(listed(bad) if bad else "")):
+        if sentence:
+            return f" on rank {rank}, {sentence}"
+    return ""
+
+
+def check_validation(step: int, loss: float, tensors: dict[str, Tensor]) -> None:
+    """Raises BadInput if the loss of a validation is not finite, which all ranks know alike."""
+    if not math.isfinite(loss):
+        where = find(tensors) or " on all ranks, all weights finite: an activation overflowed"
+        raise BadInput(f"the validation loss is {loss} at step {step}{where}; {REMEDY}")
+
+
+def check_save(step: int, tensors: dict[str, Tensor]) -> None:
+    """Raises BadInput if a save of these tensors would be of no use. A collective."""
+    where = find(tensors)
+    require(not where, f"training went wrong before step {step}{where}; {REMEDY}")
+
+
+def label(name: str) -> str:
+    """What a sentence calls a tensor: "mlp.momentum_buffer" is the momentum_buffer of mlp."""
+    name, _, kind = name.partition(".")
+    return f"the weights of {name}" if kind in ("", "master") else f"the {kind} of {name}"
+
+
+def listed(bad: list[str]) -> str:
+    """The first of the things that are not finite, and how many more there are."""
+    more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
+    return f"{bad[0]}{more} not finite"
+
+
+def name_ranks(ranks: list[int], world_size: int) -> str:
+    """"rank 0" if there is no other, "rank 3 alone", "ranks 1, 2", or "all 8 ranks"."""
+    if world_size == 1:
+        return "rank 0"
+    if len(ranks) in (0, world_size):  # none: only the sum of their losses is not finite
+        return f"all {world_size} ranks"
+    return f"rank {ranks[0]} alone" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -1,0 +1,76 @@
+"""What the values of a configuration may be. Whatever else is wrong would only be found by an error
+of PyTorch in the middle of the run.
+
+`c` is train_gpt.Config. What a layer or a stage of the schedule is, train_gpt.py says.
+"""
+import torch
+
+from nanogpt.masks import BLOCK_SIZE
+from nanogpt.ranks import require
+
+
+def check(c, topologies: dict[str, list], schedules: dict[str, list], precisions: dict,
+          least_width: int) -> None:
+    """Raises BadInput, which names the key, where a value cannot be, or values do not fit each
+    other. `least_width` is the least that model_dim may be."""
+    check_positive(c)
+    check_choices(c, topologies, schedules, precisions)
+    check_candidates(c)
+    check_multiples(c, topologies[c.topology], schedules[c.schedule])
+    check_device(c)
+    require(c.vocab_size <= 2**16,
+            f"--vocab_size={c.vocab_size} must be at most {2**16}: shards hold tokens of 16 bits")
+    require(0 <= c.seed < 2**63, f"--seed={c.seed} must be between 0 and 2^63")
+    require(c.model_dim >= least_width,
+            f"--model_dim={c.model_dim} must be at least {least_width}, a gate's channels")
+    require(c.save_every >= 0, f"--save_every={c.save_every} must not be negative; 0 saves never")
+
+
+def check_positive(c) -> None:
+    for name in ("num_steps", "batch_tokens", "seq_len", "micro_tokens", "val_tokens",
+                 "val_seq_len", "model_dim", "num_heads", "mlp_dim", "vocab_size", "bigram_rows",
+                 "epochs", "cooldown_frac"):
+        value = getattr(c, name)
+        require(value > 0, f"--{name}={value} must be positive")
+
+
+def check_choices(c, topologies: dict, schedules: dict, precisions: dict) -> None:
+    choices = {
+        "topology": topologies, "schedule": schedules, "precision": ("auto", *precisions),
+        "attention": ("auto", "flex", "sdpa"), "device": ("auto", "cuda", "cpu", "mps"),
+        "dtype": ("auto", "bfloat16", "float16", "float32", "float64")}
+    for name, allowed in choices.items():
+        value = getattr(c, name)
+        require(value in allowed, f"--{name}={value} is none of {', '.join(allowed)}")
+
+
+def check_candidates(c) -> None:
+    """Texts repeat most of their tokens: half as many candidates as tokens have room for all
+    targets."""
+    enough = min(c.vocab_size, min(c.micro_tokens, c.batch_tokens) // 2)
+    fits_products = c.candidates % 16 == 0 or c.candidates >= c.vocab_size
+    require(c.candidates == 0 or (c.candidates >= enough and fits_products),
+            f"--candidates={c.candidates} must be a multiple of 16, at least {enough}, "
+            "or 0 for the whole vocabulary")
+
+
+def check_multiples(c, layers: list, stages: list) -> None:
+    """Lengths are whole blocks of attention or whole sequences, and widths are whole heads."""
+    units = [("seq_len", BLOCK_SIZE), ("val_seq_len", BLOCK_SIZE), ("micro_tokens", c.seq_len)]
+    for stage in stages:
+        units.append(("batch_tokens", round(c.seq_len / stage.batch)))
+    units.append(("val_tokens", c.val_seq_len))
+    units.append(("num_heads", 2 if any(layer.paired for layer in layers) else 1))
+    units.append(("model_dim", 4 * c.num_heads))
+    for name, unit in units:
+        value = getattr(c, name)
+        require(value % unit == 0, f"--{name}={value} must be a multiple of {unit}")
+
+
+def check_device(c) -> None:
+    has_gpu = torch.cuda.is_available()
+    require(c.device != "cuda" or has_gpu, "--device=cuda, but torch sees no GPU here")
+    require(c.device != "mps" or torch.backends.mps.is_available(),
+            "--device=mps, but torch sees no GPU of Apple's here")
+    require(c.attention != "flex" or (has_gpu and c.device != "cpu"),
+            "--attention=flex needs CUDA: it has no backward on CPU")
