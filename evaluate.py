@@ -10,7 +10,8 @@
 model.pt is what `train_gpt.py --save_checkpoint=model.pt` has written.
 
 **Loss** is in nats per token, over the text's tokens and the end of each document. On shards it is
-what the trainer calls val_loss: the first val_tokens of them, cut into sequences of val_seq_len.
+what the trainer calls val_loss: the first val_tokens of them, cut into sequences of val_seq_len
+(--seq_len: shorter ones give a slightly higher loss, as more documents are cut).
 **Bits per byte** divides by the bytes of the text in UTF-8 instead, and leaves the ends of
 documents out, which have no bytes. So models with different tokens can be compared.
 
@@ -71,6 +72,7 @@ from records import evaluation
 
 LOGITS_AT_A_TIME = 2048  # tokens: their logits over 50,304 tokens take 0.4 GB in float32
 ITEM_TOKENS = {"cuda": 65_536, "cpu": 8192}  # tokens of a sequence of items, if none is longer
+CPU_TOKENS = 16_384  # most tokens of a sequence on a CPU: keys and values are copied there
 
 
 @torch.no_grad()
@@ -355,8 +357,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
            help="cut a text at N or more blank lines into documents (--text)")
     option("--key", default="text", help="where a .jsonl line has its text; default %(default)s")
     option("--seq_len", type=sequence_length, metavar="N",
-           help="tokens to work on at a time; default: the model's val_seq_len. Fewer need less "
-           "memory, and cut more documents of --text")
+           help="tokens to work on at a time; default: the model's val_seq_len, on a CPU at most "
+           f"{CPU_TOKENS}. Fewer need less memory, and cut more documents of --text")
     option("--device", type=sample.device, default="auto", help="auto, cuda or cpu")
     option("--json", action="store_true", help="write the results to standard output as JSON")
     return parser.parse_args(argv)
@@ -520,7 +522,10 @@ def measure_all(options: argparse.Namespace, models: list[Model]) -> list[Measur
 
 def max_tokens(options: argparse.Namespace, model: Model) -> int:
     """Most tokens of a sequence."""
-    return options.seq_len or model.gpt.config.val_seq_len
+    own = model.gpt.config.val_seq_len
+    if options.device.type == "cpu":
+        own = min(own, CPU_TOKENS)
+    return options.seq_len or own
 
 
 def report(models: list[Model], all_measured: list[Measured], device: torch.device) -> dict:

@@ -14,7 +14,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, arguments
+from conftest import ROOT, SEPARATOR, arguments, write_shard
 
 import evaluate
 import sample
@@ -481,7 +481,6 @@ def test_the_program_runs_as_a_script(checkpoint, tmp_path):
     (["MODEL", "--text=DAMAGED"], "promises"), (["MODEL", "--last_word=BINARY"], "UTF-8"),
 ], ids=str)
 def test_what_cannot_be_is_one_sentence(tmp_path, checkpoint, capsys, words, part):
-    from conftest import SEPARATOR, write_shard
     files = {"MODEL": checkpoint[0], "EMPTY": tmp_path / "empty.txt", "ONE": tmp_path / "one.txt",
              "GPT2": tmp_path / "a_val_0.bin", "DAMAGED": tmp_path / "b.bin", "BINARY": tmp_path / "binary.txt"}
     files["EMPTY"].write_text(" \n\n")
