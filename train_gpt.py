@@ -1971,10 +1971,8 @@ def model_of(content: dict, device: torch.device) -> GPT:
     """The model of a checkpoint on one device, ready for texts of any length: nothing is compiled.
     `model.trained_steps` is the number of updates. Raises BadInput if the weights do not fit the
     configuration."""
-    known = {field.name for field in dataclasses.fields(Config)}
-    config = {name: value for name, value in content["config"].items() if name in known}
-    c = dataclasses.replace(
-        Config(**config), attention="sdpa", device=device.type, native=False)
+    values = checkpoint.config_values(content["config"], Config)
+    c = Config(**values | dict(attention="sdpa", device=device.type, native=False))
     check_config(c)
     for name, param in parameter_table(c).items():
         found = content["weights"].get(name)
@@ -2037,7 +2035,7 @@ def place_to_save(c: Config, saved: saving.Saved | None = None) -> Path | None:
         return None
     path = Path(c.save_checkpoint)
     if c.save_checkpoint == "auto" and saved and saved.fact("checkpoint"):
-        path = Path(saved.fact("checkpoint"))
+        path = saved.checkpoint()
     elif c.save_checkpoint == "auto":
         path = checkpoint.unused_path("models", Path(c.data_dir).resolve().name)
     checkpoint.try_place(path)
@@ -2214,7 +2212,7 @@ def train(c: Config, at_end: ExitStack) -> int:
         agreed(go_on, saved, model, optimizer)
         best = saved.fact("best") if save_to else None
         first_step = saved.step
-        came_from = [*saved.fact("came_from"), str(saved.save.parent)]
+        came_from = saved.history()
         clock.total = saved.fact("seconds")
         log.repeat(saved.fact("steps"))
     run_id = all_ranks(run["run_id"])[0]
@@ -2324,7 +2322,8 @@ def train(c: Config, at_end: ExitStack) -> int:
         checkpoint.write(save_to, best)
     if interrupted:
         saver.finish()
-        console.stopped(granted[0], step, save_to if best else None, saver.newest())
+        command = saving.command(saver.newest(), c.save_checkpoint)
+        console.stopped(granted[0], step, save_to if best else None, command)
         return stopping.status_of(granted[0])
     saver.end()
     if rank == 0:
