@@ -339,10 +339,19 @@ def codec(vocab_size: int) -> tuple[Callable[[str], list[int]], Callable[[int], 
 def prompt_tokens(model, encode: Callable[[str], list[int]], text: str) -> list[int]:
     """The tokens of a text that begins a document. Raises BadInput if none could follow."""
     tokens = [model.bos, *encode(text)]
-    longest = model.config.seq_len
-    require(len(tokens) < longest,
-            f"the text has {len(tokens) - 1} tokens, and the model's sequences only {longest}")
+    check_length(len(tokens) - 1, model.config.seq_len)
     return tokens
+
+
+def check_length(count: int, longest: int) -> None:
+    require(count + 1 < longest,
+            f"the text has {count} tokens, and the model's sequences only {longest}")
+
+
+def check_text(config, text: str) -> None:
+    """Raises BadInput if a model of this configuration will not be able to continue the text."""
+    encode, _ = codec(config.vocab_size)
+    check_length(len(encode(text)), config.seq_len)
 
 
 def continue_text(model, view, text: str, count: int, temperature: float = 0.8, top_k: int = 0,

@@ -2038,7 +2038,8 @@ def place_to_save(c: Config, saved: saving.Saved | None = None) -> Path | None:
         path = saved.checkpoint()
     elif c.save_checkpoint == "auto":
         path = checkpoint.unused_path("models", Path(c.data_dir).resolve().name)
-    checkpoint.try_place(path)
+    numbers = sum(math.prod(param.shape) for param in parameter_table(c).values())
+    checkpoint.try_place(path, 2 * numbers)  # most weights take two bytes
     return path
 
 
@@ -2050,7 +2051,7 @@ def check_sample(c: Config) -> list[str]:
     import sample  # only here: training needs no tokenizer
     try:
         if is_master():
-            sample.codec(c.vocab_size)
+            sample.check_text(c, c.sample)
     except BadInput as error:
         if not c.fit or c.sample != fitting.OVER_PRESET["sample"]:
             raise
@@ -2156,6 +2157,7 @@ def train(c: Config, at_end: ExitStack) -> int:
     data += [shards.fingerprint(path, "val") for path in val_paths]
     saved = saving.open_save(c.resume, data, c.data_dir)
     save_to = agreed(place_to_save, c, saved)
+    agreed(journal.try_folder, c.log_dir)
 
     # 2. The log begins with the code and the facts. Under --minutes the number of steps is one of
     # them, so its file begins after the warm-up, and until then the log holds back what it is told.
@@ -2190,7 +2192,8 @@ def train(c: Config, at_end: ExitStack) -> int:
     call = call_directly
     if c.compile:
         functions = compiled_functions(report_compilation, run["files_sha256"])
-    model = GPT(c, device, world_size, functions)
+    with limits.enough_memory():
+        model = GPT(c, device, world_size, functions)
     if c.compile and cuda:
         call = compiling.CudaGraphs(list(model.parameters()))
     initialize(model, c.seed)  # for the warm-up, which draws the weights anew at its end
@@ -2319,7 +2322,7 @@ def train(c: Config, at_end: ExitStack) -> int:
         result["interrupted"] = True
     log.end(result, best["step"] if best else step)
     if best:
-        checkpoint.write(save_to, best)
+        save_to = checkpoint.write_somewhere(save_to, best)
     if interrupted:
         saver.finish()
         command = saving.command(saver.newest(), c.save_checkpoint)

@@ -9,15 +9,19 @@ import hashlib
 import os
 import pickletools
 import re
+import shutil
 import stat
+import tempfile
 import zipfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from nanogpt.ranks import BadInput, require
+from records.console import complain
 
 
 def unused_path(folder: str | Path, name: str) -> Path:
@@ -30,9 +34,9 @@ def unused_path(folder: str | Path, name: str) -> Path:
     return path
 
 
-def try_place(path: Path) -> None:
+def try_place(path: Path, size: int = 0) -> None:
     """Makes the folder of a checkpoint, and a file in it for a moment. Raises BadInput if a
-    checkpoint cannot be written there: better now than after hours of training."""
+    checkpoint of so many bytes cannot be written there: better now than after hours of training."""
     beside = unfinished(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -41,7 +45,12 @@ def try_place(path: Path) -> None:
             require(stat.S_ISREG(kind), f"{path} is no file; choose another --save_checkpoint")
         beside.write_bytes(b"a checkpoint can be written here")
         beside.unlink()
+        free = shutil.disk_usage(path.parent).free
+        require(free > size, f"{path} has no place: it needs {size / 2**20:,.1f} MiB and finds "
+                f"{free / 2**20:,.1f}; free some, or choose another --save_checkpoint")
     except OSError as error:
+        with suppress(OSError):
+            beside.unlink(missing_ok=True)
         raise BadInput(f"no checkpoint can be written to {path} ({error.strerror}); "
                        "choose another --save_checkpoint") from None
 
@@ -64,15 +73,34 @@ def write(path: Path, checkpoint: dict) -> None:
             os.fsync(file.fileno())  # else the name could reach the disk before the content
         os.replace(beside, path)
     except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
-        beside.unlink(missing_ok=True)
-        raise OSError(f"{path} cannot be written ({error})") from None
+        with suppress(OSError):
+            beside.unlink(missing_ok=True)
+        reason = getattr(error, "strerror", None) or "the disk is full or gone"
+        raise OSError(f"{path} cannot be written ({reason})") from None
+
+
+def write_somewhere(path: Path, checkpoint: dict) -> Path:
+    """Writes the checkpoint of a run that is over, and if that cannot be, to the system's folder of
+    temporary files, with a sentence on standard error. Returns its path. Raises as `write` does if
+    it cannot be written there, either."""
+    try:
+        write(path, checkpoint)
+        return path
+    except OSError as error:
+        other = unused_path(tempfile.gettempdir(), path.stem)
+        try:
+            write(other, checkpoint)
+        except OSError:
+            raise error from None
+        complain(f"{error}; the weights are in {other}")
+        return other
 
 
 def keep(path: Path, checkpoint: dict) -> str:
     """Writes the checkpoint of a run that an error ends. Returns the sentence on what came of it,
     because a second error must not hide the first."""
     try:
-        write(path, checkpoint)
+        path = write_somewhere(path, checkpoint)
     except (OSError, BadInput) as error:
         return str(error)
     return f"{path} has the weights of step {checkpoint['step']}, the best validation so far"

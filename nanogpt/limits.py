@@ -3,10 +3,16 @@ of PyTorch in the middle of the run.
 
 `c` is train_gpt.Config. What a layer or a stage of the schedule is, train_gpt.py says.
 """
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from nanogpt.masks import BLOCK_SIZE
-from nanogpt.ranks import require
+from nanogpt.ranks import BadInput, require
+
+# Far more than anybody trains. Beyond it, already the list of all batches would fill the memory.
+MOST = {"num_steps": 10**7, "batch_tokens": 2**30, "seq_len": 2**30, "val_seq_len": 2**30}
 
 
 def check(c, topologies: dict[str, list], schedules: dict[str, list], precisions: dict,
@@ -32,6 +38,8 @@ def check_positive(c) -> None:
                  "epochs", "cooldown_frac"):
         value = getattr(c, name)
         require(value > 0, f"--{name}={value} must be positive")
+        most = MOST.get(name, value)
+        require(value <= most, f"--{name}={value} is too large: it must be at most {most:,}")
 
 
 def check_choices(c, topologies: dict, schedules: dict, precisions: dict) -> None:
@@ -74,3 +82,16 @@ def check_device(c) -> None:
             "--device=mps, but torch sees no GPU of Apple's here")
     require(c.attention != "flex" or (has_gpu and c.device != "cpu"),
             "--attention=flex needs CUDA: it has no backward on CPU")
+
+
+@contextmanager
+def enough_memory() -> Iterator[None]:
+    """Raises BadInput if what is done here needs more memory than the machine has. PyTorch's error
+    for GPUs is left as it is."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "allocate memory" not in str(error):
+            raise
+        raise BadInput("the model does not fit into the memory of this machine; lower "
+                       "--bigram_rows, --model_dim or --mlp_dim") from None

@@ -37,6 +37,23 @@ RULE = "=" * 100  # the line that ends the source, and the one that begins the e
 # The log
 
 
+def try_folder(folder: str | Path) -> None:
+    """Makes the folder of the logs, and a file in it for a moment. Raises BadInput if that cannot
+    be: better now than after all has been compiled. Only the master writes a log."""
+    if not is_master():
+        return
+    beside = Path(folder, f".{uuid.uuid4()}")
+    try:
+        beside.parent.mkdir(parents=True, exist_ok=True)
+        beside.write_bytes(b"a log can be written here")
+        beside.unlink()
+    except OSError as error:
+        with suppress(OSError):
+            beside.unlink(missing_ok=True)
+        raise BadInput(f"no log can be written to {folder} ({error.strerror}); choose another "
+                       "--log_dir") from None
+
+
 class PendingLoss(NamedTuple):
     """A training loss on its way from the device."""
 

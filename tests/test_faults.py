@@ -1,0 +1,308 @@
+"""The fault table: what goes wrong, the sentence that names it, the exit status, and what is left on the disk.
+
+REFUSED is found before anything is compiled or written; HAPPENS comes in the middle of a run, and FILES is what a
+checkpoint may hold. Each row is a run of its own, in this process where no other one is the point. Rows that have a
+test beside what they are about are there: values of keys in test_run.py, damaged shards in test_shards.py, damaged
+saves, signals, kills and a full disk under a save in test_saving.py, pipes and terminals in test_console.py, sums that
+are not finite in test_precision.py, ranks that differ or die in test_run.py, texts in test_own_text.py.
+"""
+import errno
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import pytest
+import torch
+from conftest import ROOT, arguments, documents, write_shard
+
+import sample
+import train_gpt as t
+from nanogpt import checkpoint, stopping
+from records import journal
+
+FIRST = "data/fineweb_train_000001.bin"
+SECOND = "data/fineweb_train_000002.bin"
+VAL = "data/fineweb_val_000000.bin"
+OLD = {"config": {}, "weights": {"a": torch.ones(3)}, "step": 5, "val_loss": 1.0}
+
+
+@pytest.fixture
+def place(tmp_path, corpus, monkeypatch):
+    """An empty folder to work in, with shards in data/ and an older checkpoint; nothing else is written to."""
+    shutil.copytree(corpus, tmp_path / "data")
+    for path in (tmp_path / "data").iterdir():
+        os.utime(path, ns=(0, 0))
+    checkpoint.write(tmp_path / "old.pt", OLD)
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    monkeypatch.setattr(t, "STOP", stopping.Stop())
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(capfd, **changes):
+    """`main` in this process: (status, standard output, standard error)."""
+    status = t.main(arguments(**{"data_dir": "data", "log_dir": "logs", "save_checkpoint": "new.pt"} | changes))
+    return status, *capfd.readouterr()
+
+
+# ------------------------------------------------------------------------------------------------- before the run
+
+
+class Refused(NamedTuple):
+    what: str
+    sentence: str  # a regular expression
+    keys: dict = {}
+    prepare: Callable = lambda place: None
+
+
+def instead(name, put):
+    """Puts something in the place of a file."""
+    def prepare(place):
+        (place / name).unlink(missing_ok=True)
+        put(place / name)
+    return prepare
+
+
+def no_room(place):
+    shutil.disk_usage = lambda path: SimpleNamespace(free=1000)
+
+
+def name_of(row):
+    return re.sub(r"\W+", "-", row.what)
+
+
+REMEDY = "fetch or make it again"
+REFUSED = [
+    Refused("shard: begins with something else", f"{FIRST} begins with magic 5, .*{REMEDY}",
+            prepare=instead(FIRST, lambda path: write_shard(path, documents(6000), magic=5))),
+    Refused("shard: cut", f"{SECOND} has 13023 bytes where its header promises 13024; {REMEDY}",
+            prepare=instead(SECOND, lambda path: path.write_bytes(write_shard(path, documents(6000)).read_bytes()[:-1]))),
+    Refused("shard: a fifo", f"{FIRST} is a device, a fifo or a socket, not a file; move it away, or .*--train_files",
+            prepare=instead(FIRST, os.mkfifo)),
+    Refused("shard: a fifo, fitted", f"{VAL} is a device, a fifo or a socket, not a file", {"fit": True},
+            prepare=instead(VAL, os.mkfifo)),
+    Refused("shard: a folder", f"{VAL} is a folder, not a file; move it away", prepare=instead(VAL, os.mkdir)),
+    Refused("shard: a dangling link", f"{SECOND} is a link to gone, which cannot be read .No such file.*; {REMEDY}",
+            prepare=instead(SECOND, lambda path: path.symlink_to("gone"))),
+    Refused("shard: tokens of another kind", f"{FIRST} holds GPT-2's tokens .*--bytes",
+            prepare=instead(FIRST, lambda path: write_shard(path, [50256, *[40_000] * 5999]))),
+    Refused("shards: none there", "no train shards .* in data/pydocs; make them: .*--python-docs",
+            {"data_dir": "data/pydocs"}),
+    Refused("shards: a wrong folder", "no train shards .* in elsewhere; check the path", {"data_dir": "elsewhere"}),
+    Refused("value: not a number", "--muon_lr=nan is not a finite number", {"muon_lr": "nan"}),
+    Refused("value: more steps than can be", "--num_steps=10{20} is too large", {"num_steps": 10**20}),
+    Refused("value: steps that fill the memory", "--num_steps=10{12} is too large: .* at most 10,000,000",
+            {"num_steps": 10**12}),
+    Refused("value: a batch that fills the memory", "--batch_tokens=.* is too large", {"batch_tokens": 2**50}),
+    Refused("value: vocabulary", "--vocab_size=10{11} must be at most 65536", {"vocab_size": 10**11}),
+    Refused("values that contradict", "--float8_all_gather needs fp8 .*; choose --precision=fp8",
+            {"float8_all_gather": True}),
+    Refused("checkpoint: a device", "/dev/full is no file; choose another --save_checkpoint",
+            {"save_checkpoint": "/dev/full"}),
+    Refused("checkpoint: a fifo", "pipe is no file; choose another", {"save_checkpoint": "pipe"},
+            instead("pipe", os.mkfifo)),
+    Refused("checkpoint: below a file", "no checkpoint can be written to old.pt/x.pt .File exists",
+            {"save_checkpoint": "old.pt/x.pt"}),
+    Refused("checkpoint: no room", "new.pt has no place: it needs 0.2 MiB and finds 0.0; free some, or", {}, no_room),
+    Refused("log: below a device", "no log can be written to /dev/null/logs .Not a directory.; choose another --log_dir",
+            {"log_dir": "/dev/null/logs"}),
+    Refused("log: a device", "no log can be written to /dev/full .*; choose another --log_dir", {"log_dir": "/dev/full"}),
+    Refused("log: a fifo", "no log can be written to pipe ", {"log_dir": "pipe"}, instead("pipe", os.mkfifo)),
+    Refused("sample: too long", "the text has 3000 tokens, and the model's sequences only 256", {"sample": "x" * 3000}),
+    Refused("save: none there", "--resume=nowhere is no complete save", {"resume": "nowhere"}),
+]
+
+
+@pytest.mark.parametrize("row", REFUSED, ids=name_of)
+def test_bad_input_is_one_sentence_before_anything_is_compiled_or_written(row, place, capfd, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", shutil.disk_usage)  # so that a row may change it
+    row.prepare(place)
+    before = sorted(place.rglob("*"))
+    begin = time.monotonic()
+    status, out, err = run(capfd, **row.keys)
+    assert status == 2 and time.monotonic() - begin < 5, err
+    assert re.fullmatch(f"train_gpt.py: .*{row.sentence}.*\n", err), err
+    assert out == "" and sorted(place.rglob("*")) == before
+
+
+def test_a_model_that_does_not_fit_into_the_memory_is_one_sentence(place, capfd):
+    if sys.platform != "linux":
+        pytest.skip("other systems hand out memory that they do not have")
+    status, _, err = run(capfd, bigram_rows=10**13, save_checkpoint="")
+    assert status == 2 and err.count("\n") == 1 and "memory of this machine; lower --bigram_rows" in err
+    assert "ended early" in last_line(place)
+
+
+# ------------------------------------------------------------------------------------------------- during the run
+
+
+class Happens(NamedTuple):
+    what: str
+    when: str  # "before" or "after" the update of this number, from 1 to 4
+    act: Callable  # (place, model, monkeypatch)
+    sentence: str  # a regular expression: all of standard error
+    status: int
+    keys: dict = {}
+    kept: int | None = 5  # the step of the checkpoint that is left in old.pt
+    last: str = "ended early: "  # what the last line of the log says
+
+
+def spoil(name, value=math.nan):
+    def act(place, model, monkeypatch):
+        getattr(model, name).data.view(-1)[-1:] = value
+    return act
+
+
+def spoil_masters(place, model, monkeypatch):
+    """What an update leaves behind whose learning rate was far too high."""
+    spoil("qk")(place, model, monkeypatch)
+    model.optimizer.masters["qk"][0, 0, 0] = math.inf
+
+
+def swap(place, model, monkeypatch):
+    write_shard(place / "other", documents(6000, 7)).replace(place / FIRST)
+
+
+def cut(place, model, monkeypatch):
+    (place / "other").write_bytes((place / FIRST).read_bytes()[:-2])
+    (place / "other").replace(place / FIRST)
+
+
+def fill_the_disk(of):
+    """From now on nothing can be written: `of` says to which files."""
+    def act(place, model, monkeypatch):
+        save = torch.save
+        write_whole = journal.write_whole
+
+        def no_space(path):
+            if re.search(of, str(path)):
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(torch, "save", lambda content, file: no_space(file.name) or save(content, file))
+        monkeypatch.setattr(journal, "write_whole", lambda file, text: no_space(file.name) or write_whole(file, text))
+    return act
+
+
+NOT_FINITE = r"the training loss is nan at step 3 on rank 0, "
+LOWER = "; lower the learning rates"
+LONG = {"num_steps": 30, "epochs": 50, "val_interval": 2}  # reads the shards again and again
+HAPPENS = [
+    *[Happens(f"a weight is not finite, {precision}", "before 3", spoil("gates"), f"{NOT_FINITE}the weights of gates not "
+              f"finite{LOWER}", 2, {"precision": precision}, kept=2) for precision in ("bf16", "fp16", "fp8-qkv")],
+    Happens("weights are not finite, in the order of the table", "before 3", lambda *args: [spoil(name)(*args) for name in (
+            "smear", "vo", "lm_head")], f"{NOT_FINITE}the weights of lm_head and 2 more not finite{LOWER}", 2, kept=2),
+    Happens("a table is not finite", "before 3", lambda place, model, _: model.bigrams.data.fill_(math.inf), f"{NOT_FINITE}all "
+            f"matrices finite: an activation overflowed, or a row of a table{LOWER}, or give --precision=bf16", 2, kept=2),
+    Happens("the last update spoils the weights", "after 4", spoil_masters, r"the validation loss is nan at step 4 on rank 0, the "
+            f"weights of qk not finite{LOWER}", 2, {"val_interval": 0}),
+    Happens("the last update spoils the weights after a good validation", "after 4", spoil_masters, r"the validation loss is nan "
+            f"at step 4 on rank 0, the weights of qk not finite{LOWER}", 2, kept=2),
+    Happens("the update before a save spoils the weights", "after 2", spoil_masters, "training went wrong before step 2 on rank 0, "
+            f"the weights of qk not finite{LOWER}", 2, {"save_every": 1e-6, "val_interval": 0}),
+    Happens("a shard is swapped for another valid one", "before 3", swap, f"{FIRST} has changed since the run began; .*", 2, LONG, 10),
+    Happens("a shard is cut", "before 3", cut, f"{FIRST} has 13022 bytes where its header promises 13024; {REMEDY}.*", 2, LONG, 10),
+    Happens("a shard is gone", "before 3", lambda place, *_: (place / FIRST).unlink(), f"{FIRST} cannot be read .No such file.*; "
+            f"{REMEDY}.*", 2, LONG, 10),
+    Happens("the disk of the log is full", "before 3", fill_the_disk("logs/"), r"cannot write to logs/\S+ .No space left on device.; "
+            "the run goes on without a log", 1, kept=4, last="step:2/4"),
+    Happens("the disk of the checkpoint is full", "before 3", fill_the_disk("^old"), "old.pt cannot be written .No space left on "
+            r"device.; the weights are in \S+temporary/old.pt", 1, last="end"),
+    Happens("all disks are full", "before 3", fill_the_disk("old"), "old.pt cannot be written .No space left on device.", 2,
+            last="end"),
+]
+
+
+def last_line(place):
+    (log,) = (place / "logs").glob("*.txt")
+    return log.read_text().splitlines()[-1]
+
+
+@pytest.mark.parametrize("row", HAPPENS, ids=name_of)
+def test_a_fault_during_the_run_is_one_sentence_and_what_was_good_is_kept(row, place, capfd, monkeypatch):
+    train_step = t.train_step
+
+    def step_and_fault(model, optimizer, batch, step, *rest):
+        model.optimizer = optimizer
+
+        def moment(when):
+            if t.STOP.in_steps and row.when == f"{when} {step + 1}":
+                row.act(place, model, monkeypatch)
+
+        moment("before")
+        loss = train_step(model, optimizer, batch, step, *rest)
+        moment("after")
+        return loss
+
+    monkeypatch.setattr(t, "train_step", step_and_fault)
+    status, out, err = run(capfd, save_checkpoint="old.pt", **row.keys)
+    assert status == row.status, (out, err)
+    assert re.fullmatch(f"(train_gpt.py: )?{row.sentence}\n?", err) and err.count("\n") == 1, err
+    last = last_line(place)
+    assert row.last in last or (row.last == "end" and "code_sha256" in last), last
+    assert torch.load("old.pt", weights_only=True)["step"] == row.kept
+    if "save_every" in row.keys:
+        assert [path.name for path in place.glob("logs/*.saved/*")] == ["step_000001"]
+    assert not list(place.rglob("*.part")) and not list(place.rglob("*.unfinished"))
+    if status == 2 and row.kept != 5:
+        assert f"old.pt has the weights of step {row.kept}, the best validation so far" in out
+    if "temporary" in row.sentence:
+        assert torch.load("temporary/old.pt", weights_only=True)["step"] == 4
+
+
+# ------------------------------------------------------------------------------------------------- files, ranks
+
+
+FILES = {  # what a checkpoint may hold, and what the sentence says
+    "an unknown schedule": ({"config": {"schedule": "long"}}, "--schedule=long is none of speedrun"),
+    "a width that cannot be": ({"config": {"model_dim": -5}}, "--model_dim=-5 must be positive"),
+    "a number as text": ({"config": {"num_steps": "many"}}, "num_steps is 'many' in its configuration, which cannot be"),
+    "weights of another model": ({"config": {"topology": "laptop"}}, "weights of mlp do not fit its configuration"),
+    "no configuration": ({"config": 3}, "is no checkpoint of this program"),
+}
+
+
+@pytest.mark.parametrize("what", FILES)
+def test_a_checkpoint_that_does_not_fit_is_one_sentence(what, place, capfd):
+    content, sentence = FILES[what]
+    checkpoint.write(place / "x.pt", OLD | content)
+    assert sample.main(["x.pt", "text"]) == 2
+    out, err = capfd.readouterr()
+    assert out == "" and err.count("\n") == 1 and err.startswith("sample.py: x.pt") and sentence in err, err
+
+
+DRIVER = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+import train_gpt as t
+forward_backward = t.forward_backward
+steps = []
+def spoilt(*args, **options):
+    loss, gradients = forward_backward(*args, **options)
+    steps.append(t.STOP.in_steps)
+    return loss * float("nan") if sum(steps) == 5 and os.environ["RANK"] == "1" else loss, gradients
+t.forward_backward = spoilt
+sys.exit(t.main(sys.argv[2:]))
+"""
+
+
+def test_two_ranks_end_together_and_name_the_one_that_went_wrong(place):
+    (place / "driver.py").write_text(DRIVER)
+    keys = arguments(data_dir="data", log_dir="logs", num_steps=8, save_checkpoint="new.pt", micro_tokens=256)
+    begin = time.monotonic()
+    found = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "driver.py", str(ROOT), *keys],
+        capture_output=True, text=True, timeout=100, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    ours = [line for line in found.stderr.splitlines() if line.startswith("train_gpt.py: ")]
+    assert found.returncode != 0 and time.monotonic() - begin < 60, found.stderr
+    assert ours == ["train_gpt.py: the training loss is nan at step 3 on rank 1 alone, all matrices finite: an activation "
+                    "overflowed, or a row of a table; lower the learning rates, or give --precision=bf16"], found.stderr
+    assert torch.load("new.pt", weights_only=True)["step"] == 2 and "ended early: the training loss" in last_line(place)
