@@ -104,30 +104,38 @@ class Scores(NamedTuple):
     is_first: np.ndarray  # bool: each of its tokens is the most probable one
 
 
-def packed(items: list[Item], bos: int, seq_len: int) -> Iterator[tuple[list[int], ...]]:
-    """Yields sequences: tokens, targets and owners, three lists of seq_len, or of the multiple of
-    128 that the last sequence needs. Each completion is a document of its own, with the context
-    before it, and begins at the start of a block. Only the tokens of completions are targets, and
-    all others are -1. An owner is the number of the completion, counted over all items."""
-    tokens, targets, owners = [], [], []
+class Sequence(NamedTuple):
+    """Documents that are computed together; each of the three is (T,) int64."""
+    tokens: np.ndarray
+    targets: np.ndarray  # the tokens of completions, one place earlier; -1 elsewhere
+    owners: np.ndarray  # at a target: the number of its completion, counted over all items
+
+
+def packed(items: list[Item], bos: int, seq_len: int) -> Iterator[Sequence]:
+    """Yields sequences of seq_len tokens, a multiple of 128; the last one may be shorter. Each
+    completion is a document of its own, with the context before it, and begins at the start of a
+    block. Raises ValueError if one does not fit into a sequence."""
+    sequence = None
+    end = seq_len  # of what has been filled so far, rounded up to whole blocks
     number = 0
     for item in items:
         for completion in item.completions:
             document = [bos, *item.context, *completion]
             count = len(document) - 1  # the last token is a target only
-            length = math.ceil(count / BLOCK_SIZE) * BLOCK_SIZE
-            if len(tokens) + length > seq_len:
-                rest = seq_len - len(tokens)
-                yield tokens + [bos] * rest, targets + [-1] * rest, owners + [-1] * rest
-                tokens, targets, owners = [], [], []
-            nothing = [-1] * (count - len(completion))
-            filling = length - count
-            tokens += document[:-1] + [bos] * filling
-            targets += nothing + completion + [-1] * filling
-            owners += [number] * length
+            if end + count > seq_len:
+                if sequence:
+                    yield sequence
+                filling = (np.full(seq_len, value) for value in (bos, -1, -1))
+                sequence = Sequence(*filling)
+                end = 0
+            answer = slice(end + count - len(completion), end + count)
+            sequence.tokens[end : end + count] = document[:-1]
+            sequence.targets[answer] = completion
+            sequence.owners[answer] = number
+            end += math.ceil(count / BLOCK_SIZE) * BLOCK_SIZE
             number += 1
-    if tokens:
-        yield tokens, targets, owners
+    if sequence:
+        yield Sequence(*(array[:end] for array in sequence))
 
 
 def score_items(model, items: list[Item], most_tokens: int, progress: Callable = iter) -> Scores:
@@ -148,11 +156,11 @@ def score_items(model, items: list[Item], most_tokens: int, progress: Callable =
     log_probability = np.zeros(shape)
     num_tokens = np.zeros(shape, dtype=np.int64)
     misses = np.zeros(shape, dtype=np.int64)
-    for tokens, targets, owners in progress(list(packed(items, model.bos, seq_len))):
-        targets = torch.tensor(targets)
-        owners = torch.tensor(owners)[targets >= 0].numpy()  # (n,)
-        found, is_first = score(
-            model, view, torch.tensor(tokens, device=device), targets.to(device))
+    for sequence in progress(list(packed(items, model.bos, seq_len))):
+        tokens = torch.from_numpy(sequence.tokens).to(device)
+        targets = torch.from_numpy(sequence.targets).to(device)
+        owners = sequence.owners[sequence.targets >= 0]  # (n,)
+        found, is_first = score(model, view, tokens, targets)
         np.add.at(log_probability.reshape(-1), owners, found.double().cpu().numpy())
         np.add.at(num_tokens.reshape(-1), owners, 1)
         np.add.at(misses.reshape(-1), owners, ~is_first.cpu().numpy())

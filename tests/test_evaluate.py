@@ -98,30 +98,38 @@ def test_the_documents_around_it_would_be_seen_without_their_separator():
     """So the test above can fail: one token that is no separator lets the documents leak."""
     _, wide = model_pair()
     item = random_items([50], completions=1)[0]
-    tokens, targets, _ = next(evaluate.packed([item, item], BOS, 2048))
+    sequence = next(evaluate.packed([item, item], BOS, 2048))
+    tokens, targets = torch.from_numpy(sequence.tokens), torch.from_numpy(sequence.targets)
     view = sample.last_view(wide)
-    with_separator, _ = evaluate.score(wide, view, torch.tensor(tokens), torch.tensor(targets))
-    tokens = [token if token != BOS or place == 0 else 7 for place, token in enumerate(tokens)]
-    without, _ = evaluate.score(wide, view, torch.tensor(tokens), torch.tensor(targets))
+    with_separator, _ = evaluate.score(wide, view, tokens, targets)
+    tokens[1:][tokens[1:] == BOS] = 7
+    without, _ = evaluate.score(wide, view, tokens, targets)
     count = len(item.completions[0])
     assert (with_separator[count:] - with_separator[:count]).abs().max() < 1e-9
     assert (without[count:] - with_separator[:count]).abs().max() > 1e-3
 
 
-def test_items_begin_at_blocks_and_sequences_are_full():
-    items = random_items([5, 130, 20, 127, 128], completions=2)
+def test_items_begin_at_blocks_and_sequences_have_one_length():
+    items = random_items([5, 130, 20, 127, 128, 0], completions=2)
     sequences = list(evaluate.packed(items, BOS, 512))
-    owners = []
-    for tokens, targets, owner in sequences:
-        assert len(tokens) == len(targets) == len(owner) <= 512 and len(tokens) % 128 == 0
-        for place in range(0, len(tokens), 128):
-            first = place == 0 or owner[place] != owner[place - 1]
-            assert (tokens[place] == BOS) >= first
-        owners += sorted({number for number in owner if number >= 0})
-    assert owners == list(range(10)), "each completion stands in one sequence"
-    assert [len(tokens) for tokens, _, _ in sequences][:-1] == [512] * (len(sequences) - 1)
-    want = [token for item in items for completion in item.completions for token in completion]
-    assert [target for _, targets, _ in sequences for target in targets if target >= 0] == want
+    assert [len(sequence.tokens) for sequence in sequences[:-1]] == [512] * (len(sequences) - 1)
+    found = {}
+    for sequence in sequences:
+        assert len(sequence.tokens) == len(sequence.targets) == len(sequence.owners) and len(sequence.tokens) % 128 == 0
+        for number in set(sequence.owners.tolist()) - {-1}:
+            assert number not in found, "each completion stands in one sequence"
+            found[number] = sequence, np.flatnonzero(sequence.owners == number)
+    assert sorted(found) == list(range(12))
+    covered = 0
+    for number, (sequence, places) in found.items():
+        item = items[number // 2]
+        completion = item.completions[number % 2]
+        begin = places[0] - len(item.context)
+        assert begin % 128 == 0 and sequence.targets[places].tolist() == completion
+        assert sequence.tokens[begin : places[-1] + 1].tolist() == [BOS, *item.context, *completion[:-1]]
+        covered += places[-1] + 1 - begin
+    everything = np.concatenate([sequence.tokens for sequence in sequences])
+    assert sum(everything != BOS) == covered - 12, "what lies between is filled with the separator"
 
 
 def test_an_item_that_is_too_long_is_one_sentence():
