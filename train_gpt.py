@@ -38,6 +38,8 @@ if __name__ == "__main__":
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     # A transfer needs few processors of the GPU, but without priority it waits until all are free.
     os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
+    # Its warnings of a lost connection fill a screen, where ours is one sentence.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # Each process sees its own GPU only, as cuda:0: the compiler's cache would tell cuda:0 from
     # cuda:1.
     all_gpus = ",".join(str(i) for i in range(len(glob("/dev/nvidia[0-9]*"))))
@@ -65,6 +67,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from data import checks, shards
 from nanogpt import arguments, checkpoint, compiling, fitting, kernels, masks, recipe, saving
 from nanogpt.arguments import key
+from nanogpt.joining import refuse_other_data
 from nanogpt.kernels import E4M3, E5M2
 from nanogpt.masks import BLOCK_SIZE
 from nanogpt.ranks import (
@@ -82,8 +85,11 @@ from nanogpt.ranks import (
     start_process,
 )
 from nanogpt.rows import LookedUpRows
+from nanogpt.watch import Watch
 from records import journal
 from records.console import Console, complain
+
+WATCH = Watch(STOP)  # over the other ranks
 
 # --------------------------------------------------------------------------------------------------
 # 1. Configuration: the defaults are the record, and every key can be given as --key=value
@@ -156,6 +162,7 @@ class Config:
         "auto", "of activations and of the weights that products use; auto: as the precision says")
     attention: str = key("auto", "auto, flex (CUDA) or sdpa (everywhere)")
     compile: bool = key(True, "use torch.compile")
+    join_timeout: float = key(5.0, "minutes that a process waits for the others at the start")
     resume: str = key(
         "", "save to go on from, logs/RUN_ID.saved/step_000123; --resume alone: the newest one in "
         "log_dir, if there is one", alone=saving.NEWEST)
@@ -225,8 +232,8 @@ FITTED = dict(
 # Keys that may have other values when a run goes on from a save. All others decide its result.
 MAY_CHANGE = (
     "resume", "data_dir", "target_loss", "val_tokens", "val_interval", "micro_tokens", "device",
-    "native", "attention", "compile", "log_dir", "jsonl", "run_name", "save_checkpoint",
-    "save_every", "sample", "sample_tokens")
+    "native", "attention", "compile", "join_timeout", "log_dir", "jsonl", "run_name",
+    "save_checkpoint", "save_every", "sample", "sample_tokens")
 
 
 class Stage(NamedTuple):
@@ -398,6 +405,8 @@ def check_config(c: Config) -> None:
             "--device=mps, but torch sees no GPU of Apple's here")
     cuda = c.device != "cpu" and torch.cuda.is_available()
     require(c.save_every >= 0, f"--save_every={c.save_every} must not be negative; 0 saves never")
+    require(0 < c.join_timeout <= 10_000,
+            f"--join_timeout={c.join_timeout} must be a number of minutes from 0 to 10,000")
     require(c.attention != "flex" or cuda,
             "--attention=flex needs CUDA: it has no backward on CPU")
     if c.nvfp4_without:
@@ -2201,7 +2210,7 @@ def train(c: Config) -> int:
     # before anything is written or compiled.
     cuda = has_cuda(c.device)
     kind = "cpu" if c.device == "auto" else c.device
-    device = start_process("cuda" if cuda else kind, LOCAL_GPU)
+    device = start_process("cuda" if cuda else kind, LOCAL_GPU, WATCH.store)
     rank, world_size = rank_and_world_size()
     names = choose_recipes(c, device)
     recipe.import_rooms(names, recipe_options(c))
@@ -2210,6 +2219,7 @@ def train(c: Config) -> int:
     train_paths, val_paths, val_tokens = agreed(check_data, c, errors=(BadInput, shards.ShardError))
     data = [shards.fingerprint(path, "train") for path in train_paths]
     data += [shards.fingerprint(path, "val") for path in val_paths]
+    agreed(refuse_other_data, files, data)
     saved = saving.open_save(c.resume, data, c.data_dir)
     save_to = agreed(place_to_save, c, saved)
 
@@ -2329,11 +2339,13 @@ def train(c: Config) -> int:
                 break
             clock.start()
         batch = [to_device(sequences, device) for sequences in next(batches)]
+        WATCH.enter_step(step)
         loss = train_step(model, optimizer, batch, step, call, requests.outgoing())
         log.put(step + 1, loss, clock.now())
         # This waits for the loss of the step before only. That has come: the CPU has waited in
         # this step for the counts of looked-up rows, which the GPU computes after that loss.
         hear(step)
+        WATCH.leave_step()
 
     # 5. Say what came of it, and save.
     interrupted = not last
@@ -2373,35 +2385,24 @@ def train(c: Config) -> int:
 
 
 def main(argv: list[str]) -> int:
-    """Exit status on rank 0: 0 target reached or none, 1 not reached, 2 bad input or too little
-    memory, 130 or 143 ended by SIGINT or SIGTERM."""
-    speaks = os.environ.get("RANK", "0") == "0"
-    status = 2
+    """Exit status: 0 target reached or none, 1 not reached, 2 bad input or too little memory, 3
+    another rank was lost, 130 or 143 ended by SIGINT or SIGTERM."""
+    errors = (BadInput, shards.ShardError, OSError, torch.OutOfMemoryError)
     try:
-        c = parse_config(argv)
-        status = train(c)
-    except (BadInput, shards.ShardError, OSError, torch.OutOfMemoryError) as error:
+        status = train(WATCH.join(parse_config, argv, errors, Config.join_timeout))
+        WATCH.leave()
+        return status
+    except errors as error:
         sentence = str(error)
         if isinstance(error, torch.OutOfMemoryError):
             sentence = sentence.split(". ")[0] + "; a smaller --micro_tokens needs less"
-        if isinstance(error, (OSError, torch.OutOfMemoryError)):
-            speaks = True  # of its files and its memory only this rank may know
-        if speaks:
-            complain(f"train_gpt.py: {sentence}")
-    except (RuntimeError, TypeError) as error:
+        return WATCH.refuse(sentence, error)
+    except Exception as error:
         if "--device=mps" in argv:  # never tried: what PyTorch lacks there is best said as it is
             complain(f"train_gpt.py: --device=mps failed ({error}); use --device=cpu")
             return 2
-        if not STOP.signal:
-            raise
-        # The signal has ended another rank, for which this one has waited in vain.
-        complain(f"train_gpt.py: stopped by {STOP.signal}, another rank first")
-        os._exit(stopping.status_of(STOP.signal))
-    if dist.is_initialized():
-        if status != 2:  # torchrun ends all ranks with the first one: none may leave before rank 0
-            dist.barrier()
-        dist.destroy_process_group()
-    return status if speaks else 0
+        WATCH.end_with_traceback(error)
+        raise
 
 
 if __name__ == "__main__":
