@@ -38,6 +38,8 @@ if __name__ == "__main__":
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     # A transfer needs few processors of the GPU, but without priority it waits until all are free.
     os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
+    # Its warnings of a lost connection fill a screen, where ours is one sentence.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # Each process sees its own GPU only, as cuda:0: the compiler's cache would tell cuda:0 from
     # cuda:1.
     all_gpus = ",".join(str(i) for i in range(len(glob("/dev/nvidia[0-9]*"))))
@@ -77,6 +79,7 @@ from nanogpt import (
     saving,
 )
 from nanogpt.arguments import key
+from nanogpt.joining import refuse_other_data
 from nanogpt.kernels import E4M3, E5M2
 from nanogpt.masks import BLOCK_SIZE
 from nanogpt.ranks import (
@@ -94,8 +97,11 @@ from nanogpt.ranks import (
     start_process,
 )
 from nanogpt.rows import LookedUpRows
+from nanogpt.watch import Watch
 from records import journal
 from records.console import Console, complain
+
+WATCH = Watch(STOP)  # over the other ranks
 
 # --------------------------------------------------------------------------------------------------
 # 1. Configuration: the defaults are the record, and every key can be given as --key=value
@@ -168,6 +174,7 @@ class Config:
         "auto", "of activations and of the weights that products use; auto: as the precision says")
     attention: str = key("auto", "auto, flex (CUDA) or sdpa (everywhere)")
     compile: bool = key(True, "use torch.compile")
+    join_timeout: float = key(5.0, "minutes that a process waits for the others at the start")
     resume: str = key(
         "", "save to go on from, logs/RUN_ID.saved/step_000123; --resume alone: the newest one in "
         "log_dir, if there is one", alone=saving.NEWEST)
@@ -232,8 +239,8 @@ EVERYDAY = (
 # Keys that may have other values when a run goes on from a save. All others decide its result.
 MAY_CHANGE = (
     "resume", "data_dir", "target_loss", "val_tokens", "val_interval", "micro_tokens", "device",
-    "native", "attention", "compile", "log_dir", "jsonl", "run_name", "save_checkpoint",
-    "save_every", "sample", "sample_tokens")
+    "native", "attention", "compile", "join_timeout", "log_dir", "jsonl", "run_name",
+    "save_checkpoint", "save_every", "sample", "sample_tokens")
 
 
 class Stage(NamedTuple):
@@ -2083,12 +2090,14 @@ class Inputs(NamedTuple):
     checkpoint: Path | None  # its file, on rank 0
 
 
-def check_inputs(c: Config) -> Inputs:
-    """Raises BadInput on all ranks if something is wrong on one of them. A collective."""
+def check_inputs(c: Config, files: list[dict]) -> Inputs:
+    """Raises BadInput on all ranks if something is wrong on one of them, or if they do not have the
+    same source files and shards. A collective."""
     train_paths, val_paths, val_tokens = agreed(check_data, c, errors=(BadInput, shards.ShardError))
     stamps = shards.stamps_of(train_paths)
     fingerprints = [shards.fingerprint(path, "train") for path in train_paths]
     fingerprints += [shards.fingerprint(path, "val") for path in val_paths]
+    agreed(refuse_other_data, files, fingerprints)
     saved = saving.open_save(c.resume, fingerprints, c.data_dir)
     place = agreed(place_to_save, c, saved)
     return Inputs(train_paths, stamps, val_tokens, fingerprints, saved, place)
@@ -2179,7 +2188,7 @@ class Run:
         self.requests = Requests(self.device)
         own = {name: optimizer.own(name, bank) for name, bank in optimizer.banks.items()
                if name not in self.model.big_tables}
-        self.watch = finite.Watch(own, self.recipes.measurements)
+        self.finite = finite.Check(own, self.recipes.measurements)
         self.batches = shards.ahead(rank_micro_batches(
             inputs.train_paths, c, self.device, self.step, inputs.stamps))
 
@@ -2208,23 +2217,25 @@ class Run:
                 self.validate()
                 self.clock.start()
             batch = [to_device(sequences, self.device) for sequences in next(self.batches)]
+            WATCH.enter_step(self.step)
             loss = train_step(self.model, self.optimizer, batch, self.step, call, self.tell)
             self.log.put(self.step + 1, loss, self.clock.now())
             # This waits for the loss of the step before only. That has come: the CPU has waited in
             # this step for the counts of looked-up rows, which the GPU computes after that loss.
             self.hear()
+            WATCH.leave_step()
             self.step += 1
         self.clock.stop()
         self.validate()
 
     def tell(self, loss: Tensor) -> Tensor:
         """What this rank tells the others with its loss."""
-        return torch.cat([self.watch.flags(loss), self.requests.outgoing()])
+        return torch.cat([self.finite.flags(loss), self.requests.outgoing()])
 
     def hear(self) -> None:
         """Takes the losses that have arrived, and waits for those up to this step. Raises BadInput
         if one is not finite."""
-        self.watch.judge(self.requests.hear(self.log.arrived(self.step)), self.step)
+        self.finite.judge(self.requests.hear(self.log.arrived(self.step)), self.step)
 
     def do_what_was_asked(self) -> None:
         """Saves the run if it is time to, and if a signal is to end it; all ranks do so together.
@@ -2327,12 +2338,12 @@ def train(c: Config, at_end: ExitStack) -> int:
     # before anything is written or compiled.
     cuda = has_cuda(c.device)
     kind = "cpu" if c.device == "auto" else c.device
-    device = start_process("cuda" if cuda else kind, LOCAL_GPU)
+    device = start_process("cuda" if cuda else kind, LOCAL_GPU, WATCH.store)
     names = choose_recipes(c, device)
     recipe.import_rooms(names, recipe_options(c))
     notes = agreed(check_sample, c)
     files = journal.project_files(__file__)
-    inputs = check_inputs(c)
+    inputs = check_inputs(c, files)
 
     # 2. The log begins with the code and the facts. Under --minutes the number of steps is one of
     # them, so its file begins after the warm-up, and until then the log holds back what it is told.
@@ -2402,36 +2413,26 @@ def train(c: Config, at_end: ExitStack) -> int:
 
 
 def main(argv: list[str]) -> int:
-    """Exit status on rank 0: 0 target reached or none, 1 not reached, 2 bad input or too little
-    memory, 130 or 143 ended by SIGINT or SIGTERM."""
-    speaks = os.environ.get("RANK", "0") == "0"
-    status = 2
+    """Exit status: 0 target reached or none, 1 not reached, 2 bad input or too little memory, 3
+    another rank was lost, 130 or 143 ended by SIGINT or SIGTERM."""
+    errors = (BadInput, shards.ShardError, OSError, torch.OutOfMemoryError)
     try:
-        c = parse_config(argv)
+        c = WATCH.join(parse_config, argv, errors, Config.join_timeout)
         with ExitStack() as at_end:
             status = train(c, at_end)
-    except (BadInput, shards.ShardError, OSError, torch.OutOfMemoryError) as error:
+        WATCH.leave()
+        return status
+    except errors as error:
         sentence = str(error)
         if isinstance(error, torch.OutOfMemoryError):
             sentence = sentence.split(". ")[0] + "; a smaller --micro_tokens needs less"
-        if isinstance(error, (OSError, torch.OutOfMemoryError)):
-            speaks = True  # of its files and its memory only this rank may know
-        if speaks:
-            complain(f"train_gpt.py: {sentence}")
-    except (RuntimeError, TypeError) as error:
+        return WATCH.refuse(sentence, error)
+    except Exception as error:
         if "--device=mps" in argv:  # never tried: what PyTorch lacks there is best said as it is
             complain(f"train_gpt.py: --device=mps failed ({error}); use --device=cpu")
             return 2
-        if not STOP.signal:
-            raise
-        # The signal has ended another rank, for which this one has waited in vain.
-        complain(f"train_gpt.py: stopped by {STOP.signal}, another rank first")
-        os._exit(stopping.status_of(STOP.signal))
-    if dist.is_initialized():
-        if status != 2:  # torchrun ends all ranks with the first one: none may leave before rank 0
-            dist.barrier()
-        dist.destroy_process_group()
-    return status if speaks else 0
+        WATCH.end_with_traceback(error)
+        raise
 
 
 if __name__ == "__main__":
