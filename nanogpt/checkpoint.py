@@ -4,9 +4,14 @@ A checkpoint is what torch.save makes of a dictionary: `config` (name -> value),
 tensor), `step` (updates so far), `val_loss`, and `sha256`, a checksum of the weights. This file
 knows nothing of the model: whether the weights fit it is for the model to check.
 """
+import dataclasses
 import hashlib
 import os
+import pickletools
+import re
 import stat
+import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -74,22 +79,92 @@ def keep(path: Path, checkpoint: dict) -> str:
 
 
 def read(path: str | Path) -> dict:
-    """A checkpoint, with its weights on the CPU. Only plain data is read (`weights_only`), so a
-    file from a stranger cannot run anything. Raises BadInput if the file is no checkpoint, if its
-    checksum does not hold, or if a weight is not finite."""
+    """A checkpoint, with its weights on the CPU. Raises BadInput if the file is no checkpoint, if
+    its checksum does not hold, or if a weight is not finite."""
     require(Path(path).exists(), f"{path}: no such file; name a checkpoint")
     try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        checkpoint = load(path)
         weights = checkpoint["weights"]
         whole = checkpoint["sha256"] == checksum(weights)
         name = not_finite(weights)
         dict(checkpoint["config"])
+        int(checkpoint["step"])
     except Exception as error:  # a foreign file can make torch.load raise nearly anything
         kind = type(error).__name__
         raise BadInput(f"{path} is no checkpoint of this program ({kind})") from None
     require(whole, f"{path} is damaged: its weights do not have the checksum that it names")
     require(name is None, f"{path}: the weights in {name} are not finite")
     return checkpoint
+
+
+# --------------------------------------------------------------------------------------------------
+# Files from strangers
+#
+# What torch.save writes is a zip file: a pickle, and beside it the bytes of each tensor. A pickle
+# is a program. Those of `weights_only` can run nothing of the system, but they could still ask for
+# more memory than there is: a list of names of what a pickle calls is therefore checked before it
+# runs, and the sizes of its tensors afterwards, when they are mapped and not yet read. A file whose
+# parts are compressed could be larger than it looks. So nothing needs more memory than the file has
+# bytes, whoever has written it.
+
+CALLS = re.compile(r"collections OrderedDict|torch\._utils _rebuild_tensor_v2|torch \w+Storage")
+
+
+def load(path: str | Path):
+    """What torch.save has written, as plain data. Its tensors are mapped, so that they are read
+    only where they are used. Raises whatever a foreign file can make torch.load raise, and
+    ValueError if a file asks for more than it holds."""
+    with zipfile.ZipFile(path) as file:
+        if any(part.compress_type != zipfile.ZIP_STORED for part in file.infolist()):
+            raise ValueError("compressed")
+        for part in file.namelist():
+            if part.endswith(".pkl"):
+                check_calls(file.read(part))
+    content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    need = 0
+    for tensor in tensors_in(content, set()):
+        need += tensor.nbytes
+        if need > os.path.getsize(path) or not tensor.is_contiguous():
+            raise ValueError("tensors larger than the file")
+    return content
+
+
+def check_calls(program: bytes) -> None:
+    """Raises ValueError if a pickle names anything but tensors and dictionaries."""
+    for code, argument, _ in pickletools.genops(program):
+        if code.name == "GLOBAL" and not CALLS.fullmatch(argument):
+            raise ValueError(argument)
+        if code.name in ("STACK_GLOBAL", "INST", "EXT1", "EXT2", "EXT4"):  # torch.save has none
+            raise ValueError(code.name)
+
+
+def tensors_in(content, seen: set[int]) -> Iterator[Tensor]:
+    """All tensors in nested dictionaries, lists and tuples. `seen` are the ids of those that were
+    looked through: a list may hold another one many times."""
+    if isinstance(content, Tensor):
+        yield content
+    elif isinstance(content, (dict, list, tuple)) and id(content) not in seen:
+        seen.add(id(content))
+        for item in content.values() if isinstance(content, dict) else content:
+            yield from tensors_in(item, seen)
+
+
+def config_values(config: dict, config_class: type) -> dict:
+    """The configuration of a file, as values of all fields of the dataclass. A key that is newer
+    than the file has its default, and one that is not known is passed over. Raises BadInput if a
+    value cannot be one of its field."""
+    values = {}
+    for field in dataclasses.fields(config_class):
+        value = values[field.name] = config.get(field.name, field.default)
+        fits = isinstance(value, (int, float) if field.type is float else field.type)
+        if fits and not isinstance(value, str):
+            fits = abs(value) < 2**63  # not infinite, either, and no NaN
+        require(fits, f"{field.name} is {value!r:.60} in its configuration, which cannot be")
+    return values
+
+
+# --------------------------------------------------------------------------------------------------
+# Checks of the weights
 
 
 def checksum(weights: dict[str, Tensor]) -> str:

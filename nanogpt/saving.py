@@ -16,9 +16,10 @@ The number of ranks may be another one when the run goes on. Each rank then read
 one tensor after the other together, and keeps its own part of it.
 
 torch.distributed.checkpoint is not used: its metadata is a pickle, which runs what a stranger has
-put into it, whereas torch.load(weights_only=True) reads data only.
+put into it, whereas nanogpt/checkpoint.py reads data only. A save is data in that it names no place
+to write to, either: the logs go to the folder that it lies in, and its checkpoint's file must lie
+there too, or below the folder where the program is started, or be given anew.
 """
-import dataclasses
 import hashlib
 import os
 import re
@@ -32,6 +33,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from nanogpt import checkpoint
 from nanogpt.ranks import BadInput, agreed, all_ranks, rank_and_world_size, require
 from records.console import complain
 
@@ -42,6 +44,10 @@ FINISHED = "finished"  # a file in RUN_ID.saved: the run has come to its end, he
 PATIENCE_S = 120  # how long rank 0 waits for the files of the others
 LAST_PATIENCE_S = 10  # the same once its own training has ended, perhaps because of another rank
 REMEDY = "name another save, or leave --resume out to begin anew"
+FACTS = {  # what all ranks share and a run needs to go on
+    "config": dict, "run_id": str, "files_sha256": str, "data": list, "came_from": list,
+    "best": (dict, type(None)), "checkpoint": (str, type(None)), "seconds": (int, float),
+    "steps": list, "updates": int, "bytes_sent": int, "recipes": dict}
 
 # --------------------------------------------------------------------------------------------------
 # Where saves are
@@ -270,7 +276,7 @@ def read_part(path: Path) -> dict:
     """The file of a rank, whose tensors are read only where they are used. Raises BadInput if it is
     none of this program."""
     try:
-        content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        content = checkpoint.load(path)
         keys = {"step": int, "tensors": dict, "random": dict, "facts": dict}
         fits = content["format"] == FORMAT and all(
             isinstance(content[key], kind) for key, kind in keys.items())
@@ -320,8 +326,24 @@ class Saved:
         self.same_world = len(self.parts) == world_size
 
     def fact(self, name: str):
+        """One of FACTS."""
         require(name in self.facts, f"{self.save} lacks {name}; {REMEDY}")
-        return self.facts[name]
+        value = self.facts[name]
+        require(isinstance(value, FACTS[name]), f"{self.save}: {name} is {value!r:.60}; {REMEDY}")
+        return value
+
+    def history(self) -> list[str]:
+        """The folders RUN_ID.saved of the runs that have led here, in the folder of this one."""
+        logs = self.save.parent.parent
+        names = [Path(str(folder)).name for folder in self.fact("came_from")]
+        folders = [str(logs / name) for name in names if name.endswith(".saved")]
+        return [*folders, str(self.save.parent)]
+
+    def checkpoint(self) -> Path:
+        """The file that the checkpoint was to be written to."""
+        path = self.fact("checkpoint")
+        check_place(self.save, path)
+        return Path(path)
 
     def of_rank(self, rank: int, name: str) -> Tensor:
         tensor = self.parts[rank]["tensors"].get(name)
@@ -355,9 +377,12 @@ class Saved:
         state = self.parts[rank]["random"] if self.same_world else {}
         saved_on = "cuda" if isinstance(state.get("cuda"), Tensor) else "cpu"
         if isinstance(state.get("cpu"), Tensor) and device.type == saved_on:
-            torch.set_rng_state(state["cpu"])
-            if saved_on == "cuda":
-                torch.cuda.set_rng_state(state["cuda"], device)
+            try:
+                torch.set_rng_state(state["cpu"])
+                if saved_on == "cuda":
+                    torch.cuda.set_rng_state(state["cuda"], device)
+            except (RuntimeError, TypeError):
+                raise BadInput(f"{self.save}: no state of random numbers; {REMEDY}") from None
             return
         digest = hashlib.sha256(f"{seed} {rank} {self.step}".encode()).digest()
         torch.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
@@ -365,8 +390,9 @@ class Saved:
     def check_data(self, data: list[dict], folder: str) -> None:
         """Raises BadInput unless these shards (data/shards.py, `fingerprint`) are the saved run's.
         Their names count only by their order."""
-        def essence(shards: list[dict]) -> list[tuple]:
-            return [(shard["split"], shard["tokens"], shard["sha256"]) for shard in shards]
+        def essence(shards: list[dict]) -> list[list]:
+            return [[dict(shard).get(key) for key in ("split", "tokens", "sha256")]
+                    for shard in shards]
 
         require(essence(self.fact("data")) == essence(data),
                 f"the shards in {folder} are not those of {self.save}; give their folder as "
@@ -399,21 +425,42 @@ def how_it_began(asked: str, log_dir: str, saved: Saved | None, run: dict) -> li
     return notes
 
 
+def is_near(save: Path, path: str) -> bool:
+    """Whether a path lies below the folder where the program is started, or beside the logs. There
+    a run that goes on may write what only the save names."""
+    folders = (Path.cwd(), save.resolve().parent.parent)
+    return any(Path(path).resolve().is_relative_to(folder) for folder in folders)
+
+
+def check_place(save: Path, path: str) -> None:
+    require(is_near(save, path), f"{save} would write weights to {path}; give that as "
+            "--save_checkpoint if it shall, else another file")
+
+
+def command(save: Path | None, save_checkpoint: str) -> str:
+    """What goes on from a save; empty if there is none."""
+    if not save:
+        return ""
+    again = "" if is_near(save, save_checkpoint) else f" --save_checkpoint={save_checkpoint}"
+    return f"train_gpt.py --resume={save}{again}"
+
+
 def config_of(save: Path, config_class: type) -> dict:
-    """The configuration of a save, as values of all fields of the dataclass. A key that is newer
-    than the save has its default. Raises BadInput if a value has not the type of its field."""
-    config = facts_of(save)["config"]
-    values = {}
-    for field in dataclasses.fields(config_class):
-        value = config.get(field.name, field.default)
-        fits = isinstance(value, (int, float) if field.type is float else field.type)
-        require(fits, f"{save} is no save of this program: its {field.name} is {value!r}; {REMEDY}")
-        values[field.name] = value
-    return values
+    """The configuration of a save, as values of all fields of the dataclass, with the folder of
+    the logs that the save lies in. Raises BadInput if a value cannot be one of its field."""
+    try:
+        values = checkpoint.config_values(facts_of(save)["config"], config_class)
+    except BadInput as error:
+        raise BadInput(f"{save}: {error}; {REMEDY}") from None
+    logs = config_class.log_dir
+    if save.parent.suffix == ".saved":
+        logs = str(save.parent.parent)
+    return values | {"log_dir": logs}
 
 
 def check_changes(save: Path, saved: dict, given: dict, may_change: tuple[str, ...]) -> None:
-    """Raises BadInput if a key was given another value than the saved one, and may not."""
+    """Raises BadInput if a key was given another value than the saved one, and may not, or if
+    only the save says where to write, and it is far away."""
     changed = []
     for name, value in given.items():
         if name not in may_change and value != saved[name]:
@@ -421,6 +468,8 @@ def check_changes(save: Path, saved: dict, given: dict, may_change: tuple[str, .
     require(not changed, f"--resume={save} goes on with the saved configuration, which cannot be "
             f"changed by {', '.join(changed)}; leave out what differs, or leave out --resume to "
             "begin anew")
+    if "save_checkpoint" not in given:
+        check_place(save, saved["save_checkpoint"])
 
 
 def same_save(path: str) -> str:

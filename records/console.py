@@ -392,11 +392,12 @@ class Console:
             for command in commands:
                 self.say(f"  {python_command()} {command}")
 
-    def stopped(self, signal: str, step: int, checkpoint: Path | None, save: Path | None) -> None:
-        """Says what is left of a run that a signal has ended, and how it goes on."""
+    def stopped(self, signal: str, step: int, checkpoint: Path | None, command: str) -> None:
+        """Says what is left of a run that a signal has ended, and the command that goes on from its
+        save, if there is one."""
         self.say(f"stopped by {signal} after step {step} of {self.num_steps}")
-        self.closing(checkpoint, [f"train_gpt.py --resume={save}"] if save else [])
-        if not save:
+        self.closing(checkpoint, [command] if command else [])
+        if not command:
             self.say("it cannot be resumed, as nothing was saved; --save_every=MINUTES saves")
 
 

@@ -1,7 +1,10 @@
 """Checkpoints: written whole or not at all, and read as data that is checked."""
+import contextlib
+import dataclasses
 import os
 import pickle
 import stat
+import zipfile
 
 import pytest
 import torch
@@ -50,6 +53,74 @@ def test_a_foreign_file_is_one_sentence_and_runs_nothing(tmp_path, monkeypatch, 
     assert os.listdir() == ["model.pt"]
 
 
+class Large:
+    """A pickle that asks for a terabyte, which `weights_only` would allow."""
+
+    def __reduce__(self):
+        return bytearray, (2**40,)
+
+
+def compress(path):
+    """The same file with its parts compressed: a small one may be a large one."""
+    with zipfile.ZipFile(path) as old:
+        parts = {name: old.read(name) for name in old.namelist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as new:
+        for name, content in parts.items():
+            new.writestr(name, content)
+
+
+TOO_MUCH = {  # what a stranger may have put into a checkpoint
+    "expanded": {"weights": {"a": torch.ones(1).expand(2**20, 2**20)}},  # four bytes in the file
+    "shared": {"weights": {f"a{i}": torch.ones(2**12).as_strided((2**12,), (1,)) for i in range(4)}
+               | {f"b{i}": GOOD["weights"]["a"].expand(9, 2, 3) for i in range(2)}},
+    "hidden": {"more": [{"deep": (torch.ones(1).expand(2**40),)}]},
+    "transposed": {"weights": {"a": torch.ones(2, 3).t()}},
+    "without bytes": {"weights": {"a": torch.empty(2**40, device="meta")}},
+    "a call": {"config": Large()},
+    "no step": {"step": "many"},
+    "no dictionary": {"config": 7},
+}
+
+
+@pytest.mark.parametrize("kind", [*TOO_MUCH, "compressed"])
+def test_a_file_takes_no_more_memory_than_it_has_bytes(tmp_path, kind):
+    path = tmp_path / "model.pt"
+    content = GOOD | TOO_MUCH.get(kind, {})
+    with contextlib.suppress(RuntimeError, NotImplementedError):
+        content = content | {"sha256": checkpoint.checksum(GOOD["weights"])}
+    torch.save(content, path)
+    if kind == "compressed":
+        compress(path)
+    with pytest.raises(BadInput, match="model.pt is no checkpoint of this program"):
+        checkpoint.read(path)
+
+
+def test_a_list_that_holds_another_one_many_times_is_looked_through_once(tmp_path):
+    laughs = [torch.ones(1)]
+    for _ in range(40):
+        laughs = [laughs, laughs]
+    torch.save(laughs, tmp_path / "x.pt")
+    assert len(list(checkpoint.tensors_in(checkpoint.load(tmp_path / "x.pt"), set()))) == 1
+
+
+@dataclasses.dataclass
+class Few:
+    name: str = "a"
+    steps: int = 3
+    rate: float = 0.5
+    loud: bool = False
+
+
+def test_the_configuration_of_a_file_has_values_that_can_be(tmp_path):
+    defaults = {"name": "a", "steps": 3, "rate": 0.5, "loud": False}
+    assert checkpoint.config_values({"steps": 4, "rate": 1, "colour": "red"}, Few) == defaults | {"steps": 4, "rate": 1}
+    for wrong in ({"steps": "4"}, {"steps": 0.5}, {"steps": 2**63}, {"rate": float("nan")}, {"rate": float("inf")},
+                  {"loud": 1}, {"name": ["a"] * 10**6}, {"name": None}):
+        (name,) = wrong
+        with pytest.raises(BadInput, match=f"^{name} is .{{1,60}} in its configuration, which cannot be$"):
+            checkpoint.config_values(wrong, Few)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_weights_that_are_not_finite_neither_replace_a_good_checkpoint_nor_load(tmp_path, value):
     path = tmp_path / "model.pt"
@@ -87,3 +158,11 @@ def test_a_place_where_nothing_can_be_written_is_refused_and_left_as_it_is(tmp_p
     assert sorted(os.listdir(tmp_path)) == ["fifo", "file"]
     checkpoint.try_place(tmp_path / "new" / "folder" / "model.pt")
     assert os.listdir(tmp_path / "new" / "folder") == []
+
+
+def test_what_was_best_is_kept_when_an_error_ends_the_run(tmp_path):
+    path = tmp_path / "model.pt"
+    assert checkpoint.keep(path, GOOD) == f"{path} has the weights of step 7, the best validation so far"
+    assert checkpoint.read(path)["step"] == 7
+    sentence = checkpoint.keep(path, GOOD | {"step": 9, "weights": {"a": torch.tensor([float("nan")])}})
+    assert "weights in a are not finite" in sentence and checkpoint.read(path)["step"] == 7

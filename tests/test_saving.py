@@ -237,12 +237,12 @@ def test_a_resumed_run_may_be_stopped_too_and_keeps_the_name_of_its_checkpoint(c
 
 
 def test_the_number_of_steps_that_minutes_gave_stays(corpus, tmp_path):
-    command = options(corpus, tmp_path, minutes=0.02, epochs=1000)
+    command = options(corpus, tmp_path, minutes=0.2, epochs=1000)
     assert run(command, 2) == 130
     num_steps = read_log(last_log(tmp_path)).config["num_steps"]
     assert run([*[word for word in command if "num_steps" not in word], "--resume"], 3) == 130
     config = read_log(last_log(tmp_path)).config
-    assert config["num_steps"] == num_steps != 6 and config["minutes"] == 0.02
+    assert config["num_steps"] == num_steps != 6 and config["minutes"] == 0.2
 
 
 # ---------------------------------------------------------------------------------------------------- killed
@@ -366,13 +366,64 @@ def damage(save, how):
         part.with_suffix(".sha256").write_text(f"{digest}  {part.name}\n")
 
 
+def rewrite(save, change):
+    """Makes a save what a stranger might have written: `change` gets its content."""
+    part = save / "rank_0_of_1.pt"
+    content = torch.load(part, weights_only=True)
+    change(content)
+    torch.save(content, part)
+    digest = hashlib.sha256(part.read_bytes()).hexdigest()
+    part.with_suffix(".sha256").write_text(f"{digest}  {part.name}\n")
+
+
+FOREIGN = {  # what a stranger's save may hold, and what the sentence says
+    "large": (lambda content: content["tensors"].update(a=torch.ones(1).expand(2**40)), "damaged or no save"),
+    "large, hidden": (lambda content: content["facts"].update(steps=[torch.ones(1).expand(2**40)]), "damaged or no"),
+    "facts": (lambda content: content["facts"].update(updates="many"), "updates is 'many'"),
+    "random": (lambda content: content["random"].update(cpu=torch.ones(3)), "random numbers"),
+    "config": (lambda content: content["facts"]["config"].update(num_steps=10**400), "num_steps is 1000000"),
+}
+
+
+@pytest.mark.parametrize("how", FOREIGN)
+def test_the_save_of_a_stranger_is_data_that_is_checked(how, stopped, tmp_path, capfd):
+    folder = tmp_path / "x.saved" / "step_000003"
+    shutil.copytree(the_save(stopped), folder)
+    change, part = FOREIGN[how]
+    rewrite(folder, change)
+    sentence = refused(capfd, [f"--resume={folder}", "--save_checkpoint="])
+    assert str(folder) in sentence and part in sentence and "leave --resume out" in sentence
+
+
+def test_no_path_in_a_save_is_written_to(stopped, corpus, tmp_path, capfd):
+    elsewhere = tmp_path / "elsewhere"
+    folder = tmp_path / "logs" / "x.saved" / "step_000003"
+    shutil.copytree(the_save(stopped), folder)
+    (elsewhere / "old.saved").mkdir(parents=True)
+    (tmp_path / "logs" / "old.saved").mkdir()
+
+    def name_paths(content):
+        content["facts"]["came_from"] = [str(elsewhere / "old.saved"), "..", str(elsewhere)]
+        content["facts"]["checkpoint"] = str(elsewhere / "auto.pt")
+        content["facts"]["config"] |= {"log_dir": str(elsewhere), "save_checkpoint": str(elsewhere / "model.pt")}
+
+    rewrite(folder, name_paths)
+    assert f"would write weights to {elsewhere}/model.pt" in refused(capfd, [f"--resume={folder}"])
+    assert f"would write weights to {elsewhere}/auto.pt" in refused(
+        capfd, [f"--resume={folder}", "--save_checkpoint=auto"])
+    assert run([f"--resume={folder}", f"--save_checkpoint={tmp_path / 'mine.pt'}"]) == 0
+    assert [*elsewhere.rglob("*")] == [elsewhere / "old.saved"] and not (tmp_path / "finished").exists()
+    assert last_log(tmp_path / "logs") and (tmp_path / "mine.pt").exists()
+    assert [path.parent.name for path in sorted(tmp_path.rglob("finished"))] == ["old.saved", "x.saved"]
+
+
 @pytest.mark.parametrize("how", ["flipped", "cut", "no file", "no sum", "a pickle", "two", "other config",
                                  "other weights", "no weights", "checkpoint"])
 def test_a_damaged_or_foreign_save_is_one_sentence(how, stopped, tmp_path, capfd):
     folder = tmp_path / "x.saved" / "step_000003"
     shutil.copytree(the_save(stopped), folder)
     damage(folder, how)
-    sentence = refused(capfd, [f"--resume={folder}", f"--log_dir={tmp_path / 'logs'}"])
+    sentence = refused(capfd, [f"--resume={folder}", f"--log_dir={tmp_path / 'logs'}", "--save_checkpoint="])
     assert str(folder) in sentence and "leave --resume out" in sentence
     assert not os.path.exists("/tmp/a_stranger_was_here")
 
