@@ -10,8 +10,8 @@
 model.pt is what `train_gpt.py --save_checkpoint=model.pt` has written.
 
 **Loss** is in nats per token, over the text's tokens and the end of each document. On shards it is
-what the trainer calls val_loss: the first val_tokens of them, cut into sequences of val_seq_len
-(--seq_len: shorter ones give a slightly higher loss, as more documents are cut).
+what the trainer calls val_loss: the first val_tokens of them (of the first model), cut into
+sequences of val_seq_len. Shorter ones (--seq_len) cut more documents, so the loss is a bit higher.
 **Bits per byte** divides by the bytes of the text in UTF-8 instead, and leaves the ends of
 documents out, which have no bytes. So models with different tokens can be compared.
 
@@ -53,7 +53,6 @@ from tqdm import tqdm
 
 import sample
 from data import checks, hellaswag, shards, texts
-from nanogpt import checkpoint
 from nanogpt.masks import BLOCK_SIZE
 from nanogpt.ranks import BadInput, require
 from records import evaluation
@@ -105,30 +104,38 @@ class Scores(NamedTuple):
     is_first: np.ndarray  # bool: each of its tokens is the most probable one
 
 
-def packed(items: list[Item], bos: int, seq_len: int) -> Iterator[tuple[list[int], ...]]:
-    """Yields sequences: tokens, targets and owners, three lists of seq_len, or of the multiple of
-    128 that the last sequence needs. Each completion is a document of its own, with the context
-    before it, and begins at the start of a block. Only the tokens of completions are targets, and
-    all others are -1. An owner is the number of the completion, counted over all items."""
-    tokens, targets, owners = [], [], []
+class Sequence(NamedTuple):
+    """Documents that are computed together; each of the three is (T,) int64."""
+    tokens: np.ndarray
+    targets: np.ndarray  # the tokens of completions, one place earlier; -1 elsewhere
+    owners: np.ndarray  # at a target: the number of its completion, counted over all items
+
+
+def packed(items: list[Item], bos: int, seq_len: int) -> Iterator[Sequence]:
+    """Yields sequences of seq_len tokens, a multiple of 128; the last one may be shorter. Each
+    completion is a document of its own, with the context before it, and begins at the start of a
+    block. Raises ValueError if one does not fit into a sequence."""
+    sequence = None
+    end = seq_len  # of what has been filled so far, rounded up to whole blocks
     number = 0
     for item in items:
         for completion in item.completions:
             document = [bos, *item.context, *completion]
             count = len(document) - 1  # the last token is a target only
-            length = math.ceil(count / BLOCK_SIZE) * BLOCK_SIZE
-            if len(tokens) + length > seq_len:
-                rest = seq_len - len(tokens)
-                yield tokens + [bos] * rest, targets + [-1] * rest, owners + [-1] * rest
-                tokens, targets, owners = [], [], []
-            nothing = [-1] * (count - len(completion))
-            filling = length - count
-            tokens += document[:-1] + [bos] * filling
-            targets += nothing + completion + [-1] * filling
-            owners += [number] * length
+            if end + count > seq_len:
+                if sequence:
+                    yield sequence
+                filling = (np.full(seq_len, value) for value in (bos, -1, -1))
+                sequence = Sequence(*filling)
+                end = 0
+            answer = slice(end + count - len(completion), end + count)
+            sequence.tokens[end : end + count] = document[:-1]
+            sequence.targets[answer] = completion
+            sequence.owners[answer] = number
+            end += math.ceil(count / BLOCK_SIZE) * BLOCK_SIZE
             number += 1
-    if tokens:
-        yield tokens, targets, owners
+    if sequence:
+        yield Sequence(*(array[:end] for array in sequence))
 
 
 def score_items(model, items: list[Item], most_tokens: int, progress: Callable = iter) -> Scores:
@@ -149,11 +156,11 @@ def score_items(model, items: list[Item], most_tokens: int, progress: Callable =
     log_probability = np.zeros(shape)
     num_tokens = np.zeros(shape, dtype=np.int64)
     misses = np.zeros(shape, dtype=np.int64)
-    for tokens, targets, owners in progress(list(packed(items, model.bos, seq_len))):
-        targets = torch.tensor(targets)
-        owners = torch.tensor(owners)[targets >= 0].numpy()  # (n,)
-        found, is_first = score(
-            model, view, torch.tensor(tokens, device=device), targets.to(device))
+    for sequence in progress(list(packed(items, model.bos, seq_len))):
+        tokens = torch.from_numpy(sequence.tokens).to(device)
+        targets = torch.from_numpy(sequence.targets).to(device)
+        owners = sequence.owners[sequence.targets >= 0]  # (n,)
+        found, is_first = score(model, view, tokens, targets)
         np.add.at(log_probability.reshape(-1), owners, found.double().cpu().numpy())
         np.add.at(num_tokens.reshape(-1), owners, 1)
         np.add.at(misses.reshape(-1), owners, ~is_first.cpu().numpy())
@@ -211,13 +218,10 @@ class Model(NamedTuple):
     """A model and what is needed to show it text."""
     path: str
     gpt: nn.Module
-    encode: Callable[[str], list[int]] | None  # None: GPT-2's vocabulary could not be loaded
+    tokens: str  # "gpt2", "bytes", or "other" for a vocabulary of the user's
+    encode: Callable[[str], list[int]] | None  # None: the vocabulary is not known here
     token_bytes: np.ndarray | None  # (V,) the number of bytes that each token stands for
     sha256: str  # of the weights
-
-    @property
-    def tokens(self) -> str:
-        return "bytes" if self.gpt.config.vocab_size <= shards.SEPARATOR else "gpt2"
 
 
 def loss_measures(model: Model, stream: Stream, seq_len: int,
@@ -228,8 +232,10 @@ def loss_measures(model: Model, stream: Stream, seq_len: int,
     totals = np.add.reduceat(nats, stream.starts)
     counts = np.diff(stream.starts, append=len(nats))
     found = {"loss": Sums(totals, counts.astype(float))}
-    if model.token_bytes is not None:
-        num_bytes = model.token_bytes[stream.tokens[1:]]  # (n,) of each target
+    if model.token_bytes is None:
+        return found
+    num_bytes = model.token_bytes[stream.tokens[1:]]  # (n,) of each target
+    if num_bytes.any():
         bits = np.where(num_bytes > 0, nats / math.log(2), 0)
         found["bits_per_byte"] = Sums(
             np.add.reduceat(bits, stream.starts),
@@ -327,6 +333,7 @@ def difference(b: Sums, a: Sums) -> Difference | None:
 # 4. The program
 
 OWN = "the validation shards of its training"  # what --text alone means
+MOST_FOR_BYTES = 512  # size of the vocabulary of a model that reads bytes
 
 
 def sequence_length(text: str) -> int:
@@ -375,14 +382,31 @@ def load_model(path: str, device: torch.device) -> Model:
         if parameter.dtype in narrow:
             wide = torch.float32 if device.type == "cpu" else torch.bfloat16
             parameter.data = parameter.data.to(wide)
-    weights = {name: gpt.weight(name) for name in gpt.table}
-    encode, token_bytes = None, None
+    file = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    tokens = kind_of_tokens(gpt.config.vocab_size)
+    model = Model(path, gpt, tokens, None, None, file["sha256"])  # which was checked just now
+    if tokens == "other":
+        return model
     try:
         encode, to_bytes = sample.codec(gpt.config.vocab_size)
-        token_bytes = np.array([len(to_bytes(i)) for i in range(gpt.config.vocab_size)])
     except BadInput as error:
-        print(f"evaluate.py: {error}", file=sys.stderr)
-    return Model(path, gpt, encode, token_bytes, checkpoint.checksum(weights))
+        print(f"evaluate.py: {error}", file=sys.stderr)  # the loss on shards can still be had
+        return model
+    lengths = [len(to_bytes(token)) for token in range(gpt.config.vocab_size)]
+    return model._replace(encode=encode, token_bytes=np.array(lengths))
+
+
+def kind_of_tokens(vocab_size: int) -> str:
+    """What the tokens of a model are, as far as the size of its vocabulary tells."""
+    if vocab_size > shards.SEPARATOR:
+        return "gpt2"
+    return "bytes" if vocab_size <= MOST_FOR_BYTES else "other"
+
+
+def needs_text(model: Model) -> None:
+    """Raises BadInput unless the model can be shown a text."""
+    require(model.encode, f"{model.path} has tokens whose text is not known here, so that only its "
+            "loss on shards can be measured")
 
 
 class Source(NamedTuple):
@@ -401,24 +425,29 @@ def sum_of(paths: list[Path]) -> str:
     return total.hexdigest()
 
 
-def find_text(options: argparse.Namespace, model: Model) -> tuple[Source, bool]:
-    """The source of --text, and whether it consists of shards. Raises BadInput, ShardError or
-    PrepareError if there is none."""
+class Text(NamedTuple):
+    """What the loss is measured on."""
+    source: Source
+    val_tokens: int | None  # of shards, whose first so many tokens are taken; None: texts
+
+
+def find_text(options: argparse.Namespace, model: Model) -> Text:
+    """What --text means. Raises BadInput, ShardError or PrepareError if it is not there."""
     c = model.gpt.config
     if options.text in (None, OWN):
         try:
             paths = checks.find(c.data_dir, "val", c.val_files)
         except shards.ShardError as error:
             raise BadInput(f"{error}; or name a text with --text") from None
-        return Source(c.data_dir, sum_of(paths), paths), True
+        return Text(Source(c.data_dir, sum_of(paths), paths), c.val_tokens)
     path = Path(options.text)
     if path.suffix == ".bin":
         require(path.is_file(), f"{path}: no such file; name a shard")
-        return Source(options.text, sum_of([path]), [path]), True
+        return Text(Source(options.text, sum_of([path]), [path]), c.val_tokens)
     if path.is_dir() and list(path.glob("*.bin")):
         paths = checks.find(options.text, "val", "*_val_*.bin")
-        return Source(options.text, sum_of(paths), paths), True
-    return read_texts(options.text, options.key, options.split_blank), False
+        return Text(Source(options.text, sum_of(paths), paths), c.val_tokens)
+    return Text(read_texts(options.text, options.key, options.split_blank), None)
 
 
 def read_texts(name: str, key: str, split_blank: int | None) -> Source:
@@ -435,23 +464,24 @@ def read_texts(name: str, key: str, split_blank: int | None) -> Source:
     return Source(name, sum_of(paths), documents)
 
 
-def stream_of(source: Source, is_shards: bool, model: Model, limit: int | None) -> Stream:
-    """The stream of a source in the model's tokens. Raises BadInput if the shards hold tokens of
-    another kind."""
-    c = model.gpt.config
-    if is_shards:
+def stream_of(text: Text, model: Model, limit: int | None) -> Stream:
+    """The documents of a text in the model's tokens, at most `limit`. Raises BadInput if it is of
+    shards that hold tokens of another kind, and ShardError if one is damaged."""
+    source = text.source
+    if text.val_tokens:
         kind = shards.kind_of_tokens(source.content[0])
-        require(kind == model.tokens,
+        require(model.tokens in (kind, "other"),
                 f"{source.content[0]} holds tokens of the kind {kind}, and {model.path} reads "
                 f"{model.tokens}; name a text file with --text")
         tokens = np.concatenate(
-            [shards.read_shard(path, c.vocab_size).tokens for path in source.content])
-        tokens = tokens[: c.val_tokens + 1].astype(np.int64)
+            [shards.read_shard(path, model.gpt.config.vocab_size).tokens
+             for path in source.content])
+        tokens = tokens[: text.val_tokens + 1].astype(np.int64)
     else:
-        require(model.encode, f"{model.path} needs GPT-2's vocabulary, which cannot be loaded")
+        needs_text(model)
         pieces = []
-        for text in source.content[:limit]:
-            pieces += [[model.gpt.bos], model.encode(text)]
+        for document in source.content[:limit]:
+            pieces += [[model.gpt.bos], model.encode(document)]
         pieces.append([model.gpt.bos])  # the end of the last document
         tokens = np.concatenate([np.array(piece, dtype=np.int64) for piece in pieces])
     begins = tokens == model.gpt.bos
@@ -492,14 +522,15 @@ def measure_all(options: argparse.Namespace, models: list[Model]) -> list[Measur
     # 1. All that is to be read, so that a mistake shows before anything is computed.
     wants_text = options.text or not (options.hellaswag or options.last_word)
     if wants_text:
-        text, is_shards = find_text(options, models[0])
-        streams = [stream_of(text, is_shards, model, options.limit) for model in models]
+        text = find_text(options, models[0])
+        streams = [stream_of(text, model, options.limit) for model in models]
         numbers = {len(stream.starts) for stream in streams}
         require(len(numbers) == 1,
-                f"the models do not see the same documents of {text.name}; measure them one by one")
+                f"the models do not see the same documents of {text.source.name}; measure them one "
+                "by one")
     if options.hellaswag or options.last_word:
         for model in models:
-            require(model.encode, f"{model.path} needs GPT-2's vocabulary, which cannot be loaded")
+            needs_text(model)
     items = read_hellaswag(options) if options.hellaswag else None
     passages = read_passages(options) if options.last_word else None
 
@@ -511,7 +542,7 @@ def measure_all(options: argparse.Namespace, models: list[Model]) -> list[Measur
     if wants_text:
         sums = [loss_measures(model, stream, max_tokens(options, model), progress)
                 for model, stream in zip(models, streams)]
-        done.append(Measured(text, sums))
+        done.append(Measured(text.source, sums))
     for source, measures in ((items, hellaswag_measures), (passages, last_word_measures)):
         if source:
             sums = [measures(model, source.content, max_tokens(options, model), progress)

@@ -38,6 +38,8 @@ if __name__ == "__main__":
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     # A transfer needs few processors of the GPU, but without priority it waits until all are free.
     os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
+    # Its warnings of a lost connection fill a screen, where ours is one sentence.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # Each process sees its own GPU only, as cuda:0: the compiler's cache would tell cuda:0 from
     # cuda:1.
     all_gpus = ",".join(str(i) for i in range(len(glob("/dev/nvidia[0-9]*"))))
@@ -77,6 +79,7 @@ from nanogpt import (
     saving,
 )
 from nanogpt.arguments import key
+from nanogpt.joining import refuse_other_data
 from nanogpt.kernels import E4M3, E5M2
 from nanogpt.masks import BLOCK_SIZE
 from nanogpt.ranks import (
@@ -94,8 +97,11 @@ from nanogpt.ranks import (
     start_process,
 )
 from nanogpt.rows import LookedUpRows
+from nanogpt.watch import Watch
 from records import journal
 from records.console import Console, complain
+
+WATCH = Watch(STOP)  # over the other ranks
 
 # --------------------------------------------------------------------------------------------------
 # 1. Configuration: the defaults are the record, and every key can be given as --key=value
@@ -168,6 +174,7 @@ class Config:
         "auto", "of activations and of the weights that products use; auto: as the precision says")
     attention: str = key("auto", "auto, flex (CUDA) or sdpa (everywhere)")
     compile: bool = key(True, "use torch.compile")
+    join_timeout: float = key(5.0, "minutes that a process waits for the others at the start")
     resume: str = key(
         "", "save to go on from, logs/RUN_ID.saved/step_000123; --resume alone: the newest one in "
         "log_dir, if there is one", alone=saving.NEWEST)
@@ -232,8 +239,8 @@ EVERYDAY = (
 # Keys that may have other values when a run goes on from a save. All others decide its result.
 MAY_CHANGE = (
     "resume", "data_dir", "target_loss", "val_tokens", "val_interval", "micro_tokens", "device",
-    "native", "attention", "compile", "log_dir", "jsonl", "run_name", "save_checkpoint",
-    "save_every", "sample", "sample_tokens")
+    "native", "attention", "compile", "join_timeout", "log_dir", "jsonl", "run_name",
+    "save_checkpoint", "save_every", "sample", "sample_tokens")
 
 
 class Stage(NamedTuple):
@@ -1953,13 +1960,7 @@ def checkpoint_of(model: GPT, step: int, val_loss: float) -> dict:
     return dict(config=config, weights=weights, step=step, val_loss=val_loss)
 
 
-def tensors_to_save(model: GPT, optimizer: Optimizer) -> dict[str, Tensor]:
-    """This rank's tensors of a save (nanogpt/saving.py)."""
-    counts = dict(target_counts=model.target_counts, lost_targets=model.lost_targets)
-    return optimizer.tensors() | counts
-
-
-def go_on(saved: saving.Saved, model: GPT, optimizer: Optimizer) -> None:
+def load(saved: saving.Saved, model: GPT, optimizer: Optimizer) -> None:
     """Loads a save. Raises BadInput if it does not fit the model. A collective."""
     optimizer.load(saved)
     model.target_counts.copy_(saved.share("target_counts"))
@@ -2080,6 +2081,30 @@ def next_commands(c: Config, save_to: Path | None) -> list[str]:
     return commands
 
 
+class Inputs(NamedTuple):
+    """What a run reads and where its checkpoint goes, checked."""
+    train_paths: list[Path]
+    stamps: dict[Path, shards.Stamp]  # by which a training shard that changes is noticed
+    val_tokens: Tensor  # (val_tokens + 1,), the bits of uint16
+    fingerprints: list[dict]  # of all shards
+    saved: saving.Saved | None  # what the run goes on from
+    checkpoint: Path | None  # its file, on rank 0
+
+
+def check_inputs(c: Config, files: list[dict]) -> Inputs:
+    """Raises BadInput on all ranks if something is wrong on one of them, or if they do not have the
+    same source files and shards. A collective."""
+    train_paths, val_paths, val_tokens = agreed(check_data, c, errors=(BadInput, shards.ShardError))
+    stamps = shards.stamps_of(train_paths)
+    fingerprints = [shards.fingerprint(path, "train") for path in train_paths]
+    fingerprints += [shards.fingerprint(path, "val") for path in val_paths]
+    agreed(refuse_other_data, files, fingerprints)
+    saved = saving.open_save(c.resume, fingerprints, c.data_dir)
+    place = agreed(place_to_save, c, saved)
+    agreed(journal.try_folder, c.log_dir)
+    return Inputs(train_paths, stamps, val_tokens, fingerprints, saved, place)
+
+
 class RunFacts(NamedTuple):
     """What the log says before the first step, beside the configuration."""
     run: dict
@@ -2137,6 +2162,176 @@ def result_of(c: Config, steps: int, seconds: float, val_loss: float | None) -> 
         tokens_per_s=round(tokens / seconds))
 
 
+class Run:
+    """A run from its first step to its last one: what it has learned so far, tells and saves."""
+
+    def __init__(self, c: Config, optimizer: Optimizer, inputs: Inputs, facts: RunFacts,
+                 log: journal.Log, clock: journal.Clock):
+        """Loads the save, if the run goes on from one. A collective."""
+        self.config = c
+        self.model = optimizer.model
+        self.optimizer = optimizer
+        self.recipes = optimizer.recipes
+        self.device = self.model.signs.device
+        self.inputs = inputs
+        self.facts = facts
+        self.log = log
+        self.clock = clock
+        self.step = 0  # updates so far
+        self.best = None  # the checkpoint of the best validation
+        self.came_from = []  # the runs that this one goes on with
+        self.ended_by = ""  # the signal that has ended the run early
+        if inputs.saved:
+            self.go_on(inputs.saved)
+        self.run_id = all_ranks(facts.run["run_id"])[0]
+        self.saver = saving.Saver(
+            Path(c.log_dir, f"{self.run_id}.saved"), c.save_every, self.tensors(), self.came_from,
+            clock.total)
+        self.requests = Requests(self.device)
+        own = {name: optimizer.own(name, bank) for name, bank in optimizer.banks.items()
+               if name not in self.model.big_tables}
+        self.finite = finite.Check(own, self.recipes.measurements)
+        self.batches = shards.ahead(rank_micro_batches(
+            inputs.train_paths, c, self.device, self.step, inputs.stamps))
+
+    def go_on(self, saved: saving.Saved) -> None:
+        """Begins where the save was made. Raises BadInput if it does not fit. A collective."""
+        agreed(load, saved, self.model, self.optimizer)
+        self.step = saved.step
+        self.best = saved.fact("best") if self.inputs.checkpoint else None
+        self.came_from = saved.history()
+        self.clock.total = saved.fact("seconds")
+        self.log.repeat(saved.fact("steps"))
+
+    def train(self, call: Callable) -> None:
+        """All steps. The clock stands still during validation, which touches no weight and no
+        training data."""
+        c = self.config
+        self.clock.start()
+        while self.step < c.num_steps:
+            self.do_what_was_asked()
+            if self.ended_by:
+                self.clock.stop()
+                self.hear()
+                return
+            if c.val_interval and self.step % c.val_interval == 0:
+                self.clock.stop()
+                self.validate()
+                self.clock.start()
+            batch = [to_device(sequences, self.device) for sequences in next(self.batches)]
+            WATCH.enter_step(self.step)
+            loss = train_step(self.model, self.optimizer, batch, self.step, call, self.tell)
+            self.log.put(self.step + 1, loss, self.clock.now())
+            # This waits for the loss of the step before only. That has come: the CPU has waited in
+            # this step for the counts of looked-up rows, which the GPU computes after that loss.
+            self.hear()
+            WATCH.leave_step()
+            self.step += 1
+        self.clock.stop()
+        self.validate()
+
+    def tell(self, loss: Tensor) -> Tensor:
+        """What this rank tells the others with its loss."""
+        return torch.cat([self.finite.flags(loss), self.requests.outgoing()])
+
+    def hear(self) -> None:
+        """Takes the losses that have arrived, and waits for those up to this step. Raises BadInput
+        if one is not finite."""
+        self.finite.judge(self.requests.hear(self.log.arrived(self.step)), self.step)
+
+    def do_what_was_asked(self) -> None:
+        """Saves the run if it is time to, and if a signal is to end it; all ranks do so together.
+        A signal that comes before the first step waits for its end: there is nothing to save."""
+        if STOP.signal and self.step > 0:
+            self.requests.ask(STOP.signal)
+        if self.saver.due(self.clock.now()):
+            self.requests.ask("save")
+        granted = [name for name in REQUESTS if self.requests.granted(name, self.step)]
+        if granted:
+            self.save()
+            if granted[0] != "save":  # signals stand first
+                self.ended_by = granted[0]
+
+    def validate(self) -> None:
+        """The weights of the best validation are those of the checkpoint."""
+        self.hear()
+        self.recipes.before_validation()
+        loss = validate(self.model, self.inputs.val_tokens, self.step)
+        self.log.step(self.step, self.clock.total, "val_loss", loss)
+        finite.check_validation(self.step, loss, self.tensors())
+        is_best = self.best is None or loss < self.best["val_loss"]
+        if self.inputs.checkpoint and self.step and is_best:
+            self.best = checkpoint_of(self.model, self.step, loss)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """This rank's tensors of a save (nanogpt/saving.py)."""
+        model = self.model
+        counts = dict(target_counts=model.target_counts, lost_targets=model.lost_targets)
+        return self.optimizer.tensors() | counts
+
+    def save(self) -> None:
+        """Begins a save, if --save_every allows any."""
+        self.hear()  # all losses so far, which the save holds
+        tensors = self.tensors()
+        finite.check_save(self.step, tensors)
+        run = self.facts.run
+        place = self.inputs.checkpoint
+        facts = dict(
+            config=dataclasses.asdict(self.config), run_id=self.run_id,
+            code_sha256=run["code_sha256"], files_sha256=run["files_sha256"],
+            data=self.facts.data, came_from=self.came_from, best=self.best,
+            checkpoint=place and str(place), seconds=self.clock.now(),
+            steps=list(self.log.steps), updates=self.optimizer.steps,
+            bytes_sent=self.optimizer.bytes_sent, recipes=self.recipes.state())
+        random = saving.random_state(self.device)
+        self.saver.save(self.step, self.clock.now(), tensors, random, facts)
+
+    def keep_best(self, kind: type | None, error: BaseException | None, trace) -> None:
+        """Writes the checkpoint if an error ends the run. Called like __exit__ of a context
+        manager."""
+        if error and self.best and not self.log.has_ended:
+            self.log.console.say(checkpoint.keep(self.inputs.checkpoint, self.best))
+
+    def finish(self, compile_s: float) -> int:
+        """Says what came of the run, and writes the checkpoint. Returns the exit status."""
+        c = self.config
+        log = self.log
+        for note in self.recipes.notes():
+            log.fact("note", note)
+        log.fact("note", f"{self.optimizer.bytes_per_step()} bytes sent per step and rank")
+        lost = int(self.model.lost_targets)
+        if lost:
+            log.fact("defect", dict(
+                what=f"{lost} tokens of rank 0 were no candidates; raise --candidates"))
+        result = result_of(c, self.step, self.clock.total, log.last_val_loss())
+        speed = result["tokens_per_s"] / self.optimizer.world_size
+        device_name = self.facts.machine["devices"][0]
+        result["mfu"] = journal.mfu(flops_per_token(c), speed, device_name)
+        result["peak_memory_mib"] = None
+        if self.device.type == "cuda":
+            result["peak_memory_mib"] = torch.cuda.max_memory_allocated(self.device) // 2**20
+        result["compile_s"] = round(compile_s, 1)
+        result["code_sha256"] = self.facts.run["code_sha256"]
+        if self.ended_by:
+            result["interrupted"] = True
+        log.end(result, self.best["step"] if self.best else self.step)
+        place = self.inputs.checkpoint if self.best else None
+        if place:
+            place = checkpoint.write_somewhere(place, self.best)
+        if self.ended_by:
+            self.saver.finish()
+            command = saving.command(self.saver.newest(), c.save_checkpoint)
+            log.console.stopped(self.ended_by, self.step, place, command)
+            return stopping.status_of(self.ended_by)
+        self.saver.end()
+        if is_master():
+            if c.sample:
+                content = self.best or checkpoint_of(self.model, self.step, result["val_loss"])
+                log.console.say(f"sample: {continue_text(content, self.device)}")
+            log.console.closing(place, next_commands(c, place))
+        return 1 if result["reached"] is False else 0
+
+
 def train(c: Config, at_end: ExitStack) -> int:
     """The whole run, or what is left of a saved one. Returns the exit status: 1 if the target was
     missed, 130 or 143 if a signal has ended the run, else 0. `at_end` gets what is to be done even
@@ -2145,35 +2340,27 @@ def train(c: Config, at_end: ExitStack) -> int:
     # before anything is written or compiled.
     cuda = has_cuda(c.device)
     kind = "cpu" if c.device == "auto" else c.device
-    device = start_process("cuda" if cuda else kind, LOCAL_GPU)
-    rank, world_size = rank_and_world_size()
+    device = start_process("cuda" if cuda else kind, LOCAL_GPU, WATCH.store)
     names = choose_recipes(c, device)
     recipe.import_rooms(names, recipe_options(c))
     notes = agreed(check_sample, c)
     files = journal.project_files(__file__)
-    train_paths, val_paths, val_tokens = agreed(check_data, c, errors=(BadInput, shards.ShardError))
-    stamps = shards.stamps_of(train_paths)
-    data = [shards.fingerprint(path, "train") for path in train_paths]
-    data += [shards.fingerprint(path, "val") for path in val_paths]
-    saved = saving.open_save(c.resume, data, c.data_dir)
-    save_to = agreed(place_to_save, c, saved)
-    agreed(journal.try_folder, c.log_dir)
+    inputs = check_inputs(c, files)
 
     # 2. The log begins with the code and the facts. Under --minutes the number of steps is one of
     # them, so its file begins after the warm-up, and until then the log holds back what it is told.
     console = Console(c.num_steps, shows=is_master())
     log = journal.Log(console)
     at_end.push(log.end_early)
-    run = journal.describe_run(SOURCE, files)
-    machine = journal.describe_machine(device)
-    has_fp8 = cuda and kernels.has_fp8(device)
-    speeds = journal.calibrate(device, kernels.product if has_fp8 else None)
-    facts = RunFacts(run, files, machine, data, speeds)
     clock = journal.Clock(device)
-    for note in notes + saving.how_it_began(c.resume, c.log_dir, saved, run):
+    has_fp8 = cuda and kernels.has_fp8(device)
+    facts = RunFacts(
+        journal.describe_run(SOURCE, files), files, journal.describe_machine(device),
+        inputs.fingerprints, journal.calibrate(device, kernels.product if has_fp8 else None))
+    for note in notes + saving.how_it_began(c.resume, c.log_dir, inputs.saved, facts.run):
         console.say(note)
         log.fact("note", note)
-    if not saved:
+    if not inputs.saved:
         c.resume = ""
     steps_are_open = chooses_steps(c)
     if not steps_are_open:
@@ -2191,9 +2378,9 @@ def train(c: Config, at_end: ExitStack) -> int:
     functions = EAGER
     call = call_directly
     if c.compile:
-        functions = compiled_functions(report_compilation, run["files_sha256"])
+        functions = compiled_functions(report_compilation, facts.run["files_sha256"])
     with limits.enough_memory():
-        model = GPT(c, device, world_size, functions)
+        model = GPT(c, device, rank_and_world_size()[1], functions)
     if c.compile and cuda:
         call = compiling.CudaGraphs(list(model.parameters()))
     initialize(model, c.seed)  # for the warm-up, which draws the weights anew at its end
@@ -2202,172 +2389,53 @@ def train(c: Config, at_end: ExitStack) -> int:
     warm_up.run(call)
     if steps_are_open:
         seconds = warm_up.seconds_per_step(call)
-        c = fitting.with_minutes(c, SCHEDULES[c.schedule], train_paths, seconds)
+        c = fitting.with_minutes(c, SCHEDULES[c.schedule], inputs.train_paths, seconds)
         model.config = c
         begin_log(log, c, facts, c.num_steps * seconds)
         for note in fitting.why_shorter(c, seconds):
             console.say(note)
     warm_up.reset()
-    best = None
-    first_step = 0
-    came_from = []
-    if saved:  # then all begins where the save was made
-        agreed(go_on, saved, model, optimizer)
-        best = saved.fact("best") if save_to else None
-        first_step = saved.step
-        came_from = saved.history()
-        clock.total = saved.fact("seconds")
-        log.repeat(saved.fact("steps"))
-    run_id = all_ranks(run["run_id"])[0]
-    saver = saving.Saver(Path(c.log_dir, f"{run_id}.saved"), c.save_every,
-                         tensors_to_save(model, optimizer), came_from, clock.total)
-    requests = Requests(device)
+
+    # 4. Train, from the start or from where a save was made.
+    run = Run(c, optimizer, inputs, facts, log, clock)
+    at_end.push(run.keep_best)
     torch.get_device_module(device).synchronize()
     compile_s = time.perf_counter() - LAUNCHED
     log.fact("note", f"products: {recipe.summary(names, device)}")
     log.fact("note", f"{compile_s:.1f} s from launch to the first timed step")
-    batches = shards.ahead(rank_micro_batches(train_paths, c, device, first_step, stamps))
     gc.collect()
     gc.freeze()
     gc.enable()
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
-
-    own = {name: optimizer.own(name, optimizer.banks[name]) for name in warm_up.dense}
-    watch = finite.Watch(own, model.precision.recipes.measurements)
-
-    def tell(loss: Tensor) -> Tensor:
-        """What this rank tells the others with its loss."""
-        return torch.cat([watch.flags(loss), requests.outgoing()])
-
-    def hear(step: int) -> None:
-        """Takes the losses that have arrived, and waits for those up to this step."""
-        watch.judge(requests.hear(log.arrived(step)), step)
-
-    def save(step: int) -> None:
-        """Begins a save, if --save_every allows any."""
-        hear(step)  # all losses so far, which the save holds
-        tensors = tensors_to_save(model, optimizer)
-        finite.check_save(step, tensors)
-        facts = dict(
-            config=dataclasses.asdict(c), run_id=run_id, code_sha256=run["code_sha256"],
-            files_sha256=run["files_sha256"], data=data, came_from=came_from, best=best,
-            checkpoint=save_to and str(save_to), seconds=clock.now(), steps=list(log.steps),
-            updates=optimizer.steps, bytes_sent=optimizer.bytes_sent,
-            recipes=model.precision.recipes.state())
-        random = saving.random_state(device)
-        saver.save(step, clock.now(), tensors, random, facts)
-
-    def keep_best(kind: type | None, error: BaseException | None, trace) -> None:
-        """Writes the best weights so far, if an error ends the run before it does so itself."""
-        if error and best and not log.has_ended:
-            console.say(checkpoint.keep(save_to, best))
-
-    at_end.push(keep_best)
-
-    # 4. Train. The clock stands still during validation, which touches no weight and no training
-    # data. What is to be saved as a checkpoint are the weights of the best validation.
     STOP.in_steps = True
-    clock.start()
-    for step in range(first_step, c.num_steps + 1):
-        last = step == c.num_steps
-        if STOP.signal and step > 0:
-            requests.ask(STOP.signal)
-        if saver.due(clock.now()):
-            requests.ask("save")
-        granted = [name for name in REQUESTS if not last and requests.granted(name, step)]
-        if granted:
-            save(step)
-        if granted and granted[0] != "save":  # a signal: they stand first
-            break
-        if last or (c.val_interval and step % c.val_interval == 0):
-            clock.stop()
-            hear(step)
-            model.precision.recipes.before_validation()
-            val_loss = validate(model, val_tokens, step)
-            log.step(step, clock.total, "val_loss", val_loss)
-            finite.check_validation(step, val_loss, tensors_to_save(model, optimizer))
-            if save_to and step and (best is None or val_loss < best["val_loss"]):
-                best = checkpoint_of(model, step, val_loss)
-            if last:
-                break
-            clock.start()
-        batch = [to_device(sequences, device) for sequences in next(batches)]
-        loss = train_step(model, optimizer, batch, step, call, tell)
-        log.put(step + 1, loss, clock.now())
-        # This waits for the loss of the step before only. That has come: the CPU has waited in
-        # this step for the counts of looked-up rows, which the GPU computes after that loss.
-        hear(step)
+    run.train(call)
 
-    # 5. Say what came of it, and save.
-    interrupted = not last
-    if interrupted:
-        clock.stop()
-        hear(step)
-        val_loss = log.last_val_loss()
-    for note in model.precision.recipes.notes():
-        log.fact("note", note)
-    log.fact("note", f"{optimizer.bytes_per_step()} bytes sent per step and rank")
-    lost = int(model.lost_targets)
-    if lost:
-        log.fact("defect", dict(
-            what=f"{lost} tokens of rank 0 were no candidates; raise --candidates"))
-    result = result_of(c, step, clock.total, val_loss)
-    speed = result["tokens_per_s"] / world_size
-    result |= dict(
-        mfu=journal.mfu(flops_per_token(c), speed, machine["devices"][0]),
-        peak_memory_mib=torch.cuda.max_memory_allocated(device) // 2**20 if cuda else None,
-        compile_s=round(compile_s, 1), code_sha256=run["code_sha256"])
-    if interrupted:
-        result["interrupted"] = True
-    log.end(result, best["step"] if best else step)
-    if best:
-        save_to = checkpoint.write_somewhere(save_to, best)
-    if interrupted:
-        saver.finish()
-        command = saving.command(saver.newest(), c.save_checkpoint)
-        console.stopped(granted[0], step, save_to if best else None, command)
-        return stopping.status_of(granted[0])
-    saver.end()
-    if rank == 0:
-        if c.sample:
-            text = continue_text(best or checkpoint_of(model, step, val_loss), device)
-            console.say(f"sample: {text}")
-        console.closing(save_to, next_commands(c, save_to))
-    return 1 if result["reached"] is False else 0
+    # 5. Say what came of it, and write the checkpoint.
+    return run.finish(compile_s)
 
 
 def main(argv: list[str]) -> int:
-    """Exit status on rank 0: 0 target reached or none, 1 not reached, 2 bad input or too little
-    memory, 130 or 143 ended by SIGINT or SIGTERM."""
-    speaks = os.environ.get("RANK", "0") == "0"
-    status = 2
+    """Exit status: 0 target reached or none, 1 not reached, 2 bad input or too little memory, 3
+    another rank was lost, 130 or 143 ended by SIGINT or SIGTERM."""
+    errors = (BadInput, shards.ShardError, OSError, torch.OutOfMemoryError)
     try:
-        c = parse_config(argv)
+        c = WATCH.join(parse_config, argv, errors, Config.join_timeout)
         with ExitStack() as at_end:
             status = train(c, at_end)
-    except (BadInput, shards.ShardError, OSError, torch.OutOfMemoryError) as error:
+        WATCH.leave()
+        return status
+    except errors as error:
         sentence = str(error)
         if isinstance(error, torch.OutOfMemoryError):
             sentence = sentence.split(". ")[0] + "; a smaller --micro_tokens needs less"
-        if isinstance(error, (OSError, torch.OutOfMemoryError)):
-            speaks = True  # of its files and its memory only this rank may know
-        if speaks:
-            complain(f"train_gpt.py: {sentence}")
-    except (RuntimeError, TypeError) as error:
+        return WATCH.refuse(sentence, error)
+    except Exception as error:
         if "--device=mps" in argv:  # never tried: what PyTorch lacks there is best said as it is
             complain(f"train_gpt.py: --device=mps failed ({error}); use --device=cpu")
             return 2
-        if not STOP.signal:
-            raise
-        # The signal has ended another rank, for which this one has waited in vain.
-        complain(f"train_gpt.py: stopped by {STOP.signal}, another rank first")
-        os._exit(stopping.status_of(STOP.signal))
-    if dist.is_initialized():
-        if status != 2:  # torchrun ends all ranks with the first one: none may leave before rank 0
-            dist.barrier()
-        dist.destroy_process_group()
-    return status if speaks else 0
+        WATCH.end_with_traceback(error)
+        raise
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from records.journal import TrainingLoss
 REMEDY = "lower the learning rates"
 
 
-class Watch:
+class Check:
     """Finds the first step whose numbers are not finite.
 
     flags       what each step adds to the vector

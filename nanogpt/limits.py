@@ -30,6 +30,8 @@ def check(c, topologies: dict[str, list], schedules: dict[str, list], precisions
     require(c.model_dim >= least_width,
             f"--model_dim={c.model_dim} must be at least {least_width}, a gate's channels")
     require(c.save_every >= 0, f"--save_every={c.save_every} must not be negative; 0 saves never")
+    require(0 < c.join_timeout <= 10_000,
+            f"--join_timeout={c.join_timeout} must be a number of minutes from 0 to 10,000")
 
 
 def check_positive(c) -> None:

@@ -21,10 +21,18 @@ def require(condition, sentence: str) -> None:
         raise BadInput(sentence)
 
 
-def start_process(kind: str, local_gpu: int) -> torch.device:
+class Agreed(BadInput):
+    """A fault that all ranks know of. `speaks`: whether this rank is the one that says it."""
+
+    def __init__(self, sentence: str, speaks: bool):
+        super().__init__(sentence)
+        self.speaks = speaks
+
+
+def start_process(kind: str, local_gpu: int, store: dist.Store | None = None) -> torch.device:
     """This process's device: the GPU of this number if `kind` is "cuda", or the "cpu" or "mps".
-    Also starts the process group if torchrun launched us. Raises OSError if there are more
-    processes than GPUs on this host, and BadInput if RANK is set without the rest."""
+    Also starts the process group if there is a store in which its ranks have met
+    (nanogpt/joining.py). Raises OSError if there are more processes than GPUs on this host."""
     device = torch.device(kind)
     if kind == "cuda":
         device = torch.device("cuda", local_gpu)
@@ -36,15 +44,11 @@ def start_process(kind: str, local_gpu: int) -> torch.device:
         torch.cuda.set_stream(torch.cuda.Stream(priority=-1))
     # If NCCL started before the thread of autograd, both could wait for each other forever.
     torch.zeros(1, device=device, requires_grad=True).sum().backward()
-    if "RANK" in os.environ:
-        needed = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-        missing = [name for name in needed if name not in os.environ]
-        require(not missing, f"RANK={os.environ['RANK']} is set without {', '.join(missing)}; "
-                "start with torchrun, or unset RANK")
-        if kind == "cuda":
-            dist.init_process_group("nccl", device_id=device)
-        else:
-            dist.init_process_group("gloo")
+    if store is not None:
+        backend, options = ("nccl", {"device_id": device}) if kind == "cuda" else ("gloo", {})
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=world_size, **options)
     return device
 
 
@@ -70,18 +74,33 @@ def all_ranks(value) -> list:
 
 
 def agreed(work: Callable, *args, errors=(BadInput,)):
-    """Returns work(*args), computed on every rank. If it raises one of `errors` on some rank,
-    every rank raises BadInput with that sentence, so that none is left waiting. A collective."""
+    """Returns work(*args), computed on every rank. If it raises one of `errors` on some rank, every
+    rank raises Agreed, so that none is left waiting. A collective."""
     result = None
     sentence = None
     try:
         result = work(*args)
     except errors as error:
         sentence = str(error)
-    for any_sentence in all_ranks(sentence):
-        if any_sentence is not None:
-            raise BadInput(any_sentence)
+    refuse_faults(dict(enumerate(all_ranks(sentence))), *rank_and_world_size())
     return result
+
+
+def refuse_faults(faults: dict[int, str | None], rank: int, world_size: int) -> None:
+    """Raises Agreed if something is wrong on any rank. `faults` are the sentences of the ranks that
+    have told theirs, None where nothing is wrong.
+
+    Each rank says its own fault, with its number. A fault that several have is said by the first of
+    them, and without a number if all have it."""
+    faults = {rank: sentence for rank, sentence in faults.items() if sentence is not None}
+    if not faults:
+        return
+    first = min(faults)
+    sentence = faults.get(rank, faults[first])
+    speaker = min(other for other in faults if faults[other] == sentence)
+    if list(faults.values()) != [sentence] * world_size:
+        sentence = f"rank {speaker}: {sentence}"
+    raise Agreed(sentence, speaks=speaker == rank)
 
 
 REQUESTS = ("SIGINT", "SIGTERM", "save")

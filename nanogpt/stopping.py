@@ -24,6 +24,8 @@ class Stop:
     def __init__(self):
         self.signal = ""
         self.in_steps = False  # whether a signal waits for the end of a step
+        self.leaving = False  # whether the process ends anyway, with a sentence and a status
+        self.before_leaving = None  # called at a SIGTERM, which may come because of another rank
 
     def listen(self) -> None:
         for number in SIGNALS:
@@ -31,7 +33,12 @@ class Stop:
 
     def notice(self, number: int, frame) -> None:
         """What Python calls when a signal has come."""
+        if self.leaving:
+            return  # torchrun sends SIGTERM to all ranks as soon as one of them has ended
         if not self.in_steps:
+            ask, self.before_leaving = self.before_leaving, None  # a second signal asks nobody
+            if ask and number == signal.SIGTERM:
+                ask()
             leave(number)
         self.signal = SIGNALS[number]
         for other in SIGNALS:  # the next one needs no Python, which may wait for something

@@ -5,7 +5,7 @@ Such a file is a JSON object:
     form           1
     date           in UTC, as "2026-11-22T16:00:00Z"
     torch, device  the version and the machine that computed the results
-    models         a list: path, sha256 of the weights, steps, preset, and tokens: "gpt2" or "bytes"
+    models         a list: path, sha256 of the weights, steps, preset, tokens ("gpt2", "bytes", "other")
     results        a list: a key of MEASURES as measure, number of the model in `models` from 0,
                    value, standard_error (null for a single unit), units, data and its sha256
     differences    a list: measure, model, against (another model's number), value, standard_error,
@@ -51,7 +51,7 @@ FACTS = {
     "": {"form": str(FORM), "date": r'"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ"', "torch": NAME,
          "device": NAME},
     "models": {"path": NAME, "weights_sha256": SHA, "steps": COUNT, "preset": NAME,
-               "tokens": '"gpt2"|"bytes"'},
+               "tokens": '"gpt2"|"bytes"|"other"'},
     "results": {"measure": NAME, "model": COUNT, "value": POSITIVE,
                 "standard_error": POSITIVE + "|null", "units": COUNT, "data": NAME,
                 "data_sha256": SHA},

@@ -87,9 +87,9 @@ def test_a_score_does_not_depend_on_what_an_item_is_packed_with(topology):
     _, wide = model_pair(topology)
     item = random_items([300], seed=7)[0]
     alone = evaluate.score_items(wide, [item], 2048).log_probability[0]
-    for seed in range(3):
+    for seed in range(2):
         draw = np.random.default_rng(seed)
-        before, after = (random_items(draw.integers(1, 400, size=3), seed=seed + side) for side in (10, 20))
+        before, after = (random_items(draw.integers(1, 300, size=2), seed=seed + side) for side in (10, 20))
         together = evaluate.score_items(wide, [*before, item, *after], 2048)
         assert np.abs(together.log_probability[len(before)] - alone).max() < 1e-9
 
@@ -98,30 +98,38 @@ def test_the_documents_around_it_would_be_seen_without_their_separator():
     """So the test above can fail: one token that is no separator lets the documents leak."""
     _, wide = model_pair()
     item = random_items([50], completions=1)[0]
-    tokens, targets, _ = next(evaluate.packed([item, item], BOS, 2048))
+    sequence = next(evaluate.packed([item, item], BOS, 2048))
+    tokens, targets = torch.from_numpy(sequence.tokens), torch.from_numpy(sequence.targets)
     view = sample.last_view(wide)
-    with_separator, _ = evaluate.score(wide, view, torch.tensor(tokens), torch.tensor(targets))
-    tokens = [token if token != BOS or place == 0 else 7 for place, token in enumerate(tokens)]
-    without, _ = evaluate.score(wide, view, torch.tensor(tokens), torch.tensor(targets))
+    with_separator, _ = evaluate.score(wide, view, tokens, targets)
+    tokens[1:][tokens[1:] == BOS] = 7
+    without, _ = evaluate.score(wide, view, tokens, targets)
     count = len(item.completions[0])
     assert (with_separator[count:] - with_separator[:count]).abs().max() < 1e-9
     assert (without[count:] - with_separator[:count]).abs().max() > 1e-3
 
 
-def test_items_begin_at_blocks_and_sequences_are_full():
-    items = random_items([5, 130, 20, 127, 128], completions=2)
+def test_items_begin_at_blocks_and_sequences_have_one_length():
+    items = random_items([5, 130, 20, 127, 128, 0], completions=2)
     sequences = list(evaluate.packed(items, BOS, 512))
-    owners = []
-    for tokens, targets, owner in sequences:
-        assert len(tokens) == len(targets) == len(owner) <= 512 and len(tokens) % 128 == 0
-        for place in range(0, len(tokens), 128):
-            first = place == 0 or owner[place] != owner[place - 1]
-            assert (tokens[place] == BOS) >= first
-        owners += sorted({number for number in owner if number >= 0})
-    assert owners == list(range(10)), "each completion stands in one sequence"
-    assert [len(tokens) for tokens, _, _ in sequences][:-1] == [512] * (len(sequences) - 1)
-    want = [token for item in items for completion in item.completions for token in completion]
-    assert [target for _, targets, _ in sequences for target in targets if target >= 0] == want
+    assert [len(sequence.tokens) for sequence in sequences[:-1]] == [512] * (len(sequences) - 1)
+    found = {}
+    for sequence in sequences:
+        assert len(sequence.tokens) == len(sequence.targets) == len(sequence.owners) and len(sequence.tokens) % 128 == 0
+        for number in set(sequence.owners.tolist()) - {-1}:
+            assert number not in found, "each completion stands in one sequence"
+            found[number] = sequence, np.flatnonzero(sequence.owners == number)
+    assert sorted(found) == list(range(12))
+    covered = 0
+    for number, (sequence, places) in found.items():
+        item = items[number // 2]
+        completion = item.completions[number % 2]
+        begin = places[0] - len(item.context)
+        assert begin % 128 == 0 and sequence.targets[places].tolist() == completion
+        assert sequence.tokens[begin : places[-1] + 1].tolist() == [BOS, *item.context, *completion[:-1]]
+        covered += places[-1] + 1 - begin
+    everything = np.concatenate([sequence.tokens for sequence in sequences])
+    assert sum(everything != BOS) == covered - 12, "what lies between is filled with the separator"
 
 
 def test_an_item_that_is_too_long_is_one_sentence():
@@ -155,7 +163,7 @@ def counter(monkeypatch):
 
 
 def as_model(gpt):
-    return evaluate.Model("m.pt", gpt, lambda text: [int(c) for c in text if c.isdigit()], np.ones(10, int), "0" * 64)
+    return evaluate.Model("m.pt", gpt, "bytes", lambda text: [int(c) for c in text if c.isdigit()], np.ones(10, int), "0" * 64)
 
 
 def test_last_words_with_known_answers(counter):
@@ -257,6 +265,10 @@ def test_the_loss_of_a_text_by_an_example(tmp_path, checkpoint, capsys):
     assert got["bits_per_byte"]["value"] == pytest.approx(bits.sum() / num_bytes.sum(), abs=1e-5)
     assert got["loss"]["units"] == 3
     assert got["loss"]["data_sha256"] == hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def test_the_sum_of_the_weights_is_that_of_the_file(checkpoint, capsys):
+    assert results(capsys, checkpoint[0])["models"][0]["weights_sha256"] == torch.load(checkpoint[0])["sha256"]
 
 
 def test_two_models_are_compared_document_by_document(checkpoint, another, capsys):
@@ -527,6 +539,20 @@ def test_models_of_other_tokens_are_compared_by_bits_per_byte(tmp_path, checkpoi
     assert [model["tokens"] for model in content["models"]] == ["bytes", "gpt2"]
     assert [entry["measure"] for entry in content["differences"]] == ["bits_per_byte"]
     assert run(capsys, checkpoint[0], tmp_path / "model.pt")[0] == 2  # shards hold tokens of one kind
+
+
+def test_of_a_vocabulary_of_ones_own_the_loss_on_shards_is_measured(tmp_path, capsys):
+    path = tmp_path / "own_val_000000.bin"
+    write_shard(path, [SEPARATOR, *range(1990)] * 3)
+    c = t.parse_config(arguments(vocab_size=2000, candidates=0))
+    model = t.GPT(c, torch.device("cpu"))
+    t.initialize(model, 0)
+    write(tmp_path / "model.pt", t.checkpoint_of(model, 4, 1.0))
+    content = results(capsys, tmp_path / "model.pt", f"--text={path}")
+    assert content["models"][0]["tokens"] == "other"
+    assert [(result["measure"], result["units"]) for result in content["results"]] == [("loss", 1)]
+    status, out, err = run(capsys, tmp_path / "model.pt", f"--last_word={ROOT / 'README.md'}")
+    assert (status, out) == (2, "") and "only its loss on shards can be measured" in err
 
 
 # ----------------------------------------------------------------------------------------------- the form of the results

@@ -21,7 +21,7 @@ def watches(world_size, monkeypatch):
     for rank in range(world_size):
         monkeypatch.setattr(finite, "rank_and_world_size", lambda rank=rank: (rank, world_size))
         weights = {name: torch.ones(2, 3, dtype=dtype) for name, dtype in NAMES.items()}
-        made.append((finite.Watch(weights, Measurements([], torch.device("cpu"))), weights))
+        made.append((finite.Check(weights, Measurements([], torch.device("cpu"))), weights))
     return made
 
 

@@ -243,7 +243,7 @@ def judged(harm, precision, step=1):
     """The sentence that ends the run after a step of a harmed model."""
     model, optimizer = trainer(precision=precision)
     own = {name: optimizer.own(name, bank) for name, bank in optimizer.banks.items() if name not in model.big_tables}
-    watch = finite.Watch(own, model.precision.recipes.measurements)
+    watch = finite.Check(own, model.precision.recipes.measurements)
     harm(model)
     loss, *flags = t.train_step(model, optimizer, batch(), step, more=watch.flags).tolist()
     with pytest.raises(ranks.BadInput) as error:
@@ -301,7 +301,7 @@ def test_the_run_ends_with_the_name_of_the_weights_that_went_wrong(precision):
 def test_a_step_of_finite_numbers_goes_on_and_costs_little():
     model, optimizer = trainer(precision="bf16")
     assert t.train_step(model, optimizer, batch(), 0).shape == (1,)
-    watch = finite.Watch({"mlp": model.mlp.data}, model.precision.recipes.measurements)
+    watch = finite.Check({"mlp": model.mlp.data}, model.precision.recipes.measurements)
     loss, *flags = t.train_step(model, optimizer, batch(), 1, more=watch.flags).tolist()
     assert flags == [0, 0]
     watch.judge([journal.TrainingLoss(7, loss, flags)], 7)

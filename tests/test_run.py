@@ -616,7 +616,7 @@ print(json.dumps([module["LOCAL_GPU"], changes.pop("CUDA_VISIBLE_DEVICES", None)
 def test_a_process_started_by_torchrun_sees_its_own_gpu_only(visible, local_rank, cards, expected):
     given = {"CUDA_VISIBLE_DEVICES": visible, "LOCAL_RANK": local_rank}
     environment = {key: value for key, value in (ENVIRONMENT | given).items() if value is not None}
-    early = ["PYTORCH_CUDA_ALLOC_CONF", "TORCH_NCCL_HIGH_PRIORITY"]
+    early = ["PYTORCH_CUDA_ALLOC_CONF", "TORCH_CPP_LOG_LEVEL", "TORCH_NCCL_HIGH_PRIORITY"]
     environment = {key: value for key, value in environment.items() if key not in early}
 
     def head(name):

@@ -1,0 +1,302 @@
+"""What ends a run on all ranks when one of them is lost, and makes one of them say why.
+
+A collective waits for all ranks. If one of them has died, has been stopped, or is on a host that
+has vanished, the others wait for it: on GPUs for ever, deep inside of CUDA. So each rank has two
+threads beside its work. One talks: once a second it writes a number that rises, its beat, into the
+store in which the ranks have met (nanogpt/joining.py), and reads the beats of the others. The other
+thread judges what was heard. It never touches the store itself, since an answer of a store whose
+host has vanished may never come. It ends the process in three cases:
+
+    lost    a rank has not been heard from for 30 s, or its process is gone from this host
+    still   all ranks stand in a step, and none has come to the next one for 40 s and ten times the
+            longest step so far: a collective hangs, although all processes live
+    over    another rank has written down why it ends
+
+Silence is counted in looks of this thread, not in seconds: a process that was itself asleep, such
+as on a closed laptop, must not blame the others. A compiler can keep the threads of its rank from
+running for some seconds, so that the limit is 30. `still` says nothing before the end of the first
+step, nor while a rank reads data, validates or saves: how long that may take nobody knows.
+
+Who has a reason to end the run writes it under `over`, where only the first one is kept. The rank
+that was first says it, and all others end in silence. If the store is gone, too, one rank of each
+host speaks. A process on its own has none of this.
+"""
+import json
+import os
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import torch.distributed as dist
+
+from nanogpt import joining
+from nanogpt.ranks import Agreed
+from nanogpt.stopping import Stop, status_of
+from records.console import complain
+
+LOOK_S = 1.0  # between two looks, and between two beats
+LOST_LOOKS = 30  # without a beat
+DEAD_LOOKS = 10  # what a look counts that finds no such process on this host
+FAILED_LOOKS = 4  # without a beat, once a collective has failed
+STILL_LOOKS = 40
+ORPHAN_LOOKS = 60  # for the end in order of a run whose torchrun is gone
+LOST = 3  # exit status
+GO_ON = "the run ends here; --resume goes on from its last save, if there is one"
+
+
+class Watch:
+    """The watch of one rank over all others. `stop` is the one of this process."""
+
+    def __init__(self, stop: Stop):
+        self.stop = stop
+        self.meeting = None  # None: a process on its own
+        self.rank, self.world_size = 0, 1
+        # The main thread writes these.
+        self.step = None  # the one it is in
+        self.entered = 0.0
+        self.longest = None  # seconds; None before the end of the first step
+        # The thread that talks writes these.
+        self.rounds = 0  # how often it has heard from all
+        self.heard = []  # the last beat of each rank
+        self.over = None  # why the run ends, once a rank has said so
+        # The thread that judges writes these.
+        self.parent = 0  # the process that has started this one
+        self.pids = {}  # of other ranks on this host
+        self.judged = []  # the beats it has seen in its last look
+        self.judged_rounds = 0
+        self.silent = []  # looks without a new beat, of each rank
+        self.unheard = 0  # looks without an answer of the store
+        self.still = 0  # looks in which no rank has left its step
+        self.orphaned = 0  # looks since torchrun is gone
+        # This one ends the run, and who has it never gives it back.
+        self.last_word = threading.Lock()
+        self.claim = None  # why this rank ends the run
+        self.hurry = threading.Event()  # do not wait for the next second to talk
+        self.ended = threading.Event()
+        self.threads = []
+
+    @property
+    def store(self) -> dist.Store | None:
+        """That of the process group."""
+        return self.meeting and self.meeting.store
+
+    # ---------------------------------------------------------------- what the main thread calls
+
+    def join(self, parse: Callable, argv: list[str], errors: tuple, minutes: float):
+        """parse(argv), after all ranks have agreed (joining.join, which says what is raised). From
+        then on they watch each other."""
+        place = joining.own_place()
+        if place is None:
+            return parse(argv)
+        self.rank, self.world_size = place.rank, place.world_size
+        c, self.meeting = joining.join(place, parse, argv, errors, minutes)
+        if self.world_size > 1:
+            self.heard = self.judged = [""] * self.world_size
+            self.silent = [0] * self.world_size
+            self.parent = os.getppid()
+            self.pids = joining.neighbours(self.meeting)
+            self.stop.before_leaving = self.end_if_lost
+            for work in (self.talk, self.judge):
+                self.threads.append(threading.Thread(target=work, daemon=True))
+                self.threads[-1].start()
+        return c
+
+    def enter_step(self, step: int) -> None:
+        self.step = step
+        self.entered = time.monotonic()
+
+    def leave_step(self) -> None:
+        self.step = None
+        self.longest = max(self.longest or 0.0, time.monotonic() - self.entered)
+
+    def leave(self) -> None:
+        """Waits for all ranks, which have come to the end, and ends the watch. A collective."""
+        if dist.is_initialized():
+            dist.barrier()  # torchrun ends all ranks with the first one: rank 0 has more to do
+        self.ended.set()
+        self.hurry.set()
+        for thread in self.threads:
+            thread.join(timeout=5)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def refuse(self, sentence: str, error: Exception) -> int:
+        """Says the sentence of an error that the user can mend, and returns the exit status. Where
+        there are other ranks it does not return: it ends the process, and theirs."""
+        if self.world_size == 1:
+            complain(f"train_gpt.py: {sentence}")
+            return 2
+        if self.meeting is None or isinstance(error, Agreed):
+            self.stop.leaving = True  # all others know, or cannot be told
+            if getattr(error, "speaks", True):
+                complain(f"train_gpt.py: {sentence}")
+            time.sleep(LOOK_S)  # until all have spoken, and have read what is in our store
+            os._exit(2)
+        if self.rank > 0:
+            time.sleep(2 * LOOK_S)  # what all ranks have met, rank 0 says
+            sentence = f"rank {self.rank}: {sentence}"
+        self.end_run(sentence, 2)
+
+    def end_if_lost(self, error: Exception | None = None) -> None:
+        """Ends the process if another rank is lost or has ended the run. It waits some seconds for
+        the answer, and returns if all live."""
+        if self.orphaned:
+            os._exit(status_of("SIGTERM"))
+        for _ in range(4 * (FAILED_LOOKS + 2)):
+            if self.world_size == 1 or self.ended.is_set():
+                return
+            lost = self.lost(FAILED_LOOKS)
+            if self.over or lost:
+                if error and "heard" in lost:  # it may live, and the error be another one
+                    lost += f" ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
+                self.end_run(f"{lost}; {GO_ON}", LOST)
+            time.sleep(LOOK_S / 4)
+
+    def end_with_traceback(self, error: Exception) -> None:
+        """After an error that nobody has foreseen: ends the process, and the others. Returns where
+        there are none. One rank shows its traceback, unless the error comes of a lost rank."""
+        self.end_if_lost(error)
+        if self.threads:
+            self.end_run(f"rank {self.rank} has failed\n{traceback.format_exc()}", 1)
+
+    # ------------------------------------------------------------------------- the two threads
+
+    def talk(self) -> None:
+        """Once a second: says that this rank lives, and hears of the others."""
+        place = self.meeting.place
+        keys = [f"beat_{rank}" for rank in range(self.world_size)] + ["over"]
+        try:
+            store = dist.PrefixStore(self.meeting.attempt, joining.connect(place))
+            for key in keys:  # all must be there before they are read together
+                store.compare_set(key, "", "")
+            while not self.ended.is_set():
+                beat = dict(count=self.rounds, step=self.step)
+                store.set(keys[self.rank], json.dumps(beat))
+                if self.claim and not self.over:
+                    store.compare_set("over", "", json.dumps(self.claim))
+                *self.heard, over = [value.decode() for value in store.multi_get(keys)]
+                self.over = json.loads(over) if over else None
+                self.rounds += 1
+                self.hurry.wait(LOOK_S)
+                self.hurry.clear()
+        except dist.DistError:
+            return  # the store is gone: the other thread notices that nothing is heard any more
+
+    def judge(self) -> None:
+        """Once a second: looks at what was heard, and ends the process if it must."""
+        while not self.ended.wait(LOOK_S):
+            self.look()
+            if self.over:
+                self.end_run("", LOST)
+            if self.orphaned > ORPHAN_LOOKS:
+                os._exit(LOST)
+            if sentence := self.lost(LOST_LOOKS) or self.hung():
+                self.end_run(f"{sentence}; {GO_ON}", LOST)
+
+    def look(self) -> None:
+        """Counts in how many looks nothing has changed."""
+        place = self.meeting.place
+        if place.in_torchrun and os.getppid() != self.parent:
+            self.be_orphaned()
+        self.unheard += 1
+        if self.rounds > self.judged_rounds:
+            self.unheard = 0
+            beats = list(self.heard)
+            for rank in range(self.world_size):
+                same = beats[rank] == self.judged[rank]
+                self.silent[rank] = self.silent[rank] + 1 if same else 0
+            steps = steps_of(beats)
+            same = None not in steps and steps == steps_of(self.judged)
+            self.still = self.still + 1 if same else 0
+            self.judged, self.judged_rounds = beats, self.rounds
+        for rank, pid in self.pids.items():
+            if has_ended(pid):
+                self.silent[rank] += DEAD_LOOKS
+
+    def be_orphaned(self) -> None:
+        """The run ends in order when its torchrun is gone: nobody would end it if a rank dies."""
+        if not self.orphaned:
+            if os.environ.get("LOCAL_RANK", "0") == "0":
+                complain("train_gpt.py: torchrun has ended, so its ranks end, too")
+            if not self.stop.signal:
+                os.kill(os.getpid(), signal.SIGTERM)
+        self.orphaned += 1
+
+    # -------------------------------------------------------------------------- what is found out
+
+    def lost_ranks(self, patience: int) -> list[int]:
+        """Those without a beat for so many looks. If the store does not answer, and runs inside of
+        rank 0, that is rank 0."""
+        if self.unheard >= patience and not self.meeting.place.in_torchrun and self.rank > 0:
+            return [0]
+        return [rank for rank, looks in enumerate(self.silent)
+                if looks >= patience and rank != self.rank]
+
+    def lost(self, patience: int) -> str:
+        """The words on who is lost; empty if nobody is."""
+        ranks = self.lost_ranks(patience)
+        dead = [rank for rank in ranks if rank in self.pids and has_ended(self.pids[rank])]
+        if dead:
+            return f"{self.with_host(dead)} has ended without a word (killed, or out of memory?)"
+        place = self.meeting.place
+        who = f"{self.with_host(ranks)}" if ranks else ""
+        if self.unheard >= patience and place.in_torchrun and not self.orphaned:
+            who = f"torchrun on {place.address}"
+        return f"{who} has not been heard from for {patience * LOOK_S:.0f} s" if who else ""
+
+    def hung(self) -> str:
+        """The words on a collective that does not return; empty if all is well."""
+        if self.longest is None or self.still * LOOK_S < STILL_LOOKS + 10 * self.longest:
+            return ""
+        steps = steps_of(self.judged)
+        behind = [rank for rank in range(self.world_size) if steps[rank] == min(steps)]
+        where = f"in step {min(steps) + 1} for {self.still * LOOK_S:.0f} s"
+        if len(behind) == self.world_size:
+            return f"all ranks have stood {where}: a transfer between them hangs"
+        return f"{self.with_host(behind)} has stood {where}"
+
+    def with_host(self, ranks: list[int]) -> str:
+        return f"{joining.in_words(ranks)} on host {self.meeting.notes[ranks[0]]['host']}"
+
+    # ------------------------------------------------------------------------------- the last word
+
+    def end_run(self, sentence: str, status: int) -> None:
+        """Ends the process, with this sentence and status if no other rank was first. Never
+        returns: the main thread may be one that nothing can wake."""
+        self.last_word.acquire()
+        self.stop.leaving = True
+        self.claim = dict(rank=self.rank, status=status)
+        self.hurry.set()
+        for _ in range(60):
+            if self.over or not self.threads[0].is_alive():
+                break
+            time.sleep(0.05)
+        speaks = os.environ.get("LOCAL_RANK", "0") == "0"
+        if self.over:
+            speaks = self.over["rank"] == self.rank
+            status = self.over["status"]
+        if speaks:
+            complain(f"train_gpt.py: {sentence}")
+        for rank in self.lost_ranks(LOST_LOOKS):
+            if rank in self.pids and not has_ended(self.pids[rank]):
+                os.kill(self.pids[rank], signal.SIGKILL)  # one that was stopped would stay for ever
+        has_store = self.rank == 0 and not self.meeting.place.in_torchrun
+        time.sleep((3 if has_store else 2 if speaks else 1) * LOOK_S)  # until all have seen `over`
+        os._exit(status)
+
+
+def steps_of(beats: list[str]) -> list[int | None]:
+    """The step that each rank is in; None for one that is elsewhere, or has not been heard of."""
+    return [json.loads(beat)["step"] if beat else None for beat in beats]
+
+
+def has_ended(pid: int) -> bool:
+    """Whether there is no such process any more. Linux only."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return True
+    return state in ("Z", "X")
