@@ -80,3 +80,16 @@ def test_the_last_update_is_judged_by_validation_and_before_a_save(name, value, 
 def test_the_rank_of_a_bad_weight_is_named(monkeypatch):
     monkeypatch.setattr(finite, "all_ranks", lambda value: ["", "", value])
     assert finite.find({"a": torch.tensor([math.inf])}) == " on rank 2, the weights of a not finite"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_gpu_finds_the_same_flags(value):
+    weights = {name: torch.randn(300, 777, device="cuda").to(dtype) for name, dtype in NAMES.items()}
+    check = finite.Check(weights, Measurements([], torch.device("cuda")))
+    loss = torch.ones((), device="cuda")
+    assert check.flags(loss).tolist() == [0, 0, 0, 0]
+    for place, name in enumerate(["a", "c", "b"]):  # bfloat16 stands first
+        weights[name].view(-1)[70_000] = value
+        assert check.flags(loss).tolist() == [float(i <= place) for i in range(3)] + [0]
+    assert check.flags(loss * value).tolist() == [1, 1, 1, 1]
