@@ -2232,7 +2232,7 @@ class Run:
 
     def tell(self, loss: Tensor) -> Tensor:
         """What this rank tells the others with its loss."""
-        return torch.cat([self.finite.flags(loss), self.requests.outgoing()])
+        return torch.cat([self.finite.numbers(loss), self.requests.outgoing()])
 
     def hear(self) -> None:
         """Takes the losses that have arrived, and waits for those up to this step. Raises BadInput

@@ -15,8 +15,8 @@ from records.journal import TrainingLoss
 NAMES = {"a": torch.bfloat16, "b": torch.float32, "c": torch.bfloat16}
 
 
-def watches(world_size, monkeypatch):
-    """A watch of each rank, and the part of the weights that it owns."""
+def checks(world_size, monkeypatch):
+    """A check of each rank, and the part of the weights that it owns."""
     made = []
     for rank in range(world_size):
         monkeypatch.setattr(finite, "rank_and_world_size", lambda rank=rank: (rank, world_size))
@@ -27,7 +27,7 @@ def watches(world_size, monkeypatch):
 
 def vector(made, losses):
     """What all ranks hear of a step, as TrainingLoss.flags."""
-    return sum(watch.flags(torch.tensor(loss)) for (watch, _), loss in zip(made, losses)).tolist()
+    return sum(check.numbers(torch.tensor(loss)) for (check, _), loss in zip(made, losses)).tolist()
 
 
 @pytest.mark.parametrize("losses, bad, part", [
@@ -38,28 +38,28 @@ def vector(made, losses):
     ([1.0] * 3, {1: ["a"]}, "the weights of a not finite"),
 ])
 def test_the_sentence_names_the_ranks_and_the_first_weights(losses, bad, part, monkeypatch):
-    made = watches(3, monkeypatch)
+    made = checks(3, monkeypatch)
     for rank, names in bad.items():
         for name in names:
             made[rank][1][name][1, 2] = math.inf
     heard = TrainingLoss(5, sum(losses), vector(made, losses))
-    for watch, _ in made:
+    for check, _ in made:
         with pytest.raises(BadInput, match=part):
-            watch.judge([heard], 5)
+            check.judge([heard], 5)
 
 
 def test_a_rank_that_hears_early_waits_so_that_all_end_after_the_same_step(monkeypatch):
-    (watch, _), _ = made = watches(2, monkeypatch)
+    (check, _), _ = made = checks(2, monkeypatch)
     good, bad = (TrainingLoss(step, loss, vector(made, [loss, loss])) for step, loss in ((4, 1.0), (5, math.nan)))
-    watch.judge([good, bad], 4)
+    check.judge([good, bad], 4)
     with pytest.raises(BadInput, match="at step 5"):
-        watch.judge([], 5)
+        check.judge([], 5)
 
 
 def test_a_single_process_hears_at_once(monkeypatch):
-    ((watch, _),) = made = watches(1, monkeypatch)
+    ((check, _),) = made = checks(1, monkeypatch)
     with pytest.raises(BadInput, match="the training loss is nan at step 5 on rank 0, all"):
-        watch.judge([TrainingLoss(5, math.nan, vector(made, [math.nan]))], 4)
+        check.judge([TrainingLoss(5, math.nan, vector(made, [math.nan]))], 4)
 
 
 @pytest.mark.parametrize("name, value, part", [

@@ -243,11 +243,11 @@ def judged(harm, precision, step=1):
     """The sentence that ends the run after a step of a harmed model."""
     model, optimizer = trainer(precision=precision)
     own = {name: optimizer.own(name, bank) for name, bank in optimizer.banks.items() if name not in model.big_tables}
-    watch = finite.Check(own, model.precision.recipes.measurements)
+    check = finite.Check(own, model.precision.recipes.measurements)
     harm(model)
-    loss, *flags = t.train_step(model, optimizer, batch(), step, more=watch.flags).tolist()
+    loss, *flags = t.train_step(model, optimizer, batch(), step, more=check.numbers).tolist()
     with pytest.raises(ranks.BadInput) as error:
-        watch.judge([journal.TrainingLoss(step, loss, flags)], step)
+        check.judge([journal.TrainingLoss(step, loss, flags)], step)
     return str(error.value)
 
 
@@ -301,10 +301,10 @@ def test_the_run_ends_with_the_name_of_the_weights_that_went_wrong(precision):
 def test_a_step_of_finite_numbers_goes_on_and_costs_little():
     model, optimizer = trainer(precision="bf16")
     assert t.train_step(model, optimizer, batch(), 0).shape == (1,)
-    watch = finite.Check({"mlp": model.mlp.data}, model.precision.recipes.measurements)
-    loss, *flags = t.train_step(model, optimizer, batch(), 1, more=watch.flags).tolist()
-    assert flags == [0, 0]
-    watch.judge([journal.TrainingLoss(7, loss, flags)], 7)
+    check = finite.Check({"mlp": model.mlp.data}, model.precision.recipes.measurements)
+    loss, *flags = t.train_step(model, optimizer, batch(), 1, more=check.numbers).tolist()
+    assert flags[0] != 0 and flags[1] > 0, "the weight and the loss"
+    check.judge([journal.TrainingLoss(7, loss, flags)], 7)
 
 
 class Broken(torch.autograd.Function):
