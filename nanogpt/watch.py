@@ -24,9 +24,11 @@ host speaks. A process on its own has none of this.
 import json
 import os
 import signal
+import sys
 import threading
 import time
 import traceback
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
@@ -44,6 +46,8 @@ FAILED_LOOKS = 4  # without a beat, once a collective has failed
 STILL_LOOKS = 40
 ORPHAN_LOOKS = 60  # for the end in order of a run whose torchrun is gone
 LOST = 3  # exit status
+ROOT = Path(__file__).resolve().parents[1]
+PROJECT = (ROOT, ROOT / "nanogpt", ROOT / "data", ROOT / "records")
 GO_ON = "the run ends here; --resume goes on from its last save, if there is one"
 
 
@@ -173,7 +177,7 @@ class Watch:
             for key in keys:  # all must be there before they are read together
                 store.compare_set(key, "", "")
             while not self.ended.is_set():
-                beat = dict(count=self.rounds, step=self.step)
+                beat = dict(count=self.rounds, step=self.step, line=line_of_main_thread())
                 store.set(keys[self.rank], json.dumps(beat))
                 if self.claim and not self.over:
                     store.compare_set("over", "", json.dumps(self.claim))
@@ -208,8 +212,8 @@ class Watch:
             for rank in range(self.world_size):
                 same = beats[rank] == self.judged[rank]
                 self.silent[rank] = self.silent[rank] + 1 if same else 0
-            steps = steps_of(beats)
-            same = None not in steps and steps == steps_of(self.judged)
+            steps = parts_of(beats, "step")
+            same = None not in steps and steps == parts_of(self.judged, "step")
             self.still = self.still + 1 if same else 0
             self.judged, self.judged_rounds = beats, self.rounds
         for rank, pid in self.pids.items():
@@ -251,12 +255,17 @@ class Watch:
         """The words on a collective that does not return; empty if all is well."""
         if self.longest is None or self.still * LOOK_S < STILL_LOOKS + 10 * self.longest:
             return ""
-        steps = steps_of(self.judged)
+        steps = parts_of(self.judged, "step")
         behind = [rank for rank in range(self.world_size) if steps[rank] == min(steps)]
         where = f"in step {min(steps) + 1} for {self.still * LOOK_S:.0f} s"
-        if len(behind) == self.world_size:
-            return f"all ranks have stood {where}: a transfer between them hangs"
-        return f"{self.with_host(behind)} has stood {where}"
+        if len(behind) < self.world_size:
+            return f"{self.with_host(behind)} has stood {where}"
+        at = defaultdict(list)  # line -> ranks
+        for rank, line in enumerate(parts_of(self.judged, "line")):
+            at[line].append(rank)
+        lines = sorted(at, key=lambda line: len(at[line]))  # that of the odd one out stands first
+        places = ", ".join(f"{joining.in_words(at[line])} at {line}" for line in lines[:3])
+        return f"all ranks have stood {where}, {places}"
 
     def with_host(self, ranks: list[int]) -> str:
         return f"{joining.in_words(ranks)} on host {self.meeting.notes[ranks[0]]['host']}"
@@ -288,9 +297,20 @@ class Watch:
         os._exit(status)
 
 
-def steps_of(beats: list[str]) -> list[int | None]:
-    """The step that each rank is in; None for one that is elsewhere, or has not been heard of."""
-    return [json.loads(beat)["step"] if beat else None for beat in beats]
+def parts_of(beats: list[str], name: str) -> list:
+    """What the beat of each rank says; None for one that has not been heard of."""
+    return [json.loads(beat)[name] if beat else None for beat in beats]
+
+
+def line_of_main_thread() -> str:
+    """The line of this project at which the main thread works or waits."""
+    frame = sys._current_frames().get(threading.main_thread().ident)
+    while frame:
+        path = Path(frame.f_code.co_filename)
+        if path.parent in PROJECT:
+            return f"{path.relative_to(ROOT)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "an unknown line"
 
 
 def has_ended(pid: int) -> bool:
