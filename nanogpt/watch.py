@@ -18,8 +18,8 @@ running for some seconds, so that the limit is 30. `still` says nothing before t
 step, nor while a rank reads data, validates or saves: how long that may take nobody knows.
 
 Who has a reason to end the run writes it under `over`, where only the first one is kept. The rank
-that was first says it, and all others end in silence. If the store is gone, too, one rank of each
-host speaks. A process on its own has none of this.
+that was first says it, and so does one rank of each other host; all others end in silence. If the
+store is gone, too, one rank of each host speaks. A process on its own has none of this.
 """
 import json
 import os
@@ -90,13 +90,26 @@ class Watch:
     # ---------------------------------------------------------------- what the main thread calls
 
     def join(self, parse: Callable, argv: list[str], errors: tuple, minutes: float):
-        """parse(argv), after all ranks have agreed (joining.join, which says what is raised). From
-        then on they watch each other."""
+        """parse(argv), a configuration, after all ranks have found that theirs is the same. From
+        then on they watch each other. A process on its own raises what parse raises.
+
+        errors: what parse raises if the user can mend it
+        minutes: to wait for the others if there is no configuration that says it
+
+        Raises Agreed and BadInput, as joining.meet and joining.refuse do.
+        """
         place = joining.own_place()
         if place is None:
             return parse(argv)
         self.rank, self.world_size = place.rank, place.world_size
-        c, self.meeting = joining.join(place, parse, argv, errors, minutes)
+        c = fault = None
+        try:
+            c = parse(argv)
+            minutes = c.join_timeout
+        except errors as error:
+            fault = str(error)
+        self.meeting = joining.meet(place, c, fault, minutes)
+        joining.refuse(self.meeting, minutes)
         if self.world_size > 1:
             self.heard = self.judged = [""] * self.world_size
             self.silent = [0] * self.world_size
@@ -135,7 +148,7 @@ class Watch:
             return 2
         if self.meeting is None or isinstance(error, Agreed):
             self.stop.leaving = True  # all others know, or cannot be told
-            if getattr(error, "speaks", True):
+            if not isinstance(error, Agreed) or self.says(error.speaker):
                 complain(f"train_gpt.py: {sentence}")
             time.sleep(LOOK_S)  # until all have spoken, and have read what is in our store
             os._exit(2)
@@ -268,25 +281,39 @@ class Watch:
         return f"all ranks have stood {where}, {places}"
 
     def with_host(self, ranks: list[int]) -> str:
-        return f"{joining.in_words(ranks)} on host {self.meeting.notes[ranks[0]]['host']}"
+        return f"{joining.in_words(ranks)} on host {self.meeting.host(ranks[0])}"
 
     # ------------------------------------------------------------------------------- the last word
+
+    def first_here(self) -> int:
+        """The first rank that lives on this host."""
+        host, lost = self.meeting.host, self.lost_ranks(FAILED_LOOKS)
+        return min(rank for rank in self.meeting.notes
+                   if host(rank) == host(self.rank) and rank not in lost)
+
+    def says(self, speaker: int) -> bool:
+        """Whether this rank says what `speaker` has found: if it is that, or the first one of
+        another host, which has a screen of its own."""
+        elsewhere = self.meeting.host(speaker) != self.meeting.host(self.rank)
+        return speaker == self.rank or (elsewhere and self.rank == self.first_here())
 
     def end_run(self, sentence: str, status: int) -> None:
         """Ends the process, with this sentence and status if no other rank was first. Never
         returns: the main thread may be one that nothing can wake."""
         self.last_word.acquire()
         self.stop.leaving = True
-        self.claim = dict(rank=self.rank, status=status)
+        first_line = sentence.partition("\n")[0]  # what follows is a traceback
+        self.claim = dict(rank=self.rank, sentence=first_line, status=status)
         self.hurry.set()
         for _ in range(60):
             if self.over or not self.threads[0].is_alive():
                 break
             time.sleep(0.05)
-        speaks = os.environ.get("LOCAL_RANK", "0") == "0"
+        speaker = self.first_here()
         if self.over:
-            speaks = self.over["rank"] == self.rank
-            status = self.over["status"]
+            speaker, status = self.over["rank"], self.over["status"]
+            sentence = sentence if speaker == self.rank else self.over["sentence"]
+        speaks = self.says(speaker)
         if speaks:
             complain(f"train_gpt.py: {sentence}")
         for rank in self.lost_ranks(LOST_LOOKS):
