@@ -2348,6 +2348,7 @@ def train(c: Config) -> int:
         WATCH.leave_step()
 
     # 5. Say what came of it, and save.
+    WATCH.needs_others = False
     interrupted = not last
     if interrupted:
         clock.stop()

@@ -36,7 +36,7 @@ import torch.distributed as dist
 
 from nanogpt import joining
 from nanogpt.ranks import Agreed
-from nanogpt.stopping import Stop, status_of
+from nanogpt.stopping import SIGNALS, Stop
 from records.console import complain
 
 LOOK_S = 1.0  # between two looks, and between two beats
@@ -62,6 +62,7 @@ class Watch:
         self.step = None  # the one it is in
         self.entered = 0.0
         self.longest = None  # seconds; None before the end of the first step
+        self.needs_others = True  # else this rank has its results, and ends by itself
         # The thread that talks writes these.
         self.rounds = 0  # how often it has heard from all
         self.heard = []  # the last beat of each rank
@@ -115,7 +116,7 @@ class Watch:
             self.silent = [0] * self.world_size
             self.parent = os.getppid()
             self.pids = joining.neighbours(self.meeting)
-            self.stop.before_leaving = self.end_if_lost
+            self.stop.leave_with_others = self.end_by_signal
             for work in (self.talk, self.judge):
                 self.threads.append(threading.Thread(target=work, daemon=True))
                 self.threads[-1].start()
@@ -131,6 +132,7 @@ class Watch:
 
     def leave(self) -> None:
         """Waits for all ranks, which have come to the end, and ends the watch. A collective."""
+        self.needs_others = True
         if dist.is_initialized():
             dist.barrier()  # torchrun ends all ranks with the first one: rank 0 has more to do
         self.ended.set()
@@ -160,8 +162,6 @@ class Watch:
     def end_if_lost(self, error: Exception | None = None) -> None:
         """Ends the process if another rank is lost or has ended the run. It waits some seconds for
         the answer, and returns if all live."""
-        if self.orphaned:
-            os._exit(status_of("SIGTERM"))
         for _ in range(4 * (FAILED_LOOKS + 2)):
             if self.world_size == 1 or self.ended.is_set():
                 return
@@ -171,6 +171,15 @@ class Watch:
                     lost += f" ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
                 self.end_run(f"{lost}; {GO_ON}", LOST)
             time.sleep(LOOK_S / 4)
+
+    def end_by_signal(self, number: int) -> None:
+        """Ends the process at a signal before the first step, and the others with it. A SIGTERM may
+        be torchrun's, because another rank is lost, or our own, because torchrun is."""
+        if self.orphaned:
+            os._exit(128 + number)
+        if number == signal.SIGTERM:
+            self.end_if_lost()
+        self.end_run(f"stopped by {SIGNALS[number]} before the first step", 128 + number)
 
     def end_with_traceback(self, error: Exception) -> None:
         """After an error that nobody has foreseen: ends the process, and the others. Returns where
@@ -199,13 +208,15 @@ class Watch:
                 self.rounds += 1
                 self.hurry.wait(LOOK_S)
                 self.hurry.clear()
-        except dist.DistError:
-            return  # the store is gone: the other thread notices that nothing is heard any more
+        except RuntimeError:  # as all errors of the store are
+            return  # it is gone, and the other thread notices that nothing is heard any more
 
     def judge(self) -> None:
         """Once a second: looks at what was heard, and ends the process if it must."""
         while not self.ended.wait(LOOK_S):
             self.look()
+            if self.orphaned <= ORPHAN_LOOKS and not self.needs_others:
+                continue
             if self.over:
                 self.end_run("", LOST)
             if self.orphaned > ORPHAN_LOOKS:
@@ -344,6 +355,8 @@ def has_ended(pid: int) -> bool:
     """Whether there is no such process any more. Linux only."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return True
+    except OSError:
+        return False  # it cannot be known, perhaps for want of memory or of open files
     return state in ("Z", "X")
