@@ -2412,6 +2412,7 @@ def train(c: Config, at_end: ExitStack) -> int:
     run.train(call)
 
     # 5. Say what came of it, and write the checkpoint.
+    WATCH.needs_others = False
     return run.finish(compile_s)
 
 
