@@ -2232,7 +2232,7 @@ class Run:
 
     def tell(self, loss: Tensor) -> Tensor:
         """What this rank tells the others with its loss."""
-        return torch.cat([self.finite.flags(loss), self.requests.outgoing()])
+        return torch.cat([self.finite.numbers(loss), self.requests.outgoing()])
 
     def hear(self) -> None:
         """Takes the losses that have arrived, and waits for those up to this step. Raises BadInput
@@ -2412,6 +2412,7 @@ def train(c: Config, at_end: ExitStack) -> int:
     run.train(call)
 
     # 5. Say what came of it, and write the checkpoint.
+    WATCH.needs_others = False
     return run.finish(compile_s)
 
 

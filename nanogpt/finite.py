@@ -1,12 +1,12 @@
 """When a number of a run is not finite: what the sentence says that ends it, and how it is known.
 
 A loss that is infinite or NaN spoils every weight in the very step it belongs to, and the CPU hears
-of it a step later. Then it is too late to ask where it began. So each step leaves a note of what it
-has begun with: whether this rank's part of each weight was finite, and whether its own loss was.
-These flags travel in the vector that the ranks sum anyway (nanogpt/ranks.py, `Requests`), and they
-are computed while the gradients are on their way, so nothing waits for them. The tables of
-embeddings are left out: of them a step reads a few rows, and to read all would take longer than the
-step.
+of it a step later. Then it is too late to ask where it began. So each step tells what it has begun
+with: the largest number of this rank's part of each weight, and its own loss. They travel in the
+vector that the ranks sum anyway (nanogpt/ranks.py, `Requests`). A sum is not finite if one of its
+numbers is not. They are computed while the gradients are on their way, so nothing waits for them.
+The tables of embeddings are left out: of them a step reads a few rows, and to read all would take
+longer than the step.
 """
 import math
 
@@ -23,8 +23,8 @@ REMEDY = "lower the learning rates"
 class Check:
     """Finds the first step whose numbers are not finite.
 
-    flags       what each step adds to the vector
-    judge       ends the run if a vector that has arrived tells of such a number
+    numbers     what each step adds to the vector
+    judge       ends the run if a vector that has arrived has a number that is not finite
     """
 
     def __init__(self, weights: dict[str, Tensor], measurements: Measurements):
@@ -33,24 +33,26 @@ class Check:
         self.weights = weights
         self.measurements = measurements
         self.rank, self.world_size = rank_and_world_size()
+        device = next(iter(weights.values())).device
+        self.own_place = torch.arange(self.world_size, device=device) == self.rank
         self.waiting = []  # losses that other ranks may not have heard yet
         self.groups = {}  # dtype -> name -> weight
         for name, weight in weights.items():
             self.groups.setdefault(weight.dtype, {})[name] = weight
 
     @torch.no_grad()
-    def flags(self, loss: Tensor) -> Tensor:
-        """(weights + ranks,), 1 for each part of a weight that is not finite, and at this rank's
-        place 1 if its own loss () is not. It is to be called before the update."""
-        sizes = []  # numbers that are finite if all numbers of a weight are
+    def numbers(self, loss: Tensor) -> Tensor:
+        """(weights + ranks,): for each weight a number that is finite if all of its numbers are,
+        and at this rank's place its own loss (). It is to be called before the update."""
+        of_weights = []
         for group in self.groups.values():
             if loss.is_cuda:
-                sizes += torch._foreach_norm([*group.values()], math.inf)  # one kernel for all
+                of_weights += torch._foreach_norm(  # one kernel for all
+                    [*group.values()], math.inf, dtype=torch.float32)
             else:
-                sizes += [weight.sum(dtype=torch.float32) for weight in group.values()]
-        bad_weights = ~torch.stack([size.float() for size in sizes]).isfinite()
-        here = torch.arange(self.world_size, device=loss.device) == self.rank
-        return torch.cat([bad_weights, here & ~loss.isfinite()]).float()
+                of_weights += [weight.sum(dtype=torch.float32) for weight in group.values()]
+        of_ranks = torch.where(self.own_place, loss.float(), 0.0)
+        return torch.cat([torch.stack(of_weights), of_ranks])
 
     def judge(self, losses: list[TrainingLoss], step: int) -> None:
         """Raises BadInput if one of the losses up to this step, or what was measured with it, is
@@ -59,17 +61,20 @@ class Check:
         self.waiting += losses
         while self.waiting and (self.waiting[0].step <= step or self.world_size == 1):
             loss = self.waiting.pop(0)
-            if not math.isfinite(loss.loss) or any(loss.flags):
-                raise BadInput(self.sentence(loss))
+            begins = len(loss.flags) - len(self.weights) - self.world_size
+            faults, numbers = loss.flags[:begins], loss.flags[begins:]
+            if any(faults) or not all(map(math.isfinite, [loss.loss, *numbers])):
+                raise BadInput(self.sentence(loss, faults, numbers))
 
-    def sentence(self, loss: TrainingLoss) -> str:
-        """What was not finite, and on which rank."""
+    def sentence(self, loss: TrainingLoss, faults: list[float], numbers: list[float]) -> str:
+        """What was not finite, and on which rank. `faults` are those of the measurements, and
+        `numbers` are what all ranks have told."""
         names = [name for group in self.groups.values() for name in group]
-        ends = len(loss.flags) - self.world_size
-        begins = ends - len(names)
-        bad = {name for name, flag in zip(names, loss.flags[begins:ends]) if flag}
-        bad_ranks = [rank for rank, flag in enumerate(loss.flags[ends:]) if flag]
-        where = self.measurements.culprit(loss.flags[:begins])
+        of_weights = zip(names, numbers)
+        bad = {name for name, number in of_weights if not math.isfinite(number)}
+        of_ranks = enumerate(numbers[len(names) :])
+        bad_ranks = [rank for rank, number in of_ranks if not math.isfinite(number)]
+        where = self.measurements.culprit(faults)
         remedy = REMEDY
         if bad and not where.startswith(", weight of"):  # which is more exact
             where = f", {listed([label(name) for name in self.weights if name in bad])}"

@@ -11,8 +11,8 @@ import json
 import os
 import platform
 import socket
+import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from nanogpt.ranks import Agreed, BadInput, all_ranks, refuse_faults, require
+from records.console import complain
 from records.journal import project_files
 
 WAIT_AFTER_FAULT_S = 4  # how long a rank with a fault waits for the others, which may have the same
@@ -58,41 +59,60 @@ class Meeting(NamedTuple):
     place: Place
     attempt: str  # which one of torchrun's this is: what it has in the store begins with that
     store: dist.Store
-    notes: dict[int, dict]  # of all ranks
+    notes: dict[int, dict]  # of all ranks that have come
+
+    def host(self, rank: int) -> str:
+        return self.notes[rank]["host"]
 
 
-def join(place: Place, parse: Callable, argv: list[str], errors: tuple, minutes: float):
-    """Returns parse(argv), a configuration, and the Meeting in which all ranks have found that
-    theirs is the same. `errors` are what parse may raise, and `minutes` the default of
-    --join_timeout. Raises Agreed if something is wrong on any rank, if two of them run something
-    else, or if not all come in time, and BadInput if they cannot meet at all."""
-    fault = c = None
-    try:
-        c = parse(argv)
-        minutes = c.join_timeout
-    except errors as error:
-        fault = str(error)
-    deadline = time.monotonic() + (60 * minutes if fault is None else WAIT_AFTER_FAULT_S)
+def meet(place: Place, c, fault: str | None, minutes: float) -> Meeting:
+    """The notes of all ranks, or of those that have come within so many minutes. A rank has either
+    a configuration `c` or a fault. Raises BadInput if there is nobody to meet."""
+    minutes_to_wait = minutes if fault is None else WAIT_AFTER_FAULT_S / 60
+    deadline = time.monotonic() + 60 * minutes_to_wait
+    no_answer = threading.Timer(60 * minutes_to_wait + 10, give_up, [place, fault])
+    no_answer.daemon = True
+    no_answer.start()
     try:
         store = open_store(place, deadline, minutes)
         attempt = attempt_of(store, place)
         store = dist.PrefixStore(attempt, store)
-        notes = exchange(store, place, note_of(c, fault), deadline)
-        refuse_faults({rank: note["fault"] for rank, note in notes.items()}, place.rank,
-                      place.world_size)
-        refuse_absence(store, place, notes, minutes)
-    except (BadInput, dist.DistError) as error:
-        if isinstance(error, Agreed):
-            raise
-        if fault is None:
-            fault = str(error)
-            if isinstance(error, dist.DistError):
-                fault = f"lost the others at {place.address}:{place.port}, who may have ended"
-        raise BadInput(f"rank {place.rank}: {fault}") from None
+        return Meeting(place, attempt, store, exchange(store, place, note_of(c, fault), deadline))
+    except dist.DistError:
+        raise BadInput(fault_of(place, fault)) from None
+    except BadInput as error:
+        raise BadInput(f"rank {place.rank}: {fault or error}") from None
+    finally:
+        no_answer.cancel()
+
+
+def fault_of(place: Place, fault: str | None) -> str:
+    lost = f"lost the others at {place.address}:{place.port}, who may have ended"
+    return f"rank {place.rank}: {fault or lost}"
+
+
+def give_up(place: Place, fault: str | None) -> None:
+    """Ends a process that waits inside of torch: somebody has taken its call, and says nothing."""
+    complain(f"train_gpt.py: {fault_of(place, fault)}")
+    os._exit(2)
+
+
+def refuse(meeting: Meeting, minutes: float) -> None:
+    """Raises Agreed if something is wrong on any rank, if not all have come within so many minutes,
+    or if two of them run something else."""
+    place, notes = meeting.place, meeting.notes
+    refuse_faults({rank: note["fault"] for rank, note in notes.items()}, place.rank,
+                  place.world_size)
+    absent = [rank for rank in range(place.world_size) if rank not in notes]
+    if absent:
+        came = f"{len(notes)} of {place.world_size} processes came within {minutes:g} minutes"
+        sentence = (f"{came}, {in_words(absent)} did not; start all of them, see whether they can "
+                    f"reach {place.address}:{place.port}, or raise --join_timeout")
+        meeting.store.set("gave_up", sentence)
+        raise Agreed(sentence, min(notes))
     odd = difference([notes[rank]["runs"] for rank in range(place.world_size)])
     if odd:
-        raise Agreed(odd, speaks=place.rank == 0)
-    return c, Meeting(place, attempt, store, notes)
+        raise Agreed(odd, 0)
 
 
 def open_store(place: Place, deadline: float, minutes: float) -> dist.Store:
@@ -170,21 +190,9 @@ def exchange(store: dist.Store, place: Place, note: dict, deadline: float) -> di
         if note["fault"] is None and any(other["fault"] for other in notes.values()):
             break
         if store.check(["gave_up"]):
-            raise Agreed(store.get("gave_up").decode(), speaks=False)
+            break
         time.sleep(0.05)
     return notes
-
-
-def refuse_absence(store: dist.Store, place: Place, notes: dict, minutes: float) -> None:
-    """Raises Agreed unless all ranks have come. The first one that has given up says so."""
-    absent = [rank for rank in range(place.world_size) if rank not in notes]
-    if absent:
-        came = f"{len(notes)} of {place.world_size} processes came within {minutes:g} minutes"
-        sentence = (f"{came}, {in_words(absent)} did not; start all of them, see whether they can "
-                    f"reach {place.address}:{place.port}, or raise --join_timeout")
-        first = store.add("givers_up", 1) == 1
-        store.set("gave_up", sentence)
-        raise Agreed(sentence, speaks=first)
 
 
 def in_words(ranks: list[int]) -> str:

@@ -22,11 +22,11 @@ def require(condition, sentence: str) -> None:
 
 
 class Agreed(BadInput):
-    """A fault that all ranks know of. `speaks`: whether this rank is the one that says it."""
+    """A fault that all ranks know of. `speaker` is the rank that says it."""
 
-    def __init__(self, sentence: str, speaks: bool):
+    def __init__(self, sentence: str, speaker: int):
         super().__init__(sentence)
-        self.speaks = speaks
+        self.speaker = speaker
 
 
 def start_process(kind: str, local_gpu: int, store: dist.Store | None = None) -> torch.device:
@@ -100,7 +100,7 @@ def refuse_faults(faults: dict[int, str | None], rank: int, world_size: int) -> 
     speaker = min(other for other in faults if faults[other] == sentence)
     if list(faults.values()) != [sentence] * world_size:
         sentence = f"rank {speaker}: {sentence}"
-    raise Agreed(sentence, speaks=speaker == rank)
+    raise Agreed(sentence, speaker)
 
 
 REQUESTS = ("SIGINT", "SIGTERM", "save")

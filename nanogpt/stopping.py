@@ -25,7 +25,7 @@ class Stop:
         self.signal = ""
         self.in_steps = False  # whether a signal waits for the end of a step
         self.leaving = False  # whether the process ends anyway, with a sentence and a status
-        self.before_leaving = None  # called at a SIGTERM, which may come because of another rank
+        self.leave_with_others = None  # ends the process if it is one of several (watch.py)
 
     def listen(self) -> None:
         for number in SIGNALS:
@@ -36,9 +36,8 @@ class Stop:
         if self.leaving:
             return  # torchrun sends SIGTERM to all ranks as soon as one of them has ended
         if not self.in_steps:
-            ask, self.before_leaving = self.before_leaving, None  # a second signal asks nobody
-            if ask and number == signal.SIGTERM:
-                ask()
+            if self.leave_with_others:
+                self.leave_with_others(number)
             leave(number)
         self.signal = SIGNALS[number]
         for other in SIGNALS:  # the next one needs no Python, which may wait for something

@@ -18,15 +18,17 @@ running for some seconds, so that the limit is 30. `still` says nothing before t
 step, nor while a rank reads data, validates or saves: how long that may take nobody knows.
 
 Who has a reason to end the run writes it under `over`, where only the first one is kept. The rank
-that was first says it, and all others end in silence. If the store is gone, too, one rank of each
-host speaks. A process on its own has none of this.
+that was first says it, and so does one rank of each other host; all others end in silence. If the
+store is gone, too, one rank of each host speaks. A process on its own has none of this.
 """
 import json
 import os
 import signal
+import sys
 import threading
 import time
 import traceback
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
@@ -34,7 +36,7 @@ import torch.distributed as dist
 
 from nanogpt import joining
 from nanogpt.ranks import Agreed
-from nanogpt.stopping import Stop, status_of
+from nanogpt.stopping import SIGNALS, Stop
 from records.console import complain
 
 LOOK_S = 1.0  # between two looks, and between two beats
@@ -44,6 +46,8 @@ FAILED_LOOKS = 4  # without a beat, once a collective has failed
 STILL_LOOKS = 40
 ORPHAN_LOOKS = 60  # for the end in order of a run whose torchrun is gone
 LOST = 3  # exit status
+ROOT = Path(__file__).resolve().parents[1]
+PROJECT = (ROOT, ROOT / "nanogpt", ROOT / "data", ROOT / "records")
 GO_ON = "the run ends here; --resume goes on from its last save, if there is one"
 
 
@@ -58,6 +62,7 @@ class Watch:
         self.step = None  # the one it is in
         self.entered = 0.0
         self.longest = None  # seconds; None before the end of the first step
+        self.needs_others = True  # else this rank has its results, and ends by itself
         # The thread that talks writes these.
         self.rounds = 0  # how often it has heard from all
         self.heard = []  # the last beat of each rank
@@ -86,19 +91,32 @@ class Watch:
     # ---------------------------------------------------------------- what the main thread calls
 
     def join(self, parse: Callable, argv: list[str], errors: tuple, minutes: float):
-        """parse(argv), after all ranks have agreed (joining.join, which says what is raised). From
-        then on they watch each other."""
+        """parse(argv), a configuration, after all ranks have found that theirs is the same. From
+        then on they watch each other. A process on its own raises what parse raises.
+
+        errors: what parse raises if the user can mend it
+        minutes: to wait for the others if there is no configuration that says it
+
+        Raises Agreed and BadInput, as joining.meet and joining.refuse do.
+        """
         place = joining.own_place()
         if place is None:
             return parse(argv)
         self.rank, self.world_size = place.rank, place.world_size
-        c, self.meeting = joining.join(place, parse, argv, errors, minutes)
+        c = fault = None
+        try:
+            c = parse(argv)
+            minutes = c.join_timeout
+        except errors as error:
+            fault = str(error)
+        self.meeting = joining.meet(place, c, fault, minutes)
+        joining.refuse(self.meeting, minutes)
         if self.world_size > 1:
             self.heard = self.judged = [""] * self.world_size
             self.silent = [0] * self.world_size
             self.parent = os.getppid()
             self.pids = joining.neighbours(self.meeting)
-            self.stop.before_leaving = self.end_if_lost
+            self.stop.leave_with_others = self.end_by_signal
             for work in (self.talk, self.judge):
                 self.threads.append(threading.Thread(target=work, daemon=True))
                 self.threads[-1].start()
@@ -114,6 +132,7 @@ class Watch:
 
     def leave(self) -> None:
         """Waits for all ranks, which have come to the end, and ends the watch. A collective."""
+        self.needs_others = True
         if dist.is_initialized():
             dist.barrier()  # torchrun ends all ranks with the first one: rank 0 has more to do
         self.ended.set()
@@ -131,7 +150,7 @@ class Watch:
             return 2
         if self.meeting is None or isinstance(error, Agreed):
             self.stop.leaving = True  # all others know, or cannot be told
-            if getattr(error, "speaks", True):
+            if not isinstance(error, Agreed) or self.says(error.speaker):
                 complain(f"train_gpt.py: {sentence}")
             time.sleep(LOOK_S)  # until all have spoken, and have read what is in our store
             os._exit(2)
@@ -143,8 +162,6 @@ class Watch:
     def end_if_lost(self, error: Exception | None = None) -> None:
         """Ends the process if another rank is lost or has ended the run. It waits some seconds for
         the answer, and returns if all live."""
-        if self.orphaned:
-            os._exit(status_of("SIGTERM"))
         for _ in range(4 * (FAILED_LOOKS + 2)):
             if self.world_size == 1 or self.ended.is_set():
                 return
@@ -154,6 +171,15 @@ class Watch:
                     lost += f" ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
                 self.end_run(f"{lost}; {GO_ON}", LOST)
             time.sleep(LOOK_S / 4)
+
+    def end_by_signal(self, number: int) -> None:
+        """Ends the process at a signal before the first step, and the others with it. A SIGTERM may
+        be torchrun's, because another rank is lost, or our own, because torchrun is."""
+        if self.orphaned:
+            os._exit(128 + number)
+        if number == signal.SIGTERM:
+            self.end_if_lost()
+        self.end_run(f"stopped by {SIGNALS[number]} before the first step", 128 + number)
 
     def end_with_traceback(self, error: Exception) -> None:
         """After an error that nobody has foreseen: ends the process, and the others. Returns where
@@ -173,7 +199,7 @@ class Watch:
             for key in keys:  # all must be there before they are read together
                 store.compare_set(key, "", "")
             while not self.ended.is_set():
-                beat = dict(count=self.rounds, step=self.step)
+                beat = dict(count=self.rounds, step=self.step, line=line_of_main_thread())
                 store.set(keys[self.rank], json.dumps(beat))
                 if self.claim and not self.over:
                     store.compare_set("over", "", json.dumps(self.claim))
@@ -182,13 +208,15 @@ class Watch:
                 self.rounds += 1
                 self.hurry.wait(LOOK_S)
                 self.hurry.clear()
-        except dist.DistError:
-            return  # the store is gone: the other thread notices that nothing is heard any more
+        except RuntimeError:  # as all errors of the store are
+            return  # it is gone, and the other thread notices that nothing is heard any more
 
     def judge(self) -> None:
         """Once a second: looks at what was heard, and ends the process if it must."""
         while not self.ended.wait(LOOK_S):
             self.look()
+            if self.orphaned <= ORPHAN_LOOKS and not self.needs_others:
+                continue
             if self.over:
                 self.end_run("", LOST)
             if self.orphaned > ORPHAN_LOOKS:
@@ -208,8 +236,8 @@ class Watch:
             for rank in range(self.world_size):
                 same = beats[rank] == self.judged[rank]
                 self.silent[rank] = self.silent[rank] + 1 if same else 0
-            steps = steps_of(beats)
-            same = None not in steps and steps == steps_of(self.judged)
+            steps = parts_of(beats, "step")
+            same = None not in steps and steps == parts_of(self.judged, "step")
             self.still = self.still + 1 if same else 0
             self.judged, self.judged_rounds = beats, self.rounds
         for rank, pid in self.pids.items():
@@ -251,33 +279,52 @@ class Watch:
         """The words on a collective that does not return; empty if all is well."""
         if self.longest is None or self.still * LOOK_S < STILL_LOOKS + 10 * self.longest:
             return ""
-        steps = steps_of(self.judged)
+        steps = parts_of(self.judged, "step")
         behind = [rank for rank in range(self.world_size) if steps[rank] == min(steps)]
         where = f"in step {min(steps) + 1} for {self.still * LOOK_S:.0f} s"
-        if len(behind) == self.world_size:
-            return f"all ranks have stood {where}: a transfer between them hangs"
-        return f"{self.with_host(behind)} has stood {where}"
+        if len(behind) < self.world_size:
+            return f"{self.with_host(behind)} has stood {where}"
+        at = defaultdict(list)  # line -> ranks
+        for rank, line in enumerate(parts_of(self.judged, "line")):
+            at[line].append(rank)
+        lines = sorted(at, key=lambda line: len(at[line]))  # that of the odd one out stands first
+        places = ", ".join(f"{joining.in_words(at[line])} at {line}" for line in lines[:3])
+        return f"all ranks have stood {where}, {places}"
 
     def with_host(self, ranks: list[int]) -> str:
-        return f"{joining.in_words(ranks)} on host {self.meeting.notes[ranks[0]]['host']}"
+        return f"{joining.in_words(ranks)} on host {self.meeting.host(ranks[0])}"
 
     # ------------------------------------------------------------------------------- the last word
+
+    def first_here(self) -> int:
+        """The first rank that lives on this host."""
+        host, lost = self.meeting.host, self.lost_ranks(FAILED_LOOKS)
+        return min(rank for rank in self.meeting.notes
+                   if host(rank) == host(self.rank) and rank not in lost)
+
+    def says(self, speaker: int) -> bool:
+        """Whether this rank says what `speaker` has found: if it is that, or the first one of
+        another host, which has a screen of its own."""
+        elsewhere = self.meeting.host(speaker) != self.meeting.host(self.rank)
+        return speaker == self.rank or (elsewhere and self.rank == self.first_here())
 
     def end_run(self, sentence: str, status: int) -> None:
         """Ends the process, with this sentence and status if no other rank was first. Never
         returns: the main thread may be one that nothing can wake."""
         self.last_word.acquire()
         self.stop.leaving = True
-        self.claim = dict(rank=self.rank, status=status)
+        first_line = sentence.partition("\n")[0]  # what follows is a traceback
+        self.claim = dict(rank=self.rank, sentence=first_line, status=status)
         self.hurry.set()
         for _ in range(60):
             if self.over or not self.threads[0].is_alive():
                 break
             time.sleep(0.05)
-        speaks = os.environ.get("LOCAL_RANK", "0") == "0"
+        speaker = self.first_here()
         if self.over:
-            speaks = self.over["rank"] == self.rank
-            status = self.over["status"]
+            speaker, status = self.over["rank"], self.over["status"]
+            sentence = sentence if speaker == self.rank else self.over["sentence"]
+        speaks = self.says(speaker)
         if speaks:
             complain(f"train_gpt.py: {sentence}")
         for rank in self.lost_ranks(LOST_LOOKS):
@@ -288,15 +335,28 @@ class Watch:
         os._exit(status)
 
 
-def steps_of(beats: list[str]) -> list[int | None]:
-    """The step that each rank is in; None for one that is elsewhere, or has not been heard of."""
-    return [json.loads(beat)["step"] if beat else None for beat in beats]
+def parts_of(beats: list[str], name: str) -> list:
+    """What the beat of each rank says; None for one that has not been heard of."""
+    return [json.loads(beat)[name] if beat else None for beat in beats]
+
+
+def line_of_main_thread() -> str:
+    """The line of this project at which the main thread works or waits."""
+    frame = sys._current_frames().get(threading.main_thread().ident)
+    while frame:
+        path = Path(frame.f_code.co_filename)
+        if path.parent in PROJECT:
+            return f"{path.relative_to(ROOT)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "an unknown line"
 
 
 def has_ended(pid: int) -> bool:
     """Whether there is no such process any more. Linux only."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return True
+    except OSError:
+        return False  # it cannot be known, perhaps for want of memory or of open files
     return state in ("Z", "X")

@@ -16,7 +16,7 @@ NAMES = {"a": torch.bfloat16, "b": torch.float32, "c": torch.bfloat16}
 
 
 def checks(world_size, monkeypatch):
-    """A Check of each rank, and the part of the weights that it owns."""
+    """A check of each rank, and the part of the weights that it owns."""
     made = []
     for rank in range(world_size):
         monkeypatch.setattr(finite, "rank_and_world_size", lambda rank=rank: (rank, world_size))
@@ -27,7 +27,7 @@ def checks(world_size, monkeypatch):
 
 def vector(made, losses):
     """What all ranks hear of a step, as TrainingLoss.flags."""
-    return sum(check.flags(torch.tensor(loss)) for (check, _), loss in zip(made, losses)).tolist()
+    return sum(check.numbers(torch.tensor(loss)) for (check, _), loss in zip(made, losses)).tolist()
 
 
 @pytest.mark.parametrize("losses, bad, part", [
