@@ -2422,8 +2422,8 @@ def main(argv: list[str]) -> int:
     errors = (BadInput, shards.ShardError, OSError, torch.OutOfMemoryError)
     try:
         c = WATCH.join(parse_config, argv, errors, Config.join_timeout)
-        with ExitStack() as at_end:
-            status = train(c, at_end)
+        with ExitStack() as WATCH.at_end:
+            status = train(c, WATCH.at_end)
         WATCH.leave()
         return status
     except errors as error:

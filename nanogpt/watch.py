@@ -30,12 +30,13 @@ import time
 import traceback
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import torch.distributed as dist
 
 from nanogpt import joining
-from nanogpt.ranks import Agreed
+from nanogpt.ranks import Agreed, BadInput
 from nanogpt.stopping import SIGNALS, Stop
 from records.console import complain
 
@@ -62,6 +63,7 @@ class Watch:
         self.step = None  # the one it is in
         self.entered = 0.0
         self.longest = None  # seconds; None before the end of the first step
+        self.at_end = None  # an ExitStack: what is to be done even if an error ends the run
         self.needs_others = True  # else this rank has its results, and ends by itself
         # The thread that talks writes these.
         self.rounds = 0  # how often it has heard from all
@@ -327,6 +329,9 @@ class Watch:
         speaks = self.says(speaker)
         if speaks:
             complain(f"train_gpt.py: {sentence}")
+        if self.at_end:  # the main thread may never come to it
+            with suppress(Exception):  # what is lost is lost: the process must end
+                self.at_end.__exit__(BadInput, BadInput(sentence), None)
         for rank in self.lost_ranks(LOST_LOOKS):
             if rank in self.pids and not has_ended(self.pids[rank]):
                 os.kill(self.pids[rank], signal.SIGKILL)  # one that was stopped would stay for ever

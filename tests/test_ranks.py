@@ -16,7 +16,7 @@ import pytest
 from conftest import ROOT, arguments, documents, write_shard
 from test_run import ENVIRONMENT, SCRIPT, TORCHRUN
 
-from nanogpt import joining, watch
+from nanogpt import checkpoint, joining, watch
 from nanogpt.ranks import Agreed, refuse_faults
 from nanogpt.stopping import Stop
 
@@ -196,8 +196,9 @@ def driven(ranks, port, corpus, folder, code):
     """Two ranks of which the second runs this code in its fourth step, and whose patience is 4 s."""
     driver = folder / "driver.py"
     driver.write_text(DRIVER)
+    changes = LONG | dict(data_dir=corpus, log_dir=folder / "logs", val_interval=2, save_checkpoint=folder / "model.pt")
     for rank in range(2):
-        ranks.by_hand(rank, port, driver, ROOT, code, *arguments(data_dir=corpus, log_dir=folder / "logs", **LONG))
+        ranks.by_hand(rank, port, driver, ROOT, code, *arguments(**changes))
 
 
 @pytest.mark.parametrize("code, statuses, pattern", [
@@ -213,6 +214,9 @@ def test_both_ranks_end_with_one_sentence_if_one(code, statuses, pattern, ranks,
     assert found == statuses and re.fullmatch(pattern, sentence.removesuffix(GO_ON)), sentence
     tracebacks = [ranks.out(rank).count("Traceback") for rank in range(2)]
     assert tracebacks == ([0, 1] if "bug" in code else [0, 0])
+    (log,) = (tmp_path / "logs").glob("*.txt")
+    assert re.fullmatch(r'note "ended early: .*' + pattern + ".*", log.read_text().splitlines()[-1])
+    assert checkpoint.read(tmp_path / "model.pt")["step"] == 2, "the weights of the best validation"
 
 
 def of_torchrun(process):
