@@ -19,9 +19,11 @@ from nanogpt.ranks import require
 LARGE_TEXT = 60_000_000  # tokens of GPT-2's vocabulary
 
 MINUTES = 2.0  # the budget if none is given
-# More readings of a small text make validation worse. On three texts of 20 to 37 kB the laptop's
-# model was best after 3 to 6 readings. `small` knew a text of 1 MB by heart after 4.
-MOST_EPOCHS = {"bytes": 6, "gpt2": 3}
+# records/2026-11-22_h100_one_gpu has the runs by which the next three were chosen. More readings of
+# a small text make validation worse: the model learns the text by heart.
+MOST_EPOCHS = {"laptop": 6, "char": 3, "small": 2}
+STEPS_A_READING = 75  # at least, for `small`: the batches of a short text are small
+TOKENS_A_ROW = 64  # of text for each row of its table of bigrams, which learns by heart soonest
 VALIDATIONS = 10  # of a run; after each one the weights are kept if they are the best so far
 
 
@@ -100,10 +102,16 @@ def fitted(c, schedule: list, text: Text, given: dict):
     """The configuration with lengths and steps that the text has room for. What was given stays as
     it is. Raises BadInput if the text is too short."""
     world_size = int(os.environ.get("WORLD_SIZE", 1))
+    batch_tokens = c.batch_tokens
+    bigram_rows = c.bigram_rows
+    if c.preset == "small":
+        batch_tokens = min(batch_tokens, sum(text.train) // STEPS_A_READING)
+        bigram_rows = min(bigram_rows, max(1, sum(text.train) // TOKENS_A_ROW))
     changes = lengths(
-        text, world_size, c.seq_len, c.batch_tokens, c.micro_tokens, c.val_seq_len, c.val_tokens)
+        text, world_size, c.seq_len, batch_tokens, c.micro_tokens, c.val_seq_len, c.val_tokens)
+    changes["bigram_rows"] = bigram_rows
+    changes["epochs"] = MOST_EPOCHS.get(c.preset, 1)
     large = c.preset in ("speedrun", "onepass")
-    changes["epochs"] = 1 if large else MOST_EPOCHS[text.kind]
     wanted = math.inf  # all that the text has
     if "num_steps" in given:
         wanted = c.num_steps

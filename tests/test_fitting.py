@@ -45,6 +45,18 @@ def test_lengths_fit_the_text_and_each_other(most, world_size, train, val):
             assert fitted == most, "a long text changes nothing"
 
 
+@pytest.mark.parametrize("tokens, world_size, batch, rows", [
+    (321_126, 1, 4096, 5017), (321_126, 2, 4096, 5017), (11_399_128, 1, 32_768, 65_536), (3000, 1, 2048, 46)])
+def test_of_a_short_text_the_small_model_has_small_batches_and_a_small_table(tokens, world_size, batch, rows, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", str(world_size))
+    c = t.Config(**t.PRESETS["small"] | fitting.OVER_PRESET | {"preset": "small"})
+    text = Text("gpt2", (tokens,), 20_000)
+    fitted = fitting.fitted(c, t.SCHEDULES[c.schedule], text, {})
+    assert (fitted.batch_tokens, fitted.bigram_rows, fitted.epochs) == (batch, rows, 2)
+    given = fitting.fitted(c, t.SCHEDULES[c.schedule], text, {"bigram_rows": 99, "epochs": 7})
+    assert (given.bigram_rows, given.epochs) == (99, 7), "what is given stays"
+
+
 @pytest.mark.parametrize("train, val, world_size, part", [
     (128, 1000, 1, "128 tokens are too few to train on; 129"), (256, 1000, 2, "257"), (5000, 128, 1, "to validate on")])
 def test_a_text_that_is_too_short_is_refused_with_the_number_that_is_needed(train, val, world_size, part):
@@ -105,7 +117,7 @@ def test_minutes_become_as_many_steps_as_fit_into_them(text, tmp_path):
     paths = list(tmp_path.glob("*_train_*"))
     assert fitting.with_minutes(c, t.SCHEDULES[c.schedule], paths, 0.2).num_steps == 30
     most = fitting.with_minutes(c, t.SCHEDULES[c.schedule], paths, 1e-9)
-    assert most.epochs == fitting.MOST_EPOCHS["bytes"]
+    assert most.epochs == fitting.MOST_EPOCHS["laptop"]
     checks.check_amount(paths, t.packing(most), t.batch_plan(most), c.data_dir)
 
 
