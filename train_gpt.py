@@ -187,6 +187,7 @@ class Config:
     save_every: float = key(
         0.0, "minutes of training between saves of the whole run, from which --resume goes on; 0: "
         "save never")
+    save_steps: int = key(0, "the same in steps; with both keys, whichever comes first")
     sample: str = key("", "text to continue with the trained model")
     sample_tokens: int = key(256, "tokens to sample")
 
@@ -240,7 +241,7 @@ EVERYDAY = (
 MAY_CHANGE = (
     "resume", "data_dir", "target_loss", "val_tokens", "val_interval", "micro_tokens", "device",
     "native", "attention", "compile", "join_timeout", "log_dir", "jsonl", "run_name",
-    "save_checkpoint", "save_every", "sample", "sample_tokens")
+    "save_checkpoint", "save_every", "save_steps", "sample", "sample_tokens")
 
 
 class Stage(NamedTuple):
@@ -2098,6 +2099,7 @@ def check_inputs(c: Config, files: list[dict]) -> Inputs:
     stamps = shards.stamps_of(train_paths)
     fingerprints = [shards.fingerprint(path, "train") for path in train_paths]
     fingerprints += [shards.fingerprint(path, "val") for path in val_paths]
+    checks.check_apart(fingerprints)
     agreed(refuse_other_data, files, fingerprints)
     saved = saving.open_save(c.resume, fingerprints, c.data_dir)
     place = agreed(place_to_save, c, saved)
@@ -2185,8 +2187,8 @@ class Run:
             self.go_on(inputs.saved)
         self.run_id = all_ranks(facts.run["run_id"])[0]
         self.saver = saving.Saver(
-            Path(c.log_dir, f"{self.run_id}.saved"), c.save_every, self.tensors(), self.came_from,
-            clock.total)
+            Path(c.log_dir, f"{self.run_id}.saved"), c.save_every, c.save_steps, self.tensors(),
+            self.came_from, clock.total, self.step)
         self.requests = Requests(self.device)
         own = {name: optimizer.own(name, bank) for name, bank in optimizer.banks.items()
                if name not in self.model.big_tables}
@@ -2244,7 +2246,7 @@ class Run:
         A signal that comes before the first step waits for its end: there is nothing to save."""
         if STOP.signal and self.step > 0:
             self.requests.ask(STOP.signal)
-        if self.saver.due(self.clock.now()):
+        if self.saver.due(self.step, self.clock.now()):
             self.requests.ask("save")
         granted = [name for name in REQUESTS if self.requests.granted(name, self.step)]
         if granted:
@@ -2270,7 +2272,7 @@ class Run:
         return self.optimizer.tensors() | counts
 
     def save(self) -> None:
-        """Begins a save, if --save_every allows any."""
+        """Begins a save, if the run is one that saves."""
         self.hear()  # all losses so far, which the save holds
         tensors = self.tensors()
         finite.check_save(self.step, tensors)

@@ -45,6 +45,18 @@ def check_kind(path: Path, vocab_size: int, preset: str) -> None:
             "or laptop, or make tokens with `python data/prepare.py FILE`")
 
 
+def check_apart(fingerprints: list[dict]) -> None:
+    """Whether no training shard (data/shards.py, `fingerprint`) is one for validation, too."""
+    names = {shard["sha256"]: shard["name"] for shard in fingerprints if shard["split"] == "train"}
+    for shard in fingerprints:
+        if shard["split"] == "val" and shard["sha256"] in names:
+            raise ShardError(
+                f"{shard['name']} is for validation and has the same tokens as "
+                f"{names[shard['sha256']]}, which is for training; the loss would only tell what "
+                "the model has learned by heart, so give validation a text of its own "
+                "(--val_files)")
+
+
 def check_amount(paths: list[Path], packing: Packing, plan: Plan, folder: str) -> None:
     """Whether the training shards last for all steps of the plan."""
     steps = sum(1 for _ in batches(paths, packing, plan))

@@ -26,10 +26,11 @@ def check(c, topologies: dict[str, list], schedules: dict[str, list], precisions
     check_device(c)
     require(c.vocab_size <= 2**16,
             f"--vocab_size={c.vocab_size} must be at most {2**16}: shards hold tokens of 16 bits")
-    require(0 <= c.seed < 2**63, f"--seed={c.seed} must be between 0 and 2^63")
+    require(0 <= c.seed < 10**15, f"--seed={c.seed} must be from 0 to 10^15 - 1, as logs hold it")
     require(c.model_dim >= least_width,
             f"--model_dim={c.model_dim} must be at least {least_width}, a gate's channels")
     require(c.save_every >= 0, f"--save_every={c.save_every} must not be negative; 0 saves never")
+    require(c.save_steps >= 0, f"--save_steps={c.save_steps} must not be negative; 0 saves never")
     require(0 < c.join_timeout <= 10_000,
             f"--join_timeout={c.join_timeout} must be a number of minutes from 0 to 10,000")
 

@@ -21,6 +21,7 @@ to write to, either: the logs go to the folder that it lies in, and its checkpoi
 there too, or below the folder where the program is started, or be given anew.
 """
 import hashlib
+import math
 import os
 import re
 import shutil
@@ -145,35 +146,39 @@ def sweep(folder: Path, but: Path | None = None) -> None:
 
 
 class Saver:
-    """Saves one run, every so many minutes of training and when it is told to.
+    """Saves one run, every so many minutes of training or steps, and when it is told to.
 
     An error of the disk ends nothing: one sentence on standard error says so, and older saves stay.
     """
 
-    def __init__(self, folder: Path, minutes: float, tensors: dict[str, Tensor],
-                 came_from: list[str], seconds: float):
-        """folder: RUN_ID.saved, the same on all ranks; minutes: between saves, 0: save never;
-        tensors: what `save` will get; came_from: the folders RUN_ID.saved of the runs that this one
-        goes on with; seconds: of training so far."""
+    def __init__(self, folder: Path, minutes: float, steps: int, tensors: dict[str, Tensor],
+                 came_from: list[str], seconds: float, step: int):
+        """folder: RUN_ID.saved, the same on all ranks; minutes and steps: between saves, both 0:
+        save never; tensors: what `save` will get; came_from: the folders RUN_ID.saved of the runs
+        that this one goes on with; seconds and step: of training so far."""
         self.folder = folder
-        self.minutes = minutes
+        self.saves = minutes > 0 or steps > 0
+        self.seconds_between = 60 * minutes or math.inf
+        self.steps_between = steps or math.inf
         self.came_from = came_from
-        self.saved_at = seconds
-        self.saved_step = -1
+        self.count_from = seconds, step
+        self.saved_step = None
         self.rank, self.world_size = rank_and_world_size()
         self.thread = None
         self.has_complained = False
         self.copies = {}
-        if minutes:  # the memory is made now, because making it takes longer than copying
+        if self.saves:  # the memory is made now, because making it takes longer than copying
             for name, tensor in tensors.items():
                 self.copies[name] = torch.empty(
                     tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
 
-    def due(self, seconds: float) -> bool:
-        """Whether rank 0 wants a save after so many seconds of training."""
-        if not self.minutes or self.rank != 0 or (self.thread and self.thread.is_alive()):
+    def due(self, step: int, seconds: float) -> bool:
+        """Whether rank 0 wants a save after so many steps and seconds of training."""
+        if not self.saves or self.rank != 0 or (self.thread and self.thread.is_alive()):
             return False
-        return seconds - self.saved_at >= 60 * self.minutes
+        last_seconds, last_step = self.count_from
+        return (seconds - last_seconds >= self.seconds_between
+                or step - last_step >= self.steps_between)
 
     @torch.no_grad()
     def save(self, step: int, seconds: float, tensors: dict[str, Tensor], random: dict,
@@ -183,10 +188,10 @@ class Saver:
         tensors: this rank's parts; random: `random_state`; facts: plain data that does not change
         any more, of rank 0
         """
-        if not self.minutes or step == self.saved_step:
+        if not self.saves or step == self.saved_step:
             return
         self.finish()
-        self.saved_at = seconds
+        self.count_from = seconds, step
         self.saved_step = step
         for name, tensor in tensors.items():
             self.copies[name].copy_(tensor, non_blocking=True)

@@ -596,3 +596,21 @@ def test_counts_and_random_numbers_of_another_number_of_ranks(stopped, monkeypat
     assert states[0] == states[3] and len({tuple(state) for state in states}) == 3
     with pytest.raises(BadInput, match="does not fit"):
         two.whole("qk.master", "slice", (10**6, 1, 1))
+
+
+def test_saves_come_after_so_many_steps_or_minutes_whichever_is_first(tmp_path):
+    saver = saving.Saver(tmp_path, 1.0, 10, {}, [], seconds=30.0, step=5)
+    assert [saver.due(step, 30.0) for step in (5, 14, 15)] == [False, False, True]
+    assert [saver.due(6, seconds) for seconds in (89.0, 90.0)] == [False, True]
+    assert not saving.Saver(tmp_path, 0.0, 0, {}, [], 0.0, 0).due(10**6, 1e6)
+
+
+def test_a_run_saves_every_so_many_steps(corpus, tmp_path):
+    argv = options(corpus, tmp_path, save_every=0, save_steps=2, num_steps=8, save_checkpoint="")
+    assert start("train_gpt.py", *argv[:-1], argv[-1]).returncode == 0
+    assert not list(tmp_path.glob("*.saved/step_*")), "a run that has come to its end needs no saves"
+    driver = tmp_path / "driver.py"
+    driver.write_text(DRIVER.replace("step == 2", "step == 5").replace("signal.SIGTERM", "signal.SIGKILL"))
+    start(driver, ROOT, 0, *argv)
+    saves = sorted(path.name for path in tmp_path.glob("*.saved/step_??????"))
+    assert saves and set(saves) <= {"step_000002", "step_000004"}, saves
