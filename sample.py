@@ -350,6 +350,10 @@ def check_length(count: int, longest: int) -> None:
 
 def check_text(config, text: str) -> None:
     """Raises BadInput if a model of this configuration will not be able to continue the text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # Python has put stand-ins for the bytes that are no character
+        raise BadInput("the text to continue is not valid UTF-8") from None
     encode, _ = codec(config.vocab_size)
     check_length(len(encode(text)), config.seq_len)
 

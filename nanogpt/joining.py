@@ -23,6 +23,7 @@ from nanogpt.ranks import Agreed, BadInput, all_ranks, refuse_faults, require
 from records.console import complain
 from records.journal import project_files
 
+STORE_PATIENCE_S = 30  # how long a store that is known to be there may take to answer
 WAIT_AFTER_FAULT_S = 4  # how long a rank with a fault waits for the others, which may have the same
 OWN_KEYS = ("data_dir", "join_timeout")  # hosts may differ in them: the shards are compared
 REMEDY = "all ranks need the same command, code and data"
@@ -117,14 +118,21 @@ def refuse(meeting: Meeting, minutes: float) -> None:
 
 def open_store(place: Place, deadline: float, minutes: float) -> dist.Store:
     """A connection of its own to the store, which the first call on rank 0 starts if torchrun has
-    none. Raises BadInput if nobody listens there before the deadline."""
+    none. Raises BadInput if nobody listens there before the deadline. The store of torchrun has
+    been there before its ranks: if it does not answer, torchrun was killed."""
     starts = place.rank == 0 and not place.in_torchrun
+    if place.in_torchrun:
+        deadline = min(deadline, time.monotonic() + STORE_PATIENCE_S)
     while not starts:
         try:
             socket.create_connection((place.address, place.port), timeout=2).close()
             break
         except OSError as error:
             reason = error.strerror or str(error)
+        if time.monotonic() > deadline and place.in_torchrun:
+            raise BadInput(
+                f"torchrun does not answer at {place.address}:{place.port} ({reason}); it was "
+                "killed, or its host cannot be reached")
         if time.monotonic() > deadline:
             raise BadInput(
                 f"nobody answers at {place.address}:{place.port} within {minutes:g} minutes "
@@ -140,8 +148,10 @@ def open_store(place: Place, deadline: float, minutes: float) -> dist.Store:
 
 
 def connect(place: Place, starts: bool = False) -> dist.Store:
-    return dist.TCPStore(place.address, place.port, is_master=starts, wait_for_workers=False,
-                         timeout=timedelta(minutes=10))
+    store = dist.TCPStore(place.address, place.port, is_master=starts, wait_for_workers=False,
+                          timeout=timedelta(seconds=STORE_PATIENCE_S))
+    store.set_timeout(timedelta(minutes=10))
+    return store
 
 
 def attempt_of(store: dist.Store, place: Place) -> str:

@@ -263,6 +263,7 @@ class Saver:
         if self.rank == 0:
             shutil.rmtree(self.folder, ignore_errors=True)
             for folder in self.came_from:
+                sweep(Path(folder))
                 with suppress(OSError):
                     Path(folder, FINISHED).touch()
 

@@ -122,6 +122,7 @@ REFUSED = [
     Refused("log: a device", "no log can be written to /dev/full .*; choose another --log_dir", {"log_dir": "/dev/full"}),
     Refused("log: a fifo", "no log can be written to pipe ", {"log_dir": "pipe"}, instead("pipe", os.mkfifo)),
     Refused("sample: too long", "the text has 3000 tokens, and the model's sequences only 256", {"sample": "x" * 3000}),
+    Refused("sample: not UTF-8", "the text to continue is not valid UTF-8", {"sample": os.fsdecode(b"caf\xe9")}),
     Refused("save: none there", "--resume=nowhere is no complete save", {"resume": "nowhere"}),
 ]
 

@@ -17,7 +17,7 @@ from conftest import ROOT, arguments, documents, write_shard
 from test_run import ENVIRONMENT, SCRIPT, TORCHRUN
 
 from nanogpt import checkpoint, joining, watch
-from nanogpt.ranks import Agreed, refuse_faults
+from nanogpt.ranks import Agreed, BadInput, refuse_faults
 from nanogpt.stopping import Stop
 
 LONG = {"num_steps": 100_000, "epochs": 10**6, "val_interval": 0, "target_loss": 0, "save_checkpoint": ""}
@@ -143,6 +143,15 @@ def test_who_waits_in_vain_says_how_many_came_and_what_to_do(ranks, port, corpus
     assert alone.startswith("1 of 3 processes came within 0.02 minutes, rank 1 (also 2) did not; ")
     assert in_vain.startswith("rank 1: nobody answers at 127.0.0.1:1 within 0.02 minutes (Connection refused); ")
     assert "--join_timeout" in alone and "--join_timeout" in in_vain
+
+
+def test_a_rank_whose_torchrun_was_killed_before_they_met_does_not_wait_for_join_timeout(port, monkeypatch):
+    monkeypatch.setattr(joining, "STORE_PATIENCE_S", 0.2)
+    place = joining.Place(rank=0, world_size=2, address="127.0.0.1", port=port, in_torchrun=True)
+    begin = time.monotonic()
+    with pytest.raises(BadInput, match=f"torchrun does not answer at 127.0.0.1:{port} .*; it was killed, or"):
+        joining.open_store(place, deadline=begin + 300, minutes=5)
+    assert time.monotonic() - begin < 10
 
 
 def test_each_rank_says_its_own_fault_and_one_says_what_all_have():
