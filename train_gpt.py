@@ -1759,9 +1759,9 @@ def packing(c: Config) -> shards.Packing:
 
 
 def micro_sequences(count: int, c: Config) -> int:
-    """How many of a rank's `count` sequences it works on at a time: as many as --micro_tokens
-    allows and divide them evenly."""
-    most = c.micro_tokens // c.seq_len
+    """How many of a rank's `count` sequences it works on at a time: the largest number that
+    --micro_tokens allows and that divides `count`."""
+    most = min(c.micro_tokens // c.seq_len, count)
     return max(n for n in range(1, most + 1) if count % n == 0)
 
 
@@ -1807,8 +1807,9 @@ def train_step(model: GPT, optimizer: Optimizer, batch: list[tuple[Tensor, Tenso
                call: Callable = call_directly, more: Callable | None = None) -> Tensor:
     """One update. `batch` has inputs and targets (T,) of each micro-batch of this rank. Returns the
     mean loss over the tokens of all ranks, on the device, and behind it a flag for each number that
-    the recipes measure: whether it was ever not finite. Last comes what `more` returns for this
-    rank's loss before the update, (n,), summed over the ranks. A collective."""
+    the recipes measure: whether it was ever not finite. Then come the numbers (n,) that `more`
+    returns for this rank's loss; it is called before the update. The whole vector is summed over
+    the ranks. A collective."""
     c = model.config
     view = view_of(step, c)
     rows = [model.table_rows(inputs) for inputs, _ in batch]
@@ -1826,13 +1827,13 @@ def train_step(model: GPT, optimizer: Optimizer, batch: list[tuple[Tensor, Tenso
     total = total / stage_tokens(stage_of(step, c), c)
     total = torch.cat([total[None], model.precision.recipes.measurements.faults(), *last])
     if dist.is_initialized():
-        dist.all_reduce(total, async_op=True).wait()  # here wait() orders streams; the CPU goes on
+        dist.all_reduce(total, async_op=True).wait()  # NCCL's only orders streams: the CPU goes on
     return total
 
 
 @torch.no_grad()
-def evaluate(model: GPT, inputs: Tensor, targets: Tensor, view: View,
-             only: list[int] | None = None) -> Tensor:
+def loss_without_gradient(model: GPT, inputs: Tensor, targets: Tensor, view: View,
+                          only: list[int] | None = None) -> Tensor:
     """The loss, a sum over tokens. Weights in fp16 become bf16, because activations of validation
     overflow fp16 sooner than those of training."""
     weights = {}
@@ -1853,7 +1854,7 @@ def validate(model: GPT, tokens: Tensor, step: int) -> float:
     for begin in range(rank * c.val_seq_len, c.val_tokens, world_size * c.val_seq_len):
         sequence = tokens[None, begin : begin + c.val_seq_len + 1]
         inputs, targets = to_device(sequence, device)
-        total += evaluate(model, inputs, targets, view)
+        total += loss_without_gradient(model, inputs, targets, view)
     if dist.is_initialized():
         dist.all_reduce(total)
     return total.item() / c.val_tokens
@@ -1893,6 +1894,8 @@ class WarmUp:
         clock = journal.Clock(self.tokens.device)
         average = 0.0
         for _, end, stage in stages(self.c):
+            if not stage.share:
+                continue
             before = clock.total
             clock.start()
             for _ in range(3):
@@ -1945,7 +1948,7 @@ class WarmUp:
 
     def validate(self, step: int, only: list[int] | None = None) -> None:
         inputs, targets = self.example(self.c.val_seq_len)
-        evaluate(self.model, inputs, targets, view_of(step, self.c), only)
+        loss_without_gradient(self.model, inputs, targets, view_of(step, self.c), only)
 
     def update(self, names: list[str]) -> None:
         for name in names:
@@ -2026,7 +2029,8 @@ def check_data(c: Config) -> tuple[list[Path], list[Path], Tensor]:
 
 
 def chooses_steps(c: Config) -> bool:
-    """Whether the number of steps follows from --minutes. That of a saved run was chosen before."""
+    """Whether the number of steps follows from --minutes. A resumed run keeps its own. (Without a
+    save to be found, --resume begins a new run, and keeps its value.)"""
     return c.minutes > 0 and c.resume in ("", saving.NEWEST)
 
 
@@ -2165,7 +2169,9 @@ def result_of(c: Config, steps: int, seconds: float, val_loss: float | None) -> 
 
 
 class Run:
-    """A run from its first step to its last one: what it has learned so far, tells and saves."""
+    """The loop of training. Before each step come saves and signals on which all ranks have agreed,
+    and a validation if one is due. What the ranks tell each other travels with the loss of a step
+    (`tell`), and is read one step later (`hear`)."""
 
     def __init__(self, c: Config, optimizer: Optimizer, inputs: Inputs, facts: RunFacts,
                  log: journal.Log, clock: journal.Clock):
@@ -2224,8 +2230,9 @@ class Run:
             WATCH.enter_step(self.step)
             loss = train_step(self.model, self.optimizer, batch, self.step, call, self.tell)
             self.log.put(self.step + 1, loss, self.clock.now())
-            # This waits for the loss of the step before only. That has come: the CPU has waited in
-            # this step for the counts of looked-up rows, which the GPU computes after that loss.
+            # This waits only for the loss of the previous step, whose number in the log is
+            # self.step. It has come: the CPU has waited in this step for the counts of looked-up
+            # rows, which the GPU computes after that loss.
             self.hear()
             WATCH.leave_step()
             self.step += 1
@@ -2243,7 +2250,7 @@ class Run:
 
     def do_what_was_asked(self) -> None:
         """Saves the run if it is time to, and if a signal is to end it; all ranks do so together.
-        A signal that comes before the first step waits for its end: there is nothing to save."""
+        A signal during the first step of a new run is taken up after that step."""
         if STOP.signal and self.step > 0:
             self.requests.ask(STOP.signal)
         if self.saver.due(self.step, self.clock.now()):
@@ -2255,7 +2262,8 @@ class Run:
                 self.ended_by = granted[0]
 
     def validate(self) -> None:
-        """The weights of the best validation are those of the checkpoint."""
+        """Validates, writes the loss to the log, and keeps these weights for the checkpoint if they
+        are the best so far."""
         self.hear()
         self.recipes.before_validation()
         loss = validate(self.model, self.inputs.val_tokens, self.step)
@@ -2273,6 +2281,8 @@ class Run:
 
     def save(self) -> None:
         """Begins a save, if the run is one that saves."""
+        if not self.saver.saves:
+            return
         self.hear()  # all losses so far, which the save holds
         tensors = self.tensors()
         finite.check_save(self.step, tensors)
@@ -2292,7 +2302,8 @@ class Run:
         """Writes the checkpoint if an error ends the run. Called like __exit__ of a context
         manager."""
         if error and self.best and not self.log.has_ended:
-            self.log.console.say(checkpoint.keep(self.inputs.checkpoint, self.best))
+            with WATCH.writing:
+                self.log.console.say(checkpoint.keep(self.inputs.checkpoint, self.best))
 
     def finish(self, compile_s: float) -> int:
         """Says what came of the run, and writes the checkpoint. Returns the exit status."""
@@ -2383,10 +2394,10 @@ def train(c: Config, at_end: ExitStack) -> int:
         functions = compiled_functions(report_compilation, facts.run["files_sha256"])
     with limits.enough_memory():
         model = GPT(c, device, rank_and_world_size()[1], functions)
+        initialize(model, c.seed)  # for the warm-up, which draws the weights anew at its end
+        optimizer = Optimizer(model)
     if c.compile and cuda:
         call = compiling.CudaGraphs(list(model.parameters()))
-    initialize(model, c.seed)  # for the warm-up, which draws the weights anew at its end
-    optimizer = Optimizer(model)
     warm_up = WarmUp(model, optimizer)
     warm_up.run(call)
     if steps_are_open:
@@ -2420,7 +2431,9 @@ def train(c: Config, at_end: ExitStack) -> int:
 
 def main(argv: list[str]) -> int:
     """Exit status: 0 target reached or none, 1 not reached, 2 bad input or too little memory, 3
-    another rank was lost, 130 or 143 ended by SIGINT or SIGTERM."""
+    another rank was lost, 130 or 143 ended by SIGINT or SIGTERM. An error first leaves `train`,
+    where `at_end` writes the best weights and a note to the log. Then WATCH tells the other ranks,
+    and ends them."""
     errors = (BadInput, shards.ShardError, OSError, torch.OutOfMemoryError)
     try:
         c = WATCH.join(parse_config, argv, errors, Config.join_timeout)

@@ -2,11 +2,11 @@
 
 A loss that is infinite or NaN spoils every weight in the very step it belongs to, and the CPU hears
 of it a step later. Then it is too late to ask where it began. So each step tells what it has begun
-with: the largest number of this rank's part of each weight, and its own loss. They travel in the
-vector that the ranks sum anyway (nanogpt/ranks.py, `Requests`). A sum is not finite if one of its
-numbers is not. They are computed while the gradients are on their way, so nothing waits for them.
-The tables of embeddings are left out: of them a step reads a few rows, and to read all would take
-longer than the step.
+with: its own loss, and for this rank's part of each weight one number, which is finite only if all
+of that part is. They travel in the vector that the ranks sum anyway (nanogpt/ranks.py, `Requests`).
+A sum is not finite if one of its numbers is not. They are computed while the gradients are on their
+way, so nothing waits for them. The tables of embeddings are left out: of them a step reads a few
+rows, and to read all would take longer than the step.
 """
 import math
 
@@ -56,8 +56,8 @@ class Check:
 
     def judge(self, losses: list[TrainingLoss], step: int) -> None:
         """Raises BadInput if one of the losses up to this step, or what was measured with it, is
-        not finite. A later loss may have come to some ranks only. It waits for the next call, so
-        that all ranks end after the same step."""
+        not finite. A loss of a later step may have come to some ranks only. It is kept for the
+        next call, so that all ranks end after the same step."""
         self.waiting += losses
         while self.waiting and (self.waiting[0].step <= step or self.world_size == 1):
             loss = self.waiting.pop(0)
@@ -82,7 +82,10 @@ class Check:
             where = ", all matrices finite: an activation overflowed, or a row of a table"
             remedy += ", or give --precision=bf16"
         ranks = name_ranks(bad_ranks, self.world_size)
-        return f"the training loss is {loss.loss} at step {loss.step} on {ranks}{where}; {remedy}"
+        what = f"the training loss is {loss.loss}"
+        if math.isfinite(loss.loss):
+            what = "a number is not finite"
+        return f"{what} at step {loss.step} on {ranks}{where}; {remedy}"
 
 
 def find(tensors: dict[str, Tensor]) -> str:

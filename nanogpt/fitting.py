@@ -23,7 +23,7 @@ MINUTES = 2.0  # the budget if none is given
 # a small text make validation worse: the model learns the text by heart.
 MOST_EPOCHS = {"laptop": 6, "char": 3, "small": 2}
 STEPS_A_READING = 75  # at least, for `small`: the batches of a short text are small
-TOKENS_A_ROW = 64  # of text for each row of its table of bigrams, which learns by heart soonest
+TOKENS_A_ROW = 64  # of text for each row of its table of bigrams, which knows a text by heart first
 VALIDATIONS = 10  # of a run; after each one the weights are kept if they are the best so far
 
 
@@ -88,6 +88,8 @@ def steps(text: Text, wanted: float, epochs: int, tokens_per_step: float, seq_le
     for tokens in text.train:
         sequences = (tokens - 1) // seq_len - (batch_tokens // seq_len - 1)
         epoch += max(sequences, 0) * seq_len
+    require(epoch > 0, f"no training shard holds a batch of {batch_tokens:,} tokens; lower "
+            "--batch_tokens or --seq_len")
     num_steps = max(1, int(min(wanted, epochs * epoch / tokens_per_step)))
     return dict(
         num_steps=num_steps, epochs=math.ceil(num_steps * tokens_per_step / epoch),
@@ -133,7 +135,8 @@ def why_shorter(c, seconds: float) -> list[str]:
     if c.num_steps * seconds > 0.9 * 60 * c.minutes:
         return []
     return [f"This is less than {c.minutes:g} minutes, because the text is read {c.epochs} times "
-            f"at most. More would only learn it by heart; --epochs={2 * c.epochs} does it."]
+            f"at most. With more readings the model would learn the text by heart; to try it, give "
+            f"--epochs={2 * c.epochs}."]
 
 
 def steps_for(c, schedule: list, text: Text, wanted: float) -> dict[str, int]:

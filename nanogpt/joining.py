@@ -58,7 +58,7 @@ def own_place() -> Place | None:
 
 class Meeting(NamedTuple):
     place: Place
-    attempt: str  # which one of torchrun's this is: what it has in the store begins with that
+    attempt: str  # with which all that this run has in the store begins
     store: dist.Store
     notes: dict[int, dict]  # of all ranks that have come
 
@@ -76,7 +76,7 @@ def meet(place: Place, c, fault: str | None, minutes: float) -> Meeting:
     no_answer.start()
     try:
         store = open_store(place, deadline, minutes)
-        attempt = attempt_of(store, place)
+        attempt = attempt_of(place)
         store = dist.PrefixStore(attempt, store)
         return Meeting(place, attempt, store, exchange(store, place, note_of(c, fault), deadline))
     except dist.DistError:
@@ -154,11 +154,11 @@ def connect(place: Place, starts: bool = False) -> dist.Store:
     return store
 
 
-def attempt_of(store: dist.Store, place: Place) -> str:
-    """How often this rank has come: torchrun may start all ranks again after one has failed, and
-    keep the store with what they have left in it."""
-    attempt = store.add(f"attempts_of_{place.rank}", 1)
-    return f"attempt_{attempt}"
+def attempt_of(place: Place) -> str:
+    """The prefix of what this run has in the store. After a rank has failed, torchrun may start all
+    of them again, and keeps the store with what they have left in it."""
+    count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if place.in_torchrun else "0"
+    return f"attempt_{count}"
 
 
 def note_of(c, fault: str | None) -> dict:
@@ -194,12 +194,12 @@ def exchange(store: dist.Store, place: Place, note: dict, deadline: float) -> di
     store.set(f"note_{place.rank}", json.dumps(note))
     notes = {place.rank: note}
     while len(notes) < place.world_size and time.monotonic() < deadline:
+        if store.check(["gave_up"]):
+            break
         for rank in range(place.world_size):
             if rank not in notes and store.check([f"note_{rank}"]):
                 notes[rank] = json.loads(store.get(f"note_{rank}"))
         if note["fault"] is None and any(other["fault"] for other in notes.values()):
-            break
-        if store.check(["gave_up"]):
             break
         time.sleep(0.05)
     return notes

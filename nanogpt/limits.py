@@ -32,7 +32,7 @@ def check(c, topologies: dict[str, list], schedules: dict[str, list], precisions
     require(c.save_every >= 0, f"--save_every={c.save_every} must not be negative; 0 saves never")
     require(c.save_steps >= 0, f"--save_steps={c.save_steps} must not be negative; 0 saves never")
     require(0 < c.join_timeout <= 10_000,
-            f"--join_timeout={c.join_timeout} must be a number of minutes from 0 to 10,000")
+            f"--join_timeout={c.join_timeout} must be above 0 and at most 10,000 minutes")
 
 
 def check_positive(c) -> None:
@@ -56,8 +56,8 @@ def check_choices(c, topologies: dict, schedules: dict, precisions: dict) -> Non
 
 
 def check_candidates(c) -> None:
-    """Texts repeat most of their tokens: half as many candidates as tokens have room for all
-    targets."""
+    """Each different target must have a place among the candidates. Texts repeat tokens, so half as
+    many candidates as tokens are enough."""
     enough = min(c.vocab_size, min(c.micro_tokens, c.batch_tokens) // 2)
     fits_products = c.candidates % 16 == 0 or c.candidates >= c.vocab_size
     require(c.candidates == 0 or (c.candidates >= enough and fits_products),

@@ -2,19 +2,21 @@
 
 A collective waits for all ranks. If one of them has died, has been stopped, or is on a host that
 has vanished, the others wait for it: on GPUs for ever, deep inside of CUDA. So each rank has two
-threads beside its work. One talks: once a second it writes a number that rises, its beat, into the
-store in which the ranks have met (nanogpt/joining.py), and reads the beats of the others. The other
-thread judges what was heard. It never touches the store itself, since an answer of a store whose
-host has vanished may never come. It ends the process in three cases:
+threads beside its work. One talks: once a second it writes its beat into the store in which the
+ranks have met (nanogpt/joining.py), and reads those of the others. A beat says how often this
+thread has done so, in which step the rank is, and at which line of code. The other thread judges
+what was heard. It never touches the store itself, since an answer of a store whose host has
+vanished may never come. It ends the process in four cases:
 
     lost    a rank has not been heard from for 30 s, or its process is gone from this host
     still   all ranks stand in a step, and none has come to the next one for 40 s and ten times the
             longest step so far: a collective hangs, although all processes live
     over    another rank has written down why it ends
+    orphan  torchrun, which has started this process, is gone
 
 Silence is counted in looks of this thread, not in seconds: a process that was itself asleep, such
 as on a closed laptop, must not blame the others. A compiler can keep the threads of its rank from
-running for some seconds, so that the limit is 30. `still` says nothing before the end of the first
+running for some seconds, so the limit is 30. `still` says nothing before the end of the first
 step, nor while a rank reads data, validates or saves: how long that may take nobody knows.
 
 Who has a reason to end the run writes it under `over`, where only the first one is kept. The rank
@@ -44,8 +46,9 @@ LOOK_S = 1.0  # between two looks, and between two beats
 LOST_LOOKS = 30  # without a beat
 DEAD_LOOKS = 10  # what a look counts that finds no such process on this host
 FAILED_LOOKS = 4  # without a beat, once a collective has failed
-STILL_LOOKS = 40
+STILL_S = 40  # that all ranks may stand in a step, besides ten times the longest one
 ORPHAN_LOOKS = 60  # for the end in order of a run whose torchrun is gone
+WRITING_S = 20  # that the end waits for the best weights to be written
 LOST = 3  # exit status
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = (ROOT, ROOT / "nanogpt", ROOT / "data", ROOT / "records")
@@ -63,6 +66,7 @@ class Watch:
         self.step = None  # the one it is in
         self.entered = 0.0
         self.longest = None  # seconds; None before the end of the first step
+        self.writing = threading.Lock()  # held while the best weights are written
         self.at_end = None  # an ExitStack: what is to be done even if an error ends the run
         self.needs_others = True  # else this rank has its results, and ends by itself
         # The thread that talks writes these.
@@ -157,15 +161,17 @@ class Watch:
             time.sleep(LOOK_S)  # until all have spoken, and have read what is in our store
             os._exit(2)
         if self.rank > 0:
-            time.sleep(2 * LOOK_S)  # what all ranks have met, rank 0 says
+            time.sleep(2 * LOOK_S)  # an error that all ranks ran into is said by rank 0
             sentence = f"rank {self.rank}: {sentence}"
         self.end_run(sentence, 2)
 
     def end_if_lost(self, error: Exception | None = None) -> None:
         """Ends the process if another rank is lost or has ended the run. It waits some seconds for
         the answer, and returns if all live."""
+        if self.world_size == 1:
+            return
         for _ in range(4 * (FAILED_LOOKS + 2)):
-            if self.world_size == 1 or self.ended.is_set():
+            if self.ended.is_set():
                 return
             lost = self.lost(FAILED_LOOKS)
             if self.over or lost:
@@ -248,12 +254,12 @@ class Watch:
 
     def be_orphaned(self) -> None:
         """The run ends in order when its torchrun is gone: nobody would end it if a rank dies."""
-        if not self.orphaned:
+        self.orphaned += 1
+        if self.orphaned == 1:
             if os.environ.get("LOCAL_RANK", "0") == "0":
                 complain("train_gpt.py: torchrun has ended, so its ranks end, too")
             if not self.stop.signal:
                 os.kill(os.getpid(), signal.SIGTERM)
-        self.orphaned += 1
 
     # -------------------------------------------------------------------------- what is found out
 
@@ -272,14 +278,14 @@ class Watch:
         if dead:
             return f"{self.with_host(dead)} has ended without a word (killed, or out of memory?)"
         place = self.meeting.place
-        who = f"{self.with_host(ranks)}" if ranks else ""
+        who = self.with_host(ranks) if ranks else ""
         if self.unheard >= patience and place.in_torchrun and not self.orphaned:
             who = f"torchrun on {place.address}"
         return f"{who} has not been heard from for {patience * LOOK_S:.0f} s" if who else ""
 
     def hung(self) -> str:
         """The words on a collective that does not return; empty if all is well."""
-        if self.longest is None or self.still * LOOK_S < STILL_LOOKS + 10 * self.longest:
+        if self.longest is None or self.still * LOOK_S < STILL_S + 10 * self.longest:
             return ""
         steps = parts_of(self.judged, "step")
         behind = [rank for rank in range(self.world_size) if steps[rank] == min(steps)]
@@ -313,8 +319,8 @@ class Watch:
     def end_run(self, sentence: str, status: int) -> None:
         """Ends the process, with this sentence and status if no other rank was first. Never
         returns: the main thread may be one that nothing can wake."""
+        self.stop.leaving = True  # first: a signal would come back here, and wait for itself
         self.last_word.acquire()
-        self.stop.leaving = True
         first_line = sentence.partition("\n")[0]  # what follows is a traceback
         self.claim = dict(rank=self.rank, sentence=first_line, status=status)
         self.hurry.set()
@@ -332,6 +338,7 @@ class Watch:
         if self.at_end:  # the main thread may never come to it
             with suppress(Exception):  # what is lost is lost: the process must end
                 self.at_end.__exit__(BadInput, BadInput(sentence), None)
+        self.writing.acquire(timeout=WRITING_S)
         for rank in self.lost_ranks(LOST_LOOKS):
             if rank in self.pids and not has_ended(self.pids[rank]):
                 os.kill(self.pids[rank], signal.SIGKILL)  # one that was stopped would stay for ever

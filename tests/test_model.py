@@ -542,7 +542,7 @@ def test_logits_of_the_next_token_are_those_of_the_loss():
         assert logits.shape == (64,) and 0 < logits.min() and logits.max() < 23
         one = torch.full_like(targets, -1)
         one[position] = targets[position]
-        expected = t.evaluate(model, tokens, one, view()).item()
+        expected = t.loss_without_gradient(model, tokens, one, view()).item()
         assert -logits.log_softmax(-1)[targets[position]].item() == pytest.approx(expected, rel=1e-12)
 
 
@@ -737,7 +737,7 @@ def test_signs_are_balanced_differ_from_row_to_row_and_are_the_same_in_every_run
 def test_validation_in_chunks_gives_the_training_loss_without_a_graph(monkeypatch):
     monkeypatch.setattr(t, "VAL_CHUNK", 100)
     model, args = tiny(), (tokens_of([0, 99], 384), tokens_of([], 384, 1), view())
-    loss = t.evaluate(model, *args)
+    loss = t.loss_without_gradient(model, *args)
     assert loss.item() == pytest.approx(model(*args, True).item(), rel=1e-13) and not loss.requires_grad
 
 

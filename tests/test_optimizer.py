@@ -523,7 +523,7 @@ def test_a_step_of_training_follows_the_schedule_and_returns_the_mean_loss(monke
     loss, *flags = t.train_step(model, optimizer, batch, 7)
     assert not flags, "no recipe measures anything"
     assert given == [(pytest.approx(0.5 + 0.5 * 0.15), pytest.approx(0.95))]  # half of the cooldown is over
-    total = sum(t.evaluate(model, *sequence, t.view_of(7, model.config)).item() for sequence in batch)
+    total = sum(t.loss_without_gradient(model, *sequence, t.view_of(7, model.config)).item() for sequence in batch)
     assert loss.item() == pytest.approx(total / 1536, rel=1e-12)
     t.train_step(model, optimizer, batch, 2)
     assert given[1] == (1, pytest.approx(0.9))

@@ -477,7 +477,7 @@ def test_validation_and_the_last_phase_are_without_the_recipe():
     data = batch(1)[0]
     with torch.no_grad():
         assert torch.equal(model(*data, VIEW, False), plain(*data, VIEW, False))
-        assert torch.equal(t.evaluate(model, *data, VIEW), plain(*data, VIEW, False))
+        assert torch.equal(t.loss_without_gradient(model, *data, VIEW), plain(*data, VIEW, False))
         assert not torch.equal(model(*data, VIEW, True), plain(*data, VIEW, True))
     for step, without in enumerate((False, False, True, True)):
         model.precision.recipes.measurements.reset()

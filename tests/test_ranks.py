@@ -27,7 +27,7 @@ import os, sys, time
 sys.path.insert(0, sys.argv[1])
 import train_gpt as t
 from nanogpt import watch
-watch.LOOK_S, watch.LOST_LOOKS, watch.STILL_LOOKS = 0.5, 8, 4
+watch.LOOK_S, watch.LOST_LOOKS, watch.STILL_S = 0.5, 8, 4
 t.STOP.listen()
 inner = t.train_step
 def train_step(model, optimizer, batch, step, *rest):
