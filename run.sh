@@ -19,6 +19,10 @@ fi
 cd "$here"
 
 python=${PYTHON:-python3}
+if [ ! -x .venv/bin/python ] && ! "$python" -c "import sys; sys.exit(sys.version_info < (3, 11))" 2>/dev/null; then
+  echo "run.sh: $python is too old or missing; install Python 3.11 or newer, or name one: PYTHON=python3.12 ./run.sh" >&2
+  exit 2
+fi
 if [ ! -x .venv/bin/python ] && ! { [ "${1:-}" != test ] && "$python" -c "import torch, tqdm" 2>/dev/null; }; then
   echo "run.sh: making a virtual environment in .venv (once)"
   "$python" -m venv .venv
