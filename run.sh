@@ -41,7 +41,8 @@ if [ "${1:-}" = test ]; then
   shift
   "$python" -m ruff check .
   "$python" -m records check
-  exec "$python" -m pytest -q "$@" tests
+  # Two processes take the files in turn: many tests wait for other processes.
+  exec "$python" -m pytest -q -n 2 --dist loadfile "$@" tests
 fi
 
 asked=" ${keys[*]-} "

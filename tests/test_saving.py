@@ -280,7 +280,7 @@ def test_leftovers_are_ignored_and_swept_and_the_last_two_saves_are_kept(corpus,
     monkeypatch.setattr(saving.Saver, "end", lambda self: (
         self.finish(), counts.append(sorted(path.name for path in self.folder.iterdir())), end(self)))
     due = [2, 3, 5]
-    monkeypatch.setattr(saving.Saver, "due", lambda self, seconds: len(due) > 0 and due.pop(0) >= 0)
+    monkeypatch.setattr(saving.Saver, "due", lambda self, step, seconds: len(due) > 0 and due.pop(0) >= 0)
     left = []
     write = saving.Saver.write
 
@@ -462,7 +462,7 @@ def test_a_full_disk_is_one_sentence_and_the_run_goes_on(corpus, tmp_path):
 
 def test_older_saves_stay_when_the_disk_is_full(corpus, tmp_path, monkeypatch, capfd):
     write = saving.write_part
-    monkeypatch.setattr(saving.Saver, "due", lambda self, seconds: True)
+    monkeypatch.setattr(saving.Saver, "due", lambda self, step, seconds: True)
 
     def write_twice(path, content):
         if content["step"] > 2:
