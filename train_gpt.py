@@ -215,14 +215,14 @@ PRESETS: dict[str, dict] = {
     "char": BYTES | dict(
         topology="char", model_dim=384, mlp_dim=1536, schedule="char", num_steps=1000, epochs=100,
         batch_tokens=16_384, table_lr=0.1, target_loss=1.3, val_tokens=65_536,
-        val_seq_len=16_384, val_interval=100, precision="bf16"),
+        val_seq_len=16_384, val_interval=100, save_every=5.0, precision="bf16"),
     # The same layers with GPT-2's tokens, for texts that are too short for the large model.
     "small": dict(
         topology="char", model_dim=384, mlp_dim=1536, bigram_rows=65_536,
         cut_documents=True, schedule="char", num_steps=1000, epochs=2, batch_tokens=32_768,
         seq_len=2048, micro_tokens=16_384, momentum_warmup=100, muon_lr=0.015, head_lr=0.005,
         table_lr=0.15, target_loss=0.0, val_tokens=262_144, val_seq_len=16_384, val_interval=100,
-        precision="bf16"),
+        save_every=5.0, precision="bf16"),
 }
 
 ABOUT = {
