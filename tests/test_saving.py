@@ -581,7 +581,7 @@ def test_fitted_runs_save_and_records_do_not():
     for name in ("speedrun", "onepass", "laptop"):
         c = t.parse_config([f"--preset={name}"])
         assert (c.save_every, c.save_steps) == (0, 0)
-    assert t.parse_config(["--preset=char"]).save_every > 0, "long runs that are no records''"
+    assert t.parse_config(["--preset=char"]).save_every > 0, "long runs that are no records"
 
 
 def test_counts_and_random_numbers_of_another_number_of_ranks(stopped, monkeypatch):
