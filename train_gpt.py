@@ -2266,7 +2266,9 @@ class Run:
         are the best so far."""
         self.hear()
         self.recipes.before_validation()
+        WATCH.enter_step(self.step, "validation")
         loss = validate(self.model, self.inputs.val_tokens, self.step)
+        WATCH.leave_step()
         self.log.step(self.step, self.clock.total, "val_loss", loss)
         finite.check_validation(self.step, loss, self.tensors())
         is_best = self.best is None or loss < self.best["val_loss"]

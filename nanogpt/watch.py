@@ -9,15 +9,16 @@ what was heard. It never touches the store itself, since an answer of a store wh
 vanished may never come. It ends the process in four cases:
 
     lost    a rank has not been heard from for 30 s, or its process is gone from this host
-    still   all ranks stand in a step, and none has come to the next one for 40 s and ten times the
-            longest step so far: a collective hangs, although all processes live
+    still   all ranks stand in an update or in a validation, and none has come to the end of it for
+            40 s and ten times the longest one so far: a collective hangs, although all processes
+            live
     over    another rank has written down why it ends
     orphan  torchrun, which has started this process, is gone
 
 Silence is counted in looks of this thread, not in seconds: a process that was itself asleep, such
 as on a closed laptop, must not blame the others. A compiler can keep the threads of its rank from
-running for some seconds, so the limit is 30. `still` says nothing before the end of the first
-step, nor while a rank reads data, validates or saves: how long that may take nobody knows.
+running for some seconds, so the limit is 30. `still` says nothing in the first update and the first
+validation, nor while a rank reads data or saves: how long that may take nobody knows.
 
 Who has a reason to end the run writes it under `over`, where only the first one is kept. The rank
 that was first says it, and so does one rank of each other host; all others end in silence. If the
@@ -65,7 +66,8 @@ class Watch:
         # The main thread writes these.
         self.step = None  # the one it is in
         self.entered = 0.0
-        self.longest = None  # seconds; None before the end of the first step
+        self.work = ""  # what it does there: "step" or "validation"
+        self.longest = {}  # seconds of the longest one of each work so far
         self.writing = threading.Lock()  # held while the best weights are written
         self.at_end = None  # an ExitStack: what is to be done even if an error ends the run
         self.needs_others = True  # else this rank has its results, and ends by itself
@@ -128,13 +130,17 @@ class Watch:
                 self.threads[-1].start()
         return c
 
-    def enter_step(self, step: int) -> None:
+    def enter_step(self, step: int, work: str = "step") -> None:
+        """From now on all ranks should get on with this work. That of a step is an update or a
+        validation."""
         self.step = step
+        self.work = work
         self.entered = time.monotonic()
 
     def leave_step(self) -> None:
         self.step = None
-        self.longest = max(self.longest or 0.0, time.monotonic() - self.entered)
+        seconds = time.monotonic() - self.entered
+        self.longest[self.work] = max(self.longest.get(self.work, 0.0), seconds)
 
     def leave(self) -> None:
         """Waits for all ranks, which have come to the end, and ends the watch. A collective."""
@@ -285,7 +291,8 @@ class Watch:
 
     def hung(self) -> str:
         """The words on a collective that does not return; empty if all is well."""
-        if self.longest is None or self.still * LOOK_S < STILL_S + 10 * self.longest:
+        longest = self.longest.get(self.work)
+        if longest is None or self.still * LOOK_S < STILL_S + 10 * longest:
             return ""
         steps = parts_of(self.judged, "step")
         behind = [rank for rank in range(self.world_size) if steps[rank] == min(steps)]

@@ -319,7 +319,7 @@ def test_a_store_that_is_silent_is_rank_0_or_torchrun(watching):
 
 @pytest.mark.parametrize("longest, looks", [(0.01, 42), (1.0, 51), (20.0, 241)])
 def test_ranks_that_stand_in_a_step_hang_only_after_ten_times_the_longest_one(watching, longest, looks):
-    watching.longest = longest
+    watching.work, watching.longest = "validation", {"validation": longest, "step": 1000.0}
     for i in range(looks):
         assert watching.hung() == ""
         watching.see([(i, 7), (i, 6), (i, 7)])
@@ -328,7 +328,7 @@ def test_ranks_that_stand_in_a_step_hang_only_after_ten_times_the_longest_one(wa
 
 @pytest.mark.parametrize("longest, elsewhere", [(None, 7), (0.01, None)], ids=["in the first step", "reads data"])
 def test_nobody_hangs_in_the_first_step_nor_while_one_is_elsewhere(watching, longest, elsewhere):
-    watching.longest = longest
+    watching.longest = {"": longest} if longest else {"validation": 0.01}
     for i in range(200):
         watching.see([(i, 7), (i, 7), (i, elsewhere)])
         assert watching.hung() == ""
