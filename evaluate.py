@@ -53,9 +53,11 @@ from tqdm import tqdm
 
 import sample
 from data import checks, hellaswag, shards, texts
+from nanogpt import checkpoint
 from nanogpt.masks import BLOCK_SIZE
 from nanogpt.ranks import BadInput, require
 from records import evaluation
+from records.console import discard_output
 
 # --------------------------------------------------------------------------------------------------
 # 1. Log-probabilities of tokens
@@ -382,9 +384,9 @@ def load_model(path: str, device: torch.device) -> Model:
         if parameter.dtype in narrow:
             wide = torch.float32 if device.type == "cpu" else torch.bfloat16
             parameter.data = parameter.data.to(wide)
-    file = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     tokens = kind_of_tokens(gpt.config.vocab_size)
-    model = Model(path, gpt, tokens, None, None, file["sha256"])  # which was checked just now
+    sha256 = checkpoint.load(path)["sha256"]  # which load_checkpoint has just checked
+    model = Model(path, gpt, tokens, None, None, sha256)
     if tokens == "other":
         return model
     try:
@@ -633,7 +635,7 @@ def main(argv: list[str]) -> int:
         print(file=sys.stderr)
         return 130
     except BrokenPipeError:  # as in `| head -1`
-        sample.discard_output()
+        discard_output(sys.stdout)
     except torch.OutOfMemoryError as error:
         print(f"evaluate.py: {str(error).split('. ')[0]}; give a smaller --seq_len",
               file=sys.stderr)

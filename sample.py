@@ -30,6 +30,7 @@ from data.shards import SEPARATOR
 from nanogpt.compiling import CudaGraphs
 from nanogpt.masks import BLOCK_SIZE
 from nanogpt.ranks import BadInput, require
+from records.console import discard_output
 
 # --------------------------------------------------------------------------------------------------
 # 1. What is kept of the tokens so far
@@ -500,12 +501,6 @@ class Speaker:
                       f"{self.memory.limit} tokens", file=sys.stderr)
 
 
-def discard_output() -> None:
-    """Nobody reads: what is left in the buffer of standard output goes nowhere."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())
-
-
 def main(argv: list[str]) -> int:
     """Exit status: 0, 2 for bad input, or as usual 130 for Ctrl-C while a single text is made."""
     asks = False
@@ -524,9 +519,9 @@ def main(argv: list[str]) -> int:
         print(file=sys.stderr)
         return 0 if asks else 130
     except BrokenPipeError:  # as in `| head -1`
-        discard_output()
+        discard_output(sys.stdout)
     except OSError as error:  # as on a full disk
-        discard_output()
+        discard_output(sys.stdout)
         print(f"sample.py: {error}", file=sys.stderr)
         return 2
     except torch.OutOfMemoryError as error:

@@ -101,7 +101,7 @@ from nanogpt.watch import Watch
 from records import journal
 from records.console import Console, complain
 
-WATCH = Watch(STOP)  # over the other ranks
+WATCH = Watch(STOP)  # ends this process if another rank is lost
 
 # --------------------------------------------------------------------------------------------------
 # 1. Configuration: the defaults are the record, and every key can be given as --key=value
@@ -2106,9 +2106,9 @@ def check_inputs(c: Config, files: list[dict]) -> Inputs:
     checks.check_apart(fingerprints)
     agreed(refuse_other_data, files, fingerprints)
     saved = saving.open_save(c.resume, fingerprints, c.data_dir)
-    place = agreed(place_to_save, c, saved)
+    checkpoint_path = agreed(place_to_save, c, saved)
     agreed(journal.try_folder, c.log_dir)
-    return Inputs(train_paths, stamps, val_tokens, fingerprints, saved, place)
+    return Inputs(train_paths, stamps, val_tokens, fingerprints, saved, checkpoint_path)
 
 
 class RunFacts(NamedTuple):
@@ -2289,12 +2289,12 @@ class Run:
         tensors = self.tensors()
         finite.check_save(self.step, tensors)
         run = self.facts.run
-        place = self.inputs.checkpoint
+        path = self.inputs.checkpoint
         facts = dict(
             config=dataclasses.asdict(self.config), run_id=self.run_id,
             code_sha256=run["code_sha256"], files_sha256=run["files_sha256"],
             data=self.facts.data, came_from=self.came_from, best=self.best,
-            checkpoint=place and str(place), seconds=self.clock.now(),
+            checkpoint=path and str(path), seconds=self.clock.now(),
             steps=list(self.log.steps), updates=self.optimizer.steps,
             bytes_sent=self.optimizer.bytes_sent, recipes=self.recipes.state())
         random = saving.random_state(self.device)
@@ -2330,20 +2330,20 @@ class Run:
         if self.ended_by:
             result["interrupted"] = True
         log.end(result, self.best["step"] if self.best else self.step)
-        place = self.inputs.checkpoint if self.best else None
-        if place:
-            place = checkpoint.write_somewhere(place, self.best)
+        path = self.inputs.checkpoint if self.best else None
+        if path:
+            path = checkpoint.write_somewhere(path, self.best)
         if self.ended_by:
             self.saver.finish()
             command = saving.command(self.saver.newest(), c.save_checkpoint)
-            log.console.stopped(self.ended_by, self.step, place, command)
+            log.console.stopped(self.ended_by, self.step, path, command)
             return stopping.status_of(self.ended_by)
         self.saver.end()
         if is_master():
             if c.sample:
                 content = self.best or checkpoint_of(self.model, self.step, result["val_loss"])
                 log.console.say(f"sample: {continue_text(content, self.device)}")
-            log.console.closing(place, next_commands(c, place))
+            log.console.closing(path, next_commands(c, path))
         return 1 if result["reached"] is False else 0
 
 

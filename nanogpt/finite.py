@@ -34,7 +34,7 @@ class Check:
         self.measurements = measurements
         self.rank, self.world_size = rank_and_world_size()
         device = next(iter(weights.values())).device
-        self.own_place = torch.arange(self.world_size, device=device) == self.rank
+        self.is_own_rank = torch.arange(self.world_size, device=device) == self.rank
         self.waiting = []  # losses that other ranks may not have heard yet
         self.groups = {}  # dtype -> name -> weight
         for name, weight in weights.items():
@@ -51,7 +51,7 @@ class Check:
                     [*group.values()], math.inf, dtype=torch.float32)
             else:
                 of_weights += [weight.sum(dtype=torch.float32) for weight in group.values()]
-        of_ranks = torch.where(self.own_place, loss.float(), 0.0)
+        of_ranks = torch.where(self.is_own_rank, loss.float(), 0.0)
         return torch.cat([torch.stack(of_weights), of_ranks])
 
     def judge(self, losses: list[TrainingLoss], step: int) -> None:

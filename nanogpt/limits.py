@@ -94,7 +94,7 @@ def enough_memory() -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "allocate memory" not in str(error):
+        if isinstance(error, RuntimeError) and "DefaultCPUAllocator" not in str(error):
             raise
         raise BadInput("the model does not fit into the memory of this machine; lower "
                        "--bigram_rows, --model_dim or --mlp_dim") from None

@@ -140,9 +140,7 @@ def test_bad_input_is_one_sentence_before_anything_is_compiled_or_written(row, p
 
 
 def test_a_model_that_does_not_fit_into_the_memory_is_one_sentence(place, capfd):
-    if sys.platform != "linux":
-        pytest.skip("other systems hand out memory that they do not have")
-    status, _, err = run(capfd, bigram_rows=10**13, save_checkpoint="")
+    status, _, err = run(capfd, bigram_rows=10**13, save_checkpoint="")  # 1.3e15 bytes: more than can be addressed
     assert status == 2 and err.count("\n") == 1 and "memory of this machine; lower --bigram_rows" in err
     assert "ended early" in last_line(place)
 
