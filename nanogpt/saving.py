@@ -9,7 +9,8 @@ A file holds what only its rank has: its part of the float32 weights and of the 
 its random numbers, its counts of targets. That of rank 0 also holds `facts`: everything that all
 ranks share. Training stands still while a rank copies its part to memory of the host. A thread
 writes the copy to disk. While files are still to come, the folder's name ends with ".unfinished";
-when all are there, rank 0 renames it. So a save is whole or it is none, whenever the run is killed.
+when all are there, rank 0 renames it. Before an old save is removed, it gets that name back. So a
+save is whole or it is none, whenever the run is killed.
 The ranks see each other's files: on several hosts the folder must be on a disk that they share.
 
 The number of ranks may be another one when the run goes on. Each rank then reads all files, puts
@@ -70,11 +71,11 @@ def find(asked: str, log_dir: str) -> Path | None:
     RUN_ID.saved. NEWEST is the newest one of all runs in `log_dir` that have not come to their end,
     or None if there is none. Raises BadInput if there is no such save."""
     if asked == NEWEST:
-        saves = []
+        newest = []  # of each run
         for folder in Path(log_dir).glob("*.saved"):
             if not (folder / FINISHED).exists():
-                saves += complete(folder)
-        return max(saves, key=lambda save: (save.stat().st_mtime_ns, step_of(save)), default=None)
+                newest += complete(folder)[-1:]
+        return max(newest, key=lambda save: (save.stat().st_mtime_ns, step_of(save)), default=None)
     path = Path(asked)
     saves = complete(path.parent) if path in complete(path.parent) else complete(path)
     require(saves, f"--resume={asked} is no complete save; name a folder such as "
@@ -136,6 +137,17 @@ def random_state(device: torch.device) -> dict[str, Tensor | None]:
     """The state of this rank's random numbers: those of the CPU, and of its GPU if it has one."""
     gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     return {"cpu": torch.get_rng_state(), "cuda": gpu}
+
+
+def unfinished(save: Path) -> Path:
+    """The name that a save has while its files come or go."""
+    return save.with_name(f"{save.name}.unfinished")
+
+
+def remove(save: Path) -> None:
+    """Removes a save so that a run which is killed meanwhile leaves none that lacks files."""
+    with suppress(OSError):
+        shutil.rmtree(save.rename(unfinished(save)))
 
 
 def sweep(folder: Path, but: Path | None = None) -> None:
@@ -205,36 +217,36 @@ class Saver:
     def write(self, step: int, content: dict) -> None:
         """The work of the thread."""
         save = self.folder / f"step_{step:06}"
-        unfinished = save.with_name(f"{save.name}.unfinished")
-        part = part_of(unfinished, self.rank, self.world_size)
+        writing = unfinished(save)
+        part = part_of(writing, self.rank, self.world_size)
         try:
             if self.rank == 0:
-                sweep(self.folder, but=unfinished)
+                sweep(self.folder, but=writing)
             write_part(part, content)
             if self.rank == 0:
-                self.wait_for_others(unfinished)
-                sync_folder(unfinished)
-                os.rename(unfinished, save)
+                self.wait_for_others(writing)
+                sync_folder(writing)
+                os.rename(writing, save)
                 sync_folder(self.folder)
                 for old in complete(self.folder)[:-KEPT]:
-                    shutil.rmtree(old, ignore_errors=True)
+                    remove(old)
         except (OSError, RuntimeError) as error:
             part.unlink(missing_ok=True)
             if self.rank != 0:  # rank 0 looks for this file
                 with suppress(OSError):
                     part.with_suffix(".failed").write_text(reason_of(error))
                 return
-            shutil.rmtree(unfinished, ignore_errors=True)
+            shutil.rmtree(writing, ignore_errors=True)
             if not self.has_complained:
                 complain(f"cannot save to {save} ({reason_of(error)}); the run goes on, and older "
                          "saves stay")
             self.has_complained = True
 
-    def wait_for_others(self, unfinished: Path) -> None:
+    def wait_for_others(self, writing: Path) -> None:
         """Waits for the files of all ranks. Raises OSError if one does not come."""
         begin = time.monotonic()
         for rank in range(self.world_size):
-            part = part_of(unfinished, rank, self.world_size)
+            part = part_of(writing, rank, self.world_size)
             while not sum_file(part).exists():
                 failed = part.with_suffix(".failed")
                 if failed.exists():
@@ -261,6 +273,8 @@ class Saver:
         on with, so that --resume alone does not find them."""
         self.finish()
         if self.rank == 0:
+            for save in complete(self.folder):  # the newest at last: killed here, it is resumed
+                remove(save)
             shutil.rmtree(self.folder, ignore_errors=True)
             for folder in self.came_from:
                 sweep(Path(folder))
@@ -454,8 +468,9 @@ def command(save: Path | None, save_checkpoint: str) -> str:
 def config_of(save: Path, config_class: type) -> dict:
     """The configuration of a save, as values of all fields of the dataclass, with the folder of
     the logs that the save lies in. Raises BadInput if a value cannot be one of its field."""
+    config = facts_of(save)["config"]
     try:
-        values = checkpoint.config_values(facts_of(save)["config"], config_class)
+        values = checkpoint.config_values(config, config_class)
     except BadInput as error:
         raise BadInput(f"{save}: {error}; {REMEDY}") from None
     logs = config_class.log_dir

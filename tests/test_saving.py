@@ -295,6 +295,28 @@ def test_leftovers_are_ignored_and_swept_and_the_last_two_saves_are_kept(corpus,
     assert not list(tmp_path.glob("*.saved")), "the saves of a run that has come to its end are removed"
 
 
+def test_a_run_that_is_killed_while_an_old_save_is_removed_goes_on_from_the_newest(corpus, tmp_path, monkeypatch):
+    """The kill is a file of the old save that is gone while the others are still there."""
+    due = [2, 3, 5]
+    monkeypatch.setattr(saving.Saver, "due", lambda self, step, seconds: len(due) > 0 and due.pop(0) >= 0)
+    killed = []
+
+    def remove_one_file(folder, ignore_errors=False):
+        if "step_" in str(folder):
+            killed.append(folder)
+            next(folder.glob("*.sha256")).unlink()
+
+    monkeypatch.setattr(shutil, "rmtree", remove_one_file)
+    monkeypatch.setattr(saving.Saver, "end", lambda self: self.finish())
+    assert run(options(corpus, tmp_path)) == 0
+    assert killed
+    newest = saving.find(saving.NEWEST, tmp_path)
+    assert newest.name == f"step_{max(saving.step_of(path) for path in newest.parent.glob('step_??????')):06}"
+    assert saving.Saved(newest).step == saving.step_of(newest)
+    for save in saving.complete(newest.parent):
+        saving.Saved(save)
+
+
 # ---------------------------------------------------------------------------------------------------- bad input
 
 
