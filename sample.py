@@ -27,9 +27,10 @@ from torch import Tensor
 
 from data.prepare import byte_to_token, token_to_byte
 from data.shards import SEPARATOR
+from nanogpt import fitting
 from nanogpt.compiling import CudaGraphs
 from nanogpt.masks import BLOCK_SIZE
-from nanogpt.ranks import BadInput, require
+from nanogpt.ranks import BadInput, is_master, require
 from records.console import discard_output
 
 # --------------------------------------------------------------------------------------------------
@@ -357,6 +358,28 @@ def check_text(config, text: str) -> None:
         raise BadInput("the text to continue is not valid UTF-8") from None
     encode, _ = codec(config.vocab_size)
     check_length(len(encode(text)), config.seq_len)
+
+
+def check(config) -> list[str]:
+    """Whether a run can end with a sample, before it begins. A run that is fitted to a text does
+    without the sample that nobody has asked for, and returns a note. Raises BadInput otherwise."""
+    if not is_master():
+        return []
+    try:
+        check_text(config, config.sample)
+    except BadInput as error:
+        if not config.fit or config.sample != fitting.OVER_PRESET["sample"]:
+            raise
+        config.sample = ""
+        return [f"there will be no sample: {error}"]
+    return []
+
+
+def after_training(model, text: str, count: int) -> str:
+    """The text, continued by a model that has just been trained."""
+    if model.lm_head.device.type == "cpu":
+        prepare_for_cpu(model)
+    return continue_text(model, last_view(model), text, count)
 
 
 def continue_text(model, view, text: str, count: int, temperature: float = 0.8, top_k: int = 0,

@@ -65,7 +65,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from data import checks, shards
+from data import shards
 from nanogpt import (
     arguments,
     checkpoint,
@@ -79,7 +79,7 @@ from nanogpt import (
     saving,
 )
 from nanogpt.arguments import key
-from nanogpt.joining import refuse_other_data
+from nanogpt.inputs import Inputs, check_inputs, chooses_steps
 from nanogpt.kernels import E4M3, E5M2
 from nanogpt.masks import BLOCK_SIZE
 from nanogpt.ranks import (
@@ -99,7 +99,7 @@ from nanogpt.ranks import (
 from nanogpt.rows import LookedUpRows
 from nanogpt.watch import Watch
 from records import journal
-from records.console import Console, complain
+from records.console import Console, complain, next_commands
 
 WATCH = Watch(STOP)  # ends this process if another rank is lost
 
@@ -315,38 +315,19 @@ TOPOLOGIES: dict[str, list[Layer]] = {
 
 
 def parse_config(argv: list[str]) -> Config:
-    """`--key=value` over the preset's values. Raises BadInput on an unknown key or a wrong value,
-    and ShardError if the run is to be fitted to a text that cannot be read."""
+    """`--key=value` over the preset's values, or over those of the save that --resume means. Raises
+    BadInput on an unknown key or a wrong value, and ShardError if the run is to be fitted to a text
+    that cannot be read."""
     given = arguments.given(
-        Config, argv, PRESETS, default_preset(), __doc__.split("\n\n")[0], EVERYDAY, ABOUT,
-        arguments.HINTS)
-    save = None
-    if given.get("resume"):
-        save = saving.find(given["resume"], given.get("log_dir", Config.log_dir))
+        Config, argv, PRESETS, default_preset(), __doc__.split("\n\n")[0], EVERYDAY, ABOUT)
+    save = saving.find(given.get("resume", ""), given.get("log_dir", Config.log_dir))
     if save:
-        return config_to_resume(save, given)
-    preset = given.get("preset") or default_preset(given.get("device"))
-    if given.get("fit", "data_dir" in given and not given.get("preset")):
-        c = arguments.configure(Config, PRESETS, preset, given)
-        text = fitting.describe(find_shards(c, "train"), find_shards(c, "val"))
-        preset = given.get("preset") or fitting.preset_for(text, has_cuda(given.get("device")))
-        laid_over = {name: values | fitting.OVER_PRESET for name, values in PRESETS.items()}
-        c = arguments.configure(Config, laid_over, preset, given)
-        c = fitting.fitted(c, SCHEDULES[c.schedule], text, given)
+        c = saving.configure(Config, save, given, MAY_CHANGE)
     else:
+        preset = given.get("preset") or default_preset(given.get("device"))
         c = arguments.configure(Config, PRESETS, preset, given)
-    check_config(c)
-    return c
-
-
-def config_to_resume(save: Path, given: dict) -> Config:
-    """The configuration of a save, with the given values laid over it. Raises BadInput if they
-    would change the result, or if it is no configuration."""
-    saved = saving.config_of(save, Config)
-    if saved["minutes"]:  # then these two have followed from it
-        given = {name: given[name] for name in given if name not in ("num_steps", "epochs")}
-    saving.check_changes(save, saved, given, MAY_CHANGE)
-    c = Config(**saved | given | {"resume": str(save)})
+        if given.get("fit", "data_dir" in given and not given.get("preset")):
+            c = fitting.fit(c, PRESETS, SCHEDULES, given, has_cuda(given.get("device")))
     check_config(c)
     return c
 
@@ -852,6 +833,17 @@ def parameter_table(c: Config) -> dict[str, Param]:
         "xsa": Param((num_attn, H), init=zero, **scalar),
         "gates": Param((num_attn, 2, H, GATE_DIM), init=zero, update="all", **head),
     }
+
+
+def num_weights(c: Config) -> tuple[int, int]:
+    """How many weights are active in every token, and how many are in tables."""
+    active = in_tables = 0
+    for param in parameter_table(c).values():
+        if param.update == "rows":
+            in_tables += math.prod(param.shape)
+        else:
+            active += math.prod(param.shape)
+    return active, in_tables
 
 
 def norm(x: Tensor) -> Tensor:
@@ -1493,23 +1485,20 @@ class Optimizer:
         they are after an update. Raises BadInput if the save does not fit the model. A
         collective."""
         for kind, tensor in self.tensors().items():
-            name = kind.partition(".")[0]
+            name, _, what = kind.partition(".")
             param = self.model.table[name]
             bank = self.banks[name]
-            whole = saved.whole(kind, param.update, param.shape)
-            if param.update == "slice":
-                missing_rows = len(bank) - len(whole)
-                whole = F.pad(whole, (0, 0) * (whole.dim() - 1) + (0, missing_rows))
-            part = self.own(name, whole)
-            require(part.shape == tensor.shape, f"{saved.save}: {kind} is {tuple(part.shape)}, not "
-                    f"{tuple(tensor.shape)}; {saving.REMEDY}")
-            tensor.copy_(part)
-            if kind.endswith(".master"):
+            whole = saved.whole(kind, param.update, param.shape, len(bank))
+            saved.fill(tensor, self.own(name, whole), kind)
+            if what == "master":
                 bank.copy_(whole)
+        self.model.target_counts.copy_(saved.share("target_counts"))
+        self.model.lost_targets.copy_(saved.share("lost_targets"))
         self.steps = saved.fact("updates")
         self.bytes_sent = saved.fact("bytes_sent")
         self.recipes.load_state(saved.fact("recipes"))
         self.recipes.weights_changed([*self.masters], self.masters)
+        saved.restore_random(self.model.signs.device, self.model.config.seed)
 
     def zero_state(self, name: str) -> MuonState | AdamState:
         zero = torch.zeros_like(self.masters[name])
@@ -1964,14 +1953,6 @@ def checkpoint_of(model: GPT, step: int, val_loss: float) -> dict:
     return dict(config=config, weights=weights, step=step, val_loss=val_loss)
 
 
-def load(saved: saving.Saved, model: GPT, optimizer: Optimizer) -> None:
-    """Loads a save. Raises BadInput if it does not fit the model. A collective."""
-    optimizer.load(saved)
-    model.target_counts.copy_(saved.share("target_counts"))
-    model.lost_targets.copy_(saved.share("lost_targets"))
-    saved.restore_random(model.signs.device, model.config.seed)
-
-
 def model_of(content: dict, device: torch.device) -> GPT:
     """The model of a checkpoint on one device, ready for texts of any length: nothing is compiled.
     `model.trained_steps` is the number of updates. Raises BadInput if the weights do not fit the
@@ -2004,144 +1985,18 @@ def load_checkpoint(path: str | Path, device: torch.device) -> GPT:
 # 10. The run
 
 
-def find_shards(c: Config, split: str) -> list[Path]:
-    """The shards of a split, "train" or "val". Raises ShardError if there are none."""
-    return checks.find(c.data_dir, split, c.train_files if split == "train" else c.val_files)
-
-
-def check_data(c: Config) -> tuple[list[Path], list[Path], Tensor]:
-    """Training and validation shards, and the validation tokens. Raises BadInput or ShardError if
-    the schedule needs another number of processes, or other data, or more."""
-    _, world_size = rank_and_world_size()
-    plan = batch_plan(c)
-    for count, _ in dict.fromkeys(plan):
-        divisors = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
-        require(count % world_size == 0,
-                f"{world_size} processes cannot share a batch of {count} sequences; start "
-                f"{divisors} of them, or change --batch_tokens or --seq_len")
-    train_paths = find_shards(c, "train")
-    val_paths = find_shards(c, "val")
-    checks.check_kind(train_paths[0], c.vocab_size, c.preset)
-    val_tokens = shards.validation_tokens(val_paths, c.vocab_size, c.val_tokens)
-    if not chooses_steps(c):  # else they follow from the data
-        checks.check_amount(train_paths, packing(c), plan, c.data_dir)
-    return train_paths, val_paths, torch.from_numpy(val_tokens.view(np.int16))
-
-
-def chooses_steps(c: Config) -> bool:
-    """Whether the number of steps follows from --minutes. A resumed run keeps its own. (Without a
-    save to be found, --resume begins a new run, and keeps its value.)"""
-    return c.minutes > 0 and c.resume in ("", saving.NEWEST)
-
-
-def place_to_save(c: Config, saved: saving.Saved | None = None) -> Path | None:
-    """The file of the checkpoint, if there is to be one. A name that was chosen before the save
-    stays. Raises BadInput if the file cannot be written."""
-    if not c.save_checkpoint or not is_master():
-        return None
-    path = Path(c.save_checkpoint)
-    if c.save_checkpoint == "auto" and saved and saved.fact("checkpoint"):
-        path = saved.checkpoint()
-    elif c.save_checkpoint == "auto":
-        path = checkpoint.unused_path("models", Path(c.data_dir).resolve().name)
-    numbers = sum(math.prod(param.shape) for param in parameter_table(c).values())
-    checkpoint.try_place(path, 2 * numbers)  # most weights take two bytes
-    return path
-
-
-def check_sample(c: Config) -> list[str]:
-    """Imports what --sample needs. Raises BadInput if the vocabulary cannot be had; a fitted run
-    does without the sample that nobody has asked for, and returns a note."""
-    if not c.sample:
-        return []
-    import sample  # only here: training needs no tokenizer
-    try:
-        if is_master():
-            sample.check_text(c, c.sample)
-    except BadInput as error:
-        if not c.fit or c.sample != fitting.OVER_PRESET["sample"]:
-            raise
-        c.sample = ""
-        return [f"there will be no sample: {error}"]
-    return []
-
-
-def continue_text(content: dict, device: torch.device) -> str:
-    """The text of --sample, continued by the model of a checkpoint."""
-    import sample
-    model = model_of(content, device)
-    if device.type == "cpu":
-        sample.prepare_for_cpu(model)
-    c = model.config
-    return sample.continue_text(model, sample.last_view(model), c.sample, c.sample_tokens)
-
-
-def next_commands(c: Config, save_to: Path | None) -> list[str]:
-    """What to try after this run."""
-    commands = []
-    if save_to:
-        commands.append(f'sample.py {save_to} "Once upon a time"')
-    if c.fit:
-        commands.append(f"train_gpt.py --data_dir={c.data_dir} --minutes=10")
-    return commands
-
-
-class Inputs(NamedTuple):
-    """What a run reads and where its checkpoint goes, checked."""
-    train_paths: list[Path]
-    stamps: dict[Path, shards.Stamp]  # by which a training shard that changes is noticed
-    val_tokens: Tensor  # (val_tokens + 1,), the bits of uint16
-    fingerprints: list[dict]  # of all shards
-    saved: saving.Saved | None  # what the run goes on from
-    checkpoint: Path | None  # its file, on rank 0
-
-
-def check_inputs(c: Config, files: list[dict]) -> Inputs:
-    """Raises BadInput on all ranks if something is wrong on one of them, or if they do not have the
-    same source files and shards. A collective."""
-    train_paths, val_paths, val_tokens = agreed(check_data, c, errors=(BadInput, shards.ShardError))
-    stamps = shards.stamps_of(train_paths)
-    fingerprints = [shards.fingerprint(path, "train") for path in train_paths]
-    fingerprints += [shards.fingerprint(path, "val") for path in val_paths]
-    checks.check_apart(fingerprints)
-    agreed(refuse_other_data, files, fingerprints)
-    saved = saving.open_save(c.resume, fingerprints, c.data_dir)
-    checkpoint_path = agreed(place_to_save, c, saved)
-    agreed(journal.try_folder, c.log_dir)
-    return Inputs(train_paths, stamps, val_tokens, fingerprints, saved, checkpoint_path)
-
-
-class RunFacts(NamedTuple):
-    """What the log says before the first step, beside the configuration."""
-    run: dict
-    files: list[dict]  # the project's files that the run has imported
-    machine: dict
-    data: list[dict]  # the fingerprints of all shards
-    speeds: dict
-
-
-def begin_log(log: journal.Log, c: Config, facts: RunFacts, seconds: float | None = None) -> None:
-    """Shows what will run, and writes the first facts of the log. `seconds` is how long the run may
-    take, if that is known."""
-    sizes = {"active": 0, "in_tables": 0}
-    for param in parameter_table(c).values():
-        sizes["in_tables" if param.update == "rows" else "active"] += math.prod(param.shape)
-    train_tokens = sum(shard["tokens"] for shard in facts.data if shard["split"] == "train")
-    log.console.header(
-        machine=facts.machine, preset=c.preset, data_dir=c.data_dir, **sizes,
-        num_steps=c.num_steps, train_tokens=train_tokens, val_tokens=c.val_tokens,
-        tokens_are_bytes=c.vocab_size <= shards.SEPARATOR, tokens=total_tokens(c),
-        batches=[count * c.seq_len for count, _ in batch_plan(c)], seconds=seconds)
-    head = [("run", facts.run)]
-    head += [("file", file) for file in facts.files]
-    head += [("config", dataclasses.asdict(c)), ("environment", facts.machine)]
-    head += [("data", shard) for shard in facts.data]
+def begin_log(log: journal.Log, c: Config, facts: journal.RunFacts,
+              seconds: float | None = None) -> None:
+    """Shows what will run, and begins the log. `seconds` is how long the run may take, if that is
+    known."""
+    stage_facts = []
     for first, end, stage in stages(c):
         if end > first:
             tokens = stage_tokens(stage, c)
-            head.append(("stage", dict(first_step=first, last_step=end, batch_tokens=tokens)))
-    head.append(("calibration", facts.speeds))
-    log.begin(c.log_dir, facts.run["run_id"], SOURCE, c.num_steps, c.jsonl, head)
+            stage_facts.append(dict(first_step=first, last_step=end, batch_tokens=tokens))
+    tokens_are_bytes = c.vocab_size <= shards.SEPARATOR
+    log.begin(SOURCE, facts, dataclasses.asdict(c), num_weights(c), tokens_are_bytes, stage_facts,
+              seconds)
 
 
 def flops_per_token(c: Config) -> int:
@@ -2152,28 +2007,12 @@ def flops_per_token(c: Config) -> int:
     return 6 * (sum(math.prod(shape) for shape in matrices) + head)
 
 
-def result_of(c: Config, steps: int, seconds: float, val_loss: float | None) -> dict:
-    """What came of a run of so many steps and seconds of training: the first lines of the end block
-    (records/README.md). val_loss is None if nothing was validated."""
-    tokens = total_tokens(c, steps)
-    target = c.target_loss or None
-    reached = None
-    if val_loss is not None:
-        val_loss = round(val_loss, 4)
-        if target:
-            reached = val_loss <= target
-    return dict(
-        val_loss=val_loss, target=target, reached=reached, train_time_s=round(seconds, 3),
-        step_avg_ms=round(1000 * seconds / steps, 2), tokens=tokens,
-        tokens_per_s=round(tokens / seconds))
-
-
 class Run:
     """The loop of training. Before each step come saves and signals on which all ranks have agreed,
     and a validation if one is due. What the ranks tell each other travels with the loss of a step
-    (`tell`), and is read one step later (`hear`)."""
+    (`tell`), and is read one step later (`read_losses`)."""
 
-    def __init__(self, c: Config, optimizer: Optimizer, inputs: Inputs, facts: RunFacts,
+    def __init__(self, c: Config, optimizer: Optimizer, inputs: Inputs, facts: journal.RunFacts,
                  log: journal.Log, clock: journal.Clock):
         """Loads the save, if the run goes on from one. A collective."""
         self.config = c
@@ -2204,7 +2043,7 @@ class Run:
 
     def go_on(self, saved: saving.Saved) -> None:
         """Begins where the save was made. Raises BadInput if it does not fit. A collective."""
-        agreed(load, saved, self.model, self.optimizer)
+        agreed(self.optimizer.load, saved)
         self.step = saved.step
         self.best = saved.fact("best") if self.inputs.checkpoint else None
         self.came_from = saved.history()
@@ -2220,7 +2059,7 @@ class Run:
             self.do_what_was_asked()
             if self.ended_by:
                 self.clock.stop()
-                self.hear()
+                self.read_losses()
                 return
             if c.val_interval and self.step % c.val_interval == 0:
                 self.clock.stop()
@@ -2233,7 +2072,7 @@ class Run:
             # This waits only for the loss of the previous step, whose number in the log is
             # self.step. It has come: the CPU has waited in this step for the counts of looked-up
             # rows, which the GPU computes after that loss.
-            self.hear()
+            self.read_losses()
             WATCH.leave_step()
             self.step += 1
         self.clock.stop()
@@ -2243,10 +2082,10 @@ class Run:
         """What this rank tells the others with its loss."""
         return torch.cat([self.finite.numbers(loss), self.requests.outgoing()])
 
-    def hear(self) -> None:
+    def read_losses(self) -> None:
         """Takes the losses that have arrived, and waits for those up to this step. Raises BadInput
         if one is not finite."""
-        self.finite.judge(self.requests.hear(self.log.arrived(self.step)), self.step)
+        self.finite.refuse(self.requests.hear(self.log.arrived(self.step)), self.step)
 
     def do_what_was_asked(self) -> None:
         """Saves the run if it is time to, and if a signal is to end it; all ranks do so together.
@@ -2264,7 +2103,7 @@ class Run:
     def validate(self) -> None:
         """Validates, writes the loss to the log, and keeps these weights for the checkpoint if they
         are the best so far."""
-        self.hear()
+        self.read_losses()
         self.recipes.before_validation()
         WATCH.enter_step(self.step, "validation")
         loss = validate(self.model, self.inputs.val_tokens, self.step)
@@ -2285,7 +2124,7 @@ class Run:
         """Begins a save, if the run is one that saves."""
         if not self.saver.saves:
             return
-        self.hear()  # all losses so far, which the save holds
+        self.read_losses()  # all losses so far, which the save holds
         tensors = self.tensors()
         finite.check_save(self.step, tensors)
         run = self.facts.run
@@ -2318,13 +2157,13 @@ class Run:
         if lost:
             log.fact("defect", dict(
                 what=f"{lost} tokens of rank 0 were no candidates; raise --candidates"))
-        result = result_of(c, self.step, self.clock.total, log.last_val_loss())
-        speed = result["tokens_per_s"] / self.optimizer.world_size
-        device_name = self.facts.machine["devices"][0]
-        result["mfu"] = journal.mfu(flops_per_token(c), speed, device_name)
-        result["peak_memory_mib"] = None
-        if self.device.type == "cuda":
-            result["peak_memory_mib"] = torch.cuda.max_memory_allocated(self.device) // 2**20
+        seconds = self.clock.total
+        tokens = total_tokens(c, self.step)
+        result = journal.result_of(log.last_val_loss(), c.target_loss, self.step, seconds, tokens)
+        result["mfu"] = journal.mfu(
+            flops_per_token(c), tokens / seconds / self.optimizer.world_size,
+            self.facts.machine["devices"][0])
+        result["peak_memory_mib"] = journal.peak_memory_mib(self.device)
         result["compile_s"] = round(compile_s, 1)
         result["code_sha256"] = self.facts.run["code_sha256"]
         if self.ended_by:
@@ -2341,9 +2180,12 @@ class Run:
         self.saver.end()
         if is_master():
             if c.sample:
+                import sample
                 content = self.best or checkpoint_of(self.model, self.step, result["val_loss"])
-                log.console.say(f"sample: {continue_text(content, self.device)}")
-            log.console.closing(path, next_commands(c, path))
+                model = model_of(content, self.device)
+                text = sample.after_training(model, c.sample, c.sample_tokens)
+                log.console.say(f"sample: {text}")
+            log.console.closing(path, next_commands(path, c.data_dir if c.fit else ""))
         return 1 if result["reached"] is False else 0
 
 
@@ -2358,9 +2200,12 @@ def train(c: Config, at_end: ExitStack) -> int:
     device = start_process("cuda" if cuda else kind, LOCAL_GPU, WATCH.store)
     names = choose_recipes(c, device)
     recipe.import_rooms(names, recipe_options(c))
-    notes = agreed(check_sample, c)
+    notes = []
+    if c.sample:
+        import sample  # only now: training alone needs no tokenizer
+        notes = agreed(sample.check, c)
     files = journal.project_files(__file__)
-    inputs = check_inputs(c, files)
+    inputs = check_inputs(c, packing(c), batch_plan(c), files, sum(num_weights(c)))
 
     # 2. The log begins with the code and the facts. Under --minutes the number of steps is one of
     # them, so its file begins after the warm-up, and until then the log holds back what it is told.
@@ -2369,7 +2214,7 @@ def train(c: Config, at_end: ExitStack) -> int:
     at_end.push(log.end_early)
     clock = journal.Clock(device)
     has_fp8 = cuda and kernels.has_fp8(device)
-    facts = RunFacts(
+    facts = journal.RunFacts(
         journal.describe_run(SOURCE, files), files, journal.describe_machine(device),
         inputs.fingerprints, journal.calibrate(device, kernels.product if has_fp8 else None))
     for note in notes + saving.how_it_began(c.resume, c.log_dir, inputs.saved, facts.run):

@@ -56,7 +56,7 @@ def configure(config_class, presets: dict[str, dict], preset: str, given: dict):
 
 def given(config_class, argv: list[str], presets: dict[str, dict], default_preset: str = "",
           title: str = "", everyday: tuple[str, ...] = (), about: dict[str, str] | None = None,
-          hints: dict[str, str] | None = None) -> dict:
+          hints: dict[str, str] = HINTS) -> dict:
     """The values that argv names, by their keys. Of a key that is given twice the last one counts.
 
     everyday: keys that --help lists first

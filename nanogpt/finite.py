@@ -24,7 +24,7 @@ class Check:
     """Finds the first step whose numbers are not finite.
 
     numbers     what each step adds to the vector
-    judge       ends the run if a vector that has arrived has a number that is not finite
+    refuse      ends the run if a vector that has arrived has a number that is not finite
     """
 
     def __init__(self, weights: dict[str, Tensor], measurements: Measurements):
@@ -54,7 +54,7 @@ class Check:
         of_ranks = torch.where(self.is_own_rank, loss.float(), 0.0)
         return torch.cat([torch.stack(of_weights), of_ranks])
 
-    def judge(self, losses: list[TrainingLoss], step: int) -> None:
+    def refuse(self, losses: list[TrainingLoss], step: int) -> None:
         """Raises BadInput if one of the losses up to this step, or what was measured with it, is
         not finite. A loss of a later step may have come to some ranks only. It is kept for the
         next call, so that all ranks end after the same step."""

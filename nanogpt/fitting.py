@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from data.shards import count_tokens, kind_of_tokens
+from nanogpt import arguments
+from nanogpt.inputs import find_shards
 from nanogpt.masks import BLOCK_SIZE
 from nanogpt.ranks import require
 
@@ -98,6 +100,17 @@ def steps(text: Text, wanted: float, epochs: int, tokens_per_step: float, seq_le
 
 # --------------------------------------------------------------------------------------------------
 # The same for a configuration: train_gpt.Config, and the stages of its schedule
+
+
+def fit(c, presets: dict[str, dict], schedules: dict[str, list], given: dict, cuda: bool):
+    """The configuration for the text that `c` names: the preset that suits it, or the given one,
+    with lengths and steps that the text has room for. Raises BadInput if the text is too short, and
+    ShardError if it cannot be read."""
+    text = describe(find_shards(c, "train"), find_shards(c, "val"))
+    preset = given.get("preset") or preset_for(text, cuda)
+    laid_over = {name: values | OVER_PRESET for name, values in presets.items()}
+    c = arguments.configure(type(c), laid_over, preset, given)
+    return fitted(c, schedules[c.schedule], text, given)
 
 
 def fitted(c, schedule: list, text: Text, given: dict):

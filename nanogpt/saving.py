@@ -33,6 +33,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nanogpt import checkpoint
@@ -69,7 +70,10 @@ def step_of(save: Path) -> int:
 def find(asked: str, log_dir: str) -> Path | None:
     """The save that --resume=ASKED means: the folder of a save, or the newest one in a folder
     RUN_ID.saved. NEWEST is the newest one of all runs in `log_dir` that have not come to their end,
-    or None if there is none. Raises BadInput if there is no such save."""
+    or None if there is none. Without --resume (empty) it is None, too. Raises BadInput if there is
+    no such save."""
+    if not asked:
+        return None
     if asked == NEWEST:
         newest = []  # of each run
         for folder in Path(log_dir).glob("*.saved"):
@@ -370,18 +374,29 @@ class Saved:
         require(isinstance(tensor, Tensor), f"{self.save} lacks {name}; {REMEDY}")
         return tensor
 
-    def whole(self, name: str, update: str, shape: tuple[int, ...]) -> Tensor:
-        """A tensor of all ranks without padding. `update` and `shape` are those of its parameter in
-        parameter_table, which say how it was shared."""
+    def whole(self, name: str, update: str, shape: tuple[int, ...], rows: int) -> Tensor:
+        """A tensor of all ranks. `update` and `shape` are those of its parameter in
+        parameter_table, which say how it was shared. The saved padding is taken off. One that is
+        shared by its rows is padded to `rows` of them."""
         parts = [self.of_rank(rank, name) for rank in range(len(self.parts))]
         if update == "all":
             return parts[0]
         dim = 1 if update == "rows" else 0
         try:
             whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-            return whole.narrow(dim, 0, shape[dim])
+            whole = whole.narrow(dim, 0, shape[dim])
         except (RuntimeError, IndexError):
             raise BadInput(f"{self.save}: {name} does not fit {shape}; {REMEDY}") from None
+        if update == "slice":
+            padding = rows - len(whole)
+            whole = F.pad(whole, (0, 0) * (whole.dim() - 1) + (0, padding))
+        return whole
+
+    def fill(self, tensor: Tensor, part: Tensor, name: str) -> None:
+        """Copies this rank's part of a saved tensor to where it belongs."""
+        require(part.shape == tensor.shape, f"{self.save}: {name} is {tuple(part.shape)}, not "
+                f"{tuple(tensor.shape)}; {REMEDY}")
+        tensor.copy_(part)
 
     def share(self, name: str) -> Tensor:
         """This rank's numbers. If there were more or fewer ranks: an equal share of the sum."""
@@ -465,18 +480,22 @@ def command(save: Path | None, save_checkpoint: str) -> str:
     return f"train_gpt.py --resume={save}{again}"
 
 
-def config_of(save: Path, config_class: type) -> dict:
-    """The configuration of a save, as values of all fields of the dataclass, with the folder of
-    the logs that the save lies in. Raises BadInput if a value cannot be one of its field."""
+def configure(config_class: type, save: Path, given: dict, may_change: tuple[str, ...]):
+    """The configuration of a save, with the given values laid over it. The logs go to the folder
+    that the save lies in. Raises BadInput if a given value would change the result, or if a saved
+    one cannot be."""
     config = facts_of(save)["config"]
     try:
-        values = checkpoint.config_values(config, config_class)
+        saved = checkpoint.config_values(config, config_class)
     except BadInput as error:
         raise BadInput(f"{save}: {error}; {REMEDY}") from None
-    logs = config_class.log_dir
+    saved["log_dir"] = config_class.log_dir
     if save.parent.suffix == ".saved":
-        logs = str(save.parent.parent)
-    return values | {"log_dir": logs}
+        saved["log_dir"] = str(save.parent.parent)
+    if saved["minutes"]:  # then these two have followed from it
+        given = {name: given[name] for name in given if name not in ("num_steps", "epochs")}
+    check_changes(save, saved, given, may_change)
+    return config_class(**saved | given | {"resume": str(save)})
 
 
 def check_changes(save: Path, saved: dict, given: dict, may_change: tuple[str, ...]) -> None:

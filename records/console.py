@@ -177,28 +177,31 @@ class Console:
 
     # -------------------------------------------------------------------- before the first step
 
-    def header(self, *, machine: dict, preset: str, active: int, in_tables: int, data_dir: str,
-               train_tokens: int, val_tokens: int, tokens_are_bytes: bool, num_steps: int,
-               batches: list[int], tokens: int, seconds: float | None = None) -> None:
+    def header(self, machine: dict, data: list[dict], config: dict, num_weights: tuple[int, int],
+               tokens_are_bytes: bool, stages: list[dict], seconds: float | None = None) -> None:
         """Prints what will run.
 
-        machine: the log's fact `environment`
-        active, in_tables: parameters that each token is multiplied by, and those of tables
-        batches: tokens of a batch, in each stage of the run
-        tokens: all that the run trains on
-        seconds: how long it may take; None: not known
+        machine, data, config, stages: the log's facts (records/README.md)
+        num_weights: how many are active in every token, and how many are in tables
+        seconds: how long the run may take; None: not known
         """
-        self.num_steps = num_steps
+        self.num_steps = config["num_steps"]
         self.tokens_are_bytes = tokens_are_bytes
-        unit = " (bytes)" if tokens_are_bytes else ""
+        active, in_tables = num_weights
+        train_tokens = sum(shard["tokens"] for shard in data if shard["split"] == "train")
+        batches = [stage["batch_tokens"] for stage in stages]
         batch = " to ".join(f"{size:,}" for size in sorted({min(batches), max(batches)}))
+        tokens = 0
+        for stage in stages:
+            tokens += (stage["last_step"] - stage["first_step"]) * stage["batch_tokens"]
+        unit = " (bytes)" if self.tokens_are_bytes else ""
         time_needed = "" if seconds is None else f", about {duration(seconds)}"
         self.say_facts({
             "machine": machine_in_words(machine),
-            "preset": preset,
+            "preset": config["preset"],
             "model": f"{count(active)} parameters active, {count(in_tables)} in tables",
-            "data": f"{data_dir}: {train_tokens:,} training tokens{unit}, "
-                    f"{val_tokens:,} for validation",
+            "data": f"{config['data_dir']}: {train_tokens:,} training tokens{unit}, "
+                    f"{config['val_tokens']:,} for validation",
             "run": f"{self.num_steps:,} steps of {batch} tokens, {count(tokens)} tokens in all "
                    f"({epochs(tokens / train_tokens)}){time_needed}",
         })
@@ -403,6 +406,16 @@ class Console:
 
 # ------------------------------------------------------------------------------------------------
 # Facts in words
+
+
+def next_commands(checkpoint: Path | None, data_dir: str) -> list[str]:
+    """What to try after a run. `data_dir` is that of a text which the run was fitted to."""
+    commands = []
+    if checkpoint:
+        commands.append(f'sample.py {checkpoint} "Once upon a time"')
+    if data_dir:
+        commands.append(f"train_gpt.py --data_dir={data_dir} --minutes=10")
+    return commands
 
 
 def python_command() -> str:

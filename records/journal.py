@@ -78,6 +78,16 @@ class TrainingLoss(NamedTuple):
     flags: list[float]  # what stood behind the loss in the tensor given to `put`
 
 
+class RunFacts(NamedTuple):
+    """What a log says before the first step, beside configuration and schedule."""
+
+    run: dict  # `describe_run`
+    files: list[dict]  # `project_files`
+    machine: dict  # `describe_machine`
+    data: list[dict]  # the fingerprints of all shards (data/shards.py)
+    speeds: dict  # `calibrate`
+
+
 class Log:
     """The log of one run: source, facts, steps and end block. `path` is its file. Only the master
     writes it; on other ranks the same calls leave no trace.
@@ -99,11 +109,39 @@ class Log:
         self.waiting = []  # the lines of facts that have come before the file began
         self.files = {}  # path -> open file; one that cannot be written to is taken out
 
-    def begin(self, folder: str | Path, run_id: str, source: bytes, num_steps: int, jsonl: bool,
-              head: list[tuple]) -> None:
-        """Opens FOLDER/RUN_ID.txt and writes the script's source and the facts of `head` (kind,
-        value), then those that have come before. With `jsonl` FOLDER/RUN_ID.jsonl gets the same
-        facts as JSON, one object a line. Raises OSError if the folder or a file cannot be made."""
+    def begin(self, source: bytes, facts: RunFacts, config: dict, num_weights: tuple[int, int],
+              tokens_are_bytes: bool, stages: list[dict], seconds: float | None = None) -> None:
+        """Shows what will run. Then opens LOG_DIR/RUN_ID.txt and writes the script's source, the
+        facts, and those that have come before. If the configuration says `jsonl`, the same facts go
+        to LOG_DIR/RUN_ID.jsonl as JSON, one object a line.
+
+        config: name -> value, for the fact `config`
+        num_weights: how many are active in every token, and how many are in tables
+        stages: the facts `stage`
+        seconds: how long the run may take, if that is known
+
+        Raises OSError if the folder or a file cannot be made.
+        """
+        self.console.header(
+            facts.machine, facts.data, config, num_weights, tokens_are_bytes, stages, seconds)
+        head = [("run", facts.run)]
+        head += [("file", file) for file in facts.files]
+        head += [("config", config), ("environment", facts.machine)]
+        head += [("data", shard) for shard in facts.data]
+        head += [("stage", stage) for stage in stages]
+        head.append(("calibration", facts.speeds))
+        run_id = facts.run["run_id"]
+        self.open(config["log_dir"], run_id, source, config["num_steps"], config["jsonl"])
+        waiting = self.waiting
+        self.waiting = []
+        for kind, value in head:
+            self.fact(kind, value)
+        for text, fact in waiting:
+            self.write(text, fact)
+
+    def open(self, folder: str | Path, run_id: str, source: bytes, num_steps: int,
+             jsonl: bool) -> None:
+        """Opens the files, and writes the source."""
         self.num_steps = num_steps
         self.path = Path(folder) / f"{run_id}.txt"
         if self.console.shows:
@@ -120,12 +158,6 @@ class Log:
                 for path in paths:
                     path.unlink()
                 raise
-        waiting = self.waiting
-        self.waiting = []
-        for kind, value in head:
-            self.fact(kind, value)
-        for text, facts in waiting:
-            self.write(text, facts)
 
     def write(self, text: str, facts: dict) -> None:
         """Writes one line to the log, and as JSON to its twin."""
@@ -472,6 +504,33 @@ def speed(device: torch.device, amount: float, work: Callable[[], object]) -> fl
         wait()
         seconds.append(time.perf_counter() - begin)
     return float(f"{amount / statistics.median(seconds[1:]):.4g}")
+
+
+def result_of(val_loss: float | None, target: float, steps: int, seconds: float,
+              tokens: int) -> dict:
+    """What came of a run of so many steps, seconds of training and tokens: the first lines of the
+    end block. val_loss is None if nothing was validated, and a target of 0 is none."""
+    reached = None
+    if val_loss is not None:
+        val_loss = round(val_loss, 4)
+        if target:
+            reached = val_loss <= target
+    return {
+        "val_loss": val_loss,
+        "target": target or None,
+        "reached": reached,
+        "train_time_s": round(seconds, 3),
+        "step_avg_ms": round(1000 * seconds / steps, 2),
+        "tokens": tokens,
+        "tokens_per_s": round(tokens / seconds),
+    }
+
+
+def peak_memory_mib(device: torch.device) -> int | None:
+    """The most memory that this process has had on its GPU; None without one."""
+    if device.type != "cuda":
+        return None
+    return torch.cuda.max_memory_allocated(device) // 2**20
 
 
 def mfu(flops_per_token: float, tokens_per_s_per_device: float, device_name: str) -> float | None:

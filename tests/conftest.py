@@ -49,3 +49,10 @@ def corpus(tmp_path_factory):
         write_shard(folder / f"fineweb_train_{seed:06}.bin", documents(6000, seed))
     write_shard(folder / "fineweb_val_000000.bin", documents(2000, 3))
     return folder
+
+
+def check_data(c):
+    """What the trainer finds out about the shards of a configuration before it compiles anything."""
+    import train_gpt as t
+    from nanogpt import inputs
+    return inputs.check_data(c, t.packing(c), t.batch_plan(c))

@@ -54,8 +54,11 @@ def run(seen, losses, validations=(), seconds_a_step=0.1, now=None):
 
 HEADER = dict(
     machine={"devices": ["NVIDIA H200"] * 4, "hosts": 1, "torch": "2.11.0+cu128", "cpu": "Xeon"},
-    preset="speedrun", active=123_456_789, in_tables=41_000, data_dir="data/x", train_tokens=6_412_345,
-    val_tokens=131_072, tokens_are_bytes=False, num_steps=700, batches=[1024, 2048, 4096], tokens=1_400_000)
+    data=[dict(split="train", tokens=6_000_000), dict(split="train", tokens=412_345), dict(split="val", tokens=9)],
+    config=dict(preset="speedrun", data_dir="data/x", val_tokens=131_072, num_steps=700),
+    num_weights=(123_456_789, 41_000), tokens_are_bytes=False,
+    stages=[dict(first_step=0, last_step=200, batch_tokens=1024), dict(first_step=200, last_step=600, batch_tokens=2048),
+            dict(first_step=600, last_step=700, batch_tokens=4096)])
 
 
 # -------------------------------------------------------------------------------------- the header
@@ -75,10 +78,12 @@ run       700 steps of 1,024 to 4,096 tokens, 1.4M tokens in all (0.2 epochs), a
 
 def test_the_header_of_a_small_run_on_a_processor(capsys):
     machine = {"devices": ["CPU"], "hosts": 1, "torch": "2.13.0", "cpu": "Xeon"}
-    Console(7).header(**HEADER | dict(machine=machine, tokens_are_bytes=True, num_steps=7, batches=[2048, 2048]))
+    Console(7).header(**HEADER | dict(
+        machine=machine, config=HEADER["config"] | dict(num_steps=7), tokens_are_bytes=True,
+        stages=[dict(first_step=0, last_step=7, batch_tokens=2048)]))
     out = capsys.readouterr().out
     assert "machine   1 x CPU (Xeon), torch 2.13.0\n" in out and "training tokens (bytes), " in out
-    assert "\nrun       7 steps of 2,048 tokens, 1.4M tokens in all (0.2 epochs)\n" in out
+    assert "\nrun       7 steps of 2,048 tokens, 14,336 tokens in all (0.00 epochs)\n" in out
 
 
 # ------------------------------------------------------------------------------- without a terminal

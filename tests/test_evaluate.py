@@ -14,7 +14,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, SEPARATOR, arguments, write_shard
+from conftest import ROOT, SEPARATOR, arguments, check_data, write_shard
 
 import evaluate
 import sample
@@ -203,7 +203,7 @@ def checkpoint(corpus, tmp_path_factory):
     c = t.parse_config(arguments(data_dir=corpus, val_tokens=1024, dtype="float32"))
     model = t.GPT(c, torch.device("cpu"))
     t.initialize(model, 0)
-    _, _, tokens = t.check_data(c)
+    _, _, tokens = check_data(c)
     path = tmp_path_factory.mktemp("models") / "model.pt"
     loss = t.validate(model, tokens, 4)
     write(path, t.checkpoint_of(model, 4, loss))
@@ -514,7 +514,7 @@ def test_half_precision_is_widened_as_in_validation(corpus, tmp_path, capsys):
     model = t.GPT(c, torch.device("cpu"))
     t.initialize(model, 0)
     write(tmp_path / "model.pt", t.checkpoint_of(model, 4, 1.0))
-    _, _, tokens = t.check_data(c)
+    _, _, tokens = check_data(c)
     got = results(capsys, tmp_path / "model.pt")["results"][0]["value"]
     assert got == pytest.approx(t.validate(model, tokens, 4), abs=2e-2)
 

@@ -45,21 +45,21 @@ def test_the_sentence_names_the_ranks_and_the_first_weights(losses, bad, part, m
     heard = TrainingLoss(5, sum(losses), vector(made, losses))
     for check, _ in made:
         with pytest.raises(BadInput, match=part):
-            check.judge([heard], 5)
+            check.refuse([heard], 5)
 
 
 def test_a_rank_that_hears_early_waits_so_that_all_end_after_the_same_step(monkeypatch):
     (check, _), _ = made = checks(2, monkeypatch)
     good, bad = (TrainingLoss(step, loss, vector(made, [loss, loss])) for step, loss in ((4, 1.0), (5, math.nan)))
-    check.judge([good, bad], 4)
+    check.refuse([good, bad], 4)
     with pytest.raises(BadInput, match="at step 5"):
-        check.judge([], 5)
+        check.refuse([], 5)
 
 
 def test_a_single_process_hears_at_once(monkeypatch):
     ((check, _),) = made = checks(1, monkeypatch)
     with pytest.raises(BadInput, match="the training loss is nan at step 5 on rank 0, all"):
-        check.judge([TrainingLoss(5, math.nan, vector(made, [math.nan]))], 4)
+        check.refuse([TrainingLoss(5, math.nan, vector(made, [math.nan]))], 4)
 
 
 @pytest.mark.parametrize("name, value, part", [

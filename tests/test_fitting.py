@@ -5,11 +5,12 @@ import math
 import numpy as np
 import pytest
 import torch
-from conftest import SEPARATOR, write_shard
+from conftest import SEPARATOR, check_data, write_shard
 
+import sample
 import train_gpt as t
 from data import checks, shards
-from nanogpt import fitting
+from nanogpt import fitting, inputs
 from nanogpt.fitting import Text
 from nanogpt.ranks import BadInput
 
@@ -109,7 +110,7 @@ def test_what_is_given_stays_and_the_rest_follows_from_it(text):
     c = t.parse_config([text, "--num_steps=50", "--seq_len=512", "--target_loss=2.5", "--val_interval=7"])
     assert (c.num_steps, c.minutes, c.seq_len, c.target_loss, c.val_interval) == (50, 0, 512, 2.5, 7)
     assert c.epochs == math.ceil(50 * c.batch_tokens / (19_000 // 512 - c.batch_tokens // 512 + 1) / 512)
-    t.check_data(c)
+    check_data(c)
 
 
 def test_minutes_become_as_many_steps_as_fit_into_them(text, tmp_path):
@@ -140,10 +141,10 @@ def test_a_fitted_run_saves_the_weights_of_its_best_validation_and_ends_with_0(t
 def test_checkpoints_of_one_name_do_not_replace_each_other(text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     c = dataclasses.replace(t.parse_config([text]), save_checkpoint="auto")
-    first = t.place_to_save(c, None)
+    first = inputs.place_for_checkpoint(c, None, 1000)
     assert str(first) == f"models/{tmp_path.name}.pt"
     first.touch()
-    assert str(t.place_to_save(c, None)) == f"models/{tmp_path.name}-2.pt"
+    assert str(inputs.place_for_checkpoint(c, None, 1000)) == f"models/{tmp_path.name}-2.pt"
 
 
 @pytest.mark.parametrize("seconds, part", [(0.01, "read 6 times at most"), (10.0, "")])
@@ -163,6 +164,6 @@ def test_a_vocabulary_that_cannot_be_had_is_found_before_training(text, keys, re
     c.vocab_size = 50304
     if refused:
         with pytest.raises(BadInput, match="tiktoken cannot load GPT-2's vocabulary"):
-            t.check_sample(c)
+            sample.check(c)
     else:
-        assert "there will be no sample: tiktoken cannot load" in t.check_sample(c)[0] and c.sample == ""
+        assert "there will be no sample: tiktoken cannot load" in sample.check(c)[0] and c.sample == ""

@@ -30,7 +30,7 @@ RULE = "=" * 100
 
 def open_log(folder, master=True, jsonl=False):
     log = journal.Log(Console(10, shows=master))
-    log.begin(folder, "an-id", SOURCE, 10, jsonl, [])
+    log.open(folder, "an-id", SOURCE, 10, jsonl)
     return log
 
 
@@ -370,17 +370,12 @@ cpu = torch.device("cpu")
 files = journal.project_files(__file__)
 run = journal.describe_run(SOURCE, files)
 log = journal.Log(Console(2))
-log.begin("logs", run["run_id"], SOURCE, 2, True, [])
-log.fact("run", run)
-for file in files:
-    log.fact("file", file)
-log.fact("config", dict(num_steps=2, batch_tokens=8, val_tokens=8, target_loss=extra.TARGET,
-                        seed=0, run_name=""))
-log.fact("environment", journal.describe_machine(cpu))
-for split, digit in (("train", "0"), ("val", "1")):
-    log.fact("data", dict(split=split, name=split, bytes=1056, tokens=16, sha256=digit * 64))
-log.fact("stage", dict(first_step=0, last_step=2, batch_tokens=8))
-log.fact("calibration", journal.calibrate(cpu))
+config = dict(num_steps=2, batch_tokens=8, val_tokens=8, target_loss=extra.TARGET, seed=0, run_name="",
+              preset="", data_dir="data", log_dir="logs", jsonl=True)
+data = [dict(split=split, name=split, bytes=1056, tokens=16, sha256=digit * 64)
+        for split, digit in (("train", "0"), ("val", "1"))]
+facts = journal.RunFacts(run, files, journal.describe_machine(cpu), data, journal.calibrate(cpu))
+log.begin(SOURCE, facts, config, (1000, 10), False, [dict(first_step=0, last_step=2, batch_tokens=8)])
 for step in (1, 2):
     log.put(step, torch.tensor(3.0), step / 10)
     log.arrived()

@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import SEPARATOR, TINY, documents, write_shard
+from conftest import SEPARATOR, TINY, check_data, documents, write_shard
 
 import train_gpt as t
 from data import shards
+from nanogpt.inputs import find_shards
 
 CPU = torch.device("cpu")
 SHARDS = [documents(5000, 1), documents(3100, 2), documents(500, 3), documents(4000, 4)]  # the third makes no batch
@@ -58,7 +59,7 @@ def sequences(batch, seq_len):
 
 def loaded(c):
     """Iterator over this rank's batches, as a run has them."""
-    batches = shards.ahead(t.rank_micro_batches(t.find_shards(c, "train"), c, CPU))
+    batches = shards.ahead(t.rank_micro_batches(find_shards(c, "train"), c, CPU))
     return ([t.to_device(rows, CPU) for rows in batch] for batch in batches)
 
 
@@ -153,12 +154,12 @@ def test_a_run_may_end_with_the_last_batch_of_the_shards(folder):
 def test_the_check_before_compiling_agrees_exactly_with_what_the_loader_yields(folder, batch_tokens, seq_len, epochs):
     changes = dict(batch_tokens=batch_tokens, seq_len=seq_len, epochs=epochs)
     have = len(drain(config(folder, **changes)))
-    train_paths, val_paths, val_tokens = t.check_data(config(folder, num_steps=have, **changes))
+    train_paths, val_paths, val_tokens = check_data(config(folder, num_steps=have, **changes))
     assert [path.name for path in train_paths] == [f"fineweb_train_{i:06}.bin" for i in range(4)]
     assert [path.name for path in val_paths] == ["fineweb_val_000000.bin"]
     assert val_tokens.tolist() == [383 if token == SEPARATOR else token for token in documents(600, 9)][:513]
     with pytest.raises((t.BadInput, shards.ShardError)) as error:
-        t.check_data(config(folder, num_steps=have + 1, **changes))
+        check_data(config(folder, num_steps=have + 1, **changes))
     sentence = str(error.value)
     for part in (f"{have + 1} steps", f"{(have + 1) * batch_tokens:,} tokens", f"{sum(map(len, SHARDS)) * epochs:,}",
                  f"{have} steps", str(folder), "--fit", "--num_steps", "--epochs"):
@@ -179,28 +180,28 @@ def test_the_check_agrees_with_the_loader_also_where_stages_change_the_batch(lar
         except shards.ShardError:
             enough.append(False)
         if enough[-1]:
-            t.check_data(c)
+            check_data(c)
         else:
             with pytest.raises(shards.ShardError, match=f"{num_steps} steps need"):
-                t.check_data(c)
+                check_data(c)
     assert 5 < sum(enough) < 48
 
 
 @pytest.mark.parametrize("world_size", [3, 4])
 def test_the_number_of_processes_must_divide_the_batch_of_every_stage(large, monkeypatch, world_size):
     c = config(large, schedule="stages", num_steps=8)
-    monkeypatch.setattr(t, "rank_and_world_size", lambda: (0, 2))
-    t.check_data(c)
-    monkeypatch.setattr(t, "rank_and_world_size", lambda: (0, world_size))
+    monkeypatch.setattr("nanogpt.inputs.rank_and_world_size", lambda: (0, 2))
+    check_data(c)
+    monkeypatch.setattr("nanogpt.inputs.rank_and_world_size", lambda: (0, world_size))
     with pytest.raises(t.BadInput, match=f"{world_size} processes cannot .* 2 sequences; start 1, 2 of them"):
-        t.check_data(c)
+        check_data(c)
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_the_check_before_compiling_finds_a_bad_shard(folder, split):
     path = write_shard(folder / f"fineweb_{split}_000000.bin", documents(2000, 5), magic=20240521)
     with pytest.raises(shards.ShardError) as error:
-        t.check_data(config(folder))
+        check_data(config(folder))
     for part in (str(path), "20240521", "data/fineweb.py"):
         assert part in str(error.value)
 
@@ -217,7 +218,7 @@ def test_absent_shards_are_named_with_the_command_that_gets_them(
     for path in folder.glob(f"*_{split}_*"):
         path.unlink()
     with pytest.raises(shards.ShardError) as error:
-        t.check_data(config(data_dir))
+        check_data(config(data_dir))
     for part in (f"no {split} shards", f"*_{split}_*.bin", data_dir, remedy):
         assert part in str(error.value)
 
@@ -225,9 +226,9 @@ def test_absent_shards_are_named_with_the_command_that_gets_them(
 def test_shards_of_several_texts_are_not_mixed(folder):
     write_shard(folder / "other_train_000001.bin", documents(2000, 5))
     with pytest.raises(shards.ShardError, match="2 texts .fineweb, other.; .*--train_files=fineweb_train"):
-        t.check_data(config(folder))
-    t.check_data(config(folder, num_steps=2, train_files="fineweb_train_*.bin"))
-    t.check_data(config(folder, num_steps=2, train_files="*.bin"))
+        check_data(config(folder))
+    check_data(config(folder, num_steps=2, train_files="fineweb_train_*.bin"))
+    check_data(config(folder, num_steps=2, train_files="*.bin"))
 
 
 @pytest.mark.parametrize("preset, largest, parts", [
@@ -240,6 +241,6 @@ def test_tokens_of_the_wrong_kind_are_named_for_what_they_are(tmp_path, preset, 
         write_shard(tmp_path / f"mine_{name}.bin", document)
     c = dataclasses.replace(t.Config(**t.PRESETS[preset]), data_dir=str(tmp_path), preset=preset)
     with pytest.raises((t.BadInput, shards.ShardError)) as error:
-        t.check_data(c)
+        check_data(c)
     for part in ("mine_train_000001.bin", *parts):
         assert part in str(error.value)

@@ -247,7 +247,7 @@ def judged(harm, precision, step=1):
     harm(model)
     loss, *flags = t.train_step(model, optimizer, batch(), step, more=check.numbers).tolist()
     with pytest.raises(ranks.BadInput) as error:
-        check.judge([journal.TrainingLoss(step, loss, flags)], step)
+        check.refuse([journal.TrainingLoss(step, loss, flags)], step)
     return str(error.value)
 
 
@@ -305,7 +305,7 @@ def test_a_step_of_finite_numbers_goes_on_and_costs_little():
     check = finite.Check({"mlp": model.mlp.data}, model.precision.recipes.measurements)
     loss, *flags = t.train_step(model, optimizer, batch(), 1, more=check.numbers).tolist()
     assert flags[0] != 0 and flags[1] > 0, "the weight and the loss"
-    check.judge([journal.TrainingLoss(7, loss, flags)], 7)
+    check.refuse([journal.TrainingLoss(7, loss, flags)], 7)
 
 
 class Broken(torch.autograd.Function):

@@ -20,7 +20,7 @@ import termios
 
 import pytest
 import torch
-from conftest import ROOT, TINY, arguments, documents, write_shard
+from conftest import ROOT, TINY, arguments, check_data, documents, write_shard
 
 import sample
 import train_gpt as t
@@ -213,7 +213,7 @@ def test_the_checkpoint_is_plain_weights_and_configuration_and_nothing_half_writ
 def test_a_loaded_model_has_the_loss_of_the_saved_one(first, corpus):
     c = t.parse_config(arguments(data_dir=corpus))
     model = t.load_checkpoint(first[1] / "model.pt", torch.device("cpu"))
-    _, _, val_tokens = t.check_data(c)
+    _, _, val_tokens = check_data(c)
     loss = t.validate(model, val_tokens, c.num_steps)
     assert loss == pytest.approx(read_log(only_log(first[1])).end["val_loss"], abs=6e-5)
 
@@ -373,7 +373,7 @@ def test_a_rank_without_torchrun_is_one_sentence(monkeypatch, corpus, tmp_path, 
 
 def test_very_many_epochs_and_very_large_micro_batches_cost_nothing(corpus, tmp_path):
     c = t.parse_config(arguments(data_dir=corpus, epochs=10**13, micro_tokens=2**40, candidates=0))
-    t.check_data(c)
+    check_data(c)
     model = t.GPT(c, torch.device("cpu"))
     assert len(t.WarmUp(model, t.Optimizer(model)).tokens) <= max(c.batch_tokens, c.val_seq_len) + 1
 

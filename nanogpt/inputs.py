@@ -1,0 +1,88 @@
+"""What a run reads, and where it will write: found and tried before anything is compiled.
+
+`c` is train_gpt.Config. The plan of batches and the packing of documents (data/shards.py) follow
+from it by rules that stand in train_gpt.py.
+"""
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from data import checks, shards
+from nanogpt import checkpoint, saving
+from nanogpt.joining import refuse_other_data
+from nanogpt.ranks import BadInput, agreed, is_master, rank_and_world_size, require
+from records.journal import try_folder
+
+
+class Inputs(NamedTuple):
+    """What `check_inputs` has found."""
+    train_paths: list[Path]
+    stamps: dict[Path, shards.Stamp]  # by which a training shard that changes is noticed
+    val_tokens: Tensor  # (val_tokens + 1,), the bits of uint16
+    fingerprints: list[dict]  # of all shards
+    saved: saving.Saved | None  # what the run goes on from
+    checkpoint: Path | None  # the file of its weights, on rank 0
+
+
+def check_inputs(c, packing: shards.Packing, plan: shards.Plan, files: list[dict],
+                 num_weights: int) -> Inputs:
+    """`files` are the project's source files that this rank runs. Raises BadInput on all ranks if
+    something is wrong on one of them, or if they do not have the same source files and shards. A
+    collective."""
+    errors = (BadInput, shards.ShardError)
+    train_paths, val_paths, val_tokens = agreed(check_data, c, packing, plan, errors=errors)
+    stamps = shards.stamps_of(train_paths)
+    fingerprints = [shards.fingerprint(path, "train") for path in train_paths]
+    fingerprints += [shards.fingerprint(path, "val") for path in val_paths]
+    checks.check_apart(fingerprints)
+    agreed(refuse_other_data, files, fingerprints)
+    saved = saving.open_save(c.resume, fingerprints, c.data_dir)
+    checkpoint_path = agreed(place_for_checkpoint, c, saved, num_weights)
+    agreed(try_folder, c.log_dir)
+    return Inputs(train_paths, stamps, val_tokens, fingerprints, saved, checkpoint_path)
+
+
+def find_shards(c, split: str) -> list[Path]:
+    """The shards of a split, "train" or "val". Raises ShardError if there are none."""
+    return checks.find(c.data_dir, split, c.train_files if split == "train" else c.val_files)
+
+
+def check_data(c, packing: shards.Packing,
+               plan: shards.Plan) -> tuple[list[Path], list[Path], Tensor]:
+    """Training and validation shards, and the validation tokens. Raises BadInput or ShardError if
+    the plan needs another number of processes, or other data, or more."""
+    _, world_size = rank_and_world_size()
+    for count, _ in dict.fromkeys(plan):
+        divisors = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
+        require(count % world_size == 0,
+                f"{world_size} processes cannot share a batch of {count} sequences; start "
+                f"{divisors} of them, or change --batch_tokens or --seq_len")
+    train_paths = find_shards(c, "train")
+    val_paths = find_shards(c, "val")
+    checks.check_kind(train_paths[0], c.vocab_size, c.preset)
+    val_tokens = shards.validation_tokens(val_paths, c.vocab_size, c.val_tokens)
+    if not chooses_steps(c):  # else they follow from the data
+        checks.check_amount(train_paths, packing, plan, c.data_dir)
+    return train_paths, val_paths, torch.from_numpy(val_tokens.view("int16"))
+
+
+def chooses_steps(c) -> bool:
+    """Whether the number of steps follows from --minutes. A resumed run keeps its own. (Without a
+    save to be found, --resume begins a new run, and keeps its value.)"""
+    return c.minutes > 0 and c.resume in ("", saving.NEWEST)
+
+
+def place_for_checkpoint(c, saved: saving.Saved | None, num_weights: int) -> Path | None:
+    """The file of the checkpoint, if there is to be one. A name that was chosen before the save
+    stays. Raises BadInput if the file cannot be written."""
+    if not c.save_checkpoint or not is_master():
+        return None
+    path = Path(c.save_checkpoint)
+    if c.save_checkpoint == "auto" and saved and saved.fact("checkpoint"):
+        path = saved.checkpoint()
+    elif c.save_checkpoint == "auto":
+        path = checkpoint.unused_path("models", Path(c.data_dir).resolve().name)
+    checkpoint.try_place(path, 2 * num_weights)  # most weights take two bytes
+    return path
