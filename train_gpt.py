@@ -378,9 +378,7 @@ def check_config(c: Config) -> None:
 # Every number of these formats is exact in bf16. Hardware without FP8 products multiplies the same
 # rounded numbers in bf16. That is slower, and differs only in the order of sums.
 
-PROJECTIONS = ("qkv", "o", "fc", "proj", "lm_head")
-
-PRECISIONS: dict[str, tuple[str, ...]] = {  # --precision: the recipe of each of PROJECTIONS
+PRECISIONS: dict[str, tuple[str, ...]] = {  # recipes of qkv, o, fc, proj and lm_head
     "bf16": ("bf16",) * 5,
     "fp32": ("fp32",) * 5,
     "fp16": ("fp16",) * 5,
@@ -635,39 +633,15 @@ STATIC = {name: StaticFP8(scale) for name, scale in INPUT_SCALES.items()}
 STATIC["lm_head"] = StaticFP8Head()
 
 
-def recipe_options(c: Config) -> recipe.Options:
-    """`plain` is the recipe of the dtype of activations and of the weights that products use."""
-    plain = c.precision if c.precision in recipe.PLAIN_DTYPES else "bf16"
-    if c.dtype != "auto":
-        dtype = getattr(torch, c.dtype)
-        plain = next(name for name in recipe.PLAIN_DTYPES if recipe.PLAIN_DTYPES[name] == dtype)
-    return recipe.Options(
-        plain, c.precision == "fp16", c.seq_len, c.float8_all_gather, c.nvfp4_without,
-        c.bf16_last_frac, c.native)
-
-
 def choose_recipes(c: Config, device: torch.device) -> list[dict[str, str]]:
     """The name of each projection's recipe: a dict for each layer, and one for the head. Raises
     BadInput where the user asked for what cannot be."""
-    options = recipe_options(c)
     precision = c.precision
     if precision == "auto":
         has_fp8 = device.type == "cuda" and kernels.has_fp8(device)
         precision = "fp8-qkv" if has_fp8 else "bf16"
-    default = dict(zip(PROJECTIONS, PRECISIONS[precision]))
-    layers = TOPOLOGIES[c.topology]
-    wanted = []
-    for i, layer in enumerate(layers):
-        names = PROJECTIONS[:4] if layer.attn else ("fc", "proj")
-        if i < len(layers) - c.bf16_last_layers:
-            wanted.append({name: layer.recipes.get(name, default[name]) for name in names})
-        else:
-            wanted.append(dict.fromkeys(names, options.plain))
-    wanted.append({"lm_head": default["lm_head"]})
-    widths = dict.fromkeys(PROJECTIONS, c.model_dim)
-    widths |= {"fc": c.mlp_dim, "proj": c.mlp_dim, "lm_head": c.vocab_size}
-    shapes = {name: (c.model_dim, width) for name, width in widths.items()}
-    return recipe.check(wanted, shapes, device, options)
+    default = dict(zip(recipe.PROJECTIONS, PRECISIONS[precision]))
+    return recipe.choose(c, TOPOLOGIES[c.topology], default, device)
 
 
 def find_sites(c: Config, names: list[dict[str, str]]) -> list[recipe.Site]:
@@ -696,7 +670,7 @@ class Precision:
     def __init__(self, c: Config, device: torch.device, banks: dict[str, Tensor]):
         self.names = choose_recipes(c, device)
         sites = find_sites(c, self.names)
-        self.recipes = recipe.Recipes(self.names, sites, banks, recipe_options(c))
+        self.recipes = recipe.Recipes(self.names, sites, banks, recipe.options_of(c))
         self.layers = []
         for i in range(len(self.names) - 1):
             of_layer = [self.recipe_at(i, name) for name in LayerRecipes._fields]
@@ -1096,7 +1070,7 @@ class GPT(nn.Module):
         self.bos = min(shards.SEPARATOR, c.vocab_size - 1)  # the token that begins a document
         self.flex = c.attention == "flex" or (c.attention == "auto" and device.type == "cuda")
         self.big_tables = [name for name, param in self.table.items() if param.update == "rows"]
-        self.add_banks(recipe.PLAIN_DTYPES[recipe_options(c).plain], device, world_size)
+        self.add_banks(recipe.PLAIN_DTYPES[recipe.options_of(c).plain], device, world_size)
         generator = torch.Generator().manual_seed(0)
         signs = 2 * torch.randint(0, 2, (SIGNS, c.model_dim), generator=generator) - 1
         self.register_buffer("signs", signs.to(device, torch.int8), persistent=False)
@@ -2146,9 +2120,25 @@ class Run:
             with WATCH.writing:
                 self.log.console.say(checkpoint.keep(self.inputs.checkpoint, self.best))
 
+    def result(self, compile_s: float) -> dict:
+        """The end block of the log (records/README.md)."""
+        c = self.config
+        seconds = self.clock.total
+        tokens = total_tokens(c, self.step)
+        result = journal.result_of(
+            self.log.last_val_loss(), c.target_loss, self.step, seconds, tokens)
+        speed = tokens / seconds / self.optimizer.world_size
+        device_name = self.facts.machine["devices"][0]
+        result["mfu"] = journal.mfu(flops_per_token(c), speed, device_name)
+        result["peak_memory_mib"] = journal.peak_memory_mib(self.device)
+        result["compile_s"] = round(compile_s, 1)
+        result["code_sha256"] = self.facts.run["code_sha256"]
+        if self.ended_by:
+            result["interrupted"] = True
+        return result
+
     def finish(self, compile_s: float) -> int:
         """Says what came of the run, and writes the checkpoint. Returns the exit status."""
-        c = self.config
         log = self.log
         for note in self.recipes.notes():
             log.fact("note", note)
@@ -2157,36 +2147,31 @@ class Run:
         if lost:
             log.fact("defect", dict(
                 what=f"{lost} tokens of rank 0 were no candidates; raise --candidates"))
-        seconds = self.clock.total
-        tokens = total_tokens(c, self.step)
-        result = journal.result_of(log.last_val_loss(), c.target_loss, self.step, seconds, tokens)
-        result["mfu"] = journal.mfu(
-            flops_per_token(c), tokens / seconds / self.optimizer.world_size,
-            self.facts.machine["devices"][0])
-        result["peak_memory_mib"] = journal.peak_memory_mib(self.device)
-        result["compile_s"] = round(compile_s, 1)
-        result["code_sha256"] = self.facts.run["code_sha256"]
-        if self.ended_by:
-            result["interrupted"] = True
+        result = self.result(compile_s)
         log.end(result, self.best["step"] if self.best else self.step)
         path = self.inputs.checkpoint if self.best else None
         if path:
             path = checkpoint.write_somewhere(path, self.best)
         if self.ended_by:
             self.saver.finish()
-            command = saving.command(self.saver.newest(), c.save_checkpoint)
+            command = saving.command(self.saver.newest(), self.config.save_checkpoint)
             log.console.stopped(self.ended_by, self.step, path, command)
             return stopping.status_of(self.ended_by)
         self.saver.end()
         if is_master():
-            if c.sample:
-                import sample
-                content = self.best or checkpoint_of(self.model, self.step, result["val_loss"])
-                model = model_of(content, self.device)
-                text = sample.after_training(model, c.sample, c.sample_tokens)
-                log.console.say(f"sample: {text}")
-            log.console.closing(path, next_commands(path, c.data_dir if c.fit else ""))
+            self.close(path, result["val_loss"])
         return 1 if result["reached"] is False else 0
+
+    def close(self, path: Path | None, val_loss: float) -> None:
+        """Shows the sample of --sample, and what to try next. `path` is that of the checkpoint."""
+        c = self.config
+        console = self.log.console
+        if c.sample:
+            import sample
+            content = self.best or checkpoint_of(self.model, self.step, val_loss)
+            model = model_of(content, self.device)
+            console.say(f"sample: {sample.after_training(model, c.sample, c.sample_tokens)}")
+        console.closing(path, next_commands(path, c.data_dir if c.fit else ""))
 
 
 def train(c: Config, at_end: ExitStack) -> int:
@@ -2199,7 +2184,7 @@ def train(c: Config, at_end: ExitStack) -> int:
     kind = "cpu" if c.device == "auto" else c.device
     device = start_process("cuda" if cuda else kind, LOCAL_GPU, WATCH.store)
     names = choose_recipes(c, device)
-    recipe.import_rooms(names, recipe_options(c))
+    recipe.import_rooms(names, recipe.options_of(c))
     notes = []
     if c.sample:
         import sample  # only now: training alone needs no tokenizer

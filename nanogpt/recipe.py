@@ -222,6 +222,20 @@ PLAIN_DTYPES = {  # of the recipes that compute in the dtype of the tensors
     "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
 
+PROJECTIONS = ("qkv", "o", "fc", "proj", "lm_head")
+
+
+def options_of(c) -> Options:
+    """Those of a train_gpt.Config."""
+    plain = c.precision if c.precision in PLAIN_DTYPES else "bf16"
+    if c.dtype != "auto":
+        dtype = getattr(torch, c.dtype)
+        plain = next(name for name in PLAIN_DTYPES if PLAIN_DTYPES[name] == dtype)
+    return Options(
+        plain, c.precision == "fp16", c.seq_len, c.float8_all_gather, c.nvfp4_without,
+        c.bf16_last_frac, c.native)
+
+
 def is_native(recipe: str, device: torch.device) -> bool:
     """Whether the device itself has the products of this recipe. A CPU has all but nvfp4's. Those
     of GPUs that have nvfp4 (Blackwell) were never tried, so it is emulated everywhere."""
@@ -275,15 +289,32 @@ def possible(recipe: str, name: str, shape: tuple[int, int], options: Options) -
     return recipe
 
 
-def check(wanted: list[dict[str, str]], shapes: dict[str, tuple[int, int]], device: torch.device,
-          options: Options) -> list[dict[str, str]]:
-    """The recipes that projections get, of those that are wanted: a dict for each layer and one for
-    the head, by the projections' names. Raises BadInput where the user asked for what cannot be."""
+def choose(c, layers: list, default: dict[str, str],
+           device: torch.device) -> list[dict[str, str]]:
+    """The recipe of each projection: a dict for each layer and one for the head, by the names of
+    the projections. Raises BadInput where the user asked for what cannot be.
+
+    c: train_gpt.Config
+    layers: the topology, each layer with its own `recipes`
+    default: the recipes of --precision, by the projections' names
+    """
+    options = options_of(c)
+    wanted = []
+    for i, layer in enumerate(layers):
+        names = PROJECTIONS[:4] if layer.attn else ("fc", "proj")
+        if i < len(layers) - c.bf16_last_layers:
+            wanted.append({name: layer.recipes.get(name, default[name]) for name in names})
+        else:
+            wanted.append(dict.fromkeys(names, options.plain))
+    wanted.append({"lm_head": default["lm_head"]})
+
+    widths = dict.fromkeys(PROJECTIONS, c.model_dim)
+    widths |= {"fc": c.mlp_dim, "proj": c.mlp_dim, "lm_head": c.vocab_size}
     chosen = []
     for layer in wanted:
         recipes = {}
         for name, recipe in layer.items():
-            recipe = possible(recipe, name, shapes[name], options)
+            recipe = possible(recipe, name, (c.model_dim, widths[name]), options)
             require(is_native(recipe, device) or not options.native,
                     f"--native, but {device.type} has no products of {name} in {recipe} here")
             recipes[name] = recipe

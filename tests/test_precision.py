@@ -571,7 +571,7 @@ def test_auto_and_native_ask_the_gpu_for_fp8(capability, expected, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     gpu = torch.device("cuda")
     names = t.choose_recipes(config(native=True), gpu)
-    assert names[0] == dict(zip(t.PROJECTIONS[:4], t.PRECISIONS[expected]))
+    assert names[0] == dict(zip(recipe.PROJECTIONS[:4], t.PRECISIONS[expected]))
     assert names[-1] == {"lm_head": t.PRECISIONS[expected][4]}
     for precision in ("fp8", "fp8-head"):
         assert t.choose_recipes(config(precision=precision), gpu)[-1] == {"lm_head": t.PRECISIONS[precision][4]}
