@@ -1,8 +1,27 @@
-"""What serves train_gpt.py: one file for each subject, and none of them imports it.
+"""What serves train_gpt.py: a file for each subject. None of them imports the script.
 
-ranks.py says which process this is, stopping.py notices signals, arguments.py reads the command
-line. checkpoint.py writes weights, saving.py all that a run is made of, so that it can go on.
-kernels.py has the GPU kernels, masks.py what attention sees, and rows.py the looked-up rows of
-tables. compiling.py compiles functions and reports it. recipe.py says what the trainer asks of a
-recipe for low precision; fp8.py, nvfp4.py and fp16.py are one recipe each.
+Before a run
+    arguments.py    the command line
+    limits.py       what the values of a configuration may be
+    fitting.py      a run fitted to a text
+    inputs.py       what a run reads and where it will write, found and tried
+
+Its processes
+    joining.py      they meet and compare what they are going to run
+    ranks.py        which one this is, and how they agree
+    watch.py        one that is lost is noticed, and the others end
+    stopping.py     signals
+    finite.py       a number that is not finite is traced to its origin
+
+What is kept
+    saving.py       saves of a whole run, so that it can go on
+    checkpoint.py   files of weights
+
+Computing
+    kernels.py      every GPU kernel, beside plain PyTorch that computes the same
+    compiling.py    compiled functions that report what they compiled, and CUDA graphs
+    masks.py        which tokens attention sees
+    rows.py         the rows of large tables that a step has looked up
+    recipe.py       what the trainer asks of a recipe of low precision, and which recipe where
+    fp8.py, nvfp4.py, fp16.py    one recipe each, which the file explains
 """

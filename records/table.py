@@ -17,7 +17,7 @@ BOARD = ("<!-- leaderboard:begin -->", "<!-- leaderboard:end -->")
 HEAD = ("| # | date | record | time (s) | loss | n | target | hardware | data | log |",
         "|--:|---|---|--:|---|--:|--:|---|---|---|")
 RULE = (f"A rank needs a mean loss that is below the target at p < {ALPHA} (one-sided t test over "
-        "the runs); the others stand below the ranked ones.")
+        "the runs).")
 PICTURE = "![Training time of the records, in the order of their dates](records/progress.png)"
 HIDING = ("pre", "code", "script", "style", "template", "textarea", "details")  # tags of HTML
 
@@ -56,13 +56,17 @@ def by_track(records):
     return [(key, sorted(tracks[key], key=place)) for key in sorted(tracks)]
 
 
+def link(r):
+    return f"[{r['name'][11:]}](records/{r['name']})"
+
+
 def row(place, r):
     """One line of the table."""
     where = f"records/{r['name']}"
     cells = (
-        unranked(r) or str(place),
+        str(place),
         r["date"],
-        f"[{r['name'][11:]}]({where})",
+        link(r),
         pm(r["time_s"], 2),
         f"{pm(r['loss'], 4)} ({p_text(r)})",
         str(r["n"]),
@@ -75,10 +79,19 @@ def row(place, r):
 
 
 def board(records):
-    """The leaderboard, markers included."""
-    rows = [row(place, r) for _, members in by_track(records) for place, r in enumerate(members, 1)]
+    """The leaderboard, markers included. Records without a rank follow the table in a sentence."""
+    rows = []
+    others = []
+    for _, members in by_track(records):
+        for place, r in enumerate(members, 1):
+            why = unranked(r)
+            if why:
+                others.append(f"{link(r)} ({why})")
+            else:
+                rows.append(row(place, r))
+    rule = f"{RULE} Without a rank: {', '.join(others)}." if others else RULE
     picture = ["", PICTURE] if drawn(records) else []
-    return "\n".join([BOARD[0], *HEAD, *rows, "", RULE, *picture, BOARD[1]])
+    return "\n".join([BOARD[0], *HEAD, *rows, "", rule, *picture, BOARD[1]])
 
 
 def drawn(records):
