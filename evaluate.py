@@ -77,11 +77,11 @@ CPU_TOKENS = 16_384  # most tokens of a sequence on a CPU: keys and values are c
 
 
 @torch.no_grad()
-def score(model, view, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def score(model, setting, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """tokens (T,) and the target of each one (T,), -1 where there is none -> two tensors (n,) for
     the n targets in their order: the log-probability of each in nats, and whether it is the most
     probable token. T is a multiple of 128. As in validation, no recipe of low precision is used."""
-    x, sources = model.hidden(tokens, view, training=False)  # (T, D), and five of them
+    x, sources = model.hidden(tokens, setting, training=False)  # (T, D), and five of them
     log_probabilities = []
     is_first = []
     for places in (targets >= 0).nonzero()[:, 0].split(LOGITS_AT_A_TIME):
@@ -151,7 +151,7 @@ def score_items(model, items: list[Item], most_tokens: int, progress: Callable =
     require(whole_blocks <= most_tokens,
             f"one item has {longest:,} tokens, and sequences have {most_tokens:,}; give "
             f"--seq_len={whole_blocks}, or shorten the item")
-    view = shortened(sample.last_view(model), longest)
+    setting = shortened(sample.last_setting(model), longest)
     device = model.lm_head.device
     seq_len = max(whole_blocks, min(most_tokens, ITEM_TOKENS[device.type]))
     shape = len(items), len(items[0].completions)
@@ -162,20 +162,20 @@ def score_items(model, items: list[Item], most_tokens: int, progress: Callable =
         tokens = torch.from_numpy(sequence.tokens).to(device)
         targets = torch.from_numpy(sequence.targets).to(device)
         owners = sequence.owners[sequence.targets >= 0]  # (n,)
-        found, is_first = score(model, view, tokens, targets)
+        found, is_first = score(model, setting, tokens, targets)
         np.add.at(log_probability.reshape(-1), owners, found.double().cpu().numpy())
         np.add.at(num_tokens.reshape(-1), owners, 1)
         np.add.at(misses.reshape(-1), owners, ~is_first.cpu().numpy())
     return Scores(log_probability, num_tokens, misses == 0)
 
 
-def shortened(view, longest: int):
-    """The view with windows that reach no farther than a document of `longest` tokens, which begins
-    with a block. That changes no result: what is cut off are other documents. Paired heads have two
-    positions a token."""
+def shortened(setting, longest: int):
+    """The setting with windows that reach no farther than a document of `longest` tokens, which
+    begins with a block. That changes no result: what is cut off are other documents. Paired heads
+    have two positions a token."""
     blocks = math.ceil(2 * longest / BLOCK_SIZE)
-    windows = {name: min(window, blocks) for name, window in view.windows.items()}
-    return view._replace(windows=windows)
+    windows = {name: min(window, blocks) for name, window in setting.windows.items()}
+    return setting._replace(windows=windows)
 
 
 class Stream(NamedTuple):
@@ -188,7 +188,7 @@ def score_stream(model, stream: Stream, seq_len: int, progress: Callable = iter)
     """The log-probability in nats of each token of the stream but the first: (n,) float64. As in
     the trainer's validation, sequences follow each other without gaps, wherever documents begin.
     `progress` wraps the loop over sequences."""
-    view = sample.last_view(model)
+    setting = sample.last_setting(model)
     device = model.lm_head.device
     n = len(stream.tokens) - 1
     results = []
@@ -197,7 +197,7 @@ def score_stream(model, stream: Stream, seq_len: int, progress: Callable = iter)
         filling = -(len(piece) - 1) % BLOCK_SIZE  # of the last sequence
         tokens = F.pad(piece[:-1], (0, filling), value=model.bos)
         targets = F.pad(piece[1:], (0, filling), value=-1)
-        found, _ = score(model, view, tokens, targets)
+        found, _ = score(model, setting, tokens, targets)
         results.append(found.double().cpu().numpy())
     return np.concatenate(results)
 

@@ -42,10 +42,10 @@ def script_of(model):
     return sys.modules[type(model).__module__]
 
 
-def last_view(model):
+def last_setting(model):
     """How far the model sees, and how it turns positions, after the steps that it was trained."""
     steps = getattr(model, "trained_steps", model.config.num_steps)
-    return script_of(model).view_of(steps, model.config)
+    return script_of(model).setting_of(steps, model.config)
 
 
 def multiplied(model) -> tuple[list, list]:
@@ -95,15 +95,15 @@ class Memory:
     one token can be a CUDA graph (nanogpt/compiling.py)."""
 
     @torch.no_grad()
-    def __init__(self, model, view, cuda_graph: bool = True):
+    def __init__(self, model, setting, cuda_graph: bool = True):
         c = model.config
         device = model.lm_head.device
         self.model = model
         self.script = script_of(model)
-        self.windows = view.windows
+        self.windows = setting.windows
         self.limit = c.seq_len
         self.weights, self.recipes = multiplied(model)
-        self.cos, self.sin, self.score_scale = model.rotary(view, c.seq_len)  # (2 limit, 1, d)
+        self.cos, self.sin, self.score_scale = model.rotary(setting, c.seq_len)  # (2 limit, 1, d)
 
         # As in masks.sdpa, attention on a CPU is in float32 or wider.
         self.dtype = model.lm_head.dtype
@@ -223,7 +223,7 @@ class Memory:
                     context = context._replace(value_embed=value_embeds[layer.value_embed])
             if layer.skip is not None:
                 context = context._replace(skip=outputs[layer.skip])
-            reads = normed if layer.source is None else normed_outputs[layer.source]
+            reads = normed if layer.reads_layer is None else normed_outputs[layer.reads_layer]
             x, normed = script.block(x, reads, self.weights[i], context, self.recipes[i])
             outputs.append(x)
             normed_outputs.append(normed)
@@ -379,17 +379,17 @@ def after_training(model, text: str, count: int) -> str:
     """The text, continued by a model that has just been trained."""
     if model.lm_head.device.type == "cpu":
         prepare_for_cpu(model)
-    return continue_text(model, last_view(model), text, count)
+    return continue_text(model, last_setting(model), text, count)
 
 
-def continue_text(model, view, text: str, count: int, temperature: float = 0.8, top_k: int = 0,
+def continue_text(model, setting, text: str, count: int, temperature: float = 0.8, top_k: int = 0,
                   seed: int = 0) -> str:
     """`text` and what `count` more tokens add to it, or fewer if the document ends before. Raises
     BadInput if the text is too long for the model."""
     encode, to_bytes = codec(model.config.vocab_size)
     tokens = prompt_tokens(model, encode, text)
     generator = torch.Generator(model.lm_head.device).manual_seed(seed)
-    new = generate(Memory(model, view), tokens, count, temperature, top_k, generator)
+    new = generate(Memory(model, setting), tokens, count, temperature, top_k, generator)
     return text + b"".join(map(to_bytes, new)).decode(errors="replace")
 
 
@@ -500,7 +500,7 @@ class Speaker:
         self.encode, self.to_bytes = codec(self.model.config.vocab_size)
         if options.device.type == "cpu":
             prepare_for_cpu(self.model)
-        self.memory = Memory(self.model, last_view(self.model))
+        self.memory = Memory(self.model, last_setting(self.model))
         self.generator = torch.Generator(options.device).manual_seed(options.seed)
 
     def answer(self, text: str) -> None:

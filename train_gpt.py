@@ -54,7 +54,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, pairwise, takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -106,7 +106,7 @@ WATCH = Watch(STOP)  # ends this process if another rank is lost
 # --------------------------------------------------------------------------------------------------
 # 1. Configuration: the defaults are the record, and every key can be given as --key=value
 
-GATE_DIM = 12  # first channels of a layer's input, which steer its gates (record 28)
+GATE_DIM = 12  # channels that steer a gate, the first ones of a layer's input (record 28)
 
 
 @dataclasses.dataclass
@@ -147,7 +147,7 @@ class Config:
     momentum_warmup: int = key(300, "steps over which Muon's momentum rises from 0.85 to 0.95")
     # optimizers
     muon_lr: float = key(0.023, "Muon's learning rate, for the matrices")
-    muon_decay: float = key(1.2, "weight decay of the matrices, times muon_lr")
+    muon_decay: float = key(1.2, "weight decay of the matrices; muon_lr multiplies it twice")
     head_lr: float = key(0.008, "Adam's learning rate for output head, token embedding and gates")
     table_lr: float = key(0.6, "Adam's learning rate for value and bigram embeddings")
     scalar_lr: float = key(0.04, "Adam's learning rate for the scalars")
@@ -278,13 +278,13 @@ SCHEDULES: dict[str, list[Stage]] = {
 
 class Layer(NamedTuple):
     """What a layer has. Nothing else names a layer by its number, but for the streams that
-    `late_mix` reads, at a third and two thirds of the depth."""
+    `late_mix` reads: those after layers L // 3, 2 L // 3 and L - 2."""
     attn: bool = True  # has attention
     window: str = "short"  # how far it sees: "short" or "long"
     paired: bool = False  # heads h and h + H/2 share a softmax: two keys a token (record 58)
     offset: bool = False  # half of each key is that of the token before (record 49)
     value_embed: int | None = None  # number of the value embedding added to v (record 14)
-    source: int | None = None  # attention reads this layer's output, not the stream (record 77)
+    reads_layer: int | None = None  # attention reads its output, not the stream (record 77)
     skip: int | None = None  # the layer whose output is added (record 11)
     xsa: bool = False  # attention gives up what points along the token's own value (record 82)
     recipes: dict[str, str] = {}  # recipes of projections that do not follow --precision
@@ -300,9 +300,9 @@ TOPOLOGIES: dict[str, list[Layer]] = {
         Layer(paired=True),
         Layer(attn=False, skip=3),
         Layer(xsa=True),
-        Layer(value_embed=2, source=7, xsa=True),
-        Layer(value_embed=3, source=7, paired=True),
-        Layer(value_embed=4, source=7, window="long", offset=True, xsa=True),
+        Layer(value_embed=2, reads_layer=7, xsa=True),
+        Layer(value_embed=3, reads_layer=7, paired=True),
+        Layer(value_embed=4, reads_layer=7, window="long", offset=True, xsa=True),
     ],
     "laptop": [
         Layer(value_embed=0),
@@ -320,6 +320,8 @@ def parse_config(argv: list[str]) -> Config:
     that cannot be read."""
     given = arguments.given(
         Config, argv, PRESETS, default_preset(), __doc__.split("\n\n")[0], EVERYDAY, ABOUT)
+    require(not (given.get("minutes") and "num_steps" in given),
+            "--minutes chooses the number of steps; leave out --minutes or --num_steps")
     save = saving.find(given.get("resume", ""), given.get("log_dir", Config.log_dir))
     if save:
         c = saving.configure(Config, save, given, MAY_CHANGE)
@@ -399,7 +401,8 @@ INPUT_SCALES = {"qkv": 1 / 16, "o": 1 / 4, "fc": 1 / 16, "proj": 64.0}
 WEIGHT_SCALE = 2.0**-8
 GRADIENT_SCALE = 2.0**-12
 
-# The head has its own: of its input, its weights and the gradient of its logits (record 54).
+# The head has those of record 54: inputs up to 100, weights up to 1.6 and gradients of its logits
+# up to 0.75 become numbers up to 448. The gradients are in e5m2, which would have room for more.
 HEAD_INPUT_SCALE = 100 / 448
 HEAD_WEIGHT_SCALE = 1.6 / 448
 HEAD_GRADIENT_SCALE = 0.75 / 448
@@ -461,6 +464,8 @@ class StaticMLP(torch.autograd.Function):
 
 
 # The head's products are operators of their own, nanogpt::mm and its gradient, as in record 21.
+# Their gradient is registered, so that any loss can follow them. FP8HeadLoss below does not use
+# that: its own kernel has the gradient of the logits ready.
 
 
 @torch.library.custom_op("nanogpt::mm", mutates_args=())
@@ -685,10 +690,10 @@ class Precision:
             return Measured(self.recipes.product(layer, name, chosen))
         return PLAIN
 
-    def at(self, view: "View", training: bool) -> tuple[list[LayerRecipes], Plain]:
+    def at(self, setting: "Setting", training: bool) -> tuple[list[LayerRecipes], Plain]:
         """The recipes of all layers and of the head. They are plain in validation, and in the last
         part of the run if --bf16_last_frac says so."""
-        if training and not view.plain:
+        if training and not setting.plain:
             return self.layers, self.head
         return [PLAIN_LAYER] * len(self.layers), PLAIN
 
@@ -704,13 +709,13 @@ class Precision:
 # with FlexAttention a new window compiles nothing.
 
 
-class View(NamedTuple):
+class Setting(NamedTuple):
     """What a step of the schedule says about the model: how far attention sees, and how products
     are computed."""
     windows: dict[str, int]  # "long" and "short", in blocks
     frequencies: tuple[float, ...]  # of the rotary embedding, radians a position
     score_scale: float  # multiplies the scores of attention
-    plain: bool = False  # in the last --bf16_last_frac of the steps: no recipe of low precision
+    plain: bool = False  # no recipe of low precision: in the last --bf16_last_frac of the steps
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor) -> Tensor:
@@ -728,8 +733,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor) -> Tensor:
 SIGNS = 8192  # rows of random signs, which tell bigrams of one hash apart (record 83)
 
 # Learned numbers that weigh the parts of a layer, and their initial values. `x0` and `bigram` weigh
-# what is added before attention, `v` and `o` are factors of projections, `attn` and `mlp` weigh the
-# stream before each half of the layer, `skip` an earlier output, `down` what the MLP adds.
+# what is added together with the output of attention, `v` and `o` are factors of projections,
+# `attn` and `mlp` weigh the stream before each half of the layer, `skip` an earlier output, `down`
+# what the MLP adds.
 SCALARS = {
     "x0": 0.0, "bigram": 0.05, "v": 0.5, "o": 1.0, "attn": 1.1**0.5, "skip": 0.18, "mlp": 1.1**0.5,
     "down": 1.0}
@@ -741,11 +747,13 @@ class Param(NamedTuple):
     optimizer: str  # "muon" or "adam"
     lr: float | tuple[float, ...]  # of Muon: one for each matrix, in turn
     init: Callable[[Tensor], None]  # fills a float32 tensor in place
-    decay: float = 0.0  # weight decay: an update takes lr * decay of a weight away
+    # Weight decay: an update takes lr * decay of a weight away. The schedule's factor multiplies
+    # both, so that decay fades faster than the learning rate (record 43).
+    decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.99)  # of Adam
     # Which part of it a rank updates: its "slice" of the first dimension, "all" of it, or its
     # part of the columns of those "rows" that were looked up.
-    update: str = "slice"
+    share: str = "slice"
 
 
 def normal(deviation: float) -> Callable[[Tensor], None]:
@@ -756,7 +764,7 @@ def uniform(bound: float) -> Callable[[Tensor], None]:
     return lambda w: w.uniform_(-bound, bound)
 
 
-def values(*numbers: float) -> Callable[[Tensor], None]:
+def constants(*numbers: float) -> Callable[[Tensor], None]:
     return lambda w: w.copy_(torch.tensor(numbers))
 
 
@@ -781,12 +789,14 @@ def parameter_table(c: Config) -> dict[str, Param]:
 
     muon = dict(optimizer="muon", decay=c.muon_decay * c.muon_lr)
     head = dict(optimizer="adam", lr=c.head_lr)
-    scalar = dict(optimizer="adam", lr=c.scalar_lr, update="all")
-    late = dict(optimizer="adam", lr=0.25 * c.head_lr, update="all")
+    scalar = dict(optimizer="adam", lr=c.scalar_lr, share="all")
+    late = dict(optimizer="adam", lr=0.25 * c.head_lr, share="all")
     table = dict(optimizer="adam", lr=c.table_lr, betas=(0.75, 0.95), decay=0.025 * c.table_lr,
-                 update="rows")
+                 share="rows")
     return {
-        # up and down of each layer in turn, both (D, F): y = relu(x up)^2 down^T
+        # up and down of each layer in turn, both (D, F): y = relu(x up)^2 down^T. These matrices
+        # have four times as many columns as rows, hence the factor 2; down learns best at twice
+        # that (record 42).
         "mlp": Param(
             (2 * L, D, c.mlp_dim), init=up_and_down, lr=(2 * c.muon_lr, 4 * c.muon_lr), **muon),
         # the output head, which is the token embedding, too
@@ -794,18 +804,21 @@ def parameter_table(c: Config) -> dict[str, Param]:
             (V, D), init=normal(0.005), betas=(0.5, 0.95), decay=0.75 * c.head_lr, **head),
         "value_embeds": Param((V, num_value_embeds * D), init=normal(0.01), **table),
         "bigrams": Param((c.bigram_rows, D), init=zero, **table),
-        # queries and keys, a matrix for each pair of heads (record 80)
+        # queries, then keys, of each layer in turn: a matrix (2 d, D) for two neighbouring heads,
+        # which are not those that `Layer.paired` joins (record 80)
         "qk": Param((num_attn * H, 2 * D // H, D), init=narrow, lr=(c.muon_lr,), **muon),
         # values and output of each layer in turn
         "vo": Param((num_attn * 2, D, D), init=narrow, lr=(c.muon_lr,), **muon),
-        "scalars": Param((L, len(SCALARS)), init=values(*SCALARS.values()), **scalar),
+        "scalars": Param((L, len(SCALARS)), init=constants(*SCALARS.values()), **scalar),
         "smear": Param((1,), init=zero, **scalar),
         # the small network of `late_mix`: 64 hidden units, an amount of each of five sources
         "late_in": Param((64, D), init=uniform(D**-0.5), **late),
         "late_out": Param((5, 64), init=zero, **late),
-        "late_bias": Param((5,), init=values(0, 0, -5, 0, 0), **late),
+        # Half of the third source is subtracted at first: later layers need what earlier ones have
+        # written, the head does not (records 40, 81).
+        "late_bias": Param((5,), init=constants(0, 0, -5, 0, 0), **late),
         "xsa": Param((num_attn, H), init=zero, **scalar),
-        "gates": Param((num_attn, 2, H, GATE_DIM), init=zero, update="all", **head),
+        "gates": Param((num_attn, 2, H, GATE_DIM), init=zero, share="all", **head),
     }
 
 
@@ -813,7 +826,7 @@ def num_weights(c: Config) -> tuple[int, int]:
     """How many weights are active in every token, and how many are in tables."""
     active = in_tables = 0
     for param in parameter_table(c).values():
-        if param.update == "rows":
+        if param.share == "rows":
             in_tables += math.prod(param.shape)
         else:
             active += math.prod(param.shape)
@@ -856,7 +869,7 @@ class LayerWeights(NamedTuple):
     up: Tensor  # (D, F)
     down: Tensor  # (D, F)
     scalars: Tensor  # (len(SCALARS),)
-    qk: Tensor | None = None  # (H, 2 d, D)
+    qk: Tensor | None = None  # (H, 2 d, D): H/2 matrices of queries, then H/2 of keys
     vo: Tensor | None = None  # (2, D, D)
     gates: Tensor | None = None  # (2, H, GATE_DIM): of the heads, of the value embedding
     xsa: Tensor | None = None  # (H,)
@@ -871,7 +884,7 @@ class LayerContext(NamedTuple):
     mask: BlockMask | Tensor | Callable | None = None
     inject: Tensor | None = None  # (T, D), added to the stream with the output of attention
     value_embed: Tensor | None = None  # (T, D)
-    begins: Tensor | None = None  # (T,) bool, where documents begin; None: no key is shifted
+    begins: Tensor | None = None  # (T,) bool, which keys are not shifted; None: all of them
     skip: Tensor | None = None  # (T, D), the output of an earlier layer
 
 
@@ -910,7 +923,7 @@ def attention(normed: Normed, weights: LayerWeights, scalars: dict[str, Tensor],
     k = norm_and_rotate(k, cos, sin)
     if context.begins is not None:
         k = offset_keys(k, context.begins)
-    if context.value_embed is not None:
+    if context.value_embed is not None:  # its gate is steered by the input and by itself
         half = GATE_DIM // 2
         steering = torch.cat((normed.first[:, :half], context.value_embed[:, :half]), 1)
         gate = 2 * torch.sigmoid(F.linear(steering, gates[1]))  # (T, H)
@@ -968,14 +981,15 @@ def previous(tokens: Tensor, begins: Tensor) -> Tensor:
 def embed_inputs(tokens: Tensor, begins: Tensor, bigram: Tensor, embed: Tensor, signs: Tensor,
                  smear: Tensor, scalars: Tensor,
                  layers: tuple[int, ...]) -> tuple[Normed, list[Tensor]]:
-    """The first stream, and what each of `layers` adds to its own (T, D): the first stream and the
-    bigrams, by two of the learned scalars (L, len(SCALARS)). Nothing crosses the border of a
-    document."""
+    """The first stream, and for each of `layers` what is added to the stream there (T, D): the
+    first stream and the bigrams, weighed by two of its learned scalars (L, len(SCALARS)). Nothing
+    crosses the border of a document."""
     x = F.embedding(tokens, embed)
     x = norm(x + smear.to(x.dtype) * torch.where(begins[:, None], 0, x.roll(1, 0)))  # record 34
     normed = normed_stream(x)
     bigram = bigram * signs[(tokens ^ previous(tokens, begins)) % SIGNS]
-    injects = [scalars[i, 0] * x + scalars[i, 1] * bigram for i in layers]  # SCALARS' first two
+    x0, of_bigram = (list(SCALARS).index(name) for name in ("x0", "bigram"))
+    injects = [scalars[i, x0] * x + scalars[i, of_bigram] * bigram for i in layers]
     return normed, injects
 
 
@@ -1001,13 +1015,13 @@ def late_mix(x: Tensor, sources: tuple[Tensor, ...], weights: LateMix) -> Tensor
 #
 # Logits over all 50,304 tokens would be a third of the work of a step. In training each
 # micro-batch tells the next token from fewer candidates (16,384 by default): all tokens that are
-# a target in it, and others that are drawn, the more frequent the more likely. A candidate that
-# was drawn stands for as many tokens as it was drawn from; the logarithm of this number is added
-# to its logit. The sum of exponentials over the vocabulary is then right on average. The gradient
-# is a ratio of two such sums, so it has a small bias, which more candidates make smaller. This is
-# a sampled softmax (Bengio and Senecal 2008). Validation is over the whole vocabulary. In a pair of
-# runs on one H200 it took 13 % less time and 0.0014 more loss, which is less than seeds differ by
-# (records/2026-11-22_ladder_candidates).
+# a target in it, and others that are drawn, the more frequent the more likely. One that is drawn
+# with probability p stands for 1/p tokens, so log(1/p) is added to its logit. The sum of
+# exponentials over the vocabulary is then right on average. The gradient is a ratio of two such
+# sums, so it has a small bias, which more candidates make smaller. This is a sampled softmax
+# (Bengio and Senecal 2008). Validation is over the whole vocabulary. In a pair of runs on one H200
+# training with candidates took 13 % less time for 0.0014 more loss, which is less than seeds differ
+# by (records/2026-11-22_ladder_candidates).
 
 VAL_CHUNK = 16_384  # tokens whose logits are computed at a time in validation
 
@@ -1067,9 +1081,10 @@ class GPT(nn.Module):
         self.functions = functions or EAGER
         self.table = parameter_table(c)
         self.layers = TOPOLOGIES[c.topology]
-        self.bos = min(shards.SEPARATOR, c.vocab_size - 1)  # the token that begins a document
+        # The token that begins a document: GPT-2's, or the last one if the vocabulary is smaller.
+        self.bos = min(shards.SEPARATOR, c.vocab_size - 1)
         self.flex = c.attention == "flex" or (c.attention == "auto" and device.type == "cuda")
-        self.big_tables = [name for name, param in self.table.items() if param.update == "rows"]
+        self.big_tables = [name for name, param in self.table.items() if param.share == "rows"]
         self.add_banks(recipe.PLAIN_DTYPES[recipe.options_of(c).plain], device, world_size)
         generator = torch.Generator().manual_seed(0)
         signs = 2 * torch.randint(0, 2, (SIGNS, c.model_dim), generator=generator) - 1
@@ -1085,9 +1100,9 @@ class GPT(nn.Module):
         full = torch.promote_types(torch.float32, dtype)
         for name, param in self.table.items():
             rows = param.shape[0]
-            if param.update == "slice":
+            if param.share == "slice":
                 rows = math.ceil(rows / world_size) * world_size
-            bank_dtype = full if param.update == "all" else dtype  # the small ones stay wide
+            bank_dtype = full if param.share == "all" else dtype  # the small ones stay wide
             bank = torch.zeros(rows, *param.shape[1:], dtype=bank_dtype, device=device)
             self.register_parameter(name, nn.Parameter(bank))
 
@@ -1134,17 +1149,18 @@ class GPT(nn.Module):
             all_weights.append(weights)
         return all_weights
 
-    def rotary(self, view: View, T: int) -> tuple[Tensor, Tensor, Tensor]:
+    def rotary(self, setting: Setting, T: int) -> tuple[Tensor, Tensor, Tensor]:
         """cos and sin (2 T, 1, d), two positions a token for paired heads, and the scale of
         scores."""
         c = self.config
-        which = (view.frequencies, view.score_scale, T)
+        dtype = self.lm_head.dtype  # in validation, fp16 weights stand in bf16
+        which = (setting.frequencies, setting.score_scale, T, dtype)
         if which not in self.rotary_tables:  # they are kept: the CUDA graphs of training read them
             device = self.signs.device
-            frequencies = torch.tensor(view.frequencies, dtype=torch.float64, device=device)
+            frequencies = torch.tensor(setting.frequencies, dtype=torch.float64, device=device)
             head_dim = c.model_dim // c.num_heads
-            cos, sin = rotary_table(2 * T, frequencies, head_dim, self.lm_head.dtype)
-            self.rotary_tables[which] = cos, sin, torch.tensor(view.score_scale, device=device)
+            cos, sin = rotary_table(2 * T, frequencies, head_dim, dtype)
+            self.rotary_tables[which] = cos, sin, torch.tensor(setting.score_scale, device=device)
         return self.rotary_tables[which]
 
     def make_masks(self, begins: Tensor, windows: dict[str, int]) -> dict:
@@ -1164,7 +1180,8 @@ class GPT(nn.Module):
                 made[name, paired] = mask
         return made
 
-    def layer_contexts(self, begins: Tensor, view: View, training: bool, injects: list[Tensor],
+    def layer_contexts(self, begins: Tensor, setting: Setting, training: bool,
+                       injects: list[Tensor],
                        value_embeds: tuple[Tensor, ...]) -> list[LayerContext]:
         """What each layer gets beside the stream and its weights.
 
@@ -1173,8 +1190,8 @@ class GPT(nn.Module):
         two graphs serve all layers with attention: zeros as value embedding and for xsa, and
         `begins` that is true everywhere, so that no key is shifted."""
         T = len(begins)
-        made_masks = self.make_masks(begins, view.windows)
-        cos, sin, score_scale = self.rotary(view, T)
+        made_masks = self.make_masks(begins, setting.windows)
+        cos, sin, score_scale = self.rotary(setting, T)
         no_shift = None if training else torch.ones_like(begins)
         no_value = None if training else value_embeds[-1]
         injects = iter(injects)
@@ -1191,7 +1208,8 @@ class GPT(nn.Module):
             contexts.append(context)
         return contexts
 
-    def hidden(self, tokens: Tensor, view: View, training: bool, looked_up: dict | None = None,
+    def hidden(self, tokens: Tensor, setting: Setting, training: bool,
+               looked_up: dict | None = None,
                only: list[int] | None = None) -> tuple[Tensor, tuple[Tensor, ...]]:
         """tokens (T,) -> the stream after the last layer, and the streams that `late_mix` takes
         from, (T, D) each.
@@ -1212,9 +1230,9 @@ class GPT(nn.Module):
             del looked_up
             value_embeds = F.pad(value_embeds, (0, D))
         value_embeds = value_embeds.split(D, 1)
-        contexts = self.layer_contexts(begins, view, training, injects, value_embeds)
+        contexts = self.layer_contexts(begins, setting, training, injects, value_embeds)
         weights = self.layer_weights(training)
-        recipes, _ = self.precision.at(view, training)
+        recipes, _ = self.precision.at(setting, training)
 
         x = first_x = normed.x
         # view_as makes a new tensor object. If a layer got the same object twice, torch.compile
@@ -1227,19 +1245,19 @@ class GPT(nn.Module):
             if layer.skip is not None:
                 context = context._replace(skip=outputs[layer.skip])
             if only is None or i in only:
-                reads = normed if layer.source is None else for_later[layer.source]
+                reads = normed if layer.reads_layer is None else for_later[layer.reads_layer]
                 x, normed = self.functions.block(x, reads, weights[i], context, recipes[i])
             outputs.append(x.view_as(x))
-            if any(other.source == i for other in self.layers):
+            if any(other.reads_layer == i for other in self.layers):
                 for_later[i] = normed
         return x, (first_x, outputs[L // 3], outputs[L * 2 // 3], outputs[L - 2], value_embeds[0])
 
-    def forward(self, tokens: Tensor, targets: Tensor, view: View, training: bool,
+    def forward(self, tokens: Tensor, targets: Tensor, setting: Setting, training: bool,
                 looked_up: dict | None = None, only: list[int] | None = None) -> Tensor:
         """tokens, targets (T,) int64 -> the loss, summed over T. A target of -1 is none."""
-        x, sources = self.hidden(tokens, view, training, looked_up, only)
+        x, sources = self.hidden(tokens, setting, training, looked_up, only)
         late = LateMix(self.late_in, self.late_out, self.late_bias)
-        _, head_recipe = self.precision.at(view, training)
+        _, head_recipe = self.precision.at(setting, training)
         head = Head(self.weight("lm_head"), targets, None)
         if training:
             if 0 < self.config.candidates < self.config.vocab_size:
@@ -1264,8 +1282,8 @@ class GPT(nn.Module):
         self.lost_targets += ((places < 0) & (targets >= 0)).sum()
         return chosen, bias, places
 
-    def sample_head(self, head: "Head", head_recipe: Plain) -> tuple["Head", Plain]:
-        """The head over --candidates of the vocabulary: a third of the work at the default."""
+    def sample_head(self, head: Head, head_recipe: Plain) -> tuple[Head, Plain]:
+        """The head over --candidates of the vocabulary: at the default a third of its work."""
         chosen, bias, places = self.choose(head.targets)
         return Head(head.weight.index_select(0, chosen), places, bias), head_recipe.chosen(chosen)
 
@@ -1277,8 +1295,8 @@ class GPT(nn.Module):
 
 @torch.no_grad()
 def initialize(model: GPT, seed: int) -> dict[str, Tensor]:
-    """Draws the weights from `seed` (rank 0's count), fills the model and returns them in
-    float32."""
+    """Draws the weights from `seed`, and fills the model with those of rank 0. Sets the counts of
+    targets to 0 and seeds this rank's draw of candidates. Returns the weights in float32."""
     torch.manual_seed(seed)
     full = {}
     for name, param in model.table.items():
@@ -1300,26 +1318,35 @@ def initialize(model: GPT, seed: int) -> dict[str, Tensor]:
 # 7. The optimizers: Muon for matrices, Adam for the rest, each rank updating its share
 #
 # Every rank computes with a bf16 copy of all large weights. Their float32 originals ("masters")
-# and the state of the optimizers exist only once: on the rank that owns that slice of the bank. A
-# step has three phases. Every gradient is summed over the ranks, and each rank keeps its slice of
-# the sum (reduce-scatter). It updates its slice. It hands the new bf16 slice out to all
-# (all-gather). These transfers run in the background, while the next parameter is being worked
-# on.
+# and the state of the optimizers exist only once, shared out over the ranks. A step has three
+# phases: every gradient is summed over the ranks, each rank updates its share, and hands the new
+# weights out to all. `Param.share` says how:
 #
-# Of the tables of value embeddings and bigrams only the rows that some rank looked up are updated.
-# A rank's share of a table is some of its columns, and the work is done on a CUDA stream beside
-# that of the matrices (nanogpt/rows.py).
+#   share    of which      summed by                  a rank updates          handed out by
+#   "slice"  matrices,     reduce-scatter             its slice of the bank   all-gather
+#            the head
+#   "rows"   tables        reduce-scatter of rows     its columns of these    all-gather of these
+#                          that some rank looked up   rows
+#   "all"    small banks   all-reduce                 all of it, as others    nothing
+#                                                     do
+#
+# Gradients of micro-batches are added, and then sent, in the dtype of the bank; those of rows are
+# added in float32 and sent in the dtype of the bank. Transfers run in the background, while the
+# next parameter is being worked on. The tables are worked on in a CUDA stream beside that of the
+# matrices (nanogpt/rows.py).
 #
 # Losses and gradients are sums over tokens, not means. So neither the number of GPUs nor that of
 # micro-batches enters anywhere, but for the draw of candidates (section 5).
 
-POLAR_EXPRESS = (  # a, b, c of each iteration, which converges fastest (Amsel et al. 2025)
+POLAR_EXPRESS = (  # a, b, c of each iteration, so that few are enough (Amsel et al. 2025)
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
     (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
     (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
 )
+
+NEURON_BETA = 0.9  # of the mean square of each neuron's updates
 
 
 def orthogonalize(G: Tensor) -> Tensor:
@@ -1352,6 +1379,11 @@ class MuonState(NamedTuple):
     mean_square: Tensor  # of each neuron's update over time: (n, rows, 1) or (n, 1, columns)
 
 
+def weights_dim(w: Tensor) -> int:
+    """The dimension along which the weights of a neuron lie: the shorter one."""
+    return -1 if w.size(-2) >= w.size(-1) else -2
+
+
 def muon_update(master: Tensor, part: Tensor, gradient: Tensor, state: MuonState, lr: Tensor,
                 decay: Tensor, momentum: Tensor) -> None:
     """Updates master (n, rows, columns) by orthogonalized Nesterov momentum, and copies it to
@@ -1363,9 +1395,8 @@ def muon_update(master: Tensor, part: Tensor, gradient: Tensor, state: MuonState
     nesterov = gradient + (state.momentum_buffer - gradient) * momentum
     update = orthogonalize(nesterov).to(master.dtype)
 
-    across = -1 if update.size(-2) >= update.size(-1) else -2  # the dimension of a neuron's weights
-    square = update.square().mean(across, keepdim=True)
-    state.mean_square.add_((square - state.mean_square) * (1 - 0.9))
+    square = update.square().mean(weights_dim(update), keepdim=True)
+    state.mean_square.add_((square - state.mean_square) * (1 - NEURON_BETA))
     scale = state.mean_square.clamp(min=1e-10).rsqrt()
     total = square.sum((-2, -1), keepdim=True)
     scaled_total = (square * scale.square()).sum((-2, -1), keepdim=True)
@@ -1394,14 +1425,14 @@ def adam_update(master: Tensor, part: Tensor, gradient: Tensor, state: AdamState
     gradient = gradient.to(master.dtype)
     state.mean.add_((gradient - state.mean) * (1 - rates.beta1))
     state.mean_square.add_((gradient.square() - state.mean_square) * (1 - rates.beta2))
-    root = state.mean_square.sqrt() + 1e-10  # gradients begin far below the usual 1e-8
+    root = state.mean_square.sqrt() + 1e-10  # only against 0 / 0: gradients are sums, not means
     update = state.mean / root * rates.correction
     cautious_update(master, part, update, rates.lr, rates.decay)
 
 
 class Functions(NamedTuple):
-    """The functions that do most of the work. They read nothing but their arguments, so that they
-    can be compiled."""
+    """The functions that do most of the work. They read nothing but their arguments and constants
+    of this file, so that they can be compiled."""
     block: Callable
     head_loss: Callable
     embed_inputs: Callable
@@ -1441,7 +1472,7 @@ class Optimizer:
         self.steps = 0  # updates, without those that were left out
         self.bytes_sent = 0
         self.recipes.reset()
-        self.recipes.weights_changed([*full], self.masters)
+        self.recipes.weights_changed([*self.masters], self.masters)
 
     def tensors(self) -> dict[str, Tensor]:
         """This rank's part of all that updates change, by names like "mlp.master" and
@@ -1462,7 +1493,7 @@ class Optimizer:
             name, _, what = kind.partition(".")
             param = self.model.table[name]
             bank = self.banks[name]
-            whole = saved.whole(kind, param.update, param.shape, len(bank))
+            whole = saved.whole(kind, param.share, param.shape, len(bank))
             saved.fill(tensor, self.own(name, whole), kind)
             if what == "master":
                 bank.copy_(whole)
@@ -1478,15 +1509,14 @@ class Optimizer:
         zero = torch.zeros_like(self.masters[name])
         if self.model.table[name].optimizer == "adam":
             return AdamState(zero, zero.clone())
-        across = -1 if zero.size(1) >= zero.size(2) else -2
-        return MuonState(zero, zero.mean(across, keepdim=True))
+        return MuonState(zero, zero.mean(weights_dim(zero), keepdim=True))
 
     def own(self, name: str, bank: Tensor) -> Tensor:
         """This rank's slice of a bank, a view; of a table its columns, a copy; or all of it."""
-        update = self.model.table[name].update
-        if update == "all" or self.world_size == 1:
+        share = self.model.table[name].share
+        if share == "all" or self.world_size == 1:
             return bank
-        if update == "rows":
+        if share == "rows":
             padding = -bank.size(1) % self.world_size
             return F.pad(bank, (0, padding)).chunk(self.world_size, 1)[self.rank].contiguous()
         return bank.chunk(self.world_size)[self.rank]
@@ -1510,7 +1540,7 @@ class Optimizer:
     def start_sum(self, name: str, gradient: Tensor) -> tuple:
         if self.world_size == 1:
             return gradient, NoTransfer()
-        if self.model.table[name].update == "all":
+        if self.model.table[name].share == "all":
             self.bytes_sent += 2 * gradient.nbytes
             return gradient, dist.all_reduce(gradient, async_op=True)
         self.bytes_sent += gradient.nbytes
@@ -1567,7 +1597,7 @@ class Optimizer:
     def finished_sum(self, name: str) -> Tensor:
         gradient, transfer = self.sums.pop(name)
         transfer.wait()
-        if gradient.is_cuda:  # made on another stream: it must not be freed before this one is done
+        if gradient.is_cuda:  # a CUDA graph's is of another stream: it must not be freed too early
             gradient.record_stream(torch.cuda.current_stream())
         return gradient
 
@@ -1590,7 +1620,7 @@ class Optimizer:
         beta1, beta2 = param.betas
         correction = (1 - beta2**t) ** 0.5 / (1 - beta1**t)
         rates = AdamRates(lr_factor * param.lr, decay, beta1, beta2, correction)
-        if param.update == "rows":
+        if param.share == "rows":
             rows = self.looked_up.used[name]
             return kernels.adam_rows(
                 gradient.flatten(0, -2), rows, master, state, bank.dtype, *rates)
@@ -1604,11 +1634,11 @@ class Optimizer:
     def hand_out(self, name: str, part: Tensor) -> tuple:
         """Begins to give this rank's updated part to all ranks. Returns what all of them gave, and
         the transfer."""
-        update = self.model.table[name].update
-        if self.world_size == 1 or update == "all" or self.recipes.hands_out(name):
+        share = self.model.table[name].share
+        if self.world_size == 1 or share == "all" or self.recipes.hands_out(name):
             return part, NoTransfer()
         parts = self.banks[name]
-        if update == "rows":
+        if share == "rows":
             parts = part.new_empty(self.world_size * len(part), part.size(1))
         self.bytes_sent += parts.nbytes
         return parts, all_gather(parts, part, async_op=True)
@@ -1632,8 +1662,8 @@ def stages(c: Config) -> list[tuple[int, int, Stage]]:
 
 
 def stage_of(step: int, c: Config) -> Stage:
-    """The stage of the update that follows `step` updates; after the last one the schedule's
-    end."""
+    """The stage of the update that comes after `step` updates. When all are done, it is the last
+    stage of the schedule."""
     for _, end, stage in stages(c):
         if step < end:
             return stage
@@ -1671,7 +1701,7 @@ def muon_momentum(step: int, c: Config) -> float:
     return 0.85 + 0.10 * max(0, min(rise, 1, fall))
 
 
-def view_of(step: int, c: Config) -> View:
+def setting_of(step: int, c: Config) -> Setting:
     """Windows and rotary frequencies of the step's stage, by YaRN (Peng et al. 2023; record 31).
 
     Where the long window grew from a to b blocks, frequencies that turn less than once in a window
@@ -1682,38 +1712,36 @@ def view_of(step: int, c: Config) -> View:
     frequencies = [(1 / 1024) ** (j / max(rotating - 1, 1)) for j in range(rotating)]
     score_scale = 0.1
     now = stage_of(step, c)
-    a = None
-    for stage in SCHEDULES[c.schedule]:
-        b = stage.long_window
-        a = a or b
-        if stage.share:  # the last stage, for validation only, just sees farther
-            for j, frequency in enumerate(frequencies):
-                turns = BLOCK_SIZE * a * frequency / (2 * math.pi)
-                stays = min(max((turns - 1) / 31, 0), 1)
-                frequencies[j] = frequency * (a / b + stays * (1 - a / b))
-            score_scale = score_scale * (1 + 0.2 * math.log(b / a))
-            a = b
-        if stage is now:
-            break
+    so_far = [*takewhile(lambda stage: stage is not now, SCHEDULES[c.schedule]), now]
+    # The stage that is only for validation just sees farther, and rescales nothing.
+    long_windows = [stage.long_window for stage in so_far if stage.share]
+    for a, b in pairwise(long_windows):
+        for j, frequency in enumerate(frequencies):
+            turns = BLOCK_SIZE * a * frequency / (2 * math.pi)
+            stays = min(max((turns - 1) / 31, 0), 1)
+            frequencies[j] = frequency * (a / b + stays * (1 - a / b))
+        score_scale = score_scale * (1 + 0.2 * math.log(b / a))
     windows = {"long": now.long_window, "short": now.short_window}
     plain = (1 - c.bf16_last_frac) * c.num_steps <= step < c.num_steps
-    return View(windows, tuple(frequencies), score_scale * 128 / head_dim, plain)
+    return Setting(windows, tuple(frequencies), score_scale * 128 / head_dim, plain)
 
 
 # --------------------------------------------------------------------------------------------------
 # 9. One step, validation, warm-up
 
 
-def compiled_functions(report: Callable[[str, float], None], sources: str) -> Functions:
+def compiled_functions(report: Callable[[str, float], None], files_sha256: str) -> Functions:
     """EAGER under torch.compile: a graph for each kind of layer, which is faster than one for all.
-    `report` hears what was compiled and how many seconds it took; `sources` identifies the code."""
+    `report` hears what was compiled and how many seconds it took; `files_sha256` identifies the
+    code, for graphs that are kept on disk."""
     compiling.configure()
     if __name__ != "__main__":
-        sources = ""  # keep no graphs: who imports this file may change its constants
+        files_sha256 = ""  # keep no graphs: who imports this file may change its constants
     compiled = {}
     for name, function in EAGER._asdict().items():
         any_length = name in ("block_lists", "adam_update")  # one graph serves all lengths
-        compiled[name] = compiling.Compiled(function, report, sources, dynamic=any_length)
+        compiled[name] = compiling.Compiled(
+            function, report, files_sha256, dynamic=any_length)
     return Functions(**compiled)
 
 
@@ -1747,7 +1775,7 @@ def to_device(sequences: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1].flatten(), tokens[:, 1:].flatten()
 
 
-def forward_backward(model: GPT, view: View, inputs: Tensor, targets: Tensor, *rows: Tensor,
+def forward_backward(model: GPT, setting: Setting, inputs: Tensor, targets: Tensor, *rows: Tensor,
                      only: list[int] | None = None) -> tuple[Tensor, dict[str, Tensor]]:
     """Adds the gradients of a micro-batch to .grad. Returns its loss, which is a sum over tokens,
     and the gradients of the rows (T,) of the tables that it looks up, (T, width) each: a .grad
@@ -1756,46 +1784,45 @@ def forward_backward(model: GPT, view: View, inputs: Tensor, targets: Tensor, *r
     for name, index in zip(model.big_tables, rows):
         table = getattr(model, name).detach()
         looked_up[name] = F.embedding(index, table).requires_grad_()
-    loss = model(inputs, targets, view, True, looked_up, only)
+    loss = model(inputs, targets, setting, True, looked_up, only)
     model.precision.recipes.scale_loss(loss).backward()
     return loss.detach(), {name: x.grad for name, x in looked_up.items()}
 
 
-def call_directly(key, function: Callable, tensors: tuple[Tensor, ...]):
-    """Stands for compiling.CudaGraphs where nothing is captured."""
+def call_directly(_, function: Callable, tensors: tuple[Tensor, ...]):
+    """Stands for compiling.CudaGraphs where nothing is captured, so that no graph needs a key."""
     return function(*tensors)
 
 
 def train_step(model: GPT, optimizer: Optimizer, batch: list[tuple[Tensor, Tensor]], step: int,
-               call: Callable = call_directly, more: Callable | None = None) -> Tensor:
-    """One update. `batch` has inputs and targets (T,) of each micro-batch of this rank. Returns the
-    mean loss over the tokens of all ranks, on the device, and behind it a flag for each number that
-    the recipes measure: whether it was ever not finite. Then come the numbers (n,) that `more`
-    returns for this rank's loss; it is called before the update. The whole vector is summed over
-    the ranks. A collective."""
+               call: Callable = call_directly, tell: Callable | None = None) -> Tensor:
+    """One update. `batch` has inputs and targets (T,) of each micro-batch of this rank. Returns a
+    vector on the device, summed over the ranks: the mean loss, a flag for each number that the
+    recipes measure (whether it was ever not finite), and the numbers (n,) that `tell` returns for
+    this rank's loss. It is called before the update. A collective."""
     c = model.config
-    view = view_of(step, c)
+    setting = setting_of(step, c)
     rows = [model.table_rows(inputs) for inputs, _ in batch]
     optimizer.looked_up.find(rows)
-    total = 0
+    loss_sum = 0
     for i, (inputs, targets) in enumerate(batch):
-        work = partial(forward_backward, model, view)
-        loss, row_gradients = call(repr(view), work, (inputs, targets, *rows[i].values()))
+        work = partial(forward_backward, model, setting)
+        loss, row_gradients = call(repr(setting), work, (inputs, targets, *rows[i].values()))
         if i == len(batch) - 1:
             optimizer.start_sums()
         optimizer.looked_up.add(rows[i], row_gradients)
-        total = total + loss
-    last = [more(total)] if more else []  # the gradients are on their way meanwhile
+        loss_sum = loss_sum + loss
+    told = [tell(loss_sum)] if tell else []  # the gradients are on their way meanwhile
     optimizer.step(lr_factor(step, c), muon_momentum(step, c))
-    total = total / stage_tokens(stage_of(step, c), c)
-    total = torch.cat([total[None], model.precision.recipes.measurements.faults(), *last])
+    loss = loss_sum / stage_tokens(stage_of(step, c), c)
+    message = torch.cat([loss[None], model.precision.recipes.measurements.faults(), *told])
     if dist.is_initialized():
-        dist.all_reduce(total, async_op=True).wait()  # NCCL's only orders streams: the CPU goes on
-    return total
+        dist.all_reduce(message, async_op=True).wait()  # NCCL's orders streams: the CPU goes on
+    return message
 
 
 @torch.no_grad()
-def loss_without_gradient(model: GPT, inputs: Tensor, targets: Tensor, view: View,
+def loss_without_gradient(model: GPT, inputs: Tensor, targets: Tensor, setting: Setting,
                           only: list[int] | None = None) -> Tensor:
     """The loss, a sum over tokens. Weights in fp16 become bf16, because activations of validation
     overflow fp16 sooner than those of training."""
@@ -1803,7 +1830,7 @@ def loss_without_gradient(model: GPT, inputs: Tensor, targets: Tensor, view: Vie
     for name, bank in model.named_parameters():
         if bank.dtype == torch.float16:
             weights[name] = bank.bfloat16()
-    return torch.func.functional_call(model, weights, (inputs, targets, view, False, None, only))
+    return torch.func.functional_call(model, weights, (inputs, targets, setting, False, None, only))
 
 
 def validate(model: GPT, tokens: Tensor, step: int) -> float:
@@ -1812,12 +1839,12 @@ def validate(model: GPT, tokens: Tensor, step: int) -> float:
     c = model.config
     device = model.signs.device
     rank, world_size = rank_and_world_size()
-    view = view_of(step, c)
+    setting = setting_of(step, c)
     total = torch.zeros((), dtype=torch.float64, device=device)
     for begin in range(rank * c.val_seq_len, c.val_tokens, world_size * c.val_seq_len):
         sequence = tokens[None, begin : begin + c.val_seq_len + 1]
         inputs, targets = to_device(sequence, device)
-        total += loss_without_gradient(model, inputs, targets, view)
+        total += loss_without_gradient(model, inputs, targets, setting)
     if dist.is_initialized():
         dist.all_reduce(total)
     return total.item() / c.val_tokens
@@ -1836,7 +1863,7 @@ class WarmUp:
         self.tokens[::600] = model.bos
         of_kind = {}  # a step of each stage, with and without its recipes
         for step in range(self.c.num_steps):
-            of_kind[stage_of(step, self.c), view_of(step, self.c).plain] = step
+            of_kind[stage_of(step, self.c), setting_of(step, self.c).plain] = step
         self.stage_steps = list(of_kind.values())
         self.dense = [name for name in model.table if name not in model.big_tables]
 
@@ -1849,7 +1876,6 @@ class WarmUp:
             train_step(self.model, self.optimizer, first_two, step, call)
             if not self.model.flex:  # the shapes of these masks depend on the windows
                 self.validate(step)
-        self.update(self.dense)
         self.validate(self.c.num_steps)
 
     def seconds_per_step(self, call: Callable) -> float:
@@ -1876,6 +1902,7 @@ class WarmUp:
         compiler's cache on disk. With empty caches, one H200 alone took 82 s to its first step, and
         four that share took 66 to 76 s."""
         rank, world_size = rank_and_world_size()
+        # Those without attention, which compile fastest, go to ranks that have one more to compile.
         layers = sorted(enumerate(self.model.layers), key=lambda item: item[1].attn)
         kinds = {}  # of layers in training and in validation; each has a graph of its own
         val_kinds = {}
@@ -1894,7 +1921,8 @@ class WarmUp:
         dist.barrier()
 
     def example(self, length: int) -> tuple[Tensor, Tensor]:
-        return self.tokens[:length], self.tokens[1 : length + 1].clone()
+        inputs, targets = self.tokens[:length], self.tokens[1 : length + 1]
+        return inputs, targets.clone()  # in memory of their own, as in training
 
     def micro_batches(self, step: int) -> list[tuple[Tensor, Tensor]]:
         """Those of one rank."""
@@ -1906,12 +1934,12 @@ class WarmUp:
     def forward_backward(self, step: int, only: list[int] | None = None) -> None:
         inputs, targets = self.micro_batches(step)[0]
         rows = self.model.table_rows(inputs).values()
-        forward_backward(self.model, view_of(step, self.c), inputs, targets, *rows, only=only)
+        forward_backward(self.model, setting_of(step, self.c), inputs, targets, *rows, only=only)
         self.model.zero_grad()
 
     def validate(self, step: int, only: list[int] | None = None) -> None:
         inputs, targets = self.example(self.c.val_seq_len)
-        loss_without_gradient(self.model, inputs, targets, view_of(step, self.c), only)
+        loss_without_gradient(self.model, inputs, targets, setting_of(step, self.c), only)
 
     def update(self, names: list[str]) -> None:
         for name in names:
@@ -2043,9 +2071,9 @@ class Run:
             WATCH.enter_step(self.step)
             loss = train_step(self.model, self.optimizer, batch, self.step, call, self.tell)
             self.log.put(self.step + 1, loss, self.clock.now())
-            # This waits only for the loss of the previous step, whose number in the log is
-            # self.step. It has come: the CPU has waited in this step for the counts of looked-up
-            # rows, which the GPU computes after that loss.
+            # This waits for the losses up to the step before (the log counts from 1, so that is
+            # step number self.step). It costs nothing: to learn how many rows were looked up, the
+            # CPU has already waited for work that the GPU does after that loss.
             self.read_losses()
             WATCH.leave_step()
             self.step += 1
@@ -2059,7 +2087,9 @@ class Run:
     def read_losses(self) -> None:
         """Takes the losses that have arrived, and waits for those up to this step. Raises BadInput
         if one is not finite."""
-        self.finite.refuse(self.requests.hear(self.log.arrived(self.step)), self.step)
+        losses = self.log.arrived(wait_for=self.step)
+        losses = self.requests.hear(losses)
+        self.finite.refuse(losses, self.step)
 
     def do_what_was_asked(self) -> None:
         """Saves the run if it is time to, and if a signal is to end it; all ranks do so together.
@@ -2267,6 +2297,7 @@ def main(argv: list[str]) -> int:
     where `at_end` writes the best weights and a note to the log. Then WATCH tells the other ranks,
     and ends them."""
     errors = (BadInput, shards.ShardError, OSError, torch.OutOfMemoryError)
+    c = Config()
     try:
         c = WATCH.join(parse_config, argv, errors, Config.join_timeout)
         with ExitStack() as WATCH.at_end:
@@ -2279,7 +2310,7 @@ def main(argv: list[str]) -> int:
             sentence = sentence.split(". ")[0] + "; a smaller --micro_tokens needs less"
         return WATCH.refuse(sentence, error)
     except Exception as error:
-        if "--device=mps" in argv:  # never tried: what PyTorch lacks there is best said as it is
+        if c.device == "mps":  # never tried: what PyTorch lacks there is best said as it is
             complain(f"train_gpt.py: --device=mps failed ({error}); use --device=cpu")
             return 2
         WATCH.end_with_traceback(error)

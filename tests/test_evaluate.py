@@ -55,7 +55,7 @@ def scores_alone(wide, item):
     """The reference: (sum of log-probabilities, tokens, all of them the most probable ones) of each completion."""
     found = []
     for completion in item.completions:
-        memory = sample.Memory(wide, sample.last_view(wide))
+        memory = sample.Memory(wide, sample.last_setting(wide))
         logits = memory.append([wide.bos, *item.context])
         total, is_first = 0.0, True
         for token in completion:
@@ -100,10 +100,10 @@ def test_the_documents_around_it_would_be_seen_without_their_separator():
     item = random_items([50], completions=1)[0]
     sequence = next(evaluate.packed([item, item], BOS, 2048))
     tokens, targets = torch.from_numpy(sequence.tokens), torch.from_numpy(sequence.targets)
-    view = sample.last_view(wide)
-    with_separator, _ = evaluate.score(wide, view, tokens, targets)
+    setting = sample.last_setting(wide)
+    with_separator, _ = evaluate.score(wide, setting, tokens, targets)
     tokens[1:][tokens[1:] == BOS] = 7
-    without, _ = evaluate.score(wide, view, tokens, targets)
+    without, _ = evaluate.score(wide, setting, tokens, targets)
     count = len(item.completions[0])
     assert (with_separator[count:] - with_separator[:count]).abs().max() < 1e-9
     assert (without[count:] - with_separator[:count]).abs().max() > 1e-3
@@ -149,7 +149,7 @@ class Counter(torch.nn.Module):
         self.table = torch.full((10, 10), others)
         self.table[torch.arange(10), (torch.arange(10) + 1) % 10] = math.log(certainty)
 
-    def hidden(self, tokens, view, training):
+    def hidden(self, tokens, setting, training):
         return tokens, (tokens,)
 
     def logits(self, x, sources):
@@ -158,7 +158,7 @@ class Counter(torch.nn.Module):
 
 @pytest.fixture
 def counter(monkeypatch):
-    monkeypatch.setattr(sample, "last_view", lambda model: t.View({"long": 2, "short": 1}, (1.0,), 1.0))
+    monkeypatch.setattr(sample, "last_setting", lambda model: t.Setting({"long": 2, "short": 1}, (1.0,), 1.0))
     return Counter()
 
 
@@ -253,7 +253,7 @@ def test_the_loss_of_a_text_by_an_example(tmp_path, checkpoint, capsys):
     encode, _ = sample.codec(model.config.vocab_size)
     nats, ends = [], []
     for text in texts:
-        memory = sample.Memory(model, sample.last_view(model))
+        memory = sample.Memory(model, sample.last_setting(model))
         tokens = [model.bos, *encode(text)]
         rows = [float(-memory.append([token]).log_softmax(-1)[target])
                 for token, target in zip(tokens, [*tokens[1:], model.bos])]

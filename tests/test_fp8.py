@@ -192,9 +192,9 @@ def test_the_model_trains_with_the_fp8_head_and_validates_without_it(monkeypatch
                  micro_tokens=128, schedule="laptop", precision="fp8-head")
     model = t.GPT(c, torch.device("cpu"))
     tokens = integers(0, 63, 128)
-    model(tokens, tokens, t.view_of(0, c), True)
+    model(tokens, tokens, t.setting_of(0, c), True)
     assert calls == [128]
-    model(tokens, tokens, t.view_of(0, c), False)
+    model(tokens, tokens, t.setting_of(0, c), False)
     with torch.no_grad():
-        t.loss_without_gradient(model, tokens, tokens, t.view_of(0, c))
+        t.loss_without_gradient(model, tokens, tokens, t.setting_of(0, c))
     assert calls == [128]

@@ -237,17 +237,17 @@ def test_windows_are_those_of_the_stage_and_grow_once_more_for_the_last_validati
     begin = first_steps(c)
     by_hand = [{"short": 1, "long": 3}, {"short": 3, "long": 7}, {"short": 5, "long": 11}, {"short": 6, "long": 13},
                {"short": 6, "long": 20}]
-    assert [t.view_of(step, c).windows for step in begin] == by_hand
-    assert [t.view_of(step - 1, c).windows for step in begin[1:]] == by_hand[:-1]
+    assert [t.setting_of(step, c).windows for step in begin] == by_hand
+    assert [t.setting_of(step - 1, c).windows for step in begin[1:]] == by_hand[:-1]
     laptop = t.Config(**t.PRESETS["laptop"])
-    assert [t.view_of(step, laptop).windows for step in (0, 349, 350, 700)] == [
+    assert [t.setting_of(step, laptop).windows for step in (0, 349, 350, 700)] == [
         {"short": 1, "long": 2}, {"short": 1, "long": 2}, {"short": 2, "long": 4}, {"short": 2, "long": 4}]
 
 
 def test_yarn_slows_low_frequencies_and_raises_the_scale_as_the_digest_computed():
     c = t.Config()
-    views = [t.view_of(step, c) for step in first_steps(c)]
-    assert [view.score_scale for view in views] == pytest.approx([0.1, 0.11695, 0.12752, 0.13178, 0.13178], abs=5e-6)
+    views = [t.setting_of(step, c) for step in first_steps(c)]
+    assert [setting.score_scale for setting in views] == pytest.approx([0.1, 0.11695, 0.12752, 0.13178, 0.13178], abs=5e-6)
     start = frequencies(128)[:32].tolist()
     assert views[0].frequencies == pytest.approx(start, rel=1e-12)
     relative = [now / before for now, before in zip(views[3].frequencies, start)]
@@ -261,8 +261,8 @@ def test_yarn_slows_low_frequencies_and_raises_the_scale_as_the_digest_computed(
 
 
 def test_scores_of_narrower_heads_are_scaled_by_their_width_and_the_smallest_head_has_frequencies():
-    assert t.view_of(0, t.Config(model_dim=192)).score_scale == pytest.approx(0.4)
-    assert t.view_of(0, t.Config(model_dim=24)).frequencies == (1.0,)
+    assert t.setting_of(0, t.Config(model_dim=192)).score_scale == pytest.approx(0.4)
+    assert t.setting_of(0, t.Config(model_dim=24)).frequencies == (1.0,)
 
 
 # ---------------------------------------------------------------------------------------------------- the model
@@ -282,13 +282,13 @@ def tiny(world_size=1, **changes):
 
 def view(long=2, short=1, d=8, score_scale=0.75):
     slower = (0.7 * frequencies(d)[: d // 4]).tolist()
-    return t.View({"long": long, "short": short}, tuple(slower), score_scale)
+    return t.Setting({"long": long, "short": short}, tuple(slower), score_scale)
 
 
 PAIRED, XSA, LONG, VALUE_EMBEDS = (0, 2, 5, 9), (1, 3, 4, 7, 8, 10), (3, 10), {1: 0, 2: 1, 8: 2, 9: 3, 10: 4}
 
 
-def plain_gpt(w, signs, tokens, targets, starts, view, heads):
+def plain_gpt(w, signs, tokens, targets, starts, setting, heads):
     """Sections C.3 to C.6 of the digest as the ladder simplifies them, layer by layer. w: name -> bank."""
     def rms(x):
         return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
@@ -298,9 +298,9 @@ def plain_gpt(w, signs, tokens, targets, starts, view, heads):
 
     length, width = len(tokens), w["lm_head"].shape[1]
     d = width // heads
-    freq = torch.tensor([*view.frequencies] + [0.0] * (d // 4), dtype=torch.float64)
-    visible = {(window, 1): naive_mask(starts, size, length) for window, size in view.windows.items()}
-    visible["short", 2] = naive_mask([2 * start for start in starts], view.windows["short"], 2 * length)
+    freq = torch.tensor([*setting.frequencies] + [0.0] * (d // 4), dtype=torch.float64)
+    visible = {(window, 1): naive_mask(starts, size, length) for window, size in setting.windows.items()}
+    visible["short", 2] = naive_mask([2 * start for start in starts], setting.windows["short"], 2 * length)
 
     x = w["lm_head"][tokens]
     x0 = rms(x + w["smear"] * shifted(x))
@@ -316,7 +316,7 @@ def plain_gpt(w, signs, tokens, targets, starts, view, heads):
             rows = w["qk"][at * heads : (at + 1) * heads].reshape(2 * width, width)
             wq, wk, (wv, wo) = rows[:width], rows[width:], w["vo"][2 * at : 2 * at + 2]
             q, k, v = ((u @ m.T).view(length, heads, d) for m in (wq, wk, mix_v * wv))
-            q, k = rms(q) * view.score_scale, rms(k)
+            q, k = rms(q) * setting.score_scale, rms(k)
             if i in VALUE_EMBEDS:
                 ve = tables[tokens, VALUE_EMBEDS[i]]
                 gate = 2 * torch.sigmoid(torch.cat((u[:, :6], ve[:, :6]), 1) @ w["gates"][at, 1].T)
@@ -590,14 +590,14 @@ def test_summed_gradients_of_looked_up_rows_are_autograds_dense_gradients_of_the
         assert (ours - theirs).norm() < 1e-10 * theirs.norm(), name
 
 
-def losses_and_gradients(model, call, batch, view, loss_scale):
+def losses_and_gradients(model, call, batch, setting, loss_scale):
     """After each micro-batch: name -> loss, .grad and gradient of the looked-up rows, of a loss that is not scaled."""
     found = []
     model.zero_grad()
     for inputs, targets in batch:
         inputs, targets = inputs.to(model.signs.device), targets.to(model.signs.device)
-        work = partial(t.forward_backward, model, view)
-        loss, rows = call(repr(view), work, (inputs, targets, *model.table_rows(inputs).values()))
+        work = partial(t.forward_backward, model, setting)
+        loss, rows = call(repr(setting), work, (inputs, targets, *model.table_rows(inputs).values()))
         grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         grads |= {f"rows of {name}": grad for name, grad in rows.items()}
         grads = {name: grad.double().cpu() / loss_scale for name, grad in grads.items()}
@@ -619,7 +619,7 @@ def test_cuda_graphs_give_loss_and_gradients_of_any_batch_for_a_first_micro_batc
     for i, (name, w) in enumerate(full.items()):  # what begins as zero would hide gradients
         w += 0.05 * normal(*w.shape, seed=i).to(w)
         getattr(model, name).data.copy_(w)
-    optimizer, graphs, seen = t.Optimizer(model), compiling.CudaGraphs(list(model.parameters())), t.view_of(0, c)
+    optimizer, graphs, seen = t.Optimizer(model), compiling.CudaGraphs(list(model.parameters())), t.setting_of(0, c)
     optimizer.reset(full)
     exact = t.GPT(replace(c, device="cpu", attention="sdpa", precision="bf16", dtype="float64"), torch.device("cpu"))
     exact.load_state_dict({name: w.double().cpu() for name, w in model.state_dict().items()})
@@ -782,7 +782,7 @@ def test_the_mean_validation_loss_is_over_exactly_val_tokens(monkeypatch):
     freq = frequencies(8)[:2].tolist()
     freq[1] *= 0.5 + 0.5 * min(max((128 * freq[1] / (2 * math.pi) - 1) / 31, 0), 1)
     freq[0] *= 0.5 + 0.5 * (128 / (2 * math.pi) - 1) / 31
-    seen = t.View({"long": 2, "short": 1}, tuple(freq), 1.6 * (1 + 0.2 * math.log(2)))
+    seen = t.Setting({"long": 2, "short": 1}, tuple(freq), 1.6 * (1 + 0.2 * math.log(2)))
     slices = [(tokens[b : b + 384], tokens[b + 1 : b + 385]) for b in (0, 384)]
     total = sum(plain_gpt(w, model.signs, x, y, (x == BOS).nonzero()[:, 0].tolist(), seen, 4) for x, y in slices)
     loss = t.validate(model, tokens[:769].short(), 5)  # the first step of the second stage

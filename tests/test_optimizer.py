@@ -267,7 +267,7 @@ def test_muons_momentum_rises_and_falls_over_the_digests_steps():
 
 t.TOPOLOGIES["all kinds"] = [
     t.Layer(paired=True, value_embed=0), t.Layer(window="long", offset=True, xsa=True), t.Layer(),
-    t.Layer(attn=False, skip=1), t.Layer(value_embed=1, source=1, xsa=True)]
+    t.Layer(attn=False, skip=1), t.Layer(value_embed=1, reads_layer=1, xsa=True)]
 
 
 def small(dtype, world_size=1, **changes):
@@ -356,7 +356,7 @@ def naive_adam(w, m, v, g, param, step, lr_factor):
     """NumPy float64: (w, m, v) after one update of a cautious, bias-corrected Adam."""
     numbers = (1 - param.betas[1] ** step) ** 0.5 / (1 - param.betas[0] ** step), lr_factor * param.lr, *param.betas
     numbers = *numbers, lr_factor * param.decay
-    if param.update != "rows":  # compiled functions get numbers in float32
+    if param.share != "rows":  # compiled functions get numbers in float32
         numbers = (float(np.float32(x)) for x in numbers)
     correction, lr, beta1, beta2, decay = numbers
     m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g**2
@@ -509,7 +509,7 @@ def test_warming_up_makes_the_first_and_a_further_pass_of_every_kind_that_the_ru
         micro = tokens.split(t.micro_sequences(count, model.config))
         t.train_step(model, optimizer, [(s[:, :-1].flatten(), s[:, 1:].flatten()) for s in micro], step, call)
     assert all(made.values()), "what the run does not need costs time at launch"
-    assert len({view for *_, view in made}) == 3
+    assert len({setting for *_, setting in made}) == 3
     assert {first for first, *_ in made} == ({True} if micro_tokens == 1536 else {True, False})
 
 
@@ -523,7 +523,7 @@ def test_a_step_of_training_follows_the_schedule_and_returns_the_mean_loss(monke
     loss, *flags = t.train_step(model, optimizer, batch, 7)
     assert not flags, "no recipe measures anything"
     assert given == [(pytest.approx(0.5 + 0.5 * 0.15), pytest.approx(0.95))]  # half of the cooldown is over
-    total = sum(t.loss_without_gradient(model, *sequence, t.view_of(7, model.config)).item() for sequence in batch)
+    total = sum(t.loss_without_gradient(model, *sequence, t.setting_of(7, model.config)).item() for sequence in batch)
     assert loss.item() == pytest.approx(total / 1536, rel=1e-12)
     t.train_step(model, optimizer, batch, 2)
     assert given[1] == (1, pytest.approx(0.9))
@@ -588,8 +588,8 @@ def test_every_parameter_has_optimizer_learning_rate_decay_and_betas_of_the_dige
     assert {name: p.betas for name, p in table.items() if p.decay and p.optimizer == "adam"} == {
         "value_embeds": (0.75, 0.95), "bigrams": (0.75, 0.95), "lm_head": (0.5, 0.95)}
     assert {p.betas for p in table.values() if p.optimizer == "adam" and not p.decay} == {(0.9, 0.99)}
-    assert {name for name, p in table.items() if p.update == "rows"} == {*TABLES}
-    assert {name for name, p in table.items() if p.update == "all"} == SMALL
+    assert {name for name, p in table.items() if p.share == "rows"} == {*TABLES}
+    assert {name for name, p in table.items() if p.share == "all"} == SMALL
 
 
 # ---------------------------------------------------------------------------------------------------- many ranks

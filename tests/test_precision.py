@@ -25,7 +25,7 @@ from records import journal
 
 CPU = torch.device("cpu")
 MATRICES = ("qk", "vo", "mlp", "lm_head")
-VIEW = t.view_of(0, t.Config(schedule="laptop", model_dim=64, num_heads=2))
+VIEW = t.setting_of(0, t.Config(schedule="laptop", model_dim=64, num_heads=2))
 LIMIT = {E4M3: 448.0, E5M2: 57344.0}
 
 
@@ -609,10 +609,10 @@ def test_the_character_preset_is_the_small_model_of_six_layers():
     sizes = ["--seq_len=256", "--batch_tokens=256", "--val_seq_len=256"]
     c = t.parse_config(["--preset=char", "--precision=fp32", *sizes])
     model = t.GPT(c, CPU)
-    context = max(t.view_of(0, c).windows.values()) * BLOCK_SIZE
+    context = max(t.setting_of(0, c).windows.values()) * BLOCK_SIZE
     assert (len(model.layers), c.model_dim, c.num_heads, context) == (6, 384, 6, 256)
     t.initialize(model, 0)
-    model(*(tokens % c.vocab_size for tokens in batch(1)[0]), t.view_of(0, c), True).backward()
+    model(*(tokens % c.vocab_size for tokens in batch(1)[0]), t.setting_of(0, c), True).backward()
     assert {name for name, p in model.named_parameters() if p.grad is None} == {"xsa"}
 
 

@@ -31,7 +31,7 @@ def random_model(topology, dtype="float64", seq_len=LENGTH, **changes):
 
 
 def view(long=3, short=2):
-    return t.View({"long": long, "short": short}, (1.0, 0.3), 0.75)
+    return t.Setting({"long": long, "short": short}, (1.0, 0.3), 0.75)
 
 
 def text_of(starts, length=LENGTH):
@@ -101,9 +101,9 @@ def test_a_memory_takes_no_more_tokens_than_a_sequence_has():
 
 def test_the_view_is_that_of_the_step_whose_weights_are_kept():
     model = random_model("gpt2", num_steps=100)
-    assert sample.last_view(model) == t.view_of(100, model.config)
+    assert sample.last_setting(model) == t.setting_of(100, model.config)
     model.trained_steps = 50
-    assert sample.last_view(model) == t.view_of(50, model.config) != t.view_of(100, model.config)
+    assert sample.last_setting(model) == t.setting_of(50, model.config) != t.setting_of(100, model.config)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -185,7 +185,7 @@ def untrained():
     c = t.parse_config(arguments())
     model = t.GPT(c, torch.device("cpu"))
     t.initialize(model, 0)
-    return model, t.view_of(c.num_steps, c)
+    return model, t.setting_of(c.num_steps, c)
 
 
 @pytest.mark.parametrize("prompt", ["x" * 3, "x" * 100, "", "é"])
@@ -195,24 +195,24 @@ def test_a_sample_has_as_many_new_tokens_as_asked_for(prompt, monkeypatch):
 
 
 def test_a_sample_ends_with_its_document(monkeypatch):
-    model, view = untrained()
+    model, setting = untrained()
     monkeypatch.setattr(sample, "draw", Scripted(65, 66, model.bos))
-    assert sample.continue_text(model, view, "x", 10) == "xbc"
+    assert sample.continue_text(model, setting, "x", 10) == "xbc"
 
 
 def test_a_sample_ends_with_the_sequence_and_a_longer_text_is_refused(monkeypatch):
-    model, view = untrained()
+    model, setting = untrained()
     monkeypatch.setattr(sample, "draw", Scripted(66))
-    assert sample.continue_text(model, view, "x" * 253, 10) == "x" * 253 + "cc"  # and the separator: 256 tokens
+    assert sample.continue_text(model, setting, "x" * 253, 10) == "x" * 253 + "cc"  # and the separator: 256 tokens
     with pytest.raises(t.BadInput, match="the text has 256 tokens, and the model's sequences only 256"):
-        sample.continue_text(model, view, "x" * 256, 10)
+        sample.continue_text(model, setting, "x" * 256, 10)
 
 
 def test_weights_that_are_not_finite_are_named():
-    model, view = untrained()
+    model, setting = untrained()
     model.lm_head.data[3] = float("nan")
     with pytest.raises(t.BadInput, match="not finite"):
-        sample.continue_text(model, view, "x", 10)
+        sample.continue_text(model, setting, "x", 10)
 
 
 def test_the_trainer_can_sample_from_a_script_that_is_called_main():
@@ -227,7 +227,7 @@ def test_the_trainer_can_sample_from_a_script_that_is_called_main():
             "import sample\n"
             f"model = main.GPT(main.parse_config({arguments()!r}), torch.device('cpu'))\n"
             "main.initialize(model, 0)\n"
-            "print(sample.continue_text(model, sample.last_view(model), 'Once', 3).startswith('Once'))\n"
+            "print(sample.continue_text(model, sample.last_setting(model), 'Once', 3).startswith('Once'))\n"
             "print('train_gpt' in sys.modules)\n")
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert run.stdout == "True\nFalse\n", run.stderr
