@@ -147,6 +147,11 @@ def test_checkpoints_of_one_name_do_not_replace_each_other(text, tmp_path, monke
     assert str(inputs.place_for_checkpoint(c, None, 1000)) == f"models/{tmp_path.name}-2.pt"
 
 
+def test_minutes_and_a_number_of_steps_contradict_each_other(text):
+    with pytest.raises(BadInput, match="leave out --minutes or --num_steps"):
+        t.parse_config([text, "--minutes=1", "--num_steps=20"])
+
+
 @pytest.mark.parametrize("seconds, part", [(0.01, "read 6 times at most"), (10.0, "")])
 def test_a_run_that_needs_less_than_its_minutes_says_why(text, tmp_path, seconds, part):
     c = t.parse_config([text, "--minutes=1"])

@@ -245,7 +245,7 @@ def judged(harm, precision, step=1):
     own = {name: optimizer.own(name, bank) for name, bank in optimizer.banks.items() if name not in model.big_tables}
     check = finite.Check(own, model.precision.recipes.measurements)
     harm(model)
-    loss, *flags = t.train_step(model, optimizer, batch(), step, more=check.numbers).tolist()
+    loss, *flags = t.train_step(model, optimizer, batch(), step, tell=check.numbers).tolist()
     with pytest.raises(ranks.BadInput) as error:
         check.refuse([journal.TrainingLoss(step, loss, flags)], step)
     return str(error.value)
@@ -303,7 +303,7 @@ def test_a_step_of_finite_numbers_goes_on_and_costs_little():
     model, optimizer = trainer(precision="bf16")
     assert t.train_step(model, optimizer, batch(), 0).shape == (1,)
     check = finite.Check({"mlp": model.mlp.data}, model.precision.recipes.measurements)
-    loss, *flags = t.train_step(model, optimizer, batch(), 1, more=check.numbers).tolist()
+    loss, *flags = t.train_step(model, optimizer, batch(), 1, tell=check.numbers).tolist()
     assert flags[0] != 0 and flags[1] > 0, "the weight and the loss"
     check.refuse([journal.TrainingLoss(7, loss, flags)], 7)
 
@@ -866,3 +866,17 @@ def test_a_gradient_that_overflows_on_one_rank_makes_all_skip_the_step(worlds, w
         assert (rank["steps"], rank["scale"], rank["good_steps"]) == (0, 2**14, 0) and {*rank["grads"]} == {None}
         if world_size > 1:
             assert [call for call in rank["calls"] if call[0] == "max"][1:] == [("max", torch.float32, 1)]
+
+
+def test_what_validation_of_fp16_weights_finds_does_not_depend_on_training_before_it():
+    """Weights in fp16 are validated in bf16, and a sequence of training may be as long as one of validation."""
+    c = config(precision="fp16", candidates=0)
+    tokens = torch.randint(0, 300, (257,), generator=torch.Generator().manual_seed(1))
+    setting, losses = t.setting_of(0, c), []
+    for trains in (False, True):
+        model = t.GPT(c, torch.device("cpu"))
+        t.initialize(model, 0)
+        if trains:
+            model(tokens[:-1], tokens[1:], setting, True)
+        losses.append(t.loss_without_gradient(model, tokens[:-1], tokens[1:], setting).item())
+    assert losses[0] == losses[1]

@@ -50,6 +50,11 @@ def options(corpus, folder, **changes):
     return arguments(**SAVED | dict(data_dir=corpus, log_dir=folder, save_checkpoint=folder / "model.pt") | changes)
 
 
+def by_minutes(argv):
+    """Without the number of steps, which --minutes chooses."""
+    return [word for word in argv if not word.startswith("--num_steps")]
+
+
 def run(argv, stop_after=None):
     """`main` in this process; the status. `stop_after`: a signal comes in this step."""
     with pytest.MonkeyPatch.context() as patch:
@@ -237,10 +242,10 @@ def test_a_resumed_run_may_be_stopped_too_and_keeps_the_name_of_its_checkpoint(c
 
 
 def test_the_number_of_steps_that_minutes_gave_stays(corpus, tmp_path):
-    command = options(corpus, tmp_path, minutes=0.2, epochs=1000)
+    command = by_minutes(options(corpus, tmp_path, minutes=0.2, epochs=1000))
     assert run(command, 2) == 130
     num_steps = read_log(last_log(tmp_path)).config["num_steps"]
-    assert run([*[word for word in command if "num_steps" not in word], "--resume"], 3) == 130
+    assert run([*command, "--resume"], 3) == 130
     config = read_log(last_log(tmp_path)).config
     assert config["num_steps"] == num_steps != 6 and config["minutes"] == 0.2
 
@@ -466,7 +471,7 @@ def test_unfinished_folders_are_no_saves(stopped, tmp_path, capfd):
 
 
 def test_without_a_save_resume_alone_begins_anew_and_says_so(corpus, tmp_path, capsys):
-    assert run([*options(corpus, tmp_path, minutes=0.01, epochs=100), "--resume"]) == 0
+    assert run([*by_minutes(options(corpus, tmp_path, minutes=0.01, epochs=100)), "--resume"]) == 0
     assert f"no save under {tmp_path}" in capsys.readouterr().out
     log = read_log(last_log(tmp_path))
     assert not log.resumed and not log.interrupted and log.config["resume"] == ""
