@@ -548,7 +548,7 @@ class FP8HeadLoss(torch.autograd.Function):
         return grad_x.to(ctx.dtype), grad_w.to(ctx.dtype), None, None
 
 
-class Plain:
+class Products:
     """How the products of a projection are computed: here in the dtype of the tensors. The model
     calls these methods and does not ask which recipe it has; other recipes override some of them.
 
@@ -563,7 +563,7 @@ class Plain:
         """x (T, D), qk (2 D, D), v (D, D) -> queries, keys and factor times values, (T, D) each."""
         return self.linear(x, torch.cat((qk, factor * v))).view(len(x), 3, -1).unbind(1)
 
-    def mlp(self, x: Tensor, up: Tensor, down: Tensor, factor: Tensor, proj: "Plain") -> Tensor:
+    def mlp(self, x: Tensor, up: Tensor, down: Tensor, factor: Tensor, proj: "Products") -> Tensor:
         """x (T, D), up and down (D, F) -> factor relu(x up)^2 down^T (T, D). The second product
         follows the recipe `proj`. To try another activation, change it here, and run with
         --precision=fp8-head: the FP8 recipes of the MLP have this one in their kernels."""
@@ -578,12 +578,12 @@ class Plain:
             logits = logits + bias
         return F.cross_entropy(logits, targets, reduction="sum", ignore_index=-1)
 
-    def chosen(self, rows: Tensor) -> "Plain":
+    def chosen(self, rows: Tensor) -> "Products":
         """This recipe for some rows of w."""
         return self
 
 
-class StaticFP8(Plain):
+class StaticFP8(Products):
     """FP8 with constant scales."""
 
     def __init__(self, input_scale: float):
@@ -598,14 +598,14 @@ class StaticFP8(Plain):
         return super().mlp(x, up, down, factor, proj)
 
 
-class StaticFP8Head(Plain):
+class StaticFP8Head(Products):
     """The head in FP8 with constant scales."""
 
     def head_loss(self, x, w, targets, bias):
         return FP8HeadLoss.apply(x, w, targets, bias)
 
 
-class Measured(Plain):
+class Measured(Products):
     """A recipe of nanogpt/, which measures its scales. It rounds weights without the learned
     factor, once a step where it can, so that the factor multiplies the result."""
 
@@ -626,13 +626,13 @@ class Measured(Plain):
 
 class LayerRecipes(NamedTuple):
     """The recipe of each projection of a layer."""
-    qkv: Plain
-    o: Plain
-    fc: Plain
-    proj: Plain
+    qkv: Products
+    o: Products
+    fc: Products
+    proj: Products
 
 
-PLAIN = Plain()
+PLAIN = Products()
 PLAIN_LAYER = LayerRecipes(PLAIN, PLAIN, PLAIN, PLAIN)
 STATIC = {name: StaticFP8(scale) for name, scale in INPUT_SCALES.items()}
 STATIC["lm_head"] = StaticFP8Head()
@@ -682,7 +682,7 @@ class Precision:
             self.layers.append(LayerRecipes(*of_layer))
         self.head = self.recipe_at(len(self.names) - 1, "lm_head")
 
-    def recipe_at(self, layer: int, name: str) -> Plain:
+    def recipe_at(self, layer: int, name: str) -> Products:
         chosen = self.names[layer].get(name)
         if chosen == "fp8-static":
             return STATIC[name]
@@ -690,7 +690,7 @@ class Precision:
             return Measured(self.recipes.product(layer, name, chosen))
         return PLAIN
 
-    def at(self, setting: "Setting", training: bool) -> tuple[list[LayerRecipes], Plain]:
+    def at(self, setting: "Setting", training: bool) -> tuple[list[LayerRecipes], Products]:
         """The recipes of all layers and of the head. They are plain in validation, and in the last
         part of the run if --bf16_last_frac says so."""
         if training and not setting.plain:
@@ -1034,7 +1034,7 @@ class Head(NamedTuple):
 
 
 def head_loss(x: Tensor, sources: tuple[Tensor, ...], late: LateMix, head: Head,
-              head_recipe: Plain) -> Tensor:
+              head_recipe: Products) -> Tensor:
     """x (T, D) and sources (T, D) -> the cross-entropy of the capped logits, summed over T."""
     x = late_mix(x, sources, late)
     return head_recipe.head_loss(x, head.weight, head.targets, head.bias)
@@ -1282,7 +1282,7 @@ class GPT(nn.Module):
         self.lost_targets += ((places < 0) & (targets >= 0)).sum()
         return chosen, bias, places
 
-    def sample_head(self, head: Head, head_recipe: Plain) -> tuple[Head, Plain]:
+    def sample_head(self, head: Head, head_recipe: Products) -> tuple[Head, Products]:
         """The head over --candidates of the vocabulary: at the default a third of its work."""
         chosen, bias, places = self.choose(head.targets)
         return Head(head.weight.index_select(0, chosen), places, bias), head_recipe.chosen(chosen)
