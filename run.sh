@@ -6,15 +6,20 @@ set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 
 texts=()
+reading=()  # how to read the texts, for data/prepare.py
 keys=()
 if [ "${1:-}" != test ]; then
   for word in "$@"; do
     case $word in
+      --key=* | --split_blank=*) reading+=("$word") ;;
       -*) keys+=("$word") ;;
       /*) texts+=("$word") ;;
       *) texts+=("$PWD/$word") ;;  # we are about to change the folder
     esac
   done
+fi
+if [ ${#texts[@]} = 0 ]; then
+  keys+=(${reading[@]+"${reading[@]}"})  # of no use here: the trainer says so
 fi
 cd "$here"
 
@@ -58,7 +63,8 @@ if [ ${#texts[@]} -gt 0 ]; then
     *" --preset="*) ;;
     *) [ "$gpus" = 0 ] && tokens=bytes ;;
   esac
-  folder=$("$python" data/prepare.py "${texts[@]}" --tokens=$tokens --print_folder)
+  folder=$("$python" data/prepare.py "${texts[@]}" ${reading[@]+"${reading[@]}"} \
+    --tokens=$tokens --print_folder)
   keys=(--fit "--data_dir=$folder" ${keys[@]+"${keys[@]}"})
 else
   case $asked in
