@@ -34,7 +34,6 @@ RED = "#b5432a"
 LABEL = {"fontsize": 9, "verticalalignment": "center", "bbox": plots.WHITE}
 
 
-
 def draw(path):
     """Draws the picture and writes it to this path. Raises Refused if our log cannot be read or the
     picture cannot be written."""

@@ -435,10 +435,19 @@ def folders(root):
     return sorted(p for p in found if re.match(r"\d{4}-\d\d-\d\d_", p.name) and p.is_dir())
 
 
+def log_paths(folder, pattern):
+    """Returns the files of a folder whose names match the pattern. Short names come first, so that
+    log_2.txt stands before log_10.txt."""
+    def place(path):
+        return len(path.name), path.name
+
+    return sorted(folder.glob(pattern), key=place)
+
+
 def load(folder, recompute=True):
     """(logs, stored record.json, record rebuilt from the logs). Without `recompute` the p-value is
     the one in record.json, so that scipy is not needed. Raises Refused."""
-    paths = sorted(folder.glob("log_*.txt"), key=lambda p: (len(p.name), p.name))
+    paths = log_paths(folder, "log_*.txt")
     names = [p.name for p in paths]
     if not names or names != [f"log_{i}.txt" for i in range(1, len(names) + 1)]:
         raise Refused(f"{folder}: expected log_1.txt, log_2.txt and so on, found {shown(names)}.")
