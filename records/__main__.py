@@ -14,10 +14,15 @@ from .stats import INSTALL, have_scipy
 
 
 def check(root, chosen):
-    """Prints what is wrong with the chosen records (default: all) and with the leaderboard; True if
-    nothing is."""
-    everything = list(dict.fromkeys(p.resolve() for p in [*record.folders(root), *chosen]))
-    chosen = {p.resolve() for p in chosen} or set(everything)
+    """Prints what is wrong with the chosen records (default: all) and with the leaderboard. Returns
+    whether nothing is. All records are read, because no run may stand in two of them."""
+    everything = []
+    for folder in [*record.folders(root), *chosen]:
+        if folder.resolve() not in everything:
+            everything.append(folder.resolve())
+    chosen = [folder.resolve() for folder in chosen]
+    if not chosen:
+        chosen = everything
     recompute = have_scipy()
     latest = record.latest_date(root)
     found = []
@@ -25,9 +30,9 @@ def check(root, chosen):
     rebuilt = {}
     for folder in everything:
         try:
-            own, stored, rebuilt[folder] = record.load(folder, recompute)
-            logs += own
-            wrong = record.problems(folder, own, stored, rebuilt[folder], latest)
+            own_logs, stored, rebuilt[folder] = record.load(folder, recompute)
+            logs += own_logs
+            wrong = record.problems(folder, own_logs, stored, rebuilt[folder], latest)
         except Refused as error:
             wrong = [str(error)]
         if folder in chosen:
@@ -44,44 +49,57 @@ def check(root, chosen):
         print(text)
     if not recompute:
         print(f"left out: p-values are those in record.json, as scipy is not installed ({INSTALL})")
-    print(f"{len(chosen)} record(s) checked, {len(found)} problem(s)")
+    print(f"{len(set(chosen))} record(s) checked, {len(found)} problem(s)")
     return not found
 
 
 def print_summary(folder, wrong, rebuilt):
-    """Prints the line of one record and its warnings. `rebuilt` is None if it cannot be read."""
+    """Prints the line of one record and its warnings. `wrong` is what is wrong with it, and
+    `rebuilt` is None if it cannot be read."""
     if wrong:
         print(f"{folder.name}: PROBLEM")
     else:
         print(f"{folder.name}: ok, {rebuilt['n']} runs, {rebuilt['time_s']['mean']:.2f} s, "
               f"loss {rebuilt['loss']['mean']:.4f}")
-    for text in record.warnings(rebuilt) if rebuilt else []:
-        print(f"  warning: {text}")
+    if rebuilt:
+        for text in record.warnings(rebuilt):
+            print(f"  warning: {text}")
 
 
 def board_problems(root, everything, rebuilt):
-    """Problems of the leaderboard. Without a README or without records there is only a note."""
-    inside = [p for p in everything if p.parent == (root / "records").resolve()]
-    if not inside or not (root / "README.md").exists():
-        missing = "there is no README.md" if inside else "there are no records"
-        print(f"note: {missing}, so no leaderboard was checked")
+    """Returns what is wrong with the leaderboard, a sentence each. `everything` are the folders of
+    records, and `rebuilt` has the records of those that can be read. Without a README or without
+    records a note is printed instead."""
+    home = (root / "records").resolve()
+    inside = [folder for folder in everything if folder.parent == home]
+    page = root / "README.md"
+    if not inside:
+        print("note: there are no records, so no leaderboard was checked")
         return []
-    if any(p not in rebuilt for p in inside):
-        path = root / "README.md"
-        return [f"{path}: the leaderboard cannot be checked while a record is broken."]
+    if not page.exists():
+        print("note: there is no README.md, so no leaderboard was checked")
+        return []
+    records = []
+    for folder in inside:
+        if folder not in rebuilt:
+            return [f"{page}: the leaderboard cannot be checked while a record is broken."]
+        records.append(rebuilt[folder])
     try:
-        table.check_board(root, [rebuilt[p] for p in inside])
+        table.check_board(root, records)
     except Refused as error:
         return [str(error)]
     return []
 
 
 def draw(paths, out, x):
-    """Draws the curves of the logs and returns the picture's name: by default that of the log, or
-    curves.png for several, in the current folder. Raises Refused."""
+    """Draws the curves of the logs and returns the name of the picture. Without `out` that is the
+    name of the log, or curves.png for several, in the current folder. Raises Refused if a log
+    cannot be read or the picture cannot be written."""
     logs = [read_log(path, cut=True) for path in paths]
-    if out is None:
-        out = f"{Path(paths[0]).stem}.png" if len(paths) == 1 else "curves.png"
+    if out is None and len(paths) == 1:
+        out = f"{Path(paths[0]).stem}.png"
+    elif out is None:
+        out = "curves.png"
     suffix = Path(out).suffix
     if suffix.lower() != ".png":
         raise Refused(f"{out}: expected a name that ends in .png, found {suffix!r}; rename it.")
@@ -90,11 +108,12 @@ def draw(paths, out, x):
 
 
 def write_files(files, folder):
-    """Writes {path: bytes} below a folder. Raises Refused if one of them is there already; then
-    nothing is written."""
+    """Writes {path: bytes} below a folder. Raises Refused and writes nothing if one of the files is
+    there already. Raises Refused, too, if one cannot be written."""
     for path in files:
-        if os.path.lexists(folder / path):
-            raise Refused(f"{folder / path}: exists already.")
+        target = folder / path
+        if os.path.lexists(target):
+            raise Refused(f"{target}: exists already.")
     for path, content in files.items():
         target = folder / path
         try:
@@ -106,50 +125,60 @@ def write_files(files, folder):
 
 
 def find(root, name):
-    """The runs that a name stands for: a log, a folder (a record or not), the name of a record's
-    folder, or that without its date. Raises Refused."""
+    """Returns the path that a name stands for: an existing log or folder, or the folder of a record
+    that is called so with or without its date. Raises Refused unless there is exactly one."""
     if Path(name).exists():
         return Path(name)
-    found = [p for p in record.folders(root) if name in (p.name, p.name[11:])]
+    found = []
+    for folder in record.folders(root):
+        if name in (folder.name, record.without_date(folder.name)):
+            found.append(folder)
     if len(found) != 1:
         raise Refused(f"expected one record called {name}, found {len(found)}.")
     return found[0]
 
 
 def parse(argv):
-    """The command line as argparse's namespace."""
+    """Returns the command line as argparse's namespace. Ends the program if it cannot be parsed."""
     parser = argparse.ArgumentParser(
         prog="python -m records",
         description="Turn logs into records; check, compare and draw them.")
     root = Path(__file__).parents[1]
     parser.add_argument("--root", type=Path, default=root, help="repository root")
     commands = parser.add_subparsers(dest="command", required=True)
+
     p = commands.add_parser("code", help="print a log's train_gpt.py, or write all files that ran")
     p.add_argument("log")
     p.add_argument("folder", nargs="?", type=Path, help="where to write all files of the run")
+
     p = commands.add_parser("new", help="write records/DATE_NAME from logs")
     p.add_argument("name")
     p.add_argument("logs", nargs="+")
     p.add_argument("--claim", default="", help="one sentence: what is new")
     p.add_argument("--data", default="", help='what the data are called, e.g. "FineWeb"')
     p.add_argument("--eval", help="results to keep with it: what `evaluate.py --json` has written")
+
     p = commands.add_parser("check", help="recompute records and leaderboard from the logs")
     p.add_argument("dirs", nargs="*", type=Path)
+
     p = commands.add_parser("compare", help="compare two records, folders of logs or logs")
     p.add_argument("a")
     p.add_argument("b")
     p.add_argument("--diff", action="store_true", help="show the whole code diff")
+
     p = commands.add_parser("plot", help="draw the loss curves of runs, also of those that go on")
     p.add_argument("logs", nargs="+")
     p.add_argument("--out", help="the PNG file to write (default: LOG.png; curves.png for several)")
     axes = tuple(plots.AXES)
     p.add_argument("--x", choices=axes, default="time", help="the x axis (default: time)")
+
     commands.add_parser("table", help="rewrite the leaderboard and the progress picture")
     return parser.parse_args(argv)
 
 
 def run(args):
-    """Does what the command line asks for and returns the exit status. Raises Refused."""
+    """Does what the command line asks for and returns the exit status. Raises Refused if the input
+    is not accepted."""
     if args.command == "code" and args.folder is not None:
         files = read_files(args.log)
         write_files(files, args.folder)
@@ -164,21 +193,29 @@ def run(args):
         for folder in args.dirs:
             if not folder.is_dir():
                 raise Refused(f"{folder}: expected the folder of a record, found none.")
-        return 0 if check(args.root, args.dirs) else 1
+        all_is_well = check(args.root, args.dirs)
+        return 0 if all_is_well else 1
     elif args.command == "compare":
-        sides = [find(args.root, name) for name in (args.a, args.b)]
-        logs = [compare.read_runs(side) for side in sides]
-        print("\n".join(compare.compare(*logs, [side.name for side in sides], args.diff)))
+        a = find(args.root, args.a)
+        b = find(args.root, args.b)
+        a_logs = compare.read_runs(a)
+        b_logs = compare.read_runs(b)
+        report = compare.compare(a_logs, b_logs, [a.name, b.name], args.diff)
+        print("\n".join(report))
     elif args.command == "plot":
-        print(f"wrote {draw(args.logs, args.out, args.x)}")
+        out = draw(args.logs, args.out, args.x)
+        print(f"wrote {out}")
     else:
-        print(f"wrote the leaderboard of {table.write(args.root)} record(s)")
+        count = table.write(args.root)
+        print(f"wrote the leaderboard of {count} record(s)")
     return 0
 
 
 def main(argv=None):
+    """Runs the tool and returns its exit status. Input that is refused is one line of text."""
+    args = parse(argv)
     try:
-        return run(parse(argv))
+        return run(args)
     except Refused as error:
         print(f"refused: {error}", file=sys.stderr)
         return 2

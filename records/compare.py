@@ -1,110 +1,124 @@
 """Two records side by side: loss, time, stages, configuration and code, and what of it is
-significant."""
+significant. One record is called A in the report, the other one B."""
 import difflib
 import statistics
 
 from .log import Refused, read_log, shown, shown_key
-from .record import build, claims, first_difference
+from .record import build, claims, first_difference, log_paths
 from .stats import ALPHA, INSTALL, MOST_RUNS, have_scipy, welch
 
 SHORT_DIFF = 40  # lines
 
 
 def read_runs(path):
-    """The logs to compare: those of a record, those of any other folder (*.txt), or one log alone.
-    Raises Refused."""
+    """Returns the logs to compare: those of a record, those of any other folder (all *.txt), or the
+    one log at this path. Raises Refused if there is none, or one that cannot be read."""
     if not path.is_dir():
         return [read_log(path)]
-    pattern = "log_*.txt" if (path / "record.json").exists() else "*.txt"
-    paths = sorted(path.glob(pattern), key=lambda p: (len(p.name), p.name))
+    is_record = (path / "record.json").exists()
+    pattern = "log_*.txt" if is_record else "*.txt"
+    paths = log_paths(path, pattern)
     if not paths:
         raise Refused(f"{path}: expected logs ({pattern}), found none.")
-    return [read_log(p) for p in paths]
+    return [read_log(log_path) for log_path in paths]
 
 
 def speed_ratio(a, b):
-    """Speed of b's host over a's, from their calibrations: geometric mean over bf16 product and
-    device copy. None where they share no measurement. Communication is left out: its share of a
-    step is not known here."""
-    keys = ("bf16_matmul_tflops", "copy_gb_per_s")
-    ratios = [b[key] / a[key] for key in keys if a[key] and b[key]]
-    return statistics.geometric_mean(ratios) if ratios else None
+    """Returns the speed of B's host over that of A's host, from their calibrations: the geometric
+    mean over bf16 product and device copy, or None where they share no measurement. Communication
+    is left out, because its share of a step is not known here."""
+    ratios = []
+    for key in ("bf16_matmul_tflops", "copy_gb_per_s"):
+        if a[key] and b[key]:
+            ratios.append(b[key] / a[key])
+    if not ratios:
+        return None
+    return statistics.geometric_mean(ratios)
 
 
 def hosts(a, b):
-    """(factor on b's times, sentence)"""
-    ours, theirs = a["hardware"], b["hardware"]
-    same = ours["devices"] == theirs["devices"]
-    names = "" if same else f" (A: {shown(ours['summary'])}, B: {shown(theirs['summary'])})"
+    """Compares the hosts of two records. Returns the factor for B's times, and a sentence that says
+    why it is this one."""
+    same = a["hardware"]["devices"] == b["hardware"]["devices"]
+    names = ""
+    rough = ""
+    if not same:
+        a_name = shown(a["hardware"]["summary"])
+        b_name = shown(b["hardware"]["summary"])
+        names = f" (A: {a_name}, B: {b_name})"
+        rough = ": a rough estimate"
     ratio = speed_ratio(a["calibration"], b["calibration"])
     if ratio is None:
         return 1.0, f"hosts: no calibration in common, so times are compared as they are{names}"
     if same and abs(ratio - 1) <= 0.01:
         return 1.0, (f"hosts: alike (B's calibration is {ratio:.3f} of A's), so times are compared "
                      "as they are")
-    rough = "" if same else ": a rough estimate"
     return ratio, (f"hosts: differ{names}; B's calibration (product and copy, geometric mean) is "
                    f"{ratio:.3f} of A's, so B's times below are multiplied by {ratio:.3f}{rough}")
 
 
 def verdict(what, unit, a, b, digits):
-    """Lines on one quantity: difference, interval, effect size, and what would settle it."""
-    diff = statistics.fmean(b) - statistics.fmean(a)
-    head = f"{what}: B - A = {diff:+.{digits}f}{unit}"
+    """Returns lines on one quantity, whose values in the runs are the lists a and b: difference,
+    interval, effect size, and what would settle it."""
+    difference = statistics.fmean(b) - statistics.fmean(a)
+    head = f"{what}: B - A = {difference:+.{digits}f}{unit}"
     if min(len(a), len(b)) < 2:
         return [f"{head}; a side with one run has no deviation, so there is no p-value: run each "
                 "at least 3 times"]
     if not have_scipy():
         return [f"{head}; left out, as scipy is not installed: interval, effect size and test "
                 f"({INSTALL})"]
-    w = welch(a, b)
-    if w is None:
+    test = welch(a, b)
+    if test is None:
         return [f"{head}; neither side varies at all, so there is no test"]
-    found = [f"{head} (95 % CI {w.low:+.{digits}f} to {w.high:+.{digits}f}), "
-             f"Hedges g = {w.g:+.2f} (95 % CI about {w.g_low:+.2f} to {w.g_high:+.2f}), "
-             f"Welch t = {w.t:.2f}, df = {w.df:.1f}, p = {w.p:.2g}"]
+    found = [f"{head} (95 % CI {test.low:+.{digits}f} to {test.high:+.{digits}f}), "
+             f"Hedges g = {test.g:+.2f} (95 % CI about {test.g_low:+.2f} to {test.g_high:+.2f}), "
+             f"Welch t = {test.t:.2f}, df = {test.df:.1f}, p = {test.p:.2g}"]
     unclear = f"  not significant (p >= {ALPHA});"
-    if w.p < ALPHA:
-        word = "lower" if diff < 0 else "higher"
+    if test.p < ALPHA:
+        word = "lower" if difference < 0 else "higher"
         found.append(f"  significant (p < {ALPHA}): B is {word} in {what}")
-    elif w.more is None:
+    elif test.more is None:
         found.append(f"{unclear} an effect this small would need more than {MOST_RUNS} runs a "
                      "side: treat A and B as equal")
     else:
-        found.append(f"{unclear} about {w.more} more runs a side would settle an effect of this "
+        found.append(f"{unclear} about {test.more} more runs a side would settle an effect of this "
                      "size (80 % power); fix their number before looking")
     return found
 
 
 def stage_times(logs):
-    """([mean ms a step of each stage], whether all stage ends are validations, which alone are
-    exact)"""
+    """Returns the mean milliseconds a step of each stage, and whether all of them are exact. They
+    are if every stage ends with a validation, as only the times of validations are exact."""
     means = []
     exact = True
     for stage in logs[0].values("stage"):
-        spans = []
+        steps = stage["last_step"] - stage["first_step"]
+        step_times = []
         for log in logs:
             begin, begin_exact = log.time_at(stage["first_step"])
             end, end_exact = log.time_at(stage["last_step"])
             exact = exact and begin_exact and end_exact
-            spans.append((end - begin) / (stage["last_step"] - stage["first_step"]))
-        means.append(statistics.fmean(spans))
+            step_times.append((end - begin) / steps)
+        means.append(statistics.fmean(step_times))
     return means, exact
 
 
 def stage_lines(a_logs, b_logs, factor):
-    """A line on each stage: the time of a step on both sides, and their ratio."""
-    a_ms, a_exact = stage_times(a_logs)
-    b_ms, b_exact = stage_times(b_logs)
-    b_ms = [ms * factor for ms in b_ms]
+    """Returns a line on each stage: the time of a step on both sides, and their ratio. B's times
+    are multiplied by the factor."""
+    a_times, a_exact = stage_times(a_logs)
+    b_times, b_exact = stage_times(b_logs)
+    b_times = [milliseconds * factor for milliseconds in b_times]
     a_stages = a_logs[0].values("stage")
     b_stages = b_logs[0].values("stage")
     lines = []
-    for i in range(max(len(a_ms), len(b_ms))):
-        sides = [stage_text("A", a_ms, a_stages, i), stage_text("B", b_ms, b_stages, i)]
-        if i < min(len(a_ms), len(b_ms)) and a_ms[i]:
-            sides.append(f"B / A = {b_ms[i] / a_ms[i]:.4f}")
-        lines.append(f"stage {i + 1}: {', '.join(sides)}")
+    for i in range(max(len(a_stages), len(b_stages))):
+        texts = [stage_text("A", a_times, a_stages, i), stage_text("B", b_times, b_stages, i)]
+        in_both = i < min(len(a_stages), len(b_stages))
+        if in_both and a_times[i]:
+            texts.append(f"B / A = {b_times[i] / a_times[i]:.4f}")
+        lines.append(f"stage {i + 1}: {', '.join(texts)}")
     if not (a_exact and b_exact):
         lines.append("  (a stage ends without a validation: its time is that of a training line, "
                      "not exact)")
@@ -112,7 +126,7 @@ def stage_lines(a_logs, b_logs, factor):
 
 
 def stage_text(name, times, stages, i):
-    """What one side says about stage i."""
+    """Returns what one side says about stage i."""
     if i >= len(stages):
         return f"{name} has no such stage"
     stage = stages[i]
@@ -121,59 +135,85 @@ def stage_text(name, times, stages, i):
 
 
 def config_lines(a, b):
-    """A line for each key of the configuration that differs."""
-    ours, theirs = claims(a)["config"], claims(b)["config"]
-    return [f"config: {shown_key(key)} is {shown(ours.get(key, 'absent'))} in A and "
-            f"{shown(theirs.get(key, 'absent'))} in B"
-            for key in sorted({*ours, *theirs})
-            if key not in ours or key not in theirs or ours[key] != theirs[key]]
+    """Returns a line for each key of the configuration in which two logs differ. Keys that may
+    differ between the runs of one record are left out."""
+    a_config = claims(a)["config"]
+    b_config = claims(b)["config"]
+    lines = []
+    for key in sorted(a_config | b_config):
+        in_both = key in a_config and key in b_config
+        if in_both and a_config[key] == b_config[key]:
+            continue
+        a_value = shown(a_config.get(key, "absent"))
+        b_value = shown(b_config.get(key, "absent"))
+        lines.append(f"config: {shown_key(key)} is {a_value} in A and {b_value} in B")
+    return lines
 
 
 def file_diff(path, a, b):
-    """The unified diff of one file; `a` or `b` is None where it is absent."""
-    sides = []
-    for side, content in (("A", a), ("B", b)):
-        if content is None:
-            sides.append(("/dev/null", []))
-        else:
-            sides.append((f"{side}/{path}", content.decode(errors="replace").split("\n")))
-    (a_name, a_lines), (b_name, b_lines) = sides
+    """Returns the lines of the unified diff of one file. `a` and `b` are its bytes on both sides,
+    or None where it is absent."""
+    a_name, a_lines = file_lines("A", path, a)
+    b_name, b_lines = file_lines("B", path, b)
     return list(difflib.unified_diff(a_lines, b_lines, a_name, b_name, lineterm=""))
 
 
+def file_lines(side, path, content):
+    """Returns the name of a file at the head of a diff, and its lines."""
+    if content is None:
+        return "/dev/null", []
+    return f"{side}/{path}", content.decode(errors="replace").split("\n")
+
+
 def changed_lines(diff):
-    """(lines added, lines removed), not counting the two names at the head of a diff"""
-    return tuple(sum(line.startswith(sign) for line in diff[2:]) for sign in "+-")
+    """Returns how many lines a diff adds and how many it removes, without the two names at its
+    head."""
+    changes = diff[2:]
+    added = sum(line.startswith("+") for line in changes)
+    removed = sum(line.startswith("-") for line in changes)
+    return added, removed
 
 
 def code_lines(a, b, whole):
-    """The unified diffs of all embedded files, control characters made visible."""
-    ours, theirs = a.files, b.files
-    diffs = {path: file_diff(path, ours.get(path), theirs.get(path))
-             for path in ours | theirs if ours.get(path) != theirs.get(path)}
-    if not diffs:
+    """Returns the unified diffs of all files in two logs, below the numbers of changed lines.
+    Unless the `whole` diff is asked for, only its first lines are shown."""
+    a_files = a.files
+    b_files = b.files
+    all_added = 0
+    all_removed = 0
+    counts = []
+    diff_lines = []
+    for path in a_files | b_files:
+        a_content = a_files.get(path)
+        b_content = b_files.get(path)
+        if a_content == b_content:
+            continue
+        diff = file_diff(path, a_content, b_content)
+        added, removed = changed_lines(diff)
+        all_added += added
+        all_removed += removed
+        counts.append(f"  {path}: {added} added, {removed} removed")
+        diff_lines += diff
+    if not counts:
         return ["code: identical"]
-    changes = {path: changed_lines(diff) for path, diff in diffs.items()}
-    added, removed = map(sum, zip(*changes.values()))
-    report = [f"code: {added} lines added, {removed} removed"]
-    if len(diffs) > 1:
-        report += [f"  {path}: {plus} added, {minus} removed"
-                   for path, (plus, minus) in changes.items()]
-    lines = [line for diff in diffs.values() for line in diff]
-    head = lines if whole else lines[:SHORT_DIFF]
-    for line in head:
-        report.append("".join(c if c.isprintable() or c == "\t" else "?" for c in line))
-    if len(head) < len(lines):
-        report.append(f"... {len(lines) - len(head)} more lines of diff (--diff shows all)")
+    report = [f"code: {all_added} lines added, {all_removed} removed"]
+    if len(counts) > 1:
+        report += counts
+    head = diff_lines if whole else diff_lines[:SHORT_DIFF]
+    report += [visible(line) for line in head]
+    if len(head) < len(diff_lines):
+        report.append(f"... {len(diff_lines) - len(head)} more lines of diff (--diff shows all)")
     return report
 
 
-def target_text(target):
-    return "none" if target is None else f"{target:g}"
+def visible(line):
+    """Returns the line with a question mark in place of each control character, because the code
+    comes from a stranger and the line goes to a terminal."""
+    return "".join(c if c.isprintable() or c == "\t" else "?" for c in line)
 
 
 def not_whole(logs):
-    """Why runs are none that a record may have, a sentence each."""
+    """Returns a sentence for each run that was interrupted or resumed, which no record may have."""
     found = []
     for log in logs:
         if log.interrupted or log.resumed:
@@ -183,41 +223,59 @@ def not_whole(logs):
     return found
 
 
+def side_text(side, record):
+    """Returns the line on one record at the head of the report."""
+    target = record["target"]
+    target_text = "none" if target is None else f"{target:g}"
+    return (f"{side} = {record['name']}: n = {record['n']}, loss {record['loss']['mean']:.4f}, "
+            f"time {record['time_s']['mean']:.2f} s, target {target_text}, "
+            f"{shown(record['hardware']['summary'])}")
+
+
+def task_cautions(a, b):
+    """Returns a sentence for each thing that makes the tasks of two records different ones."""
+    data = ("validation data", a["data"]["val_fingerprint"], b["data"]["val_fingerprint"])
+    tokens = ("validation tokens", a["config"]["val_tokens"], b["config"]["val_tokens"])
+    targets = ("targets", a["target"], b["target"])
+    found = []
+    for what, a_value, b_value in (data, tokens, targets):
+        if a_value != b_value:
+            found.append(f"caution: the {what} differ ({shown(a_value, 20)} and "
+                         f"{shown(b_value, 20)}); losses and times are not of one task")
+    return found
+
+
+def no_p_value(losses, target):
+    """Takes the place of stats.p_below. The report does not show that p, and it needs scipy."""
+    return None
+
+
 def compare(a_logs, b_logs, names, whole_diff=False):
-    """The lines of the report, all numbers from the logs. Raises Refused if a side mixes runs."""
+    """Returns the lines of the report, all numbers from the logs. `names` are what the two sides
+    are called. Raises Refused if a side mixes runs, or if a run has no validation."""
     logs = [*a_logs, *b_logs]
     for log in logs:
         if log.end["val_loss"] is None:
             raise Refused(f"{log.path}: expected a validation to compare, found val_loss: null; "
                           "`plot` shows such a run.")
-    sides = [build(side, name, p_value=lambda losses, target: None)
-             for side, name in zip((a_logs, b_logs), names)]
-    a, b = sides
-    lines = []
-    for side, r in (("A", a), ("B", b)):
-        lines.append(f"{side} = {r['name']}: n = {r['n']}, loss {r['loss']['mean']:.4f}, "
-                     f"time {r['time_s']['mean']:.2f} s, target {target_text(r['target'])}, "
-                     f"{shown(r['hardware']['summary'])}")
-    lines += not_whole(logs)
+    a = build(a_logs, names[0], p_value=no_p_value)
+    b = build(b_logs, names[1], p_value=no_p_value)
     factor, sentence = hosts(a, b)
-    lines.append(sentence)
-    for what, x, y in (
-        ("validation data", a["data"]["val_fingerprint"], b["data"]["val_fingerprint"]),
-        ("validation tokens", a["config"]["val_tokens"], b["config"]["val_tokens"]),
-        ("targets", a["target"], b["target"]),
-    ):
-        if x != y:
-            lines.append(f"caution: the {what} differ ({shown(x, 20)} and {shown(y, 20)}); "
-                         "losses and times are not of one task")
-    losses = [[log.end["val_loss"] for log in side] for side in (a_logs, b_logs)]
-    times = [[log.end["train_time_s"] for log in side] for side in (a_logs, b_logs)]
-    times[1] = [seconds * factor for seconds in times[1]]
-    lines += verdict("loss", "", *losses, 4)
-    lines += verdict("time", " s", *times, 3)
-    if not not_whole(logs):
+    doubts = not_whole(logs)
+    lines = [side_text("A", a), side_text("B", b), *doubts, sentence]
+    lines += task_cautions(a, b)
+    a_losses = [log.end["val_loss"] for log in a_logs]
+    b_losses = [log.end["val_loss"] for log in b_logs]
+    lines += verdict("loss", "", a_losses, b_losses, 4)
+    a_times = [log.end["train_time_s"] for log in a_logs]
+    b_times = [log.end["train_time_s"] * factor for log in b_logs]
+    lines += verdict("time", " s", a_times, b_times, 3)
+    if not doubts:
         lines += stage_lines(a_logs, b_logs, factor)
-    if found := first_difference(a["data"]["shards"], b["data"]["shards"]):
-        key, ours, theirs = found
-        lines.append(f"data: {shown_key(key)} is {shown(ours)} in A and {shown(theirs)} in B")
+    different = first_difference(a["data"]["shards"], b["data"]["shards"])
+    if different:
+        key, a_value, b_value = different
+        lines.append(f"data: {shown_key(key)} is {shown(a_value)} in A and {shown(b_value)} in B")
     lines += config_lines(a_logs[0], b_logs[0])
-    return lines + code_lines(a_logs[0], b_logs[0], whole_diff)
+    lines += code_lines(a_logs[0], b_logs[0], whole_diff)
+    return lines

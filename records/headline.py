@@ -22,43 +22,62 @@ TARGET = 3.492  # validation loss, nats per token
 # Seconds of training and validation loss, 10,485,760 tokens.
 RECORD_28_FIRST_SITTING = [(22.1, 4.0273), (44.2, 3.6910), (66.3, 3.4921)]  # 2026-11-21
 RECORD_28_SECOND_SITTING = [(0.0, 10.8258), (21.5, 4.0216), (66.8, 3.4925)]  # 2026-11-22
-# Each of these is the end of a run of its own: 270, 345, 345 and 515 steps. The third is of the
-# second sitting, the others are of the first one.
-RECORD_89 = [(31.0, 3.5623), (39.3, 3.4755), (41.0, 3.4715), (58.2, 3.3622)]
+# Each point is the end of a run of its own.
+RECORD_89 = [
+    (31.0, 3.5623),  # 270 steps
+    (39.3, 3.4755),  # 345 steps
+    (41.0, 3.4715),  # 345 steps, at the second sitting (the other runs: at the first one)
+    (58.2, 3.3622),  # 515 steps
+]
 
 RED = "#b5432a"
+LABEL = {"fontsize": 9, "verticalalignment": "center", "bbox": plots.WHITE}
 
 
 def draw(path):
-    log = read_log(OURS)
+    """Draws the picture and writes it to this path. Raises Refused if our log cannot be read or the
+    picture cannot be written."""
     fig, (ax,) = plots.figure(1, 1, 7.2, 3.9)
-
-    trained = [step for step in log.steps if step.split == "train"]
-    seconds = [step.time_ms / 1000 for step in trained]
-    losses = plots.smoothed([step.loss for step in trained])
-    whole = slice(len(losses) // 100, -(len(losses) // 100))  # at both ends the mean is of few
-    ax.plot(seconds[whole], losses[whole], color=plots.RUN, lw=1.2)
-    end = log.validations[-1]
-    ax.plot([end.time_ms / 1000], [end.loss], "o", color=plots.RUN, ms=7)
-
-    ax.plot(*zip(*RECORD_28_FIRST_SITTING), "s:", color=plots.MUTED, lw=0.8, ms=5, mfc="white")
-    ax.plot(*zip(*RECORD_28_SECOND_SITTING), "s", color=plots.INK, ms=5)
-    ax.plot(*zip(*RECORD_89), "D", color=RED, ms=5)
+    draw_ours(ax)
+    draw_others(ax)
     ax.axhline(TARGET, color=plots.INK, lw=0.8, ls=plots.DASHED, zorder=0)
-
-    def label(text, x, y, color, ha="left"):
-        ax.text(x, y, text, color=color, fontsize=9, ha=ha, va="center", bbox=plots.WHITE)
-
-    label(f"ours: {end.loss:.4f} after {end.time_ms / 1000:.1f} s\n"
-          "line: training loss, smoothed; point: validation", 7.6, 4.36, plots.RUN)
-    label("record 28's own code: 3.4925 after 66.8 s\n"
-          "validations of two runs (filled, hollow)", 29, 4.02, plots.INK)
-    label("record 89's own code: 3.4715 after 41.0 s\n"
-          "validations at the ends of four runs", 56.5, 3.32, RED, "right")
-    label(f"target {TARGET}", 0.4, TARGET - 0.05, plots.INK)
-    ax.set(xlim=(0, 70), ylim=(3.25, 4.6), xlabel="training time on four H200 (s)",
-           ylabel="loss (nats per token)")
+    ax.text(0.4, TARGET - 0.05, f"target {TARGET}", color=plots.INK, **LABEL)
+    ax.set_xlabel("training time on four H200 (s)")
+    ax.set_xlim(0, 70)
+    ax.set_ylabel("loss (nats per token)")
+    ax.set_ylim(3.25, 4.6)
     plots.save(fig, path)
+
+
+def draw_ours(ax):
+    """Draws our training losses, smoothed, as a line and our last validation as a point."""
+    log = read_log(OURS)
+    seconds, losses = plots.curve(log, plots.training_steps(log), plots.seconds_at)
+    means = plots.smoothed(losses)
+    ends = len(means) // 100  # at both ends a mean is of few losses, so these are left out
+    ax.plot(seconds[ends:-ends], means[ends:-ends], color=plots.RUN, lw=1.2)
+    last = log.validations[-1]
+    finish = plots.seconds_at(log, last)
+    ax.plot([finish], [last.loss], "o", color=plots.RUN, ms=7)
+    text = (f"ours: {last.loss:.4f} after {finish:.1f} s\n"
+            "line: training loss, smoothed; point: validation")
+    ax.text(7.6, 4.36, text, color=plots.RUN, **LABEL)
+
+
+def draw_others(ax):
+    """Draws the validation losses of the other records' own code as points."""
+    seconds, losses = zip(*RECORD_28_FIRST_SITTING)
+    ax.plot(seconds, losses, "s:", color=plots.MUTED, lw=0.8, ms=5, mfc="white")
+    seconds, losses = zip(*RECORD_28_SECOND_SITTING)
+    ax.plot(seconds, losses, "s", color=plots.INK, ms=5)
+    text = ("record 28's own code: 3.4925 after 66.8 s\n"
+            "validations of two runs (filled, hollow)")
+    ax.text(29, 4.02, text, color=plots.INK, **LABEL)
+    seconds, losses = zip(*RECORD_89)
+    ax.plot(seconds, losses, "D", color=RED, ms=5)
+    text = ("record 89's own code: 3.4715 after 41.0 s\n"
+            "validations at the ends of four runs")
+    ax.text(56.5, 3.32, text, color=RED, horizontalalignment="right", **LABEL)
 
 
 if __name__ == "__main__":

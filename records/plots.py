@@ -1,5 +1,6 @@
-"""The pictures: a record's loss curves, the curves of any runs, and the progress of a track. Drawn
-without a display."""
+"""The pictures: the loss curves of a record, the curves of any runs, and the progress of a track.
+They are drawn without a display."""
+import math
 from pathlib import Path
 
 from .log import Refused, shown_key
@@ -10,9 +11,10 @@ RUN = "#1f5fa8"
 MUTED = "#8a8a8a"
 PALE = "#d0d0d0"
 DASHED = (0, (4, 3))
-# behind a label, so that no line crosses it
+# the box behind a label, so that no line crosses the text
 WHITE = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
-# (word in data_name, hardware or None for any, target, label, seconds); never measurements of ours
+# The times of others, which are never measurements of ours: a word in data_name, the hardware (None
+# for any), the target, the label, the seconds.
 FOUR = "4 x NVIDIA H200"
 REFERENCES = (
     ("fineweb", None, 3.28, "record 28, 8 x H100\n168.7 s (published,\nnot measured)", 168.7),
@@ -20,15 +22,31 @@ REFERENCES = (
     ("stand-in", FOUR, 3.492, "record 28's own code\n66.3 s (reference,\nnot ours)", 66.3),
     ("stand-in", FOUR, 3.492, "record 89's own code\nabout 37.7 s (reference,\nnot ours)", 37.7),
 )
-AXES = {  # name of an x axis: its label, and the value of a step line
-    "time": ("training time (s)", lambda log, s: s.time_ms / 1000),
-    "tokens": ("training tokens (millions)", lambda log, s: log.tokens_at(s.step) / 1e6),
-    "steps": ("step", lambda log, s: s.step),
+
+
+def seconds_at(log, step):
+    return step.time_ms / 1000
+
+
+def million_tokens_at(log, step):
+    return log.tokens_at(step.step) / 1e6
+
+
+def number_of(log, step):
+    return step.step
+
+
+# name of an x axis: its label, and the function that places a step line of a log on it
+AXES = {
+    "time": ("training time (s)", seconds_at),
+    "tokens": ("training tokens (millions)", million_tokens_at),
+    "steps": ("step", number_of),
 }
 
 
 def figure_class():
-    """matplotlib's Figure. Raises Refused where matplotlib is not installed."""
+    """Returns matplotlib's Figure, after setting the plain style of all pictures. Raises Refused
+    where matplotlib is not installed."""
     try:
         import matplotlib
         from matplotlib.figure import Figure
@@ -47,13 +65,16 @@ def figure_class():
 
 
 def figure(columns, rows, width, height):
-    """A figure and its flat list of axes, in one plain style."""
+    """Returns a figure and the flat list of its axes. The width is that of the figure, the height
+    is that of one row."""
     fig = figure_class()(figsize=(width, height * rows), layout="constrained")
-    return fig, fig.subplots(rows, columns, squeeze=False).ravel()
+    axes = fig.subplots(rows, columns, squeeze=False)
+    return fig, axes.ravel()
 
 
 def save(fig, path, description=None):
-    """Writes the picture. The description goes into it as text. Raises Refused if it cannot be."""
+    """Writes the picture, with the description as text inside the file. Raises Refused if the file
+    cannot be written."""
     metadata = {"Software": None}
     if description is not None:
         metadata["Description"] = description
@@ -63,34 +84,64 @@ def save(fig, path, description=None):
         raise Refused(f"{path}: cannot be written ({error.strerror}).") from None
 
 
+def training_steps(log):
+    return [step for step in log.steps if step.split == "train"]
+
+
+def later_validations(log):
+    """Returns all validations but that of step 0, whose high loss would squeeze the rest flat."""
+    return [step for step in log.validations if step.step > 0]
+
+
+def curve(log, steps, place_of):
+    """Returns two lists, for the x axis and for the y axis: the place of each step line, which the
+    function `place_of` tells, and its loss."""
+    places = [place_of(log, step) for step in steps]
+    losses = [step.loss for step in steps]
+    return places, losses
+
+
+def draw_target(ax, target):
+    ax.axhline(target, color=INK, lw=0.8, ls=DASHED, label=f"target {target:g}")
+
+
 def draw_loss(path, logs, target):
-    """Validation loss over training time and over tokens: a thin line a run, the target, and one
-    training loss."""
+    """Draws the runs of a record over training time and, beside it, over tokens."""
     fig, axes = figure(2, 1, 8.0, 3.2)
-    for ax, name in zip(axes, ("time", "tokens")):
-        label, of = AXES[name]
-        trained = [s for s in logs[0].steps if s.split == "train"]
-        ax.plot([of(logs[0], s) for s in trained], [s.loss for s in trained], color=PALE, lw=0.6,
-                label="training, first run")
-        for i, log in enumerate(logs):
-            seen = [s for s in log.validations if s.step]  # step 0 would squeeze the rest flat
-            marker = "o" if len(seen) < 40 else ""
-            legend = None if i else f"validation, n = {len(logs)} runs"
-            ax.plot([of(log, s) for s in seen], [s.loss for s in seen], color=RUN, lw=0.9,
-                    alpha=0.75, ms=3, marker=marker, label=legend)
-        ax.axhline(target, color=INK, lw=0.8, ls=DASHED, label=f"target {target:g}")
-        highest = max(s.loss for log in logs for s in log.validations if s.step)
-        lowest = min(target, *(log.end["val_loss"] for log in logs))
-        span = min(max(highest - lowest, 0.6), 1.5)
-        ax.set(xlabel=label, xlim=(0, None), ylim=(lowest - 0.1 * span, lowest + 1.1 * span))
+    draw_validations(axes[0], logs, target, "time")
+    draw_validations(axes[1], logs, target, "tokens")
     axes[0].set_ylabel("loss (nats per token)")
     axes[0].legend(loc="upper right")
     axes[1].tick_params(labelleft=False)
     save(fig, path)
 
 
+def draw_validations(ax, logs, target, x):
+    """Draws the validation losses of each run, the target, and the training losses of the first
+    run. `x` is a key of AXES."""
+    label, place_of = AXES[x]
+    places, losses = curve(logs[0], training_steps(logs[0]), place_of)
+    ax.plot(places, losses, color=PALE, lw=0.6, label="training, first run")
+    highest = 0.0
+    lowest = target
+    legend = f"validation, n = {len(logs)} runs"
+    for log in logs:
+        places, losses = curve(log, later_validations(log), place_of)
+        marker = "o" if len(losses) < 40 else ""
+        ax.plot(places, losses, color=RUN, lw=0.9, alpha=0.75, ms=3, marker=marker, label=legend)
+        legend = None  # the first run stands in the legend for all
+        highest = max([highest, *losses])
+        lowest = min(lowest, log.end["val_loss"])
+    draw_target(ax, target)
+    span = min(max(highest - lowest, 0.6), 1.5)
+    ax.set_xlabel(label)
+    ax.set_xlim(0, None)
+    ax.set_ylim(lowest - 0.1 * span, lowest + 1.1 * span)
+
+
 def smoothed(losses):
-    """The mean of each loss and its neighbours: of a fiftieth of the run, fewer at both ends."""
+    """Returns the mean of each loss and its neighbours. They are a fiftieth of the run, and fewer
+    towards both ends, where a loss has as many on each side as the nearer end leaves."""
     half = len(losses) // 100
     sums = [0.0]
     for loss in losses:
@@ -104,93 +155,126 @@ def smoothed(losses):
 
 
 def legends(logs):
-    """What each run is called in the legend: its run_name or its file, and its seed. If that does
-    not tell the runs apart, the file with its folder, and the seed."""
+    """Returns the text of each run in the legend: its run_name (or the name of its file) and its
+    seed. If two runs had the same text, each has its file with the folder in place of the name."""
     names = [log.config["run_name"] or Path(log.path).stem for log in logs]
     seeds = [log.config["seed"] for log in logs]
-    if len(set(zip(names, seeds))) < len(logs):
+    different = set(zip(names, seeds))
+    if len(different) < len(logs):
         names = ["/".join(Path(log.path).parts[-2:]) for log in logs]
-    texts = [f"{shown_key(name)}, seed {seed}" for name, seed in zip(names, seeds)]
-    return [text.replace("$", r"\$") for text in texts]  # between two $ matplotlib sets formulae
+    texts = []
+    for name, seed in zip(names, seeds):
+        text = f"{shown_key(name)}, seed {seed}"
+        texts.append(text.replace("$", r"\$"))  # or matplotlib reads a formula between two $
+    return texts
 
 
 def draw_curves(path, logs, x):
-    """The curves of any runs, a colour each: the smoothed training loss as a line, the validations
-    as points. `x` is a key of AXES."""
-    label, of = AXES[x]
+    """Draws the curves of any runs, a colour each. `x` is a key of AXES."""
+    label, place_of = AXES[x]
     fig, (ax,) = figure(1, 1, 7.0, 4.2)
     heights = []
-    names = legends(logs)
-    for i, log in enumerate(logs):
-        color = f"C{i % 10}"
-        trained = [s for s in log.steps if s.split == "train"]
-        means = smoothed([s.loss for s in trained])
-        ax.plot([of(log, s) for s in trained], means, color=color, lw=1.0, alpha=0.8,
-                label=names[i])
-        seen = [s for s in log.validations if s.step]
-        ax.plot([of(log, s) for s in seen], [s.loss for s in seen], "o", color=color, ms=4)
-        start = len(means) // 20  # the first losses would squeeze the rest flat
-        heights += means[start:] + [s.loss for s in seen if s.step > start]
-    targets = {log.end["target"] for log in logs if log.end.get("target") is not None}
+    targets = set()
+    for i, (log, name) in enumerate(zip(logs, legends(logs))):
+        heights += draw_run(ax, log, place_of, name, color=f"C{i % 10}")
+        if log.end.get("target") is not None:
+            targets.add(log.end["target"])
     for target in sorted(targets):
-        ax.axhline(target, color=INK, lw=0.8, ls=DASHED, label=f"target {target:g}")
-    heights += targets
+        draw_target(ax, target)
+        heights.append(target)
     if heights:
-        margin = 0.05 * (max(heights) - min(heights)) or 0.1
-        ax.set_ylim(min(heights) - margin, max(heights) + margin)
+        lowest = min(heights)
+        highest = max(heights)
+        margin = 0.05 * (highest - lowest) or 0.1
+        ax.set_ylim(lowest - margin, highest + margin)
     ax.set(xlabel=label, ylabel="loss (nats per token)")
     ax.set_title("lines: training loss, smoothed; points: validation", loc="left", fontsize=9)
     ax.legend(loc="upper right", fontsize=7)
     save(fig, path)
 
 
+def draw_run(ax, log, place_of, name, color):
+    """Draws the smoothed training losses of a run as a line and its validations as points. Returns
+    the losses that the picture must show: those of the first twentieth of the run are left out,
+    because they would squeeze the rest flat."""
+    places, losses = curve(log, training_steps(log), place_of)
+    means = smoothed(losses)
+    ax.plot(places, means, color=color, lw=1.0, alpha=0.8, label=name)
+    validations = later_validations(log)
+    places, losses = curve(log, validations, place_of)
+    ax.plot(places, losses, "o", color=color, ms=4)
+    start = len(means) // 20
+    return means[start:] + [step.loss for step in validations if step.step > start]
+
+
 def draw_progress(path, tracks, description):
-    """Training time of the records in the order of their dates, one panel a track. `tracks` is
-    [(title, records that reached the target, whether each is ranked)]. The records stand at equal
-    distances, because many may be of one day. The line is that of the best ranked record so far."""
+    """Draws the training times of the records, one panel for each track. `tracks` is a list of
+    (title, records that reached the target, whether each of them is ranked). The description goes
+    into the file as text."""
     most = max(len(records) for _, records, _ in tracks)
     fig, axes = figure(1, len(tracks), max(6.5, 1.7 + 0.6 * most), 3.0)
     labels = []
     for ax, (title, records, ranked) in zip(axes, tracks):
-        order = sorted(range(len(records)), key=lambda i: records[i]["runs"][0]["date"])
-        records = [records[i] for i in order]
-        ranked = [ranked[i] for i in order]
-        labels += draw_track(ax, records, ranked)
+        members = sorted(zip(records, ranked), key=date_of)
+        labels += draw_track(ax, members)
         draw_references(ax, records[0])
         ax.set_title(title, loc="left", fontsize=9)
-        ax.set(ylabel="training time (s)", ylim=(0, 1.2 * ax.get_ylim()[1]))
+        ax.set_ylabel("training time (s)")
+        _, top = ax.get_ylim()
+        ax.set_ylim(0, 1.2 * top)
     axes[-1].set_xlabel("the records in the order of their dates (UTC)")
     separate(fig, labels)
     save(fig, path, description)
 
 
-def draw_track(ax, records, ranked):
-    """Draws the points and the line of one track. Returns the labels of the points."""
-    times = [r["time_s"]["mean"] for r in records]
-    places = range(len(records))
-    best = None
-    line_x = []
-    line_y = []
-    for i in places:
-        if ranked[i] and (best is None or times[i] < best):
-            best = times[i]
-        if best is not None:
-            line_x.append(i)
-            line_y.append(best)
-    if best is not None:
-        ax.step([*line_x, len(records) - 0.5], [*line_y, best], where="post", color=RUN, lw=1.2)
+def date_of(member):
+    """Returns when the first run of a (record, whether it is ranked) began, such as
+    2026-11-21T09:30:00Z."""
+    record, _ = member
+    return record["runs"][0]["date"]
+
+
+def draw_track(ax, members):
+    """Draws the points and the line of one track. `members` is a list of (record, whether it is
+    ranked) in the order of the dates. The records stand at equal distances, because many may be of
+    one day. Returns the labels of the points."""
+    draw_best(ax, members)
     labels = []
-    for i in places:
-        ax.plot([i], [times[i]], "o", color=RUN, ms=5, mfc=RUN if ranked[i] else "white")
-        labels.append(ax.annotate(f"{times[i]:.1f} s", (i, times[i]), xytext=(5, 5),
-                                  textcoords="offset points", fontsize=8, bbox=WHITE))
+    ticks = []
+    for place, member in enumerate(members):
+        record, is_ranked = member
+        seconds = record["time_s"]["mean"]
+        inside = RUN if is_ranked else "white"
+        ax.plot([place], [seconds], "o", color=RUN, ms=5, mfc=inside)
+        labels.append(ax.annotate(
+            f"{seconds:.1f} s", (place, seconds), xytext=(5, 5), textcoords="offset points",
+            fontsize=8, bbox=WHITE))
+        date = date_of(member)
+        ticks.append(f"{date[:10]}\n{date[11:16]}")
     ax.plot([], [], "o", color=RUN, ms=5, label="mean below the target at p < 0.01")
     ax.plot([], [], "o", color=RUN, ms=5, mfc="white", label="not shown to be below it")
     ax.legend(loc="lower left", fontsize=7)
-    dates = [r["runs"][0]["date"] for r in records]  # 2026-11-21T09:30:00Z
-    ax.set_xticks(places, [f"{date[:10]}\n{date[11:16]}" for date in dates], fontsize=7)
-    ax.set_xlim(-0.5, len(records) - 0.5)
+    ax.set_xticks(range(len(members)), ticks, fontsize=7)
+    ax.set_xlim(-0.5, len(members) - 0.5)
     return labels
+
+
+def draw_best(ax, members):
+    """Draws the time of the best ranked record so far as a line of steps, which begins at the first
+    ranked record. Without one there is no line."""
+    best = math.inf
+    places = []
+    times = []
+    for place, (record, is_ranked) in enumerate(members):
+        if is_ranked:
+            best = min(best, record["time_s"]["mean"])
+        if best < math.inf:
+            places.append(place)
+            times.append(best)
+    if times:
+        places.append(len(members) - 0.5)
+        times.append(best)
+        ax.step(places, times, where="post", color=RUN, lw=1.2)
 
 
 def draw_references(ax, record):
@@ -200,8 +284,9 @@ def draw_references(ax, record):
         same_hardware = hardware in (None, record["hardware"]["summary"])
         if same_data and same_hardware and target == record["target"]:
             ax.axhline(seconds, color=MUTED, lw=0.8, ls=DASHED, zorder=0)
-            ax.annotate(label, (1.01, seconds), xycoords=("axes fraction", "data"), va="center",
-                        fontsize=7, color=MUTED, annotation_clip=False)
+            ax.annotate(
+                label, (1.01, seconds), xycoords=("axes fraction", "data"), va="center",
+                fontsize=7, color=MUTED, annotation_clip=False)
 
 
 def separate(fig, labels):

@@ -27,13 +27,13 @@ from .log import (
 from .png import read_png
 from .stats import ALPHA, distributions, p_below, spread
 
-# keys of the config that may differ between the runs of one record; the data are compared by
-# fingerprint
+# Keys of the config that may differ between the runs of one record. The data are compared by their
+# fingerprints.
 PER_RUN = {
     "seed", "run_name", "log_dir", "jsonl", "data_dir", "save_checkpoint", "load_checkpoint",
     "sample", "sample_tokens",
 }
-# the rest of environment may differ
+# what the runs of one record share of the environment; the rest of it may differ
 MACHINE = ("devices", "world_size", "hosts", "torch", "cuda", "triton")
 BLOCK = ("<!-- record:begin -->", "<!-- record:end -->")
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,60}")  # of a record, without its date
@@ -52,55 +52,62 @@ the logs.
 
 
 def first_difference(a, b, key=""):
-    """(key, value in a, value in b) of the first difference between two JSON values, or None."""
+    """Looks for the first difference between two JSON values. Returns (its key, the value in a, the
+    value in b), or None if they are equal. `key` is where the two values stand."""
     if type(a) is dict and type(b) is dict:
-        for k in [*a, *(k for k in b if k not in a)]:
-            if k not in a or k not in b:
-                return f"{key}.{k}".lstrip("."), a.get(k, "nothing"), b.get(k, "nothing")
-            if found := first_difference(a[k], b[k], f"{key}.{k}"):
+        for name in a | b:
+            inner = f"{key}.{name}"
+            if name not in a or name not in b:
+                return inner.lstrip("."), a.get(name, "nothing"), b.get(name, "nothing")
+            if found := first_difference(a[name], b[name], inner):
                 return found
         return None
     if type(a) is list and type(b) is list and len(a) == len(b):
-        for i, (x, y) in enumerate(zip(a, b)):
-            if found := first_difference(x, y, f"{key}[{i}]"):
+        for i in range(len(a)):
+            if found := first_difference(a[i], b[i], f"{key}[{i}]"):
                 return found
         return None
-    return None if type(a) is type(b) and a == b else (key.lstrip("."), a, b)
+    if type(a) is type(b) and a == b:
+        return None
+    return key.lstrip("."), a, b
 
 
 def shards(log):
-    """{split and name: tokens and fingerprint}"""
-    ordered = sorted(log.values("data"), key=lambda s: (s["split"], s["name"]))
-    return {f"{s['split']} {s['name']}": {"tokens": s["tokens"], "sha256": s["sha256"]}
-            for s in ordered}
+    """Returns {"SPLIT NAME": its tokens and its fingerprint}, sorted by split and name."""
+    def place(shard):
+        return shard["split"], shard["name"]
+
+    found = {}
+    for shard in sorted(log.values("data"), key=place):
+        facts = {"tokens": shard["tokens"], "sha256": shard["sha256"]}
+        found[f"{shard['split']} {shard['name']}"] = facts
+    return found
 
 
 def fingerprint(log, split=""):
-    """sha256 over the sorted names, token counts and fingerprints of the shards (of one split)."""
-    lines = [f"{key} {s['tokens']} {s['sha256']}\n" for key, s in shards(log).items()
-             if key.startswith(split)]
-    text = "".join(lines)
+    """Returns the sha256 over the names, token counts and fingerprints of the shards whose keys in
+    `shards` begin with `split`."""
+    text = ""
+    for key, shard in shards(log).items():
+        if key.startswith(split):
+            text += f"{key} {shard['tokens']} {shard['sha256']}\n"
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def files(log):
-    """The sums of all files that ran; nothing for grammar 1, where the script is all there is."""
-    if log.grammar == 1:
-        return {}
-    return {"files_sha256": log.run["files_sha256"], "files": log.file_sums}
-
-
 def claims(log):
-    """What all runs of a record share."""
-    return {"code": {"sha256": log.run["code_sha256"], "files": log.file_sums},
-            "data": shards(log),
-            "config": {k: v for k, v in log.config.items() if k not in PER_RUN},
-            "hardware": {k: log.environment[k] for k in MACHINE}, "stages": log.values("stage")}
+    """Returns what all runs of a record share."""
+    return {
+        "code": {"sha256": log.run["code_sha256"], "files": log.file_sums},
+        "data": shards(log),
+        "config": {key: value for key, value in log.config.items() if key not in PER_RUN},
+        "hardware": {key: log.environment[key] for key in MACHINE},
+        "stages": log.values("stage"),
+    }
 
 
 def refuse_mixed(logs):
-    """Raises Refused, naming the first difference, unless all logs are runs of one code, data,
-    config and machine, and their `mfu` counts the same FLOPs."""
+    """Raises Refused unless all logs are runs of one code, data, config and machine, and count the
+    same FLOPs in their `mfu`. The sentence names the first difference."""
     a = logs[0]
     for b in logs[1:]:
         if found := first_difference(claims(a), claims(b)):
@@ -115,36 +122,42 @@ def refuse_mixed(logs):
 
 
 def same_flops(x, y):
-    """Whether two end blocks count the same FLOPs for a run, which is what mfu x time is. mfu is
-    printed to 4 digits, time to 1 ms."""
-    if x["mfu"] is None or y["mfu"] is None:
-        return x["mfu"] is y["mfu"]
-    difference = abs(x["mfu"] * x["train_time_s"] - y["mfu"] * y["train_time_s"])
-    of_mfu = 0.000051 * (x["train_time_s"] + y["train_time_s"])
-    of_time = 0.00051 * (x["mfu"] + y["mfu"])
-    return difference <= of_mfu + of_time
+    """Returns whether two end blocks count the same FLOPs for a run, which are mfu x time. As mfu
+    is printed to 4 digits and time to 1 ms, the products may differ by what rounding explains."""
+    x_mfu, x_seconds = x["mfu"], x["train_time_s"]
+    y_mfu, y_seconds = y["mfu"], y["train_time_s"]
+    if x_mfu is None or y_mfu is None:
+        return x_mfu is y_mfu
+    difference = abs(x_mfu * x_seconds - y_mfu * y_seconds)
+    from_mfu = 0.000051 * (x_seconds + y_seconds)
+    from_time = 0.00051 * (x_mfu + y_mfu)
+    return difference <= from_mfu + from_time
 
 
 def refuse_twice(logs):
-    """Raises Refused if one run stands twice among the logs, be it under a new name, under a new
-    id, or with new times. Equal losses are no copy where the code is another: a CPU computes the
-    same with code that is only faster (see `equal_losses`)."""
+    """Raises Refused if one run stands twice among the logs, also under a new name, under a new id
+    or with new times. Equal losses do not make a copy where the code is another, because a CPU
+    computes the same with code that is only faster (see `equal_losses`)."""
     seen = {}
     for log in logs:
-        for what, value in (
-            ("bytes", log.sha256),
-            ("run_id", log.run["run_id"]),
-            ("step times", log.times_sha256),
-            ("code and losses", log.losses_sha256 + str(sorted(log.file_sums.items()))),
-        ):
-            if (what, value) in seen:
+        code = str(sorted(log.file_sums.items()))
+        marks = {
+            "bytes": log.sha256,
+            "run_id": log.run["run_id"],
+            "step times": log.times_sha256,
+            "code and losses": log.losses_sha256 + code,
+        }
+        for mark in marks.items():
+            if mark in seen:
+                what, _ = mark
                 raise Refused(f"{log.path}: expected each run once, found the same {what} as in "
-                              f"{seen[what, value]}; leave one of them out.")
-            seen[what, value] = log.path
+                              f"{seen[mark]}; leave one of them out.")
+            seen[mark] = log.path
 
 
 def equal_losses(logs):
-    """A sentence for each run with all the losses of another one, whose code is another."""
+    """Returns a sentence for each run that has all the losses of another run. Where the code is the
+    same too, `refuse_twice` refuses such runs."""
     seen = {}
     found = []
     for log in logs:
@@ -156,8 +169,8 @@ def equal_losses(logs):
 
 
 def refuse_same_seed(logs):
-    """Raises Refused if two runs of a record have one seed, or share most training losses: such
-    runs are not independent, so they say nothing about the spread."""
+    """Raises Refused if two runs of a record have one seed, or more than half of their training
+    losses in common. Such runs are not independent, so they say nothing about the spread."""
     for a, b in itertools.combinations(logs, 2):
         seed = b.config["seed"]
         if a.config["seed"] == seed:
@@ -172,17 +185,18 @@ def refuse_same_seed(logs):
 
 
 def training_losses(log):
-    """{step: training loss}"""
-    return {s.step: s.loss for s in log.steps if s.split == "train"}
+    """Returns {step: training loss}."""
+    return {step.step: step.loss for step in plots.training_steps(log)}
 
 
 def latest_date(root):
-    """The latest date a run can have: a day from now. A clock may be slow, so the last commit below
-    `root` counts as now if it is later."""
+    """Returns the latest date that a run can have: a day from now. As the clock may be slow, the
+    last commit below `root` counts as now if it is later."""
     now = time.time()
     command = ["git", "-C", str(root), "log", "-1", "--format=%ct"]
     try:
-        commit = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout.strip()
+        git = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        commit = git.stdout.strip()
     except (OSError, subprocess.SubprocessError):
         commit = ""
     if commit.isdigit():
@@ -209,21 +223,30 @@ def refuse_doubtful(logs):
     refuse_same_seed(logs)
 
 
-def moments(values, digits):
-    sd = spread(values)
-    return {
-        "mean": round(statistics.fmean(values), digits),
-        "sd": None if sd is None else round(sd, digits),
-    }
+def moments(dicts, key, digits):
+    """Returns the rounded mean and standard deviation of the values that some dicts have under
+    this key. A single value has no deviation, so that is None."""
+    values = [one[key] for one in dicts]
+    deviation = spread(values)
+    if deviation is not None:
+        deviation = round(deviation, digits)
+    return {"mean": round(statistics.fmean(values), digits), "sd": deviation}
 
 
-def mean(values, digits=4):
-    return None if None in values else round(statistics.fmean(values), digits)
+def mean(dicts, key, digits=4):
+    """Returns the rounded mean of the values that some dicts have under this key, or None if one
+    of them is None, which means not measured."""
+    values = [one[key] for one in dicts]
+    if None in values:
+        return None
+    return round(statistics.fmean(values), digits)
 
 
 def build(logs, name, claim="", data_name="", p_value=p_below):
-    """The content of record.json, all of it from the logs but for the two free texts and the sum of
-    the picture. p_value(losses, target) is the p of a mean below the target. Raises Refused."""
+    """Returns the content of record.json, but for the sum of the picture. All of it comes from the
+    logs except the two free texts, `claim` and `data_name`. p_value(losses, target) is the p of a
+    mean below the target. Raises Refused if a text is not allowed or if the logs are not those of
+    one record."""
     for text in (claim, data_name):
         if type(text) is not str or not FREE_TEXT.fullmatch(text):
             raise Refused("a claim or data name is at most 200 letters, digits or .,:;()+/*%='&-, "
@@ -232,53 +255,75 @@ def build(logs, name, claim="", data_name="", p_value=p_below):
     refuse_twice(logs)
     first = logs[0]
     ends = [log.end for log in logs]
-    losses = [end["val_loss"] for end in ends]
-    p = p_value(losses, first.end["target"])
-    tokens_per_s = mean([end["tokens_per_s"] for end in ends])
+    target = first.end["target"]
+    p = p_value([end["val_loss"] for end in ends], target)
+    if p is not None:
+        p = float(f"{p:.3g}")
+    tokens_per_s = mean(ends, "tokens_per_s")
     return {
         "name": name,
         "date": min(log.run["date"] for log in logs)[:10],
         "claim": claim,
         "data_name": data_name,
         "n": len(logs),
-        "target": first.end["target"],
-        "loss": moments(losses, 5) | {"p_below_target": p and float(f"{p:.3g}")},
-        "time_s": moments([end["train_time_s"] for end in ends], 4),
-        "step_avg_ms": mean([end["step_avg_ms"] for end in ends], 3),
+        "target": target,
+        "loss": moments(ends, "val_loss", 5) | {"p_below_target": p},
+        "time_s": moments(ends, "train_time_s", 4),
+        "step_avg_ms": mean(ends, "step_avg_ms", 3),
         "tokens": first.end["tokens"],
         "tokens_per_s_per_gpu": round(tokens_per_s / first.environment["world_size"]),
-        "mfu": mean([end["mfu"] for end in ends]),
-        "peak_memory_mib": mean([end["peak_memory_mib"] for end in ends], None),
-        "compile_s": mean([end["compile_s"] for end in ends], 1),
-        "calibration": {key: mean([log.calibration[key] for log in logs], 2)
-                        for key in FACTS["calibration"]},
+        "mfu": mean(ends, "mfu"),
+        "peak_memory_mib": mean(ends, "peak_memory_mib", None),
+        "compile_s": mean(ends, "compile_s", 1),
+        "calibration": mean_calibration(logs),
         "hardware": hardware(logs),
-        "code": {"sha256": first.run["code_sha256"], "bytes": first.run["code_bytes"]}
-        | files(first),
-        "data": {
-            "fingerprint": fingerprint(first),
-            "val_fingerprint": fingerprint(first, "val "),
-            "shards": shards(first),
-        },
+        "code": code_sums(first),
+        "data": data_sums(first),
         "config": claims(first)["config"],
         "stages": first.values("stage"),
-        "runs": [summary(i, log) for i, log in enumerate(logs, 1)],
+        "runs": [summary(number, log) for number, log in enumerate(logs, 1)],
+    }
+
+
+def mean_calibration(logs):
+    """Returns the mean of each calibration."""
+    calibrations = [log.calibration for log in logs]
+    return {key: mean(calibrations, key, 2) for key in FACTS["calibration"]}
+
+
+def code_sums(log):
+    """Returns the sums of what ran. In grammar 1 the script is all there is, so only grammar 2 has
+    sums of files."""
+    facts = {"sha256": log.run["code_sha256"], "bytes": log.run["code_bytes"]}
+    if log.grammar == 2:
+        facts["files_sha256"] = log.run["files_sha256"]
+        facts["files"] = log.file_sums
+    return facts
+
+
+def data_sums(log):
+    return {
+        "fingerprint": fingerprint(log),
+        "val_fingerprint": fingerprint(log, "val "),
+        "shards": shards(log),
     }
 
 
 def hardware(logs):
-    """What all runs share of the machine, and what may differ as a list of what was seen."""
+    """Returns what all runs share of the machine. What may differ is a list of all that was
+    seen."""
     environment = logs[0].environment
     models = sorted(set(environment["devices"]))
     facts = {"summary": f"{environment['world_size']} x {' + '.join(models)}"}
-    facts |= {key: environment[key] for key in MACHINE}
+    for key in MACHINE:
+        facts[key] = environment[key]
     for key in ("python", "driver", "cpu"):
         facts[key] = sorted({str(log.environment[key]) for log in logs})
     return facts
 
 
 def summary(number, log):
-    """What record.json says about one run."""
+    """Returns what record.json says about one run."""
     return {
         "log": f"log_{number}.txt",
         "log_sha256": log.sha256,
@@ -296,29 +341,33 @@ def summary(number, log):
 
 
 def warnings(record):
-    """What a reader of the record should know before believing its headline."""
-    found = ["one run only: no deviation, no test"] if record["n"] == 1 else []
+    """Returns what a reader of the record should know before believing its numbers, a sentence
+    each."""
+    found = []
+    if record["n"] == 1:
+        found.append("one run only: no deviation, no test")
     p = record["loss"]["p_below_target"]
     if p is not None and p >= ALPHA:
         found.append(f"a mean loss below the target is not shown at p < {ALPHA} (p = {p:.2g})")
     for run in record["runs"]:
+        log = run["log"]
         if not run["reached"]:
-            found.append(f"{run['log']}: did not reach the target")
+            found.append(f"{log}: did not reach the target")
         if not run["git_clean"]:
             tree = "an unknown" if run["git_clean"] is None else "a changed"
-            found.append(f"{run['log']}: ran from {tree} git tree "
-                         "(the code that ran is in the log)")
-        found += [f"{run['log']}: {plain(what)}" for what in run["defects"]]
+            found.append(f"{log}: ran from {tree} git tree (the code that ran is in the log)")
+        for what in run["defects"]:
+            found.append(f"{log}: {plain(what)}")
     return found
 
 
 def plain(value):
-    """Text from a log, safe inside a Markdown table."""
+    """Returns text from a log in a form that is safe inside a Markdown table."""
     return re.sub(r"[^\w .,:;()@+/*%='&-]", "?", str(value), flags=re.ASCII)[:200]
 
 
 def code_text(code):
-    """What ran, for the README: the script, and with grammar 2 also the files it imported."""
+    """Returns what ran, for the README: the script and, with grammar 2, the files it imported."""
     text = f"sha256 `{code['sha256'][:16]}`, {code['bytes']:,} bytes"
     if "files" in code:
         files_sha256 = code["files_sha256"][:16]
@@ -327,8 +376,11 @@ def code_text(code):
 
 
 def pm(value, digits, unit=""):
-    sd = "" if value["sd"] is None else f" ± {value['sd']:.{digits}f}"
-    return f"{value['mean']:.{digits}f}{sd}{unit}"
+    """Returns mean ± standard deviation as text. A single run has no deviation."""
+    text = f"{value['mean']:.{digits}f}"
+    if value["sd"] is not None:
+        text += f" ± {value['sd']:.{digits}f}"
+    return text + unit
 
 
 def p_text(record):
@@ -341,74 +393,81 @@ def optional(value, unit=""):
 
 
 def block(record):
-    """The generated part of a record's README, markers included."""
-    facts = [f"| {key} | {text} |" for key, text in rows(record)]
-    runs = []
+    """Returns the generated part of a record's README, with its markers."""
+    lines = [BLOCK[0], "| | |", "|---|---|"]
+    for what, text in rows(record):
+        lines.append(f"| {what} | {text} |")
+    lines.append("")
+    lines.append("| log | seed | loss | reached | time (s) | ms a step |")
+    lines.append("|---|--:|--:|---|--:|--:|")
     for run in record["runs"]:
         reached = "yes" if run["reached"] else "no"
-        runs.append(f"| [{run['log']}]({run['log']}) | {run['seed']} | {run['loss']:.4f} "
-                    f"| {reached} | {run['time_s']:.3f} | {run['step_avg_ms']:.2f} |")
-    doubts = [f"- Warning: {text}" for text in warnings(record)]
+        lines.append(f"| [{run['log']}]({run['log']}) | {run['seed']} | {run['loss']:.4f} "
+                     f"| {reached} | {run['time_s']:.3f} | {run['step_avg_ms']:.2f} |")
+    lines.append("")
+    doubts = warnings(record)
+    for text in doubts:
+        lines.append(f"- Warning: {text}")
     if doubts:
-        doubts.append("")
-    return "\n".join([
-        BLOCK[0],
-        "| | |",
-        "|---|---|",
-        *facts,
-        "",
-        "| log | seed | loss | reached | time (s) | ms a step |",
-        "|---|--:|--:|---|--:|--:|",
-        *runs,
-        "",
-        *doubts,
-        "![Validation loss over time and over tokens](loss.png)",
-        BLOCK[1],
-    ])
+        lines.append("")
+    lines.append("![Validation loss over time and over tokens](loss.png)")
+    lines.append(BLOCK[1])
+    return "\n".join(lines)
 
 
-def rows(r):
-    """[(what, text)] of the first table in a record's README"""
-    hw = r["hardware"]
-    reached = sum(run["reached"] for run in r["runs"])
-    speeds = [f"{key} {value:g}" for key, value in r["calibration"].items() if value is not None]
+def rows(record):
+    """Returns the first table in a record's README, a list of (what, text)."""
+    machine = record["hardware"]
+    reached = sum(run["reached"] for run in record["runs"])
+    speeds = []
+    for key, value in record["calibration"].items():
+        if value is not None:
+            speeds.append(f"{key} {value:g}")
+    loss = (f"{pm(record['loss'], 4)}, target {record['target']:g} "
+            f"({p_text(record)} for a mean below the target, one-sided t test)")
+    tokens = (f"{record['tokens']:,} in {record['config']['num_steps']:,} steps of "
+              f"{record['step_avg_ms']:.2f} ms")
+    throughput = (f"{record['tokens_per_s_per_gpu']:,} tokens/s per device, "
+                  f"MFU {optional(record['mfu'])}")
+    memory = (f"{optional(record['peak_memory_mib'], ' MiB')}, "
+              f"{optional(record['compile_s'], ' s')} untimed")
+    versions = (f"torch {machine['torch']}, CUDA {machine['cuda']}, triton {machine['triton']}, "
+                f"Python {' / '.join(machine['python'])}, driver {' / '.join(machine['driver'])}")
+    data = (f"{record['data_name'] or 'unnamed'}, {len(record['data']['shards'])} shards, "
+            f"fingerprint `{record['data']['fingerprint'][:16]}`")
     return [
-        ("claim", r["claim"] or "none stated"),
-        ("date", r["date"]),
-        ("runs", f"{r['n']}, of which {reached} reached the target"),
-        ("training time", pm(r["time_s"], 3, " s")),
-        ("final validation loss", f"{pm(r['loss'], 4)}, target {r['target']:g} "
-         f"({p_text(r)} for a mean below the target, one-sided t test)"),
-        ("training tokens", f"{r['tokens']:,} in {r['config']['num_steps']:,} steps of "
-         f"{r['step_avg_ms']:.2f} ms"),
-        ("throughput", f"{r['tokens_per_s_per_gpu']:,} tokens/s per device, "
-         f"MFU {optional(r['mfu'])}"),
-        ("memory, compilation", f"{optional(r['peak_memory_mib'], ' MiB')}, "
-         f"{optional(r['compile_s'], ' s')} untimed"),
-        ("hardware", f"{plain(hw['summary'])}, {hw['hosts']} host(s)"),
-        ("versions", plain(
-            f"torch {hw['torch']}, CUDA {hw['cuda']}, triton {hw['triton']}, "
-            f"Python {' / '.join(hw['python'])}, driver {' / '.join(hw['driver'])}")),
-        ("code", code_text(r["code"])),
-        ("data", f"{r['data_name'] or 'unnamed'}, {len(r['data']['shards'])} shards, "
-         f"fingerprint `{r['data']['fingerprint'][:16]}`"),
+        ("claim", record["claim"] or "none stated"),
+        ("date", record["date"]),
+        ("runs", f"{record['n']}, of which {reached} reached the target"),
+        ("training time", pm(record["time_s"], 3, " s")),
+        ("final validation loss", loss),
+        ("training tokens", tokens),
+        ("throughput", throughput),
+        ("memory, compilation", memory),
+        ("hardware", f"{plain(machine['summary'])}, {machine['hosts']} host(s)"),
+        ("versions", plain(versions)),
+        ("code", code_text(record["code"])),
+        ("data", data),
         ("host calibration", plain(", ".join(speeds))),
     ]
 
 
 def between(text, markers, path):
-    """(before, the text from marker to marker, after). Raises Refused unless each marker stands
-    once, in order."""
+    """Returns the text before the first marker, the text from there to the end of the second
+    marker, and the text after it. Raises Refused unless each marker stands once, in order."""
     begin, end = markers
-    counts = text.count(begin), text.count(end)
-    if counts != (1, 1) or text.index(begin) > text.index(end):
-        raise Refused(f"{path}: expected {begin} and then {end}, each once, found {counts[0]} and "
-                      f"{counts[1]}; write the missing line.")
-    first, last = text.index(begin), text.index(end) + len(end)
+    begins = text.count(begin)
+    ends = text.count(end)
+    if begins != 1 or ends != 1 or text.index(begin) > text.index(end):
+        raise Refused(f"{path}: expected {begin} and then {end}, each once, found {begins} and "
+                      f"{ends}; write the missing line.")
+    first = text.index(begin)
+    last = text.index(end) + len(end)
     return text[:first], text[first:last], text[last:]
 
 
 def read_text(path):
+    """Returns the text of a file. Raises Refused if it cannot be read or is not UTF-8."""
     try:
         return read_bytes(path).decode()
     except UnicodeDecodeError as error:
@@ -416,58 +475,92 @@ def read_text(path):
         raise Refused(f"{path}: expected UTF-8 text, {found}.") from None
 
 
+def write_text(path, text):
+    """Writes a text file that is the same on every system."""
+    path.write_text(text, "utf-8", newline="\n")
+
+
 def compare_block(path, markers, expected, source="the logs"):
-    """Raises Refused, with the first differing line, unless the text between the markers is as
-    generated from `source`."""
+    """Raises Refused unless the text from marker to marker is the expected one, which was generated
+    from `source`. The sentence shows the first line that differs."""
     before, found, _ = between(read_text(path), markers, path)
+    found_lines = found.split("\n")
+    first_number = before.count("\n") + 1
     for i, line in enumerate(expected.split("\n")):
-        have = (found.split("\n") + [""] * (i + 1))[i]
+        have = found_lines[i] if i < len(found_lines) else ""
         if have != line:
-            number = before.count("\n") + 1 + i
-            fail(path, number, f"{shown(line, 200)} (generated from {source})", have)
+            fail(path, first_number + i, f"{shown(line, 200)} (generated from {source})", have)
     if found != expected:
         raise Refused(f"{path}: expected nothing after the generated lines, before {markers[1]}.")
 
 
 def folders(root):
-    """The folders of all records, sorted."""
-    found = (root / "records").glob("*_*")
-    return sorted(p for p in found if re.match(r"\d{4}-\d\d-\d\d_", p.name) and p.is_dir())
+    """Returns the folders of all records, sorted."""
+    found = []
+    for path in sorted((root / "records").glob("*_*")):
+        if re.match(r"\d{4}-\d\d-\d\d_", path.name) and path.is_dir():
+            found.append(path)
+    return found
+
+
+def without_date(name):
+    """Returns the name of a record's folder without the date and the _ at its head."""
+    return name[11:]
+
+
+def log_paths(folder, pattern):
+    """Returns the files of a folder whose names match the pattern. Short names come first, so that
+    log_2.txt stands before log_10.txt."""
+    def place(path):
+        return len(path.name), path.name
+
+    return sorted(folder.glob(pattern), key=place)
 
 
 def load(folder, recompute=True):
-    """(logs, stored record.json, record rebuilt from the logs). Without `recompute` the p-value is
-    the one in record.json, so that scipy is not needed. Raises Refused."""
-    paths = sorted(folder.glob("log_*.txt"), key=lambda p: (len(p.name), p.name))
-    names = [p.name for p in paths]
-    if not names or names != [f"log_{i}.txt" for i in range(1, len(names) + 1)]:
+    """Reads a record. Returns its logs, its record.json, and what record.json should be according
+    to the logs. Without `recompute` the p-value is the one in record.json, so that scipy is not
+    needed. Raises Refused if the folder does not hold a record."""
+    paths = log_paths(folder, "log_*.txt")
+    names = [path.name for path in paths]
+    expected = [f"log_{number}.txt" for number in range(1, len(names) + 1)]
+    if not names or names != expected:
         raise Refused(f"{folder}: expected log_1.txt, log_2.txt and so on, found {shown(names)}.")
-    logs = [read_log(p) for p in paths]
+    logs = [read_log(path) for path in paths]
     refuse_doubtful(logs)
     path = folder / "record.json"
     stored = parse_json(read_text(path), path, 1)
     if type(stored) is not dict:
         fail(path, 1, "an object", stored)
-    p_value = p_below
-    if not recompute:
+    if recompute:
+        p_value = p_below
+    else:
         p = stored_p(stored, path)
-        p_value = lambda losses, target: p
-    texts = (stored.get("claim"), stored.get("data_name"))
-    return logs, stored, build(logs, folder.name, *texts, p_value)
+
+        def p_value(losses, target):
+            return p
+
+    rebuilt = build(logs, folder.name, stored.get("claim"), stored.get("data_name"), p_value)
+    return logs, stored, rebuilt
 
 
 def stored_p(stored, path):
-    """The p-value in a record.json. Raises Refused if it is none."""
+    """Returns the p-value in a record.json, None if there is none. Raises Refused if it is not from
+    0 to 1."""
     loss = stored.get("loss")
-    p = loss.get("p_below_target") if type(loss) is dict else None
-    if p is not None and not (type(p) is float and 0 <= p <= 1):
+    if type(loss) is not dict:
+        return None
+    p = loss.get("p_below_target")
+    if p is None:
+        return None
+    if type(p) is not float or not 0 <= p <= 1:
         fail(path, 1, "loss.p_below_target from 0.0 to 1.0, or null", p)
     return p
 
 
 def problems(folder, logs, stored, rebuilt, latest):
-    """Everything in which a record folder differs from its logs, one sentence each. No run began
-    after `latest`."""
+    """Returns everything in which a record folder differs from its logs, a sentence each. `stored`
+    and `rebuilt` are what `load` returned. A run that began after `latest` is a problem too."""
     found = []
     numbers = {key: value for key, value in stored.items() if key != PICTURE_SUM}
     if different := first_difference(numbers, rebuilt):
@@ -477,17 +570,18 @@ def problems(folder, logs, stored, rebuilt, latest):
     if not folder.name.startswith(rebuilt["date"] + "_"):
         found.append(f"{folder}: expected a name that begins with the date of the first run, "
                      f"{rebuilt['date']}_.")
-    if not NAME.fullmatch(folder.name[11:]):
+    name = without_date(folder.name)
+    if not NAME.fullmatch(name):
         found.append(f"{folder}: expected a name of lower-case letters, digits, _ and - behind the "
-                     f"date, found {shown(folder.name[11:])}.")
-    for check in (
-        lambda: refuse_future(logs, latest),
-        lambda: compare_block(folder / "README.md", BLOCK, block(rebuilt)),
-        lambda: check_picture(folder, stored),
-        lambda: check_evaluation(folder),
+                     f"date, found {shown(name)}.")
+    for check, *arguments in (
+        (refuse_future, logs, latest),
+        (compare_block, folder / "README.md", BLOCK, block(rebuilt)),
+        (check_picture, folder, stored),
+        (check_evaluation, folder),
     ):
         try:
-            check()
+            check(*arguments)
         except Refused as error:
             found.append(str(error))
     return found
@@ -522,35 +616,54 @@ def check_evaluation(folder):
 
 def new(root, name, paths, claim="", data_name="", results=None):
     """Writes records/DATE_NAME from the logs, all of it or nothing. `results` is a file that
-    `evaluate.py --json` has written, to be kept with them. Returns the folder. Raises Refused."""
+    `evaluate.py --json` has written, to be kept with them. Returns the folder. Raises Refused if
+    the logs make no record, or if a library is missing that is needed here."""
     if not NAME.fullmatch(name):
         raise Refused(f"a record's name is lower-case letters, digits, _ and -, not {shown(name)}.")
     distributions()
     plots.figure_class()
     logs = [read_log(path) for path in paths]
     logs.sort(key=lambda log: (log.run["date"], log.run["run_id"]))
-    folder = root / "records" / f"{min(log.run['date'] for log in logs)[:10]}_{name}"
+    date = logs[0].run["date"][:10]
+    folder = root / "records" / f"{date}_{name}"
     if folder.exists():
         raise Refused(f"{folder}: exists already.")
     refuse_doubtful(logs)
     refuse_future(logs, latest_date(root))
     record = build(logs, folder.name, claim, data_name)
-    evaluated = evaluation.block(evaluation.read(results)) if results else None
-    refuse_twice([log for other in folders(root) for log in load(other)[0]] + logs)
+    evaluated = None
+    if results:
+        evaluated = evaluation.block(evaluation.read(results))
+    refuse_twice(logs_of_all(root) + logs)
     folder.parent.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".new_") as scratch:
         draft = Path(scratch) / folder.name
         draft.mkdir()
-        for run, log in zip(record["runs"], logs):
-            (draft / run["log"]).write_bytes(log.raw)
-        plots.draw_loss(draft / "loss.png", logs, record["target"])
-        picture_sum = hashlib.sha256(read_bytes(draft / "loss.png")).hexdigest()
-        content = json.dumps(record | {PICTURE_SUM: picture_sum}, indent=1)
-        (draft / "record.json").write_text(content + "\n", newline="\n")
+        write_numbers(draft, record, logs)
         page = SKELETON.format(name=folder.name, block=block(record))
         if evaluated:
             page += f"\n## Evaluation\n\n{evaluated}\n"
             (draft / evaluation.FILE).write_bytes(read_bytes(results))
-        (draft / "README.md").write_text(page, "utf-8", newline="\n")
+        write_text(draft / "README.md", page)
         os.replace(draft, folder)
     return folder
+
+
+def logs_of_all(root):
+    """Returns the logs of all records. Raises Refused for a broken record."""
+    found = []
+    for folder in folders(root):
+        logs, _, _ = load(folder)
+        found += logs
+    return found
+
+
+def write_numbers(draft, record, logs):
+    """Writes the logs, the picture and record.json, which holds the sum of the picture."""
+    for run, log in zip(record["runs"], logs):
+        (draft / run["log"]).write_bytes(log.raw)
+    picture = draft / "loss.png"
+    plots.draw_loss(picture, logs, record["target"])
+    picture_sum = hashlib.sha256(read_bytes(picture)).hexdigest()
+    content = record | {PICTURE_SUM: picture_sum}
+    write_text(draft / "record.json", json.dumps(content, indent=1) + "\n")

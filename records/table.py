@@ -10,7 +10,18 @@ from pathlib import Path
 from . import plots
 from .log import Refused
 from .png import read_png
-from .record import between, compare_block, folders, load, p_text, plain, pm, read_text
+from .record import (
+    between,
+    compare_block,
+    folders,
+    load,
+    p_text,
+    plain,
+    pm,
+    read_text,
+    without_date,
+    write_text,
+)
 from .stats import ALPHA
 
 BOARD = ("<!-- leaderboard:begin -->", "<!-- leaderboard:end -->")
@@ -23,8 +34,8 @@ HIDING = ("pre", "code", "script", "style", "template", "textarea", "details")  
 
 
 def track(record):
-    """Records are ranked against each other only on the same machine, data, validation tokens and
-    target."""
+    """Returns what the records of one track have in common. Records are ranked against each other
+    only on the same data, machine, target and validation tokens."""
     return (
         record["data_name"],
         record["hardware"]["summary"],
@@ -35,20 +46,24 @@ def track(record):
 
 
 def unranked(record):
-    """Why a record has no rank, in a word or two; empty if it has one."""
+    """Returns why a record has no rank, in a word or two. The text is empty if it has one."""
     p = record["loss"]["p_below_target"]
     if record["loss"]["mean"] > record["target"]:
         return "missed"
     if p is None:
         return "no test"
-    return "" if p < ALPHA else f"p >= {ALPHA}"
+    if p >= ALPHA:
+        return f"p >= {ALPHA}"
+    return ""
 
 
 def by_track(records):
-    """[(track, its records: the ranked ones, those not shown to reach the target, those that missed
-    it; each group with the fastest first)]"""
-    def place(r):
-        return unranked(r) == "missed", unranked(r) != "", r["time_s"]["mean"], r["name"]
+    """Returns a list of (track, its records). The ranked records come first, then those that are
+    not shown to reach the target, then those that missed it. Within these groups the fastest comes
+    first."""
+    def place(record):
+        why = unranked(record)
+        return why == "missed", why != "", record["time_s"]["mean"], record["name"]
 
     tracks = {}
     for record in records:
@@ -56,84 +71,108 @@ def by_track(records):
     return [(key, sorted(tracks[key], key=place)) for key in sorted(tracks)]
 
 
-def link(r):
-    return f"[{r['name'][11:]}](records/{r['name']})"
+def link(record):
+    name = record["name"]
+    return f"[{without_date(name)}](records/{name})"
 
 
-def row(place, r):
-    """One line of the table."""
-    where = f"records/{r['name']}"
+def row(place, record):
+    """Returns one line of the table."""
+    log = record["runs"][0]["log"]
     cells = (
         str(place),
-        r["date"],
-        link(r),
-        pm(r["time_s"], 2),
-        f"{pm(r['loss'], 4)} ({p_text(r)})",
-        str(r["n"]),
-        f"{r['target']:g}",
-        plain(r["hardware"]["summary"]),
-        r["data_name"] or "unnamed",
-        f"[log]({where}/{r['runs'][0]['log']})",
+        record["date"],
+        link(record),
+        pm(record["time_s"], 2),
+        f"{pm(record['loss'], 4)} ({p_text(record)})",
+        str(record["n"]),
+        f"{record['target']:g}",
+        plain(record["hardware"]["summary"]),
+        record["data_name"] or "unnamed",
+        f"[log](records/{record['name']}/{log})",
     )
     return f"| {' | '.join(cells)} |"
 
 
 def board(records):
-    """The leaderboard, markers included. Records without a rank follow the table in a sentence."""
+    """Returns the leaderboard with its markers. A sentence below the table lists the records that
+    have no rank."""
     rows = []
     others = []
     for _, members in by_track(records):
-        for place, r in enumerate(members, 1):
-            why = unranked(r)
+        for place, record in enumerate(members, 1):
+            why = unranked(record)
             if why:
-                others.append(f"{link(r)} ({why})")
+                others.append(f"{link(record)} ({why})")
             else:
-                rows.append(row(place, r))
-    rule = f"{RULE} Without a rank: {', '.join(others)}." if others else RULE
-    picture = ["", PICTURE] if drawn(records) else []
-    return "\n".join([BOARD[0], *HEAD, *rows, "", rule, *picture, BOARD[1]])
+                rows.append(row(place, record))
+    rule = RULE
+    if others:
+        rule += f" Without a rank: {', '.join(others)}."
+    lines = [BOARD[0], *HEAD, *rows, "", rule]
+    if drawn(records):
+        lines += ["", PICTURE]
+    lines.append(BOARD[1])
+    return "\n".join(lines)
 
 
 def drawn(records):
-    """The tracks of the progress picture: [(title, records whose mean is not above the target,
-    whether each is ranked)]."""
+    """Returns the tracks of the progress picture, a list of (title, records whose mean is not above
+    the target, whether each of them is ranked)."""
     tracks = []
     for key, members in by_track(records):
-        title = f"{plain(key[0] or 'unnamed data')}, {plain(key[1])}, target {key[2]:g}"
-        reached = [r for r in members if unranked(r) != "missed"]
+        data_name, machine, target, *_ = key
+        title = f"{plain(data_name or 'unnamed data')}, {plain(machine)}, target {target:g}"
+        reached = [record for record in members if unranked(record) != "missed"]
+        ranked = [unranked(record) == "" for record in reached]
         if reached:
-            tracks.append((title, reached, [unranked(r) == "" for r in reached]))
+            tracks.append((title, reached, ranked))
     return tracks
 
 
 def description(tracks):
-    """What stands as text in the progress picture: a sum of all that is drawn."""
+    """Returns the text inside the progress picture, by which `check_board` knows what it shows: a
+    sum of all that is drawn."""
     facts = []
     for title, records, ranked in tracks:
-        points = [[r["name"], r["runs"][0]["date"], r["time_s"]["mean"]] for r in records]
+        points = []
+        for record in records:
+            date = record["runs"][0]["date"]
+            points.append([record["name"], date, record["time_s"]["mean"]])
         facts.append([title, points, ranked])
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def ends_in_code(text):
+    """Returns whether a block of code is still open at the end of this Markdown."""
+    fence = ""  # what has opened the block: at least three ` or ~
+    for line in text.split("\n"):
+        mark = re.match(r" {0,3}(```+|~~~+)(.*)", line)
+        if not mark:
+            continue
+        if not fence:
+            fence = mark[1]
+        elif mark[1].startswith(fence) and not mark[2].strip():
+            fence = ""
+    return fence != ""
 
 
 def refuse_hidden(path, before):
     """Raises Refused if what stands before the leaderboard opens something that hides it: a
     comment, a block of code, or a tag."""
     text = re.sub(r"<!--.*?-->", "", before, flags=re.DOTALL)
-    found = "a comment" if "<!--" in text else ""
-    fence = ""
-    for line in text.split("\n"):
-        mark = re.match(r" {0,3}(```+|~~~+)(.*)", line)
-        if not fence and mark:
-            fence = mark[1]
-        elif mark and mark[1].startswith(fence) and not mark[2].strip():
-            fence = ""
-    if fence:
+    found = ""
+    if "<!--" in text:
+        found = "a comment"
+    if ends_in_code(text):
         found = "a block of code"
     for tag in HIDING:
-        opened = len(re.findall(rf"<{tag}\b", text, re.IGNORECASE))
-        if opened > len(re.findall(rf"</{tag}\b", text, re.IGNORECASE)):
+        opened = re.findall(rf"<{tag}\b", text, re.IGNORECASE)
+        closed = re.findall(rf"</{tag}\b", text, re.IGNORECASE)
+        if len(opened) > len(closed):
             found = f"<{tag}>"
-    if text.rpartition("\n")[2].strip() or text.endswith(("    ", "\t")):
+    last_line = text.rpartition("\n")[2]
+    if last_line.strip() or text.endswith(("    ", "\t")):
         found = "other text on the same line"
     if found:
         raise Refused(f"{path}: expected a leaderboard that can be seen, found {found} open before "
@@ -141,8 +180,8 @@ def refuse_hidden(path, before):
 
 
 def check_board(root, records):
-    """Raises Refused unless the leaderboard in README.md is that of these records, can be seen, and
-    the progress picture was drawn from them."""
+    """Raises Refused unless the leaderboard in README.md is that of these records and can be seen,
+    and the progress picture was drawn from them."""
     path = root / "README.md"
     before, _, _ = between(read_text(path), BOARD, path)
     refuse_hidden(path, before)
@@ -155,17 +194,22 @@ def check_board(root, records):
 
 
 def write(root):
-    """Rewrites the leaderboard and records/progress.png from the logs of all records. Raises
-    Refused."""
-    records = [load(folder)[2] for folder in folders(root)]
+    """Rewrites the leaderboard and records/progress.png from the logs of all records. Returns the
+    number of records. Raises Refused if a record is broken or the README has no place for the
+    leaderboard."""
+    records = []
+    for folder in folders(root):
+        _, _, rebuilt = load(folder)
+        records.append(rebuilt)
     path = root / "README.md"
     before, _, after = between(read_text(path), BOARD, path)
     refuse_hidden(path, before)
     with tempfile.TemporaryDirectory(dir=root, prefix=".table_") as scratch:
-        text = before + board(records) + after
-        (Path(scratch) / "README.md").write_text(text, "utf-8", newline="\n")
+        page = Path(scratch) / "README.md"
+        write_text(page, before + board(records) + after)
         if tracks := drawn(records):
-            plots.draw_progress(Path(scratch) / "progress.png", tracks, description(tracks))
-            os.replace(Path(scratch) / "progress.png", root / "records" / "progress.png")
-        os.replace(Path(scratch) / "README.md", path)
+            picture = Path(scratch) / "progress.png"
+            plots.draw_progress(picture, tracks, description(tracks))
+            os.replace(picture, root / "records" / "progress.png")
+        os.replace(page, path)
     return len(records)
