@@ -2307,7 +2307,8 @@ def main(argv: list[str]) -> int:
     except errors as error:
         sentence = str(error)
         if isinstance(error, torch.OutOfMemoryError):
-            sentence = sentence.split(". ")[0] + "; smaller --micro_tokens and --val_seq_len need less"
+            remedy = "smaller --micro_tokens and --val_seq_len need less"
+            sentence = f"{sentence.split('. ')[0]}; {remedy}"
         return WATCH.refuse(sentence, error)
     except Exception as error:
         if c.device == "mps":  # never tried: what PyTorch lacks there is best said as it is

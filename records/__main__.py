@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from . import compare, plots, record, table
+from .console import discard_output
 from .log import Refused, read_files, read_log, read_source
 from .stats import INSTALL, have_scipy
 
@@ -127,7 +128,7 @@ def write_files(files, folder):
 def find(root, name):
     """Returns the path that a name stands for: an existing log or folder, or the folder of a record
     that is called so with or without its date. Raises Refused unless there is exactly one."""
-    if Path(name).exists():
+    if os.path.exists(name):  # which knows no name that is too long
         return Path(name)
     found = []
     for folder in record.folders(root):
@@ -215,7 +216,12 @@ def main(argv=None):
     """Runs the tool and returns its exit status. Input that is refused is one line of text."""
     args = parse(argv)
     try:
-        return run(args)
+        status = run(args)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # as in `| head -1`
+        discard_output(sys.stdout)
+        return 0
     except Refused as error:
         print(f"refused: {error}", file=sys.stderr)
         return 2

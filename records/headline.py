@@ -3,12 +3,12 @@ beside the code of two records of the NanoGPT speedrun.
 
     python -m records.headline
 
-All runs: four H200 of one host, the same training and validation tokens of the stand-in corpus,
-torch 2.11.0 with CUDA 13.0. Our curve is read from a log of this folder. The points of the others
-we measured ourselves, by running their own code in two sittings on two hosts of this kind. Record
-89 ran with FlashAttention 2 in place of 3, which could not be had there, and with the lengths of
-its stages scaled to fewer steps. Our log is of a third host; at the second sitting our code of the
-same mathematics took 26.75, 26.92 and 26.92 s for 3.4833, 3.4837 and 3.4822.
+All runs: four H200, the same training and validation tokens of the stand-in corpus, torch 2.11.0
+with CUDA 13.0. Our curve is read from a log of this folder. The points of the others we measured
+ourselves, by running their own code in two sittings on two hosts of this kind. Record 89 ran with
+FlashAttention 2 in place of 3, which could not be had there, and with the lengths of its stages
+scaled to fewer steps. Our log is of a third host; at the second sitting our code of the same
+mathematics took 26.75, 26.92 and 26.92 s for 3.4833, 3.4837 and 3.4822.
 """
 from pathlib import Path
 

@@ -1424,3 +1424,14 @@ def test_compare_shortens_the_diff_and_finds_records_by_name(root, capsys):
     short, whole = (run_tool(capsys, root, "compare", "one", "two", *more)[1] for more in ([], ["--diff"]))
     assert "more lines of diff (--diff shows all)" in short and "+x = 99" not in short and "+x = 99" in whole
     assert run_tool(capsys, root, "compare", "one", "three")[0] == 2
+
+
+def test_a_closed_pipe_is_no_error():
+    command = f"{sys.executable} -m records compare laptop house_four_gpus --diff | head -1"
+    done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], cwd=Path(__file__).parents[1], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.count("\n") == 1
+
+
+def test_a_name_that_is_too_long_for_a_file_is_refused_in_a_sentence(capsys):
+    assert main(["compare", "a" * 300, "laptop"]) == 2
+    assert capsys.readouterr().err.startswith("refused: ")
