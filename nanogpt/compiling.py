@@ -39,7 +39,8 @@ def configure(namespace: str = "nanogpt") -> None:
     torch._dynamo.config.recompile_limit = 64
     # By default, graphs with an autograd function of ours in them, as FP8 has, are never cached.
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
-    # Kernels are named by what they do, so that kinds of layers share two of five kernels.
+    # All kernels get the same name, so that equal kernels of two graphs are one entry in the cache:
+    # kinds of layers share two of five.
     torch._inductor.config.triton.unique_kernel_names = False
     torch._inductor.config.post_grad_custom_pre_pass = no_pass(operators_hash(namespace))
 
@@ -77,8 +78,8 @@ def operators_hash(namespace: str) -> str:
 
 
 class Compiled:
-    """A function under torch.compile. It calls `report(what, seconds)` when a call had to compile
-    or load a graph, which is how long the call took.
+    """A function under torch.compile. After a call that had to compile or load a graph it calls
+    `report(what, seconds)`, where `seconds` is how long the call took.
 
     `sources` identifies the project's source files, all of them: a hash. With it, graphs are kept
     on disk for later runs, and the function may read globals only if the source files alone decide
@@ -112,7 +113,7 @@ class Compiled:
         if self.kept is not None:
             try:
                 return self.kept.graph_for(args)
-            except Exception as error:  # PyTorch calls this experimental. Starts are slower without
+            except Exception as error:  # it is experimental in PyTorch; without it starts are slow
                 self.kept = None
                 reason = f"{type(error).__name__}: {str(error)[:150]}"
                 self.report(f"graphs of {self.function.__name__} are not kept: {reason}", 0.0)

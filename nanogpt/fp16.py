@@ -8,19 +8,20 @@ gradients are divided by S before the optimizer sees them. S is a power of two, 
 one is exact: where nothing over- or underflows, it changes no bit of the training.
 
 How S is found (the rule of jmp, a JAX library). S starts at 2^15. If some gradient is infinite or
-NaN, S was too large: the step is skipped, S is halved, and nothing else remembers that step. After
+NaN, S was too large: the step is skipped, S is halved, and no weight remembers that step. After
 2000 good steps in a row S is doubled, as gradients get smaller while the model learns. PyTorch's
 GradScaler has the same rule, but starts at 2^16 and has no floor of 1.
 
 Details. A gradient that overflowed may have come to one rank only, so the ranks agree on whether to
 skip. They look at gradients that are already summed over the ranks: these sums are made in fp16 and
-may be what overflows. The scaled loss itself stays float32, because a mean loss of ln 65 times 2^15
-is beyond fp16 already. The loss of this trainer is a sum over tokens, but jmp's rule is meant for a
+may be what overflows. The scaled loss itself stays float32, because a mean loss of 2 times 2^15 is
+beyond fp16 already. The loss of this trainer is a sum over tokens, but jmp's rule is meant for a
 mean. So S is divided by the number of tokens of a sequence, rounded to a power of two.
 
 FP8 with constant scales does not go with it: gradients that are S times as large would leave the
 range for which those scales were chosen. The output head is an exception, whose backward pass takes
-the factor of the loss into account.
+the factor of the loss into account. Recipes that measure their scales do not go with it, either: a
+gradient that overflows skips a step here, and ends the run there.
 
 What it keeps between steps: S, and the number of good steps in a row. S / tokens also lies on the
 device, as `factor`, because a CUDA graph cannot read a number of the CPU anew.
@@ -35,7 +36,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nanogpt.ranks import rank_and_world_size, require
-from nanogpt.recipe import Recipe
+from nanogpt.recipe import PLAIN_DTYPES, Recipe
 
 FIRST_SCALE = 2.0**15
 LARGEST_SCALE = 2.0**127  # the largest power of two in float32
@@ -105,6 +106,6 @@ class LossScaling(Recipe):
 
 def check(name: str, recipe: str) -> None:
     """Raises BadInput if the recipe of this projection does not allow the loss to be scaled."""
-    allowed = recipe != "fp8-static" or name == "lm_head"
-    require(allowed, f"{name} is fp8-static, whose scale of gradients is constant, and "
-            "--precision=fp16 scales the loss; choose another recipe for one of them")
+    allowed = recipe in PLAIN_DTYPES or (recipe == "fp8-static" and name == "lm_head")
+    require(allowed, f"{name} is {recipe}, which does not go with fp16's scaled loss; choose "
+            "another recipe, or neither --precision=fp16 nor --dtype=float16")

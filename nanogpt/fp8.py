@@ -41,7 +41,8 @@ read these bytes and scales at places that never move, as CUDA graphs require.
 others. With this switch it rounds its rows first and hands out bytes: half the traffic of bf16.
 Rows of one weight may belong to several ranks, and they must share the weight's scale. So the ranks
 first reduce one vector, the amaxes of all weights, to its maximum. What arrives is, to the bit,
-what rounding whole weights gives. No rank has all the wide weights any more. Hence every projection
+what rounding the whole float32 weights gives. (Without the switch bf16 weights are rounded, so that
+about 2 % of the bytes differ.) No rank has all the wide weights any more. Hence every projection
 must use FP8 in every step, and wide weights are fetched before each validation, which uses them.
 The bank lm_head is still handed out wide as well: it is also the embedding, which is looked up.
 
@@ -79,8 +80,9 @@ def multiplier(amax: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def to_fp8(x: Tensor, multiplier: Tensor, dtype: torch.dtype, has_fp8: bool = True) -> Tensor:
-    """x * multiplier, clamped to the dtype's range and rounded. Without FP8 on the device, the
-    rounded numbers come as bf16."""
+    """x * multiplier, clamped to the dtype's range and rounded. Code that is compiled for a device
+    without FP8 cannot even hold such numbers, so there they come as bf16. Weights are rounded
+    outside of compiled code and are FP8 everywhere; `kernels.product` takes either."""
     limit = torch.finfo(dtype).max
     y = (x.float() * multiplier).clamp(-limit, limit)
     if has_fp8:
@@ -172,18 +174,18 @@ class FP8(Recipe):
         self.scales = torch.full((len(self.sites) + 1, 4), math.nan, device=self.device)
         self.banks = {}  # the wide weights
         self.weight_bytes = {}  # the same in e4m3, as bytes: any device can copy and send those
-        self.scale_of_row = {}  # (rows of the bank,): the row of `scales` that holds for it
+        self.site_of_row = {}  # (rows of the bank,): the number of its site, a row of `scales`
         for number, site in enumerate(self.sites):
             for name, first, count in site.slices:
                 if name not in self.banks:
                     self.add_bank(name, banks[name].detach())
-                self.scale_of_row[name][first : first + count] = number
+                self.site_of_row[name][first : first + count] = number
 
     def add_bank(self, name: str, bank: Tensor) -> None:
         no_site = len(self.sites)
         self.banks[name] = bank
         self.weight_bytes[name] = torch.zeros_like(bank, dtype=torch.uint8)
-        self.scale_of_row[name] = torch.full((len(bank),), no_site, device=self.device)
+        self.site_of_row[name] = torch.full((len(bank),), no_site, device=self.device)
 
     def product(self, site: Site) -> FP8Product:
         """The product of a site, for the whole run."""
@@ -205,10 +207,10 @@ class FP8(Recipe):
         """Measures all weights, and rounds those of the named banks."""
         # 1. What is rounded: whole banks, or with --float8_all_gather this rank's float32 rows.
         weights = self.banks
-        scale_of_row = self.scale_of_row
+        site_of_row = self.site_of_row
         if self.all_gather:
             weights = {name: masters[name] for name in self.banks}
-            scale_of_row = {name: self.own_rows(rows) for name, rows in scale_of_row.items()}
+            site_of_row = {name: self.own_rows(rows) for name, rows in site_of_row.items()}
         gathers = self.all_gather and self.world_size > 1
 
         # 2. One scale for each site, from the amaxes of its rows.
@@ -217,7 +219,7 @@ class FP8(Recipe):
             row_amaxes = weight.abs().flatten(1).amax(1).float()
             # A maximum over ranks may lose a NaN, but not infinity, which says the same here.
             row_amaxes = row_amaxes.nan_to_num(math.inf, math.inf)
-            amaxes.scatter_reduce_(0, scale_of_row[name], row_amaxes, "amax")
+            amaxes.scatter_reduce_(0, site_of_row[name], row_amaxes, "amax")
         if gathers:
             dist.all_reduce(amaxes, dist.ReduceOp.MAX)
         multipliers = multiplier(amaxes, E4M3)
@@ -229,7 +231,7 @@ class FP8(Recipe):
         for name, weight in weights.items():
             if name not in names:
                 continue
-            row_multipliers = multipliers[scale_of_row[name]][:, None]
+            row_multipliers = multipliers[site_of_row[name]][:, None]
             rounded = to_fp8(weight.flatten(1), row_multipliers, E4M3)
             new_bytes = rounded.view(torch.uint8).view(weight.shape)
             if gathers:

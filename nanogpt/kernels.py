@@ -4,9 +4,9 @@ A kernel is a function for the GPU, written in Triton. The GPU runs many copies 
 at a time, and each one works on a small tile of the tensors. Where PyTorch would read and write
 the memory several times, a kernel reads once, computes everything, and writes once.
 
-Every kernel has a twin in plain PyTorch. The twin runs where the kernel cannot: on CPUs, and on
-GPUs that lack the hardware. It also tells a reader in a few lines what the kernel is for, and the
-tests compare the two.
+Every kernel has a twin in plain PyTorch. The twin runs where the kernel cannot: on CPUs, on GPUs
+that lack the hardware, and for dtypes that the kernel does not take. It also tells a reader in a
+few lines what the kernel is for, and the tests compare the two.
 
 Most sections have the same order: the algebra in prose, the kernel, its twin, the operator, and
 the function to call. An operator is registered with PyTorch as `torch.ops.nanogpt.NAME`, so that
@@ -146,7 +146,7 @@ def transpose(x: Tensor) -> Tensor:
         return x.t().clone(memory_format=torch.contiguous_format)
     M, N = x.shape
     x_t = x.new_empty(N, M)
-    # The kernel gets bytes, because Triton cannot fill what lies outside of x with zeros in FP8.
+    # The kernel gets bytes: Triton has no FP8 zero to fill in for what lies outside of x.
     transpose_kernel[tiles(x)](
         x.view(torch.uint8), x_t.view(torch.uint8), M, N, TILE_ROWS, TILE_COLUMNS, num_warps=8
     )
@@ -197,8 +197,9 @@ def quantize(x: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tenso
 # operands are e4m3, which is the forward pass: backward, the errors of gradients would add up.
 #
 # Where the hardware has no FP8 products we multiply in bf16, which holds every FP8 number exactly,
-# and add up in float32, which holds every product of two of them exactly. Only the order of the sum
-# differs. A caller may also hand in bf16 tensors of rounded numbers, as the recipe for FP4 does.
+# and add up in float32, which holds every product of two of them exactly. So only the order of the
+# sum differs, but for fast accumulation. A caller may also hand in bf16 tensors of rounded numbers,
+# as the recipe for FP4 does.
 
 
 def contiguous(x: Tensor) -> Tensor:
@@ -280,7 +281,8 @@ def static_product(a: Tensor, b_t: Tensor, scale: float, dtype: torch.dtype) -> 
 # --------------------------------------------------------------------------------------------------
 # 4. The MLP's squared ReLU, in the same kernel as the product before it (records 59, 87)
 #
-# The MLP computes z = x up, h = relu(z)^2 and then h down^T. F is four times D, so z and h would be
+# The MLP computes z = x up, h = relu(z)^2 and then h down^T (up and down are the weights of the
+# projections fc and proj). F is four times D, so z and h would be
 # the largest tensors of a layer. The kernel has the sums of a tile in registers, and squares and
 # rounds them there: z is never written to memory, and h only in FP8.
 #
@@ -339,8 +341,9 @@ if triton is not None:
 
 
 def is_hopper(x: Tensor) -> bool:
-    """Whether x is on a GPU for which the kernel's tiles were chosen."""
-    return x.is_cuda and torch.cuda.get_device_capability(x.device) == HOPPER
+    """Whether x is on a GPU for which the kernel's tiles were chosen. AMD has a (9, 0), too."""
+    is_nvidia = x.is_cuda and not torch.version.hip
+    return is_nvidia and torch.cuda.get_device_capability(x.device) == HOPPER
 
 
 def launch_relu_squared(
@@ -454,8 +457,8 @@ def relu_squared_backward(
 #   t = tanh((z + shift) / (2 width)),
 #       logit = a + a t    and    dlogit/dz = (1 - t^2) a / (2 width).
 # - A power of two is one instruction, so e^x is computed as 2^(x log2(e)).
-# - A factor that all logits of a token share is a summand in the exponent, where the hardware adds
-#   it in the same instruction that multiplies t. Where a token is not the target, the gradient is
+# - A factor that is the same for all logits of a token is put into the exponent as a summand: the
+#   instruction that multiplies t adds it for free. Where a token is not the target, the gradient is
 #       e^(logit - lse) dlogit/dz / grad_scale = 2^(a log2(e) t + power) (1 - t^2)
 #       where power = (a - lse) log2(e) + log2(factor) and factor = a / (2 width grad_scale),
 #   and lse is the logarithm of the sum of all exponentials. For the target itself, `factor` is
@@ -592,7 +595,7 @@ def loss_operator(
     width: float,
 ) -> tuple[Tensor, Tensor]:
     cap = Cap(height, shift, width)
-    if z.is_cuda:
+    if z.is_cuda and not torch.version.hip:  # the kernel has an instruction of NVIDIA's
         return launch_loss(z, targets, bias, grad_scale, cap)
     return loss_in_pytorch(z, targets, bias, grad_scale, cap)
 
@@ -758,8 +761,8 @@ def adam_rows(
     new rows (n, width) in dtype.
 
     This is the Adam of Kingma and Ba (2015), with weight decay only where the update shrinks the
-    weight anyway (Chen et al. 2025; record 43). Its epsilon of 1e-10 is smaller than usual, because
-    gradients start far below 1e-8.
+    weight anyway (Chen et al. 2025; record 43), as adam_update and cautious_update of train_gpt.py
+    do it. Its epsilon of 1e-10 is only there against 0 / 0.
     """
     if gradient.is_cuda:
         width = gradient.size(1)

@@ -28,15 +28,17 @@ def device_integers(device: torch.device, *values: int) -> Tensor:
 def block_lists(documents: Tensor, windows: Tensor) -> tuple[Tensor, ...]:
     """The blocks that FlexAttention visits. documents (T,), windows (W,) in blocks.
 
-    Documents lie one after the other, so what a block of queries sees is a range of blocks of keys:
+    Documents lie one after the other, so what a block of queries sees is a range of blocks of keys,
+    which ends with its own. Its own is seen in part, because later tokens are hidden. An earlier
+    block is seen in full if it begins with the document that the block of queries ends with, for
+    then both lie inside of one document; otherwise it is seen in part. With blocks of 4 tokens:
 
-        document      0 0 0 0 0 1 1 1 1 1 1 1 1 1 1 1 1 1 1 2 2 2
-        block        |   0   |   1   |   2   |   3   |   4   |
-        queries of block 3 see | part |  all  | part |
+        document      0 0 0 0   0 1 1 1   1 1 1 1   1 1 1 1   1 1 2 2
+        block            0         1         2         3         4
+        block 3 sees              part      all       part
+        block 4 sees              part      part      part      part
 
-    In the first block of the range another document may end, and in the last one, their own,
-    queries see earlier tokens only: both are seen in part. Blocks between are seen in full. A
-    binary search finds each end of a range, and the window shortens it.
+    A binary search finds each end of a range, and the window shortens it.
 
     Returns eight tensors. They are four pairs: for each block of queries the blocks of keys that
     it sees in part, and in full; then for each block of keys the blocks of queries that see it in
@@ -44,7 +46,7 @@ def block_lists(documents: Tensor, windows: Tensor) -> tuple[Tensor, ...]:
     int32, of which the first so many count. n is the number of blocks."""
     first = documents[::BLOCK_SIZE].contiguous()  # (n,) the document of each block's first token
     last = documents[BLOCK_SIZE - 1 :: BLOCK_SIZE].contiguous()  # (n,) and of its last token
-    own = torch.arange(len(first), device=documents.device)  # (n,) each block's number
+    own = torch.arange(len(first), device=documents.device)  # (n,) the number of each block
     oldest = own - (windows[:, None] - 1)  # (W, n) first block of keys in the window
     newest = own + (windows[:, None] - 1)  # (W, n) last block of queries whose window reaches here
 
@@ -60,8 +62,9 @@ def block_lists(documents: Tensor, windows: Tensor) -> tuple[Tensor, ...]:
 
     def blocks(begin: Tensor, end: Tensor, with_own: int) -> tuple[Tensor, Tensor]:
         """The blocks from begin to end - 1, and before them the own block if with_own is 1."""
-        index = (begin[..., None] + own - with_own).clamp(max=len(own) - 1)
-        index = torch.where(own < with_own, own[:, None], index)
+        place = own  # in the list: they are also counted from 0 to n - 1
+        index = (begin[..., None] + place - with_own).clamp(max=len(own) - 1)
+        index = torch.where(place < with_own, own[:, None], index)
         return (end - begin + with_own).int(), index.int()
 
     after_own = (own + 1).expand_as(last_full_query)

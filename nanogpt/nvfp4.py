@@ -14,8 +14,9 @@ gradients survive:
 - Stochastic rounding ("sr"). A gradient that is much smaller than its block's largest would always
   round to 0. So gradients are rounded up or down at random, such that they are right on average.
   This does not hold for a block's largest value. The block's scale is itself rounded, which may
-  put that value beyond 6, at up to 6.375. There it is clipped to 6 whatever is drawn, and loses up
-  to 6 %. TransformerEngine has the same bias.
+  put that value beyond 6, at up to 6.375 (and farther in blocks that are so small that their scale
+  is below 2^-6). There it is clipped to 6 whatever is drawn, and loses up to 6 %. TransformerEngine
+  has the same bias.
 - A random Hadamard transform ("rht"). Both operands of wgrad are multiplied by the same orthogonal
   16 x 16 matrix, block by block along the sum. It cancels in the product. But it spreads an outlier
   evenly over its block of 16 tokens, whose other values would otherwise round to 0. The matrix is
@@ -28,7 +29,7 @@ Numerics. An operand is made of a tensor in these steps, in float32:
     multiplier   = 6 * 448 / amax, divided in float64; 1 if amax is 0
     block scale  = (max |x| of the block) * multiplier / 6, at most 448, rounded to e4m3
     number       = x * multiplier / block scale, clamped to +-6, rounded to e2m1
-A number times its block's scale, divided by the multiplier, is the value it stands for. In this way
+A number times its block's scale times amax / (6 * 448) is the value it stands for. In this way
 blocks use the whole range of e2m1, and their scales the whole range of e4m3. A block that is very
 small beside the tensor's amax gets the scale 0 and vanishes. The three products:
     fprop  y  = x w^T    x in blocks of 1 x 16 along K, w in 16 x 16; both rounded to nearest even
@@ -70,8 +71,8 @@ from nanogpt.recipe import (
 )
 
 PARTS = ("rht", "sr", "2d")  # what --nvfp4_without may name
-LARGEST = 6  # number of e2m1
-LARGEST_SCALE = 448  # number of e4m3
+LARGEST = 6  # the largest number of e2m1
+LARGEST_SCALE = 448  # the largest number of e4m3
 LARGEST_FLOAT32 = torch.finfo(torch.float32).max
 
 

@@ -29,7 +29,8 @@ from nanogpt.ranks import require
 
 class Site(NamedTuple):
     """A place of the model that multiplies by a weight. Weights live in banks, which are stacks of
-    equal matrices, so a site's weight is made of rows of one bank or of several."""
+    equal matrices, so a site's weight is made of rows of one bank or of several. A row of a bank is
+    an entry of its first dimension: a whole matrix in mlp, qk and vo, one vector in lm_head."""
     index: int  # its number, in the order of the forward pass
     layer: int  # its layer; the output head comes after the last one
     name: str  # "qkv", "o", "fc", "proj" or "lm_head"
@@ -210,7 +211,7 @@ def inverse(x: Tensor) -> Tensor:
 class Options(NamedTuple):
     """What the command line says about recipes."""
     plain: str  # the recipe of the model's own dtype: "bf16", "fp16", "fp32" or "fp64"
-    scales_loss: bool  # --precision=fp16
+    scales_loss: bool  # --precision=fp16, or --dtype=float16
     seq_len: int
     float8_all_gather: bool = False
     nvfp4_without: str = ""
@@ -223,6 +224,7 @@ PLAIN_DTYPES = {  # of the recipes that compute in the dtype of the tensors
 
 
 PROJECTIONS = ("qkv", "o", "fc", "proj", "lm_head")
+KNOWN = (*PLAIN_DTYPES, "fp8-static", "fp8", "nvfp4")
 
 
 def options_of(c) -> Options:
@@ -231,8 +233,9 @@ def options_of(c) -> Options:
     if c.dtype != "auto":
         dtype = getattr(torch, c.dtype)
         plain = next(name for name in PLAIN_DTYPES if PLAIN_DTYPES[name] == dtype)
+    scales_loss = "fp16" in (c.precision, plain)
     return Options(
-        plain, c.precision == "fp16", c.seq_len, c.float8_all_gather, c.nvfp4_without,
+        plain, scales_loss, c.seq_len, c.float8_all_gather, c.nvfp4_without,
         c.bf16_last_frac, c.native)
 
 
@@ -257,8 +260,9 @@ def room(recipe: str):
 
 
 def rooms_needed(names: list[dict[str, str]], options: Options) -> list[str]:
-    """The recipes of these names that have a module of their own."""
-    used = {recipe for layer in names for recipe in layer.values()}
+    """Those of the chosen recipes that have a module of their own. fp16 needs its own only if the
+    loss is scaled."""
+    used = {recipe for layer in names for recipe in layer.values()} - {"fp16"}
     if options.scales_loss:
         used.add("fp16")
     return [recipe for recipe in ("fp8", "nvfp4", "fp16") if recipe in used]
@@ -271,9 +275,11 @@ def import_rooms(names: list[dict[str, str]], options: Options) -> None:
 
 
 def possible(recipe: str, name: str, shape: tuple[int, int], options: Options) -> str:
-    """The recipe for the projection of this name and the shape of its weight, or the plain one
-    where the shape is no multiple of 16. Raises BadInput if that is not what the user asked
-    for."""
+    """The recipe that a projection of this name gets if it asks for `recipe`. It is the plain one
+    if it asks for any plain one (they all mean: in the dtype of the model), if its weight is no
+    multiple of 16, or if the model is in float64. Raises BadInput if that is not what the user
+    asked for."""
+    require(recipe in KNOWN, f"{name} cannot be {recipe}, which is none of {', '.join(KNOWN)}")
     if options.plain == "fp64":
         require(recipe != "nvfp4" and not options.float8_all_gather,
                 f"{name} cannot be {recipe} with --dtype=float64, which is without recipes; choose "
@@ -302,6 +308,8 @@ def choose(c, layers: list, default: dict[str, str],
     wanted = []
     for i, layer in enumerate(layers):
         names = PROJECTIONS[:4] if layer.attn else ("fc", "proj")
+        unknown = set(layer.recipes) - set(names)
+        require(not unknown, f"layer {i} has no {', '.join(unknown)}, which its recipes name")
         if i < len(layers) - c.bf16_last_layers:
             wanted.append({name: layer.recipes.get(name, default[name]) for name in names})
         else:
@@ -309,7 +317,7 @@ def choose(c, layers: list, default: dict[str, str],
     wanted.append({"lm_head": default["lm_head"]})
 
     widths = dict.fromkeys(PROJECTIONS, c.model_dim)
-    widths |= {"fc": c.mlp_dim, "proj": c.mlp_dim, "lm_head": c.vocab_size}
+    widths |= {"qkv": 3 * c.model_dim, "fc": c.mlp_dim, "proj": c.mlp_dim, "lm_head": c.vocab_size}
     chosen = []
     for layer in wanted:
         recipes = {}

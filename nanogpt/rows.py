@@ -26,7 +26,8 @@ class LookedUpRows:
     """The rows of the tables that a step looks up, and their gradients.
 
     The optimizer calls these methods in this order: `find` before the forward passes, `add` after
-    each of them, then `sums`, and `put` for each table. All is done on the stream `beside`."""
+    each of them, then `sums`, and `put` for each table. All is done on the stream `beside`: `find`
+    and `add` switch to it, `sums` and `put` are to be called on it."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -36,6 +37,7 @@ class LookedUpRows:
     def reset(self, masters: dict[str, Tensor]) -> None:
         """Forgets all steps so far. masters: for each table this rank's columns, (rows, share)."""
         self.masters = masters
+        self.places = {}  # name -> (rows,), of a used row its place among the used ones, from 1 on
         self.totals = {}  # name -> (world_size, n, share), the sum of gradients of the n used rows
         self.used = {}  # name -> (n,), the used rows in ascending order
 
@@ -69,6 +71,7 @@ class LookedUpRows:
             self.counts, self.counts_arrived = to_host(counts)
 
     def make_totals(self) -> None:
+        """Waits for the number of used rows, and makes room for the sums of their gradients."""
         if self.counts_arrived is not None:
             self.counts_arrived.synchronize()
         for name, n in zip(self.masters, self.counts.tolist()):

@@ -523,7 +523,7 @@ def test_constant_scales_can_be_of_any_projection(monkeypatch):
 
 def test_constant_scales_are_refused_where_the_loss_has_a_scale_of_its_own(monkeypatch):
     monkeypatch.setitem(t.TOPOLOGIES, "own", [t.Layer(value_embed=0, recipes={"o": "fp8-static"})])
-    with pytest.raises(ranks.BadInput, match="^o is fp8-static, whose scale .* constant, and --precision=fp16 scales"):
+    with pytest.raises(ranks.BadInput, match="^o is fp8-static, which does not go with fp16's scaled loss"):
         trainer(precision="fp16", topology="own")
 
 
@@ -880,3 +880,15 @@ def test_what_validation_of_fp16_weights_finds_does_not_depend_on_training_befor
             model(tokens[:-1], tokens[1:], setting, True)
         losses.append(t.loss_without_gradient(model, tokens[:-1], tokens[1:], setting).item())
     assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("layer, keys, sentence", [
+    (t.Layer(recipes={"proj": "fp8-sttaic"}), {}, "proj cannot be fp8-sttaic, which is none of bf16, "),
+    (t.Layer(recipes={"bogus": "fp8"}), {}, "layer 0 has no bogus"),
+    (t.Layer(), {"precision": "fp8-mlp", "dtype": "float16"}, "fc is fp8-static, .* fp16's scaled loss"),
+    (t.Layer(), {"precision": "fp8", "dtype": "float16"}, "qkv is fp8, .* fp16's scaled loss"),
+])
+def test_recipes_that_cannot_be_are_refused_in_a_sentence(layer, keys, sentence, monkeypatch):
+    monkeypatch.setitem(t.TOPOLOGIES, "odd", [layer] * 4)
+    with pytest.raises(t.BadInput, match=sentence):
+        t.choose_recipes(config(topology="odd", **keys), torch.device("cpu"))
