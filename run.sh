@@ -13,8 +13,15 @@ if [ "${1:-}" != test ]; then
     case $word in
       --key=* | --split_blank=*) reading+=("$word") ;;
       -*) keys+=("$word") ;;
-      /*) texts+=("$word") ;;
-      *) texts+=("$PWD/$word") ;;  # we are about to change the folder
+      *)
+        if [ ! -e "$word" ]; then
+          echo "run.sh: '$word': no such file or folder; options are written --key=value" >&2
+          exit 2
+        fi
+        case $word in
+          /*) texts+=("$word") ;;
+          *) texts+=("$PWD/$word") ;;  # we are about to change the folder
+        esac ;;
     esac
   done
 fi
@@ -57,6 +64,9 @@ gpus=$("$python" -c "import torch; print(torch.cuda.device_count())")
 case $asked in *" --preset=laptop "* | *" --device=cpu "* | *" --device=mps "*) gpus=0 ;; esac
 
 if [ ${#texts[@]} -gt 0 ]; then
+  case $asked in
+    *" --data_dir"*) echo "run.sh: a text of your own and --data_dir contradict each other; leave one out" >&2; exit 2 ;;
+  esac
   tokens=auto  # GPT-2's, or bytes where its vocabulary cannot be fetched
   case $asked in
     *" --preset=laptop "* | *" --preset=char "*) tokens=bytes ;;

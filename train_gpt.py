@@ -2135,7 +2135,7 @@ class Run:
         path = self.inputs.checkpoint
         facts = dict(
             config=dataclasses.asdict(self.config), run_id=self.run_id,
-            code_sha256=run["code_sha256"], files_sha256=run["files_sha256"],
+            files_sha256=run["files_sha256"],
             data=self.facts.data, came_from=self.came_from, best=self.best,
             checkpoint=path and str(path), seconds=self.clock.now(),
             steps=list(self.log.steps), updates=self.optimizer.steps,
@@ -2198,6 +2198,7 @@ class Run:
         console = self.log.console
         if c.sample:
             import sample
+            STOP.end_steps()
             content = self.best or checkpoint_of(self.model, self.step, val_loss)
             model = model_of(content, self.device)
             console.say(f"sample: {sample.after_training(model, c.sample, c.sample_tokens)}")

@@ -8,14 +8,14 @@
 INPUT is one of these, in UTF-8, or in UTF-16 with a byte-order mark:
     a file          one document, or with --split_blank=N the parts between N or more blank lines
     a .jsonl file   a JSON object on each line, with the text of one document under --key
-    a folder        the files of text and of source code in it and in its subfolders (texts.py lists
+    a folder        the files of text and of source code in it and in its subfolders (texts.py has
                     their endings), without hidden ones and without those that are not text
 
-OUT is data/NAME of the first INPUT if it is not given. It receives NAME_val_000000.bin and
+OUT is data/NAME of the first INPUT if it is not given, or data/NAME-2 and so on if that has the
+tokens of another text. It receives NAME_val_000000.bin and
 NAME_train_000001.bin, NAME_train_000002.bin, and so on. `shards.py` says what a shard is. A
 document in it is the token 50256 followed by the document's own tokens, which are GPT-2's or, with
---bytes, one for each byte. A shard begins with a document and ends with the first one that fills it
-to --shard_tokens.
+--bytes, one for each byte. A shard has about --shard_tokens tokens, in whole documents.
 
 Blank documents are dropped, and so are those whose text an earlier one has. The others are
 shuffled, in an order that --seed decides. The first ones in this order are the validation split,
@@ -40,6 +40,7 @@ import multiprocessing
 import os
 import random
 import re
+import shlex
 import shutil
 import signal
 import sys
@@ -407,13 +408,24 @@ def safe_name(text):
     return name or "text"
 
 
-def default_folder(first_input):
-    """The folder in data/ that is named after this input, but none that has another purpose."""
-    path = Path(os.path.abspath(first_input))
+def default_folder(inputs):
+    """The folder in data/ that is named after the first input, but none that has another purpose.
+    Where a folder has the tokens of other inputs of the same name, it is NAME-2, and so on."""
+    paths = absolute(inputs)
+    path = Path(paths[0])
     name = safe_name(path.name if path.is_dir() else path.stem)
     while name.lower() in RESERVED or holds_other_things(DATA / name):
         name += "_tokens"
-    return DATA / name
+    folder = DATA / name
+    number = 2
+    while holds_other_things(folder) or read_record(folder).get("inputs", paths) != paths:
+        folder = DATA / f"{name}-{number}"
+        number += 1
+    return folder
+
+
+def absolute(inputs):
+    return [os.path.abspath(path) for path in inputs]
 
 
 def holds_other_things(path):
@@ -488,7 +500,8 @@ def make_corpus(sources, args, options, may_replace, say):
 
     # 2. Make what is not.
     tokens = choose_tokens(args.tokens, say)
-    record = wanted | {"wanted_tokens": args.tokens, "tokens": tokens}
+    record = wanted | {
+        "inputs": absolute(args.inputs), "wanted_tokens": args.tokens, "tokens": tokens}
     num_bytes = sum(file["size"] for file in files)
     workers = min(args.workers, 1 + num_bytes // (4 << 20))  # for less, starting one takes longer
     skipped = []
@@ -551,7 +564,7 @@ def from_here(path):
 
 def quoted(argument):
     """The argument as a shell takes it."""
-    return argument if re.fullmatch(r"[\w./:=-]+", argument) else f'"{argument}"'
+    return f'"{argument}"' if os.name == "nt" and " " in argument else shlex.quote(argument)
 
 
 def parse_args(argv):
@@ -610,7 +623,7 @@ def main(argv=None):
             sources = find_sources(args.inputs)
             may_replace = args.out is None
             if args.out is None:
-                args.out = default_folder(args.inputs[0])
+                args.out = default_folder(args.inputs)
             counts, is_new = make_corpus(sources, args, options, may_replace, say)
             tokens = counts["tokens"]
     except PrepareError as error:

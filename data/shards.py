@@ -13,7 +13,8 @@ and the trainer reads them; all three use this file. From shards to batches:
     rank_batches    copies the sequences that belong to one rank into an array
 
 This file needs numpy and the standard library only. It is handed paths and numbers, and knows
-nothing of the trainer's configuration, of devices or of torch.
+nothing of devices or of torch. Of the trainer it knows the names of the keys that its sentences
+advise to change.
 """
 import hashlib
 import os
@@ -51,7 +52,7 @@ class DamagedShard(ShardError):
 
 
 class Stamp(NamedTuple):
-    """By what a file is known again: while a run reads its shards, they must stay as they are."""
+    """Size and time of change of a file. If they differ later, it was changed during the run."""
 
     size: int  # in bytes
     changed: int  # when its content was changed last, in nanoseconds

@@ -1,6 +1,6 @@
 """From files to documents: finds the files of texts, reads them, and cuts them into documents.
 
-prepare.py says which files these may be. This file knows nothing of tokens.
+What prepare.py and evaluate.py read goes through here. This file knows nothing of tokens.
 """
 import codecs
 import hashlib
@@ -44,6 +44,8 @@ def errors_of(path):
 def find_sources(inputs):
     """The files that `inputs` name or have in their folders. Raises PrepareError."""
     sources = []
+    if "" in inputs:  # as of a variable of the shell that is not set; it would be this folder
+        raise PrepareError("one of the names is empty; name a file or a folder")
     for item in map(Path, inputs):
         with errors_of(item):
             if item.is_file():
@@ -172,7 +174,7 @@ def split_at_blank_lines(lines, at_least):
 def distinct(documents, dropped):
     """Yield the documents that are not blank and whose text no earlier one has.
 
-    Counts the others under dropped["duplicates"].
+    Counts those that an earlier one has under dropped["duplicates"], and blank ones not at all.
     """
     seen = set()
     for text in documents:

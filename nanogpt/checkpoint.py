@@ -117,6 +117,8 @@ def read(path: str | Path) -> dict:
         name = not_finite(weights)
         dict(checkpoint["config"])
         int(checkpoint["step"])
+    except OSError as error:
+        raise BadInput(f"{path} cannot be read ({error.strerror})") from None
     except Exception as error:  # a foreign file can make torch.load raise nearly anything
         kind = type(error).__name__
         raise BadInput(f"{path} is no checkpoint of this program ({kind})") from None

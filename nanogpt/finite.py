@@ -1,8 +1,8 @@
 """When a number of a run is not finite: what the sentence says that ends it, and how it is known.
 
 A loss that is infinite or NaN spoils every weight in the very step it belongs to, and the CPU hears
-of it a step later. Then it is too late to ask where it began. So each step tells what it has begun
-with: its own loss, and for this rank's part of each weight one number, which is finite only if all
+of it a step later. Then it is too late to ask where it began. So each rank sends with each step its
+own loss, and for its part of each weight before the update one number, which is finite only if all
 of that part is. They travel in the vector that the ranks sum anyway (nanogpt/ranks.py, `Requests`).
 A sum is not finite if one of its numbers is not. They are computed while the gradients are on their
 way, so nothing waits for them. The tables of embeddings are left out: of them a step reads a few

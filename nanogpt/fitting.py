@@ -11,21 +11,21 @@ from pathlib import Path
 from typing import NamedTuple
 
 from data.shards import count_tokens, kind_of_tokens
-from nanogpt import arguments
+from nanogpt import arguments, limits
 from nanogpt.inputs import find_shards
 from nanogpt.masks import BLOCK_SIZE
 from nanogpt.ranks import require
 
-# The large model has 114M parameters, and tables of 386M more, which learn a text by heart when
-# they read it twice. So it is for texts of at least half a token for each of the 114M.
+# For less text the large model would have to read it twice, and then its tables, 386M of its 500M
+# parameters, learn it by heart.
 LARGE_TEXT = 60_000_000  # tokens of GPT-2's vocabulary
 
 MINUTES = 2.0  # the budget if none is given
 # records/2026-11-22_h100_one_gpu has the runs by which the next three were chosen. More readings of
 # a small text make validation worse: the model learns the text by heart.
 MOST_EPOCHS = {"laptop": 6, "char": 3, "small": 2}
-STEPS_A_READING = 75  # at least, for `small`: the batches of a short text are small
-TOKENS_A_ROW = 64  # of text for each row of its table of bigrams, which knows a text by heart first
+STEPS_PER_READING = 75  # at least, for `small`: the batches of a short text are small
+TOKENS_PER_ROW = 64  # of its table of bigrams, which would learn a short text by heart first
 VALIDATIONS = 10  # of a run; after each one the weights are kept if they are the best so far
 
 
@@ -106,6 +106,7 @@ def fit(c, presets: dict[str, dict], schedules: dict[str, list], given: dict, cu
     """The configuration for the text that `c` names: the preset that suits it, or the given one,
     with lengths and steps that the text has room for. Raises BadInput if the text is too short, and
     ShardError if it cannot be read."""
+    limits.check_positive(c)
     text = describe(find_shards(c, "train"), find_shards(c, "val"))
     preset = given.get("preset") or preset_for(text, cuda)
     laid_over = {name: values | OVER_PRESET for name, values in presets.items()}
@@ -120,10 +121,14 @@ def fitted(c, schedule: list, text: Text, given: dict):
     batch_tokens = c.batch_tokens
     bigram_rows = c.bigram_rows
     if c.preset == "small":
-        batch_tokens = min(batch_tokens, sum(text.train) // STEPS_A_READING)
-        bigram_rows = min(bigram_rows, max(1, sum(text.train) // TOKENS_A_ROW))
+        batch_tokens = min(batch_tokens, sum(text.train) // STEPS_PER_READING)
+        bigram_rows = min(bigram_rows, max(1, sum(text.train) // TOKENS_PER_ROW))
     changes = lengths(
         text, world_size, c.seq_len, batch_tokens, c.micro_tokens, c.val_seq_len, c.val_tokens)
+    for name in ("seq_len", "val_seq_len"):
+        value = given.get(name, 0)
+        require(value <= changes[name], f"--{name}={value} is more than this text has room for, "
+                f"which is {changes[name]}; lower it, or leave it out")
     changes["bigram_rows"] = bigram_rows
     changes["epochs"] = MOST_EPOCHS.get(c.preset, 1)
     large = c.preset in ("speedrun", "onepass")

@@ -33,10 +33,7 @@ def check_inputs(c, packing: shards.Packing, plan: shards.Plan, files: list[dict
     collective."""
     errors = (BadInput, shards.ShardError)
     train_paths, val_paths, val_tokens = agreed(check_data, c, packing, plan, errors=errors)
-    stamps = shards.stamps_of(train_paths)
-    fingerprints = [shards.fingerprint(path, "train") for path in train_paths]
-    fingerprints += [shards.fingerprint(path, "val") for path in val_paths]
-    checks.check_apart(fingerprints)
+    stamps, fingerprints = agreed(identify, train_paths, val_paths, errors=errors)
     agreed(refuse_other_data, files, fingerprints)
     saved = saving.open_save(c.resume, fingerprints, c.data_dir)
     checkpoint_path = agreed(place_for_checkpoint, c, saved, num_weights)
@@ -66,6 +63,17 @@ def check_data(c, packing: shards.Packing,
     if not chooses_steps(c):  # else they follow from the data
         checks.check_amount(train_paths, packing, plan, c.data_dir)
     return train_paths, val_paths, torch.from_numpy(val_tokens.view("int16"))
+
+
+def identify(train_paths: list[Path],
+             val_paths: list[Path]) -> tuple[dict[Path, shards.Stamp], list[dict]]:
+    """The stamps of the training shards, and the fingerprints of all shards. Raises ShardError if
+    one cannot be read, or if one is for training and for validation."""
+    stamps = shards.stamps_of(train_paths)
+    fingerprints = [shards.fingerprint(path, "train") for path in train_paths]
+    fingerprints += [shards.fingerprint(path, "val") for path in val_paths]
+    checks.check_apart(fingerprints)
+    return stamps, fingerprints
 
 
 def chooses_steps(c) -> bool:

@@ -1,5 +1,5 @@
-"""What the values of a configuration may be. Whatever else is wrong would only be found by an error
-of PyTorch in the middle of the run.
+"""What the values of a configuration may be. Wrong values that are not refused here would show as
+an error of PyTorch in the middle of a run.
 
 `c` is train_gpt.Config. What a layer or a stage of the schedule is, train_gpt.py says.
 """
@@ -29,8 +29,13 @@ def check(c, topologies: dict[str, list], schedules: dict[str, list], precisions
     require(0 <= c.seed < 10**15, f"--seed={c.seed} must be from 0 to 10^15 - 1, as logs hold it")
     require(c.model_dim >= least_width,
             f"--model_dim={c.model_dim} must be at least {least_width}, a gate's channels")
-    require(c.save_every >= 0, f"--save_every={c.save_every} must not be negative; 0 saves never")
-    require(c.save_steps >= 0, f"--save_steps={c.save_steps} must not be negative; 0 saves never")
+    for name in ("minutes", "save_every", "save_steps", "val_interval", "momentum_warmup",
+                 "sample_tokens", "bf16_last_layers", "bf16_last_frac"):
+        value = getattr(c, name)
+        require(value >= 0, f"--{name}={value} must not be negative")
+    for name in ("cooldown_frac", "bf16_last_frac"):
+        value = getattr(c, name)
+        require(value <= 1, f"--{name}={value} is a part of the steps, so it must be at most 1")
     require(0 < c.join_timeout <= 10_000,
             f"--join_timeout={c.join_timeout} must be above 0 and at most 10,000 minutes")
 

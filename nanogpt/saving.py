@@ -17,14 +17,15 @@ The number of ranks may be another one when the run goes on. Each rank then read
 one tensor after the other together, and keeps its own part of it.
 
 torch.distributed.checkpoint is not used: its metadata is a pickle, which runs what a stranger has
-put into it, whereas nanogpt/checkpoint.py reads data only. A save is data in that it names no place
-to write to, either: the logs go to the folder that it lies in, and its checkpoint's file must lie
-there too, or below the folder where the program is started, or be given anew.
+put into it, whereas nanogpt/checkpoint.py reads data only. A save names the file of its checkpoint.
+A run that goes on writes there only if that lies beside the logs or below the folder where the
+program is started; otherwise --save_checkpoint must be given anew.
 """
 import hashlib
 import math
 import os
 import re
+import shlex
 import shutil
 import threading
 import time
@@ -235,7 +236,8 @@ class Saver:
                 for old in complete(self.folder)[:-KEPT]:
                     remove(old)
         except (OSError, RuntimeError) as error:
-            part.unlink(missing_ok=True)
+            with suppress(OSError):
+                part.unlink(missing_ok=True)
             if self.rank != 0:  # rank 0 looks for this file
                 with suppress(OSError):
                     part.with_suffix(".failed").write_text(reason_of(error))
@@ -476,8 +478,10 @@ def command(save: Path | None, save_checkpoint: str) -> str:
     """What goes on from a save; empty if there is none."""
     if not save:
         return ""
-    again = "" if is_near(save, save_checkpoint) else f" --save_checkpoint={save_checkpoint}"
-    return f"train_gpt.py --resume={save}{again}"
+    words = ["train_gpt.py", f"--resume={save}"]
+    if not is_near(save, save_checkpoint):
+        words.append(f"--save_checkpoint={save_checkpoint}")
+    return shlex.join(words)
 
 
 def configure(config_class: type, save: Path, given: dict, may_change: tuple[str, ...]):
@@ -492,8 +496,8 @@ def configure(config_class: type, save: Path, given: dict, may_change: tuple[str
     saved["log_dir"] = config_class.log_dir
     if save.parent.suffix == ".saved":
         saved["log_dir"] = str(save.parent.parent)
-    if saved["minutes"]:  # then these two have followed from it
-        given = {name: given[name] for name in given if name not in ("num_steps", "epochs")}
+    if saved["minutes"]:  # from which the number of readings has followed, whatever was given
+        given = {name: given[name] for name in given if name != "epochs"}
     check_changes(save, saved, given, may_change)
     return config_class(**saved | given | {"resume": str(save)})
 

@@ -187,13 +187,13 @@ class Watch:
             time.sleep(LOOK_S / 4)
 
     def end_by_signal(self, number: int) -> None:
-        """Ends the process at a signal before the first step, and the others with it. A SIGTERM may
-        be torchrun's, because another rank is lost, or our own, because torchrun is."""
+        """Ends the process at a signal that does not wait, and the others with it. A SIGTERM may be
+        torchrun's, because another rank is lost, or our own, because torchrun is."""
         if self.orphaned:
             os._exit(128 + number)
         if number == signal.SIGTERM:
             self.end_if_lost()
-        self.end_run(f"stopped by {SIGNALS[number]} before the first step", 128 + number)
+        self.end_run(f"stopped by {SIGNALS[number]} {self.stop.when}", 128 + number)
 
     def end_with_traceback(self, error: Exception) -> None:
         """After an error that nobody has foreseen: ends the process, and the others. Returns where

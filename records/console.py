@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import math
 import os
+import shlex
 import sys
 import threading
 import time
@@ -412,9 +413,9 @@ def next_commands(checkpoint: Path | None, data_dir: str) -> list[str]:
     """What to try after a run. `data_dir` is that of a text which the run was fitted to."""
     commands = []
     if checkpoint:
-        commands.append(f'sample.py {checkpoint} "Once upon a time"')
+        commands.append(f'sample.py {shlex.quote(str(checkpoint))} "Once upon a time"')
     if data_dir:
-        commands.append(f"train_gpt.py --data_dir={data_dir} --minutes=10")
+        commands.append(f"train_gpt.py {shlex.quote(f'--data_dir={data_dir}')} --minutes=10")
     return commands
 
 

@@ -8,8 +8,10 @@ import io
 import math
 import os
 import re
+import shlex
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -84,6 +86,12 @@ def test_the_header_of_a_small_run_on_a_processor(capsys):
     out = capsys.readouterr().out
     assert "machine   1 x CPU (Xeon), torch 2.13.0\n" in out and "training tokens (bytes), " in out
     assert "\nrun       7 steps of 2,048 tokens, 14,336 tokens in all (0.00 epochs)\n" in out
+
+
+def test_commands_to_try_next_are_quoted_as_a_shell_needs_it():
+    sampling, training = console.next_commands(Path("models/my text.pt"), "data/my $text")
+    assert shlex.split(sampling) == ["sample.py", "models/my text.pt", "Once upon a time"]
+    assert shlex.split(training) == ["train_gpt.py", "--data_dir=data/my $text", "--minutes=10"]
 
 
 # ------------------------------------------------------------------------------- without a terminal

@@ -147,6 +147,17 @@ def test_checkpoints_of_one_name_do_not_replace_each_other(text, tmp_path, monke
     assert str(inputs.place_for_checkpoint(c, None, 1000)) == f"models/{tmp_path.name}-2.pt"
 
 
+@pytest.mark.parametrize("keys, sentence", [
+    (["--batch_tokens=0"], "--batch_tokens=0 must be positive"), (["--seq_len=0"], "--seq_len=0 must be positive"),
+    (["--val_seq_len=0"], "--val_seq_len=0 must be positive"), (["--minutes=-3"], "--minutes=-3.0 must not be negative"),
+    (["--val_seq_len=1048576"], "--val_seq_len=1048576 is more than this text has room for"),
+    (["--seq_len=1048576"], "--seq_len=1048576 is more than this text has room for"),
+])
+def test_values_that_no_text_fits_are_refused_in_a_sentence(text, keys, sentence):
+    with pytest.raises(BadInput, match=sentence):
+        t.parse_config([text, *keys])
+
+
 def test_minutes_and_a_number_of_steps_contradict_each_other(text):
     with pytest.raises(BadInput, match="leave out --minutes or --num_steps"):
         t.parse_config([text, "--minutes=1", "--num_steps=20"])

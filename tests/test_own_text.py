@@ -156,6 +156,23 @@ def test_the_default_folder_has_the_name_of_the_input(tmp_path, data, given, fol
         f"{folder}_train_000001.bin", f"{folder}_val_000000.bin"]
 
 
+def test_texts_of_one_name_have_a_folder_each_and_find_it_again(tmp_path, data, capsys):
+    texts = {folder: STORY + folder for folder in ("a", "b", "c")}
+    for again in range(2):
+        for number, (folder, text) in enumerate(texts.items(), 1):
+            source = write(tmp_path / folder / "story.txt", text) if not again else str(tmp_path / folder / "story.txt")
+            prepare.main([source, "--bytes"])
+            assert ("already there" in capsys.readouterr().out) == bool(again)
+            own = data / ("story" if number == 1 else f"story-{number}")
+            assert "".join(map(from_bytes, read_corpus(own))) == text
+
+
+def test_an_empty_name_is_not_this_folder(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        prepare.main([""])
+    assert "one of the names is empty" in capsys.readouterr().err
+
+
 def test_the_last_line_is_the_command_that_trains(tmp_path, data, capsys):
     prepare.main([write(tmp_path / "story.txt", STORY), "--bytes"])
     made, command = capsys.readouterr().out.splitlines()
@@ -187,6 +204,7 @@ def test_corpus_json_says_what_the_shards_were_made_of(tmp_path, data):
     assert record["options"]["seed"] == 3
     del record["files"], record["options"]
     assert record == {
+        "inputs": [source],
         "name": "story",
         "wanted_tokens": "bytes",
         "tokens": "bytes",

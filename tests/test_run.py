@@ -321,6 +321,8 @@ def refused(capfd, args, before="step:"):
     ({"num_steps": 0}, ["--num_steps=0", "positive"]), ({"batch_tokens": -256}, ["--batch_tokens=-256"]),
     ({"epochs": 0}, ["--epochs=0"]), ({"num_heads": 0}, ["--num_heads=0"]), ({"vocab_size": 0}, ["--vocab_size=0"]),
     ({"seq_len": 200, "batch_tokens": 800}, ["--seq_len=200", "multiple of 128"]),
+    ({"val_interval": -1}, ["--val_interval=-1", "negative"]), ({"sample_tokens": -5}, ["--sample_tokens=-5"]),
+    ({"bf16_last_frac": 7.0}, ["--bf16_last_frac=7.0", "at most 1"]), ({"cooldown_frac": 5.0}, ["--cooldown_frac=5.0"]),
     ({"micro_tokens": 0}, ["--micro_tokens=0", "positive"]), ({"micro_tokens": 300}, ["--micro_tokens=300", "256"]),
     ({"bigram_rows": 0}, ["--bigram_rows=0"]), ({"candidates": 100}, ["--candidates=100", "at least 384"]),
     ({"candidates": 200, "micro_tokens": 256}, ["--candidates=200", "multiple of 16, at least 128"]),

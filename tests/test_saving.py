@@ -543,6 +543,13 @@ def test_a_signal_before_the_first_step_is_one_sentence(number, status, corpus, 
     assert out.strip() == f"train_gpt.py: stopped by {signal.Signals(number).name} before the first step"
 
 
+def test_a_signal_while_a_sample_is_drawn_ends_the_run_at_once_with_its_weights_written(corpus, tmp_path):
+    command = options(corpus, tmp_path, sample="a", sample_tokens=10**6, seq_len=1024, micro_tokens=1024, candidates=0)
+    found, seconds, out = signalled(signal.SIGINT, "log: ", "train_gpt.py", *command)
+    assert found == 130 and "stopped by SIGINT after the last step" in out, out
+    assert seconds < 20 and (tmp_path / "model.pt").exists() and "Traceback" not in out
+
+
 def test_torchrun_hands_a_signal_on_to_both_ranks(corpus, tmp_path):
     command = [*TORCHRUN, "--nproc_per_node=2", "train_gpt.py", *options(corpus, tmp_path, **LONG)]
     _, seconds, out = signalled(signal.SIGTERM, "step:10/", *command)
