@@ -38,12 +38,16 @@ import argparse
 import hashlib
 import json
 import math
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # importing torch takes seconds: no traceback then
 
 import numpy as np
 import torch
@@ -172,7 +176,7 @@ def score_items(model, items: list[Item], most_tokens: int, progress: Callable =
 def shortened(setting, longest: int):
     """The setting with windows that reach no farther than a document of `longest` tokens, which
     begins with a block. That changes no result: what is cut off are other documents. Paired heads
-    have two positions a token."""
+    have two positions per token."""
     blocks = math.ceil(2 * longest / BLOCK_SIZE)
     windows = {name: min(window, blocks) for name, window in setting.windows.items()}
     return setting._replace(windows=windows)
@@ -363,7 +367,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     option("--limit", type=sample.at_least(1), metavar="N",
            help="take the first N documents, items or passages only")
     option("--split_blank", type=sample.at_least(1), metavar="N",
-           help="cut a text at N or more blank lines into documents (--text)")
+           help="cut a text at N or more blank lines into documents (--text), "
+           "or into passages (--last_word)")
     option("--key", default="text", help="where a .jsonl line has its text; default %(default)s")
     option("--seq_len", type=sequence_length, metavar="N",
            help="tokens to work on at a time; default: the model's val_seq_len, on a CPU at most "
@@ -648,4 +653,5 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # main ends in order
     sys.exit(main(sys.argv[1:]))

@@ -15,11 +15,15 @@ import argparse
 import codecs
 import math
 import os
+import signal
 import sys
 import unicodedata
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # importing torch takes seconds: no traceback then
 
 import torch
 import torch.nn.functional as F
@@ -77,7 +81,7 @@ class LayerMemory(NamedTuple):
 
     A query sees whole blocks, the last of them its own. So there are as many places as the window
     has positions, and a new position overwrites the one that is a window older. Paired heads have
-    two positions a token."""
+    two positions per token."""
     keys: Tensor  # (heads, places, d)
     values: Tensor  # (heads, places, d)
     last_key: Tensor  # (1, 1 or 2, heads, d): of the last token, before its half is replaced
@@ -557,4 +561,5 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # main ends in order
     sys.exit(main(sys.argv[1:]))

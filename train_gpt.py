@@ -704,7 +704,7 @@ class Precision:
 # A query sees a key if the key is not later, both belong to the same document, and the key's
 # block is among the last `window` blocks up to the query's (nanogpt/masks.py). On GPUs
 # FlexAttention skips the blocks in which nothing is seen; elsewhere PyTorch's scaled-dot-product
-# attention computes the same. Where heads are paired, the sequence has two positions a token, so
+# attention computes the same. Where heads are paired, the sequence has two positions per token, so
 # their windows reach half as many tokens. Windows are numbers outside of every compiled graph, so
 # with FlexAttention a new window compiles nothing.
 
@@ -1150,7 +1150,7 @@ class GPT(nn.Module):
         return all_weights
 
     def rotary(self, setting: Setting, T: int) -> tuple[Tensor, Tensor, Tensor]:
-        """cos and sin (2 T, 1, d), two positions a token for paired heads, and the scale of
+        """cos and sin (2 T, 1, d), two positions per token for paired heads, and the scale of
         scores."""
         c = self.config
         dtype = self.lm_head.dtype  # in validation, fp16 weights stand in bf16

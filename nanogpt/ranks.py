@@ -38,7 +38,7 @@ def start_process(kind: str, local_gpu: int, store: dist.Store | None = None) ->
         device = torch.device("cuda", local_gpu)
         if local_gpu >= torch.cuda.device_count():
             raise OSError(f"process {local_gpu} of this host finds no GPU for itself; "
-                          "start one process a GPU")
+                          "start one process per GPU")
         torch.cuda.set_device(device)
         # Work on this stream goes before what is done beside it (nanogpt/rows.py).
         torch.cuda.set_stream(torch.cuda.Stream(priority=-1))
