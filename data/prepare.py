@@ -38,6 +38,7 @@ import collections
 import json
 import multiprocessing
 import os
+import platform
 import random
 import re
 import shlex
@@ -386,13 +387,21 @@ def read_spool(path, pieces):
 def make_python_docs_corpus(out_dir, use_bytes=True, name="fineweb", **options):
     """Make the --python-docs corpus, unless `out_dir` has it already.
 
+    Shards without corpus.json, as earlier versions of this program made them, are left as they are.
     Returns what write_corpus() returns, or None if there was nothing to do. Raises PrepareError as
     write_corpus() does (where Python comes without the sources of its library), and OSError if
     `out_dir` cannot be used.
     """
-    if Path(out_dir, f"{name}_val_000000.bin").exists():  # validation is named last
+    record = {"python": platform.python_version(), "options": options, "name": name,
+              "tokens": "bytes" if use_bytes else "gpt2"}
+    found = read_record(out_dir)
+    if record.items() <= found.items() and are_complete(found, out_dir):
         return None
-    return write_corpus(python_documents(), out_dir, name, use_bytes, **options)
+    old = shards_in(out_dir, name)
+    if old and "python" not in found:
+        return None
+    return write_corpus(
+        python_documents(), out_dir, name, use_bytes, **options, old=old, record=record)
 
 
 # ---- where a corpus is, and what it was made of --------------------------------------------------

@@ -9,6 +9,7 @@ import http.server
 import json
 import os
 import random
+import shutil
 import struct
 import subprocess
 import sys
@@ -389,8 +390,20 @@ def test_python_docs_corpus_is_made_once_and_the_same_each_time(python_docs, tmp
         "prepare.py", "--python-docs", "--bytes", "--out", tmp_path, PYTHONHASHSEED="7")
     assert run.returncode == 0, run.stderr
     assert f"{counts['train_tokens']:,} training" in run.stdout
-    for name in before:
+    shards = [name for name in before if name.endswith(".bin")]
+    assert len(shards) == 2
+    for name in shards:
         assert (tmp_path / name).read_bytes() == (out / name).read_bytes()
+
+
+def test_python_docs_are_made_anew_if_they_are_not_whole_or_shall_be_others(python_docs, tmp_path):
+    out, counts = python_docs
+    for path in out.iterdir():
+        shutil.copy(path, tmp_path)
+    next(tmp_path.glob("*_train_*")).unlink()
+    assert prepare.make_python_docs_corpus(tmp_path) == counts
+    assert prepare.make_python_docs_corpus(tmp_path, val_tokens=1000)["val_tokens"] == 1001
+    assert prepare.make_python_docs_corpus(tmp_path, val_tokens=1000) is None
 
 
 def test_source_prose_finds_docstrings_and_comments_in_order_and_no_code():
