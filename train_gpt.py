@@ -2047,7 +2047,7 @@ class Run:
         """Begins where the save was made. Raises BadInput if it does not fit. A collective."""
         agreed(self.optimizer.load, saved)
         self.step = saved.step
-        self.best = saved.fact("best") if self.inputs.checkpoint else None
+        self.best = saved.fact("best") if self.inputs.checkpoint_path else None
         self.came_from = saved.history()
         self.clock.total = saved.fact("seconds")
         self.log.repeat(saved.fact("steps"))
@@ -2115,7 +2115,7 @@ class Run:
         self.log.step(self.step, self.clock.total, "val_loss", loss)
         finite.check_validation(self.step, loss, self.tensors())
         is_best = self.best is None or loss < self.best["val_loss"]
-        if self.inputs.checkpoint and self.step and is_best:
+        if self.inputs.checkpoint_path and self.step and is_best:
             self.best = checkpoint_of(self.model, self.step, loss)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -2132,7 +2132,7 @@ class Run:
         tensors = self.tensors()
         finite.check_save(self.step, tensors)
         run = self.facts.run
-        path = self.inputs.checkpoint
+        path = self.inputs.checkpoint_path
         facts = dict(
             config=dataclasses.asdict(self.config), run_id=self.run_id,
             files_sha256=run["files_sha256"],
@@ -2148,7 +2148,7 @@ class Run:
         manager."""
         if error and self.best and not self.log.has_ended:
             with WATCH.writing:
-                self.log.console.say(checkpoint.keep(self.inputs.checkpoint, self.best))
+                self.log.console.say(checkpoint.keep(self.inputs.checkpoint_path, self.best))
 
     def result(self, compile_s: float) -> dict:
         """The end block of the log (records/README.md)."""
@@ -2179,7 +2179,7 @@ class Run:
                 what=f"{lost} tokens of rank 0 were no candidates; raise --candidates"))
         result = self.result(compile_s)
         log.end(result, self.best["step"] if self.best else self.step)
-        path = self.inputs.checkpoint if self.best else None
+        path = self.inputs.checkpoint_path if self.best else None
         if path:
             path = checkpoint.write_somewhere(path, self.best)
         if self.ended_by:

@@ -23,7 +23,7 @@ class Inputs(NamedTuple):
     val_tokens: Tensor  # (val_tokens + 1,), the bits of uint16
     fingerprints: list[dict]  # of all shards
     saved: saving.Saved | None  # what the run goes on from
-    checkpoint: Path | None  # the file of its weights, on rank 0
+    checkpoint_path: Path | None  # the file of its weights, on rank 0
 
 
 def check_inputs(c, packing: shards.Packing, plan: shards.Plan, files: list[dict],
@@ -89,7 +89,7 @@ def place_for_checkpoint(c, saved: saving.Saved | None, num_weights: int) -> Pat
         return None
     path = Path(c.save_checkpoint)
     if c.save_checkpoint == "auto" and saved and saved.fact("checkpoint"):
-        path = saved.checkpoint()
+        path = saved.checkpoint_path()
     elif c.save_checkpoint == "auto":
         path = checkpoint.unused_path("models", Path(c.data_dir).resolve().name)
     checkpoint.try_place(path, 2 * num_weights)  # most weights take two bytes

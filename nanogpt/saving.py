@@ -365,7 +365,7 @@ class Saved:
         folders = [str(logs / name) for name in names if name.endswith(".saved")]
         return [*folders, str(self.save.parent)]
 
-    def checkpoint(self) -> Path:
+    def checkpoint_path(self) -> Path:
         """The file that the checkpoint was to be written to."""
         path = self.fact("checkpoint")
         check_place(self.save, path)
