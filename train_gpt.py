@@ -2298,7 +2298,7 @@ def main(argv: list[str]) -> int:
     where `at_end` writes the best weights and a note to the log. Then WATCH tells the other ranks,
     and ends them."""
     errors = (BadInput, shards.ShardError, OSError, torch.OutOfMemoryError)
-    c = Config()
+    c = Config()  # until the command line is read
     try:
         c = WATCH.join(parse_config, argv, errors, Config.join_timeout)
         with ExitStack() as WATCH.at_end:

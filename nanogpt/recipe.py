@@ -260,9 +260,8 @@ def room(recipe: str):
 
 
 def rooms_needed(names: list[dict[str, str]], options: Options) -> list[str]:
-    """Those of the chosen recipes that have a module of their own. fp16 needs its own only if the
-    loss is scaled."""
-    used = {recipe for layer in names for recipe in layer.values()} - {"fp16"}
+    """Those of the chosen recipes that have a module of their own."""
+    used = {recipe for layer in names for recipe in layer.values()}
     if options.scales_loss:
         used.add("fp16")
     return [recipe for recipe in ("fp8", "nvfp4", "fp16") if recipe in used]

@@ -376,20 +376,20 @@ class Saved:
         require(isinstance(tensor, Tensor), f"{self.save} lacks {name}; {REMEDY}")
         return tensor
 
-    def whole(self, name: str, update: str, shape: tuple[int, ...], rows: int) -> Tensor:
-        """A tensor of all ranks. `update` and `shape` are those of its parameter in
+    def whole(self, name: str, share: str, shape: tuple[int, ...], rows: int) -> Tensor:
+        """A tensor of all ranks. `share` and `shape` are those of its parameter in
         parameter_table, which say how it was shared. The saved padding is taken off. One that is
         shared by its rows is padded to `rows` of them."""
         parts = [self.of_rank(rank, name) for rank in range(len(self.parts))]
-        if update == "all":
+        if share == "all":
             return parts[0]
-        dim = 1 if update == "rows" else 0
+        dim = 1 if share == "rows" else 0
         try:
             whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
             whole = whole.narrow(dim, 0, shape[dim])
         except (RuntimeError, IndexError):
             raise BadInput(f"{self.save}: {name} does not fit {shape}; {REMEDY}") from None
-        if update == "slice":
+        if share == "slice":
             padding = rows - len(whole)
             whole = F.pad(whole, (0, 0) * (whole.dim() - 1) + (0, padding))
         return whole
