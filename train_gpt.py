@@ -203,26 +203,37 @@ CPU_HAS_BF16 = getattr(torch.cpu, "_is_avx512_bf16_supported", bool)()
 PRESETS: dict[str, dict] = {
     "speedrun": {},
     "onepass": dict(
-        schedule="onepass", num_steps=950, seq_len=8192, micro_tokens=32_768, muon_lr=0.02,
-        head_lr=0.0065, cooldown_frac=0.7, target_loss=3.492),
+        schedule="onepass", num_steps=950,
+        seq_len=8192, micro_tokens=32_768,
+        muon_lr=0.02, head_lr=0.0065, cooldown_frac=0.7,
+        target_loss=3.492),
     "laptop": BYTES | dict(
-        topology="laptop", model_dim=128, num_heads=2, mlp_dim=512, schedule="laptop",
-        num_steps=700, muon_lr=0.04, head_lr=0.007, batch_tokens=2048, seq_len=2048,
-        target_loss=1.5, val_tokens=131_072, val_seq_len=8192, val_interval=175, device="cpu",
-        precision="bf16" if CPU_HAS_BF16 else "fp32", compile=False, save_checkpoint="auto",
-        sample="The "),
+        topology="laptop", model_dim=128, num_heads=2, mlp_dim=512,
+        schedule="laptop", num_steps=700,
+        batch_tokens=2048, seq_len=2048,
+        muon_lr=0.04, head_lr=0.007,
+        target_loss=1.5, val_tokens=131_072, val_seq_len=8192, val_interval=175,
+        device="cpu", compile=False,
+        precision="bf16" if CPU_HAS_BF16 else "fp32",
+        save_checkpoint="auto", sample="The "),
     # Six plain layers that see 256 bytes, on any text: to compare precisions in minutes.
     "char": BYTES | dict(
-        topology="char", model_dim=384, mlp_dim=1536, schedule="char", num_steps=1000, epochs=100,
-        batch_tokens=16_384, table_lr=0.1, target_loss=1.3, val_tokens=65_536,
-        val_seq_len=16_384, val_interval=100, save_every=5.0, precision="bf16"),
+        topology="char", model_dim=384, mlp_dim=1536,
+        schedule="char", num_steps=1000, epochs=100,
+        batch_tokens=16_384,
+        table_lr=0.1,
+        target_loss=1.3, val_tokens=65_536, val_seq_len=16_384, val_interval=100,
+        precision="bf16",
+        save_every=5.0),
     # The same layers with GPT-2's tokens, for texts that are too short for the large model.
     "small": dict(
         topology="char", model_dim=384, mlp_dim=1536, bigram_rows=65_536,
-        cut_documents=True, schedule="char", num_steps=1000, epochs=2, batch_tokens=32_768,
-        seq_len=2048, micro_tokens=16_384, momentum_warmup=100, muon_lr=0.015, head_lr=0.005,
-        table_lr=0.15, target_loss=0.0, val_tokens=262_144, val_seq_len=16_384, val_interval=100,
-        save_every=5.0, precision="bf16"),
+        schedule="char", num_steps=1000, epochs=2, cut_documents=True,
+        batch_tokens=32_768, seq_len=2048, micro_tokens=16_384,
+        muon_lr=0.015, head_lr=0.005, table_lr=0.15, momentum_warmup=100,
+        target_loss=0.0, val_tokens=262_144, val_seq_len=16_384, val_interval=100,
+        precision="bf16",
+        save_every=5.0),
 }
 
 ABOUT = {
@@ -561,7 +572,8 @@ class Products:
 
     def qkv(self, x: Tensor, qk: Tensor, v: Tensor, factor: Tensor) -> tuple[Tensor, ...]:
         """x (T, D), qk (2 D, D), v (D, D) -> queries, keys and factor times values, (T, D) each."""
-        return self.linear(x, torch.cat((qk, factor * v))).view(len(x), 3, -1).unbind(1)
+        stacked = self.linear(x, torch.cat((qk, factor * v)))  # (T, 3 D)
+        return stacked.view(len(x), 3, -1).unbind(1)
 
     def mlp(self, x: Tensor, up: Tensor, down: Tensor, factor: Tensor, proj: "Products") -> Tensor:
         """x (T, D), up and down (D, F) -> factor relu(x up)^2 down^T (T, D). The second product
@@ -617,7 +629,8 @@ class Measured(Products):
         return y if factor is None else factor * y
 
     def qkv(self, x, qk, v, factor):
-        queries, keys, values = self.product(x, torch.cat((qk, v))).view(len(x), 3, -1).unbind(1)
+        stacked = self.product(x, torch.cat((qk, v)))  # (T, 3 D)
+        queries, keys, values = stacked.view(len(x), 3, -1).unbind(1)
         return queries, keys, factor * values
 
     def chosen(self, rows):
@@ -732,13 +745,16 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor) -> Tensor:
 
 SIGNS = 8192  # rows of random signs, which tell bigrams of one hash apart (record 83)
 
-# Learned numbers that weigh the parts of a layer, and their initial values. `x0` and `bigram` weigh
-# what is added together with the output of attention, `v` and `o` are factors of projections,
-# `attn` and `mlp` weigh the stream before each half of the layer, `skip` an earlier output, `down`
-# what the MLP adds.
-SCALARS = {
-    "x0": 0.0, "bigram": 0.05, "v": 0.5, "o": 1.0, "attn": 1.1**0.5, "skip": 0.18, "mlp": 1.1**0.5,
-    "down": 1.0}
+SCALARS = {  # learned numbers that weigh the parts of a layer, and their initial values
+    "x0": 0.0,  # of the first stream, added together with the output of attention
+    "bigram": 0.05,  # of the bigrams, added there, too
+    "v": 0.5,  # factor of the values
+    "o": 1.0,  # factor of the output of attention
+    "attn": 1.1**0.5,  # of the stream before attention
+    "skip": 0.18,  # of an earlier output
+    "mlp": 1.1**0.5,  # of the stream before the MLP
+    "down": 1.0,  # factor of what the MLP adds
+}
 
 
 class Param(NamedTuple):
@@ -791,17 +807,20 @@ def parameter_table(c: Config) -> dict[str, Param]:
     head = dict(optimizer="adam", lr=c.head_lr)
     scalar = dict(optimizer="adam", lr=c.scalar_lr, share="all")
     late = dict(optimizer="adam", lr=0.25 * c.head_lr, share="all")
-    table = dict(optimizer="adam", lr=c.table_lr, betas=(0.75, 0.95), decay=0.025 * c.table_lr,
-                 share="rows")
+    table = dict(
+        optimizer="adam", lr=c.table_lr, betas=(0.75, 0.95),
+        decay=0.025 * c.table_lr, share="rows")
     return {
         # up and down of each layer in turn, both (D, F): y = relu(x up)^2 down^T. These matrices
         # have four times as many columns as rows, hence the factor 2; down learns best at twice
         # that (record 42).
         "mlp": Param(
-            (2 * L, D, c.mlp_dim), init=up_and_down, lr=(2 * c.muon_lr, 4 * c.muon_lr), **muon),
+            (2 * L, D, c.mlp_dim), init=up_and_down,
+            lr=(2 * c.muon_lr, 4 * c.muon_lr), **muon),
         # the output head, which is the token embedding, too
         "lm_head": Param(
-            (V, D), init=normal(0.005), betas=(0.5, 0.95), decay=0.75 * c.head_lr, **head),
+            (V, D), init=normal(0.005),
+            betas=(0.5, 0.95), decay=0.75 * c.head_lr, **head),
         "value_embeds": Param((V, num_value_embeds * D), init=normal(0.01), **table),
         "bigrams": Param((c.bigram_rows, D), init=zero, **table),
         # queries, then keys, of each layer in turn: a matrix (2 d, D) for two neighbouring heads,
@@ -927,7 +946,8 @@ def attention(normed: Normed, weights: LayerWeights, scalars: dict[str, Tensor],
         half = GATE_DIM // 2
         steering = torch.cat((normed.first[:, :half], context.value_embed[:, :half]), 1)
         gate = 2 * torch.sigmoid(F.linear(steering, gates[1]))  # (T, H)
-        v = v + (gate[..., None] * context.value_embed.reshape(T, H, d)).view_as(v)
+        gated = gate[..., None] * context.value_embed.reshape(T, H, d)
+        v = v + gated.view_as(v)
 
     # 2. Attention itself, over (T or 2 T, heads, d).
     heads = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
@@ -943,7 +963,8 @@ def attention(normed: Normed, weights: LayerWeights, scalars: dict[str, Tensor],
         wide = torch.promote_types(v.dtype, torch.float32)  # |v|^2 of an outlier overflows fp16
         along = (y * v).sum(-1, keepdim=True, dtype=wide)
         length = v.square().sum(-1, keepdim=True, dtype=wide).clamp(min=1e-8)
-        y = y - torch.tanh(weights.xsa)[:, None] * (along / length).type_as(y) * v
+        amount = torch.tanh(weights.xsa)[:, None]  # (H, 1)
+        y = y - amount * (along / length).type_as(y) * v
 
     # 4. A gate lets a head say nothing (record 28).
     gate = torch.sigmoid(F.linear(normed.first, gates[0]))  # (T, H)
@@ -985,7 +1006,8 @@ def embed_inputs(tokens: Tensor, begins: Tensor, bigram: Tensor, embed: Tensor, 
     first stream and the bigrams, weighed by two of its learned scalars (L, len(SCALARS)). Nothing
     crosses the border of a document."""
     x = F.embedding(tokens, embed)
-    x = norm(x + smear.to(x.dtype) * torch.where(begins[:, None], 0, x.roll(1, 0)))  # record 34
+    before = torch.where(begins[:, None], 0, x.roll(1, 0))
+    x = norm(x + smear.to(x.dtype) * before)  # record 34
     normed = normed_stream(x)
     bigram = bigram * signs[(tokens ^ previous(tokens, begins)) % SIGNS]
     x0, of_bigram = (list(SCALARS).index(name) for name in ("x0", "bigram"))
@@ -1005,7 +1027,8 @@ def late_mix(x: Tensor, sources: tuple[Tensor, ...], weights: LateMix) -> Tensor
     """x (T, D), the last stream, plus an amount of each source (T, D), normalised. The sources are
     the first stream, three later ones and the first value embedding."""
     hidden = F.gelu(F.linear(x, weights.w_in.to(x.dtype)))
-    amounts = F.linear(hidden, weights.w_out.to(x.dtype)) + weights.bias.to(x.dtype)  # (T, 5)
+    amounts = F.linear(hidden, weights.w_out.to(x.dtype))  # (T, 5)
+    amounts = amounts + weights.bias.to(x.dtype)
     taken = sum(0.1 * amounts[:, i : i + 1] * source for i, source in enumerate(sources))
     return norm(x + taken)
 
@@ -1135,9 +1158,10 @@ class GPT(nn.Module):
         D = self.config.model_dim
         H = self.config.num_heads
         matrices = self.weight("mlp").unbind()
+        all_qk = self.weight("qk").view(-1, H, 2 * D // H, D)
+        all_vo = self.weight("vo").view(-1, 2, D, D)
         of_attention = zip(
-            self.weight("qk").view(-1, H, 2 * D // H, D).unbind(),
-            self.weight("vo").view(-1, 2, D, D).unbind(), self.gates.unbind(), self.xsa.unbind())
+            all_qk.unbind(), all_vo.unbind(), self.gates.unbind(), self.xsa.unbind())
         all_weights = []
         for i, (layer, scalars) in enumerate(zip(self.layers, self.scalars.unbind())):
             weights = LayerWeights(matrices[2 * i], matrices[2 * i + 1], scalars)
@@ -1250,7 +1274,9 @@ class GPT(nn.Module):
             outputs.append(x.view_as(x))
             if any(other.reads_layer == i for other in self.layers):
                 for_later[i] = normed
-        return x, (first_x, outputs[L // 3], outputs[L * 2 // 3], outputs[L - 2], value_embeds[0])
+        late_sources = (
+            first_x, outputs[L // 3], outputs[L * 2 // 3], outputs[L - 2], value_embeds[0])
+        return x, late_sources
 
     def forward(self, tokens: Tensor, targets: Tensor, setting: Setting, training: bool,
                 looked_up: dict | None = None, only: list[int] | None = None) -> Tensor:
@@ -1457,7 +1483,8 @@ class Optimizer:
         for name, param in model.table.items():
             if param.optimizer == "muon":
                 turn = torch.arange(len(self.banks[name])) % len(param.lr)
-                lr = torch.tensor(param.lr)[turn][:, None, None].to(model.signs.device)
+                lr = torch.tensor(param.lr)[turn]
+                lr = lr[:, None, None].to(model.signs.device)
                 self.muon_lr[name] = self.own(name, lr)
         self.looked_up = LookedUpRows(model.signs.device)
         wide = model.scalars.dtype
@@ -1518,7 +1545,8 @@ class Optimizer:
             return bank
         if share == "rows":
             padding = -bank.size(1) % self.world_size
-            return F.pad(bank, (0, padding)).chunk(self.world_size, 1)[self.rank].contiguous()
+            columns = F.pad(bank, (0, padding)).chunk(self.world_size, 1)
+            return columns[self.rank].contiguous()
         return bank.chunk(self.world_size)[self.rank]
 
     @torch.no_grad()
