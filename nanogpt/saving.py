@@ -162,6 +162,12 @@ def sweep(folder: Path, but: Path | None = None) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
+def keep_newest(folder: Path) -> None:
+    """Removes all saves in RUN_ID.saved but the last KEPT."""
+    for old in complete(folder)[:-KEPT]:
+        remove(old)
+
+
 class Saver:
     """Saves one run, every so many minutes of training or steps, and when it is told to.
 
@@ -233,8 +239,7 @@ class Saver:
                 sync_folder(writing)
                 os.rename(writing, save)
                 sync_folder(self.folder)
-                for old in complete(self.folder)[:-KEPT]:
-                    remove(old)
+                keep_newest(self.folder)
         except (OSError, RuntimeError) as error:
             with suppress(OSError):
                 part.unlink(missing_ok=True)
@@ -284,6 +289,7 @@ class Saver:
             shutil.rmtree(self.folder, ignore_errors=True)
             for folder in self.came_from:
                 sweep(Path(folder))
+                keep_newest(Path(folder))  # a run may have been killed before it did that
                 with suppress(OSError):
                     Path(folder, FINISHED).touch()
 

@@ -300,6 +300,20 @@ def test_leftovers_are_ignored_and_swept_and_the_last_two_saves_are_kept(corpus,
     assert not list(tmp_path.glob("*.saved")), "the saves of a run that has come to its end are removed"
 
 
+def test_a_run_that_is_killed_before_an_old_save_is_removed_keeps_two_in_the_end(corpus, tmp_path, monkeypatch):
+    with monkeypatch.context() as killed:
+        due = [2, 3, 5]
+        killed.setattr(saving.Saver, "due", lambda self, step, seconds: len(due) > 0 and due.pop(0) >= 0)
+        killed.setattr(saving, "keep_newest", lambda folder: None)
+        killed.setattr(saving.Saver, "end", lambda self: self.finish())
+        assert run(options(corpus, tmp_path)) == 0
+    (folder,) = tmp_path.glob("*.saved")
+    three = saving.complete(folder)
+    assert len(three) == 3
+    assert run(["--resume", f"--log_dir={tmp_path}"]) == 0
+    assert saving.complete(folder) == three[1:]
+
+
 def test_a_run_that_is_killed_while_an_old_save_is_removed_goes_on_from_the_newest(corpus, tmp_path, monkeypatch):
     """The kill is a file of the old save that is gone while the others are still there."""
     due = [2, 3, 5]
