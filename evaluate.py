@@ -457,6 +457,20 @@ def find_text(options: argparse.Namespace, model: Model) -> Text:
     return Text(read_texts(options.text, options.key, options.split_blank), None)
 
 
+def warn_of_other_shards(text: Text, models: list[Model]) -> None:
+    """Says on standard error which models were trained when their folder held other validation
+    shards. Text that is prepared anew is split anew."""
+    if not text.val_tokens:
+        return
+    read = {shards.fingerprint(path, "val")["sha256"] for path in text.source.content}
+    for model in models:
+        known = {shard.get("sha256") for shard in model.gpt.data if shard.get("split") == "val"}
+        folder = Path(model.gpt.config.data_dir).resolve()
+        if known and not read <= known and text.source.content[0].resolve().parent == folder:
+            print(f"evaluate.py: {folder} was prepared anew after {model.path} was trained, so its "
+                  "validation text may be what the model has learned from", file=sys.stderr)
+
+
 def read_texts(name: str, key: str, split_blank: int | None) -> Source:
     """The documents of a file or folder that are not blank. Raises PrepareError if they cannot be
     read, and BadInput if there are none."""
@@ -530,6 +544,7 @@ def measure_all(options: argparse.Namespace, models: list[Model]) -> list[Measur
     wants_text = options.text or not (options.hellaswag or options.last_word)
     if wants_text:
         text = find_text(options, models[0])
+        warn_of_other_shards(text, models)
         streams = [stream_of(text, model, options.limit) for model in models]
         numbers = {len(stream.starts) for stream in streams}
         require(len(numbers) == 1,

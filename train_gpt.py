@@ -1976,17 +1976,18 @@ class WarmUp:
             self.optimizer.update(name, gradient, 0.0, 0.0)
 
 
-def checkpoint_of(model: GPT, step: int, val_loss: float) -> dict:
-    """What nanogpt/checkpoint.py writes: configuration, and weights without padding on the CPU."""
+def checkpoint_of(model: GPT, step: int, val_loss: float, data: list[dict]) -> dict:
+    """What nanogpt/checkpoint.py writes: configuration, weights without padding on the CPU, and
+    which shards the run has read (`data`, their fingerprints)."""
     weights = {name: model.weight(name).detach().cpu().clone() for name in model.table}
     config = dataclasses.asdict(model.config)
-    return dict(config=config, weights=weights, step=step, val_loss=val_loss)
+    return dict(config=config, weights=weights, step=step, val_loss=val_loss, data=data)
 
 
 def model_of(content: dict, device: torch.device) -> GPT:
     """The model of a checkpoint on one device, ready for texts of any length: nothing is compiled.
-    `model.trained_steps` is the number of updates. Raises BadInput if the weights do not fit the
-    configuration."""
+    `model.trained_steps` is the number of updates, and `model.data` has the fingerprints of its
+    shards, if they are known. Raises BadInput if the weights do not fit the configuration."""
     values = checkpoint.config_values(content["config"], Config)
     c = Config(**values | dict(attention="sdpa", device=device.type, native=False))
     check_config(c)
@@ -1997,6 +1998,7 @@ def model_of(content: dict, device: torch.device) -> GPT:
     model = GPT(c, device)
     model.load_state_dict(content["weights"])
     model.trained_steps = content["step"]
+    model.data = content.get("data", [])
     return model
 
 
@@ -2144,7 +2146,7 @@ class Run:
         finite.check_validation(self.step, loss, self.tensors())
         is_best = self.best is None or loss < self.best["val_loss"]
         if self.inputs.checkpoint_path and self.step and is_best:
-            self.best = checkpoint_of(self.model, self.step, loss)
+            self.best = checkpoint_of(self.model, self.step, loss, self.facts.data)
 
     def tensors(self) -> dict[str, Tensor]:
         """This rank's tensors of a save (nanogpt/saving.py)."""
@@ -2227,7 +2229,8 @@ class Run:
         if c.sample:
             import sample
             STOP.end_steps()
-            content = self.best or checkpoint_of(self.model, self.step, val_loss)
+            content = self.best or checkpoint_of(
+                self.model, self.step, val_loss, self.facts.data)
             model = model_of(content, self.device)
             console.say(f"sample: {sample.after_training(model, c.sample, c.sample_tokens)}")
         console.closing(path, next_commands(path, c.data_dir if c.fit else ""))

@@ -1,8 +1,9 @@
 """Checkpoints: files of weights that are written whole or not at all, and read as data.
 
 A checkpoint is what torch.save makes of a dictionary: `config` (name -> value), `weights` (name ->
-tensor), `step` (updates so far), `val_loss`, and `sha256`, a checksum of the weights. This file
-knows nothing of the model: whether the weights fit it is for the model to check.
+tensor), `step` (updates so far), `val_loss`, `data` (the fingerprints of the shards), and `sha256`,
+a checksum of the weights. This file knows nothing of the model: whether the weights fit it is for
+the model to check.
 """
 import dataclasses
 import hashlib
@@ -117,6 +118,7 @@ def read(path: str | Path) -> dict:
         name = not_finite(weights)
         dict(checkpoint["config"])
         int(checkpoint["step"])
+        list(map(dict, checkpoint.get("data", [])))  # older files have none
     except OSError as error:
         raise BadInput(f"{path} cannot be read ({error.strerror})") from None
     except Exception as error:  # a foreign file can make torch.load raise nearly anything

@@ -7,6 +7,7 @@ import hashlib
 import http.server
 import json
 import math
+import shutil
 import subprocess
 import sys
 import threading
@@ -19,7 +20,7 @@ from conftest import ROOT, SEPARATOR, arguments, check_data, write_shard
 import evaluate
 import sample
 import train_gpt as t
-from data import hellaswag
+from data import hellaswag, shards
 from nanogpt.checkpoint import write
 from nanogpt.ranks import BadInput
 from records import evaluation
@@ -206,7 +207,7 @@ def checkpoint(corpus, tmp_path_factory):
     _, _, tokens = check_data(c)
     path = tmp_path_factory.mktemp("models") / "model.pt"
     loss = t.validate(model, tokens, 4)
-    write(path, t.checkpoint_of(model, 4, loss))
+    write(path, t.checkpoint_of(model, 4, loss, []))
     return path, loss
 
 
@@ -513,10 +514,30 @@ def test_half_precision_is_widened_as_in_validation(corpus, tmp_path, capsys):
     c = t.parse_config(arguments(data_dir=corpus, precision="fp16"))
     model = t.GPT(c, torch.device("cpu"))
     t.initialize(model, 0)
-    write(tmp_path / "model.pt", t.checkpoint_of(model, 4, 1.0))
+    write(tmp_path / "model.pt", t.checkpoint_of(model, 4, 1.0, []))
     _, _, tokens = check_data(c)
     got = results(capsys, tmp_path / "model.pt")["results"][0]["value"]
     assert got == pytest.approx(t.validate(model, tokens, 4), abs=2e-2)
+
+
+def test_text_that_was_prepared_anew_since_the_training_is_named(corpus, tmp_path, capsys):
+    """With another split, a model's validation text may be what it was trained on."""
+    folder = tmp_path / "data"
+    shutil.copytree(corpus, folder)
+    c = t.parse_config(arguments(data_dir=folder))
+    _, val_paths, _ = check_data(c)
+    model = t.GPT(c, torch.device("cpu"))
+    write(tmp_path / "model.pt", t.checkpoint_of(model, 4, 1.0, [shards.fingerprint(path, "val") for path in val_paths]))
+    status, _, err = run(capsys, tmp_path / "model.pt")
+    assert (status, err) == (0, "")
+    for path in val_paths:
+        content = bytearray(path.read_bytes())
+        content[-2] ^= 1  # the low byte of the last token
+        path.write_bytes(content)
+    status, _, err = run(capsys, tmp_path / "model.pt")
+    assert (status, err.count("\n")) == (0, 1) and f"{folder} was prepared anew after {tmp_path / 'model.pt'}" in err
+    status, _, err = run(capsys, tmp_path / "model.pt", f"--text={corpus}")
+    assert (status, err) == (0, ""), "another folder is no mistake"
 
 
 def test_models_of_other_tokens_are_compared_by_bits_per_byte(tmp_path, checkpoint, capsys, monkeypatch):
@@ -532,7 +553,7 @@ def test_models_of_other_tokens_are_compared_by_bits_per_byte(tmp_path, checkpoi
     c = t.parse_config(arguments(vocab_size=50304, candidates=0, model_dim=16))
     model = t.GPT(c, torch.device("cpu"))
     t.initialize(model, 0)
-    write(tmp_path / "model.pt", t.checkpoint_of(model, 4, 1.0))
+    write(tmp_path / "model.pt", t.checkpoint_of(model, 4, 1.0, []))
     text = tmp_path / "text.txt"
     text.write_text("Some text.\n\nSome more.\n\n" * 20)
     content = results(capsys, checkpoint[0], tmp_path / "model.pt", f"--text={text}", "--split_blank=1")
@@ -547,7 +568,7 @@ def test_of_a_vocabulary_of_ones_own_the_loss_on_shards_is_measured(tmp_path, ca
     c = t.parse_config(arguments(vocab_size=2000, candidates=0))
     model = t.GPT(c, torch.device("cpu"))
     t.initialize(model, 0)
-    write(tmp_path / "model.pt", t.checkpoint_of(model, 4, 1.0))
+    write(tmp_path / "model.pt", t.checkpoint_of(model, 4, 1.0, []))
     content = results(capsys, tmp_path / "model.pt", f"--text={path}")
     assert content["models"][0]["tokens"] == "other"
     assert [(result["measure"], result["units"]) for result in content["results"]] == [("loss", 1)]
