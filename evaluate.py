@@ -405,7 +405,7 @@ def load_model(path: str, device: torch.device) -> Model:
 
 def kind_of_tokens(vocab_size: int) -> str:
     """What the tokens of a model are, as far as the size of its vocabulary tells."""
-    if vocab_size > shards.SEPARATOR:
+    if not shards.reads_bytes(vocab_size):
         return "gpt2"
     return "bytes" if vocab_size <= MOST_FOR_BYTES else "other"
 

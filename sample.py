@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from data.prepare import byte_to_token, token_to_byte
-from data.shards import SEPARATOR
+from data.shards import SEPARATOR, reads_bytes
 from nanogpt import fitting
 from nanogpt.compiling import CudaGraphs
 from nanogpt.masks import BLOCK_SIZE
@@ -319,7 +319,7 @@ def codec(vocab_size: int) -> tuple[Callable[[str], list[int]], Callable[[int], 
     """Two functions, from a text to its tokens and from a token to its bytes: tokens are bytes for
     a small vocabulary, otherwise GPT-2's byte-pair encoding. Tokens that begin a document or pad
     the vocabulary have no text."""
-    if vocab_size <= SEPARATOR:
+    if reads_bytes(vocab_size):
         def encode(text: str) -> list[int]:
             return byte_to_token[list(text.encode(errors="replace"))].tolist()
 

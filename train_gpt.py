@@ -651,9 +651,8 @@ STATIC = {name: StaticFP8(scale) for name, scale in INPUT_SCALES.items()}
 STATIC["lm_head"] = StaticFP8Head()
 
 
-def choose_recipes(c: Config, device: torch.device) -> list[dict[str, str]]:
-    """The name of each projection's recipe: a dict for each layer, and one for the head. Raises
-    BadInput where the user asked for what cannot be."""
+def choose_recipes(c: Config, device: torch.device) -> recipe.RecipeNames:
+    """Which recipe each projection has. Raises BadInput where the user asked for what cannot be."""
     precision = c.precision
     if precision == "auto":
         has_fp8 = device.type == "cuda" and kernels.has_fp8(device)
@@ -662,11 +661,11 @@ def choose_recipes(c: Config, device: torch.device) -> list[dict[str, str]]:
     return recipe.choose(c, TOPOLOGIES[c.topology], default, device)
 
 
-def find_sites(c: Config, names: list[dict[str, str]]) -> list[recipe.Site]:
+def find_sites(c: Config, recipe_names: recipe.RecipeNames) -> list[recipe.Site]:
     """Which rows of the banks (section 4) each projection multiplies by."""
     sites = []
     num_attn = 0
-    for layer, projections in enumerate(names):
+    for layer, projections in enumerate(recipe_names):
         slices = {
             "qkv": (("qk", num_attn * c.num_heads, c.num_heads), ("vo", 2 * num_attn, 1)),
             "o": (("vo", 2 * num_attn + 1, 1),),
@@ -674,8 +673,8 @@ def find_sites(c: Config, names: list[dict[str, str]]) -> list[recipe.Site]:
             "proj": (("mlp", 2 * layer + 1, 1),),
             "lm_head": (("lm_head", 0, c.vocab_size),),
         }
-        for name in projections:
-            sites.append(recipe.Site(len(sites), layer, name, slices[name]))
+        for projection in projections:
+            sites.append(recipe.Site(len(sites), layer, projection, slices[projection]))
         num_attn += "qkv" in projections
     return sites
 
@@ -686,21 +685,22 @@ class Precision:
     (nanogpt/recipe.py)."""
 
     def __init__(self, c: Config, device: torch.device, banks: dict[str, Tensor]):
-        self.names = choose_recipes(c, device)
-        sites = find_sites(c, self.names)
-        self.recipes = recipe.Recipes(self.names, sites, banks, recipe.options_of(c))
+        self.recipe_names = choose_recipes(c, device)
+        sites = find_sites(c, self.recipe_names)
+        self.recipes = recipe.Recipes(self.recipe_names, sites, banks, recipe.options_of(c))
+        num_layers = len(self.recipe_names) - 1
         self.layers = []
-        for i in range(len(self.names) - 1):
-            of_layer = [self.recipe_at(i, name) for name in LayerRecipes._fields]
+        for layer in range(num_layers):
+            of_layer = [self.products_of(layer, name) for name in LayerRecipes._fields]
             self.layers.append(LayerRecipes(*of_layer))
-        self.head = self.recipe_at(len(self.names) - 1, "lm_head")
+        self.head = self.products_of(num_layers, "lm_head")
 
-    def recipe_at(self, layer: int, name: str) -> Products:
-        chosen = self.names[layer].get(name)
-        if chosen == "fp8-static":
-            return STATIC[name]
-        if chosen in ("fp8", "nvfp4"):
-            return Measured(self.recipes.product(layer, name, chosen))
+    def products_of(self, layer: int, projection: str) -> Products:
+        recipe_name = self.recipe_names[layer].get(projection)
+        if recipe_name == "fp8-static":
+            return STATIC[projection]
+        if recipe_name in ("fp8", "nvfp4"):
+            return Measured(self.recipes.product(layer, projection, recipe_name))
         return PLAIN
 
     def at(self, setting: "Setting", training: bool) -> tuple[list[LayerRecipes], Products]:
@@ -2026,9 +2026,9 @@ def begin_log(log: journal.Log, c: Config, facts: journal.RunFacts,
         if end > first:
             tokens = stage_tokens(stage, c)
             stage_facts.append(dict(first_step=first, last_step=end, batch_tokens=tokens))
-    tokens_are_bytes = c.vocab_size <= shards.SEPARATOR
-    log.begin(SOURCE, facts, dataclasses.asdict(c), num_weights(c), tokens_are_bytes, stage_facts,
-              seconds)
+    log.begin(
+        SOURCE, facts, dataclasses.asdict(c), num_weights(c), shards.reads_bytes(c.vocab_size),
+        stage_facts, seconds)
 
 
 def flops_per_token(c: Config) -> int:
@@ -2245,8 +2245,8 @@ def train(c: Config, at_end: ExitStack) -> int:
     cuda = has_cuda(c.device)
     kind = "cpu" if c.device == "auto" else c.device
     device = start_process("cuda" if cuda else kind, LOCAL_GPU, WATCH.store)
-    names = choose_recipes(c, device)
-    recipe.import_rooms(names, recipe.options_of(c))
+    recipe_names = choose_recipes(c, device)
+    recipe.import_rooms(recipe_names, recipe.options_of(c))
     notes = []
     if c.sample:
         import sample  # only now: training alone needs no tokenizer
@@ -2296,7 +2296,8 @@ def train(c: Config, at_end: ExitStack) -> int:
     warm_up.run(call)
     if steps_are_open:
         seconds = warm_up.seconds_per_step(call)
-        c = fitting.with_minutes(c, SCHEDULES[c.schedule], inputs.train_paths, seconds)
+        c = fitting.fit_to_minutes(
+            c, SCHEDULES[c.schedule], inputs.train_paths, seconds)
         model.config = c
         begin_log(log, c, facts, c.num_steps * seconds)
         for note in fitting.why_shorter(c, seconds):
@@ -2308,7 +2309,7 @@ def train(c: Config, at_end: ExitStack) -> int:
     at_end.push(run.keep_best)
     torch.get_device_module(device).synchronize()
     compile_s = time.perf_counter() - LAUNCHED
-    log.fact("note", f"products: {recipe.summary(names, device)}")
+    log.fact("note", f"products: {recipe.summary(recipe_names, device)}")
     log.fact("note", f"{compile_s:.1f} s from launch to the first timed step")
     gc.collect()
     gc.freeze()

@@ -6,7 +6,6 @@ import math
 from pathlib import Path
 
 from .shards import (
-    SEPARATOR,
     Packing,
     Plan,
     ShardError,
@@ -14,6 +13,7 @@ from .shards import (
     count_tokens,
     find_shards,
     largest_token,
+    reads_bytes,
 )
 
 FINEWEB = "data/fineweb10B"  # where fineweb.py puts its shards
@@ -31,15 +31,14 @@ def find(folder: str, split: str, pattern: str) -> list[Path]:
 
 
 def check_kind(path: Path, vocab_size: int, preset: str) -> None:
-    """Whether the tokens of a shard are of the kind that the model reads: GPT-2's if it knows the
-    separator, otherwise bytes."""
-    wants_gpt2 = vocab_size > SEPARATOR
+    """Whether the tokens of a shard are of the kind that the model reads."""
+    wants_bytes = reads_bytes(vocab_size)
     largest = largest_token(path)
-    if largest >= vocab_size and not wants_gpt2:
+    if largest >= vocab_size and wants_bytes:
         raise ShardError(
             f"{path} holds GPT-2's tokens (one is {largest}), and --preset={preset} wants bytes; "
             "make them with `python data/prepare.py FILE --bytes`, or choose --preset=small")
-    if largest < 256 and wants_gpt2:
+    if largest < 256 and not wants_bytes:
         raise ShardError(
             f"{path} holds bytes, and --preset={preset} wants GPT-2's tokens; choose --preset=char "
             "or laptop, or make tokens with `python data/prepare.py FILE`")

@@ -186,6 +186,11 @@ def kind_of_tokens(path: Path) -> str:
     return "bytes" if largest_token(path) < 256 else "gpt2"
 
 
+def reads_bytes(vocab_size: int) -> bool:
+    """Whether a model with so many tokens reads bytes: it has no room for GPT-2's separator."""
+    return vocab_size <= SEPARATOR
+
+
 def find_shards(folder: str | Path, split: str, pattern: str, remedy: str) -> list[Path]:
     """The files in `folder` that match the glob `pattern`, in the order of their names.
 

@@ -56,8 +56,8 @@ def preset_for(text: Text, cuda: bool) -> str:
     return "onepass" if cuda and sum(text.train) >= LARGE_TEXT else "small"
 
 
-def lengths(text: Text, world_size: int, seq_len: int, batch_tokens: int, micro_tokens: int,
-            val_seq_len: int, val_tokens: int) -> dict[str, int]:
+def lengths_that_fit(text: Text, world_size: int, seq_len: int, batch_tokens: int,
+                     micro_tokens: int, val_seq_len: int, val_tokens: int) -> dict[str, int]:
     """Sequences, batches and validation that a text has room for, in tokens. The numbers given are
     the most they may be. Raises BadInput if the text is too short for any."""
     # 1. Sequences. A batch lies within one shard and has a sequence for each process.
@@ -81,8 +81,8 @@ def lengths(text: Text, world_size: int, seq_len: int, batch_tokens: int, micro_
         val_seq_len=val_seq_len, val_tokens=val_tokens)
 
 
-def steps(text: Text, wanted: float, epochs: int, tokens_per_step: float, seq_len: int,
-          batch_tokens: int) -> dict[str, int]:
+def steps_that_fit(text: Text, wanted: float, epochs: int, tokens_per_step: float, seq_len: int,
+                   batch_tokens: int) -> dict[str, int]:
     """The wanted number of steps, or as many as so many readings of the text have. `epochs` becomes
     the number of readings that these steps take."""
     # A batch lies within one shard, so less than a batch at the end of each is not read.
@@ -111,10 +111,10 @@ def fit(c, presets: dict[str, dict], schedules: dict[str, list], given: dict, cu
     preset = given.get("preset") or preset_for(text, cuda)
     laid_over = {name: values | OVER_PRESET for name, values in presets.items()}
     c = arguments.configure(type(c), laid_over, preset, given)
-    return fitted(c, schedules[c.schedule], text, given)
+    return fit_to_text(c, schedules[c.schedule], text, given)
 
 
-def fitted(c, schedule: list, text: Text, given: dict):
+def fit_to_text(c, schedule: list, text: Text, given: dict):
     """The configuration with lengths and steps that the text has room for. What was given stays as
     it is. Raises BadInput if the text is too short."""
     world_size = int(os.environ.get("WORLD_SIZE", 1))
@@ -123,7 +123,7 @@ def fitted(c, schedule: list, text: Text, given: dict):
     if c.preset == "small":
         batch_tokens = min(batch_tokens, sum(text.train) // STEPS_PER_READING)
         bigram_rows = min(bigram_rows, max(1, sum(text.train) // TOKENS_PER_ROW))
-    changes = lengths(
+    changes = lengths_that_fit(
         text, world_size, c.seq_len, batch_tokens, c.micro_tokens, c.val_seq_len, c.val_tokens)
     for name in ("seq_len", "val_seq_len"):
         value = given.get(name, 0)
@@ -139,13 +139,13 @@ def fitted(c, schedule: list, text: Text, given: dict):
     elif not large:
         changes["minutes"] = MINUTES
     c = dataclasses.replace(c, **changes | given)
-    return dataclasses.replace(c, **steps_for(c, schedule, text, wanted) | given)
+    return dataclasses.replace(c, **steps_of_schedule(c, schedule, text, wanted) | given)
 
 
-def with_minutes(c, schedule: list, train_paths: list[Path], seconds: float):
+def fit_to_minutes(c, schedule: list, train_paths: list[Path], seconds: float):
     """The configuration with as many steps of so many seconds as --minutes has room for."""
     text = Text("", tuple(map(count_tokens, train_paths)), 0)
-    return dataclasses.replace(c, **steps_for(c, schedule, text, 60 * c.minutes / seconds))
+    return dataclasses.replace(c, **steps_of_schedule(c, schedule, text, 60 * c.minutes / seconds))
 
 
 def why_shorter(c, seconds: float) -> list[str]:
@@ -157,7 +157,7 @@ def why_shorter(c, seconds: float) -> list[str]:
             f"--epochs={2 * c.epochs}."]
 
 
-def steps_for(c, schedule: list, text: Text, wanted: float) -> dict[str, int]:
+def steps_of_schedule(c, schedule: list, text: Text, wanted: float) -> dict[str, int]:
     """The changes that make at most the wanted number of steps."""
     per_step = c.batch_tokens * sum(stage.share * stage.batch for stage in schedule)
-    return steps(text, wanted, c.epochs, per_step, c.seq_len, c.batch_tokens)
+    return steps_that_fit(text, wanted, c.epochs, per_step, c.seq_len, c.batch_tokens)

@@ -33,21 +33,21 @@ class Site(NamedTuple):
     an entry of its first dimension: a whole matrix in mlp, qk and vo, one vector in lm_head."""
     index: int  # its number, in the order of the forward pass
     layer: int  # its layer; the output head comes after the last one
-    name: str  # "qkv", "o", "fc", "proj" or "lm_head"
+    projection: str  # one of PROJECTIONS
     slices: tuple[tuple[str, int, int], ...]  # (name of a bank, first row, number of rows)
 
     def label(self) -> str:
         """How messages name the site."""
-        if self.name == "lm_head":
-            return self.name
-        return f"layer {self.layer}'s {self.name}"
+        if self.projection == "lm_head":
+            return self.projection
+        return f"layer {self.layer}'s {self.projection}"
 
     def weight_parts(self, banks: dict[str, Tensor]) -> tuple[Tensor, ...]:
         """Views (n, K) into `banks`. Concatenated they are the site's weight (N, K)."""
         parts = []
         for name, first, count in self.slices:
             part = banks[name][first : first + count].flatten(0, -2)
-            if self.name == "fc":
+            if self.projection == "fc":
                 part = part.t()  # this weight is stored as (K, N)
             parts.append(part)
         return tuple(parts)
@@ -226,6 +226,10 @@ PLAIN_DTYPES = {  # of the recipes that compute in the dtype of the tensors
 PROJECTIONS = ("qkv", "o", "fc", "proj", "lm_head")
 KNOWN = (*PLAIN_DTYPES, "fp8-static", "fp8", "nvfp4")
 
+# The names of the recipes of a whole model: for each layer, and last for the output head, the
+# recipe's name by that of the projection.
+RecipeNames = list[dict[str, str]]
+
 
 def options_of(c) -> Options:
     """Those of a train_gpt.Config."""
@@ -239,65 +243,64 @@ def options_of(c) -> Options:
         c.bf16_last_frac, c.native)
 
 
-def is_native(recipe: str, device: torch.device) -> bool:
+def is_native(recipe_name: str, device: torch.device) -> bool:
     """Whether the device itself has the products of this recipe. A CPU has all but nvfp4's. Those
     of GPUs that have nvfp4 (Blackwell) were never tried, so it is emulated everywhere."""
-    if recipe == "nvfp4":
+    if recipe_name == "nvfp4":
         return False
-    if device.type != "cuda" or recipe in ("fp32", "fp64"):
+    if device.type != "cuda" or recipe_name in ("fp32", "fp64"):
         return True
-    if recipe in ("fp8", "fp8-static"):
+    if recipe_name in ("fp8", "fp8-static"):
         return kernels.has_fp8(device)
     if torch.version.hip:
         return True
     needed = {"bf16": (8, 0), "fp16": (7, 0)}
-    return torch.cuda.get_device_capability(device) >= needed[recipe]
+    return torch.cuda.get_device_capability(device) >= needed[recipe_name]
 
 
-def room(recipe: str):
+def room(recipe_name: str):
     """The module of a recipe that has one of its own, imported only for the runs that need it."""
-    return importlib.import_module(f"nanogpt.{recipe}")
+    return importlib.import_module(f"nanogpt.{recipe_name}")
 
 
-def rooms_needed(names: list[dict[str, str]], options: Options) -> list[str]:
+def with_rooms(recipe_names: RecipeNames, options: Options) -> list[str]:
     """Those of the chosen recipes that have a module of their own."""
-    used = {recipe for layer in names for recipe in layer.values()}
+    used = {recipe_name for layer in recipe_names for recipe_name in layer.values()}
     if options.scales_loss:
         used.add("fp16")
-    return [recipe for recipe in ("fp8", "nvfp4", "fp16") if recipe in used]
+    return [recipe_name for recipe_name in ("fp8", "nvfp4", "fp16") if recipe_name in used]
 
 
-def import_rooms(names: list[dict[str, str]], options: Options) -> None:
+def import_rooms(recipe_names: RecipeNames, options: Options) -> None:
     """Imports all modules that `Recipes` will need."""
-    for recipe in rooms_needed(names, options):
-        room(recipe)
+    for recipe_name in with_rooms(recipe_names, options):
+        room(recipe_name)
 
 
-def possible(recipe: str, name: str, shape: tuple[int, int], options: Options) -> str:
-    """The recipe that a projection of this name gets if it asks for `recipe`. It is the plain one
-    if it asks for any plain one (they all mean: in the dtype of the model), if its weight is no
-    multiple of 16, or if the model is in float64. Raises BadInput if that is not what the user
-    asked for."""
-    require(recipe in KNOWN, f"{name} cannot be {recipe}, which is none of {', '.join(KNOWN)}")
+def possible(recipe_name: str, projection: str, shape: tuple[int, int], options: Options) -> str:
+    """The recipe that a projection gets if it asks for this one. It is the plain one if it asks for
+    any plain one (they all mean: in the dtype of the model), if its weight is no multiple of 16, or
+    if the model is in float64. Raises BadInput if that is not what the user asked for."""
+    require(recipe_name in KNOWN,
+            f"{projection} cannot be {recipe_name}, which is none of {', '.join(KNOWN)}")
     if options.plain == "fp64":
-        require(recipe != "nvfp4" and not options.float8_all_gather,
-                f"{name} cannot be {recipe} with --dtype=float64, which is without recipes; choose "
-                "another --dtype, or neither --precision=nvfp4 nor --float8_all_gather")
+        require(recipe_name != "nvfp4" and not options.float8_all_gather,
+                f"{projection} cannot be {recipe_name} with --dtype=float64, which is without "
+                "recipes; choose another --dtype, or neither --precision=nvfp4 nor "
+                "--float8_all_gather")
     if options.float8_all_gather:
-        room("fp8").check_all_gather(name, shape, recipe, options.last_frac)
+        room("fp8").check_all_gather(projection, shape, recipe_name, options.last_frac)
     if options.scales_loss:
-        room("fp16").check(name, recipe)
-    if recipe == "nvfp4":
-        room("nvfp4").check(name, shape)
-    if recipe in PLAIN_DTYPES or options.plain == "fp64" or not fits(shape):
+        room("fp16").check(projection, recipe_name)
+    if recipe_name == "nvfp4":
+        room("nvfp4").check(projection, shape)
+    if recipe_name in PLAIN_DTYPES or options.plain == "fp64" or not fits(shape):
         return options.plain
-    return recipe
+    return recipe_name
 
 
-def choose(c, layers: list, default: dict[str, str],
-           device: torch.device) -> list[dict[str, str]]:
-    """The recipe of each projection: a dict for each layer and one for the head, by the names of
-    the projections. Raises BadInput where the user asked for what cannot be.
+def choose(c, layers: list, default: dict[str, str], device: torch.device) -> RecipeNames:
+    """The recipe of each projection. Raises BadInput where the user asked for what cannot be.
 
     c: train_gpt.Config
     layers: the topology, each layer with its own `recipes`
@@ -306,109 +309,110 @@ def choose(c, layers: list, default: dict[str, str],
     options = options_of(c)
     wanted = []
     for i, layer in enumerate(layers):
-        names = PROJECTIONS[:4] if layer.attn else ("fc", "proj")
-        unknown = set(layer.recipes) - set(names)
+        projections = PROJECTIONS[:4] if layer.attn else ("fc", "proj")
+        unknown = set(layer.recipes) - set(projections)
         require(not unknown, f"layer {i} has no {', '.join(unknown)}, which its recipes name")
         if i < len(layers) - c.bf16_last_layers:
-            wanted.append({name: layer.recipes.get(name, default[name]) for name in names})
+            wanted.append({name: layer.recipes.get(name, default[name]) for name in projections})
         else:
-            wanted.append(dict.fromkeys(names, options.plain))
+            wanted.append(dict.fromkeys(projections, options.plain))
     wanted.append({"lm_head": default["lm_head"]})
 
     widths = dict.fromkeys(PROJECTIONS, c.model_dim)
     widths |= {"qkv": 3 * c.model_dim, "fc": c.mlp_dim, "proj": c.mlp_dim, "lm_head": c.vocab_size}
     chosen = []
     for layer in wanted:
-        recipes = {}
-        for name, recipe in layer.items():
-            recipe = possible(recipe, name, (c.model_dim, widths[name]), options)
-            require(is_native(recipe, device) or not options.native,
-                    f"--native, but {device.type} has no products of {name} in {recipe} here")
-            recipes[name] = recipe
-        chosen.append(recipes)
+        recipe_names = {}
+        for projection, recipe_name in layer.items():
+            shape = (c.model_dim, widths[projection])
+            recipe_name = possible(recipe_name, projection, shape, options)
+            require(is_native(recipe_name, device) or not options.native,
+                    f"--native, but {device.type} has no products of {projection} in {recipe_name} "
+                    "here")
+            recipe_names[projection] = recipe_name
+        chosen.append(recipe_names)
     return chosen
 
 
-def summary(names: list[dict[str, str]], device: torch.device) -> str:
+def summary(recipe_names: RecipeNames, device: torch.device) -> str:
     """How many projections have which recipe, for the log."""
     texts = []
-    for layer in names:
-        for name, recipe in layer.items():
-            how = "native" if is_native(recipe, device) else "emulated"
-            texts.append(f"{name} {recipe} ({how})")
+    for layer in recipe_names:
+        for projection, recipe_name in layer.items():
+            how = "native" if is_native(recipe_name, device) else "emulated"
+            texts.append(f"{projection} {recipe_name} ({how})")
     return ", ".join(f"{texts.count(text)} x {text}" for text in dict.fromkeys(texts))
 
 
 class Recipes(Recipe):
     """All recipes of a run that have a room, as one: each method asks all of them."""
 
-    def __init__(self, names: list[dict[str, str]], sites: list[Site], banks: dict[str, Tensor],
+    def __init__(self, recipe_names: RecipeNames, sites: list[Site], banks: dict[str, Tensor],
                  options: Options):
-        """names: the recipe of each projection, a dict for each layer and one for the head; sites:
-        where the weights of projections lie in the banks."""
+        """sites: where the weights of all projections lie in the banks"""
         device = next(iter(banks.values())).device
         of_recipe = {"fp8": [], "nvfp4": []}
         for site in sites:
-            recipe = names[site.layer][site.name]
-            if recipe in of_recipe:
-                of_recipe[recipe].append(site)
-        self.sites = {(site.layer, site.name): site for site in sites}
+            recipe_name = recipe_names[site.layer][site.projection]
+            if recipe_name in of_recipe:
+                of_recipe[recipe_name].append(site)
+        self.sites = {(site.layer, site.projection): site for site in sites}
         self.measurements = Measurements(of_recipe["fp8"] + of_recipe["nvfp4"], device)
-        self.rooms = {}
-        for recipe in rooms_needed(names, options):
-            module = room(recipe)
-            if recipe == "fp8":
-                made = module.FP8(
+        self.by_name = {}
+        for recipe_name in with_rooms(recipe_names, options):
+            module = room(recipe_name)
+            if recipe_name == "fp8":
+                recipe = module.FP8(
                     of_recipe["fp8"], banks, self.measurements, options.float8_all_gather)
-            elif recipe == "nvfp4":
+            elif recipe_name == "nvfp4":
                 leave_out = module.parts_to_leave_out(options.nvfp4_without)
-                made = module.NVFP4(self.measurements, leave_out)
+                recipe = module.NVFP4(self.measurements, leave_out)
             else:
-                made = module.LossScaling(device, options.seq_len)
-            self.rooms[recipe] = made
+                recipe = module.LossScaling(device, options.seq_len)
+            self.by_name[recipe_name] = recipe
 
-    def product(self, layer: int, name: str, recipe: str):
+    def product(self, layer: int, projection: str, recipe_name: str):
         """The product of a projection by "fp8" or "nvfp4"."""
-        return self.rooms[recipe].product(self.sites[layer, name])
+        return self.by_name[recipe_name].product(self.sites[layer, projection])
 
     def reset(self) -> None:
         self.measurements.reset()
-        for recipe in self.rooms.values():
+        for recipe in self.by_name.values():
             recipe.reset()
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        for recipe in self.rooms.values():
+        for recipe in self.by_name.values():
             loss = recipe.scale_loss(loss)
         return loss
 
     def gradients_are_finite(self, gradients: Iterable[Tensor]) -> bool:
         """The gradients are made one by one as they are asked for, and making them waits for all
         ranks. Only a recipe that scales the loss asks."""
-        return all([recipe.gradients_are_finite(gradients) for recipe in self.rooms.values()])
+        return all([recipe.gradients_are_finite(gradients) for recipe in self.by_name.values()])
 
     def unscale(self, gradient: Tensor) -> Tensor:
-        for recipe in self.rooms.values():
+        for recipe in self.by_name.values():
             gradient = recipe.unscale(gradient)
         return gradient
 
     def hands_out(self, name: str) -> bool:
-        return any(recipe.hands_out(name) for recipe in self.rooms.values())
+        return any(recipe.hands_out(name) for recipe in self.by_name.values())
 
     def weights_changed(self, names: list[str], masters: dict[str, Tensor]) -> int:
-        return sum(recipe.weights_changed(names, masters) for recipe in self.rooms.values())
+        return sum(recipe.weights_changed(names, masters) for recipe in self.by_name.values())
 
     def before_validation(self) -> None:
-        for recipe in self.rooms.values():
+        for recipe in self.by_name.values():
             recipe.before_validation()
 
     def notes(self) -> list[str]:
-        notes = [recipe.note() for recipe in self.rooms.values()]
+        notes = [recipe.note() for recipe in self.by_name.values()]
         return [note for note in notes if note is not None]
 
     def state(self) -> dict:
-        return {name: recipe.state() for name, recipe in self.rooms.items()}
+        return {name: recipe.state() for name, recipe in self.by_name.items()}
 
     def load_state(self, state: dict) -> None:
-        for name, recipe in self.rooms.items():
+        for name, recipe in self.by_name.items():
             if name in state:
                 recipe.load_state(state[name])

@@ -32,7 +32,7 @@ def test_the_preset_follows_from_the_kind_and_the_amount_of_text(kind, tokens, c
 @pytest.mark.parametrize("train", [(2000,), (19_000,), (400, 30_000), (1_003_854,), (7, 10**8, 10**8)])
 @pytest.mark.parametrize("val", [129, 1000, 55_785, 10**7])
 def test_lengths_fit_the_text_and_each_other(most, world_size, train, val):
-    fitted = fitting.lengths(Text("bytes", train, val), world_size, **most)
+    fitted = fitting.lengths_that_fit(Text("bytes", train, val), world_size, **most)
     for name, value in fitted.items():
         assert 0 < value and (value <= most[name] or world_size > 1), name
     sequences = fitted["batch_tokens"] // fitted["seq_len"]
@@ -52,9 +52,9 @@ def test_of_a_short_text_the_small_model_has_small_batches_and_a_small_table(tok
     monkeypatch.setenv("WORLD_SIZE", str(world_size))
     c = t.Config(**t.PRESETS["small"] | fitting.OVER_PRESET | {"preset": "small"})
     text = Text("gpt2", (tokens,), 20_000)
-    fitted = fitting.fitted(c, t.SCHEDULES[c.schedule], text, {})
+    fitted = fitting.fit_to_text(c, t.SCHEDULES[c.schedule], text, {})
     assert (fitted.batch_tokens, fitted.bigram_rows, fitted.epochs) == (batch, rows, 2)
-    given = fitting.fitted(c, t.SCHEDULES[c.schedule], text, {"bigram_rows": 99, "epochs": 7})
+    given = fitting.fit_to_text(c, t.SCHEDULES[c.schedule], text, {"bigram_rows": 99, "epochs": 7})
     assert (given.bigram_rows, given.epochs) == (99, 7), "what is given stays"
 
 
@@ -62,7 +62,7 @@ def test_of_a_short_text_the_small_model_has_small_batches_and_a_small_table(tok
     (128, 1000, 1, "128 tokens are too few to train on; 129"), (256, 1000, 2, "257"), (5000, 128, 1, "to validate on")])
 def test_a_text_that_is_too_short_is_refused_with_the_number_that_is_needed(train, val, world_size, part):
     with pytest.raises(BadInput, match=part):
-        fitting.lengths(Text("bytes", (train,), val), world_size, **LAPTOP)
+        fitting.lengths_that_fit(Text("bytes", (train,), val), world_size, **LAPTOP)
 
 
 @pytest.mark.parametrize("train, epochs", [((19_000,), 40), ((1_003_854,), 2), ((50_000, 3000, 70_000), 5)])
@@ -72,17 +72,17 @@ def test_the_steps_are_at_most_those_that_the_loader_has_and_nearly_all_of_them(
     packing = shards.Packing(1024, 272, epochs, True)
     paths = sorted(tmp_path.glob("*.bin"))
     have = sum(1 for _ in shards.batches(paths, packing, [(4, 2048)] * 10**6))
-    fitted = fitting.steps(Text("bytes", train, 1000), math.inf, epochs, 4096, 1024, 4096)
+    fitted = fitting.steps_that_fit(Text("bytes", train, 1000), math.inf, epochs, 4096, 1024, 4096)
     assert 0.9 * have - epochs <= fitted["num_steps"] <= have
     assert fitted["epochs"] == epochs
 
 
 def test_wanted_steps_are_taken_and_the_epochs_are_those_they_need():
     text = Text("bytes", (100_001,), 1000)
-    fitted = fitting.steps(text, 200, 40, 1000, 1000, 1000)
+    fitted = fitting.steps_that_fit(text, 200, 40, 1000, 1000, 1000)
     assert fitted == dict(num_steps=200, epochs=2, val_interval=20)
-    assert fitting.steps(text, 10**9, 40, 1000, 1000, 1000)["num_steps"] == 4000, "40 readings at most"
-    assert fitting.steps(text, 0.3, 40, 1000, 1000, 1000) == dict(num_steps=1, epochs=1, val_interval=1)
+    assert fitting.steps_that_fit(text, 10**9, 40, 1000, 1000, 1000)["num_steps"] == 4000, "40 readings at most"
+    assert fitting.steps_that_fit(text, 0.3, 40, 1000, 1000, 1000) == dict(num_steps=1, epochs=1, val_interval=1)
 
 
 # --------------------------------------------------------------------------------------- the script
@@ -116,8 +116,8 @@ def test_what_is_given_stays_and_the_rest_follows_from_it(text):
 def test_minutes_become_as_many_steps_as_fit_into_them(text, tmp_path):
     c = t.parse_config([text, "--minutes=0.1"])
     paths = list(tmp_path.glob("*_train_*"))
-    assert fitting.with_minutes(c, t.SCHEDULES[c.schedule], paths, 0.2).num_steps == 30
-    most = fitting.with_minutes(c, t.SCHEDULES[c.schedule], paths, 1e-9)
+    assert fitting.fit_to_minutes(c, t.SCHEDULES[c.schedule], paths, 0.2).num_steps == 30
+    most = fitting.fit_to_minutes(c, t.SCHEDULES[c.schedule], paths, 1e-9)
     assert most.epochs == fitting.MOST_EPOCHS["laptop"]
     checks.check_amount(paths, t.packing(most), t.batch_plan(most), c.data_dir)
 
@@ -166,7 +166,7 @@ def test_minutes_and_a_number_of_steps_contradict_each_other(text):
 @pytest.mark.parametrize("seconds, part", [(0.01, "read 6 times at most"), (10.0, "")])
 def test_a_run_that_needs_less_than_its_minutes_says_why(text, tmp_path, seconds, part):
     c = t.parse_config([text, "--minutes=1"])
-    c = fitting.with_minutes(c, t.SCHEDULES[c.schedule], list(tmp_path.glob("*_train_*")), seconds)
+    c = fitting.fit_to_minutes(c, t.SCHEDULES[c.schedule], list(tmp_path.glob("*_train_*")), seconds)
     notes = fitting.why_shorter(c, seconds)
     assert [part in note for note in notes] == [True] * bool(part)
 

@@ -632,7 +632,7 @@ def test_cuda_graphs_give_loss_and_gradients_of_any_batch_for_a_first_micro_batc
     def distance(a, b):
         return ((a - b).norm() / b.norm()).item()
 
-    scaling = optimizer.recipes.rooms.get("fp16")
+    scaling = optimizer.recipes.by_name.get("fp16")
     captures = []
     for seeds, sequences, factor in ((1, 2), 2, 1.0), ((3, 4), 1, 1.0), ((5, 6, 7), 2, 0.25):  # the last only replays
         if scaling is not None:

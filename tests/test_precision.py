@@ -77,7 +77,7 @@ def measured(name, w, leave_out=()):
 
 def room(model, name):
     """What a recipe keeps between steps."""
-    return model.precision.recipes.rooms[name]
+    return model.precision.recipes.by_name[name]
 
 
 # ---------------------------------------------------------------------------------------------------- fp8-static
@@ -501,7 +501,7 @@ def test_layers_and_projections_can_leave_the_recipe(monkeypatch):
     own = [t.Layer(value_embed=0, recipes={"o": "bf16", "fc": "fp8"}), t.Layer(attn=False), t.Layer(), t.Layer()]
     monkeypatch.setitem(t.TOPOLOGIES, "own", own)
     model, _ = trainer(precision="nvfp4", topology="own", bf16_last_layers=1)
-    assert model.precision.names == [
+    assert model.precision.recipe_names == [
         {"qkv": "nvfp4", "o": "bf16", "fc": "fp8", "proj": "nvfp4"}, {"fc": "nvfp4", "proj": "nvfp4"},
         {"qkv": "nvfp4", "o": "nvfp4", "fc": "nvfp4", "proj": "nvfp4"},
         {"qkv": "bf16", "o": "bf16", "fc": "bf16", "proj": "bf16"}, {"lm_head": "bf16"}]
@@ -529,7 +529,7 @@ def test_constant_scales_are_refused_where_the_loss_has_a_scale_of_its_own(monke
 
 def test_shapes_that_fp8_cannot_multiply_stay_wide_and_nvfp4_refuses_them():
     model, _ = trainer(precision="fp8", mlp_dim=120)
-    assert model.precision.names[0] == {"qkv": "fp8", "o": "fp8", "fc": "bf16", "proj": "bf16"}
+    assert model.precision.recipe_names[0] == {"qkv": "fp8", "o": "fp8", "fc": "bf16", "proj": "bf16"}
     for changes, message in (
             (dict(precision="nvfp4"), "^fc of 64 x 120 cannot be nvfp4, which takes multiples of 16"),
             (dict(precision="fp8", float8_all_gather=True), "fc of 64 x 120 cannot be fp8, .* multiples of 16")):
@@ -562,8 +562,8 @@ def test_the_switch_sets_the_dtype_and_auto_is_plain_without_a_gpu():
     for precision, dtype in (("bf16", "bfloat16"), ("fp32", "float32"), ("fp16", "float16"), ("nvfp4", "bfloat16")):
         assert t.GPT(config(precision=precision), CPU).qk.dtype == getattr(torch, dtype)
     auto = t.GPT(config(), CPU)
-    assert auto.precision.names[-1] == {"lm_head": "bf16"} and low_projections(auto) == [[]] * 5
-    assert t.GPT(config(precision="fp32", dtype="float64"), CPU).precision.names[0]["o"] == "fp64"
+    assert auto.precision.recipe_names[-1] == {"lm_head": "bf16"} and low_projections(auto) == [[]] * 5
+    assert t.GPT(config(precision="fp32", dtype="float64"), CPU).precision.recipe_names[0]["o"] == "fp64"
 
 
 @pytest.mark.parametrize("capability, expected", [((9, 0), "fp8-qkv"), ((8, 9), "fp8-qkv"), ((8, 0), "bf16")])
@@ -776,7 +776,7 @@ def work(rank, world_size, folder):
         optimizer.step(1.0, 0.9)
         step = list(calls)
         model.precision.recipes.before_validation()
-        kept = vars(model.precision.recipes.rooms[precision]) if precision in model.precision.recipes.rooms else {}
+        kept = vars(model.precision.recipes.by_name[precision]) if precision in model.precision.recipes.by_name else {}
         result[name] = dict(
             calls=step, bytes=optimizer.bytes_per_step(), before=before, masters=optimizer.masters,
             steps=optimizer.steps, scales=kept.get("scales"), state=[tuple(s) for s in optimizer.state.values()],

@@ -282,9 +282,9 @@ def weight_of(site, banks):
     """The weight (N, K) of a site, as a test has it: from the shapes of BANKS."""
     (name, first, count), *others = site.slices
     weight = banks[name][first : first + count].reshape(-1, banks[name].shape[-1])
-    if site.name == "fc":
+    if site.projection == "fc":
         weight = weight.T
-    if site.name == "qkv":
+    if site.projection == "qkv":
         weight = torch.cat((weight, banks["vo"][others[0][1]]))
     return weight
 
@@ -321,7 +321,7 @@ def test_fp8_weights_change_in_place_and_only_those_of_the_named_banks():
     recipe = fp8_recipe()
     weights = whole_weights()
     give_weights(recipe, weights)
-    products = {site.name: recipe.product(site) for site in SITES[4:]}
+    products = {site.projection: recipe.product(site) for site in SITES[4:]}
     before = {name: product_weights(product)[0].clone() for name, product in products.items()}
     scale = products["lm_head"].weight_scale.clone()
     give_weights(recipe, whole_weights(seed=9), ["vo", "mlp"])
@@ -517,7 +517,7 @@ def test_what_is_not_finite_makes_no_zeros_and_is_seen(recipe, bad, culprit):
 
 def fault(layer, name, kind):
     """Places in `amaxes` where something was not finite."""
-    return [(site.layer, site.name) for site in SITES].index((layer, name)), kind
+    return [(site.layer, site.projection) for site in SITES].index((layer, name)), kind
 
 
 @pytest.mark.parametrize("faults, sentence", [
@@ -612,7 +612,7 @@ def test_several_recipes_act_as_one():
     assert isinstance(recipes.product(1, "qkv", "fp8"), fp8.FP8Product)
     product = recipes.product(0, "o", "nvfp4")
     assert (product.square, product.stochastic, product.transform) == (False, False, True)
-    measured = [(site.layer, site.name) for site in recipes.measurements.sites]
+    measured = [(site.layer, site.projection) for site in recipes.measurements.sites]
     assert measured == [(0, "qkv"), (0, "o"), (1, "qkv"), (1, "o"), (2, "lm_head")]
     assert recipes.scale_loss(torch.tensor(256.0)) == 2**15
     assert not recipes.gradients_are_finite(iter([torch.tensor(math.inf)]))
