@@ -72,8 +72,9 @@ def multiplied(model) -> tuple[list, list]:
             v, o = weights.vo
             weights = weights._replace(vo=torch.stack((factors["v"] * v, factors["o"] * o)))
         all_weights.append(weights)
-    recipe = Multiplied()
-    return all_weights, [script.LayerRecipes(recipe, recipe, recipe, recipe)] * len(all_weights)
+    products = Multiplied()
+    of_layer = script.LayerProducts(products, products, products, products)
+    return all_weights, [of_layer] * len(all_weights)
 
 
 class LayerMemory(NamedTuple):
@@ -106,8 +107,9 @@ class Memory:
         self.script = script_of(model)
         self.windows = setting.windows
         self.limit = c.seq_len
-        self.weights, self.recipes = multiplied(model)
-        self.cos, self.sin, self.score_scale = model.rotary(setting, c.seq_len)  # (2 limit, 1, d)
+        self.weights, self.products = multiplied(model)
+        rotary = model.rotary(setting, c.seq_len, training=False)
+        self.cos, self.sin, self.score_scale = rotary  # (2 limit, 1, d) both, and ()
 
         # As in masks.sdpa, attention on a CPU is in float32 or wider.
         self.dtype = model.lm_head.dtype
@@ -228,7 +230,7 @@ class Memory:
             if layer.skip is not None:
                 context = context._replace(skip=outputs[layer.skip])
             reads = normed if layer.reads_layer is None else normed_outputs[layer.reads_layer]
-            x, normed = script.block(x, reads, self.weights[i], context, self.recipes[i])
+            x, normed = script.block(x, reads, self.weights[i], context, self.products[i])
             outputs.append(x)
             normed_outputs.append(normed)
 

@@ -14,8 +14,9 @@ kernels, compilation and the other recipes of low precision in nanogpt/. Importi
 nothing and needs no GPU, so tests and notebooks can use its parts.
 
 Shapes in comments: T tokens of one packed sequence, D width of the model, H attention heads, d
-width of a head, F hidden width of the MLP, V size of the vocabulary. A "record" is one of
-modded-nanogpt."""
+width of a head, F hidden width of the MLP, L layers, V size of the vocabulary, K and N input and
+output width of a product. A function whose docstring ends with "A collective." talks to the other
+ranks: all ranks must call it at the same point. A "record" is one of modded-nanogpt."""
 
 with open(__file__, "rb") as file:
     SOURCE = file.read()  # before all else: the log shows what runs, not a later edit of it
@@ -38,10 +39,10 @@ if __name__ == "__main__":
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     # A transfer needs few processors of the GPU, but without priority it waits until all are free.
     os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
-    # Its warnings of a lost connection fill a screen, where ours is one sentence.
+    # PyTorch's C++ code warns of a lost connection with a screen of lines; we say it in a sentence.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    # Each process sees its own GPU only, as cuda:0: the compiler's cache would tell cuda:0 from
-    # cuda:1.
+    # Each process sees its own GPU only, as cuda:0. Otherwise it would compile everything for
+    # cuda:1 again that the compiler's cache has for cuda:0.
     all_gpus = ",".join(str(i) for i in range(len(glob("/dev/nvidia[0-9]*"))))
     visible_gpus = os.environ.get("CUDA_VISIBLE_DEVICES", all_gpus).split(",")
     if LOCAL_GPU < len(visible_gpus) and visible_gpus != [""]:
@@ -79,7 +80,7 @@ from nanogpt import (
     saving,
 )
 from nanogpt.arguments import key
-from nanogpt.inputs import Inputs, check_inputs, chooses_steps
+from nanogpt.inputs import Inputs, check_amount, check_inputs, chooses_steps
 from nanogpt.kernels import E4M3, E5M2
 from nanogpt.masks import BLOCK_SIZE
 from nanogpt.ranks import (
@@ -131,7 +132,7 @@ class Config:
     vocab_size: int = key(
         50304, "rows of the embedding: GPT-2's 50257 tokens, rounded up to a multiple of 128")
     candidates: int = key(
-        16_384, "tokens the loss of a micro-batch tells the next one from, 0: the whole vocabulary")
+        16_384, "tokens of the vocabulary that a training loss is computed over; 0: all of them")
     # schedule
     schedule: str = key("speedrun", "entry of SCHEDULES: the stages of the run")
     num_steps: int = key(1560, "optimizer steps")
@@ -143,7 +144,7 @@ class Config:
         16_384, "tokens of a training sequence: documents one after another, the last one cut")
     micro_tokens: int = key(16_384, "most tokens a GPU works on at a time: fewer need less memory")
     cooldown_frac: float = key(
-        0.6, "last fraction of the steps, over which the learning rate falls to 0.15")
+        0.6, "last fraction of the steps, over which learning rates fall to 0.15 of those below")
     momentum_warmup: int = key(300, "steps over which Muon's momentum rises from 0.85 to 0.95")
     # optimizers
     muon_lr: float = key(0.023, "Muon's learning rate, for the matrices")
@@ -250,18 +251,19 @@ EVERYDAY = (
 
 # Keys that may have other values when a run goes on from a save. All others decide its result.
 MAY_CHANGE = (
-    "resume", "data_dir", "target_loss", "val_tokens", "val_interval", "micro_tokens", "device",
-    "native", "attention", "compile", "join_timeout", "log_dir", "jsonl", "run_name",
-    "save_checkpoint", "save_every", "save_steps", "sample", "sample_tokens")
+    "resume", "data_dir", "target_loss", "val_interval", "micro_tokens", "device", "native",
+    "attention", "compile", "join_timeout", "log_dir", "jsonl", "run_name", "save_checkpoint",
+    "save_every", "save_steps", "sample", "sample_tokens")
 
 
 class Stage(NamedTuple):
-    """A part of the run. Batches and windows grow from stage to stage."""
-    share: float  # of all steps; 0: this stage is only for the validation at the end
+    """A part of the run. Batches and windows grow from stage to stage: attention over the near past
+    learns sooner, and takes less time."""
+    fraction: float  # of all steps; 0: this stage is only for the validation at the end
     batch: float  # its batches, as a part of batch_tokens
-    longest_document: int  # tokens that are read of a document
-    long_window: int  # how far the layers with a long window see, in blocks
-    short_window: int  # how far the other layers see, in blocks
+    longest_document: int  # tokens that are read of a document; with cut_documents all of them
+    long_window: int  # how far the layers with a long window see, in blocks of 128 tokens
+    short_window: int  # how far the other layers see, in blocks of 128 tokens
     lr: float  # factor of all learning rates
 
 
@@ -273,7 +275,6 @@ SCHEDULES: dict[str, list[Stage]] = {
         Stage(0.01, 1, 2048, 13, 6, 1.73),
         Stage(0, 1, 2048, 20, 6, 1.73),
     ],
-    # Attention over the near past learns sooner, and takes less time.
     "laptop": [Stage(0.5, 1, 2048, 2, 1, 1.0), Stage(0.5, 1, 2048, 4, 2, 1.0)],
     "char": [Stage(1, 1, 2048, 2, 2, 1.0)],
     # Smaller batches, for a run of a fifth of the tokens (records/2026-11-21_ladder_fp8).
@@ -339,7 +340,8 @@ def parse_config(argv: list[str]) -> Config:
     else:
         preset = given.get("preset") or default_preset(given.get("device"))
         c = arguments.configure(Config, PRESETS, preset, given)
-        if given.get("fit", "data_dir" in given and not given.get("preset")):
+        brings_text = "data_dir" in given and not given.get("preset")
+        if given.get("fit", brings_text):
             c = fitting.fit(c, PRESETS, SCHEDULES, given, has_cuda(given.get("device")))
     check_config(c)
     return c
@@ -358,7 +360,7 @@ def check_config(c: Config) -> None:
     """Raises BadInput where a value cannot be, or values do not fit each other."""
     limits.check(c, TOPOLOGIES, SCHEDULES, PRECISIONS, GATE_DIM)
     if c.nvfp4_without:
-        recipe.room("nvfp4").parts_to_leave_out(c.nvfp4_without)  # raises BadInput for others
+        recipe.module_of("nvfp4").parts_to_leave_out(c.nvfp4_without)  # raises BadInput for others
 
 
 # --------------------------------------------------------------------------------------------------
@@ -390,6 +392,15 @@ def check_config(c: Config) -> None:
 #
 # Every number of these formats is exact in bf16. Hardware without FP8 products multiplies the same
 # rounded numbers in bf16. That is slower, and differs only in the order of sums.
+
+# A recipe is a way to compute the products of a projection: in the dtype of the model ("bf16" and
+# others), or with narrow numbers. A layer has four projections, and the model has one more:
+#
+#   qkv      queries, keys and values, by the weights qk and vo[0]
+#   o        the output of attention, by vo[1]
+#   fc       the first product of the MLP, by up
+#   proj     the second product of the MLP, by down
+#   lm_head  the logits, by lm_head
 
 PRECISIONS: dict[str, tuple[str, ...]] = {  # recipes of qkv, o, fc, proj and lm_head
     "bf16": ("bf16",) * 5,
@@ -577,14 +588,16 @@ class Products:
 
     def mlp(self, x: Tensor, up: Tensor, down: Tensor, factor: Tensor, proj: "Products") -> Tensor:
         """x (T, D), up and down (D, F) -> factor relu(x up)^2 down^T (T, D). The second product
-        follows the recipe `proj`. To try another activation, change it here, and run with
-        --precision=fp8-head: the FP8 recipes of the MLP have this one in their kernels."""
+        is that of `proj`. To try another activation, change it here, and run with
+        --precision=fp8-head. With "fp8-static", the MLP's recipe by default, training does not come
+        here: it has relu(x)^2 in its kernel, and only validation would follow the change."""
         hidden = F.relu(self.linear(x, up.t())).square()  # (T, F)
         return proj.linear(hidden, down, factor)
 
     def head_loss(self, x: Tensor, w: Tensor, targets: Tensor, bias: Tensor | None) -> Tensor:
         """x (T, D), w (V, D), targets (T,), or -1 where there is none, and a bias (V,) of the
-        capped logits, or None -> cross-entropy, summed over T."""
+        capped logits, or None -> cross-entropy, summed over T. To try another loss, change it here,
+        and run with --precision=bf16: with FP8, training has the loss in a kernel (FP8HeadLoss)."""
         logits = kernels.softcap(self.linear(x, w), CAP)
         if bias is not None:
             logits = logits + bias
@@ -637,8 +650,8 @@ class Measured(Products):
         return Measured(self.product.chosen(rows))
 
 
-class LayerRecipes(NamedTuple):
-    """The recipe of each projection of a layer."""
+class LayerProducts(NamedTuple):
+    """How the products of each projection of a layer are computed."""
     qkv: Products
     o: Products
     fc: Products
@@ -646,7 +659,7 @@ class LayerRecipes(NamedTuple):
 
 
 PLAIN = Products()
-PLAIN_LAYER = LayerRecipes(PLAIN, PLAIN, PLAIN, PLAIN)
+PLAIN_LAYER = LayerProducts(PLAIN, PLAIN, PLAIN, PLAIN)
 STATIC = {name: StaticFP8(scale) for name, scale in INPUT_SCALES.items()}
 STATIC["lm_head"] = StaticFP8Head()
 
@@ -680,9 +693,9 @@ def find_sites(c: Config, recipe_names: recipe.RecipeNames) -> list[recipe.Site]
 
 
 class Precision:
-    """The recipe of every projection of a model. Some recipes keep things between steps: `recipes`
-    tells them when weights have changed, when a validation begins, and so on
-    (nanogpt/recipe.py)."""
+    """The products of every projection of a model, by their recipes. Some recipes keep things
+    between steps: `recipes` tells them when weights have changed, when a validation begins, and so
+    on (nanogpt/recipe.py)."""
 
     def __init__(self, c: Config, device: torch.device, banks: dict[str, Tensor]):
         self.recipe_names = choose_recipes(c, device)
@@ -691,8 +704,8 @@ class Precision:
         num_layers = len(self.recipe_names) - 1
         self.layers = []
         for layer in range(num_layers):
-            of_layer = [self.products_of(layer, name) for name in LayerRecipes._fields]
-            self.layers.append(LayerRecipes(*of_layer))
+            of_layer = [self.products_of(layer, name) for name in LayerProducts._fields]
+            self.layers.append(LayerProducts(*of_layer))
         self.head = self.products_of(num_layers, "lm_head")
 
     def products_of(self, layer: int, projection: str) -> Products:
@@ -703,12 +716,16 @@ class Precision:
             return Measured(self.recipes.product(layer, projection, recipe_name))
         return PLAIN
 
-    def at(self, setting: "Setting", training: bool) -> tuple[list[LayerRecipes], Products]:
-        """The recipes of all layers and of the head. They are plain in validation, and in the last
-        part of the run if --bf16_last_frac says so."""
+    def layers_at(self, setting: "Setting", training: bool) -> list[LayerProducts]:
+        """The products of all layers. They are plain in validation, and in the last part of the run
+        if --bf16_last_frac says so."""
         if training and not setting.plain:
-            return self.layers, self.head
-        return [PLAIN_LAYER] * len(self.layers), PLAIN
+            return self.layers
+        return [PLAIN_LAYER] * len(self.layers)
+
+    def head_at(self, setting: "Setting", training: bool) -> Products:
+        """The same for the head."""
+        return self.head if training and not setting.plain else PLAIN
 
 
 # --------------------------------------------------------------------------------------------------
@@ -767,8 +784,11 @@ class Param(NamedTuple):
     # both, so that decay fades faster than the learning rate (record 43).
     decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.99)  # of Adam
-    # Which part of it a rank updates: its "slice" of the first dimension, "all" of it, or its
-    # part of the columns of those "rows" that were looked up.
+    # How the ranks share the work of an update:
+    #   "slice"  each rank updates an equal part of the first dimension
+    #   "all"    every rank updates all of it
+    #   "rows"   only rows that were looked up are updated, and each rank updates some of their
+    #            columns
     share: str = "slice"
 
 
@@ -812,8 +832,8 @@ def parameter_table(c: Config) -> dict[str, Param]:
         decay=0.025 * c.table_lr, share="rows")
     return {
         # up and down of each layer in turn, both (D, F): y = relu(x up)^2 down^T. These matrices
-        # have four times as many columns as rows, hence the factor 2; down learns best at twice
-        # that (record 42).
+        # have four times as many columns as rows, and Muon's updates should grow with the root of
+        # that, hence the factor 2; down learns best at twice that (record 42).
         "mlp": Param(
             (2 * L, D, c.mlp_dim), init=up_and_down,
             lr=(2 * c.muon_lr, 4 * c.muon_lr), **muon),
@@ -829,6 +849,7 @@ def parameter_table(c: Config) -> dict[str, Param]:
         # values and output of each layer in turn
         "vo": Param((num_attn * 2, D, D), init=narrow, lr=(c.muon_lr,), **muon),
         "scalars": Param((L, len(SCALARS)), init=constants(*SCALARS.values()), **scalar),
+        # how much of the previous token's embedding is added to each one
         "smear": Param((1,), init=zero, **scalar),
         # the small network of `late_mix`: 64 hidden units, an amount of each of five sources
         "late_in": Param((64, D), init=uniform(D**-0.5), **late),
@@ -903,7 +924,7 @@ class LayerContext(NamedTuple):
     mask: BlockMask | Tensor | Callable | None = None
     inject: Tensor | None = None  # (T, D), added to the stream with the output of attention
     value_embed: Tensor | None = None  # (T, D)
-    begins: Tensor | None = None  # (T,) bool, which keys are not shifted; None: all of them
+    begins: Tensor | None = None  # (T,) bool, where keys are not shifted; None: none is shifted
     skip: Tensor | None = None  # (T, D), the output of an earlier layer
 
 
@@ -920,7 +941,7 @@ def offset_keys(k: Tensor, begins: Tensor, last: Tensor | None = None) -> Tensor
 
 
 def attention(normed: Normed, weights: LayerWeights, scalars: dict[str, Tensor],
-              context: LayerContext, recipes: LayerRecipes) -> Tensor:
+              context: LayerContext, products: LayerProducts) -> Tensor:
     """The output of attention (T, D). sample.py, which keeps keys and values of earlier tokens,
     gives a function in place of the mask: it takes q, k and v and returns what `attend` would."""
     x = normed.x
@@ -933,7 +954,7 @@ def attention(normed: Normed, weights: LayerWeights, scalars: dict[str, Tensor],
     # 1. Queries, keys and values. Normalised queries and keys bound the scores (Henry et al.
     # 2020). Two paired heads make two keys of a token, one after the other, in a sequence of
     # twice the length.
-    q, k, v = recipes.qkv.qkv(x, weights.qk.reshape(2 * D, D), weights.vo[0], scalars["v"])
+    q, k, v = products.qkv.qkv(x, weights.qk.reshape(2 * D, D), weights.vo[0], scalars["v"])
     shape = (T, 1 + paired, H // (1 + paired), d)
     q, k, v = q.view(shape), k.view(shape), v.view(shape)
     cos = context.cos.view(T, 1 + paired, 1, d)
@@ -942,7 +963,7 @@ def attention(normed: Normed, weights: LayerWeights, scalars: dict[str, Tensor],
     k = norm_and_rotate(k, cos, sin)
     if context.begins is not None:
         k = offset_keys(k, context.begins)
-    if context.value_embed is not None:  # its gate is steered by the input and by itself
+    if context.value_embed is not None:  # gated by the input and by itself
         half = GATE_DIM // 2
         steering = torch.cat((normed.first[:, :half], context.value_embed[:, :half]), 1)
         gate = 2 * torch.sigmoid(F.linear(steering, gates[1]))  # (T, H)
@@ -969,22 +990,22 @@ def attention(normed: Normed, weights: LayerWeights, scalars: dict[str, Tensor],
     # 4. A gate lets a head say nothing (record 28).
     gate = torch.sigmoid(F.linear(normed.first, gates[0]))  # (T, H)
     y = (y * gate[..., None]).reshape(T, D).type_as(x)
-    return recipes.o.linear(y, weights.vo[1], scalars["o"])
+    return products.o.linear(y, weights.vo[1], scalars["o"])
 
 
 def block(x: Tensor, normed: Normed, weights: LayerWeights, context: LayerContext,
-          recipes: LayerRecipes) -> tuple[Tensor, Normed]:
+          products: LayerProducts) -> tuple[Tensor, Normed]:
     """One layer: the residual stream x (T, D), and the stream as attention reads it -> the new
     stream, also normalised. A pure function, so that one compiled graph serves all layers of a
     kind."""
     scalars = dict(zip(SCALARS, weights.scalars.unbind()))
     if weights.qk is not None:
-        y = attention(normed, weights, scalars, context, recipes)
+        y = attention(normed, weights, scalars, context, products)
         x = scalars["attn"] * x + y + context.inject
     if context.skip is not None:
         x = x + scalars["skip"] * context.skip
-    x = scalars["mlp"] * x + recipes.fc.mlp(
-        norm(x), weights.up, weights.down, scalars["down"], recipes.proj)
+    x = scalars["mlp"] * x + products.fc.mlp(
+        norm(x), weights.up, weights.down, scalars["down"], products.proj)
     return x, normed_stream(norm(x))
 
 
@@ -1057,10 +1078,10 @@ class Head(NamedTuple):
 
 
 def head_loss(x: Tensor, sources: tuple[Tensor, ...], late: LateMix, head: Head,
-              head_recipe: Products) -> Tensor:
+              head_products: Products) -> Tensor:
     """x (T, D) and sources (T, D) -> the cross-entropy of the capped logits, summed over T."""
     x = late_mix(x, sources, late)
-    return head_recipe.head_loss(x, head.weight, head.targets, head.bias)
+    return head_products.head_loss(x, head.weight, head.targets, head.bias)
 
 
 def choose_candidates(targets: Tensor, is_target: Tensor, counts: Tensor,
@@ -1070,10 +1091,10 @@ def choose_candidates(targets: Tensor, is_target: Tensor, counts: Tensor,
     many tokens each one stands for (number,), and each target's place among the candidates (T,), or
     -1 for a target that has none because more than `number` tokens are targets.
 
-    A token's size is its count, and its priority is size / u with u uniform in (0, 1]. The tokens
-    of highest priority are chosen. One of size s is chosen if its u is below s / p, p being the
-    highest priority of those left out; so it stands for max(1, p / s) tokens. Targets get a size
-    that is large enough to be certain."""
+    A token's size is its count plus one, so that each can be drawn, and its priority is size / u
+    with u uniform in (0, 1]. The tokens of highest priority are chosen. One of size s is chosen if
+    its u is below s / p, p being the highest priority of those left out; so it stands for
+    max(1, p / s) tokens. Targets get a size that is large enough to be certain."""
     certain = 1e30
     size = torch.where(is_target, certain, 1 + counts)
     u = torch.rand_like(size).clamp(min=2.0**-25)  # rand may be 0, whose priority is infinite
@@ -1093,8 +1114,8 @@ def choose_candidates(targets: Tensor, is_target: Tensor, counts: Tensor,
 class GPT(nn.Module):
     """The model, over one packed sequence of documents.
 
-    The weights of all layers lie in banks, padded to a multiple of world_size so that every rank
-    owns an equal slice. The model keeps them in the dtype of the products; the optimizer has the
+    The weights of all layers lie in banks. Those of which each rank owns a slice are padded to a
+    multiple of world_size. The model keeps them in the dtype of the products; the optimizer has the
     float32 originals. `functions` are those of EAGER (section 7), compiled or not."""
 
     def __init__(self, c: Config, device: torch.device, world_size: int = 1,
@@ -1102,12 +1123,12 @@ class GPT(nn.Module):
         super().__init__()
         self.config = c
         self.functions = functions or EAGER
-        self.table = parameter_table(c)
+        self.params = parameter_table(c)
         self.layers = TOPOLOGIES[c.topology]
         # The token that begins a document: GPT-2's, or the last one if the vocabulary is smaller.
         self.bos = min(shards.SEPARATOR, c.vocab_size - 1)
         self.flex = c.attention == "flex" or (c.attention == "auto" and device.type == "cuda")
-        self.big_tables = [name for name, param in self.table.items() if param.share == "rows"]
+        self.big_tables = [name for name, param in self.params.items() if param.share == "rows"]
         self.add_banks(recipe.PLAIN_DTYPES[recipe.options_of(c).plain], device, world_size)
         generator = torch.Generator().manual_seed(0)
         signs = 2 * torch.randint(0, 2, (SIGNS, c.model_dim), generator=generator) - 1
@@ -1116,12 +1137,12 @@ class GPT(nn.Module):
         counts = torch.zeros(c.vocab_size, device=device)
         self.register_buffer("target_counts", counts, persistent=False)
         self.register_buffer("lost_targets", counts.new_zeros(()), persistent=False)
-        self.rotary_tables = {}
+        self.rotary_tables = {True: {}, False: {}}  # of training, of validation
         self.precision = Precision(c, device, dict(self.named_parameters()))
 
     def add_banks(self, dtype: torch.dtype, device: torch.device, world_size: int) -> None:
         full = torch.promote_types(torch.float32, dtype)
-        for name, param in self.table.items():
+        for name, param in self.params.items():
             rows = param.shape[0]
             if param.share == "slice":
                 rows = math.ceil(rows / world_size) * world_size
@@ -1132,7 +1153,7 @@ class GPT(nn.Module):
     def weight(self, name: str) -> Tensor:
         """A bank without its padding."""
         bank = getattr(self, name)
-        rows = self.table[name].shape[0]
+        rows = self.params[name].shape[0]
         return bank if len(bank) == rows else bank[:rows]
 
     def begins(self, tokens: Tensor, training: bool) -> Tensor:
@@ -1173,19 +1194,24 @@ class GPT(nn.Module):
             all_weights.append(weights)
         return all_weights
 
-    def rotary(self, setting: Setting, T: int) -> tuple[Tensor, Tensor, Tensor]:
+    def rotary(self, setting: Setting, T: int,
+               training: bool) -> tuple[Tensor, Tensor, Tensor]:
         """cos and sin (2 T, 1, d), two positions per token for paired heads, and the scale of
-        scores."""
+        scores. Those of training are kept, because its CUDA graphs read them. Those of validation
+        are large, so only the latest ones are."""
         c = self.config
-        dtype = self.lm_head.dtype  # in validation, fp16 weights stand in bf16
+        dtype = self.lm_head.dtype  # `loss_without_gradient` may have replaced the weights
         which = (setting.frequencies, setting.score_scale, T, dtype)
-        if which not in self.rotary_tables:  # they are kept: the CUDA graphs of training read them
+        kept = self.rotary_tables[training]
+        if which not in kept:
+            if not training:
+                kept.clear()
             device = self.signs.device
             frequencies = torch.tensor(setting.frequencies, dtype=torch.float64, device=device)
             head_dim = c.model_dim // c.num_heads
             cos, sin = rotary_table(2 * T, frequencies, head_dim, dtype)
-            self.rotary_tables[which] = cos, sin, torch.tensor(setting.score_scale, device=device)
-        return self.rotary_tables[which]
+            kept[which] = cos, sin, torch.tensor(setting.score_scale, device=device)
+        return kept[which]
 
     def make_masks(self, begins: Tensor, windows: dict[str, int]) -> dict:
         """The mask of each window, for single and for paired heads: (window's name, paired) ->
@@ -1215,7 +1241,7 @@ class GPT(nn.Module):
         `begins` that is true everywhere, so that no key is shifted."""
         T = len(begins)
         made_masks = self.make_masks(begins, setting.windows)
-        cos, sin, score_scale = self.rotary(setting, T)
+        cos, sin, score_scale = self.rotary(setting, T, training)
         no_shift = None if training else torch.ones_like(begins)
         no_value = None if training else value_embeds[-1]
         injects = iter(injects)
@@ -1256,7 +1282,7 @@ class GPT(nn.Module):
         value_embeds = value_embeds.split(D, 1)
         contexts = self.layer_contexts(begins, setting, training, injects, value_embeds)
         weights = self.layer_weights(training)
-        recipes, _ = self.precision.at(setting, training)
+        products = self.precision.layers_at(setting, training)
 
         x = first_x = normed.x
         # view_as makes a new tensor object. If a layer got the same object twice, torch.compile
@@ -1270,7 +1296,7 @@ class GPT(nn.Module):
                 context = context._replace(skip=outputs[layer.skip])
             if only is None or i in only:
                 reads = normed if layer.reads_layer is None else for_later[layer.reads_layer]
-                x, normed = self.functions.block(x, reads, weights[i], context, recipes[i])
+                x, normed = self.functions.block(x, reads, weights[i], context, products[i])
             outputs.append(x.view_as(x))
             if any(other.reads_layer == i for other in self.layers):
                 for_later[i] = normed
@@ -1283,18 +1309,18 @@ class GPT(nn.Module):
         """tokens, targets (T,) int64 -> the loss, summed over T. A target of -1 is none."""
         x, sources = self.hidden(tokens, setting, training, looked_up, only)
         late = LateMix(self.late_in, self.late_out, self.late_bias)
-        _, head_recipe = self.precision.at(setting, training)
+        head_products = self.precision.head_at(setting, training)
         head = Head(self.weight("lm_head"), targets, None)
         if training:
             if 0 < self.config.candidates < self.config.vocab_size:
-                head, head_recipe = self.sample_head(head, head_recipe)
-            return self.functions.head_loss(x, sources, late, head, head_recipe)
+                head, head_products = self.sample_head(head, head_products)
+            return self.functions.head_loss(x, sources, late, head, head_products)
         total = 0
         for begin in range(0, len(tokens), VAL_CHUNK):  # logits of a whole sequence would not fit
             chunk = slice(begin, begin + VAL_CHUNK)
             head = head._replace(targets=targets[chunk])
             of_chunk = tuple(source[chunk] for source in sources)
-            total = total + self.functions.head_loss(x[chunk], of_chunk, late, head, head_recipe)
+            total = total + self.functions.head_loss(x[chunk], of_chunk, late, head, head_products)
         return total
 
     @torch.no_grad()
@@ -1308,10 +1334,10 @@ class GPT(nn.Module):
         self.lost_targets += ((places < 0) & (targets >= 0)).sum()
         return chosen, bias, places
 
-    def sample_head(self, head: Head, head_recipe: Products) -> tuple[Head, Products]:
+    def sample_head(self, head: Head, head_products: Products) -> tuple[Head, Products]:
         """The head over --candidates of the vocabulary: at the default a third of its work."""
         chosen, bias, places = self.choose(head.targets)
-        return Head(head.weight.index_select(0, chosen), places, bias), head_recipe.chosen(chosen)
+        return Head(head.weight.index_select(0, chosen), places, bias), head_products.chosen(chosen)
 
     def logits(self, x: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
         """What `hidden` returns, (T, D) each -> the capped logits of each next token (T, V)."""
@@ -1325,7 +1351,7 @@ def initialize(model: GPT, seed: int) -> dict[str, Tensor]:
     targets to 0 and seeds this rank's draw of candidates. Returns the weights in float32."""
     torch.manual_seed(seed)
     full = {}
-    for name, param in model.table.items():
+    for name, param in model.params.items():
         bank = getattr(model, name)
         w = torch.zeros_like(bank, dtype=torch.promote_types(torch.float32, bank.dtype))
         param.init(w[: param.shape[0]])
@@ -1343,8 +1369,9 @@ def initialize(model: GPT, seed: int) -> dict[str, Tensor]:
 # --------------------------------------------------------------------------------------------------
 # 7. The optimizers: Muon for matrices, Adam for the rest, each rank updating its share
 #
-# Every rank computes with a bf16 copy of all large weights. Their float32 originals ("masters")
-# and the state of the optimizers exist only once, shared out over the ranks. A step has three
+# Every rank computes with a copy of all weights in the dtype of the products. The float32 originals
+# ("masters") of the large ones and the state of their optimizers exist only once, shared out over
+# the ranks. A step has three
 # phases: every gradient is summed over the ranks, each rank updates its share, and hands the new
 # weights out to all. `Param.share` says how:
 #
@@ -1398,6 +1425,10 @@ def cautious_update(master: Tensor, part: Tensor, update: Tensor, lr, decay) -> 
     shrinks = update * master > 0
     master.sub_(lr * (update + decay * master * shrinks))
     part.copy_(master)
+
+
+# To try another optimizer, write its state and its update here, add the update to Functions and
+# EAGER, and name it in Optimizer.zero_state, Optimizer.update and parameter_table.
 
 
 class MuonState(NamedTuple):
@@ -1458,7 +1489,7 @@ def adam_update(master: Tensor, part: Tensor, gradient: Tensor, state: AdamState
 
 class Functions(NamedTuple):
     """The functions that do most of the work. They read nothing but their arguments and constants
-    of this file, so that they can be compiled."""
+    of the source files, so that they can be compiled."""
     block: Callable
     head_loss: Callable
     embed_inputs: Callable
@@ -1480,7 +1511,7 @@ class Optimizer:
         self.rank, self.world_size = rank_and_world_size()
         self.banks = {name: bank.data for name, bank in model.named_parameters()}
         self.muon_lr = {}  # (n, 1, 1) for the matrices that this rank updates
-        for name, param in model.table.items():
+        for name, param in model.params.items():
             if param.optimizer == "muon":
                 turn = torch.arange(len(self.banks[name])) % len(param.lr)
                 lr = torch.tensor(param.lr)[turn]
@@ -1496,7 +1527,7 @@ class Optimizer:
         self.state = {name: self.zero_state(name) for name in full}
         self.looked_up.reset({name: self.masters[name] for name in self.model.big_tables})
         self.sums = {}  # name -> this rank's part of the summed gradient, and its transfer
-        self.steps = 0  # updates, without those that were left out
+        self.updates = 0  # without those that were left out
         self.bytes_sent = 0
         self.recipes.reset()
         self.recipes.weights_changed([*self.masters], self.masters)
@@ -1518,7 +1549,7 @@ class Optimizer:
         collective."""
         for kind, tensor in self.tensors().items():
             name, _, what = kind.partition(".")
-            param = self.model.table[name]
+            param = self.model.params[name]
             bank = self.banks[name]
             whole = saved.whole(kind, param.share, param.shape, len(bank))
             saved.fill(tensor, self.own(name, whole), kind)
@@ -1526,7 +1557,7 @@ class Optimizer:
                 bank.copy_(whole)
         self.model.target_counts.copy_(saved.share("target_counts"))
         self.model.lost_targets.copy_(saved.share("lost_targets"))
-        self.steps = saved.fact("updates")
+        self.updates = saved.fact("updates")
         self.bytes_sent = saved.fact("bytes_sent")
         self.recipes.load_state(saved.fact("recipes"))
         self.recipes.weights_changed([*self.masters], self.masters)
@@ -1534,13 +1565,13 @@ class Optimizer:
 
     def zero_state(self, name: str) -> MuonState | AdamState:
         zero = torch.zeros_like(self.masters[name])
-        if self.model.table[name].optimizer == "adam":
-            return AdamState(zero, zero.clone())
-        return MuonState(zero, zero.mean(weights_dim(zero), keepdim=True))
+        if self.model.params[name].optimizer == "muon":
+            return MuonState(zero, zero.mean(weights_dim(zero), keepdim=True))
+        return AdamState(zero, zero.clone())
 
     def own(self, name: str, bank: Tensor) -> Tensor:
         """This rank's slice of a bank, a view; of a table its columns, a copy; or all of it."""
-        share = self.model.table[name].share
+        share = self.model.params[name].share
         if share == "all" or self.world_size == 1:
             return bank
         if share == "rows":
@@ -1568,7 +1599,7 @@ class Optimizer:
     def start_sum(self, name: str, gradient: Tensor) -> tuple:
         if self.world_size == 1:
             return gradient, NoTransfer()
-        if self.model.table[name].share == "all":
+        if self.model.params[name].share == "all":
             self.bytes_sent += 2 * gradient.nbytes
             return gradient, dist.all_reduce(gradient, async_op=True)
         self.bytes_sent += gradient.nbytes
@@ -1579,17 +1610,17 @@ class Optimizer:
     def step(self, lr_factor: float, momentum: float) -> None:
         """Updates all weights from the gradients: those of `start_sums`, which is called here if
         the caller has not done so, and those of the looked-up rows. A collective."""
-        # 1. Sum the gradients over the ranks.
+        # 1. Sum the gradients over the ranks. `train_step` has begun that already.
         self.start_sums()
         if not self.recipes.gradients_are_finite(self.finished_sums()):
             self.sums = {}
             return
-        self.steps += 1
+        self.updates += 1
 
         # 2. Update the own part of each parameter, and begin to hand it out. Transfers run one
         # after another. The large sums of the tables are queued late, so that no matrix waits for
         # them.
-        names = [name for name in self.model.table
+        names = [name for name in self.model.params
                  if name in self.sums or name in self.looked_up.totals]
         handed_out = {}
         for name in names:
@@ -1625,7 +1656,7 @@ class Optimizer:
     def finished_sum(self, name: str) -> Tensor:
         gradient, transfer = self.sums.pop(name)
         transfer.wait()
-        if gradient.is_cuda:  # a CUDA graph's is of another stream: it must not be freed too early
+        if gradient.is_cuda:  # it may be of another stream, which must not give its memory away yet
             gradient.record_stream(torch.cuda.current_stream())
         return gradient
 
@@ -1633,7 +1664,7 @@ class Optimizer:
     def update(self, name: str, gradient: Tensor, lr_factor: float, momentum: float) -> Tensor:
         """Updates this rank's part of a parameter from the gradient of that part. Returns the new
         part, in the dtype of the bank."""
-        param = self.model.table[name]
+        param = self.model.params[name]
         master = self.masters[name]
         state = self.state[name]
         bank = self.banks[name]
@@ -1644,7 +1675,7 @@ class Optimizer:
                 master, part, gradient, state, lr_factor * self.muon_lr[name],
                 torch.tensor(decay), torch.tensor(momentum))
             return part
-        t = max(self.steps, 1)  # 0 in the warm-up
+        t = max(self.updates, 1)  # 0 in the warm-up
         beta1, beta2 = param.betas
         correction = (1 - beta2**t) ** 0.5 / (1 - beta1**t)
         rates = AdamRates(lr_factor * param.lr, decay, beta1, beta2, correction)
@@ -1662,7 +1693,7 @@ class Optimizer:
     def hand_out(self, name: str, part: Tensor) -> tuple:
         """Begins to give this rank's updated part to all ranks. Returns what all of them gave, and
         the transfer."""
-        share = self.model.table[name].share
+        share = self.model.params[name].share
         if self.world_size == 1 or share == "all" or self.recipes.hands_out(name):
             return part, NoTransfer()
         parts = self.banks[name]
@@ -1674,7 +1705,7 @@ class Optimizer:
     def bytes_per_step(self) -> int:
         """What this rank sent of gradients and weights for an update on average, if the ranks form
         a ring."""
-        return round((1 - 1 / self.world_size) * self.bytes_sent / max(self.steps, 1))
+        return round((1 - 1 / self.world_size) * self.bytes_sent / max(self.updates, 1))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1684,8 +1715,8 @@ class Optimizer:
 def stages(c: Config) -> list[tuple[int, int, Stage]]:
     """First step, last step + 1 and stage of each row of the schedule."""
     rows = SCHEDULES[c.schedule]
-    shares = accumulate((stage.share for stage in rows), initial=0.0)
-    bounds = [round(share * c.num_steps) for share in shares]
+    sums = accumulate((stage.fraction for stage in rows), initial=0.0)
+    bounds = [round(part * c.num_steps) for part in sums]
     return list(zip(bounds, bounds[1:], rows))
 
 
@@ -1716,13 +1747,14 @@ def batch_plan(c: Config) -> list[tuple[int, int]]:
     return plan
 
 
-def lr_factor(step: int, c: Config) -> float:
-    """The stage's factor; over the last cooldown_frac of the steps it falls linearly to 0.15."""
+def lr_factor_at(step: int, c: Config) -> float:
+    """The stage's factor. Over the last cooldown_frac of the steps more and more of it is replaced
+    by 0.15; only where a stage with a larger factor begins, it rises for a moment."""
     done = max(0.0, (step / c.num_steps - 1) / c.cooldown_frac + 1)  # 0 to 1
     return stage_of(step, c).lr * (1 - done) + 0.15 * done
 
 
-def muon_momentum(step: int, c: Config) -> float:
+def muon_momentum_at(step: int, c: Config) -> float:
     """From 0.85 to 0.95, and back over the last 4 % of the steps (record 39)."""
     rise = step / max(c.momentum_warmup, 1)
     fall = (c.num_steps - step) / (0.04 * c.num_steps)
@@ -1738,11 +1770,11 @@ def setting_of(step: int, c: Config) -> Setting:
     head_dim = c.model_dim // c.num_heads
     rotating = head_dim // 4
     frequencies = [(1 / 1024) ** (j / max(rotating - 1, 1)) for j in range(rotating)]
-    score_scale = 0.1
+    score_scale = 0.1  # of heads of 128: |q| |k| is the width of a head, so no score exceeds 12.8
     now = stage_of(step, c)
     so_far = [*takewhile(lambda stage: stage is not now, SCHEDULES[c.schedule]), now]
     # The stage that is only for validation just sees farther, and rescales nothing.
-    long_windows = [stage.long_window for stage in so_far if stage.share]
+    long_windows = [stage.long_window for stage in so_far if stage.fraction]
     for a, b in pairwise(long_windows):
         for j, frequency in enumerate(frequencies):
             turns = BLOCK_SIZE * a * frequency / (2 * math.pi)
@@ -1786,7 +1818,7 @@ def micro_sequences(count: int, c: Config) -> int:
 
 def rank_micro_batches(paths: list[Path], c: Config, device: torch.device, first_step: int = 0,
                        stamps: dict[Path, shards.Stamp] | None = None) -> Iterator[tuple]:
-    """For each step from the first one on this rank's micro-batches: (sequences, seq_len + 1), the
+    """For each step, from first_step on, this rank's micro-batches: (sequences, seq_len + 1), the
     bits of uint16. Raises ShardError if a shard has not its stamp any more."""
     rank, world_size = rank_and_world_size()
     for sequences in shards.rank_batches(
@@ -1818,7 +1850,7 @@ def forward_backward(model: GPT, setting: Setting, inputs: Tensor, targets: Tens
 
 
 def call_directly(_, function: Callable, tensors: tuple[Tensor, ...]):
-    """Stands for compiling.CudaGraphs where nothing is captured, so that no graph needs a key."""
+    """Stands for compiling.CudaGraphs where nothing is captured, and the key has no use."""
     return function(*tensors)
 
 
@@ -1826,26 +1858,28 @@ def train_step(model: GPT, optimizer: Optimizer, batch: list[tuple[Tensor, Tenso
                call: Callable = call_directly, tell: Callable | None = None) -> Tensor:
     """One update. `batch` has inputs and targets (T,) of each micro-batch of this rank. Returns a
     vector on the device, summed over the ranks: the mean loss, a flag for each number that the
-    recipes measure (whether it was ever not finite), and the numbers (n,) that `tell` returns for
-    this rank's loss. It is called before the update. A collective."""
+    recipes measure (whether it was ever not finite), and what `tell` returns for this rank's loss,
+    (n,). `tell` is called before the update. A collective."""
     c = model.config
     setting = setting_of(step, c)
     rows = [model.table_rows(inputs) for inputs, _ in batch]
     optimizer.looked_up.find(rows)
+    work = partial(forward_backward, model, setting)
     loss_sum = 0
     for i, (inputs, targets) in enumerate(batch):
-        work = partial(forward_backward, model, setting)
-        loss, row_gradients = call(repr(setting), work, (inputs, targets, *rows[i].values()))
+        tensors = (inputs, targets, *rows[i].values())
+        loss, row_gradients = call(repr(setting), work, tensors)
         if i == len(batch) - 1:
             optimizer.start_sums()
         optimizer.looked_up.add(rows[i], row_gradients)
         loss_sum = loss_sum + loss
     told = [tell(loss_sum)] if tell else []  # the gradients are on their way meanwhile
-    optimizer.step(lr_factor(step, c), muon_momentum(step, c))
+    optimizer.step(lr_factor_at(step, c), muon_momentum_at(step, c))
     loss = loss_sum / stage_tokens(stage_of(step, c), c)
     message = torch.cat([loss[None], model.precision.recipes.measurements.faults(), *told])
     if dist.is_initialized():
-        dist.all_reduce(message, async_op=True).wait()  # NCCL's orders streams: the CPU goes on
+        # With NCCL only this stream waits for the sum, and the CPU goes on.
+        dist.all_reduce(message, async_op=True).wait()
     return message
 
 
@@ -1893,7 +1927,7 @@ class WarmUp:
         for step in range(self.c.num_steps):
             of_kind[stage_of(step, self.c), setting_of(step, self.c).plain] = step
         self.stage_steps = list(of_kind.values())
-        self.dense = [name for name in model.table if name not in model.big_tables]
+        self.dense = [name for name in model.params if name not in model.big_tables]
 
     def run(self, call: Callable) -> None:
         if rank_and_world_size()[1] > 1:
@@ -1911,14 +1945,14 @@ class WarmUp:
         clock = journal.Clock(self.tokens.device)
         average = 0.0
         for _, end, stage in stages(self.c):
-            if not stage.share:
+            if not stage.fraction:
                 continue
             before = clock.total
             clock.start()
             for _ in range(3):
                 train_step(self.model, self.optimizer, self.micro_batches(end - 1), end - 1, call)
             clock.stop()
-            average += stage.share * (clock.total - before) / 3
+            average += stage.fraction * (clock.total - before) / 3
         return max(all_ranks(average))
 
     def reset(self) -> None:
@@ -1942,9 +1976,9 @@ class WarmUp:
         jobs.append((self.validate, self.c.num_steps, list(val_kinds.values())))
         for turn, (job, step, which) in enumerate(jobs):  # it is never the same rank that has most
             job(step, only=which[(rank + turn) % world_size :: world_size])
-        table = self.model.table
-        muon_first = sorted(self.dense, key=lambda name: table[name].optimizer, reverse=True)
-        self.update(muon_first[rank::world_size])
+        params = self.model.params
+        slowest_first = sorted(self.dense, key=lambda name: params[name].optimizer != "muon")
+        self.update(slowest_first[rank::world_size])
         torch.get_device_module(self.tokens.device).synchronize()
         dist.barrier()
 
@@ -1979,7 +2013,9 @@ class WarmUp:
 def checkpoint_of(model: GPT, step: int, val_loss: float, data: list[dict]) -> dict:
     """What nanogpt/checkpoint.py writes: configuration, weights without padding on the CPU, and
     which shards the run has read (`data`, their fingerprints)."""
-    weights = {name: model.weight(name).detach().cpu().clone() for name in model.table}
+    weights = {}
+    for name in model.params:
+        weights[name] = model.weight(name).detach().to("cpu", copy=True)
     config = dataclasses.asdict(model.config)
     return dict(config=config, weights=weights, step=step, val_loss=val_loss, data=data)
 
@@ -2034,7 +2070,7 @@ def begin_log(log: journal.Log, c: Config, facts: journal.RunFacts,
 def flops_per_token(c: Config) -> int:
     """6 for each weight that a token is multiplied by: those of all matrices, and of the head the
     rows of the candidates. Attention is not counted."""
-    matrices = [p.shape for p in parameter_table(c).values() if p.optimizer == "muon"]
+    matrices = [parameter_table(c)[name].shape for name in ("mlp", "qk", "vo")]
     head = c.model_dim * min(c.candidates or c.vocab_size, c.vocab_size)
     return 6 * (sum(math.prod(shape) for shape in matrices) + head)
 
@@ -2101,9 +2137,9 @@ class Run:
             WATCH.enter_step(self.step)
             loss = train_step(self.model, self.optimizer, batch, self.step, call, self.tell)
             self.log.put(self.step + 1, loss, self.clock.now())
-            # This waits for the losses up to the step before (the log counts from 1, so that is
-            # step number self.step). It costs nothing: to learn how many rows were looked up, the
-            # CPU has already waited for work that the GPU does after that loss.
+            # This waits for the losses of all steps before this one. It costs nothing: to learn how
+            # many rows were looked up, the CPU has already waited for work that the GPU does after
+            # those losses.
             self.read_losses()
             WATCH.leave_step()
             self.step += 1
@@ -2168,7 +2204,7 @@ class Run:
             files_sha256=run["files_sha256"],
             data=self.facts.data, came_from=self.came_from, best=self.best,
             checkpoint=path and str(path), seconds=self.clock.now(),
-            steps=list(self.log.steps), updates=self.optimizer.steps,
+            steps=list(self.log.steps), updates=self.optimizer.updates,
             bytes_sent=self.optimizer.bytes_sent, recipes=self.recipes.state())
         random = saving.random_state(self.device)
         self.saver.save(self.step, self.clock.now(), tensors, random, facts)
@@ -2180,7 +2216,7 @@ class Run:
             with WATCH.writing:
                 self.log.console.say(checkpoint.keep(self.inputs.checkpoint_path, self.best))
 
-    def result(self, compile_s: float) -> dict:
+    def result(self, startup_s: float) -> dict:
         """The end block of the log (records/README.md)."""
         c = self.config
         seconds = self.clock.total
@@ -2191,13 +2227,13 @@ class Run:
         device_name = self.facts.machine["devices"][0]
         result["mfu"] = journal.mfu(flops_per_token(c), speed, device_name)
         result["peak_memory_mib"] = journal.peak_memory_mib(self.device)
-        result["compile_s"] = round(compile_s, 1)
+        result["compile_s"] = round(startup_s, 1)
         result["code_sha256"] = self.facts.run["code_sha256"]
         if self.ended_by:
             result["interrupted"] = True
         return result
 
-    def finish(self, compile_s: float) -> int:
+    def finish(self, startup_s: float) -> int:
         """Says what came of the run, and writes the checkpoint. Returns the exit status."""
         log = self.log
         for note in self.recipes.notes():
@@ -2207,8 +2243,8 @@ class Run:
         if lost:
             log.fact("defect", dict(
                 what=f"{lost} tokens of rank 0 were no candidates; raise --candidates"))
-        result = self.result(compile_s)
-        log.end(result, self.best["step"] if self.best else self.step)
+        result = self.result(startup_s)
+        log.end(result, self.best["step"] if self.best else None)
         path = self.inputs.checkpoint_path if self.best else None
         if path:
             path = checkpoint.write_somewhere(path, self.best)
@@ -2243,10 +2279,10 @@ def train(c: Config, at_end: ExitStack) -> int:
     # 1. Import what this run needs, so that the log can show it, and check what can be checked
     # before anything is written or compiled.
     cuda = has_cuda(c.device)
-    kind = "cpu" if c.device == "auto" else c.device
-    device = start_process("cuda" if cuda else kind, LOCAL_GPU, WATCH.store)
+    device_type = "cpu" if c.device == "auto" else c.device
+    device = start_process("cuda" if cuda else device_type, LOCAL_GPU, WATCH.store)
     recipe_names = choose_recipes(c, device)
-    recipe.import_rooms(recipe_names, recipe.options_of(c))
+    recipe.import_modules(recipe_names, recipe.options_of(c))
     notes = []
     if c.sample:
         import sample  # only now: training alone needs no tokenizer
@@ -2280,7 +2316,7 @@ def train(c: Config, at_end: ExitStack) -> int:
         log.fact(kind, dict(what=what, seconds=round(seconds, 2), after_launch_s=after))
 
     # 3. Make model and optimizer, compile them and warm up. Collections of garbage would take a
-    # tenth of the compiler's time, and later up to 0.4 s in the middle of the run (record 47).
+    # tenth of the compiler's time.
     gc.disable()
     functions = EAGER
     call = call_directly
@@ -2296,8 +2332,8 @@ def train(c: Config, at_end: ExitStack) -> int:
     warm_up.run(call)
     if steps_are_open:
         seconds = warm_up.seconds_per_step(call)
-        c = fitting.fit_to_minutes(
-            c, SCHEDULES[c.schedule], inputs.train_paths, seconds)
+        c = fitting.fit_to_minutes(c, SCHEDULES[c.schedule], inputs.train_paths, seconds)
+        check_amount(c, packing(c), batch_plan(c), inputs.train_paths)
         model.config = c
         begin_log(log, c, facts, c.num_steps * seconds)
         for note in fitting.why_shorter(c, seconds):
@@ -2308,11 +2344,11 @@ def train(c: Config, at_end: ExitStack) -> int:
     run = Run(c, optimizer, inputs, facts, log, clock)
     at_end.push(run.keep_best)
     torch.get_device_module(device).synchronize()
-    compile_s = time.perf_counter() - LAUNCHED
+    startup_s = time.perf_counter() - LAUNCHED
     log.fact("note", f"products: {recipe.summary(recipe_names, device)}")
-    log.fact("note", f"{compile_s:.1f} s from launch to the first timed step")
+    log.fact("note", f"{startup_s:.1f} s from launch to the first timed step")
     gc.collect()
-    gc.freeze()
+    gc.freeze()  # else a collection takes up to 0.4 s in the middle of the run (record 47)
     gc.enable()
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
@@ -2321,7 +2357,7 @@ def train(c: Config, at_end: ExitStack) -> int:
 
     # 5. Say what came of it, and write the checkpoint.
     WATCH.needs_others = False
-    return run.finish(compile_s)
+    return run.finish(startup_s)
 
 
 def main(argv: list[str]) -> int:

@@ -63,7 +63,7 @@ def check_amount(paths: list[Path], packing: Packing, plan: Plan, folder: str) -
         return
     have = sum(map(count_tokens, paths)) * packing.epochs
     need = packing.seq_len * sum(count for count, _ in plan)
-    remedy = "let the run fit the text (--fit), lower --num_steps, or raise --epochs"
+    remedy = "let the run fit the text (--fit), lower --num_steps or --minutes, or raise --epochs"
     if folder == FINEWEB:
         enough = math.ceil(1.3 * need / 1e8)  # the ends of long documents are skipped
         remedy = f"get more with `python data/fineweb.py {enough}`, or " + remedy

@@ -316,6 +316,7 @@ class CudaGraphs:
         call with a key, call the function itself once: what is compiled or allocated at first use
         cannot be recorded."""
         shapes = tuple(x.shape for x in tensors)
+        # Where backward finds a gradient to add to. Where it makes a new one, it is another graph.
         added_to = tuple(p.grad is not None and p.grad.data_ptr() for p in self.parameters)
         key = (key, shapes, added_to)
         if key not in self.captures:

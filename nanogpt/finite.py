@@ -61,8 +61,8 @@ class Check:
         self.waiting += losses
         while self.waiting and (self.waiting[0].step <= step or self.world_size == 1):
             loss = self.waiting.pop(0)
-            begins = len(loss.flags) - len(self.weights) - self.world_size
-            faults, numbers = loss.flags[:begins], loss.flags[begins:]
+            begins = len(loss.others) - len(self.weights) - self.world_size
+            faults, numbers = loss.others[:begins], loss.others[begins:]
             if any(faults) or not all(map(math.isfinite, [loss.loss, *numbers])):
                 raise BadInput(self.sentence(loss, faults, numbers))
 

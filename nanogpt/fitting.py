@@ -83,19 +83,24 @@ def lengths_that_fit(text: Text, world_size: int, seq_len: int, batch_tokens: in
 
 def steps_that_fit(text: Text, wanted: float, epochs: int, tokens_per_step: float, seq_len: int,
                    batch_tokens: int) -> dict[str, int]:
-    """The wanted number of steps, or as many as so many readings of the text have. `epochs` becomes
-    the number of readings that these steps take."""
+    """As many steps as are wanted, but no more than so many readings of the text have batches for.
+    `epochs` becomes the number of readings that these steps take."""
     # A batch lies within one shard, so less than a batch at the end of each is not read.
-    epoch = 0
+    tokens_per_reading = 0
     for tokens in text.train:
         sequences = (tokens - 1) // seq_len - (batch_tokens // seq_len - 1)
-        epoch += max(sequences, 0) * seq_len
-    require(epoch > 0, f"no training shard holds a batch of {batch_tokens:,} tokens; lower "
-            "--batch_tokens or --seq_len")
-    num_steps = max(1, int(min(wanted, epochs * epoch / tokens_per_step)))
+        tokens_per_reading += max(sequences, 0) * seq_len
+    require(tokens_per_reading > 0, f"no training shard holds a batch of {batch_tokens:,} tokens; "
+            "lower --batch_tokens or --seq_len")
+    steps_per_reading = max(tokens_per_reading / tokens_per_step, 1)  # it has a batch at least
+    num_steps = max(1, int(min(wanted, epochs * steps_per_reading)))
     return dict(
-        num_steps=num_steps, epochs=math.ceil(num_steps * tokens_per_step / epoch),
-        val_interval=max(1, num_steps // VALIDATIONS))
+        num_steps=num_steps, epochs=math.ceil(num_steps / steps_per_reading),
+        val_interval=validation_interval(num_steps))
+
+
+def validation_interval(num_steps: int) -> int:
+    return max(1, num_steps // VALIDATIONS)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -135,7 +140,7 @@ def fit_to_text(c, schedule: list, text: Text, given: dict):
     wanted = math.inf  # all that the text has
     if "num_steps" in given:
         wanted = c.num_steps
-        changes["epochs"] = wanted
+        changes["epochs"] = wanted  # enough for so many steps, and `steps_that_fit` lowers it
     elif not large:
         changes["minutes"] = MINUTES
     c = dataclasses.replace(c, **changes | given)
@@ -143,14 +148,20 @@ def fit_to_text(c, schedule: list, text: Text, given: dict):
 
 
 def fit_to_minutes(c, schedule: list, train_paths: list[Path], seconds: float):
-    """The configuration with as many steps of so many seconds as --minutes has room for."""
+    """The configuration with as many steps of so many seconds as --minutes has room for. Without
+    cut_documents fewer may be there, as the ends of long documents are left out."""
     text = Text("", tuple(map(count_tokens, train_paths)), 0)
-    return dataclasses.replace(c, **steps_of_schedule(c, schedule, text, 60 * c.minutes / seconds))
+    changes = steps_of_schedule(c, schedule, text, 60 * c.minutes / seconds)
+    if c.val_interval != validation_interval(c.num_steps):
+        changes.pop("val_interval")  # it was given, or is the preset's own
+    if not c.cut_documents:
+        changes.pop("epochs")  # as many as are allowed
+    return dataclasses.replace(c, **changes)
 
 
 def why_shorter(c, seconds: float) -> list[str]:
     """A note if a run of steps of so many seconds takes clearly less than --minutes."""
-    if c.num_steps * seconds > 0.9 * 60 * c.minutes:
+    if (c.num_steps + 1) * seconds > 0.9 * 60 * c.minutes:
         return []
     return [f"This is less than {c.minutes:g} minutes, because the text is read {c.epochs} times "
             f"at most. With more readings the model would learn the text by heart; to try it, give "
@@ -159,5 +170,5 @@ def why_shorter(c, seconds: float) -> list[str]:
 
 def steps_of_schedule(c, schedule: list, text: Text, wanted: float) -> dict[str, int]:
     """The changes that make at most the wanted number of steps."""
-    per_step = c.batch_tokens * sum(stage.share * stage.batch for stage in schedule)
+    per_step = c.batch_tokens * sum(stage.fraction * stage.batch for stage in schedule)
     return steps_that_fit(text, wanted, c.epochs, per_step, c.seq_len, c.batch_tokens)

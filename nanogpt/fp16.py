@@ -104,8 +104,9 @@ class LossScaling(Recipe):
         return f"{self.skipped_steps} steps skipped, loss scale {self.scale:g}"
 
 
-def check(name: str, recipe: str) -> None:
+def check(projection: str, recipe_name: str) -> None:
     """Raises BadInput if the recipe of this projection does not allow the loss to be scaled."""
-    allowed = recipe in PLAIN_DTYPES or (recipe == "fp8-static" and name == "lm_head")
-    require(allowed, f"{name} is {recipe}, which does not go with fp16's scaled loss; choose "
-            "another recipe, or neither --precision=fp16 nor --dtype=float16")
+    fp8_head = (projection, recipe_name) == ("lm_head", "fp8-static")
+    allowed = recipe_name in PLAIN_DTYPES or fp8_head
+    require(allowed, f"{projection} is {recipe_name}, which does not go with fp16's scaled loss; "
+            "choose another recipe, or neither --precision=fp16 nor --dtype=float16")

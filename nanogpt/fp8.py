@@ -249,12 +249,14 @@ class FP8(Recipe):
                 all_gather(bank, self.own_rows(bank).clone())
 
 
-def check_all_gather(name: str, shape: tuple[int, int], recipe: str, last_frac: float) -> None:
+def check_all_gather(projection: str, shape: tuple[int, int], recipe_name: str,
+                     last_frac: float) -> None:
     """For --float8_all_gather, of every projection: its name, its weight's shape and its recipe.
     `last_frac` is --bf16_last_frac. Raises BadInput unless FP8 weights are enough in all steps."""
     why = "--float8_all_gather needs fp8 in all layers and steps, as no rank has all wide weights"
     size = f"{shape[0]} x {shape[1]}"
-    require(recipe == "fp8", f"{why}, but {name} is {recipe}; choose --precision=fp8")
-    require(fits(shape), f"{why}, but {name} of {size} cannot be fp8, which takes multiples of 16 "
-            "only; change the model's widths")
+    require(recipe_name == "fp8",
+            f"{why}, but {projection} is {recipe_name}; choose --precision=fp8")
+    require(fits(shape), f"{why}, but {projection} of {size} cannot be fp8, which takes multiples "
+            "of 16 only; change the model's widths")
     require(last_frac == 0, f"{why}, but --bf16_last_frac is {last_frac}; set it to 0")

@@ -60,7 +60,7 @@ def check_data(c, packing: shards.Packing,
     val_paths = find_shards(c, "val")
     checks.check_kind(train_paths[0], c.vocab_size, c.preset)
     val_tokens = shards.validation_tokens(val_paths, c.vocab_size, c.val_tokens)
-    if not chooses_steps(c):  # else they follow from the data
+    if not chooses_steps(c):
         checks.check_amount(train_paths, packing, plan, c.data_dir)
     return train_paths, val_paths, torch.from_numpy(val_tokens.view("int16"))
 
@@ -74,6 +74,12 @@ def identify(train_paths: list[Path],
     fingerprints += [shards.fingerprint(path, "val") for path in val_paths]
     checks.check_apart(fingerprints)
     return stamps, fingerprints
+
+
+def check_amount(c, packing: shards.Packing, plan: shards.Plan, train_paths: list[Path]) -> None:
+    """Raises ShardError on all ranks if the training shards do not last for the plan that --minutes
+    has made. A collective."""
+    agreed(checks.check_amount, train_paths, packing, plan, c.data_dir, errors=(shards.ShardError,))
 
 
 def chooses_steps(c) -> bool:

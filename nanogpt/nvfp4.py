@@ -193,11 +193,11 @@ class NVFP4(Recipe):
         return NVFP4Product(seen, self.leave_out)
 
 
-def check(name: str, shape: tuple[int, int]) -> None:
-    """Raises BadInput if the projection `name`, with a weight of this shape, cannot be nvfp4."""
+def check(projection: str, shape: tuple[int, int]) -> None:
+    """Raises BadInput if a projection with a weight of this shape cannot be nvfp4."""
     size = f"{shape[0]} x {shape[1]}"
-    require(fits(shape), f"{name} of {size} cannot be nvfp4, which takes multiples of 16 only; "
-            "change the model's widths, or choose another --precision")
+    require(fits(shape), f"{projection} of {size} cannot be nvfp4, which takes multiples of 16 "
+            "only; change the model's widths, or choose another --precision")
 
 
 def parts_to_leave_out(option: str) -> tuple[str, ...]:

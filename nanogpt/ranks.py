@@ -111,9 +111,9 @@ class Requests:
     all do it between the same two steps.
 
     Nothing waits for this. A request travels in the vector that the ranks sum at each step anyway:
-    the loss, and flags behind it. The CPU reads this vector a step later. A rank whose vector comes
-    early waits for the others: a request that came with a step is granted after the next step. A
-    single process needs no vector and grants at once.
+    the loss, and other numbers behind it. The CPU reads this vector a step later. A rank whose
+    vector comes early waits for the others: a request that came with a step is granted after the
+    next step. A single process needs no vector and grants at once.
 
         ask         notes a request of this rank
         outgoing    what this step adds to the vector
@@ -151,11 +151,11 @@ class Requests:
             return losses
         without = []
         for loss in losses:
-            numbers = loss.flags[-len(REQUESTS) :]
+            numbers = loss.others[-len(REQUESTS) :]
             for request, number in zip(REQUESTS, numbers):
                 if number:
                     self.heard.setdefault(request, loss.step)
-            without.append(loss._replace(flags=loss.flags[: -len(REQUESTS)]))
+            without.append(loss._replace(others=loss.others[: -len(REQUESTS)]))
         return without
 
     def granted(self, request: str, step: int) -> bool:

@@ -258,12 +258,12 @@ def is_native(recipe_name: str, device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= needed[recipe_name]
 
 
-def room(recipe_name: str):
+def module_of(recipe_name: str):
     """The module of a recipe that has one of its own, imported only for the runs that need it."""
     return importlib.import_module(f"nanogpt.{recipe_name}")
 
 
-def with_rooms(recipe_names: RecipeNames, options: Options) -> list[str]:
+def names_with_module(recipe_names: RecipeNames, options: Options) -> list[str]:
     """Those of the chosen recipes that have a module of their own."""
     used = {recipe_name for layer in recipe_names for recipe_name in layer.values()}
     if options.scales_loss:
@@ -271,10 +271,10 @@ def with_rooms(recipe_names: RecipeNames, options: Options) -> list[str]:
     return [recipe_name for recipe_name in ("fp8", "nvfp4", "fp16") if recipe_name in used]
 
 
-def import_rooms(recipe_names: RecipeNames, options: Options) -> None:
+def import_modules(recipe_names: RecipeNames, options: Options) -> None:
     """Imports all modules that `Recipes` will need."""
-    for recipe_name in with_rooms(recipe_names, options):
-        room(recipe_name)
+    for recipe_name in names_with_module(recipe_names, options):
+        module_of(recipe_name)
 
 
 def possible(recipe_name: str, projection: str, shape: tuple[int, int], options: Options) -> str:
@@ -289,11 +289,11 @@ def possible(recipe_name: str, projection: str, shape: tuple[int, int], options:
                 "recipes; choose another --dtype, or neither --precision=nvfp4 nor "
                 "--float8_all_gather")
     if options.float8_all_gather:
-        room("fp8").check_all_gather(projection, shape, recipe_name, options.last_frac)
+        module_of("fp8").check_all_gather(projection, shape, recipe_name, options.last_frac)
     if options.scales_loss:
-        room("fp16").check(projection, recipe_name)
+        module_of("fp16").check(projection, recipe_name)
     if recipe_name == "nvfp4":
-        room("nvfp4").check(projection, shape)
+        module_of("nvfp4").check(projection, shape)
     if recipe_name in PLAIN_DTYPES or options.plain == "fp64" or not fits(shape):
         return options.plain
     return recipe_name
@@ -345,7 +345,7 @@ def summary(recipe_names: RecipeNames, device: torch.device) -> str:
 
 
 class Recipes(Recipe):
-    """All recipes of a run that have a room, as one: each method asks all of them."""
+    """All recipes of a run that have a module of their own, as one: each method asks all."""
 
     def __init__(self, recipe_names: RecipeNames, sites: list[Site], banks: dict[str, Tensor],
                  options: Options):
@@ -359,8 +359,8 @@ class Recipes(Recipe):
         self.sites = {(site.layer, site.projection): site for site in sites}
         self.measurements = Measurements(of_recipe["fp8"] + of_recipe["nvfp4"], device)
         self.by_name = {}
-        for recipe_name in with_rooms(recipe_names, options):
-            module = room(recipe_name)
+        for recipe_name in names_with_module(recipe_names, options):
+            module = module_of(recipe_name)
             if recipe_name == "fp8":
                 recipe = module.FP8(
                     of_recipe["fp8"], banks, self.measurements, options.float8_all_gather)

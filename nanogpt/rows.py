@@ -25,9 +25,9 @@ def to_host(numbers: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
 class LookedUpRows:
     """The rows of the tables that a step looks up, and their gradients.
 
-    The optimizer calls these methods in this order: `find` before the forward passes, `add` after
-    each of them, then `sums`, and `put` for each table. All is done on the stream `beside`: `find`
-    and `add` switch to it, `sums` and `put` are to be called on it."""
+    In each step these methods are called in this order: `find` before the forward passes, `add`
+    after each of them, then by the optimizer `sums`, and `put` for each table. All is done on the
+    stream `beside`: `find` and `add` switch to it, `sums` and `put` are to be called on it."""
 
     def __init__(self, device: torch.device):
         self.device = device

@@ -45,7 +45,6 @@ class Stop:
         for other in SIGNALS:  # the next one needs no Python, which may wait for something
             signal.signal(other, signal.SIG_DFL)
 
-
     def end_steps(self) -> None:
         """All is written: a signal does not wait any more, nor does one that has come already."""
         self.in_steps = False

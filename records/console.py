@@ -343,8 +343,7 @@ class Console:
 
     def result(self, facts: dict, kept_step: int | None = None) -> None:
         """Prints what came of the run. `facts` are those of the log's end block; what is missing or
-        None there is left out. `kept_step` is the step whose weights were kept, if those are not
-        the weights of the end."""
+        None there is left out. `kept_step` is the step whose weights were kept, if any were."""
         self.close()
         self.say("")
         self.say_facts({

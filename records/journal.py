@@ -30,7 +30,7 @@ from records.console import Console, complain
 from records.devices import PEAK_FLOPS
 
 ROOT = Path(__file__).parents[1]  # the project's folder
-GRAMMAR = 2
+GRAMMAR = 2  # the version of the log's form, which records/README.md describes
 RULE = "=" * 100  # the line that ends the source, and the one that begins the end block
 
 # ------------------------------------------------------------------------------------------------
@@ -75,7 +75,7 @@ class TrainingLoss(NamedTuple):
 
     step: int
     loss: float  # mean over the tokens of the batch
-    flags: list[float]  # what stood behind the loss in the tensor given to `put`
+    others: list[float]  # what stood behind the loss in the tensor given to `put`
 
 
 class RunFacts(NamedTuple):
@@ -228,7 +228,7 @@ class Log:
         """Takes the training loss of a step, which the device may still have to compute. Nothing
         waits for it, because the GPU would then stand still while the CPU prepares the next step.
 
-        loss: () or (1 + n,), the mean loss and then n flags, which `arrived` hands back.
+        loss: () or (1 + n,), the mean loss and n other numbers, which `arrived` hands back.
         """
         values = loss.to("cpu", non_blocking=loss.is_cuda)
         event = None
@@ -247,15 +247,15 @@ class Log:
             elif not pending.has_arrived():
                 break
             self.pending.pop(0)
-            loss, *flags = pending.values.view(-1).tolist()
+            loss, *others = pending.values.view(-1).tolist()
             self.step(pending.step, pending.seconds, "train_loss", loss)
-            losses.append(TrainingLoss(pending.step, loss, flags))
+            losses.append(TrainingLoss(pending.step, loss, others))
         return losses
 
     def end(self, facts: dict, kept_step: int | None = None) -> None:
         """Writes the end block: a line `key: value` for each fact. Nothing may follow it. The
         console gets a summary instead, and the name of the log. `kept_step` is the step whose
-        weights were kept, if those are not the weights of the end."""
+        weights were kept, if any were."""
         self.has_ended = True
         lines = [RULE]
         for key, value in facts.items():
@@ -266,7 +266,6 @@ class Log:
         if self.console.shows:
             broken = "" if self.path in self.files else " (it broke off)"
             self.console.say(f"log: {self.path}{broken}")
-
 
     def end_early(self, kind: type | None, error: BaseException | None, trace) -> None:
         """The last line of a log without an end block, if an error ends the run: what it was. This
@@ -322,7 +321,8 @@ def project_files(script: str | Path, root: Path = ROOT) -> list[dict]:
 
     A module belongs to the project if it was imported from the project's folder under its name
     there, as nanogpt/ranks.py is as nanogpt.ranks. Libraries do not, even if they are installed
-    below that folder. A program beside the script that imports it and starts the run does.
+    below that folder. A program beside the script that imports it and starts the run belongs to the
+    project, too.
 
     A file is read by the first call after its import and never again. So make a call right after
     the imports: then the log shows what runs, even if a file is edited later. Raises BadInput for a

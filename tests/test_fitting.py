@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from conftest import SEPARATOR, check_data, write_shard
+from conftest import SEPARATOR, arguments, check_data, write_shard
 
 import sample
 import train_gpt as t
@@ -163,7 +163,30 @@ def test_minutes_and_a_number_of_steps_contradict_each_other(text):
         t.parse_config([text, "--minutes=1", "--num_steps=20"])
 
 
-@pytest.mark.parametrize("seconds, part", [(0.01, "read 6 times at most"), (10.0, "")])
+@pytest.mark.parametrize("keys, expected", [([], 3), (["--val_interval=7"], 7), (["--val_interval=0"], 0)])
+def test_a_validation_interval_that_was_given_stays_when_minutes_choose_the_steps(text, tmp_path, keys, expected):
+    c = t.parse_config([text, "--minutes=0.1", *keys])
+    c = fitting.fit_to_minutes(c, t.SCHEDULES[c.schedule], list(tmp_path.glob("*_train_*")), 0.2)
+    assert (c.num_steps, c.val_interval) == (30, expected)
+
+
+def test_steps_that_were_given_have_a_batch_each_where_a_reading_has_only_one():
+    changes = fitting.steps_that_fit(Text("bytes", (3 * 128 + 1,), 1000), 10, 10, 400.0, 128, 3 * 128)
+    assert (changes["num_steps"], changes["epochs"]) == (10, 10)
+
+
+def test_minutes_for_which_the_text_lacks_batches_are_refused_before_the_first_step(tmp_path, capsys):
+    """Without cut_documents only 2,048 tokens of a document are read, here half of all tokens."""
+    for number, name in enumerate(("novel_train_000001", "novel_val_000000")):
+        write_shard(tmp_path / f"{name}.bin", [SEPARATOR, *[number] * 4095] * 4)
+    argv = arguments(data_dir=tmp_path, log_dir=tmp_path, cut_documents=False, minutes=100, target_loss=0)
+    assert t.main([word for word in argv if not word.startswith("--num_steps")]) == 2
+    out, err = capsys.readouterr()
+    assert "the 16,384 in" in err and "lower --num_steps or --minutes" in err and err.count("\n") == 1
+    assert "step:" not in out
+
+
+@pytest.mark.parametrize("seconds, part", [(0.01, "read 6 times at most"), (10.0, ""), (32.0, "")])
 def test_a_run_that_needs_less_than_its_minutes_says_why(text, tmp_path, seconds, part):
     c = t.parse_config([text, "--minutes=1"])
     c = fitting.fit_to_minutes(c, t.SCHEDULES[c.schedule], list(tmp_path.glob("*_train_*")), seconds)

@@ -169,14 +169,14 @@ def test_other_ranks_leave_no_trace_and_get_the_losses_too(tmp_path, capsys):
     assert not list(tmp_path.iterdir()) and capsys.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("loss, flags", [(torch.tensor(2.5), []),
+@pytest.mark.parametrize("loss, others", [(torch.tensor(2.5), []),
                                          (torch.tensor([2.5, 0, 1, 0]), [0.0, 1.0, 0.0])])
-def test_a_loss_that_has_arrived_is_written_and_handed_back_once(tmp_path, loss, flags):
+def test_a_loss_that_has_arrived_is_written_and_handed_back_once(tmp_path, loss, others):
     log = open_log(tmp_path)
     log.put(4, loss, 1.2)
     assert lines_of(log) == [RULE]
     (got,) = log.arrived()
-    assert (got.step, got.loss, got.flags) == (4, 2.5, flags) and log.arrived() == []
+    assert (got.step, got.loss, got.others) == (4, 2.5, others) and log.arrived() == []
     assert lines_of(log)[1:] == ["step:4/10 train_loss:2.5000 train_time:1200ms step_avg:300.00ms"]
 
 

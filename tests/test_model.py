@@ -376,7 +376,7 @@ def test_loss_and_all_gradients_equal_a_plain_version_of_the_specification(width
             error = (p.grad - w[name].grad).norm() / w[name].grad.norm()
             assert error < 1e-8, f"{name}: {error}"
     numbers = {"value_embeds": tokens.tolist(), "bigrams": bigrams_of(tokens.tolist(), [0, *starts], 101)}
-    dense = {name: model.get_parameter(name).grad for name in model.table}
+    dense = {name: model.get_parameter(name).grad for name in model.params}
     model.zero_grad()
     again, grads = t.forward_backward(model, seen, tokens, targets, *model.table_rows(tokens).values())
     assert again.item() == pytest.approx(reference.item(), rel=1e-10) and not again.requires_grad
@@ -559,7 +559,7 @@ def test_rows_are_looked_up_by_token_and_by_hashed_pair_and_no_pair_crosses_a_bo
         found = model.look_up(tokens, mode == "training")
         for name, index in rows.items():
             assert torch.equal(found[name], getattr(model, name)[index])
-    assert model.table["bigrams"].shape[0] == count
+    assert model.params["bigrams"].shape[0] == count
 
 
 @pytest.mark.parametrize("micro", [1, 2, 4])
@@ -652,7 +652,7 @@ def test_cuda_graphs_give_loss_and_gradients_of_any_batch_for_a_first_micro_batc
         precise = losses_and_gradients(exact, t.call_directly, batch, seen, 1.0)
         for number, (one, same, reference) in enumerate(zip(ours, eager, precise)):
             assert {*one} == {*same} == {*reference} == {"loss", *(f"rows of {name}" for name in model.big_tables)} | (
-                {*model.table} - {"xsa", *model.big_tables}), f"micro-batch {number}"
+                {*model.params} - {"xsa", *model.big_tables}), f"micro-batch {number}"
             for name, x in one.items():
                 assert x.norm() > 0 and distance(x, same[name]) < 2**-7, f"{name}, micro-batch {number}"
                 bound = {"loss": error / 20, "scalars": 2 * error, "smear": 2.0}.get(name, error)  # smear: a number, in
@@ -664,13 +664,15 @@ def test_rotary_tables_are_made_once_for_each_view_and_length_and_are_those_of_t
     model, views = tiny(), [view(), view(score_scale=0.5), view()._replace(frequencies=(0.5, 0.25))]
     for seen in [*views, *views[::-1]]:
         for length in (128, 384):
-            cos, sin, scale = made = model.rotary(seen, length)
-            assert all(a is b for a, b in zip(made, model.rotary(seen, length))), "a CUDA graph reads it again"
+            cos, sin, scale = made = model.rotary(seen, length, True)
+            assert all(a is b for a, b in zip(made, model.rotary(seen, length, True))), "a CUDA graph reads it again"
             freq = torch.tensor(seen.frequencies, dtype=torch.float64)
             for ours, table in zip((cos, sin), t.rotary_table(2 * length, freq, 8, torch.float64)):
                 assert torch.equal(ours, table)
             assert scale.item() == seen.score_scale
-    assert len(model.rotary_tables) == 6
+            assert all(map(torch.equal, made, model.rotary(seen, length, False)))
+    assert len(model.rotary_tables[True]) == 6
+    assert len(model.rotary_tables[False]) == 1, "those of validation are too large to keep all of them"
 
 
 def test_the_record_has_as_many_weights_as_the_digest_says():
@@ -705,9 +707,9 @@ def test_initial_weights_are_as_specified_and_depend_on_the_seed_but_not_on_the_
     for model, seed in ((one, 7), (three, 7), (other, 8)):
         t.initialize(model, seed)
     constant = {"scalars", "smear", "xsa", "gates", "bigrams", "late_out", "late_bias"}
-    for name in one.table:
+    for name in one.params:
         assert torch.equal(one.weight(name), three.weight(name)), name
-        assert not getattr(three, name)[one.table[name].shape[0] :].any(), f"the padding of {name} is not zero"
+        assert not getattr(three, name)[one.params[name].shape[0] :].any(), f"the padding of {name} is not zero"
         assert torch.equal(one.weight(name), other.weight(name)) == (name in constant), name
     for name in constant - {"scalars", "late_bias"}:
         assert not getattr(one, name).any(), name

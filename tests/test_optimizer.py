@@ -248,16 +248,16 @@ def test_few_steps_leave_out_stages_but_never_a_step(num_steps):
 def test_the_learning_rate_follows_the_digest():
     c = t.Config(num_steps=1270)
     by_hand = {0: 1.0, 418: 1.0, 419: 1.52, 507: 1.52, 508: 1.52, 600: 1.355, 700: 1.175, 1000: 0.710, 1200: 0.295}
-    assert {step: t.lr_factor(step, c) for step in by_hand} == pytest.approx(by_hand, abs=1e-3)
+    assert {step: t.lr_factor_at(step, c) for step in by_hand} == pytest.approx(by_hand, abs=1e-3)
     down = np.interp(np.arange(508, 1271), [508, 1270], [0, 1])
     stage = np.array([1.52 if step < 838 else 1.73 for step in range(508, 1271)])
-    np.testing.assert_allclose([t.lr_factor(s, c) for s in range(508, 1271)], stage * (1 - down) + 0.15 * down,
+    np.testing.assert_allclose([t.lr_factor_at(s, c) for s in range(508, 1271)], stage * (1 - down) + 0.15 * down,
                                rtol=1e-12)
 
 
 def test_muons_momentum_rises_and_falls_over_the_digests_steps():
     c = t.Config(num_steps=1250)
-    momenta = [t.muon_momentum(s, c) for s in range(1251)]
+    momenta = [t.muon_momentum_at(s, c) for s in range(1251)]
     line = np.interp(np.arange(1251), [0, 300, 1200, 1250], [0.85, 0.95, 0.95, 0.85])
     np.testing.assert_allclose(momenta, line, rtol=1e-12)
 
@@ -332,7 +332,7 @@ def test_float32_weights_keep_updates_that_bfloat16_would_lose():
 
 def assert_nothing_is_kept(optimizer):
     looked_up = optimizer.looked_up
-    assert (optimizer.steps, optimizer.bytes_sent, optimizer.sums) == (0, 0, {})
+    assert (optimizer.updates, optimizer.bytes_sent, optimizer.sums) == (0, 0, {})
     assert (looked_up.totals, looked_up.used) == ({}, {})
 
 
@@ -380,7 +380,7 @@ def test_each_step_updates_looked_up_rows_as_adam_does_and_leaves_all_others_to_
         dense = {name: p.grad.numpy() for name, p in model.named_parameters() if p.grad is not None}
         assert dense.keys() == set(before) - {*TABLES}
         optimizer.step(0.5, 0.9)
-        for name, param in model.table.items():
+        for name, param in model.params.items():
             p, want = getattr(model, name), expected[name]
             assert p.grad is None
             if param.optimizer == "muon":
@@ -416,7 +416,7 @@ def test_each_step_updates_matrices_as_muon_does_each_at_its_own_rate_times_the_
     optimizer = t.Optimizer(model)
     start, factor = t.initialize(model, 3), 0.5
     optimizer.reset(start)
-    matrices_of = {name: param for name, param in model.table.items() if param.optimizer == "muon"}
+    matrices_of = {name: param for name, param in model.params.items() if param.optimizer == "muon"}
     gradients = {name: [] for name in matrices_of}
     for step, momentum in enumerate(MOMENTA):
         give_gradients(model, optimizer, step)
@@ -494,9 +494,9 @@ def test_warming_up_makes_the_first_and_a_further_pass_of_every_kind_that_the_ru
         assert phase == "warm-up" or kind in made, f"{kind} is new to the run"
         assert model.value_embeds.grad is None and model.bigrams.grad is None
         made[kind] = made.get(kind, 0) + (phase == "run")
-        first_use = len(model.rotary_tables)
+        first_use = len(model.rotary_tables[True])
         results = function(*tensors)
-        assert len(model.rotary_tables) == first_use, "what is made at first use cannot be captured"
+        assert len(model.rotary_tables[True]) == first_use, "what is made at first use cannot be captured"
         return results
 
     warm_up = t.WarmUp(model, optimizer)
@@ -630,7 +630,7 @@ def work(rank, world_size, dtype, folder):
         issued.append(calls[:])
         used.append({name: [model.table_rows(inputs)[name].tolist() for inputs, _ in batch] for name in test.TABLES})
         calls.clear()
-    padding = sum(getattr(model, n)[p.shape[0] :].abs().sum().item() for n, p in model.table.items())
+    padding = sum(getattr(model, n)[p.shape[0] :].abs().sum().item() for n, p in model.params.items())
     owned = {n: tuple(m.shape) for n, m in optimizer.masters.items()}
     tables = {n: [optimizer.masters[n], *optimizer.state[n]] for n in test.TABLES}
     sent = optimizer.bytes_per_step()
@@ -641,7 +641,7 @@ def work(rank, world_size, dtype, folder):
         rows_of_step.add(rows, grads)
     found = dict(lookup=lookup, used=rows_of_step.used, counts=rows_of_step.counts.tolist(),
                  totals=rows_of_step.totals)
-    torch.save(dict(weights={n: model.weight(n).detach().clone() for n in model.table}, losses=losses, calls=issued,
+    torch.save(dict(weights={n: model.weight(n).detach().clone() for n in model.params}, losses=losses, calls=issued,
                     padding=padding, owned=owned, tables=tables, used=used, sent=sent, found=found),
                f"{folder}/{world_size}-{rank}")
     if world_size > 1:

@@ -75,7 +75,7 @@ def measured(name, w, leave_out=()):
     return t.Measured(fp8.FP8Product(seen, w8.split([16, len(w8) - 16]), recipe.inverse(multiplier), True))
 
 
-def room(model, name):
+def active(model, name):
     """What a recipe keeps between steps."""
     return model.precision.recipes.by_name[name]
 
@@ -339,7 +339,7 @@ def weights_of(model):
 
 def recipe_at(model, layer, name):
     """The recipe that a projection has in training."""
-    layers, head = model.precision.at(VIEW, True)
+    layers, head = model.precision.layers_at(VIEW, True), model.precision.head_at(VIEW, True)
     return head if name == "lm_head" else getattr(layers[layer], name)
 
 
@@ -365,7 +365,7 @@ def test_fp8_weights_are_rounded_once_a_step_however_many_micro_steps_and_equal_
 
 def test_every_step_rounds_all_fp8_weights_anew_and_a_weight_without_gradient_keeps_numbers_and_scale():
     model, optimizer = trainer(precision="fp8")
-    kept = room(model, "fp8")
+    kept = active(model, "fp8")
     before = {name: w.clone() for name, w in kept.weight_bytes.items()}
     scale_before = recipe_at(model, 4, "lm_head").product.weight_scale.clone()
     for name in {*MATRICES} - {"lm_head"}:
@@ -491,7 +491,7 @@ def test_validation_and_the_last_phase_are_without_the_recipe():
 
 def low_projections(model):
     """For each layer and the head the projections that do not multiply in the model's own dtype."""
-    layers, head = model.precision.at(VIEW, True)
+    layers, head = model.precision.layers_at(VIEW, True), model.precision.head_at(VIEW, True)
     rows = [layer._asdict() for layer in layers]
     rows.append({"lm_head": head})
     return [sorted(name for name, which in row.items() if which is not t.PLAIN) for row in rows]
@@ -623,11 +623,11 @@ def test_a_power_of_two_on_the_loss_changes_no_bit_in_float32():
     weights = []
     for scale in (1.0, 2.0**15):
         model, optimizer = trainer(precision="fp16", dtype="float32")
-        scaling = room(model, "fp16")
+        scaling = active(model, "fp16")
         scaling.set_scale(scale)
         for step in range(3):
             t.train_step(model, optimizer, batch(2, step), step)
-        assert optimizer.steps == 3 and scaling.scale == scale
+        assert optimizer.updates == 3 and scaling.scale == scale
         weights.append([p.detach().clone() for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*weights))
 
@@ -664,7 +664,7 @@ def test_a_skipped_step_leaves_no_trace_and_the_next_one_is_as_if_it_had_never_b
     states = []
     for skips in (False, True):
         model, optimizer = trainer(precision="fp16")
-        scaling = room(model, "fp16")
+        scaling = active(model, "fp16")
         scaling.set_scale(2.0**15 if skips else 2.0**14)
         for seed, bad in enumerate((True, False, False, True, False, False)):
             if bad and not skips:
@@ -676,7 +676,7 @@ def test_a_skipped_step_leaves_no_trace_and_the_next_one_is_as_if_it_had_never_b
             assert optimizer.sums == optimizer.looked_up.totals == {}
             assert all(p.grad is None for p in model.parameters())
             scaling.set_scale(2.0**14)
-        assert optimizer.steps == 4 and scaling.note() == f"{2 * skips} steps skipped, loss scale 16384"
+        assert optimizer.updates == 4 and scaling.note() == f"{2 * skips} steps skipped, loss scale 16384"
         states.append([*model.parameters(), *optimizer.masters.values(),
                        *(s for state in optimizer.state.values() for s in state)])
     assert len(states[0]) == len(states[1]) and all(torch.equal(a, b) for a, b in zip(*states))
@@ -686,11 +686,11 @@ def test_training_through_a_doubling_of_the_loss_scale_changes_no_bit_in_float32
     states = []
     for good_steps in (0, 1999):
         model, optimizer = trainer(precision="fp16", dtype="float32")
-        scaling = room(model, "fp16")
+        scaling = active(model, "fp16")
         scaling.good_steps = good_steps  # the next good step is the last of 2000
         for step in range(3):
             t.train_step(model, optimizer, batch(2, step), step)
-        assert scaling.scale == (2.0**16 if good_steps else 2.0**15) and optimizer.steps == 3
+        assert scaling.scale == (2.0**16 if good_steps else 2.0**15) and optimizer.updates == 3
         states.append([*optimizer.masters.values()])
     assert all(torch.equal(a, b) for a, b in zip(*states))
 
@@ -704,15 +704,15 @@ def test_what_a_cuda_graph_reads_stays_at_its_place_through_warming_up_and_train
         found = dict(signs=model.signs, amaxes=model.precision.recipes.measurements.amaxes,
                      number=kernels.device_number(CPU, 4.0), **dict(model.named_parameters()))
         if precision == "fp16":
-            found["factor"] = room(model, "fp16").factor
+            found["factor"] = active(model, "fp16").factor
         if precision == "fp8":
-            found["scales"] = room(model, "fp8").scales
-            found |= {(name, "fp8"): w for name, w in room(model, "fp8").weight_bytes.items()}
+            found["scales"] = active(model, "fp8").scales
+            found |= {(name, "fp8"): w for name, w in active(model, "fp8").weight_bytes.items()}
             for layer, name in weights_of_projections(model):
                 product = recipe_at(model, layer, name).product
                 found |= {(layer, name, "seen"): product.seen.grad, (layer, name, "scale"): product.weight_scale}
                 found |= {(layer, name, i): part for i, part in enumerate(product.weight_parts)}
-        return found | {(key, i): x for key, tables in model.rotary_tables.items() for i, x in enumerate(tables)}
+        return found | {(key, i): x for key, tables in model.rotary_tables[True].items() for i, x in enumerate(tables)}
 
     def call(key, function, arguments):
         now = tensors()
@@ -779,7 +779,7 @@ def work(rank, world_size, folder):
         kept = vars(model.precision.recipes.by_name[precision]) if precision in model.precision.recipes.by_name else {}
         result[name] = dict(
             calls=step, bytes=optimizer.bytes_per_step(), before=before, masters=optimizer.masters,
-            steps=optimizer.steps, scales=kept.get("scales"), state=[tuple(s) for s in optimizer.state.values()],
+            steps=optimizer.updates, scales=kept.get("scales"), state=[tuple(s) for s in optimizer.state.values()],
             scale=kept.get("scale"), good_steps=kept.get("good_steps"), grads=[p.grad for p in model.parameters()],
             weights8={n: w.view(torch.float8_e4m3fn).float() for n, w in kept.get("weight_bytes", {}).items()},
             wide={n: p.detach().clone() for n, p in model.named_parameters()},
@@ -795,7 +795,7 @@ for world_size in (1, 2, 4):
 def start_of(model):
     """Float32 weights that do not depend on the number of ranks; matrices of very different size."""
     full = {}
-    for number, (name, param) in enumerate(model.table.items()):
+    for number, (name, param) in enumerate(model.params.items()):
         w = 0.1 * normal(*param.shape, seed=number)
         w *= torch.arange(1, 1 + len(w)).view(-1, *[1] * (w.ndim - 1))
         full[name] = F.pad(w, (0,) * (2 * w.ndim - 1) + (len(getattr(model, name)) - len(w),))
