@@ -1518,7 +1518,7 @@ class Optimizer:
                 lr = lr[:, None, None].to(model.signs.device)
                 self.muon_lr[name] = self.own(name, lr)
         self.looked_up = LookedUpRows(model.signs.device)
-        wide = model.scalars.dtype
+        wide = torch.promote_types(torch.float32, model.lm_head.dtype)
         self.reset({name: bank.to(wide) for name, bank in self.banks.items()})
 
     def reset(self, full: dict[str, Tensor]) -> None:
