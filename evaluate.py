@@ -451,7 +451,7 @@ def find_text(options: argparse.Namespace, model: Model) -> Text:
     if path.suffix == ".bin":
         require(path.is_file(), f"{path}: no such file; name a shard")
         return Text(Source(options.text, sum_of([path]), [path]), c.val_tokens)
-    if path.is_dir() and list(path.glob("*.bin")):
+    if path.is_dir() and list(path.glob("*_val_*.bin")):
         paths = checks.find(options.text, "val", "*_val_*.bin")
         return Text(Source(options.text, sum_of(paths), paths), c.val_tokens)
     return Text(read_texts(options.text, options.key, options.split_blank), None)
@@ -635,7 +635,7 @@ def show(content: dict) -> None:
         print(f"{b} minus {a}, {title}: {evaluation.difference_text(found)}")
     print("Behind ± stands one standard error over documents, items or passages.")
     if any(result["standard_error"] is None for result in content["results"]):
-        print("A single document has none; --split_blank=1 cuts a text at blank lines.")
+        print("A single document has none; --text=FILE --split_blank=1 cuts a file at blank lines.")
     if any(1 < result["units"] < FEW for result in content["results"]):
         print(f"With fewer than {FEW} of them, errors and intervals are too small.")
 

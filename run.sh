@@ -60,6 +60,9 @@ fi
 asked=" ${keys[*]-} "
 case $asked in *" --help "* | *" -h "*) exec "$python" train_gpt.py --help ;; esac
 
+# Says what is wrong with the keys, before data is made or fetched for them.
+check_keys() { [ ${#keys[@]} = 0 ] || "$python" train_gpt.py "${keys[@]}" --help > /dev/null; }
+
 gpus=$("$python" -c "import torch; print(torch.cuda.device_count())")
 case $asked in *" --preset=laptop "* | *" --device=cpu "* | *" --device=mps "*) gpus=0 ;; esac
 
@@ -67,6 +70,7 @@ if [ ${#texts[@]} -gt 0 ]; then
   case $asked in
     *" --data_dir"*) echo "run.sh: a text of your own and --data_dir contradict each other; leave one out" >&2; exit 2 ;;
   esac
+  check_keys
   tokens=auto  # GPT-2's, or bytes where its vocabulary cannot be fetched
   case $asked in
     *" --preset=laptop "* | *" --preset=char "*) tokens=bytes ;;
@@ -80,8 +84,10 @@ else
   case $asked in
     *" --data_dir"*) ;;
     *) if [ "$gpus" = 0 ]; then
+         [ -d data/pydocs ] || check_keys
          "$python" data/prepare.py --python-docs --bytes --out data/pydocs
        else
+         [ -d data/fineweb10B ] || check_keys
          "$python" data/fineweb.py 9
        fi ;;
   esac

@@ -2010,14 +2010,14 @@ class WarmUp:
             self.optimizer.update(name, gradient, 0.0, 0.0)
 
 
-def checkpoint_of(model: GPT, step: int, val_loss: float, data: list[dict]) -> dict:
+def checkpoint_of(model: GPT, step: int, val_loss: float, origin: dict) -> dict:
     """What nanogpt/checkpoint.py writes: configuration, weights without padding on the CPU, and
-    which shards the run has read (`data`, their fingerprints)."""
+    `origin`, which says what run has made it and from which shards."""
     weights = {}
     for name in model.params:
         weights[name] = model.weight(name).detach().to("cpu", copy=True)
     config = dataclasses.asdict(model.config)
-    return dict(config=config, weights=weights, step=step, val_loss=val_loss, data=data)
+    return dict(config=config, weights=weights, step=step, val_loss=val_loss) | origin
 
 
 def model_of(content: dict, device: torch.device) -> GPT:
@@ -2099,6 +2099,7 @@ class Run:
         if inputs.saved:
             self.go_on(inputs.saved)
         self.run_id = all_ranks(facts.run["run_id"])[0]
+        self.origin = dict(run_id=self.run_id, data=facts.data)
         self.saver = saving.Saver(
             Path(c.log_dir, f"{self.run_id}.saved"), c.save_every, c.save_steps, self.tensors(),
             self.came_from, clock.total, self.step)
@@ -2182,7 +2183,7 @@ class Run:
         finite.check_validation(self.step, loss, self.tensors())
         is_best = self.best is None or loss < self.best["val_loss"]
         if self.inputs.checkpoint_path and self.step and is_best:
-            self.best = checkpoint_of(self.model, self.step, loss, self.facts.data)
+            self.best = checkpoint_of(self.model, self.step, loss, self.origin)
 
     def tensors(self) -> dict[str, Tensor]:
         """This rank's tensors of a save (nanogpt/saving.py)."""
@@ -2214,7 +2215,16 @@ class Run:
         manager."""
         if error and self.best and not self.log.has_ended:
             with WATCH.writing:
-                self.log.console.say(checkpoint.keep(self.inputs.checkpoint_path, self.best))
+                self.log.console.say(checkpoint.keep(self.checkpoint_path(), self.best))
+
+    def checkpoint_path(self) -> Path:
+        """The file of the weights. One that we have named ourselves is another one if a run that is
+        none of this one's has written there meanwhile."""
+        path = self.inputs.checkpoint_path
+        if self.config.save_checkpoint != "auto":
+            return path
+        own_runs = [self.run_id, *(Path(folder).stem for folder in self.came_from)]
+        return checkpoint.unless_of_others(path, own_runs)
 
     def result(self, startup_s: float) -> dict:
         """The end block of the log (records/README.md)."""
@@ -2245,10 +2255,12 @@ class Run:
                 what=f"{lost} tokens of rank 0 were no candidates; raise --candidates"))
         result = self.result(startup_s)
         log.end(result, self.best["step"] if self.best else None)
-        path = self.inputs.checkpoint_path if self.best else None
-        if path:
-            path = checkpoint.write_somewhere(path, self.best)
+        path = None
+        if self.best:
+            path = checkpoint.write_somewhere(self.checkpoint_path(), self.best)
         if self.ended_by:
+            if self.inputs.checkpoint_path and not path:
+                log.console.say("no weights are kept, as none were validated")
             self.saver.finish()
             command = saving.command(self.saver.newest(), self.config.save_checkpoint)
             log.console.stopped(self.ended_by, self.step, path, command)
@@ -2259,17 +2271,18 @@ class Run:
         return 1 if result["reached"] is False else 0
 
     def close(self, path: Path | None, val_loss: float) -> None:
-        """Shows the sample of --sample, and what to try next. `path` is that of the checkpoint."""
+        """Names the checkpoint, shows the sample of --sample, and says what to try next."""
         c = self.config
         console = self.log.console
+        console.closing(path, [])  # before the sample, which may be broken off
         if c.sample:
             import sample
             STOP.end_steps()
-            content = self.best or checkpoint_of(
-                self.model, self.step, val_loss, self.facts.data)
+            content = self.best or checkpoint_of(self.model, self.step, val_loss, self.origin)
             model = model_of(content, self.device)
             console.say(f"sample: {sample.after_training(model, c.sample, c.sample_tokens)}")
-        console.closing(path, next_commands(path, c.data_dir if c.fit else ""))
+        longer = fitting.longer(c, self.clock.total / max(self.step, 1))
+        console.closing(None, next_commands(path, c.data_dir, longer))
 
 
 def train(c: Config, at_end: ExitStack) -> int:

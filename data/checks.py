@@ -22,6 +22,8 @@ PYDOCS = "data/pydocs"  # those of the laptop preset
 
 def find(folder: str, split: str, pattern: str) -> list[Path]:
     """The shards of a split, "train" or "val"."""
+    if not folder:
+        raise ShardError("--data_dir is empty; name a folder of shards")
     remedy = "check the path, or make them: python data/prepare.py FILE"
     if folder == PYDOCS:
         remedy = f"make them: python data/prepare.py --python-docs --bytes --out {folder}"

@@ -390,5 +390,6 @@ def validation_tokens(paths: list[Path], vocab_size: int, number: int) -> np.nda
     need = number + 1
     if len(tokens) < need:
         have = f"{paths[0].parent} holds {len(tokens):,}"
-        raise ShardError(f"validation needs {need:,} tokens and {have}; lower --val_tokens")
+        raise ShardError(f"validation needs {need:,} tokens and {have}; give --fit, "
+                         "which fits the run to the text, or lower --val_tokens")
     return tokens[:need]

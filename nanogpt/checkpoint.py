@@ -1,9 +1,9 @@
 """Checkpoints: files of weights that are written whole or not at all, and read as data.
 
 A checkpoint is what torch.save makes of a dictionary: `config` (name -> value), `weights` (name ->
-tensor), `step` (updates so far), `val_loss`, `data` (the fingerprints of the shards), and `sha256`,
-a checksum of the weights. This file knows nothing of the model: whether the weights fit it is for
-the model to check.
+tensor), `step` (updates so far), `val_loss`, `run_id`, `data` (the fingerprints of the shards), and
+`sha256`, a checksum of the weights. This file knows nothing of the model: whether the weights fit
+it is for the model to check.
 """
 import dataclasses
 import hashlib
@@ -33,6 +33,17 @@ def unused_path(folder: str | Path, name: str) -> Path:
         path = Path(folder, f"{name}-{number}.pt")
         number += 1
     return path
+
+
+def unless_of_others(path: Path, runs: list[str]) -> Path:
+    """`path`, or an unused one beside it if it is the checkpoint of none of these runs."""
+    if not path.exists():
+        return path
+    try:
+        is_own = load(path).get("run_id") in runs
+    except Exception:  # as in `read`
+        is_own = False
+    return path if is_own else unused_path(path.parent, path.stem)
 
 
 def try_place(path: Path, size: int = 0) -> None:

@@ -56,18 +56,19 @@ def preset_for(text: Text, cuda: bool) -> str:
     return "onepass" if cuda and sum(text.train) >= LARGE_TEXT else "small"
 
 
-def lengths_that_fit(text: Text, world_size: int, seq_len: int, batch_tokens: int,
-                     micro_tokens: int, val_seq_len: int, val_tokens: int) -> dict[str, int]:
-    """Sequences, batches and validation that a text has room for, in tokens. The numbers given are
-    the most they may be. Raises BadInput if the text is too short for any."""
-    # 1. Sequences. A batch lies within one shard and has a sequence for each process.
+def lengths_that_fit(text: Text, unit: int, seq_len: int, batch_tokens: int, micro_tokens: int,
+                     val_seq_len: int, val_tokens: int) -> dict[str, int]:
+    """Sequences, batches and validation that a text has room for, in tokens. A batch has a multiple
+    of `unit` sequences; the other numbers are the most they may be. Raises BadInput if the text is
+    too short for any."""
+    # 1. Sequences. A batch lies within one shard.
     shard = max(text.train) - 1  # the last input needs a target, too
-    longest = shard // world_size // BLOCK_SIZE * BLOCK_SIZE
-    need = world_size * BLOCK_SIZE + 1
+    longest = shard // unit // BLOCK_SIZE * BLOCK_SIZE
+    need = unit * BLOCK_SIZE + 1
     require(longest > 0, f"{shard + 1:,} tokens are too few to train on; {need:,} are needed")
     seq_len = min(seq_len, longest)
     sequences = min(batch_tokens, shard) // seq_len
-    sequences = max(1, sequences // world_size) * world_size
+    sequences = max(1, sequences // unit) * unit
 
     # 2. Validation: whole sequences.
     have = text.val - 1
@@ -122,14 +123,16 @@ def fit(c, presets: dict[str, dict], schedules: dict[str, list], given: dict, cu
 def fit_to_text(c, schedule: list, text: Text, given: dict):
     """The configuration with lengths and steps that the text has room for. What was given stays as
     it is. Raises BadInput if the text is too short."""
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    # Each process has a sequence of each batch, and some stages have parts of a full batch.
+    unit = int(os.environ.get("WORLD_SIZE", 1)) * math.lcm(
+        *(round(1 / stage.batch) for stage in schedule))
     batch_tokens = c.batch_tokens
     bigram_rows = c.bigram_rows
     if c.preset == "small":
         batch_tokens = min(batch_tokens, sum(text.train) // STEPS_PER_READING)
         bigram_rows = min(bigram_rows, max(1, sum(text.train) // TOKENS_PER_ROW))
     changes = lengths_that_fit(
-        text, world_size, c.seq_len, batch_tokens, c.micro_tokens, c.val_seq_len, c.val_tokens)
+        text, unit, c.seq_len, batch_tokens, c.micro_tokens, c.val_seq_len, c.val_tokens)
     for name in ("seq_len", "val_seq_len"):
         value = given.get(name, 0)
         require(value <= changes[name], f"--{name}={value} is more than this text has room for, "
@@ -166,6 +169,14 @@ def why_shorter(c, seconds: float) -> list[str]:
     return [f"This is less than {c.minutes:g} minutes, because the text is read {c.epochs} times "
             f"at most. With more readings the model would learn the text by heart; to try it, give "
             f"--epochs={2 * c.epochs}."]
+
+
+def longer(c, seconds: float) -> str:
+    """The option that makes a fitted run of steps of so many seconds longer; empty if there is
+    none."""
+    if not (c.fit and c.minutes):
+        return ""
+    return f"--epochs={2 * c.epochs}" if why_shorter(c, seconds) else f"--minutes={5 * c.minutes:g}"
 
 
 def steps_of_schedule(c, schedule: list, text: Text, wanted: float) -> dict[str, int]:

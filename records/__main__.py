@@ -94,9 +94,19 @@ def board_problems(root, everything, rebuilt):
 
 def draw(paths, out, x):
     """Draws the curves of the logs and returns the name of the picture. Without `out` that is the
-    name of the log, or curves.png for several, in the current folder. Raises Refused if a log
-    cannot be read or the picture cannot be written."""
-    logs = [read_log(path, cut=True) for path in paths]
+    name of the log, or curves.png for several, in the current folder. Of several logs those that
+    cannot be read are left out, with a sentence on standard error. Raises Refused if none can be
+    read or the picture cannot be written."""
+    logs = []
+    for path in paths:
+        try:
+            logs.append(read_log(path, cut=True))
+        except Refused as error:
+            if len(paths) == 1:
+                raise
+            print(f"left out: {error}", file=sys.stderr)
+    if not logs:
+        raise Refused("none of these logs has steps to draw.")
     if out is None and len(paths) == 1:
         out = f"{Path(paths[0]).stem}.png"
     elif out is None:

@@ -363,7 +363,9 @@ class Console:
         if loss is None:
             return ""
         start = ""
-        if self.validations and self.validations[0].step == 0:
+        if self.training and self.validations and self.validations[-1].step == 0:
+            start = ", before the first step"
+        elif self.validations and self.validations[0].step == 0:
             start = f"; it began at {self.validations[0].loss:.4f}"
         elif self.training:
             start = f"; the first batch had {self.training[0].loss:.4f}"
@@ -408,13 +410,13 @@ class Console:
 # Facts in words
 
 
-def next_commands(checkpoint: Path | None, data_dir: str) -> list[str]:
-    """What to try after a run. `data_dir` is that of a text which the run was fitted to."""
+def next_commands(checkpoint: Path | None, data_dir: str, longer: str) -> list[str]:
+    """What to try after a run. `longer` is the option that makes it longer, if one does."""
     commands = []
     if checkpoint:
         commands.append(f'sample.py {shlex.quote(str(checkpoint))} "Once upon a time"')
-    if data_dir:
-        commands.append(f"train_gpt.py {shlex.quote(f'--data_dir={data_dir}')} --minutes=10")
+    if longer:
+        commands.append(f"train_gpt.py {shlex.quote(f'--data_dir={data_dir}')} {longer}")
     return commands
 
 

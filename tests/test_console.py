@@ -89,7 +89,7 @@ def test_the_header_of_a_small_run_on_a_processor(capsys):
 
 
 def test_commands_to_try_next_are_quoted_as_a_shell_needs_it():
-    sampling, training = console.next_commands(Path("models/my text.pt"), "data/my $text")
+    sampling, training = console.next_commands(Path("models/my text.pt"), "data/my $text", "--minutes=10")
     assert shlex.split(sampling) == ["sample.py", "models/my text.pt", "Once upon a time"]
     assert shlex.split(training) == ["train_gpt.py", "--data_dir=data/my $text", "--minutes=10"]
 
@@ -303,6 +303,14 @@ def test_a_best_validation_before_the_end_is_named(last, kept, text, capsys):
 @pytest.mark.parametrize("last", [1.7, 1.70003, 1.6])
 def test_the_end_that_is_best_needs_no_line(last, capsys):
     assert not any(line.startswith("best") for line in summary(capsys, FACTS, [(50, 1.7), (100, last)]))
+
+
+def test_a_run_that_ends_before_its_first_validation_does_not_give_the_first_loss_for_its_result(capsys):
+    seen = Console(10)
+    seen.val_loss(0, 0.0, 5.0, "")
+    seen.train_loss(1, 1.0, 4.0, "")
+    seen.result({"val_loss": 5.0})
+    assert "5.0000 nats per token, before the first step\n" in capsys.readouterr().out
 
 
 def test_the_last_lines_are_the_checkpoint_and_what_to_do_next(capsys, monkeypatch):

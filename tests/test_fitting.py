@@ -1,6 +1,7 @@
 """A run that is fitted to a text: preset, lengths and steps follow from what the shards hold."""
 import dataclasses
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from conftest import SEPARATOR, arguments, check_data, write_shard
 import sample
 import train_gpt as t
 from data import checks, shards
-from nanogpt import fitting, inputs
+from nanogpt import checkpoint, fitting, inputs
 from nanogpt.fitting import Text
 from nanogpt.ranks import BadInput
 
@@ -145,6 +146,47 @@ def test_checkpoints_of_one_name_do_not_replace_each_other(text, tmp_path, monke
     assert str(first) == f"models/{tmp_path.name}.pt"
     first.touch()
     assert str(inputs.place_for_checkpoint(c, None, 1000)) == f"models/{tmp_path.name}-2.pt"
+
+
+def test_a_file_that_another_run_has_written_meanwhile_is_not_replaced(tmp_path):
+    path = tmp_path / "novel.pt"
+    assert checkpoint.unless_of_others(path, ["a"]) == path
+    checkpoint.write(path, dict(config={}, weights={"w": torch.ones(3)}, step=1, val_loss=1.0, run_id="a"))
+    assert checkpoint.unless_of_others(path, ["b", "a"]) == path, "a run that goes on with another replaces its file"
+    assert checkpoint.unless_of_others(path, ["b"]) == tmp_path / "novel-2.pt"
+    path.write_bytes(b"something else")
+    assert checkpoint.unless_of_others(path, ["a"]) == tmp_path / "novel-2.pt"
+
+
+def test_two_runs_of_one_text_at_the_same_time_keep_both_models(text, tmp_path, monkeypatch):
+    """Both have found the same name unused when they began."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(inputs, "place_for_checkpoint", lambda *_: Path("models/novel.pt"))
+    Path("models").mkdir()
+    keys = ["--num_steps=1", "--val_interval=0", "--seq_len=256", "--batch_tokens=256", "--model_dim=32", "--sample="]
+    for seed in (1, 2):
+        assert t.main([text, *keys, f"--seed={seed}"]) == 0
+    models = [checkpoint.read(path) for path in ("models/novel.pt", "models/novel-2.pt")]
+    assert [model["config"]["seed"] for model in models] == [1, 2]
+
+
+@pytest.mark.parametrize("preset", ["onepass", "speedrun"])
+@pytest.mark.parametrize("tokens", [30_001, 320_000, 500_000])
+def test_a_short_text_fits_a_preset_whose_stages_have_parts_of_a_batch(preset, tokens, monkeypatch):
+    c = t.Config(**t.PRESETS[preset] | fitting.OVER_PRESET | {"preset": preset})
+    c = fitting.fit_to_text(c, t.SCHEDULES[c.schedule], Text("gpt2", (tokens,), 20_000), {})
+    t.check_config(c)
+    assert c.batch_tokens < tokens
+
+
+@pytest.mark.parametrize("minutes, seconds, option", [
+    (1, 0.001, "--epochs=12"), (1, 10.0, "--minutes=5"), (2, 100.0, "--minutes=10")])
+def test_the_next_command_makes_the_run_longer(text, tmp_path, minutes, seconds, option):
+    c = t.parse_config([text, f"--minutes={minutes}"])
+    c = fitting.fit_to_minutes(c, t.SCHEDULES[c.schedule], list(tmp_path.glob("*_train_*")), seconds)
+    assert fitting.longer(c, seconds) == option
+    assert fitting.longer(t.parse_config([text, "--num_steps=3"]), seconds) == ""
+    assert fitting.longer(t.Config(), seconds) == ""
 
 
 @pytest.mark.parametrize("keys, sentence", [

@@ -1261,6 +1261,10 @@ def test_plot_draws_whole_runs_and_those_that_go_on(tmp_path, capsys, monkeypatc
     cut.write_bytes(cut.read_bytes().partition(b"step:0/8")[0])
     status, out = run_tool(capsys, tmp_path, "plot", cut)
     assert status == 2 and "found 'no step'" in out
+    status, out = run_tool(capsys, tmp_path, "plot", whole, cut)
+    assert status == 0 and "left out: " in out and "found 'no step'" in out and "wrote curves.png\n" in out
+    status, out = run_tool(capsys, tmp_path, "plot", cut, cut)
+    assert status == 2 and "none of these logs has steps to draw" in out
 
 
 def test_the_legend_tells_runs_apart(tmp_path):

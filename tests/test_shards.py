@@ -558,4 +558,5 @@ def test_too_few_validation_tokens_are_counted_with_the_remedy(paths, tmp_path, 
     with pytest.raises(shards.ShardError) as error:  # as many targets need one token more
         shards.validation_tokens(paths[2:3], VOCAB_SIZE, number)
     assert str(error.value) == (
-        f"validation needs {number + 1:,} tokens and {tmp_path} holds 500; lower --val_tokens")
+        f"validation needs {number + 1:,} tokens and {tmp_path} holds 500; give --fit, which fits the run to the text, "
+        "or lower --val_tokens")
