@@ -462,11 +462,12 @@ def warn_of_other_shards(text: Text, models: list[Model]) -> None:
     shards. Text that is prepared anew is split anew."""
     if not text.val_tokens:
         return
-    read = {shards.fingerprint(path, "val")["sha256"] for path in text.source.content}
+    read = [shards.fingerprint(path, "val") for path in text.source.content]
     for model in models:
-        known = {shard.get("sha256") for shard in model.gpt.data if shard.get("split") == "val"}
+        known = {shard.get("name"): shard.get("sha256") for shard in model.gpt.data}
+        changed = any(known.get(x["name"], x["sha256"]) != x["sha256"] for x in read)
         folder = Path(model.gpt.config.data_dir).resolve()
-        if known and not read <= known and text.source.content[0].resolve().parent == folder:
+        if changed and text.source.content[0].resolve().parent == folder:
             print(f"evaluate.py: {folder} was prepared anew after {model.path} was trained, so its "
                   "validation text may be what the model has learned from", file=sys.stderr)
 

@@ -60,7 +60,7 @@ fi
 asked=" ${keys[*]-} "
 case $asked in *" --help "* | *" -h "*) exec "$python" train_gpt.py --help ;; esac
 
-# Says what is wrong with the keys, before data is made or fetched for them.
+# Finds misspelt keys and values before data is made or fetched for them.
 check_keys() { [ ${#keys[@]} = 0 ] || "$python" train_gpt.py "${keys[@]}" --help > /dev/null; }
 
 gpus=$("$python" -c "import torch; print(torch.cuda.device_count())")

@@ -54,7 +54,7 @@ def last_setting(model):
 
 def multiplied(model) -> tuple[list, list]:
     """The weights of each layer, with those matrices multiplied by their learned factors for which
-    train_gpt.Products does it at each product, and recipes that therefore leave it out."""
+    train_gpt.Products does it at each product, and products that therefore leave it out."""
     script = script_of(model)
 
     class Multiplied(script.Products):

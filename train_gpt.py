@@ -53,7 +53,7 @@ import dataclasses
 import gc
 import math
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import accumulate, pairwise, takewhile
 from pathlib import Path
@@ -604,7 +604,7 @@ class Products:
         return F.cross_entropy(logits, targets, reduction="sum", ignore_index=-1)
 
     def chosen(self, rows: Tensor) -> "Products":
-        """This recipe for some rows of w."""
+        """These products for some rows of w."""
         return self
 
 
@@ -1369,9 +1369,9 @@ def initialize(model: GPT, seed: int) -> dict[str, Tensor]:
 # --------------------------------------------------------------------------------------------------
 # 7. The optimizers: Muon for matrices, Adam for the rest, each rank updating its share
 #
-# Every rank computes with a copy of all weights in the dtype of the products. The float32 originals
-# ("masters") of the large ones and the state of their optimizers exist only once, shared out over
-# the ranks. A step has three
+# Every rank computes with a copy of all large weights in the dtype of the products. Their float32
+# originals ("masters") and the state of their optimizers exist only once, shared out over the
+# ranks. The small ones are float32 everywhere. A step has three
 # phases: every gradient is summed over the ranks, each rank updates its share, and hands the new
 # weights out to all. `Param.share` says how:
 #
@@ -2081,8 +2081,9 @@ class Run:
     (`tell`), and is read one step later (`read_losses`)."""
 
     def __init__(self, c: Config, optimizer: Optimizer, inputs: Inputs, facts: journal.RunFacts,
-                 log: journal.Log, clock: journal.Clock):
-        """Loads the save, if the run goes on from one. A collective."""
+                 log: journal.Log, clock: journal.Clock, longer: str):
+        """Loads the save, if the run goes on from one. `longer` is the option that would make the
+        next run longer, or empty. A collective."""
         self.config = c
         self.model = optimizer.model
         self.optimizer = optimizer
@@ -2092,6 +2093,7 @@ class Run:
         self.facts = facts
         self.log = log
         self.clock = clock
+        self.longer = longer
         self.step = 0  # updates so far
         self.best = None  # the checkpoint of the best validation
         self.came_from = []  # the runs that this one goes on with
@@ -2224,7 +2226,9 @@ class Run:
         if self.config.save_checkpoint != "auto":
             return path
         own_runs = [self.run_id, *(Path(folder).stem for folder in self.came_from)]
-        return checkpoint.unless_of_others(path, own_runs)
+        with suppress(OSError):  # of a disk that fails: who writes there will say so
+            path = checkpoint.unless_of_others(path, own_runs)
+        return path
 
     def result(self, startup_s: float) -> dict:
         """The end block of the log (records/README.md)."""
@@ -2281,8 +2285,7 @@ class Run:
             content = self.best or checkpoint_of(self.model, self.step, val_loss, self.origin)
             model = model_of(content, self.device)
             console.say(f"sample: {sample.after_training(model, c.sample, c.sample_tokens)}")
-        longer = fitting.longer(c, self.clock.total / max(self.step, 1))
-        console.closing(None, next_commands(path, c.data_dir, longer))
+        console.closing(None, next_commands(path, c.data_dir, self.longer))
 
 
 def train(c: Config, at_end: ExitStack) -> int:
@@ -2343,6 +2346,7 @@ def train(c: Config, at_end: ExitStack) -> int:
         call = compiling.CudaGraphs(list(model.parameters()))
     warm_up = WarmUp(model, optimizer)
     warm_up.run(call)
+    longer = ""
     if steps_are_open:
         seconds = warm_up.seconds_per_step(call)
         c = fitting.fit_to_minutes(c, SCHEDULES[c.schedule], inputs.train_paths, seconds)
@@ -2351,10 +2355,11 @@ def train(c: Config, at_end: ExitStack) -> int:
         begin_log(log, c, facts, c.num_steps * seconds)
         for note in fitting.why_shorter(c, seconds):
             console.say(note)
+        longer = fitting.longer(c, seconds)
     warm_up.reset()
 
     # 4. Train, from the start or from where a save was made.
-    run = Run(c, optimizer, inputs, facts, log, clock)
+    run = Run(c, optimizer, inputs, facts, log, clock, longer)
     at_end.push(run.keep_best)
     torch.get_device_module(device).synchronize()
     startup_s = time.perf_counter() - LAUNCHED

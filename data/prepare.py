@@ -527,8 +527,8 @@ def make_corpus(sources, args, options, may_replace, say):
             documents(), args.out, name, tokens == "bytes", workers, **options, old=old,
             record=record, source=args.inputs[0] + " and the others" * (len(args.inputs) > 1))
     if old and not is_same:
-        say("prepare.py: replaced older shards of this input; what was trained on them cannot be "
-            "resumed.")
+        say("prepare.py: replaced older shards of this input; a run on them can be resumed only if "
+            "the text is the same.")
     if skipped:
         say(f"prepare.py: left out {len(skipped):,} file(s) not in UTF-8, first {skipped[0]}.")
     return record | counts, True

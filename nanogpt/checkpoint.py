@@ -36,14 +36,22 @@ def unused_path(folder: str | Path, name: str) -> Path:
 
 
 def unless_of_others(path: Path, runs: list[str]) -> Path:
-    """`path`, or an unused one beside it if it is the checkpoint of none of these runs."""
-    if not path.exists():
-        return path
+    """NAME.pt, or NAME-2.pt and so on: the first that does not exist or is the checkpoint of one of
+    these runs."""
+    name = path.stem
+    number = 2
+    while path.exists() and run_of(path) not in runs:
+        path = path.with_name(f"{name}-{number}.pt")
+        number += 1
+    return path
+
+
+def run_of(path: Path) -> str | None:
+    """The run that has written a checkpoint; None if it is none, or does not say."""
     try:
-        is_own = load(path).get("run_id") in runs
-    except Exception:  # as in `read`
-        is_own = False
-    return path if is_own else unused_path(path.parent, path.stem)
+        return load(path).get("run_id")
+    except Exception:  # a foreign file can make torch.load raise nearly anything
+        return None
 
 
 def try_place(path: Path, size: int = 0) -> None:

@@ -7,6 +7,7 @@ validation from how long the text is, its steps from a budget of minutes or from
 import dataclasses
 import math
 import os
+from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
 
@@ -123,9 +124,9 @@ def fit(c, presets: dict[str, dict], schedules: dict[str, list], given: dict, cu
 def fit_to_text(c, schedule: list, text: Text, given: dict):
     """The configuration with lengths and steps that the text has room for. What was given stays as
     it is. Raises BadInput if the text is too short."""
-    # Each process has a sequence of each batch, and some stages have parts of a full batch.
-    unit = int(os.environ.get("WORLD_SIZE", 1)) * math.lcm(
-        *(round(1 / stage.batch) for stage in schedule))
+    # Each process has a sequence of each batch, and some stages have thirds or sixths of a batch.
+    parts = [Fraction(stage.batch).limit_denominator(64).denominator for stage in schedule]
+    unit = int(os.environ.get("WORLD_SIZE", 1)) * math.lcm(*parts)
     batch_tokens = c.batch_tokens
     bigram_rows = c.bigram_rows
     if c.preset == "small":
@@ -155,8 +156,8 @@ def fit_to_minutes(c, schedule: list, train_paths: list[Path], seconds: float):
     cut_documents fewer may be there, as the ends of long documents are left out."""
     text = Text("", tuple(map(count_tokens, train_paths)), 0)
     changes = steps_of_schedule(c, schedule, text, 60 * c.minutes / seconds)
-    if c.val_interval != validation_interval(c.num_steps):
-        changes.pop("val_interval")  # it was given, or is the preset's own
+    if not c.fit or c.val_interval != validation_interval(c.num_steps):
+        changes.pop("val_interval")  # it is the preset's own, or was given
     if not c.cut_documents:
         changes.pop("epochs")  # as many as are allowed
     return dataclasses.replace(c, **changes)

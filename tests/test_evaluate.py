@@ -539,6 +539,9 @@ def test_text_that_was_prepared_anew_since_the_training_is_named(corpus, tmp_pat
     assert (status, err.count("\n")) == (0, 1) and f"{folder} was prepared anew after {tmp_path / 'model.pt'}" in err
     status, _, err = run(capsys, tmp_path / "model.pt", f"--text={corpus}")
     assert (status, err) == (0, ""), "another folder is no mistake"
+    (train_path,) = folder.glob("*_train_000001.bin")
+    status, _, err = run(capsys, tmp_path / "model.pt", f"--text={train_path}")
+    assert (status, err) == (0, ""), "nor is a shard that the run did not validate on"
 
 
 def test_models_of_other_tokens_are_compared_by_bits_per_byte(tmp_path, checkpoint, capsys, monkeypatch):

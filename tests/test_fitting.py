@@ -1,6 +1,7 @@
 """A run that is fitted to a text: preset, lengths and steps follow from what the shards hold."""
 import dataclasses
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -154,8 +155,10 @@ def test_a_file_that_another_run_has_written_meanwhile_is_not_replaced(tmp_path)
     checkpoint.write(path, dict(config={}, weights={"w": torch.ones(3)}, step=1, val_loss=1.0, run_id="a"))
     assert checkpoint.unless_of_others(path, ["b", "a"]) == path, "a run that goes on with another replaces its file"
     assert checkpoint.unless_of_others(path, ["b"]) == tmp_path / "novel-2.pt"
+    shutil.copy(path, tmp_path / "novel-2.pt")
     path.write_bytes(b"something else")
-    assert checkpoint.unless_of_others(path, ["a"]) == tmp_path / "novel-2.pt"
+    assert checkpoint.unless_of_others(path, ["a"]) == tmp_path / "novel-2.pt", "its own, although the name was taken"
+    assert checkpoint.unless_of_others(path, ["b"]) == tmp_path / "novel-3.pt"
 
 
 def test_two_runs_of_one_text_at_the_same_time_keep_both_models(text, tmp_path, monkeypatch):
@@ -171,12 +174,18 @@ def test_two_runs_of_one_text_at_the_same_time_keep_both_models(text, tmp_path, 
 
 
 @pytest.mark.parametrize("preset", ["onepass", "speedrun"])
-@pytest.mark.parametrize("tokens", [30_001, 320_000, 500_000])
-def test_a_short_text_fits_a_preset_whose_stages_have_parts_of_a_batch(preset, tokens, monkeypatch):
+@pytest.mark.parametrize("tokens", [30_001, 320_000, 500_000, 10**8])
+@pytest.mark.parametrize("world_size", [1, 3, 8])
+def test_a_text_fits_a_preset_whose_stages_have_parts_of_a_batch(preset, tokens, world_size, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", str(world_size))
     c = t.Config(**t.PRESETS[preset] | fitting.OVER_PRESET | {"preset": preset})
+    full = c.batch_tokens
     c = fitting.fit_to_text(c, t.SCHEDULES[c.schedule], Text("gpt2", (tokens,), 20_000), {})
     t.check_config(c)
-    assert c.batch_tokens < tokens
+    assert c.batch_tokens <= min(tokens, full)
+    assert {count % world_size for count, _ in t.batch_plan(c)} == {0}
+    if tokens == 10**8 and world_size != 3:
+        assert c.batch_tokens == full
 
 
 @pytest.mark.parametrize("minutes, seconds, option", [
