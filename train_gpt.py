@@ -275,7 +275,10 @@ SCHEDULES: dict[str, list[Stage]] = {
         Stage(0.01, 1, 2048, 13, 6, 1.73),
         Stage(0, 1, 2048, 20, 6, 1.73),
     ],
-    "laptop": [Stage(0.5, 1, 2048, 2, 1, 1.0), Stage(0.5, 1, 2048, 4, 2, 1.0)],
+    "laptop": [
+        Stage(0.5, 1, 2048, 2, 1, 1.0),
+        Stage(0.5, 1, 2048, 4, 2, 1.0),
+    ],
     "char": [Stage(1, 1, 2048, 2, 2, 1.0)],
     # Smaller batches, for a run of a fifth of the tokens (records/2026-11-21_ladder_fp8).
     "onepass": [
@@ -845,9 +848,13 @@ def parameter_table(c: Config) -> dict[str, Param]:
         "bigrams": Param((c.bigram_rows, D), init=zero, **table),
         # queries, then keys, of each layer in turn: a matrix (2 d, D) for two neighbouring heads,
         # which are not those that `Layer.paired` joins (record 80)
-        "qk": Param((num_attn * H, 2 * D // H, D), init=narrow, lr=(c.muon_lr,), **muon),
+        "qk": Param(
+            (num_attn * H, 2 * D // H, D), init=narrow,
+            lr=(c.muon_lr,), **muon),
         # values and output of each layer in turn
-        "vo": Param((num_attn * 2, D, D), init=narrow, lr=(c.muon_lr,), **muon),
+        "vo": Param(
+            (num_attn * 2, D, D), init=narrow,
+            lr=(c.muon_lr,), **muon),
         "scalars": Param((L, len(SCALARS)), init=constants(*SCALARS.values()), **scalar),
         # how much of the previous token's embedding is added to each one
         "smear": Param((1,), init=zero, **scalar),
@@ -954,9 +961,12 @@ def attention(normed: Normed, weights: LayerWeights, scalars: dict[str, Tensor],
     # 1. Queries, keys and values. Normalised queries and keys bound the scores (Henry et al.
     # 2020). Two paired heads make two keys of a token, one after the other, in a sequence of
     # twice the length.
-    q, k, v = products.qkv.qkv(x, weights.qk.reshape(2 * D, D), weights.vo[0], scalars["v"])
+    qk = weights.qk.reshape(2 * D, D)
+    q, k, v = products.qkv.qkv(x, qk, weights.vo[0], scalars["v"])
     shape = (T, 1 + paired, H // (1 + paired), d)
-    q, k, v = q.view(shape), k.view(shape), v.view(shape)
+    q = q.view(shape)
+    k = k.view(shape)
+    v = v.view(shape)
     cos = context.cos.view(T, 1 + paired, 1, d)
     sin = context.sin.view(T, 1 + paired, 1, d)
     q = norm_and_rotate(q, cos, sin, context.score_scale)
@@ -1115,8 +1125,9 @@ class GPT(nn.Module):
     """The model, over one packed sequence of documents.
 
     The weights of all layers lie in banks. Those of which each rank owns a slice are padded to a
-    multiple of world_size. The model keeps them in the dtype of the products; the optimizer has the
-    float32 originals. `functions` are those of EAGER (section 7), compiled or not."""
+    multiple of world_size. The model keeps the large ones in the dtype of the products; the
+    optimizer has the float32 originals. `functions` are those of EAGER (section 7), compiled or
+    not."""
 
     def __init__(self, c: Config, device: torch.device, world_size: int = 1,
                  functions: "Functions | None" = None):
@@ -1371,9 +1382,9 @@ def initialize(model: GPT, seed: int) -> dict[str, Tensor]:
 #
 # Every rank computes with a copy of all large weights in the dtype of the products. Their float32
 # originals ("masters") and the state of their optimizers exist only once, shared out over the
-# ranks. The small ones are float32 everywhere. A step has three
-# phases: every gradient is summed over the ranks, each rank updates its share, and hands the new
-# weights out to all. `Param.share` says how:
+# ranks. Of the small ones every rank has all in float32. A step has three phases: every gradient is
+# summed over the ranks, each rank updates its share, and hands the new weights out to all.
+# `Param.share` says how:
 #
 #   share    of which      summed by                  a rank updates          handed out by
 #   "slice"  matrices,     reduce-scatter             its slice of the bank   all-gather
@@ -1770,7 +1781,7 @@ def setting_of(step: int, c: Config) -> Setting:
     head_dim = c.model_dim // c.num_heads
     rotating = head_dim // 4
     frequencies = [(1 / 1024) ** (j / max(rotating - 1, 1)) for j in range(rotating)]
-    score_scale = 0.1  # of heads of 128: |q| |k| is the width of a head, so no score exceeds 12.8
+    score_scale = 0.1  # of heads of 128: |q| |k| is the width of a head, so scores begin below 12.8
     now = stage_of(step, c)
     so_far = [*takewhile(lambda stage: stage is not now, SCHEDULES[c.schedule]), now]
     # The stage that is only for validation just sees farther, and rescales nothing.
@@ -2227,7 +2238,7 @@ class Run:
             return path
         own_runs = [self.run_id, *(Path(folder).stem for folder in self.came_from)]
         with suppress(OSError):  # of a disk that fails: who writes there will say so
-            path = checkpoint.unless_of_others(path, own_runs)
+            path = checkpoint.unused_path(path, own_runs)
         return path
 
     def result(self, startup_s: float) -> dict:
@@ -2316,7 +2327,8 @@ def train(c: Config, at_end: ExitStack) -> int:
     facts = journal.RunFacts(
         journal.describe_run(SOURCE, files), files, journal.describe_machine(device),
         inputs.fingerprints, journal.calibrate(device, kernels.product if has_fp8 else None))
-    for note in notes + saving.how_it_began(c.resume, c.log_dir, inputs.saved, facts.run):
+    notes += saving.how_it_began(c.resume, c.log_dir, inputs.saved, facts.run)
+    for note in notes:
         console.say(note)
         log.fact("note", note)
     if not inputs.saved:

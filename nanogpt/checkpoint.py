@@ -25,22 +25,12 @@ from nanogpt.ranks import BadInput, require
 from records.console import complain
 
 
-def unused_path(folder: str | Path, name: str) -> Path:
-    """FOLDER/NAME.pt, or NAME-2.pt and so on: the first that does not exist."""
-    path = Path(folder, f"{name}.pt")
-    number = 2
-    while path.exists():
-        path = Path(folder, f"{name}-{number}.pt")
-        number += 1
-    return path
-
-
-def unless_of_others(path: Path, runs: list[str]) -> Path:
-    """NAME.pt, or NAME-2.pt and so on: the first that does not exist or is the checkpoint of one of
-    these runs."""
+def unused_path(path: Path, own_runs: list[str] | None = None) -> Path:
+    """NAME.pt, or NAME-2.pt and so on: the first that does not exist, or that is the checkpoint of
+    one of these runs."""
     name = path.stem
     number = 2
-    while path.exists() and run_of(path) not in runs:
+    while path.exists() and run_of(path) not in (own_runs or []):
         path = path.with_name(f"{name}-{number}.pt")
         number += 1
     return path
@@ -107,7 +97,7 @@ def write_somewhere(path: Path, checkpoint: dict) -> Path:
         write(path, checkpoint)
         return path
     except OSError as error:
-        other = unused_path(tempfile.gettempdir(), path.stem)
+        other = unused_path(Path(tempfile.gettempdir(), f"{path.stem}.pt"))
         try:
             write(other, checkpoint)
         except OSError:

@@ -60,7 +60,7 @@ def check_data(c, packing: shards.Packing,
     val_paths = find_shards(c, "val")
     checks.check_kind(train_paths[0], c.vocab_size, c.preset)
     val_tokens = shards.validation_tokens(val_paths, c.vocab_size, c.val_tokens)
-    if not chooses_steps(c):
+    if not chooses_steps(c):  # else `check_amount` follows when they are chosen
         checks.check_amount(train_paths, packing, plan, c.data_dir)
     return train_paths, val_paths, torch.from_numpy(val_tokens.view("int16"))
 
@@ -97,6 +97,6 @@ def place_for_checkpoint(c, saved: saving.Saved | None, num_weights: int) -> Pat
     if c.save_checkpoint == "auto" and saved and saved.fact("checkpoint"):
         path = saved.checkpoint_path()
     elif c.save_checkpoint == "auto":
-        path = checkpoint.unused_path("models", Path(c.data_dir).resolve().name)
+        path = checkpoint.unused_path(Path("models", f"{Path(c.data_dir).resolve().name}.pt"))
     checkpoint.try_place(path, 2 * num_weights)  # most weights take two bytes
     return path

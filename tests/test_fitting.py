@@ -151,14 +151,14 @@ def test_checkpoints_of_one_name_do_not_replace_each_other(text, tmp_path, monke
 
 def test_a_file_that_another_run_has_written_meanwhile_is_not_replaced(tmp_path):
     path = tmp_path / "novel.pt"
-    assert checkpoint.unless_of_others(path, ["a"]) == path
+    assert checkpoint.unused_path(path, ["a"]) == path
     checkpoint.write(path, dict(config={}, weights={"w": torch.ones(3)}, step=1, val_loss=1.0, run_id="a"))
-    assert checkpoint.unless_of_others(path, ["b", "a"]) == path, "a run that goes on with another replaces its file"
-    assert checkpoint.unless_of_others(path, ["b"]) == tmp_path / "novel-2.pt"
+    assert checkpoint.unused_path(path, ["b", "a"]) == path, "a run that goes on with another replaces its file"
+    assert checkpoint.unused_path(path, ["b"]) == tmp_path / "novel-2.pt"
     shutil.copy(path, tmp_path / "novel-2.pt")
     path.write_bytes(b"something else")
-    assert checkpoint.unless_of_others(path, ["a"]) == tmp_path / "novel-2.pt", "its own, although the name was taken"
-    assert checkpoint.unless_of_others(path, ["b"]) == tmp_path / "novel-3.pt"
+    assert checkpoint.unused_path(path, ["a"]) == tmp_path / "novel-2.pt", "its own, although the name was taken"
+    assert checkpoint.unused_path(path, ["b"]) == tmp_path / "novel-3.pt"
 
 
 def test_two_runs_of_one_text_at_the_same_time_keep_both_models(text, tmp_path, monkeypatch):
