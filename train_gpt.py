@@ -437,24 +437,27 @@ CAP = kernels.Cap(height=23.0, shift=5.0, width=7.5)
 
 
 class StaticLinear(torch.autograd.Function):
-    """x (T, K), w (N, K) -> x w^T (T, N) in x's dtype; all three products are in FP8."""
+    """x (T, K), w (N, K) -> x w^T (T, N) in x's dtype, cut into so many `parts` of equal width; all
+    three products are in FP8. Backward rounds the parts' gradients as one matrix, so that they need
+    not be copied into one before."""
 
     @staticmethod
-    def forward(ctx, x, w, input_scale):
+    def forward(ctx, x, w, input_scale, parts):
         x8, x8_t = kernels.quantize(x, input_scale, E4M3)  # (T, K) and (K, T)
         w8, w8_t = kernels.quantize(w, WEIGHT_SCALE, E4M3)  # (N, K) and (K, N)
         ctx.save_for_backward(x8_t, w8_t)
         ctx.input_scale = input_scale
-        return kernels.static_product(x8, w8, input_scale * WEIGHT_SCALE, x.dtype)
+        y = kernels.static_product(x8, w8, input_scale * WEIGHT_SCALE, x.dtype)
+        return y.chunk(parts, 1)
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx, *gradients):
         x8_t, w8_t = ctx.saved_tensors
-        g8, g8_t = kernels.quantize(gradient, GRADIENT_SCALE, E5M2)  # (T, N) and (N, T)
-        dtype = gradient.dtype
+        g8, g8_t = kernels.quantize_columns(gradients, GRADIENT_SCALE, E5M2)  # (T, N) and (N, T)
+        dtype = gradients[0].dtype
         grad_x = kernels.static_product(g8, w8_t, GRADIENT_SCALE * WEIGHT_SCALE, dtype)
         grad_w = kernels.static_product(g8_t, x8_t, GRADIENT_SCALE * ctx.input_scale, dtype)
-        return grad_x, grad_w, None
+        return grad_x, grad_w, None, None
 
 
 class StaticMLP(torch.autograd.Function):
@@ -618,7 +621,11 @@ class StaticFP8(Products):
         self.input_scale = input_scale
 
     def linear(self, x, w, factor=None):
-        return StaticLinear.apply(x, w if factor is None else factor * w, self.input_scale)
+        w = w if factor is None else factor * w
+        return StaticLinear.apply(x, w, self.input_scale, 1)[0]
+
+    def qkv(self, x, qk, v, factor):
+        return StaticLinear.apply(x, torch.cat((qk, factor * v)), self.input_scale, 3)
 
     def mlp(self, x, up, down, factor, proj):
         if isinstance(proj, StaticFP8):

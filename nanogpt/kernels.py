@@ -101,7 +101,8 @@ if triton is not None:
         y_t_ptr,  # (N, M)
         M,
         N,
-        y_ptr,  # (M, N)
+        y_ptr,  # (M, N), columns of a wider tensor
+        y_width,  # of that tensor
         inverse_scale,
         LIMIT: tl.constexpr,
         ROWS: tl.constexpr,
@@ -116,7 +117,7 @@ if triton is not None:
         x = x.to(tl.float32) * inverse_scale
         x = tl.clamp(x, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
         y = x.to(y_ptr.dtype.element_ty)
-        tl.store(y_ptr + row[:, None] * N + column[None, :], y, mask=inside)
+        tl.store(y_ptr + row[:, None] * y_width + column[None, :], y, mask=inside)
         y_t = tl.trans(y)
         tl.store(y_t_ptr + column[:, None] * M + row[None, :], y_t, mask=tl.trans(inside))
 
@@ -153,31 +154,45 @@ def transpose(x: Tensor) -> Tensor:
     return x_t
 
 
-def launch_quantize(x: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Runs the kernel."""
-    M, N = x.shape
-    y = x.new_empty(M, N, dtype=dtype)
-    y_t = x.new_empty(N, M, dtype=dtype)
+def launch_quantize(
+    parts: list[Tensor], scale: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Runs the kernel for each part."""
+    M = parts[0].shape[0]
+    width = sum(x.shape[1] for x in parts)
+    y = parts[0].new_empty(M, width, dtype=dtype)
+    y_t = parts[0].new_empty(width, M, dtype=dtype)
     limit = torch.finfo(dtype).max
-    quantize_kernel[tiles(x)](
-        x.contiguous(), y_t, M, N, y, 1 / scale, limit, TILE_ROWS, TILE_COLUMNS, num_warps=8
-    )
+    begin = 0
+    for x in parts:
+        N = x.shape[1]
+        quantize_kernel[tiles(x)](
+            x.contiguous(), y_t[begin:], M, N, y[:, begin:], width, 1 / scale, limit,
+            TILE_ROWS, TILE_COLUMNS, num_warps=8
+        )
+        begin += N
     return y, y_t
 
 
 @torch.library.custom_op("nanogpt::quantize", mutates_args=())
-def quantize_operator(x: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def quantize_operator(
+    parts: list[Tensor], scale: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     # For x in float32 the kernel wrote wrong numbers when Triton 3.6 compiled it.
+    x = parts[0]
     if x.is_cuda and has_fp8(x.device) and x.dtype == torch.bfloat16:
-        return launch_quantize(x, scale, dtype)
-    y = round_to_fp8(x.contiguous(), scale, dtype)
+        return launch_quantize(parts, scale, dtype)
+    y = round_to_fp8(torch.cat(parts, 1), scale, dtype)
     return y, transpose(y)
 
 
 @quantize_operator.register_fake
-def _(x, scale, dtype):
-    M, N = x.shape
-    return x.new_empty(M, N, dtype=dtype), x.new_empty(N, M, dtype=dtype)
+def _(parts, scale, dtype):
+    M = parts[0].shape[0]
+    width = sum(x.shape[1] for x in parts)
+    y = parts[0].new_empty(M, width, dtype=dtype)
+    y_t = parts[0].new_empty(width, M, dtype=dtype)
+    return y, y_t
 
 
 def quantize(x: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -186,7 +201,17 @@ def quantize(x: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tenso
     The kernel multiplies by 1 / scale where the twin divides. Unless the scale is a power of two,
     a number midway between two FP8 numbers may be rounded up by the one and down by the other.
     """
-    return torch.ops.nanogpt.quantize(x, scale, dtype)
+    return quantize_columns((x,), scale, dtype)
+
+
+def quantize_columns(
+    parts: tuple[Tensor, ...], scale: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The same for a matrix (M, N) that exists in parts, (M, some of its columns) each.
+
+    They are put together while they are rounded, so that nobody has to copy them beforehand.
+    """
+    return torch.ops.nanogpt.quantize(list(parts), scale, dtype)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -298,7 +323,12 @@ def static_product(a: Tensor, b_t: Tensor, scale: float, dtype: torch.dtype) -> 
 # So both directions have the same kernel, with few differences at the end.
 
 HOPPER = (9, 0)
-HOPPER_TILE = 128  # four tiles of both operands, and those of h and y, fit Hopper's shared memory
+# Of 16 choices these were the fastest on an H200 in which a program computes several tiles. Two
+# programs share a processor, so that one writes its tile while the other multiplies.
+HOPPER_TILE = 128  # rows and columns of a tile of y
+HOPPER_PROGRAMS = 2  # on each processor
+HOPPER_FORWARD = dict(DEPTH=128, num_warps=8, num_stages=3)  # DEPTH: terms summed at a time
+HOPPER_BACKWARD = dict(DEPTH=64, num_warps=4, num_stages=4)
 
 if triton is not None:
 
@@ -316,6 +346,7 @@ if triton is not None:
         BACKWARD: tl.constexpr,
         LIMIT: tl.constexpr,
         TILE: tl.constexpr,
+        DEPTH: tl.constexpr,
     ):
         """Computes every n-th tile, where n is the number of programs. The five tensors come as
         descriptors, which load and store whole tiles."""
@@ -325,7 +356,7 @@ if triton is not None:
             row = tile // tiles_across * TILE
             column = tile % tiles_across * TILE
             sums = tl.zeros((TILE, TILE), tl.float32)
-            for k in range(0, K, TILE):
+            for k in range(0, K, DEPTH):
                 # This is a fast accumulation, even backward, because it has only D terms.
                 sums = tl.dot(a.load([row, k]), b_t.load([column, k]).T, sums)
             z = sums * factor
@@ -354,14 +385,17 @@ def launch_relu_squared(
     N = b_t.shape[0]
     y = a.new_empty(M, N, dtype=dtype)
     y_t = a.new_empty(N, M, dtype=dtype)
+    backward = h is not None
+    choice = HOPPER_BACKWARD if backward else HOPPER_FORWARD
     descriptors = []
-    for x in (a, b_t, y if h is None else h, y, y_t):  # forward there is no h, but it is not read
+    for x in (a, b_t):
+        descriptors.append(TensorDescriptor.from_tensor(x, [HOPPER_TILE, choice["DEPTH"]]))
+    for x in (h if backward else y, y, y_t):  # forward there is no h, but it is not read
         descriptors.append(TensorDescriptor.from_tensor(x, [HOPPER_TILE, HOPPER_TILE]))
     processors = torch.cuda.get_device_properties(a.device).multi_processor_count
-    backward = h is not None
     limit = torch.finfo(dtype).max
-    relu_squared_kernel[processors,](
-        *descriptors, factor, M, N, K, backward, limit, HOPPER_TILE, num_warps=8, num_stages=4
+    relu_squared_kernel[HOPPER_PROGRAMS * processors,](
+        *descriptors, factor, M, N, K, backward, limit, HOPPER_TILE, **choice
     )
     return y, y_t
 

@@ -133,15 +133,27 @@ def test_quantize_returns_the_rounded_numbers_both_ways_and_contiguous(device, w
         assert equal(y_t, y.t().contiguous()) and equal(y_t, kernels.transpose(y))
 
 
+@devices
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+def test_columns_of_a_matrix_are_rounded_and_transposed_as_the_whole_matrix_is(device, dtype):
+    x = 50 * normal(80, 96, dtype=torch.bfloat16, device=device)
+    for widths in ((32, 32, 32), (96,), (16, 48, 32)):
+        parts = x.split(widths, 1)
+        for ours, whole in zip(kernels.quantize_columns(parts, 0.25, dtype),
+                               kernels.quantize(x, 0.25, dtype)):
+            assert ours.is_contiguous() and equal(ours, whole)
+
+
 # --------------------------------------------------------------------------------------- operators
 
 
 def check_operator(operator, *arguments):
     """`opcheck`, and that no argument changes: that part of opcheck cannot compare FP8."""
     tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    before = [x.clone() if isinstance(x, torch.Tensor) else x for x in arguments]
+    leaves = torch.utils._pytree.tree_leaves(arguments)
+    before = [x.clone() if isinstance(x, torch.Tensor) else x for x in leaves]
     torch.library.opcheck(operator.default, arguments, test_utils=tests)
-    for x, old in zip(arguments, before):
+    for x, old in zip(leaves, before):
         if isinstance(x, torch.Tensor) and x.dtype.itemsize == 1:
             assert equal(x, old)
         elif isinstance(x, torch.Tensor):
@@ -154,8 +166,9 @@ def check_operator(operator, *arguments):
 def test_opcheck_passes_on_the_operator_that_quantizes(device, wide, dtype):
     x = normal(32, 48, dtype=wide, device=device)
     for operand in (x, x.t()):
-        check_operator(torch.ops.nanogpt.quantize, operand, 0.25, dtype)
-        torch.library.opcheck(torch.ops.nanogpt.quantize.default, (operand, 0.25, dtype))
+        for parts in ([operand], [operand, operand]):
+            check_operator(torch.ops.nanogpt.quantize, parts, 0.25, dtype)
+            torch.library.opcheck(torch.ops.nanogpt.quantize.default, (parts, 0.25, dtype))
 
 
 @devices
@@ -729,11 +742,15 @@ def interpret_transpose(x):
 
 
 def interpret_quantize(x, scale, dtype):
+    """The first third of the columns, then the others."""
     M, N = x.shape
     y = filled(M, N, dtype=dtype)
     y_t = filled(N, M, dtype=dtype)
-    limit = LIMIT[dtype]
-    kernels.quantize_kernel[kernels.tiles(x)](x, y_t, M, N, y, 1 / scale, limit, 64, 128)
+    for begin, end in ((0, N // 3), (N // 3, N)):
+        part = x[:, begin:end].contiguous()
+        kernels.quantize_kernel[kernels.tiles(part)](
+            part, y_t[begin:], M, end - begin, y[:, begin:], N, 1 / scale, LIMIT[dtype], 64, 128
+        )
     return y, y_t
 
 
@@ -752,12 +769,15 @@ def interpret_relu_squared(a, b_t, h, factor):
     N = len(b_t)
     y = filled(M, N, dtype=a.dtype)
     y_t = filled(N, M, dtype=a.dtype)
-    descriptors = []
-    for x in (a, b_t, y if h is None else h, y, y_t):
-        descriptors.append(kernels.TensorDescriptor.from_tensor(x, [32, 32]))
     backward = h is not None
+    depth = 16 if backward else 32
+    descriptors = []
+    for x in (a, b_t):
+        descriptors.append(kernels.TensorDescriptor.from_tensor(x, [32, depth]))
+    for x in (h if backward else y, y, y_t):
+        descriptors.append(kernels.TensorDescriptor.from_tensor(x, [32, 32]))
     kernels.relu_squared_kernel[3,](
-        *descriptors, factor, M, N, K, backward, LIMIT[a.dtype], 32
+        *descriptors, factor, M, N, K, backward, LIMIT[a.dtype], 32, depth
     )
     return y, y_t
 
