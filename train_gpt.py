@@ -53,7 +53,7 @@ import dataclasses
 import gc
 import math
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from itertools import accumulate, pairwise, takewhile
 from pathlib import Path
@@ -73,6 +73,7 @@ from nanogpt import (
     compiling,
     finite,
     fitting,
+    keeping,
     kernels,
     limits,
     masks,
@@ -1560,27 +1561,6 @@ class Optimizer:
                 named[f"{name}.{kind}"] = moment
         return named
 
-    @torch.no_grad()
-    def load(self, saved: saving.Saved) -> None:
-        """Goes on from a save, of any number of ranks. The banks become copies of the masters, as
-        they are after an update. Raises BadInput if the save does not fit the model. A
-        collective."""
-        for kind, tensor in self.tensors().items():
-            name, _, what = kind.partition(".")
-            param = self.model.params[name]
-            bank = self.banks[name]
-            whole = saved.whole(kind, param.share, param.shape, len(bank))
-            saved.fill(tensor, self.own(name, whole), kind)
-            if what == "master":
-                bank.copy_(whole)
-        self.model.target_counts.copy_(saved.share("target_counts"))
-        self.model.lost_targets.copy_(saved.share("lost_targets"))
-        self.updates = saved.fact("updates")
-        self.bytes_sent = saved.fact("bytes_sent")
-        self.recipes.load_state(saved.fact("recipes"))
-        self.recipes.weights_changed([*self.masters], self.masters)
-        saved.restore_random(self.model.signs.device, self.model.config.seed)
-
     def zero_state(self, name: str) -> MuonState | AdamState:
         zero = torch.zeros_like(self.masters[name])
         if self.model.params[name].optimizer == "muon":
@@ -2028,16 +2008,6 @@ class WarmUp:
             self.optimizer.update(name, gradient, 0.0, 0.0)
 
 
-def checkpoint_of(model: GPT, step: int, val_loss: float, origin: dict) -> dict:
-    """What nanogpt/checkpoint.py writes: configuration, weights without padding on the CPU, and
-    `origin`, which says what run has made it and from which shards."""
-    weights = {}
-    for name in model.params:
-        weights[name] = model.weight(name).detach().to("cpu", copy=True)
-    config = dataclasses.asdict(model.config)
-    return dict(config=config, weights=weights, step=step, val_loss=val_loss) | origin
-
-
 def model_of(content: dict, device: torch.device) -> GPT:
     """The model of a checkpoint on one device, ready for texts of any length: nothing is compiled.
     `model.trained_steps` is the number of updates, and `model.data` has the fingerprints of its
@@ -2098,46 +2068,24 @@ class Run:
     and a validation if one is due. What the ranks tell each other travels with the loss of a step
     (`tell`), and is read one step later (`read_losses`)."""
 
-    def __init__(self, c: Config, optimizer: Optimizer, inputs: Inputs, facts: journal.RunFacts,
-                 log: journal.Log, clock: journal.Clock, longer: str):
-        """Loads the save, if the run goes on from one. `longer` is the option that would make the
-        next run longer, or empty. A collective."""
+    def __init__(self, c: Config, optimizer: Optimizer, inputs: Inputs, keeper: keeping.Keeper):
         self.config = c
         self.model = optimizer.model
         self.optimizer = optimizer
         self.recipes = optimizer.recipes
         self.device = self.model.signs.device
         self.inputs = inputs
-        self.facts = facts
-        self.log = log
-        self.clock = clock
-        self.longer = longer
-        self.step = 0  # updates so far
-        self.best = None  # the checkpoint of the best validation
-        self.came_from = []  # the runs that this one goes on with
+        self.keeper = keeper
+        self.log = keeper.log
+        self.clock = keeper.clock
+        self.step = keeper.step  # updates so far
         self.ended_by = ""  # the signal that has ended the run early
-        if inputs.saved:
-            self.go_on(inputs.saved)
-        self.run_id = all_ranks(facts.run["run_id"])[0]
-        self.origin = dict(run_id=self.run_id, data=facts.data)
-        self.saver = saving.Saver(
-            Path(c.log_dir, f"{self.run_id}.saved"), c.save_every, c.save_steps, self.tensors(),
-            self.came_from, clock.total, self.step)
         self.requests = Requests(self.device)
         own = {name: optimizer.own(name, bank) for name, bank in optimizer.banks.items()
                if name not in self.model.big_tables}
         self.finite = finite.Check(own, self.recipes.measurements)
         self.batches = shards.ahead(rank_micro_batches(
             inputs.train_paths, c, self.device, self.step, inputs.stamps))
-
-    def go_on(self, saved: saving.Saved) -> None:
-        """Begins where the save was made. Raises BadInput if it does not fit. A collective."""
-        agreed(self.optimizer.load, saved)
-        self.step = saved.step
-        self.best = saved.fact("best") if self.inputs.checkpoint_path else None
-        self.came_from = saved.history()
-        self.clock.total = saved.fact("seconds")
-        self.log.repeat(saved.fact("steps"))
 
     def train(self, call: Callable) -> None:
         """All steps. The clock stands still during validation, which touches no weight and no
@@ -2183,127 +2131,53 @@ class Run:
         A signal during the first step of a new run is taken up after that step."""
         if STOP.signal and self.step > 0:
             self.requests.ask(STOP.signal)
-        if self.saver.due(self.step, self.clock.now()):
+        if self.keeper.due(self.step):
             self.requests.ask("save")
         granted = [name for name in REQUESTS if self.requests.granted(name, self.step)]
         if granted:
-            self.save()
+            self.read_losses()  # of all steps so far, which a save holds
+            self.keeper.save(self.step)
             if granted[0] != "save":  # signals stand first
                 self.ended_by = granted[0]
 
     def validate(self) -> None:
-        """Validates, writes the loss to the log, and keeps these weights for the checkpoint if they
-        are the best so far."""
+        """Validates, and writes the loss to the log."""
         self.read_losses()
         self.recipes.before_validation()
         WATCH.enter_step(self.step, "validation")
         loss = validate(self.model, self.inputs.val_tokens, self.step)
         WATCH.leave_step()
         self.log.step(self.step, self.clock.total, "val_loss", loss)
-        finite.check_validation(self.step, loss, self.tensors())
-        is_best = self.best is None or loss < self.best["val_loss"]
-        if self.inputs.checkpoint_path and self.step and is_best:
-            self.best = checkpoint_of(self.model, self.step, loss, self.origin)
+        finite.check_validation(self.step, loss, self.keeper.tensors())
+        self.keeper.validated(self.step, loss)
 
-    def tensors(self) -> dict[str, Tensor]:
-        """This rank's tensors of a save (nanogpt/saving.py)."""
-        model = self.model
-        counts = dict(target_counts=model.target_counts, lost_targets=model.lost_targets)
-        return self.optimizer.tensors() | counts
-
-    def save(self) -> None:
-        """Begins a save, if the run is one that saves."""
-        if not self.saver.saves:
-            return
-        self.read_losses()  # all losses so far, which the save holds
-        tensors = self.tensors()
-        finite.check_save(self.step, tensors)
-        run = self.facts.run
-        path = self.inputs.checkpoint_path
-        facts = dict(
-            config=dataclasses.asdict(self.config), run_id=self.run_id,
-            files_sha256=run["files_sha256"],
-            data=self.facts.data, came_from=self.came_from, best=self.best,
-            checkpoint=path and str(path), seconds=self.clock.now(),
-            steps=list(self.log.steps), updates=self.optimizer.updates,
-            bytes_sent=self.optimizer.bytes_sent, recipes=self.recipes.state())
-        random = saving.random_state(self.device)
-        self.saver.save(self.step, self.clock.now(), tensors, random, facts)
-
-    def keep_best(self, kind: type | None, error: BaseException | None, trace) -> None:
-        """Writes the checkpoint if an error ends the run. Called like __exit__ of a context
-        manager."""
-        if error and self.best and not self.log.has_ended:
-            with WATCH.writing:
-                self.log.console.say(checkpoint.keep(self.checkpoint_path(), self.best))
-
-    def checkpoint_path(self) -> Path:
-        """The file of the weights. One that we have named ourselves is another one if a run that is
-        none of this one's has written there meanwhile."""
-        path = self.inputs.checkpoint_path
-        if self.config.save_checkpoint != "auto":
-            return path
-        own_runs = [self.run_id, *(Path(folder).stem for folder in self.came_from)]
-        with suppress(OSError):  # of a disk that fails: who writes there will say so
-            path = checkpoint.unused_path(path, own_runs)
-        return path
-
-    def result(self, startup_s: float) -> dict:
-        """The end block of the log (records/README.md)."""
+    def finish(self, startup_s: float, longer: str) -> int:
+        """Says what came of the run, and what to try next. Returns the exit status. `longer` is the
+        option that would make the next run longer, or empty."""
         c = self.config
-        seconds = self.clock.total
-        tokens = total_tokens(c, self.step)
-        result = journal.result_of(
-            self.log.last_val_loss(), c.target_loss, self.step, seconds, tokens)
-        speed = tokens / seconds / self.optimizer.world_size
-        device_name = self.facts.machine["devices"][0]
-        result["mfu"] = journal.mfu(flops_per_token(c), speed, device_name)
-        result["peak_memory_mib"] = journal.peak_memory_mib(self.device)
-        result["compile_s"] = round(startup_s, 1)
-        result["code_sha256"] = self.facts.run["code_sha256"]
+        keeper = self.keeper
+        result = keeper.result(
+            self.step, total_tokens(c, self.step), flops_per_token(c), startup_s)
         if self.ended_by:
             result["interrupted"] = True
-        return result
-
-    def finish(self, startup_s: float) -> int:
-        """Says what came of the run, and writes the checkpoint. Returns the exit status."""
-        log = self.log
-        for note in self.recipes.notes():
-            log.fact("note", note)
-        log.fact("note", f"{self.optimizer.bytes_per_step()} bytes sent per step and rank")
-        lost = int(self.model.lost_targets)
-        if lost:
-            log.fact("defect", dict(
-                what=f"{lost} tokens of rank 0 were no candidates; raise --candidates"))
-        result = self.result(startup_s)
-        log.end(result, self.best["step"] if self.best else None)
-        path = None
-        if self.best:
-            path = checkpoint.write_somewhere(self.checkpoint_path(), self.best)
+        path = keeper.finish(result)
         if self.ended_by:
-            if self.inputs.checkpoint_path and not path:
-                log.console.say("no weights are kept, as none were validated")
-            self.saver.finish()
-            command = saving.command(self.saver.newest(), self.config.save_checkpoint)
-            log.console.stopped(self.ended_by, self.step, path, command)
-            return stopping.status_of(self.ended_by)
-        self.saver.end()
+            return keeper.stopped(self.step, self.ended_by, path)
+        keeper.saver.end()
         if is_master():
-            self.close(path, result["val_loss"])
+            self.log.console.closing(path, [])  # before the sample, which may be broken off
+            if c.sample:
+                self.show_sample(keeper.best or keeper.checkpoint(self.step, result["val_loss"]))
+            self.log.console.closing(None, next_commands(path, c.data_dir, longer))
         return 1 if result["reached"] is False else 0
 
-    def close(self, path: Path | None, val_loss: float) -> None:
-        """Names the checkpoint, shows the sample of --sample, and says what to try next."""
-        c = self.config
-        console = self.log.console
-        console.closing(path, [])  # before the sample, which may be broken off
-        if c.sample:
-            import sample
-            STOP.end_steps()
-            content = self.best or checkpoint_of(self.model, self.step, val_loss, self.origin)
-            model = model_of(content, self.device)
-            console.say(f"sample: {sample.after_training(model, c.sample, c.sample_tokens)}")
-        console.closing(None, next_commands(path, c.data_dir, self.longer))
+    def show_sample(self, content: dict) -> None:
+        """Continues the text of --sample by the model of a checkpoint."""
+        import sample
+        STOP.end_steps()
+        model = model_of(content, self.device)
+        text = sample.after_training(model, self.config.sample, self.config.sample_tokens)
+        self.log.console.say(f"sample: {text}")
 
 
 def train(c: Config, at_end: ExitStack) -> int:
@@ -2378,8 +2252,9 @@ def train(c: Config, at_end: ExitStack) -> int:
     warm_up.reset()
 
     # 4. Train, from the start or from where a save was made.
-    run = Run(c, optimizer, inputs, facts, log, clock, longer)
-    at_end.push(run.keep_best)
+    keeper = keeping.Keeper(c, optimizer, inputs, facts, log, clock)
+    at_end.push(partial(keeper.keep_best, WATCH.writing))
+    run = Run(c, optimizer, inputs, keeper)
     torch.get_device_module(device).synchronize()
     startup_s = time.perf_counter() - LAUNCHED
     log.fact("note", f"products: {recipe.summary(recipe_names, device)}")
@@ -2394,7 +2269,7 @@ def train(c: Config, at_end: ExitStack) -> int:
 
     # 5. Say what came of it, and write the checkpoint.
     WATCH.needs_others = False
-    return run.finish(startup_s)
+    return run.finish(startup_s, longer)
 
 
 def main(argv: list[str]) -> int:

@@ -14,6 +14,7 @@ Its processes
     finite.py       a number that is not finite is traced to its origin
 
 What is kept
+    keeping.py      saves, the best weights and the result of a run
     saving.py       saves of a whole run, so that it can go on
     checkpoint.py   files of weights
 

@@ -25,6 +25,16 @@ from nanogpt.ranks import BadInput, require
 from records.console import complain
 
 
+def of_model(model, step: int, val_loss: float, origin: dict) -> dict:
+    """The checkpoint of a train_gpt.GPT after so many updates, without its checksum: weights
+    without padding, on the CPU. `origin` has `run_id` and `data`, or nothing."""
+    weights = {}
+    for name in model.params:
+        weights[name] = model.weight(name).detach().to("cpu", copy=True)
+    config = dataclasses.asdict(model.config)
+    return dict(config=config, weights=weights, step=step, val_loss=val_loss) | origin
+
+
 def unused_path(path: Path, own_runs: list[str] | None = None) -> Path:
     """NAME.pt, or NAME-2.pt and so on: the first that does not exist, or that is the checkpoint of
     one of these runs."""

@@ -400,6 +400,27 @@ class Saved:
             whole = F.pad(whole, (0, 0) * (whole.dim() - 1) + (0, padding))
         return whole
 
+    @torch.no_grad()
+    def restore(self, optimizer) -> None:
+        """Fills train_gpt.Optimizer and its model. The banks become copies of the masters, as they
+        are after an update. Raises BadInput if the save does not fit them. A collective."""
+        model = optimizer.model
+        for kind, tensor in optimizer.tensors().items():
+            name, _, what = kind.partition(".")
+            param = model.params[name]
+            bank = optimizer.banks[name]
+            whole = self.whole(kind, param.share, param.shape, len(bank))
+            self.fill(tensor, optimizer.own(name, whole), kind)
+            if what == "master":
+                bank.copy_(whole)
+        model.target_counts.copy_(self.share("target_counts"))
+        model.lost_targets.copy_(self.share("lost_targets"))
+        optimizer.updates = self.fact("updates")
+        optimizer.bytes_sent = self.fact("bytes_sent")
+        optimizer.recipes.load_state(self.fact("recipes"))
+        optimizer.recipes.weights_changed([*optimizer.masters], optimizer.masters)
+        self.restore_random(model.signs.device, model.config.seed)
+
     def fill(self, tensor: Tensor, part: Tensor, name: str) -> None:
         """Copies this rank's part of a saved tensor to where it belongs."""
         require(part.shape == tensor.shape, f"{self.save}: {name} is {tuple(part.shape)}, not "

@@ -21,7 +21,7 @@ import evaluate
 import sample
 import train_gpt as t
 from data import hellaswag, shards
-from nanogpt.checkpoint import write
+from nanogpt.checkpoint import of_model, write
 from nanogpt.ranks import BadInput
 from records import evaluation
 from records.log import Refused
@@ -207,7 +207,7 @@ def checkpoint(corpus, tmp_path_factory):
     _, _, tokens = check_data(c)
     path = tmp_path_factory.mktemp("models") / "model.pt"
     loss = t.validate(model, tokens, 4)
-    write(path, t.checkpoint_of(model, 4, loss, {}))
+    write(path, of_model(model, 4, loss, {}))
     return path, loss
 
 
@@ -514,7 +514,7 @@ def test_half_precision_is_widened_as_in_validation(corpus, tmp_path, capsys):
     c = t.parse_config(arguments(data_dir=corpus, precision="fp16"))
     model = t.GPT(c, torch.device("cpu"))
     t.initialize(model, 0)
-    write(tmp_path / "model.pt", t.checkpoint_of(model, 4, 1.0, {}))
+    write(tmp_path / "model.pt", of_model(model, 4, 1.0, {}))
     _, _, tokens = check_data(c)
     got = results(capsys, tmp_path / "model.pt")["results"][0]["value"]
     assert got == pytest.approx(t.validate(model, tokens, 4), abs=2e-2)
@@ -527,7 +527,7 @@ def test_text_that_was_prepared_anew_since_the_training_is_named(corpus, tmp_pat
     c = t.parse_config(arguments(data_dir=folder))
     _, val_paths, _ = check_data(c)
     model = t.GPT(c, torch.device("cpu"))
-    write(tmp_path / "model.pt", t.checkpoint_of(
+    write(tmp_path / "model.pt", of_model(
         model, 4, 1.0, dict(data=[shards.fingerprint(path, "val") for path in val_paths])))
     status, _, err = run(capsys, tmp_path / "model.pt")
     assert (status, err) == (0, "")
@@ -557,7 +557,7 @@ def test_models_of_other_tokens_are_compared_by_bits_per_byte(tmp_path, checkpoi
     c = t.parse_config(arguments(vocab_size=50304, candidates=0, model_dim=16))
     model = t.GPT(c, torch.device("cpu"))
     t.initialize(model, 0)
-    write(tmp_path / "model.pt", t.checkpoint_of(model, 4, 1.0, {}))
+    write(tmp_path / "model.pt", of_model(model, 4, 1.0, {}))
     text = tmp_path / "text.txt"
     text.write_text("Some text.\n\nSome more.\n\n" * 20)
     content = results(capsys, checkpoint[0], tmp_path / "model.pt", f"--text={text}", "--split_blank=1")
@@ -572,7 +572,7 @@ def test_of_a_vocabulary_of_ones_own_the_loss_on_shards_is_measured(tmp_path, ca
     c = t.parse_config(arguments(vocab_size=2000, candidates=0))
     model = t.GPT(c, torch.device("cpu"))
     t.initialize(model, 0)
-    write(tmp_path / "model.pt", t.checkpoint_of(model, 4, 1.0, {}))
+    write(tmp_path / "model.pt", of_model(model, 4, 1.0, {}))
     content = results(capsys, tmp_path / "model.pt", f"--text={path}")
     assert content["models"][0]["tokens"] == "other"
     assert [(result["measure"], result["units"]) for result in content["results"]] == [("loss", 1)]

@@ -10,7 +10,7 @@ from conftest import ROOT, arguments
 
 import sample
 import train_gpt as t
-from nanogpt.checkpoint import write
+from nanogpt.checkpoint import of_model, write
 
 BOS = 256
 LENGTH = 1024
@@ -265,7 +265,7 @@ def test_without_gpt2s_vocabulary_there_is_one_sentence(monkeypatch):
 def checkpoint(tmp_path_factory):
     model, _ = untrained()
     path = tmp_path_factory.mktemp("model") / "model.pt"
-    write(path, t.checkpoint_of(model, model.config.num_steps, 1.0, {}))
+    write(path, of_model(model, model.config.num_steps, 1.0, {}))
     return path
 
 
