@@ -79,6 +79,7 @@ from nanogpt import (
     masks,
     recipe,
     saving,
+    warmup,
 )
 from nanogpt.arguments import key
 from nanogpt.inputs import Inputs, check_amount, check_inputs, chooses_steps
@@ -91,7 +92,6 @@ from nanogpt.ranks import (
     Requests,
     agreed,
     all_gather,
-    all_ranks,
     is_master,
     rank_and_world_size,
     reduce_scatter,
@@ -1910,102 +1910,19 @@ def validate(model: GPT, tokens: Tensor, step: int) -> float:
     return total.item() / c.val_tokens
 
 
-class WarmUp:
-    """Compiles and runs everything that the run will need, on random documents. None of it is
-    timed, so it reads no training data, and the weights are drawn anew after it."""
-
-    def __init__(self, model: GPT, optimizer: Optimizer):
-        self.model = model
-        self.optimizer = optimizer
-        self.c = model.config
-        length = max(min(self.c.micro_tokens, self.c.batch_tokens), self.c.val_seq_len) + 1
-        self.tokens = torch.randint(0, model.bos, (length,), device=model.signs.device)
-        self.tokens[::600] = model.bos
-        of_kind = {}  # a step of each stage, with and without its recipes
-        for step in range(self.c.num_steps):
-            of_kind[stage_of(step, self.c), setting_of(step, self.c).plain] = step
-        self.stage_steps = list(of_kind.values())
-        self.dense = [name for name in model.params if name not in model.big_tables]
-
-    def run(self, call: Callable) -> None:
-        if rank_and_world_size()[1] > 1:
-            self.compile_share()
-        for step in self.stage_steps:
-            self.forward_backward(step)  # uncaptured: a CUDA graph must not contain a first use
-            first_two = self.micro_batches(step)[:2]  # later ones are like the second
-            train_step(self.model, self.optimizer, first_two, step, call)
-            if not self.model.flex:  # the shapes of these masks depend on the windows
-                self.validate(step)
-        self.validate(self.c.num_steps)
-
-    def seconds_per_step(self, call: Callable) -> float:
-        """How long a step takes on average over the schedule. Call it after `run`. A collective."""
-        clock = journal.Clock(self.tokens.device)
-        average = 0.0
-        for _, end, stage in stages(self.c):
-            if not stage.fraction:
-                continue
-            before = clock.total
-            clock.start()
-            for _ in range(3):
-                train_step(self.model, self.optimizer, self.micro_batches(end - 1), end - 1, call)
-            clock.stop()
-            average += stage.fraction * (clock.total - before) / 3
-        return max(all_ranks(average))
-
-    def reset(self) -> None:
-        """Draws the weights anew."""
-        self.optimizer.reset(initialize(self.model, self.c.seed))
-
-    def compile_share(self) -> None:
-        """Each rank compiles some graphs first. In `run` it finds those of the other ranks in the
-        compiler's cache on disk. With empty caches, one H200 alone took 82 s to its first step, and
-        four that share took 66 to 76 s."""
-        rank, world_size = rank_and_world_size()
-        # Those without attention, which compile fastest, go to ranks that have one more to compile.
-        layers = sorted(enumerate(self.model.layers), key=lambda item: item[1].attn)
-        kinds = {}  # of layers in training and in validation; each has a graph of its own
-        val_kinds = {}
-        for i, layer in layers:
-            kinds[layer.attn, layer.paired, layer.offset, layer.xsa, layer.value_embed is None] = i
-            val_kinds[layer.attn, layer.paired] = i
-        lengths = {len(self.micro_batches(step)[0][0]): step for step in self.stage_steps}
-        jobs = [(self.forward_backward, step, list(kinds.values())) for step in lengths.values()]
-        jobs.append((self.validate, self.c.num_steps, list(val_kinds.values())))
-        for turn, (job, step, which) in enumerate(jobs):  # it is never the same rank that has most
-            job(step, only=which[(rank + turn) % world_size :: world_size])
-        params = self.model.params
-        slowest_first = sorted(self.dense, key=lambda name: params[name].optimizer != "muon")
-        self.update(slowest_first[rank::world_size])
-        torch.get_device_module(self.tokens.device).synchronize()
-        dist.barrier()
-
-    def example(self, length: int) -> tuple[Tensor, Tensor]:
-        inputs, targets = self.tokens[:length], self.tokens[1 : length + 1]
-        return inputs, targets.clone()  # in memory of their own, as in training
-
-    def micro_batches(self, step: int) -> list[tuple[Tensor, Tensor]]:
-        """Those of one rank."""
-        _, world_size = rank_and_world_size()
-        count = stage_tokens(stage_of(step, self.c), self.c) // self.c.seq_len // world_size
-        together = micro_sequences(count, self.c)
-        return [self.example(together * self.c.seq_len)] * (count // together)
-
-    def forward_backward(self, step: int, only: list[int] | None = None) -> None:
-        inputs, targets = self.micro_batches(step)[0]
-        rows = self.model.table_rows(inputs).values()
-        forward_backward(self.model, setting_of(step, self.c), inputs, targets, *rows, only=only)
-        self.model.zero_grad()
-
-    def validate(self, step: int, only: list[int] | None = None) -> None:
-        inputs, targets = self.example(self.c.val_seq_len)
-        loss_without_gradient(self.model, inputs, targets, setting_of(step, self.c), only)
-
-    def update(self, names: list[str]) -> None:
-        for name in names:
-            gradient = torch.zeros_like(
-                self.optimizer.masters[name], dtype=getattr(self.model, name).dtype)
-            self.optimizer.update(name, gradient, 0.0, 0.0)
+def warm_up_of(model: GPT, optimizer: Optimizer) -> warmup.WarmUp:
+    """What compiles and runs everything that the run will need, before the clock starts."""
+    c = model.config
+    _, world_size = rank_and_world_size()
+    plan = []
+    for first, end, stage in stages(c):
+        count = stage_tokens(stage, c) // c.seq_len // world_size
+        together = micro_sequences(count, c)
+        if end > first:
+            plan.append(warmup.StagePlan(
+                first, end, stage.fraction, count // together, together * c.seq_len))
+    functions = warmup.Functions(train_step, forward_backward, loss_without_gradient, setting_of)
+    return warmup.WarmUp(model, optimizer, functions, plan)
 
 
 def model_of(content: dict, device: torch.device) -> GPT:
@@ -2237,7 +2154,7 @@ def train(c: Config, at_end: ExitStack) -> int:
         optimizer = Optimizer(model)
     if c.compile and cuda:
         call = compiling.CudaGraphs(list(model.parameters()))
-    warm_up = WarmUp(model, optimizer)
+    warm_up = warm_up_of(model, optimizer)
     warm_up.run(call)
     longer = ""
     if steps_are_open:
@@ -2249,7 +2166,7 @@ def train(c: Config, at_end: ExitStack) -> int:
         for note in fitting.why_shorter(c, seconds):
             console.say(note)
         longer = fitting.longer(c, seconds)
-    warm_up.reset()
+    optimizer.reset(initialize(model, c.seed))  # as if nothing had been trained so far
 
     # 4. Train, from the start or from where a save was made.
     keeper = keeping.Keeper(c, optimizer, inputs, facts, log, clock)

@@ -20,6 +20,7 @@ What is kept
 
 Computing
     kernels.py      every GPU kernel, beside plain PyTorch that computes the same
+    warmup.py       everything is compiled and run once before the clock starts
     compiling.py    compiled functions that report what they compiled, and CUDA graphs
     masks.py        which tokens attention sees
     rows.py         the rows of large tables that a step has looked up

@@ -473,9 +473,9 @@ LARGER = dict(vocab_size=256, bigram_rows=303)
 def test_warming_up_leaves_no_trace(micro_tokens, sizes):
     warm, fresh = (small("float64", micro_tokens=micro_tokens, **sizes) for _ in range(2))
     start, optimizer = t.initialize(fresh, 0), t.Optimizer(warm)
-    warm_up = t.WarmUp(warm, optimizer)
+    warm_up = t.warm_up_of(warm, optimizer)
     warm_up.run(t.call_directly)
-    warm_up.reset()
+    optimizer.reset(t.initialize(warm, 0))
     assert_nothing_is_kept(optimizer)
     for name, p in warm.named_parameters():
         assert torch.equal(p, getattr(fresh, name)) and torch.equal(optimizer.masters[name], start[name]), name
@@ -499,9 +499,9 @@ def test_warming_up_makes_the_first_and_a_further_pass_of_every_kind_that_the_ru
         assert len(model.rotary_tables[True]) == first_use, "what is made at first use cannot be captured"
         return results
 
-    warm_up = t.WarmUp(model, optimizer)
+    warm_up = t.warm_up_of(model, optimizer)
     warm_up.run(call)
-    warm_up.reset()
+    optimizer.reset(t.initialize(model, model.config.seed))
     phase = "run"
     for step in range(12):
         count = t.stage_tokens(t.stage_of(step, model.config), model.config) // 128

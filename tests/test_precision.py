@@ -721,9 +721,9 @@ def test_what_a_cuda_graph_reads_stays_at_its_place_through_warming_up_and_train
         assert [name for name, x in read.items() if now[name].data_ptr() != x.data_ptr()] == []
         return function(*arguments)
 
-    warm_up = t.WarmUp(model, optimizer)
+    warm_up = t.warm_up_of(model, optimizer)
     warm_up.run(call)
-    warm_up.reset()
+    optimizer.reset(t.initialize(model, model.config.seed))
     phase = "run"
     for step in range(4):
         t.train_step(model, optimizer, batch(2, step), step, call)

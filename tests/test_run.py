@@ -378,7 +378,7 @@ def test_very_many_epochs_and_very_large_micro_batches_cost_nothing(corpus, tmp_
     c = t.parse_config(arguments(data_dir=corpus, epochs=10**13, micro_tokens=2**40, candidates=0))
     check_data(c)
     model = t.GPT(c, torch.device("cpu"))
-    assert len(t.WarmUp(model, t.Optimizer(model)).tokens) <= max(c.batch_tokens, c.val_seq_len) + 1
+    assert len(t.warm_up_of(model, t.Optimizer(model)).tokens) <= max(c.batch_tokens, c.val_seq_len) + 1
 
 
 @pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(t.Config)])
@@ -573,7 +573,7 @@ def test_warming_up_compiles_validation_of_every_stage_under_sdpa_too(eager_grap
 
 
 def test_what_is_compiled_while_the_clock_runs_is_a_defect(eager_graphs, corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr(t.WarmUp, "run", lambda self, call: None)
+    monkeypatch.setattr(t.warmup.WarmUp, "run", lambda self, call: None)
     t.main(arguments(data_dir=corpus, log_dir=tmp_path, compile=True, val_interval=0, num_steps=2))
     log = read_log(only_log(tmp_path))
     assert any(" of 1024 rows for training" in fact["what"] for fact in log.values("defect"))
