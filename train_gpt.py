@@ -6,8 +6,8 @@
     python train_gpt.py --help                               # every key, its meaning and unit
 
 This file holds what decides the result of a run. It reads from top to bottom: (1) configuration,
-(2) low precision, (3) attention, (4) parameters and layers, (5) the loss, (6) the whole model,
-(7) the optimizers, (8) schedules, (9) one step, validation and warm-up, (10) the run.
+(2) products, (3) attention, (4) parameters and layers, (5) the loss, (6) the whole model, (7) low
+precision, (8) the optimizers, (9) schedules, (10) one step and validation, (11) the run.
 
 What serves it lives in the folder of its subject: the shards in data/, the log in records/,
 kernels, compilation and the other recipes of low precision in nanogpt/. Importing this file does
@@ -16,7 +16,8 @@ nothing and needs no GPU, so tests and notebooks can use its parts.
 Shapes in comments: T tokens of one packed sequence, D width of the model, H attention heads, d
 width of a head, F hidden width of the MLP, L layers, V size of the vocabulary, K and N input and
 output width of a product. A function whose docstring ends with "A collective." talks to the other
-ranks: all ranks must call it at the same point. A "record" is one of modded-nanogpt."""
+ranks: all ranks must call it at the same point. "(record 28)" names a record of the speedrun, whose
+code is in github.com/KellerJordan/modded-nanogpt."""
 
 with open(__file__, "rb") as file:
     SOURCE = file.read()  # before all else: the log shows what runs, not a later edit of it
@@ -124,7 +125,8 @@ class Config:
         False, "fit the run to the text: model, sequences, steps, validation; no target. On for a "
         "data_dir that is given without a preset")
     cut_documents: bool = key(
-        False, "sequences follow each other without gaps, else each begins with a document")
+        False, "cut the text where a sequence is full, and leave nothing out; else each sequence "
+        "begins with a document")
     # model
     topology: str = key("gpt2", "entry of TOPOLOGIES: which layer has what")
     model_dim: int = key(768, "width of the residual stream")
@@ -142,14 +144,15 @@ class Config:
     batch_tokens: int = key(
         393_216, "tokens of a full batch, over all GPUs; SCHEDULES gives each stage a part of it")
     seq_len: int = key(
-        16_384, "tokens of a training sequence: documents one after another, the last one cut")
+        16_384, "tokens of a training sequence, which holds several documents")
     micro_tokens: int = key(16_384, "most tokens a GPU works on at a time: fewer need less memory")
     cooldown_frac: float = key(
-        0.6, "last fraction of the steps, over which learning rates fall to 0.15 of those below")
+        0.6, "last fraction of the steps, over which learning rates fall to 0.15 of their value")
     momentum_warmup: int = key(300, "steps over which Muon's momentum rises from 0.85 to 0.95")
     # optimizers
     muon_lr: float = key(0.023, "Muon's learning rate, for the matrices")
-    muon_decay: float = key(1.2, "weight decay of the matrices; muon_lr multiplies it twice")
+    muon_decay: float = key(
+        1.2, "weight decay of the matrices: a step takes away muon_lr^2 * muon_decay of a weight")
     head_lr: float = key(0.008, "Adam's learning rate for output head, token embedding and gates")
     table_lr: float = key(0.6, "Adam's learning rate for value and bigram embeddings")
     scalar_lr: float = key(0.04, "Adam's learning rate for the scalars")
@@ -169,9 +172,9 @@ class Config:
     float8_all_gather: bool = key(
         False, "hand out updated weights as FP8, half the traffic; for --precision=fp8")
     nvfp4_without: str = key("", "parts of nvfp4 to leave out, for ablation: of rht,sr,2d")
-    bf16_last_layers: int = key(0, "last layers that stay out of the recipe")
+    bf16_last_layers: int = key(0, "last layers that compute without low precision")
     bf16_last_frac: float = key(
-        0.0, "last fraction of the steps, which is trained without the recipe")
+        0.0, "last fraction of the steps, which is trained without low precision")
     dtype: str = key(
         "auto", "of activations and of the weights that products use; auto: as the precision says")
     attention: str = key("auto", "auto, flex (CUDA) or sdpa (everywhere)")
@@ -246,7 +249,7 @@ ABOUT = {
     "small": "the same with GPT-2's tokens, for texts of less than 60M tokens",
 }
 
-EVERYDAY = (
+EVERYDAY = (  # keys that --help shows first
     "preset", "data_dir", "minutes", "num_steps", "seed", "target_loss", "save_checkpoint",
     "sample", "micro_tokens", "device", "precision")
 
@@ -269,6 +272,7 @@ class Stage(NamedTuple):
 
 
 SCHEDULES: dict[str, list[Stage]] = {
+    # fraction, batch, longest document, long and short window, lr
     "speedrun": [  # records 46, 49, 53, 72
         Stage(0.33, 1 / 3, 896, 3, 1, 1.0),
         Stage(0.33, 2 / 3, 2048, 7, 3, 1.52),
@@ -300,8 +304,8 @@ class Layer(NamedTuple):
     paired: bool = False  # heads h and h + H/2 share a softmax: two keys a token (record 58)
     offset: bool = False  # half of each key is that of the token before (record 49)
     value_embed: int | None = None  # number of the value embedding added to v (record 14)
-    reads_layer: int | None = None  # attention reads its output, not the stream (record 77)
-    skip: int | None = None  # the layer whose output is added (record 11)
+    reads_layer: int | None = None  # attention reads the stream after this layer (record 77)
+    skip: int | None = None  # the stream after this layer is added (record 11)
     xsa: bool = False  # attention gives up what points along the token's own value (record 82)
     recipes: dict[str, str] = {}  # recipes of projections that do not follow --precision
 
@@ -368,43 +372,21 @@ def check_config(c: Config) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# 2. Low precision
+# 2. Products
 #
-# Nearly all the work of training is in matrix products, and hardware multiplies narrow numbers
-# faster: FP8 twice as fast as bf16. Narrow numbers lack two things.
-#
-# They lack range. e4m3 (4 bits of exponent, 3 of mantissa) reaches from 2^-9 to 448, e5m2 from
-# 2^-16 to 57344. So a tensor is divided by a scale before it is rounded, such that its largest
-# numbers are near the end of the format, and the product is multiplied by the scales of both
-# operands. Where numbers lie is known beforehand for the inputs of most products here: they are
-# normalised, so that |x| is at most sqrt(D), or squares of what comes of such a product. Those
-# get constant scales ("fp8-static", after records 21 and 89). The recipe "fp8" measures its
-# scales.
-#
-# They lack precision. An error of up to 1/16 in each number averages out when a product adds up
-# thousands of them, as long as the sum is wide. Weights are different: an update is far smaller
-# than the distance of two neighbours in e4m3, so the optimizer keeps them in float32, and they
-# are rounded anew for each product.
-#
-# A projection y = x w^T has three products: y itself (fprop), dx = dy w (dgrad) and dw = dy^T x
-# (wgrad). Activations and weights need precision, so they are in e4m3; gradients need range, so
-# they are in e5m2. The FP8 units want both operands contiguous along the dimension that is
-# summed. Each of x, w and dy is used in two products, which sum along different dimensions, so we
-# store it and its transpose when it is rounded. In fprop, sums may be quick ("fast accumulation"
-# keeps fewer bits). In gradients the errors of quick sums would add up, so only the gradient of the
-# MLP's hidden layer has them: it sums few numbers.
-#
-# Every number of these formats is exact in bf16. Hardware without FP8 products multiplies the same
-# rounded numbers in bf16. That is slower, and differs only in the order of sums.
-
-# A recipe is a way to compute the products of a projection: in the dtype of the model ("bf16" and
-# others), or with narrow numbers. A layer has four projections, and the model has one more:
+# Nearly all the work of training is in the products of a few weights. The model names them
+# "projections": a layer has four, and the model has one more.
 #
 #   qkv      queries, keys and values, by the weights qk and vo[0]
 #   o        the output of attention, by vo[1]
 #   fc       the first product of the MLP, by up
 #   proj     the second product of the MLP, by down
 #   lm_head  the logits, by lm_head
+#
+# A "recipe" is a way to compute the products of a projection: in the dtype of the model ("bf16" and
+# others), or with narrow numbers. A "precision" is a recipe for each of the five. The model knows
+# neither: it calls the methods of `Products`. Those of FP8 follow in section 7, when the model is
+# known.
 
 PRECISIONS: dict[str, tuple[str, ...]] = {  # recipes of qkv, o, fc, proj and lm_head
     "bf16": ("bf16",) * 5,
@@ -418,163 +400,15 @@ PRECISIONS: dict[str, tuple[str, ...]] = {  # recipes of qkv, o, fc, proj and lm
     "nvfp4": ("nvfp4", "nvfp4", "nvfp4", "nvfp4", "bf16"),
 }
 
-# Constant scales of a projection's input, of the weights, and of the gradient of a loss that is a
-# sum over tokens. They are powers of two, so that only rounding loses something. 448 / 16 is just
-# above sqrt(768), the largest a normalised input can be. The squares between the MLP's two
-# products are near 10, but up to 12,700 on the first token of a document, and must not be clamped
-# there.
-INPUT_SCALES = {"qkv": 1 / 16, "o": 1 / 4, "fc": 1 / 16, "proj": 64.0}
-WEIGHT_SCALE = 2.0**-8
-GRADIENT_SCALE = 2.0**-12
-
-# The head has those of record 54: inputs up to 100, weights up to 1.6 and gradients of its logits
-# up to 0.75 become numbers up to 448. The gradients are in e5m2, which would have room for more.
-HEAD_INPUT_SCALE = 100 / 448
-HEAD_WEIGHT_SCALE = 1.6 / 448
-HEAD_GRADIENT_SCALE = 0.75 / 448
-
 # A sigmoid caps the logits to (0, 23) (records 18, 54).
 CAP = kernels.Cap(height=23.0, shift=5.0, width=7.5)
 
 
-class StaticLinear(torch.autograd.Function):
-    """x (T, K), w (N, K) -> x w^T (T, N) in x's dtype, cut into so many `parts` of equal width; all
-    three products are in FP8. Backward rounds the parts' gradients as one matrix, so that they need
-    not be copied into one before."""
-
-    @staticmethod
-    def forward(ctx, x, w, input_scale, parts):
-        x8, x8_t = kernels.quantize(x, input_scale, E4M3)  # (T, K) and (K, T)
-        w8, w8_t = kernels.quantize(w, WEIGHT_SCALE, E4M3)  # (N, K) and (K, N)
-        ctx.save_for_backward(x8_t, w8_t)
-        ctx.input_scale = input_scale
-        y = kernels.static_product(x8, w8, input_scale * WEIGHT_SCALE, x.dtype)
-        return y.chunk(parts, 1)
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        x8_t, w8_t = ctx.saved_tensors
-        g8, g8_t = kernels.quantize_columns(gradients, GRADIENT_SCALE, E5M2)  # (T, N) and (N, T)
-        dtype = gradients[0].dtype
-        grad_x = kernels.static_product(g8, w8_t, GRADIENT_SCALE * WEIGHT_SCALE, dtype)
-        grad_w = kernels.static_product(g8_t, x8_t, GRADIENT_SCALE * ctx.input_scale, dtype)
-        return grad_x, grad_w, None, None
+def relu_squared(x: Tensor) -> Tensor:
+    return F.relu(x).square()
 
 
-class StaticMLP(torch.autograd.Function):
-    """x (T, D), up and down (D, F) -> relu(x up)^2 down^T (T, D), all products in FP8.
-
-    The hidden layer exists in FP8 only: the product that makes it squares and rounds it at its end
-    (records 59, 87)."""
-
-    @staticmethod
-    def forward(ctx, x, up, down):
-        x8, x8_t = kernels.quantize(x, INPUT_SCALES["fc"], E4M3)
-        up8, up8_t = kernels.quantize(up, WEIGHT_SCALE, E4M3)
-        down8, down8_t = kernels.quantize(down, WEIGHT_SCALE, E4M3)
-        hidden8, hidden8_t = kernels.relu_squared(
-            x8, up8_t, INPUT_SCALES["fc"] * WEIGHT_SCALE, INPUT_SCALES["proj"])  # (T, F), (F, T)
-        ctx.save_for_backward(x8_t, up8, down8_t, hidden8, hidden8_t)
-        return kernels.static_product(hidden8, down8, INPUT_SCALES["proj"] * WEIGHT_SCALE, x.dtype)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        x8_t, up8, down8_t, hidden8, hidden8_t = ctx.saved_tensors
-        dtype = gradient.dtype
-        g8, g8_t = kernels.quantize(gradient, GRADIENT_SCALE, E5M2)  # (T, D), (D, T)
-        dz8, dz8_t = kernels.relu_squared_backward(  # of z = x up: (T, F), (F, T)
-            g8, down8_t, hidden8, GRADIENT_SCALE * WEIGHT_SCALE, INPUT_SCALES["proj"],
-            GRADIENT_SCALE)
-        grad_x = kernels.static_product(dz8, up8, GRADIENT_SCALE * WEIGHT_SCALE, dtype)
-        grad_up = kernels.static_product(x8_t, dz8_t, INPUT_SCALES["fc"] * GRADIENT_SCALE, dtype)
-        grad_down = kernels.static_product(
-            g8_t, hidden8_t, GRADIENT_SCALE * INPUT_SCALES["proj"], dtype)
-        return grad_x, grad_up, grad_down
-
-
-# The head's products are operators of their own, nanogpt::mm and its gradient, as in record 21.
-# Their gradient is registered, so that any loss can follow them. FP8HeadLoss below does not use
-# that: its own kernel has the gradient of the logits ready.
-
-
-@torch.library.custom_op("nanogpt::mm", mutates_args=())
-def mm_op(x: Tensor, w: Tensor, x_scale: float, w_scale: float,
-          grad_scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """x (T, D) times w (V, D) transposed, in FP8 -> (T, V) in bf16, and for backward the rounded
-    operands transposed: (D, T) and (D, V) in e4m3."""
-    x8, x8_t = kernels.quantize(x, x_scale, E4M3)
-    w8, w8_t = kernels.quantize(w, w_scale, E4M3)
-    return kernels.static_product(x8, w8, x_scale * w_scale, torch.bfloat16), x8_t, w8_t
-
-
-@mm_op.register_fake
-def _(x, w, x_scale, w_scale, grad_scale):
-    y = x.new_empty(len(x), len(w), dtype=torch.bfloat16)
-    x8_t = x.new_empty(x.shape[::-1], dtype=E4M3)
-    w8_t = w.new_empty(w.shape[::-1], dtype=E4M3)
-    return y, x8_t, w8_t
-
-
-@torch.library.custom_op("nanogpt::mm_backward", mutates_args=())
-def mm_backward_op(g8: Tensor, x8_t: Tensor, w8_t: Tensor, grad_scale: Tensor, x_scale: float,
-                   w_scale: float) -> tuple[Tensor, Tensor]:
-    """g8 (T, V) in e5m2, the gradient over grad_scale (); x8_t (D, T), w8_t (D, V) in e4m3
-    -> gradients of x (T, D) in bf16 and of w (V, D) in float32."""
-    x_scale = kernels.device_number(g8.device, x_scale)
-    w_scale = kernels.device_number(g8.device, w_scale)
-    grad_x = kernels.product(g8, w8_t, grad_scale, w_scale, torch.bfloat16)
-    grad_w = kernels.product(g8.t(), x8_t, grad_scale, x_scale, torch.float32)
-    return grad_x, grad_w
-
-
-@mm_backward_op.register_fake
-def _(g8, x8_t, w8_t, grad_scale, x_scale, w_scale):
-    grad_x = g8.new_empty(x8_t.shape[::-1], dtype=torch.bfloat16)
-    grad_w = g8.new_empty(w8_t.shape[::-1], dtype=torch.float32)
-    return grad_x, grad_w
-
-
-def mm_setup(ctx, inputs, output):
-    x, w, *ctx.scales = inputs
-    ctx.dtypes = x.dtype, w.dtype
-    ctx.save_for_backward(*output[1:])
-    ctx.mark_non_differentiable(*output[1:])  # the rounded operands: autograd knows no FP8
-    ctx.set_materialize_grads(False)
-
-
-def mm_autograd(ctx, gradient, *_):
-    x_scale, w_scale, grad_scale = ctx.scales
-    g8, _ = kernels.quantize(gradient, grad_scale, E5M2)
-    grad_scale = torch.full((), grad_scale, device=gradient.device)
-    grad_x, grad_w = torch.ops.nanogpt.mm_backward(
-        g8, *ctx.saved_tensors, grad_scale, x_scale, w_scale)
-    x_dtype, w_dtype = ctx.dtypes
-    return grad_x.to(x_dtype), grad_w.to(w_dtype), None, None, None
-
-
-mm_op.register_autograd(mm_autograd, setup_context=mm_setup)
-
-
-class FP8HeadLoss(torch.autograd.Function):
-    """x (T, D), w (V, D), targets (T,), bias (V,) or None -> cross-entropy, summed over T.
-
-    One kernel leaves the loss and the gradient of the logits, which is in e5m2 and never exists in
-    bf16; so backward has nothing to compute but two products (records 67, 79)."""
-
-    @staticmethod
-    def forward(ctx, x, w, targets, bias):
-        logits, x8_t, w8_t = torch.ops.nanogpt.mm(
-            x, w, HEAD_INPUT_SCALE, HEAD_WEIGHT_SCALE, HEAD_GRADIENT_SCALE)
-        loss, g8 = kernels.capped_cross_entropy(logits, targets, CAP, HEAD_GRADIENT_SCALE, bias)
-        ctx.save_for_backward(g8, x8_t, w8_t)
-        ctx.dtype = w.dtype
-        return loss.sum()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        grad_x, grad_w = torch.ops.nanogpt.mm_backward(
-            *ctx.saved_tensors, gradient * HEAD_GRADIENT_SCALE, HEAD_INPUT_SCALE, HEAD_WEIGHT_SCALE)
-        return grad_x.to(ctx.dtype), grad_w.to(ctx.dtype), None, None
+ACTIVATION = relu_squared  # of the MLP (So et al. 2021)
 
 
 class Products:
@@ -594,11 +428,9 @@ class Products:
         return stacked.view(len(x), 3, -1).unbind(1)
 
     def mlp(self, x: Tensor, up: Tensor, down: Tensor, factor: Tensor, proj: "Products") -> Tensor:
-        """x (T, D), up and down (D, F) -> factor relu(x up)^2 down^T (T, D). The second product
-        is that of `proj`. To try another activation, change it here, and run with
-        --precision=fp8-head. With "fp8-static", the MLP's recipe by default, training does not come
-        here: it has relu(x)^2 in its kernel, and only validation would follow the change."""
-        hidden = F.relu(self.linear(x, up.t())).square()  # (T, F)
+        """x (T, D), up and down (D, F) -> factor ACTIVATION(x up) down^T (T, D). The second product
+        is that of `proj`."""
+        hidden = ACTIVATION(self.linear(x, up.t()))  # (T, F)
         return proj.linear(hidden, down, factor)
 
     def head_loss(self, x: Tensor, w: Tensor, targets: Tensor, bias: Tensor | None) -> Tensor:
@@ -615,52 +447,6 @@ class Products:
         return self
 
 
-class StaticFP8(Products):
-    """FP8 with constant scales."""
-
-    def __init__(self, input_scale: float):
-        self.input_scale = input_scale
-
-    def linear(self, x, w, factor=None):
-        w = w if factor is None else factor * w
-        return StaticLinear.apply(x, w, self.input_scale, 1)[0]
-
-    def qkv(self, x, qk, v, factor):
-        return StaticLinear.apply(x, torch.cat((qk, factor * v)), self.input_scale, 3)
-
-    def mlp(self, x, up, down, factor, proj):
-        if isinstance(proj, StaticFP8):
-            return StaticMLP.apply(x, up, factor * down)
-        return super().mlp(x, up, down, factor, proj)
-
-
-class StaticFP8Head(Products):
-    """The head in FP8 with constant scales."""
-
-    def head_loss(self, x, w, targets, bias):
-        return FP8HeadLoss.apply(x, w, targets, bias)
-
-
-class Measured(Products):
-    """A recipe of nanogpt/, which measures its scales. It rounds weights without the learned
-    factor, once a step where it can, so that the factor multiplies the result."""
-
-    def __init__(self, product: Callable):
-        self.product = product  # x (T, K), w (N, K) -> (T, N)
-
-    def linear(self, x, w, factor=None):
-        y = self.product(x, w)
-        return y if factor is None else factor * y
-
-    def qkv(self, x, qk, v, factor):
-        stacked = self.product(x, torch.cat((qk, v)))  # (T, 3 D)
-        queries, keys, values = stacked.view(len(x), 3, -1).unbind(1)
-        return queries, keys, factor * values
-
-    def chosen(self, rows):
-        return Measured(self.product.chosen(rows))
-
-
 class LayerProducts(NamedTuple):
     """How the products of each projection of a layer are computed."""
     qkv: Products
@@ -671,72 +457,6 @@ class LayerProducts(NamedTuple):
 
 PLAIN = Products()
 PLAIN_LAYER = LayerProducts(PLAIN, PLAIN, PLAIN, PLAIN)
-STATIC = {name: StaticFP8(scale) for name, scale in INPUT_SCALES.items()}
-STATIC["lm_head"] = StaticFP8Head()
-
-
-def choose_recipes(c: Config, device: torch.device) -> recipe.RecipeNames:
-    """Which recipe each projection has. Raises BadInput where the user asked for what cannot be."""
-    precision = c.precision
-    if precision == "auto":
-        has_fp8 = device.type == "cuda" and kernels.has_fp8(device)
-        precision = "fp8-qkv" if has_fp8 else "bf16"
-    default = dict(zip(recipe.PROJECTIONS, PRECISIONS[precision]))
-    return recipe.choose(c, TOPOLOGIES[c.topology], default, device)
-
-
-def find_sites(c: Config, recipe_names: recipe.RecipeNames) -> list[recipe.Site]:
-    """Which rows of the banks (section 4) each projection multiplies by."""
-    sites = []
-    num_attn = 0
-    for layer, projections in enumerate(recipe_names):
-        slices = {
-            "qkv": (("qk", num_attn * c.num_heads, c.num_heads), ("vo", 2 * num_attn, 1)),
-            "o": (("vo", 2 * num_attn + 1, 1),),
-            "fc": (("mlp", 2 * layer, 1),),
-            "proj": (("mlp", 2 * layer + 1, 1),),
-            "lm_head": (("lm_head", 0, c.vocab_size),),
-        }
-        for projection in projections:
-            sites.append(recipe.Site(len(sites), layer, projection, slices[projection]))
-        num_attn += "qkv" in projections
-    return sites
-
-
-class Precision:
-    """The products of every projection of a model, by their recipes. Some recipes keep things
-    between steps: `recipes` tells them when weights have changed, when a validation begins, and so
-    on (nanogpt/recipe.py)."""
-
-    def __init__(self, c: Config, device: torch.device, banks: dict[str, Tensor]):
-        self.recipe_names = choose_recipes(c, device)
-        sites = find_sites(c, self.recipe_names)
-        self.recipes = recipe.Recipes(self.recipe_names, sites, banks, recipe.options_of(c))
-        num_layers = len(self.recipe_names) - 1
-        self.layers = []
-        for layer in range(num_layers):
-            of_layer = [self.products_of(layer, name) for name in LayerProducts._fields]
-            self.layers.append(LayerProducts(*of_layer))
-        self.head = self.products_of(num_layers, "lm_head")
-
-    def products_of(self, layer: int, projection: str) -> Products:
-        recipe_name = self.recipe_names[layer].get(projection)
-        if recipe_name == "fp8-static":
-            return STATIC[projection]
-        if recipe_name in ("fp8", "nvfp4"):
-            return Measured(self.recipes.product(layer, projection, recipe_name))
-        return PLAIN
-
-    def layers_at(self, setting: "Setting", training: bool) -> list[LayerProducts]:
-        """The products of all layers. They are plain in validation, and in the last part of the run
-        if --bf16_last_frac says so."""
-        if training and not setting.plain:
-            return self.layers
-        return [PLAIN_LAYER] * len(self.layers)
-
-    def head_at(self, setting: "Setting", training: bool) -> Products:
-        """The same for the head."""
-        return self.head if training and not setting.plain else PLAIN
 
 
 # --------------------------------------------------------------------------------------------------
@@ -791,15 +511,14 @@ class Param(NamedTuple):
     optimizer: str  # "muon" or "adam"
     lr: float | tuple[float, ...]  # of Muon: one for each matrix, in turn
     init: Callable[[Tensor], None]  # fills a float32 tensor in place
-    # Weight decay: an update takes lr * decay of a weight away. The schedule's factor multiplies
-    # both, so that decay fades faster than the learning rate (record 43).
+    # Weight decay: an update takes lr * decay of a weight away. The factor of the schedule
+    # multiplies lr and decay, so that decay fades faster than the learning rate (record 43).
     decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.99)  # of Adam
     # How the ranks share the work of an update:
-    #   "slice"  each rank updates an equal part of the first dimension
-    #   "all"    every rank updates all of it
-    #   "rows"   only rows that were looked up are updated, and each rank updates some of their
-    #            columns
+    #   "slice"    each rank updates an equal part of the first dimension
+    #   "all"      every rank updates all of it
+    #   "columns"  each rank updates some columns, in the rows that some rank has looked up
     share: str = "slice"
 
 
@@ -840,7 +559,7 @@ def parameter_table(c: Config) -> dict[str, Param]:
     late = dict(optimizer="adam", lr=0.25 * c.head_lr, share="all")
     table = dict(
         optimizer="adam", lr=c.table_lr, betas=(0.75, 0.95),
-        decay=0.025 * c.table_lr, share="rows")
+        decay=0.025 * c.table_lr, share="columns")
     return {
         # up and down of each layer in turn, both (D, F): y = relu(x up)^2 down^T. These matrices
         # have four times as many columns as rows, and Muon's updates should grow with the root of
@@ -854,8 +573,8 @@ def parameter_table(c: Config) -> dict[str, Param]:
             betas=(0.5, 0.95), decay=0.75 * c.head_lr, **head),
         "value_embeds": Param((V, num_value_embeds * D), init=normal(0.01), **table),
         "bigrams": Param((c.bigram_rows, D), init=zero, **table),
-        # queries, then keys, of each layer in turn: a matrix (2 d, D) for two neighbouring heads,
-        # which are not those that `Layer.paired` joins (record 80)
+        # queries, then keys, of each layer in turn. Two neighbouring heads have one matrix (2 d, D)
+        # for Muon (record 80); `Layer.paired` joins others.
         "qk": Param(
             (num_attn * H, 2 * D // H, D), init=narrow,
             lr=(c.muon_lr,), **muon),
@@ -872,7 +591,9 @@ def parameter_table(c: Config) -> dict[str, Param]:
         # Half of the third source is subtracted at first: later layers need what earlier ones have
         # written, the head does not (records 40, 81).
         "late_bias": Param((5,), init=constants(0, 0, -5, 0, 0), **late),
+        # how much of what points along the token's own value each head gives up
         "xsa": Param((num_attn, H), init=zero, **scalar),
+        # of each head, then of the value embedding
         "gates": Param((num_attn, 2, H, GATE_DIM), init=zero, share="all", **head),
     }
 
@@ -881,7 +602,7 @@ def num_weights(c: Config) -> tuple[int, int]:
     """How many weights are active in every token, and how many are in tables."""
     active = in_tables = 0
     for param in parameter_table(c).values():
-        if param.share == "rows":
+        if param.share == "columns":
             in_tables += math.prod(param.shape)
         else:
             active += math.prod(param.shape)
@@ -1110,15 +831,17 @@ def choose_candidates(targets: Tensor, is_target: Tensor, counts: Tensor,
     -1 for a target that has none because more than `number` tokens are targets.
 
     A token's size is its count plus one, so that each can be drawn, and its priority is size / u
-    with u uniform in (0, 1]. The tokens of highest priority are chosen. One of size s is chosen if
-    its u is below s / p, p being the highest priority of those left out; so it stands for
-    max(1, p / s) tokens. Targets get a size that is large enough to be certain."""
+    with u uniform in (0, 1]. The tokens of highest priority are chosen. Let t be the highest one of
+    those left out. A token of size s is chosen if s / u > t, which has the probability
+    min(1, s / t); so it stands for max(1, t / s) tokens. Targets get a size that is large enough to
+    be certain."""
     certain = 1e30
     size = torch.where(is_target, certain, 1 + counts)
     u = torch.rand_like(size).clamp(min=2.0**-25)  # rand may be 0, whose priority is infinite
     priority, order = (size / u).clamp(max=certain).topk(number + 1)
     chosen = order[:-1]
-    stands_for = (priority[-1] / size[chosen]).clamp(min=1)
+    threshold = priority[-1]
+    stands_for = (threshold / size[chosen]).clamp(min=1)
     place = order.new_full(counts.shape, -1)
     place = place.scatter(0, chosen, torch.arange(number, device=order.device))
     places = torch.where(targets < 0, -1, place[targets.clamp(min=0)])
@@ -1134,7 +857,7 @@ class GPT(nn.Module):
 
     The weights of all layers lie in banks. Those of which each rank owns a slice are padded to a
     multiple of world_size. The model keeps the large ones in the dtype of the products; the
-    optimizer has the float32 originals. `functions` are those of EAGER (section 7), compiled or
+    optimizer has the float32 originals. `functions` are those of EAGER (section 8), compiled or
     not."""
 
     def __init__(self, c: Config, device: torch.device, world_size: int = 1,
@@ -1147,7 +870,7 @@ class GPT(nn.Module):
         # The token that begins a document: GPT-2's, or the last one if the vocabulary is smaller.
         self.bos = min(shards.SEPARATOR, c.vocab_size - 1)
         self.flex = c.attention == "flex" or (c.attention == "auto" and device.type == "cuda")
-        self.big_tables = [name for name, param in self.params.items() if param.share == "rows"]
+        self.big_tables = [name for name, param in self.params.items() if param.share == "columns"]
         self.add_banks(recipe.PLAIN_DTYPES[recipe.options_of(c).plain], device, world_size)
         generator = torch.Generator().manual_seed(0)
         signs = 2 * torch.randint(0, 2, (SIGNS, c.model_dim), generator=generator) - 1
@@ -1386,7 +1109,308 @@ def initialize(model: GPT, seed: int) -> dict[str, Tensor]:
 
 
 # --------------------------------------------------------------------------------------------------
-# 7. The optimizers: Muon for matrices, Adam for the rest, each rank updating its share
+# 7. Low precision
+#
+# Hardware multiplies narrow numbers faster: FP8 twice as fast as bf16. Narrow numbers lack two
+# things.
+#
+# They lack range. e4m3 (4 bits of exponent, 3 of mantissa) reaches from 2^-9 to 448, e5m2 from
+# 2^-16 to 57344. So a tensor is divided by a scale before it is rounded, such that its largest
+# numbers are near the end of the format, and the product is multiplied by the scales of both
+# operands. Where numbers lie is known beforehand for the inputs of most products here: they are
+# normalised, so that |x| is at most sqrt(D), or the squared results of a product of such inputs.
+# Those get constant scales ("fp8-static", after records 21 and 89). The recipe "fp8" measures its
+# scales.
+#
+# They lack precision. An error of up to 1/16 in each number averages out when a product adds up
+# thousands of them, as long as the sum is wide. Weights are different: an update is far smaller
+# than the distance of two neighbours in e4m3, so the optimizer keeps them in float32, and they
+# are rounded anew for each product.
+#
+# A projection y = x w^T has three products: y itself (fprop), dx = dy w (dgrad) and dw = dy^T x
+# (wgrad). Activations and weights need precision, so they are in e4m3; gradients need range, so
+# they are in e5m2. The FP8 units want both operands contiguous along the dimension that is
+# summed. Each of x, w and dy is used in two products, which sum along different dimensions, so we
+# store it and its transpose when it is rounded. In fprop, sums may be quick ("fast accumulation"
+# keeps fewer bits). In gradients the errors of quick sums would add up, so only the gradient of the
+# MLP's hidden layer has them: it sums few numbers.
+#
+# Every number of these formats is exact in bf16. Hardware without FP8 products multiplies the same
+# rounded numbers in bf16. That is slower, and differs only in the order of sums.
+
+# Constant scales of a projection's input, of the weights, and of the gradient of a loss that is a
+# sum over tokens. They are powers of two, so that only rounding loses something. 448 / 16 is just
+# above sqrt(768), the largest a normalised input can be. The squares between the MLP's two
+# products are near 10, but up to 12,700 on the first token of a document, and must not be clamped
+# there.
+INPUT_SCALES = {"qkv": 1 / 16, "o": 1 / 4, "fc": 1 / 16, "proj": 64.0}
+WEIGHT_SCALE = 2.0**-8
+GRADIENT_SCALE = 2.0**-12
+
+# The head has those of record 54: inputs up to 100, weights up to 1.6 and gradients of its logits
+# up to 0.75 become numbers up to 448. The gradients are in e5m2, which would have room for more.
+HEAD_INPUT_SCALE = 100 / 448
+HEAD_WEIGHT_SCALE = 1.6 / 448
+HEAD_GRADIENT_SCALE = 0.75 / 448
+
+class StaticLinear(torch.autograd.Function):
+    """x (T, K), w (N, K) -> x w^T (T, N) in x's dtype, cut into so many `parts` of equal width; all
+    three products are in FP8. Backward rounds the parts' gradients as one matrix, so that they need
+    not be copied into one before."""
+
+    @staticmethod
+    def forward(ctx, x, w, input_scale, parts):
+        x8, x8_t = kernels.quantize(x, input_scale, E4M3)  # (T, K) and (K, T)
+        w8, w8_t = kernels.quantize(w, WEIGHT_SCALE, E4M3)  # (N, K) and (K, N)
+        ctx.save_for_backward(x8_t, w8_t)
+        ctx.input_scale = input_scale
+        y = kernels.static_product(x8, w8, input_scale * WEIGHT_SCALE, x.dtype)
+        return y.chunk(parts, 1)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        x8_t, w8_t = ctx.saved_tensors
+        g8, g8_t = kernels.quantize_columns(gradients, GRADIENT_SCALE, E5M2)  # (T, N) and (N, T)
+        dtype = gradients[0].dtype
+        grad_x = kernels.static_product(g8, w8_t, GRADIENT_SCALE * WEIGHT_SCALE, dtype)
+        grad_w = kernels.static_product(g8_t, x8_t, GRADIENT_SCALE * ctx.input_scale, dtype)
+        return grad_x, grad_w, None, None
+
+
+class StaticMLP(torch.autograd.Function):
+    """x (T, D), up and down (D, F) -> relu(x up)^2 down^T (T, D), all products in FP8.
+
+    The hidden layer exists in FP8 only: the product that makes it squares and rounds it at its end
+    (records 59, 87)."""
+
+    @staticmethod
+    def forward(ctx, x, up, down):
+        x8, x8_t = kernels.quantize(x, INPUT_SCALES["fc"], E4M3)
+        up8, up8_t = kernels.quantize(up, WEIGHT_SCALE, E4M3)
+        down8, down8_t = kernels.quantize(down, WEIGHT_SCALE, E4M3)
+        hidden8, hidden8_t = kernels.relu_squared(
+            x8, up8_t, INPUT_SCALES["fc"] * WEIGHT_SCALE, INPUT_SCALES["proj"])  # (T, F), (F, T)
+        ctx.save_for_backward(x8_t, up8, down8_t, hidden8, hidden8_t)
+        return kernels.static_product(hidden8, down8, INPUT_SCALES["proj"] * WEIGHT_SCALE, x.dtype)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x8_t, up8, down8_t, hidden8, hidden8_t = ctx.saved_tensors
+        dtype = gradient.dtype
+        g8, g8_t = kernels.quantize(gradient, GRADIENT_SCALE, E5M2)  # (T, D), (D, T)
+        dz8, dz8_t = kernels.relu_squared_backward(  # of z = x up: (T, F), (F, T)
+            g8, down8_t, hidden8, GRADIENT_SCALE * WEIGHT_SCALE, INPUT_SCALES["proj"],
+            GRADIENT_SCALE)
+        grad_x = kernels.static_product(dz8, up8, GRADIENT_SCALE * WEIGHT_SCALE, dtype)
+        grad_up = kernels.static_product(x8_t, dz8_t, INPUT_SCALES["fc"] * GRADIENT_SCALE, dtype)
+        grad_down = kernels.static_product(
+            g8_t, hidden8_t, GRADIENT_SCALE * INPUT_SCALES["proj"], dtype)
+        return grad_x, grad_up, grad_down
+
+
+# The head's products are operators of their own, nanogpt::mm and its gradient, as in record 21.
+# Their gradient is registered, so that any loss can follow them. FP8HeadLoss below does not use
+# that: its own kernel has the gradient of the logits ready.
+
+
+@torch.library.custom_op("nanogpt::mm", mutates_args=())
+def mm_op(x: Tensor, w: Tensor, x_scale: float, w_scale: float,
+          grad_scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """x (T, D) times w (V, D) transposed, in FP8 -> (T, V) in bf16, and for backward the rounded
+    operands transposed: (D, T) and (D, V) in e4m3."""
+    x8, x8_t = kernels.quantize(x, x_scale, E4M3)
+    w8, w8_t = kernels.quantize(w, w_scale, E4M3)
+    return kernels.static_product(x8, w8, x_scale * w_scale, torch.bfloat16), x8_t, w8_t
+
+
+@mm_op.register_fake
+def _(x, w, x_scale, w_scale, grad_scale):
+    y = x.new_empty(len(x), len(w), dtype=torch.bfloat16)
+    x8_t = x.new_empty(x.shape[::-1], dtype=E4M3)
+    w8_t = w.new_empty(w.shape[::-1], dtype=E4M3)
+    return y, x8_t, w8_t
+
+
+@torch.library.custom_op("nanogpt::mm_backward", mutates_args=())
+def mm_backward_op(g8: Tensor, x8_t: Tensor, w8_t: Tensor, grad_scale: Tensor, x_scale: float,
+                   w_scale: float) -> tuple[Tensor, Tensor]:
+    """g8 (T, V) in e5m2, the gradient over grad_scale (); x8_t (D, T), w8_t (D, V) in e4m3
+    -> gradients of x (T, D) in bf16 and of w (V, D) in float32."""
+    x_scale = kernels.device_number(g8.device, x_scale)
+    w_scale = kernels.device_number(g8.device, w_scale)
+    grad_x = kernels.product(g8, w8_t, grad_scale, w_scale, torch.bfloat16)
+    grad_w = kernels.product(g8.t(), x8_t, grad_scale, x_scale, torch.float32)
+    return grad_x, grad_w
+
+
+@mm_backward_op.register_fake
+def _(g8, x8_t, w8_t, grad_scale, x_scale, w_scale):
+    grad_x = g8.new_empty(x8_t.shape[::-1], dtype=torch.bfloat16)
+    grad_w = g8.new_empty(w8_t.shape[::-1], dtype=torch.float32)
+    return grad_x, grad_w
+
+
+def mm_setup(ctx, inputs, output):
+    x, w, *ctx.scales = inputs
+    ctx.dtypes = x.dtype, w.dtype
+    ctx.save_for_backward(*output[1:])
+    ctx.mark_non_differentiable(*output[1:])  # the rounded operands: autograd knows no FP8
+    ctx.set_materialize_grads(False)
+
+
+def mm_autograd(ctx, gradient, *_):
+    x_scale, w_scale, grad_scale = ctx.scales
+    g8, _ = kernels.quantize(gradient, grad_scale, E5M2)
+    grad_scale = torch.full((), grad_scale, device=gradient.device)
+    grad_x, grad_w = torch.ops.nanogpt.mm_backward(
+        g8, *ctx.saved_tensors, grad_scale, x_scale, w_scale)
+    x_dtype, w_dtype = ctx.dtypes
+    return grad_x.to(x_dtype), grad_w.to(w_dtype), None, None, None
+
+
+mm_op.register_autograd(mm_autograd, setup_context=mm_setup)
+
+
+class FP8HeadLoss(torch.autograd.Function):
+    """x (T, D), w (V, D), targets (T,), bias (V,) or None -> cross-entropy, summed over T.
+
+    One kernel leaves the loss and the gradient of the logits, which is in e5m2 and never exists in
+    bf16; so backward has nothing to compute but two products (records 67, 79)."""
+
+    @staticmethod
+    def forward(ctx, x, w, targets, bias):
+        logits, x8_t, w8_t = torch.ops.nanogpt.mm(
+            x, w, HEAD_INPUT_SCALE, HEAD_WEIGHT_SCALE, HEAD_GRADIENT_SCALE)
+        loss, g8 = kernels.capped_cross_entropy(logits, targets, CAP, HEAD_GRADIENT_SCALE, bias)
+        ctx.save_for_backward(g8, x8_t, w8_t)
+        ctx.dtype = w.dtype
+        return loss.sum()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        grad_x, grad_w = torch.ops.nanogpt.mm_backward(
+            *ctx.saved_tensors, gradient * HEAD_GRADIENT_SCALE, HEAD_INPUT_SCALE, HEAD_WEIGHT_SCALE)
+        return grad_x.to(ctx.dtype), grad_w.to(ctx.dtype), None, None
+
+
+class StaticFP8(Products):
+    """FP8 with constant scales."""
+
+    def __init__(self, input_scale: float):
+        self.input_scale = input_scale
+
+    def linear(self, x, w, factor=None):
+        w = w if factor is None else factor * w
+        return StaticLinear.apply(x, w, self.input_scale, 1)[0]
+
+    def qkv(self, x, qk, v, factor):
+        return StaticLinear.apply(x, torch.cat((qk, factor * v)), self.input_scale, 3)
+
+    def mlp(self, x, up, down, factor, proj):
+        if ACTIVATION is not relu_squared:  # neither the kernel nor the scales are for another one
+            return PLAIN.mlp(x, up, down, factor, PLAIN)
+        if isinstance(proj, StaticFP8):
+            return StaticMLP.apply(x, up, factor * down)
+        return super().mlp(x, up, down, factor, proj)
+
+
+class StaticFP8Head(Products):
+    """The head in FP8 with constant scales."""
+
+    def head_loss(self, x, w, targets, bias):
+        return FP8HeadLoss.apply(x, w, targets, bias)
+
+
+class Measured(Products):
+    """A recipe of nanogpt/, which measures its scales. It rounds weights without the learned
+    factor, once a step where it can, so that the factor multiplies the result."""
+
+    def __init__(self, product: Callable):
+        self.product = product  # x (T, K), w (N, K) -> (T, N)
+
+    def linear(self, x, w, factor=None):
+        y = self.product(x, w)
+        return y if factor is None else factor * y
+
+    def qkv(self, x, qk, v, factor):
+        stacked = self.product(x, torch.cat((qk, v)))  # (T, 3 D)
+        queries, keys, values = stacked.view(len(x), 3, -1).unbind(1)
+        return queries, keys, factor * values
+
+    def chosen(self, rows):
+        return Measured(self.product.chosen(rows))
+
+
+STATIC = {name: StaticFP8(scale) for name, scale in INPUT_SCALES.items()}
+STATIC["lm_head"] = StaticFP8Head()
+
+
+def choose_recipes(c: Config, device: torch.device) -> recipe.RecipeNames:
+    """Which recipe each projection has. Raises BadInput where the user asked for what cannot be."""
+    precision = c.precision
+    if precision == "auto":
+        has_fp8 = device.type == "cuda" and kernels.has_fp8(device)
+        precision = "fp8-qkv" if has_fp8 else "bf16"
+    default = dict(zip(recipe.PROJECTIONS, PRECISIONS[precision]))
+    return recipe.choose(c, TOPOLOGIES[c.topology], default, device)
+
+
+def find_sites(c: Config, recipe_names: recipe.RecipeNames) -> list[recipe.Site]:
+    """Which rows of the banks (section 4) each projection multiplies by."""
+    sites = []
+    num_attn = 0
+    for layer, projections in enumerate(recipe_names):
+        slices = {
+            "qkv": (("qk", num_attn * c.num_heads, c.num_heads), ("vo", 2 * num_attn, 1)),
+            "o": (("vo", 2 * num_attn + 1, 1),),
+            "fc": (("mlp", 2 * layer, 1),),
+            "proj": (("mlp", 2 * layer + 1, 1),),
+            "lm_head": (("lm_head", 0, c.vocab_size),),
+        }
+        for projection in projections:
+            sites.append(recipe.Site(len(sites), layer, projection, slices[projection]))
+        num_attn += "qkv" in projections
+    return sites
+
+
+class Precision:
+    """The products of every projection of a model, by their recipes. Some recipes keep things
+    between steps: `recipes` tells them when weights have changed, when a validation begins, and so
+    on (nanogpt/recipe.py)."""
+
+    def __init__(self, c: Config, device: torch.device, banks: dict[str, Tensor]):
+        self.recipe_names = choose_recipes(c, device)
+        sites = find_sites(c, self.recipe_names)
+        self.recipes = recipe.Recipes(self.recipe_names, sites, banks, recipe.options_of(c))
+        num_layers = len(self.recipe_names) - 1
+        self.layers = []
+        for layer in range(num_layers):
+            of_layer = [self.products_of(layer, name) for name in LayerProducts._fields]
+            self.layers.append(LayerProducts(*of_layer))
+        self.head = self.products_of(num_layers, "lm_head")
+
+    def products_of(self, layer: int, projection: str) -> Products:
+        recipe_name = self.recipe_names[layer].get(projection)
+        if recipe_name == "fp8-static":
+            return STATIC[projection]
+        if recipe_name in ("fp8", "nvfp4"):
+            return Measured(self.recipes.product(layer, projection, recipe_name))
+        return PLAIN
+
+    def layers_at(self, setting: "Setting", training: bool) -> list[LayerProducts]:
+        """The products of all layers. They are plain in validation, and in the last part of the run
+        if --bf16_last_frac says so."""
+        if training and not setting.plain:
+            return self.layers
+        return [PLAIN_LAYER] * len(self.layers)
+
+    def head_at(self, setting: "Setting", training: bool) -> Products:
+        """The same for the head."""
+        return self.head if training and not setting.plain else PLAIN
+
+
+# --------------------------------------------------------------------------------------------------
+# 8. The optimizers: Muon for matrices, Adam for the rest, each rank updating its share
 #
 # Every rank computes with a copy of all large weights in the dtype of the products. Their float32
 # originals ("masters") and the state of their optimizers exist only once, shared out over the
@@ -1394,13 +1418,14 @@ def initialize(model: GPT, seed: int) -> dict[str, Tensor]:
 # summed over the ranks, each rank updates its share, and hands the new weights out to all.
 # `Param.share` says how:
 #
-#   share    of which      summed by                  a rank updates          handed out by
-#   "slice"  matrices,     reduce-scatter             its slice of the bank   all-gather
-#            the head
-#   "rows"   tables        reduce-scatter of rows     its columns of these    all-gather of these
-#                          that some rank looked up   rows
-#   "all"    small banks   all-reduce                 all of it, as others    nothing
-#                                                     do
+#   share      of which      summed by               a rank updates         handed out by
+#   "slice"    matrices,     reduce-scatter          its slice of the       all-gather
+#              the head                              bank
+#   "columns"  tables        reduce-scatter of rows  its columns of these   all-gather of these
+#                            that some rank looked                          rows
+#                            up
+#   "all"      small banks   all-reduce              all of it, as others   nothing
+#                                                    do
 #
 # Gradients of micro-batches are added, and then sent, in the dtype of the bank; those of rows are
 # added in float32 and sent in the dtype of the bank. Transfers run in the background, while the
@@ -1440,7 +1465,8 @@ def orthogonalize(G: Tensor) -> Tensor:
 
 def cautious_update(master: Tensor, part: Tensor, update: Tensor, lr, decay) -> None:
     """Subtracts lr * update from master, with weight decay only where the update shrinks the weight
-    anyway (Chen et al. 2025; record 43), and copies the result to `part`."""
+    anyway (Chen et al. 2025; record 43). Copies the result to `part`, this rank's part of the bank
+    that products read."""
     shrinks = update * master > 0
     master.sub_(lr * (update + decay * master * shrinks))
     part.copy_(master)
@@ -1466,11 +1492,13 @@ def muon_update(master: Tensor, part: Tensor, gradient: Tensor, state: MuonState
     `part`. Neurons whose updates were large over time get smaller ones; then the update of each
     matrix gets its old norm again (NorMuon, Li et al. 2025; record 41). lr (n, 1, 1), decay () and
     momentum () are tensors."""
+    # 1. Nesterov momentum, orthogonalized.
     gradient = gradient.to(master.dtype)
     state.momentum_buffer.add_((gradient - state.momentum_buffer) * (1 - momentum))
     nesterov = gradient + (state.momentum_buffer - gradient) * momentum
     update = orthogonalize(nesterov).to(master.dtype)
 
+    # 2. Each neuron's update over the root of its mean square, then the old norm.
     square = update.square().mean(weights_dim(update), keepdim=True)
     state.mean_square.add_((square - state.mean_square) * (1 - NEURON_BETA))
     scale = state.mean_square.clamp(min=1e-10).rsqrt()
@@ -1501,7 +1529,7 @@ def adam_update(master: Tensor, part: Tensor, gradient: Tensor, state: AdamState
     gradient = gradient.to(master.dtype)
     state.mean.add_((gradient - state.mean) * (1 - rates.beta1))
     state.mean_square.add_((gradient.square() - state.mean_square) * (1 - rates.beta2))
-    root = state.mean_square.sqrt() + 1e-10  # only against 0 / 0: gradients are sums, not means
+    root = state.mean_square.sqrt() + 1e-10  # only against 0 / 0
     update = state.mean / root * rates.correction
     cautious_update(master, part, update, rates.lr, rates.decay)
 
@@ -1572,7 +1600,7 @@ class Optimizer:
         share = self.model.params[name].share
         if share == "all" or self.world_size == 1:
             return bank
-        if share == "rows":
+        if share == "columns":
             padding = -bank.size(1) % self.world_size
             columns = F.pad(bank, (0, padding)).chunk(self.world_size, 1)
             return columns[self.rank].contiguous()
@@ -1606,9 +1634,10 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, lr_factor: float, momentum: float) -> None:
-        """Updates all weights from the gradients: those of `start_sums`, which is called here if
-        the caller has not done so, and those of the looked-up rows. A collective."""
-        # 1. Sum the gradients over the ranks. `train_step` has begun that already.
+        """Updates all weights from the gradients: those in .grad, and those of the looked-up rows.
+        A collective."""
+        # 1. Sum the gradients over the ranks. `train_step` has begun that, so that no .grad is left
+        # and this does nothing.
         self.start_sums()
         if not self.recipes.gradients_are_finite(self.finished_sums()):
             self.sums = {}
@@ -1622,7 +1651,7 @@ class Optimizer:
                  if name in self.sums or name in self.looked_up.totals]
         handed_out = {}
         for name in names:
-            if name in self.looked_up.totals:
+            if name in self.looked_up.totals:  # the first table: this begins the sums of all tables
                 self.start_table_sums()
             with self.stream_of(name):
                 gradient = self.finished_sum(name)
@@ -1677,7 +1706,7 @@ class Optimizer:
         beta1, beta2 = param.betas
         correction = (1 - beta2**t) ** 0.5 / (1 - beta1**t)
         rates = AdamRates(lr_factor * param.lr, decay, beta1, beta2, correction)
-        if param.share == "rows":
+        if param.share == "columns":
             rows = self.looked_up.used[name]
             return kernels.adam_rows(
                 gradient.flatten(0, -2), rows, master, state, bank.dtype, *rates)
@@ -1695,7 +1724,7 @@ class Optimizer:
         if self.world_size == 1 or share == "all" or self.recipes.hands_out(name):
             return part, NoTransfer()
         parts = self.banks[name]
-        if share == "rows":
+        if share == "columns":
             parts = part.new_empty(self.world_size * len(part), part.size(1))
         self.bytes_sent += parts.nbytes
         return parts, all_gather(parts, part, async_op=True)
@@ -1707,7 +1736,8 @@ class Optimizer:
 
 
 # --------------------------------------------------------------------------------------------------
-# 8. Schedules: pure functions of the step
+# 9. Schedules: pure functions of the step. To try another one, add a row to SCHEDULES (section 1),
+# or change `lr_factor_at` or `muon_momentum_at`.
 
 
 def stages(c: Config) -> list[tuple[int, int, Stage]]:
@@ -1746,8 +1776,8 @@ def batch_plan(c: Config) -> list[tuple[int, int]]:
 
 
 def lr_factor_at(step: int, c: Config) -> float:
-    """The stage's factor. Over the last cooldown_frac of the steps more and more of it is replaced
-    by 0.15; only where a stage with a larger factor begins, it rises for a moment."""
+    """The stage's factor. Over the last cooldown_frac of the steps it becomes 0.15, linearly. Where
+    a stage with a larger factor begins, it still rises for a moment."""
     done = max(0.0, (step / c.num_steps - 1) / c.cooldown_frac + 1)  # 0 to 1
     return stage_of(step, c).lr * (1 - done) + 0.15 * done
 
@@ -1765,13 +1795,16 @@ def setting_of(step: int, c: Config) -> Setting:
     Where the long window grew from a to b blocks, frequencies that turn less than once in a window
     are multiplied by a / b, those that turn 32 times stay, and those between are interpolated. The
     scores grow a little with the window (YaRN's temperature)."""
+    # 1. How it begins. |q| |k| is the width of a head, so scores begin below 12.8.
     head_dim = c.model_dim // c.num_heads
     rotating = head_dim // 4
     frequencies = [(1 / 1024) ** (j / max(rotating - 1, 1)) for j in range(rotating)]
-    score_scale = 0.1  # of heads of 128: |q| |k| is the width of a head, so scores begin below 12.8
+    score_scale = 12.8 / head_dim
+
+    # 2. What has changed with each stage so far. The stage that is only for validation just sees
+    # farther, and rescales nothing.
     now = stage_of(step, c)
     so_far = [*takewhile(lambda stage: stage is not now, SCHEDULES[c.schedule]), now]
-    # The stage that is only for validation just sees farther, and rescales nothing.
     long_windows = [stage.long_window for stage in so_far if stage.fraction]
     for a, b in pairwise(long_windows):
         for j, frequency in enumerate(frequencies):
@@ -1779,13 +1812,14 @@ def setting_of(step: int, c: Config) -> Setting:
             stays = min(max((turns - 1) / 31, 0), 1)
             frequencies[j] = frequency * (a / b + stays * (1 - a / b))
         score_scale = score_scale * (1 + 0.2 * math.log(b / a))
+
     windows = {"long": now.long_window, "short": now.short_window}
     plain = (1 - c.bf16_last_frac) * c.num_steps <= step < c.num_steps
-    return Setting(windows, tuple(frequencies), score_scale * 128 / head_dim, plain)
+    return Setting(windows, tuple(frequencies), score_scale, plain)
 
 
 # --------------------------------------------------------------------------------------------------
-# 9. One step, validation, warm-up
+# 10. One step, validation, warm-up
 
 
 def compiled_functions(report: Callable[[str, float], None], files_sha256: str) -> Functions:
@@ -1847,17 +1881,19 @@ def forward_backward(model: GPT, setting: Setting, inputs: Tensor, targets: Tens
     return loss.detach(), {name: x.grad for name, x in looked_up.items()}
 
 
-def call_directly(_, function: Callable, tensors: tuple[Tensor, ...]):
-    """Stands for compiling.CudaGraphs where nothing is captured, and the key has no use."""
+def call_directly(key: str, function: Callable, tensors: tuple[Tensor, ...]):
+    """What stands for compiling.CudaGraphs on a CPU. It needs no key."""
     return function(*tensors)
 
 
 def train_step(model: GPT, optimizer: Optimizer, batch: list[tuple[Tensor, Tensor]], step: int,
                call: Callable = call_directly, tell: Callable | None = None) -> Tensor:
-    """One update. `batch` has inputs and targets (T,) of each micro-batch of this rank. Returns a
-    vector on the device, summed over the ranks: the mean loss, a flag for each number that the
-    recipes measure (whether it was ever not finite), and what `tell` returns for this rank's loss,
-    (n,). `tell` is called before the update. A collective."""
+    """One update. `batch` has inputs and targets (T,) of each micro-batch of this rank. `call` runs
+    a function of tensors, directly or as a CUDA graph.
+
+    Returns a message, a vector on the device that is summed over the ranks. It has the mean loss,
+    then a flag for each number that the recipes measure (whether it was ever not finite), then what
+    `tell` returns for this rank's loss, (n,). `tell` is called before the update. A collective."""
     c = model.config
     setting = setting_of(step, c)
     rows = [model.table_rows(inputs) for inputs, _ in batch]
@@ -1955,7 +1991,7 @@ def load_checkpoint(path: str | Path, device: torch.device) -> GPT:
 
 
 # --------------------------------------------------------------------------------------------------
-# 10. The run
+# 11. The run
 
 
 def begin_log(log: journal.Log, c: Config, facts: journal.RunFacts,
@@ -1981,8 +2017,8 @@ def flops_per_token(c: Config) -> int:
 
 
 class Run:
-    """The loop of training. Before each step come saves and signals on which all ranks have agreed,
-    and a validation if one is due. What the ranks tell each other travels with the loss of a step
+    """The loop of training. Before each step the run saves or ends if all ranks have agreed to, and
+    validates if it is time to. What the ranks tell each other travels with the loss of a step
     (`tell`), and is read one step later (`read_losses`)."""
 
     def __init__(self, c: Config, optimizer: Optimizer, inputs: Inputs, keeper: keeping.Keeper):
@@ -2010,7 +2046,7 @@ class Run:
         c = self.config
         self.clock.start()
         while self.step < c.num_steps:
-            self.do_what_was_asked()
+            self.save_or_stop()
             if self.ended_by:
                 self.clock.stop()
                 self.read_losses()
@@ -2021,11 +2057,11 @@ class Run:
                 self.clock.start()
             batch = [to_device(sequences, self.device) for sequences in next(self.batches)]
             WATCH.enter_step(self.step)
-            loss = train_step(self.model, self.optimizer, batch, self.step, call, self.tell)
-            self.log.put(self.step + 1, loss, self.clock.now())
-            # This waits for the losses of all steps before this one. It costs nothing: to learn how
-            # many rows were looked up, the CPU has already waited for work that the GPU does after
-            # those losses.
+            message = train_step(self.model, self.optimizer, batch, self.step, call, self.tell)
+            self.log.put(self.step + 1, message, self.clock.now())
+            # This waits for the losses of all steps before this one. They are there already: inside
+            # of train_step the CPU has waited for the number of rows that this step looks up, which
+            # the GPU counts when it has done the steps before.
             self.read_losses()
             WATCH.leave_step()
             self.step += 1
@@ -2043,13 +2079,16 @@ class Run:
         losses = self.requests.hear(losses)
         self.finite.refuse(losses, self.step)
 
-    def do_what_was_asked(self) -> None:
+    def save_or_stop(self) -> None:
         """Saves the run if it is time to, and if a signal is to end it; all ranks do so together.
         A signal during the first step of a new run is taken up after that step."""
+        # 1. Ask the others.
         if STOP.signal and self.step > 0:
             self.requests.ask(STOP.signal)
         if self.keeper.due(self.step):
             self.requests.ask("save")
+
+        # 2. Do what all ranks know of by now.
         granted = [name for name in REQUESTS if self.requests.granted(name, self.step)]
         if granted:
             self.read_losses()  # of all steps so far, which a save holds
@@ -2170,7 +2209,7 @@ def train(c: Config, at_end: ExitStack) -> int:
 
     # 4. Train, from the start or from where a save was made.
     keeper = keeping.Keeper(c, optimizer, inputs, facts, log, clock)
-    at_end.push(partial(keeper.keep_best, WATCH.writing))
+    at_end.push(partial(keeper.keep_best, WATCH.writing))  # called if an error ends the run, too
     run = Run(c, optimizer, inputs, keeper)
     torch.get_device_module(device).synchronize()
     startup_s = time.perf_counter() - LAUNCHED
@@ -2181,11 +2220,11 @@ def train(c: Config, at_end: ExitStack) -> int:
     gc.enable()
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
-    STOP.in_steps = True
+    STOP.in_steps = True  # from now on a signal waits for the end of the step
     run.train(call)
 
     # 5. Say what came of it, and write the checkpoint.
-    WATCH.needs_others = False
+    WATCH.needs_others = False  # from now on another rank may be lost
     return run.finish(startup_s, longer)
 
 

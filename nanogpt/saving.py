@@ -389,7 +389,7 @@ class Saved:
         parts = [self.of_rank(rank, name) for rank in range(len(self.parts))]
         if share == "all":
             return parts[0]
-        dim = 1 if share == "rows" else 0
+        dim = 1 if share == "columns" else 0
         try:
             whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
             whole = whole.narrow(dim, 0, shape[dim])

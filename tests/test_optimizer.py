@@ -356,7 +356,7 @@ def naive_adam(w, m, v, g, param, step, lr_factor):
     """NumPy float64: (w, m, v) after one update of a cautious, bias-corrected Adam."""
     numbers = (1 - param.betas[1] ** step) ** 0.5 / (1 - param.betas[0] ** step), lr_factor * param.lr, *param.betas
     numbers = *numbers, lr_factor * param.decay
-    if param.share != "rows":  # compiled functions get numbers in float32
+    if param.share != "columns":  # compiled functions get numbers in float32
         numbers = (float(np.float32(x)) for x in numbers)
     correction, lr, beta1, beta2, decay = numbers
     m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g**2
@@ -588,7 +588,7 @@ def test_every_parameter_has_optimizer_learning_rate_decay_and_betas_of_the_dige
     assert {name: p.betas for name, p in table.items() if p.decay and p.optimizer == "adam"} == {
         "value_embeds": (0.75, 0.95), "bigrams": (0.75, 0.95), "lm_head": (0.5, 0.95)}
     assert {p.betas for p in table.values() if p.optimizer == "adam" and not p.decay} == {(0.9, 0.99)}
-    assert {name for name, p in table.items() if p.share == "rows"} == {*TABLES}
+    assert {name for name, p in table.items() if p.share == "columns"} == {*TABLES}
     assert {name for name, p in table.items() if p.share == "all"} == SMALL
 
 

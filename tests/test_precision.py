@@ -144,6 +144,16 @@ def rounded_mlp(x, up, down, g):
     return x8, up8, down8, h, g8, z
 
 
+@pytest.mark.parametrize("fc, proj", [("PLAIN", "PLAIN"), ("STATIC", "STATIC"), ("STATIC", "PLAIN")])
+def test_another_activation_of_the_mlp_needs_one_changed_line_whatever_the_recipe(fc, proj, monkeypatch):
+    monkeypatch.setattr(t, "ACTIVATION", F.gelu)
+    x, up, down = (torch.randn(shape, dtype=torch.float64) for shape in ((16, 32), (32, 64), (32, 64)))
+    factor = torch.tensor(0.7, dtype=torch.float64)
+    products = [t.PLAIN if which == "PLAIN" else t.STATIC[name] for name, which in (("fc", fc), ("proj", proj))]
+    y = products[0].mlp(x, up, down, factor, products[1])
+    torch.testing.assert_close(y, 0.7 * F.gelu(x @ up) @ down.T)
+
+
 @pytest.mark.parametrize("native", [True, False])
 def test_the_static_mlp_multiplies_rounded_operands_in_all_six_products(native, monkeypatch):
     monkeypatch.setattr(kernels, "has_fp8", lambda device: native)
