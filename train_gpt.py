@@ -588,8 +588,8 @@ def parameter_table(c: Config) -> dict[str, Param]:
         # the small network of `late_mix`: 64 hidden units, an amount of each of five sources
         "late_in": Param((64, D), init=uniform(D**-0.5), **late),
         "late_out": Param((5, 64), init=zero, **late),
-        # Half of the third source is subtracted at first: later layers need what earlier ones have
-        # written, the head does not (records 40, 81).
+        # Half of the third source is subtracted at first (`late_mix` multiplies by 0.1): later
+        # layers need what earlier ones have written, the head does not (records 40, 81).
         "late_bias": Param((5,), init=constants(0, 0, -5, 0, 0), **late),
         # how much of what points along the token's own value each head gives up
         "xsa": Param((num_attn, H), init=zero, **scalar),
@@ -1008,6 +1008,7 @@ class GPT(nn.Module):
 
         `looked_up` are the rows of the tables, if they were looked up before. `only` names the
         layers to compute; it is for the warm-up, which compiles some of them at a time."""
+        # 1. The first stream, and what each layer gets beside the stream.
         D = self.config.model_dim
         L = len(self.layers)
         if looked_up is None:
@@ -1019,13 +1020,14 @@ class GPT(nn.Module):
             self.scalars, with_attention)
         value_embeds = looked_up["value_embeds"]
         if not training:  # one more, of zeros, for layers that have none
-            del looked_up
+            del looked_up  # a copy takes the place of these rows, 2 GB with the default's settings
             value_embeds = F.pad(value_embeds, (0, D))
         value_embeds = value_embeds.split(D, 1)
         contexts = self.layer_contexts(begins, setting, training, injects, value_embeds)
         weights = self.layer_weights(training)
         products = self.precision.layers_at(setting, training)
 
+        # 2. The layers, one after another.
         x = first_x = normed.x
         # view_as makes a new tensor object. If a layer got the same object twice, torch.compile
         # would make another graph for it.
@@ -1042,6 +1044,8 @@ class GPT(nn.Module):
             outputs.append(x.view_as(x))
             if any(other.reads_layer == i for other in self.layers):
                 for_later[i] = normed
+
+        # 3. What `late_mix` takes from.
         late_sources = (
             first_x, outputs[L // 3], outputs[L * 2 // 3], outputs[L - 2], value_embeds[0])
         return x, late_sources
@@ -1148,7 +1152,7 @@ WEIGHT_SCALE = 2.0**-8
 GRADIENT_SCALE = 2.0**-12
 
 # The head has those of record 54: inputs up to 100, weights up to 1.6 and gradients of its logits
-# up to 0.75 become numbers up to 448. The gradients are in e5m2, which would have room for more.
+# up to 0.75 become numbers up to 448, where e4m3 ends. (The gradients are in e5m2, which goes on.)
 HEAD_INPUT_SCALE = 100 / 448
 HEAD_WEIGHT_SCALE = 1.6 / 448
 HEAD_GRADIENT_SCALE = 0.75 / 448
@@ -1696,7 +1700,7 @@ class Optimizer:
         state = self.state[name]
         bank = self.banks[name]
         decay = lr_factor * param.decay
-        if param.optimizer == "muon":
+        if param.optimizer == "muon":  # matrices
             part = self.own(name, bank)
             self.model.functions.muon_update(
                 master, part, gradient, state, lr_factor * self.muon_lr[name],
@@ -1706,11 +1710,11 @@ class Optimizer:
         beta1, beta2 = param.betas
         correction = (1 - beta2**t) ** 0.5 / (1 - beta1**t)
         rates = AdamRates(lr_factor * param.lr, decay, beta1, beta2, correction)
-        if param.share == "columns":
+        if param.share == "columns":  # Adam for the looked-up rows of a table
             rows = self.looked_up.used[name]
             return kernels.adam_rows(
                 gradient.flatten(0, -2), rows, master, state, bank.dtype, *rates)
-        part = self.own(name, bank)
+        part = self.own(name, bank)  # Adam for the head and small banks
         flat_state = AdamState(*(moment.view(-1) for moment in state))  # one graph for all shapes
         self.model.functions.adam_update(
             master.view(-1), part.view(-1), gradient.reshape(-1), flat_state,
@@ -2143,8 +2147,11 @@ def train(c: Config, at_end: ExitStack) -> int:
     # 1. Import what this run needs, so that the log can show it, and check what can be checked
     # before anything is written or compiled.
     cuda = has_cuda(c.device)
-    device_type = "cpu" if c.device == "auto" else c.device
-    device = start_process("cuda" if cuda else device_type, LOCAL_GPU, WATCH.store)
+    if cuda:
+        device_type = "cuda"
+    else:
+        device_type = "cpu" if c.device == "auto" else c.device
+    device = start_process(device_type, LOCAL_GPU, WATCH.store)
     recipe_names = choose_recipes(c, device)
     recipe.import_modules(recipe_names, recipe.options_of(c))
     notes = []
