@@ -1823,7 +1823,7 @@ def setting_of(step: int, c: Config) -> Setting:
 
 
 # --------------------------------------------------------------------------------------------------
-# 10. One step, validation, warm-up
+# 10. One step, and validation
 
 
 def compiled_functions(report: Callable[[str, float], None], files_sha256: str) -> Functions:
@@ -1956,13 +1956,13 @@ def warm_up_of(model: GPT, optimizer: Optimizer) -> warmup.WarmUp:
     _, world_size = rank_and_world_size()
     plan = []
     for first, end, stage in stages(c):
+        if end == first:
+            continue
         count = stage_tokens(stage, c) // c.seq_len // world_size
         together = micro_sequences(count, c)
-        if end > first:
-            plan.append(warmup.StagePlan(
-                first, end, stage.fraction, count // together, together * c.seq_len))
-    functions = warmup.Functions(train_step, forward_backward, loss_without_gradient, setting_of)
-    return warmup.WarmUp(model, optimizer, functions, plan)
+        plan.append(warmup.StagePlan(first, end, count // together, together * c.seq_len))
+    work = warmup.Work(train_step, forward_backward, loss_without_gradient, setting_of)
+    return warmup.WarmUp(model, optimizer, work, plan)
 
 
 def model_of(content: dict, device: torch.device) -> GPT:
@@ -2123,7 +2123,7 @@ class Run:
         path = keeper.finish(result)
         if self.ended_by:
             return keeper.stopped(self.step, self.ended_by, path)
-        keeper.saver.end()
+        keeper.ended()
         if is_master():
             self.log.console.closing(path, [])  # before the sample, which may be broken off
             if c.sample:
@@ -2196,7 +2196,7 @@ def train(c: Config, at_end: ExitStack) -> int:
         functions = compiled_functions(report_compilation, facts.run["files_sha256"])
     with limits.enough_memory():
         model = GPT(c, device, rank_and_world_size()[1], functions)
-        initialize(model, c.seed)  # for the warm-up, which draws the weights anew at its end
+        initialize(model, c.seed)  # for the warm-up; drawn anew after it
         optimizer = Optimizer(model)
     if c.compile and cuda:
         call = compiling.CudaGraphs(list(model.parameters()))

@@ -1,7 +1,7 @@
 """What a run leaves behind: saves from which it can go on, the best weights, and its result.
 
-The loop of training is `Run` in train_gpt.py. It tells the Keeper when to save and what a
-validation has found, and at the end how it ended.
+The loop of training is `Run` in train_gpt.py. It asks the Keeper whether a save is due, and tells
+it to save when all ranks have agreed, what a validation has found, and how the run has ended.
 """
 import dataclasses
 from contextlib import suppress
@@ -14,8 +14,7 @@ from records import journal
 
 
 class Keeper:
-    """Keeps one run. `step` is the number of updates before its first one: 0, or those of the save
-    that it goes on from."""
+    """Keeps one run. `step`: how many updates were made before it, if it goes on from a save."""
 
     def __init__(self, c, optimizer, inputs: Inputs, facts: journal.RunFacts, log: journal.Log,
                  clock: journal.Clock):
@@ -61,7 +60,8 @@ class Keeper:
         return self.saver.due(step, self.clock.now())
 
     def save(self, step: int) -> None:
-        """Begins a save, if the run is one that saves. The log has all losses so far."""
+        """Begins a save, if the run is one that saves. The log must have all losses so far, as
+        `Run.read_losses` brings them."""
         if not self.saver.saves:
             return
         tensors = self.tensors()
@@ -102,8 +102,8 @@ class Keeper:
         return self.path
 
     def keep_best(self, writing, kind: type | None, error: BaseException | None, trace) -> None:
-        """Writes the checkpoint if an error ends the run, while `writing` is held (watch.py). The
-        other arguments are those of __exit__ of a context manager."""
+        """Writes the checkpoint if an error ends the run, and holds the lock `writing` meanwhile
+        (watch.py). The other arguments are those of __exit__ of a context manager."""
         if error and self.best and not self.log.has_ended:
             with writing:
                 self.log.console.say(checkpoint.keep(self.checkpoint_path(), self.best))
@@ -139,6 +139,10 @@ class Keeper:
         if not self.best:
             return None
         return checkpoint.write_somewhere(self.checkpoint_path(), self.best)
+
+    def ended(self) -> None:
+        """The run has come to its end: it needs no saves any more."""
+        self.saver.end()
 
     def stopped(self, step: int, signal: str, path: Path | None) -> int:
         """Says how a run that a signal has ended can go on. Returns the exit status."""

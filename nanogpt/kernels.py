@@ -178,11 +178,12 @@ def launch_quantize(
 def quantize_operator(
     parts: list[Tensor], scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    # For x in float32 the kernel wrote wrong numbers when Triton 3.6 compiled it.
-    x = parts[0]
-    if x.is_cuda and has_fp8(x.device) and x.dtype == torch.bfloat16:
+    first = parts[0]
+    # For float32 the kernel wrote wrong numbers when Triton 3.6 compiled it.
+    if first.is_cuda and has_fp8(first.device) and first.dtype == torch.bfloat16:
         return launch_quantize(parts, scale, dtype)
-    y = round_to_fp8(torch.cat(parts, 1), scale, dtype)
+    x = first.contiguous() if len(parts) == 1 else torch.cat(parts, 1)
+    y = round_to_fp8(x, scale, dtype)
     return y, transpose(y)
 
 
@@ -324,7 +325,8 @@ def static_product(a: Tensor, b_t: Tensor, scale: float, dtype: torch.dtype) -> 
 
 HOPPER = (9, 0)
 # Of 16 choices these were the fastest on an H200 in which a program computes several tiles. Two
-# programs share a processor, so that one writes its tile while the other multiplies.
+# programs share a processor, so that one writes its tile while the other multiplies. Both must fit
+# into its 228 KB of shared memory: forward, 2 KB are left.
 HOPPER_TILE = 128  # rows and columns of a tile of y
 HOPPER_PROGRAMS = 2  # on each processor
 HOPPER_FORWARD = dict(DEPTH=128, num_warps=8, num_stages=3)  # DEPTH: terms summed at a time

@@ -14,8 +14,8 @@ from nanogpt.ranks import all_ranks, rank_and_world_size
 from records import journal
 
 
-class Functions(NamedTuple):
-    """Those of train_gpt.py that the warm-up runs."""
+class Work(NamedTuple):
+    """The functions of train_gpt.py that the warm-up runs."""
     train_step: Callable
     forward_backward: Callable
     loss_without_gradient: Callable
@@ -26,7 +26,6 @@ class StagePlan(NamedTuple):
     """What the warm-up must know of a stage of the schedule."""
     first: int  # its first step
     end: int  # its last step + 1
-    fraction: float  # of all steps
     micro_batches: int  # of a rank, in each step
     length: int  # tokens of a micro-batch
 
@@ -35,13 +34,13 @@ class WarmUp:
     """`model` and `optimizer` are train_gpt.GPT and Optimizer; `plan` has the stages that have
     steps."""
 
-    def __init__(self, model, optimizer, functions: Functions, plan: list[StagePlan]):
+    def __init__(self, model, optimizer, work: Work, plan: list[StagePlan]):
         self.model = model
         self.optimizer = optimizer
-        self.functions = functions
-        self.c = model.config
+        self.work = work
+        self.config = model.config
         self.plan = plan
-        length = max(self.c.val_seq_len, *(stage.length for stage in plan)) + 1
+        length = max(self.config.val_seq_len, *(stage.length for stage in plan)) + 1
         self.tokens = torch.randint(0, model.bos, (length,), device=model.signs.device)
         self.tokens[::600] = model.bos
         self.kinds = []  # a step of each stage, with and without its recipes
@@ -56,10 +55,10 @@ class WarmUp:
         for stage, step in self.kinds:
             self.forward_backward(stage, step)  # a CUDA graph must not contain a first use
             first_two = self.micro_batches(stage)[:2]  # later ones are like the second
-            self.functions.train_step(self.model, self.optimizer, first_two, step, call)
+            self.work.train_step(self.model, self.optimizer, first_two, step, call)
             if not self.model.flex:  # the shapes of these masks depend on the windows
                 self.validate(step)
-        self.validate(self.c.num_steps)
+        self.validate(self.config.num_steps)
 
     def seconds_per_step(self, call: Callable) -> float:
         """How long a step takes on average over the schedule. Call it after `run`. A collective."""
@@ -70,9 +69,10 @@ class WarmUp:
             clock.start()
             for _ in range(3):
                 batch = self.micro_batches(stage)
-                self.functions.train_step(self.model, self.optimizer, batch, stage.end - 1, call)
+                self.work.train_step(self.model, self.optimizer, batch, stage.end - 1, call)
             clock.stop()
-            average += stage.fraction * (clock.total - before) / 3
+            of_stage = (clock.total - before) / 3
+            average += of_stage * (stage.end - stage.first) / self.config.num_steps
         return max(all_ranks(average))
 
     def compile_share(self) -> None:
@@ -89,7 +89,7 @@ class WarmUp:
             val_kinds[layer.attn, layer.paired] = i
         lengths = {stage.length: (stage, step) for stage, step in self.kinds}
         jobs = [(self.forward_backward, at, list(kinds.values())) for at in lengths.values()]
-        jobs.append((self.validate, (self.c.num_steps,), list(val_kinds.values())))
+        jobs.append((self.validate, (self.config.num_steps,), list(val_kinds.values())))
         for turn, (job, at, which) in enumerate(jobs):  # it is never the same rank that has most
             job(*at, only=which[(rank + turn) % world_size :: world_size])
         params = self.model.params
@@ -100,7 +100,7 @@ class WarmUp:
         dist.barrier()
 
     def setting(self, step: int):
-        return self.functions.setting_of(step, self.c)
+        return self.work.setting_of(step, self.config)
 
     def example(self, length: int) -> tuple[Tensor, Tensor]:
         inputs, targets = self.tokens[:length], self.tokens[1 : length + 1]
@@ -114,13 +114,13 @@ class WarmUp:
         """Of all layers, or of those with the numbers `only`."""
         inputs, targets = self.example(stage.length)
         rows = self.model.table_rows(inputs).values()
-        self.functions.forward_backward(
+        self.work.forward_backward(
             self.model, self.setting(step), inputs, targets, *rows, only=only)
         self.model.zero_grad()
 
     def validate(self, step: int, only: list[int] | None = None) -> None:
-        inputs, targets = self.example(self.c.val_seq_len)
-        self.functions.loss_without_gradient(
+        inputs, targets = self.example(self.config.val_seq_len)
+        self.work.loss_without_gradient(
             self.model, inputs, targets, self.setting(step), only)
 
     def update(self, names: list[str]) -> None:

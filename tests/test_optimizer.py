@@ -482,6 +482,40 @@ def test_warming_up_leaves_no_trace(micro_tokens, sizes):
         assert p.grad is None and not any(part.any() for part in optimizer.state[name]), name
 
 
+def test_warming_up_passes_over_stages_without_steps_which_two_ranks_could_not_share(monkeypatch):
+    """A batch of the first stage is one sequence. With one step, only the second stage has any."""
+    model = small("float64", schedule="speedrun", batch_tokens=384, num_steps=1, **LARGER)
+    monkeypatch.setattr(t, "rank_and_world_size", lambda: (0, 2))
+    plan = t.warm_up_of(model, t.Optimizer(model)).plan
+    assert [(stage.first, stage.end, stage.micro_batches) for stage in plan] == [(0, 1, 1)]
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 3, 40, 1000])
+def test_the_time_of_a_step_is_the_mean_over_the_steps_that_the_run_has(num_steps, monkeypatch):
+    """Each step takes a second for each of its sequences."""
+    model = small("float64", schedule="speedrun", num_steps=num_steps, **LARGER)
+    c = model.config
+    now = [0.0]
+
+    class Clock:
+        def __init__(self, device):
+            self.total = 0.0
+
+        def start(self):
+            self.begin = now[0]
+
+        def stop(self):
+            self.total += now[0] - self.begin
+
+    def train_step(model, optimizer, batch, step, call):
+        now[0] += t.stage_tokens(t.stage_of(step, c), c)
+
+    monkeypatch.setattr(t.warmup.journal, "Clock", Clock)
+    monkeypatch.setattr(t, "train_step", train_step)
+    seconds = t.warm_up_of(model, t.Optimizer(model)).seconds_per_step(t.call_directly)
+    assert seconds * num_steps == pytest.approx(t.total_tokens(c))
+
+
 @pytest.mark.parametrize("micro_tokens", [128, 256, 1536])
 def test_warming_up_makes_the_first_and_a_further_pass_of_every_kind_that_the_run_will_make(micro_tokens):
     """So that nothing is captured while the clock runs, and what is made at first use was made before a capture."""
