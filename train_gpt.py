@@ -202,8 +202,8 @@ BYTES = dict(
     data_dir="data/pydocs", cut_documents=True, vocab_size=272, bigram_rows=4096,
     momentum_warmup=100, muon_lr=0.03, head_lr=0.02, table_lr=0.3)
 
-# Only processors with this instruction set multiply bf16 faster than float32.
-CPU_HAS_BF16 = getattr(torch.cpu, "_is_avx512_bf16_supported", bool)()
+# Only processors with AVX512-BF16 multiply bf16 faster than float32.
+CPU_HAS_BF16 = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
 
 PRESETS: dict[str, dict] = {
     "speedrun": {},
@@ -637,7 +637,7 @@ def norm_and_rotate(x: Tensor, cos: Tensor, sin: Tensor, scale: Tensor | float =
 class Normed(NamedTuple):
     """The residual stream as attention reads it."""
     x: Tensor  # (T, D), normalised
-    first: Tensor  # (T, GATE_DIM), the first channels of it, which steer gates
+    gate_input: Tensor  # (T, GATE_DIM), the first channels of it
 
 
 class LayerWeights(NamedTuple):
@@ -704,7 +704,7 @@ def attention(normed: Normed, weights: LayerWeights, scalars: dict[str, Tensor],
         k = offset_keys(k, context.begins)
     if context.value_embed is not None:  # gated by the input and by itself
         half = GATE_DIM // 2
-        steering = torch.cat((normed.first[:, :half], context.value_embed[:, :half]), 1)
+        steering = torch.cat((normed.gate_input[:, :half], context.value_embed[:, :half]), 1)
         gate = 2 * torch.sigmoid(F.linear(steering, gates[1]))  # (T, H)
         gated = gate[..., None] * context.value_embed.reshape(T, H, d)
         v = v + gated.view_as(v)
@@ -727,7 +727,7 @@ def attention(normed: Normed, weights: LayerWeights, scalars: dict[str, Tensor],
         y = y - amount * (along / length).type_as(y) * v
 
     # 4. A gate lets a head say nothing (record 28).
-    gate = torch.sigmoid(F.linear(normed.first, gates[0]))  # (T, H)
+    gate = torch.sigmoid(F.linear(normed.gate_input, gates[0]))  # (T, H)
     y = (y * gate[..., None]).reshape(T, D).type_as(x)
     return products.o.linear(y, weights.vo[1], scalars["o"])
 
@@ -899,9 +899,10 @@ class GPT(nn.Module):
         return bank if len(bank) == rows else bank[:rows]
 
     def begins(self, tokens: Tensor, training: bool) -> Tensor:
-        """(T,) bool, where documents begin. A training sequence may begin inside of one."""
+        """(T,) bool, where documents begin, and sequences, of which a micro-batch has several."""
         begins = tokens == self.bos
-        begins[:: self.config.seq_len if training else len(tokens)] = True
+        length = self.config.seq_len if training else len(tokens)
+        begins[::length] = True
         return begins
 
     def table_rows(self, tokens: Tensor, training: bool = True) -> dict[str, Tensor]:
@@ -1095,6 +1096,7 @@ class GPT(nn.Module):
 def initialize(model: GPT, seed: int) -> dict[str, Tensor]:
     """Draws the weights from `seed`, and fills the model with those of rank 0. Sets the counts of
     targets to 0 and seeds this rank's draw of candidates. Returns the weights in float32."""
+    # 1. The weights.
     torch.manual_seed(seed)
     full = {}
     for name, param in model.params.items():
@@ -1105,6 +1107,8 @@ def initialize(model: GPT, seed: int) -> dict[str, Tensor]:
             dist.broadcast(w, 0)
         bank.copy_(w)
         full[name] = w
+
+    # 2. What the draw of candidates needs.
     rank, _ = rank_and_world_size()
     torch.manual_seed((seed * 2**16 + rank) % 2**63)  # ranks draw different candidates
     model.target_counts.zero_()
@@ -1873,9 +1877,9 @@ def to_device(sequences: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
 
 def forward_backward(model: GPT, setting: Setting, inputs: Tensor, targets: Tensor, *rows: Tensor,
                      only: list[int] | None = None) -> tuple[Tensor, dict[str, Tensor]]:
-    """Adds the gradients of a micro-batch to .grad. Returns its loss, which is a sum over tokens,
-    and the gradients of the rows (T,) of the tables that it looks up, (T, width) each: a .grad
-    for a whole table would be far too large."""
+    """Adds the gradients of a micro-batch to .grad. `rows` (T,) are those that it looks up in each
+    of model.big_tables, in their order. Returns the loss, which is a sum over tokens, and the
+    gradients of these rows, (T, width) each: a .grad for a whole table would be far too large."""
     looked_up = {}
     for name, index in zip(model.big_tables, rows):
         table = getattr(model, name).detach()
