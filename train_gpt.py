@@ -1161,6 +1161,7 @@ HEAD_INPUT_SCALE = 100 / 448
 HEAD_WEIGHT_SCALE = 1.6 / 448
 HEAD_GRADIENT_SCALE = 0.75 / 448
 
+
 class StaticLinear(torch.autograd.Function):
     """x (T, K), w (N, K) -> x w^T (T, N) in x's dtype, cut into so many `parts` of equal width; all
     three products are in FP8. Backward rounds the parts' gradients as one matrix, so that they need

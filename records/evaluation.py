@@ -66,6 +66,15 @@ def clean(text):
     return re.sub(r"[^\w .,:;()+/%=@~-]", "?", text, flags=re.ASCII)[:200]
 
 
+def without_folders(content):
+    """The same results without the folders of absolute paths, which are those of one machine."""
+    for facts, key in ((content["models"], "path"), (content["results"], "data")):
+        for fact in facts:
+            if fact[key].startswith("/"):
+                fact[key] = fact[key].rstrip("/").rpartition("/")[2]
+    return content
+
+
 def read(path):
     """The content of a file of results. Raises Refused, naming the first fault, if it does not have
     the form that is described above."""

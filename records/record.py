@@ -616,8 +616,9 @@ def check_evaluation(folder):
 
 def new(root, name, paths, claim="", data_name="", results=None):
     """Writes records/DATE_NAME from the logs, all of it or nothing. `results` is a file that
-    `evaluate.py --json` has written, to be kept with them. Returns the folder. Raises Refused if
-    the logs make no record, or if a library is missing that is needed here."""
+    `evaluate.py --json` has written, to be kept with them, without the folders of absolute paths.
+    Returns the folder. Raises Refused if the logs make no record, or if a library is missing that
+    is needed here."""
     if not NAME.fullmatch(name):
         raise Refused(f"a record's name is lower-case letters, digits, _ and -, not {shown(name)}.")
     distributions()
@@ -633,7 +634,7 @@ def new(root, name, paths, claim="", data_name="", results=None):
     record = build(logs, folder.name, claim, data_name)
     evaluated = None
     if results:
-        evaluated = evaluation.block(evaluation.read(results))
+        evaluated = evaluation.without_folders(evaluation.read(results))
     refuse_twice(logs_of_all(root) + logs)
     folder.parent.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".new_") as scratch:
@@ -642,8 +643,8 @@ def new(root, name, paths, claim="", data_name="", results=None):
         write_numbers(draft, record, logs)
         page = SKELETON.format(name=folder.name, block=block(record))
         if evaluated:
-            page += f"\n## Evaluation\n\n{evaluated}\n"
-            (draft / evaluation.FILE).write_bytes(read_bytes(results))
+            page += f"\n## Evaluation\n\n{evaluation.block(evaluated)}\n"
+            write_text(draft / evaluation.FILE, json.dumps(evaluated, indent=1) + "\n")
         write_text(draft / "README.md", page)
         os.replace(draft, folder)
     return folder

@@ -529,9 +529,9 @@ def test_new_check_table(three, capsys):
 
 EVALUATION = {
     "form": 1, "date": "2026-11-22T16:00:00Z", "torch": "2.11.0", "device": "Fast GPU",
-    "models": [{"path": "models/a.pt", "weights_sha256": "0" * 64, "steps": 8, "preset": "onepass", "tokens": "gpt2"}],
+    "models": [{"path": "/home/somebody/models/a.pt", "weights_sha256": "0" * 64, "steps": 8, "preset": "onepass", "tokens": "gpt2"}],
     "results": [{"measure": "hellaswag", "model": 0, "value": 0.2859, "standard_error": 0.0045, "units": 10042,
-                 "data": "items.jsonl", "data_sha256": "1" * 64}],
+                 "data": "/data/items/", "data_sha256": "1" * 64}],
     "differences": [],
 }
 
@@ -548,8 +548,11 @@ def evaluated(root, capsys):
 
 def test_results_are_kept_beside_a_record_and_shown_as_no_proof(evaluated, capsys):
     root, folder = evaluated
-    assert (folder / "evaluation.json").read_bytes() == (root / "results.json").read_bytes()
+    kept = json.loads((folder / "evaluation.json").read_text())
+    assert kept["models"][0] == EVALUATION["models"][0] | {"path": "a.pt"}, "without the folders of a machine"
+    assert kept["results"][0] == EVALUATION["results"][0] | {"data": "items"}
     page = (folder / "README.md").read_text()
+    assert "/home" not in page
     assert "**not part of the proof**" in page and "HellaSwag | 28.59 % ± 0.45 %" in page
     assert run_tool(capsys, root, "table")[0] == 0
     status, out = run_tool(capsys, root, "check")
