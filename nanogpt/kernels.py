@@ -484,21 +484,15 @@ def relu_squared_backward(
 # lie between 0 and `height`, so their exponentials cannot overflow, and we need not look for the
 # largest logit first.
 #
-# One program works on one token. It reads the token's V logits twice, the second time from the
-# cache, and leaves the loss and the gradient. So the gradient is written once, in FP8, it never
+# One program works on one token. It holds all V logits of the token in registers, so it reads them
+# once. It leaves the loss and the gradient. So the gradient is written once, in FP8, it never
 # exists in bf16, and the backward pass computes nothing again.
 #
-# The number of instructions limits this kernel, not the memory. Three tricks save some of them:
+# The number of instructions limits this kernel, not the memory. Two tricks save some of them:
 # - A hyperbolic tangent is one instruction, a sigmoid is several. With a = height / 2 and
 #   t = tanh((z + shift) / (2 width)),
 #       logit = a + a t    and    dlogit/dz = (1 - t^2) a / (2 width).
 # - A power of two is one instruction, so e^x is computed as 2^(x log2(e)).
-# - A factor that is the same for all logits of a token is put into the exponent as a summand: the
-#   instruction that multiplies t adds it for free. Where a token is not the target, the gradient is
-#       e^(logit - lse) dlogit/dz / grad_scale = 2^(a log2(e) t + power) (1 - t^2)
-#       where power = (a - lse) log2(e) + log2(factor) and factor = a / (2 width grad_scale),
-#   and lse is the logarithm of the sum of all exponentials. For the target itself, `factor` is
-#   subtracted from the power of two.
 
 
 class Cap(NamedTuple):
@@ -536,54 +530,44 @@ if triton is not None:
         V,
         height, shift, width,
         FAST: tl.constexpr,
-        TILE: tl.constexpr = 2048,
+        TILE: tl.constexpr,
     ):
-        """Computes loss and gradient of one token."""
+        """Computes loss and gradient of one token. TILE is at least V."""
         LOG2E: tl.constexpr = 1.4426950408889634
         token = tl.program_id(0).to(tl.int64)
+        column = tl.arange(0, TILE)
+        inside = column < V
         a = height / 2
         slope = 0.5 / width
-        offset = shift * 0.5 / width
+        offset = shift * slope
+        factor = a * slope * inverse_scale
         z_ptr += token * V
         gradient_ptr += token * V
 
-        # 1. The sum of e^(logit - height), which is e^(a t - a).
-        total = tl.zeros((TILE,), tl.float32)
-        for begin in range(0, V, TILE):
-            column = begin + tl.arange(0, TILE)
-            z = tl.load(z_ptr + column, mask=column < V, other=float("-inf")).to(tl.float32)
-            power = tanh(z * slope + offset, FAST) * (a * LOG2E) - a * LOG2E
-            if bias_ptr is not None:
-                power += tl.load(bias_ptr + column, mask=column < V) * LOG2E
-            total += tl.where(column < V, tl.exp2(power), 0.0)
-        lse = 2 * a + tl.log(tl.sum(total))
+        # 1. e^(logit - height) of all tokens, and their sum. The exponent is a t - a.
+        z = tl.load(z_ptr + column, mask=inside, other=0.0).to(tl.float32)
+        t = tanh(z * slope + offset, FAST)
+        power = t * (a * LOG2E) - a * LOG2E
+        if bias_ptr is not None:
+            power += tl.load(bias_ptr + column, mask=inside) * LOG2E
+        e = tl.where(inside, tl.exp2(power), 0.0)
+        total = tl.sum(e)
 
-        # 2. The gradient, as if no token were the target. If there is none, the first of the two
-        # loops ends at once and the second one writes zeros, even where z is NaN.
+        # 2. The gradient, as if no token were the target. If there is no target it is zero. A
+        # product with 0 would not do, because 0 times NaN is NaN.
         target = tl.load(target_ptr + token)
-        factor = a / (2 * width) * inverse_scale
-        power = (a - lse) * LOG2E + tl.log2(factor)
-        end = tl.where(target < 0, 0, V)
-        for begin in range(0, end, TILE):
-            column = begin + tl.arange(0, TILE)
-            z = tl.load(z_ptr + column, mask=column < V, other=0.0).to(tl.float32)
-            t = tanh(z * slope + offset, FAST)
-            exponent = t * (a * LOG2E) + power
-            if bias_ptr is not None:
-                exponent += tl.load(bias_ptr + column, mask=column < V) * LOG2E
-            gradient = tl.exp2(exponent) * (1 - t * t)
-            tl.store(gradient_ptr + column, gradient.to(tl.float8e5), mask=column < V)
-        for begin in range(end, V, TILE):
-            column = begin + tl.arange(0, TILE)
-            zero = tl.zeros((TILE,), tl.float32)
-            tl.store(gradient_ptr + column, zero.to(tl.float8e5), mask=column < V)
+        gradient = e * (1 - t * t) * (factor / total)
+        gradient = tl.where(target < 0, 0.0, gradient)
+        tl.store(gradient_ptr + column, gradient.to(tl.float8e5), mask=inside)
 
-        # 3. The loss, and the gradient of the target itself.
+        # 3. The loss, and the gradient of the target itself, whose bias is 0.
         target_z = tl.load(z_ptr + target, mask=target >= 0).to(tl.float32)
         t = tanh(target_z * slope + offset, FAST)
-        tl.store(loss_ptr + token, tl.where(target < 0, 0.0, lse - a - a * t))
+        loss = tl.log(total) + a - a * t
+        tl.store(loss_ptr + token, tl.where(target < 0, 0.0, loss))
+        probability = tl.exp2(t * (a * LOG2E) - a * LOG2E) / total
+        gradient = (probability - 1) * (1 - t * t) * factor
         tl.debug_barrier()  # step 2 must be over in all threads: this overwrites one of its numbers
-        gradient = (tl.exp2(t * (a * LOG2E) + power) - factor) * (1 - t * t)
         tl.store(gradient_ptr + target, gradient.to(tl.float8e5), mask=target >= 0)
 
 
@@ -594,8 +578,10 @@ def launch_loss(
     T, V = z.shape
     loss = z.new_empty(T, dtype=torch.float32)
     gradient = torch.empty_like(z, dtype=E5M2)
+    tile = triton.next_power_of_2(V)
+    warps = min(max(tile // 1024, 1), 32)  # one for 1,024 logits; there may be at most 32
     loss_kernel[T,](
-        z, targets, loss, gradient, bias, 1 / grad_scale, V, *cap, FAST=True, num_warps=4
+        z, targets, loss, gradient, bias, 1 / grad_scale, V, *cap, True, tile, num_warps=warps
     )
     return loss, gradient
 
