@@ -626,6 +626,7 @@ def new(root, name, paths, claim="", data_name="", results=None):
     logs = [read_log(path) for path in paths]
     logs.sort(key=lambda log: (log.run["date"], log.run["run_id"]))
     date = logs[0].run["date"][:10]
+    name = name.removeprefix(f"{date}_")  # of those who wrote it themselves
     folder = root / "records" / f"{date}_{name}"
     if folder.exists():
         raise Refused(f"{folder}: exists already.")

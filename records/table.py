@@ -98,17 +98,18 @@ def board(records):
     """Returns the leaderboard with its markers. A sentence below the table lists the records that
     have no rank."""
     rows = []
-    others = []
+    others = {}  # why they have no rank -> links
     for _, members in by_track(records):
         for place, record in enumerate(members, 1):
             why = unranked(record)
             if why:
-                others.append(f"{link(record)} ({why})")
+                others.setdefault(why, []).append(link(record))
             else:
                 rows.append(row(place, record))
     rule = RULE
     if others:
-        rule += f" Without a rank: {', '.join(others)}."
+        groups = [f"({why}): {', '.join(links)}" for why, links in others.items()]
+        rule += f" Without a rank {'; '.join(groups)}."
     lines = [BOARD[0], *HEAD, *rows, "", rule]
     if drawn(records):
         lines += ["", PICTURE]

@@ -525,6 +525,13 @@ def test_new_check_table(three, capsys):
     assert run_tool(capsys, root, "check", folder)[0] == 0
 
 
+def test_a_name_that_begins_with_the_date_does_not_get_it_twice(root, capsys):
+    for i in (1, 2):
+        write_log(root / f"{i}.txt", seed=i)
+    assert run_tool(capsys, root, "new", "2026-11-21_dated", root / "1.txt", root / "2.txt")[0] == 0
+    assert [folder.name for folder in (root / "records").iterdir()] == ["2026-11-21_dated"]
+
+
 # ---- results of evaluate.py beside a record
 
 EVALUATION = {
@@ -593,7 +600,7 @@ def test_one_run_that_missed_is_shown_as_such(root, capsys):
         assert warning in text
     assert json.loads((folder / "record.json").read_text())["loss"] == {"mean": 3.6, "sd": None, "p_below_target": None}
     run_tool(capsys, root, "table")
-    assert " Without a rank: [slow](records/2026-11-21_slow) (missed).\n" in (root / "README.md").read_text()
+    assert " Without a rank (missed): [slow](records/2026-11-21_slow).\n" in (root / "README.md").read_text()
     assert "progress.png" not in (root / "README.md").read_text()
 
 
@@ -1342,8 +1349,8 @@ def board_rows(root):
     """[(rank, name)] as the leaderboard has them: first the ranked ones, then the others."""
     text = (root / "README.md").read_text()
     ranked = re.findall(r"^\| (\d+) \| 2026-11-\d\d \| \[(\w+)\]", text, re.MULTILINE)
-    others = re.findall(r"\[(\w+)\]\(records/\S+\) \(([^)]+)\)[,.]", text)
-    return ranked + [(why, name) for name, why in others]
+    groups = re.findall(r" \(([^)]+)\): (\[[^;\n]+)", text.partition(" Without a rank")[2])
+    return ranked + [(why, name) for why, links in groups for name in re.findall(r"\[(\w+)\]", links)]
 
 
 def test_ranking_is_per_track(root, capsys):
