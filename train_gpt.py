@@ -802,9 +802,10 @@ def late_mix(x: Tensor, sources: tuple[Tensor, ...], weights: LateMix) -> Tensor
 # with probability p stands for 1/p tokens, so log(1/p) is added to its logit. The sum of
 # exponentials over the vocabulary is then right on average. The gradient is a ratio of two such
 # sums, so it has a small bias, which more candidates make smaller. This is a sampled softmax
-# (Bengio and Senecal 2008). Validation is over the whole vocabulary. In two pairs of runs on one H200
-# training with candidates took 13 and 15 % less time for 0.0014 and 0.0007 more loss, which is less
-# than seeds differ by (records/2026-11-22_ladder_candidates, 2026-11-23_second_yardstick_one_gpu).
+# (Bengio and Senecal 2008). Validation is over the whole vocabulary. In two pairs of runs on one
+# H200 training with candidates took 13 and 15 % less time for 0.0014 and 0.0007 more loss, which is
+# less than seeds differ by (records/2026-11-22_ladder_candidates,
+# records/2026-11-23_second_yardstick_one_gpu).
 
 VAL_CHUNK = 16_384  # tokens whose logits are computed at a time in validation
 
