@@ -50,7 +50,7 @@ import threading
 import time
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -237,9 +237,10 @@ def write_corpus(
     encode_all() does. Raises OSError if `out_dir` cannot be used.
     """
     out_dir = Path(out_dir)
-    out_dir.mkdir(parents=True, exist_ok=True)
     sweep(out_dir)
-    with tempfile.TemporaryDirectory(prefix=f".incomplete-{os.getpid()}-", dir=out_dir) as folder:
+    prefix = f".incomplete-{os.getpid()}-"
+    with (made_folder(out_dir),
+          tempfile.TemporaryDirectory(prefix=prefix, dir=out_dir) as folder):
         # 1. Write all tokens to one file, in the order of the input.
         spool = Path(folder, "documents.u16")
         dropped = collections.Counter()
@@ -274,6 +275,19 @@ def write_corpus(
         for path in paths:
             os.replace(path, out_dir / path.name)
     return counts
+
+
+@contextmanager
+def made_folder(path):
+    """Make a folder, and take it away again if it is still empty in the end."""
+    exists = path.exists()
+    path.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    finally:
+        if not exists:
+            with suppress(OSError):  # it is not empty
+                path.rmdir()
 
 
 def sweep(out_dir):
