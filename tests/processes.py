@@ -8,11 +8,11 @@ import multiprocessing
 import os
 import runpy
 import socket
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from subprocess import STDOUT, CompletedProcess
 
 ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
@@ -24,10 +24,12 @@ FORKS.set_forkserver_preload(["torch"])
 class Process:
     """`python` with these words as its command line: a script or -m and a module, then arguments."""
 
-    def __init__(self, *command, cwd=ROOT, env=ENVIRONMENT, stdout=None, stderr=None):
-        """stdout, stderr: paths to write to. Without one, `out` and `err` are what was written so far."""
+    def __init__(self, *command, cwd=ROOT, env=ENVIRONMENT, stderr=None):
+        """stderr: a path to write to, or STDOUT. `out` and `err` give what was written so far."""
         self.files = [tempfile.NamedTemporaryFile(), tempfile.NamedTemporaryFile()]
-        paths = [stdout or self.files[0].name, stderr or self.files[1].name]
+        paths = [file.name for file in self.files]
+        if stderr is not None:
+            paths[1] = paths[0] if stderr == STDOUT else stderr
         self.process = FORKS.Process(target=run_script, args=([*map(str, command)], cwd, dict(env), paths))
         self.process.start()
         self.pid = self.process.pid
@@ -70,7 +72,7 @@ def run(*command, timeout=100, **options):
     """As `subprocess.run`: to its end, with the status and what was written."""
     process = Process(*command, **options)
     status = process.wait(timeout)
-    return subprocess.CompletedProcess(command, status, process.out(), process.err())
+    return CompletedProcess(command, status, process.out(), process.err())
 
 
 def run_ranks(world_size, *command, timeout=100):
@@ -81,7 +83,7 @@ def run_ranks(world_size, *command, timeout=100):
         variables = place | dict(RANK=rank, LOCAL_RANK=rank)
         ranks.append(Process(*command, env=ENVIRONMENT | {name: str(value) for name, value in variables.items()}))
     statuses = [rank.wait(timeout) for rank in ranks]
-    return [subprocess.CompletedProcess(command, *found) for found in zip(
+    return [CompletedProcess(command, *found) for found in zip(
         statuses, [rank.out() for rank in ranks], [rank.err() for rank in ranks])]
 
 

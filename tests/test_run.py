@@ -557,9 +557,13 @@ def masks_of_one_shape(documents, windows, make_masks=masks.sdpa_masks):
 
 
 def test_warming_up_compiles_every_graph_of_the_run(eager_graphs, corpus, tmp_path, monkeypatch):
+    """Its layers have all that a layer can have. Each stage has two steps, and batches of 2, 4 or 6 sequences."""
+    layers = [t.Layer(paired=True), t.Layer(value_embed=0, xsa=True), t.Layer(window="long", offset=True, xsa=True),
+              t.Layer(attn=False, skip=1), t.Layer(value_embed=1, reads_layer=3, paired=True)]
+    monkeypatch.setitem(t.TOPOLOGIES, "gpt2", layers)
     monkeypatch.setattr(masks, "sdpa_masks", masks_of_one_shape)
     args = arguments(data_dir=corpus, log_dir=tmp_path, compile=True, val_interval=1, topology="gpt2", model_dim=64,
-                     num_heads=4, **STAGES)  # batches of 2, 4 and 6 sequences
+                     num_heads=4, **STAGES | {"num_steps": 6})
     assert t.main(args) == 1
     log = read_log(only_log(tmp_path))
     assert len(log.values("compile")) >= 4 and log.values("defect") == []
@@ -702,16 +706,17 @@ import sys
 sys.path.insert(0, sys.argv[1])
 import train_gpt as t
 for precision in ("bf16", "fp8-qkv", "fp16", "fp8", "nvfp4"):
-    t.main([*sys.argv[3:], f"--precision={precision}", f"--log_dir={sys.argv[2]}/{precision}", "--num_steps=1"])
+    t.main([*sys.argv[2:], f"--precision={precision}", f"--log_dir=logs/{precision}"])
 """
 
 
 def test_the_room_of_a_recipe_is_imported_and_logged_only_if_the_recipe_is_asked_for(corpus, tmp_path):
-    args = arguments(data_dir=corpus, val_interval=0, val_tokens=256)
-    run = start(str(ROOT), str(tmp_path), *args, script=RECIPES, launcher=["-c"])
+    (tmp_path / "script.py").write_text(RECIPES)
+    args = arguments(data_dir=corpus, num_steps=1, batch_tokens=256, val_interval=0, val_tokens=256)
+    run = processes.run("script.py", ROOT, *args, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     found = {}
-    for folder in tmp_path.iterdir():
+    for folder in (tmp_path / "logs").iterdir():
         files = read_log(only_log(folder)).files
         found[folder.name] = {name for name in ("fp8", "fp16", "nvfp4") if f"nanogpt/{name}.py" in files}
         assert "sample.py" not in files
