@@ -1,4 +1,5 @@
 """What the tests of train_gpt.py share: synthetic shards, written with `struct` alone, and a tiny configuration."""
+import functools
 import os
 import random
 import struct
@@ -49,6 +50,15 @@ def corpus(tmp_path_factory):
         write_shard(folder / f"fineweb_train_{seed:06}.bin", documents(6000, seed))
     write_shard(folder / "fineweb_val_000000.bin", documents(2000, 3))
     return folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def calibration_once():
+    """The speeds of this machine that a log names take as long as a tiny run: they are measured once, not in each."""
+    from records import journal
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(journal, "calibrate", functools.cache(journal.calibrate))
+        yield
 
 
 def check_data(c):
