@@ -20,7 +20,7 @@ from nanogpt.ranks import Agreed, BadInput, refuse_faults
 from nanogpt.stopping import Stop
 
 SCRIPT = ROOT / "train_gpt.py"
-LONG = {"num_steps": 100_000, "epochs": 10**6, "val_interval": 0, "target_loss": 0, "save_checkpoint": ""}
+LONG = {"num_steps": 5000, "epochs": 10**5, "val_interval": 0, "target_loss": 0, "save_checkpoint": ""}
 GO_ON = "; the run ends here; --resume goes on from its last save, if there is one"
 DRIVER = """
 import os, sys, time
