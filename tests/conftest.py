@@ -1,5 +1,6 @@
 """What the tests of train_gpt.py share: synthetic shards, written with `struct` alone, and a tiny configuration."""
 import functools
+import multiprocessing.util
 import os
 import random
 import struct
@@ -60,6 +61,12 @@ def calibration_once():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(journal, "calibrate", functools.cache(journal.calibrate))
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def place_of_processes():
+    """Where processes.py has its sockets: chosen before a test changes where temporary files are."""
+    multiprocessing.util.get_temp_dir()
 
 
 def check_data(c):

@@ -30,7 +30,8 @@ class Process:
         paths = [file.name for file in self.files]
         if stderr is not None:
             paths[1] = paths[0] if stderr == STDOUT else stderr
-        self.process = FORKS.Process(target=run_script, args=([*map(str, command)], cwd, dict(env), paths))
+        self.process = FORKS.Process(target=run_script, args=([*map(str, command)], cwd, dict(env), paths),
+                                     daemon=True)  # none outlives the tests
         self.process.start()
         self.pid = self.process.pid
 
