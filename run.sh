@@ -53,10 +53,10 @@ if [ "${1:-}" = test ]; then
   shift
   "$python" -m ruff check .
   "$python" -m records check
-  # Two processes take the files in turn: many tests wait for other processes. The file that takes
-  # longest is first, so that no process is left alone with it at the end.
+  # Two processes take the files in turn: many tests wait for other processes. The files that take
+  # longest are first, so that no process is left alone with one of them at the end.
   exec "$python" -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder "$@" \
-    tests/test_saving.py tests
+    tests/test_saving.py tests/test_run.py tests/test_ranks.py tests
 fi
 
 asked=" ${keys[*]-} "

@@ -1,4 +1,6 @@
 """What the tests of train_gpt.py share: synthetic shards, written with `struct` alone, and a tiny configuration."""
+import functools
+import multiprocessing.util
 import os
 import random
 import struct
@@ -6,6 +8,7 @@ import sys
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the tensors are tiny: threads would only wait for each other
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # as are the graphs: no pool of processes for them
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
@@ -49,6 +52,21 @@ def corpus(tmp_path_factory):
         write_shard(folder / f"fineweb_train_{seed:06}.bin", documents(6000, seed))
     write_shard(folder / "fineweb_val_000000.bin", documents(2000, 3))
     return folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def calibration_once():
+    """The speeds of this machine that a log names take as long as a tiny run: they are measured once, not in each."""
+    from records import journal
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(journal, "calibrate", functools.cache(journal.calibrate))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def place_of_processes():
+    """Where processes.py has its sockets: chosen before a test changes where temporary files are."""
+    multiprocessing.util.get_temp_dir()
 
 
 def check_data(c):

@@ -8,7 +8,6 @@ import contextlib
 import importlib.util
 import json
 import operator
-import subprocess
 import sys
 import warnings
 from functools import partial
@@ -17,6 +16,7 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
+import processes
 import pytest
 import torch
 import torch.nn.functional as F
@@ -603,8 +603,7 @@ def test_a_new_process_loads_the_graphs_of_an_earlier_one_and_can_make_others_af
     (tmp_path / "script.py").write_text(PROCESS)
 
     def run(*paired):
-        command = [sys.executable, "script.py", "kept", json.dumps(paired), str(ROOT), str(Path(__file__).parent)]
-        result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        result = processes.run("script.py", "kept", json.dumps(paired), ROOT, Path(__file__).parent, cwd=tmp_path)
         assert result.returncode == 0, result.stderr
         return json.loads(result.stdout.splitlines()[-1])
 

@@ -9,7 +9,6 @@ import http.server
 import json
 import os
 import random
-import shutil
 import struct
 import subprocess
 import sys
@@ -396,10 +395,10 @@ def test_python_docs_corpus_is_made_once_and_the_same_each_time(python_docs, tmp
         assert (tmp_path / name).read_bytes() == (out / name).read_bytes()
 
 
-def test_python_docs_are_made_anew_if_they_are_not_whole_or_shall_be_others(python_docs, tmp_path):
-    out, counts = python_docs
-    for path in out.iterdir():
-        shutil.copy(path, tmp_path)
+def test_python_docs_are_made_anew_if_they_are_not_whole_or_shall_be_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare, "python_documents", lambda: ("".join(make_texts(60, seed)) for seed in range(20)))
+    counts = prepare.make_python_docs_corpus(tmp_path)
+    assert prepare.make_python_docs_corpus(tmp_path) is None
     next(tmp_path.glob("*_train_*")).unlink()
     assert prepare.make_python_docs_corpus(tmp_path) == counts
     assert prepare.make_python_docs_corpus(tmp_path, val_tokens=1000)["val_tokens"] == 1001

@@ -1,9 +1,10 @@
-"""Eight processes through a whole run, on a CPU: what `torchrun --nproc_per_node=8` does on eight GPUs, but for the GPUs."""
+"""Eight processes through a whole run, on a CPU: what torchrun starts on eight GPUs, but for the GPUs."""
 import pytest
 import torch
 from conftest import arguments
-from test_run import TORCHRUN, start
+from processes import run_ranks
 
+import train_gpt as t
 from nanogpt import checkpoint
 from records.log import read_log
 
@@ -21,12 +22,13 @@ def log_of(folder):
 @pytest.fixture(scope="module")
 def both(corpus, tmp_path_factory):
     """Folders of a run of one process and of one of eight, with their logs and weights."""
-    folders = {}
-    for launcher, ranks in (([], 1), ([*TORCHRUN, "--nproc_per_node=8"], 8)):
-        folder = folders[ranks] = tmp_path_factory.mktemp(f"ranks_{ranks}")
-        changes = EIGHT | dict(data_dir=corpus, log_dir=folder, save_checkpoint=folder / "model.pt")
-        run = start(*arguments(**changes), launcher=launcher)
+    folders = {ranks: tmp_path_factory.mktemp(f"ranks_{ranks}") for ranks in (1, 8)}
+    one, eight = (EIGHT | dict(data_dir=corpus, log_dir=folder, save_checkpoint=folder / "model.pt")
+                  for folder in folders.values())
+    assert t.main(arguments(**one | {"micro_tokens": 3 * 8 * 128})) == 0  # a step's batch at once
+    for rank, run in enumerate(run_ranks(8, "train_gpt.py", *arguments(**eight))):
         assert run.returncode == 0, run.stderr
+        assert ("step:7/7 val_loss" in run.stdout) == (rank == 0), "only rank 0 speaks"
     return folders
 
 

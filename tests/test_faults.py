@@ -11,17 +11,17 @@ import math
 import os
 import re
 import shutil
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import NamedTuple
 
+import processes
 import pytest
 import torch
 from conftest import ROOT, arguments, documents, write_shard
+from processes import TORCHRUN
 
 import sample
 import train_gpt as t
@@ -301,9 +301,7 @@ def test_two_ranks_end_together_and_name_the_one_that_went_wrong(place):
     (place / "driver.py").write_text(DRIVER)
     keys = arguments(data_dir="data", log_dir="logs", num_steps=8, save_checkpoint="new.pt", micro_tokens=256)
     begin = time.monotonic()
-    found = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "driver.py", str(ROOT), *keys],
-        capture_output=True, text=True, timeout=100, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    found = processes.run(*TORCHRUN, "--nproc_per_node=2", "driver.py", ROOT, *keys, cwd=place)
     ours = [line for line in found.stderr.splitlines() if line.startswith("train_gpt.py: ")]
     assert found.returncode != 0 and time.monotonic() - begin < 60, found.stderr
     assert ours == ["train_gpt.py: the training loss is nan at step 3 on rank 1 alone, all matrices finite: an activation "

@@ -8,19 +8,19 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 from conftest import ROOT, arguments, documents, write_shard
-from test_run import ENVIRONMENT, SCRIPT, TORCHRUN
+from processes import ENVIRONMENT, STDOUT, TORCHRUN, Process, free_port
 
 from nanogpt import checkpoint, joining, watch
 from nanogpt.ranks import Agreed, BadInput, refuse_faults
 from nanogpt.stopping import Stop
 
-LONG = {"num_steps": 100_000, "epochs": 10**6, "val_interval": 0, "target_loss": 0, "save_checkpoint": ""}
+SCRIPT = ROOT / "train_gpt.py"
+LONG = {"num_steps": 5000, "epochs": 10**5, "val_interval": 0, "target_loss": 0, "save_checkpoint": ""}
 GO_ON = "; the run ends here; --resume goes on from its last save, if there is one"
 DRIVER = """
 import os, sys, time
@@ -39,55 +39,36 @@ sys.exit(t.main(sys.argv[3:]))
 """
 
 
-class Ranks:
-    """Processes whose output goes to files of a folder, so that none of them ever waits for its reader."""
-
-    def __init__(self, folder):
-        self.folder, self.processes = folder, []
+class Ranks(list):
+    """Processes that a test has started."""
 
     def start(self, *command, **variables):
-        with open(self.folder / f"out_{len(self.processes)}", "w") as out:
-            self.processes.append(subprocess.Popen(
-                [sys.executable, *map(str, command)], stdout=out, stderr=subprocess.STDOUT, cwd=ROOT,
-                env=ENVIRONMENT | variables))
-        return self.processes[-1]
+        self.append(Process(*command, stderr=STDOUT, env=ENVIRONMENT | variables))
+        return self[-1]
 
     def by_hand(self, rank, port, *command, world_size=2):
         return self.start(*command, RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1",
                           MASTER_PORT=str(port))
 
-    def out(self, number):
-        return (self.folder / f"out_{number}").read_text()
-
-    def wait_for(self, text, number=0):
-        end = time.monotonic() + 60
-        while text not in self.out(number):
-            assert time.monotonic() < end and self.processes[number].poll() is None, self.out(number)
-            time.sleep(0.02)
-
     def ends(self, seconds=60):
         """The statuses and the sentences of all processes, which must end by themselves."""
         end = time.monotonic() + seconds
-        statuses = [process.wait(max(0.1, end - time.monotonic())) for process in self.processes]
-        said = [re.findall(r"^train_gpt\.py: (.*)$", self.out(i), re.MULTILINE) for i in range(len(statuses))]
+        statuses = [process.wait(max(0.1, end - time.monotonic())) for process in self]
+        said = [re.findall(r"^train_gpt\.py: (.*)$", process.out(), re.MULTILINE) for process in self]
         return statuses, said
 
 
 @pytest.fixture
-def ranks(tmp_path):
-    started = Ranks(tmp_path)
+def ranks():
+    started = Ranks()
     yield started
-    for process in started.processes:
+    for process in started:
         process.kill()
-        process.wait()
 
 
 @pytest.fixture
 def port():
-    import socket
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+    return free_port()
 
 
 def two_by_hand(ranks, port, corpus, folder, of_rank_1, **changes):
@@ -191,14 +172,14 @@ def test_of_many_ranks_and_differences_the_first_are_named():
 def test_the_rank_that_lives_names_the_one_that_was_killed(ranks, port, corpus, tmp_path):
     lost = 0  # and with it the store
     two_by_hand(ranks, port, corpus, tmp_path, {}, **LONG)
-    ranks.wait_for("step:1/")
+    ranks[0].wait_for("step:1/")
     killed_at = time.monotonic()
-    ranks.processes[lost].kill()
+    ranks[lost].kill()
     statuses, said = ranks.ends()
     assert statuses[lost] == -signal.SIGKILL and statuses[1 - lost] == watch.LOST and said[lost] == []
     (sentence,) = said[1 - lost]
     assert re.fullmatch(rf"rank {lost} on host \S+ has ended without a word \(.*\)" + re.escape(GO_ON), sentence)
-    assert time.monotonic() - killed_at < 30 and "Traceback" not in ranks.out(1 - lost)
+    assert time.monotonic() - killed_at < 30 and "Traceback" not in ranks[1 - lost].out()
 
 
 def driven(ranks, port, corpus, folder, code):
@@ -221,7 +202,7 @@ def test_both_ranks_end_with_one_sentence_if_one(code, statuses, pattern, ranks,
     found, said = ranks.ends()
     (sentence,) = said[0] + said[1]
     assert found == statuses and re.fullmatch(pattern, sentence.removesuffix(GO_ON)), sentence
-    tracebacks = [ranks.out(rank).count("Traceback") for rank in range(2)]
+    tracebacks = [ranks[rank].out().count("Traceback") for rank in range(2)]
     assert tracebacks == ([0, 1] if "bug" in code else [0, 0])
     (log,) = (tmp_path / "logs").glob("*.txt")
     assert re.fullmatch(r'note "ended early: .*' + pattern + ".*", log.read_text().splitlines()[-1])
@@ -239,16 +220,16 @@ def of_torchrun(process):
 def test_ranks_whose_torchrun_was_killed_end_after_the_step_in_hand(ranks, corpus, tmp_path):
     torchrun = ranks.start(*TORCHRUN, "--nproc_per_node=2", SCRIPT,
                            *arguments(data_dir=corpus, log_dir=tmp_path / "logs", **LONG))
-    ranks.wait_for("step:1/")
+    ranks[0].wait_for("step:1/")
     pids = of_torchrun(torchrun)
     assert sorted(pids.values()) == [0, 1]
     torchrun.kill()
     end = time.monotonic() + 30
     while not all(map(watch.has_ended, pids)):
-        assert time.monotonic() < end, ranks.out(0)
+        assert time.monotonic() < end, ranks[0].out()
         time.sleep(0.1)
-    assert "train_gpt.py: torchrun has ended, so its ranks end, too\n" in ranks.out(0)
-    assert "stopped by SIGTERM after step " in ranks.out(0)
+    assert "train_gpt.py: torchrun has ended, so its ranks end, too\n" in ranks[0].out()
+    assert "stopped by SIGTERM after step " in ranks[0].out()
 
 
 def test_torchrun_starts_again_a_run_that_has_lost_a_rank_and_it_goes_on_from_its_save(ranks, corpus, tmp_path):
@@ -258,13 +239,13 @@ def test_torchrun_starts_again_a_run_that_has_lost_a_rank_and_it_goes_on_from_it
                            *arguments(**changes))
     end = time.monotonic() + 60
     while not list(logs.glob("*.saved/step_??????")):
-        assert time.monotonic() < end, ranks.out(0)
+        assert time.monotonic() < end, ranks[0].out()
         time.sleep(0.02)
     (pid,) = [pid for pid, rank in of_torchrun(torchrun).items() if rank == 1]
     os.kill(pid, signal.SIGKILL)
     statuses, ((sentence,),) = ranks.ends(90)
     assert statuses == [0] and sentence.startswith("rank 1 on host ")
-    assert "resumed at step " in ranks.out(0) and "step:60/60 val_loss" in ranks.out(0)
+    assert "resumed at step " in ranks[0].out() and "step:60/60 val_loss" in ranks[0].out()
 
 
 # ------------------------------------------------------------------------------------------- what the watch counts

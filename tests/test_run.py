@@ -18,9 +18,11 @@ import subprocess
 import sys
 import termios
 
+import processes
 import pytest
 import torch
 from conftest import ROOT, TINY, arguments, check_data, documents, write_shard
+from processes import ENVIRONMENT, TORCHRUN, Process, run_ranks
 
 import sample
 import train_gpt as t
@@ -30,12 +32,10 @@ from records.__main__ import main as records
 from records.log import read_log
 
 SCRIPT = ROOT / "train_gpt.py"
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone"]
 
 
 def start(*args, script=SCRIPT, launcher=(), **options):
-    """Runs the script to its end in a process of its own; a hang is a failure."""
+    """Runs the script to its end as a user does, in a new process; a hang is a failure."""
     command = [sys.executable, *launcher, str(script), *args]
     options = dict(capture_output=True, text=True, timeout=100, env=ENVIRONMENT, cwd=ROOT) | options
     return subprocess.run(command, **options)
@@ -70,7 +70,7 @@ def test_a_run_that_misses_its_target_exits_with_1_and_says_so(first):
 
 
 def test_a_run_that_reaches_its_target_exits_with_0_and_the_same_seed_gives_the_same_losses(first, corpus, tmp_path):
-    run = start(*arguments(data_dir=corpus, log_dir=tmp_path, target_loss=100))
+    run = processes.run(SCRIPT, *arguments(data_dir=corpus, log_dir=tmp_path, target_loss=100))
     assert run.returncode == 0 and re.search(r"\ntarget +100: reached\n", run.stdout)
     again = read_log(only_log(tmp_path))
     assert losses(again) == losses(read_log(only_log(first[1])))
@@ -186,15 +186,15 @@ def test_the_files_taken_out_of_a_log_run_by_themselves_and_give_the_same_losses
 def test_a_terminal_gets_a_bar_with_loss_speed_and_time_left(corpus, tmp_path):
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 120, 0, 0))  # lines and columns
-    run = start(*arguments(data_dir=corpus, log_dir=tmp_path), capture_output=False, stdout=subprocess.DEVNULL,
-                stderr=theirs)
+    run = Process(SCRIPT, *arguments(data_dir=corpus, log_dir=tmp_path), stderr=os.ttyname(theirs))
+    status = run.wait()
     os.close(theirs)
     text = ""
     with contextlib.suppress(OSError):  # the end of a terminal's output
         while part := os.read(ours, 2**16):
             text += part.decode()
     os.close(ours)
-    assert run.returncode == 1
+    assert status == 1
     for part in ("4/4", "loss 5.", "ms a step", "s left"):
         assert part in text
 
@@ -220,7 +220,7 @@ def test_a_loaded_model_has_the_loss_of_the_saved_one(first, corpus):
 
 
 def test_the_program_that_samples_continues_a_text_too(first, tmp_path):
-    run = start(str(first[1] / "model.pt"), "Once é", "--max_new_tokens=40", script=ROOT / "sample.py", cwd=tmp_path)
+    run = processes.run(ROOT / "sample.py", first[1] / "model.pt", "Once é", "--max_new_tokens=40", cwd=tmp_path)
     assert run.returncode == 0 and run.stdout.startswith("Once é") and run.stderr == ""
     assert not list(tmp_path.iterdir())
 
@@ -239,7 +239,7 @@ def test_two_processes_have_the_losses_and_weights_of_one(corpus, tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     t.main(arguments(data_dir=corpus, log_dir=one, dtype="float64", save_checkpoint=one / "model.pt"))
     args = arguments(data_dir=corpus, log_dir=two, dtype="float64", save_checkpoint=two / "model.pt", target_loss=100)
-    run = start(*args, launcher=[*TORCHRUN, "--nproc_per_node=2"])
+    run = processes.run(*TORCHRUN, "--nproc_per_node=2", SCRIPT, *args)
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("step:4/4 val_loss") == 1  # only rank 0 speaks
     log = read_log(only_log(two))
@@ -257,8 +257,8 @@ def test_two_processes_have_the_losses_and_weights_of_one(corpus, tmp_path):
 def test_two_processes_have_the_losses_of_one_through_all_stages(corpus, tmp_path, cut_documents):
     changes = STAGES | dict(data_dir=corpus, dtype="float64", cut_documents=cut_documents, micro_tokens=512)
     t.main(arguments(log_dir=tmp_path / "one", **changes))
-    run = start(*arguments(log_dir=tmp_path / "two", **changes), launcher=[*TORCHRUN, "--nproc_per_node=2"])
-    assert run.stdout.count("step:9/9 val_loss") == 1, run.stderr
+    for rank, run in enumerate(run_ranks(2, SCRIPT, *arguments(log_dir=tmp_path / "two", **changes))):
+        assert run.stdout.count("step:9/9 val_loss") == (rank == 0), run.stderr
     one, two = (read_log(only_log(tmp_path / name)) for name in ("one", "two"))
     assert losses(two) == losses(one) and two.values("stage") == one.values("stage")
 
@@ -267,8 +267,8 @@ def test_two_processes_that_sample_the_vocabulary_reach_nearly_the_loss_that_the
     changes = dict(data_dir=corpus, dtype="float64", micro_tokens=256, num_steps=8, val_interval=8)
     t.main(arguments(log_dir=tmp_path / "whole", **changes))
     args = arguments(log_dir=tmp_path / "sampled", candidates=256, target_loss=100, **changes)
-    run = start(*args, launcher=[*TORCHRUN, "--nproc_per_node=2"])
-    assert run.returncode == 0, run.stderr
+    for run in run_ranks(2, SCRIPT, *args):
+        assert run.returncode == 0, run.stderr
     whole, sampled = (read_log(only_log(tmp_path / name)).steps[-1].loss for name in ("whole", "sampled"))
     assert sampled != whole and sampled == pytest.approx(whole, rel=0.03)
 
@@ -286,7 +286,7 @@ def corrupt(folder):
 ], ids=["unknown key", "bad shard", "odd world size"])
 def test_under_torchrun_bad_input_is_one_sentence_and_nobody_waits(ranks, changes, parts, corpus, tmp_path):
     changes = {"data_dir": corpus} | {k: v(tmp_path) if callable(v) else v for k, v in changes.items()}
-    run = start(*arguments(log_dir=tmp_path / "logs", **changes), launcher=[*TORCHRUN, f"--nproc_per_node={ranks}"])
+    run = processes.run(*TORCHRUN, f"--nproc_per_node={ranks}", SCRIPT, *arguments(log_dir=tmp_path / "logs", **changes))
     assert run.returncode != 0
     ours = [line for line in (run.stdout + run.stderr).splitlines() if line.startswith("train_gpt.py: ")]
     assert len(ours) == 1, run.stderr
@@ -303,7 +303,7 @@ def test_under_torchrun_bad_input_is_one_sentence_and_nobody_waits(ranks, change
     ({"data_dir": corrupt}, ["fineweb_train_000000.bin", "magic 1"])], ids=["key", "value", "shard"])
 def test_bad_input_is_one_line_on_stderr_and_exit_status_2(changes, parts, tmp_path):
     changes = {k: v(tmp_path) if callable(v) else v for k, v in changes.items()}
-    run = start(*arguments(log_dir=tmp_path / "logs", **changes))
+    run = processes.run(SCRIPT, *arguments(log_dir=tmp_path / "logs", **changes))
     assert run.returncode == 2 and run.stdout == ""
     assert run.stderr.count("\n") == 1 and all(part in run.stderr for part in parts)
     assert not (tmp_path / "logs").exists()
@@ -557,9 +557,13 @@ def masks_of_one_shape(documents, windows, make_masks=masks.sdpa_masks):
 
 
 def test_warming_up_compiles_every_graph_of_the_run(eager_graphs, corpus, tmp_path, monkeypatch):
+    """Its layers have all that a layer can have. Each stage has two steps, and batches of 2, 4 or 6 sequences."""
+    layers = [t.Layer(paired=True), t.Layer(value_embed=0, xsa=True), t.Layer(window="long", offset=True, xsa=True),
+              t.Layer(attn=False, skip=1), t.Layer(value_embed=1, reads_layer=3, paired=True)]
+    monkeypatch.setitem(t.TOPOLOGIES, "gpt2", layers)
     monkeypatch.setattr(masks, "sdpa_masks", masks_of_one_shape)
     args = arguments(data_dir=corpus, log_dir=tmp_path, compile=True, val_interval=1, topology="gpt2", model_dim=64,
-                     num_heads=4, **STAGES)  # batches of 2, 4 and 6 sequences
+                     num_heads=4, **STAGES | {"num_steps": 6})
     assert t.main(args) == 1
     log = read_log(only_log(tmp_path))
     assert len(log.values("compile")) >= 4 and log.values("defect") == []
@@ -702,16 +706,17 @@ import sys
 sys.path.insert(0, sys.argv[1])
 import train_gpt as t
 for precision in ("bf16", "fp8-qkv", "fp16", "fp8", "nvfp4"):
-    t.main([*sys.argv[3:], f"--precision={precision}", f"--log_dir={sys.argv[2]}/{precision}", "--num_steps=1"])
+    t.main([*sys.argv[2:], f"--precision={precision}", f"--log_dir=logs/{precision}"])
 """
 
 
 def test_the_room_of_a_recipe_is_imported_and_logged_only_if_the_recipe_is_asked_for(corpus, tmp_path):
-    args = arguments(data_dir=corpus, val_interval=0, val_tokens=256)
-    run = start(str(ROOT), str(tmp_path), *args, script=RECIPES, launcher=["-c"])
+    (tmp_path / "script.py").write_text(RECIPES)
+    args = arguments(data_dir=corpus, num_steps=1, batch_tokens=256, val_interval=0, val_tokens=256)
+    run = processes.run("script.py", ROOT, *args, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     found = {}
-    for folder in tmp_path.iterdir():
+    for folder in (tmp_path / "logs").iterdir():
         files = read_log(only_log(folder)).files
         found[folder.name] = {name for name in ("fp8", "fp16", "nvfp4") if f"nanogpt/{name}.py" in files}
         assert "sample.py" not in files

@@ -17,10 +17,11 @@ import sys
 import time
 
 import numpy as np
+import processes
 import pytest
 import torch
 from conftest import ROOT, arguments, documents, write_shard
-from test_run import ENVIRONMENT, TORCHRUN
+from processes import ENVIRONMENT, TORCHRUN, Process, run_ranks
 
 import train_gpt as t
 from data import shards
@@ -76,7 +77,7 @@ def start(*command, **options):
 
 
 def torchrun(*command):
-    return start(*TORCHRUN, "--nproc_per_node=2", *command)
+    return processes.run(*TORCHRUN, "--nproc_per_node=2", *command)
 
 
 def last_log(folder):
@@ -152,7 +153,7 @@ def test_two_ranks_go_on_to_the_bit_and_one_may_go_on_with_what_two_have_saved(c
     driver.write_text(DRIVER)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     changes = {"num_steps": 8, "candidates": 256}
-    assert torchrun("train_gpt.py", *options(corpus, whole, **changes)).returncode == 0
+    assert [rank.returncode for rank in run_ranks(2, "train_gpt.py", *options(corpus, whole, **changes))] == [0, 0]
     stopped = torchrun(driver, ROOT, 1, *options(corpus, parts, **changes))  # the signal comes to rank 1 only
     assert "exitcode: 143" in stopped.stderr.replace("exitcode  : 143", "exitcode: 143"), stopped.stderr
     assert "stopped by SIGTERM after step" in stopped.stdout and "Error:" not in stopped.stderr.split("ChildFailed")[0]
@@ -160,8 +161,8 @@ def test_two_ranks_go_on_to_the_bit_and_one_may_go_on_with_what_two_have_saved(c
     assert len(list(the_save(parts).iterdir())) == 4
     other = tmp_path / "other"
     shutil.copytree(parts, other)
-    again = torchrun("train_gpt.py", "--resume", f"--log_dir={parts}")
-    assert again.returncode == 0, again.stderr
+    for again in run_ranks(2, "train_gpt.py", "--resume", f"--log_dir={parts}"):
+        assert again.returncode == 0, again.stderr
     assert steps(parts) == steps(whole) and same(weights(whole), weights(parts))
     assert run([f"--resume={the_save(other)}", f"--log_dir={other}", f"--save_checkpoint={other / 'model.pt'}"]) == 0
     assert steps(other)[-1][0] == 8 and steps(other)[-1][2] == pytest.approx(steps(whole)[-1][2], abs=0.1)
@@ -175,11 +176,12 @@ def test_another_number_of_ranks_goes_on_within_rounding(ranks, corpus, tmp_path
     changes = {"candidates": 0, "dtype": "float64", "val_interval": 0, "num_steps": 8, "bigram_rows": 501}
     assert run(options(corpus, whole, **changes)) == 0
     if ranks[0] == 2:
-        torchrun(driver, ROOT, 0, *options(corpus, parts, **changes))
+        run_ranks(2, driver, ROOT, 0, *options(corpus, parts, **changes))
         assert run(["--resume", f"--log_dir={parts}"]) == 0
     else:
         run(options(corpus, parts, **changes), 4)
-        assert torchrun("train_gpt.py", "--resume", f"--log_dir={parts}").returncode == 0
+        for again in run_ranks(2, "train_gpt.py", "--resume", f"--log_dir={parts}"):
+            assert again.returncode == 0, again.stderr
     expected = [loss or val for _, loss, val in steps(whole)]
     assert [loss or val for _, loss, val in steps(parts)] == pytest.approx(expected, rel=1e-9)
     assert distance(weights(whole), weights(parts)) < 1e-9
@@ -263,9 +265,7 @@ def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been(corpus,
     statuses = []
     for _ in range(3):
         before = {path for path in parts.glob("*.saved/step_*") if ".unf" not in path.name}
-        with open(tmp_path / "out", "w") as out:
-            process = subprocess.Popen([sys.executable, "train_gpt.py", *options(corpus, parts, **changes), "--resume"],
-                                       cwd=ROOT, env=ENVIRONMENT, stdout=out, stderr=out)
+        process = Process("train_gpt.py", *options(corpus, parts, **changes), "--resume")
         deadline = time.monotonic() + 60
         while process.poll() is None and time.monotonic() < deadline:
             if {path for path in parts.glob("*.saved/step_*") if ".unf" not in path.name} - before:
@@ -276,7 +276,7 @@ def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been(corpus,
         statuses.append(process.wait())
         if statuses[-1] == 0:  # a slow machine has let the run come to its end
             break
-    assert statuses[0] == -signal.SIGKILL and statuses[-1] in (0, -signal.SIGKILL), (tmp_path / "out").read_text()
+    assert statuses[0] == -signal.SIGKILL and statuses[-1] in (0, -signal.SIGKILL), process.err()
     assert run([*options(corpus, parts, **changes), "--resume"]) == 0
     assert steps(parts) == steps(whole) and same(weights(whole), weights(parts))
     assert all(len(saving.complete(folder)) <= saving.KEPT for folder in parts.glob("*.saved"))
@@ -527,15 +527,12 @@ def test_older_saves_stay_when_the_disk_is_full(corpus, tmp_path, monkeypatch, c
 
 def signalled(number, when, *command):
     """Starts a run, sends it a signal when it has printed `when`: (status, seconds, the rest of what it printed)."""
-    process = subprocess.Popen([sys.executable, *map(str, command)], cwd=ROOT, env=ENVIRONMENT, text=True,
-                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    for line in process.stdout:
-        if when in line:
-            break
+    process = Process(*command, stderr=subprocess.STDOUT)
+    process.wait_for(when)
     begin = time.monotonic()
     process.send_signal(number)
-    out = process.communicate(timeout=60)[0]
-    return process.returncode, time.monotonic() - begin, out
+    status = process.wait(60)
+    return status, time.monotonic() - begin, process.out().partition(when)[2].partition("\n")[2]
 
 
 LONG = {"num_steps": 2000, "epochs": 1000, "val_interval": 5}
@@ -662,10 +659,10 @@ def test_saves_come_after_so_many_steps_or_minutes_whichever_is_first(tmp_path):
 
 def test_a_run_saves_every_so_many_steps(corpus, tmp_path):
     argv = options(corpus, tmp_path, save_every=0, save_steps=2, num_steps=8, save_checkpoint="")
-    assert start("train_gpt.py", *argv[:-1], argv[-1]).returncode == 0
+    assert run(argv) == 0
     assert not list(tmp_path.glob("*.saved/step_*")), "a run that has come to its end needs no saves"
     driver = tmp_path / "driver.py"
     driver.write_text(DRIVER.replace("step == 2", "step == 5").replace("signal.SIGTERM", "signal.SIGKILL"))
-    start(driver, ROOT, 0, *argv)
+    processes.run(driver, ROOT, 0, *argv)
     saves = sorted(path.name for path in tmp_path.glob("*.saved/step_??????"))
     assert saves and set(saves) <= {"step_000002", "step_000004"}, saves
