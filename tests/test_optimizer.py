@@ -547,6 +547,19 @@ def test_warming_up_makes_the_first_and_a_further_pass_of_every_kind_that_the_ru
     assert {first for first, *_ in made} == ({True} if micro_tokens == 1536 else {True, False})
 
 
+@pytest.mark.parametrize("flex", [True, False])
+def test_warming_up_validates_as_the_run_does_at_its_end(flex):
+    """Where masks have the same shapes for all windows, that is the only validation."""
+    model = small("float64", schedule="speedrun", num_steps=12, **LARGER)
+    warm_up = t.warm_up_of(model, t.Optimizer(model))
+    model.flex = flex
+    settings = []
+    warm_up.work = t.warmup.Work(
+        lambda *_: None, lambda *_, only=None: None, lambda model, x, y, setting, only: settings.append(setting), t.setting_of)
+    warm_up.run(t.call_directly)
+    assert settings[-1] == t.setting_of(12, model.config) and (len(settings) == 1) == flex
+
+
 def test_a_step_of_training_follows_the_schedule_and_returns_the_mean_loss(monkeypatch):
     model = small("float64", num_steps=10, momentum_warmup=4)
     t.initialize(model, 0)
