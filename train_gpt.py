@@ -2217,7 +2217,7 @@ def train(c: Config, at_end: ExitStack) -> int:
         begin_log(log, c, facts, c.num_steps * seconds)
         for note in fitting.why_shorter(c, seconds):
             console.say(note)
-        longer = fitting.longer(c, seconds)
+        longer = fitting.option_for_longer(c, seconds)
     optimizer.reset(initialize(model, c.seed))  # as if nothing had been trained so far
 
     # 4. Train, from the start or from where a save was made.

@@ -58,14 +58,18 @@ def check_apart(fingerprints: list[dict]) -> None:
                 "(--val_files)")
 
 
-def check_amount(paths: list[Path], packing: Packing, plan: Plan, folder: str) -> None:
-    """Whether the training shards last for all steps of the plan."""
+def check_amount(paths: list[Path], packing: Packing, plan: Plan, folder: str,
+                 fitted: bool = False) -> None:
+    """Whether the training shards last for all steps of the plan. `fitted`: the run is fitted to
+    the text already."""
     steps = sum(1 for _ in batches(paths, packing, plan))
     if steps == len(plan):
         return
     have = sum(map(count_tokens, paths)) * packing.epochs
     need = packing.seq_len * sum(count for count, _ in plan)
-    remedy = "let the run fit the text (--fit), lower --num_steps or --minutes, or raise --epochs"
+    remedy = "lower --num_steps or --minutes, or raise --epochs"
+    if not fitted:
+        remedy = f"let the run fit the text (--fit), {remedy}"
     if folder == FINEWEB:
         enough = math.ceil(1.3 * need / 1e8)  # the ends of long documents are skipped
         remedy = f"get more with `python data/fineweb.py {enough}`, or " + remedy

@@ -44,7 +44,7 @@ class Text(NamedTuple):
     val: int  # tokens of all validation shards
 
 
-def describe(train_paths: list[Path], val_paths: list[Path]) -> Text:
+def text_of(train_paths: list[Path], val_paths: list[Path]) -> Text:
     """Raises DamagedShard if a file is no shard."""
     train = tuple(map(count_tokens, train_paths))
     return Text(kind_of_tokens(train_paths[0]), train, sum(map(count_tokens, val_paths)))
@@ -60,14 +60,14 @@ def preset_for(text: Text, cuda: bool) -> str:
 def lengths_that_fit(text: Text, unit: int, seq_len: int, batch_tokens: int, micro_tokens: int,
                      val_seq_len: int, val_tokens: int) -> dict[str, int]:
     """Sequences, batches and validation that a text has room for, in tokens. A batch has a multiple
-    of `unit` sequences; the other numbers are the most they may be. Raises BadInput if the text is
-    too short for any."""
+    of `unit` sequences; the other numbers are the most they may be (but a sequence has a block at
+    least). Raises BadInput if the text is too short for any."""
     # 1. Sequences. A batch lies within one shard.
     shard = max(text.train) - 1  # the last input needs a target, too
     longest = shard // unit // BLOCK_SIZE * BLOCK_SIZE
     need = unit * BLOCK_SIZE + 1
     require(longest > 0, f"{shard + 1:,} tokens are too few to train on; {need:,} are needed")
-    seq_len = min(seq_len, longest)
+    seq_len = min(seq_len, longest, whole_blocks(micro_tokens))
     sequences = min(batch_tokens, shard) // seq_len
     sequences = max(1, sequences // unit) * unit
 
@@ -75,7 +75,7 @@ def lengths_that_fit(text: Text, unit: int, seq_len: int, batch_tokens: int, mic
     have = text.val - 1
     require(have >= BLOCK_SIZE,
             f"{text.val:,} tokens are too few to validate on; {BLOCK_SIZE + 1} are needed")
-    val_seq_len = min(val_seq_len, have // BLOCK_SIZE * BLOCK_SIZE)
+    val_seq_len = min(val_seq_len, whole_blocks(have), whole_blocks(val_tokens))
     val_tokens = max(min(val_tokens, have) // val_seq_len, 1) * val_seq_len
     return dict(
         seq_len=seq_len, batch_tokens=sequences * seq_len,
@@ -83,19 +83,24 @@ def lengths_that_fit(text: Text, unit: int, seq_len: int, batch_tokens: int, mic
         val_seq_len=val_seq_len, val_tokens=val_tokens)
 
 
-def steps_that_fit(text: Text, wanted: float, epochs: int, tokens_per_step: float, seq_len: int,
-                   batch_tokens: int) -> dict[str, int]:
-    """As many steps as are wanted, but no more than so many readings of the text have batches for.
-    `epochs` becomes the number of readings that these steps take."""
+def whole_blocks(tokens: int) -> int:
+    """The largest multiple of BLOCK_SIZE that is not more, and one block for less than that."""
+    return max(tokens // BLOCK_SIZE, 1) * BLOCK_SIZE
+
+
+def steps_that_fit(shard_tokens: tuple[int, ...], wanted: float, most_epochs: float,
+                   tokens_per_step: float, seq_len: int, batch_tokens: int) -> dict[str, int]:
+    """As many steps as are wanted, but no more than so many readings of the training shards have
+    batches for. `epochs` in the result is the number of readings that these steps take."""
     # A batch lies within one shard, so less than a batch at the end of each is not read.
     tokens_per_reading = 0
-    for tokens in text.train:
+    for tokens in shard_tokens:
         sequences = (tokens - 1) // seq_len - (batch_tokens // seq_len - 1)
         tokens_per_reading += max(sequences, 0) * seq_len
     require(tokens_per_reading > 0, f"no training shard holds a batch of {batch_tokens:,} tokens; "
             "lower --batch_tokens or --seq_len")
     steps_per_reading = max(tokens_per_reading / tokens_per_step, 1)  # it has a batch at least
-    num_steps = max(1, int(min(wanted, epochs * steps_per_reading)))
+    num_steps = max(1, int(min(wanted, most_epochs * steps_per_reading)))
     return dict(
         num_steps=num_steps, epochs=math.ceil(num_steps / steps_per_reading),
         val_interval=validation_interval(num_steps))
@@ -114,7 +119,7 @@ def fit(c, presets: dict[str, dict], schedules: dict[str, list], given: dict, cu
     with lengths and steps that the text has room for. Raises BadInput if the text is too short, and
     ShardError if it cannot be read."""
     limits.check_positive(c)
-    text = describe(find_shards(c, "train"), find_shards(c, "val"))
+    text = text_of(find_shards(c, "train"), find_shards(c, "val"))
     preset = given.get("preset") or preset_for(text, cuda)
     laid_over = {name: values | OVER_PRESET for name, values in presets.items()}
     c = arguments.configure(type(c), laid_over, preset, given)
@@ -123,8 +128,10 @@ def fit(c, presets: dict[str, dict], schedules: dict[str, list], given: dict, cu
 
 def fit_to_text(c, schedule: list, text: Text, given: dict):
     """The configuration with lengths and steps that the text has room for. What was given stays as
-    it is. Raises BadInput if the text is too short."""
-    # Each process has a sequence of each batch, and some stages have thirds or sixths of a batch.
+    it is, but for micro_tokens and val_tokens, which then are the most there may be. Raises
+    BadInput if the text is too short."""
+    # 1. Lengths. Each process has a sequence of each batch, and some stages have thirds or sixths
+    # of a batch. (There is no process group yet, but torchrun says how many processes there are.)
     parts = [Fraction(stage.batch).limit_denominator(64).denominator for stage in schedule]
     unit = int(os.environ.get("WORLD_SIZE", 1)) * math.lcm(*parts)
     batch_tokens = c.batch_tokens
@@ -132,47 +139,54 @@ def fit_to_text(c, schedule: list, text: Text, given: dict):
     if c.preset == "small":
         batch_tokens = min(batch_tokens, sum(text.train) // STEPS_PER_READING)
         bigram_rows = min(bigram_rows, max(1, sum(text.train) // TOKENS_PER_ROW))
-    changes = lengths_that_fit(
+    lengths = lengths_that_fit(
         text, unit, c.seq_len, batch_tokens, c.micro_tokens, c.val_seq_len, c.val_tokens)
-    for name in ("seq_len", "val_seq_len"):
+    fixed = dict(given)
+    for name, most in (("seq_len", "micro_tokens"), ("val_seq_len", "val_tokens")):
         value = given.get(name, 0)
-        require(value <= changes[name], f"--{name}={value} is more than this text has room for, "
-                f"which is {changes[name]}; lower it, or leave it out")
-    changes["bigram_rows"] = bigram_rows
-    changes["epochs"] = MOST_EPOCHS.get(c.preset, 1)
-    large = c.preset in ("speedrun", "onepass")
-    wanted = math.inf  # all that the text has
+        require(value <= lengths[name], f"--{name}={value} is more than this text and --{most} have "
+                f"room for, which is {lengths[name]}; lower it, or leave it out")
+        fixed.pop(most, None)
+    c = dataclasses.replace(c, **lengths | {"bigram_rows": bigram_rows} | fixed)
+
+    # 2. Steps: those that were given, or as many as the text has.
+    wanted = math.inf
+    most_epochs = MOST_EPOCHS.get(c.preset, 1)
+    minutes = c.minutes
     if "num_steps" in given:
         wanted = c.num_steps
-        changes["epochs"] = wanted  # enough for so many steps, and `steps_that_fit` lowers it
-    elif not large:
-        changes["minutes"] = MINUTES
-    c = dataclasses.replace(c, **changes | given)
-    return dataclasses.replace(c, **steps_of_schedule(c, schedule, text, wanted) | given)
+        most_epochs = math.inf
+    elif c.preset not in ("speedrun", "onepass"):
+        minutes = MINUTES
+    most_epochs = given.get("epochs", most_epochs)
+    steps = steps_of_schedule(c, schedule, text.train, wanted, most_epochs)
+    return dataclasses.replace(c, **{"minutes": minutes} | steps | fixed)
 
 
 def fit_to_minutes(c, schedule: list, train_paths: list[Path], seconds: float):
     """The configuration with as many steps of so many seconds as --minutes has room for. Without
     cut_documents fewer may be there, as the ends of long documents are left out."""
-    text = Text("", tuple(map(count_tokens, train_paths)), 0)
-    changes = steps_of_schedule(c, schedule, text, 60 * c.minutes / seconds)
+    shard_tokens = tuple(map(count_tokens, train_paths))
+    wanted = 60 * c.minutes / seconds
+    steps = steps_of_schedule(c, schedule, shard_tokens, wanted, c.epochs)
     if not c.fit or c.val_interval != validation_interval(c.num_steps):
-        changes.pop("val_interval")  # it is the preset's own, or was given
+        steps.pop("val_interval")  # it is the preset's own, or was given
     if not c.cut_documents:
-        changes.pop("epochs")  # as many as are allowed
-    return dataclasses.replace(c, **changes)
+        steps.pop("epochs")  # as many as are allowed
+    return dataclasses.replace(c, **steps)
 
 
 def why_shorter(c, seconds: float) -> list[str]:
     """A note if a run of steps of so many seconds takes clearly less than --minutes."""
     if (c.num_steps + 1) * seconds > 0.9 * 60 * c.minutes:
         return []
-    return [f"This is less than {c.minutes:g} minutes, because the text is read {c.epochs} times "
-            f"at most. With more readings the model would learn the text by heart; to try it, give "
+    times = "once" if c.epochs == 1 else f"{c.epochs} times"
+    return [f"This is less than {c.minutes:g} minutes, because the text is read {times} at most. "
+            "With more readings the model would learn the text by heart; to try it, give "
             f"--epochs={2 * c.epochs}."]
 
 
-def longer(c, seconds: float) -> str:
+def option_for_longer(c, seconds: float) -> str:
     """The option that makes a fitted run of steps of so many seconds longer; empty if there is
     none."""
     if not (c.fit and c.minutes):
@@ -180,7 +194,9 @@ def longer(c, seconds: float) -> str:
     return f"--epochs={2 * c.epochs}" if why_shorter(c, seconds) else f"--minutes={5 * c.minutes:g}"
 
 
-def steps_of_schedule(c, schedule: list, text: Text, wanted: float) -> dict[str, int]:
+def steps_of_schedule(c, schedule: list, shard_tokens: tuple[int, ...], wanted: float,
+                      most_epochs: float) -> dict[str, int]:
     """The changes that make at most the wanted number of steps."""
     per_step = c.batch_tokens * sum(stage.fraction * stage.batch for stage in schedule)
-    return steps_that_fit(text, wanted, c.epochs, per_step, c.seq_len, c.batch_tokens)
+    return steps_that_fit(
+        shard_tokens, wanted, most_epochs, per_step, c.seq_len, c.batch_tokens)

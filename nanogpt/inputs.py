@@ -61,7 +61,7 @@ def check_data(c, packing: shards.Packing,
     checks.check_kind(train_paths[0], c.vocab_size, c.preset)
     val_tokens = shards.validation_tokens(val_paths, c.vocab_size, c.val_tokens)
     if not chooses_steps(c):  # else `check_amount` follows when they are chosen
-        checks.check_amount(train_paths, packing, plan, c.data_dir)
+        checks.check_amount(train_paths, packing, plan, c.data_dir, c.fit)
     return train_paths, val_paths, torch.from_numpy(val_tokens.view("int16"))
 
 
@@ -79,7 +79,8 @@ def identify(train_paths: list[Path],
 def check_amount(c, packing: shards.Packing, plan: shards.Plan, train_paths: list[Path]) -> None:
     """Raises ShardError on all ranks if the training shards do not last for the plan that --minutes
     has made. A collective."""
-    agreed(checks.check_amount, train_paths, packing, plan, c.data_dir, errors=(shards.ShardError,))
+    errors = (shards.ShardError,)
+    agreed(checks.check_amount, train_paths, packing, plan, c.data_dir, c.fit, errors=errors)
 
 
 def chooses_steps(c) -> bool:

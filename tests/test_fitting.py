@@ -74,17 +74,17 @@ def test_the_steps_are_at_most_those_that_the_loader_has_and_nearly_all_of_them(
     packing = shards.Packing(1024, 272, epochs, True)
     paths = sorted(tmp_path.glob("*.bin"))
     have = sum(1 for _ in shards.batches(paths, packing, [(4, 2048)] * 10**6))
-    fitted = fitting.steps_that_fit(Text("bytes", train, 1000), math.inf, epochs, 4096, 1024, 4096)
+    fitted = fitting.steps_that_fit(train, math.inf, epochs, 4096, 1024, 4096)
     assert 0.9 * have - epochs <= fitted["num_steps"] <= have
     assert fitted["epochs"] == epochs
 
 
 def test_wanted_steps_are_taken_and_the_epochs_are_those_they_need():
-    text = Text("bytes", (100_001,), 1000)
-    fitted = fitting.steps_that_fit(text, 200, 40, 1000, 1000, 1000)
+    shards_of = (100_001,)
+    fitted = fitting.steps_that_fit(shards_of, 200, 40, 1000, 1000, 1000)
     assert fitted == dict(num_steps=200, epochs=2, val_interval=20)
-    assert fitting.steps_that_fit(text, 10**9, 40, 1000, 1000, 1000)["num_steps"] == 4000, "40 readings at most"
-    assert fitting.steps_that_fit(text, 0.3, 40, 1000, 1000, 1000) == dict(num_steps=1, epochs=1, val_interval=1)
+    assert fitting.steps_that_fit(shards_of, 10**9, 40, 1000, 1000, 1000)["num_steps"] == 4000, "40 readings at most"
+    assert fitting.steps_that_fit(shards_of, 0.3, 40, 1000, 1000, 1000) == dict(num_steps=1, epochs=1, val_interval=1)
 
 
 # --------------------------------------------------------------------------------------- the script
@@ -193,16 +193,16 @@ def test_a_text_fits_a_preset_whose_stages_have_parts_of_a_batch(preset, tokens,
 def test_the_next_command_makes_the_run_longer(text, tmp_path, minutes, seconds, option):
     c = t.parse_config([text, f"--minutes={minutes}"])
     c = fitting.fit_to_minutes(c, t.SCHEDULES[c.schedule], list(tmp_path.glob("*_train_*")), seconds)
-    assert fitting.longer(c, seconds) == option
-    assert fitting.longer(t.parse_config([text, "--num_steps=3"]), seconds) == ""
-    assert fitting.longer(t.Config(), seconds) == ""
+    assert fitting.option_for_longer(c, seconds) == option
+    assert fitting.option_for_longer(t.parse_config([text, "--num_steps=3"]), seconds) == ""
+    assert fitting.option_for_longer(t.Config(), seconds) == ""
 
 
 @pytest.mark.parametrize("keys, sentence", [
     (["--batch_tokens=0"], "--batch_tokens=0 must be positive"), (["--seq_len=0"], "--seq_len=0 must be positive"),
     (["--val_seq_len=0"], "--val_seq_len=0 must be positive"), (["--minutes=-3"], "--minutes=-3.0 must not be negative"),
-    (["--val_seq_len=1048576"], "--val_seq_len=1048576 is more than this text has room for"),
-    (["--seq_len=1048576"], "--seq_len=1048576 is more than this text has room for"),
+    (["--val_seq_len=1048576"], "--val_seq_len=1048576 is more than this text and --val_tokens have room for"),
+    (["--seq_len=1048576"], "--seq_len=1048576 is more than this text and --micro_tokens have room for"),
 ])
 def test_values_that_no_text_fits_are_refused_in_a_sentence(text, keys, sentence):
     with pytest.raises(BadInput, match=sentence):
@@ -221,8 +221,26 @@ def test_a_validation_interval_that_was_given_stays_when_minutes_choose_the_step
     assert (c.num_steps, c.val_interval) == (30, expected)
 
 
+@pytest.mark.parametrize("key, most, is_now", [
+    ("micro_tokens", 1000, 896), ("micro_tokens", 50, 128), ("micro_tokens", 10**6, 999_424),
+    ("val_tokens", 4096, 896), ("val_tokens", 300, 256), ("val_tokens", 50, 128)])
+def test_of_these_lengths_as_much_as_fits_is_taken_up_to_what_was_given(text, key, most, is_now):
+    """So that a smaller --micro_tokens always needs less memory, without a calculation."""
+    c = t.parse_config([text, f"--{key}={most}"])
+    assert getattr(c, key) == is_now
+    assert c.micro_tokens % c.seq_len == 0 and c.val_tokens % c.val_seq_len == 0
+
+
+@pytest.mark.parametrize("fitted", [True, False])
+def test_a_run_that_lacks_text_is_told_to_fit_it_only_if_it_does_not(text, fitted, tmp_path, capsys):
+    keys = [text, "--num_steps=200000", "--epochs=1", "--preset=laptop", f"--fit={fitted}", f"--log_dir={tmp_path}"]
+    assert t.main([*keys, "--val_tokens=896", "--val_seq_len=896"]) == 2
+    said = capsys.readouterr().err
+    assert "200000 steps need" in said and "--num_steps" in said and ("--fit" in said) == (not fitted)
+
+
 def test_steps_that_were_given_have_a_batch_each_where_a_reading_has_only_one():
-    changes = fitting.steps_that_fit(Text("bytes", (3 * 128 + 1,), 1000), 10, 10, 400.0, 128, 3 * 128)
+    changes = fitting.steps_that_fit((3 * 128 + 1,), 10, 10, 400.0, 128, 3 * 128)
     assert (changes["num_steps"], changes["epochs"]) == (10, 10)
 
 
