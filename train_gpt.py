@@ -91,9 +91,9 @@ from nanogpt.ranks import (
     BadInput,
     NoTransfer,
     Requests,
-    agreed,
     all_gather,
     is_master,
+    on_all_ranks,
     rank_and_world_size,
     reduce_scatter,
     require,
@@ -160,7 +160,8 @@ class Config:
     # evaluation
     target_loss: float = key(3.28, "validation loss to reach, nats per token; 0: none")
     val_tokens: int = key(
-        10_485_760, "validation tokens, always the first ones; records are compared on these")
+        10_485_760, "validation tokens, always the first ones; records are compared on these. With "
+        "--fit the most there may be")
     val_seq_len: int = key(262_144, "tokens per validation sequence")
     val_interval: int = key(125, "steps between validations, 0: only at the end")
     # system
@@ -872,7 +873,7 @@ class GPT(nn.Module):
         self.bos = min(shards.SEPARATOR, c.vocab_size - 1)
         self.flex = c.attention == "flex" or (c.attention == "auto" and device.type == "cuda")
         self.big_tables = [name for name, param in self.params.items() if param.share == "columns"]
-        self.add_banks(recipe.PLAIN_DTYPES[recipe.options_of(c).plain], device, world_size)
+        self.add_banks(recipe.PLAIN_DTYPES[recipe.options_of(c).plain_recipe], device, world_size)
         generator = torch.Generator().manual_seed(0)
         signs = 2 * torch.randint(0, 2, (SIGNS, c.model_dim), generator=generator) - 1
         self.register_buffer("signs", signs.to(device, torch.int8), persistent=False)
@@ -1629,7 +1630,7 @@ class Optimizer:
         """The same for the rows of the tables."""
         with self.looked_up.on_stream():
             dtypes = {name: self.banks[name].dtype for name in self.model.big_tables}
-            for name, total in self.looked_up.sums(dtypes).items():
+            for name, total in self.looked_up.take_sums(dtypes).items():
                 self.sums[name] = self.start_sum(name, total)
 
     def start_sum(self, name: str, gradient: Tensor) -> tuple:
@@ -2041,7 +2042,7 @@ class Run:
         self.keeper = keeper
         self.log = keeper.log
         self.clock = keeper.clock
-        self.step = keeper.step  # updates so far
+        self.step = keeper.first_step  # updates so far
         self.ended_by = ""  # the signal that has ended the run early
         self.requests = Requests(self.device)
         own = {name: optimizer.own(name, bank) for name, bank in optimizer.banks.items()
@@ -2126,14 +2127,14 @@ class Run:
             self.step, total_tokens(c, self.step), flops_per_token(c), startup_s)
         if self.ended_by:
             result["interrupted"] = True
-        path = keeper.finish(result)
+        path = keeper.write_result(result)
         if self.ended_by:
-            return keeper.stopped(self.step, self.ended_by, path)
-        keeper.ended()
+            return keeper.say_how_to_go_on(self.step, self.ended_by, path)
+        keeper.drop_saves()
         if is_master():
             self.log.console.closing(path, [])  # before the sample, which may be broken off
             if c.sample:
-                self.show_sample(keeper.best or keeper.checkpoint(self.step, result["val_loss"]))
+                self.show_sample(keeper.best or keeper.weights_now(self.step, result["val_loss"]))
             self.log.console.closing(None, next_commands(path, c.data_dir, longer))
         return 1 if result["reached"] is False else 0
 
@@ -2163,7 +2164,7 @@ def train(c: Config, at_end: ExitStack) -> int:
     notes = []
     if c.sample:
         import sample  # only now: training alone needs no tokenizer
-        notes = agreed(sample.check, c)
+        notes = on_all_ranks(sample.check, c)
     files = journal.project_files(__file__)
     inputs = check_inputs(c, packing(c), batch_plan(c), files, sum(num_weights(c)))
 

@@ -42,25 +42,8 @@ def configure(namespace: str = "nanogpt") -> None:
     # All kernels get the same name, so that equal kernels of two graphs are one entry in the cache:
     # kinds of layers share two of five.
     torch._inductor.config.triton.unique_kernel_names = False
-    torch._inductor.config.post_grad_custom_pre_pass = no_pass(operators_hash(namespace))
-
-
-def no_pass(identity: str):
-    """A pass of the compiler that leaves every graph as it is. The compiler puts the identity of
-    its passes into the keys of its caches, which is all that this one is for."""
-    from torch._inductor.custom_graph_pass import CustomGraphPass  # importing it takes 2 s
-
-    class NoPass(CustomGraphPass):
-        def __call__(self, graph: torch.fx.Graph) -> None:
-            pass
-
-        def uuid(self) -> str:
-            return identity
-
-        def __repr__(self) -> str:  # goes into a key of ours: it must not hold an address
-            return f"no_pass({identity})"
-
-    return NoPass()
+    identity = operators_hash(namespace)
+    torch._inductor.config.post_grad_custom_pre_pass = pass_that_only_names(identity)
 
 
 def operators_hash(namespace: str) -> str:
@@ -75,6 +58,24 @@ def operators_hash(namespace: str) -> str:
                     operator._abstract_fn, operator._backward_fn, operator._setup_context_fn):
                 texts.append(inspect.getsource(function) if function else "")
     return hashlib.sha256(repr(texts).encode()).hexdigest()
+
+
+def pass_that_only_names(identity: str):
+    """A pass of the compiler that leaves every graph as it is. The compiler puts the identity of
+    its passes into the keys of its caches, which is all that this one is for."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass  # importing it takes 2 s
+
+    class OnlyNames(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            pass
+
+        def uuid(self) -> str:
+            return identity
+
+        def __repr__(self) -> str:  # KeptGraphs.file_name has it: it must not hold an address
+            return f"pass_that_only_names({identity})"
+
+    return OnlyNames()
 
 
 class Compiled:
@@ -157,7 +158,7 @@ class KeptGraphs:
         loaded = graph is not None
         if not loaded:
             graph = self.make(name, args)
-        graph.disable_guard_check()  # done above: the call itself need not do it again
+        graph.disable_guard_check()  # `load` and `make` have done it: the call itself need not
         known.append(graph)
         return graph, loaded
 
@@ -178,7 +179,7 @@ class KeptGraphs:
         """The first kept graph of this name whose guards accept the arguments. Raises what PyTorch
         raises on a damaged file, and removes the file."""
         for path in sorted(self.folder().glob(f"{name}.*")):
-            # Reading guards makes new ones, which PyTorch wants to put into some context.
+            # Reading guards makes new ones, for which PyTorch needs a context. Any will do.
             context = torch._guards.TracingContext(None)
             try:
                 with open(path, "rb") as file, torch._guards.tracing(context):
@@ -194,7 +195,7 @@ class KeptGraphs:
     def make(self, name: str, args: tuple) -> Callable:
         """A new graph, forward and backward, also written to disk."""
         compiled = torch.compile(self.function, dynamic=self.dynamic, fullgraph=True)
-        with without_gradients(args), warnings.catch_warnings():
+        with hiding_grad(args), warnings.catch_warnings():
             # PyTorch looks at the .grad of every argument, and warns that not all can have one.
             warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")
             graph = compiled.aot_compile((args, {}))
@@ -247,7 +248,7 @@ def tensors_in(value) -> Iterator[Tensor]:
 
 
 @contextmanager
-def without_gradients(args: tuple):
+def hiding_grad(args: tuple):
     """Takes .grad away from the arguments for a while. PyTorch cannot read a kept graph that was
     made while an argument had one, though graphs do not depend on it."""
     gradients = []
@@ -288,7 +289,7 @@ def absent(names: Iterable[str], values: Iterable) -> list[str]:
 
 class Capture(NamedTuple):
     graph: "torch.cuda.CUDAGraph"
-    places: list[Tensor]  # what the graph reads
+    places: list[Tensor]  # the tensors that the graph reads: copies of the function's
     results: object  # what the function returned; each replay writes it anew
     gradients: list[Tensor | None]  # .grad of every parameter after it
 

@@ -144,8 +144,9 @@ def fit_to_text(c, schedule: list, text: Text, given: dict):
     fixed = dict(given)
     for name, most in (("seq_len", "micro_tokens"), ("val_seq_len", "val_tokens")):
         value = given.get(name, 0)
-        require(value <= lengths[name], f"--{name}={value} is more than this text and --{most} have "
-                f"room for, which is {lengths[name]}; lower it, or leave it out")
+        require(value <= lengths[name],
+                f"--{name}={value} is more than this text and --{most} have room for, which is "
+                f"{lengths[name]}; lower it, or leave it out")
         fixed.pop(most, None)
     c = dataclasses.replace(c, **lengths | {"bigram_rows": bigram_rows} | fixed)
 

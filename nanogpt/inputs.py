@@ -12,7 +12,7 @@ from torch import Tensor
 from data import checks, shards
 from nanogpt import checkpoint, saving
 from nanogpt.joining import refuse_other_data
-from nanogpt.ranks import BadInput, agreed, is_master, rank_and_world_size, require
+from nanogpt.ranks import BadInput, is_master, on_all_ranks, rank_and_world_size, require
 from records.journal import try_folder
 
 
@@ -32,12 +32,12 @@ def check_inputs(c, packing: shards.Packing, plan: shards.Plan, files: list[dict
     something is wrong on one of them, or if they do not have the same source files and shards. A
     collective."""
     errors = (BadInput, shards.ShardError)
-    train_paths, val_paths, val_tokens = agreed(check_data, c, packing, plan, errors=errors)
-    stamps, fingerprints = agreed(identify, train_paths, val_paths, errors=errors)
-    agreed(refuse_other_data, files, fingerprints)
+    train_paths, val_paths, val_tokens = on_all_ranks(check_data, c, packing, plan, errors=errors)
+    stamps, fingerprints = on_all_ranks(identify, train_paths, val_paths, errors=errors)
+    on_all_ranks(refuse_other_data, files, fingerprints)
     saved = saving.open_save(c.resume, fingerprints, c.data_dir)
-    checkpoint_path = agreed(place_for_checkpoint, c, saved, num_weights)
-    agreed(try_folder, c.log_dir)
+    checkpoint_path = on_all_ranks(place_for_checkpoint, c, saved, num_weights)
+    on_all_ranks(try_folder, c.log_dir)
     return Inputs(train_paths, stamps, val_tokens, fingerprints, saved, checkpoint_path)
 
 
@@ -80,7 +80,7 @@ def check_amount(c, packing: shards.Packing, plan: shards.Plan, train_paths: lis
     """Raises ShardError on all ranks if the training shards do not last for the plan that --minutes
     has made. A collective."""
     errors = (shards.ShardError,)
-    agreed(checks.check_amount, train_paths, packing, plan, c.data_dir, c.fit, errors=errors)
+    on_all_ranks(checks.check_amount, train_paths, packing, plan, c.data_dir, c.fit, errors=errors)
 
 
 def chooses_steps(c) -> bool:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from nanogpt.ranks import Agreed, BadInput, all_ranks, refuse_faults, require
+from nanogpt.ranks import BadInput, SharedFault, all_ranks, refuse_faults, require
 from records.console import complain
 from records.journal import project_files
 
@@ -99,8 +99,8 @@ def give_up(place: Place, fault: str | None) -> None:
 
 
 def refuse(meeting: Meeting, minutes: float) -> None:
-    """Raises Agreed if something is wrong on any rank, if not all have come within so many minutes,
-    or if two of them run something else."""
+    """Raises SharedFault if something is wrong on any rank, if not all have come within so many
+    minutes, or if two of them run something else."""
     place, notes = meeting.place, meeting.notes
     refuse_faults({rank: note["fault"] for rank, note in notes.items()}, place.rank,
                   place.world_size)
@@ -110,10 +110,10 @@ def refuse(meeting: Meeting, minutes: float) -> None:
         sentence = (f"{came}, {in_words(absent)} did not; start all of them, see whether they can "
                     f"reach {place.address}:{place.port}, or raise --join_timeout")
         meeting.store.set("gave_up", sentence)
-        raise Agreed(sentence, min(notes))
+        raise SharedFault(sentence, min(notes))
     odd = difference([notes[rank]["runs"] for rank in range(place.world_size)])
     if odd:
-        raise Agreed(odd, 0)
+        raise SharedFault(odd, 0)
 
 
 def open_store(place: Place, deadline: float, minutes: float) -> dist.Store:

@@ -9,12 +9,13 @@ from pathlib import Path
 
 from nanogpt import checkpoint, finite, saving, stopping
 from nanogpt.inputs import Inputs
-from nanogpt.ranks import agreed, all_ranks
+from nanogpt.ranks import all_ranks, on_all_ranks
 from records import journal
 
 
 class Keeper:
-    """Keeps one run. `step`: how many updates were made before it, if it goes on from a save."""
+    """Keeps one run. `first_step`: how many updates were made before it, if it goes on from a
+    save."""
 
     def __init__(self, c, optimizer, inputs: Inputs, facts: journal.RunFacts, log: journal.Log,
                  clock: journal.Clock):
@@ -23,11 +24,12 @@ class Keeper:
         self.config = c
         self.optimizer = optimizer
         self.model = optimizer.model
-        self.path = inputs.checkpoint_path  # of the best weights
+        # Where the best weights go; None if none are kept, and on all ranks but rank 0.
+        self.weights_file = inputs.checkpoint_path
         self.facts = facts
         self.log = log
         self.clock = clock
-        self.step = 0
+        self.first_step = 0
         self.best = None  # the checkpoint of the best validation
         self.came_from = []  # the runs that this one goes on with
         if inputs.saved:
@@ -35,16 +37,16 @@ class Keeper:
         self.run_id = all_ranks(facts.run["run_id"])[0]
         self.saver = saving.Saver(
             Path(c.log_dir, f"{self.run_id}.saved"), c.save_every, c.save_steps, self.tensors(),
-            self.came_from, clock.total, self.step)
+            self.came_from, clock.total, self.first_step)
 
     # ----------------------------------------------------------------------------------------------
     # Saves
 
     def go_on(self, saved: saving.Saved) -> None:
         """Begins where the save was made. Raises BadInput if it does not fit. A collective."""
-        agreed(saved.restore, self.optimizer)
-        self.step = saved.step
-        self.best = saved.fact("best") if self.path else None
+        on_all_ranks(saved.restore, self.optimizer)
+        self.first_step = saved.step
+        self.best = saved.fact("best") if self.weights_file else None
         self.came_from = saved.history()
         self.clock.total = saved.fact("seconds")
         self.log.repeat(saved.fact("steps"))
@@ -56,31 +58,32 @@ class Keeper:
         return self.optimizer.tensors() | counts
 
     def due(self, step: int) -> bool:
-        """Whether it is time to save."""
+        """Whether rank 0 wants a save now. The other ranks, on which this is False, hear of it
+        (`ranks.Requests`)."""
         return self.saver.due(step, self.clock.now())
 
     def save(self, step: int) -> None:
         """Begins a save, if the run is one that saves. The log must have all losses so far, as
-        `Run.read_losses` brings them."""
+        `Run.read_losses` brings them. A collective."""
         if not self.saver.saves:
             return
         tensors = self.tensors()
         finite.check_save(step, tensors)
         optimizer = self.optimizer
-        facts = dict(
+        shared = dict(  # what rank 0 saves for all
             config=dataclasses.asdict(self.config), run_id=self.run_id,
             files_sha256=self.facts.run["files_sha256"],
             data=self.facts.data, came_from=self.came_from, best=self.best,
-            checkpoint=self.path and str(self.path), seconds=self.clock.now(),
+            checkpoint=self.weights_file and str(self.weights_file), seconds=self.clock.now(),
             steps=list(self.log.steps), updates=optimizer.updates,
             bytes_sent=optimizer.bytes_sent, recipes=optimizer.recipes.state())
         random = saving.random_state(self.model.signs.device)
-        self.saver.save(step, self.clock.now(), tensors, random, facts)
+        self.saver.save(step, self.clock.now(), tensors, random, shared)
 
     # ----------------------------------------------------------------------------------------------
     # The best weights
 
-    def checkpoint(self, step: int, val_loss: float) -> dict:
+    def weights_now(self, step: int, val_loss: float) -> dict:
         """The checkpoint of the weights as they are now."""
         origin = dict(run_id=self.run_id, data=self.facts.data)
         return checkpoint.of_model(self.model, step, val_loss, origin)
@@ -88,25 +91,27 @@ class Keeper:
     def validated(self, step: int, loss: float) -> None:
         """Keeps these weights if they are the best so far, and were trained."""
         is_best = self.best is None or loss < self.best["val_loss"]
-        if self.path and step and is_best:
-            self.best = self.checkpoint(step, loss)
+        if self.weights_file and step and is_best:
+            self.best = self.weights_now(step, loss)
 
-    def checkpoint_path(self) -> Path:
-        """The file of the weights. One that we have named ourselves is another one if a run that is
-        none of this one's has written there meanwhile."""
+    def file_to_write(self) -> Path:
+        """The file that the weights are written to. With --save_checkpoint=auto its name was chosen
+        at the start. If a foreign run has since written a file of that name, it is the next free
+        one, NAME-2.pt."""
         if self.config.save_checkpoint != "auto":
-            return self.path
+            return self.weights_file
         own_runs = [self.run_id, *(Path(folder).stem for folder in self.came_from)]
         with suppress(OSError):  # of a disk that fails: who writes there will say so
-            return checkpoint.unused_path(self.path, own_runs)
-        return self.path
+            return checkpoint.unused_path(self.weights_file, own_runs)
+        return self.weights_file
 
     def keep_best(self, writing, kind: type | None, error: BaseException | None, trace) -> None:
         """Writes the checkpoint if an error ends the run, and holds the lock `writing` meanwhile
-        (watch.py). The other arguments are those of __exit__ of a context manager."""
+        (watch.py). `train` in train_gpt.py pushes this on an ExitStack, which gives the other
+        arguments: those of __exit__ of a context manager."""
         if error and self.best and not self.log.has_ended:
             with writing:
-                self.log.console.say(checkpoint.keep(self.checkpoint_path(), self.best))
+                self.log.console.say(checkpoint.keep(self.file_to_write(), self.best))
 
     # ----------------------------------------------------------------------------------------------
     # The end
@@ -124,9 +129,9 @@ class Keeper:
         result["code_sha256"] = self.facts.run["code_sha256"]
         return result
 
-    def finish(self, result: dict) -> Path | None:
-        """Says what came of the run, and writes the checkpoint. Returns its path, if there is
-        one."""
+    def write_result(self, result: dict) -> Path | None:
+        """Ends the log with the result, and writes the best weights. Returns their path, if there
+        are any."""
         log = self.log
         for note in self.optimizer.recipes.notes():
             log.fact("note", note)
@@ -138,15 +143,16 @@ class Keeper:
         log.end(result, self.best["step"] if self.best else None)
         if not self.best:
             return None
-        return checkpoint.write_somewhere(self.checkpoint_path(), self.best)
+        return checkpoint.write_somewhere(self.file_to_write(), self.best)
 
-    def ended(self) -> None:
-        """The run has come to its end: it needs no saves any more."""
+    def drop_saves(self) -> None:
+        """Removes the saves of a run that has come to its end: it needs none any more."""
         self.saver.end()
 
-    def stopped(self, step: int, signal: str, path: Path | None) -> int:
-        """Says how a run that a signal has ended can go on. Returns the exit status."""
-        if self.path and not path:
+    def say_how_to_go_on(self, step: int, signal: str, path: Path | None) -> int:
+        """What a run says that a signal has ended. `path` is that of its weights, if there are any.
+        Returns the exit status."""
+        if self.weights_file and not path:
             self.log.console.say("no weights are kept, as none were validated")
         self.saver.finish()
         command = saving.command(self.saver.newest(), self.config.save_checkpoint)

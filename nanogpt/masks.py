@@ -33,7 +33,7 @@ def block_lists(documents: Tensor, windows: Tensor) -> tuple[Tensor, ...]:
     block is seen in full if it begins with the document that the block of queries ends with, for
     then both lie inside of one document; otherwise it is seen in part. With blocks of 4 tokens:
 
-        document      0 0 0 0   0 1 1 1   1 1 1 1   1 1 1 1   1 1 2 2
+        document      0 0 0 0   0 1 1 1   1 1 1 1   1 1 1 1   1 1 2 2   (window: 4 or more)
         block            0         1         2         3         4
         block 3 sees              part      all       part
         block 4 sees              part      part      part      part
@@ -54,15 +54,16 @@ def block_lists(documents: Tensor, windows: Tensor) -> tuple[Tensor, ...]:
     first_key = torch.searchsorted(last, first).maximum(oldest)
     first_full_key = torch.searchsorted(first, last).minimum(own).maximum(oldest)
     # Of each block of keys: the last block of queries that sees it, and the last that sees all of
-    # it.
+    # it, because it ends with the document with which the block of keys begins.
     last_query = torch.searchsorted(first, last, right=True) - 1
     last_query = last_query.minimum(newest)
     last_full_query = torch.searchsorted(last, first, right=True) - 1
     last_full_query = last_full_query.maximum(own).minimum(newest)
 
+    place = torch.arange(len(first), device=documents.device)  # (n,) in a list
+
     def blocks(begin: Tensor, end: Tensor, with_own: int) -> tuple[Tensor, Tensor]:
         """The blocks from begin to end - 1, and before them the own block if with_own is 1."""
-        place = own  # in the list: they are also counted from 0 to n - 1
         index = (begin[..., None] + place - with_own).clamp(max=len(own) - 1)
         index = torch.where(place < with_own, own[:, None], index)
         return (end - begin + with_own).int(), index.int()
@@ -136,8 +137,8 @@ def cpu_unfold(x: Tensor, n: int) -> Tensor:
 
 
 def cpu_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """F.scaled_dot_product_attention without a scale. For CPUs it has products in float32 only,
-    which take twice as long as those in bf16, so in bf16 we multiply ourselves."""
+    """F.scaled_dot_product_attention without a scale. On CPUs PyTorch computes it in float32, also
+    for bf16, though products in bf16 are faster. So in bf16 we multiply ourselves."""
     dtype = q.dtype
     if dtype == torch.bfloat16:
         hidden = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)

@@ -21,8 +21,8 @@ def require(condition, sentence: str) -> None:
         raise BadInput(sentence)
 
 
-class Agreed(BadInput):
-    """A fault that all ranks know of. `speaker` is the rank that says it."""
+class SharedFault(BadInput):
+    """A fault that all ranks know of, and raise. `speaker` is the rank that says it."""
 
     def __init__(self, sentence: str, speaker: int):
         super().__init__(sentence)
@@ -30,15 +30,16 @@ class Agreed(BadInput):
 
 
 def start_process(kind: str, local_gpu: int, store: dist.Store | None = None) -> torch.device:
-    """This process's device: the GPU of this number if `kind` is "cuda", or the "cpu" or "mps".
-    Also starts the process group if there is a store in which its ranks have met
-    (nanogpt/joining.py). Raises OSError if there are more processes than GPUs on this host."""
+    """Starts PyTorch on this process's device, and returns it: the GPU of this number if `kind` is
+    "cuda", or the "cpu" or "mps". Also starts the process group if there is a store in which its
+    ranks have met (nanogpt/joining.py). Raises BadInput if there are more processes than GPUs on
+    this host."""
     device = torch.device(kind)
     if kind == "cuda":
         device = torch.device("cuda", local_gpu)
-        if local_gpu >= torch.cuda.device_count():
-            raise OSError(f"process {local_gpu} of this host finds no GPU for itself; "
-                          "start one process per GPU")
+        require(local_gpu < torch.cuda.device_count(),
+                f"process {local_gpu} of this host finds no GPU for itself; start one process per "
+                "GPU")
         torch.cuda.set_device(device)
         # Work on this stream goes before what is done beside it (nanogpt/rows.py).
         torch.cuda.set_stream(torch.cuda.Stream(priority=-1))
@@ -73,9 +74,9 @@ def all_ranks(value) -> list:
     return values
 
 
-def agreed(work: Callable, *args, errors=(BadInput,)):
+def on_all_ranks(work: Callable, *args, errors=(BadInput,)):
     """Returns work(*args), computed on every rank. If it raises one of `errors` on some rank, every
-    rank raises Agreed, so that none is left waiting. A collective."""
+    rank raises SharedFault, so that none goes on and waits for the others. A collective."""
     result = None
     sentence = None
     try:
@@ -87,12 +88,12 @@ def agreed(work: Callable, *args, errors=(BadInput,)):
 
 
 def refuse_faults(faults: dict[int, str | None], rank: int, world_size: int) -> None:
-    """Raises Agreed if something is wrong on any rank. `faults` are the sentences of the ranks that
-    have told theirs, None where nothing is wrong.
+    """Raises SharedFault if something is wrong on any rank. `faults` are the sentences of the ranks
+    that have told theirs, None where nothing is wrong.
 
     Each rank says its own fault, with its number. A fault that several have is said by the first of
     them, and without a number if all have it."""
-    faults = {rank: sentence for rank, sentence in faults.items() if sentence is not None}
+    faults = {other: fault for other, fault in faults.items() if fault is not None}
     if not faults:
         return
     first = min(faults)
@@ -100,7 +101,7 @@ def refuse_faults(faults: dict[int, str | None], rank: int, world_size: int) -> 
     speaker = min(other for other in faults if faults[other] == sentence)
     if list(faults.values()) != [sentence] * world_size:
         sentence = f"rank {speaker}: {sentence}"
-    raise Agreed(sentence, speaker)
+    raise SharedFault(sentence, speaker)
 
 
 REQUESTS = ("SIGINT", "SIGTERM", "save")
@@ -111,13 +112,14 @@ class Requests:
     all do it between the same two steps.
 
     Nothing waits for this. A request travels in the vector that the ranks sum at each step anyway:
-    the loss, and other numbers behind it. The CPU reads this vector a step later. A rank whose
-    vector comes early waits for the others: a request that came with a step is granted after the
-    next step. A single process needs no vector and grants at once.
+    the loss, and other numbers behind it. The CPU reads this vector when it comes. Suppose that a
+    rank asks before step 8. The request travels with the vector of step 8. Some ranks may read it
+    during that step already, but all have read it when step 9 is over. So all of them grant it
+    then, before step 10. A single process needs no vector and grants at once.
 
         ask         notes a request of this rank
-        outgoing    what this step adds to the vector
-        hear        takes the requests out of the vectors that have arrived
+        outgoing    what this step adds at the end of the vector
+        hear        takes the requests off the end of the vectors that have arrived
         granted     whether all ranks do it now
     """
 

@@ -78,8 +78,9 @@ class Recipe:
         return False
 
     def weights_changed(self, names: list[str], masters: dict[str, Tensor]) -> int:
-        """Follows an update of the banks of these names. `masters` has this rank's float32 rows of
-        each bank. Returns the size in bytes of what the ranks have gathered. A collective."""
+        """Is called after an update of the banks of these names. `masters` has this rank's float32
+        rows of each bank. Returns the size in bytes of what the ranks have gathered. A
+        collective."""
         return 0
 
     def before_validation(self) -> None:
@@ -124,7 +125,7 @@ class Measurements:
     tensor. Therefore every product takes one more input, `seen`, which is three zeros that nobody
     reads, and returns the three amaxes as the gradient of that input. autograd adds a gradient to
     `.grad` in place, and the `.grad` of each `seen` is a row of `amaxes`. In place of its amax, a
-    weight may give a number that is not finite in the same cases.
+    weight may give a number that is not finite in the same cases, such as its scale in FP8.
     """
 
     def __init__(self, sites: list[Site], device: torch.device):
@@ -210,13 +211,12 @@ def inverse(x: Tensor) -> Tensor:
 
 class Options(NamedTuple):
     """What the command line says about recipes."""
-    plain: str  # the recipe of the model's own dtype: "bf16", "fp16", "fp32" or "fp64"
+    plain_recipe: str  # that of the model's own dtype: "bf16", "fp16", "fp32" or "fp64"
     scales_loss: bool  # --precision=fp16, or --dtype=float16
     seq_len: int
     float8_all_gather: bool = False
     nvfp4_without: str = ""
     last_frac: float = 0.0  # --bf16_last_frac
-    native: bool = False
 
 
 PLAIN_DTYPES = {  # of the recipes that compute in the dtype of the tensors
@@ -239,8 +239,7 @@ def options_of(c) -> Options:
         plain = next(name for name in PLAIN_DTYPES if PLAIN_DTYPES[name] == dtype)
     scales_loss = "fp16" in (c.precision, plain)
     return Options(
-        plain, scales_loss, c.seq_len, c.float8_all_gather, c.nvfp4_without,
-        c.bf16_last_frac, c.native)
+        plain, scales_loss, c.seq_len, c.float8_all_gather, c.nvfp4_without, c.bf16_last_frac)
 
 
 def is_native(recipe_name: str, device: torch.device) -> bool:
@@ -248,10 +247,10 @@ def is_native(recipe_name: str, device: torch.device) -> bool:
     of GPUs that have nvfp4 (Blackwell) were never tried, so it is emulated everywhere."""
     if recipe_name == "nvfp4":
         return False
-    if device.type != "cuda" or recipe_name in ("fp32", "fp64"):
-        return True
     if recipe_name in ("fp8", "fp8-static"):
         return kernels.has_fp8(device)
+    if device.type != "cuda" or recipe_name in ("fp32", "fp64"):
+        return True
     if torch.version.hip:
         return True
     needed = {"bf16": (8, 0), "fp16": (7, 0)}
@@ -277,13 +276,13 @@ def import_modules(recipe_names: RecipeNames, options: Options) -> None:
         module_of(recipe_name)
 
 
-def possible(recipe_name: str, projection: str, shape: tuple[int, int], options: Options) -> str:
-    """The recipe that a projection gets if it asks for this one. It is the plain one if it asks for
-    any plain one (they all mean: in the dtype of the model), if its weight is no multiple of 16, or
-    if the model is in float64. Raises BadInput if that is not what the user asked for."""
+def refuse_impossible(recipe_name: str, projection: str, shape: tuple[int, int],
+                      options: Options) -> None:
+    """Raises BadInput if a projection whose weight has this shape cannot have this recipe, or not
+    together with what else the user asked for."""
     require(recipe_name in KNOWN,
             f"{projection} cannot be {recipe_name}, which is none of {', '.join(KNOWN)}")
-    if options.plain == "fp64":
+    if options.plain_recipe == "fp64":
         require(recipe_name != "nvfp4" and not options.float8_all_gather,
                 f"{projection} cannot be {recipe_name} with --dtype=float64, which is without "
                 "recipes; choose another --dtype, or neither --precision=nvfp4 nor "
@@ -294,8 +293,15 @@ def possible(recipe_name: str, projection: str, shape: tuple[int, int], options:
         module_of("fp16").check(projection, recipe_name)
     if recipe_name == "nvfp4":
         module_of("nvfp4").check(projection, shape)
-    if recipe_name in PLAIN_DTYPES or options.plain == "fp64" or not fits(shape):
-        return options.plain
+
+
+def in_place_of(recipe_name: str, shape: tuple[int, int], options: Options) -> str:
+    """The recipe that a projection gets if it asks for this one. It is that of the model's own
+    dtype if it asks for any plain one (they all mean just that), if a side of its weight is no
+    multiple of 16, or if the model is in float64."""
+    asks_for_plain = recipe_name in PLAIN_DTYPES
+    if asks_for_plain or options.plain_recipe == "fp64" or not fits(shape):
+        return options.plain_recipe
     return recipe_name
 
 
@@ -315,7 +321,7 @@ def choose(c, layers: list, default: dict[str, str], device: torch.device) -> Re
         if i < len(layers) - c.bf16_last_layers:
             wanted.append({name: layer.recipes.get(name, default[name]) for name in projections})
         else:
-            wanted.append(dict.fromkeys(projections, options.plain))
+            wanted.append(dict.fromkeys(projections, options.plain_recipe))
     wanted.append({"lm_head": default["lm_head"]})
 
     widths = dict.fromkeys(PROJECTIONS, c.model_dim)
@@ -325,8 +331,9 @@ def choose(c, layers: list, default: dict[str, str], device: torch.device) -> Re
         recipe_names = {}
         for projection, recipe_name in layer.items():
             shape = (c.model_dim, widths[projection])
-            recipe_name = possible(recipe_name, projection, shape, options)
-            require(is_native(recipe_name, device) or not options.native,
+            refuse_impossible(recipe_name, projection, shape, options)
+            recipe_name = in_place_of(recipe_name, shape, options)
+            require(is_native(recipe_name, device) or not c.native,
                     f"--native, but {device.type} has no products of {projection} in {recipe_name} "
                     "here")
             recipe_names[projection] = recipe_name
@@ -344,7 +351,7 @@ def summary(recipe_names: RecipeNames, device: torch.device) -> str:
     return ", ".join(f"{texts.count(text)} x {text}" for text in dict.fromkeys(texts))
 
 
-class Recipes(Recipe):
+class Recipes:
     """All recipes of a run that have a module of their own, as one: each method asks all."""
 
     def __init__(self, recipe_names: RecipeNames, sites: list[Site], banks: dict[str, Tensor],
@@ -387,8 +394,9 @@ class Recipes(Recipe):
 
     def gradients_are_finite(self, gradients: Iterable[Tensor]) -> bool:
         """The gradients are made one by one as they are asked for, and making them waits for all
-        ranks. Only a recipe that scales the loss asks."""
-        return all([recipe.gradients_are_finite(gradients) for recipe in self.by_name.values()])
+        ranks. Only a recipe that scales the loss asks for them."""
+        answers = [recipe.gradients_are_finite(gradients) for recipe in self.by_name.values()]
+        return all(answers)  # of all recipes, as each answer is a collective
 
     def unscale(self, gradient: Tensor) -> Tensor:
         for recipe in self.by_name.values():

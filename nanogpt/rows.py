@@ -5,8 +5,8 @@ rows that some rank looked up have a gradient and are updated. Each rank owns so
 every row, so that all ranks share this work, whichever rows they are.
 
 The work takes memory bandwidth, while the update of the matrices takes arithmetic. So it is done
-on a CUDA stream beside the main one: 28.7 to 28.9 instead of 30.0 ms a step on one H200
-(records/2026-11-21_ladder_beside_two_gpus).
+on a CUDA stream beside the main one: 28.7 to 28.9 instead of 30.0 ms a step of 16,384 tokens on one
+H200 (records/2026-11-21_ladder_beside_two_gpus).
 """
 import torch
 import torch.distributed as dist
@@ -17,7 +17,8 @@ from nanogpt.ranks import rank_and_world_size
 
 
 def to_host(numbers: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """A copy on the CPU that nothing waits for, and the event after which it may be read."""
+    """A copy on the CPU that nothing waits for, and the event after which it may be read. (PyTorch
+    makes it in pinned memory, into which the GPU can write by itself.)"""
     copy = numbers.to("cpu", non_blocking=True)
     return copy, torch.cuda.current_stream().record_event() if numbers.is_cuda else None
 
@@ -26,20 +27,28 @@ class LookedUpRows:
     """The rows of the tables that a step looks up, and their gradients.
 
     In each step these methods are called in this order: `find` before the forward passes, `add`
-    after each of them, then by the optimizer `sums`, and `put` for each table. All is done on the
-    stream `beside`: `find` and `add` switch to it, `sums` and `put` are to be called on it."""
+    after each of them, then by the optimizer `take_sums`, and `put` for each table. All is done on
+    the stream `beside`: `find` and `add` switch to it, the other two are to be called on it.
+
+    A table exists twice. Its bank, in the dtype of the products, is whole on every rank: lookups
+    read it. The master is its float32 original, of which a rank has `share` columns of every row;
+    these it updates."""
 
     def __init__(self, device: torch.device):
         self.device = device
         self.beside = torch.cuda.Stream() if device.type == "cuda" else None
         _, self.world_size = rank_and_world_size()
+        self.reset({})
 
     def reset(self, masters: dict[str, Tensor]) -> None:
         """Forgets all steps so far. masters: for each table this rank's columns, (rows, share)."""
         self.masters = masters
-        self.places = {}  # name -> (rows,), of a used row its place among the used ones, from 1 on
-        self.totals = {}  # name -> (world_size, n, share), the sum of gradients of the n used rows
-        self.used = {}  # name -> (n,), the used rows in ascending order
+        # Of the step in hand, for each table:
+        self.places = {}  # (rows,), of a used row its place among the used ones, from 1 on
+        self.counts = None  # how many rows are used, (tables,) on the CPU,
+        self.counts_arrived = None  # after this event
+        self.totals = {}  # (world_size, n, share), the sum of gradients of the n used rows
+        self.used = {}  # (n,), the used rows in ascending order
 
     def on_stream(self):
         return torch.cuda.stream(self.beside)  # without a GPU this does nothing
@@ -52,9 +61,9 @@ class LookedUpRows:
 
     @torch.no_grad()
     def find(self, batch: list[dict[str, Tensor]]) -> None:
-        """Begins to find out which rows any rank looks up. The CPU must know how many there are,
-        and waits for this number: so it is computed while the GPU is busy with the forward
-        passes."""
+        """Begins to find out which rows any rank looks up. The CPU must know how many there are, to
+        make room for their sums, but only in the first `add`. Until then the GPU counts them beside
+        the forward pass."""
         self.meet()
         with self.on_stream():
             sizes = [len(master) for master in self.masters.values()]
@@ -89,10 +98,10 @@ class LookedUpRows:
                 self.make_totals()
             for name in self.masters:
                 kernels.sum_rows(self.totals[name], self.places[name], rows[name], gradients[name])
-                if self.beside:
+                if self.beside:  # the rows need not be recorded: `train_step` holds them
                     gradients[name].record_stream(self.beside)
 
-    def sums(self, dtypes: dict[str, torch.dtype]) -> dict[str, Tensor]:
+    def take_sums(self, dtypes: dict[str, torch.dtype]) -> dict[str, Tensor]:
         """The totals, (world_size, n, share) in the dtype they are sent in; they are forgotten
         here."""
         sums = {name: total.to(dtypes[name]) for name, total in self.totals.items()}

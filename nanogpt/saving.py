@@ -38,7 +38,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanogpt import checkpoint
-from nanogpt.ranks import BadInput, agreed, all_ranks, rank_and_world_size, require
+from nanogpt.ranks import BadInput, all_ranks, on_all_ranks, rank_and_world_size, require
 from records.console import complain
 
 FORMAT = 1
@@ -467,10 +467,10 @@ def open_save(asked: str, data: list[dict], folder: str) -> Saved | None:
     """The save that --resume=ASKED has named, if it has. `data` are the fingerprints of the shards
     in `folder`. Raises BadInput if the save is damaged or that of a run on other data. A
     collective."""
-    path = agreed(same_save, asked)
+    path = on_all_ranks(same_save, asked)
     if path in ("", NEWEST):
         return None
-    saved = agreed(Saved, Path(path))
+    saved = on_all_ranks(Saved, Path(path))
     saved.check_data(data, folder)
     return saved
 

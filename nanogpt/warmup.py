@@ -41,22 +41,25 @@ class WarmUp:
         self.config = model.config
         self.plan = plan
         length = max(self.config.val_seq_len, *(stage.length for stage in plan)) + 1
+        # Random documents of 600 tokens, so that blocks of attention are seen in full, in part, and
+        # not at all. No other token than bos begins a document.
         self.tokens = torch.randint(0, model.bos, (length,), device=model.signs.device)
         self.tokens[::600] = model.bos
-        self.kinds = []  # a step of each stage, with and without its recipes
+        self.step_kinds = []  # a step of each stage, with and without its recipes
         for stage in plan:
-            of_stage = {self.setting(step).plain: step for step in range(stage.first, stage.end)}
-            self.kinds += [(stage, step) for step in of_stage.values()]
+            steps = {self.setting(step).plain: step for step in range(stage.first, stage.end)}
+            self.step_kinds += [(stage, step) for step in steps.values()]
 
     def run(self, call: Callable) -> None:
         """`call` is compiling.CudaGraphs, or what stands for it."""
         if rank_and_world_size()[1] > 1:
             self.compile_share()
-        for stage, step in self.kinds:
-            self.forward_backward(stage, step)  # a CUDA graph must not contain a first use
+        for stage, step in self.step_kinds:
+            # First without a CUDA graph, which cannot record what is compiled or made at first use.
+            self.forward_backward(stage, step)
             first_two = self.micro_batches(stage)[:2]  # later ones are like the second
             self.work.train_step(self.model, self.optimizer, first_two, step, call)
-            if not self.model.flex:  # the shapes of these masks depend on the windows
+            if not self.model.flex:  # masks of SDPA have other shapes for each stage's windows
                 self.validate(step)
         self.validate(self.config.num_steps)
 
@@ -71,26 +74,34 @@ class WarmUp:
                 batch = self.micro_batches(stage)
                 self.work.train_step(self.model, self.optimizer, batch, stage.end - 1, call)
             clock.stop()
-            of_stage = (clock.total - before) / 3
-            average += of_stage * (stage.end - stage.first) / self.config.num_steps
+            seconds = (clock.total - before) / 3
+            average += seconds * (stage.end - stage.first) / self.config.num_steps
         return max(all_ranks(average))
 
     def compile_share(self) -> None:
         """Each rank compiles some graphs first. In `run` it finds those of the other ranks in the
         compiler's cache on disk. With empty caches, one H200 alone took 82 s to its first step, and
-        four that share took 66 to 76 s."""
+        four that share took 66 to 76 s.
+
+        The kinds of layers are dealt like cards: rank r gets the r-th one, and those that follow in
+        steps of world_size. If they do not come out even, the ranks that are dealt first get one
+        more. So kinds without attention, which compile fastest, lie on top, and each job begins to
+        deal at another rank."""
         rank, world_size = rank_and_world_size()
-        # Those without attention, which compile fastest, go to ranks that have one more to compile.
         layers = sorted(enumerate(self.model.layers), key=lambda item: item[1].attn)
-        kinds = {}  # of layers in training and in validation; each has a graph of its own
+        # Of each kind one layer, in training and in validation. A kind is what makes an argument of
+        # `block` None or not (GPT.layer_contexts); one that is forgotten here is compiled in `run`.
+        kinds = {}
         val_kinds = {}
         for i, layer in layers:
             kinds[layer.attn, layer.paired, layer.offset, layer.xsa, layer.value_embed is None] = i
             val_kinds[layer.attn, layer.paired] = i
-        lengths = {stage.length: (stage, step) for stage, step in self.kinds}
-        jobs = [(self.forward_backward, at, list(kinds.values())) for at in lengths.values()]
+        passes = {}  # one of each length, with and without recipes
+        for stage, step in self.step_kinds:
+            passes[stage.length, self.setting(step).plain] = stage, step
+        jobs = [(self.forward_backward, at, list(kinds.values())) for at in passes.values()]
         jobs.append((self.validate, (self.config.num_steps,), list(val_kinds.values())))
-        for turn, (job, at, which) in enumerate(jobs):  # it is never the same rank that has most
+        for turn, (job, at, which) in enumerate(jobs):
             job(*at, only=which[(rank + turn) % world_size :: world_size])
         params = self.model.params
         dense = [name for name in params if name not in self.model.big_tables]

@@ -39,13 +39,13 @@ from pathlib import Path
 import torch.distributed as dist
 
 from nanogpt import joining
-from nanogpt.ranks import Agreed, BadInput
+from nanogpt.ranks import BadInput, SharedFault
 from nanogpt.stopping import SIGNALS, Stop
 from records.console import complain
 
 LOOK_S = 1.0  # between two looks, and between two beats
 LOST_LOOKS = 30  # without a beat
-DEAD_LOOKS = 10  # what a look counts that finds no such process on this host
+DEAD_LOOKS = 10  # more, for each look that finds its process gone from this host
 FAILED_LOOKS = 4  # without a beat, once a collective has failed
 STILL_S = 40  # that all ranks may stand in a step, besides ten times the longest one
 ORPHAN_LOOKS = 60  # for the end in order of a run whose torchrun is gone
@@ -61,7 +61,7 @@ class Watch:
 
     def __init__(self, stop: Stop):
         self.stop = stop
-        self.meeting = None  # None: a process on its own
+        self.meeting = None  # where the processes of a torchrun have met; None without torchrun
         self.rank, self.world_size = 0, 1
         # The main thread writes these.
         self.step = None  # the one it is in
@@ -105,7 +105,7 @@ class Watch:
         errors: what parse raises if the user can mend it
         minutes: to wait for the others if there is no configuration that says it
 
-        Raises Agreed and BadInput, as joining.meet and joining.refuse do.
+        Raises SharedFault and BadInput, as joining.meet and joining.refuse do.
         """
         place = joining.own_place()
         if place is None:
@@ -160,9 +160,9 @@ class Watch:
         if self.world_size == 1:
             complain(f"train_gpt.py: {sentence}")
             return 2
-        if self.meeting is None or isinstance(error, Agreed):
+        if self.meeting is None or isinstance(error, SharedFault):
             self.stop.leaving = True  # all others know, or cannot be told
-            if not isinstance(error, Agreed) or self.says(error.speaker):
+            if not isinstance(error, SharedFault) or self.says(error.speaker):
                 complain(f"train_gpt.py: {sentence}")
             time.sleep(LOOK_S)  # until all have spoken, and have read what is in our store
             os._exit(2)
@@ -296,7 +296,10 @@ class Watch:
             return ""
         steps = parts_of(self.judged, "step")
         behind = [rank for rank in range(self.world_size) if steps[rank] == min(steps)]
-        where = f"in step {min(steps) + 1} for {self.still * LOOK_S:.0f} s"
+        where = f"in step {min(steps) + 1}"
+        if self.work == "validation":
+            where = f"in the validation after step {min(steps)}"
+        where += f" for {self.still * LOOK_S:.0f} s"
         if len(behind) < self.world_size:
             return f"{self.with_host(behind)} has stood {where}"
         at = defaultdict(list)  # line -> ranks
@@ -318,8 +321,8 @@ class Watch:
                    if host(rank) == host(self.rank) and rank not in lost)
 
     def says(self, speaker: int) -> bool:
-        """Whether this rank says what `speaker` has found: if it is that, or the first one of
-        another host, which has a screen of its own."""
+        """Whether this rank prints the message of rank `speaker`. It does if it is that rank, or
+        the first living rank of another host, as each host has a screen of its own."""
         elsewhere = self.meeting.host(speaker) != self.meeting.host(self.rank)
         return speaker == self.rank or (elsewhere and self.rank == self.first_here())
 
@@ -331,8 +334,9 @@ class Watch:
         first_line = sentence.partition("\n")[0]  # what follows is a traceback
         self.claim = dict(rank=self.rank, sentence=first_line, status=status)
         self.hurry.set()
-        for _ in range(60):
-            if self.over or not self.threads[0].is_alive():
+        talker = self.threads[0]  # it writes our claim under `over`, and ends if the store is gone
+        for _ in range(60):  # 3 s
+            if self.over or not talker.is_alive():
                 break
             time.sleep(0.05)
         speaker = self.first_here()
@@ -349,8 +353,9 @@ class Watch:
         for rank in self.lost_ranks(LOST_LOOKS):
             if rank in self.pids and not has_ended(self.pids[rank]):
                 os.kill(self.pids[rank], signal.SIGKILL)  # one that was stopped would stay for ever
+        # Others must have the time to see `over`, so the rank that has the store leaves last.
         has_store = self.rank == 0 and not self.meeting.place.in_torchrun
-        time.sleep((3 if has_store else 2 if speaks else 1) * LOOK_S)  # until all have seen `over`
+        time.sleep((3 if has_store else 2 if speaks else 1) * LOOK_S)
         os._exit(status)
 
 

@@ -16,7 +16,7 @@ from conftest import ROOT, arguments, documents, write_shard
 from processes import ENVIRONMENT, STDOUT, TORCHRUN, Process, free_port
 
 from nanogpt import checkpoint, joining, watch
-from nanogpt.ranks import Agreed, BadInput, refuse_faults
+from nanogpt.ranks import BadInput, SharedFault, refuse_faults
 from nanogpt.stopping import Stop
 
 SCRIPT = ROOT / "train_gpt.py"
@@ -139,7 +139,7 @@ def test_each_rank_says_its_own_fault_and_one_says_what_all_have():
     def heard(faults, world_size=3):
         raised = []
         for rank in range(world_size):
-            with pytest.raises(Agreed) as error:
+            with pytest.raises(SharedFault) as error:
                 refuse_faults(faults, rank, world_size)
             raised.append(str(error.value) if error.value.speaker == rank else None)
         return raised
