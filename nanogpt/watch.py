@@ -296,18 +296,18 @@ class Watch:
             return ""
         steps = parts_of(self.judged, "step")
         behind = [rank for rank in range(self.world_size) if steps[rank] == min(steps)]
+        seconds = f"{self.still * LOOK_S:.0f} s"
         where = f"in step {min(steps) + 1}"
-        if self.work == "validation":
-            where = f"in the validation after step {min(steps)}"
-        where += f" for {self.still * LOOK_S:.0f} s"
         if len(behind) < self.world_size:
-            return f"{self.with_host(behind)} has stood {where}"
+            return f"{self.with_host(behind)} has stood {where} for {seconds}"
         at = defaultdict(list)  # line -> ranks
         for rank, line in enumerate(parts_of(self.judged, "line")):
             at[line].append(rank)
         lines = sorted(at, key=lambda line: len(at[line]))  # that of the odd one out stands first
         places = ", ".join(f"{joining.in_words(at[line])} at {line}" for line in lines[:3])
-        return f"all ranks have stood {where}, {places}"
+        if self.work == "validation":
+            where = f"in the validation after step {min(steps)}"
+        return f"all ranks have stood {where} for {seconds}, {places}"
 
     def with_host(self, ranks: list[int]) -> str:
         return f"{joining.in_words(ranks)} on host {self.meeting.host(ranks[0])}"

@@ -307,6 +307,13 @@ def test_ranks_that_stand_in_a_step_hang_only_after_ten_times_the_longest_one(wa
     assert watching.hung() == f"rank 1 on host host_1 has stood in step 7 for {looks - 1} s"
 
 
+def test_ranks_that_hang_in_a_validation_are_not_said_to_stand_in_a_step(watching):
+    watching.work, watching.longest = "validation", {"validation": 0.01}
+    for i in range(45):
+        watching.see([(i, 950)] * 3)
+    assert watching.hung().startswith("all ranks have stood in the validation after step 950 for 44 s, ")
+
+
 @pytest.mark.parametrize("longest, elsewhere", [(None, 7), (0.01, None)], ids=["in the first step", "reads data"])
 def test_nobody_hangs_in_the_first_step_nor_while_one_is_elsewhere(watching, longest, elsewhere):
     watching.longest = {"": longest} if longest else {"validation": 0.01}
