@@ -280,6 +280,17 @@ def test_a_rank_is_lost_after_thirty_looks_without_a_beat(watching):
     assert watching.lost(watch.LOST_LOOKS) == "", "it lives after all"
 
 
+def test_a_rank_whose_process_is_gone_from_this_host_is_lost_after_three_looks(watching):
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    watching.pids = {1: gone.pid, 2: os.getpid()}
+    for i in range(2):
+        watching.see([(i, None), (0, None), (i, None)])
+        assert watching.lost(watch.LOST_LOOKS) == ""
+    watching.see([(2, None), (0, None), (2, None)])
+    assert watching.lost(watch.LOST_LOOKS).startswith("rank 1 on host host_1 has ended without a word")
+
+
 def test_a_rank_that_slept_itself_blames_nobody(watching, monkeypatch):
     watching.see([(0, None)] * 3)
     monkeypatch.setattr(watch.time, "monotonic", lambda: time.perf_counter() + 1e6)
