@@ -291,6 +291,15 @@ def test_a_rank_whose_process_is_gone_from_this_host_is_lost_after_three_looks(w
     assert watching.lost(watch.LOST_LOOKS).startswith("rank 1 on host host_1 has ended without a word")
 
 
+def test_a_signal_that_comes_while_a_process_ends_anyway_is_not_noted(monkeypatch):
+    """torchrun sends one to all ranks as soon as the first has ended. Its reason must stay the last word."""
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    stop = Stop()
+    stop.in_steps = stop.leaving = True
+    stop.notice(signal.SIGTERM, None)
+    assert stop.signal == ""
+
+
 def test_a_rank_that_slept_itself_blames_nobody(watching, monkeypatch):
     watching.see([(0, None)] * 3)
     monkeypatch.setattr(watch.time, "monotonic", lambda: time.perf_counter() + 1e6)
