@@ -145,7 +145,9 @@ class Config:
         393_216, "tokens of a full batch, over all GPUs; SCHEDULES gives each stage a part of it")
     seq_len: int = key(
         16_384, "tokens of a training sequence, which holds several documents")
-    micro_tokens: int = key(16_384, "most tokens a GPU works on at a time: fewer need less memory")
+    micro_tokens: int = key(
+        16_384, "most tokens a GPU works on at a time: fewer need less memory. With --fit no "
+        "sequence is longer")
     cooldown_frac: float = key(
         0.6, "last fraction of the steps, over which learning rates fall to 0.15 of their value")
     momentum_warmup: int = key(300, "steps over which Muon's momentum rises from 0.85 to 0.95")
@@ -161,7 +163,7 @@ class Config:
     target_loss: float = key(3.28, "validation loss to reach, nats per token; 0: none")
     val_tokens: int = key(
         10_485_760, "validation tokens, always the first ones; records are compared on these. With "
-        "--fit the most there may be")
+        "--fit fewer if the text has no more")
     val_seq_len: int = key(262_144, "tokens per validation sequence")
     val_interval: int = key(125, "steps between validations, 0: only at the end")
     # system
@@ -805,7 +807,7 @@ def late_mix(x: Tensor, sources: tuple[Tensor, ...], weights: LateMix) -> Tensor
 # sums, so it has a small bias, which more candidates make smaller. This is a sampled softmax
 # (Bengio and Senecal 2008). Validation is over the whole vocabulary. In two pairs of runs on one
 # H200 training with candidates took 13 and 15 % less time for 0.0014 and 0.0007 more loss, which is
-# less than seeds differ by (records/2026-11-22_ladder_candidates,
+# no more than two seeds differ by (records/2026-11-22_ladder_candidates,
 # records/2026-11-23_second_yardstick_one_gpu).
 
 VAL_CHUNK = 16_384  # tokens whose logits are computed at a time in validation

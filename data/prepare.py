@@ -279,15 +279,15 @@ def write_corpus(
 
 @contextmanager
 def made_folder(path):
-    """Make a folder, and take it away again if it is still empty in the end."""
-    exists = path.exists()
+    """Make a folder, and those around it, and remove them in the end if they are still empty."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     try:
         yield
     finally:
-        if not exists:
-            with suppress(OSError):  # it is not empty
-                path.rmdir()
+        with suppress(OSError):  # one is not empty
+            for folder in missing:
+                folder.rmdir()
 
 
 def sweep(out_dir):

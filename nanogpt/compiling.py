@@ -72,7 +72,7 @@ def pass_that_only_names(identity: str):
         def uuid(self) -> str:
             return identity
 
-        def __repr__(self) -> str:  # KeptGraphs.file_name has it: it must not hold an address
+        def __repr__(self) -> str:  # KeptGraphs hashes it with all settings: no address in it
             return f"pass_that_only_names({identity})"
 
     return OnlyNames()
@@ -158,7 +158,7 @@ class KeptGraphs:
         loaded = graph is not None
         if not loaded:
             graph = self.make(name, args)
-        graph.disable_guard_check()  # `load` and `make` have done it: the call itself need not
+        graph.disable_guard_check()  # guards are checked above, so the call itself need not
         known.append(graph)
         return graph, loaded
 
@@ -289,7 +289,7 @@ def absent(names: Iterable[str], values: Iterable) -> list[str]:
 
 class Capture(NamedTuple):
     graph: "torch.cuda.CUDAGraph"
-    places: list[Tensor]  # the tensors that the graph reads: copies of the function's
+    places: list[Tensor]  # what the graph reads: copies of the function's arguments
     results: object  # what the function returned; each replay writes it anew
     gradients: list[Tensor | None]  # .grad of every parameter after it
 

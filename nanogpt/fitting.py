@@ -62,9 +62,9 @@ def preset_for(text: Text, cuda: bool) -> str:
 
 def lengths_that_fit(text: Text, unit: int, seq_len: int, batch_tokens: int, micro_tokens: int,
                      val_seq_len: int, val_tokens: int) -> dict[str, int]:
-    """Sequences, batches and validation that a text has room for, in tokens. A batch has a multiple
-    of `unit` sequences; the other numbers are the most they may be (but a sequence has a block at
-    least). Raises BadInput if the text is too short for any."""
+    """Sequences, batches and validation that a text has room for, in tokens. `unit` sequences or a
+    multiple of them make a batch. No length becomes more than is given here, but each is a block at
+    least, and a batch `unit` sequences. Raises BadInput if the text is too short for any."""
     # 1. Sequences. A batch lies within one shard.
     shard = max(text.train) - 1  # the last input needs a target, too
     longest = shard // unit // BLOCK_SIZE * BLOCK_SIZE
@@ -93,8 +93,8 @@ def whole_blocks(tokens: int) -> int:
 
 def steps_that_fit(shard_tokens: tuple[int, ...], wanted: float, most_epochs: float,
                    tokens_per_step: float, seq_len: int, batch_tokens: int) -> dict[str, int]:
-    """As many steps as are wanted, but no more than so many readings of the training shards have
-    batches for. `epochs` in the result is the number of readings that these steps take."""
+    """As many steps as are wanted, but no more than `most_epochs` readings of the training shards
+    give. `epochs` in the result is the number of readings that these steps take."""
     # A batch lies within one shard, so less than a batch at the end of each is not read.
     tokens_per_reading = 0
     for tokens in shard_tokens:
@@ -131,7 +131,7 @@ def fit(c, presets: dict[str, dict], schedules: dict[str, list], given: dict, cu
 
 def fit_to_text(c, schedule: list, text: Text, given: dict):
     """The configuration with lengths and steps that the text has room for. What was given stays as
-    it is, but for micro_tokens and val_tokens, which then are the most there may be. Raises
+    it is. Only micro_tokens and val_tokens are upper bounds: they become whole sequences. Raises
     BadInput if the text is too short."""
     # 1. Lengths. Each process has a sequence of each batch, and some stages have thirds or sixths
     # of a batch. (There is no process group yet, but torchrun says how many processes there are.)
@@ -142,15 +142,21 @@ def fit_to_text(c, schedule: list, text: Text, given: dict):
     if c.preset == "small":
         batch_tokens = min(batch_tokens, sum(text.train) // STEPS_PER_READING)
         bigram_rows = min(bigram_rows, max(1, sum(text.train) // TOKENS_PER_ROW))
-    lengths = lengths_that_fit(
-        text, unit, c.seq_len, batch_tokens, c.micro_tokens, c.val_seq_len, c.val_tokens)
-    fixed = dict(given)
+    bounds = {}
     for name, most in (("seq_len", "micro_tokens"), ("val_seq_len", "val_tokens")):
-        value = given.get(name, 0)
-        require(value <= lengths[name],
-                f"--{name}={value} is more than this text and --{most} have room for, which is "
-                f"{lengths[name]}; lower it, or leave it out")
-        fixed.pop(most, None)
+        length = given.get(name, 0)
+        if most in given:
+            require(length <= given[most], f"--{name}={length} must be at most --{most}, which is "
+                    f"{given[most]}; lower the one or raise the other")
+        bounds[most] = max(getattr(c, most), length)  # a sequence of a given length has room
+    lengths = lengths_that_fit(
+        text, unit, c.seq_len, batch_tokens, bounds["micro_tokens"], c.val_seq_len,
+        bounds["val_tokens"])
+    for name in ("seq_len", "val_seq_len"):
+        length = given.get(name, 0)
+        require(length <= lengths[name], f"--{name}={length} is more than this text has room for, "
+                f"which is {lengths[name]}; lower it, or leave it out")
+    fixed = {name: value for name, value in given.items() if name not in bounds}
     c = dataclasses.replace(c, **lengths | {"bigram_rows": bigram_rows} | fixed)
 
     # 2. Steps: those that were given, or as many as the text has.

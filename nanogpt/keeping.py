@@ -24,7 +24,7 @@ class Keeper:
         self.config = c
         self.optimizer = optimizer
         self.model = optimizer.model
-        # Where the best weights go; None if none are kept, and on all ranks but rank 0.
+        # Where the best weights go; None if none are kept, and always on ranks other than 0.
         self.weights_file = inputs.checkpoint_path
         self.facts = facts
         self.log = log

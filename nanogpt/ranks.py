@@ -22,7 +22,8 @@ def require(condition, sentence: str) -> None:
 
 
 class SharedFault(BadInput):
-    """A fault that all ranks know of, and raise. `speaker` is the rank that says it."""
+    """A fault that the other ranks know of without being told. `speaker` is the rank that says
+    it."""
 
     def __init__(self, sentence: str, speaker: int):
         super().__init__(sentence)

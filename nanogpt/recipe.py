@@ -396,7 +396,7 @@ class Recipes:
         """The gradients are made one by one as they are asked for, and making them waits for all
         ranks. Only a recipe that scales the loss asks for them."""
         answers = [recipe.gradients_are_finite(gradients) for recipe in self.by_name.values()]
-        return all(answers)  # of all recipes, as each answer is a collective
+        return all(answers)  # each is asked, even after a False: it may wait for other ranks there
 
     def unscale(self, gradient: Tensor) -> Tensor:
         for recipe in self.by_name.values():

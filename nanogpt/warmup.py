@@ -42,7 +42,7 @@ class WarmUp:
         self.plan = plan
         length = max(self.config.val_seq_len, *(stage.length for stage in plan)) + 1
         # Random documents of 600 tokens, so that blocks of attention are seen in full, in part, and
-        # not at all. No other token than bos begins a document.
+        # not at all. Random tokens are below bos, so only each 600th begins a document.
         self.tokens = torch.randint(0, model.bos, (length,), device=model.signs.device)
         self.tokens[::600] = model.bos
         self.step_kinds = []  # a step of each stage, with and without its recipes
@@ -89,13 +89,15 @@ class WarmUp:
         deal at another rank."""
         rank, world_size = rank_and_world_size()
         layers = sorted(enumerate(self.model.layers), key=lambda item: item[1].attn)
-        # Of each kind one layer, in training and in validation. A kind is what makes an argument of
-        # `block` None or not (GPT.layer_contexts); one that is forgotten here is compiled in `run`.
+        # Of each kind one layer, in training and in validation. Layers of one kind have the same
+        # parts, so they share a compiled graph. A kind that is missed here is compiled in `run`.
         kinds = {}
         val_kinds = {}
         for i, layer in layers:
-            kinds[layer.attn, layer.paired, layer.offset, layer.xsa, layer.value_embed is None] = i
-            val_kinds[layer.attn, layer.paired] = i
+            skips = layer.skip is not None
+            has_value = layer.value_embed is not None
+            kinds[layer.attn, layer.paired, layer.offset, layer.xsa, skips, has_value] = i
+            val_kinds[layer.attn, layer.paired, skips] = i
         passes = {}  # one of each length, with and without recipes
         for stage, step in self.step_kinds:
             passes[stage.length, self.setting(step).plain] = stage, step

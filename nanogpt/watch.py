@@ -45,7 +45,7 @@ from records.console import complain
 
 LOOK_S = 1.0  # between two looks, and between two beats
 LOST_LOOKS = 30  # without a beat
-DEAD_LOOKS = 10  # more, for each look that finds its process gone from this host
+DEAD_LOOKS = 10  # what a look counts in addition if the process is gone from this host
 FAILED_LOOKS = 4  # without a beat, once a collective has failed
 STILL_S = 40  # that all ranks may stand in a step, besides ten times the longest one
 ORPHAN_LOOKS = 60  # for the end in order of a run whose torchrun is gone

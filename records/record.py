@@ -619,6 +619,7 @@ def new(root, name, paths, claim="", data_name="", results=None):
     `evaluate.py --json` has written, to be kept with them, without the folders of absolute paths.
     Returns the folder. Raises Refused if the logs make no record, or if a library is missing that
     is needed here."""
+    name = re.sub(r"^\d{4}-\d\d-\d\d_", "", name)  # of those who wrote a date themselves
     if not NAME.fullmatch(name):
         raise Refused(f"a record's name is lower-case letters, digits, _ and -, not {shown(name)}.")
     distributions()
@@ -626,7 +627,6 @@ def new(root, name, paths, claim="", data_name="", results=None):
     logs = [read_log(path) for path in paths]
     logs.sort(key=lambda log: (log.run["date"], log.run["run_id"]))
     date = logs[0].run["date"][:10]
-    name = name.removeprefix(f"{date}_")  # of those who wrote it themselves
     folder = root / "records" / f"{date}_{name}"
     if folder.exists():
         raise Refused(f"{folder}: exists already.")

@@ -56,7 +56,7 @@ def corpus(tmp_path_factory):
 
 @pytest.fixture(scope="session", autouse=True)
 def calibration_once():
-    """The speeds of this machine that a log names take as long as a tiny run: they are measured once, not in each."""
+    """To measure the speeds of this machine, which each log has, takes as long as a tiny run: it is done once."""
     from records import journal
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(journal, "calibrate", functools.cache(journal.calibrate))

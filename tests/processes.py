@@ -1,6 +1,7 @@
 """Processes that run a script as `python script ...` does, but are forked from one that has imported torch already:
 an import takes longer than most of what a test then does. They have a pid, an environment, signals, output and an exit
-status of their own. What imports torch itself is tested with `subprocess`.
+status of their own, but all the same seed of Python's hashes. What happens before or during the import of torch, and what
+could depend on hashes, is tested with `subprocess`.
 
 This file imports nothing of ours: each of the processes imports it.
 """
@@ -11,6 +12,7 @@ import socket
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from subprocess import STDOUT, CompletedProcess
 
@@ -56,12 +58,17 @@ class Process:
     def wait_for(self, text, timeout=60):
         """Returns as soon as the process has written `text` to its standard output."""
         end = time.monotonic() + timeout
-        while text not in self.out():
-            assert time.monotonic() < end and self.poll() is None, self.out() + self.err()
+        while True:
+            over = time.monotonic() > end or self.poll() is not None  # before its last words are read
+            if text in self.out():
+                return
+            if over:
+                self.kill()
+                raise AssertionError(f"{text!r} is not in {self.out()}{self.err()}")
             time.sleep(0.02)
 
     def send_signal(self, number):
-        if self.poll() is None:
+        with suppress(ProcessLookupError):  # it has ended
             os.kill(self.pid, number)
 
     def kill(self):
@@ -83,7 +90,11 @@ def run_ranks(world_size, *command, timeout=100):
     for rank in range(world_size):
         variables = place | dict(RANK=rank, LOCAL_RANK=rank)
         ranks.append(Process(*command, env=ENVIRONMENT | {name: str(value) for name, value in variables.items()}))
-    statuses = [rank.wait(timeout) for rank in ranks]
+    try:
+        statuses = [rank.wait(timeout) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
     return [CompletedProcess(command, *found) for found in zip(
         statuses, [rank.out() for rank in ranks], [rank.err() for rank in ranks])]
 

@@ -201,8 +201,8 @@ def test_the_next_command_makes_the_run_longer(text, tmp_path, minutes, seconds,
 @pytest.mark.parametrize("keys, sentence", [
     (["--batch_tokens=0"], "--batch_tokens=0 must be positive"), (["--seq_len=0"], "--seq_len=0 must be positive"),
     (["--val_seq_len=0"], "--val_seq_len=0 must be positive"), (["--minutes=-3"], "--minutes=-3.0 must not be negative"),
-    (["--val_seq_len=1048576"], "--val_seq_len=1048576 is more than this text and --val_tokens have room for"),
-    (["--seq_len=1048576"], "--seq_len=1048576 is more than this text and --micro_tokens have room for"),
+    (["--val_seq_len=1048576"], "--val_seq_len=1048576 is more than this text has room for"),
+    (["--seq_len=1048576"], "--seq_len=1048576 is more than this text has room for"),
 ])
 def test_values_that_no_text_fits_are_refused_in_a_sentence(text, keys, sentence):
     with pytest.raises(BadInput, match=sentence):
@@ -229,6 +229,18 @@ def test_of_these_lengths_as_much_as_fits_is_taken_up_to_what_was_given(text, ke
     c = t.parse_config([text, f"--{key}={most}"])
     assert getattr(c, key) == is_now
     assert c.micro_tokens % c.seq_len == 0 and c.val_tokens % c.val_seq_len == 0
+
+
+@pytest.mark.parametrize("key, length", [("seq_len", 32_768), ("val_seq_len", 262_144)])
+def test_a_given_length_of_sequences_has_room_in_what_is_the_preset_s_own(tmp_path, key, length):
+    for split in ("train", "val"):
+        write_shard(tmp_path / f"novel_{split}_000001.bin", np.r_[SEPARATOR, np.arange(600_000) % 251])
+    command = [f"--data_dir={tmp_path}", "--preset=laptop", "--fit", f"--{key}={length}"]
+    c = t.parse_config(command)
+    assert getattr(c, key) == length and c.micro_tokens >= c.seq_len and c.val_tokens >= c.val_seq_len
+    bound = {"seq_len": "micro_tokens", "val_seq_len": "val_tokens"}[key]
+    with pytest.raises(BadInput, match=f"--{key}={length} must be at most --{bound}, which is 1000"):
+        t.parse_config([*command, f"--{bound}=1000"])
 
 
 @pytest.mark.parametrize("fitted", [True, False])

@@ -758,9 +758,8 @@ def interpret_loss(z, targets, bias, grad_scale):
     T, V = z.shape
     loss = filled(T, dtype=torch.float32)
     gradient = filled(T, V, dtype=E5M2)
-    tile = 2 ** math.ceil(math.log2(V))
     kernels.loss_kernel[T,](
-        z, targets, loss, gradient, bias, 1 / grad_scale, V, *CAP, False, tile
+        z, targets, loss, gradient, bias, 1 / grad_scale, V, *CAP, False, kernels.loss_tile(V)["TILE"]
     )
     return loss, gradient
 
@@ -925,9 +924,8 @@ def test_on_a_gpu_the_loss_equals_its_twin():
         T, V = z.shape
         loss = torch.empty(T, device="cuda")
         gradient = torch.empty_like(z, dtype=E5M2)
-        tile = 2 ** math.ceil(math.log2(V))
         kernels.loss_kernel[T,](
-            z, targets, loss, gradient, bias, 1 / grad_scale, V, *CAP, False, tile
+            z, targets, loss, gradient, bias, 1 / grad_scale, V, *CAP, False, **kernels.loss_tile(V)
         )
         assert_losses_agree(on_cpu((loss, gradient)), twin)
         # tanh.approx is wrong by 2^-11 of a tangent: times 11.5, in a logit and in the sum.

@@ -118,11 +118,11 @@ def test_both_splits_are_always_long_enough_for_the_trainer(tmp_path, lengths, v
 @pytest.mark.parametrize("num_tokens, status", [(259, 0), (258, 2)])
 def test_only_text_that_cannot_make_two_splits_is_refused(tmp_path, num_tokens, status):
     source = write(tmp_path / "tiny.txt", "x" * (num_tokens - 1))  # and the separator
-    run = script("prepare.py", source, "--bytes", "--out", tmp_path / "out")
+    run = script("prepare.py", source, "--bytes", "--out", tmp_path / "my" / "out")
     assert run.returncode == status
     if status:
         assert_one_sentence(run, 2, source, "258", "129", "130", "add text")
-        assert not (tmp_path / "out").exists(), "a refused text leaves no folder behind"
+        assert not (tmp_path / "my").exists(), "a refused text leaves no folders behind"
 
 
 def test_equal_documents_are_taken_once_and_counted(tmp_path, data, capsys):

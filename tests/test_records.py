@@ -525,10 +525,12 @@ def test_new_check_table(three, capsys):
     assert run_tool(capsys, root, "check", folder)[0] == 0
 
 
-def test_a_name_that_begins_with_the_date_does_not_get_it_twice(root, capsys):
+@pytest.mark.parametrize("given", ["2026-11-21_dated", "2026-11-22_dated", "dated"])
+def test_a_name_that_begins_with_a_date_does_not_get_another(root, capsys, given):
     for i in (1, 2):
         write_log(root / f"{i}.txt", seed=i)
-    assert run_tool(capsys, root, "new", "2026-11-21_dated", root / "1.txt", root / "2.txt")[0] == 0
+    assert run_tool(capsys, root, "new", "2026-11-21_", root / "1.txt", root / "2.txt")[0] == 2, "it has no name"
+    assert run_tool(capsys, root, "new", given, root / "1.txt", root / "2.txt")[0] == 0
     assert [folder.name for folder in (root / "records").iterdir()] == ["2026-11-21_dated"]
 
 
