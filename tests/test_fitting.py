@@ -232,7 +232,7 @@ def test_of_these_lengths_as_much_as_fits_is_taken_up_to_what_was_given(text, ke
 
 
 @pytest.mark.parametrize("key, length", [("seq_len", 32_768), ("val_seq_len", 262_144)])
-def test_a_given_length_of_sequences_has_room_in_what_is_the_preset_s_own(tmp_path, key, length):
+def test_only_bounds_that_were_given_refuse_a_given_length_of_sequences(tmp_path, key, length):
     for split in ("train", "val"):
         write_shard(tmp_path / f"novel_{split}_000001.bin", np.r_[SEPARATOR, np.arange(600_000) % 251])
     command = [f"--data_dir={tmp_path}", "--preset=laptop", "--fit", f"--{key}={length}"]
