@@ -146,8 +146,8 @@ class Config:
     seq_len: int = key(
         16_384, "tokens of a training sequence, which holds several documents")
     micro_tokens: int = key(
-        16_384, "most tokens a GPU works on at a time: fewer need less memory. With --fit no "
-        "sequence is longer")
+        16_384, "most tokens a GPU works on at a time, in whole sequences: fewer need less memory. "
+        "With --fit no sequence is longer")
     cooldown_frac: float = key(
         0.6, "last fraction of the steps, over which learning rates fall to 0.15 of their value")
     momentum_warmup: int = key(300, "steps over which Muon's momentum rises from 0.85 to 0.95")

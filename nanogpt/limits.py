@@ -63,7 +63,8 @@ def check_choices(c, topologies: dict, schedules: dict, precisions: dict) -> Non
 def check_candidates(c) -> None:
     """Each different target must have a place among the candidates. Texts repeat tokens, so half as
     many candidates as tokens are enough."""
-    enough = min(c.vocab_size, min(c.micro_tokens, c.batch_tokens) // 2)
+    at_a_time = c.micro_tokens // c.seq_len * c.seq_len  # whole sequences
+    enough = min(c.vocab_size, min(at_a_time, c.batch_tokens) // 2)
     fits_products = c.candidates % 16 == 0 or c.candidates >= c.vocab_size
     require(c.candidates == 0 or (c.candidates >= enough and fits_products),
             f"--candidates={c.candidates} must be a multiple of 16, at least {enough}, "
@@ -71,8 +72,9 @@ def check_candidates(c) -> None:
 
 
 def check_multiples(c, layers: list, stages: list) -> None:
-    """Lengths are whole blocks of attention or whole sequences, and widths are whole heads."""
-    units = [("seq_len", BLOCK_SIZE), ("val_seq_len", BLOCK_SIZE), ("micro_tokens", c.seq_len)]
+    """Lengths are whole blocks of attention or whole sequences, and widths are whole heads. Only
+    micro_tokens is an upper bound, with room for a sequence."""
+    units = [("seq_len", BLOCK_SIZE), ("val_seq_len", BLOCK_SIZE)]
     for stage in stages:
         units.append(("batch_tokens", round(c.seq_len / stage.batch)))
     units.append(("val_tokens", c.val_seq_len))
@@ -81,6 +83,8 @@ def check_multiples(c, layers: list, stages: list) -> None:
     for name, unit in units:
         value = getattr(c, name)
         require(value % unit == 0, f"--{name}={value} must be a multiple of {unit}")
+    require(c.micro_tokens >= c.seq_len, f"--micro_tokens={c.micro_tokens} must be at least "
+            f"{c.seq_len}, the tokens of a sequence")
 
 
 def check_device(c) -> None:

@@ -90,13 +90,13 @@ def test_fewer_micro_tokens_give_more_micro_batches_of_the_same_sequences(folder
     whole = [sequences(batch, 256) for batch in drain(config(folder, batch_tokens=1536))]
     assert len(whole) > 3 and {len(batch) for batch in whole} == {6}
     sizes = {}
-    for micro_tokens in (32_768, 1536, 1280, 768, 512, 256):
+    for micro_tokens in (32_768, 1536, 1280, 768, 767, 512, 300, 256):
         c = config(folder, micro_tokens=micro_tokens, batch_tokens=1536)
         batches = drain(c)
         sizes[micro_tokens] = {tuple(len(inputs) for inputs, _ in batch) for batch in batches}
         assert [sequences(batch, 256) for batch in batches] == whole
     assert sizes == {32_768: {(1536,)}, 1536: {(1536,)}, 1280: {(768,) * 2},  # all of one size: one graph
-                     768: {(768,) * 2}, 512: {(512,) * 3}, 256: {(256,) * 6}}
+                     768: {(768,) * 2}, 767: {(512,) * 3}, 512: {(512,) * 3}, 300: {(256,) * 6}, 256: {(256,) * 6}}
 
 
 @pytest.mark.parametrize("cut_documents", [False, True])

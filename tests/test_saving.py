@@ -231,6 +231,17 @@ def test_what_may_change_does(corpus, tmp_path):
     assert distance(weights(whole), weights(parts)) < 1e-9
 
 
+def test_a_fitted_run_goes_on_with_any_micro_tokens_that_hold_a_sequence(corpus, tmp_path, capfd):
+    keys = dict(fit=True, num_steps=4, micro_tokens=500, seq_len=256, log_dir=tmp_path / "whole", candidates=0)
+    run(options(corpus, tmp_path, **keys))
+    assert run(options(corpus, tmp_path, **keys | {"log_dir": tmp_path}), 2) == 130
+    again = ["--resume", f"--log_dir={tmp_path}"]
+    sentence = refused(capfd, [*again, "--micro_tokens=255"])
+    assert "--micro_tokens=255 must be at least 256, the tokens of a sequence" in sentence
+    assert run([*again, "--micro_tokens=300"]) == 0
+    assert steps(tmp_path) == steps(tmp_path / "whole")
+
+
 def test_a_resumed_run_may_be_stopped_too_and_keeps_the_name_of_its_checkpoint(corpus, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     run(options(corpus, tmp_path, save_checkpoint="auto"), 3)
