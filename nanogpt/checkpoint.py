@@ -13,6 +13,7 @@ import re
 import shutil
 import stat
 import tempfile
+import uuid
 import zipfile
 from collections.abc import Iterator
 from contextlib import suppress
@@ -40,7 +41,7 @@ def unused_path(path: Path, own_runs: list[str] | None = None) -> Path:
     one of these runs."""
     name = path.stem
     number = 2
-    while path.exists() and run_of(path) not in (own_runs or []):
+    while os.path.lexists(path) and run_of(path) not in (own_runs or []):
         path = path.with_name(f"{name}-{number}.pt")
         number += 1
     return path
@@ -76,13 +77,16 @@ def try_place(path: Path, size: int = 0) -> None:
 
 
 def unfinished(path: Path) -> Path:
-    """The name under which a checkpoint is written. It is renamed when all of it is on disk."""
-    return path.with_name(f"{path.name}.part")
+    """A name under which a checkpoint is written. It is renamed when all of it is on disk. Another
+    process that writes to the same path meanwhile has another name."""
+    return path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.part")
 
 
-def write(path: Path, checkpoint: dict) -> None:
+def write(path: Path, checkpoint: dict, own_runs: list[str] | None = None) -> Path:
     """Writes a checkpoint and its checksum. Until all of it is there, an older file of this name
-    stays as it was. Raises BadInput if a weight is not finite, and OSError if the disk is full."""
+    stays as it was. Given `own_runs`, only a file of these runs is replaced; else the path is that
+    of `unused_path`. Returns it. Raises BadInput if a weight is not finite, and OSError if the disk
+    is full."""
     name = not_finite(checkpoint["weights"])
     require(name is None, f"{path} is not written: the weights in {name} are not finite")
     beside = unfinished(path)
@@ -91,7 +95,10 @@ def write(path: Path, checkpoint: dict) -> None:
             torch.save(checkpoint | {"sha256": checksum(checkpoint["weights"])}, file)
             file.flush()
             os.fsync(file.fileno())  # else the name could reach the disk before the content
+        if own_runs is not None:
+            return rename_to_unused(beside, path, own_runs)
         os.replace(beside, path)
+        return path
     except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
         with suppress(OSError):
             beside.unlink(missing_ok=True)
@@ -99,28 +106,44 @@ def write(path: Path, checkpoint: dict) -> None:
         raise OSError(f"{path} cannot be written ({reason})") from None
 
 
-def write_somewhere(path: Path, checkpoint: dict) -> Path:
+def rename_to_unused(beside: Path, path: Path, own_runs: list[str]) -> Path:
+    """Renames a file to `unused_path`, and returns that. Two runs that end at the same moment get
+    names of their own, because a link never takes the place of a file, as renaming does."""
+    while True:
+        unused = unused_path(path, own_runs)
+        try:
+            os.link(beside, unused)
+        except FileExistsError:
+            if run_of(unused) not in own_runs:  # it has come a moment ago
+                continue
+        except OSError:  # some disks have no links
+            pass
+        os.replace(beside, unused)  # which does nothing if both are links to one file
+        beside.unlink(missing_ok=True)
+        return unused
+
+
+def write_somewhere(path: Path, checkpoint: dict, own_runs: list[str] | None = None) -> Path:
     """Writes the checkpoint of a run that is over, and if that cannot be, to the system's folder of
     temporary files, with a sentence on standard error. Returns its path. Raises as `write` does if
     it cannot be written there, either."""
     try:
-        write(path, checkpoint)
-        return path
+        return write(path, checkpoint, own_runs)
     except OSError as error:
-        other = unused_path(Path(tempfile.gettempdir(), f"{path.stem}.pt"))
+        other = Path(tempfile.gettempdir(), f"{path.stem}.pt")
         try:
-            write(other, checkpoint)
+            other = write(other, checkpoint, own_runs=[])
         except OSError:
             raise error from None
         complain(f"{error}; the weights are in {other}")
         return other
 
 
-def keep(path: Path, checkpoint: dict) -> str:
+def keep(path: Path, checkpoint: dict, own_runs: list[str] | None = None) -> str:
     """Writes the checkpoint of a run that an error ends. Returns the sentence on what came of it,
     because a second error must not hide the first."""
     try:
-        path = write_somewhere(path, checkpoint)
+        path = write_somewhere(path, checkpoint, own_runs)
     except (OSError, BadInput) as error:
         return str(error)
     return f"{path} has the weights of step {checkpoint['step']}, the best validation so far"

@@ -4,7 +4,6 @@ The loop of training is `Run` in train_gpt.py. It asks the Keeper whether a save
 it to save when all ranks have agreed, what a validation has found, and how the run has ended.
 """
 import dataclasses
-from contextlib import suppress
 from pathlib import Path
 
 from nanogpt import checkpoint, finite, saving, stopping
@@ -94,16 +93,13 @@ class Keeper:
         if self.weights_file and step and is_best:
             self.best = self.weights_now(step, loss)
 
-    def file_to_write(self) -> Path:
-        """The file that the weights are written to. With --save_checkpoint=auto its name was chosen
-        at the start. If a foreign run has since written a file of that name, it is the next free
-        one, NAME-2.pt."""
+    def own_runs(self) -> list[str] | None:
+        """The runs whose file the weights may replace. With --save_checkpoint=auto the name was
+        chosen at the start. If a foreign run has since written a file of that name, the weights get
+        the next free one, NAME-2.pt. A name that the user gave is always written to (None)."""
         if self.config.save_checkpoint != "auto":
-            return self.weights_file
-        own_runs = [self.run_id, *(Path(folder).stem for folder in self.came_from)]
-        with suppress(OSError):  # of a disk that fails: who writes there will say so
-            return checkpoint.unused_path(self.weights_file, own_runs)
-        return self.weights_file
+            return None
+        return [self.run_id, *(Path(folder).stem for folder in self.came_from)]
 
     def keep_best(self, writing, kind: type | None, error: BaseException | None, trace) -> None:
         """Writes the checkpoint if an error ends the run, and holds the lock `writing` meanwhile
@@ -111,7 +107,8 @@ class Keeper:
         arguments: those of __exit__ of a context manager."""
         if error and self.best and not self.log.has_ended:
             with writing:
-                self.log.console.say(checkpoint.keep(self.file_to_write(), self.best))
+                self.log.console.say(checkpoint.keep(
+                    self.weights_file, self.best, self.own_runs()))
 
     # ----------------------------------------------------------------------------------------------
     # The end
@@ -143,7 +140,7 @@ class Keeper:
         log.end(result, self.best["step"] if self.best else None)
         if not self.best:
             return None
-        return checkpoint.write_somewhere(self.file_to_write(), self.best)
+        return checkpoint.write_somewhere(self.weights_file, self.best, self.own_runs())
 
     def drop_saves(self) -> None:
         """Removes the saves of a run that has come to its end: it needs none any more."""

@@ -160,6 +160,60 @@ def test_a_place_where_nothing_can_be_written_is_refused_and_left_as_it_is(tmp_p
     assert os.listdir(tmp_path / "new" / "folder") == []
 
 
+def test_two_runs_that_end_at_the_same_moment_get_names_of_their_own(tmp_path, monkeypatch):
+    """The other one is there after this one has found the name unused, and before it takes it."""
+    path = tmp_path / "model.pt"
+    unused_path = checkpoint.unused_path
+
+    def and_then(*args):
+        found = unused_path(*args)
+        monkeypatch.setattr(checkpoint, "unused_path", unused_path)
+        assert checkpoint.write(path, GOOD | {"run_id": "other"}, ["other"]) == found
+        return found
+
+    monkeypatch.setattr(checkpoint, "unused_path", and_then)
+    assert checkpoint.write(path, GOOD | {"run_id": "this"}, ["this"]) == tmp_path / "model-2.pt"
+    assert checkpoint.write(path, GOOD | {"run_id": "this", "step": 8}, ["this"]) == tmp_path / "model-2.pt"
+    found = [checkpoint.read(tmp_path / name)[key] for name in ("model.pt", "model-2.pt") for key in ("run_id", "step")]
+    assert found == ["other", 7, "this", 8] and sorted(os.listdir(tmp_path)) == ["model-2.pt", "model.pt"]
+
+
+def test_a_name_is_found_on_disks_without_links_and_beside_links_that_lead_nowhere(tmp_path, monkeypatch):
+    (tmp_path / "model.pt").symlink_to("nowhere")
+    assert checkpoint.write(tmp_path / "model.pt", GOOD, []) == tmp_path / "model-2.pt"
+
+    def none(*_):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(os, "link", none)
+    assert checkpoint.write(tmp_path / "model.pt", GOOD, []) == tmp_path / "model-3.pt"
+    assert sorted(os.listdir(tmp_path)) == ["model-2.pt", "model-3.pt", "model.pt"]
+
+
+def test_a_run_that_begins_leaves_alone_what_another_one_writes(tmp_path, monkeypatch):
+    path = tmp_path / "model.pt"
+    save = torch.save
+
+    def meanwhile(content, file):
+        save(content, file)
+        checkpoint.try_place(path)
+
+    monkeypatch.setattr(torch, "save", meanwhile)
+    checkpoint.write(path, GOOD)
+    assert checkpoint.read(path)["step"] == 7 and os.listdir(tmp_path) == ["model.pt"]
+
+
+def test_a_run_that_is_killed_while_it_writes_leaves_no_file_that_looks_like_a_model(tmp_path, monkeypatch):
+    def killed(*_):
+        raise SystemExit
+
+    for name in ("fsync", "link"):
+        with monkeypatch.context() as patch, pytest.raises(SystemExit):
+            patch.setattr(os, name, killed)
+            checkpoint.write(tmp_path / "model.pt", GOOD, [])
+    assert {path.suffix for path in tmp_path.iterdir()} == {".part"}
+
+
 def test_what_was_best_is_kept_when_an_error_ends_the_run(tmp_path):
     path = tmp_path / "model.pt"
     assert checkpoint.keep(path, GOOD) == f"{path} has the weights of step 7, the best validation so far"
