@@ -21,6 +21,7 @@ ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone"]
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["torch"])
+HELD = []  # sockets of free_port
 
 
 class Process:
@@ -100,9 +101,13 @@ def run_ranks(world_size, *command, timeout=100):
 
 
 def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+    """A port that is given to nobody else while this process lives, because a socket stays bound to it. A server can
+    listen there nevertheless: both have SO_REUSEADDR, and the socket does not listen."""
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    HELD.append(held)
+    return held.getsockname()[1]
 
 
 def run_script(command, cwd, environment, paths):

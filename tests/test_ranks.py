@@ -7,11 +7,13 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from conftest import ROOT, arguments, documents, write_shard
 from processes import ENVIRONMENT, STDOUT, TORCHRUN, Process, free_port
 
@@ -75,6 +77,14 @@ def two_by_hand(ranks, port, corpus, folder, of_rank_1, **changes):
     for rank in range(2):
         own = {"data_dir": corpus, "log_dir": folder / "logs"} | changes | (of_rank_1 if rank else {})
         ranks.by_hand(rank, port, SCRIPT, *arguments(**own))
+
+
+def test_a_port_of_a_test_is_given_to_nobody_else_but_its_ranks_can_meet_there(port):
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("127.0.0.1", port))
+    store = dist.TCPStore("127.0.0.1", port, is_master=True)
+    store.set("a", "b")
+    assert dist.TCPStore("127.0.0.1", port).get("a") == b"b"
 
 
 # ------------------------------------------------------------------------------------------- before the run begins
