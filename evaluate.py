@@ -13,7 +13,10 @@ model.pt is what `train_gpt.py --save_checkpoint=model.pt` has written.
 what the trainer calls val_loss: the first val_tokens of them (of the first model), cut into
 sequences of val_seq_len. Shorter ones (--seq_len) cut more documents, so the loss is a bit higher.
 **Bits per byte** divides by the bytes of the text in UTF-8 instead, and leaves the ends of
-documents out, which have no bytes. So models with different tokens can be compared.
+documents out, which have no bytes. So models with different tokens can be compared. While a model
+of bytes is trained, the screen shows another number, because the trainer knows only the sum over
+all tokens: each end counts as a byte. With documents of 4,700 bytes that was 0.03 % more, with
+documents of 120 bytes 0.13 % less.
 
 **HellaSwag** (Zellers et al. 2019) gives a context and four endings, of which one is right. The
 model takes the ending of the highest probability. We score as llm.c and modded-nanogpt do, so that

@@ -302,6 +302,7 @@ class Console:
                  f"{duration(seconds)} of training")
 
     def loss_in_words(self, loss: float) -> str:
+        """In bits per byte, the end of a document counts as a byte; in evaluate.py it does not."""
         unit = "byte" if self.tokens_are_bytes else "token"
         bits = f", {loss / math.log(2):.3f} bits per byte" if self.tokens_are_bytes else ""
         return f"{loss:.4f} nats per {unit}{bits}"
