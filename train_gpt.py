@@ -480,6 +480,8 @@ class Setting(NamedTuple):
     frequencies: tuple[float, ...]  # of the rotary embedding, radians a position
     score_scale: float  # multiplies the scores of attention
     plain: bool = False  # no recipe of low precision: in the last --bf16_last_frac of the steps
+    # The layers that are computed; None: all. The warm-up compiles some of them at a time.
+    layers: tuple[int, ...] | None = None
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor) -> Tensor:
@@ -1006,13 +1008,9 @@ class GPT(nn.Module):
         return contexts
 
     def hidden(self, tokens: Tensor, setting: Setting, training: bool,
-               looked_up: dict | None = None,
-               only: list[int] | None = None) -> tuple[Tensor, tuple[Tensor, ...]]:
+               looked_up: dict | None = None) -> tuple[Tensor, tuple[Tensor, ...]]:
         """tokens (T,) -> the stream after the last layer, and the streams that `late_mix` takes
-        from, (T, D) each.
-
-        `looked_up` are the rows of the tables, if they were looked up before. `only` names the
-        layers to compute; it is for the warm-up, which compiles some of them at a time."""
+        from, (T, D) each. `looked_up` are the rows of the tables, if they were looked up before."""
         # 1. The first stream, and what each layer gets beside the stream.
         D = self.config.model_dim
         L = len(self.layers)
@@ -1043,7 +1041,7 @@ class GPT(nn.Module):
             context = contexts[i]
             if layer.skip is not None:
                 context = context._replace(skip=outputs[layer.skip])
-            if only is None or i in only:
+            if setting.layers is None or i in setting.layers:
                 reads = normed if layer.reads_layer is None else for_later[layer.reads_layer]
                 x, normed = self.functions.block(x, reads, weights[i], context, products[i])
             outputs.append(x.view_as(x))
@@ -1056,9 +1054,9 @@ class GPT(nn.Module):
         return x, late_sources
 
     def forward(self, tokens: Tensor, targets: Tensor, setting: Setting, training: bool,
-                looked_up: dict | None = None, only: list[int] | None = None) -> Tensor:
+                looked_up: dict | None = None) -> Tensor:
         """tokens, targets (T,) int64 -> the loss, summed over T. A target of -1 is none."""
-        x, sources = self.hidden(tokens, setting, training, looked_up, only)
+        x, sources = self.hidden(tokens, setting, training, looked_up)
         late = LateMix(self.late_in, self.late_out, self.late_bias)
         head_products = self.precision.head_at(setting, training)
         head = Head(self.weight("lm_head"), targets, None)
@@ -1880,8 +1878,8 @@ def to_device(sequences: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1].flatten(), tokens[:, 1:].flatten()
 
 
-def forward_backward(model: GPT, setting: Setting, inputs: Tensor, targets: Tensor, *rows: Tensor,
-                     only: list[int] | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+def forward_backward(model: GPT, setting: Setting, inputs: Tensor, targets: Tensor,
+                     *rows: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """Adds the gradients of a micro-batch to .grad. `rows` (T,) are those that it looks up in each
     of model.big_tables, in their order. Returns the loss, which is a sum over tokens, and the
     gradients of these rows, (T, width) each: a .grad for a whole table would be far too large."""
@@ -1889,7 +1887,7 @@ def forward_backward(model: GPT, setting: Setting, inputs: Tensor, targets: Tens
     for name, index in zip(model.big_tables, rows):
         table = getattr(model, name).detach()
         looked_up[name] = F.embedding(index, table).requires_grad_()
-    loss = model(inputs, targets, setting, True, looked_up, only)
+    loss = model(inputs, targets, setting, True, looked_up)
     model.precision.recipes.scale_loss(loss).backward()
     return loss.detach(), {name: x.grad for name, x in looked_up.items()}
 
@@ -1931,15 +1929,15 @@ def train_step(model: GPT, optimizer: Optimizer, batch: list[tuple[Tensor, Tenso
 
 
 @torch.no_grad()
-def loss_without_gradient(model: GPT, inputs: Tensor, targets: Tensor, setting: Setting,
-                          only: list[int] | None = None) -> Tensor:
+def loss_without_gradient(model: GPT, inputs: Tensor, targets: Tensor,
+                          setting: Setting) -> Tensor:
     """The loss, a sum over tokens. Weights in fp16 become bf16, because activations of validation
     overflow fp16 sooner than those of training."""
     weights = {}
     for name, bank in model.named_parameters():
         if bank.dtype == torch.float16:
             weights[name] = bank.bfloat16()
-    return torch.func.functional_call(model, weights, (inputs, targets, setting, False, None, only))
+    return torch.func.functional_call(model, weights, (inputs, targets, setting, False))
 
 
 def validate(model: GPT, tokens: Tensor, step: int) -> float:

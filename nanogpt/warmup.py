@@ -104,7 +104,7 @@ class WarmUp:
         jobs = [(self.forward_backward, at, list(kinds.values())) for at in passes.values()]
         jobs.append((self.validate, (self.config.num_steps,), list(val_kinds.values())))
         for turn, (job, at, which) in enumerate(jobs):
-            job(*at, only=which[(rank + turn) % world_size :: world_size])
+            job(*at, which[(rank + turn) % world_size :: world_size])
         params = self.model.params
         dense = [name for name in params if name not in self.model.big_tables]
         slowest_first = sorted(dense, key=lambda name: params[name].optimizer != "muon")
@@ -112,8 +112,10 @@ class WarmUp:
         torch.get_device_module(self.tokens.device).synchronize()
         dist.barrier()
 
-    def setting(self, step: int):
-        return self.work.setting_of(step, self.config)
+    def setting(self, step: int, only: list[int] | None = None):
+        """The step's setting, of all layers or of those with the numbers `only`."""
+        setting = self.work.setting_of(step, self.config)
+        return setting if only is None else setting._replace(layers=tuple(only))
 
     def example(self, length: int) -> tuple[Tensor, Tensor]:
         inputs, targets = self.tokens[:length], self.tokens[1 : length + 1]
@@ -124,17 +126,16 @@ class WarmUp:
         return [self.example(stage.length)] * stage.micro_batches
 
     def forward_backward(self, stage: StagePlan, step: int, only: list[int] | None = None) -> None:
-        """Of all layers, or of those with the numbers `only`."""
         inputs, targets = self.example(stage.length)
         rows = self.model.table_rows(inputs).values()
         self.work.forward_backward(
-            self.model, self.setting(step), inputs, targets, *rows, only=only)
+            self.model, self.setting(step, only), inputs, targets, *rows)
         self.model.zero_grad()
 
     def validate(self, step: int, only: list[int] | None = None) -> None:
         inputs, targets = self.example(self.config.val_seq_len)
         self.work.loss_without_gradient(
-            self.model, inputs, targets, self.setting(step), only)
+            self.model, inputs, targets, self.setting(step, only))
 
     def update(self, names: list[str]) -> None:
         for name in names:

@@ -289,7 +289,8 @@ PAIRED, XSA, LONG, VALUE_EMBEDS = (0, 2, 5, 9), (1, 3, 4, 7, 8, 10), (3, 10), {1
 
 
 def plain_gpt(w, signs, tokens, targets, starts, setting, heads):
-    """Sections C.3 to C.6 of the digest as the ladder simplifies them, layer by layer. w: name -> bank."""
+    """Sections C.3 to C.6 of the digest as the ladder simplifies them, layer by layer. w: name -> bank. Layers that
+    setting.layers does not name pass the stream on."""
     def rms(x):
         return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
 
@@ -311,8 +312,12 @@ def plain_gpt(w, signs, tokens, targets, starts, setting, heads):
     x, outputs, at = x0, [], 0
     for i in range(11):
         mix_x0, mix_bigram, mix_v, mix_o, mix_attn, mix_skip, mix_mlp, mix_down = w["scalars"][i]
+        if setting.layers is not None and i not in setting.layers:
+            outputs.append(x)
+            at += i != 6
+            continue
         if i != 6:
-            u = rms(outputs[7] if i >= 8 else x) if i else x0
+            u = x0 if x is x0 else rms(outputs[7] if i >= 8 else x)
             rows = w["qk"][at * heads : (at + 1) * heads].reshape(2 * width, width)
             wq, wk, (wv, wo) = rows[:width], rows[width:], w["vo"][2 * at : 2 * at + 2]
             q, k, v = ((u @ m.T).view(length, heads, d) for m in (wq, wk, mix_v * wv))
@@ -393,6 +398,23 @@ def test_loss_and_all_gradients_equal_a_plain_version_of_the_specification(width
     assert dict(zip(t.SCALARS, reached)) == {
         "x0": 10, "bigram": 10, "v": 10, "o": 10, "attn": 10, "skip": 1, "mlp": 11, "down": 11}
     assert model.xsa.grad.any(1).nonzero()[:, 0].tolist() == [1, 3, 4, 6, 7, 9]  # the attention of layer 6 is missing
+
+
+def test_layers_that_are_left_out_pass_the_stream_on_and_have_no_gradients():
+    model = tiny()
+    seen = view()._replace(layers=(1, 2, 3, 7, 8, 10))
+    starts = [0, 100, 290]
+    tokens, targets = tokens_of(starts, 384), tokens_of([7], 384, seed=5)
+    w = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    reference = plain_gpt(w, model.signs, tokens, targets, starts, seen, 4)
+    reference.backward()
+    loss = model(tokens, targets, seen, True)
+    loss.backward()
+    assert loss.item() == pytest.approx(reference.item(), rel=1e-10)
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, w[name].grad, rtol=1e-8, atol=1e-12, msg=name)
+    matrices = model.mlp.grad.flatten(1).any(1).view(11, 2).all(1)
+    assert matrices.nonzero()[:, 0].tolist() == [1, 2, 3, 7, 8, 10]
 
 
 # -------------------------------------------------------------------------------- a sample of the vocabulary

@@ -555,7 +555,7 @@ def test_warming_up_validates_as_the_run_does_at_its_end(flex):
     model.flex = flex
     settings = []
     warm_up.work = t.warmup.Work(
-        lambda *_: None, lambda *_, only=None: None, lambda model, x, y, setting, only: settings.append(setting), t.setting_of)
+        lambda *_: None, lambda *_: None, lambda model, x, y, setting: settings.append(setting), t.setting_of)
     warm_up.run(t.call_directly)
     assert settings[-1] == t.setting_of(12, model.config) and (len(settings) == 1) == flex
 
