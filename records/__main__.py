@@ -42,7 +42,7 @@ def check(root, chosen):
     for text in record.equal_losses(logs):
         print(f"warning: {text}")
     try:
-        record.refuse_twice(logs)
+        record.refuse_copies(logs)
     except Refused as error:
         found.append(str(error))
     found += board_problems(root, everything, rebuilt)
@@ -100,7 +100,7 @@ def draw(paths, out, x):
     logs = []
     for path in paths:
         try:
-            logs.append(read_log(path, cut=True))
+            logs.append(read_log(path, may_be_cut=True))
         except Refused as error:
             if len(paths) == 1:
                 raise

@@ -4,7 +4,7 @@ import difflib
 import statistics
 
 from .log import Refused, read_log, shown, shown_key
-from .record import build, claims, first_difference, log_paths
+from .record import build, first_difference, log_paths, shared_facts
 from .stats import ALPHA, INSTALL, MOST_RUNS, have_scipy, welch
 
 SHORT_DIFF = 40  # lines
@@ -137,8 +137,8 @@ def stage_text(name, times, stages, i):
 def config_lines(a, b):
     """Returns a line for each key of the configuration in which two logs differ. Keys that may
     differ between the runs of one record are left out."""
-    a_config = claims(a)["config"]
-    b_config = claims(b)["config"]
+    a_config = shared_facts(a)["config"]
+    b_config = shared_facts(b)["config"]
     lines = []
     for key in sorted(a_config | b_config):
         in_both = key in a_config and key in b_config

@@ -250,8 +250,13 @@ def parse_json(text, path, line):
         fail(path, line, f"strict JSON ({shown(str(error))})", text)
     level = [value]
     for _ in range(MAX_DEPTH):
-        level = [child for v in level if isinstance(v, (list, dict))
-                 for child in (v.values() if isinstance(v, dict) else v)]
+        below = []
+        for item in level:
+            if isinstance(item, dict):
+                below += item.values()
+            elif isinstance(item, list):
+                below += item
+        level = below
     if level:
         fail(path, line, f"JSON at most {MAX_DEPTH} levels deep", text)
     return value
@@ -375,7 +380,8 @@ def read_fact(log, number, text):
 
 
 def check_texts(log, number, kind, value):
-    """Raises Refused for a key that is no plain word, and for a name that is too long to be one."""
+    """Raises Refused for a key that is no plain word, and for a text longer than MAX_TEXT in a fact
+    that is not one of LONG_TEXTS."""
     if not isinstance(value, dict):
         return
     for key, item in value.items():
@@ -408,40 +414,40 @@ def read_step(log, number, text):
 
 
 def read_end(log, number, lines):
-    """The end block: the keys of END in their order. `val_loss` is null only if the run was
-    interrupted before any validation."""
+    """The end block, whose first line is `number`: the keys of END in their order. `val_loss` is
+    null only if the run was interrupted before any validation."""
+    rest = list(enumerate(lines, number))  # (line number, text)
     if INTERRUPTED in lines:
-        line = lines.index(INTERRUPTED)
+        line, _ = rest.pop(lines.index(INTERRUPTED))
         log.end["interrupted"] = True
-        log.end_line["interrupted"] = number + line
-        del lines[line]
-        if lines[:1] == ["val_loss: null"]:
-            del lines[0]
+        log.end_line["interrupted"] = line
+        if rest and rest[0][1] == "val_loss: null":
+            line, _ = rest.pop(0)
             log.end["val_loss"] = None
-            log.end_line["val_loss"] = number
-            number += 1
+            log.end_line["val_loss"] = line
     for key, pattern in END.items():
         if key in log.end:
             continue
-        text = lines.pop(0) if lines else ""
+        line, text = rest.pop(0) if rest else (number + len(lines), "")
         if not re.fullmatch(f"{key}: (?:{pattern})", text, re.ASCII):
-            fail(log.path, number, f"`{key}: ...` in the end block", text)
+            fail(log.path, line, f"`{key}: ...` in the end block", text)
         value = text.removeprefix(f"{key}: ")
-        log.end[key] = value if key == "code_sha256" else parse_json(value, log.path, number)
-        log.end_line[key] = number
-        number += 1
-    if lines != [""]:
+        log.end[key] = value if key == "code_sha256" else parse_json(value, log.path, line)
+        log.end_line[key] = line
+    texts = [text for _, text in rest]
+    if texts != [""]:
+        line = rest[0][0] if rest else number + len(lines)
         expected = "the file to end with the newline after code_sha256"
-        fail(log.path, number, expected, "\n".join(lines))
+        fail(log.path, line, expected, "\n".join(texts))
 
 
-def read_log(path, cut=False):
+def read_log(path, may_be_cut=False):
     """A complete, consistent log. Raises Refused with the first thing that is wrong with it. With
-    `cut` it may end after any step, as that of a run that goes on does: then it counts as
-    interrupted, and its end block has nothing but that."""
+    `may_be_cut` it may end after any step, because its run is still going on or was killed. Such a
+    log counts as interrupted, and `end` holds nothing else."""
     raw, source, number, lines = split_source(path)
     log = Log(str(path), raw, source)
-    if cut and SEPARATOR not in lines:
+    if may_be_cut and SEPARATOR not in lines:
         lines = lines[:-1]  # the last line may be half a one
         log.end = {"interrupted": True}
         end_at = len(lines)
@@ -450,8 +456,11 @@ def read_log(path, cut=False):
         fail(path, number + len(lines) - 1, expected, lines[-1])
     else:
         end_at = lines.index(SEPARATOR)
-    for i, text in enumerate(lines[:end_at]):
-        (read_step if text.startswith("step:") else read_fact)(log, number + i, text)
+    for line, text in enumerate(lines[:end_at], number):
+        if text.startswith("step:"):
+            read_step(log, line, text)
+        else:
+            read_fact(log, line, text)
     if end_at < len(lines):
         read_end(log, number + end_at + 1, lines[end_at + 1:])
     for kind in ORDER:
@@ -467,7 +476,7 @@ def read_log(path, cut=False):
     return log
 
 
-def refuse_no_record(log):
+def refuse_unfit_for_record(log):
     """Raises Refused for a run that can be read but is no record: one without a target, and one
     that was resumed or interrupted."""
     found = None
@@ -519,8 +528,9 @@ def check_data(log):
 
 
 def check_facts(log):
-    """The run's date, the device list, the names of shards and the stages agree with each other.
-    Raises Refused."""
+    """The date exists, there are as many devices as ranks, shards have the size of their tokens and
+    stand once, both splits are there, and the stages follow each other up to num_steps. Raises
+    Refused."""
     line, run = log.facts["run"][0]
     try:
         datetime.strptime(run["date"], "%Y-%m-%dT%H:%M:%SZ")

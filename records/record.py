@@ -20,7 +20,7 @@ from .log import (
     parse_json,
     read_bytes,
     read_log,
-    refuse_no_record,
+    refuse_unfit_for_record,
     shown,
     shown_key,
 )
@@ -94,7 +94,7 @@ def fingerprint(log, split=""):
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def claims(log):
+def shared_facts(log):
     """Returns what all runs of a record share."""
     return {
         "code": {"sha256": log.run["code_sha256"], "files": log.file_sums},
@@ -110,7 +110,7 @@ def refuse_mixed(logs):
     same FLOPs in their `mfu`. The sentence names the first difference."""
     a = logs[0]
     for b in logs[1:]:
-        if found := first_difference(claims(a), claims(b)):
+        if found := first_difference(shared_facts(a), shared_facts(b)):
             key, ours, theirs = found
             raise Refused(f"one record needs one code, data, config and hardware, but "
                           f"{shown_key(key)} is {shown(ours)} in {a.path} and {shown(theirs)} in "
@@ -134,7 +134,7 @@ def same_flops(x, y):
     return difference <= from_mfu + from_time
 
 
-def refuse_twice(logs):
+def refuse_copies(logs):
     """Raises Refused if one run stands twice among the logs, also under a new name, under a new id
     or with new times. Equal losses do not make a copy where the code is another, because a CPU
     computes the same with code that is only faster (see `equal_losses`)."""
@@ -157,7 +157,7 @@ def refuse_twice(logs):
 
 def equal_losses(logs):
     """Returns a sentence for each run that has all the losses of another run. Where the code is the
-    same too, `refuse_twice` refuses such runs."""
+    same too, `refuse_copies` refuses such runs."""
     seen = {}
     found = []
     for log in logs:
@@ -217,9 +217,9 @@ def refuse_doubtful(logs):
     """Raises Refused for runs that are no record, that cannot have been as fast as they say, or
     that are not independent."""
     for log in logs:
-        refuse_no_record(log)
+        refuse_unfit_for_record(log)
         refuse_impossible(log)
-    refuse_twice(logs)
+    refuse_copies(logs)
     refuse_same_seed(logs)
 
 
@@ -252,7 +252,7 @@ def build(logs, name, claim="", data_name="", p_value=p_below):
             raise Refused("a claim or data name is at most 200 letters, digits or .,:;()+/*%='&-, "
                           f"not {shown(text)}.")
     refuse_mixed(logs)
-    refuse_twice(logs)
+    refuse_copies(logs)
     first = logs[0]
     ends = [log.end for log in logs]
     target = first.end["target"]
@@ -279,7 +279,7 @@ def build(logs, name, claim="", data_name="", p_value=p_below):
         "hardware": hardware(logs),
         "code": code_sums(first),
         "data": data_sums(first),
-        "config": claims(first)["config"],
+        "config": shared_facts(first)["config"],
         "stages": first.values("stage"),
         "runs": [summary(number, log) for number, log in enumerate(logs, 1)],
     }
@@ -622,6 +622,7 @@ def new(root, name, paths, claim="", data_name="", results=None):
     name = re.sub(r"^\d{4}-\d\d-\d\d_", "", name)  # of those who wrote a date themselves
     if not NAME.fullmatch(name):
         raise Refused(f"a record's name is lower-case letters, digits, _ and -, not {shown(name)}.")
+    # Both raise Refused where their library is missing. So that is said before any log is read.
     distributions()
     plots.figure_class()
     logs = [read_log(path) for path in paths]
@@ -636,7 +637,7 @@ def new(root, name, paths, claim="", data_name="", results=None):
     evaluated = None
     if results:
         evaluated = evaluation.without_folders(evaluation.read(results))
-    refuse_twice(logs_of_all(root) + logs)
+    refuse_copies(logs_of_all(root) + logs)
     folder.parent.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".new_") as scratch:
         draft = Path(scratch) / folder.name

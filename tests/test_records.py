@@ -1221,6 +1221,16 @@ def test_runs_that_are_no_records(root, capsys, changes, sentence):
     assert status == 1 and "expected a whole run with a target" in out
 
 
+@pytest.mark.parametrize("place", ["val_loss: 3.4900", "tokens: 12000", "compile_s: 80.1"])
+def test_the_line_of_a_fault_is_counted_with_the_line_that_says_interrupted(root, place):
+    path = changed(write_log(root / "1.txt", 1), [(place, f"interrupted: true\n{place}")])
+    number = path.read_text().split("\n").index("compile_s: 80.1") + 1
+    assert log.read_log(path).end_line["compile_s"] == number
+    changed(path, [("compile_s: 80.1", "compile_s: long")])
+    with pytest.raises(log.Refused, match=f"line {number}: expected `compile_s: "):
+        log.read_log(path)
+
+
 def test_a_run_without_any_validation_can_be_drawn_but_not_compared(root, capsys):
     path = changed(write_log(root / "1.txt", 1), NO_VALIDATION)
     assert run_tool(capsys, root, "plot", path, "--out", root / "a.png")[0] == 0
@@ -1269,7 +1279,7 @@ def test_plot_draws_whole_runs_and_those_that_go_on(tmp_path, capsys, monkeypatc
         assert run_tool(capsys, tmp_path, "plot", whole, cut, "--x", x) == (0, "wrote curves.png\n")
     assert (tmp_path / "curves.png").stat().st_size > 10_000
     assert run_tool(capsys, tmp_path, "plot", cut) == (0, "wrote cut.png\n")
-    assert [s.step for s in log.read_log(cut, cut=True).steps][-1] == 5
+    assert [s.step for s in log.read_log(cut, may_be_cut=True).steps][-1] == 5
     cut.write_bytes(cut.read_bytes().partition(b"step:0/8")[0])
     status, out = run_tool(capsys, tmp_path, "plot", cut)
     assert status == 2 and "found 'no step'" in out

@@ -28,7 +28,7 @@ from data import shards
 from nanogpt import fitting, saving, stopping
 from nanogpt.ranks import REQUESTS, BadInput, Requests
 from records.journal import TrainingLoss
-from records.log import Refused, read_log, refuse_no_record
+from records.log import Refused, read_log, refuse_unfit_for_record
 
 SAVED = {"save_every": 60, "num_steps": 6, "epochs": 20, "target_loss": 0, "val_interval": 2, "jsonl": True,
          "dtype": "float32", "candidates": 256, "micro_tokens": 256}
@@ -145,7 +145,7 @@ def test_the_log_of_a_resumed_run_is_read_and_is_no_record(corpus, tmp_path):
     assert log.end["tokens"] == 6 * 1024
     for path in tmp_path.glob("*.txt"):
         with pytest.raises(Refused, match="resumed|interrupted"):
-            refuse_no_record(read_log(path))
+            refuse_unfit_for_record(read_log(path))
 
 
 def test_two_ranks_go_on_to_the_bit_and_one_may_go_on_with_what_two_have_saved(corpus, tmp_path):
