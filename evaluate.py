@@ -10,8 +10,9 @@
 model.pt is what `train_gpt.py --save_checkpoint=model.pt` has written.
 
 **Loss** is in nats per token, over the text's tokens and the end of each document. On shards it is
-what the trainer calls val_loss: the first val_tokens of them (of the first model), cut into
-sequences of val_seq_len. Shorter ones (--seq_len) cut more documents, so the loss is a bit higher.
+what the trainer calls val_loss: over their first val_tokens tokens (those of the first model's
+run), in sequences of each model's val_seq_len. Shorter ones (--seq_len; on a CPU 16,384 tokens, if
+it does not say more) cut more documents, so the loss is a bit higher.
 **Bits per byte** divides by the bytes of the text in UTF-8 instead, and leaves the ends of
 documents out, which have no bytes. So models with different tokens can be compared. While a model
 of bytes is trained, the screen shows another number, because the trainer knows only the sum over
@@ -75,8 +76,9 @@ from records.console import discard_output
 # into the next. Rotary positions run on, but only differences of positions matter.
 #
 # One thing does depend on the place: attention sees whole blocks of 128 tokens, so how far back a
-# token sees depends on where in its block it stands. So every item begins at the start of a block,
-# as it would alone. The places between are filled with documents of that one token.
+# token sees depends on where in its block it stands. So each completion, with its context, begins
+# at the start of a block, as it would alone. The places between are filled with documents of that
+# one token.
 
 LOGITS_AT_A_TIME = 2048  # tokens: their logits over 50,304 tokens take 0.4 GB in float32
 ITEM_TOKENS = {"cuda": 65_536, "cpu": 8192}  # tokens of a sequence of items, if none is longer
@@ -88,15 +90,15 @@ def score(model, setting, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tens
     """tokens (T,) and the target of each one (T,), -1 where there is none -> two tensors (n,) for
     the n targets in their order: the log-probability of each in nats, and whether it is the most
     probable token. T is a multiple of 128. As in validation, no recipe of low precision is used."""
-    x, sources = model.hidden(tokens, setting, training=False)  # (T, D), and five of them
+    x, sources = model.hidden(tokens, setting, training=False)  # (T, D), and those of late_mix
     log_probabilities = []
-    is_first = []
+    is_top = []
     for places in (targets >= 0).nonzero()[:, 0].split(LOGITS_AT_A_TIME):
         logits = model.logits(x[places], tuple(source[places] for source in sources))  # (places, V)
         wanted = targets[places]
         log_probabilities.append(-F.cross_entropy(logits, wanted, reduction="none"))
-        is_first.append(logits.argmax(-1) == wanted)
-    return torch.cat(log_probabilities), torch.cat(is_first)
+        is_top.append(logits.argmax(-1) == wanted)
+    return torch.cat(log_probabilities), torch.cat(is_top)
 
 
 class Item(NamedTuple):
@@ -110,7 +112,7 @@ class Scores(NamedTuple):
     are (items, completions)."""
     log_probability: np.ndarray  # float64, of all tokens of the completion, in nats
     num_tokens: np.ndarray  # int64
-    is_first: np.ndarray  # bool: each of its tokens is the most probable one
+    is_top: np.ndarray  # bool: each of its tokens is the most probable one
 
 
 class Sequence(NamedTuple):
@@ -125,17 +127,19 @@ def packed(items: list[Item], bos: int, seq_len: int) -> Iterator[Sequence]:
     completion is a document of its own, with the context before it, and begins at the start of a
     block. Raises ValueError if one does not fit into a sequence."""
     sequence = None
-    end = seq_len  # of what has been filled so far, rounded up to whole blocks
+    end = 0  # of what is filled so far, rounded up to whole blocks
     number = 0
     for item in items:
         for completion in item.completions:
             document = [bos, *item.context, *completion]
             count = len(document) - 1  # the last token is a target only
-            if end + count > seq_len:
-                if sequence:
+            if sequence is None or end + count > seq_len:
+                if sequence is not None:
                     yield sequence
-                filling = (np.full(seq_len, value) for value in (bos, -1, -1))
-                sequence = Sequence(*filling)
+                sequence = Sequence(
+                    tokens=np.full(seq_len, bos),
+                    targets=np.full(seq_len, -1),
+                    owners=np.full(seq_len, -1))
                 end = 0
             answer = slice(end + count - len(completion), end + count)
             sequence.tokens[end : end + count] = document[:-1]
@@ -143,7 +147,7 @@ def packed(items: list[Item], bos: int, seq_len: int) -> Iterator[Sequence]:
             sequence.owners[answer] = number
             end += math.ceil(count / BLOCK_SIZE) * BLOCK_SIZE
             number += 1
-    if sequence:
+    if sequence is not None:
         yield Sequence(*(array[:end] for array in sequence))
 
 
@@ -152,15 +156,15 @@ def score_items(model, items: list[Item], most_tokens: int, progress: Callable =
     sequences. Raises BadInput if an item has more than most_tokens tokens."""
     longest = 0
     for item in items:
-        of_completion = max(len(completion) for completion in item.completions)
-        longest = max(longest, len(item.context) + of_completion)
-    whole_blocks = math.ceil(longest / BLOCK_SIZE) * BLOCK_SIZE
-    require(whole_blocks <= most_tokens,
+        longest_completion = max(len(completion) for completion in item.completions)
+        longest = max(longest, len(item.context) + longest_completion)
+    room = math.ceil(longest / BLOCK_SIZE) * BLOCK_SIZE  # tokens, in whole blocks
+    require(room <= most_tokens,
             f"one item has {longest:,} tokens, and sequences have {most_tokens:,}; give "
-            f"--seq_len={whole_blocks}, or shorten the item")
+            f"--seq_len={room}, or shorten the item")
     setting = shortened(sample.last_setting(model), longest)
     device = model.lm_head.device
-    seq_len = max(whole_blocks, min(most_tokens, ITEM_TOKENS[device.type]))
+    seq_len = max(room, min(most_tokens, ITEM_TOKENS[device.type]))
     shape = len(items), len(items[0].completions)
     log_probability = np.zeros(shape)
     num_tokens = np.zeros(shape, dtype=np.int64)
@@ -169,17 +173,18 @@ def score_items(model, items: list[Item], most_tokens: int, progress: Callable =
         tokens = torch.from_numpy(sequence.tokens).to(device)
         targets = torch.from_numpy(sequence.targets).to(device)
         owners = sequence.owners[sequence.targets >= 0]  # (n,)
-        found, is_first = score(model, setting, tokens, targets)
+        found, is_top = score(model, setting, tokens, targets)
+        # reshape(-1) is a view, so this adds to the arrays themselves.
         np.add.at(log_probability.reshape(-1), owners, found.double().cpu().numpy())
         np.add.at(num_tokens.reshape(-1), owners, 1)
-        np.add.at(misses.reshape(-1), owners, ~is_first.cpu().numpy())
+        np.add.at(misses.reshape(-1), owners, ~is_top.cpu().numpy())
     return Scores(log_probability, num_tokens, misses == 0)
 
 
 def shortened(setting, longest: int):
-    """The setting with windows that reach no farther than a document of `longest` tokens, which
-    begins with a block. That changes no result: what is cut off are other documents. Paired heads
-    have two positions per token."""
+    """The setting with windows cut to a document of `longest` tokens that begins at the start of a
+    block. What is cut off belongs to other documents, so no result changes, and attention has less
+    to gather. Paired heads have two positions per token, so twice the tokens are counted."""
     blocks = math.ceil(2 * longest / BLOCK_SIZE)
     windows = {name: min(window, blocks) for name, window in setting.windows.items()}
     return setting._replace(windows=windows)
@@ -201,7 +206,8 @@ def score_stream(model, stream: Stream, seq_len: int, progress: Callable = iter)
     results = []
     for begin in progress(range(0, n, seq_len)):
         piece = torch.from_numpy(stream.tokens[begin : begin + seq_len + 1]).to(device)
-        filling = -(len(piece) - 1) % BLOCK_SIZE  # of the last sequence
+        inputs = len(piece) - 1
+        filling = math.ceil(inputs / BLOCK_SIZE) * BLOCK_SIZE - inputs  # of the last sequence
         tokens = F.pad(piece[:-1], (0, filling), value=model.bos)
         targets = F.pad(piece[1:], (0, filling), value=-1)
         found, _ = score(model, setting, tokens, targets)
@@ -217,62 +223,64 @@ def score_stream(model, stream: Stream, seq_len: int, progress: Callable = iter)
 # error needs them (section 3).
 
 
-class Sums(NamedTuple):
-    """A measure of one model, unit by unit. The result is totals.sum() / weights.sum()."""
-    totals: np.ndarray  # (units,) float64
-    weights: np.ndarray  # (units,) float64
+class PerUnit(NamedTuple):
+    """A measure of one model, unit by unit. The result is amounts.sum() / sizes.sum()."""
+    amounts: np.ndarray  # (units,) float64: nats, bits or right answers
+    sizes: np.ndarray  # (units,) float64: tokens, bytes or ones
 
 
 class Model(NamedTuple):
     """A model and what is needed to show it text."""
     path: str
     gpt: nn.Module
-    tokens: str  # "gpt2", "bytes", or "other" for a vocabulary of the user's
+    kind: str  # of its tokens: "gpt2", "bytes", or "other" for a vocabulary of the user's
     encode: Callable[[str], list[int]] | None  # None: the vocabulary is not known here
     token_bytes: np.ndarray | None  # (V,) the number of bytes that each token stands for
     sha256: str  # of the weights
 
 
 def loss_measures(model: Model, stream: Stream, seq_len: int,
-                  progress: Callable = iter) -> dict[str, Sums]:
+                  progress: Callable = iter) -> dict[str, PerUnit]:
     """"loss", and if the bytes of tokens are known "bits_per_byte"; units are documents. The token
     that begins the next document belongs to the one that it ends."""
     nats = -score_stream(model.gpt, stream, seq_len, progress)  # (n,)
-    totals = np.add.reduceat(nats, stream.starts)
+    nats_of_documents = np.add.reduceat(nats, stream.starts)
     counts = np.diff(stream.starts, append=len(nats))
-    found = {"loss": Sums(totals, counts.astype(float))}
+    found = {"loss": PerUnit(nats_of_documents, counts.astype(float))}
     if model.token_bytes is None:
         return found
     num_bytes = model.token_bytes[stream.tokens[1:]]  # (n,) of each target
     if num_bytes.any():
         bits = np.where(num_bytes > 0, nats / math.log(2), 0)
-        found["bits_per_byte"] = Sums(
+        found["bits_per_byte"] = PerUnit(
             np.add.reduceat(bits, stream.starts),
             np.add.reduceat(num_bytes, stream.starts).astype(float))
     return found
 
 
 def hellaswag_measures(model: Model, items: list[hellaswag.Item], seq_len: int,
-                       progress: Callable = iter) -> dict[str, Sums]:
+                       progress: Callable = iter) -> dict[str, PerUnit]:
     """"hellaswag" and "hellaswag_norm", as the head of this file says; units are items."""
-    tokens = []
+    tokenized = []
     for item in items:
         endings = [model.encode(f" {ending}") for ending in item.endings]
-        tokens.append(Item(model.encode(item.context), endings))
-    scores = score_items(model.gpt, tokens, seq_len, progress)
+        tokenized.append(Item(model.encode(item.context), endings))
+    scores = score_items(model.gpt, tokenized, seq_len, progress)
     labels = np.array([item.label for item in items])
-    one = np.ones(len(items))
     mean = scores.log_probability / scores.num_tokens
-    return {"hellaswag": Sums((scores.log_probability.argmax(1) == labels) * one, one),
-            "hellaswag_norm": Sums((mean.argmax(1) == labels) * one, one)}
+    right = scores.log_probability.argmax(1) == labels
+    right_by_mean = mean.argmax(1) == labels
+    ones = np.ones(len(items))
+    return {"hellaswag": PerUnit(right.astype(float), ones),
+            "hellaswag_norm": PerUnit(right_by_mean.astype(float), ones)}
 
 
 def last_word_measures(model: Model, passages: list[tuple[str, str]], seq_len: int,
-                       progress: Callable = iter) -> dict[str, Sums]:
+                       progress: Callable = iter) -> dict[str, PerUnit]:
     """"last_word", for pairs of `split_last_word`; units are passages."""
     items = [Item(model.encode(context), [model.encode(word)]) for context, word in passages]
     scores = score_items(model.gpt, items, seq_len, progress)
-    return {"last_word": Sums(scores.is_first[:, 0] * 1.0, np.ones(len(items)))}
+    return {"last_word": PerUnit(scores.is_top[:, 0].astype(float), np.ones(len(items)))}
 
 
 def split_last_word(passage: str) -> tuple[str, str] | None:
@@ -292,26 +300,26 @@ def split_last_word(passage: str) -> tuple[str, str] | None:
 # 3. How certain a result is
 #
 # The units are taken as drawn at random from many more, independently of each other. A result is a
-# ratio of two sums. To first order its error is the sum of what each unit adds to it, (total -
-# result x weight) / sum of weights, and the variance of such a sum is known (ratio estimator:
-# Cochran 1977, section 2.11). Where all weights are 1 this is the usual standard error of a mean.
+# ratio of two sums. To first order its error is the sum of what each unit adds to it, (amount -
+# result x size) / sum of sizes, and the variance of such a sum is known (ratio estimator:
+# Cochran 1977, section 2.11). Where all sizes are 1 this is the usual standard error of a mean.
 #
 # Two models that are measured on the same units have much of their luck in common. So a difference
-# is computed unit by unit, and most of it cancels. This says how certain a result is for these
-# weights. It does not say what another seed of the training would give: `python -m records compare`
-# does that.
+# is computed unit by unit, and most of it cancels. This says how certain a result is for this one
+# trained model. It does not say what another seed would give: `python -m records compare` does.
 
 NORMAL_95 = 1.959964  # a normal variable is within so many standard deviations in 95 % of all cases
 FEW = 30  # units, below which the interval is too narrow to be trusted
 
 
-def result_of(sums: Sums) -> float:
-    return float(sums.totals.sum() / sums.weights.sum())
+def result_of(per_unit: PerUnit) -> float:
+    return float(per_unit.amounts.sum() / per_unit.sizes.sum())
 
 
-def influences(sums: Sums) -> np.ndarray:
+def influences(per_unit: PerUnit) -> np.ndarray:
     """(units,) how much each unit adds to the error of the result."""
-    return (sums.totals - result_of(sums) * sums.weights) / sums.weights.sum()
+    result = result_of(per_unit)
+    return (per_unit.amounts - result * per_unit.sizes) / per_unit.sizes.sum()
 
 
 def standard_error(influence: np.ndarray) -> float | None:
@@ -329,7 +337,7 @@ class Difference(NamedTuple):
     high: float
 
 
-def difference(b: Sums, a: Sums) -> Difference | None:
+def difference(b: PerUnit, a: PerUnit) -> Difference | None:
     """b's result minus a's, over the same units. None for a single unit."""
     error = standard_error(influences(b) - influences(a))
     if error is None:
@@ -392,10 +400,10 @@ def load_model(path: str, device: torch.device) -> Model:
         if parameter.dtype in narrow:
             wide = torch.float32 if device.type == "cpu" else torch.bfloat16
             parameter.data = parameter.data.to(wide)
-    tokens = kind_of_tokens(gpt.config.vocab_size)
+    kind = kind_for(gpt.config.vocab_size)
     sha256 = checkpoint.load(path)["sha256"]  # which load_checkpoint has just checked
-    model = Model(path, gpt, tokens, None, None, sha256)
-    if tokens == "other":
+    model = Model(path, gpt, kind, None, None, sha256)
+    if kind == "other":
         return model
     try:
         encode, to_bytes = sample.codec(gpt.config.vocab_size)
@@ -406,39 +414,44 @@ def load_model(path: str, device: torch.device) -> Model:
     return model._replace(encode=encode, token_bytes=np.array(lengths))
 
 
-def kind_of_tokens(vocab_size: int) -> str:
-    """What the tokens of a model are, as far as the size of its vocabulary tells."""
+def kind_for(vocab_size: int) -> str:
+    """The kind of a model's tokens, as far as the size of its vocabulary tells."""
     if not shards.reads_bytes(vocab_size):
         return "gpt2"
     return "bytes" if vocab_size <= MOST_FOR_BYTES else "other"
 
 
-def needs_text(model: Model) -> None:
+def require_text(model: Model) -> None:
     """Raises BadInput unless the model can be shown a text."""
     require(model.encode, f"{model.path} has tokens whose text is not known here, so that only its "
             "loss on shards can be measured")
 
 
 class Source(NamedTuple):
-    """What a measure is made of."""
+    """What a measure is computed from."""
     name: str
-    sha256: str  # of all files, one after the other
-    content: list  # paths of shards, or texts, items or pairs of section 2
+    sha256: str  # of all its files, one after the other
+    content: list  # shards' paths, documents, HellaSwag's items, or pairs of `split_last_word`
 
 
-def sum_of(paths: list[Path]) -> str:
-    total = hashlib.sha256()
+def sha256_of(paths: list[Path]) -> str:
+    """The sha256 of the files, one after the other."""
+    digest = hashlib.sha256()
     for path in paths:
         with open(path, "rb") as file:
             while piece := file.read(1 << 24):
-                total.update(piece)
-    return total.hexdigest()
+                digest.update(piece)
+    return digest.hexdigest()
 
 
 class Text(NamedTuple):
-    """What the loss is measured on."""
+    """What the loss is measured on: shards, or documents as strings."""
     source: Source
-    val_tokens: int | None  # of shards, whose first so many tokens are taken; None: texts
+    val_tokens: int | None  # how many of the shards' first tokens count; None if it has documents
+
+    @property
+    def is_shards(self) -> bool:
+        return self.val_tokens is not None
 
 
 def find_text(options: argparse.Namespace, model: Model) -> Text:
@@ -449,26 +462,27 @@ def find_text(options: argparse.Namespace, model: Model) -> Text:
             paths = checks.find(c.data_dir, "val", c.val_files)
         except shards.ShardError as error:
             raise BadInput(f"{error}; or name a text with --text") from None
-        return Text(Source(c.data_dir, sum_of(paths), paths), c.val_tokens)
+        return Text(Source(c.data_dir, sha256_of(paths), paths), c.val_tokens)
     path = Path(options.text)
     if path.suffix == ".bin":
         require(path.is_file(), f"{path}: no such file; name a shard")
-        return Text(Source(options.text, sum_of([path]), [path]), c.val_tokens)
+        return Text(Source(options.text, sha256_of([path]), [path]), c.val_tokens)
     if path.is_dir() and list(path.glob("*_val_*.bin")):
         paths = checks.find(options.text, "val", "*_val_*.bin")
-        return Text(Source(options.text, sum_of(paths), paths), c.val_tokens)
+        return Text(Source(options.text, sha256_of(paths), paths), c.val_tokens)
     return Text(read_texts(options.text, options.key, options.split_blank), None)
 
 
 def warn_of_other_shards(text: Text, models: list[Model]) -> None:
     """Says on standard error which models were trained when their folder held other validation
     shards. Text that is prepared anew is split anew."""
-    if not text.val_tokens:
+    if not text.is_shards:
         return
     read = [shards.fingerprint(path, "val") for path in text.source.content]
     for model in models:
         known = {shard.get("name"): shard.get("sha256") for shard in model.gpt.data}
-        changed = any(known.get(x["name"], x["sha256"]) != x["sha256"] for x in read)
+        changed = any(
+            shard["name"] in known and known[shard["name"]] != shard["sha256"] for shard in read)
         folder = Path(model.gpt.config.data_dir).resolve()
         if changed and text.source.content[0].resolve().parent == folder:
             print(f"evaluate.py: {folder} was prepared anew after {model.path} was trained, so its "
@@ -478,32 +492,32 @@ def warn_of_other_shards(text: Text, models: list[Model]) -> None:
 def read_texts(name: str, key: str, split_blank: int | None) -> Source:
     """The documents of a file or folder that are not blank. Raises PrepareError if they cannot be
     read, and BadInput if there are none."""
-    paths = [source.path for source in texts.find_sources([name])
-             if source.named or texts.is_text(source.path)]
+    paths = [found.path for found in texts.find_sources([name])
+             if found.named or texts.is_text(found.path)]
     documents = []
     for path in paths:
-        for text in texts.read_documents(path, key, split_blank):
-            if text.strip():
-                documents.append(text)
+        for document in texts.read_documents(path, key, split_blank):
+            if document.strip():
+                documents.append(document)
     require(documents, f"{name}: no text in it; name a file that has some")
-    return Source(name, sum_of(paths), documents)
+    return Source(name, sha256_of(paths), documents)
 
 
 def stream_of(text: Text, model: Model, limit: int | None) -> Stream:
     """The documents of a text in the model's tokens, at most `limit`. Raises BadInput if it is of
     shards that hold tokens of another kind, and ShardError if one is damaged."""
     source = text.source
-    if text.val_tokens:
+    if text.is_shards:
         kind = shards.kind_of_tokens(source.content[0])
-        require(model.tokens in (kind, "other"),
+        require(model.kind in (kind, "other"),
                 f"{source.content[0]} holds tokens of the kind {kind}, and {model.path} reads "
-                f"{model.tokens}; name a text file with --text")
+                f"{model.kind}; name a text file with --text")
         tokens = np.concatenate(
             [shards.read_shard(path, model.gpt.config.vocab_size).tokens
              for path in source.content])
         tokens = tokens[: text.val_tokens + 1].astype(np.int64)
     else:
-        needs_text(model)
+        require_text(model)
         pieces = []
         for document in source.content[:limit]:
             pieces += [[model.gpt.bos], model.encode(document)]
@@ -522,7 +536,7 @@ def stream_of(text: Text, model: Model, limit: int | None) -> Stream:
 def read_passages(options: argparse.Namespace) -> Source:
     """Raises PrepareError or BadInput if there are none."""
     source = read_texts(options.last_word, options.key, options.split_blank or 1)
-    pairs = [pair for text in source.content if (pair := split_last_word(text))]
+    pairs = [pair for document in source.content if (pair := split_last_word(document))]
     require(pairs, f"{options.last_word}: no passage of two words in it; name another text")
     return source._replace(content=pairs[: options.limit])
 
@@ -533,13 +547,13 @@ def read_hellaswag(options: argparse.Namespace) -> Source:
     if path == hellaswag.PATH:
         hellaswag.fetch()
     items = hellaswag.read_items(path)
-    return Source(path.name, sum_of([path]), items[: options.limit])
+    return Source(path.name, sha256_of([path]), items[: options.limit])
 
 
 class Measured(NamedTuple):
-    """The measures of one source, for each model."""
+    """The measures of one source: for each model, by their names."""
     source: Source
-    sums: list[dict[str, Sums]]
+    of_models: list[dict[str, PerUnit]]
 
 
 def measure_all(options: argparse.Namespace, models: list[Model]) -> list[Measured]:
@@ -550,13 +564,13 @@ def measure_all(options: argparse.Namespace, models: list[Model]) -> list[Measur
         text = find_text(options, models[0])
         warn_of_other_shards(text, models)
         streams = [stream_of(text, model, options.limit) for model in models]
-        numbers = {len(stream.starts) for stream in streams}
-        require(len(numbers) == 1,
+        counts = {len(stream.starts) for stream in streams}
+        require(len(counts) == 1,
                 f"the models do not see the same documents of {text.source.name}; measure them one "
                 "by one")
     if options.hellaswag or options.last_word:
         for model in models:
-            needs_text(model)
+            require_text(model)
     items = read_hellaswag(options) if options.hellaswag else None
     passages = read_passages(options) if options.last_word else None
 
@@ -566,14 +580,14 @@ def measure_all(options: argparse.Namespace, models: list[Model]) -> list[Measur
 
     done = []
     if wants_text:
-        sums = [loss_measures(model, stream, max_tokens(options, model), progress)
-                for model, stream in zip(models, streams)]
-        done.append(Measured(text.source, sums))
-    for source, measures in ((items, hellaswag_measures), (passages, last_word_measures)):
+        of_models = [loss_measures(model, stream, max_tokens(options, model), progress)
+                     for model, stream in zip(models, streams)]
+        done.append(Measured(text.source, of_models))
+    for source, measure in ((items, hellaswag_measures), (passages, last_word_measures)):
         if source:
-            sums = [measures(model, source.content, max_tokens(options, model), progress)
-                    for model in models]
-            done.append(Measured(source, sums))
+            of_models = [measure(model, source.content, max_tokens(options, model), progress)
+                         for model in models]
+            done.append(Measured(source, of_models))
     return done
 
 
@@ -591,28 +605,29 @@ def report(models: list[Model], all_measured: list[Measured], device: torch.devi
     results = []
     differences = []
     for source, of_models in all_measured:
-        for number, measures in enumerate(of_models):
-            for name, sums in measures.items():
-                value = result_of(sums)
-                require(math.isfinite(value),
-                        f"{models[number].path}: the {name} is not finite; its training diverged")
-                error = standard_error(influences(sums))
+        for index, by_name in enumerate(of_models):
+            for name, per_unit in by_name.items():
+                result = result_of(per_unit)
+                require(math.isfinite(result),
+                        f"{models[index].path}: the {name} is not finite; its training diverged")
+                error = standard_error(influences(per_unit))
                 results.append(dict(
-                    measure=name, model=number, value=rounded(value), standard_error=rounded(error),
-                    units=len(sums.totals), data=clean(source.name), data_sha256=source.sha256))
-                same_tokens = models[number].tokens == models[0].tokens
-                if number == 0 or name not in of_models[0] or (name == "loss" and not same_tokens):
+                    measure=name, model=index, value=rounded(result), standard_error=rounded(error),
+                    units=len(per_unit.amounts), data=clean(source.name),
+                    data_sha256=source.sha256))
+                same_kind = models[index].kind == models[0].kind
+                if index == 0 or name not in of_models[0] or (name == "loss" and not same_kind):
                     continue  # losses of tokens of two kinds say nothing about each other
-                found = difference(sums, of_models[0][name])
+                found = difference(per_unit, of_models[0][name])
                 if found:
-                    numbers = {key: rounded(number) for key, number in found._asdict().items()}
-                    differences.append(dict(measure=name, model=number, against=0, **numbers))
+                    values = {key: rounded(value) for key, value in found._asdict().items()}
+                    differences.append(dict(measure=name, model=index, against=0, **values))
     return dict(
         form=evaluation.FORM, date=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         torch=clean(torch.__version__), device=clean(name_of(device)),
         models=[dict(path=clean(model.path), weights_sha256=model.sha256,
                      steps=model.gpt.trained_steps, preset=clean(model.gpt.config.preset),
-                     tokens=model.tokens) for model in models],
+                     tokens=model.kind) for model in models],
         results=results, differences=differences)
 
 

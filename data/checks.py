@@ -33,7 +33,7 @@ def find(folder: str, split: str, pattern: str) -> list[Path]:
 
 
 def check_kind(path: Path, vocab_size: int, preset: str) -> None:
-    """Whether the tokens of a shard are of the kind that the model reads."""
+    """Raises ShardError unless the tokens of a shard are of the kind that the model reads."""
     wants_bytes = reads_bytes(vocab_size)
     largest = largest_token(path)
     if largest >= vocab_size and wants_bytes:
@@ -47,7 +47,8 @@ def check_kind(path: Path, vocab_size: int, preset: str) -> None:
 
 
 def check_apart(fingerprints: list[dict]) -> None:
-    """Whether no training shard (data/shards.py, `fingerprint`) is one for validation, too."""
+    """Raises ShardError if a training shard (data/shards.py, `fingerprint`) is one for validation,
+    too."""
     names = {shard["sha256"]: shard["name"] for shard in fingerprints if shard["split"] == "train"}
     for shard in fingerprints:
         if shard["split"] == "val" and shard["sha256"] in names:
@@ -60,8 +61,9 @@ def check_apart(fingerprints: list[dict]) -> None:
 
 def check_amount(paths: list[Path], packing: Packing, plan: Plan, folder: str,
                  fitted: bool = False) -> None:
-    """Whether the training shards last for all steps of the plan. `fitted`: the run is fitted to
-    the text already."""
+    """Raises ShardError unless the training shards last for all steps of the plan. `fitted`: the
+    run is fitted to the text already."""
+    # This packs all documents as training will. Nothing less tells how many steps there are.
     steps = sum(1 for _ in batches(paths, packing, plan))
     if steps == len(plan):
         return
@@ -71,7 +73,8 @@ def check_amount(paths: list[Path], packing: Packing, plan: Plan, folder: str,
     if not fitted:
         remedy = f"let the run fit the text (--fit), {remedy}"
     if folder == FINEWEB:
-        enough = math.ceil(1.3 * need / 1e8)  # the ends of long documents are skipped
+        # A shard of FineWeb has 1e8 tokens. The ends of long documents are skipped.
+        enough = math.ceil(1.3 * need / 1e8)
         remedy = f"get more with `python data/fineweb.py {enough}`, or " + remedy
     raise ShardError(f"{len(plan)} steps need {need:,} tokens; the {have:,} in {folder} make "
                      f"{steps} steps; {remedy}")

@@ -11,18 +11,19 @@ INPUT is one of these, in UTF-8, or in UTF-16 with a byte-order mark:
     a folder        the files of text and of source code in it and in its subfolders (texts.py has
                     their endings), without hidden ones and without those that are not text
 
-OUT is data/NAME of the first INPUT if it is not given, or data/NAME-2 and so on if that has the
-tokens of another text. It receives NAME_val_000000.bin and
-NAME_train_000001.bin, NAME_train_000002.bin, and so on. `shards.py` says what a shard is. A
-document in it is the token 50256 followed by the document's own tokens, which are GPT-2's or, with
---bytes, one for each byte. A shard has about --shard_tokens tokens, in whole documents.
+Without --out, OUT is data/NAME, with the name of the first INPUT. If that folder has the tokens of
+another text, OUT is data/NAME-2, and so on. The shards are OUT/PREFIX_val_000000.bin,
+OUT/PREFIX_train_000001.bin, OUT/PREFIX_train_000002.bin, and so on. PREFIX is the name of the
+folder OUT, if --name does not say another one. `shards.py` says what a shard is. A document in it
+is the token 50256 followed by the document's own tokens, which are GPT-2's or, with --bytes, one
+for each byte. A shard has about --shard_tokens tokens, in whole documents.
 
 Blank documents are dropped, and so are those whose text an earlier one has. The others are
 shuffled, in an order that --seed decides. The first ones in this order are the validation split,
 so it is a fair sample of the input and shares no document with training. There is one exception:
-where whole documents would exceed the share of validation by more than half, as a single long
-text does, the last of them is cut. Its end goes to validation and its beginning to training. The
-number of --workers does not change the result.
+the last of them is cut if whole documents would exceed the share of validation by more than half,
+as a single long text does, or would leave too little to train on. Its end goes to validation and
+its beginning to training. The number of --workers does not change the result.
 
 The input may be larger than memory. All tokens go through a temporary file in OUT, which takes 2
 bytes for each token. Memory holds only the lengths and the hashes of the documents, and the text
@@ -401,7 +402,7 @@ def read_spool(path, pieces):
 def make_python_docs_corpus(out_dir, use_bytes=True, name="fineweb", **options):
     """Make the --python-docs corpus, unless `out_dir` has it already.
 
-    Shards without corpus.json, as earlier versions of this program made them, are left as they are.
+    Shards without corpus.json are left as they are.
     Returns what write_corpus() returns, or None if there was nothing to do. Raises PrepareError as
     write_corpus() does (where Python comes without the sources of its library), and OSError if
     `out_dir` cannot be used.
@@ -432,8 +433,9 @@ def safe_name(text):
 
 
 def default_folder(inputs):
-    """The folder in data/ that is named after the first input, but none that has another purpose.
-    Where a folder has the tokens of other inputs of the same name, it is NAME-2, and so on."""
+    """The folder in data/ for a corpus of these inputs: data/NAME, with the name of the first one.
+    It is data/NAME_tokens if data/NAME has another purpose, and NAME-2 and so on if the folder has
+    the tokens of other inputs."""
     paths = absolute(inputs)
     path = Path(paths[0])
     name = safe_name(path.name if path.is_dir() else path.stem)
@@ -504,9 +506,9 @@ def make_corpus(sources, args, options, may_replace, say):
         "name": name,
     }
     record = read_record(args.out)
-    is_same = (
-        wanted.items() <= record.items()
-        and args.tokens in (record.get("wanted_tokens"), record.get("tokens")))
+    # --tokens may be the same as then ("auto", too), or name the kind that came of it.
+    same_kind = args.tokens in (record.get("wanted_tokens"), record.get("tokens"))
+    is_same = same_kind and wanted.items() <= record.items()
     if is_same and are_complete(record, args.out):
         return record, False
     old = shards_in(args.out, record.get("name", ""))
@@ -526,7 +528,8 @@ def make_corpus(sources, args, options, may_replace, say):
     record = wanted | {
         "inputs": absolute(args.inputs), "wanted_tokens": args.tokens, "tokens": tokens}
     num_bytes = sum(file["size"] for file in files)
-    workers = min(args.workers, 1 + num_bytes // (4 << 20))  # for less, starting one takes longer
+    # For less than 4 MiB each, starting a worker costs more than it saves.
+    workers = min(args.workers, 1 + num_bytes // (4 << 20))
     skipped = []
     with tqdm(total=num_bytes, unit="B", unit_scale=True, disable=None) as bar:
 

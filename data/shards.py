@@ -59,8 +59,8 @@ class Stamp(NamedTuple):
 
 
 def stamp_of(path: Path) -> Stamp:
-    """Raises DamagedShard if there is no such file. That it is a file is asked before it is opened:
-    to open a fifo can mean to wait forever."""
+    """Raises DamagedShard if there is no such file, or if it is no regular file: opening a fifo may
+    wait forever."""
     try:
         found = path.stat()
     except OSError as error:
@@ -96,7 +96,7 @@ def opened(path: Path, expected: Stamp | None = None) -> Iterator[tuple[BinaryIO
             yield file, num_tokens
     except OSError as error:
         raise DamagedShard(path, f"cannot be read ({error.strerror or error})") from None
-    if stamp_of(path) != before or expected not in (None, before):
+    if stamp_of(path) != before or (expected is not None and expected != before):
         raise ShardError(f"{path} has changed since the run began; start again, and leave the "
                          "shards as they are while a run reads them")
 
@@ -110,9 +110,9 @@ def tokens_promised(path: Path, header: bytes, size: int) -> int:
     if (magic, version) != (MAGIC, VERSION):
         found = f"magic {magic}, version {version}"
         raise DamagedShard(path, f"begins with {found}, not {MAGIC}, {VERSION}")
-    promised = HEADER_BYTES + 2 * num_tokens
-    if size != promised:
-        raise DamagedShard(path, f"has {size} bytes where its header promises {promised}")
+    expected_size = HEADER_BYTES + 2 * num_tokens
+    if size != expected_size:
+        raise DamagedShard(path, f"has {size} bytes where its header promises {expected_size}")
     if num_tokens == 0:
         raise DamagedShard(path, "holds no tokens")
     return num_tokens
@@ -150,9 +150,9 @@ class Shard(NamedTuple):
 def read_shard(path: Path, vocab_size: int, expected: Stamp | None = None) -> Shard:
     """Read a shard for a model that knows the tokens below `vocab_size`.
 
-    If 50256 is not among them, the last one that is takes its place as separator. Raises ShardError
-    if the file is damaged, has no document, holds tokens that the model does not know, or has not
-    the expected stamp.
+    If the vocabulary is too small for 50256, its last token takes the place of the separator.
+    Raises ShardError if the file is damaged, has no document, holds tokens that the model does not
+    know, or has not the expected stamp.
     """
     with opened(path, expected) as (file, num_tokens):
         tokens = np.fromfile(file, dtype="<u2", count=num_tokens)
@@ -164,7 +164,7 @@ def read_shard(path: Path, vocab_size: int, expected: Stamp | None = None) -> Sh
     separator = min(SEPARATOR, vocab_size - 1)
     if separator != SEPARATOR and separator in tokens:
         need = f"which --vocab_size={vocab_size} needs as separator"
-        raise ShardError(f"{path} holds token {separator}, {need}; raise it")
+        raise ShardError(f"{path} holds token {separator}, {need}; raise --vocab_size")
     tokens[starts] = separator
     largest = tokens.max()
     if largest >= vocab_size:

@@ -44,7 +44,7 @@ def errors_of(path):
 def find_sources(inputs):
     """The files that `inputs` name or have in their folders. Raises PrepareError."""
     sources = []
-    if "" in inputs:  # as of a variable of the shell that is not set; it would be this folder
+    if "" in inputs:  # an unset variable of the shell, which Path would take for this folder
         raise PrepareError("one of the names is empty; name a file or a folder")
     for item in map(Path, inputs):
         with errors_of(item):
@@ -101,7 +101,10 @@ def is_text(path):
     with errors_of(path):
         try:
             with open_text(path) as file:
-                return all("\0" not in part for part in iter(lambda: file.read(1 << 20), ""))
+                while part := file.read(1 << 20):
+                    if "\0" in part:
+                        return False
+                return True
         except UnicodeError:
             return False
 
@@ -174,7 +177,7 @@ def split_at_blank_lines(lines, at_least):
 def distinct(documents, dropped):
     """Yield the documents that are not blank and whose text no earlier one has.
 
-    Counts those that an earlier one has under dropped["duplicates"], and blank ones not at all.
+    dropped["duplicates"] counts those whose text an earlier one has. Blank ones are not counted.
     """
     seen = set()
     for text in documents:

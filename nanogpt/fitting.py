@@ -62,16 +62,16 @@ def preset_for(text: Text, cuda: bool) -> str:
 
 def lengths_that_fit(text: Text, unit: int, seq_len: int, batch_tokens: int, micro_tokens: int,
                      val_seq_len: int, val_tokens: int) -> dict[str, int]:
-    """Sequences, batches and validation that a text has room for, in tokens. `unit` sequences or a
-    multiple of them make a batch. No length becomes more than is given here, but each is a block at
-    least, and a batch `unit` sequences. Raises BadInput if the text is too short for any."""
-    # 1. Sequences. A batch lies within one shard.
-    shard = max(text.train) - 1  # the last input needs a target, too
-    longest = shard // unit // BLOCK_SIZE * BLOCK_SIZE
+    """Sequences, batches and validation that a text has room for, in tokens. A batch has `unit`
+    sequences or a multiple of that. No length becomes more than is given here. But a sequence has
+    one block at least, and a batch `unit` sequences. Raises BadInput if the text is too short."""
+    # 1. Sequences. A batch lies within one shard, so the largest shard is the limit.
+    inputs = max(text.train) - 1  # of that shard: its last token is a target only
+    longest = inputs // unit // BLOCK_SIZE * BLOCK_SIZE
     need = unit * BLOCK_SIZE + 1
-    require(longest > 0, f"{shard + 1:,} tokens are too few to train on; {need:,} are needed")
+    require(longest > 0, f"{inputs + 1:,} tokens are too few to train on; {need:,} are needed")
     seq_len = min(seq_len, longest, whole_blocks(micro_tokens))
-    sequences = min(batch_tokens, shard) // seq_len
+    sequences = min(batch_tokens, inputs) // seq_len
     sequences = max(1, sequences // unit) * unit
 
     # 2. Validation: whole sequences.
@@ -87,7 +87,7 @@ def lengths_that_fit(text: Text, unit: int, seq_len: int, batch_tokens: int, mic
 
 
 def whole_blocks(tokens: int) -> int:
-    """The largest multiple of BLOCK_SIZE that is not more, and one block for less than that."""
+    """The largest multiple of BLOCK_SIZE up to `tokens`, but one block at least."""
     return max(tokens // BLOCK_SIZE, 1) * BLOCK_SIZE
 
 
@@ -95,10 +95,12 @@ def steps_that_fit(shard_tokens: tuple[int, ...], wanted: float, most_epochs: fl
                    tokens_per_step: float, seq_len: int, batch_tokens: int) -> dict[str, int]:
     """As many steps as are wanted, but no more than `most_epochs` readings of the training shards
     give. `epochs` in the result is the number of readings that these steps take."""
-    # A batch lies within one shard, so less than a batch at the end of each is not read.
+    # A batch lies within one shard, so at the end of each up to one sequence less than a batch is
+    # not read. This counts on the worst case. (`tokens_per_step` is the mean over all stages.)
+    per_batch = batch_tokens // seq_len
     tokens_per_reading = 0
     for tokens in shard_tokens:
-        sequences = (tokens - 1) // seq_len - (batch_tokens // seq_len - 1)
+        sequences = (tokens - 1) // seq_len - (per_batch - 1)
         tokens_per_reading += max(sequences, 0) * seq_len
     require(tokens_per_reading > 0, f"no training shard holds a batch of {batch_tokens:,} tokens; "
             "lower --batch_tokens or --seq_len")
@@ -121,7 +123,7 @@ def fit(c, presets: dict[str, dict], schedules: dict[str, list], given: dict, cu
     """The configuration for the text that `c` names: the preset that suits it, or the given one,
     with lengths and steps that the text has room for. Raises BadInput if the text is too short, and
     ShardError if it cannot be read."""
-    limits.check_positive(c)
+    limits.check_ranges(c)
     text = text_of(find_shards(c, "train"), find_shards(c, "val"))
     preset = given.get("preset") or preset_for(text, cuda)
     laid_over = {name: values | OVER_PRESET for name, values in presets.items()}
@@ -142,13 +144,13 @@ def fit_to_text(c, schedule: list, text: Text, given: dict):
     if c.preset == "small":
         batch_tokens = min(batch_tokens, sum(text.train) // STEPS_PER_READING)
         bigram_rows = min(bigram_rows, max(1, sum(text.train) // TOKENS_PER_ROW))
-    bounds = {}
-    for name, most in (("seq_len", "micro_tokens"), ("val_seq_len", "val_tokens")):
+    bounds = {}  # upper bounds, each with room for a sequence of the length that was given
+    for name, bound in (("seq_len", "micro_tokens"), ("val_seq_len", "val_tokens")):
         length = given.get(name, 0)
-        if most in given:
-            require(length <= given[most], f"--{name}={length} must be at most --{most}, which is "
-                    f"{given[most]}; lower the one or raise the other")
-        bounds[most] = max(getattr(c, most), length)  # a sequence of a given length has room
+        if bound in given:
+            require(length <= given[bound], f"--{name}={length} must be at most --{bound}, which "
+                    f"is {given[bound]}; lower the one or raise the other")
+        bounds[bound] = max(getattr(c, bound), length)
     lengths = lengths_that_fit(
         text, unit, c.seq_len, batch_tokens, bounds["micro_tokens"], c.val_seq_len,
         bounds["val_tokens"])
@@ -167,7 +169,7 @@ def fit_to_text(c, schedule: list, text: Text, given: dict):
         wanted = c.num_steps
         most_epochs = math.inf
     elif c.preset not in ("speedrun", "onepass"):
-        minutes = MINUTES
+        minutes = MINUTES  # if none are given: `fixed` below has those that are
     most_epochs = given.get("epochs", most_epochs)
     steps = steps_of_schedule(c, schedule, text.train, wanted, most_epochs)
     return dataclasses.replace(c, **{"minutes": minutes} | steps | fixed)
@@ -175,14 +177,14 @@ def fit_to_text(c, schedule: list, text: Text, given: dict):
 
 def fit_to_minutes(c, schedule: list, train_paths: list[Path], seconds: float):
     """The configuration with as many steps of so many seconds as --minutes has room for. Without
-    cut_documents fewer may be there, as the ends of long documents are left out."""
+    cut_documents the text may last for fewer, because the ends of long documents are left out."""
     shard_tokens = tuple(map(count_tokens, train_paths))
     wanted = 60 * c.minutes / seconds
     steps = steps_of_schedule(c, schedule, shard_tokens, wanted, c.epochs)
     if not c.fit or c.val_interval != validation_interval(c.num_steps):
         steps.pop("val_interval")  # it is the preset's own, or was given
     if not c.cut_documents:
-        steps.pop("epochs")  # as many as are allowed
+        steps.pop("epochs")  # how often the text is read cannot be told, so c.epochs stays
     return dataclasses.replace(c, **steps)
 
 

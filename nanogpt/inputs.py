@@ -84,8 +84,8 @@ def check_amount(c, packing: shards.Packing, plan: shards.Plan, train_paths: lis
 
 
 def chooses_steps(c) -> bool:
-    """Whether the number of steps follows from --minutes. A resumed run keeps its own. (Without a
-    save to be found, --resume begins a new run, and keeps its value.)"""
+    """Whether the number of steps follows from --minutes. A resumed run keeps its own. If --resume
+    finds no save, a new run begins, and c.resume is still NEWEST here."""
     return c.minutes > 0 and c.resume in ("", saving.NEWEST)
 
 

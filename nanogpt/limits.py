@@ -19,7 +19,7 @@ def check(c, topologies: dict[str, list], schedules: dict[str, list], precisions
           least_width: int) -> None:
     """Raises BadInput, which names the key, where a value cannot be, or values do not fit each
     other. `least_width` is the least that model_dim may be."""
-    check_positive(c)
+    check_ranges(c)
     check_choices(c, topologies, schedules, precisions)
     check_candidates(c)
     check_multiples(c, topologies[c.topology], schedules[c.schedule])
@@ -40,14 +40,15 @@ def check(c, topologies: dict[str, list], schedules: dict[str, list], precisions
             f"--join_timeout={c.join_timeout} must be above 0 and at most 10,000 minutes")
 
 
-def check_positive(c) -> None:
+def check_ranges(c) -> None:
     for name in ("num_steps", "batch_tokens", "seq_len", "micro_tokens", "val_tokens",
                  "val_seq_len", "model_dim", "num_heads", "mlp_dim", "vocab_size", "bigram_rows",
                  "epochs", "cooldown_frac"):
         value = getattr(c, name)
         require(value > 0, f"--{name}={value} must be positive")
-        most = MOST.get(name, value)
-        require(value <= most, f"--{name}={value} is too large: it must be at most {most:,}")
+        if name in MOST:
+            most = MOST[name]
+            require(value <= most, f"--{name}={value} is too large: it must be at most {most:,}")
 
 
 def check_choices(c, topologies: dict, schedules: dict, precisions: dict) -> None:
@@ -61,8 +62,8 @@ def check_choices(c, topologies: dict, schedules: dict, precisions: dict) -> Non
 
 
 def check_candidates(c) -> None:
-    """Each different target must have a place among the candidates. Texts repeat tokens, so half as
-    many candidates as tokens are enough."""
+    """Candidates are the tokens that a training loss compares (train_gpt.py, section 5). Nearly
+    every target should be one of them. Texts repeat tokens, so half as many as tokens suffice."""
     at_a_time = c.micro_tokens // c.seq_len * c.seq_len  # whole sequences
     enough = min(c.vocab_size, min(at_a_time, c.batch_tokens) // 2)
     fits_products = c.candidates % 16 == 0 or c.candidates >= c.vocab_size
@@ -75,11 +76,11 @@ def check_multiples(c, layers: list, stages: list) -> None:
     """Lengths are whole blocks of attention or whole sequences, and widths are whole heads. Only
     micro_tokens is an upper bound, with room for a sequence."""
     units = [("seq_len", BLOCK_SIZE), ("val_seq_len", BLOCK_SIZE)]
-    for stage in stages:
+    for stage in stages:  # the part of a batch that a stage takes is whole sequences
         units.append(("batch_tokens", round(c.seq_len / stage.batch)))
     units.append(("val_tokens", c.val_seq_len))
     units.append(("num_heads", 2 if any(layer.paired for layer in layers) else 1))
-    units.append(("model_dim", 4 * c.num_heads))
+    units.append(("model_dim", 4 * c.num_heads))  # the rotary embedding takes quarters of a head
     for name, unit in units:
         value = getattr(c, name)
         require(value % unit == 0, f"--{name}={value} must be a multiple of {unit}")

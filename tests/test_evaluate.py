@@ -79,7 +79,7 @@ def test_scores_are_those_of_each_item_alone_in_float64(topology):
         for k, (total, count, is_first) in enumerate(scores_alone(wide, item)):
             assert abs(scores.log_probability[i, k] - total) < 1e-4, (i, k)
             assert scores.num_tokens[i, k] == count
-            assert scores.is_first[i, k] == is_first
+            assert scores.is_top[i, k] == is_first
 
 
 @pytest.mark.parametrize("topology", ["laptop", "gpt2", "char"])
@@ -170,7 +170,7 @@ def as_model(gpt):
 def test_last_words_with_known_answers(counter):
     passages = [("1 2", " 3"), ("1 2", " 4"), ("5", " 678"), ("5", " 679"), ("12", " 0")]
     sums = evaluate.last_word_measures(as_model(counter), passages, 512)["last_word"]
-    assert sums.totals.tolist() == [1, 0, 1, 0, 0] and sums.weights.tolist() == [1] * 5
+    assert sums.amounts.tolist() == [1, 0, 1, 0, 0] and sums.sizes.tolist() == [1] * 5
     assert evaluate.result_of(sums) == pytest.approx(0.4)
 
 
@@ -180,8 +180,8 @@ def test_hellaswag_with_known_answers(counter):
              hellaswag.Item("1", ["2", "345678", "0", "0"], 0),
              hellaswag.Item("1", ["345678", "0", "00", "000"], 0)]  # one token is wrong: 0.5 ** 5 / 18 loses to 1 / 18
     measures = evaluate.hellaswag_measures(as_model(counter), items, 512)
-    assert measures["hellaswag"].totals.tolist() == [1, 1, 0]
-    assert measures["hellaswag_norm"].totals.tolist() == [1, 1, 1]
+    assert measures["hellaswag"].amounts.tolist() == [1, 1, 0]
+    assert measures["hellaswag_norm"].amounts.tolist() == [1, 1, 1]
     scores = evaluate.score_items(counter, [evaluate.Item([1, 2], [[3, 4, 5], [5]])], 512)
     np.testing.assert_allclose(scores.log_probability, [[3 * math.log(0.5), math.log(1 / 18)]], atol=1e-6)
 
@@ -290,7 +290,7 @@ def test_two_models_are_compared_document_by_document(checkpoint, another, capsy
 
 def sums(totals, weights=None):
     totals = np.array(totals, dtype=float)
-    return evaluate.Sums(totals, np.ones_like(totals) if weights is None else np.array(weights, dtype=float))
+    return evaluate.PerUnit(totals, np.ones_like(totals) if weights is None else np.array(weights, dtype=float))
 
 
 def error_of(measure):

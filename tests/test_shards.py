@@ -186,7 +186,7 @@ def test_a_damaged_shard_is_named_with_the_value_found_and_the_remedy(tmp_path, 
 @pytest.mark.parametrize("tokens, parts", [
     ([*GOOD, 400], ["token 400, outside of --vocab_size=384", "is it other data?"]),
     ([*GOOD, 384], ["token 384, outside of --vocab_size=384", "is it other data?"]),
-    ([*GOOD, 383], ["token 383, which --vocab_size=384 needs", "raise it"]),
+    ([*GOOD, 383], ["token 383, which --vocab_size=384 needs", "raise --vocab_size"]),
     ([1] * 2000, ["no document start (token 50256)", "data/prepare.py"]),
 ], ids=["out of range", "one past the last", "stands for the separator", "no document"])
 def test_tokens_that_the_model_cannot_use_are_named_with_the_remedy(tmp_path, tokens, parts):
