@@ -245,7 +245,7 @@ def task_cautions(a, b):
     return found
 
 
-def no_p_value(losses, target):
+def no_p(losses, target):
     """Takes the place of stats.p_below. The report does not show that p, and it needs scipy."""
     return None
 
@@ -258,8 +258,8 @@ def compare(a_logs, b_logs, names, whole_diff=False):
         if log.end["val_loss"] is None:
             raise Refused(f"{log.path}: expected a validation to compare, found val_loss: null; "
                           "`plot` shows such a run.")
-    a = build(a_logs, names[0], p_value=no_p_value)
-    b = build(b_logs, names[1], p_value=no_p_value)
+    a = build(a_logs, names[0], p_of=no_p)
+    b = build(b_logs, names[1], p_of=no_p)
     factor, sentence = hosts(a, b)
     doubts = not_whole(logs)
     lines = [side_text("A", a), side_text("B", b), *doubts, sentence]

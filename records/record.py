@@ -37,7 +37,7 @@ PER_RUN = {
 MACHINE = ("devices", "world_size", "hosts", "torch", "cuda", "triton")
 BLOCK = ("<!-- record:begin -->", "<!-- record:end -->")
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,60}")  # of a record, without its date
-PICTURE_SUM = "loss_png_sha256"  # key of record.json; records from before it was written have none
+PICTURE_SHA256 = "loss_png_sha256"  # key of record.json; records from before it was written have none
 FREE_TEXT = re.compile(r"[\w .,:;()+/*%='&-]{0,200}")  # goes into Markdown tables
 SKELETON = """# {name}
 
@@ -73,7 +73,7 @@ def first_difference(a, b, key=""):
 
 
 def shards(log):
-    """Returns {"SPLIT NAME": its tokens and its fingerprint}, sorted by split and name."""
+    """Returns {"SPLIT NAME": its number of tokens and its sha256}, sorted by split and name."""
     def place(shard):
         return shard["split"], shard["name"]
 
@@ -85,7 +85,7 @@ def shards(log):
 
 
 def fingerprint(log, split=""):
-    """Returns the sha256 over the names, token counts and fingerprints of the shards whose keys in
+    """Returns one sha256 over the names, token counts and sha256 of the shards whose keys in
     `shards` begin with `split`."""
     text = ""
     for key, shard in shards(log).items():
@@ -242,9 +242,9 @@ def mean(dicts, key, digits=4):
     return round(statistics.fmean(values), digits)
 
 
-def build(logs, name, claim="", data_name="", p_value=p_below):
-    """Returns the content of record.json, but for the sum of the picture. All of it comes from the
-    logs except the two free texts, `claim` and `data_name`. p_value(losses, target) is the p of a
+def build(logs, name, claim="", data_name="", p_of=p_below):
+    """Returns the content of record.json without the sha256 of the picture. All of it comes from
+    the logs except the two free texts, `claim` and `data_name`. p_of(losses, target) is the p of a
     mean below the target. Raises Refused if a text is not allowed or if the logs are not those of
     one record."""
     for text in (claim, data_name):
@@ -256,7 +256,7 @@ def build(logs, name, claim="", data_name="", p_value=p_below):
     first = logs[0]
     ends = [log.end for log in logs]
     target = first.end["target"]
-    p = p_value([end["val_loss"] for end in ends], target)
+    p = p_of([end["val_loss"] for end in ends], target)
     if p is not None:
         p = float(f"{p:.3g}")
     tokens_per_s = mean(ends, "tokens_per_s")
@@ -277,8 +277,8 @@ def build(logs, name, claim="", data_name="", p_value=p_below):
         "compile_s": mean(ends, "compile_s", 1),
         "calibration": mean_calibration(logs),
         "hardware": hardware(logs),
-        "code": code_sums(first),
-        "data": data_sums(first),
+        "code": code_facts(first),
+        "data": data_facts(first),
         "config": shared_facts(first)["config"],
         "stages": first.values("stage"),
         "runs": [summary(number, log) for number, log in enumerate(logs, 1)],
@@ -291,7 +291,7 @@ def mean_calibration(logs):
     return {key: mean(calibrations, key, 2) for key in FACTS["calibration"]}
 
 
-def code_sums(log):
+def code_facts(log):
     """Returns the sums of what ran. In grammar 1 the script is all there is, so only grammar 2 has
     sums of files."""
     facts = {"sha256": log.run["code_sha256"], "bytes": log.run["code_bytes"]}
@@ -301,7 +301,7 @@ def code_sums(log):
     return facts
 
 
-def data_sums(log):
+def data_facts(log):
     return {
         "fingerprint": fingerprint(log),
         "val_fingerprint": fingerprint(log, "val "),
@@ -533,14 +533,14 @@ def load(folder, recompute=True):
     if type(stored) is not dict:
         fail(path, 1, "an object", stored)
     if recompute:
-        p_value = p_below
+        p_of = p_below
     else:
         p = stored_p(stored, path)
 
-        def p_value(losses, target):
+        def p_of(losses, target):
             return p
 
-    rebuilt = build(logs, folder.name, stored.get("claim"), stored.get("data_name"), p_value)
+    rebuilt = build(logs, folder.name, stored.get("claim"), stored.get("data_name"), p_of)
     return logs, stored, rebuilt
 
 
@@ -562,7 +562,7 @@ def problems(folder, logs, stored, rebuilt, latest):
     """Returns everything in which a record folder differs from its logs, a sentence each. `stored`
     and `rebuilt` are what `load` returned. A run that began after `latest` is a problem too."""
     found = []
-    numbers = {key: value for key, value in stored.items() if key != PICTURE_SUM}
+    numbers = {key: value for key, value in stored.items() if key != PICTURE_SHA256}
     if different := first_difference(numbers, rebuilt):
         key, have, expected = different
         found.append(f"{folder / 'record.json'}: expected {shown_key(key)} to be {shown(expected)} "
@@ -591,13 +591,13 @@ def check_picture(folder, stored):
     """Raises Refused unless the picture is the one whose sum record.json has. A record from before
     that sum was written needs a whole picture, whichever it is."""
     path = folder / "loss.png"
-    if PICTURE_SUM not in stored:
+    if PICTURE_SHA256 not in stored:
         read_png(path)
         return
     actual = hashlib.sha256(read_bytes(path)).hexdigest()
-    if stored[PICTURE_SUM] != actual:
-        raise Refused(f"{path}: expected the picture whose sha256 is {PICTURE_SUM} in record.json, "
-                      f"{shown(stored[PICTURE_SUM])}, found one of {actual}; put back the one that "
+    if stored[PICTURE_SHA256] != actual:
+        raise Refused(f"{path}: expected the picture whose sha256 is {PICTURE_SHA256} in record.json, "
+                      f"{shown(stored[PICTURE_SHA256])}, found one of {actual}; put back the one that "
                       "`new` drew.")
 
 
@@ -642,7 +642,7 @@ def new(root, name, paths, claim="", data_name="", results=None):
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".new_") as scratch:
         draft = Path(scratch) / folder.name
         draft.mkdir()
-        write_numbers(draft, record, logs)
+        write_files(draft, record, logs)
         page = SKELETON.format(name=folder.name, block=block(record))
         if evaluated:
             page += f"\n## Evaluation\n\n{evaluation.block(evaluated)}\n"
@@ -661,12 +661,12 @@ def logs_of_all(root):
     return found
 
 
-def write_numbers(draft, record, logs):
-    """Writes the logs, the picture and record.json, which holds the sum of the picture."""
+def write_files(draft, record, logs):
+    """Writes the logs, the picture and record.json, which holds the sha256 of the picture."""
     for run, log in zip(record["runs"], logs):
         (draft / run["log"]).write_bytes(log.raw)
     picture = draft / "loss.png"
     plots.draw_loss(picture, logs, record["target"])
-    picture_sum = hashlib.sha256(read_bytes(picture)).hexdigest()
-    content = record | {PICTURE_SUM: picture_sum}
+    digest = hashlib.sha256(read_bytes(picture)).hexdigest()
+    content = record | {PICTURE_SHA256: digest}
     write_text(draft / "record.json", json.dumps(content, indent=1) + "\n")
