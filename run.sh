@@ -65,7 +65,9 @@ case $asked in *" --help "* | *" -h "*) exec "$python" train_gpt.py --help ;; es
 # Finds misspelt keys and values before data is made or fetched for them.
 check_keys() { [ ${#keys[@]} = 0 ] || "$python" train_gpt.py "${keys[@]}" --help > /dev/null; }
 
-gpus=$("$python" -c "import torch; print(torch.cuda.device_count())")
+# The import takes seconds, in which Ctrl-C would give a traceback.
+gpus=$("$python" -c "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL)
+import torch; print(torch.cuda.device_count())")
 case $asked in *" --preset=laptop "* | *" --device=cpu "* | *" --device=mps "*) gpus=0 ;; esac
 
 if [ ${#texts[@]} -gt 0 ]; then

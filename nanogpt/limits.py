@@ -22,6 +22,8 @@ def check(c, topologies: dict[str, list], schedules: dict[str, list], precisions
     check_ranges(c)
     check_choices(c, topologies, schedules, precisions)
     check_candidates(c)
+    check_stages(c.schedule, schedules[c.schedule])
+    check_layers(c.topology, topologies[c.topology])
     check_multiples(c, topologies[c.topology], schedules[c.schedule])
     check_device(c)
     require(c.vocab_size <= 2**16,
@@ -70,6 +72,38 @@ def check_candidates(c) -> None:
     require(c.candidates == 0 or (c.candidates >= enough and fits_products),
             f"--candidates={c.candidates} must be a multiple of 16, at least {enough}, "
             "or 0 for the whole vocabulary")
+
+
+def check_stages(name: str, stages: list) -> None:
+    """The rows of a schedule, which users change. If they had too few steps, the run would end with
+    an error shortly before its end."""
+    where = f"SCHEDULES[{name!r}]"
+    total = sum(stage.fraction for stage in stages)
+    require(abs(total - 1) < 1e-6 and all(stage.fraction >= 0 for stage in stages),
+            f"{where}: the fractions of its stages make {total:g} together, and must make 1 "
+            "without negative ones")
+    for stage in stages:
+        require(stage.batch > 0 and stage.longest_document > 0,
+                f"{where}: batch and longest document of {stage} must be positive")
+        for window in (stage.long_window, stage.short_window):
+            require(isinstance(window, int) and window > 0,
+                    f"{where}: the windows of {stage} must be whole blocks, at least one")
+
+
+def check_layers(name: str, layers: list) -> None:
+    """The rows of a topology, which users change."""
+    require(any(layer.attn for layer in layers),
+            f"TOPOLOGIES[{name!r}]: at least one layer must have attention")
+    for number, layer in enumerate(layers):
+        where = f"TOPOLOGIES[{name!r}]: layer {number}"
+        require(layer.window in ("short", "long"),
+                f"{where} has window={layer.window!r}, which is neither 'short' nor 'long'")
+        for what in ("skip", "reads_layer"):
+            source = getattr(layer, what)
+            require(source is None or 0 <= source < number,
+                    f"{where} has {what}={source}, which is no earlier layer; the first one is 0")
+        require(layer.value_embed is None or layer.value_embed >= 0,
+                f"{where} has value_embed={layer.value_embed}; the first one is 0")
 
 
 def check_multiples(c, layers: list, stages: list) -> None:

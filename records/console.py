@@ -396,7 +396,7 @@ class Console:
         if commands:
             self.say("next:")
             for command in commands:
-                self.say(f"  {python_command()} {command}")
+                self.say(f"  {python_command()} {script_folder()}{command}")
 
     def stopped(self, signal: str, step: int, checkpoint: Path | None, command: str) -> None:
         """Says what is left of a run that a signal has ended, and the command that goes on from its
@@ -425,6 +425,12 @@ def python_command() -> str:
     """What to type for the Python that runs this."""
     python = os.path.relpath(sys.executable)
     return sys.executable if python.startswith("..") else python
+
+
+def script_folder() -> str:
+    """What to type before the name of a script: its folder, if that is not the current one."""
+    folder = Path(__file__).resolve().parents[1]
+    return "" if folder == Path.cwd() else shlex.quote(f"{folder}/")
 
 
 def count(number: int) -> str:

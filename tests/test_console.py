@@ -321,6 +321,14 @@ def test_the_last_lines_are_the_checkpoint_and_what_to_do_next(capsys, monkeypat
         "checkpoint: a/model.pt\nnext:\n  PYTHON sample.py a/model.pt\n  PYTHON another\n")
 
 
+def test_the_printed_command_finds_its_script_from_any_folder(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    Console(3).closing(None, ["sample.py --help"])
+    command = capsys.readouterr().out.split("next:")[1].strip()
+    found = subprocess.run(shlex.split(command), capture_output=True, text=True, check=True)
+    assert "sample.py" in found.stdout
+
+
 def test_the_printed_python_is_the_one_that_runs(capsys):
     Console(3).closing(None, ["-c pass"])
     command = capsys.readouterr().out.splitlines()[-1].strip()

@@ -17,6 +17,7 @@ from conftest import TINY
 
 import train_gpt as t
 from nanogpt import compiling, masks
+from nanogpt.ranks import BadInput
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 T, BOS = 640, 63  # five blocks
@@ -811,6 +812,49 @@ def test_the_mean_validation_loss_is_over_exactly_val_tokens(monkeypatch):
     total = sum(plain_gpt(w, model.signs, x, y, (x == BOS).nonzero()[:, 0].tolist(), seen, 4) for x, y in slices)
     loss = t.validate(model, tokens[:769].short(), 5)  # the first step of the second stage
     assert loss == pytest.approx(total.item() / 768, rel=1e-6)  # the scale of scores is kept in float32
+
+
+STAGE = t.Stage(0.5, 1, 2048, 2, 1, 1.0)
+
+
+@pytest.mark.parametrize("stages, sentence", [
+    ([STAGE], "the fractions of its stages make 0.5 together, and must make 1 "),
+    ([STAGE] * 3, "the fractions of its stages make 1.5 together, and must make 1 "),
+    ([], "the fractions of its stages make 0 together, and must make 1 "),
+    ([STAGE._replace(fraction=1.5), STAGE._replace(fraction=-0.5)], "make 1 together, and must make 1 without negative"),
+    ([STAGE, STAGE._replace(batch=0)], "batch and longest document of .* must be positive"),
+    ([STAGE, STAGE._replace(long_window=0)], "the windows of .* must be whole blocks, at least one"),
+    ([STAGE, STAGE._replace(short_window=2.5)], "the windows of .* must be whole blocks, at least one"),
+], ids=range(7))
+def test_a_changed_schedule_that_cannot_be_is_refused_in_one_sentence(monkeypatch, stages, sentence):
+    c = t.Config(**TINY)
+    monkeypatch.setitem(t.SCHEDULES, c.schedule, stages)
+    with pytest.raises(BadInput, match=rf"^SCHEDULES\['{c.schedule}'\]: .*{sentence}"):
+        t.check_config(c)
+
+
+@pytest.mark.parametrize("number, changes, sentence", [
+    (1, {"window": "middle"}, "layer 1 has window='middle', which is neither 'short' nor 'long'"),
+    (1, {"reads_layer": 3}, "layer 1 has reads_layer=3, which is no earlier layer; the first one is 0"),
+    (2, {"skip": 2}, "layer 2 has skip=2, which is no earlier layer; the first one is 0"),
+    (2, {"skip": -1}, "layer 2 has skip=-1, which is no earlier layer; the first one is 0"),
+    (0, {"value_embed": -1}, "layer 0 has value_embed=-1; the first one is 0"),
+], ids=range(5))
+def test_a_changed_topology_that_cannot_be_is_refused_in_one_sentence(monkeypatch, number, changes, sentence):
+    c = t.Config(**TINY)
+    layers = [*t.TOPOLOGIES[c.topology]]
+    t.check_config(c)
+    layers[number] = layers[number]._replace(**changes)
+    monkeypatch.setitem(t.TOPOLOGIES, c.topology, layers)
+    with pytest.raises(BadInput, match=rf"^TOPOLOGIES\['{c.topology}'\]: {sentence}$"):
+        t.check_config(c)
+
+
+def test_a_topology_without_any_attention_is_refused(monkeypatch):
+    c = t.Config(**TINY)
+    monkeypatch.setitem(t.TOPOLOGIES, c.topology, [t.Layer(attn=False)] * 4)
+    with pytest.raises(BadInput, match="at least one layer must have attention"):
+        t.check_config(c)
 
 
 def test_flops_per_token_are_those_of_the_matrices_and_of_the_candidates_in_the_head():
