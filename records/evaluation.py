@@ -5,7 +5,8 @@ Such a file is a JSON object:
     form           1
     date           in UTC, as "2026-11-22T16:00:00Z"
     torch, device  the version and the machine that computed the results
-    models         a list: path, sha256 of the weights, steps, preset, tokens ("gpt2", "bytes", "other")
+    models         a list: path, sha256 of the weights, steps, preset, tokens ("gpt2", "bytes" or
+                   "other")
     results        a list: a key of MEASURES as measure, number of the model in `models` from 0,
                    value, standard_error (null for a single unit), units, data and its sha256
     differences    a list: measure, model, against (another model's number), value, standard_error,
@@ -114,7 +115,8 @@ def check_entry(path, entry, num_models):
         fail(path, 1, f"a measure among {', '.join(MEASURES)}", entry["measure"])
     for key in ("model", "against"):
         if entry.get(key, 0) >= num_models:
-            fail(path, 1, f"{key} to be the number of a model, from 0 to {num_models - 1}", entry[key])
+            expected = f"{key} to be the number of a model, from 0 to {num_models - 1}"
+            fail(path, 1, expected, entry[key])
     if "low" in entry and not entry["low"] <= entry["value"] <= entry["high"]:
         fail(path, 1, "the value of a difference to lie in its interval", entry["value"])
     if "low" not in entry and MEASURES[entry["measure"]].is_share and entry["value"] > 1:
@@ -171,8 +173,11 @@ def block(content):
         lines.append(f"| `{model['path']}`, step {model['steps']:,} | {title} "
                      f"| {value_text(result)} | {units_text(result)} |")
     for difference in content["differences"]:
-        minus = f"`{models[difference['model']]['path']}` - `{models[difference['against']]['path']}`"
+        model = models[difference["model"]]["path"]
+        against = models[difference["against"]]["path"]
         title = MEASURES[difference["measure"]].title
-        lines.append(f"| {minus} | {title} | {difference_text(difference)} | the same |")
-    where = f"Computed with torch {content['torch']} on {content['device']}, {content['date'][:10]}."
+        lines.append(
+            f"| `{model}` - `{against}` | {title} | {difference_text(difference)} | the same |")
+    date = content["date"][:10]
+    where = f"Computed with torch {content['torch']} on {content['device']}, {date}."
     return "\n".join([*lines, "", where, MARKS[1]])

@@ -37,7 +37,7 @@ PER_RUN = {
 MACHINE = ("devices", "world_size", "hosts", "torch", "cuda", "triton")
 BLOCK = ("<!-- record:begin -->", "<!-- record:end -->")
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,60}")  # of a record, without its date
-PICTURE_SHA256 = "loss_png_sha256"  # key of record.json; records from before it was written have none
+PICTURE_SHA256 = "loss_png_sha256"  # key of record.json, which the oldest records do not have
 FREE_TEXT = re.compile(r"[\w .,:;()+/*%='&-]{0,200}")  # goes into Markdown tables
 SKELETON = """# {name}
 
@@ -292,8 +292,8 @@ def mean_calibration(logs):
 
 
 def code_facts(log):
-    """Returns the sums of what ran. In grammar 1 the script is all there is, so only grammar 2 has
-    sums of files."""
+    """Returns size and sha256 of what ran. In grammar 1 the script is all there is, so only grammar
+    2 has the sha256 of other files."""
     facts = {"sha256": log.run["code_sha256"], "bytes": log.run["code_bytes"]}
     if log.grammar == 2:
         facts["files_sha256"] = log.run["files_sha256"]
@@ -588,17 +588,17 @@ def problems(folder, logs, stored, rebuilt, latest):
 
 
 def check_picture(folder, stored):
-    """Raises Refused unless the picture is the one whose sum record.json has. A record from before
-    that sum was written needs a whole picture, whichever it is."""
+    """Raises Refused unless the picture is the one whose sha256 record.json has. The oldest records
+    have none; they need a whole picture, whichever it is."""
     path = folder / "loss.png"
     if PICTURE_SHA256 not in stored:
         read_png(path)
         return
     actual = hashlib.sha256(read_bytes(path)).hexdigest()
     if stored[PICTURE_SHA256] != actual:
-        raise Refused(f"{path}: expected the picture whose sha256 is {PICTURE_SHA256} in record.json, "
-                      f"{shown(stored[PICTURE_SHA256])}, found one of {actual}; put back the one that "
-                      "`new` drew.")
+        raise Refused(f"{path}: expected the picture whose sha256 is {PICTURE_SHA256} in "
+                      f"record.json, {shown(stored[PICTURE_SHA256])}, found one of {actual}; put "
+                      "back the one that `new` drew.")
 
 
 def check_evaluation(folder):
