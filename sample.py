@@ -116,7 +116,7 @@ class Memory:
         if device.type == "cpu":
             self.dtype = torch.promote_types(self.dtype, torch.float32)
         self.layers = []
-        d = c.model_dim // c.num_heads
+        d = c.head_dim
         for layer in model.layers:
             copies = 1 + layer.paired
             heads = c.num_heads // copies
@@ -200,7 +200,8 @@ class Memory:
         first_x = x = normed.x[1:]
         normed = script.normed_stream(x)
         injects = {i: inject[1:] for i, inject in zip(with_attention, injects)}
-        value_embeds = looked_up["value_embeds"][1:].split(model.config.model_dim, 1)
+        width = model.config.num_heads * model.config.head_dim
+        value_embeds = looked_up["value_embeds"][1:].split(width, 1)
         position = position[1:]  # (n,)
         begins = begins[1:]
 

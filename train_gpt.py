@@ -130,7 +130,8 @@ class Config:
     # model
     topology: str = key("gpt2", "entry of TOPOLOGIES: which layer has what")
     model_dim: int = key(768, "width of the residual stream")
-    num_heads: int = key(6, "attention heads; head width is model_dim / num_heads")
+    num_heads: int = key(4, "attention heads")
+    head_dim: int = key(128, "width of a head; all together may be narrower than model_dim")
     mlp_dim: int = key(3072, "hidden width of the MLP")
     vocab_size: int = key(
         50304, "rows of the embedding: GPT-2's 50257 tokens, rounded up to a multiple of 128")
@@ -216,7 +217,7 @@ PRESETS: dict[str, dict] = {
         muon_lr=0.02, head_lr=0.0065, cooldown_frac=0.7,
         target_loss=3.492),
     "laptop": BYTES | dict(
-        topology="laptop", model_dim=128, num_heads=2, mlp_dim=512,
+        topology="laptop", model_dim=128, num_heads=2, head_dim=64, mlp_dim=512,
         schedule="laptop", num_steps=700,
         batch_tokens=2048, seq_len=2048,
         muon_lr=0.04, head_lr=0.007,
@@ -226,7 +227,7 @@ PRESETS: dict[str, dict] = {
         save_checkpoint="auto", sample="The "),
     # Six plain layers that see 256 bytes, on any text: to compare precisions in minutes.
     "char": BYTES | dict(
-        topology="char", model_dim=384, mlp_dim=1536,
+        topology="char", model_dim=384, num_heads=6, head_dim=64, mlp_dim=1536,
         schedule="char", num_steps=1000, epochs=100,
         batch_tokens=16_384,
         table_lr=0.1,
@@ -235,7 +236,8 @@ PRESETS: dict[str, dict] = {
         save_every=5.0),
     # The same layers with GPT-2's tokens, for texts that are too short for the large model.
     "small": dict(
-        topology="char", model_dim=384, mlp_dim=1536, bigram_rows=65_536,
+        topology="char", model_dim=384, num_heads=6, head_dim=64, mlp_dim=1536,
+        bigram_rows=65_536,
         schedule="char", num_steps=1000, epochs=2, cut_documents=True,
         batch_tokens=32_768, seq_len=2048, micro_tokens=16_384,
         muon_lr=0.015, head_lr=0.005, table_lr=0.15, momentum_warmup=100,
@@ -291,8 +293,8 @@ SCHEDULES: dict[str, list[Stage]] = {
     # Smaller batches, for a run of a fifth of the tokens (records/2026-11-21_ladder_fp8).
     "onepass": [
         Stage(0.33, 1 / 6, 896, 3, 1, 1.0),
-        Stage(0.33, 1 / 6, 2048, 7, 3, 1.52),
-        Stage(0.33, 1 / 3, 2048, 11, 5, 1.73),
+        Stage(0.33, 1 / 6, 2048, 5, 2, 1.52),
+        Stage(0.33, 1 / 3, 2048, 9, 4, 1.73),
         Stage(0.01, 1 / 3, 2048, 13, 6, 1.73),
         Stage(0, 1 / 3, 2048, 20, 6, 1.73),
     ],
@@ -426,8 +428,9 @@ class Products:
         return F.linear(x, w if factor is None else factor * w)
 
     def qkv(self, x: Tensor, qk: Tensor, v: Tensor, factor: Tensor) -> tuple[Tensor, ...]:
-        """x (T, D), qk (2 D, D), v (D, D) -> queries, keys and factor times values, (T, D) each."""
-        stacked = self.linear(x, torch.cat((qk, factor * v)))  # (T, 3 D)
+        """x (T, D), qk (2 H d, D), v (H d, D) -> queries, keys and factor times values, (T, H d)
+        each."""
+        stacked = self.linear(x, torch.cat((qk, factor * v)))  # (T, 3 H d)
         return stacked.view(len(x), 3, -1).unbind(1)
 
     def mlp(self, x: Tensor, up: Tensor, down: Tensor, factor: Tensor, proj: "Products") -> Tensor:
@@ -547,6 +550,7 @@ def parameter_table(c: Config) -> dict[str, Param]:
     L = len(layers)
     D = c.model_dim
     H = c.num_heads
+    d = c.head_dim
     V = c.vocab_size
     num_attn = sum(layer.attn for layer in layers)
     num_value_embeds = 1 + max(layer.value_embed or 0 for layer in layers)
@@ -576,16 +580,16 @@ def parameter_table(c: Config) -> dict[str, Param]:
         "lm_head": Param(
             (V, D), init=normal(0.005),
             betas=(0.5, 0.95), decay=0.75 * c.head_lr, **head),
-        "value_embeds": Param((V, num_value_embeds * D), init=normal(0.01), **table),
+        "value_embeds": Param((V, num_value_embeds * H * d), init=normal(0.01), **table),
         "bigrams": Param((c.bigram_rows, D), init=zero, **table),
         # queries, then keys, of each layer in turn. Two neighbouring heads have one matrix (2 d, D)
         # for Muon (record 80); `Layer.paired` joins others.
         "qk": Param(
-            (num_attn * H, 2 * D // H, D), init=narrow,
+            (num_attn * H, 2 * d, D), init=narrow,
             lr=(c.muon_lr,), **muon),
-        # values and output of each layer in turn
+        # values and output of each layer in turn; the output is stored transposed
         "vo": Param(
-            (num_attn * 2, D, D), init=narrow,
+            (num_attn * 2, H * d, D), init=narrow,
             lr=(c.muon_lr,), **muon),
         "scalars": Param((L, len(SCALARS)), init=constants(*SCALARS.values()), **scalar),
         # how much of the previous token's embedding is added to each one
@@ -651,7 +655,7 @@ class LayerWeights(NamedTuple):
     down: Tensor  # (D, F)
     scalars: Tensor  # (len(SCALARS),)
     qk: Tensor | None = None  # (H, 2 d, D): H/2 matrices of queries, then H/2 of keys
-    vo: Tensor | None = None  # (2, D, D)
+    vo: Tensor | None = None  # (2, H d, D): v = x vo[0]^T, and output = y vo[1]
     gates: Tensor | None = None  # (2, H, GATE_DIM): of the heads, of the value embedding
     xsa: Tensor | None = None  # (H,)
 
@@ -664,7 +668,7 @@ class LayerContext(NamedTuple):
     paired: bool
     mask: BlockMask | Tensor | Callable | None = None
     inject: Tensor | None = None  # (T, D), added to the stream with the output of attention
-    value_embed: Tensor | None = None  # (T, D)
+    value_embed: Tensor | None = None  # (T, H d)
     begins: Tensor | None = None  # (T,) bool, where keys are not shifted; None: none is shifted
     skip: Tensor | None = None  # (T, D), the output of an earlier layer
 
@@ -686,16 +690,16 @@ def attention(normed: Normed, weights: LayerWeights, scalars: dict[str, Tensor],
     """The output of attention (T, D). sample.py, which keeps keys and values of earlier tokens,
     gives a function in place of the mask: it takes q, k and v and returns what `attend` would."""
     x = normed.x
-    T, D = x.shape
+    T = len(x)
     H = weights.gates.size(1)
-    d = D // H
+    d = weights.qk.size(1) // 2
     paired = context.paired
     gates = weights.gates.to(x.dtype)
 
     # 1. Queries, keys and values. Normalised queries and keys bound the scores (Henry et al.
     # 2020). Two paired heads make two keys of a token, one after the other, in a sequence of
     # twice the length.
-    qk = weights.qk.reshape(2 * D, D)
+    qk = weights.qk.flatten(0, 1)
     q, k, v = products.qkv.qkv(x, qk, weights.vo[0], scalars["v"])
     shape = (T, 1 + paired, H // (1 + paired), d)
     q = q.view(shape)
@@ -733,8 +737,8 @@ def attention(normed: Normed, weights: LayerWeights, scalars: dict[str, Tensor],
 
     # 4. A gate lets a head say nothing (record 28).
     gate = torch.sigmoid(F.linear(normed.gate_input, gates[0]))  # (T, H)
-    y = (y * gate[..., None]).reshape(T, D).type_as(x)
-    return products.o.linear(y, weights.vo[1], scalars["o"])
+    y = (y * gate[..., None]).flatten(1).type_as(x)
+    return products.o.linear(y, weights.vo[1].t(), scalars["o"])
 
 
 def block(x: Tensor, normed: Normed, weights: LayerWeights, context: LayerContext,
@@ -789,13 +793,17 @@ class LateMix(NamedTuple):
 
 
 def late_mix(x: Tensor, sources: tuple[Tensor, ...], weights: LateMix) -> Tensor:
-    """x (T, D), the last stream, plus an amount of each source (T, D), normalised. The sources are
-    the first stream, three later ones and the first value embedding."""
+    """x (T, D), the last stream, plus an amount of each source, normalised. The sources are the
+    first stream and three later ones (T, D), and the first value embedding (T, H d), which is added
+    to the first channels."""
+    D = x.size(1)
     hidden = F.gelu(F.linear(x, weights.w_in.to(x.dtype)))
     amounts = F.linear(hidden, weights.w_out.to(x.dtype))  # (T, 5)
     amounts = amounts + weights.bias.to(x.dtype)
-    taken = sum(0.1 * amounts[:, i : i + 1] * source for i, source in enumerate(sources))
-    return norm(x + taken)
+    for i, source in enumerate(sources):
+        source = F.pad(source, (0, D - source.size(1)))
+        x = x + 0.1 * amounts[:, i : i + 1] * source
+    return norm(x)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -919,7 +927,7 @@ class GPT(nn.Module):
         return {"value_embeds": tokens, "bigrams": hashed % self.config.bigram_rows}
 
     def look_up(self, tokens: Tensor, training: bool) -> dict[str, Tensor]:
-        """The rows themselves: value_embeds (T, number * D) and bigrams (T, D)."""
+        """The rows themselves: value_embeds (T, number * H d) and bigrams (T, D)."""
         rows = self.table_rows(tokens, training)
         return {name: F.embedding(index, getattr(self, name)) for name, index in rows.items()}
 
@@ -927,9 +935,10 @@ class GPT(nn.Module):
         """The weights of each layer, as views of the banks."""
         D = self.config.model_dim
         H = self.config.num_heads
+        d = self.config.head_dim
         matrices = self.weight("mlp").unbind()
-        all_qk = self.weight("qk").view(-1, H, 2 * D // H, D)
-        all_vo = self.weight("vo").view(-1, 2, D, D)
+        all_qk = self.weight("qk").view(-1, H, 2 * d, D)
+        all_vo = self.weight("vo").view(-1, 2, H * d, D)
         of_attention = zip(
             all_qk.unbind(), all_vo.unbind(), self.gates.unbind(), self.xsa.unbind())
         all_weights = []
@@ -957,8 +966,7 @@ class GPT(nn.Module):
                 kept.clear()
             device = self.signs.device
             frequencies = torch.tensor(setting.frequencies, dtype=torch.float64, device=device)
-            head_dim = c.model_dim // c.num_heads
-            cos, sin = rotary_table(2 * T, frequencies, head_dim, dtype)
+            cos, sin = rotary_table(2 * T, frequencies, c.head_dim, dtype)
             kept[which] = cos, sin, torch.tensor(setting.score_scale, device=device)
         return kept[which]
 
@@ -1012,7 +1020,7 @@ class GPT(nn.Module):
         """tokens (T,) -> the stream after the last layer, and the streams that `late_mix` takes
         from, (T, D) each. `looked_up` are the rows of the tables, if they were looked up before."""
         # 1. The first stream, and what each layer gets beside the stream.
-        D = self.config.model_dim
+        width = self.config.num_heads * self.config.head_dim  # of all heads of a layer
         L = len(self.layers)
         if looked_up is None:
             looked_up = self.look_up(tokens, training)
@@ -1024,8 +1032,8 @@ class GPT(nn.Module):
         value_embeds = looked_up["value_embeds"]
         if not training:  # one more, of zeros, for layers that have none
             del looked_up  # a copy takes the place of these rows, 2 GB with the default's settings
-            value_embeds = F.pad(value_embeds, (0, D))
-        value_embeds = value_embeds.split(D, 1)
+            value_embeds = F.pad(value_embeds, (0, width))
+        value_embeds = value_embeds.split(width, 1)
         contexts = self.layer_contexts(begins, setting, training, injects, value_embeds)
         weights = self.layer_weights(training)
         products = self.precision.layers_at(setting, training)
@@ -1344,7 +1352,7 @@ class Measured(Products):
         return y if factor is None else factor * y
 
     def qkv(self, x, qk, v, factor):
-        stacked = self.product(x, torch.cat((qk, v)))  # (T, 3 D)
+        stacked = self.product(x, torch.cat((qk, v)))  # (T, 3 H d)
         queries, keys, values = stacked.view(len(x), 3, -1).unbind(1)
         return queries, keys, factor * values
 
@@ -1807,10 +1815,9 @@ def setting_of(step: int, c: Config) -> Setting:
     are multiplied by a / b, those that turn 32 times stay, and those between are interpolated. The
     scores grow a little with the window (YaRN's temperature)."""
     # 1. How it begins. |q| |k| is the width of a head, so scores begin below 12.8.
-    head_dim = c.model_dim // c.num_heads
-    rotating = head_dim // 4
+    rotating = c.head_dim // 4
     frequencies = [(1 / 1024) ** (j / max(rotating - 1, 1)) for j in range(rotating)]
-    score_scale = 12.8 / head_dim
+    score_scale = 12.8 / c.head_dim
 
     # 2. What has changed with each stage so far. The stage that is only for validation just sees
     # farther, and rescales nothing.
@@ -1976,7 +1983,9 @@ def model_of(content: dict, device: torch.device) -> GPT:
     """The model of a checkpoint on one device, ready for texts of any length: nothing is compiled.
     `model.trained_steps` is the number of updates, and `model.data` has the fingerprints of its
     shards, if they are known. Raises BadInput if the weights do not fit the configuration."""
-    values = checkpoint.config_values(content["config"], Config)
+    config = content["config"]
+    require("head_dim" in config, "the checkpoint is of an older version of this program")
+    values = checkpoint.config_values(config, Config)
     c = Config(**values | dict(attention="sdpa", device=device.type, native=False))
     check_config(c)
     for name, param in parameter_table(c).items():

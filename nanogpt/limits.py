@@ -18,7 +18,7 @@ MOST = {"num_steps": 10**7, "batch_tokens": 2**30, "seq_len": 2**30, "val_seq_le
 def check(c, topologies: dict[str, list], schedules: dict[str, list], precisions: dict,
           least_width: int) -> None:
     """Raises BadInput, which names the key, where a value cannot be, or values do not fit each
-    other. `least_width` is the least that model_dim may be."""
+    other. `least_width` is the least that all heads may have together."""
     check_ranges(c)
     check_choices(c, topologies, schedules, precisions)
     check_candidates(c)
@@ -29,8 +29,10 @@ def check(c, topologies: dict[str, list], schedules: dict[str, list], precisions
     require(c.vocab_size <= 2**16,
             f"--vocab_size={c.vocab_size} must be at most {2**16}: shards hold tokens of 16 bits")
     require(0 <= c.seed < 10**15, f"--seed={c.seed} must be from 0 to 10^15 - 1, as logs hold it")
-    require(c.model_dim >= least_width,
-            f"--model_dim={c.model_dim} must be at least {least_width}, a gate's channels")
+    heads = c.num_heads * c.head_dim
+    require(least_width <= heads <= c.model_dim,
+            f"--num_heads={c.num_heads} times --head_dim={c.head_dim} is {heads}, and must be from "
+            f"{least_width}, a gate's channels, to --model_dim={c.model_dim}")
     for name in ("minutes", "save_every", "save_steps", "val_interval", "momentum_warmup",
                  "sample_tokens", "bf16_last_layers", "bf16_last_frac"):
         value = getattr(c, name)
@@ -44,8 +46,8 @@ def check(c, topologies: dict[str, list], schedules: dict[str, list], precisions
 
 def check_ranges(c) -> None:
     for name in ("num_steps", "batch_tokens", "seq_len", "micro_tokens", "val_tokens",
-                 "val_seq_len", "model_dim", "num_heads", "mlp_dim", "vocab_size", "bigram_rows",
-                 "epochs", "cooldown_frac"):
+                 "val_seq_len", "model_dim", "num_heads", "head_dim", "mlp_dim", "vocab_size",
+                 "bigram_rows", "epochs", "cooldown_frac"):
         value = getattr(c, name)
         require(value > 0, f"--{name}={value} must be positive")
         if name in MOST:
@@ -114,7 +116,7 @@ def check_multiples(c, layers: list, stages: list) -> None:
         units.append(("batch_tokens", round(c.seq_len / stage.batch)))
     units.append(("val_tokens", c.val_seq_len))
     units.append(("num_heads", 2 if any(layer.paired for layer in layers) else 1))
-    units.append(("model_dim", 4 * c.num_heads))  # the rotary embedding takes quarters of a head
+    units.append(("head_dim", 4))  # the rotary embedding takes quarters of a head
     for name, unit in units:
         value = getattr(c, name)
         require(value % unit == 0, f"--{name}={value} must be a multiple of {unit}")

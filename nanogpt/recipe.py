@@ -47,8 +47,8 @@ class Site(NamedTuple):
         parts = []
         for name, first, count in self.slices:
             part = banks[name][first : first + count].flatten(0, -2)
-            if self.projection == "fc":
-                part = part.t()  # this weight is stored as (K, N)
+            if self.projection in ("o", "fc"):
+                part = part.t()  # these weights are stored as (K, N)
             parts.append(part)
         return tuple(parts)
 
@@ -324,8 +324,9 @@ def choose(c, layers: list, default: dict[str, str], device: torch.device) -> Re
             wanted.append(dict.fromkeys(projections, options.plain_recipe))
     wanted.append({"lm_head": default["lm_head"]})
 
-    widths = dict.fromkeys(PROJECTIONS, c.model_dim)
-    widths |= {"qkv": 3 * c.model_dim, "fc": c.mlp_dim, "proj": c.mlp_dim, "lm_head": c.vocab_size}
+    heads = c.num_heads * c.head_dim
+    widths = {"qkv": 3 * heads, "o": heads, "fc": c.mlp_dim, "proj": c.mlp_dim,
+              "lm_head": c.vocab_size}
     chosen = []
     for layer in wanted:
         recipe_names = {}

@@ -85,7 +85,12 @@ def flops_per_token(log):
         if type(candidates) is not int:
             return None
         rows = min(candidates or rows, rows)
-    attention = sum(layers) * 4 * width * width
+    heads = width  # in older code all heads together are as wide as the model
+    if "head_dim" in config:
+        if not all(type(config.get(key)) is int for key in ("num_heads", "head_dim")):
+            return None
+        heads = config["num_heads"] * config["head_dim"]
+    attention = sum(layers) * 4 * width * heads
     perceptrons = len(layers) * 2 * width * inner
     return 6 * (attention + perceptrons + rows * width)
 

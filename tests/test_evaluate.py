@@ -31,7 +31,7 @@ BOS = 271
 
 def model_pair(topology="laptop", **changes):
     """The same random weights in float32 and in float64. None is zero, which could hide a mistake."""
-    values = dict(topology=topology, model_dim=32, num_heads=4, mlp_dim=64, vocab_size=BOS + 1, bigram_rows=101,
+    values = dict(topology=topology, model_dim=32, num_heads=4, head_dim=8, mlp_dim=64, vocab_size=BOS + 1, bigram_rows=101,
                   seq_len=2048, val_seq_len=1024, micro_tokens=2048, batch_tokens=2048, schedule="laptop",
                   precision="bf16", device="cpu", compile=False) | changes
     narrow = t.GPT(t.Config(**values, dtype="float32"), torch.device("cpu"))
@@ -554,7 +554,7 @@ def test_models_of_other_tokens_are_compared_by_bits_per_byte(tmp_path, checkpoi
 
     real = sample.codec
     monkeypatch.setattr(sample, "codec", codec)
-    c = t.parse_config(arguments(vocab_size=50304, candidates=0, model_dim=16))
+    c = t.parse_config(arguments(vocab_size=50304, candidates=0, model_dim=16, head_dim=8))
     model = t.GPT(c, torch.device("cpu"))
     t.initialize(model, 0)
     write(tmp_path / "model.pt", of_model(model, 4, 1.0, {}))

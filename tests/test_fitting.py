@@ -128,7 +128,7 @@ def test_a_fitted_run_saves_the_weights_of_its_best_validation_and_ends_with_0(t
     monkeypatch.chdir(tmp_path)
     losses = iter([5.0, 3.0, 4.0, 4.5])
     monkeypatch.setattr(t, "validate", lambda *args: next(losses))
-    keys = ["--num_steps=3", "--val_interval=1", "--seq_len=256", "--batch_tokens=256", "--model_dim=32", "--sample="]
+    keys = ["--num_steps=3", "--val_interval=1", "--seq_len=256", "--batch_tokens=256", "--model_dim=32", "--num_heads=2", "--head_dim=16", "--sample="]
     assert t.main([text, "--save_checkpoint=best.pt", *keys]) == 0
     content = torch.load("best.pt", weights_only=True)
     assert (content["step"], content["val_loss"]) == (1, 3.0)
@@ -166,7 +166,7 @@ def test_two_runs_of_one_text_at_the_same_time_keep_both_models(text, tmp_path, 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(inputs, "place_for_checkpoint", lambda *_: Path("models/novel.pt"))
     Path("models").mkdir()
-    keys = ["--num_steps=1", "--val_interval=0", "--seq_len=256", "--batch_tokens=256", "--model_dim=32", "--sample="]
+    keys = ["--num_steps=1", "--val_interval=0", "--seq_len=256", "--batch_tokens=256", "--model_dim=32", "--num_heads=2", "--head_dim=16", "--sample="]
     for seed in (1, 2):
         assert t.main([text, *keys, f"--seed={seed}"]) == 0
     models = [checkpoint.read(path) for path in ("models/novel.pt", "models/novel-2.pt")]

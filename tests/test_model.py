@@ -262,8 +262,8 @@ def test_yarn_slows_low_frequencies_and_raises_the_scale_as_the_digest_computed(
 
 
 def test_scores_of_narrower_heads_are_scaled_by_their_width_and_the_smallest_head_has_frequencies():
-    assert t.setting_of(0, t.Config(model_dim=192)).score_scale == pytest.approx(0.4)
-    assert t.setting_of(0, t.Config(model_dim=24)).frequencies == (1.0,)
+    assert t.setting_of(0, t.Config(head_dim=32)).score_scale == pytest.approx(0.4)
+    assert t.setting_of(0, t.Config(head_dim=4)).frequencies == (1.0,)
 
 
 # ---------------------------------------------------------------------------------------------------- the model
@@ -271,7 +271,7 @@ def test_scores_of_narrower_heads_are_scaled_by_their_width_and_the_smallest_hea
 
 def tiny(world_size=1, **changes):
     """A float64 model whose every weight is random."""
-    values = dict(topology="gpt2", model_dim=32, num_heads=4, mlp_dim=64, vocab_size=BOS + 1, bigram_rows=101,
+    values = dict(topology="gpt2", model_dim=32, num_heads=4, head_dim=8, mlp_dim=64, vocab_size=BOS + 1, bigram_rows=101,
                   seq_len=384, val_seq_len=384, micro_tokens=384, batch_tokens=384, dtype="float64", precision="bf16",
                   device="cpu", compile=False)
     model = t.GPT(t.Config(**values | changes), torch.device("cpu"), world_size)
@@ -289,7 +289,7 @@ def view(long=2, short=1, d=8, score_scale=0.75):
 PAIRED, XSA, LONG, VALUE_EMBEDS = (0, 2, 5, 9), (1, 3, 4, 7, 8, 10), (3, 10), {1: 0, 2: 1, 8: 2, 9: 3, 10: 4}
 
 
-def plain_gpt(w, signs, tokens, targets, starts, setting, heads):
+def plain_gpt(w, signs, tokens, targets, starts, setting, heads, d):
     """Sections C.3 to C.6 of the digest as the ladder simplifies them, layer by layer. w: name -> bank. Layers that
     setting.layers does not name pass the stream on."""
     def rms(x):
@@ -298,8 +298,7 @@ def plain_gpt(w, signs, tokens, targets, starts, setting, heads):
     def shifted(x):  # the token before; zeros where a sequence or a document begins
         return torch.stack([torch.zeros_like(x[0]) if i in {0, *starts} else x[i - 1] for i in range(len(x))])
 
-    length, width = len(tokens), w["lm_head"].shape[1]
-    d = width // heads
+    length, width = len(tokens), heads * d
     freq = torch.tensor([*setting.frequencies] + [0.0] * (d // 4), dtype=torch.float64)
     visible = {(window, 1): naive_mask(starts, size, length) for window, size in setting.windows.items()}
     visible["short", 2] = naive_mask([2 * start for start in starts], setting.windows["short"], 2 * length)
@@ -319,7 +318,7 @@ def plain_gpt(w, signs, tokens, targets, starts, setting, heads):
             continue
         if i != 6:
             u = x0 if x is x0 else rms(outputs[7] if i >= 8 else x)
-            rows = w["qk"][at * heads : (at + 1) * heads].reshape(2 * width, width)
+            rows = w["qk"][at * heads : (at + 1) * heads].flatten(0, 1)
             wq, wk, (wv, wo) = rows[:width], rows[width:], w["vo"][2 * at : 2 * at + 2]
             q, k, v = ((u @ m.T).view(length, heads, d) for m in (wq, wk, mix_v * wv))
             q, k = rms(q) * setting.score_scale, rms(k)
@@ -343,7 +342,7 @@ def plain_gpt(w, signs, tokens, targets, starts, setting, heads):
                 along = (y * v).sum(-1) / (v * v).sum(-1).clamp(min=1e-8)
                 y = y - (torch.tanh(w["xsa"][at]) * along)[:, :, None] * v
             y = y * torch.sigmoid(u[:, :12] @ w["gates"][at, 0].T)[:, :, None]
-            a = y.reshape(length, width) @ (mix_o * wo).T
+            a = y.reshape(length, width) @ (mix_o * wo)
             x = mix_attn * x + a + mix_x0 * x0 + mix_bigram * bigram
             at += 1
         else:
@@ -353,8 +352,10 @@ def plain_gpt(w, signs, tokens, targets, starts, setting, heads):
     inner = x @ w["late_in"].T
     inner = inner * (1 + torch.erf(inner / 2**0.5)) / 2  # GELU
     late = (inner @ w["late_out"].T + w["late_bias"]) / 10
-    sources = x0, outputs[3], outputs[7], outputs[9], tables[tokens, 0]
-    x = rms(x + sum(late[:, i, None] * source for i, source in enumerate(sources)))
+    for i, source in enumerate((x0, outputs[3], outputs[7], outputs[9])):
+        x = x + late[:, i, None] * source
+    x[:, :width] += late[:, 4, None] * tables[tokens, 0]
+    x = rms(x)
     logits = 23 / (1 + torch.exp(-(x @ w["lm_head"].T + 5) / 7.5))
     return (logits.logsumexp(-1) - logits[torch.arange(length), targets]).sum()
 
@@ -364,16 +365,16 @@ def bigrams_of(tokens, starts, count):
     return [((36313 * now) ^ (27191 * (0 if i in starts else tokens[i - 1]))) % count for i, now in enumerate(tokens)]
 
 
-@pytest.mark.parametrize("width, heads, starts, long, short", [
-    (32, 4, [0, 100, 290], 2, 1), (16, 2, [50, 257], 3, 2), (64, 2, [0, 128, 130], 3, 1)])
-def test_loss_and_all_gradients_equal_a_plain_version_of_the_specification(width, heads, starts, long, short):
-    model = tiny(model_dim=width, num_heads=heads)
-    seen = view(long, short, width // heads)
+@pytest.mark.parametrize("width, heads, d, starts, long, short", [
+    (32, 4, 8, [0, 100, 290], 2, 1), (16, 2, 8, [50, 257], 3, 2), (64, 2, 16, [0, 128, 130], 3, 1)])
+def test_loss_and_all_gradients_equal_a_plain_version_of_the_specification(width, heads, d, starts, long, short):
+    model = tiny(model_dim=width, num_heads=heads, head_dim=d)
+    seen = view(long, short, d)
     tokens, targets = tokens_of(starts, 384), tokens_of([7], 384, seed=5)
     loss = model(tokens, targets, seen, True)
     loss.backward()
     w = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
-    reference = plain_gpt(w, model.signs, tokens, targets, starts, seen, heads)
+    reference = plain_gpt(w, model.signs, tokens, targets, starts, seen, heads, d)
     reference.backward()
     assert loss.item() == pytest.approx(reference.item(), rel=1e-10)
     assert all(p.grad is not None for p in model.parameters())
@@ -407,7 +408,7 @@ def test_layers_that_are_left_out_pass_the_stream_on_and_have_no_gradients():
     starts = [0, 100, 290]
     tokens, targets = tokens_of(starts, 384), tokens_of([7], 384, seed=5)
     w = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
-    reference = plain_gpt(w, model.signs, tokens, targets, starts, seen, 4)
+    reference = plain_gpt(w, model.signs, tokens, targets, starts, seen, 4, 8)
     reference.backward()
     loss = model(tokens, targets, seen, True)
     loss.backward()
@@ -471,7 +472,7 @@ def test_a_draw_of_zero_chooses_a_token_but_not_in_place_of_a_target(monkeypatch
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8", "fp8-head", "nvfp4"])
 def test_training_with_candidates_has_nearly_the_gradient_over_the_vocabulary_and_validates_with_all_of_it(precision):
-    model = tiny(precision=precision, dtype="bfloat16", candidates=192, vocab_size=384, model_dim=64, num_heads=2)
+    model = tiny(precision=precision, dtype="bfloat16", candidates=192, vocab_size=384, model_dim=64, num_heads=2, head_dim=32)
     model.lm_head.data *= 0.2  # so that constant scales clamp nothing
     torch.manual_seed(0)
     t.Optimizer(model)  # which rounds the FP8 weights
@@ -510,7 +511,7 @@ def test_ranks_and_seeds_draw_different_candidates_but_ranks_the_same_weights(mo
 
 @pytest.mark.parametrize("precision", ["fp32", "fp8-head"])
 def test_tokens_that_are_no_candidates_are_counted_and_add_nothing_to_the_loss(precision, monkeypatch):
-    model = tiny(precision=precision, dtype="float32", candidates=48, vocab_size=384, model_dim=64, num_heads=2)
+    model = tiny(precision=precision, dtype="float32", candidates=48, vocab_size=384, model_dim=64, num_heads=2, head_dim=32)
     model.lm_head.data *= 0.2
     tokens, targets = tokens_of([0], 256), tokens_of([], 256, 1)
     assert len(targets.unique()) > 48
@@ -539,7 +540,7 @@ def test_a_target_of_minus_one_is_none_and_adds_nothing_to_the_loss(training):
 
 @pytest.mark.parametrize("precision", ["fp32", "fp8-head"])
 def test_a_target_of_minus_one_is_neither_counted_nor_lost_nor_makes_a_token_a_candidate(precision):
-    model = tiny(precision=precision, dtype="float32", candidates=48, vocab_size=384, model_dim=64, num_heads=2)
+    model = tiny(precision=precision, dtype="float32", candidates=48, vocab_size=384, model_dim=64, num_heads=2, head_dim=32)
     model.lm_head.data *= 0.2
     tokens, targets = tokens_of([0], 256), tokens_of([], 256, 1) % 40
     targets[::3] = -1
@@ -700,19 +701,19 @@ def test_rotary_tables_are_made_once_for_each_view_and_length_and_are_those_of_t
 
 def test_the_record_has_as_many_weights_as_the_digest_says():
     size = {name: math.prod(p.shape) for name, p in t.parameter_table(t.Config()).items()}
-    assert size["qk"] + size["vo"] == 10 * 4 * 768**2 and size["mlp"] == 11 * 2 * 768 * 3072
-    assert round(sum(size[name] for name in ("qk", "vo", "mlp")) / 1e6, 1) == 75.5  # the body
-    assert size["lm_head"] == 50304 * 768 and size["value_embeds"] == 5 * 50304 * 768
+    assert size["qk"] + size["vo"] == 10 * 4 * 512 * 768 and size["mlp"] == 11 * 2 * 768 * 3072
+    assert round(sum(size[name] for name in ("qk", "vo", "mlp")) / 1e6, 1) == 67.6  # the body: the digest's heads are six
+    assert size["lm_head"] == 50304 * 768 and size["value_embeds"] == 5 * 50304 * 512
     assert size["bigrams"] == 5 * 50304 * 768  # record 62's five rows a token
-    assert size["scalars"] == 11 * 8 and size["gates"] == 10 * 2 * 6 * 12 and size["xsa"] == 10 * 6
+    assert size["scalars"] == 11 * 8 and size["gates"] == 10 * 2 * 4 * 12 and size["xsa"] == 10 * 4
     assert size["late_in"] + size["late_out"] + size["late_bias"] + size["smear"] == 64 * 768 + 5 * 64 + 5 + 1
-    assert sum(size.values()) == 75_497_472 + 38_633_472 + 2 * 193_167_360 + 88 + 1440 + 60 + 49_478
+    assert sum(size.values()) == 67_633_152 + 38_633_472 + 128_778_240 + 193_167_360 + 88 + 960 + 40 + 49_478
 
 
 def test_muon_treats_queries_and_keys_in_pairs_of_heads_and_every_other_matrix_whole():
     table = t.parameter_table(t.Config())
     assert {name: p.shape for name, p in table.items() if p.optimizer == "muon"} == {
-        "qk": (60, 256, 768), "vo": (20, 768, 768), "mlp": (22, 768, 3072)}
+        "qk": (40, 256, 768), "vo": (20, 512, 768), "mlp": (22, 768, 3072)}
 
 
 @pytest.mark.parametrize("topology, vocab", [("gpt2", 64), ("gpt2", 5000), ("laptop", 384)])
@@ -725,7 +726,7 @@ def test_the_initial_loss_is_nearly_the_logarithm_of_the_vocabulary(topology, vo
 
 
 def test_initial_weights_are_as_specified_and_depend_on_the_seed_but_not_on_the_number_of_ranks():
-    sizes = dict(model_dim=64, vocab_size=2000)
+    sizes = dict(model_dim=64, head_dim=16, vocab_size=2000)
     one, three, other = tiny(**sizes), tiny(3, **sizes), tiny(**sizes)
     for model, seed in ((one, 7), (three, 7), (other, 8)):
         t.initialize(model, seed)
@@ -809,7 +810,7 @@ def test_the_mean_validation_loss_is_over_exactly_val_tokens(monkeypatch):
     freq[0] *= 0.5 + 0.5 * (128 / (2 * math.pi) - 1) / 31
     seen = t.Setting({"long": 2, "short": 1}, tuple(freq), 1.6 * (1 + 0.2 * math.log(2)))
     slices = [(tokens[b : b + 384], tokens[b + 1 : b + 385]) for b in (0, 384)]
-    total = sum(plain_gpt(w, model.signs, x, y, (x == BOS).nonzero()[:, 0].tolist(), seen, 4) for x, y in slices)
+    total = sum(plain_gpt(w, model.signs, x, y, (x == BOS).nonzero()[:, 0].tolist(), seen, 4, 8) for x, y in slices)
     loss = t.validate(model, tokens[:769].short(), 5)  # the first step of the second stage
     assert loss == pytest.approx(total.item() / 768, rel=1e-6)  # the scale of scores is kept in float32
 
@@ -859,9 +860,10 @@ def test_a_topology_without_any_attention_is_refused(monkeypatch):
 
 def test_flops_per_token_are_those_of_the_matrices_and_of_the_candidates_in_the_head():
     c = t.Config(**TINY | {"topology": "gpt2", "model_dim": 16, "mlp_dim": 32, "vocab_size": 64})
-    weights = 10 * 4 * 16 * 16 + 11 * 2 * 16 * 32 + 64 * 16
+    assert c.num_heads * c.head_dim == 32
+    weights = 10 * 4 * 16 * 32 + 11 * 2 * 16 * 32 + 64 * 16
     assert t.flops_per_token(c) == 6 * weights
-    whole = replace(c, model_dim=768, mlp_dim=3072, vocab_size=50304, num_heads=6, candidates=0)
+    whole = replace(c, model_dim=768, mlp_dim=3072, vocab_size=50304, num_heads=6, head_dim=128, candidates=0)
     assert t.flops_per_token(whole) == pytest.approx(6 * 114.1e6, rel=1e-3)
     assert t.flops_per_token(replace(c, vocab_size=50304, candidates=64)) == t.flops_per_token(c)
     assert t.flops_per_token(replace(c, candidates=128)) == t.flops_per_token(c), "no more than the vocabulary has"

@@ -25,7 +25,7 @@ from records import journal
 
 CPU = torch.device("cpu")
 MATRICES = ("qk", "vo", "mlp", "lm_head")
-VIEW = t.setting_of(0, t.Config(schedule="laptop", model_dim=64, num_heads=2))
+VIEW = t.setting_of(0, t.Config(schedule="laptop", model_dim=64, num_heads=2, head_dim=32))
 LIMIT = {E4M3: 448.0, E5M2: 57344.0}
 
 
@@ -39,7 +39,7 @@ def distance(a, b):
 
 
 def config(**changes):
-    tiny = dict(topology="laptop", model_dim=64, num_heads=2, mlp_dim=128, vocab_size=384, bigram_rows=500,
+    tiny = dict(topology="laptop", model_dim=64, num_heads=2, head_dim=32, mlp_dim=128, vocab_size=384, bigram_rows=500,
                 schedule="laptop", num_steps=4, batch_tokens=512, seq_len=256, micro_tokens=512,
                 val_tokens=512, val_seq_len=256, device="cpu", compile=False)
     return t.Config(**(tiny | changes))
@@ -340,7 +340,7 @@ def weights_of(model):
         if layer.attn:
             qk, vo = model.qk.detach()[2 * A : 2 * A + 2].reshape(2 * D, D), model.vo.detach()[2 * A : 2 * A + 2]
             yield (i, "qkv"), torch.cat((qk, vo[0]))
-            yield (i, "o"), vo[1]
+            yield (i, "o"), vo[1].T
             A += 1
         yield (i, "fc"), model.mlp.detach()[2 * i].T
         yield (i, "proj"), model.mlp.detach()[2 * i + 1]

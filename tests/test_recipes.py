@@ -282,7 +282,7 @@ def weight_of(site, banks):
     """The weight (N, K) of a site, as a test has it: from the shapes of BANKS."""
     (name, first, count), *others = site.slices
     weight = banks[name][first : first + count].reshape(-1, banks[name].shape[-1])
-    if site.projection == "fc":
+    if site.projection in ("o", "fc"):
         weight = weight.T
     if site.projection == "qkv":
         weight = torch.cat((weight, banks["vo"][others[0][1]]))

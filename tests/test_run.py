@@ -329,10 +329,10 @@ def refused(capfd, args, before="step:"):
     ({"candidates": -1}, ["--candidates=-1", "0"]),
     ({"schedule": "long"}, ["--schedule=long", "speedrun, laptop, char"]),
     ({"schedule": "speedrun"}, ["--batch_tokens=1024", "768"]),  # its first stage has a third of that
-    ({"topology": "gpt2", "num_heads": 1}, ["--num_heads=1", "multiple of 2"]),
+    ({"topology": "gpt2", "num_heads": 1}, ["--num_heads=1", "multiple of 2"]), ({"head_dim": 0}, ["--head_dim=0"]),
     ({"val_seq_len": 100}, ["--val_seq_len=100", "128"]), ({"batch_tokens": 1000}, ["--batch_tokens=1000", "256"]),
-    ({"val_tokens": 300}, ["--val_tokens=300", "256"]), ({"num_heads": 3}, ["--model_dim=32", "12"]),
-    ({"model_dim": 8}, ["--model_dim=8"]), ({"cooldown_frac": 0}, ["--cooldown_frac=0"]),
+    ({"val_tokens": 300}, ["--val_tokens=300", "256"]), ({"num_heads": 3}, ["--num_heads=3", "48", "--model_dim=32"]),
+    ({"model_dim": 8}, ["--head_dim=16", "--model_dim=8"]), ({"head_dim": 6}, ["--head_dim=6", "multiple of 4"]), ({"cooldown_frac": 0}, ["--cooldown_frac=0"]),
     ({"topology": "gpt3"}, ["--topology=gpt3", "gpt2, laptop"]), ({"dtype": "int8"}, ["--dtype=int8", "bfloat16"]),
     ({"attention": "flash"}, ["--attention=flash", "sdpa"]), ({"device": "tpu"}, ["--device=tpu", "cpu"]),
     ({"attention": "flex"}, ["--attention=flex", "CUDA"]),
@@ -342,7 +342,7 @@ def refused(capfd, args, before="step:"):
     ({"data_dir": "/nowhere"}, ["no train shards", "/nowhere"]), ({"val_tokens": 25600}, ["25,601", "2,000"]),
     ({"train_files": "none*"}, ["none*"]), ({"train_files": ""}, ["--train_files"]),
     ({"precision": "nvfp4", "native": True}, ["--native", "nvfp4", "cpu"]),
-    ({"precision": "nvfp4", "model_dim": 24}, ["nvfp4", "24", "16"]),
+    ({"precision": "nvfp4", "head_dim": 8, "model_dim": 24}, ["nvfp4", "24", "16"]),
     ({"precision": "nvfp4", "dtype": "float64"}, ["nvfp4", "float64"]),
     ({"float8_all_gather": True, "precision": "fp8", "dtype": "float64"}, ["--float8_all_gather", "float64"]),
     ({"nvfp4_without": "rht,colour"}, ["--nvfp4_without", "colour", "rht, sr, 2d"]),
@@ -448,10 +448,10 @@ def test_one_pass_fits_into_the_data_of_the_earlier_record_on_one_pass():
 
 
 def test_a_given_value_overrides_the_preset_wherever_it_stands():
-    for args in (["--preset=laptop", "--num_heads=4"], ["--num_heads=4", "--preset=laptop"]):
-        assert t.parse_config(args).num_heads == 4
+    for args in (["--preset=laptop", "--num_heads=1"], ["--num_heads=1", "--preset=laptop"]):
+        assert t.parse_config(args).num_heads == 1
     default = t.Config().num_heads  # also where it is the value that the record has
-    assert t.parse_config(["--preset=laptop", f"--num_heads={default}", "--model_dim=240"]).num_heads == default
+    assert t.parse_config(["--preset=laptop", f"--num_heads={default}", "--head_dim=32"]).num_heads == default
 
 
 def test_values_are_read_in_every_usual_form():
@@ -563,7 +563,7 @@ def test_warming_up_compiles_every_graph_of_the_run(eager_graphs, corpus, tmp_pa
     monkeypatch.setitem(t.TOPOLOGIES, "gpt2", layers)
     monkeypatch.setattr(masks, "sdpa_masks", masks_of_one_shape)
     args = arguments(data_dir=corpus, log_dir=tmp_path, compile=True, val_interval=1, topology="gpt2", model_dim=64,
-                     num_heads=4, **STAGES | {"num_steps": 6})
+                     num_heads=4, head_dim=16, **STAGES | {"num_steps": 6})
     assert t.main(args) == 1
     log = read_log(only_log(tmp_path))
     assert len(log.values("compile")) >= 4 and log.values("defect") == []
