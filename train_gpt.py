@@ -1984,7 +1984,8 @@ def model_of(content: dict, device: torch.device) -> GPT:
     `model.trained_steps` is the number of updates, and `model.data` has the fingerprints of its
     shards, if they are known. Raises BadInput if the weights do not fit the configuration."""
     config = content["config"]
-    require("head_dim" in config, "the checkpoint is of an older version of this program")
+    require("head_dim" in config, "the checkpoint is of an older version of this program; use the "
+            "commit that its log names, or train it anew")
     values = checkpoint.config_values(config, Config)
     c = Config(**values | dict(attention="sdpa", device=device.type, native=False))
     check_config(c)
