@@ -86,7 +86,7 @@ if [ ${#texts[@]} -gt 0 ]; then
   keys=(--fit "--data_dir=$folder" ${keys[@]+"${keys[@]}"})
 else
   case $asked in
-    *" --data_dir"*) ;;
+    *" --data_dir"* | *" --resume="*) ;;  # a save names its data
     *) if [ "$gpus" = 0 ]; then
          [ -d data/pydocs ] || check_keys
          "$python" data/prepare.py --python-docs --bytes --out data/pydocs

@@ -1017,8 +1017,8 @@ class GPT(nn.Module):
 
     def hidden(self, tokens: Tensor, setting: Setting, training: bool,
                looked_up: dict | None = None) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """tokens (T,) -> the stream after the last layer, and the streams that `late_mix` takes
-        from, (T, D) each. `looked_up` are the rows of the tables, if they were looked up before."""
+        """tokens (T,) -> the stream after the last layer (T, D), and the sources of `late_mix`.
+        `looked_up` are the rows of the tables, if they were looked up before."""
         # 1. The first stream, and what each layer gets beside the stream.
         width = self.config.num_heads * self.config.head_dim  # of all heads of a layer
         L = len(self.layers)
@@ -1097,7 +1097,7 @@ class GPT(nn.Module):
         return Head(head.weight.index_select(0, chosen), places, bias), head_products.chosen(chosen)
 
     def logits(self, x: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
-        """What `hidden` returns, (T, D) each -> the capped logits of each next token (T, V)."""
+        """What `hidden` returns -> the capped logits of each next token (T, V)."""
         x = late_mix(x, sources, LateMix(self.late_in, self.late_out, self.late_bias))
         return kernels.softcap(F.linear(x, self.weight("lm_head")), CAP)
 

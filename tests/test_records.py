@@ -952,12 +952,15 @@ ATTENTION_AND_PERCEPTRONS = 4 * 4 * 2**30 + 5 * 2 * 2**31
 RATE = 12_000 / 8.014 / 2
 WHOLE_MFU = 6 * (ATTENTION_AND_PERCEPTRONS + 2**32) * RATE / 989e12
 CANDIDATES_MFU = 6 * (ATTENTION_AND_PERCEPTRONS + 2**25) * RATE / 989e12
+NARROW = {"num_heads": 4, "head_dim": 4096}  # half as wide as the stream
+NARROW_MFU = CANDIDATES_MFU - 6 * 4 * 2 * 2**30 * RATE / 989e12
 H200 = {"devices": ["NVIDIA H200"] * 2}
 
 
-@pytest.mark.parametrize("source, mfu", [(WHOLE_HEAD, WHOLE_MFU), (CANDIDATES, CANDIDATES_MFU)])
-def test_mfu_follows_from_model_tokens_and_time(root, capsys, source, mfu):
-    options = dict(source=source, config=SIZES, environment=H200)
+@pytest.mark.parametrize("source, config, mfu", [
+    (WHOLE_HEAD, {}, WHOLE_MFU), (CANDIDATES, {}, CANDIDATES_MFU), (CANDIDATES, NARROW, NARROW_MFU)])
+def test_mfu_follows_from_model_tokens_and_time(root, capsys, source, config, mfu):
+    options = dict(source=source, config=SIZES | config, environment=H200)
     a = write_log(root / "a.txt", 1, mfu=mfu, **options)
     assert run_tool(capsys, root, "new", "right", a)[0] == 0
     b = write_log(root / "b.txt", 1, mfu=mfu + 0.0003, **options)
@@ -969,12 +972,13 @@ def test_mfu_follows_from_model_tokens_and_time(root, capsys, source, mfu):
     ({"topology": "none"}, WHOLE_HEAD),
     ({"model_dim": "768"}, WHOLE_HEAD),
     ({"candidates": None}, CANDIDATES),
+    ({"num_heads": 4, "head_dim": "128"}, CANDIDATES),
     ({}, MODEL),
     ({}, WHOLE_HEAD.replace(b"Layer(attn=False, skip=1)", b"layer")),
     ({}, WHOLE_HEAD.replace(b"Layer(attn=False, skip=1)", b"(" * 300)),
     ({}, WHOLE_HEAD.replace(b"Layer(attn=False, skip=1)", b"Layer(attn=__import__('os')._exit(3))")),
     ({}, WHOLE_HEAD.replace(b"Layer(attn=False, skip=1)", b"# " + b"x" * 30_000)),
-], ids=range(8))
+], ids=range(9))
 def test_a_model_that_cannot_be_read_is_not_judged(root, capsys, config, source):
     path = write_log(root / "a.txt", 1, mfu=0.1, source=source, config=SIZES | config, environment=H200)
     assert run_tool(capsys, root, "new", "other", path)[0] == 0
