@@ -31,8 +31,8 @@ def check(c, topologies: dict[str, list], schedules: dict[str, list], precisions
     require(0 <= c.seed < 10**15, f"--seed={c.seed} must be from 0 to 10^15 - 1, as logs hold it")
     heads = c.num_heads * c.head_dim
     require(least_width <= heads <= c.model_dim,
-            f"--num_heads={c.num_heads} times --head_dim={c.head_dim} is {heads}; it must be at most "
-            f"--model_dim={c.model_dim}, and at least {least_width}, the channels of a gate")
+            f"--num_heads={c.num_heads} times --head_dim={c.head_dim} is {heads}; it must be at "
+            f"most --model_dim={c.model_dim}, and at least {least_width}, the channels of a gate")
     for name in ("minutes", "save_every", "save_steps", "val_interval", "momentum_warmup",
                  "sample_tokens", "bf16_last_layers", "bf16_last_frac"):
         value = getattr(c, name)
@@ -109,8 +109,8 @@ def check_layers(name: str, layers: list) -> None:
 
 
 def check_multiples(c, layers: list, stages: list) -> None:
-    """Lengths are whole blocks of attention or whole sequences. Only micro_tokens is an upper bound,
-    with room for a sequence."""
+    """Lengths are whole blocks of attention or whole sequences. Only micro_tokens is an upper
+    bound, with room for a sequence."""
     units = [("seq_len", BLOCK_SIZE), ("val_seq_len", BLOCK_SIZE)]
     for stage in stages:  # the part of a batch that a stage takes is whole sequences
         units.append(("batch_tokens", round(c.seq_len / stage.batch)))
