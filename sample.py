@@ -182,7 +182,7 @@ class Memory:
         return self.model.logits(x[-1:], tuple(source[-1:] for source in sources))[0]
 
     def hidden(self, tokens: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """tokens (n,) of one block, after those before -> what GPT.hidden returns, (n, D) each."""
+        """tokens (n,) of one block, after those before -> what GPT.hidden returns, for n tokens."""
         model = self.model
         script = self.script
         L = len(model.layers)

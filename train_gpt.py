@@ -130,8 +130,8 @@ class Config:
     # model
     topology: str = key("gpt2", "entry of TOPOLOGIES: which layer has what")
     model_dim: int = key(768, "width of the residual stream")
-    num_heads: int = key(4, "attention heads")
-    head_dim: int = key(128, "width of a head; all together may be narrower than model_dim")
+    num_heads: int = key(6, "attention heads of a layer")
+    head_dim: int = key(128, "width of a head; num_heads * head_dim is at most model_dim")
     mlp_dim: int = key(3072, "hidden width of the MLP")
     vocab_size: int = key(
         50304, "rows of the embedding: GPT-2's 50257 tokens, rounded up to a multiple of 128")
@@ -212,7 +212,8 @@ CPU_HAS_BF16 = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
 PRESETS: dict[str, dict] = {
     "speedrun": {},
     "onepass": dict(
-        schedule="onepass", num_steps=950,
+        topology="lean", num_heads=4,
+        schedule="onepass", num_steps=1045,
         seq_len=8192, micro_tokens=32_768,
         muon_lr=0.02, head_lr=0.0065, cooldown_frac=0.7,
         target_loss=3.492),
@@ -227,7 +228,7 @@ PRESETS: dict[str, dict] = {
         save_checkpoint="auto", sample="The "),
     # Six plain layers that see 256 bytes, on any text: to compare precisions in minutes.
     "char": BYTES | dict(
-        topology="char", model_dim=384, num_heads=6, head_dim=64, mlp_dim=1536,
+        topology="char", model_dim=384, head_dim=64, mlp_dim=1536,
         schedule="char", num_steps=1000, epochs=100,
         batch_tokens=16_384,
         table_lr=0.1,
@@ -236,8 +237,7 @@ PRESETS: dict[str, dict] = {
         save_every=5.0),
     # The same layers with GPT-2's tokens, for texts that are too short for the large model.
     "small": dict(
-        topology="char", model_dim=384, num_heads=6, head_dim=64, mlp_dim=1536,
-        bigram_rows=65_536,
+        topology="char", model_dim=384, head_dim=64, mlp_dim=1536, bigram_rows=65_536,
         schedule="char", num_steps=1000, epochs=2, cut_documents=True,
         batch_tokens=32_768, seq_len=2048, micro_tokens=16_384,
         muon_lr=0.015, head_lr=0.005, table_lr=0.15, momentum_warmup=100,
@@ -248,7 +248,7 @@ PRESETS: dict[str, dict] = {
 
 ABOUT = {
     "speedrun": "the record: GPT-2's size, 410M tokens of FineWeb to a loss of 3.28, on GPUs",
-    "onepass": "the same model on 83M tokens, each read once, on GPUs",
+    "onepass": "a model with less attention on 92M tokens, each read once, on GPUs",
     "laptop": "a small model of bytes, two minutes on a CPU",
     "char": "a larger one, to compare precisions on any text",
     "small": "the same with GPT-2's tokens, for texts of less than 60M tokens",
@@ -323,6 +323,20 @@ TOPOLOGIES: dict[str, list[Layer]] = {
         Layer(window="long", offset=True, xsa=True),
         Layer(xsa=True),
         Layer(paired=True),
+        Layer(attn=False, skip=3),
+        Layer(xsa=True),
+        Layer(value_embed=2, reads_layer=7, xsa=True),
+        Layer(value_embed=3, reads_layer=7, paired=True),
+        Layer(value_embed=4, reads_layer=7, window="long", offset=True, xsa=True),
+    ],
+    # Attention in two layers less, for shorter runs (records/2026-11-23_four_heads_one_gpu).
+    "lean": [
+        Layer(attn=False),
+        Layer(value_embed=0, xsa=True),
+        Layer(value_embed=1, paired=True),
+        Layer(window="long", offset=True, xsa=True),
+        Layer(xsa=True),
+        Layer(attn=False),
         Layer(attn=False, skip=3),
         Layer(xsa=True),
         Layer(value_embed=2, reads_layer=7, xsa=True),
@@ -587,7 +601,8 @@ def parameter_table(c: Config) -> dict[str, Param]:
         "qk": Param(
             (num_attn * H, 2 * d, D), init=narrow,
             lr=(c.muon_lr,), **muon),
-        # values and output of each layer in turn; the output is stored transposed
+        # Values and output of each layer in turn. The weight of the output (D, H d) is stored
+        # transposed, so that both have one shape.
         "vo": Param(
             (num_attn * 2, H * d, D), init=narrow,
             lr=(c.muon_lr,), **muon),
@@ -796,14 +811,13 @@ def late_mix(x: Tensor, sources: tuple[Tensor, ...], weights: LateMix) -> Tensor
     """x (T, D), the last stream, plus an amount of each source, normalised. The sources are the
     first stream and three later ones (T, D), and the first value embedding (T, H d), which is added
     to the first channels."""
-    D = x.size(1)
     hidden = F.gelu(F.linear(x, weights.w_in.to(x.dtype)))
     amounts = F.linear(hidden, weights.w_out.to(x.dtype))  # (T, 5)
     amounts = amounts + weights.bias.to(x.dtype)
-    for i, source in enumerate(sources):
-        source = F.pad(source, (0, D - source.size(1)))
-        x = x + 0.1 * amounts[:, i : i + 1] * source
-    return norm(x)
+    *of_streams, of_value = [
+        0.1 * amounts[:, i : i + 1] * source for i, source in enumerate(sources)]
+    taken = sum(of_streams) + F.pad(of_value, (0, x.size(1) - of_value.size(1)))
+    return norm(x + taken)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -832,7 +846,8 @@ class Head(NamedTuple):
 
 def head_loss(x: Tensor, sources: tuple[Tensor, ...], late: LateMix, head: Head,
               head_products: Products) -> Tensor:
-    """x (T, D) and sources (T, D) -> the cross-entropy of the capped logits, summed over T."""
+    """x (T, D) and the sources of `late_mix` -> the cross-entropy of the capped logits, summed over
+    T."""
     x = late_mix(x, sources, late)
     return head_products.head_loss(x, head.weight, head.targets, head.bias)
 
@@ -1501,7 +1516,8 @@ class MuonState(NamedTuple):
 
 
 def weights_dim(w: Tensor) -> int:
-    """The dimension along which the weights of a neuron lie: the shorter one."""
+    """The dimension along which the weights of a neuron lie in the MLPs, whose banks are (D, F):
+    the shorter one. In other banks it does not matter (record 41)."""
     return -1 if w.size(-2) >= w.size(-1) else -2
 
 

@@ -18,7 +18,8 @@ MOST = {"num_steps": 10**7, "batch_tokens": 2**30, "seq_len": 2**30, "val_seq_le
 def check(c, topologies: dict[str, list], schedules: dict[str, list], precisions: dict,
           least_width: int) -> None:
     """Raises BadInput, which names the key, where a value cannot be, or values do not fit each
-    other. `least_width` is the least that all heads may have together."""
+    other. `least_width` is how many channels of the stream a gate reads; it reads half as many of a
+    value embedding."""
     check_ranges(c)
     check_choices(c, topologies, schedules, precisions)
     check_candidates(c)
@@ -29,10 +30,12 @@ def check(c, topologies: dict[str, list], schedules: dict[str, list], precisions
     require(c.vocab_size <= 2**16,
             f"--vocab_size={c.vocab_size} must be at most {2**16}: shards hold tokens of 16 bits")
     require(0 <= c.seed < 10**15, f"--seed={c.seed} must be from 0 to 10^15 - 1, as logs hold it")
+    require(c.model_dim >= least_width,
+            f"--model_dim={c.model_dim} must be at least {least_width}, a gate's channels")
     heads = c.num_heads * c.head_dim
-    require(least_width <= heads <= c.model_dim,
-            f"--num_heads={c.num_heads} times --head_dim={c.head_dim} is {heads}; it must be at "
-            f"most --model_dim={c.model_dim}, and at least {least_width}, the channels of a gate")
+    require(least_width // 2 <= heads <= c.model_dim,
+            f"--num_heads={c.num_heads} times --head_dim={c.head_dim} is {heads}; it must be from "
+            f"{least_width // 2} to {c.model_dim}, which is --model_dim")
     for name in ("minutes", "save_every", "save_steps", "val_interval", "momentum_warmup",
                  "sample_tokens", "bf16_last_layers", "bf16_last_frac"):
         value = getattr(c, name)
@@ -109,8 +112,9 @@ def check_layers(name: str, layers: list) -> None:
 
 
 def check_multiples(c, layers: list, stages: list) -> None:
-    """Lengths are whole blocks of attention or whole sequences. Only micro_tokens is an upper
-    bound, with room for a sequence."""
+    """Lengths are whole blocks of attention or whole sequences, pairs of heads leave none over,
+    and a head can be cut into quarters. Only micro_tokens is an upper bound, with room for a
+    sequence."""
     units = [("seq_len", BLOCK_SIZE), ("val_seq_len", BLOCK_SIZE)]
     for stage in stages:  # the part of a batch that a stage takes is whole sequences
         units.append(("batch_tokens", round(c.seq_len / stage.batch)))

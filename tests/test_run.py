@@ -331,8 +331,8 @@ def refused(capfd, args, before="step:"):
     ({"schedule": "speedrun"}, ["--batch_tokens=1024", "768"]),  # its first stage has a third of that
     ({"topology": "gpt2", "num_heads": 1}, ["--num_heads=1", "multiple of 2"]), ({"head_dim": 0}, ["--head_dim=0"]),
     ({"val_seq_len": 100}, ["--val_seq_len=100", "128"]), ({"batch_tokens": 1000}, ["--batch_tokens=1000", "256"]),
-    ({"val_tokens": 300}, ["--val_tokens=300", "256"]), ({"num_heads": 3}, ["--num_heads=3", "48", "--model_dim=32"]),
-    ({"model_dim": 8}, ["--head_dim=16", "--model_dim=8"]), ({"head_dim": 6}, ["--head_dim=6", "multiple of 4"]), ({"cooldown_frac": 0}, ["--cooldown_frac=0"]),
+    ({"val_tokens": 300}, ["--val_tokens=300", "256"]), ({"num_heads": 3}, ["--num_heads=3", "48", "6 to 32, which is --model_dim"]),
+    ({"model_dim": 8}, ["--model_dim=8"]), ({"model_dim": 16}, ["--head_dim=16 is 32", "16, which is --model_dim"]), ({"head_dim": 6}, ["--head_dim=6", "multiple of 4"]), ({"cooldown_frac": 0}, ["--cooldown_frac=0"]),
     ({"topology": "gpt3"}, ["--topology=gpt3", "gpt2, laptop"]), ({"dtype": "int8"}, ["--dtype=int8", "bfloat16"]),
     ({"attention": "flash"}, ["--attention=flash", "sdpa"]), ({"device": "tpu"}, ["--device=tpu", "cpu"]),
     ({"attention": "flex"}, ["--attention=flex", "CUDA"]),
