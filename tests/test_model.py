@@ -701,19 +701,26 @@ def test_rotary_tables_are_made_once_for_each_view_and_length_and_are_those_of_t
 
 def test_the_record_has_as_many_weights_as_the_digest_says():
     size = {name: math.prod(p.shape) for name, p in t.parameter_table(t.Config()).items()}
-    assert size["qk"] + size["vo"] == 10 * 4 * 512 * 768 and size["mlp"] == 11 * 2 * 768 * 3072
-    assert round(sum(size[name] for name in ("qk", "vo", "mlp")) / 1e6, 1) == 67.6  # the body: the digest's heads are six
-    assert size["lm_head"] == 50304 * 768 and size["value_embeds"] == 5 * 50304 * 512
+    assert size["qk"] + size["vo"] == 10 * 4 * 768**2 and size["mlp"] == 11 * 2 * 768 * 3072
+    assert round(sum(size[name] for name in ("qk", "vo", "mlp")) / 1e6, 1) == 75.5  # the body
+    assert size["lm_head"] == 50304 * 768 and size["value_embeds"] == 5 * 50304 * 768
     assert size["bigrams"] == 5 * 50304 * 768  # record 62's five rows a token
-    assert size["scalars"] == 11 * 8 and size["gates"] == 10 * 2 * 4 * 12 and size["xsa"] == 10 * 4
+    assert size["scalars"] == 11 * 8 and size["gates"] == 10 * 2 * 6 * 12 and size["xsa"] == 10 * 6
     assert size["late_in"] + size["late_out"] + size["late_bias"] + size["smear"] == 64 * 768 + 5 * 64 + 5 + 1
-    assert sum(size.values()) == 67_633_152 + 38_633_472 + 128_778_240 + 193_167_360 + 88 + 960 + 40 + 49_478
+    assert sum(size.values()) == 75_497_472 + 38_633_472 + 2 * 193_167_360 + 88 + 1440 + 60 + 49_478
+
+
+def test_narrower_attention_has_narrower_matrices_and_value_embeddings():
+    c = t.parse_config(["--preset=onepass"])
+    shapes = {name: p.shape for name, p in t.parameter_table(c).items()}
+    assert shapes["qk"] == (8 * 4, 256, 768) and shapes["vo"] == (8 * 2, 512, 768)
+    assert shapes["value_embeds"] == (50304, 5 * 512) and shapes["gates"] == (8, 2, 4, 12) and shapes["xsa"] == (8, 4)
 
 
 def test_muon_treats_queries_and_keys_in_pairs_of_heads_and_every_other_matrix_whole():
     table = t.parameter_table(t.Config())
     assert {name: p.shape for name, p in table.items() if p.optimizer == "muon"} == {
-        "qk": (40, 256, 768), "vo": (20, 512, 768), "mlp": (22, 768, 3072)}
+        "qk": (60, 256, 768), "vo": (20, 768, 768), "mlp": (22, 768, 3072)}
 
 
 @pytest.mark.parametrize("topology, vocab", [("gpt2", 64), ("gpt2", 5000), ("laptop", 384)])

@@ -988,8 +988,9 @@ def test_the_layers_are_those_of_the_trainer():
     root = Path(record.__file__).parents[1]
     paths = [root / "train_gpt.py", *(root / "nanogpt").glob("*.py")]
     source = b"\n".join(path.read_bytes() for path in paths)
-    layers = flops.topologies(source)["gpt2"]
-    assert (len(layers), sum(layers)) == (11, 10)
+    for name, attentions in (("gpt2", 10), ("lean", 8)):
+        layers = flops.topologies(source)[name]
+        assert (len(layers), sum(layers)) == (11, attentions)
     assert flops.excerpt(source, flops.COUNTS, b"\ndef flops_per_token(")
 
 
