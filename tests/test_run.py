@@ -333,7 +333,7 @@ def refused(capfd, args, before="step:"):
     ({"val_seq_len": 100}, ["--val_seq_len=100", "128"]), ({"batch_tokens": 1000}, ["--batch_tokens=1000", "256"]),
     ({"val_tokens": 300}, ["--val_tokens=300", "256"]), ({"num_heads": 3}, ["--num_heads=3", "48", "6 to 32, which is --model_dim"]),
     ({"model_dim": 8}, ["--model_dim=8"]), ({"model_dim": 16}, ["--head_dim=16 is 32", "16, which is --model_dim"]), ({"head_dim": 6}, ["--head_dim=6", "multiple of 4"]), ({"cooldown_frac": 0}, ["--cooldown_frac=0"]),
-    ({"topology": "gpt3"}, ["--topology=gpt3", "gpt2, laptop"]), ({"dtype": "int8"}, ["--dtype=int8", "bfloat16"]),
+    ({"topology": "gpt3"}, ["--topology=gpt3", "gpt2, lean, laptop"]), ({"dtype": "int8"}, ["--dtype=int8", "bfloat16"]),
     ({"attention": "flash"}, ["--attention=flash", "sdpa"]), ({"device": "tpu"}, ["--device=tpu", "cpu"]),
     ({"attention": "flex"}, ["--attention=flex", "CUDA"]),
     ({"preset": "desktop"}, ["desktop", "speedrun, onepass, laptop"]),
@@ -451,7 +451,7 @@ def test_a_given_value_overrides_the_preset_wherever_it_stands():
     for args in (["--preset=laptop", "--num_heads=1"], ["--num_heads=1", "--preset=laptop"]):
         assert t.parse_config(args).num_heads == 1
     default = t.Config().num_heads  # also where it is the value that the record has
-    assert t.parse_config(["--preset=laptop", f"--num_heads={default}", "--head_dim=32"]).num_heads == default
+    assert t.parse_config(["--preset=laptop", f"--num_heads={default}", "--head_dim=16"]).num_heads == default
 
 
 def test_values_are_read_in_every_usual_form():
