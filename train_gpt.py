@@ -290,7 +290,8 @@ SCHEDULES: dict[str, list[Stage]] = {
         Stage(0.5, 1, 2048, 4, 2, 1.0),
     ],
     "char": [Stage(1, 1, 2048, 2, 2, 1.0)],
-    # Smaller batches, for a run of a fifth of the tokens (records/2026-11-21_ladder_fp8).
+    # Smaller batches, for a run of a fifth of the tokens (records/2026-11-21_ladder_fp8), and
+    # smaller windows (records/2026-11-23_second_yardstick_one_gpu).
     "onepass": [
         Stage(0.33, 1 / 6, 896, 3, 1, 1.0),
         Stage(0.33, 1 / 6, 2048, 5, 2, 1.52),
@@ -1516,8 +1517,8 @@ class MuonState(NamedTuple):
 
 
 def weights_dim(w: Tensor) -> int:
-    """The dimension along which the weights of a neuron lie in the MLPs, whose banks are (D, F):
-    the shorter one. In other banks it does not matter (record 41)."""
+    """The dimension along which the weights of a neuron lie: the shorter one, as in the MLPs' banks
+    (D, F). Where this is wrong, it was found to make no difference (record 41)."""
     return -1 if w.size(-2) >= w.size(-1) else -2
 
 
