@@ -330,7 +330,8 @@ TOPOLOGIES: dict[str, list[Layer]] = {
         Layer(value_embed=3, reads_layer=7, paired=True),
         Layer(value_embed=4, reads_layer=7, window="long", offset=True, xsa=True),
     ],
-    # Attention in two layers less, for shorter runs (records/2026-11-23_four_heads_one_gpu).
+    # "gpt2" without attention in layers 0 and 5, for shorter runs
+    # (records/2026-11-23_four_heads_one_gpu).
     "lean": [
         Layer(attn=False),
         Layer(value_embed=0, xsa=True),

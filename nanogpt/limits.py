@@ -147,4 +147,4 @@ def enough_memory() -> Iterator[None]:
         if isinstance(error, RuntimeError) and "DefaultCPUAllocator" not in str(error):
             raise
         raise BadInput("the model does not fit into the memory of this machine; lower "
-                       "--bigram_rows, --model_dim or --mlp_dim") from None
+                       "--bigram_rows, --num_heads or --mlp_dim") from None
