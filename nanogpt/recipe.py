@@ -243,8 +243,8 @@ def options_of(c) -> Options:
 
 
 def is_native(recipe_name: str, device: torch.device) -> bool:
-    """Whether the device itself has the products of this recipe. A CPU has all but nvfp4's. Those
-    of GPUs that have nvfp4 (Blackwell) were never tried, so it is emulated everywhere."""
+    """Whether the device itself has the products of this recipe. The products of GPUs that have
+    nvfp4 (Blackwell) were never tried, so it is emulated everywhere."""
     if recipe_name == "nvfp4":
         return False
     if recipe_name in ("fp8", "fp8-static"):

@@ -594,8 +594,8 @@ def test_the_run_names_its_products_in_the_log(corpus, tmp_path):
     t.main(arguments(data_dir=corpus, log_dir=tmp_path / "fp8", precision="fp8", float8_all_gather=True))
     (log,) = tmp_path.glob("fp8/*.txt")
     text = log.read_text().split(journal.RULE)[1]
-    assert 'note "products: 4 x qkv fp8 (native), 4 x o fp8 (native)' in text
-    assert ', 1 x lm_head fp8 (native)"\n' in text and text.endswith('note "0 bytes sent per step and rank"\n')
+    assert 'note "products: 4 x qkv fp8 (emulated), 4 x o fp8 (emulated)' in text
+    assert ', 1 x lm_head fp8 (emulated)"\n' in text and text.endswith('note "0 bytes sent per step and rank"\n')
     t.main(arguments(data_dir=corpus, log_dir=tmp_path / "fp16", precision="fp16"))
     (log,) = tmp_path.glob("fp16/*.txt")
     text = log.read_text().split(journal.RULE)[1]
@@ -608,9 +608,9 @@ def test_two_steps_with_constant_scales_run_and_the_log_names_its_products(corpu
     (path,) = tmp_path.glob("*.txt")
     text = path.read_text().split(journal.RULE)[1]
     (note,) = [line for line in text.splitlines() if line.startswith('note "products: ')]
-    products = ["4 x qkv fp8-static", "4 x o bf16", "4 x fc fp8-static", "4 x proj fp8-static",
-                "1 x lm_head fp8-static"]
-    assert note == 'note "products: ' + ", ".join(f"{product} (native)" for product in products) + '"'
+    products = ["4 x qkv fp8-static (emulated)", "4 x o bf16 (native)", "4 x fc fp8-static (emulated)",
+                "4 x proj fp8-static (emulated)", "1 x lm_head fp8-static (emulated)"]
+    assert note == 'note "products: ' + ", ".join(products) + '"'
     first, second = (float(loss) for loss in re.findall(r"train_loss:(\S+)", text))
     assert second < first == pytest.approx(math.log(384), abs=0.01)
 
