@@ -70,24 +70,26 @@ gpus=$("$python" -c "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL)
 import torch; print(torch.cuda.device_count())")
 case $asked in *" --preset=laptop "* | *" --device=cpu "* | *" --device=mps "*) gpus=0 ;; esac
 
+# The tokens that the preset reads: bytes, or GPT-2's. (Of a text, `auto` makes bytes, too, if the
+# vocabulary cannot be fetched.)
+case $asked in
+  *" --preset=laptop "* | *" --preset=char "*) tokens=bytes ;;
+  *" --preset="*) tokens=auto ;;
+  *) tokens=auto; [ "$gpus" = 0 ] && tokens=bytes ;;
+esac
+
 if [ ${#texts[@]} -gt 0 ]; then
   case $asked in
     *" --data_dir"*) echo "run.sh: a text of your own and --data_dir contradict each other; leave one out" >&2; exit 2 ;;
   esac
   check_keys
-  tokens=auto  # GPT-2's, or bytes where its vocabulary cannot be fetched
-  case $asked in
-    *" --preset=laptop "* | *" --preset=char "*) tokens=bytes ;;
-    *" --preset="*) ;;
-    *) [ "$gpus" = 0 ] && tokens=bytes ;;
-  esac
   folder=$("$python" data/prepare.py "${texts[@]}" ${reading[@]+"${reading[@]}"} \
     --tokens=$tokens --print_folder)
   keys=(--fit "--data_dir=$folder" ${keys[@]+"${keys[@]}"})
 else
   case $asked in
     *" --data_dir"* | *" --resume="*) ;;  # a save names its data
-    *) if [ "$gpus" = 0 ]; then
+    *) if [ $tokens = bytes ]; then
          [ -d data/pydocs ] || check_keys
          "$python" data/prepare.py --python-docs --bytes --out data/pydocs
        else

@@ -239,7 +239,7 @@ class Memory:
         self.last_token.copy_(tokens[-1:])
         self.document.copy_(document[-1])
         self.position += len(position)
-        return x, (first_x, outputs[L // 3], outputs[L * 2 // 3], outputs[L - 2], value_embeds[0])
+        return x, script.late_sources(first_x, outputs, value_embeds[0])
 
     def positions(self, position: Tensor, copies: int) -> Tensor:
         """Positions of tokens (n,) -> those of their keys, of which a token has `copies`."""

@@ -35,7 +35,7 @@ STOP = stopping.Stop()
 
 if __name__ == "__main__":
     STOP.listen()  # importing torch takes seconds, in which a signal would give a traceback
-    # torch and CUDA read these variables once, when they are imported.
+    # torch, NCCL and CUDA read these variables once, when they start.
     # Tensors of many sizes would fragment memory that is handed out in fixed pieces.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     # A transfer needs few processors of the GPU, but without priority it waits until all are free.
@@ -56,7 +56,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
-from itertools import accumulate, pairwise, takewhile
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -109,7 +109,7 @@ WATCH = Watch(STOP)  # ends this process if another rank is lost
 # --------------------------------------------------------------------------------------------------
 # 1. Configuration: the defaults are the record, and every key can be given as --key=value
 
-GATE_DIM = 12  # channels that steer a gate, the first ones of a layer's input (record 28)
+GATE_DIM = 12  # channels that steer a gate: the first ones of a layer's input (record 28)
 
 
 @dataclasses.dataclass
@@ -155,8 +155,11 @@ class Config:
     # optimizers
     muon_lr: float = key(0.023, "Muon's learning rate, for the matrices")
     muon_decay: float = key(
-        1.2, "weight decay of the matrices: a step takes away muon_lr^2 * muon_decay of a weight")
-    head_lr: float = key(0.008, "Adam's learning rate for output head, token embedding and gates")
+        1.2, "weight decay of the matrices: a step takes away muon_lr * muon_decay times the "
+        "matrix's learning rate")
+    head_lr: float = key(
+        0.008, "Adam's learning rate for output head, token embedding and gates; MUDD (late_mix) "
+        "has a quarter of it")
     table_lr: float = key(0.6, "Adam's learning rate for value and bigram embeddings")
     scalar_lr: float = key(0.04, "Adam's learning rate for the scalars")
     bigram_rows: int = key(251_520, "rows of the table of hashed bigrams")
@@ -180,7 +183,8 @@ class Config:
     bf16_last_frac: float = key(
         0.0, "last fraction of the steps, which is trained without low precision")
     dtype: str = key(
-        "auto", "of activations and of the weights that products use; auto: as the precision says")
+        "auto", "of activations and of the weights that products use: bfloat16, float16, float32, "
+        "float64, or auto: as the precision says")
     attention: str = key("auto", "auto, flex (CUDA) or sdpa (everywhere)")
     compile: bool = key(True, "use torch.compile")
     join_timeout: float = key(5.0, "minutes that a process waits for the others at the start")
@@ -226,7 +230,7 @@ PRESETS: dict[str, dict] = {
         device="cpu", compile=False,
         precision="bf16" if CPU_HAS_BF16 else "fp32",
         save_checkpoint="auto", sample="The "),
-    # Six plain layers that see 256 bytes, on any text: to compare precisions in minutes.
+    # Six layers, each of which sees at most 256 bytes: to compare precisions in minutes.
     "char": BYTES | dict(
         topology="char", model_dim=384, head_dim=64, mlp_dim=1536,
         schedule="char", num_steps=1000, epochs=100,
@@ -258,7 +262,8 @@ EVERYDAY = (  # keys that --help shows first
     "preset", "data_dir", "minutes", "num_steps", "seed", "target_loss", "save_checkpoint",
     "sample", "micro_tokens", "device", "precision")
 
-# Keys that may have other values when a run goes on from a save. All others decide its result.
+# Keys that may have other values when a run goes on from a save. They change its result by rounding
+# and by chance at most; all others decide it.
 MAY_CHANGE = (
     "resume", "data_dir", "target_loss", "val_interval", "micro_tokens", "device", "native",
     "attention", "compile", "join_timeout", "log_dir", "jsonl", "run_name", "save_checkpoint",
@@ -303,8 +308,7 @@ SCHEDULES: dict[str, list[Stage]] = {
 
 
 class Layer(NamedTuple):
-    """What a layer has. Nothing else names a layer by its number, but for the streams that
-    `late_mix` reads: those after layers L // 3, 2 L // 3 and L - 2."""
+    """What a layer has. Nothing else names a layer by its number, but for `late_sources`."""
     attn: bool = True  # has attention
     window: str = "short"  # how far it sees: "short" or "long"
     paired: bool = False  # heads h and h + H/2 share a softmax: two keys a token (record 58)
@@ -457,8 +461,11 @@ class Products:
 
     def head_loss(self, x: Tensor, w: Tensor, targets: Tensor, bias: Tensor | None) -> Tensor:
         """x (T, D), w (V, D), targets (T,), or -1 where there is none, and a bias (V,) of the
-        capped logits, or None -> cross-entropy, summed over T. To try another loss, change it here,
-        and run with --precision=bf16: with FP8, training has the loss in a kernel (FP8HeadLoss)."""
+        capped logits, or None -> cross-entropy, summed over T.
+
+        To train on another loss, change it here where torch.is_grad_enabled(); validation calls
+        this function, too, and its losses would not be comparable any more. Run with
+        --precision=bf16, since FP8 has the loss of training in a kernel (FP8HeadLoss)."""
         logits = kernels.softcap(self.linear(x, w), CAP)
         if bias is not None:
             logits = logits + bias
@@ -569,6 +576,7 @@ def parameter_table(c: Config) -> dict[str, Param]:
     d = c.head_dim
     V = c.vocab_size
     num_attn = sum(layer.attn for layer in layers)
+    # There is at least one, as `late_mix` reads it.
     num_value_embeds = 1 + max(layer.value_embed or 0 for layer in layers)
 
     narrow = uniform(3**0.5 * 0.5 * D**-0.5)  # half the usual deviation is a bit better (record 21)
@@ -599,7 +607,8 @@ def parameter_table(c: Config) -> dict[str, Param]:
         "value_embeds": Param((V, num_value_embeds * H * d), init=normal(0.01), **table),
         "bigrams": Param((c.bigram_rows, D), init=zero, **table),
         # queries, then keys, of each layer in turn. Two neighbouring heads have one matrix (2 d, D)
-        # for Muon (record 80); `Layer.paired` joins others.
+        # for Muon (record 80); `Layer.paired` joins others. If H is odd, one matrix has a head of
+        # queries and one of keys.
         "qk": Param(
             (num_attn * H, 2 * d, D), init=narrow,
             lr=(c.muon_lr,), **muon),
@@ -633,6 +642,14 @@ def num_weights(c: Config) -> tuple[int, int]:
         else:
             active += math.prod(param.shape)
     return active, in_tables
+
+
+def flops_per_token(c: Config) -> int:
+    """6 for each weight that a token is multiplied by: those of all matrices, and of the head the
+    rows of the candidates. Attention is not counted."""
+    matrices = [parameter_table(c)[name].shape for name in ("mlp", "qk", "vo")]
+    head = c.model_dim * min(c.candidates or c.vocab_size, c.vocab_size)
+    return 6 * (sum(math.prod(shape) for shape in matrices) + head)
 
 
 def norm(x: Tensor) -> Tensor:
@@ -671,7 +688,7 @@ class LayerWeights(NamedTuple):
     up: Tensor  # (D, F)
     down: Tensor  # (D, F)
     scalars: Tensor  # (len(SCALARS),)
-    qk: Tensor | None = None  # (H, 2 d, D): H/2 matrices of queries, then H/2 of keys
+    qk: Tensor | None = None  # (H, 2 d, D): the heads of queries, then those of keys, by twos
     vo: Tensor | None = None  # (2, H d, D): v = x vo[0]^T, and output = y vo[1]
     gates: Tensor | None = None  # (2, H, GATE_DIM): of the heads, of the value embedding
     xsa: Tensor | None = None  # (H,)
@@ -796,8 +813,8 @@ def embed_inputs(tokens: Tensor, begins: Tensor, bigram: Tensor, embed: Tensor, 
     x = norm(x + smear.to(x.dtype) * before)  # record 34
     normed = normed_stream(x)
     bigram = bigram * signs[(tokens ^ previous(tokens, begins)) % SIGNS]
-    x0, of_bigram = (list(SCALARS).index(name) for name in ("x0", "bigram"))
-    injects = [scalars[i, x0] * x + scalars[i, of_bigram] * bigram for i in layers]
+    of_layers = dict(zip(SCALARS, scalars.unbind(1)))  # (L,) each
+    injects = [of_layers["x0"][i] * x + of_layers["bigram"][i] * bigram for i in layers]
     return normed, injects
 
 
@@ -807,6 +824,13 @@ class LateMix(NamedTuple):
     w_in: Tensor  # (64, D)
     w_out: Tensor  # (5, 64)
     bias: Tensor  # (5,)
+
+
+def late_sources(first_x: Tensor, outputs: list[Tensor],
+                 first_value_embed: Tensor) -> tuple[Tensor, ...]:
+    """What `late_mix` takes from: of the outputs of all layers those of three."""
+    L = len(outputs)
+    return first_x, outputs[L // 3], outputs[2 * L // 3], outputs[L - 2], first_value_embed
 
 
 def late_mix(x: Tensor, sources: tuple[Tensor, ...], weights: LateMix) -> Tensor:
@@ -941,7 +965,8 @@ class GPT(nn.Module):
         (record 62)."""
         before = previous(tokens, self.begins(tokens, training))
         hashed = (36313 * tokens) ^ (27191 * before)
-        return {"value_embeds": tokens, "bigrams": hashed % self.config.bigram_rows}
+        rows = {"value_embeds": tokens, "bigrams": hashed % self.config.bigram_rows}
+        return {name: rows[name] for name in self.big_tables}  # their order: callers zip the two
 
     def look_up(self, tokens: Tensor, training: bool) -> dict[str, Tensor]:
         """The rows themselves: value_embeds (T, number * H d) and bigrams (T, D)."""
@@ -1073,10 +1098,7 @@ class GPT(nn.Module):
             if any(other.reads_layer == i for other in self.layers):
                 for_later[i] = normed
 
-        # 3. What `late_mix` takes from.
-        late_sources = (
-            first_x, outputs[L // 3], outputs[L * 2 // 3], outputs[L - 2], value_embeds[0])
-        return x, late_sources
+        return x, late_sources(first_x, outputs, value_embeds[0])
 
     def forward(self, tokens: Tensor, targets: Tensor, setting: Setting, training: bool,
                 looked_up: dict | None = None) -> Tensor:
@@ -1087,7 +1109,7 @@ class GPT(nn.Module):
         head = Head(self.weight("lm_head"), targets, None)
         if training:
             if 0 < self.config.candidates < self.config.vocab_size:
-                head, head_products = self.sample_head(head, head_products)
+                head, head_products = self.head_of_candidates(head, head_products)
             return self.functions.head_loss(x, sources, late, head, head_products)
         total = 0
         for begin in range(0, len(tokens), VAL_CHUNK):  # logits of a whole sequence would not fit
@@ -1098,7 +1120,7 @@ class GPT(nn.Module):
         return total
 
     @torch.no_grad()
-    def choose(self, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def draw_candidates(self, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Counts the targets, draws candidates, and counts the targets that are none of them."""
         known = (targets >= 0).to(self.target_counts.dtype)
         here = torch.zeros_like(self.target_counts).index_add_(0, targets.clamp(min=0), known)
@@ -1108,9 +1130,9 @@ class GPT(nn.Module):
         self.lost_targets += ((places < 0) & (targets >= 0)).sum()
         return chosen, bias, places
 
-    def sample_head(self, head: Head, head_products: Products) -> tuple[Head, Products]:
+    def head_of_candidates(self, head: Head, head_products: Products) -> tuple[Head, Products]:
         """The head over --candidates of the vocabulary: at the default a third of its work."""
-        chosen, bias, places = self.choose(head.targets)
+        chosen, bias, places = self.draw_candidates(head.targets)
         return Head(head.weight.index_select(0, chosen), places, bias), head_products.chosen(chosen)
 
     def logits(self, x: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
@@ -1143,6 +1165,38 @@ def initialize(model: GPT, seed: int) -> dict[str, Tensor]:
     return full
 
 
+def model_of(content: dict, device: torch.device) -> GPT:
+    """The model of a checkpoint on one device, ready for texts of any length: nothing is compiled.
+    `model.trained_steps` is the number of updates, and `model.data` has the fingerprints of its
+    shards, if they are known. Raises BadInput if the weights do not fit the configuration."""
+    config = content["config"]
+    require("head_dim" in config, "the checkpoint is of an older version of this program; use the "
+            "commit that its log names, or train it anew")
+    values = checkpoint.config_values(config, Config)
+    c = Config(**values | dict(attention="sdpa", device=device.type, native=False))
+    check_config(c)
+    for name, param in parameter_table(c).items():
+        found = content["weights"].get(name)
+        require(found is not None and tuple(found.shape) == param.shape,
+                f"the checkpoint's weights of {name} do not fit its configuration")
+    model = GPT(c, device)
+    model.load_state_dict(content["weights"])
+    model.trained_steps = content["step"]
+    model.data = content.get("data", [])
+    return model
+
+
+def load_checkpoint(path: str | Path, device: torch.device) -> GPT:
+    """The model of the file. Raises BadInput if it is no checkpoint of this program."""
+    content = checkpoint.read(path)
+    try:
+        return model_of(content, device)
+    except BadInput as error:
+        raise BadInput(f"{path}: {error}") from None
+    except (AttributeError, KeyError, TypeError):  # of a foreign dictionary
+        raise BadInput(f"{path} is no checkpoint of this program") from None
+
+
 # --------------------------------------------------------------------------------------------------
 # 7. Low precision
 #
@@ -1171,11 +1225,12 @@ def initialize(model: GPT, seed: int) -> dict[str, Tensor]:
 # MLP's hidden layer has them: it sums few numbers.
 #
 # Every number of these formats is exact in bf16. Hardware without FP8 products multiplies the same
-# rounded numbers in bf16. That is slower, and differs only in the order of sums.
+# rounded numbers in bf16. That is slower, and differs only in how sums are rounded.
 
 # Constant scales of a projection's input, of the weights, and of the gradient of a loss that is a
 # sum over tokens. They are powers of two, so that only rounding loses something. 448 / 16 is just
-# above sqrt(768), the largest a normalised input can be. The squares between the MLP's two
+# above sqrt(768), the largest a normalised input can be; in a wider model only a vector that lies
+# almost in one channel would be clamped. The squares between the MLP's two
 # products are near 10, but up to 12,700 on the first token of a document, and must not be clamped
 # there.
 INPUT_SCALES = {"qkv": 1 / 16, "o": 1 / 4, "fc": 1 / 16, "proj": 64.0}
@@ -1343,8 +1398,6 @@ class StaticFP8(Products):
         return StaticLinear.apply(x, torch.cat((qk, factor * v)), self.input_scale, 3)
 
     def mlp(self, x, up, down, factor, proj):
-        if ACTIVATION is not relu_squared:  # neither the kernel nor the scales are for another one
-            return PLAIN.mlp(x, up, down, factor, PLAIN)
         if isinstance(proj, StaticFP8):
             return StaticMLP.apply(x, up, factor * down)
         return super().mlp(x, up, down, factor, proj)
@@ -1388,7 +1441,13 @@ def choose_recipes(c: Config, device: torch.device) -> recipe.RecipeNames:
         has_fp8 = device.type == "cuda" and kernels.has_fp8(device)
         precision = "fp8-qkv" if has_fp8 else "bf16"
     default = dict(zip(recipe.PROJECTIONS, PRECISIONS[precision]))
-    return recipe.choose(c, TOPOLOGIES[c.topology], default, device)
+    names = recipe.choose(c, TOPOLOGIES[c.topology], default, device)
+    if ACTIVATION is not relu_squared:  # neither the kernel nor the scales are for another one
+        for of_layer in names:
+            for projection in ("fc", "proj"):
+                if of_layer.get(projection) == "fp8-static":
+                    of_layer[projection] = recipe.options_of(c).plain_recipe
+    return names
 
 
 def find_sites(c: Config, recipe_names: recipe.RecipeNames) -> list[recipe.Site]:
@@ -1433,14 +1492,14 @@ class Precision:
             return Measured(self.recipes.product(layer, projection, recipe_name))
         return PLAIN
 
-    def layers_at(self, setting: "Setting", training: bool) -> list[LayerProducts]:
+    def layers_at(self, setting: Setting, training: bool) -> list[LayerProducts]:
         """The products of all layers. They are plain in validation, and in the last part of the run
         if --bf16_last_frac says so."""
         if training and not setting.plain:
             return self.layers
         return [PLAIN_LAYER] * len(self.layers)
 
-    def head_at(self, setting: "Setting", training: bool) -> Products:
+    def head_at(self, setting: Setting, training: bool) -> Products:
         """The same for the head."""
         return self.head if training and not setting.plain else PLAIN
 
@@ -1509,7 +1568,8 @@ def cautious_update(master: Tensor, part: Tensor, update: Tensor, lr, decay) -> 
 
 
 # To try another optimizer, write its state and its update here, add the update to Functions and
-# EAGER, and name it in Optimizer.zero_state, Optimizer.update and parameter_table.
+# EAGER, and name it in Optimizer.zero_state, Optimizer.update and parameter_table. The rows of
+# tables have a kernel instead, `adam_rows` in nanogpt/kernels.py.
 
 
 class MuonState(NamedTuple):
@@ -1583,6 +1643,21 @@ class Functions(NamedTuple):
 
 
 EAGER = Functions(block, head_loss, embed_inputs, masks.block_lists, muon_update, adam_update)
+
+
+def compiled_functions(report: Callable[[str, float], None], files_sha256: str) -> Functions:
+    """EAGER under torch.compile: a graph for each kind of layer, which is faster than one for all.
+    `report` hears what was compiled and how many seconds it took; `files_sha256` identifies the
+    code, for graphs that are kept on disk."""
+    compiling.configure()
+    if __name__ != "__main__":
+        files_sha256 = ""  # keep no graphs: who imports this file may change its constants
+    compiled = {}
+    for name, function in EAGER._asdict().items():
+        any_length = name in ("block_lists", "adam_update")  # one graph serves all lengths
+        compiled[name] = compiling.Compiled(
+            function, report, files_sha256, dynamic=any_length)
+    return Functions(**compiled)
 
 
 class Optimizer:
@@ -1676,7 +1751,7 @@ class Optimizer:
         # 1. Sum the gradients over the ranks. `train_step` has begun that, so that no .grad is left
         # and this does nothing.
         self.start_sums()
-        if not self.recipes.gradients_are_finite(self.finished_sums()):
+        if not self.recipes.gradients_are_finite(self.finished_sums):
             self.sums = {}
             return
         self.updates += 1
@@ -1707,15 +1782,14 @@ class Optimizer:
     def stream_of(self, name: str):
         return torch.cuda.stream(self.looked_up.beside if name in self.model.big_tables else None)
 
-    def finished_sums(self) -> Iterator[Tensor]:
-        """All summed gradients, after waiting for them. This runs only if a recipe asks for them,
-        because it must know whether they are finite."""
+    def finished_sums(self) -> list[Tensor]:
+        """All summed gradients, after waiting for them. Only a recipe that must know whether they
+        are finite calls this."""
         self.start_table_sums()
         for _, transfer in self.sums.values():
             transfer.wait()
         self.looked_up.meet()
-        for gradient, _ in self.sums.values():
-            yield gradient
+        return [gradient for gradient, _ in self.sums.values()]
 
     def finished_sum(self, name: str) -> Tensor:
         gradient, transfer = self.sums.pop(name)
@@ -1839,9 +1913,8 @@ def setting_of(step: int, c: Config) -> Setting:
 
     # 2. What has changed with each stage so far. The stage that is only for validation just sees
     # farther, and rescales nothing.
-    now = stage_of(step, c)
-    so_far = [*takewhile(lambda stage: stage is not now, SCHEDULES[c.schedule]), now]
-    long_windows = [stage.long_window for stage in so_far if stage.fraction]
+    long_windows = [stage.long_window for first, _, stage in stages(c)
+                    if first <= step and stage.fraction]
     for a, b in pairwise(long_windows):
         for j, frequency in enumerate(frequencies):
             turns = BLOCK_SIZE * a * frequency / (2 * math.pi)
@@ -1849,6 +1922,7 @@ def setting_of(step: int, c: Config) -> Setting:
             frequencies[j] = frequency * (a / b + stays * (1 - a / b))
         score_scale = score_scale * (1 + 0.2 * math.log(b / a))
 
+    now = stage_of(step, c)
     windows = {"long": now.long_window, "short": now.short_window}
     plain = (1 - c.bf16_last_frac) * c.num_steps <= step < c.num_steps
     return Setting(windows, tuple(frequencies), score_scale, plain)
@@ -1856,21 +1930,6 @@ def setting_of(step: int, c: Config) -> Setting:
 
 # --------------------------------------------------------------------------------------------------
 # 10. One step, and validation
-
-
-def compiled_functions(report: Callable[[str, float], None], files_sha256: str) -> Functions:
-    """EAGER under torch.compile: a graph for each kind of layer, which is faster than one for all.
-    `report` hears what was compiled and how many seconds it took; `files_sha256` identifies the
-    code, for graphs that are kept on disk."""
-    compiling.configure()
-    if __name__ != "__main__":
-        files_sha256 = ""  # keep no graphs: who imports this file may change its constants
-    compiled = {}
-    for name, function in EAGER._asdict().items():
-        any_length = name in ("block_lists", "adam_update")  # one graph serves all lengths
-        compiled[name] = compiling.Compiled(
-            function, report, files_sha256, dynamic=any_length)
-    return Functions(**compiled)
 
 
 def packing(c: Config) -> shards.Packing:
@@ -1897,7 +1956,7 @@ def rank_micro_batches(paths: list[Path], c: Config, device: torch.device, first
         yield sequences.split(micro_sequences(len(sequences), c))
 
 
-def to_device(sequences: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+def inputs_and_targets(sequences: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
     """(n, length + 1), the bits of uint16 -> inputs and targets (n * length,), int64."""
     tokens = sequences.to(device, non_blocking=True).long() & 0xFFFF
     return tokens[:, :-1].flatten(), tokens[:, 1:].flatten()
@@ -1917,8 +1976,8 @@ def forward_backward(model: GPT, setting: Setting, inputs: Tensor, targets: Tens
     return loss.detach(), {name: x.grad for name, x in looked_up.items()}
 
 
-def call_directly(key: str, function: Callable, tensors: tuple[Tensor, ...]):
-    """What stands for compiling.CudaGraphs on a CPU. It needs no key."""
+def call_directly(_: str, function: Callable, tensors: tuple[Tensor, ...]):
+    """What stands for compiling.CudaGraphs on a CPU. The graph's name is not needed."""
     return function(*tensors)
 
 
@@ -1975,7 +2034,7 @@ def validate(model: GPT, tokens: Tensor, step: int) -> float:
     total = torch.zeros((), dtype=torch.float64, device=device)
     for begin in range(rank * c.val_seq_len, c.val_tokens, world_size * c.val_seq_len):
         sequence = tokens[None, begin : begin + c.val_seq_len + 1]
-        inputs, targets = to_device(sequence, device)
+        inputs, targets = inputs_and_targets(sequence, device)
         total += loss_without_gradient(model, inputs, targets, setting)
     if dist.is_initialized():
         dist.all_reduce(total)
@@ -1997,38 +2056,6 @@ def warm_up_of(model: GPT, optimizer: Optimizer) -> warmup.WarmUp:
     return warmup.WarmUp(model, optimizer, work, plan)
 
 
-def model_of(content: dict, device: torch.device) -> GPT:
-    """The model of a checkpoint on one device, ready for texts of any length: nothing is compiled.
-    `model.trained_steps` is the number of updates, and `model.data` has the fingerprints of its
-    shards, if they are known. Raises BadInput if the weights do not fit the configuration."""
-    config = content["config"]
-    require("head_dim" in config, "the checkpoint is of an older version of this program; use the "
-            "commit that its log names, or train it anew")
-    values = checkpoint.config_values(config, Config)
-    c = Config(**values | dict(attention="sdpa", device=device.type, native=False))
-    check_config(c)
-    for name, param in parameter_table(c).items():
-        found = content["weights"].get(name)
-        require(found is not None and tuple(found.shape) == param.shape,
-                f"the checkpoint's weights of {name} do not fit its configuration")
-    model = GPT(c, device)
-    model.load_state_dict(content["weights"])
-    model.trained_steps = content["step"]
-    model.data = content.get("data", [])
-    return model
-
-
-def load_checkpoint(path: str | Path, device: torch.device) -> GPT:
-    """The model of the file. Raises BadInput if it is no checkpoint of this program."""
-    content = checkpoint.read(path)
-    try:
-        return model_of(content, device)
-    except BadInput as error:
-        raise BadInput(f"{path}: {error}") from None
-    except (AttributeError, KeyError, TypeError):  # of a foreign dictionary
-        raise BadInput(f"{path} is no checkpoint of this program") from None
-
-
 # --------------------------------------------------------------------------------------------------
 # 11. The run
 
@@ -2045,14 +2072,6 @@ def begin_log(log: journal.Log, c: Config, facts: journal.RunFacts,
     log.begin(
         SOURCE, facts, dataclasses.asdict(c), num_weights(c), shards.reads_bytes(c.vocab_size),
         stage_facts, seconds)
-
-
-def flops_per_token(c: Config) -> int:
-    """6 for each weight that a token is multiplied by: those of all matrices, and of the head the
-    rows of the candidates. Attention is not counted."""
-    matrices = [parameter_table(c)[name].shape for name in ("mlp", "qk", "vo")]
-    head = c.model_dim * min(c.candidates or c.vocab_size, c.vocab_size)
-    return 6 * (sum(math.prod(shape) for shape in matrices) + head)
 
 
 class Run:
@@ -2088,13 +2107,12 @@ class Run:
             self.save_or_stop()
             if self.ended_by:
                 self.clock.stop()
-                self.read_losses()
                 return
             if c.val_interval and self.step % c.val_interval == 0:
                 self.clock.stop()
                 self.validate()
                 self.clock.start()
-            batch = [to_device(sequences, self.device) for sequences in next(self.batches)]
+            batch = [inputs_and_targets(sequences, self.device) for sequences in next(self.batches)]
             WATCH.enter_step(self.step)
             message = train_step(self.model, self.optimizer, batch, self.step, call, self.tell)
             self.log.put(self.step + 1, message, self.clock.now())
@@ -2119,7 +2137,7 @@ class Run:
         self.finite.refuse(losses, self.step)
 
     def save_or_stop(self) -> None:
-        """Saves the run if it is time to, and if a signal is to end it; all ranks do so together.
+        """Saves the run if a save is due or a signal ends it, on all ranks after the same step.
         A signal during the first step of a new run is taken up after that step."""
         # 1. Ask the others.
         if STOP.signal and self.step > 0:
@@ -2246,6 +2264,7 @@ def train(c: Config, at_end: ExitStack) -> int:
         begin_log(log, c, facts, c.num_steps * seconds)
         for note in fitting.why_shorter(c, seconds):
             console.say(note)
+            log.fact("note", note)
         longer = fitting.option_for_longer(c, seconds)
     optimizer.reset(initialize(model, c.seed))  # as if nothing had been trained so far
 

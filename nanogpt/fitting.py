@@ -128,6 +128,8 @@ def fit(c, presets: dict[str, dict], schedules: dict[str, list], given: dict, cu
     preset = given.get("preset") or preset_for(text, cuda)
     laid_over = {name: values | OVER_PRESET for name, values in presets.items()}
     c = arguments.configure(type(c), laid_over, preset, given)
+    require(c.schedule in schedules,
+            f"--schedule={c.schedule} is none of {', '.join(schedules)}")
     return fit_to_text(c, schedules[c.schedule], text, given)
 
 
@@ -138,7 +140,8 @@ def fit_to_text(c, schedule: list, text: Text, given: dict):
     # 1. Lengths. Each process has a sequence of each batch, and some stages have thirds or sixths
     # of a batch. (There is no process group yet, but torchrun says how many processes there are.)
     parts = [Fraction(stage.batch).limit_denominator(64).denominator for stage in schedule]
-    unit = int(os.environ.get("WORLD_SIZE", 1)) * math.lcm(*parts)
+    world_size = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 1
+    unit = world_size * math.lcm(*parts)
     batch_tokens = c.batch_tokens
     bigram_rows = c.bigram_rows
     if c.preset == "small":

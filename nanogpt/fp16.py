@@ -29,7 +29,7 @@ device, as `factor`, because a CUDA graph cannot read a number of the CPU anew.
 Sources: Micikevicius et al. 2017, "Mixed precision training"; jmp.DynamicLossScale.
 """
 import math
-from collections.abc import Iterable
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -73,9 +73,9 @@ class LossScaling(Recipe):
     def scale_loss(self, loss: Tensor) -> Tensor:
         return loss * self.factor
 
-    def gradients_are_finite(self, gradients: Iterable[Tensor]) -> bool:
+    def gradients_are_finite(self, summed: Callable[[], list[Tensor]]) -> bool:
         """Also adapts the loss scale. The CPU waits here for the device."""
-        overflows = torch.stack([~gradient.isfinite().all() for gradient in gradients])
+        overflows = torch.stack([~gradient.isfinite().all() for gradient in summed()])
         overflow = overflows.any().float()
         if rank_and_world_size()[1] > 1:
             dist.all_reduce(overflow, dist.ReduceOp.MAX)

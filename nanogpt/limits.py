@@ -37,7 +37,8 @@ def check(c, topologies: dict[str, list], schedules: dict[str, list], precisions
             f"--num_heads={c.num_heads} times --head_dim={c.head_dim} is {heads}; it must be from "
             f"{least_width // 2} to {c.model_dim}, which is --model_dim")
     for name in ("minutes", "save_every", "save_steps", "val_interval", "momentum_warmup",
-                 "sample_tokens", "bf16_last_layers", "bf16_last_frac"):
+                 "sample_tokens", "bf16_last_layers", "bf16_last_frac", "target_loss", "muon_lr",
+                 "muon_decay", "head_lr", "table_lr", "scalar_lr"):
         value = getattr(c, name)
         require(value >= 0, f"--{name}={value} must not be negative")
     for name in ("cooldown_frac", "bf16_last_frac"):

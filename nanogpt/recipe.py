@@ -17,7 +17,7 @@ These objects are arguments of compiled functions. torch.compile reads their att
 traces, so they hold tensors, tuples and true or false, and nothing else.
 """
 import importlib
-from collections.abc import Iterable
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -63,8 +63,9 @@ class Recipe:
         """The loss () whose gradients are to be computed."""
         return loss
 
-    def gradients_are_finite(self, gradients: Iterable[Tensor]) -> bool:
-        """Whether to keep this step, given the summed gradients that this rank will use. It is
+    def gradients_are_finite(self, summed: Callable[[], list[Tensor]]) -> bool:
+        """Whether to keep this step. `summed` waits for the summed gradients that this rank will
+        use, and returns them; a recipe that does not scale the loss need not call it. This is
         called once in a step, before any `unscale`. A collective: all ranks get the same answer."""
         return True
 
@@ -393,11 +394,9 @@ class Recipes:
             loss = recipe.scale_loss(loss)
         return loss
 
-    def gradients_are_finite(self, gradients: Iterable[Tensor]) -> bool:
-        """The gradients are made one by one as they are asked for, and making them waits for all
-        ranks. Only a recipe that scales the loss asks for them."""
-        answers = [recipe.gradients_are_finite(gradients) for recipe in self.by_name.values()]
-        return all(answers)  # each is asked, even after a False: it may wait for other ranks there
+    def gradients_are_finite(self, summed: Callable[[], list[Tensor]]) -> bool:
+        answers = [recipe.gradients_are_finite(summed) for recipe in self.by_name.values()]
+        return all(answers)
 
     def unscale(self, gradient: Tensor) -> Tensor:
         for recipe in self.by_name.values():

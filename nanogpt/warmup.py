@@ -47,7 +47,8 @@ class WarmUp:
         self.tokens[::600] = model.bos
         self.step_kinds = []  # a step of each stage, with and without its recipes
         for stage in plan:
-            steps = {self.setting(step).plain: step for step in range(stage.first, stage.end)}
+            ends = (stage.first, stage.end - 1)  # recipes are given up at most once in a stage
+            steps = {self.setting(step).plain: step for step in ends}
             self.step_kinds += [(stage, step) for step in steps.values()]
 
     def run(self, call: Callable) -> None:

@@ -341,7 +341,7 @@ def import_folders() -> dict[str, set[str]]:
     """The folders from which modules were imported, each with its files: paths relative to it."""
     folders = defaultdict(set)
     for name, module in list(sys.modules.items()):
-        file = str(getattr(module, "__file__", None))
+        file = Path(str(getattr(module, "__file__", None))).as_posix()
         if name == "__main__":
             name = Path(file).stem
         place = name.replace(".", "/")

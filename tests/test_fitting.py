@@ -51,6 +51,7 @@ def test_lengths_fit_the_text_and_each_other(most, world_size, train, val):
 @pytest.mark.parametrize("tokens, world_size, batch, rows", [
     (321_126, 1, 4096, 5017), (321_126, 2, 4096, 5017), (11_399_128, 1, 32_768, 65_536), (3000, 1, 2048, 46)])
 def test_of_a_short_text_the_small_model_has_small_batches_and_a_small_table(tokens, world_size, batch, rows, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", str(world_size))
     c = t.Config(**t.PRESETS["small"] | fitting.OVER_PRESET | {"preset": "small"})
     text = Text("gpt2", (tokens,), 20_000)
@@ -177,6 +178,7 @@ def test_two_runs_of_one_text_at_the_same_time_keep_both_models(text, tmp_path, 
 @pytest.mark.parametrize("tokens", [30_001, 320_000, 500_000, 10**8])
 @pytest.mark.parametrize("world_size", [1, 3, 8])
 def test_a_text_fits_a_preset_whose_stages_have_parts_of_a_batch(preset, tokens, world_size, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", str(world_size))
     c = t.Config(**t.PRESETS[preset] | fitting.OVER_PRESET | {"preset": preset})
     full = c.batch_tokens

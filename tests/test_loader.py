@@ -60,7 +60,7 @@ def sequences(batch, seq_len):
 def loaded(c):
     """Iterator over this rank's batches, as a run has them."""
     batches = shards.ahead(t.rank_micro_batches(find_shards(c, "train"), c, CPU))
-    return ([t.to_device(rows, CPU) for rows in batch] for batch in batches)
+    return ([t.inputs_and_targets(rows, CPU) for rows in batch] for batch in batches)
 
 
 def drain(c):

@@ -545,12 +545,12 @@ def test_a_target_of_minus_one_is_neither_counted_nor_lost_nor_makes_a_token_a_c
     tokens, targets = tokens_of([0], 256), tokens_of([], 256, 1) % 40
     targets[::3] = -1
     known = targets[targets >= 0]
-    chosen, bias, places = model.choose(targets)
+    chosen, bias, places = model.draw_candidates(targets)
     assert torch.equal(model.target_counts, torch.bincount(known, minlength=384)) and not model.lost_targets
     assert torch.equal(chosen[places[targets >= 0]], known) and set(places[targets < 0].tolist()) == {-1}
     model.target_counts.zero_()
     targets[targets == 0] = 40
-    with_zero = sum(0 in model.choose(targets)[0] for _ in range(50))
+    with_zero = sum(0 in model.draw_candidates(targets)[0] for _ in range(50))
     assert with_zero < 25, "token 0 is drawn no more often than any other that is no target: 8 of 344 each time"
     model(tokens, targets, view(), True).backward()
     assert model.lm_head.grad.isfinite().all()

@@ -144,13 +144,16 @@ def rounded_mlp(x, up, down, g):
     return x8, up8, down8, h, g8, z
 
 
-@pytest.mark.parametrize("fc, proj", [("PLAIN", "PLAIN"), ("STATIC", "STATIC"), ("STATIC", "PLAIN")])
-def test_another_activation_of_the_mlp_needs_one_changed_line_whatever_the_recipe(fc, proj, monkeypatch):
+@pytest.mark.parametrize("precision", ["fp32", "fp8-mlp", "fp8-qkv"])
+def test_another_activation_of_the_mlp_needs_one_changed_line_whatever_the_recipe(precision, monkeypatch):
     monkeypatch.setattr(t, "ACTIVATION", F.gelu)
+    model = t.GPT(config(precision=precision, dtype="float32"), CPU)
+    names = model.precision.recipe_names[0]
+    assert (names["fc"], names["proj"]) == ("fp32", "fp32"), "constant scales are for the squared ReLU"
+    assert names["qkv"] == ("fp8-static" if precision == "fp8-qkv" else "fp32")
     x, up, down = (torch.randn(shape, dtype=torch.float64) for shape in ((16, 32), (32, 64), (32, 64)))
-    factor = torch.tensor(0.7, dtype=torch.float64)
-    products = [t.PLAIN if which == "PLAIN" else t.STATIC[name] for name, which in (("fc", fc), ("proj", proj))]
-    y = products[0].mlp(x, up, down, factor, products[1])
+    layer = model.precision.layers_at(VIEW, True)[0]
+    y = layer.fc.mlp(x, up, down, torch.tensor(0.7, dtype=torch.float64), layer.proj)
     torch.testing.assert_close(y, 0.7 * F.gelu(x @ up) @ down.T)
 
 

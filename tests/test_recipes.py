@@ -570,7 +570,7 @@ def test_the_factor_of_the_loss_is_for_its_mean_and_stays_at_its_place():
     factor = scaling.factor
     loss = torch.tensor(256 * math.log(65))
     assert scaling.scale_loss(loss).item() == pytest.approx(136_786, rel=1e-4)  # beyond fp16
-    assert not scaling.gradients_are_finite([torch.ones(3), torch.tensor([1, math.nan])])
+    assert not scaling.gradients_are_finite(lambda: [torch.ones(3), torch.tensor([1, math.nan])])
     assert scaling.factor is factor and factor == 2.0**14 / 256
     scaling.reset()
     assert scaling.factor is factor and factor == 2.0**15 / 256
@@ -581,7 +581,7 @@ def test_gradients_are_unscaled_by_the_factor_they_were_scaled_by():
     scaling.good_steps = 1999  # the scale doubles after this step
     gradient = normal(9)
     scaled = scaling.scale_loss(gradient)
-    assert scaling.gradients_are_finite(iter([scaled]))
+    assert scaling.gradients_are_finite(lambda: [scaled])
     assert scaling.scale == 2.0**16 and scaling.good_steps == 0
     assert torch.equal(scaling.unscale(scaled), gradient)
     assert scaling.unscale(scaled.half()).dtype == torch.float32
@@ -590,7 +590,7 @@ def test_gradients_are_unscaled_by_the_factor_they_were_scaled_by():
 def test_the_note_counts_the_steps_that_were_skipped():
     scaling = fp16.LossScaling(CPU, 256)
     for bad in (1.0, math.inf, 1.0, -math.inf, math.nan):
-        scaling.gradients_are_finite([torch.tensor([bad])])
+        scaling.gradients_are_finite(lambda bad=bad: [torch.tensor([bad])])
     assert scaling.note() == "3 steps skipped, loss scale 4096"
 
 
@@ -600,7 +600,7 @@ def test_the_note_counts_the_steps_that_were_skipped():
 def test_a_recipe_that_does_nothing_changes_nothing():
     recipe, x = Recipe(), torch.ones(2)
     assert recipe.scale_loss(x) is x and recipe.unscale(x) is x
-    assert recipe.gradients_are_finite([torch.tensor(math.nan)])
+    assert recipe.gradients_are_finite(lambda: [torch.tensor(math.nan)])
     assert recipe.weights_changed(["qk"], {}) == 0 and not recipe.hands_out("qk")
     assert recipe.reset() is None and recipe.before_validation() is None and recipe.note() is None
 
@@ -615,7 +615,7 @@ def test_several_recipes_act_as_one():
     measured = [(site.layer, site.projection) for site in recipes.measurements.sites]
     assert measured == [(0, "qkv"), (0, "o"), (1, "qkv"), (1, "o"), (2, "lm_head")]
     assert recipes.scale_loss(torch.tensor(256.0)) == 2**15
-    assert not recipes.gradients_are_finite(iter([torch.tensor(math.inf)]))
+    assert not recipes.gradients_are_finite(lambda: [torch.tensor(math.inf)])
     assert recipes.unscale(torch.tensor(2.0**15)) == 256
     assert recipes.notes() == ["1 steps skipped, loss scale 16384"]
     recipes.measurements.amaxes.fill_(math.inf)
@@ -690,7 +690,7 @@ def work(rank, world_size, folder):
     answers = []
     for bad_rank in (None, 0, world_size - 1):
         bad = math.inf if rank == bad_rank else 1.0
-        answers.append(scaling.gradients_are_finite([torch.ones(5), torch.tensor([bad, 0])]))
+        answers.append(scaling.gradients_are_finite(lambda bad=bad: [torch.ones(5), torch.tensor([bad, 0])]))
     result["fp16"] = dict(answers=answers, scale=scaling.scale, calls=calls)
     torch.save(result, f"{folder}/{world_size}-{rank}")
     dist.destroy_process_group()

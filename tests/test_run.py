@@ -338,6 +338,7 @@ def refused(capfd, args, before="step:"):
     ({"attention": "flex"}, ["--attention=flex", "CUDA"]),
     ({"preset": "desktop"}, ["desktop", "speedrun, onepass, laptop"]),
     ({"compile": "maybe"}, ["maybe", "true", "false"]), ({"muon_lr": "fast"}, ["--muon_lr", "fast"]),
+    ({"muon_lr": -0.02}, ["--muon_lr=-0.02", "negative"]), ({"schedule": "long", "fit": True}, ["--schedule=long", "speedrun, laptop"]),
     ({"seq_len": "1e3"}, ["--seq_len", "1e3"]), ({"num_steps": 4000}, ["4000 steps", "--fit", "--epochs"]),
     ({"data_dir": "/nowhere"}, ["no train shards", "/nowhere"]), ({"val_tokens": 25600}, ["25,601", "2,000"]),
     ({"train_files": "none*"}, ["none*"]), ({"train_files": ""}, ["--train_files"]),
