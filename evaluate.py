@@ -393,13 +393,8 @@ def load_model(path: str, device: torch.device) -> Model:
     """Raises BadInput if the file is no checkpoint of this program."""
     import train_gpt
     gpt = train_gpt.load_checkpoint(path, device)
-    narrow = [torch.float16]  # activations of validation overflow it, so the trainer widens it, too
-    if device.type == "cpu" and not train_gpt.CPU_HAS_BF16:
-        narrow.append(torch.bfloat16)  # which this CPU could only emulate
-    for parameter in gpt.parameters():
-        if parameter.dtype in narrow:
-            wide = torch.float32 if device.type == "cpu" else torch.bfloat16
-            parameter.data = parameter.data.to(wide)
+    if device.type == "cpu" and gpt.lm_head.dtype == torch.bfloat16 and not train_gpt.CPU_HAS_BF16:
+        gpt.float()  # this CPU could only emulate bf16
     kind = kind_for(gpt.config.vocab_size)
     sha256 = checkpoint.load(path)["sha256"]  # which load_checkpoint has just checked
     model = Model(path, gpt, kind, None, None, sha256)

@@ -150,7 +150,7 @@ class Config:
         16_384, "most tokens a GPU works on at a time, in whole sequences: fewer need less memory. "
         "With --fit no sequence is longer")
     cooldown_frac: float = key(
-        0.6, "last fraction of the steps, over which learning rates fall to 0.15 of their value")
+        0.6, "last fraction of the steps, in which the factor of learning rates falls to 0.15")
     momentum_warmup: int = key(300, "steps over which Muon's momentum rises from 0.85 to 0.95")
     # optimizers
     muon_lr: float = key(0.023, "Muon's learning rate, for the matrices")
@@ -1181,6 +1181,9 @@ def model_of(content: dict, device: torch.device) -> GPT:
                 f"the checkpoint's weights of {name} do not fit its configuration")
     model = GPT(c, device)
     model.load_state_dict(content["weights"])
+    for bank in model.parameters():
+        if bank.dtype == torch.float16:  # texts overflow it sooner than training does
+            bank.data = bank.to(torch.float32 if device.type == "cpu" else torch.bfloat16)
     model.trained_steps = content["step"]
     model.data = content.get("data", [])
     return model
@@ -2124,6 +2127,8 @@ class Run:
             self.step += 1
         self.clock.stop()
         self.validate()
+        if dist.is_initialized():
+            dist.all_reduce(self.model.lost_targets)  # for the log, which names those of all ranks
 
     def tell(self, loss: Tensor) -> Tensor:
         """What this rank tells the others with its loss."""

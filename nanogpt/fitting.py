@@ -10,7 +10,6 @@ after the warm-up, when it is known how long a step takes.
 import dataclasses
 import math
 import os
-from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
 
@@ -139,7 +138,7 @@ def fit_to_text(c, schedule: list, text: Text, given: dict):
     BadInput if the text is too short."""
     # 1. Lengths. Each process has a sequence of each batch, and some stages have thirds or sixths
     # of a batch. (There is no process group yet, but torchrun says how many processes there are.)
-    parts = [Fraction(stage.batch).limit_denominator(64).denominator for stage in schedule]
+    parts = [limits.part_of_batch(stage).denominator for stage in schedule]
     world_size = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 1
     unit = world_size * math.lcm(*parts)
     batch_tokens = c.batch_tokens

@@ -136,7 +136,7 @@ class Keeper:
         lost = int(self.model.lost_targets)
         if lost:
             log.fact("defect", dict(
-                what=f"{lost} tokens of rank 0 were no candidates; raise --candidates"))
+                what=f"{lost} targets were no candidates; raise --candidates"))
         log.end(result, self.best["step"] if self.best else None)
         if not self.best:
             return None

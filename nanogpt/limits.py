@@ -3,8 +3,10 @@ an error of PyTorch in the middle of a run.
 
 `c` is train_gpt.Config. What a layer or a stage of the schedule is, train_gpt.py says.
 """
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from fractions import Fraction
 
 import torch
 
@@ -22,8 +24,8 @@ def check(c, topologies: dict[str, list], schedules: dict[str, list], precisions
     value embedding."""
     check_ranges(c)
     check_choices(c, topologies, schedules, precisions)
-    check_candidates(c)
     check_stages(c.schedule, schedules[c.schedule])
+    check_candidates(c, schedules[c.schedule])
     check_layers(c.topology, topologies[c.topology])
     check_multiples(c, topologies[c.topology], schedules[c.schedule])
     check_device(c)
@@ -69,15 +71,19 @@ def check_choices(c, topologies: dict, schedules: dict, precisions: dict) -> Non
         require(value in allowed, f"--{name}={value} is none of {', '.join(allowed)}")
 
 
-def check_candidates(c) -> None:
+def check_candidates(c, stages: list) -> None:
     """Candidates are the tokens that a training loss compares (train_gpt.py, section 5). Nearly
     every target should be one of them. Texts repeat tokens, so half as many as tokens suffice."""
     at_a_time = c.micro_tokens // c.seq_len * c.seq_len  # whole sequences
-    enough = min(c.vocab_size, min(at_a_time, c.batch_tokens) // 2)
+    largest_batch = round(max(stage.batch for stage in stages) * c.batch_tokens)
+    enough = min(c.vocab_size, min(at_a_time, largest_batch) // 2)
     fits_products = c.candidates % 16 == 0 or c.candidates >= c.vocab_size
+    remedy = ""
+    if c.seq_len <= 2 * c.candidates < at_a_time:
+        remedy = f"; or lower --micro_tokens to {2 * c.candidates // c.seq_len * c.seq_len}"
     require(c.candidates == 0 or (c.candidates >= enough and fits_products),
             f"--candidates={c.candidates} must be a multiple of 16, at least {enough}, "
-            "or 0 for the whole vocabulary")
+            f"or 0 for the whole vocabulary{remedy}")
 
 
 def check_stages(name: str, stages: list) -> None:
@@ -91,9 +97,16 @@ def check_stages(name: str, stages: list) -> None:
     for stage in stages:
         require(stage.batch > 0 and stage.longest_document > 0,
                 f"{where}: batch and longest document of {stage} must be positive")
+        require(abs(stage.batch - part_of_batch(stage)) < 1e-6,
+                f"{where}: the batch of {stage} must be a simple fraction, such as 1 / 3")
         for window in (stage.long_window, stage.short_window):
             require(isinstance(window, int) and window > 0,
                     f"{where}: the windows of {stage} must be whole blocks, at least one")
+
+
+def part_of_batch(stage) -> Fraction:
+    """The part of --batch_tokens that the batches of a stage have."""
+    return Fraction(stage.batch).limit_denominator(64)
 
 
 def check_layers(name: str, layers: list) -> None:
@@ -118,7 +131,9 @@ def check_multiples(c, layers: list, stages: list) -> None:
     sequence."""
     units = [("seq_len", BLOCK_SIZE), ("val_seq_len", BLOCK_SIZE)]
     for stage in stages:  # the part of a batch that a stage takes is whole sequences
-        units.append(("batch_tokens", round(c.seq_len / stage.batch)))
+        part = part_of_batch(stage)
+        sequence = c.seq_len * part.denominator
+        units.append(("batch_tokens", sequence // math.gcd(sequence, part.numerator)))
     units.append(("val_tokens", c.val_seq_len))
     units.append(("num_heads", 2 if any(layer.paired for layer in layers) else 1))
     units.append(("head_dim", 4))  # the rotary embedding takes quarters of a head

@@ -6,6 +6,7 @@ reference. FlexAttention runs compiled (forward only: it has no backward on a CP
 tables that a batch looks up: Python integers for their numbers, autograd's dense gradients for theirs.
 """
 import math
+import re
 import shutil
 from dataclasses import replace
 from functools import partial
@@ -831,14 +832,31 @@ STAGE = t.Stage(0.5, 1, 2048, 2, 1, 1.0)
     ([], "the fractions of its stages make 0 together, and must make 1 "),
     ([STAGE._replace(fraction=1.5), STAGE._replace(fraction=-0.5)], "make 1 together, and must make 1 without negative"),
     ([STAGE, STAGE._replace(batch=0)], "batch and longest document of .* must be positive"),
+    ([STAGE, STAGE._replace(batch=0.123)], "the batch of .* must be a simple fraction, such as 1 / 3"),
     ([STAGE, STAGE._replace(long_window=0)], "the windows of .* must be whole blocks, at least one"),
     ([STAGE, STAGE._replace(short_window=2.5)], "the windows of .* must be whole blocks, at least one"),
-], ids=range(7))
+], ids=range(8))
 def test_a_changed_schedule_that_cannot_be_is_refused_in_one_sentence(monkeypatch, stages, sentence):
     c = t.Config(**TINY)
     monkeypatch.setitem(t.SCHEDULES, c.schedule, stages)
     with pytest.raises(BadInput, match=rf"^SCHEDULES\['{c.schedule}'\]: .*{sentence}"):
         t.check_config(c)
+
+
+@pytest.mark.parametrize("batch", [1, 1 / 3, 0.3, 0.35, 0.7, 1.5])
+def test_a_stage_whose_batch_is_accepted_reads_exactly_the_tokens_that_its_loss_is_divided_by(batch, monkeypatch):
+    monkeypatch.setitem(t.SCHEDULES, "test", [t.Stage(1, batch, 2048, 2, 1, 1.0)])
+    accepted = 0
+    for batch_tokens in range(128, 128 * 41, 128):
+        c = t.Config(**TINY | dict(schedule="test", seq_len=128, batch_tokens=batch_tokens, candidates=0))
+        try:
+            t.check_config(c)
+        except BadInput as error:
+            assert re.match(r"--batch_tokens=\d+ must be a multiple of \d+$", str(error))
+            continue
+        accepted += 1
+        assert t.batch_plan(c)[0][0] * c.seq_len == t.stage_tokens(t.stage_of(0, c), c)
+    assert accepted >= 2
 
 
 @pytest.mark.parametrize("number, changes, sentence", [

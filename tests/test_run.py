@@ -21,7 +21,7 @@ import termios
 import processes
 import pytest
 import torch
-from conftest import ROOT, TINY, arguments, check_data, documents, write_shard
+from conftest import ROOT, SEPARATOR, TINY, arguments, check_data, documents, write_shard
 from processes import ENVIRONMENT, TORCHRUN, Process, run_ranks
 
 import sample
@@ -273,6 +273,21 @@ def test_two_processes_that_sample_the_vocabulary_reach_nearly_the_loss_that_the
     assert sampled != whole and sampled == pytest.approx(whole, rel=0.03)
 
 
+def test_targets_that_are_no_candidates_are_reported_whichever_process_has_them(tmp_path):
+    tokens = [SEPARATOR]  # sequences of one token and of 128 tokens in turn, dealt to the processes in turn
+    for number in range(60):
+        tokens += [200] * 128 if number % 2 == 0 else range(128)
+    write_shard(tmp_path / "x_train_000000.bin", tokens)
+    write_shard(tmp_path / "x_val_000000.bin", documents(2000))
+    args = arguments(data_dir=tmp_path, log_dir=tmp_path / "two", seq_len=128, micro_tokens=128, batch_tokens=256,
+                     candidates=64, cut_documents=True, num_steps=3, val_interval=0, target_loss=0)
+    for run in run_ranks(2, SCRIPT, *args):
+        assert run.returncode == 0, run.stderr
+    lost = 3 * (128 - 64)
+    (defect,) = read_log(only_log(tmp_path / "two")).values("defect")
+    assert defect["what"] == f"{lost} targets were no candidates; raise --candidates"
+
+
 def corrupt(folder):
     write_shard(folder / "fineweb_train_000000.bin", documents(3000), magic=1)
     write_shard(folder / "fineweb_val_000000.bin", documents(2000))
@@ -326,6 +341,7 @@ def refused(capfd, args, before="step:"):
     ({"micro_tokens": 0}, ["--micro_tokens=0", "positive"]), ({"micro_tokens": 255}, ["--micro_tokens=255", "at least 256"]),
     ({"bigram_rows": 0}, ["--bigram_rows=0"]), ({"candidates": 100}, ["--candidates=100", "at least 384"]),
     ({"candidates": 200, "micro_tokens": 300}, ["--candidates=200", "multiple of 16, at least 128"]),
+    ({"candidates": 256, "micro_tokens": 1024}, ["--candidates=256", "at least 384", "or lower --micro_tokens to 512"]),
     ({"candidates": -1}, ["--candidates=-1", "0"]),
     ({"schedule": "long"}, ["--schedule=long", "speedrun, laptop, char"]),
     ({"schedule": "speedrun"}, ["--batch_tokens=1024", "768"]),  # its first stage has a third of that

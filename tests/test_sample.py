@@ -192,6 +192,21 @@ def untrained():
     return model, t.setting_of(c.num_steps, c)
 
 
+def test_a_model_of_fp16_whose_activations_overflow_that_continues_texts_all_the_same(tmp_path):
+    model = t.GPT(t.parse_config(arguments(precision="fp16")), torch.device("cpu"))
+    t.initialize(model, 0)
+    with torch.no_grad():
+        for layer in range(len(model.layers)):  # hidden numbers of about 10^5, where fp16 ends at 65,504
+            model.mlp[2 * layer].normal_(std=50)
+            model.mlp[2 * layer + 1].normal_(std=1e-4)
+    write(tmp_path / "model.pt", of_model(model, 4, 1.0, {}))
+    loaded = t.load_checkpoint(tmp_path / "model.pt", torch.device("cpu"))
+    tokens = torch.tensor([loaded.bos, 1, 2, 3])
+    assert sample.Memory(loaded, sample.last_setting(loaded)).append(tokens.tolist()).isfinite().all()
+    narrow = sample.Memory(model, sample.last_setting(model)).append(tokens.tolist())
+    assert not narrow.isfinite().all(), "in fp16 they do overflow"
+
+
 @pytest.mark.parametrize("prompt", ["x" * 3, "x" * 100, "", "é"])
 def test_a_sample_has_as_many_new_tokens_as_asked_for(prompt, monkeypatch):
     monkeypatch.setattr(sample, "draw", Scripted(7))
