@@ -61,7 +61,7 @@ from tqdm import tqdm
 
 import sample
 from data import checks, hellaswag, shards, texts
-from nanogpt import checkpoint
+from nanogpt import checkpoint, limits
 from nanogpt.masks import BLOCK_SIZE
 from nanogpt.ranks import BadInput, require
 from records import evaluation
@@ -386,7 +386,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
            f"{CPU_TOKENS}. Fewer need less memory, and cut more documents of --text")
     option("--device", type=sample.device, default="auto", help="auto, cuda or cpu")
     option("--json", action="store_true", help="write the results to standard output as JSON")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    for name in ("text", "hellaswag", "last_word"):
+        require(getattr(options, name) != "", f"--{name} is empty; name a file")
+    return options
 
 
 def load_model(path: str, device: torch.device) -> Model:
@@ -670,8 +673,10 @@ def main(argv: list[str]) -> int:
         return 130
     except BrokenPipeError:  # as in `| head -1`
         discard_output(sys.stdout)
-    except torch.OutOfMemoryError as error:
-        print(f"evaluate.py: {str(error).split('. ')[0]}; give a smaller --seq_len",
+    except RuntimeError as error:
+        if not limits.is_out_of_memory(error):
+            raise
+        print(f"evaluate.py: {limits.first_sentence(error)}; give a smaller --seq_len",
               file=sys.stderr)
         return 2
     except (BadInput, shards.ShardError, texts.PrepareError, hellaswag.ItemsError,

@@ -3,7 +3,11 @@
 # ./run.sh FILE ... [--key=value ...]  the same on your own text: files, folders, .jsonl
 # ./run.sh test [pytest args]          set up, lint, run the tests, check the records
 set -euo pipefail
-here=$(cd "$(dirname "$0")" && pwd)
+here=$(CDPATH= cd -- "$(dirname "$0")" && pwd)
+case ${PYTHON:-} in
+  /*) ;;
+  */*) PYTHON=$PWD/$PYTHON ;;  # we are about to change the folder
+esac
 
 texts=()
 reading=()  # how to read the texts, for data/prepare.py
@@ -20,7 +24,7 @@ if [ "${1:-}" != test ]; then
         fi
         case $word in
           /*) texts+=("$word") ;;
-          *) texts+=("$PWD/$word") ;;  # we are about to change the folder
+          *) texts+=("$PWD/$word") ;;  # for the same reason
         esac ;;
     esac
   done

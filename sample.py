@@ -31,7 +31,7 @@ from torch import Tensor
 
 from data.prepare import byte_to_token, token_to_byte
 from data.shards import SEPARATOR, reads_bytes
-from nanogpt import fitting
+from nanogpt import fitting, limits
 from nanogpt.compiling import CudaGraphs
 from nanogpt.masks import BLOCK_SIZE
 from nanogpt.ranks import BadInput, is_master, require
@@ -554,8 +554,10 @@ def main(argv: list[str]) -> int:
         discard_output(sys.stdout)
         print(f"sample.py: {error}", file=sys.stderr)
         return 2
-    except torch.OutOfMemoryError as error:
-        print(f"sample.py: {str(error).split('. ')[0]}", file=sys.stderr)
+    except RuntimeError as error:
+        if not limits.is_out_of_memory(error):
+            raise
+        print(f"sample.py: {limits.first_sentence(error)}", file=sys.stderr)
         return 2
     except BadInput as error:
         print(f"sample.py: {error}", file=sys.stderr)

@@ -190,7 +190,7 @@ class Config:
     join_timeout: float = key(5.0, "minutes that a process waits for the others at the start")
     resume: str = key(
         "", "save to go on from, logs/RUN_ID.saved/step_000123; --resume alone: the newest one in "
-        "log_dir, if there is one", alone=saving.NEWEST)
+        "log_dir that the other given keys agree with, if there is one", alone=saving.NEWEST)
     # output
     log_dir: str = key("logs", "folder of the logs")
     jsonl: bool = key(False, "also write the log as JSON lines")
@@ -367,7 +367,8 @@ def parse_config(argv: list[str]) -> Config:
         Config, argv, PRESETS, default_preset(), __doc__.split("\n\n")[0], EVERYDAY, ABOUT)
     require(not (given.get("minutes") and "num_steps" in given),
             "--minutes chooses the number of steps; leave out --minutes or --num_steps")
-    save = saving.find(given.get("resume", ""), given.get("log_dir", Config.log_dir))
+    log_dir = given.get("log_dir", Config.log_dir)
+    save = saving.find(given.get("resume", ""), log_dir, given, MAY_CHANGE)
     if save:
         c = saving.configure(Config, save, given, MAY_CHANGE)
     else:
@@ -2299,7 +2300,7 @@ def main(argv: list[str]) -> int:
     another rank was lost, 130 or 143 ended by SIGINT or SIGTERM. An error first leaves `train`,
     where `at_end` writes the best weights and a note to the log. Then WATCH tells the other ranks,
     and ends them."""
-    errors = (BadInput, shards.ShardError, OSError, torch.OutOfMemoryError)
+    errors = (BadInput, shards.ShardError, OSError)
     c = Config()  # until the command line is read
     try:
         c = WATCH.join(parse_config, argv, errors, Config.join_timeout)
@@ -2308,12 +2309,11 @@ def main(argv: list[str]) -> int:
         WATCH.leave()
         return status
     except errors as error:
-        sentence = str(error)
-        if isinstance(error, torch.OutOfMemoryError):
-            remedy = "smaller --micro_tokens and --val_seq_len need less"
-            sentence = f"{sentence.split('. ')[0]}; {remedy}"
-        return WATCH.refuse(sentence, error)
+        return WATCH.refuse(str(error), error)
     except Exception as error:
+        if limits.is_out_of_memory(error):
+            remedy = "smaller --micro_tokens and --val_seq_len need less"
+            return WATCH.refuse(f"{limits.first_sentence(error)}; {remedy}", error)
         if c.device == "mps":  # never tried: what PyTorch lacks there is best said as it is
             complain(f"train_gpt.py: --device=mps failed ({error}); use --device=cpu")
             return 2

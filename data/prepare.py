@@ -55,6 +55,9 @@ from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until `stop` takes over: no traceback
+
 import numpy as np
 
 if __package__:
@@ -414,6 +417,7 @@ def make_python_docs_corpus(out_dir, use_bytes=True, name="fineweb", **options):
         return None
     old = shards_in(out_dir, name)
     if old and "python" not in found:
+        check_whole(out_dir, name)
         return None
     return write_corpus(
         python_documents(), out_dir, name, use_bytes, **options, old=old, record=record)
@@ -475,6 +479,18 @@ def shards_in(folder, name="*", split=None):
     if split is None:
         return shards_in(folder, name, "train") + shards_in(folder, name, "val")
     return sorted(Path(folder).glob(f"{name}_{split}_*.bin"))
+
+
+def check_whole(folder, name):
+    """Raise PrepareError unless there are shards of both splits, all of them whole."""
+    try:
+        for split in ("train", "val"):
+            if not sum(map(count_tokens, shards_in(folder, name, split))):
+                raise ShardError(f"{folder} has no {split} shards")
+    except ShardError as error:
+        reason = str(error).partition(";")[0]
+        raise PrepareError(f"{reason}, so making this corpus was broken off; delete the .bin files "
+                           f"in {folder} to make it anew") from None
 
 
 def are_complete(record, folder):
@@ -577,10 +593,10 @@ def fail(message):
 
 
 def print_to(file, line):
-    """Print a line; do nothing if nobody reads it any more, as after `| head -1`."""
+    """Print a line; do nothing if that cannot be, as after `| head -1`: the work is done anyway."""
     try:
         print(line, file=file, flush=True)
-    except BrokenPipeError:
+    except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
 
 
@@ -602,7 +618,7 @@ def parse_args(argv):
     add("inputs", nargs="*", metavar="INPUT", help="text file, .jsonl file, or folder of them")
     add("--python-docs", action="store_true",
         help="use the English that Python itself brings along")
-    add("--out", type=Path, help="folder for the shards; default data/NAME of the first INPUT")
+    add("--out", help="folder for the shards; default data/NAME of the first INPUT")
     add("--name", help="shards' name; default that of the folder, or fineweb for --python-docs")
     add("--tokens", choices=["auto", "gpt2", "bytes"], default="auto",
         help="GPT-2's, a token per byte (ids 0-255), or GPT-2's if its vocabulary can be loaded; "
@@ -624,6 +640,9 @@ def parse_args(argv):
         value = getattr(args, option)
         if value is not None and value < 1:
             fail(f"--{option} must be at least 1")
+    if args.out == "":
+        fail("--out is empty; name a folder")
+    args.out = args.out and Path(args.out)
     if args.python_docs == bool(args.inputs):
         fail("name at least one INPUT or pass --python-docs, not both")
     if args.python_docs and args.out is None:
@@ -672,7 +691,8 @@ def main(argv=None):
     if args.print_folder:
         print_to(sys.stdout, folder)
     elif args.inputs:
-        say(f"{from_here(sys.executable)} train_gpt.py {quoted(f'--data_dir={folder}')}")
+        script = quoted(from_here(DATA.parent / "train_gpt.py"))
+        say(f"{from_here(sys.executable)} {script} {quoted(f'--data_dir={folder}')}")
 
 
 if __name__ == "__main__":

@@ -188,6 +188,8 @@ def load(path: str | Path):
     """What torch.save has written, as plain data. Its tensors are mapped, so that they are read
     only where they are used. Raises whatever a foreign file can make torch.load raise, and
     ValueError if a file asks for more than it holds."""
+    if not Path(path).is_file():  # reading a pipe would wait for ever
+        raise ValueError("no file")
     with zipfile.ZipFile(path) as file:
         if any(part.compress_type != zipfile.ZIP_STORED for part in file.infolist()):
             raise ValueError("compressed")

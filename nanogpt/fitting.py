@@ -68,7 +68,8 @@ def lengths_that_fit(text: Text, unit: int, seq_len: int, batch_tokens: int, mic
     inputs = max(text.train) - 1  # of that shard: its last token is a target only
     longest = inputs // unit // BLOCK_SIZE * BLOCK_SIZE
     need = unit * BLOCK_SIZE + 1
-    require(longest > 0, f"{inputs + 1:,} tokens are too few to train on; {need:,} are needed")
+    require(longest > 0, f"{inputs + 1:,} tokens are too few to train on; {need:,} are needed, so "
+            "prepare a longer text")
     seq_len = min(seq_len, longest, whole_blocks(micro_tokens))
     sequences = min(batch_tokens, inputs) // seq_len
     sequences = max(1, sequences // unit) * unit
@@ -76,7 +77,8 @@ def lengths_that_fit(text: Text, unit: int, seq_len: int, batch_tokens: int, mic
     # 2. Validation: whole sequences.
     have = text.val - 1
     require(have >= BLOCK_SIZE,
-            f"{text.val:,} tokens are too few to validate on; {BLOCK_SIZE + 1} are needed")
+            f"{text.val:,} tokens are too few to validate on; {BLOCK_SIZE + 1} are needed, so "
+            "prepare a longer text")
     val_seq_len = min(val_seq_len, whole_blocks(have), whole_blocks(val_tokens))
     val_tokens = max(min(val_tokens, have) // val_seq_len, 1) * val_seq_len
     return dict(

@@ -14,7 +14,7 @@ from nanogpt.masks import BLOCK_SIZE
 from nanogpt.ranks import BadInput, require
 
 # Far more than anybody trains. Beyond it, already the list of all batches would fill the memory.
-MOST = {"num_steps": 10**7, "batch_tokens": 2**30, "seq_len": 2**30, "val_seq_len": 2**30}
+MOST = {"num_steps": 10**6, "batch_tokens": 2**30, "seq_len": 2**30, "val_seq_len": 2**30}
 
 
 def check(c, topologies: dict[str, list], schedules: dict[str, list], precisions: dict,
@@ -48,6 +48,7 @@ def check(c, topologies: dict[str, list], schedules: dict[str, list], precisions
         require(value <= 1, f"--{name}={value} is a part of the steps, so it must be at most 1")
     require(0 < c.join_timeout <= 10_000,
             f"--join_timeout={c.join_timeout} must be above 0 and at most 10,000 minutes")
+    check_texts(c)
 
 
 def check_ranges(c) -> None:
@@ -59,6 +60,16 @@ def check_ranges(c) -> None:
         if name in MOST:
             most = MOST[name]
             require(value <= most, f"--{name}={value} is too large: it must be at most {most:,}")
+
+
+def check_texts(c) -> None:
+    """A log has no longer texts, and no others than UTF-8 (records/log.py)."""
+    for name, value in vars(c).items():
+        if isinstance(value, str):
+            require(len(value) <= 1000,
+                    f"--{name} has {len(value):,} characters, and must have at most 1,000")
+            require(value.isprintable() or name == "sample",
+                    f"--{name}={ascii(value)} has characters that cannot be printed; rename it")
 
 
 def check_choices(c, topologies: dict, schedules: dict, precisions: dict) -> None:
@@ -153,6 +164,17 @@ def check_device(c) -> None:
             "--attention=flex needs CUDA: it has no backward on CPU")
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether PyTorch says that a GPU, or this machine, has too little memory."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+
+
+def first_sentence(error: Exception) -> str:
+    """What such an error says first: how much was asked for."""
+    text = str(error).partition("DefaultCPUAllocator: ")
+    return (text[2] or text[0]).split(". ")[0]
+
+
 @contextmanager
 def enough_memory() -> Iterator[None]:
     """Raises BadInput if what is done here needs more memory than the machine has. PyTorch's error
@@ -160,7 +182,9 @@ def enough_memory() -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "DefaultCPUAllocator" not in str(error):
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        if isinstance(error, RuntimeError) and not is_out_of_memory(error):
             raise
         raise BadInput("the model does not fit into the memory of this machine; lower "
                        "--bigram_rows, --num_heads or --mlp_dim") from None

@@ -68,11 +68,13 @@ def step_of(save: Path) -> int:
     return int(save.name.removeprefix("step_"))
 
 
-def find(asked: str, log_dir: str) -> Path | None:
+def find(asked: str, log_dir: str, given: dict | None = None,
+         may_change: tuple[str, ...] = ()) -> Path | None:
     """The save that --resume=ASKED means: the folder of a save, or the newest one in a folder
     RUN_ID.saved. NEWEST is the newest one of all runs in `log_dir` that have not come to their end,
-    or None if there is none. Without --resume (empty) it is None, too. Raises BadInput if there is
-    no such save."""
+    or None if there is none. Runs with the configuration that the `given` keys ask for go before
+    others: where two runs share a folder, the command of each one finds its own. Without --resume
+    (empty) it is None, too. Raises BadInput if there is no such save."""
     if not asked:
         return None
     if asked == NEWEST:
@@ -80,7 +82,11 @@ def find(asked: str, log_dir: str) -> Path | None:
         for folder in Path(log_dir).glob("*.saved"):
             if not (folder / FINISHED).exists():
                 newest += complete(folder)[-1:]
-        return max(newest, key=lambda save: (save.stat().st_mtime_ns, step_of(save)), default=None)
+        newest.sort(key=lambda save: (save.stat().st_mtime_ns, step_of(save)), reverse=True)
+        for save in newest:
+            if not changes(facts_of(save)["config"], given or {}, may_change):
+                return save
+        return newest[0] if newest else None
     path = Path(asked)
     saves = complete(path.parent) if path in complete(path.parent) else complete(path)
     require(saves, f"--resume={asked} is no complete save; name a folder such as "
@@ -296,6 +302,8 @@ class Saver:
 
 def reason_of(error: Exception) -> str:
     """What was wrong, in a few words."""
+    if isinstance(error, RuntimeError):
+        return "the disk is full or gone"  # what torch.save says of it is hard to understand
     text = getattr(error, "strerror", None) or str(error)
     return text.partition("\n")[0]
 
@@ -328,7 +336,7 @@ def parts_of(save: Path) -> list[Path]:
     paths = [part_of(save, rank, world_size) for rank in range(world_size)]
     for path in paths:
         for needed in (path, sum_file(path)):
-            require(needed.exists(), f"{needed} is missing, so the save is not whole; {REMEDY}")
+            require(needed.is_file(), f"{needed} is missing, so the save is not whole; {REMEDY}")
     return paths
 
 
@@ -349,7 +357,7 @@ class Saved:
         paths = parts_of(save)
         for path in paths[rank::world_size]:
             found = sha256_of(path)
-            require(sum_file(path).read_text().split()[:1] == [found],
+            require(sum_file(path).read_bytes().split()[:1] == [found.encode()],
                     f"{path} is damaged: its sum is {found[:12]}..., not the one beside it; "
                     f"{REMEDY}")
         self.parts = [read_part(path) for path in paths]
@@ -523,19 +531,28 @@ def configure(config_class: type, save: Path, given: dict, may_change: tuple[str
     saved["log_dir"] = config_class.log_dir
     if save.parent.suffix == ".saved":
         saved["log_dir"] = str(save.parent.parent)
-    if saved["minutes"]:  # from which the number of readings has followed, whatever was given
-        given = {name: given[name] for name in given if name != "epochs"}
     check_changes(save, saved, given, may_change)
+    if saved["minutes"]:
+        given = {name: given[name] for name in given if name != "epochs"}
     return config_class(**saved | given | {"resume": str(save)})
+
+
+def changes(saved: dict, given: dict, may_change: tuple[str, ...]) -> list[str]:
+    """The given keys that would change the result of a run with the saved configuration."""
+    changed = []
+    for name, value in given.items():
+        if name in may_change or value == saved.get(name):
+            continue
+        if name == "epochs" and saved.get("minutes"):
+            continue  # the number of readings has followed from the minutes, whatever was given
+        changed.append(f"--{name}={value} (saved: {saved.get(name)})")
+    return changed
 
 
 def check_changes(save: Path, saved: dict, given: dict, may_change: tuple[str, ...]) -> None:
     """Raises BadInput if a key was given another value than the saved one, and may not, or if
     only the save says where to write, and it is far away."""
-    changed = []
-    for name, value in given.items():
-        if name not in may_change and value != saved[name]:
-            changed.append(f"--{name}={value} (saved: {saved[name]})")
+    changed = changes(saved, given, may_change)
     require(not changed, f"--resume={save} goes on with the saved configuration, which cannot be "
             f"changed by {', '.join(changed)}; leave out what differs, or leave out --resume to "
             "begin anew")

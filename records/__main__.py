@@ -232,9 +232,16 @@ def main(argv=None):
     except BrokenPipeError:  # as in `| head -1`
         discard_output(sys.stdout)
         return 0
+    except OSError as error:  # as on a full disk
+        discard_output(sys.stdout)
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"refused: {where}cannot be written ({error.strerror}).", file=sys.stderr)
+        return 2
     except Refused as error:
         print(f"refused: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
 
 
 if __name__ == "__main__":

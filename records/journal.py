@@ -154,10 +154,12 @@ class Log:
                 self.files[path] = open(path, "wb", buffering=0)
             try:
                 write_whole(self.files[self.path], source + RULE.encode() + b"\n")
-            except OSError:  # what has no whole source is no log
+            except OSError as error:  # what has no whole source is no log
+                self.files.clear()
                 for path in paths:
                     path.unlink()
-                raise
+                raise OSError(f"{self.path} cannot be written ({error.strerror}); make room, or "
+                              "choose another --log_dir") from None
 
     def write(self, text: str, facts: dict) -> None:
         """Writes one line to the log, and as JSON to its twin."""

@@ -13,14 +13,14 @@ import stat
 from dataclasses import dataclass, field
 from datetime import datetime
 
-MAX_LOG = 64 * 2**20  # bytes, checked before anything is read
+MAX_LOG = 256 * 2**20  # bytes, checked before anything is read
 MAX_SOURCE = 2**20  # bytes
 MAX_LINE = 100_000  # characters of one fact
 MAX_TEXT = 1000  # characters of one text in a fact, such as a name
 MAX_NAME = 200  # characters of a shard's name
 MAX_FILE_LINE = 2 * MAX_SOURCE  # characters of a `file`: its text is longer as JSON
 MAX_FILES = 100
-MAX_LINES = 200_000
+MAX_LINES = 2_500_000
 MAX_STAGES = 100
 MAX_DEPTH = 8  # nesting of one fact's JSON
 SEPARATOR = "=" * 100

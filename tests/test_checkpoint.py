@@ -53,6 +53,12 @@ def test_a_foreign_file_is_one_sentence_and_runs_nothing(tmp_path, monkeypatch, 
     assert os.listdir() == ["model.pt"]
 
 
+def test_a_pipe_is_no_checkpoint_and_nobody_waits_for_it(tmp_path):
+    os.mkfifo(tmp_path / "model.pt")
+    with pytest.raises(BadInput, match="model.pt is no checkpoint of this program"):
+        checkpoint.read(tmp_path / "model.pt")
+
+
 class Large:
     """A pickle that asks for a terabyte, which `weights_only` would allow."""
 

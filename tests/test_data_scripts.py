@@ -403,6 +403,13 @@ def test_python_docs_are_made_anew_if_they_are_not_whole_or_shall_be_others(tmp_
     assert prepare.make_python_docs_corpus(tmp_path) == counts
     assert prepare.make_python_docs_corpus(tmp_path, val_tokens=1000)["val_tokens"] == 1001
     assert prepare.make_python_docs_corpus(tmp_path, val_tokens=1000) is None
+    (tmp_path / "corpus.json").unlink()  # a kill leaves shards without it, and perhaps not all of them
+    assert prepare.make_python_docs_corpus(tmp_path) is None
+    (shard,) = tmp_path.glob("*_val_*")
+    for damage in (lambda: os.truncate(shard, 1000), shard.unlink):
+        damage()
+        with pytest.raises(prepare.PrepareError, match="was broken off; delete the .bin files in .* to make it anew"):
+            prepare.make_python_docs_corpus(tmp_path)
 
 
 def test_source_prose_finds_docstrings_and_comments_in_order_and_no_code():

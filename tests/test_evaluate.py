@@ -491,6 +491,7 @@ def test_the_program_runs_as_a_script(checkpoint, tmp_path):
     (["MODEL", "--last_word=ONE"], "no passage of two words"), (["MODEL", "--hellaswag=no.jsonl"], "no.jsonl"),
     (["MODEL", "--hellaswag", ROOT], str(ROOT)), (["MODEL", "--limit=0"], "limit"), (["MODEL", "--seq_len=100"], "128"),
     (["MODEL", "--device=tpu"], "tpu"), (["MODEL", "--tex=a"], "--tex=a"), (["MODEL", "--text=GPT2"], "of the kind gpt2"),
+    (["MODEL", "--last_word="], "--last_word is empty"), (["MODEL", "--text="], "--text is empty"),
     (["MODEL", "--text=DAMAGED"], "promises"), (["MODEL", "--last_word=BINARY"], "UTF-8"),
 ], ids=str)
 def test_what_cannot_be_is_one_sentence(tmp_path, checkpoint, capsys, words, part):

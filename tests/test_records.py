@@ -734,11 +734,18 @@ def test_more_after_the_end(tmp_path):
     assert "the file to end with the newline" in refusal(path)
 
 
+def test_a_record_that_cannot_be_written_is_one_sentence(tmp_path, capsys):
+    logs = [write_log(tmp_path / f"{seed}.txt", seed, 3.49) for seed in (1, 2)]
+    (tmp_path / "records").write_text("a file where the folder should be")
+    status, out = run_tool(capsys, tmp_path, "new", "first", *logs, "--data=FineWeb")
+    assert (status, out.count("\n")) == (2, 1) and out.startswith("refused: ") and "records" in out
+
+
 def test_huge_rubbish_links_and_missing(tmp_path, capsys):
     path = tmp_path / "huge.txt"
     with open(path, "wb") as f:
-        f.truncate(200 * 2**20)
-    assert "at most 67,108,864 bytes, found 209,715,200" in refusal(path)
+        f.truncate(300 * 2**20)
+    assert "at most 268,435,456 bytes, found 314,572,800" in refusal(path)
     path = tmp_path / "rubbish.txt"
     path.write_bytes(bytes(range(256)) * 1000)
     assert "then a line of 100 '='" in refusal(path) and "\\x00\\x01" in refusal(path)

@@ -354,6 +354,8 @@ def refused(capfd, args, before="step:"):
     ({"attention": "flex"}, ["--attention=flex", "CUDA"]),
     ({"preset": "desktop"}, ["desktop", "speedrun, onepass, laptop"]),
     ({"compile": "maybe"}, ["maybe", "true", "false"]), ({"muon_lr": "fast"}, ["--muon_lr", "fast"]),
+    ({"run_name": "a" * 1200}, ["--run_name has 1,200 characters", "at most 1,000"]),
+    ({"run_name": "a\nb"}, ["--run_name='a\\nb' has characters that cannot be printed"]),
     ({"muon_lr": -0.02}, ["--muon_lr=-0.02", "negative"]), ({"schedule": "long", "fit": True}, ["--schedule=long", "speedrun, laptop"]),
     ({"seq_len": "1e3"}, ["--seq_len", "1e3"]), ({"num_steps": 4000}, ["4000 steps", "--fit", "--epochs"]),
     ({"data_dir": "/nowhere"}, ["no train shards", "/nowhere"]), ({"val_tokens": 25600}, ["25,601", "2,000"]),
@@ -425,13 +427,17 @@ def test_weights_that_do_not_fit_the_configuration_are_named(first, name, tmp_pa
         t.load_checkpoint(tmp_path / "x.pt", torch.device("cpu"))
 
 
-def test_too_little_gpu_memory_is_one_sentence_with_the_remedy(monkeypatch, capfd):
+@pytest.mark.parametrize("kind", ["gpu", "cpu"])
+def test_too_little_memory_is_one_sentence_with_the_remedy(kind, monkeypatch, capfd):
     def train(c, at_end):
+        if kind == "cpu":
+            torch.empty(2**50)
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. And much more.")
 
     monkeypatch.setattr(t, "train", train)
     sentence = refused(capfd, arguments())
-    assert "CUDA out of memory" in sentence and "--micro_tokens" in sentence
+    assert {"cpu": "can't allocate memory: you tried", "gpu": "CUDA out of memory"}[kind] in sentence
+    assert "enforce fail" not in sentence and "much more" not in sentence and "--micro_tokens" in sentence
 
 
 # ---------------------------------------------------------------------------------------------------- configuration

@@ -403,6 +403,8 @@ def damage(save, how):
         part.unlink()
     elif how == "no sum":
         part.with_suffix(".sha256").unlink()
+    elif how == "no text as sum":
+        part.with_suffix(".sha256").write_bytes(b"\xff\xfe")
     elif how == "a pickle":
         part.write_bytes(pickle.dumps(Evil()))
     elif how == "two":
@@ -473,7 +475,7 @@ def test_no_path_in_a_save_is_written_to(stopped, corpus, tmp_path, capfd):
     assert [path.parent.name for path in sorted(tmp_path.rglob("finished"))] == ["old.saved", "x.saved"]
 
 
-@pytest.mark.parametrize("how", ["flipped", "cut", "no file", "no sum", "a pickle", "two", "other config",
+@pytest.mark.parametrize("how", ["flipped", "cut", "no file", "no sum", "no text as sum", "a pickle", "two", "other config",
                                  "other weights", "no weights", "checkpoint"])
 def test_a_damaged_or_foreign_save_is_one_sentence(how, stopped, tmp_path, capfd):
     folder = tmp_path / "x.saved" / "step_000003"
@@ -497,6 +499,18 @@ def test_unfinished_folders_are_no_saves(stopped, tmp_path, capfd):
     refused(capfd, [f"--resume={folder / 'step_000003.unfinished'}"])
     os.rename(folder / "step_000003.unfinished", folder / "step_000003")
     assert saving.find(saving.NEWEST, tmp_path) == saving.find(str(folder), "") == folder / "step_000003"
+
+
+def test_of_two_runs_in_one_folder_each_finds_its_own_save(stopped, tmp_path):
+    for number, seed in enumerate((0, 1)):
+        folder = tmp_path / f"{seed}.saved" / "step_000003"
+        shutil.copytree(the_save(stopped), folder)
+        rewrite(folder, lambda content, seed=seed: content["facts"]["config"].update(seed=seed, run_name=f"run {seed}"))
+        os.utime(folder, (10**9 + number, 10**9 + number))
+    newest = tmp_path / "1.saved" / "step_000003"
+    found = [saving.find(saving.NEWEST, tmp_path, given, t.MAY_CHANGE) for given in (
+        {}, {"seed": 1}, {"seed": 0}, {"seed": 2}, {"run_name": "another", "resume": saving.NEWEST})]
+    assert found == [newest, newest, tmp_path / "0.saved" / "step_000003", newest, newest]
 
 
 def test_without_a_save_resume_alone_begins_anew_and_says_so(corpus, tmp_path, capsys):
