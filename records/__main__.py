@@ -1,14 +1,15 @@
-"""Command line: python -m records code | new | check | compare | plot | table. records/README.md
-explains them.
+"""Command line: python -m records code | new | check | compare | plot | table | measure, which
+records/README.md explains.
 
 Exit status: 0 all well, 1 a check found something, 2 the input was refused.
 """
 import argparse
 import os
+import shlex
 import sys
 from pathlib import Path
 
-from . import compare, plots, record, table
+from . import compare, measure, plots, record, table
 from .console import discard_output
 from .log import Refused, read_files, read_log, read_source
 from .stats import INSTALL, have_scipy
@@ -184,7 +185,23 @@ def parse(argv):
     p.add_argument("--x", choices=axes, default="time", help="the x axis (default: time)")
 
     commands.add_parser("table", help="rewrite the leaderboard and the progress picture")
+
+    p = commands.add_parser("measure", help="measure starts, seeds and speed of this machine")
+    p.add_argument("folder", help="a new folder for logs, outputs and the compiler's caches")
+    p.add_argument("--gpus", type=numbers, default=[1], help="how many, such as 1,2,4,8")
+    p.add_argument("--seeds", type=int, default=3, help="whole runs on most GPUs")
+    p.add_argument("--limit", type=float, default=3600, help="seconds that a run may take")
+    p.add_argument("--keys", type=shlex.split, default=[],
+                   help='of all runs, in quotes: "--preset=onepass --data_dir=data/corpus"')
     return parser.parse_args(argv)
+
+
+def numbers(text):
+    """The numbers in a text such as 1,2,4. Raises ValueError."""
+    found = [int(word) for word in text.split(",")]
+    if min(found) < 1:
+        raise ValueError(text)
+    return found
 
 
 def run(args):
@@ -216,6 +233,9 @@ def run(args):
     elif args.command == "plot":
         out = draw(args.logs, args.out, args.x)
         print(f"wrote {out}")
+    elif args.command == "measure":
+        all_is_well = measure.measure(args.folder, args.gpus, args.seeds, args.keys, args.limit)
+        return 0 if all_is_well else 1
     else:
         count = table.write(args.root)
         print(f"wrote the leaderboard of {count} record(s)")

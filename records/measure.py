@@ -1,0 +1,102 @@
+"""What a machine does: how long a run takes to start, several seeds, and the speed by the number of
+GPUs. Each run is a torchrun of its own, and all figures are those of its log."""
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from .log import Refused, read_log
+
+SCRIPT = Path(__file__).parents[1] / "train_gpt.py"
+SHORT = 64  # steps of a run that only measures speed, in which all stages of the schedule occur
+HEAD = ("run", "GPUs", "start (s)", "training (s)", "ms a step", "tokens/s each", "of one GPU's",
+        "MiB each", "loss")
+
+
+class Task(NamedTuple):
+    name: str
+    gpus: int
+    keys: list[str]
+
+
+class Row(NamedTuple):
+    """What the log of a run says."""
+
+    task: Task
+    end: dict  # the end block; empty if the run has failed
+    speed: float  # tokens per second and GPU
+    fault: str = ""  # why it has failed
+
+
+def tasks_of(gpus, seeds, keys):
+    """The runs in their order: all seeds on most GPUs, the first of them with empty caches, then a
+    short run on each number of GPUs."""
+    tasks = []
+    for seed in range(1, seeds + 1):
+        name = f"seed {seed}" + (", empty caches" if seed == 1 else "")
+        tasks.append(Task(name, max(gpus), [*keys, f"--seed={seed}"]))
+    for number in sorted(gpus, reverse=True):
+        short = [*keys, f"--num_steps={SHORT}", "--target_loss=0"]
+        tasks.append(Task(f"{SHORT} steps", number, short))
+    return tasks
+
+
+def measure(folder, gpus, seeds, keys, limit):
+    """Makes all runs, which write to the folder, and prints a table in Markdown. A run that takes
+    more than `limit` seconds is ended. Returns whether all runs came to their end. Raises Refused
+    if the folder is not empty."""
+    folder = Path(folder).resolve()
+    if folder.exists() and any(folder.iterdir()):
+        raise Refused(f"{folder}: is not empty; name a new folder.")
+    rows = []
+    for number, task in enumerate(tasks_of(gpus, seeds, keys)):
+        row = run(task, folder, folder / f"run_{number}", limit)
+        rows.append(row)
+        print(" | ".join(cells(row, None)), flush=True)
+    one = next((row.speed for row in rows if row.task.gpus == 1), None)
+    print(line(HEAD))
+    print(line(["---"] * 2 + ["--:"] * 7))
+    for row in rows:
+        print(line(cells(row, one)))
+    return all(row.end for row in rows)
+
+
+def run(task, folder, log_dir, limit):
+    """One run. Its output goes to a file beside its log."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={task.gpus}"]
+    command = [sys.executable, *launcher, SCRIPT, "--val_interval=0", *task.keys,
+               f"--log_dir={log_dir}"]
+    caches = {"TORCHINDUCTOR_CACHE_DIR": folder / "inductor", "TRITON_CACHE_DIR": folder / "triton"}
+    environment = os.environ | {name: str(path) for name, path in caches.items()}
+    log_dir.mkdir(parents=True)
+    with open(log_dir / "output", "wb") as output:
+        try:
+            subprocess.run(
+                command, env=environment, stdout=output, stderr=subprocess.STDOUT, timeout=limit)
+        except subprocess.TimeoutExpired:
+            output.write(b"measure: the run took too long\n")
+    logs = list(log_dir.glob("*.txt"))
+    try:
+        end = read_log(logs[0]).end
+        return Row(task, end, end["tokens_per_s"] / task.gpus)
+    except (IndexError, KeyError, Refused):
+        said = (log_dir / "output").read_text(errors="replace").splitlines()
+        reasons = [text for text in said if text.startswith((f"{SCRIPT.name}: ", "measure: "))]
+        return Row(task, {}, 0.0, (reasons or [f"see {log_dir}/output"])[0])
+
+
+def cells(row, speed_of_one):
+    """A row of the table. `speed_of_one` is None as long as it is not known."""
+    task, end, speed, fault = row
+    if not end:
+        return [task.name, str(task.gpus), f"failed: {fault}", *[""] * 6]
+    share = f"{speed / speed_of_one:.3f}" if speed_of_one else ""
+    memory = end["peak_memory_mib"]
+    return [task.name, str(task.gpus), f"{end['compile_s']:.1f}", f"{end['train_time_s']:.2f}",
+            f"{end['step_avg_ms']:.2f}", f"{speed:,.0f}", share,
+            "" if memory is None else f"{memory:,}", f"{end['val_loss']:.4f}"]
+
+
+def line(words):
+    return f"| {' | '.join(words)} |"

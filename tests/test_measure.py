@@ -1,0 +1,33 @@
+"""python -m records measure: runs of their own on one and two processes, and the table of what their logs say."""
+import pytest
+from conftest import arguments
+
+from records.__main__ import main
+from records.log import read_log
+
+
+def test_it_runs_seeds_and_speeds_and_its_table_says_what_their_logs_say(corpus, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("records.measure.SHORT", 2)
+    keys = " ".join(arguments(data_dir=corpus, target_loss=0)).replace("--sample= ", "").replace("--save_checkpoint= ", "")
+    status = main(["measure", str(tmp_path / "new"), "--gpus=1,2", "--seeds=1", "--limit=90", f"--keys={keys}"])
+    out = capsys.readouterr().out
+    table = [row.split(" | ") for row in out.splitlines() if row.startswith("| ")][2:]
+    assert status == 0 and [row[:2] for row in table] == [
+        ["| seed 1, empty caches", "2"], ["| 2 steps", "2"], ["| 2 steps", "1"]], out
+    for number, row in enumerate(table):
+        (path,) = tmp_path.glob(f"new/run_{number}/*.txt")
+        log = read_log(path)
+        assert len(log.environment["devices"]) == int(row[1])
+        assert row[3:5] == [f"{log.end['train_time_s']:.2f}", f"{log.end['step_avg_ms']:.2f}"]
+        assert row[-1] == f"{log.end['val_loss']:.4f} |"
+    speeds = [float(row[5].replace(",", "")) for row in table]
+    assert float(table[1][6]) == pytest.approx(speeds[1] / speeds[2], abs=2e-3) and table[2][6] == "1.000"
+
+
+def test_a_run_that_fails_is_a_row_with_its_reason_and_a_folder_in_use_is_refused(tmp_path, capsys):
+    keys = f"--preset=laptop --data_dir={tmp_path / 'none'}"
+    assert main(["measure", str(tmp_path / "new"), "--seeds=0", f"--keys={keys}"]) == 1
+    (row,) = [row for row in capsys.readouterr().out.splitlines() if row.startswith("| 64 steps")]
+    assert "failed: train_gpt.py: no train shards" in row
+    assert main(["measure", str(tmp_path / "new")]) == 2
+    assert "new: is not empty; name a new folder." in capsys.readouterr().err
