@@ -223,10 +223,10 @@ PRESETS: dict[str, dict] = {
         target_loss=3.492),
     "laptop": BYTES | dict(
         topology="laptop", model_dim=128, num_heads=2, head_dim=64, mlp_dim=512,
-        schedule="laptop", num_steps=700,
+        schedule="laptop", num_steps=500,
         batch_tokens=2048, seq_len=2048,
         muon_lr=0.04, head_lr=0.007,
-        target_loss=1.5, val_tokens=131_072, val_seq_len=8192, val_interval=175,
+        target_loss=1.5, val_tokens=131_072, val_seq_len=8192, val_interval=125,
         device="cpu", compile=False,
         precision="bf16" if CPU_HAS_BF16 else "fp32",
         save_checkpoint="auto", sample="The "),
@@ -291,8 +291,9 @@ SCHEDULES: dict[str, list[Stage]] = {
         Stage(0, 1, 2048, 20, 6, 1.73),
     ],
     "laptop": [
-        Stage(0.5, 1, 2048, 2, 1, 1.0),
-        Stage(0.5, 1, 2048, 4, 2, 1.0),
+        Stage(0.4, 1, 2048, 2, 1, 1.0),
+        Stage(0.3, 1, 2048, 4, 2, 1.0),
+        Stage(0.3, 1, 2048, 8, 2, 1.0),
     ],
     "char": [Stage(1, 1, 2048, 2, 2, 1.0)],
     # Smaller batches, for a run of a fifth of the tokens (records/2026-11-21_ladder_fp8), and
@@ -313,6 +314,7 @@ class Layer(NamedTuple):
     window: str = "short"  # how far it sees: "short" or "long"
     paired: bool = False  # heads h and h + H/2 share a softmax: two keys a token (record 58)
     offset: bool = False  # half of each key is that of the token before (record 49)
+    matching: bool = False  # queries begin by matching those halves (Trockman and Kolter 2023)
     value_embed: int | None = None  # number of the value embedding added to v (record 14)
     reads_layer: int | None = None  # attention reads the stream after this layer (record 77)
     skip: int | None = None  # the stream after this layer is added (record 11)
@@ -351,9 +353,9 @@ TOPOLOGIES: dict[str, list[Layer]] = {
     ],
     "laptop": [
         Layer(value_embed=0),
-        Layer(window="long", offset=True),
+        Layer(window="long", offset=True, matching=True),
         Layer(),
-        Layer(value_embed=1, window="long", offset=True),
+        Layer(value_embed=1, window="long", offset=True, matching=True),
     ],
     "char": [Layer(value_embed=0), *[Layer()] * 4, Layer(value_embed=1)],
 }
@@ -587,6 +589,18 @@ def parameter_table(c: Config) -> dict[str, Param]:
         narrow(w[::2])
         zero(w[1::2])
 
+    def queries_and_keys(w: Tensor) -> None:
+        """In layers that are `matching`, queries and keys begin with equal weights for the half of
+        a head that does not turn. That half of a key is of the token before, so a query begins by
+        finding what came after tokens like its own. Else this has to be learned, which takes more
+        or less time by chance."""
+        narrow(w)
+        of_attention = w.view(num_attn, 2, H, 2, d // 2, D)
+        with_attention = [layer for layer in layers if layer.attn]
+        for layer, (queries, keys) in zip(with_attention, of_attention):
+            if layer.matching:
+                keys[:, :, d // 4 :] = queries[:, :, d // 4 :]
+
     muon = dict(optimizer="muon", decay=c.muon_decay * c.muon_lr)
     head = dict(optimizer="adam", lr=c.head_lr)
     scalar = dict(optimizer="adam", lr=c.scalar_lr, share="all")
@@ -611,7 +625,7 @@ def parameter_table(c: Config) -> dict[str, Param]:
         # for Muon (record 80); `Layer.paired` joins others. If H is odd, one matrix has a head of
         # queries and one of keys.
         "qk": Param(
-            (num_attn * H, 2 * d, D), init=narrow,
+            (num_attn * H, 2 * d, D), init=queries_and_keys,
             lr=(c.muon_lr,), **muon),
         # Values and output of each layer in turn. The weight of the output (D, H d) is stored
         # transposed, so that both have one shape.

@@ -385,7 +385,8 @@ def describe_run(source: bytes, files: list[dict]) -> dict:
     commit = output_of("git", "rev-parse", "--verify", "-q", "HEAD")
     changes = None
     if commit is not None:
-        changes = output_of("git", "status", "--porcelain")
+        # Of files that git does not know, those that ran are in the log anyway.
+        changes = output_of("git", "status", "--porcelain", "--untracked-files=no")
     return {
         "run_id": str(uuid.uuid4()),
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

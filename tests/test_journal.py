@@ -347,11 +347,14 @@ def test_a_commit_is_named_where_there_is_one(tmp_path, monkeypatch):
     run = journal.describe_run(SOURCE, [])
     assert (run["git_commit"], run["git_clean"]) == (None, None)
     name = ["-c", "user.name=a", "-c", "user.email=a@b"]
-    for words in (["init", "-q"], [*name, "commit", "-q", "--allow-empty", "-m", "one"]):
+    (tmp_path / "known.py").write_text("")
+    for words in (["init", "-q"], ["add", "known.py"], [*name, "commit", "-q", "-m", "one"]):
         subprocess.run(["git", *words], cwd=tmp_path, check=True)
     run = journal.describe_run(SOURCE, [])
     assert re.fullmatch("[0-9a-f]{40}", run["git_commit"]) and run["git_clean"] is True
-    (tmp_path / "new.py").write_text("")
+    (tmp_path / "curves.png").write_text("a picture, which no run reads")
+    assert journal.describe_run(SOURCE, [])["git_clean"] is True
+    (tmp_path / "known.py").write_text("x = 1")
     assert journal.describe_run(SOURCE, [])["git_clean"] is False
     monkeypatch.setattr(journal, "is_master", lambda: False)
     assert journal.describe_run(SOURCE, [])["git_commit"] is None, "only the master asks"

@@ -242,8 +242,8 @@ def test_windows_are_those_of_the_stage_and_grow_once_more_for_the_last_validati
     assert [t.setting_of(step, c).windows for step in begin] == by_hand
     assert [t.setting_of(step - 1, c).windows for step in begin[1:]] == by_hand[:-1]
     laptop = t.Config(**t.PRESETS["laptop"])
-    assert [t.setting_of(step, laptop).windows for step in (0, 349, 350, 700)] == [
-        {"short": 1, "long": 2}, {"short": 1, "long": 2}, {"short": 2, "long": 4}, {"short": 2, "long": 4}]
+    assert [t.setting_of(step, laptop).windows for step in (0, 199, 200, 350, 500)] == [
+        {"short": 1, "long": 2}, {"short": 1, "long": 2}, {"short": 2, "long": 4}, *[{"short": 2, "long": 8}] * 2]
 
 
 def test_yarn_slows_low_frequencies_and_raises_the_scale_as_the_digest_computed():
@@ -821,6 +821,29 @@ def test_the_mean_validation_loss_is_over_exactly_val_tokens(monkeypatch):
     total = sum(plain_gpt(w, model.signs, x, y, (x == BOS).nonzero()[:, 0].tolist(), seen, 4, 8) for x, y in slices)
     loss = t.validate(model, tokens[:769].short(), 5)  # the first step of the second stage
     assert loss == pytest.approx(total.item() / 768, rel=1e-6)  # the scale of scores is kept in float32
+
+
+@pytest.mark.parametrize("matching, least, most", [(True, 0.4, 1), (False, 0, 0.05)])
+def test_a_matching_layer_begins_by_finding_what_came_after_an_equal_token(matching, least, most, monkeypatch):
+    layers = [layer._replace(matching=matching and layer.offset) for layer in t.TOPOLOGIES["laptop"]]
+    monkeypatch.setitem(t.TOPOLOGIES, "laptop", layers)
+    model = t.GPT(t.Config(**t.PRESETS["laptop"] | {"precision": "fp32"}), torch.device("cpu"))
+    t.initialize(model, 0)
+    scores, attend = [], t.attend
+
+    def watched(q, k, v, mask):  # of the second half of the tokens for the first half
+        scores.append(torch.einsum("thd,shd->hts", q[100:200], k[:100]).softmax(-1))
+        return attend(q, k, v, mask)
+
+    monkeypatch.setattr(t, "attend", watched)
+    torch.manual_seed(0)
+    twice = torch.randperm(100).repeat(2)
+    tokens = torch.cat([twice, twice.new_zeros(2048 - 200)])
+    with torch.no_grad():
+        model.hidden(tokens, t.setting_of(0, model.config), True)
+    for layer, score in zip(layers, scores):
+        after = score[:, torch.arange(99), torch.arange(1, 100)].mean()  # on the token after the equal one
+        assert (least if layer.offset else 0) <= after <= (most if layer.offset else 0.05)
 
 
 STAGE = t.Stage(0.5, 1, 2048, 2, 1, 1.0)

@@ -12,7 +12,7 @@ import train_gpt
 
 BEGIN, END = "<!-- leaderboard:begin -->", "<!-- leaderboard:end -->"
 PROGRAMS = ("sample.py", "evaluate.py", "data/prepare.py", "data/fineweb.py", "records/__main__.py")
-TORCHRUN = {"standalone", "nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port", "max_restarts"}
+TORCHRUN = {"rdzv_conf", "standalone", "nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port", "max_restarts"}
 TO_COME = ("TODO-SAMPLE", "TODO-RESUME")  # sections with such a mark describe what is not here yet
 
 
