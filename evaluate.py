@@ -442,6 +442,9 @@ def sha256_of(paths: list[Path]) -> str:
     return digest.hexdigest()
 
 
+OTHER_CODE = 0.01  # nats; dtypes, and where sequences are cut, make far smaller differences
+
+
 class Text(NamedTuple):
     """What the loss is measured on: shards, or documents as strings."""
     source: Source
@@ -471,11 +474,12 @@ def find_text(options: argparse.Namespace, model: Model) -> Text:
     return Text(read_texts(options.text, options.key, options.split_blank), None)
 
 
-def warn_of_other_shards(text: Text, models: list[Model]) -> None:
+def warn_of_other_shards(text: Text, models: list[Model]) -> bool:
     """Says on standard error which models were trained when their folder held other validation
-    shards. Text that is prepared anew is split anew."""
+    shards. Text that is prepared anew is split anew. Returns whether there are any."""
     if not text.is_shards:
-        return
+        return False
+    warned = False
     read = [shards.fingerprint(path, "val") for path in text.source.content]
     for model in models:
         known = {shard.get("name"): shard.get("sha256") for shard in model.gpt.data}
@@ -485,6 +489,23 @@ def warn_of_other_shards(text: Text, models: list[Model]) -> None:
         if changed and text.source.content[0].resolve().parent == folder:
             print(f"evaluate.py: {folder} was prepared anew after {model.path} was trained, so its "
                   "validation text may be what the model has learned from", file=sys.stderr)
+            warned = True
+    return warned
+
+
+def warn_of_other_code(models: list[Model], of_models: list[dict[str, PerUnit]]) -> None:
+    """Says on standard error which models have another loss than at the end of their training, on
+    the same text. Only the code can have changed: a checkpoint holds none."""
+    data_dir = models[0].gpt.config.data_dir
+    for model, found in zip(models, of_models):
+        c = model.gpt.config
+        trained = model.gpt.val_loss
+        loss = found["loss"].amounts.sum() / found["loss"].sizes.sum()
+        same_text = c.data_dir == data_dir and c.val_tokens == models[0].gpt.config.val_tokens
+        if same_text and trained is not None and abs(loss - trained) > OTHER_CODE:
+            print(f"evaluate.py: {model.path} has a loss of {loss:.4f} here and had {trained:.4f} "
+                  "when it was trained, so train_gpt.py has probably changed; `python -m records "
+                  "code LOG FOLDER` gives back the code of its run", file=sys.stderr)
 
 
 def read_texts(name: str, key: str, split_blank: int | None) -> Source:
@@ -560,7 +581,7 @@ def measure_all(options: argparse.Namespace, models: list[Model]) -> list[Measur
     wants_text = options.text or not (options.hellaswag or options.last_word)
     if wants_text:
         text = find_text(options, models[0])
-        warn_of_other_shards(text, models)
+        changed = warn_of_other_shards(text, models)
         streams = [stream_of(text, model, options.limit) for model in models]
         counts = {len(stream.starts) for stream in streams}
         require(len(counts) == 1,
@@ -580,6 +601,8 @@ def measure_all(options: argparse.Namespace, models: list[Model]) -> list[Measur
     if wants_text:
         of_models = [loss_measures(model, stream, max_tokens(options, model), progress)
                      for model, stream in zip(models, streams)]
+        if options.text in (None, OWN) and not options.limit and not changed:
+            warn_of_other_code(models, of_models)
         done.append(Measured(text.source, of_models))
     for source, measure in ((items, hellaswag_measures), (passages, last_word_measures)):
         if source:

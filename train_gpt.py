@@ -78,6 +78,7 @@ from nanogpt import (
     kernels,
     limits,
     masks,
+    profiling,
     recipe,
     saving,
     warmup,
@@ -195,6 +196,9 @@ class Config:
     log_dir: str = key("logs", "folder of the logs")
     jsonl: bool = key(False, "also write the log as JSON lines")
     run_name: str = key("", "free text for the log")
+    profile_steps: int = key(
+        0, "steps to profile on rank 0, after the first ten: writes RUN_ID.profile.txt, a table of "
+        "what took most time, and RUN_ID.trace.json.gz, a time line, to log_dir")
     save_checkpoint: str = key(
         "", "file to write the weights of the best validation to; auto: models/NAME.pt")
     save_every: float = key(
@@ -266,8 +270,8 @@ EVERYDAY = (  # keys that --help shows first
 # and by chance at most; all others decide it.
 MAY_CHANGE = (
     "resume", "data_dir", "target_loss", "val_interval", "micro_tokens", "device", "native",
-    "attention", "compile", "join_timeout", "log_dir", "jsonl", "run_name", "save_checkpoint",
-    "save_every", "save_steps", "sample", "sample_tokens")
+    "attention", "compile", "join_timeout", "log_dir", "jsonl", "run_name", "profile_steps",
+    "save_checkpoint", "save_every", "save_steps", "sample", "sample_tokens")
 
 
 class Stage(NamedTuple):
@@ -467,7 +471,7 @@ class Products:
         capped logits, or None -> cross-entropy, summed over T.
 
         To train on another loss, change it here where torch.is_grad_enabled(); validation calls
-        this function, too, and its losses would not be comparable any more. Run with
+        this function, too, and its losses would not be comparable any more. On a GPU run with
         --precision=bf16, since FP8 has the loss of training in a kernel (FP8HeadLoss)."""
         logits = kernels.softcap(self.linear(x, w), CAP)
         if bias is not None:
@@ -543,7 +547,7 @@ class Param(NamedTuple):
     """A parameter of the model: a "bank", which stacks equal weights of all layers."""
     shape: tuple[int, ...]  # Muon takes it as a stack of matrices
     optimizer: str  # "muon" or "adam"
-    lr: float | tuple[float, ...]  # of Muon: one for each matrix, in turn
+    lr: float | tuple[float, ...]  # of Adam a number; of Muon one for each matrix, in turn
     init: Callable[[Tensor], None]  # fills a float32 tensor in place
     # Weight decay: an update takes lr * decay of a weight away. The factor of the schedule
     # multiplies lr and decay, so that decay fades faster than the learning rate (record 43).
@@ -551,7 +555,8 @@ class Param(NamedTuple):
     betas: tuple[float, float] = (0.9, 0.99)  # of Adam
     # How the ranks share the work of an update:
     #   "slice"    each rank updates an equal part of the first dimension
-    #   "all"      every rank updates all of it
+    #   "all"      every rank updates all of it. The model, too, has it in float32, so that it is
+    #              converted where it meets an activation: weights.name.to(x.dtype)
     #   "columns"  each rank updates some columns, in the rows that some rank has looked up
     share: str = "slice"
 
@@ -1182,17 +1187,21 @@ def initialize(model: GPT, seed: int) -> dict[str, Tensor]:
 
 def model_of(content: dict, device: torch.device) -> GPT:
     """The model of a checkpoint on one device, ready for texts of any length: nothing is compiled.
-    `model.trained_steps` is the number of updates, and `model.data` has the fingerprints of its
-    shards, if they are known. Raises BadInput if the weights do not fit the configuration."""
+    `model.trained_steps` is the number of updates, `model.data` has the fingerprints of its shards,
+    and `model.val_loss` is the loss of its validation, if they are known. Raises BadInput if the
+    weights do not fit the configuration."""
     config = content["config"]
     require("head_dim" in config, "the checkpoint is of an older version of this program; use the "
             "commit that its log names, or train it anew")
     values = checkpoint.config_values(config, Config)
     c = Config(**values | dict(attention="sdpa", device=device.type, native=False))
     check_config(c)
-    for name, param in parameter_table(c).items():
-        found = content["weights"].get(name)
-        require(found is not None and tuple(found.shape) == param.shape,
+    table = parameter_table(c)
+    differing = sorted(table.keys() ^ content["weights"].keys())
+    require(not differing, "the checkpoint was written by other code: only one of the two has "
+            f"{', '.join(differing)}; use the code that is in its run's log")
+    for name, param in table.items():
+        require(tuple(content["weights"][name].shape) == param.shape,
                 f"the checkpoint's weights of {name} do not fit its configuration")
     model = GPT(c, device)
     model.load_state_dict(content["weights"])
@@ -1201,6 +1210,7 @@ def model_of(content: dict, device: torch.device) -> GPT:
             bank.data = bank.to(torch.float32 if device.type == "cpu" else torch.bfloat16)
     model.trained_steps = content["step"]
     model.data = content.get("data", [])
+    model.val_loss = content.get("val_loss")
     return model
 
 
@@ -1586,7 +1596,8 @@ def cautious_update(master: Tensor, part: Tensor, update: Tensor, lr, decay) -> 
 
 
 # To try another optimizer, write its state and its update here, add the update to Functions and
-# EAGER, and name it in Optimizer.zero_state, Optimizer.update and parameter_table. The rows of
+# EAGER, and name it in Optimizer.zero_state, Optimizer.update and parameter_table. Gradients are
+# sums over the tokens of a batch: Muon and Adam do not see that, but plain SGD does. The rows of
 # tables have a kernel instead, `adam_rows` in nanogpt/kernels.py.
 
 
@@ -2113,6 +2124,10 @@ class Run:
         own = {name: optimizer.own(name, bank) for name, bank in optimizer.banks.items()
                if name not in self.model.big_tables}
         self.finite = finite.Check(own, self.recipes.measurements)
+        steps = c.profile_steps if is_master() else 0
+        self.profiler = profiling.Profiler(steps, self.log.path, self.device)
+        if steps:
+            self.log.fact("defect", dict(what=f"{steps} steps were profiled, which takes time"))
         self.batches = shards.ahead(rank_micro_batches(
             inputs.train_paths, c, self.device, self.step, inputs.stamps))
 
@@ -2132,6 +2147,7 @@ class Run:
                 self.clock.start()
             batch = [inputs_and_targets(sequences, self.device) for sequences in next(self.batches)]
             WATCH.enter_step(self.step)
+            self.profiler.before_step(self.step)
             message = train_step(self.model, self.optimizer, batch, self.step, call, self.tell)
             self.log.put(self.step + 1, message, self.clock.now())
             # This waits for the losses of all steps before this one. They are there already: inside
@@ -2141,6 +2157,7 @@ class Run:
             WATCH.leave_step()
             self.step += 1
         self.clock.stop()
+        self.profiler.finish()
         self.validate()
         if dist.is_initialized():
             dist.all_reduce(self.model.lost_targets)  # for the log, which names those of all ranks

@@ -268,8 +268,10 @@ def ahead(items: Iterator) -> Iterator:
 #     documents    |AAAA|BBBBBBBBBBBB|CC|DDDDDDDDD|EE|FFFFFF...     at most 6 tokens of each
 #     sequences    |AAAABBBBBBCC| |DDDDDDEEFFFF| ...                12 tokens long
 #
-# A small corpus has no tokens to lose. There `cut_documents` asks for the plain alternative:
-# sequences follow each other without gaps, wherever documents begin.
+# A small corpus has no tokens to lose. There `cut_documents` asks for the plain alternative: a
+# shard is cut into sequences without gaps, wherever documents begin. They are taken in random
+# order: in that of the text, the model would adapt to the passage that it has just read
+# (records/2026-11-23_laptop_matching).
 
 Documents = Iterator[tuple[int, int]]  # where each document begins and ends in its shard
 Pieces = list[slice]  # a sequence: what it takes of its shard's tokens
@@ -286,13 +288,15 @@ class Packing(NamedTuple):
 
 
 def documents_of(shard: Shard, packing: Packing) -> Documents:
-    """The documents of a shard. With `cut_documents`: stretches that fill one sequence each.
+    """The documents of a shard. With `cut_documents`: stretches that fill one sequence each, in a
+    random order, which is the same at each reading and in each run.
 
     Each stretch shares a token with the next: the last target of one, the first input of the other.
     """
     if not packing.cut_documents:
         return pairwise([*shard.starts.tolist(), len(shard.tokens)])
-    begins = range(0, len(shard.tokens) - packing.seq_len, packing.seq_len)
+    begins = np.arange(0, len(shard.tokens) - packing.seq_len, packing.seq_len)
+    np.random.default_rng(0).shuffle(begins)
     return ((begin, begin + packing.seq_len + 1) for begin in begins)
 
 

@@ -39,8 +39,8 @@ def check(c, topologies: dict[str, list], schedules: dict[str, list], precisions
             f"--num_heads={c.num_heads} times --head_dim={c.head_dim} is {heads}; it must be from "
             f"{least_width // 2} to {c.model_dim}, which is --model_dim")
     for name in ("minutes", "save_every", "save_steps", "val_interval", "momentum_warmup",
-                 "sample_tokens", "bf16_last_layers", "bf16_last_frac", "target_loss", "muon_lr",
-                 "muon_decay", "head_lr", "table_lr", "scalar_lr"):
+                 "sample_tokens", "profile_steps", "bf16_last_layers", "bf16_last_frac",
+                 "target_loss", "muon_lr", "muon_decay", "head_lr", "table_lr", "scalar_lr"):
         value = getattr(c, name)
         require(value >= 0, f"--{name}={value} must not be negative")
     for name in ("cooldown_frac", "bf16_last_frac"):
@@ -134,6 +134,12 @@ def check_layers(name: str, layers: list) -> None:
                     f"{where} has {what}={source}, which is no earlier layer; the first one is 0")
         require(layer.value_embed is None or layer.value_embed >= 0,
                 f"{where} has value_embed={layer.value_embed}; the first one is 0")
+        of_attention = [what for what in ("paired", "offset", "matching", "xsa")
+                        if getattr(layer, what)]
+        of_attention += [what for what in ("value_embed", "reads_layer")
+                         if getattr(layer, what) is not None]
+        require(layer.attn or not of_attention,
+                f"{where} has no attention, which {', '.join(of_attention)} would change")
 
 
 def check_multiples(c, layers: list, stages: list) -> None:
@@ -141,10 +147,15 @@ def check_multiples(c, layers: list, stages: list) -> None:
     and a head can be cut into quarters. Only micro_tokens is an upper bound, with room for a
     sequence."""
     units = [("seq_len", BLOCK_SIZE), ("val_seq_len", BLOCK_SIZE)]
-    for stage in stages:  # the part of a batch that a stage takes is whole sequences
+    for stage in stages:
         part = part_of_batch(stage)
         sequence = c.seq_len * part.denominator
-        units.append(("batch_tokens", sequence // math.gcd(sequence, part.numerator)))
+        unit = sequence // math.gcd(sequence, part.numerator)
+        require(c.batch_tokens % unit == 0 or part == 1,
+                f"--batch_tokens={c.batch_tokens} must be a multiple of {unit}, so that {part} of "
+                f"it (SCHEDULES[{c.schedule!r}]) is whole sequences of --seq_len={c.seq_len}; "
+                "change one of the two")
+    units.append(("batch_tokens", c.seq_len))
     units.append(("val_tokens", c.val_seq_len))
     units.append(("num_heads", 2 if any(layer.paired for layer in layers) else 1))
     units.append(("head_dim", 4))  # the rotary embedding takes quarters of a head

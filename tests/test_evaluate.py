@@ -515,10 +515,22 @@ def test_half_precision_is_widened_as_in_validation(corpus, tmp_path, capsys):
     c = t.parse_config(arguments(data_dir=corpus, precision="fp16"))
     model = t.GPT(c, torch.device("cpu"))
     t.initialize(model, 0)
-    write(tmp_path / "model.pt", of_model(model, 4, 1.0, {}))
     _, _, tokens = check_data(c)
+    loss = t.validate(model, tokens, 4)
+    write(tmp_path / "model.pt", of_model(model, 4, loss, {}))
     got = results(capsys, tmp_path / "model.pt")["results"][0]["value"]
-    assert got == pytest.approx(t.validate(model, tokens, 4), abs=2e-2)
+    assert got == pytest.approx(loss, abs=1e-2)
+
+
+def test_a_model_that_had_another_loss_when_it_was_trained_is_named(checkpoint, tmp_path, capsys):
+    path, loss = checkpoint
+    assert run(capsys, path)[::2] == (0, "")
+    content = torch.load(path, weights_only=True)
+    write(tmp_path / "model.pt", {name: content[name] for name in content if name != "sha256"} | {"val_loss": loss + 0.02})
+    status, _, err = run(capsys, tmp_path / "model.pt")
+    assert status == 0 and err.count("\n") == 1 and f"and had {loss + 0.02:.4f} when it was trained" in err
+    status, _, err = run(capsys, tmp_path / "model.pt", "--limit=1")
+    assert (status, err) == (0, ""), "a part of the text has another loss anyway"
 
 
 def test_text_that_was_prepared_anew_since_the_training_is_named(corpus, tmp_path, capsys):
@@ -526,10 +538,10 @@ def test_text_that_was_prepared_anew_since_the_training_is_named(corpus, tmp_pat
     folder = tmp_path / "data"
     shutil.copytree(corpus, folder)
     c = t.parse_config(arguments(data_dir=folder))
-    _, val_paths, _ = check_data(c)
+    _, val_paths, tokens = check_data(c)
     model = t.GPT(c, torch.device("cpu"))
     write(tmp_path / "model.pt", of_model(
-        model, 4, 1.0, dict(data=[shards.fingerprint(path, "val") for path in val_paths])))
+        model, 4, t.validate(model, tokens, 4), dict(data=[shards.fingerprint(path, "val") for path in val_paths])))
     status, _, err = run(capsys, tmp_path / "model.pt")
     assert (status, err) == (0, "")
     for path in val_paths:

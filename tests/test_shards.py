@@ -448,18 +448,17 @@ def test_documents_of_one_sequence_and_shards_of_one_batch_are_used_to_the_last_
     assert len(found) == num_batches
 
 
-def test_cut_documents_follow_each_other_without_a_gap_or_a_repetition(paths):
+def test_cut_documents_have_no_gap_and_no_repetition_and_come_in_a_random_order(paths):
     cut = packing(cut_documents=True)
-    expected = []
-    for shard in SHARDS:
-        sequences = []
-        for begin in range(0, len(shard) - 256, 256):
-            sequences.append(separated(shard[begin : begin + 257]))
-        for first in range(0, len(sequences) - 3, 4):
-            expected.append(sequences[first : first + 4])
-    assert len(expected) == 4 + 3 + 0 + 3
-    for longest in (2048, 10):  # documents are not clipped
-        assert drain(paths, cut, same(4, longest)) == expected
+    batches = drain(paths, cut, same(4))
+    assert len(batches) == 4 + 3 + 0 + 3
+    assert drain(paths, cut, same(4, 10)) == batches, "documents are not clipped"
+    for shard, first, end in ((SHARDS[0], 0, 4), (SHARDS[1], 4, 7), (SHARDS[3], 7, 10)):
+        in_order = [separated(shard[begin : begin + 257]) for begin in range(0, len(shard) - 256, 256)]
+        found = [sequence for batch in batches[first:end] for sequence in batch]
+        places = [in_order.index(sequence) for sequence in found]
+        assert len(places) == len(set(places)) == len(in_order) // 4 * 4, "all but what fills no batch, once each"
+        assert places != sorted(places)
     write_shard(paths[0], SHARDS[0][:1025])  # exactly one batch and its last target
     assert len(drain(paths, cut, same(4))) == 1 + 3 + 0 + 3
     write_shard(paths[0], SHARDS[0][:1024])
