@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc_per_node=8 train_gpt.py    # 8 GPUs: FineWeb to a loss of 3.28
     torchrun --standalone --nproc_per_node=2 train_gpt.py    # fewer GPUs: the same batches
-    python train_gpt.py --preset=laptop                      # two minutes on a CPU
+    python train_gpt.py --preset=laptop                      # about a minute on a CPU
     python train_gpt.py --help                               # every key, its meaning and unit
 
 This file holds what decides the result of a run. It reads from top to bottom: (1) configuration,
@@ -257,7 +257,7 @@ PRESETS: dict[str, dict] = {
 ABOUT = {
     "speedrun": "the record: GPT-2's size, 410M tokens of FineWeb to a loss of 3.28, on GPUs",
     "onepass": "a model with less attention on 92M tokens, each read once, on GPUs",
-    "laptop": "a small model of bytes, two minutes on a CPU",
+    "laptop": "a small model of bytes, about a minute on a CPU",
     "char": "a larger one, to compare precisions on any text",
     "small": "the same with GPT-2's tokens, for texts of less than 60M tokens",
 }
@@ -1198,8 +1198,8 @@ def model_of(content: dict, device: torch.device) -> GPT:
     check_config(c)
     table = parameter_table(c)
     differing = sorted(table.keys() ^ content["weights"].keys())
-    require(not differing, "the checkpoint was written by other code: only one of the two has "
-            f"{', '.join(differing)}; use the code that is in its run's log")
+    require(not differing, "the checkpoint was written by other code, as only one of the two has "
+            f"weights of {' and '.join(differing[:2])}; use the code that is in its run's log")
     for name, param in table.items():
         require(tuple(content["weights"][name].shape) == param.shape,
                 f"the checkpoint's weights of {name} do not fit its configuration")
@@ -2140,6 +2140,7 @@ class Run:
             self.save_or_stop()
             if self.ended_by:
                 self.clock.stop()
+                self.profiler.finish()
                 return
             if c.val_interval and self.step % c.val_interval == 0:
                 self.clock.stop()

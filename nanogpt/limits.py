@@ -138,6 +138,8 @@ def check_layers(name: str, layers: list) -> None:
                         if getattr(layer, what)]
         of_attention += [what for what in ("value_embed", "reads_layer")
                          if getattr(layer, what) is not None]
+        require(layer.offset or not layer.matching,
+                f"{where} has matching=True without offset=True, whose keys it matches")
         require(layer.attn or not of_attention,
                 f"{where} has no attention, which {', '.join(of_attention)} would change")
 

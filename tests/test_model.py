@@ -884,12 +884,13 @@ def test_a_stage_whose_batch_is_accepted_reads_exactly_the_tokens_that_its_loss_
 
 @pytest.mark.parametrize("number, changes, sentence", [
     (2, {"attn": False, "xsa": True, "value_embed": 0}, "layer 2 has no attention, which xsa, value_embed would change"),
+    (2, {"matching": True}, "layer 2 has matching=True without offset=True, whose keys it matches"),
     (1, {"window": "middle"}, "layer 1 has window='middle', which is neither 'short' nor 'long'"),
     (1, {"reads_layer": 3}, "layer 1 has reads_layer=3, which is no earlier layer; the first one is 0"),
     (2, {"skip": 2}, "layer 2 has skip=2, which is no earlier layer; the first one is 0"),
     (2, {"skip": -1}, "layer 2 has skip=-1, which is no earlier layer; the first one is 0"),
     (0, {"value_embed": -1}, "layer 0 has value_embed=-1; the first one is 0"),
-], ids=range(6))
+], ids=range(7))
 def test_a_changed_topology_that_cannot_be_is_refused_in_one_sentence(monkeypatch, number, changes, sentence):
     c = t.Config(**TINY)
     layers = [*t.TOPOLOGIES[c.topology]]

@@ -8,6 +8,7 @@ import ast
 import contextlib
 import dataclasses
 import fcntl
+import gzip
 import json
 import math
 import os
@@ -26,6 +27,7 @@ from processes import ENVIRONMENT, TORCHRUN, Process, run_ranks
 
 import sample
 import train_gpt as t
+from data import shards
 from nanogpt import checkpoint, masks
 from records import plots
 from records.__main__ import main as records
@@ -280,12 +282,17 @@ def test_targets_that_are_no_candidates_are_reported_whichever_process_has_them(
     write_shard(tmp_path / "x_train_000000.bin", tokens)
     write_shard(tmp_path / "x_val_000000.bin", documents(2000))
     args = arguments(data_dir=tmp_path, log_dir=tmp_path / "two", seq_len=128, micro_tokens=128, batch_tokens=256,
-                     candidates=64, cut_documents=True, num_steps=3, val_interval=0, target_loss=0)
+                     candidates=64, cut_documents=True, num_steps=8, val_interval=0, target_loss=0)
     for run in run_ranks(2, SCRIPT, *args):
         assert run.returncode == 0, run.stderr
-    lost = 3 * (128 - 64)
+    c = t.parse_config(args)
+    lost = []  # of each process: sequences of 128 tokens, of which 64 are candidates
+    for rank in (0, 1):
+        own = shards.rank_batches([tmp_path / "x_train_000000.bin"], t.packing(c), t.batch_plan(c), rank, 2)
+        lost.append(sum(64 for (sequence,) in own if len(set(sequence[1:].tolist())) > 64))
+    assert lost[1] > 0
     (defect,) = read_log(only_log(tmp_path / "two")).values("defect")
-    assert defect["what"] == f"{lost} targets were no candidates; raise --candidates"
+    assert defect["what"] == f"{sum(lost)} targets were no candidates; raise --candidates"
 
 
 def corrupt(folder):
@@ -425,6 +432,18 @@ def test_weights_that_do_not_fit_the_configuration_are_named(first, name, tmp_pa
     checkpoint.write(tmp_path / "x.pt", content)
     with pytest.raises(t.BadInput, match=f"x.pt: .* weights of {name} do not fit"):
         t.load_checkpoint(tmp_path / "x.pt", torch.device("cpu"))
+
+
+def test_a_profile_of_some_steps_is_a_table_and_a_time_line_and_the_log_says_so(corpus, tmp_path):
+    keys = dict(data_dir=corpus, num_steps=13, epochs=9, profile_steps=2, val_interval=0, target_loss=0)
+    assert t.main(arguments(log_dir=tmp_path, **keys)) == 0
+    (log,) = [path for path in tmp_path.glob("*.txt") if not path.name.endswith(".profile.txt")]
+    assert read_log(log).values("defect") == [{"what": "2 steps were profiled, which takes time"}]
+    table = log.with_suffix(".profile.txt").read_text()
+    assert "aten::mm" in table and "Self CPU time total" in table
+    with gzip.open(log.with_suffix(".trace.json.gz")) as file:
+        names = [event["name"] for event in json.load(file)["traceEvents"]]
+    assert names.count("aten::bmm") > 0
 
 
 @pytest.mark.parametrize("kind", ["gpu", "cpu"])
