@@ -50,11 +50,16 @@ def hosts(a, b):
     ratio = speed_ratio(a["calibration"], b["calibration"])
     if ratio is None:
         return 1.0, f"hosts: no calibration in common, so times are compared as they are{names}"
+    on_cpus = same and set(a["hardware"]["devices"]) == {"CPU"}
+    if on_cpus and a["hardware"]["cpu"] == b["hardware"]["cpu"]:
+        return 1.0, ("hosts: CPUs of one kind, whose calibration varies with what else runs there "
+                     f"(B's is {ratio:.3f} of A's), so times are compared as they are")
     if same and abs(ratio - 1) <= 0.01:
         return 1.0, (f"hosts: alike (B's calibration is {ratio:.3f} of A's), so times are compared "
                      "as they are")
-    return ratio, (f"hosts: differ{names}; B's calibration (product and copy, geometric mean) is "
-                   f"{ratio:.3f} of A's, so B's times below are multiplied by {ratio:.3f}{rough}")
+    return ratio, (f"hosts: differ, or one was busy{names}; B's calibration (product and copy, "
+                   f"geometric mean) is {ratio:.3f} of A's, so B's times below are multiplied by "
+                   f"{ratio:.3f}{rough}")
 
 
 def verdict(what, unit, a, b, digits):

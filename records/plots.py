@@ -155,9 +155,15 @@ def smoothed(losses):
 
 
 def legends(logs):
-    """Returns the text of each run in the legend: its run_name (or the name of its file) and its
-    seed. If two runs had the same text, each has its file with the folder in place of the name."""
-    names = [log.config["run_name"] or Path(log.path).stem for log in logs]
+    """Returns the text of each run in the legend: its run_name (or the name of its file, with the
+    folder if there are several) and its seed. If two runs had the same text, each has its file with
+    the folder in place of the name."""
+    several = len({Path(log.path).parent for log in logs}) > 1
+    names = []
+    for log in logs:
+        path = Path(log.path)
+        name = f"{path.parent.name}/{path.stem[:8]}" if several else path.stem
+        names.append(log.config["run_name"] or name)
     seeds = [log.config["seed"] for log in logs]
     different = set(zip(names, seeds))
     if len(different) < len(logs):

@@ -1306,9 +1306,11 @@ def test_the_legend_tells_runs_apart(tmp_path):
     for path in paths:
         path.parent.mkdir()
     different = [log.read_log(write_log(path, seed)) for path, seed in zip(paths, (1, 2))]
-    assert plots.legends(different) == ["1, seed 1", "1, seed 2"]
+    assert plots.legends(different) == ["a/1, seed 1", "b/1, seed 2"]
+    assert plots.legends(different[:1]) == ["1, seed 1"]
     alike = [log.read_log(write_log(path)) for path in paths]
-    assert plots.legends(alike) == ["a/1.txt, seed 1", "b/1.txt, seed 1"]
+    assert plots.legends(alike) == ["a/1, seed 1", "b/1, seed 1"]
+    assert plots.legends([alike[0]] * 2) == ["a/1.txt, seed 1"] * 2
     named = log.read_log(write_log(paths[0], config={"run_name": "$x$ \x1b[31m"}))
     assert plots.legends([named]) == [r"\$x\$ \x1b[31m, seed 1"]
 
@@ -1447,6 +1449,10 @@ def test_compare_other_hosts_and_data(tmp_path):
     assert "B's calibration (product and copy, geometric mean) is 1.100 of A's" in text
     assert "B's times below are multiplied by 1.100" in text
     assert "B / A = 1.1022" in text and "rough" not in text  # 1003.75 x 1.1 / 1001.75 with seeds 3.5 and 1.5
+    cpus = [group(tmp_path, [3.490, 3.492], [1000] * 2, seed=20 + 2 * i, environment={"devices": ["CPU"] * 2, "cpu": name},
+                  calibration={"bf16_matmul_tflops": rate}) for i, (name, rate) in enumerate((("x", 1.0), ("x", 1.3), ("y", 1.3)))]
+    assert "hosts: CPUs of one kind" in report(*cpus[:2]) and "multiplied" not in report(*cpus[:2])
+    assert "multiplied by 1.140" in report(cpus[0], cpus[2])
     other = group(tmp_path, [3.490, 3.492], [1000] * 2, seed=5, environment={"devices": ["Old GPU"] * 2},
                   calibration={"bf16_matmul_tflops": 350.0, "copy_gb_per_s": 2000.0}, config={"val_tokens": 99},
                   shards=[SHARDS[0], SHARDS[1] | {"sha256": "e" * 64}])
