@@ -500,7 +500,7 @@ def warn_of_other_code(models: list[Model], of_models: list[dict[str, PerUnit]])
     for model, found in zip(models, of_models):
         c = model.gpt.config
         trained = model.gpt.val_loss
-        loss = found["loss"].amounts.sum() / found["loss"].sizes.sum()
+        loss = result_of(found["loss"])
         same_text = c.data_dir == data_dir and c.val_tokens == models[0].gpt.config.val_tokens
         if same_text and trained is not None and abs(loss - trained) > OTHER_CODE:
             print(f"evaluate.py: {model.path} has a loss of {loss:.4f} here and had {trained:.4f} "
