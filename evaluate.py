@@ -442,7 +442,7 @@ def sha256_of(paths: list[Path]) -> str:
     return digest.hexdigest()
 
 
-OTHER_CODE = 0.01  # nats; dtypes, and where sequences are cut, make far smaller differences
+OTHER_CODE = 0.01  # nats; dtypes, and where long sequences are cut, make smaller differences
 
 
 class Text(NamedTuple):
@@ -494,8 +494,8 @@ def warn_of_other_shards(text: Text, models: list[Model]) -> bool:
 
 
 def warn_of_other_code(models: list[Model], of_models: list[dict[str, PerUnit]]) -> None:
-    """Says on standard error which models have another loss than at the end of their training, on
-    the same text. Only the code can have changed: a checkpoint holds none."""
+    """Says on standard error which models have another loss than when they were trained, on the
+    same text. Most likely the code has changed: a checkpoint holds none."""
     data_dir = models[0].gpt.config.data_dir
     for model, found in zip(models, of_models):
         c = model.gpt.config
@@ -601,7 +601,7 @@ def measure_all(options: argparse.Namespace, models: list[Model]) -> list[Measur
     if wants_text:
         of_models = [loss_measures(model, stream, max_tokens(options, model), progress)
                      for model, stream in zip(models, streams)]
-        if options.text in (None, OWN) and not options.limit and not changed:
+        if options.text in (None, OWN) and not (options.limit or options.seq_len or changed):
             warn_of_other_code(models, of_models)
         done.append(Measured(text.source, of_models))
     for source, measure in ((items, hellaswag_measures), (passages, last_word_measures)):

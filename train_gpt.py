@@ -156,8 +156,8 @@ class Config:
     # optimizers
     muon_lr: float = key(0.023, "Muon's learning rate, for the matrices")
     muon_decay: float = key(
-        1.2, "weight decay of the matrices: a step takes away muon_lr * muon_decay times the "
-        "matrix's learning rate")
+        1.2, "weight decay of the matrices: of a weight, a step takes away muon_lr * muon_decay * "
+        "(the matrix's learning rate)")
     head_lr: float = key(
         0.008, "Adam's learning rate for output head, token embedding and gates; MUDD (late_mix) "
         "has a quarter of it")
@@ -197,8 +197,8 @@ class Config:
     jsonl: bool = key(False, "also write the log as JSON lines")
     run_name: str = key("", "free text for the log")
     profile_steps: int = key(
-        0, "steps to profile on rank 0, after the first ten: writes RUN_ID.profile.txt, a table of "
-        "what took most time, and RUN_ID.trace.json.gz, a time line, to log_dir")
+        0, "steps to profile on rank 0, after ten others: writes RUN_ID.profile, a table of what "
+        "took most time, and RUN_ID.trace.json.gz, a time line, to log_dir")
     save_checkpoint: str = key(
         "", "file to write the weights of the best validation to; auto: models/NAME.pt")
     save_every: float = key(
@@ -1194,7 +1194,8 @@ def model_of(content: dict, device: torch.device) -> GPT:
     require("head_dim" in config, "the checkpoint is of an older version of this program; use the "
             "commit that its log names, or train it anew")
     values = checkpoint.config_values(config, Config)
-    c = Config(**values | dict(attention="sdpa", device=device.type, native=False))
+    c = Config(**values | dict(
+        attention="sdpa", device=device.type, native=False, sample="", run_name=""))
     check_config(c)
     table = parameter_table(c)
     differing = sorted(table.keys() ^ content["weights"].keys())
@@ -2124,10 +2125,8 @@ class Run:
         own = {name: optimizer.own(name, bank) for name, bank in optimizer.banks.items()
                if name not in self.model.big_tables}
         self.finite = finite.Check(own, self.recipes.measurements)
-        steps = c.profile_steps if is_master() else 0
-        self.profiler = profiling.Profiler(steps, self.log.path, self.device)
-        if steps:
-            self.log.fact("defect", dict(what=f"{steps} steps were profiled, which takes time"))
+        self.profiler = profiling.Profiler(
+            c.profile_steps if is_master() else 0, self.step, self.log, self.device)
         self.batches = shards.ahead(rank_micro_batches(
             inputs.train_paths, c, self.device, self.step, inputs.stamps))
 
@@ -2140,15 +2139,15 @@ class Run:
             self.save_or_stop()
             if self.ended_by:
                 self.clock.stop()
-                self.profiler.finish()
+                self.end_training()
                 return
             if c.val_interval and self.step % c.val_interval == 0:
                 self.clock.stop()
                 self.validate()
                 self.clock.start()
             batch = [inputs_and_targets(sequences, self.device) for sequences in next(self.batches)]
-            WATCH.enter_step(self.step)
             self.profiler.before_step(self.step)
+            WATCH.enter_step(self.step)
             message = train_step(self.model, self.optimizer, batch, self.step, call, self.tell)
             self.log.put(self.step + 1, message, self.clock.now())
             # This waits for the losses of all steps before this one. They are there already: inside
@@ -2158,8 +2157,12 @@ class Run:
             WATCH.leave_step()
             self.step += 1
         self.clock.stop()
-        self.profiler.finish()
         self.validate()
+        self.end_training()
+
+    def end_training(self) -> None:
+        """What is due after the last step, also of a run that a signal has ended. A collective."""
+        self.profiler.finish()
         if dist.is_initialized():
             dist.all_reduce(self.model.lost_targets)  # for the log, which names those of all ranks
 

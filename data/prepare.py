@@ -405,9 +405,9 @@ def read_spool(path, pieces):
 def make_python_docs_corpus(out_dir, use_bytes=True, name="fineweb", **options):
     """Make the --python-docs corpus, unless `out_dir` has it already.
 
-    Shards without corpus.json are left as they are.
+    Shards without corpus.json are left as they are. If they are not whole, PrepareError is raised.
     Returns what write_corpus() returns, or None if there was nothing to do. Raises PrepareError as
-    write_corpus() does (where Python comes without the sources of its library), and OSError if
+    write_corpus() does, too (where Python comes without the sources of its library), and OSError if
     `out_dir` cannot be used.
     """
     record = {"python": platform.python_version(), "options": options, "name": name,

@@ -291,7 +291,8 @@ def documents_of(shard: Shard, packing: Packing) -> Documents:
     """The documents of a shard. With `cut_documents`: stretches that fill one sequence each, in a
     random order, which is the same at each reading and in each run.
 
-    Each stretch shares a token with the next: the last target of one, the first input of the other.
+    Each stretch shares a token with the one behind it in the text: its last target is the first
+    input there.
     """
     if not packing.cut_documents:
         return pairwise([*shard.starts.tolist(), len(shard.tokens)])

@@ -90,7 +90,7 @@ def check_candidates(c, stages: list) -> None:
     enough = min(c.vocab_size, min(at_a_time, largest_batch) // 2)
     fits_products = c.candidates % 16 == 0 or c.candidates >= c.vocab_size
     remedy = ""
-    if c.seq_len <= 2 * c.candidates < at_a_time:
+    if fits_products and c.seq_len <= 2 * c.candidates < at_a_time:
         remedy = f"; or lower --micro_tokens to {2 * c.candidates // c.seq_len * c.seq_len}"
     require(c.candidates == 0 or (c.candidates >= enough and fits_products),
             f"--candidates={c.candidates} must be a multiple of 16, at least {enough}, "

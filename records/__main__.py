@@ -255,7 +255,7 @@ def main(argv=None):
     except OSError as error:  # as on a full disk
         discard_output(sys.stdout)
         where = f"{error.filename}: " if error.filename else ""
-        print(f"refused: {where}cannot be written ({error.strerror}).", file=sys.stderr)
+        print(f"refused: {where}{error.strerror or error}.", file=sys.stderr)
         return 2
     except Refused as error:
         print(f"refused: {error}", file=sys.stderr)

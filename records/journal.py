@@ -155,6 +155,8 @@ class Log:
             try:
                 write_whole(self.files[self.path], source + RULE.encode() + b"\n")
             except OSError as error:  # what has no whole source is no log
+                for file in self.files.values():
+                    file.close()
                 self.files.clear()
                 for path in paths:
                     path.unlink()

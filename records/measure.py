@@ -47,8 +47,8 @@ def measure(folder, gpus, seeds, keys, limit):
     more than `limit` seconds is ended. Returns whether all runs came to their end. Raises Refused
     if the folder is not empty."""
     folder = Path(folder).resolve()
-    if folder.exists() and any(folder.iterdir()):
-        raise Refused(f"{folder}: is not empty; name a new folder.")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise Refused(f"{folder}: is no empty folder; name a new one.")
     rows = []
     for number, task in enumerate(tasks_of(gpus, seeds, keys)):
         row = run(task, folder, folder / f"run_{number}", limit)
@@ -71,18 +71,23 @@ def run(task, folder, log_dir, limit):
     environment = os.environ | {name: str(path) for name, path in caches.items()}
     log_dir.mkdir(parents=True)
     with open(log_dir / "output", "wb") as output:
+        process = subprocess.Popen(
+            command, env=environment, stdout=output, stderr=subprocess.STDOUT)
         try:
-            subprocess.run(
-                command, env=environment, stdout=output, stderr=subprocess.STDOUT, timeout=limit)
-        except subprocess.TimeoutExpired:
-            output.write(b"measure: the run took too long\n")
+            process.wait(limit)
+        except (subprocess.TimeoutExpired, KeyboardInterrupt) as error:
+            process.terminate()  # torchrun then ends its processes, which a kill would leave behind
+            process.wait(60)
+            if isinstance(error, KeyboardInterrupt):
+                raise
+            return Row(task, {}, 0.0, f"it took more than {limit:g} s")
     logs = list(log_dir.glob("*.txt"))
     try:
         end = read_log(logs[0]).end
         return Row(task, end, end["tokens_per_s"] / task.gpus)
     except (IndexError, KeyError, Refused):
         said = (log_dir / "output").read_text(errors="replace").splitlines()
-        reasons = [text for text in said if text.startswith((f"{SCRIPT.name}: ", "measure: "))]
+        reasons = [text for text in said if text.startswith(f"{SCRIPT.name}: ")]
         return Row(task, {}, 0.0, (reasons or [f"see {log_dir}/output"])[0])
 
 

@@ -155,9 +155,10 @@ def smoothed(losses):
 
 
 def legends(logs):
-    """Returns the text of each run in the legend: its run_name (or the name of its file, with the
-    folder if there are several) and its seed. If two runs had the same text, each has its file with
-    the folder in place of the name."""
+    """Returns the text of each run in the legend: its run_name and its seed. Without a run_name it
+    is the name of its file, or if the files lie in several folders, the folder and the first eight
+    characters of that name. If two runs had the same text, each has its file with the folder in
+    place of the name."""
     several = len({Path(log.path).parent for log in logs}) > 1
     names = []
     for log in logs:

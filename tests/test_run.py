@@ -437,9 +437,9 @@ def test_weights_that_do_not_fit_the_configuration_are_named(first, name, tmp_pa
 def test_a_profile_of_some_steps_is_a_table_and_a_time_line_and_the_log_says_so(corpus, tmp_path):
     keys = dict(data_dir=corpus, num_steps=13, epochs=9, profile_steps=2, val_interval=0, target_loss=0)
     assert t.main(arguments(log_dir=tmp_path, **keys)) == 0
-    (log,) = [path for path in tmp_path.glob("*.txt") if not path.name.endswith(".profile.txt")]
-    assert read_log(log).values("defect") == [{"what": "2 steps were profiled, which takes time"}]
-    table = log.with_suffix(".profile.txt").read_text()
+    log = only_log(tmp_path)
+    assert read_log(log).values("defect") == [{"what": "2 steps were profiled: it takes time"}]
+    table = log.with_suffix(".profile").read_text()
     assert "aten::mm" in table and "Self CPU time total" in table
     with gzip.open(log.with_suffix(".trace.json.gz")) as file:
         names = [event["name"] for event in json.load(file)["traceEvents"]]
