@@ -11,7 +11,7 @@ from records.log import read_log
 
 def test_it_runs_seeds_and_speeds_and_its_table_says_what_their_logs_say(corpus, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("records.measure.SHORT", 2)
-    keys = " ".join(arguments(data_dir=corpus, target_loss=0)).replace("--sample= ", "").replace("--save_checkpoint= ", "")
+    keys = " ".join(arguments(data_dir=corpus, target_loss=0))
     status = main(["measure", str(tmp_path / "new"), "--gpus=1,2", "--seeds=1", "--limit=600", f"--keys={keys}"])
     out = capsys.readouterr().out
     table = [row.split(" | ") for row in out.splitlines() if row.startswith("| ")][2:]
@@ -38,8 +38,7 @@ def test_a_run_that_fails_is_a_row_with_its_reason_and_a_folder_in_use_is_refuse
 
 def test_a_run_that_takes_too_long_is_ended_with_all_its_processes(corpus, tmp_path, capsys):
     name = f"too_long_{os.getpid()}"
-    keys = " ".join(arguments(data_dir=corpus, num_steps=10**6, epochs=10**6, run_name=name)).replace("--sample= ", "")
-    keys = keys.replace("--save_checkpoint= ", "")
+    keys = " ".join(arguments(data_dir=corpus, num_steps=10**6, epochs=10**6, run_name=name))
     main(["measure", str(tmp_path / "new"), "--gpus=1", "--seeds=1", "--limit=9", f"--keys={keys}"])
     assert "failed: it took more than 9 s" in capsys.readouterr().out
     running = [path for path in Path("/proc").glob("[0-9]*/cmdline") if name.encode() in read_bytes_of(path)
