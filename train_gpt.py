@@ -221,7 +221,7 @@ PRESETS: dict[str, dict] = {
     "speedrun": {},
     "onepass": dict(
         topology="lean", num_heads=4,
-        schedule="onepass", num_steps=1045,
+        schedule="onepass", num_steps=1060,
         seq_len=8192, micro_tokens=32_768,
         muon_lr=0.02, head_lr=0.0065, cooldown_frac=0.7,
         target_loss=3.492),
@@ -256,7 +256,7 @@ PRESETS: dict[str, dict] = {
 
 ABOUT = {
     "speedrun": "the record: GPT-2's size, 410M tokens of FineWeb to a loss of 3.28, on GPUs",
-    "onepass": "a model with less attention on 92M tokens, each read once, on GPUs",
+    "onepass": "a model with less attention on 93M tokens, each read once, on GPUs",
     "laptop": "a small model of bytes, about a minute on a CPU",
     "char": "a larger one, to compare precisions on any text",
     "small": "the same with GPT-2's tokens, for texts of less than 60M tokens",
