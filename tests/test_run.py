@@ -484,9 +484,9 @@ def test_the_defaults_are_the_record_and_the_presets_are_laid_over_them():
 
 def test_one_pass_fits_into_the_data_of_the_earlier_record_on_one_pass():
     c = t.parse_config(["--preset=onepass"])
-    steps = {0: 65_536, 345: 65_536, 690: 131_072, 1035: 131_072}  # of 1,045: 0.33, 0.33, 0.33, 0.01
+    steps = {0: 65_536, 350: 65_536, 700: 131_072, 1049: 131_072}  # of 1,060: 0.33, 0.33, 0.33, 0.01
     assert [(first, t.stage_tokens(stage, c)) for first, end, stage in t.stages(c) if end > first] == [*steps.items()]
-    assert t.total_tokens(c) == 690 * 65_536 + 355 * 131_072 == 91_750_400
+    assert t.total_tokens(c) == 700 * 65_536 + 360 * 131_072 == 93_061_120
 
 
 def test_a_given_value_overrides_the_preset_wherever_it_stands():
