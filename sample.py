@@ -65,13 +65,11 @@ def multiplied(model) -> tuple[list, list]:
             return *F.linear(x, qk).chunk(2, 1), F.linear(x, v)
 
     all_weights = []
-    for weights in model.layer_weights(training=True):  # what a layer lacks is None
+    for weights in model.layer_weights():
         factors = dict(zip(script.SCALARS, weights.scalars))
-        weights = weights._replace(down=factors["down"] * weights.down)
-        if weights.vo is not None:
-            v, o = weights.vo
-            weights = weights._replace(vo=torch.stack((factors["v"] * v, factors["o"] * o)))
-        all_weights.append(weights)
+        v, o = weights.vo
+        vo = torch.stack((factors["v"] * v, factors["o"] * o))
+        all_weights.append(weights._replace(down=factors["down"] * weights.down, vo=vo))
     products = Multiplied()
     of_layer = script.LayerProducts(products, products, products, products)
     return all_weights, [of_layer] * len(all_weights)
@@ -81,17 +79,16 @@ class LayerMemory(NamedTuple):
     """What attention of one layer keeps.
 
     A query sees whole blocks, the last of them its own. So there are as many places as the window
-    has positions, and a new position overwrites the one that is a window older. Paired heads have
-    two positions per token."""
-    keys: Tensor  # (heads, places, d)
-    values: Tensor  # (heads, places, d)
-    last_key: Tensor  # (1, 1 or 2, heads, d): of the last token, before its half is replaced
+    has positions, and a new position overwrites the one that is a window older."""
+    keys: Tensor  # (H, places, d)
+    values: Tensor  # (H, places, d)
+    last_key: Tensor  # (1, H, d): of the last token, before its half is replaced
 
 
 class Places(NamedTuple):
     """Where the keys of new tokens go, and which places their queries see."""
-    index: Tensor  # (n or 2 n,)
-    bias: Tensor  # (n or 2 n, places): 0 where a query sees a place, else -inf
+    index: Tensor  # (n,)
+    bias: Tensor  # (n, places): 0 where a query sees a place, else -inf
 
 
 class Memory:
@@ -109,7 +106,7 @@ class Memory:
         self.limit = c.seq_len
         self.weights, self.products = multiplied(model)
         rotary = model.rotary(setting, c.seq_len, training=False)
-        self.cos, self.sin, self.score_scale = rotary  # (2 limit, 1, d) both, and ()
+        self.cos, self.sin, self.score_scale = rotary  # (limit, 1, d) both, and ()
 
         # As in masks.sdpa, attention on a CPU is in float32 or wider.
         self.dtype = model.lm_head.dtype
@@ -117,17 +114,12 @@ class Memory:
             self.dtype = torch.promote_types(self.dtype, torch.float32)
         self.layers = []
         d = c.head_dim
-        for layer in model.layers:
-            copies = 1 + layer.paired
-            heads = c.num_heads // copies
-            places = self.count_places(layer.window, copies)
-            memory = LayerMemory(
-                torch.zeros(heads, places, d, dtype=self.dtype, device=device),
-                torch.zeros(heads, places, d, dtype=self.dtype, device=device),
-                torch.zeros(1, copies, heads, d, dtype=model.lm_head.dtype, device=device))
-            self.layers.append(memory if layer.attn else None)
-        paired = any(layer.paired for layer in model.layers if layer.attn)
-        self.tokens_in_block = BLOCK_SIZE // (1 + paired)
+        for layer in range(c.num_layers):
+            places = self.count_places(self.window_of(layer))
+            self.layers.append(LayerMemory(
+                torch.zeros(c.num_heads, places, d, dtype=self.dtype, device=device),
+                torch.zeros(c.num_heads, places, d, dtype=self.dtype, device=device),
+                torch.zeros(1, c.num_heads, d, dtype=model.lm_head.dtype, device=device)))
 
         self.position = torch.zeros((), dtype=torch.int64, device=device)  # of the next token
         self.document = torch.zeros_like(self.position)  # where the last document begins
@@ -136,9 +128,12 @@ class Memory:
         self.graphs = CudaGraphs([]) if cuda_graph and device.type == "cuda" else None
         self.warm = False
 
-    def count_places(self, window: str, copies: int) -> int:
+    def window_of(self, layer: int) -> str:
+        return "long" if self.script.sees_far(layer, self.model.config) else "short"
+
+    def count_places(self, window: str) -> int:
         """The positions that a window reaches, or those of a whole sequence if they are fewer."""
-        return min(self.windows[window] * BLOCK_SIZE, self.limit * copies)
+        return min(self.windows[window] * BLOCK_SIZE, self.limit)
 
     def clear(self) -> None:
         """Forgets all tokens. Keys and values may stay: no query sees a place before it is
@@ -156,7 +151,7 @@ class Memory:
         with torch.inference_mode():  # a tenth faster than no_grad
             tokens = torch.tensor(tokens, device=self.position.device)
             while len(tokens):
-                count = self.tokens_in_block - self.length % self.tokens_in_block
+                count = BLOCK_SIZE - self.length % BLOCK_SIZE
                 logits = self.logits_after(tokens[:count])
                 self.length += len(tokens[:count])
                 tokens = tokens[count:]
@@ -185,7 +180,6 @@ class Memory:
         """tokens (n,) of one block, after those before -> what GPT.hidden returns, for n tokens."""
         model = self.model
         script = self.script
-        L = len(model.layers)
 
         # 1. Inputs look at the token before, so the last one stands in front, and its row is
         # dropped afterwards.
@@ -193,15 +187,12 @@ class Memory:
         position = self.position + torch.arange(-1, len(tokens) - 1, device=tokens.device)
         begins = (tokens == model.bos) | (position == 0)
         looked_up = model.look_up(tokens, training=False)
-        with_attention = tuple(i for i in range(L) if model.layers[i].attn)
         normed, injects = script.embed_inputs(
             tokens, begins, looked_up["bigrams"], model.weight("lm_head"), model.signs,
-            model.smear, model.scalars, with_attention)
+            model.smear, model.scalars)
         first_x = x = normed.x[1:]
         normed = script.normed_stream(x)
-        injects = {i: inject[1:] for i, inject in zip(with_attention, injects)}
-        width = model.config.num_heads * model.config.head_dim
-        value_embeds = looked_up["value_embeds"][1:].split(width, 1)
+        value_embeds = looked_up["value_embeds"][1:].chunk(len(self.layers), 1)
         position = position[1:]  # (n,)
         begins = begins[1:]
 
@@ -209,31 +200,15 @@ class Memory:
         document = torch.where(begins, position, self.document).cummax(0).values
 
         # 3. The layers.
-        rotations = {}  # paired -> cos and sin, (n or 2 n, 1, d)
-        for paired in {layer.paired for layer in model.layers}:
-            numbers = self.positions(position, 1 + paired)
-            rotations[paired] = self.cos[numbers], self.sin[numbers]
-        places = {}  # (window's name, paired) -> Places
+        rotary = self.cos[position], self.sin[position], self.score_scale
+        places = {name: self.find_places(position, document, name) for name in self.windows}
         outputs = []
-        normed_outputs = []
-        for i, layer in enumerate(model.layers):
-            context = script.LayerContext(
-                *rotations[layer.paired], self.score_scale, layer.paired)
-            if layer.attn:
-                kind = layer.window, layer.paired
-                if kind not in places:
-                    places[kind] = self.find_places(position, document, *kind)
-                look = partial(self.look, self.layers[i], places[kind],
-                               begins if layer.offset else None)
-                context = context._replace(mask=look, inject=injects[i])
-                if layer.value_embed is not None:
-                    context = context._replace(value_embed=value_embeds[layer.value_embed])
-            if layer.skip is not None:
-                context = context._replace(skip=outputs[layer.skip])
-            reads = normed if layer.reads_layer is None else normed_outputs[layer.reads_layer]
-            x, normed = script.block(x, reads, self.weights[i], context, self.products[i])
+        for i, memory in enumerate(self.layers):
+            window = self.window_of(i)
+            look = partial(self.look, memory, places[window], begins if window == "long" else None)
+            context = script.LayerContext(*rotary, look, injects[i][1:], value_embeds[i])
+            x, normed = script.block(x, normed, self.weights[i], context, self.products[i])
             outputs.append(x)
-            normed_outputs.append(normed)
 
         # 4. What the next call must know.
         self.last_token.copy_(tokens[-1:])
@@ -241,39 +216,30 @@ class Memory:
         self.position += len(position)
         return x, script.late_sources(first_x, outputs, value_embeds[0])
 
-    def positions(self, position: Tensor, copies: int) -> Tensor:
-        """Positions of tokens (n,) -> those of their keys, of which a token has `copies`."""
-        if copies == 1:
-            return position
-        return (position[:, None] * copies + torch.arange(copies, device=position.device)).flatten()
-
-    def find_places(self, position: Tensor, document: Tensor, window: str, paired: bool) -> Places:
+    def find_places(self, position: Tensor, document: Tensor, window: str) -> Places:
         """position, document (n,) of new tokens, all of one block -> the places of their keys, in
-        layers with this window, and with paired heads or not."""
-        copies = 1 + paired
-        query = self.positions(position, copies)  # (n or 2 n,)
-        count = self.count_places(window, copies)
+        layers with this window."""
+        count = self.count_places(window)
         # A place holds the last position up to the newest that leaves its number as remainder.
-        newest = query[-1]
-        held = newest - (newest - torch.arange(count, device=query.device)) % count  # (places,)
-        first_in_window = (query // BLOCK_SIZE - (self.windows[window] - 1)) * BLOCK_SIZE
-        first_in_document = (document[:, None] * copies).expand(-1, copies).flatten()
-        first = torch.maximum(first_in_window, first_in_document)
-        seen = (held <= query[:, None]) & (held >= first[:, None])
+        newest = position[-1]
+        held = newest - (newest - torch.arange(count, device=newest.device)) % count  # (places,)
+        first_in_window = (position // BLOCK_SIZE - (self.windows[window] - 1)) * BLOCK_SIZE
+        first = torch.maximum(first_in_window, document)
+        seen = (held <= position[:, None]) & (held >= first[:, None])
         bias = torch.zeros(seen.shape, dtype=self.dtype, device=seen.device)
-        return Places(query % count, bias.masked_fill(~seen, -math.inf))
+        return Places(position % count, bias.masked_fill(~seen, -math.inf))
 
     def look(self, memory: LayerMemory, places: Places, begins: Tensor | None,
              q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention of new tokens, over them and those before. q, k, v (n or 2 n, heads, d) -> the
-        same shape. With `begins` (n,), where documents begin, half of a key is the key before's."""
+        """Attention of new tokens, over them and those before. q, k, v (n, H, d) -> the same
+        shape. With `begins` (n,), where documents begin, half of a key is the key before's."""
         if begins is not None:
-            own = k.view(len(begins), *memory.last_key.shape[1:])  # (n, 1 or 2, heads, d)
-            k = self.script.offset_keys(own, begins, memory.last_key).flatten(0, 1)
+            own = k
+            k = self.script.offset_keys(own, begins, memory.last_key)
             memory.last_key.copy_(own[-1:])
         memory.keys.index_copy_(1, places.index, k.transpose(0, 1).to(self.dtype))
         memory.values.index_copy_(1, places.index, v.transpose(0, 1).to(self.dtype))
-        q_wide = q.transpose(0, 1).to(self.dtype)  # (heads, n or 2 n, d)
+        q_wide = q.transpose(0, 1).to(self.dtype)  # (H, n, d)
         y = F.scaled_dot_product_attention(
             q_wide[None], memory.keys[None], memory.values[None], places.bias, scale=1.0)
         return y[0].transpose(0, 1).contiguous().to(q.dtype)

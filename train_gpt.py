@@ -129,11 +129,12 @@ class Config:
         False, "cut the text where a sequence is full, and leave nothing out; else each sequence "
         "begins with a document")
     # model
-    topology: str = key("gpt2", "entry of TOPOLOGIES: which layer has what")
+    num_layers: int = key(
+        8, "layers; the one in the middle and the last one see as far as the long window")
     model_dim: int = key(768, "width of the residual stream")
     num_heads: int = key(6, "attention heads of a layer")
     head_dim: int = key(128, "width of a head; num_heads * head_dim is at most model_dim")
-    mlp_dim: int = key(3072, "hidden width of the MLP")
+    mlp_dim: int = key(4096, "hidden width of the MLP")
     vocab_size: int = key(
         50304, "rows of the embedding: GPT-2's 50257 tokens, rounded up to a multiple of 128")
     candidates: int = key(
@@ -220,13 +221,13 @@ CPU_HAS_BF16 = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
 PRESETS: dict[str, dict] = {
     "speedrun": {},
     "onepass": dict(
-        topology="lean", num_heads=4,
+        num_layers=6, num_heads=4, mlp_dim=5632,
         schedule="onepass", num_steps=1060,
         seq_len=8192, micro_tokens=32_768,
         muon_lr=0.02, head_lr=0.0065, cooldown_frac=0.7,
         target_loss=3.492),
     "laptop": BYTES | dict(
-        topology="laptop", model_dim=128, num_heads=2, head_dim=64, mlp_dim=512,
+        num_layers=4, model_dim=128, num_heads=2, head_dim=64, mlp_dim=512,
         schedule="laptop", num_steps=500,
         batch_tokens=2048, seq_len=2048,
         muon_lr=0.04, head_lr=0.007,
@@ -236,7 +237,7 @@ PRESETS: dict[str, dict] = {
         save_checkpoint="auto", sample="The "),
     # Six layers, each of which sees at most 256 bytes: to compare precisions in minutes.
     "char": BYTES | dict(
-        topology="char", model_dim=384, head_dim=64, mlp_dim=1536,
+        num_layers=6, model_dim=384, head_dim=64, mlp_dim=1536,
         schedule="char", num_steps=1000, epochs=100,
         batch_tokens=16_384,
         table_lr=0.1,
@@ -245,7 +246,7 @@ PRESETS: dict[str, dict] = {
         save_every=5.0),
     # The same layers with GPT-2's tokens, for texts that are too short for the large model.
     "small": dict(
-        topology="char", model_dim=384, head_dim=64, mlp_dim=1536, bigram_rows=65_536,
+        num_layers=6, model_dim=384, head_dim=64, mlp_dim=1536, bigram_rows=65_536,
         schedule="char", num_steps=1000, epochs=2, cut_documents=True,
         batch_tokens=32_768, seq_len=2048, micro_tokens=16_384,
         muon_lr=0.015, head_lr=0.005, table_lr=0.15, momentum_warmup=100,
@@ -312,59 +313,6 @@ SCHEDULES: dict[str, list[Stage]] = {
 }
 
 
-class Layer(NamedTuple):
-    """What a layer has. Nothing else names a layer by its number, but for `late_sources`."""
-    attn: bool = True  # has attention
-    window: str = "short"  # how far it sees: "short" or "long"
-    paired: bool = False  # heads h and h + H/2 share a softmax: two keys a token (record 58)
-    offset: bool = False  # half of each key is that of the token before (record 49)
-    matching: bool = False  # queries begin by matching those halves (Trockman and Kolter 2023)
-    value_embed: int | None = None  # number of the value embedding added to v (record 14)
-    reads_layer: int | None = None  # attention reads the stream after this layer (record 77)
-    skip: int | None = None  # the stream after this layer is added (record 11)
-    xsa: bool = False  # attention gives up what points along the token's own value (record 82)
-    recipes: dict[str, str] = {}  # recipes of projections that do not follow --precision
-
-
-TOPOLOGIES: dict[str, list[Layer]] = {
-    "gpt2": [
-        Layer(paired=True),
-        Layer(value_embed=0, xsa=True),
-        Layer(value_embed=1, paired=True),
-        Layer(window="long", offset=True, xsa=True),
-        Layer(xsa=True),
-        Layer(paired=True),
-        Layer(attn=False, skip=3),
-        Layer(xsa=True),
-        Layer(value_embed=2, reads_layer=7, xsa=True),
-        Layer(value_embed=3, reads_layer=7, paired=True),
-        Layer(value_embed=4, reads_layer=7, window="long", offset=True, xsa=True),
-    ],
-    # "gpt2" without attention in layers 0 and 5, for shorter runs
-    # (records/2026-11-23_four_heads_one_gpu).
-    "lean": [
-        Layer(attn=False),
-        Layer(value_embed=0, xsa=True),
-        Layer(value_embed=1, paired=True),
-        Layer(window="long", offset=True, xsa=True),
-        Layer(xsa=True),
-        Layer(attn=False),
-        Layer(attn=False, skip=3),
-        Layer(xsa=True),
-        Layer(value_embed=2, reads_layer=7, xsa=True),
-        Layer(value_embed=3, reads_layer=7, paired=True),
-        Layer(value_embed=4, reads_layer=7, window="long", offset=True, xsa=True),
-    ],
-    "laptop": [
-        Layer(value_embed=0),
-        Layer(window="long", offset=True, matching=True),
-        Layer(),
-        Layer(value_embed=1, window="long", offset=True, matching=True),
-    ],
-    "char": [Layer(value_embed=0), *[Layer()] * 4, Layer(value_embed=1)],
-}
-
-
 def parse_config(argv: list[str]) -> Config:
     """`--key=value` over the preset's values, or over those of the save that --resume means. Raises
     BadInput on an unknown key or a wrong value, and ShardError if the run is to be fitted to a text
@@ -398,7 +346,7 @@ def default_preset(device: str | None = None) -> str:
 
 def check_config(c: Config) -> None:
     """Raises BadInput where a value cannot be, or values do not fit each other."""
-    limits.check(c, TOPOLOGIES, SCHEDULES, PRECISIONS, GATE_DIM)
+    limits.check(c, SCHEDULES, PRECISIONS, GATE_DIM)
     if c.nvfp4_without:
         recipe.module_of("nvfp4").parts_to_leave_out(c.nvfp4_without)  # raises BadInput for others
 
@@ -501,9 +449,8 @@ PLAIN_LAYER = LayerProducts(PLAIN, PLAIN, PLAIN, PLAIN)
 # A query sees a key if the key is not later, both belong to the same document, and the key's
 # block is among the last `window` blocks up to the query's (nanogpt/masks.py). On GPUs
 # FlexAttention skips the blocks in which nothing is seen; elsewhere PyTorch's scaled-dot-product
-# attention computes the same. Where heads are paired, the sequence has two positions per token, so
-# their windows reach half as many tokens. Windows are numbers outside of every compiled graph, so
-# with FlexAttention a new window compiles nothing.
+# attention computes the same. Windows are numbers outside of every compiled graph, so with
+# FlexAttention a new window compiles nothing.
 
 
 class Setting(NamedTuple):
@@ -513,8 +460,7 @@ class Setting(NamedTuple):
     frequencies: tuple[float, ...]  # of the rotary embedding, radians a position
     score_scale: float  # multiplies the scores of attention
     plain: bool = False  # no recipe of low precision: in the last --bf16_last_frac of the steps
-    # The layers that are computed; None: all. The warm-up compiles some of them at a time.
-    layers: tuple[int, ...] | None = None
+    only_layer: int | None = None  # for the warm-up, which compiles one kind of layer at a time
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor) -> Tensor:
@@ -527,7 +473,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor) -> Tensor:
 
 
 # --------------------------------------------------------------------------------------------------
-# 4. Parameters and layers. TOPOLOGIES (section 1) says which layer has what.
+# 4. Parameters and layers
 
 SIGNS = 8192  # rows of random signs, which tell bigrams of one hash apart (record 83)
 
@@ -537,7 +483,6 @@ SCALARS = {  # learned numbers that weigh the parts of a layer, and their initia
     "v": 0.5,  # factor of the values
     "o": 1.0,  # factor of the output of attention
     "attn": 1.1**0.5,  # of the stream before attention
-    "skip": 0.18,  # of an earlier output
     "mlp": 1.1**0.5,  # of the stream before the MLP
     "down": 1.0,  # factor of what the MLP adds
 }
@@ -573,19 +518,20 @@ def constants(*numbers: float) -> Callable[[Tensor], None]:
     return lambda w: w.copy_(torch.tensor(numbers))
 
 
+def sees_far(layer: int, c: Config) -> bool:
+    """Whether a layer has the long window, and keys of which half is the previous token's."""
+    return layer in (c.num_layers // 2 - 1, c.num_layers - 1)
+
+
 def parameter_table(c: Config) -> dict[str, Param]:
     """All parameters, in the order in which the optimizer works on them. Large matrices stand
     before the tables and after them: while the GPU updates a matrix, the network sums other
     gradients and hands out finished weights."""
-    layers = TOPOLOGIES[c.topology]
-    L = len(layers)
+    L = c.num_layers
     D = c.model_dim
     H = c.num_heads
     d = c.head_dim
     V = c.vocab_size
-    num_attn = sum(layer.attn for layer in layers)
-    # There is at least one, as `late_mix` reads it.
-    num_value_embeds = 1 + max(layer.value_embed or 0 for layer in layers)
 
     narrow = uniform(3**0.5 * 0.5 * D**-0.5)  # half the usual deviation is a bit better (record 21)
     zero = nn.init.zeros_
@@ -595,15 +541,13 @@ def parameter_table(c: Config) -> dict[str, Param]:
         zero(w[1::2])
 
     def queries_and_keys(w: Tensor) -> None:
-        """In layers that are `matching`, queries and keys begin with equal weights for the half of
-        a head that does not turn. That half of a key is of the token before, so a query begins by
-        finding what came after tokens like its own. Else this has to be learned, which takes more
-        or less time by chance."""
+        """In the layers that see far, queries and keys begin with equal weights for the half of a
+        head that does not turn. That half of a key is of the token before, so a query begins by
+        finding what came after tokens like its own (Trockman and Kolter 2023). Else this has to be
+        learned, which takes more or less time by chance."""
         narrow(w)
-        of_attention = w.view(num_attn, 2, H, 2, d // 2, D)
-        with_attention = [layer for layer in layers if layer.attn]
-        for layer, (queries, keys) in zip(with_attention, of_attention):
-            if layer.matching:
+        for layer, (queries, keys) in enumerate(w.view(L, 2, H, 2, d // 2, D)):
+            if sees_far(layer, c):
                 keys[:, :, d // 4 :] = queries[:, :, d // 4 :]
 
     muon = dict(optimizer="muon", decay=c.muon_decay * c.muon_lr)
@@ -624,18 +568,17 @@ def parameter_table(c: Config) -> dict[str, Param]:
         "lm_head": Param(
             (V, D), init=normal(0.005),
             betas=(0.5, 0.95), decay=0.75 * c.head_lr, **head),
-        "value_embeds": Param((V, num_value_embeds * H * d), init=normal(0.01), **table),
+        "value_embeds": Param((V, L * H * d), init=normal(0.01), **table),
         "bigrams": Param((c.bigram_rows, D), init=zero, **table),
         # queries, then keys, of each layer in turn. Two neighbouring heads have one matrix (2 d, D)
-        # for Muon (record 80); `Layer.paired` joins others. If H is odd, one matrix has a head of
-        # queries and one of keys.
+        # for Muon (record 80). If H is odd, one matrix has a head of queries and one of keys.
         "qk": Param(
-            (num_attn * H, 2 * d, D), init=queries_and_keys,
+            (L * H, 2 * d, D), init=queries_and_keys,
             lr=(c.muon_lr,), **muon),
         # Values and output of each layer in turn. The weight of the output (D, H d) is stored
         # transposed, so that both have one shape.
         "vo": Param(
-            (num_attn * 2, H * d, D), init=narrow,
+            (L * 2, H * d, D), init=narrow,
             lr=(c.muon_lr,), **muon),
         "scalars": Param((L, len(SCALARS)), init=constants(*SCALARS.values()), **scalar),
         # how much of the previous token's embedding is added to each one
@@ -647,9 +590,9 @@ def parameter_table(c: Config) -> dict[str, Param]:
         # layers need what earlier ones have written, the head does not (records 40, 81).
         "late_bias": Param((5,), init=constants(0, 0, -5, 0, 0), **late),
         # how much of what points along the token's own value each head gives up
-        "xsa": Param((num_attn, H), init=zero, **scalar),
+        "xsa": Param((L, H), init=zero, **scalar),
         # of each head, then of the value embedding
-        "gates": Param((num_attn, 2, H, GATE_DIM), init=zero, share="all", **head),
+        "gates": Param((L, 2, H, GATE_DIM), init=zero, share="all", **head),
     }
 
 
@@ -704,37 +647,35 @@ class Normed(NamedTuple):
 
 
 class LayerWeights(NamedTuple):
-    """The weights of one layer; those of attention are None where it has none."""
+    """The weights of one layer."""
     up: Tensor  # (D, F)
     down: Tensor  # (D, F)
     scalars: Tensor  # (len(SCALARS),)
-    qk: Tensor | None = None  # (H, 2 d, D): the heads of queries, then those of keys, by twos
-    vo: Tensor | None = None  # (2, H d, D): v = x vo[0]^T, and output = y vo[1]
-    gates: Tensor | None = None  # (2, H, GATE_DIM): of the heads, of the value embedding
-    xsa: Tensor | None = None  # (H,)
+    qk: Tensor  # (H, 2 d, D): the heads of queries, then those of keys, by twos
+    vo: Tensor  # (2, H d, D): v = x vo[0]^T, and output = y vo[1]
+    gates: Tensor  # (2, H, GATE_DIM): of the heads, of the value embedding
+    xsa: Tensor  # (H,)
 
 
 class LayerContext(NamedTuple):
-    """What a layer gets beside the stream and its weights. What it does not have is None."""
-    cos: Tensor  # (T, 1, d), or (2 T, 1, d) where heads are paired
+    """What a layer gets beside the stream and its weights."""
+    cos: Tensor  # (T, 1, d)
     sin: Tensor
     score_scale: Tensor  # ()
-    paired: bool
-    mask: BlockMask | Tensor | Callable | None = None
-    inject: Tensor | None = None  # (T, D), added to the stream with the output of attention
-    value_embed: Tensor | None = None  # (T, H d)
+    mask: BlockMask | Tensor | Callable
+    inject: Tensor  # (T, D), added to the stream with the output of attention
+    value_embed: Tensor  # (T, H d)
     begins: Tensor | None = None  # (T,) bool, where keys are not shifted; None: none is shifted
-    skip: Tensor | None = None  # (T, D), the output of an earlier layer
 
 
 def offset_keys(k: Tensor, begins: Tensor, last: Tensor | None = None) -> Tensor:
-    """Keys k (T, 1 or 2 a token, heads, d) -> keys of which the half that does not turn is the
-    previous token's: so a query for a token finds what came after an earlier one (record 49). Where
-    a document begins, (T,) bool, a key stays whole. `last` (1, 1 or 2, heads, d) are the keys of
-    the token before the first one, if there are any."""
+    """Keys k (T, H, d) -> keys of which the half that does not turn is the previous token's: so a
+    query for a token finds what came after an earlier one (record 49). Where a document begins,
+    (T,) bool, a key stays whole. `last` (1, H, d) are the keys of the token before the first one,
+    if there are any."""
     d = k.size(-1)
     turns = torch.arange(d, device=k.device) % (d // 2) < d // 4
-    stays = begins[:, None, None, None] | turns
+    stays = begins[:, None, None] | turns
     before = k.roll(1, 0) if last is None else torch.cat((last, k[:-1]))
     return torch.where(stays, k, before)
 
@@ -747,49 +688,39 @@ def attention(normed: Normed, weights: LayerWeights, scalars: dict[str, Tensor],
     T = len(x)
     H = weights.gates.size(1)
     d = weights.qk.size(1) // 2
-    paired = context.paired
     gates = weights.gates.to(x.dtype)
 
-    # 1. Queries, keys and values. Normalised queries and keys bound the scores (Henry et al.
-    # 2020). Two paired heads make two keys of a token, one after the other, in a sequence of
-    # twice the length.
+    # 1. Queries, keys and values, (T, H, d) each. Normalised queries and keys bound the scores
+    # (Henry et al. 2020).
     qk = weights.qk.flatten(0, 1)
     q, k, v = products.qkv.qkv(x, qk, weights.vo[0], scalars["v"])
-    shape = (T, 1 + paired, H // (1 + paired), d)
-    q = q.view(shape)
-    k = k.view(shape)
-    v = v.view(shape)
-    cos = context.cos.view(T, 1 + paired, 1, d)
-    sin = context.sin.view(T, 1 + paired, 1, d)
-    q = norm_and_rotate(q, cos, sin, context.score_scale)
-    k = norm_and_rotate(k, cos, sin)
+    q = norm_and_rotate(q.view(T, H, d), context.cos, context.sin, context.score_scale)
+    k = norm_and_rotate(k.view(T, H, d), context.cos, context.sin)
     if context.begins is not None:
         k = offset_keys(k, context.begins)
-    if context.value_embed is not None:  # gated by the input and by itself
-        half = GATE_DIM // 2
-        steering = torch.cat((normed.gate_input[:, :half], context.value_embed[:, :half]), 1)
-        gate = 2 * torch.sigmoid(F.linear(steering, gates[1]))  # (T, H)
-        gated = gate[..., None] * context.value_embed.reshape(T, H, d)
-        v = v + gated.view_as(v)
 
-    # 2. Attention itself, over (T or 2 T, heads, d).
-    heads = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+    # 2. A value embedding of each token is added to its values (record 14). The input and the
+    # embedding itself decide how much of it.
+    half = GATE_DIM // 2
+    steering = torch.cat((normed.gate_input[:, :half], context.value_embed[:, :half]), 1)
+    gate = 2 * torch.sigmoid(F.linear(steering, gates[1]))  # (T, H)
+    v = v.view(T, H, d) + gate[..., None] * context.value_embed.reshape(T, H, d)
+
+    # 3. Attention itself.
     if isinstance(context.mask, BlockMask | Tensor):
-        y = attend(*heads, context.mask)
+        y = attend(q, k, v, context.mask)
     else:
-        y = context.mask(*heads)
-    y = y.view(T, H, d)
+        y = context.mask(q, k, v)
 
-    # 3. What points along the token's own value is taken away, as much as each head wants.
-    if weights.xsa is not None:
-        v = v.view_as(y)
-        wide = torch.promote_types(v.dtype, torch.float32)  # |v|^2 of an outlier overflows fp16
-        along = (y * v).sum(-1, keepdim=True, dtype=wide)
-        length = v.square().sum(-1, keepdim=True, dtype=wide).clamp(min=1e-8)
-        amount = torch.tanh(weights.xsa)[:, None]  # (H, 1)
-        y = y - amount * (along / length).type_as(y) * v
+    # 4. What points along the token's own value is taken away, as much as each head wants (record
+    # 82).
+    wide = torch.promote_types(v.dtype, torch.float32)  # |v|^2 of an outlier overflows fp16
+    along = (y * v).sum(-1, keepdim=True, dtype=wide)
+    length = v.square().sum(-1, keepdim=True, dtype=wide).clamp(min=1e-8)
+    amount = torch.tanh(weights.xsa)[:, None]  # (H, 1)
+    y = y - amount * (along / length).type_as(y) * v
 
-    # 4. A gate lets a head say nothing (record 28).
+    # 5. A gate lets a head say nothing (record 28).
     gate = torch.sigmoid(F.linear(normed.gate_input, gates[0]))  # (T, H)
     y = (y * gate[..., None]).flatten(1).type_as(x)
     return products.o.linear(y, weights.vo[1].t(), scalars["o"])
@@ -801,11 +732,8 @@ def block(x: Tensor, normed: Normed, weights: LayerWeights, context: LayerContex
     stream, also normalised. A pure function, so that one compiled graph serves all layers of a
     kind."""
     scalars = dict(zip(SCALARS, weights.scalars.unbind()))
-    if weights.qk is not None:
-        y = attention(normed, weights, scalars, context, products)
-        x = scalars["attn"] * x + y + context.inject
-    if context.skip is not None:
-        x = x + scalars["skip"] * context.skip
+    y = attention(normed, weights, scalars, context, products)
+    x = scalars["attn"] * x + y + context.inject
     x = scalars["mlp"] * x + products.fc.mlp(
         norm(x), weights.up, weights.down, scalars["down"], products.proj)
     return x, normed_stream(norm(x))
@@ -823,19 +751,18 @@ def previous(tokens: Tensor, begins: Tensor) -> Tensor:
 
 
 def embed_inputs(tokens: Tensor, begins: Tensor, bigram: Tensor, embed: Tensor, signs: Tensor,
-                 smear: Tensor, scalars: Tensor,
-                 layers: tuple[int, ...]) -> tuple[Normed, list[Tensor]]:
-    """The first stream, and for each of `layers` what is added to the stream there (T, D): the
-    first stream and the bigrams, weighed by two of its learned scalars (L, len(SCALARS)). Nothing
-    crosses the border of a document."""
+                 smear: Tensor, scalars: Tensor) -> tuple[Normed, list[Tensor]]:
+    """The first stream, and for each layer what is added to the stream there (T, D): the first
+    stream and the bigrams, weighed by two of its learned scalars (L, len(SCALARS)). Nothing crosses
+    the border of a document."""
     x = F.embedding(tokens, embed)
     before = torch.where(begins[:, None], 0, x.roll(1, 0))
     x = norm(x + smear.to(x.dtype) * before)  # record 34
     normed = normed_stream(x)
     bigram = bigram * signs[(tokens ^ previous(tokens, begins)) % SIGNS]
     of_layers = dict(zip(SCALARS, scalars.unbind(1)))  # (L,) each
-    injects = [of_layers["x0"][i] * x + of_layers["bigram"][i] * bigram for i in layers]
-    return normed, injects
+    amounts = zip(of_layers["x0"], of_layers["bigram"])
+    return normed, [of_x * x + of_bigram * bigram for of_x, of_bigram in amounts]
 
 
 class LateMix(NamedTuple):
@@ -941,7 +868,6 @@ class GPT(nn.Module):
         self.config = c
         self.functions = functions or EAGER
         self.params = parameter_table(c)
-        self.layers = TOPOLOGIES[c.topology]
         # The token that begins a document: GPT-2's, or the last one if the vocabulary is smaller.
         self.bos = min(shards.SEPARATOR, c.vocab_size - 1)
         self.flex = c.attention == "flex" or (c.attention == "auto" and device.type == "cuda")
@@ -993,7 +919,7 @@ class GPT(nn.Module):
         rows = self.table_rows(tokens, training)
         return {name: F.embedding(index, getattr(self, name)) for name, index in rows.items()}
 
-    def layer_weights(self, training: bool) -> list[LayerWeights]:
+    def layer_weights(self) -> list[LayerWeights]:
         """The weights of each layer, as views of the banks."""
         D = self.config.model_dim
         H = self.config.num_heads
@@ -1001,24 +927,13 @@ class GPT(nn.Module):
         matrices = self.weight("mlp").unbind()
         all_qk = self.weight("qk").view(-1, H, 2 * d, D)
         all_vo = self.weight("vo").view(-1, 2, H * d, D)
-        of_attention = zip(
-            all_qk.unbind(), all_vo.unbind(), self.gates.unbind(), self.xsa.unbind())
-        all_weights = []
-        for i, (layer, scalars) in enumerate(zip(self.layers, self.scalars.unbind())):
-            weights = LayerWeights(matrices[2 * i], matrices[2 * i + 1], scalars)
-            if layer.attn:
-                qk, vo, gates, xsa = next(of_attention)
-                if not layer.xsa:
-                    xsa = None if training else torch.zeros_like(xsa)
-                weights = weights._replace(qk=qk, vo=vo, gates=gates, xsa=xsa)
-            all_weights.append(weights)
-        return all_weights
+        banks = (matrices[::2], matrices[1::2], self.scalars, all_qk, all_vo, self.gates, self.xsa)
+        return [LayerWeights(*of_layer) for of_layer in zip(*banks)]
 
     def rotary(self, setting: Setting, T: int,
                training: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """cos and sin (2 T, 1, d), two positions per token for paired heads, and the scale of
-        scores. Those of training are kept, because its CUDA graphs read them. Those of validation
-        are large, so only the latest ones are."""
+        """cos and sin (T, 1, d), and the scale of scores. Those of training are kept, because its
+        CUDA graphs read them. Those of validation are large, so only the latest ones are."""
         c = self.config
         dtype = self.lm_head.dtype  # `loss_without_gradient` may have replaced the weights
         which = (setting.frequencies, setting.score_scale, T, dtype)
@@ -1028,53 +943,29 @@ class GPT(nn.Module):
                 kept.clear()
             device = self.signs.device
             frequencies = torch.tensor(setting.frequencies, dtype=torch.float64, device=device)
-            cos, sin = rotary_table(2 * T, frequencies, c.head_dim, dtype)
+            cos, sin = rotary_table(T, frequencies, c.head_dim, dtype)
             kept[which] = cos, sin, torch.tensor(setting.score_scale, device=device)
         return kept[which]
 
     def make_masks(self, begins: Tensor, windows: dict[str, int]) -> dict:
-        """The mask of each window, for single and for paired heads: (window's name, paired) ->
-        mask. Paired heads see a sequence of twice the length."""
-        made = {}
+        """The mask of each window, by its name."""
         documents = begins.cumsum(0, dtype=torch.int32)
-        for paired in {layer.paired for layer in self.layers if layer.attn}:
-            used = {layer.window: windows[layer.window]
-                    for layer in self.layers if layer.attn and layer.paired == paired}
-            repeated = documents.repeat_interleave(1 + paired)
-            if self.flex:
-                of_windows = masks.flex_masks(repeated, used, self.functions.block_lists)
-            else:
-                of_windows = masks.sdpa_masks(repeated, used)
-            for name, mask in of_windows.items():
-                made[name, paired] = mask
-        return made
+        if self.flex:
+            return masks.flex_masks(documents, windows, self.functions.block_lists)
+        return masks.sdpa_masks(documents, windows)
 
     def layer_contexts(self, begins: Tensor, setting: Setting, training: bool,
                        injects: list[Tensor],
                        value_embeds: tuple[Tensor, ...]) -> list[LayerContext]:
-        """What each layer gets beside the stream and its weights.
-
-        What a layer lacks is None in training, where each kind of layer has a compiled graph of
-        its own and spends no time on it. In validation it is something without effect, so that
-        two graphs serve all layers with attention: zeros as value embedding and for xsa, and
-        `begins` that is true everywhere, so that no key is shifted."""
-        T = len(begins)
+        """What each layer gets beside the stream and its weights."""
         made_masks = self.make_masks(begins, setting.windows)
-        cos, sin, score_scale = self.rotary(setting, T, training)
-        no_shift = None if training else torch.ones_like(begins)
-        no_value = None if training else value_embeds[-1]
-        injects = iter(injects)
+        rotary = self.rotary(setting, len(begins), training)
         contexts = []
-        for layer in self.layers:
-            length = T * (1 + layer.paired)
-            context = LayerContext(cos[:length], sin[:length], score_scale, layer.paired)
-            if layer.attn:
-                number = layer.value_embed
-                context = context._replace(
-                    mask=made_masks[layer.window, layer.paired], inject=next(injects),
-                    value_embed=no_value if number is None else value_embeds[number],
-                    begins=begins if layer.offset else no_shift)
-            contexts.append(context)
+        for i, (inject, value_embed) in enumerate(zip(injects, value_embeds)):
+            far = sees_far(i, self.config)
+            mask = made_masks["long" if far else "short"]
+            contexts.append(LayerContext(
+                *rotary, mask, inject, value_embed, begins if far else None))
         return contexts
 
     def hidden(self, tokens: Tensor, setting: Setting, training: bool,
@@ -1082,22 +973,15 @@ class GPT(nn.Module):
         """tokens (T,) -> the stream after the last layer (T, D), and the sources of `late_mix`.
         `looked_up` are the rows of the tables, if they were looked up before."""
         # 1. The first stream, and what each layer gets beside the stream.
-        width = self.config.num_heads * self.config.head_dim  # of all heads of a layer
-        L = len(self.layers)
         if looked_up is None:
             looked_up = self.look_up(tokens, training)
         begins = self.begins(tokens, training)
-        with_attention = tuple(i for i in range(L) if self.layers[i].attn)
         normed, injects = self.functions.embed_inputs(
             tokens, begins, looked_up["bigrams"], self.weight("lm_head"), self.signs, self.smear,
-            self.scalars, with_attention)
-        value_embeds = looked_up["value_embeds"]
-        if not training:  # one more, of zeros, for layers that have none
-            del looked_up  # a copy takes the place of these rows, 2 GB with the default's settings
-            value_embeds = F.pad(value_embeds, (0, width))
-        value_embeds = value_embeds.split(width, 1)
+            self.scalars)
+        value_embeds = looked_up["value_embeds"].chunk(self.config.num_layers, 1)
         contexts = self.layer_contexts(begins, setting, training, injects, value_embeds)
-        weights = self.layer_weights(training)
+        weights = self.layer_weights()
         products = self.precision.layers_at(setting, training)
 
         # 2. The layers, one after another.
@@ -1106,18 +990,10 @@ class GPT(nn.Module):
         # would make another graph for it.
         normed = normed._replace(x=x.view_as(x))
         outputs = []
-        for_later = {}  # layer -> its Normed, if a later layer reads that instead of the stream
-        for i, layer in enumerate(self.layers):
-            context = contexts[i]
-            if layer.skip is not None:
-                context = context._replace(skip=outputs[layer.skip])
-            if setting.layers is None or i in setting.layers:
-                reads = normed if layer.reads_layer is None else for_later[layer.reads_layer]
-                x, normed = self.functions.block(x, reads, weights[i], context, products[i])
+        for i in range(self.config.num_layers):
+            if setting.only_layer in (None, i):
+                x, normed = self.functions.block(x, normed, weights[i], contexts[i], products[i])
             outputs.append(x.view_as(x))
-            if any(other.reads_layer == i for other in self.layers):
-                for_later[i] = normed
-
         return x, late_sources(first_x, outputs, value_embeds[0])
 
     def forward(self, tokens: Tensor, targets: Tensor, setting: Setting, training: bool,
@@ -1191,7 +1067,7 @@ def model_of(content: dict, device: torch.device) -> GPT:
     and `model.val_loss` is the loss of its validation, if they are known. Raises BadInput if the
     weights do not fit the configuration."""
     config = content["config"]
-    require("head_dim" in config, "the checkpoint is of an older version of this program; use the "
+    require("num_layers" in config, "the checkpoint is of an older version of this program; use the "
             "commit that its log names, or train it anew")
     values = checkpoint.config_values(config, Config)
     c = Config(**values | dict(
@@ -1470,7 +1346,7 @@ def choose_recipes(c: Config, device: torch.device) -> recipe.RecipeNames:
         has_fp8 = device.type == "cuda" and kernels.has_fp8(device)
         precision = "fp8-qkv" if has_fp8 else "bf16"
     default = dict(zip(recipe.PROJECTIONS, PRECISIONS[precision]))
-    names = recipe.choose(c, TOPOLOGIES[c.topology], default, device)
+    names = recipe.choose(c, default, device)
     if ACTIVATION is not relu_squared:  # neither the kernel nor the scales are for another one
         for of_layer in names:
             for projection in ("fc", "proj"):
@@ -1482,18 +1358,16 @@ def choose_recipes(c: Config, device: torch.device) -> recipe.RecipeNames:
 def find_sites(c: Config, recipe_names: recipe.RecipeNames) -> list[recipe.Site]:
     """Which rows of the banks (section 4) each projection multiplies by."""
     sites = []
-    num_attn = 0
     for layer, projections in enumerate(recipe_names):
         slices = {
-            "qkv": (("qk", num_attn * c.num_heads, c.num_heads), ("vo", 2 * num_attn, 1)),
-            "o": (("vo", 2 * num_attn + 1, 1),),
+            "qkv": (("qk", layer * c.num_heads, c.num_heads), ("vo", 2 * layer, 1)),
+            "o": (("vo", 2 * layer + 1, 1),),
             "fc": (("mlp", 2 * layer, 1),),
             "proj": (("mlp", 2 * layer + 1, 1),),
             "lm_head": (("lm_head", 0, c.vocab_size),),
         }
         for projection in projections:
             sites.append(recipe.Site(len(sites), layer, projection, slices[projection]))
-        num_attn += "qkv" in projections
     return sites
 
 

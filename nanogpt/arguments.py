@@ -34,7 +34,6 @@ HINTS = {  # answers to keys that other trainers have
     "device_batch_size": "see --micro_tokens", "max_steps": "see --num_steps",
     "max_iters": "see --num_steps", "iters": "see --num_steps", "steps": "see --num_steps",
     "dropout": "there is none; --minutes or --num_steps makes the run shorter",
-    "n_layer": "layers are rows of TOPOLOGIES in train_gpt.py",
     "n_head": "see --num_heads and --head_dim",
     "n_embd": "see --model_dim", "out_dir": "see --log_dir and --save_checkpoint",
     "out": "see --log_dir and --save_checkpoint", "wandb": "--jsonl writes what tools can read",

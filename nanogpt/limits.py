@@ -17,17 +17,15 @@ from nanogpt.ranks import BadInput, require
 MOST = {"num_steps": 10**6, "batch_tokens": 2**30, "seq_len": 2**30, "val_seq_len": 2**30}
 
 
-def check(c, topologies: dict[str, list], schedules: dict[str, list], precisions: dict,
-          least_width: int) -> None:
+def check(c, schedules: dict[str, list], precisions: dict, least_width: int) -> None:
     """Raises BadInput, which names the key, where a value cannot be, or values do not fit each
     other. `least_width` is how many channels of the stream a gate reads; it reads half as many of a
     value embedding."""
     check_ranges(c)
-    check_choices(c, topologies, schedules, precisions)
+    check_choices(c, schedules, precisions)
     check_stages(c.schedule, schedules[c.schedule])
     check_candidates(c, schedules[c.schedule])
-    check_layers(c.topology, topologies[c.topology])
-    check_multiples(c, topologies[c.topology], schedules[c.schedule])
+    check_multiples(c, schedules[c.schedule])
     check_device(c)
     require(c.vocab_size <= 2**16,
             f"--vocab_size={c.vocab_size} must be at most {2**16}: shards hold tokens of 16 bits")
@@ -53,7 +51,7 @@ def check(c, topologies: dict[str, list], schedules: dict[str, list], precisions
 
 def check_ranges(c) -> None:
     for name in ("num_steps", "batch_tokens", "seq_len", "micro_tokens", "val_tokens",
-                 "val_seq_len", "model_dim", "num_heads", "head_dim", "mlp_dim", "vocab_size",
+                 "val_seq_len", "num_layers", "model_dim", "num_heads", "head_dim", "mlp_dim", "vocab_size",
                  "bigram_rows", "epochs", "cooldown_frac"):
         value = getattr(c, name)
         require(value > 0, f"--{name}={value} must be positive")
@@ -72,9 +70,9 @@ def check_texts(c) -> None:
                     f"--{name}={ascii(value)} has characters that cannot be printed; rename it")
 
 
-def check_choices(c, topologies: dict, schedules: dict, precisions: dict) -> None:
+def check_choices(c, schedules: dict, precisions: dict) -> None:
     choices = {
-        "topology": topologies, "schedule": schedules, "precision": ("auto", *precisions),
+        "schedule": schedules, "precision": ("auto", *precisions),
         "attention": ("auto", "flex", "sdpa"), "device": ("auto", "cuda", "cpu", "mps"),
         "dtype": ("auto", "bfloat16", "float16", "float32", "float64")}
     for name, allowed in choices.items():
@@ -120,34 +118,9 @@ def part_of_batch(stage) -> Fraction:
     return Fraction(stage.batch).limit_denominator(64)
 
 
-def check_layers(name: str, layers: list) -> None:
-    """The rows of a topology, which users change."""
-    require(any(layer.attn for layer in layers),
-            f"TOPOLOGIES[{name!r}]: at least one layer must have attention")
-    for number, layer in enumerate(layers):
-        where = f"TOPOLOGIES[{name!r}]: layer {number}"
-        require(layer.window in ("short", "long"),
-                f"{where} has window={layer.window!r}, which is neither 'short' nor 'long'")
-        for what in ("skip", "reads_layer"):
-            source = getattr(layer, what)
-            require(source is None or 0 <= source < number,
-                    f"{where} has {what}={source}, which is no earlier layer; the first one is 0")
-        require(layer.value_embed is None or layer.value_embed >= 0,
-                f"{where} has value_embed={layer.value_embed}; the first one is 0")
-        of_attention = [what for what in ("paired", "offset", "matching", "xsa")
-                        if getattr(layer, what)]
-        of_attention += [what for what in ("value_embed", "reads_layer")
-                         if getattr(layer, what) is not None]
-        require(layer.offset or not layer.matching,
-                f"{where} has matching=True without offset=True, whose keys it matches")
-        require(layer.attn or not of_attention,
-                f"{where} has no attention, which {', '.join(of_attention)} would change")
-
-
-def check_multiples(c, layers: list, stages: list) -> None:
-    """Lengths are whole blocks of attention or whole sequences, pairs of heads leave none over,
-    and a head can be cut into quarters. Only micro_tokens is an upper bound, with room for a
-    sequence."""
+def check_multiples(c, stages: list) -> None:
+    """Lengths are whole blocks of attention or whole sequences, and a head can be cut into
+    quarters. Only micro_tokens is an upper bound, with room for a sequence."""
     units = [("seq_len", BLOCK_SIZE), ("val_seq_len", BLOCK_SIZE)]
     for stage in stages:
         part = part_of_batch(stage)
@@ -159,7 +132,6 @@ def check_multiples(c, layers: list, stages: list) -> None:
                 "change one of the two")
     units.append(("batch_tokens", c.seq_len))
     units.append(("val_tokens", c.val_seq_len))
-    units.append(("num_heads", 2 if any(layer.paired for layer in layers) else 1))
     units.append(("head_dim", 4))  # the rotary embedding takes quarters of a head
     for name, unit in units:
         value = getattr(c, name)

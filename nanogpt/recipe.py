@@ -306,24 +306,21 @@ def in_place_of(recipe_name: str, shape: tuple[int, int], options: Options) -> s
     return recipe_name
 
 
-def choose(c, layers: list, default: dict[str, str], device: torch.device) -> RecipeNames:
+def choose(c, default: dict[str, str], device: torch.device) -> RecipeNames:
     """The recipe of each projection. Raises BadInput where the user asked for what cannot be.
 
     c: train_gpt.Config
-    layers: the topology, each layer with its own `recipes`
     default: the recipes of --precision, by the projections' names
     """
     options = options_of(c)
     wanted = []
-    for i, layer in enumerate(layers):
-        projections = PROJECTIONS[:4] if layer.attn else ("fc", "proj")
-        unknown = set(layer.recipes) - set(projections)
-        require(not unknown, f"layer {i} has no {', '.join(unknown)}, which its recipes name")
-        if i < len(layers) - c.bf16_last_layers:
-            wanted.append({name: layer.recipes.get(name, default[name]) for name in projections})
+    *of_layer, lm_head = PROJECTIONS
+    for layer in range(c.num_layers):
+        if layer < c.num_layers - c.bf16_last_layers:
+            wanted.append({name: default[name] for name in of_layer})
         else:
-            wanted.append(dict.fromkeys(projections, options.plain_recipe))
-    wanted.append({"lm_head": default["lm_head"]})
+            wanted.append(dict.fromkeys(of_layer, options.plain_recipe))
+    wanted.append({lm_head: default[lm_head]})
 
     heads = c.num_heads * c.head_dim
     widths = {"qkv": 3 * heads, "o": heads, "fc": c.mlp_dim, "proj": c.mlp_dim,

@@ -82,30 +82,18 @@ class WarmUp:
     def compile_share(self) -> None:
         """Each rank compiles some graphs first. In `run` it finds those of the other ranks in the
         compiler's cache on disk. With empty caches, one H200 alone took 82 s to its first step, and
-        four that share took 66 to 76 s.
-
-        The kinds of layers are dealt like cards: rank r gets the r-th one, and those that follow in
-        steps of world_size. If they do not come out even, the ranks that are dealt first get one
-        more. So kinds without attention, which compile fastest, lie on top, and each job begins to
-        deal at another rank."""
+        four that share took 66 to 76 s."""
         rank, world_size = rank_and_world_size()
-        layers = sorted(enumerate(self.model.layers), key=lambda item: item[1].attn)
-        # Of each kind one layer, in training and in validation. Layers of one kind have the same
-        # parts, so they share a compiled graph. A kind that is missed here is compiled in `run`.
-        kinds = {}
-        val_kinds = {}
-        for i, layer in layers:
-            skips = layer.skip is not None
-            has_value = layer.value_embed is not None
-            kinds[layer.attn, layer.paired, layer.offset, layer.xsa, skips, has_value] = i
-            val_kinds[layer.attn, layer.paired, skips] = i
+        # The first layer sees near and the last one far. Layers of one kind share a graph.
+        kinds = {0, self.config.num_layers - 1}
         passes = {}  # one of each length, with and without recipes
         for stage, step in self.step_kinds:
             passes[stage.length, self.setting(step).plain] = stage, step
-        jobs = [(self.forward_backward, at, list(kinds.values())) for at in passes.values()]
-        jobs.append((self.validate, (self.config.num_steps,), list(val_kinds.values())))
-        for turn, (job, at, which) in enumerate(jobs):
-            job(*at, which[(rank + turn) % world_size :: world_size])
+        jobs = [(self.forward_backward, at) for at in passes.values()]
+        jobs.append((self.validate, (self.config.num_steps,)))
+        shares = [(job, at, layer) for job, at in jobs for layer in kinds]
+        for job, at, layer in shares[rank::world_size]:
+            job(*at, layer)
         params = self.model.params
         dense = [name for name in params if name not in self.model.big_tables]
         slowest_first = sorted(dense, key=lambda name: params[name].optimizer != "muon")
@@ -113,10 +101,10 @@ class WarmUp:
         torch.get_device_module(self.tokens.device).synchronize()
         dist.barrier()
 
-    def setting(self, step: int, only: list[int] | None = None):
-        """The step's setting, of all layers or of those with the numbers `only`."""
+    def setting(self, step: int, only: int | None = None):
+        """The step's setting, of all layers or of the one with the number `only`."""
         setting = self.work.setting_of(step, self.config)
-        return setting if only is None else setting._replace(layers=tuple(only))
+        return setting if only is None else setting._replace(only_layer=only)
 
     def example(self, length: int) -> tuple[Tensor, Tensor]:
         inputs, targets = self.tokens[:length], self.tokens[1 : length + 1]
@@ -126,14 +114,14 @@ class WarmUp:
         """Those of one rank."""
         return [self.example(stage.length)] * stage.micro_batches
 
-    def forward_backward(self, stage: StagePlan, step: int, only: list[int] | None = None) -> None:
+    def forward_backward(self, stage: StagePlan, step: int, only: int | None = None) -> None:
         inputs, targets = self.example(stage.length)
         rows = self.model.table_rows(inputs).values()
         self.work.forward_backward(
             self.model, self.setting(step, only), inputs, targets, *rows)
         self.model.zero_grad()
 
-    def validate(self, step: int, only: list[int] | None = None) -> None:
+    def validate(self, step: int, only: int | None = None) -> None:
         inputs, targets = self.example(self.config.val_seq_len)
         self.work.loss_without_gradient(
             self.model, inputs, targets, self.setting(step, only))

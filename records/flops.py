@@ -1,9 +1,9 @@
 """How fast a log says that its machine computed, and whether that can be.
 
 The model's multiplications follow from the configuration and from two places of the embedded code:
-the list of layers (TOPOLOGIES) and the function that counts the head. Both are read as text;
-nothing is executed. Where the code has another form, its multiplications are not known, and only
-those checks are left that need none.
+the function that counts the head, and in older code the list of layers (TOPOLOGIES). Both are read
+as text; nothing is executed. Where the code has another form, its multiplications are not known,
+and only those checks are left that need none.
 """
 import ast
 import re
@@ -73,6 +73,8 @@ def flops_per_token(log):
     source = b"\n" + b"\n".join(log.files.values())
     topology = config.get("topology")
     layers = topologies(source).get(topology) if isinstance(topology, str) else None
+    if type(config.get("num_layers")) is int:  # all of them have attention
+        layers = [True] * min(config["num_layers"], 1000)
     count = (excerpt(source, COUNTS, b"\ndef flops_per_token(")
              or excerpt(source, COUNTS, b"\ndef mfu("))
     if not layers or not count:
