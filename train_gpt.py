@@ -1067,8 +1067,8 @@ def model_of(content: dict, device: torch.device) -> GPT:
     and `model.val_loss` is the loss of its validation, if they are known. Raises BadInput if the
     weights do not fit the configuration."""
     config = content["config"]
-    require("num_layers" in config, "the checkpoint is of an older version of this program; use the "
-            "commit that its log names, or train it anew")
+    require("num_layers" in config, "the checkpoint is of an older version of this program; use "
+            "the commit that its log names, or train it anew")
     values = checkpoint.config_values(config, Config)
     c = Config(**values | dict(
         attention="sdpa", device=device.type, native=False, sample="", run_name=""))

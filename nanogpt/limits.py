@@ -51,8 +51,8 @@ def check(c, schedules: dict[str, list], precisions: dict, least_width: int) -> 
 
 def check_ranges(c) -> None:
     for name in ("num_steps", "batch_tokens", "seq_len", "micro_tokens", "val_tokens",
-                 "val_seq_len", "num_layers", "model_dim", "num_heads", "head_dim", "mlp_dim", "vocab_size",
-                 "bigram_rows", "epochs", "cooldown_frac"):
+                 "val_seq_len", "num_layers", "model_dim", "num_heads", "head_dim", "mlp_dim",
+                 "vocab_size", "bigram_rows", "epochs", "cooldown_frac"):
         value = getattr(c, name)
         require(value > 0, f"--{name}={value} must be positive")
         if name in MOST:

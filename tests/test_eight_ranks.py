@@ -9,7 +9,7 @@ from nanogpt import checkpoint
 from records.log import read_log
 
 EIGHT = {  # the speedrun's layers and stages, a sequence of 128 tokens for each rank in its smallest batch
-    "topology": "gpt2", "schedule": "speedrun", "num_steps": 7, "batch_tokens": 3 * 8 * 128, "seq_len": 128,
+    "num_layers": 8, "schedule": "speedrun", "num_steps": 7, "batch_tokens": 3 * 8 * 128, "seq_len": 128,
     "micro_tokens": 128, "val_tokens": 8 * 128, "val_seq_len": 128, "val_interval": 3, "epochs": 9, "target_loss": 0,
     "candidates": 0, "precision": "fp32", "dtype": "float64", "sample": ""}
 

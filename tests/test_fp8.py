@@ -188,7 +188,7 @@ def test_a_factor_on_the_loss_scales_the_gradients_of_the_head(device):
 def test_the_model_trains_with_the_fp8_head_and_validates_without_it(monkeypatch):
     calls = []
     monkeypatch.setattr(t.FP8HeadLoss, "apply", lambda *args: calls.append(len(args[0])) or args[0].sum() * 0)
-    c = t.Config(topology="laptop", model_dim=32, num_heads=2, head_dim=16, mlp_dim=64, vocab_size=64, seq_len=128, val_seq_len=128,
+    c = t.Config(num_layers=4, model_dim=32, num_heads=2, head_dim=16, mlp_dim=64, vocab_size=64, seq_len=128, val_seq_len=128,
                  micro_tokens=128, schedule="laptop", precision="fp8-head")
     model = t.GPT(c, torch.device("cpu"))
     tokens = integers(0, 63, 128)

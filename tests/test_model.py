@@ -272,7 +272,7 @@ def test_scores_of_narrower_heads_are_scaled_by_their_width_and_the_smallest_hea
 
 def tiny(world_size=1, **changes):
     """A float64 model whose every weight is random."""
-    values = dict(topology="gpt2", model_dim=32, num_heads=4, head_dim=8, mlp_dim=64, vocab_size=BOS + 1, bigram_rows=101,
+    values = dict(num_layers=5, model_dim=32, num_heads=4, head_dim=8, mlp_dim=64, vocab_size=BOS + 1, bigram_rows=101,
                   seq_len=384, val_seq_len=384, micro_tokens=384, batch_tokens=384, dtype="float64", precision="bf16",
                   device="cpu", compile=False)
     model = t.GPT(t.Config(**values | changes), torch.device("cpu"), world_size)
@@ -287,73 +287,57 @@ def view(long=2, short=1, d=8, score_scale=0.75):
     return t.Setting({"long": long, "short": short}, tuple(slower), score_scale)
 
 
-PAIRED, XSA, LONG, VALUE_EMBEDS = (0, 2, 5, 9), (1, 3, 4, 7, 8, 10), (3, 10), {1: 0, 2: 1, 8: 2, 9: 3, 10: 4}
-
-
 def plain_gpt(w, signs, tokens, targets, starts, setting, heads, d):
-    """Sections C.3 to C.6 of the digest as the ladder simplifies them, layer by layer. w: name -> bank. Layers that
-    setting.layers does not name pass the stream on."""
+    """Sections C.3 to C.6 of the digest as the script simplifies them, layer by layer. w: name -> bank."""
     def rms(x):
         return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
 
     def shifted(x):  # the token before; zeros where a sequence or a document begins
         return torch.stack([torch.zeros_like(x[0]) if i in {0, *starts} else x[i - 1] for i in range(len(x))])
 
-    length, width = len(tokens), heads * d
+    length, width, L = len(tokens), heads * d, len(w["scalars"])
     freq = torch.tensor([*setting.frequencies] + [0.0] * (d // 4), dtype=torch.float64)
-    visible = {(window, 1): naive_mask(starts, size, length) for window, size in setting.windows.items()}
-    visible["short", 2] = naive_mask([2 * start for start in starts], setting.windows["short"], 2 * length)
+    visible = {window: naive_mask(starts, size, length) for window, size in setting.windows.items()}
 
     x = w["lm_head"][tokens]
     x0 = rms(x + w["smear"] * shifted(x))
     pairs = [(now, int(before)) for now, before in zip(tokens.tolist(), shifted(tokens))]
     bigram = torch.stack([w["bigrams"][((36313 * now) ^ (27191 * before)) % len(w["bigrams"])]
                           * signs[(now ^ before) % 8192] for now, before in pairs])
-    tables = w["value_embeds"].view(len(w["value_embeds"]), 5, width)
-    x, outputs, at = x0, [], 0
-    for i in range(11):
-        mix_x0, mix_bigram, mix_v, mix_o, mix_attn, mix_skip, mix_mlp, mix_down = w["scalars"][i]
-        if setting.layers is not None and i not in setting.layers:
+    tables = w["value_embeds"].view(len(w["value_embeds"]), L, width)
+    x, outputs = x0, []
+    for i in range(L):
+        if setting.only_layer not in (None, i):
             outputs.append(x)
-            at += i != 6
             continue
-        if i != 6:
-            u = x0 if x is x0 else rms(outputs[7] if i >= 8 else x)
-            rows = w["qk"][at * heads : (at + 1) * heads].flatten(0, 1)
-            wq, wk, (wv, wo) = rows[:width], rows[width:], w["vo"][2 * at : 2 * at + 2]
-            q, k, v = ((u @ m.T).view(length, heads, d) for m in (wq, wk, mix_v * wv))
-            q, k = rms(q) * setting.score_scale, rms(k)
-            if i in VALUE_EMBEDS:
-                ve = tables[tokens, VALUE_EMBEDS[i]]
-                gate = 2 * torch.sigmoid(torch.cat((u[:, :6], ve[:, :6]), 1) @ w["gates"][at, 1].T)
-                v = v + gate[:, :, None] * ve.view(length, heads, d)
-            if i in PAIRED:  # place 2t has the first half of token t's heads, place 2t + 1 the second half
-                places = [torch.stack((z[:, : heads // 2], z[:, heads // 2 :]), 1).flatten(0, 1) for z in (q, k, v)]
-                y = naive_attention(turned(places[0], freq), turned(places[1], freq), places[2], visible["short", 2])
-                y = y.reshape(length, heads, d)
-            else:
-                q, k = turned(q, freq), turned(k, freq)
-                if i in LONG:  # the position-free half is the previous token's, but a document start keeps its own
-                    own = torch.zeros(length, dtype=torch.bool)
-                    own[[0, *starts]] = True
-                    quarters = zip(k.chunk(4, -1), torch.where(own[:, None, None], k, shifted(k)).chunk(4, -1))
-                    k = torch.cat([before if j % 2 else now for j, (now, before) in enumerate(quarters)], -1)
-                y = naive_attention(q, k, v, visible["long" if i in LONG else "short", 1])
-            if i in XSA:
-                along = (y * v).sum(-1) / (v * v).sum(-1).clamp(min=1e-8)
-                y = y - (torch.tanh(w["xsa"][at]) * along)[:, :, None] * v
-            y = y * torch.sigmoid(u[:, :12] @ w["gates"][at, 0].T)[:, :, None]
-            a = y.reshape(length, width) @ (mix_o * wo)
-            x = mix_attn * x + a + mix_x0 * x0 + mix_bigram * bigram
-            at += 1
-        else:
-            x = x + mix_skip * outputs[3]
+        mix_x0, mix_bigram, mix_v, mix_o, mix_attn, mix_mlp, mix_down = w["scalars"][i]
+        far = i in (L // 2 - 1, L - 1)
+        u = x0 if x is x0 else rms(x)
+        rows = w["qk"][i * heads : (i + 1) * heads].flatten(0, 1)
+        wq, wk, (wv, wo) = rows[:width], rows[width:], w["vo"][2 * i : 2 * i + 2]
+        q, k, v = ((u @ m.T).view(length, heads, d) for m in (wq, wk, mix_v * wv))
+        q, k = rms(q) * setting.score_scale, rms(k)
+        ve = tables[tokens, i]
+        gate = 2 * torch.sigmoid(torch.cat((u[:, :6], ve[:, :6]), 1) @ w["gates"][i, 1].T)
+        v = v + gate[:, :, None] * ve.view(length, heads, d)
+        q, k = turned(q, freq), turned(k, freq)
+        if far:  # the position-free half is the previous token's, but a document start keeps its own
+            own = torch.zeros(length, dtype=torch.bool)
+            own[[0, *starts]] = True
+            quarters = zip(k.chunk(4, -1), torch.where(own[:, None, None], k, shifted(k)).chunk(4, -1))
+            k = torch.cat([before if j % 2 else now for j, (now, before) in enumerate(quarters)], -1)
+        y = naive_attention(q, k, v, visible["long" if far else "short"])
+        along = (y * v).sum(-1) / (v * v).sum(-1).clamp(min=1e-8)
+        y = y - (torch.tanh(w["xsa"][i]) * along)[:, :, None] * v
+        y = y * torch.sigmoid(u[:, :12] @ w["gates"][i, 0].T)[:, :, None]
+        a = y.reshape(length, width) @ (mix_o * wo)
+        x = mix_attn * x + a + mix_x0 * x0 + mix_bigram * bigram
         x = mix_mlp * x + torch.relu(rms(x) @ w["mlp"][2 * i]) ** 2 @ (mix_down * w["mlp"][2 * i + 1]).T
         outputs.append(x)
     inner = x @ w["late_in"].T
     inner = inner * (1 + torch.erf(inner / 2**0.5)) / 2  # GELU
     late = (inner @ w["late_out"].T + w["late_bias"]) / 10
-    for i, source in enumerate((x0, outputs[3], outputs[7], outputs[9])):
+    for i, source in enumerate((x0, outputs[L // 3], outputs[2 * L // 3], outputs[L - 2])):
         x = x + late[:, i, None] * source
     x[:, :width] += late[:, 4, None] * tables[tokens, 0]
     x = rms(x)
@@ -398,14 +382,13 @@ def test_loss_and_all_gradients_equal_a_plain_version_of_the_specification(width
         else:
             torch.testing.assert_close(p.grad, dense[name], rtol=1e-10, atol=1e-12, msg=name)
     reached = (model.scalars.grad != 0).sum(0).tolist()  # each mixing weight is used where the digest has it
-    assert dict(zip(t.SCALARS, reached)) == {
-        "x0": 10, "bigram": 10, "v": 10, "o": 10, "attn": 10, "skip": 1, "mlp": 11, "down": 11}
-    assert model.xsa.grad.any(1).nonzero()[:, 0].tolist() == [1, 3, 4, 6, 7, 9]  # the attention of layer 6 is missing
+    assert reached == [5] * 7 and model.xsa.grad.any(1).all()
 
 
-def test_layers_that_are_left_out_pass_the_stream_on_and_have_no_gradients():
+@pytest.mark.parametrize("layer", [2, 4])
+def test_layers_that_are_left_out_pass_the_stream_on_and_have_no_gradients(layer):
     model = tiny()
-    seen = view()._replace(layers=(1, 2, 3, 7, 8, 10))
+    seen = view()._replace(only_layer=layer)
     starts = [0, 100, 290]
     tokens, targets = tokens_of(starts, 384), tokens_of([7], 384, seed=5)
     w = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
@@ -416,8 +399,8 @@ def test_layers_that_are_left_out_pass_the_stream_on_and_have_no_gradients():
     assert loss.item() == pytest.approx(reference.item(), rel=1e-10)
     for name, p in model.named_parameters():
         torch.testing.assert_close(p.grad, w[name].grad, rtol=1e-8, atol=1e-12, msg=name)
-    matrices = model.mlp.grad.flatten(1).any(1).view(11, 2).all(1)
-    assert matrices.nonzero()[:, 0].tolist() == [1, 2, 3, 7, 8, 10]
+    matrices = model.mlp.grad.flatten(1).any(1).view(5, 2).all(1)
+    assert matrices.nonzero()[:, 0].tolist() == [layer]
 
 
 # -------------------------------------------------------------------------------- a sample of the vocabulary
@@ -573,7 +556,7 @@ def test_logits_of_the_next_token_are_those_of_the_loss():
 
 @pytest.mark.parametrize("vocab, count", [(64, 101), (50304, 251_520)])
 def test_rows_are_looked_up_by_token_and_by_hashed_pair_and_no_pair_crosses_a_border(vocab, count):
-    model = tiny(seq_len=128, vocab_size=vocab, bigram_rows=count, topology="laptop", dtype="bfloat16")
+    model = tiny(seq_len=128, vocab_size=vocab, bigram_rows=count, dtype="bfloat16")
     tokens = torch.randint(0, model.bos, (384,), generator=torch.Generator().manual_seed(1))
     tokens[[7, 130, 131]] = model.bos
     borders = {"training": {0, 7, 128, 130, 131, 256}, "validation": {0, 7, 130, 131}}  # which has one long sequence
@@ -677,7 +660,7 @@ def test_cuda_graphs_give_loss_and_gradients_of_any_batch_for_a_first_micro_batc
         precise = losses_and_gradients(exact, t.call_directly, batch, seen, 1.0)
         for number, (one, same, reference) in enumerate(zip(ours, eager, precise)):
             assert {*one} == {*same} == {*reference} == {"loss", *(f"rows of {name}" for name in model.big_tables)} | (
-                {*model.params} - {"xsa", *model.big_tables}), f"micro-batch {number}"
+                {*model.params} - {*model.big_tables}), f"micro-batch {number}"
             for name, x in one.items():
                 assert x.norm() > 0 and distance(x, same[name]) < 2**-7, f"{name}, micro-batch {number}"
                 bound = {"loss": error / 20, "scalars": 2 * error, "smear": 2.0}.get(name, error)  # smear: a number, in
@@ -692,7 +675,7 @@ def test_rotary_tables_are_made_once_for_each_view_and_length_and_are_those_of_t
             cos, sin, scale = made = model.rotary(seen, length, True)
             assert all(a is b for a, b in zip(made, model.rotary(seen, length, True))), "a CUDA graph reads it again"
             freq = torch.tensor(seen.frequencies, dtype=torch.float64)
-            for ours, table in zip((cos, sin), t.rotary_table(2 * length, freq, 8, torch.float64)):
+            for ours, table in zip((cos, sin), t.rotary_table(length, freq, 8, torch.float64)):
                 assert torch.equal(ours, table)
             assert scale.item() == seen.score_scale
             assert all(map(torch.equal, made, model.rotary(seen, length, False)))
@@ -700,33 +683,33 @@ def test_rotary_tables_are_made_once_for_each_view_and_length_and_are_those_of_t
     assert len(model.rotary_tables[False]) == 1, "those of validation are too large to keep all of them"
 
 
-def test_the_record_has_as_many_weights_as_the_digest_says():
+def test_the_default_has_as_many_weights_as_its_sizes_say():
     size = {name: math.prod(p.shape) for name, p in t.parameter_table(t.Config()).items()}
-    assert size["qk"] + size["vo"] == 10 * 4 * 768**2 and size["mlp"] == 11 * 2 * 768 * 3072
-    assert round(sum(size[name] for name in ("qk", "vo", "mlp")) / 1e6, 1) == 75.5  # the body
-    assert size["lm_head"] == 50304 * 768 and size["value_embeds"] == 5 * 50304 * 768
+    assert size["qk"] + size["vo"] == 8 * 4 * 768**2 and size["mlp"] == 8 * 2 * 768 * 4096
+    assert size["lm_head"] == 50304 * 768 and size["value_embeds"] == 8 * 50304 * 768
     assert size["bigrams"] == 5 * 50304 * 768  # record 62's five rows a token
-    assert size["scalars"] == 11 * 8 and size["gates"] == 10 * 2 * 6 * 12 and size["xsa"] == 10 * 6
+    assert size["scalars"] == 8 * 7 and size["gates"] == 8 * 2 * 6 * 12 and size["xsa"] == 8 * 6
     assert size["late_in"] + size["late_out"] + size["late_bias"] + size["smear"] == 64 * 768 + 5 * 64 + 5 + 1
-    assert sum(size.values()) == 75_497_472 + 38_633_472 + 2 * 193_167_360 + 88 + 1440 + 60 + 49_478
+    active, in_tables = t.num_weights(t.Config())
+    assert in_tables == 13 * 50304 * 768 and active == sum(size.values()) - in_tables
 
 
 def test_narrower_attention_has_narrower_matrices_and_value_embeddings():
     c = t.parse_config(["--preset=onepass"])
     shapes = {name: p.shape for name, p in t.parameter_table(c).items()}
-    assert shapes["qk"] == (8 * 4, 256, 768) and shapes["vo"] == (8 * 2, 512, 768)
-    assert shapes["value_embeds"] == (50304, 5 * 512) and shapes["gates"] == (8, 2, 4, 12) and shapes["xsa"] == (8, 4)
+    assert shapes["qk"] == (6 * 4, 256, 768) and shapes["vo"] == (6 * 2, 512, 768)
+    assert shapes["value_embeds"] == (50304, 6 * 512) and shapes["gates"] == (6, 2, 4, 12) and shapes["xsa"] == (6, 4)
 
 
 def test_muon_treats_queries_and_keys_in_pairs_of_heads_and_every_other_matrix_whole():
     table = t.parameter_table(t.Config())
     assert {name: p.shape for name, p in table.items() if p.optimizer == "muon"} == {
-        "qk": (60, 256, 768), "vo": (20, 768, 768), "mlp": (22, 768, 3072)}
+        "qk": (48, 256, 768), "vo": (16, 768, 768), "mlp": (16, 768, 4096)}
 
 
-@pytest.mark.parametrize("topology, vocab", [("gpt2", 64), ("gpt2", 5000), ("laptop", 384)])
-def test_the_initial_loss_is_nearly_the_logarithm_of_the_vocabulary(topology, vocab):
-    model = tiny(topology=topology, vocab_size=vocab)
+@pytest.mark.parametrize("num_layers, vocab", [(11, 64), (5, 5000), (1, 384)])
+def test_the_initial_loss_is_nearly_the_logarithm_of_the_vocabulary(num_layers, vocab):
+    model = tiny(num_layers=num_layers, vocab_size=vocab)
     t.initialize(model, 0)
     with torch.no_grad():
         loss = model(tokens_of([0, 99], 384), tokens_of([], 384, 1), view(), False)
@@ -756,7 +739,7 @@ def test_initial_weights_are_as_specified_and_depend_on_the_seed_but_not_on_the_
     assert 0.99 / 64**0.5 < one.late_in.abs().max() <= 1 / 64**0.5
     for row in one.scalars.tolist():
         assert dict(zip(t.SCALARS, row)) == pytest.approx({"x0": 0, "bigram": 0.05, "v": 0.5, "o": 1, "attn": 1.1**0.5,
-                                                           "skip": 0.18, "mlp": 1.1**0.5, "down": 1})
+                                                           "mlp": 1.1**0.5, "down": 1})
 
 
 def test_signs_are_balanced_differ_from_row_to_row_and_are_the_same_in_every_run():
@@ -823,10 +806,7 @@ def test_the_mean_validation_loss_is_over_exactly_val_tokens(monkeypatch):
     assert loss == pytest.approx(total.item() / 768, rel=1e-6)  # the scale of scores is kept in float32
 
 
-@pytest.mark.parametrize("matching, least, most", [(True, 0.4, 1), (False, 0, 0.05)])
-def test_a_matching_layer_begins_by_finding_what_came_after_an_equal_token(matching, least, most, monkeypatch):
-    layers = [layer._replace(matching=matching and layer.offset) for layer in t.TOPOLOGIES["laptop"]]
-    monkeypatch.setitem(t.TOPOLOGIES, "laptop", layers)
+def test_a_layer_that_sees_far_begins_by_finding_what_came_after_an_equal_token(monkeypatch):
     model = t.GPT(t.Config(**t.PRESETS["laptop"] | {"precision": "fp32"}), torch.device("cpu"))
     t.initialize(model, 0)
     scores, attend = [], t.attend
@@ -841,9 +821,8 @@ def test_a_matching_layer_begins_by_finding_what_came_after_an_equal_token(match
     tokens = torch.cat([twice, twice.new_zeros(2048 - 200)])
     with torch.no_grad():
         model.hidden(tokens, t.setting_of(0, model.config), True)
-    for layer, score in zip(layers, scores):
-        after = score[:, torch.arange(99), torch.arange(1, 100)].mean()  # on the token after the equal one
-        assert (least if layer.offset else 0) <= after <= (most if layer.offset else 0.05)
+    after = [score[:, torch.arange(99), torch.arange(1, 100)].mean() for score in scores]  # the token after the equal one
+    assert after[1] > 0.4 and after[3] > 0.4 and after[0] < 0.05 and after[2] < 0.05
 
 
 STAGE = t.Stage(0.5, 1, 2048, 2, 1, 1.0)
@@ -882,38 +861,12 @@ def test_a_stage_whose_batch_is_accepted_reads_exactly_the_tokens_that_its_loss_
     assert accepted >= 2
 
 
-@pytest.mark.parametrize("number, changes, sentence", [
-    (2, {"attn": False, "xsa": True, "value_embed": 0}, "layer 2 has no attention, which xsa, value_embed would change"),
-    (2, {"matching": True}, "layer 2 has matching=True without offset=True, whose keys it matches"),
-    (1, {"window": "middle"}, "layer 1 has window='middle', which is neither 'short' nor 'long'"),
-    (1, {"reads_layer": 3}, "layer 1 has reads_layer=3, which is no earlier layer; the first one is 0"),
-    (2, {"skip": 2}, "layer 2 has skip=2, which is no earlier layer; the first one is 0"),
-    (2, {"skip": -1}, "layer 2 has skip=-1, which is no earlier layer; the first one is 0"),
-    (0, {"value_embed": -1}, "layer 0 has value_embed=-1; the first one is 0"),
-], ids=range(7))
-def test_a_changed_topology_that_cannot_be_is_refused_in_one_sentence(monkeypatch, number, changes, sentence):
-    c = t.Config(**TINY)
-    layers = [*t.TOPOLOGIES[c.topology]]
-    t.check_config(c)
-    layers[number] = layers[number]._replace(**changes)
-    monkeypatch.setitem(t.TOPOLOGIES, c.topology, layers)
-    with pytest.raises(BadInput, match=rf"^TOPOLOGIES\['{c.topology}'\]: {sentence}$"):
-        t.check_config(c)
-
-
-def test_a_topology_without_any_attention_is_refused(monkeypatch):
-    c = t.Config(**TINY)
-    monkeypatch.setitem(t.TOPOLOGIES, c.topology, [t.Layer(attn=False)] * 4)
-    with pytest.raises(BadInput, match="at least one layer must have attention"):
-        t.check_config(c)
-
-
 def test_flops_per_token_are_those_of_the_matrices_and_of_the_candidates_in_the_head():
-    c = t.Config(**TINY | {"topology": "gpt2", "model_dim": 16, "mlp_dim": 32, "vocab_size": 64})
+    c = t.Config(**TINY | {"num_layers": 7, "model_dim": 16, "mlp_dim": 32, "vocab_size": 64})
     assert c.num_heads * c.head_dim == 32
-    weights = 10 * 4 * 16 * 32 + 11 * 2 * 16 * 32 + 64 * 16
+    weights = 7 * 4 * 16 * 32 + 7 * 2 * 16 * 32 + 64 * 16
     assert t.flops_per_token(c) == 6 * weights
     whole = replace(c, model_dim=768, mlp_dim=3072, vocab_size=50304, num_heads=6, head_dim=128, candidates=0)
-    assert t.flops_per_token(whole) == pytest.approx(6 * 114.1e6, rel=1e-3)
+    assert t.flops_per_token(whole) == 6 * (7 * (4 * 768**2 + 2 * 768 * 3072) + 50304 * 768)
     assert t.flops_per_token(replace(c, vocab_size=50304, candidates=64)) == t.flops_per_token(c)
     assert t.flops_per_token(replace(c, candidates=128)) == t.flops_per_token(c), "no more than the vocabulary has"

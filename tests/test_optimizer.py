@@ -265,13 +265,8 @@ def test_muons_momentum_rises_and_falls_over_the_digests_steps():
 # ---------------------------------------------------------------------------------------------------- one rank
 
 
-t.TOPOLOGIES["all kinds"] = [
-    t.Layer(paired=True, value_embed=0), t.Layer(window="long", offset=True, xsa=True), t.Layer(),
-    t.Layer(attn=False, skip=1), t.Layer(value_embed=1, reads_layer=1, xsa=True)]
-
-
 def small(dtype, world_size=1, **changes):
-    values = dict(topology="all kinds", model_dim=16, num_heads=2, head_dim=8, mlp_dim=32, vocab_size=61, seq_len=128,
+    values = dict(num_layers=5, model_dim=16, num_heads=2, head_dim=8, mlp_dim=32, vocab_size=61, seq_len=128,
                   val_seq_len=128, micro_tokens=128, batch_tokens=1536, num_steps=6, schedule="laptop",
                   bigram_rows=101, dtype=dtype, precision="bf16", device="cpu")
     return t.GPT(t.Config(**values | changes), torch.device("cpu"), world_size)
@@ -601,7 +596,7 @@ def test_a_batch_in_any_number_of_micro_batches_makes_the_same_update_of_weights
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_that_works_on_the_tables_beside_the_matrices_makes_the_same_updates():
     device, results = torch.device("cuda"), []
-    values = dict(topology="all kinds", model_dim=128, num_heads=2, head_dim=64, mlp_dim=512, vocab_size=20_000, bigram_rows=50_000,
+    values = dict(num_layers=5, model_dim=128, num_heads=2, head_dim=64, mlp_dim=512, vocab_size=20_000, bigram_rows=50_000,
                   seq_len=1024, val_seq_len=1024, micro_tokens=4096, batch_tokens=8192, num_steps=8, schedule="laptop",
                   dtype="float64", precision="bf16", device="cuda", attention="sdpa")
     for beside in (True, False):

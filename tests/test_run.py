@@ -352,11 +352,11 @@ def refused(capfd, args, before="step:"):
     ({"candidates": -1}, ["--candidates=-1", "0"]),
     ({"schedule": "long"}, ["--schedule=long", "speedrun, laptop, char"]),
     ({"schedule": "speedrun"}, ["--batch_tokens=1024", "768"]),  # its first stage has a third of that
-    ({"topology": "gpt2", "num_heads": 1}, ["--num_heads=1", "multiple of 2"]), ({"head_dim": 0}, ["--head_dim=0"]),
+    ({"num_layers": 0}, ["--num_layers=0", "positive"]), ({"head_dim": 0}, ["--head_dim=0"]),
     ({"val_seq_len": 100}, ["--val_seq_len=100", "128"]), ({"batch_tokens": 1000}, ["--batch_tokens=1000", "256"]),
     ({"val_tokens": 300}, ["--val_tokens=300", "256"]), ({"num_heads": 3}, ["--num_heads=3", "48", "6 to 32, which is --model_dim"]),
     ({"model_dim": 8}, ["--model_dim=8"]), ({"model_dim": 16}, ["--head_dim=16 is 32", "16, which is --model_dim"]), ({"head_dim": 6}, ["--head_dim=6", "multiple of 4"]), ({"cooldown_frac": 0}, ["--cooldown_frac=0"]),
-    ({"topology": "gpt3"}, ["--topology=gpt3", "gpt2, lean, laptop"]), ({"dtype": "int8"}, ["--dtype=int8", "bfloat16"]),
+    ({"schedule": "long"}, ["--schedule=long", "speedrun, laptop, char"]), ({"dtype": "int8"}, ["--dtype=int8", "bfloat16"]),
     ({"attention": "flash"}, ["--attention=flash", "sdpa"]), ({"device": "tpu"}, ["--device=tpu", "cpu"]),
     ({"attention": "flex"}, ["--attention=flex", "CUDA"]),
     ({"preset": "desktop"}, ["desktop", "speedrun, onepass, laptop"]),
@@ -599,12 +599,9 @@ def masks_of_one_shape(documents, windows, make_masks=masks.sdpa_masks):
 
 
 def test_warming_up_compiles_every_graph_of_the_run(eager_graphs, corpus, tmp_path, monkeypatch):
-    """Its layers have all that a layer can have. Each stage has two steps, and batches of 2, 4 or 6 sequences."""
-    layers = [t.Layer(paired=True), t.Layer(value_embed=0, xsa=True), t.Layer(window="long", offset=True, xsa=True),
-              t.Layer(attn=False, skip=1), t.Layer(value_embed=1, reads_layer=3, paired=True)]
-    monkeypatch.setitem(t.TOPOLOGIES, "gpt2", layers)
+    """Each stage has two steps, and batches of 2, 4 or 6 sequences."""
     monkeypatch.setattr(masks, "sdpa_masks", masks_of_one_shape)
-    args = arguments(data_dir=corpus, log_dir=tmp_path, compile=True, val_interval=1, topology="gpt2", model_dim=64,
+    args = arguments(data_dir=corpus, log_dir=tmp_path, compile=True, val_interval=1, num_layers=5, model_dim=64,
                      num_heads=4, head_dim=16, **STAGES | {"num_steps": 6})
     assert t.main(args) == 1
     log = read_log(only_log(tmp_path))
