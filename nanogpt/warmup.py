@@ -81,19 +81,19 @@ class WarmUp:
 
     def compile_share(self) -> None:
         """Each rank compiles some graphs first. In `run` it finds those of the other ranks in the
-        compiler's cache on disk. With empty caches, one H200 alone took 82 s to its first step, and
-        four that share took 66 to 76 s."""
+        compiler's cache on disk. With empty caches and a model of seven kinds of layers, one H200
+        alone took 82 s to its first step, and four that share took 66 to 76 s."""
         rank, world_size = rank_and_world_size()
-        # The first layer sees near and the last one far. Layers of one kind share a graph.
-        kinds = {0, self.config.num_layers - 1}
+        # In training the last layer, which sees far, has another graph than the first one.
+        last = self.config.num_layers - 1
         passes = {}  # one of each length, with and without recipes
         for stage, step in self.step_kinds:
             passes[stage.length, self.setting(step).plain] = stage, step
-        jobs = [(self.forward_backward, at) for at in passes.values()]
-        jobs.append((self.validate, (self.config.num_steps,)))
-        shares = [(job, at, layer) for job, at in jobs for layer in kinds]
-        for job, at, layer in shares[rank::world_size]:
-            job(*at, layer)
+        jobs = [(self.forward_backward, *at, layer) for at in passes.values()
+                for layer in {0, last}]
+        jobs.append((self.validate, self.config.num_steps, last))
+        for job, *arguments in jobs[rank::world_size]:
+            job(*arguments)
         params = self.model.params
         dense = [name for name in params if name not in self.model.big_tables]
         slowest_first = sorted(dense, key=lambda name: params[name].optimizer != "muon")

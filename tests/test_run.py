@@ -474,7 +474,7 @@ def test_help_lists_every_key_with_its_meaning_and_default(capsys):
 def test_the_defaults_are_the_record_and_the_presets_are_laid_over_them():
     c = t.parse_config(["--preset=speedrun"])
     assert c == t.Config(preset="speedrun")
-    assert (c.num_steps, c.batch_tokens, c.seq_len, c.schedule) == (1560, 8 * 49152, 16384, "speedrun")
+    assert (c.num_steps, c.batch_tokens, c.seq_len, c.schedule) == (1680, 8 * 49152, 16384, "speedrun")
     assert (c.val_tokens, c.target_loss) == (10_485_760, 3.28)
     assert [*t.PRESETS] == ["speedrun", "onepass", "laptop", "char", "small"]
     for name, values in t.PRESETS.items():
@@ -484,9 +484,9 @@ def test_the_defaults_are_the_record_and_the_presets_are_laid_over_them():
 
 def test_one_pass_fits_into_the_data_of_the_earlier_record_on_one_pass():
     c = t.parse_config(["--preset=onepass"])
-    steps = {0: 65_536, 350: 65_536, 700: 131_072, 1049: 131_072}  # of 1,060: 0.33, 0.33, 0.33, 0.01
+    steps = {0: 65_536, 396: 65_536, 792: 131_072, 1188: 131_072}  # of 1,200: 0.33, 0.33, 0.33, 0.01
     assert [(first, t.stage_tokens(stage, c)) for first, end, stage in t.stages(c) if end > first] == [*steps.items()]
-    assert t.total_tokens(c) == 700 * 65_536 + 360 * 131_072 == 93_061_120
+    assert t.total_tokens(c) == 792 * 65_536 + 408 * 131_072 == 105_381_888
 
 
 def test_a_given_value_overrides_the_preset_wherever_it_stands():
