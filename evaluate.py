@@ -184,8 +184,8 @@ def score_items(model, items: list[Item], most_tokens: int, progress: Callable =
 def shortened(setting, longest: int):
     """The setting with windows cut to a document of `longest` tokens that begins at the start of a
     block. What is cut off belongs to other documents, so no result changes, and attention has less
-    to gather. Paired heads have two positions per token, so twice the tokens are counted."""
-    blocks = math.ceil(2 * longest / BLOCK_SIZE)
+    to gather."""
+    blocks = math.ceil(longest / BLOCK_SIZE)
     windows = {name: min(window, blocks) for name, window in setting.windows.items()}
     return setting._replace(windows=windows)
 

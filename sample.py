@@ -82,7 +82,7 @@ class LayerMemory(NamedTuple):
     has positions, and a new position overwrites the one that is a window older."""
     keys: Tensor  # (H, places, d)
     values: Tensor  # (H, places, d)
-    last_key: Tensor  # (1, H, d): of the last token, before its half is replaced
+    last_key: Tensor  # (1, H, d): of the last token, before `offset_keys`, where that is used
 
 
 class Places(NamedTuple):

@@ -110,7 +110,9 @@ WATCH = Watch(STOP)  # ends this process if another rank is lost
 # --------------------------------------------------------------------------------------------------
 # 1. Configuration: the defaults are the record, and every key can be given as --key=value
 
-GATE_DIM = 12  # channels that steer a gate: the first ones of a layer's input (record 28)
+# Channels that steer a gate: the first ones of a layer's input (record 28). Of those of a value
+# embedding's gate half are the embedding's.
+GATE_DIM = 12
 
 
 @dataclasses.dataclass
@@ -257,7 +259,7 @@ PRESETS: dict[str, dict] = {
 
 ABOUT = {
     "speedrun": "the record: GPT-2's size, 443M tokens of FineWeb to a loss of 3.28, on GPUs",
-    "onepass": "a model with less attention on 105M tokens, each read once, on GPUs",
+    "onepass": "a model of fewer layers and heads, for 105M tokens that are read once, on GPUs",
     "laptop": "a small model of bytes, about a minute on a CPU",
     "char": "a larger one, to compare precisions on any text",
     "small": "the same with GPT-2's tokens, for texts of less than 60M tokens",
@@ -281,7 +283,7 @@ class Stage(NamedTuple):
     fraction: float  # of all steps; 0: this stage is only for the validation at the end
     batch: float  # its batches, as a part of batch_tokens
     longest_document: int  # tokens that are read of a document; with cut_documents all of them
-    long_window: int  # how far the layers with a long window see, in blocks of 128 tokens
+    long_window: int  # how far two of the layers see (`sees_far`), in blocks of 128 tokens
     short_window: int  # how far the other layers see, in blocks of 128 tokens
     lr: float  # factor of all learning rates
 
@@ -460,7 +462,6 @@ class Setting(NamedTuple):
     frequencies: tuple[float, ...]  # of the rotary embedding, radians a position
     score_scale: float  # multiplies the scores of attention
     plain: bool = False  # no recipe of low precision: in the last --bf16_last_frac of the steps
-    only_layer: int | None = None  # for the warm-up, which compiles one kind of layer at a time
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor) -> Tensor:
@@ -489,7 +490,7 @@ SCALARS = {  # learned numbers that weigh the parts of a layer, and their initia
 
 
 class Param(NamedTuple):
-    """A parameter of the model: a "bank", which stacks equal weights of all layers."""
+    """A parameter of the model, or "bank": most of them stack equal weights of all layers."""
     shape: tuple[int, ...]  # Muon takes it as a stack of matrices
     optimizer: str  # "muon" or "adam"
     lr: float | tuple[float, ...]  # of Adam a number; of Muon one for each matrix, in turn
@@ -519,8 +520,9 @@ def constants(*numbers: float) -> Callable[[Tensor], None]:
 
 
 def sees_far(layer: int, c: Config) -> bool:
-    """Whether a layer has the long window, and keys of which half is the previous token's."""
-    return layer in (c.num_layers // 2 - 1, c.num_layers - 1)
+    """Whether a layer is the one in the middle or the last one. These have the long window, and
+    keys of which half is the previous token's."""
+    return layer in ((c.num_layers - 1) // 2, c.num_layers - 1)
 
 
 def parameter_table(c: Config) -> dict[str, Param]:
@@ -591,7 +593,7 @@ def parameter_table(c: Config) -> dict[str, Param]:
         "late_bias": Param((5,), init=constants(0, 0, -5, 0, 0), **late),
         # how much of what points along the token's own value each head gives up
         "xsa": Param((L, H), init=zero, **scalar),
-        # of each head, then of the value embedding
+        # two gates of each attention head: of its output, and of its value embedding
         "gates": Param((L, 2, H, GATE_DIM), init=zero, share="all", **head),
     }
 
@@ -654,7 +656,7 @@ class LayerWeights(NamedTuple):
     qk: Tensor  # (H, 2 d, D): the heads of queries, then those of keys, by twos
     vo: Tensor  # (2, H d, D): v = x vo[0]^T, and output = y vo[1]
     gates: Tensor  # (2, H, GATE_DIM): of the heads, of the value embedding
-    xsa: Tensor  # (H,)
+    xsa: Tensor  # (H,): how much of what points along its own value each head gives up
 
 
 class LayerContext(NamedTuple):
@@ -662,10 +664,10 @@ class LayerContext(NamedTuple):
     cos: Tensor  # (T, 1, d)
     sin: Tensor
     score_scale: Tensor  # ()
-    mask: BlockMask | Tensor | Callable
+    mask: BlockMask | Tensor | Callable  # a function in sample.py, which also offsets the keys
     inject: Tensor  # (T, D), added to the stream with the output of attention
     value_embed: Tensor  # (T, H d)
-    begins: Tensor | None = None  # (T,) bool, where keys are not shifted; None: none is shifted
+    begins: Tensor | None = None  # (T,) bool, where `offset_keys` leaves a key whole; None: all
 
 
 def offset_keys(k: Tensor, begins: Tensor, last: Tensor | None = None) -> Tensor:
@@ -728,9 +730,9 @@ def attention(normed: Normed, weights: LayerWeights, scalars: dict[str, Tensor],
 
 def block(x: Tensor, normed: Normed, weights: LayerWeights, context: LayerContext,
           products: LayerProducts) -> tuple[Tensor, Normed]:
-    """One layer: the residual stream x (T, D), and the stream as attention reads it -> the new
-    stream, also normalised. A pure function, so that one compiled graph serves all layers of a
-    kind."""
+    """One layer (blocks of attention are something else, 128 tokens): the residual stream x (T, D),
+    and the stream as attention reads it -> the new stream, also normalised. A pure function, so
+    that layers share compiled graphs."""
     scalars = dict(zip(SCALARS, weights.scalars.unbind()))
     y = attention(normed, weights, scalars, context, products)
     x = scalars["attn"] * x + y + context.inject
@@ -915,7 +917,7 @@ class GPT(nn.Module):
         return {name: rows[name] for name in self.big_tables}  # their order: callers zip the two
 
     def look_up(self, tokens: Tensor, training: bool) -> dict[str, Tensor]:
-        """The rows themselves: value_embeds (T, number * H d) and bigrams (T, D)."""
+        """The rows themselves: value_embeds (T, L * H d) and bigrams (T, D)."""
         rows = self.table_rows(tokens, training)
         return {name: F.embedding(index, getattr(self, name)) for name, index in rows.items()}
 
@@ -957,10 +959,10 @@ class GPT(nn.Module):
     def layer_contexts(self, begins: Tensor, setting: Setting, training: bool,
                        injects: list[Tensor],
                        value_embeds: tuple[Tensor, ...]) -> list[LayerContext]:
-        """What each layer gets beside the stream and its weights. In validation, whose time does not
-        count, near layers get `begins` that is true everywhere, so that one compiled graph serves
-        all layers."""
-        no_shift = None if training else torch.ones_like(begins)
+        """What each layer gets beside the stream and its weights. A layer that does not see far
+        keeps its keys whole: in training by None, which costs no time, in validation by `begins`
+        that is true everywhere, so that one compiled graph serves all layers."""
+        all_whole = None if training else torch.ones_like(begins)
         made_masks = self.make_masks(begins, setting.windows)
         rotary = self.rotary(setting, len(begins), training)
         contexts = []
@@ -968,7 +970,7 @@ class GPT(nn.Module):
             far = sees_far(i, self.config)
             mask = made_masks["long" if far else "short"]
             contexts.append(LayerContext(
-                *rotary, mask, inject, value_embed, begins if far else no_shift))
+                *rotary, mask, inject, value_embed, begins if far else all_whole))
         return contexts
 
     def hidden(self, tokens: Tensor, setting: Setting, training: bool,
@@ -993,10 +995,9 @@ class GPT(nn.Module):
         # would make another graph for it.
         normed = normed._replace(x=x.view_as(x))
         outputs = []
-        for i in range(self.config.num_layers):
-            if setting.only_layer in (None, i):
-                x, normed = self.functions.block(x, normed, weights[i], contexts[i], products[i])
-            outputs.append(x.view_as(x))
+        for of_layer in zip(weights, contexts, products):
+            x, normed = self.functions.block(x, normed, *of_layer)
+            outputs.append(x)
         return x, late_sources(first_x, outputs, value_embeds[0])
 
     def forward(self, tokens: Tensor, targets: Tensor, setting: Setting, training: bool,
@@ -1351,9 +1352,9 @@ def choose_recipes(c: Config, device: torch.device) -> recipe.RecipeNames:
     default = dict(zip(recipe.PROJECTIONS, PRECISIONS[precision]))
     names = recipe.choose(c, default, device)
     if ACTIVATION is not relu_squared:  # neither the kernel nor the scales are for another one
-        for of_layer in names:
+        for of_layer in names[:-1]:  # the last entry is the head's
             for projection in ("fc", "proj"):
-                if of_layer.get(projection) == "fp8-static":
+                if of_layer[projection] == "fp8-static":
                     of_layer[projection] = recipe.options_of(c).plain_recipe
     return names
 
@@ -1391,7 +1392,7 @@ class Precision:
         self.head = self.products_of(num_layers, "lm_head")
 
     def products_of(self, layer: int, projection: str) -> Products:
-        recipe_name = self.recipe_names[layer].get(projection)
+        recipe_name = self.recipe_names[layer][projection]
         if recipe_name == "fp8-static":
             return STATIC[projection]
         if recipe_name in ("fp8", "nvfp4"):
@@ -1553,9 +1554,9 @@ EAGER = Functions(block, head_loss, embed_inputs, masks.block_lists, muon_update
 
 
 def compiled_functions(report: Callable[[str, float], None], files_sha256: str) -> Functions:
-    """EAGER under torch.compile: a graph for each kind of layer, which is faster than one for all.
-    `report` hears what was compiled and how many seconds it took; `files_sha256` identifies the
-    code, for graphs that are kept on disk."""
+    """EAGER under torch.compile. In training `block` has two graphs, so that layers that do not see
+    far spend no time on offset keys. `report` hears what was compiled and how many seconds it took;
+    `files_sha256` identifies the code, for graphs that are kept on disk."""
     compiling.configure()
     if __name__ != "__main__":
         files_sha256 = ""  # keep no graphs: who imports this file may change its constants

@@ -1,7 +1,7 @@
 """What the values of a configuration may be. Wrong values that are not refused here would show as
 an error of PyTorch in the middle of a run.
 
-`c` is train_gpt.Config. What a layer or a stage of the schedule is, train_gpt.py says.
+`c` is train_gpt.Config. What a stage of the schedule is, train_gpt.py says.
 """
 import math
 from collections.abc import Iterator
@@ -14,7 +14,8 @@ from nanogpt.masks import BLOCK_SIZE
 from nanogpt.ranks import BadInput, require
 
 # Far more than anybody trains. Beyond it, already the list of all batches would fill the memory.
-MOST = {"num_steps": 10**6, "batch_tokens": 2**30, "seq_len": 2**30, "val_seq_len": 2**30}
+MOST = {"num_steps": 10**6, "batch_tokens": 2**30, "seq_len": 2**30, "val_seq_len": 2**30,
+        "num_layers": 1000}
 
 
 def check(c, schedules: dict[str, list], precisions: dict, least_width: int) -> None:

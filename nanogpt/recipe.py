@@ -313,14 +313,11 @@ def choose(c, default: dict[str, str], device: torch.device) -> RecipeNames:
     default: the recipes of --precision, by the projections' names
     """
     options = options_of(c)
-    wanted = []
     *of_layer, lm_head = PROJECTIONS
-    for layer in range(c.num_layers):
-        if layer < c.num_layers - c.bf16_last_layers:
-            wanted.append({name: default[name] for name in of_layer})
-        else:
-            wanted.append(dict.fromkeys(of_layer, options.plain_recipe))
-    wanted.append({lm_head: default[lm_head]})
+    low = {name: default[name] for name in of_layer}
+    plain = dict.fromkeys(of_layer, options.plain_recipe)
+    last = min(c.bf16_last_layers, c.num_layers)
+    wanted = [low] * (c.num_layers - last) + [plain] * last + [{lm_head: default[lm_head]}]
 
     heads = c.num_heads * c.head_dim
     widths = {"qkv": 3 * heads, "o": heads, "fc": c.mlp_dim, "proj": c.mlp_dim,

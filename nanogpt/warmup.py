@@ -81,17 +81,15 @@ class WarmUp:
 
     def compile_share(self) -> None:
         """Each rank compiles some graphs first. In `run` it finds those of the other ranks in the
-        compiler's cache on disk. With empty caches and a model of seven kinds of layers, one H200
-        alone took 82 s to its first step, and four that share took 66 to 76 s."""
+        compiler's cache on disk. With empty caches and an earlier model, whose layers had
+        more graphs, one H200 alone took 82 s to its first step, and four that share took 66 to
+        76 s."""
         rank, world_size = rank_and_world_size()
-        # In training the last layer, which sees far, has another graph than the first one.
-        last = self.config.num_layers - 1
         passes = {}  # one of each length, with and without recipes
         for stage, step in self.step_kinds:
             passes[stage.length, self.setting(step).plain] = stage, step
-        jobs = [(self.forward_backward, *at, layer) for at in passes.values()
-                for layer in {0, last}]
-        jobs.append((self.validate, self.config.num_steps, last))
+        jobs = [(self.forward_backward, *at) for at in passes.values()]
+        jobs.append((self.validate, self.config.num_steps))
         for job, *arguments in jobs[rank::world_size]:
             job(*arguments)
         params = self.model.params
@@ -101,10 +99,8 @@ class WarmUp:
         torch.get_device_module(self.tokens.device).synchronize()
         dist.barrier()
 
-    def setting(self, step: int, only: int | None = None):
-        """The step's setting, of all layers or of the one with the number `only`."""
-        setting = self.work.setting_of(step, self.config)
-        return setting if only is None else setting._replace(only_layer=only)
+    def setting(self, step: int):
+        return self.work.setting_of(step, self.config)
 
     def example(self, length: int) -> tuple[Tensor, Tensor]:
         inputs, targets = self.tokens[:length], self.tokens[1 : length + 1]
@@ -114,17 +110,17 @@ class WarmUp:
         """Those of one rank."""
         return [self.example(stage.length)] * stage.micro_batches
 
-    def forward_backward(self, stage: StagePlan, step: int, only: int | None = None) -> None:
+    def forward_backward(self, stage: StagePlan, step: int) -> None:
         inputs, targets = self.example(stage.length)
         rows = self.model.table_rows(inputs).values()
         self.work.forward_backward(
-            self.model, self.setting(step, only), inputs, targets, *rows)
+            self.model, self.setting(step), inputs, targets, *rows)
         self.model.zero_grad()
 
-    def validate(self, step: int, only: int | None = None) -> None:
+    def validate(self, step: int) -> None:
         inputs, targets = self.example(self.config.val_seq_len)
         self.work.loss_without_gradient(
-            self.model, inputs, targets, self.setting(step, only))
+            self.model, inputs, targets, self.setting(step))
 
     def update(self, names: list[str]) -> None:
         for name in names:

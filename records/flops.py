@@ -71,10 +71,12 @@ def flops_per_token(log):
     that cannot be read from the code and the configuration."""
     config = log.config
     source = b"\n" + b"\n".join(log.files.values())
-    topology = config.get("topology")
-    layers = topologies(source).get(topology) if isinstance(topology, str) else None
-    if type(config.get("num_layers")) is int:  # all of them have attention
-        layers = [True] * min(config["num_layers"], 1000)
+    number = config.get("num_layers")
+    if type(number) is int:
+        layers = [True] * min(number, 1000)  # each one has attention
+    else:  # older code
+        topology = config.get("topology")
+        layers = topologies(source).get(topology) if isinstance(topology, str) else None
     count = (excerpt(source, COUNTS, b"\ndef flops_per_token(")
              or excerpt(source, COUNTS, b"\ndef mfu("))
     if not layers or not count:

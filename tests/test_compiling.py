@@ -156,8 +156,8 @@ class Context(NamedTuple):
     mask: BlockMask | Tensor
     scale: Tensor
     inject: Tensor
-    skip: Tensor | None
-    paired: bool
+    extra: Tensor | None
+    flag: bool
 
 
 class Recipes(NamedTuple):
@@ -172,11 +172,11 @@ def layer(x, normed, weights, context, recipes):
     else:
         seen = context.mask.to(x.dtype)
     y = seen @ normed.whole
-    if context.paired:
+    if context.flag:
         y = y + normed.first.sum()
     x = x + context.scale * y + context.inject
-    if context.skip is not None:
-        x = x + context.skip
+    if context.extra is not None:
+        x = x + context.extra
     if weights.gate is not None:
         x = x * weights.gate
     x = x + recipes.fc(x, weights.up)
@@ -322,11 +322,11 @@ SEEN_BY_GUARDS = {
     "requires_grad": lambda: with_x(random(T, D, grad=False)),
     "subclass": lambda: with_x(torch.nn.Buffer(random(T, D, grad=False)).as_subclass(Tagged).requires_grad_()),
     "the same tensor twice": x_is_whole,
-    "a tensor where None was": lambda: replaced(skip=random(T, D)),
+    "a tensor where None was": lambda: replaced(extra=random(T, D)),
     "None where a tensor was": lambda: with_weights(gate=None),
     "a number where a tensor was": lambda: replaced(scale=0.5),
-    "bool": lambda: replaced(paired=True),
-    "bool to int": lambda: replaced(paired=0),
+    "bool": lambda: replaced(flag=True),
+    "bool to int": lambda: replaced(flag=0),
     "number in an object": lambda: with_product(Scaled(0.5)),
     "class of an object": lambda: with_product(ScaledTwice(0.25)),
     "tensor for a mask": lambda: replaced(mask=torch.ones(T, T, dtype=torch.bool)),
@@ -593,8 +593,8 @@ def block(x, normed, weights, context, recipes):
 
 reports = []
 compiled = compiling.Compiled(block, lambda what, seconds: reports.append(what), "sources")
-for paired in choices:
-    args = c.replaced(paired=paired)[:-1] + (c.Recipes(Recipe(0.25)),)
+for flag in choices:
+    args = c.replaced(flag=flag)[:-1] + (c.Recipes(Recipe(0.25)),)
     c.check_equal(c.outcome(compiled, args), c.outcome(block, args))
 print(json.dumps([torch._dynamo.utils.counters["stats"]["unique_graphs"], reports]))
 """
@@ -603,15 +603,15 @@ print(json.dumps([torch._dynamo.utils.counters["stats"]["unique_graphs"], report
 def test_a_new_process_loads_the_graphs_of_an_earlier_one_and_can_make_others_after_that(tmp_path):
     (tmp_path / "script.py").write_text(PROCESS)
 
-    def run(seed, *paired):
+    def run(seed, *flag):
         """`seed`: of Python's hashes of strings, on which no key may depend."""
-        command = [sys.executable, "script.py", "kept", json.dumps(paired), str(ROOT), str(Path(__file__).parent)]
+        command = [sys.executable, "script.py", "kept", json.dumps(flag), str(ROOT), str(Path(__file__).parent)]
         result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300,
                                 env=os.environ | {"PYTHONHASHSEED": str(seed)})
         assert result.returncode == 0, result.stderr
         return json.loads(result.stdout.splitlines()[-1])
 
-    new = "block of 128 rows for training, without skip"
+    new = "block of 128 rows for training, without extra"
     loaded = f"{new} (loaded from disk)"
     assert run(1, True) == [1, [new]]
     assert run(2, True, False, True) == [1, [loaded, new]]
