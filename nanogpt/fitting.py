@@ -19,7 +19,7 @@ from nanogpt.inputs import find_shards
 from nanogpt.masks import BLOCK_SIZE
 from nanogpt.ranks import require
 
-# For less text the large model would have to read it twice, and then its tables, 322M of its 425M
+# For less text the large model would have to read it twice, and then its tables, 348M of its 448M
 # parameters, learn it by heart.
 LARGE_TEXT = 60_000_000  # tokens of GPT-2's vocabulary
 

@@ -173,4 +173,4 @@ def enough_memory() -> Iterator[None]:
         if isinstance(error, RuntimeError) and not is_out_of_memory(error):
             raise
         raise BadInput("the model does not fit into the memory of this machine; lower "
-                       "--bigram_rows, --num_heads or --mlp_dim") from None
+                       "--bigram_rows, --num_layers, --num_heads or --mlp_dim") from None

@@ -334,7 +334,7 @@ def plain_gpt(w, signs, tokens, targets, starts, setting, heads, d):
     inner = x @ w["late_in"].T
     inner = inner * (1 + torch.erf(inner / 2**0.5)) / 2  # GELU
     late = (inner @ w["late_out"].T + w["late_bias"]) / 10
-    for i, source in enumerate((x0, outputs[L // 3], outputs[2 * L // 3], outputs[L - 2])):
+    for i, source in enumerate((x0, outputs[0], outputs[2], outputs[3])):
         x = x + late[:, i, None] * source
     x[:, :width] += late[:, 4, None] * tables[tokens, 0]
     x = rms(x)
