@@ -716,11 +716,10 @@ def attention(normed: Normed, weights: LayerWeights, scalars: dict[str, Tensor],
 
     # 4. What points along the token's own value is taken away, as much as each head wants (record
     # 82).
-    wide = torch.promote_types(v.dtype, torch.float32)  # |v|^2 of an outlier overflows fp16
-    along = (y * v).sum(-1, keepdim=True, dtype=wide)
-    length = v.square().sum(-1, keepdim=True, dtype=wide).clamp(min=1e-8)
-    amount = torch.tanh(weights.xsa)[:, None]  # (H, 1)
-    y = y - amount * (along / length).type_as(y) * v
+    direction = F.normalize(v, dim=-1, eps=1e-4)
+    along = (y * direction).sum(-1, keepdim=True)  # (T, H, 1)
+    amount = torch.tanh(weights.xsa)[:, None].to(y.dtype)  # (H, 1)
+    y = y - amount * along * direction
 
     # 5. A gate lets a head say nothing (record 28).
     gate = torch.sigmoid(F.linear(normed.gate_input, gates[0]))  # (T, H)
