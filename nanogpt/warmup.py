@@ -81,9 +81,8 @@ class WarmUp:
 
     def compile_share(self) -> None:
         """Each rank compiles some graphs first. In `run` it finds those of the other ranks in the
-        compiler's cache on disk. With empty caches and an earlier model, whose layers had
-        more graphs, one H200 alone took 82 s to its first step, and four that share took 66 to
-        76 s."""
+        compiler's cache on disk. With empty caches and an earlier model, whose layers had more
+        graphs, one H200 alone took 82 s to its first step, and four that share took 66 to 76 s."""
         rank, world_size = rank_and_world_size()
         passes = {}  # one of each length, with and without recipes
         for stage, step in self.step_kinds:
