@@ -82,7 +82,7 @@ class LayerMemory(NamedTuple):
     has positions, and a new position overwrites the one that is a window older."""
     keys: Tensor  # (H, places, d)
     values: Tensor  # (H, places, d)
-    last_key: Tensor  # (1, H, d): of the last token, before `offset_keys`, where that is used
+    last_key: Tensor  # (1, H, d): of the last token, before `offset_keys`
 
 
 class Places(NamedTuple):
@@ -205,8 +205,9 @@ class Memory:
         outputs = []
         for i, memory in enumerate(self.layers):
             window = self.window_of(i)
-            look = partial(self.look, memory, places[window], begins if window == "long" else None)
-            context = script.LayerContext(*rotary, look, injects[i][1:], value_embeds[i])
+            look = partial(self.look, memory, places[window], begins)
+            context = script.LayerContext(
+                *rotary, look, injects[i][1:], value_embeds[i], begins)
             x, normed = script.block(x, normed, self.weights[i], context, self.products[i])
             outputs.append(x)
 
@@ -229,14 +230,13 @@ class Memory:
         bias = torch.zeros(seen.shape, dtype=self.dtype, device=seen.device)
         return Places(position % count, bias.masked_fill(~seen, -math.inf))
 
-    def look(self, memory: LayerMemory, places: Places, begins: Tensor | None,
+    def look(self, memory: LayerMemory, places: Places, begins: Tensor,
              q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention of new tokens, over them and those before. q, k, v (n, H, d) -> the same
-        shape. With `begins` (n,), where documents begin, half of a key is the key before's."""
-        if begins is not None:
-            own = k
-            k = self.script.offset_keys(own, begins, memory.last_key)
-            memory.last_key.copy_(own[-1:])
+        shape. begins (n,) is where documents begin."""
+        own = k
+        k = self.script.offset_keys(own, begins, memory.last_key)
+        memory.last_key.copy_(own[-1:])
         memory.keys.index_copy_(1, places.index, k.transpose(0, 1).to(self.dtype))
         memory.values.index_copy_(1, places.index, v.transpose(0, 1).to(self.dtype))
         q_wide = q.transpose(0, 1).to(self.dtype)  # (H, n, d)

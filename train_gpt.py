@@ -224,7 +224,7 @@ PRESETS: dict[str, dict] = {
     "speedrun": {},
     "onepass": dict(
         num_layers=6, num_heads=4, mlp_dim=5632,
-        schedule="onepass", num_steps=1200,
+        schedule="onepass", num_steps=1240,
         seq_len=8192, micro_tokens=32_768,
         muon_lr=0.02, head_lr=0.0065, cooldown_frac=0.7,
         target_loss=3.492),
@@ -259,7 +259,7 @@ PRESETS: dict[str, dict] = {
 
 ABOUT = {
     "speedrun": "the record: GPT-2's size, 443M tokens of FineWeb to a loss of 3.28, on GPUs",
-    "onepass": "a model of fewer layers and heads, for 105M tokens that are read once, on GPUs",
+    "onepass": "a model of fewer layers and heads, for 109M tokens that are read once, on GPUs",
     "laptop": "a small model of bytes, about a minute on a CPU",
     "char": "a larger one, to compare precisions on any text",
     "small": "the same with GPT-2's tokens, for texts of less than 60M tokens",
@@ -520,8 +520,7 @@ def constants(*numbers: float) -> Callable[[Tensor], None]:
 
 
 def sees_far(layer: int, c: Config) -> bool:
-    """Whether a layer is the one in the middle or the last one. These have the long window, and
-    keys of which half is the previous token's."""
+    """Whether a layer is the one in the middle or the last one. These have the long window."""
     return layer in ((c.num_layers - 1) // 2, c.num_layers - 1)
 
 
@@ -591,8 +590,6 @@ def parameter_table(c: Config) -> dict[str, Param]:
         # Half of the third source is subtracted at first (`late_mix` multiplies by 0.1): later
         # layers need what earlier ones have written, the head does not (records 40, 81).
         "late_bias": Param((5,), init=constants(0, 0, -5, 0, 0), **late),
-        # how much of what points along the token's own value each head gives up
-        "xsa": Param((L, H), init=zero, **scalar),
         # two gates of each attention head: of its output, and of its value embedding
         "gates": Param((L, 2, H, GATE_DIM), init=zero, share="all", **head),
     }
@@ -656,7 +653,6 @@ class LayerWeights(NamedTuple):
     qk: Tensor  # (H, 2 d, D): the heads of queries, then those of keys, by twos
     vo: Tensor  # (2, H d, D): v = x vo[0]^T, and output = y vo[1]
     gates: Tensor  # (2, H, GATE_DIM): of the heads, of the value embedding
-    xsa: Tensor  # (H,): how much of what points along its own value each head gives up
 
 
 class LayerContext(NamedTuple):
@@ -667,7 +663,7 @@ class LayerContext(NamedTuple):
     mask: BlockMask | Tensor | Callable  # a function in sample.py, which also offsets the keys
     inject: Tensor  # (T, D), added to the stream with the output of attention
     value_embed: Tensor  # (T, H d)
-    begins: Tensor | None = None  # (T,) bool, where `offset_keys` leaves a key whole; None: all
+    begins: Tensor  # (T,) bool, where documents begin
 
 
 def offset_keys(k: Tensor, begins: Tensor, last: Tensor | None = None) -> Tensor:
@@ -698,8 +694,6 @@ def attention(normed: Normed, weights: LayerWeights, scalars: dict[str, Tensor],
     q, k, v = products.qkv.qkv(x, qk, weights.vo[0], scalars["v"])
     q = norm_and_rotate(q.view(T, H, d), context.cos, context.sin, context.score_scale)
     k = norm_and_rotate(k.view(T, H, d), context.cos, context.sin)
-    if context.begins is not None:
-        k = offset_keys(k, context.begins)
 
     # 2. A value embedding of each token is added to its values (record 14). The input and the
     # embedding itself decide how much of it.
@@ -708,20 +702,13 @@ def attention(normed: Normed, weights: LayerWeights, scalars: dict[str, Tensor],
     gate = 2 * torch.sigmoid(F.linear(steering, gates[1]))  # (T, H)
     v = v.view(T, H, d) + gate[..., None] * context.value_embed.reshape(T, H, d)
 
-    # 3. Attention itself.
+    # 3. Attention itself, over keys of which half is the previous token's.
     if isinstance(context.mask, BlockMask | Tensor):
-        y = attend(q, k, v, context.mask)
+        y = attend(q, offset_keys(k, context.begins), v, context.mask)
     else:
         y = context.mask(q, k, v)
 
-    # 4. What points along the token's own value is taken away, as much as each head wants (record
-    # 82).
-    direction = F.normalize(v, dim=-1, eps=1e-4)
-    along = (y * direction).sum(-1, keepdim=True)  # (T, H, 1)
-    amount = torch.tanh(weights.xsa)[:, None].to(y.dtype)  # (H, 1)
-    y = y - amount * along * direction
-
-    # 5. A gate lets a head say nothing (record 28).
+    # 4. A gate lets a head say nothing (record 28).
     gate = torch.sigmoid(F.linear(normed.gate_input, gates[0]))  # (T, H)
     y = (y * gate[..., None]).flatten(1).type_as(x)
     return products.o.linear(y, weights.vo[1].t(), scalars["o"])
@@ -731,7 +718,7 @@ def block(x: Tensor, normed: Normed, weights: LayerWeights, context: LayerContex
           products: LayerProducts) -> tuple[Tensor, Normed]:
     """One layer (blocks of attention are something else, 128 tokens): the residual stream x (T, D),
     and the stream as attention reads it -> the new stream, also normalised. A pure function, so
-    that layers share compiled graphs."""
+    that all layers share one compiled graph."""
     scalars = dict(zip(SCALARS, weights.scalars.unbind()))
     y = attention(normed, weights, scalars, context, products)
     x = scalars["attn"] * x + y + context.inject
@@ -930,7 +917,7 @@ class GPT(nn.Module):
         matrices = self.weight("mlp").unbind()
         all_qk = self.weight("qk").view(-1, H, 2 * d, D)
         all_vo = self.weight("vo").view(-1, 2, H * d, D)
-        banks = (matrices[::2], matrices[1::2], self.scalars, all_qk, all_vo, self.gates, self.xsa)
+        banks = (matrices[::2], matrices[1::2], self.scalars, all_qk, all_vo, self.gates)
         return [LayerWeights(*of_layer) for of_layer in zip(*banks)]
 
     def rotary(self, setting: Setting, T: int,
@@ -960,18 +947,13 @@ class GPT(nn.Module):
     def layer_contexts(self, begins: Tensor, setting: Setting, training: bool,
                        injects: list[Tensor],
                        value_embeds: tuple[Tensor, ...]) -> list[LayerContext]:
-        """What each layer gets beside the stream and its weights. A layer that does not see far
-        keeps its keys whole: in training by None, which costs no time, in validation by `begins`
-        that is true everywhere, so that one compiled graph serves all layers."""
-        all_whole = None if training else torch.ones_like(begins)
+        """What each layer gets beside the stream and its weights."""
         made_masks = self.make_masks(begins, setting.windows)
         rotary = self.rotary(setting, len(begins), training)
         contexts = []
         for i, (inject, value_embed) in enumerate(zip(injects, value_embeds)):
-            far = sees_far(i, self.config)
-            mask = made_masks["long" if far else "short"]
-            contexts.append(LayerContext(
-                *rotary, mask, inject, value_embed, begins if far else all_whole))
+            mask = made_masks["long" if sees_far(i, self.config) else "short"]
+            contexts.append(LayerContext(*rotary, mask, inject, value_embed, begins))
         return contexts
 
     def hidden(self, tokens: Tensor, setting: Setting, training: bool,
@@ -1555,17 +1537,16 @@ EAGER = Functions(block, head_loss, embed_inputs, masks.block_lists, muon_update
 
 
 def compiled_functions(report: Callable[[str, float], None], files_sha256: str) -> Functions:
-    """EAGER under torch.compile. In training `block` has two graphs, so that layers that do not see
-    far spend no time on offset keys. `report` hears what was compiled and how many seconds it took;
+    """EAGER under torch.compile. `report` hears what was compiled and how many seconds it took;
     `files_sha256` identifies the code, for graphs that are kept on disk."""
     compiling.configure()
     if __name__ != "__main__":
         files_sha256 = ""  # keep no graphs: who imports this file may change its constants
     compiled = {}
     for name, function in EAGER._asdict().items():
-        any_length = name in ("block_lists", "adam_update")  # one graph serves all lengths
-        compiled[name] = compiling.Compiled(
-            function, report, files_sha256, dynamic=any_length)
+        # One graph of these serves tensors of all sizes.
+        any_size = name in ("block_lists", "muon_update", "adam_update")
+        compiled[name] = compiling.Compiled(function, report, files_sha256, dynamic=any_size)
     return Functions(**compiled)
 
 

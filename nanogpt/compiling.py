@@ -37,10 +37,13 @@ def configure(namespace: str = "nanogpt") -> None:
     torch._dynamo.config.enable_aot_compile = True  # for KeptGraphs; the default of torch 2.13
     # A function has a graph for each size and form of its arguments. PyTorch gives up at 8.
     torch._dynamo.config.recompile_limit = 64
+    # Numbers are constants of a graph. By default a graph for all sizes takes them as inputs, also
+    # those of the source, which makes KeptGraphs fail.
+    torch._dynamo.config.specialize_float = True
     # By default, graphs with an autograd function of ours in them, as FP8 has, are never cached.
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     # All kernels get the same name, so that equal kernels of two graphs are one entry in the cache,
-    # such as those that layers have in common whether they see far or not.
+    # such as those that training and validation have in common.
     torch._inductor.config.triton.unique_kernel_names = False
     identity = operators_hash(namespace)
     torch._inductor.config.post_grad_custom_pre_pass = pass_that_only_names(identity)

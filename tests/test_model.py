@@ -318,14 +318,11 @@ def plain_gpt(w, signs, tokens, targets, starts, setting, heads, d):
         gate = 2 * torch.sigmoid(torch.cat((u[:, :6], ve[:, :6]), 1) @ w["gates"][i, 1].T)
         v = v + gate[:, :, None] * ve.view(length, heads, d)
         q, k = turned(q, freq), turned(k, freq)
-        if far:  # the position-free half is the previous token's, but a document start keeps its own
-            own = torch.zeros(length, dtype=torch.bool)
-            own[[0, *starts]] = True
-            quarters = zip(k.chunk(4, -1), torch.where(own[:, None, None], k, shifted(k)).chunk(4, -1))
-            k = torch.cat([before if j % 2 else now for j, (now, before) in enumerate(quarters)], -1)
+        own = torch.zeros(length, dtype=torch.bool)
+        own[[0, *starts]] = True  # the half free of position is the previous token's, but there a token keeps its own
+        quarters = zip(k.chunk(4, -1), torch.where(own[:, None, None], k, shifted(k)).chunk(4, -1))
+        k = torch.cat([before if j % 2 else now for j, (now, before) in enumerate(quarters)], -1)
         y = naive_attention(q, k, v, visible["long" if far else "short"])
-        along = (y * v).sum(-1) / (v * v).sum(-1).clamp(min=1e-8)
-        y = y - (torch.tanh(w["xsa"][i]) * along)[:, :, None] * v
         y = y * torch.sigmoid(u[:, :12] @ w["gates"][i, 0].T)[:, :, None]
         a = y.reshape(length, width) @ (mix_o * wo)
         x = mix_attn * x + a + mix_x0 * x0 + mix_bigram * bigram
@@ -379,7 +376,7 @@ def test_loss_and_all_gradients_equal_a_plain_version_of_the_specification(width
         else:
             torch.testing.assert_close(p.grad, dense[name], rtol=1e-10, atol=1e-12, msg=name)
     reached = (model.scalars.grad != 0).sum(0).tolist()  # each mixing weight is used where the digest has it
-    assert reached == [5] * 7 and model.xsa.grad.any(1).all()
+    assert reached == [5] * 7
 
 
 # -------------------------------------------------------------------------------- a sample of the vocabulary
@@ -667,7 +664,7 @@ def test_the_default_has_as_many_weights_as_its_sizes_say():
     assert size["qk"] + size["vo"] == 8 * 4 * 768**2 and size["mlp"] == 8 * 2 * 768 * 4096
     assert size["lm_head"] == 50304 * 768 and size["value_embeds"] == 8 * 50304 * 768
     assert size["bigrams"] == 5 * 50304 * 768  # record 62's five rows a token
-    assert size["scalars"] == 8 * 7 and size["gates"] == 8 * 2 * 6 * 12 and size["xsa"] == 8 * 6
+    assert size["scalars"] == 8 * 7 and size["gates"] == 8 * 2 * 6 * 12
     assert size["late_in"] + size["late_out"] + size["late_bias"] + size["smear"] == 64 * 768 + 5 * 64 + 5 + 1
     active, in_tables = t.num_weights(t.Config())
     assert in_tables == 13 * 50304 * 768 and active == sum(size.values()) - in_tables
@@ -677,7 +674,7 @@ def test_narrower_attention_has_narrower_matrices_and_value_embeddings():
     c = t.parse_config(["--preset=onepass"])
     shapes = {name: p.shape for name, p in t.parameter_table(c).items()}
     assert shapes["qk"] == (6 * 4, 256, 768) and shapes["vo"] == (6 * 2, 512, 768)
-    assert shapes["value_embeds"] == (50304, 6 * 512) and shapes["gates"] == (6, 2, 4, 12) and shapes["xsa"] == (6, 4)
+    assert shapes["value_embeds"] == (50304, 6 * 512) and shapes["gates"] == (6, 2, 4, 12)
 
 
 def test_muon_treats_queries_and_keys_in_pairs_of_heads_and_every_other_matrix_whole():
@@ -700,7 +697,7 @@ def test_initial_weights_are_as_specified_and_depend_on_the_seed_but_not_on_the_
     one, three, other = tiny(**sizes), tiny(3, **sizes), tiny(**sizes)
     for model, seed in ((one, 7), (three, 7), (other, 8)):
         t.initialize(model, seed)
-    constant = {"scalars", "smear", "xsa", "gates", "bigrams", "late_out", "late_bias"}
+    constant = {"scalars", "smear", "gates", "bigrams", "late_out", "late_bias"}
     for name in one.params:
         assert torch.equal(one.weight(name), three.weight(name)), name
         assert not getattr(three, name)[one.params[name].shape[0] :].any(), f"the padding of {name} is not zero"

@@ -273,7 +273,7 @@ def small(dtype, world_size=1, **changes):
 
 
 TABLES = ("value_embeds", "bigrams")
-SMALL = {"scalars", "smear", "late_in", "late_out", "late_bias", "xsa", "gates"}  # which every rank updates
+SMALL = {"scalars", "smear", "late_in", "late_out", "late_bias", "gates"}  # which every rank updates
 
 
 def looked_up(model, seed, count=30):
@@ -619,7 +619,7 @@ def test_every_parameter_has_optimizer_learning_rate_decay_and_betas_of_the_dige
     rates = {name: (p.optimizer, p.lr) for name, p in table.items()}
     assert rates == {
         "qk": ("muon", (0.023,)), "vo": ("muon", (0.023,)), "mlp": ("muon", (0.046, 0.092)),
-        "scalars": ("adam", 0.04), "smear": ("adam", 0.04), "xsa": ("adam", 0.04), "gates": ("adam", 0.008),
+        "scalars": ("adam", 0.04), "smear": ("adam", 0.04), "gates": ("adam", 0.008),
         "late_in": ("adam", 0.002), "late_out": ("adam", 0.002), "late_bias": ("adam", 0.002),
         "value_embeds": ("adam", 0.6), "bigrams": ("adam", 0.6), "lm_head": ("adam", 0.008)}
     muon, per_step = 1.2 * 0.023**2, {"value_embeds": 0.009, "bigrams": 0.009, "lm_head": 4.8e-5}
