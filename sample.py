@@ -48,13 +48,13 @@ def script_of(model):
 
 def last_setting(model):
     """How far the model sees, and how it turns positions, after the steps that it was trained."""
-    steps = getattr(model, "trained_steps", model.config.num_steps)
-    return script_of(model).setting_of(steps, model.config)
+    return script_of(model).setting_of(model.trained_steps, model.config)
 
 
 def multiplied(model) -> tuple[list, list]:
-    """The weights of each layer, with those matrices multiplied by their learned factors for which
-    train_gpt.Products does it at each product, and products that therefore leave it out."""
+    """The weights of each layer, multiplied by their learned factors, and products that do not
+    multiply by these again. In training train_gpt.Products does it at each product; a sample needs
+    it only once."""
     script = script_of(model)
 
     class Multiplied(script.Products):
@@ -205,7 +205,7 @@ class Memory:
         outputs = []
         for i, memory in enumerate(self.layers):
             window = self.window_of(i)
-            look = partial(self.look, memory, places[window], begins)
+            look = partial(self.look, memory, places[window])
             context = script.LayerContext(
                 *rotary, look, injects[i][1:], value_embeds[i], begins)
             x, normed = script.block(x, normed, self.weights[i], context, self.products[i])
@@ -230,13 +230,13 @@ class Memory:
         bias = torch.zeros(seen.shape, dtype=self.dtype, device=seen.device)
         return Places(position % count, bias.masked_fill(~seen, -math.inf))
 
-    def look(self, memory: LayerMemory, places: Places, begins: Tensor,
-             q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def look(self, memory: LayerMemory, places: Places, q: Tensor, k: Tensor, v: Tensor,
+             begins: Tensor) -> Tensor:
         """Attention of new tokens, over them and those before. q, k, v (n, H, d) -> the same
-        shape. begins (n,) is where documents begin."""
-        own = k
-        k = self.script.offset_keys(own, begins, memory.last_key)
-        memory.last_key.copy_(own[-1:])
+        shape. The keys are whole; here they are offset, with begins (n,), where documents begin."""
+        whole_k = k
+        k = self.script.offset_keys(whole_k, begins, memory.last_key)
+        memory.last_key.copy_(whole_k[-1:])
         memory.keys.index_copy_(1, places.index, k.transpose(0, 1).to(self.dtype))
         memory.values.index_copy_(1, places.index, v.transpose(0, 1).to(self.dtype))
         q_wide = q.transpose(0, 1).to(self.dtype)  # (H, n, d)

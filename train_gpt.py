@@ -108,10 +108,10 @@ from records.console import Console, complain, next_commands
 WATCH = Watch(STOP)  # ends this process if another rank is lost
 
 # --------------------------------------------------------------------------------------------------
-# 1. Configuration: the defaults are the record, and every key can be given as --key=value
+# 1. Configuration: the defaults are the preset speedrun, and every key can be given as --key=value
 
-# Channels that steer a gate: the first ones of a layer's input (record 28). Of those of a value
-# embedding's gate half are the embedding's.
+# Channels that steer a gate. The gate of a head reads the first 12 of the layer's input (record
+# 28), that of a value embedding the first 6 of the input and the first 6 of the embedding.
 GATE_DIM = 12
 
 
@@ -258,7 +258,7 @@ PRESETS: dict[str, dict] = {
 }
 
 ABOUT = {
-    "speedrun": "the record: GPT-2's size, 443M tokens of FineWeb to a loss of 3.28, on GPUs",
+    "speedrun": "GPT-2's size, for 443M tokens of FineWeb and a loss of 3.28, on GPUs",
     "onepass": "a model of fewer layers and heads, for 109M tokens that are read once, on GPUs",
     "laptop": "a small model of bytes, about a minute on a CPU",
     "char": "a larger one, to compare precisions on any text",
@@ -361,8 +361,8 @@ def check_config(c: Config) -> None:
 #
 #   qkv      queries, keys and values, by the weights qk and vo[0]
 #   o        the output of attention, by vo[1]
-#   fc       the first product of the MLP, by up
-#   proj     the second product of the MLP, by down
+#   up       the first product of the MLP, by up
+#   down     the second product of the MLP, by down
 #   lm_head  the logits, by lm_head
 #
 # A "recipe" is a way to compute the products of a projection: in the dtype of the model ("bf16" and
@@ -370,7 +370,7 @@ def check_config(c: Config) -> None:
 # neither: it calls the methods of `Products`. Those of FP8 follow in section 7, when the model is
 # known.
 
-PRECISIONS: dict[str, tuple[str, ...]] = {  # recipes of qkv, o, fc, proj and lm_head
+PRECISIONS: dict[str, tuple[str, ...]] = {  # recipes of qkv, o, up, down and lm_head
     "bf16": ("bf16",) * 5,
     "fp32": ("fp32",) * 5,
     "fp16": ("fp16",) * 5,
@@ -410,25 +410,27 @@ class Products:
         stacked = self.linear(x, torch.cat((qk, factor * v)))  # (T, 3 H d)
         return stacked.view(len(x), 3, -1).unbind(1)
 
-    def mlp(self, x: Tensor, up: Tensor, down: Tensor, factor: Tensor, proj: "Products") -> Tensor:
+    def mlp(self, x: Tensor, up: Tensor, down: Tensor, factor: Tensor,
+            of_down: "Products") -> Tensor:
         """x (T, D), up and down (D, F) -> factor ACTIVATION(x up) down^T (T, D). The second product
-        is that of `proj`."""
+        is that of `of_down`."""
         hidden = ACTIVATION(self.linear(x, up.t()))  # (T, F)
-        return proj.linear(hidden, down, factor)
+        return of_down.linear(hidden, down, factor)
 
     def head_loss(self, x: Tensor, w: Tensor, targets: Tensor, bias: Tensor | None) -> Tensor:
         """x (T, D), w (V, D), targets (T,), or -1 where there is none, and a bias (V,) of the
-        capped logits, or None -> cross-entropy, summed over T.
+        capped logits, or None -> cross-entropy, summed over T. With candidates, V is their number.
 
-        To train on another loss, change it here where torch.is_grad_enabled(); validation calls
-        this function, too, and its losses would not be comparable any more. On a GPU run with
-        --precision=bf16, since FP8 has the loss of training in a kernel (FP8HeadLoss)."""
+        To train on another loss, change it here, but only where torch.is_grad_enabled(): validation
+        calls this function, too, and its losses must stay comparable. Then train with
+        --precision=bf16. The default precision of GPUs does not come here: it has a loss of its
+        own, FP8HeadLoss."""
         logits = kernels.softcap(self.linear(x, w), CAP)
         if bias is not None:
             logits = logits + bias
         return F.cross_entropy(logits, targets, reduction="sum", ignore_index=-1)
 
-    def chosen(self, rows: Tensor) -> "Products":
+    def for_rows(self, rows: Tensor) -> "Products":
         """These products for some rows of w."""
         return self
 
@@ -437,8 +439,8 @@ class LayerProducts(NamedTuple):
     """How the products of each projection of a layer are computed."""
     qkv: Products
     o: Products
-    fc: Products
-    proj: Products
+    up: Products
+    down: Products
 
 
 PLAIN = Products()
@@ -478,19 +480,25 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor) -> Tensor:
 
 SIGNS = 8192  # rows of random signs, which tell bigrams of one hash apart (record 83)
 
-SCALARS = {  # learned numbers that weigh the parts of a layer, and their initial values
-    "x0": 0.0,  # of the first stream, added together with the output of attention
-    "bigram": 0.05,  # of the bigrams, added there, too
-    "v": 0.5,  # factor of the values
-    "o": 1.0,  # factor of the output of attention
-    "attn": 1.1**0.5,  # of the stream before attention
-    "mlp": 1.1**0.5,  # of the stream before the MLP
-    "down": 1.0,  # factor of what the MLP adds
+# Learned numbers that weigh the parts of a layer, and their initial values. With x the stream, a
+# layer computes (`block`)
+#
+#   x = stream_attn x + o attention(x) + x0 (first stream) + bigram (bigrams)
+#   x = stream_mlp x + down MLP(x)
+SCALARS = {
+    "x0": 0.0,
+    "bigram": 0.05,
+    "v": 0.5,  # of the values inside of attention
+    "o": 1.0,
+    "stream_attn": 1.1**0.5,
+    "stream_mlp": 1.1**0.5,
+    "down": 1.0,
 }
 
 
 class Param(NamedTuple):
-    """A parameter of the model, or "bank": most of them stack equal weights of all layers."""
+    """A parameter of the model, or "bank": most of them stack the weights of all layers that have
+    the same shape."""
     shape: tuple[int, ...]  # Muon takes it as a stack of matrices
     optimizer: str  # "muon" or "adam"
     lr: float | tuple[float, ...]  # of Adam a number; of Muon one for each matrix, in turn
@@ -501,8 +509,9 @@ class Param(NamedTuple):
     betas: tuple[float, float] = (0.9, 0.99)  # of Adam
     # How the ranks share the work of an update:
     #   "slice"    each rank updates an equal part of the first dimension
-    #   "all"      every rank updates all of it. The model, too, has it in float32, so that it is
-    #              converted where it meets an activation: weights.name.to(x.dtype)
+    #   "all"      every rank updates all of it. The model, too, has it in float32, and converts it
+    #              where it meets an activation, as in weights.gates.to(x.dtype). Only `scalars`
+    #              need no conversion: a single number leaves the dtype of what it multiplies
     #   "columns"  each rank updates some columns, in the rows that some rank has looked up
     share: str = "slice"
 
@@ -526,15 +535,17 @@ def sees_far(layer: int, c: Config) -> bool:
 
 def parameter_table(c: Config) -> dict[str, Param]:
     """All parameters, in the order in which the optimizer works on them. Large matrices stand
-    before the tables and after them: while the GPU updates a matrix, the network sums other
-    gradients and hands out finished weights."""
+    before the tables and after them: while a GPU updates one of them, the gradients of the next
+    parameter and the new weights of the last one travel between the GPUs."""
     L = c.num_layers
     D = c.model_dim
     H = c.num_heads
     d = c.head_dim
     V = c.vocab_size
 
-    narrow = uniform(3**0.5 * 0.5 * D**-0.5)  # half the usual deviation is a bit better (record 21)
+    # Uniform numbers up to a have the deviation a / sqrt(3). Half the usual deviation, D^-0.5, is a
+    # bit better (record 21).
+    narrow = uniform(3**0.5 * 0.5 * D**-0.5)
     zero = nn.init.zeros_
 
     def up_and_down(w: Tensor) -> None:
@@ -542,33 +553,35 @@ def parameter_table(c: Config) -> dict[str, Param]:
         zero(w[1::2])
 
     def queries_and_keys(w: Tensor) -> None:
-        """In the layers that see far, queries and keys begin with equal weights for the half of a
-        head that does not turn. That half of a key is of the token before, so a query begins by
-        finding what came after tokens like its own (Trockman and Kolter 2023). Else this has to be
-        learned, which takes more or less time by chance."""
+        """Of each key, the half that does not turn is the previous token's (`offset_keys`). In the
+        layers that see far, queries and keys begin with equal weights for this half (Trockman and
+        Kolter 2023): after "A B ... A", the query of the second A matches the key of B, which holds
+        the first A. Otherwise a model has to learn this, in some runs much later than in others.
+        In the other layers it made no difference."""
         narrow(w)
-        for layer, (queries, keys) in enumerate(w.view(L, 2, H, 2, d // 2, D)):
+        for layer, (queries, keys) in enumerate(w.view(L, 2, H, 2, d // 2, D)):  # (H, 2, d / 2, D)
             if sees_far(layer, c):
                 keys[:, :, d // 4 :] = queries[:, :, d // 4 :]
 
     muon = dict(optimizer="muon", decay=c.muon_decay * c.muon_lr)
-    head = dict(optimizer="adam", lr=c.head_lr)
+    with_head_lr = dict(optimizer="adam", lr=c.head_lr)
     scalar = dict(optimizer="adam", lr=c.scalar_lr, share="all")
     late = dict(optimizer="adam", lr=0.25 * c.head_lr, share="all")
     table = dict(
         optimizer="adam", lr=c.table_lr, betas=(0.75, 0.95),
         decay=0.025 * c.table_lr, share="columns")
     return {
-        # up and down of each layer in turn, both (D, F): y = relu(x up)^2 down^T. Muon's updates
-        # should grow with the root of F / D, which is 2 for F = 4 D. With F = 7.5 D the root was no
-        # better than 2 in a test. down learns best at twice that (record 42).
+        # up and down of each layer in turn, both (D, F): y = relu(x up)^2 down^T. By theory, Muon's
+        # learning rate for up grows with the root of F / D, which is 2 for F = 4 D. For a wider MLP
+        # the root was no better than 2 in a test, so it is always 2. down learns best at twice
+        # that (record 42).
         "mlp": Param(
             (2 * L, D, c.mlp_dim), init=up_and_down,
             lr=(2 * c.muon_lr, 4 * c.muon_lr), **muon),
         # the output head, which is the token embedding, too
         "lm_head": Param(
             (V, D), init=normal(0.005),
-            betas=(0.5, 0.95), decay=0.75 * c.head_lr, **head),
+            betas=(0.5, 0.95), decay=0.75 * c.head_lr, **with_head_lr),
         "value_embeds": Param((V, L * H * d), init=normal(0.01), **table),
         "bigrams": Param((c.bigram_rows, D), init=zero, **table),
         # queries, then keys, of each layer in turn. Two neighbouring heads have one matrix (2 d, D)
@@ -591,7 +604,7 @@ def parameter_table(c: Config) -> dict[str, Param]:
         # layers need what earlier ones have written, the head does not (records 40, 81).
         "late_bias": Param((5,), init=constants(0, 0, -5, 0, 0), **late),
         # two gates of each attention head: of its output, and of its value embedding
-        "gates": Param((L, 2, H, GATE_DIM), init=zero, share="all", **head),
+        "gates": Param((L, 2, H, GATE_DIM), init=zero, share="all", **with_head_lr),
     }
 
 
@@ -660,7 +673,7 @@ class LayerContext(NamedTuple):
     cos: Tensor  # (T, 1, d)
     sin: Tensor
     score_scale: Tensor  # ()
-    mask: BlockMask | Tensor | Callable  # a function in sample.py, which also offsets the keys
+    mask: BlockMask | Tensor | Callable  # a function in sample.py (`attention`)
     inject: Tensor  # (T, D), added to the stream with the output of attention
     value_embed: Tensor  # (T, H d)
     begins: Tensor  # (T,) bool, where documents begin
@@ -668,9 +681,9 @@ class LayerContext(NamedTuple):
 
 def offset_keys(k: Tensor, begins: Tensor, last: Tensor | None = None) -> Tensor:
     """Keys k (T, H, d) -> keys of which the half that does not turn is the previous token's: so a
-    query for a token finds what came after an earlier one (record 49). Where a document begins,
-    (T,) bool, a key stays whole. `last` (1, H, d) are the keys of the token before the first one,
-    if there are any."""
+    query that looks for a token finds the one that came after it (record 49). Where a document
+    begins, (T,) bool, a key stays whole. `last` (1, H, d) are the whole keys of the token before
+    the first one, if there is one."""
     d = k.size(-1)
     turns = torch.arange(d, device=k.device) % (d // 2) < d // 4
     stays = begins[:, None, None] | turns
@@ -681,12 +694,13 @@ def offset_keys(k: Tensor, begins: Tensor, last: Tensor | None = None) -> Tensor
 def attention(normed: Normed, weights: LayerWeights, scalars: dict[str, Tensor],
               context: LayerContext, products: LayerProducts) -> Tensor:
     """The output of attention (T, D). sample.py, which keeps keys and values of earlier tokens,
-    gives a function in place of the mask: it takes q, k and v and returns what `attend` would."""
+    gives a function in place of the mask: it takes q, k, v and begins, offsets the keys and returns
+    what `attend` would."""
     x = normed.x
     T = len(x)
     H = weights.gates.size(1)
     d = weights.qk.size(1) // 2
-    gates = weights.gates.to(x.dtype)
+    head_gates, value_gates = weights.gates.to(x.dtype).unbind()  # (H, GATE_DIM) each
 
     # 1. Queries, keys and values, (T, H, d) each. Normalised queries and keys bound the scores
     # (Henry et al. 2020).
@@ -699,31 +713,32 @@ def attention(normed: Normed, weights: LayerWeights, scalars: dict[str, Tensor],
     # embedding itself decide how much of it.
     half = GATE_DIM // 2
     steering = torch.cat((normed.gate_input[:, :half], context.value_embed[:, :half]), 1)
-    gate = 2 * torch.sigmoid(F.linear(steering, gates[1]))  # (T, H)
-    v = v.view(T, H, d) + gate[..., None] * context.value_embed.reshape(T, H, d)
+    value_gate = 2 * torch.sigmoid(F.linear(steering, value_gates))  # (T, H)
+    v = v.view(T, H, d) + value_gate[..., None] * context.value_embed.reshape(T, H, d)
 
     # 3. Attention itself, over keys of which half is the previous token's.
     if isinstance(context.mask, BlockMask | Tensor):
         y = attend(q, offset_keys(k, context.begins), v, context.mask)
     else:
-        y = context.mask(q, k, v)
+        y = context.mask(q, k, v, context.begins)
 
     # 4. A gate lets a head say nothing (record 28).
-    gate = torch.sigmoid(F.linear(normed.gate_input, gates[0]))  # (T, H)
-    y = (y * gate[..., None]).flatten(1).type_as(x)
+    head_gate = torch.sigmoid(F.linear(normed.gate_input, head_gates))  # (T, H)
+    y = (y * head_gate[..., None]).flatten(1).type_as(x)
     return products.o.linear(y, weights.vo[1].t(), scalars["o"])
 
 
 def block(x: Tensor, normed: Normed, weights: LayerWeights, context: LayerContext,
           products: LayerProducts) -> tuple[Tensor, Normed]:
-    """One layer (blocks of attention are something else, 128 tokens): the residual stream x (T, D),
-    and the stream as attention reads it -> the new stream, also normalised. A pure function, so
-    that all layers share one compiled graph."""
+    """One layer: the residual stream x (T, D), and the stream as attention reads it -> the new
+    stream, also normalised. A pure function, so that layers share compiled graphs: with
+    FlexAttention all that have the same recipes share one. (A block of attention is something else,
+    128 tokens.)"""
     scalars = dict(zip(SCALARS, weights.scalars.unbind()))
     y = attention(normed, weights, scalars, context, products)
-    x = scalars["attn"] * x + y + context.inject
-    x = scalars["mlp"] * x + products.fc.mlp(
-        norm(x), weights.up, weights.down, scalars["down"], products.proj)
+    x = scalars["stream_attn"] * x + y + context.inject
+    x = scalars["stream_mlp"] * x + products.up.mlp(
+        norm(x), weights.up, weights.down, scalars["down"], products.down)
     return x, normed_stream(norm(x))
 
 
@@ -740,9 +755,10 @@ def previous(tokens: Tensor, begins: Tensor) -> Tensor:
 
 def embed_inputs(tokens: Tensor, begins: Tensor, bigram: Tensor, embed: Tensor, signs: Tensor,
                  smear: Tensor, scalars: Tensor) -> tuple[Normed, list[Tensor]]:
-    """The first stream, and for each layer what is added to the stream there (T, D): the first
-    stream and the bigrams, weighed by two of its learned scalars (L, len(SCALARS)). Nothing crosses
-    the border of a document."""
+    """tokens and begins (T,), the rows of bigrams that they have looked up (T, D), the embedding
+    (V, D), random signs (SIGNS, D), smear (1,), scalars (L, len(SCALARS)) -> the first stream, and
+    for each layer what is added to the stream there (T, D): the first stream and the bigrams,
+    weighed by two of the layer's scalars. Nothing crosses the border of a document."""
     x = F.embedding(tokens, embed)
     before = torch.where(begins[:, None], 0, x.roll(1, 0))
     x = norm(x + smear.to(x.dtype) * before)  # record 34
@@ -763,15 +779,16 @@ class LateMix(NamedTuple):
 
 def late_sources(first_x: Tensor, outputs: list[Tensor],
                  first_value_embed: Tensor) -> tuple[Tensor, ...]:
-    """What `late_mix` takes from: the first stream, the stream after a third and two thirds of the
-    layers and before the last one, and the first value embedding."""
+    """What `late_mix` takes from: the first stream, the stream after about a third and two thirds
+    of the layers and before the last one, and the first value embedding. (With one or two layers,
+    the index -1 means the last stream.)"""
     L = len(outputs)
     a_third, two_thirds = outputs[L // 3 - 1], outputs[2 * L // 3 - 1]
     return first_x, a_third, two_thirds, outputs[L - 2], first_value_embed
 
 
 def late_mix(x: Tensor, sources: tuple[Tensor, ...], weights: LateMix) -> Tensor:
-    """x (T, D), the last stream, plus an amount of each source, normalised. The sources are the
+    """x (T, D), the last stream, plus an amount of each source; the sum is normalised. They are the
     first stream and three later ones (T, D), and the first value embedding (T, H d), which is added
     to the first channels."""
     hidden = F.gelu(F.linear(x, weights.w_in.to(x.dtype)))
@@ -804,7 +821,7 @@ class Head(NamedTuple):
     """What the loss needs beside the stream."""
     weight: Tensor  # (V, D), or that of the candidates
     targets: Tensor  # (T,) rows of the weight; -1: none
-    bias: Tensor | None  # (V,), added to the capped logits
+    bias: Tensor | None  # (number of candidates,), added to the capped logits
 
 
 def head_loss(x: Tensor, sources: tuple[Tensor, ...], late: LateMix, head: Head,
@@ -834,10 +851,10 @@ def choose_candidates(targets: Tensor, is_target: Tensor, counts: Tensor,
     chosen = order[:-1]
     threshold = priority[-1]
     stands_for = (threshold / size[chosen]).clamp(min=1)
-    place = order.new_full(counts.shape, -1)
-    place = place.scatter(0, chosen, torch.arange(number, device=order.device))
-    places = torch.where(targets < 0, -1, place[targets.clamp(min=0)])
-    return chosen, stands_for.log(), places
+    nowhere = order.new_full(counts.shape, -1)  # (V,)
+    place_of_token = nowhere.scatter(0, chosen, torch.arange(number, device=order.device))
+    place_of_target = torch.where(targets < 0, -1, place_of_token[targets.clamp(min=0)])
+    return chosen, stands_for.log(), place_of_target
 
 
 # --------------------------------------------------------------------------------------------------
@@ -856,6 +873,7 @@ class GPT(nn.Module):
                  functions: "Functions | None" = None):
         super().__init__()
         self.config = c
+        self.trained_steps = c.num_steps  # a model of a checkpoint may have fewer
         self.functions = functions or EAGER
         self.params = parameter_table(c)
         # The token that begins a document: GPT-2's, or the last one if the vocabulary is smaller.
@@ -874,12 +892,12 @@ class GPT(nn.Module):
         self.precision = Precision(c, device, dict(self.named_parameters()))
 
     def add_banks(self, dtype: torch.dtype, device: torch.device, world_size: int) -> None:
-        full = torch.promote_types(torch.float32, dtype)
+        wide = torch.promote_types(torch.float32, dtype)
         for name, param in self.params.items():
             rows = param.shape[0]
             if param.share == "slice":
                 rows = math.ceil(rows / world_size) * world_size
-            bank_dtype = full if param.share == "all" else dtype  # the small ones stay wide
+            bank_dtype = wide if param.share == "all" else dtype  # the small ones stay wide
             bank = torch.zeros(rows, *param.shape[1:], dtype=bank_dtype, device=device)
             self.register_parameter(name, nn.Parameter(bank))
 
@@ -1016,7 +1034,8 @@ class GPT(nn.Module):
     def head_of_candidates(self, head: Head, head_products: Products) -> tuple[Head, Products]:
         """The head over --candidates of the vocabulary: at the default a third of its work."""
         chosen, bias, places = self.draw_candidates(head.targets)
-        return Head(head.weight.index_select(0, chosen), places, bias), head_products.chosen(chosen)
+        head = Head(head.weight.index_select(0, chosen), places, bias)
+        return head, head_products.for_rows(chosen)
 
     def logits(self, x: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
         """What `hidden` returns -> the capped logits of each next token (T, V)."""
@@ -1124,8 +1143,8 @@ def load_checkpoint(path: str | Path, device: torch.device) -> GPT:
 # above sqrt(768), the largest a normalised input can be; in a wider model only a vector that lies
 # almost in one channel would be clamped. The squares between the MLP's two
 # products are near 10, but up to 12,700 on the first token of a document, and must not be clamped
-# there.
-INPUT_SCALES = {"qkv": 1 / 16, "o": 1 / 4, "fc": 1 / 16, "proj": 64.0}
+# there. (No row of PRECISIONS gives "fp8-static" to `o`; its scale is for rows of your own.)
+INPUT_SCALES = {"qkv": 1 / 16, "o": 1 / 4, "up": 1 / 16, "down": 64.0}
 WEIGHT_SCALE = 2.0**-8
 GRADIENT_SCALE = 2.0**-12
 
@@ -1168,13 +1187,13 @@ class StaticMLP(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, up, down):
-        x8, x8_t = kernels.quantize(x, INPUT_SCALES["fc"], E4M3)
+        x8, x8_t = kernels.quantize(x, INPUT_SCALES["up"], E4M3)
         up8, up8_t = kernels.quantize(up, WEIGHT_SCALE, E4M3)
         down8, down8_t = kernels.quantize(down, WEIGHT_SCALE, E4M3)
         hidden8, hidden8_t = kernels.relu_squared(
-            x8, up8_t, INPUT_SCALES["fc"] * WEIGHT_SCALE, INPUT_SCALES["proj"])  # (T, F), (F, T)
+            x8, up8_t, INPUT_SCALES["up"] * WEIGHT_SCALE, INPUT_SCALES["down"])  # (T, F), (F, T)
         ctx.save_for_backward(x8_t, up8, down8_t, hidden8, hidden8_t)
-        return kernels.static_product(hidden8, down8, INPUT_SCALES["proj"] * WEIGHT_SCALE, x.dtype)
+        return kernels.static_product(hidden8, down8, INPUT_SCALES["down"] * WEIGHT_SCALE, x.dtype)
 
     @staticmethod
     def backward(ctx, gradient):
@@ -1182,12 +1201,12 @@ class StaticMLP(torch.autograd.Function):
         dtype = gradient.dtype
         g8, g8_t = kernels.quantize(gradient, GRADIENT_SCALE, E5M2)  # (T, D), (D, T)
         dz8, dz8_t = kernels.relu_squared_backward(  # of z = x up: (T, F), (F, T)
-            g8, down8_t, hidden8, GRADIENT_SCALE * WEIGHT_SCALE, INPUT_SCALES["proj"],
+            g8, down8_t, hidden8, GRADIENT_SCALE * WEIGHT_SCALE, INPUT_SCALES["down"],
             GRADIENT_SCALE)
         grad_x = kernels.static_product(dz8, up8, GRADIENT_SCALE * WEIGHT_SCALE, dtype)
-        grad_up = kernels.static_product(x8_t, dz8_t, INPUT_SCALES["fc"] * GRADIENT_SCALE, dtype)
+        grad_up = kernels.static_product(x8_t, dz8_t, INPUT_SCALES["up"] * GRADIENT_SCALE, dtype)
         grad_down = kernels.static_product(
-            g8_t, hidden8_t, GRADIENT_SCALE * INPUT_SCALES["proj"], dtype)
+            g8_t, hidden8_t, GRADIENT_SCALE * INPUT_SCALES["down"], dtype)
         return grad_x, grad_up, grad_down
 
 
@@ -1289,10 +1308,10 @@ class StaticFP8(Products):
     def qkv(self, x, qk, v, factor):
         return StaticLinear.apply(x, torch.cat((qk, factor * v)), self.input_scale, 3)
 
-    def mlp(self, x, up, down, factor, proj):
-        if isinstance(proj, StaticFP8):
+    def mlp(self, x, up, down, factor, of_down):
+        if isinstance(of_down, StaticFP8):
             return StaticMLP.apply(x, up, factor * down)
-        return super().mlp(x, up, down, factor, proj)
+        return super().mlp(x, up, down, factor, of_down)
 
 
 class StaticFP8Head(Products):
@@ -1318,8 +1337,8 @@ class Measured(Products):
         queries, keys, values = stacked.view(len(x), 3, -1).unbind(1)
         return queries, keys, factor * values
 
-    def chosen(self, rows):
-        return Measured(self.product.chosen(rows))
+    def for_rows(self, rows):
+        return Measured(self.product.for_rows(rows))
 
 
 STATIC = {name: StaticFP8(scale) for name, scale in INPUT_SCALES.items()}
@@ -1336,7 +1355,7 @@ def choose_recipes(c: Config, device: torch.device) -> recipe.RecipeNames:
     names = recipe.choose(c, default, device)
     if ACTIVATION is not relu_squared:  # neither the kernel nor the scales are for another one
         for of_layer in names[:-1]:  # the last entry is the head's
-            for projection in ("fc", "proj"):
+            for projection in ("up", "down"):
                 if of_layer[projection] == "fp8-static":
                     of_layer[projection] = recipe.options_of(c).plain_recipe
     return names
@@ -1349,8 +1368,8 @@ def find_sites(c: Config, recipe_names: recipe.RecipeNames) -> list[recipe.Site]
         slices = {
             "qkv": (("qk", layer * c.num_heads, c.num_heads), ("vo", 2 * layer, 1)),
             "o": (("vo", 2 * layer + 1, 1),),
-            "fc": (("mlp", 2 * layer, 1),),
-            "proj": (("mlp", 2 * layer + 1, 1),),
+            "up": (("mlp", 2 * layer, 1),),
+            "down": (("mlp", 2 * layer + 1, 1),),
             "lm_head": (("lm_head", 0, c.vocab_size),),
         }
         for projection in projections:
@@ -1440,10 +1459,10 @@ def orthogonalize(G: Tensor) -> Tensor:
     if tall:
         X = X.mT  # products are smaller that way
     X = X / (X.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-6)  # all singular values are below 1
-    one = torch.eye(X.size(-2), device=X.device)
+    identity = torch.eye(X.size(-2), device=X.device)
     for a, b, c in POLAR_EXPRESS:
         A = X @ X.mT
-        polynomial = a * one + b * A.float() + c * (A @ A).float()
+        polynomial = a * identity + b * A.float() + c * (A @ A).float()
         X = polynomial.bfloat16() @ X
     return X.mT if tall else X
 
@@ -1544,7 +1563,7 @@ def compiled_functions(report: Callable[[str, float], None], files_sha256: str) 
         files_sha256 = ""  # keep no graphs: who imports this file may change its constants
     compiled = {}
     for name, function in EAGER._asdict().items():
-        # One graph of these serves tensors of all sizes.
+        # Sizes are inputs of these graphs, so that one graph serves many sizes.
         any_size = name in ("block_lists", "muon_update", "adam_update")
         compiled[name] = compiling.Compiled(function, report, files_sha256, dynamic=any_size)
     return Functions(**compiled)
@@ -1576,7 +1595,7 @@ class Optimizer:
         self.state = {name: self.zero_state(name) for name in full}
         self.looked_up.reset({name: self.masters[name] for name in self.model.big_tables})
         self.sums = {}  # name -> this rank's part of the summed gradient, and its transfer
-        self.updates = 0  # without those that were left out
+        self.updates = 0  # without those that fp16 has left out, as a gradient was not finite
         self.bytes_sent = 0
         self.recipes.reset()
         self.recipes.weights_changed([*self.masters], self.masters)
@@ -1835,8 +1854,9 @@ def micro_sequences(count: int, c: Config) -> int:
 
 def rank_micro_batches(paths: list[Path], c: Config, device: torch.device, first_step: int = 0,
                        stamps: dict[Path, shards.Stamp] | None = None) -> Iterator[tuple]:
-    """For each step, from first_step on, this rank's micro-batches: (sequences, seq_len + 1), the
-    bits of uint16. Raises ShardError if a shard has not its stamp any more."""
+    """For each step, from first_step on, this rank's micro-batches: (sequences, seq_len + 1), int16
+    that has the bits of uint16, for which PyTorch lacks operations. Raises ShardError if a shard
+    has not its stamp any more."""
     rank, world_size = rank_and_world_size()
     for sequences in shards.rank_batches(
             paths, packing(c), batch_plan(c), rank, world_size, first_step, stamps):
@@ -1847,7 +1867,7 @@ def rank_micro_batches(paths: list[Path], c: Config, device: torch.device, first
 
 
 def inputs_and_targets(sequences: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(n, length + 1), the bits of uint16 -> inputs and targets (n * length,), int64."""
+    """(n, length + 1), int16 with the bits of uint16 -> inputs and targets (n * length,), int64."""
     tokens = sequences.to(device, non_blocking=True).long() & 0xFFFF
     return tokens[:, :-1].flatten(), tokens[:, 1:].flatten()
 
@@ -1887,7 +1907,7 @@ def train_step(model: GPT, optimizer: Optimizer, batch: list[tuple[Tensor, Tenso
     loss_sum = 0
     for i, (inputs, targets) in enumerate(batch):
         tensors = (inputs, targets, *rows[i].values())
-        loss, row_gradients = call(repr(setting), work, tensors)
+        loss, row_gradients = call(repr(setting), work, tensors)  # a name for each CUDA graph
         if i == len(batch) - 1:
             optimizer.start_sums()
         optimizer.looked_up.add(rows[i], row_gradients)

@@ -7,8 +7,8 @@ None, the numbers in them. PyTorch writes these conditions down as guards. Argum
 guard need another graph.
 
 PyTorch keeps the generated kernels on disk, but a new process traces all functions again to find
-them: on one H200 that is 24 to 25 s from launch to the first timed step. `KeptGraphs` keeps the
-traced graphs with their guards as well: 15 s, in one run. (PyTorch's own cache of traced graphs,
+them, which takes many seconds. `KeptGraphs` keeps the traced graphs with their guards as well.
+(PyTorch's own cache of traced graphs,
 `torch._dynamo.config.caching_precompile`, is not used. In torch 2.11 and 2.13 a process that loaded
 from it fails with an AssertionError as soon as it has to trace another graph.)
 """
@@ -35,10 +35,11 @@ def configure(namespace: str = "nanogpt") -> None:
     """The settings of PyTorch's compiler that this project needs. `namespace` is that of its custom
     operators, which must be registered by now."""
     torch._dynamo.config.enable_aot_compile = True  # for KeptGraphs; the default of torch 2.13
-    # A function has a graph for each size and form of its arguments. PyTorch gives up at 8.
+    # A function has a graph for each form of its arguments, and for each size unless it is dynamic.
+    # PyTorch gives up at 8.
     torch._dynamo.config.recompile_limit = 64
-    # Numbers are constants of a graph. By default a graph for all sizes takes them as inputs, also
-    # those of the source, which makes KeptGraphs fail.
+    # Numbers are constants of a graph. By default a dynamic graph takes them as inputs, also those
+    # that stand in our code, such as the coefficients of Polar Express, and cannot be kept then.
     torch._dynamo.config.specialize_float = True
     # By default, graphs with an autograd function of ours in them, as FP8 has, are never cached.
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
@@ -87,15 +88,17 @@ class Compiled:
 
     `sources` identifies the project's source files, all of them: a hash. With it, graphs are kept
     on disk for later runs, and the function may read globals only if the source files alone decide
-    their values. With `dynamic`, one graph serves tensors of any size.
+    their values. With `dynamic`, sizes are inputs of a graph, so that one graph serves many sizes:
+    all for which the function takes the same branches. (A size of 1 has a graph of its own.)
 
-    The first argument is a tensor, or a NamedTuple that begins with one. A CUDA graph cannot
-    contain compilation: call the function once before you capture it."""
+    The first argument is a tensor. A CUDA graph cannot contain compilation: call the function once
+    before you capture it."""
 
     def __init__(self, function: FunctionType, report: Callable[[str, float], None],
                  sources: str = "", dynamic: bool = False):
         self.function = function
         self.report = report
+        self.dynamic = dynamic
         self.traced = torch.compile(function, dynamic=dynamic, fullgraph=True)
         self.kept = KeptGraphs(function, sources, dynamic) if sources else None
 
@@ -106,7 +109,7 @@ class Compiled:
         graph, loaded = self.graph_for(args)
         result = graph(*args)
         if loaded or stats["unique_graphs"] != graphs_before:
-            what = describe(self.function, args)
+            what = describe(self.function, args, self.dynamic)
             if loaded:
                 what += " (loaded from disk)"
             self.report(what, time.perf_counter() - begin)
@@ -266,13 +269,11 @@ def hiding_grad(args: tuple):
             x.grad = gradient
 
 
-def describe(function: FunctionType, args: tuple) -> str:
+def describe(function: FunctionType, args: tuple, dynamic: bool) -> str:
     """Which graph of a function this is: its size, its mode, and the arguments that are None."""
-    first = args[0]
-    while isinstance(first, tuple):
-        first = first[0]
+    size = "many sizes" if dynamic else f"{len(args[0])} rows"
     mode = "for training" if torch.is_grad_enabled() else "without gradients"
-    what = f"{function.__name__} of {len(first)} rows {mode}"
+    what = f"{function.__name__} of {size} {mode}"
     names = absent(function.__code__.co_varnames, args)
     if names:
         what += f", without {', '.join(names)}"

@@ -1,8 +1,9 @@
 """A run fitted to a text: what somebody who brings any text should not have to work out.
 
-The record presets are strict: they need a certain amount of text and refuse less. A fitted run
-takes what there is. Its preset follows from the kind and the amount of text, its sequences and its
-validation from how long the text is, its steps from a budget of minutes or from the text.
+The presets speedrun and onepass are strict: they need a certain amount of text and refuse less. A
+fitted run takes what there is. Its preset follows from the kind and the amount of text, its
+sequences and its validation from how long the text is, its steps from a budget of minutes or from
+the text.
 
 `fit` does this when the command line is read. If minutes choose the steps, `fit_to_minutes` does so
 after the warm-up, when it is known how long a step takes.

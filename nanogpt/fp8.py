@@ -143,7 +143,7 @@ class FP8Product:
         w8 = self.weight_bytes().view(E4M3)
         return FP8Linear.apply(x, w, self.seen, w8, self.weight_scale, self.has_fp8)
 
-    def chosen(self, rows: Tensor) -> "FP8Product":
+    def for_rows(self, rows: Tensor) -> "FP8Product":
         parts = (self.weight_bytes()[rows],)
         return FP8Product(self.seen, parts, self.weight_scale, self.has_fp8)
 

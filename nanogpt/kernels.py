@@ -307,7 +307,7 @@ def static_product(a: Tensor, b_t: Tensor, scale: float, dtype: torch.dtype) -> 
 # 4. The MLP's squared ReLU, in the same kernel as the product before it (records 59, 87)
 #
 # The MLP computes z = x up, h = relu(z)^2 and then h down^T (up and down are the weights of the
-# projections fc and proj). F is several times D, so z and h would be a layer's largest tensors.
+# projections up and down). F is several times D, so z and h would be a layer's largest tensors.
 # The kernel has the sums of a tile in registers, and squares and rounds them there: z is never
 # written to memory, and h only in FP8.
 #

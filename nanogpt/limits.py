@@ -18,9 +18,9 @@ MOST = {"num_steps": 10**6, "batch_tokens": 2**30, "seq_len": 2**30, "val_seq_le
         "num_layers": 1000}
 
 
-def check(c, schedules: dict[str, list], precisions: dict, least_width: int) -> None:
+def check(c, schedules: dict[str, list], precisions: dict, gate_dim: int) -> None:
     """Raises BadInput, which names the key, where a value cannot be, or values do not fit each
-    other. `least_width` is how many channels of the stream a gate reads; it reads half as many of a
+    other. `gate_dim` is how many channels of the stream a gate reads; it reads half as many of a
     value embedding."""
     check_ranges(c)
     check_choices(c, schedules, precisions)
@@ -31,12 +31,12 @@ def check(c, schedules: dict[str, list], precisions: dict, least_width: int) -> 
     require(c.vocab_size <= 2**16,
             f"--vocab_size={c.vocab_size} must be at most {2**16}: shards hold tokens of 16 bits")
     require(0 <= c.seed < 10**15, f"--seed={c.seed} must be from 0 to 10^15 - 1, as logs hold it")
-    require(c.model_dim >= least_width,
-            f"--model_dim={c.model_dim} must be at least {least_width}, a gate's channels")
+    require(c.model_dim >= gate_dim,
+            f"--model_dim={c.model_dim} must be at least {gate_dim}, a gate's channels")
     heads = c.num_heads * c.head_dim
-    require(least_width // 2 <= heads <= c.model_dim,
+    require(gate_dim // 2 <= heads <= c.model_dim,
             f"--num_heads={c.num_heads} times --head_dim={c.head_dim} is {heads}; it must be from "
-            f"{least_width // 2} to {c.model_dim}, which is --model_dim")
+            f"{gate_dim // 2} to {c.model_dim}, which is --model_dim")
     for name in ("minutes", "save_every", "save_steps", "val_interval", "momentum_warmup",
                  "sample_tokens", "profile_steps", "bf16_last_layers", "bf16_last_frac",
                  "target_loss", "muon_lr", "muon_decay", "head_lr", "table_lr", "scalar_lr"):

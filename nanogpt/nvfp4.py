@@ -176,7 +176,7 @@ class NVFP4Product:
         parts = (self.square, self.stochastic, self.transform)
         return NVFP4Linear.apply(x, w, self.seen, *parts)
 
-    def chosen(self, rows: Tensor) -> "NVFP4Product":
+    def for_rows(self, rows: Tensor) -> "NVFP4Product":
         return self  # it keeps no weights
 
 

@@ -10,7 +10,7 @@ has. fp8 and nvfp4 also replace products: their method `product(site)` makes an 
 which is called like a function:
 
     product(x, w)           x (T, K), w (N, K) -> x w^T (T, N), with gradients for x and w
-    product.chosen(rows)    a product for these rows (n,) of w, as the output head needs it, whose
+    product.for_rows(rows)  a product for these rows (n,) of w, as the output head needs it, whose
                             loss is computed over some of the vocabulary
 
 These objects are arguments of compiled functions. torch.compile reads their attributes while it
@@ -29,8 +29,9 @@ from nanogpt.ranks import require
 
 class Site(NamedTuple):
     """A place of the model that multiplies by a weight. Weights live in banks, which are stacks of
-    equal matrices, so a site's weight is made of rows of one bank or of several. A row of a bank is
-    an entry of its first dimension: a whole matrix in mlp, qk and vo, one vector in lm_head."""
+    matrices of one shape, so a site's weight is made of rows of one bank or of several. A row of a
+    bank is an entry of its first dimension: a whole matrix in mlp, qk and vo, one vector in
+    lm_head."""
     index: int  # its number, in the order of the forward pass
     layer: int  # its layer; the output head comes after the last one
     projection: str  # one of PROJECTIONS
@@ -47,7 +48,7 @@ class Site(NamedTuple):
         parts = []
         for name, first, count in self.slices:
             part = banks[name][first : first + count].flatten(0, -2)
-            if self.projection in ("o", "fc"):
+            if self.projection in ("o", "up"):
                 part = part.t()  # these weights are stored as (K, N)
             parts.append(part)
         return tuple(parts)
@@ -224,7 +225,7 @@ PLAIN_DTYPES = {  # of the recipes that compute in the dtype of the tensors
     "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
 
-PROJECTIONS = ("qkv", "o", "fc", "proj", "lm_head")
+PROJECTIONS = ("qkv", "o", "up", "down", "lm_head")
 KNOWN = (*PLAIN_DTYPES, "fp8-static", "fp8", "nvfp4")
 
 # The names of the recipes of a whole model: for each layer, and last for the output head, the
@@ -320,7 +321,7 @@ def choose(c, default: dict[str, str], device: torch.device) -> RecipeNames:
     wanted = [low] * (c.num_layers - last) + [plain] * last + [{lm_head: default[lm_head]}]
 
     heads = c.num_heads * c.head_dim
-    widths = {"qkv": 3 * heads, "o": heads, "fc": c.mlp_dim, "proj": c.mlp_dim,
+    widths = {"qkv": 3 * heads, "o": heads, "up": c.mlp_dim, "down": c.mlp_dim,
               "lm_head": c.vocab_size}
     chosen = []
     for layer in wanted:

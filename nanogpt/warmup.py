@@ -81,20 +81,17 @@ class WarmUp:
 
     def compile_share(self) -> None:
         """Each rank compiles some graphs first. In `run` it finds those of the other ranks in the
-        compiler's cache on disk. With empty caches and an earlier model, whose layers had more
-        graphs, one H200 alone took 82 s to its first step, and four that share took 66 to 76 s."""
+        compiler's cache on disk."""
         rank, world_size = rank_and_world_size()
         passes = {}  # one of each length, with and without recipes
         for stage, step in self.step_kinds:
             passes[stage.length, self.setting(step).plain] = stage, step
-        jobs = [(self.forward_backward, *at) for at in passes.values()]
-        jobs.append((self.validate, self.config.num_steps))
-        for job, *arguments in jobs[rank::world_size]:
-            job(*arguments)
-        params = self.model.params
-        dense = [name for name in params if name not in self.model.big_tables]
-        slowest_first = sorted(dense, key=lambda name: params[name].optimizer != "muon")
-        self.update(slowest_first[rank::world_size])
+        for stage, step in [*passes.values()][rank::world_size]:
+            self.forward_backward(stage, step)
+        # Validation and the updates together take about as long as one pass, so they are one share.
+        if rank == len(passes) % world_size:
+            self.validate(self.config.num_steps)
+            self.update()
         torch.get_device_module(self.tokens.device).synchronize()
         dist.barrier()
 
@@ -121,8 +118,8 @@ class WarmUp:
         self.work.loss_without_gradient(
             self.model, inputs, targets, self.setting(step))
 
-    def update(self, names: list[str]) -> None:
-        for name in names:
-            gradient = torch.zeros_like(
-                self.optimizer.masters[name], dtype=getattr(self.model, name).dtype)
-            self.optimizer.update(name, gradient, 0.0, 0.0)
+    def update(self) -> None:
+        for name, master in self.optimizer.masters.items():
+            if name not in self.model.big_tables:
+                gradient = torch.zeros_like(master, dtype=getattr(self.model, name).dtype)
+                self.optimizer.update(name, gradient, 0.0, 0.0)

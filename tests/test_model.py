@@ -714,8 +714,8 @@ def test_initial_weights_are_as_specified_and_depend_on_the_seed_but_not_on_the_
     assert one.late_bias.tolist() == [0, 0, -5, 0, 0]  # half of the middle layer is taken out
     assert 0.99 / 64**0.5 < one.late_in.abs().max() <= 1 / 64**0.5
     for row in one.scalars.tolist():
-        assert dict(zip(t.SCALARS, row)) == pytest.approx({"x0": 0, "bigram": 0.05, "v": 0.5, "o": 1, "attn": 1.1**0.5,
-                                                           "mlp": 1.1**0.5, "down": 1})
+        assert dict(zip(t.SCALARS, row)) == pytest.approx({"x0": 0, "bigram": 0.05, "v": 0.5, "o": 1, "stream_attn": 1.1**0.5,
+                                                           "stream_mlp": 1.1**0.5, "down": 1})
 
 
 def test_signs_are_balanced_differ_from_row_to_row_and_are_the_same_in_every_run():

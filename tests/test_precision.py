@@ -125,7 +125,7 @@ def in_fp8(x, scale, dtype):
 def rounded_mlp(x, up, down, g):
     """Operands of the six FP8 products, as the format's nearest numbers in float64. h and its gradient are what the
     operator makes, as exact values may lie next to a tie; they are compared here."""
-    x_scale, hidden_scale = t.INPUT_SCALES["fc"], t.INPUT_SCALES["proj"]
+    x_scale, hidden_scale = t.INPUT_SCALES["up"], t.INPUT_SCALES["down"]
     x8 = nearest(x, x_scale, E4M3)
     g8 = nearest(g, t.GRADIENT_SCALE, E5M2)
     up8, down8 = (nearest(w, t.WEIGHT_SCALE, E4M3) for w in (up, down))
@@ -149,11 +149,11 @@ def test_another_activation_of_the_mlp_needs_one_changed_line_whatever_the_recip
     monkeypatch.setattr(t, "ACTIVATION", F.gelu)
     model = t.GPT(config(precision=precision, dtype="float32"), CPU)
     names = model.precision.recipe_names[0]
-    assert (names["fc"], names["proj"]) == ("fp32", "fp32"), "constant scales are for the squared ReLU"
+    assert (names["up"], names["down"]) == ("fp32", "fp32"), "constant scales are for the squared ReLU"
     assert names["qkv"] == ("fp8-static" if precision == "fp8-qkv" else "fp32")
     x, up, down = (torch.randn(shape, dtype=torch.float64) for shape in ((16, 32), (32, 64), (32, 64)))
     layer = model.precision.layers_at(VIEW, True)[0]
-    y = layer.fc.mlp(x, up, down, torch.tensor(0.7, dtype=torch.float64), layer.proj)
+    y = layer.up.mlp(x, up, down, torch.tensor(0.7, dtype=torch.float64), layer.down)
     torch.testing.assert_close(y, 0.7 * F.gelu(x @ up) @ down.T)
 
 
@@ -183,7 +183,7 @@ def test_the_static_mlp_is_within_the_error_of_its_formats_from_float64():
 
 def test_what_the_static_mlp_cannot_hold_is_clamped():
     x, up, down, g = mlp_operands()
-    largest = [448 * t.INPUT_SCALES["fc"], 448 * t.WEIGHT_SCALE, 448 * t.WEIGHT_SCALE, 57344 * t.GRADIENT_SCALE]
+    largest = [448 * t.INPUT_SCALES["up"], 448 * t.WEIGHT_SCALE, 448 * t.WEIGHT_SCALE, 57344 * t.GRADIENT_SCALE]
     for tensor, end in zip((x, up, down, g), largest):
         tensor[3, 5] = end * 1e3
         tensor[4, 6] = -end * 1e3
@@ -192,14 +192,14 @@ def test_what_the_static_mlp_cannot_hold_is_clamped():
     assert all(a.isfinite().all() for a in (y, dx, dup, ddown))
     x8, up8, down8, h, g8, z = rounded_mlp(x, up, down, g)
     assert [rounded.abs().max() for rounded in (x8, up8, down8, g8)] == largest
-    assert h.max() == 448 * t.INPUT_SCALES["proj"] and equal_but_for_one_bf16_rounding(y, h, down8.T)
+    assert h.max() == 448 * t.INPUT_SCALES["down"] and equal_but_for_one_bf16_rounding(y, h, down8.T)
     assert equal_but_for_one_bf16_rounding(dx, z, up8.T)
     x[0, 0] = math.inf
     again, *_ = static_mlp(x, up, down, g)
     assert torch.equal(again[1:], y[1:]) and again.isfinite().all()
 
 
-@pytest.mark.parametrize("name", ["qkv", "o", "fc", "proj"])
+@pytest.mark.parametrize("name", ["qkv", "o", "up", "down"])
 @pytest.mark.parametrize("native", [True, False])
 def test_a_projection_with_constant_scales_multiplies_rounded_operands_in_all_three_products(native, name, monkeypatch):
     monkeypatch.setattr(kernels, "has_fp8", lambda device: native)
@@ -221,7 +221,7 @@ def test_a_learned_factor_of_the_static_mlp_is_in_the_rounded_weight_and_has_the
     x, up, down, g = mlp_operands()
     factor = torch.tensor(0.7, requires_grad=True)
     down = down.requires_grad_()
-    y = t.STATIC["fc"].mlp(x, up, down, factor, t.STATIC["proj"])
+    y = t.STATIC["up"].mlp(x, up, down, factor, t.STATIC["down"])
     y.backward(g)
     expected, *_, ddown = static_mlp(x, up, (factor * down).detach(), g)
     assert torch.equal(y, expected) and distance(down.grad, factor.double() * ddown.double()) < 2**-8
@@ -229,22 +229,22 @@ def test_a_learned_factor_of_the_static_mlp_is_in_the_rounded_weight_and_has_the
     assert abs(factor.grad - parts.sum()) < 0.01 * parts.norm()
 
 
-@pytest.mark.parametrize("fc, proj", [("static", "plain"), ("plain", "static"), ("plain", "plain")])
-def test_an_mlp_of_two_recipes_rounds_only_the_operands_of_the_static_one(fc, proj):
+@pytest.mark.parametrize("of_up, of_down", [("static", "plain"), ("plain", "static"), ("plain", "plain")])
+def test_an_mlp_of_two_recipes_rounds_only_the_operands_of_the_static_one(of_up, of_down):
     x, up, down, _ = mlp_operands()
-    recipes = [t.STATIC[name] if kind == "static" else t.PLAIN for name, kind in (("fc", fc), ("proj", proj))]
+    recipes = [t.STATIC[name] if kind == "static" else t.PLAIN for name, kind in (("up", of_up), ("down", of_down))]
     y = recipes[0].mlp(x, up, down, torch.tensor(0.5), recipes[1])
 
-    if fc == "static":
-        hidden = (nearest(x, t.INPUT_SCALES["fc"], E4M3) @ nearest(up, t.WEIGHT_SCALE, E4M3)).relu().square()
+    if of_up == "static":
+        hidden = (nearest(x, t.INPUT_SCALES["up"], E4M3) @ nearest(up, t.WEIGHT_SCALE, E4M3)).relu().square()
     else:
         hidden = (x @ up).relu().square()  # bf16: it often lies in the middle of two numbers of e4m3
     w = 0.5 * down
-    if proj == "static":
-        hidden = nearest(hidden, t.INPUT_SCALES["proj"], E4M3)
+    if of_down == "static":
+        hidden = nearest(hidden, t.INPUT_SCALES["down"], E4M3)
         w = nearest(w, t.WEIGHT_SCALE, E4M3)
     assert distance(y, hidden.double() @ w.double().T) < 0.006  # roundings to bf16
-    if "static" in (fc, proj):
+    if "static" in (of_up, of_down):
         other = (x.double() @ up.double()).relu().square() @ (0.5 * down.double()).T
         assert distance(y, other) > 0.02
 
@@ -289,8 +289,8 @@ def test_the_run_ends_with_the_name_of_the_projection_that_went_wrong(precision)
         r"(?:the training loss is \S+|a number is not finite) at step 1 on rank 0, (.*); lower the learning rates")
     harms = (spoil_input_of_layer_2, gradient, weight)
     culprits = [sentence.fullmatch(judged(harm, precision))[1] for harm in harms]
-    assert culprits == ["input of layer 2's qkv not finite", "gradient of layer 3's proj not finite",
-                        "weight of layer 1's fc not finite"]
+    assert culprits == ["input of layer 2's qkv not finite", "gradient of layer 3's down not finite",
+                        "weight of layer 1's up not finite"]
 
 
 @pytest.mark.parametrize("precision", t.PRECISIONS)
@@ -343,8 +343,8 @@ def weights_of(model):
         qk, vo = model.qk.detach()[2 * i : 2 * i + 2].reshape(2 * D, D), model.vo.detach()[2 * i : 2 * i + 2]
         yield (i, "qkv"), torch.cat((qk, vo[0]))
         yield (i, "o"), vo[1].T
-        yield (i, "fc"), model.mlp.detach()[2 * i].T
-        yield (i, "proj"), model.mlp.detach()[2 * i + 1]
+        yield (i, "up"), model.mlp.detach()[2 * i].T
+        yield (i, "down"), model.mlp.detach()[2 * i + 1]
     yield (L, "lm_head"), model.lm_head.detach()
 
 
@@ -490,10 +490,10 @@ def low_projections(model):
 def test_projections_and_last_layers_can_leave_the_recipe(monkeypatch):
     monkeypatch.setitem(t.PRECISIONS, "own", ("nvfp4", "bf16", "fp8", "nvfp4", "bf16"))
     model, _ = trainer(precision="own", bf16_last_layers=1)
-    own = {"qkv": "nvfp4", "o": "bf16", "fc": "fp8", "proj": "nvfp4"}
+    own = {"qkv": "nvfp4", "o": "bf16", "up": "fp8", "down": "nvfp4"}
     assert model.precision.recipe_names == [own] * 3 + [dict.fromkeys(own, "bf16"), {"lm_head": "bf16"}]
-    assert low_projections(model) == [["fc", "proj", "qkv"]] * 3 + [[], []]
-    kinds = [type(recipe_at(model, 0, name).product) for name in ("qkv", "fc")]
+    assert low_projections(model) == [["down", "qkv", "up"]] * 3 + [[], []]
+    kinds = [type(recipe_at(model, 0, name).product) for name in ("qkv", "up")]
     assert kinds == [nvfp4.NVFP4Product, fp8.FP8Product]
     assert torch.isfinite(model(*batch(1)[0], VIEW, True))
 
@@ -519,10 +519,10 @@ def test_constant_scales_are_refused_where_the_loss_has_a_scale_of_its_own(monke
 
 def test_shapes_that_fp8_cannot_multiply_stay_wide_and_nvfp4_refuses_them():
     model, _ = trainer(precision="fp8", mlp_dim=120)
-    assert model.precision.recipe_names[0] == {"qkv": "fp8", "o": "fp8", "fc": "bf16", "proj": "bf16"}
+    assert model.precision.recipe_names[0] == {"qkv": "fp8", "o": "fp8", "up": "bf16", "down": "bf16"}
     for changes, message in (
-            (dict(precision="nvfp4"), "^fc of 64 x 120 cannot be nvfp4, which takes multiples of 16"),
-            (dict(precision="fp8", float8_all_gather=True), "fc of 64 x 120 cannot be fp8, .* multiples of 16")):
+            (dict(precision="nvfp4"), "^up of 64 x 120 cannot be nvfp4, which takes multiples of 16"),
+            (dict(precision="fp8", float8_all_gather=True), "up of 64 x 120 cannot be fp8, .* multiples of 16")):
         with pytest.raises(ranks.BadInput, match=message):
             trainer(mlp_dim=120, **changes)
 
@@ -579,7 +579,7 @@ def test_the_run_names_its_products_in_the_log(corpus, tmp_path):
     t.main(arguments(data_dir=corpus, log_dir=tmp_path / "fp16", precision="fp16"))
     (log,) = tmp_path.glob("fp16/*.txt")
     text = log.read_text().split(journal.RULE)[1]
-    assert "4 x fc fp16 (native)" in text and "step:4/4 val_loss" in text
+    assert "4 x up fp16 (native)" in text and "step:4/4 val_loss" in text
     assert 'note "0 steps skipped, loss scale 32768"\n' in text
 
 
@@ -588,8 +588,8 @@ def test_two_steps_with_constant_scales_run_and_the_log_names_its_products(corpu
     (path,) = tmp_path.glob("*.txt")
     text = path.read_text().split(journal.RULE)[1]
     (note,) = [line for line in text.splitlines() if line.startswith('note "products: ')]
-    products = ["4 x qkv fp8-static (emulated)", "4 x o bf16 (native)", "4 x fc fp8-static (emulated)",
-                "4 x proj fp8-static (emulated)", "1 x lm_head fp8-static (emulated)"]
+    products = ["4 x qkv fp8-static (emulated)", "4 x o bf16 (native)", "4 x up fp8-static (emulated)",
+                "4 x down fp8-static (emulated)", "1 x lm_head fp8-static (emulated)"]
     assert note == 'note "products: ' + ", ".join(products) + '"'
     first, second = (float(loss) for loss in re.findall(r"train_loss:(\S+)", text))
     assert second < first == pytest.approx(math.log(384), abs=0.01)
@@ -873,8 +873,8 @@ def test_what_validation_of_fp16_weights_finds_does_not_depend_on_training_befor
 
 
 @pytest.mark.parametrize("row, keys, sentence", [
-    (("bf16", "bf16", "bf16", "fp8-sttaic", "bf16"), {}, "proj cannot be fp8-sttaic, which is none of bf16, "),
-    (t.PRECISIONS["fp8-mlp"], {"dtype": "float16"}, "fc is fp8-static, .* fp16's scaled loss"),
+    (("bf16", "bf16", "bf16", "fp8-sttaic", "bf16"), {}, "down cannot be fp8-sttaic, which is none of bf16, "),
+    (t.PRECISIONS["fp8-mlp"], {"dtype": "float16"}, "up is fp8-static, .* fp16's scaled loss"),
     (t.PRECISIONS["fp8"], {"dtype": "float16"}, "qkv is fp8, .* fp16's scaled loss"),
 ])
 def test_recipes_that_cannot_be_are_refused_in_a_sentence(row, keys, sentence, monkeypatch):

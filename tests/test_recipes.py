@@ -228,7 +228,7 @@ def test_a_product_for_chosen_rows_of_the_weight_has_the_scale_of_all(recipe):
     x, w, rows = normal(64, 48), normal(64, 48, seed=1), torch.arange(0, 64, 4)
     w[1] *= 9  # a row that is not chosen has the amax
     product = make_product(recipe, w)
-    y = product.chosen(rows)(x, w[rows])
+    y = product.for_rows(rows)(x, w[rows])
     if recipe == "fp8":
         assert distance(y, fp8_values(x) @ fp8_values(w)[rows].T) < 1e-6
     else:  # which keeps no weights: these 16 rows have scales of their own
@@ -245,8 +245,8 @@ SITES = []
 for layer in range(2):
     SITES.append(Site(5 * layer, layer, "qkv", (("qk", 4 * layer, 2), ("vo", 2 * layer, 1))))
     SITES.append(Site(5 * layer + 1, layer, "o", (("vo", 2 * layer + 1, 1),)))
-    SITES.append(Site(5 * layer + 2, layer, "fc", (("mlp", 2 * layer, 1),)))
-    SITES.append(Site(5 * layer + 3, layer, "proj", (("mlp", 2 * layer + 1, 1),)))
+    SITES.append(Site(5 * layer + 2, layer, "up", (("mlp", 2 * layer, 1),)))
+    SITES.append(Site(5 * layer + 3, layer, "down", (("mlp", 2 * layer + 1, 1),)))
 SITES.append(Site(14, 2, "lm_head", (("lm_head", 0, 90),)))  # six rows pad it to four ranks
 
 
@@ -282,7 +282,7 @@ def weight_of(site, banks):
     """The weight (N, K) of a site, as a test has it: from the shapes of BANKS."""
     (name, first, count), *others = site.slices
     weight = banks[name][first : first + count].reshape(-1, banks[name].shape[-1])
-    if site.projection in ("o", "fc"):
+    if site.projection in ("o", "up"):
         weight = weight.T
     if site.projection == "qkv":
         weight = torch.cat((weight, banks["vo"][others[0][1]]))
@@ -522,12 +522,12 @@ def fault(layer, name, kind):
 
 @pytest.mark.parametrize("faults, sentence", [
     ([], ""),
-    ([fault(1, "fc", 0), fault(1, "proj", 0), fault(0, "qkv", 1), fault(2, "lm_head", 2)],
-     ", weight of layer 1's fc not finite"),
-    ([fault(1, "o", 1), fault(1, "fc", 1), fault(0, "qkv", 2)],
+    ([fault(1, "up", 0), fault(1, "down", 0), fault(0, "qkv", 1), fault(2, "lm_head", 2)],
+     ", weight of layer 1's up not finite"),
+    ([fault(1, "o", 1), fault(1, "up", 1), fault(0, "qkv", 2)],
      ", input of layer 1's o not finite"),
-    ([fault(0, "qkv", 2), fault(0, "o", 2), fault(1, "proj", 2)],
-     ", gradient of layer 1's proj not finite"),
+    ([fault(0, "qkv", 2), fault(0, "o", 2), fault(1, "down", 2)],
+     ", gradient of layer 1's down not finite"),
     ([fault(2, "lm_head", 1), fault(2, "lm_head", 2)], ", input of lm_head not finite"),
 ])
 def test_the_culprit_is_the_first_weight_or_input_and_else_the_last_gradient(faults, sentence):
@@ -606,7 +606,7 @@ def test_a_recipe_that_does_nothing_changes_nothing():
 
 
 def test_several_recipes_act_as_one():
-    names = [dict(qkv="fp8", o="nvfp4", fc="fp8-static", proj="fp16")] * 2 + [dict(lm_head="fp8")]
+    names = [dict(qkv="fp8", o="nvfp4", up="fp8-static", down="fp16")] * 2 + [dict(lm_head="fp8")]
     banks = {name: torch.zeros(shape) for name, shape in BANKS.items()}
     recipes = Recipes(names, SITES, banks, Options("fp16", True, 256, nvfp4_without="sr,2d"))
     assert isinstance(recipes.product(1, "qkv", "fp8"), fp8.FP8Product)
@@ -626,14 +626,14 @@ def test_several_recipes_act_as_one():
 
 
 @pytest.mark.parametrize("check, arguments, sentence", [
-    (nvfp4.check, ("fc", (64, 120)), "fc of 64 x 120 cannot be nvfp4, .* multiples of 16 only; "),
+    (nvfp4.check, ("up", (64, 120)), "up of 64 x 120 cannot be nvfp4, .* multiples of 16 only; "),
     (nvfp4.check, ("lm_head", (40, 64)), "lm_head of 40 x 64 cannot be nvfp4"),
     (nvfp4.parts_to_leave_out, ("rht,2D",), "--nvfp4_without=rht,2D: 2D is none of rht, sr, 2d"),
     (fp8.check_all_gather, ("qkv", (64, 64), "bf16", 0.0),
      "--float8_all_gather needs fp8 in all layers and steps, .* qkv is bf16; .* --precision=fp8"),
-    (fp8.check_all_gather, ("fc", (64, 120), "fp8", 0.0),
-     "--float8_all_gather .* fc of 64 x 120 cannot be fp8, .* multiples of 16 only; "),
-    (fp8.check_all_gather, ("fc", (64, 128), "fp8", 0.1),
+    (fp8.check_all_gather, ("up", (64, 120), "fp8", 0.0),
+     "--float8_all_gather .* up of 64 x 120 cannot be fp8, .* multiples of 16 only; "),
+    (fp8.check_all_gather, ("up", (64, 128), "fp8", 0.1),
      "--float8_all_gather needs .* --bf16_last_frac is 0.1; set it to 0"),
     (fp16.check, ("o", "fp8-static"),
      "o is fp8-static, which does not go with fp16's scaled loss; "),
@@ -644,9 +644,9 @@ def test_what_cannot_be_gets_one_sentence(check, arguments, sentence):
 
 
 def test_what_can_be_is_not_refused():
-    nvfp4.check("fc", (64, 128))
+    nvfp4.check("up", (64, 128))
     assert nvfp4.parts_to_leave_out("") == () and nvfp4.parts_to_leave_out("2d,sr") == ("2d", "sr")
-    fp8.check_all_gather("fc", (64, 128), "fp8", 0.0)
+    fp8.check_all_gather("up", (64, 128), "fp8", 0.0)
     fp16.check("lm_head", "fp8-static")
     fp16.check("o", "fp16")
 
