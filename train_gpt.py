@@ -84,7 +84,6 @@ from nanogpt import (
     warmup,
 )
 from nanogpt.arguments import key
-from nanogpt.inputs import Inputs, check_amount, check_inputs, chooses_steps
 from nanogpt.kernels import E4M3, E5M2
 from nanogpt.masks import BLOCK_SIZE
 from nanogpt.ranks import (
@@ -101,6 +100,7 @@ from nanogpt.ranks import (
     start_process,
 )
 from nanogpt.rows import LookedUpRows
+from nanogpt.run_files import RunFiles, check_amount, check_run_files, chooses_steps
 from nanogpt.watch import Watch
 from records import journal
 from records.console import Console, complain, next_commands
@@ -1989,13 +1989,14 @@ class Run:
     validates if it is time to. What the ranks tell each other travels with the loss of a step
     (`tell`), and is read one step later (`read_losses`)."""
 
-    def __init__(self, c: Config, optimizer: Optimizer, inputs: Inputs, keeper: keeping.Keeper):
+    def __init__(self, c: Config, optimizer: Optimizer, run_files: RunFiles,
+                 keeper: keeping.Keeper):
         self.config = c
         self.model = optimizer.model
         self.optimizer = optimizer
         self.recipes = optimizer.recipes
         self.device = self.model.signs.device
-        self.inputs = inputs
+        self.run_files = run_files
         self.keeper = keeper
         self.log = keeper.log
         self.clock = keeper.clock
@@ -2008,7 +2009,7 @@ class Run:
         self.profiler = profiling.Profiler(
             c.profile_steps if is_master() else 0, self.step, self.log, self.device)
         self.batches = shards.ahead(rank_micro_batches(
-            inputs.train_paths, c, self.device, self.step, inputs.stamps))
+            run_files.train_paths, c, self.device, self.step, run_files.stamps))
 
     def train(self, call: Callable) -> None:
         """All steps. The clock stands still during validation, which touches no weight and no
@@ -2079,7 +2080,7 @@ class Run:
         self.read_losses()
         self.recipes.before_validation()
         WATCH.enter_step(self.step, "validation")
-        loss = validate(self.model, self.inputs.val_tokens, self.step)
+        loss = validate(self.model, self.run_files.val_tokens, self.step)
         WATCH.leave_step()
         self.log.step(self.step, self.clock.total, "val_loss", loss)
         finite.check_validation(self.step, loss, self.keeper.tensors())
@@ -2133,7 +2134,7 @@ def train(c: Config, at_end: ExitStack) -> int:
         import sample  # only now: training alone needs no tokenizer
         notes = on_all_ranks(sample.check, c)
     files = journal.project_files(__file__)
-    inputs = check_inputs(c, packing(c), batch_plan(c), files, sum(num_weights(c)))
+    run_files = check_run_files(c, packing(c), batch_plan(c), files, sum(num_weights(c)))
 
     # 2. The log begins with the code and the facts. Under --minutes the number of steps is one of
     # them, so its file begins after the warm-up, and until then the log holds back what it is told.
@@ -2144,12 +2145,12 @@ def train(c: Config, at_end: ExitStack) -> int:
     has_fp8 = cuda and kernels.has_fp8(device)
     facts = journal.RunFacts(
         journal.describe_run(SOURCE, files), files, journal.describe_machine(device),
-        inputs.fingerprints, journal.calibrate(device, kernels.product if has_fp8 else None))
-    notes += saving.how_it_began(c.resume, c.log_dir, inputs.saved, facts.run)
+        run_files.fingerprints, journal.calibrate(device, kernels.product if has_fp8 else None))
+    notes += saving.how_it_began(c.resume, c.log_dir, run_files.saved, facts.run)
     for note in notes:
         console.say(note)
         log.fact("note", note)
-    if not inputs.saved:
+    if not run_files.saved:
         c.resume = ""
     steps_are_open = chooses_steps(c)
     if not steps_are_open:
@@ -2179,8 +2180,8 @@ def train(c: Config, at_end: ExitStack) -> int:
     longer = ""
     if steps_are_open:
         seconds = warm_up.seconds_per_step(call)
-        c = fitting.fit_to_minutes(c, SCHEDULES[c.schedule], inputs.train_paths, seconds)
-        check_amount(c, packing(c), batch_plan(c), inputs.train_paths)
+        c = fitting.fit_to_minutes(c, SCHEDULES[c.schedule], run_files.train_paths, seconds)
+        check_amount(c, packing(c), batch_plan(c), run_files.train_paths)
         model.config = c
         begin_log(log, c, facts, c.num_steps * seconds)
         for note in fitting.why_shorter(c, seconds):
@@ -2190,9 +2191,9 @@ def train(c: Config, at_end: ExitStack) -> int:
     optimizer.reset(initialize(model, c.seed))  # as if nothing had been trained so far
 
     # 4. Train, from the start or from where a save was made.
-    keeper = keeping.Keeper(c, optimizer, inputs, facts, log, clock)
+    keeper = keeping.Keeper(c, optimizer, run_files, facts, log, clock)
     at_end.push(partial(keeper.keep_best, WATCH.writing))  # called if an error ends the run, too
-    run = Run(c, optimizer, inputs, keeper)
+    run = Run(c, optimizer, run_files, keeper)
     torch.get_device_module(device).synchronize()
     startup_s = time.perf_counter() - LAUNCHED
     log.fact("note", f"products: {recipe.summary(recipe_names, device)}")

@@ -4,7 +4,7 @@ Before a run
     arguments.py    the command line
     limits.py       what the values of a configuration may be
     fitting.py      a run fitted to a text
-    inputs.py       what a run reads and where it will write, found and tried
+    run_files.py    what a run reads and where it will write, found and tried
 
 Its processes
     joining.py      they meet and compare what they are going to run

@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 from data.shards import count_tokens, kind_of_tokens
 from nanogpt import arguments, limits
-from nanogpt.inputs import find_shards
 from nanogpt.masks import BLOCK_SIZE
 from nanogpt.ranks import require
+from nanogpt.run_files import find_shards
 
 # For less text the large model would have to read it twice, and then its tables, 348M of its 448M
 # parameters, learn it by heart.

@@ -7,8 +7,8 @@ import dataclasses
 from pathlib import Path
 
 from nanogpt import checkpoint, finite, saving, stopping
-from nanogpt.inputs import Inputs
 from nanogpt.ranks import all_ranks, on_all_ranks
+from nanogpt.run_files import RunFiles
 from records import journal
 
 
@@ -16,7 +16,7 @@ class Keeper:
     """Keeps one run. `first_step`: how many updates were made before it, if it goes on from a
     save."""
 
-    def __init__(self, c, optimizer, inputs: Inputs, facts: journal.RunFacts, log: journal.Log,
+    def __init__(self, c, optimizer, run_files: RunFiles, facts: journal.RunFacts, log: journal.Log,
                  clock: journal.Clock):
         """`c` and `optimizer` are train_gpt.Config and Optimizer. Loads the save, if the run goes
         on from one; raises BadInput if it does not fit. A collective."""
@@ -24,15 +24,15 @@ class Keeper:
         self.optimizer = optimizer
         self.model = optimizer.model
         # Where the best weights go; None if none are kept, and always on ranks other than 0.
-        self.weights_file = inputs.checkpoint_path
+        self.weights_file = run_files.checkpoint_path
         self.facts = facts
         self.log = log
         self.clock = clock
         self.first_step = 0
         self.best = None  # the checkpoint of the best validation
         self.came_from = []  # the runs that this one goes on with
-        if inputs.saved:
-            self.go_on(inputs.saved)
+        if run_files.saved:
+            self.go_on(run_files.saved)
         self.run_id = all_ranks(facts.run["run_id"])[0]
         self.saver = saving.Saver(
             Path(c.log_dir, f"{self.run_id}.saved"), c.save_every, c.save_steps, self.tensors(),

@@ -12,7 +12,7 @@ from conftest import SEPARATOR, arguments, check_data, write_shard
 import sample
 import train_gpt as t
 from data import checks, shards
-from nanogpt import checkpoint, fitting, inputs
+from nanogpt import checkpoint, fitting, run_files
 from nanogpt.fitting import Text
 from nanogpt.ranks import BadInput
 
@@ -144,10 +144,10 @@ def test_a_fitted_run_saves_the_weights_of_its_best_validation_and_ends_with_0(t
 def test_checkpoints_of_one_name_do_not_replace_each_other(text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     c = dataclasses.replace(t.parse_config([text]), save_checkpoint="auto")
-    first = inputs.place_for_checkpoint(c, None, 1000)
+    first = run_files.place_for_checkpoint(c, None, 1000)
     assert str(first) == f"models/{tmp_path.name}.pt"
     first.touch()
-    assert str(inputs.place_for_checkpoint(c, None, 1000)) == f"models/{tmp_path.name}-2.pt"
+    assert str(run_files.place_for_checkpoint(c, None, 1000)) == f"models/{tmp_path.name}-2.pt"
 
 
 def test_a_file_that_another_run_has_written_meanwhile_is_not_replaced(tmp_path):
@@ -165,7 +165,7 @@ def test_a_file_that_another_run_has_written_meanwhile_is_not_replaced(tmp_path)
 def test_two_runs_of_one_text_at_the_same_time_keep_both_models(text, tmp_path, monkeypatch):
     """Both have found the same name unused when they began."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(inputs, "place_for_checkpoint", lambda *_: Path("models/novel.pt"))
+    monkeypatch.setattr(run_files, "place_for_checkpoint", lambda *_: Path("models/novel.pt"))
     Path("models").mkdir()
     keys = ["--num_steps=1", "--val_interval=0", "--seq_len=256", "--batch_tokens=256", "--model_dim=32", "--num_heads=2", "--head_dim=16", "--sample="]
     for seed in (1, 2):

@@ -13,7 +13,7 @@ from conftest import SEPARATOR, TINY, check_data, documents, write_shard
 
 import train_gpt as t
 from data import shards
-from nanogpt.inputs import find_shards
+from nanogpt.run_files import find_shards
 
 CPU = torch.device("cpu")
 SHARDS = [documents(5000, 1), documents(3100, 2), documents(500, 3), documents(4000, 4)]  # the third makes no batch
@@ -190,9 +190,9 @@ def test_the_check_agrees_with_the_loader_also_where_stages_change_the_batch(lar
 @pytest.mark.parametrize("world_size", [3, 4])
 def test_the_number_of_processes_must_divide_the_batch_of_every_stage(large, monkeypatch, world_size):
     c = config(large, schedule="stages", num_steps=8)
-    monkeypatch.setattr("nanogpt.inputs.rank_and_world_size", lambda: (0, 2))
+    monkeypatch.setattr("nanogpt.run_files.rank_and_world_size", lambda: (0, 2))
     check_data(c)
-    monkeypatch.setattr("nanogpt.inputs.rank_and_world_size", lambda: (0, world_size))
+    monkeypatch.setattr("nanogpt.run_files.rank_and_world_size", lambda: (0, world_size))
     with pytest.raises(t.BadInput, match=f"{world_size} processes cannot .* 2 sequences; start 1, 2 of them"):
         check_data(c)
 

@@ -16,8 +16,8 @@ from nanogpt.ranks import BadInput, is_master, on_all_ranks, rank_and_world_size
 from records.journal import try_folder
 
 
-class Inputs(NamedTuple):
-    """What `check_inputs` has found."""
+class RunFiles(NamedTuple):
+    """What `check_run_files` has found."""
     train_paths: list[Path]
     stamps: dict[Path, shards.Stamp]  # by which a training shard that changes is noticed
     val_tokens: Tensor  # (val_tokens + 1,), the bits of uint16
@@ -26,8 +26,8 @@ class Inputs(NamedTuple):
     checkpoint_path: Path | None  # the file of its weights, on rank 0
 
 
-def check_inputs(c, packing: shards.Packing, plan: shards.Plan, files: list[dict],
-                 num_weights: int) -> Inputs:
+def check_run_files(c, packing: shards.Packing, plan: shards.Plan, files: list[dict],
+                    num_weights: int) -> RunFiles:
     """`files` are the project's source files that this rank runs. Raises BadInput on all ranks if
     something is wrong on one of them, or if they do not have the same source files and shards. A
     collective."""
@@ -38,7 +38,7 @@ def check_inputs(c, packing: shards.Packing, plan: shards.Plan, files: list[dict
     saved = saving.open_save(c.resume, fingerprints, c.data_dir)
     checkpoint_path = on_all_ranks(place_for_checkpoint, c, saved, num_weights)
     on_all_ranks(try_folder, c.log_dir)
-    return Inputs(train_paths, stamps, val_tokens, fingerprints, saved, checkpoint_path)
+    return RunFiles(train_paths, stamps, val_tokens, fingerprints, saved, checkpoint_path)
 
 
 def find_shards(c, split: str) -> list[Path]:
