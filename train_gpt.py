@@ -1484,21 +1484,16 @@ def cautious_update(master: Tensor, part: Tensor, update: Tensor, lr, decay) -> 
 
 class MuonState(NamedTuple):
     momentum_buffer: Tensor  # (n, rows, columns)
-    mean_square: Tensor  # of each neuron's update over time: (n, rows, 1) or (n, 1, columns)
-
-
-def weights_dim(w: Tensor) -> int:
-    """The dimension along which the weights of a neuron lie: the shorter one, as in the MLPs' banks
-    (D, F). Where this is wrong, it was found to make no difference (record 41)."""
-    return -1 if w.size(-2) >= w.size(-1) else -2
+    mean_square: Tensor  # (n, 1, columns), of each neuron's update over time
 
 
 def muon_update(master: Tensor, part: Tensor, gradient: Tensor, state: MuonState, lr: Tensor,
                 decay: Tensor, momentum: Tensor) -> None:
     """Updates master (n, rows, columns) by orthogonalized Nesterov momentum, and copies it to
     `part`. Neurons whose updates were large over time get smaller ones; then the update of each
-    matrix gets its old norm again (NorMuon, Li et al. 2025; record 41). lr (n, 1, 1), decay () and
-    momentum () are tensors."""
+    matrix gets its old norm again (NorMuon, Li et al. 2025; record 41). Every column counts as a
+    neuron, as in the MLPs' matrices (D, F); in the others neurons are rows, but there it was found
+    to make no difference. lr (n, 1, 1), decay () and momentum () are tensors."""
     # 1. Nesterov momentum, orthogonalized.
     gradient = gradient.to(master.dtype)
     state.momentum_buffer.add_((gradient - state.momentum_buffer) * (1 - momentum))
@@ -1506,7 +1501,7 @@ def muon_update(master: Tensor, part: Tensor, gradient: Tensor, state: MuonState
     update = orthogonalize(nesterov).to(master.dtype)
 
     # 2. Each neuron's update over the root of its mean square, then the old norm.
-    square = update.square().mean(weights_dim(update), keepdim=True)
+    square = update.square().mean(-2, keepdim=True)  # (n, 1, columns)
     state.mean_square.add_((square - state.mean_square) * (1 - NEURON_BETA))
     scale = state.mean_square.clamp(min=1e-10).rsqrt()
     total = square.sum((-2, -1), keepdim=True)
@@ -1613,7 +1608,7 @@ class Optimizer:
     def zero_state(self, name: str) -> MuonState | AdamState:
         zero = torch.zeros_like(self.masters[name])
         if self.model.params[name].optimizer == "muon":
-            return MuonState(zero, zero.mean(weights_dim(zero), keepdim=True))
+            return MuonState(zero, zero[:, :1].clone())
         return AdamState(zero, zero.clone())
 
     def own(self, name: str, bank: Tensor) -> Tensor:

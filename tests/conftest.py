@@ -72,5 +72,5 @@ def place_of_processes():
 def check_data(c):
     """What the trainer finds out about the shards of a configuration before it compiles anything."""
     import train_gpt as t
-    from nanogpt import inputs
-    return inputs.check_data(c, t.packing(c), t.batch_plan(c))
+    from nanogpt import run_files
+    return run_files.check_data(c, t.packing(c), t.batch_plan(c))

@@ -155,8 +155,7 @@ def normuon(p, grads, lr, decay, momenta):
         for g, mu in zip((grad[i] for grad in grads), momenta):
             m = mu * m + (1 - mu) * g
             X = polar_express(((1 - mu) * g + mu * m)[None])[0]
-            tall = w.shape[0] >= w.shape[1]  # then a neuron is a row, else a column
-            S = 0.9 * S + 0.1 * (X**2).mean(axis=1 if tall else 0, keepdims=True)
+            S = 0.9 * S + 0.1 * (X**2).mean(axis=0, keepdims=True)  # a neuron is a column
             scaled = X / np.sqrt(np.maximum(S, 1e-10))
             X = scaled * np.linalg.norm(X) / np.linalg.norm(scaled)
             w = w - lr * X - np.where(X * w > 0, lr * decay * w, 0)
@@ -167,8 +166,7 @@ def normuon(p, grads, lr, decay, momenta):
 def muon(start, grads, lr, decay, momenta):
     """Our Muon after one step for each gradient: (master, part)."""
     master, part = start.clone(), torch.empty_like(start, dtype=torch.bfloat16)
-    shape = (*start.shape[:2], 1) if start.shape[1] >= start.shape[2] else (len(start), 1, start.shape[2])
-    state = t.MuonState(torch.zeros_like(start), start.new_zeros(shape))
+    state = t.MuonState(torch.zeros_like(start), start.new_zeros(len(start), 1, start.shape[2]))
     for grad, momentum in zip(grads, momenta):
         t.muon_update(master, part, grad.clone(), state, *numbers(lr, decay, momentum))
     return master, part
@@ -204,7 +202,7 @@ def test_equalising_neurons_keeps_the_frobenius_norm_of_the_update(rows, cols):
     master, _ = muon(start, [gradient], 1.0, 0.0, [0.0])
     norms = t.orthogonalize(gradient).double().norm(dim=(1, 2))
     torch.testing.assert_close(master.norm(dim=(1, 2)), norms, rtol=1e-9, atol=0)
-    neurons = master.norm(dim=2 if rows >= cols else 1)  # after one step all of a matrix have one length
+    neurons = master.norm(dim=1)  # after one step all of a matrix have one length
     torch.testing.assert_close(neurons, neurons[:, :1].expand_as(neurons), rtol=1e-9, atol=0)
 
 
