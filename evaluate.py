@@ -682,6 +682,7 @@ def show(content: dict) -> None:
 
 def main(argv: list[str]) -> int:
     """Exit status: 0, 2 for bad input, or as usual 130 for Ctrl-C."""
+    sys.stdout.reconfigure(errors="backslashreplace")  # of letters that the terminal lacks
     try:
         options = parse(argv)
         models = [load_model(path, options.device) for path in options.models]

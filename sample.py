@@ -14,7 +14,6 @@ of tokens that are appended at a time.
 import argparse
 import codecs
 import math
-import os
 import signal
 import sys
 import unicodedata
@@ -467,7 +466,6 @@ class Speaker:
     def __init__(self, options: argparse.Namespace):
         from train_gpt import load_checkpoint
         path = options.checkpoint
-        require(os.path.exists(path), f"there is no checkpoint {path}")
         self.options = options
         self.model = load_checkpoint(path, options.device)
         self.encode, self.to_bytes = codec(self.model.config.vocab_size)

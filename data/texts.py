@@ -149,7 +149,9 @@ def json_texts(lines, key, path):
             entry = None
         if not isinstance(entry, dict) or not isinstance(entry.get(key), str):
             fault = f'{path}, line {number}: not an object like {{"{key}": "..."}}'
-            raise PrepareError(f"{fault}; repair it, or name its key with --key")
+            if isinstance(entry, dict):
+                fault += f", as it has the keys {', '.join(map(repr, entry))}"
+            raise PrepareError(f"{fault[:300]}; repair it, or name its key with --key")
         yield entry[key]
 
 

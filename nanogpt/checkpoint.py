@@ -152,7 +152,9 @@ def keep(path: Path, checkpoint: dict, own_runs: list[str] | None = None) -> str
 def read(path: str | Path) -> dict:
     """A checkpoint, with its weights on the CPU. Raises BadInput if the file is no checkpoint, if
     its checksum does not hold, or if a weight is not finite."""
-    require(Path(path).exists(), f"{path}: no such file; name a checkpoint")
+    remedy = "name a file that --save_checkpoint has written, such as models/NAME.pt"
+    require(Path(path).exists() and str(path), f"{path or 'an empty name'}: no such file; {remedy}")
+    require(not Path(path).is_dir(), f"{path} is a folder; {remedy}")
     try:
         checkpoint = load(path)
         weights = checkpoint["weights"]
@@ -165,7 +167,7 @@ def read(path: str | Path) -> dict:
         raise BadInput(f"{path} cannot be read ({error.strerror})") from None
     except Exception as error:  # a foreign file can make torch.load raise nearly anything
         kind = type(error).__name__
-        raise BadInput(f"{path} is no checkpoint of this program ({kind})") from None
+        raise BadInput(f"{path} is no checkpoint of this program ({kind}); {remedy}") from None
     require(whole, f"{path} is damaged: its weights do not have the checksum that it names")
     require(name is None, f"{path}: the weights in {name} are not finite")
     return checkpoint

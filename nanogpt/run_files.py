@@ -32,10 +32,12 @@ def check_run_files(c, packing: shards.Packing, plan: shards.Plan, files: list[d
     something is wrong on one of them, or if they do not have the same source files and shards. A
     collective."""
     errors = (BadInput, shards.ShardError)
-    train_paths, val_paths, val_tokens = on_all_ranks(check_data, c, packing, plan, errors=errors)
+    train_paths, val_paths = on_all_ranks(find_both, c, plan, errors=errors)
     stamps, fingerprints = on_all_ranks(identify, train_paths, val_paths, errors=errors)
     on_all_ranks(refuse_other_data, files, fingerprints)
-    saved = saving.open_save(c.resume, fingerprints, c.data_dir)
+    saved = saving.open_save(c.resume, fingerprints, c.data_dir)  # refuses other data than it had
+    val_tokens = on_all_ranks(
+        check_data, c, packing, plan, train_paths, val_paths, errors=errors)
     checkpoint_path = on_all_ranks(place_for_checkpoint, c, saved, num_weights)
     on_all_ranks(try_folder, c.log_dir)
     return RunFiles(train_paths, stamps, val_tokens, fingerprints, saved, checkpoint_path)
@@ -46,10 +48,9 @@ def find_shards(c, split: str) -> list[Path]:
     return checks.find(c.data_dir, split, c.train_files if split == "train" else c.val_files)
 
 
-def check_data(c, packing: shards.Packing,
-               plan: shards.Plan) -> tuple[list[Path], list[Path], Tensor]:
-    """Training and validation shards, and the validation tokens. Raises BadInput or ShardError if
-    the plan needs another number of processes, or other data, or more."""
+def find_both(c, plan: shards.Plan) -> tuple[list[Path], list[Path]]:
+    """Training and validation shards. Raises ShardError if there are none, and BadInput if the plan
+    needs another number of processes, or another kind of tokens."""
     _, world_size = rank_and_world_size()
     for count, _ in dict.fromkeys(plan):
         divisors = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
@@ -59,10 +60,16 @@ def check_data(c, packing: shards.Packing,
     train_paths = find_shards(c, "train")
     val_paths = find_shards(c, "val")
     checks.check_kind(train_paths[0], c.vocab_size, c.preset)
+    return train_paths, val_paths
+
+
+def check_data(c, packing: shards.Packing, plan: shards.Plan, train_paths: list[Path],
+               val_paths: list[Path]) -> Tensor:
+    """The validation tokens. Raises ShardError if there are too few, or too few for training."""
     val_tokens = shards.validation_tokens(val_paths, c.vocab_size, c.val_tokens)
     if not chooses_steps(c):  # else `check_amount` follows when they are chosen
         checks.check_amount(train_paths, packing, plan, c.data_dir, c.fit)
-    return train_paths, val_paths, torch.from_numpy(val_tokens.view("int16"))
+    return torch.from_numpy(val_tokens.view("int16"))
 
 
 def identify(train_paths: list[Path],

@@ -89,7 +89,7 @@ def board_problems(root, everything, rebuilt):
     try:
         table.check_board(root, records)
     except Refused as error:
-        return [str(error)]
+        return [f"{error} Run `python -m records table`."]
     return []
 
 
@@ -146,7 +146,8 @@ def find(root, name):
         if name in (folder.name, record.without_date(folder.name)):
             found.append(folder)
     if len(found) != 1:
-        raise Refused(f"expected one record called {name}, found {len(found)}.")
+        called = "no file, folder or record is" if not found else "more than one record is"
+        raise Refused(f"{called} called {name!r}; check the path.")
     return found[0]
 
 
@@ -189,8 +190,9 @@ def parse(argv):
     p = commands.add_parser("measure", help="measure starts, seeds and speed of this machine")
     p.add_argument("folder", help="a new folder for logs, outputs and the compiler's caches")
     p.add_argument("--gpus", type=numbers, default=[1], help="how many, such as 1,2,4,8")
-    p.add_argument("--seeds", type=int, default=3, help="whole runs on most GPUs")
-    p.add_argument("--limit", type=float, default=3600, help="seconds that a run may take")
+    p.add_argument("--seeds", type=not_negative(int), default=3, help="whole runs on most GPUs")
+    p.add_argument("--limit", type=not_negative(float), default=3600,
+                   help="seconds that a run may take")
     p.add_argument("--keys", type=shlex.split, default=[],
                    help='of all runs, in quotes: "--preset=onepass --data_dir=data/corpus"')
     return parser.parse_args(argv)
@@ -202,6 +204,16 @@ def numbers(text):
     if min(found) < 1:
         raise ValueError(text)
     return found
+
+
+def not_negative(kind):
+    """A type of arguments: a number of this kind that is not negative."""
+    def number(text):
+        value = kind(text)
+        if not value >= 0:  # neither is nan
+            raise ValueError(text)
+        return value
+    return number
 
 
 def run(args):
@@ -244,6 +256,7 @@ def run(args):
 
 def main(argv=None):
     """Runs the tool and returns its exit status. Input that is refused is one line of text."""
+    sys.stdout.reconfigure(errors="backslashreplace")  # of letters that the terminal lacks
     args = parse(argv)
     try:
         status = run(args)

@@ -2,6 +2,7 @@
 significant. One record is called A in the report, the other one B."""
 import difflib
 import statistics
+import sys
 
 from .log import Refused, read_log, shown, shown_key
 from .record import build, first_difference, log_paths, shared_facts
@@ -12,7 +13,9 @@ SHORT_DIFF = 40  # lines
 
 def read_runs(path):
     """Returns the logs to compare: those of a record, those of any other folder (all *.txt), or the
-    one log at this path. Raises Refused if there is none, or one that cannot be read."""
+    one log at this path. Of a folder that is no record, what is no whole log is left out, with a
+    sentence on standard error: a run may be going on there. Raises Refused if no log is left, or if
+    one of a record cannot be read."""
     if not path.is_dir():
         return [read_log(path)]
     is_record = (path / "record.json").exists()
@@ -20,7 +23,17 @@ def read_runs(path):
     paths = log_paths(path, pattern)
     if not paths:
         raise Refused(f"{path}: expected logs ({pattern}), found none.")
-    return [read_log(log_path) for log_path in paths]
+    logs = []
+    for log_path in paths:
+        try:
+            logs.append(read_log(log_path))
+        except Refused as error:
+            if is_record:
+                raise
+            print(f"left out: {error}", file=sys.stderr)
+    if not logs:
+        raise Refused(f"{path}: none of its logs is of a run that has ended.")
+    return logs
 
 
 def speed_ratio(a, b):

@@ -452,7 +452,7 @@ def read_log(path, may_be_cut=False):
         log.end = {"interrupted": True}
         end_at = len(lines)
     elif SEPARATOR not in lines:
-        expected = "a second line of 100 '=' (the log was cut or never ended)"
+        expected = "a second line of 100 '=' (the run goes on or was killed; `plot` shows it)"
         fail(path, number + len(lines) - 1, expected, lines[-1])
     else:
         end_at = lines.index(SEPARATOR)

@@ -105,17 +105,25 @@ def shared_facts(log):
     }
 
 
+def without_resume(log):
+    """What all runs of a record share, but for where a resumed one went on from. No record may have
+    such a run, but `compare` takes it."""
+    facts = shared_facts(log)
+    facts["config"].pop("resume", None)
+    return facts
+
+
 def refuse_mixed(logs):
     """Raises Refused unless all logs are runs of one code, data, config and machine, and count the
     same FLOPs in their `mfu`. The sentence names the first difference."""
     a = logs[0]
     for b in logs[1:]:
-        if found := first_difference(shared_facts(a), shared_facts(b)):
+        if found := first_difference(without_resume(a), without_resume(b)):
             key, ours, theirs = found
             raise Refused(f"one record needs one code, data, config and hardware, but "
                           f"{shown_key(key)} is {shown(ours)} in {a.path} and {shown(theirs)} in "
                           f"{b.path}.")
-        if not same_flops(a.end, b.end):
+        if not (a.interrupted or b.interrupted or same_flops(a.end, b.end)):
             raise Refused(f"mfu x train_time_s must agree between runs, but mfu is {a.end['mfu']} "
                           f"at {a.end['train_time_s']} s in {a.path} and {b.end['mfu']} at "
                           f"{b.end['train_time_s']} s in {b.path}.")

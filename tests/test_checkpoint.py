@@ -53,6 +53,13 @@ def test_a_foreign_file_is_one_sentence_and_runs_nothing(tmp_path, monkeypatch, 
     assert os.listdir() == ["model.pt"]
 
 
+def test_a_folder_and_an_empty_name_are_no_checkpoints(tmp_path):
+    with pytest.raises(BadInput, match=f"^{tmp_path} is a folder; name a file that --save_checkpoint has written"):
+        checkpoint.read(tmp_path)
+    with pytest.raises(BadInput, match="^an empty name: no such file; name a file that"):
+        checkpoint.read("")
+
+
 def test_a_pipe_is_no_checkpoint_and_nobody_waits_for_it(tmp_path):
     os.mkfifo(tmp_path / "model.pt")
     with pytest.raises(BadInput, match="model.pt is no checkpoint of this program"):

@@ -621,6 +621,13 @@ def content_with(*changes):
     return content
 
 
+def test_letters_of_any_language_stay_in_names_and_what_would_break_a_table_does_not(tmp_path):
+    assert evaluation.clean("models/kürz 1.pt") == "models/kürz 1.pt" and evaluation.clean("a|`b`\n") == "a??b??"
+    file = tmp_path / "results.json"
+    file.write_text(json.dumps(content_with(("models.1.path", "models/kürz 1.pt"))))
+    assert "| `models/kürz 1.pt`, step 950 | loss |" in evaluation.block(evaluation.read(file))
+
+
 def test_results_in_the_right_form_are_read_and_shown(tmp_path):
     file = tmp_path / "results.json"
     file.write_text(json.dumps(content_with()))

@@ -6,6 +6,7 @@ stay in pytest's temporary folders.
 import dataclasses
 import hashlib
 import json
+import os
 import random
 import re
 import shutil
@@ -865,6 +866,7 @@ def test_leaderboard_edited(three, capsys):
     root, _ = three
     status, out = run_tool(capsys, root, "check")
     assert status == 1 and "README.md, line" in out  # the record is not in the table yet
+    assert "Run `python -m records table`." in out
     run_tool(capsys, root, "table")
     edit(root / "README.md", "| 8.02 ±", "| 7.02 ±")
     status, out = run_tool(capsys, root, "check")
@@ -1273,6 +1275,38 @@ def test_compare_takes_single_logs_and_folders_of_logs(root, capsys):
     assert status == 2 and "expected logs (*.txt), found none" in out
 
 
+def test_compare_leaves_out_what_is_no_whole_log_of_a_folder(root, capsys):
+    three_runs(root, 1)
+    cut = write_log(root / "4.txt", 4)
+    cut.write_bytes(cut.read_bytes().partition(b"step:6/8")[0])
+    (root / "notes.txt").write_text("run 2 was on another day\n")
+    status, out = run_tool(capsys, root, "compare", root, root / "1.txt")
+    assert status == 0 and f"A = {root.name}: n = 3, " in out and out.count("left out: ") == 2
+    assert "4.txt" in out and "the run goes on or was killed" in out and "notes.txt" in out
+    for path in (root / "1.txt", root / "2.txt", root / "3.txt"):
+        path.unlink()
+    status, out = run_tool(capsys, root, "compare", root, root)
+    assert status == 2 and "none of its logs is of a run that has ended" in out
+
+
+def test_compare_takes_resumed_and_interrupted_runs_with_a_caution(root, capsys):
+    three_runs(root, 1)
+    changed(write_log(root / "4.txt", 4, config={"resume": "logs/x.saved/step_000004"}), RESUMED)
+    changed(write_log(root / "5.txt", 5, mfu=0.31), INTERRUPTED)  # it counts the FLOPs of fewer steps
+    status, out = run_tool(capsys, root, "compare", root, root / "1.txt")
+    assert status == 0 and f"A = {root.name}: n = 5, " in out
+    assert re.search("4.txt.* was resumed", out) and re.search("5.txt.* was interrupted", out)
+
+
+def test_letters_that_the_terminal_lacks_are_no_error(tmp_path):
+    for name, seed in (("läuf 1.txt", 1), ("läuf 2.txt", 2)):
+        write_log(tmp_path / name, seed)
+    command = [sys.executable, "-m", "records", "compare", tmp_path / "läuf 1.txt", tmp_path / "läuf 2.txt"]
+    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, env=os.environ | {
+        "PYTHONIOENCODING": "ascii"})
+    assert (done.returncode, done.stderr) == (0, b"") and rb"A = l\xe4uf 1.txt" in done.stdout
+
+
 # ---- curves of any runs
 
 def test_smoothing_is_a_centred_mean():
@@ -1467,7 +1501,8 @@ def test_compare_shortens_the_diff_and_finds_records_by_name(root, capsys):
     record.new(root, "two", [write_log(root / "b.txt", 2, source=longer)])
     short, whole = (run_tool(capsys, root, "compare", "one", "two", *more)[1] for more in ([], ["--diff"]))
     assert "more lines of diff (--diff shows all)" in short and "+x = 99" not in short and "+x = 99" in whole
-    assert run_tool(capsys, root, "compare", "one", "three")[0] == 2
+    status, out = run_tool(capsys, root, "compare", "one", "three")
+    assert status == 2 and "no file, folder or record is called 'three'; check the path" in out
 
 
 def test_a_closed_pipe_is_no_error():

@@ -475,6 +475,13 @@ def test_no_path_in_a_save_is_written_to(stopped, corpus, tmp_path, capfd):
     assert [path.parent.name for path in sorted(tmp_path.rglob("finished"))] == ["old.saved", "x.saved"]
 
 
+def test_a_save_of_other_data_is_refused_for_the_data_even_if_they_are_too_few(stopped, tmp_path, capfd):
+    write_shard(tmp_path / "fineweb_train_000000.bin", documents(300))
+    write_shard(tmp_path / "fineweb_val_000000.bin", documents(100))
+    sentence = refused(capfd, [f"--resume={the_save(stopped)}", f"--data_dir={tmp_path}"])
+    assert f"the shards in {tmp_path} are not those of {the_save(stopped)}" in sentence and "--data_dir" in sentence
+
+
 @pytest.mark.parametrize("how", ["flipped", "cut", "no file", "no sum", "no text as sum", "a pickle", "two", "other config",
                                  "other weights", "no weights", "checkpoint"])
 def test_a_damaged_or_foreign_save_is_one_sentence(how, stopped, tmp_path, capfd):
