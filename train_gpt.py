@@ -1141,9 +1141,9 @@ def load_checkpoint(path: str | Path, device: torch.device) -> GPT:
 # Constant scales of a projection's input, of the weights, and of the gradient of a loss that is a
 # sum over tokens. They are powers of two, so that only rounding loses something. 448 / 16 is just
 # above sqrt(768), the largest a normalised input can be; in a wider model only a vector that lies
-# almost in one channel would be clamped. The squares between the MLP's two
-# products are near 10, but up to 12,700 on the first token of a document, and must not be clamped
-# there. (No row of PRECISIONS gives "fp8-static" to `o`; its scale is for rows of your own.)
+# almost in one channel would be clamped. The squares between the MLP's two products are near 10,
+# but up to 12,700 on the first token of a document, and must not be clamped there. (No row of
+# PRECISIONS gives "fp8-static" to `o`; its scale is for rows of your own.)
 INPUT_SCALES = {"qkv": 1 / 16, "o": 1 / 4, "up": 1 / 16, "down": 64.0}
 WEIGHT_SCALE = 2.0**-8
 GRADIENT_SCALE = 2.0**-12

@@ -8,9 +8,9 @@ guard need another graph.
 
 PyTorch keeps the generated kernels on disk, but a new process traces all functions again to find
 them, which takes many seconds. `KeptGraphs` keeps the traced graphs with their guards as well.
-(PyTorch's own cache of traced graphs,
-`torch._dynamo.config.caching_precompile`, is not used. In torch 2.11 and 2.13 a process that loaded
-from it fails with an AssertionError as soon as it has to trace another graph.)
+(PyTorch's own cache of traced graphs, `torch._dynamo.config.caching_precompile`, is not used. In
+torch 2.11 and 2.13 a process that loaded from it fails with an AssertionError as soon as it has to
+trace another graph.)
 """
 import hashlib
 import inspect
