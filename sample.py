@@ -122,7 +122,8 @@ class Memory:
 
         self.position = torch.zeros((), dtype=torch.int64, device=device)  # of the next token
         self.document = torch.zeros_like(self.position)  # where the last document begins
-        self.last_token = torch.zeros(1, dtype=torch.int64, device=device)
+        self.last_tokens = torch.zeros(
+            model.config.longest_ngram - 1, dtype=torch.int64, device=device)
         self.clear()
         self.graphs = CudaGraphs([]) if cuda_graph and device.type == "cuda" else None
         self.warm = False
@@ -140,7 +141,7 @@ class Memory:
         self.length = 0  # tokens so far
         self.position.zero_()
         self.document.zero_()
-        self.last_token.zero_()
+        self.last_tokens.zero_()
 
     def append(self, tokens: list[int]) -> Tensor:
         """Appends at least one token -> the capped logits (V,) of the next one. Raises ValueError
@@ -180,20 +181,20 @@ class Memory:
         model = self.model
         script = self.script
 
-        # 1. Inputs look at the token before, so the last one stands in front, and its row is
+        # 1. Inputs look at N tokens before, so the last ones stand in front, and their rows are
         # dropped afterwards.
-        tokens = torch.cat((self.last_token, tokens))  # (n + 1,)
-        position = self.position + torch.arange(-1, len(tokens) - 1, device=tokens.device)
+        N = len(self.last_tokens)
+        tokens = torch.cat((self.last_tokens, tokens))  # (N + n,)
+        position = self.position + torch.arange(-N, len(tokens) - N, device=tokens.device)
         begins = (tokens == model.bos) | (position == 0)
         looked_up = model.look_up(tokens, training=False)
-        normed, injects = script.embed_inputs(
-            tokens, begins, looked_up["bigrams"], model.weight("lm_head"), model.signs,
+        first_x, injects = script.embed_inputs(
+            tokens, begins, looked_up["ngrams"], model.weight("lm_head"), model.signs,
             model.smear, model.scalars)
-        first_x = x = normed.x[1:]
-        normed = script.normed_stream(x)
-        value_embeds = looked_up["value_embeds"][1:].chunk(len(self.layers), 1)
-        position = position[1:]  # (n,)
-        begins = begins[1:]
+        first_x = x = first_x[N:]
+        value_embeds = looked_up["value_embeds"][N:].chunk(len(self.layers), 1)
+        position = position[N:]  # (n,)
+        begins = begins[N:]
 
         # 2. The document of each new token, as the position where it begins. (n,)
         document = torch.where(begins, position, self.document).cummax(0).values
@@ -206,12 +207,12 @@ class Memory:
             window = self.window_of(i)
             look = partial(self.look, memory, places[window])
             context = script.LayerContext(
-                *rotary, look, injects[i][1:], value_embeds[i], begins)
-            x, normed = script.block(x, normed, self.weights[i], context, self.products[i])
+                *rotary, look, injects[i][N:], value_embeds[i], begins)
+            x = script.block(x, self.weights[i], context, self.products[i])
             outputs.append(x)
 
         # 4. What the next call must know.
-        self.last_token.copy_(tokens[-1:])
+        self.last_tokens.copy_(tokens[-N:])
         self.document.copy_(document[-1])
         self.position += len(position)
         return x, script.late_sources(first_x, outputs, value_embeds[0])

@@ -164,9 +164,11 @@ class Config:
     head_lr: float = key(
         0.008, "Adam's learning rate for output head, token embedding and gates; MUDD (late_mix) "
         "has a quarter of it")
-    table_lr: float = key(0.6, "Adam's learning rate for value and bigram embeddings")
+    table_lr: float = key(0.6, "Adam's learning rate for value and n-gram embeddings")
     scalar_lr: float = key(0.04, "Adam's learning rate for the scalars")
-    bigram_rows: int = key(251_520, "rows of the table of hashed bigrams")
+    longest_ngram: int = key(
+        2, "the last 2, 3, ... and so many tokens look up a row of the table of n-grams")
+    ngram_rows: int = key(251_520, "rows of this table; n-grams of the same hash share one")
     # evaluation
     target_loss: float = key(3.28, "validation loss to reach, nats per token; 0: none")
     val_tokens: int = key(
@@ -214,7 +216,7 @@ class Config:
 
 # Small models of single bytes have these settings in common.
 BYTES = dict(
-    data_dir="data/pydocs", cut_documents=True, vocab_size=272, bigram_rows=4096,
+    data_dir="data/pydocs", cut_documents=True, vocab_size=272, ngram_rows=4096,
     momentum_warmup=100, muon_lr=0.03, head_lr=0.02, table_lr=0.3)
 
 # Only processors with AVX512-BF16 multiply bf16 faster than float32.
@@ -224,12 +226,14 @@ PRESETS: dict[str, dict] = {
     "speedrun": {},
     "onepass": dict(
         num_layers=6, num_heads=4, mlp_dim=5632,
+        longest_ngram=3, ngram_rows=2_012_160,
         schedule="onepass", num_steps=1240,
         seq_len=8192, micro_tokens=32_768,
         muon_lr=0.02, head_lr=0.0065, cooldown_frac=0.7,
         target_loss=3.492),
     "laptop": BYTES | dict(
         num_layers=4, model_dim=128, num_heads=2, head_dim=64, mlp_dim=512,
+        longest_ngram=6, ngram_rows=327_680,
         schedule="laptop", num_steps=500,
         batch_tokens=2048, seq_len=2048,
         muon_lr=0.04, head_lr=0.007,
@@ -248,7 +252,7 @@ PRESETS: dict[str, dict] = {
         save_every=5.0),
     # The same layers with GPT-2's tokens, for texts that are too short for the large model.
     "small": dict(
-        num_layers=6, model_dim=384, head_dim=64, mlp_dim=1536, bigram_rows=65_536,
+        num_layers=6, model_dim=384, head_dim=64, mlp_dim=1536, ngram_rows=65_536,
         schedule="char", num_steps=1000, epochs=2, cut_documents=True,
         batch_tokens=32_768, seq_len=2048, micro_tokens=16_384,
         muon_lr=0.015, head_lr=0.005, table_lr=0.15, momentum_warmup=100,
@@ -478,16 +482,18 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor) -> Tensor:
 # --------------------------------------------------------------------------------------------------
 # 4. Parameters and layers
 
-SIGNS = 8192  # rows of random signs, which tell bigrams of one hash apart (record 83)
+# Rows of random signs, which tell n-grams apart that share a row of their table (record 83). This is
+# a prime: hashes with the same remainder by the table's rows seldom have the same one by a prime.
+SIGNS = 8191
 
 # Learned numbers that weigh the parts of a layer, and their initial values. With x the stream, a
 # layer computes (`block`)
 #
-#   x = stream_attn x + o attention(x) + x0 (first stream) + bigram (bigrams)
+#   x = stream_attn x + o attention(x) + x0 (first stream) + ngram (n-grams)
 #   x = stream_mlp x + down MLP(x)
 SCALARS = {
     "x0": 0.0,
-    "bigram": 0.05,
+    "ngram": 0.05,
     "v": 0.5,  # of the values inside of attention
     "o": 1.0,
     "stream_attn": 1.1**0.5,
@@ -583,7 +589,7 @@ def parameter_table(c: Config) -> dict[str, Param]:
             (V, D), init=normal(0.005),
             betas=(0.5, 0.95), decay=0.75 * c.head_lr, **with_head_lr),
         "value_embeds": Param((V, L * H * d), init=normal(0.01), **table),
-        "bigrams": Param((c.bigram_rows, D), init=zero, **table),
+        "ngrams": Param((c.ngram_rows, D), init=zero, **table),
         # queries, then keys, of each layer in turn. Two neighbouring heads have one matrix (2 d, D)
         # for Muon (record 80). If H is odd, one matrix has a head of queries and one of keys.
         "qk": Param(
@@ -652,12 +658,6 @@ def norm_and_rotate(x: Tensor, cos: Tensor, sin: Tensor, scale: Tensor | float =
     return (rotated * (mean_square.rsqrt() * scale)).type_as(x)
 
 
-class Normed(NamedTuple):
-    """The residual stream as attention reads it."""
-    x: Tensor  # (T, D), normalised
-    gate_input: Tensor  # (T, GATE_DIM), the first channels of it
-
-
 class LayerWeights(NamedTuple):
     """The weights of one layer."""
     up: Tensor  # (D, F)
@@ -691,13 +691,13 @@ def offset_keys(k: Tensor, begins: Tensor, last: Tensor | None = None) -> Tensor
     return torch.where(stays, k, before)
 
 
-def attention(normed: Normed, weights: LayerWeights, scalars: dict[str, Tensor],
+def attention(x: Tensor, weights: LayerWeights, scalars: dict[str, Tensor],
               context: LayerContext, products: LayerProducts) -> Tensor:
-    """The output of attention (T, D). sample.py, which keeps keys and values of earlier tokens,
-    gives a function in place of the mask: it takes q, k, v and begins, offsets the keys and returns
-    what `attend` would."""
-    x = normed.x
+    """x (T, D), the normalised stream -> the output of attention (T, D). sample.py, which keeps
+    keys and values of earlier tokens, gives a function in place of the mask: it takes q, k, v and
+    begins, offsets the keys and returns what `attend` would."""
     T = len(x)
+    gate_input = x[:, :GATE_DIM]
     H = weights.gates.size(1)
     d = weights.qk.size(1) // 2
     head_gates, value_gates = weights.gates.to(x.dtype).unbind()  # (H, GATE_DIM) each
@@ -712,7 +712,7 @@ def attention(normed: Normed, weights: LayerWeights, scalars: dict[str, Tensor],
     # 2. A value embedding of each token is added to its values (record 14). The input and the
     # embedding itself decide how much of it.
     half = GATE_DIM // 2
-    steering = torch.cat((normed.gate_input[:, :half], context.value_embed[:, :half]), 1)
+    steering = torch.cat((gate_input[:, :half], context.value_embed[:, :half]), 1)
     value_gate = 2 * torch.sigmoid(F.linear(steering, value_gates))  # (T, H)
     v = v.view(T, H, d) + value_gate[..., None] * context.value_embed.reshape(T, H, d)
 
@@ -723,29 +723,21 @@ def attention(normed: Normed, weights: LayerWeights, scalars: dict[str, Tensor],
         y = context.mask(q, k, v, context.begins)
 
     # 4. A gate lets a head say nothing (record 28).
-    head_gate = torch.sigmoid(F.linear(normed.gate_input, head_gates))  # (T, H)
+    head_gate = torch.sigmoid(F.linear(gate_input, head_gates))  # (T, H)
     y = (y * head_gate[..., None]).flatten(1).type_as(x)
     return products.o.linear(y, weights.vo[1].t(), scalars["o"])
 
 
-def block(x: Tensor, normed: Normed, weights: LayerWeights, context: LayerContext,
-          products: LayerProducts) -> tuple[Tensor, Normed]:
-    """One layer: the residual stream x (T, D), and the stream as attention reads it -> the new
-    stream, also normalised. A pure function, so that layers share compiled graphs: with
-    FlexAttention all that have the same recipes share one. (A block of attention is something else,
-    128 tokens.)"""
+def block(x: Tensor, weights: LayerWeights, context: LayerContext,
+          products: LayerProducts) -> Tensor:
+    """One layer: the residual stream x (T, D) -> the new stream (T, D). A pure function, so that
+    layers share compiled graphs: with FlexAttention all that have the same recipes share one. (A
+    block of attention is something else, 128 tokens.)"""
     scalars = dict(zip(SCALARS, weights.scalars.unbind()))
-    y = attention(normed, weights, scalars, context, products)
+    y = attention(norm(x), weights, scalars, context, products)
     x = scalars["stream_attn"] * x + y + context.inject
-    x = scalars["stream_mlp"] * x + products.up.mlp(
+    return scalars["stream_mlp"] * x + products.up.mlp(
         norm(x), weights.up, weights.down, scalars["down"], products.down)
-    return x, normed_stream(norm(x))
-
-
-def normed_stream(x: Tensor) -> Normed:
-    """The first channels are copied: autograd would pad the gradient of a view to the size of
-    x."""
-    return Normed(x, x[:, :GATE_DIM].clone())
 
 
 def previous(tokens: Tensor, begins: Tensor) -> Tensor:
@@ -753,20 +745,33 @@ def previous(tokens: Tensor, begins: Tensor) -> Tensor:
     return torch.where(begins, 0, tokens.roll(1))
 
 
-def embed_inputs(tokens: Tensor, begins: Tensor, bigram: Tensor, embed: Tensor, signs: Tensor,
-                 smear: Tensor, scalars: Tensor) -> tuple[Normed, list[Tensor]]:
-    """tokens and begins (T,), the rows of bigrams that they have looked up (T, D), the embedding
+def ngram_hashes(tokens: Tensor, begins: Tensor, longest: int) -> Tensor:
+    """tokens and begins (T,) -> (longest - 1, T) int64: hashes of the last 2, 3, ... and `longest`
+    tokens, which take a token of 0 for each one before the document."""
+    hashed = tokens
+    hashes = []
+    for _ in range(longest - 1):
+        tokens = previous(tokens, begins)
+        hashed = (36313 * hashed + tokens) % (2**31 - 1)
+        hashes.append(hashed)
+    return torch.stack(hashes)
+
+
+def embed_inputs(tokens: Tensor, begins: Tensor, ngrams: Tensor, embed: Tensor, signs: Tensor,
+                 smear: Tensor, scalars: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """tokens and begins (T,), the rows of n-grams that they have looked up (N T, D), the embedding
     (V, D), random signs (SIGNS, D), smear (1,), scalars (L, len(SCALARS)) -> the first stream, and
-    for each layer what is added to the stream there (T, D): the first stream and the bigrams,
+    for each layer what is added to the stream there (T, D): the first stream and the n-grams,
     weighed by two of the layer's scalars. Nothing crosses the border of a document."""
     x = F.embedding(tokens, embed)
     before = torch.where(begins[:, None], 0, x.roll(1, 0))
     x = norm(x + smear.to(x.dtype) * before)  # record 34
-    normed = normed_stream(x)
-    bigram = bigram * signs[(tokens ^ previous(tokens, begins)) % SIGNS]
+    ngrams = ngrams.view(-1, *x.shape)  # (N, T, D), of each length
+    hashes = ngram_hashes(tokens, begins, 1 + len(ngrams))  # (N, T)
+    ngram = (ngrams * signs[hashes % SIGNS]).sum(0)  # (T, D)
     of_layers = dict(zip(SCALARS, scalars.unbind(1)))  # (L,) each
-    amounts = zip(of_layers["x0"], of_layers["bigram"])
-    return normed, [of_x * x + of_bigram * bigram for of_x, of_bigram in amounts]
+    amounts = zip(of_layers["x0"], of_layers["ngram"])
+    return x, [of_x * x + of_ngram * ngram for of_x, of_ngram in amounts]
 
 
 class LateMix(NamedTuple):
@@ -915,15 +920,15 @@ class GPT(nn.Module):
         return begins
 
     def table_rows(self, tokens: Tensor, training: bool = True) -> dict[str, Tensor]:
-        """For each big table the row that a token looks up, (T,) int64. A pair of tokens is hashed
-        (record 62)."""
-        before = previous(tokens, self.begins(tokens, training))
-        hashed = (36313 * tokens) ^ (27191 * before)
-        rows = {"value_embeds": tokens, "bigrams": hashed % self.config.bigram_rows}
+        """For each big table the rows that tokens look up, int64: of value_embeds (T,), and for the
+        n-grams of N lengths (N T,), by their hashes (record 62 for pairs)."""
+        c = self.config
+        hashes = ngram_hashes(tokens, self.begins(tokens, training), c.longest_ngram)  # (N, T)
+        rows = {"value_embeds": tokens, "ngrams": (hashes % c.ngram_rows).flatten()}
         return {name: rows[name] for name in self.big_tables}  # their order: callers zip the two
 
     def look_up(self, tokens: Tensor, training: bool) -> dict[str, Tensor]:
-        """The rows themselves: value_embeds (T, L * H d) and bigrams (T, D)."""
+        """The rows themselves: value_embeds (T, L * H d) and ngrams (N T, D)."""
         rows = self.table_rows(tokens, training)
         return {name: F.embedding(index, getattr(self, name)) for name, index in rows.items()}
 
@@ -982,8 +987,8 @@ class GPT(nn.Module):
         if looked_up is None:
             looked_up = self.look_up(tokens, training)
         begins = self.begins(tokens, training)
-        normed, injects = self.functions.embed_inputs(
-            tokens, begins, looked_up["bigrams"], self.weight("lm_head"), self.signs, self.smear,
+        first_x, injects = self.functions.embed_inputs(
+            tokens, begins, looked_up["ngrams"], self.weight("lm_head"), self.signs, self.smear,
             self.scalars)
         value_embeds = looked_up["value_embeds"].chunk(self.config.num_layers, 1)
         contexts = self.layer_contexts(begins, setting, training, injects, value_embeds)
@@ -991,13 +996,10 @@ class GPT(nn.Module):
         products = self.precision.layers_at(setting, training)
 
         # 2. The layers, one after another.
-        x = first_x = normed.x
-        # view_as makes a new tensor object. If a layer got the same object twice, torch.compile
-        # would make another graph for it.
-        normed = normed._replace(x=x.view_as(x))
+        x = first_x
         outputs = []
         for of_layer in zip(weights, contexts, products):
-            x, normed = self.functions.block(x, normed, *of_layer)
+            x = self.functions.block(x, *of_layer)
             outputs.append(x)
         return x, late_sources(first_x, outputs, value_embeds[0])
 
@@ -2223,7 +2225,7 @@ def main(argv: list[str]) -> int:
         return WATCH.refuse(str(error), error)
     except Exception as error:
         if limits.is_out_of_memory(error):
-            remedy = "smaller --micro_tokens and --val_seq_len need less"
+            remedy = "smaller --micro_tokens, --val_seq_len and --ngram_rows need less"
             return WATCH.refuse(f"{limits.first_sentence(error)}; {remedy}", error)
         if c.device == "mps":  # never tried: what PyTorch lacks there is best said as it is
             complain(f"train_gpt.py: --device=mps failed ({error}); use --device=cpu")

@@ -29,7 +29,7 @@ MINUTES = 2.0  # the budget if none is given
 # a small text make validation worse: the model learns the text by heart.
 MOST_EPOCHS = {"laptop": 6, "char": 3, "small": 2}
 STEPS_PER_READING = 75  # at least, for `small`: the batches of a short text are small
-TOKENS_PER_ROW = 64  # of its table of bigrams, which would learn a short text by heart first
+TOKENS_PER_ROW = 64  # of its table of n-grams, which would learn a short text by heart first
 VALIDATIONS = 10  # of a run; after each one the weights are kept if they are the best so far
 
 
@@ -145,10 +145,10 @@ def fit_to_text(c, schedule: list, text: Text, given: dict):
     world_size = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 1
     unit = world_size * math.lcm(*parts)
     batch_tokens = c.batch_tokens
-    bigram_rows = c.bigram_rows
+    ngram_rows = c.ngram_rows
     if c.preset == "small":
         batch_tokens = min(batch_tokens, sum(text.train) // STEPS_PER_READING)
-        bigram_rows = min(bigram_rows, max(1, sum(text.train) // TOKENS_PER_ROW))
+        ngram_rows = min(ngram_rows, max(1, sum(text.train) // TOKENS_PER_ROW))
     bounds = {}  # upper bounds, each with room for a sequence of the length that was given
     for name, bound in (("seq_len", "micro_tokens"), ("val_seq_len", "val_tokens")):
         length = given.get(name, 0)
@@ -164,7 +164,7 @@ def fit_to_text(c, schedule: list, text: Text, given: dict):
         require(length <= lengths[name], f"--{name}={length} is more than this text has room for, "
                 f"which is {lengths[name]}; lower it, or leave it out")
     fixed = {name: value for name, value in given.items() if name not in bounds}
-    c = dataclasses.replace(c, **lengths | {"bigram_rows": bigram_rows} | fixed)
+    c = dataclasses.replace(c, **lengths | {"ngram_rows": ngram_rows} | fixed)
 
     # 2. Steps: those that were given, or as many as the text has.
     wanted = math.inf

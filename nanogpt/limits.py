@@ -45,6 +45,8 @@ def check(c, schedules: dict[str, list], precisions: dict, gate_dim: int) -> Non
     for name in ("cooldown_frac", "bf16_last_frac"):
         value = getattr(c, name)
         require(value <= 1, f"--{name}={value} is a part of the steps, so it must be at most 1")
+    require(2 <= c.longest_ngram <= 32,
+            f"--longest_ngram={c.longest_ngram} must be at least 2 and at most 32")
     require(0 < c.join_timeout <= 10_000,
             f"--join_timeout={c.join_timeout} must be above 0 and at most 10,000 minutes")
     check_texts(c)
@@ -53,7 +55,7 @@ def check(c, schedules: dict[str, list], precisions: dict, gate_dim: int) -> Non
 def check_ranges(c) -> None:
     for name in ("num_steps", "batch_tokens", "seq_len", "micro_tokens", "val_tokens",
                  "val_seq_len", "num_layers", "model_dim", "num_heads", "head_dim", "mlp_dim",
-                 "vocab_size", "bigram_rows", "epochs", "cooldown_frac"):
+                 "vocab_size", "ngram_rows", "epochs", "cooldown_frac"):
         value = getattr(c, name)
         require(value > 0, f"--{name}={value} must be positive")
         if name in MOST:
@@ -173,4 +175,4 @@ def enough_memory() -> Iterator[None]:
         if isinstance(error, RuntimeError) and not is_out_of_memory(error):
             raise
         raise BadInput("the model does not fit into the memory of this machine; lower "
-                       "--bigram_rows, --num_layers, --num_heads or --mlp_dim") from None
+                       "--ngram_rows, --num_layers, --num_heads or --mlp_dim") from None

@@ -1,6 +1,6 @@
 """The rows of big tables that a step looks up, and the gradients of these rows.
 
-The tables of value embeddings and of bigrams have far more rows than a batch has tokens. Only the
+The tables of value embeddings and of n-grams have far more rows than a batch has tokens. Only the
 rows that some rank looked up have a gradient and are updated. Each rank owns some of the columns of
 every row, so that all ranks share this work, whichever rows they are.
 
@@ -91,7 +91,7 @@ class LookedUpRows:
 
     @torch.no_grad()
     def add(self, rows: dict[str, Tensor], gradients: dict[str, Tensor]) -> None:
-        """Adds the gradients (T, width) of the rows (T,) that a micro-batch looked up."""
+        """Adds the gradients (n, width) of the rows (n,) that a micro-batch looked up."""
         self.meet()
         with self.on_stream():
             if not self.totals:

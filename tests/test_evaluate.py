@@ -31,7 +31,7 @@ BOS = 271
 
 def model_pair(num_layers=4, **changes):
     """The same random weights in float32 and in float64. None is zero, which could hide a mistake."""
-    values = dict(num_layers=num_layers, model_dim=32, num_heads=4, head_dim=8, mlp_dim=64, vocab_size=BOS + 1, bigram_rows=101,
+    values = dict(num_layers=num_layers, model_dim=32, num_heads=4, head_dim=8, mlp_dim=64, vocab_size=BOS + 1, ngram_rows=101,
                   seq_len=2048, val_seq_len=1024, micro_tokens=2048, batch_tokens=2048, schedule="laptop",
                   precision="bf16", device="cpu", compile=False) | changes
     narrow = t.GPT(t.Config(**values, dtype="float32"), torch.device("cpu"))
@@ -84,7 +84,7 @@ def test_scores_are_those_of_each_item_alone_in_float64(num_layers):
 
 @pytest.mark.parametrize("num_layers", [1, 4, 7])
 def test_a_score_does_not_depend_on_what_an_item_is_packed_with(num_layers):
-    """Everything at the border of a document takes part: attention, smear, bigrams, keys of the token before."""
+    """Everything at the border of a document takes part: attention, smear, ngrams, keys of the token before."""
     _, wide = model_pair(num_layers)
     item = random_items([300], seed=7)[0]
     alone = evaluate.score_items(wide, [item], 2048).log_probability[0]

@@ -140,8 +140,8 @@ def test_bad_input_is_one_sentence_before_anything_is_compiled_or_written(row, p
 
 
 def test_a_model_that_does_not_fit_into_the_memory_is_one_sentence(place, capfd):
-    status, _, err = run(capfd, bigram_rows=10**13, save_checkpoint="")  # 1.3e15 bytes: more than can be addressed
-    assert status == 2 and err.count("\n") == 1 and "memory of this machine; lower --bigram_rows" in err
+    status, _, err = run(capfd, ngram_rows=10**13, save_checkpoint="")  # 1.3e15 bytes: more than can be addressed
+    assert status == 2 and err.count("\n") == 1 and "memory of this machine; lower --ngram_rows" in err
     assert "ended early" in last_line(place)
 
 
@@ -203,7 +203,7 @@ HAPPENS = [
               f"finite{LOWER}", 2, {"precision": precision}, kept=2) for precision in ("bf16", "fp16", "fp8-qkv")],
     Happens("weights are not finite, in the order of the table", "before 3", lambda *args: [spoil(name)(*args) for name in (
             "smear", "vo", "lm_head")], f"{NOT_FINITE}the weights of lm_head and 2 more not finite{LOWER}", 2, kept=2),
-    Happens("a table is not finite", "before 3", lambda place, model, _: model.bigrams.data.fill_(math.inf), f"{NOT_FINITE}all "
+    Happens("a table is not finite", "before 3", lambda place, model, _: model.ngrams.data.fill_(math.inf), f"{NOT_FINITE}all "
             f"matrices finite: an activation overflowed, or a row of a table{LOWER}, or give --precision=bf16", 2, kept=2),
     Happens("the last update spoils the weights", "after 4", spoil_masters, r"the validation loss is nan at step 4 on rank 0, the "
             f"weights of qk not finite{LOWER}", 2, {"val_interval": 0}),
@@ -268,7 +268,7 @@ FILES = {  # what a checkpoint may hold, and what the sentence says
     "an unknown schedule": ({"config": {"schedule": "long", "num_layers": 4}}, "--schedule=long is none of speedrun"),
     "a width that cannot be": ({"config": {"model_dim": -5, "num_layers": 4}}, "--model_dim=-5 must be positive"),
     "a number as text": ({"config": {"num_steps": "many", "num_layers": 4}}, "num_steps is 'many' in its configuration, which cannot be"),
-    "weights of another model": ({"config": {"num_layers": 4}}, "written by other code, as only one of the two has weights of a and bigrams;"),
+    "weights of another model": ({"config": {"num_layers": 4}}, "written by other code, as only one of the two has weights of a and ngrams;"),
     "a model of older code": ({"config": {"num_heads": 6}}, "of an older version of this program"),
     "no configuration": ({"config": 3}, "is no checkpoint of this program"),
 }

@@ -56,9 +56,9 @@ def test_of_a_short_text_the_small_model_has_small_batches_and_a_small_table(tok
     c = t.Config(**t.PRESETS["small"] | fitting.OVER_PRESET | {"preset": "small"})
     text = Text("gpt2", (tokens,), 20_000)
     fitted = fitting.fit_to_text(c, t.SCHEDULES[c.schedule], text, {})
-    assert (fitted.batch_tokens, fitted.bigram_rows, fitted.epochs) == (batch, rows, 2)
-    given = fitting.fit_to_text(c, t.SCHEDULES[c.schedule], text, {"bigram_rows": 99, "epochs": 7})
-    assert (given.bigram_rows, given.epochs) == (99, 7), "what is given stays"
+    assert (fitted.batch_tokens, fitted.ngram_rows, fitted.epochs) == (batch, rows, 2)
+    given = fitting.fit_to_text(c, t.SCHEDULES[c.schedule], text, {"ngram_rows": 99, "epochs": 7})
+    assert (given.ngram_rows, given.epochs) == (99, 7), "what is given stays"
 
 
 @pytest.mark.parametrize("train, val, world_size, part", [

@@ -272,8 +272,8 @@ def test_scores_of_narrower_heads_are_scaled_by_their_width_and_the_smallest_hea
 
 def tiny(world_size=1, **changes):
     """A float64 model whose every weight is random."""
-    values = dict(num_layers=5, model_dim=32, num_heads=4, head_dim=8, mlp_dim=64, vocab_size=BOS + 1, bigram_rows=101,
-                  seq_len=384, val_seq_len=384, micro_tokens=384, batch_tokens=384, dtype="float64", precision="bf16",
+    values = dict(num_layers=5, model_dim=32, num_heads=4, head_dim=8, mlp_dim=64, vocab_size=BOS + 1, ngram_rows=101,
+                  longest_ngram=3, seq_len=384, val_seq_len=384, micro_tokens=384, batch_tokens=384, dtype="float64", precision="bf16",
                   device="cpu", compile=False)
     model = t.GPT(t.Config(**values | changes), torch.device("cpu"), world_size)
     with torch.no_grad():
@@ -287,7 +287,7 @@ def view(long=2, short=1, d=8, score_scale=0.75):
     return t.Setting({"long": long, "short": short}, tuple(slower), score_scale)
 
 
-def plain_gpt(w, signs, tokens, targets, starts, setting, heads, d):
+def plain_gpt(w, signs, tokens, targets, starts, setting, heads, d, longest):
     """Sections C.3 to C.6 of the digest as the script simplifies them, layer by layer. w: name -> bank."""
     def rms(x):
         return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
@@ -301,15 +301,14 @@ def plain_gpt(w, signs, tokens, targets, starts, setting, heads, d):
 
     x = w["lm_head"][tokens]
     x0 = rms(x + w["smear"] * shifted(x))
-    pairs = [(now, int(before)) for now, before in zip(tokens.tolist(), shifted(tokens))]
-    bigram = torch.stack([w["bigrams"][((36313 * now) ^ (27191 * before)) % len(w["bigrams"])]
-                          * signs[(now ^ before) % 8192] for now, before in pairs])
+    hashes = [torch.tensor(of_length) for of_length in hashes_of(tokens.tolist(), {0, *starts}, longest)]
+    ngram = sum(w["ngrams"][of_length % len(w["ngrams"])] * signs[of_length % 8191] for of_length in hashes)
     tables = w["value_embeds"].view(len(w["value_embeds"]), L, width)
     x, outputs = x0, []
     for i in range(L):
-        mix_x0, mix_bigram, mix_v, mix_o, mix_attn, mix_mlp, mix_down = w["scalars"][i]
+        mix_x0, mix_ngram, mix_v, mix_o, mix_attn, mix_mlp, mix_down = w["scalars"][i]
         far = i in ((L - 1) // 2, L - 1)
-        u = x0 if x is x0 else rms(x)
+        u = rms(x)
         rows = w["qk"][i * heads : (i + 1) * heads].flatten(0, 1)
         wq, wk, (wv, wo) = rows[:width], rows[width:], w["vo"][2 * i : 2 * i + 2]
         q, k, v = ((u @ m.T).view(length, heads, d) for m in (wq, wk, mix_v * wv))
@@ -325,7 +324,7 @@ def plain_gpt(w, signs, tokens, targets, starts, setting, heads, d):
         y = naive_attention(q, k, v, visible["long" if far else "short"])
         y = y * torch.sigmoid(u[:, :12] @ w["gates"][i, 0].T)[:, :, None]
         a = y.reshape(length, width) @ (mix_o * wo)
-        x = mix_attn * x + a + mix_x0 * x0 + mix_bigram * bigram
+        x = mix_attn * x + a + mix_x0 * x0 + mix_ngram * ngram
         x = mix_mlp * x + torch.relu(rms(x) @ w["mlp"][2 * i]) ** 2 @ (mix_down * w["mlp"][2 * i + 1]).T
         outputs.append(x)
     inner = x @ w["late_in"].T
@@ -339,21 +338,32 @@ def plain_gpt(w, signs, tokens, targets, starts, setting, heads, d):
     return (logits.logsumexp(-1) - logits[torch.arange(length), targets]).sum()
 
 
-def bigrams_of(tokens, starts, count):
-    """The hash of record 62 in Python's integers: row of each token and the one before, 0 where a document starts."""
-    return [((36313 * now) ^ (27191 * (0 if i in starts else tokens[i - 1]))) % count for i, now in enumerate(tokens)]
+def hashes_of(tokens, starts, longest):
+    """In Python's integers: of the last 2, 3, ... `longest` tokens, with 0 for those before a document's start."""
+    found = [[] for _ in range(longest - 1)]
+    for i, hashed in enumerate(tokens):
+        begin = max(start for start in {0, *starts} if start <= i)
+        for n in range(2, longest + 1):
+            hashed = (36313 * hashed + (tokens[i - n + 1] if i - n + 1 >= begin else 0)) % (2**31 - 1)
+            found[n - 2].append(hashed)
+    return found
+
+
+def ngram_rows_of(tokens, starts, longest, count):
+    return [hashed % count for of_length in hashes_of(tokens, starts, longest) for hashed in of_length]
 
 
 @pytest.mark.parametrize("width, heads, d, starts, long, short", [
     (32, 4, 8, [0, 100, 290], 2, 1), (16, 2, 8, [50, 257], 3, 2), (64, 2, 16, [0, 128, 130], 3, 1)])
-def test_loss_and_all_gradients_equal_a_plain_version_of_the_specification(width, heads, d, starts, long, short):
-    model = tiny(model_dim=width, num_heads=heads, head_dim=d)
+@pytest.mark.parametrize("longest", [2, 4])
+def test_loss_and_all_gradients_equal_a_plain_version_of_the_specification(width, heads, d, starts, long, short, longest):
+    model = tiny(model_dim=width, num_heads=heads, head_dim=d, longest_ngram=longest)
     seen = view(long, short, d)
     tokens, targets = tokens_of(starts, 384), tokens_of([7], 384, seed=5)
     loss = model(tokens, targets, seen, True)
     loss.backward()
     w = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
-    reference = plain_gpt(w, model.signs, tokens, targets, starts, seen, heads, d)
+    reference = plain_gpt(w, model.signs, tokens, targets, starts, seen, heads, d, longest)
     reference.backward()
     assert loss.item() == pytest.approx(reference.item(), rel=1e-10)
     assert all(p.grad is not None for p in model.parameters())
@@ -361,7 +371,7 @@ def test_loss_and_all_gradients_equal_a_plain_version_of_the_specification(width
         if p.grad is not None:
             error = (p.grad - w[name].grad).norm() / w[name].grad.norm()
             assert error < 1e-8, f"{name}: {error}"
-    numbers = {"value_embeds": tokens.tolist(), "bigrams": bigrams_of(tokens.tolist(), [0, *starts], 101)}
+    numbers = {"value_embeds": tokens.tolist(), "ngrams": ngram_rows_of(tokens.tolist(), starts, longest, 101)}
     dense = {name: model.get_parameter(name).grad for name in model.params}
     model.zero_grad()
     again, grads = t.forward_backward(model, seen, tokens, targets, *model.table_rows(tokens).values())
@@ -530,27 +540,27 @@ def test_logits_of_the_next_token_are_those_of_the_loss():
         assert -logits.log_softmax(-1)[targets[position]].item() == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("vocab, count", [(64, 101), (50304, 251_520)])
-def test_rows_are_looked_up_by_token_and_by_hashed_pair_and_no_pair_crosses_a_border(vocab, count):
-    model = tiny(seq_len=128, vocab_size=vocab, bigram_rows=count, dtype="bfloat16")
+@pytest.mark.parametrize("vocab, longest, count", [(64, 2, 101), (50304, 3, 251_520), (272, 6, 4096)])
+def test_rows_are_looked_up_by_token_and_by_hashed_ngram_and_none_crosses_a_border(vocab, longest, count):
+    model = tiny(seq_len=128, vocab_size=vocab, longest_ngram=longest, ngram_rows=count, dtype="bfloat16")
     tokens = torch.randint(0, model.bos, (384,), generator=torch.Generator().manual_seed(1))
     tokens[[7, 130, 131]] = model.bos
     borders = {"training": {0, 7, 128, 130, 131, 256}, "validation": {0, 7, 130, 131}}  # which has one long sequence
     for mode, starts in borders.items():
         rows = model.table_rows(tokens, mode == "training")
         assert rows["value_embeds"].tolist() == tokens.tolist()
-        assert rows["bigrams"].tolist() == bigrams_of(tokens.tolist(), starts, count), mode
+        assert rows["ngrams"].tolist() == ngram_rows_of(tokens.tolist(), starts, longest, count), mode
         found = model.look_up(tokens, mode == "training")
         for name, index in rows.items():
             assert torch.equal(found[name], getattr(model, name)[index])
-    assert model.params["bigrams"].shape[0] == count
+    assert model.params["ngrams"].shape[0] == count
 
 
 @pytest.mark.parametrize("micro", [1, 2, 4])
 def test_summed_gradients_of_looked_up_rows_are_autograds_dense_gradients_of_the_tables(micro):
     """Of lookups that the model makes by itself, and of all sequences at a time."""
-    model = tiny(seq_len=128, micro_tokens=512, val_seq_len=128, bigram_rows=501)
-    tokens, targets = tokens_of([], 512) // 6, tokens_of([], 512, 1)
+    model = tiny(seq_len=128, micro_tokens=512, val_seq_len=128, ngram_rows=501)
+    tokens, targets = tokens_of([], 512) // 16, tokens_of([], 512, 1)
     tokens[[0, 99, 140, 300]] = BOS
     model(tokens, targets, view(), True).backward()
     dense = {name: p.grad for name, p in model.named_parameters()}
@@ -663,7 +673,7 @@ def test_the_default_has_as_many_weights_as_its_sizes_say():
     size = {name: math.prod(p.shape) for name, p in t.parameter_table(t.Config()).items()}
     assert size["qk"] + size["vo"] == 8 * 4 * 768**2 and size["mlp"] == 8 * 2 * 768 * 4096
     assert size["lm_head"] == 50304 * 768 and size["value_embeds"] == 8 * 50304 * 768
-    assert size["bigrams"] == 5 * 50304 * 768  # record 62's five rows a token
+    assert size["ngrams"] == 5 * 50304 * 768  # record 62's five rows a token
     assert size["scalars"] == 8 * 7 and size["gates"] == 8 * 2 * 6 * 12
     assert size["late_in"] + size["late_out"] + size["late_bias"] + size["smear"] == 64 * 768 + 5 * 64 + 5 + 1
     active, in_tables = t.num_weights(t.Config())
@@ -697,7 +707,7 @@ def test_initial_weights_are_as_specified_and_depend_on_the_seed_but_not_on_the_
     one, three, other = tiny(**sizes), tiny(3, **sizes), tiny(**sizes)
     for model, seed in ((one, 7), (three, 7), (other, 8)):
         t.initialize(model, seed)
-    constant = {"scalars", "smear", "gates", "bigrams", "late_out", "late_bias"}
+    constant = {"scalars", "smear", "gates", "ngrams", "late_out", "late_bias"}
     for name in one.params:
         assert torch.equal(one.weight(name), three.weight(name)), name
         assert not getattr(three, name)[one.params[name].shape[0] :].any(), f"the padding of {name} is not zero"
@@ -714,14 +724,14 @@ def test_initial_weights_are_as_specified_and_depend_on_the_seed_but_not_on_the_
     assert one.late_bias.tolist() == [0, 0, -5, 0, 0]  # half of the middle layer is taken out
     assert 0.99 / 64**0.5 < one.late_in.abs().max() <= 1 / 64**0.5
     for row in one.scalars.tolist():
-        assert dict(zip(t.SCALARS, row)) == pytest.approx({"x0": 0, "bigram": 0.05, "v": 0.5, "o": 1, "stream_attn": 1.1**0.5,
+        assert dict(zip(t.SCALARS, row)) == pytest.approx({"x0": 0, "ngram": 0.05, "v": 0.5, "o": 1, "stream_attn": 1.1**0.5,
                                                            "stream_mlp": 1.1**0.5, "down": 1})
 
 
 def test_signs_are_balanced_differ_from_row_to_row_and_are_the_same_in_every_run():
     torch.manual_seed(1)
     signs = tiny().signs.double()
-    assert signs.shape == (8192, 32) and signs.abs().eq(1).all() and abs(signs.mean().item()) < 0.01
+    assert signs.shape == (8191, 32) and signs.abs().eq(1).all() and abs(signs.mean().item()) < 0.01
     assert len(signs.unique(dim=0)) > 8000
     torch.manual_seed(2)
     assert torch.equal(tiny().signs.double(), signs)
@@ -777,7 +787,7 @@ def test_the_mean_validation_loss_is_over_exactly_val_tokens(monkeypatch):
     freq[0] *= 0.5 + 0.5 * (128 / (2 * math.pi) - 1) / 31
     seen = t.Setting({"long": 2, "short": 1}, tuple(freq), 1.6 * (1 + 0.2 * math.log(2)))
     slices = [(tokens[b : b + 384], tokens[b + 1 : b + 385]) for b in (0, 384)]
-    total = sum(plain_gpt(w, model.signs, x, y, (x == BOS).nonzero()[:, 0].tolist(), seen, 4, 8) for x, y in slices)
+    total = sum(plain_gpt(w, model.signs, x, y, (x == BOS).nonzero()[:, 0].tolist(), seen, 4, 8, 3) for x, y in slices)
     loss = t.validate(model, tokens[:769].short(), 5)  # the first step of the second stage
     assert loss == pytest.approx(total.item() / 768, rel=1e-6)  # the scale of scores is kept in float32
 

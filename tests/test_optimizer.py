@@ -266,11 +266,11 @@ def test_muons_momentum_rises_and_falls_over_the_digests_steps():
 def small(dtype, world_size=1, **changes):
     values = dict(num_layers=5, model_dim=16, num_heads=2, head_dim=8, mlp_dim=32, vocab_size=61, seq_len=128,
                   val_seq_len=128, micro_tokens=128, batch_tokens=1536, num_steps=6, schedule="laptop",
-                  bigram_rows=101, dtype=dtype, precision="bf16", device="cpu")
+                  ngram_rows=101, dtype=dtype, precision="bf16", device="cpu")
     return t.GPT(t.Config(**values | changes), torch.device("cpu"), world_size)
 
 
-TABLES = ("value_embeds", "bigrams")
+TABLES = ("value_embeds", "ngrams")
 SMALL = {"scalars", "smear", "late_in", "late_out", "late_bias", "gates"}  # which every rank updates
 
 
@@ -299,7 +299,7 @@ def test_float32_weights_keep_updates_that_bfloat16_would_lose():
     model = small("bfloat16")
     start = t.initialize(model, 0)
     optimizer = t.Optimizer(model)
-    for name in ("bigrams", "lm_head"):  # by rows, and by slices
+    for name in ("ngrams", "lm_head"):  # by rows, and by slices
         start[name] = torch.ones_like(start[name])
         getattr(model, name).data.fill_(1)
     optimizer.reset(start)
@@ -314,13 +314,13 @@ def test_float32_weights_keep_updates_that_bfloat16_would_lose():
             optimizer.step(1e-2, 0.9)
 
     steps(50)  # under a constant gradient Adam moves by lr: 60e-4 and 0.8e-4; bfloat16's steps at 1 are 78e-4 and more
-    for name, rate in (("bigrams", 0.6), ("lm_head", 0.008)):
+    for name, rate in (("ngrams", 0.6), ("lm_head", 0.008)):
         torch.testing.assert_close(optimizer.masters[name], start[name] + 50e-2 * rate, rtol=0, atol=1e-5)
     steps(50)
     for name, p in model.named_parameters():
         assert torch.equal(p.detach(), optimizer.masters[name].to(p.dtype)), name
         assert p.grad is None
-    assert (model.bigrams > 1).all() and (model.lm_head > 1).all()
+    assert (model.ngrams > 1).all() and (model.lm_head > 1).all()
 
 
 def assert_nothing_is_kept(optimizer):
@@ -362,8 +362,8 @@ def test_each_step_updates_looked_up_rows_as_adam_does_and_leaves_all_others_to_
     model = small("float64")
     optimizer = t.Optimizer(model)
     start = t.initialize(model, 3)
-    start["bigrams"].copy_(normal(101, 16))
-    model.bigrams.data.copy_(start["bigrams"])
+    start["ngrams"].copy_(normal(101, 16))
+    model.ngrams.data.copy_(start["ngrams"])
     optimizer.reset(start)
     expected = {name: [w.numpy().copy(), 0 * w.numpy(), 0 * w.numpy()] for name, w in start.items()}
     steps_of_row = {name: [0] * len(start[name]) for name in TABLES}
@@ -458,7 +458,7 @@ def test_gradients_of_equal_rows_are_summed_over_micro_batches_in_the_masters_pr
         assert np.linalg.norm(total - dense[used]) < close * np.linalg.norm(dense)
 
 
-LARGER = dict(vocab_size=256, bigram_rows=303)
+LARGER = dict(vocab_size=256, ngram_rows=303)
 
 
 @pytest.mark.parametrize("micro_tokens, sizes", [
@@ -519,7 +519,7 @@ def test_warming_up_makes_the_first_and_a_further_pass_of_every_kind_that_the_ru
         """Stands for CudaGraphs, which captures a graph for each kind of call."""
         kind = model.lm_head.grad is None, len(tensors[0]), key
         assert phase == "warm-up" or kind in made, f"{kind} is new to the run"
-        assert model.value_embeds.grad is None and model.bigrams.grad is None
+        assert model.value_embeds.grad is None and model.ngrams.grad is None
         made[kind] = made.get(kind, 0) + (phase == "run")
         first_use = len(model.rotary_tables[True])
         results = function(*tensors)
@@ -594,7 +594,7 @@ def test_a_batch_in_any_number_of_micro_batches_makes_the_same_update_of_weights
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_that_works_on_the_tables_beside_the_matrices_makes_the_same_updates():
     device, results = torch.device("cuda"), []
-    values = dict(num_layers=5, model_dim=128, num_heads=2, head_dim=64, mlp_dim=512, vocab_size=20_000, bigram_rows=50_000,
+    values = dict(num_layers=5, model_dim=128, num_heads=2, head_dim=64, mlp_dim=512, vocab_size=20_000, ngram_rows=50_000,
                   seq_len=1024, val_seq_len=1024, micro_tokens=4096, batch_tokens=8192, num_steps=8, schedule="laptop",
                   dtype="float64", precision="bf16", device="cuda", attention="sdpa")
     for beside in (True, False):
@@ -619,14 +619,14 @@ def test_every_parameter_has_optimizer_learning_rate_decay_and_betas_of_the_dige
         "qk": ("muon", (0.023,)), "vo": ("muon", (0.023,)), "mlp": ("muon", (0.046, 0.092)),
         "scalars": ("adam", 0.04), "smear": ("adam", 0.04), "gates": ("adam", 0.008),
         "late_in": ("adam", 0.002), "late_out": ("adam", 0.002), "late_bias": ("adam", 0.002),
-        "value_embeds": ("adam", 0.6), "bigrams": ("adam", 0.6), "lm_head": ("adam", 0.008)}
-    muon, per_step = 1.2 * 0.023**2, {"value_embeds": 0.009, "bigrams": 0.009, "lm_head": 4.8e-5}
+        "value_embeds": ("adam", 0.6), "ngrams": ("adam", 0.6), "lm_head": ("adam", 0.008)}
+    muon, per_step = 1.2 * 0.023**2, {"value_embeds": 0.009, "ngrams": 0.009, "lm_head": 4.8e-5}
     assert {name: p.lr * p.decay for name, p in table.items() if p.optimizer == "adam"} == pytest.approx(
         per_step | {name: 0 for name in SMALL}), "what a weight loses in a step at full rate"
     rates = {name: [lr * p.decay for lr in p.lr] for name, p in table.items() if p.optimizer == "muon"}
     assert rates == {name: pytest.approx(x) for name, x in dict(qk=[muon], vo=[muon], mlp=[2 * muon, 4 * muon]).items()}
     assert {name: p.betas for name, p in table.items() if p.decay and p.optimizer == "adam"} == {
-        "value_embeds": (0.75, 0.95), "bigrams": (0.75, 0.95), "lm_head": (0.5, 0.95)}
+        "value_embeds": (0.75, 0.95), "ngrams": (0.75, 0.95), "lm_head": (0.5, 0.95)}
     assert {p.betas for p in table.values() if p.optimizer == "adam" and not p.decay} == {(0.9, 0.99)}
     assert {name for name, p in table.items() if p.share == "columns"} == {*TABLES}
     assert {name for name, p in table.items() if p.share == "all"} == SMALL
@@ -655,7 +655,7 @@ def work(rank, world_size, dtype, folder):
                                 world_size=world_size)
         t.reduce_scatter, t.all_gather = recorded("scatter", t.reduce_scatter), recorded("gather", t.all_gather)
         dist.all_reduce = recorded("all_reduce", dist.all_reduce)
-    model = test.small(dtype, world_size, bigram_rows=1001)
+    model = test.small(dtype, world_size, ngram_rows=1001)
     start = t.initialize(model, 5 + rank)  # only rank 0's weights count
     optimizer = t.Optimizer(model)
     optimizer.reset(start)
@@ -717,7 +717,7 @@ def together(ranks, name):
 def test_any_number_of_ranks_gives_the_weights_and_losses_of_one(worlds, world_size):
     dtype, results = worlds
     (one,), many = results[1], results[world_size]
-    start = t.initialize(small(dtype, bigram_rows=1001), 5)
+    start = t.initialize(small(dtype, ngram_rows=1001), 5)
     for rank in many:
         assert rank["losses"] == pytest.approx(one["losses"], rel=1e-12 if dtype == "float64" else 1e-3)
         for name, w in one["weights"].items():
@@ -741,7 +741,7 @@ def test_the_columns_of_the_tables_and_their_moments_of_all_ranks_are_together_t
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_rows_that_no_rank_looked_up_in_a_run_keep_weights_and_moments_to_the_bit(worlds, world_size):
     dtype, results = worlds
-    start = t.initialize(small(dtype, bigram_rows=1001), 5)
+    start = t.initialize(small(dtype, ngram_rows=1001), 5)
     for name in TABLES:
         used = {row for rank in results[world_size] for step in rank["used"] for rows in step[name] for row in rows}
         untouched = [row for row in range(len(start[name])) if row not in used]

@@ -39,7 +39,7 @@ def distance(a, b):
 
 
 def config(**changes):
-    tiny = dict(num_layers=4, model_dim=64, num_heads=2, head_dim=32, mlp_dim=128, vocab_size=384, bigram_rows=500,
+    tiny = dict(num_layers=4, model_dim=64, num_heads=2, head_dim=32, mlp_dim=128, vocab_size=384, ngram_rows=500,
                 schedule="laptop", num_steps=4, batch_tokens=512, seq_len=256, micro_tokens=512,
                 val_tokens=512, val_seq_len=256, device="cpu", compile=False)
     return t.Config(**(tiny | changes))
@@ -630,7 +630,7 @@ def test_the_scaled_loss_is_wide_enough_for_the_largest_scale():
     assert scaled == loss * 2**15 / 256 > 65504  # ours is a sum over a sequence of 256, jmp's scale is for a mean
 
 
-TABLES = ("value_embeds", "bigrams")
+TABLES = ("value_embeds", "ngrams")
 
 
 def give_gradients(model, optimizer, factor, seed=0, spoilt=None):
@@ -649,7 +649,7 @@ def give_gradients(model, optimizer, factor, seed=0, spoilt=None):
     optimizer.looked_up.add(rows, grads)
 
 
-@pytest.mark.parametrize("spoilt", ["qk", "lm_head", "bigrams", "value_embeds"])
+@pytest.mark.parametrize("spoilt", ["qk", "lm_head", "ngrams", "value_embeds"])
 def test_a_skipped_step_leaves_no_trace_and_the_next_one_is_as_if_it_had_never_been(spoilt):
     states = []
     for skips in (False, True):
@@ -717,7 +717,7 @@ def test_what_a_cuda_graph_reads_stays_at_its_place_through_warming_up_and_train
     phase = "run"
     for step in range(4):
         t.train_step(model, optimizer, batch(2, step), step, call)
-    assert {"amaxes", "bigrams"} < {*read} and any(isinstance(name, tuple) for name in read)
+    assert {"amaxes", "ngrams"} < {*read} and any(isinstance(name, tuple) for name in read)
 
 
 def weights_of_projections(model):
@@ -762,7 +762,7 @@ def work(rank, world_size, folder):
         before = {n: w.clone() for n, w in optimizer.masters.items()}
         calls.clear()
         last = precision == "fp16" and rank == world_size - 1  # what Muon has reaches the slice's owner through the sum
-        test.give_gradients(model, optimizer, 1.0, rank, ("bigrams" if kind else "qk") if last else None)
+        test.give_gradients(model, optimizer, 1.0, rank, ("ngrams" if kind else "qk") if last else None)
         optimizer.step(1.0, 0.9)
         step = list(calls)
         model.precision.recipes.before_validation()
@@ -833,7 +833,7 @@ def test_a_step_reduces_one_vector_of_amaxes_and_gathers_matrices_as_bytes(world
         gathered = [call[2] for call in calls if call[0] == "gather" and call[1] == torch.uint8]
         assert sorted(gathered) == sorted(sizes.values()) and {*sizes} == {*MATRICES}
         wide = [call[2] for call in calls if call[0] == "gather" and call[1] == torch.bfloat16]
-        others = [rank["used"][name] * width for name, width in (("value_embeds", 4 * 64), ("bigrams", 64))]
+        others = [rank["used"][name] * width for name, width in (("value_embeds", 4 * 64), ("ngrams", 64))]
         others += [rank["wide"]["lm_head"].numel()]  # looked up: wide, as are the used rows of the tables
         assert sorted(wide) == sorted(size // world_size for size in others)
 

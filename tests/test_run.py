@@ -346,7 +346,7 @@ def refused(capfd, args, before="step:"):
     ({"val_interval": -1}, ["--val_interval=-1", "negative"]), ({"sample_tokens": -5}, ["--sample_tokens=-5"]),
     ({"bf16_last_frac": 7.0}, ["--bf16_last_frac=7.0", "at most 1"]), ({"cooldown_frac": 5.0}, ["--cooldown_frac=5.0"]),
     ({"micro_tokens": 0}, ["--micro_tokens=0", "positive"]), ({"micro_tokens": 255}, ["--micro_tokens=255", "at least 256"]),
-    ({"bigram_rows": 0}, ["--bigram_rows=0"]), ({"candidates": 100}, ["--candidates=100", "at least 384"]),
+    ({"ngram_rows": 0}, ["--ngram_rows=0"]), ({"candidates": 100}, ["--candidates=100", "at least 384"]),
     ({"candidates": 200, "micro_tokens": 300}, ["--candidates=200", "multiple of 16, at least 128"]),
     ({"candidates": 256, "micro_tokens": 1024}, ["--candidates=256", "at least 384", "or lower --micro_tokens to 512"]),
     ({"candidates": -1}, ["--candidates=-1", "0"]),

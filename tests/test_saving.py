@@ -173,7 +173,7 @@ def test_another_number_of_ranks_goes_on_within_rounding(ranks, corpus, tmp_path
     driver = tmp_path / "driver.py"
     driver.write_text(DRIVER)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    changes = {"candidates": 0, "dtype": "float64", "val_interval": 0, "num_steps": 8, "bigram_rows": 501}
+    changes = {"candidates": 0, "dtype": "float64", "val_interval": 0, "num_steps": 8, "ngram_rows": 501}
     assert run(options(corpus, whole, **changes)) == 0
     if ranks[0] == 2:
         run_ranks(2, driver, ROOT, 0, *options(corpus, parts, **changes))
@@ -530,7 +530,7 @@ def test_without_a_save_resume_alone_begins_anew_and_says_so(corpus, tmp_path, c
 
 def test_a_full_disk_is_one_sentence_and_the_run_goes_on(corpus, tmp_path):
     limit = 2**21  # bytes of a file: enough for a log, too few for a save
-    found = start("train_gpt.py", *options(corpus, tmp_path, bigram_rows=20_000, save_every=0.0001, save_checkpoint=""),
+    found = start("train_gpt.py", *options(corpus, tmp_path, ngram_rows=20_000, save_every=0.0001, save_checkpoint=""),
                   preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
     assert found.returncode == 0 and found.stderr.count("\n") == 1, found.stderr
     assert "cannot save to" in found.stderr and "the run goes on" in found.stderr
