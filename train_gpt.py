@@ -227,13 +227,13 @@ PRESETS: dict[str, dict] = {
     "onepass": dict(
         num_layers=6, num_heads=4, mlp_dim=5632,
         longest_ngram=3, ngram_rows=2_012_160,
-        schedule="onepass", num_steps=1240,
+        schedule="onepass", num_steps=1200,
         seq_len=8192, micro_tokens=32_768,
         muon_lr=0.02, head_lr=0.0065, cooldown_frac=0.7,
         target_loss=3.492),
     "laptop": BYTES | dict(
         num_layers=4, model_dim=128, num_heads=2, head_dim=64, mlp_dim=512,
-        longest_ngram=6, ngram_rows=327_680,
+        longest_ngram=6, ngram_rows=131_072,
         schedule="laptop", num_steps=500,
         batch_tokens=2048, seq_len=2048,
         muon_lr=0.04, head_lr=0.007,
