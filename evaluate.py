@@ -72,8 +72,8 @@ from records.console import discard_output
 #
 # The model takes one sequence of many documents, and tells them apart by the token that begins each
 # (model.bos). Attention, the smear of embeddings, the n-grams that look up a row of their table and
-# the keys that are half the previous token's all stop at that token, so nothing leaks from one document
-# into the next. Rotary positions run on, but only differences of positions matter.
+# the keys that are half the previous token's all stop at that token, so nothing leaks from one
+# document into the next. Rotary positions run on, but only differences of positions matter.
 #
 # One thing does depend on the place: attention sees whole blocks of 128 tokens, so how far back a
 # token sees depends on where in its block it stands. So each completion, with its context, begins

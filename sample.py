@@ -181,20 +181,20 @@ class Memory:
         model = self.model
         script = self.script
 
-        # 1. Inputs look at N tokens before, so the last ones stand in front, and their rows are
+        # 1. Inputs look at G tokens before, so the last ones stand in front, and their rows are
         # dropped afterwards.
-        N = len(self.last_tokens)
-        tokens = torch.cat((self.last_tokens, tokens))  # (N + n,)
-        position = self.position + torch.arange(-N, len(tokens) - N, device=tokens.device)
+        G = len(self.last_tokens)
+        tokens = torch.cat((self.last_tokens, tokens))  # (G + n,)
+        position = self.position + torch.arange(-G, len(tokens) - G, device=tokens.device)
         begins = (tokens == model.bos) | (position == 0)
         looked_up = model.look_up(tokens, training=False)
         first_x, injects = script.embed_inputs(
             tokens, begins, looked_up["ngrams"], model.weight("lm_head"), model.signs,
             model.smear, model.scalars)
-        first_x = x = first_x[N:]
-        value_embeds = looked_up["value_embeds"][N:].chunk(len(self.layers), 1)
-        position = position[N:]  # (n,)
-        begins = begins[N:]
+        first_x = x = first_x[G:]
+        value_embeds = looked_up["value_embeds"][G:].chunk(len(self.layers), 1)
+        position = position[G:]  # (n,)
+        begins = begins[G:]
 
         # 2. The document of each new token, as the position where it begins. (n,)
         document = torch.where(begins, position, self.document).cummax(0).values
@@ -207,12 +207,12 @@ class Memory:
             window = self.window_of(i)
             look = partial(self.look, memory, places[window])
             context = script.LayerContext(
-                *rotary, look, injects[i][N:], value_embeds[i], begins)
+                *rotary, look, injects[i][G:], value_embeds[i], begins)
             x = script.block(x, self.weights[i], context, self.products[i])
             outputs.append(x)
 
         # 4. What the next call must know.
-        self.last_tokens.copy_(tokens[-N:])
+        self.last_tokens.copy_(tokens[-G:])
         self.document.copy_(document[-1])
         self.position += len(position)
         return x, script.late_sources(first_x, outputs, value_embeds[0])
@@ -370,7 +370,7 @@ def continue_text(model, setting, text: str, count: int, temperature: float = 0.
 # 4. The program
 
 
-SMALL = 10_000_000  # parameters
+SMALL = 10_000_000  # weights that are active in every token
 
 
 def at_least(low: int) -> Callable[[str], int]:
@@ -455,7 +455,8 @@ def texts_to_continue(options: argparse.Namespace) -> Iterator[str]:
 def prepare_for_cpu(model) -> None:
     """A small model's products of a single row take a third of the time in float32, and threads
     would only wait for each other."""
-    if sum(parameter.numel() for parameter in model.parameters()) < SMALL:
+    active, _ = script_of(model).num_weights(model.config)
+    if active < SMALL:
         torch.set_num_threads(1)
         if model.lm_head.dtype != torch.float64:
             model.float()

@@ -14,10 +14,10 @@ kernels, compilation and the other recipes of low precision in nanogpt/. Importi
 nothing and needs no GPU, so tests and notebooks can use its parts.
 
 Shapes in comments: T tokens of one packed sequence, D width of the model, H attention heads, d
-width of a head, F hidden width of the MLP, L layers, V size of the vocabulary, K and N input and
-output width of a product. A function whose docstring ends with "A collective." talks to the other
-ranks: all ranks must call it at the same point. "(record 28)" names a record of the speedrun, whose
-code is in github.com/KellerJordan/modded-nanogpt."""
+width of a head, F hidden width of the MLP, L layers, V size of the vocabulary, G lengths of
+n-grams, K and N input and output width of a product. A function whose docstring ends with "A
+collective." talks to the other ranks: all ranks must call it at the same point. "(record 28)" names
+a record of the speedrun, whose code is in github.com/KellerJordan/modded-nanogpt."""
 
 with open(__file__, "rb") as file:
     SOURCE = file.read()  # before all else: the log shows what runs, not a later edit of it
@@ -125,7 +125,7 @@ class Config:
     val_files: str = key("*_val_*.bin", "glob of validation shards inside data_dir")
     epochs: int = key(1, "times the training shards may be read; more than 1 repeats data")
     fit: bool = key(
-        False, "fit the run to the text: model, sequences, steps, validation; no target. On for a "
+        False, "fit the run to text and GPU: model, sequences, steps, validation; no target. On for a "
         "data_dir that is given without a preset")
     cut_documents: bool = key(
         False, "cut the text where a sequence is full, and leave nothing out; else each sequence "
@@ -167,8 +167,9 @@ class Config:
     table_lr: float = key(0.6, "Adam's learning rate for value and n-gram embeddings")
     scalar_lr: float = key(0.04, "Adam's learning rate for the scalars")
     longest_ngram: int = key(
-        2, "the last 2, 3, ... and so many tokens look up a row of the table of n-grams")
-    ngram_rows: int = key(251_520, "rows of this table; n-grams of the same hash share one")
+        2, "for each n from 2 to this, the last n tokens look up a row of a table of n-grams")
+    ngram_rows: int = key(
+        251_520, "rows of that table, for all lengths; n-grams whose hashes agree share one")
     # evaluation
     target_loss: float = key(3.28, "validation loss to reach, nats per token; 0: none")
     val_tokens: int = key(
@@ -263,7 +264,7 @@ PRESETS: dict[str, dict] = {
 
 ABOUT = {
     "speedrun": "GPT-2's size, for 443M tokens of FineWeb and a loss of 3.28, on GPUs",
-    "onepass": "a model of fewer layers and heads, for 109M tokens that are read once, on GPUs",
+    "onepass": "a model of fewer layers and heads, for 105M tokens that are read once, on GPUs",
     "laptop": "a small model of bytes, about a minute on a CPU",
     "char": "a larger one, to compare precisions on any text",
     "small": "the same with GPT-2's tokens, for texts of less than 60M tokens",
@@ -482,8 +483,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor) -> Tensor:
 # --------------------------------------------------------------------------------------------------
 # 4. Parameters and layers
 
-# Rows of random signs, which tell n-grams apart that share a row of their table (record 83). This is
-# a prime: hashes with the same remainder by the table's rows seldom have the same one by a prime.
+# Two n-grams that share a row of their table are told apart by a row of random signs, hash % SIGNS
+# (record 83). SIGNS is a prime: hashes that agree in hash % ngram_rows then seldom agree in this.
 SIGNS = 8191
 
 # Learned numbers that weigh the parts of a layer, and their initial values. With x the stream, a
@@ -746,28 +747,28 @@ def previous(tokens: Tensor, begins: Tensor) -> Tensor:
 
 
 def ngram_hashes(tokens: Tensor, begins: Tensor, longest: int) -> Tensor:
-    """tokens and begins (T,) -> (longest - 1, T) int64: hashes of the last 2, 3, ... and `longest`
-    tokens, which take a token of 0 for each one before the document."""
+    """tokens and begins (T,) -> (longest - 1, T) int64: for each position the hash of its last 2,
+    of its last 3, ... and of its last `longest` tokens. Those before the document count as 0."""
     hashed = tokens
     hashes = []
     for _ in range(longest - 1):
         tokens = previous(tokens, begins)
-        hashed = (36313 * hashed + tokens) % (2**31 - 1)
+        hashed = (1_000_003 * hashed + tokens) % (2**31 - 1)  # two primes
         hashes.append(hashed)
     return torch.stack(hashes)
 
 
 def embed_inputs(tokens: Tensor, begins: Tensor, ngrams: Tensor, embed: Tensor, signs: Tensor,
                  smear: Tensor, scalars: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """tokens and begins (T,), the rows of n-grams that they have looked up (N T, D), the embedding
+    """tokens and begins (T,), the rows of n-grams that they have looked up (G T, D), the embedding
     (V, D), random signs (SIGNS, D), smear (1,), scalars (L, len(SCALARS)) -> the first stream, and
     for each layer what is added to the stream there (T, D): the first stream and the n-grams,
     weighed by two of the layer's scalars. Nothing crosses the border of a document."""
     x = F.embedding(tokens, embed)
     before = torch.where(begins[:, None], 0, x.roll(1, 0))
     x = norm(x + smear.to(x.dtype) * before)  # record 34
-    ngrams = ngrams.view(-1, *x.shape)  # (N, T, D), of each length
-    hashes = ngram_hashes(tokens, begins, 1 + len(ngrams))  # (N, T)
+    ngrams = ngrams.view(-1, *x.shape)  # (G, T, D), of each length
+    hashes = ngram_hashes(tokens, begins, 1 + len(ngrams))  # (G, T)
     ngram = (ngrams * signs[hashes % SIGNS]).sum(0)  # (T, D)
     of_layers = dict(zip(SCALARS, scalars.unbind(1)))  # (L,) each
     amounts = zip(of_layers["x0"], of_layers["ngram"])
@@ -920,15 +921,15 @@ class GPT(nn.Module):
         return begins
 
     def table_rows(self, tokens: Tensor, training: bool = True) -> dict[str, Tensor]:
-        """For each big table the rows that tokens look up, int64: of value_embeds (T,), and for the
-        n-grams of N lengths (N T,), by their hashes (record 62 for pairs)."""
+        """For each big table the rows that tokens look up, int64: of value_embeds (T,), and for
+        n-grams of G lengths (G T,), by their hashes (record 62 for pairs)."""
         c = self.config
-        hashes = ngram_hashes(tokens, self.begins(tokens, training), c.longest_ngram)  # (N, T)
+        hashes = ngram_hashes(tokens, self.begins(tokens, training), c.longest_ngram)  # (G, T)
         rows = {"value_embeds": tokens, "ngrams": (hashes % c.ngram_rows).flatten()}
         return {name: rows[name] for name in self.big_tables}  # their order: callers zip the two
 
     def look_up(self, tokens: Tensor, training: bool) -> dict[str, Tensor]:
-        """The rows themselves: value_embeds (T, L * H d) and ngrams (N T, D)."""
+        """The rows themselves: value_embeds (T, L * H d) and ngrams (G T, D)."""
         rows = self.table_rows(tokens, training)
         return {name: F.embedding(index, getattr(self, name)) for name, index in rows.items()}
 
@@ -1588,6 +1589,8 @@ class Optimizer:
 
     def reset(self, full: dict[str, Tensor]) -> None:
         """Starts anew from the float32 weights `full`, as `initialize` returns them."""
+        self.masters, self.state = {}, {}  # the old ones make room for the new ones
+        self.looked_up.reset({})
         self.masters = {name: self.own(name, w).clone() for name, w in full.items()}
         self.state = {name: self.zero_state(name) for name in full}
         self.looked_up.reset({name: self.masters[name] for name in self.model.big_tables})
@@ -1871,9 +1874,10 @@ def inputs_and_targets(sequences: Tensor, device: torch.device) -> tuple[Tensor,
 
 def forward_backward(model: GPT, setting: Setting, inputs: Tensor, targets: Tensor,
                      *rows: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Adds the gradients of a micro-batch to .grad. `rows` (T,) are those that it looks up in each
-    of model.big_tables, in their order. Returns the loss, which is a sum over tokens, and the
-    gradients of these rows, (T, width) each: a .grad for a whole table would be far too large."""
+    """Adds the gradients of a micro-batch to .grad. `rows` are those that it looks up in each of
+    model.big_tables, in their order. Returns the loss, which is a sum over tokens, and the
+    gradients of these rows, (len(rows), width): a .grad for a whole table would be far too
+    large."""
     looked_up = {}
     for name, index in zip(model.big_tables, rows):
         table = getattr(model, name).detach()

@@ -14,14 +14,16 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from data.shards import count_tokens, kind_of_tokens
 from nanogpt import arguments, limits
 from nanogpt.masks import BLOCK_SIZE
 from nanogpt.ranks import require
 from nanogpt.run_files import find_shards
 
-# For less text the large model would have to read it twice, and then its tables, 348M of its 448M
-# parameters, learn it by heart.
+# For less text the large model would have to read it twice, and then its tables, which have most of
+# its parameters, learn it by heart.
 LARGE_TEXT = 60_000_000  # tokens of GPT-2's vocabulary
 
 MINUTES = 2.0  # the budget if none is given
@@ -30,6 +32,10 @@ MINUTES = 2.0  # the budget if none is given
 MOST_EPOCHS = {"laptop": 6, "char": 3, "small": 2}
 STEPS_PER_READING = 75  # at least, for `small`: the batches of a short text are small
 TOKENS_PER_ROW = 64  # of its table of n-grams, which would learn a short text by heart first
+# A number in a table needs 14 bytes: the weight, its float32 original and two moments of Adam.
+BYTES_PER_NUMBER = 14
+# The part of a GPU's memory that the table of n-grams may take. It also makes every save larger.
+TABLE_SHARE = 0.1
 VALIDATIONS = 10  # of a run; after each one the weights are kept if they are the best so far
 
 
@@ -132,7 +138,15 @@ def fit(c, presets: dict[str, dict], schedules: dict[str, list], given: dict, cu
     c = arguments.configure(type(c), laid_over, preset, given)
     require(c.schedule in schedules,
             f"--schedule={c.schedule} is none of {', '.join(schedules)}")
+    if cuda:
+        memory = torch.cuda.get_device_properties(0).total_memory
+        c = dataclasses.replace(c, ngram_rows=min(c.ngram_rows, rows_that_fit(c.model_dim, memory)))
     return fit_to_text(c, schedules[c.schedule], text, given)
+
+
+def rows_that_fit(model_dim: int, memory: int) -> int:
+    """How many rows of n-grams a GPU with so many bytes of memory has room for."""
+    return max(1, int(TABLE_SHARE * memory) // (BYTES_PER_NUMBER * model_dim))
 
 
 def fit_to_text(c, schedule: list, text: Text, given: dict):

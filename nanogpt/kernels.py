@@ -657,7 +657,7 @@ def capped_cross_entropy(
 # --------------------------------------------------------------------------------------------------
 # 6. Rows of tables
 #
-# The model looks up rows of large tables, for instance one for each pair of tokens. A batch uses
+# The model looks up rows of large tables, for instance one for each hash of an n-gram. A batch uses
 # few rows of a table. The optimizer adds up the gradients of the used rows and updates only those.
 # The ranks share this work by columns: each owns `share` columns of all rows, and the last rank's
 # are padded if the width is no multiple of the number of ranks.
@@ -682,8 +682,8 @@ if triton is not None:
     def sum_rows_kernel(
         total_ptr,  # (ranks, n, share)
         places_ptr,  # (R,)
-        rows_ptr,  # (T,)
-        gradient_ptr,  # (T, width)
+        rows_ptr,  # (lookups,)
+        gradient_ptr,  # (lookups, width)
         n,
         width,
         share,
@@ -759,7 +759,7 @@ if triton is not None:
 
 
 def sum_rows(total: Tensor, places: Tensor, rows: Tensor, gradient: Tensor) -> None:
-    """Adds the gradient (T, width) of looked-up rows (T,) to total (ranks, n, share), in place.
+    """Adds the gradient (lookups, width) of rows (lookups,) to total (ranks, n, share), in place.
 
     `total` has one line for each of the n used rows of the table. places (R,) says which: row r has
     line places[r] - 1.

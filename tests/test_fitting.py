@@ -61,6 +61,14 @@ def test_of_a_short_text_the_small_model_has_small_batches_and_a_small_table(tok
     assert (given.ngram_rows, given.epochs) == (99, 7), "what is given stays"
 
 
+def test_a_table_of_ngrams_takes_at_most_a_tenth_of_a_gpus_memory():
+    memory = 24 * 2**30
+    rows = fitting.rows_that_fit(768, memory)
+    of_a_number = 2 + 3 * 4  # bytes: bf16, and three times float32
+    assert 0.099 * memory < rows * 768 * of_a_number <= memory / 10
+    assert fitting.rows_that_fit(768, 1000) == 1
+
+
 @pytest.mark.parametrize("train, val, world_size, part", [
     (128, 1000, 1, "128 tokens are too few to train on; 129"), (256, 1000, 2, "257"), (5000, 128, 1, "to validate on")])
 def test_a_text_that_is_too_short_is_refused_with_the_number_that_is_needed(train, val, world_size, part):

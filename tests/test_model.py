@@ -344,7 +344,7 @@ def hashes_of(tokens, starts, longest):
     for i, hashed in enumerate(tokens):
         begin = max(start for start in {0, *starts} if start <= i)
         for n in range(2, longest + 1):
-            hashed = (36313 * hashed + (tokens[i - n + 1] if i - n + 1 >= begin else 0)) % (2**31 - 1)
+            hashed = (1_000_003 * hashed + (tokens[i - n + 1] if i - n + 1 >= begin else 0)) % (2**31 - 1)
             found[n - 2].append(hashed)
     return found
 

@@ -375,3 +375,15 @@ def test_control_characters_do_not_reach_a_terminal(monkeypatch, capsys):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     sample.show("a\x1b[31m\x07\x9b\tb\n")
     assert capsys.readouterr().out == "a?[31m??\tb\n"
+
+
+def test_the_laptops_model_counts_as_small_whatever_the_size_of_its_tables(monkeypatch):
+    threads = []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    for rows, layers, expected in ((131_072, 4, [1]), (64, 4, [1]), (64, 60, [])):
+        config = t.Config(**t.PRESETS["laptop"] | dict(ngram_rows=rows, num_layers=layers))
+        with torch.device("meta"):
+            model = t.GPT(config, torch.device("meta"))
+        threads.clear()
+        sample.prepare_for_cpu(model)
+        assert threads == expected
