@@ -125,7 +125,7 @@ class Config:
     val_files: str = key("*_val_*.bin", "glob of validation shards inside data_dir")
     epochs: int = key(1, "times the training shards may be read; more than 1 repeats data")
     fit: bool = key(
-        False, "fit the run to text and GPU: model, sequences, steps, validation; no target. On for a "
+        False, "fit the run to text and GPU: model, tables, lengths, steps; no target. On for a "
         "data_dir that is given without a preset")
     cut_documents: bool = key(
         False, "cut the text where a sequence is full, and leave nothing out; else each sequence "

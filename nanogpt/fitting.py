@@ -31,7 +31,12 @@ MINUTES = 2.0  # the budget if none is given
 # a small text make validation worse: the model learns the text by heart.
 MOST_EPOCHS = {"laptop": 6, "char": 3, "small": 2}
 STEPS_PER_READING = 75  # at least, for `small`: the batches of a short text are small
-TOKENS_PER_ROW = 64  # of its table of n-grams, which would learn a short text by heart first
+# The table of n-grams learns a short text by heart first. So it has a row for so many tokens, and
+# n-grams are shorter in a text that is so short that a CPU reads it more than once in two minutes
+# (records/2026-11-23_laptop_ngrams).
+TOKENS_PER_ROW = 64
+SHORT_TEXT = 2_000_000  # tokens
+LONGEST_IN_SHORT = 4
 # A number in a table needs 14 bytes: the weight, its float32 original and two moments of Adam.
 BYTES_PER_NUMBER = 14
 # The part of a GPU's memory that the table of n-grams may take. It also makes every save larger.
@@ -159,10 +164,14 @@ def fit_to_text(c, schedule: list, text: Text, given: dict):
     world_size = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 1
     unit = world_size * math.lcm(*parts)
     batch_tokens = c.batch_tokens
-    ngram_rows = c.ngram_rows
+    tokens = sum(text.train)
     if c.preset == "small":
-        batch_tokens = min(batch_tokens, sum(text.train) // STEPS_PER_READING)
-        ngram_rows = min(ngram_rows, max(1, sum(text.train) // TOKENS_PER_ROW))
+        batch_tokens = min(batch_tokens, tokens // STEPS_PER_READING)
+    table = dict(longest_ngram=c.longest_ngram, ngram_rows=c.ngram_rows)
+    if c.preset in ("laptop", "small"):
+        table["ngram_rows"] = min(c.ngram_rows, max(1, tokens // TOKENS_PER_ROW))
+    if tokens < SHORT_TEXT:
+        table["longest_ngram"] = min(c.longest_ngram, LONGEST_IN_SHORT)
     bounds = {}  # upper bounds, each with room for a sequence of the length that was given
     for name, bound in (("seq_len", "micro_tokens"), ("val_seq_len", "val_tokens")):
         length = given.get(name, 0)
@@ -178,7 +187,7 @@ def fit_to_text(c, schedule: list, text: Text, given: dict):
         require(length <= lengths[name], f"--{name}={length} is more than this text has room for, "
                 f"which is {lengths[name]}; lower it, or leave it out")
     fixed = {name: value for name, value in given.items() if name not in bounds}
-    c = dataclasses.replace(c, **lengths | {"ngram_rows": ngram_rows} | fixed)
+    c = dataclasses.replace(c, **lengths | table | fixed)
 
     # 2. Steps: those that were given, or as many as the text has.
     wanted = math.inf

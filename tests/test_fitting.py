@@ -61,6 +61,16 @@ def test_of_a_short_text_the_small_model_has_small_batches_and_a_small_table(tok
     assert (given.ngram_rows, given.epochs) == (99, 7), "what is given stays"
 
 
+@pytest.mark.parametrize("tokens, longest, rows", [(1_000_000, 4, 15_625), (3_000_000, 6, 46_875), (90_000_000, 6, 131_072)])
+def test_of_a_short_text_the_laptop_has_short_ngrams_and_a_small_table(tokens, longest, rows):
+    c = t.Config(**t.PRESETS["laptop"] | fitting.OVER_PRESET | {"preset": "laptop"})
+    text = Text("bytes", (tokens,), 200_000)
+    fitted = fitting.fit_to_text(c, t.SCHEDULES[c.schedule], text, {})
+    assert (fitted.longest_ngram, fitted.ngram_rows) == (longest, rows)
+    given = fitting.fit_to_text(c, t.SCHEDULES[c.schedule], text, {"longest_ngram": 7, "ngram_rows": 99})
+    assert (given.longest_ngram, given.ngram_rows) == (7, 99), "what is given stays"
+
+
 def test_a_table_of_ngrams_takes_at_most_a_tenth_of_a_gpus_memory():
     memory = 24 * 2**30
     rows = fitting.rows_that_fit(768, memory)
