@@ -268,7 +268,7 @@ FILES = {  # what a checkpoint may hold, and what the sentence says
     "an unknown schedule": ({"config": {"schedule": "long", "num_layers": 4}}, "--schedule=long is none of speedrun"),
     "a width that cannot be": ({"config": {"model_dim": -5, "num_layers": 4}}, "--model_dim=-5 must be positive"),
     "a number as text": ({"config": {"num_steps": "many", "num_layers": 4}}, "num_steps is 'many' in its configuration, which cannot be"),
-    "weights of another model": ({"config": {"num_layers": 4}}, "written by other code, as only one of the two has weights of a and ngrams;"),
+    "weights of another model": ({"config": {"num_layers": 4}}, "written by other code, as only one of the two has weights of a and gates;"),
     "a model of older code": ({"config": {"num_heads": 6}}, "of an older version of this program"),
     "no configuration": ({"config": 3}, "is no checkpoint of this program"),
 }

@@ -267,10 +267,10 @@ def judged(harm, precision, step=1):
 def spoil_input_of_layer_2(model):
     calls = itertools.count()
 
-    def broken(x, normed, *args):
+    def broken(x, *args):
         if next(calls) == 2:
-            normed = normed._replace(x=normed.x.clone().index_fill_(0, torch.tensor([9]), math.nan))
-        return t.block(x, normed, *args)
+            x = x.index_fill(0, torch.tensor([9]), math.nan)
+        return t.block(x, *args)
 
     model.functions = model.functions._replace(block=broken)
 
@@ -438,28 +438,35 @@ def test_every_recipe_learns_as_float32_does(precision, close):
 @pytest.mark.parametrize("precision, candidates", [
     ("fp8", 16_384), ("fp8", 256), ("fp8-qkv", 16_384), ("fp8-qkv", 256), ("nvfp4", 16_384)])
 def test_compiled_blocks_give_what_eager_ones_do_and_new_scales_compile_nothing(precision, candidates):
-    results = []
-    for compiled in (False, True):
-        torch._dynamo.reset()
-        torch._dynamo.utils.counters.clear()
-        model, optimizer = trainer(precision=precision, num_layers=5, candidates=candidates,
-                                   dtype="float32")  # bf16 sums would differ
-        torch.manual_seed(0)
-        if compiled:
-            in_graphs = [torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=False)
-                         for function in (t.block, t.head_loss)]
-            model.functions = model.functions._replace(block=in_graphs[0], head_loss=in_graphs[1])
-        losses, graphs = [], []
-        for step in range(3):
-            losses.append(t.train_step(model, optimizer, batch(1, step), 0))
-            graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-        if precision == "fp8":
-            assert len({recipe_at(model, layer, "o").product.weight_scale.item() for layer in range(5)}) > 1
-        results.append((losses, model.mlp.detach().clone()))
-    for eager, ours in zip(torch.stack(results[0][0]), torch.stack(results[1][0])):
-        assert torch.allclose(eager, ours, rtol=1e-5)  # float32 sums of gradients of the stream take another order,
-    assert distance(results[1][1], results[0][1]) < 5e-3  # which turns some roundings
-    assert graphs == [3] * 3  # two for all blocks, which see near or far, one for the head
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model, optimizer = trainer(precision=precision, num_layers=5, candidates=candidates,
+                               dtype="float32")  # bf16 sums would differ
+    eager = model.functions
+    block, head_loss = (torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=False)
+                        for function in (t.block, t.head_loss))
+    compiled = eager._replace(block=block, head_loss=head_loss)
+    graphs = []
+
+    def both(_, function, tensors):
+        results = []
+        for model.functions in (compiled, eager):
+            model.zero_grad()
+            torch.manual_seed(0)
+            loss, of_rows = function(*tensors)
+            gradients = {name: bank.grad for name, bank in model.named_parameters() if bank.grad is not None}
+            results.append({"loss": loss, **of_rows, **gradients})
+        for (name, ours), exact in zip(results[0].items(), results[1].values(), strict=True):
+            # Sums in another order turn a rounding here and there. A wrong scale of one layer makes 0.1.
+            assert (ours - exact).norm() <= 5e-3 * exact.norm(), name
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+        return loss, of_rows
+
+    for step in range(3):
+        t.train_step(model, optimizer, batch(1, step), 0, both)
+    if precision == "fp8":
+        assert len({recipe_at(model, layer, "o").product.weight_scale.item() for layer in range(5)}) > 1
+    assert graphs == [3] * 3  # graphs: two for all blocks, which see near or far, one for the head
 
 
 def test_validation_and_the_last_phase_are_without_the_recipe():
