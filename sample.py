@@ -92,8 +92,8 @@ class Places(NamedTuple):
 
 class Memory:
     """A model and what it keeps of one text. Tokens are appended; the logits of the next one come
-    back. All that changes lies in tensors that are written in place, so that on a GPU the work of
-    one token can be a CUDA graph (nanogpt/compiling.py)."""
+    back. All that `compute` changes lies in tensors that are written in place, so that on a GPU the
+    work of one token can be a CUDA graph (nanogpt/compiling.py)."""
 
     @torch.no_grad()
     def __init__(self, model, setting, cuda_graph: bool = True):
@@ -107,7 +107,8 @@ class Memory:
         rotary = model.rotary(setting, c.seq_len, training=False)
         self.cos, self.sin, self.score_scale = rotary  # (limit, 1, d) both, and ()
 
-        # As in masks.sdpa, attention on a CPU is in float32 or wider.
+        # PyTorch's attention on a CPU computes in float32, so keys and values are kept so.
+        # (Training multiplies bf16 in bf16, which is faster there: masks.cpu_attention.)
         self.dtype = model.lm_head.dtype
         if device.type == "cpu":
             self.dtype = torch.promote_types(self.dtype, torch.float32)
@@ -207,7 +208,7 @@ class Memory:
             window = self.window_of(i)
             look = partial(self.look, memory, places[window])
             context = script.LayerContext(
-                *rotary, look, injects[i][G:], value_embeds[i], begins)
+                *rotary, None, injects[i][G:], value_embeds[i], begins, look)
             x = script.block(x, self.weights[i], context, self.products[i])
             outputs.append(x)
 
@@ -221,7 +222,7 @@ class Memory:
         """position, document (n,) of new tokens, all of one block -> the places of their keys, in
         layers with this window."""
         count = self.count_places(window)
-        # A place holds the last position up to the newest that leaves its number as remainder.
+        # Place p holds the newest position whose remainder by `count` is p.
         newest = position[-1]
         held = newest - (newest - torch.arange(count, device=newest.device)) % count  # (places,)
         first_in_window = (position // BLOCK_SIZE - (self.windows[window] - 1)) * BLOCK_SIZE

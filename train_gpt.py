@@ -159,8 +159,8 @@ class Config:
     # optimizers
     muon_lr: float = key(0.023, "Muon's learning rate, for the matrices")
     muon_decay: float = key(
-        1.2, "weight decay of the matrices: of a weight, a step takes away muon_lr * muon_decay * "
-        "(the matrix's learning rate)")
+        1.2, "weight decay of the matrices: of a weight that shrinks anyway, a step takes away "
+        "muon_lr * muon_decay * (the matrix's learning rate)")
     head_lr: float = key(
         0.008, "Adam's learning rate for output head, token embedding and gates; MUDD (late_mix) "
         "has a quarter of it")
@@ -216,9 +216,7 @@ class Config:
 
 
 # Small models of single bytes have these settings in common.
-BYTES = dict(
-    data_dir="data/pydocs", cut_documents=True, vocab_size=272, ngram_rows=4096,
-    momentum_warmup=100, muon_lr=0.03, head_lr=0.02, table_lr=0.3)
+BYTES = dict(data_dir="data/pydocs", cut_documents=True, vocab_size=272, momentum_warmup=100)
 
 # Only processors with AVX512-BF16 multiply bf16 faster than float32.
 CPU_HAS_BF16 = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
@@ -237,17 +235,17 @@ PRESETS: dict[str, dict] = {
         longest_ngram=6, ngram_rows=131_072,
         schedule="laptop", num_steps=500,
         batch_tokens=2048, seq_len=2048,
-        muon_lr=0.04, head_lr=0.007,
-        target_loss=1.5, val_tokens=131_072, val_seq_len=8192, val_interval=125,
+        muon_lr=0.04, head_lr=0.007, table_lr=0.3,
+        target_loss=1.5, val_tokens=131_072, val_seq_len=8192,
         device="cpu", compile=False,
         precision="bf16" if CPU_HAS_BF16 else "fp32",
         save_checkpoint="auto", sample="The "),
     # Six layers, each of which sees at most 256 bytes: to compare precisions in minutes.
     "char": BYTES | dict(
-        num_layers=6, model_dim=384, head_dim=64, mlp_dim=1536,
+        num_layers=6, model_dim=384, head_dim=64, mlp_dim=1536, ngram_rows=4096,
         schedule="char", num_steps=1000, epochs=100,
         batch_tokens=16_384,
-        table_lr=0.1,
+        muon_lr=0.03, head_lr=0.02, table_lr=0.1,
         target_loss=1.3, val_tokens=65_536, val_seq_len=16_384, val_interval=100,
         precision="bf16",
         save_every=5.0),
@@ -255,7 +253,7 @@ PRESETS: dict[str, dict] = {
     "small": dict(
         num_layers=6, model_dim=384, head_dim=64, mlp_dim=1536, ngram_rows=65_536,
         schedule="char", num_steps=1000, epochs=2, cut_documents=True,
-        batch_tokens=32_768, seq_len=2048, micro_tokens=16_384,
+        batch_tokens=32_768, seq_len=2048,
         muon_lr=0.015, head_lr=0.005, table_lr=0.15, momentum_warmup=100,
         target_loss=0.0, val_tokens=262_144, val_seq_len=16_384, val_interval=100,
         precision="bf16",
@@ -308,7 +306,7 @@ SCHEDULES: dict[str, list[Stage]] = {
         Stage(0.3, 1, 2048, 8, 2, 1.0),
     ],
     "char": [Stage(1, 1, 2048, 2, 2, 1.0)],
-    # Smaller batches, for a run of a fifth of the tokens (records/2026-11-21_ladder_fp8), and
+    # Smaller batches, for a run of a quarter of the tokens (records/2026-11-21_ladder_fp8), and
     # smaller windows (records/2026-11-23_second_yardstick_one_gpu).
     "onepass": [
         Stage(0.33, 1 / 6, 896, 3, 1, 1.0),
@@ -428,8 +426,8 @@ class Products:
 
         To train on another loss, change it here, but only where torch.is_grad_enabled(): validation
         calls this function, too, and its losses must stay comparable. Then train with
-        --precision=bf16. The default precision of GPUs does not come here: it has a loss of its
-        own, FP8HeadLoss."""
+        --precision=bf16. The default precision of GPUs with FP8 does not come here: it has a loss
+        of its own, FP8HeadLoss."""
         logits = kernels.softcap(self.linear(x, w), CAP)
         if bias is not None:
             logits = logits + bias
@@ -490,8 +488,8 @@ SIGNS = 8191
 # Learned numbers that weigh the parts of a layer, and their initial values. With x the stream, a
 # layer computes (`block`)
 #
-#   x = stream_attn x + o attention(x) + x0 (first stream) + ngram (n-grams)
-#   x = stream_mlp x + down MLP(x)
+#   x = stream_attn x + o attention(norm(x)) + x0 (first stream) + ngram (n-grams)
+#   x = stream_mlp x + down MLP(norm(x))
 SCALARS = {
     "x0": 0.0,
     "ngram": 0.05,
@@ -510,8 +508,9 @@ class Param(NamedTuple):
     optimizer: str  # "muon" or "adam"
     lr: float | tuple[float, ...]  # of Adam a number; of Muon one for each matrix, in turn
     init: Callable[[Tensor], None]  # fills a float32 tensor in place
-    # Weight decay: an update takes lr * decay of a weight away. The factor of the schedule
-    # multiplies lr and decay, so that decay fades faster than the learning rate (record 43).
+    # Weight decay: an update that shrinks a weight also takes lr * decay of it away. The factor of
+    # the schedule multiplies lr and decay, so that decay fades faster than the learning rate
+    # (record 43).
     decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.99)  # of Adam
     # How the ranks share the work of an update:
@@ -566,7 +565,9 @@ def parameter_table(c: Config) -> dict[str, Param]:
         the first A. Otherwise a model has to learn this, in some runs much later than in others.
         In the other layers it made no difference."""
         narrow(w)
-        for layer, (queries, keys) in enumerate(w.view(L, 2, H, 2, d // 2, D)):  # (H, 2, d / 2, D)
+        # Each layer: all queries, then all keys. Each head: the first and second members of its
+        # d / 2 pairs.
+        for layer, (queries, keys) in enumerate(w.view(L, 2, H, 2, d // 2, D)):
             if sees_far(layer, c):
                 keys[:, :, d // 4 :] = queries[:, :, d // 4 :]
 
@@ -579,9 +580,8 @@ def parameter_table(c: Config) -> dict[str, Param]:
         decay=0.025 * c.table_lr, share="columns")
     return {
         # up and down of each layer in turn, both (D, F): y = relu(x up)^2 down^T. By theory, Muon's
-        # learning rate for up grows with the root of F / D, which is 2 for F = 4 D. For a wider MLP
-        # the root was no better than 2 in a test, so it is always 2. down learns best at twice
-        # that (record 42).
+        # learning rate for up grows with the root of F / D, which is 2 for the usual F = 4 D. We
+        # take 2 for every width. down learns best at twice that (record 42).
         "mlp": Param(
             (2 * L, D, c.mlp_dim), init=up_and_down,
             lr=(2 * c.muon_lr, 4 * c.muon_lr), **muon),
@@ -674,10 +674,11 @@ class LayerContext(NamedTuple):
     cos: Tensor  # (T, 1, d)
     sin: Tensor
     score_scale: Tensor  # ()
-    mask: BlockMask | Tensor | Callable  # a function in sample.py (`attention`)
+    mask: BlockMask | Tensor | None
     inject: Tensor  # (T, D), added to the stream with the output of attention
     value_embed: Tensor  # (T, H d)
     begins: Tensor  # (T,) bool, where documents begin
+    look: Callable | None = None  # attention over kept keys (sample.py); there is no mask then
 
 
 def offset_keys(k: Tensor, begins: Tensor, last: Tensor | None = None) -> Tensor:
@@ -694,8 +695,8 @@ def offset_keys(k: Tensor, begins: Tensor, last: Tensor | None = None) -> Tensor
 
 def attention(x: Tensor, weights: LayerWeights, scalars: dict[str, Tensor],
               context: LayerContext, products: LayerProducts) -> Tensor:
-    """x (T, D), the normalised stream -> the output of attention (T, D). sample.py, which keeps
-    keys and values of earlier tokens, gives a function in place of the mask: it takes q, k, v and
+    """x (T, D), the normalised stream -> the output of attention (T, D). `context.look` is a
+    function of sample.py, which keeps keys and values of earlier tokens: it takes q, k, v and
     begins, offsets the keys and returns what `attend` would."""
     T = len(x)
     gate_input = x[:, :GATE_DIM]
@@ -718,10 +719,10 @@ def attention(x: Tensor, weights: LayerWeights, scalars: dict[str, Tensor],
     v = v.view(T, H, d) + value_gate[..., None] * context.value_embed.reshape(T, H, d)
 
     # 3. Attention itself, over keys of which half is the previous token's.
-    if isinstance(context.mask, BlockMask | Tensor):
+    if context.look is None:
         y = attend(q, offset_keys(k, context.begins), v, context.mask)
     else:
-        y = context.mask(q, k, v, context.begins)
+        y = context.look(q, k, v, context.begins)
 
     # 4. A gate lets a head say nothing (record 28).
     head_gate = torch.sigmoid(F.linear(gate_input, head_gates))  # (T, H)
@@ -749,11 +750,12 @@ def previous(tokens: Tensor, begins: Tensor) -> Tensor:
 def ngram_hashes(tokens: Tensor, begins: Tensor, longest: int) -> Tensor:
     """tokens and begins (T,) -> (longest - 1, T) int64: for each position the hash of its last 2,
     of its last 3, ... and of its last `longest` tokens. Those before the document count as 0."""
+    earlier = tokens
     hashed = tokens
     hashes = []
     for _ in range(longest - 1):
-        tokens = previous(tokens, begins)
-        hashed = (1_000_003 * hashed + tokens) % (2**31 - 1)  # two primes
+        earlier = previous(earlier, begins)  # one token further back
+        hashed = (1_000_003 * hashed + earlier) % (2**31 - 1)  # two primes
         hashes.append(hashed)
     return torch.stack(hashes)
 
@@ -852,7 +854,7 @@ def choose_candidates(targets: Tensor, is_target: Tensor, counts: Tensor,
     be certain."""
     certain = 1e30
     size = torch.where(is_target, certain, 1 + counts)
-    u = torch.rand_like(size).clamp(min=2.0**-25)  # rand may be 0, whose priority is infinite
+    u = torch.rand_like(size).clamp(min=2.0**-25)  # 0 would make a token as certain as a target
     priority, order = (size / u).clamp(max=certain).topk(number + 1)
     chosen = order[:-1]
     threshold = priority[-1]
@@ -914,7 +916,7 @@ class GPT(nn.Module):
         return bank if len(bank) == rows else bank[:rows]
 
     def begins(self, tokens: Tensor, training: bool) -> Tensor:
-        """(T,) bool, where documents begin, and sequences, of which a micro-batch has several."""
+        """(T,) bool, where documents begin, and sequences: a micro-batch may have several."""
         begins = tokens == self.bos
         length = self.config.seq_len if training else len(tokens)
         begins[::length] = True
@@ -1049,7 +1051,8 @@ class GPT(nn.Module):
 @torch.no_grad()
 def initialize(model: GPT, seed: int) -> dict[str, Tensor]:
     """Draws the weights from `seed`, and fills the model with those of rank 0. Sets the counts of
-    targets to 0 and seeds this rank's draw of candidates. Returns the weights in float32."""
+    targets to 0 and seeds this rank's draw of candidates. Returns the weights in float32. A
+    collective."""
     # 1. The weights.
     torch.manual_seed(seed)
     full = {}
@@ -1071,10 +1074,10 @@ def initialize(model: GPT, seed: int) -> dict[str, Tensor]:
 
 
 def model_of(content: dict, device: torch.device) -> GPT:
-    """The model of a checkpoint on one device, ready for texts of any length: nothing is compiled.
-    `model.trained_steps` is the number of updates, `model.data` has the fingerprints of its shards,
-    and `model.val_loss` is the loss of its validation, if they are known. Raises BadInput if the
-    weights do not fit the configuration."""
+    """The model of a checkpoint on one device, ready for texts of any multiple of 128 tokens:
+    nothing is compiled. `model.trained_steps` is the number of updates, `model.data` has the
+    fingerprints of its shards, and `model.val_loss` is the loss of its validation, if they are
+    known. Raises BadInput if the weights do not fit the configuration."""
     config = content["config"]
     require("num_layers" in config, "the checkpoint is of an older version of this program; use "
             "the commit that its log names, or train it anew")
@@ -1125,10 +1128,10 @@ def load_checkpoint(path: str | Path, device: torch.device) -> GPT:
 # Those get constant scales ("fp8-static", after records 21 and 89). The recipe "fp8" measures its
 # scales.
 #
-# They lack precision. An error of up to 1/16 in each number averages out when a product adds up
-# thousands of them, as long as the sum is wide. Weights are different: an update is far smaller
-# than the distance of two neighbours in e4m3, so the optimizer keeps them in float32, and they
-# are rounded anew for each product.
+# They lack precision. An error of up to 1/16 in each number of e4m3, or 1/8 in e5m2, averages out
+# when a product adds up thousands of them, as long as the sum is wide. Weights are different: an
+# update is far smaller than the distance of two neighbours in e4m3, so the optimizer keeps them in
+# float32, and they are rounded anew for each product.
 #
 # A projection y = x w^T has three products: y itself (fprop), dx = dy w (dgrad) and dw = dy^T x
 # (wgrad). Activations and weights need precision, so they are in e4m3; gradients need range, so
@@ -1136,7 +1139,7 @@ def load_checkpoint(path: str | Path, device: torch.device) -> GPT:
 # summed. Each of x, w and dy is used in two products, which sum along different dimensions, so we
 # store it and its transpose when it is rounded. In fprop, sums may be quick ("fast accumulation"
 # keeps fewer bits). In gradients the errors of quick sums would add up, so only the gradient of the
-# MLP's hidden layer has them: it sums few numbers.
+# MLP's hidden layer has them: it sums only D numbers.
 #
 # Every number of these formats is exact in bf16. Hardware without FP8 products multiplies the same
 # rounded numbers in bf16. That is slower, and differs only in how sums are rounded.
@@ -1480,7 +1483,8 @@ def cautious_update(master: Tensor, part: Tensor, update: Tensor, lr, decay) -> 
 
 
 # To try another optimizer, write its state and its update here, add the update to Functions and
-# EAGER, and name it in Optimizer.zero_state, Optimizer.update and parameter_table. Gradients are
+# EAGER, and name it in `compiled_functions` (any_size), Optimizer.zero_state, Optimizer.update and
+# parameter_table. Gradients are
 # sums over the tokens of a batch: Muon and Adam do not see that, but plain SGD does. The rows of
 # tables have a kernel instead, `adam_rows` in nanogpt/kernels.py.
 
@@ -1637,13 +1641,14 @@ class Optimizer:
         self.model.zero_grad()
 
     def start_table_sums(self) -> None:
-        """The same for the rows of the tables."""
+        """The same for the rows of the tables. A collective."""
         with self.looked_up.on_stream():
             dtypes = {name: self.banks[name].dtype for name in self.model.big_tables}
             for name, total in self.looked_up.take_sums(dtypes).items():
                 self.sums[name] = self.start_sum(name, total)
 
     def start_sum(self, name: str, gradient: Tensor) -> tuple:
+        """Returns this rank's part of the sum, and its transfer. A collective."""
         if self.world_size == 1:
             return gradient, NoTransfer()
         if self.model.params[name].share == "all":
@@ -1655,11 +1660,9 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, lr_factor: float, momentum: float) -> None:
-        """Updates all weights from the gradients: those in .grad, and those of the looked-up rows.
-        A collective."""
-        # 1. Sum the gradients over the ranks. `train_step` has begun that, so that no .grad is left
-        # and this does nothing.
-        self.start_sums()
+        """Updates all weights from the gradients, whose sums `start_sums` has begun, and from those
+        of the looked-up rows. A collective."""
+        # 1. A recipe may leave out a step whose gradients are not finite.
         if not self.recipes.gradients_are_finite(self.finished_sums):
             self.sums = {}
             return
@@ -1672,7 +1675,7 @@ class Optimizer:
                  if name in self.sums or name in self.looked_up.totals]
         handed_out = {}
         for name in names:
-            if name in self.looked_up.totals:  # the first table: this begins the sums of all tables
+            if name in self.looked_up.totals:  # of the first table; now those of all tables begin
                 self.start_table_sums()
             with self.stream_of(name):
                 gradient = self.finished_sum(name)
@@ -1693,7 +1696,7 @@ class Optimizer:
 
     def finished_sums(self) -> list[Tensor]:
         """All summed gradients, after waiting for them. Only a recipe that must know whether they
-        are finite calls this."""
+        are finite calls this. A collective."""
         self.start_table_sums()
         for _, transfer in self.sums.values():
             transfer.wait()
@@ -1722,7 +1725,7 @@ class Optimizer:
                 master, part, gradient, state, lr_factor * self.muon_lr[name],
                 torch.tensor(decay), torch.tensor(momentum))
             return part
-        t = max(self.updates, 1)  # 0 in the warm-up
+        t = max(self.updates, 1)  # 0 where the warm-up only compiles
         beta1, beta2 = param.betas
         correction = (1 - beta2**t) ** 0.5 / (1 - beta1**t)
         rates = AdamRates(lr_factor * param.lr, decay, beta1, beta2, correction)
@@ -1739,7 +1742,7 @@ class Optimizer:
 
     def hand_out(self, name: str, part: Tensor) -> tuple:
         """Begins to give this rank's updated part to all ranks. Returns what all of them gave, and
-        the transfer."""
+        the transfer. A collective."""
         share = self.model.params[name].share
         if self.world_size == 1 or share == "all" or self.recipes.hands_out(name):
             return part, NoTransfer()
@@ -1812,9 +1815,9 @@ def muon_momentum_at(step: int, c: Config) -> float:
 def setting_of(step: int, c: Config) -> Setting:
     """Windows and rotary frequencies of the step's stage, by YaRN (Peng et al. 2023; record 31).
 
-    Where the long window grew from a to b blocks, frequencies that turn less than once in a window
-    are multiplied by a / b, those that turn 32 times stay, and those between are interpolated. The
-    scores grow a little with the window (YaRN's temperature)."""
+    Where the long window grew from a to b blocks, frequencies that turn less than once in the old
+    window are multiplied by a / b, those that turn 32 times stay, and those between are
+    interpolated. The scores grow a little with the window (YaRN's temperature)."""
     # 1. How it begins. |q| |k| is the width of a head, so scores begin below 12.8.
     rotating = c.head_dim // 4
     frequencies = [(1 / 1024) ** (j / max(rotating - 1, 1)) for j in range(rotating)]
@@ -1876,8 +1879,7 @@ def forward_backward(model: GPT, setting: Setting, inputs: Tensor, targets: Tens
                      *rows: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """Adds the gradients of a micro-batch to .grad. `rows` are those that it looks up in each of
     model.big_tables, in their order. Returns the loss, which is a sum over tokens, and the
-    gradients of these rows, (len(rows), width): a .grad for a whole table would be far too
-    large."""
+    gradients of these rows, (lookups, width): a .grad for a whole table would be far too large."""
     looked_up = {}
     for name, index in zip(model.big_tables, rows):
         table = getattr(model, name).detach()
@@ -1888,7 +1890,7 @@ def forward_backward(model: GPT, setting: Setting, inputs: Tensor, targets: Tens
 
 
 def call_directly(_: str, function: Callable, tensors: tuple[Tensor, ...]):
-    """What stands for compiling.CudaGraphs on a CPU. The graph's name is not needed."""
+    """What stands for compiling.CudaGraphs where nothing is compiled. It needs no graph's name."""
     return function(*tensors)
 
 
@@ -1899,7 +1901,9 @@ def train_step(model: GPT, optimizer: Optimizer, batch: list[tuple[Tensor, Tenso
 
     Returns a message, a vector on the device that is summed over the ranks. It has the mean loss,
     then a flag for each number that the recipes measure (whether it was ever not finite), then what
-    `tell` returns for this rank's loss, (n,). `tell` is called before the update. A collective."""
+    `tell` returns for this rank's loss, (n,); in a run (`Run.tell`) that is a number for each
+    weight, the loss of each rank, and requests. Readers take their parts from the end. `tell` is
+    called before the update. A collective."""
     c = model.config
     setting = setting_of(step, c)
     rows = [model.table_rows(inputs) for inputs, _ in batch]
@@ -2014,7 +2018,7 @@ class Run:
 
     def train(self, call: Callable) -> None:
         """All steps. The clock stands still during validation, which touches no weight and no
-        training data."""
+        training data. A collective."""
         c = self.config
         self.clock.start()
         while self.step < c.num_steps:
@@ -2061,7 +2065,7 @@ class Run:
 
     def save_or_stop(self) -> None:
         """Saves the run if a save is due or a signal ends it, on all ranks after the same step.
-        A signal during the first step of a new run is taken up after that step."""
+        A signal during the first step of a new run is taken up after that step. A collective."""
         # 1. Ask the others.
         if STOP.signal and self.step > 0:
             self.requests.ask(STOP.signal)
@@ -2077,7 +2081,7 @@ class Run:
                 self.ended_by = granted[0]
 
     def validate(self) -> None:
-        """Validates, and writes the loss to the log."""
+        """Validates, and writes the loss to the log. A collective."""
         self.read_losses()
         self.recipes.before_validation()
         WATCH.enter_step(self.step, "validation")
@@ -2119,7 +2123,7 @@ class Run:
 def train(c: Config, at_end: ExitStack) -> int:
     """The whole run, or what is left of a saved one. Returns the exit status: 1 if the target was
     missed, 130 or 143 if a signal has ended the run, else 0. `at_end` gets what is to be done even
-    if an error ends it."""
+    if an error ends it. A collective."""
     # 1. Import what this run needs, so that the log can show it, and check what can be checked
     # before anything is written or compiled.
     cuda = has_cuda(c.device)

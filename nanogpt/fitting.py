@@ -27,16 +27,16 @@ from nanogpt.run_files import find_shards
 LARGE_TEXT = 60_000_000  # tokens of GPT-2's vocabulary
 
 MINUTES = 2.0  # the budget if none is given
-# records/2026-11-22_h100_one_gpu has the runs by which the next three were chosen. More readings of
-# a small text make validation worse: the model learns the text by heart.
+# Readings of a text. More of them make validation worse: the model learns the text by heart
+# (records/2026-11-22_h100_one_gpu).
 MOST_EPOCHS = {"laptop": 6, "char": 3, "small": 2}
 STEPS_PER_READING = 75  # at least, for `small`: the batches of a short text are small
-# The table of n-grams learns a short text by heart first. So it has a row for so many tokens, and
-# n-grams are shorter in a text that is so short that a CPU reads it more than once in two minutes
+# The table of n-grams learns a short text by heart first. So it has at most one row for so many
+# tokens. A short text, which a CPU reads more than once in two minutes, also has shorter n-grams
 # (records/2026-11-23_laptop_ngrams).
 TOKENS_PER_ROW = 64
-SHORT_TEXT = 2_000_000  # tokens
-LONGEST_IN_SHORT = 4
+SHORT_TEXT = 2_000_000  # tokens: shorter ones are short
+LONGEST_IN_SHORT = 4  # tokens of an n-gram
 # A number in a table needs 14 bytes: the weight, its float32 original and two moments of Adam.
 BYTES_PER_NUMBER = 14
 # The part of a GPU's memory that the table of n-grams may take. It also makes every save larger.
@@ -197,7 +197,7 @@ def fit_to_text(c, schedule: list, text: Text, given: dict):
         wanted = c.num_steps
         most_epochs = math.inf
     elif c.preset not in ("speedrun", "onepass"):
-        minutes = MINUTES  # if none are given: `fixed` below has those that are
+        minutes = given.get("minutes", MINUTES)
     most_epochs = given.get("epochs", most_epochs)
     steps = steps_of_schedule(c, schedule, text.train, wanted, most_epochs)
     return dataclasses.replace(c, **{"minutes": minutes} | steps | fixed)

@@ -220,6 +220,7 @@ def quantize_columns(
 # A product takes its formats from its operands, and multiplies the sums by both scales. Hopper can
 # add up in fewer bits, which is faster ("fast accumulation"). We allow that only where both
 # operands are e4m3, which is the forward pass: backward, the errors of gradients would add up.
+# (Section 4 has an exception.)
 #
 # Where the hardware has no FP8 products we multiply in bf16, which holds every FP8 number exactly,
 # and add up in float32, which holds every product of two of them exactly. So only the order of the
@@ -490,7 +491,7 @@ def relu_squared_backward(
 # bf16, and the backward pass computes nothing again.
 #
 # For 32,768 tokens and 16,384 candidates the kernel takes 0.57 ms on one H200. To read and write
-# its tensors would take 0.4 of them, so the number of instructions counts, too. Two tricks save
+# its tensors would take 0.4 ms, so the number of instructions counts, too. Two tricks save
 # some:
 # - A hyperbolic tangent is one instruction, a sigmoid is several. With a = height / 2 and
 #   t = tanh((z + shift) / (2 width)),
@@ -658,9 +659,9 @@ def capped_cross_entropy(
 # 6. Rows of tables
 #
 # The model looks up rows of large tables, for instance one for each hash of an n-gram. A batch uses
-# few rows of a table. The optimizer adds up the gradients of the used rows and updates only those.
-# The ranks share this work by columns: each owns `share` columns of all rows, and the last rank's
-# are padded if the width is no multiple of the number of ranks.
+# only some rows of a table. The optimizer adds up the gradients of the used rows and updates only
+# those. The ranks share this work by columns: each owns `share` columns of all rows, and the last
+# rank's are padded if the width is no multiple of the number of ranks.
 #
 # Each kernel passes over memory once, where indexing in PyTorch, compiled or not, takes two to four
 # passes. A program works on up to COLUMNS_PER_PROGRAM columns of one row.

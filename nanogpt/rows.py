@@ -1,7 +1,7 @@
 """The rows of big tables that a step looks up, and the gradients of these rows.
 
-The tables of value embeddings and of n-grams have far more rows than a batch has tokens. Only the
-rows that some rank looked up have a gradient and are updated. Each rank owns some of the columns of
+A batch looks up only some rows of the tables of value embeddings and of n-grams. Only those have a
+gradient and are updated. Each rank owns some of the columns of
 every row, so that all ranks share this work, whichever rows they are.
 
 The work takes memory bandwidth, while the update of the matrices takes arithmetic. So it is done
@@ -47,7 +47,7 @@ class LookedUpRows:
         self.places = {}  # (rows,), of a used row its place among the used ones, from 1 on
         self.counts = None  # how many rows are used, (tables,) on the CPU,
         self.counts_arrived = None  # after this event
-        self.totals = {}  # (world_size, n, share), the sum of gradients of the n used rows
+        self.totals = {}  # (world_size, n, share), sums of gradients of the n used rows
         self.used = {}  # (n,), the used rows in ascending order
 
     def on_stream(self):
@@ -63,7 +63,7 @@ class LookedUpRows:
     def find(self, batch: list[dict[str, Tensor]]) -> None:
         """Begins to find out which rows any rank looks up. The CPU must know how many there are, to
         make room for their sums, but only in the first `add`. Until then the GPU counts them beside
-        the forward pass."""
+        the forward pass. A collective."""
         self.meet()
         with self.on_stream():
             sizes = [len(master) for master in self.masters.values()]
@@ -74,7 +74,8 @@ class LookedUpRows:
                     flags[name].index_fill_(0, index, 1)
             if self.world_size > 1:  # this wait is one of the stream, not of the CPU
                 dist.all_reduce(is_used, dist.ReduceOp.MAX, async_op=True).wait()
-            # The k-th used row is where the count of used rows gets to k.
+            # How many used rows there are up to each row. `make_totals` looks for 1, 2, 3, ... in
+            # these counts, because nonzero() would make the CPU wait here.
             self.places = {name: flag.cumsum(0) for name, flag in flags.items()}
             counts = torch.stack([place[-1] for place in self.places.values()])
             self.counts, self.counts_arrived = to_host(counts)

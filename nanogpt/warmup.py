@@ -52,7 +52,7 @@ class WarmUp:
             self.step_kinds += [(stage, step) for step in steps.values()]
 
     def run(self, call: Callable) -> None:
-        """`call` is compiling.CudaGraphs, or what stands for it."""
+        """`call` is compiling.CudaGraphs, or what stands for it. A collective."""
         if rank_and_world_size()[1] > 1:
             self.compile_share()
         for stage, step in self.step_kinds:
@@ -81,7 +81,7 @@ class WarmUp:
 
     def compile_share(self) -> None:
         """Each rank compiles some graphs first. In `run` it finds those of the other ranks in the
-        compiler's cache on disk."""
+        compiler's cache on disk. A collective."""
         rank, world_size = rank_and_world_size()
         passes = {}  # one of each length, with and without recipes
         for stage, step in self.step_kinds:

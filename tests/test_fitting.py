@@ -3,6 +3,7 @@ import dataclasses
 import math
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -77,6 +78,17 @@ def test_a_table_of_ngrams_takes_at_most_a_tenth_of_a_gpus_memory():
     of_a_number = 2 + 3 * 4  # bytes: bf16, and three times float32
     assert 0.099 * memory < rows * 768 * of_a_number <= memory / 10
     assert fitting.rows_that_fit(768, 1000) == 1
+
+
+@pytest.mark.parametrize("gigabytes, rows", [(24, 239_674), (1000, 2_012_160)])
+def test_a_run_on_a_gpu_is_fitted_to_its_memory(text, gigabytes, rows, monkeypatch):
+    gpu = SimpleNamespace(total_memory=gigabytes * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
+    given = {"data_dir": text.split("=")[1], "preset": "onepass"}
+    fitted = fitting.fit(t.Config(**given), t.PRESETS, t.SCHEDULES, given, cuda=True)
+    assert fitted.ngram_rows == rows
+    given["ngram_rows"] = 10**7
+    assert fitting.fit(t.Config(**given), t.PRESETS, t.SCHEDULES, given, cuda=True).ngram_rows == 10**7
 
 
 @pytest.mark.parametrize("train, val, world_size, part", [

@@ -311,6 +311,7 @@ def test_float32_weights_keep_updates_that_bfloat16_would_lose():
                 p.grad = None if name in TABLES else -torch.ones_like(p)
             optimizer.looked_up.find([every])
             optimizer.looked_up.add(every, {name: -torch.ones_like(getattr(model, name)) for name in TABLES})
+            optimizer.start_sums()
             optimizer.step(1e-2, 0.9)
 
     steps(50)  # under a constant gradient Adam moves by lr: 60e-4 and 0.8e-4; bfloat16's steps at 1 are 78e-4 and more
@@ -337,6 +338,7 @@ def test_a_reset_forgets_moments_and_steps():
         assert_nothing_is_kept(optimizer)
         for step in range(3):
             give_gradients(model, optimizer, step)
+            optimizer.start_sums()
             optimizer.step(1.0, 0.9)
         after.append([p.detach().clone() for p in model.parameters()])
         give_gradients(model, optimizer, 9)  # a step that is never made
@@ -372,6 +374,7 @@ def test_each_step_updates_looked_up_rows_as_adam_does_and_leaves_all_others_to_
         batch = give_gradients(model, optimizer, step, micro_batches)
         dense = {name: p.grad.numpy() for name, p in model.named_parameters() if p.grad is not None}
         assert dense.keys() == set(before) - {*TABLES}
+        optimizer.start_sums()
         optimizer.step(0.5, 0.9)
         for name, param in model.params.items():
             p, want = getattr(model, name), expected[name]
@@ -415,6 +418,7 @@ def test_each_step_updates_matrices_as_muon_does_each_at_its_own_rate_times_the_
         give_gradients(model, optimizer, step)
         for name, given in gradients.items():
             given.append(getattr(model, name).grad.numpy().copy())
+        optimizer.start_sums()
         optimizer.step(factor, momentum)
     rates = {"qk": [0.05], "vo": [0.05], "mlp": [0.1, 0.2]}  # of matrices in turn
     assert rates.keys() == matrices_of.keys()
@@ -431,9 +435,11 @@ def test_without_looked_up_rows_a_step_leaves_the_tables_alone():
     optimizer = t.Optimizer(model)
     optimizer.reset(t.initialize(model, 3))
     give_gradients(model, optimizer, 1)
+    optimizer.start_sums()
     optimizer.step(1.0, 0.9)
     before = {name: [x.clone() for x in (optimizer.masters[name], *optimizer.state[name])] for name in TABLES}
     model.lm_head.grad = torch.ones_like(model.lm_head)
+    optimizer.start_sums()
     optimizer.step(1.0, 0.9)
     for name, tensors in before.items():
         assert all(torch.equal(a, b) for a, b in zip(tensors, (optimizer.masters[name], *optimizer.state[name])))
