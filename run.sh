@@ -3,6 +3,7 @@
 # ./run.sh FILE ... [--key=value ...]  the same on your own text: files, folders, .jsonl
 # ./run.sh test [pytest args]          set up, lint, run the tests, check the records
 set -euo pipefail
+trap 'exit 130' INT
 here=$(CDPATH= cd -- "$(dirname "$0")" && pwd)
 case ${PYTHON:-} in
   /*) ;;
@@ -35,15 +36,19 @@ fi
 cd "$here"
 
 python=${PYTHON:-python3}
-if [ ! -x .venv/bin/python ] && ! "$python" -c "import sys; sys.exit(sys.version_info < (3, 11))" 2>/dev/null; then
+have_environment() { [ -e .venv/bin/activate ]; }  # what venv writes last
+if ! have_environment && ! "$python" -c "import sys; sys.exit(sys.version_info < (3, 11))" 2>/dev/null; then
   echo "run.sh: $python is too old or missing; install Python 3.11 or newer, or name one: PYTHON=python3.12 ./run.sh" >&2
   exit 2
 fi
-if [ ! -x .venv/bin/python ] && ! { [ "${1:-}" != test ] && "$python" -c "import torch, tqdm" 2>/dev/null; }; then
+if ! have_environment && ! { [ "${1:-}" != test ] && "$python" -c "import torch, tqdm" 2>/dev/null; }; then
   echo "run.sh: making a virtual environment in .venv (once)"
-  "$python" -m venv .venv
+  if ! said=$("$python" -m venv .venv 2>&1); then
+    printf '%s\n' "$said" "run.sh: no virtual environment could be made in .venv; see above" >&2
+    exit 2
+  fi
 fi
-[ -x .venv/bin/python ] && python=.venv/bin/python
+have_environment && python=.venv/bin/python
 
 need=requirements.txt
 [ "${1:-}" = test ] && need=requirements-dev.txt

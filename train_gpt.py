@@ -323,7 +323,8 @@ def parse_config(argv: list[str]) -> Config:
     BadInput on an unknown key or a wrong value, and ShardError if the run is to be fitted to a text
     that cannot be read."""
     given = arguments.given(
-        Config, argv, PRESETS, default_preset(), __doc__.split("\n\n")[0], EVERYDAY, ABOUT)
+        Config, argv, PRESETS, default_preset(), __doc__.split("\n\n")[0], EVERYDAY, ABOUT,
+        partial(limits.check_values, schedules=SCHEDULES, precisions=PRECISIONS))
     require(not (given.get("minutes") and "num_steps" in given),
             "--minutes chooses the number of steps; leave out --minutes or --num_steps")
     log_dir = given.get("log_dir", Config.log_dir)

@@ -36,14 +36,19 @@ def check_kind(path: Path, vocab_size: int, preset: str) -> None:
     """Raises ShardError unless the tokens of a shard are of the kind that the model reads."""
     wants_bytes = reads_bytes(vocab_size)
     largest = largest_token(path)
+    if vocab_size <= largest < 256:
+        raise ShardError(
+            f"{path} holds bytes (one is {largest}), for which --vocab_size={vocab_size} is too "
+            "small; leave it out")
     if largest >= vocab_size and wants_bytes:
         raise ShardError(
             f"{path} holds GPT-2's tokens (one is {largest}), and --preset={preset} wants bytes; "
             "make them with `python data/prepare.py FILE --bytes`, or choose --preset=small")
     if largest < 256 and not wants_bytes:
         raise ShardError(
-            f"{path} holds bytes, and --preset={preset} wants GPT-2's tokens; choose --preset=char "
-            "or laptop, or make tokens with `python data/prepare.py FILE`")
+            f"{path} holds bytes, and --preset={preset} with --vocab_size={vocab_size} wants "
+            "GPT-2's tokens; choose --preset=char or laptop without --vocab_size, or make tokens "
+            "with `python data/prepare.py FILE`")
 
 
 def check_apart(fingerprints: list[dict]) -> None:

@@ -677,7 +677,10 @@ def main(argv=None):
     except PrepareError as error:
         fail(error)
     except OSError as error:
-        fail(f"cannot write to {args.out} ({error}); choose another --out, or make room there")
+        remedy = "make room there, or give yourself the right to write there"
+        if not args.print_folder:  # run.sh has no --out
+            remedy += ", or choose another --out"
+        fail(f"cannot write to {args.out} ({error.strerror}); {remedy}")
 
     folder = from_here(args.out)
     if is_new:

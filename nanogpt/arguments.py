@@ -14,6 +14,7 @@ import math
 import re
 import sys
 import textwrap
+from collections.abc import Callable
 
 from nanogpt.ranks import BadInput, require
 from records.console import Stream
@@ -57,11 +58,13 @@ def configure(config_class, presets: dict[str, dict], preset: str, given: dict):
 
 def given(config_class, argv: list[str], presets: dict[str, dict], default_preset: str = "",
           title: str = "", everyday: tuple[str, ...] = (), about: dict[str, str] | None = None,
-          hints: dict[str, str] = HINTS) -> dict:
+          check: Callable | None = None, hints: dict[str, str] = HINTS) -> dict:
     """The values that argv names, by their keys. Of a key that is given twice the last one counts.
 
     everyday: keys that --help lists first
     about: what --help says about each preset
+    check: raises BadInput if a value of the configuration that it gets cannot be. Only --help calls
+        it: so run.sh finds wrong values before it makes or fetches data for them
     hints: answers to keys that other programs have; that of "" is for a word that is no key
 
     Raises BadInput on an unknown key, which it answers with the hint or with the nearest key, and
@@ -92,6 +95,8 @@ def given(config_class, argv: list[str], presets: dict[str, dict], default_prese
     if wants_help:
         preset = values.get("preset") or default_preset
         shown = configure(config_class, presets, preset, {}) if preset else config_class()
+        if check:
+            check(dataclasses.replace(shown, **values))
         about = dict.fromkeys(presets, "") | (about or {})
         Stream(sys.stdout).write(help_text(shown, title, everyday, about))
         raise SystemExit(0)

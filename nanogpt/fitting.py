@@ -118,7 +118,8 @@ def steps_that_fit(shard_tokens: tuple[int, ...], wanted: float, most_epochs: fl
     require(tokens_per_reading > 0, f"no training shard holds a batch of {batch_tokens:,} tokens; "
             "lower --batch_tokens or --seq_len")
     steps_per_reading = max(tokens_per_reading / tokens_per_step, 1)  # it has a batch at least
-    num_steps = max(1, int(min(wanted, most_epochs * steps_per_reading)))
+    most = min(most_epochs * steps_per_reading, limits.MOST["num_steps"])
+    num_steps = max(1, int(min(wanted, most)))
     return dict(
         num_steps=num_steps, epochs=math.ceil(num_steps / steps_per_reading),
         val_interval=validation_interval(num_steps))

@@ -13,30 +13,36 @@ import torch
 from nanogpt.masks import BLOCK_SIZE
 from nanogpt.ranks import BadInput, require
 
-# Far more than anybody trains. Beyond it, already the list of all batches would fill the memory.
+# Far more than anybody trains. Beyond it, already the list of all batches would fill the memory, or
+# the size of a weight would be more than an integer of 64 bits holds.
 MOST = {"num_steps": 10**6, "batch_tokens": 2**30, "seq_len": 2**30, "val_seq_len": 2**30,
-        "num_layers": 1000}
+        "num_layers": 1000, "model_dim": 2**20, "mlp_dim": 2**20, "ngram_rows": 2**31}
 
 
 def check(c, schedules: dict[str, list], precisions: dict, gate_dim: int) -> None:
     """Raises BadInput, which names the key, where a value cannot be, or values do not fit each
     other. `gate_dim` is how many channels of the stream a gate reads; it reads half as many of a
     value embedding."""
-    check_ranges(c)
-    check_choices(c, schedules, precisions)
+    check_values(c, schedules, precisions)
     check_stages(c.schedule, schedules[c.schedule])
     check_candidates(c, schedules[c.schedule])
     check_multiples(c, schedules[c.schedule])
-    check_device(c)
-    require(c.vocab_size <= 2**16,
-            f"--vocab_size={c.vocab_size} must be at most {2**16}: shards hold tokens of 16 bits")
-    require(0 <= c.seed < 10**15, f"--seed={c.seed} must be from 0 to 10^15 - 1, as logs hold it")
     require(c.model_dim >= gate_dim,
             f"--model_dim={c.model_dim} must be at least {gate_dim}, a gate's channels")
     heads = c.num_heads * c.head_dim
     require(gate_dim // 2 <= heads <= c.model_dim,
             f"--num_heads={c.num_heads} times --head_dim={c.head_dim} is {heads}; it must be from "
             f"{gate_dim // 2} to {c.model_dim}, which is --model_dim")
+
+
+def check_values(c, schedules: dict[str, list], precisions: dict) -> None:
+    """The part of `check` that looks at each value alone."""
+    check_ranges(c)
+    check_choices(c, schedules, precisions)
+    check_device(c)
+    require(c.vocab_size <= 2**16,
+            f"--vocab_size={c.vocab_size} must be at most {2**16}: shards hold tokens of 16 bits")
+    require(0 <= c.seed < 10**15, f"--seed={c.seed} must be from 0 to 10^15 - 1, as logs hold it")
     for name in ("minutes", "save_every", "save_steps", "val_interval", "momentum_warmup",
                  "sample_tokens", "profile_steps", "bf16_last_layers", "bf16_last_frac",
                  "target_loss", "muon_lr", "muon_decay", "head_lr", "table_lr", "scalar_lr"):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from data import checks, shards
-from nanogpt import checkpoint, saving
+from nanogpt import checkpoint, recipe, saving
 from nanogpt.joining import refuse_other_data
 from nanogpt.ranks import BadInput, is_master, on_all_ranks, rank_and_world_size, require
 from records.journal import try_folder
@@ -106,5 +106,6 @@ def place_for_checkpoint(c, saved: saving.Saved | None, num_weights: int) -> Pat
         path = saved.checkpoint_path()
     elif c.save_checkpoint == "auto":
         path = checkpoint.unused_path(Path("models", f"{Path(c.data_dir).resolve().name}.pt"))
-    checkpoint.try_place(path, 2 * num_weights)  # most weights take two bytes
+    dtype = recipe.PLAIN_DTYPES[recipe.options_of(c).plain_recipe]  # of nearly all weights
+    checkpoint.try_place(path, dtype.itemsize * num_weights)
     return path

@@ -230,6 +230,8 @@ def run(args):
             args.root, args.name, args.logs, args.claim, args.data, args.eval)
         print(f"wrote {folder}; now write its README.md, then run `python -m records table`")
     elif args.command == "check":
+        if not (args.root / "records").is_dir():
+            raise Refused(f"{args.root} has no folder `records`; name the root of the repository.")
         for folder in args.dirs:
             if not folder.is_dir():
                 raise Refused(f"{folder}: expected the folder of a record, found none.")

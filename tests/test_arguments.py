@@ -101,6 +101,17 @@ def test_without_hints_a_word_that_is_no_key_is_told_the_form():
     assert refused("a.txt") == "a.txt is no key; what is given has the form --key=value (--help lists all keys)"
 
 
+def test_help_names_a_value_that_cannot_be_before_it_prints_anything(capsys):
+    def check(config):
+        if config.num_steps > 50:
+            raise BadInput(f"{config.num_steps} are too many steps of {config.preset}")
+
+    helped(capsys, "--preset=small", check=check)
+    with pytest.raises(BadInput, match="51 are too many steps of small"):
+        helped(capsys, "--preset=small", "--num_steps=51", check=check)
+    assert capsys.readouterr().out == ""
+
+
 def test_help_shows_everyday_keys_first_then_the_groups_of_the_comments(capsys):
     lines = helped(capsys, everyday=("num_steps", "preset"), about={"small": "for small machines"}).splitlines()
     assert lines[0] == "A title."

@@ -115,6 +115,7 @@ def test_wanted_steps_are_taken_and_the_epochs_are_those_they_need():
     fitted = fitting.steps_that_fit(shards_of, 200, 40, 1000, 1000, 1000)
     assert fitted == dict(num_steps=200, epochs=2, val_interval=20)
     assert fitting.steps_that_fit(shards_of, 10**9, 40, 1000, 1000, 1000)["num_steps"] == 4000, "40 readings at most"
+    assert fitting.steps_that_fit(shards_of, math.inf, 10**5, 1000, 1000, 1000)["num_steps"] == 10**6, "no more can be"
     assert fitting.steps_that_fit(shards_of, 0.3, 40, 1000, 1000, 1000) == dict(num_steps=1, epochs=1, val_interval=1)
 
 
@@ -178,6 +179,11 @@ def test_checkpoints_of_one_name_do_not_replace_each_other(text, tmp_path, monke
     assert str(first) == f"models/{tmp_path.name}.pt"
     first.touch()
     assert str(run_files.place_for_checkpoint(c, None, 1000)) == f"models/{tmp_path.name}-2.pt"
+    asked = []
+    monkeypatch.setattr(checkpoint, "try_place", lambda path, size: asked.append(size))
+    for c.precision in ("bf16", "fp32"):
+        run_files.place_for_checkpoint(c, None, 1000)
+    assert asked == [2000, 4000], "bytes"
 
 
 def test_a_file_that_another_run_has_written_meanwhile_is_not_replaced(tmp_path):

@@ -619,6 +619,11 @@ def test_new_is_all_or_nothing(root, monkeypatch):
     assert list((root / "records").iterdir()) == []
 
 
+def test_check_refuses_a_root_without_records(tmp_path, capsys):
+    status, out = run_tool(capsys, tmp_path, "check")
+    assert status == 2 and "has no folder `records`" in out
+
+
 def test_check_without_readme_is_a_note(three, capsys):
     root, _ = three
     (root / "README.md").unlink()

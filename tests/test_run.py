@@ -375,6 +375,7 @@ def refused(capfd, args, before="step:"):
     ({"float8_all_gather": True}, ["--float8_all_gather", "bf16", "--precision=fp8"]),
     ({"float8_all_gather": True, "precision": "fp8", "bf16_last_frac": 0.5}, ["--bf16_last_frac", "0.5"]),
     ({"vocab_size": 10**11}, ["--vocab_size=100000000000", "65536"]),
+    ({"ngram_rows": 2**62}, ["--ngram_rows", "too large"]), ({"mlp_dim": 2**62, "fit": True}, ["--mlp_dim", "too large"]),
     ({"num_steps": 10**20}, ["--num_steps", "too large"]), ({"device": "mps"}, ["--device=mps", "Apple"]),
     ({"log_dir": "/dev/null/logs"}, ["/dev/null/logs"]), ({"save_checkpoint": "/dev/null/x.pt"}, ["/dev/null"]),
 ], ids=lambda value: "-".join(map(str, value.items())) if isinstance(value, dict) else "")
