@@ -141,7 +141,8 @@ class ScaledTwice(Scaled):
         return 2 * Doubled.apply(x, w, self.scale)
 
 
-class Normed(NamedTuple):
+class Beside(NamedTuple):
+    """What the function takes and returns beside x."""
     whole: Tensor
     first: Tensor
 
@@ -158,23 +159,23 @@ class Recipes(NamedTuple):
     up: Scaled
 
 
-def layer(x, normed, weights, context, recipes):
+def layer(x, beside, weights, context, recipes):
     if isinstance(context.mask, BlockMask):
         t = torch.arange(len(x))
         seen = context.mask.mask_mod(0, 0, t[:, None], t).to(x.dtype)
         seen = seen + context.mask.kv_num_blocks.sum()
     else:
         seen = context.mask.to(x.dtype)
-    y = seen @ normed.whole
+    y = seen @ beside.whole
     if context.flag:
-        y = y + normed.first.sum()
+        y = y + beside.first.sum()
     x = x + context.scale * y + context.inject
     if context.extra is not None:
         x = x + context.extra
     if weights.gate is not None:
         x = x * weights.gate
     x = x + recipes.up(x, weights.up)
-    return x, Normed(x.sin(), x[:, :4].clone())
+    return x, Beside(x.sin(), x[:, :4].clone())
 
 
 def block_mask(rule=0, documents=None):
@@ -200,7 +201,7 @@ def random(*shape, grad=True):
 def arguments():
     x, whole = random(T, D), random(T, D)
     context = Context(block_mask(), torch.tensor(0.5), random(T, D), None, False)
-    return x, Normed(whole, random(T, 4)), Weights(random(D, D), random(D)), context, Recipes(Scaled(0.25))
+    return x, Beside(whole, random(T, 4)), Weights(random(D, D), random(D)), context, Recipes(Scaled(0.25))
 
 
 def outcome(function, args):
@@ -208,10 +209,10 @@ def outcome(function, args):
     leaves = {"x": args[0], "whole": args[1].whole, "up": args[2].up, "inject": args[3].inject}
     for leaf in leaves.values():
         leaf.grad = None
-    x, normed = function(*args)
-    found = {"value": x, "normed": normed.whole, "first": normed.first}
+    x, beside = function(*args)
+    found = {"value": x, "beside": beside.whole, "first": beside.first}
     if x.requires_grad:
-        (x.sum() + normed.whole.sum() + normed.first.sum()).backward()
+        (x.sum() + beside.whole.sum() + beside.first.sum()).backward()
         found |= {name: leaf.grad for name, leaf in leaves.items()}
     return {name: value.detach() for name, value in found.items()}
 
@@ -286,8 +287,8 @@ def test_a_kept_graph_is_loaded_without_tracing_and_computes_what_the_function_d
 
 def replaced(**changes):
     """`arguments()` with some fields of the context changed."""
-    x, normed, weights, context, recipes = arguments()
-    return x, normed, weights, context._replace(**changes), recipes
+    x, beside, weights, context, recipes = arguments()
+    return x, beside, weights, context._replace(**changes), recipes
 
 
 def with_x(x):
@@ -299,13 +300,13 @@ def with_product(product):
 
 
 def with_weights(**changes):
-    x, normed, weights, context, recipes = arguments()
-    return x, normed, weights._replace(**changes), context, recipes
+    x, beside, weights, context, recipes = arguments()
+    return x, beside, weights._replace(**changes), context, recipes
 
 
 def x_is_whole():
-    x, normed, *rest = arguments()
-    return x, normed._replace(whole=x), *rest
+    x, beside, *rest = arguments()
+    return x, beside._replace(whole=x), *rest
 
 
 SEEN_BY_GUARDS = {
@@ -424,8 +425,8 @@ def test_another_gpu_gets_another_graph(kept, monkeypatch):
 
 
 def maker(factor):
-    def layer(x, normed, weights, context, recipes):
-        return factor * x, normed
+    def layer(x, beside, weights, context, recipes):
+        return factor * x, beside
     return layer
 
 
@@ -581,8 +582,8 @@ class Recipe(c.Scaled):  # defined in the script, as its recipes are
     pass
 
 
-def block(x, normed, weights, context, recipes):
-    return c.layer(x, normed, weights, context, recipes)
+def block(x, beside, weights, context, recipes):
+    return c.layer(x, beside, weights, context, recipes)
 
 
 reports = []
