@@ -65,7 +65,7 @@ from nanogpt import checkpoint, limits
 from nanogpt.masks import BLOCK_SIZE
 from nanogpt.ranks import BadInput, require
 from records import evaluation
-from records.console import discard_output
+from records.console import discard_output, prepare_output
 
 # --------------------------------------------------------------------------------------------------
 # 1. Log-probabilities of tokens
@@ -682,7 +682,7 @@ def show(content: dict) -> None:
 
 def main(argv: list[str]) -> int:
     """Exit status: 0, 2 for bad input, or as usual 130 for Ctrl-C."""
-    sys.stdout.reconfigure(errors="backslashreplace")  # of letters that the terminal lacks
+    prepare_output()
     try:
         options = parse(argv)
         models = [load_model(path, options.device) for path in options.models]

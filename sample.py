@@ -34,7 +34,7 @@ from nanogpt import fitting, limits
 from nanogpt.compiling import CudaGraphs
 from nanogpt.masks import BLOCK_SIZE
 from nanogpt.ranks import BadInput, is_master, require
-from records.console import discard_output
+from records.console import discard_output, prepare_output
 
 # --------------------------------------------------------------------------------------------------
 # 1. What is kept of the tokens so far
@@ -500,6 +500,7 @@ class Speaker:
 
 def main(argv: list[str]) -> int:
     """Exit status: 0, 2 for bad input, or as usual 130 for Ctrl-C while a single text is made."""
+    prepare_output()
     asks = False
     try:
         options = parse(argv)

@@ -30,7 +30,7 @@ from glob import glob
 from nanogpt import stopping
 
 LAUNCHED = time.perf_counter()
-LOCAL_GPU = int(os.environ.get("LOCAL_RANK", 0))
+LOCAL_GPU = int(os.environ.get("LOCAL_RANK") or 0)
 STOP = stopping.Stop()
 
 if __name__ == "__main__":

@@ -701,6 +701,8 @@ def main(argv=None):
 if __name__ == "__main__":
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
+    if sys.stdout is None:  # closed, as by >&-
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")
     sys.stdout.reconfigure(errors="backslashreplace")  # some Windows consoles lack characters
     status = 0
     try:

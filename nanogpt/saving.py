@@ -84,7 +84,13 @@ def find(asked: str, log_dir: str, given: dict | None = None,
                 newest += complete(folder)[-1:]
         newest.sort(key=lambda save: (save.stat().st_mtime_ns, step_of(save)), reverse=True)
         for save in newest:
-            if not changes(facts_of(save)["config"], given or {}, may_change):
+            try:
+                config = facts_of(save)["config"]
+            except BadInput:  # it is damaged; perhaps the keys ask for another run
+                if set(given or {}) <= set(may_change):
+                    raise
+                continue
+            if not changes(config, given or {}, may_change):
                 return save
         return newest[0] if newest else None
     path = Path(asked)
@@ -244,6 +250,8 @@ class Saver:
                 self.wait_for_others(writing)
                 sync_folder(writing)
                 os.rename(writing, save)
+                # A copy that went on from here may have come to its end, while this run lives on.
+                Path(self.folder, FINISHED).unlink(missing_ok=True)
                 sync_folder(self.folder)
                 keep_newest(self.folder)
         except (OSError, RuntimeError) as error:

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from . import compare, measure, plots, record, table
-from .console import discard_output
+from .console import discard_output, prepare_output
 from .log import Refused, read_files, read_log, read_source
 from .stats import INSTALL, have_scipy
 
@@ -258,7 +258,7 @@ def run(args):
 
 def main(argv=None):
     """Runs the tool and returns its exit status. Input that is refused is one line of text."""
-    sys.stdout.reconfigure(errors="backslashreplace")  # of letters that the terminal lacks
+    prepare_output()
     args = parse(argv)
     try:
         status = run(args)

@@ -67,6 +67,14 @@ class Stream:
         return 80
 
 
+def prepare_output() -> None:
+    """For programs that print to standard output. What a terminal lacks becomes an escape such as
+    \\u2588, and a program that was started without standard output gets one that leads nowhere."""
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")
+    sys.stdout.reconfigure(errors="backslashreplace")
+
+
 def discard_output(file: TextIO) -> None:
     """Sends what the file still holds to nowhere. Otherwise Python would try again to write it when
     the program ends, fail, and change the exit status to 120."""

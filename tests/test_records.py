@@ -1516,6 +1516,14 @@ def test_a_closed_pipe_is_no_error():
     assert (done.returncode, done.stderr) == (0, "") and done.stdout.count("\n") == 1
 
 
+@pytest.mark.parametrize("command", ["-m records check", "evaluate.py x --nothing", "sample.py x --nothing", "data/prepare.py --nothing"])
+def test_a_program_that_is_started_without_standard_output_does_its_work(command):
+    done = subprocess.run(["bash", "-c", f"{sys.executable} {command} >&-"], cwd=Path(__file__).parents[1], capture_output=True, text=True)
+    is_wrong = "--nothing" in command
+    assert done.returncode == (2 if is_wrong else 0)
+    assert done.stderr.count("\n") == is_wrong and ("--nothing" in done.stderr) == is_wrong
+
+
 def test_a_name_that_is_too_long_for_a_file_is_refused_in_a_sentence(capsys):
     assert main(["compare", "a" * 300, "laptop"]) == 2
     assert capsys.readouterr().err.startswith("refused: ")

@@ -517,7 +517,23 @@ def test_of_two_runs_in_one_folder_each_finds_its_own_save(stopped, tmp_path):
     newest = tmp_path / "1.saved" / "step_000003"
     found = [saving.find(saving.NEWEST, tmp_path, given, t.MAY_CHANGE) for given in (
         {}, {"seed": 1}, {"seed": 0}, {"seed": 2}, {"run_name": "another", "resume": saving.NEWEST})]
-    assert found == [newest, newest, tmp_path / "0.saved" / "step_000003", newest, newest]
+    older = tmp_path / "0.saved" / "step_000003"
+    assert found == [newest, newest, older, newest, newest]
+    for part in newest.glob("*.pt"):
+        part.write_bytes(b"")  # what another run has damaged hinders nobody
+    assert saving.find(saving.NEWEST, tmp_path, {"seed": 0}, t.MAY_CHANGE) == older
+    with pytest.raises(BadInput):
+        saving.find(saving.NEWEST, tmp_path, {"run_name": "another"}, t.MAY_CHANGE)
+
+
+def test_a_run_whose_copy_has_ended_is_found_again_after_its_next_save(tmp_path):
+    folder = tmp_path / "x.saved"
+    folder.mkdir()
+    (folder / saving.FINISHED).touch()  # as of a copy that went on from a save here
+    saver = saving.Saver(folder, 1.0, 0, {}, [], seconds=0.0, step=0)
+    saver.save(5, 0.0, {}, {}, {"config": {}})
+    saver.finish()
+    assert saving.find(saving.NEWEST, tmp_path) == folder / "step_000005"
 
 
 def test_without_a_save_resume_alone_begins_anew_and_says_so(corpus, tmp_path, capsys):
