@@ -576,10 +576,8 @@ def parameter_table(c: Config) -> dict[str, Param]:
     with_head_lr = dict(optimizer="adam", lr=c.head_lr)
     scalar = dict(optimizer="adam", lr=c.scalar_lr, share="all")
     late = dict(optimizer="adam", lr=0.25 * c.head_lr, share="all")
-    # A row is seldom looked up, so a mean of its gradients would be of old ones. Tables do as well
-    # without it, and need less memory.
     table = dict(
-        optimizer="adam", lr=c.table_lr, betas=(0.0, 0.95),
+        optimizer="adam", lr=c.table_lr, betas=(0.75, 0.95),
         decay=0.025 * c.table_lr, share="columns")
     return {
         # up and down of each layer in turn, both (D, F): y = relu(x up)^2 down^T. By theory, Muon's
@@ -1525,11 +1523,6 @@ class AdamState(NamedTuple):
     mean_square: Tensor
 
 
-class RowsState(NamedTuple):
-    """Of a table, whose beta1 is 0: the mean of the gradient is then the gradient itself."""
-    mean_square: Tensor
-
-
 class AdamRates(NamedTuple):
     """Numbers, or tensors () on the CPU: a number would be a constant of the compiled graph."""
     lr: float | Tensor
@@ -1542,7 +1535,7 @@ class AdamRates(NamedTuple):
 def adam_update(master: Tensor, part: Tensor, gradient: Tensor, state: AdamState,
                 rates: AdamRates) -> None:
     """Updates master by Adam (Kingma & Ba 2015), and copies it to `part`. All tensors have the same
-    shape. For rows of tables kernels.adam_rows does the same with a beta1 of 0."""
+    shape. For rows of tables kernels.adam_rows does the same."""
     gradient = gradient.to(master.dtype)
     state.mean.add_((gradient - state.mean) * (1 - rates.beta1))
     state.mean_square.add_((gradient.square() - state.mean_square) * (1 - rates.beta2))
@@ -1622,12 +1615,10 @@ class Optimizer:
                 named[f"{name}.{kind}"] = moment
         return named
 
-    def zero_state(self, name: str) -> MuonState | AdamState | RowsState:
+    def zero_state(self, name: str) -> MuonState | AdamState:
         zero = torch.zeros_like(self.masters[name])
         if self.model.params[name].optimizer == "muon":
             return MuonState(zero, zero[:, :1].clone())
-        if self.model.params[name].share == "columns":
-            return RowsState(zero)
         return AdamState(zero, zero.clone())
 
     def own(self, name: str, bank: Tensor) -> Tensor:
@@ -1742,8 +1733,7 @@ class Optimizer:
         if param.share == "columns":  # Adam for the looked-up rows of a table
             rows = self.looked_up.used[name]
             return kernels.adam_rows(
-                gradient.flatten(0, -2), rows, master, state.mean_square, bank.dtype, rates.lr,
-                rates.decay, beta2, correction)
+                gradient.flatten(0, -2), rows, master, state, bank.dtype, *rates)
         part = self.own(name, bank)  # Adam for the head and small banks
         flat_state = AdamState(*(moment.view(-1) for moment in state))  # one graph for all shapes
         self.model.functions.adam_update(

@@ -37,8 +37,8 @@ STEPS_PER_READING = 75  # at least, for `small`: the batches of a short text are
 TOKENS_PER_ROW = 64
 SHORT_TEXT = 2_000_000  # tokens: shorter ones are short
 LONGEST_IN_SHORT = 4  # tokens of an n-gram
-# A number in a table needs 10 bytes: the weight, its float32 original and the mean square of Adam.
-BYTES_PER_NUMBER = 10
+# A number in a table needs 14 bytes: the weight, its float32 original and two moments of Adam.
+BYTES_PER_NUMBER = 14
 # The part of a GPU's memory that the table of n-grams may take. It also makes every save larger.
 TABLE_SHARE = 0.1
 VALIDATIONS = 10  # of a run; after each one the weights are kept if they are the best so far

@@ -707,29 +707,34 @@ if triton is not None:
         gradient_ptr,  # (n, width)
         rows_ptr,  # (n,)
         master_ptr,  # (R, width)
+        mean_ptr,  # (R, width)
         square_ptr,  # (R, width)
         updated_ptr,  # (n, width)
         width,
         lr,
         decay,
+        beta1,
         beta2,
         correction,
         COLUMNS: tl.constexpr,
     ):
-        """Updates one row of the master weights and of the mean square."""
+        """Updates one row of the master weights and of both moments."""
         line = tl.program_id(0).to(tl.int64)
         column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         inside = column < width
         line_place = line * width + column
         row_place = tl.load(rows_ptr + line) * width + column
         weight = tl.load(master_ptr + row_place, mask=inside)
+        mean = tl.load(mean_ptr + row_place, mask=inside)
         square = tl.load(square_ptr + row_place, mask=inside)
         gradient = tl.load(gradient_ptr + line_place, mask=inside).to(weight.dtype)
+        mean += (gradient - mean) * (1 - beta1)
         square += (gradient * gradient - square) * (1 - beta2)
-        update = gradient / (tl.sqrt(square) + 1e-10) * correction
+        update = mean / (tl.sqrt(square) + 1e-10) * correction
         shrinks = update * weight > 0
         weight -= lr * (update + tl.where(shrinks, decay * weight, 0.0))
         tl.store(master_ptr + row_place, weight, mask=inside)
+        tl.store(mean_ptr + row_place, mean, mask=inside)
         tl.store(square_ptr + row_place, square, mask=inside)
         updated = weight.to(updated_ptr.dtype.element_ty)
         tl.store(updated_ptr + line_place, updated, mask=inside)
@@ -776,39 +781,41 @@ def adam_rows(
     gradient: Tensor,
     rows: Tensor,
     master: Tensor,
-    mean_square: Tensor,
+    moments: tuple[Tensor, Tensor],
     dtype: torch.dtype,
     *rates: float,
 ) -> Tensor:
     """Updates rows (n,) of the master weights (R, width) by Adam from their gradient (n, width).
 
-    mean_square (R, width) is the running mean of the gradient's square. The rates are the learning
-    rate, the weight decay, beta2, and the correction of the mean square's start at zero. These rows
-    of the master weights and of the mean square change in place. Returns the new rows (n, width) in
-    dtype.
+    The moments are the running means of the gradient and of its square, (R, width) each. The rates
+    are the learning rate, the weight decay, beta1, beta2, and the correction of both moments'
+    start at zero. These rows of the master weights and of the moments change in place. Returns the
+    new rows (n, width) in dtype.
 
-    This is the Adam of Kingma and Ba (2015) with a beta1 of 0, so that there is no mean of the
-    gradient, and with weight decay only where the update shrinks the weight anyway (Chen et al.
-    2025; record 43), as adam_update and cautious_update of train_gpt.py do it. Its epsilon of 1e-10
-    is only there against 0 / 0.
+    This is the Adam of Kingma and Ba (2015), with weight decay only where the update shrinks the
+    weight anyway (Chen et al. 2025; record 43), as adam_update and cautious_update of train_gpt.py
+    do it. Its epsilon of 1e-10 is only there against 0 / 0.
     """
     if gradient.is_cuda:
         width = gradient.size(1)
         updated = torch.empty_like(gradient, dtype=dtype)
         adam_rows_kernel[row_grid(gradient)](
-            gradient, rows, master, mean_square, updated, width, *rates, COLUMNS_PER_PROGRAM
+            gradient, rows, master, *moments, updated, width, *rates, COLUMNS_PER_PROGRAM
         )
         return updated
-    lr, decay, beta2, correction = rates
+    lr, decay, beta1, beta2, correction = rates
     weight = master[rows]
-    square = mean_square[rows]
+    mean = moments[0][rows]
+    square = moments[1][rows]
     gradient = gradient.to(master.dtype)
+    mean += (gradient - mean) * (1 - beta1)
     square += (gradient.square() - square) * (1 - beta2)
-    update = gradient / (square.sqrt() + 1e-10) * correction
+    update = mean / (square.sqrt() + 1e-10) * correction
     shrinks = update * weight > 0
     weight -= lr * (update + decay * weight * shrinks)
     master[rows] = weight
-    mean_square[rows] = square
+    moments[0][rows] = mean
+    moments[1][rows] = square
     return weight.to(dtype)
 
 

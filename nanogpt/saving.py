@@ -41,7 +41,7 @@ from nanogpt import checkpoint
 from nanogpt.ranks import BadInput, all_ranks, on_all_ranks, rank_and_world_size, require
 from records.console import complain
 
-FORMAT = 6
+FORMAT = 5
 KEPT = 2  # complete saves of a run that stay on disk
 NEWEST = "newest"  # what --resume alone stands for
 FINISHED = "finished"  # a file in RUN_ID.saved: the run has come to its end, here or elsewhere

@@ -538,32 +538,33 @@ def test_what_the_ranks_hand_out_is_written_to_the_used_rows_without_padding_and
     assert bank.tolist() == expected and bank.data_ptr() == place
 
 
-def adam_by_hand(weight, square, gradient, lr, decay, beta2, correction):
-    """One number's Adam step without momentum and with cautious weight decay: (weight, square), Python floats."""
+def adam_by_hand(weight, mean, square, gradient, lr, decay, beta1, beta2, correction):
+    """One number's Adam step with cautious weight decay: (weight, mean, square), Python floats."""
+    mean = beta1 * mean + (1 - beta1) * gradient
     square = beta2 * square + (1 - beta2) * gradient**2
-    update = correction * gradient / (math.sqrt(square) + 1e-10)
+    update = correction * mean / (math.sqrt(square) + 1e-10)
     if update * weight > 0:
         update += decay * weight
-    return weight - lr * update, square
+    return weight - lr * update, mean, square
 
 
 def test_adam_of_rows_returns_the_new_ones_rounded_and_keeps_the_others_to_the_bit():
     rows = torch.tensor([1, 4, 6])
     others = [0, 2, 3, 5]
-    rates = 0.1, 0.3, 0.9, 1.5
+    rates = 0.1, 0.3, 0.6, 0.9, 1.5
     gradient = normal(3, 5, seed=4)
-    start = [normal(7, 5, seed=1), normal(7, 5, seed=3).square()]
-    master, mean_square = [x.clone() for x in start]
-    returned = kernels.adam_rows(gradient, rows, master, mean_square, torch.bfloat16, *rates)
+    start = [normal(7, 5, seed=1), normal(7, 5, seed=2), normal(7, 5, seed=3).square()]
+    master, *moments = [x.clone() for x in start]
+    returned = kernels.adam_rows(gradient, rows, master, moments, torch.bfloat16, *rates)
     assert returned.dtype == torch.bfloat16
     assert torch.equal(returned, master[rows].bfloat16())
     for line, row in enumerate(rows.tolist()):
         for column in range(5):
             old = [x[row, column].item() for x in start]
-            new = [x[row, column].item() for x in (master, mean_square)]
+            new = [x[row, column].item() for x in (master, *moments)]
             expected = adam_by_hand(*old, gradient[line, column].item(), *rates)
             assert new == pytest.approx(expected, rel=1e-12)
-    for now, before in zip((master, mean_square), start):
+    for now, before in zip((master, *moments), start):
         assert torch.equal(now[others], before[others])
     shrinks = (master - start[0])[rows] * start[0][rows] < 0
     assert shrinks.any() and not shrinks.all(), "both cases of the decay"
@@ -575,9 +576,9 @@ def test_adam_of_rows_takes_narrow_gradients_and_computes_in_the_masters_precisi
     results = []
     for operand in (gradient, gradient.float()):
         master = normal(7, 5, seed=1, dtype=torch.float32)
-        mean_square = torch.zeros(7, 5)
-        kernels.adam_rows(operand, rows, master, mean_square, torch.float32, 0.1, 0.3, 0.9, 1.5)
-        results.append((master, mean_square))
+        moments = torch.zeros(7, 5), torch.zeros(7, 5)
+        kernels.adam_rows(operand, rows, master, moments, torch.float32, 0.1, 0.3, 0.6, 0.9, 1.5)
+        results.append((master, *moments))
     for narrow, wide in zip(*results):
         assert narrow.dtype == torch.float32 and torch.equal(narrow, wide)
 
@@ -659,11 +660,11 @@ def put_rows_inputs():
 
 
 def adam_rows_inputs():
-    """gradient, rows, master, mean square, dtype and rates."""
-    mean_square = normal(12, 37, seed=4).square().float()
+    """gradient, rows, master, moments, dtype and rates."""
+    moments = normal(12, 37, seed=3).float(), normal(12, 37, seed=4).square().float()
     master = normal(12, 37, seed=2).float()
-    rates = 0.1, 0.3, 0.9, 2.0
-    return [(normal(5, 37).bfloat16(), USED, master, mean_square, torch.bfloat16, *rates)]
+    rates = 0.1, 0.3, 0.7, 0.9, 2.0
+    return [(normal(5, 37).bfloat16(), USED, master, moments, torch.bfloat16, *rates)]
 
 
 def assert_quantized(ours, x, scale, dtype):
@@ -709,8 +710,8 @@ def assert_row_kernels_agree(sums, puts, adams):
         assert torch.equal(ours, arguments[0])
     for ours, arguments in zip(adams, adam_rows_inputs(), strict=True):
         returned = kernels.adam_rows(*arguments)
-        _, _, master, mean_square, *_ = arguments
-        for a, b in zip(ours, (returned, master, mean_square), strict=True):
+        _, _, master, moments, *_ = arguments
+        for a, b in zip(ours, (returned, master, *moments), strict=True):
             rtol = 2**-7 if a.dtype == torch.bfloat16 else 1e-5
             torch.testing.assert_close(a, b, rtol=rtol, atol=1e-6)
 
@@ -797,12 +798,12 @@ def interpret_put_rows(bank, rows, parts):
     return bank
 
 
-def interpret_adam_rows(gradient, rows, master, mean_square, dtype, *rates):
+def interpret_adam_rows(gradient, rows, master, moments, dtype, *rates):
     n, width = gradient.shape
     updated = filled(n, width, dtype=dtype)
     grid = n, -(-width // 16)
-    kernels.adam_rows_kernel[grid](gradient, rows, master, mean_square, updated, width, *rates, 16)
-    return updated, master, mean_square
+    kernels.adam_rows_kernel[grid](gradient, rows, master, *moments, updated, width, *rates, 16)
+    return updated, master, *moments
 
 
 INTERPRETED = {  # for each kernel: how to run it, and on what
@@ -956,8 +957,8 @@ def test_on_a_gpu_the_kernels_for_rows_of_tables_equal_their_twins():
     adams = []
     for arguments in on_gpu(adam_rows_inputs()):
         returned = kernels.adam_rows(*arguments)
-        _, _, master, mean_square, *_ = arguments
-        adams.append((returned, master, mean_square))
+        _, _, master, moments, *_ = arguments
+        adams.append((returned, master, *moments))
     assert_row_kernels_agree(*on_cpu((sums, puts, adams)))
 
 

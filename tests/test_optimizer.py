@@ -41,7 +41,7 @@ def adam(master, grads, lr, decay, beta1, beta2):
     return master, part
 
 
-@pytest.mark.parametrize("betas", [(0.5, 0.95), (0.0, 0.95), (0.9, 0.99)])
+@pytest.mark.parametrize("betas", [(0.5, 0.95), (0.75, 0.95), (0.9, 0.99)])
 def test_adam_without_decay_equals_torch_optim_for_five_steps(betas):
     start, grads = normal(6, 5), [normal(6, 5, seed=step) for step in range(1, 6)]
     theirs = start.clone().requires_grad_()
@@ -73,14 +73,13 @@ def test_adams_decay_acts_only_where_the_update_shrinks_the_weight():
 
 def test_adam_of_rows_is_to_the_bit_the_adam_of_whole_parameters_on_these_rows():
     rows, grad = torch.tensor([1, 4, 6]), normal(3, 5, seed=4)
-    master, mean_square = normal(7, 5, seed=1), normal(7, 5, seed=3).square()
-    lr, decay, beta1, beta2, correction = numbers(0.1, 0.3, 0.0, 0.9, 1.5)
-    expected, of_rows = master[rows], t.AdamState(torch.zeros_like(grad), mean_square[rows])
+    master, state = normal(7, 5, seed=1), t.AdamState(normal(7, 5, seed=2), normal(7, 5, seed=3).square())
+    rates = t.AdamRates(*numbers(0.1, 0.3, 0.6, 0.9, 1.5))
+    expected, of_rows = master[rows], t.AdamState(*(x[rows] for x in state))
     part = torch.empty(3, 5, dtype=torch.bfloat16)
-    t.adam_update(expected, part, grad, of_rows, t.AdamRates(lr, decay, beta1, beta2, correction))
-    returned = kernels.adam_rows(grad, rows, master, mean_square, torch.bfloat16, lr, decay, beta2, correction)
-    assert torch.equal(returned, part)
-    for ours, reference in zip((master, mean_square), (expected, of_rows.mean_square)):
+    t.adam_update(expected, part, grad, of_rows, rates)
+    assert torch.equal(kernels.adam_rows(grad, rows, master, state, torch.bfloat16, *rates), part)
+    for ours, reference in zip((master, *state), (expected, *of_rows)):
         assert torch.equal(ours[rows], reference)
 
 
@@ -368,7 +367,7 @@ def test_each_step_updates_looked_up_rows_as_adam_does_and_leaves_all_others_to_
     start["ngrams"].copy_(normal(101, 16))
     model.ngrams.data.copy_(start["ngrams"])
     optimizer.reset(start)
-    expected = {name: [w.numpy().copy(), *(0 * w.numpy() for _ in optimizer.state[name])] for name, w in start.items()}
+    expected = {name: [w.numpy().copy(), 0 * w.numpy(), 0 * w.numpy()] for name, w in start.items()}
     steps_of_row = {name: [0] * len(start[name]) for name in TABLES}
     for step in range(1, 7):
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -393,9 +392,9 @@ def test_each_step_updates_looked_up_rows_as_adam_does_and_leaves_all_others_to_
                     assert np.array_equal(old[untouched], new[untouched]), f"{name}: rows that no token looked up"
                 for row in set(rows):
                     gradient = sum(line for index, line in zip(rows, lines) if index == row)
-                    w, v = (x[row] for x in want)
-                    now_w, _, now_v = naive_adam(w, 0.0, v, gradient, param, step, 0.5)
-                    want[0][row], want[1][row] = now_w, now_v
+                    now = naive_adam(*(x[row] for x in want), gradient, param, step, 0.5)
+                    for whole, one in zip(want, now):
+                        whole[row] = one
                     steps_of_row[name][row] += 1
             else:
                 want[:] = naive_adam(*want, dense[name], param, step, 0.5)
@@ -633,7 +632,7 @@ def test_every_parameter_has_optimizer_learning_rate_decay_and_betas_of_the_dige
     rates = {name: [lr * p.decay for lr in p.lr] for name, p in table.items() if p.optimizer == "muon"}
     assert rates == {name: pytest.approx(x) for name, x in dict(qk=[muon], vo=[muon], mlp=[2 * muon, 4 * muon]).items()}
     assert {name: p.betas for name, p in table.items() if p.decay and p.optimizer == "adam"} == {
-        "value_embeds": (0.0, 0.95), "ngrams": (0.0, 0.95), "lm_head": (0.5, 0.95)}
+        "value_embeds": (0.75, 0.95), "ngrams": (0.75, 0.95), "lm_head": (0.5, 0.95)}
     assert {p.betas for p in table.values() if p.optimizer == "adam" and not p.decay} == {(0.9, 0.99)}
     assert {name for name, p in table.items() if p.share == "columns"} == {*TABLES}
     assert {name for name, p in table.items() if p.share == "all"} == SMALL
@@ -713,7 +712,7 @@ def worlds(request, tmp_path_factory):
 
 
 def together(ranks, name):
-    """Master and mean square of a table of which each rank has columns, without padding, which must be zero."""
+    """Master, mean and mean square of a table of which each rank has columns, without padding, which must be zero."""
     width = ranks[0]["weights"][name].size(1)
     whole = [torch.cat(parts, 1) for parts in zip(*(rank["tables"][name] for rank in ranks))]
     assert not any(x[:, width:].any() for x in whole), f"padding of {name}"
@@ -731,7 +730,7 @@ def test_any_number_of_ranks_gives_the_weights_and_losses_of_one(worlds, world_s
             assert torch.equal(rank["weights"][name], many[0]["weights"][name]), f"the ranks differ in {name}"
             moved = (w.double() - start[name][: len(w)].double()).norm()
             error = (rank["weights"][name].double() - w.double()).norm() / moved
-            assert moved > 0 and error < (1e-9 if dtype == "float64" else 0.2), f"{name}: {error}"
+            assert moved > 0 and error < (1e-9 if dtype == "float64" else 0.1), f"{name}: {error}"
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
@@ -740,7 +739,7 @@ def test_the_columns_of_the_tables_and_their_moments_of_all_ranks_are_together_t
     for name in TABLES:
         for ours, one in zip(together(results[world_size], name), results[1][0]["tables"][name]):
             assert ours.shape == one.shape and one.any()
-            assert (ours - one).norm() < (1e-9 if dtype == "float64" else 0.2) * one.norm(), name
+            assert (ours - one).norm() < (1e-9 if dtype == "float64" else 0.1) * one.norm(), name
         for rank in results[world_size]:
             assert torch.equal(rank["weights"][name], together(results[world_size], name)[0]), "each has all columns"
 
@@ -753,11 +752,11 @@ def test_rows_that_no_rank_looked_up_in_a_run_keep_weights_and_moments_to_the_bi
         used = {row for rank in results[world_size] for step in rank["used"] for rows in step[name] for row in rows}
         untouched = [row for row in range(len(start[name])) if row not in used]
         assert untouched and used
-        w, square = together(results[world_size], name)
+        w, mean, square = together(results[world_size], name)
         assert torch.equal(w[untouched], start[name][untouched])
         assert all(torch.equal(rank["weights"][name][untouched], w[untouched]) for rank in results[world_size])
-        assert not square[untouched].any()
-        assert square[sorted(used)].any(1).all(), "looked-up rows have a mean square"
+        assert not mean[untouched].any() and not square[untouched].any()
+        assert mean[sorted(used)].any(1).all() and square[sorted(used)].any(1).all(), "looked-up rows have moments"
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
