@@ -9,7 +9,7 @@ from nanogpt import checkpoint
 from records.log import read_log
 
 EIGHT = {  # the speedrun's layers and stages, a sequence of 128 tokens for each rank in its smallest batch
-    "num_layers": 8, "schedule": "speedrun", "num_steps": 7, "batch_tokens": 3 * 8 * 128, "seq_len": 128,
+    "num_layers": 8, "schedule": "speedrun", "num_steps": 7, "batch_tokens": 2 * 8 * 128, "seq_len": 128,
     "micro_tokens": 128, "val_tokens": 8 * 128, "val_seq_len": 128, "val_interval": 3, "epochs": 9, "target_loss": 0,
     "candidates": 0, "precision": "fp32", "dtype": "float64", "sample": ""}
 
@@ -25,7 +25,7 @@ def both(corpus, tmp_path_factory):
     folders = {ranks: tmp_path_factory.mktemp(f"ranks_{ranks}") for ranks in (1, 8)}
     one, eight = (EIGHT | dict(data_dir=corpus, log_dir=folder, save_checkpoint=folder / "model.pt")
                   for folder in folders.values())
-    assert t.main(arguments(**one | {"micro_tokens": 3 * 8 * 128})) == 0  # a step's batch at once
+    assert t.main(arguments(**one | {"micro_tokens": 2 * 8 * 128})) == 0  # a step's batch at once
     for rank, run in enumerate(run_ranks(8, "train_gpt.py", *arguments(**eight))):
         assert run.returncode == 0, run.stderr
         assert ("step:7/7 val_loss" in run.stdout) == (rank == 0), "only rank 0 speaks"

@@ -220,7 +220,7 @@ def test_stages_of_the_speedrun_begin_at_the_rounded_shares_of_the_steps():
     assert [(first, end) for first, end, _ in t.stages(c)] == [(0, 419), (419, 838), (838, 1257), (1257, 1270),
                                                                (1270, 1270)]
     batches = [round(t.stage_tokens(t.stage_of(step, c), c)) for step in range(1270)]
-    assert batches == [131_072] * 419 + [262_144] * 419 + [393_216] * 432
+    assert batches == [131_072] * 838 + [262_144] * 432
     assert t.total_tokens(c) == sum(batches)
     assert [t.stage_of(step, c).longest_document for step in (0, 418, 419, 1270)] == [896, 896, 2048, 2048]
 
@@ -244,7 +244,7 @@ def test_few_steps_leave_out_stages_but_never_a_step(num_steps):
 
 
 def test_the_learning_rate_follows_the_digest():
-    c = t.Config(num_steps=1270)
+    c = t.Config(num_steps=1270, cooldown_frac=0.6)
     by_hand = {0: 1.0, 418: 1.0, 419: 1.52, 507: 1.52, 508: 1.52, 600: 1.355, 700: 1.175, 1000: 0.710, 1200: 0.295}
     assert {step: t.lr_factor_at(step, c) for step in by_hand} == pytest.approx(by_hand, abs=1e-3)
     down = np.interp(np.arange(508, 1271), [508, 1270], [0, 1])
@@ -314,8 +314,8 @@ def test_float32_weights_keep_updates_that_bfloat16_would_lose():
             optimizer.start_sums()
             optimizer.step(1e-2, 0.9)
 
-    steps(50)  # under a constant gradient Adam moves by lr: 60e-4 and 0.8e-4; bfloat16's steps at 1 are 78e-4 and more
-    for name, rate in (("ngrams", 0.6), ("lm_head", 0.008)):
+    steps(50)  # under a constant gradient Adam moves by lr: 60e-4 and 0.65e-4; bfloat16's steps at 1 are 78e-4 and more
+    for name, rate in (("ngrams", 0.6), ("lm_head", 0.0065)):
         torch.testing.assert_close(optimizer.masters[name], start[name] + 50e-2 * rate, rtol=0, atol=1e-5)
     steps(50)
     for name, p in model.named_parameters():
@@ -483,6 +483,8 @@ def test_warming_up_leaves_no_trace(micro_tokens, sizes):
 
 def test_warming_up_passes_over_stages_without_steps_which_two_ranks_could_not_share(monkeypatch):
     """A batch of the first stage is one sequence. With one step, only the second stage has any."""
+    first, second, *_ = t.SCHEDULES["speedrun"]
+    monkeypatch.setitem(t.SCHEDULES, "speedrun", [first._replace(batch=1 / 3), second._replace(fraction=0.67, batch=2 / 3)])
     model = small("float64", schedule="speedrun", batch_tokens=384, num_steps=1, **LARGER)
     monkeypatch.setattr(t, "rank_and_world_size", lambda: (0, 2))
     plan = t.warm_up_of(model, t.Optimizer(model)).plan
@@ -560,7 +562,7 @@ def test_warming_up_validates_as_the_run_does_at_its_end(flex):
 
 
 def test_a_step_of_training_follows_the_schedule_and_returns_the_mean_loss(monkeypatch):
-    model = small("float64", num_steps=10, momentum_warmup=4)
+    model = small("float64", num_steps=10, momentum_warmup=4, cooldown_frac=0.6)
     t.initialize(model, 0)
     optimizer, given = t.Optimizer(model), []
     monkeypatch.setattr(optimizer, "step", lambda lr_factor, momentum: given.append((lr_factor, momentum)))
@@ -618,15 +620,15 @@ def test_a_gpu_that_works_on_the_tables_beside_the_matrices_makes_the_same_updat
         assert (p - results[1][name]).norm() <= 1e-9 * p.norm(), name
 
 
-def test_every_parameter_has_optimizer_learning_rate_decay_and_betas_of_the_digest():
+def test_every_parameter_has_optimizer_learning_rate_decay_and_betas():
     table = t.parameter_table(t.Config())
     rates = {name: (p.optimizer, p.lr) for name, p in table.items()}
     assert rates == {
-        "qk": ("muon", (0.023,)), "vo": ("muon", (0.023,)), "mlp": ("muon", (0.046, 0.092)),
-        "scalars": ("adam", 0.04), "smear": ("adam", 0.04), "gates": ("adam", 0.008),
-        "late_in": ("adam", 0.002), "late_out": ("adam", 0.002), "late_bias": ("adam", 0.002),
-        "value_embeds": ("adam", 0.6), "ngrams": ("adam", 0.6), "lm_head": ("adam", 0.008)}
-    muon, per_step = 1.2 * 0.023**2, {"value_embeds": 0.009, "ngrams": 0.009, "lm_head": 4.8e-5}
+        "qk": ("muon", (0.02,)), "vo": ("muon", (0.02,)), "mlp": ("muon", (0.04, 0.08)),
+        "scalars": ("adam", 0.04), "smear": ("adam", 0.04), "gates": ("adam", 0.0065),
+        "late_in": ("adam", 0.001625), "late_out": ("adam", 0.001625), "late_bias": ("adam", 0.001625),
+        "value_embeds": ("adam", 0.6), "ngrams": ("adam", 0.6), "lm_head": ("adam", 0.0065)}
+    muon, per_step = 1.2 * 0.02**2, {"value_embeds": 0.009, "ngrams": 0.009, "lm_head": 0.75 * 0.0065**2}
     assert {name: p.lr * p.decay for name, p in table.items() if p.optimizer == "adam"} == pytest.approx(
         per_step | {name: 0 for name in SMALL}), "what a weight loses in a step at full rate"
     rates = {name: [lr * p.decay for lr in p.lr] for name, p in table.items() if p.optimizer == "muon"}

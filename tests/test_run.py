@@ -105,7 +105,7 @@ def test_the_log_begins_with_the_source_byte_for_byte_and_agrees_with_itself(fir
     assert log.environment["devices"] == ["CPU"] and log.environment["torch"] == torch.__version__
 
 
-STAGES = {"schedule": "speedrun", "num_steps": 9, "batch_tokens": 1536, "epochs": 3}  # 2, 4 and 6 sequences a step
+STAGES = {"schedule": "speedrun", "num_steps": 9, "batch_tokens": 2048, "epochs": 3}  # 4, 4 and 8 sequences a step
 
 
 @pytest.fixture(scope="module")
@@ -118,9 +118,9 @@ def staged(corpus, tmp_path_factory):
 
 def test_stages_in_the_log_are_gapless_and_their_batches_make_the_tokens_of_the_end_block(staged):
     log = read_log(staged)
-    assert [[*stage.values()] for stage in log.values("stage")] == [[0, 3, 512], [3, 6, 1024], [6, 9, 1536]]
+    assert [[*stage.values()] for stage in log.values("stage")] == [[0, 3, 1024], [3, 6, 1024], [6, 9, 2048]]
     assert list(log.values("stage")[0]) == ["first_step", "last_step", "batch_tokens"]
-    assert log.end["tokens"] == 3 * 512 + 3 * 1024 + 3 * 1536 == log.tokens_at(9)
+    assert log.end["tokens"] == 6 * 1024 + 3 * 2048 == log.tokens_at(9)
     assert [s.step for s in log.steps if s.split == "train"] == [*range(1, 10)]
 
 
@@ -351,7 +351,7 @@ def refused(capfd, args, before="step:"):
     ({"candidates": 256, "micro_tokens": 1024}, ["--candidates=256", "at least 384", "or lower --micro_tokens to 512"]),
     ({"candidates": -1}, ["--candidates=-1", "0"]),
     ({"schedule": "long"}, ["--schedule=long", "speedrun, laptop, char"]),
-    ({"schedule": "speedrun"}, ["--batch_tokens=1024", "768"]),  # its first stage has a third of that
+    ({"schedule": "speedrun", "batch_tokens": 256}, ["--batch_tokens=256", "512"]),  # its first stage has a half of that
     ({"num_layers": 0}, ["--num_layers=0", "positive"]), ({"head_dim": 0}, ["--head_dim=0"]),
     ({"val_seq_len": 100}, ["--val_seq_len=100", "128"]), ({"batch_tokens": 1000}, ["--batch_tokens=1000", "256"]),
     ({"val_tokens": 300}, ["--val_tokens=300", "256"]), ({"num_heads": 3}, ["--num_heads=3", "48", "6 to 32, which is --model_dim"]),
@@ -475,7 +475,7 @@ def test_help_lists_every_key_with_its_meaning_and_default(capsys):
 def test_the_defaults_are_the_record_and_the_presets_are_laid_over_them():
     c = t.parse_config(["--preset=speedrun"])
     assert c == t.Config(preset="speedrun")
-    assert (c.num_steps, c.batch_tokens, c.seq_len, c.schedule) == (1680, 8 * 49152, 16384, "speedrun")
+    assert (c.num_steps, c.batch_tokens, c.seq_len, c.schedule) == (2340, 8 * 32768, 8192, "speedrun")
     assert (c.val_tokens, c.target_loss) == (10_485_760, 3.28)
     assert [*t.PRESETS] == ["speedrun", "onepass", "laptop", "char", "small"]
     for name, values in t.PRESETS.items():
@@ -601,14 +601,14 @@ def masks_of_one_shape(documents, windows, make_masks=masks.sdpa_masks):
 
 
 def test_warming_up_compiles_every_graph_of_the_run(eager_graphs, corpus, tmp_path, monkeypatch):
-    """Each stage has two steps, and batches of 2, 4 or 6 sequences."""
+    """Each stage has two steps, and batches of 4 or 8 sequences."""
     monkeypatch.setattr(masks, "sdpa_masks", masks_of_one_shape)
     args = arguments(data_dir=corpus, log_dir=tmp_path, compile=True, val_interval=1, num_layers=5, model_dim=64,
                      num_heads=4, head_dim=16, **STAGES | {"num_steps": 6})
     assert t.main(args) == 1
     log = read_log(only_log(tmp_path))
     assert len(log.values("compile")) >= 4 and log.values("defect") == []
-    for size in (512, 1024, 1536):
+    for size in (1024, 2048):
         assert any(f" of {size} rows for training" in fact["what"] for fact in log.values("compile"))
 
 
