@@ -1077,6 +1077,8 @@ def model_of(content: dict, device: torch.device) -> GPT:
     require("num_layers" in config, "the checkpoint is of an older version of this program; use "
             "the commit that its log names, or train it anew")
     values = checkpoint.config_values(config, Config)
+    require(values["schedule"] in SCHEDULES, "the checkpoint was written by other code, with a "
+            f"schedule {values['schedule']}; use the code that is in its run's log")
     c = Config(**values | dict(
         attention="sdpa", device=device.type, native=False, sample="", run_name=""))
     check_config(c)
@@ -1479,9 +1481,8 @@ def cautious_update(master: Tensor, part: Tensor, update: Tensor, lr, decay) -> 
 
 # To try another optimizer, write its state and its update here, add the update to Functions and
 # EAGER, and name it in `compiled_functions` (any_size), Optimizer.zero_state, Optimizer.update and
-# parameter_table. Gradients are
-# sums over the tokens of a batch: Muon and Adam do not see that, but plain SGD does. The rows of
-# tables have a kernel instead, `adam_rows` in nanogpt/kernels.py.
+# parameter_table. Gradients are sums over the tokens of a batch: Muon and Adam do not see that, but
+# plain SGD does. The rows of tables have a kernel instead, `adam_rows` in nanogpt/kernels.py.
 
 
 class MuonState(NamedTuple):

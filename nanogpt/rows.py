@@ -1,8 +1,8 @@
 """The rows of big tables that a step looks up, and the gradients of these rows.
 
 A batch looks up only some rows of the tables of value embeddings and of n-grams. Only those have a
-gradient and are updated. Each rank owns some of the columns of
-every row, so that all ranks share this work, whichever rows they are.
+gradient and are updated. Each rank owns some of the columns of every row, so that all ranks share
+this work, whichever rows they are.
 
 The work takes memory bandwidth, while the update of the matrices takes arithmetic. So it is done
 on a CUDA stream beside the main one: 28.7 to 28.9 instead of 30.0 ms a step of 16,384 tokens on one
