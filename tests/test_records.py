@@ -1428,6 +1428,15 @@ def test_ranking_is_per_track(root, capsys):
     assert board_rows(root) == [("1", "small"), ("1", "fast"), ("2", "slow"), ("missed", "loud")]
 
 
+def test_times_of_different_processors_are_not_ranked_against_each_other(root, capsys):
+    for name, seed, ms, cpu in (("one", 1, 1000, "Fast CPU"), ("two", 4, 2000, "Fast CPU"), ("other", 7, 9000, "Slow")):
+        environment = {"devices": ["CPU"], "world_size": 1, "cpu": cpu}
+        record.new(root, name, three_runs(root, seed, ms=ms, environment=environment))
+    run_tool(capsys, root, "table")
+    assert board_rows(root) == [("1", "one"), ("2", "two"), ("1", "other")]
+    assert "| 1 x CPU (Fast CPU) |" in (root / "README.md").read_text()
+
+
 def test_a_rank_needs_a_mean_shown_to_be_below_the_target(root, capsys):
     record.new(root, "shown", three_runs(root, 1, ms=2000))
     # mean 3.49, deviation 0.02: t = -0.87 with two degrees of freedom, p = 0.24
