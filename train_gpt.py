@@ -294,8 +294,8 @@ class Stage(NamedTuple):
 
 SCHEDULES: dict[str, list[Stage]] = {
     # fraction, batch, longest document, long and short window, lr
-    # Stages and learning rates follow records 46, 49, 53 and 72. Batches are smaller than theirs,
-    # and windows, too (records/2026-11-24_smaller_batches_one_gpu).
+    # Also that of the preset onepass. Stages and learning rates follow records 46, 49, 53 and 72.
+    # Batches and windows are smaller than theirs (records/2026-11-24_smaller_batches_one_gpu).
     "speedrun": [
         Stage(0.33, 1 / 2, 896, 3, 1, 1.0),
         Stage(0.33, 1 / 2, 2048, 5, 2, 1.52),

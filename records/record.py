@@ -322,6 +322,8 @@ def hardware(logs):
     seen."""
     environment = logs[0].environment
     models = sorted(set(environment["devices"]))
+    if models == ["CPU"]:  # the processor decides the time, so its name is that of the hardware
+        models = sorted({log.environment["cpu"] for log in logs})
     facts = {"summary": f"{environment['world_size']} x {' + '.join(models)}"}
     for key in MACHINE:
         facts[key] = environment[key]

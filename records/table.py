@@ -33,21 +33,12 @@ PICTURE = "![Training time of the records, in the order of their dates](records/
 HIDING = ("pre", "code", "script", "style", "template", "textarea", "details")  # tags of HTML
 
 
-def machine(record):
-    """Returns what a record ran on. Without a GPU the time is that of the processor, so its name is
-    part of it."""
-    hardware = record["hardware"]
-    if set(hardware["devices"]) == {"CPU"}:
-        return f"{hardware['summary']} ({', '.join(hardware['cpu'])})"
-    return hardware["summary"]
-
-
 def track(record):
     """Returns what the records of one track have in common. Records are ranked against each other
     only on the same data, machine, target and validation tokens."""
     return (
         record["data_name"],
-        machine(record),
+        record["hardware"]["summary"],
         record["target"],
         record["config"]["val_tokens"],
         record["data"]["val_fingerprint"],
@@ -96,7 +87,7 @@ def row(place, record):
         f"{pm(record['loss'], 4)} ({p_text(record)})",
         str(record["n"]),
         f"{record['target']:g}",
-        plain(machine(record)),
+        plain(record["hardware"]["summary"]),
         record["data_name"] or "unnamed",
         f"[log](records/{record['name']}/{log})",
     )
@@ -131,8 +122,8 @@ def drawn(records):
     the target, whether each of them is ranked)."""
     tracks = []
     for key, members in by_track(records):
-        data_name, ran_on, target, *_ = key
-        title = f"{plain(data_name or 'unnamed data')}, {plain(ran_on)}, target {target:g}"
+        data_name, machine, target, *_ = key
+        title = f"{plain(data_name or 'unnamed data')}, {plain(machine)}, target {target:g}"
         reached = [record for record in members if unranked(record) != "missed"]
         ranked = [unranked(record) == "" for record in reached]
         if reached:

@@ -1434,7 +1434,7 @@ def test_times_of_different_processors_are_not_ranked_against_each_other(root, c
         record.new(root, name, three_runs(root, seed, ms=ms, environment=environment))
     run_tool(capsys, root, "table")
     assert board_rows(root) == [("1", "one"), ("2", "two"), ("1", "other")]
-    assert "| 1 x CPU (Fast CPU) |" in (root / "README.md").read_text()
+    assert "| 1 x Fast CPU |" in (root / "README.md").read_text()
 
 
 def test_a_rank_needs_a_mean_shown_to_be_below_the_target(root, capsys):
