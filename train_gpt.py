@@ -227,7 +227,7 @@ PRESETS: dict[str, dict] = {
     "speedrun": {},
     "onepass": dict(
         num_layers=6, num_heads=4, mlp_dim=5632,
-        num_steps=1200, batch_tokens=131_072,
+        num_steps=1175, batch_tokens=131_072,
         target_loss=3.492),
     "laptop": BYTES | dict(
         num_layers=4, model_dim=128, num_heads=2, head_dim=64, mlp_dim=512,
@@ -263,7 +263,7 @@ PRESETS: dict[str, dict] = {
 
 ABOUT = {
     "speedrun": "GPT-2's size, for 439M tokens of FineWeb and a loss of 3.28, on GPUs",
-    "onepass": "a model of fewer layers and heads, for 105M tokens that are read once, on GPUs",
+    "onepass": "a model of fewer layers and heads, for 103M tokens that are read once, on GPUs",
     "laptop": "a small model of bytes, about a minute on a CPU",
     "char": "a larger one, to compare precisions on any text",
     "small": "the same with GPT-2's tokens, for texts of less than 60M tokens",
@@ -1658,21 +1658,18 @@ class Optimizer:
     def step(self, lr_factor: float, momentum: float) -> None:
         """Updates all weights from the gradients, whose sums `start_sums` has begun, and from those
         of the looked-up rows. A collective."""
-        # 1. A recipe may leave out a step whose gradients are not finite.
+        # 1. Begin the sums of the tables' rows: they travel while the first matrices are updated. A
+        # recipe may leave out a step whose gradients are not finite.
+        self.start_table_sums()
         if not self.recipes.gradients_are_finite(self.finished_sums):
             self.sums = {}
             return
         self.updates += 1
 
-        # 2. Update the own part of each parameter, and begin to hand it out. Transfers run one
-        # after another. The large sums of the tables are queued late, so that no matrix waits for
-        # them.
-        names = [name for name in self.model.params
-                 if name in self.sums or name in self.looked_up.totals]
+        # 2. Update the own part of each parameter, and begin to hand it out.
+        names = [name for name in self.model.params if name in self.sums]
         handed_out = {}
         for name in names:
-            if name in self.looked_up.totals:  # of the first table; now those of all tables begin
-                self.start_table_sums()
             with self.stream_of(name):
                 gradient = self.finished_sum(name)
                 part = self.update(name, self.recipes.unscale(gradient), lr_factor, momentum)
@@ -1692,8 +1689,7 @@ class Optimizer:
 
     def finished_sums(self) -> list[Tensor]:
         """All summed gradients, after waiting for them. Only a recipe that must know whether they
-        are finite calls this. A collective."""
-        self.start_table_sums()
+        are finite calls this."""
         for _, transfer in self.sums.values():
             transfer.wait()
         self.looked_up.meet()
