@@ -1625,7 +1625,9 @@ class Optimizer:
             padding = -bank.size(1) % self.world_size
             columns = F.pad(bank, (0, padding)).chunk(self.world_size, 1)
             return columns[self.rank].contiguous()
-        return bank.chunk(self.world_size)[self.rank]
+        # A view that does not know where it begins in the bank. Otherwise rank 0, whose slice
+        # begins at 0, would need other compiled graphs than the other ranks.
+        return torch.from_dlpack(bank.chunk(self.world_size)[self.rank])
 
     @torch.no_grad()
     def start_sums(self) -> None:

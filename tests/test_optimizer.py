@@ -785,6 +785,20 @@ def test_rows_that_any_rank_looks_up_are_found_by_all_and_each_rank_sums_its_own
                 assert row in rows[name] or not total.any(), "a row of another rank, whose gradient is there"
 
 
+def test_all_ranks_update_views_of_the_same_form_so_that_they_share_compiled_graphs():
+    model = small("float32")
+    optimizer = t.Optimizer(model)
+    optimizer.world_size = 4
+    bank = torch.arange(8.0).view(8, 1).repeat(1, 3)
+    parts = []
+    for optimizer.rank in range(4):
+        parts.append(optimizer.own("mlp", bank))
+    assert {(part.shape, part.stride(), part.storage_offset()) for part in parts} == {((2, 3), (3, 1), 0)}
+    for rank, part in enumerate(parts):
+        part.add_(100 * rank)
+    assert bank[:, 0].tolist() == [0, 1, 102, 103, 204, 205, 306, 307], "a part is a view of the bank"
+
+
 @pytest.mark.parametrize("world_size", [3, 4])
 def test_each_rank_holds_its_part_of_the_optimizers_state_and_padding_stays_zero(worlds, world_size):
     for rank in worlds[1][world_size]:
