@@ -54,7 +54,7 @@ import dataclasses
 import gc
 import math
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -1687,7 +1687,7 @@ class Optimizer:
         self.bytes_sent += self.recipes.weights_changed(names, self.masters)
 
     def stream_of(self, name: str):
-        return torch.cuda.stream(self.looked_up.beside if name in self.model.big_tables else None)
+        return self.looked_up.on_stream() if name in self.model.big_tables else nullcontext()
 
     def finished_sums(self) -> list[Tensor]:
         """All summed gradients, after waiting for them. Only a recipe that must know whether they

@@ -8,6 +8,8 @@ The work takes memory bandwidth, while the update of the matrices takes arithmet
 on a CUDA stream beside the main one: 28.7 to 28.9 instead of 30.0 ms a step of 16,384 tokens on one
 H200 (records/2026-11-21_ladder_beside_two_gpus).
 """
+from contextlib import nullcontext
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -51,7 +53,8 @@ class LookedUpRows:
         self.used = {}  # (n,), the used rows in ascending order
 
     def on_stream(self):
-        return torch.cuda.stream(self.beside)  # without a GPU this does nothing
+        # torch.cuda.stream(None) would do nothing, too, but start CUDA where there is a GPU.
+        return torch.cuda.stream(self.beside) if self.beside else nullcontext()
 
     def meet(self) -> None:
         """Both streams wait for all that was begun on the other."""

@@ -324,6 +324,20 @@ def test_float32_weights_keep_updates_that_bfloat16_would_lose():
     assert (model.ngrams > 1).all() and (model.lm_head > 1).all()
 
 
+def test_a_step_on_the_cpu_asks_nothing_of_cuda_even_where_there_is_a_gpu(monkeypatch):
+    def started(*_):
+        raise AssertionError("CUDA is started")
+
+    for name in ("stream", "Stream", "current_stream", "current_device", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, started)
+    model = small("float32")
+    optimizer = t.Optimizer(model)
+    give_gradients(model, optimizer, 1)
+    optimizer.start_sums()
+    optimizer.step(1.0, 0.9)
+    assert optimizer.updates == 1
+
+
 def assert_nothing_is_kept(optimizer):
     looked_up = optimizer.looked_up
     assert (optimizer.updates, optimizer.bytes_sent, optimizer.sums) == (0, 0, {})
