@@ -4,6 +4,8 @@ None of it is timed, so it reads no training data: it works on random documents.
 meanwhile; the trainer draws them anew afterwards.
 """
 from collections.abc import Callable
+from functools import partial
+from itertools import cycle
 from typing import NamedTuple
 
 import torch
@@ -86,12 +88,14 @@ class WarmUp:
         passes = {}  # one of each length, with and without recipes
         for stage, step in self.step_kinds:
             passes[stage.length, self.setting(step).plain] = stage, step
-        for stage, step in [*passes.values()][rank::world_size]:
-            self.forward_backward(stage, step)
-        # Validation and the updates together take about as long as one pass, so they are one share.
-        if rank == len(passes) % world_size:
-            self.validate(self.config.num_steps)
-            self.update()
+        shares = [partial(self.forward_backward, stage, step) for stage, step in passes.values()]
+        shares += [partial(self.validate, self.config.num_steps), self.update]
+        # The ranks take turns, forth and back: of two ranks, one has a pass, and the other one
+        # validation and the updates, which together take about as long.
+        turns = [*range(world_size), *reversed(range(world_size))]
+        for share, turn in zip(shares, cycle(turns)):
+            if turn == rank:
+                share()
         torch.get_device_module(self.tokens.device).synchronize()
         dist.barrier()
 
