@@ -60,15 +60,15 @@ def multiplied(model) -> tuple[list, list]:
         def linear(self, x, w, factor=None):
             return F.linear(x, w)
 
-        def qkv(self, x, qk, v, factor):
-            return *F.linear(x, qk).chunk(2, 1), F.linear(x, v)
+        def qkv(self, x, weights, factor):
+            return F.linear(x, weights.flatten(0, 1)).chunk(3, 1)
 
     all_weights = []
     for weights in model.layer_weights():
         factors = dict(zip(script.SCALARS, weights.scalars))
-        v, o = weights.vo
-        vo = torch.stack((factors["v"] * v, factors["o"] * o))
-        all_weights.append(weights._replace(down=factors["down"] * weights.down, vo=vo))
+        q, k, v, o = weights.qkvo
+        qkvo = torch.stack((q, k, factors["v"] * v, factors["o"] * o))
+        all_weights.append(weights._replace(down=factors["down"] * weights.down, qkvo=qkvo))
     products = Multiplied()
     of_layer = script.LayerProducts(products, products, products, products)
     return all_weights, [of_layer] * len(all_weights)

@@ -357,8 +357,8 @@ def check_config(c: Config) -> None:
 # Nearly all the work of training is in the products of a few weights. The model names them
 # "projections": a layer has four, and the model has one more.
 #
-#   qkv      queries, keys and values, by the weights qk and vo[0]
-#   o        the output of attention, by vo[1]
+#   qkv      queries, keys and values, by the first three of qkvo
+#   o        the output of attention, by the last one of qkvo
 #   up       the first product of the MLP, by up
 #   down     the second product of the MLP, by down
 #   lm_head  the logits, by lm_head
@@ -391,6 +391,12 @@ def relu_squared(x: Tensor) -> Tensor:
 ACTIVATION = relu_squared  # of the MLP (So et al. 2021)
 
 
+def multiply_values(weights: Tensor, factor: Tensor) -> Tensor:
+    """The weights of queries, keys and values (3, H d, D) -> the same (3 H d, D), those of values
+    multiplied."""
+    return torch.cat((weights[:2], factor * weights[2:])).flatten(0, 1)
+
+
 class Products:
     """How the products of a projection are computed: here in the dtype of the tensors. The model
     calls these methods and does not ask which recipe it has; other recipes override some of them.
@@ -402,10 +408,9 @@ class Products:
         """x (T, K), w (N, K) -> factor x w^T (T, N)."""
         return F.linear(x, w if factor is None else factor * w)
 
-    def qkv(self, x: Tensor, qk: Tensor, v: Tensor, factor: Tensor) -> tuple[Tensor, ...]:
-        """x (T, D), qk (2 H d, D), v (H d, D) -> queries, keys and factor times values, (T, H d)
-        each."""
-        stacked = self.linear(x, torch.cat((qk, factor * v)))  # (T, 3 H d)
+    def qkv(self, x: Tensor, weights: Tensor, factor: Tensor) -> tuple[Tensor, ...]:
+        """x (T, D), weights (3, H d, D) -> queries, keys and factor times values, (T, H d) each."""
+        stacked = self.linear(x, multiply_values(weights, factor))  # (T, 3 H d)
         return stacked.view(len(x), 3, -1).unbind(1)
 
     def mlp(self, x: Tensor, up: Tensor, down: Tensor, factor: Tensor,
@@ -553,16 +558,15 @@ def parameter_table(c: Config) -> dict[str, Param]:
         narrow(w[::2])
         zero(w[1::2])
 
-    def queries_and_keys(w: Tensor) -> None:
+    def of_attention(w: Tensor) -> None:
         """Of each key, the half that does not turn is the previous token's (`offset_keys`). In the
         layers that see far, queries and keys begin with equal weights for this half (Trockman and
         Kolter 2023): after "A B ... A", the query of the second A matches the key of B, which holds
         the first A. Otherwise a model has to learn this, in some runs much later than in others.
         In the other layers it made no difference."""
         narrow(w)
-        # Each layer: all queries, then all keys. Each head: the first and second members of its
-        # d / 2 pairs.
-        for layer, (queries, keys) in enumerate(w.view(L, 2, H, 2, d // 2, D)):
+        # Each head: the first and second members of its d / 2 pairs.
+        for layer, (queries, keys, _, _) in enumerate(w.view(L, 4, H, 2, d // 2, D)):
             if sees_far(layer, c):
                 keys[:, :, d // 4 :] = queries[:, :, d // 4 :]
 
@@ -586,15 +590,10 @@ def parameter_table(c: Config) -> dict[str, Param]:
             betas=(0.5, 0.95), decay=0.75 * c.head_lr, **with_head_lr),
         "value_embeds": Param((V, L * H * d), init=normal(0.01), **table),
         "ngrams": Param((c.ngram_rows, D), init=zero, **table),
-        # queries, then keys, of each layer in turn. Two neighbouring heads have one matrix (2 d, D)
-        # for Muon (record 80). If H is odd, one matrix has a head of queries and one of keys.
-        "qk": Param(
-            (L * H, 2 * d, D), init=queries_and_keys,
-            lr=(c.muon_lr,), **muon),
-        # Values and output of each layer in turn. The weight of the output (D, H d) is stored
-        # transposed, so that both have one shape.
-        "vo": Param(
-            (L * 2, H * d, D), init=narrow,
+        # Queries, keys, values and output of each layer in turn. The weight of the output (D, H d)
+        # is stored transposed, so that all have one shape.
+        "qkvo": Param(
+            (4 * L, H * d, D), init=of_attention,
             lr=(c.muon_lr,), **muon),
         "scalars": Param((L, len(SCALARS)), init=constants(*SCALARS.values()), **scalar),
         # how much of the previous token's embedding is added to each one
@@ -624,7 +623,7 @@ def num_weights(c: Config) -> tuple[int, int]:
 def flops_per_token(c: Config) -> int:
     """6 for each weight that a token is multiplied by: those of all matrices, and of the head the
     rows of the candidates. Attention is not counted."""
-    matrices = [parameter_table(c)[name].shape for name in ("mlp", "qk", "vo")]
+    matrices = [parameter_table(c)[name].shape for name in ("mlp", "qkvo")]
     head = c.model_dim * min(c.candidates or c.vocab_size, c.vocab_size)
     return 6 * (sum(math.prod(shape) for shape in matrices) + head)
 
@@ -659,8 +658,7 @@ class LayerWeights(NamedTuple):
     up: Tensor  # (D, F)
     down: Tensor  # (D, F)
     scalars: Tensor  # (len(SCALARS),)
-    qk: Tensor  # (H, 2 d, D): the heads of queries, then those of keys, by twos
-    vo: Tensor  # (2, H d, D): v = x vo[0]^T, and output = y vo[1]
+    qkvo: Tensor  # (4, H d, D): q = x qkvo[0]^T, so k and v, and output = y qkvo[3]
     gates: Tensor  # (2, H, GATE_DIM): of the heads, of the value embedding
 
 
@@ -696,13 +694,12 @@ def attention(x: Tensor, weights: LayerWeights, scalars: dict[str, Tensor],
     T = len(x)
     gate_input = x[:, :GATE_DIM]
     H = weights.gates.size(1)
-    d = weights.qk.size(1) // 2
+    d = weights.qkvo.size(1) // H
     head_gates, value_gates = weights.gates.to(x.dtype).unbind()  # (H, GATE_DIM) each
 
     # 1. Queries, keys and values, (T, H, d) each. Normalised queries and keys bound the scores
     # (Henry et al. 2020).
-    qk = weights.qk.flatten(0, 1)
-    q, k, v = products.qkv.qkv(x, qk, weights.vo[0], scalars["v"])
+    q, k, v = products.qkv.qkv(x, weights.qkvo[:3], scalars["v"])
     q = norm_and_rotate(q.view(T, H, d), context.cos, context.sin, context.score_scale)
     k = norm_and_rotate(k.view(T, H, d), context.cos, context.sin)
 
@@ -722,7 +719,7 @@ def attention(x: Tensor, weights: LayerWeights, scalars: dict[str, Tensor],
     # 4. A gate lets a head say nothing (record 28).
     head_gate = torch.sigmoid(F.linear(gate_input, head_gates))  # (T, H)
     y = (y * head_gate[..., None]).flatten(1).type_as(x)
-    return products.o.linear(y, weights.vo[1].t(), scalars["o"])
+    return products.o.linear(y, weights.qkvo[3].t(), scalars["o"])
 
 
 def block(x: Tensor, weights: LayerWeights, context: LayerContext,
@@ -932,13 +929,9 @@ class GPT(nn.Module):
 
     def layer_weights(self) -> list[LayerWeights]:
         """The weights of each layer, as views of the banks."""
-        D = self.config.model_dim
-        H = self.config.num_heads
-        d = self.config.head_dim
         matrices = self.weight("mlp").unbind()
-        all_qk = self.weight("qk").view(-1, H, 2 * d, D)
-        all_vo = self.weight("vo").view(-1, 2, H * d, D)
-        banks = (matrices[::2], matrices[1::2], self.scalars, all_qk, all_vo, self.gates)
+        qkvo = self.weight("qkvo").unflatten(0, (-1, 4))  # (L, 4, H d, D)
+        banks = (matrices[::2], matrices[1::2], self.scalars, qkvo, self.gates)
         return [LayerWeights(*of_layer) for of_layer in zip(*banks)]
 
     def rotary(self, setting: Setting, T: int,
@@ -1308,8 +1301,8 @@ class StaticFP8(Products):
         w = w if factor is None else factor * w
         return StaticLinear.apply(x, w, self.input_scale, 1)[0]
 
-    def qkv(self, x, qk, v, factor):
-        return StaticLinear.apply(x, torch.cat((qk, factor * v)), self.input_scale, 3)
+    def qkv(self, x, weights, factor):
+        return StaticLinear.apply(x, multiply_values(weights, factor), self.input_scale, 3)
 
     def mlp(self, x, up, down, factor, of_down):
         if isinstance(of_down, StaticFP8):
@@ -1335,8 +1328,8 @@ class Measured(Products):
         y = self.product(x, w)
         return y if factor is None else factor * y
 
-    def qkv(self, x, qk, v, factor):
-        stacked = self.product(x, torch.cat((qk, v)))  # (T, 3 H d)
+    def qkv(self, x, weights, factor):
+        stacked = self.product(x, weights.flatten(0, 1))  # (T, 3 H d)
         queries, keys, values = stacked.view(len(x), 3, -1).unbind(1)
         return queries, keys, factor * values
 
@@ -1368,15 +1361,15 @@ def find_sites(c: Config, recipe_names: recipe.RecipeNames) -> list[recipe.Site]
     """Which rows of the banks (section 4) each projection multiplies by."""
     sites = []
     for layer, projections in enumerate(recipe_names):
-        slices = {
-            "qkv": (("qk", layer * c.num_heads, c.num_heads), ("vo", 2 * layer, 1)),
-            "o": (("vo", 2 * layer + 1, 1),),
-            "up": (("mlp", 2 * layer, 1),),
-            "down": (("mlp", 2 * layer + 1, 1),),
-            "lm_head": (("lm_head", 0, c.vocab_size),),
+        rows = {
+            "qkv": ("qkvo", 4 * layer, 3),
+            "o": ("qkvo", 4 * layer + 3, 1),
+            "up": ("mlp", 2 * layer, 1),
+            "down": ("mlp", 2 * layer + 1, 1),
+            "lm_head": ("lm_head", 0, c.vocab_size),
         }
         for projection in projections:
-            sites.append(recipe.Site(len(sites), layer, projection, slices[projection]))
+            sites.append(recipe.Site(len(sites), layer, projection, *rows[projection]))
     return sites
 
 

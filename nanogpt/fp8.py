@@ -124,28 +124,22 @@ class FP8Product:
     def __init__(
         self,
         seen: Tensor,  # (3,), see Measurements
-        weight_parts: tuple[Tensor, ...],  # (n, K) each, uint8: bytes of e4m3 numbers
+        weight_bytes: Tensor,  # (N, K) uint8: bytes of e4m3 numbers
         weight_scale: Tensor,  # ()
         has_fp8: bool,
     ):
         self.seen = seen
-        self.weight_parts = weight_parts
+        self.weight_bytes = weight_bytes
         self.weight_scale = weight_scale
         self.has_fp8 = has_fp8
 
-    def weight_bytes(self) -> Tensor:
-        """(N, K) uint8."""
-        if len(self.weight_parts) == 1:
-            return self.weight_parts[0]
-        return torch.cat(self.weight_parts)
-
     def __call__(self, x: Tensor, w: Tensor) -> Tensor:
-        w8 = self.weight_bytes().view(E4M3)
+        w8 = self.weight_bytes.view(E4M3)
         return FP8Linear.apply(x, w, self.seen, w8, self.weight_scale, self.has_fp8)
 
     def for_rows(self, rows: Tensor) -> "FP8Product":
-        parts = (self.weight_bytes()[rows],)
-        return FP8Product(self.seen, parts, self.weight_scale, self.has_fp8)
+        return FP8Product(
+            self.seen, self.weight_bytes[rows], self.weight_scale, self.has_fp8)
 
 
 class FP8(Recipe):
@@ -176,10 +170,9 @@ class FP8(Recipe):
         self.weight_bytes = {}  # the same in e4m3, as bytes: any device can copy and send those
         self.site_of_row = {}  # (rows of the bank,): the number of its site, a row of `scales`
         for number, site in enumerate(self.sites):
-            for name, first, count in site.slices:
-                if name not in self.banks:
-                    self.add_bank(name, banks[name].detach())
-                self.site_of_row[name][first : first + count] = number
+            if site.bank not in self.banks:
+                self.add_bank(site.bank, banks[site.bank].detach())
+            self.site_of_row[site.bank][site.rows()] = number
 
     def add_bank(self, name: str, bank: Tensor) -> None:
         no_site = len(self.sites)
@@ -190,10 +183,10 @@ class FP8(Recipe):
     def product(self, site: Site) -> FP8Product:
         """The product of a site, for the whole run."""
         seen = self.measurements.seen(site)
-        weight_parts = site.weight_parts(self.weight_bytes)
+        weight_bytes = site.weight(self.weight_bytes)
         weight_scale = self.scales[self.sites.index(site), 0]
         has_fp8 = kernels.has_fp8(self.device)
-        return FP8Product(seen, weight_parts, weight_scale, has_fp8)
+        return FP8Product(seen, weight_bytes, weight_scale, has_fp8)
 
     def own_rows(self, bank: Tensor) -> Tensor:
         """The rows of a bank that this rank updates, a view."""

@@ -29,13 +29,14 @@ from nanogpt.ranks import require
 
 class Site(NamedTuple):
     """A place of the model that multiplies by a weight. Weights live in banks, which are stacks of
-    matrices of one shape, so a site's weight is made of rows of one bank or of several. A row of a
-    bank is an entry of its first dimension: a whole matrix in mlp, qk and vo, one vector in
-    lm_head."""
+    matrices of one shape, so a site's weight is some rows of a bank. A row of a bank is an entry of
+    its first dimension: a whole matrix in mlp and qkvo, one vector in lm_head."""
     index: int  # its number, in the order of the forward pass
     layer: int  # its layer; the output head comes after the last one
     projection: str  # one of PROJECTIONS
-    slices: tuple[tuple[str, int, int], ...]  # (name of a bank, first row, number of rows)
+    bank: str  # its name
+    first_row: int
+    num_rows: int
 
     def label(self) -> str:
         """How messages name the site."""
@@ -43,15 +44,15 @@ class Site(NamedTuple):
             return self.projection
         return f"layer {self.layer}'s {self.projection}"
 
-    def weight_parts(self, banks: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        """Views (n, K) into `banks`. Concatenated they are the site's weight (N, K)."""
-        parts = []
-        for name, first, count in self.slices:
-            part = banks[name][first : first + count].flatten(0, -2)
-            if self.projection in ("o", "up"):
-                part = part.t()  # these weights are stored as (K, N)
-            parts.append(part)
-        return tuple(parts)
+    def rows(self) -> slice:
+        return slice(self.first_row, self.first_row + self.num_rows)
+
+    def weight(self, banks: dict[str, Tensor]) -> Tensor:
+        """The site's weight (N, K), a view into `banks`."""
+        weight = banks[self.bank][self.rows()].flatten(0, -2)
+        if self.projection in ("o", "up"):
+            return weight.t()  # these weights are stored as (K, N)
+        return weight
 
 
 class Recipe:

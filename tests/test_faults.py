@@ -167,8 +167,8 @@ def spoil(name, value=math.nan):
 
 def spoil_masters(place, model, monkeypatch):
     """What an update leaves behind whose learning rate was far too high."""
-    spoil("qk")(place, model, monkeypatch)
-    model.optimizer.masters["qk"][0, 0, 0] = math.inf
+    spoil("qkvo")(place, model, monkeypatch)
+    model.optimizer.masters["qkvo"][0, 0, 0] = math.inf
 
 
 def swap(place, model, monkeypatch):
@@ -202,15 +202,15 @@ HAPPENS = [
     *[Happens(f"a weight is not finite, {precision}", "before 3", spoil("gates"), f"{NOT_FINITE}the weights of gates not "
               f"finite{LOWER}", 2, {"precision": precision}, kept=2) for precision in ("bf16", "fp16", "fp8-qkv")],
     Happens("weights are not finite, in the order of the table", "before 3", lambda *args: [spoil(name)(*args) for name in (
-            "smear", "vo", "lm_head")], f"{NOT_FINITE}the weights of lm_head and 2 more not finite{LOWER}", 2, kept=2),
+            "smear", "qkvo", "lm_head")], f"{NOT_FINITE}the weights of lm_head and 2 more not finite{LOWER}", 2, kept=2),
     Happens("a table is not finite", "before 3", lambda place, model, _: model.ngrams.data.fill_(math.inf), f"{NOT_FINITE}all "
             f"matrices finite: an activation overflowed, or a row of a table{LOWER}, or give --precision=bf16 if it is another one", 2, kept=2),
     Happens("the last update spoils the weights", "after 4", spoil_masters, r"the validation loss is nan at step 4 on rank 0, the "
-            f"weights of qk not finite{LOWER}", 2, {"val_interval": 0}),
+            f"weights of qkvo not finite{LOWER}", 2, {"val_interval": 0}),
     Happens("the last update spoils the weights after a good validation", "after 4", spoil_masters, r"the validation loss is nan "
-            f"at step 4 on rank 0, the weights of qk not finite{LOWER}", 2, kept=2),
+            f"at step 4 on rank 0, the weights of qkvo not finite{LOWER}", 2, kept=2),
     Happens("the update before a save spoils the weights", "after 2", spoil_masters, "training went wrong before step 2 on rank 0, "
-            f"the weights of qk not finite{LOWER}", 2, {"save_steps": 2, "val_interval": 0}),
+            f"the weights of qkvo not finite{LOWER}", 2, {"save_steps": 2, "val_interval": 0}),
     Happens("a shard is swapped for another valid one", "before 3", swap, f"{FIRST} has changed since the run began; .*", 2, LONG, 10),
     Happens("a shard is cut", "before 3", cut, f"{FIRST} has 13022 bytes where its header promises 13024; {REMEDY}.*", 2, LONG, 10),
     Happens("a shard is gone", "before 3", lambda place, *_: (place / FIRST).unlink(), f"{FIRST} cannot be read .No such file.*; "

@@ -169,7 +169,7 @@ def test_a_fitted_run_saves_the_weights_of_its_best_validation_and_ends_with_0(t
     assert t.main([text, "--save_checkpoint=last.pt", *shorter]) == 0
     last = torch.load("last.pt", weights_only=True)
     assert last["step"] == 3
-    assert not torch.equal(last["weights"]["qk"], content["weights"]["qk"])
+    assert not torch.equal(last["weights"]["qkvo"], content["weights"]["qkvo"])
 
 
 def test_checkpoints_of_one_name_do_not_replace_each_other(text, tmp_path, monkeypatch):

@@ -312,8 +312,7 @@ def plain_gpt(w, signs, tokens, targets, starts, setting, heads, d, longest):
         mix_x0, mix_ngram, mix_v, mix_o, mix_attn, mix_mlp, mix_down = w["scalars"][i]
         far = i in ((L - 1) // 2, L - 1)
         u = rms(x)
-        rows = w["qk"][i * heads : (i + 1) * heads].flatten(0, 1)
-        wq, wk, (wv, wo) = rows[:width], rows[width:], w["vo"][2 * i : 2 * i + 2]
+        wq, wk, wv, wo = w["qkvo"][4 * i : 4 * i + 4]
         q, k, v = ((u @ m.T).view(length, heads, d) for m in (wq, wk, mix_v * wv))
         q, k = rms(q) * setting.score_scale, rms(k)
         ve = tables[tokens, i]
@@ -452,7 +451,7 @@ def test_training_with_candidates_has_nearly_the_gradient_over_the_vocabulary_an
     found, tokens, targets = {}, tokens_of([0], 256), tokens_of([], 256, 1)
     rows = model.table_rows(tokens).values()
     for number, repeats in ((0, 5), (192, 40)):
-        model.config.candidates, losses, sums = number, [], dict.fromkeys(("lm_head", "mlp", "vo"), 0)
+        model.config.candidates, losses, sums = number, [], dict.fromkeys(("lm_head", "mlp", "qkvo"), 0)
         for _ in range(repeats):
             losses.append(t.forward_backward(model, view(), tokens, targets, *rows)[0].item())
             sums = {name: total + model.get_parameter(name).grad.double() for name, total in sums.items()}
@@ -476,7 +475,7 @@ def test_ranks_and_seeds_draw_different_candidates_but_ranks_the_same_weights(mo
     for seed in (1, 2):
         for rank in (0, 1):
             monkeypatch.setattr(t, "rank_and_world_size", lambda rank=rank: (rank, 2))
-            weights[seed, rank] = t.initialize(model, seed)["qk"]
+            weights[seed, rank] = t.initialize(model, seed)["qkvo"]
             drawn.append(torch.rand(4).tolist())
     assert len({tuple(row) for row in drawn}) == 4
     assert torch.equal(weights[1, 0], weights[1, 1]) and not torch.equal(weights[1, 0], weights[2, 0])
@@ -674,7 +673,7 @@ def test_rotary_tables_are_made_once_for_each_view_and_length_and_are_those_of_t
 
 def test_the_default_has_as_many_weights_as_its_sizes_say():
     size = {name: math.prod(p.shape) for name, p in t.parameter_table(t.Config()).items()}
-    assert size["qk"] + size["vo"] == 8 * 4 * 768**2 and size["mlp"] == 8 * 2 * 768 * 4096
+    assert size["qkvo"] == 8 * 4 * 768**2 and size["mlp"] == 8 * 2 * 768 * 4096
     assert size["lm_head"] == 50304 * 768 and size["value_embeds"] == 8 * 50304 * 768
     assert size["ngrams"] == 40 * 50304 * 768
     assert size["scalars"] == 8 * 7 and size["gates"] == 8 * 2 * 6 * 12
@@ -686,14 +685,14 @@ def test_the_default_has_as_many_weights_as_its_sizes_say():
 def test_narrower_attention_has_narrower_matrices_and_value_embeddings():
     c = t.parse_config(["--preset=onepass"])
     shapes = {name: p.shape for name, p in t.parameter_table(c).items()}
-    assert shapes["qk"] == (6 * 4, 256, 768) and shapes["vo"] == (6 * 2, 512, 768)
+    assert shapes["qkvo"] == (6 * 4, 512, 768)
     assert shapes["value_embeds"] == (50304, 6 * 512) and shapes["gates"] == (6, 2, 4, 12)
 
 
-def test_muon_treats_queries_and_keys_in_pairs_of_heads_and_every_other_matrix_whole():
+def test_muon_treats_every_matrix_whole():
     table = t.parameter_table(t.Config())
     assert {name: p.shape for name, p in table.items() if p.optimizer == "muon"} == {
-        "qk": (48, 256, 768), "vo": (16, 768, 768), "mlp": (16, 768, 4096)}
+        "qkvo": (32, 768, 768), "mlp": (16, 768, 4096)}
 
 
 @pytest.mark.parametrize("num_layers, vocab", [(11, 64), (5, 5000), (1, 384)])
@@ -719,7 +718,7 @@ def test_initial_weights_are_as_specified_and_depend_on_the_seed_but_not_on_the_
         assert not getattr(one, name).any(), name
     bound = 3**0.5 * 0.5 / 64**0.5
     assert not one.mlp[1::2].any(), "MLPs begin by adding nothing"
-    for drawn in (one.qk, one.vo, one.mlp[::2]):
+    for drawn in (one.qkvo, one.mlp[::2]):
         assert bound * 0.99 < drawn.abs().max() <= bound
         assert drawn.std().item() == pytest.approx(0.5 / 64**0.5, rel=0.02)
     assert one.lm_head.std().item() == pytest.approx(0.005, rel=0.02)

@@ -434,7 +434,7 @@ def test_each_step_updates_matrices_as_muon_does_each_at_its_own_rate_times_the_
             given.append(getattr(model, name).grad.numpy().copy())
         optimizer.start_sums()
         optimizer.step(factor, momentum)
-    rates = {"qk": [0.05], "vo": [0.05], "mlp": [0.1, 0.2]}  # of matrices in turn
+    rates = {"qkvo": [0.05], "mlp": [0.1, 0.2]}  # of matrices in turn
     assert rates.keys() == matrices_of.keys()
     for name, given in gradients.items():
         for i, matrix in enumerate(start[name].numpy()):
@@ -638,7 +638,7 @@ def test_every_parameter_has_optimizer_learning_rate_decay_and_betas():
     table = t.parameter_table(t.Config())
     rates = {name: (p.optimizer, p.lr) for name, p in table.items()}
     assert rates == {
-        "qk": ("muon", (0.02,)), "vo": ("muon", (0.02,)), "mlp": ("muon", (0.04, 0.08)),
+        "qkvo": ("muon", (0.02,)), "mlp": ("muon", (0.04, 0.08)),
         "scalars": ("adam", 0.04), "smear": ("adam", 0.04), "gates": ("adam", 0.0065),
         "late_in": ("adam", 0.001625), "late_out": ("adam", 0.001625), "late_bias": ("adam", 0.001625),
         "value_embeds": ("adam", 0.6), "ngrams": ("adam", 0.6), "lm_head": ("adam", 0.0065)}
@@ -646,7 +646,7 @@ def test_every_parameter_has_optimizer_learning_rate_decay_and_betas():
     assert {name: p.lr * p.decay for name, p in table.items() if p.optimizer == "adam"} == pytest.approx(
         per_step | {name: 0 for name in SMALL}), "what a weight loses in a step at full rate"
     rates = {name: [lr * p.decay for lr in p.lr] for name, p in table.items() if p.optimizer == "muon"}
-    assert rates == {name: pytest.approx(x) for name, x in dict(qk=[muon], vo=[muon], mlp=[2 * muon, 4 * muon]).items()}
+    assert rates == {name: pytest.approx(x) for name, x in dict(qkvo=[muon], mlp=[2 * muon, 4 * muon]).items()}
     assert {name: p.betas for name, p in table.items() if p.decay and p.optimizer == "adam"} == {
         "value_embeds": (0.75, 0.95), "ngrams": (0.75, 0.95), "lm_head": (0.5, 0.95)}
     assert {p.betas for p in table.values() if p.optimizer == "adam" and not p.decay} == {(0.9, 0.99)}
@@ -828,8 +828,8 @@ def test_each_rank_holds_its_part_of_the_optimizers_state_and_padding_stays_zero
 
 def test_all_ranks_issue_the_same_collectives_in_the_same_order_and_none_stops_the_cpu(worlds):
     begin = ["max", "all_reduce"]  # which rows of all tables are looked up, and the loss
-    mlp, attention, vectors, rows = (["scatter"], ["scatter"] * 2, ["all_reduce"] * len(SMALL), ["scatter"] * 2)
-    step = begin[:1] + mlp + ["scatter"] + attention + vectors + rows + ["gather"] * 6 + begin[1:]
+    mlp, attention, vectors, rows = (["scatter"], ["scatter"], ["all_reduce"] * len(SMALL), ["scatter"] * 2)
+    step = begin[:1] + mlp + ["scatter"] + attention + vectors + rows + ["gather"] * 5 + begin[1:]
     for world_size in (2, 3, 4):
         first, *others = [rank["calls"] for rank in worlds[1][world_size]]
         assert all(calls == first for calls in others)
@@ -851,7 +851,7 @@ def test_bytes_per_step_are_those_of_gradients_and_weights_in_a_ring_and_of_tabl
         for step, calls in enumerate(rank["calls"]):
             for kind in ("scatter", "gather"):  # gradients of used rows to the owners of columns, and new rows back
                 sizes = [size for k, size, _ in calls if k == kind]  # the gathers of attention come after them
-                sizes = sizes[-2:] if kind == "scatter" else sizes[-4:-2]
+                sizes = sizes[-2:] if kind == "scatter" else sizes[-3:-1]
                 assert len(sizes) == (2 if world_size > 1 else 0)
                 for name, size in zip(TABLES, sizes):
                     used = {row for other in results[world_size] for rows in other["used"][step][name] for row in rows}

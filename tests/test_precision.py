@@ -24,7 +24,7 @@ from nanogpt.masks import BLOCK_SIZE
 from records import journal
 
 CPU = torch.device("cpu")
-MATRICES = ("qk", "vo", "mlp", "lm_head")
+MATRICES = ("qkvo", "mlp", "lm_head")
 VIEW = t.setting_of(0, t.Config(schedule="laptop", model_dim=64, num_heads=2, head_dim=32))
 LIMIT = {E4M3: 448.0, E5M2: 57344.0}
 
@@ -65,14 +65,14 @@ def batch(count=2, seed=0):
 
 
 def measured(name, w, leave_out=()):
-    """A recipe of nanogpt/ for one projection, whose FP8 weight lies in two parts, as that of q and k, and of v."""
-    site = recipe.Site(0, 0, "o", ())
+    """A recipe of nanogpt/ for one projection, which measures its scales."""
+    site = recipe.Site(0, 0, "o", "qkvo", 3, 1)
     seen = recipe.Measurements([site], CPU).seen(site)
     if name == "nvfp4":
         return t.Measured(nvfp4.NVFP4Product(seen, leave_out))
     multiplier = fp8.multiplier(w.detach().abs().amax().float(), E4M3)
     w8 = fp8.to_fp8(w.detach(), multiplier, E4M3).view(torch.uint8)
-    return t.Measured(fp8.FP8Product(seen, w8.split([16, len(w8) - 16]), recipe.inverse(multiplier), True))
+    return t.Measured(fp8.FP8Product(seen, w8, recipe.inverse(multiplier), True))
 
 
 def active(model, name):
@@ -299,13 +299,13 @@ def test_the_run_ends_with_the_name_of_the_weights_that_went_wrong(precision):
         model.gates.data[1, 0, 0, 3] = math.nan
 
     def three(model):
-        for weights in (model.vo, model.qk, model.late_bias):
+        for weights in (model.qkvo, model.mlp, model.late_bias):
             weights.data.view(-1)[7 % weights.numel()] = math.inf
 
     begin = r"the training loss is \S+ at step 1 on rank 0, "
     end = " not finite; lower the learning rates"
     assert re.fullmatch(begin + "the weights of gates" + end, judged(one, precision))
-    of_qk = "weight of layer 0's qkv" if precision == "nvfp4" else "the weights of qk and 2 more"
+    of_qk = "weight of layer 0's qkv" if precision == "nvfp4" else "the weights of mlp and 2 more"
     assert re.fullmatch(begin + of_qk + end, judged(three, precision))
     if precision not in ("fp8", "nvfp4"):  # these name the projection
         assert re.fullmatch(begin + "all matrices finite: an activation overflowed, or a row of a table; lower the "
@@ -340,9 +340,9 @@ def weights_of(model):
     """Layer and name -> the weight (N, K) of a projection, from the banks as the table of parameters lays them out."""
     D, L = 64, model.config.num_layers
     for i in range(L):
-        qk, vo = model.qk.detach()[2 * i : 2 * i + 2].reshape(2 * D, D), model.vo.detach()[2 * i : 2 * i + 2]
-        yield (i, "qkv"), torch.cat((qk, vo[0]))
-        yield (i, "o"), vo[1].T
+        qkvo = model.qkvo.detach()[4 * i : 4 * i + 4]
+        yield (i, "qkv"), qkvo[:3].reshape(3 * D, D)
+        yield (i, "o"), qkvo[3].T
         yield (i, "up"), model.mlp.detach()[2 * i].T
         yield (i, "down"), model.mlp.detach()[2 * i + 1]
     yield (L, "lm_head"), model.lm_head.detach()
@@ -368,7 +368,7 @@ def test_fp8_weights_are_rounded_once_a_step_however_many_micro_steps_and_equal_
         multiplier = (448 / w.double().abs().max()).float()
         expected = (w.float() * multiplier).clamp(-448, 448).to(E4M3)
         product = recipe_at(model, layer, name).product
-        assert torch.equal(product.weight_bytes().view(E4M3).float(), expected.float()), (layer, name)
+        assert torch.equal(product.weight_bytes.view(E4M3).float(), expected.float()), (layer, name)
         assert product.weight_scale == multiplier.reciprocal() and product.weight_scale.data_ptr() % 16 == 0
 
 
@@ -408,10 +408,9 @@ def test_a_learned_factor_has_the_product_and_gradients_of_one_on_the_weight(nam
 @pytest.mark.parametrize("name, close", [("bf16", 1e-6), ("fp8-static", 0.06), ("fp8", 0.06), ("nvfp4", 0.2)])
 def test_queries_keys_and_values_are_those_of_float64_and_the_factor_is_of_the_values(name, close):
     x, weight = normal(64, 48), 0.1 * normal(3 * 48, 48, seed=1)
-    qk, v = weight.split([2 * 48, 48])
     factor = torch.tensor(0.7, requires_grad=True)
     which = {"bf16": t.PLAIN, "fp8-static": t.STATIC["qkv"]}.get(name) or measured(name, weight)
-    ours = which.qkv(x, qk, v, factor)
+    ours = which.qkv(x, weight.view(3, 48, 48), factor)
     exact = [x.double() @ part.double().T for part in weight.split(48)]
     exact[2] = 0.7 * exact[2]
     assert all(distance(a.detach(), b) < close for a, b in zip(ours, exact))
@@ -558,7 +557,7 @@ def test_unknown_values_of_the_switch_get_the_known_ones(argument, message):
 
 def test_the_switch_sets_the_dtype_and_auto_is_plain_without_a_gpu():
     for precision, dtype in (("bf16", "bfloat16"), ("fp32", "float32"), ("fp16", "float16"), ("nvfp4", "bfloat16")):
-        assert t.GPT(config(precision=precision), CPU).qk.dtype == getattr(torch, dtype)
+        assert t.GPT(config(precision=precision), CPU).qkvo.dtype == getattr(torch, dtype)
     auto = t.GPT(config(), CPU)
     assert auto.precision.recipe_names[-1] == {"lm_head": "bf16"} and low_projections(auto) == [[]] * 5
     assert t.GPT(config(precision="fp32", dtype="float64"), CPU).precision.recipe_names[0]["o"] == "fp64"
@@ -657,7 +656,7 @@ def give_gradients(model, optimizer, factor, seed=0, spoilt=None):
     optimizer.looked_up.add(rows, grads)
 
 
-@pytest.mark.parametrize("spoilt", ["qk", "lm_head", "ngrams", "value_embeds"])
+@pytest.mark.parametrize("spoilt", ["qkvo", "lm_head", "ngrams", "value_embeds"])
 def test_a_skipped_step_leaves_no_trace_and_the_next_one_is_as_if_it_had_never_been(spoilt):
     states = []
     for skips in (False, True):
@@ -710,7 +709,7 @@ def test_what_a_cuda_graph_reads_stays_at_its_place_through_warming_up_and_train
             for layer, name in weights_of_projections(model):
                 product = recipe_at(model, layer, name).product
                 found |= {(layer, name, "seen"): product.seen.grad, (layer, name, "scale"): product.weight_scale}
-                found |= {(layer, name, i): part for i, part in enumerate(product.weight_parts)}
+                found[layer, name, "bytes"] = product.weight_bytes
         return found | {(key, i): x for key, tables in model.rotary_tables[True].items() for i, x in enumerate(tables)}
 
     def call(key, function, arguments):
@@ -771,7 +770,7 @@ def work(rank, world_size, folder):
         before = {n: w.clone() for n, w in optimizer.masters.items()}
         calls.clear()
         last = precision == "fp16" and rank == world_size - 1  # what Muon has reaches the slice's owner through the sum
-        test.give_gradients(model, optimizer, 1.0, rank, ("ngrams" if kind else "qk") if last else None)
+        test.give_gradients(model, optimizer, 1.0, rank, ("ngrams" if kind else "qkvo") if last else None)
         optimizer.start_sums()
         optimizer.step(1.0, 0.9)
         step = list(calls)
@@ -818,16 +817,15 @@ def worlds(tmp_path_factory):
 def test_gathered_fp8_weights_are_the_rounded_whole_weights_to_the_bit(worlds, world_size):
     ranks = [rank["fp8"] for rank in worlds[world_size]]
     whole = {name: torch.cat([rank["masters"][name] for rank in ranks]) for name in MATRICES}
-    weights = [[("qk", slice(2 * i, 2 * i + 2)), ("vo", slice(2 * i, 2 * i + 1))] for i in range(4)]  # one scale each
-    weights += [[("vo", slice(2 * i + 1, 2 * i + 2))] for i in range(4)] + [[("lm_head", slice(0, 384))]]
-    weights += [[("mlp", slice(i, i + 1))] for i in range(8)]
+    weights = [("qkvo", slice(4 * i, 4 * i + 3)) for i in range(4)]  # one scale each
+    weights += [("qkvo", slice(4 * i + 3, 4 * i + 4)) for i in range(4)] + [("lm_head", slice(0, 384))]
+    weights += [("mlp", slice(i, i + 1)) for i in range(8)]
     for rank in ranks:
-        for weight in weights:
-            amax = max(whole[bank][rows].abs().max().double() for bank, rows in weight)
+        for bank, rows in weights:
+            amax = whole[bank][rows].abs().max().double()
             scale = torch.tensor(448 / amax.item(), dtype=torch.float64).float()
-            for bank, rows in weight:
-                expected = (whole[bank][rows] * scale).clamp(-448, 448).to(E4M3).float()
-                assert torch.equal(rank["weights8"][bank][rows], expected), (bank, rows)
+            expected = (whole[bank][rows] * scale).clamp(-448, 448).to(E4M3).float()
+            assert torch.equal(rank["weights8"][bank][rows], expected), (bank, rows)
         for bank in MATRICES:
             assert torch.equal(rank["wide"][bank], whole[bank].bfloat16()), "validation needs the wide weights of all"
             assert torch.equal(rank["weights8"][bank], ranks[0]["weights8"][bank])

@@ -33,7 +33,7 @@ from nanogpt.recipe import (
 CPU = torch.device("cpu")
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 LIMIT = {E4M3: 448.0, E5M2: 57344.0}
-SITE = Site(0, 0, "o", ())
+SITE = Site(0, 0, "o", "qkvo", 3, 1)
 
 
 def normal(*shape, seed=0, dtype=torch.float32):
@@ -68,13 +68,12 @@ def values(blocks):
 
 
 def make_product(recipe, w, has_fp8=True, leave_out=()):
-    """A product whose FP8 weight lies in two parts, as that of q and k, and of v, does."""
+    """The product of one site by a recipe that measures its scales."""
     seen = Measurements([SITE], w.device).seen(SITE)
     if recipe == "nvfp4":
         return nvfp4.NVFP4Product(seen, leave_out)
     w8, scale = to_fp8(w.detach(), E4M3)
-    parts = w8.view(torch.uint8).split([16, len(w8) - 16])
-    return fp8.FP8Product(seen, parts, scale, has_fp8)
+    return fp8.FP8Product(seen, w8.view(torch.uint8), scale, has_fp8)
 
 
 def three_products(recipe, x, w, g, has_fp8=True, leave_out=()):
@@ -240,14 +239,14 @@ def test_a_product_for_chosen_rows_of_the_weight_has_the_scale_of_all(recipe):
 
 WIDTH = 32
 BANKS = {
-    "qk": (8, 16, WIDTH), "vo": (4, WIDTH, WIDTH), "mlp": (4, WIDTH, 64), "lm_head": (96, WIDTH)}
+    "qkvo": (8, WIDTH, WIDTH), "mlp": (4, WIDTH, 64), "lm_head": (96, WIDTH)}
 SITES = []
 for layer in range(2):
-    SITES.append(Site(5 * layer, layer, "qkv", (("qk", 4 * layer, 2), ("vo", 2 * layer, 1))))
-    SITES.append(Site(5 * layer + 1, layer, "o", (("vo", 2 * layer + 1, 1),)))
-    SITES.append(Site(5 * layer + 2, layer, "up", (("mlp", 2 * layer, 1),)))
-    SITES.append(Site(5 * layer + 3, layer, "down", (("mlp", 2 * layer + 1, 1),)))
-SITES.append(Site(14, 2, "lm_head", (("lm_head", 0, 90),)))  # six rows pad it to four ranks
+    SITES.append(Site(5 * layer, layer, "qkv", "qkvo", 4 * layer, 3))
+    SITES.append(Site(5 * layer + 1, layer, "o", "qkvo", 4 * layer + 3, 1))
+    SITES.append(Site(5 * layer + 2, layer, "up", "mlp", 2 * layer, 1))
+    SITES.append(Site(5 * layer + 3, layer, "down", "mlp", 2 * layer + 1, 1))
+SITES.append(Site(14, 2, "lm_head", "lm_head", 0, 90))  # six rows pad it to four ranks
 
 
 def whole_weights(seed=0):
@@ -280,13 +279,9 @@ def give_weights(recipe, weights, names=tuple(BANKS)):
 
 def weight_of(site, banks):
     """The weight (N, K) of a site, as a test has it: from the shapes of BANKS."""
-    (name, first, count), *others = site.slices
-    weight = banks[name][first : first + count].reshape(-1, banks[name].shape[-1])
-    if site.projection in ("o", "up"):
-        weight = weight.T
-    if site.projection == "qkv":
-        weight = torch.cat((weight, banks["vo"][others[0][1]]))
-    return weight
+    bank = banks[site.bank]
+    weight = bank[site.first_row : site.first_row + site.num_rows].reshape(-1, bank.shape[-1])
+    return weight.T if site.projection in ("o", "up") else weight
 
 
 def rounded(weight):
@@ -297,7 +292,7 @@ def rounded(weight):
 
 
 def product_weights(product):
-    return product.weight_bytes().view(E4M3).float(), product.weight_scale
+    return product.weight_bytes.view(E4M3).float(), product.weight_scale
 
 
 def check_weights(recipe, banks):
@@ -324,7 +319,7 @@ def test_fp8_weights_change_in_place_and_only_those_of_the_named_banks():
     products = {site.projection: recipe.product(site) for site in SITES[4:]}
     before = {name: product_weights(product)[0].clone() for name, product in products.items()}
     scale = products["lm_head"].weight_scale.clone()
-    give_weights(recipe, whole_weights(seed=9), ["vo", "mlp"])
+    give_weights(recipe, whole_weights(seed=9), ["qkvo", "mlp"])
     for name, product in products.items():
         assert torch.equal(product_weights(product)[0], before[name]) == (name == "lm_head")
     assert products["lm_head"].weight_scale == scale
@@ -340,7 +335,7 @@ def test_a_weight_that_is_not_finite_is_seen_and_spoils_no_other_site():
     for bad in (math.nan, math.inf):
         recipe = fp8_recipe()
         weights = whole_weights()
-        weights["vo"][1, 2, 3] = bad
+        weights["qkvo"][3, 2, 3] = bad
         give_weights(recipe, weights)
         scales = [recipe.product(site).weight_scale.item() for site in SITES]
         assert [site.label() for site, scale in zip(SITES, scales) if math.isnan(scale)] == [
@@ -601,7 +596,7 @@ def test_a_recipe_that_does_nothing_changes_nothing():
     recipe, x = Recipe(), torch.ones(2)
     assert recipe.scale_loss(x) is x and recipe.unscale(x) is x
     assert recipe.gradients_are_finite(lambda: [torch.tensor(math.nan)])
-    assert recipe.weights_changed(["qk"], {}) == 0 and not recipe.hands_out("qk")
+    assert recipe.weights_changed(["qkvo"], {}) == 0 and not recipe.hands_out("qkvo")
     assert recipe.reset() is None and recipe.before_validation() is None and recipe.note() is None
 
 
@@ -622,7 +617,7 @@ def test_several_recipes_act_as_one():
     recipes.reset()
     assert not recipes.measurements.faults().any()
     assert recipes.scale_loss(torch.tensor(256.0)) == 2**15
-    assert recipes.weights_changed(["qk"], {}) == 0 and not recipes.hands_out("qk")
+    assert recipes.weights_changed(["qkvo"], {}) == 0 and not recipes.hands_out("qkvo")
 
 
 @pytest.mark.parametrize("check, arguments, sentence", [

@@ -426,7 +426,7 @@ def test_a_file_that_is_no_checkpoint_is_named(content, tmp_path):
         t.load_checkpoint(path, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("name", ["qk", "scalars"])
+@pytest.mark.parametrize("name", ["qkvo", "scalars"])
 def test_weights_that_do_not_fit_the_configuration_are_named(first, name, tmp_path):
     content = torch.load(first[1] / "model.pt", weights_only=True)
     content["weights"][name] = content["weights"][name][:-1]
@@ -535,7 +535,7 @@ def test_tokens_without_a_target_add_nothing_as_if_they_were_not_there(changes, 
     loss, gradients, of_rows, counts, lost = loss_and_gradients(c, tokens, torch.where(middle, -1, targets))
     other = loss_and_gradients(c, tokens[~middle], targets[~middle])
     torch.testing.assert_close(loss, other[0], rtol=tolerance, atol=0)
-    assert set(gradients) == set(other[1]) and {"lm_head", "mlp", "qk", "vo", "gates"} <= set(gradients)
+    assert set(gradients) == set(other[1]) and {"lm_head", "mlp", "qkvo", "gates"} <= set(gradients)
 
     def distance(a, b):
         return ((a - b).norm() / b.norm()).item()

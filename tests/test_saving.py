@@ -414,7 +414,7 @@ def damage(save, how):
         if how == "other config":
             content["facts"]["config"] = {"num_steps": "many"}
         elif how == "other weights":
-            content["tensors"]["qk.master"] = content["tensors"]["qk.master"][:-1].clone()
+            content["tensors"]["qkvo.master"] = content["tensors"]["qkvo.master"][:-1].clone()
         elif how == "no weights":
             content["tensors"] = {}
         elif how == "checkpoint":
@@ -695,7 +695,7 @@ def test_counts_and_random_numbers_of_another_number_of_ranks(stopped, monkeypat
         states.append(torch.rand(3).tolist())
     assert states[0] == states[3] and len({tuple(state) for state in states}) == 3
     with pytest.raises(BadInput, match="does not fit"):
-        two.whole("qk.master", "slice", (10**6, 1, 1), 10**6)
+        two.whole("qkvo.master", "slice", (10**6, 1, 1), 10**6)
 
 
 def test_saves_come_after_so_many_steps_or_minutes_whichever_is_first(tmp_path):
