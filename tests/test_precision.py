@@ -458,7 +458,7 @@ def test_compiled_blocks_give_what_eager_ones_do_and_new_scales_compile_nothing(
             results.append({"loss": loss, **of_rows, **gradients})
         for (name, ours), exact in zip(results[0].items(), results[1].values(), strict=True):
             # Sums in another order turn a rounding here and there. A wrong scale of one layer makes 0.1.
-            assert (ours - exact).norm() <= 2e-2 * exact.norm(), name
+            assert (ours - exact).norm() <= 4e-2 * exact.norm(), name
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
         return loss, of_rows
 
