@@ -90,7 +90,7 @@ def score(model, setting, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tens
     """tokens (T,) and the target of each one (T,), -1 where there is none -> two tensors (n,) for
     the n targets in their order: the log-probability of each in nats, and whether it is the most
     probable token. T is a multiple of 128. As in validation, no recipe of low precision is used."""
-    x, sources = model.hidden(tokens, setting, training=False)  # (T, D), and those of late_mix
+    x, sources = model.last_stream(tokens, setting, training=False)  # (T, D), and those of late_mix
     log_probabilities = []
     is_top = []
     for places in (targets >= 0).nonzero()[:, 0].split(LOGITS_AT_A_TIME):

@@ -174,11 +174,11 @@ class Memory:
 
     def compute(self, tokens: Tensor) -> Tensor:
         """tokens (n,) of one block -> the capped logits (V,) of the token after the last one."""
-        x, sources = self.hidden(tokens)
+        x, sources = self.last_stream(tokens)
         return self.model.logits(x[-1:], tuple(source[-1:] for source in sources))[0]
 
-    def hidden(self, tokens: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """tokens (n,) of one block, after those before -> what GPT.hidden returns, for n tokens."""
+    def last_stream(self, tokens: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """tokens (n,) of one block, after those before -> what GPT.last_stream returns."""
         model = self.model
         script = self.script
 

@@ -294,7 +294,7 @@ class Stage(NamedTuple):
 
 SCHEDULES: dict[str, list[Stage]] = {
     # fraction, batch, longest document, long and short window, lr
-    # Also that of the preset onepass. Stages and learning rates follow records 46, 49, 53 and 72.
+    # Of the presets speedrun and onepass. Stages and learning rates follow records 46, 49, 53, 72.
     # Batches and windows are smaller than theirs (records/2026-11-24_smaller_batches_one_gpu).
     "speedrun": [
         Stage(0.33, 1 / 2, 896, 3, 1, 1.0),
@@ -354,19 +354,19 @@ def check_config(c: Config) -> None:
 # --------------------------------------------------------------------------------------------------
 # 2. Products
 #
-# Nearly all the work of training is in the products of a few weights. The model names them
-# "projections": a layer has four, and the model has one more.
+# Nearly all the work of training is to multiply activations by a few weights. Each such place of
+# the model is a "projection": a layer has four, and the model has one more.
 #
-#   qkv      queries, keys and values, by the first three of qkvo
-#   o        the output of attention, by the last one of qkvo
-#   up       the first product of the MLP, by up
-#   down     the second product of the MLP, by down
-#   lm_head  the logits, by lm_head
+#   qkv      to queries, keys and values, in one product
+#   o        to the output of attention
+#   up       to the hidden layer of the MLP
+#   down     from there to the output of the MLP
+#   lm_head  to the logits
 #
-# A "recipe" is a way to compute the products of a projection: in the dtype of the model ("bf16" and
-# others), or with narrow numbers. A "precision" is a recipe for each of the five. The model knows
-# neither: it calls the methods of `Products`. Those of FP8 follow in section 7, when the model is
-# known.
+# A "recipe" is a way to compute these products, forward and backward: in the model's dtype ("bf16"
+# and others), or with narrow numbers. A "precision" is a recipe for each of the five. The model
+# knows neither: it calls the methods of `Products`. Those of FP8 follow in section 7, when the
+# model is known.
 
 PRECISIONS: dict[str, tuple[str, ...]] = {  # recipes of qkv, o, up, down and lm_head
     "bf16": ("bf16",) * 5,
@@ -398,7 +398,7 @@ def multiply_values(weights: Tensor, factor: Tensor) -> Tensor:
 
 
 class Products:
-    """How the products of a projection are computed: here in the dtype of the tensors. The model
+    """How the products of a projection are computed: here in the dtype of its operands. The model
     calls these methods and does not ask which recipe it has; other recipes override some of them.
 
     `factor` is a learned number that multiplies the projection. Here it multiplies the weight,
@@ -414,11 +414,11 @@ class Products:
         return stacked.view(len(x), 3, -1).unbind(1)
 
     def mlp(self, x: Tensor, up: Tensor, down: Tensor, factor: Tensor,
-            of_down: "Products") -> Tensor:
-        """x (T, D), up and down (D, F) -> factor ACTIVATION(x up) down^T (T, D). The second product
-        is that of `of_down`."""
+            down_products: "Products") -> Tensor:
+        """x (T, D), up and down (D, F) -> factor ACTIVATION(x up) down^T (T, D). `down_products`
+        compute the second product."""
         hidden = ACTIVATION(self.linear(x, up.t()))  # (T, F)
-        return of_down.linear(hidden, down, factor)
+        return down_products.linear(hidden, down, factor)
 
     def head_loss(self, x: Tensor, w: Tensor, targets: Tensor, bias: Tensor | None) -> Tensor:
         """x (T, D), w (V, D), targets (T,), or -1 where there is none, and a bias (V,) of the
@@ -456,8 +456,8 @@ PLAIN_LAYER = LayerProducts(PLAIN, PLAIN, PLAIN, PLAIN)
 # A query sees a key if the key is not later, both belong to the same document, and the key's
 # block is among the last `window` blocks up to the query's (nanogpt/masks.py). On GPUs
 # FlexAttention skips the blocks in which nothing is seen; elsewhere PyTorch's scaled-dot-product
-# attention computes the same. Windows are numbers outside of every compiled graph, so with
-# FlexAttention a new window compiles nothing.
+# attention computes the same. With FlexAttention, windows are inputs of the compiled graphs, so a
+# new window compiles nothing.
 
 
 class Setting(NamedTuple):
@@ -502,11 +502,11 @@ SCALARS = {
 
 
 class Param(NamedTuple):
-    """A parameter of the model, or "bank": most of them stack the weights of all layers that have
-    the same shape."""
+    """A parameter of the model, or "bank": one that belongs to the layers has the weights of all of
+    them."""
     shape: tuple[int, ...]  # Muon takes it as a stack of matrices
     optimizer: str  # "muon" or "adam"
-    lr: float | tuple[float, ...]  # of Adam a number; of Muon one for each matrix, in turn
+    lr: float | tuple[float, ...]  # of Adam a number; of Muon some that repeat along the matrices
     init: Callable[[Tensor], None]  # fills a float32 tensor in place
     # Weight decay: an update that shrinks a weight also takes lr * decay of it away. The factor of
     # the schedule multiplies lr and decay, so that decay fades faster than the learning rate
@@ -549,8 +549,8 @@ def parameter_table(c: Config) -> dict[str, Param]:
     d = c.head_dim
     V = c.vocab_size
 
-    # Uniform numbers up to a have the deviation a / sqrt(3). Half the usual deviation, D^-0.5, is a
-    # bit better (record 21).
+    # Uniform numbers up to a have the deviation a / sqrt(3). Half of D^-0.5, the usual deviation,
+    # is a bit better (record 21).
     narrow = uniform(3**0.5 * 0.5 * D**-0.5)
     zero = nn.init.zeros_
 
@@ -734,11 +734,6 @@ def block(x: Tensor, weights: LayerWeights, context: LayerContext,
         norm(x), weights.up, weights.down, scalars["down"], products.down)
 
 
-def previous(tokens: Tensor, begins: Tensor) -> Tensor:
-    """(T,) the token before each one, and 0 where a document begins."""
-    return torch.where(begins, 0, tokens.roll(1))
-
-
 def ngram_hashes(tokens: Tensor, begins: Tensor, longest: int) -> Tensor:
     """tokens and begins (T,) -> (longest - 1, T) int64: for each position the hash of its last 2,
     of its last 3, ... and of its last `longest` tokens. Those before the document count as 0."""
@@ -746,7 +741,7 @@ def ngram_hashes(tokens: Tensor, begins: Tensor, longest: int) -> Tensor:
     hashed = tokens
     hashes = []
     for _ in range(longest - 1):
-        earlier = previous(earlier, begins)  # one token further back
+        earlier = torch.where(begins, 0, earlier.roll(1))  # one token further back
         hashed = (1_000_003 * hashed + earlier) % (2**31 - 1)  # two primes
         hashes.append(hashed)
     return torch.stack(hashes)
@@ -865,8 +860,8 @@ class GPT(nn.Module):
     """The model, over one packed sequence of documents.
 
     The weights of all layers lie in banks. Those of which each rank owns a slice are padded to a
-    multiple of world_size. The model keeps the large ones in the dtype of the products; the
-    optimizer has the float32 originals. `functions` are those of EAGER (section 8), compiled or
+    multiple of world_size. The model keeps the large ones in its own dtype; the optimizer
+    has the float32 originals. `functions` are those of EAGER (section 8), compiled or
     not."""
 
     def __init__(self, c: Config, device: torch.device, world_size: int = 1,
@@ -970,8 +965,8 @@ class GPT(nn.Module):
             contexts.append(LayerContext(*rotary, mask, inject, value_embed, begins))
         return contexts
 
-    def hidden(self, tokens: Tensor, setting: Setting, training: bool,
-               looked_up: dict | None = None) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def last_stream(self, tokens: Tensor, setting: Setting, training: bool,
+                    looked_up: dict | None = None) -> tuple[Tensor, tuple[Tensor, ...]]:
         """tokens (T,) -> the stream after the last layer (T, D), and the sources of `late_mix`.
         `looked_up` are the rows of the tables, if they were looked up before."""
         # 1. The first stream, and what each layer gets beside the stream.
@@ -997,13 +992,15 @@ class GPT(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor, setting: Setting, training: bool,
                 looked_up: dict | None = None) -> Tensor:
         """tokens, targets (T,) int64 -> the loss, summed over T. A target of -1 is none."""
-        x, sources = self.hidden(tokens, setting, training, looked_up)
+        x, sources = self.last_stream(tokens, setting, training, looked_up)
         late = LateMix(self.late_in, self.late_out, self.late_bias)
         head_products = self.precision.head_at(setting, training)
         head = Head(self.weight("lm_head"), targets, None)
         if training:
             if 0 < self.config.candidates < self.config.vocab_size:
-                head, head_products = self.head_of_candidates(head, head_products)
+                chosen, bias, places = self.draw_candidates(targets)
+                head = Head(head.weight.index_select(0, chosen), places, bias)
+                head_products = head_products.for_rows(chosen)
             return self.functions.head_loss(x, sources, late, head, head_products)
         total = 0
         for begin in range(0, len(tokens), VAL_CHUNK):  # logits of a whole sequence would not fit
@@ -1024,14 +1021,8 @@ class GPT(nn.Module):
         self.lost_targets += ((places < 0) & (targets >= 0)).sum()
         return chosen, bias, places
 
-    def head_of_candidates(self, head: Head, head_products: Products) -> tuple[Head, Products]:
-        """The head over --candidates of the vocabulary: at the default a third of its work."""
-        chosen, bias, places = self.draw_candidates(head.targets)
-        head = Head(head.weight.index_select(0, chosen), places, bias)
-        return head, head_products.for_rows(chosen)
-
     def logits(self, x: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
-        """What `hidden` returns -> the capped logits of each next token (T, V)."""
+        """What `last_stream` returns -> the capped logits of each next token (T, V)."""
         x = late_mix(x, sources, LateMix(self.late_in, self.late_out, self.late_bias))
         return kernels.softcap(F.linear(x, self.weight("lm_head")), CAP)
 
@@ -1304,10 +1295,10 @@ class StaticFP8(Products):
     def qkv(self, x, weights, factor):
         return StaticLinear.apply(x, multiply_values(weights, factor), self.input_scale, 3)
 
-    def mlp(self, x, up, down, factor, of_down):
-        if isinstance(of_down, StaticFP8):
+    def mlp(self, x, up, down, factor, down_products):
+        if isinstance(down_products, StaticFP8):
             return StaticMLP.apply(x, up, factor * down)
-        return super().mlp(x, up, down, factor, of_down)
+        return super().mlp(x, up, down, factor, down_products)
 
 
 class StaticFP8Head(Products):
@@ -1345,8 +1336,7 @@ def choose_recipes(c: Config, device: torch.device) -> recipe.RecipeNames:
     """Which recipe each projection has. Raises BadInput where the user asked for what cannot be."""
     precision = c.precision
     if precision == "auto":
-        has_fp8 = device.type == "cuda" and kernels.has_fp8(device)
-        precision = "fp8-qkv" if has_fp8 else "bf16"
+        precision = "fp8-qkv" if kernels.has_fp8(device) else "bf16"
     default = dict(zip(recipe.PROJECTIONS, PRECISIONS[precision]))
     names = recipe.choose(c, default, device)
     if ACTIVATION is not relu_squared:  # neither the kernel nor the scales are for another one
@@ -1382,12 +1372,11 @@ class Precision:
         self.recipe_names = choose_recipes(c, device)
         sites = find_sites(c, self.recipe_names)
         self.recipes = recipe.Recipes(self.recipe_names, sites, banks, recipe.options_of(c))
-        num_layers = len(self.recipe_names) - 1
         self.layers = []
-        for layer in range(num_layers):
+        for layer in range(c.num_layers):
             of_layer = [self.products_of(layer, name) for name in LayerProducts._fields]
             self.layers.append(LayerProducts(*of_layer))
-        self.head = self.products_of(num_layers, "lm_head")
+        self.head = self.products_of(c.num_layers, "lm_head")
 
     def products_of(self, layer: int, projection: str) -> Products:
         recipe_name = self.recipe_names[layer][projection]
@@ -1412,7 +1401,7 @@ class Precision:
 # --------------------------------------------------------------------------------------------------
 # 8. The optimizers: Muon for matrices, Adam for the rest, each rank updating its share
 #
-# Every rank computes with a copy of all large weights in the dtype of the products. Their float32
+# Every rank computes with a copy of all large weights in the model's dtype. Their float32
 # originals ("masters") and the state of their optimizers exist only once, shared out over the
 # ranks. Of the small ones every rank has all in float32. A step has three phases: every gradient is
 # summed over the ranks, each rank updates its share, and hands the new weights out to all.
@@ -1561,8 +1550,8 @@ def compiled_functions(report: Callable[[str, float], None], files_sha256: str) 
 
 
 class Optimizer:
-    """Muon and Adam over the parameter table, sharded over the ranks (if there is a process
-    group)."""
+    """Muon and Adam over the parameter table. The ranks share the work, if there is a process
+    group."""
 
     def __init__(self, model: GPT):
         self.model = model
@@ -1581,7 +1570,8 @@ class Optimizer:
         self.reset({name: bank.to(wide) for name, bank in self.banks.items()})
 
     def reset(self, full: dict[str, Tensor]) -> None:
-        """Starts anew from the float32 weights `full`, as `initialize` returns them."""
+        """Starts anew from the float32 weights `full`, as `initialize` returns them. A
+        collective."""
         self.masters, self.state = {}, {}  # the old ones make room for the new ones
         self.looked_up.reset({})
         self.masters = {name: self.own(name, w).clone() for name, w in full.items()}
@@ -1733,7 +1723,7 @@ class Optimizer:
         share = self.model.params[name].share
         if self.world_size == 1 or share == "all" or self.recipes.hands_out(name):
             return part, NoTransfer()
-        parts = self.banks[name]
+        parts = self.banks[name]  # which the transfer fills
         if share == "columns":
             parts = part.new_empty(self.world_size * len(part), part.size(1))
         self.bytes_sent += parts.nbytes
@@ -1746,16 +1736,16 @@ class Optimizer:
 
 
 # --------------------------------------------------------------------------------------------------
-# 9. Schedules: pure functions of the step. To try another one, add a row to SCHEDULES (section 1),
-# or change `lr_factor_at` or `muon_momentum_at`.
+# 9. Schedules: pure functions of the step. To try another one, add an entry to SCHEDULES (section
+# 1), or change `lr_factor_at` or `muon_momentum_at`.
 
 
 def stages(c: Config) -> list[tuple[int, int, Stage]]:
-    """First step, last step + 1 and stage of each row of the schedule."""
-    rows = SCHEDULES[c.schedule]
-    sums = accumulate((stage.fraction for stage in rows), initial=0.0)
+    """First step, last step + 1 and the stage itself, for each stage of the schedule."""
+    schedule = SCHEDULES[c.schedule]
+    sums = accumulate((stage.fraction for stage in schedule), initial=0.0)
     bounds = [round(part * c.num_steps) for part in sums]
-    return list(zip(bounds, bounds[1:], rows))
+    return list(zip(bounds, bounds[1:], schedule))
 
 
 def stage_of(step: int, c: Config) -> Stage:
@@ -1877,7 +1867,7 @@ def forward_backward(model: GPT, setting: Setting, inputs: Tensor, targets: Tens
 
 
 def call_directly(_: str, function: Callable, tensors: tuple[Tensor, ...]):
-    """What stands for compiling.CudaGraphs where nothing is compiled. It needs no graph's name."""
+    """What stands for compiling.CudaGraphs where there are none. It needs no graph's name."""
     return function(*tensors)
 
 
@@ -1886,15 +1876,18 @@ def train_step(model: GPT, optimizer: Optimizer, batch: list[tuple[Tensor, Tenso
     """One update. `batch` has inputs and targets (T,) of each micro-batch of this rank. `call` runs
     a function of tensors, directly or as a CUDA graph.
 
-    Returns a message, a vector on the device that is summed over the ranks. It has the mean loss,
-    then a flag for each number that the recipes measure (whether it was ever not finite), then what
-    `tell` returns for this rank's loss, (n,); in a run (`Run.tell`) that is a number for each
-    weight, the loss of each rank, and requests. Readers take their parts from the end. `tell` is
-    called before the update. A collective."""
+    Returns a message, a vector on the device that is summed over the ranks. It begins with the mean
+    loss. Then comes a flag for each number that the recipes measure: whether it was ever not
+    finite. Last comes what `tell` returned for this rank's loss, before the update: in a run
+    (`Run.tell`) a number for each bank, the loss of each rank, and requests. A collective."""
     c = model.config
     setting = setting_of(step, c)
+
+    # 1. Which rows of the tables the ranks look up. The GPU finds out beside the first pass.
     rows = [model.table_rows(inputs) for inputs, _ in batch]
     optimizer.looked_up.find(rows)
+
+    # 2. Forward and backward. After the last pass the gradients begin to travel.
     work = partial(forward_backward, model, setting)
     loss_sum = 0
     for i, (inputs, targets) in enumerate(batch):
@@ -1904,6 +1897,8 @@ def train_step(model: GPT, optimizer: Optimizer, batch: list[tuple[Tensor, Tenso
             optimizer.start_sums()
         optimizer.looked_up.add(rows[i], row_gradients)
         loss_sum = loss_sum + loss
+
+    # 3. The update, and what the ranks tell each other.
     told = [tell(loss_sum)] if tell else []  # the gradients are on their way meanwhile
     optimizer.step(lr_factor_at(step, c), muon_momentum_at(step, c))
     loss = loss_sum / stage_tokens(stage_of(step, c), c)
@@ -2114,10 +2109,9 @@ def train(c: Config, at_end: ExitStack) -> int:
     # 1. Import what this run needs, so that the log can show it, and check what can be checked
     # before anything is written or compiled.
     cuda = has_cuda(c.device)
-    if cuda:
-        device_type = "cuda"
-    else:
-        device_type = "cpu" if c.device == "auto" else c.device
+    device_type = c.device
+    if device_type == "auto":
+        device_type = "cuda" if cuda else "cpu"
     device = start_process(device_type, LOCAL_GPU, WATCH.store)
     recipe_names = choose_recipes(c, device)
     recipe.import_modules(recipe_names, recipe.options_of(c))
@@ -2134,10 +2128,10 @@ def train(c: Config, at_end: ExitStack) -> int:
     log = journal.Log(console)
     at_end.push(log.end_early)
     clock = journal.Clock(device)
-    has_fp8 = cuda and kernels.has_fp8(device)
+    fp8_product = kernels.product if kernels.has_fp8(device) else None
     facts = journal.RunFacts(
         journal.describe_run(SOURCE, files), files, journal.describe_machine(device),
-        run_files.fingerprints, journal.calibrate(device, kernels.product if has_fp8 else None))
+        run_files.fingerprints, journal.calibrate(device, fp8_product))
     notes += saving.how_it_began(c.resume, c.log_dir, run_files.saved, facts.run)
     for note in notes:
         console.say(note)
@@ -2205,9 +2199,8 @@ def train(c: Config, at_end: ExitStack) -> int:
 
 def main(argv: list[str]) -> int:
     """Exit status: 0 target reached or none, 1 not reached, 2 bad input or too little memory, 3
-    another rank was lost, 130 or 143 ended by SIGINT or SIGTERM. An error first leaves `train`,
-    where `at_end` writes the best weights and a note to the log. Then WATCH tells the other ranks,
-    and ends them."""
+    another rank was lost, 130 or 143 ended by SIGINT or SIGTERM. On an error, `at_end` first writes
+    the best weights and a note to the log. Then WATCH tells the other ranks, and ends them."""
     errors = (BadInput, shards.ShardError, OSError)
     c = Config()  # until the command line is read
     try:

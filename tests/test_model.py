@@ -490,7 +490,7 @@ def test_tokens_that_are_no_candidates_are_counted_and_add_nothing_to_the_loss(p
     drawn, choose = [], t.choose_candidates
     monkeypatch.setattr(t, "choose_candidates", lambda *args: drawn.append(choose(*args)) or drawn[0])
     loss = model(tokens, targets, view(), True).item()
-    (chosen, bias, places), (x, sources) = drawn[0], model.hidden(tokens, view(), True)
+    (chosen, bias, places), (x, sources) = drawn[0], model.last_stream(tokens, view(), True)
     assert not bias.any(), "all are targets"
     x = t.late_mix(x, sources, t.LateMix(model.late_in, model.late_out, model.late_bias))
     logits = 23 / (1 + torch.exp(-(x @ model.lm_head[chosen].T + 5).double() / 7.5))
@@ -532,7 +532,7 @@ def test_a_target_of_minus_one_is_neither_counted_nor_lost_nor_makes_a_token_a_c
 def test_logits_of_the_next_token_are_those_of_the_loss():
     model, tokens, targets = tiny(), tokens_of([0, 99], 384), tokens_of([], 384, 1)
     with torch.no_grad():
-        of_all = model.logits(*model.hidden(tokens, view(), training=False))
+        of_all = model.logits(*model.last_stream(tokens, view(), training=False))
     for position in (0, 98, 99, 200, 383):
         logits = of_all[position]
         assert logits.shape == (64,) and 0 < logits.min() and logits.max() < 23
@@ -758,7 +758,7 @@ def test_no_token_is_changed_by_another_document_or_by_a_later_token(starts, cha
     others = tokens.clone()
     others[changed] = (tokens[changed] + 1 + torch.arange(changed.stop - changed.start) % 60) % BOS
     with torch.no_grad():
-        streams = [model.hidden(x, view(3, 2), True) for x in (tokens, others)]
+        streams = [model.last_stream(x, view(3, 2), True) for x in (tokens, others)]
     before, after = (torch.stack((last, *sources)) for last, sources in streams)
     moved = (before - after).abs().amax((0, 2)) > 1e-9
     assert moved[changed].float().mean() > 0.9
@@ -808,7 +808,7 @@ def test_a_layer_that_sees_far_begins_by_finding_what_came_after_an_equal_token(
     twice = torch.randperm(100).repeat(2)
     tokens = torch.cat([twice, twice.new_zeros(2048 - 200)])
     with torch.no_grad():
-        model.hidden(tokens, t.setting_of(0, model.config), True)
+        model.last_stream(tokens, t.setting_of(0, model.config), True)
     after = [score[:, torch.arange(99), torch.arange(1, 100)].mean() for score in scores]  # the token after the equal one
     assert after[1] > 0.4 and after[3] > 0.4 and after[0] < 0.05 and after[2] < 0.05
 

@@ -51,14 +51,14 @@ def text_of(starts, length=LENGTH):
 def test_the_logits_with_kept_keys_and_values_are_those_of_the_whole_sequence(num_layers, starts, windows):
     model, tokens = random_model(num_layers), text_of(starts)
     with torch.no_grad():
-        whole = model.logits(*model.hidden(tokens, view(*windows), training=False))
+        whole = model.logits(*model.last_stream(tokens, view(*windows), training=False))
     memory, rows, begin = sample.Memory(model, view(*windows)), [], 0
     with torch.no_grad():
         for i in range(LENGTH):  # tokens one by one, and others together, but never across a block's end
             count = [1, 1, 1, 7, 64, 128][i % 6]
             end = min(begin + count, begin + BLOCK_SIZE - begin % BLOCK_SIZE)
             if begin < LENGTH:
-                rows.append(model.logits(*memory.hidden(tokens[begin:end])))
+                rows.append(model.logits(*memory.last_stream(tokens[begin:end])))
             begin = end
     torch.testing.assert_close(torch.cat(rows), whole, rtol=0, atol=1e-9)
 
@@ -67,7 +67,7 @@ def test_the_logits_with_kept_keys_and_values_are_those_of_the_whole_sequence(nu
 def test_in_narrow_dtypes_they_are_as_near_to_float64_as_those_of_the_whole_sequence(dtype):
     exact_model, model, tokens = random_model(), random_model(dtype=dtype), text_of([0, 200])
     with torch.no_grad():
-        exact, whole = (m.logits(*m.hidden(tokens, view(), training=False)) for m in (exact_model, model))
+        exact, whole = (m.logits(*m.last_stream(tokens, view(), training=False)) for m in (exact_model, model))
     memory = sample.Memory(model, view())
     errors = []
     for count in (1, 2, 127, 130, 300):
@@ -152,7 +152,7 @@ def test_temperature_0_takes_the_most_probable_token_of_the_whole_sequence_and_s
     for token in drawn(model, temperature=0):
         padded = torch.tensor(tokens + [0] * (-len(tokens) % 128))
         with torch.no_grad():
-            logits = model.logits(*model.hidden(padded, view(), training=False))
+            logits = model.logits(*model.last_stream(padded, view(), training=False))
         assert token == logits[len(tokens) - 1].argmax()
         tokens.append(token)
     assert drawn(model, top_k=1, temperature=5.0) == tokens[3:]
