@@ -2179,6 +2179,7 @@ def train(c: Config, at_end: ExitStack) -> int:
     # 4. Train, from the start or from where a save was made.
     keeper = keeping.Keeper(c, optimizer, run_files, facts, log, clock)
     at_end.push(partial(keeper.keep_best, WATCH.writing))  # called if an error ends the run, too
+    at_end.callback(keeper.saver.finish, seconds=15)  # a save that is being written
     run = Run(c, optimizer, run_files, keeper)
     torch.get_device_module(device).synchronize()
     startup_s = time.perf_counter() - LAUNCHED

@@ -281,10 +281,10 @@ class Saver:
                     raise OSError(f"rank {rank} has not written its file")
                 time.sleep(0.01)
 
-    def finish(self) -> None:
-        """Waits until the save that is being written is on disk."""
+    def finish(self, seconds: float | None = None) -> None:
+        """Waits until the save that is being written is on disk, or at most so many seconds."""
         if self.thread:
-            self.thread.join()
+            self.thread.join(seconds)
 
     def newest(self) -> Path | None:
         """The newest save of this run or of those that it goes on with."""

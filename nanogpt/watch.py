@@ -4,12 +4,12 @@ A collective waits for all ranks. If one of them has died, has been stopped, or 
 has vanished, the others wait for it: on GPUs for ever, deep inside of CUDA. So each rank has two
 threads beside its work. One talks: once a second it writes its beat into the store in which the
 ranks have met (nanogpt/joining.py), and reads those of the others. A beat says how often this
-thread has done so, in which step the rank is, and at which line of code. The other thread judges
+thread has done so, in which step the rank is and what it does there, and at which line of code. The other thread judges
 what was heard. It never touches the store itself, since an answer of a store whose host has
 vanished may never come. It ends the process in four cases:
 
     lost    a rank has not been heard from for 30 s, or its process is gone from this host
-    still   all ranks stand in an update or in a validation, and none has come to the end of it for
+    hung    all ranks stand in an update or in a validation, and none has come to the end of it for
             40 s and ten times the longest one so far: a collective hangs, although all processes
             live
     over    another rank has written down why it ends
@@ -17,7 +17,7 @@ vanished may never come. It ends the process in four cases:
 
 Silence is counted in looks of this thread, not in seconds: a process that was itself asleep, such
 as on a closed laptop, must not blame the others. A compiler can keep the threads of its rank from
-running for some seconds, so the limit is 30. `still` says nothing in the first update and the first
+running for some seconds, so the limit is 30. `hung` says nothing in the first update and the first
 validation, nor while a rank reads data or saves: how long that may take nobody knows.
 
 Who has a reason to end the run writes it under `over`, where only the first one is kept. The rank
@@ -82,7 +82,7 @@ class Watch:
         self.judged_rounds = 0
         self.silent = []  # looks without a new beat, of each rank
         self.unheard = 0  # looks without an answer of the store
-        self.still = 0  # looks in which no rank has left its step
+        self.still = 0  # looks in which all ranks do what they did in the one before
         self.orphaned = 0  # looks since torchrun is gone
         # This one ends the run, and who has it never gives it back.
         self.last_word = threading.Lock()
@@ -213,7 +213,8 @@ class Watch:
             for key in keys:  # all must be there before they are read together
                 store.compare_set(key, "", "")
             while not self.ended.is_set():
-                beat = dict(count=self.rounds, step=self.step, line=line_of_main_thread())
+                beat = dict(
+                    count=self.rounds, step=self.step, work=self.work, line=line_of_main_thread())
                 store.set(keys[self.rank], json.dumps(beat))
                 if self.claim and not self.over:
                     store.compare_set("over", "", json.dumps(self.claim))
@@ -250,9 +251,10 @@ class Watch:
             for rank in range(self.world_size):
                 same = beats[rank] == self.judged[rank]
                 self.silent[rank] = self.silent[rank] + 1 if same else 0
-            steps = parts_of(beats, "step")
-            same = None not in steps and steps == parts_of(self.judged, "step")
-            self.still = self.still + 1 if same else 0
+            same = all(
+                parts_of(beats, part) == parts_of(self.judged, part) for part in ("step", "work"))
+            at_work = None not in parts_of(beats, "step")
+            self.still = self.still + 1 if same and at_work else 0
             self.judged, self.judged_rounds = beats, self.rounds
         for rank, pid in self.pids.items():
             if has_ended(pid):
@@ -291,7 +293,8 @@ class Watch:
 
     def hung(self) -> str:
         """The words on a collective that does not return; empty if all is well."""
-        longest = self.longest.get(self.work)
+        work = parts_of(self.judged, "work")[self.rank]  # the rank may do something else by now
+        longest = self.longest.get(work)
         if longest is None or self.still * LOOK_S < STILL_S + 10 * longest:
             return ""
         steps = parts_of(self.judged, "step")
@@ -305,7 +308,7 @@ class Watch:
             at[line].append(rank)
         lines = sorted(at, key=lambda line: len(at[line]))  # that of the odd one out stands first
         places = ", ".join(f"{joining.in_words(at[line])} at {line}" for line in lines[:3])
-        if self.work == "validation":
+        if work == "validation":
             where = f"in the validation after step {min(steps)}"
         return f"all ranks have stood {where} for {seconds}, {places}"
 
@@ -347,7 +350,7 @@ class Watch:
         if speaks:
             complain(f"train_gpt.py: {sentence}")
         if self.at_end:  # the main thread may never come to it
-            with suppress(Exception):  # what is lost is lost: the process must end
+            with suppress(Exception):  # whatever fails here, the process must end
                 self.at_end.__exit__(BadInput, BadInput(sentence), None)
         self.writing.acquire(timeout=WRITING_S)
         for rank in self.lost_ranks(LOST_LOOKS):

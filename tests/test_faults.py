@@ -284,27 +284,35 @@ def test_a_checkpoint_that_does_not_fit_is_one_sentence(what, place, capfd):
 
 
 DRIVER = """
-import os, sys
+import os, sys, time
 sys.path.insert(0, sys.argv[1])
 import train_gpt as t
+from nanogpt import saving
+write_part = saving.write_part
+def slowly(*args):
+    time.sleep(5)
+    write_part(*args)
+saving.write_part = slowly
 forward_backward = t.forward_backward
 steps = []
 def spoilt(*args, **options):
     loss, gradients = forward_backward(*args, **options)
     steps.append(t.STOP.in_steps)
-    return loss * float("nan") if sum(steps) == 5 and os.environ["RANK"] == "1" else loss, gradients
+    return loss * float("nan") if sum(steps) == 9 and os.environ["RANK"] == "1" else loss, gradients
 t.forward_backward = spoilt
 sys.exit(t.main(sys.argv[2:]))
 """
 
 
-def test_two_ranks_end_together_and_name_the_one_that_went_wrong(place):
+def test_two_ranks_end_together_name_the_one_that_went_wrong_and_finish_the_save_that_is_being_written(place):
     (place / "driver.py").write_text(DRIVER)
-    keys = arguments(data_dir="data", log_dir="logs", num_steps=8, save_checkpoint="new.pt", micro_tokens=256)
+    keys = arguments(data_dir="data", log_dir="logs", num_steps=8, save_checkpoint="new.pt", micro_tokens=256,
+                     save_steps=1)
     begin = time.monotonic()
     found = processes.run(*TORCHRUN, "--nproc_per_node=2", "driver.py", ROOT, *keys, cwd=place)
     ours = [line for line in found.stderr.splitlines() if line.startswith("train_gpt.py: ")]
     assert found.returncode != 0 and time.monotonic() - begin < 60, found.stderr
-    assert ours == ["train_gpt.py: the training loss is nan at step 3 on rank 1 alone, all matrices finite: an activation "
+    assert ours == ["train_gpt.py: the training loss is nan at step 5 on rank 1 alone, all matrices finite: an activation "
                     "overflowed, or a row of a table; lower the learning rates, or give --precision=bf16 if it is another one"], found.stderr
-    assert torch.load("new.pt", weights_only=True)["step"] == 2 and "ended early: the training loss" in last_line(place)
+    assert torch.load("new.pt", weights_only=True)["step"] == 4 and "ended early: the training loss" in last_line(place)
+    assert [path.name for path in place.glob("logs/*.saved/*")] == ["step_000003"]

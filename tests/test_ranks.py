@@ -273,7 +273,7 @@ def watching(monkeypatch):
 
     def look(beats=None):
         if beats:
-            w.heard = [json.dumps(dict(count=count, step=step, line="a.py:1")) for count, step in beats]
+            w.heard = [json.dumps(dict(count=count, step=step, work=w.work, line="a.py:1")) for count, step in beats]
             w.rounds += 1
         w.look()
 
@@ -342,6 +342,20 @@ def test_ranks_that_hang_in_a_validation_are_not_said_to_stand_in_a_step(watchin
     for i in range(45):
         watching.see([(i, 950)] * 3)
     assert watching.hung().startswith("all ranks have stood in the validation after step 950 for 44 s, ")
+
+
+def test_a_long_validation_is_not_taken_for_an_update_that_hangs(watching):
+    """The update after a validation begins at once and has the same number, so no beat may fall between the two."""
+    watching.work, watching.longest = "validation", {"validation": 100.0, "step": 0.01}
+    for i in range(100):
+        watching.see([(i, 7)] * 3)
+    watching.work = "step"
+    for i in range(100, 141):
+        assert watching.hung() == ""
+        watching.see([(i, 7)] * 3)
+    assert watching.hung() == ""
+    watching.see([(141, 7)] * 3)
+    assert watching.hung().startswith("all ranks have stood in step 8 for 41 s, ")
 
 
 @pytest.mark.parametrize("longest, elsewhere", [(None, 7), (0.01, None)], ids=["in the first step", "reads data"])
