@@ -128,6 +128,6 @@ def name_ranks(ranks: list[int], world_size: int) -> str:
     """"rank 0" if there is no other, "rank 3 alone", "ranks 1, 2", or "all 8 ranks"."""
     if world_size == 1:
         return "rank 0"
-    if len(ranks) in (0, world_size):  # none: only the sum of their losses is not finite
+    if len(ranks) in (0, world_size):  # none: no rank's own loss is bad
         return f"all {world_size} ranks"
     return f"rank {ranks[0]} alone" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

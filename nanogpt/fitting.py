@@ -31,9 +31,9 @@ MINUTES = 2.0  # the budget if none is given
 # (records/2026-11-22_h100_one_gpu).
 MOST_EPOCHS = {"laptop": 6, "char": 3, "small": 2}
 STEPS_PER_READING = 75  # at least, for `small`: the batches of a short text are small
-# The table of n-grams learns a short text by heart first. So it has at most one row for so many
-# tokens. A short text, which a CPU reads more than once in two minutes, also has shorter n-grams
-# (records/2026-11-23_laptop_ngrams).
+# The table of n-grams learns a short text by heart sooner than the layers do. So it has at most one
+# row for so many tokens. A short text, which a CPU reads more than once in two minutes, also has
+# shorter n-grams (records/2026-11-23_laptop_ngrams).
 TOKENS_PER_ROW = 64
 SHORT_TEXT = 2_000_000  # tokens: shorter ones are short
 LONGEST_IN_SHORT = 4  # tokens of an n-gram
@@ -159,8 +159,8 @@ def fit_to_text(c, schedule: list, text: Text, given: dict):
     """The configuration with lengths and steps that the text has room for. What was given stays as
     it is. Only micro_tokens and val_tokens are upper bounds: they become whole sequences. Raises
     BadInput if the text is too short."""
-    # 1. Lengths. Each process has a sequence of each batch, and some stages have thirds or sixths
-    # of a batch. (There is no process group yet, but torchrun says how many processes there are.)
+    # 1. Lengths. Each process has a sequence of each batch, and a stage may have a part of a full
+    # batch. (There is no process group yet, but torchrun says how many processes there are.)
     parts = [limits.part_of_batch(stage).denominator for stage in schedule]
     world_size = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 1
     unit = world_size * math.lcm(*parts)

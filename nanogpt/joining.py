@@ -67,8 +67,8 @@ class Meeting(NamedTuple):
 
 
 def meet(place: Place, c, fault: str | None, minutes: float) -> Meeting:
-    """The notes of all ranks, or of those that have come within so many minutes. A rank has either
-    a configuration `c` or a fault. Raises BadInput if there is nobody to meet."""
+    """Meets all ranks, or those that come within so many minutes; with a fault, within seconds. A
+    rank has either a configuration `c` or a fault. Raises BadInput if there is nobody to meet."""
     minutes_to_wait = minutes if fault is None else WAIT_AFTER_FAULT_S / 60
     deadline = time.monotonic() + 60 * minutes_to_wait
     no_answer = threading.Timer(60 * minutes_to_wait + 10, give_up, [place, fault])
@@ -117,9 +117,9 @@ def refuse(meeting: Meeting, minutes: float) -> None:
 
 
 def open_store(place: Place, deadline: float, minutes: float) -> dist.Store:
-    """A connection of its own to the store, which the first call on rank 0 starts if torchrun has
-    none. Raises BadInput if nobody listens there before the deadline. The store of torchrun has
-    been there before its ranks: if it does not answer, torchrun was killed."""
+    """A connection to the store, which rank 0 starts if torchrun has none. Raises BadInput if none
+    listens there before the deadline. The store of torchrun has been there before its ranks: if it
+    does not answer, torchrun was killed."""
     starts = place.rank == 0 and not place.in_torchrun
     if place.in_torchrun:
         deadline = min(deadline, time.monotonic() + STORE_PATIENCE_S)

@@ -13,8 +13,8 @@ from records import journal
 
 
 class Keeper:
-    """Keeps one run. `first_step`: how many updates were made before it, if it goes on from a
-    save."""
+    """Keeps one run. `first_step`: the steps that were made before the save from which it goes on,
+    or 0."""
 
     def __init__(self, c, optimizer, run_files: RunFiles, facts: journal.RunFacts, log: journal.Log,
                  clock: journal.Clock):

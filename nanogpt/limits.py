@@ -24,9 +24,10 @@ def check(c, schedules: dict[str, list], precisions: dict, gate_dim: int) -> Non
     other. `gate_dim` is how many channels of the stream a gate reads; it reads half as many of a
     value embedding."""
     check_values(c, schedules, precisions)
-    check_stages(c.schedule, schedules[c.schedule])
-    check_candidates(c, schedules[c.schedule])
-    check_multiples(c, schedules[c.schedule])
+    stages = schedules[c.schedule]
+    check_stages(c.schedule, stages)
+    check_candidates(c, stages)
+    check_multiples(c, stages)
     require(c.model_dim >= gate_dim,
             f"--model_dim={c.model_dim} must be at least {gate_dim}, a gate's channels")
     heads = c.num_heads * c.head_dim
@@ -70,7 +71,8 @@ def check_ranges(c) -> None:
 
 
 def check_texts(c) -> None:
-    """A log has no longer texts, and no others than UTF-8 (records/log.py)."""
+    """A log holds at most 1,000 characters of each text, and only --sample may have other than
+    printable ones (records/log.py)."""
     for name, value in vars(c).items():
         if isinstance(value, str):
             require(len(value) <= 1000,

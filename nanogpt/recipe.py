@@ -14,7 +14,7 @@ which is called like a function:
                             loss is computed over some of the vocabulary
 
 These objects are arguments of compiled functions. torch.compile reads their attributes while it
-traces, so they hold tensors, tuples and true or false, and nothing else.
+traces, so they hold tensors, true and false, and nothing else.
 """
 import importlib
 from collections.abc import Callable
@@ -121,8 +121,8 @@ class Measurements:
 
     When the loss becomes infinite or NaN, one wants to know where it began. Recipes measure amaxes
     anyway, and a sum that was once infinite or NaN stays so. So the trainer may look at these sums
-    a few steps later, when they have come to the CPU without anybody waiting for them, and still
-    find the first site that went wrong.
+    a step later, when they have come to the CPU without anybody waiting for them, and still find
+    the first site that went wrong.
 
     How they get here: a compiled backward pass returns gradients, but it may not write to any other
     tensor. Therefore every product takes one more input, `seen`, which is three zeros that nobody
@@ -154,17 +154,12 @@ class Measurements:
         `faults`, summed over the ranks. A bad number spreads to all that is computed from it, so
         the first bad weight or input began it. If there is none, it was the last bad gradient, as
         the backward pass starts at the end."""
-        bad = [[], [], []]
-        for place, flag in enumerate(flags):
-            if flag:
-                bad[place % 3].append(self.sites[place // 3].label())
-        weights, inputs, gradients = bad
-        if weights:
-            return f", weight of {weights[0]} not finite"
-        if inputs:
-            return f", input of {inputs[0]} not finite"
-        if gradients:
-            return f", gradient of {gradients[-1]} not finite"
+        labels = [site.label() for site in self.sites]
+        for i, kind in enumerate(("weight", "input", "gradient")):
+            bad = [label for label, flag in zip(labels, flags[i::3]) if flag]
+            if bad:
+                began = bad[-1] if kind == "gradient" else bad[0]
+                return f", {kind} of {began} not finite"
         return ""
 
 

@@ -64,9 +64,10 @@ class LookedUpRows:
 
     @torch.no_grad()
     def find(self, batch: list[dict[str, Tensor]]) -> None:
-        """Begins to find out which rows any rank looks up. The CPU must know how many there are, to
-        make room for their sums, but only in the first `add`. Until then the GPU counts them beside
-        the forward pass. A collective."""
+        """Begins to find out which rows any rank looks up. `batch` has those of each micro-batch of
+        this rank, (n,) for each table. The CPU must know how many there are, to make room for their
+        sums, but only in the first `add`. Until then the GPU counts them beside the forward pass. A
+        collective."""
         self.meet()
         with self.on_stream():
             sizes = [len(master) for master in self.masters.values()]

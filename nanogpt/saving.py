@@ -64,7 +64,7 @@ def complete(folder: Path) -> list[Path]:
 
 
 def step_of(save: Path) -> int:
-    """The number of updates before a save."""
+    """The number of steps before a save."""
     return int(save.name.removeprefix("step_"))
 
 
@@ -94,10 +94,12 @@ def find(asked: str, log_dir: str, given: dict | None = None,
                 return save
         return newest[0] if newest else None
     path = Path(asked)
-    saves = complete(path.parent) if path in complete(path.parent) else complete(path)
+    if path in complete(path.parent):
+        return path
+    saves = complete(path)
     require(saves, f"--resume={asked} is no complete save; name a folder such as "
             "logs/RUN_ID.saved/step_000123, or give --resume alone for the newest one")
-    return path if path in saves else saves[-1]
+    return saves[-1]
 
 
 def part_of(save: Path, rank: int, world_size: int) -> Path:
@@ -197,7 +199,6 @@ class Saver:
         self.steps_between = steps or math.inf
         self.came_from = came_from
         self.count_from = seconds, step
-        self.saved_step = None
         self.rank, self.world_size = rank_and_world_size()
         self.thread = None
         self.has_complained = False
@@ -223,11 +224,8 @@ class Saver:
         tensors: this rank's parts; random: `random_state`; facts: plain data that does not change
         any more, of rank 0
         """
-        if not self.saves or step == self.saved_step:
-            return
         self.finish()
         self.count_from = seconds, step
-        self.saved_step = step
         for name, tensor in tensors.items():
             self.copies[name].copy_(tensor, non_blocking=True)
         if any(tensor.is_cuda for tensor in tensors.values()):
@@ -301,11 +299,11 @@ class Saver:
             for save in complete(self.folder):  # the newest at last: killed here, it is resumed
                 remove(save)
             shutil.rmtree(self.folder, ignore_errors=True)
-            for folder in self.came_from:
-                sweep(Path(folder))
-                keep_newest(Path(folder))  # a run may have been killed before it did that
+            for folder in map(Path, self.came_from):
+                sweep(folder)
+                keep_newest(folder)  # a run may have been killed before it did that
                 with suppress(OSError):
-                    Path(folder, FINISHED).touch()
+                    (folder / FINISHED).touch()
 
 
 def reason_of(error: Exception) -> str:
@@ -429,8 +427,8 @@ class Saved:
             self.fill(tensor, optimizer.own(name, whole), kind)
             if what == "master":
                 bank.copy_(whole)
-        model.target_counts.copy_(self.share("target_counts"))
-        model.lost_targets.copy_(self.share("lost_targets"))
+        model.target_counts.copy_(self.own_counts("target_counts"))
+        model.lost_targets.copy_(self.own_counts("lost_targets"))
         optimizer.updates = self.fact("updates")
         optimizer.bytes_sent = self.fact("bytes_sent")
         optimizer.recipes.load_state(self.fact("recipes"))
@@ -443,8 +441,8 @@ class Saved:
                 f"{tuple(tensor.shape)}; {REMEDY}")
         tensor.copy_(part)
 
-    def share(self, name: str) -> Tensor:
-        """This rank's numbers. If there were more or fewer ranks: an equal share of the sum."""
+    def own_counts(self, name: str) -> Tensor:
+        """This rank's counts. If there were more or fewer ranks: an equal share of the sum."""
         rank, world_size = rank_and_world_size()
         if self.same_world:
             return self.of_rank(rank, name)
@@ -469,7 +467,7 @@ class Saved:
 
     def check_data(self, data: list[dict], folder: str) -> None:
         """Raises BadInput unless these shards (data/shards.py, `fingerprint`) are the saved run's.
-        Their names count only by their order."""
+        Their order counts, their names do not."""
         def essence(shards: list[dict]) -> list[list]:
             return [[dict(shard).get(key) for key in ("split", "tokens", "sha256")]
                     for shard in shards]
@@ -480,7 +478,7 @@ class Saved:
 
 
 def open_save(asked: str, data: list[dict], folder: str) -> Saved | None:
-    """The save that --resume=ASKED has named, if it has. `data` are the fingerprints of the shards
+    """The save that --resume=ASKED names, or None. `data` are the fingerprints of the shards
     in `folder`. Raises BadInput if the save is damaged or that of a run on other data. A
     collective."""
     path = on_all_ranks(same_save, asked)

@@ -82,8 +82,8 @@ class WarmUp:
         return max(all_ranks(average))
 
     def compile_share(self) -> None:
-        """Each rank compiles some graphs first. In `run` it finds those of the other ranks in the
-        compiler's cache on disk. A collective."""
+        """Each rank compiles some graphs first. In `run` it finds those of its host's other ranks
+        in the compiler's cache on disk. A collective."""
         rank, world_size = rank_and_world_size()
         passes = {}  # one of each length, with and without recipes
         for stage, step in self.step_kinds:

@@ -4,9 +4,9 @@ A collective waits for all ranks. If one of them has died, has been stopped, or 
 has vanished, the others wait for it: on GPUs for ever, deep inside of CUDA. So each rank has two
 threads beside its work. One talks: once a second it writes its beat into the store in which the
 ranks have met (nanogpt/joining.py), and reads those of the others. A beat says how often this
-thread has done so, in which step the rank is and what it does there, and at which line of code. The other thread judges
-what was heard. It never touches the store itself, since an answer of a store whose host has
-vanished may never come. It ends the process in four cases:
+thread has done so, in which step the rank is and what it does there, and at which line of code. The
+other thread judges what was heard. It never touches the store itself, since an answer of a store
+whose host has vanished may never come. It ends the process in four cases:
 
     lost    a rank has not been heard from for 30 s, or its process is gone from this host
     hung    all ranks stand in an update or in a validation, and none has come to the end of it for

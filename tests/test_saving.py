@@ -683,11 +683,11 @@ def test_fitted_runs_save_and_records_do_not():
 
 def test_counts_and_random_numbers_of_another_number_of_ranks(stopped, monkeypatch):
     one = saving.Saved(the_save(stopped))
-    counts = one.share("target_counts")
+    counts = one.own_counts("target_counts")
     assert counts.sum() == 3 * 1024
     monkeypatch.setattr(saving, "rank_and_world_size", lambda: (1, 2))
     two = saving.Saved(the_save(stopped))
-    assert torch.equal(two.share("target_counts"), counts / 2)
+    assert torch.equal(two.own_counts("target_counts"), counts / 2)
     states = []
     for rank, seed in ((0, 0), (1, 0), (0, 1), (0, 0)):
         monkeypatch.setattr(saving, "rank_and_world_size", lambda rank=rank: (rank, 2))
