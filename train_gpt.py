@@ -1892,7 +1892,10 @@ def train_step(model: GPT, optimizer: Optimizer, batch: list[tuple[Tensor, Tenso
     loss_sum = 0
     for i, (inputs, targets) in enumerate(batch):
         tensors = (inputs, targets, *rows[i].values())
-        loss, row_gradients = call(repr(setting), work, tensors)  # a name for each CUDA graph
+        # Each name has a CUDA graph. Two take turns: while one pass runs, the row gradients of the
+        # pass before it are still being summed, and stand in the memory of its graph.
+        name = f"{setting}, {'odd' if i % 2 else 'even'}"
+        loss, row_gradients = call(name, work, tensors)
         if i == len(batch) - 1:
             optimizer.start_sums()
         optimizer.looked_up.add(rows[i], row_gradients)

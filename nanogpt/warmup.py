@@ -60,8 +60,8 @@ class WarmUp:
         for stage, step in self.step_kinds:
             # First without a CUDA graph, which cannot record what is compiled or made at first use.
             self.forward_backward(stage, step)
-            first_two = self.micro_batches(stage)[:2]  # later ones are like the second
-            self.work.train_step(self.model, self.optimizer, first_two, step, call)
+            some = self.micro_batches(stage)[:3]  # later ones have the graphs of the last two
+            self.work.train_step(self.model, self.optimizer, some, step, call)
             if not self.model.flex:  # masks of SDPA have other shapes for each stage's windows
                 self.validate(step)
         self.validate(self.config.num_steps)

@@ -6,6 +6,7 @@ the sharding one rank against 2, 3 and 4 ranks over gloo on the same 12 sequence
 make a difference (in float32 the order of a sum turns bits of Muon's bfloat16). 3 ranks divide no bank of the model and
 no table's width: they need the padding.
 """
+import math
 import os
 import subprocess
 import sys
@@ -558,8 +559,44 @@ def test_warming_up_makes_the_first_and_a_further_pass_of_every_kind_that_the_ru
         micro = tokens.split(t.micro_sequences(count, model.config))
         t.train_step(model, optimizer, [(s[:, :-1].flatten(), s[:, 1:].flatten()) for s in micro], step, call)
     assert all(made.values()), "what the run does not need costs time at launch"
-    assert len({setting for *_, setting in made}) == 3
+    assert len({name.rpartition(", ")[0] for *_, name in made}) == 3, "a setting for each stage"
     assert {first for first, *_ in made} == ({True} if micro_tokens == 1536 else {True, False})
+
+
+def updated(batch, late):
+    """The optimizer after a step whose passes write their row gradients where the last run of the same CUDA graph did.
+    If `late`, those of a pass are summed while the next pass runs, at its end."""
+    model, memory, waiting = small("float64"), {}, []
+    optimizer = t.Optimizer(model)
+    optimizer.reset(t.initialize(model, 3))
+    add, step = optimizer.looked_up.add, optimizer.step
+
+    def call(name, function, tensors):
+        graph = name, model.lm_head.grad is None
+        for gradient in memory.get(graph, ()):
+            gradient.fill_(math.nan)
+        loss, gradients = function(*tensors)
+        memory[graph] = gradients.values()
+        return loss, gradients
+
+    def add_the_last(*new):
+        for rows_and_gradients in waiting:
+            add(*rows_and_gradients)
+        waiting[:] = [new] if new else []
+
+    if late:
+        optimizer.looked_up.add = add_the_last
+        optimizer.step = lambda *rates: (add_the_last(), step(*rates))
+    t.train_step(model, optimizer, batch, 1, call)
+    return optimizer.tensors()
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 6])
+def test_the_row_gradients_of_a_pass_may_still_be_read_while_the_next_pass_runs(count):
+    tokens = torch.randint(0, 61, (count, 129), generator=torch.Generator().manual_seed(4))
+    batch = [(s[:-1], s[1:]) for s in tokens]
+    ours, reference = updated(batch, late=True), updated(batch, late=False)
+    assert all(torch.equal(x, reference[name]) for name, x in ours.items())
 
 
 @pytest.mark.parametrize("flex", [True, False])
