@@ -291,7 +291,10 @@ def codec(vocab_size: int) -> tuple[Callable[[str], list[int]], Callable[[int], 
     the vocabulary have no text."""
     if reads_bytes(vocab_size):
         def encode(text: str) -> list[int]:
-            return byte_to_token[list(text.encode(errors="replace"))].tolist()
+            tokens = byte_to_token[list(text.encode(errors="replace"))].tolist()
+            require(max(tokens, default=0) < vocab_size - 1,
+                    f"the text has a byte for which --vocab_size={vocab_size} has no token")
+            return tokens
 
         def to_bytes(token: int) -> bytes:
             return token_to_byte[token : token + 1].tobytes()

@@ -161,7 +161,8 @@ def read(path: str | Path) -> dict:
         whole = checkpoint["sha256"] == checksum(weights)
         name = not_finite(weights)
         dict(checkpoint["config"])
-        int(checkpoint["step"])
+        if type(checkpoint["step"]) is not int:
+            raise TypeError("step")
         list(map(dict, checkpoint.get("data", [])))  # older files have none
     except OSError as error:
         raise BadInput(f"{path} cannot be read ({error.strerror})") from None
@@ -195,8 +196,11 @@ def load(path: str | Path):
     with zipfile.ZipFile(path) as file:
         if any(part.compress_type != zipfile.ZIP_STORED for part in file.infolist()):
             raise ValueError("compressed")
+        names = [part.lower() for part in file.namelist()]  # PyTorch does not look at the case
+        if len(set(names)) < len(names):
+            raise ValueError("two parts of one name")
         for part in file.namelist():
-            if part.endswith(".pkl"):
+            if part.lower().endswith(".pkl"):
                 check_calls(file.read(part))
     content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     need = 0

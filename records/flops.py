@@ -41,6 +41,8 @@ def layers_of(items):
         else:
             product = item.value
             layers += layers_of(product.left.elts) * min(ast.literal_eval(product.right), 1000)
+        if len(layers) > 1000:
+            raise ValueError("more layers than a model has")
     return layers
 
 

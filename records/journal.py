@@ -219,7 +219,7 @@ class Log:
             "kind": "step",
             "step": step,
             "num_steps": self.num_steps,
-            name: loss,
+            name: loss if math.isfinite(loss) else None,  # JSON has no other numbers
             "train_time_ms": round(milliseconds),
             "step_avg_ms": round(average, 2) if step > 0 else None,
         }
@@ -383,7 +383,10 @@ def sum_of_files(source: bytes, files: list[dict]) -> str:
 
 def describe_run(source: bytes, files: list[dict]) -> dict:
     """The fact `run`: which run of which code this is. `files` are those of `project_files`. The
-    master's is the one for the log: other ranks have another id, and do not ask git."""
+    master's is the one for the log: other ranks have another id, and do not ask git. Raises
+    BadInput if the code could not be found again in a log."""
+    require(source.endswith(b"\n") and RULE.encode() not in source.split(b"\n"),
+            "no log could hold this script; end it with a newline, and let no line be 100 '='")
     commit = output_of("git", "rev-parse", "--verify", "-q", "HEAD")
     changes = None
     if commit is not None:

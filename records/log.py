@@ -105,6 +105,7 @@ END = {
     "compile_s": r"\d{1,9}(\.\d+)?",
     "code_sha256": "[0-9a-f]{64}",
 }
+DIVERGED = re.compile(r"step:\S+ (train|val)_loss:-?(nan|inf) ")  # and the run ends
 INTERRUPTED = "interrupted: true"  # may stand anywhere among the lines of the end block, once
 NOT_WHOLE = re.compile(r"(resumed|interrupted)\b", re.IGNORECASE)  # how a note on that begins
 
@@ -449,6 +450,7 @@ def read_log(path, may_be_cut=False):
     log = Log(str(path), raw, source)
     if may_be_cut and SEPARATOR not in lines:
         lines = lines[:-1]  # the last line may be half a one
+        lines = lines[:next((i for i, text in enumerate(lines) if DIVERGED.match(text)), None)]
         log.end = {"interrupted": True}
         end_at = len(lines)
     elif SEPARATOR not in lines:
@@ -567,9 +569,10 @@ def check_steps(log):
     """Every step is there, in order, and its times agree with each other. A resumed run may begin
     later, an interrupted one may end earlier. Raises Refused."""
     total = log.config["num_steps"]
+    resumed = log.resumed
     trained = 0
     before = None
-    if log.resumed and log.steps:
+    if resumed and log.steps:
         trained = log.steps[0].step - (log.steps[0].split == "train")
     for s in log.steps:
         if s.total != total:
@@ -584,7 +587,8 @@ def check_steps(log):
         if before and s.time_ms < before.time_ms:
             expected = f"a train_time of at least {before.time_ms}ms (time does not run back)"
             fail(log.path, s.line, expected, s.time_ms)
-        check_average(log, s)
+        if not resumed:  # such a run may state the average of its own steps
+            check_average(log, s)
         before = s
     if log.interrupted and log.steps:
         return
@@ -596,10 +600,7 @@ def check_steps(log):
 
 def check_average(log, s):
     """step_avg is train_time over the step. Both are printed rounded: 0.5 ms of the sum, 0.005 ms
-    of the average. At step 0, and only there, it is nan. A resumed run may state the average of its
-    own steps. Raises Refused."""
-    if log.resumed:
-        return
+    of the average. At step 0, and only there, it is nan. Raises Refused."""
     slack = 0.501 + 0.005001 * s.step
     if math.isnan(s.avg_ms) != (s.step == 0) or abs(s.avg_ms * s.step - s.time_ms) > slack:
         expected = f"step_avg to be train_time / step = {s.time_ms}ms / {s.step}"

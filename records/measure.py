@@ -84,6 +84,8 @@ def run(task, folder, log_dir, limit):
     logs = list(log_dir.glob("*.txt"))
     try:
         end = read_log(logs[0]).end
+        if end.get("interrupted"):
+            return Row(task, {}, 0.0, "it was interrupted")
         return Row(task, end, end["tokens_per_s"] / task.gpus)
     except (IndexError, KeyError, Refused):
         said = (log_dir / "output").read_text(errors="replace").splitlines()

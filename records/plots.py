@@ -164,7 +164,8 @@ def legends(logs):
     for log in logs:
         path = Path(log.path)
         name = f"{path.parent.name}/{path.stem[:8]}" if several else path.stem
-        names.append(log.config["run_name"] or name)
+        name = log.config["run_name"] or name
+        names.append(f" {name}" if name.startswith("_") else name)  # Matplotlib hides others
     seeds = [log.config["seed"] for log in logs]
     different = set(zip(names, seeds))
     if len(different) < len(logs):

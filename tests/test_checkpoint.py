@@ -82,6 +82,15 @@ def compress(path):
             new.writestr(name, content)
 
 
+def in_capitals(path):
+    """The same file with other names of its parts, which PyTorch takes for the same ones."""
+    with zipfile.ZipFile(path) as old:
+        parts = {name: old.read(name) for name in old.namelist()}
+    with zipfile.ZipFile(path, "w") as new:
+        for name, content in parts.items():
+            new.writestr(name.replace("data.pkl", "DATA.PKL"), content)
+
+
 TOO_MUCH = {  # what a stranger may have put into a checkpoint
     "expanded": {"weights": {"a": torch.ones(1).expand(2**20, 2**20)}},  # four bytes in the file
     "shared": {"weights": {f"a{i}": torch.ones(2**12).as_strided((2**12,), (1,)) for i in range(4)}
@@ -91,11 +100,12 @@ TOO_MUCH = {  # what a stranger may have put into a checkpoint
     "without bytes": {"weights": {"a": torch.empty(2**40, device="meta")}},
     "a call": {"config": Large()},
     "no step": {"step": "many"},
+    "a step as text": {"step": "5"},
     "no dictionary": {"config": 7},
 }
 
 
-@pytest.mark.parametrize("kind", [*TOO_MUCH, "compressed"])
+@pytest.mark.parametrize("kind", [*TOO_MUCH, "compressed", "a call in capitals"])
 def test_a_file_takes_no_more_memory_than_it_has_bytes(tmp_path, kind):
     path = tmp_path / "model.pt"
     content = GOOD | TOO_MUCH.get(kind, {})
@@ -104,6 +114,9 @@ def test_a_file_takes_no_more_memory_than_it_has_bytes(tmp_path, kind):
     torch.save(content, path)
     if kind == "compressed":
         compress(path)
+    if kind == "a call in capitals":
+        torch.save(content | TOO_MUCH["a call"], path)
+        in_capitals(path)
     with pytest.raises(BadInput, match="model.pt is no checkpoint of this program"):
         checkpoint.read(path)
 

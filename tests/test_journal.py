@@ -80,15 +80,15 @@ def test_every_line_of_a_log_to_the_byte(tmp_path):
 def test_the_json_twin_has_the_same_facts(tmp_path):
     log = open_log(tmp_path, jsonl=True)
     write_all(log)
-    text = log.path.with_suffix(".jsonl").read_text().replace("NaN", '"nan"')
+    text = log.path.with_suffix(".jsonl").read_text()
     times = {"kind": "step", "num_steps": 10}
     third = times | {"step": 3, "train_time_ms": 1001, "step_avg_ms": 333.53}
-    assert [json.loads(line) for line in text.splitlines()] == [
+    assert [json.loads(line, parse_constant=pytest.fail) for line in text.splitlines()] == [
         {"kind": "run", "run_id": "an-id", "git_clean": None},
         {"kind": "note", "note": "größer"},
         times | {"step": 0, "val_loss": 10.82584, "train_time_ms": 0, "step_avg_ms": None},
         times | {"step": 1, "train_loss": 10.8, "train_time_ms": 176, "step_avg_ms": 176.12},
-        third | {"train_loss": "nan"},
+        third | {"train_loss": None},
         third | {"val_loss": 3.00006},
         {"kind": "end", "val_loss": 3.0, "reached": True, "mfu": None, "code_sha256": "ab"},
     ]
@@ -328,6 +328,12 @@ def test_the_writer_is_among_the_files_of_this_process():
     assert files["records/journal.py"] == Path(journal.__file__).read_text()
     assert "nanogpt/ranks.py" in files and "train_gpt.py" not in files
     assert not any("site-packages" in path or path.startswith("tests") for path in files)
+
+
+@pytest.mark.parametrize("source", [b"print(1)", b"a\n" + b"=" * 100 + b"\nb\n", b""])
+def test_a_script_that_no_log_could_hold_is_refused(source):
+    with pytest.raises(BadInput, match="no log could hold this script; end it with a newline"):
+        journal.describe_run(source, [])
 
 
 def test_the_sum_of_all_files_is_that_of_the_lines_of_sha256sum():

@@ -1331,6 +1331,9 @@ def test_plot_draws_whole_runs_and_those_that_go_on(tmp_path, capsys, monkeypatc
     assert (tmp_path / "curves.png").stat().st_size > 10_000
     assert run_tool(capsys, tmp_path, "plot", cut) == (0, "wrote cut.png\n")
     assert [s.step for s in log.read_log(cut, may_be_cut=True).steps][-1] == 5
+    cut.write_bytes(cut.read_bytes().partition(b"step:6/8")[0] + b"step:6/8 train_loss:nan train_time:9ms step_avg:1.50ms\n"
+                    b'note "ended early: the training loss is nan"\n')
+    assert [s.step for s in log.read_log(cut, may_be_cut=True).steps][-1] == 5, "a run that diverged is drawn up to there"
     cut.write_bytes(cut.read_bytes().partition(b"step:0/8")[0])
     status, out = run_tool(capsys, tmp_path, "plot", cut)
     assert status == 2 and "found 'no step'" in out

@@ -265,6 +265,9 @@ def test_text_goes_to_tokens_and_back_and_tokens_without_text_are_empty():
     assert b"".join(map(to_bytes, encode("aé\0€"))).decode() == "aé\0€"
     assert [to_bytes(token) for token in (256, 271)] == [b"", b""]
     assert encode("\udcff") == encode("?")
+    few, _ = sample.codec(256)  # its last token begins documents
+    with pytest.raises(t.BadInput, match="the text has a byte for which --vocab_size=256 has no token"):
+        few("\xad")
 
 
 def test_without_gpt2s_vocabulary_there_is_one_sentence(monkeypatch):
