@@ -2181,8 +2181,10 @@ def train(c: Config, at_end: ExitStack) -> int:
 
     # 4. Train, from the start or from where a save was made.
     keeper = keeping.Keeper(c, optimizer, run_files, facts, log, clock)
-    at_end.push(partial(keeper.keep_best, WATCH.writing))  # called if an error ends the run, too
-    at_end.callback(keeper.saver.finish, seconds=15)  # a save that is being written
+    # If an error ends the run, the best weights are written, and then it waits for a save that is
+    # being written: an ExitStack begins with what was put on it last.
+    at_end.callback(keeper.saver.finish, seconds=15)
+    at_end.push(partial(keeper.keep_best, WATCH.writing))
     run = Run(c, optimizer, run_files, keeper)
     torch.get_device_module(device).synchronize()
     startup_s = time.perf_counter() - LAUNCHED

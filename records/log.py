@@ -450,7 +450,8 @@ def read_log(path, may_be_cut=False):
     log = Log(str(path), raw, source)
     if may_be_cut and SEPARATOR not in lines:
         lines = lines[:-1]  # the last line may be half a one
-        lines = lines[:next((i for i, text in enumerate(lines) if DIVERGED.match(text)), None)]
+        diverged = [i for i, text in enumerate(lines) if DIVERGED.match(text)]
+        lines = lines[: diverged[0]] if diverged else lines
         log.end = {"interrupted": True}
         end_at = len(lines)
     elif SEPARATOR not in lines:
