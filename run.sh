@@ -4,7 +4,8 @@
 # ./run.sh test [pytest args]          set up, lint, run the tests, check the records
 set -euo pipefail
 trap 'exit 130' INT
-here=$(CDPATH= cd -- "$(dirname "$0")" && pwd)
+self=$(readlink -f -- "$0" 2>/dev/null || printf %s "$0")  # it may be a link, as in ~/bin
+here=$(CDPATH= cd -- "$(dirname "$self")" && pwd)
 case ${PYTHON:-} in
   /*) ;;
   */*) PYTHON=$PWD/$PYTHON ;;  # we are about to change the folder
@@ -16,7 +17,7 @@ keys=()
 if [ "${1:-}" != test ]; then
   for word in "$@"; do
     case $word in
-      --key=* | --split_blank=*) reading+=("$word") ;;
+      --key=* | --split_blank=* | --tokens=*) reading+=("$word") ;;
       -*) keys+=("$word") ;;
       *)
         if [ ! -e "$word" ]; then
@@ -33,6 +34,7 @@ fi
 if [ ${#texts[@]} = 0 ]; then
   keys+=(${reading[@]+"${reading[@]}"})  # of no use here: the trainer says so
 fi
+[ "$PWD" = "$here" ] || echo "run.sh: paths in what follows are relative to $here"
 cd "$here"
 
 python=${PYTHON:-python3}
@@ -54,7 +56,10 @@ need=requirements.txt
 [ "${1:-}" = test ] && need=requirements-dev.txt
 if [ "$python" = .venv/bin/python ] && ! cmp -s "$need" ".venv/installed-$need"; then
   echo "run.sh: installing $need"
-  "$python" -m pip install --quiet --disable-pip-version-check -r "$need"
+  if ! "$python" -m pip install --quiet --disable-pip-version-check -r "$need"; then
+    echo "run.sh: $need could not be installed (see above); mend that, and start it again" >&2
+    exit 2
+  fi
   cp "$need" ".venv/installed-$need"
 fi
 
@@ -92,8 +97,8 @@ if [ ${#texts[@]} -gt 0 ]; then
     *" --data_dir"*) echo "run.sh: a text of your own and --data_dir contradict each other; leave one out" >&2; exit 2 ;;
   esac
   check_keys
-  folder=$("$python" data/prepare.py "${texts[@]}" ${reading[@]+"${reading[@]}"} \
-    --tokens=$tokens --print_folder)
+  folder=$("$python" data/prepare.py "${texts[@]}" --tokens=$tokens --print_folder \
+    ${reading[@]+"${reading[@]}"})
   keys=(--fit "--data_dir=$folder" ${keys[@]+"${keys[@]}"})
 else
   case $asked in
@@ -111,6 +116,8 @@ fi
 if [ "$gpus" = 0 ]; then
   exec "$python" train_gpt.py ${keys[@]+"${keys[@]}"}
 fi
+# How many seconds torchrun waits for the last save, when a signal ends it.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
 # torchrun as a module. Its own tracebacks are left out, since train_gpt.py has said what is wrong.
 exec "$python" -c '
 import sys

@@ -353,10 +353,10 @@ def check(config) -> list[str]:
 
 
 def after_training(model, text: str, count: int) -> str:
-    """The text, continued by a model that has just been trained."""
+    """The text, continued by a model that has just been trained, as it can be printed."""
     if model.lm_head.device.type == "cpu":
         prepare_for_cpu(model)
-    return continue_text(model, last_setting(model), text, count)
+    return printable(continue_text(model, last_setting(model), text, count))
 
 
 def continue_text(model, setting, text: str, count: int, temperature: float = 0.8, top_k: int = 0,
@@ -422,17 +422,20 @@ def parse(argv: list[str]) -> argparse.Namespace:
     option("--max_new_tokens", type=at_least(1), default=256, help="tokens to add at most")
     option("--seed", type=at_least(0), default=0, help="the same seed gives the same texts")
     option("--device", type=device, default="auto", help="auto, cuda or cpu")
-    return parser.parse_args(argv)
+    return parser.parse_intermixed_args(argv)  # options may stand before TEXT, too
+
+
+def printable(text: str) -> str:
+    """On a terminal control characters become question marks: they could change how it works."""
+    if not sys.stdout.isatty():
+        return text
+    return "".join("?" if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text)
 
 
 def show(text: str) -> None:
-    """Writes a text at once. What the console cannot show becomes a question mark, and on a
-    terminal so do control characters, which could change how it works."""
-    if sys.stdout.isatty():
-        text = "".join(
-            "?" if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text)
+    """Writes a text at once. What the console cannot show becomes a question mark."""
     encoding = sys.stdout.encoding or "utf-8"
-    sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
+    sys.stdout.write(printable(text).encode(encoding, "replace").decode(encoding))
     sys.stdout.flush()
 
 

@@ -203,7 +203,7 @@ def load_vocabulary(seconds=30):
     if faults:
         raise PrepareError(
             f"tiktoken cannot load GPT-2's vocabulary ({faults[0]}); run once with a network, set "
-            "TIKTOKEN_CACHE_DIR to a folder that has it, or pass --bytes")
+            "TIKTOKEN_CACHE_DIR to a folder that has it, or give --tokens=bytes")
 
 
 def choose_tokens(wanted, say):
@@ -238,9 +238,13 @@ def write_corpus(
     a dictionary, both together become corpus.json.
 
     Raises PrepareError, which speaks of `source`, if there are too few tokens for two splits, or as
-    encode_all() does. Raises OSError if `out_dir` cannot be used.
+    encode_all() does; also if corpus.json is there already and not ours. Raises OSError if
+    `out_dir` cannot be used.
     """
     out_dir = Path(out_dir)
+    if record is not None and (out_dir / RECORD).exists() and not read_record(out_dir):
+        raise PrepareError(f"{out_dir / RECORD}: already there, and not written by this program; "
+                           "move it away, or choose another --out")
     sweep(out_dir)
     prefix = f".incomplete-{os.getpid()}-"
     with (made_folder(out_dir),
@@ -462,16 +466,17 @@ def holds_other_things(path):
     if not path.is_dir():
         return path.exists()
     names = [name for name in os.listdir(path) if not name.startswith(".incomplete-")]
-    return bool(names) and RECORD not in names
+    return bool(names) and not read_record(path)
 
 
 def read_record(folder):
-    """What OUT/corpus.json says, or an empty dictionary if it is not there or not whole."""
+    """What OUT/corpus.json says, or an empty dictionary if this program has written none there."""
     try:
         record = json.loads(Path(folder, RECORD).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return record if isinstance(record, dict) else {}
+    is_ours = isinstance(record, dict) and {"options", "name", "tokens"} <= record.keys()
+    return record if is_ours else {}
 
 
 def shards_in(folder, name="*", split=None):
@@ -556,9 +561,16 @@ def make_corpus(sources, args, options, may_replace, say):
                 else:
                     skipped.append(path)
 
-        counts = write_corpus(
-            documents(), args.out, name, tokens == "bytes", workers, **options, old=old,
-            record=record, source=args.inputs[0] + " and the others" * (len(args.inputs) > 1))
+        source = args.inputs[0] + " and the others" * (len(args.inputs) > 1)
+        try:
+            counts = write_corpus(
+                documents(), args.out, name, tokens == "bytes", workers, **options, old=old,
+                record=record, source=source)
+        except PrepareError:
+            if len(skipped) < len(sources):
+                raise
+            raise PrepareError(f"{source}: no file in UTF-8, nor is the first one, {skipped[0]}; "
+                               "convert them, for example with iconv") from None
     if old and not is_same:
         say("prepare.py: replaced older shards of this input; a run on them can be resumed only if "
             "the text is the same.")
@@ -676,6 +688,9 @@ def main(argv=None):
             tokens = counts["tokens"]
     except PrepareError as error:
         fail(error)
+    except MemoryError:
+        fail("a document needs more memory than there is; --split_blank=1 makes documents of the "
+             "parts between blank lines, and so do several smaller files")
     except OSError as error:
         remedy = "make room there, or give yourself the right to write there"
         if not args.print_folder:  # run.sh has no --out

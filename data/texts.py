@@ -38,6 +38,7 @@ def errors_of(path):
         raise PrepareError(f"{path}: {reason}; {remedy}") from error
     except OSError as error:
         reason = f"cannot be read ({error.strerror})"
+        path = error.filename or path  # in a folder: what in it is meant
         raise PrepareError(f"{path}: {reason}; check the file and its permissions") from error
 
 
@@ -147,7 +148,10 @@ def json_texts(lines, key, path):
             raise PrepareError(f"{fault}; remove this line") from error
         except ValueError:
             entry = None
-        if not isinstance(entry, dict) or not isinstance(entry.get(key), str):
+        if isinstance(entry, dict) and not isinstance(entry.get(key, ""), str):
+            raise PrepareError(f'{path}, line {number}: its "{key}" is no text; give it one, or '
+                               "remove this line")
+        if not isinstance(entry, dict) or key not in entry:
             fault = f'{path}, line {number}: not an object like {{"{key}": "..."}}'
             if isinstance(entry, dict):
                 fault += f", as it has the keys {', '.join(map(repr, entry))}"

@@ -341,7 +341,7 @@ def test_missing_vocabulary_is_one_sentence_that_offers_bytes(tmp_path):
     offline = {"TIKTOKEN_CACHE_DIR": str(tmp_path / "none"), "https_proxy": "http://127.0.0.1:9"}
     command = ["prepare.py", source, "--tokens=gpt2", "--out", tmp_path / "out"]
     run = script(*command, **offline)
-    assert_one_sentence(run, 2, "--bytes", "TIKTOKEN_CACHE_DIR")
+    assert_one_sentence(run, 2, "--tokens=bytes", "TIKTOKEN_CACHE_DIR")
 
 
 def test_old_shards_are_not_mixed_with_new_ones(tmp_path, capsys):

@@ -27,6 +27,7 @@ from test_data_scripts import (
 )
 
 from data import prepare, shards
+from data.texts import errors_of
 
 STORY = "".join(f"Line {number}: the cat sat on a mat.\n" for number in range(2000))
 
@@ -165,6 +166,19 @@ def test_texts_of_one_name_have_a_folder_each_and_find_it_again(tmp_path, data, 
             assert ("already there" in capsys.readouterr().out) == bool(again)
             own = data / ("story" if number == 1 else f"story-{number}")
             assert "".join(map(from_bytes, read_corpus(own))) == text
+
+
+@pytest.mark.parametrize("content", ['{"name": "our corpus"}', '[1, 2]', 'no JSON'])
+def test_a_corpus_json_of_the_user_is_never_touched(tmp_path, data, capsys, content):
+    source = write(data / "wiki" / "a.txt", STORY)
+    theirs = data / "wiki" / "corpus.json"
+    theirs.write_text(content)
+    prepare.main([str(data / "wiki"), "--bytes"])
+    assert "".join(map(from_bytes, read_corpus(data / "wiki_tokens"))) == STORY
+    with pytest.raises(SystemExit, match="2"):
+        prepare.main([source, "--bytes", f"--out={data / 'wiki'}"])
+    assert f"{theirs}: already there, and not written by this program" in capsys.readouterr().err
+    assert theirs.read_text() == content and len(list((data / "wiki").iterdir())) == 2
 
 
 def test_an_empty_name_is_not_this_folder(capsys):
@@ -332,7 +346,17 @@ def make_deep(path):
     path.write_text('{"text": "fine"}\n{"text": ' + "[" * 100_000 + "]" * 100_000 + "}\n")
 
 
+def make_latin(path):
+    path.mkdir()
+    for name in ("a.txt", "b.txt"):
+        (path / name).write_bytes("café".encode("latin-1") * 200)
+
+
 @pytest.mark.parametrize("name, make, diagnosis", [
+    ("latin", make_latin, "no file in UTF-8"),
+    ("null.jsonl", lambda path: path.write_text('{"text": null}'), 'line 1: its "text" is no text'),
+    ("number.jsonl", lambda path: path.write_text('{"text": 3}'), 'line 1: its "text" is no text'),
+    ("other.jsonl", lambda path: path.write_text('{"body": "x"}'), "as it has the keys 'body'"),
     ("link.txt", make_link, "a link to gone"),
     ("pipe", lambda path: os.mkfifo(path), "a pipe or a device"),
     ("deep.jsonl", make_deep, "line 2: nested too deeply"),
@@ -352,6 +376,23 @@ def test_unusable_input_is_one_sentence_with_the_right_diagnosis(
     assert message.count("\n") == 1
     assert message.startswith(f"prepare.py: {path}")
     assert diagnosis in message
+    assert folder_is_empty(tmp_path / "out")
+
+
+def test_of_a_folder_within_a_folder_that_cannot_be_read_the_name_is_said(tmp_path):
+    closed = tmp_path / "texts" / "closed"
+    with pytest.raises(prepare.PrepareError, match=f"^{closed}: cannot be read"):
+        with errors_of(tmp_path / "texts"):
+            raise PermissionError(13, "Permission denied", str(closed))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits the memory of a process")
+def test_a_document_that_is_too_large_for_the_memory_is_one_sentence(tmp_path):
+    (tmp_path / "large.txt").write_bytes(b"long " * 20_000_000)
+    command = [sys.executable, ROOT / "data" / "prepare.py", tmp_path / "large.txt", "--bytes", f"--out={tmp_path / 'out'}"]
+    run = subprocess.run(["bash", "-c", 'ulimit -v 500000; exec "$@"', "", *command], capture_output=True, text=True)
+    assert run.returncode == 2 and run.stderr.count("\n") == 1, run.stderr
+    assert "a document needs more memory" in run.stderr and "--split_blank=1" in run.stderr
     assert folder_is_empty(tmp_path / "out")
 
 

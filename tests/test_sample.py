@@ -12,6 +12,7 @@ import sample
 import train_gpt as t
 from nanogpt.checkpoint import of_model, write
 from nanogpt.masks import BLOCK_SIZE
+from nanogpt.ranks import BadInput
 
 BOS = 256
 LENGTH = 1024
@@ -378,6 +379,18 @@ def test_control_characters_do_not_reach_a_terminal(monkeypatch, capsys):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     sample.show("a\x1b[31m\x07\x9b\tb\n")
     assert capsys.readouterr().out == "a?[31m??\tb\n"
+    monkeypatch.setattr(sample, "continue_text", lambda *_: "a\x1b[2J")
+    model, _ = untrained()
+    assert sample.after_training(model, "a", 3) == "a?[2J"
+
+
+@pytest.mark.parametrize("argv", [["m.pt", "Once", "--seed=3"], ["--seed=3", "m.pt", "Once"], ["m.pt", "--seed=3", "Once"]])
+def test_options_may_stand_anywhere(argv):
+    options = sample.parse(argv)
+    assert (options.checkpoint, options.text, options.seed) == ("m.pt", "Once", 3)
+    assert not hasattr(sample.parse(["m.pt", "--seed=3"]), "text")
+    with pytest.raises(BadInput, match="nonsense"):
+        sample.parse([*argv, "--nonsense=1"])
 
 
 def test_the_laptops_model_counts_as_small_whatever_the_size_of_its_tables(monkeypatch):
