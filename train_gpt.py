@@ -103,7 +103,7 @@ from nanogpt.rows import LookedUpRows
 from nanogpt.run_files import RunFiles, check_amount, check_run_files, chooses_steps
 from nanogpt.watch import Watch
 from records import journal
-from records.console import Console, complain, next_commands
+from records.console import CLEAR_RISE, Console, complain, next_commands
 
 WATCH = Watch(STOP)  # ends this process if another rank is lost
 
@@ -321,16 +321,15 @@ def parse_config(argv: list[str]) -> Config:
         partial(limits.check_values, schedules=SCHEDULES, precisions=PRECISIONS))
     require(not (given.get("minutes") and "num_steps" in given),
             "--minutes chooses the number of steps; leave out --minutes or --num_steps")
-    log_dir = given.get("log_dir", Config.log_dir)
-    save = saving.find(given.get("resume", ""), log_dir, given, MAY_CHANGE)
+    preset = given.get("preset") or default_preset(given.get("device"))
+    c = arguments.configure(Config, PRESETS, preset, given)
+    brings_text = "data_dir" in given and not given.get("preset")
+    resume = given.get("resume", "")
+    save = saving.find(resume, c.log_dir, given, MAY_CHANGE, dataclasses.asdict(c))
     if save:
         c = saving.configure(Config, save, given, MAY_CHANGE)
-    else:
-        preset = given.get("preset") or default_preset(given.get("device"))
-        c = arguments.configure(Config, PRESETS, preset, given)
-        brings_text = "data_dir" in given and not given.get("preset")
-        if given.get("fit", brings_text):
-            c = fitting.fit(c, PRESETS, SCHEDULES, given, has_cuda(given.get("device")))
+    elif given.get("fit", brings_text):
+        c = fitting.fit(c, PRESETS, SCHEDULES, given, has_cuda(given.get("device")))
     check_config(c)
     return c
 
@@ -2093,8 +2092,12 @@ class Run:
             self.log.console.closing(path, [])  # before the sample, which may be broken off
             if c.sample:
                 self.show_sample(keeper.best or keeper.weights_now(self.step, result["val_loss"]))
+            if self.log.console.rise() > CLEAR_RISE:  # it would learn its text by heart
+                longer = ""
             self.log.console.closing(None, next_commands(path, c.data_dir, longer))
-        return 1 if result["reached"] is False else 0
+        # torchrun takes a 1 for a crash: with --max_restarts it would train all that once more.
+        restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
+        return 1 if result["reached"] is False and restarts == 0 else 0
 
     def show_sample(self, content: dict) -> None:
         """Continues the text of --sample by the model of a checkpoint."""
@@ -2107,8 +2110,8 @@ class Run:
 
 def train(c: Config, at_end: ExitStack) -> int:
     """The whole run, or what is left of a saved one. Returns the exit status: 1 if the target was
-    missed, 130 or 143 if a signal has ended the run, else 0. `at_end` gets what is to be done even
-    if an error ends it. A collective."""
+    missed, 129, 130 or 143 if a signal has ended the run, else 0. `at_end` gets what is to be done
+    even if an error ends it. A collective."""
     # 1. Import what this run needs, so that the log can show it, and check what can be checked
     # before anything is written or compiled.
     cuda = has_cuda(c.device)
@@ -2205,7 +2208,7 @@ def train(c: Config, at_end: ExitStack) -> int:
 
 def main(argv: list[str]) -> int:
     """Exit status: 0 target reached or none, 1 not reached, 2 bad input or too little memory, 3
-    another rank was lost, 130 or 143 ended by SIGINT or SIGTERM. On an error, `at_end` first writes
+    another rank was lost, 129, 130 or 143 ended by a signal. On an error, `at_end` first writes
     the best weights and a note to the log. Then WATCH tells the other ranks, and ends them."""
     errors = (BadInput, shards.ShardError, OSError)
     c = Config()  # until the command line is read

@@ -105,7 +105,7 @@ def refuse_faults(faults: dict[int, str | None], rank: int, world_size: int) -> 
     raise SharedFault(sentence, speaker)
 
 
-REQUESTS = ("SIGINT", "SIGTERM", "save")
+REQUESTS = ("SIGINT", "SIGTERM", "SIGHUP", "save")
 
 
 class Requests:
@@ -141,7 +141,7 @@ class Requests:
             self.unsent.add(request)
 
     def outgoing(self) -> Tensor:
-        """(3,), a 1 for each new request of this rank; (0,) if there are no other ranks."""
+        """(4,), a 1 for each new request of this rank; (0,) if there are no other ranks."""
         if not self.unsent:
             return self.nothing
         numbers = [float(request in self.unsent) for request in REQUESTS]

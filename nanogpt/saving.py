@@ -69,29 +69,40 @@ def step_of(save: Path) -> int:
 
 
 def find(asked: str, log_dir: str, given: dict | None = None,
-         may_change: tuple[str, ...] = ()) -> Path | None:
+         may_change: tuple[str, ...] = (), new: dict | None = None) -> Path | None:
     """The save that --resume=ASKED means: the folder of a save, or the newest one in a folder
     RUN_ID.saved. NEWEST is the newest one of all runs in `log_dir` that have not come to their end,
-    or None if there is none. Runs with the configuration that the `given` keys ask for go before
-    others: where two runs share a folder, the command of each one finds its own. Without --resume
-    (empty) it is None, too. Raises BadInput if there is no such save."""
+    or None if there is none. Without --resume (empty) it is None, too.
+
+    Where several runs share a folder, the command of each one should find its own: the runs with
+    the `given` values go before others, of these the one on the given data, and then the one whose
+    configuration is nearest to `new`, which the command would have without --resume.
+
+    Raises BadInput if there is no such save."""
     if not asked:
         return None
     if asked == NEWEST:
+        given = given or {}
+        says_which = not set(given) <= set(may_change)  # else the newest one is meant
         newest = []  # of each run
         for folder in Path(log_dir).glob("*.saved"):
             if not (folder / FINISHED).exists():
                 newest += complete(folder)[-1:]
         newest.sort(key=lambda save: (save.stat().st_mtime_ns, step_of(save)), reverse=True)
+        differences = {}  # save -> from what was asked for
         for save in newest:
             try:
                 config = facts_of(save)["config"]
             except BadInput:  # it is damaged; perhaps the keys ask for another run
-                if set(given or {}) <= set(may_change):
+                if not says_which:
                     raise
                 continue
-            if not changes(config, given or {}, may_change):
-                return save
+            if not changes(config, given, may_change):
+                other_data = "data_dir" in given and not same_path(config, given)
+                number = len(changes(config, new or {}, may_change)) if says_which else 0
+                differences[save] = other_data, number
+        if differences:
+            return min(differences, key=differences.get)
         return newest[0] if newest else None
     path = Path(asked)
     if path in complete(path.parent):
@@ -100,6 +111,10 @@ def find(asked: str, log_dir: str, given: dict | None = None,
     require(saves, f"--resume={asked} is no complete save; name a folder such as "
             "logs/RUN_ID.saved/step_000123, or give --resume alone for the newest one")
     return saves[-1]
+
+
+def same_path(config: dict, given: dict) -> bool:
+    return Path(str(config.get("data_dir"))).resolve() == Path(given["data_dir"]).resolve()
 
 
 def part_of(save: Path, rank: int, world_size: int) -> Path:
@@ -383,6 +398,8 @@ class Saved:
         logs = self.save.parent.parent
         names = [Path(str(folder)).name for folder in self.fact("came_from")]
         folders = [str(logs / name) for name in names if name.endswith(".saved")]
+        if self.save.parent.suffix != ".saved":
+            return folders  # somebody has copied the save to this place, where nothing else is ours
         return [*folders, str(self.save.parent)]
 
     def checkpoint_path(self) -> Path:
@@ -538,8 +555,7 @@ def configure(config_class: type, save: Path, given: dict, may_change: tuple[str
     if save.parent.suffix == ".saved":
         saved["log_dir"] = str(save.parent.parent)
     check_changes(save, saved, given, may_change)
-    if saved["minutes"]:
-        given = {name: given[name] for name in given if name != "epochs"}
+    given = {name: value for name, value in given.items() if not was_fitted(saved, name, value)}
     return config_class(**saved | given | {"resume": str(save)})
 
 
@@ -549,10 +565,18 @@ def changes(saved: dict, given: dict, may_change: tuple[str, ...]) -> list[str]:
     for name, value in given.items():
         if name in may_change or value == saved.get(name):
             continue
-        if name == "epochs" and saved.get("minutes"):
-            continue  # the number of readings has followed from the minutes, whatever was given
+        if was_fitted(saved, name, value):
+            continue
         changed.append(f"--{name}={value} (saved: {saved.get(name)})")
     return changed
+
+
+def was_fitted(saved: dict, name: str, value) -> bool:
+    """Whether a key may have been given this value, although the saved one is another. The number
+    of readings follows from the minutes; what is given for val_tokens is an upper bound."""
+    if name == "epochs":
+        return bool(saved.get("minutes"))
+    return name == "val_tokens" and bool(saved.get("fit")) and value >= saved["val_tokens"]
 
 
 def check_changes(save: Path, saved: dict, given: dict, may_change: tuple[str, ...]) -> None:

@@ -1,9 +1,11 @@
-"""Signals that end a run: SIGINT (control-C) and SIGTERM (kill, a cluster, torchrun).
+"""Signals that end a run: SIGINT (control-C), SIGTERM (kill, a cluster, torchrun), and SIGHUP (the
+terminal was closed).
 
 Before the first step there is nothing to keep, so a signal ends the process at once. From then on
 until the weights are written, the first signal is only noted: the trainer ends the run in order
-after the step in hand. A second signal ends the process at once. While a sample is drawn from the
-trained model, a signal ends the process at once again.
+after the step in hand. After that, control-C ends the process at once. A second SIGTERM does not:
+a cluster may send it to all processes, and torchrun hands on to the ranks what it has got itself.
+While a sample is drawn from the trained model, a signal ends the process at once again.
 
 This file imports nothing of torch, because it is at work while torch is imported.
 """
@@ -11,6 +13,8 @@ import os
 import signal
 
 SIGNALS = {signal.SIGINT: "SIGINT", signal.SIGTERM: "SIGTERM"}
+if hasattr(signal, "SIGHUP"):  # Windows has none
+    SIGNALS[signal.SIGHUP] = "SIGHUP"
 
 
 def status_of(name: str) -> int:
@@ -30,8 +34,11 @@ class Stop:
         self.leave_with_others = None  # ends the process if it is one of several (watch.py)
 
     def listen(self) -> None:
+        # nohup has SIGHUP ignored. torchrun hands on even that one, and then waits for our end.
+        in_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
         for number in SIGNALS:
-            signal.signal(number, self.notice)
+            if in_torchrun or signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self.notice)
 
     def notice(self, number: int, frame) -> None:
         """What Python calls when a signal has come."""
@@ -41,16 +48,16 @@ class Stop:
             if self.leave_with_others:
                 self.leave_with_others(number)
             leave(number, self.when)
-        self.signal = SIGNALS[number]
-        for other in SIGNALS:  # the next one needs no Python, which may wait for something
-            signal.signal(other, signal.SIG_DFL)
+        self.signal = self.signal or SIGNALS[number]
+        # The next control-C needs no Python, which may wait for something.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     def end_steps(self) -> None:
         """All is written: a signal does not wait any more, nor does one that has come already."""
         self.in_steps = False
         self.when = "after the last step"
         if self.signal:
-            leave(signal.Signals[self.signal], self.when)
+            self.notice(signal.Signals[self.signal], None)
 
 
 def leave(number: int, when: str) -> None:

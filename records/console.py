@@ -23,7 +23,7 @@ PROGRESS_LINES = 20  # about as many lines for the training steps where there is
 RECENT_STEPS = 50  # over which the time of a step is averaged
 REDRAW_S = 0.1  # the bar is drawn anew at most this often
 LABEL_WIDTH = 10
-CLEAR_RISE = 0.01  # of the validation loss, in nats: less may be chance
+CLEAR_RISE = 0.01  # of the validation loss, in nats, which is overfitting: less may be chance
 
 # ------------------------------------------------------------------------------------------------
 # Streams that cannot end a run
@@ -380,15 +380,20 @@ class Console:
             start = f"; the first batch had {self.training[0].loss:.4f}"
         return self.loss_in_words(loss) + start
 
+    def rise(self) -> float:
+        """By how much the last validation loss is above the best one, as they are printed."""
+        if not self.validations:
+            return 0.0
+        losses = [round(point.loss, 4) for point in self.validations]
+        return losses[-1] - min(losses)
+
     def best_in_words(self, kept_step: int | None) -> str:
         """Says that an earlier validation was better than the last one, if that is so."""
-        if not self.validations:
+        rise = self.rise()
+        if not rise > 0:
             return ""
         best = min(self.validations, key=lambda point: point.loss)
         last = self.validations[-1]
-        rise = round(last.loss, 4) - round(best.loss, 4)
-        if not rise > 0:
-            return ""
         text = f"{best.loss:.4f} at step {best.step:,}"
         if kept_step == best.step:
             text += ", and the weights of that step were kept"

@@ -269,7 +269,8 @@ class Log:
         self.console.result(facts, kept_step)
         if self.console.shows:
             broken = "" if self.path in self.files else " (it broke off)"
-            self.console.say(f"log: {self.path}{broken}")
+            gone = "" if self.path.exists() else " (it was removed during the run)"
+            self.console.say(f"log: {self.path}{broken or gone}")
 
     def end_early(self, kind: type | None, error: BaseException | None, trace) -> None:
         """The last line of a log without an end block, if an error ends the run: what it was. This

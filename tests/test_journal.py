@@ -123,6 +123,14 @@ def test_a_defect_is_a_warning_and_other_facts_are_for_the_file_alone(tmp_path, 
     assert len(lines_of(log)) == 5
 
 
+def test_the_end_says_it_if_somebody_has_removed_the_log(tmp_path, capsys):
+    log = open_log(tmp_path)
+    log.path.unlink()
+    log.step(1, 0.1, "val_loss", 2.5)
+    log.end({"val_loss": 2.5})
+    assert capsys.readouterr().out.endswith(f"log: {log.path} (it was removed during the run)\n")
+
+
 def test_a_full_disk_ends_the_log_and_not_the_run(tmp_path, capsys):
     log = open_log(tmp_path, jsonl=True)
     log.fact("note", "the last one")

@@ -3,6 +3,7 @@
 The reference is always the undisturbed run: its exact losses (from the JSON twin of its log) and its weights. Real
 processes and signals where these are the point; elsewhere `main`, with a signal that is only noted.
 """
+import dataclasses
 import hashlib
 import json
 import os
@@ -526,6 +527,70 @@ def test_of_two_runs_in_one_folder_each_finds_its_own_save(stopped, tmp_path):
         saving.find(saving.NEWEST, tmp_path, {"run_name": "another"}, t.MAY_CHANGE)
 
 
+def saves_with(folder, stopped, *configs):
+    """Copies of a save with these values in their configurations, each newer than the one before."""
+    paths = []
+    for number, values in enumerate(configs):
+        paths.append(folder / f"{number}.saved" / "step_000003")
+        shutil.copytree(the_save(stopped), paths[-1])
+        rewrite(paths[-1], lambda content, values=values: content["facts"]["config"].update(values))
+        os.utime(paths[-1], (10**9 + number, 10**9 + number))
+    return paths
+
+
+def test_a_command_that_leaves_a_key_out_finds_the_run_that_had_left_it_out_too(stopped, tmp_path):
+    plain, changed = saves_with(tmp_path, stopped, {"muon_lr": 0.02}, {"muon_lr": 0.5})
+    for new, expected in ((0.02, plain), (0.5, changed), (0.1, changed)):
+        found = saving.find(saving.NEWEST, tmp_path, {"seed": 0}, t.MAY_CHANGE, {"seed": 0, "muon_lr": new})
+        assert found == expected
+    assert saving.find(saving.NEWEST, tmp_path, {"jsonl": True}, t.MAY_CHANGE, {"muon_lr": 0.02}) == changed
+
+
+def test_of_runs_on_several_texts_the_command_with_a_text_finds_its_own(stopped, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    a, b = saves_with(tmp_path, stopped, {"data_dir": "data/a"}, {"data_dir": str(tmp_path / "data/b")})
+    for asked, expected in (("data/a/", a), ("data/b", b), ("data/moved", b)):
+        assert saving.find(saving.NEWEST, tmp_path, {"data_dir": asked}, t.MAY_CHANGE, {}) == expected
+
+
+def test_a_fitted_run_goes_on_by_the_command_that_it_was_started_with(corpus, tmp_path, capsys):
+    command = [*by_minutes(options(corpus, tmp_path)), "--minutes=0", "--fit", "--val_tokens=30000", "--epochs=1"]
+    assert run(command, 2) == 130
+    assert read_log(last_log(tmp_path)).config["val_tokens"] < 30000
+    assert run([*command, "--resume"]) == 0, capsys.readouterr().err
+    assert "resumed at step 2" in capsys.readouterr().out
+
+
+def test_a_run_that_goes_on_from_a_copied_save_removes_nothing_beside_it(corpus, tmp_path):
+    assert run(options(corpus, tmp_path / "a"), 3) == 130
+    copy = tmp_path / "keep" / "step_000003"
+    shutil.copytree(the_save(tmp_path / "a"), copy)
+    others = [copy.with_name(name) for name in ("step_000001", "step_000002", "thesis.unfinished")]
+    for path in others:
+        path.mkdir()
+    assert run([f"--resume={copy}"]) == 0
+    assert all(path.is_dir() for path in (copy, *others)) and not (copy.parent / saving.FINISHED).exists()
+
+
+@pytest.mark.parametrize("losses, advises", [([2.0, 1.0, 1.5], False), ([2.0, 1.0, 1.005], True), ([3.0, 2.0, 1.0], True)])
+def test_a_longer_run_is_advised_only_if_this_one_has_not_overfitted(losses, advises, corpus, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(t, "validate", lambda model, tokens, step: losses.pop(0))
+    monkeypatch.setattr(fitting, "option_for_longer", lambda c, seconds: "--minutes=9")
+    command = [*by_minutes(options(corpus, tmp_path, val_interval=2, epochs=100)), "--minutes=0.01"]
+    monkeypatch.setattr(fitting, "fit_to_minutes", lambda c, *_: dataclasses.replace(c, num_steps=4))
+    assert run(command) == 0
+    assert ("--minutes=9" in capsys.readouterr().out) == advises
+
+
+def test_a_run_that_misses_its_target_is_not_started_again_by_torchrun(corpus, tmp_path, monkeypatch):
+    command = options(corpus, tmp_path, target_loss=0.1)
+    assert run(command) == 1
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
+    assert run(command) == 1
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    assert run(command) == 0
+
+
 def test_a_run_whose_copy_has_ended_is_found_again_after_its_next_save(tmp_path):
     folder = tmp_path / "x.saved"
     folder.mkdir()
@@ -586,7 +651,8 @@ def signalled(number, when, *command):
 LONG = {"num_steps": 2000, "epochs": 1000, "val_interval": 5}
 
 
-@pytest.mark.parametrize("number, status, save_every", [(signal.SIGINT, 130, 60), (signal.SIGTERM, 143, 0)])
+@pytest.mark.parametrize(
+    "number, status, save_every", [(signal.SIGINT, 130, 60), (signal.SIGTERM, 143, 0), (signal.SIGHUP, 129, 60)])
 def test_a_signal_ends_a_run_in_order(number, status, save_every, corpus, tmp_path):
     command = options(corpus, tmp_path, save_every=save_every, **LONG)
     found, seconds, out = signalled(number, "step:10/", "train_gpt.py", *command)
@@ -621,12 +687,46 @@ def test_torchrun_hands_a_signal_on_to_both_ranks(corpus, tmp_path):
     assert saving.find(saving.NEWEST, tmp_path) == the_save(tmp_path)
 
 
-def test_the_second_signal_ends_the_process_at_once():
-    code = ("import os, signal, time; from nanogpt.stopping import Stop; stop = Stop(); stop.listen(); "
-            "stop.in_steps = True; os.kill(os.getpid(), 2); print(stop.signal, flush=True); "
-            "os.kill(os.getpid(), 15); time.sleep(9)")
-    found = start("-c", code)
-    assert (found.returncode, found.stdout, found.stderr) == (-15, "SIGINT\n", "")
+def after_signals(*numbers, before="pass", **variables):
+    """What comes of a process in the steps of a run that gets these signals: (status, the signal it has noted)."""
+    code = f"import os, signal; from nanogpt.stopping import Stop; stop = Stop(); {before}; stop.listen()\n"
+    code += f"stop.in_steps = True\nfor number in {numbers}:\n    os.kill(os.getpid(), number)\n"
+    code += "    print(stop.signal, flush=True)"
+    found = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT | variables, cwd=ROOT, text=True,
+                           capture_output=True, timeout=100)
+    assert found.stderr == ""
+    return found.returncode, found.stdout.split()[-1]
+
+
+def test_control_c_ends_a_process_at_once_that_has_had_a_signal():
+    assert after_signals(2, 2) == (-2, "SIGINT")
+    assert after_signals(15, 2) == (-2, "SIGTERM")
+
+
+def test_a_sigterm_that_comes_twice_is_one_request():
+    """A cluster sends it to all processes, and torchrun, which is one of them, hands it on to the ranks."""
+    assert after_signals(15, 15) == (0, "SIGTERM")
+    assert after_signals(2, 15, 15) == (0, "SIGINT")
+
+
+def test_a_closed_terminal_does_not_end_a_run_under_nohup_but_torchrun_does():
+    ignore = "signal.signal(signal.SIGHUP, signal.SIG_IGN)"
+    assert after_signals(1, 15, before=ignore) == (0, "SIGTERM")
+    assert after_signals(1, 15, before=ignore, TORCHELASTIC_RUN_ID="1") == (0, "SIGHUP")
+
+
+def test_a_signal_that_waits_when_the_run_is_over_is_told_to_the_other_ranks():
+    stop = stopping.Stop()
+    stop.signal, told = "SIGTERM", []
+
+    def tell(number):
+        told.append((number, stop.when))
+        raise SystemExit  # it would end the process
+
+    stop.leave_with_others = tell
+    with pytest.raises(SystemExit):
+        stop.end_steps()
+    assert told == [(signal.SIGTERM, "after the last step")]
 
 
 @pytest.mark.parametrize("lag", [(0, 0), (0, 1), (1, 0), (1, 1)])
@@ -652,8 +752,11 @@ def test_ranks_grant_a_request_at_the_same_step_whenever_they_hear_of_it(lag, mo
 def test_requests_leave_the_flags_of_recipes_alone(monkeypatch):
     monkeypatch.setattr("nanogpt.ranks.rank_and_world_size", lambda: (0, 2))
     requests = Requests(torch.device("cpu"))
-    assert requests.outgoing().tolist() == [0, 0, 0]
-    assert requests.hear([TrainingLoss(3, 2.5, [0.0, 7.0, 0.0, 0.0, 1.0])]) == [TrainingLoss(3, 2.5, [0.0, 7.0])]
+    nothing = requests.outgoing().tolist()
+    assert set(nothing) == {0}
+    requests.ask("save")
+    assert requests.hear([TrainingLoss(3, 2.5, [0.0, 7.0, *requests.outgoing().tolist()])]) == [
+        TrainingLoss(3, 2.5, [0.0, 7.0])]
     assert not requests.granted("save", 3) and requests.granted("save", 4) and not requests.granted("save", 5)
 
 
