@@ -558,16 +558,15 @@ def parameter_table(c: Config) -> dict[str, Param]:
         zero(w[1::2])
 
     def of_attention(w: Tensor) -> None:
-        """Of each key, the half that does not turn is the previous token's (`offset_keys`). In the
-        layers that see far, queries and keys begin with equal weights for this half (Trockman and
-        Kolter 2023): after "A B ... A", the query of the second A matches the key of B, which holds
-        the first A. Otherwise a model has to learn this, in some runs much later than in others.
-        In the other layers it made no difference."""
+        """Of each key, the half that does not turn is the previous token's (`offset_keys`). Queries
+        and keys begin with equal weights for this half (Trockman and Kolter 2023): after
+        "A B ... A", the query of the second A matches the key of B, which holds the first A.
+        Otherwise a model has to learn this, in some runs much later than in others."""
         narrow(w)
         # Each head: the first and second members of its d / 2 pairs.
-        for layer, (queries, keys, _, _) in enumerate(w.view(L, 4, H, 2, d // 2, D)):
-            if sees_far(layer, c):
-                keys[:, :, d // 4 :] = queries[:, :, d // 4 :]
+        weights = w.view(L, 4, H, 2, d // 2, D)
+        queries, keys = weights[:, 0], weights[:, 1]
+        keys[..., d // 4 :, :] = queries[..., d // 4 :, :]
 
     muon = dict(optimizer="muon", decay=c.muon_decay * c.muon_lr)
     with_head_lr = dict(optimizer="adam", lr=c.head_lr)

@@ -794,7 +794,7 @@ def test_the_mean_validation_loss_is_over_exactly_val_tokens(monkeypatch):
     assert loss == pytest.approx(total.item() / 768, rel=1e-6)  # the scale of scores is kept in float32
 
 
-def test_a_layer_that_sees_far_begins_by_finding_what_came_after_an_equal_token(monkeypatch):
+def test_every_layer_begins_by_finding_what_came_after_an_equal_token(monkeypatch):
     model = t.GPT(t.Config(**t.PRESETS["laptop"] | {"precision": "fp32"}), torch.device("cpu"))
     t.initialize(model, 0)
     scores, attend = [], t.attend
@@ -810,7 +810,7 @@ def test_a_layer_that_sees_far_begins_by_finding_what_came_after_an_equal_token(
     with torch.no_grad():
         model.last_stream(tokens, t.setting_of(0, model.config), True)
     after = [score[:, torch.arange(99), torch.arange(1, 100)].mean() for score in scores]  # the token after the equal one
-    assert after[1] > 0.4 and after[3] > 0.4 and after[0] < 0.05 and after[2] < 0.05
+    assert len(after) == 4 and min(after) > 0.4, after
 
 
 STAGE = t.Stage(0.5, 1, 2048, 2, 1, 1.0)
