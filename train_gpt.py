@@ -157,10 +157,12 @@ class Config:
         0.7, "last fraction of the steps, in which the factor of learning rates falls to 0.15")
     momentum_warmup: int = key(300, "steps over which Muon's momentum rises from 0.85 to 0.95")
     # optimizers
-    muon_lr: float = key(0.02, "Muon's learning rate, for the matrices")
+    muon_lr: float = key(
+        0.02, "Muon's learning rate, for the matrices of attention; the MLPs' have two and four "
+        "times this")
     muon_decay: float = key(
-        1.2, "weight decay of the matrices: of a weight that shrinks anyway, a step takes away "
-        "muon_lr * muon_decay * (the matrix's learning rate)")
+        1.2, "weight decay of the matrices: of a weight that shrinks anyway, a step takes away the "
+        "part muon_lr * muon_decay * (the matrix's learning rate)")
     head_lr: float = key(
         0.0065, "Adam's learning rate for output head, token embedding and gates; MUDD (late_mix) "
         "has a quarter of it")
@@ -193,7 +195,7 @@ class Config:
         "auto", "of activations and of the weights that products use: bfloat16, float16, float32, "
         "float64, or auto: as the precision says")
     attention: str = key("auto", "auto, flex (CUDA) or sdpa (everywhere)")
-    compile: bool = key(True, "use torch.compile")
+    compile: bool = key(True, "use torch.compile, and CUDA graphs on a GPU")
     join_timeout: float = key(5.0, "minutes that a process waits for the others at the start")
     resume: str = key(
         "", "save to go on from, logs/RUN_ID.saved/step_000123; --resume alone: the newest one in "
@@ -209,7 +211,7 @@ class Config:
         "", "file to write the weights of the best validation to; auto: models/NAME.pt")
     save_every: float = key(
         0.0, "minutes of training between saves of the whole run, from which --resume goes on; 0: "
-        "save never")
+        "none by the clock")
     save_steps: int = key(0, "the same in steps; with both keys, whichever comes first")
     sample: str = key("", "text to continue with the trained model")
     sample_tokens: int = key(256, "tokens to sample")
@@ -390,9 +392,9 @@ def relu_squared(x: Tensor) -> Tensor:
 ACTIVATION = relu_squared  # of the MLP (So et al. 2021)
 
 
-def multiply_values(weights: Tensor, factor: Tensor) -> Tensor:
+def stacked_qkv(weights: Tensor, factor: Tensor) -> Tensor:
     """The weights of queries, keys and values (3, H d, D) -> the same (3 H d, D), those of values
-    multiplied."""
+    multiplied by the factor."""
     return torch.cat((weights[:2], factor * weights[2:])).flatten(0, 1)
 
 
@@ -409,13 +411,13 @@ class Products:
 
     def qkv(self, x: Tensor, weights: Tensor, factor: Tensor) -> tuple[Tensor, ...]:
         """x (T, D), weights (3, H d, D) -> queries, keys and factor times values, (T, H d) each."""
-        stacked = self.linear(x, multiply_values(weights, factor))  # (T, 3 H d)
+        stacked = self.linear(x, stacked_qkv(weights, factor))  # (T, 3 H d)
         return stacked.view(len(x), 3, -1).unbind(1)
 
     def mlp(self, x: Tensor, up: Tensor, down: Tensor, factor: Tensor,
             down_products: "Products") -> Tensor:
-        """x (T, D), up and down (D, F) -> factor ACTIVATION(x up) down^T (T, D). `down_products`
-        compute the second product."""
+        """x (T, D), up and down (D, F) -> factor ACTIVATION(x up) down^T (T, D). This is called on
+        the products of `up`. Those of `down` are given: they may have another recipe."""
         hidden = ACTIVATION(self.linear(x, up.t()))  # (T, F)
         return down_products.linear(hidden, down, factor)
 
@@ -541,7 +543,7 @@ def sees_far(layer: int, c: Config) -> bool:
 def parameter_table(c: Config) -> dict[str, Param]:
     """All parameters, in the order in which the optimizer works on them. Large matrices stand
     before the tables and after them: while a GPU updates one of them, the gradients of the next
-    parameter and the new weights of the last one travel between the GPUs."""
+    parameter and the new weights of the one before travel between the GPUs."""
     L = c.num_layers
     D = c.model_dim
     H = c.num_heads
@@ -619,8 +621,8 @@ def num_weights(c: Config) -> tuple[int, int]:
 
 
 def flops_per_token(c: Config) -> int:
-    """6 for each weight that a token is multiplied by: those of all matrices, and of the head the
-    rows of the candidates. Attention is not counted."""
+    """6 for each weight that a token is multiplied by: those of mlp and qkvo, and of the head the
+    rows of the candidates. The scores of attention are not counted."""
     matrices = [parameter_table(c)[name].shape for name in ("mlp", "qkvo")]
     head = c.model_dim * min(c.candidates or c.vocab_size, c.vocab_size)
     return 6 * (sum(math.prod(shape) for shape in matrices) + head)
@@ -810,36 +812,29 @@ def late_mix(x: Tensor, sources: tuple[Tensor, ...], weights: LateMix) -> Tensor
 VAL_CHUNK = 16_384  # tokens whose logits are computed at a time in validation
 
 
-class Head(NamedTuple):
-    """What the loss needs beside the stream."""
-    weight: Tensor  # (V, D), or that of the candidates
-    targets: Tensor  # (T,) rows of the weight; -1: none
-    bias: Tensor | None  # (number of candidates,), added to the capped logits
-
-
-def head_loss(x: Tensor, sources: tuple[Tensor, ...], late: LateMix, head: Head,
-              head_products: Products) -> Tensor:
+def head_loss(x: Tensor, sources: tuple[Tensor, ...], late: LateMix, products: Products,
+              w: Tensor, targets: Tensor, bias: Tensor | None) -> Tensor:
     """x (T, D) and the sources of `late_mix` -> the cross-entropy of the capped logits, summed over
-    T."""
-    x = late_mix(x, sources, late)
-    return head_products.head_loss(x, head.weight, head.targets, head.bias)
+    T. The rest is as in Products.head_loss."""
+    return products.head_loss(late_mix(x, sources, late), w, targets, bias)
 
 
 def choose_candidates(targets: Tensor, is_target: Tensor, counts: Tensor,
                       number: int) -> tuple[Tensor, Tensor, Tensor]:
     """Priority sampling (Duffield et al. 2007). targets (T,), -1: none; is_target (V,) bool; counts
     (V,), how often each token was a target so far -> the candidates (number,), the logarithm of how
-    many tokens each one stands for (number,), and each target's place among the candidates (T,), or
-    -1 for a target that has none because more than `number` tokens are targets.
+    many tokens each one stands for (number,), and each target's place among the candidates (T,). It
+    is -1 for no target, and for one that is left out because more than `number` tokens are targets.
 
     A token's size is its count plus one, so that each can be drawn, and its priority is size / u
-    with u uniform in (0, 1]. The tokens of highest priority are chosen. Let t be the highest one of
+    with u uniform in (0, 1). The tokens of highest priority are chosen. Let t be the highest one of
     those left out. A token of size s is chosen if s / u > t, which has the probability
     min(1, s / t); so it stands for max(1, t / s) tokens. Targets get a size that is large enough to
     be certain."""
     certain = 1e30
     size = torch.where(is_target, certain, 1 + counts)
     u = torch.rand_like(size).clamp(min=2.0**-25)  # 0 would make a token as certain as a target
+    # Targets get equal priorities: then each stands for one token, even if some are left out.
     priority, order = (size / u).clamp(max=certain).topk(number + 1)
     chosen = order[:-1]
     threshold = priority[-1]
@@ -873,7 +868,7 @@ class GPT(nn.Module):
         self.bos = min(shards.SEPARATOR, c.vocab_size - 1)
         self.flex = c.attention == "flex" or (c.attention == "auto" and device.type == "cuda")
         self.big_tables = [name for name, param in self.params.items() if param.share == "columns"]
-        self.add_banks(recipe.PLAIN_DTYPES[recipe.options_of(c).plain_recipe], device, world_size)
+        self.add_banks(recipe.PLAIN_DTYPES[recipe.plain_recipe(c)], device, world_size)
         generator = torch.Generator().manual_seed(0)
         signs = 2 * torch.randint(0, 2, (SIGNS, c.model_dim), generator=generator) - 1
         self.register_buffer("signs", signs.to(device, torch.int8), persistent=False)
@@ -992,20 +987,20 @@ class GPT(nn.Module):
         """tokens, targets (T,) int64 -> the loss, summed over T. A target of -1 is none."""
         x, sources = self.last_stream(tokens, setting, training, looked_up)
         late = LateMix(self.late_in, self.late_out, self.late_bias)
-        head_products = self.precision.head_at(setting, training)
-        head = Head(self.weight("lm_head"), targets, None)
+        products = self.precision.head_at(setting, training)
+        w, bias = self.weight("lm_head"), None
         if training:
             if 0 < self.config.candidates < self.config.vocab_size:
-                chosen, bias, places = self.draw_candidates(targets)
-                head = Head(head.weight.index_select(0, chosen), places, bias)
-                head_products = head_products.for_rows(chosen)
-            return self.functions.head_loss(x, sources, late, head, head_products)
+                chosen, bias, targets = self.draw_candidates(targets)  # now rows of w
+                w = w.index_select(0, chosen)
+                products = products.for_rows(chosen)
+            return self.functions.head_loss(x, sources, late, products, w, targets, bias)
         total = 0
         for begin in range(0, len(tokens), VAL_CHUNK):  # logits of a whole sequence would not fit
             chunk = slice(begin, begin + VAL_CHUNK)
-            head = head._replace(targets=targets[chunk])
             of_chunk = tuple(source[chunk] for source in sources)
-            total = total + self.functions.head_loss(x[chunk], of_chunk, late, head, head_products)
+            total = total + self.functions.head_loss(
+                x[chunk], of_chunk, late, products, w, targets[chunk], bias)
         return total
 
     @torch.no_grad()
@@ -1052,7 +1047,7 @@ def initialize(model: GPT, seed: int) -> dict[str, Tensor]:
 
 def model_of(content: dict, device: torch.device) -> GPT:
     """The model of a checkpoint on one device, ready for texts of any multiple of 128 tokens:
-    nothing is compiled. `model.trained_steps` is the number of updates, `model.data` has the
+    nothing is compiled. `model.trained_steps` is the number of steps, `model.data` has the
     fingerprints of its shards, and `model.val_loss` is the loss of its validation, if they are
     known. Raises BadInput if the weights do not fit the configuration."""
     config = content["config"]
@@ -1110,7 +1105,7 @@ def load_checkpoint(path: str | Path, device: torch.device) -> GPT:
 # They lack precision. An error of up to 1/16 in each number of e4m3, or 1/8 in e5m2, averages out
 # when a product adds up thousands of them, as long as the sum is wide. Weights are different: an
 # update is far smaller than the distance of two neighbours in e4m3, so the optimizer keeps them in
-# float32, and they are rounded anew for each product.
+# float32, and they are rounded anew in each pass.
 #
 # A projection y = x w^T has three products: y itself (fprop), dx = dy w (dgrad) and dw = dy^T x
 # (wgrad). Activations and weights need precision, so they are in e4m3; gradients need range, so
@@ -1120,8 +1115,8 @@ def load_checkpoint(path: str | Path, device: torch.device) -> GPT:
 # keeps fewer bits). In gradients the errors of quick sums would add up, so only the gradient of the
 # MLP's hidden layer has them: it sums only D numbers.
 #
-# Every number of these formats is exact in bf16. Hardware without FP8 products multiplies the same
-# rounded numbers in bf16. That is slower, and differs only in how sums are rounded.
+# Every number of these formats is exact in bf16. Other GPUs multiply the same rounded numbers in
+# bf16, and CPUs in float32. That is slower, and differs only in how sums are rounded.
 
 # Constant scales of a projection's input, of the weights, and of the gradient of a loss that is a
 # sum over tokens. They are powers of two, so that only rounding loses something. 448 / 16 is just
@@ -1291,7 +1286,7 @@ class StaticFP8(Products):
         return StaticLinear.apply(x, w, self.input_scale, 1)[0]
 
     def qkv(self, x, weights, factor):
-        return StaticLinear.apply(x, multiply_values(weights, factor), self.input_scale, 3)
+        return StaticLinear.apply(x, stacked_qkv(weights, factor), self.input_scale, 3)
 
     def mlp(self, x, up, down, factor, down_products):
         if isinstance(down_products, StaticFP8):
@@ -1341,7 +1336,7 @@ def choose_recipes(c: Config, device: torch.device) -> recipe.RecipeNames:
         for of_layer in names[:-1]:  # the last entry is the head's
             for projection in ("up", "down"):
                 if of_layer[projection] == "fp8-static":
-                    of_layer[projection] = recipe.options_of(c).plain_recipe
+                    of_layer[projection] = recipe.plain_recipe(c)
     return names
 
 
@@ -1357,7 +1352,7 @@ def find_sites(c: Config, recipe_names: recipe.RecipeNames) -> list[recipe.Site]
             "lm_head": ("lm_head", 0, c.vocab_size),
         }
         for projection in projections:
-            sites.append(recipe.Site(len(sites), layer, projection, *rows[projection]))
+            sites.append(recipe.Site(layer, projection, *rows[projection]))
     return sites
 
 
@@ -1369,7 +1364,7 @@ class Precision:
     def __init__(self, c: Config, device: torch.device, banks: dict[str, Tensor]):
         self.recipe_names = choose_recipes(c, device)
         sites = find_sites(c, self.recipe_names)
-        self.recipes = recipe.Recipes(self.recipe_names, sites, banks, recipe.options_of(c))
+        self.recipes = recipe.Recipes(self.recipe_names, sites, banks, c)
         self.layers = []
         for layer in range(c.num_layers):
             of_layer = [self.products_of(layer, name) for name in LayerProducts._fields]
@@ -1570,7 +1565,8 @@ class Optimizer:
     def reset(self, full: dict[str, Tensor]) -> None:
         """Starts anew from the float32 weights `full`, as `initialize` returns them. A
         collective."""
-        self.masters, self.state = {}, {}  # the old ones make room for the new ones
+        # Let go of the old ones first: both would not fit into memory.
+        self.masters, self.state = {}, {}
         self.looked_up.reset({})
         self.masters = {name: self.own(name, w).clone() for name, w in full.items()}
         self.state = {name: self.zero_state(name) for name in full}
@@ -1612,7 +1608,7 @@ class Optimizer:
 
     @torch.no_grad()
     def start_sums(self) -> None:
-        """Begins to sum every .grad over the ranks, and frees it. To be called before the last
+        """Begins to sum every .grad over the ranks, and takes it away. To be called before the last
         `looked_up.add`, which takes long: the transfers run meanwhile. A collective."""
         for name, bank in self.model.named_parameters():
             if bank.grad is not None:
@@ -1688,7 +1684,7 @@ class Optimizer:
     @torch.no_grad()
     def update(self, name: str, gradient: Tensor, lr_factor: float, momentum: float) -> Tensor:
         """Updates this rank's part of a parameter from the gradient of that part. Returns the new
-        part, in the dtype of the bank."""
+        part in the dtype of the bank: a view of the bank, or for tables a tensor of its own."""
         param = self.model.params[name]
         master = self.masters[name]
         state = self.state[name]
@@ -1798,10 +1794,10 @@ def setting_of(step: int, c: Config) -> Setting:
     frequencies = [(1 / 1024) ** (j / max(rotating - 1, 1)) for j in range(rotating)]
     score_scale = 12.8 / c.head_dim
 
-    # 2. What has changed with each stage so far. The stage that is only for validation just sees
-    # farther, and rescales nothing.
-    long_windows = [stage.long_window for first, _, stage in stages(c)
-                    if first <= step and stage.fraction]
+    # 2. What has changed with each stage so far. A stage without steps, as the last one, which is
+    # for validation, just sees farther and rescales nothing.
+    long_windows = [stage.long_window for first, end, stage in stages(c)
+                    if first <= step and first < end]
     for a, b in pairwise(long_windows):
         for j, frequency in enumerate(frequencies):
             turns = BLOCK_SIZE * a * frequency / (2 * math.pi)
@@ -1890,8 +1886,8 @@ def train_step(model: GPT, optimizer: Optimizer, batch: list[tuple[Tensor, Tenso
     loss_sum = 0
     for i, (inputs, targets) in enumerate(batch):
         tensors = (inputs, targets, *rows[i].values())
-        # Each name has a CUDA graph. Two take turns: while one pass runs, the row gradients of the
-        # pass before it are still being summed, and stand in the memory of its graph.
+        # CUDA graphs of one name share memory. Two names take turns: while one pass runs, the row
+        # gradients of the pass before it are still being summed, and stand in its graph's memory.
         name = f"{setting}, {'odd' if i % 2 else 'even'}"
         loss, row_gradients = call(name, work, tensors)
         if i == len(batch) - 1:
@@ -1988,7 +1984,7 @@ class Run:
         self.keeper = keeper
         self.log = keeper.log
         self.clock = keeper.clock
-        self.step = keeper.first_step  # updates so far
+        self.step = keeper.first_step  # steps so far
         self.ended_by = ""  # the signal that has ended the run early
         self.requests = Requests(self.device)
         own = {name: optimizer.own(name, bank) for name, bank in optimizer.banks.items()
@@ -2000,7 +1996,7 @@ class Run:
             run_files.train_paths, c, self.device, self.step, run_files.stamps))
 
     def train(self, call: Callable) -> None:
-        """All steps. The clock stands still during validation, which touches no weight and no
+        """All steps. The clock stands still during validation, which changes no weight and reads no
         training data. A collective."""
         c = self.config
         self.clock.start()
@@ -2048,7 +2044,7 @@ class Run:
 
     def save_or_stop(self) -> None:
         """Saves the run if a save is due or a signal ends it, on all ranks after the same step.
-        A signal during the first step of a new run is taken up after that step. A collective."""
+        A signal that comes before the first step waits for its end. A collective."""
         # 1. Ask the others.
         if STOP.signal and self.step > 0:
             self.requests.ask(STOP.signal)
@@ -2110,7 +2106,7 @@ class Run:
 def train(c: Config, at_end: ExitStack) -> int:
     """The whole run, or what is left of a saved one. Returns the exit status: 1 if the target was
     missed, 129, 130 or 143 if a signal has ended the run, else 0. `at_end` gets what is to be done
-    even if an error ends it. A collective."""
+    if an error ends it. A collective."""
     # 1. Import what this run needs, so that the log can show it, and check what can be checked
     # before anything is written or compiled.
     cuda = has_cuda(c.device)
@@ -2119,7 +2115,7 @@ def train(c: Config, at_end: ExitStack) -> int:
         device_type = "cuda" if cuda else "cpu"
     device = start_process(device_type, LOCAL_GPU, WATCH.store)
     recipe_names = choose_recipes(c, device)
-    recipe.import_modules(recipe_names, recipe.options_of(c))
+    recipe.import_modules(recipe_names, c)
     notes = []
     if c.sample:
         import sample  # only now: training alone needs no tokenizer
@@ -2197,7 +2193,7 @@ def train(c: Config, at_end: ExitStack) -> int:
     gc.enable()
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
-    STOP.in_steps = True  # from now on a signal waits for the end of the step
+    STOP.in_steps = True  # from now on a signal waits until all ranks can end together
     run.train(call)
 
     # 5. Say what came of it, and write the checkpoint.

@@ -108,7 +108,7 @@ if triton is not None:
         COLUMNS: tl.constexpr,
     ):
         """Rounds a tile of x and writes it twice: to y and, transposed, to y_t."""
-        # Offsets have 64 bits: there may be more logits, T x V, than 32 bits can count.
+        # Offsets have 64 bits: x may have more elements than 32 bits can count.
         row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
         column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
         inside = (row[:, None] < M) & (column[None, :] < N)
@@ -222,10 +222,10 @@ def quantize_columns(
 # operands are e4m3, which is the forward pass: backward, the errors of gradients would add up.
 # (Section 4 has an exception.)
 #
-# Where the hardware has no FP8 products we multiply in bf16, which holds every FP8 number exactly,
-# and add up in float32, which holds every product of two of them exactly. So only the order of the
-# sum differs, but for fast accumulation. A caller may also hand in bf16 tensors of rounded numbers,
-# as the recipe for FP4 does.
+# GPUs without FP8 products multiply in bf16, which holds every FP8 number exactly, and CPUs in
+# float32. Both add up in float32, which holds every product of two of them exactly. So only the
+# order of the sum differs, but for fast accumulation. A caller may also hand in bf16 tensors of
+# rounded numbers, as the recipe for FP4 does.
 
 
 def contiguous(x: Tensor) -> Tensor:
@@ -237,10 +237,8 @@ def contiguous(x: Tensor) -> Tensor:
 
 def emulated_product(a: Tensor, b_t: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """a (M, K), b_t (N, K) and the product of both scales -> (M, N), without FP8 hardware."""
-    a = a.bfloat16()
-    b_t = b_t.bfloat16()
     if a.is_cuda:
-        sums = torch.mm(a, b_t.t(), out_dtype=torch.float32)
+        sums = torch.mm(a.bfloat16(), b_t.bfloat16().t(), out_dtype=torch.float32)
     else:
         sums = a.float() @ b_t.float().t()
     return (sums * scale).to(dtype)
@@ -268,9 +266,7 @@ def product_operator(
 
 @product_operator.register_fake
 def _(a, b_t, a_scale, b_scale, dtype):
-    M = a.shape[0]
-    N = b_t.shape[0]
-    return a.new_empty(M, N, dtype=dtype)
+    return a.new_empty(len(a), len(b_t), dtype=dtype)
 
 
 def product(a: Tensor, b_t: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -294,9 +290,7 @@ def static_product_operator(a: Tensor, b_t: Tensor, scale: float, dtype: torch.d
 
 @static_product_operator.register_fake
 def _(a, b_t, scale, dtype):
-    M = a.shape[0]
-    N = b_t.shape[0]
-    return a.new_empty(M, N, dtype=dtype)
+    return a.new_empty(len(a), len(b_t), dtype=dtype)
 
 
 def static_product(a: Tensor, b_t: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
@@ -669,9 +663,8 @@ def capped_cross_entropy(
 COLUMNS_PER_PROGRAM = 1024
 
 
-def row_grid(x: Tensor) -> tuple[int, int]:
-    """How many programs cover the rows and columns of x (n, width)."""
-    n, width = x.shape
+def row_grid(n: int, width: int) -> tuple[int, int]:
+    """How many programs cover n rows of so many columns."""
     return n, triton.cdiv(width, COLUMNS_PER_PROGRAM)
 
 
@@ -768,7 +761,7 @@ def sum_rows(total: Tensor, places: Tensor, rows: Tensor, gradient: Tensor) -> N
     ranks, n, share = total.shape
     width = gradient.size(1)
     if total.is_cuda:
-        sum_rows_kernel[row_grid(gradient)](
+        sum_rows_kernel[row_grid(*gradient.shape)](
             total, places, rows, gradient.contiguous(), n, width, share, COLUMNS_PER_PROGRAM
         )
         return
@@ -799,7 +792,7 @@ def adam_rows(
     if gradient.is_cuda:
         width = gradient.size(1)
         updated = torch.empty_like(gradient, dtype=dtype)
-        adam_rows_kernel[row_grid(gradient)](
+        adam_rows_kernel[row_grid(*gradient.shape)](
             gradient, rows, master, *moments, updated, width, *rates, COLUMNS_PER_PROGRAM
         )
         return updated
@@ -824,7 +817,7 @@ def put_rows(bank: Tensor, rows: Tensor, parts: Tensor) -> None:
     _, n, share = parts.shape
     width = bank.size(1)
     if bank.is_cuda:
-        grid = n, triton.cdiv(width, COLUMNS_PER_PROGRAM)
-        put_rows_kernel[grid](bank, rows, parts, n, width, share, COLUMNS_PER_PROGRAM)
+        put_rows_kernel[row_grid(n, width)](
+            bank, rows, parts, n, width, share, COLUMNS_PER_PROGRAM)
         return
     bank[rows] = parts.transpose(0, 1).flatten(1)[:, :width]

@@ -164,9 +164,10 @@ class Requests:
     def granted(self, request: str, step: int) -> bool:
         """Whether to do it now, after `step` steps. All ranks must have heard the losses of the
         steps before the last one. Then they get the same answer, and a request is granted once."""
-        if self.heard.get(request, step) >= step:
+        heard_at = self.heard.get(request)
+        if heard_at is None or heard_at >= step:
             return False
-        self.heard.pop(request)
+        del self.heard[request]
         self.open.discard(request)
         return True
 

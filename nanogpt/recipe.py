@@ -5,9 +5,9 @@ faster: FP8 twice as fast as bf16, FP4 up to four times as fast. A recipe is a w
 such numbers and to learn nevertheless. The recipe of the default run stands in train_gpt.py. The
 others have a file each, which begins with a page about the recipe: fp8.py, nvfp4.py and fp16.py.
 
-The trainer calls the methods of `Recipe` at fixed points of a step and does not ask which recipe it
-has. fp8 and nvfp4 also replace products: their method `product(site)` makes an object for a site,
-which is called like a function:
+The trainer calls the methods of `Recipes` at fixed points of a step. This hands each call on to the
+recipes that the run has (`Recipe`). fp8 and nvfp4 also replace products: their method
+`product(site)` makes an object for a site, which is called like a function:
 
     product(x, w)           x (T, K), w (N, K) -> x w^T (T, N), with gradients for x and w
     product.for_rows(rows)  a product for these rows (n,) of w, as the output head needs it, whose
@@ -31,7 +31,6 @@ class Site(NamedTuple):
     """A place of the model that multiplies by a weight. Weights live in banks, which are stacks of
     matrices of one shape, so a site's weight is some rows of a bank. A row of a bank is an entry of
     its first dimension: a whole matrix in mlp and qkvo, one vector in lm_head."""
-    index: int  # its number, in the order of the forward pass
     layer: int  # its layer; the output head comes after the last one
     projection: str  # one of PROJECTIONS
     bank: str  # its name
@@ -132,7 +131,7 @@ class Measurements:
     """
 
     def __init__(self, sites: list[Site], device: torch.device):
-        self.sites = sorted(sites)  # in the order of the forward pass
+        self.sites = sites  # in the order of the forward pass
         self.amaxes = torch.zeros(len(self.sites), 3, device=device)
 
     def reset(self) -> None:
@@ -152,8 +151,8 @@ class Measurements:
     def culprit(self, flags: list[float]) -> str:
         """Ends a sentence with what went wrong first, or is "" if nothing did. `flags` are
         `faults`, summed over the ranks. A bad number spreads to all that is computed from it, so
-        the first bad weight or input began it. If there is none, it was the last bad gradient, as
-        the backward pass starts at the end."""
+        the first bad weight began it, or else the first bad input. If there is none, it was the
+        last bad gradient, as the backward pass starts at the end."""
         labels = [site.label() for site in self.sites]
         for i, kind in enumerate(("weight", "input", "gradient")):
             bad = [label for label, flag in zip(labels, flags[i::3]) if flag]
@@ -207,16 +206,6 @@ def inverse(x: Tensor) -> Tensor:
 # Which recipe where
 
 
-class Options(NamedTuple):
-    """What the command line says about recipes."""
-    plain_recipe: str  # that of the model's own dtype: "bf16", "fp16", "fp32" or "fp64"
-    scales_loss: bool  # --precision=fp16, or --dtype=float16
-    seq_len: int
-    float8_all_gather: bool = False
-    nvfp4_without: str = ""
-    last_frac: float = 0.0  # --bf16_last_frac
-
-
 PLAIN_DTYPES = {  # of the recipes that compute in the dtype of the tensors
     "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -229,15 +218,17 @@ KNOWN = (*PLAIN_DTYPES, "fp8-static", "fp8", "nvfp4")
 RecipeNames = list[dict[str, str]]
 
 
-def options_of(c) -> Options:
-    """Those of a train_gpt.Config."""
-    plain = c.precision if c.precision in PLAIN_DTYPES else "bf16"
-    if c.dtype != "auto":
-        dtype = getattr(torch, c.dtype)
-        plain = next(name for name in PLAIN_DTYPES if PLAIN_DTYPES[name] == dtype)
-    scales_loss = "fp16" in (c.precision, plain)
-    return Options(
-        plain, scales_loss, c.seq_len, c.float8_all_gather, c.nvfp4_without, c.bf16_last_frac)
+def plain_recipe(c) -> str:
+    """That of the model's own dtype: "bf16", "fp16", "fp32" or "fp64". c: train_gpt.Config"""
+    if c.dtype == "auto":
+        return c.precision if c.precision in PLAIN_DTYPES else "bf16"
+    dtype = getattr(torch, c.dtype)
+    return next(name for name in PLAIN_DTYPES if PLAIN_DTYPES[name] == dtype)
+
+
+def scales_loss(c) -> bool:
+    """Whether the command line says --precision=fp16 or --dtype=float16."""
+    return "fp16" in (c.precision, plain_recipe(c))
 
 
 def is_native(recipe_name: str, device: torch.device) -> bool:
@@ -260,46 +251,45 @@ def module_of(recipe_name: str):
     return importlib.import_module(f"nanogpt.{recipe_name}")
 
 
-def names_with_module(recipe_names: RecipeNames, options: Options) -> list[str]:
+def names_with_module(recipe_names: RecipeNames, c) -> list[str]:
     """Those of the chosen recipes that have a module of their own."""
     used = {recipe_name for layer in recipe_names for recipe_name in layer.values()}
-    if options.scales_loss:
+    if scales_loss(c):
         used.add("fp16")
     return [recipe_name for recipe_name in ("fp8", "nvfp4", "fp16") if recipe_name in used]
 
 
-def import_modules(recipe_names: RecipeNames, options: Options) -> None:
+def import_modules(recipe_names: RecipeNames, c) -> None:
     """Imports all modules that `Recipes` will need."""
-    for recipe_name in names_with_module(recipe_names, options):
+    for recipe_name in names_with_module(recipe_names, c):
         module_of(recipe_name)
 
 
-def refuse_impossible(recipe_name: str, projection: str, shape: tuple[int, int],
-                      options: Options) -> None:
+def refuse_impossible(recipe_name: str, projection: str, shape: tuple[int, int], c) -> None:
     """Raises BadInput if a projection whose weight has this shape cannot have this recipe, or not
     together with what else the user asked for."""
     require(recipe_name in KNOWN,
             f"{projection} cannot be {recipe_name}, which is none of {', '.join(KNOWN)}")
-    if options.plain_recipe == "fp64":
-        require(recipe_name != "nvfp4" and not options.float8_all_gather,
+    if plain_recipe(c) == "fp64":
+        require(recipe_name != "nvfp4" and not c.float8_all_gather,
                 f"{projection} cannot be {recipe_name} with --dtype=float64, which is without "
                 "recipes; choose another --dtype, or neither --precision=nvfp4 nor "
                 "--float8_all_gather")
-    if options.float8_all_gather:
-        module_of("fp8").check_all_gather(projection, shape, recipe_name, options.last_frac)
-    if options.scales_loss:
+    if c.float8_all_gather:
+        module_of("fp8").check_all_gather(projection, shape, recipe_name, c.bf16_last_frac)
+    if scales_loss(c):
         module_of("fp16").check(projection, recipe_name)
     if recipe_name == "nvfp4":
         module_of("nvfp4").check(projection, shape)
 
 
-def in_place_of(recipe_name: str, shape: tuple[int, int], options: Options) -> str:
+def in_place_of(recipe_name: str, shape: tuple[int, int], c) -> str:
     """The recipe that a projection gets if it asks for this one. It is that of the model's own
     dtype if it asks for any plain one (they all mean just that), if a side of its weight is no
     multiple of 16, or if the model is in float64."""
-    asks_for_plain = recipe_name in PLAIN_DTYPES
-    if asks_for_plain or options.plain_recipe == "fp64" or not fits(shape):
-        return options.plain_recipe
+    plain = plain_recipe(c)
+    if recipe_name in PLAIN_DTYPES or plain == "fp64" or not fits(shape):
+        return plain
     return recipe_name
 
 
@@ -309,10 +299,9 @@ def choose(c, default: dict[str, str], device: torch.device) -> RecipeNames:
     c: train_gpt.Config
     default: the recipes of --precision, by the projections' names
     """
-    options = options_of(c)
     *of_layer, lm_head = PROJECTIONS
     low = {name: default[name] for name in of_layer}
-    plain = dict.fromkeys(of_layer, options.plain_recipe)
+    plain = dict.fromkeys(of_layer, plain_recipe(c))
     last = min(c.bf16_last_layers, c.num_layers)
     wanted = [low] * (c.num_layers - last) + [plain] * last + [{lm_head: default[lm_head]}]
 
@@ -324,8 +313,8 @@ def choose(c, default: dict[str, str], device: torch.device) -> RecipeNames:
         recipe_names = {}
         for projection, recipe_name in layer.items():
             shape = (c.model_dim, widths[projection])
-            refuse_impossible(recipe_name, projection, shape, options)
-            recipe_name = in_place_of(recipe_name, shape, options)
+            refuse_impossible(recipe_name, projection, shape, c)
+            recipe_name = in_place_of(recipe_name, shape, c)
             require(is_native(recipe_name, device) or not c.native,
                     f"--native, but {device.type} has no products of {projection} in {recipe_name} "
                     "here")
@@ -347,28 +336,25 @@ def summary(recipe_names: RecipeNames, device: torch.device) -> str:
 class Recipes:
     """All recipes of a run that have a module of their own, as one: each method asks all."""
 
-    def __init__(self, recipe_names: RecipeNames, sites: list[Site], banks: dict[str, Tensor],
-                 options: Options):
-        """sites: where the weights of all projections lie in the banks"""
+    def __init__(self, recipe_names: RecipeNames, sites: list[Site], banks: dict[str, Tensor], c):
+        """sites: where the weights of all projections lie in the banks; c: train_gpt.Config"""
         device = next(iter(banks.values())).device
-        of_recipe = {"fp8": [], "nvfp4": []}
-        for site in sites:
-            recipe_name = recipe_names[site.layer][site.projection]
-            if recipe_name in of_recipe:
-                of_recipe[recipe_name].append(site)
+        name_at = {site: recipe_names[site.layer][site.projection] for site in sites}
+        fp8_sites = [site for site in sites if name_at[site] == "fp8"]
+        measured = [site for site in sites if name_at[site] in ("fp8", "nvfp4")]
         self.sites = {(site.layer, site.projection): site for site in sites}
-        self.measurements = Measurements(of_recipe["fp8"] + of_recipe["nvfp4"], device)
+        self.measurements = Measurements(measured, device)
         self.by_name = {}
-        for recipe_name in names_with_module(recipe_names, options):
+        for recipe_name in names_with_module(recipe_names, c):
             module = module_of(recipe_name)
             if recipe_name == "fp8":
                 recipe = module.FP8(
-                    of_recipe["fp8"], banks, self.measurements, options.float8_all_gather)
+                    fp8_sites, banks, self.measurements, c.float8_all_gather)
             elif recipe_name == "nvfp4":
-                leave_out = module.parts_to_leave_out(options.nvfp4_without)
+                leave_out = module.parts_to_leave_out(c.nvfp4_without)
                 recipe = module.NVFP4(self.measurements, leave_out)
             else:
-                recipe = module.LossScaling(device, options.seq_len)
+                recipe = module.LossScaling(device, c.seq_len)
             self.by_name[recipe_name] = recipe
 
     def product(self, layer: int, projection: str, recipe_name: str):

@@ -47,8 +47,8 @@ class LookedUpRows:
         self.masters = masters
         # Of the step in hand, for each table:
         self.places = {}  # (rows,), of a used row its place among the used ones, from 1 on
-        self.counts = None  # how many rows are used, (tables,) on the CPU,
-        self.counts_arrived = None  # after this event
+        self.counts = None  # (tables,) on the CPU, how many rows are used
+        self.counts_arrived = None  # the event after which it is there
         self.totals = {}  # (world_size, n, share), sums of gradients of the n used rows
         self.used = {}  # (n,), the used rows in ascending order
 
@@ -65,9 +65,9 @@ class LookedUpRows:
     @torch.no_grad()
     def find(self, batch: list[dict[str, Tensor]]) -> None:
         """Begins to find out which rows any rank looks up. `batch` has those of each micro-batch of
-        this rank, (n,) for each table. The CPU must know how many there are, to make room for their
-        sums, but only in the first `add`. Until then the GPU counts them beside the forward pass. A
-        collective."""
+        this rank, (lookups,) for each table. The CPU must know how many there are, to make room for
+        their sums, but only in the first `add`. Until then the GPU counts them beside the forward
+        pass. A collective."""
         self.meet()
         with self.on_stream():
             sizes = [len(master) for master in self.masters.values()]
@@ -96,7 +96,8 @@ class LookedUpRows:
 
     @torch.no_grad()
     def add(self, rows: dict[str, Tensor], gradients: dict[str, Tensor]) -> None:
-        """Adds the gradients (n, width) of the rows (n,) that a micro-batch looked up."""
+        """Adds the gradients (lookups, width) of the rows (lookups,) that a micro-batch looked
+        up."""
         self.meet()
         with self.on_stream():
             if not self.totals:

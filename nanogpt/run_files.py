@@ -106,6 +106,6 @@ def place_for_checkpoint(c, saved: saving.Saved | None, num_weights: int) -> Pat
         path = saved.checkpoint_path()
     elif c.save_checkpoint == "auto":
         path = checkpoint.unused_path(Path("models", f"{Path(c.data_dir).resolve().name}.pt"))
-    dtype = recipe.PLAIN_DTYPES[recipe.options_of(c).plain_recipe]  # of nearly all weights
+    dtype = recipe.PLAIN_DTYPES[recipe.plain_recipe(c)]  # of nearly all weights
     checkpoint.try_place(path, dtype.itemsize * num_weights)
     return path

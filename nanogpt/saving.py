@@ -13,13 +13,13 @@ when all are there, rank 0 renames it. Before an old save is removed, it gets th
 save is whole or it is none, whenever the run is killed.
 The ranks see each other's files: on several hosts the folder must be on a disk that they share.
 
-The number of ranks may be another one when the run goes on. Each rank then reads all files, puts
-one tensor after the other together, and keeps its own part of it.
+When the run goes on, each rank reads all files, puts one tensor after the other together, and keeps
+its own part of it. So the number of ranks may be another one.
 
 torch.distributed.checkpoint is not used: its metadata is a pickle, which runs what a stranger has
 put into it, whereas nanogpt/checkpoint.py reads data only. A save names the file of its checkpoint.
-A run that goes on writes there only if that lies beside the logs or below the folder where the
-program is started; otherwise --save_checkpoint must be given anew.
+A run that goes on writes there only if that lies in the folder of the logs or below the one where
+the program is started; otherwise --save_checkpoint must be given anew.
 """
 import hashlib
 import math
@@ -76,7 +76,8 @@ def find(asked: str, log_dir: str, given: dict | None = None,
 
     Where several runs share a folder, the command of each one should find its own: the runs with
     the `given` values go before others, of these the one on the given data, and then the one whose
-    configuration is nearest to `new`, which the command would have without --resume.
+    configuration is nearest to `new`, which the command would have without --resume. If all have
+    other values, the newest one is returned, and `configure` says what differs.
 
     Raises BadInput if there is no such save."""
     if not asked:
@@ -382,7 +383,7 @@ class Saved:
                     f"{path} is damaged: its sum is {found[:12]}..., not the one beside it; "
                     f"{REMEDY}")
         self.parts = [read_part(path) for path in paths]
-        self.facts = facts_of(save)
+        self.facts = self.parts[0]["facts"]
         self.step = self.parts[0]["step"]
         self.same_world = len(self.parts) == world_size
 
@@ -394,7 +395,7 @@ class Saved:
         return value
 
     def history(self) -> list[str]:
-        """The folders RUN_ID.saved of the runs that have led here, in the folder of this one."""
+        """The folders RUN_ID.saved of the runs that have led here, which lie beside this one's."""
         logs = self.save.parent.parent
         names = [Path(str(folder)).name for folder in self.fact("came_from")]
         folders = [str(logs / name) for name in names if name.endswith(".saved")]
@@ -436,13 +437,13 @@ class Saved:
         """Fills train_gpt.Optimizer and its model. The banks become copies of the masters, as they
         are after an update. Raises BadInput if the save does not fit them. A collective."""
         model = optimizer.model
-        for kind, tensor in optimizer.tensors().items():
-            name, _, what = kind.partition(".")
+        for full_name, tensor in optimizer.tensors().items():
+            name, _, kind = full_name.partition(".")
             param = model.params[name]
             bank = optimizer.banks[name]
-            whole = self.whole(kind, param.share, param.shape, len(bank))
-            self.fill(tensor, optimizer.own(name, whole), kind)
-            if what == "master":
+            whole = self.whole(full_name, param.share, param.shape, len(bank))
+            self.fill(tensor, optimizer.own(name, whole), full_name)
+            if kind == "master":
                 bank.copy_(whole)
         model.target_counts.copy_(self.own_counts("target_counts"))
         model.lost_targets.copy_(self.own_counts("lost_targets"))
@@ -521,7 +522,7 @@ def how_it_began(asked: str, log_dir: str, saved: Saved | None, run: dict) -> li
 
 
 def is_near(save: Path, path: str) -> bool:
-    """Whether a path lies below the folder where the program is started, or beside the logs. There
+    """Whether a path lies below the folder where the program is started, or that of the logs. There
     a run that goes on may write what only the save names."""
     folders = (Path.cwd(), save.resolve().parent.parent)
     return any(Path(path).resolve().is_relative_to(folder) for folder in folders)
@@ -544,8 +545,8 @@ def command(save: Path | None, save_checkpoint: str) -> str:
 
 def configure(config_class: type, save: Path, given: dict, may_change: tuple[str, ...]):
     """The configuration of a save, with the given values laid over it. The logs go to the folder
-    that the save lies in. Raises BadInput if a given value would change the result, or if a saved
-    one cannot be."""
+    that RUN_ID.saved lies in. Raises BadInput if a given value would change the result, or if a
+    saved one cannot be."""
     config = facts_of(save)["config"]
     try:
         saved = checkpoint.config_values(config, config_class)

@@ -813,6 +813,13 @@ def test_every_layer_begins_by_finding_what_came_after_an_equal_token(monkeypatc
     assert len(after) == 4 and min(after) > 0.4, after
 
 
+@pytest.mark.parametrize("num_steps", [1, 3, 40, 50, 2500])
+def test_validation_has_the_rotary_embedding_that_was_trained_with(num_steps):
+    c = t.Config(num_steps=num_steps)  # in short runs some stages have no step
+    last, validated = t.setting_of(num_steps - 1, c), t.setting_of(num_steps, c)
+    assert (last.frequencies, last.score_scale) == (validated.frequencies, validated.score_scale)
+
+
 STAGE = t.Stage(0.5, 1, 2048, 2, 1, 1.0)
 
 

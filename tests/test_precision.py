@@ -66,7 +66,7 @@ def batch(count=2, seed=0):
 
 def measured(name, w, leave_out=()):
     """A recipe of nanogpt/ for one projection, which measures its scales."""
-    site = recipe.Site(0, 0, "o", "qkvo", 3, 1)
+    site = recipe.Site(0, "o", "qkvo", 3, 1)
     seen = recipe.Measurements([site], CPU).seen(site)
     if name == "nvfp4":
         return t.Measured(nvfp4.NVFP4Product(seen, leave_out))
