@@ -675,7 +675,9 @@ def show(content: dict) -> None:
         print(f"{b} minus {a}, {title}: {evaluation.difference_text(found)}")
     print("Behind ± stands one standard error over documents, items or passages.")
     if any(result["standard_error"] is None for result in content["results"]):
-        print("A single document has none; --text=FILE --split_blank=1 cuts a file at blank lines.")
+        print("A single one has none; of a --text, --split_blank=1 makes several documents.")
+    if any(found["standard_error"] == 0 for found in content["differences"]):
+        print("An interval of no width: the models agree on all N. They may still differ by 3 / N.")
     if any(1 < result["units"] < FEW for result in content["results"]):
         print(f"With fewer than {FEW} of them, errors and intervals are too small.")
 

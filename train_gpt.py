@@ -1991,7 +1991,7 @@ class Run:
                if name not in self.model.big_tables}
         self.finite = finite.Check(own, self.recipes.measurements)
         self.profiler = profiling.Profiler(
-            c.profile_steps if is_master() else 0, self.step, self.log, self.device)
+            c.profile_steps if is_master() else 0, self.step, c.num_steps, self.log, self.device)
         self.batches = shards.ahead(rank_micro_batches(
             run_files.train_paths, c, self.device, self.step, run_files.stamps))
 
@@ -2131,7 +2131,7 @@ def train(c: Config, at_end: ExitStack) -> int:
     clock = journal.Clock(device)
     fp8_product = kernels.product if kernels.has_fp8(device) else None
     facts = journal.RunFacts(
-        journal.describe_run(SOURCE, files), files, journal.describe_machine(device),
+        journal.describe_run(SOURCE, files, __file__), files, journal.describe_machine(device),
         run_files.fingerprints, journal.calibrate(device, fp8_product))
     notes += saving.how_it_began(c.resume, c.log_dir, run_files.saved, facts.run)
     for note in notes:

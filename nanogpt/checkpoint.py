@@ -58,6 +58,7 @@ def run_of(path: Path) -> str | None:
 def try_place(path: Path, size: int = 0) -> None:
     """Makes the folder of a checkpoint, and a file in it for a moment. Raises BadInput if a
     checkpoint of so many bytes cannot be written there: better now than after hours of training."""
+    require(path.name, f"{path} is no file; choose another --save_checkpoint")
     beside = unfinished(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -13,10 +13,14 @@ class Profiler:
     """Profiles so many steps of this rank, and writes two files beside the log: a table of what
     took most time, and a trace that shows each kernel on a time line (ui.perfetto.dev)."""
 
-    def __init__(self, steps: int, first_step: int, log, device: torch.device):
-        """first_step: that of this run, which may go on from a save. log: journal.Log"""
-        self.steps = steps
+    def __init__(self, steps: int, first_step: int, num_steps: int, log, device: torch.device):
+        """The run goes from first_step, as it may go on from a save, to num_steps. log:
+        journal.Log"""
         self.begin = first_step + AFTER
+        self.steps = max(0, min(steps, num_steps - self.begin))
+        if steps and not self.steps:
+            complain(f"no step is profiled: --profile_steps begins after {AFTER} steps, and the "
+                     "run ends before")
         self.log = log
         self.device = device
         self.running = None

@@ -240,9 +240,10 @@ def run(args):
     elif args.command == "compare":
         a = find(args.root, args.a)
         b = find(args.root, args.b)
-        a_logs = compare.read_runs(a)
-        b_logs = compare.read_runs(b)
-        report = compare.compare(a_logs, b_logs, [a.name, b.name], args.diff)
+        a_logs, a_left_out = compare.read_runs(a)
+        b_logs, b_left_out = compare.read_runs(b)
+        names = [a.resolve().name, b.resolve().name]
+        report = compare.compare(a_logs, b_logs, names, args.diff, [*a_left_out, *b_left_out])
         print("\n".join(report))
     elif args.command == "plot":
         out = draw(args.logs, args.out, args.x)

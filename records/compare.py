@@ -2,10 +2,9 @@
 significant. One record is called A in the report, the other one B."""
 import difflib
 import statistics
-import sys
 
 from .log import Refused, read_log, shown, shown_key
-from .record import build, first_difference, log_paths, shared_facts
+from .record import build, first_difference, log_paths, refuse_same_seed, shared_facts
 from .stats import ALPHA, INSTALL, MOST_RUNS, have_scipy, welch
 
 SHORT_DIFF = 40  # lines
@@ -13,27 +12,35 @@ SHORT_DIFF = 40  # lines
 
 def read_runs(path):
     """Returns the logs to compare: those of a record, those of any other folder (all *.txt), or the
-    one log at this path. Of a folder that is no record, what is no whole log is left out, with a
-    sentence on standard error: a run may be going on there. Raises Refused if no log is left, or if
-    one of a record cannot be read."""
+    one log at this path. Of a folder that is no record, what is not of a run that came to its end
+    is left out: a run may be going on there. Returns also a sentence for each of these. Raises
+    Refused if no log is left, or if one of a record cannot be read."""
     if not path.is_dir():
-        return [read_log(path)]
+        return [read_log(path)], []
     is_record = (path / "record.json").exists()
     pattern = "log_*.txt" if is_record else "*.txt"
     paths = log_paths(path, pattern)
     if not paths:
         raise Refused(f"{path}: expected logs ({pattern}), found none.")
     logs = []
+    left_out = []
     for log_path in paths:
         try:
-            logs.append(read_log(log_path))
+            log = read_log(log_path)
         except Refused as error:
             if is_record:
                 raise
-            print(f"left out: {error}", file=sys.stderr)
+            left_out.append(f"caution: left out: {error}")
+            continue
+        if log.interrupted and not is_record:
+            left_out.append(f"caution: left out: {log_path}: the run was interrupted; name this "
+                            "log in place of its folder to compare it.")
+        else:
+            logs.append(log)
     if not logs:
-        raise Refused(f"{path}: none of its logs is of a run that has ended.")
-    return logs
+        raise Refused("\n".join([f"{path}: none of its logs is of a run that came to its end.",
+                                 *left_out]))
+    return logs, left_out
 
 
 def speed_ratio(a, b):
@@ -241,6 +248,26 @@ def not_whole(logs):
     return found
 
 
+def disturbed(logs):
+    """Returns a sentence for each run in which something disturbed the measurement."""
+    found = []
+    for log in logs:
+        defects = log.values("defect")
+        if defects:
+            more = f" (and {len(defects) - 1} more)" if len(defects) > 1 else ""
+            found.append(f"caution: {log.path}: {visible(defects[0]['what'])}{more}")
+    return found
+
+
+def not_independent(logs):
+    """Returns a sentence if two runs of one side have the same seed, or the same losses."""
+    try:
+        refuse_same_seed(logs)
+    except Refused as error:
+        return [f"caution: {error}"]
+    return []
+
+
 def side_text(side, record):
     """Returns the line on one record at the head of the report."""
     target = record["target"]
@@ -268,9 +295,10 @@ def no_p(losses, target):
     return None
 
 
-def compare(a_logs, b_logs, names, whole_diff=False):
+def compare(a_logs, b_logs, names, whole_diff=False, left_out=()):
     """Returns the lines of the report, all numbers from the logs. `names` are what the two sides
-    are called. Raises Refused if a side mixes runs, or if a run has no validation."""
+    are called; `left_out` are the sentences of read_runs on both. Raises Refused if a side mixes
+    runs, or if a run has no validation."""
     logs = [*a_logs, *b_logs]
     for log in logs:
         if log.end["val_loss"] is None:
@@ -280,7 +308,8 @@ def compare(a_logs, b_logs, names, whole_diff=False):
     b = build(b_logs, names[1], p_of=no_p)
     factor, sentence = hosts(a, b)
     doubts = not_whole(logs)
-    lines = [side_text("A", a), side_text("B", b), *doubts, sentence]
+    lines = [side_text("A", a), side_text("B", b), *left_out, *doubts, *disturbed(logs)]
+    lines += [*not_independent(a_logs), *not_independent(b_logs), sentence]
     lines += task_cautions(a, b)
     a_losses = [log.end["val_loss"] for log in a_logs]
     b_losses = [log.end["val_loss"] for log in b_logs]

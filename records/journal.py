@@ -382,17 +382,20 @@ def sum_of_files(source: bytes, files: list[dict]) -> str:
     return sha256("".join(lines).encode())
 
 
-def describe_run(source: bytes, files: list[dict]) -> dict:
-    """The fact `run`: which run of which code this is. `files` are those of `project_files`. The
+def describe_run(source: bytes, files: list[dict], script: str) -> dict:
+    """The fact `run`: which run of which code this is. `source` is that of the script, which lies
+    at this path; `files` are those of `project_files`. The
     master's is the one for the log: other ranks have another id, and do not ask git. Raises
     BadInput if the code could not be found again in a log."""
     require(source.endswith(b"\n") and RULE.encode() not in source.split(b"\n"),
             "no log could hold this script; end it with a newline, and let no line be 100 '='")
     commit = output_of("git", "rev-parse", "--verify", "-q", "HEAD")
-    changes = None
+    is_clean = None
     if commit is not None:
-        # Of files that git does not know, those that ran are in the log anyway.
         changes = output_of("git", "status", "--porcelain", "--untracked-files=no")
+        ran = [str(Path(script).resolve()), *(file["path"] for file in files)]
+        known = output_of("git", "ls-files", "--error-unmatch", "--", *ran)
+        is_clean = changes == "" and known is not None
     return {
         "run_id": str(uuid.uuid4()),
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -401,7 +404,7 @@ def describe_run(source: bytes, files: list[dict]) -> dict:
         "code_bytes": len(source),
         "files_sha256": sum_of_files(source, files),
         "git_commit": commit,
-        "git_clean": None if changes is None else changes == "",
+        "git_clean": is_clean,
     }
 
 

@@ -455,8 +455,10 @@ def read_log(path, may_be_cut=False):
         log.end = {"interrupted": True}
         end_at = len(lines)
     elif SEPARATOR not in lines:
-        expected = "a second line of 100 '=' (the run goes on or was killed; `plot` shows it)"
-        fail(path, number + len(lines) - 1, expected, lines[-1])
+        last = lines[-1] or lines[-2]
+        state = "ended early" if last.startswith('note "ended early') else "goes on or was killed"
+        expected = f"a second line of 100 '=' (the run {state}; `plot` shows it)"
+        fail(path, number + len(lines) - 1, expected, last)
     else:
         end_at = lines.index(SEPARATOR)
     for line, text in enumerate(lines[:end_at], number):

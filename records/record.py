@@ -257,8 +257,8 @@ def build(logs, name, claim="", data_name="", p_of=p_below):
     one record."""
     for text in (claim, data_name):
         if type(text) is not str or not FREE_TEXT.fullmatch(text):
-            raise Refused("a claim or data name is at most 200 letters, digits or .,:;()+/*%='&-, "
-                          f"not {shown(text)}.")
+            raise Refused(f"{name}: a claim or data name is at most 200 letters, digits or "
+                          f".,:;()+/*%='&-, not {shown(text)}.")
     refuse_mixed(logs)
     refuse_copies(logs)
     first = logs[0]

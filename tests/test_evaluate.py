@@ -477,6 +477,17 @@ def test_all_measures_at_once(tmp_path, checkpoint, another, capsys):
     assert evaluation.read(file) == content
 
 
+def test_models_that_agree_on_every_passage_are_not_said_to_be_equal(tmp_path, checkpoint, another, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text("\n\n".join(f"Passage {i} ends with zebras" for i in range(40)))
+    status, out, _ = run(capsys, checkpoint[0], another, f"--last_word={text}")
+    assert status == 0 and "interval +0.00 % to +0.00 %" in out
+    assert "An interval of no width: the models agree on all N. They may still differ by 3 / N." in out
+    text.write_text("A single passage")
+    status, out, _ = run(capsys, checkpoint[0], f"--last_word={text}")
+    assert status == 0 and "A single one has none" in out and "no width" not in out
+
+
 def test_the_program_runs_as_a_script(checkpoint, tmp_path):
     command = [sys.executable, str(ROOT / "evaluate.py"), str(checkpoint[0]), "--device=cpu"]
     done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=120, cwd=tmp_path)

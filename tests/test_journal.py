@@ -341,7 +341,7 @@ def test_the_writer_is_among_the_files_of_this_process():
 @pytest.mark.parametrize("source", [b"print(1)", b"a\n" + b"=" * 100 + b"\nb\n", b""])
 def test_a_script_that_no_log_could_hold_is_refused(source):
     with pytest.raises(BadInput, match="no log could hold this script; end it with a newline"):
-        journal.describe_run(source, [])
+        journal.describe_run(source, [], "a.py")
 
 
 def test_the_sum_of_all_files_is_that_of_the_lines_of_sha256sum():
@@ -350,28 +350,33 @@ def test_the_sum_of_all_files_is_that_of_the_lines_of_sha256sum():
             "sha256": "87428fc522803d31065e7bce3cf03fe475096631e5e07bbd7a0fde60c4cf25c7"}
     expected = "9eb2464baa5727035c4067fc7c2def6f8ff935e0add5c3c37d5ec458664cbe22"
     assert journal.sum_of_files(b"b\n", [file]) == expected
-    run = journal.describe_run(b"b\n", [file])
+    run = journal.describe_run(b"b\n", [file], "b.py")
     assert run["files_sha256"] == expected and run["grammar"] == 2 and run["code_bytes"] == 2
     assert run["code_sha256"] == hashlib.sha256(b"b\n").hexdigest()
-    assert run["run_id"] != journal.describe_run(b"b\n", [file])["run_id"]
+    assert run["run_id"] != journal.describe_run(b"b\n", [file], "b.py")["run_id"]
 
 
 def test_a_commit_is_named_where_there_is_one(tmp_path, monkeypatch):
     monkeypatch.setattr(journal, "ROOT", tmp_path)
-    run = journal.describe_run(SOURCE, [])
+    run = journal.describe_run(SOURCE, [], tmp_path / "known.py")
     assert (run["git_commit"], run["git_clean"]) == (None, None)
     name = ["-c", "user.name=a", "-c", "user.email=a@b"]
     (tmp_path / "known.py").write_text("")
     for words in (["init", "-q"], ["add", "known.py"], [*name, "commit", "-q", "-m", "one"]):
         subprocess.run(["git", *words], cwd=tmp_path, check=True)
-    run = journal.describe_run(SOURCE, [])
+    run = journal.describe_run(SOURCE, [], tmp_path / "known.py")
     assert re.fullmatch("[0-9a-f]{40}", run["git_commit"]) and run["git_clean"] is True
     (tmp_path / "curves.png").write_text("a picture, which no run reads")
-    assert journal.describe_run(SOURCE, [])["git_clean"] is True
+    assert journal.describe_run(SOURCE, [], tmp_path / "known.py")["git_clean"] is True
     (tmp_path / "known.py").write_text("x = 1")
-    assert journal.describe_run(SOURCE, [])["git_clean"] is False
+    assert journal.describe_run(SOURCE, [], tmp_path / "known.py")["git_clean"] is False
+    (tmp_path / "known.py").write_text("")
+    (tmp_path / "idea.py").write_text("x = 1")
+    assert journal.describe_run(SOURCE, [], tmp_path / "known.py")["git_clean"] is True
+    assert journal.describe_run(SOURCE, [], tmp_path / "idea.py")["git_clean"] is False, "the commit has no such script"
+    assert journal.describe_run(SOURCE, [{"path": "idea.py", "sha256": "a"}], tmp_path / "known.py")["git_clean"] is False
     monkeypatch.setattr(journal, "is_master", lambda: False)
-    assert journal.describe_run(SOURCE, [])["git_commit"] is None, "only the master asks"
+    assert journal.describe_run(SOURCE, [], tmp_path / "known.py")["git_commit"] is None, "only the master asks"
 
 
 SCRIPT = '''
@@ -385,7 +390,7 @@ from records.console import Console
 
 cpu = torch.device("cpu")
 files = journal.project_files(__file__)
-run = journal.describe_run(SOURCE, files)
+run = journal.describe_run(SOURCE, files, __file__)
 log = journal.Log(Console(2))
 config = dict(num_steps=2, batch_tokens=8, val_tokens=8, target_loss=extra.TARGET, seed=0, run_name="",
               preset="", data_dir="data", log_dir="logs", jsonl=True)
@@ -450,7 +455,7 @@ def test_a_program_that_is_missing_or_fails_tells_nothing():
 
 def test_without_git_and_other_programs_the_facts_are_null(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
-    run, machine = journal.describe_run(SOURCE, []), journal.describe_machine(CPU)
+    run, machine = journal.describe_run(SOURCE, [], "a.py"), journal.describe_machine(CPU)
     assert (run["git_commit"], run["git_clean"], machine["driver"]) == (None, None, None)
 
 

@@ -1291,16 +1291,46 @@ def test_compare_leaves_out_what_is_no_whole_log_of_a_folder(root, capsys):
     for path in (root / "1.txt", root / "2.txt", root / "3.txt"):
         path.unlink()
     status, out = run_tool(capsys, root, "compare", root, root)
-    assert status == 2 and "none of its logs is of a run that has ended" in out
+    assert status == 2 and "none of its logs is of a run that came to its end" in out
 
 
-def test_compare_takes_resumed_and_interrupted_runs_with_a_caution(root, capsys):
+def test_compare_takes_resumed_runs_with_a_caution_and_interrupted_ones_only_by_name(root, capsys):
     three_runs(root, 1)
     changed(write_log(root / "4.txt", 4, config={"resume": "logs/x.saved/step_000004"}), RESUMED)
     changed(write_log(root / "5.txt", 5, mfu=0.31), INTERRUPTED)  # it counts the FLOPs of fewer steps
     status, out = run_tool(capsys, root, "compare", root, root / "1.txt")
-    assert status == 0 and f"A = {root.name}: n = 5, " in out
-    assert re.search("4.txt.* was resumed", out) and re.search("5.txt.* was interrupted", out)
+    assert status == 0 and f"A = {root.name}: n = 4, " in out
+    assert re.search("4.txt.* was resumed", out) and re.search("left out: .*5.txt: the run was interrupted", out)
+    status, out = run_tool(capsys, root, "compare", root / "1.txt", root / "5.txt")
+    assert status == 0 and "B = 5.txt: n = 1, " in out and re.search("5.txt was interrupted", out)
+
+
+def test_compare_says_that_a_run_has_ended_early_and_which_ones_were_disturbed(root, capsys):
+    three_runs(root, 1)
+    log = (root / "2.txt").read_bytes()
+    defect = b'defect {"what": "3 steps were profiled: it takes time"}\n'
+    (root / "2.txt").write_bytes(log.replace(b"step:0/8", defect + b"step:0/8", 1))
+    cut = write_log(root / "4.txt", 4)
+    note = b'note "ended early: the training loss is nan at step 6"\n'
+    cut.write_bytes(cut.read_bytes().partition(b"step:6/8")[0] + note)
+    status, out = run_tool(capsys, root, "compare", root, root / "1.txt")
+    assert status == 0 and f"A = {root.name}: n = 3, " in out
+    assert re.search("left out: .*4.txt.*the run ended early.*the training loss is nan at step 6", out)
+    assert f"caution: {root / '2.txt'}: 3 steps were profiled" in out
+
+
+def test_compare_warns_of_two_runs_with_one_seed(root, capsys):
+    three_runs(root, 1)
+    path = changed(write_log(root / "4.txt", 4, config={"seed": 1}), [])
+    status, out = run_tool(capsys, root, "compare", root, root / "2.txt")
+    assert status == 0 and f"caution: {path}: expected a seed of its own for each run, found 1" in out
+
+
+def test_compare_names_the_folder_that_it_is_called_in(root, capsys, monkeypatch):
+    three_runs(root, 1)
+    monkeypatch.chdir(root)
+    status, out = run_tool(capsys, root, "compare", ".", "1.txt")
+    assert status == 0 and f"A = {root.name}: n = 3, " in out
 
 
 def test_letters_that_the_terminal_lacks_are_no_error(tmp_path):

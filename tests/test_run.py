@@ -378,6 +378,7 @@ def refused(capfd, args, before="step:"):
     ({"ngram_rows": 2**62}, ["--ngram_rows", "too large"]), ({"mlp_dim": 2**62, "fit": True}, ["--mlp_dim", "too large"]),
     ({"num_steps": 10**20}, ["--num_steps", "too large"]), ({"device": "mps"}, ["--device=mps", "Apple"]),
     ({"log_dir": "/dev/null/logs"}, ["/dev/null/logs"]), ({"save_checkpoint": "/dev/null/x.pt"}, ["/dev/null"]),
+    ({"save_checkpoint": "."}, [". is no file", "--save_checkpoint"]), ({"save_checkpoint": "/"}, ["/ is no file"]),
 ], ids=lambda value: "-".join(map(str, value.items())) if isinstance(value, dict) else "")
 def test_a_value_that_cannot_be_is_named_in_one_sentence(changes, parts, corpus, tmp_path, capfd):
     sentence = refused(capfd, arguments(**{"data_dir": corpus, "log_dir": tmp_path} | changes))
@@ -445,6 +446,17 @@ def test_a_profile_of_some_steps_is_a_table_and_a_time_line_and_the_log_says_so(
     with gzip.open(log.with_suffix(".trace.json.gz")) as file:
         names = [event["name"] for event in json.load(file)["traceEvents"]]
     assert names.count("aten::bmm") > 0
+
+
+@pytest.mark.parametrize("num_steps, said", [
+    (10, "no step is profiled: --profile_steps begins after 10 steps, and the run ends before\n"), (11, None)])
+def test_a_run_that_is_too_short_for_a_profile_says_so(num_steps, said, corpus, tmp_path, capfd):
+    keys = dict(data_dir=corpus, num_steps=num_steps, epochs=9, profile_steps=5, val_interval=0, target_loss=0)
+    assert t.main(arguments(log_dir=tmp_path, **keys)) == 0
+    defects = [] if said else [{"what": "1 steps were profiled: it takes time"}]
+    err = capfd.readouterr().err
+    assert err == said if said else "no step is profiled" not in err
+    assert read_log(only_log(tmp_path)).values("defect") == defects
 
 
 @pytest.mark.parametrize("kind", ["gpu", "cpu"])
