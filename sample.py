@@ -206,9 +206,9 @@ class Memory:
         outputs = []
         for i, memory in enumerate(self.layers):
             window = self.window_of(i)
-            look = partial(self.look, memory, places[window])
+            attend = partial(self.attend_kept, memory, places[window])
             context = script.LayerContext(
-                *rotary, None, injects[i][G:], value_embeds[i], begins, look)
+                *rotary, None, injects[i][G:], value_embeds[i], begins, attend)
             x = script.block(x, self.weights[i], context, self.products[i])
             outputs.append(x)
 
@@ -231,8 +231,8 @@ class Memory:
         bias = torch.zeros(seen.shape, dtype=self.dtype, device=seen.device)
         return Places(position % count, bias.masked_fill(~seen, -math.inf))
 
-    def look(self, memory: LayerMemory, places: Places, q: Tensor, k: Tensor, v: Tensor,
-             begins: Tensor) -> Tensor:
+    def attend_kept(self, memory: LayerMemory, places: Places, q: Tensor, k: Tensor, v: Tensor,
+                    begins: Tensor) -> Tensor:
         """Attention of new tokens, over them and those before. q, k, v (n, H, d) -> the same
         shape. The keys are whole; here they are offset, with begins (n,), where documents begin."""
         whole_k = k

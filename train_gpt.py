@@ -482,9 +482,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor) -> Tensor:
 # --------------------------------------------------------------------------------------------------
 # 4. Parameters and layers
 
-# Two n-grams that share a row of their table are told apart by a row of random signs, hash % SIGNS
-# (record 83). SIGNS is a prime: hashes that agree in hash % ngram_rows then seldom agree in this.
-SIGNS = 8191
+# Two n-grams that share a row of their table are told apart by a row of random signs, which is
+# number hash % SIGN_ROWS (record 83). This is a prime: hashes that agree in hash % ngram_rows then
+# seldom agree in it.
+SIGN_ROWS = 8191
 
 # Learned numbers that weigh the parts of a layer, and their initial values. With x the stream, a
 # layer computes (`block`)
@@ -671,7 +672,7 @@ class LayerContext(NamedTuple):
     inject: Tensor  # (T, D), added to the stream with the output of attention
     value_embed: Tensor  # (T, H d)
     begins: Tensor  # (T,) bool, where documents begin
-    look: Callable | None = None  # attention over kept keys (sample.py); there is no mask then
+    attend_kept: Callable | None = None  # attention over kept keys (sample.py), without a mask
 
 
 def offset_keys(k: Tensor, begins: Tensor, last: Tensor | None = None) -> Tensor:
@@ -688,8 +689,8 @@ def offset_keys(k: Tensor, begins: Tensor, last: Tensor | None = None) -> Tensor
 
 def attention(x: Tensor, weights: LayerWeights, scalars: dict[str, Tensor],
               context: LayerContext, products: LayerProducts) -> Tensor:
-    """x (T, D), the normalised stream -> the output of attention (T, D). `context.look` is a
-    function of sample.py, which keeps keys and values of earlier tokens: it takes q, k, v and
+    """x (T, D), the normalised stream -> the output of attention (T, D). `context.attend_kept`
+    is a function of sample.py, which keeps keys and values of earlier tokens: it takes q, k, v and
     begins, offsets the keys and returns what `attend` would."""
     T = len(x)
     gate_input = x[:, :GATE_DIM]
@@ -711,10 +712,10 @@ def attention(x: Tensor, weights: LayerWeights, scalars: dict[str, Tensor],
     v = v.view(T, H, d) + value_gate[..., None] * context.value_embed.reshape(T, H, d)
 
     # 3. Attention itself, over keys of which half is the previous token's.
-    if context.look is None:
+    if context.attend_kept is None:
         y = attend(q, offset_keys(k, context.begins), v, context.mask)
     else:
-        y = context.look(q, k, v, context.begins)
+        y = context.attend_kept(q, k, v, context.begins)
 
     # 4. A gate lets a head say nothing (record 28).
     head_gate = torch.sigmoid(F.linear(gate_input, head_gates))  # (T, H)
@@ -750,15 +751,15 @@ def ngram_hashes(tokens: Tensor, begins: Tensor, longest: int) -> Tensor:
 def embed_inputs(tokens: Tensor, begins: Tensor, ngrams: Tensor, embed: Tensor, signs: Tensor,
                  smear: Tensor, scalars: Tensor) -> tuple[Tensor, list[Tensor]]:
     """tokens and begins (T,), the rows of n-grams that they have looked up (G T, D), the embedding
-    (V, D), random signs (SIGNS, D), smear (1,), scalars (L, len(SCALARS)) -> the first stream, and
-    for each layer what is added to the stream there (T, D): the first stream and the n-grams,
+    (V, D), random signs (SIGN_ROWS, D), smear (1,), scalars (L, len(SCALARS)) -> the first stream,
+    and for each layer what is added to the stream there (T, D): the first stream and the n-grams,
     weighed by two of the layer's scalars. Nothing crosses the border of a document."""
     x = F.embedding(tokens, embed)
     before = torch.where(begins[:, None], 0, x.roll(1, 0))
     x = norm(x + smear.to(x.dtype) * before)  # record 34
     ngrams = ngrams.view(-1, *x.shape)  # (G, T, D), of each length
     hashes = ngram_hashes(tokens, begins, 1 + len(ngrams))  # (G, T)
-    ngram = (ngrams * signs[hashes % SIGNS]).sum(0)  # (T, D)
+    ngram = (ngrams * signs[hashes % SIGN_ROWS]).sum(0)  # (T, D)
     of_layers = dict(zip(SCALARS, scalars.unbind(1)))  # (L,) each
     amounts = zip(of_layers["x0"], of_layers["ngram"])
     return x, [of_x * x + of_ngram * ngram for of_x, of_ngram in amounts]
@@ -870,7 +871,7 @@ class GPT(nn.Module):
         self.big_tables = [name for name, param in self.params.items() if param.share == "columns"]
         self.add_banks(recipe.PLAIN_DTYPES[recipe.plain_recipe(c)], device, world_size)
         generator = torch.Generator().manual_seed(0)
-        signs = 2 * torch.randint(0, 2, (SIGNS, c.model_dim), generator=generator) - 1
+        signs = 2 * torch.randint(0, 2, (SIGN_ROWS, c.model_dim), generator=generator) - 1
         self.register_buffer("signs", signs.to(device, torch.int8), persistent=False)
         # How often each token was a target so far, and how many targets were no candidates.
         counts = torch.zeros(c.vocab_size, device=device)
