@@ -384,9 +384,9 @@ def sum_of_files(source: bytes, files: list[dict]) -> str:
 
 def describe_run(source: bytes, files: list[dict], script: str) -> dict:
     """The fact `run`: which run of which code this is. `source` is that of the script, which lies
-    at this path; `files` are those of `project_files`. The
-    master's is the one for the log: other ranks have another id, and do not ask git. Raises
-    BadInput if the code could not be found again in a log."""
+    at this path; `files` are those of `project_files`. The master's is the one for the log: other
+    ranks have another id, and do not ask git. Raises BadInput if the code could not be found again
+    in a log."""
     require(source.endswith(b"\n") and RULE.encode() not in source.split(b"\n"),
             "no log could hold this script; end it with a newline, and let no line be 100 '='")
     commit = output_of("git", "rev-parse", "--verify", "-q", "HEAD")
@@ -395,7 +395,8 @@ def describe_run(source: bytes, files: list[dict], script: str) -> dict:
         changes = output_of("git", "status", "--porcelain", "--untracked-files=no")
         ran = [str(Path(script).resolve()), *(file["path"] for file in files)]
         known = output_of("git", "ls-files", "--error-unmatch", "--", *ran)
-        is_clean = changes == "" and known is not None
+        if changes is not None:
+            is_clean = changes == "" and known is not None
     return {
         "run_id": str(uuid.uuid4()),
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

@@ -455,7 +455,7 @@ def read_log(path, may_be_cut=False):
         log.end = {"interrupted": True}
         end_at = len(lines)
     elif SEPARATOR not in lines:
-        last = lines[-1] or lines[-2]
+        last = next((text for text in reversed(lines) if text), "")
         state = "ended early" if last.startswith('note "ended early') else "goes on or was killed"
         expected = f"a second line of 100 '=' (the run {state}; `plot` shows it)"
         fail(path, number + len(lines) - 1, expected, last)

@@ -1319,6 +1319,13 @@ def test_compare_says_that_a_run_has_ended_early_and_which_ones_were_disturbed(r
     assert f"caution: {root / '2.txt'}: 3 steps were profiled" in out
 
 
+@pytest.mark.parametrize("rest", [b"", b"\n", b"note"])
+def test_a_log_that_ends_behind_its_source_is_one_sentence(tmp_path, rest):
+    path = tmp_path / "log.txt"
+    path.write_bytes(SOURCE + b"=" * 100 + b"\n" + rest)
+    assert "the run goes on or was killed" in refusal(path)
+
+
 def test_compare_warns_of_two_runs_with_one_seed(root, capsys):
     three_runs(root, 1)
     path = changed(write_log(root / "4.txt", 4, config={"seed": 1}), [])
