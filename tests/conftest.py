@@ -3,6 +3,7 @@ import functools
 import multiprocessing.util
 import os
 import random
+import signal
 import struct
 import sys
 from pathlib import Path
@@ -11,6 +12,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # the tensors are tiny: threads w
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # as are the graphs: no pool of processes for them
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+for number in (signal.SIGINT, signal.SIGHUP):
+    if signal.getsignal(number) == signal.SIG_IGN:  # under nohup, or behind a shell's &: programs we start would, too
+        signal.signal(number, lambda *_: None)  # a handler, unlike SIG_IGN, is not inherited by a new program
 
 import pytest
 
