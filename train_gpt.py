@@ -228,7 +228,7 @@ CPU_HAS_BF16 = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
 PRESETS: dict[str, dict] = {
     "speedrun": {},
     "onepass": dict(
-        num_layers=5, num_heads=4, mlp_dim=6784, ngram_rows=4_024_320,
+        num_layers=6, num_heads=4, mlp_dim=5632,
         num_steps=1175, batch_tokens=131_072,
         target_loss=3.492),
     "laptop": BYTES | dict(
@@ -490,8 +490,8 @@ SIGN_ROWS = 8191
 # Learned numbers that weigh the parts of a layer, and their initial values. With x the stream, a
 # layer computes (`block`)
 #
-#   x = stream_attn x + o attention(input_of(x)) + x0 (first stream) + ngram (n-grams)
-#   x = stream_mlp x + down MLP(input_of(x))
+#   x = stream_attn x + o attention(norm(x)) + x0 (first stream) + ngram (n-grams)
+#   x = stream_mlp x + down MLP(norm(x))
 SCALARS = {
     "x0": 0.0,
     "ngram": 0.05,
@@ -561,15 +561,15 @@ def parameter_table(c: Config) -> dict[str, Param]:
         zero(w[1::2])
 
     def of_attention(w: Tensor) -> None:
-        """Of each key, the half that does not turn is the previous token's (`offset_keys`). In
-        layers that see far, queries and keys begin with equal weights for this half (Trockman and
-        Kolter 2023): after "A B ... A", the query of the second A matches the key of B, which holds
-        the first A. Otherwise a model has to learn this, in some runs much later than in others."""
+        """Of each key, the half that does not turn is the previous token's (`offset_keys`). Queries
+        and keys begin with equal weights for this half (Trockman and Kolter 2023): after
+        "A B ... A", the query of the second A matches the key of B, which holds the first A.
+        Otherwise a model has to learn this, in some runs much later than in others."""
         narrow(w)
         # Each head: the first and second members of its d / 2 pairs.
         weights = w.view(L, 4, H, 2, d // 2, D)
-        far = [layer for layer in range(L) if sees_far(layer, c)]
-        weights[far, 1, ..., d // 4 :, :] = weights[far, 0, ..., d // 4 :, :]
+        queries, keys = weights[:, 0], weights[:, 1]
+        keys[..., d // 4 :, :] = queries[..., d // 4 :, :]
 
     muon = dict(optimizer="muon", decay=c.muon_decay * c.muon_lr)
     with_head_lr = dict(optimizer="adam", lr=c.head_lr)
@@ -597,6 +597,8 @@ def parameter_table(c: Config) -> dict[str, Param]:
             (4 * L, H * d, D), init=of_attention,
             lr=(c.muon_lr,), **muon),
         "scalars": Param((L, len(SCALARS)), init=constants(*SCALARS.values()), **scalar),
+        # how much of the previous token's embedding is added to each one
+        "smear": Param((1,), init=zero, **scalar),
         # the small network of `late_mix`: 64 hidden units, an amount of each of five sources
         "late_in": Param((64, D), init=uniform(D**-0.5), **late),
         "late_out": Param((5, 64), init=zero, **late),
@@ -670,37 +672,26 @@ class LayerContext(NamedTuple):
     inject: Tensor  # (T, D), added to the stream with the output of attention
     value_embed: Tensor  # (T, H d)
     begins: Tensor  # (T,) bool, where documents begin
-    memory: object | None = None  # sample.LayerMemory: of the tokens before, in place of a mask
+    attend_kept: Callable | None = None  # attention over kept keys (sample.py), without a mask
 
 
-def mix_in_previous(x: Tensor, stays: Tensor, name: str, context: LayerContext) -> Tensor:
-    """x (T, ..., channels) -> the same, but channels that do not stay, by a mask (channels,), are
-    the previous token's. Where a document begins, all of them stay. `name` is that under which a
-    memory keeps the last x (RWKV, Peng et al. 2023)."""
-    previous = context.memory.previous(name, x) if context.memory else x.roll(1, 0)
-    begins = context.begins.view(-1, *[1] * (x.dim() - 1))
-    return torch.where(begins | stays, x, previous)
-
-
-def input_of(x: Tensor, name: str, context: LayerContext) -> Tensor:
-    """The stream x (T, D) -> what attention or the MLP reads of it: its norm, of which the last
-    quarter of the channels is the previous token's."""
-    D = x.size(1)
-    stays = torch.arange(D, device=x.device) < D - D // 4
-    return mix_in_previous(norm(x), stays, name, context)
-
-
-def offset_keys(k: Tensor, context: LayerContext) -> Tensor:
+def offset_keys(k: Tensor, begins: Tensor, last: Tensor | None = None) -> Tensor:
     """Keys k (T, H, d) -> keys of which the half that does not turn is the previous token's: so a
-    query that looks for a token finds the one that came after it (record 49)."""
+    query that looks for a token finds the one that came after it (record 49). Where a document
+    begins, (T,) bool, a key stays whole. `last` (1, H, d) are the whole keys of the token before
+    the first one, if there is one."""
     d = k.size(-1)
     turns = torch.arange(d, device=k.device) % (d // 2) < d // 4
-    return mix_in_previous(k, turns, "keys", context)
+    stays = begins[:, None, None] | turns
+    before = k.roll(1, 0) if last is None else torch.cat((last, k[:-1]))
+    return torch.where(stays, k, before)
 
 
 def attention(x: Tensor, weights: LayerWeights, scalars: dict[str, Tensor],
               context: LayerContext, products: LayerProducts) -> Tensor:
-    """x (T, D), from `input_of` -> the output of attention (T, D)."""
+    """x (T, D), the normalised stream -> the output of attention (T, D). `context.attend_kept`
+    is a function of sample.py, which keeps keys and values of earlier tokens: it takes q, k, v and
+    begins, offsets the keys and returns what `attend` would."""
     T = len(x)
     gate_input = x[:, :GATE_DIM]
     H = weights.gates.size(1)
@@ -721,11 +712,10 @@ def attention(x: Tensor, weights: LayerWeights, scalars: dict[str, Tensor],
     v = v.view(T, H, d) + value_gate[..., None] * context.value_embed.reshape(T, H, d)
 
     # 3. Attention itself, over keys of which half is the previous token's.
-    k = offset_keys(k, context)
-    if context.memory:
-        y = context.memory.attend(q, k, v)
+    if context.attend_kept is None:
+        y = attend(q, offset_keys(k, context.begins), v, context.mask)
     else:
-        y = attend(q, k, v, context.mask)
+        y = context.attend_kept(q, k, v, context.begins)
 
     # 4. A gate lets a head say nothing (record 28).
     head_gate = torch.sigmoid(F.linear(gate_input, head_gates))  # (T, H)
@@ -739,10 +729,10 @@ def block(x: Tensor, weights: LayerWeights, context: LayerContext,
     layers share compiled graphs: with FlexAttention all that have the same recipes share one. (A
     block of attention is something else, 128 tokens.)"""
     scalars = dict(zip(SCALARS, weights.scalars.unbind()))
-    y = attention(input_of(x, "attention", context), weights, scalars, context, products)
+    y = attention(norm(x), weights, scalars, context, products)
     x = scalars["stream_attn"] * x + y + context.inject
     return scalars["stream_mlp"] * x + products.up.mlp(
-        input_of(x, "mlp", context), weights.up, weights.down, scalars["down"], products.down)
+        norm(x), weights.up, weights.down, scalars["down"], products.down)
 
 
 def ngram_hashes(tokens: Tensor, begins: Tensor, longest: int) -> Tensor:
@@ -759,12 +749,14 @@ def ngram_hashes(tokens: Tensor, begins: Tensor, longest: int) -> Tensor:
 
 
 def embed_inputs(tokens: Tensor, begins: Tensor, ngrams: Tensor, embed: Tensor, signs: Tensor,
-                 scalars: Tensor) -> tuple[Tensor, list[Tensor]]:
+                 smear: Tensor, scalars: Tensor) -> tuple[Tensor, list[Tensor]]:
     """tokens and begins (T,), the rows of n-grams that they have looked up (G T, D), the embedding
-    (V, D), random signs (SIGN_ROWS, D), scalars (L, len(SCALARS)) -> the first stream, and for each
-    layer what is added to the stream there (T, D): the first stream and the n-grams, weighed by two
-    of the layer's scalars. Nothing crosses the border of a document."""
-    x = norm(F.embedding(tokens, embed))
+    (V, D), random signs (SIGN_ROWS, D), smear (1,), scalars (L, len(SCALARS)) -> the first stream,
+    and for each layer what is added to the stream there (T, D): the first stream and the n-grams,
+    weighed by two of the layer's scalars. Nothing crosses the border of a document."""
+    x = F.embedding(tokens, embed)
+    before = torch.where(begins[:, None], 0, x.roll(1, 0))
+    x = norm(x + smear.to(x.dtype) * before)  # record 34
     ngrams = ngrams.view(-1, *x.shape)  # (G, T, D), of each length
     hashes = ngram_hashes(tokens, begins, 1 + len(ngrams))  # (G, T)
     ngram = (ngrams * signs[hashes % SIGN_ROWS]).sum(0)  # (T, D)
@@ -976,7 +968,8 @@ class GPT(nn.Module):
             looked_up = self.look_up(tokens, training)
         begins = self.begins(tokens, training)
         first_x, injects = self.functions.embed_inputs(
-            tokens, begins, looked_up["ngrams"], self.weight("lm_head"), self.signs, self.scalars)
+            tokens, begins, looked_up["ngrams"], self.weight("lm_head"), self.signs, self.smear,
+            self.scalars)
         value_embeds = looked_up["value_embeds"].chunk(self.config.num_layers, 1)
         contexts = self.layer_contexts(begins, setting, training, injects, value_embeds)
         weights = self.layer_weights()
