@@ -13,11 +13,11 @@ What serves it lives in the folder of its subject: the shards in data/, the log 
 kernels, compilation and the other recipes of low precision in nanogpt/. Importing this file does
 nothing and needs no GPU, so tests and notebooks can use its parts.
 
-Shapes in comments: T tokens of one packed sequence, D width of the model, H attention heads, d
-width of a head, F hidden width of the MLP, L layers, V size of the vocabulary, G lengths of
-n-grams, K and N input and output width of a product. A function whose docstring ends with "A
-collective." talks to the other ranks: all ranks must call it at the same point. "(record 28)" names
-a record of the speedrun, whose code is in github.com/KellerJordan/modded-nanogpt."""
+Shapes in comments: T tokens of a micro-batch, its sequences end to end, D width of the model, H
+attention heads, d width of a head, F hidden width of the MLP, L layers, V size of the vocabulary, G
+lengths of n-grams, K and N input and output width of a product. A function whose docstring ends
+with "A collective." talks to the other ranks: all ranks must call it at the same point. "(record
+28)" names a record of the speedrun, whose code is in github.com/KellerJordan/modded-nanogpt."""
 
 with open(__file__, "rb") as file:
     SOURCE = file.read()  # before all else: the log shows what runs, not a later edit of it
@@ -154,7 +154,7 @@ class Config:
         32_768, "most tokens a GPU works on at a time, in whole sequences: fewer need less memory. "
         "With --fit no sequence is longer")
     cooldown_frac: float = key(
-        0.7, "last fraction of the steps, in which the factor of learning rates falls to 0.15")
+        0.7, "last fraction of the steps, in which the factor of learning rates goes to 0.15")
     momentum_warmup: int = key(300, "steps over which Muon's momentum rises from 0.85 to 0.95")
     # optimizers
     muon_lr: float = key(
@@ -171,7 +171,8 @@ class Config:
     longest_ngram: int = key(
         3, "for each n from 2 to this, the last n tokens look up a row of a table of n-grams")
     ngram_rows: int = key(
-        2_012_160, "rows of that table, for all lengths; n-grams whose hashes agree share one")
+        2_012_160, "rows of that table, for all lengths; n-grams whose hashes have the same "
+        "remainder share one")
     # evaluation
     target_loss: float = key(3.28, "validation loss to reach, nats per token; 0: none")
     val_tokens: int = key(
@@ -264,7 +265,8 @@ PRESETS: dict[str, dict] = {
 }
 
 ABOUT = {
-    "speedrun": "GPT-2's size, for 439M tokens of FineWeb and a loss of 3.28, on GPUs",
+    "speedrun": "108M weights for each token and tables, for 439M tokens of FineWeb and a loss of "
+                "3.28, on GPUs",
     "onepass": "a model of fewer layers and heads, for 103M tokens that are read once, on GPUs",
     "laptop": "a small model of bytes, about a minute on a CPU",
     "char": "a larger one, to compare precisions on any text",
@@ -287,15 +289,15 @@ class Stage(NamedTuple):
     """A part of the run. Batches and windows grow from stage to stage: attention over the near past
     learns sooner, and takes less time."""
     fraction: float  # of all steps; 0: this stage is only for the validation at the end
-    batch: float  # its batches, as a part of batch_tokens
+    batch_part: float  # its batches, as a part of batch_tokens
     longest_document: int  # tokens that are read of a document; with cut_documents all of them
     long_window: int  # how far two of the layers see (`sees_far`), in blocks of 128 tokens
     short_window: int  # how far the other layers see, in blocks of 128 tokens
-    lr: float  # factor of all learning rates
+    lr_factor: float  # of all learning rates and weight decays
 
 
 SCHEDULES: dict[str, list[Stage]] = {
-    # fraction, batch, longest document, long and short window, lr
+    # fraction, batch, longest document, long and short window, learning rates
     # Of the presets speedrun and onepass. Stages and learning rates follow records 46, 49, 53, 72.
     # Batches and windows are smaller than theirs (records/2026-11-24_smaller_batches_one_gpu).
     "speedrun": [
@@ -427,8 +429,8 @@ class Products:
 
         To train on another loss, change it here, but only where torch.is_grad_enabled(): validation
         calls this function, too, and its losses must stay comparable. Then train with
-        --precision=bf16. The default precision of GPUs with FP8 does not come here: it has a loss
-        of its own, FP8HeadLoss."""
+        --precision=bf16. The default precision of GPUs with FP8 does not come here in training: it
+        has a loss of its own, FP8HeadLoss."""
         logits = kernels.softcap(self.linear(x, w), CAP)
         if bias is not None:
             logits = logits + bias
@@ -490,10 +492,10 @@ SIGN_ROWS = 8191
 # Learned numbers that weigh the parts of a layer, and their initial values. With x the stream, a
 # layer computes (`block`)
 #
-#   x = stream_attn x + o attention(norm(x)) + x0 (first stream) + ngram (n-grams)
+#   x = stream_attn x + o attention(norm(x)) + first (first stream) + ngram (n-grams)
 #   x = stream_mlp x + down MLP(norm(x))
 SCALARS = {
-    "x0": 0.0,
+    "first": 0.0,
     "ngram": 0.05,
     "v": 0.5,  # of the values inside of attention
     "o": 1.0,
@@ -504,8 +506,7 @@ SCALARS = {
 
 
 class Param(NamedTuple):
-    """A parameter of the model, or "bank": one that belongs to the layers has the weights of all of
-    them."""
+    """A parameter of the model, called a bank. A bank of layers holds the weights of all layers."""
     shape: tuple[int, ...]  # Muon takes it as a stack of matrices
     optimizer: str  # "muon" or "adam"
     lr: float | tuple[float, ...]  # of Adam a number; of Muon some that repeat along the matrices
@@ -551,21 +552,21 @@ def parameter_table(c: Config) -> dict[str, Param]:
     d = c.head_dim
     V = c.vocab_size
 
-    # Uniform numbers up to a have the deviation a / sqrt(3). Half of D^-0.5, the usual deviation,
-    # is a bit better (record 21).
-    narrow = uniform(3**0.5 * 0.5 * D**-0.5)
+    # Uniform numbers up to a have the deviation a / sqrt(3). Half of the usual deviation D^-0.5 is
+    # a bit better (record 21).
+    small_uniform = uniform(3**0.5 * 0.5 * D**-0.5)
     zero = nn.init.zeros_
 
     def up_and_down(w: Tensor) -> None:
-        narrow(w[::2])
+        small_uniform(w[::2])
         zero(w[1::2])
 
     def of_attention(w: Tensor) -> None:
-        """Of each key, the half that does not turn is the previous token's (`offset_keys`). Queries
-        and keys begin with equal weights for this half (Trockman and Kolter 2023): after
-        "A B ... A", the query of the second A matches the key of B, which holds the first A.
-        Otherwise a model has to learn this, in some runs much later than in others."""
-        narrow(w)
+        """Of each key, the half without rotary embedding (`rotary_table`) is the previous token's
+        (`offset_keys`). Queries and keys begin with equal weights for this half (Trockman and
+        Kolter 2023): after "A B ... A", the query of the second A matches the key of B, which holds
+        the first A. Otherwise a model has to learn this, in some runs much later than in others."""
+        small_uniform(w)
         # Each head: the first and second members of its d / 2 pairs.
         weights = w.view(L, 4, H, 2, d // 2, D)
         queries, keys = weights[:, 0], weights[:, 1]
@@ -622,8 +623,8 @@ def num_weights(c: Config) -> tuple[int, int]:
 
 
 def flops_per_token(c: Config) -> int:
-    """6 for each weight that a token is multiplied by: those of mlp and qkvo, and of the head the
-    rows of the candidates. The scores of attention are not counted."""
+    """6 for each weight of mlp and qkvo, and of the head for those of the candidates. The scores of
+    attention, the gates and the network of `late_mix` are not counted."""
     matrices = [parameter_table(c)[name].shape for name in ("mlp", "qkvo")]
     head = c.model_dim * min(c.candidates or c.vocab_size, c.vocab_size)
     return 6 * (sum(math.prod(shape) for shape in matrices) + head)
@@ -761,13 +762,13 @@ def embed_inputs(tokens: Tensor, begins: Tensor, ngrams: Tensor, embed: Tensor, 
     hashes = ngram_hashes(tokens, begins, 1 + len(ngrams))  # (G, T)
     ngram = (ngrams * signs[hashes % SIGN_ROWS]).sum(0)  # (T, D)
     of_layers = dict(zip(SCALARS, scalars.unbind(1)))  # (L,) each
-    amounts = zip(of_layers["x0"], of_layers["ngram"])
-    return x, [of_x * x + of_ngram * ngram for of_x, of_ngram in amounts]
+    amounts = zip(of_layers["first"], of_layers["ngram"])
+    return x, [of_first * x + of_ngram * ngram for of_first, of_ngram in amounts]
 
 
-class LateMix(NamedTuple):
-    """A small network that decides for each token how much of five sources is added at the end
-    (MUDD: record 81)."""
+class LateWeights(NamedTuple):
+    """The weights of a small network, which decides for each token how much of five sources is
+    added at the end (MUDD: record 81)."""
     w_in: Tensor  # (64, D)
     w_out: Tensor  # (5, 64)
     bias: Tensor  # (5,)
@@ -783,7 +784,7 @@ def late_sources(first_x: Tensor, outputs: list[Tensor],
     return first_x, a_third, two_thirds, outputs[L - 2], first_value_embed
 
 
-def late_mix(x: Tensor, sources: tuple[Tensor, ...], weights: LateMix) -> Tensor:
+def late_mix(x: Tensor, sources: tuple[Tensor, ...], weights: LateWeights) -> Tensor:
     """x (T, D), the last stream, plus an amount of each source; the sum is normalised. They are the
     first stream and three later ones (T, D), and the first value embedding (T, H d), which is added
     to the first channels."""
@@ -799,9 +800,9 @@ def late_mix(x: Tensor, sources: tuple[Tensor, ...], weights: LateMix) -> Tensor
 # --------------------------------------------------------------------------------------------------
 # 5. The loss, over candidates
 #
-# Logits over all 50,304 tokens would be a third of the work of a step. In training each
-# micro-batch tells the next token from fewer candidates (16,384 by default): all tokens that are
-# a target in it, and others that are drawn, the more frequent the more likely. One that is drawn
+# Logits over all 50,304 tokens would be a third of the work of a step. In training they are
+# computed for fewer candidates (16,384 by default): all tokens that are a target in the
+# micro-batch, and others that are drawn at random, frequent tokens more often. One that is drawn
 # with probability p stands for 1/p tokens, so log(1/p) is added to its logit. The sum of
 # exponentials over the vocabulary is then right on average. The gradient is a ratio of two such
 # sums, so it has a small bias, which more candidates make smaller. This is a sampled softmax
@@ -813,8 +814,8 @@ def late_mix(x: Tensor, sources: tuple[Tensor, ...], weights: LateMix) -> Tensor
 VAL_CHUNK = 16_384  # tokens whose logits are computed at a time in validation
 
 
-def head_loss(x: Tensor, sources: tuple[Tensor, ...], late: LateMix, products: Products,
-              w: Tensor, targets: Tensor, bias: Tensor | None) -> Tensor:
+def mix_and_loss(x: Tensor, sources: tuple[Tensor, ...], late: LateWeights, products: Products,
+                 w: Tensor, targets: Tensor, bias: Tensor | None) -> Tensor:
     """x (T, D) and the sources of `late_mix` -> the cross-entropy of the capped logits, summed over
     T. The rest is as in Products.head_loss."""
     return products.head_loss(late_mix(x, sources, late), w, targets, bias)
@@ -851,7 +852,7 @@ def choose_candidates(targets: Tensor, is_target: Tensor, counts: Tensor,
 
 
 class GPT(nn.Module):
-    """The model, over one packed sequence of documents.
+    """The model, over one or more packed sequences of documents, end to end.
 
     The weights of all layers lie in banks. Those of which each rank owns a slice are padded to a
     multiple of world_size. The model keeps the large ones in its own dtype; the optimizer
@@ -903,7 +904,7 @@ class GPT(nn.Module):
         begins[::length] = True
         return begins
 
-    def table_rows(self, tokens: Tensor, training: bool = True) -> dict[str, Tensor]:
+    def row_numbers(self, tokens: Tensor, training: bool = True) -> dict[str, Tensor]:
         """For each big table the rows that tokens look up, int64: of value_embeds (T,), and for
         n-grams of G lengths (G T,), by their hashes (record 62 for pairs)."""
         c = self.config
@@ -913,7 +914,7 @@ class GPT(nn.Module):
 
     def look_up(self, tokens: Tensor, training: bool) -> dict[str, Tensor]:
         """The rows themselves: value_embeds (T, L * H d) and ngrams (G T, D)."""
-        rows = self.table_rows(tokens, training)
+        rows = self.row_numbers(tokens, training)
         return {name: F.embedding(index, getattr(self, name)) for name, index in rows.items()}
 
     def layer_weights(self) -> list[LayerWeights]:
@@ -922,6 +923,9 @@ class GPT(nn.Module):
         qkvo = self.weight("qkvo").unflatten(0, (-1, 4))  # (L, 4, H d, D)
         banks = (matrices[::2], matrices[1::2], self.scalars, qkvo, self.gates)
         return [LayerWeights(*of_layer) for of_layer in zip(*banks)]
+
+    def late_weights(self) -> LateWeights:
+        return LateWeights(self.late_in, self.late_out, self.late_bias)
 
     def rotary(self, setting: Setting, T: int,
                training: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -987,7 +991,7 @@ class GPT(nn.Module):
                 looked_up: dict | None = None) -> Tensor:
         """tokens, targets (T,) int64 -> the loss, summed over T. A target of -1 is none."""
         x, sources = self.last_stream(tokens, setting, training, looked_up)
-        late = LateMix(self.late_in, self.late_out, self.late_bias)
+        late = self.late_weights()
         products = self.precision.head_at(setting, training)
         w, bias = self.weight("lm_head"), None
         if training:
@@ -995,12 +999,12 @@ class GPT(nn.Module):
                 chosen, bias, targets = self.draw_candidates(targets)  # now rows of w
                 w = w.index_select(0, chosen)
                 products = products.for_rows(chosen)
-            return self.functions.head_loss(x, sources, late, products, w, targets, bias)
+            return self.functions.mix_and_loss(x, sources, late, products, w, targets, bias)
         total = 0
         for begin in range(0, len(tokens), VAL_CHUNK):  # logits of a whole sequence would not fit
             chunk = slice(begin, begin + VAL_CHUNK)
             of_chunk = tuple(source[chunk] for source in sources)
-            total = total + self.functions.head_loss(
+            total = total + self.functions.mix_and_loss(
                 x[chunk], of_chunk, late, products, w, targets[chunk], bias)
         return total
 
@@ -1017,7 +1021,7 @@ class GPT(nn.Module):
 
     def logits(self, x: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
         """What `last_stream` returns -> the capped logits of each next token (T, V)."""
-        x = late_mix(x, sources, LateMix(self.late_in, self.late_out, self.late_bias))
+        x = late_mix(x, sources, self.late_weights())
         return kernels.softcap(F.linear(x, self.weight("lm_head")), CAP)
 
 
@@ -1112,19 +1116,20 @@ def load_checkpoint(path: str | Path, device: torch.device) -> GPT:
 # (wgrad). Activations and weights need precision, so they are in e4m3; gradients need range, so
 # they are in e5m2. The FP8 units want both operands contiguous along the dimension that is
 # summed. Each of x, w and dy is used in two products, which sum along different dimensions, so we
-# store it and its transpose when it is rounded. In fprop, sums may be quick ("fast accumulation"
-# keeps fewer bits). In gradients the errors of quick sums would add up, so only the gradient of the
-# MLP's hidden layer has them: it sums only D numbers.
+# store it and its transpose when it is rounded (the transpose of the logits' gradient later). In
+# fprop, sums may be quick ("fast accumulation" keeps fewer bits). In gradients the errors of quick
+# sums would add up, so only the gradient of the MLP's hidden layer has them: it sums D numbers.
 #
 # Every number of these formats is exact in bf16. Other GPUs multiply the same rounded numbers in
 # bf16, and CPUs in float32. That is slower, and differs only in how sums are rounded.
 
 # Constant scales of a projection's input, of the weights, and of the gradient of a loss that is a
-# sum over tokens. They are powers of two, so that only rounding loses something. 448 / 16 is just
-# above sqrt(768), the largest a normalised input can be; in a wider model only a vector that lies
-# almost in one channel would be clamped. The squares between the MLP's two products are near 10,
-# but up to 12,700 on the first token of a document, and must not be clamped there. (No row of
-# PRECISIONS gives "fp8-static" to `o`; its scale is for rows of your own.)
+# sum over tokens. They are powers of two, so that only rounding loses something. Weights up to 1.75
+# and gradients up to 14 fit; larger ones are clamped. 448 / 16 is just above sqrt(768), the largest
+# a normalised input can be; in a wider model only a vector that lies almost in one channel would be
+# clamped. The squares between the MLP's two products are near 10, but up to 12,700 on the first
+# token of a document, and must not be clamped there. (No row of PRECISIONS gives "fp8-static" to
+# `o`; its scale is for rows of your own.)
 INPUT_SCALES = {"qkv": 1 / 16, "o": 1 / 4, "up": 1 / 16, "down": 64.0}
 WEIGHT_SCALE = 2.0**-8
 GRADIENT_SCALE = 2.0**-12
@@ -1303,8 +1308,8 @@ class StaticFP8Head(Products):
 
 
 class Measured(Products):
-    """A recipe of nanogpt/, which measures its scales. It rounds weights without the learned
-    factor, once a step where it can, so that the factor multiplies the result."""
+    """A recipe of nanogpt/, which measures its scales. It rounds a weight without the learned
+    factor, once a step where it can. So here the factor multiplies the result."""
 
     def __init__(self, product: Callable):
         self.product = product  # x (T, K), w (N, K) -> (T, N)
@@ -1429,12 +1434,12 @@ POLAR_EXPRESS = (  # a, b, c of each iteration, so that few are enough (Amsel et
 NEURON_BETA = 0.9  # of the mean square of each neuron's updates
 
 
-def orthogonalize(G: Tensor) -> Tensor:
-    """G (n, rows, columns) -> nearly U V^T of each matrix G = U S V^T, in bf16. Each iteration is
-    an odd polynomial a X + b X^3 + c X^5, which moves all singular values towards 1 (Muon, Jordan
-    2024; record 38)."""
-    X = G.bfloat16()
-    tall = G.size(-2) > G.size(-1)
+def orthogonalize(gradient: Tensor) -> Tensor:
+    """gradient (n, rows, columns) -> nearly U V^T of each matrix U S V^T, in bf16. Each iteration
+    is an odd polynomial a X + b X^3 + c X^5, which moves all singular values towards 1 (Muon,
+    Jordan 2024; record 38)."""
+    X = gradient.bfloat16()
+    tall = X.size(-2) > X.size(-1)
     if tall:
         X = X.mT  # products are smaller that way
     X = X / (X.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-6)  # all singular values are below 1
@@ -1471,8 +1476,9 @@ def muon_update(master: Tensor, part: Tensor, gradient: Tensor, state: MuonState
     """Updates master (n, rows, columns) by orthogonalized Nesterov momentum, and copies it to
     `part`. Neurons whose updates were large over time get smaller ones; then the update of each
     matrix gets its old norm again (NorMuon, Li et al. 2025; record 41). Every column counts as a
-    neuron, as in the MLPs' matrices (D, F); in the others neurons are rows, but there it was found
-    to make no difference. lr (n, 1, 1), decay () and momentum () are tensors."""
+    neuron: in the MLPs' matrices (D, F) that is a hidden unit. In qkvo the units of a head are
+    rows, but there it was found to make no difference. lr (n, 1, 1), decay () and momentum () are
+    tensors."""
     # 1. Nesterov momentum, orthogonalized.
     gradient = gradient.to(master.dtype)
     state.momentum_buffer.add_((gradient - state.momentum_buffer) * (1 - momentum))
@@ -1495,7 +1501,8 @@ class AdamState(NamedTuple):
 
 
 class AdamRates(NamedTuple):
-    """Numbers, or tensors () on the CPU: a number would be a constant of the compiled graph."""
+    """Numbers for the kernel of rows. For compiled functions tensors () on the CPU: they take a
+    number for a constant, and would be compiled for each."""
     lr: float | Tensor
     decay: float | Tensor
     beta1: float | Tensor
@@ -1519,14 +1526,14 @@ class Functions(NamedTuple):
     """The functions that do most of the work. They read nothing but their arguments and constants
     of the source files, so that they can be compiled."""
     block: Callable
-    head_loss: Callable
+    mix_and_loss: Callable
     embed_inputs: Callable
     block_lists: Callable
     muon_update: Callable
     adam_update: Callable
 
 
-EAGER = Functions(block, head_loss, embed_inputs, masks.block_lists, muon_update, adam_update)
+EAGER = Functions(block, mix_and_loss, embed_inputs, masks.block_lists, muon_update, adam_update)
 
 
 def compiled_functions(report: Callable[[str, float], None], files_sha256: str) -> Functions:
@@ -1559,7 +1566,7 @@ class Optimizer:
                 lr = torch.tensor(param.lr)[turn]
                 lr = lr[:, None, None].to(model.signs.device)
                 self.muon_lr[name] = self.own(name, lr)
-        self.looked_up = LookedUpRows(model.signs.device)
+        self.lookups = LookedUpRows(model.signs.device)
         wide = torch.promote_types(torch.float32, model.lm_head.dtype)
         self.reset({name: bank.to(wide) for name, bank in self.banks.items()})
 
@@ -1568,10 +1575,10 @@ class Optimizer:
         collective."""
         # Let go of the old ones first: both would not fit into memory.
         self.masters, self.state = {}, {}
-        self.looked_up.reset({})
+        self.lookups.reset({})
         self.masters = {name: self.own(name, w).clone() for name, w in full.items()}
         self.state = {name: self.zero_state(name) for name in full}
-        self.looked_up.reset({name: self.masters[name] for name in self.model.big_tables})
+        self.lookups.reset({name: self.masters[name] for name in self.model.big_tables})
         self.sums = {}  # name -> this rank's part of the summed gradient, and its transfer
         self.updates = 0  # without those that fp16 has left out, as a gradient was not finite
         self.bytes_sent = 0
@@ -1609,8 +1616,8 @@ class Optimizer:
 
     @torch.no_grad()
     def start_sums(self) -> None:
-        """Begins to sum every .grad over the ranks, and takes it away. To be called before the last
-        `looked_up.add`, which takes long: the transfers run meanwhile. A collective."""
+        """Begins to sum every .grad over the ranks, and sets it to None. To be called before the
+        last `lookups.add`, which takes long: the transfers run meanwhile. A collective."""
         for name, bank in self.model.named_parameters():
             if bank.grad is not None:
                 self.sums[name] = self.start_sum(name, bank.grad)
@@ -1618,9 +1625,9 @@ class Optimizer:
 
     def start_table_sums(self) -> None:
         """The same for the rows of the tables. A collective."""
-        with self.looked_up.on_stream():
+        with self.lookups.on_stream():
             dtypes = {name: self.banks[name].dtype for name in self.model.big_tables}
-            for name, total in self.looked_up.take_sums(dtypes).items():
+            for name, total in self.lookups.take_sums(dtypes).items():
                 self.sums[name] = self.start_sum(name, total)
 
     def start_sum(self, name: str, gradient: Tensor) -> tuple:
@@ -1660,19 +1667,19 @@ class Optimizer:
             with self.stream_of(name):
                 transfer.wait()
                 if name in self.model.big_tables:
-                    self.looked_up.put(name, self.banks[name], parts)
-        self.looked_up.meet()
+                    self.lookups.put(name, self.banks[name], parts)
+        self.lookups.meet()
         self.bytes_sent += self.recipes.weights_changed(names, self.masters)
 
     def stream_of(self, name: str):
-        return self.looked_up.on_stream() if name in self.model.big_tables else nullcontext()
+        return self.lookups.on_stream() if name in self.model.big_tables else nullcontext()
 
     def finished_sums(self) -> list[Tensor]:
         """All summed gradients, after waiting for them. Only a recipe that must know whether they
         are finite calls this."""
         for _, transfer in self.sums.values():
             transfer.wait()
-        self.looked_up.meet()
+        self.lookups.meet()
         return [gradient for gradient, _ in self.sums.values()]
 
     def finished_sum(self, name: str) -> Tensor:
@@ -1702,7 +1709,7 @@ class Optimizer:
         correction = (1 - beta2**t) ** 0.5 / (1 - beta1**t)
         rates = AdamRates(lr_factor * param.lr, decay, beta1, beta2, correction)
         if param.share == "columns":  # Adam for the looked-up rows of a table
-            rows = self.looked_up.used[name]
+            rows = self.lookups.used[name]
             return kernels.adam_rows(
                 gradient.flatten(0, -2), rows, master, state, bank.dtype, *rates)
         part = self.own(name, bank)  # Adam for the head and small banks
@@ -1754,11 +1761,11 @@ def stage_of(step: int, c: Config) -> Stage:
 
 def stage_tokens(stage: Stage, c: Config) -> int:
     """Tokens of one of its batches."""
-    return round(stage.batch * c.batch_tokens)
+    return round(stage.batch_part * c.batch_tokens)
 
 
 def total_tokens(c: Config, steps: int | None = None) -> int:
-    """Tokens that so many steps train on, or else the whole run."""
+    """Tokens of the first `steps` steps, or of the whole run."""
     return c.seq_len * sum(count for count, _ in batch_plan(c)[:steps])
 
 
@@ -1772,9 +1779,9 @@ def batch_plan(c: Config) -> list[tuple[int, int]]:
 
 def lr_factor_at(step: int, c: Config) -> float:
     """The stage's factor. Over the last cooldown_frac of the steps it becomes 0.15, linearly. Where
-    a stage with a larger factor begins, it still rises for a moment."""
+    a stage with a larger factor begins, the result jumps up once more."""
     done = max(0.0, (step / c.num_steps - 1) / c.cooldown_frac + 1)  # 0 to 1
-    return stage_of(step, c).lr * (1 - done) + 0.15 * done
+    return stage_of(step, c).lr_factor * (1 - done) + 0.15 * done
 
 
 def muon_momentum_at(step: int, c: Config) -> float:
@@ -1790,7 +1797,8 @@ def setting_of(step: int, c: Config) -> Setting:
     Where the long window grew from a to b blocks, frequencies that turn less than once in the old
     window are multiplied by a / b, those that turn 32 times stay, and those between are
     interpolated. The scores grow a little with the window (YaRN's temperature)."""
-    # 1. How it begins. |q| |k| is the width of a head, so scores begin below 12.8.
+    # 1. The first stage. The length of a query is sqrt(d), that of a key at most sqrt(2 d), as its
+    # halves come from two tokens (`offset_keys`). So scores begin below 12.8 sqrt(2).
     rotating = c.head_dim // 4
     frequencies = [(1 / 1024) ** (j / max(rotating - 1, 1)) for j in range(rotating)]
     score_scale = 12.8 / c.head_dim
@@ -1833,9 +1841,9 @@ def rank_micro_batches(paths: list[Path], c: Config, device: torch.device, first
     that has the bits of uint16, for which PyTorch lacks operations. Raises ShardError if a shard
     has not its stamp any more."""
     rank, world_size = rank_and_world_size()
-    for sequences in shards.rank_batches(
+    for array in shards.rank_batches(
             paths, packing(c), batch_plan(c), rank, world_size, first_step, stamps):
-        sequences = torch.from_numpy(sequences.view(np.int16))
+        sequences = torch.from_numpy(array.view(np.int16))
         if device.type == "cuda":
             sequences = sequences.pin_memory()  # so that nothing waits for its copy
         yield sequences.split(micro_sequences(len(sequences), c))
@@ -1874,26 +1882,27 @@ def train_step(model: GPT, optimizer: Optimizer, batch: list[tuple[Tensor, Tenso
     Returns a message, a vector on the device that is summed over the ranks. It begins with the mean
     loss. Then comes a flag for each number that the recipes measure: whether it was ever not
     finite. Last comes what `tell` returned for this rank's loss, before the update: in a run
-    (`Run.tell`) a number for each bank, the loss of each rank, and requests. A collective."""
+    (`Run.tell`) a number for each bank but the tables, the loss of each rank, and requests. A
+    collective."""
     c = model.config
     setting = setting_of(step, c)
 
     # 1. Which rows of the tables the ranks look up. The GPU finds out beside the first pass.
-    rows = [model.table_rows(inputs) for inputs, _ in batch]
-    optimizer.looked_up.find(rows)
+    rows = [model.row_numbers(inputs) for inputs, _ in batch]
+    optimizer.lookups.find(rows)
 
     # 2. Forward and backward. After the last pass the gradients begin to travel.
     work = partial(forward_backward, model, setting)
     loss_sum = 0
     for i, (inputs, targets) in enumerate(batch):
         tensors = (inputs, targets, *rows[i].values())
-        # CUDA graphs of one name share memory. Two names take turns: while one pass runs, the row
-        # gradients of the pass before it are still being summed, and stand in its graph's memory.
+        # When a CUDA graph runs again, it overwrites what it returned the last time. So two graphs,
+        # by two names, take turns: while one runs, the row gradients of the other one are summed.
         name = f"{setting}, {'odd' if i % 2 else 'even'}"
         loss, row_gradients = call(name, work, tensors)
         if i == len(batch) - 1:
             optimizer.start_sums()
-        optimizer.looked_up.add(rows[i], row_gradients)
+        optimizer.lookups.add(rows[i], row_gradients)
         loss_sum = loss_sum + loss
 
     # 3. The update, and what the ranks tell each other.
@@ -2004,9 +2013,7 @@ class Run:
         while self.step < c.num_steps:
             self.save_or_stop()
             if self.ended_by:
-                self.clock.stop()
-                self.end_training()
-                return
+                break
             if c.val_interval and self.step % c.val_interval == 0:
                 self.clock.stop()
                 self.validate()
@@ -2023,11 +2030,8 @@ class Run:
             WATCH.leave_step()
             self.step += 1
         self.clock.stop()
-        self.validate()
-        self.end_training()
-
-    def end_training(self) -> None:
-        """What is due after the last step, also of a run that a signal has ended. A collective."""
+        if not self.ended_by:
+            self.validate()
         self.profiler.finish()
         if dist.is_initialized():
             dist.all_reduce(self.model.lost_targets)  # for the log, which names those of all ranks
@@ -2037,8 +2041,8 @@ class Run:
         return torch.cat([self.finite.numbers(loss), self.requests.outgoing()])
 
     def read_losses(self) -> None:
-        """Takes the losses that have arrived, and waits for those up to this step. Raises BadInput
-        if one is not finite."""
+        """Takes the losses that have arrived, and waits for those of all steps so far. Raises
+        BadInput if one is not finite."""
         losses = self.log.arrived(wait_for=self.step)
         losses = self.requests.hear(losses)
         self.finite.refuse(losses, self.step)
@@ -2107,7 +2111,7 @@ class Run:
 def train(c: Config, at_end: ExitStack) -> int:
     """The whole run, or what is left of a saved one. Returns the exit status: 1 if the target was
     missed, 129, 130 or 143 if a signal has ended the run, else 0. `at_end` gets what is to be done
-    if an error ends it. A collective."""
+    at the end, also after an error. A collective."""
     # 1. Import what this run needs, so that the log can show it, and check what can be checked
     # before anything is written or compiled.
     cuda = has_cuda(c.device)
@@ -2124,8 +2128,8 @@ def train(c: Config, at_end: ExitStack) -> int:
     files = journal.project_files(__file__)
     run_files = check_run_files(c, packing(c), batch_plan(c), files, sum(num_weights(c)))
 
-    # 2. The log begins with the code and the facts. Under --minutes the number of steps is one of
-    # them, so its file begins after the warm-up, and until then the log holds back what it is told.
+    # 2. The log begins with the code and the facts. The number of steps is such a fact: under
+    # --minutes it is chosen after the warm-up, and until then the log keeps its lines in memory.
     console = Console(c.num_steps, shows=is_master())
     log = journal.Log(console)
     at_end.push(log.end_early)
@@ -2203,9 +2207,10 @@ def train(c: Config, at_end: ExitStack) -> int:
 
 
 def main(argv: list[str]) -> int:
-    """Exit status: 0 target reached or none, 1 not reached, 2 bad input or too little memory, 3
-    another rank was lost, 129, 130 or 143 ended by a signal. On an error, `at_end` first writes
-    the best weights and a note to the log. Then WATCH tells the other ranks, and ends them."""
+    """Exit status: 0 target reached or none, 1 not reached, or a crash, 2 bad input or too little
+    memory, 3 another rank was lost, 129, 130 or 143 ended by a signal. On an error, `at_end` first
+    writes the best weights and a note to the log. Then WATCH tells the other ranks, and ends
+    them."""
     errors = (BadInput, shards.ShardError, OSError)
     c = Config()  # until the command line is read
     try:

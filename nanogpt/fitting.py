@@ -238,6 +238,6 @@ def option_for_longer(c, seconds: float) -> str:
 def steps_of_schedule(c, schedule: list, shard_tokens: tuple[int, ...], wanted: float,
                       most_epochs: float) -> dict[str, int]:
     """The changes that make at most the wanted number of steps."""
-    per_step = c.batch_tokens * sum(stage.fraction * stage.batch for stage in schedule)
+    per_step = c.batch_tokens * sum(stage.fraction * stage.batch_part for stage in schedule)
     return steps_that_fit(
         shard_tokens, wanted, most_epochs, per_step, c.seq_len, c.batch_tokens)

@@ -95,7 +95,7 @@ def check_candidates(c, stages: list) -> None:
     """Candidates are the tokens that a training loss compares (train_gpt.py, section 5). Nearly
     every target should be one of them. Texts repeat tokens, so half as many as tokens suffice."""
     at_a_time = c.micro_tokens // c.seq_len * c.seq_len  # whole sequences
-    largest_batch = round(max(stage.batch for stage in stages) * c.batch_tokens)
+    largest_batch = round(max(stage.batch_part for stage in stages) * c.batch_tokens)
     enough = min(c.vocab_size, min(at_a_time, largest_batch) // 2)
     fits_products = c.candidates % 16 == 0 or c.candidates >= c.vocab_size
     remedy = ""
@@ -115,9 +115,9 @@ def check_stages(name: str, stages: list) -> None:
             f"{where}: the fractions of its stages make {total:g} together, and must make 1 "
             "without negative ones")
     for stage in stages:
-        require(stage.batch > 0 and stage.longest_document > 0,
+        require(stage.batch_part > 0 and stage.longest_document > 0,
                 f"{where}: batch and longest document of {stage} must be positive")
-        require(abs(stage.batch - part_of_batch(stage)) < 1e-6,
+        require(abs(stage.batch_part - part_of_batch(stage)) < 1e-6,
                 f"{where}: the batch of {stage} must be a simple fraction, such as 1 / 3")
         for window in (stage.long_window, stage.short_window):
             require(isinstance(window, int) and window > 0,
@@ -126,7 +126,7 @@ def check_stages(name: str, stages: list) -> None:
 
 def part_of_batch(stage) -> Fraction:
     """The part of --batch_tokens that the batches of a stage have."""
-    return Fraction(stage.batch).limit_denominator(64)
+    return Fraction(stage.batch_part).limit_denominator(64)
 
 
 def check_multiples(c, stages: list) -> None:

@@ -112,7 +112,7 @@ class WarmUp:
 
     def forward_backward(self, stage: StagePlan, step: int) -> None:
         inputs, targets = self.example(stage.length)
-        rows = self.model.table_rows(inputs).values()
+        rows = self.model.row_numbers(inputs).values()
         self.work.forward_backward(
             self.model, self.setting(step), inputs, targets, *rows)
         self.model.zero_grad()

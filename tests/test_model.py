@@ -376,7 +376,7 @@ def test_loss_and_all_gradients_equal_a_plain_version_of_the_specification(width
     numbers = {"value_embeds": tokens.tolist(), "ngrams": ngram_rows_of(tokens.tolist(), starts, longest, 101)}
     dense = {name: model.get_parameter(name).grad for name in model.params}
     model.zero_grad()
-    again, grads = t.forward_backward(model, seen, tokens, targets, *model.table_rows(tokens).values())
+    again, grads = t.forward_backward(model, seen, tokens, targets, *model.row_numbers(tokens).values())
     assert again.item() == pytest.approx(reference.item(), rel=1e-10) and not again.requires_grad
     for name, p in model.named_parameters():  # now as in training: tables have gradients of looked-up rows alone
         if name in numbers:
@@ -449,7 +449,7 @@ def test_training_with_candidates_has_nearly_the_gradient_over_the_vocabulary_an
     torch.manual_seed(0)
     t.Optimizer(model)  # which rounds the FP8 weights
     found, tokens, targets = {}, tokens_of([0], 256), tokens_of([], 256, 1)
-    rows = model.table_rows(tokens).values()
+    rows = model.row_numbers(tokens).values()
     for number, repeats in ((0, 5), (192, 40)):
         model.config.candidates, losses, sums = number, [], dict.fromkeys(("lm_head", "mlp", "qkvo"), 0)
         for _ in range(repeats):
@@ -492,7 +492,7 @@ def test_tokens_that_are_no_candidates_are_counted_and_add_nothing_to_the_loss(p
     loss = model(tokens, targets, view(), True).item()
     (chosen, bias, places), (x, sources) = drawn[0], model.last_stream(tokens, view(), True)
     assert not bias.any(), "all are targets"
-    x = t.late_mix(x, sources, t.LateMix(model.late_in, model.late_out, model.late_bias))
+    x = t.late_mix(x, sources, t.LateWeights(model.late_in, model.late_out, model.late_bias))
     logits = 23 / (1 + torch.exp(-(x @ model.lm_head[chosen].T + 5).double() / 7.5))
     known = places >= 0
     expected = (logits.logsumexp(-1)[known] - logits[known, places[known]]).sum().item()
@@ -549,7 +549,7 @@ def test_rows_are_looked_up_by_token_and_by_hashed_ngram_and_none_crosses_a_bord
     tokens[[7, 130, 131]] = model.bos
     borders = {"training": {0, 7, 128, 130, 131, 256}, "validation": {0, 7, 130, 131}}  # which has one long sequence
     for mode, starts in borders.items():
-        rows = model.table_rows(tokens, mode == "training")
+        rows = model.row_numbers(tokens, mode == "training")
         assert rows["value_embeds"].tolist() == tokens.tolist()
         assert rows["ngrams"].tolist() == ngram_rows_of(tokens.tolist(), starts, longest, count), mode
         found = model.look_up(tokens, mode == "training")
@@ -569,18 +569,18 @@ def test_summed_gradients_of_looked_up_rows_are_autograds_dense_gradients_of_the
     model.zero_grad()
     optimizer = t.Optimizer(model)
     batch = [*zip(tokens.chunk(micro), targets.chunk(micro))]
-    rows = [model.table_rows(inputs) for inputs, _ in batch]
-    optimizer.looked_up.find(rows)
+    rows = [model.row_numbers(inputs) for inputs, _ in batch]
+    optimizer.lookups.find(rows)
     for (inputs, outputs), index in zip(batch, rows):
         _, gradients = t.forward_backward(model, view(), inputs, outputs, *index.values())
-        optimizer.looked_up.add(index, gradients)
+        optimizer.lookups.add(index, gradients)
     for name, p in model.named_parameters():
         if name in model.big_tables:
             used = sorted({row for index in rows for row in index[name].tolist()})
             unused = [row for row in range(len(p)) if row not in used]
             assert 0 < len(used) < 512 / 3, "most rows are looked up several times"
             assert p.grad is None and unused and not dense[name][unused].any()
-            ours, theirs = optimizer.looked_up.totals[name][0], dense[name][used]
+            ours, theirs = optimizer.lookups.totals[name][0], dense[name][used]
         else:
             ours, theirs = p.grad, dense[name]
         assert (ours - theirs).norm() < 1e-10 * theirs.norm(), name
@@ -593,7 +593,7 @@ def losses_and_gradients(model, call, batch, setting, loss_scale):
     for inputs, targets in batch:
         inputs, targets = inputs.to(model.signs.device), targets.to(model.signs.device)
         work = partial(t.forward_backward, model, setting)
-        loss, rows = call(repr(setting), work, (inputs, targets, *model.table_rows(inputs).values()))
+        loss, rows = call(repr(setting), work, (inputs, targets, *model.row_numbers(inputs).values()))
         grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         grads |= {f"rows of {name}": grad for name, grad in rows.items()}
         grads = {name: grad.double().cpu() / loss_scale for name, grad in grads.items()}
@@ -726,7 +726,7 @@ def test_initial_weights_are_as_specified_and_depend_on_the_seed_but_not_on_the_
     assert one.late_bias.tolist() == [0, 0, -5, 0, 0]  # half of the middle layer is taken out
     assert 0.99 / 64**0.5 < one.late_in.abs().max() <= 1 / 64**0.5
     for row in one.scalars.tolist():
-        assert dict(zip(t.SCALARS, row)) == pytest.approx({"x0": 0, "ngram": 0.05, "v": 0.5, "o": 1, "stream_attn": 1.1**0.5,
+        assert dict(zip(t.SCALARS, row)) == pytest.approx({"first": 0, "ngram": 0.05, "v": 0.5, "o": 1, "stream_attn": 1.1**0.5,
                                                            "stream_mlp": 1.1**0.5, "down": 1})
 
 
@@ -828,8 +828,8 @@ STAGE = t.Stage(0.5, 1, 2048, 2, 1, 1.0)
     ([STAGE] * 3, "the fractions of its stages make 1.5 together, and must make 1 "),
     ([], "the fractions of its stages make 0 together, and must make 1 "),
     ([STAGE._replace(fraction=1.5), STAGE._replace(fraction=-0.5)], "make 1 together, and must make 1 without negative"),
-    ([STAGE, STAGE._replace(batch=0)], "batch and longest document of .* must be positive"),
-    ([STAGE, STAGE._replace(batch=0.123)], "the batch of .* must be a simple fraction, such as 1 / 3"),
+    ([STAGE, STAGE._replace(batch_part=0)], "batch and longest document of .* must be positive"),
+    ([STAGE, STAGE._replace(batch_part=0.123)], "the batch of .* must be a simple fraction, such as 1 / 3"),
     ([STAGE, STAGE._replace(long_window=0)], "the windows of .* must be whole blocks, at least one"),
     ([STAGE, STAGE._replace(short_window=2.5)], "the windows of .* must be whole blocks, at least one"),
 ], ids=range(8))

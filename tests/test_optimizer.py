@@ -287,9 +287,9 @@ def looked_up(model, seed, count=30):
 def give_gradients(model, optimizer, seed, micro_batches=1):
     """What the passes of a step leave: .grad of each dense parameter, and gradients of the tables' rows."""
     batch = [looked_up(model, 1000 * seed + i) for i in range(micro_batches)]
-    optimizer.looked_up.find([rows for rows, _ in batch])
+    optimizer.lookups.find([rows for rows, _ in batch])
     for rows, grads in batch:
-        optimizer.looked_up.add(rows, grads)
+        optimizer.lookups.add(rows, grads)
     for i, (name, p) in enumerate(model.named_parameters()):
         if name not in TABLES:
             p.grad = normal(*p.shape, seed=100 * seed + i).to(p.dtype)
@@ -310,8 +310,8 @@ def test_float32_weights_keep_updates_that_bfloat16_would_lose():
         for _ in range(count):
             for name, p in model.named_parameters():
                 p.grad = None if name in TABLES else -torch.ones_like(p)
-            optimizer.looked_up.find([every])
-            optimizer.looked_up.add(every, {name: -torch.ones_like(getattr(model, name)) for name in TABLES})
+            optimizer.lookups.find([every])
+            optimizer.lookups.add(every, {name: -torch.ones_like(getattr(model, name)) for name in TABLES})
             optimizer.start_sums()
             optimizer.step(1e-2, 0.9)
 
@@ -340,7 +340,7 @@ def test_a_step_on_the_cpu_asks_nothing_of_cuda_even_where_there_is_a_gpu(monkey
 
 
 def assert_nothing_is_kept(optimizer):
-    looked_up = optimizer.looked_up
+    looked_up = optimizer.lookups
     assert (optimizer.updates, optimizer.bytes_sent, optimizer.sums) == (0, 0, {})
     assert (looked_up.totals, looked_up.used) == ({}, {})
 
@@ -465,7 +465,7 @@ def test_gradients_of_equal_rows_are_summed_over_micro_batches_in_the_masters_pr
     model = small(dtype)
     optimizer = t.Optimizer(model)
     batch = [looked_up(model, seed, count=400) for seed in range(4)]
-    found = optimizer.looked_up
+    found = optimizer.lookups
     found.find([rows for rows, _ in batch])
     for rows, grads in batch:
         found.add(rows, grads)
@@ -499,7 +499,7 @@ def test_warming_up_leaves_no_trace(micro_tokens, sizes):
 def test_warming_up_passes_over_stages_without_steps_which_two_ranks_could_not_share(monkeypatch):
     """A batch of the first stage is one sequence. With one step, only the second stage has any."""
     first, second, *_ = t.SCHEDULES["speedrun"]
-    monkeypatch.setitem(t.SCHEDULES, "speedrun", [first._replace(batch=1 / 3), second._replace(fraction=0.67, batch=2 / 3)])
+    monkeypatch.setitem(t.SCHEDULES, "speedrun", [first._replace(batch_part=1 / 3), second._replace(fraction=0.67, batch_part=2 / 3)])
     model = small("float64", schedule="speedrun", batch_tokens=384, num_steps=1, **LARGER)
     monkeypatch.setattr(t, "rank_and_world_size", lambda: (0, 2))
     plan = t.warm_up_of(model, t.Optimizer(model)).plan
@@ -569,7 +569,7 @@ def updated(batch, late):
     model, memory, waiting = small("float64"), {}, []
     optimizer = t.Optimizer(model)
     optimizer.reset(t.initialize(model, 3))
-    add, step = optimizer.looked_up.add, optimizer.step
+    add, step = optimizer.lookups.add, optimizer.step
 
     def call(name, function, tensors):
         graph = name, model.lm_head.grad is None
@@ -585,7 +585,7 @@ def updated(batch, late):
         waiting[:] = [new] if new else []
 
     if late:
-        optimizer.looked_up.add = add_the_last
+        optimizer.lookups.add = add_the_last
         optimizer.step = lambda *rates: (add_the_last(), step(*rates))
     t.train_step(model, optimizer, batch, 1, call)
     return optimizer.tensors()
@@ -660,9 +660,9 @@ def test_a_gpu_that_works_on_the_tables_beside_the_matrices_makes_the_same_updat
         model = t.GPT(t.Config(**values), device)
         optimizer = t.Optimizer(model)
         optimizer.reset(t.initialize(model, 0))
-        assert optimizer.looked_up.beside is not None
+        assert optimizer.lookups.beside is not None
         if not beside:
-            optimizer.looked_up.beside = None
+            optimizer.lookups.beside = None
         for step in range(8):
             tokens = torch.randint(0, 20_000, (8193,), generator=torch.Generator().manual_seed(step)).to(device)
             t.train_step(model, optimizer, [*zip(tokens[:-1].chunk(2), tokens[1:].chunk(2))], step)
@@ -727,14 +727,14 @@ def work(rank, world_size, dtype, folder):
         batch = [(s[:-1], s[1:]) for s in tokens[rank::world_size]]
         losses.append(t.train_step(model, optimizer, batch, step).item())
         issued.append(calls[:])
-        used.append({name: [model.table_rows(inputs)[name].tolist() for inputs, _ in batch] for name in test.TABLES})
+        used.append({name: [model.row_numbers(inputs)[name].tolist() for inputs, _ in batch] for name in test.TABLES})
         calls.clear()
     padding = sum(getattr(model, n)[p.shape[0] :].abs().sum().item() for n, p in model.params.items())
     owned = {n: tuple(m.shape) for n, m in optimizer.masters.items()}
     tables = {n: [optimizer.masters[n], *optimizer.state[n]] for n in test.TABLES}
     sent = optimizer.bytes_per_step()
     lookup = test.looked_up(model, 50 + rank), test.looked_up(model, 60 + rank, count=1 + rank)  # as many as there are
-    rows_of_step = optimizer.looked_up
+    rows_of_step = optimizer.lookups
     rows_of_step.find([rows for rows, _ in lookup])
     for rows, grads in lookup:
         rows_of_step.add(rows, grads)

@@ -279,7 +279,7 @@ def spoil_input_of_layer_2(model):
 def test_the_run_ends_with_the_name_of_the_projection_that_went_wrong(precision):
     def gradient(model):
         model.functions = model.functions._replace(
-            head_loss=lambda x, *args: t.head_loss(Broken.apply(x), *args))
+            mix_and_loss=lambda x, *args: t.mix_and_loss(Broken.apply(x), *args))
 
     def weight(model):
         model.mlp.data[2, 0, 0] = math.inf
@@ -443,9 +443,9 @@ def test_compiled_blocks_give_what_eager_ones_do_and_new_scales_compile_nothing(
     model, optimizer = trainer(precision=precision, num_layers=5, candidates=candidates,
                                dtype="float32")  # bf16 sums would differ
     eager = model.functions
-    block, head_loss = (torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=False)
-                        for function in (t.block, t.head_loss))
-    compiled = eager._replace(block=block, head_loss=head_loss)
+    block, mix_and_loss = (torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=False)
+                        for function in (t.block, t.mix_and_loss))
+    compiled = eager._replace(block=block, mix_and_loss=mix_and_loss)
     graphs = []
 
     def both(_, function, tensors):
@@ -645,7 +645,7 @@ def give_gradients(model, optimizer, factor, seed=0, spoilt=None):
     tokens = torch.randint(0, 50, (40,), generator=torch.Generator().manual_seed(seed))
     rows = {name: tokens + 7 * i for i, name in enumerate(TABLES)}
     grads = {name: normal(*rows[name].shape, getattr(model, name).size(1), seed=seed + 90) * factor for name in TABLES}
-    optimizer.looked_up.find([rows])
+    optimizer.lookups.find([rows])
     for number, (name, p) in enumerate(model.named_parameters()):
         if name in TABLES:
             g = grads[name] = grads[name].to(p.dtype)
@@ -653,7 +653,7 @@ def give_gradients(model, optimizer, factor, seed=0, spoilt=None):
             g = p.grad = (factor * normal(*p.shape, seed=50 + number)).to(p.dtype)
         if name == spoilt:
             g[(2,) * g.ndim] = math.inf
-    optimizer.looked_up.add(rows, grads)
+    optimizer.lookups.add(rows, grads)
 
 
 @pytest.mark.parametrize("spoilt", ["qkvo", "lm_head", "ngrams", "value_embeds"])
@@ -671,7 +671,7 @@ def test_a_skipped_step_leaves_no_trace_and_the_next_one_is_as_if_it_had_never_b
             optimizer.start_sums()
             optimizer.step(1.0, 0.9)
             assert scaling.scale == before / (1 + bad) == scaling.factor * 256
-            assert optimizer.sums == optimizer.looked_up.totals == {}
+            assert optimizer.sums == optimizer.lookups.totals == {}
             assert all(p.grad is None for p in model.parameters())
             scaling.set_scale(2.0**14)
         assert optimizer.updates == 4 and scaling.note() == f"{2 * skips} steps skipped, loss scale 16384"
@@ -782,7 +782,7 @@ def work(rank, world_size, folder):
             scale=kept.get("scale"), good_steps=kept.get("good_steps"), grads=[p.grad for p in model.parameters()],
             weights8={n: w.view(torch.float8_e4m3fn).float() for n, w in kept.get("weight_bytes", {}).items()},
             wide={n: p.detach().clone() for n, p in model.named_parameters()},
-            used={n: len(rows) for n, rows in optimizer.looked_up.used.items()})
+            used={n: len(rows) for n, rows in optimizer.lookups.used.items()})
     torch.save(result, f"{folder}/{world_size}-{rank}")
     dist.destroy_process_group()
 

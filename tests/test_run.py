@@ -528,7 +528,7 @@ def loss_and_gradients(c, tokens, targets):
         for bank in model.parameters():  # many begin as zeros, through which no gradient gets
             bank += 0.05 * torch.randn(bank.shape, generator=torch.Generator().manual_seed(bank.numel()))
     torch.manual_seed(1)  # of the candidates
-    rows = model.table_rows(tokens).values()
+    rows = model.row_numbers(tokens).values()
     loss, row_gradients = t.forward_backward(model, t.setting_of(0, c), tokens, targets, *rows)
     gradients = {name: bank.grad for name, bank in model.named_parameters() if bank.grad is not None}
     return loss, gradients, row_gradients, model.target_counts, model.lost_targets
