@@ -1896,10 +1896,12 @@ def train_step(model: GPT, optimizer: Optimizer, batch: list[tuple[Tensor, Tenso
     loss_sum = 0
     for i, (inputs, targets) in enumerate(batch):
         tensors = (inputs, targets, *rows[i].values())
-        # When a CUDA graph runs again, it overwrites what it returned the last time. So two graphs,
-        # by two names, take turns: while one runs, the row gradients of the other one are summed.
-        name = f"{setting}, {'odd' if i % 2 else 'even'}"
-        loss, row_gradients = call(name, work, tensors)
+        # While the second pass runs, the row gradients of the first one are still being summed.
+        # Later passes run the second one's CUDA graph again, which overwrites what it returned: so
+        # they wait until that is summed.
+        if i > 1:
+            optimizer.lookups.meet()
+        loss, row_gradients = call(str(setting), work, tensors)
         if i == len(batch) - 1:
             optimizer.start_sums()
         optimizer.lookups.add(rows[i], row_gradients)
@@ -2196,8 +2198,6 @@ def train(c: Config, at_end: ExitStack) -> int:
     gc.collect()
     gc.freeze()  # else a collection takes up to 0.4 s in the middle of the run (record 47)
     gc.enable()
-    if cuda:
-        torch.cuda.reset_peak_memory_stats(device)
     STOP.in_steps = True  # from now on a signal waits until all ranks can end together
     run.train(call)
 

@@ -310,11 +310,13 @@ class CudaGraphs:
     def __init__(self, parameters: Iterable[Tensor]):
         self.parameters = list(parameters)
         self.captures = {}
-        self.pool = torch.cuda.graph_pool_handle()  # graphs run in turn and share their memory
+        # Graphs share their memory. What one returns lies where none that was captured later writes.
+        self.pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, key, function: Callable, tensors: tuple[Tensor, ...]):
         """Returns function(*tensors), which may also make or add to the .grad of the parameters.
-        Use the result before the next call, which may overwrite it.
+        A result stays until its graph runs again, or one that was captured before it: both may
+        overwrite it.
 
         `key` must be hashable, and tell apart all that the function depends on but the numbers in
         the tensors and gradients; the shapes of the tensors need not be in it. Before the first

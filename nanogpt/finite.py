@@ -45,12 +45,13 @@ class Check:
         """(weights + ranks,): for each weight a number that is finite if all of its numbers are,
         and at this rank's place its own loss (). It is to be called before the update."""
         of_weights = []
-        for group in self.groups.values():
+        for dtype, group in self.groups.items():
+            wide = torch.promote_types(dtype, torch.float32)
             if loss.is_cuda:
                 of_weights += torch._foreach_norm(  # one kernel for all
-                    [*group.values()], math.inf, dtype=torch.float32)
+                    [*group.values()], math.inf, dtype=wide)
             else:
-                of_weights += [weight.sum(dtype=torch.float32) for weight in group.values()]
+                of_weights += [weight.sum(dtype=wide) for weight in group.values()]
         of_ranks = torch.where(self.is_own_rank, loss.float(), 0.0)
         return torch.cat([torch.stack(of_weights), of_ranks])
 

@@ -60,7 +60,7 @@ class WarmUp:
         for stage, step in self.step_kinds:
             # First without a CUDA graph, which cannot record what is compiled or made at first use.
             self.forward_backward(stage, step)
-            some = self.micro_batches(stage)[:3]  # later ones have the graphs of the last two
+            some = self.micro_batches(stage)[:2]  # later ones have the second one's graph
             self.work.train_step(self.model, self.optimizer, some, step, call)
             if not self.model.flex:  # masks of SDPA have other shapes for each stage's windows
                 self.validate(step)

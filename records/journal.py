@@ -540,10 +540,11 @@ def result_of(val_loss: float | None, target: float, steps: int, seconds: float,
 
 
 def peak_memory_mib(device: torch.device) -> int | None:
-    """The most memory that this process has had on its GPU; None without one."""
+    """The most memory that this process has held on its GPU, with that of CUDA graphs and what
+    PyTorch keeps for later use; None without a GPU."""
     if device.type != "cuda":
         return None
-    return torch.cuda.max_memory_allocated(device) // 2**20
+    return torch.cuda.max_memory_reserved(device) // 2**20
 
 
 def mfu(flops_per_token: float, tokens_per_s_per_device: float, device_name: str) -> float | None:
