@@ -496,12 +496,14 @@ def warn_of_other_shards(text: Text, models: list[Model]) -> bool:
 def warn_of_other_code(models: list[Model], of_models: list[dict[str, PerUnit]]) -> None:
     """Says on standard error which models have another loss than when they were trained, on the
     same text. Most likely the code has changed: a checkpoint holds none."""
-    data_dir = models[0].gpt.config.data_dir
-    for model, found in zip(models, of_models):
+    def text_of(model: Model) -> tuple:
         c = model.gpt.config
+        return c.data_dir, c.val_files, c.val_tokens
+
+    for model, found in zip(models, of_models):
         trained = model.gpt.val_loss
         loss = result_of(found["loss"])
-        same_text = c.data_dir == data_dir and c.val_tokens == models[0].gpt.config.val_tokens
+        same_text = text_of(model) == text_of(models[0])
         if same_text and trained is not None and abs(loss - trained) > OTHER_CODE:
             print(f"evaluate.py: {model.path} has a loss of {loss:.4f} here and had {trained:.4f} "
                   "when it was trained, so train_gpt.py has probably changed; `python -m records "

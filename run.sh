@@ -4,6 +4,7 @@
 # ./run.sh test [pytest args]          set up, lint, run the tests, check the records
 set -euo pipefail
 trap 'exit 130' INT
+{ : >&1; } 2> /dev/null || exec > /dev/null  # closed, as by >&-
 self=$(readlink -f -- "$0" 2>/dev/null || printf %s "$0")  # it may be a link, as in ~/bin
 here=$(CDPATH= cd -- "$(dirname "$self")" && pwd)
 case ${PYTHON:-} in
@@ -101,16 +102,23 @@ if [ ${#texts[@]} -gt 0 ]; then
     ${reading[@]+"${reading[@]}"})
   keys=(--fit "--data_dir=$folder" ${keys[@]+"${keys[@]}"})
 else
+  names_data=no
   case $asked in
-    *" --data_dir"* | *" --resume="*) ;;  # a save names its data
-    *) if [ $tokens = bytes ]; then
-         [ -d data/pydocs ] || check_keys
-         "$python" data/prepare.py --python-docs --bytes --out data/pydocs
-       else
-         [ -d data/fineweb10B ] || check_keys
-         "$python" data/fineweb.py 9
-       fi ;;
+    *" --data_dir"* | *" --resume="[!\ ]*) names_data=yes ;;  # a save names its data
+    *" --resume "*)
+      log_dir=logs
+      for key in "${keys[@]}"; do
+        case $key in --log_dir=*) log_dir=${key#*=} ;; esac
+      done
+      ls -d "$log_dir"/*.saved/step_* > /dev/null 2>&1 && names_data=yes ;;
   esac
+  if [ $names_data = no ] && [ $tokens = bytes ]; then
+    [ -d data/pydocs ] || check_keys
+    "$python" data/prepare.py --python-docs --bytes --out data/pydocs
+  elif [ $names_data = no ]; then
+    [ -d data/fineweb10B ] || check_keys
+    "$python" data/fineweb.py 9
+  fi
 fi
 
 if [ "$gpus" = 0 ]; then

@@ -324,7 +324,7 @@ def prompt_tokens(model, encode: Callable[[str], list[int]], text: str) -> list[
 
 def check_length(count: int, longest: int) -> None:
     require(count + 1 < longest,
-            f"the text has {count} tokens, and the model's sequences only {longest}")
+            f"the text to continue has {count} tokens, and may have at most {longest - 2}")
 
 
 def check_text(config, text: str) -> None:
@@ -427,7 +427,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def printable(text: str) -> str:
     """On a terminal control characters become question marks: they could change how it works."""
-    if not sys.stdout.isatty():
+    if sys.stdout is None or not sys.stdout.isatty():  # None: closed, as by >&-
         return text
     return "".join("?" if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text)
 

@@ -1608,8 +1608,8 @@ class Optimizer:
             return bank
         if share == "columns":
             padding = -bank.size(1) % self.world_size
-            columns = F.pad(bank, (0, padding)).chunk(self.world_size, 1)
-            return columns[self.rank].contiguous()
+            padded = F.pad(bank, (0, padding)) if padding else bank  # pad would copy all of it
+            return padded.chunk(self.world_size, 1)[self.rank].contiguous()
         # A view that does not know where it begins in the bank. Otherwise rank 0, whose slice
         # begins at 0, would need other compiled graphs than the other ranks.
         return torch.from_dlpack(bank.chunk(self.world_size)[self.rank])

@@ -440,20 +440,32 @@ def safe_name(text):
     return name or "text"
 
 
-def default_folder(inputs):
-    """The folder in data/ for a corpus of these inputs: data/NAME, with the name of the first one.
+def default_folder(sources, args, options, say):
+    """The folder in data/ for a corpus of args.inputs: data/NAME, with the name of the first one.
     It is data/NAME_tokens if data/NAME has another purpose, and NAME-2 and so on if the folder has
-    the tokens of other inputs."""
-    paths = absolute(inputs)
+    the tokens of other inputs, of an older version of these, or was made with other options: runs
+    may still use it. Raises as describe() does."""
+    paths = absolute(args.inputs)
     path = Path(paths[0])
     name = safe_name(path.name if path.is_dir() else path.stem)
     while name.lower() in RESERVED or holds_other_things(DATA / name):
         name += "_tokens"
     folder = DATA / name
     number = 2
-    while holds_other_things(folder) or read_record(folder).get("inputs", paths) != paths:
+    older = None
+    while True:
+        record = read_record(folder)
+        wanted = wanted_record(sources, args, options, folder)
+        free = not record and not holds_other_things(folder)
+        if free or is_made_of(record, wanted, args.tokens):
+            break
+        if record.get("inputs") == paths:
+            older = folder
         folder = DATA / f"{name}-{number}"
         number += 1
+    if older and free:
+        say(f"prepare.py: {from_here(older)} has an older version of this text, or was made with "
+            "other options; it stays, for runs that use it.")
     return folder
 
 
@@ -510,32 +522,40 @@ def are_complete(record, folder):
     return True
 
 
-def make_corpus(sources, args, options, may_replace, say):
+def wanted_record(sources, args, options, folder):
+    """What corpus.json would say of a corpus in this folder. Raises PrepareError."""
+    return {
+        "files": [describe(path) for path, _ in sources],
+        "options": options | {"key": args.key, "split_blank": args.split_blank},
+        "name": args.name or safe_name(Path(os.path.abspath(folder)).name),
+    }
+
+
+def is_made_of(record, wanted, tokens):
+    """Whether a corpus with this record is the wanted one. `tokens` may be the same as then
+    ("auto", too), or name the kind that came of it."""
+    same_kind = tokens in (record.get("wanted_tokens"), record.get("tokens"))
+    return same_kind and wanted.items() <= record.items()
+
+
+def make_corpus(sources, args, options, say):
     """Make the corpus of these files in args.out, unless it is there already.
 
-    Shards of another corpus are replaced only if `may_replace`. Returns what corpus.json says, and
-    whether it is new. Raises as write_corpus() does.
+    Only damaged shards of the same corpus are replaced. Returns what corpus.json says, and whether
+    it is new. Raises as write_corpus() does.
     """
     from tqdm import tqdm
 
     # 1. See what is there.
-    files = [describe(path) for path, _ in sources]
-    name = args.name or safe_name(Path(os.path.abspath(args.out)).name)
-    wanted = {
-        "files": files,
-        "options": options | {"key": args.key, "split_blank": args.split_blank},
-        "name": name,
-    }
+    wanted = wanted_record(sources, args, options, args.out)
+    files = wanted["files"]
+    name = wanted["name"]
     record = read_record(args.out)
-    # --tokens may be the same as then ("auto", too), or name the kind that came of it.
-    same_kind = args.tokens in (record.get("wanted_tokens"), record.get("tokens"))
-    is_same = same_kind and wanted.items() <= record.items()
+    is_same = is_made_of(record, wanted, args.tokens)
     if is_same and are_complete(record, args.out):
         return record, False
-    old = shards_in(args.out, record.get("name", ""))
+    old = shards_in(args.out, name) if is_same else []
     foreign = [path for path in shards_in(args.out) if path not in old]
-    if not (may_replace or is_same):
-        foreign += old
     if foreign:  # the trainer would mix them with the new ones
         raise PrepareError(
             f"{foreign[0]}: already there, and made of other files or with other options; delete "
@@ -571,9 +591,6 @@ def make_corpus(sources, args, options, may_replace, say):
                 raise
             raise PrepareError(f"{source}: no file in UTF-8, nor is the first one, {skipped[0]}; "
                                "convert them, for example with iconv") from None
-    if old and not is_same:
-        say("prepare.py: replaced older shards of this input; a run on them can be resumed only if "
-            "the text is the same.")
     if skipped:
         say(f"prepare.py: left out {len(skipped):,} file(s) not in UTF-8, first {skipped[0]}.")
     return record | counts, True
@@ -681,10 +698,9 @@ def main(argv=None):
             is_new = counts is not None
         else:
             sources = find_sources(args.inputs)
-            may_replace = args.out is None
             if args.out is None:
-                args.out = default_folder(args.inputs)
-            counts, is_new = make_corpus(sources, args, options, may_replace, say)
+                args.out = default_folder(sources, args, options, say)
+            counts, is_new = make_corpus(sources, args, options, say)
             tokens = counts["tokens"]
     except PrepareError as error:
         fail(error)

@@ -82,7 +82,8 @@ def search(top):
                 found.append(path)
     if not found:
         kinds = ".txt, .md, .rst, .jsonl or source code"
-        raise PrepareError(f"{top}: no {kinds} in this folder; name the files themselves")
+        raise PrepareError(f"{top}: no {kinds} in this folder (links to folders are not followed); "
+                           "name the files themselves")
     return sorted(found)
 
 

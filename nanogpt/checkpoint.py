@@ -164,6 +164,7 @@ def read(path: str | Path) -> dict:
         dict(checkpoint["config"])
         if type(checkpoint["step"]) is not int:
             raise TypeError("step")
+        float(checkpoint.get("val_loss") or 0)
         list(map(dict, checkpoint.get("data", [])))  # older files have none
     except OSError as error:
         raise BadInput(f"{path} cannot be read ({error.strerror})") from None

@@ -310,7 +310,7 @@ class CudaGraphs:
     def __init__(self, parameters: Iterable[Tensor]):
         self.parameters = list(parameters)
         self.captures = {}
-        # Graphs share their memory. What one returns lies where none that was captured later writes.
+        # Graphs share memory, but none writes to what an earlier captured one has returned.
         self.pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, key, function: Callable, tensors: tuple[Tensor, ...]):

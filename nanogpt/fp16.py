@@ -89,8 +89,9 @@ class LossScaling(Recipe):
         return finite
 
     def unscale(self, gradient: Tensor) -> Tensor:
-        """The gradient in float32, divided by the factor of its loss."""
-        return gradient.float() * self.unscale_factor
+        """The gradient in float32, or wider, divided by the factor of its loss."""
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        return gradient.to(wide) * self.unscale_factor
 
     def state(self) -> dict:
         return dict(scale=self.scale, good_steps=self.good_steps, skipped_steps=self.skipped_steps)

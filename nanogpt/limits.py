@@ -15,7 +15,7 @@ from nanogpt.ranks import BadInput, require
 
 # Far more than anybody trains. Beyond it, already the list of all batches would fill the memory, or
 # the size of a weight would be more than an integer of 64 bits holds.
-MOST = {"num_steps": 10**6, "batch_tokens": 2**30, "seq_len": 2**30, "val_seq_len": 2**30,
+MOST = {"num_steps": 10**6, "batch_tokens": 2**30, "seq_len": 2**20, "val_seq_len": 2**30,
         "num_layers": 1000, "model_dim": 2**20, "mlp_dim": 2**20, "ngram_rows": 2**31}
 
 

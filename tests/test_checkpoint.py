@@ -101,6 +101,7 @@ TOO_MUCH = {  # what a stranger may have put into a checkpoint
     "a call": {"config": Large()},
     "no step": {"step": "many"},
     "a step as text": {"step": "5"},
+    "a loss as text": {"val_loss": "x"},
     "no dictionary": {"config": 7},
 }
 

@@ -432,6 +432,19 @@ def test_a_download_of_an_earlier_run_is_gone_on_with(tmp_path):
         assert fetch(path, server).read_bytes() == BODY
 
 
+def test_a_server_that_always_begins_anew_and_breaks_off_is_given_up(tmp_path, monkeypatch):
+    lengths = iter([500, 300, 400])
+
+    def breaks_off(url, part):
+        part.write_bytes(BODY[: next(lengths)])
+        raise OSError("reset by peer")
+
+    monkeypatch.setattr(hellaswag, "download", breaks_off)
+    with pytest.raises(hellaswag.ItemsError, match="could not be fetched .*reset by peer"):
+        hellaswag.fetch(tmp_path / "items.jsonl", "http://example.com", SUM)
+    assert next(lengths) == 400, "it was asked twice"
+
+
 def test_what_arrives_damaged_is_refused_and_not_kept(tmp_path):
     path = tmp_path / "items.jsonl"
     with Server(BODY[:-1] + b"?") as server:
@@ -542,6 +555,11 @@ def test_a_model_that_had_another_loss_when_it_was_trained_is_named(checkpoint, 
     assert status == 0 and err.count("\n") == 1 and f"and had {loss + 0.02:.4f} when it was trained" in err
     status, _, err = run(capsys, tmp_path / "model.pt", "--limit=1")
     assert (status, err) == (0, ""), "a part of the text has another loss anyway"
+    other = content["config"] | {"val_files": "*_val_00000*.bin"}
+    write(tmp_path / "other.pt", {
+        name: content[name] for name in content if name != "sha256"} | {"val_loss": loss + 0.02, "config": other})
+    status, _, err = run(capsys, path, tmp_path / "other.pt")
+    assert (status, err) == (0, ""), "the loss on other files is another one anyway"
 
 
 def test_text_that_was_prepared_anew_since_the_training_is_named(corpus, tmp_path, capsys):

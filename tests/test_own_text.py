@@ -241,21 +241,39 @@ def test_the_same_command_again_changes_nothing(tmp_path, data, capsys, out):
     assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == before
 
 
-@pytest.mark.parametrize("change", ["text", "option", "damage"])
-def test_a_change_makes_the_default_folder_anew(tmp_path, data, change):
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("change", ["text", "option"])
+def test_after_a_change_the_old_shards_stay_for_runs_that_use_them(tmp_path, data, change, capsys):
     source = write(tmp_path / "story.txt", STORY)
     prepare.main([source, "--bytes", "--shard_tokens=1000", "--split_blank=1"])
+    before = contents(data / "story")
     text, options = STORY, ["--shard_tokens=1000", "--split_blank=1"]
     if change == "text":
         text = STORY.upper()
         write(tmp_path / "story.txt", text)
-    elif change == "option":
-        options = []
     else:
-        (data / "story" / "story_train_000001.bin").write_bytes(b"damaged")
-    prepare.main([source, "--bytes", *options])
-    assert "".join(map(from_bytes, read_corpus(data / "story"))) == text
-    assert len(list((data / "story").iterdir())) == 3
+        options = []
+    capsys.readouterr()
+    for times in range(2):
+        prepare.main([source, "--bytes", *options])
+        assert contents(data / "story") == before
+        assert "".join(map(from_bytes, read_corpus(data / "story-2"))) == text
+        out = capsys.readouterr().out
+        assert ("story has an older version of this text, or was made with other options; it stays" in out) == (times == 0)
+        assert ("story-2: already there" in out) == (times == 1)
+    assert sorted(path.name for path in data.iterdir()) == ["story", "story-2"]
+
+
+def test_damaged_shards_are_made_anew_in_their_folder(tmp_path, data):
+    source = write(tmp_path / "story.txt", STORY)
+    prepare.main([source, "--bytes"])
+    (data / "story" / "story_train_000001.bin").write_bytes(b"damaged")
+    prepare.main([source, "--bytes"])
+    assert "".join(map(from_bytes, read_corpus(data / "story"))) == STORY
+    assert len(list((data / "story").iterdir())) == 3 and [*data.iterdir()] == [data / "story"]
 
 
 def test_a_failed_run_leaves_the_old_shards_as_they_were(tmp_path, data, capsys):

@@ -220,8 +220,13 @@ def test_a_sample_ends_with_the_sequence_and_a_longer_text_is_refused(monkeypatc
     model, setting = untrained()
     monkeypatch.setattr(sample, "draw", Scripted(66))
     assert sample.continue_text(model, setting, "x" * 253, 10) == "x" * 253 + "cc"  # and the separator: 256 tokens
-    with pytest.raises(t.BadInput, match="the text has 256 tokens, and the model's sequences only 256"):
+    with pytest.raises(t.BadInput, match="the text to continue has 256 tokens, and may have at most 254"):
         sample.continue_text(model, setting, "x" * 256, 10)
+
+
+def test_a_closed_output_is_no_error_at_the_end_of_a_run(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)  # as by >&-
+    assert sample.printable("a\x1bb") == "a\x1bb"
 
 
 def test_weights_that_are_not_finite_are_named():
@@ -324,7 +329,7 @@ def test_what_cannot_be_is_one_sentence(args, part, capfd):
 
 def test_a_text_that_is_too_long_is_one_sentence(checkpoint, capfd):
     assert sample.main([str(checkpoint), "x" * 256]) == 2
-    assert capfd.readouterr() == ("", "sample.py: the text has 256 tokens, and the model's sequences only 256\n")
+    assert capfd.readouterr() == ("", "sample.py: the text to continue has 256 tokens, and may have at most 254\n")
 
 
 def test_a_closed_pipe_ends_it_quietly(checkpoint):
@@ -371,7 +376,7 @@ def test_on_a_terminal_it_asks_again_and_again_until_the_end(checkpoint, last):
         pass
     _, status = os.waitpid(child, 0)
     assert status == 0 and b"Traceback" not in seen
-    assert seen.count(b"Once") == 2 and seen.count(b"the text has 300 tokens") == 1, "the terminal's echo, the answer"
+    assert seen.count(b"Once") == 2 and seen.count(b"continue has 300 tokens") == 1, "the terminal's echo, the answer"
     assert b"\x1b" not in seen
 
 
