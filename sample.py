@@ -33,7 +33,7 @@ from data.shards import SEPARATOR, reads_bytes
 from nanogpt import fitting, limits
 from nanogpt.compiling import CudaGraphs
 from nanogpt.masks import BLOCK_SIZE
-from nanogpt.ranks import BadInput, is_master, require
+from nanogpt.ranks import BadInput, is_rank_0, require
 from records.console import discard_output, prepare_output
 
 # --------------------------------------------------------------------------------------------------
@@ -340,7 +340,7 @@ def check_text(config, text: str) -> None:
 def check(config) -> list[str]:
     """Whether a run can end with a sample, before it begins. A run that is fitted to a text does
     without the sample that nobody has asked for, and returns a note. Raises BadInput otherwise."""
-    if not is_master():
+    if not is_rank_0():
         return []
     try:
         check_text(config, config.sample)

@@ -92,7 +92,7 @@ from nanogpt.ranks import (
     NoTransfer,
     Requests,
     all_gather,
-    is_master,
+    is_rank_0,
     on_all_ranks,
     rank_and_world_size,
     reduce_scatter,
@@ -2003,7 +2003,7 @@ class Run:
                if name not in self.model.big_tables}
         self.finite = finite.Check(own, self.recipes.measurements)
         self.profiler = profiling.Profiler(
-            c.profile_steps if is_master() else 0, self.step, c.num_steps, self.log, self.device)
+            c.profile_steps if is_rank_0() else 0, self.step, c.num_steps, self.log, self.device)
         self.batches = shards.ahead(rank_micro_batches(
             run_files.train_paths, c, self.device, self.step, run_files.stamps))
 
@@ -2059,7 +2059,7 @@ class Run:
             self.requests.ask("save")
 
         # 2. Do what all ranks know of by now.
-        granted = [name for name in REQUESTS if self.requests.granted(name, self.step)]
+        granted = [name for name in REQUESTS if self.requests.grant(name, self.step)]
         if granted:
             self.read_losses()  # of all steps so far, which a save holds
             self.keeper.save(self.step)
@@ -2089,8 +2089,8 @@ class Run:
         path = keeper.write_result(result)
         if self.ended_by:
             return keeper.say_how_to_go_on(self.step, self.ended_by, path)
-        keeper.drop_saves()
-        if is_master():
+        keeper.saver.end()
+        if is_rank_0():
             self.log.console.closing(path, [])  # before the sample, which may be broken off
             if c.sample:
                 self.show_sample(keeper.best or keeper.weights_now(self.step, result["val_loss"]))
@@ -2132,7 +2132,7 @@ def train(c: Config, at_end: ExitStack) -> int:
 
     # 2. The log begins with the code and the facts. The number of steps is such a fact: under
     # --minutes it is chosen after the warm-up, and until then the log keeps its lines in memory.
-    console = Console(c.num_steps, shows=is_master())
+    console = Console(c.num_steps, shows=is_rank_0())
     log = journal.Log(console)
     at_end.push(log.end_early)
     clock = journal.Clock(device)
@@ -2168,7 +2168,7 @@ def train(c: Config, at_end: ExitStack) -> int:
         initialize(model, c.seed)  # for the warm-up; drawn anew after it
         optimizer = Optimizer(model)
     if c.compile and cuda:
-        call = compiling.CudaGraphs(list(model.parameters()))
+        call = compiling.CudaGraphs(model.parameters())
     warm_up = warm_up_of(model, optimizer)
     warm_up.run(call)
     longer = ""

@@ -12,11 +12,12 @@ INPUT is one of these, in UTF-8, or in UTF-16 with a byte-order mark:
                     their endings), without hidden ones and without those that are not text
 
 Without --out, OUT is data/NAME, with the name of the first INPUT. If that folder has the tokens of
-another text, OUT is data/NAME-2, and so on. The shards are OUT/PREFIX_val_000000.bin,
-OUT/PREFIX_train_000001.bin, OUT/PREFIX_train_000002.bin, and so on. PREFIX is the name of the
-folder OUT, if --name does not say another one. `shards.py` says what a shard is. A document in it
-is the token 50256 followed by the document's own tokens, which are GPT-2's or, with --bytes, one
-for each byte. A shard has about --shard_tokens tokens, in whole documents.
+another text, of an older version of this one, or was made with other options, OUT is data/NAME-2,
+and so on. The shards are OUT/PREFIX_val_000000.bin, OUT/PREFIX_train_000001.bin, and so on. PREFIX
+is --name, or else the name of OUT, for --python-docs `fineweb`. `shards.py` says what a shard is. A
+document in it is the token 50256 followed by the document's own tokens. These are GPT-2's, or one
+for each byte: with --bytes, or where GPT-2's vocabulary cannot be loaded. A shard has about
+--shard_tokens tokens, in whole documents.
 
 Blank documents are dropped, and so are those whose text an earlier one has. The others are
 shuffled, in an order that --seed decides. The first ones in this order are the validation split,
@@ -106,8 +107,8 @@ def encode(texts, use_bytes):
     return np.concatenate(documents), [len(tokens) for tokens in documents]
 
 
-def jobs(documents, size=1 << 20):
-    """Group documents into lists of about `size` characters.
+def jobs(documents):
+    """Group documents into lists of about a million characters.
 
     A worker encodes one list at a time. Shorter ones would cost more time to send than to encode.
     """
@@ -116,7 +117,7 @@ def jobs(documents, size=1 << 20):
     for text in documents:
         job.append(text)
         num_characters += len(text)
-        if num_characters >= size:
+        if num_characters >= 1_000_000:
             yield job
             job = []
             num_characters = 0
@@ -124,7 +125,7 @@ def jobs(documents, size=1 << 20):
         yield job
 
 
-def encode_all(documents, use_bytes=True, workers=1):
+def encode_all(documents, use_bytes, workers):
     """Yield what encode() returns for every job, in order, encoded by `workers` processes.
 
     Raises PrepareError if GPT-2's vocabulary is needed and cannot be had, or if a worker dies.
@@ -249,7 +250,7 @@ def write_corpus(
     prefix = f".incomplete-{os.getpid()}-"
     with (made_folder(out_dir),
           tempfile.TemporaryDirectory(prefix=prefix, dir=out_dir) as folder):
-        # 1. Write all tokens to one file, in the order of the input.
+        # 1. Write all tokens to one file, the spool, in the order of the input.
         spool = Path(folder, "documents.u16")
         dropped = collections.Counter()
         with closing(encode_all(distinct(documents, dropped), use_bytes, workers)) as encoded:
@@ -329,7 +330,7 @@ def process_runs(number):
     except ProcessLookupError:
         return False
     except PermissionError:
-        return True  # it is another user's
+        pass  # it is another user's
     return True
 
 
@@ -452,10 +453,11 @@ def default_folder(sources, args, options, say):
         name += "_tokens"
     folder = DATA / name
     number = 2
+    files = [describe(path) for path, _ in sources]
     older = None
     while True:
         record = read_record(folder)
-        wanted = wanted_record(sources, args, options, folder)
+        wanted = wanted_record(files, args, options, folder)
         free = not record and not holds_other_things(folder)
         if free or is_made_of(record, wanted, args.tokens):
             break
@@ -522,10 +524,11 @@ def are_complete(record, folder):
     return True
 
 
-def wanted_record(sources, args, options, folder):
-    """What corpus.json would say of a corpus in this folder. Raises PrepareError."""
+def wanted_record(files, args, options, folder):
+    """What corpus.json would say of a corpus of these files in this folder. `files` are as
+    describe() returns them."""
     return {
-        "files": [describe(path) for path, _ in sources],
+        "files": files,
         "options": options | {"key": args.key, "split_blank": args.split_blank},
         "name": args.name or safe_name(Path(os.path.abspath(folder)).name),
     }
@@ -547,8 +550,8 @@ def make_corpus(sources, args, options, say):
     from tqdm import tqdm
 
     # 1. See what is there.
-    wanted = wanted_record(sources, args, options, args.out)
-    files = wanted["files"]
+    files = [describe(path) for path, _ in sources]
+    wanted = wanted_record(files, args, options, args.out)
     name = wanted["name"]
     record = read_record(args.out)
     is_same = is_made_of(record, wanted, args.tokens)

@@ -194,9 +194,8 @@ def reads_bytes(vocab_size: int) -> bool:
 def find_shards(folder: str | Path, split: str, pattern: str, remedy: str) -> list[Path]:
     """The files in `folder` that match the glob `pattern`, in the order of their names.
 
-    Raises ShardError if there are none, or if they are of several texts. Its sentence names the key
-    of the command line that holds the pattern, which follows from `split` ("train" or "val"), and
-    says what to do: `remedy` if there are none.
+    Raises ShardError if there are none, or if they are of several texts. The sentence names
+    --train_files or --val_files, by `split`, and if there are no shards ends with `remedy`.
     """
     names = glob(pattern, root_dir=folder)
     if not names:

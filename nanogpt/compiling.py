@@ -2,8 +2,8 @@
 
 torch.compile traces a function into a graph of operations and generates kernels for the graph. That
 takes a second or more, so each graph is made before the clock starts, by calling the function once.
-A graph serves only arguments of the form it was traced with: shapes, dtypes, which of them are
-None, the numbers in them. PyTorch writes these conditions down as guards. Arguments that break a
+A graph serves only arguments of the form it was traced with: shapes, dtypes, Python numbers, which
+of them are None. PyTorch writes these conditions down as guards. Arguments that break a
 guard need another graph.
 
 PyTorch keeps the generated kernels on disk, but a new process traces all functions again to find
@@ -172,7 +172,7 @@ class KeptGraphs:
         return Path(torch._inductor.runtime.cache_dir_utils.cache_dir(), "nanogpt")
 
     def file_name(self, key: tuple) -> str:
-        """Equal only for graphs that may be interchanged as far as guards cannot tell."""
+        """Names the files of a key. Graphs of one name differ only in what guards tell apart."""
         facts = [
             self.sources, sys.version, torch.__version__, torch.backends.cpu.get_cpu_capability(),
             torch.cuda.is_available() and torch.cuda.get_device_name(),
@@ -234,7 +234,7 @@ def form(value, dynamic: bool = False):
         cells = tuple(cell.cell_contents for cell in value.__closure__ or ())
         inside = form((cells, value.__defaults__, value.__kwdefaults__), dynamic)
         return kind, value.__module__, value.__qualname__, line, inside
-    # A plain object is its attributes: its class does not say that there is more to copy.
+    # A class without a __reduce__ of its own: the attributes are all there is.
     if hasattr(value, "__dict__") and type(value).__reduce__ is object.__reduce__:
         return kind, form(vars(value), dynamic)
     raise TypeError(f"an argument of type {kind} has no known form")
@@ -292,7 +292,7 @@ def absent(names: Iterable[str], values: Iterable) -> list[str]:
 
 
 class Capture(NamedTuple):
-    graph: "torch.cuda.CUDAGraph"
+    graph: torch.cuda.CUDAGraph
     places: list[Tensor]  # what the graph reads: copies of the function's arguments
     results: object  # what the function returned; each replay writes it anew
     gradients: list[Tensor | None]  # .grad of every parameter after it
@@ -310,7 +310,7 @@ class CudaGraphs:
     def __init__(self, parameters: Iterable[Tensor]):
         self.parameters = list(parameters)
         self.captures = {}
-        # Graphs share memory, but none writes to what an earlier captured one has returned.
+        # Graphs share memory. But what one returns is kept, so none captured later writes there.
         self.pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, key, function: Callable, tensors: tuple[Tensor, ...]):

@@ -1,4 +1,4 @@
-"""When a number of a run is not finite: what the sentence says that ends it, and how it is known.
+"""When a number of a run is not finite: where that began, for the sentence that ends the run.
 
 A loss that is infinite or NaN spoils every weight in the very step it belongs to, and the CPU hears
 of it a step later. Then it is too late to ask where it began. So each rank sends with each step its
@@ -6,7 +6,7 @@ own loss, and for its part of each weight before the update one number, which is
 of that part is. They travel in the vector that the ranks sum anyway (nanogpt/ranks.py, `Requests`).
 A sum is not finite if one of its numbers is not. They are computed while the gradients are on their
 way, so nothing waits for them. The tables of embeddings are left out: of them a step reads a few
-rows, and to read all would take longer than the step.
+rows, and to read gigabytes would cost each step a millisecond or more.
 """
 import math
 
@@ -89,7 +89,7 @@ class Check:
         return f"{what} at step {loss.step} on {ranks}{where}; {remedy}"
 
 
-def find(tensors: dict[str, Tensor]) -> str:
+def first_not_finite(tensors: dict[str, Tensor]) -> str:
     """Ends a sentence with the first rank that has a number which is not finite, and with the first
     of its tensors that has one; empty if there is none. The names are those of `Optimizer.tensors`,
     such as "mlp.master". This waits for the device. A collective."""
@@ -103,13 +103,14 @@ def find(tensors: dict[str, Tensor]) -> str:
 def check_validation(step: int, loss: float, tensors: dict[str, Tensor]) -> None:
     """Raises BadInput if the loss of a validation is not finite, which all ranks know alike."""
     if not math.isfinite(loss):
-        where = find(tensors) or " on all ranks, all weights finite: an activation overflowed"
+        all_finite = " on all ranks, all weights finite: an activation overflowed"
+        where = first_not_finite(tensors) or all_finite
         raise BadInput(f"the validation loss is {loss} at step {step}{where}; {REMEDY}")
 
 
 def check_save(step: int, tensors: dict[str, Tensor]) -> None:
     """Raises BadInput if a save of these tensors would be of no use. A collective."""
-    where = find(tensors)
+    where = first_not_finite(tensors)
     require(not where, f"training went wrong before step {step}{where}; {REMEDY}")
 
 

@@ -20,7 +20,7 @@ from data.shards import count_tokens, kind_of_tokens
 from nanogpt import arguments, limits
 from nanogpt.masks import BLOCK_SIZE
 from nanogpt.ranks import require
-from nanogpt.run_files import find_shards
+from nanogpt.run_files import shards_of
 
 # For less text the large model would have to read it twice, and then its tables, which have most of
 # its parameters, learn it by heart.
@@ -30,7 +30,7 @@ MINUTES = 2.0  # the budget if none is given
 # Readings of a text. More of them make validation worse: the model learns the text by heart
 # (records/2026-11-22_h100_one_gpu).
 MOST_EPOCHS = {"laptop": 6, "char": 3, "small": 2}
-STEPS_PER_READING = 75  # at least, for `small`: the batches of a short text are small
+LEAST_STEPS_PER_READING = 75  # for `small`: the batches of a short text are small
 # The table of n-grams learns a short text by heart sooner than the layers do. So it has at most one
 # row for so many tokens. A short text, which a CPU reads more than once in two minutes, also has
 # shorter n-grams (records/2026-11-23_laptop_ngrams).
@@ -138,7 +138,7 @@ def fit(c, presets: dict[str, dict], schedules: dict[str, list], given: dict, cu
     with lengths and steps that the text has room for. Raises BadInput if the text is too short, and
     ShardError if it cannot be read."""
     limits.check_ranges(c)
-    text = text_of(find_shards(c, "train"), find_shards(c, "val"))
+    text = text_of(shards_of(c, "train"), shards_of(c, "val"))
     preset = given.get("preset") or preset_for(text, cuda)
     laid_over = {name: values | OVER_PRESET for name, values in presets.items()}
     c = arguments.configure(type(c), laid_over, preset, given)
@@ -167,7 +167,7 @@ def fit_to_text(c, schedule: list, text: Text, given: dict):
     batch_tokens = c.batch_tokens
     tokens = sum(text.train)
     if c.preset == "small":
-        batch_tokens = min(batch_tokens, tokens // STEPS_PER_READING)
+        batch_tokens = min(batch_tokens, tokens // LEAST_STEPS_PER_READING)
     table = dict(longest_ngram=c.longest_ngram, ngram_rows=c.ngram_rows)
     if c.preset in ("laptop", "small"):
         table["ngram_rows"] = min(c.ngram_rows, max(1, tokens // TOKENS_PER_ROW))

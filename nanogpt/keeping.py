@@ -63,7 +63,7 @@ class Keeper:
 
     def save(self, step: int) -> None:
         """Begins a save, if the run is one that saves. The log must have all losses so far, as
-        `Run.read_losses` brings them. A collective."""
+        `Run.read_losses` brings them. Raises BadInput if a number is not finite. A collective."""
         if not self.saver.saves:
             return
         tensors = self.tensors()
@@ -128,7 +128,7 @@ class Keeper:
 
     def write_result(self, result: dict) -> Path | None:
         """Ends the log with the result, and writes the best weights. Returns their path, if there
-        are any."""
+        are any. Raises OSError or BadInput if they cannot be written."""
         log = self.log
         for note in self.optimizer.recipes.notes():
             log.fact("note", note)
@@ -142,13 +142,9 @@ class Keeper:
             return None
         return checkpoint.write_somewhere(self.weights_file, self.best, self.own_runs())
 
-    def drop_saves(self) -> None:
-        """Removes the saves of a run that has come to its end: it needs none any more."""
-        self.saver.end()
-
     def say_how_to_go_on(self, step: int, signal: str, path: Path | None) -> int:
-        """What a run says that a signal has ended. `path` is that of its weights, if there are any.
-        Returns the exit status."""
+        """Says what is left of a run that a signal has ended, and how to go on. `path` is that of
+        its weights, if there are any. Returns the exit status."""
         if self.weights_file and not path:
             self.log.console.say("no weights are kept, as none were validated")
         self.saver.finish()

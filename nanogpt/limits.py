@@ -30,14 +30,14 @@ def check(c, schedules: dict[str, list], precisions: dict, gate_dim: int) -> Non
     check_multiples(c, stages)
     require(c.model_dim >= gate_dim,
             f"--model_dim={c.model_dim} must be at least {gate_dim}, a gate's channels")
-    heads = c.num_heads * c.head_dim
-    require(gate_dim // 2 <= heads <= c.model_dim,
-            f"--num_heads={c.num_heads} times --head_dim={c.head_dim} is {heads}; it must be from "
-            f"{gate_dim // 2} to {c.model_dim}, which is --model_dim")
+    of_heads = c.num_heads * c.head_dim
+    require(gate_dim // 2 <= of_heads <= c.model_dim,
+            f"--num_heads={c.num_heads} times --head_dim={c.head_dim} is {of_heads}; it must be "
+            f"from {gate_dim // 2} to {c.model_dim}, which is --model_dim")
 
 
 def check_values(c, schedules: dict[str, list], precisions: dict) -> None:
-    """The part of `check` that looks at each value alone."""
+    """The part of `check` that looks at each value alone. Raises BadInput."""
     check_ranges(c)
     check_choices(c, schedules, precisions)
     check_device(c)
@@ -178,9 +178,7 @@ def enough_memory() -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
-        if isinstance(error, RuntimeError) and not is_out_of_memory(error):
+        if not isinstance(error, MemoryError) and "DefaultCPUAllocator" not in str(error):
             raise
         raise BadInput("the model does not fit into the memory of this machine; lower "
                        "--ngram_rows, --num_layers, --num_heads or --mlp_dim") from None

@@ -1,7 +1,7 @@
 """The processes of a run: which one this is, how they agree, and the one sentence that ends a run.
 
 torchrun starts one process for each GPU and numbers them: the rank of the first is 0, and it is the
-one that writes the log. Without torchrun there is a single process, of rank 0.
+one that writes the log. A process on its own is rank 0.
 """
 import os
 from collections.abc import Callable
@@ -61,7 +61,7 @@ def rank_and_world_size() -> tuple[int, int]:
     return 0, 1
 
 
-def is_master() -> bool:
+def is_rank_0() -> bool:
     """Whether this process is the one that writes the log."""
     return rank_and_world_size()[0] == 0
 
@@ -121,7 +121,7 @@ class Requests:
         ask         notes a request of this rank
         outgoing    what this step adds at the end of the vector
         hear        takes the requests off the end of the vectors that have arrived
-        granted     whether all ranks do it now
+        grant       whether all ranks do it now
     """
 
     def __init__(self, device: torch.device):
@@ -161,7 +161,7 @@ class Requests:
             without.append(loss._replace(others=loss.others[: -len(REQUESTS)]))
         return without
 
-    def granted(self, request: str, step: int) -> bool:
+    def grant(self, request: str, step: int) -> bool:
         """Whether to do it now, after `step` steps. All ranks must have heard the losses of the
         steps before the last one. Then they get the same answer, and a request is granted once."""
         heard_at = self.heard.get(request)

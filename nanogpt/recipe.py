@@ -7,7 +7,8 @@ others have a file each, which begins with a page about the recipe: fp8.py, nvfp
 
 The trainer calls the methods of `Recipes` at fixed points of a step. This hands each call on to the
 recipes that the run has (`Recipe`). fp8 and nvfp4 also replace products: their method
-`product(site)` makes an object for a site, which is called like a function:
+`product(site)` makes an object for a site (a place where the model multiplies by a weight), which
+is called like a function:
 
     product(x, w)           x (T, K), w (N, K) -> x w^T (T, N), with gradients for x and w
     product.for_rows(rows)  a product for these rows (n,) of w, as the output head needs it, whose
@@ -111,7 +112,7 @@ def fits(shape: tuple[int, int]) -> bool:
 
 
 def largest_magnitude(x: Tensor) -> Tensor:
-    """The amax of a tensor, () float32: NaN if x has a NaN."""
+    """The largest magnitude (amax) of a tensor, () float32: NaN if x has a NaN."""
     return x.abs().amax().float()
 
 
@@ -305,8 +306,8 @@ def choose(c, default: dict[str, str], device: torch.device) -> RecipeNames:
     last = min(c.bf16_last_layers, c.num_layers)
     wanted = [low] * (c.num_layers - last) + [plain] * last + [{lm_head: default[lm_head]}]
 
-    heads = c.num_heads * c.head_dim
-    widths = {"qkv": 3 * heads, "o": heads, "up": c.mlp_dim, "down": c.mlp_dim,
+    of_heads = c.num_heads * c.head_dim
+    widths = {"qkv": 3 * of_heads, "o": of_heads, "up": c.mlp_dim, "down": c.mlp_dim,
               "lm_head": c.vocab_size}
     chosen = []
     for layer in wanted:

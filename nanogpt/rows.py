@@ -16,13 +16,7 @@ from torch import Tensor
 
 from nanogpt import kernels
 from nanogpt.ranks import rank_and_world_size
-
-
-def to_host(numbers: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """A copy on the CPU that nothing waits for, and the event after which it may be read. (PyTorch
-    makes it in pinned memory, into which the GPU can write by itself.)"""
-    copy = numbers.to("cpu", non_blocking=numbers.is_cuda)
-    return copy, torch.cuda.current_stream().record_event() if numbers.is_cuda else None
+from records.journal import to_host
 
 
 class LookedUpRows:

@@ -12,7 +12,7 @@ from torch import Tensor
 from data import checks, shards
 from nanogpt import checkpoint, recipe, saving
 from nanogpt.joining import refuse_other_data
-from nanogpt.ranks import BadInput, is_master, on_all_ranks, rank_and_world_size, require
+from nanogpt.ranks import BadInput, is_rank_0, on_all_ranks, rank_and_world_size, require
 from records.journal import try_folder
 
 
@@ -43,22 +43,22 @@ def check_run_files(c, packing: shards.Packing, plan: shards.Plan, files: list[d
     return RunFiles(train_paths, stamps, val_tokens, fingerprints, saved, checkpoint_path)
 
 
-def find_shards(c, split: str) -> list[Path]:
+def shards_of(c, split: str) -> list[Path]:
     """The shards of a split, "train" or "val". Raises ShardError if there are none."""
     return checks.find(c.data_dir, split, c.train_files if split == "train" else c.val_files)
 
 
 def find_both(c, plan: shards.Plan) -> tuple[list[Path], list[Path]]:
-    """Training and validation shards. Raises ShardError if there are none, and BadInput if the plan
-    needs another number of processes, or another kind of tokens."""
+    """Training and validation shards. Raises ShardError if there are none, or if their tokens are
+    not of the model's kind, and BadInput if so many processes cannot share the plan's batches."""
     _, world_size = rank_and_world_size()
     for count, _ in dict.fromkeys(plan):
         divisors = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
         require(count % world_size == 0,
                 f"{world_size} processes cannot share a batch of {count} sequences; start "
                 f"{divisors} of them, or change --batch_tokens or --seq_len")
-    train_paths = find_shards(c, "train")
-    val_paths = find_shards(c, "val")
+    train_paths = shards_of(c, "train")
+    val_paths = shards_of(c, "val")
     checks.check_kind(train_paths[0], c.vocab_size, c.preset)
     return train_paths, val_paths
 
@@ -84,7 +84,7 @@ def identify(train_paths: list[Path],
 
 
 def check_amount(c, packing: shards.Packing, plan: shards.Plan, train_paths: list[Path]) -> None:
-    """Raises ShardError on all ranks if the training shards do not last for the plan that --minutes
+    """Raises BadInput on all ranks if the training shards do not last for the plan that --minutes
     has made. A collective."""
     errors = (shards.ShardError,)
     on_all_ranks(checks.check_amount, train_paths, packing, plan, c.data_dir, c.fit, errors=errors)
@@ -99,7 +99,7 @@ def chooses_steps(c) -> bool:
 def place_for_checkpoint(c, saved: saving.Saved | None, num_weights: int) -> Path | None:
     """The file of the checkpoint, if there is to be one. A name that was chosen before the save
     stays. Raises BadInput if the file cannot be written."""
-    if not c.save_checkpoint or not is_master():
+    if not c.save_checkpoint or not is_rank_0():
         return None
     path = Path(c.save_checkpoint)
     if c.save_checkpoint == "auto" and saved and saved.fact("checkpoint"):

@@ -1,13 +1,13 @@
 """Saves: all that a run is made of at some step, so that it can go on from there (--resume).
 
-A save is a folder, which has a file for each rank and the sum of each file:
+A save is a folder, which has a file for each rank and a checksum of each file:
 
     logs/RUN_ID.saved/step_000123/rank_0_of_2.pt
     logs/RUN_ID.saved/step_000123/rank_0_of_2.sha256      as the command sha256sum writes it
 
-A file holds what only its rank has: its part of the float32 weights and of the optimizers' state,
-its random numbers, its counts of targets. That of rank 0 also holds `facts`: everything that all
-ranks share. Training stands still while a rank copies its part to memory of the host. A thread
+A file holds its rank's part of the float32 weights and of the optimizers' state (of small banks
+all), its random numbers, its counts of targets. That of rank 0 also holds `facts`: everything that
+all ranks share. Training stands still while a rank copies its part to memory of the host. A thread
 writes the copy to disk. While files are still to come, the folder's name ends with ".unfinished";
 when all are there, rank 0 renames it. Before an old save is removed, it gets that name back. So a
 save is whole or it is none, whenever the run is killed.
@@ -44,7 +44,7 @@ from records.console import complain
 FORMAT = 5
 KEPT = 2  # complete saves of a run that stay on disk
 NEWEST = "newest"  # what --resume alone stands for
-FINISHED = "finished"  # a file in RUN_ID.saved: the run has come to its end, here or elsewhere
+FINISHED = "finished"  # a file in RUN_ID.saved: a run that went on from there has ended
 PATIENCE_S = 120  # how long rank 0 waits for the files of the others
 LAST_PATIENCE_S = 10  # the same once its own training has ended, perhaps because of another rank
 REMEDY = "name another save, or leave --resume out to begin anew"
@@ -57,7 +57,7 @@ FACTS = {  # what all ranks share and a run needs to go on
 # Where saves are
 
 
-def complete(folder: Path) -> list[Path]:
+def saves_in(folder: Path) -> list[Path]:
     """The saves in RUN_ID.saved, the oldest first."""
     saves = [path for path in folder.glob("step_*") if re.fullmatch(r"step_\d{6,}", path.name)]
     return sorted(saves, key=step_of)
@@ -79,7 +79,8 @@ def find(asked: str, log_dir: str, given: dict | None = None,
     configuration is nearest to `new`, which the command would have without --resume. If all have
     other values, the newest one is returned, and `configure` says what differs.
 
-    Raises BadInput if there is no such save."""
+    Raises BadInput if there is no such save, or if the newest one is damaged and the keys do not
+    say which run is meant."""
     if not asked:
         return None
     if asked == NEWEST:
@@ -88,7 +89,7 @@ def find(asked: str, log_dir: str, given: dict | None = None,
         newest = []  # of each run
         for folder in Path(log_dir).glob("*.saved"):
             if not (folder / FINISHED).exists():
-                newest += complete(folder)[-1:]
+                newest += saves_in(folder)[-1:]
         newest.sort(key=lambda save: (save.stat().st_mtime_ns, step_of(save)), reverse=True)
         differences = {}  # save -> from what was asked for
         for save in newest:
@@ -106,9 +107,9 @@ def find(asked: str, log_dir: str, given: dict | None = None,
             return min(differences, key=differences.get)
         return newest[0] if newest else None
     path = Path(asked)
-    if path in complete(path.parent):
+    if path in saves_in(path.parent):
         return path
-    saves = complete(path)
+    saves = saves_in(path)
     require(saves, f"--resume={asked} is no complete save; name a folder such as "
             "logs/RUN_ID.saved/step_000123, or give --resume alone for the newest one")
     return saves[-1]
@@ -118,11 +119,11 @@ def same_path(config: dict, given: dict) -> bool:
     return Path(str(config.get("data_dir"))).resolve() == Path(given["data_dir"]).resolve()
 
 
-def part_of(save: Path, rank: int, world_size: int) -> Path:
+def rank_file(save: Path, rank: int, world_size: int) -> Path:
     return save / f"rank_{rank}_of_{world_size}.pt"
 
 
-def sum_file(part: Path) -> Path:
+def checksum_file(part: Path) -> Path:
     return part.with_suffix(".sha256")
 
 
@@ -130,15 +131,15 @@ def sum_file(part: Path) -> Path:
 # Writing
 
 
-def write_part(path: Path, content: dict) -> None:
-    """Writes the file of a rank, and when that is on disk its sum. Raises OSError, or RuntimeError
-    from torch.save, if the disk is full."""
+def write_rank_file(path: Path, content: dict) -> None:
+    """Writes the file of a rank, and when that is on disk its checksum. Raises OSError, or
+    RuntimeError from torch.save, if the disk is full."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_synced(path, lambda file: torch.save(content, file))
     line = f"{sha256_of(path)}  {path.name}\n"
     beside = path.with_suffix(".part")
     write_synced(beside, lambda file: file.write(line.encode()))
-    os.replace(beside, sum_file(path))
+    os.replace(beside, checksum_file(path))
 
 
 def write_synced(path: Path, write: Callable) -> None:
@@ -161,11 +162,8 @@ def sync_folder(folder: Path) -> None:
 
 
 def sha256_of(path: Path) -> str:
-    total = hashlib.sha256()
     with open(path, "rb") as file:
-        while block := file.read(2**22):
-            total.update(block)
-    return total.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def random_state(device: torch.device) -> dict[str, Tensor | None]:
@@ -194,7 +192,7 @@ def sweep(folder: Path, but: Path | None = None) -> None:
 
 def keep_newest(folder: Path) -> None:
     """Removes all saves in RUN_ID.saved but the last KEPT."""
-    for old in complete(folder)[:-KEPT]:
+    for old in saves_in(folder)[:-KEPT]:
         remove(old)
 
 
@@ -255,11 +253,11 @@ class Saver:
         """The work of the thread."""
         save = self.folder / f"step_{step:06}"
         writing = unfinished(save)
-        part = part_of(writing, self.rank, self.world_size)
+        part = rank_file(writing, self.rank, self.world_size)
         try:
             if self.rank == 0:
                 sweep(self.folder, but=writing)
-            write_part(part, content)
+            write_rank_file(part, content)
             if self.rank == 0:
                 self.wait_for_others(writing)
                 sync_folder(writing)
@@ -285,8 +283,8 @@ class Saver:
         """Waits for the files of all ranks. Raises OSError if one does not come."""
         begin = time.monotonic()
         for rank in range(self.world_size):
-            part = part_of(writing, rank, self.world_size)
-            while not sum_file(part).exists():
+            part = rank_file(writing, rank, self.world_size)
+            while not checksum_file(part).exists():
                 failed = part.with_suffix(".failed")
                 if failed.exists():
                     raise OSError(f"rank {rank}: {failed.read_text()}")
@@ -303,7 +301,7 @@ class Saver:
     def newest(self) -> Path | None:
         """The newest save of this run or of those that it goes on with."""
         for folder in [self.folder, *map(Path, reversed(self.came_from))]:
-            if saves := complete(folder):
+            if saves := saves_in(folder):
                 return saves[-1]
         return None
 
@@ -312,7 +310,7 @@ class Saver:
         on with, so that --resume alone does not find them."""
         self.finish()
         if self.rank == 0:
-            for save in complete(self.folder):  # the newest at last: killed here, it is resumed
+            for save in saves_in(self.folder):  # the newest last: if killed here, it can be resumed
                 remove(save)
             shutil.rmtree(self.folder, ignore_errors=True)
             for folder in map(Path, self.came_from):
@@ -334,7 +332,7 @@ def reason_of(error: Exception) -> str:
 # Reading
 
 
-def read_part(path: Path) -> dict:
+def read_rank_file(path: Path) -> dict:
     """The file of a rank, whose tensors are read only where they are used. Raises BadInput if it is
     none of this program."""
     try:
@@ -349,22 +347,23 @@ def read_part(path: Path) -> dict:
     return content
 
 
-def parts_of(save: Path) -> list[Path]:
+def rank_files(save: Path) -> list[Path]:
     """The files of all ranks. Raises BadInput if one is missing."""
     found = list(save.glob("rank_0_of_*.pt"))
     require(len(found) == 1 and re.fullmatch(r"rank_0_of_[1-9]\d{0,4}\.pt", found[0].name),
             f"{save} holds {len(found)} files rank_0_of_N.pt where a save has one; {REMEDY}")
     world_size = int(found[0].stem.removeprefix("rank_0_of_"))
-    paths = [part_of(save, rank, world_size) for rank in range(world_size)]
+    paths = [rank_file(save, rank, world_size) for rank in range(world_size)]
     for path in paths:
-        for needed in (path, sum_file(path)):
+        for needed in (path, checksum_file(path)):
             require(needed.is_file(), f"{needed} is missing, so the save is not whole; {REMEDY}")
     return paths
 
 
 def facts_of(save: Path) -> dict:
-    """What rank 0 has written down, the configuration among it. Raises BadInput."""
-    facts = read_part(parts_of(save)[0])["facts"]
+    """What rank 0 has written down, the configuration among it. Raises BadInput if it is damaged.
+    """
+    facts = read_rank_file(rank_files(save)[0])["facts"]
     require(isinstance(facts.get("config"), dict), f"{save} has no configuration; {REMEDY}")
     return facts
 
@@ -373,16 +372,16 @@ class Saved:
     """A save that a run goes on from. Reading raises BadInput where something does not fit."""
 
     def __init__(self, save: Path):
-        """Checks the sums of all files, of which each rank reads some."""
+        """Checks the checksums of all files, of which each rank reads some."""
         rank, world_size = rank_and_world_size()
         self.save = save
-        paths = parts_of(save)
+        paths = rank_files(save)
         for path in paths[rank::world_size]:
             found = sha256_of(path)
-            require(sum_file(path).read_bytes().split()[:1] == [found.encode()],
-                    f"{path} is damaged: its sum is {found[:12]}..., not the one beside it; "
+            require(checksum_file(path).read_bytes().split()[:1] == [found.encode()],
+                    f"{path} is damaged: its checksum is {found[:12]}..., not the one beside it; "
                     f"{REMEDY}")
-        self.parts = [read_part(path) for path in paths]
+        self.parts = [read_rank_file(path) for path in paths]
         self.facts = self.parts[0]["facts"]
         self.step = self.parts[0]["step"]
         self.same_world = len(self.parts) == world_size

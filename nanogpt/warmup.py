@@ -1,7 +1,7 @@
 """Before the clock starts, everything that a run will need is compiled and run once.
 
-None of it is timed, so it reads no training data: it works on random documents. The weights change
-meanwhile; the trainer draws them anew afterwards.
+None of it counts as training, so it reads no training data: it works on random documents. The
+weights change meanwhile; the trainer draws them anew afterwards.
 """
 from collections.abc import Callable
 from functools import partial
@@ -104,7 +104,7 @@ class WarmUp:
 
     def example(self, length: int) -> tuple[Tensor, Tensor]:
         inputs, targets = self.tokens[:length], self.tokens[1 : length + 1]
-        return inputs, targets.clone()  # in memory of their own, as in training
+        return inputs, targets.clone()  # as where a micro-batch has several sequences
 
     def micro_batches(self, stage: StagePlan) -> list[tuple[Tensor, Tensor]]:
         """Those of one rank."""

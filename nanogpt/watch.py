@@ -61,7 +61,7 @@ class Watch:
 
     def __init__(self, stop: Stop):
         self.stop = stop
-        self.meeting = None  # where the processes of a torchrun have met; None without torchrun
+        self.meeting = None  # where the ranks have met; None for a process on its own
         self.rank, self.world_size = 0, 1
         # The main thread writes these.
         self.step = None  # the one it is in
@@ -84,7 +84,7 @@ class Watch:
         self.unheard = 0  # looks without an answer of the store
         self.still = 0  # looks in which all ranks do what they did in the one before
         self.orphaned = 0  # looks since torchrun is gone
-        # This one ends the run, and who has it never gives it back.
+        # The thread that holds this lock ends the run, and never releases it.
         self.last_word = threading.Lock()
         self.claim = None  # why this rank ends the run
         self.hurry = threading.Event()  # do not wait for the next second to talk
@@ -131,8 +131,8 @@ class Watch:
         return c
 
     def enter_step(self, step: int, work: str = "step") -> None:
-        """From now on all ranks should get on with this work. That of a step is an update or a
-        validation."""
+        """From now on all ranks should get on with this work: "step", an update, or
+        "validation"."""
         self.step = step
         self.work = work
         self.entered = time.monotonic()
@@ -173,8 +173,8 @@ class Watch:
 
     def end_if_lost(self, error: Exception | None = None) -> None:
         """Ends the process if another rank is lost or has ended the run. It waits some seconds for
-        the answer, and returns if all live."""
-        if self.world_size == 1:
+        the answer, and returns if all live, or if there are no others yet."""
+        if not self.threads:
             return
         for _ in range(4 * (FAILED_LOOKS + 2)):
             if self.ended.is_set():
@@ -251,9 +251,9 @@ class Watch:
             for rank in range(self.world_size):
                 same = beats[rank] == self.judged[rank]
                 self.silent[rank] = self.silent[rank] + 1 if same else 0
-            same = all(
-                parts_of(beats, part) == parts_of(self.judged, part) for part in ("step", "work"))
-            at_work = None not in parts_of(beats, "step")
+            same = all(of_each_beat(beats, name) == of_each_beat(self.judged, name)
+                       for name in ("step", "work"))
+            at_work = None not in of_each_beat(beats, "step")
             self.still = self.still + 1 if same and at_work else 0
             self.judged, self.judged_rounds = beats, self.rounds
         for rank, pid in self.pids.items():
@@ -293,18 +293,18 @@ class Watch:
 
     def hung(self) -> str:
         """The words on a collective that does not return; empty if all is well."""
-        work = parts_of(self.judged, "work")[self.rank]  # the rank may do something else by now
+        work = of_each_beat(self.judged, "work")[self.rank]  # the rank may do something else by now
         longest = self.longest.get(work)
         if longest is None or self.still * LOOK_S < STILL_S + 10 * longest:
             return ""
-        steps = parts_of(self.judged, "step")
+        steps = of_each_beat(self.judged, "step")
         behind = [rank for rank in range(self.world_size) if steps[rank] == min(steps)]
         seconds = f"{self.still * LOOK_S:.0f} s"
         where = f"in step {min(steps) + 1}"
         if len(behind) < self.world_size:
             return f"{self.with_host(behind)} has stood {where} for {seconds}"
         at = defaultdict(list)  # line -> ranks
-        for rank, line in enumerate(parts_of(self.judged, "line")):
+        for rank, line in enumerate(of_each_beat(self.judged, "line")):
             at[line].append(rank)
         lines = sorted(at, key=lambda line: len(at[line]))  # that of the odd one out stands first
         places = ", ".join(f"{joining.in_words(at[line])} at {line}" for line in lines[:3])
@@ -362,7 +362,7 @@ class Watch:
         os._exit(status)
 
 
-def parts_of(beats: list[str], name: str) -> list:
+def of_each_beat(beats: list[str], name: str) -> list:
     """What the beat of each rank says; None for one that has not been heard of."""
     return [json.loads(beat)[name] if beat else None for beat in beats]
 

@@ -43,17 +43,19 @@ class Stream:
     def write(self, text: str) -> None:
         if self.broken:
             return
-        known = text.encode(self.encoding, "replace").decode(self.encoding)
         try:
-            self.file.write(known)
+            self.file.write(self.known(text))
             self.file.flush()
         except (OSError, ValueError) as error:  # ValueError: the file has been closed
             self.broken = getattr(error, "strerror", None) or str(error)
             discard_output(self.file)
 
+    def known(self, text: str) -> str:
+        return text.encode(self.encoding, "replace").decode(self.encoding)
+
     def can_show(self, text: str) -> bool:
         """Whether the encoding has all these characters."""
-        return text == text.encode(self.encoding, "replace").decode(self.encoding)
+        return text == self.known(text)
 
     def is_terminal(self) -> bool:
         with contextlib.suppress(OSError, ValueError):
@@ -208,11 +210,12 @@ class Console:
         self.say_facts({
             "machine": machine_in_words(machine),
             "preset": config["preset"],
-            "model": f"{count(active)} parameters active, {count(in_tables)} in tables",
+            "model": f"{count_in_words(active)} parameters active, "
+                     f"{count_in_words(in_tables)} in tables",
             "data": f"{config['data_dir']}: {train_tokens:,} training tokens{unit}, "
                     f"{config['val_tokens']:,} for validation",
-            "run": f"{self.num_steps:,} steps of {batch} tokens, {count(tokens)} tokens in all "
-                   f"({epochs(tokens / train_tokens)}){time_needed}",
+            "run": f"{self.num_steps:,} steps of {batch} tokens, {count_in_words(tokens)} tokens "
+                   f"in all ({epochs_in_words(tokens / train_tokens)}){time_needed}",
         })
         self.say("")
 
@@ -446,8 +449,8 @@ def script_folder() -> str:
     return "" if folder == Path.cwd() else shlex.quote(f"{folder}/")
 
 
-def count(number: int) -> str:
-    """A large number to about two digits: 41,000, 0.9M, 4.2M, 1.4B."""
+def count_in_words(number: int) -> str:
+    """41,234 in full; from 100,000 on in millions or billions: 0.9M, 108.0M, 1.4B."""
     if number >= 1e9:
         return f"{number / 1e9:,.1f}B"
     if number >= 1e5:
@@ -472,7 +475,7 @@ def milliseconds(seconds: float) -> str:
     return f"{value:.2f} ms" if value < 10 else f"{value:,.0f} ms"
 
 
-def epochs(times: float) -> str:
+def epochs_in_words(times: float) -> str:
     """How often the training text is read."""
     if times < 0.1:
         return f"{times:.2f} epochs"
@@ -531,8 +534,8 @@ MARK = "●"  # a validation
 
 def curve(training: list[Point], validations: list[Point], blocks: bool) -> list[str]:
     """The losses as a picture of at most 60 columns x 8 rows and its labels. The height of a column
-    is the mean of its training losses. `blocks` False: only ASCII characters. Without a picture,
-    an empty list, if there are fewer than 10 training losses or they are all the same."""
+    is the mean of its training losses. `blocks` False: only ASCII characters. An empty list if
+    there are fewer than 10 training losses, or all are the same."""
     training = [point for point in training if math.isfinite(point.loss)]
     validations = [point for point in validations if point.step > 0 and math.isfinite(point.loss)]
     if len(training) < 10:

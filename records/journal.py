@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nanogpt.ranks import BadInput, all_gather, all_ranks, is_master, rank_and_world_size, require
+from nanogpt.ranks import BadInput, all_gather, all_ranks, is_rank_0, rank_and_world_size, require
 from records.console import Console, complain
 from records.devices import PEAK_FLOPS
 
@@ -39,8 +39,8 @@ RULE = "=" * 100  # the line that ends the source, and the one that begins the e
 
 def try_folder(folder: str | Path) -> None:
     """Makes the folder of the logs, and a file in it for a moment. Raises BadInput if that cannot
-    be: better now than after all has been compiled. Only the master writes a log."""
-    if not is_master():
+    be: better now than after all has been compiled. Only rank 0 writes a log."""
+    if not is_rank_0():
         return
     beside = Path(folder, f".{uuid.uuid4()}")
     try:
@@ -70,6 +70,13 @@ class PendingLoss(NamedTuple):
             self.event.synchronize()
 
 
+def to_host(numbers: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """A copy on the CPU that nothing waits for, and the event after which it may be read. (PyTorch
+    makes it in pinned memory, into which the GPU can write by itself.)"""
+    copy = numbers.to("cpu", non_blocking=numbers.is_cuda)
+    return copy, torch.cuda.current_stream().record_event() if numbers.is_cuda else None
+
+
 class TrainingLoss(NamedTuple):
     """A training loss that has arrived."""
 
@@ -89,11 +96,11 @@ class RunFacts(NamedTuple):
 
 
 class Log:
-    """The log of one run: source, facts, steps and end block. `path` is its file. Only the master
+    """The log of one run: source, facts, steps and end block. `path` is its file. Only rank 0
     writes it; on other ranks the same calls leave no trace.
 
-    The console gets the losses, the facts `compile` and `defect`, and the summary of the end. All
-    other facts are for the file alone.
+    The console gets a header of what will run, the losses, the facts `compile` and `defect`, and
+    the summary of the end. Notes are for the file alone.
 
     If the file cannot be written to any more, because the disk is full for instance, one sentence
     on standard error says so, and the run goes on. Such a log has no end block.
@@ -234,11 +241,7 @@ class Log:
 
         loss: () or (1 + n,), the mean loss and n other numbers, which `arrived` hands back.
         """
-        values = loss.to("cpu", non_blocking=loss.is_cuda)
-        event = None
-        if loss.is_cuda:
-            event = torch.cuda.current_stream().record_event()
-        self.pending.append(PendingLoss(step, seconds, values, event))
+        self.pending.append(PendingLoss(step, seconds, *to_host(loss)))
 
     def arrived(self, wait_for: int = 0) -> list[TrainingLoss]:
         """Writes the lines of all losses that have arrived by now, and hands these losses back. It
@@ -372,7 +375,7 @@ def sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def sum_of_files(source: bytes, files: list[dict]) -> str:
+def checksum_of_files(source: bytes, files: list[dict]) -> str:
     """One sha256 over the script and all other files: that of the lines which the command sha256sum
     prints for them, in the order of their paths. The script counts as train_gpt.py."""
     sums = {"train_gpt.py": sha256(source)}
@@ -384,7 +387,7 @@ def sum_of_files(source: bytes, files: list[dict]) -> str:
 
 def describe_run(source: bytes, files: list[dict], script: str) -> dict:
     """The fact `run`: which run of which code this is. `source` is that of the script, which lies
-    at this path; `files` are those of `project_files`. The master's is the one for the log: other
+    at this path; `files` are those of `project_files`. That of rank 0 is the one for the log: other
     ranks have another id, and do not ask git. Raises BadInput if the code could not be found again
     in a log."""
     require(source.endswith(b"\n") and RULE.encode() not in source.split(b"\n"),
@@ -403,16 +406,16 @@ def describe_run(source: bytes, files: list[dict], script: str) -> dict:
         "grammar": GRAMMAR,
         "code_sha256": sha256(source),
         "code_bytes": len(source),
-        "files_sha256": sum_of_files(source, files),
+        "files_sha256": checksum_of_files(source, files),
         "git_commit": commit,
         "git_clean": is_clean,
     }
 
 
 def output_of(*command: str) -> str | None:
-    """What a program prints. None if there is no such program, or if it fails. Only the master runs
-    it, because only the master writes it down; elsewhere it is None."""
-    if not is_master():
+    """What a program prints. None if there is no such program, or if it fails. Only rank 0 runs it,
+    because only rank 0 writes it down; elsewhere it is None."""
+    if not is_rank_0():
         return None
     try:
         run = subprocess.run(command, capture_output=True, cwd=ROOT)
@@ -549,7 +552,8 @@ def peak_memory_mib(device: torch.device) -> int | None:
 
 def mfu(flops_per_token: float, tokens_per_s_per_device: float, device_name: str) -> float | None:
     """Model FLOPs utilization: the share of the device's bf16 peak that the model's own
-    multiplications take, to four digits (PaLM, appendix B). None for a device not in the table."""
+    multiplications take, to four decimals (PaLM, appendix B). None for a device that is not in the
+    table."""
     for name, peak in PEAK_FLOPS.items():
         if name in device_name:
             return round(flops_per_token * tokens_per_s_per_device / peak, 4)

@@ -385,7 +385,7 @@ def test_where_there_is_nothing_to_see_there_is_no_curve(losses):
 @pytest.mark.parametrize("number, text", [(7, "7"), (41_000, "41,000"), (850_000, "0.8M"), (4_200_000, "4.2M"),
                                           (123_456_789, "123.5M"), (1_400_000_000, "1.4B")])
 def test_large_numbers_are_short(number, text):
-    assert console.count(number) == text
+    assert console.count_in_words(number) == text
 
 
 @pytest.mark.parametrize("seconds, text", [(0, "0.0 s"), (8.12, "8.1 s"), (9.96, "10 s"), (99.4, "99 s"),
@@ -396,7 +396,7 @@ def test_durations_have_the_unit_that_suits_them(seconds, text):
 
 @pytest.mark.parametrize("times, text", [(0.021, "0.02 epochs"), (0.21, "0.2 epochs"), (12.3, "12 epochs"), (1234.5, "1,234 epochs")])
 def test_epochs_have_few_digits(times, text):
-    assert console.epochs(times) == text
+    assert console.epochs_in_words(times) == text
 
 
 # ---------------------------------------------------------------------- consoles with a trouble

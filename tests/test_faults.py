@@ -288,11 +288,11 @@ import os, sys, time
 sys.path.insert(0, sys.argv[1])
 import train_gpt as t
 from nanogpt import saving
-write_part = saving.write_part
+write_rank_file = saving.write_rank_file
 def slowly(*args):
     time.sleep(5)
-    write_part(*args)
-saving.write_part = slowly
+    write_rank_file(*args)
+saving.write_rank_file = slowly
 forward_backward = t.forward_backward
 steps = []
 def spoilt(*args, **options):

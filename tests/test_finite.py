@@ -79,7 +79,7 @@ def test_the_last_update_is_judged_by_validation_and_before_a_save(name, value, 
 
 def test_the_rank_of_a_bad_weight_is_named(monkeypatch):
     monkeypatch.setattr(finite, "all_ranks", lambda value: ["", "", value])
-    assert finite.find({"a": torch.tensor([math.inf])}) == " on rank 2, the weights of a not finite"
+    assert finite.first_not_finite({"a": torch.tensor([math.inf])}) == " on rank 2, the weights of a not finite"
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -349,7 +349,7 @@ def test_the_sum_of_all_files_is_that_of_the_lines_of_sha256sum():
     file = {"path": "a/b.py", "text": "a\n",
             "sha256": "87428fc522803d31065e7bce3cf03fe475096631e5e07bbd7a0fde60c4cf25c7"}
     expected = "9eb2464baa5727035c4067fc7c2def6f8ff935e0add5c3c37d5ec458664cbe22"
-    assert journal.sum_of_files(b"b\n", [file]) == expected
+    assert journal.checksum_of_files(b"b\n", [file]) == expected
     run = journal.describe_run(b"b\n", [file], "b.py")
     assert run["files_sha256"] == expected and run["grammar"] == 2 and run["code_bytes"] == 2
     assert run["code_sha256"] == hashlib.sha256(b"b\n").hexdigest()
@@ -375,7 +375,7 @@ def test_a_commit_is_named_where_there_is_one(tmp_path, monkeypatch):
     assert journal.describe_run(SOURCE, [], tmp_path / "known.py")["git_clean"] is True
     assert journal.describe_run(SOURCE, [], tmp_path / "idea.py")["git_clean"] is False, "the commit has no such script"
     assert journal.describe_run(SOURCE, [{"path": "idea.py", "sha256": "a"}], tmp_path / "known.py")["git_clean"] is False
-    monkeypatch.setattr(journal, "is_master", lambda: False)
+    monkeypatch.setattr(journal, "is_rank_0", lambda: False)
     assert journal.describe_run(SOURCE, [], tmp_path / "known.py")["git_commit"] is None, "only the master asks"
 
 

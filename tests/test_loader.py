@@ -13,7 +13,7 @@ from conftest import SEPARATOR, TINY, check_data, documents, write_shard
 
 import train_gpt as t
 from data import shards
-from nanogpt.run_files import find_shards
+from nanogpt.run_files import shards_of
 
 CPU = torch.device("cpu")
 SHARDS = [documents(5000, 1), documents(3100, 2), documents(500, 3), documents(4000, 4)]  # the third makes no batch
@@ -59,7 +59,7 @@ def sequences(batch, seq_len):
 
 def loaded(c):
     """Iterator over this rank's batches, as a run has them."""
-    batches = shards.ahead(t.rank_micro_batches(find_shards(c, "train"), c, CPU))
+    batches = shards.ahead(t.rank_micro_batches(shards_of(c, "train"), c, CPU))
     return ([t.inputs_and_targets(rows, CPU) for rows in batch] for batch in batches)
 
 

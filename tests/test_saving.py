@@ -291,7 +291,7 @@ def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been(corpus,
     assert statuses[0] == -signal.SIGKILL and statuses[-1] in (0, -signal.SIGKILL), process.err()
     assert run([*options(corpus, parts, **changes), "--resume"]) == 0
     assert steps(parts) == steps(whole) and same(weights(whole), weights(parts))
-    assert all(len(saving.complete(folder)) <= saving.KEPT for folder in parts.glob("*.saved"))
+    assert all(len(saving.saves_in(folder)) <= saving.KEPT for folder in parts.glob("*.saved"))
     assert saving.find(saving.NEWEST, parts) is None, "what has come to its end is not resumed"
 
 
@@ -307,7 +307,7 @@ def test_leftovers_are_ignored_and_swept_and_the_last_two_saves_are_kept(corpus,
 
     def write_among_leftovers(self, step, content):
         (self.folder / "step_000001.unfinished").mkdir(parents=True)
-        left.append(saving.complete(self.folder))
+        left.append(saving.saves_in(self.folder))
         write(self, step, content)
 
     monkeypatch.setattr(saving.Saver, "write", write_among_leftovers)
@@ -324,10 +324,10 @@ def test_a_run_that_is_killed_before_an_old_save_is_removed_keeps_two_in_the_end
         killed.setattr(saving.Saver, "end", lambda self: self.finish())
         assert run(options(corpus, tmp_path)) == 0
     (folder,) = tmp_path.glob("*.saved")
-    three = saving.complete(folder)
+    three = saving.saves_in(folder)
     assert len(three) == 3
     assert run(["--resume", f"--log_dir={tmp_path}"]) == 0
-    assert saving.complete(folder) == three[1:]
+    assert saving.saves_in(folder) == three[1:]
 
 
 def test_a_run_that_is_killed_while_an_old_save_is_removed_goes_on_from_the_newest(corpus, tmp_path, monkeypatch):
@@ -348,7 +348,7 @@ def test_a_run_that_is_killed_while_an_old_save_is_removed_goes_on_from_the_newe
     newest = saving.find(saving.NEWEST, tmp_path)
     assert newest.name == f"step_{max(saving.step_of(path) for path in newest.parent.glob('step_??????')):06}"
     assert saving.Saved(newest).step == saving.step_of(newest)
-    for save in saving.complete(newest.parent):
+    for save in saving.saves_in(newest.parent):
         saving.Saved(save)
 
 
@@ -619,7 +619,7 @@ def test_a_full_disk_is_one_sentence_and_the_run_goes_on(corpus, tmp_path):
 
 
 def test_older_saves_stay_when_the_disk_is_full(corpus, tmp_path, monkeypatch, capfd):
-    write = saving.write_part
+    write = saving.write_rank_file
     monkeypatch.setattr(saving.Saver, "due", lambda self, step, seconds: True)
 
     def write_twice(path, content):
@@ -627,7 +627,7 @@ def test_older_saves_stay_when_the_disk_is_full(corpus, tmp_path, monkeypatch, c
             raise OSError(28, "No space left on device")
         write(path, content)
 
-    monkeypatch.setattr(saving, "write_part", write_twice)
+    monkeypatch.setattr(saving, "write_rank_file", write_twice)
     assert run(options(corpus, tmp_path), 5) == 130
     out, err = capfd.readouterr()
     assert err.count("\n") == 1 and "No space left" in err
@@ -739,7 +739,7 @@ def test_ranks_grant_a_request_at_the_same_step_whenever_they_hear_of_it(lag, mo
             ranks[1].ask("SIGTERM")
         if step in (3, 4, 5):  # it asks until it is granted
             ranks[0].ask("save")
-        granted.append([[name for name in REQUESTS if rank.granted(name, step)] for rank in ranks])
+        granted.append([[name for name in REQUESTS if rank.grant(name, step)] for rank in ranks])
         vectors.append((step + 1, sum(rank.outgoing() for rank in ranks).tolist()))
         for rank, late in zip(ranks, lag):  # all but the last one have arrived in any case
             rank.hear([TrainingLoss(n, 1.0, [0.0, *numbers]) for n, numbers in vectors[: step + 1 - late]
@@ -757,7 +757,7 @@ def test_requests_leave_the_flags_of_recipes_alone(monkeypatch):
     requests.ask("save")
     assert requests.hear([TrainingLoss(3, 2.5, [0.0, 7.0, *requests.outgoing().tolist()])]) == [
         TrainingLoss(3, 2.5, [0.0, 7.0])]
-    assert not requests.granted("save", 3) and requests.granted("save", 4) and not requests.granted("save", 5)
+    assert not requests.grant("save", 3) and requests.grant("save", 4) and not requests.grant("save", 5)
 
 
 # ---------------------------------------------------------------------------------------------------- parts
