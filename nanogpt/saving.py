@@ -32,6 +32,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import TextIO
 
 import torch
 import torch.nn.functional as F
@@ -41,13 +42,18 @@ from nanogpt import checkpoint
 from nanogpt.ranks import BadInput, all_ranks, on_all_ranks, rank_and_world_size, require
 from records.console import complain
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
 FORMAT = 5
 KEPT = 2  # complete saves of a run that stay on disk
 NEWEST = "newest"  # what --resume alone stands for
+RUNNING = "running"  # a file in RUN_ID.saved: its run holds a lock on it as long as it lives
 FINISHED = "finished"  # a file in RUN_ID.saved: a run that went on from there has ended
 PATIENCE_S = 120  # how long rank 0 waits for the files of the others
 LAST_PATIENCE_S = 10  # the same once its own training has ended, perhaps because of another rank
-REMEDY = "name another save, or leave --resume out to begin anew"
 FACTS = {  # what all ranks share and a run needs to go on
     "config": dict, "run_id": str, "files_sha256": str, "data": list, "came_from": list,
     "best": (dict, type(None)), "checkpoint": (str, type(None)), "seconds": (int, float),
@@ -63,6 +69,13 @@ def saves_in(folder: Path) -> list[Path]:
     return sorted(saves, key=step_of)
 
 
+def remedy(save: Path) -> str:
+    """What to do where this save is of no use."""
+    others = [other for other in saves_in(save.parent) if other != save]
+    another = f"give --resume={others[-1]}" if others else "name another save"
+    return f"{another}, or leave --resume out to begin anew"
+
+
 def step_of(save: Path) -> int:
     """The number of steps before a save."""
     return int(save.name.removeprefix("step_"))
@@ -71,25 +84,31 @@ def step_of(save: Path) -> int:
 def find(asked: str, log_dir: str, given: dict | None = None,
          may_change: tuple[str, ...] = (), new: dict | None = None) -> Path | None:
     """The save that --resume=ASKED means: the folder of a save, or the newest one in a folder
-    RUN_ID.saved. NEWEST is the newest one of all runs in `log_dir` that have not come to their end,
-    or None if there is none. Without --resume (empty) it is None, too.
+    RUN_ID.saved. NEWEST is the newest one of all runs in `log_dir` that were ended early, or None
+    if there is none. Without --resume (empty) it is None, too.
 
     Where several runs share a folder, the command of each one should find its own: the runs with
     the `given` values go before others, of these the one on the given data, and then the one whose
     configuration is nearest to `new`, which the command would have without --resume. If all have
     other values, the newest one is returned, and `configure` says what differs.
 
-    Raises BadInput if there is no such save, or if the newest one is damaged and the keys do not
-    say which run is meant."""
+    Raises BadInput if there is no such save, if the only ones are of runs that are still going on,
+    or if the newest one is damaged and the keys do not say which run is meant."""
     if not asked:
         return None
     if asked == NEWEST:
         given = given or {}
         says_which = not set(given) <= set(may_change)  # else the newest one is meant
         newest = []  # of each run
+        running = []
         for folder in Path(log_dir).glob("*.saved"):
-            if not (folder / FINISHED).exists():
+            if is_running(folder):
+                running.append(folder)
+            elif not (folder / FINISHED).exists():
                 newest += saves_in(folder)[-1:]
+        if running and not newest:
+            raise BadInput(f"the run of {running[0]} is still going on; end it before you resume "
+                           "it, or leave --resume out to begin anew")
         newest.sort(key=lambda save: (save.stat().st_mtime_ns, step_of(save)), reverse=True)
         differences = {}  # save -> from what was asked for
         for save in newest:
@@ -113,6 +132,38 @@ def find(asked: str, log_dir: str, given: dict | None = None,
     require(saves, f"--resume={asked} is no complete save; name a folder such as "
             "logs/RUN_ID.saved/step_000123, or give --resume alone for the newest one")
     return saves[-1]
+
+
+def hold(folder: Path) -> TextIO | None:
+    """Locks RUN_ID.saved/running, until the file that it returns is closed, as at the end of this
+    process. None if another process has locked it, or where there are no locks (Windows, some
+    disks)."""
+    if fcntl is None:
+        return None
+    try:
+        file = open(folder / RUNNING, "a")
+    except OSError:
+        return None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        return None
+    return file
+
+
+def is_running(folder: Path) -> bool:
+    """Whether the run that writes to RUN_ID.saved still lives, as far as that can be known."""
+    if fcntl is None:
+        return False
+    try:
+        with open(folder / RUNNING) as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass  # there is no such file, or this disk has no locks
+    return False
 
 
 def same_path(config: dict, given: dict) -> bool:
@@ -215,6 +266,7 @@ class Saver:
         self.count_from = seconds, step
         self.rank, self.world_size = rank_and_world_size()
         self.thread = None
+        self.lock = None
         self.has_complained = False
         self.copies = {}
         if self.saves:  # the memory is made now, because making it takes longer than copying
@@ -255,6 +307,9 @@ class Saver:
         writing = unfinished(save)
         part = rank_file(writing, self.rank, self.world_size)
         try:
+            if self.rank == 0 and not self.lock:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                self.lock = hold(self.folder)
             if self.rank == 0:
                 sweep(self.folder, but=writing)
             write_rank_file(part, content)
@@ -314,6 +369,8 @@ class Saver:
                 remove(save)
             shutil.rmtree(self.folder, ignore_errors=True)
             for folder in map(Path, self.came_from):
+                if is_running(folder):  # this run has gone on from a copy of it
+                    continue
                 sweep(folder)
                 keep_newest(folder)  # a run may have been killed before it did that
                 with suppress(OSError):
@@ -335,6 +392,7 @@ def reason_of(error: Exception) -> str:
 def read_rank_file(path: Path) -> dict:
     """The file of a rank, whose tensors are read only where they are used. Raises BadInput if it is
     none of this program."""
+    what_to_do = remedy(path.parent)
     try:
         content = checkpoint.load(path)
         keys = {"step": int, "tensors": dict, "random": dict, "facts": dict}
@@ -342,8 +400,9 @@ def read_rank_file(path: Path) -> dict:
             isinstance(content[key], kind) for key, kind in keys.items())
     except Exception as error:  # a foreign file can make torch.load raise nearly anything
         kind = type(error).__name__
-        raise BadInput(f"{path} is damaged or no save of this program ({kind}); {REMEDY}") from None
-    require(fits, f"{path} is a save of another version of this program; {REMEDY}")
+        raise BadInput(
+            f"{path} is damaged or no save of this program ({kind}); {what_to_do}") from None
+    require(fits, f"{path} is a save of another version of this program; {what_to_do}")
     return content
 
 
@@ -351,12 +410,13 @@ def rank_files(save: Path) -> list[Path]:
     """The files of all ranks. Raises BadInput if one is missing."""
     found = list(save.glob("rank_0_of_*.pt"))
     require(len(found) == 1 and re.fullmatch(r"rank_0_of_[1-9]\d{0,4}\.pt", found[0].name),
-            f"{save} holds {len(found)} files rank_0_of_N.pt where a save has one; {REMEDY}")
+            f"{save} holds {len(found)} files rank_0_of_N.pt where a save has one; {remedy(save)}")
     world_size = int(found[0].stem.removeprefix("rank_0_of_"))
     paths = [rank_file(save, rank, world_size) for rank in range(world_size)]
     for path in paths:
         for needed in (path, checksum_file(path)):
-            require(needed.is_file(), f"{needed} is missing, so the save is not whole; {REMEDY}")
+            require(needed.is_file(),
+                    f"{needed} is missing, so the save is not whole; {remedy(save)}")
     return paths
 
 
@@ -364,7 +424,7 @@ def facts_of(save: Path) -> dict:
     """What rank 0 has written down, the configuration among it. Raises BadInput if it is damaged.
     """
     facts = read_rank_file(rank_files(save)[0])["facts"]
-    require(isinstance(facts.get("config"), dict), f"{save} has no configuration; {REMEDY}")
+    require(isinstance(facts.get("config"), dict), f"{save} has no configuration; {remedy(save)}")
     return facts
 
 
@@ -375,12 +435,13 @@ class Saved:
         """Checks the checksums of all files, of which each rank reads some."""
         rank, world_size = rank_and_world_size()
         self.save = save
+        self.remedy = remedy(save)
         paths = rank_files(save)
         for path in paths[rank::world_size]:
             found = sha256_of(path)
             require(checksum_file(path).read_bytes().split()[:1] == [found.encode()],
                     f"{path} is damaged: its checksum is {found[:12]}..., not the one beside it; "
-                    f"{REMEDY}")
+                    f"{self.remedy}")
         self.parts = [read_rank_file(path) for path in paths]
         self.facts = self.parts[0]["facts"]
         self.step = self.parts[0]["step"]
@@ -388,9 +449,10 @@ class Saved:
 
     def fact(self, name: str):
         """One of FACTS."""
-        require(name in self.facts, f"{self.save} lacks {name}; {REMEDY}")
+        require(name in self.facts, f"{self.save} lacks {name}; {self.remedy}")
         value = self.facts[name]
-        require(isinstance(value, FACTS[name]), f"{self.save}: {name} is {value!r:.60}; {REMEDY}")
+        require(isinstance(value, FACTS[name]),
+                f"{self.save}: {name} is {value!r:.60}; {self.remedy}")
         return value
 
     def history(self) -> list[str]:
@@ -410,7 +472,7 @@ class Saved:
 
     def of_rank(self, rank: int, name: str) -> Tensor:
         tensor = self.parts[rank]["tensors"].get(name)
-        require(isinstance(tensor, Tensor), f"{self.save} lacks {name}; {REMEDY}")
+        require(isinstance(tensor, Tensor), f"{self.save} lacks {name}; {self.remedy}")
         return tensor
 
     def whole(self, name: str, share: str, shape: tuple[int, ...], rows: int) -> Tensor:
@@ -425,7 +487,7 @@ class Saved:
             whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
             whole = whole.narrow(dim, 0, shape[dim])
         except (RuntimeError, IndexError):
-            raise BadInput(f"{self.save}: {name} does not fit {shape}; {REMEDY}") from None
+            raise BadInput(f"{self.save}: {name} does not fit {shape}; {self.remedy}") from None
         if share == "slice":
             padding = rows - len(whole)
             whole = F.pad(whole, (0, 0) * (whole.dim() - 1) + (0, padding))
@@ -455,7 +517,7 @@ class Saved:
     def fill(self, tensor: Tensor, part: Tensor, name: str) -> None:
         """Copies this rank's part of a saved tensor to where it belongs."""
         require(part.shape == tensor.shape, f"{self.save}: {name} is {tuple(part.shape)}, not "
-                f"{tuple(tensor.shape)}; {REMEDY}")
+                f"{tuple(tensor.shape)}; {self.remedy}")
         tensor.copy_(part)
 
     def own_counts(self, name: str) -> Tensor:
@@ -477,7 +539,7 @@ class Saved:
                 if saved_on == "cuda":
                     torch.cuda.set_rng_state(state["cuda"], device)
             except (RuntimeError, TypeError):
-                raise BadInput(f"{self.save}: no state of random numbers; {REMEDY}") from None
+                raise BadInput(f"{self.save}: no state of random numbers; {self.remedy}") from None
             return
         digest = hashlib.sha256(f"{seed} {rank} {self.step}".encode()).digest()
         torch.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
@@ -550,7 +612,7 @@ def configure(config_class: type, save: Path, given: dict, may_change: tuple[str
     try:
         saved = checkpoint.config_values(config, config_class)
     except BadInput as error:
-        raise BadInput(f"{save}: {error}; {REMEDY}") from None
+        raise BadInput(f"{save}: {error}; {remedy(save)}") from None
     saved["log_dir"] = config_class.log_dir
     if save.parent.suffix == ".saved":
         saved["log_dir"] = str(save.parent.parent)

@@ -299,7 +299,7 @@ def test_leftovers_are_ignored_and_swept_and_the_last_two_saves_are_kept(corpus,
     counts = []
     end = saving.Saver.end
     monkeypatch.setattr(saving.Saver, "end", lambda self: (
-        self.finish(), counts.append(sorted(path.name for path in self.folder.iterdir())), end(self)))
+        self.finish(), counts.append(sorted(path.name for path in self.folder.glob("step_*"))), end(self)))
     due = [2, 3, 5]
     monkeypatch.setattr(saving.Saver, "due", lambda self, step, seconds: len(due) > 0 and due.pop(0) >= 0)
     left = []
@@ -527,6 +527,40 @@ def test_of_two_runs_in_one_folder_each_finds_its_own_save(stopped, tmp_path):
         saving.find(saving.NEWEST, tmp_path, {"run_name": "another"}, t.MAY_CHANGE)
 
 
+def test_a_run_that_is_still_going_on_is_not_resumed(stopped, tmp_path):
+    alive, ended = tmp_path / "alive.saved", tmp_path / "ended.saved"
+    shutil.copytree(the_save(stopped), alive / "step_000004")
+    lock = saving.hold(alive)
+    assert saving.hold(alive) is None and saving.is_running(alive) and not saving.is_running(ended)
+    with pytest.raises(BadInput, match="alive.saved is still going on; end it before"):
+        saving.find(saving.NEWEST, tmp_path)
+    shutil.copytree(the_save(stopped), ended / "step_000003")
+    os.utime(ended / "step_000003", (10**9, 10**9))
+    assert saving.find(saving.NEWEST, tmp_path) == ended / "step_000003", "though the other one is newer"
+    lock.close()  # as when its process ends
+    assert saving.find(saving.NEWEST, tmp_path) == alive / "step_000004"
+
+
+def test_a_run_holds_its_folder_from_its_first_save_on(tmp_path):
+    tensors = {"a": torch.zeros(2)}
+    saver = saving.Saver(tmp_path / "x.saved", 0.0, 1, tensors, [], 0.0, 0)
+    saver.save(1, 1.0, tensors, {}, {})
+    saver.finish()
+    assert saving.is_running(tmp_path / "x.saved")
+    saver.end()
+    assert not (tmp_path / "x.saved").exists()
+
+
+def test_where_a_save_is_damaged_an_older_one_is_named(stopped, tmp_path, capfd):
+    folder = tmp_path / "x.saved"
+    for step in (2, 3):
+        shutil.copytree(the_save(stopped), folder / f"step_{step:06}")
+    for part in (folder / "step_000003").glob("*.sha256"):
+        part.unlink()
+    said = refused(capfd, [f"--resume={folder}"])
+    assert "is missing, so the save is not whole" in said and f"give --resume={folder / 'step_000002'}, or leave" in said
+
+
 def saves_with(folder, stopped, *configs):
     """Copies of a save with these values in their configurations, each newer than the one before."""
     paths = []
@@ -598,6 +632,7 @@ def test_a_run_whose_copy_has_ended_is_found_again_after_its_next_save(tmp_path)
     saver = saving.Saver(folder, 1.0, 0, {}, [], seconds=0.0, step=0)
     saver.save(5, 0.0, {}, {}, {"config": {}})
     saver.finish()
+    saver.lock.close()  # as at the end of its process
     assert saving.find(saving.NEWEST, tmp_path) == folder / "step_000005"
 
 
