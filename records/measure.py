@@ -3,6 +3,7 @@ GPUs. Each run is a torchrun of its own, and all figures are those of its log.""
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -77,7 +78,10 @@ def run(task, folder, log_dir, limit):
             process.wait(limit)
         except (subprocess.TimeoutExpired, KeyboardInterrupt) as error:
             process.terminate()  # torchrun then ends its processes, which a kill would leave behind
-            process.wait(60)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(60)
+            process.kill()  # its processes then see that it is gone, and end by themselves
+            process.wait()
             if isinstance(error, KeyboardInterrupt):
                 raise
             return Row(task, {}, 0.0, f"it took more than {limit:g} s")
