@@ -687,3 +687,19 @@ def test_cuda_graphs_compute_what_the_function_does_for_first_and_later_micro_ba
         torch.testing.assert_close(step(graphs, batches), reference)
         assert calls == [[4, 4], [], [6], []][number], "captured once, replayed later"
         assert unused.grad is None
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_result_of_a_cuda_graph_stays_while_one_runs_that_was_captured_later():
+    """So the row gradients of a first pass may still be summed while the second one runs."""
+    graphs = compiling.CudaGraphs([])
+
+    def work(x):
+        return torch.stack([x + i for i in range(20)]).sum(0)  # with memory that graphs share
+
+    inputs = [torch.full((1000,), float(i), device="cuda") for i in range(3)]
+    expected = work(inputs[0])
+    first = graphs("first", work, (inputs[0],))
+    for x in inputs[1:]:
+        assert torch.equal(graphs("later", work, (x,)), work(x))
+        assert torch.equal(first, expected)
