@@ -110,7 +110,11 @@ else
       for key in "${keys[@]}"; do
         case $key in --log_dir=*) log_dir=${key#*=} ;; esac
       done
-      ls -d "$log_dir"/*.saved/step_* > /dev/null 2>&1 && names_data=yes ;;
+      for save in "$log_dir"/*.saved/step_*; do
+        if [ -d "$save" ] && [ "${save%.unfinished}" = "$save" ] && [ ! -e "${save%/*}/finished" ]; then
+          names_data=yes
+        fi
+      done ;;
   esac
   if [ $names_data = no ] && [ $tokens = bytes ]; then
     [ -d data/pydocs ] || check_keys

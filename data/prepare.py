@@ -451,21 +451,20 @@ def default_folder(sources, args, options, say):
     name = safe_name(path.name if path.is_dir() else path.stem)
     while name.lower() in RESERVED or holds_other_things(DATA / name):
         name += "_tokens"
-    folder = DATA / name
-    number = 2
     files = [describe(path) for path, _ in sources]
     older = None
-    while True:
+    for folder in (DATA / name, *DATA.glob(f"{name}-*")):
         record = read_record(folder)
-        wanted = wanted_record(files, args, options, folder)
-        free = not record and not holds_other_things(folder)
-        if free or is_made_of(record, wanted, args.tokens):
-            break
+        if is_made_of(record, wanted_record(files, args, options, folder), args.tokens):
+            return folder
         if record.get("inputs") == paths:
             older = folder
+    folder = DATA / name
+    number = 2
+    while read_record(folder) or holds_other_things(folder):
         folder = DATA / f"{name}-{number}"
         number += 1
-    if older and free:
+    if older:
         say(f"prepare.py: {from_here(older)} has an older version of this text, or was made with "
             "other options; it stays, for runs that use it.")
     return folder
@@ -714,7 +713,7 @@ def main(argv=None):
         remedy = "make room there, or give yourself the right to write there"
         if not args.print_folder:  # run.sh has no --out
             remedy += ", or choose another --out"
-        fail(f"cannot write to {args.out} ({error.strerror}); {remedy}")
+        fail(f"cannot write to {args.out or DATA} ({error.strerror}); {remedy}")
 
     folder = from_here(args.out)
     if is_new:

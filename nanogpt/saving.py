@@ -71,8 +71,8 @@ def saves_in(folder: Path) -> list[Path]:
 
 def remedy(save: Path) -> str:
     """What to do where this save is of no use."""
-    others = [other for other in saves_in(save.parent) if other != save]
-    another = f"give --resume={others[-1]}" if others else "name another save"
+    older = [other for other in saves_in(save.parent) if step_of(other) < step_of(save)]
+    another = f"give --resume={older[-1]}" if older else "name another save"
     return f"{another}, or leave --resume out to begin anew"
 
 
@@ -103,12 +103,14 @@ def find(asked: str, log_dir: str, given: dict | None = None,
         running = []
         for folder in Path(log_dir).glob("*.saved"):
             if is_running(folder):
-                running.append(folder)
+                running += saves_in(folder)[-1:]
             elif not (folder / FINISHED).exists():
                 newest += saves_in(folder)[-1:]
-        if running and not newest:
-            raise BadInput(f"the run of {running[0]} is still going on; end it before you resume "
-                           "it, or leave --resume out to begin anew")
+        for save in running if not newest else []:
+            config = facts_of(save)["config"]
+            require(changes(config, given, may_change),
+                    f"the run of {save.parent} is still going on; end it before you resume it, or "
+                    f"give --resume={save} to go on from there beside it")
         newest.sort(key=lambda save: (save.stat().st_mtime_ns, step_of(save)), reverse=True)
         differences = {}  # save -> from what was asked for
         for save in newest:
@@ -144,12 +146,14 @@ def hold(folder: Path) -> TextIO | None:
         file = open(folder / RUNNING, "a")
     except OSError:
         return None
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        file.close()
-        return None
-    return file
+    for _ in range(5):  # `is_running` of another process may have it for a moment
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return file
+        except OSError:
+            time.sleep(0.05)
+    file.close()
+    return None
 
 
 def is_running(folder: Path) -> bool:
@@ -266,7 +270,10 @@ class Saver:
         self.count_from = seconds, step
         self.rank, self.world_size = rank_and_world_size()
         self.thread = None
-        self.lock = None
+        self.locks = []  # files that say that this run lives, also to those that it goes on with
+        if self.saves and self.rank == 0:
+            self.locks = [hold(Path(earlier)) for earlier in came_from]
+        self.holds_own = False  # its own folder is made with the first save
         self.has_complained = False
         self.copies = {}
         if self.saves:  # the memory is made now, because making it takes longer than copying
@@ -307,10 +314,11 @@ class Saver:
         writing = unfinished(save)
         part = rank_file(writing, self.rank, self.world_size)
         try:
-            if self.rank == 0 and not self.lock:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                self.lock = hold(self.folder)
             if self.rank == 0:
+                if not self.holds_own:
+                    self.folder.mkdir(parents=True, exist_ok=True)
+                    self.locks.append(hold(self.folder))
+                    self.holds_own = True
                 sweep(self.folder, but=writing)
             write_rank_file(part, content)
             if self.rank == 0:
@@ -367,6 +375,8 @@ class Saver:
         if self.rank == 0:
             for save in saves_in(self.folder):  # the newest last: if killed here, it can be resumed
                 remove(save)
+            for lock in filter(None, self.locks):
+                lock.close()
             shutil.rmtree(self.folder, ignore_errors=True)
             for folder in map(Path, self.came_from):
                 if is_running(folder):  # this run has gone on from a copy of it

@@ -376,7 +376,7 @@ def test_a_commit_is_named_where_there_is_one(tmp_path, monkeypatch):
     assert journal.describe_run(SOURCE, [], tmp_path / "idea.py")["git_clean"] is False, "the commit has no such script"
     assert journal.describe_run(SOURCE, [{"path": "idea.py", "sha256": "a"}], tmp_path / "known.py")["git_clean"] is False
     monkeypatch.setattr(journal, "is_rank_0", lambda: False)
-    assert journal.describe_run(SOURCE, [], tmp_path / "known.py")["git_commit"] is None, "only the master asks"
+    assert journal.describe_run(SOURCE, [], tmp_path / "known.py")["git_commit"] is None, "only rank 0 asks"
 
 
 SCRIPT = '''

@@ -267,6 +267,18 @@ def test_after_a_change_the_old_shards_stay_for_runs_that_use_them(tmp_path, dat
     assert sorted(path.name for path in data.iterdir()) == ["story", "story-2"]
 
 
+def test_a_corpus_is_found_again_also_where_an_older_one_before_it_is_gone(tmp_path, data, capsys):
+    source = write(tmp_path / "story.txt", STORY)
+    prepare.main([source, "--bytes"])
+    write(tmp_path / "story.txt", STORY.upper())
+    prepare.main([source, "--bytes"])
+    for path in (data / "story").iterdir():
+        path.unlink()
+    (data / "story").rmdir()
+    prepare.main([source, "--bytes"])
+    assert "story-2: already there" in capsys.readouterr().out and [*data.iterdir()] == [data / "story-2"]
+
+
 def test_damaged_shards_are_made_anew_in_their_folder(tmp_path, data):
     source = write(tmp_path / "story.txt", STORY)
     prepare.main([source, "--bytes"])

@@ -532,8 +532,9 @@ def test_a_run_that_is_still_going_on_is_not_resumed(stopped, tmp_path):
     shutil.copytree(the_save(stopped), alive / "step_000004")
     lock = saving.hold(alive)
     assert saving.hold(alive) is None and saving.is_running(alive) and not saving.is_running(ended)
-    with pytest.raises(BadInput, match="alive.saved is still going on; end it before"):
+    with pytest.raises(BadInput, match="alive.saved is still going on; end it before .*=.*step_000004 to go on from there"):
         saving.find(saving.NEWEST, tmp_path)
+    assert saving.find(saving.NEWEST, tmp_path, {"seed": 77}, t.MAY_CHANGE) is None, "another run hinders nobody"
     shutil.copytree(the_save(stopped), ended / "step_000003")
     os.utime(ended / "step_000003", (10**9, 10**9))
     assert saving.find(saving.NEWEST, tmp_path) == ended / "step_000003", "though the other one is newer"
@@ -547,8 +548,16 @@ def test_a_run_holds_its_folder_from_its_first_save_on(tmp_path):
     saver.save(1, 1.0, tensors, {}, {})
     saver.finish()
     assert saving.is_running(tmp_path / "x.saved")
-    saver.end()
-    assert not (tmp_path / "x.saved").exists()
+    later = saving.Saver(tmp_path / "y.saved", 0.0, 1, tensors, [str(tmp_path / "x.saved")], 1.0, 1)
+    for lock in saver.locks:
+        lock.close()
+    assert not saving.is_running(tmp_path / "x.saved"), "its run lived when the later one began"
+    later = saving.Saver(tmp_path / "y.saved", 0.0, 1, tensors, [str(tmp_path / "x.saved")], 1.0, 1)
+    assert saving.is_running(tmp_path / "x.saved"), "or --resume alone would go on from there once more"
+    later.save(2, 2.0, tensors, {}, {})
+    later.end()
+    assert not (tmp_path / "y.saved").exists() and not saving.is_running(tmp_path / "x.saved")
+    assert (tmp_path / "x.saved" / saving.FINISHED).exists()
 
 
 def test_where_a_save_is_damaged_an_older_one_is_named(stopped, tmp_path, capfd):
@@ -632,7 +641,8 @@ def test_a_run_whose_copy_has_ended_is_found_again_after_its_next_save(tmp_path)
     saver = saving.Saver(folder, 1.0, 0, {}, [], seconds=0.0, step=0)
     saver.save(5, 0.0, {}, {}, {"config": {}})
     saver.finish()
-    saver.lock.close()  # as at the end of its process
+    for lock in saver.locks:
+        lock.close()  # as at the end of its process
     assert saving.find(saving.NEWEST, tmp_path) == folder / "step_000005"
 
 
