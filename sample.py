@@ -74,20 +74,44 @@ def multiplied(model) -> tuple[list, list]:
     return all_weights, [of_layer] * len(all_weights)
 
 
-class LayerMemory(NamedTuple):
-    """What attention of one layer keeps.
-
-    A query sees whole blocks, the last of them its own. So there are as many places as the window
-    has positions, and a new position overwrites the one that is a window older."""
-    keys: Tensor  # (H, places, d)
-    values: Tensor  # (H, places, d)
-    last_key: Tensor  # (1, H, d): of the last token, before `offset_keys`
-
-
 class Places(NamedTuple):
     """Where the keys of new tokens go, and which places their queries see."""
     index: Tensor  # (n,)
     bias: Tensor  # (n, places): 0 where a query sees a place, else -inf
+
+
+class LayerMemory:
+    """What one layer keeps of the tokens so far. The model calls `previous` and `attend`, with n
+    new tokens.
+
+    A query sees whole blocks, the last of them its own. So there are as many places for keys and
+    values as the window has positions, and a new position overwrites the one that is a window
+    older."""
+
+    def __init__(self, num_heads: int, places: int, head_dim: int, dtype, device):
+        self.keys = torch.zeros(num_heads, places, head_dim, dtype=dtype, device=device)
+        self.values = torch.zeros_like(self.keys)
+        self.last = {}  # the last token's inputs of attention and MLP, and its key
+        self.places = None  # those of the new tokens, a Places
+
+    def previous(self, name: str, x: Tensor) -> Tensor:
+        """x (n, ...) of new tokens -> that of the token before each of them."""
+        if name not in self.last:
+            self.last[name] = torch.zeros_like(x[:1])
+        before = torch.cat((self.last[name], x[:-1]))
+        self.last[name].copy_(x[-1:])
+        return before
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention of new tokens, over them and those before. q, k, v (n, H, d) -> the same
+        shape."""
+        dtype = self.keys.dtype
+        self.keys.index_copy_(1, self.places.index, k.transpose(0, 1).to(dtype))
+        self.values.index_copy_(1, self.places.index, v.transpose(0, 1).to(dtype))
+        q_wide = q.transpose(0, 1).to(dtype)  # (H, n, d)
+        y = F.scaled_dot_product_attention(
+            q_wide[None], self.keys[None], self.values[None], self.places.bias, scale=1.0)
+        return y[0].transpose(0, 1).contiguous().to(q.dtype)
 
 
 class Memory:
@@ -113,13 +137,9 @@ class Memory:
         if device.type == "cpu":
             self.dtype = torch.promote_types(self.dtype, torch.float32)
         self.layers = []
-        d = c.head_dim
         for layer in range(c.num_layers):
             places = self.count_places(self.window_of(layer))
-            self.layers.append(LayerMemory(
-                torch.zeros(c.num_heads, places, d, dtype=self.dtype, device=device),
-                torch.zeros(c.num_heads, places, d, dtype=self.dtype, device=device),
-                torch.zeros(1, c.num_heads, d, dtype=model.lm_head.dtype, device=device)))
+            self.layers.append(LayerMemory(c.num_heads, places, c.head_dim, self.dtype, device))
 
         self.position = torch.zeros((), dtype=torch.int64, device=device)  # of the next token
         self.document = torch.zeros_like(self.position)  # where the last document begins
@@ -191,7 +211,7 @@ class Memory:
         looked_up = model.look_up(tokens, training=False)
         first_x, injects = script.embed_inputs(
             tokens, begins, looked_up["ngrams"], model.weight("lm_head"), model.signs,
-            model.smear, model.scalars)
+            model.scalars)
         first_x = x = first_x[G:]
         value_embeds = looked_up["value_embeds"][G:].chunk(len(self.layers), 1)
         position = position[G:]  # (n,)
@@ -205,10 +225,9 @@ class Memory:
         places = {name: self.find_places(position, document, name) for name in self.windows}
         outputs = []
         for i, memory in enumerate(self.layers):
-            window = self.window_of(i)
-            attend = partial(self.attend_kept, memory, places[window])
+            memory.places = places[self.window_of(i)]
             context = script.LayerContext(
-                *rotary, None, injects[i][G:], value_embeds[i], begins, attend)
+                *rotary, None, injects[i][G:], value_embeds[i], begins, memory)
             x = script.block(x, self.weights[i], context, self.products[i])
             outputs.append(x)
 
@@ -230,20 +249,6 @@ class Memory:
         seen = (held <= position[:, None]) & (held >= first[:, None])
         bias = torch.zeros(seen.shape, dtype=self.dtype, device=seen.device)
         return Places(position % count, bias.masked_fill(~seen, -math.inf))
-
-    def attend_kept(self, memory: LayerMemory, places: Places, q: Tensor, k: Tensor, v: Tensor,
-                    begins: Tensor) -> Tensor:
-        """Attention of new tokens, over them and those before. q, k, v (n, H, d) -> the same
-        shape. The keys are whole; here they are offset, with begins (n,), where documents begin."""
-        whole_k = k
-        k = self.script.offset_keys(whole_k, begins, memory.last_key)
-        memory.last_key.copy_(whole_k[-1:])
-        memory.keys.index_copy_(1, places.index, k.transpose(0, 1).to(self.dtype))
-        memory.values.index_copy_(1, places.index, v.transpose(0, 1).to(self.dtype))
-        q_wide = q.transpose(0, 1).to(self.dtype)  # (H, n, d)
-        y = F.scaled_dot_product_attention(
-            q_wide[None], memory.keys[None], memory.values[None], places.bias, scale=1.0)
-        return y[0].transpose(0, 1).contiguous().to(q.dtype)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -230,7 +230,7 @@ PRESETS: dict[str, dict] = {
     "speedrun": {},
     "onepass": dict(
         num_layers=6, num_heads=4, mlp_dim=5632,
-        num_steps=1175, batch_tokens=131_072,
+        num_steps=1145, batch_tokens=131_072,
         target_loss=3.492),
     "laptop": BYTES | dict(
         num_layers=4, model_dim=128, num_heads=2, head_dim=64, mlp_dim=512,
@@ -492,8 +492,8 @@ SIGN_ROWS = 8191
 # Learned numbers that weigh the parts of a layer, and their initial values. With x the stream, a
 # layer computes (`block`)
 #
-#   x = stream_attn x + o attention(norm(x)) + first (first stream) + ngram (n-grams)
-#   x = stream_mlp x + down MLP(norm(x))
+#   x = stream_attn x + o attention(input_of(x)) + first (first stream) + ngram (n-grams)
+#   x = stream_mlp x + down MLP(input_of(x))
 SCALARS = {
     "first": 0.0,
     "ngram": 0.05,
@@ -598,8 +598,6 @@ def parameter_table(c: Config) -> dict[str, Param]:
             (4 * L, H * d, D), init=of_attention,
             lr=(c.muon_lr,), **muon),
         "scalars": Param((L, len(SCALARS)), init=constants(*SCALARS.values()), **scalar),
-        # how much of the previous token's embedding is added to each one
-        "smear": Param((1,), init=zero, **scalar),
         # the small network of `late_mix`: 64 hidden units, an amount of each of five sources
         "late_in": Param((64, D), init=uniform(D**-0.5), **late),
         "late_out": Param((5, 64), init=zero, **late),
@@ -673,26 +671,37 @@ class LayerContext(NamedTuple):
     inject: Tensor  # (T, D), added to the stream with the output of attention
     value_embed: Tensor  # (T, H d)
     begins: Tensor  # (T,) bool, where documents begin
-    attend_kept: Callable | None = None  # attention over kept keys (sample.py), without a mask
+    memory: object | None = None  # when sampling, a sample.LayerMemory of the tokens before
 
 
-def offset_keys(k: Tensor, begins: Tensor, last: Tensor | None = None) -> Tensor:
-    """Keys k (T, H, d) -> keys of which the half that does not turn is the previous token's: so a
-    query that looks for a token finds the one that came after it (record 49). Where a document
-    begins, (T,) bool, a key stays whole. `last` (1, H, d) are the whole keys of the token before
-    the first one, if there is one."""
+def mix_in_previous(x: Tensor, is_own: Tensor, name: str, context: LayerContext) -> Tensor:
+    """x (T, ..., C) -> the same, but of the C channels only those stay that `is_own` (C,) marks.
+    The others become the previous token's, if it belongs to the same document. `name` is the name
+    under which a memory keeps the last token's x."""
+    previous = context.memory.previous(name, x) if context.memory else x.roll(1, 0)
+    begins = context.begins.view(-1, *[1] * (x.dim() - 1))  # (T, 1) or (T, 1, 1)
+    return torch.where(begins | is_own, x, previous)
+
+
+def input_of(x: Tensor, name: str, context: LayerContext) -> Tensor:
+    """The stream x (T, D) -> what attention or the MLP reads of it: its norm, in which the last
+    quarter of the channels is the previous token's (in the manner of RWKV, Peng et al. 2023)."""
+    D = x.size(1)
+    is_own = torch.arange(D, device=x.device) < D - D // 4
+    return mix_in_previous(norm(x), is_own, name, context)
+
+
+def offset_keys(k: Tensor, context: LayerContext) -> Tensor:
+    """Keys k (T, H, d) -> keys in which the half without rotary embedding is the previous token's.
+    So a query that looks for a token finds the one that came after it (record 49)."""
     d = k.size(-1)
-    turns = torch.arange(d, device=k.device) % (d // 2) < d // 4
-    stays = begins[:, None, None] | turns
-    before = k.roll(1, 0) if last is None else torch.cat((last, k[:-1]))
-    return torch.where(stays, k, before)
+    is_own = torch.arange(d, device=k.device) % (d // 2) < d // 4
+    return mix_in_previous(k, is_own, "keys", context)
 
 
 def attention(x: Tensor, weights: LayerWeights, scalars: dict[str, Tensor],
               context: LayerContext, products: LayerProducts) -> Tensor:
-    """x (T, D), the normalised stream -> the output of attention (T, D). `context.attend_kept`
-    is a function of sample.py, which keeps keys and values of earlier tokens: it takes q, k, v and
-    begins, offsets the keys and returns what `attend` would."""
+    """x (T, D), from `input_of` -> the output of attention (T, D)."""
     T = len(x)
     gate_input = x[:, :GATE_DIM]
     H = weights.gates.size(1)
@@ -713,10 +722,11 @@ def attention(x: Tensor, weights: LayerWeights, scalars: dict[str, Tensor],
     v = v.view(T, H, d) + value_gate[..., None] * context.value_embed.reshape(T, H, d)
 
     # 3. Attention itself, over keys of which half is the previous token's.
-    if context.attend_kept is None:
-        y = attend(q, offset_keys(k, context.begins), v, context.mask)
+    k = offset_keys(k, context)
+    if context.memory:
+        y = context.memory.attend(q, k, v)
     else:
-        y = context.attend_kept(q, k, v, context.begins)
+        y = attend(q, k, v, context.mask)
 
     # 4. A gate lets a head say nothing (record 28).
     head_gate = torch.sigmoid(F.linear(gate_input, head_gates))  # (T, H)
@@ -730,10 +740,10 @@ def block(x: Tensor, weights: LayerWeights, context: LayerContext,
     layers share compiled graphs: with FlexAttention all that have the same recipes share one. (A
     block of attention is something else, 128 tokens.)"""
     scalars = dict(zip(SCALARS, weights.scalars.unbind()))
-    y = attention(norm(x), weights, scalars, context, products)
+    y = attention(input_of(x, "attention", context), weights, scalars, context, products)
     x = scalars["stream_attn"] * x + y + context.inject
     return scalars["stream_mlp"] * x + products.up.mlp(
-        norm(x), weights.up, weights.down, scalars["down"], products.down)
+        input_of(x, "mlp", context), weights.up, weights.down, scalars["down"], products.down)
 
 
 def ngram_hashes(tokens: Tensor, begins: Tensor, longest: int) -> Tensor:
@@ -750,14 +760,12 @@ def ngram_hashes(tokens: Tensor, begins: Tensor, longest: int) -> Tensor:
 
 
 def embed_inputs(tokens: Tensor, begins: Tensor, ngrams: Tensor, embed: Tensor, signs: Tensor,
-                 smear: Tensor, scalars: Tensor) -> tuple[Tensor, list[Tensor]]:
+                 scalars: Tensor) -> tuple[Tensor, list[Tensor]]:
     """tokens and begins (T,), the rows of n-grams that they have looked up (G T, D), the embedding
-    (V, D), random signs (SIGN_ROWS, D), smear (1,), scalars (L, len(SCALARS)) -> the first stream,
-    and for each layer what is added to the stream there (T, D): the first stream and the n-grams,
-    weighed by two of the layer's scalars. Nothing crosses the border of a document."""
-    x = F.embedding(tokens, embed)
-    before = torch.where(begins[:, None], 0, x.roll(1, 0))
-    x = norm(x + smear.to(x.dtype) * before)  # record 34
+    (V, D), random signs (SIGN_ROWS, D), scalars (L, len(SCALARS)) -> the first stream, and for each
+    layer what is added to the stream there (T, D): the first stream and the n-grams, weighed by two
+    of the layer's scalars. Nothing crosses the border of a document."""
+    x = norm(F.embedding(tokens, embed))
     ngrams = ngrams.view(-1, *x.shape)  # (G, T, D), of each length
     hashes = ngram_hashes(tokens, begins, 1 + len(ngrams))  # (G, T)
     ngram = (ngrams * signs[hashes % SIGN_ROWS]).sum(0)  # (T, D)
@@ -972,8 +980,7 @@ class GPT(nn.Module):
             looked_up = self.look_up(tokens, training)
         begins = self.begins(tokens, training)
         first_x, injects = self.functions.embed_inputs(
-            tokens, begins, looked_up["ngrams"], self.weight("lm_head"), self.signs, self.smear,
-            self.scalars)
+            tokens, begins, looked_up["ngrams"], self.weight("lm_head"), self.signs, self.scalars)
         value_embeds = looked_up["value_embeds"].chunk(self.config.num_layers, 1)
         contexts = self.layer_contexts(begins, setting, training, injects, value_embeds)
         weights = self.layer_weights()

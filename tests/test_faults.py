@@ -202,7 +202,7 @@ HAPPENS = [
     *[Happens(f"a weight is not finite, {precision}", "before 3", spoil("gates"), f"{NOT_FINITE}the weights of gates not "
               f"finite{LOWER}", 2, {"precision": precision}, kept=2) for precision in ("bf16", "fp16", "fp8-qkv")],
     Happens("weights are not finite, in the order of the table", "before 3", lambda *args: [spoil(name)(*args) for name in (
-            "smear", "qkvo", "lm_head")], f"{NOT_FINITE}the weights of lm_head and 2 more not finite{LOWER}", 2, kept=2),
+            "late_in", "qkvo", "lm_head")], f"{NOT_FINITE}the weights of lm_head and 2 more not finite{LOWER}", 2, kept=2),
     Happens("a table is not finite", "before 3", lambda place, model, _: model.ngrams.data.fill_(math.inf), f"{NOT_FINITE}all "
             f"matrices finite: an activation overflowed, or a row of a table{LOWER}, or give --precision=bf16 if it is another one", 2, kept=2),
     Happens("the last update spoils the weights", "after 4", spoil_masters, r"the validation loss is nan at step 4 on rank 0, the "

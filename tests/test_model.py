@@ -303,15 +303,22 @@ def plain_gpt(w, signs, tokens, targets, starts, setting, heads, d, longest):
     visible = {window: naive_mask(starts, size, length) for window, size in setting.windows.items()}
 
     x = w["lm_head"][tokens]
-    x0 = rms(x + w["smear"] * shifted(x))
+    x0 = rms(x)
     hashes = [torch.tensor(of_length) for of_length in hashes_of(tokens.tolist(), {0, *starts}, longest)]
     ngram = sum(w["ngrams"][of_length % len(w["ngrams"])] * signs[of_length % 8191] for of_length in hashes)
     tables = w["value_embeds"].view(len(w["value_embeds"]), L, width)
+    own = torch.zeros(length, dtype=torch.bool)
+    own[[0, *starts]] = True  # a token that has none before it keeps all of its own
+
+    def read(x):  # the norm of a stream, whose last quarter is the previous token's
+        u, quarter = rms(x), x.shape[1] // 4
+        return torch.cat((u[:, :-quarter], torch.where(own[:, None], u, shifted(u))[:, -quarter:]), -1)
+
     x, outputs = x0, []
     for i in range(L):
         mix_x0, mix_ngram, mix_v, mix_o, mix_attn, mix_mlp, mix_down = w["scalars"][i]
         far = i in ((L - 1) // 2, L - 1)
-        u = rms(x)
+        u = read(x)
         wq, wk, wv, wo = w["qkvo"][4 * i : 4 * i + 4]
         q, k, v = ((u @ m.T).view(length, heads, d) for m in (wq, wk, mix_v * wv))
         q, k = rms(q) * setting.score_scale, rms(k)
@@ -319,15 +326,14 @@ def plain_gpt(w, signs, tokens, targets, starts, setting, heads, d, longest):
         gate = 2 * torch.sigmoid(torch.cat((u[:, :6], ve[:, :6]), 1) @ w["gates"][i, 1].T)
         v = v + gate[:, :, None] * ve.view(length, heads, d)
         q, k = turned(q, freq), turned(k, freq)
-        own = torch.zeros(length, dtype=torch.bool)
-        own[[0, *starts]] = True  # the half free of position is the previous token's, but there a token keeps its own
+        # the half free of position is the previous token's, too
         quarters = zip(k.chunk(4, -1), torch.where(own[:, None, None], k, shifted(k)).chunk(4, -1))
         k = torch.cat([before if j % 2 else now for j, (now, before) in enumerate(quarters)], -1)
         y = naive_attention(q, k, v, visible["long" if far else "short"])
         y = y * torch.sigmoid(u[:, :12] @ w["gates"][i, 0].T)[:, :, None]
         a = y.reshape(length, width) @ (mix_o * wo)
         x = mix_attn * x + a + mix_x0 * x0 + mix_ngram * ngram
-        x = mix_mlp * x + torch.relu(rms(x) @ w["mlp"][2 * i]) ** 2 @ (mix_down * w["mlp"][2 * i + 1]).T
+        x = mix_mlp * x + torch.relu(read(x) @ w["mlp"][2 * i]) ** 2 @ (mix_down * w["mlp"][2 * i + 1]).T
         outputs.append(x)
     inner = x @ w["late_in"].T
     inner = inner * (1 + torch.erf(inner / 2**0.5)) / 2  # GELU
@@ -651,8 +657,8 @@ def test_cuda_graphs_give_loss_and_gradients_of_any_batch_for_a_first_micro_batc
                 {*model.params} - {*model.big_tables}), f"micro-batch {number}"
             for name, x in one.items():
                 assert x.norm() > 0 and distance(x, same[name]) < 2**-7, f"{name}, micro-batch {number}"
-                bound = {"loss": error / 20, "scalars": 2 * error, "smear": 2.0}.get(name, error)  # smear: a number, in
-                assert distance(x, reference[name]) < bound, f"{name}, micro-batch {number}"  # which much cancels
+                bound = {"loss": error / 20, "scalars": 2 * error}.get(name, error)
+                assert distance(x, reference[name]) < bound, f"{name}, micro-batch {number}"
     assert len(captures) == len(set(captures)) == 4, "one for each length, and for a first micro-batch and the others"
 
 
@@ -677,7 +683,7 @@ def test_the_default_has_as_many_weights_as_its_sizes_say():
     assert size["lm_head"] == 50304 * 768 and size["value_embeds"] == 8 * 50304 * 768
     assert size["ngrams"] == 40 * 50304 * 768
     assert size["scalars"] == 8 * 7 and size["gates"] == 8 * 2 * 6 * 12
-    assert size["late_in"] + size["late_out"] + size["late_bias"] + size["smear"] == 64 * 768 + 5 * 64 + 5 + 1
+    assert size["late_in"] + size["late_out"] + size["late_bias"] == 64 * 768 + 5 * 64 + 5
     active, in_tables = t.num_weights(t.Config())
     assert in_tables == 48 * 50304 * 768 and active == sum(size.values()) - in_tables
 
@@ -709,7 +715,7 @@ def test_initial_weights_are_as_specified_and_depend_on_the_seed_but_not_on_the_
     one, three, other = tiny(**sizes), tiny(3, **sizes), tiny(**sizes)
     for model, seed in ((one, 7), (three, 7), (other, 8)):
         t.initialize(model, seed)
-    constant = {"scalars", "smear", "gates", "ngrams", "late_out", "late_bias"}
+    constant = {"scalars", "gates", "ngrams", "late_out", "late_bias"}
     for name in one.params:
         assert torch.equal(one.weight(name), three.weight(name)), name
         assert not getattr(three, name)[one.params[name].shape[0] :].any(), f"the padding of {name} is not zero"

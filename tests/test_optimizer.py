@@ -272,7 +272,7 @@ def small(dtype, world_size=1, **changes):
 
 
 TABLES = ("value_embeds", "ngrams")
-SMALL = {"scalars", "smear", "late_in", "late_out", "late_bias", "gates"}  # which every rank updates
+SMALL = {"scalars", "late_in", "late_out", "late_bias", "gates"}  # which every rank updates
 
 
 def looked_up(model, seed, count=30):
@@ -679,7 +679,7 @@ def test_every_parameter_has_optimizer_learning_rate_decay_and_betas():
     rates = {name: (p.optimizer, p.lr) for name, p in table.items()}
     assert rates == {
         "qkvo": ("muon", (0.02,)), "mlp": ("muon", (0.04, 0.08)),
-        "scalars": ("adam", 0.04), "smear": ("adam", 0.04), "gates": ("adam", 0.0065),
+        "scalars": ("adam", 0.04), "gates": ("adam", 0.0065),
         "late_in": ("adam", 0.001625), "late_out": ("adam", 0.001625), "late_bias": ("adam", 0.001625),
         "value_embeds": ("adam", 0.6), "ngrams": ("adam", 0.6), "lm_head": ("adam", 0.0065)}
     muon, per_step = 1.2 * 0.02**2, {"value_embeds": 0.009, "ngrams": 0.009, "lm_head": 0.75 * 0.0065**2}
@@ -885,7 +885,7 @@ def test_bytes_per_step_are_those_of_gradients_and_weights_in_a_ring_and_of_tabl
     for rank in results[world_size]:
         share = {"all_reduce": 2, "scatter": 1, "gather": 1, "max": 0}  # a ring's sum goes round twice
         assert sum(kind == "all_reduce" and size == SIZE[dtype] for calls in rank["calls"] for kind, size, _ in calls) \
-            == (12 if world_size > 1 else 0)  # the losses, which do not count, and the gradients of smear, which do
+            == (6 if world_size > 1 else 0)  # the losses, which do not count
         sent = sum(share[kind] * size for calls in rank["calls"] for kind, size, _ in calls) - 12 * SIZE[dtype]
         assert rank["sent"] == round((1 - 1 / world_size) * sent / 6)
         for step, calls in enumerate(rank["calls"]):

@@ -497,9 +497,9 @@ def test_the_defaults_are_the_record_and_the_presets_are_laid_over_them():
 
 def test_one_pass_fits_into_the_data_of_the_earlier_record_on_one_pass():
     c = t.parse_config(["--preset=onepass"])
-    steps = {0: 65_536, 388: 65_536, 776: 131_072, 1163: 131_072}  # of 1,175: 0.33, 0.33, 0.33, 0.01
+    steps = {0: 65_536, 378: 65_536, 756: 131_072, 1134: 131_072}  # of 1,145: 0.33, 0.33, 0.33, 0.01
     assert [(first, t.stage_tokens(stage, c)) for first, end, stage in t.stages(c) if end > first] == [*steps.items()]
-    assert t.total_tokens(c) == 776 * 65_536 + 399 * 131_072 == 103_153_664
+    assert t.total_tokens(c) == 756 * 65_536 + 389 * 131_072 == 100_532_224
 
 
 def test_a_given_value_overrides_the_preset_wherever_it_stands():
