@@ -300,7 +300,7 @@ def speak(*args, **options):
 def test_the_program_continues_a_text_from_the_command_line_and_from_a_pipe(checkpoint, tmp_path):
     given = speak(checkpoint, "Once é", "--seed=3", "--device=cpu", "--max_new_tokens=40", cwd=tmp_path)
     assert given.returncode == 0 and given.stdout.startswith("Once é") and given.stderr == ""
-    piped = speak(checkpoint, "--seed", "3", "--max_new_tokens=40", cwd=tmp_path, input="Once é\n")
+    piped = speak(checkpoint, "--seed", "3", "--device=cpu", "--max_new_tokens=40", cwd=tmp_path, input="Once é\n")
     assert piped.stdout == given.stdout and piped.stderr == ""
     assert not list(tmp_path.iterdir())
 
