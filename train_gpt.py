@@ -10,13 +10,14 @@ This file holds what decides the result of a run. It reads from top to bottom: (
 precision, (8) the optimizers, (9) schedules, (10) one step and validation, (11) the run.
 
 What serves it lives in the folder of its subject: the shards in data/, the log in records/,
-kernels, compilation and the other recipes of low precision in nanogpt/. Importing this file does
+kernels, compilation and the other recipes of low precision in nanogpt/. Importing this file trains
 nothing and needs no GPU, so tests and notebooks can use its parts.
 
 Shapes in comments: T tokens of a micro-batch, its sequences end to end, D width of the model, H
 attention heads, d width of a head, F hidden width of the MLP, L layers, V size of the vocabulary, G
 lengths of n-grams, K and N input and output width of a product. A function whose docstring ends
-with "A collective." talks to the other ranks: all ranks must call it at the same point. "(record
+with "A collective." exchanges data with the other ranks (processes, one for each GPU): all must
+call it at the same point. "(record
 28)" names a record of the speedrun, whose code is in github.com/KellerJordan/modded-nanogpt."""
 
 with open(__file__, "rb") as file:
@@ -38,16 +39,18 @@ if __name__ == "__main__":
     # torch, NCCL and CUDA read these variables once, when they start.
     # Tensors of many sizes would fragment memory that is handed out in fixed pieces.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    # A transfer needs few processors of the GPU, but without priority it waits until all are free.
+    # Transfers get the next free processors of the GPU. Without priority they would wait behind all
+    # kernels that were started before.
     os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
     # PyTorch's C++ code warns of a lost connection with a screen of lines; we say it in a sentence.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    # Each process sees its own GPU only, as cuda:0. Otherwise it would compile everything for
-    # cuda:1 again that the compiler's cache has for cuda:0.
-    all_gpus = ",".join(str(i) for i in range(len(glob("/dev/nvidia[0-9]*"))))
-    visible_gpus = os.environ.get("CUDA_VISIBLE_DEVICES", all_gpus).split(",")
-    if LOCAL_GPU < len(visible_gpus) and visible_gpus != [""]:
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpus[LOCAL_GPU]
+    # Each process sees its own GPU only, as cuda:0. If rank 1 worked on cuda:1, it could not use
+    # what the compiler's cache has for cuda:0, and would compile all of it again.
+    gpus = [str(i) for i in range(len(glob("/dev/nvidia[0-9]*")))]
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        gpus = [gpu for gpu in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if gpu]
+    if LOCAL_GPU < len(gpus):
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus[LOCAL_GPU]
         LOCAL_GPU = 0
 
 import dataclasses
@@ -118,15 +121,16 @@ GATE_DIM = 12
 @dataclasses.dataclass
 class Config:
     preset: str = key(
-        "", "entry of PRESETS; empty: what suits the machine, and the text if a data_dir is given")
+        "", "a preset by its name; without one it is chosen by the machine, and with a data_dir "
+        "also by the text")
     # data
     data_dir: str = key("data/fineweb10B", "folder of .bin shards")
     train_files: str = key("*_train_*.bin", "glob of training shards inside data_dir")
     val_files: str = key("*_val_*.bin", "glob of validation shards inside data_dir")
     epochs: int = key(1, "times the training shards may be read; more than 1 repeats data")
     fit: bool = key(
-        False, "fit the run to text and GPU: model, tables, lengths, steps; no target. On for a "
-        "data_dir that is given without a preset")
+        False, "choose model, table sizes, lengths and steps by the text and the GPU, without a "
+        "target; on if a data_dir but no preset is given")
     cut_documents: bool = key(
         False, "cut the text where a sequence is full, and leave nothing out; else each sequence "
         "begins with a document")
@@ -223,7 +227,7 @@ BYTES = dict(
     data_dir="data/pydocs", cut_documents=True, vocab_size=272,
     cooldown_frac=0.6, momentum_warmup=100)
 
-# Only processors with AVX512-BF16 multiply bf16 faster than float32.
+# Of Intel's and AMD's processors, those with AVX512-BF16 multiply bf16 faster than float32.
 CPU_HAS_BF16 = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
 
 PRESETS: dict[str, dict] = {
@@ -267,7 +271,7 @@ PRESETS: dict[str, dict] = {
 ABOUT = {
     "speedrun": "108M weights for each token and tables, for 439M tokens of FineWeb and a loss of "
                 "3.28, on GPUs",
-    "onepass": "a model of fewer layers and heads, for 103M tokens that are read once, on GPUs",
+    "onepass": "a model of fewer layers and heads, for 101M tokens that are read once, on GPUs",
     "laptop": "a small model of bytes, about a minute on a CPU",
     "char": "a larger one, to compare precisions on any text",
     "small": "the same with GPT-2's tokens, for texts of less than 60M tokens",
@@ -286,8 +290,9 @@ MAY_CHANGE = (
 
 
 class Stage(NamedTuple):
-    """A part of the run. Batches and windows grow from stage to stage: attention over the near past
-    learns sooner, and takes less time."""
+    """A part of the run. Batches and windows grow from stage to stage. Early on, small batches
+    learn more from as many tokens (record 46), and attention over the near past learns sooner and
+    takes less time."""
     fraction: float  # of all steps; 0: this stage is only for the validation at the end
     batch_part: float  # its batches, as a part of batch_tokens
     longest_document: int  # tokens that are read of a document; with cut_documents all of them
@@ -358,7 +363,8 @@ def check_config(c: Config) -> None:
 # 2. Products
 #
 # Nearly all the work of training is to multiply activations by a few weights. Each such place of
-# the model is a "projection": a layer has four, and the model has one more.
+# the model is a "site". There are five kinds of them, the "projections": four in each layer, and
+# the output head.
 #
 #   qkv      to queries, keys and values, in one product
 #   o        to the output of attention
@@ -484,13 +490,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor) -> Tensor:
 # --------------------------------------------------------------------------------------------------
 # 4. Parameters and layers
 
-# Two n-grams that share a row of their table are told apart by a row of random signs, which is
-# number hash % SIGN_ROWS (record 83). This is a prime: hashes that agree in hash % ngram_rows then
-# seldom agree in it.
+# Two n-grams whose hashes have the same remainder share a row of the table. A row of random signs,
+# chosen by hash % SIGN_ROWS, tells them apart (record 83). SIGN_ROWS is a prime, so hashes with the
+# same remainder by ngram_rows seldom have the same remainder by SIGN_ROWS, too.
 SIGN_ROWS = 8191
 
-# Learned numbers that weigh the parts of a layer, and their initial values. With x the stream, a
-# layer computes (`block`)
+# Learned numbers that weigh the parts of a layer, and their initial values. With x the residual
+# stream, a layer computes (`block`)
 #
 #   x = stream_attn x + o attention(input_of(x)) + first (first stream) + ngram (n-grams)
 #   x = stream_mlp x + down MLP(input_of(x))
@@ -509,7 +515,7 @@ class Param(NamedTuple):
     """A parameter of the model, called a bank. A bank of layers holds the weights of all layers."""
     shape: tuple[int, ...]  # Muon takes it as a stack of matrices
     optimizer: str  # "muon" or "adam"
-    lr: float | tuple[float, ...]  # of Adam a number; of Muon some that repeat along the matrices
+    lr: float | tuple[float, ...]  # Adam: a number; Muon: matrix i has entry i % len(lr)
     init: Callable[[Tensor], None]  # fills a float32 tensor in place
     # Weight decay: an update that shrinks a weight also takes lr * decay of it away. The factor of
     # the schedule multiplies lr and decay, so that decay fades faster than the learning rate
@@ -544,16 +550,16 @@ def sees_far(layer: int, c: Config) -> bool:
 
 def parameter_table(c: Config) -> dict[str, Param]:
     """All parameters, in the order in which the optimizer works on them. Large matrices stand
-    before the tables and after them: while a GPU updates one of them, the gradients of the next
-    parameter and the new weights of the one before travel between the GPUs."""
+    before the tables and after them: while a GPU updates one parameter, the gradients of the next
+    one and the new weights of the one before travel between the GPUs."""
     L = c.num_layers
     D = c.model_dim
     H = c.num_heads
     d = c.head_dim
     V = c.vocab_size
 
-    # Uniform numbers up to a have the deviation a / sqrt(3). Half of the usual deviation D^-0.5 is
-    # a bit better (record 21).
+    # Uniform numbers from -a to a have the deviation a / sqrt(3). A deviation of 0.5 D^-0.5 is a
+    # bit better than PyTorch's default, D^-0.5 / sqrt(3) (record 21).
     small_uniform = uniform(3**0.5 * 0.5 * D**-0.5)
     zero = nn.init.zeros_
 
@@ -581,8 +587,8 @@ def parameter_table(c: Config) -> dict[str, Param]:
         decay=0.025 * c.table_lr, share="columns")
     return {
         # up and down of each layer in turn, both (D, F): y = relu(x up)^2 down^T. By theory, Muon's
-        # learning rate for up grows with the root of F / D, which is 2 for the usual F = 4 D. We
-        # take 2 for every width. down learns best at twice that (record 42).
+        # learning rate for up grows with the root of F / D (record 42), which is 2 for the usual
+        # F = 4 D. We take 2 for every width, and for down 4, as record 48 does.
         "mlp": Param(
             (2 * L, D, c.mlp_dim), init=up_and_down,
             lr=(2 * c.muon_lr, 4 * c.muon_lr), **muon),
@@ -675,9 +681,9 @@ class LayerContext(NamedTuple):
 
 
 def mix_in_previous(x: Tensor, is_own: Tensor, name: str, context: LayerContext) -> Tensor:
-    """x (T, ..., C) -> the same, but of the C channels only those stay that `is_own` (C,) marks.
-    The others become the previous token's, if it belongs to the same document. `name` is the name
-    under which a memory keeps the last token's x."""
+    """x (T, ..., C) -> x in the channels that `is_own` (C,) marks; in the others x of the previous
+    token, or of the token itself if it begins a document. For sampling, a memory keeps x of the
+    last token under `name`."""
     previous = context.memory.previous(name, x) if context.memory else x.roll(1, 0)
     begins = context.begins.view(-1, *[1] * (x.dim() - 1))  # (T, 1) or (T, 1, 1)
     return torch.where(begins | is_own, x, previous)
@@ -685,7 +691,7 @@ def mix_in_previous(x: Tensor, is_own: Tensor, name: str, context: LayerContext)
 
 def input_of(x: Tensor, name: str, context: LayerContext) -> Tensor:
     """The stream x (T, D) -> what attention or the MLP reads of it: its norm, in which the last
-    quarter of the channels is the previous token's (in the manner of RWKV, Peng et al. 2023)."""
+    quarter of the channels is the previous token's (in the manner of RWKV, Bo Peng et al. 2023)."""
     D = x.size(1)
     is_own = torch.arange(D, device=x.device) < D - D // 4
     return mix_in_previous(norm(x), is_own, name, context)
@@ -776,7 +782,7 @@ def embed_inputs(tokens: Tensor, begins: Tensor, ngrams: Tensor, embed: Tensor, 
 
 class LateWeights(NamedTuple):
     """The weights of a small network, which decides for each token how much of five sources is
-    added at the end (MUDD: record 81)."""
+    added at the end (MUDD, multiway dynamic dense connections: Xiao et al. 2025; record 81)."""
     w_in: Tensor  # (64, D)
     w_out: Tensor  # (5, 64)
     bias: Tensor  # (5,)
@@ -784,9 +790,9 @@ class LateWeights(NamedTuple):
 
 def late_sources(first_x: Tensor, outputs: list[Tensor],
                  first_value_embed: Tensor) -> tuple[Tensor, ...]:
-    """What `late_mix` takes from: the first stream, the stream after about a third and two thirds
-    of the layers and before the last one, and the first value embedding. (With one or two layers,
-    the index -1 means the last stream.)"""
+    """The five sources of `late_mix`: the first stream; the streams after about a third of the
+    layers, after about two thirds, and before the last layer; and the first value embedding. (With
+    one or two layers an index is -1, so that the source is the stream after the last layer.)"""
     L = len(outputs)
     a_third, two_thirds = outputs[L // 3 - 1], outputs[2 * L // 3 - 1]
     return first_x, a_third, two_thirds, outputs[L - 2], first_value_embed
@@ -800,7 +806,7 @@ def late_mix(x: Tensor, sources: tuple[Tensor, ...], weights: LateWeights) -> Te
     amounts = F.linear(hidden, weights.w_out.to(x.dtype))  # (T, 5)
     amounts = amounts + weights.bias.to(x.dtype)
     *of_streams, of_value = [
-        0.1 * amounts[:, i : i + 1] * source for i, source in enumerate(sources)]
+        0.1 * amount[:, None] * source for amount, source in zip(amounts.unbind(1), sources)]
     taken = sum(of_streams) + F.pad(of_value, (0, x.size(1) - of_value.size(1)))
     return norm(x + taken)
 
@@ -832,9 +838,10 @@ def mix_and_loss(x: Tensor, sources: tuple[Tensor, ...], late: LateWeights, prod
 def choose_candidates(targets: Tensor, is_target: Tensor, counts: Tensor,
                       number: int) -> tuple[Tensor, Tensor, Tensor]:
     """Priority sampling (Duffield et al. 2007). targets (T,), -1: none; is_target (V,) bool; counts
-    (V,), how often each token was a target so far -> the candidates (number,), the logarithm of how
-    many tokens each one stands for (number,), and each target's place among the candidates (T,). It
-    is -1 for no target, and for one that is left out because more than `number` tokens are targets.
+    (V,), how often each token was a target so far, these targets included -> the candidates
+    (number,), the logarithm of how many tokens each one stands for (number,), and each target's
+    place among the candidates (T,). A place is -1 if there is no target, or if the target was left
+    out because more than `number` tokens are targets.
 
     A token's size is its count plus one, so that each can be drawn, and its priority is size / u
     with u uniform in (0, 1). The tokens of highest priority are chosen. Let t be the highest one of
@@ -882,7 +889,7 @@ class GPT(nn.Module):
         generator = torch.Generator().manual_seed(0)
         signs = 2 * torch.randint(0, 2, (SIGN_ROWS, c.model_dim), generator=generator) - 1
         self.register_buffer("signs", signs.to(device, torch.int8), persistent=False)
-        # How often each token was a target so far, and how many targets were no candidates.
+        # How often each token was a target on this rank, and how many targets were no candidates.
         counts = torch.zeros(c.vocab_size, device=device)
         self.register_buffer("target_counts", counts, persistent=False)
         self.register_buffer("lost_targets", counts.new_zeros(()), persistent=False)
@@ -938,7 +945,7 @@ class GPT(nn.Module):
     def rotary(self, setting: Setting, T: int,
                training: bool) -> tuple[Tensor, Tensor, Tensor]:
         """cos and sin (T, 1, d), and the scale of scores. Those of training are kept, because its
-        CUDA graphs read them. Those of validation are large, so only the latest ones are."""
+        CUDA graphs read them. Those of validation are large, so only the latest one is kept."""
         c = self.config
         dtype = self.lm_head.dtype  # `loss_without_gradient` may have replaced the weights
         which = (setting.frequencies, setting.score_scale, T, dtype)
@@ -1111,8 +1118,8 @@ def load_checkpoint(path: str | Path, device: torch.device) -> GPT:
 # numbers are near the end of the format, and the product is multiplied by the scales of both
 # operands. Where numbers lie is known beforehand for the inputs of most products here: they are
 # normalised, so that |x| is at most sqrt(D), or the squared results of a product of such inputs.
-# Those get constant scales ("fp8-static", after records 21 and 89). The recipe "fp8" measures its
-# scales.
+# Those get constant scales ("fp8-static"), as record 21 has them for the head. The recipe "fp8"
+# measures its scales.
 #
 # They lack precision. An error of up to 1/16 in each number of e4m3, or 1/8 in e5m2, averages out
 # when a product adds up thousands of them, as long as the sum is wide. Weights are different: an
@@ -1124,8 +1131,9 @@ def load_checkpoint(path: str | Path, device: torch.device) -> GPT:
 # they are in e5m2. The FP8 units want both operands contiguous along the dimension that is
 # summed. Each of x, w and dy is used in two products, which sum along different dimensions, so we
 # store it and its transpose when it is rounded (the transpose of the logits' gradient later). In
-# fprop, sums may be quick ("fast accumulation" keeps fewer bits). In gradients the errors of quick
-# sums would add up, so only the gradient of the MLP's hidden layer has them: it sums D numbers.
+# fprop, sums may be quick ("fast accumulation" keeps fewer bits). Errors of gradients would add up
+# over the steps, so their sums are exact. Only the gradient of the MLP's hidden layer has quick
+# sums: they are of just D numbers.
 #
 # Every number of these formats is exact in bf16. Other GPUs multiply the same rounded numbers in
 # bf16, and CPUs in float32. That is slower, and differs only in how sums are rounded.
@@ -1141,7 +1149,7 @@ INPUT_SCALES = {"qkv": 1 / 16, "o": 1 / 4, "up": 1 / 16, "down": 64.0}
 WEIGHT_SCALE = 2.0**-8
 GRADIENT_SCALE = 2.0**-12
 
-# The head has those of record 54: inputs up to 100, weights up to 1.6 and gradients of its logits
+# The head has those of record 55: inputs up to 100, weights up to 1.6 and gradients of its logits
 # up to 0.75 become numbers up to 448, where e4m3 ends. (The gradients are in e5m2, which goes on.)
 HEAD_INPUT_SCALE = 100 / 448
 HEAD_WEIGHT_SCALE = 1.6 / 448
@@ -1204,8 +1212,8 @@ class StaticMLP(torch.autograd.Function):
 
 
 # The head's products are operators of their own, nanogpt::mm and its gradient, as in record 21.
-# Their gradient is registered, so that any loss can follow them. FP8HeadLoss below does not use
-# that: its own kernel has the gradient of the logits ready.
+# Their gradient is registered, so that other code can put any loss behind them. FP8HeadLoss below
+# does not need that: its own kernel has the gradient of the logits ready.
 
 
 @torch.library.custom_op("nanogpt::mm", mutates_args=())
@@ -1354,10 +1362,11 @@ def choose_recipes(c: Config, device: torch.device) -> recipe.RecipeNames:
 
 
 def find_sites(c: Config, recipe_names: recipe.RecipeNames) -> list[recipe.Site]:
-    """Which rows of the banks (section 4) each projection multiplies by."""
+    """For each projection of each layer its bank (section 4), its first entry there, and how many
+    entries it multiplies by."""
     sites = []
     for layer, projections in enumerate(recipe_names):
-        rows = {
+        places = {
             "qkv": ("qkvo", 4 * layer, 3),
             "o": ("qkvo", 4 * layer + 3, 1),
             "up": ("mlp", 2 * layer, 1),
@@ -1365,7 +1374,7 @@ def find_sites(c: Config, recipe_names: recipe.RecipeNames) -> list[recipe.Site]
             "lm_head": ("lm_head", 0, c.vocab_size),
         }
         for projection in projections:
-            sites.append(recipe.Site(layer, projection, *rows[projection]))
+            sites.append(recipe.Site(layer, projection, *places[projection]))
     return sites
 
 
@@ -1427,8 +1436,8 @@ class Precision:
 # next parameter is being worked on. The tables are worked on in a CUDA stream beside that of the
 # matrices (nanogpt/rows.py).
 #
-# Losses and gradients are sums over tokens, not means. So neither the number of GPUs nor that of
-# micro-batches enters anywhere, but for the draw of candidates (section 5).
+# Losses and gradients are sums over tokens, not means. So the result does not depend on how many
+# GPUs or micro-batches share a batch, but for rounding and the draw of candidates (section 5).
 
 POLAR_EXPRESS = (  # a, b, c of each iteration, so that few are enough (Amsel et al. 2025)
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
@@ -1469,8 +1478,9 @@ def cautious_update(master: Tensor, part: Tensor, update: Tensor, lr, decay) -> 
 
 # To try another optimizer, write its state and its update here, add the update to Functions and
 # EAGER, and name it in `compiled_functions` (any_size), Optimizer.zero_state, Optimizer.update and
-# parameter_table. Gradients are sums over the tokens of a batch: Muon and Adam do not see that, but
-# plain SGD does. The rows of tables have a kernel instead, `adam_rows` in nanogpt/kernels.py.
+# parameter_table. Gradients are sums over the tokens of a batch, not means. To Muon and Adam, which
+# divide by the size of the gradient, that makes no difference, but to plain SGD it does. The rows
+# of tables have a kernel instead, `adam_rows` in nanogpt/kernels.py.
 
 
 class MuonState(NamedTuple):
@@ -1508,8 +1518,8 @@ class AdamState(NamedTuple):
 
 
 class AdamRates(NamedTuple):
-    """Numbers for the kernel of rows. For compiled functions tensors () on the CPU: they take a
-    number for a constant, and would be compiled for each."""
+    """What Adam needs beside tensors. The kernel for rows takes numbers. Compiled functions get
+    tensors () on the CPU, as torch.compile would compile them anew for each value of a number."""
     lr: float | Tensor
     decay: float | Tensor
     beta1: float | Tensor
@@ -1520,7 +1530,8 @@ class AdamRates(NamedTuple):
 def adam_update(master: Tensor, part: Tensor, gradient: Tensor, state: AdamState,
                 rates: AdamRates) -> None:
     """Updates master by Adam (Kingma & Ba 2015), and copies it to `part`. All tensors have the same
-    shape. For rows of tables kernels.adam_rows does the same."""
+    shape. kernels.adam_rows does this for the rows of tables that were looked up. All other rows
+    keep their weights and both means; `correction` counts all steps nevertheless."""
     gradient = gradient.to(master.dtype)
     state.mean.add_((gradient - state.mean) * (1 - rates.beta1))
     state.mean_square.add_((gradient.square() - state.mean_square) * (1 - rates.beta2))
@@ -1617,14 +1628,15 @@ class Optimizer:
             padding = -bank.size(1) % self.world_size
             padded = F.pad(bank, (0, padding)) if padding else bank  # pad would copy all of it
             return padded.chunk(self.world_size, 1)[self.rank].contiguous()
-        # A view that does not know where it begins in the bank. Otherwise rank 0, whose slice
-        # begins at 0, would need other compiled graphs than the other ranks.
+        # from_dlpack makes a view with an offset of 0. Otherwise only rank 0, whose slice begins
+        # the bank, would have this offset, and would need other compiled graphs than the others.
         return torch.from_dlpack(bank.chunk(self.world_size)[self.rank])
 
     @torch.no_grad()
     def start_sums(self) -> None:
         """Begins to sum every .grad over the ranks, and sets it to None. To be called before the
-        last `lookups.add`, which takes long: the transfers run meanwhile. A collective."""
+        last `lookups.add`: the sums travel while the GPU adds up the rows' gradients. A
+        collective."""
         for name, bank in self.model.named_parameters():
             if bank.grad is not None:
                 self.sums[name] = self.start_sum(name, bank.grad)
@@ -1632,7 +1644,7 @@ class Optimizer:
 
     def start_table_sums(self) -> None:
         """The same for the rows of the tables. A collective."""
-        with self.lookups.on_stream():
+        with self.lookups.on_side_stream():
             dtypes = {name: self.banks[name].dtype for name in self.model.big_tables}
             for name, total in self.lookups.take_sums(dtypes).items():
                 self.sums[name] = self.start_sum(name, total)
@@ -1652,9 +1664,9 @@ class Optimizer:
     def step(self, lr_factor: float, momentum: float) -> None:
         """Updates all weights from the gradients, whose sums `start_sums` has begun, and from those
         of the looked-up rows. A collective."""
-        # 1. Begin the sums of the tables' rows: they travel while the first matrices are updated. A
-        # recipe may leave out a step whose gradients are not finite.
+        # 1. Begin the sums of the tables' rows: they travel while the first matrices are updated.
         self.start_table_sums()
+        # A recipe may leave out a step whose gradients are not finite.
         if not self.recipes.gradients_are_finite(self.finished_sums):
             self.sums = {}
             return
@@ -1664,22 +1676,22 @@ class Optimizer:
         names = [name for name in self.model.params if name in self.sums]
         handed_out = {}
         for name in names:
-            with self.stream_of(name):
+            with self.cuda_stream_of(name):
                 gradient = self.finished_sum(name)
                 part = self.update(name, self.recipes.unscale(gradient), lr_factor, momentum)
                 handed_out[name] = self.hand_out(name, part)
 
         # 3. Wait until all new weights have arrived.
         for name, (parts, transfer) in handed_out.items():
-            with self.stream_of(name):
+            with self.cuda_stream_of(name):
                 transfer.wait()
                 if name in self.model.big_tables:
                     self.lookups.put(name, self.banks[name], parts)
         self.lookups.meet()
         self.bytes_sent += self.recipes.weights_changed(names, self.masters)
 
-    def stream_of(self, name: str):
-        return self.lookups.on_stream() if name in self.model.big_tables else nullcontext()
+    def cuda_stream_of(self, name: str):
+        return self.lookups.on_side_stream() if name in self.model.big_tables else nullcontext()
 
     def finished_sums(self) -> list[Tensor]:
         """All summed gradients, after waiting for them. Only a recipe that must know whether they
@@ -1692,7 +1704,7 @@ class Optimizer:
     def finished_sum(self, name: str) -> Tensor:
         gradient, transfer = self.sums.pop(name)
         transfer.wait()
-        if gradient.is_cuda:  # it may be of another stream, which must not give its memory away yet
+        if gradient.is_cuda:  # made on another stream, which must not use its memory again too soon
             gradient.record_stream(torch.cuda.current_stream())
         return gradient
 
@@ -1799,10 +1811,11 @@ def muon_momentum_at(step: int, c: Config) -> float:
 
 
 def setting_of(step: int, c: Config) -> Setting:
-    """Windows and rotary frequencies of the step's stage, by YaRN (Peng et al. 2023; record 31).
+    """Windows and rotary frequencies of the step's stage, by YaRN (Bowen Peng et al. 2023; record
+    31).
 
     Where the long window grew from a to b blocks, frequencies that turn less than once in the old
-    window are multiplied by a / b, those that turn 32 times stay, and those between are
+    window are multiplied by a / b, those that turn at least 32 times stay, and those between are
     interpolated. The scores grow a little with the window (YaRN's temperature)."""
     # 1. The first stage. The length of a query is sqrt(d), that of a key at most sqrt(2 d), as its
     # halves come from two tokens (`offset_keys`). So scores begin below 12.8 sqrt(2).
@@ -1829,6 +1842,18 @@ def setting_of(step: int, c: Config) -> Setting:
 
 # --------------------------------------------------------------------------------------------------
 # 10. One step, and validation
+#
+# What a GPU does side by side in a step of two micro-batches, if it is one of several (time runs
+# downwards; a pass is forward and backward):
+#
+#   main stream            side stream (nanogpt/rows.py)   transfers between the GPUs
+#   pass 1                 finds the rows that are used    which rows any GPU uses
+#   pass 2                 adds row gradients of pass 1
+#                          adds row gradients of pass 2    sums of mlp, lm_head, qkvo, ...
+#   Muon for mlp                                           sums of row gradients
+#   Adam for lm_head       Adam for value_embeds, ngrams   new mlp and lm_head
+#   Muon for qkvo                                          new rows, new qkvo
+#   Adam for small banks   puts new rows into the tables
 
 
 def packing(c: Config) -> shards.Packing:
@@ -1845,7 +1870,7 @@ def micro_sequences(count: int, c: Config) -> int:
 def rank_micro_batches(paths: list[Path], c: Config, device: torch.device, first_step: int = 0,
                        stamps: dict[Path, shards.Stamp] | None = None) -> Iterator[tuple]:
     """For each step, from first_step on, this rank's micro-batches: (sequences, seq_len + 1), int16
-    that has the bits of uint16, for which PyTorch lacks operations. Raises ShardError if a shard
+    with the bits of uint16, for which PyTorch has few operations. Raises ShardError if a shard
     has not its stamp any more."""
     rank, world_size = rank_and_world_size()
     for array in shards.rank_batches(
@@ -1903,9 +1928,9 @@ def train_step(model: GPT, optimizer: Optimizer, batch: list[tuple[Tensor, Tenso
     loss_sum = 0
     for i, (inputs, targets) in enumerate(batch):
         tensors = (inputs, targets, *rows[i].values())
-        # While the second pass runs, the row gradients of the first one are still being summed.
-        # Later passes run the second one's CUDA graph again, which overwrites what it returned: so
-        # they wait until that is summed.
+        # The row gradients of a pass are added up while the next pass runs. But passes from the
+        # third one on run the second one's CUDA graph again, which overwrites the row gradients
+        # that it has returned. So they wait until those are added up.
         if i > 1:
             optimizer.lookups.meet()
         loss, row_gradients = call(str(setting), work, tensors)
@@ -1990,7 +2015,7 @@ def begin_log(log: journal.Log, c: Config, facts: journal.RunFacts,
 class Run:
     """The loop of training. Before each step the run saves or ends if all ranks have agreed to, and
     validates if it is time to. What the ranks tell each other travels with the loss of a step
-    (`tell`), and is read one step later (`read_losses`)."""
+    (`tell`), and is read one step later (`read_messages`)."""
 
     def __init__(self, c: Config, optimizer: Optimizer, run_files: RunFiles,
                  keeper: keeping.Keeper):
@@ -2032,10 +2057,10 @@ class Run:
             WATCH.enter_step(self.step)
             message = train_step(self.model, self.optimizer, batch, self.step, call, self.tell)
             self.log.put(self.step + 1, message, self.clock.now())
-            # This waits for the losses of all steps before this one. They are there already: inside
-            # of train_step the CPU has waited for the number of rows that this step looks up, which
-            # the GPU counts when it has done the steps before.
-            self.read_losses()
+            # This waits for the messages of all steps before this one. They are there already:
+            # inside of train_step the CPU has waited for the number of rows that this step looks
+            # up, which the GPU counts when it has done the steps before.
+            self.read_messages()
             WATCH.leave_step()
             self.step += 1
         self.clock.stop()
@@ -2049,16 +2074,16 @@ class Run:
         """What this rank tells the others with its loss."""
         return torch.cat([self.finite.numbers(loss), self.requests.outgoing()])
 
-    def read_losses(self) -> None:
-        """Takes the losses that have arrived, and waits for those of all steps so far. Raises
-        BadInput if one is not finite."""
-        losses = self.log.arrived(wait_for=self.step)
-        losses = self.requests.hear(losses)
-        self.finite.refuse(losses, self.step)
+    def read_messages(self) -> None:
+        """Takes the messages that have arrived, and waits for those of all steps so far. Raises
+        BadInput if a number in one is not finite."""
+        messages = self.log.arrived(wait_for=self.step)
+        messages = self.requests.hear(messages)
+        self.finite.refuse(messages, self.step)
 
     def save_or_stop(self) -> None:
         """Saves the run if a save is due or a signal ends it, on all ranks after the same step.
-        A signal that comes before the first step waits for its end. A collective."""
+        A signal that comes before the first step takes effect after that step. A collective."""
         # 1. Ask the others.
         if STOP.signal and self.step > 0:
             self.requests.ask(STOP.signal)
@@ -2068,14 +2093,14 @@ class Run:
         # 2. Do what all ranks know of by now.
         granted = [name for name in REQUESTS if self.requests.grant(name, self.step)]
         if granted:
-            self.read_losses()  # of all steps so far, which a save holds
+            self.read_messages()  # of all steps so far, which a save holds
             self.keeper.save(self.step)
             if granted[0] != "save":  # signals stand first
                 self.ended_by = granted[0]
 
     def validate(self) -> None:
         """Validates, and writes the loss to the log. A collective."""
-        self.read_losses()
+        self.read_messages()
         self.recipes.before_validation()
         WATCH.enter_step(self.step, "validation")
         loss = validate(self.model, self.run_files.val_tokens, self.step)

@@ -63,7 +63,7 @@ class Keeper:
 
     def save(self, step: int) -> None:
         """Begins a save, if the run is one that saves. The log must have all losses so far, as
-        `Run.read_losses` brings them. Raises BadInput if a number is not finite. A collective."""
+        `Run.read_messages` brings them. Raises BadInput if a number is not finite. A collective."""
         if not self.saver.saves:
             return
         tensors = self.tensors()

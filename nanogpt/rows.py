@@ -24,7 +24,7 @@ class LookedUpRows:
 
     In each step these methods are called in this order: `find` before the forward passes, `add`
     after each of them, then by the optimizer `take_sums`, and `put` for each table. All is done on
-    the stream `beside`: `find` and `add` switch to it, the other two are to be called on it.
+    the side stream: `find` and `add` switch to it, the other two are to be called on it.
 
     A table exists twice. Its bank, in the dtype of the products, is whole on every rank: lookups
     read it. The master is its float32 original, of which a rank has `share` columns of every row;
@@ -32,7 +32,7 @@ class LookedUpRows:
 
     def __init__(self, device: torch.device):
         self.device = device
-        self.beside = torch.cuda.Stream() if device.type == "cuda" else None
+        self.side_stream = torch.cuda.Stream() if device.type == "cuda" else None
         _, self.world_size = rank_and_world_size()
         self.reset({})
 
@@ -46,15 +46,15 @@ class LookedUpRows:
         self.totals = {}  # (world_size, n, share), sums of gradients of the n used rows
         self.used = {}  # (n,), the used rows in ascending order
 
-    def on_stream(self):
+    def on_side_stream(self):
         # torch.cuda.stream(None) would do nothing, too, but start CUDA where there is a GPU.
-        return torch.cuda.stream(self.beside) if self.beside else nullcontext()
+        return torch.cuda.stream(self.side_stream) if self.side_stream else nullcontext()
 
     def meet(self) -> None:
         """Both streams wait for all that was begun on the other."""
-        if self.beside:
-            torch.cuda.current_stream().wait_stream(self.beside)
-            self.beside.wait_stream(torch.cuda.current_stream())
+        if self.side_stream:
+            torch.cuda.current_stream().wait_stream(self.side_stream)
+            self.side_stream.wait_stream(torch.cuda.current_stream())
 
     @torch.no_grad()
     def find(self, batch: list[dict[str, Tensor]]) -> None:
@@ -63,7 +63,7 @@ class LookedUpRows:
         their sums, but only in the first `add`. Until then the GPU counts them beside the forward
         pass. A collective."""
         self.meet()
-        with self.on_stream():
+        with self.on_side_stream():
             sizes = [len(master) for master in self.masters.values()]
             is_used = torch.zeros(sum(sizes), dtype=torch.uint8, device=self.device)
             flags = dict(zip(self.masters, is_used.split(sizes)))
@@ -93,13 +93,13 @@ class LookedUpRows:
         """Adds the gradients (lookups, width) of the rows (lookups,) that a micro-batch looked
         up."""
         self.meet()
-        with self.on_stream():
+        with self.on_side_stream():
             if not self.totals:
                 self.make_totals()
             for name in self.masters:
                 kernels.sum_rows(self.totals[name], self.places[name], rows[name], gradients[name])
-                if self.beside:  # the rows need not be recorded: `train_step` holds them
-                    gradients[name].record_stream(self.beside)
+                if self.side_stream:  # the rows need not be recorded: `train_step` holds them
+                    gradients[name].record_stream(self.side_stream)
 
     def take_sums(self, dtypes: dict[str, torch.dtype]) -> dict[str, Tensor]:
         """The totals, (world_size, n, share) in the dtype they are sent in; they are forgotten

@@ -663,9 +663,9 @@ def test_a_gpu_that_works_on_the_tables_beside_the_matrices_makes_the_same_updat
         model = t.GPT(t.Config(**values), device)
         optimizer = t.Optimizer(model)
         optimizer.reset(t.initialize(model, 0))
-        assert optimizer.lookups.beside is not None
+        assert optimizer.lookups.side_stream is not None
         if not beside:
-            optimizer.lookups.beside = None
+            optimizer.lookups.side_stream = None
         for step in range(8):
             tokens = torch.randint(0, 20_000, (8193,), generator=torch.Generator().manual_seed(step)).to(device)
             t.train_step(model, optimizer, [*zip(tokens[:-1].chunk(2), tokens[1:].chunk(2))], step)
