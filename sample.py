@@ -7,7 +7,7 @@
 model.pt is what `train_gpt.py --save_checkpoint=model.pt` has written. A text ends where the model
 ends the document, after --max_new_tokens, or where the model's sequences end.
 
-`Memory` keeps what attention needs of earlier tokens, so that a new token costs the work of one.
+`Memory` keeps what the layers need of earlier tokens, so that a new token costs the work of one.
 `generate` draws tokens with it. Shapes in comments are those of train_gpt.py, and n is the number
 of tokens that are appended at a time.
 """
@@ -80,7 +80,7 @@ class Places(NamedTuple):
     bias: Tensor  # (n, places): 0 where a query sees a place, else -inf
 
 
-class LayerMemory:
+class EarlierTokens:
     """What one layer keeps of the tokens so far. The model calls `previous` and `attend`, with n
     new tokens.
 
@@ -88,16 +88,21 @@ class LayerMemory:
     values as the window has positions, and a new position overwrites the one that is a window
     older."""
 
-    def __init__(self, num_heads: int, places: int, head_dim: int, dtype, device):
-        self.keys = torch.zeros(num_heads, places, head_dim, dtype=dtype, device=device)
+    def __init__(self, c, num_places: int, dtype: torch.dtype, like: Tensor):
+        H, d, D = c.num_heads, c.head_dim, c.model_dim
+        self.keys = like.new_zeros(H, num_places, d, dtype=dtype)
         self.values = torch.zeros_like(self.keys)
-        self.last = {}  # the last token's inputs of attention and MLP, and its key
+        # Of the last token, before any of it is replaced by the token before: the norms that
+        # attention and the MLP read, and the keys.
+        self.last = {
+            "attention": like.new_zeros(1, D),
+            "mlp": like.new_zeros(1, D),
+            "keys": like.new_zeros(1, H, d),
+        }
         self.places = None  # those of the new tokens, a Places
 
     def previous(self, name: str, x: Tensor) -> Tensor:
         """x (n, ...) of new tokens -> that of the token before each of them."""
-        if name not in self.last:
-            self.last[name] = torch.zeros_like(x[:1])
         before = torch.cat((self.last[name], x[:-1]))
         self.last[name].copy_(x[-1:])
         return before
@@ -138,8 +143,8 @@ class Memory:
             self.dtype = torch.promote_types(self.dtype, torch.float32)
         self.layers = []
         for layer in range(c.num_layers):
-            places = self.count_places(self.window_of(layer))
-            self.layers.append(LayerMemory(c.num_heads, places, c.head_dim, self.dtype, device))
+            num_places = self.count_places(self.window_of(layer))
+            self.layers.append(EarlierTokens(c, num_places, self.dtype, like=model.lm_head))
 
         self.position = torch.zeros((), dtype=torch.int64, device=device)  # of the next token
         self.document = torch.zeros_like(self.position)  # where the last document begins
@@ -157,8 +162,8 @@ class Memory:
         return min(self.windows[window] * BLOCK_SIZE, self.limit)
 
     def clear(self) -> None:
-        """Forgets all tokens. Keys and values may stay: no query sees a place before it is
-        written."""
+        """Forgets all tokens. What the layers keep may stay: no query sees a place before it is
+        written, and the first token of all begins a document, so it takes nothing from another."""
         self.length = 0  # tokens so far
         self.position.zero_()
         self.document.zero_()
@@ -224,10 +229,10 @@ class Memory:
         rotary = self.cos[position], self.sin[position], self.score_scale
         places = {name: self.find_places(position, document, name) for name in self.windows}
         outputs = []
-        for i, memory in enumerate(self.layers):
-            memory.places = places[self.window_of(i)]
+        for i, earlier in enumerate(self.layers):
+            earlier.places = places[self.window_of(i)]
             context = script.LayerContext(
-                *rotary, None, injects[i][G:], value_embeds[i], begins, memory)
+                *rotary, None, injects[i][G:], value_embeds[i], begins, earlier)
             x = script.block(x, self.weights[i], context, self.products[i])
             outputs.append(x)
 

@@ -677,14 +677,14 @@ class LayerContext(NamedTuple):
     inject: Tensor  # (T, D), added to the stream with the output of attention
     value_embed: Tensor  # (T, H d)
     begins: Tensor  # (T,) bool, where documents begin
-    memory: object | None = None  # when sampling, a sample.LayerMemory of the tokens before
+    earlier: object | None = None  # when sampling, a sample.EarlierTokens of this layer
 
 
 def mix_in_previous(x: Tensor, is_own: Tensor, name: str, context: LayerContext) -> Tensor:
-    """x (T, ..., C) -> x in the channels that `is_own` (C,) marks; in the others x of the previous
-    token, or of the token itself if it begins a document. For sampling, a memory keeps x of the
-    last token under `name`."""
-    previous = context.memory.previous(name, x) if context.memory else x.roll(1, 0)
+    """x (T, ..., C) -> x of each token, in which the channels that `is_own` (C,) does not mark are
+    replaced by those of the previous token. The first token of a document keeps all of its own.
+    `name` says what x is, as `context.earlier` keeps several."""
+    previous = context.earlier.previous(name, x) if context.earlier else x.roll(1, 0)
     begins = context.begins.view(-1, *[1] * (x.dim() - 1))  # (T, 1) or (T, 1, 1)
     return torch.where(begins | is_own, x, previous)
 
@@ -729,8 +729,8 @@ def attention(x: Tensor, weights: LayerWeights, scalars: dict[str, Tensor],
 
     # 3. Attention itself, over keys of which half is the previous token's.
     k = offset_keys(k, context)
-    if context.memory:
-        y = context.memory.attend(q, k, v)
+    if context.earlier:
+        y = context.earlier.attend(q, k, v)
     else:
         y = attend(q, k, v, context.mask)
 
@@ -742,9 +742,9 @@ def attention(x: Tensor, weights: LayerWeights, scalars: dict[str, Tensor],
 
 def block(x: Tensor, weights: LayerWeights, context: LayerContext,
           products: LayerProducts) -> Tensor:
-    """One layer: the residual stream x (T, D) -> the new stream (T, D). A pure function, so that
-    layers share compiled graphs: with FlexAttention all that have the same recipes share one. (A
-    block of attention is something else, 128 tokens.)"""
+    """One layer: the residual stream x (T, D) -> the new stream (T, D). In training a pure
+    function, so that layers share compiled graphs: with FlexAttention all that have the same
+    recipes share one. (A block of attention is something else, 128 tokens.)"""
     scalars = dict(zip(SCALARS, weights.scalars.unbind()))
     y = attention(input_of(x, "attention", context), weights, scalars, context, products)
     x = scalars["stream_attn"] * x + y + context.inject
@@ -1007,7 +1007,8 @@ class GPT(nn.Module):
         x, sources = self.last_stream(tokens, setting, training, looked_up)
         late = self.late_weights()
         products = self.precision.head_at(setting, training)
-        w, bias = self.weight("lm_head"), None
+        w = self.weight("lm_head")
+        bias = None
         if training:
             if 0 < self.config.candidates < self.config.vocab_size:
                 chosen, bias, targets = self.draw_candidates(targets)  # now rows of w
@@ -1052,7 +1053,7 @@ def initialize(model: GPT, seed: int) -> dict[str, Tensor]:
         w = torch.zeros_like(bank, dtype=torch.promote_types(torch.float32, bank.dtype))
         param.init(w[: param.shape[0]])
         if dist.is_initialized():
-            dist.broadcast(w, 0)
+            dist.broadcast(w, 0)  # another kind of GPU would draw other numbers from this seed
         bank.copy_(w)
         full[name] = w
 
@@ -1073,15 +1074,17 @@ def model_of(content: dict, device: torch.device) -> GPT:
     require("num_layers" in config, "the checkpoint is of an older version of this program; use "
             "the commit that its log names, or train it anew")
     values = checkpoint.config_values(config, Config)
+    remedy = (f"its run's log, {content.get('run_id', 'RUN_ID')}.txt, holds that code: "
+              "python -m records code LOG FOLDER")
     require(values["schedule"] in SCHEDULES, "the checkpoint was written by other code, with a "
-            f"schedule {values['schedule']}; use the code that is in its run's log")
+            f"schedule {values['schedule']}; {remedy}")
     c = Config(**values | dict(
         attention="sdpa", device=device.type, native=False, sample="", run_name=""))
     check_config(c)
     table = parameter_table(c)
     differing = sorted(table.keys() ^ content["weights"].keys())
     require(not differing, "the checkpoint was written by other code, as only one of the two has "
-            f"weights of {' and '.join(differing[:2])}; use the code that is in its run's log")
+            f"weights of {' and '.join(differing[:2])}; {remedy}")
     for name, param in table.items():
         require(tuple(content["weights"][name].shape) == param.shape,
                 f"the checkpoint's weights of {name} do not fit its configuration")
@@ -1116,8 +1119,9 @@ def load_checkpoint(path: str | Path, device: torch.device) -> GPT:
 # They lack range. e4m3 (4 bits of exponent, 3 of mantissa) reaches from 2^-9 to 448, e5m2 from
 # 2^-16 to 57344. So a tensor is divided by a scale before it is rounded, such that its largest
 # numbers are near the end of the format, and the product is multiplied by the scales of both
-# operands. Where numbers lie is known beforehand for the inputs of most products here: they are
-# normalised, so that |x| is at most sqrt(D), or the squared results of a product of such inputs.
+# operands. Where numbers lie is known beforehand for the inputs of most products here: they come
+# from normalised vectors, so that |x| is at most sqrt(D), or are the squared results of a product
+# of such inputs.
 # Those get constant scales ("fp8-static"), as record 21 has them for the head. The recipe "fp8"
 # measures its scales.
 #
@@ -1142,9 +1146,9 @@ def load_checkpoint(path: str | Path, device: torch.device) -> GPT:
 # sum over tokens. They are powers of two, so that only rounding loses something. Weights up to 1.75
 # and gradients up to 14 fit; larger ones are clamped. 448 / 16 is just above sqrt(768), the largest
 # a normalised input can be; in a wider model only a vector that lies almost in one channel would be
-# clamped. The squares between the MLP's two products are near 10, but up to 12,700 on the first
-# token of a document, and must not be clamped there. (No row of PRECISIONS gives "fp8-static" to
-# `o`; its scale is for rows of your own.)
+# clamped. The squares between the MLP's two products were near 10 in an earlier model, but up to
+# 12,700 on the first token of a document, and must not be clamped there. (No row of PRECISIONS
+# gives "fp8-static" to `o`; its scale is for rows of your own.)
 INPUT_SCALES = {"qkv": 1 / 16, "o": 1 / 4, "up": 1 / 16, "down": 64.0}
 WEIGHT_SCALE = 2.0**-8
 GRADIENT_SCALE = 2.0**-12
@@ -2173,9 +2177,13 @@ def train(c: Config, at_end: ExitStack) -> int:
         journal.describe_run(SOURCE, files, __file__), files, journal.describe_machine(device),
         run_files.fingerprints, journal.calibrate(device, fp8_product))
     notes += saving.how_it_began(c.resume, c.log_dir, run_files.saved, facts.run)
-    for note in notes:
-        console.say(note)
-        log.fact("note", note)
+
+    def note(text: str) -> None:
+        console.say(text)
+        log.fact("note", text)
+
+    for text in notes:
+        note(text)
     if not run_files.saved:
         c.resume = ""
     steps_are_open = chooses_steps(c)
@@ -2210,9 +2218,8 @@ def train(c: Config, at_end: ExitStack) -> int:
         check_amount(c, packing(c), batch_plan(c), run_files.train_paths)
         model.config = c
         begin_log(log, c, facts, c.num_steps * seconds)
-        for note in fitting.why_shorter(c, seconds):
-            console.say(note)
-            log.fact("note", note)
+        for text in fitting.why_shorter(c, seconds):
+            note(text)
         longer = fitting.option_for_longer(c, seconds)
     optimizer.reset(initialize(model, c.seed))  # as if nothing had been trained so far
 

@@ -508,6 +508,11 @@ class Saved:
         """Fills train_gpt.Optimizer and its model. The banks become copies of the masters, as they
         are after an update. Raises BadInput if the save does not fit them. A collective."""
         model = optimizer.model
+        known = {*optimizer.tensors(), "target_counts", "lost_targets"}
+        unknown = sorted(self.parts[0]["tensors"].keys() - known)
+        require(not unknown, f"{self.save} was written by other code, as it has "
+                f"{' and '.join(unknown[:2])}; go on with the code that is in its run's log "
+                "(python -m records code LOG FOLDER), or leave --resume out to begin anew")
         for full_name, tensor in optimizer.tensors().items():
             name, _, kind = full_name.partition(".")
             param = model.params[name]

@@ -265,7 +265,7 @@ def test_a_fault_during_the_run_is_one_sentence_and_what_was_good_is_kept(row, p
 
 
 FILES = {  # what a checkpoint may hold, and what the sentence says
-    "an unknown schedule": ({"config": {"schedule": "long", "num_layers": 4}}, "written by other code, with a schedule long; use the code"),
+    "an unknown schedule": ({"config": {"schedule": "long", "num_layers": 4}}, "written by other code, with a schedule long; its run's log"),
     "a width that cannot be": ({"config": {"model_dim": -5, "num_layers": 4}}, "--model_dim=-5 must be positive"),
     "a number as text": ({"config": {"num_steps": "many", "num_layers": 4}}, "num_steps is 'many' in its configuration, which cannot be"),
     "weights of another model": ({"config": {"num_layers": 4}}, "written by other code, as only one of the two has weights of a and gates;"),

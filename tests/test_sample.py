@@ -1,4 +1,4 @@
-"""sample.py: kept keys and values give the logits of the whole sequence; draws, text, and the program."""
+"""sample.py: what is kept of earlier tokens gives the logits of the whole sequence; draws, text, and the program."""
 import os
 import pty
 import subprocess

@@ -439,6 +439,7 @@ FOREIGN = {  # what a stranger's save may hold, and what the sentence says
     "large": (lambda content: content["tensors"].update(a=torch.ones(1).expand(2**40)), "damaged or no save"),
     "large, hidden": (lambda content: content["facts"].update(steps=[torch.ones(1).expand(2**40)]), "damaged or no"),
     "facts": (lambda content: content["facts"].update(updates="many"), "updates is 'many'"),
+    "code": (lambda content: content["tensors"].update({"smear.master": torch.ones(1)}), "other code, as it has smear.master"),
     "random": (lambda content: content["random"].update(cpu=torch.ones(3)), "random numbers"),
     "config": (lambda content: content["facts"]["config"].update(num_steps=10**400), "num_steps is 1000000"),
 }
