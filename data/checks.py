@@ -77,6 +77,9 @@ def check_amount(paths: list[Path], packing: Packing, plan: Plan, folder: str,
     remedy = "lower --num_steps or --minutes, or raise --epochs"
     if not fitted:
         remedy = f"let the run fit the text (--fit), {remedy}"
+    if not packing.cut_documents and have >= need and folder != FINEWEB:
+        remedy = ("give --cut_documents=true (without it only the beginning of a long document is "
+                  f"read), {remedy}")
     if folder == FINEWEB:
         # A shard of FineWeb has 1e8 tokens. The ends of long documents are skipped.
         enough = math.ceil(1.3 * need / 1e8)

@@ -294,6 +294,15 @@ def test_steps_that_were_given_have_a_batch_each_where_a_reading_has_only_one():
     assert (changes["num_steps"], changes["epochs"]) == (10, 10)
 
 
+@pytest.mark.parametrize("steps, advised", [(9, True), (100, False)])  # of 128 tokens; the text has 4,096
+def test_where_only_beginnings_of_documents_are_read_the_key_that_reads_all_is_named(tmp_path, steps, advised):
+    path = tmp_path / "novel_train_000001.bin"
+    write_shard(path, [SEPARATOR, *[1] * 4095])
+    with pytest.raises(shards.ShardError) as refused:
+        checks.check_amount([path], shards.Packing(128, 256, 1, False), [(1, 128)] * steps, str(tmp_path), True)
+    assert ("--cut_documents=true" in str(refused.value)) == advised
+
+
 def test_minutes_for_which_the_text_lacks_batches_are_refused_before_the_first_step(tmp_path, capsys):
     """Without cut_documents only 2,048 tokens of a document are read, here half of all tokens."""
     for number, name in enumerate(("novel_train_000001", "novel_val_000000")):
