@@ -495,7 +495,7 @@ def warn_of_other_shards(text: Text, models: list[Model]) -> bool:
 
 def warn_of_other_code(models: list[Model], of_models: list[dict[str, PerUnit]]) -> None:
     """Says on standard error which models have another loss than when they were trained, on the
-    same text. Most likely the code has changed: a checkpoint holds none."""
+    same text. Most likely the code has changed, or the text: a checkpoint holds neither."""
     def text_of(model: Model) -> tuple:
         c = model.gpt.config
         return c.data_dir, c.val_files, c.val_tokens
@@ -506,8 +506,9 @@ def warn_of_other_code(models: list[Model], of_models: list[dict[str, PerUnit]])
         same_text = text_of(model) == text_of(models[0])
         if same_text and trained is not None and abs(loss - trained) > OTHER_CODE:
             print(f"evaluate.py: {model.path} has a loss of {loss:.4f} here and had {trained:.4f} "
-                  "when it was trained, so train_gpt.py has probably changed; `python -m records "
-                  "code LOG FOLDER` gives back the code of its run", file=sys.stderr)
+                  f"when it was trained, so train_gpt.py or the text in {model.gpt.config.data_dir} "
+                  "has probably changed; `python -m records code LOG FOLDER` gives back the code of "
+                  "its run", file=sys.stderr)
 
 
 def read_texts(name: str, key: str, split_blank: int | None) -> Source:

@@ -53,6 +53,11 @@ if ! have_environment && ! { [ "${1:-}" != test ] && "$python" -c "import torch,
 fi
 have_environment && python=.venv/bin/python
 
+if ! "$python" -c "" 2>/dev/null; then
+  echo "run.sh: $python does not run; has the Python that made .venv gone? Remove .venv and start again" >&2
+  exit 2
+fi
+
 need=requirements.txt
 [ "${1:-}" = test ] && need=requirements-dev.txt
 if [ "$python" = .venv/bin/python ] && ! cmp -s "$need" ".venv/installed-$need"; then

@@ -65,6 +65,8 @@ def try_place(path: Path, size: int = 0) -> None:
         if path.exists():
             kind = path.stat().st_mode
             require(stat.S_ISREG(kind), f"{path} is no file; choose another --save_checkpoint")
+            require(may_be_replaced(path), f"{path} is there already and is no checkpoint; choose "
+                    "another --save_checkpoint")
         beside.write_bytes(b"a checkpoint can be written here")
         beside.unlink()
         free = shutil.disk_usage(path.parent).free
@@ -75,6 +77,17 @@ def try_place(path: Path, size: int = 0) -> None:
             beside.unlink(missing_ok=True)
         raise BadInput(f"no checkpoint can be written to {path} ({error.strerror}); "
                        "choose another --save_checkpoint") from None
+
+
+def may_be_replaced(path: Path) -> bool:
+    """Whether a file is empty or looks as torch.save leaves it: a zip file with a pickle."""
+    if path.stat().st_size == 0:
+        return True
+    try:
+        with zipfile.ZipFile(path) as file:
+            return any(name.endswith("/data.pkl") for name in file.namelist())
+    except zipfile.BadZipFile:
+        return False
 
 
 def unfinished(path: Path) -> Path:

@@ -205,6 +205,22 @@ def test_two_runs_that_end_at_the_same_moment_get_names_of_their_own(tmp_path, m
     assert found == ["other", 7, "this", 8] and sorted(os.listdir(tmp_path)) == ["model-2.pt", "model.pt"]
 
 
+def test_only_an_empty_file_or_a_checkpoint_is_replaced(tmp_path):
+    path = tmp_path / "novel.txt"
+    path.write_text("Once upon a time")
+    with pytest.raises(BadInput, match="novel.txt is there already and is no checkpoint; choose another"):
+        checkpoint.try_place(path)
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("word/document.xml", "Once upon a time")
+    with pytest.raises(BadInput, match="is no checkpoint"):
+        checkpoint.try_place(path)
+    path.write_text("")
+    checkpoint.try_place(path)
+    torch.save({"weights": {}}, path)
+    checkpoint.try_place(path)
+    assert torch.load(path) == {"weights": {}}
+
+
 def test_a_name_is_found_on_disks_without_links_and_beside_links_that_lead_nowhere(tmp_path, monkeypatch):
     (tmp_path / "model.pt").symlink_to("nowhere")
     assert checkpoint.write(tmp_path / "model.pt", GOOD, []) == tmp_path / "model-2.pt"
