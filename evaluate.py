@@ -506,7 +506,7 @@ def warn_of_other_code(models: list[Model], of_models: list[dict[str, PerUnit]])
         same_text = text_of(model) == text_of(models[0])
         if same_text and trained is not None and abs(loss - trained) > OTHER_CODE:
             print(f"evaluate.py: {model.path} has a loss of {loss:.4f} here and had {trained:.4f} "
-                  f"when it was trained, so train_gpt.py or the text in "
+                  "when it was trained, so train_gpt.py or the text in "
                   f"{model.gpt.config.data_dir} has probably changed; `python -m records code LOG "
                   "FOLDER` gives back the code of its run", file=sys.stderr)
 
