@@ -17,8 +17,8 @@ Shapes in comments: T tokens of a micro-batch, its sequences end to end, D width
 attention heads, d width of a head, F hidden width of the MLP, L layers, V size of the vocabulary, G
 lengths of n-grams, K and N input and output width of a product. A function whose docstring ends
 with "A collective." exchanges data with the other ranks (processes, one for each GPU): all must
-call it at the same point. "(record
-28)" names a record of the speedrun, whose code is in github.com/KellerJordan/modded-nanogpt."""
+call it at the same point. "(record 28)" names a record of the speedrun, whose code is in
+github.com/KellerJordan/modded-nanogpt."""
 
 with open(__file__, "rb") as file:
     SOURCE = file.read()  # before all else: the log shows what runs, not a later edit of it
@@ -1136,7 +1136,7 @@ def load_checkpoint(path: str | Path, device: torch.device) -> GPT:
 # summed. Each of x, w and dy is used in two products, which sum along different dimensions, so we
 # store it and its transpose when it is rounded (the transpose of the logits' gradient later). In
 # fprop, sums may be quick ("fast accumulation" keeps fewer bits). Errors of gradients would add up
-# over the steps, so their sums are exact. Only the gradient of the MLP's hidden layer has quick
+# over the steps, so their sums are wide. Only the gradient of the MLP's hidden layer has quick
 # sums: they are of just D numbers.
 #
 # Every number of these formats is exact in bf16. Other GPUs multiply the same rounded numbers in
