@@ -1454,20 +1454,21 @@ POLAR_EXPRESS = (  # a, b, c of each iteration, so that few are enough (Amsel et
 NEURON_BETA = 0.9  # of the mean square of each neuron's updates
 
 
-def orthogonalize(gradient: Tensor) -> Tensor:
-    """gradient (n, rows, columns) -> nearly U V^T of each matrix U S V^T, in bf16. Each iteration
-    is an odd polynomial a X + b X^3 + c X^5, which moves all singular values towards 1 (Muon,
-    Jordan 2024; record 38)."""
-    X = gradient.bfloat16()
+def orthogonalize(gradient: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """gradient (n, rows, columns) -> nearly U V^T of each matrix U S V^T, in `dtype`. Each
+    iteration is an odd polynomial a X + b X^3 + c X^5, which moves all singular values towards 1
+    (Muon, Jordan 2024; record 38)."""
+    X = gradient.to(dtype)
     tall = X.size(-2) > X.size(-1)
     if tall:
         X = X.mT  # products are smaller that way
     X = X / (X.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-6)  # all singular values are below 1
-    identity = torch.eye(X.size(-2), device=X.device)
+    wide = torch.promote_types(dtype, torch.float32)
+    identity = torch.eye(X.size(-2), dtype=wide, device=X.device)
     for a, b, c in POLAR_EXPRESS:
         A = X @ X.mT
-        polynomial = a * identity + b * A.float() + c * (A @ A).float()
-        X = polynomial.bfloat16() @ X
+        polynomial = a * identity + b * A.to(wide) + c * (A @ A).to(wide)
+        X = polynomial.to(dtype) @ X
     return X.mT if tall else X
 
 
@@ -1504,7 +1505,10 @@ def muon_update(master: Tensor, part: Tensor, gradient: Tensor, state: MuonState
     gradient = gradient.to(master.dtype)
     state.momentum_buffer.add_((gradient - state.momentum_buffer) * (1 - momentum))
     nesterov = gradient + (state.momentum_buffer - gradient) * momentum
-    update = orthogonalize(nesterov).to(master.dtype)
+    # In the dtype of the weights: where that is float32, products in bf16 may be 20 times slower.
+    # The squares of small numbers would be 0 in float16.
+    dtype = torch.bfloat16 if part.dtype == torch.float16 else part.dtype
+    update = orthogonalize(nesterov, dtype).to(master.dtype)
 
     # 2. Each neuron's update over the root of its mean square, then the old norm.
     square = update.square().mean(-2, keepdim=True)  # (n, 1, columns)

@@ -132,7 +132,10 @@ def polar_express(G):
 def test_orthogonalize_follows_the_digests_polynomials(rows, cols):
     G = normal(4, rows, cols)
     reference = torch.tensor(polar_express(G.numpy()))
-    assert (t.orthogonalize(G).double() - reference).norm() < 0.03 * reference.norm()  # bfloat16
+    for dtype, tolerance in ((torch.bfloat16, 0.03), (torch.float32, 1e-5), (torch.float64, 1e-12)):
+        X = t.orthogonalize(G, dtype)
+        assert X.dtype == dtype
+        assert (X.double() - reference).norm() < tolerance * reference.norm()
 
 
 def test_orthogonalize_treats_the_matrices_of_a_batch_one_by_one():
@@ -179,7 +182,7 @@ MOMENTA = (0.85, 0.9, 0.95)
 
 @SHAPES
 def test_muon_is_the_digests_normuon_with_cautious_decay(rows, cols, monkeypatch):
-    monkeypatch.setattr(t, "orthogonalize", lambda G: torch.tensor(polar_express(G.numpy())))  # without its bfloat16
+    monkeypatch.setattr(t, "orthogonalize", lambda G, dtype: torch.tensor(polar_express(G.numpy())))
     start, grads = normal(3, rows, cols, seed=8), [normal(3, rows, cols, seed=i) for i in range(3)]
     grads[0][:, :2], grads[0][:, :, :3] = 5 * grads[0][:, :2], 9 * grads[0][:, :, :3]  # neurons of unequal weight
     master, part = muon(start, grads, 0.3, 1.1, MOMENTA)
@@ -421,8 +424,7 @@ def test_each_step_updates_looked_up_rows_as_adam_does_and_leaves_all_others_to_
     assert micro_batches > 1 or all({*counts} >= {0, 1, 2} for counts in steps_of_row.values()), "too uniform a draw"
 
 
-def test_each_step_updates_matrices_as_muon_does_each_at_its_own_rate_times_the_factor_of_the_step(monkeypatch):
-    monkeypatch.setattr(t, "orthogonalize", lambda G: torch.tensor(polar_express(G.numpy())))  # without its bfloat16
+def test_each_step_updates_matrices_as_muon_does_each_at_its_own_rate_times_the_factor_of_the_step():
     model = small("float64", muon_lr=0.05, muon_decay=2.0)
     optimizer = t.Optimizer(model)
     start, factor = t.initialize(model, 3), 0.5
