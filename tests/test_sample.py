@@ -1,6 +1,8 @@
 """sample.py: what is kept of earlier tokens gives the logits of the whole sequence; draws, text, and the program."""
 import os
 import pty
+import select
+import signal
 import subprocess
 import sys
 
@@ -362,6 +364,9 @@ def test_on_a_terminal_it_asks_again_and_again_until_the_end(checkpoint, last):
     def read_until(part, times):
         nonlocal seen
         while seen.count(part) < times:
+            if not select.select([terminal], [], [], 120)[0]:
+                os.kill(child, signal.SIGKILL)
+                raise AssertionError(f"nothing more came after {seen}")
             seen += os.read(terminal, 1000)
 
     for number, text in enumerate([b"Once", b"x" * 300, b"Twice \xff"], 1):  # the second is too long
