@@ -14,6 +14,7 @@ of tokens that are appended at a time.
 import argparse
 import codecs
 import math
+import select
 import signal
 import sys
 import unicodedata
@@ -461,6 +462,9 @@ def texts_to_continue(options: argparse.Namespace) -> Iterator[str]:
     sys.stdin.reconfigure(errors="replace")
     while True:
         print("text to continue: ", end="", file=sys.stderr, flush=True)
+        # Once the GPU is in use, Ctrl-C would not end input(), which goes on reading after a signal.
+        while not select.select([sys.stdin], [], [], 0.2)[0]:
+            pass
         try:
             text = input()
         except EOFError:  # Ctrl-D

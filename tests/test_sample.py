@@ -385,6 +385,31 @@ def test_on_a_terminal_it_asks_again_and_again_until_the_end(checkpoint, last):
     assert b"\x1b" not in seen
 
 
+def test_ctrl_c_ends_the_wait_for_a_text_also_where_a_read_goes_on_after_a_signal():
+    code = """if True:
+        import argparse, signal, sample
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.siginterrupt(signal.SIGINT, False)  # so it is once a program uses a GPU
+        try:
+            next(sample.texts_to_continue(argparse.Namespace()))
+        except KeyboardInterrupt:
+            print("ended")
+    """
+    child, terminal = pty.fork()
+    if child == 0:
+        os.chdir(ROOT)
+        os.execv(sys.executable, [sys.executable, "-c", code])
+    seen = b""
+    for typed, answer in ((b"", b"text to continue: "), (b"\x03", b"ended")):
+        os.write(terminal, typed)
+        while answer not in seen:
+            if not select.select([terminal], [], [], 60)[0]:
+                os.kill(child, signal.SIGKILL)
+                raise AssertionError(f"nothing more came after {seen}")
+            seen += os.read(terminal, 1000)
+    os.waitpid(child, 0)
+
+
 def test_control_characters_do_not_reach_a_terminal(monkeypatch, capsys):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     sample.show("a\x1b[31m\x07\x9b\tb\n")
