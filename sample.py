@@ -462,7 +462,7 @@ def texts_to_continue(options: argparse.Namespace) -> Iterator[str]:
     sys.stdin.reconfigure(errors="replace")
     while True:
         print("text to continue: ", end="", file=sys.stderr, flush=True)
-        # Once the GPU is in use, Ctrl-C would not end input(), which goes on reading after a signal.
+        # Once a GPU is in use, Ctrl-C does not end input(), which goes on reading after a signal.
         while not select.select([sys.stdin], [], [], 0.2)[0]:
             pass
         try:
