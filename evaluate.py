@@ -50,8 +50,11 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from data import packages
+
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # importing torch takes seconds: no traceback then
+    packages.require("numpy", "torch", "tqdm")
 
 import numpy as np
 import torch

@@ -22,8 +22,11 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
+from data import packages
+
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # importing torch takes seconds: no traceback then
+    packages.require("numpy", "torch")
 
 import torch
 import torch.nn.functional as F

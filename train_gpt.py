@@ -28,6 +28,7 @@ import sys
 import time
 from glob import glob
 
+from data import packages
 from nanogpt import stopping
 
 LAUNCHED = time.perf_counter()
@@ -36,6 +37,7 @@ STOP = stopping.Stop()
 
 if __name__ == "__main__":
     STOP.listen()  # importing torch takes seconds, in which a signal would give a traceback
+    packages.require("numpy", "torch")
     # torch, NCCL and CUDA read these variables once, when they start.
     # Tensors of many sizes would fragment memory that is handed out in fixed pieces.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")

@@ -19,8 +19,16 @@ import time
 from pathlib import Path
 
 if __package__:
-    from .shards import DamagedShard, count_tokens
+    from . import packages
 else:  # run as a script
+    import packages
+
+if __name__ == "__main__":
+    packages.require("numpy")
+
+if __package__:
+    from .shards import DamagedShard, count_tokens
+else:
     from shards import DamagedShard, count_tokens
 
 REPO = "kjj0/fineweb10B-gpt2"  # a Hugging Face dataset repository

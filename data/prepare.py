@@ -56,8 +56,14 @@ from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
+if __package__:
+    from . import packages
+else:  # run as a script
+    import packages
+
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until `stop` takes over: no traceback
+    packages.require("numpy", "tqdm")
 
 import numpy as np
 
@@ -65,7 +71,7 @@ if __package__:
     from .python_docs import python_documents
     from .shards import SEPARATOR, ShardError, count_tokens, write_shard
     from .texts import PrepareError, distinct, errors_of, find_sources, is_text, read_documents
-else:  # run as a script
+else:
     from python_docs import python_documents
     from shards import SEPARATOR, ShardError, count_tokens, write_shard
     from texts import PrepareError, distinct, errors_of, find_sources, is_text, read_documents
@@ -410,10 +416,10 @@ def read_spool(path, pieces):
 def make_python_docs_corpus(out_dir, use_bytes=True, name="fineweb", **options):
     """Make the --python-docs corpus, unless `out_dir` has it already.
 
-    Shards without corpus.json are left as they are. If they are not whole, PrepareError is raised.
-    Returns what write_corpus() returns, or None if there was nothing to do. Raises PrepareError as
-    write_corpus() does, too (where Python comes without the sources of its library), and OSError if
-    `out_dir` cannot be used.
+    Shards without corpus.json are left as they are. Returns what write_corpus() returns, or None if
+    there was nothing to do. Raises PrepareError if such shards are not whole, if `out_dir` has
+    shards of other texts, and as write_corpus() does (where Python comes without the sources of its
+    library). Raises OSError if `out_dir` cannot be used.
     """
     record = {"python": platform.python_version(), "options": options, "name": name,
               "tokens": "bytes" if use_bytes else "gpt2"}
@@ -421,9 +427,10 @@ def make_python_docs_corpus(out_dir, use_bytes=True, name="fineweb", **options):
     if record.items() <= found.items() and are_complete(found, out_dir):
         return None
     old = shards_in(out_dir, name)
-    if old and "python" not in found:
+    if old and not found:
         check_whole(out_dir, name)
         return None
+    refuse_foreign_shards(out_dir, old if "python" in found else [])
     return write_corpus(
         python_documents(), out_dir, name, use_bytes, **options, old=old, record=record)
 
@@ -511,6 +518,15 @@ def check_whole(folder, name):
                            f"in {folder} to make it anew") from None
 
 
+def refuse_foreign_shards(folder, own):
+    """Raise PrepareError if the folder has shards that are not among `own`."""
+    for path in shards_in(folder):
+        if path not in own:  # the trainer would mix it with the new ones
+            raise PrepareError(
+                f"{path}: already there, and made of other files or with other options; delete the "
+                "old shards, or choose another --out")
+
+
 def are_complete(record, folder):
     """Whether the shards that the record speaks of are there, with as many tokens as it says."""
     try:
@@ -557,11 +573,7 @@ def make_corpus(sources, args, options, say):
     if is_same and are_complete(record, args.out):
         return record, False
     old = shards_in(args.out, name) if is_same else []
-    foreign = [path for path in shards_in(args.out) if path not in old]
-    if foreign:  # the trainer would mix them with the new ones
-        raise PrepareError(
-            f"{foreign[0]}: already there, and made of other files or with other options; delete "
-            "the old shards, or choose another --out")
+    refuse_foreign_shards(args.out, old)
     in_use = sweep(args.out)
     if in_use:
         raise PrepareError(f"{in_use}: in use by another process; wait for its end, or delete it")

@@ -353,6 +353,13 @@ def test_old_shards_are_not_mixed_with_new_ones(tmp_path, capsys):
     assert old.read_bytes() == b"old"
 
 
+@pytest.mark.parametrize("program", ["train_gpt.py", "sample.py", "evaluate.py", "data/prepare.py", "data/fineweb.py"])
+def test_outside_of_the_environment_a_program_says_how_to_enter_it(program):
+    python = [sys.executable, "-S"]  # which sees no installed packages
+    run = subprocess.run([*python, program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert_one_sentence(run, 2, f"{program}: numpy is not installed", ". .venv/bin/activate")
+
+
 # ---- prepare.py: --python-docs -------------------------------------------------------------------
 
 @pytest.fixture(scope="session")
@@ -393,6 +400,20 @@ def test_python_docs_corpus_is_made_once_and_the_same_each_time(python_docs, tmp
     assert len(shards) == 2
     for name in shards:
         assert (tmp_path / name).read_bytes() == (out / name).read_bytes()
+
+
+@pytest.mark.parametrize("name", ["mine", "fineweb"])
+def test_python_docs_leave_the_corpus_of_other_texts_as_it_is(tmp_path, name):
+    text = tmp_path / "story.txt"
+    text.write_text("".join(make_texts(60, 1)), encoding="utf-8")
+    out = tmp_path / "out"
+    made = script("prepare.py", text, "--bytes", "--split_blank=1", "--name", name, "--out", out)
+    assert made.returncode == 0, made.stderr
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    refused = script("prepare.py", "--python-docs", "--bytes", "--out", out)
+    assert refused.returncode == 2 and refused.stderr.count("\n") == 1
+    assert f"{name}_train_000001.bin: already there" in refused.stderr
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
 
 
 def test_python_docs_are_made_anew_if_they_are_not_whole_or_shall_be_others(tmp_path, monkeypatch):
