@@ -332,6 +332,8 @@ def parse_config(argv: list[str]) -> Config:
         partial(limits.check_values, schedules=SCHEDULES, precisions=PRECISIONS))
     require(not (given.get("minutes") and "num_steps" in given),
             "--minutes chooses the number of steps; leave out --minutes or --num_steps")
+    require(given.get("resume") != "",
+            "--resume= is empty; name a save, or give --resume alone for the newest one")
     preset = given.get("preset") or default_preset(given.get("device"))
     c = arguments.configure(Config, PRESETS, preset, given)
     brings_text = "data_dir" in given and not given.get("preset")

@@ -647,6 +647,11 @@ def test_a_run_whose_copy_has_ended_is_found_again_after_its_next_save(tmp_path)
     assert saving.find(saving.NEWEST, tmp_path) == folder / "step_000005"
 
 
+def test_resume_with_an_empty_name_is_refused_as_a_new_run_would_not_be_meant():
+    with pytest.raises(BadInput, match="--resume= is empty; name a save, or give --resume alone"):
+        t.parse_config(["--preset=laptop", "--resume="])
+
+
 def test_without_a_save_resume_alone_begins_anew_and_says_so(corpus, tmp_path, capsys):
     assert run([*by_minutes(options(corpus, tmp_path, minutes=0.01, epochs=100)), "--resume"]) == 0
     assert f"no save under {tmp_path}" in capsys.readouterr().out
