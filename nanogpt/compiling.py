@@ -22,13 +22,15 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FunctionType, NoneType
+from types import CodeType, FunctionType, NoneType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 CONSTANTS = (NoneType, bool, int, float, str, torch.dtype, torch.device)
+COLLECTIONS = (tuple, list, dict)
+CODE = (FunctionType, type)
 
 
 def configure(namespace: str = "nanogpt") -> None:
@@ -87,9 +89,10 @@ class Compiled:
     `report(what, seconds)`, where `seconds` is how long the call took.
 
     `sources` identifies the project's source files, all of them: a hash. With it, graphs are kept
-    on disk for later runs, and the function may read globals only if the source files alone decide
-    their values. With `dynamic`, sizes are inputs of a graph, so that one graph serves many sizes:
-    all for which the function takes the same branches. (A size of 1 has a graph of its own.)
+    on disk for later runs. Then nothing that the function reads may change without a change of
+    these files, but its arguments and the constants of its own module (`globals_read`). With
+    `dynamic`, sizes are inputs of a graph, so that one graph serves many sizes: all for which the
+    function takes the same branches. (A size of 1 has a graph of its own.)
 
     The first argument is a tensor. A CUDA graph cannot contain compilation: call the function once
     before you capture it."""
@@ -135,9 +138,10 @@ class KeptGraphs:
       and know the form of tensors, which of them are the same one, all other values, and the
       state of PyTorch: whether gradients are computed, autocast, the number of threads.
     - Its key, because kept guards know neither functions nor globals. The key has the source files,
-      the versions of Python and PyTorch, the processor, the compiler's settings, and the name of
-      each function in the arguments. It also has the form of the arguments, so that few graphs are
-      loaded only to be refused by their guards.
+      the constants that the function reads (`globals_read`), the versions of Python and PyTorch,
+      the processor, the compiler's settings, and the name of each function in the arguments. It
+      also has the form of the arguments, so that few graphs are loaded only to be refused by their
+      guards.
 
     Memory that the function writes to may not overlap other arguments: neither these guards nor
     those of torch.compile always notice.
@@ -159,7 +163,7 @@ class KeptGraphs:
         for graph in known:
             if graph.guard_check(*args):
                 return graph, False
-        name = self.file_name(key)
+        name = self.file_name((key, globals_read(self.function, args)))
         graph = self.load(name, args)
         loaded = graph is not None
         if not loaded:
@@ -238,6 +242,53 @@ def form(value, dynamic: bool = False):
     if hasattr(value, "__dict__") and type(value).__reduce__ is object.__reduce__:
         return kind, form(vars(value), dynamic)
     raise TypeError(f"an argument of type {kind} has no known form")
+
+
+def globals_read(function: FunctionType, args: tuple) -> dict[str, object]:
+    """The constants, collections and functions that stand in the function's module and that it
+    reads when it is traced: name -> form. The source files alone may not decide their values, as in
+    `WIDE = "WIDE" in os.environ`. Besides its own code this follows the functions and classes of
+    the module that it names, and the methods of its arguments. Other modules are not followed."""
+    found = {}
+    codes = codes_of(function)
+    for kind in kinds_in(args):
+        if kind.__module__ == function.__module__:
+            codes += codes_of(kind)
+    while codes:
+        for name in codes.pop().co_names:
+            if name in found or name not in function.__globals__:
+                continue
+            value = function.__globals__[name]
+            if not isinstance(value, (*CONSTANTS, *COLLECTIONS, *CODE)):
+                continue
+            found[name] = name if isinstance(value, type) else form(value)
+            if isinstance(value, CODE) and value.__module__ == function.__module__:
+                codes += codes_of(value)
+    return found
+
+
+def codes_of(value: FunctionType | type) -> list[CodeType]:
+    """The code of a function and of those inside it, or of all methods of a class."""
+    if isinstance(value, type):
+        methods = [getattr(method, "__func__", method)
+                   for kind in value.__mro__ if kind.__module__ == value.__module__
+                   for method in vars(kind).values()]
+        return [code for method in methods if isinstance(method, FunctionType)
+                for code in codes_of(method)]
+    codes = [value.__code__]
+    for code in codes:  # which grows meanwhile
+        codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+    return codes
+
+
+def kinds_in(value) -> set[type]:
+    """The class of a value, and those of what is in it."""
+    kinds = {type(value)}
+    if isinstance(value, tuple | list):
+        kinds = kinds.union(*map(kinds_in, value))
+    elif isinstance(value, dict):
+        kinds = kinds.union(*map(kinds_in, value.values()))
+    return kinds
 
 
 def tensors_in(value) -> Iterator[Tensor]:

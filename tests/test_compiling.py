@@ -439,6 +439,38 @@ def test_other_sources_and_other_functions_get_other_graphs(kept):
     assert len(names) == 2, "what a function closes over belongs to it"
 
 
+ADDED, FACTOR, SHIFTS, OTHER = 1.0, 2, (3, 4), 5.0
+
+
+class Shifted:
+    def __call__(self, x):
+        return x + SHIFTS[0]
+
+
+def times_factor(x):
+    return FACTOR * x
+
+
+def reads_globals(x, shifted):
+    return shifted(times_factor(x)) + sum([ADDED for _ in range(2)])
+
+
+@pytest.mark.parametrize("name, other, is_read", [
+    ("ADDED", 2.0, True), ("FACTOR", 3, True), ("SHIFTS", (5, 4), True), ("times_factor", maker, True), ("OTHER", 6.0, False)])
+def test_a_changed_constant_that_a_function_reads_gives_another_graph(folder, monkeypatch, name, other, is_read):
+    args = torch.ones(3), Shifted()
+    before = compiling.globals_read(reads_globals, args)
+    graph, _ = compiling.KeptGraphs(reads_globals, "sources", False).graph_for(args)
+    assert torch.equal(graph(*args), torch.full((3,), 7.0))
+    monkeypatch.setitem(globals(), name, other)  # as a switch in the environment may do, with the same source files
+    assert (compiling.globals_read(reads_globals, args) != before) == is_read
+    if is_read:
+        with pytest.raises(NewGraph):
+            Finder(reads_globals, "sources", False).graph_for(args)
+    else:
+        assert Finder(reads_globals, "sources", False).graph_for(args)[1], "loaded"
+
+
 def test_a_kept_dynamic_graph_serves_all_sizes(kept):
     finder = Finder(update, "sources", True)
     for n in (64, 1000, 2):
