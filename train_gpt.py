@@ -2183,7 +2183,7 @@ def train(c: Config, at_end: ExitStack) -> int:
     fp8_product = kernels.product if kernels.has_fp8(device) else None
     facts = journal.RunFacts(
         journal.describe_run(SOURCE, files, __file__), files, journal.describe_machine(device),
-        run_files.fingerprints, journal.calibrate(device, fp8_product))
+        run_files.fingerprints, journal.calibrate(device, fp8_product, CPU_HAS_BF16))
     notes += saving.how_it_began(c.resume, c.log_dir, run_files.saved, facts.run)
 
     def note(text: str) -> None:

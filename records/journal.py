@@ -469,15 +469,17 @@ def triton_version() -> str | None:
     return triton.__version__
 
 
-def calibrate(device: torch.device, fp8_product: Callable | None = None) -> dict:
+def calibrate(device: torch.device, fp8_product: Callable | None = None,
+              cpu_has_bf16: bool = True) -> dict:
     """The fact `calibration`: speeds of this host, so that runs on different hosts can be compared.
     What cannot be measured is None. Call it outside the clock, on all ranks: it is a collective.
 
     fp8_product(a, b_t, a_scale, b_scale, dtype) multiplies two FP8 matrices on the device's tensor
-    cores (nanogpt/kernels.py); None if the device has none for FP8.
+    cores (nanogpt/kernels.py); None if the device has none for FP8. A CPU without products in bf16
+    emulates them so slowly that they must be small here.
     """
     cuda = device.type == "cuda"
-    width = 8192 if cuda else 1024
+    width = 8192 if cuda else 1024 if cpu_has_bf16 else 128
     length = 2**28 if cuda else 2**24
     _, world_size = rank_and_world_size()
     matrix = torch.randn(width, width, device=device)
