@@ -140,7 +140,10 @@ def fit(c, presets: dict[str, dict], schedules: dict[str, list], given: dict, cu
     limits.check_ranges(c)
     text = text_of(shards_of(c, "train"), shards_of(c, "val"))
     preset = given.get("preset") or preset_for(text, cuda)
-    laid_over = {name: values | OVER_PRESET for name, values in presets.items()}
+    over_preset = OVER_PRESET
+    if not cuda:  # the preset for CPUs knows the faster precision
+        over_preset = OVER_PRESET | dict(precision=presets["laptop"]["precision"])
+    laid_over = {name: values | over_preset for name, values in presets.items()}
     c = arguments.configure(type(c), laid_over, preset, given)
     require(c.schedule in schedules,
             f"--schedule={c.schedule} is none of {', '.join(schedules)}")

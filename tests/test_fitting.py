@@ -247,6 +247,13 @@ def test_values_that_no_text_fits_are_refused_in_a_sentence(text, keys, sentence
         t.parse_config([text, *keys])
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_a_run_fitted_to_a_cpu_has_the_precision_that_is_fast_there(text, monkeypatch, precision):
+    monkeypatch.setitem(t.PRESETS, "laptop", t.PRESETS["laptop"] | {"precision": precision})
+    assert t.parse_config([text, "--fit", "--preset=char", "--device=cpu"]).precision == precision
+    assert t.parse_config([text, "--fit", "--preset=char", "--device=cpu", "--precision=fp16"]).precision == "fp16"
+
+
 def test_minutes_and_a_number_of_steps_contradict_each_other(text):
     with pytest.raises(BadInput, match="leave out --minutes or --num_steps"):
         t.parse_config([text, "--minutes=1", "--num_steps=20"])
