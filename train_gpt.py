@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc_per_node=8 train_gpt.py    # 8 GPUs: FineWeb to a loss of 3.28
     torchrun --standalone --nproc_per_node=2 train_gpt.py    # fewer GPUs: the same batches
-    python train_gpt.py --preset=laptop                      # about a minute on a CPU
+    python train_gpt.py --preset=laptop                      # one to three minutes on a CPU
     python train_gpt.py --help                               # every key, its meaning and unit
 
 This file holds what decides the result of a run. It reads from top to bottom: (1) configuration,
@@ -274,7 +274,7 @@ ABOUT = {
     "speedrun": "108M weights for each token and tables, for 439M tokens of FineWeb and a loss of "
                 "3.28, on GPUs",
     "onepass": "a model of fewer layers and heads, for 101M tokens that are read once, on GPUs",
-    "laptop": "a small model of bytes, about a minute on a CPU",
+    "laptop": "a small model of bytes, one to three minutes on a CPU",
     "char": "a larger one, to compare precisions on any text",
     "small": "the same with GPT-2's tokens, for texts of less than 60M tokens",
 }
