@@ -154,6 +154,7 @@ class Memory:
         self.document = torch.zeros_like(self.position)  # where the last document begins
         self.last_tokens = torch.zeros(
             model.config.longest_ngram - 1, dtype=torch.int64, device=device)
+        self.tokens = torch.zeros(self.limit, dtype=torch.int64, device=device)  # all of them
         self.clear()
         self.graphs = CudaGraphs([]) if cuda_graph and device.type == "cuda" else None
         self.warm = False
@@ -218,10 +219,13 @@ class Memory:
         position = self.position + torch.arange(-G, len(tokens) - G, device=tokens.device)
         begins = (tokens == model.bos) | (position == 0)
         looked_up = model.look_up(tokens, training=False)
-        first_x, injects = script.embed_inputs(
-            tokens, begins, looked_up["ngrams"], model.weight("lm_head"), model.signs,
+        induced = self.induced_tokens(tokens, position)
+        first_x, injects, induction = script.embed_inputs(
+            tokens, begins, looked_up["ngrams"], induced, model.weight("lm_head"), model.signs,
             model.scalars)
         first_x = x = first_x[G:]
+        if induction is not None:
+            induction = induction[G:]
         value_embeds = looked_up["value_embeds"][G:].chunk(len(self.layers), 1)
         position = position[G:]  # (n,)
         begins = begins[G:]
@@ -244,7 +248,22 @@ class Memory:
         self.last_tokens.copy_(tokens[-G:])
         self.document.copy_(document[-1])
         self.position += len(position)
-        return x, script.late_sources(first_x, outputs, value_embeds[0])
+        return x, script.late_sources(first_x, outputs, value_embeds[0], induction)
+
+    def induced_tokens(self, tokens: Tensor, position: Tensor) -> Tensor | None:
+        """tokens and their positions (G + n,), of which the first G are known already -> the
+        induced tokens (G + n,), or None if the model has none."""
+        model = self.model
+        if not model.config.induction:
+            return None
+        G = len(self.last_tokens)
+        self.tokens.index_copy_(0, position[G:], tokens[G:])
+        # Behind the new tokens stand some of an earlier text, which only come into question for
+        # positions behind them.
+        begins = self.tokens == model.bos
+        begins[0] = True
+        found = self.script.induced_tokens(self.tokens, begins, model.config.induction)
+        return F.pad(found[position[G:]], (G, 0), value=-1)
 
     def find_places(self, position: Tensor, document: Tensor, window: str) -> Places:
         """position, document (n,) of new tokens, all of one block -> the places of their keys, in

@@ -179,6 +179,9 @@ class Config:
     ngram_rows: int = key(
         2_012_160, "rows of that table, for all lengths; n-grams whose hashes have the same "
         "remainder share one")
+    induction: int = key(
+        0, "tokens: where the last so many stood in the document before, all layers are told the "
+        "token that came next there; 0: they are not")
     # evaluation
     target_loss: float = key(3.28, "validation loss to reach, nats per token; 0: none")
     val_tokens: int = key(
@@ -240,7 +243,7 @@ PRESETS: dict[str, dict] = {
         target_loss=3.492),
     "laptop": BYTES | dict(
         num_layers=4, model_dim=128, num_heads=2, head_dim=64, mlp_dim=512,
-        longest_ngram=6, ngram_rows=131_072,
+        longest_ngram=6, ngram_rows=131_072, induction=6,
         schedule="laptop", num_steps=500,
         batch_tokens=2048, seq_len=2048,
         muon_lr=0.04, head_lr=0.007, table_lr=0.3,
@@ -502,11 +505,14 @@ SIGN_ROWS = 8191
 # Learned numbers that weigh the parts of a layer, and their initial values. With x the residual
 # stream, a layer computes (`block`)
 #
-#   x = stream_attn x + o attention(input_of(x)) + first (first stream) + ngram (n-grams)
+#   x = stream_attn x + o attention(input_of(x)) + inject
 #   x = stream_mlp x + down MLP(input_of(x))
+#
+# with inject = first (first stream) + ngram (n-grams) + induction (induced tokens).
 SCALARS = {
     "first": 0.0,
     "ngram": 0.05,
+    "induction": 0.05,
     "v": 0.5,  # of the values inside of attention
     "o": 1.0,
     "stream_attn": 1.1**0.5,
@@ -561,6 +567,7 @@ def parameter_table(c: Config) -> dict[str, Param]:
     H = c.num_heads
     d = c.head_dim
     V = c.vocab_size
+    sources = 6 if c.induction else 5  # of `late_mix`
 
     # Uniform numbers from -a to a have the deviation a / sqrt(3). A deviation of 0.5 D^-0.5 is a
     # bit better than PyTorch's default, D^-0.5 / sqrt(3) (record 21).
@@ -608,12 +615,12 @@ def parameter_table(c: Config) -> dict[str, Param]:
             (4 * L, H * d, D), init=of_attention,
             lr=(c.muon_lr,), **muon),
         "scalars": Param((L, len(SCALARS)), init=constants(*SCALARS.values()), **scalar),
-        # the small network of `late_mix`: 64 hidden units, an amount of each of five sources
+        # the small network of `late_mix`: 64 hidden units, an amount of each source
         "late_in": Param((64, D), init=uniform(D**-0.5), **late),
-        "late_out": Param((5, 64), init=zero, **late),
+        "late_out": Param((sources, 64), init=zero, **late),
         # Half of the third source is subtracted at first (`late_mix` multiplies by 0.1): later
         # layers need what earlier ones have written, the head does not (records 40, 81).
-        "late_bias": Param((5,), init=constants(0, 0, -5, 0, 0), **late),
+        "late_bias": Param((sources,), init=constants(0, 0, -5, *[0] * (sources - 3)), **late),
         # two gates of each attention head: of its output, and of its value embedding
         "gates": Param((L, 2, H, GATE_DIM), init=zero, share="all", **with_head_lr),
     }
@@ -769,45 +776,74 @@ def ngram_hashes(tokens: Tensor, begins: Tensor, longest: int) -> Tensor:
     return torch.stack(hashes)
 
 
-def embed_inputs(tokens: Tensor, begins: Tensor, ngrams: Tensor, embed: Tensor, signs: Tensor,
-                 scalars: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """tokens and begins (T,), the rows of n-grams that they have looked up (G T, D), the embedding
-    (V, D), random signs (SIGN_ROWS, D), scalars (L, len(SCALARS)) -> the first stream, and for each
-    layer what is added to the stream there (T, D): the first stream and the n-grams, weighed by two
-    of the layer's scalars. Nothing crosses the border of a document."""
+def induced_tokens(tokens: Tensor, begins: Tensor, length: int) -> Tensor:
+    """tokens and begins (T,) -> (T,) int64: the token that came next when the last `length` tokens
+    stood in the document before, the last time, or -1 if they did not. Texts repeat themselves, so
+    it often comes next again. Attention can learn to find it ("induction heads", Olsson et al.
+    2022), but here it need not, and this sees the whole document (after Akyürek et al. 2024)."""
+    # 1. Sort the positions, so that those with equal tokens before them stand side by side.
+    documents = begins.cumsum(0)
+    keys = documents * 2**31 + ngram_hashes(tokens, begins, length)[-1]
+    order = keys.argsort(stable=True)  # equal keys stay in the order of the text
+    ordered = keys[order]
+
+    # 2. Each position with the same key as the one before it, in this order, has come again.
+    is_repeated = F.pad(ordered[1:] == ordered[:-1], (1, 0))
+    next_tokens = tokens.roll(-1)
+    found = torch.where(is_repeated, next_tokens[order.roll(1)], -1)
+    return torch.empty_like(found).scatter(0, order, found)
+
+
+def embed_inputs(tokens: Tensor, begins: Tensor, ngrams: Tensor, induced: Tensor | None,
+                 embed: Tensor, signs: Tensor,
+                 scalars: Tensor) -> tuple[Tensor, list[Tensor], Tensor | None]:
+    """tokens and begins (T,), the rows of n-grams that they have looked up (G T, D), the induced
+    tokens (T,) or None, the embedding (V, D), random signs (SIGN_ROWS, D), scalars (L,
+    len(SCALARS)) -> the first stream; for each layer what is added to the stream there (T, D): the
+    first stream, the n-grams and the embedding of the induced tokens, weighed by three of the
+    layer's scalars; and that embedding (T, D) or None. Nothing crosses the border of a document."""
     x = norm(F.embedding(tokens, embed))
     ngrams = ngrams.view(-1, *x.shape)  # (G, T, D), of each length
     hashes = ngram_hashes(tokens, begins, 1 + len(ngrams))  # (G, T)
     ngram = (ngrams * signs[hashes % SIGN_ROWS]).sum(0)  # (T, D)
     of_layers = dict(zip(SCALARS, scalars.unbind(1)))  # (L,) each
     amounts = zip(of_layers["first"], of_layers["ngram"])
-    return x, [of_first * x + of_ngram * ngram for of_first, of_ngram in amounts]
+    injects = [of_first * x + of_ngram * ngram for of_first, of_ngram in amounts]
+    if induced is None:
+        return x, injects, None
+    induction = norm(F.embedding(induced.clamp(min=0), embed)) * (induced >= 0)[:, None]
+    for i, of_induction in enumerate(of_layers["induction"]):
+        injects[i] = injects[i] + of_induction * induction
+    return x, injects, induction
 
 
 class LateWeights(NamedTuple):
-    """The weights of a small network, which decides for each token how much of five sources is
-    added at the end (MUDD, multiway dynamic dense connections: Xiao et al. 2025; record 81)."""
+    """The weights of a small network, which decides for each token how much of S sources is added
+    at the end (MUDD, multiway dynamic dense connections: Xiao et al. 2025; record 81)."""
     w_in: Tensor  # (64, D)
-    w_out: Tensor  # (5, 64)
-    bias: Tensor  # (5,)
+    w_out: Tensor  # (S, 64)
+    bias: Tensor  # (S,)
 
 
-def late_sources(first_x: Tensor, outputs: list[Tensor],
-                 first_value_embed: Tensor) -> tuple[Tensor, ...]:
-    """The five sources of `late_mix`: the first stream; the streams after about a third of the
-    layers, after about two thirds, and before the last layer; and the first value embedding. (With
-    one or two layers an index is -1, so that the source is the stream after the last layer.)"""
+def late_sources(first_x: Tensor, outputs: list[Tensor], first_value_embed: Tensor,
+                 induction: Tensor | None) -> tuple[Tensor, ...]:
+    """The sources of `late_mix`: the first stream; the streams after about a third of the layers,
+    after about two thirds, and before the last layer; the embedding of the induced tokens, if there
+    is one; and the first value embedding. (With one or two layers an index is -1, so that the
+    source is the stream after the last layer.)"""
     L = len(outputs)
-    a_third, two_thirds = outputs[L // 3 - 1], outputs[2 * L // 3 - 1]
-    return first_x, a_third, two_thirds, outputs[L - 2], first_value_embed
+    sources = [first_x, outputs[L // 3 - 1], outputs[2 * L // 3 - 1], outputs[L - 2]]
+    if induction is not None:
+        sources.append(induction)
+    return *sources, first_value_embed
 
 
 def late_mix(x: Tensor, sources: tuple[Tensor, ...], weights: LateWeights) -> Tensor:
-    """x (T, D), the last stream, plus an amount of each source; the sum is normalised. They are the
-    first stream and three later ones (T, D), and the first value embedding (T, H d), which is added
-    to the first channels."""
+    """x (T, D), the last stream, plus an amount of each source; the sum is normalised. The last
+    source is the first value embedding (T, H d), which is added to the first channels, and the
+    others are (T, D)."""
     hidden = F.gelu(F.linear(x, weights.w_in.to(x.dtype)))
-    amounts = F.linear(hidden, weights.w_out.to(x.dtype))  # (T, 5)
+    amounts = F.linear(hidden, weights.w_out.to(x.dtype))  # (T, S)
     amounts = amounts + weights.bias.to(x.dtype)
     *of_streams, of_value = [
         0.1 * amount[:, None] * source for amount, source in zip(amounts.unbind(1), sources)]
@@ -990,8 +1026,12 @@ class GPT(nn.Module):
         if looked_up is None:
             looked_up = self.look_up(tokens, training)
         begins = self.begins(tokens, training)
-        first_x, injects = self.functions.embed_inputs(
-            tokens, begins, looked_up["ngrams"], self.weight("lm_head"), self.signs, self.scalars)
+        induced = None
+        if self.config.induction:
+            induced = induced_tokens(tokens, begins, self.config.induction)
+        first_x, injects, induction = self.functions.embed_inputs(
+            tokens, begins, looked_up["ngrams"], induced, self.weight("lm_head"), self.signs,
+            self.scalars)
         value_embeds = looked_up["value_embeds"].chunk(self.config.num_layers, 1)
         contexts = self.layer_contexts(begins, setting, training, injects, value_embeds)
         weights = self.layer_weights()
@@ -1003,7 +1043,7 @@ class GPT(nn.Module):
         for of_layer in zip(weights, contexts, products):
             x = self.functions.block(x, *of_layer)
             outputs.append(x)
-        return x, late_sources(first_x, outputs, value_embeds[0])
+        return x, late_sources(first_x, outputs, value_embeds[0], induction)
 
     def forward(self, tokens: Tensor, targets: Tensor, setting: Setting, training: bool,
                 looked_up: dict | None = None) -> Tensor:

@@ -290,7 +290,7 @@ def view(long=2, short=1, d=8, score_scale=0.75):
     return t.Setting({"long": long, "short": short}, tuple(slower), score_scale)
 
 
-def plain_gpt(w, signs, tokens, targets, starts, setting, heads, d, longest):
+def plain_gpt(w, signs, tokens, targets, starts, setting, heads, d, longest, induction=0):
     """Sections C.3 to C.6 of the digest as the script simplifies them, layer by layer. w: name -> bank."""
     def rms(x):
         return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
@@ -306,6 +306,8 @@ def plain_gpt(w, signs, tokens, targets, starts, setting, heads, d, longest):
     x0 = rms(x)
     hashes = [torch.tensor(of_length) for of_length in hashes_of(tokens.tolist(), {0, *starts}, longest)]
     ngram = sum(w["ngrams"][of_length % len(w["ngrams"])] * signs[of_length % 8191] for of_length in hashes)
+    induced = induced_by_search(tokens.tolist(), {0, *starts}, induction)
+    copied = torch.stack([0 * x0[0] if token < 0 else rms(w["lm_head"][token]) for token in induced])
     tables = w["value_embeds"].view(len(w["value_embeds"]), L, width)
     own = torch.zeros(length, dtype=torch.bool)
     own[[0, *starts]] = True  # a token that has none before it keeps all of its own
@@ -316,7 +318,7 @@ def plain_gpt(w, signs, tokens, targets, starts, setting, heads, d, longest):
 
     x, outputs = x0, []
     for i in range(L):
-        mix_x0, mix_ngram, mix_v, mix_o, mix_attn, mix_mlp, mix_down = w["scalars"][i]
+        mix_x0, mix_ngram, mix_induction, mix_v, mix_o, mix_attn, mix_mlp, mix_down = w["scalars"][i]
         far = i in ((L - 1) // 2, L - 1)
         u = read(x)
         wq, wk, wv, wo = w["qkvo"][4 * i : 4 * i + 4]
@@ -332,18 +334,32 @@ def plain_gpt(w, signs, tokens, targets, starts, setting, heads, d, longest):
         y = naive_attention(q, k, v, visible["long" if far else "short"])
         y = y * torch.sigmoid(u[:, :12] @ w["gates"][i, 0].T)[:, :, None]
         a = y.reshape(length, width) @ (mix_o * wo)
-        x = mix_attn * x + a + mix_x0 * x0 + mix_ngram * ngram
+        x = mix_attn * x + a + mix_x0 * x0 + mix_ngram * ngram + mix_induction * copied
         x = mix_mlp * x + torch.relu(read(x) @ w["mlp"][2 * i]) ** 2 @ (mix_down * w["mlp"][2 * i + 1]).T
         outputs.append(x)
     inner = x @ w["late_in"].T
     inner = inner * (1 + torch.erf(inner / 2**0.5)) / 2  # GELU
     late = (inner @ w["late_out"].T + w["late_bias"]) / 10
-    for i, source in enumerate((x0, outputs[0], outputs[2], outputs[3])):
+    for i, source in enumerate((x0, outputs[0], outputs[2], outputs[3], *[copied] * (induction > 0))):
         x = x + late[:, i, None] * source
-    x[:, :width] += late[:, 4, None] * tables[tokens, 0]
+    x[:, :width] += late[:, -1, None] * tables[tokens, 0]
     x = rms(x)
     logits = 23 / (1 + torch.exp(-(x @ w["lm_head"].T + 5) / 7.5))
     return (logits.logsumexp(-1) - logits[torch.arange(length), targets]).sum()
+
+
+def induced_by_search(tokens, starts, length):
+    """For each token what came after the last earlier place where the last `length` tokens stood, in its document; or -1.
+    Those before the document count as 0."""
+    starts = sorted(starts)
+    found = []
+    for i in range(len(tokens)):
+        begin = max(start for start in starts if start <= i)
+        document = [0] * length + tokens[begin : i + 1]
+        last = [document[j + 1 : j + 1 + length] for j in range(i + 1 - begin)]
+        same = [begin + j for j in range(i - begin) if length and last[j] == last[-1]]
+        found.append(tokens[same[-1] + 1] if same else -1)
+    return found
 
 
 def hashes_of(tokens, starts, longest):
@@ -363,15 +379,17 @@ def ngram_rows_of(tokens, starts, longest, count):
 
 @pytest.mark.parametrize("width, heads, d, starts, long, short", [
     (32, 4, 8, [0, 100, 290], 2, 1), (16, 2, 8, [50, 257], 3, 2), (64, 2, 16, [0, 128, 130], 3, 1)])
-@pytest.mark.parametrize("longest", [2, 4])
-def test_loss_and_all_gradients_equal_a_plain_version_of_the_specification(width, heads, d, starts, long, short, longest):
-    model = tiny(model_dim=width, num_heads=heads, head_dim=d, longest_ngram=longest)
+@pytest.mark.parametrize("longest, induction", [(2, 0), (4, 0), (3, 2)])
+def test_loss_and_all_gradients_equal_a_plain_version_of_the_specification(width, heads, d, starts, long, short, longest, induction):
+    model = tiny(model_dim=width, num_heads=heads, head_dim=d, longest_ngram=longest, induction=induction)
     seen = view(long, short, d)
     tokens, targets = tokens_of(starts, 384), tokens_of([7], 384, seed=5)
+    if induction:  # few kinds of tokens, so that many pairs come again
+        tokens = torch.where(tokens == BOS, BOS, tokens % 7)
     loss = model(tokens, targets, seen, True)
     loss.backward()
     w = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
-    reference = plain_gpt(w, model.signs, tokens, targets, starts, seen, heads, d, longest)
+    reference = plain_gpt(w, model.signs, tokens, targets, starts, seen, heads, d, longest, induction)
     reference.backward()
     assert loss.item() == pytest.approx(reference.item(), rel=1e-10)
     assert all(p.grad is not None for p in model.parameters())
@@ -394,7 +412,21 @@ def test_loss_and_all_gradients_equal_a_plain_version_of_the_specification(width
         else:
             torch.testing.assert_close(p.grad, dense[name], rtol=1e-10, atol=1e-12, msg=name)
     reached = (model.scalars.grad != 0).sum(0).tolist()  # each mixing weight is used where the digest has it
-    assert reached == [5] * 7
+    assert reached == [5, 5, 5 * (induction > 0), 5, 5, 5, 5, 5]
+
+
+@pytest.mark.parametrize("length, kinds", [(2, 3), (3, 3), (6, 2), (2, 200)])
+@pytest.mark.parametrize("starts", [[0], [0, 1, 2, 40, 41, 200], range(0, 300, 13)])
+def test_induced_tokens_are_those_that_a_search_through_the_document_finds(length, kinds, starts):
+    tokens = torch.randint(0, kinds, (300,), generator=torch.Generator().manual_seed(length))
+    begins = torch.zeros(300, dtype=torch.bool)
+    begins[[*starts]] = True
+    found = t.induced_tokens(tokens, begins, length)
+    assert found.tolist() == induced_by_search(tokens.tolist(), starts, length)
+    assert kinds == 200 or len(starts) > 20 or (found >= 0).sum() > 50, "else it would show little"
+    changed = tokens.clone()
+    changed[150:] = 1 - changed[150:].clamp(max=1)
+    assert torch.equal(t.induced_tokens(changed, begins, length)[:150], found[:150]), "later tokens are not seen"
 
 
 # -------------------------------------------------------------------------------- a sample of the vocabulary
@@ -682,7 +714,7 @@ def test_the_default_has_as_many_weights_as_its_sizes_say():
     assert size["qkvo"] == 8 * 4 * 768**2 and size["mlp"] == 8 * 2 * 768 * 4096
     assert size["lm_head"] == 50304 * 768 and size["value_embeds"] == 8 * 50304 * 768
     assert size["ngrams"] == 40 * 50304 * 768
-    assert size["scalars"] == 8 * 7 and size["gates"] == 8 * 2 * 6 * 12
+    assert size["scalars"] == 8 * 8 and size["gates"] == 8 * 2 * 6 * 12
     assert size["late_in"] + size["late_out"] + size["late_bias"] == 64 * 768 + 5 * 64 + 5
     active, in_tables = t.num_weights(t.Config())
     assert in_tables == 48 * 50304 * 768 and active == sum(size.values()) - in_tables
@@ -732,7 +764,7 @@ def test_initial_weights_are_as_specified_and_depend_on_the_seed_but_not_on_the_
     assert one.late_bias.tolist() == [0, 0, -5, 0, 0]  # half of the middle layer is taken out
     assert 0.99 / 64**0.5 < one.late_in.abs().max() <= 1 / 64**0.5
     for row in one.scalars.tolist():
-        assert dict(zip(t.SCALARS, row)) == pytest.approx({"first": 0, "ngram": 0.05, "v": 0.5, "o": 1, "stream_attn": 1.1**0.5,
+        assert dict(zip(t.SCALARS, row)) == pytest.approx({"first": 0, "ngram": 0.05, "induction": 0.05, "v": 0.5, "o": 1, "stream_attn": 1.1**0.5,
                                                            "stream_mlp": 1.1**0.5, "down": 1})
 
 
