@@ -14,6 +14,7 @@ of tokens that are appended at a time.
 import argparse
 import codecs
 import math
+import os
 import select
 import signal
 import sys
@@ -258,8 +259,8 @@ class Memory:
             return None
         G = len(self.last_tokens)
         self.tokens.index_copy_(0, position[G:], tokens[G:])
-        # Behind the new tokens stand some of an earlier text, which only come into question for
-        # positions behind them.
+        # Places behind the new tokens may still hold an earlier text. The search only looks back,
+        # so they change nothing for the new tokens.
         begins = self.tokens == model.bos
         begins[0] = True
         found = self.script.induced_tokens(self.tokens, begins, model.config.induction)
@@ -485,8 +486,8 @@ def texts_to_continue(options: argparse.Namespace) -> Iterator[str]:
     while True:
         print("text to continue: ", end="", file=sys.stderr, flush=True)
         # Once a GPU is in use, Ctrl-C does not end input(), which goes on reading after a signal.
-        while not select.select([sys.stdin], [], [], 0.2)[0]:
-            pass
+        while os.name != "nt" and not select.select([sys.stdin], [], [], 0.2)[0]:
+            pass  # (Windows has no `select` for a console)
         try:
             text = input()
         except EOFError:  # Ctrl-D

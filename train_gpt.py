@@ -777,17 +777,18 @@ def ngram_hashes(tokens: Tensor, begins: Tensor, longest: int) -> Tensor:
 
 
 def induced_tokens(tokens: Tensor, begins: Tensor, length: int) -> Tensor:
-    """tokens and begins (T,) -> (T,) int64: the token that came next when the last `length` tokens
-    stood in the document before, the last time, or -1 if they did not. Texts repeat themselves, so
-    it often comes next again. Attention can learn to find it ("induction heads", Olsson et al.
-    2022), but here it need not, and this sees the whole document (after Akyürek et al. 2024)."""
+    """tokens and begins (T,) -> (T,) int64. For each position: the token that followed the latest
+    earlier place in the document with the same last `length` tokens, or -1 if there is none. Texts
+    repeat themselves, so it often follows again. Attention can learn to find it ("induction heads",
+    Olsson et al. 2022), but only inside its window (after Akyürek et al. 2024)."""
     # 1. Sort the positions, so that those with equal tokens before them stand side by side.
     documents = begins.cumsum(0)
     keys = documents * 2**31 + ngram_hashes(tokens, begins, length)[-1]
     order = keys.argsort(stable=True)  # equal keys stay in the order of the text
     ordered = keys[order]
 
-    # 2. Each position with the same key as the one before it, in this order, has come again.
+    # 2. If the key before in this order is equal, it is that of the latest earlier place with the
+    # same tokens. Take what followed there.
     is_repeated = F.pad(ordered[1:] == ordered[:-1], (1, 0))
     next_tokens = tokens.roll(-1)
     found = torch.where(is_repeated, next_tokens[order.roll(1)], -1)
@@ -1131,7 +1132,7 @@ def model_of(content: dict, device: torch.device) -> GPT:
             f"weights of {' and '.join(differing[:2])}; {remedy}")
     for name, param in table.items():
         require(tuple(content["weights"][name].shape) == param.shape,
-                f"the checkpoint's weights of {name} do not fit its configuration")
+                f"the checkpoint's weights of {name} do not fit its configuration; {remedy}")
     model = GPT(c, device)
     model.load_state_dict(content["weights"])
     for bank in model.parameters():

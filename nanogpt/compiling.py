@@ -89,10 +89,10 @@ class Compiled:
     `report(what, seconds)`, where `seconds` is how long the call took.
 
     `sources` identifies the project's source files, all of them: a hash. With it, graphs are kept
-    on disk for later runs. Then nothing that the function reads may change without a change of
-    these files, but its arguments and the constants of its own module (`globals_read`). With
-    `dynamic`, sizes are inputs of a graph, so that one graph serves many sizes: all for which the
-    function takes the same branches. (A size of 1 has a graph of its own.)
+    on disk for later runs. Then its results may depend on nothing but its arguments, these files
+    and the constants of its own module (`globals_read`). With `dynamic`, sizes are inputs of a
+    graph, so that one graph serves many sizes: all for which the function takes the same branches.
+    (A size of 1 has a graph of its own.)
 
     The first argument is a tensor. A CUDA graph cannot contain compilation: call the function once
     before you capture it."""
@@ -229,6 +229,8 @@ def form(value, dynamic: bool = False):
         return kind, shape, str(value.dtype), str(value.device), value.requires_grad
     if isinstance(value, CONSTANTS):
         return kind, repr(value)
+    if isinstance(value, type):
+        return kind, value.__module__, value.__qualname__
     if isinstance(value, tuple | list):
         return kind, *[form(item, dynamic) for item in value]
     if isinstance(value, dict):
@@ -248,7 +250,8 @@ def globals_read(function: FunctionType, args: tuple) -> dict[str, object]:
     """The constants, collections and functions that stand in the function's module and that it
     reads when it is traced: name -> form. The source files alone may not decide their values, as in
     `WIDE = "WIDE" in os.environ`. Besides its own code this follows the functions and classes of
-    the module that it names, and the methods of its arguments. Other modules are not followed."""
+    the module that it names, and the methods of its arguments; not other modules, the attributes
+    of classes, nor functions that are arguments."""
     found = {}
     codes = codes_of(function)
     for kind in kinds_in(args):
@@ -261,10 +264,10 @@ def globals_read(function: FunctionType, args: tuple) -> dict[str, object]:
             value = function.__globals__[name]
             if not isinstance(value, (*CONSTANTS, *COLLECTIONS, *CODE)):
                 continue
-            found[name] = name if isinstance(value, type) else form(value)
+            found[name] = form(value)
             if isinstance(value, CODE) and value.__module__ == function.__module__:
                 codes += codes_of(value)
-    return found
+    return dict(sorted(found.items()))
 
 
 def codes_of(value: FunctionType | type) -> list[CodeType]:

@@ -487,6 +487,11 @@ def test_calibration_multiplies_fp8_if_it_is_given_a_product():
     assert products == 6 * [(square, square, torch.float8_e4m3fn, torch.bfloat16, True)]
 
 
+def test_where_a_cpu_only_emulates_bf16_its_speed_is_not_measured():
+    speeds = journal.calibrate(CPU, cpu_has_bf16=False)
+    assert speeds["bf16_matmul_tflops"] is None and speeds["copy_gb_per_s"] > 0
+
+
 def test_a_speed_is_that_of_the_median_of_five_calls_after_the_first(monkeypatch):
     now, durations = [0.0], iter([100.0, 5.0, 1.0, 3.0, 2.0, 4.0])
     monkeypatch.setattr(journal.time, "perf_counter", lambda: now[0])
