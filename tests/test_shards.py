@@ -245,7 +245,8 @@ def test_a_shard_that_changes_during_the_run_is_named(tmp_path, change):
     changed = write_shard(tmp_path / "changed.bin", GOOD)
     alter(changed)
     path.unlink() if change == "gone" else changed.replace(path)
-    with pytest.raises(shards.ShardError, match=f"x.bin .*{part}"):
+    # Another thread reads ahead. If it had the file open just then, it finds on closing that this is not the file any more.
+    with pytest.raises(shards.ShardError, match=f"x.bin .*({part}|has changed since the run began)"):
         for _ in batches:
             pass
 
