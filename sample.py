@@ -222,11 +222,9 @@ class Memory:
         looked_up = model.look_up(tokens, training=False)
         induced = self.induced_tokens(tokens, position)
         first_x, injects, induction = script.embed_inputs(
-            tokens, begins, looked_up["ngrams"], induced, model.weight("lm_head"), model.signs,
-            model.scalars)
+            tokens, begins, looked_up["ngrams"], induced, model.weight("lm_head"),
+            model.match_lengths, model.signs, model.scalars)
         first_x = x = first_x[G:]
-        if induction is not None:
-            induction = induction[G:]
         value_embeds = looked_up["value_embeds"][G:].chunk(len(self.layers), 1)
         position = position[G:]  # (n,)
         begins = begins[G:]
@@ -249,22 +247,21 @@ class Memory:
         self.last_tokens.copy_(tokens[-G:])
         self.document.copy_(document[-1])
         self.position += len(position)
-        return x, script.late_sources(first_x, outputs, value_embeds[0], induction)
+        return x, script.late_sources(first_x, outputs, induction[G:], value_embeds[0])
 
-    def induced_tokens(self, tokens: Tensor, position: Tensor) -> Tensor | None:
+    def induced_tokens(self, tokens: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
         """tokens and their positions (G + n,), of which the first G are known already -> the
-        induced tokens (G + n,), or None if the model has none."""
+        induced tokens and the lengths of their matches (G + n,), 0 for the first G."""
         model = self.model
-        if not model.config.induction:
-            return None
         G = len(self.last_tokens)
         self.tokens.index_copy_(0, position[G:], tokens[G:])
         # Places behind the new tokens may still hold an earlier text. The search only looks back,
         # so they change nothing for the new tokens.
         begins = self.tokens == model.bos
         begins[0] = True
-        found = self.script.induced_tokens(self.tokens, begins, model.config.induction)
-        return F.pad(found[position[G:]], (G, 0), value=-1)
+        found = self.script.induced_tokens(self.tokens, begins, model.config.longest_ngram)
+        induced, length = (F.pad(of_all[position[G:]], (G, 0)) for of_all in found)
+        return induced, length
 
     def find_places(self, position: Tensor, document: Tensor, window: str) -> Places:
         """position, document (n,) of new tokens, all of one block -> the places of their keys, in

@@ -179,9 +179,6 @@ class Config:
     ngram_rows: int = key(
         2_012_160, "rows of that table, for all lengths; n-grams whose hashes have the same "
         "remainder share one")
-    induction: int = key(
-        0, "tokens: where the last so many stood in the document before, all layers are told the "
-        "token that came next there; 0: they are not")
     # evaluation
     target_loss: float = key(3.28, "validation loss to reach, nats per token; 0: none")
     val_tokens: int = key(
@@ -239,11 +236,11 @@ PRESETS: dict[str, dict] = {
     "speedrun": {},
     "onepass": dict(
         num_layers=6, num_heads=4, mlp_dim=5632,
-        num_steps=1145, batch_tokens=131_072,
+        num_steps=1080, batch_tokens=131_072,
         target_loss=3.492),
     "laptop": BYTES | dict(
         num_layers=4, model_dim=128, num_heads=2, head_dim=64, mlp_dim=512,
-        longest_ngram=6, ngram_rows=131_072, induction=6,
+        longest_ngram=6, ngram_rows=131_072,
         schedule="laptop", num_steps=500,
         batch_tokens=2048, seq_len=2048,
         muon_lr=0.04, head_lr=0.007, table_lr=0.3,
@@ -276,7 +273,7 @@ PRESETS: dict[str, dict] = {
 ABOUT = {
     "speedrun": "108M weights for each token and tables, for 439M tokens of FineWeb and a loss of "
                 "3.28, on GPUs",
-    "onepass": "a model of fewer layers and heads, for 101M tokens that are read once, on GPUs",
+    "onepass": "a model of fewer layers and heads, for 95M tokens that are read once, on GPUs",
     "laptop": "a small model of bytes, one to three minutes on a CPU",
     "char": "a larger one, to compare precisions on any text",
     "small": "the same with GPT-2's tokens, for texts of less than 60M tokens",
@@ -508,11 +505,10 @@ SIGN_ROWS = 8191
 #   x = stream_attn x + o attention(input_of(x)) + inject
 #   x = stream_mlp x + down MLP(input_of(x))
 #
-# with inject = first (first stream) + ngram (n-grams) + induction (induced tokens).
+# with inject = first (first stream) + past (n-grams and induced tokens, `embed_inputs`).
 SCALARS = {
     "first": 0.0,
-    "ngram": 0.05,
-    "induction": 0.05,
+    "past": 0.05,
     "v": 0.5,  # of the values inside of attention
     "o": 1.0,
     "stream_attn": 1.1**0.5,
@@ -567,7 +563,6 @@ def parameter_table(c: Config) -> dict[str, Param]:
     H = c.num_heads
     d = c.head_dim
     V = c.vocab_size
-    sources = 6 if c.induction else 5  # of `late_mix`
 
     # Uniform numbers from -a to a have the deviation a / sqrt(3). A deviation of 0.5 D^-0.5 is a
     # bit better than PyTorch's default, D^-0.5 / sqrt(3) (record 21).
@@ -615,12 +610,14 @@ def parameter_table(c: Config) -> dict[str, Param]:
             (4 * L, H * d, D), init=of_attention,
             lr=(c.muon_lr,), **muon),
         "scalars": Param((L, len(SCALARS)), init=constants(*SCALARS.values()), **scalar),
-        # the small network of `late_mix`: 64 hidden units, an amount of each source
+        # a vector for each length that a match of `induced_tokens` can have
+        "match_lengths": Param((c.longest_ngram + 1, D), init=zero, **scalar),
+        # the small network of `late_mix`: 64 hidden units, an amount of each of six sources
         "late_in": Param((64, D), init=uniform(D**-0.5), **late),
-        "late_out": Param((sources, 64), init=zero, **late),
+        "late_out": Param((6, 64), init=zero, **late),
         # Half of the third source is subtracted at first (`late_mix` multiplies by 0.1): later
         # layers need what earlier ones have written, the head does not (records 40, 81).
-        "late_bias": Param((sources,), init=constants(0, 0, -5, *[0] * (sources - 3)), **late),
+        "late_bias": Param((6,), init=constants(0, 0, -5, 0, 0, 0), **late),
         # two gates of each attention head: of its output, and of its value embedding
         "gates": Param((L, 2, H, GATE_DIM), init=zero, share="all", **with_head_lr),
     }
@@ -776,67 +773,78 @@ def ngram_hashes(tokens: Tensor, begins: Tensor, longest: int) -> Tensor:
     return torch.stack(hashes)
 
 
-def induced_tokens(tokens: Tensor, begins: Tensor, length: int) -> Tensor:
-    """tokens and begins (T,) -> (T,) int64. For each position: the token that followed the latest
-    earlier place in the document with the same last `length` tokens, or -1 if there is none. Texts
-    repeat themselves, so it often follows again. Attention can learn to find it ("induction heads",
-    Olsson et al. 2022), but only inside its window (after Akyürek et al. 2024)."""
-    # 1. Sort the positions, so that those with equal tokens before them stand side by side.
-    documents = begins.cumsum(0)
-    keys = documents * 2**31 + ngram_hashes(tokens, begins, length)[-1]
-    order = keys.argsort(stable=True)  # equal keys stay in the order of the text
-    ordered = keys[order]
+def induced_tokens(tokens: Tensor, begins: Tensor, longest: int) -> tuple[Tensor, Tensor]:
+    """tokens and begins (T,) -> the induced token of each position, and the length of its match,
+    both (T,) int64. A match is an earlier place in the document with the same last n tokens, for
+    the largest n up to `longest` for which there is one. The induced token is the one that came
+    next there; of several matches the latest counts. Where there is none, both are 0.
+
+    Texts repeat themselves, so the induced token often is what comes next. Attention can learn to
+    find it ("induction heads", Olsson et al. 2022), but only inside its window (after Akyürek et
+    al. 2024)."""
+    # 1. Sort the positions for each length, so that those with equal last tokens stand side by
+    # side, in the order of the text.
+    hashes = torch.cat((tokens[None], ngram_hashes(tokens, begins, longest)))  # (longest, T)
+    keys = begins.cumsum(0) * 2**31 + hashes  # of other documents other keys
+    order = keys.argsort(dim=1, stable=True)
+    keys = keys.gather(1, order)
 
     # 2. If the key before in this order is equal, it is that of the latest earlier place with the
-    # same tokens. Take what followed there.
-    is_repeated = F.pad(ordered[1:] == ordered[:-1], (1, 0))
-    next_tokens = tokens.roll(-1)
-    found = torch.where(is_repeated, next_tokens[order.roll(1)], -1)
-    return torch.empty_like(found).scatter(0, order, found)
+    # same tokens.
+    is_repeated = F.pad(keys[:, 1:] == keys[:, :-1], (1, 0))
+    before = torch.where(is_repeated, order.roll(1, 1), -1)
+    places = torch.empty_like(before).scatter(1, order, before)  # (longest, T)
+
+    # 3. Where there is a match of some length, there are also those of all shorter lengths.
+    length = (places >= 0).sum(0)
+    place = places.gather(0, (length - 1).clamp(min=0)[None])[0]
+    return torch.where(length > 0, tokens.roll(-1)[place], 0), length
 
 
-def embed_inputs(tokens: Tensor, begins: Tensor, ngrams: Tensor, induced: Tensor | None,
-                 embed: Tensor, signs: Tensor,
-                 scalars: Tensor) -> tuple[Tensor, list[Tensor], Tensor | None]:
-    """tokens and begins (T,), the rows of n-grams that they have looked up (G T, D), the induced
-    tokens (T,) or None, the embedding (V, D), random signs (SIGN_ROWS, D), scalars (L,
-    len(SCALARS)) -> the first stream; for each layer what is added to the stream there (T, D): the
-    first stream, the n-grams and the embedding of the induced tokens, weighed by three of the
-    layer's scalars; and that embedding (T, D) or None. Nothing crosses the border of a document."""
+def embed_inputs(tokens: Tensor, begins: Tensor, ngrams: Tensor, induced: tuple[Tensor, Tensor],
+                 embed: Tensor, of_lengths: Tensor, signs: Tensor,
+                 scalars: Tensor) -> tuple[Tensor, list[Tensor], Tensor]:
+    """tokens and begins (T,), the rows of n-grams that they have looked up (G T, D), what
+    `induced_tokens` returns, the embedding (V, D), the bank `match_lengths`, random signs
+    (SIGN_ROWS, D), scalars (L, len(SCALARS)) -> the first stream (T, D); for each layer what is
+    added to the stream there (T, D); and the embedding of the induced tokens (T, D), 0 where there
+    is none. Nothing crosses the border of a document."""
+    # 1. The first stream.
     x = norm(F.embedding(tokens, embed))
+
+    # 2. The last tokens: rows of their n-grams, and what came next where they stood before.
     ngrams = ngrams.view(-1, *x.shape)  # (G, T, D), of each length
     hashes = ngram_hashes(tokens, begins, 1 + len(ngrams))  # (G, T)
-    ngram = (ngrams * signs[hashes % SIGN_ROWS]).sum(0)  # (T, D)
+    induced_token, length = induced
+    # A gradient of the embedding from here would take longer, and was found to gain nothing.
+    induction = norm(F.embedding(induced_token, embed.detach())) * (length > 0)[:, None]
+    past = (ngrams * signs[hashes % SIGN_ROWS]).sum(0)
+    past = past + induction + F.embedding(length, of_lengths).to(x.dtype)
+
+    # 3. Each layer takes some of both.
     of_layers = dict(zip(SCALARS, scalars.unbind(1)))  # (L,) each
-    amounts = zip(of_layers["first"], of_layers["ngram"])
-    injects = [of_first * x + of_ngram * ngram for of_first, of_ngram in amounts]
-    if induced is None:
-        return x, injects, None
-    induction = norm(F.embedding(induced.clamp(min=0), embed)) * (induced >= 0)[:, None]
-    for i, of_induction in enumerate(of_layers["induction"]):
-        injects[i] = injects[i] + of_induction * induction
+    amounts = zip(of_layers["first"], of_layers["past"])
+    injects = [of_first * x + of_past * past for of_first, of_past in amounts]
     return x, injects, induction
 
 
 class LateWeights(NamedTuple):
-    """The weights of a small network, which decides for each token how much of S sources is added
+    """The weights of a small network, which decides for each token how much of six sources is added
     at the end (MUDD, multiway dynamic dense connections: Xiao et al. 2025; record 81)."""
     w_in: Tensor  # (64, D)
-    w_out: Tensor  # (S, 64)
-    bias: Tensor  # (S,)
+    w_out: Tensor  # (6, 64)
+    bias: Tensor  # (6,)
 
 
-def late_sources(first_x: Tensor, outputs: list[Tensor], first_value_embed: Tensor,
-                 induction: Tensor | None) -> tuple[Tensor, ...]:
+def late_sources(first_x: Tensor, outputs: list[Tensor], induction: Tensor,
+                 first_value_embed: Tensor) -> tuple[Tensor, ...]:
     """The sources of `late_mix`: the first stream; the streams after about a third of the layers,
-    after about two thirds, and before the last layer; the embedding of the induced tokens, if there
-    is one; and the first value embedding. (With one or two layers an index is -1, so that the
-    source is the stream after the last layer.)"""
+    after about two thirds, and before the last layer; the embedding of the induced tokens; and the
+    first value embedding. (With one or two layers an index is -1, so that the source is the stream
+    after the last layer.)"""
     L = len(outputs)
-    sources = [first_x, outputs[L // 3 - 1], outputs[2 * L // 3 - 1], outputs[L - 2]]
-    if induction is not None:
-        sources.append(induction)
-    return *sources, first_value_embed
+    of_layers = outputs[L // 3 - 1], outputs[2 * L // 3 - 1], outputs[L - 2]
+    return first_x, *of_layers, induction, first_value_embed
 
 
 def late_mix(x: Tensor, sources: tuple[Tensor, ...], weights: LateWeights) -> Tensor:
@@ -844,7 +852,7 @@ def late_mix(x: Tensor, sources: tuple[Tensor, ...], weights: LateWeights) -> Te
     source is the first value embedding (T, H d), which is added to the first channels, and the
     others are (T, D)."""
     hidden = F.gelu(F.linear(x, weights.w_in.to(x.dtype)))
-    amounts = F.linear(hidden, weights.w_out.to(x.dtype))  # (T, S)
+    amounts = F.linear(hidden, weights.w_out.to(x.dtype))  # (T, 6)
     amounts = amounts + weights.bias.to(x.dtype)
     *of_streams, of_value = [
         0.1 * amount[:, None] * source for amount, source in zip(amounts.unbind(1), sources)]
@@ -1027,12 +1035,10 @@ class GPT(nn.Module):
         if looked_up is None:
             looked_up = self.look_up(tokens, training)
         begins = self.begins(tokens, training)
-        induced = None
-        if self.config.induction:
-            induced = induced_tokens(tokens, begins, self.config.induction)
+        induced = induced_tokens(tokens, begins, self.config.longest_ngram)
         first_x, injects, induction = self.functions.embed_inputs(
-            tokens, begins, looked_up["ngrams"], induced, self.weight("lm_head"), self.signs,
-            self.scalars)
+            tokens, begins, looked_up["ngrams"], induced, self.weight("lm_head"),
+            self.match_lengths, self.signs, self.scalars)
         value_embeds = looked_up["value_embeds"].chunk(self.config.num_layers, 1)
         contexts = self.layer_contexts(begins, setting, training, injects, value_embeds)
         weights = self.layer_weights()
@@ -1044,7 +1050,7 @@ class GPT(nn.Module):
         for of_layer in zip(weights, contexts, products):
             x = self.functions.block(x, *of_layer)
             outputs.append(x)
-        return x, late_sources(first_x, outputs, value_embeds[0], induction)
+        return x, late_sources(first_x, outputs, induction, value_embeds[0])
 
     def forward(self, tokens: Tensor, targets: Tensor, setting: Setting, training: bool,
                 looked_up: dict | None = None) -> Tensor:

@@ -54,8 +54,6 @@ def check_values(c, schedules: dict[str, list], precisions: dict) -> None:
         require(value <= 1, f"--{name}={value} is a part of the steps, so it must be at most 1")
     require(2 <= c.longest_ngram <= 32,
             f"--longest_ngram={c.longest_ngram} must be at least 2 and at most 32")
-    require(c.induction == 0 or 2 <= c.induction <= 32,
-            f"--induction={c.induction} must be 0, or at least 2 and at most 32")
     require(0 < c.join_timeout <= 10_000,
             f"--join_timeout={c.join_timeout} must be above 0 and at most 10,000 minutes")
     check_texts(c)

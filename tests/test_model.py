@@ -290,7 +290,7 @@ def view(long=2, short=1, d=8, score_scale=0.75):
     return t.Setting({"long": long, "short": short}, tuple(slower), score_scale)
 
 
-def plain_gpt(w, signs, tokens, targets, starts, setting, heads, d, longest, induction=0):
+def plain_gpt(w, signs, tokens, targets, starts, setting, heads, d, longest):
     """Sections C.3 to C.6 of the digest as the script simplifies them, layer by layer. w: name -> bank."""
     def rms(x):
         return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
@@ -306,8 +306,9 @@ def plain_gpt(w, signs, tokens, targets, starts, setting, heads, d, longest, ind
     x0 = rms(x)
     hashes = [torch.tensor(of_length) for of_length in hashes_of(tokens.tolist(), {0, *starts}, longest)]
     ngram = sum(w["ngrams"][of_length % len(w["ngrams"])] * signs[of_length % 8191] for of_length in hashes)
-    induced = induced_by_search(tokens.tolist(), {0, *starts}, induction)
-    copied = torch.stack([0 * x0[0] if token < 0 else rms(w["lm_head"][token]) for token in induced])
+    induced = induced_by_search(tokens.tolist(), {0, *starts}, longest)
+    copied = torch.stack([rms(w["lm_head"].detach()[token]) if length else 0 * x0[0] for token, length in induced])
+    past = ngram + copied + torch.stack([w["match_lengths"][length] for _, length in induced])
     tables = w["value_embeds"].view(len(w["value_embeds"]), L, width)
     own = torch.zeros(length, dtype=torch.bool)
     own[[0, *starts]] = True  # a token that has none before it keeps all of its own
@@ -318,7 +319,7 @@ def plain_gpt(w, signs, tokens, targets, starts, setting, heads, d, longest, ind
 
     x, outputs = x0, []
     for i in range(L):
-        mix_x0, mix_ngram, mix_induction, mix_v, mix_o, mix_attn, mix_mlp, mix_down = w["scalars"][i]
+        mix_x0, mix_past, mix_v, mix_o, mix_attn, mix_mlp, mix_down = w["scalars"][i]
         far = i in ((L - 1) // 2, L - 1)
         u = read(x)
         wq, wk, wv, wo = w["qkvo"][4 * i : 4 * i + 4]
@@ -334,13 +335,13 @@ def plain_gpt(w, signs, tokens, targets, starts, setting, heads, d, longest, ind
         y = naive_attention(q, k, v, visible["long" if far else "short"])
         y = y * torch.sigmoid(u[:, :12] @ w["gates"][i, 0].T)[:, :, None]
         a = y.reshape(length, width) @ (mix_o * wo)
-        x = mix_attn * x + a + mix_x0 * x0 + mix_ngram * ngram + mix_induction * copied
+        x = mix_attn * x + a + mix_x0 * x0 + mix_past * past
         x = mix_mlp * x + torch.relu(read(x) @ w["mlp"][2 * i]) ** 2 @ (mix_down * w["mlp"][2 * i + 1]).T
         outputs.append(x)
     inner = x @ w["late_in"].T
     inner = inner * (1 + torch.erf(inner / 2**0.5)) / 2  # GELU
     late = (inner @ w["late_out"].T + w["late_bias"]) / 10
-    for i, source in enumerate((x0, outputs[0], outputs[2], outputs[3], *[copied] * (induction > 0))):
+    for i, source in enumerate((x0, outputs[0], outputs[2], outputs[3], copied)):
         x = x + late[:, i, None] * source
     x[:, :width] += late[:, -1, None] * tables[tokens, 0]
     x = rms(x)
@@ -348,17 +349,21 @@ def plain_gpt(w, signs, tokens, targets, starts, setting, heads, d, longest, ind
     return (logits.logsumexp(-1) - logits[torch.arange(length), targets]).sum()
 
 
-def induced_by_search(tokens, starts, length):
-    """For each token what came after the last earlier place where the last `length` tokens stood, in its document; or -1.
-    Those before the document count as 0."""
+def induced_by_search(tokens, starts, longest):
+    """For each token what came after the last earlier place in its document where the last n tokens stood, and n: the
+    largest one up to `longest` that there is, or (0, 0). Tokens before the document count as 0."""
     starts = sorted(starts)
     found = []
     for i in range(len(tokens)):
         begin = max(start for start in starts if start <= i)
-        document = [0] * length + tokens[begin : i + 1]
-        last = [document[j + 1 : j + 1 + length] for j in range(i + 1 - begin)]
-        same = [begin + j for j in range(i - begin) if length and last[j] == last[-1]]
-        found.append(tokens[same[-1] + 1] if same else -1)
+        document = [0] * longest + tokens[begin : i + 1]
+        match = 0, 0
+        for n in range(1, longest + 1):
+            last = [document[j - n : j] for j in range(longest + 1, len(document) + 1)]
+            same = [begin + j for j in range(i - begin) if last[j] == last[-1]]
+            if same:
+                match = tokens[same[-1] + 1], n
+        found.append(match)
     return found
 
 
@@ -379,17 +384,17 @@ def ngram_rows_of(tokens, starts, longest, count):
 
 @pytest.mark.parametrize("width, heads, d, starts, long, short", [
     (32, 4, 8, [0, 100, 290], 2, 1), (16, 2, 8, [50, 257], 3, 2), (64, 2, 16, [0, 128, 130], 3, 1)])
-@pytest.mark.parametrize("longest, induction", [(2, 0), (4, 0), (3, 2)])
-def test_loss_and_all_gradients_equal_a_plain_version_of_the_specification(width, heads, d, starts, long, short, longest, induction):
-    model = tiny(model_dim=width, num_heads=heads, head_dim=d, longest_ngram=longest, induction=induction)
+@pytest.mark.parametrize("longest, kinds", [(2, 384), (4, 7), (3, 50)])
+def test_loss_and_all_gradients_equal_a_plain_version_of_the_specification(width, heads, d, starts, long, short, longest, kinds):
+    """With fewer `kinds` of tokens more and longer n-grams come again."""
+    model = tiny(model_dim=width, num_heads=heads, head_dim=d, longest_ngram=longest)
     seen = view(long, short, d)
     tokens, targets = tokens_of(starts, 384), tokens_of([7], 384, seed=5)
-    if induction:  # few kinds of tokens, so that many pairs come again
-        tokens = torch.where(tokens == BOS, BOS, tokens % 7)
+    tokens = torch.where(tokens == BOS, BOS, tokens % kinds)
     loss = model(tokens, targets, seen, True)
     loss.backward()
     w = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
-    reference = plain_gpt(w, model.signs, tokens, targets, starts, seen, heads, d, longest, induction)
+    reference = plain_gpt(w, model.signs, tokens, targets, starts, seen, heads, d, longest)
     reference.backward()
     assert loss.item() == pytest.approx(reference.item(), rel=1e-10)
     assert all(p.grad is not None for p in model.parameters())
@@ -412,21 +417,22 @@ def test_loss_and_all_gradients_equal_a_plain_version_of_the_specification(width
         else:
             torch.testing.assert_close(p.grad, dense[name], rtol=1e-10, atol=1e-12, msg=name)
     reached = (model.scalars.grad != 0).sum(0).tolist()  # each mixing weight is used where the digest has it
-    assert reached == [5, 5, 5 * (induction > 0), 5, 5, 5, 5, 5]
+    assert reached == [5, 5, 5, 5, 5, 5, 5]
 
 
-@pytest.mark.parametrize("length, kinds", [(2, 3), (3, 3), (6, 2), (2, 200)])
+@pytest.mark.parametrize("longest, kinds", [(2, 3), (3, 3), (6, 2), (2, 200)])
 @pytest.mark.parametrize("starts", [[0], [0, 1, 2, 40, 41, 200], range(0, 300, 13)])
-def test_induced_tokens_are_those_that_a_search_through_the_document_finds(length, kinds, starts):
-    tokens = torch.randint(0, kinds, (300,), generator=torch.Generator().manual_seed(length))
+def test_induced_tokens_are_those_that_a_search_through_the_document_finds(longest, kinds, starts):
+    tokens = torch.randint(0, kinds, (300,), generator=torch.Generator().manual_seed(longest))
     begins = torch.zeros(300, dtype=torch.bool)
     begins[[*starts]] = True
-    found = t.induced_tokens(tokens, begins, length)
-    assert found.tolist() == induced_by_search(tokens.tolist(), starts, length)
-    assert kinds == 200 or len(starts) > 20 or (found >= 0).sum() > 50, "else it would show little"
+    found = torch.stack(t.induced_tokens(tokens, begins, longest), 1)
+    assert list(map(tuple, found.tolist())) == induced_by_search(tokens.tolist(), starts, longest)
+    assert kinds == 200 or len(starts) > 20 or (found[:, 1] == longest).sum() > 50, "else it would show little"
     changed = tokens.clone()
     changed[150:] = 1 - changed[150:].clamp(max=1)
-    assert torch.equal(t.induced_tokens(changed, begins, length)[:150], found[:150]), "later tokens are not seen"
+    again = torch.stack(t.induced_tokens(changed, begins, longest), 1)
+    assert torch.equal(again[:150], found[:150]), "later tokens are not seen"
 
 
 # -------------------------------------------------------------------------------- a sample of the vocabulary
@@ -714,8 +720,9 @@ def test_the_default_has_as_many_weights_as_its_sizes_say():
     assert size["qkvo"] == 8 * 4 * 768**2 and size["mlp"] == 8 * 2 * 768 * 4096
     assert size["lm_head"] == 50304 * 768 and size["value_embeds"] == 8 * 50304 * 768
     assert size["ngrams"] == 40 * 50304 * 768
-    assert size["scalars"] == 8 * 8 and size["gates"] == 8 * 2 * 6 * 12
-    assert size["late_in"] + size["late_out"] + size["late_bias"] == 64 * 768 + 5 * 64 + 5
+    assert size["scalars"] == 8 * 7 and size["gates"] == 8 * 2 * 6 * 12
+    assert size["late_in"] + size["late_out"] + size["late_bias"] == 64 * 768 + 6 * 64 + 6
+    assert size["match_lengths"] == 4 * 768, "no match, and those of 1, 2 and 3 tokens"
     active, in_tables = t.num_weights(t.Config())
     assert in_tables == 48 * 50304 * 768 and active == sum(size.values()) - in_tables
 
@@ -747,7 +754,7 @@ def test_initial_weights_are_as_specified_and_depend_on_the_seed_but_not_on_the_
     one, three, other = tiny(**sizes), tiny(3, **sizes), tiny(**sizes)
     for model, seed in ((one, 7), (three, 7), (other, 8)):
         t.initialize(model, seed)
-    constant = {"scalars", "gates", "ngrams", "late_out", "late_bias"}
+    constant = {"scalars", "gates", "ngrams", "match_lengths", "late_out", "late_bias"}
     for name in one.params:
         assert torch.equal(one.weight(name), three.weight(name)), name
         assert not getattr(three, name)[one.params[name].shape[0] :].any(), f"the padding of {name} is not zero"
@@ -761,10 +768,10 @@ def test_initial_weights_are_as_specified_and_depend_on_the_seed_but_not_on_the_
         assert drawn.std().item() == pytest.approx(0.5 / 64**0.5, rel=0.02)
     assert one.lm_head.std().item() == pytest.approx(0.005, rel=0.02)
     assert one.value_embeds.std().item() == pytest.approx(0.01, rel=0.02)
-    assert one.late_bias.tolist() == [0, 0, -5, 0, 0]  # half of the middle layer is taken out
+    assert one.late_bias.tolist() == [0, 0, -5, 0, 0, 0]  # half of the middle layer is taken out
     assert 0.99 / 64**0.5 < one.late_in.abs().max() <= 1 / 64**0.5
     for row in one.scalars.tolist():
-        assert dict(zip(t.SCALARS, row)) == pytest.approx({"first": 0, "ngram": 0.05, "induction": 0.05, "v": 0.5, "o": 1, "stream_attn": 1.1**0.5,
+        assert dict(zip(t.SCALARS, row)) == pytest.approx({"first": 0, "past": 0.05, "v": 0.5, "o": 1, "stream_attn": 1.1**0.5,
                                                            "stream_mlp": 1.1**0.5, "down": 1})
 
 

@@ -24,7 +24,7 @@ SPEAK = [sys.executable, str(ROOT / "sample.py")]
 def random_model(num_layers=5, dtype="float64", seq_len=LENGTH, **changes):
     """Every weight is random: none that is zero could hide a mistake."""
     values = dict(num_layers=num_layers, model_dim=32, num_heads=2, head_dim=8, mlp_dim=64, vocab_size=BOS + 1, ngram_rows=101,
-                  longest_ngram=3, induction=2,
+                  longest_ngram=3,
                   seq_len=seq_len, val_seq_len=seq_len, micro_tokens=seq_len, batch_tokens=seq_len, dtype=dtype,
                   precision="bf16", device="cpu", compile=False)
     model = t.GPT(t.Config(**values | changes), torch.device("cpu"))
