@@ -116,7 +116,7 @@ REFUSED = [
             instead("pipe", os.mkfifo)),
     Refused("checkpoint: below a file", "no checkpoint can be written to old.pt/x.pt .File exists",
             {"save_checkpoint": "old.pt/x.pt"}),
-    Refused("checkpoint: no room", "new.pt has no place: it needs 0.2 MiB and finds 0.0; free some, or", {}, no_room),
+    Refused("checkpoint: no room", "new.pt has no place: it needs 0.4 MiB and finds 0.0; free some, or", {}, no_room),
     Refused("log: below a device", "no log can be written to /dev/null/logs .Not a directory.; choose another --log_dir",
             {"log_dir": "/dev/null/logs"}),
     Refused("log: a device", "no log can be written to /dev/full .*; choose another --log_dir", {"log_dir": "/dev/full"}),

@@ -373,7 +373,7 @@ def refused(capfd, args, before="step:"):
     ({"precision": "nvfp4", "dtype": "float64"}, ["nvfp4", "float64"]),
     ({"float8_all_gather": True, "precision": "fp8", "dtype": "float64"}, ["--float8_all_gather", "float64"]),
     ({"nvfp4_without": "rht,colour"}, ["--nvfp4_without", "colour", "rht, sr, 2d"]),
-    ({"float8_all_gather": True}, ["--float8_all_gather", "bf16", "--precision=fp8"]),
+    ({"float8_all_gather": True}, ["--float8_all_gather", "qkv is fp32", "--precision=fp8"]),
     ({"float8_all_gather": True, "precision": "fp8", "bf16_last_frac": 0.5}, ["--bf16_last_frac", "0.5"]),
     ({"vocab_size": 10**11}, ["--vocab_size=100000000000", "65536"]),
     ({"ngram_rows": 2**62}, ["--ngram_rows", "too large"]), ({"mlp_dim": 2**62, "fit": True}, ["--mlp_dim", "too large"]),
