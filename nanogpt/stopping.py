@@ -12,6 +12,7 @@ This file imports nothing of torch, because it is at work while torch is importe
 """
 import os
 import signal
+from contextlib import suppress
 
 SIGNALS = {signal.SIGINT: "SIGINT", signal.SIGTERM: "SIGTERM"}
 if hasattr(signal, "SIGHUP"):  # Windows has none
@@ -66,5 +67,6 @@ def leave(number: int, when: str) -> None:
     compiler catches some, and others come with a traceback."""
     if os.environ.get("RANK", "0") == "0":
         sentence = f"\ntrain_gpt.py: stopped by {SIGNALS[number]} {when}\n"
-        os.write(2, sentence.encode())
+        with suppress(OSError):  # the terminal may be gone
+            os.write(2, sentence.encode())
     os._exit(128 + number)

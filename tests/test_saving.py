@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import pickle
+import pty
 import random
 import re
 import resource
@@ -764,6 +765,18 @@ def test_a_closed_terminal_does_not_end_a_run_under_nohup_but_torchrun_does():
     ignore = "signal.signal(signal.SIGHUP, signal.SIG_IGN)"
     assert after_signals(1, 15, before=ignore) == (0, "SIGTERM")
     assert after_signals(1, 15, before=ignore, TORCHELASTIC_RUN_ID="1") == (0, "SIGHUP")
+
+
+def test_a_run_that_warms_up_ends_with_129_when_its_terminal_is_closed():
+    """Then no sentence can be written."""
+    child, terminal = pty.fork()
+    if child == 0:
+        code = "import time; from nanogpt.stopping import Stop; Stop().listen(); print('ready'); time.sleep(100)"
+        os.chdir(ROOT)
+        os.execv(sys.executable, [sys.executable, "-u", "-c", code])
+    assert b"ready" in os.read(terminal, 1000)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 129
 
 
 def test_a_signal_that_waits_when_the_run_is_over_is_told_to_the_other_ranks():
