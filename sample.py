@@ -223,7 +223,7 @@ class Memory:
         induced = self.induced_tokens(tokens, position)
         first_x, injects, induction = script.embed_inputs(
             tokens, begins, looked_up["ngrams"], induced, model.weight("lm_head"),
-            model.match_lengths, model.signs, model.scalars)
+            model.length_vectors, model.signs, model.scalars)
         first_x = x = first_x[G:]
         value_embeds = looked_up["value_embeds"][G:].chunk(len(self.layers), 1)
         position = position[G:]  # (n,)
@@ -259,9 +259,9 @@ class Memory:
         # so they change nothing for the new tokens.
         begins = self.tokens == model.bos
         begins[0] = True
-        found = self.script.induced_tokens(self.tokens, begins, model.config.longest_ngram)
-        induced, length = (F.pad(of_all[position[G:]], (G, 0)) for of_all in found)
-        return induced, length
+        token, length = self.script.induced_tokens(
+            self.tokens, begins, model.config.longest_ngram)
+        return F.pad(token[position[G:]], (G, 0)), F.pad(length[position[G:]], (G, 0))
 
     def find_places(self, position: Tensor, document: Tensor, window: str) -> Places:
         """position, document (n,) of new tokens, all of one block -> the places of their keys, in

@@ -173,9 +173,10 @@ class Config:
         0.0065, "Adam's learning rate for output head, token embedding and gates; MUDD (late_mix) "
         "has a quarter of it")
     table_lr: float = key(0.6, "Adam's learning rate for value and n-gram embeddings")
-    scalar_lr: float = key(0.04, "Adam's learning rate for the scalars")
+    scalar_lr: float = key(0.04, "Adam's learning rate for the scalars and `length_vectors`")
     longest_ngram: int = key(
-        3, "for each n from 2 to this, the last n tokens look up a row of a table of n-grams")
+        3, "for each n from 2 to this, the last n tokens look up a row of a table of n-grams; also "
+        "the most tokens by which `induced_tokens` looks for an earlier place")
     ngram_rows: int = key(
         2_012_160, "rows of that table, for all lengths; n-grams whose hashes have the same "
         "remainder share one")
@@ -611,7 +612,7 @@ def parameter_table(c: Config) -> dict[str, Param]:
             lr=(c.muon_lr,), **muon),
         "scalars": Param((L, len(SCALARS)), init=constants(*SCALARS.values()), **scalar),
         # a vector for each length that a match of `induced_tokens` can have
-        "match_lengths": Param((c.longest_ngram + 1, D), init=zero, **scalar),
+        "length_vectors": Param((c.longest_ngram + 1, D), init=zero, **scalar),
         # the small network of `late_mix`: 64 hidden units, an amount of each of six sources
         "late_in": Param((64, D), init=uniform(D**-0.5), **late),
         "late_out": Param((6, 64), init=zero, **late),
@@ -774,41 +775,43 @@ def ngram_hashes(tokens: Tensor, begins: Tensor, longest: int) -> Tensor:
 
 
 def induced_tokens(tokens: Tensor, begins: Tensor, longest: int) -> tuple[Tensor, Tensor]:
-    """tokens and begins (T,) -> the induced token of each position, and the length of its match,
-    both (T,) int64. A match is an earlier place in the document with the same last n tokens, for
-    the largest n up to `longest` for which there is one. The induced token is the one that came
-    next there; of several matches the latest counts. Where there is none, both are 0.
+    """tokens and begins (T,). A match is an earlier place in the document where the last n tokens
+    were the same. For each position this finds the longest match, with n at most `longest`, and of
+    several the latest -> the token that came next there, the "induced token", and n, both (T,)
+    int64. Both are 0 where there is no match.
 
     Texts repeat themselves, so the induced token often is what comes next. Attention can learn to
     find it ("induction heads", Olsson et al. 2022), but only inside its window (after Akyürek et
     al. 2024)."""
-    # 1. Sort the positions for each length, so that those with equal last tokens stand side by
-    # side, in the order of the text.
+    # 1. Sort the positions for each n, so that those with equal last tokens stand side by side, in
+    # the order of the text. A key begins with the number of the document, so two documents share
+    # none.
     hashes = torch.cat((tokens[None], ngram_hashes(tokens, begins, longest)))  # (longest, T)
-    keys = begins.cumsum(0) * 2**31 + hashes  # of other documents other keys
+    keys = begins.cumsum(0) * 2**31 + hashes
     order = keys.argsort(dim=1, stable=True)
-    keys = keys.gather(1, order)
+    sorted_keys = keys.gather(1, order)
 
-    # 2. If the key before in this order is equal, it is that of the latest earlier place with the
-    # same tokens.
-    is_repeated = F.pad(keys[:, 1:] == keys[:, :-1], (1, 0))
+    # 2. The position just before in this order, if its key is equal, is the latest match.
+    is_repeated = F.pad(sorted_keys[:, 1:] == sorted_keys[:, :-1], (1, 0))
     before = torch.where(is_repeated, order.roll(1, 1), -1)
     places = torch.empty_like(before).scatter(1, order, before)  # (longest, T)
 
-    # 3. Where there is a match of some length, there are also those of all shorter lengths.
-    length = (places >= 0).sum(0)
+    # 3. A match of n tokens is also one of n - 1. So the longest n is the number of those that have
+    # a match, up to the first that has none: after that, hashes were equal by chance.
+    length = (places >= 0).cumprod(0).sum(0)
     place = places.gather(0, (length - 1).clamp(min=0)[None])[0]
     return torch.where(length > 0, tokens.roll(-1)[place], 0), length
 
 
 def embed_inputs(tokens: Tensor, begins: Tensor, ngrams: Tensor, induced: tuple[Tensor, Tensor],
-                 embed: Tensor, of_lengths: Tensor, signs: Tensor,
+                 embed: Tensor, length_vectors: Tensor, signs: Tensor,
                  scalars: Tensor) -> tuple[Tensor, list[Tensor], Tensor]:
     """tokens and begins (T,), the rows of n-grams that they have looked up (G T, D), what
-    `induced_tokens` returns, the embedding (V, D), the bank `match_lengths`, random signs
-    (SIGN_ROWS, D), scalars (L, len(SCALARS)) -> the first stream (T, D); for each layer what is
-    added to the stream there (T, D); and the embedding of the induced tokens (T, D), 0 where there
-    is none. Nothing crosses the border of a document."""
+    `induced_tokens` returns, the embedding (V, D), length_vectors (1 + longest match, D), random
+    signs (SIGN_ROWS, D), scalars (L, len(SCALARS)) -> the first stream (T, D); for each layer what
+    is added to the stream there (T, D), which is the first stream and `past`, weighed by two of the
+    layer's scalars; and the embedding of the induced tokens (T, D), 0 where there is none. Nothing
+    crosses the border of a document."""
     # 1. The first stream.
     x = norm(F.embedding(tokens, embed))
 
@@ -816,12 +819,13 @@ def embed_inputs(tokens: Tensor, begins: Tensor, ngrams: Tensor, induced: tuple[
     ngrams = ngrams.view(-1, *x.shape)  # (G, T, D), of each length
     hashes = ngram_hashes(tokens, begins, 1 + len(ngrams))  # (G, T)
     induced_token, length = induced
-    # A gradient of the embedding from here would take longer, and was found to gain nothing.
+    # No gradient from here: it would need one more pass over the whole embedding, and made no
+    # difference that two seeds could show.
     induction = norm(F.embedding(induced_token, embed.detach())) * (length > 0)[:, None]
     past = (ngrams * signs[hashes % SIGN_ROWS]).sum(0)
-    past = past + induction + F.embedding(length, of_lengths).to(x.dtype)
+    past = past + induction + F.embedding(length, length_vectors).to(x.dtype)
 
-    # 3. Each layer takes some of both.
+    # 3. Each layer adds an amount of the first stream, and an amount of `past`.
     of_layers = dict(zip(SCALARS, scalars.unbind(1)))  # (L,) each
     amounts = zip(of_layers["first"], of_layers["past"])
     injects = [of_first * x + of_past * past for of_first, of_past in amounts]
@@ -1038,7 +1042,7 @@ class GPT(nn.Module):
         induced = induced_tokens(tokens, begins, self.config.longest_ngram)
         first_x, injects, induction = self.functions.embed_inputs(
             tokens, begins, looked_up["ngrams"], induced, self.weight("lm_head"),
-            self.match_lengths, self.signs, self.scalars)
+            self.length_vectors, self.signs, self.scalars)
         value_embeds = looked_up["value_embeds"].chunk(self.config.num_layers, 1)
         contexts = self.layer_contexts(begins, setting, training, injects, value_embeds)
         weights = self.layer_weights()

@@ -74,6 +74,11 @@ def check_amount(paths: list[Path], packing: Packing, plan: Plan, folder: str,
         return
     have = sum(map(count_tokens, paths)) * packing.epochs
     need = packing.seq_len * sum(count for count, _ in plan)
+    # Each stage lasts for a part of all steps, and the first ones have small batches. So the number
+    # of possible steps follows from the tokens of the steps above, and not from their number. It
+    # comes out a bit low, which is safe.
+    found = packing.seq_len * sum(count for count, _ in plan[:steps])
+    possible = len(plan) * found // need
     remedy = "lower --num_steps or --minutes, or raise --epochs"
     if not fitted:
         remedy = f"let the run fit the text (--fit), {remedy}"
@@ -84,5 +89,5 @@ def check_amount(paths: list[Path], packing: Packing, plan: Plan, folder: str,
         # A shard of FineWeb has 1e8 tokens. The ends of long documents are skipped.
         enough = math.ceil(1.3 * need / 1e8)
         remedy = f"get more with `python data/fineweb.py {enough}`, or " + remedy
-    raise ShardError(f"{len(plan)} steps need {need:,} tokens; the {have:,} in {folder} make "
-                     f"{steps} steps; {remedy}")
+    raise ShardError(f"{len(plan)} steps need {need:,} tokens; the {have:,} in {folder} last for "
+                     f"about {possible} steps; {remedy}")

@@ -294,6 +294,8 @@ def test_a_run_that_lacks_text_is_told_to_fit_it_only_if_it_does_not(text, fitte
     assert t.main([*keys, "--val_tokens=896", "--val_seq_len=896"]) == 2
     said = capsys.readouterr().err
     assert "200000 steps need" in said and "--num_steps" in said and ("--fit" in said) == (not fitted)
+    keys[1] = "--num_steps=" + said.partition(" last for about ")[2].partition(" steps")[0]
+    check_data(t.parse_config([*keys, "--val_tokens=896", "--val_seq_len=896"]))  # so many do
 
 
 def test_steps_that_were_given_have_a_batch_each_where_a_reading_has_only_one():

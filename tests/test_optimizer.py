@@ -275,7 +275,7 @@ def small(dtype, world_size=1, **changes):
 
 
 TABLES = ("value_embeds", "ngrams")
-SMALL = {"scalars", "match_lengths", "late_in", "late_out", "late_bias", "gates"}  # which every rank updates
+SMALL = {"scalars", "length_vectors", "late_in", "late_out", "late_bias", "gates"}  # which every rank updates
 
 
 def looked_up(model, seed, count=30):
@@ -683,7 +683,7 @@ def test_every_parameter_has_optimizer_learning_rate_decay_and_betas():
     rates = {name: (p.optimizer, p.lr) for name, p in table.items()}
     assert rates == {
         "qkvo": ("muon", (0.02,)), "mlp": ("muon", (0.04, 0.08)),
-        "scalars": ("adam", 0.04), "match_lengths": ("adam", 0.04), "gates": ("adam", 0.0065),
+        "scalars": ("adam", 0.04), "length_vectors": ("adam", 0.04), "gates": ("adam", 0.0065),
         "late_in": ("adam", 0.001625), "late_out": ("adam", 0.001625), "late_bias": ("adam", 0.001625),
         "value_embeds": ("adam", 0.6), "ngrams": ("adam", 0.6), "lm_head": ("adam", 0.0065)}
     muon, per_step = 1.2 * 0.02**2, {"value_embeds": 0.009, "ngrams": 0.009, "lm_head": 0.75 * 0.0065**2}

@@ -774,9 +774,13 @@ def test_a_run_that_warms_up_ends_with_129_when_its_terminal_is_closed():
         code = "import time; from nanogpt.stopping import Stop; Stop().listen(); print('ready'); time.sleep(100)"
         os.chdir(ROOT)
         os.execv(sys.executable, [sys.executable, "-u", "-c", code])
-    assert b"ready" in os.read(terminal, 1000)
-    os.close(terminal)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 129
+    try:
+        assert b"ready" in os.read(terminal, 1000)
+        os.close(terminal)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 129
+    except AssertionError:
+        os.kill(child, signal.SIGKILL)
+        raise
 
 
 def test_a_signal_that_waits_when_the_run_is_over_is_told_to_the_other_ranks():
