@@ -221,8 +221,9 @@ class Memory:
         begins = (tokens == model.bos) | (position == 0)
         looked_up = model.look_up(tokens, training=False)
         induced = self.induced_tokens(tokens, position)
+        hashes = script.ngram_hashes(tokens, begins, model.config.longest_ngram)
         first_x, injects, induction = script.embed_inputs(
-            tokens, begins, looked_up["ngrams"], induced, model.weight("lm_head"),
+            tokens, hashes, looked_up["ngrams"], induced, model.weight("lm_head"),
             model.length_vectors, model.signs, model.scalars)
         first_x = x = first_x[G:]
         value_embeds = looked_up["value_embeds"][G:].chunk(len(self.layers), 1)
@@ -259,8 +260,8 @@ class Memory:
         # so they change nothing for the new tokens.
         begins = self.tokens == model.bos
         begins[0] = True
-        token, length = self.script.induced_tokens(
-            self.tokens, begins, model.config.longest_ngram)
+        hashes = self.script.ngram_hashes(self.tokens, begins, model.config.longest_ngram)
+        token, length = self.script.induced_tokens(self.tokens, begins, hashes)
         return F.pad(token[position[G:]], (G, 0)), F.pad(length[position[G:]], (G, 0))
 
     def find_places(self, position: Tensor, document: Tensor, window: str) -> Places:

@@ -774,11 +774,11 @@ def ngram_hashes(tokens: Tensor, begins: Tensor, longest: int) -> Tensor:
     return torch.stack(hashes)
 
 
-def induced_tokens(tokens: Tensor, begins: Tensor, longest: int) -> tuple[Tensor, Tensor]:
-    """tokens and begins (T,). A match is an earlier place in the document where the last n tokens
-    were the same. For each position this finds the longest match, with n at most `longest`, and of
-    several the latest -> the token that came next there, the "induced token", and n, both (T,)
-    int64. Both are 0 where there is no match.
+def induced_tokens(tokens: Tensor, begins: Tensor, hashes: Tensor) -> tuple[Tensor, Tensor]:
+    """tokens and begins (T,), and their hashes (G, T) of n-grams. A match is an earlier place in
+    the document where the last n tokens were the same. For each position this finds the longest
+    match, with n from 1 to 1 + G, and of several the latest -> the token that came next there, the
+    "induced token", and n, both (T,) int64. Both are 0 where there is no match.
 
     Texts repeat themselves, so the induced token often is what comes next. Attention can learn to
     find it ("induction heads", Olsson et al. 2022), but only inside its window (after Akyürek et
@@ -786,15 +786,14 @@ def induced_tokens(tokens: Tensor, begins: Tensor, longest: int) -> tuple[Tensor
     # 1. Sort the positions for each n, so that those with equal last tokens stand side by side, in
     # the order of the text. A key begins with the number of the document, so two documents share
     # none.
-    hashes = torch.cat((tokens[None], ngram_hashes(tokens, begins, longest)))  # (longest, T)
-    keys = begins.cumsum(0) * 2**31 + hashes
+    keys = begins.cumsum(0) * 2**31 + torch.cat((tokens[None], hashes))  # (1 + G, T)
     order = keys.argsort(dim=1, stable=True)
     sorted_keys = keys.gather(1, order)
 
     # 2. The position just before in this order, if its key is equal, is the latest match.
     is_repeated = F.pad(sorted_keys[:, 1:] == sorted_keys[:, :-1], (1, 0))
     before = torch.where(is_repeated, order.roll(1, 1), -1)
-    places = torch.empty_like(before).scatter(1, order, before)  # (longest, T)
+    places = torch.empty_like(before).scatter(1, order, before)  # (1 + G, T)
 
     # 3. A match of n tokens is also one of n - 1. So the longest n is the number of those that have
     # a match, up to the first that has none: after that, hashes were equal by chance.
@@ -803,21 +802,19 @@ def induced_tokens(tokens: Tensor, begins: Tensor, longest: int) -> tuple[Tensor
     return torch.where(length > 0, tokens.roll(-1)[place], 0), length
 
 
-def embed_inputs(tokens: Tensor, begins: Tensor, ngrams: Tensor, induced: tuple[Tensor, Tensor],
+def embed_inputs(tokens: Tensor, hashes: Tensor, ngrams: Tensor, induced: tuple[Tensor, Tensor],
                  embed: Tensor, length_vectors: Tensor, signs: Tensor,
                  scalars: Tensor) -> tuple[Tensor, list[Tensor], Tensor]:
-    """tokens and begins (T,), the rows of n-grams that they have looked up (G T, D), what
-    `induced_tokens` returns, the embedding (V, D), length_vectors (1 + longest match, D), random
-    signs (SIGN_ROWS, D), scalars (L, len(SCALARS)) -> the first stream (T, D); for each layer what
-    is added to the stream there (T, D), which is the first stream and `past`, weighed by two of the
-    layer's scalars; and the embedding of the induced tokens (T, D), 0 where there is none. Nothing
-    crosses the border of a document."""
+    """tokens (T,), hashes of their n-grams (G, T), the rows that these have looked up (G T, D),
+    what `induced_tokens` returns, the embedding (V, D), length_vectors (2 + G, D), random signs
+    (SIGN_ROWS, D), scalars (L, len(SCALARS)) -> the first stream (T, D); for each layer what is
+    added to the stream there (T, D), which is the first stream and `past`, weighed by two of the
+    layer's scalars; and the embedding of the induced tokens (T, D), 0 where there is none."""
     # 1. The first stream.
     x = norm(F.embedding(tokens, embed))
 
     # 2. The last tokens: rows of their n-grams, and what came next where they stood before.
     ngrams = ngrams.view(-1, *x.shape)  # (G, T, D), of each length
-    hashes = ngram_hashes(tokens, begins, 1 + len(ngrams))  # (G, T)
     induced_token, length = induced
     # No gradient from here: it would need one more pass over the whole embedding, and made no
     # difference that two seeds could show.
@@ -1039,9 +1036,10 @@ class GPT(nn.Module):
         if looked_up is None:
             looked_up = self.look_up(tokens, training)
         begins = self.begins(tokens, training)
-        induced = induced_tokens(tokens, begins, self.config.longest_ngram)
+        hashes = ngram_hashes(tokens, begins, self.config.longest_ngram)
+        induced = induced_tokens(tokens, begins, hashes)
         first_x, injects, induction = self.functions.embed_inputs(
-            tokens, begins, looked_up["ngrams"], induced, self.weight("lm_head"),
+            tokens, hashes, looked_up["ngrams"], induced, self.weight("lm_head"),
             self.length_vectors, self.signs, self.scalars)
         value_embeds = looked_up["value_embeds"].chunk(self.config.num_layers, 1)
         contexts = self.layer_contexts(begins, setting, training, injects, value_embeds)

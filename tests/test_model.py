@@ -426,12 +426,12 @@ def test_induced_tokens_are_those_that_a_search_through_the_document_finds(longe
     tokens = torch.randint(0, kinds, (300,), generator=torch.Generator().manual_seed(longest))
     begins = torch.zeros(300, dtype=torch.bool)
     begins[[*starts]] = True
-    found = torch.stack(t.induced_tokens(tokens, begins, longest), 1)
+    found = torch.stack(t.induced_tokens(tokens, begins, t.ngram_hashes(tokens, begins, longest)), 1)
     assert list(map(tuple, found.tolist())) == induced_by_search(tokens.tolist(), starts, longest)
     assert kinds == 200 or len(starts) > 20 or (found[:, 1] == longest).sum() > 50, "else it would show little"
     changed = tokens.clone()
     changed[150:] = 1 - changed[150:].clamp(max=1)
-    again = torch.stack(t.induced_tokens(changed, begins, longest), 1)
+    again = torch.stack(t.induced_tokens(changed, begins, t.ngram_hashes(changed, begins, longest)), 1)
     assert torch.equal(again[:150], found[:150]), "later tokens are not seen"
 
 
@@ -439,9 +439,9 @@ def test_hashes_that_are_equal_by_chance_are_no_match_of_more_tokens():
     tokens = torch.tensor([999, 1, 7, 60, 4300, 1, 2, 3, 45651, 5, 4])  # 60 4300 and 45651 5 have equal hashes
     begins = torch.zeros(11, dtype=torch.bool)
     begins[[0, 2]] = True
-    hashes = t.ngram_hashes(tokens, begins, 3)[0]
-    assert hashes[4] == hashes[9]
-    assert [found[9].item() for found in t.induced_tokens(tokens, begins, 3)] == [0, 0]
+    hashes = t.ngram_hashes(tokens, begins, 3)
+    assert hashes[0, 4] == hashes[0, 9]
+    assert [found[9].item() for found in t.induced_tokens(tokens, begins, hashes)] == [0, 0]
 
 
 # -------------------------------------------------------------------------------- a sample of the vocabulary
