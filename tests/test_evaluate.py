@@ -84,7 +84,7 @@ def test_scores_are_those_of_each_item_alone_in_float64(num_layers):
 
 @pytest.mark.parametrize("num_layers", [1, 4, 7])
 def test_a_score_does_not_depend_on_what_an_item_is_packed_with(num_layers):
-    """All at the border of a document takes part: attention, n-grams, induced tokens, what layers and keys take from the token before."""
+    """All at the border of a document takes part: attention, n-grams, induced tokens, what is taken from the token before."""
     _, wide = model_pair(num_layers)
     item = random_items([300], seed=7)[0]
     alone = evaluate.score_items(wide, [item], 2048).log_probability[0]
