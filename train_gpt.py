@@ -106,6 +106,7 @@ from nanogpt.ranks import (
 )
 from nanogpt.rows import LookedUpRows
 from nanogpt.run_files import RunFiles, check_amount, check_run_files, chooses_steps
+from nanogpt.streams import SideStream
 from nanogpt.watch import Watch
 from records import journal
 from records.console import CLEAR_RISE, Console, complain, next_commands
@@ -178,7 +179,7 @@ class Config:
         3, "for each n from 2 to this, the last n tokens look up a row of a table of n-grams; also "
         "the most tokens by which `induced_tokens` looks for an earlier place")
     ngram_rows: int = key(
-        2_012_160, "rows of that table, for all lengths; n-grams whose hashes have the same "
+        4_024_320, "rows of that table, for all lengths; n-grams whose hashes have the same "
         "remainder share one")
     # evaluation
     target_loss: float = key(3.28, "validation loss to reach, nats per token; 0: none")
@@ -604,7 +605,8 @@ def parameter_table(c: Config) -> dict[str, Param]:
             (V, D), init=normal(0.005),
             betas=(0.5, 0.95), decay=0.75 * c.head_lr, **with_head_lr),
         "value_embeds": Param((V, L * H * d), init=normal(0.01), **table),
-        "ngrams": Param((c.ngram_rows, D), init=zero, **table),
+        # Half as wide as the stream: all GPUs exchange these rows in each step.
+        "ngrams": Param((c.ngram_rows, D // 2), init=zero, **table),
         # Queries, keys, values and output of each layer in turn. The weight of the output (D, H d)
         # is stored transposed, so that all have one shape.
         "qkvo": Param(
@@ -805,21 +807,22 @@ def induced_tokens(tokens: Tensor, begins: Tensor, hashes: Tensor) -> tuple[Tens
 def embed_inputs(tokens: Tensor, hashes: Tensor, ngrams: Tensor, induced: tuple[Tensor, Tensor],
                  embed: Tensor, length_vectors: Tensor, signs: Tensor,
                  scalars: Tensor) -> tuple[Tensor, list[Tensor], Tensor]:
-    """tokens (T,), hashes of their n-grams (G, T), the rows that these have looked up (G T, D),
+    """tokens (T,), hashes of their n-grams (G, T), the rows that these have looked up (G T, D / 2),
     what `induced_tokens` returns, the embedding (V, D), length_vectors (2 + G, D), random signs
-    (SIGN_ROWS, D), scalars (L, len(SCALARS)) -> the first stream (T, D); for each layer what is
+    (SIGN_ROWS, D / 2), scalars (L, len(SCALARS)) -> the first stream (T, D); for each layer what is
     added to the stream there (T, D), which is the first stream and `past`, weighed by two of the
     layer's scalars; and the embedding of the induced tokens (T, D), 0 where there is none."""
     # 1. The first stream.
     x = norm(F.embedding(tokens, embed))
 
     # 2. The last tokens: rows of their n-grams, and what came next where they stood before.
-    ngrams = ngrams.view(-1, *x.shape)  # (G, T, D), of each length
+    ngrams = ngrams.view(-1, len(x), ngrams.size(1))  # (G, T, D / 2), of each length
     induced_token, length = induced
     # No gradient from here: it would need one more pass over the whole embedding, and made no
     # difference that two seeds could show.
     induction = norm(F.embedding(induced_token, embed.detach())) * (length > 0)[:, None]
     past = (ngrams * signs[hashes % SIGN_ROWS]).sum(0)
+    past = F.pad(past, (0, x.size(1) - past.size(1)))  # the first half of the channels
     past = past + induction + F.embedding(length, length_vectors).to(x.dtype)
 
     # 3. Each layer adds an amount of the first stream, and an amount of `past`.
@@ -937,13 +940,14 @@ class GPT(nn.Module):
         self.big_tables = [name for name, param in self.params.items() if param.share == "columns"]
         self.add_banks(recipe.PLAIN_DTYPES[recipe.plain_recipe(c)], device, world_size)
         generator = torch.Generator().manual_seed(0)
-        signs = 2 * torch.randint(0, 2, (SIGN_ROWS, c.model_dim), generator=generator) - 1
+        signs = 2 * torch.randint(0, 2, (SIGN_ROWS, c.model_dim // 2), generator=generator) - 1
         self.register_buffer("signs", signs.to(device, torch.int8), persistent=False)
         # How often each token was a target on this rank, and how many targets were no candidates.
         counts = torch.zeros(c.vocab_size, device=device)
         self.register_buffer("target_counts", counts, persistent=False)
         self.register_buffer("lost_targets", counts.new_zeros(()), persistent=False)
         self.rotary_tables = {True: {}, False: {}}  # of training, of validation
+        self.side_stream = SideStream(device)
         self.precision = Precision(c, device, dict(self.named_parameters()))
 
     def add_banks(self, dtype: torch.dtype, device: torch.device, world_size: int) -> None:
@@ -978,7 +982,7 @@ class GPT(nn.Module):
         return {name: rows[name] for name in self.big_tables}  # their order: callers zip the two
 
     def look_up(self, tokens: Tensor, training: bool) -> dict[str, Tensor]:
-        """The rows themselves: value_embeds (T, L * H d) and ngrams (G T, D)."""
+        """The rows themselves: value_embeds (T, L * H d) and ngrams (G T, D / 2)."""
         rows = self.row_numbers(tokens, training)
         return {name: F.embedding(index, getattr(self, name)) for name, index in rows.items()}
 
@@ -1057,16 +1061,21 @@ class GPT(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor, setting: Setting, training: bool,
                 looked_up: dict | None = None) -> Tensor:
         """tokens, targets (T,) int64 -> the loss, summed over T. A target of -1 is none."""
+        w = self.weight("lm_head")
+        bias = None
+        chosen = None
+        if training and 0 < self.config.candidates < self.config.vocab_size:
+            self.side_stream.follow()
+            with self.side_stream.on():  # many small kernels, which can run beside the layers
+                chosen, bias, targets = self.draw_candidates(targets)  # now rows of w
         x, sources = self.last_stream(tokens, setting, training, looked_up)
         late = self.late_weights()
         products = self.precision.head_at(setting, training)
-        w = self.weight("lm_head")
-        bias = None
+        if chosen is not None:
+            self.side_stream.join()
+            w = w.index_select(0, chosen)
+            products = products.for_rows(chosen)
         if training:
-            if 0 < self.config.candidates < self.config.vocab_size:
-                chosen, bias, targets = self.draw_candidates(targets)  # now rows of w
-                w = w.index_select(0, chosen)
-                products = products.for_rows(chosen)
             return self.functions.mix_and_loss(x, sources, late, products, w, targets, bias)
         total = 0
         for begin in range(0, len(tokens), VAL_CHUNK):  # logits of a whole sequence would not fit
@@ -1624,7 +1633,7 @@ def compiled_functions(report: Callable[[str, float], None], files_sha256: str) 
     compiled = {}
     for name, function in EAGER._asdict().items():
         # Sizes are inputs of these graphs, so that one graph serves many sizes.
-        any_size = name in ("block_lists", "muon_update", "adam_update")
+        any_size = name in ("block_lists", "adam_update")
         compiled[name] = compiling.Compiled(function, report, files_sha256, dynamic=any_size)
     return Functions(**compiled)
 
@@ -1705,7 +1714,7 @@ class Optimizer:
 
     def start_table_sums(self) -> None:
         """The same for the rows of the tables. A collective."""
-        with self.lookups.on_side_stream():
+        with self.lookups.side_stream.on():
             dtypes = {name: self.banks[name].dtype for name in self.model.big_tables}
             for name, total in self.lookups.take_sums(dtypes).items():
                 self.sums[name] = self.start_sum(name, total)
@@ -1748,18 +1757,18 @@ class Optimizer:
                 transfer.wait()
                 if name in self.model.big_tables:
                     self.lookups.put(name, self.banks[name], parts)
-        self.lookups.meet()
+        self.lookups.side_stream.meet()
         self.bytes_sent += self.recipes.weights_changed(names, self.masters)
 
     def cuda_stream_of(self, name: str):
-        return self.lookups.on_side_stream() if name in self.model.big_tables else nullcontext()
+        return self.lookups.side_stream.on() if name in self.model.big_tables else nullcontext()
 
     def finished_sums(self) -> list[Tensor]:
         """All summed gradients, after waiting for them. Only a recipe that must know whether they
         are finite calls this."""
         for _, transfer in self.sums.values():
             transfer.wait()
-        self.lookups.meet()
+        self.lookups.side_stream.meet()
         return [gradient for gradient, _ in self.sums.values()]
 
     def finished_sum(self, name: str) -> Tensor:
@@ -1993,7 +2002,7 @@ def train_step(model: GPT, optimizer: Optimizer, batch: list[tuple[Tensor, Tenso
         # third one on run the second one's CUDA graph again, which overwrites the row gradients
         # that it has returned. So they wait until those are added up.
         if i > 1:
-            optimizer.lookups.meet()
+            optimizer.lookups.side_stream.meet()
         loss, row_gradients = call(str(setting), work, tensors)
         if i == len(batch) - 1:
             optimizer.start_sums()

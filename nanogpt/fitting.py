@@ -150,13 +150,14 @@ def fit(c, presets: dict[str, dict], schedules: dict[str, list], given: dict, cu
             f"--schedule={c.schedule} is none of {', '.join(schedules)}")
     if cuda:
         memory = torch.cuda.get_device_properties(0).total_memory
-        c = dataclasses.replace(c, ngram_rows=min(c.ngram_rows, rows_that_fit(c.model_dim, memory)))
+        rows = rows_that_fit(c.model_dim // 2, memory)  # of the width that they have there
+        c = dataclasses.replace(c, ngram_rows=min(c.ngram_rows, rows))
     return fit_to_text(c, schedules[c.schedule], text, given)
 
 
-def rows_that_fit(model_dim: int, memory: int) -> int:
+def rows_that_fit(width: int, memory: int) -> int:
     """How many rows of n-grams a GPU with so many bytes of memory has room for."""
-    return max(1, int(TABLE_SHARE * memory) // (BYTES_PER_NUMBER * model_dim))
+    return max(1, int(TABLE_SHARE * memory) // (BYTES_PER_NUMBER * width))
 
 
 def fit_to_text(c, schedule: list, text: Text, given: dict):

@@ -8,14 +8,13 @@ The work takes memory bandwidth, while the update of the matrices takes arithmet
 on a CUDA stream beside the main one: 28.7 to 28.9 instead of 30.0 ms a step of 16,384 tokens on one
 H200 (records/2026-11-21_ladder_beside_two_gpus).
 """
-from contextlib import nullcontext
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from nanogpt import kernels
 from nanogpt.ranks import rank_and_world_size
+from nanogpt.streams import SideStream
 from records.journal import to_host
 
 
@@ -32,7 +31,7 @@ class LookedUpRows:
 
     def __init__(self, device: torch.device):
         self.device = device
-        self.side_stream = torch.cuda.Stream() if device.type == "cuda" else None
+        self.side_stream = SideStream(device)
         _, self.world_size = rank_and_world_size()
         self.reset({})
 
@@ -46,24 +45,14 @@ class LookedUpRows:
         self.totals = {}  # (world_size, n, share), sums of gradients of the n used rows
         self.used = {}  # (n,), the used rows in ascending order
 
-    def on_side_stream(self):
-        # torch.cuda.stream(None) would do nothing, too, but start CUDA where there is a GPU.
-        return torch.cuda.stream(self.side_stream) if self.side_stream else nullcontext()
-
-    def meet(self) -> None:
-        """Both streams wait for all that was begun on the other."""
-        if self.side_stream:
-            torch.cuda.current_stream().wait_stream(self.side_stream)
-            self.side_stream.wait_stream(torch.cuda.current_stream())
-
     @torch.no_grad()
     def find(self, batch: list[dict[str, Tensor]]) -> None:
         """Begins to find out which rows any rank looks up. `batch` has those of each micro-batch of
         this rank, (lookups,) for each table. The CPU must know how many there are, to make room for
         their sums, but only in the first `add`. Until then the GPU counts them beside the forward
         pass. A collective."""
-        self.meet()
-        with self.on_side_stream():
+        self.side_stream.meet()
+        with self.side_stream.on():
             sizes = [len(master) for master in self.masters.values()]
             is_used = torch.zeros(sum(sizes), dtype=torch.uint8, device=self.device)
             flags = dict(zip(self.masters, is_used.split(sizes)))
@@ -92,14 +81,13 @@ class LookedUpRows:
     def add(self, rows: dict[str, Tensor], gradients: dict[str, Tensor]) -> None:
         """Adds the gradients (lookups, width) of the rows (lookups,) that a micro-batch looked
         up."""
-        self.meet()
-        with self.on_side_stream():
+        self.side_stream.meet()
+        with self.side_stream.on():
             if not self.totals:
                 self.make_totals()
             for name in self.masters:
                 kernels.sum_rows(self.totals[name], self.places[name], rows[name], gradients[name])
-                if self.side_stream:  # the rows need not be recorded: `train_step` holds them
-                    gradients[name].record_stream(self.side_stream)
+                self.side_stream.keep(gradients[name])  # the rows are kept by `train_step`
 
     def take_sums(self, dtypes: dict[str, torch.dtype]) -> dict[str, Tensor]:
         """The totals, (world_size, n, share) in the dtype they are sent in; they are forgotten

@@ -80,7 +80,7 @@ def test_a_table_of_ngrams_takes_at_most_a_tenth_of_a_gpus_memory():
     assert fitting.rows_that_fit(768, 1000) == 1
 
 
-@pytest.mark.parametrize("gigabytes, rows", [(24, 239_674), (1000, 2_012_160)])
+@pytest.mark.parametrize("gigabytes, rows", [(24, 479_349), (1000, 4_024_320)])
 def test_a_run_on_a_gpu_is_fitted_to_its_memory(text, gigabytes, rows, monkeypatch):
     gpu = SimpleNamespace(total_memory=gigabytes * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
