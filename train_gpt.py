@@ -15,10 +15,10 @@ nothing and needs no GPU, so tests and notebooks can use its parts.
 
 Shapes in comments: T tokens of a micro-batch, its sequences end to end, D width of the model, H
 attention heads, d width of a head, F hidden width of the MLP, L layers, V size of the vocabulary, G
-lengths of n-grams, K and N input and output width of a product. A function whose docstring ends
-with "A collective." exchanges data with the other ranks (processes, one for each GPU): all must
-call it at the same point. "(record 28)" names a record of the speedrun, whose code is in
-github.com/KellerJordan/modded-nanogpt."""
+lengths of n-grams, W width of their rows, K and N input and output width of a product. A function
+whose docstring ends with "A collective." exchanges data with the other ranks (processes, one for
+each GPU): all must call it at the same point. "(record 28)" names a record of the speedrun, whose
+code is in github.com/KellerJordan/modded-nanogpt."""
 
 with open(__file__, "rb") as file:
     SOURCE = file.read()  # before all else: the log shows what runs, not a later edit of it
@@ -181,6 +181,8 @@ class Config:
     ngram_rows: int = key(
         4_024_320, "rows of that table, for all lengths; n-grams whose hashes have the same "
         "remainder share one")
+    ngram_part: float = key(
+        0.5, "width of such a row, as a part of model_dim: in each step the GPUs exchange rows")
     # evaluation
     target_loss: float = key(3.28, "validation loss to reach, nats per token; 0: none")
     val_tokens: int = key(
@@ -242,7 +244,7 @@ PRESETS: dict[str, dict] = {
         target_loss=3.492),
     "laptop": BYTES | dict(
         num_layers=4, model_dim=128, num_heads=2, head_dim=64, mlp_dim=512,
-        longest_ngram=6, ngram_rows=131_072,
+        longest_ngram=6, ngram_rows=131_072, ngram_part=1.0,
         schedule="laptop", num_steps=500,
         batch_tokens=2048, seq_len=2048,
         muon_lr=0.04, head_lr=0.007, table_lr=0.3,
@@ -253,7 +255,7 @@ PRESETS: dict[str, dict] = {
     # Six layers, each of which sees at most 256 bytes: to compare precisions in minutes.
     "char": BYTES | dict(
         num_layers=6, model_dim=384, head_dim=64, mlp_dim=1536,
-        longest_ngram=2, ngram_rows=4096,
+        longest_ngram=2, ngram_rows=4096, ngram_part=1.0,
         schedule="char", num_steps=1000, epochs=100,
         batch_tokens=16_384, seq_len=16_384, micro_tokens=16_384,
         muon_lr=0.03, head_lr=0.02, table_lr=0.1,
@@ -263,7 +265,7 @@ PRESETS: dict[str, dict] = {
     # The same layers with GPT-2's tokens, for texts that are too short for the large model.
     "small": dict(
         num_layers=6, model_dim=384, head_dim=64, mlp_dim=1536,
-        longest_ngram=2, ngram_rows=65_536,
+        longest_ngram=2, ngram_rows=65_536, ngram_part=1.0,
         schedule="char", num_steps=1000, epochs=2, cut_documents=True,
         batch_tokens=32_768, seq_len=2048, micro_tokens=16_384,
         muon_lr=0.015, head_lr=0.005, table_lr=0.15, cooldown_frac=0.6, momentum_warmup=100,
@@ -605,8 +607,7 @@ def parameter_table(c: Config) -> dict[str, Param]:
             (V, D), init=normal(0.005),
             betas=(0.5, 0.95), decay=0.75 * c.head_lr, **with_head_lr),
         "value_embeds": Param((V, L * H * d), init=normal(0.01), **table),
-        # Half as wide as the stream: all GPUs exchange these rows in each step.
-        "ngrams": Param((c.ngram_rows, D // 2), init=zero, **table),
+        "ngrams": Param((c.ngram_rows, round(c.ngram_part * D)), init=zero, **table),
         # Queries, keys, values and output of each layer in turn. The weight of the output (D, H d)
         # is stored transposed, so that all have one shape.
         "qkvo": Param(
@@ -807,22 +808,22 @@ def induced_tokens(tokens: Tensor, begins: Tensor, hashes: Tensor) -> tuple[Tens
 def embed_inputs(tokens: Tensor, hashes: Tensor, ngrams: Tensor, induced: tuple[Tensor, Tensor],
                  embed: Tensor, length_vectors: Tensor, signs: Tensor,
                  scalars: Tensor) -> tuple[Tensor, list[Tensor], Tensor]:
-    """tokens (T,), hashes of their n-grams (G, T), the rows that these have looked up (G T, D / 2),
+    """tokens (T,), hashes of their n-grams (G, T), the rows that these have looked up (G T, W),
     what `induced_tokens` returns, the embedding (V, D), length_vectors (2 + G, D), random signs
-    (SIGN_ROWS, D / 2), scalars (L, len(SCALARS)) -> the first stream (T, D); for each layer what is
+    (SIGN_ROWS, W), scalars (L, len(SCALARS)) -> the first stream (T, D); for each layer what is
     added to the stream there (T, D), which is the first stream and `past`, weighed by two of the
     layer's scalars; and the embedding of the induced tokens (T, D), 0 where there is none."""
     # 1. The first stream.
     x = norm(F.embedding(tokens, embed))
 
     # 2. The last tokens: rows of their n-grams, and what came next where they stood before.
-    ngrams = ngrams.view(-1, len(x), ngrams.size(1))  # (G, T, D / 2), of each length
+    ngrams = ngrams.view(-1, len(x), ngrams.size(1))  # (G, T, W), of each length
     induced_token, length = induced
     # No gradient from here: it would need one more pass over the whole embedding, and made no
     # difference that two seeds could show.
     induction = norm(F.embedding(induced_token, embed.detach())) * (length > 0)[:, None]
     past = (ngrams * signs[hashes % SIGN_ROWS]).sum(0)
-    past = F.pad(past, (0, x.size(1) - past.size(1)))  # the first half of the channels
+    past = F.pad(past, (0, x.size(1) - past.size(1)))  # they add to the first W channels
     past = past + induction + F.embedding(length, length_vectors).to(x.dtype)
 
     # 3. Each layer adds an amount of the first stream, and an amount of `past`.
@@ -940,7 +941,8 @@ class GPT(nn.Module):
         self.big_tables = [name for name, param in self.params.items() if param.share == "columns"]
         self.add_banks(recipe.PLAIN_DTYPES[recipe.plain_recipe(c)], device, world_size)
         generator = torch.Generator().manual_seed(0)
-        signs = 2 * torch.randint(0, 2, (SIGN_ROWS, c.model_dim // 2), generator=generator) - 1
+        W = self.params["ngrams"].shape[1]
+        signs = 2 * torch.randint(0, 2, (SIGN_ROWS, W), generator=generator) - 1
         self.register_buffer("signs", signs.to(device, torch.int8), persistent=False)
         # How often each token was a target on this rank, and how many targets were no candidates.
         counts = torch.zeros(c.vocab_size, device=device)
@@ -982,7 +984,7 @@ class GPT(nn.Module):
         return {name: rows[name] for name in self.big_tables}  # their order: callers zip the two
 
     def look_up(self, tokens: Tensor, training: bool) -> dict[str, Tensor]:
-        """The rows themselves: value_embeds (T, L * H d) and ngrams (G T, D / 2)."""
+        """The rows themselves: value_embeds (T, L * H d) and ngrams (G T, W)."""
         rows = self.row_numbers(tokens, training)
         return {name: F.embedding(index, getattr(self, name)) for name, index in rows.items()}
 
@@ -1544,10 +1546,10 @@ def cautious_update(master: Tensor, part: Tensor, update: Tensor, lr, decay) -> 
 
 
 # To try another optimizer, write its state and its update here, add the update to Functions and
-# EAGER, and name it in `compiled_functions` (any_size), Optimizer.zero_state, Optimizer.update and
-# parameter_table. Gradients are sums over the tokens of a batch, not means. To Muon and Adam, which
-# divide by the size of the gradient, that makes no difference, but to plain SGD it does. The rows
-# of tables have a kernel instead, `adam_rows` in nanogpt/kernels.py.
+# EAGER, and name it in Optimizer.zero_state, Optimizer.update and parameter_table. Gradients are
+# sums over the tokens of a batch, not means. To Muon and Adam, which divide by the size of the
+# gradient, that makes no difference, but to plain SGD it does. The rows of tables have a kernel
+# instead, `adam_rows` in nanogpt/kernels.py.
 
 
 class MuonState(NamedTuple):
@@ -1632,7 +1634,8 @@ def compiled_functions(report: Callable[[str, float], None], files_sha256: str) 
         files_sha256 = ""  # keep no graphs: who imports this file may change its constants
     compiled = {}
     for name, function in EAGER._asdict().items():
-        # Sizes are inputs of these graphs, so that one graph serves many sizes.
+        # Sizes are inputs of these graphs, so that one graph serves many sizes. The kernels of
+        # `muon_update`, which would have to divide by these inputs, are faster with fixed sizes.
         any_size = name in ("block_lists", "adam_update")
         compiled[name] = compiling.Compiled(function, report, files_sha256, dynamic=any_size)
     return Functions(**compiled)
