@@ -24,6 +24,7 @@ Computing
     compiling.py    compiled functions that report what they compiled, and CUDA graphs
     masks.py        which tokens attention sees
     rows.py         the rows of large tables that a step has looked up
+    streams.py      a second CUDA stream, for work that runs beside the main one
     recipe.py       what the trainer asks of a recipe of low precision, and which recipe where
     profiling.py    where the time of a step goes
     fp8.py, nvfp4.py, fp16.py    one recipe each, which the file explains
