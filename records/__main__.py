@@ -229,6 +229,8 @@ def run(args):
         folder = record.new(
             args.root, args.name, args.logs, args.claim, args.data, args.eval)
         print(f"wrote {folder}; now write its README.md, then run `python -m records table`")
+        for doubt in record.doubts_about_name(args.root, folder):
+            print(doubt)
     elif args.command == "check":
         if not (args.root / "records").is_dir():
             raise Refused(f"{args.root} has no folder `records`; name the root of the repository.")

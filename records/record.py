@@ -662,6 +662,25 @@ def new(root, name, paths, claim="", data_name="", results=None):
     return folder
 
 
+def doubts_about_name(root, folder):
+    """Returns sentences about the name of the data of a new record, if another record gives the
+    same shards another name, or this name to other validation shards: losses on these cannot be
+    compared."""
+    new_record = parse_json(read_text(folder / "record.json"), folder, 1)
+    data, name = new_record["data"], new_record["data_name"]
+    doubts = {}  # at most one of each kind
+    for other_folder in folders(root):
+        other = parse_json(read_text(other_folder / "record.json"), other_folder, 1)
+        same_name = other["data_name"] == name
+        if other["data"]["fingerprint"] == data["fingerprint"] and not same_name:
+            doubts["name"] = (f"note: {other_folder.name} calls the same shards "
+                              f"{shown(other['data_name'])}, not {shown(name)}.")
+        if other["data"]["val_fingerprint"] != data["val_fingerprint"] and same_name:
+            doubts["shards"] = (f"note: {other_folder.name} calls other validation shards "
+                                f"{shown(name)}, too.")
+    return list(doubts.values())
+
+
 def logs_of_all(root):
     """Returns the logs of all records. Raises Refused for a broken record."""
     found = []

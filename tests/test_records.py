@@ -538,6 +538,19 @@ def test_a_name_that_begins_with_a_date_does_not_get_another(root, capsys, given
     assert [folder.name for folder in (root / "records").iterdir()] == ["2026-11-21_dated"]
 
 
+def test_a_new_record_says_if_others_call_its_data_something_else(root, capsys):
+    other_val = [SHARDS[0], SHARDS[1] | {"sha256": "c" * 64}]
+    said = []
+    for seed, (name, shards) in enumerate([("a book", SHARDS), ("FineWeb", SHARDS), ("a book", other_val)], 1):
+        path = write_log(root / f"{seed}.txt", seed=seed, shards=shards)
+        status, out = run_tool(capsys, root, "new", f"number_{seed}", path, f"--data={name}")
+        assert status == 0
+        said.append([line for line in out.splitlines() if line.startswith("note: ")])
+    first = "2026-11-21_number_1"
+    assert said == [[], [f"note: {first} calls the same shards 'a book', not 'FineWeb'."],
+                    [f"note: {first} calls other validation shards 'a book', too."]]
+
+
 # ---- results of evaluate.py beside a record
 
 EVALUATION = {
