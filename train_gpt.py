@@ -182,7 +182,8 @@ class Config:
         4_024_320, "rows of that table, for all lengths; n-grams whose hashes have the same "
         "remainder share one")
     ngram_part: float = key(
-        0.5, "width of such a row, as a part of model_dim: in each step the GPUs exchange rows")
+        0.5, "width of such a row, as a part of model_dim; in each step the GPUs exchange rows, so "
+        "narrow ones take less time")
     # evaluation
     target_loss: float = key(3.28, "validation loss to reach, nats per token; 0: none")
     val_tokens: int = key(
@@ -226,6 +227,11 @@ class Config:
     save_steps: int = key(0, "the same in steps; with both keys, whichever comes first")
     sample: str = key("", "text to continue with the trained model")
     sample_tokens: int = key(256, "tokens to sample")
+
+    @property
+    def ngram_width(self) -> int:
+        """Width of a row of the table of n-grams."""
+        return max(1, round(self.ngram_part * self.model_dim))
 
 
 # Small models of single bytes have these settings in common.
@@ -498,18 +504,20 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor) -> Tensor:
 # --------------------------------------------------------------------------------------------------
 # 4. Parameters and layers
 
-# Two n-grams whose hashes have the same remainder share a row of the table. A row of random signs,
-# chosen by hash % SIGN_ROWS, tells them apart (record 83). SIGN_ROWS is a prime, so hashes with the
-# same remainder by ngram_rows seldom have the same remainder by SIGN_ROWS, too.
+# N-grams whose hashes have the same remainder by ngram_rows share a row of the table. So that they
+# do not read the same vector, each channel of the row is multiplied by a random sign. The signs are
+# chosen by hash % SIGN_ROWS (record 83). SIGN_ROWS is a prime, so hashes with the same remainder by
+# ngram_rows seldom have the same remainder by SIGN_ROWS, too.
 SIGN_ROWS = 8191
 
-# Learned numbers that weigh the parts of a layer, and their initial values. With x the residual
-# stream, a layer computes (`block`)
+# Learned factors of the parts of a layer, and their initial values. With x the residual stream, a
+# layer computes (`block`)
 #
-#   x = stream_attn x + o attention(input_of(x)) + inject
-#   x = stream_mlp x + down MLP(input_of(x))
+#   x = stream_attn * x + o * attention(input_of(x)) + inject
+#   x = stream_mlp * x + down * MLP(input_of(x))
 #
-# with inject = first (first stream) + past (n-grams and induced tokens, `embed_inputs`).
+# with inject = first * (the normalised embedding) + past * (what n-grams and induced tokens say);
+# `embed_inputs` makes both.
 SCALARS = {
     "first": 0.0,
     "past": 0.05,
@@ -534,10 +542,8 @@ class Param(NamedTuple):
     betas: tuple[float, float] = (0.9, 0.99)  # of Adam
     # How the ranks share the work of an update:
     #   "slice"    each rank updates an equal part of the first dimension
-    #   "all"      every rank updates all of it. The model, too, has it in float32, and converts it
-    #              where it meets an activation, as in weights.gates.to(x.dtype). Only `scalars`
-    #              need no conversion: a single number leaves the dtype of what it multiplies
-    #   "columns"  each rank updates some columns, in the rows that some rank has looked up
+    #   "all"      every rank updates all of it; for small ones, which the model has in float32, too
+    #   "columns"  each rank updates some columns of the rows that any rank has looked up
     share: str = "slice"
 
 
@@ -578,12 +584,13 @@ def parameter_table(c: Config) -> dict[str, Param]:
         zero(w[1::2])
 
     def of_attention(w: Tensor) -> None:
-        """Of each key, the half without rotary embedding (`rotary_table`) is the previous token's
-        (`offset_keys`). Queries and keys begin with equal weights for this half (Trockman and
-        Kolter 2023): after "A B ... A", the query of the second A matches the key of B, which holds
-        the first A. Otherwise a model has to learn this, in some runs much later than in others."""
+        """Half of each key is made from the previous token (`offset_keys`). For this half, queries
+        and keys begin with equal weights (Trockman and Kolter 2023), so a query matches a key whose
+        previous token is the query's own token: in "A B ... A", the second A attends to B.
+        Otherwise a model has to learn this, in some runs much later than in others."""
         small_uniform(w)
-        # Each head: the first and second members of its d / 2 pairs.
+        # The dimensions of a head are (2, d / 2): j and j + d / 2 are a pair of the rotary
+        # embedding. Pairs from d / 4 on do not turn (`rotary_table`), and are that half.
         weights = w.view(L, 4, H, 2, d // 2, D)
         queries, keys = weights[:, 0], weights[:, 1]
         keys[..., d // 4 :, :] = queries[..., d // 4 :, :]
@@ -607,7 +614,7 @@ def parameter_table(c: Config) -> dict[str, Param]:
             (V, D), init=normal(0.005),
             betas=(0.5, 0.95), decay=0.75 * c.head_lr, **with_head_lr),
         "value_embeds": Param((V, L * H * d), init=normal(0.01), **table),
-        "ngrams": Param((c.ngram_rows, round(c.ngram_part * D)), init=zero, **table),
+        "ngrams": Param((c.ngram_rows, c.ngram_width), init=zero, **table),
         # Queries, keys, values and output of each layer in turn. The weight of the output (D, H d)
         # is stored transposed, so that all have one shape.
         "qkvo": Param(
@@ -778,31 +785,33 @@ def ngram_hashes(tokens: Tensor, begins: Tensor, longest: int) -> Tensor:
 
 
 def induced_tokens(tokens: Tensor, begins: Tensor, hashes: Tensor) -> tuple[Tensor, Tensor]:
-    """tokens and begins (T,), and their hashes (G, T) of n-grams. A match is an earlier place in
-    the document where the last n tokens were the same. For each position this finds the longest
-    match, with n from 1 to 1 + G, and of several the latest -> the token that came next there, the
-    "induced token", and n, both (T,) int64. Both are 0 where there is no match.
+    """tokens and begins (T,), hashes of their n-grams (G, T) -> for each position its induced token
+    and the length of its match, both (T,) int64, and both 0 where there is no match. A match of
+    length n is an earlier position in the document where the last n tokens were the same as here.
+    We take the longest one, with n from 1 to 1 + G, and of several the latest. The induced token is
+    the one that came next there.
 
     Texts repeat themselves, so the induced token often is what comes next. Attention can learn to
     find it ("induction heads", Olsson et al. 2022), but only inside its window (after Akyürek et
     al. 2024)."""
     # 1. Sort the positions for each n, so that those with equal last tokens stand side by side, in
-    # the order of the text. A key begins with the number of the document, so two documents share
-    # none.
-    keys = begins.cumsum(0) * 2**31 + torch.cat((tokens[None], hashes))  # (1 + G, T)
-    order = keys.argsort(dim=1, stable=True)
-    sorted_keys = keys.gather(1, order)
+    # the order of the text. What is sorted begins with the number of the document, so that
+    # positions of two documents are never equal.
+    identity = begins.cumsum(0) * 2**31 + torch.cat((tokens[None], hashes))  # (1 + G, T)
+    order = identity.argsort(dim=1, stable=True)
+    in_order = identity.gather(1, order)
 
-    # 2. The position just before in this order, if its key is equal, is the latest match.
-    is_repeated = F.pad(sorted_keys[:, 1:] == sorted_keys[:, :-1], (1, 0))
-    before = torch.where(is_repeated, order.roll(1, 1), -1)
-    places = torch.empty_like(before).scatter(1, order, before)  # (1 + G, T)
+    # 2. The position just before in this order is the latest match, if the two are equal.
+    is_repeated = F.pad(in_order[:, 1:] == in_order[:, :-1], (1, 0))
+    match_in_order = torch.where(is_repeated, order.roll(1, 1), -1)
+    matches = torch.empty_like(order).scatter(1, order, match_in_order)  # (1 + G, T)
 
-    # 3. A match of n tokens is also one of n - 1. So the longest n is the number of those that have
-    # a match, up to the first that has none: after that, hashes were equal by chance.
-    length = (places >= 0).cumprod(0).sum(0)
-    place = places.gather(0, (length - 1).clamp(min=0)[None])[0]
-    return torch.where(length > 0, tokens.roll(-1)[place], 0), length
+    # 3. Where n tokens match, n - 1 do, too. So the longest length is the number of matches before
+    # the first -1; a match behind it means that hashes are equal by chance.
+    length = (matches >= 0).cumprod(0).sum(0)
+    match = matches.gather(0, (length - 1).clamp(min=0)[None])[0]
+    next_token = tokens.roll(-1)  # wrong for the last position, which is nobody's match
+    return torch.where(length > 0, next_token[match], 0), length
 
 
 def embed_inputs(tokens: Tensor, hashes: Tensor, ngrams: Tensor, induced: tuple[Tensor, Tensor],
@@ -811,19 +820,19 @@ def embed_inputs(tokens: Tensor, hashes: Tensor, ngrams: Tensor, induced: tuple[
     """tokens (T,), hashes of their n-grams (G, T), the rows that these have looked up (G T, W),
     what `induced_tokens` returns, the embedding (V, D), length_vectors (2 + G, D), random signs
     (SIGN_ROWS, W), scalars (L, len(SCALARS)) -> the first stream (T, D); for each layer what is
-    added to the stream there (T, D), which is the first stream and `past`, weighed by two of the
-    layer's scalars; and the embedding of the induced tokens (T, D), 0 where there is none."""
+    added to the stream there (T, D), an amount of the first stream and an amount of what the past
+    says; and the normalised embedding of the induced tokens (T, D), 0 where there is none."""
     # 1. The first stream.
     x = norm(F.embedding(tokens, embed))
 
     # 2. The last tokens: rows of their n-grams, and what came next where they stood before.
     ngrams = ngrams.view(-1, len(x), ngrams.size(1))  # (G, T, W), of each length
     induced_token, length = induced
-    # No gradient from here: it would need one more pass over the whole embedding, and made no
-    # difference that two seeds could show.
+    # The embedding gets no gradient through `induction`: that would need one more pass over all of
+    # it, and made no difference that two seeds could show.
     induction = norm(F.embedding(induced_token, embed.detach())) * (length > 0)[:, None]
     past = (ngrams * signs[hashes % SIGN_ROWS]).sum(0)
-    past = F.pad(past, (0, x.size(1) - past.size(1)))  # they add to the first W channels
+    past = F.pad(past, (0, x.size(1) - past.size(1)))  # for the first W channels
     past = past + induction + F.embedding(length, length_vectors).to(x.dtype)
 
     # 3. Each layer adds an amount of the first stream, and an amount of `past`.
@@ -941,15 +950,14 @@ class GPT(nn.Module):
         self.big_tables = [name for name, param in self.params.items() if param.share == "columns"]
         self.add_banks(recipe.PLAIN_DTYPES[recipe.plain_recipe(c)], device, world_size)
         generator = torch.Generator().manual_seed(0)
-        W = self.params["ngrams"].shape[1]
-        signs = 2 * torch.randint(0, 2, (SIGN_ROWS, W), generator=generator) - 1
+        signs = 2 * torch.randint(0, 2, (SIGN_ROWS, c.ngram_width), generator=generator) - 1
         self.register_buffer("signs", signs.to(device, torch.int8), persistent=False)
         # How often each token was a target on this rank, and how many targets were no candidates.
         counts = torch.zeros(c.vocab_size, device=device)
         self.register_buffer("target_counts", counts, persistent=False)
         self.register_buffer("lost_targets", counts.new_zeros(()), persistent=False)
         self.rotary_tables = {True: {}, False: {}}  # of training, of validation
-        self.side_stream = SideStream(device)
+        self.candidate_stream = SideStream(device)
         self.precision = Precision(c, device, dict(self.named_parameters()))
 
     def add_banks(self, dtype: torch.dtype, device: torch.device, world_size: int) -> None:
@@ -958,7 +966,10 @@ class GPT(nn.Module):
             rows = param.shape[0]
             if param.share == "slice":
                 rows = math.ceil(rows / world_size) * world_size
-            bank_dtype = wide if param.share == "all" else dtype  # the small ones stay wide
+            # The small ones stay wide. They are converted where they meet an activation, as in
+            # weights.gates.to(x.dtype). Only `scalars` need not be: a single number leaves the
+            # dtype of what it multiplies.
+            bank_dtype = wide if param.share == "all" else dtype
             bank = torch.zeros(rows, *param.shape[1:], dtype=bank_dtype, device=device)
             self.register_parameter(name, nn.Parameter(bank))
 
@@ -1037,7 +1048,8 @@ class GPT(nn.Module):
     def last_stream(self, tokens: Tensor, setting: Setting, training: bool,
                     looked_up: dict | None = None) -> tuple[Tensor, tuple[Tensor, ...]]:
         """tokens (T,) -> the stream after the last layer (T, D), and the sources of `late_mix`.
-        `looked_up` are the rows of the tables, if they were looked up before."""
+        `looked_up` are the rows of the tables; `forward_backward` looks them up itself, as it needs
+        their gradients."""
         # 1. The first stream, and what each layer gets beside the stream.
         if looked_up is None:
             looked_up = self.look_up(tokens, training)
@@ -1064,18 +1076,20 @@ class GPT(nn.Module):
                 looked_up: dict | None = None) -> Tensor:
         """tokens, targets (T,) int64 -> the loss, summed over T. A target of -1 is none."""
         w = self.weight("lm_head")
-        bias = None
-        chosen = None
+        chosen = bias = None  # without candidates
         if training and 0 < self.config.candidates < self.config.vocab_size:
-            self.side_stream.follow()
-            with self.side_stream.on():  # many small kernels, which can run beside the layers
-                chosen, bias, targets = self.draw_candidates(targets)  # now rows of w
+            # Candidates depend on the targets alone. To draw them takes about 90 small kernels,
+            # 0.22 ms on an H100, which run beside the layers.
+            self.candidate_stream.follow()
+            with self.candidate_stream.on():
+                chosen, bias, places = self.draw_candidates(targets)
         x, sources = self.last_stream(tokens, setting, training, looked_up)
         late = self.late_weights()
         products = self.precision.head_at(setting, training)
-        if chosen is not None:
-            self.side_stream.join()
+        if chosen is not None:  # the head has the rows of the candidates only
+            self.candidate_stream.join()
             w = w.index_select(0, chosen)
+            targets = places
             products = products.for_rows(chosen)
         if training:
             return self.functions.mix_and_loss(x, sources, late, products, w, targets, bias)
@@ -1089,7 +1103,8 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def draw_candidates(self, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Counts the targets, draws candidates, and counts the targets that are none of them."""
+        """Counts the targets, draws candidates, and counts the targets that are none of them.
+        Returns what `choose_candidates` returns."""
         known = (targets >= 0).to(self.target_counts.dtype)
         here = torch.zeros_like(self.target_counts).index_add_(0, targets.clamp(min=0), known)
         self.target_counts += here
@@ -1634,8 +1649,9 @@ def compiled_functions(report: Callable[[str, float], None], files_sha256: str) 
         files_sha256 = ""  # keep no graphs: who imports this file may change its constants
     compiled = {}
     for name, function in EAGER._asdict().items():
-        # Sizes are inputs of these graphs, so that one graph serves many sizes. The kernels of
-        # `muon_update`, which would have to divide by these inputs, are faster with fixed sizes.
+        # With `any_size`, sizes are inputs of a graph, so that one graph serves many. Muon has a
+        # graph for each of its two banks instead: 1.92 and 0.44 ms in place of 2.35 and 0.74 on one
+        # H100 (records/2026-11-26_two_gpus_narrow_rows).
         any_size = name in ("block_lists", "adam_update")
         compiled[name] = compiling.Compiled(function, report, files_sha256, dynamic=any_size)
     return Functions(**compiled)
@@ -1717,7 +1733,7 @@ class Optimizer:
 
     def start_table_sums(self) -> None:
         """The same for the rows of the tables. A collective."""
-        with self.lookups.side_stream.on():
+        with self.lookups.on_side_stream():
             dtypes = {name: self.banks[name].dtype for name in self.model.big_tables}
             for name, total in self.lookups.take_sums(dtypes).items():
                 self.sums[name] = self.start_sum(name, total)
@@ -1760,18 +1776,18 @@ class Optimizer:
                 transfer.wait()
                 if name in self.model.big_tables:
                     self.lookups.put(name, self.banks[name], parts)
-        self.lookups.side_stream.meet()
+        self.lookups.meet()
         self.bytes_sent += self.recipes.weights_changed(names, self.masters)
 
     def cuda_stream_of(self, name: str):
-        return self.lookups.side_stream.on() if name in self.model.big_tables else nullcontext()
+        return self.lookups.on_side_stream() if name in self.model.big_tables else nullcontext()
 
     def finished_sums(self) -> list[Tensor]:
         """All summed gradients, after waiting for them. Only a recipe that must know whether they
         are finite calls this."""
         for _, transfer in self.sums.values():
             transfer.wait()
-        self.lookups.side_stream.meet()
+        self.lookups.meet()
         return [gradient for gradient, _ in self.sums.values()]
 
     def finished_sum(self, name: str) -> Tensor:
@@ -2005,7 +2021,7 @@ def train_step(model: GPT, optimizer: Optimizer, batch: list[tuple[Tensor, Tenso
         # third one on run the second one's CUDA graph again, which overwrites the row gradients
         # that it has returned. So they wait until those are added up.
         if i > 1:
-            optimizer.lookups.side_stream.meet()
+            optimizer.lookups.meet()
         loss, row_gradients = call(str(setting), work, tensors)
         if i == len(batch) - 1:
             optimizer.start_sums()

@@ -150,7 +150,7 @@ def fit(c, presets: dict[str, dict], schedules: dict[str, list], given: dict, cu
             f"--schedule={c.schedule} is none of {', '.join(schedules)}")
     if cuda:
         memory = torch.cuda.get_device_properties(0).total_memory
-        rows = rows_that_fit(round(c.ngram_part * c.model_dim), memory)
+        rows = rows_that_fit(c.ngram_width, memory)
         c = dataclasses.replace(c, ngram_rows=min(c.ngram_rows, rows))
     return fit_to_text(c, schedules[c.schedule], text, given)
 

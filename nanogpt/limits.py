@@ -52,8 +52,7 @@ def check_values(c, schedules: dict[str, list], precisions: dict) -> None:
     for name in ("cooldown_frac", "bf16_last_frac"):
         value = getattr(c, name)
         require(value <= 1, f"--{name}={value} is a part of the steps, so it must be at most 1")
-    require(c.ngram_part <= 1 and round(c.ngram_part * c.model_dim) > 0,
-            f"--ngram_part={c.ngram_part} must be at most 1, and large enough for one channel")
+    require(c.ngram_part <= 1, f"--ngram_part={c.ngram_part} must be at most 1")
     require(2 <= c.longest_ngram <= 32,
             f"--longest_ngram={c.longest_ngram} must be at least 2 and at most 32")
     require(0 < c.join_timeout <= 10_000,
@@ -64,7 +63,7 @@ def check_values(c, schedules: dict[str, list], precisions: dict) -> None:
 def check_ranges(c) -> None:
     for name in ("num_steps", "batch_tokens", "seq_len", "micro_tokens", "val_tokens",
                  "val_seq_len", "num_layers", "model_dim", "num_heads", "head_dim", "mlp_dim",
-                 "vocab_size", "ngram_rows", "epochs", "cooldown_frac"):
+                 "vocab_size", "ngram_rows", "ngram_part", "epochs", "cooldown_frac"):
         value = getattr(c, name)
         require(value > 0, f"--{name}={value} must be positive")
         if name in MOST:

@@ -45,14 +45,22 @@ class LookedUpRows:
         self.totals = {}  # (world_size, n, share), sums of gradients of the n used rows
         self.used = {}  # (n,), the used rows in ascending order
 
+    def on_side_stream(self):
+        return self.side_stream.on()
+
+    def meet(self) -> None:
+        """The main stream and the side stream wait for all that was begun on the other."""
+        self.side_stream.join()
+        self.side_stream.follow()
+
     @torch.no_grad()
     def find(self, batch: list[dict[str, Tensor]]) -> None:
         """Begins to find out which rows any rank looks up. `batch` has those of each micro-batch of
         this rank, (lookups,) for each table. The CPU must know how many there are, to make room for
         their sums, but only in the first `add`. Until then the GPU counts them beside the forward
         pass. A collective."""
-        self.side_stream.meet()
-        with self.side_stream.on():
+        self.meet()
+        with self.on_side_stream():
             sizes = [len(master) for master in self.masters.values()]
             is_used = torch.zeros(sum(sizes), dtype=torch.uint8, device=self.device)
             flags = dict(zip(self.masters, is_used.split(sizes)))
@@ -81,13 +89,13 @@ class LookedUpRows:
     def add(self, rows: dict[str, Tensor], gradients: dict[str, Tensor]) -> None:
         """Adds the gradients (lookups, width) of the rows (lookups,) that a micro-batch looked
         up."""
-        self.side_stream.meet()
-        with self.side_stream.on():
+        self.meet()
+        with self.on_side_stream():
             if not self.totals:
                 self.make_totals()
             for name in self.masters:
                 kernels.sum_rows(self.totals[name], self.places[name], rows[name], gradients[name])
-                self.side_stream.keep(gradients[name])  # the rows are kept by `train_step`
+                self.side_stream.keep(gradients[name])  # `train_step` holds the rows until it meets
 
     def take_sums(self, dtypes: dict[str, torch.dtype]) -> dict[str, Tensor]:
         """The totals, (world_size, n, share) in the dtype they are sent in; they are forgotten

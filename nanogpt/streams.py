@@ -1,4 +1,16 @@
-"""A second CUDA stream: work on it runs beside that of the main one, on the same GPU."""
+"""Work that may run beside that of the main CUDA stream, on the same GPU:
+
+    side.follow()
+    with side.on():
+        y = work(x)  # is begun here
+    ...  # may run at the same time
+    side.join()  # from here on y can be used
+
+A tensor that is made on the side stream, as y, may be freed after its last use on the main one: its
+memory goes to later work on the side stream only. So let such work begin with `follow`, too. For a
+tensor of the main stream that may be freed before `join`, as x, call `keep`. Without CUDA all work
+runs in the order of the code.
+"""
 from contextlib import nullcontext
 
 import torch
@@ -6,16 +18,8 @@ from torch import Tensor
 
 
 class SideStream:
-    """    side.follow()
-        with side.on():
-            ...  # is begun here, but may run beside what the main stream does next
-        ...
-        side.join()  # what comes now can use the results
-
-    Without a GPU everything runs at once."""
-
     def __init__(self, device: torch.device):
-        self.stream = torch.cuda.Stream() if device.type == "cuda" else None
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def on(self):
         # torch.cuda.stream(None) would do nothing, too, but start CUDA where there is a GPU.
@@ -31,13 +35,8 @@ class SideStream:
         if self.stream:
             torch.cuda.current_stream().wait_stream(self.stream)
 
-    def meet(self) -> None:
-        """Both wait for each other."""
-        self.join()
-        self.follow()
-
     def keep(self, x: Tensor) -> None:
-        """The memory of x, a tensor of the main stream, is not used for another one until the work
-        that has been begun on this stream is done."""
+        """The memory of x, a tensor of the main stream, is given to no other tensor until the work
+        that was begun on the side stream is done."""
         if self.stream:
             x.record_stream(self.stream)

@@ -664,13 +664,15 @@ def new(root, name, paths, claim="", data_name="", results=None):
 
 def doubts_about_name(root, folder):
     """Returns sentences about the name of the data of a new record, if another record gives the
-    same shards another name, or this name to other validation shards: losses on these cannot be
-    compared."""
+    same shards another name, or gives this name to other validation shards, on which losses cannot
+    be compared. No name is none."""
     new_record = parse_json(read_text(folder / "record.json"), folder, 1)
     data, name = new_record["data"], new_record["data_name"]
     doubts = {}  # at most one of each kind
     for other_folder in folders(root):
         other = parse_json(read_text(other_folder / "record.json"), other_folder, 1)
+        if not name or not other["data_name"]:
+            continue
         same_name = other["data_name"] == name
         if other["data"]["fingerprint"] == data["fingerprint"] and not same_name:
             doubts["name"] = (f"note: {other_folder.name} calls the same shards "

@@ -89,6 +89,9 @@ def test_a_run_on_a_gpu_is_fitted_to_its_memory(text, gigabytes, rows, monkeypat
     assert fitted.ngram_rows == rows
     given["ngram_rows"] = 10**7
     assert fitting.fit(t.Config(**given), t.PRESETS, t.SCHEDULES, given, cuda=True).ngram_rows == 10**7
+    given["ngram_part"] = 0.0
+    with pytest.raises(BadInput, match="--ngram_part=0.0 must be positive"):
+        fitting.fit(t.Config(**given), t.PRESETS, t.SCHEDULES, given, cuda=True)
 
 
 @pytest.mark.parametrize("train, val, world_size, part", [

@@ -308,7 +308,7 @@ def plain_gpt(w, signs, tokens, targets, starts, setting, heads, d, longest):
     ngram = sum(w["ngrams"][of_length % len(w["ngrams"])] * signs[of_length % 8191] for of_length in hashes)
     induced = induced_by_search(tokens.tolist(), {0, *starts}, longest)
     copied = torch.stack([rms(w["lm_head"].detach()[token]) if length else 0 * x0[0] for token, length in induced])
-    ngram = torch.cat((ngram, torch.zeros_like(ngram)), 1)  # rows are half as wide as the stream
+    ngram = torch.nn.functional.pad(ngram, (0, x0.shape[1] - ngram.shape[1]))  # the first channels
     past = ngram + copied + torch.stack([w["length_vectors"][length] for _, length in induced])
     tables = w["value_embeds"].view(len(w["value_embeds"]), L, width)
     own = torch.zeros(length, dtype=torch.bool)
@@ -385,10 +385,12 @@ def ngram_rows_of(tokens, starts, longest, count):
 
 @pytest.mark.parametrize("width, heads, d, starts, long, short", [
     (32, 4, 8, [0, 100, 290], 2, 1), (16, 2, 8, [50, 257], 3, 2), (64, 2, 16, [0, 128, 130], 3, 1)])
-@pytest.mark.parametrize("longest, kinds", [(2, 384), (4, 7), (3, 20)])
-def test_loss_and_all_gradients_equal_a_plain_version_of_the_specification(width, heads, d, starts, long, short, longest, kinds):
-    """With fewer `kinds` of tokens more and longer n-grams come again."""
-    model = tiny(model_dim=width, num_heads=heads, head_dim=d, longest_ngram=longest)
+@pytest.mark.parametrize("longest, kinds, part", [(2, 384, 0.5), (4, 7, 1.0), (3, 20, 0.3)])
+def test_loss_and_all_gradients_equal_a_plain_version_of_the_specification(
+        width, heads, d, starts, long, short, longest, kinds, part):
+    """With fewer `kinds` of tokens more and longer n-grams come again. A row of them has a `part` of the width."""
+    model = tiny(model_dim=width, num_heads=heads, head_dim=d, longest_ngram=longest, ngram_part=part)
+    assert model.ngrams.shape == (101, round(part * width))
     seen = view(long, short, d)
     tokens, targets = tokens_of(starts, 384), tokens_of([7], 384, seed=5)
     tokens = torch.where(tokens == BOS, BOS, tokens % kinds)

@@ -591,7 +591,7 @@ def updated(batch, late):
             add(*waiting.pop())
 
     if late:
-        optimizer.lookups.side_stream.meet = sum_waiting
+        optimizer.lookups.meet = sum_waiting
         optimizer.lookups.add = lambda *new: (sum_waiting(), waiting.append(new))
         optimizer.step = lambda *rates: (sum_waiting(), step(*rates))
     t.train_step(model, optimizer, batch, 1, call)
@@ -658,7 +658,7 @@ def test_a_batch_in_any_number_of_micro_batches_makes_the_same_update_of_weights
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_gpu_that_works_on_the_tables_beside_the_matrices_makes_the_same_updates():
+def test_a_gpu_that_works_on_tables_and_candidates_beside_the_rest_makes_the_same_updates():
     device, results = torch.device("cuda"), []
     values = dict(num_layers=5, model_dim=128, num_heads=2, head_dim=64, mlp_dim=512, vocab_size=20_000, ngram_rows=50_000,
                   seq_len=1024, val_seq_len=1024, micro_tokens=4096, batch_tokens=8192, num_steps=8, schedule="laptop",
@@ -667,9 +667,11 @@ def test_a_gpu_that_works_on_the_tables_beside_the_matrices_makes_the_same_updat
         model = t.GPT(t.Config(**values), device)
         optimizer = t.Optimizer(model)
         optimizer.reset(t.initialize(model, 0))
-        assert optimizer.lookups.side_stream.stream is not None
+        streams = optimizer.lookups.side_stream, model.candidate_stream
+        assert all(side.stream for side in streams)
         if not beside:
-            optimizer.lookups.side_stream.stream = None
+            for side in streams:
+                side.stream = None
         for step in range(8):
             tokens = torch.randint(0, 20_000, (8193,), generator=torch.Generator().manual_seed(step)).to(device)
             t.train_step(model, optimizer, [*zip(tokens[:-1].chunk(2), tokens[1:].chunk(2))], step)

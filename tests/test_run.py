@@ -347,7 +347,7 @@ def refused(capfd, args, before="step:"):
     ({"bf16_last_frac": 7.0}, ["--bf16_last_frac=7.0", "at most 1"]), ({"cooldown_frac": 5.0}, ["--cooldown_frac=5.0"]),
     ({"micro_tokens": 0}, ["--micro_tokens=0", "positive"]), ({"micro_tokens": 255}, ["--micro_tokens=255", "at least 256"]),
     ({"ngram_rows": 0}, ["--ngram_rows=0"]), ({"longest_ngram": 1}, ["--longest_ngram=1", "at least 2"]),
-    ({"ngram_part": 1.5}, ["--ngram_part=1.5", "at most 1"]), ({"ngram_part": 0.001}, ["--ngram_part=0.001", "one channel"]),
+    ({"ngram_part": 1.5}, ["--ngram_part=1.5", "at most 1"]), ({"ngram_part": 0.0}, ["--ngram_part=0.0", "positive"]),
     ({"candidates": 100}, ["--candidates=100", "at least 384"]),
     ({"candidates": 200, "micro_tokens": 300}, ["--candidates=200", "multiple of 16, at least 128"]),
     ({"candidates": 256, "micro_tokens": 1024}, ["--candidates=256", "at least 384", "or lower --micro_tokens to 512"]),
