@@ -93,11 +93,14 @@ def board_problems(root, everything, rebuilt):
     return []
 
 
-def draw(paths, out, x):
-    """Draws the curves of the logs and returns the name of the picture. Without `out` that is the
-    name of the log, or curves.png for several, in the current folder. Of several logs those that
-    cannot be read are left out, with a sentence on standard error. Raises Refused if none can be
-    read or the picture cannot be written."""
+def draw(names, out, x):
+    """Draws the curves of the logs and returns the name of the picture. A folder stands for all
+    *.txt in it. Without `out` that is the name of the log, or curves.png for several, in the
+    current folder. Of several logs those that cannot be read are left out, with a sentence on
+    standard error. Raises Refused if none can be read or the picture cannot be written."""
+    paths = []
+    for path in map(Path, names):
+        paths += sorted(path.glob("*.txt")) if path.is_dir() else [path]
     logs = []
     for path in paths:
         try:
@@ -107,9 +110,9 @@ def draw(paths, out, x):
                 raise
             print(f"left out: {error}", file=sys.stderr)
     if not logs:
-        raise Refused("none of these logs has steps to draw.")
+        raise Refused(f"{', '.join(names)}: no log here has steps to draw.")
     if out is None and len(paths) == 1:
-        out = f"{Path(paths[0]).stem}.png"
+        out = f"{paths[0].stem}.png"
     elif out is None:
         out = "curves.png"
     suffix = Path(out).suffix
@@ -180,7 +183,7 @@ def parse(argv):
     p.add_argument("--diff", action="store_true", help="show the whole code diff")
 
     p = commands.add_parser("plot", help="draw the loss curves of runs, also of those that go on")
-    p.add_argument("logs", nargs="+")
+    p.add_argument("logs", nargs="+", help="logs, or folders of them")
     p.add_argument("--out", help="the PNG file to write (default: LOG.png; curves.png for several)")
     axes = tuple(plots.AXES)
     p.add_argument("--x", choices=axes, default="time", help="the x axis (default: time)")

@@ -1379,6 +1379,7 @@ def test_plot_draws_whole_runs_and_those_that_go_on(tmp_path, capsys, monkeypatc
     for x in ("time", "tokens", "steps"):
         assert run_tool(capsys, tmp_path, "plot", whole, cut, "--x", x) == (0, "wrote curves.png\n")
     assert (tmp_path / "curves.png").stat().st_size > 10_000
+    assert run_tool(capsys, tmp_path, "plot", tmp_path) == (0, "wrote curves.png\n"), "all logs of the folder"
     assert run_tool(capsys, tmp_path, "plot", cut) == (0, "wrote cut.png\n")
     assert [s.step for s in log.read_log(cut, may_be_cut=True).steps][-1] == 5
     cut.write_bytes(cut.read_bytes().partition(b"step:6/8")[0] + b"step:6/8 train_loss:nan train_time:9ms step_avg:1.50ms\n"
@@ -1390,7 +1391,10 @@ def test_plot_draws_whole_runs_and_those_that_go_on(tmp_path, capsys, monkeypatc
     status, out = run_tool(capsys, tmp_path, "plot", whole, cut)
     assert status == 0 and "left out: " in out and "found 'no step'" in out and "wrote curves.png\n" in out
     status, out = run_tool(capsys, tmp_path, "plot", cut, cut)
-    assert status == 2 and "none of these logs has steps to draw" in out
+    assert status == 2 and "no log here has steps to draw" in out
+    (tmp_path / "empty").mkdir()
+    status, out = run_tool(capsys, tmp_path, "plot", tmp_path / "empty")
+    assert status == 2 and out == f"refused: {tmp_path / 'empty'}: no log here has steps to draw.\n"
 
 
 def test_the_legend_tells_runs_apart(tmp_path):
