@@ -2292,6 +2292,8 @@ def train(c: Config, at_end: ExitStack) -> int:
         model = GPT(c, device, rank_and_world_size()[1], functions)
         initialize(model, c.seed)  # for the warm-up; drawn anew after it
         optimizer = Optimizer(model)
+    if run_files.saved:
+        on_all_ranks(run_files.saved.check_fits, optimizer)
     if c.compile and cuda:
         call = compiling.CudaGraphs(model.parameters())
     warm_up = warm_up_of(model, optimizer)

@@ -54,6 +54,7 @@ RUNNING = "running"  # a file in RUN_ID.saved: its run holds a lock on it as lon
 FINISHED = "finished"  # a file in RUN_ID.saved: a run that went on from there has ended
 PATIENCE_S = 120  # how long rank 0 waits for the files of the others
 LAST_PATIENCE_S = 10  # the same once its own training has ended, perhaps because of another rank
+SHARED_DIMENSION = {"slice": 0, "columns": 1}  # by Param.share: the one that ranks have parts of
 FACTS = {  # what all ranks share and a run needs to go on
     "config": dict, "run_id": str, "files_sha256": str, "data": list, "came_from": list,
     "best": (dict, type(None)), "checkpoint": (str, type(None)), "seconds": (int, float),
@@ -438,6 +439,19 @@ def facts_of(save: Path) -> dict:
     return facts
 
 
+def fits(saved: list[torch.Size], own: torch.Size, share: str, shape: tuple[int, ...]) -> bool:
+    """Whether the parts that ranks have saved make up a tensor of a parameter. own: the shape of
+    this rank's part now; share and shape: of the parameter. The ranks may be more or fewer now."""
+    dim = SHARED_DIMENSION.get(share)
+    if dim is None:
+        return saved[0] == own
+    for part in saved:
+        if len(part) != len(own) or part[:dim] != own[:dim] or part[dim + 1 :] != own[dim + 1 :]:
+            return False
+    padding = sum(part[dim] for part in saved) - shape[dim]
+    return 0 <= padding < len(saved)
+
+
 class Saved:
     """A save that a run goes on from. Reading raises BadInput where something does not fit."""
 
@@ -492,7 +506,7 @@ class Saved:
         parts = [self.of_rank(rank, name) for rank in range(len(self.parts))]
         if share == "all":
             return parts[0]
-        dim = 1 if share == "columns" else 0
+        dim = SHARED_DIMENSION[share]
         try:
             whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
             whole = whole.narrow(dim, 0, shape[dim])
@@ -503,16 +517,26 @@ class Saved:
             whole = F.pad(whole, (0, 0) * (whole.dim() - 1) + (0, padding))
         return whole
 
+    def check_fits(self, optimizer) -> None:
+        """Raises BadInput unless the save has the tensors of train_gpt.Optimizer, in their
+        shapes."""
+        ours = optimizer.tensors()
+        saved = self.parts[0]["tensors"].keys()
+        differing = sorted(saved ^ {*ours, "target_counts", "lost_targets"})
+        for full_name in sorted(ours.keys() & saved):
+            param = optimizer.model.params[full_name.partition(".")[0]]
+            shapes = [self.of_rank(rank, full_name).shape for rank in range(len(self.parts))]
+            if not fits(shapes, ours[full_name].shape, param.share, param.shape):
+                differing.append(full_name)
+        require(not differing, f"{self.save} was written by other code, as "
+                f"{' and '.join(differing[:2])} differ; go on with the code that is in its run's "
+                "log (python -m records code LOG FOLDER), or leave --resume out to begin anew")
+
     @torch.no_grad()
     def restore(self, optimizer) -> None:
         """Fills train_gpt.Optimizer and its model. The banks become copies of the masters, as they
         are after an update. Raises BadInput if the save does not fit them. A collective."""
         model = optimizer.model
-        known = {*optimizer.tensors(), "target_counts", "lost_targets"}
-        unknown = sorted(self.parts[0]["tensors"].keys() - known)
-        require(not unknown, f"{self.save} was written by other code, as it has "
-                f"{' and '.join(unknown[:2])}; go on with the code that is in its run's log "
-                "(python -m records code LOG FOLDER), or leave --resume out to begin anew")
         for full_name, tensor in optimizer.tensors().items():
             name, _, kind = full_name.partition(".")
             param = model.params[name]
