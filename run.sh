@@ -18,7 +18,7 @@ keys=()
 if [ "${1:-}" != test ]; then
   for word in "$@"; do
     case $word in
-      --key=* | --split_blank=* | --tokens=*) reading+=("$word") ;;
+      --key=* | --split_blank=* | --tokens=* | --bytes) reading+=("$word") ;;
       -*) keys+=("$word") ;;
       *)
         if [ ! -e "$word" ]; then
@@ -94,7 +94,7 @@ case $asked in *" --preset=laptop "* | *" --device=cpu "* | *" --device=mps "*) 
 # vocabulary cannot be fetched.)
 case $asked in
   *" --preset=laptop "* | *" --preset=char "*) tokens=bytes ;;
-  *" --preset="*) tokens=auto ;;
+  *" --preset="[!\ ]*) tokens=auto ;;
   *) tokens=auto; [ "$gpus" = 0 ] && tokens=bytes ;;
 esac
 
@@ -124,6 +124,11 @@ else
   if [ $names_data = no ] && [ $tokens = bytes ]; then
     [ -d data/pydocs ] || check_keys
     "$python" data/prepare.py --python-docs --bytes --out data/pydocs
+  elif [ $names_data = no ] && [ "$gpus" = 0 ] && [ ! -d data/fineweb10B ]; then
+    check_keys
+    echo "run.sh: this preset wants 2 GB of FineWeb, and without a GPU it would take very long; leave out --preset to" \
+      "train laptop, or give a text of your own" >&2
+    exit 2
   elif [ $names_data = no ]; then
     [ -d data/fineweb10B ] || check_keys
     "$python" data/fineweb.py 9

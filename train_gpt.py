@@ -211,7 +211,8 @@ class Config:
     join_timeout: float = key(5.0, "minutes that a process waits for the others at the start")
     resume: str = key(
         "", "save to go on from, logs/RUN_ID.saved/step_000123; --resume alone: the newest one in "
-        "log_dir that the other given keys agree with, if there is one", alone=saving.NEWEST)
+        "log_dir that has the other given values. Without any save a new run begins",
+        alone=saving.NEWEST)
     # output
     log_dir: str = key("logs", "folder of the logs")
     jsonl: bool = key(False, "also write the log as JSON lines")

@@ -43,6 +43,7 @@ BYTES_PER_NUMBER = 14
 # The part of a GPU's memory that the table of n-grams may take. It also makes every save larger.
 TABLE_SHARE = 0.1
 VALIDATIONS = 10  # of a run; after each one the weights are kept if they are the best so far
+LEAST_INTERVAL = 5  # steps between validations: of a short run they would take most of the time
 
 
 # What a fitted run has in place of its preset's values.
@@ -127,7 +128,7 @@ def steps_that_fit(shard_tokens: tuple[int, ...], wanted: float, most_epochs: fl
 
 
 def validation_interval(num_steps: int) -> int:
-    return max(1, num_steps // VALIDATIONS)
+    return max(LEAST_INTERVAL, num_steps // VALIDATIONS)
 
 
 # --------------------------------------------------------------------------------------------------

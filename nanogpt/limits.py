@@ -74,6 +74,7 @@ def check_ranges(c) -> None:
 def check_texts(c) -> None:
     """A log holds at most 1,000 characters of each text, and only --sample may have other than
     printable ones (records/log.py)."""
+    require(c.log_dir, "--log_dir= is empty; name a folder, or leave it out")
     for name, value in vars(c).items():
         if isinstance(value, str):
             require(len(value) <= 1000,

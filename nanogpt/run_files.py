@@ -3,6 +3,7 @@
 `c` is train_gpt.Config. The plan of batches and the packing of documents (data/shards.py) follow
 from it by rules that stand in train_gpt.py.
 """
+import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -106,6 +107,8 @@ def place_for_checkpoint(c, saved: saving.Saved | None, num_weights: int) -> Pat
         path = saved.checkpoint_path()
     elif c.save_checkpoint == "auto":
         path = checkpoint.unused_path(Path("models", f"{Path(c.data_dir).resolve().name}.pt"))
+    if path.is_symlink():  # the file it leads to is written; else the link would be replaced
+        path = Path(os.path.realpath(path))
     dtype = recipe.PLAIN_DTYPES[recipe.plain_recipe(c)]  # of nearly all weights
     checkpoint.try_place(path, dtype.itemsize * num_weights)
     return path

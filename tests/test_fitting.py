@@ -119,7 +119,7 @@ def test_wanted_steps_are_taken_and_the_epochs_are_those_they_need():
     assert fitted == dict(num_steps=200, epochs=2, val_interval=20)
     assert fitting.steps_that_fit(shards_of, 10**9, 40, 1000, 1000, 1000)["num_steps"] == 4000, "40 readings at most"
     assert fitting.steps_that_fit(shards_of, math.inf, 10**5, 1000, 1000, 1000)["num_steps"] == 10**6, "no more can be"
-    assert fitting.steps_that_fit(shards_of, 0.3, 40, 1000, 1000, 1000) == dict(num_steps=1, epochs=1, val_interval=1)
+    assert fitting.steps_that_fit(shards_of, 0.3, 40, 1000, 1000, 1000) == dict(num_steps=1, epochs=1, val_interval=5)
 
 
 # --------------------------------------------------------------------------------------- the script
@@ -187,6 +187,13 @@ def test_checkpoints_of_one_name_do_not_replace_each_other(text, tmp_path, monke
     for c.precision in ("bf16", "fp32"):
         run_files.place_for_checkpoint(c, None, 1000)
     assert asked == [2000, 4000], "bytes"
+
+
+def test_weights_that_are_to_go_to_a_link_go_to_the_file_that_it_leads_to(text, tmp_path):
+    link, target = tmp_path / "link.pt", tmp_path / "large_disk" / "target.pt"
+    link.symlink_to(target)
+    c = dataclasses.replace(t.parse_config([text]), save_checkpoint=str(link))
+    assert run_files.place_for_checkpoint(c, None, 1000) == target and link.is_symlink()
 
 
 def test_a_file_that_another_run_has_written_meanwhile_is_not_replaced(tmp_path):
@@ -262,7 +269,7 @@ def test_minutes_and_a_number_of_steps_contradict_each_other(text):
         t.parse_config([text, "--minutes=1", "--num_steps=20"])
 
 
-@pytest.mark.parametrize("keys, expected", [([], 3), (["--val_interval=7"], 7), (["--val_interval=0"], 0)])
+@pytest.mark.parametrize("keys, expected", [([], 5), (["--val_interval=7"], 7), (["--val_interval=0"], 0)])
 def test_a_validation_interval_that_was_given_stays_when_minutes_choose_the_steps(text, tmp_path, keys, expected):
     c = t.parse_config([text, "--minutes=0.1", *keys])
     c = fitting.fit_to_minutes(c, t.SCHEDULES[c.schedule], list(tmp_path.glob("*_train_*")), 0.2)

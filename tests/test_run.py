@@ -348,6 +348,7 @@ def refused(capfd, args, before="step:"):
     ({"micro_tokens": 0}, ["--micro_tokens=0", "positive"]), ({"micro_tokens": 255}, ["--micro_tokens=255", "at least 256"]),
     ({"ngram_rows": 0}, ["--ngram_rows=0"]), ({"longest_ngram": 1}, ["--longest_ngram=1", "at least 2"]),
     ({"ngram_part": 1.5}, ["--ngram_part=1.5", "at most 1"]), ({"ngram_part": 0.0}, ["--ngram_part=0.0", "positive"]),
+    ({"log_dir": ""}, ["--log_dir= is empty"]),
     ({"candidates": 100}, ["--candidates=100", "at least 384"]),
     ({"candidates": 200, "micro_tokens": 300}, ["--candidates=200", "multiple of 16, at least 128"]),
     ({"candidates": 256, "micro_tokens": 1024}, ["--candidates=256", "at least 384", "or lower --micro_tokens to 512"]),
