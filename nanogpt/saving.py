@@ -507,26 +507,30 @@ class Saved:
         if share == "all":
             return parts[0]
         dim = SHARED_DIMENSION[share]
-        try:
-            whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-            whole = whole.narrow(dim, 0, shape[dim])
-        except (RuntimeError, IndexError):
-            raise BadInput(f"{self.save}: {name} does not fit {shape}; {self.remedy}") from None
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+        whole = whole.narrow(dim, 0, shape[dim])
         if share == "slice":
             padding = rows - len(whole)
             whole = F.pad(whole, (0, 0) * (whole.dim() - 1) + (0, padding))
         return whole
 
     def check_fits(self, optimizer) -> None:
-        """Raises BadInput unless the save has the tensors of train_gpt.Optimizer, in their
-        shapes."""
-        ours = optimizer.tensors()
+        """Raises BadInput unless the save has the tensors of train_gpt.Optimizer and the counts of
+        its model, in their shapes. To be called before `restore`, which relies on it."""
+        model = optimizer.model
+        counts = dict(target_counts=model.target_counts, lost_targets=model.lost_targets)
+        ours = optimizer.tensors() | counts
         saved = self.parts[0]["tensors"].keys()
-        differing = sorted(saved ^ {*ours, "target_counts", "lost_targets"})
+        differing = sorted(saved ^ ours.keys())
         for full_name in sorted(ours.keys() & saved):
-            param = optimizer.model.params[full_name.partition(".")[0]]
             shapes = [self.of_rank(rank, full_name).shape for rank in range(len(self.parts))]
-            if not fits(shapes, ours[full_name].shape, param.share, param.shape):
+            own = ours[full_name].shape
+            if full_name in counts:  # each rank has its own
+                as_ours = all(shape == own for shape in shapes)
+            else:
+                param = model.params[full_name.partition(".")[0]]
+                as_ours = fits(shapes, own, param.share, param.shape)
+            if not as_ours:
                 differing.append(full_name)
         require(not differing, f"{self.save} was written by other code, as "
                 f"{' and '.join(differing[:2])} differ; go on with the code that is in its run's "
@@ -535,14 +539,15 @@ class Saved:
     @torch.no_grad()
     def restore(self, optimizer) -> None:
         """Fills train_gpt.Optimizer and its model. The banks become copies of the masters, as they
-        are after an update. Raises BadInput if the save does not fit them. A collective."""
+        are after an update. Raises BadInput if one of the other facts does not fit. A
+        collective."""
         model = optimizer.model
         for full_name, tensor in optimizer.tensors().items():
             name, _, kind = full_name.partition(".")
             param = model.params[name]
             bank = optimizer.banks[name]
             whole = self.whole(full_name, param.share, param.shape, len(bank))
-            self.fill(tensor, optimizer.own(name, whole), full_name)
+            tensor.copy_(optimizer.own(name, whole))
             if kind == "master":
                 bank.copy_(whole)
         model.target_counts.copy_(self.own_counts("target_counts"))
@@ -552,12 +557,6 @@ class Saved:
         optimizer.recipes.load_state(self.fact("recipes"))
         optimizer.recipes.weights_changed([*optimizer.masters], optimizer.masters)
         self.restore_random(model.signs.device, model.config.seed)
-
-    def fill(self, tensor: Tensor, part: Tensor, name: str) -> None:
-        """Copies this rank's part of a saved tensor to where it belongs."""
-        require(part.shape == tensor.shape, f"{self.save}: {name} is {tuple(part.shape)}, not "
-                f"{tuple(tensor.shape)}; {self.remedy}")
-        tensor.copy_(part)
 
     def own_counts(self, name: str) -> Tensor:
         """This rank's counts. If there were more or fewer ranks: an equal share of the sum."""
