@@ -74,9 +74,9 @@ from records.console import discard_output, prepare_output
 # 1. Log-probabilities of tokens
 #
 # The model takes one sequence of many documents, and tells them apart by the token that begins each
-# (model.bos). Attention, the n-grams that look up a row of their table, the search for induced
-# tokens, and what a layer reads of the previous token all stop at that token, so nothing leaks from
-# one document into the next.
+# (model.bos). Attention, the n-grams that look up a row of their table, the search for matches, and
+# what a layer reads of the previous token all stop at that token, so nothing leaks from one
+# document into the next.
 # Rotary positions run on, but only differences of positions matter.
 #
 # One thing does depend on the place: attention sees whole blocks of 128 tokens, so how far back a

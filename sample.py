@@ -35,7 +35,7 @@ from torch import Tensor
 
 from data.prepare import byte_to_token, token_to_byte
 from data.shards import SEPARATOR, reads_bytes
-from nanogpt import fitting, limits
+from nanogpt import fitting, limits, matches
 from nanogpt.compiling import CudaGraphs
 from nanogpt.masks import BLOCK_SIZE
 from nanogpt.ranks import BadInput, is_rank_0, require
@@ -154,7 +154,7 @@ class Memory:
         self.position = torch.zeros((), dtype=torch.int64, device=device)  # of the next token
         self.document = torch.zeros_like(self.position)  # where the last document begins
         self.last_tokens = torch.zeros(
-            model.config.longest_ngram - 1, dtype=torch.int64, device=device)
+            2 * model.config.longest_ngram - 1, dtype=torch.int64, device=device)
         self.tokens = torch.zeros(self.limit, dtype=torch.int64, device=device)  # all of them
         self.clear()
         self.graphs = CudaGraphs([]) if cuda_graph and device.type == "cuda" else None
@@ -220,10 +220,13 @@ class Memory:
         position = self.position + torch.arange(-G, len(tokens) - G, device=tokens.device)
         begins = (tokens == model.bos) | (position == 0)
         looked_up = model.look_up(tokens, training=False)
-        induced = self.induced_tokens(tokens, position)
-        hashes = script.ngram_hashes(tokens, begins, model.config.longest_ngram)
-        first_x, injects, induction = script.embed_inputs(
-            tokens, hashes, looked_up["ngrams"], induced, model.weight("lm_head"),
+        longest = model.config.longest_ngram
+        hashes = matches.ngram_hashes(tokens, begins, 2 * longest)
+        recalled = matches.recalled_tokens(
+            model.recall_table, hashes, model.config.recall_lengths)
+        found = self.induced_tokens(tokens, position), recalled
+        first_x, injects, echoes = script.embed_inputs(
+            tokens, hashes[: longest - 1], looked_up["ngrams"], found, model.weight("lm_head"),
             model.length_vectors, model.signs, model.scalars)
         first_x = x = first_x[G:]
         value_embeds = looked_up["value_embeds"][G:].chunk(len(self.layers), 1)
@@ -248,7 +251,8 @@ class Memory:
         self.last_tokens.copy_(tokens[-G:])
         self.document.copy_(document[-1])
         self.position += len(position)
-        return x, script.late_sources(first_x, outputs, induction[G:], value_embeds[0])
+        echoes = [echo[G:] for echo in echoes]
+        return x, script.late_sources(first_x, outputs, echoes, value_embeds[0])
 
     def induced_tokens(self, tokens: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
         """tokens and their positions (G + n,), of which the first G are known already -> the
@@ -260,8 +264,8 @@ class Memory:
         # so they change nothing for the new tokens.
         begins = self.tokens == model.bos
         begins[0] = True
-        hashes = self.script.ngram_hashes(self.tokens, begins, model.config.longest_ngram)
-        token, length = self.script.induced_tokens(self.tokens, begins, hashes)
+        hashes = matches.ngram_hashes(self.tokens, begins, model.config.longest_ngram)
+        token, length = matches.induced_tokens(self.tokens, begins, hashes)
         return F.pad(token[position[G:]], (G, 0)), F.pad(length[position[G:]], (G, 0))
 
     def find_places(self, position: Tensor, document: Tensor, window: str) -> Places:

@@ -83,6 +83,7 @@ from nanogpt import (
     kernels,
     limits,
     masks,
+    matches,
     profiling,
     recipe,
     saving,
@@ -97,6 +98,7 @@ from nanogpt.ranks import (
     NoTransfer,
     Requests,
     all_gather,
+    gathered,
     is_rank_0,
     on_all_ranks,
     rank_and_world_size,
@@ -177,13 +179,16 @@ class Config:
     scalar_lr: float = key(0.04, "Adam's learning rate for the scalars and `length_vectors`")
     longest_ngram: int = key(
         3, "for each n from 2 to this, the last n tokens look up a row of a table of n-grams; also "
-        "the most tokens by which `induced_tokens` looks for an earlier place")
+        "the most tokens by which a match in the document is looked for")
     ngram_rows: int = key(
         4_024_320, "rows of that table, for all lengths; n-grams whose hashes have the same "
         "remainder share one")
     ngram_part: float = key(
         0.5, "width of such a row, as a part of model_dim; in each step the GPUs exchange rows, so "
         "narrow ones take less time")
+    recall_rows: int = key(
+        0, "entries of a table of what came next in the training text; 0 if the text is read more "
+        "than once, as it would be known by heart")
     # evaluation
     target_loss: float = key(3.28, "validation loss to reach, nats per token; 0: none")
     val_tokens: int = key(
@@ -234,6 +239,12 @@ class Config:
         """Width of a row of the table of n-grams."""
         return max(1, round(self.ngram_part * self.model_dim))
 
+    @property
+    def recall_lengths(self) -> tuple[int, ...]:
+        """By how many last tokens that table is searched: by more than an n-gram has."""
+        n = self.longest_ngram
+        return (n + 1, 2 * n) if self.recall_rows else ()
+
 
 # Small models of single bytes have these settings in common.
 BYTES = dict(
@@ -251,7 +262,7 @@ PRESETS: dict[str, dict] = {
         target_loss=3.492),
     "laptop": BYTES | dict(
         num_layers=4, model_dim=128, num_heads=2, head_dim=64, mlp_dim=512,
-        longest_ngram=6, ngram_rows=131_072, ngram_part=1.0,
+        longest_ngram=6, ngram_rows=131_072, ngram_part=1.0, recall_rows=2_097_152,
         schedule="laptop", num_steps=500,
         batch_tokens=2048, seq_len=2048,
         muon_lr=0.04, head_lr=0.007, table_lr=0.3,
@@ -354,6 +365,8 @@ def parse_config(argv: list[str]) -> Config:
         c = saving.configure(Config, save, given, MAY_CHANGE)
     elif given.get("fit", brings_text):
         c = fitting.fit(c, PRESETS, SCHEDULES, given, has_cuda(given.get("device")))
+    if c.epochs > 1 and not save and "recall_rows" not in given:
+        c = dataclasses.replace(c, recall_rows=0)
     check_config(c)
     return c
 
@@ -517,7 +530,7 @@ SIGN_ROWS = 8191
 #   x = stream_attn * x + o * attention(input_of(x)) + inject
 #   x = stream_mlp * x + down * MLP(input_of(x))
 #
-# with inject = first * (the normalised embedding) + past * (what n-grams and induced tokens say);
+# with inject = first * (the normalised embedding) + past * (what the last tokens say);
 # `embed_inputs` makes both.
 SCALARS = {
     "first": 0.0,
@@ -622,14 +635,14 @@ def parameter_table(c: Config) -> dict[str, Param]:
             (4 * L, H * d, D), init=of_attention,
             lr=(c.muon_lr,), **muon),
         "scalars": Param((L, len(SCALARS)), init=constants(*SCALARS.values()), **scalar),
-        # a vector for each length that a match of `induced_tokens` can have
-        "length_vectors": Param((c.longest_ngram + 1, D), init=zero, **scalar),
-        # the small network of `late_mix`: 64 hidden units, an amount of each of six sources
+        # a vector for each length that a match can have, in the document or in the training text
+        "length_vectors": Param((2 * c.longest_ngram + 1, D), init=zero, **scalar),
+        # the small network of `late_mix`: 64 hidden units, an amount of each of seven sources
         "late_in": Param((64, D), init=uniform(D**-0.5), **late),
-        "late_out": Param((6, 64), init=zero, **late),
+        "late_out": Param((7, 64), init=zero, **late),
         # Half of the third source is subtracted at first (`late_mix` multiplies by 0.1): later
         # layers need what earlier ones have written, the head does not (records 40, 81).
-        "late_bias": Param((6,), init=constants(0, 0, -5, 0, 0, 0), **late),
+        "late_bias": Param((7,), init=constants(0, 0, -5, 0, 0, 0, 0), **late),
         # two gates of each attention head: of its output, and of its value embedding
         "gates": Param((L, 2, H, GATE_DIM), init=zero, share="all", **with_head_lr),
     }
@@ -772,94 +785,55 @@ def block(x: Tensor, weights: LayerWeights, context: LayerContext,
         input_of(x, "mlp", context), weights.up, weights.down, scalars["down"], products.down)
 
 
-def ngram_hashes(tokens: Tensor, begins: Tensor, longest: int) -> Tensor:
-    """tokens and begins (T,) -> (longest - 1, T) int64: for each position the hash of its last 2,
-    of its last 3, ... and of its last `longest` tokens. Those before the document count as 0."""
-    earlier = tokens
-    hashed = tokens
-    hashes = []
-    for _ in range(longest - 1):
-        earlier = torch.where(begins, 0, earlier.roll(1))  # one token further back
-        hashed = (1_000_003 * hashed + earlier) % (2**31 - 1)  # two primes
-        hashes.append(hashed)
-    return torch.stack(hashes)
-
-
-def induced_tokens(tokens: Tensor, begins: Tensor, hashes: Tensor) -> tuple[Tensor, Tensor]:
-    """tokens and begins (T,), hashes of their n-grams (G, T) -> for each position its induced token
-    and the length of its match, both (T,) int64, and both 0 where there is no match. A match of
-    length n is an earlier position in the document where the last n tokens were the same as here.
-    We take the longest one, with n from 1 to 1 + G, and of several the latest. The induced token is
-    the one that came next there.
-
-    Texts repeat themselves, so the induced token often is what comes next. Attention can learn to
-    find it ("induction heads", Olsson et al. 2022), but only inside its window (after Akyürek et
-    al. 2024)."""
-    # 1. Sort the positions for each n, so that those with equal last tokens stand side by side, in
-    # the order of the text. What is sorted begins with the number of the document, so that
-    # positions of two documents are never equal.
-    identity = begins.cumsum(0) * 2**31 + torch.cat((tokens[None], hashes))  # (1 + G, T)
-    order = identity.argsort(dim=1, stable=True)
-    in_order = identity.gather(1, order)
-
-    # 2. The position just before in this order is the latest match, if the two are equal.
-    is_repeated = F.pad(in_order[:, 1:] == in_order[:, :-1], (1, 0))
-    match_in_order = torch.where(is_repeated, order.roll(1, 1), -1)
-    matches = torch.empty_like(order).scatter(1, order, match_in_order)  # (1 + G, T)
-
-    # 3. Where n tokens match, n - 1 do, too. So the longest length is the number of matches before
-    # the first -1; a match behind it means that hashes are equal by chance.
-    length = (matches >= 0).cumprod(0).sum(0)
-    match = matches.gather(0, (length - 1).clamp(min=0)[None])[0]
-    next_token = tokens.roll(-1)  # wrong for the last position, which is nobody's match
-    return torch.where(length > 0, next_token[match], 0), length
-
-
-def embed_inputs(tokens: Tensor, hashes: Tensor, ngrams: Tensor, induced: tuple[Tensor, Tensor],
-                 embed: Tensor, length_vectors: Tensor, signs: Tensor,
-                 scalars: Tensor) -> tuple[Tensor, list[Tensor], Tensor]:
-    """tokens (T,), hashes of their n-grams (G, T), the rows that these have looked up (G T, W),
-    what `induced_tokens` returns, the embedding (V, D), length_vectors (2 + G, D), random signs
-    (SIGN_ROWS, W), scalars (L, len(SCALARS)) -> the first stream (T, D); for each layer what is
-    added to the stream there (T, D), an amount of the first stream and an amount of what the past
-    says; and the normalised embedding of the induced tokens (T, D), 0 where there is none."""
+def embed_inputs(tokens: Tensor, hashes: Tensor, ngrams: Tensor, found: tuple, embed: Tensor,
+                 length_vectors: Tensor, signs: Tensor,
+                 scalars: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """tokens (T,), hashes of their n-grams (G, T), the rows that these have looked up (G T, W), the
+    induced and the recalled tokens that were found, each with the lengths of their matches, (T,)
+    all four, the embedding (V, D), length_vectors (lengths, D), random signs (SIGN_ROWS, W),
+    scalars (L, len(SCALARS)) -> the first stream (T, D); for each layer what is added to the stream
+    there (T, D), an amount of the first stream and an amount of what the past says; and the
+    normalised embeddings of the induced and of the recalled tokens (T, D), 0 where there are
+    none."""
     # 1. The first stream.
     x = norm(F.embedding(tokens, embed))
 
     # 2. The last tokens: rows of their n-grams, and what came next where they stood before.
     ngrams = ngrams.view(-1, len(x), ngrams.size(1))  # (G, T, W), of each length
-    induced_token, length = induced
-    # The embedding gets no gradient through `induction`: that would need one more pass over all of
-    # it, and made no difference that two seeds could show.
-    induction = norm(F.embedding(induced_token, embed.detach())) * (length > 0)[:, None]
     past = (ngrams * signs[hashes % SIGN_ROWS]).sum(0)
     past = F.pad(past, (0, x.size(1) - past.size(1)))  # for the first W channels
-    past = past + induction + F.embedding(length, length_vectors).to(x.dtype)
+    echoes = []
+    for token, length in found:
+        # The embedding gets no gradient here: that would need one more pass over all of it, and
+        # made no difference that two seeds could show.
+        echoes.append(norm(F.embedding(token, embed.detach())) * (length > 0)[:, None])
+        past = past + F.embedding(length, length_vectors).to(x.dtype)
+    past = past + echoes[0]  # recalled tokens wait for `late_mix`
 
     # 3. Each layer adds an amount of the first stream, and an amount of `past`.
     of_layers = dict(zip(SCALARS, scalars.unbind(1)))  # (L,) each
     amounts = zip(of_layers["first"], of_layers["past"])
     injects = [of_first * x + of_past * past for of_first, of_past in amounts]
-    return x, injects, induction
+    return x, injects, echoes
 
 
 class LateWeights(NamedTuple):
-    """The weights of a small network, which decides for each token how much of six sources is added
-    at the end (MUDD, multiway dynamic dense connections: Xiao et al. 2025; record 81)."""
+    """The weights of a small network, which decides for each token how much of seven sources is
+    added at the end (MUDD, multiway dynamic dense connections: Xiao et al. 2025; record 81)."""
     w_in: Tensor  # (64, D)
-    w_out: Tensor  # (6, 64)
-    bias: Tensor  # (6,)
+    w_out: Tensor  # (7, 64)
+    bias: Tensor  # (7,)
 
 
-def late_sources(first_x: Tensor, outputs: list[Tensor], induction: Tensor,
+def late_sources(first_x: Tensor, outputs: list[Tensor], echoes: list[Tensor],
                  first_value_embed: Tensor) -> tuple[Tensor, ...]:
     """The sources of `late_mix`: the first stream; the streams after about a third of the layers,
-    after about two thirds, and before the last layer; the embedding of the induced tokens; and the
-    first value embedding. (With one or two layers an index is -1, so that the source is the stream
-    after the last layer.)"""
+    after about two thirds, and before the last layer; the embeddings of the induced and of the
+    recalled tokens; and the first value embedding. (With one or two layers an index is -1, so that
+    the source is the stream after the last layer.)"""
     L = len(outputs)
     of_layers = outputs[L // 3 - 1], outputs[2 * L // 3 - 1], outputs[L - 2]
-    return first_x, *of_layers, induction, first_value_embed
+    return first_x, *of_layers, *echoes, first_value_embed
 
 
 def late_mix(x: Tensor, sources: tuple[Tensor, ...], weights: LateWeights) -> Tensor:
@@ -867,7 +841,7 @@ def late_mix(x: Tensor, sources: tuple[Tensor, ...], weights: LateWeights) -> Te
     source is the first value embedding (T, H d), which is added to the first channels, and the
     others are (T, D)."""
     hidden = F.gelu(F.linear(x, weights.w_in.to(x.dtype)))
-    amounts = F.linear(hidden, weights.w_out.to(x.dtype))  # (T, 6)
+    amounts = F.linear(hidden, weights.w_out.to(x.dtype))  # (T, 7)
     amounts = amounts + weights.bias.to(x.dtype)
     *of_streams, of_value = [
         0.1 * amount[:, None] * source for amount, source in zip(amounts.unbind(1), sources)]
@@ -957,6 +931,9 @@ class GPT(nn.Module):
         counts = torch.zeros(c.vocab_size, device=device)
         self.register_buffer("target_counts", counts, persistent=False)
         self.register_buffer("lost_targets", counts.new_zeros(()), persistent=False)
+        # Which tokens came next in the training text, the same on all ranks (nanogpt/matches.py).
+        self.register_buffer(
+            "recall_table", torch.zeros(c.recall_rows, dtype=torch.int64, device=device))
         self.rotary_tables = {True: {}, False: {}}  # of training, of validation
         self.candidate_stream = SideStream(device)
         self.precision = Precision(c, device, dict(self.named_parameters()))
@@ -991,7 +968,8 @@ class GPT(nn.Module):
         """For each big table the rows that tokens look up, int64: of value_embeds (T,), and for
         n-grams of G lengths (G T,), by their hashes (record 62 for pairs)."""
         c = self.config
-        hashes = ngram_hashes(tokens, self.begins(tokens, training), c.longest_ngram)  # (G, T)
+        begins = self.begins(tokens, training)
+        hashes = matches.ngram_hashes(tokens, begins, c.longest_ngram)  # (G, T)
         rows = {"value_embeds": tokens, "ngrams": (hashes % c.ngram_rows).flatten()}
         return {name: rows[name] for name in self.big_tables}  # their order: callers zip the two
 
@@ -1055,12 +1033,15 @@ class GPT(nn.Module):
         if looked_up is None:
             looked_up = self.look_up(tokens, training)
         begins = self.begins(tokens, training)
-        hashes = ngram_hashes(tokens, begins, self.config.longest_ngram)
-        induced = induced_tokens(tokens, begins, hashes)
-        first_x, injects, induction = self.functions.embed_inputs(
-            tokens, hashes, looked_up["ngrams"], induced, self.weight("lm_head"),
+        c = self.config
+        hashes = matches.ngram_hashes(tokens, begins, 2 * c.longest_ngram)
+        recalled = matches.recalled_tokens(self.recall_table, hashes, c.recall_lengths)
+        hashes = hashes[: c.longest_ngram - 1]
+        found = matches.induced_tokens(tokens, begins, hashes), recalled
+        first_x, injects, echoes = self.functions.embed_inputs(
+            tokens, hashes, looked_up["ngrams"], found, self.weight("lm_head"),
             self.length_vectors, self.signs, self.scalars)
-        value_embeds = looked_up["value_embeds"].chunk(self.config.num_layers, 1)
+        value_embeds = looked_up["value_embeds"].chunk(c.num_layers, 1)
         contexts = self.layer_contexts(begins, setting, training, injects, value_embeds)
         weights = self.layer_weights()
         products = self.precision.layers_at(setting, training)
@@ -1071,7 +1052,7 @@ class GPT(nn.Module):
         for of_layer in zip(weights, contexts, products):
             x = self.functions.block(x, *of_layer)
             outputs.append(x)
-        return x, late_sources(first_x, outputs, induction, value_embeds[0])
+        return x, late_sources(first_x, outputs, echoes, value_embeds[0])
 
     def forward(self, tokens: Tensor, targets: Tensor, setting: Setting, training: bool,
                 looked_up: dict | None = None) -> Tensor:
@@ -1114,6 +1095,15 @@ class GPT(nn.Module):
         self.lost_targets += ((places < 0) & (targets >= 0)).sum()
         return chosen, bias, places
 
+    @torch.no_grad()
+    def remember(self, inputs: Tensor, targets: Tensor, step: int) -> None:
+        """Writes to recall_table what came next in the micro-batches of all ranks. A collective."""
+        of_ranks = gathered(torch.stack((inputs, targets)))  # (ranks, 2, T)
+        tokens, next_tokens = of_ranks.transpose(0, 1).flatten(1)
+        c = self.config
+        hashes = matches.ngram_hashes(tokens, self.begins(tokens, True), 2 * c.longest_ngram)
+        matches.remember(self.recall_table, hashes, next_tokens, c.recall_lengths, step)
+
     def logits(self, x: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
         """What `last_stream` returns -> the capped logits of each next token (T, V)."""
         x = late_mix(x, sources, self.late_weights())
@@ -1123,8 +1113,8 @@ class GPT(nn.Module):
 @torch.no_grad()
 def initialize(model: GPT, seed: int) -> dict[str, Tensor]:
     """Draws the weights from `seed`, and fills the model with those of rank 0. Sets the counts of
-    targets to 0 and seeds this rank's draw of candidates. Returns the weights in float32. A
-    collective."""
+    targets and the recall table to 0, and seeds this rank's draw of candidates. Returns the weights
+    in float32. A collective."""
     # 1. The weights.
     torch.manual_seed(seed)
     full = {}
@@ -1142,6 +1132,7 @@ def initialize(model: GPT, seed: int) -> dict[str, Tensor]:
     torch.manual_seed((seed * 2**16 + rank) % 2**63)  # ranks draw different candidates
     model.target_counts.zero_()
     model.lost_targets.zero_()
+    model.recall_table.zero_()
     return full
 
 
@@ -1161,12 +1152,13 @@ def model_of(content: dict, device: torch.device) -> GPT:
     c = Config(**values | dict(
         attention="sdpa", device=device.type, native=False, sample="", run_name=""))
     check_config(c)
-    table = parameter_table(c)
-    differing = sorted(table.keys() ^ content["weights"].keys())
+    shapes = {name: param.shape for name, param in parameter_table(c).items()}
+    shapes["recall_table"] = (c.recall_rows,)
+    differing = sorted(shapes.keys() ^ content["weights"].keys())
     require(not differing, "the checkpoint was written by other code, as only one of the two has "
             f"weights of {' and '.join(differing[:2])}; {remedy}")
-    for name, param in table.items():
-        require(tuple(content["weights"][name].shape) == param.shape,
+    for name, shape in shapes.items():
+        require(content["weights"][name].shape == shape,
                 f"the checkpoint's weights of {name} do not fit its configuration; {remedy}")
     model = GPT(c, device)
     model.load_state_dict(content["weights"])
@@ -2029,7 +2021,12 @@ def train_step(model: GPT, optimizer: Optimizer, batch: list[tuple[Tensor, Tenso
         optimizer.lookups.add(rows[i], row_gradients)
         loss_sum = loss_sum + loss
 
-    # 3. The update, and what the ranks tell each other.
+    # 3. The update, and what the ranks tell each other. Beside it, what came next in this batch is
+    # written down for later steps.
+    if c.recall_rows:
+        with optimizer.lookups.on_side_stream():
+            for inputs, targets in batch:
+                model.remember(inputs, targets, step + 1)
     told = [tell(loss_sum)] if tell else []  # the gradients are on their way meanwhile
     optimizer.step(lr_factor_at(step, c), muon_momentum_at(step, c))
     loss = loss_sum / stage_tokens(stage_of(step, c), c)

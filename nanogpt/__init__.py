@@ -23,6 +23,7 @@ Computing
     warmup.py       everything is compiled and run once before the clock starts
     compiling.py    compiled functions that report what they compiled, and CUDA graphs
     masks.py        which tokens attention sees
+    matches.py      what came next where the last tokens stood before
     rows.py         the rows of large tables that a step has looked up
     streams.py      a second CUDA stream, for work that runs beside the main one
     recipe.py       what the trainer asks of a recipe of low precision, and which recipe where

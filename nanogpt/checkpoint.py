@@ -29,7 +29,7 @@ from records.console import complain
 def of_model(model, step: int, val_loss: float, origin: dict) -> dict:
     """The checkpoint of a train_gpt.GPT after so many updates, without its checksum: weights
     without padding, on the CPU. `origin` has `run_id` and `data`, or nothing."""
-    weights = {}
+    weights = dict(recall_table=model.recall_table.to("cpu", copy=True))
     for name in model.params:
         weights[name] = model.weight(name).detach().to("cpu", copy=True)
     config = dataclasses.asdict(model.config)

@@ -33,8 +33,8 @@ MOST_EPOCHS = {"laptop": 6, "char": 3, "small": 2}
 LEAST_STEPS_PER_READING = 75  # for `small`: the batches of a short text are small
 # The table of n-grams learns a short text by heart sooner than the layers do. So it has at most one
 # row for so many tokens. A short text, which a CPU reads more than once in two minutes, also has
-# shorter n-grams (records/2026-11-23_laptop_ngrams), and with them shorter matches of
-# `induced_tokens`.
+# shorter n-grams (records/2026-11-23_laptop_ngrams), and with them shorter matches
+# (nanogpt/matches.py).
 TOKENS_PER_ROW = 64
 SHORT_TEXT = 2_000_000  # tokens: shorter ones are short
 LONGEST_IN_SHORT = 4  # tokens of an n-gram

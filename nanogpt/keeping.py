@@ -52,9 +52,7 @@ class Keeper:
 
     def tensors(self) -> dict:
         """This rank's tensors of a save (nanogpt/saving.py)."""
-        counts = dict(
-            target_counts=self.model.target_counts, lost_targets=self.model.lost_targets)
-        return self.optimizer.tensors() | counts
+        return self.optimizer.tensors() | saving.tensors_of_model(self.model)
 
     def due(self, step: int) -> bool:
         """Whether rank 0 wants a save now. The other ranks, on which this is False, hear of it

@@ -16,7 +16,8 @@ from nanogpt.ranks import BadInput, require
 # Far more than anybody trains. Beyond it, already the list of all batches would fill the memory, or
 # the size of a weight would be more than an integer of 64 bits holds.
 MOST = {"num_steps": 10**6, "batch_tokens": 2**30, "seq_len": 2**20, "val_seq_len": 2**30,
-        "num_layers": 1000, "model_dim": 2**20, "mlp_dim": 2**20, "ngram_rows": 2**31}
+        "num_layers": 1000, "model_dim": 2**20, "mlp_dim": 2**20, "ngram_rows": 2**31,
+        "recall_rows": 2**31}
 
 
 def check(c, schedules: dict[str, list], precisions: dict, gate_dim: int) -> None:
@@ -66,9 +67,10 @@ def check_ranges(c) -> None:
                  "vocab_size", "ngram_rows", "ngram_part", "epochs", "cooldown_frac"):
         value = getattr(c, name)
         require(value > 0, f"--{name}={value} must be positive")
-        if name in MOST:
-            most = MOST[name]
-            require(value <= most, f"--{name}={value} is too large: it must be at most {most:,}")
+    require(c.recall_rows >= 0, f"--recall_rows={c.recall_rows} must not be negative")
+    for name, most in MOST.items():
+        value = getattr(c, name)
+        require(value <= most, f"--{name}={value} is too large: it must be at most {most:,}")
 
 
 def check_texts(c) -> None:

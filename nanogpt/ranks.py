@@ -182,3 +182,13 @@ class NoTransfer:
 # torch 2.13 has new names for these two collectives, torch 2.11 only the old ones.
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+def gathered(x: Tensor) -> Tensor:
+    """x (n, ...) of all ranks -> (world_size, n, ...). A collective."""
+    if not dist.is_initialized():
+        return x[None]
+    world_size = dist.get_world_size()
+    of_all = x.new_empty(world_size * len(x), *x.shape[1:])
+    all_gather(of_all, x)
+    return of_all.unflatten(0, (world_size, -1))

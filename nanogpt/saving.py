@@ -222,6 +222,15 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def tensors_of_model(model) -> dict[str, Tensor]:
+    """What a save has of a train_gpt.GPT beside the optimizer's tensors: this rank's counts, and
+    its part of the recall table, which is the same on all ranks."""
+    rank, world_size = rank_and_world_size()
+    return dict(
+        target_counts=model.target_counts, lost_targets=model.lost_targets,
+        recall_table=model.recall_table.tensor_split(world_size)[rank])
+
+
 def random_state(device: torch.device) -> dict[str, Tensor | None]:
     """The state of this rank's random numbers: those of the CPU, and of its GPU if it has one."""
     gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
@@ -515,17 +524,19 @@ class Saved:
         return whole
 
     def check_fits(self, optimizer) -> None:
-        """Raises BadInput unless the save has the tensors of train_gpt.Optimizer and the counts of
-        its model, in their shapes. To be called before `restore`, which relies on it."""
+        """Raises BadInput unless the save has the tensors of train_gpt.Optimizer and of its model,
+        in their shapes. To be called before `restore`, which relies on it."""
         model = optimizer.model
-        counts = dict(target_counts=model.target_counts, lost_targets=model.lost_targets)
-        ours = optimizer.tensors() | counts
+        of_model = tensors_of_model(model)
+        ours = optimizer.tensors() | of_model
         saved = self.parts[0]["tensors"].keys()
         differing = sorted(saved ^ ours.keys())
         for full_name in sorted(ours.keys() & saved):
             shapes = [self.of_rank(rank, full_name).shape for rank in range(len(self.parts))]
             own = ours[full_name].shape
-            if full_name in counts:  # each rank has its own
+            if full_name == "recall_table":
+                as_ours = sum(shape.numel() for shape in shapes) == model.recall_table.numel()
+            elif full_name in of_model:  # each rank has its own
                 as_ours = all(shape == own for shape in shapes)
             else:
                 param = model.params[full_name.partition(".")[0]]
@@ -552,6 +563,8 @@ class Saved:
                 bank.copy_(whole)
         model.target_counts.copy_(self.own_counts("target_counts"))
         model.lost_targets.copy_(self.own_counts("lost_targets"))
+        entries = [self.of_rank(rank, "recall_table") for rank in range(len(self.parts))]
+        model.recall_table.copy_(torch.cat(entries))
         optimizer.updates = self.fact("updates")
         optimizer.bytes_sent = self.fact("bytes_sent")
         optimizer.recipes.load_state(self.fact("recipes"))

@@ -36,10 +36,11 @@ def test_a_run_that_fails_is_a_row_with_its_reason_and_a_folder_in_use_is_refuse
     assert "new: is no empty folder; name a new one." in capsys.readouterr().err
 
 
-def test_a_run_that_takes_too_long_is_ended_with_all_its_processes(corpus, tmp_path, capsys):
+def test_a_run_that_takes_too_long_is_ended_with_all_its_processes(corpus, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("records.measure.SHORT", 10**6)
     name = f"too_long_{os.getpid()}"
-    keys = " ".join(arguments(data_dir=corpus, num_steps=10**6, epochs=10**6, run_name=name))
-    main(["measure", str(tmp_path / "new"), "--gpus=1", "--seeds=1", "--limit=9", f"--keys={keys}"])
+    keys = " ".join(arguments(data_dir=corpus, epochs=10**6, run_name=name))
+    main(["measure", str(tmp_path / "new"), "--gpus=1", "--seeds=0", "--limit=9", f"--keys={keys}"])
     assert "failed: it took more than 9 s" in capsys.readouterr().out
     running = [path for path in Path("/proc").glob("[0-9]*/cmdline") if name.encode() in read_bytes_of(path)
                and path.parent.name != str(os.getpid())]

@@ -17,7 +17,7 @@ import torch
 from conftest import TINY
 
 import train_gpt as t
-from nanogpt import compiling, masks
+from nanogpt import compiling, masks, matches
 from nanogpt.ranks import BadInput
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -276,8 +276,8 @@ def test_scores_of_narrower_heads_are_scaled_by_their_width_and_the_smallest_hea
 def tiny(world_size=1, **changes):
     """A float64 model whose every weight is random."""
     values = dict(num_layers=5, model_dim=32, num_heads=4, head_dim=8, mlp_dim=64, vocab_size=BOS + 1, ngram_rows=101,
-                  longest_ngram=3, seq_len=384, val_seq_len=384, micro_tokens=384, batch_tokens=384, dtype="float64", precision="bf16",
-                  device="cpu", compile=False)
+                  longest_ngram=3, recall_rows=997, seq_len=384, val_seq_len=384, micro_tokens=384, batch_tokens=384,
+                  dtype="float64", precision="bf16", device="cpu", compile=False)
     model = t.GPT(t.Config(**values | changes), torch.device("cpu"), world_size)
     with torch.no_grad():
         for i, p in enumerate(model.parameters()):
@@ -290,8 +290,9 @@ def view(long=2, short=1, d=8, score_scale=0.75):
     return t.Setting({"long": long, "short": short}, tuple(slower), score_scale)
 
 
-def plain_gpt(w, signs, tokens, targets, starts, setting, heads, d, longest):
-    """Sections C.3 to C.6 of the digest as the script simplifies them, layer by layer. w: name -> bank."""
+def plain_gpt(w, signs, tokens, targets, starts, setting, heads, d, longest, recalled):
+    """Sections C.3 to C.6 of the digest as the script simplifies them, layer by layer. w: name -> bank. recalled: of each
+    token what came next in an earlier step, and the length of the match."""
     def rms(x):
         return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
 
@@ -307,9 +308,12 @@ def plain_gpt(w, signs, tokens, targets, starts, setting, heads, d, longest):
     hashes = [torch.tensor(of_length) for of_length in hashes_of(tokens.tolist(), {0, *starts}, longest)]
     ngram = sum(w["ngrams"][of_length % len(w["ngrams"])] * signs[of_length % 8191] for of_length in hashes)
     induced = induced_by_search(tokens.tolist(), {0, *starts}, longest)
-    copied = torch.stack([rms(w["lm_head"].detach()[token]) if length else 0 * x0[0] for token, length in induced])
+    copied, echo = (torch.stack([rms(w["lm_head"].detach()[token]) if length else 0 * x0[0] for token, length in found])
+                    for found in (induced, recalled))
     ngram = torch.nn.functional.pad(ngram, (0, x0.shape[1] - ngram.shape[1]))  # the first channels
-    past = ngram + copied + torch.stack([w["length_vectors"][length] for _, length in induced])
+    past = ngram + copied
+    for found in (induced, recalled):
+        past = past + torch.stack([w["length_vectors"][length] for _, length in found])
     tables = w["value_embeds"].view(len(w["value_embeds"]), L, width)
     own = torch.zeros(length, dtype=torch.bool)
     own[[0, *starts]] = True  # a token that has none before it keeps all of its own
@@ -342,7 +346,7 @@ def plain_gpt(w, signs, tokens, targets, starts, setting, heads, d, longest):
     inner = x @ w["late_in"].T
     inner = inner * (1 + torch.erf(inner / 2**0.5)) / 2  # GELU
     late = (inner @ w["late_out"].T + w["late_bias"]) / 10
-    for i, source in enumerate((x0, outputs[0], outputs[2], outputs[3], copied)):
+    for i, source in enumerate((x0, outputs[0], outputs[2], outputs[3], copied, echo)):
         x = x + late[:, i, None] * source
     x[:, :width] += late[:, -1, None] * tables[tokens, 0]
     x = rms(x)
@@ -368,6 +372,30 @@ def induced_by_search(tokens, starts, longest):
     return found
 
 
+def recalled_by_search(tokens, steps, starts, lengths):
+    """For each token what came after its last n tokens in the latest of these steps, each inputs and targets, and n: the
+    largest of these lengths with which something is found, or (0, 0). Tokens before a document count as 0. Of several
+    next tokens in a step the largest one counts."""
+    def contexts(tokens, n):
+        for i in range(len(tokens)):
+            begin = max(start for start in starts if start <= i)
+            yield tuple(([0] * n + tokens[begin : i + 1].tolist())[-n:])
+
+    found = [(0, 0)] * len(tokens)
+    for n in lengths:
+        known = {}
+        for inputs, targets in steps:
+            of_step = {}
+            for context, target in zip(contexts(inputs, n), targets.tolist()):
+                if target >= 0:
+                    of_step[context] = max(target, of_step.get(context, 0))
+            known |= of_step
+        for i, context in enumerate(contexts(tokens, n)):
+            if context in known:
+                found[i] = known[context], n
+    return found
+
+
 def hashes_of(tokens, starts, longest):
     """In Python's integers: of the last 2, 3, ... `longest` tokens, with 0 for those before a document's start."""
     found = [[] for _ in range(longest - 1)]
@@ -389,15 +417,22 @@ def ngram_rows_of(tokens, starts, longest, count):
 def test_loss_and_all_gradients_equal_a_plain_version_of_the_specification(
         width, heads, d, starts, long, short, longest, kinds, part):
     """With fewer `kinds` of tokens more and longer n-grams come again. A row of them has a `part` of the width."""
-    model = tiny(model_dim=width, num_heads=heads, head_dim=d, longest_ngram=longest, ngram_part=part)
+    model = tiny(model_dim=width, num_heads=heads, head_dim=d, longest_ngram=longest, ngram_part=part,
+                 recall_rows=2**23)  # so many that no two n-grams share one
     assert model.ngrams.shape == (101, round(part * width))
     seen = view(long, short, d)
     tokens, targets = tokens_of(starts, 384), tokens_of([7], 384, seed=5)
-    tokens = torch.where(tokens == BOS, BOS, tokens % kinds)
+    # Without token 0: the hash of three tokens and a 0 is that of the three, and the latter would lose its place.
+    tokens = torch.where(tokens == BOS, BOS, (tokens % kinds).clamp(min=1))
+    replaced = (torch.arange(384) % 13 == 0) & (tokens != BOS)
+    earlier = torch.where(replaced, (tokens + 1) % min(kinds, BOS), tokens)  # nearly the same text
+    model.remember(earlier, targets, 1)
+    recalled = recalled_by_search(tokens, [(earlier, targets)], {0, *starts}, (longest + 1, 2 * longest))
+    assert {length for _, length in recalled} == {0, longest + 1, 2 * longest}
     loss = model(tokens, targets, seen, True)
     loss.backward()
     w = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
-    reference = plain_gpt(w, model.signs, tokens, targets, starts, seen, heads, d, longest)
+    reference = plain_gpt(w, model.signs, tokens, targets, starts, seen, heads, d, longest, recalled)
     reference.backward()
     assert loss.item() == pytest.approx(reference.item(), rel=1e-10)
     assert all(p.grad is not None for p in model.parameters())
@@ -429,22 +464,68 @@ def test_induced_tokens_are_those_that_a_search_through_the_document_finds(longe
     tokens = torch.randint(0, kinds, (300,), generator=torch.Generator().manual_seed(longest))
     begins = torch.zeros(300, dtype=torch.bool)
     begins[[*starts]] = True
-    found = torch.stack(t.induced_tokens(tokens, begins, t.ngram_hashes(tokens, begins, longest)), 1)
+    found = torch.stack(matches.induced_tokens(tokens, begins, matches.ngram_hashes(tokens, begins, longest)), 1)
     assert list(map(tuple, found.tolist())) == induced_by_search(tokens.tolist(), starts, longest)
     assert kinds == 200 or len(starts) > 20 or (found[:, 1] == longest).sum() > 50, "else it would show little"
     changed = tokens.clone()
     changed[150:] = 1 - changed[150:].clamp(max=1)
-    again = torch.stack(t.induced_tokens(changed, begins, t.ngram_hashes(changed, begins, longest)), 1)
+    again = torch.stack(matches.induced_tokens(changed, begins, matches.ngram_hashes(changed, begins, longest)), 1)
     assert torch.equal(again[:150], found[:150]), "later tokens are not seen"
+
+
+@pytest.mark.parametrize("longest, kinds", [(2, 3), (3, 7), (6, 2)])
+def test_recalled_tokens_are_those_that_came_next_in_the_latest_step(longest, kinds):
+    starts, lengths = [0, 50, 51, 130], (longest + 1, 2 * longest)
+    model = tiny(longest_ngram=longest, recall_rows=2**23)
+    begins = torch.zeros(384, dtype=torch.bool)
+    begins[starts] = True
+    steps, found = [], None
+    for step in range(4):
+        inputs, targets = (torch.randint(1, kinds, (384,), generator=torch.Generator().manual_seed(10 * step + i)) for i in range(2))
+        inputs[starts[1:]] = BOS
+        hashes = matches.ngram_hashes(inputs, begins, 2 * longest)
+        found = torch.stack(matches.recalled_tokens(model.recall_table, hashes, lengths), 1)
+        assert list(map(tuple, found.tolist())) == recalled_by_search(inputs, steps, {0, *starts}, lengths)
+        targets[::5] = -1
+        model.remember(inputs, targets, step + 1)
+        steps.append((inputs, targets))
+    assert set(found[:, 1].tolist()) == {0, *lengths} and len(found[:, 0].unique()) >= 2, "else it would show little"
+
+
+def test_the_entry_of_another_ngram_is_not_taken_for_this_ones():
+    text = torch.arange(3000) * 7919 % 50_000  # no pair of tokens comes twice
+    begins = torch.arange(3000) == 0
+    hashes, table = matches.ngram_hashes(text, begins, 4), torch.zeros(11, dtype=torch.int64)
+    matches.remember(table, hashes[:, :2000], text[1:2001], (3, 4), 1)
+    assert table.all(), "each entry is full"
+    token, length = matches.recalled_tokens(table, hashes, (3, 4))
+    known = length.nonzero()[:, 0]
+    assert 0 < len(known) <= 11 and known.max() < 2000
+    assert torch.equal(token[known], text[known + 1])
+
+
+def test_a_step_sees_what_earlier_steps_have_read_and_not_its_own_batch():
+    model = tiny(vocab_size=64)
+    optimizer = t.Optimizer(model)
+    tokens, targets = tokens_of([0, 99], 384), tokens_of([], 384, 1)
+    found, recalled_tokens = [], matches.recalled_tokens
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(matches, "recalled_tokens", lambda *args: found.append(recalled_tokens(*args)) or found[-1])
+        for step in range(2):
+            t.train_step(model, optimizer, [(tokens, targets)], step)
+    assert not found[0][1].any() and (found[1][1] == 6).sum() > 200
+    assert found[1][0].eq(targets).sum() > 200
+    t.initialize(model, 0)
+    assert not model.recall_table.any(), "a run begins anew after warming up"
 
 
 def test_hashes_that_are_equal_by_chance_are_no_match_of_more_tokens():
     tokens = torch.tensor([999, 1, 7, 60, 4300, 1, 2, 3, 45651, 5, 4])  # 60 4300 and 45651 5 have equal hashes
     begins = torch.zeros(11, dtype=torch.bool)
     begins[[0, 2]] = True
-    hashes = t.ngram_hashes(tokens, begins, 3)
+    hashes = matches.ngram_hashes(tokens, begins, 3)
     assert hashes[0, 4] == hashes[0, 9]
-    assert [found[9].item() for found in t.induced_tokens(tokens, begins, hashes)] == [0, 0]
+    assert [found[9].item() for found in matches.induced_tokens(tokens, begins, hashes)] == [0, 0]
 
 
 # -------------------------------------------------------------------------------- a sample of the vocabulary
@@ -733,8 +814,8 @@ def test_the_default_has_as_many_weights_as_its_sizes_say():
     assert size["lm_head"] == 50304 * 768 and size["value_embeds"] == 8 * 50304 * 768
     assert size["ngrams"] == 40 * 50304 * 768
     assert size["scalars"] == 8 * 7 and size["gates"] == 8 * 2 * 6 * 12
-    assert size["late_in"] + size["late_out"] + size["late_bias"] == 64 * 768 + 6 * 64 + 6
-    assert size["length_vectors"] == 4 * 768, "no match, and those of 1, 2 and 3 tokens"
+    assert size["late_in"] + size["late_out"] + size["late_bias"] == 64 * 768 + 7 * 64 + 7
+    assert size["length_vectors"] == 7 * 768, "no match, those of 1, 2 and 3 tokens, and as many longer ones"
     active, in_tables = t.num_weights(t.Config())
     assert in_tables == 48 * 50304 * 768 and active == sum(size.values()) - in_tables
 
@@ -780,7 +861,7 @@ def test_initial_weights_are_as_specified_and_depend_on_the_seed_but_not_on_the_
         assert drawn.std().item() == pytest.approx(0.5 / 64**0.5, rel=0.02)
     assert one.lm_head.std().item() == pytest.approx(0.005, rel=0.02)
     assert one.value_embeds.std().item() == pytest.approx(0.01, rel=0.02)
-    assert one.late_bias.tolist() == [0, 0, -5, 0, 0, 0]  # half of the middle layer is taken out
+    assert one.late_bias.tolist() == [0, 0, -5, 0, 0, 0, 0]  # half of the middle layer is taken out
     assert 0.99 / 64**0.5 < one.late_in.abs().max() <= 1 / 64**0.5
     for row in one.scalars.tolist():
         assert dict(zip(t.SCALARS, row)) == pytest.approx({"first": 0, "past": 0.05, "v": 0.5, "o": 1, "stream_attn": 1.1**0.5,
@@ -846,7 +927,8 @@ def test_the_mean_validation_loss_is_over_exactly_val_tokens(monkeypatch):
     freq[0] *= 0.5 + 0.5 * (128 / (2 * math.pi) - 1) / 31
     seen = t.Setting({"long": 2, "short": 1}, tuple(freq), 1.6 * (1 + 0.2 * math.log(2)))
     slices = [(tokens[b : b + 384], tokens[b + 1 : b + 385]) for b in (0, 384)]
-    total = sum(plain_gpt(w, model.signs, x, y, (x == BOS).nonzero()[:, 0].tolist(), seen, 4, 8, 3) for x, y in slices)
+    total = sum(plain_gpt(w, model.signs, x, y, (x == BOS).nonzero()[:, 0].tolist(), seen, 4, 8, 3, [(0, 0)] * len(x))
+                for x, y in slices)
     loss = t.validate(model, tokens[:769].short(), 5)  # the first step of the second stage
     assert loss == pytest.approx(total.item() / 768, rel=1e-6)  # the scale of scores is kept in float32
 

@@ -208,6 +208,7 @@ def test_the_checkpoint_is_plain_weights_and_configuration_and_nothing_half_writ
     saved = torch.load(first[1] / "model.pt", weights_only=True)
     assert set(saved) == {"config", "weights", "step", "val_loss", "run_id", "data", "sha256"} and saved["config"]["model_dim"] == 32
     shapes = {name: tuple(w.shape) for name, w in saved["weights"].items()}
+    assert shapes.pop("recall_table") == (1000,)
     assert shapes == {name: p.shape for name, p in t.parameter_table(t.Config(**saved["config"])).items()}
     assert all(w.isfinite().all() for w in saved["weights"].values()) and saved["weights"]["lm_head"].any()
     assert sorted(p.suffix for p in first[1].iterdir()) == [".jsonl", ".pt", ".txt"]
@@ -348,6 +349,7 @@ def refused(capfd, args, before="step:"):
     ({"micro_tokens": 0}, ["--micro_tokens=0", "positive"]), ({"micro_tokens": 255}, ["--micro_tokens=255", "at least 256"]),
     ({"ngram_rows": 0}, ["--ngram_rows=0"]), ({"longest_ngram": 1}, ["--longest_ngram=1", "at least 2"]),
     ({"ngram_part": 1.5}, ["--ngram_part=1.5", "at most 1"]), ({"ngram_part": 0.0}, ["--ngram_part=0.0", "positive"]),
+    ({"recall_rows": -1}, ["--recall_rows=-1", "negative"]), ({"recall_rows": 2**40}, ["--recall_rows", "too large"]),
     ({"log_dir": ""}, ["--log_dir= is empty"]),
     ({"candidates": 100}, ["--candidates=100", "at least 384"]),
     ({"candidates": 200, "micro_tokens": 300}, ["--candidates=200", "multiple of 16, at least 128"]),
@@ -430,7 +432,7 @@ def test_a_file_that_is_no_checkpoint_is_named(content, tmp_path):
         t.load_checkpoint(path, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("name", ["qkvo", "scalars"])
+@pytest.mark.parametrize("name", ["qkvo", "scalars", "recall_table"])
 def test_weights_that_do_not_fit_the_configuration_are_named(first, name, tmp_path):
     content = torch.load(first[1] / "model.pt", weights_only=True)
     content["weights"][name] = content["weights"][name][:-1]
@@ -503,6 +505,13 @@ def test_one_pass_fits_into_the_data_of_the_earlier_record_on_one_pass():
     steps = {0: 65_536, 356: 65_536, 713: 131_072, 1069: 131_072}  # of 1,080: 0.33, 0.33, 0.33, 0.01
     assert [(first, t.stage_tokens(stage, c)) for first, end, stage in t.stages(c) if end > first] == [*steps.items()]
     assert t.total_tokens(c) == 713 * 65_536 + 367 * 131_072 == 94_830_592
+
+
+def test_what_came_next_is_not_recalled_from_a_text_that_is_read_more_than_once():
+    rows = t.PRESETS["laptop"]["recall_rows"]
+    assert t.parse_config(["--preset=laptop"]).recall_rows == rows > 0
+    assert t.parse_config(["--preset=laptop", "--epochs=2"]).recall_rows == 0
+    assert t.parse_config(["--preset=laptop", "--epochs=2", "--recall_rows=7"]).recall_rows == 7, "who insists gets it"
 
 
 def test_a_given_value_overrides_the_preset_wherever_it_stands():

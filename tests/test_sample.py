@@ -24,7 +24,7 @@ SPEAK = [sys.executable, str(ROOT / "sample.py")]
 def random_model(num_layers=5, dtype="float64", seq_len=LENGTH, **changes):
     """Every weight is random: none that is zero could hide a mistake."""
     values = dict(num_layers=num_layers, model_dim=32, num_heads=2, head_dim=8, mlp_dim=64, vocab_size=BOS + 1, ngram_rows=101,
-                  longest_ngram=3,
+                  longest_ngram=3, recall_rows=10_007,
                   seq_len=seq_len, val_seq_len=seq_len, micro_tokens=seq_len, batch_tokens=seq_len, dtype=dtype,
                   precision="bf16", device="cpu", compile=False)
     model = t.GPT(t.Config(**values | changes), torch.device("cpu"))
@@ -32,6 +32,8 @@ def random_model(num_layers=5, dtype="float64", seq_len=LENGTH, **changes):
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(torch.randn(p.shape, generator=draw, dtype=torch.float64) * (0.3 if p.dim() == 3 else 1))
+    earlier = text_of([0, 200], seq_len)
+    model.remember(earlier, earlier.roll(-1), 1)
     return model
 
 

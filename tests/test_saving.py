@@ -447,6 +447,7 @@ FOREIGN = {  # what a stranger's save may hold, and what the sentence says
     "wider rows": (lambda content: content["tensors"].update({"ngrams.mean": torch.ones(500, 17)}), "as ngrams.mean differ"),
     "more matrices": (lambda content: content["tensors"].update({"mlp.master": torch.ones(9, 32, 64)}), "as mlp.master differ"),
     "fewer counts": (lambda content: content["tensors"].update({"target_counts": torch.ones(3)}), "as target_counts differ"),
+    "more to recall": (lambda content: content["tensors"].update({"recall_table": torch.ones(1001)}), "as recall_table differ"),
     "a number": (lambda content: content["tensors"].update({"ngrams.mean": torch.ones(())}), "as ngrams.mean differ"),
     "another gate": (lambda content: content["tensors"].update({"gates.mean": torch.ones(4, 2, 2, 13)}), "as gates.mean differ"),
     "no tensor": (lambda content: content["tensors"].update({"gates.mean": "wide"}), "lacks gates.mean"),
