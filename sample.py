@@ -154,7 +154,7 @@ class Memory:
         self.position = torch.zeros((), dtype=torch.int64, device=device)  # of the next token
         self.document = torch.zeros_like(self.position)  # where the last document begins
         self.last_tokens = torch.zeros(
-            2 * model.config.longest_ngram - 1, dtype=torch.int64, device=device)
+            max((c.longest_ngram, *c.recall_lengths)) - 1, dtype=torch.int64, device=device)
         self.tokens = torch.zeros(self.limit, dtype=torch.int64, device=device)  # all of them
         self.clear()
         self.graphs = CudaGraphs([]) if cuda_graph and device.type == "cuda" else None
@@ -213,25 +213,25 @@ class Memory:
         model = self.model
         script = self.script
 
-        # 1. Inputs look at G tokens before, so the last ones stand in front, and their rows are
+        # 1. Inputs look at K tokens before, so the last ones stand in front, and their rows are
         # dropped afterwards.
-        G = len(self.last_tokens)
-        tokens = torch.cat((self.last_tokens, tokens))  # (G + n,)
-        position = self.position + torch.arange(-G, len(tokens) - G, device=tokens.device)
+        K = len(self.last_tokens)
+        tokens = torch.cat((self.last_tokens, tokens))  # (K + n,)
+        position = self.position + torch.arange(-K, len(tokens) - K, device=tokens.device)
         begins = (tokens == model.bos) | (position == 0)
         looked_up = model.look_up(tokens, training=False)
-        longest = model.config.longest_ngram
-        hashes = matches.ngram_hashes(tokens, begins, 2 * longest)
-        recalled = matches.recalled_tokens(
-            model.recall_table, hashes, model.config.recall_lengths)
-        found = self.induced_tokens(tokens, position), recalled
-        first_x, injects, echoes = script.embed_inputs(
-            tokens, hashes[: longest - 1], looked_up["ngrams"], found, model.weight("lm_head"),
+        hashes = matches.ngram_hashes(tokens, begins, model.config.longest_ngram)
+        found = [self.induced_tokens(tokens, position)]
+        lengths = model.config.recall_lengths
+        if lengths:
+            found.append(matches.recalled_tokens(model.recall_table, tokens, begins, lengths))
+        first_x, injects, guesses = script.embed_inputs(
+            tokens, hashes, looked_up["ngrams"], found, model.weight("lm_head"),
             model.length_vectors, model.signs, model.scalars)
-        first_x = x = first_x[G:]
-        value_embeds = looked_up["value_embeds"][G:].chunk(len(self.layers), 1)
-        position = position[G:]  # (n,)
-        begins = begins[G:]
+        first_x = x = first_x[K:]
+        value_embeds = looked_up["value_embeds"][K:].chunk(len(self.layers), 1)
+        position = position[K:]  # (n,)
+        begins = begins[K:]
 
         # 2. The document of each new token, as the position where it begins. (n,)
         document = torch.where(begins, position, self.document).cummax(0).values
@@ -243,30 +243,30 @@ class Memory:
         for i, earlier in enumerate(self.layers):
             earlier.places = places[self.window_of(i)]
             context = script.LayerContext(
-                *rotary, None, injects[i][G:], value_embeds[i], begins, earlier)
+                *rotary, None, injects[i][K:], value_embeds[i], begins, earlier)
             x = script.block(x, self.weights[i], context, self.products[i])
             outputs.append(x)
 
         # 4. What the next call must know.
-        self.last_tokens.copy_(tokens[-G:])
+        self.last_tokens.copy_(tokens[-K:])
         self.document.copy_(document[-1])
         self.position += len(position)
-        echoes = [echo[G:] for echo in echoes]
-        return x, script.late_sources(first_x, outputs, echoes, value_embeds[0])
+        guesses = [guess[K:] for guess in guesses]
+        return x, script.late_sources(first_x, outputs, guesses, value_embeds[0])
 
     def induced_tokens(self, tokens: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-        """tokens and their positions (G + n,), of which the first G are known already -> the
-        induced tokens and the lengths of their matches (G + n,), 0 for the first G."""
+        """tokens and their positions (K + n,), of which the first K are known already -> the
+        induced tokens and the lengths of their matches (K + n,), 0 for the first K."""
         model = self.model
-        G = len(self.last_tokens)
-        self.tokens.index_copy_(0, position[G:], tokens[G:])
+        K = len(self.last_tokens)
+        self.tokens.index_copy_(0, position[K:], tokens[K:])
         # Places behind the new tokens may still hold an earlier text. The search only looks back,
         # so they change nothing for the new tokens.
         begins = self.tokens == model.bos
         begins[0] = True
         hashes = matches.ngram_hashes(self.tokens, begins, model.config.longest_ngram)
         token, length = matches.induced_tokens(self.tokens, begins, hashes)
-        return F.pad(token[position[G:]], (G, 0)), F.pad(length[position[G:]], (G, 0))
+        return F.pad(token[position[K:]], (K, 0)), F.pad(length[position[K:]], (K, 0))
 
     def find_places(self, position: Tensor, document: Tensor, window: str) -> Places:
         """position, document (n,) of new tokens, all of one block -> the places of their keys, in

@@ -187,8 +187,8 @@ class Config:
         0.5, "width of such a row, as a part of model_dim; in each step the GPUs exchange rows, so "
         "narrow ones take less time")
     recall_rows: int = key(
-        0, "entries of a table of what came next in the training text; 0 if the text is read more "
-        "than once, as it would be known by heart")
+        0, "entries of a table of what came next in the training text; always 0 with more than one "
+        "of --epochs, because a text that is read again would be known by heart")
     # evaluation
     target_loss: float = key(3.28, "validation loss to reach, nats per token; 0: none")
     val_tokens: int = key(
@@ -239,9 +239,13 @@ class Config:
         """Width of a row of the table of n-grams."""
         return max(1, round(self.ngram_part * self.model_dim))
 
+    def __post_init__(self):
+        if self.epochs > 1:
+            self.recall_rows = 0
+
     @property
     def recall_lengths(self) -> tuple[int, ...]:
-        """By how many last tokens that table is searched: by more than an n-gram has."""
+        """The numbers of last tokens by which that table is searched: more than an n-gram has."""
         n = self.longest_ngram
         return (n + 1, 2 * n) if self.recall_rows else ()
 
@@ -365,8 +369,6 @@ def parse_config(argv: list[str]) -> Config:
         c = saving.configure(Config, save, given, MAY_CHANGE)
     elif given.get("fit", brings_text):
         c = fitting.fit(c, PRESETS, SCHEDULES, given, has_cuda(given.get("device")))
-    if c.epochs > 1 and not save and "recall_rows" not in given:
-        c = dataclasses.replace(c, recall_rows=0)
     check_config(c)
     return c
 
@@ -530,7 +532,7 @@ SIGN_ROWS = 8191
 #   x = stream_attn * x + o * attention(input_of(x)) + inject
 #   x = stream_mlp * x + down * MLP(input_of(x))
 #
-# with inject = first * (the normalised embedding) + past * (what the last tokens say);
+# with inject = first * (the normalised embedding) + past * (what n-grams and matches say);
 # `embed_inputs` makes both.
 SCALARS = {
     "first": 0.0,
@@ -587,6 +589,7 @@ def parameter_table(c: Config) -> dict[str, Param]:
     H = c.num_heads
     d = c.head_dim
     V = c.vocab_size
+    sources = 7 if c.recall_rows else 6  # of `late_mix`
 
     # Uniform numbers from -a to a have the deviation a / sqrt(3). A deviation of 0.5 D^-0.5 is a
     # bit better than PyTorch's default, D^-0.5 / sqrt(3) (record 21).
@@ -635,14 +638,14 @@ def parameter_table(c: Config) -> dict[str, Param]:
             (4 * L, H * d, D), init=of_attention,
             lr=(c.muon_lr,), **muon),
         "scalars": Param((L, len(SCALARS)), init=constants(*SCALARS.values()), **scalar),
-        # a vector for each length that a match can have, in the document or in the training text
+        # row n is for a match of n tokens, in the document or in the training text; row 0 for none
         "length_vectors": Param((2 * c.longest_ngram + 1, D), init=zero, **scalar),
-        # the small network of `late_mix`: 64 hidden units, an amount of each of seven sources
+        # the small network of `late_mix`: 64 hidden units, an amount of each source
         "late_in": Param((64, D), init=uniform(D**-0.5), **late),
-        "late_out": Param((7, 64), init=zero, **late),
+        "late_out": Param((sources, 64), init=zero, **late),
         # Half of the third source is subtracted at first (`late_mix` multiplies by 0.1): later
         # layers need what earlier ones have written, the head does not (records 40, 81).
-        "late_bias": Param((7,), init=constants(0, 0, -5, 0, 0, 0, 0), **late),
+        "late_bias": Param((sources,), init=constants(0, 0, -5, *[0] * (sources - 3)), **late),
         # two gates of each attention head: of its output, and of its value embedding
         "gates": Param((L, 2, H, GATE_DIM), init=zero, share="all", **with_head_lr),
     }
@@ -789,12 +792,12 @@ def embed_inputs(tokens: Tensor, hashes: Tensor, ngrams: Tensor, found: tuple, e
                  length_vectors: Tensor, signs: Tensor,
                  scalars: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """tokens (T,), hashes of their n-grams (G, T), the rows that these have looked up (G T, W), the
-    induced and the recalled tokens that were found, each with the lengths of their matches, (T,)
-    all four, the embedding (V, D), length_vectors (lengths, D), random signs (SIGN_ROWS, W),
-    scalars (L, len(SCALARS)) -> the first stream (T, D); for each layer what is added to the stream
-    there (T, D), an amount of the first stream and an amount of what the past says; and the
-    normalised embeddings of the induced and of the recalled tokens (T, D), 0 where there are
-    none."""
+    pairs (tokens, lengths of their matches), (T,) each, that were found in the document and perhaps
+    in the training text (nanogpt/matches.py), the embedding (V, D), length_vectors (lengths, D),
+    random signs (SIGN_ROWS, W), scalars (L, len(SCALARS)) -> the first stream (T, D); for each
+    layer what is added to the stream there (T, D), an amount of the first stream and an amount of
+    what the past says; and for each pair the normalised embedding of its tokens (T, D), 0 where
+    there is no match. These are guesses of the next token."""
     # 1. The first stream.
     x = norm(F.embedding(tokens, embed))
 
@@ -802,38 +805,38 @@ def embed_inputs(tokens: Tensor, hashes: Tensor, ngrams: Tensor, found: tuple, e
     ngrams = ngrams.view(-1, len(x), ngrams.size(1))  # (G, T, W), of each length
     past = (ngrams * signs[hashes % SIGN_ROWS]).sum(0)
     past = F.pad(past, (0, x.size(1) - past.size(1)))  # for the first W channels
-    echoes = []
+    guesses = []
     for token, length in found:
         # The embedding gets no gradient here: that would need one more pass over all of it, and
         # made no difference that two seeds could show.
-        echoes.append(norm(F.embedding(token, embed.detach())) * (length > 0)[:, None])
+        guesses.append(norm(F.embedding(token, embed.detach())) * (length > 0)[:, None])
         past = past + F.embedding(length, length_vectors).to(x.dtype)
-    past = past + echoes[0]  # recalled tokens wait for `late_mix`
+    past = past + guesses[0]  # the other one is for `late_mix` alone: more made no difference
 
     # 3. Each layer adds an amount of the first stream, and an amount of `past`.
     of_layers = dict(zip(SCALARS, scalars.unbind(1)))  # (L,) each
     amounts = zip(of_layers["first"], of_layers["past"])
     injects = [of_first * x + of_past * past for of_first, of_past in amounts]
-    return x, injects, echoes
+    return x, injects, guesses
 
 
 class LateWeights(NamedTuple):
-    """The weights of a small network, which decides for each token how much of seven sources is
-    added at the end (MUDD, multiway dynamic dense connections: Xiao et al. 2025; record 81)."""
+    """The weights of a small network, which decides for each token how much of each source is added
+    at the end (MUDD, multiway dynamic dense connections: Xiao et al. 2025; record 81)."""
     w_in: Tensor  # (64, D)
-    w_out: Tensor  # (7, 64)
-    bias: Tensor  # (7,)
+    w_out: Tensor  # (sources, 64)
+    bias: Tensor  # (sources,)
 
 
-def late_sources(first_x: Tensor, outputs: list[Tensor], echoes: list[Tensor],
+def late_sources(first_x: Tensor, outputs: list[Tensor], guesses: list[Tensor],
                  first_value_embed: Tensor) -> tuple[Tensor, ...]:
     """The sources of `late_mix`: the first stream; the streams after about a third of the layers,
-    after about two thirds, and before the last layer; the embeddings of the induced and of the
-    recalled tokens; and the first value embedding. (With one or two layers an index is -1, so that
-    the source is the stream after the last layer.)"""
+    after about two thirds, and before the last layer; the guesses of `embed_inputs`; and the first
+    value embedding. (With one or two layers an index is -1, so that the source is the stream after
+    the last layer.)"""
     L = len(outputs)
     of_layers = outputs[L // 3 - 1], outputs[2 * L // 3 - 1], outputs[L - 2]
-    return first_x, *of_layers, *echoes, first_value_embed
+    return first_x, *of_layers, *guesses, first_value_embed
 
 
 def late_mix(x: Tensor, sources: tuple[Tensor, ...], weights: LateWeights) -> Tensor:
@@ -841,7 +844,7 @@ def late_mix(x: Tensor, sources: tuple[Tensor, ...], weights: LateWeights) -> Te
     source is the first value embedding (T, H d), which is added to the first channels, and the
     others are (T, D)."""
     hidden = F.gelu(F.linear(x, weights.w_in.to(x.dtype)))
-    amounts = F.linear(hidden, weights.w_out.to(x.dtype))  # (T, 7)
+    amounts = F.linear(hidden, weights.w_out.to(x.dtype))  # (T, sources)
     amounts = amounts + weights.bias.to(x.dtype)
     *of_streams, of_value = [
         0.1 * amount[:, None] * source for amount, source in zip(amounts.unbind(1), sources)]
@@ -931,7 +934,7 @@ class GPT(nn.Module):
         counts = torch.zeros(c.vocab_size, device=device)
         self.register_buffer("target_counts", counts, persistent=False)
         self.register_buffer("lost_targets", counts.new_zeros(()), persistent=False)
-        # Which tokens came next in the training text, the same on all ranks (nanogpt/matches.py).
+        # What came next in the training text, the same on all ranks (nanogpt/matches.py).
         self.register_buffer(
             "recall_table", torch.zeros(c.recall_rows, dtype=torch.int64, device=device))
         self.rotary_tables = {True: {}, False: {}}  # of training, of validation
@@ -967,11 +970,10 @@ class GPT(nn.Module):
     def row_numbers(self, tokens: Tensor, training: bool = True) -> dict[str, Tensor]:
         """For each big table the rows that tokens look up, int64: of value_embeds (T,), and for
         n-grams of G lengths (G T,), by their hashes (record 62 for pairs)."""
-        c = self.config
         begins = self.begins(tokens, training)
-        hashes = matches.ngram_hashes(tokens, begins, c.longest_ngram)  # (G, T)
-        rows = {"value_embeds": tokens, "ngrams": (hashes % c.ngram_rows).flatten()}
-        return {name: rows[name] for name in self.big_tables}  # their order: callers zip the two
+        hashes = matches.ngram_hashes(tokens, begins, self.config.longest_ngram)  # (G, T)
+        # In the order of big_tables, because callers zip the two.
+        return {"value_embeds": tokens, "ngrams": (hashes % self.config.ngram_rows).flatten()}
 
     def look_up(self, tokens: Tensor, training: bool) -> dict[str, Tensor]:
         """The rows themselves: value_embeds (T, L * H d) and ngrams (G T, W)."""
@@ -1034,11 +1036,12 @@ class GPT(nn.Module):
             looked_up = self.look_up(tokens, training)
         begins = self.begins(tokens, training)
         c = self.config
-        hashes = matches.ngram_hashes(tokens, begins, 2 * c.longest_ngram)
-        recalled = matches.recalled_tokens(self.recall_table, hashes, c.recall_lengths)
-        hashes = hashes[: c.longest_ngram - 1]
-        found = matches.induced_tokens(tokens, begins, hashes), recalled
-        first_x, injects, echoes = self.functions.embed_inputs(
+        hashes = matches.ngram_hashes(tokens, begins, c.longest_ngram)
+        found = [matches.induced_tokens(tokens, begins, hashes)]
+        if c.recall_rows:
+            found.append(matches.recalled_tokens(
+                self.recall_table, tokens, begins, c.recall_lengths))
+        first_x, injects, guesses = self.functions.embed_inputs(
             tokens, hashes, looked_up["ngrams"], found, self.weight("lm_head"),
             self.length_vectors, self.signs, self.scalars)
         value_embeds = looked_up["value_embeds"].chunk(c.num_layers, 1)
@@ -1052,7 +1055,7 @@ class GPT(nn.Module):
         for of_layer in zip(weights, contexts, products):
             x = self.functions.block(x, *of_layer)
             outputs.append(x)
-        return x, late_sources(first_x, outputs, echoes, value_embeds[0])
+        return x, late_sources(first_x, outputs, guesses, value_embeds[0])
 
     def forward(self, tokens: Tensor, targets: Tensor, setting: Setting, training: bool,
                 looked_up: dict | None = None) -> Tensor:
@@ -1098,11 +1101,11 @@ class GPT(nn.Module):
     @torch.no_grad()
     def remember(self, inputs: Tensor, targets: Tensor, step: int) -> None:
         """Writes to recall_table what came next in the micro-batches of all ranks. A collective."""
-        of_ranks = gathered(torch.stack((inputs, targets)))  # (ranks, 2, T)
-        tokens, next_tokens = of_ranks.transpose(0, 1).flatten(1)
-        c = self.config
-        hashes = matches.ngram_hashes(tokens, self.begins(tokens, True), 2 * c.longest_ngram)
-        matches.remember(self.recall_table, hashes, next_tokens, c.recall_lengths, step)
+        pairs = gathered(torch.stack((inputs, targets), 1))  # (ranks, T, 2)
+        tokens, next_tokens = pairs.flatten(0, 1).unbind(1)
+        begins = self.begins(tokens, True)
+        matches.remember(
+            self.recall_table, tokens, begins, next_tokens, self.config.recall_lengths, step)
 
     def logits(self, x: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
         """What `last_stream` returns -> the capped logits of each next token (T, V)."""
@@ -1152,13 +1155,13 @@ def model_of(content: dict, device: torch.device) -> GPT:
     c = Config(**values | dict(
         attention="sdpa", device=device.type, native=False, sample="", run_name=""))
     check_config(c)
-    shapes = {name: param.shape for name, param in parameter_table(c).items()}
-    shapes["recall_table"] = (c.recall_rows,)
-    differing = sorted(shapes.keys() ^ content["weights"].keys())
+    table = parameter_table(c)
+    differing = sorted({*table, "recall_table"} ^ content["weights"].keys())
     require(not differing, "the checkpoint was written by other code, as only one of the two has "
             f"weights of {' and '.join(differing[:2])}; {remedy}")
-    for name, shape in shapes.items():
-        require(content["weights"][name].shape == shape,
+    for name, weight in content["weights"].items():
+        fits = name in table and weight.shape == table[name].shape
+        require(fits or matches.is_table(weight, c),
                 f"the checkpoint's weights of {name} do not fit its configuration; {remedy}")
     model = GPT(c, device)
     model.load_state_dict(content["weights"])

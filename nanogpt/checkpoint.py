@@ -2,8 +2,8 @@
 
 A checkpoint is what torch.save makes of a dictionary: `config` (name -> value), `weights` (name ->
 tensor), `step` (updates so far), `val_loss`, `run_id`, `data` (the fingerprints of the shards), and
-`sha256`, a checksum of the weights. Reading knows nothing of the model: whether the weights fit it
-is for the model to check.
+`sha256`, a checksum of the weights. The table of recalled tokens (nanogpt/matches.py) is among the
+weights. Reading knows nothing of the model: whether the weights fit it is for the model to check.
 """
 import dataclasses
 import hashlib

@@ -1,12 +1,11 @@
-"""What came next where the last tokens stood before: earlier in the document (induced tokens), or
-earlier in the training text (recalled tokens).
+"""Guesses of the next token: the one that followed when the same last tokens stood earlier in this
+document (the induced token), or when they were read in an earlier step of training (the recalled
+token).
 
-Texts repeat themselves, so what came next then often comes next now. Attention can learn to find it
-("induction heads", Olsson et al. 2022), but only inside its window; and a text that was read long
-ago is only in the weights, which need to read a thing several times to know it. So the model is
-told (after Akyürek et al. 2024 and, for the training text, Khandelwal et al. 2020).
-
-Below, G is a number of lengths of n-grams, from 2 on.
+Texts repeat themselves, so such a guess is often right. Attention can learn to find the first one
+("induction heads", Olsson et al. 2022), but only inside its window; and a weight learns from a
+single reading only a little. So the model gets both as inputs (after Akyürek et al. 2024 and
+Khandelwal et al. 2020).
 """
 import torch
 import torch.nn.functional as F
@@ -15,7 +14,8 @@ from torch import Tensor
 
 def ngram_hashes(tokens: Tensor, begins: Tensor, longest: int) -> Tensor:
     """tokens and begins (T,) -> (longest - 1, T) int64: for each position the hash of its last 2,
-    of its last 3, ... and of its last `longest` tokens. Those before the document count as 0."""
+    of its last 3, ... and of its last `longest` tokens. Those before the document, or before the
+    sequence if that begins inside of it, count as 0."""
     earlier = tokens
     hashed = tokens
     hashes = []
@@ -42,51 +42,63 @@ def induced_tokens(tokens: Tensor, begins: Tensor, hashes: Tensor) -> tuple[Tens
     # 2. The position just before in this order is the latest match, if the two are equal.
     is_repeated = F.pad(in_order[:, 1:] == in_order[:, :-1], (1, 0))
     match_in_order = torch.where(is_repeated, order.roll(1, 1), -1)
-    matches = torch.empty_like(order).scatter(1, order, match_in_order)  # (1 + G, T)
+    latest = torch.empty_like(order).scatter(1, order, match_in_order)  # (1 + G, T)
 
     # 3. Where n tokens match, n - 1 do, too. So the longest length is the number of matches before
     # the first -1; a match behind it means that hashes are equal by chance.
-    length = (matches >= 0).cumprod(0).sum(0)
-    match = matches.gather(0, (length - 1).clamp(min=0)[None])[0]
+    length = (latest >= 0).cumprod(0).sum(0)
+    match = latest.gather(0, (length - 1).clamp(min=0)[None])[0]
     next_token = tokens.roll(-1)  # wrong for the last position, which is nobody's match
     return torch.where(length > 0, next_token[match], 0), length
 
 
-# The table of recalled tokens has R entries of 64 bits, and is empty, all 0, at first. The last n
-# tokens have the entry hash % R, which holds from its highest bits on
+# The table of recalled tokens has R entries of 64 bits, which are 0 at first. What came after the
+# last n tokens is written to place `hash % R`, for two or more n. From its highest bits on an entry
+# holds
 #
-#   the step in which it was written | 16 bits of the hash of the last 2 tokens | the next token
+#   the step that wrote it | 16 check bits | the next token, 16 bits
 #
-# The larger of two entries for one place stays, so that the latest step counts, and the result does
-# not depend on the order in which the GPU or several ranks write. Many n-grams share an entry. The
-# 16 bits in the middle show nearly always whether the entry is about this one.
+# Of two entries for one place the larger one stays. So a later step counts, and within a step the
+# result does not depend on the order in which the GPU or several ranks write. Different n-grams
+# share places. The check bits are from the hash of the last two tokens: if they are the same, the
+# entry nearly always is of this n-gram.
 
 
-def of_last_two(hashes: Tensor) -> Tensor:
-    """The 16 bits in the middle of an entry, (T,)."""
+def check_bits(hashes: Tensor) -> Tensor:
+    """hashes (G, T) of the last 2 and more tokens -> (T,)."""
     return hashes[0] & 0xFFFF
 
 
-def recalled_tokens(table: Tensor, hashes: Tensor,
+def recalled_tokens(table: Tensor, tokens: Tensor, begins: Tensor,
                     lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """table (R,), hashes (G, T) -> for each position the token that came next when its last n
-    tokens were read in training, and n, both (T,) int64, and both 0 where nothing is known. n is
-    the largest one of `lengths`, which ascend, for which there is an entry."""
-    token = torch.zeros_like(hashes[0])
-    length = torch.zeros_like(token)
+    """table (R,), tokens and begins (T,) -> for each position the token that came next when its
+    last n tokens were last read in training, and n, both (T,) int64, and both 0 where no entry is
+    found. n is the largest of `lengths`, which ascend, for which there is one."""
+    hashes = ngram_hashes(tokens, begins, lengths[-1])
+    token = torch.zeros_like(tokens)
+    length = torch.zeros_like(tokens)
     for n in lengths:
         entry = table[hashes[n - 2] % len(table)]
-        is_known = (entry > 0) & ((entry >> 16 & 0xFFFF) == of_last_two(hashes))
-        token = torch.where(is_known, entry & 0xFFFF, token)
-        length = torch.where(is_known, n, length)
+        is_found = (entry > 0) & ((entry >> 16 & 0xFFFF) == check_bits(hashes))
+        token = torch.where(is_found, entry & 0xFFFF, token)
+        length = torch.where(is_found, n, length)
     return token, length
 
 
-def remember(table: Tensor, hashes: Tensor, next_tokens: Tensor, lengths: tuple[int, ...],
-             step: int) -> None:
-    """Writes to the table (R,), in place, which token (T,) came next at each position with these
-    hashes (G, T). One of -1 is none. step: from 1 on."""
-    entries = (step << 32) + (of_last_two(hashes) << 16) + next_tokens
+def remember(table: Tensor, tokens: Tensor, begins: Tensor, next_tokens: Tensor,
+             lengths: tuple[int, ...], step: int) -> None:
+    """Writes to the table (R,), in place, which token came next at each position; tokens, begins
+    and next_tokens are (T,). A next token of -1 is none, and is not written. `step` is at least 1,
+    so that no entry is 0."""
+    hashes = ngram_hashes(tokens, begins, lengths[-1])
+    entries = (step << 32) + (check_bits(hashes) << 16) + next_tokens
     entries = torch.where(next_tokens < 0, 0, entries)
     for n in lengths:
         table.scatter_reduce_(0, hashes[n - 2] % len(table), entries, "amax")
+
+
+def is_table(x: Tensor, c) -> bool:
+    """Whether x, from a file, can be the table of a train_gpt.Config."""
+    if x.dtype != torch.int64 or x.shape != (c.recall_rows,):
+        return False
+    return bool(((x & 0xFFFF) < c.vocab_size).all())

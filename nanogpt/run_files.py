@@ -110,5 +110,5 @@ def place_for_checkpoint(c, saved: saving.Saved | None, num_weights: int) -> Pat
     if path.is_symlink():  # the file it leads to is written; else the link would be replaced
         path = Path(os.path.realpath(path))
     dtype = recipe.PLAIN_DTYPES[recipe.plain_recipe(c)]  # of nearly all weights
-    checkpoint.try_place(path, dtype.itemsize * num_weights)
+    checkpoint.try_place(path, dtype.itemsize * num_weights + 8 * c.recall_rows)
     return path

@@ -6,11 +6,12 @@ A save is a folder, which has a file for each rank and a checksum of each file:
     logs/RUN_ID.saved/step_000123/rank_0_of_2.sha256      as the command sha256sum writes it
 
 A file holds its rank's part of the float32 weights and of the optimizers' state (of small banks
-all), its random numbers, its counts of targets. That of rank 0 also holds `facts`: everything that
-all ranks share. Training stands still while a rank copies its part to memory of the host. A thread
-writes the copy to disk. While files are still to come, the folder's name ends with ".unfinished";
-when all are there, rank 0 renames it. Before an old save is removed, it gets that name back. So a
-save is whole or it is none, whenever the run is killed.
+all), its random numbers, its counts of targets, and a part of the table of recalled tokens. That of
+rank 0 also holds `facts`: everything that all ranks share. Training stands still while a rank
+copies its part to memory of the host. A thread writes the copy to disk. While files are still to
+come, the folder's name ends with ".unfinished"; when all are there, rank 0 renames it. Before an
+old save is removed, it gets that name back. So a save is whole or it is none, whenever the run is
+killed.
 The ranks see each other's files: on several hosts the folder must be on a disk that they share.
 
 When the run goes on, each rank reads all files, puts one tensor after the other together, and keeps
@@ -38,7 +39,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanogpt import checkpoint
+from nanogpt import checkpoint, matches
 from nanogpt.ranks import BadInput, all_ranks, on_all_ranks, rank_and_world_size, require
 from records.console import complain
 
@@ -224,7 +225,7 @@ def sha256_of(path: Path) -> str:
 
 def tensors_of_model(model) -> dict[str, Tensor]:
     """What a save has of a train_gpt.GPT beside the optimizer's tensors: this rank's counts, and
-    its part of the recall table, which is the same on all ranks."""
+    its part of the recall table, which all ranks have whole."""
     rank, world_size = rank_and_world_size()
     return dict(
         target_counts=model.target_counts, lost_targets=model.lost_targets,
@@ -535,7 +536,8 @@ class Saved:
             shapes = [self.of_rank(rank, full_name).shape for rank in range(len(self.parts))]
             own = ours[full_name].shape
             if full_name == "recall_table":
-                as_ours = sum(shape.numel() for shape in shapes) == model.recall_table.numel()
+                are_parts = all(len(shape) == 1 for shape in shapes)
+                as_ours = are_parts and matches.is_table(self.recall_table(), model.config)
             elif full_name in of_model:  # each rank has its own
                 as_ours = all(shape == own for shape in shapes)
             else:
@@ -563,13 +565,17 @@ class Saved:
                 bank.copy_(whole)
         model.target_counts.copy_(self.own_counts("target_counts"))
         model.lost_targets.copy_(self.own_counts("lost_targets"))
-        entries = [self.of_rank(rank, "recall_table") for rank in range(len(self.parts))]
-        model.recall_table.copy_(torch.cat(entries))
+        model.recall_table.copy_(self.recall_table())
         optimizer.updates = self.fact("updates")
         optimizer.bytes_sent = self.fact("bytes_sent")
         optimizer.recipes.load_state(self.fact("recipes"))
         optimizer.recipes.weights_changed([*optimizer.masters], optimizer.masters)
         self.restore_random(model.signs.device, model.config.seed)
+
+    def recall_table(self) -> Tensor:
+        """The whole of it, (recall_rows,)."""
+        ranks = range(len(self.parts))
+        return torch.cat([self.of_rank(rank, "recall_table") for rank in ranks])
 
     def own_counts(self, name: str) -> Tensor:
         """This rank's counts. If there were more or fewer ranks: an equal share of the sum."""
@@ -686,9 +692,12 @@ def changes(saved: dict, given: dict, may_change: tuple[str, ...]) -> list[str]:
 
 def was_fitted(saved: dict, name: str, value) -> bool:
     """Whether a key may have been given this value, although the saved one is another. The number
-    of readings follows from the minutes; what is given for val_tokens is an upper bound."""
+    of readings follows from the minutes, and with several of them nothing is recalled; what is
+    given for val_tokens is an upper bound."""
     if name == "epochs":
         return bool(saved.get("minutes"))
+    if name == "recall_rows":
+        return saved.get("recall_rows") == 0
     return name == "val_tokens" and bool(saved.get("fit")) and value >= saved["val_tokens"]
 
 

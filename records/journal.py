@@ -480,7 +480,7 @@ def calibrate(device: torch.device, fp8_product: Callable | None = None,
     """
     cuda = device.type == "cuda"
     width = 8192 if cuda else 1024
-    length = 2**28 if cuda else 2**24
+    length = 2**28 if cuda else 2**23
     _, world_size = rank_and_world_size()
     matrix = torch.randn(width, width, device=device)
     half = matrix.bfloat16()

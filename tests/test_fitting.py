@@ -186,7 +186,9 @@ def test_checkpoints_of_one_name_do_not_replace_each_other(text, tmp_path, monke
     monkeypatch.setattr(checkpoint, "try_place", lambda path, size: asked.append(size))
     for c.precision in ("bf16", "fp32"):
         run_files.place_for_checkpoint(c, None, 1000)
-    assert asked == [2000, 4000], "bytes"
+    c = dataclasses.replace(c, epochs=1, recall_rows=10)
+    run_files.place_for_checkpoint(c, None, 1000)
+    assert asked == [2000, 4000, 4080], "bytes"
 
 
 def test_weights_that_are_to_go_to_a_link_go_to_the_file_that_it_leads_to(text, tmp_path):

@@ -483,8 +483,7 @@ def test_recalled_tokens_are_those_that_came_next_in_the_latest_step(longest, ki
     for step in range(4):
         inputs, targets = (torch.randint(1, kinds, (384,), generator=torch.Generator().manual_seed(10 * step + i)) for i in range(2))
         inputs[starts[1:]] = BOS
-        hashes = matches.ngram_hashes(inputs, begins, 2 * longest)
-        found = torch.stack(matches.recalled_tokens(model.recall_table, hashes, lengths), 1)
+        found = torch.stack(matches.recalled_tokens(model.recall_table, inputs, begins, lengths), 1)
         assert list(map(tuple, found.tolist())) == recalled_by_search(inputs, steps, {0, *starts}, lengths)
         targets[::5] = -1
         model.remember(inputs, targets, step + 1)
@@ -494,14 +493,31 @@ def test_recalled_tokens_are_those_that_came_next_in_the_latest_step(longest, ki
 
 def test_the_entry_of_another_ngram_is_not_taken_for_this_ones():
     text = torch.arange(3000) * 7919 % 50_000  # no pair of tokens comes twice
-    begins = torch.arange(3000) == 0
-    hashes, table = matches.ngram_hashes(text, begins, 4), torch.zeros(11, dtype=torch.int64)
-    matches.remember(table, hashes[:, :2000], text[1:2001], (3, 4), 1)
+    begins, table = torch.arange(3000) == 0, torch.zeros(11, dtype=torch.int64)
+    matches.remember(table, text[:2000], begins[:2000], text[1:2001], (3, 4), 1)
     assert table.all(), "each entry is full"
-    token, length = matches.recalled_tokens(table, hashes, (3, 4))
+    token, length = matches.recalled_tokens(table, text, begins, (3, 4))
     known = length.nonzero()[:, 0]
     assert 0 < len(known) <= 11 and known.max() < 2000
     assert torch.equal(token[known], text[known + 1])
+
+
+def test_of_two_entries_for_one_place_that_of_the_later_step_stays_and_then_the_larger_token():
+    text, begins, table = torch.full((8,), 3), torch.arange(8) == 0, torch.zeros(1, dtype=torch.int64)
+
+    def recalled():
+        return matches.recalled_tokens(table, text, begins, (3, 4))[0][-1].item()
+
+    for step, (next_tokens, expected) in enumerate([([7, 9, 8], 9), ([5, 4, -1], 5), ([-1, -1, -1], 5)]):
+        matches.remember(table, text, begins, torch.tensor([-1] * 5 + next_tokens), (3, 4), step + 1)
+        assert recalled() == expected
+
+
+def test_a_model_that_recalls_nothing_has_no_weights_for_it():
+    model = tiny(recall_rows=0)
+    assert model.late_out.shape == (6, 64) and model.recall_table.shape == (0,)
+    _, sources = model.last_stream(tokens_of([0], 384), view(), True)
+    assert len(sources) == 6 and tiny().late_out.shape == (7, 64)
 
 
 def test_a_step_sees_what_earlier_steps_have_read_and_not_its_own_batch():
@@ -814,7 +830,7 @@ def test_the_default_has_as_many_weights_as_its_sizes_say():
     assert size["lm_head"] == 50304 * 768 and size["value_embeds"] == 8 * 50304 * 768
     assert size["ngrams"] == 40 * 50304 * 768
     assert size["scalars"] == 8 * 7 and size["gates"] == 8 * 2 * 6 * 12
-    assert size["late_in"] + size["late_out"] + size["late_bias"] == 64 * 768 + 7 * 64 + 7
+    assert size["late_in"] + size["late_out"] + size["late_bias"] == 64 * 768 + 6 * 64 + 6
     assert size["length_vectors"] == 7 * 768, "no match, those of 1, 2 and 3 tokens, and as many longer ones"
     active, in_tables = t.num_weights(t.Config())
     assert in_tables == 48 * 50304 * 768 and active == sum(size.values()) - in_tables

@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import numpy as np
 import processes
@@ -32,7 +33,7 @@ from nanogpt.ranks import REQUESTS, BadInput, Requests
 from records.journal import TrainingLoss
 from records.log import Refused, read_log, refuse_unfit_for_record
 
-SAVED = {"save_every": 60, "num_steps": 6, "epochs": 20, "target_loss": 0, "val_interval": 2, "jsonl": True,
+SAVED = {"save_every": 60, "num_steps": 6, "target_loss": 0, "val_interval": 2, "jsonl": True,
          "dtype": "float32", "candidates": 256, "micro_tokens": 256}
 DRIVER = """
 import os, signal, sys
@@ -102,7 +103,7 @@ def same(a, b):
 
 def distance(a, b):
     assert a.keys() == b.keys()
-    return max((a[name] - b[name]).abs().max().item() for name in a)
+    return max((a[name] - b[name]).abs().amax().item() for name in a if a[name].numel())
 
 
 def the_save(folder):
@@ -436,6 +437,8 @@ def rewrite(save, change):
     part.with_suffix(".sha256").write_text(f"{digest}  {part.name}\n")
 
 
+zeros = partial(torch.zeros, dtype=torch.int64)
+
 FOREIGN = {  # what a stranger's save may hold, and what the sentence says
     "large": (lambda content: content["tensors"].update(a=torch.ones(1).expand(2**40)), "damaged or no save"),
     "large, hidden": (lambda content: content["facts"].update(steps=[torch.ones(1).expand(2**40)]), "damaged or no"),
@@ -447,7 +450,9 @@ FOREIGN = {  # what a stranger's save may hold, and what the sentence says
     "wider rows": (lambda content: content["tensors"].update({"ngrams.mean": torch.ones(500, 17)}), "as ngrams.mean differ"),
     "more matrices": (lambda content: content["tensors"].update({"mlp.master": torch.ones(9, 32, 64)}), "as mlp.master differ"),
     "fewer counts": (lambda content: content["tensors"].update({"target_counts": torch.ones(3)}), "as target_counts differ"),
-    "more to recall": (lambda content: content["tensors"].update({"recall_table": torch.ones(1001)}), "as recall_table differ"),
+    "more to recall": (lambda content: content["tensors"].update({"recall_table": zeros(1001)}), "as recall_table differ"),
+    "recalled numbers": (lambda content: content["tensors"].update({"recall_table": torch.ones(1000)}), "as recall_table differ"),
+    "a wide table": (lambda content: content["tensors"].update({"recall_table": zeros(10, 100)}), "as recall_table differ"),
     "a number": (lambda content: content["tensors"].update({"ngrams.mean": torch.ones(())}), "as ngrams.mean differ"),
     "another gate": (lambda content: content["tensors"].update({"gates.mean": torch.ones(4, 2, 2, 13)}), "as gates.mean differ"),
     "no tensor": (lambda content: content["tensors"].update({"gates.mean": "wide"}), "lacks gates.mean"),
