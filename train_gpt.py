@@ -187,8 +187,8 @@ class Config:
         0.5, "width of such a row, as a part of model_dim; in each step the GPUs exchange rows, so "
         "narrow ones take less time")
     recall_rows: int = key(
-        0, "entries of a table of what came next in the training text; always 0 with more than one "
-        "of --epochs, because a text that is read again would be known by heart")
+        0, "entries of a table of what came next in the training text; it stays empty with more "
+        "than one of --epochs, because a text that is read again would be known by heart")
     # evaluation
     target_loss: float = key(3.28, "validation loss to reach, nats per token; 0: none")
     val_tokens: int = key(
@@ -238,10 +238,6 @@ class Config:
     def ngram_width(self) -> int:
         """Width of a row of the table of n-grams."""
         return max(1, round(self.ngram_part * self.model_dim))
-
-    def __post_init__(self):
-        if self.epochs > 1:
-            self.recall_rows = 0
 
     @property
     def recall_lengths(self) -> tuple[int, ...]:
@@ -2026,7 +2022,7 @@ def train_step(model: GPT, optimizer: Optimizer, batch: list[tuple[Tensor, Tenso
 
     # 3. The update, and what the ranks tell each other. Beside it, what came next in this batch is
     # written down for later steps.
-    if c.recall_rows:
+    if c.recall_rows and c.epochs == 1:
         with optimizer.lookups.on_side_stream():
             for inputs, targets in batch:
                 model.remember(inputs, targets, step + 1)

@@ -33,8 +33,8 @@ MOST_EPOCHS = {"laptop": 6, "char": 3, "small": 2}
 LEAST_STEPS_PER_READING = 75  # for `small`: the batches of a short text are small
 # The table of n-grams learns a short text by heart sooner than the layers do. So it has at most one
 # row for so many tokens. A short text, which a CPU reads more than once in two minutes, also has
-# shorter n-grams (records/2026-11-23_laptop_ngrams), and with them shorter matches
-# (nanogpt/matches.py).
+# shorter n-grams (records/2026-11-23_laptop_ngrams), and with them shorter matches in the document
+# (nanogpt/matches.py). What came next in the training text is not recalled, for the same reason.
 TOKENS_PER_ROW = 64
 SHORT_TEXT = 2_000_000  # tokens: shorter ones are short
 LONGEST_IN_SHORT = 4  # tokens of an n-gram
@@ -179,6 +179,7 @@ def fit_to_text(c, schedule: list, text: Text, given: dict):
         table["ngram_rows"] = min(c.ngram_rows, max(1, tokens // TOKENS_PER_ROW))
     if tokens < SHORT_TEXT:
         table["longest_ngram"] = min(c.longest_ngram, LONGEST_IN_SHORT)
+        table["recall_rows"] = 0
     bounds = {}  # upper bounds, each with room for a sequence of the length that was given
     for name, bound in (("seq_len", "micro_tokens"), ("val_seq_len", "val_tokens")):
         length = given.get(name, 0)

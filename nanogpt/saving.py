@@ -692,12 +692,9 @@ def changes(saved: dict, given: dict, may_change: tuple[str, ...]) -> list[str]:
 
 def was_fitted(saved: dict, name: str, value) -> bool:
     """Whether a key may have been given this value, although the saved one is another. The number
-    of readings follows from the minutes, and with several of them nothing is recalled; what is
-    given for val_tokens is an upper bound."""
+    of readings follows from the minutes; what is given for val_tokens is an upper bound."""
     if name == "epochs":
         return bool(saved.get("minutes"))
-    if name == "recall_rows":
-        return saved.get("recall_rows") == 0
     return name == "val_tokens" and bool(saved.get("fit")) and value >= saved["val_tokens"]
 
 

@@ -62,12 +62,13 @@ def test_of_a_short_text_the_small_model_has_small_batches_and_a_small_table(tok
     assert (given.ngram_rows, given.epochs) == (99, 7), "what is given stays"
 
 
-@pytest.mark.parametrize("tokens, longest, rows", [(1_000_000, 4, 15_625), (3_000_000, 6, 46_875), (90_000_000, 6, 131_072)])
-def test_of_a_short_text_the_laptop_has_short_ngrams_and_a_small_table(tokens, longest, rows):
+@pytest.mark.parametrize("tokens, longest, rows, recall", [
+    (1_000_000, 4, 15_625, 0), (3_000_000, 6, 46_875, 2**21), (90_000_000, 6, 131_072, 2**21)])
+def test_of_a_short_text_the_laptop_has_short_ngrams_and_a_small_table_and_recalls_nothing(tokens, longest, rows, recall):
     c = t.Config(**t.PRESETS["laptop"] | fitting.OVER_PRESET | {"preset": "laptop"})
     text = Text("bytes", (tokens,), 200_000)
     fitted = fitting.fit_to_text(c, t.SCHEDULES[c.schedule], text, {})
-    assert (fitted.longest_ngram, fitted.ngram_rows) == (longest, rows)
+    assert (fitted.longest_ngram, fitted.ngram_rows, fitted.recall_rows) == (longest, rows, recall)
     given = fitting.fit_to_text(c, t.SCHEDULES[c.schedule], text, {"longest_ngram": 7, "ngram_rows": 99})
     assert (given.longest_ngram, given.ngram_rows) == (7, 99), "what is given stays"
 
@@ -177,7 +178,7 @@ def test_a_fitted_run_saves_the_weights_of_its_best_validation_and_ends_with_0(t
 
 def test_checkpoints_of_one_name_do_not_replace_each_other(text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    c = dataclasses.replace(t.parse_config([text]), save_checkpoint="auto")
+    c = dataclasses.replace(t.parse_config([text]), save_checkpoint="auto", recall_rows=0)
     first = run_files.place_for_checkpoint(c, None, 1000)
     assert str(first) == f"models/{tmp_path.name}.pt"
     first.touch()
@@ -186,7 +187,7 @@ def test_checkpoints_of_one_name_do_not_replace_each_other(text, tmp_path, monke
     monkeypatch.setattr(checkpoint, "try_place", lambda path, size: asked.append(size))
     for c.precision in ("bf16", "fp32"):
         run_files.place_for_checkpoint(c, None, 1000)
-    c = dataclasses.replace(c, epochs=1, recall_rows=10)
+    c = dataclasses.replace(c, recall_rows=10)
     run_files.place_for_checkpoint(c, None, 1000)
     assert asked == [2000, 4000, 4080], "bytes"
 

@@ -533,6 +533,9 @@ def test_a_step_sees_what_earlier_steps_have_read_and_not_its_own_batch():
     assert found[1][0].eq(targets).sum() > 200
     t.initialize(model, 0)
     assert not model.recall_table.any(), "a run begins anew after warming up"
+    model.config.epochs = 2
+    t.train_step(model, optimizer, [(tokens, targets)], 0)
+    assert not model.recall_table.any(), "a text that is read again would be known by heart"
 
 
 def test_hashes_that_are_equal_by_chance_are_no_match_of_more_tokens():

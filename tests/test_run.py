@@ -509,13 +509,6 @@ def test_one_pass_fits_into_the_data_of_the_earlier_record_on_one_pass():
     assert t.total_tokens(c) == 713 * 65_536 + 367 * 131_072 == 94_830_592
 
 
-def test_what_came_next_is_not_recalled_from_a_text_that_is_read_more_than_once():
-    rows = t.PRESETS["laptop"]["recall_rows"]
-    assert t.parse_config(["--preset=laptop"]).recall_rows == rows > 0
-    assert t.parse_config(["--preset=laptop", "--epochs=2"]).recall_rows == 0
-    assert dataclasses.replace(t.Config(recall_rows=7), epochs=2).recall_rows == 0
-
-
 def test_a_given_value_overrides_the_preset_wherever_it_stands():
     for args in (["--preset=laptop", "--num_heads=1"], ["--num_heads=1", "--preset=laptop"]):
         assert t.parse_config(args).num_heads == 1
