@@ -1931,6 +1931,7 @@ def setting_of(step: int, c: Config) -> Setting:
 #   pass 1                 finds the rows that are used    which rows any GPU uses
 #   pass 2                 adds row gradients of pass 1
 #                          adds row gradients of pass 2    sums of mlp, lm_head, qkvo, ...
+#                          writes what came next           tokens of all GPUs
 #   Muon for mlp                                           sums of row gradients
 #   Adam for lm_head       Adam for value_embeds, ngrams   new mlp and lm_head
 #   Muon for qkvo                                          new rows, new qkvo
@@ -2020,12 +2021,14 @@ def train_step(model: GPT, optimizer: Optimizer, batch: list[tuple[Tensor, Tenso
         optimizer.lookups.add(rows[i], row_gradients)
         loss_sum = loss_sum + loss
 
-    # 3. The update, and what the ranks tell each other. Beside it, what came next in this batch is
-    # written down for later steps.
+    # 3. What came next in this batch is written down for later steps. The side stream has waited
+    # for the passes, which read that table, and the update ends by waiting for the side stream.
     if c.recall_rows and c.epochs == 1:
         with optimizer.lookups.on_side_stream():
             for inputs, targets in batch:
                 model.remember(inputs, targets, step + 1)
+
+    # 4. The update, and what the ranks tell each other.
     told = [tell(loss_sum)] if tell else []  # the gradients are on their way meanwhile
     optimizer.step(lr_factor_at(step, c), muon_momentum_at(step, c))
     loss = loss_sum / stage_tokens(stage_of(step, c), c)
