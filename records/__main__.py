@@ -93,14 +93,24 @@ def board_problems(root, everything, rebuilt):
     return []
 
 
-def draw(names, out, x):
-    """Draws the curves of the logs and returns the name of the picture. A folder stands for all
-    *.txt in it. Without `out` that is the name of the log, or curves.png for several, in the
-    current folder. Of several logs those that cannot be read are left out, with a sentence on
-    standard error. Raises Refused if none can be read or the picture cannot be written."""
+def logs_named(names):
+    """Returns the paths of these logs. A folder stands for all *.txt in it. Raises Refused if it
+    has none."""
     paths = []
     for path in map(Path, names):
-        paths += sorted(path.glob("*.txt")) if path.is_dir() else [path]
+        found = sorted(path.glob("*.txt")) if path.is_dir() else [path]
+        if not found:
+            raise Refused(f"{path} has no logs (*.txt); name a folder that has some.")
+        paths += found
+    return paths
+
+
+def draw(names, out, x):
+    """Draws the curves of the logs and returns the name of the picture. Without `out` that is the
+    name of the log, or curves.png for several, in the current folder. Of several logs those that
+    cannot be read are left out, with a sentence on standard error. Raises Refused if none can be
+    read or the picture cannot be written."""
+    paths = logs_named(names)
     logs = []
     for path in paths:
         try:
@@ -169,7 +179,7 @@ def parse(argv):
 
     p = commands.add_parser("new", help="write records/DATE_NAME from logs")
     p.add_argument("name")
-    p.add_argument("logs", nargs="+")
+    p.add_argument("logs", nargs="+", help="logs, or folders of them")
     p.add_argument("--claim", default="", help="one sentence: what is new")
     p.add_argument("--data", default="", help='what the data are called, e.g. "FineWeb"')
     p.add_argument("--eval", help="results to keep with it: what `evaluate.py --json` has written")
@@ -230,7 +240,7 @@ def run(args):
         sys.stdout.buffer.write(read_source(args.log))
     elif args.command == "new":
         folder = record.new(
-            args.root, args.name, args.logs, args.claim, args.data, args.eval)
+            args.root, args.name, logs_named(args.logs), args.claim, args.data, args.eval)
         print(f"wrote {folder}; now write its README.md, then run `python -m records table`")
         for doubt in record.doubts_about_name(args.root, folder):
             print(doubt)

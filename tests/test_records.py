@@ -1394,7 +1394,7 @@ def test_plot_draws_whole_runs_and_those_that_go_on(tmp_path, capsys, monkeypatc
     assert status == 2 and "no log here has steps to draw" in out
     (tmp_path / "empty").mkdir()
     status, out = run_tool(capsys, tmp_path, "plot", tmp_path / "empty")
-    assert status == 2 and out == f"refused: {tmp_path / 'empty'}: no log here has steps to draw.\n"
+    assert status == 2 and out == f"refused: {tmp_path / 'empty'} has no logs (*.txt); name a folder that has some.\n"
 
 
 def test_the_legend_tells_runs_apart(tmp_path):
@@ -1473,6 +1473,17 @@ def board_rows(root):
     ranked = re.findall(r"^\| (\d+) \| 2026-11-\d\d \| \[(\w+)\]", text, re.MULTILINE)
     groups = re.findall(r" \(([^)]+)\): (\[[^;\n]+)", text.partition(" Without a rank")[2])
     return ranked + [(why, name) for why, links in groups for name in re.findall(r"\[(\w+)\]", links)]
+
+
+def test_a_record_is_made_of_the_logs_in_a_folder(root, tmp_path, capsys):
+    (tmp_path / "logs").mkdir()
+    logs = [path.rename(tmp_path / "logs" / path.name) for path in three_runs(root, 1)]
+    assert run_tool(capsys, root, "new", "x", tmp_path / "logs")[0] == 0
+    (folder,) = (root / "records").glob("*_x")
+    assert sorted(path.read_bytes() for path in folder.glob("log_*.txt")) == sorted(path.read_bytes() for path in logs)
+    (tmp_path / "empty").mkdir()
+    status, out = run_tool(capsys, root, "new", "y", tmp_path / "empty")
+    assert status == 2 and "empty has no logs (*.txt)" in out
 
 
 def test_ranking_is_per_track(root, capsys):
