@@ -154,7 +154,7 @@ class Memory:
         self.position = torch.zeros((), dtype=torch.int64, device=device)  # of the next token
         self.document = torch.zeros_like(self.position)  # where the last document begins
         self.last_tokens = torch.zeros(
-            max((c.longest_ngram, *c.recall_lengths)) - 1, dtype=torch.int64, device=device)
+            c.longest_match - 1, dtype=torch.int64, device=device)
         self.tokens = torch.zeros(self.limit, dtype=torch.int64, device=device)  # all of them
         self.clear()
         self.graphs = CudaGraphs([]) if cuda_graph and device.type == "cuda" else None

@@ -245,6 +245,11 @@ class Config:
         n = self.longest_ngram
         return (n + 1, 2 * n) if self.recall_rows else ()
 
+    @property
+    def longest_match(self) -> int:
+        """The most last tokens that are compared with earlier ones."""
+        return max((self.longest_ngram, *self.recall_lengths))
+
 
 # Small models of single bytes have these settings in common.
 BYTES = dict(
@@ -635,7 +640,7 @@ def parameter_table(c: Config) -> dict[str, Param]:
             lr=(c.muon_lr,), **muon),
         "scalars": Param((L, len(SCALARS)), init=constants(*SCALARS.values()), **scalar),
         # row n is for a match of n tokens, in the document or in the training text; row 0 for none
-        "length_vectors": Param((2 * c.longest_ngram + 1, D), init=zero, **scalar),
+        "length_vectors": Param((c.longest_match + 1, D), init=zero, **scalar),
         # the small network of `late_mix`: 64 hidden units, an amount of each source
         "late_in": Param((64, D), init=uniform(D**-0.5), **late),
         "late_out": Param((sources, 64), init=zero, **late),
@@ -1097,8 +1102,8 @@ class GPT(nn.Module):
     @torch.no_grad()
     def remember(self, inputs: Tensor, targets: Tensor, step: int) -> None:
         """Writes to recall_table what came next in the micro-batches of all ranks. A collective."""
-        pairs = gathered(torch.stack((inputs, targets), 1))  # (ranks, T, 2)
-        tokens, next_tokens = pairs.flatten(0, 1).unbind(1)
+        pairs = gathered(torch.stack((inputs, targets), 1))  # (ranks * T, 2)
+        tokens, next_tokens = pairs.unbind(1)
         begins = self.begins(tokens, True)
         matches.remember(
             self.recall_table, tokens, begins, next_tokens, self.config.recall_lengths, step)

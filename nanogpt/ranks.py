@@ -185,10 +185,9 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tens
 
 
 def gathered(x: Tensor) -> Tensor:
-    """x (n, ...) of all ranks -> (world_size, n, ...). A collective."""
+    """x (n, ...) of all ranks, one after the other: (world_size * n, ...). A collective."""
     if not dist.is_initialized():
-        return x[None]
-    world_size = dist.get_world_size()
-    of_all = x.new_empty(world_size * len(x), *x.shape[1:])
+        return x
+    of_all = x.new_empty(dist.get_world_size() * len(x), *x.shape[1:])
     all_gather(of_all, x)
-    return of_all.unflatten(0, (world_size, -1))
+    return of_all

@@ -515,7 +515,7 @@ def test_of_two_entries_for_one_place_that_of_the_later_step_stays_and_then_the_
 
 def test_a_model_that_recalls_nothing_has_no_weights_for_it():
     model = tiny(recall_rows=0)
-    assert model.late_out.shape == (6, 64) and model.recall_table.shape == (0,)
+    assert model.late_out.shape == (6, 64) and model.recall_table.shape == (0,) and len(model.length_vectors) == 4
     _, sources = model.last_stream(tokens_of([0], 384), view(), True)
     assert len(sources) == 6 and tiny().late_out.shape == (7, 64)
 
@@ -834,7 +834,7 @@ def test_the_default_has_as_many_weights_as_its_sizes_say():
     assert size["ngrams"] == 40 * 50304 * 768
     assert size["scalars"] == 8 * 7 and size["gates"] == 8 * 2 * 6 * 12
     assert size["late_in"] + size["late_out"] + size["late_bias"] == 64 * 768 + 6 * 64 + 6
-    assert size["length_vectors"] == 7 * 768, "no match, those of 1, 2 and 3 tokens, and as many longer ones"
+    assert size["length_vectors"] == 4 * 768, "no match, and those of 1, 2 and 3 tokens"
     active, in_tables = t.num_weights(t.Config())
     assert in_tables == 48 * 50304 * 768 and active == sum(size.values()) - in_tables
 
