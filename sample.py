@@ -219,14 +219,13 @@ class Memory:
         tokens = torch.cat((self.last_tokens, tokens))  # (K + n,)
         position = self.position + torch.arange(-K, len(tokens) - K, device=tokens.device)
         begins = (tokens == model.bos) | (position == 0)
-        looked_up = model.look_up(tokens, training=False)
-        hashes = matches.ngram_hashes(tokens, begins, model.config.longest_ngram)
-        found = [self.induced_tokens(tokens, position)]
-        lengths = model.config.recall_lengths
-        if lengths:
-            found.append(matches.recalled_tokens(model.recall_table, tokens, begins, lengths))
+        history = matches.history(
+            tokens, begins, model.recall_table, model.config.longest_ngram,
+            model.config.recall_lengths)
+        history.found[0] = self.induced_tokens(tokens, position)
+        looked_up = model.look_up(tokens, history.hashes)
         first_x, injects, guesses = script.embed_inputs(
-            tokens, hashes, looked_up["ngrams"], found, model.weight("lm_head"),
+            looked_up["lm_head"], history, looked_up["ngrams"], model.weight("lm_head"),
             model.length_vectors, model.signs, model.scalars)
         first_x = x = first_x[K:]
         value_embeds = looked_up["value_embeds"][K:].chunk(len(self.layers), 1)
@@ -254,19 +253,19 @@ class Memory:
         guesses = [guess[K:] for guess in guesses]
         return x, script.late_sources(first_x, outputs, guesses, value_embeds[0])
 
-    def induced_tokens(self, tokens: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+    def induced_tokens(self, tokens: Tensor, position: Tensor) -> Tensor:
         """tokens and their positions (K + n,), of which the first K are known already -> the
-        induced tokens and the lengths of their matches (K + n,), 0 for the first K."""
+        induced tokens and the lengths of their matches (2, K + n), 0 for the first K."""
         model = self.model
         K = len(self.last_tokens)
         self.tokens.index_copy_(0, position[K:], tokens[K:])
         # Places behind the new tokens may still hold an earlier text. The search only looks back,
         # so they change nothing for the new tokens.
         begins = self.tokens == model.bos
-        begins[0] = True
+        begins[:1] = True  # not begins[0], which a CUDA graph cannot record
         hashes = matches.ngram_hashes(self.tokens, begins, model.config.longest_ngram)
-        token, length = matches.induced_tokens(self.tokens, begins, hashes)
-        return F.pad(token[position[K:]], (K, 0)), F.pad(length[position[K:]], (K, 0))
+        found = torch.stack(matches.induced_tokens(self.tokens, begins, hashes))  # (2, limit)
+        return F.pad(found[:, position[K:]], (K, 0))
 
     def find_places(self, position: Tensor, document: Tensor, window: str) -> Places:
         """position, document (n,) of new tokens, all of one block -> the places of their keys, in

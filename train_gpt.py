@@ -75,6 +75,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from data import shards
 from nanogpt import (
     arguments,
+    candidates,
     checkpoint,
     compiling,
     finite,
@@ -98,13 +99,13 @@ from nanogpt.ranks import (
     NoTransfer,
     Requests,
     all_gather,
-    gathered,
     is_rank_0,
     on_all_ranks,
     rank_and_world_size,
     reduce_scatter,
     require,
     start_process,
+    sum_together,
 )
 from nanogpt.rows import LookedUpRows
 from nanogpt.run_files import RunFiles, check_amount, check_run_files, chooses_steps
@@ -175,6 +176,9 @@ class Config:
     head_lr: float = key(
         0.0065, "Adam's learning rate for output head, token embedding and gates; MUDD (late_mix) "
         "has a quarter of it")
+    head_every_second: bool = key(
+        False, "update head and token embedding in every second step only, by the sum of both "
+        "gradients")
     table_lr: float = key(0.6, "Adam's learning rate for value and n-gram embeddings")
     scalar_lr: float = key(0.04, "Adam's learning rate for the scalars and `length_vectors`")
     longest_ngram: int = key(
@@ -188,7 +192,8 @@ class Config:
         "narrow ones take less time")
     recall_rows: int = key(
         0, "entries of a table of what came next in the training text; it stays empty with more "
-        "than one of --epochs, because a text that is read again would be known by heart")
+        "than one of --epochs, because a text that is read again would be known by heart. Each "
+        "takes 8 bytes on every GPU, and in checkpoints and saves")
     # evaluation
     target_loss: float = key(3.28, "validation loss to reach, nats per token; 0: none")
     val_tokens: int = key(
@@ -263,7 +268,8 @@ PRESETS: dict[str, dict] = {
     "speedrun": {},
     "onepass": dict(
         num_layers=6, num_heads=4, mlp_dim=5632,
-        num_steps=1080, batch_tokens=131_072,
+        num_steps=1020, batch_tokens=131_072,
+        recall_rows=268_435_456, head_every_second=True,
         target_loss=3.492),
     "laptop": BYTES | dict(
         num_layers=4, model_dim=128, num_heads=2, head_dim=64, mlp_dim=512,
@@ -582,9 +588,9 @@ def sees_far(layer: int, c: Config) -> bool:
 
 
 def parameter_table(c: Config) -> dict[str, Param]:
-    """All parameters, in the order in which the optimizer works on them. Large matrices stand
-    before the tables and after them: while a GPU updates one parameter, the gradients of the next
-    one and the new weights of the one before travel between the GPUs."""
+    """All parameters. The optimizer works on the tables first, and then on the others in this
+    order: while a GPU updates one, the gradients of the next one and the new weights of the one
+    before travel between the GPUs."""
     L = c.num_layers
     D = c.model_dim
     H = c.num_heads
@@ -789,25 +795,24 @@ def block(x: Tensor, weights: LayerWeights, context: LayerContext,
         input_of(x, "mlp", context), weights.up, weights.down, scalars["down"], products.down)
 
 
-def embed_inputs(tokens: Tensor, hashes: Tensor, ngrams: Tensor, found: tuple, embed: Tensor,
+def embed_inputs(embedded: Tensor, history: matches.History, ngrams: Tensor, embed: Tensor,
                  length_vectors: Tensor, signs: Tensor,
                  scalars: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """tokens (T,), hashes of their n-grams (G, T), the rows that these have looked up (G T, W), the
-    pairs (tokens, lengths of their matches), (T,) each, that were found in the document and perhaps
-    in the training text (nanogpt/matches.py), the embedding (V, D), length_vectors (lengths, D),
-    random signs (SIGN_ROWS, W), scalars (L, len(SCALARS)) -> the first stream (T, D); for each
-    layer what is added to the stream there (T, D), an amount of the first stream and an amount of
-    what the past says; and for each pair the normalised embedding of its tokens (T, D), 0 where
-    there is no match. These are guesses of the next token."""
+    """The embedding of the tokens (T, D), their history, the rows of their n-grams (G T, W), the
+    whole embedding (V, D), length_vectors (lengths, D), random signs (SIGN_ROWS, W), scalars (L,
+    len(SCALARS)) -> the first stream (T, D); for each layer what is added to the stream there
+    (T, D), an amount of the first stream and an amount of what the past says; and for each kind of
+    match the normalised embedding of its tokens (T, D), 0 where there is no match. These are
+    guesses of the next token."""
     # 1. The first stream.
-    x = norm(F.embedding(tokens, embed))
+    x = norm(embedded)
 
     # 2. The last tokens: rows of their n-grams, and what came next where they stood before.
     ngrams = ngrams.view(-1, len(x), ngrams.size(1))  # (G, T, W), of each length
-    past = (ngrams * signs[hashes % SIGN_ROWS]).sum(0)
+    past = (ngrams * signs[history.hashes[: len(ngrams)] % SIGN_ROWS]).sum(0)
     past = F.pad(past, (0, x.size(1) - past.size(1)))  # for the first W channels
     guesses = []
-    for token, length in found:
+    for token, length in history.found.unbind():
         # The embedding gets no gradient here: that would need one more pass over all of it, and
         # made no difference that two seeds could show.
         guesses.append(norm(F.embedding(token, embed.detach())) * (length > 0)[:, None])
@@ -856,16 +861,9 @@ def late_mix(x: Tensor, sources: tuple[Tensor, ...], weights: LateWeights) -> Te
 # --------------------------------------------------------------------------------------------------
 # 5. The loss, over candidates
 #
-# Logits over all 50,304 tokens would be a third of the work of a step. In training they are
-# computed for fewer candidates (16,384 by default): all tokens that are a target in the
-# micro-batch, and others that are drawn at random, frequent tokens more often. One that is drawn
-# with probability p stands for 1/p tokens, so log(1/p) is added to its logit. The sum of
-# exponentials over the vocabulary is then right on average. The gradient is a ratio of two such
-# sums, so it has a small bias, which more candidates make smaller. This is a sampled softmax
-# (Bengio and Senecal 2008). Validation is over the whole vocabulary. In two pairs of runs on one
-# H200 training with candidates took 13 and 15 % less time for 0.0014 and 0.0007 more loss, which is
-# no more than two seeds differ by (records/2026-11-22_ladder_candidates,
-# records/2026-11-23_second_yardstick_one_gpu).
+# In training, logits are computed for 16,384 candidates by default; all 50,304 tokens would be a
+# third of the work of a step. Candidates are the targets of the micro-batch, and other tokens that
+# are drawn at random (nanogpt/candidates.py). Validation is over the whole vocabulary.
 
 VAL_CHUNK = 16_384  # tokens whose logits are computed at a time in validation
 
@@ -877,35 +875,13 @@ def mix_and_loss(x: Tensor, sources: tuple[Tensor, ...], late: LateWeights, prod
     return products.head_loss(late_mix(x, sources, late), w, targets, bias)
 
 
-def choose_candidates(targets: Tensor, is_target: Tensor, counts: Tensor,
-                      number: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Priority sampling (Duffield et al. 2007). targets (T,), -1: none; is_target (V,) bool; counts
-    (V,), how often each token was a target so far, these targets included -> the candidates
-    (number,), the logarithm of how many tokens each one stands for (number,), and each target's
-    place among the candidates (T,). A place is -1 if there is no target, or if the target was left
-    out because more than `number` tokens are targets.
-
-    A token's size is its count plus one, so that each can be drawn, and its priority is size / u
-    with u uniform in (0, 1). The tokens of highest priority are chosen. Let t be the highest one of
-    those left out. A token of size s is chosen if s / u > t, which has the probability
-    min(1, s / t); so it stands for max(1, t / s) tokens. Targets get a size that is large enough to
-    be certain."""
-    certain = 1e30
-    size = torch.where(is_target, certain, 1 + counts)
-    u = torch.rand_like(size).clamp(min=2.0**-25)  # 0 would make a token as certain as a target
-    # Targets get equal priorities: then each stands for one token, even if some are left out.
-    priority, order = (size / u).clamp(max=certain).topk(number + 1)
-    chosen = order[:-1]
-    threshold = priority[-1]
-    stands_for = (threshold / size[chosen]).clamp(min=1)
-    nowhere = order.new_full(counts.shape, -1)  # (V,)
-    place_of_token = nowhere.scatter(0, chosen, torch.arange(number, device=order.device))
-    place_of_target = torch.where(targets < 0, -1, place_of_token[targets.clamp(min=0)])
-    return chosen, stands_for.log(), place_of_target
-
-
 # --------------------------------------------------------------------------------------------------
 # 6. The whole model
+
+
+def call_directly(_: str, function: Callable, tensors: tuple[Tensor, ...]):
+    """What stands for compiling.CudaGraphs where there are none. It needs no graph's name."""
+    return function(*tensors)
 
 
 class GPT(nn.Module):
@@ -940,6 +916,8 @@ class GPT(nn.Module):
             "recall_table", torch.zeros(c.recall_rows, dtype=torch.int64, device=device))
         self.rotary_tables = {True: {}, False: {}}  # of training, of validation
         self.candidate_stream = SideStream(device)
+        self.history_stream = SideStream(device)
+        self.call_beside = call_directly
         self.precision = Precision(c, device, dict(self.named_parameters()))
 
     def add_banks(self, dtype: torch.dtype, device: torch.device, world_size: int) -> None:
@@ -968,17 +946,28 @@ class GPT(nn.Module):
         begins[::length] = True
         return begins
 
-    def row_numbers(self, tokens: Tensor, training: bool = True) -> dict[str, Tensor]:
-        """For each big table the rows that tokens look up, int64: of value_embeds (T,), and for
-        n-grams of G lengths (G T,), by their hashes (record 62 for pairs)."""
+    def history(self, tokens: Tensor, training: bool) -> matches.History:
+        """What the tokens up to each one (T,) say."""
         begins = self.begins(tokens, training)
-        hashes = matches.ngram_hashes(tokens, begins, self.config.longest_ngram)  # (G, T)
-        # In the order of big_tables, because callers zip the two.
-        return {"value_embeds": tokens, "ngrams": (hashes % self.config.ngram_rows).flatten()}
+        c = self.config
+        return matches.history(
+            tokens, begins, self.recall_table, c.longest_ngram, c.recall_lengths)
 
-    def look_up(self, tokens: Tensor, training: bool) -> dict[str, Tensor]:
-        """The rows themselves: value_embeds (T, L * H d) and ngrams (G T, W)."""
-        rows = self.row_numbers(tokens, training)
+    def history_beside(self, tokens: Tensor) -> matches.History:
+        """The same in training, on another CUDA stream than the passes."""
+        made = self.call_beside("history", partial(self.history, training=True), (tokens,))
+        return matches.History(*[x.clone() for x in made])  # the next call overwrites `made`
+
+    def row_numbers(self, tokens: Tensor, hashes: Tensor) -> dict[str, Tensor]:
+        """For each big table the rows that are looked up, int64: of value_embeds by tokens (T,),
+        and of n-grams by their hashes (record 62 for pairs): (G T,)."""
+        of_ngrams = hashes[: self.config.longest_ngram - 1]  # (G, T)
+        return {"value_embeds": tokens, "ngrams": (of_ngrams % self.config.ngram_rows).flatten()}
+
+    def look_up(self, tokens: Tensor, hashes: Tensor) -> dict[str, Tensor]:
+        """The rows themselves: value_embeds (T, L * H d) and ngrams (G T, W); and those of the
+        token embedding (T, D)."""
+        rows = self.row_numbers(tokens, hashes) | {"lm_head": tokens}
         return {name: F.embedding(index, getattr(self, name)) for name, index in rows.items()}
 
     def layer_weights(self) -> list[LayerWeights]:
@@ -1028,24 +1017,19 @@ class GPT(nn.Module):
         return contexts
 
     def last_stream(self, tokens: Tensor, setting: Setting, training: bool,
+                    history: matches.History | None = None,
                     looked_up: dict | None = None) -> tuple[Tensor, tuple[Tensor, ...]]:
         """tokens (T,) -> the stream after the last layer (T, D), and the sources of `late_mix`.
         `looked_up` are the rows of the tables; `forward_backward` looks them up itself, as it needs
         their gradients."""
         # 1. The first stream, and what each layer gets beside the stream.
-        if looked_up is None:
-            looked_up = self.look_up(tokens, training)
+        history = history or self.history(tokens, training)
+        looked_up = looked_up or self.look_up(tokens, history.hashes)
         begins = self.begins(tokens, training)
-        c = self.config
-        hashes = matches.ngram_hashes(tokens, begins, c.longest_ngram)
-        found = [matches.induced_tokens(tokens, begins, hashes)]
-        if c.recall_rows:
-            found.append(matches.recalled_tokens(
-                self.recall_table, tokens, begins, c.recall_lengths))
         first_x, injects, guesses = self.functions.embed_inputs(
-            tokens, hashes, looked_up["ngrams"], found, self.weight("lm_head"),
+            looked_up["lm_head"], history, looked_up["ngrams"], self.weight("lm_head"),
             self.length_vectors, self.signs, self.scalars)
-        value_embeds = looked_up["value_embeds"].chunk(c.num_layers, 1)
+        value_embeds = looked_up["value_embeds"].chunk(self.config.num_layers, 1)
         contexts = self.layer_contexts(begins, setting, training, injects, value_embeds)
         weights = self.layer_weights()
         products = self.precision.layers_at(setting, training)
@@ -1059,7 +1043,7 @@ class GPT(nn.Module):
         return x, late_sources(first_x, outputs, guesses, value_embeds[0])
 
     def forward(self, tokens: Tensor, targets: Tensor, setting: Setting, training: bool,
-                looked_up: dict | None = None) -> Tensor:
+                history: matches.History | None = None, looked_up: dict | None = None) -> Tensor:
         """tokens, targets (T,) int64 -> the loss, summed over T. A target of -1 is none."""
         w = self.weight("lm_head")
         chosen = bias = None  # without candidates
@@ -1069,7 +1053,7 @@ class GPT(nn.Module):
             self.candidate_stream.follow()
             with self.candidate_stream.on():
                 chosen, bias, places = self.draw_candidates(targets)
-        x, sources = self.last_stream(tokens, setting, training, looked_up)
+        x, sources = self.last_stream(tokens, setting, training, history, looked_up)
         late = self.late_weights()
         products = self.precision.head_at(setting, training)
         if chosen is not None:  # the head has the rows of the candidates only
@@ -1090,23 +1074,14 @@ class GPT(nn.Module):
     @torch.no_grad()
     def draw_candidates(self, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Counts the targets, draws candidates, and counts the targets that are none of them.
-        Returns what `choose_candidates` returns."""
+        Returns what `candidates.choose` returns."""
         known = (targets >= 0).to(self.target_counts.dtype)
         here = torch.zeros_like(self.target_counts).index_add_(0, targets.clamp(min=0), known)
         self.target_counts += here
-        chosen, bias, places = choose_candidates(
+        chosen, bias, places = candidates.choose(
             targets, here > 0, self.target_counts, self.config.candidates)
         self.lost_targets += ((places < 0) & (targets >= 0)).sum()
         return chosen, bias, places
-
-    @torch.no_grad()
-    def remember(self, inputs: Tensor, targets: Tensor, step: int) -> None:
-        """Writes to recall_table what came next in the micro-batches of all ranks. A collective."""
-        pairs = gathered(torch.stack((inputs, targets), 1))  # (ranks * T, 2)
-        tokens, next_tokens = pairs.unbind(1)
-        begins = self.begins(tokens, True)
-        matches.remember(
-            self.recall_table, tokens, begins, next_tokens, self.config.recall_lengths, step)
 
     def logits(self, x: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
         """What `last_stream` returns -> the capped logits of each next token (T, V)."""
@@ -1140,50 +1115,9 @@ def initialize(model: GPT, seed: int) -> dict[str, Tensor]:
     return full
 
 
-def model_of(content: dict, device: torch.device) -> GPT:
-    """The model of a checkpoint on one device, ready for texts of any multiple of 128 tokens:
-    nothing is compiled. `model.trained_steps` is the number of steps, `model.data` has the
-    fingerprints of its shards, and `model.val_loss` is the loss of its validation, if they are
-    known. Raises BadInput if the weights do not fit the configuration."""
-    config = content["config"]
-    require("num_layers" in config, "the checkpoint is of an older version of this program; use "
-            "the commit that its log names, or train it anew")
-    values = checkpoint.config_values(config, Config)
-    remedy = (f"its run's log, {content.get('run_id', 'RUN_ID')}.txt, holds that code: "
-              "python -m records code LOG FOLDER")
-    require(values["schedule"] in SCHEDULES, "the checkpoint was written by other code, with a "
-            f"schedule {values['schedule']}; {remedy}")
-    c = Config(**values | dict(
-        attention="sdpa", device=device.type, native=False, sample="", run_name=""))
-    check_config(c)
-    table = parameter_table(c)
-    differing = sorted({*table, "recall_table"} ^ content["weights"].keys())
-    require(not differing, "the checkpoint was written by other code, as only one of the two has "
-            f"weights of {' and '.join(differing[:2])}; {remedy}")
-    for name, weight in content["weights"].items():
-        fits = name in table and weight.shape == table[name].shape
-        require(fits or matches.is_table(weight, c),
-                f"the checkpoint's weights of {name} do not fit its configuration; {remedy}")
-    model = GPT(c, device)
-    model.load_state_dict(content["weights"])
-    for bank in model.parameters():
-        if bank.dtype == torch.float16:  # texts overflow it sooner than training does
-            bank.data = bank.to(torch.float32 if device.type == "cpu" else torch.bfloat16)
-    model.trained_steps = content["step"]
-    model.data = content.get("data", [])
-    model.val_loss = content.get("val_loss")
-    return model
-
-
 def load_checkpoint(path: str | Path, device: torch.device) -> GPT:
     """The model of the file. Raises BadInput if it is no checkpoint of this program."""
-    content = checkpoint.read(path)
-    try:
-        return model_of(content, device)
-    except BadInput as error:
-        raise BadInput(f"{path}: {error}") from None
-    except (AttributeError, KeyError, TypeError):  # of a foreign dictionary
-        raise BadInput(f"{path} is no checkpoint of this program") from None
+    return checkpoint.load_model(path, device, sys.modules[__name__])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1505,16 +1439,17 @@ class Precision:
 #   share      of which      summed by               a rank updates         handed out by
 #   "slice"    matrices,     reduce-scatter          its slice of the       all-gather
 #              the head                              bank
-#   "columns"  tables        reduce-scatter of rows  its columns of these   all-gather of these
-#                            that some rank looked                          rows
-#                            up
+#   "columns"  tables        all-to-all of the rows  its columns of the     all-gather of these
+#                            that a rank has looked  rows that any rank     rows
+#                            up                      has looked up
 #   "all"      small banks   all-reduce              all of it, as others   nothing
 #                                                    do
 #
 # Gradients of micro-batches are added, and then sent, in the dtype of the bank; those of rows are
 # added in float32 and sent in the dtype of the bank. Transfers run in the background, while the
 # next parameter is being worked on. The tables are worked on in a CUDA stream beside that of the
-# matrices (nanogpt/rows.py).
+# matrices (nanogpt/rows.py). The head can wait for the gradient of a second step: twice the batch
+# is better for it, and half as much has to be sent.
 #
 # Losses and gradients are sums over tokens, not means. So the result does not depend on how many
 # GPUs or micro-batches share a batch, but for rounding and the draw of candidates (section 5).
@@ -1684,6 +1619,8 @@ class Optimizer:
         self.state = {name: self.zero_state(name) for name in full}
         self.lookups.reset({name: self.masters[name] for name in self.model.big_tables})
         self.sums = {}  # name -> this rank's part of the summed gradient, and its transfer
+        self.head_gradient = None  # that of this step, from `start_sums` on
+        self.waiting = None  # that of the step before, with head_every_second
         self.updates = 0  # without those that fp16 has left out, as a gradient was not finite
         self.bytes_sent = 0
         self.recipes.reset()
@@ -1720,28 +1657,47 @@ class Optimizer:
 
     @torch.no_grad()
     def start_sums(self) -> None:
-        """Begins to sum every .grad over the ranks, and sets it to None. To be called before the
-        last `lookups.add`: the sums travel while the GPU adds up the rows' gradients. A
-        collective."""
+        """Begins to sum every .grad over the ranks, but that of the head, and sets it to None. To
+        be called before the last `lookups.add`: the sums travel while the GPU adds up the rows'
+        gradients. A collective."""
+        small = {}
         for name, bank in self.model.named_parameters():
-            if bank.grad is not None:
+            if name == "lm_head":
+                self.head_gradient = bank.grad
+            elif bank.grad is not None and self.model.params[name].share == "all":
+                small[name] = bank.grad
+            elif bank.grad is not None:
                 self.sums[name] = self.start_sum(name, bank.grad)
+        self.sums |= sum_together(small)
+        self.bytes_sent += 2 * sum(gradient.nbytes for gradient in small.values())
         self.model.zero_grad()
 
-    def start_table_sums(self) -> None:
-        """The same for the rows of the tables. A collective."""
-        with self.lookups.on_side_stream():
+    def start_row_sums(self) -> None:
+        """The same for the rows of the tables, and for the head, after the rows of the token
+        embedding are added to its gradient. A collective."""
+        lookups = self.lookups
+        with lookups.on_side_stream():
             dtypes = {name: self.banks[name].dtype for name in self.model.big_tables}
-            for name, total in self.lookups.take_sums(dtypes).items():
-                self.sums[name] = self.start_sum(name, total)
+            for name, total in lookups.take_totals(dtypes).items():
+                self.bytes_sent += total.nbytes
+                self.sums[name] = lookups.exchange(name, total)
+            gradient, self.head_gradient = self.head_gradient, None
+            if gradient is None:
+                return
+            lookups.side_stream.keep(gradient)
+            lookups.add_embedding(gradient)
+            if self.model.config.head_every_second:
+                if self.waiting is None:
+                    self.waiting = gradient.clone()
+                    return
+                gradient += self.waiting
+                self.waiting = None
+            self.sums["lm_head"] = self.start_sum("lm_head", gradient)
 
     def start_sum(self, name: str, gradient: Tensor) -> tuple:
         """Returns this rank's part of the sum, and its transfer. A collective."""
         if self.world_size == 1:
             return gradient, NoTransfer()
-        if self.model.params[name].share == "all":
-            self.bytes_sent += 2 * gradient.nbytes
-            return gradient, dist.all_reduce(gradient, async_op=True)
         self.bytes_sent += gradient.nbytes
         part = torch.empty_like(gradient.chunk(self.world_size)[0])
         return part, reduce_scatter(part, gradient, async_op=True)
@@ -1751,15 +1707,18 @@ class Optimizer:
         """Updates all weights from the gradients, whose sums `start_sums` has begun, and from those
         of the looked-up rows. A collective."""
         # 1. Begin the sums of the tables' rows: they travel while the first matrices are updated.
-        self.start_table_sums()
+        self.start_row_sums()
         # A recipe may leave out a step whose gradients are not finite.
         if not self.recipes.gradients_are_finite(self.finished_sums):
             self.sums = {}
+            self.waiting = None
             return
         self.updates += 1
 
         # 2. Update the own part of each parameter, and begin to hand it out.
+        # Tables come first, because they take longest: their rows must be put in place, too.
         names = [name for name in self.model.params if name in self.sums]
+        names.sort(key=lambda name: name not in self.model.big_tables)
         handed_out = {}
         for name in names:
             with self.cuda_stream_of(name):
@@ -1814,9 +1773,9 @@ class Optimizer:
         correction = (1 - beta2**t) ** 0.5 / (1 - beta1**t)
         rates = AdamRates(lr_factor * param.lr, decay, beta1, beta2, correction)
         if param.share == "columns":  # Adam for the looked-up rows of a table
+            gradient = self.lookups.add_up(name, gradient)
             rows = self.lookups.used[name]
-            return kernels.adam_rows(
-                gradient.flatten(0, -2), rows, master, state, bank.dtype, *rates)
+            return kernels.adam_rows(gradient, rows, master, state, bank.dtype, *rates)
         part = self.own(name, bank)  # Adam for the head and small banks
         flat_state = AdamState(*(moment.view(-1) for moment in state))  # one graph for all shapes
         self.model.functions.adam_update(
@@ -1933,14 +1892,16 @@ def setting_of(step: int, c: Config) -> Setting:
 # downwards; a pass is forward and backward):
 #
 #   main stream            side stream (nanogpt/rows.py)   transfers between the GPUs
-#   pass 1                 finds the rows that are used    which rows any GPU uses
+#   pass 1                 finds the rows that are used    which rows each GPU uses
 #   pass 2                 adds row gradients of pass 1
-#                          adds row gradients of pass 2    sums of mlp, lm_head, qkvo, ...
-#                          writes what came next           tokens of all GPUs
-#   Muon for mlp                                           sums of row gradients
-#   Adam for lm_head       Adam for value_embeds, ngrams   new mlp and lm_head
-#   Muon for qkvo                                          new rows, new qkvo
-#   Adam for small banks   puts new rows into the tables
+#                          adds row gradients of pass 2    sums of mlp, qkvo and small banks
+#   Muon for mlp                                           row gradients, sum of lm_head
+#   Adam for lm_head       Adam for value_embeds, ngrams   new rows
+#   Muon for qkvo          puts new rows into the tables   new mlp, lm_head and qkvo
+#   Adam for small banks
+#
+# Beside the passes, a third stream writes down what came next in this step, and searches the next
+# step's tokens for matches (nanogpt/matches.py).
 
 
 def packing(c: Config) -> shards.Packing:
@@ -1975,26 +1936,23 @@ def inputs_and_targets(sequences: Tensor, device: torch.device) -> tuple[Tensor,
 
 
 def forward_backward(model: GPT, setting: Setting, inputs: Tensor, targets: Tensor,
-                     *rows: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Adds the gradients of a micro-batch to .grad. `rows` are those that it looks up in each of
-    model.big_tables, in their order. Returns the loss, which is a sum over tokens, and the
-    gradients of these rows, (lookups, width): a .grad for a whole table would be far too large."""
-    looked_up = {}
-    for name, index in zip(model.big_tables, rows):
-        table = getattr(model, name).detach()
-        looked_up[name] = F.embedding(index, table).requires_grad_()
-    loss = model(inputs, targets, setting, True, looked_up)
+                     *history: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Adds the gradients of a micro-batch to .grad, but for what `look_up` has returned. Returns
+    the loss, which is a sum over tokens, and the gradients of those rows, (lookups, width): a .grad
+    for a whole table would be far too large."""
+    history = matches.History(*history)
+    with torch.no_grad():
+        looked_up = model.look_up(inputs, history.hashes)
+    for x in looked_up.values():
+        x.requires_grad_()
+    loss = model(inputs, targets, setting, True, history, looked_up)
     model.precision.recipes.scale_loss(loss).backward()
     return loss.detach(), {name: x.grad for name, x in looked_up.items()}
 
 
-def call_directly(_: str, function: Callable, tensors: tuple[Tensor, ...]):
-    """What stands for compiling.CudaGraphs where there are none. It needs no graph's name."""
-    return function(*tensors)
-
-
 def train_step(model: GPT, optimizer: Optimizer, batch: list[tuple[Tensor, Tensor]], step: int,
-               call: Callable = call_directly, tell: Callable | None = None) -> Tensor:
+               call: Callable = call_directly, tell: Callable | None = None,
+               histories: list[matches.History] | None = None) -> Tensor:
     """One update. `batch` has inputs and targets (T,) of each micro-batch of this rank. `call` runs
     a function of tensors, directly or as a CUDA graph.
 
@@ -2006,15 +1964,25 @@ def train_step(model: GPT, optimizer: Optimizer, batch: list[tuple[Tensor, Tenso
     c = model.config
     setting = setting_of(step, c)
 
-    # 1. Which rows of the tables the ranks look up. The GPU finds out beside the first pass.
-    rows = [model.row_numbers(inputs) for inputs, _ in batch]
+    # 1. What depends on the text alone. Beside the first pass the GPU finds out which rows the
+    # ranks look up, and writes down for later steps what came next in this one.
+    if histories is None:
+        histories = [model.history(inputs, True) for inputs, _ in batch]
+    rows = [model.row_numbers(inputs, history.hashes)
+            for (inputs, _), history in zip(batch, histories)]
     optimizer.lookups.find(rows)
+    model.history_stream.follow()
+    if c.recall_rows and c.epochs == 1:
+        with model.history_stream.on():
+            for (_, targets), history in zip(batch, histories):
+                matches.remember(
+                    model.recall_table, history.hashes, targets, c.recall_lengths, step + 1)
 
     # 2. Forward and backward. After the last pass the gradients begin to travel.
     work = partial(forward_backward, model, setting)
     loss_sum = 0
     for i, (inputs, targets) in enumerate(batch):
-        tensors = (inputs, targets, *rows[i].values())
+        tensors = (inputs, targets, *histories[i])
         # The row gradients of a pass are added up while the next pass runs. But passes from the
         # third one on run the second one's CUDA graph again, which overwrites the row gradients
         # that it has returned. So they wait until those are added up.
@@ -2026,14 +1994,8 @@ def train_step(model: GPT, optimizer: Optimizer, batch: list[tuple[Tensor, Tenso
         optimizer.lookups.add(rows[i], row_gradients)
         loss_sum = loss_sum + loss
 
-    # 3. What came next in this batch is written down for later steps. The side stream has waited
-    # for the passes, which read that table, and the update ends by waiting for the side stream.
-    if c.recall_rows and c.epochs == 1:
-        with optimizer.lookups.on_side_stream():
-            for inputs, targets in batch:
-                model.remember(inputs, targets, step + 1)
-
-    # 4. The update, and what the ranks tell each other.
+    # 3. The update, and what the ranks tell each other.
+    model.history_stream.join()
     told = [tell(loss_sum)] if tell else []  # the gradients are on their way meanwhile
     optimizer.step(lr_factor_at(step, c), muon_momentum_at(step, c))
     loss = loss_sum / stage_tokens(stage_of(step, c), c)
@@ -2138,6 +2100,8 @@ class Run:
         training data. A collective."""
         c = self.config
         self.clock.start()
+        self.model.history_stream.follow()
+        ahead = None
         while self.step < c.num_steps:
             self.save_or_stop()
             if self.ended_by:
@@ -2146,10 +2110,13 @@ class Run:
                 self.clock.stop()
                 self.validate()
                 self.clock.start()
-            batch = [inputs_and_targets(sequences, self.device) for sequences in next(self.batches)]
+            batch, histories = ahead or self.prepare()
             self.profiler.before_step(self.step)
             WATCH.enter_step(self.step)
-            message = train_step(self.model, self.optimizer, batch, self.step, call, self.tell)
+            message = train_step(
+                self.model, self.optimizer, batch, self.step, call, self.tell, histories)
+            if self.step + 1 < c.num_steps:
+                ahead = self.prepare()
             self.log.put(self.step + 1, message, self.clock.now())
             # This waits for the messages of all steps before this one. They are there already:
             # inside of train_step the CPU has waited for the number of rows that this step looks
@@ -2163,6 +2130,15 @@ class Run:
         self.profiler.finish()
         if dist.is_initialized():
             dist.all_reduce(self.model.lost_targets)  # for the log, which names those of all ranks
+
+    def prepare(self) -> tuple[list, list[matches.History]]:
+        """The micro-batches of the next step, and their histories. The GPU makes them beside the
+        step in hand, after it has written down what came next there."""
+        with self.model.history_stream.on():
+            batch = [inputs_and_targets(sequences, self.device) for sequences in next(self.batches)]
+            histories = [self.model.history_beside(inputs) for inputs, _ in batch]
+        self.model.history_stream.join()
+        return batch, histories
 
     def tell(self, loss: Tensor) -> Tensor:
         """What this rank tells the others with its loss."""
@@ -2185,7 +2161,9 @@ class Run:
             self.requests.ask("save")
 
         # 2. Do what all ranks know of by now.
-        granted = [name for name in REQUESTS if self.requests.grant(name, self.step)]
+        granted = []
+        if self.optimizer.waiting is None:  # a save does not hold what waits for the next step
+            granted = [name for name in REQUESTS if self.requests.grant(name, self.step)]
         if granted:
             self.read_messages()  # of all steps so far, which a save holds
             self.keeper.save(self.step)
@@ -2231,7 +2209,7 @@ class Run:
         """Continues the text of --sample by the model of a checkpoint."""
         import sample
         STOP.end_steps()
-        model = model_of(content, self.device)
+        model = checkpoint.model_of(content, self.device, sys.modules[__name__])
         text = sample.after_training(model, self.config.sample, self.config.sample_tokens)
         self.log.console.say(f"sample: {text}")
 
@@ -2301,6 +2279,7 @@ def train(c: Config, at_end: ExitStack) -> int:
         on_all_ranks(run_files.saved.check_fits, optimizer)
     if c.compile and cuda:
         call = compiling.CudaGraphs(model.parameters())
+        model.call_beside = compiling.CudaGraphs([])  # whose memory no other graph uses
     warm_up = warm_up_of(model, optimizer)
     warm_up.run(call)
     longer = ""

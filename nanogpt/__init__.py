@@ -24,6 +24,7 @@ Computing
     compiling.py    compiled functions that report what they compiled, and CUDA graphs
     masks.py        which tokens attention sees
     matches.py      what came next where the last tokens stood before
+    candidates.py   the tokens of the vocabulary that a training loss is computed over
     rows.py         the rows of large tables that a step has looked up
     streams.py      a second CUDA stream, for work that runs beside the main one
     recipe.py       what the trainer asks of a recipe of low precision, and which recipe where

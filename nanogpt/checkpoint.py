@@ -3,7 +3,7 @@
 A checkpoint is what torch.save makes of a dictionary: `config` (name -> value), `weights` (name ->
 tensor), `step` (updates so far), `val_loss`, `run_id`, `data` (the fingerprints of the shards), and
 `sha256`, a checksum of the weights. The table of recalled tokens (nanogpt/matches.py) is among the
-weights. Reading knows nothing of the model: whether the weights fit it is for the model to check.
+weights. Reading knows nothing of the model: whether the weights fit it, `model_of` checks.
 """
 import dataclasses
 import hashlib
@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from nanogpt import matches
 from nanogpt.ranks import BadInput, require
 from records.console import complain
 
@@ -279,3 +280,50 @@ def not_finite(weights: dict[str, Tensor]) -> str | None:
         if not w.isfinite().all():
             return name
     return None
+
+
+def model_of(content: dict, device: torch.device, script):
+    """The train_gpt.GPT of a checkpoint on one device, ready for texts of any multiple of 128
+    tokens: nothing is compiled. `script` is that module. `model.trained_steps` is the number of
+    steps, `model.data` has the fingerprints of its shards, and `model.val_loss` is the loss of its
+    validation, if they are known. Raises BadInput if the weights do not fit the configuration."""
+    config = content["config"]
+    require("num_layers" in config, "the checkpoint is of an older version of this program; use "
+            "the commit that its log names, or train it anew")
+    values = config_values(config, script.Config)
+    remedy = (f"its run's log, {content.get('run_id', 'RUN_ID')}.txt, holds that code: "
+              "python -m records code LOG FOLDER")
+    require(values["schedule"] in script.SCHEDULES, "the checkpoint was written by other code, "
+            f"with a schedule {values['schedule']}; {remedy}")
+    c = script.Config(**values | dict(
+        attention="sdpa", device=device.type, native=False, sample="", run_name=""))
+    script.check_config(c)
+    table = script.parameter_table(c)
+    differing = sorted({*table, "recall_table"} ^ content["weights"].keys())
+    require(not differing, "the checkpoint was written by other code, as only one of the two has "
+            f"weights of {' and '.join(differing[:2])}; {remedy}")
+    for name, weight in content["weights"].items():
+        fits = name in table and weight.shape == table[name].shape
+        require(fits or matches.is_table(weight, c),
+                f"the checkpoint's weights of {name} do not fit its configuration; {remedy}")
+    model = script.GPT(c, device)
+    model.load_state_dict(content["weights"])
+    for bank in model.parameters():
+        if bank.dtype == torch.float16:  # texts overflow it sooner than training does
+            bank.data = bank.to(torch.float32 if device.type == "cpu" else torch.bfloat16)
+    model.trained_steps = content["step"]
+    model.data = content.get("data", [])
+    model.val_loss = content.get("val_loss")
+    return model
+
+
+def load_model(path: str | Path, device: torch.device, script):
+    """The model of the file, as `model_of` makes it. Raises BadInput if it is no checkpoint of this
+    program."""
+    content = read(path)
+    try:
+        return model_of(content, device, script)
+    except BadInput as error:
+        raise BadInput(f"{path}: {error}") from None
+    except (AttributeError, KeyError, TypeError):  # of a foreign dictionary
+        raise BadInput(f"{path} is no checkpoint of this program") from None

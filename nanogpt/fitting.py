@@ -42,6 +42,7 @@ LONGEST_IN_SHORT = 4  # tokens of an n-gram
 BYTES_PER_NUMBER = 14
 # The part of a GPU's memory that the table of n-grams may take. It also makes every save larger.
 TABLE_SHARE = 0.1
+RECALL_SHARE = 1 / 32  # the same for the table of recalled tokens, of 8 bytes each
 VALIDATIONS = 10  # of a run; after each one the weights are kept if they are the best so far
 LEAST_INTERVAL = 5  # steps between validations: of a short run they would take most of the time
 
@@ -152,7 +153,9 @@ def fit(c, presets: dict[str, dict], schedules: dict[str, list], given: dict, cu
     if cuda:
         memory = torch.cuda.get_device_properties(0).total_memory
         rows = rows_that_fit(c.ngram_width, memory)
-        c = dataclasses.replace(c, ngram_rows=min(c.ngram_rows, rows))
+        recalled = int(RECALL_SHARE * memory) // 8
+        c = dataclasses.replace(
+            c, ngram_rows=min(c.ngram_rows, rows), recall_rows=min(c.recall_rows, recalled))
     return fit_to_text(c, schedules[c.schedule], text, given)
 
 

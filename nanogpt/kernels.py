@@ -658,44 +658,53 @@ def capped_cross_entropy(
 # rank's are padded if the width is no multiple of the number of ranks.
 #
 # Each kernel passes over memory once, where indexing in PyTorch, compiled or not, takes two to four
-# passes. A program works on up to COLUMNS_PER_PROGRAM columns of one row.
+# passes. A program works on a tile of 1024 numbers: a part of one line, or several short lines.
 
-COLUMNS_PER_PROGRAM = 1024
+NUMBERS_PER_PROGRAM = 1024
 
 
-def row_grid(n: int, width: int) -> tuple[int, int]:
-    """How many programs cover n rows of so many columns."""
-    return n, triton.cdiv(width, COLUMNS_PER_PROGRAM)
+def line_tiles(n: int, width: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """How many programs cover n lines of so many columns, and the lines and columns of a tile."""
+    columns = min(triton.next_power_of_2(width), NUMBERS_PER_PROGRAM)
+    lines = NUMBERS_PER_PROGRAM // columns
+    return (triton.cdiv(n, lines), triton.cdiv(width, columns)), (lines, columns)
 
 
 if triton is not None:
-    # The number of used rows, n, differs from step to step. Without do_not_specialize Triton would
+    # The number of lines, n, differs from step to step. Without do_not_specialize Triton would
     # compile a kernel again at the first n that is a multiple of 16.
 
-    @triton.jit(do_not_specialize=["n"])
+    @triton.jit
+    def tile_of_lines(n, width, LINES: tl.constexpr, COLUMNS: tl.constexpr):
+        """The lines (LINES, 1) and columns (1, COLUMNS) of this program, and which are there."""
+        line = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)[:, None]
+        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+        return line, column, (line < n) & (column < width)
+
+    @triton.jit(do_not_specialize=["n", "lookups"])
     def sum_rows_kernel(
         total_ptr,  # (ranks, n, share)
         places_ptr,  # (R,)
         rows_ptr,  # (lookups,)
         gradient_ptr,  # (lookups, width)
         n,
+        lookups,
         width,
         share,
+        LINES: tl.constexpr,
         COLUMNS: tl.constexpr,
     ):
-        """Adds the gradient of one looked-up row to its line of the total."""
-        line = tl.program_id(0).to(tl.int64)
-        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-        inside = column < width
-        row = tl.load(rows_ptr + line)
-        place = tl.load(places_ptr + row) - 1
+        """Adds the gradients of looked-up rows to their lines of the total."""
+        line, column, inside = tile_of_lines(lookups, width, LINES, COLUMNS)
+        row = tl.load(rows_ptr + line, mask=line < lookups)
+        place = tl.load(places_ptr + row, mask=line < lookups).to(tl.int64) - 1
         gradient = tl.load(gradient_ptr + line * width + column, mask=inside)
         gradient = gradient.to(total_ptr.dtype.element_ty)
         rank = column // share
         own_ptr = total_ptr + (rank * n + place) * share + column % share
         tl.atomic_add(own_ptr, gradient, inside, sem="relaxed")
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["n"])
     def adam_rows_kernel(
         gradient_ptr,  # (n, width)
         rows_ptr,  # (n,)
@@ -703,20 +712,20 @@ if triton is not None:
         mean_ptr,  # (R, width)
         square_ptr,  # (R, width)
         updated_ptr,  # (n, width)
+        n,
         width,
         lr,
         decay,
         beta1,
         beta2,
         correction,
+        LINES: tl.constexpr,
         COLUMNS: tl.constexpr,
     ):
-        """Updates one row of the master weights and of both moments."""
-        line = tl.program_id(0).to(tl.int64)
-        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-        inside = column < width
+        """Updates rows of the master weights and of both moments."""
+        line, column, inside = tile_of_lines(n, width, LINES, COLUMNS)
         line_place = line * width + column
-        row_place = tl.load(rows_ptr + line) * width + column
+        row_place = tl.load(rows_ptr + line, mask=line < n) * width + column
         weight = tl.load(master_ptr + row_place, mask=inside)
         mean = tl.load(mean_ptr + row_place, mask=inside)
         square = tl.load(square_ptr + row_place, mask=inside)
@@ -740,15 +749,14 @@ if triton is not None:
         n,
         width,
         share,
+        LINES: tl.constexpr,
         COLUMNS: tl.constexpr,
     ):
-        """Writes one row of the bank from the parts of all ranks."""
-        line = tl.program_id(0).to(tl.int64)
-        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-        inside = column < width
+        """Writes rows of the bank from the parts of all ranks."""
+        line, column, inside = tile_of_lines(n, width, LINES, COLUMNS)
         rank = column // share
         part = tl.load(parts_ptr + (rank * n + line) * share + column % share, mask=inside)
-        row = tl.load(rows_ptr + line)
+        row = tl.load(rows_ptr + line, mask=line < n)
         tl.store(bank_ptr + row * width + column, part, mask=inside)
 
 
@@ -761,8 +769,9 @@ def sum_rows(total: Tensor, places: Tensor, rows: Tensor, gradient: Tensor) -> N
     ranks, n, share = total.shape
     width = gradient.size(1)
     if total.is_cuda:
-        sum_rows_kernel[row_grid(*gradient.shape)](
-            total, places, rows, gradient.contiguous(), n, width, share, COLUMNS_PER_PROGRAM
+        grid, tile = line_tiles(*gradient.shape)
+        sum_rows_kernel[grid](
+            total, places, rows, gradient.contiguous(), n, len(rows), width, share, *tile
         )
         return
     padding = ranks * share - width
@@ -790,10 +799,10 @@ def adam_rows(
     do it. Its epsilon of 1e-10 is only there against 0 / 0.
     """
     if gradient.is_cuda:
-        width = gradient.size(1)
         updated = torch.empty_like(gradient, dtype=dtype)
-        adam_rows_kernel[row_grid(*gradient.shape)](
-            gradient, rows, master, *moments, updated, width, *rates, COLUMNS_PER_PROGRAM
+        grid, tile = line_tiles(*gradient.shape)
+        adam_rows_kernel[grid](
+            gradient, rows, master, *moments, updated, *gradient.shape, *rates, *tile
         )
         return updated
     lr, decay, beta1, beta2, correction = rates
@@ -817,7 +826,7 @@ def put_rows(bank: Tensor, rows: Tensor, parts: Tensor) -> None:
     _, n, share = parts.shape
     width = bank.size(1)
     if bank.is_cuda:
-        put_rows_kernel[row_grid(n, width)](
-            bank, rows, parts, n, width, share, COLUMNS_PER_PROGRAM)
+        grid, tile = line_tiles(n, width)
+        put_rows_kernel[grid](bank, rows, parts, n, width, share, *tile)
         return
     bank[rows] = parts.transpose(0, 1).flatten(1)[:, :width]

@@ -7,9 +7,32 @@ Texts repeat themselves, so such a guess is often right. Attention can learn to 
 single reading only a little. So the model gets both as inputs (after Akyürek et al. 2024 and
 Khandelwal et al. 2020).
 """
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from nanogpt.ranks import gathered
+
+
+class History(NamedTuple):
+    """What the tokens up to each position say, whatever the weights are."""
+    hashes: Tensor  # (lengths, T), of the last 2, 3, ... tokens
+    # Of each kind of match, in the document and perhaps in the training text: the token that came
+    # next, and the length of the match.
+    found: Tensor  # (1 or 2, 2, T)
+
+
+def history(tokens: Tensor, begins: Tensor, table: Tensor, longest_ngram: int,
+            recall_lengths: tuple[int, ...]) -> History:
+    """tokens and begins (T,), a table of recalled tokens (R,) -> the history of each token. Without
+    recall_lengths nothing is recalled."""
+    hashes = ngram_hashes(tokens, begins, max((longest_ngram, *recall_lengths)))
+    found = [induced_tokens(tokens, begins, hashes[: longest_ngram - 1])]
+    if recall_lengths:
+        found.append(recalled_tokens(table, hashes, recall_lengths))
+    return History(hashes, torch.stack([torch.stack(pair) for pair in found]))
 
 
 def ngram_hashes(tokens: Tensor, begins: Tensor, longest: int) -> Tensor:
@@ -69,14 +92,13 @@ def check_bits(hashes: Tensor) -> Tensor:
     return hashes[0] & 0xFFFF
 
 
-def recalled_tokens(table: Tensor, tokens: Tensor, begins: Tensor,
+def recalled_tokens(table: Tensor, hashes: Tensor,
                     lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """table (R,), tokens and begins (T,) -> for each position the token that came next when its
-    last n tokens were last read in training, and n, both (T,) int64, and both 0 where no entry is
-    found. n is the largest of `lengths`, which ascend, for which there is one."""
-    hashes = ngram_hashes(tokens, begins, lengths[-1])
-    token = torch.zeros_like(tokens)
-    length = torch.zeros_like(tokens)
+    """table (R,), hashes (G, T) -> for each position the token that came next when its last n
+    tokens were last read in training, and n, both (T,) int64, and both 0 where no entry is found. n
+    is the largest of `lengths`, which ascend, for which there is one."""
+    token = torch.zeros_like(hashes[0])
+    length = torch.zeros_like(token)
     for n in lengths:
         entry = table[hashes[n - 2] % len(table)]
         is_found = (entry > 0) & ((entry >> 16 & 0xFFFF) == check_bits(hashes))
@@ -85,16 +107,18 @@ def recalled_tokens(table: Tensor, tokens: Tensor, begins: Tensor,
     return token, length
 
 
-def remember(table: Tensor, tokens: Tensor, begins: Tensor, next_tokens: Tensor,
-             lengths: tuple[int, ...], step: int) -> None:
-    """Writes to the table (R,), in place, which token came next at each position; tokens, begins
-    and next_tokens are (T,). A next token of -1 is none, and is not written. `step` is at least 1,
-    so that no entry is 0."""
-    hashes = ngram_hashes(tokens, begins, lengths[-1])
+def remember(table: Tensor, hashes: Tensor, next_tokens: Tensor, lengths: tuple[int, ...],
+             step: int) -> None:
+    """Writes to the table (R,), in place and on all ranks, which token came next at each position
+    of this rank: hashes (G, T), next_tokens (T,). A next token of -1 is none, and is not written.
+    `step` is at least 1, so that no entry is 0. A collective."""
     entries = (step << 32) + (check_bits(hashes) << 16) + next_tokens
     entries = torch.where(next_tokens < 0, 0, entries)
-    for n in lengths:
-        table.scatter_reduce_(0, hashes[n - 2] % len(table), entries, "amax")
+    places = [hashes[n - 2] % len(table) for n in lengths]
+    of_all = gathered(torch.stack((*places, entries), 1))  # (ranks * T, lengths + 1)
+    *places, entries = of_all.unbind(1)
+    for place in places:
+        table.scatter_reduce_(0, place, entries, "amax")
 
 
 def is_table(x: Tensor, c) -> bool:

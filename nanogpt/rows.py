@@ -4,6 +4,9 @@ A batch looks up only some rows of the tables of value embeddings and of n-grams
 gradient and are updated. Each rank owns some of the columns of every row, so that all ranks share
 this work, whichever rows they are.
 
+The ranks look up mostly different rows. So each of them adds up the gradients of its own rows, and
+sends every rank that one's columns of these. A rank then adds up what it gets from all of them.
+
 The work takes memory bandwidth, while the update of the matrices takes arithmetic. So it is done
 on a CUDA stream beside the main one: 28.7 to 28.9 instead of 30.0 ms a step of 16,384 tokens on one
 H200 (records/2026-11-21_ladder_beside_two_gpus).
@@ -13,17 +16,27 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nanogpt import kernels
-from nanogpt.ranks import rank_and_world_size
+from nanogpt.ranks import NoTransfer, gathered, rank_and_world_size
 from nanogpt.streams import SideStream
 from records.journal import to_host
+
+
+def used_rows(places: Tensor, n: int) -> Tensor:
+    """places (rows,), how many used rows there are up to each row -> the n used ones (n,)."""
+    numbers = torch.arange(1, n + 1, dtype=places.dtype, device=places.device)
+    return torch.searchsorted(places, numbers)
 
 
 class LookedUpRows:
     """The rows of the tables that a step looks up, and their gradients.
 
     In each step these methods are called in this order: `find` before the forward passes, `add`
-    after each of them, then by the optimizer `take_sums`, and `put` for each table. All is done on
-    the side stream: `find` and `add` switch to it, the other two are to be called on it.
+    after each of them, then by the optimizer `take_totals`, and for each table `exchange`, `add_up`
+    and `put`. All is done on the side stream: `find` and `add` switch to it, the others are to be
+    called on it.
+
+    The rows of the token embedding, which is the head, too, are looked up as those of value_embeds.
+    Their gradients are added up in the same way, and then `add_embedding` adds them to the head's.
 
     A table exists twice. Its bank, in the dtype of the products, is whole on every rank: lookups
     read it. The master is its float32 original, of which a rank has `share` columns of every row;
@@ -32,18 +45,25 @@ class LookedUpRows:
     def __init__(self, device: torch.device):
         self.device = device
         self.side_stream = SideStream(device)
-        _, self.world_size = rank_and_world_size()
+        self.rank, self.world_size = rank_and_world_size()
         self.reset({})
 
     def reset(self, masters: dict[str, Tensor]) -> None:
         """Forgets all steps so far. masters: for each table this rank's columns, (rows, share)."""
         self.masters = masters
         # Of the step in hand, for each table:
-        self.places = {}  # (rows,), of a used row its place among the used ones, from 1 on
-        self.counts = None  # (tables,) on the CPU, how many rows are used
+        self.places = {}  # for each rank, and for all together, of a used row its place, from 1 on
+        self.counts = None  # (tables, ranks + 1) on the CPU, how many rows each, and all, have used
         self.counts_arrived = None  # the event after which it is there
-        self.totals = {}  # (world_size, n, share), sums of gradients of the n used rows
-        self.used = {}  # (n,), the used rows in ascending order
+        # Sums of gradients of the rows that this rank has used: (ranks, own n, share), and with the
+        # name lm_head (1, own n, width) of the token embedding.
+        self.totals = {}
+        self.own_tokens = None  # (own n,), the rows that this rank has used of value_embeds
+        self.used = {}  # (n,), the rows that any rank has used, in ascending order
+        # If there are several ranks:
+        self.lines = {}  # how many rows each rank has used
+        self.used_by_ranks = {}  # (lines,), which ones, one rank after the other
+        self.sums = {}  # (1, n, share), sums over the ranks
 
     def on_side_stream(self):
         return self.side_stream.on()
@@ -55,54 +75,95 @@ class LookedUpRows:
 
     @torch.no_grad()
     def find(self, batch: list[dict[str, Tensor]]) -> None:
-        """Begins to find out which rows any rank looks up. `batch` has those of each micro-batch of
-        this rank, (lookups,) for each table. The CPU must know how many there are, to make room for
-        their sums, but only in the first `add`. Until then the GPU counts them beside the forward
-        pass. A collective."""
+        """Begins to find out which rows each rank looks up. `batch` has those of each micro-batch
+        of this rank, (lookups,) for each table, as many on every rank. The CPU must know how many
+        different ones there are, to make room for their sums, but only in the first `add`. Until
+        then the GPU counts them beside the forward pass. A collective."""
         self.meet()
+        self.totals = {}
         with self.on_side_stream():
-            sizes = [len(master) for master in self.masters.values()]
-            is_used = torch.zeros(sum(sizes), dtype=torch.uint8, device=self.device)
-            flags = dict(zip(self.masters, is_used.split(sizes)))
-            for rows in batch:
-                for name, index in rows.items():
-                    flags[name].index_fill_(0, index, 1)
-            if self.world_size > 1:  # this wait is one of the stream, not of the CPU
-                dist.all_reduce(is_used, dist.ReduceOp.MAX, async_op=True).wait()
-            # How many used rows there are up to each row. `make_totals` looks for 1, 2, 3, ... in
-            # these counts, because nonzero() would make the CPU wait here.
-            self.places = {name: flag.cumsum(0) for name, flag in flags.items()}
-            counts = torch.stack([place[-1] for place in self.places.values()])
-            self.counts, self.counts_arrived = to_host(counts)
+            own = [torch.cat([rows[name] for rows in batch]) for name in self.masters]
+            of_ranks = gathered(torch.cat(own)).view(self.world_size, -1)
+            of_tables = of_ranks.split([len(rows) for rows in own], 1)
+            for (name, master), rows in zip(self.masters.items(), of_tables):
+                is_used = rows.new_zeros(self.world_size, len(master), dtype=torch.uint8)
+                is_used.scatter_(1, rows, 1)
+                if self.world_size > 1:
+                    is_used = torch.cat((is_used, is_used.amax(0, keepdim=True)))
+                # How many used rows there are up to each row. `make_totals` looks for 1, 2, 3, ...
+                # in these counts, because nonzero() would make the CPU wait here.
+                self.places[name] = [flags.cumsum(0, dtype=torch.int32) for flags in is_used]
+            counts = [[place[-1] for place in places] for places in self.places.values()]
+            self.counts, self.counts_arrived = to_host(
+                torch.stack([torch.stack(of_table) for of_table in counts]))
 
     def make_totals(self) -> None:
-        """Waits for the number of used rows, and makes room for the sums of their gradients."""
+        """Waits for the numbers of used rows, and makes room for the sums of their gradients."""
         if self.counts_arrived is not None:
             self.counts_arrived.synchronize()
-        for name, n in zip(self.masters, self.counts.tolist()):
-            share = self.masters[name].size(1)
-            self.totals[name] = self.masters[name].new_zeros(self.world_size, n, share)
-            numbers = torch.arange(1, n + 1, device=self.device)
-            self.used[name] = torch.searchsorted(self.places[name], numbers)
+        with self.on_side_stream():
+            for (name, master), counts in zip(self.masters.items(), self.counts.tolist()):
+                share = master.size(1)
+                self.totals[name] = master.new_zeros(self.world_size, counts[self.rank], share)
+                used = [used_rows(place, n) for place, n in zip(self.places[name], counts)]
+                if name == "value_embeds":
+                    self.own_tokens = used[self.rank]
+                self.used[name] = used[-1]
+                if self.world_size > 1:
+                    self.lines[name] = counts[:-1]
+                    self.used_by_ranks[name] = torch.cat(used[:-1])
+                    self.sums[name] = master.new_zeros(1, counts[-1], share)
 
     @torch.no_grad()
     def add(self, rows: dict[str, Tensor], gradients: dict[str, Tensor]) -> None:
-        """Adds the gradients (lookups, width) of the rows (lookups,) that a micro-batch looked
-        up."""
+        """Adds the gradients (lookups, width) of the rows (lookups,) that a micro-batch looked up,
+        for each table, and under the name lm_head for the token embedding."""
+        if not self.totals:
+            self.make_totals()  # beside the pass, whose gradients this does not need
         self.meet()
         with self.on_side_stream():
-            if not self.totals:
-                self.make_totals()
-            for name in self.masters:
-                kernels.sum_rows(self.totals[name], self.places[name], rows[name], gradients[name])
-                self.side_stream.keep(gradients[name])  # `train_step` holds the rows until it meets
+            for name, gradient in gradients.items():
+                if name not in self.totals:  # of the token embedding
+                    shape = 1, len(self.own_tokens), gradient.size(1)
+                    self.totals[name] = self.totals["value_embeds"].new_zeros(shape)
+                table = name if name in self.masters else "value_embeds"
+                places = self.places[table][self.rank]
+                kernels.sum_rows(self.totals[name], places, rows[table], gradient)
+                self.side_stream.keep(gradient)  # `train_step` holds the rows until it meets
 
-    def take_sums(self, dtypes: dict[str, torch.dtype]) -> dict[str, Tensor]:
-        """The totals, (world_size, n, share) in the dtype they are sent in; they are forgotten
-        here."""
-        sums = {name: total.to(dtypes[name]) for name, total in self.totals.items()}
-        self.totals = {}
-        return sums
+    def add_embedding(self, gradient: Tensor) -> None:
+        """Adds the total of the token embedding to the gradient (V, width) of the head, and forgets
+        it."""
+        total = self.totals.pop("lm_head", None)
+        if total is not None:
+            gradient.index_add_(0, self.own_tokens, total[0].to(gradient.dtype))
+
+    def take_totals(self, dtypes: dict[str, torch.dtype]) -> dict[str, Tensor]:
+        """The totals (ranks, own n, share), in the dtype they are sent in if there are other ranks;
+        they are forgotten here."""
+        totals = {name: self.totals.pop(name) for name in self.masters if name in self.totals}
+        if self.world_size == 1:
+            return totals
+        return {name: total.to(dtypes[name]) for name, total in totals.items()}
+
+    def exchange(self, name: str, total: Tensor) -> tuple:
+        """Begins to send each rank its part of the total (ranks, own n, share). Returns what comes
+        from all ranks, one after the other, (lines, share), and the transfer. A collective."""
+        if self.world_size == 1:
+            return total[0], NoTransfer()
+        lines = self.lines[name]
+        arrived = total.new_empty(sum(lines), total.size(2))
+        own = [lines[self.rank]] * self.world_size
+        return arrived, dist.all_to_all_single(
+            arrived, total.flatten(0, 1), lines, own, async_op=True)
+
+    def add_up(self, name: str, arrived: Tensor) -> Tensor:
+        """What has come from all ranks (lines, share) -> its sum for each used row (n, share)."""
+        if self.world_size == 1:
+            return arrived
+        sums = self.sums.pop(name)
+        kernels.sum_rows(sums, self.places[name][-1], self.used_by_ranks[name], arrived)
+        return sums[0]
 
     def put(self, name: str, bank: Tensor, parts: Tensor) -> None:
         """Writes the updated rows, (world_size * n, share), into the bank."""

@@ -62,6 +62,7 @@ class WarmUp:
             self.forward_backward(stage, step)
             some = self.micro_batches(stage)[:2]  # later ones have the second one's graph
             self.work.train_step(self.model, self.optimizer, some, step, call)
+            self.model.history_beside(some[0][0])
             if not self.model.flex:  # masks of SDPA have other shapes for each stage's windows
                 self.validate(step)
         self.validate(self.config.num_steps)
@@ -116,9 +117,9 @@ class WarmUp:
 
     def forward_backward(self, stage: StagePlan, step: int) -> None:
         inputs, targets = self.example(stage.length)
-        rows = self.model.row_numbers(inputs).values()
+        history = self.model.history(inputs, True)
         self.work.forward_backward(
-            self.model, self.setting(step), inputs, targets, *rows)
+            self.model, self.setting(step), inputs, targets, *history)
         self.model.zero_grad()
 
     def validate(self, step: int) -> None:

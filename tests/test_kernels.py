@@ -785,24 +785,25 @@ def interpret_relu_squared(a, b_t, h, factor):
 def interpret_sum_rows(total, places, rows, gradient):
     _, n, share = total.shape
     lines, width = gradient.shape
-    grid = lines, -(-width // 16)
-    kernels.sum_rows_kernel[grid](total, places, rows, gradient, n, width, share, 16)
+    grid = -(-lines // 8), -(-width // 16)
+    kernels.sum_rows_kernel[grid](total, places, rows, gradient, n, lines, width, share, 8, 16)
     return total
 
 
 def interpret_put_rows(bank, rows, parts):
     _, n, share = parts.shape
     width = bank.size(1)
-    grid = n, -(-width // 16)
-    kernels.put_rows_kernel[grid](bank, rows, parts, n, width, share, 16)
+    grid = -(-n // 2), -(-width // 16)
+    kernels.put_rows_kernel[grid](bank, rows, parts, n, width, share, 2, 16)
     return bank
 
 
 def interpret_adam_rows(gradient, rows, master, moments, dtype, *rates):
     n, width = gradient.shape
     updated = filled(n, width, dtype=dtype)
-    grid = n, -(-width // 16)
-    kernels.adam_rows_kernel[grid](gradient, rows, master, *moments, updated, width, *rates, 16)
+    grid = -(-n // 4), -(-width // 16)
+    kernels.adam_rows_kernel[grid](
+        gradient, rows, master, *moments, updated, n, width, *rates, 4, 16)
     return updated, master, *moments
 
 

@@ -17,7 +17,7 @@ import torch
 from conftest import TINY
 
 import train_gpt as t
-from nanogpt import compiling, masks, matches
+from nanogpt import candidates, compiling, masks, matches
 from nanogpt.ranks import BadInput
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -426,7 +426,7 @@ def test_loss_and_all_gradients_equal_a_plain_version_of_the_specification(
     tokens = torch.where(tokens == BOS, BOS, (tokens % kinds).clamp(min=1))
     replaced = (torch.arange(384) % 13 == 0) & (tokens != BOS)
     earlier = torch.where(replaced, (tokens + 1) % min(kinds, BOS), tokens)  # nearly the same text
-    model.remember(earlier, targets, 1)
+    remember(model, earlier, targets, 1)
     recalled = recalled_by_search(tokens, [(earlier, targets)], {0, *starts}, (longest + 1, 2 * longest))
     assert {length for _, length in recalled} == {0, longest + 1, 2 * longest}
     loss = model(tokens, targets, seen, True)
@@ -443,8 +443,9 @@ def test_loss_and_all_gradients_equal_a_plain_version_of_the_specification(
     numbers = {"value_embeds": tokens.tolist(), "ngrams": ngram_rows_of(tokens.tolist(), starts, longest, 101)}
     dense = {name: model.get_parameter(name).grad for name in model.params}
     model.zero_grad()
-    again, grads = t.forward_backward(model, seen, tokens, targets, *model.row_numbers(tokens).values())
+    again, grads = t.forward_backward(model, seen, tokens, targets, *model.history(tokens, True))
     assert again.item() == pytest.approx(reference.item(), rel=1e-10) and not again.requires_grad
+    model.lm_head.grad.index_add_(0, tokens, grads["lm_head"])  # of the embedding
     for name, p in model.named_parameters():  # now as in training: tables have gradients of looked-up rows alone
         if name in numbers:
             summed = np.zeros(p.shape)
@@ -473,6 +474,11 @@ def test_induced_tokens_are_those_that_a_search_through_the_document_finds(longe
     assert torch.equal(again[:150], found[:150]), "later tokens are not seen"
 
 
+def remember(model, inputs, targets, step):
+    hashes = model.history(inputs, True).hashes
+    matches.remember(model.recall_table, hashes, targets, model.config.recall_lengths, step)
+
+
 @pytest.mark.parametrize("longest, kinds", [(2, 3), (3, 7), (6, 2)])
 def test_recalled_tokens_are_those_that_came_next_in_the_latest_step(longest, kinds):
     starts, lengths = [0, 50, 51, 130], (longest + 1, 2 * longest)
@@ -483,10 +489,10 @@ def test_recalled_tokens_are_those_that_came_next_in_the_latest_step(longest, ki
     for step in range(4):
         inputs, targets = (torch.randint(1, kinds, (384,), generator=torch.Generator().manual_seed(10 * step + i)) for i in range(2))
         inputs[starts[1:]] = BOS
-        found = torch.stack(matches.recalled_tokens(model.recall_table, inputs, begins, lengths), 1)
+        found = torch.stack(matches.recalled_tokens(model.recall_table, model.history(inputs, True).hashes, lengths), 1)
         assert list(map(tuple, found.tolist())) == recalled_by_search(inputs, steps, {0, *starts}, lengths)
         targets[::5] = -1
-        model.remember(inputs, targets, step + 1)
+        remember(model, inputs, targets, step + 1)
         steps.append((inputs, targets))
     assert set(found[:, 1].tolist()) == {0, *lengths} and len(found[:, 0].unique()) >= 2, "else it would show little"
 
@@ -494,22 +500,24 @@ def test_recalled_tokens_are_those_that_came_next_in_the_latest_step(longest, ki
 def test_the_entry_of_another_ngram_is_not_taken_for_this_ones():
     text = torch.arange(3000) * 7919 % 50_000  # no pair of tokens comes twice
     begins, table = torch.arange(3000) == 0, torch.zeros(11, dtype=torch.int64)
-    matches.remember(table, text[:2000], begins[:2000], text[1:2001], (3, 4), 1)
+    hashes = matches.ngram_hashes(text, begins, 4)
+    matches.remember(table, hashes[:, :2000], text[1:2001], (3, 4), 1)
     assert table.all(), "each entry is full"
-    token, length = matches.recalled_tokens(table, text, begins, (3, 4))
+    token, length = matches.recalled_tokens(table, hashes, (3, 4))
     known = length.nonzero()[:, 0]
     assert 0 < len(known) <= 11 and known.max() < 2000
     assert torch.equal(token[known], text[known + 1])
 
 
 def test_of_two_entries_for_one_place_that_of_the_later_step_stays_and_then_the_larger_token():
-    text, begins, table = torch.full((8,), 3), torch.arange(8) == 0, torch.zeros(1, dtype=torch.int64)
+    hashes = matches.ngram_hashes(torch.full((8,), 3), torch.arange(8) == 0, 4)
+    table = torch.zeros(1, dtype=torch.int64)
 
     def recalled():
-        return matches.recalled_tokens(table, text, begins, (3, 4))[0][-1].item()
+        return matches.recalled_tokens(table, hashes, (3, 4))[0][-1].item()
 
     for step, (next_tokens, expected) in enumerate([([7, 9, 8], 9), ([5, 4, -1], 5), ([-1, -1, -1], 5)]):
-        matches.remember(table, text, begins, torch.tensor([-1] * 5 + next_tokens), (3, 4), step + 1)
+        matches.remember(table, hashes, torch.tensor([-1] * 5 + next_tokens), (3, 4), step + 1)
         assert recalled() == expected
 
 
@@ -558,7 +566,7 @@ def deviation_of_equals(targets, numbers):
     """Of the same estimate where all tokens that are no targets have equal chances."""
     sums, is_target = [], is_target_of(targets, len(numbers))
     for _ in range(500):
-        chosen, bias, _ = t.choose_candidates(targets, is_target, torch.zeros(len(numbers)), 600)
+        chosen, bias, _ = candidates.choose(targets, is_target, torch.zeros(len(numbers)), 600)
         sums.append((numbers[chosen] * bias.exp()).sum())
     return torch.stack(sums).std()
 
@@ -573,7 +581,7 @@ def test_a_sum_over_candidates_estimates_that_over_the_vocabulary_without_bias_a
     is_target = is_target_of(targets, 2000)
     torch.manual_seed(0)
     for _ in range(500):
-        chosen, bias, places = t.choose_candidates(targets, is_target, counts, 600)
+        chosen, bias, places = candidates.choose(targets, is_target, counts, 600)
         assert len(chosen.unique()) == len(bias) == 600 and bias.min() == 0
         assert torch.equal(chosen[places], targets) and not bias[places].any()
         sums.append((numbers[chosen] * bias.exp()).sum())
@@ -584,7 +592,7 @@ def test_a_sum_over_candidates_estimates_that_over_the_vocabulary_without_bias_a
 
 def test_targets_beyond_the_number_of_candidates_are_marked_and_no_other_token_is_chosen():
     targets = torch.arange(100).repeat(2)
-    chosen, bias, places = t.choose_candidates(targets, is_target_of(targets, 300), torch.zeros(300), 60)
+    chosen, bias, places = candidates.choose(targets, is_target_of(targets, 300), torch.zeros(300), 60)
     assert chosen.max() < 100 and not bias.any() and (places >= 0).sum() == 120  # two of each
     known = places >= 0
     assert torch.equal(chosen[places[known]], targets[known]) and set(places[~known].tolist()) == {-1}
@@ -593,7 +601,7 @@ def test_targets_beyond_the_number_of_candidates_are_marked_and_no_other_token_i
 def test_a_draw_of_zero_chooses_a_token_but_not_in_place_of_a_target(monkeypatch):
     targets = torch.arange(60)
     monkeypatch.setattr(torch, "rand_like", lambda x: torch.where(torch.arange(len(x)) < 60, 1.0, 0.0))
-    chosen, bias, places = t.choose_candidates(targets, is_target_of(targets, 300), torch.zeros(300), 80)
+    chosen, bias, places = candidates.choose(targets, is_target_of(targets, 300), torch.zeros(300), 80)
     assert {*range(60)} < {*chosen.tolist()} and bias.isfinite().all() and not bias[places].any()
     assert torch.equal(chosen[places], targets)
 
@@ -605,11 +613,11 @@ def test_training_with_candidates_has_nearly_the_gradient_over_the_vocabulary_an
     torch.manual_seed(0)
     t.Optimizer(model)  # which rounds the FP8 weights
     found, tokens, targets = {}, tokens_of([0], 256), tokens_of([], 256, 1)
-    rows = model.row_numbers(tokens).values()
+    history = model.history(tokens, True)
     for number, repeats in ((0, 5), (192, 40)):
         model.config.candidates, losses, sums = number, [], dict.fromkeys(("lm_head", "mlp", "qkvo"), 0)
         for _ in range(repeats):
-            losses.append(t.forward_backward(model, view(), tokens, targets, *rows)[0].item())
+            losses.append(t.forward_backward(model, view(), tokens, targets, *history)[0].item())
             sums = {name: total + model.get_parameter(name).grad.double() for name, total in sums.items()}
             model.zero_grad()
         found[number] = np.mean(losses), sums
@@ -643,8 +651,8 @@ def test_tokens_that_are_no_candidates_are_counted_and_add_nothing_to_the_loss(p
     model.lm_head.data *= 0.2
     tokens, targets = tokens_of([0], 256), tokens_of([], 256, 1)
     assert len(targets.unique()) > 48
-    drawn, choose = [], t.choose_candidates
-    monkeypatch.setattr(t, "choose_candidates", lambda *args: drawn.append(choose(*args)) or drawn[0])
+    drawn, choose = [], candidates.choose
+    monkeypatch.setattr(candidates, "choose", lambda *args: drawn.append(choose(*args)) or drawn[0])
     loss = model(tokens, targets, view(), True).item()
     (chosen, bias, places), (x, sources) = drawn[0], model.last_stream(tokens, view(), True)
     assert not bias.any(), "all are targets"
@@ -705,17 +713,18 @@ def test_rows_are_looked_up_by_token_and_by_hashed_ngram_and_none_crosses_a_bord
     tokens[[7, 130, 131]] = model.bos
     borders = {"training": {0, 7, 128, 130, 131, 256}, "validation": {0, 7, 130, 131}}  # which has one long sequence
     for mode, starts in borders.items():
-        rows = model.row_numbers(tokens, mode == "training")
+        hashes = model.history(tokens, mode == "training").hashes
+        rows = model.row_numbers(tokens, hashes)
         assert rows["value_embeds"].tolist() == tokens.tolist()
         assert rows["ngrams"].tolist() == ngram_rows_of(tokens.tolist(), starts, longest, count), mode
-        found = model.look_up(tokens, mode == "training")
+        found = model.look_up(tokens, hashes)
         for name, index in rows.items():
             assert torch.equal(found[name], getattr(model, name)[index])
     assert model.params["ngrams"].shape[0] == count
 
 
 @pytest.mark.parametrize("micro", [1, 2, 4])
-def test_summed_gradients_of_looked_up_rows_are_autograds_dense_gradients_of_the_tables(micro):
+def test_summed_gradients_of_looked_up_rows_are_autograds_dense_gradients(micro):
     """Of lookups that the model makes by itself, and of all sequences at a time."""
     model = tiny(seq_len=128, micro_tokens=512, val_seq_len=128, ngram_rows=501)
     tokens, targets = tokens_of([], 512) // 16, tokens_of([], 512, 1)
@@ -725,11 +734,13 @@ def test_summed_gradients_of_looked_up_rows_are_autograds_dense_gradients_of_the
     model.zero_grad()
     optimizer = t.Optimizer(model)
     batch = [*zip(tokens.chunk(micro), targets.chunk(micro))]
-    rows = [model.row_numbers(inputs) for inputs, _ in batch]
+    histories = [model.history(inputs, True) for inputs, _ in batch]
+    rows = [model.row_numbers(inputs, history.hashes) for (inputs, _), history in zip(batch, histories)]
     optimizer.lookups.find(rows)
-    for (inputs, outputs), index in zip(batch, rows):
-        _, gradients = t.forward_backward(model, view(), inputs, outputs, *index.values())
+    for (inputs, outputs), history, index in zip(batch, histories, rows):
+        _, gradients = t.forward_backward(model, view(), inputs, outputs, *history)
         optimizer.lookups.add(index, gradients)
+    optimizer.lookups.add_embedding(model.lm_head.grad)
     for name, p in model.named_parameters():
         if name in model.big_tables:
             used = sorted({row for index in rows for row in index[name].tolist()})
@@ -749,7 +760,7 @@ def losses_and_gradients(model, call, batch, setting, loss_scale):
     for inputs, targets in batch:
         inputs, targets = inputs.to(model.signs.device), targets.to(model.signs.device)
         work = partial(t.forward_backward, model, setting)
-        loss, rows = call(repr(setting), work, (inputs, targets, *model.row_numbers(inputs).values()))
+        loss, rows = call(repr(setting), work, (inputs, targets, *model.history(inputs, True)))
         grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         grads |= {f"rows of {name}": grad for name, grad in rows.items()}
         grads = {name: grad.double().cpu() / loss_scale for name, grad in grads.items()}

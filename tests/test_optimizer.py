@@ -377,21 +377,27 @@ def naive_adam(w, m, v, g, param, step, lr_factor):
     return w - lr * (update + np.where(update * w > 0, decay * w, 0)), m, v
 
 
-@pytest.mark.parametrize("micro_batches", [1, 3])
-def test_each_step_updates_looked_up_rows_as_adam_does_and_leaves_all_others_to_the_bit(micro_batches):
-    model = small("float64")
+@pytest.mark.parametrize("micro_batches, every_second", [(1, False), (3, True)])
+def test_each_step_updates_looked_up_rows_as_adam_does_and_leaves_all_others_to_the_bit(micro_batches, every_second):
+    """And the head, if it is to be so, every second step only, by the sum of both gradients."""
+    model = small("float64", head_every_second=every_second)
     optimizer = t.Optimizer(model)
     start = t.initialize(model, 3)
     start["ngrams"].copy_(normal(101, 8))
     model.ngrams.data.copy_(start["ngrams"])
     optimizer.reset(start)
     expected = {name: [w.numpy().copy(), 0 * w.numpy(), 0 * w.numpy()] for name, w in start.items()}
-    steps_of_row = {name: [0] * len(start[name]) for name in TABLES}
+    steps_of_row, earlier = {name: [0] * len(start[name]) for name in TABLES}, 0
     for step in range(1, 7):
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
         batch = give_gradients(model, optimizer, step, micro_batches)
         dense = {name: p.grad.numpy() for name, p in model.named_parameters() if p.grad is not None}
         assert dense.keys() == set(before) - {*TABLES}
+        if every_second:
+            gradient = dense.pop("lm_head").copy()
+            if step % 2 == 0:
+                dense["lm_head"] = earlier + gradient
+            earlier = gradient
         optimizer.start_sums()
         optimizer.step(0.5, 0.9)
         for name, param in model.params.items():
@@ -414,7 +420,7 @@ def test_each_step_updates_looked_up_rows_as_adam_does_and_leaves_all_others_to_
                     for whole, one in zip(want, now):
                         whole[row] = one
                     steps_of_row[name][row] += 1
-            else:
+            elif name in dense:
                 want[:] = naive_adam(*want, dense[name], param, step, 0.5)
             for a, b in zip(ours, want):
                 np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12, err_msg=name)
@@ -707,15 +713,16 @@ import sys
 import torch, torch.distributed as dist, torch.multiprocessing as mp
 import train_gpt as t
 import test_optimizer as test
+from nanogpt import ranks
 
 def work(rank, world_size, dtype, folder):
     torch.set_num_threads(1)
     calls = []
     def recorded(kind, function):
         def call(out, *args, **kwargs):
-            name = "max" if kind == "all_reduce" and args == (dist.ReduceOp.MAX,) else kind
-            size = max(x.nbytes for x in (out, *args) if isinstance(x, torch.Tensor))  # of the whole, not of a part
-            calls.append([name, size, bool(kwargs.get("async_op"))])
+            sizes = [x.nbytes for x in (out, *args) if isinstance(x, torch.Tensor)]
+            size = sizes[1] if kind == "exchange" else max(sizes)  # what a rank sends, or of the whole, not of a part
+            calls.append([kind, size, bool(kwargs.get("async_op"))])
             return function(out, *args, **kwargs)
         return call
     if world_size > 1:
@@ -723,6 +730,8 @@ def work(rank, world_size, dtype, folder):
                                 world_size=world_size)
         t.reduce_scatter, t.all_gather = recorded("scatter", t.reduce_scatter), recorded("gather", t.all_gather)
         dist.all_reduce = recorded("all_reduce", dist.all_reduce)
+        dist.all_to_all_single = recorded("exchange", dist.all_to_all_single)
+        ranks.all_gather = recorded("lookups", ranks.all_gather)
     model = test.small(dtype, world_size, ngram_rows=1001)
     start = t.initialize(model, 5 + rank)  # only rank 0's weights count
     optimizer = t.Optimizer(model)
@@ -736,19 +745,24 @@ def work(rank, world_size, dtype, folder):
         batch = [(s[:-1], s[1:]) for s in tokens[rank::world_size]]
         losses.append(t.train_step(model, optimizer, batch, step).item())
         issued.append(calls[:])
-        used.append({name: [model.row_numbers(inputs)[name].tolist() for inputs, _ in batch] for name in test.TABLES})
+        rows = [model.row_numbers(inputs, model.history(inputs, True).hashes) for inputs, _ in batch]
+        used.append({name: [of_micro_batch[name].tolist() for of_micro_batch in rows] for name in test.TABLES})
         calls.clear()
     padding = sum(getattr(model, n)[p.shape[0] :].abs().sum().item() for n, p in model.params.items())
     owned = {n: tuple(m.shape) for n, m in optimizer.masters.items()}
     tables = {n: [optimizer.masters[n], *optimizer.state[n]] for n in test.TABLES}
     sent = optimizer.bytes_per_step()
-    lookup = test.looked_up(model, 50 + rank), test.looked_up(model, 60 + rank, count=1 + rank)  # as many as there are
+    lookup = test.looked_up(model, 50 + rank), test.looked_up(model, 60 + rank, count=2)
     rows_of_step = optimizer.lookups
     rows_of_step.find([rows for rows, _ in lookup])
     for rows, grads in lookup:
         rows_of_step.add(rows, grads)
-    found = dict(lookup=lookup, used=rows_of_step.used, counts=rows_of_step.counts.tolist(),
-                 totals=rows_of_step.totals)
+    found = dict(lookup=lookup, used=rows_of_step.used, counts=rows_of_step.counts.tolist(), summed={})
+    found["totals"] = rows_of_step.take_totals({name: optimizer.masters[name].dtype for name in test.TABLES})
+    for name, total in found["totals"].items():
+        arrived, transfer = rows_of_step.exchange(name, total)
+        transfer.wait()
+        found["summed"][name] = rows_of_step.add_up(name, arrived)
     torch.save(dict(weights={n: model.weight(n).detach().clone() for n in model.params}, losses=losses, calls=issued,
                     padding=padding, owned=owned, tables=tables, used=used, sent=sent, found=found),
                f"{folder}/{world_size}-{rank}")
@@ -822,27 +836,31 @@ def test_rows_that_no_rank_looked_up_in_a_run_keep_weights_and_moments_to_the_bi
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_rows_that_any_rank_looks_up_are_found_by_all_and_each_rank_sums_its_own_gradients(worlds, world_size):
+def test_rows_that_any_rank_looks_up_are_found_by_all_and_their_gradients_are_summed_in_two_steps(worlds, world_size):
     found = [rank["found"] for rank in worlds[1][world_size]]
     own = [{name: [row for rows, _ in rank["lookup"] for row in rows[name].tolist()] for name in TABLES}
            for rank in found]
     for i, name in enumerate(TABLES):
-        union = sorted({row for rows in own for row in rows[name]})
-        assert world_size == 1 or all(set(rows[name]) < set(union) for rows in own), "the ranks look up different rows"
-        for rank, rows in zip(found, own):
-            assert rank["counts"][i] == len(union)
+        of_ranks = [sorted(set(rows[name])) for rows in own]
+        union = sorted({row for rows in of_ranks for row in rows})
+        assert world_size == 1 or all(set(rows) < set(union) for rows in of_ranks), "the ranks look up different rows"
+        whole = {row: 0 for row in union}  # the sums over all ranks
+        for rank, rows in zip(found, of_ranks):
+            assert rank["counts"][i] == [*map(len, of_ranks), len(union)][: world_size + (world_size > 1)]
             assert rank["used"][name].tolist() == union
             width, parts = len(rank["lookup"][0][1][name][0]), rank["totals"][name].double()
-            assert parts.shape == (world_size, len(union), -(-width // world_size))  # what each rank will own
+            assert parts.shape == (world_size, len(rows), -(-width // world_size))  # what each rank will own
             totals = torch.cat(parts.unbind(), 1)
             assert not totals[:, width:].any(), "padding"
-            sums = {row: 0 for row in union}
+            sums = {row: 0 for row in rows}
             for index, grads in rank["lookup"]:
                 for row, line in zip(index[name].tolist(), grads[name]):
                     sums[row] = sums[row] + line.double()
-            for row, total in zip(union, totals[:, :width]):
+            for row, total in zip(rows, totals[:, :width]):
                 torch.testing.assert_close(total, total * 0 + sums[row], rtol=1e-5, atol=1e-5)
-                assert row in rows[name] or not total.any(), "a row of another rank, whose gradient is there"
+                whole[row] = whole[row] + sums[row]
+        summed = torch.cat([rank["summed"][name] for rank in found], 1)[:, :width].double()
+        torch.testing.assert_close(summed, torch.stack([*whole.values()]), rtol=1e-5, atol=1e-5)
 
 
 def test_all_ranks_update_views_of_the_same_form_so_that_they_share_compiled_graphs():
@@ -873,34 +891,37 @@ def test_each_rank_holds_its_part_of_the_optimizers_state_and_padding_stays_zero
 
 
 def test_all_ranks_issue_the_same_collectives_in_the_same_order_and_none_stops_the_cpu(worlds):
-    begin = ["max", "all_reduce"]  # which rows of all tables are looked up, and the loss
-    mlp, attention, vectors, rows = (["scatter"], ["scatter"], ["all_reduce"] * len(SMALL), ["scatter"] * 2)
-    step = begin[:1] + mlp + ["scatter"] + attention + vectors + rows + ["gather"] * 5 + begin[1:]
+    begin, end = ["lookups"], ["all_reduce"]  # which rows of all tables the ranks look up, and the loss
+    mlp, attention, vectors, rows = (["scatter"], ["scatter"], ["all_reduce"], ["exchange"] * 2)
+    step = begin + mlp + attention + vectors + rows + ["scatter"] + ["gather"] * 5 + end
     for world_size in (2, 3, 4):
         first, *others = [rank["calls"] for rank in worlds[1][world_size]]
-        assert all(calls == first for calls in others)
+        for calls in others:
+            for ours, theirs in zip(calls, first, strict=True):
+                assert all(a == b or a[0] == b[0] == "exchange" for a, b in zip(ours, theirs, strict=True))
         assert [[kind for kind, *_ in calls] for calls in first] == [step] * 6
         assert all(asynchronous for calls in first for *_, asynchronous in calls)
-        assert all(calls[0][1] == 61 + 1001 for calls in first), "a byte for each row of the tables"
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_bytes_per_step_are_those_of_gradients_and_weights_in_a_ring_and_of_tables_only_rows_travel(worlds, world_size):
-    """Without the flags of the rows, which are a byte each, and the loss, which is a number."""
+    """Without the numbers of the rows, and the loss."""
     dtype, results = worlds
-    for rank in results[world_size]:
-        share = {"all_reduce": 2, "scatter": 1, "gather": 1, "max": 0}  # a ring's sum goes round twice
+    for number, rank in enumerate(results[world_size]):
+        share = {"all_reduce": 2, "scatter": 1, "exchange": 1, "gather": 1, "lookups": 0}  # a ring's sum goes round twice
         assert sum(kind == "all_reduce" and size == SIZE[dtype] for calls in rank["calls"] for kind, size, _ in calls) \
             == (6 if world_size > 1 else 0)  # the losses, which do not count
         sent = sum(share[kind] * size for calls in rank["calls"] for kind, size, _ in calls) - 12 * SIZE[dtype]
         assert rank["sent"] == round((1 - 1 / world_size) * sent / 6)
         for step, calls in enumerate(rank["calls"]):
-            for kind in ("scatter", "gather"):  # gradients of used rows to the owners of columns, and new rows back
-                sizes = [size for k, size, _ in calls if k == kind]  # the gathers of attention come after them
-                sizes = sizes[-2:] if kind == "scatter" else sizes[-3:-1]
+            rows_of = [{name: {row for rows in other["used"][step][name] for row in rows} for name in TABLES}
+                       for other in results[world_size]]
+            for kind in ("exchange", "gather"):  # gradients of its own rows to the owners of columns; new rows of all
+                sizes = [size for k, size, _ in calls if k == kind]  # the gathers of matrices come after them
+                sizes = sizes[:2]
                 assert len(sizes) == (2 if world_size > 1 else 0)
                 for name, size in zip(TABLES, sizes):
-                    used = {row for other in results[world_size] for rows in other["used"][step][name] for row in rows}
+                    used = rows_of[number][name] if kind == "exchange" else set().union(*(r[name] for r in rows_of))
                     width = -(-rank["weights"][name].size(1) // world_size) * world_size
                     assert size == len(used) * width * SIZE[dtype], (name, kind)
 

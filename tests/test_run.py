@@ -28,7 +28,7 @@ from processes import ENVIRONMENT, TORCHRUN, Process, run_ranks
 import sample
 import train_gpt as t
 from data import shards
-from nanogpt import checkpoint, masks
+from nanogpt import candidates, checkpoint, masks
 from records import plots
 from records.__main__ import main as records
 from records.log import read_log
@@ -264,6 +264,24 @@ def test_two_processes_have_the_losses_of_one_through_all_stages(corpus, tmp_pat
         assert run.stdout.count("step:9/9 val_loss") == (rank == 0), run.stderr
     one, two = (read_log(only_log(tmp_path / name)) for name in ("one", "two"))
     assert losses(two) == losses(one) and two.values("stage") == one.values("stage")
+
+
+def test_what_is_looked_for_one_step_ahead_is_what_the_step_itself_would_find(corpus, tmp_path, monkeypatch):
+    """The table of recalled tokens has all earlier steps then, and nothing of the step's own tokens."""
+    train_step, recalled = t.train_step, []
+
+    def checked(model, optimizer, batch, step, *others):
+        if len(others) == 3:  # not while warming up
+            for (inputs, _), history in zip(batch, others[2], strict=True):
+                found = model.history(inputs, True)
+                assert torch.equal(history.hashes, found.hashes) and torch.equal(history.found, found.found)
+                recalled.append(found.found[1, 1].count_nonzero().item())
+        return train_step(model, optimizer, batch, step, *others)
+
+    monkeypatch.setattr(t, "train_step", checked)
+    t.main(arguments(data_dir=corpus, log_dir=tmp_path, recall_rows=2**16, longest_ngram=2, micro_tokens=256, num_steps=8))
+    per_step = len(recalled) // 8
+    assert per_step > 1 and not any(recalled[:per_step]) and recalled[-1] > 0
 
 
 def test_two_processes_that_sample_the_vocabulary_reach_nearly_the_loss_that_the_whole_of_it_gives(corpus, tmp_path):
@@ -504,9 +522,9 @@ def test_the_defaults_are_the_record_and_the_presets_are_laid_over_them():
 
 def test_one_pass_fits_into_the_data_of_the_earlier_record_on_one_pass():
     c = t.parse_config(["--preset=onepass"])
-    steps = {0: 65_536, 356: 65_536, 713: 131_072, 1069: 131_072}  # of 1,080: 0.33, 0.33, 0.33, 0.01
+    steps = {0: 65_536, 337: 65_536, 673: 131_072, 1010: 131_072}  # of 1,020: 0.33, 0.33, 0.33, 0.01
     assert [(first, t.stage_tokens(stage, c)) for first, end, stage in t.stages(c) if end > first] == [*steps.items()]
-    assert t.total_tokens(c) == 713 * 65_536 + 367 * 131_072 == 94_830_592
+    assert t.total_tokens(c) == 673 * 65_536 + 347 * 131_072 == 89_587_712
 
 
 def test_a_given_value_overrides_the_preset_wherever_it_stands():
@@ -535,8 +553,8 @@ def loss_and_gradients(c, tokens, targets):
         for bank in model.parameters():  # many begin as zeros, through which no gradient gets
             bank += 0.05 * torch.randn(bank.shape, generator=torch.Generator().manual_seed(bank.numel()))
     torch.manual_seed(1)  # of the candidates
-    rows = model.row_numbers(tokens).values()
-    loss, row_gradients = t.forward_backward(model, t.setting_of(0, c), tokens, targets, *rows)
+    history = model.history(tokens, True)
+    loss, row_gradients = t.forward_backward(model, t.setting_of(0, c), tokens, targets, *history)
     gradients = {name: bank.grad for name, bank in model.named_parameters() if bank.grad is not None}
     return loss, gradients, row_gradients, model.target_counts, model.lost_targets
 
@@ -589,7 +607,7 @@ def test_a_draw_of_zero_makes_no_candidate_infinite(number, zeros, monkeypatch):
     targets = torch.randperm(80)[:40].repeat(3)
     is_target = torch.zeros(300, dtype=torch.bool).index_fill_(0, targets, True)
     monkeypatch.setattr(torch, "rand_like", rand_like)
-    chosen, bias, places = t.choose_candidates(targets, is_target, counts, number)
+    chosen, bias, places = candidates.choose(targets, is_target, counts, number)
     assert len(set(chosen.tolist())) == len(chosen) == number
     assert torch.equal(chosen[places], targets), "each target is chosen"
     assert not bias[places].any(), "a target stands for itself"

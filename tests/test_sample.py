@@ -12,6 +12,7 @@ from conftest import ROOT, arguments
 
 import sample
 import train_gpt as t
+from nanogpt import matches
 from nanogpt.checkpoint import of_model, write
 from nanogpt.masks import BLOCK_SIZE
 from nanogpt.ranks import BadInput
@@ -33,7 +34,8 @@ def random_model(num_layers=5, dtype="float64", seq_len=LENGTH, **changes):
         for p in model.parameters():
             p.copy_(torch.randn(p.shape, generator=draw, dtype=torch.float64) * (0.3 if p.dim() == 3 else 1))
     earlier = text_of([0, 200], seq_len)
-    model.remember(earlier, earlier.roll(-1), 1)
+    hashes = model.history(earlier, True).hashes
+    matches.remember(model.recall_table, hashes, earlier.roll(-1), model.config.recall_lengths, 1)
     return model
 
 

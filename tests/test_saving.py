@@ -155,13 +155,14 @@ def test_two_ranks_go_on_to_the_bit_and_one_may_go_on_with_what_two_have_saved(c
     driver = tmp_path / "driver.py"
     driver.write_text(DRIVER)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    changes = {"num_steps": 8, "candidates": 256}
+    changes = {"num_steps": 8, "candidates": 256, "head_every_second": True}
     assert [rank.returncode for rank in run_ranks(2, "train_gpt.py", *options(corpus, whole, **changes))] == [0, 0]
     stopped = torchrun(driver, ROOT, 1, *options(corpus, parts, **changes))  # the signal comes to rank 1 only
     assert "exitcode: 143" in stopped.stderr.replace("exitcode  : 143", "exitcode: 143"), stopped.stderr
     assert "stopped by SIGTERM after step" in stopped.stdout and "Error:" not in stopped.stderr.split("ChildFailed")[0]
     assert read_log(last_log(parts)).end["interrupted"]
     assert len(list(the_save(parts).iterdir())) == 4
+    assert saving.step_of(the_save(parts)) % 2 == 0, "no gradient of the head waits for the next step"
     other = tmp_path / "other"
     shutil.copytree(parts, other)
     for again in run_ranks(2, "train_gpt.py", "--resume", f"--log_dir={parts}"):
