@@ -3,6 +3,8 @@
 Each function raises ShardError with one sentence: what is wrong, where, and the remedy.
 """
 import math
+import os
+import shlex
 from pathlib import Path
 
 from .shards import (
@@ -20,15 +22,31 @@ FINEWEB = "data/fineweb10B"  # where fineweb.py puts its shards
 PYDOCS = "data/pydocs"  # those of the laptop preset
 
 
+def fetch(shards: int) -> str:
+    """The command that gets so many shards of FineWeb to where the user looks for them."""
+    here = Path(FINEWEB).resolve() == Path(__file__).resolve().with_name("fineweb10B")
+    return f"{script('fineweb.py')} {shards}" + ("" if here else f" --dir {FINEWEB}")
+
+
+def script(name: str) -> str:
+    """The command that starts a script of this folder from where the user is."""
+    path = Path(__file__).with_name(name)
+    try:
+        path = os.path.relpath(path)
+    except ValueError:  # on another drive of Windows
+        pass
+    return f"python {shlex.quote(str(path))}"
+
+
 def find(folder: str, split: str, pattern: str) -> list[Path]:
     """The shards of a split, "train" or "val"."""
     if not folder:
         raise ShardError("--data_dir is empty; name a folder of shards")
-    remedy = "check the path, or make them: python data/prepare.py FILE"
+    remedy = f"check the path, or make them: {script('prepare.py')} FILE"
     if folder == PYDOCS:
-        remedy = f"make them: python data/prepare.py --python-docs --bytes --out {folder}"
+        remedy = f"make them: {script('prepare.py')} --python-docs --bytes --out {folder}"
     elif folder == FINEWEB:
-        remedy = "get them: python data/fineweb.py 9"
+        remedy = f"get them: {fetch(9)}"
     return find_shards(folder, split, pattern, remedy)
 
 
@@ -43,12 +61,12 @@ def check_kind(path: Path, vocab_size: int, preset: str) -> None:
     if largest >= vocab_size and wants_bytes:
         raise ShardError(
             f"{path} holds GPT-2's tokens (one is {largest}), and --preset={preset} wants bytes; "
-            "make them with `python data/prepare.py FILE --bytes`, or choose --preset=small")
+            f"make them with `{script('prepare.py')} FILE --bytes`, or choose --preset=small")
     if largest < 256 and not wants_bytes:
         raise ShardError(
             f"{path} holds bytes, and --preset={preset} with --vocab_size={vocab_size} wants "
             "GPT-2's tokens; choose --preset=char or laptop without --vocab_size, or make tokens "
-            "with `python data/prepare.py FILE`")
+            f"with `{script('prepare.py')} FILE`")
 
 
 def check_apart(fingerprints: list[dict]) -> None:
@@ -88,6 +106,7 @@ def check_amount(paths: list[Path], packing: Packing, plan: Plan, folder: str,
     if folder == FINEWEB:
         # A shard of FineWeb has 1e8 tokens. The ends of long documents are skipped.
         enough = math.ceil(1.3 * need / 1e8)
-        remedy = f"get more with `python data/fineweb.py {enough}`, or " + remedy
-    raise ShardError(f"{len(plan)} steps need {need:,} tokens; the {have:,} in {folder} last for "
-                     f"about {possible} steps; {remedy}")
+        remedy = f"get more with `{fetch(enough)}`, or {remedy}"
+    what = "1 step needs" if len(plan) == 1 else f"{len(plan)} steps need"
+    raise ShardError(f"{what} {need:,} tokens; the {have:,} in {folder} last for about {possible} "
+                     f"steps; {remedy}")

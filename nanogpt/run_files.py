@@ -68,8 +68,9 @@ def check_data(c, packing: shards.Packing, plan: shards.Plan, train_paths: list[
                val_paths: list[Path]) -> Tensor:
     """The validation tokens. Raises ShardError if there are too few, or too few for training."""
     val_tokens = shards.validation_tokens(val_paths, c.vocab_size, c.val_tokens)
-    if not chooses_steps(c):  # else `check_amount` follows when they are chosen
-        checks.check_amount(train_paths, packing, plan, c.data_dir, c.fit)
+    if chooses_steps(c):  # `check_amount` follows when they are chosen; now a step of each stage
+        plan = [*dict.fromkeys(plan)]
+    checks.check_amount(train_paths, packing, plan, c.data_dir, c.fit)
     return torch.from_numpy(val_tokens.view("int16"))
 
 

@@ -336,6 +336,15 @@ def test_minutes_for_which_the_text_lacks_batches_are_refused_before_the_first_s
     assert "step:" not in out
 
 
+def test_minutes_for_which_the_text_has_no_batch_at_all_are_refused_before_the_warm_up(tmp_path, capsys):
+    for name in ("novel_train_000001", "novel_val_000000"):  # one document, of which a sequence could read the beginning
+        write_shard(tmp_path / f"{name}.bin", [SEPARATOR, *[name == "novel_val_000000"] * 8191])
+    argv = arguments(data_dir=tmp_path, log_dir=tmp_path, cut_documents=False, minutes=100, batch_tokens=4096, seq_len=2048)
+    assert t.main([word for word in argv if not word.startswith("--num_steps")]) == 2
+    out, err = capsys.readouterr()
+    assert "last for about 0 steps; give --cut_documents=true" in err and "warming up" not in out + err and err.count("\n") == 1
+
+
 @pytest.mark.parametrize("seconds, part", [(0.01, "read 6 times at most"), (10.0, ""), (32.0, "")])
 def test_a_run_that_needs_less_than_its_minutes_says_why(text, tmp_path, seconds, part):
     c = t.parse_config([text, "--minutes=1"])

@@ -7,6 +7,7 @@ full; what is left of the last document is lost.
 import errno
 import hashlib
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -20,7 +21,7 @@ import numpy as np
 import pytest
 from conftest import ROOT, SEPARATOR, documents, write_shard
 
-from data import shards
+from data import checks, shards
 
 VOCAB_SIZE = 384  # its last token, 383, stands for the separator
 SHARDS = [
@@ -283,6 +284,16 @@ def test_absent_shards_are_named_with_their_key_and_the_remedy(tmp_path, split):
     assert str(error.value) == (
         f"no {split} shards (--{split}_files=mine_*.bin) in {tmp_path}; "
         "get them: python data/fineweb.py 9")
+
+
+@pytest.mark.parametrize("folder", [checks.PYDOCS, checks.FINEWEB, "mine"])
+def test_the_script_that_makes_absent_shards_is_there_from_where_the_user_is(tmp_path, monkeypatch, folder):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(shards.ShardError) as error:
+        checks.find(folder, "train", "*.bin")
+    (script,) = re.findall(r"python (\S+\.py)", str(error.value))
+    assert (tmp_path / script).is_file()
+    assert folder == "mine" or folder in str(error.value).partition(script)[2], "and it puts them where they are looked for"
 
 
 @pytest.mark.parametrize("num_tokens", [5, 2**20])
