@@ -109,7 +109,7 @@ from nanogpt.ranks import (
 )
 from nanogpt.rows import LookedUpRows
 from nanogpt.run_files import RunFiles, check_amount, check_run_files, chooses_steps
-from nanogpt.streams import SideStream
+from nanogpt.streams import Mark, SideStream
 from nanogpt.watch import Watch
 from records import journal
 from records.console import CLEAR_RISE, Console, complain, next_commands
@@ -178,7 +178,7 @@ class Config:
         "has a quarter of it")
     head_every_second: bool = key(
         False, "update head and token embedding in every second step only, by the sum of both "
-        "gradients")
+        "gradients; a last step of an odd number does without")
     table_lr: float = key(0.6, "Adam's learning rate for value and n-gram embeddings")
     scalar_lr: float = key(0.04, "Adam's learning rate for the scalars and `length_vectors`")
     longest_ngram: int = key(
@@ -588,9 +588,8 @@ def sees_far(layer: int, c: Config) -> bool:
 
 
 def parameter_table(c: Config) -> dict[str, Param]:
-    """All parameters. The optimizer works on the tables first, and then on the others in this
-    order: while a GPU updates one, the gradients of the next one and the new weights of the one
-    before travel between the GPUs."""
+    """All parameters. The optimizer works on the tables, and then on the others in this order:
+    while a GPU updates one, gradients of the next ones and new weights travel."""
     L = c.num_layers
     D = c.model_dim
     H = c.num_heads
@@ -954,7 +953,7 @@ class GPT(nn.Module):
             tokens, begins, self.recall_table, c.longest_ngram, c.recall_lengths)
 
     def history_beside(self, tokens: Tensor) -> matches.History:
-        """The same in training, on another CUDA stream than the passes."""
+        """The same in training, where the passes may run at the same time."""
         made = self.call_beside("history", partial(self.history, training=True), (tokens,))
         return matches.History(*[x.clone() for x in made])  # the next call overwrites `made`
 
@@ -1449,7 +1448,7 @@ class Precision:
 # added in float32 and sent in the dtype of the bank. Transfers run in the background, while the
 # next parameter is being worked on. The tables are worked on in a CUDA stream beside that of the
 # matrices (nanogpt/rows.py). The head can wait for the gradient of a second step: twice the batch
-# is better for it, and half as much has to be sent.
+# is better for it, and it is sent half as often.
 #
 # Losses and gradients are sums over tokens, not means. So the result does not depend on how many
 # GPUs or micro-batches share a batch, but for rounding and the draw of candidates (section 5).
@@ -1550,7 +1549,8 @@ def adam_update(master: Tensor, part: Tensor, gradient: Tensor, state: AdamState
                 rates: AdamRates) -> None:
     """Updates master by Adam (Kingma & Ba 2015), and copies it to `part`. All tensors have the same
     shape. kernels.adam_rows does this for the rows of tables that were looked up. All other rows
-    keep their weights and both means; `correction` counts all steps nevertheless."""
+    keep their weights and both means; `correction` counts all steps nevertheless, and so it does
+    for the head with head_every_second."""
     gradient = gradient.to(master.dtype)
     state.mean.add_((gradient - state.mean) * (1 - rates.beta1))
     state.mean_square.add_((gradient.square() - state.mean_square) * (1 - rates.beta2))
@@ -1620,7 +1620,7 @@ class Optimizer:
         self.lookups.reset({name: self.masters[name] for name in self.model.big_tables})
         self.sums = {}  # name -> this rank's part of the summed gradient, and its transfer
         self.head_gradient = None  # that of this step, from `start_sums` on
-        self.waiting = None  # that of the step before, with head_every_second
+        self.first_head_gradient = None  # that of the step before, if this is the second of two
         self.updates = 0  # without those that fp16 has left out, as a gradient was not finite
         self.bytes_sent = 0
         self.recipes.reset()
@@ -1657,7 +1657,7 @@ class Optimizer:
 
     @torch.no_grad()
     def start_sums(self) -> None:
-        """Begins to sum every .grad over the ranks, but that of the head, and sets it to None. To
+        """Begins to sum every .grad over the ranks, but that of the head, and sets all to None. To
         be called before the last `lookups.add`: the sums travel while the GPU adds up the rows'
         gradients. A collective."""
         small = {}
@@ -1687,17 +1687,17 @@ class Optimizer:
             lookups.side_stream.keep(gradient)
             lookups.add_embedding(gradient)
             if self.model.config.head_every_second:
-                if self.waiting is None:
-                    self.waiting = gradient.clone()
+                if self.first_head_gradient is None:
+                    self.first_head_gradient = gradient.clone()
                     return
-                gradient += self.waiting
-                self.waiting = None
+                gradient += self.first_head_gradient
+                self.first_head_gradient = None
             self.sums["lm_head"] = self.start_sum("lm_head", gradient)
 
     def start_sum(self, name: str, gradient: Tensor) -> tuple:
         """Returns this rank's part of the sum, and its transfer. A collective."""
         if self.world_size == 1:
-            return gradient, NoTransfer()
+            return gradient, Mark(gradient.device)
         self.bytes_sent += gradient.nbytes
         part = torch.empty_like(gradient.chunk(self.world_size)[0])
         return part, reduce_scatter(part, gradient, async_op=True)
@@ -1706,12 +1706,12 @@ class Optimizer:
     def step(self, lr_factor: float, momentum: float) -> None:
         """Updates all weights from the gradients, whose sums `start_sums` has begun, and from those
         of the looked-up rows. A collective."""
-        # 1. Begin the sums of the tables' rows: they travel while the first matrices are updated.
+        # 1. Begin the other sums: they travel while the first matrices are updated.
         self.start_row_sums()
         # A recipe may leave out a step whose gradients are not finite.
         if not self.recipes.gradients_are_finite(self.finished_sums):
             self.sums = {}
-            self.waiting = None
+            self.first_head_gradient = None
             return
         self.updates += 1
 
@@ -1892,7 +1892,8 @@ def setting_of(step: int, c: Config) -> Setting:
 # downwards; a pass is forward and backward):
 #
 #   main stream            side stream (nanogpt/rows.py)   transfers between the GPUs
-#   pass 1                 finds the rows that are used    which rows each GPU uses
+#   pass 1                 finds the rows that are used    which rows each GPU uses, and what
+#                                                          came next there
 #   pass 2                 adds row gradients of pass 1
 #                          adds row gradients of pass 2    sums of mlp, qkvo and small banks
 #   Muon for mlp                                           row gradients, sum of lm_head
@@ -2101,7 +2102,6 @@ class Run:
         c = self.config
         self.clock.start()
         self.model.history_stream.follow()
-        ahead = None
         while self.step < c.num_steps:
             self.save_or_stop()
             if self.ended_by:
@@ -2110,13 +2110,11 @@ class Run:
                 self.clock.stop()
                 self.validate()
                 self.clock.start()
-            batch, histories = ahead or self.prepare()
+            batch, histories = self.prepare()
             self.profiler.before_step(self.step)
             WATCH.enter_step(self.step)
             message = train_step(
                 self.model, self.optimizer, batch, self.step, call, self.tell, histories)
-            if self.step + 1 < c.num_steps:
-                ahead = self.prepare()
             self.log.put(self.step + 1, message, self.clock.now())
             # This waits for the messages of all steps before this one. They are there already:
             # inside of train_step the CPU has waited for the number of rows that this step looks
@@ -2132,8 +2130,10 @@ class Run:
             dist.all_reduce(self.model.lost_targets)  # for the log, which names those of all ranks
 
     def prepare(self) -> tuple[list, list[matches.History]]:
-        """The micro-batches of the next step, and their histories. The GPU makes them beside the
-        step in hand, after it has written down what came next there."""
+        """The micro-batches of the next step, and their histories. The CPU is ahead of the GPU,
+        which makes these beside the step before, after it has written down what came next there.
+        Their memory may be that of the batch before, which is no longer read: `train_step` lets
+        this stream follow the main one."""
         with self.model.history_stream.on():
             batch = [inputs_and_targets(sequences, self.device) for sequences in next(self.batches)]
             histories = [self.model.history_beside(inputs) for inputs, _ in batch]
@@ -2153,7 +2153,8 @@ class Run:
 
     def save_or_stop(self) -> None:
         """Saves the run if a save is due or a signal ends it, on all ranks after the same step.
-        A signal that comes before the first step takes effect after that step. A collective."""
+        A signal that comes before the first step takes effect after that step, or after the second
+        with head_every_second. A collective."""
         # 1. Ask the others.
         if STOP.signal and self.step > 0:
             self.requests.ask(STOP.signal)
@@ -2162,7 +2163,7 @@ class Run:
 
         # 2. Do what all ranks know of by now.
         granted = []
-        if self.optimizer.waiting is None:  # a save does not hold what waits for the next step
+        if self.optimizer.first_head_gradient is None:  # which a save does not hold
             granted = [name for name in REQUESTS if self.requests.grant(name, self.step)]
         if granted:
             self.read_messages()  # of all steps so far, which a save holds
@@ -2333,7 +2334,8 @@ def main(argv: list[str]) -> int:
         return WATCH.refuse(str(error), error)
     except Exception as error:
         if limits.is_out_of_memory(error):
-            remedy = "smaller --micro_tokens, --val_seq_len and --ngram_rows need less"
+            remedy = ("smaller --micro_tokens, --val_seq_len, --ngram_rows and --recall_rows need "
+                      "less")
             return WATCH.refuse(f"{limits.first_sentence(error)}; {remedy}", error)
         if c.device == "mps":  # never tried: what PyTorch lacks there is best said as it is
             complain(f"train_gpt.py: --device=mps failed ({error}); use --device=cpu")

@@ -19,9 +19,9 @@ from nanogpt.ranks import gathered
 class History(NamedTuple):
     """What the tokens up to each position say, whatever the weights are."""
     hashes: Tensor  # (lengths, T), of the last 2, 3, ... tokens
-    # Of each kind of match, in the document and perhaps in the training text: the token that came
-    # next, and the length of the match.
-    found: Tensor  # (1 or 2, 2, T)
+    # (kinds, 2, T). The kinds of match are those in the document, and perhaps those in the training
+    # text. found[kind, 0] is the token that came next there, and found[kind, 1] the length.
+    found: Tensor
 
 
 def history(tokens: Tensor, begins: Tensor, table: Tensor, longest_ngram: int,
@@ -76,7 +76,7 @@ def induced_tokens(tokens: Tensor, begins: Tensor, hashes: Tensor) -> tuple[Tens
 
 
 # The table of recalled tokens has R entries of 64 bits, which are 0 at first. What came after the
-# last n tokens is written to place `hash % R`, for two or more n. From its highest bits on an entry
+# last n tokens is written to place `hash % R`, for two lengths n. From its highest bits on an entry
 # holds
 #
 #   the step that wrote it | 16 check bits | the next token, 16 bits

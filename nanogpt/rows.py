@@ -51,17 +51,19 @@ class LookedUpRows:
     def reset(self, masters: dict[str, Tensor]) -> None:
         """Forgets all steps so far. masters: for each table this rank's columns, (rows, share)."""
         self.masters = masters
-        # Of the step in hand, for each table:
-        self.places = {}  # for each rank, and for all together, of a used row its place, from 1 on
+        # Of the step in hand, for each table, where "own" are the rows that this rank has looked
+        # up:
+        self.places = {}  # (rows,) for each rank and for all together: places[row] counts the
+        # used rows up to this one, and so gives a used row its place among them, from 1 on
         self.counts = None  # (tables, ranks + 1) on the CPU, how many rows each, and all, have used
         self.counts_arrived = None  # the event after which it is there
-        # Sums of gradients of the rows that this rank has used: (ranks, own n, share), and with the
-        # name lm_head (1, own n, width) of the token embedding.
+        # Sums of gradients of the own rows: (ranks, own rows, share), and with the name lm_head
+        # (1, own rows, width) of the token embedding.
         self.totals = {}
-        self.own_tokens = None  # (own n,), the rows that this rank has used of value_embeds
+        self.own_tokens = None  # (own rows,) of value_embeds, which are tokens
         self.used = {}  # (n,), the rows that any rank has used, in ascending order
         # If there are several ranks:
-        self.lines = {}  # how many rows each rank has used
+        self.rows_of_rank = {}  # how many rows each rank has used
         self.used_by_ranks = {}  # (lines,), which ones, one rank after the other
         self.sums = {}  # (1, n, share), sums over the ranks
 
@@ -110,7 +112,7 @@ class LookedUpRows:
                     self.own_tokens = used[self.rank]
                 self.used[name] = used[-1]
                 if self.world_size > 1:
-                    self.lines[name] = counts[:-1]
+                    self.rows_of_rank[name] = counts[:-1]
                     self.used_by_ranks[name] = torch.cat(used[:-1])
                     self.sums[name] = master.new_zeros(1, counts[-1], share)
 
@@ -139,19 +141,20 @@ class LookedUpRows:
             gradient.index_add_(0, self.own_tokens, total[0].to(gradient.dtype))
 
     def take_totals(self, dtypes: dict[str, torch.dtype]) -> dict[str, Tensor]:
-        """The totals (ranks, own n, share), in the dtype they are sent in if there are other ranks;
-        they are forgotten here."""
+        """The totals (ranks, own rows, share), in the dtype they are sent in if there are other
+        ranks; they are forgotten here."""
         totals = {name: self.totals.pop(name) for name in self.masters if name in self.totals}
         if self.world_size == 1:
             return totals
         return {name: total.to(dtypes[name]) for name, total in totals.items()}
 
     def exchange(self, name: str, total: Tensor) -> tuple:
-        """Begins to send each rank its part of the total (ranks, own n, share). Returns what comes
-        from all ranks, one after the other, (lines, share), and the transfer. A collective."""
+        """Begins to send each rank its part of the total (ranks, own rows, share). Returns what
+        comes from all ranks, one after the other, (lines, share), and the transfer. A
+        collective."""
         if self.world_size == 1:
             return total[0], NoTransfer()
-        lines = self.lines[name]
+        lines = self.rows_of_rank[name]
         arrived = total.new_empty(sum(lines), total.size(2))
         own = [lines[self.rank]] * self.world_size
         return arrived, dist.all_to_all_single(

@@ -17,6 +17,20 @@ import torch
 from torch import Tensor
 
 
+class Mark:
+    """All that was begun on the current stream so far. `wait` lets what comes on another one wait
+    for it. In CPU memory there is nothing to wait for."""
+
+    def __init__(self, device: torch.device):
+        self.event = None
+        if device.type == "cuda":
+            self.event = torch.cuda.current_stream().record_event()
+
+    def wait(self) -> None:
+        if self.event:
+            torch.cuda.current_stream().wait_event(self.event)
+
+
 class SideStream:
     def __init__(self, device: torch.device):
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
