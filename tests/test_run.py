@@ -451,11 +451,12 @@ def test_a_file_that_is_no_checkpoint_is_named(content, tmp_path):
 
 
 @pytest.mark.parametrize("name, change", [
-    ("qkvo", lambda w: w[:-1]), ("scalars", lambda w: w[:-1]), ("recall_table", lambda w: w[:-1]),
-    ("recall_table", lambda w: w.double()), ("recall_table", lambda w: w | 60_000)])  # a token that the vocabulary lacks
+    ("qkvo", lambda w, *_: w[:-1]), ("scalars", lambda w, *_: w[:-1]), ("scalars", lambda w, table: table.clone()),
+    ("recall_table", lambda w, *_: w[:-1]), ("recall_table", lambda w, *_: w.double()),
+    ("recall_table", lambda w, *_: w | 60_000)])  # a token that the vocabulary lacks
 def test_weights_that_do_not_fit_the_configuration_are_named(first, name, change, tmp_path):
     content = torch.load(first[1] / "model.pt", weights_only=True)
-    content["weights"][name] = change(content["weights"][name])
+    content["weights"][name] = change(content["weights"][name], content["weights"]["recall_table"])
     checkpoint.write(tmp_path / "x.pt", content)
     with pytest.raises(t.BadInput, match=f"x.pt: .* weights of {name} do not fit"):
         t.load_checkpoint(tmp_path / "x.pt", torch.device("cpu"))
