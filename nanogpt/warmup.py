@@ -61,7 +61,8 @@ class WarmUp:
             # First without a CUDA graph, which cannot record what is compiled or made at first use.
             self.forward_backward(stage, step)
             some = self.micro_batches(stage)[:2]  # later ones have the second one's graph
-            for _ in range(2):  # with the head and without it, if it has every second step only
+            # Twice if the head is updated every second step: with it and without it.
+            for _ in range(1 + self.config.head_every_second):
                 self.work.train_step(self.model, self.optimizer, some, step, call)
             self.model.history_beside(some[0][0])
             if not self.model.flex:  # masks of SDPA have other shapes for each stage's windows
