@@ -51,10 +51,10 @@ class LookedUpRows:
     def reset(self, masters: dict[str, Tensor]) -> None:
         """Forgets all steps so far. masters: for each table this rank's columns, (rows, share)."""
         self.masters = masters
-        # Of the step in hand, for each table, where "own" are the rows that this rank has looked
-        # up:
-        self.places = {}  # (rows,) for each rank and for all together: places[row] counts the
-        # used rows up to this one, and so gives a used row its place among them, from 1 on
+        # Of the step in hand, for each table ("own" are the rows that this rank has looked up):
+        # For each rank, and last for all together, (rows,): how many used rows there are up to each
+        # row. So of a used row it is the place among them, from 1 on.
+        self.places = {}
         self.counts = None  # (tables, ranks + 1) on the CPU, how many rows each, and all, have used
         self.counts_arrived = None  # the event after which it is there
         # Sums of gradients of the own rows: (ranks, own rows, share), and with the name lm_head
