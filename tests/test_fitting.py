@@ -81,13 +81,15 @@ def test_a_table_of_ngrams_takes_at_most_a_tenth_of_a_gpus_memory():
     assert fitting.rows_that_fit(768, 1000) == 1
 
 
-@pytest.mark.parametrize("gigabytes, rows", [(24, 479_349), (1000, 4_024_320)])
-def test_a_run_on_a_gpu_is_fitted_to_its_memory(text, gigabytes, rows, monkeypatch):
+@pytest.mark.parametrize("gigabytes, rows, recalled", [
+    (24, 479_349, 24 * 2**30 // 32 // 8), (80, 1_597_830, 268_435_456), (1000, 4_024_320, 268_435_456)])
+def test_a_run_on_a_gpu_is_fitted_to_its_memory(text, gigabytes, rows, recalled, monkeypatch):
+    monkeypatch.setattr(fitting, "SHORT_TEXT", 0)  # of a short text nothing is recalled
     gpu = SimpleNamespace(total_memory=gigabytes * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
     given = {"data_dir": text.split("=")[1], "preset": "onepass"}
     fitted = fitting.fit(t.Config(**given), t.PRESETS, t.SCHEDULES, given, cuda=True)
-    assert fitted.ngram_rows == rows
+    assert (fitted.ngram_rows, fitted.recall_rows) == (rows, recalled)
     given["ngram_rows"] = 10**7
     assert fitting.fit(t.Config(**given), t.PRESETS, t.SCHEDULES, given, cuda=True).ngram_rows == 10**7
     given["ngram_part"] = 0.0
