@@ -878,11 +878,6 @@ def mix_and_loss(x: Tensor, sources: tuple[Tensor, ...], late: LateWeights, prod
 # 6. The whole model
 
 
-def call_directly(_: str, function: Callable, tensors: tuple[Tensor, ...]):
-    """What stands for compiling.CudaGraphs where there are none. It needs no graph's name."""
-    return function(*tensors)
-
-
 class GPT(nn.Module):
     """The model, over one or more packed sequences of documents, end to end.
 
@@ -916,7 +911,7 @@ class GPT(nn.Module):
         self.rotary_tables = {True: {}, False: {}}  # of training, of validation
         self.candidate_stream = SideStream(device)
         self.history_stream = SideStream(device)
-        self.call_beside = call_directly
+        self.call = compiling.call_directly
         self.precision = Precision(c, device, dict(self.named_parameters()))
 
     def add_banks(self, dtype: torch.dtype, device: torch.device, world_size: int) -> None:
@@ -954,7 +949,7 @@ class GPT(nn.Module):
 
     def history_beside(self, tokens: Tensor) -> matches.History:
         """The same in training, where the passes may run at the same time."""
-        made = self.call_beside("history", partial(self.history, training=True), (tokens,))
+        made = self.call("history", partial(self.history, training=True), (tokens,))
         return matches.History(*[x.clone() for x in made])  # the next call overwrites `made`
 
     def row_numbers(self, tokens: Tensor, hashes: Tensor) -> dict[str, Tensor]:
@@ -1498,19 +1493,31 @@ def cautious_update(master: Tensor, part: Tensor, update: Tensor, lr, decay) -> 
 # instead, `adam_rows` in nanogpt/kernels.py.
 
 
+class Rates(NamedTuple):
+    """What an update needs beside the tensors. Compiled functions get it as a tensor (5,), because
+    torch.compile would compile them anew for each value of a number, and a CUDA graph would go on
+    with the values that it was captured with."""
+    lr: float  # for Muon only the factor of the schedule
+    decay: float
+    beta1: float  # Muon's momentum
+    beta2: float
+    correction: float  # for the start of both of Adam's means at 0
+
+
 class MuonState(NamedTuple):
     momentum_buffer: Tensor  # (n, rows, columns)
     mean_square: Tensor  # (n, 1, columns), of each neuron's update over time
 
 
 def muon_update(master: Tensor, part: Tensor, gradient: Tensor, state: MuonState, lr: Tensor,
-                decay: Tensor, momentum: Tensor) -> None:
+                rates: Tensor) -> None:
     """Updates master (n, rows, columns) by orthogonalized Nesterov momentum, and copies it to
     `part`. Neurons whose updates were large over time get smaller ones; then the update of each
     matrix gets its old norm again (NorMuon, Li et al. 2025; record 41). Every column counts as a
     neuron: in the MLPs' matrices (D, F) that is a hidden unit. In qkvo the units of a head are
-    rows, but there it was found to make no difference. lr (n, 1, 1), decay () and momentum () are
-    tensors."""
+    rows, but there it was found to make no difference. lr (n, 1, 1) are the learning rates, which
+    the first of the rates, (5,), multiplies."""
+    lr_factor, decay, momentum, _, _ = rates
     # 1. Nesterov momentum, orthogonalized.
     gradient = gradient.to(master.dtype)
     state.momentum_buffer.add_((gradient - state.momentum_buffer) * (1 - momentum))
@@ -1527,7 +1534,7 @@ def muon_update(master: Tensor, part: Tensor, gradient: Tensor, state: MuonState
     total = square.sum((-2, -1), keepdim=True)
     scaled_total = (square * scale.square()).sum((-2, -1), keepdim=True)
     scale = scale * (total / scaled_total.clamp(min=1e-30)).sqrt()
-    cautious_update(master, part, update * scale, lr, decay)
+    cautious_update(master, part, update * scale, lr_factor * lr, decay)
 
 
 class AdamState(NamedTuple):
@@ -1535,28 +1542,19 @@ class AdamState(NamedTuple):
     mean_square: Tensor
 
 
-class AdamRates(NamedTuple):
-    """What Adam needs beside tensors. The kernel for rows takes numbers. Compiled functions get
-    tensors () on the CPU, as torch.compile would compile them anew for each value of a number."""
-    lr: float | Tensor
-    decay: float | Tensor
-    beta1: float | Tensor
-    beta2: float | Tensor
-    correction: float | Tensor  # for the start of both means at 0
-
-
 def adam_update(master: Tensor, part: Tensor, gradient: Tensor, state: AdamState,
-                rates: AdamRates) -> None:
-    """Updates master by Adam (Kingma & Ba 2015), and copies it to `part`. All tensors have the same
-    shape. kernels.adam_rows does this for the rows of tables that were looked up. All other rows
-    keep their weights and both means; `correction` counts all steps nevertheless, and so it does
-    for the head with head_every_second."""
+                rates: Tensor) -> None:
+    """Updates master by Adam (Kingma & Ba 2015), and copies it to `part`. All these tensors have
+    one shape; the rates are (5,). kernels.adam_rows does this for the rows of tables that were
+    looked up. All other rows keep their weights and both means; `correction` counts all steps
+    nevertheless, and so it does for the head with head_every_second."""
+    lr, decay, beta1, beta2, correction = rates
     gradient = gradient.to(master.dtype)
-    state.mean.add_((gradient - state.mean) * (1 - rates.beta1))
-    state.mean_square.add_((gradient.square() - state.mean_square) * (1 - rates.beta2))
+    state.mean.add_((gradient - state.mean) * (1 - beta1))
+    state.mean_square.add_((gradient.square() - state.mean_square) * (1 - beta2))
     root = state.mean_square.sqrt() + 1e-10  # only against 0 / 0
-    update = state.mean / root * rates.correction
-    cautious_update(master, part, update, rates.lr, rates.decay)
+    update = state.mean / root * correction
+    cautious_update(master, part, update, lr, decay)
 
 
 class Functions(NamedTuple):
@@ -1596,6 +1594,7 @@ class Optimizer:
     def __init__(self, model: GPT):
         self.model = model
         self.recipes = model.precision.recipes
+        self.device = model.signs.device
         self.rank, self.world_size = rank_and_world_size()
         self.banks = {name: bank.data for name, bank in model.named_parameters()}
         self.muon_lr = {}  # (n, 1, 1) for the matrices that this rank updates
@@ -1603,21 +1602,27 @@ class Optimizer:
             if param.optimizer == "muon":
                 turn = torch.arange(len(self.banks[name])) % len(param.lr)
                 lr = torch.tensor(param.lr)[turn]
-                lr = lr[:, None, None].to(model.signs.device)
+                lr = lr[:, None, None].to(self.device)
                 self.muon_lr[name] = self.own(name, lr)
-        self.lookups = LookedUpRows(model.signs.device)
+        self.parts = {  # this rank's, as views of the banks
+            name: self.own(name, bank) for name, bank in self.banks.items()
+            if name not in model.big_tables}
         wide = torch.promote_types(torch.float32, model.lm_head.dtype)
-        self.reset({name: bank.to(wide) for name, bank in self.banks.items()})
+        self.masters = {
+            name: self.own(name, bank).to(wide, copy=True) for name, bank in self.banks.items()}
+        self.state = {name: self.zero_state(name) for name in self.banks}
+        tables = {name: self.masters[name] for name in model.big_tables}
+        self.lookups = LookedUpRows(self.device, tables)
+        self.call = compiling.call_directly
+        self.reset(self.banks)
 
     def reset(self, full: dict[str, Tensor]) -> None:
-        """Starts anew from the float32 weights `full`, as `initialize` returns them. A
-        collective."""
-        # Let go of the old ones first: both would not fit into memory.
-        self.masters, self.state = {}, {}
-        self.lookups.reset({})
-        self.masters = {name: self.own(name, w).clone() for name, w in full.items()}
-        self.state = {name: self.zero_state(name) for name in full}
-        self.lookups.reset({name: self.masters[name] for name in self.model.big_tables})
+        """Starts anew from the float32 weights `full`, as `initialize` returns them. The tensors
+        stay where they are, as CUDA graphs write to them. A collective."""
+        for name, w in full.items():
+            self.masters[name].copy_(self.own(name, w))
+            for moment in self.state[name]:
+                moment.zero_()
         self.sums = {}  # name -> this rank's part of the summed gradient, and its transfer
         self.head_gradient = None  # that of this step, from `start_sums` on
         self.first_head_gradient = None  # that of the step before, if this is the second of two
@@ -1715,16 +1720,25 @@ class Optimizer:
             return
         self.updates += 1
 
-        # 2. Update the own part of each parameter, and begin to hand it out.
-        # Tables come first, because they take longest: their rows must be put in place, too.
-        names = [name for name in self.model.params if name in self.sums]
-        names.sort(key=lambda name: name not in self.model.big_tables)
-        handed_out = {}
+        # 2. Update the own part of each parameter, and begin to hand it out. Tables come first,
+        # because they take longest: their rows must be put in place, too. Small banks come last.
+        rates = self.rates(lr_factor, momentum)
+        all_rates = torch.tensor([*rates.values()], pin_memory=self.device.type == "cuda")
+        all_rates = all_rates.to(self.device, non_blocking=True)
+        names = list(self.sums)
+        of_share = {"columns": [], "slice": [], "all": []}
         for name in names:
-            with self.cuda_stream_of(name):
-                gradient = self.finished_sum(name)
-                part = self.update(name, self.recipes.unscale(gradient), lr_factor, momentum)
+            of_share[self.model.params[name].share].append(name)
+        handed_out = {}
+        for name in of_share["columns"]:
+            with self.lookups.on_side_stream():
+                part = self.update_rows(name, self.finished_sum(name), rates[name])
                 handed_out[name] = self.hand_out(name, part)
+        for group in (*[(name,) for name in of_share["slice"]], (*of_share["all"],)):
+            gradients = [self.finished_sum(name) for name in group]
+            self.call(group, partial(self.update, group), (all_rates, *gradients))
+            for name in group:
+                handed_out[name] = self.hand_out(name, self.parts[name])
 
         # 3. Wait until all new weights have arrived.
         for name, (parts, transfer) in handed_out.items():
@@ -1751,37 +1765,45 @@ class Optimizer:
         transfer.wait()
         if gradient.is_cuda:  # made on another stream, which must not use its memory again too soon
             gradient.record_stream(torch.cuda.current_stream())
-        return gradient
+        return self.recipes.unscale(gradient)
+
+    def rates(self, lr_factor: float, momentum: float) -> dict[str, Rates]:
+        t = max(self.updates, 1)  # 0 where the warm-up only compiles
+        rates = {}
+        for name, param in self.model.params.items():
+            decay = lr_factor * param.decay
+            if param.optimizer == "muon":
+                rates[name] = Rates(lr_factor, decay, momentum, 0.0, 0.0)
+            else:
+                beta1, beta2 = param.betas
+                correction = (1 - beta2**t) ** 0.5 / (1 - beta1**t)
+                rates[name] = Rates(lr_factor * param.lr, decay, beta1, beta2, correction)
+        return rates
 
     @torch.no_grad()
-    def update(self, name: str, gradient: Tensor, lr_factor: float, momentum: float) -> Tensor:
-        """Updates this rank's part of a parameter from the gradient of that part. Returns the new
-        part in the dtype of the bank: a view of the bank, or for tables a tensor of its own."""
-        param = self.model.params[name]
-        master = self.masters[name]
-        state = self.state[name]
-        bank = self.banks[name]
-        decay = lr_factor * param.decay
-        if param.optimizer == "muon":  # matrices
-            part = self.own(name, bank)
-            self.model.functions.muon_update(
-                master, part, gradient, state, lr_factor * self.muon_lr[name],
-                torch.tensor(decay), torch.tensor(momentum))
-            return part
-        t = max(self.updates, 1)  # 0 where the warm-up only compiles
-        beta1, beta2 = param.betas
-        correction = (1 - beta2**t) ** 0.5 / (1 - beta1**t)
-        rates = AdamRates(lr_factor * param.lr, decay, beta1, beta2, correction)
-        if param.share == "columns":  # Adam for the looked-up rows of a table
-            gradient = self.lookups.add_up(name, gradient)
-            rows = self.lookups.used[name]
-            return kernels.adam_rows(gradient, rows, master, state, bank.dtype, *rates)
-        part = self.own(name, bank)  # Adam for the head and small banks
-        flat_state = AdamState(*(moment.view(-1) for moment in state))  # one graph for all shapes
-        self.model.functions.adam_update(
-            master.view(-1), part.view(-1), gradient.reshape(-1), flat_state,
-            AdamRates(*map(torch.tensor, rates)))
-        return part
+    def update(self, names: tuple[str, ...], all_rates: Tensor, *gradients: Tensor) -> None:
+        """Updates this rank's parts of matrices by Muon, and of the head and small banks by Adam,
+        from the gradients of these parts. all_rates (parameters, 5) are those of all parameters."""
+        all_rates = dict(zip(self.model.params, all_rates))
+        for name, gradient in zip(names, gradients):
+            master, part, state = self.masters[name], self.parts[name], self.state[name]
+            rates = all_rates[name].clone()  # as graphs depend on where in its memory a tensor is
+            if name in self.muon_lr:
+                self.model.functions.muon_update(
+                    master, part, gradient, state, self.muon_lr[name], rates)
+                continue
+            flat_state = AdamState(*(moment.view(-1) for moment in state))  # one graph for all
+            self.model.functions.adam_update(
+                master.view(-1), part.view(-1), gradient.reshape(-1), flat_state, rates)
+
+    @torch.no_grad()
+    def update_rows(self, name: str, gradient: Tensor, rates: Rates) -> Tensor:
+        """Updates this rank's columns of the looked-up rows of a table by Adam. Returns them in the
+        dtype of the bank."""
+        gradient = self.lookups.add_up(name, gradient)
+        rows = self.lookups.used[name]
+        return kernels.adam_rows(
+            gradient, rows, self.masters[name], self.state[name], self.banks[name].dtype, *rates)
 
     def hand_out(self, name: str, part: Tensor) -> tuple:
         """Begins to give this rank's updated part to all ranks. Returns what all of them gave, and
@@ -1952,7 +1974,7 @@ def forward_backward(model: GPT, setting: Setting, inputs: Tensor, targets: Tens
 
 
 def train_step(model: GPT, optimizer: Optimizer, batch: list[tuple[Tensor, Tensor]], step: int,
-               call: Callable = call_directly, tell: Callable | None = None,
+               call: Callable = compiling.call_directly, tell: Callable | None = None,
                histories: list[matches.History] | None = None) -> Tensor:
     """One update. `batch` has inputs and targets (T,) of each micro-batch of this rank. `call` runs
     a function of tensors, directly or as a CUDA graph.
@@ -2088,9 +2110,7 @@ class Run:
         self.step = keeper.first_step  # steps so far
         self.ended_by = ""  # the signal that has ended the run early
         self.requests = Requests(self.device)
-        own = {name: optimizer.own(name, bank) for name, bank in optimizer.banks.items()
-               if name not in self.model.big_tables}
-        self.finite = finite.Check(own, self.recipes.measurements)
+        self.finite = finite.Check(optimizer.parts, self.recipes.measurements)
         self.profiler = profiling.Profiler(
             c.profile_steps if is_rank_0() else 0, self.step, c.num_steps, self.log, self.device)
         self.batches = shards.ahead(rank_micro_batches(
@@ -2269,7 +2289,7 @@ def train(c: Config, at_end: ExitStack) -> int:
     # tenth of the compiler's time.
     gc.disable()
     functions = EAGER
-    call = call_directly
+    call = compiling.call_directly
     if c.compile:
         functions = compiled_functions(report_compilation, facts.run["files_sha256"])
     with limits.enough_memory():
@@ -2280,7 +2300,8 @@ def train(c: Config, at_end: ExitStack) -> int:
         on_all_ranks(run_files.saved.check_fits, optimizer)
     if c.compile and cuda:
         call = compiling.CudaGraphs(model.parameters())
-        model.call_beside = compiling.CudaGraphs([])  # whose memory no other graph uses
+        for owner in (model, optimizer, optimizer.lookups):
+            owner.call = compiling.CudaGraphs([])  # whose memory no other graph uses
     warm_up = warm_up_of(model, optimizer)
     warm_up.run(call)
     longer = ""

@@ -345,6 +345,11 @@ def absent(names: Iterable[str], values: Iterable) -> list[str]:
     return found
 
 
+def call_directly(_, function: Callable, tensors: tuple[Tensor, ...]):
+    """What stands for CudaGraphs where there are none. It needs no graph's name."""
+    return function(*tensors)
+
+
 class Capture(NamedTuple):
     graph: torch.cuda.CUDAGraph
     places: list[Tensor]  # what the graph reads: copies of the function's arguments

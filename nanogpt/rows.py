@@ -11,20 +11,43 @@ The work takes memory bandwidth, while the update of the matrices takes arithmet
 on a CUDA stream beside the main one: 28.7 to 28.9 instead of 30.0 ms a step of 16,384 tokens on one
 H200 (records/2026-11-21_ladder_beside_two_gpus).
 """
+from functools import partial
+from typing import NamedTuple
+
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from nanogpt import kernels
+from nanogpt.compiling import call_directly
 from nanogpt.ranks import NoTransfer, gathered, rank_and_world_size
 from nanogpt.streams import SideStream
 from records.journal import to_host
 
 
-def used_rows(places: Tensor, n: int) -> Tensor:
-    """places (rows,), how many used rows there are up to each row -> the n used ones (n,)."""
-    numbers = torch.arange(1, n + 1, dtype=places.dtype, device=places.device)
-    return torch.searchsorted(places, numbers)
+class Places(NamedTuple):
+    """Of one table, where each used row stands among the used ones. Several ranks count as one
+    more, who has used all that any of them has."""
+    counts: Tensor  # (ranks * R,) int32, how many used rows there are up to each, rank after rank
+    own: Tensor  # (R,), the same of this rank alone; of a used row it is the place, from 1 on
+    of_all: Tensor  # (R,), the same of all ranks together
+    ends: Tensor  # (ranks,), the counts where each rank ends
+
+
+def find_places(rank: int, *is_used: Tensor) -> list[Places]:
+    """is_used (ranks, R) of each table, 1 for each row that a rank has used, else 0."""
+    found = []
+    for flags in is_used:
+        if len(flags) > 1:
+            flags = torch.cat((flags, flags.amax(0, keepdim=True)))
+        # One long sum: many sums of a row each would take the GPU longer.
+        counts = flags.flatten().cumsum(0, dtype=torch.int32).view(flags.shape)
+        ends = counts[:, -1]
+        begins = F.pad(ends[:-1], (1, 0))
+        own, of_all = counts[rank] - begins[rank], counts[-1] - begins[-1]
+        found.append(Places(counts.flatten(), own, of_all, ends))
+    return found
 
 
 class LookedUpRows:
@@ -42,21 +65,16 @@ class LookedUpRows:
     read it. The master is its float32 original, of which a rank has `share` columns of every row;
     these it updates."""
 
-    def __init__(self, device: torch.device):
-        self.device = device
+    def __init__(self, device: torch.device, masters: dict[str, Tensor]):
+        """masters: for each table this rank's columns, (rows, share)"""
         self.side_stream = SideStream(device)
         self.rank, self.world_size = rank_and_world_size()
-        self.reset({})
-
-    def reset(self, masters: dict[str, Tensor]) -> None:
-        """Forgets all steps so far. masters: for each table this rank's columns, (rows, share)."""
         self.masters = masters
+        self.call = call_directly  # or with CUDA graphs
         # Of the step in hand, for each table ("own" are the rows that this rank has looked up):
-        # For each rank, and last for all together, (rows,): how many used rows there are up to each
-        # row. So of a used row it is the place among them, from 1 on.
         self.places = {}
-        self.counts = None  # (tables, ranks + 1) on the CPU, how many rows each, and all, have used
-        self.counts_arrived = None  # the event after which it is there
+        self.ends = None  # (tables, ranks) on the CPU, those of the places
+        self.ends_arrived = None  # the event after which they are there
         # Sums of gradients of the own rows: (ranks, own rows, share), and with the name lm_head
         # (1, own rows, width) of the token embedding.
         self.totals = {}
@@ -87,33 +105,34 @@ class LookedUpRows:
             own = [torch.cat([rows[name] for rows in batch]) for name in self.masters]
             of_ranks = gathered(torch.cat(own)).view(self.world_size, -1)
             of_tables = of_ranks.split([len(rows) for rows in own], 1)
-            for (name, master), rows in zip(self.masters.items(), of_tables):
-                is_used = rows.new_zeros(self.world_size, len(master), dtype=torch.uint8)
-                is_used.scatter_(1, rows, 1)
-                if self.world_size > 1:
-                    is_used = torch.cat((is_used, is_used.amax(0, keepdim=True)))
-                # How many used rows there are up to each row. `make_totals` looks for 1, 2, 3, ...
-                # in these counts, because nonzero() would make the CPU wait here.
-                self.places[name] = [flags.cumsum(0, dtype=torch.int32) for flags in is_used]
-            counts = [[place[-1] for place in places] for places in self.places.values()]
-            self.counts, self.counts_arrived = to_host(
-                torch.stack([torch.stack(of_table) for of_table in counts]))
+            is_used = []
+            for master, rows in zip(self.masters.values(), of_tables):
+                flags = rows.new_zeros(self.world_size, len(master), dtype=torch.uint8)
+                is_used.append(flags.scatter_(1, rows, 1))
+            found = self.call("places", partial(find_places, self.rank), tuple(is_used))
+            self.places = dict(zip(self.masters, found))
+            self.ends, self.ends_arrived = to_host(
+                torch.stack([places.ends for places in found]))
 
     def make_totals(self) -> None:
         """Waits for the numbers of used rows, and makes room for the sums of their gradients."""
-        if self.counts_arrived is not None:
-            self.counts_arrived.synchronize()
+        if self.ends_arrived is not None:
+            self.ends_arrived.synchronize()
         with self.on_side_stream():
-            for (name, master), counts in zip(self.masters.items(), self.counts.tolist()):
+            for (name, master), ends in zip(self.masters.items(), self.ends.tolist()):
+                counts = [end - begin for begin, end in zip([0, *ends], ends)]
+                # The rows where the count becomes 1, 2, 3, ... For nonzero() the CPU would wait.
+                numbers = torch.arange(1, ends[-1] + 1, dtype=torch.int32, device=master.device)
+                used = torch.searchsorted(self.places[name].counts, numbers) % len(master)
+                of_ranks = used.split(counts)
+                if name == "value_embeds":
+                    self.own_tokens = of_ranks[self.rank]
+                self.used[name] = of_ranks[-1]
                 share = master.size(1)
                 self.totals[name] = master.new_zeros(self.world_size, counts[self.rank], share)
-                used = [used_rows(place, n) for place, n in zip(self.places[name], counts)]
-                if name == "value_embeds":
-                    self.own_tokens = used[self.rank]
-                self.used[name] = used[-1]
                 if self.world_size > 1:
                     self.rows_of_rank[name] = counts[:-1]
-                    self.used_by_ranks[name] = torch.cat(used[:-1])
+                    self.used_by_ranks[name] = used[: ends[-2]]
                     self.sums[name] = master.new_zeros(1, counts[-1], share)
 
     @torch.no_grad()
@@ -129,8 +148,8 @@ class LookedUpRows:
                     shape = 1, len(self.own_tokens), gradient.size(1)
                     self.totals[name] = self.totals["value_embeds"].new_zeros(shape)
                 table = name if name in self.masters else "value_embeds"
-                places = self.places[table][self.rank]
-                kernels.sum_rows(self.totals[name], places, rows[table], gradient)
+                kernels.sum_rows(
+                    self.totals[name], self.places[table].own, rows[table], gradient)
                 self.side_stream.keep(gradient)  # `train_step` holds the rows until it meets
 
     def add_embedding(self, gradient: Tensor) -> None:
@@ -165,7 +184,7 @@ class LookedUpRows:
         if self.world_size == 1:
             return arrived
         sums = self.sums.pop(name)
-        kernels.sum_rows(sums, self.places[name][-1], self.used_by_ranks[name], arrived)
+        kernels.sum_rows(sums, self.places[name].of_all, self.used_by_ranks[name], arrived)
         return sums[0]
 
     def put(self, name: str, bank: Tensor, parts: Tensor) -> None:

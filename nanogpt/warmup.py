@@ -57,6 +57,7 @@ class WarmUp:
         """`call` is compiling.CudaGraphs, or what stands for it. A collective."""
         if rank_and_world_size()[1] > 1:
             self.compile_share()
+        self.update()
         for stage, step in self.step_kinds:
             # First without a CUDA graph, which cannot record what is compiled or made at first use.
             self.forward_backward(stage, step)
@@ -130,7 +131,7 @@ class WarmUp:
             self.model, inputs, targets, self.setting(step))
 
     def update(self) -> None:
-        for name, master in self.optimizer.masters.items():
-            if name not in self.model.big_tables:
-                gradient = torch.zeros_like(master, dtype=getattr(self.model, name).dtype)
-                self.optimizer.update(name, gradient, 0.0, 0.0)
+        parts = self.optimizer.parts
+        gradients = [torch.zeros_like(part) for part in parts.values()]
+        rates = torch.tensor([*self.optimizer.rates(0.0, 0.0).values()], device=self.tokens.device)
+        self.optimizer.update((*parts,), rates, *gradients)

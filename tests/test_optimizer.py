@@ -17,16 +17,16 @@ import pytest
 import torch
 
 import train_gpt as t
-from nanogpt import kernels
+from nanogpt import compiling, kernels
 
 
 def normal(*shape, seed=0, dtype=torch.float64):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
-def numbers(*values):
-    """0-D tensors, as the compiled functions take them, but in float64."""
-    return [torch.tensor(value, dtype=torch.float64) for value in values]
+def rates_of(lr, decay, beta1, beta2=0.0, correction=0.0):
+    """The tensor that the compiled functions take, but in float64."""
+    return torch.tensor(t.Rates(lr, decay, beta1, beta2, correction), dtype=torch.float64)
 
 
 # ---------------------------------------------------------------------------------------------------- Adam
@@ -38,7 +38,7 @@ def adam(master, grads, lr, decay, beta1, beta2):
     state = t.AdamState(torch.zeros_like(master), torch.zeros_like(master))
     for step, grad in enumerate(grads, 1):
         correction = (1 - beta2**step) ** 0.5 / (1 - beta1**step)
-        t.adam_update(master, part, grad, state, t.AdamRates(*numbers(lr, decay, beta1, beta2, correction)))
+        t.adam_update(master, part, grad, state, rates_of(lr, decay, beta1, beta2, correction))
     return master, part
 
 
@@ -75,7 +75,7 @@ def test_adams_decay_acts_only_where_the_update_shrinks_the_weight():
 def test_adam_of_rows_is_to_the_bit_the_adam_of_whole_parameters_on_these_rows():
     rows, grad = torch.tensor([1, 4, 6]), normal(3, 5, seed=4)
     master, state = normal(7, 5, seed=1), t.AdamState(normal(7, 5, seed=2), normal(7, 5, seed=3).square())
-    rates = t.AdamRates(*numbers(0.1, 0.3, 0.6, 0.9, 1.5))
+    rates = rates_of(0.1, 0.3, 0.6, 0.9, 1.5)
     expected, of_rows = master[rows], t.AdamState(*(x[rows] for x in state))
     part = torch.empty(3, 5, dtype=torch.bfloat16)
     t.adam_update(expected, part, grad, of_rows, rates)
@@ -172,7 +172,8 @@ def muon(start, grads, lr, decay, momenta):
     master, part = start.clone(), torch.empty_like(start, dtype=torch.bfloat16)
     state = t.MuonState(torch.zeros_like(start), start.new_zeros(len(start), 1, start.shape[2]))
     for grad, momentum in zip(grads, momenta):
-        t.muon_update(master, part, grad.clone(), state, *numbers(lr, decay, momentum))
+        t.muon_update(master, part, grad.clone(), state, start.new_full((len(start), 1, 1), 4 * lr),
+                      rates_of(0.25, decay, momentum))
     return master, part
 
 
@@ -343,9 +344,7 @@ def test_a_step_on_the_cpu_asks_nothing_of_cuda_even_where_there_is_a_gpu(monkey
 
 
 def assert_nothing_is_kept(optimizer):
-    looked_up = optimizer.lookups
     assert (optimizer.updates, optimizer.bytes_sent, optimizer.sums) == (0, 0, {})
-    assert (looked_up.totals, looked_up.used) == ({}, {})
 
 
 def test_a_reset_forgets_moments_and_steps():
@@ -496,7 +495,7 @@ def test_warming_up_leaves_no_trace(micro_tokens, sizes):
     warm, fresh = (small("float64", micro_tokens=micro_tokens, **sizes) for _ in range(2))
     start, optimizer = t.initialize(fresh, 0), t.Optimizer(warm)
     warm_up = t.warm_up_of(warm, optimizer)
-    warm_up.run(t.call_directly)
+    warm_up.run(compiling.call_directly)
     optimizer.reset(t.initialize(warm, 0))
     assert_nothing_is_kept(optimizer)
     for name, p in warm.named_parameters():
@@ -538,7 +537,7 @@ def test_the_time_of_a_step_is_the_mean_over_the_steps_that_the_run_has(num_step
 
     monkeypatch.setattr(t.warmup.journal, "Clock", Clock)
     monkeypatch.setattr(t, "train_step", train_step)
-    seconds = t.warm_up_of(model, t.Optimizer(model)).seconds_per_step(t.call_directly)
+    seconds = t.warm_up_of(model, t.Optimizer(model)).seconds_per_step(compiling.call_directly)
     assert seconds * num_steps == pytest.approx(t.total_tokens(c))
 
 
@@ -621,7 +620,7 @@ def test_warming_up_validates_as_the_run_does_at_its_end(flex):
     settings = []
     warm_up.work = t.warmup.Work(
         lambda *_: None, lambda *_: None, lambda model, x, y, setting: settings.append(setting), t.setting_of)
-    warm_up.run(t.call_directly)
+    warm_up.run(compiling.call_directly)
     assert settings[-1] == t.setting_of(12, model.config) and (len(settings) == 1) == flex
 
 
@@ -757,7 +756,7 @@ def work(rank, world_size, dtype, folder):
     rows_of_step.find([rows for rows, _ in lookup])
     for rows, grads in lookup:
         rows_of_step.add(rows, grads)
-    found = dict(lookup=lookup, used=rows_of_step.used, counts=rows_of_step.counts.tolist(), summed={})
+    found = dict(lookup=lookup, used=rows_of_step.used, ends=rows_of_step.ends.tolist(), summed={})
     found["totals"] = rows_of_step.take_totals({name: optimizer.masters[name].dtype for name in test.TABLES})
     for name, total in found["totals"].items():
         arrived, transfer = rows_of_step.exchange(name, total)
@@ -846,7 +845,8 @@ def test_rows_that_any_rank_looks_up_are_found_by_all_and_their_gradients_are_su
         assert world_size == 1 or all(set(rows) < set(union) for rows in of_ranks), "the ranks look up different rows"
         whole = {row: 0 for row in union}  # the sums over all ranks
         for rank, rows in zip(found, of_ranks):
-            assert rank["counts"][i] == [*map(len, of_ranks), len(union)][: world_size + (world_size > 1)]
+            counts = [*map(len, of_ranks), len(union)][: world_size + (world_size > 1)]
+            assert rank["ends"][i] == np.cumsum(counts).tolist()
             assert rank["used"][name].tolist() == union
             width, parts = len(rank["lookup"][0][1][name][0]), rank["totals"][name].double()
             assert parts.shape == (world_size, len(rows), -(-width // world_size))  # what each rank will own
