@@ -59,7 +59,7 @@ import dataclasses
 import gc
 import math
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -99,6 +99,7 @@ from nanogpt.ranks import (
     NoTransfer,
     Requests,
     all_gather,
+    all_ranks,
     is_rank_0,
     on_all_ranks,
     rank_and_world_size,
@@ -109,7 +110,7 @@ from nanogpt.ranks import (
 )
 from nanogpt.rows import LookedUpRows
 from nanogpt.run_files import RunFiles, check_amount, check_run_files, chooses_steps
-from nanogpt.streams import Mark, SideStream
+from nanogpt.streams import Mark, SideStream, to_device
 from nanogpt.watch import Watch
 from records import journal
 from records.console import CLEAR_RISE, Console, complain, next_commands
@@ -265,7 +266,7 @@ BYTES = dict(
 CPU_HAS_BF16 = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
 
 PRESETS: dict[str, dict] = {
-    "speedrun": {},
+    "speedrun": dict(recall_rows=268_435_456, head_every_second=True),
     "onepass": dict(
         num_layers=6, num_heads=4, mlp_dim=5632,
         num_steps=1020, batch_tokens=131_072,
@@ -392,8 +393,6 @@ def default_preset(device: str | None = None) -> str:
 def check_config(c: Config) -> None:
     """Raises BadInput where a value cannot be, or values do not fit each other."""
     limits.check(c, SCHEDULES, PRECISIONS, GATE_DIM)
-    if c.nvfp4_without:
-        recipe.module_of("nvfp4").parts_to_leave_out(c.nvfp4_without)  # raises BadInput for others
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1612,7 +1611,7 @@ class Optimizer:
             name: self.own(name, bank).to(wide, copy=True) for name, bank in self.banks.items()}
         self.state = {name: self.zero_state(name) for name in self.banks}
         tables = {name: self.masters[name] for name in model.big_tables}
-        self.lookups = LookedUpRows(self.device, tables)
+        self.lookups = LookedUpRows(self.device, tables, model.lm_head.dtype)
         self.call = compiling.call_directly
         self.reset(self.banks)
 
@@ -1630,16 +1629,6 @@ class Optimizer:
         self.bytes_sent = 0
         self.recipes.reset()
         self.recipes.weights_changed([*self.masters], self.masters)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """This rank's part of all that updates change, by names like "mlp.master" and
-        "mlp.momentum_buffer"."""
-        named = {}
-        for name, master in self.masters.items():
-            named[f"{name}.master"] = master
-            for kind, moment in self.state[name]._asdict().items():
-                named[f"{name}.{kind}"] = moment
-        return named
 
     def zero_state(self, name: str) -> MuonState | AdamState:
         zero = torch.zeros_like(self.masters[name])
@@ -1682,8 +1671,7 @@ class Optimizer:
         embedding are added to its gradient. A collective."""
         lookups = self.lookups
         with lookups.on_side_stream():
-            dtypes = {name: self.banks[name].dtype for name in self.model.big_tables}
-            for name, total in lookups.take_totals(dtypes).items():
+            for name, total in lookups.take_totals().items():
                 self.bytes_sent += total.nbytes
                 self.sums[name] = lookups.exchange(name, total)
             gradient, self.head_gradient = self.head_gradient, None
@@ -1723,8 +1711,7 @@ class Optimizer:
         # 2. Update the own part of each parameter, and begin to hand it out. Tables come first,
         # because they take longest: their rows must be put in place, too. Small banks come last.
         rates = self.rates(lr_factor, momentum)
-        all_rates = torch.tensor([*rates.values()], pin_memory=self.device.type == "cuda")
-        all_rates = all_rates.to(self.device, non_blocking=True)
+        all_rates = to_device([*rates.values()], self.device)
         names = list(self.sums)
         of_share = {"columns": [], "slice": [], "all": []}
         for name in names:
@@ -1742,15 +1729,14 @@ class Optimizer:
 
         # 3. Wait until all new weights have arrived.
         for name, (parts, transfer) in handed_out.items():
-            with self.cuda_stream_of(name):
-                transfer.wait()
-                if name in self.model.big_tables:
+            if name in of_share["columns"]:
+                with self.lookups.on_side_stream():
+                    transfer.wait()
                     self.lookups.put(name, self.banks[name], parts)
+            else:
+                transfer.wait()
         self.lookups.meet()
         self.bytes_sent += self.recipes.weights_changed(names, self.masters)
-
-    def cuda_stream_of(self, name: str):
-        return self.lookups.on_side_stream() if name in self.model.big_tables else nullcontext()
 
     def finished_sums(self) -> list[Tensor]:
         """All summed gradients, after waiting for them. Only a recipe that must know whether they
@@ -1768,16 +1754,15 @@ class Optimizer:
         return self.recipes.unscale(gradient)
 
     def rates(self, lr_factor: float, momentum: float) -> dict[str, Rates]:
+        """Those of all parameters in this step."""
         t = max(self.updates, 1)  # 0 where the warm-up only compiles
         rates = {}
         for name, param in self.model.params.items():
-            decay = lr_factor * param.decay
+            lr, beta1, beta2 = param.lr, *param.betas
             if param.optimizer == "muon":
-                rates[name] = Rates(lr_factor, decay, momentum, 0.0, 0.0)
-            else:
-                beta1, beta2 = param.betas
-                correction = (1 - beta2**t) ** 0.5 / (1 - beta1**t)
-                rates[name] = Rates(lr_factor * param.lr, decay, beta1, beta2, correction)
+                lr, beta1 = 1.0, momentum
+            correction = (1 - beta2**t) ** 0.5 / (1 - beta1**t)
+            rates[name] = Rates(lr_factor * lr, lr_factor * param.decay, beta1, beta2, correction)
         return rates
 
     @torch.no_grad()
@@ -1787,14 +1772,15 @@ class Optimizer:
         all_rates = dict(zip(self.model.params, all_rates))
         for name, gradient in zip(names, gradients):
             master, part, state = self.masters[name], self.parts[name], self.state[name]
-            rates = all_rates[name].clone()  # as graphs depend on where in its memory a tensor is
+            # A copy, because compiled graphs depend on where in its memory a tensor begins.
+            rates = all_rates[name].clone()
             if name in self.muon_lr:
                 self.model.functions.muon_update(
                     master, part, gradient, state, self.muon_lr[name], rates)
-                continue
-            flat_state = AdamState(*(moment.view(-1) for moment in state))  # one graph for all
-            self.model.functions.adam_update(
-                master.view(-1), part.view(-1), gradient.reshape(-1), flat_state, rates)
+            else:  # flat, so that one compiled graph serves all shapes
+                flat_state = AdamState(*(moment.view(-1) for moment in state))
+                self.model.functions.adam_update(
+                    master.view(-1), part.view(-1), gradient.reshape(-1), flat_state, rates)
 
     @torch.no_grad()
     def update_rows(self, name: str, gradient: Tensor, rates: Rates) -> Tensor:
@@ -2101,7 +2087,6 @@ class Run:
         self.config = c
         self.model = optimizer.model
         self.optimizer = optimizer
-        self.recipes = optimizer.recipes
         self.device = self.model.signs.device
         self.run_files = run_files
         self.keeper = keeper
@@ -2110,7 +2095,7 @@ class Run:
         self.step = keeper.first_step  # steps so far
         self.ended_by = ""  # the signal that has ended the run early
         self.requests = Requests(self.device)
-        self.finite = finite.Check(optimizer.parts, self.recipes.measurements)
+        self.finite = finite.Check(optimizer.parts, optimizer.recipes.measurements)
         self.profiler = profiling.Profiler(
             c.profile_steps if is_rank_0() else 0, self.step, c.num_steps, self.log, self.device)
         self.batches = shards.ahead(rank_micro_batches(
@@ -2194,7 +2179,7 @@ class Run:
     def validate(self) -> None:
         """Validates, and writes the loss to the log. A collective."""
         self.read_messages()
-        self.recipes.before_validation()
+        self.optimizer.recipes.before_validation()
         WATCH.enter_step(self.step, "validation")
         loss = validate(self.model, self.run_files.val_tokens, self.step)
         WATCH.leave_step()
@@ -2323,13 +2308,13 @@ def train(c: Config, at_end: ExitStack) -> int:
     at_end.callback(keeper.saver.finish, seconds=15)
     at_end.push(partial(keeper.keep_best, WATCH.writing))
     run = Run(c, optimizer, run_files, keeper)
-    torch.get_device_module(device).synchronize()
-    startup_s = time.perf_counter() - LAUNCHED
-    log.fact("note", f"products: {recipe.summary(recipe_names, device)}")
-    log.fact("note", f"{startup_s:.1f} s from launch to the first timed step")
     gc.collect()
     gc.freeze()  # else a collection takes up to 0.4 s in the middle of the run (record 47)
     gc.enable()
+    all_ranks(None)  # the clock starts when all of them are ready
+    startup_s = time.perf_counter() - LAUNCHED
+    log.fact("note", f"products: {recipe.summary(recipe_names, device)}")
+    log.fact("note", f"{startup_s:.1f} s from launch to the first timed step")
     STOP.in_steps = True  # from now on a signal waits until all ranks can end together
     run.train(call)
 

@@ -91,8 +91,8 @@ class Check:
 
 def first_not_finite(tensors: dict[str, Tensor]) -> str:
     """Ends a sentence with the first rank that has a number which is not finite, and with the first
-    of its tensors that has one; empty if there is none. The names are those of `Optimizer.tensors`,
-    such as "mlp.master". This waits for the device. A collective."""
+    of its tensors that has one; empty if there is none. They are those of a save
+    (nanogpt/saving.py), by names such as "mlp.master". This waits for the device. A collective."""
     bad = [label(name) for name, tensor in tensors.items() if not tensor.isfinite().all()]
     for rank, sentence in enumerate(all_ranks(listed(bad) if bad else "")):
         if sentence:

@@ -52,7 +52,8 @@ class Keeper:
 
     def tensors(self) -> dict:
         """This rank's tensors of a save (nanogpt/saving.py)."""
-        return self.optimizer.tensors() | saving.tensors_of_model(self.model)
+        of_model = saving.tensors_of_model(self.model)
+        return saving.tensors_of_optimizer(self.optimizer) | of_model
 
     def due(self, step: int) -> bool:
         """Whether rank 0 wants a save now. The other ranks, on which this is False, hear of it

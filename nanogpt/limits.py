@@ -10,6 +10,7 @@ from fractions import Fraction
 
 import torch
 
+from nanogpt import recipe
 from nanogpt.masks import BLOCK_SIZE
 from nanogpt.ranks import BadInput, require
 
@@ -35,6 +36,8 @@ def check(c, schedules: dict[str, list], precisions: dict, gate_dim: int) -> Non
     require(gate_dim // 2 <= of_heads <= c.model_dim,
             f"--num_heads={c.num_heads} times --head_dim={c.head_dim} is {of_heads}; it must be "
             f"from {gate_dim // 2} to {c.model_dim}, which is --model_dim")
+    if c.nvfp4_without:
+        recipe.module_of("nvfp4").parts_to_leave_out(c.nvfp4_without)  # raises BadInput for others
 
 
 def check_values(c, schedules: dict[str, list], precisions: dict) -> None:

@@ -65,9 +65,11 @@ class LookedUpRows:
     read it. The master is its float32 original, of which a rank has `share` columns of every row;
     these it updates."""
 
-    def __init__(self, device: torch.device, masters: dict[str, Tensor]):
-        """masters: for each table this rank's columns, (rows, share)"""
+    def __init__(self, device: torch.device, masters: dict[str, Tensor], dtype: torch.dtype):
+        """masters: for each table this rank's columns, (rows, share); dtype: that of the banks, in
+        which gradients are sent, too"""
         self.side_stream = SideStream(device)
+        self.dtype = dtype
         self.rank, self.world_size = rank_and_world_size()
         self.masters = masters
         self.call = call_directly  # or with CUDA graphs
@@ -159,13 +161,13 @@ class LookedUpRows:
         if total is not None:
             gradient.index_add_(0, self.own_tokens, total[0].to(gradient.dtype))
 
-    def take_totals(self, dtypes: dict[str, torch.dtype]) -> dict[str, Tensor]:
+    def take_totals(self) -> dict[str, Tensor]:
         """The totals (ranks, own rows, share), in the dtype they are sent in if there are other
         ranks; they are forgotten here."""
         totals = {name: self.totals.pop(name) for name in self.masters if name in self.totals}
         if self.world_size == 1:
             return totals
-        return {name: total.to(dtypes[name]) for name, total in totals.items()}
+        return {name: total.to(self.dtype) for name, total in totals.items()}
 
     def exchange(self, name: str, total: Tensor) -> tuple:
         """Begins to send each rank its part of the total (ranks, own rows, share). Returns what

@@ -223,6 +223,17 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def tensors_of_optimizer(optimizer) -> dict[str, Tensor]:
+    """This rank's part of all that the updates of a train_gpt.Optimizer change, by names like
+    "mlp.master" and "mlp.momentum_buffer"."""
+    named = {}
+    for name, master in optimizer.masters.items():
+        named[f"{name}.master"] = master
+        for kind, moment in optimizer.state[name]._asdict().items():
+            named[f"{name}.{kind}"] = moment
+    return named
+
+
 def tensors_of_model(model) -> dict[str, Tensor]:
     """What a save has of a train_gpt.GPT beside the optimizer's tensors: this rank's counts, and
     its part of the recall table, which all ranks have whole."""
@@ -529,7 +540,7 @@ class Saved:
         in their shapes. To be called before `restore`, which relies on it."""
         model = optimizer.model
         of_model = tensors_of_model(model)
-        ours = optimizer.tensors() | of_model
+        ours = tensors_of_optimizer(optimizer) | of_model
         saved = self.parts[0]["tensors"].keys()
         differing = sorted(saved ^ ours.keys())
         for full_name in sorted(ours.keys() & saved):
@@ -555,7 +566,7 @@ class Saved:
         are after an update. Raises BadInput if one of the other facts does not fit. A
         collective."""
         model = optimizer.model
-        for full_name, tensor in optimizer.tensors().items():
+        for full_name, tensor in tensors_of_optimizer(optimizer).items():
             name, _, kind = full_name.partition(".")
             param = model.params[name]
             bank = optimizer.banks[name]

@@ -17,6 +17,12 @@ import torch
 from torch import Tensor
 
 
+def to_device(numbers: list, device: torch.device) -> Tensor:
+    """These numbers as a tensor on the device. The CPU does not wait until the GPU has them."""
+    there = torch.tensor(numbers, pin_memory=device.type == "cuda")  # which the GPU reads by itself
+    return there.to(device, non_blocking=True)
+
+
 class Mark:
     """All that was begun on the current stream so far. `wait` lets what comes on another one wait
     for it. In CPU memory there is nothing to wait for."""

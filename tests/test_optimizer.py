@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import train_gpt as t
-from nanogpt import compiling, kernels
+from nanogpt import compiling, kernels, saving
 
 
 def normal(*shape, seed=0, dtype=torch.float64):
@@ -600,7 +600,7 @@ def updated(batch, late):
         optimizer.lookups.add = lambda *new: (sum_waiting(), waiting.append(new))
         optimizer.step = lambda *rates: (sum_waiting(), step(*rates))
     t.train_step(model, optimizer, batch, 1, call)
-    return optimizer.tensors()
+    return saving.tensors_of_optimizer(optimizer)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 6])
@@ -757,7 +757,7 @@ def work(rank, world_size, dtype, folder):
     for rows, grads in lookup:
         rows_of_step.add(rows, grads)
     found = dict(lookup=lookup, used=rows_of_step.used, ends=rows_of_step.ends.tolist(), summed={})
-    found["totals"] = rows_of_step.take_totals({name: optimizer.masters[name].dtype for name in test.TABLES})
+    found["totals"] = rows_of_step.take_totals()
     for name, total in found["totals"].items():
         arrived, transfer = rows_of_step.exchange(name, total)
         transfer.wait()
