@@ -154,7 +154,7 @@ class Config:
         16_384, "tokens of the vocabulary that a training loss is computed over; 0: all of them")
     # schedule
     schedule: str = key("speedrun", "entry of SCHEDULES: the stages of the run")
-    num_steps: int = key(2500, "optimizer steps")
+    num_steps: int = key(2350, "optimizer steps")
     minutes: float = key(
         0.0, "training time that the number of steps is chosen for after the warm-up; 0: num_steps")
     batch_tokens: int = key(
@@ -305,7 +305,7 @@ PRESETS: dict[str, dict] = {
 }
 
 ABOUT = {
-    "speedrun": "108M weights for each token and tables, for 439M tokens of FineWeb and a loss of "
+    "speedrun": "108M weights for each token and tables, for 413M tokens of FineWeb and a loss of "
                 "3.28, on GPUs",
     "onepass": "a model of fewer layers and heads, for 95M tokens that are read once, on GPUs",
     "laptop": "a small model of bytes, one to three minutes on a CPU",
