@@ -1488,8 +1488,9 @@ def cautious_update(master: Tensor, part: Tensor, update: Tensor, lr, decay) -> 
 # To try another optimizer, write its state and its update here, add the update to Functions and
 # EAGER, and name it in Optimizer.zero_state, Optimizer.update and parameter_table. Gradients are
 # sums over the tokens of a batch, not means. To Muon and Adam, which divide by the size of the
-# gradient, that makes no difference, but to plain SGD it does. The rows of tables have a kernel
-# instead, `adam_rows` in nanogpt/kernels.py.
+# gradient, that makes no difference, but to plain SGD it does. On a GPU the update runs as a CUDA
+# graph: what changes from step to step must come in a tensor, as the rates do. The rows of tables
+# have a kernel instead, `adam_rows` in nanogpt/kernels.py.
 
 
 class Rates(NamedTuple):
@@ -1600,12 +1601,15 @@ class Optimizer:
         for name, param in model.params.items():
             if param.optimizer == "muon":
                 turn = torch.arange(len(self.banks[name])) % len(param.lr)
-                lr = torch.tensor(param.lr)[turn]
-                lr = lr[:, None, None].to(self.device)
+                lr = torch.tensor(param.lr, device=self.device)[turn, None, None]
                 self.muon_lr[name] = self.own(name, lr)
         self.parts = {  # this rank's, as views of the banks
             name: self.own(name, bank) for name, bank in self.banks.items()
             if name not in model.big_tables}
+        # What is updated together: all small banks. Each of the others is by itself, so that it can
+        # be handed out as soon as it is updated.
+        small = tuple(name for name in self.parts if model.params[name].share == "all")
+        self.groups = [(name,) for name in self.parts if name not in small] + [small]
         wide = torch.promote_types(torch.float32, model.lm_head.dtype)
         self.masters = {
             name: self.own(name, bank).to(wide, copy=True) for name, bank in self.banks.items()}
@@ -1712,16 +1716,15 @@ class Optimizer:
         # because they take longest: their rows must be put in place, too. Small banks come last.
         rates = self.rates(lr_factor, momentum)
         all_rates = to_device([*rates.values()], self.device)
-        names = list(self.sums)
-        of_share = {"columns": [], "slice": [], "all": []}
-        for name in names:
-            of_share[self.model.params[name].share].append(name)
+        tables = [name for name in self.sums if name in self.model.big_tables]
         handed_out = {}
-        for name in of_share["columns"]:
+        for name in tables:
             with self.lookups.on_side_stream():
                 part = self.update_rows(name, self.finished_sum(name), rates[name])
                 handed_out[name] = self.hand_out(name, part)
-        for group in (*[(name,) for name in of_share["slice"]], (*of_share["all"],)):
+        for group in self.groups:
+            if group[0] not in self.sums:  # the head, in every other step
+                continue
             gradients = [self.finished_sum(name) for name in group]
             self.call(group, partial(self.update, group), (all_rates, *gradients))
             for name in group:
@@ -1729,14 +1732,14 @@ class Optimizer:
 
         # 3. Wait until all new weights have arrived.
         for name, (parts, transfer) in handed_out.items():
-            if name in of_share["columns"]:
+            if name in tables:
                 with self.lookups.on_side_stream():
                     transfer.wait()
                     self.lookups.put(name, self.banks[name], parts)
             else:
                 transfer.wait()
         self.lookups.meet()
-        self.bytes_sent += self.recipes.weights_changed(names, self.masters)
+        self.bytes_sent += self.recipes.weights_changed(handed_out, self.masters)
 
     def finished_sums(self) -> list[Tensor]:
         """All summed gradients, after waiting for them. Only a recipe that must know whether they
@@ -2286,7 +2289,7 @@ def train(c: Config, at_end: ExitStack) -> int:
     if c.compile and cuda:
         call = compiling.CudaGraphs(model.parameters())
         for owner in (model, optimizer, optimizer.lookups):
-            owner.call = compiling.CudaGraphs([])  # whose memory no other graph uses
+            owner.call = compiling.CudaGraphs([])  # with memory of its own: they run side by side
     warm_up = warm_up_of(model, optimizer)
     warm_up.run(call)
     longer = ""

@@ -346,13 +346,14 @@ def absent(names: Iterable[str], values: Iterable) -> list[str]:
 
 
 def call_directly(_, function: Callable, tensors: tuple[Tensor, ...]):
-    """What stands for CudaGraphs where there are none. It needs no graph's name."""
+    """Calls the function without a CUDA graph. The first argument is the key that `CudaGraphs`
+    would need."""
     return function(*tensors)
 
 
 class Capture(NamedTuple):
     graph: torch.cuda.CUDAGraph
-    places: list[Tensor]  # what the graph reads: copies of the function's arguments
+    inputs: list[Tensor]  # what the graph reads: copies of the function's arguments
     results: object  # what the function returned; each replay writes it anew
     gradients: list[Tensor | None]  # .grad of every parameter after it
 
@@ -378,9 +379,9 @@ class CudaGraphs:
         overwrite it.
 
         `key` must be hashable, and tell apart all that the function depends on but the numbers in
-        the tensors and gradients; the shapes of the tensors need not be in it. Before the first
-        call with a key, call the function itself once: what is compiled or allocated at first use
-        cannot be recorded."""
+        the tensors and gradients; the shapes of the tensors need not be in it. What is compiled or
+        made at first use cannot be recorded. If there is such a thing, call the function itself
+        once before the first call with a key."""
         shapes = tuple(x.shape for x in tensors)
         # Where backward finds a gradient to add to. Where it makes a new one, it is another graph.
         added_to = tuple(p.grad is not None and p.grad.data_ptr() for p in self.parameters)
@@ -388,8 +389,8 @@ class CudaGraphs:
         if key not in self.captures:
             self.captures[key] = self.capture(function, tensors)
         capture = self.captures[key]
-        for place, x in zip(capture.places, tensors):
-            place.copy_(x)
+        for own, x in zip(capture.inputs, tensors):
+            own.copy_(x)
         capture.graph.replay()
         for parameter, gradient in zip(self.parameters, capture.gradients):
             parameter.grad = gradient
@@ -398,8 +399,8 @@ class CudaGraphs:
     def capture(self, function: Callable, tensors: tuple[Tensor, ...]) -> Capture:
         """Records the function. This computes nothing yet."""
         graph = torch.cuda.CUDAGraph()
-        places = [x.clone() for x in tensors]
+        inputs = [x.clone() for x in tensors]
         # "thread_local": meanwhile another thread may allocate memory, for the next batch.
         with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
-            results = function(*places)
-        return Capture(graph, places, results, [p.grad for p in self.parameters])
+            results = function(*inputs)
+        return Capture(graph, inputs, results, [p.grad for p in self.parameters])

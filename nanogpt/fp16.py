@@ -40,7 +40,7 @@ from nanogpt.recipe import PLAIN_DTYPES, Recipe
 
 FIRST_SCALE = 2.0**15
 LARGEST_SCALE = 2.0**127  # the largest power of two in float32
-GOOD_STEPS_TO_GROW = 2000
+GOOD_STEPS_TO_GROW = 2000  # even: with head_every_second the scale stays the same for two steps
 
 
 def next_loss_scale(scale: float, good_steps: int, finite: bool) -> tuple[float, int]:
@@ -64,6 +64,7 @@ class LossScaling(Recipe):
     def reset(self) -> None:
         self.good_steps = 0
         self.skipped_steps = 0
+        self.unscale_factor = 1.0  # until there are gradients
         self.set_scale(FIRST_SCALE)
 
     def set_scale(self, scale: float) -> None:

@@ -50,6 +50,7 @@ Sources: Micikevicius et al. 2022, "FP8 formats for deep learning"; Float8Linear
 nanochat, whose numbers these are; torchao's precompute_float8_dynamic_scale_for_fsdp.
 """
 import math
+from collections.abc import Collection
 
 import torch
 import torch.distributed as dist
@@ -196,7 +197,7 @@ class FP8(Recipe):
         return self.all_gather and name in self.banks and name != "lm_head"
 
     @torch.no_grad()
-    def weights_changed(self, names: list[str], masters: dict[str, Tensor]) -> int:
+    def weights_changed(self, names: Collection[str], masters: dict[str, Tensor]) -> int:
         """Measures all weights, and rounds those of the named banks."""
         # 1. What is rounded: whole banks, or with --float8_all_gather this rank's float32 rows.
         weights = self.banks

@@ -18,7 +18,7 @@ These objects are arguments of compiled functions. torch.compile reads their att
 traces, so they hold tensors, true and false, and nothing else.
 """
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 import torch
@@ -80,7 +80,7 @@ class Recipe:
         optimizer must not."""
         return False
 
-    def weights_changed(self, names: list[str], masters: dict[str, Tensor]) -> int:
+    def weights_changed(self, names: Collection[str], masters: dict[str, Tensor]) -> int:
         """Is called after an update of the banks of these names. `masters` has this rank's float32
         rows of each bank. Returns the size in bytes of what the ranks have gathered. A
         collective."""
@@ -384,7 +384,7 @@ class Recipes:
     def hands_out(self, name: str) -> bool:
         return any(recipe.hands_out(name) for recipe in self.by_name.values())
 
-    def weights_changed(self, names: list[str], masters: dict[str, Tensor]) -> int:
+    def weights_changed(self, names: Collection[str], masters: dict[str, Tensor]) -> int:
         return sum(recipe.weights_changed(names, masters) for recipe in self.by_name.values())
 
     def before_validation(self) -> None:

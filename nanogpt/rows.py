@@ -32,7 +32,7 @@ class Places(NamedTuple):
     counts: Tensor  # (ranks * R,) int32, how many used rows there are up to each, rank after rank
     own: Tensor  # (R,), the same of this rank alone; of a used row it is the place, from 1 on
     of_all: Tensor  # (R,), the same of all ranks together
-    ends: Tensor  # (ranks,), the counts where each rank ends
+    ends: Tensor  # (ranks,), the last count of each rank: used rows of it and of all before it
 
 
 def find_places(rank: int, *is_used: Tensor) -> list[Places]:
@@ -72,7 +72,7 @@ class LookedUpRows:
         self.dtype = dtype
         self.rank, self.world_size = rank_and_world_size()
         self.masters = masters
-        self.call = call_directly  # or with CUDA graphs
+        self.call = call_directly  # `train` may put CudaGraphs here
         # Of the step in hand, for each table ("own" are the rows that this rank has looked up):
         self.places = {}
         self.ends = None  # (tables, ranks) on the CPU, those of the places

@@ -24,8 +24,8 @@ def to_device(numbers: list, device: torch.device) -> Tensor:
 
 
 class Mark:
-    """All that was begun on the current stream so far. `wait` lets what comes on another one wait
-    for it. In CPU memory there is nothing to wait for."""
+    """All that was begun on the current stream so far. `wait` makes the stream that is current then
+    wait for it. In CPU memory there is nothing to wait for."""
 
     def __init__(self, device: torch.device):
         self.event = None

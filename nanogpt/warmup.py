@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nanogpt.compiling import call_directly
 from nanogpt.ranks import all_ranks, rank_and_world_size
 from records import journal
 
@@ -57,7 +58,9 @@ class WarmUp:
         """`call` is compiling.CudaGraphs, or what stands for it. A collective."""
         if rank_and_world_size()[1] > 1:
             self.compile_share()
+        # A recipe may leave out updates of the steps below. So all are compiled here, and captured.
         self.update()
+        self.update(self.optimizer.call)
         for stage, step in self.step_kinds:
             # First without a CUDA graph, which cannot record what is compiled or made at first use.
             self.forward_backward(stage, step)
@@ -130,8 +133,10 @@ class WarmUp:
         self.work.loss_without_gradient(
             self.model, inputs, targets, self.setting(step))
 
-    def update(self) -> None:
-        parts = self.optimizer.parts
-        gradients = [torch.zeros_like(part) for part in parts.values()]
-        rates = torch.tensor([*self.optimizer.rates(0.0, 0.0).values()], device=self.tokens.device)
-        self.optimizer.update((*parts,), rates, *gradients)
+    def update(self, call: Callable = call_directly) -> None:
+        optimizer = self.optimizer
+        rates = torch.tensor([*optimizer.rates(0.0, 0.0).values()], device=self.tokens.device)
+        for group in optimizer.groups:
+            zeros = [torch.zeros_like(optimizer.parts[name]) for name in group]
+            gradients = map(optimizer.recipes.unscale, zeros)  # in the dtype that a step has
+            call(group, partial(optimizer.update, group), (rates, *gradients))

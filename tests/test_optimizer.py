@@ -503,6 +503,46 @@ def test_warming_up_leaves_no_trace(micro_tokens, sizes):
         assert p.grad is None and not any(part.any() for part in optimizer.state[name]), name
 
 
+@pytest.mark.parametrize("precision, left_out", [("bf16", False), ("fp16", False), ("fp16", True)])
+def test_the_warm_up_captures_every_update_and_compiles_it_before_even_if_all_its_steps_are_left_out(
+        precision, left_out, monkeypatch):
+    dtype = {"bf16": "bfloat16", "fp16": "float16"}[precision]
+    model = small(dtype, precision=precision, head_every_second=True, **LARGER)
+    optimizer, compiled, captured, capturing = t.Optimizer(model), set(), set(), []
+
+    def compiled_at_first_use(function):
+        def call(master, part, gradient, *others):
+            form = function.__name__, master.dim() > 1 and master.shape, gradient.dtype
+            assert not capturing or form in compiled, "what is compiled cannot be captured"
+            compiled.add(form)
+            function(master, part, gradient, *others)
+        return call
+
+    def call(key, function, tensors):
+        """Stands for CudaGraphs, which captures a graph for each key and all shapes."""
+        captured.add((key, *[x.shape for x in tensors]))
+        capturing.append(key)
+        function(*tensors)
+        capturing.pop()
+
+    model.functions = model.functions._replace(
+        muon_update=compiled_at_first_use(t.muon_update), adam_update=compiled_at_first_use(t.adam_update))
+    optimizer.call = call
+    with monkeypatch.context() as patch:
+        if left_out:
+            patch.setattr(optimizer.recipes, "gradients_are_finite", lambda summed: False)
+        t.warm_up_of(model, optimizer).run(compiling.call_directly)
+    optimizer.reset(t.initialize(model, 0))
+    known = set(captured)
+    assert {name for group, *_ in known for name in group} == {*model.params} - {*TABLES}
+    monkeypatch.setattr(optimizer.recipes, "gradients_are_finite", lambda summed: summed() and True)
+    for seed in range(2):
+        give_gradients(model, optimizer, seed)
+        optimizer.start_sums()
+        optimizer.step(1.0, 0.9)
+    assert optimizer.updates == 2 and captured == known, "nothing is captured while the clock runs"
+
+
 def test_warming_up_passes_over_stages_without_steps_which_two_ranks_could_not_share(monkeypatch):
     """A batch of the first stage is one sequence. With one step, only the second stage has any."""
     first, second, *_ = t.SCHEDULES["speedrun"]
