@@ -129,7 +129,9 @@ class LookedUpRows:
                 of_ranks = used.split(counts)
                 if name == "value_embeds":
                     self.own_tokens = of_ranks[self.rank]
-                self.used[name] = of_ranks[-1]
+                # A copy, because Triton would compile its kernels once more for a tensor that does
+                # not begin at a multiple of 16 bytes.
+                self.used[name] = of_ranks[-1].clone()
                 share = master.size(1)
                 self.totals[name] = master.new_zeros(self.world_size, counts[self.rank], share)
                 if self.world_size > 1:
