@@ -655,6 +655,22 @@ def test_warming_up_compiles_validation_of_every_stage_under_sdpa_too(eager_grap
     assert read_log(only_log(tmp_path)).values("defect") == []
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_on_a_gpu_a_run_of_compiled_cuda_graphs_has_the_losses_of_one_without(corpus, tmp_path, precision):
+    """Over all stages, with two and four micro-batches a step, and the head in every second step."""
+    losses = []
+    for compiled in (True, False):
+        torch._dynamo.reset()
+        folder = tmp_path / str(compiled)
+        t.main(arguments(data_dir=corpus, log_dir=folder, device="cuda", attention="sdpa", compile=compiled, candidates=0,
+                         precision=precision, micro_tokens=512, head_every_second=True, val_interval=0, **STAGES))
+        log = read_log(only_log(folder))
+        assert log.values("defect") == []
+        losses.append([s.loss for s in log.steps])
+    assert losses[0] == pytest.approx(losses[1], abs=0.05)
+
+
 def test_what_is_compiled_while_the_clock_runs_is_a_defect(eager_graphs, corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(t.warmup.WarmUp, "run", lambda self, call: None)
     t.main(arguments(data_dir=corpus, log_dir=tmp_path, compile=True, val_interval=0, num_steps=2))
