@@ -258,6 +258,20 @@ def test_torchrun_starts_again_a_run_that_has_lost_a_rank_and_it_goes_on_from_it
     assert "resumed at step " in ranks[0].out() and "step:60/60 val_loss" in ranks[0].out()
 
 
+def test_of_two_hosts_with_a_torchrun_each_one_ends_in_a_sentence_if_the_other_is_lost(ranks, port, corpus, tmp_path):
+    changes = LONG | {"data_dir": corpus, "log_dir": tmp_path / "logs"}
+    hosts = [ranks.start("-m", "torch.distributed.run", "--nnodes=2", f"--node_rank={number}", "--nproc_per_node=1",
+                         "--master_addr=127.0.0.1", f"--master_port={port}", SCRIPT, *arguments(**changes))
+             for number in range(2)]
+    ranks[0].wait_for("step:1/")
+    pids = of_torchrun(hosts[1])
+    assert [*pids.values()] == [1], "the second host has the second rank"
+    for pid in (hosts[1].pid, *pids):
+        os.kill(pid, signal.SIGKILL)
+    statuses, ((sentence,), _) = ranks.ends(60)
+    assert statuses == [1, -signal.SIGKILL] and sentence.startswith("rank 1 on host "), sentence
+
+
 # ------------------------------------------------------------------------------------------- what the watch counts
 
 
