@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nanogpt.compiling import call_directly
 from nanogpt.ranks import all_ranks, rank_and_world_size
+from nanogpt.streams import to_device
 from records import journal
 
 
@@ -135,7 +136,7 @@ class WarmUp:
 
     def update(self, call: Callable = call_directly) -> None:
         optimizer = self.optimizer
-        rates = torch.tensor([*optimizer.rates(0.0, 0.0).values()], device=self.tokens.device)
+        rates = to_device([*optimizer.rates(0.0, 0.0).values()], self.tokens.device)
         for group in optimizer.groups:
             zeros = [torch.zeros_like(optimizer.parts[name]) for name in group]
             gradients = map(optimizer.recipes.unscale, zeros)  # in the dtype that a step has
