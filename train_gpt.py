@@ -44,8 +44,8 @@ if __name__ == "__main__":
     # Transfers get the next free processors of the GPU. Without priority they would wait behind all
     # kernels that were started before.
     os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
-    # PyTorch's C++ code warns of a lost connection with a screen of lines; we say it in a sentence.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    # PyTorch's C++ code tells of a lost connection with a screen of lines; we say it in a sentence.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     # Each process sees its own GPU only, as cuda:0. If rank 1 worked on cuda:1, it could not use
     # what the compiler's cache has for cuda:0, and would compile all of it again.
     gpus = [str(i) for i in range(len(glob("/dev/nvidia[0-9]*")))]
@@ -141,6 +141,8 @@ class Config:
     cut_documents: bool = key(
         False, "cut the text where a sequence is full, and leave nothing out; else each sequence "
         "begins with a document")
+    longest_document: int = key(
+        2048, "tokens that are read of a document; with cut_documents all of them")
     # model
     num_layers: int = key(
         8, "layers; the one in the middle and the last one see as far as the long window")
@@ -331,29 +333,28 @@ class Stage(NamedTuple):
     takes less time."""
     fraction: float  # of all steps; 0: this stage is only for the validation at the end
     batch_part: float  # its batches, as a part of batch_tokens
-    longest_document: int  # tokens that are read of a document; with cut_documents all of them
     long_window: int  # how far two of the layers see (`sees_far`), in blocks of 128 tokens
     short_window: int  # how far the other layers see, in blocks of 128 tokens
     lr_factor: float  # of all learning rates and weight decays
 
 
 SCHEDULES: dict[str, list[Stage]] = {
-    # fraction, batch, longest document, long and short window, learning rates
+    # fraction, batch, long and short window, learning rates
     # Of the presets speedrun and onepass. Stages and learning rates follow records 46, 49, 53, 72.
     # Batches and windows are smaller than theirs (records/2026-11-24_smaller_batches_one_gpu).
     "speedrun": [
-        Stage(0.33, 1 / 2, 896, 3, 1, 1.0),
-        Stage(0.33, 1 / 2, 2048, 5, 2, 1.52),
-        Stage(0.33, 1, 2048, 9, 4, 1.73),
-        Stage(0.01, 1, 2048, 13, 6, 1.73),
-        Stage(0, 1, 2048, 20, 6, 1.73),
+        Stage(0.33, 1 / 2, 3, 1, 1.0),
+        Stage(0.33, 1 / 2, 5, 2, 1.52),
+        Stage(0.33, 1, 9, 4, 1.73),
+        Stage(0.01, 1, 13, 6, 1.73),
+        Stage(0, 1, 20, 6, 1.73),
     ],
     "laptop": [
-        Stage(0.4, 1, 2048, 2, 1, 1.0),
-        Stage(0.3, 1, 2048, 4, 2, 1.0),
-        Stage(0.3, 1, 2048, 8, 2, 1.0),
+        Stage(0.4, 1, 2, 1, 1.0),
+        Stage(0.3, 1, 4, 2, 1.0),
+        Stage(0.3, 1, 8, 2, 1.0),
     ],
-    "char": [Stage(1, 1, 2048, 2, 2, 1.0)],
+    "char": [Stage(1, 1, 2, 2, 1.0)],
 }
 
 
@@ -1841,14 +1842,14 @@ def stage_tokens(stage: Stage, c: Config) -> int:
 
 def total_tokens(c: Config, steps: int | None = None) -> int:
     """Tokens of the first `steps` steps, or of the whole run."""
-    return c.seq_len * sum(count for count, _ in batch_plan(c)[:steps])
+    return c.seq_len * sum(batch_plan(c)[:steps])
 
 
-def batch_plan(c: Config) -> list[tuple[int, int]]:
-    """For each step how many sequences its batch has, and how much is read of a document."""
+def batch_plan(c: Config) -> list[int]:
+    """For each step how many sequences its batch has."""
     plan = []
     for first, end, stage in stages(c):
-        plan += [(stage_tokens(stage, c) // c.seq_len, stage.longest_document)] * (end - first)
+        plan += [stage_tokens(stage, c) // c.seq_len] * (end - first)
     return plan
 
 
@@ -1917,7 +1918,8 @@ def setting_of(step: int, c: Config) -> Setting:
 
 
 def packing(c: Config) -> shards.Packing:
-    return shards.Packing(c.seq_len, c.vocab_size, c.epochs, c.cut_documents)
+    return shards.Packing(
+        c.seq_len, c.vocab_size, c.epochs, c.cut_documents, c.longest_document)
 
 
 def micro_sequences(count: int, c: Config) -> int:

@@ -91,11 +91,11 @@ def check_amount(paths: list[Path], packing: Packing, plan: Plan, folder: str,
     if steps == len(plan):
         return
     have = sum(map(count_tokens, paths)) * packing.epochs
-    need = packing.seq_len * sum(count for count, _ in plan)
+    need = packing.seq_len * sum(plan)
     # Each stage lasts for a part of all steps, and the first ones have small batches. So the number
     # of possible steps follows from the tokens of the steps above, and not from their number. It
     # comes out a bit low, which is safe.
-    found = packing.seq_len * sum(count for count, _ in plan[:steps])
+    found = packing.seq_len * sum(plan[:steps])
     possible = len(plan) * found // need
     remedy = "lower --num_steps or --minutes, or raise --epochs"
     if not fitted:

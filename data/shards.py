@@ -20,7 +20,7 @@ import hashlib
 import os
 import stat
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from glob import glob
 from itertools import chain, pairwise, repeat
@@ -238,8 +238,8 @@ def fingerprint(path: Path, split: str) -> dict:
 def ahead(items: Iterator) -> Iterator:
     """The same items; a thread prepares the next one while the caller uses the current one.
 
-    The thread begins with the first item at once, before anybody asks for it. An exception that the
-    thread meets is raised where the caller asks for the item.
+    The first item is prepared before this returns. An exception that the thread meets is raised
+    where the caller asks for the item.
     """
     thread = ThreadPoolExecutor(max_workers=1)
     end = object()
@@ -252,7 +252,9 @@ def ahead(items: Iterator) -> Iterator:
             prepared = prepare_next()
             yield item
 
-    return hand_out(prepare_next())
+    first = prepare_next()
+    wait([first])
+    return hand_out(first)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -274,7 +276,7 @@ def ahead(items: Iterator) -> Iterator:
 
 Documents = Iterator[tuple[int, int]]  # where each document begins and ends in its shard
 Pieces = list[slice]  # a sequence: what it takes of its shard's tokens
-Plan = Sequence[tuple[int, int]]  # of each step: sequences in its batch, most tokens of a document
+Plan = Sequence[int]  # of each step: sequences in its batch
 
 
 class Packing(NamedTuple):
@@ -284,6 +286,7 @@ class Packing(NamedTuple):
     vocab_size: int
     epochs: int  # how many times all shards are read
     cut_documents: bool
+    longest_document: int  # tokens that are read of a document; with cut_documents all of them
 
 
 def documents_of(shard: Shard, packing: Packing) -> Documents:
@@ -341,14 +344,12 @@ def batches(
     readings = chain.from_iterable(repeat(paths, packing.epochs))
     shards = (read_shard(path, packing.vocab_size, stamps.get(path)) for path in readings)
     length = packing.seq_len + 1  # the last input needs a target, too
+    longest = length if packing.cut_documents else packing.longest_document
     step = 0
     for shard in ahead(shards):
         documents = documents_of(shard, packing)
         while step < len(plan):
-            count, longest = plan[step]
-            if packing.cut_documents:
-                longest = length  # clip nothing
-            batch = next_batch(documents, count, length, longest)
+            batch = next_batch(documents, plan[step], length, longest)
             if batch is None:
                 break  # and go on with the next shard
             yield shard.tokens, batch

@@ -67,7 +67,8 @@ def check_values(c, schedules: dict[str, list], precisions: dict) -> None:
 def check_ranges(c) -> None:
     for name in ("num_steps", "batch_tokens", "seq_len", "micro_tokens", "val_tokens",
                  "val_seq_len", "num_layers", "model_dim", "num_heads", "head_dim", "mlp_dim",
-                 "vocab_size", "ngram_rows", "ngram_part", "epochs", "cooldown_frac"):
+                 "vocab_size", "ngram_rows", "ngram_part", "epochs", "cooldown_frac",
+                 "longest_document"):
         value = getattr(c, name)
         require(value > 0, f"--{name}={value} must be positive")
     require(c.recall_rows >= 0, f"--recall_rows={c.recall_rows} must not be negative")
@@ -122,8 +123,7 @@ def check_stages(name: str, stages: list) -> None:
             f"{where}: the fractions of its stages make {total:g} together, and must make 1 "
             "without negative ones")
     for stage in stages:
-        require(stage.batch_part > 0 and stage.longest_document > 0,
-                f"{where}: batch and longest document of {stage} must be positive")
+        require(stage.batch_part > 0, f"{where}: the batch of {stage} must be positive")
         require(abs(stage.batch_part - part_of_batch(stage)) < 1e-6,
                 f"{where}: the batch of {stage} must be a simple fraction, such as 1 / 3")
         for window in (stage.long_window, stage.short_window):

@@ -53,7 +53,7 @@ def find_both(c, plan: shards.Plan) -> tuple[list[Path], list[Path]]:
     """Training and validation shards. Raises ShardError if there are none, or if their tokens are
     not of the model's kind, and BadInput if so many processes cannot share the plan's batches."""
     _, world_size = rank_and_world_size()
-    for count, _ in dict.fromkeys(plan):
+    for count in dict.fromkeys(plan):
         divisors = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
         require(count % world_size == 0,
                 f"{world_size} processes cannot share a batch of {count} sequences; start "

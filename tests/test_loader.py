@@ -17,9 +17,8 @@ from nanogpt.run_files import shards_of
 
 CPU = torch.device("cpu")
 SHARDS = [documents(5000, 1), documents(3100, 2), documents(500, 3), documents(4000, 4)]  # the third makes no batch
-STAGES = [  # batches of 2, 4, 4 and 2 sequences of a batch of 4, documents of at most 40, 40, 200 and 2048 tokens
-    t.Stage(0.25, 0.5, 40, 1, 1, 1.0), t.Stage(0.25, 1, 40, 1, 1, 1.0), t.Stage(0.25, 1, 200, 1, 1, 1.0),
-    t.Stage(0.25, 0.5, 2048, 1, 1, 1.0)]
+STAGES = [  # batches of 2, 4 and 2 sequences of a batch of 4
+    t.Stage(0.25, 0.5, 1, 1, 1.0), t.Stage(0.5, 1, 1, 1, 1.0), t.Stage(0.25, 0.5, 1, 1, 1.0)]
 
 
 @pytest.fixture
@@ -75,15 +74,17 @@ def drain(c):
 # ---------------------------------------------------------------------------------------------------- batches
 
 
-def test_batch_size_and_document_length_change_at_the_first_step_of_a_stage(large):
+def test_the_batch_size_changes_at_the_first_step_of_a_stage(large):
     batches = loaded(config(large, schedule="stages", num_steps=14, batch_tokens=512, seq_len=128))
     found = [sequences(next(batches), 128) for _ in range(14)]
-    assert [len(batch) for batch in found] == [2] * 4 + [4] * 3 + [4] * 3 + [2] * 4  # 3.5 and 10.5, rounded to even
+    assert [len(batch) for batch in found] == [2] * 4 + [4] * 6 + [2] * 4  # 3.5 and 10.5, rounded to even
 
-    def longest_document(batch):  # tokens between separators, and the first separator
-        return 1 + max(len(part.split()) for row in batch for part in " ".join(map(str, row)).split("383"))
 
-    assert longest_document(found[6]) == 40 < longest_document(found[7])
+@pytest.mark.parametrize("longest", [40, 200])
+def test_of_a_document_the_first_tokens_are_read_as_many_as_the_key_says(large, longest):
+    batch = sequences(next(loaded(config(large, longest_document=longest, seq_len=1024, batch_tokens=1024))), 1024)
+    documents = " ".join(map(str, batch[0])).split("383")[1:]
+    assert max(1 + len(document.split()) for document in documents) == longest
 
 
 def test_fewer_micro_tokens_give_more_micro_batches_of_the_same_sequences(folder):

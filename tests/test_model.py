@@ -948,7 +948,7 @@ def test_sequences_worked_on_together_do_not_see_each_other_even_where_they_begi
 
 
 def test_the_mean_validation_loss_is_over_exactly_val_tokens(monkeypatch):
-    monkeypatch.setitem(t.SCHEDULES, "test", [t.Stage(0.5, 1, 384, 1, 1, 1.0), t.Stage(0.5, 1, 384, 2, 1, 1.0)])
+    monkeypatch.setitem(t.SCHEDULES, "test", [t.Stage(0.5, 1, 1, 1, 1.0), t.Stage(0.5, 1, 2, 1, 1.0)])
     model = tiny(val_tokens=768, num_steps=10, schedule="test")
     tokens = torch.cat((tokens_of([0, 300], 500), tokens_of([40, 100], 500, seed=2)))
     w = {name: p.detach() for name, p in model.named_parameters()}
@@ -989,7 +989,7 @@ def test_validation_has_the_rotary_embedding_that_was_trained_with(num_steps):
     assert (last.frequencies, last.score_scale) == (validated.frequencies, validated.score_scale)
 
 
-STAGE = t.Stage(0.5, 1, 2048, 2, 1, 1.0)
+STAGE = t.Stage(0.5, 1, 2, 1, 1.0)
 
 
 @pytest.mark.parametrize("stages, sentence", [
@@ -997,7 +997,7 @@ STAGE = t.Stage(0.5, 1, 2048, 2, 1, 1.0)
     ([STAGE] * 3, "the fractions of its stages make 1.5 together, and must make 1 "),
     ([], "the fractions of its stages make 0 together, and must make 1 "),
     ([STAGE._replace(fraction=1.5), STAGE._replace(fraction=-0.5)], "make 1 together, and must make 1 without negative"),
-    ([STAGE, STAGE._replace(batch_part=0)], "batch and longest document of .* must be positive"),
+    ([STAGE, STAGE._replace(batch_part=0)], "the batch of .* must be positive"),
     ([STAGE, STAGE._replace(batch_part=0.123)], "the batch of .* must be a simple fraction, such as 1 / 3"),
     ([STAGE, STAGE._replace(long_window=0)], "the windows of .* must be whole blocks, at least one"),
     ([STAGE, STAGE._replace(short_window=2.5)], "the windows of .* must be whole blocks, at least one"),
@@ -1011,7 +1011,7 @@ def test_a_changed_schedule_that_cannot_be_is_refused_in_one_sentence(monkeypatc
 
 @pytest.mark.parametrize("batch", [1, 1 / 3, 0.3, 0.35, 0.7, 1.5])
 def test_a_stage_whose_batch_is_accepted_reads_exactly_the_tokens_that_its_loss_is_divided_by(batch, monkeypatch):
-    monkeypatch.setitem(t.SCHEDULES, "test", [t.Stage(1, batch, 2048, 2, 1, 1.0)])
+    monkeypatch.setitem(t.SCHEDULES, "test", [t.Stage(1, batch, 2, 1, 1.0)])
     accepted = 0
     for batch_tokens in range(128, 128 * 41, 128):
         c = t.Config(**TINY | dict(schedule="test", seq_len=128, batch_tokens=batch_tokens, candidates=0))
@@ -1021,7 +1021,7 @@ def test_a_stage_whose_batch_is_accepted_reads_exactly_the_tokens_that_its_loss_
             assert re.match(r"--batch_tokens=\d+ must be a multiple of \d+", str(error))
             continue
         accepted += 1
-        assert t.batch_plan(c)[0][0] * c.seq_len == t.stage_tokens(t.stage_of(0, c), c)
+        assert t.batch_plan(c)[0] * c.seq_len == t.stage_tokens(t.stage_of(0, c), c)
     assert accepted >= 2
 
 

@@ -42,13 +42,13 @@ def paths(tmp_path):
 
 
 def packing(**changes):
-    usual = {"seq_len": 256, "vocab_size": VOCAB_SIZE, "epochs": 1, "cut_documents": False}
+    usual = {"seq_len": 256, "vocab_size": VOCAB_SIZE, "epochs": 1, "cut_documents": False, "longest_document": 2048}
     return shards.Packing(**usual | changes)
 
 
-def same(num_sequences, longest=2048, steps=FOREVER):
+def same(num_sequences, steps=FOREVER):
     """A plan whose steps are all alike."""
-    return [(num_sequences, longest)] * steps
+    return [num_sequences] * steps
 
 
 def separated(tokens):
@@ -67,19 +67,18 @@ def split_documents(tokens):
     return found
 
 
-def walk(contents, plan, length):
+def walk(contents, plan, length, longest=2048):
     """All batches that shards of these contents hold: lists of sequences of `length` tokens."""
     batches = []
     for tokens in contents:
         batch = []
         sequence = []
         for document in split_documents(tokens):
-            num_sequences, longest = plan[len(batches)]
             sequence += document[:longest]
             if len(sequence) >= length:
                 batch.append(sequence[:length])
                 sequence = []
-            if len(batch) == num_sequences:
+            if len(batch) == plan[len(batches)]:
                 batches.append(batch)
                 batch = []
     return batches
@@ -314,7 +313,7 @@ def test_a_fingerprint_tells_size_tokens_and_the_hash_of_both_ends(tmp_path, num
 # ---------------------------------------------------------------------------------- reading ahead
 
 
-def test_the_first_item_is_prepared_at_once_and_each_one_while_the_last_is_in_use():
+def test_the_first_item_is_there_at_once_and_each_one_is_prepared_while_the_last_is_in_use():
     begun = [threading.Event() for _ in range(3)]
 
     def make():
@@ -323,7 +322,7 @@ def test_the_first_item_is_prepared_at_once_and_each_one_while_the_last_is_in_us
             yield number
 
     items = shards.ahead(make())
-    assert begun[0].wait(10)
+    assert begun[0].is_set()
     assert not begun[1].wait(0.05)
     assert next(items) == 0
     assert begun[1].wait(10)
@@ -374,16 +373,16 @@ def test_an_item_is_let_go_when_the_next_one_is_there():  # a shard has 200 MB
     (2, 128, 10),
 ])
 def test_batches_are_those_of_a_plain_walk_across_shards(paths, num_sequences, seq_len, longest):
-    plan = same(num_sequences, longest)
-    expected = walk(SHARDS, plan, seq_len + 1)
+    plan = same(num_sequences)
+    expected = walk(SHARDS, plan, seq_len + 1, longest)
     assert len(expected) > 1
-    assert drain(paths, packing(seq_len=seq_len), plan) == expected
+    assert drain(paths, packing(seq_len=seq_len, longest_document=longest), plan) == expected
     for batch in expected:
         assert {sequence[0] for sequence in batch} == {383}
 
 
-def test_number_and_length_change_at_the_first_step_that_the_plan_says(tmp_path):
-    plan = same(2, 40, 4) + same(4, 40, 3) + same(4, 200, 3) + same(2, 2048)
+def test_the_number_of_sequences_changes_at_the_first_step_that_the_plan_says(tmp_path):
+    plan = same(2, 4) + same(4, 6) + same(2)
     contents = [documents(9000, seed=6), documents(9000, seed=7)]
     paths = [tmp_path / "1.bin", tmp_path / "2.bin"]
     for path, tokens in zip(paths, contents):
@@ -391,16 +390,6 @@ def test_number_and_length_change_at_the_first_step_that_the_plan_says(tmp_path)
     found = drain(paths, packing(seq_len=128), plan)
     assert found == walk(contents, plan, 129)
     assert [len(batch) for batch in found[:12]] == [2] * 4 + [4] * 6 + [2] * 2
-
-    def longest_document(batch):
-        lengths = []
-        for sequence in batch:
-            for document in split_documents(sequence):
-                lengths.append(len(document))
-        return max(lengths)
-
-    assert longest_document(found[6]) == 40
-    assert longest_document(found[7]) > 40
 
 
 def test_no_token_is_used_twice_and_the_rest_of_a_cut_document_is_not_used_at_all(tmp_path):
@@ -432,7 +421,7 @@ def test_documents_are_clipped_cut_and_skipped_as_by_hand(tmp_path):
             tokens[start] = SEPARATOR
         path = write_shard(tmp_path / "x.bin", tokens)
         found = []
-        for _, batch in shards.batches([path], packing(seq_len=length - 1), same(1, longest)):
+        for _, batch in shards.batches([path], packing(seq_len=length - 1, longest_document=longest), same(1)):
             found.append([(piece.start, piece.stop - piece.start) for piece in batch[0]])
         return found
 
@@ -464,7 +453,7 @@ def test_cut_documents_have_no_gap_and_no_repetition_and_come_in_a_random_order(
     cut = packing(cut_documents=True)
     batches = drain(paths, cut, same(4))
     assert len(batches) == 4 + 3 + 0 + 3
-    assert drain(paths, cut, same(4, 10)) == batches, "documents are not clipped"
+    assert drain(paths, packing(cut_documents=True, longest_document=10), same(4)) == batches, "none is clipped"
     for shard, first, end in ((SHARDS[0], 0, 4), (SHARDS[1], 4, 7), (SHARDS[3], 7, 10)):
         in_order = [separated(shard[begin : begin + 257]) for begin in range(0, len(shard) - 256, 256)]
         found = [sequence for batch in batches[first:end] for sequence in batch]
