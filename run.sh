@@ -88,7 +88,7 @@ check_keys() { [ ${#keys[@]} = 0 ] || "$python" train_gpt.py "${keys[@]}" --help
 # The import takes seconds, in which Ctrl-C would give a traceback.
 gpus=$("$python" -c "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL)
 import torch; print(torch.cuda.device_count())")
-case $asked in *" --preset=laptop "* | *" --device=cpu "* | *" --device=mps "*) gpus=0 ;; esac
+case $asked in *" --preset=laptop "* | *" --device=cpu "*) gpus=0 ;; esac
 
 # The tokens that the preset reads: bytes, or GPT-2's. (Of a text, `auto` makes bytes, too, if the
 # vocabulary cannot be fetched.)

@@ -113,7 +113,7 @@ from nanogpt.run_files import RunFiles, check_amount, check_run_files, chooses_s
 from nanogpt.streams import Mark, SideStream, to_device
 from nanogpt.watch import Watch
 from records import journal
-from records.console import CLEAR_RISE, Console, complain, next_commands
+from records.console import CLEAR_RISE, Console, next_commands
 
 WATCH = Watch(STOP)  # ends this process if another rank is lost
 
@@ -181,7 +181,7 @@ class Config:
         "has a quarter of it")
     head_every_second: bool = key(
         False, "update head and token embedding in every second step only, by the sum of both "
-        "gradients; a last step of an odd number does without")
+        "gradients; of an odd number of steps the last one does without")
     table_lr: float = key(0.6, "Adam's learning rate for value and n-gram embeddings")
     scalar_lr: float = key(0.04, "Adam's learning rate for the scalars and `length_vectors`")
     longest_ngram: int = key(
@@ -206,7 +206,7 @@ class Config:
     val_interval: int = key(125, "steps between validations, 0: only at the end")
     # system
     seed: int = key(0, "seed of the initial weights, candidates and random rounding")
-    device: str = key("auto", "auto, cuda, cpu, or mps (Apple's GPUs, untested)")
+    device: str = key("auto", "auto, cuda or cpu")
     precision: str = key(
         "auto", "row of PRECISIONS; auto: fp8-qkv where the GPU has FP8, else bf16")
     native: bool = key(False, "refuse to emulate products that this device does not have")
@@ -249,7 +249,7 @@ class Config:
 
     @property
     def recall_lengths(self) -> tuple[int, ...]:
-        """The numbers of last tokens by which that table is searched: more than an n-gram has."""
+        """How many last tokens are looked up among the recalled ones: more than n-grams have."""
         n = self.longest_ngram
         return (n + 1, 2 * n) if self.recall_rows else ()
 
@@ -271,7 +271,7 @@ PRESETS: dict[str, dict] = {
     "speedrun": dict(recall_rows=268_435_456, head_every_second=True),
     "onepass": dict(
         num_layers=6, num_heads=4, mlp_dim=5632,
-        num_steps=1020, batch_tokens=131_072,
+        num_steps=1020, batch_tokens=131_072, momentum_warmup=150,
         recall_rows=268_435_456, head_every_second=True,
         target_loss=3.492),
     "laptop": BYTES | dict(
@@ -1502,7 +1502,7 @@ class Rates(NamedTuple):
     decay: float
     beta1: float  # Muon's momentum
     beta2: float
-    correction: float  # for the start of both of Adam's means at 0
+    correction: float  # because both of Adam's means begin at 0
 
 
 class MuonState(NamedTuple):
@@ -1516,8 +1516,8 @@ def muon_update(master: Tensor, part: Tensor, gradient: Tensor, state: MuonState
     `part`. Neurons whose updates were large over time get smaller ones; then the update of each
     matrix gets its old norm again (NorMuon, Li et al. 2025; record 41). Every column counts as a
     neuron: in the MLPs' matrices (D, F) that is a hidden unit. In qkvo the units of a head are
-    rows, but there it was found to make no difference. lr (n, 1, 1) are the learning rates, which
-    the first of the rates, (5,), multiplies."""
+    rows, but there it was found to make no difference. lr (n, 1, 1) are the learning rates, still
+    to be multiplied by the first of the rates, (5,)."""
     lr_factor, decay, momentum, _, _ = rates
     # 1. Nesterov momentum, orthogonalized.
     gradient = gradient.to(master.dtype)
@@ -1656,7 +1656,7 @@ class Optimizer:
 
     @torch.no_grad()
     def start_sums(self) -> None:
-        """Begins to sum every .grad over the ranks, but that of the head, and sets all to None. To
+        """Begins to sum every .grad but the head's over the ranks, and sets all of them to None. To
         be called before the last `lookups.add`: the sums travel while the GPU adds up the rows'
         gradients. A collective."""
         small = {}
@@ -1796,8 +1796,8 @@ class Optimizer:
             gradient, rows, self.masters[name], self.state[name], self.banks[name].dtype, *rates)
 
     def hand_out(self, name: str, part: Tensor) -> tuple:
-        """Begins to give this rank's updated part to all ranks. Returns what all of them gave, and
-        the transfer. A collective."""
+        """Begins to give this rank's updated part to all ranks. Returns what all of them gave, or
+        the part itself if it is not handed out here, and the transfer. A collective."""
         share = self.model.params[name].share
         if self.world_size == 1 or share == "all" or self.recipes.hands_out(name):
             return part, NoTransfer()
@@ -1913,8 +1913,8 @@ def setting_of(step: int, c: Config) -> Setting:
 #   Muon for qkvo          puts new rows into the tables   new mlp, lm_head and qkvo
 #   Adam for small banks
 #
-# Beside the passes, a third stream writes down what came next in this step, and searches the next
-# step's tokens for matches (nanogpt/matches.py).
+# Beside the passes, another stream writes down what came next in this step, and searches the next
+# step's tokens for matches (nanogpt/matches.py), and one more draws the candidates (section 5).
 
 
 def packing(c: Config) -> shards.Packing:
@@ -1951,9 +1951,9 @@ def inputs_and_targets(sequences: Tensor, device: torch.device) -> tuple[Tensor,
 
 def forward_backward(model: GPT, setting: Setting, inputs: Tensor, targets: Tensor,
                      *history: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Adds the gradients of a micro-batch to .grad, but for what `look_up` has returned. Returns
-    the loss, which is a sum over tokens, and the gradients of those rows, (lookups, width): a .grad
-    for a whole table would be far too large."""
+    """Adds the gradients of a micro-batch to .grad, except those of looked-up rows. Returns the
+    loss, which is a sum over tokens, and the gradients of these rows, (lookups, width): a .grad for
+    a whole table would be far too large."""
     history = matches.History(*history)
     with torch.no_grad():
         looked_up = model.look_up(inputs, history.hashes)
@@ -2142,8 +2142,8 @@ class Run:
     def prepare(self) -> tuple[list, list[matches.History]]:
         """The micro-batches of the next step, and their histories. The CPU is ahead of the GPU,
         which makes these beside the step before, after it has written down what came next there.
-        Their memory may be that of the batch before, which is no longer read: `train_step` lets
-        this stream follow the main one."""
+        Their memory may be that of the batch before that step's, which is no longer read:
+        `train_step` lets this stream follow the main one."""
         with self.model.history_stream.on():
             batch = [inputs_and_targets(sequences, self.device) for sequences in next(self.batches)]
             histories = [self.model.history_beside(inputs) for inputs, _ in batch]
@@ -2163,8 +2163,8 @@ class Run:
 
     def save_or_stop(self) -> None:
         """Saves the run if a save is due or a signal ends it, on all ranks after the same step.
-        A signal that comes before the first step takes effect after that step, or after the second
-        with head_every_second. A collective."""
+        A signal that comes before the first step takes effect after it or a few more (`Requests`,
+        head_every_second). A collective."""
         # 1. Ask the others.
         if STOP.signal and self.step > 0:
             self.requests.ask(STOP.signal)
@@ -2300,6 +2300,11 @@ def train(c: Config, at_end: ExitStack) -> int:
         c = fitting.fit_to_minutes(c, SCHEDULES[c.schedule], run_files.train_paths, seconds)
         check_amount(c, packing(c), batch_plan(c), run_files.train_paths)
         model.config = c
+        # If a stage has no step now, windows and rotary frequencies of later ones are others.
+        warmed_up = warm_up.settings
+        warm_up = warm_up_of(model, optimizer)
+        if not warm_up.settings <= warmed_up:
+            warm_up.run(call)
         begin_log(log, c, facts, c.num_steps * seconds)
         for text in fitting.why_shorter(c, seconds):
             note(text)
@@ -2334,7 +2339,6 @@ def main(argv: list[str]) -> int:
     writes the best weights and a note to the log. Then WATCH tells the other ranks, and ends
     them."""
     errors = (BadInput, shards.ShardError, OSError)
-    c = Config()  # until the command line is read
     try:
         c = WATCH.join(parse_config, argv, errors, Config.join_timeout)
         with ExitStack() as WATCH.at_end:
@@ -2348,9 +2352,6 @@ def main(argv: list[str]) -> int:
             remedy = ("smaller --micro_tokens, --val_seq_len, --ngram_rows and --recall_rows need "
                       "less")
             return WATCH.refuse(f"{limits.first_sentence(error)}; {remedy}", error)
-        if c.device == "mps":  # never tried: what PyTorch lacks there is best said as it is
-            complain(f"train_gpt.py: --device=mps failed ({error}); use --device=cpu")
-            return 2
         WATCH.end_with_traceback(error)
         raise
 

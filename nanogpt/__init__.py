@@ -26,7 +26,7 @@ Computing
     matches.py      what came next where the last tokens stood before
     candidates.py   the tokens of the vocabulary that a training loss is computed over
     rows.py         the rows of large tables that a step has looked up
-    streams.py      a second CUDA stream, for work that runs beside the main one
+    streams.py      CUDA streams for work that runs beside the main one
     recipe.py       what the trainer asks of a recipe of low precision, and which recipe where
     profiling.py    where the time of a step goes
     fp8.py, nvfp4.py, fp16.py    one recipe each, which the file explains

@@ -400,7 +400,8 @@ class CudaGraphs:
         """Records the function. This computes nothing yet."""
         graph = torch.cuda.CUDAGraph()
         inputs = [x.clone() for x in tensors]
-        # "thread_local": meanwhile another thread may allocate memory, for the next batch.
-        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+        # On the current stream, because kernels of a graph keep the priority of the stream that
+        # they were recorded on. "thread_local": meanwhile another thread may allocate memory.
+        with torch.cuda.graph(graph, self.pool, torch.cuda.current_stream(), "thread_local"):
             results = function(*inputs)
         return Capture(graph, inputs, results, [p.grad for p in self.parameters])

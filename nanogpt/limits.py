@@ -92,7 +92,7 @@ def check_texts(c) -> None:
 def check_choices(c, schedules: dict, precisions: dict) -> None:
     choices = {
         "schedule": schedules, "precision": ("auto", *precisions),
-        "attention": ("auto", "flex", "sdpa"), "device": ("auto", "cuda", "cpu", "mps"),
+        "attention": ("auto", "flex", "sdpa"), "device": ("auto", "cuda", "cpu"),
         "dtype": ("auto", "bfloat16", "float16", "float32", "float64")}
     for name, allowed in choices.items():
         value = getattr(c, name)
@@ -161,8 +161,6 @@ def check_multiples(c, stages: list) -> None:
 def check_device(c) -> None:
     has_gpu = torch.cuda.is_available()
     require(c.device != "cuda" or has_gpu, "--device=cuda, but torch sees no GPU here")
-    require(c.device != "mps" or torch.backends.mps.is_available(),
-            "--device=mps, but torch sees no GPU of Apple's here")
     require(c.attention != "flex" or (has_gpu and c.device != "cpu"),
             "--attention=flex needs CUDA: it has no backward on CPU")
 

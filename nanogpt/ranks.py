@@ -32,7 +32,7 @@ class SharedFault(BadInput):
 
 def start_process(kind: str, local_gpu: int, store: dist.Store | None = None) -> torch.device:
     """Starts PyTorch on this process's device, and returns it: the GPU of this number if `kind` is
-    "cuda", or the "cpu" or "mps". Also starts the process group if there is a store in which its
+    "cuda", or the "cpu". Also starts the process group if there is a store in which its
     ranks have met (nanogpt/joining.py). Raises BadInput if there are more processes than GPUs on
     this host."""
     device = torch.device(kind)

@@ -3,8 +3,9 @@ terminal was closed).
 
 Before the first step there is nothing to keep, so a signal ends the process at once. From then on
 until the weights are written, the first signal is only noted: the trainer ends the run in order
-after the step in hand, or with several ranks up to two steps later, when all know of it
-(ranks.Requests). After that, control-C ends the process at once. A second SIGTERM does not:
+after the step in hand, or up to three steps later: several ranks must all know of it
+(ranks.Requests), and with head_every_second a run ends after an even number of steps only. After
+that, control-C ends the process at once. A second SIGTERM does not:
 a cluster may send it to all processes, and torchrun hands on to the ranks what it has got itself.
 While a sample is drawn from the trained model, a signal ends the process at once again.
 

@@ -54,6 +54,7 @@ class WarmUp:
             ends = (stage.first, stage.end - 1)  # recipes are given up at most once in a stage
             steps = {self.setting(step).plain: step for step in ends}
             self.step_kinds += [(stage, step) for step in steps.values()]
+        self.settings = {str(self.setting(step)) for _, step in self.step_kinds}
 
     def run(self, call: Callable) -> None:
         """`call` is compiling.CudaGraphs, or what stands for it. A collective."""
@@ -69,7 +70,10 @@ class WarmUp:
             # Twice if the head is updated every second step: with it and without it.
             for _ in range(1 + self.config.head_every_second):
                 self.work.train_step(self.model, self.optimizer, some, step, call)
-            self.model.history_beside(some[0][0])
+            self.model.history_stream.follow()
+            with self.model.history_stream.on():  # as the run does it
+                self.model.history_beside(some[0][0])
+            self.model.history_stream.join()
             if not self.model.flex:  # masks of SDPA have other shapes for each stage's windows
                 self.validate(step)
         self.validate(self.config.num_steps)
@@ -86,8 +90,10 @@ class WarmUp:
                 clock.start()
                 for _ in range(2):
                     batch = self.micro_batches(stage)
+                    histories = [self.model.history_beside(inputs) for inputs, _ in batch]
                     self.work.train_step(
-                        self.model, self.optimizer, batch, stage.end - 1, call)
+                        self.model, self.optimizer, batch, stage.end - 1, call,
+                        histories=histories)
                 clock.stop()
                 times.append(clock.total / 2)
             average += min(times) * (stage.end - stage.first) / self.config.num_steps

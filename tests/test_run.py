@@ -399,7 +399,7 @@ def refused(capfd, args, before="step:"):
     ({"float8_all_gather": True, "precision": "fp8", "bf16_last_frac": 0.5}, ["--bf16_last_frac", "0.5"]),
     ({"vocab_size": 10**11}, ["--vocab_size=100000000000", "65536"]),
     ({"ngram_rows": 2**62}, ["--ngram_rows", "too large"]), ({"mlp_dim": 2**62, "fit": True}, ["--mlp_dim", "too large"]),
-    ({"num_steps": 10**20}, ["--num_steps", "too large"]), ({"device": "mps"}, ["--device=mps", "Apple"]),
+    ({"num_steps": 10**20}, ["--num_steps", "too large"]), ({"device": "mps"}, ["--device=mps", "auto, cuda, cpu"]),
     ({"log_dir": "/dev/null/logs"}, ["/dev/null/logs"]), ({"save_checkpoint": "/dev/null/x.pt"}, ["/dev/null"]),
     ({"save_checkpoint": "."}, [". is no file", "--save_checkpoint"]), ({"save_checkpoint": "/"}, ["/ is no file"]),
 ], ids=lambda value: "-".join(map(str, value.items())) if isinstance(value, dict) else "")
@@ -669,6 +669,30 @@ def test_on_a_gpu_a_run_of_compiled_cuda_graphs_has_the_losses_of_one_without(co
         assert log.values("defect") == []
         losses.append([s.loss for s in log.steps])
     assert losses[0] == pytest.approx(losses[1], abs=0.05)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_minutes_for_a_few_steps_take_only_such_steps_as_were_warmed_up(corpus, tmp_path, monkeypatch, steps):
+    """A stage that gets no step leaves its window out, which changes what later stages compute (setting_of)."""
+    warm_up_run, train_step = t.warmup.WarmUp.run, t.train_step
+    warmed_up, trained = set(), set()
+
+    def noting_run(self, call):
+        warmed_up.update(str(t.setting_of(step, self.config)) for _, step in self.step_kinds)
+        warm_up_run(self, call)
+
+    def noting_step(model, optimizer, batch, step, call, tell=None, histories=None):
+        if tell is not None:
+            trained.add(str(t.setting_of(step, model.config)))
+        return train_step(model, optimizer, batch, step, call, tell, histories)
+
+    monkeypatch.setattr(t.warmup.WarmUp, "run", noting_run)
+    monkeypatch.setattr(t, "train_step", noting_step)
+    monkeypatch.setattr(t.fitting, "fit_to_minutes", lambda c, *_: dataclasses.replace(c, num_steps=steps))
+    argv = arguments(data_dir=corpus, log_dir=tmp_path, minutes=1, val_interval=0, **STAGES | {"num_steps": 0})
+    t.main([word for word in argv if not word.startswith("--num_steps")])
+    assert len(read_log(only_log(tmp_path)).steps) == steps + 1
+    assert len(trained) == steps and trained <= warmed_up
 
 
 def test_what_is_compiled_while_the_clock_runs_is_a_defect(eager_graphs, corpus, tmp_path, monkeypatch):
