@@ -168,11 +168,11 @@ class Config:
         "With --fit no sequence is longer")
     cooldown_frac: float = key(
         0.7, "last fraction of the steps, in which the factor of learning rates goes to 0.15")
-    momentum_warmup: int = key(300, "steps over which Muon's momentum rises from 0.85 to 0.95")
     # optimizers
     muon_lr: float = key(
         0.02, "Muon's learning rate, for the matrices of attention; the MLPs' have two and four "
         "times this")
+    muon_momentum: float = key(0.9, "Muon's momentum")
     muon_decay: float = key(
         1.2, "weight decay of the matrices: of a weight that shrinks anyway, a step takes away the "
         "part muon_lr * muon_decay * (the matrix's learning rate)")
@@ -262,7 +262,7 @@ class Config:
 # Small models of single bytes have these settings in common.
 BYTES = dict(
     data_dir="data/pydocs", cut_documents=True, vocab_size=272,
-    cooldown_frac=0.6, momentum_warmup=100)
+    cooldown_frac=0.6)
 
 # Of Intel's and AMD's processors, those with AVX512-BF16 multiply bf16 faster than float32.
 CPU_HAS_BF16 = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
@@ -271,7 +271,7 @@ PRESETS: dict[str, dict] = {
     "speedrun": dict(recall_rows=268_435_456, head_every_second=True),
     "onepass": dict(
         num_layers=6, num_heads=4, mlp_dim=5632,
-        num_steps=1020, batch_tokens=131_072, momentum_warmup=150,
+        num_steps=1020, batch_tokens=131_072,
         recall_rows=268_435_456, head_every_second=True,
         target_loss=3.492),
     "laptop": BYTES | dict(
@@ -300,7 +300,7 @@ PRESETS: dict[str, dict] = {
         longest_ngram=2, ngram_rows=65_536, ngram_part=1.0,
         schedule="char", num_steps=1000, epochs=2, cut_documents=True,
         batch_tokens=32_768, seq_len=2048, micro_tokens=16_384,
-        muon_lr=0.015, head_lr=0.005, table_lr=0.15, cooldown_frac=0.6, momentum_warmup=100,
+        muon_lr=0.015, head_lr=0.005, table_lr=0.15, cooldown_frac=0.6,
         target_loss=0.0, val_tokens=262_144, val_seq_len=16_384, val_interval=100,
         precision="bf16",
         save_every=5.0),
@@ -562,7 +562,7 @@ class Param(NamedTuple):
     # the schedule multiplies lr and decay, so that decay fades faster than the learning rate
     # (record 43).
     decay: float = 0.0
-    betas: tuple[float, float] = (0.9, 0.99)  # of Adam
+    betas: tuple[float, float] = (0.9, 0.99)  # of the gradient's mean and of the mean square
     # How the ranks share the work of an update:
     #   "slice"    each rank updates an equal part of the first dimension
     #   "all"      every rank updates all of it; for small ones, which the model has in float32, too
@@ -618,7 +618,8 @@ def parameter_table(c: Config) -> dict[str, Param]:
         queries, keys = weights[:, 0], weights[:, 1]
         keys[..., d // 4 :, :] = queries[..., d // 4 :, :]
 
-    muon = dict(optimizer="muon", decay=c.muon_decay * c.muon_lr)
+    muon = dict(
+        optimizer="muon", betas=(c.muon_momentum, 0.9), decay=c.muon_decay * c.muon_lr)
     with_head_lr = dict(optimizer="adam", lr=c.head_lr)
     scalar = dict(optimizer="adam", lr=c.scalar_lr, share="all")
     late = dict(optimizer="adam", lr=0.25 * c.head_lr, share="all")
@@ -1456,8 +1457,6 @@ POLAR_EXPRESS = (  # a, b, c of each iteration, so that few are enough (Amsel et
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
 )
 
-NEURON_BETA = 0.9  # of the mean square of each neuron's updates
-
 
 def orthogonalize(gradient: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """gradient (n, rows, columns) -> nearly U V^T of each matrix U S V^T, in `dtype`. Each
@@ -1500,8 +1499,8 @@ class Rates(NamedTuple):
     with the values that it was captured with."""
     lr: float  # for Muon only the factor of the schedule
     decay: float
-    beta1: float  # Muon's momentum
-    beta2: float
+    beta1: float  # of the mean of the gradient; Muon's momentum
+    beta2: float  # of the mean square
     correction: float  # because both of Adam's means begin at 0
 
 
@@ -1518,7 +1517,7 @@ def muon_update(master: Tensor, part: Tensor, gradient: Tensor, state: MuonState
     neuron: in the MLPs' matrices (D, F) that is a hidden unit. In qkvo the units of a head are
     rows, but there it was found to make no difference. lr (n, 1, 1) are the learning rates, still
     to be multiplied by the first of the rates, (5,)."""
-    lr_factor, decay, momentum, _, _ = rates
+    lr_factor, decay, momentum, beta2, _ = rates
     # 1. Nesterov momentum, orthogonalized.
     gradient = gradient.to(master.dtype)
     state.momentum_buffer.add_((gradient - state.momentum_buffer) * (1 - momentum))
@@ -1530,7 +1529,7 @@ def muon_update(master: Tensor, part: Tensor, gradient: Tensor, state: MuonState
 
     # 2. Each neuron's update over the root of its mean square, then the old norm.
     square = update.square().mean(-2, keepdim=True)  # (n, 1, columns)
-    state.mean_square.add_((square - state.mean_square) * (1 - NEURON_BETA))
+    state.mean_square.add_((square - state.mean_square) * (1 - beta2))
     scale = state.mean_square.clamp(min=1e-10).rsqrt()
     total = square.sum((-2, -1), keepdim=True)
     scaled_total = (square * scale.square()).sum((-2, -1), keepdim=True)
@@ -1701,7 +1700,7 @@ class Optimizer:
         return part, reduce_scatter(part, gradient, async_op=True)
 
     @torch.no_grad()
-    def step(self, lr_factor: float, momentum: float) -> None:
+    def step(self, lr_factor: float) -> None:
         """Updates all weights from the gradients, whose sums `start_sums` has begun, and from those
         of the looked-up rows. A collective."""
         # 1. Begin the other sums: they travel while the first matrices are updated.
@@ -1715,7 +1714,7 @@ class Optimizer:
 
         # 2. Update the own part of each parameter, and begin to hand it out. Tables come first,
         # because they take longest: their rows must be put in place, too. Small banks come last.
-        rates = self.rates(lr_factor, momentum)
+        rates = self.rates(lr_factor)
         all_rates = to_device([*rates.values()], self.device)
         tables = [name for name in self.sums if name in self.model.big_tables]
         handed_out = {}
@@ -1757,14 +1756,14 @@ class Optimizer:
             gradient.record_stream(torch.cuda.current_stream())
         return self.recipes.unscale(gradient)
 
-    def rates(self, lr_factor: float, momentum: float) -> dict[str, Rates]:
+    def rates(self, lr_factor: float) -> dict[str, Rates]:
         """Those of all parameters in this step."""
         t = max(self.updates, 1)  # 0 where the warm-up only compiles
         rates = {}
         for name, param in self.model.params.items():
             lr, beta1, beta2 = param.lr, *param.betas
             if param.optimizer == "muon":
-                lr, beta1 = 1.0, momentum
+                lr = 1.0  # `muon_lr` has those of the matrices
             correction = (1 - beta2**t) ** 0.5 / (1 - beta1**t)
             rates[name] = Rates(lr_factor * lr, lr_factor * param.decay, beta1, beta2, correction)
         return rates
@@ -1815,7 +1814,7 @@ class Optimizer:
 
 # --------------------------------------------------------------------------------------------------
 # 9. Schedules: pure functions of the step. To try another one, add an entry to SCHEDULES (section
-# 1), or change `lr_factor_at` or `muon_momentum_at`.
+# 1), or change `lr_factor_at`.
 
 
 def stages(c: Config) -> list[tuple[int, int, Stage]]:
@@ -1858,13 +1857,6 @@ def lr_factor_at(step: int, c: Config) -> float:
     a stage with a larger factor begins, the result jumps up once more."""
     done = max(0.0, (step / c.num_steps - 1) / c.cooldown_frac + 1)  # 0 to 1
     return stage_of(step, c).lr_factor * (1 - done) + 0.15 * done
-
-
-def muon_momentum_at(step: int, c: Config) -> float:
-    """From 0.85 to 0.95, and back over the last 4 % of the steps (record 39)."""
-    rise = step / max(c.momentum_warmup, 1)
-    fall = (c.num_steps - step) / (0.04 * c.num_steps)
-    return 0.85 + 0.10 * max(0, min(rise, 1, fall))
 
 
 def setting_of(step: int, c: Config) -> Setting:
@@ -2011,7 +2003,7 @@ def train_step(model: GPT, optimizer: Optimizer, batch: list[tuple[Tensor, Tenso
     # 3. The update, and what the ranks tell each other.
     model.history_stream.join()
     told = [tell(loss_sum)] if tell else []  # the gradients are on their way meanwhile
-    optimizer.step(lr_factor_at(step, c), muon_momentum_at(step, c))
+    optimizer.step(lr_factor_at(step, c))
     loss = loss_sum / stage_tokens(stage_of(step, c), c)
     message = torch.cat([loss[None], model.precision.recipes.measurements.faults(), *told])
     if dist.is_initialized():

@@ -48,15 +48,16 @@ def check_values(c, schedules: dict[str, list], precisions: dict) -> None:
     require(c.vocab_size <= 2**16,
             f"--vocab_size={c.vocab_size} must be at most {2**16}: shards hold tokens of 16 bits")
     require(0 <= c.seed < 10**15, f"--seed={c.seed} must be from 0 to 10^15 - 1, as logs hold it")
-    for name in ("minutes", "save_every", "save_steps", "val_interval", "momentum_warmup",
-                 "sample_tokens", "profile_steps", "bf16_last_layers", "bf16_last_frac",
-                 "target_loss", "muon_lr", "muon_decay", "head_lr", "table_lr", "scalar_lr"):
+    for name in ("minutes", "save_every", "save_steps", "val_interval", "sample_tokens",
+                 "profile_steps", "bf16_last_layers", "bf16_last_frac", "target_loss", "muon_lr",
+                 "muon_momentum", "muon_decay", "head_lr", "table_lr", "scalar_lr"):
         value = getattr(c, name)
         require(value >= 0, f"--{name}={value} must not be negative")
     for name in ("cooldown_frac", "bf16_last_frac"):
         value = getattr(c, name)
         require(value <= 1, f"--{name}={value} is a part of the steps, so it must be at most 1")
     require(c.ngram_part <= 1, f"--ngram_part={c.ngram_part} must be at most 1")
+    require(c.muon_momentum < 1, f"--muon_momentum={c.muon_momentum} must be below 1")
     require(2 <= c.longest_ngram <= 32,
             f"--longest_ngram={c.longest_ngram} must be at least 2 and at most 32")
     require(0 < c.join_timeout <= 10_000,

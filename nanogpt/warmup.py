@@ -142,7 +142,7 @@ class WarmUp:
 
     def update(self, call: Callable = call_directly) -> None:
         optimizer = self.optimizer
-        rates = to_device([*optimizer.rates(0.0, 0.0).values()], self.tokens.device)
+        rates = to_device([*optimizer.rates(0.0).values()], self.tokens.device)
         for group in optimizer.groups:
             zeros = [torch.zeros_like(optimizer.parts[name]) for name in group]
             gradients = map(optimizer.recipes.unscale, zeros)  # in the dtype that a step has

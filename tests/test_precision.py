@@ -380,7 +380,7 @@ def test_every_step_rounds_all_fp8_weights_anew_and_a_weight_without_gradient_ke
     for name in {*MATRICES} - {"lm_head"}:
         getattr(model, name).grad = torch.ones_like(getattr(model, name))
     optimizer.start_sums()
-    optimizer.step(1.0, 0.9)
+    optimizer.step(1.0)
     changed = {name for name, w in kept.weight_bytes.items() if not torch.equal(w, before[name])}
     assert changed == {*MATRICES} - {"lm_head"}
     assert recipe_at(model, 4, "lm_head").product.weight_scale == scale_before
@@ -669,7 +669,7 @@ def test_a_skipped_step_leaves_no_trace_and_the_next_one_is_as_if_it_had_never_b
             give_gradients(model, optimizer, 0.01 * scaling.scale, seed, spoilt if bad else None)
             before = scaling.scale
             optimizer.start_sums()
-            optimizer.step(1.0, 0.9)
+            optimizer.step(1.0)
             assert scaling.scale == before / (1 + bad) == scaling.factor * 256
             assert optimizer.sums == optimizer.lookups.totals == {}
             assert all(p.grad is None for p in model.parameters())
@@ -777,7 +777,7 @@ def work(rank, world_size, folder):
         last = precision == "fp16" and rank == world_size - 1  # what Muon has reaches the slice's owner through the sum
         test.give_gradients(model, optimizer, 1.0, rank, ("ngrams" if kind else "qkvo") if last else None)
         optimizer.start_sums()
-        optimizer.step(1.0, 0.9)
+        optimizer.step(1.0)
         step = list(calls)
         model.precision.recipes.before_validation()
         kept = vars(model.precision.recipes.by_name[precision]) if precision in model.precision.recipes.by_name else {}
