@@ -279,7 +279,7 @@ PRESETS: dict[str, dict] = {
         longest_ngram=6, ngram_rows=131_072, ngram_part=1.0, recall_rows=2_097_152,
         schedule="laptop", num_steps=500,
         batch_tokens=2048, seq_len=2048,
-        muon_lr=0.04, head_lr=0.007, table_lr=0.3,
+        muon_lr=0.04, muon_momentum=0.88, head_lr=0.007, table_lr=0.3,
         target_loss=1.5, val_tokens=131_072, val_seq_len=8192,
         device="cpu", compile=False,
         precision="bf16" if CPU_HAS_BF16 else "fp32",
