@@ -271,7 +271,7 @@ PRESETS: dict[str, dict] = {
     "speedrun": dict(recall_rows=268_435_456, head_every_second=True),
     "onepass": dict(
         num_layers=6, num_heads=4, mlp_dim=5632,
-        num_steps=1020, batch_tokens=131_072,
+        num_steps=1030, batch_tokens=131_072,
         recall_rows=268_435_456, head_every_second=True,
         target_loss=3.492),
     "laptop": BYTES | dict(
@@ -309,7 +309,7 @@ PRESETS: dict[str, dict] = {
 ABOUT = {
     "speedrun": "108M weights for each token and tables, for 413M tokens of FineWeb and a loss of "
                 "3.28, on GPUs",
-    "onepass": "a model of fewer layers and heads, for 95M tokens that are read once, on GPUs",
+    "onepass": "a model of fewer layers and heads, for 90M tokens that are read once, on GPUs",
     "laptop": "a small model of bytes, one to three minutes on a CPU",
     "char": "a larger one, to compare precisions on any text",
     "small": "the same with GPT-2's tokens, for texts of less than 60M tokens",

@@ -523,9 +523,9 @@ def test_the_defaults_are_the_record_and_the_presets_are_laid_over_them():
 
 def test_one_pass_fits_into_the_data_of_the_earlier_record_on_one_pass():
     c = t.parse_config(["--preset=onepass"])
-    steps = {0: 65_536, 337: 65_536, 673: 131_072, 1010: 131_072}  # of 1,020: 0.33, 0.33, 0.33, 0.01
+    steps = {0: 65_536, 340: 65_536, 680: 131_072, 1020: 131_072}  # of 1,030: 0.33, 0.33, 0.33, 0.01
     assert [(first, t.stage_tokens(stage, c)) for first, end, stage in t.stages(c) if end > first] == [*steps.items()]
-    assert t.total_tokens(c) == 673 * 65_536 + 347 * 131_072 == 89_587_712
+    assert t.total_tokens(c) == 680 * 65_536 + 350 * 131_072 == 90_439_680
 
 
 def test_a_given_value_overrides_the_preset_wherever_it_stands():
