@@ -41,10 +41,10 @@ sys.path.insert(0, sys.argv[1])
 import train_gpt as t
 t.STOP.listen()
 inner = t.train_step
-def train_step(model, optimizer, batch, step, *rest):
+def train_step(model, optimizer, batch, step, *rest, **named):
     if t.STOP.in_steps and step == 2 and os.environ.get("RANK", "0") == sys.argv[2]:
         os.kill(os.getpid(), signal.SIGTERM)
-    return inner(model, optimizer, batch, step, *rest)
+    return inner(model, optimizer, batch, step, *rest, **named)
 t.train_step = train_step
 sys.exit(t.main(sys.argv[3:]))
 """
@@ -65,10 +65,10 @@ def run(argv, stop_after=None):
         patch.setattr(t, "STOP", stopping.Stop())
         inner = t.train_step
 
-        def train_step(model, optimizer, batch, step, *rest):
+        def train_step(model, optimizer, batch, step, *rest, **named):
             if t.STOP.in_steps and step + 1 == stop_after:
                 t.STOP.signal = "SIGINT"
-            return inner(model, optimizer, batch, step, *rest)
+            return inner(model, optimizer, batch, step, *rest, **named)
 
         patch.setattr(t, "train_step", train_step)
         return t.main([str(word) for word in argv])
@@ -852,8 +852,8 @@ def test_requests_leave_the_flags_of_recipes_alone(monkeypatch):
 @pytest.mark.parametrize("cut", [False, True])
 def test_batches_from_a_later_step_on_are_those_of_the_whole_run(cut, corpus):
     paths = shards.find_shards(corpus, "train", "*_train_*.bin", "")
-    packing = shards.Packing(256, 384, 3, cut)
-    plan = [(2, 300)] * 5 + [(4, 900)] * 10
+    packing = shards.Packing(256, 384, 3, cut, 300)
+    plan = [2] * 5 + [4] * 10
     for rank in range(2):
         whole = list(shards.rank_batches(paths, packing, plan, rank, 2))
         for first in (0, 4, 12, 15):
