@@ -1476,6 +1476,11 @@ def orthogonalize(gradient: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tens
     return X.mT if tall else X
 
 
+def range_of_float32(dtype: torch.dtype) -> torch.dtype:
+    """bf16 in place of float16, in which the squares of small numbers would be 0."""
+    return torch.bfloat16 if dtype == torch.float16 else dtype
+
+
 def cautious_update(master: Tensor, part: Tensor, update: Tensor, lr, decay) -> None:
     """Subtracts lr * update from master, with weight decay only where the update shrinks the weight
     anyway (Chen et al. 2025; record 43). Copies the result to `part`, this rank's part of the bank
@@ -1523,9 +1528,7 @@ def muon_update(master: Tensor, part: Tensor, gradient: Tensor, state: MuonState
     state.momentum_buffer.add_((gradient - state.momentum_buffer) * (1 - momentum))
     nesterov = gradient + (state.momentum_buffer - gradient) * momentum
     # In the dtype of the weights: where that is float32, products in bf16 may be 20 times slower.
-    # The squares of small numbers would be 0 in float16.
-    dtype = torch.bfloat16 if part.dtype == torch.float16 else part.dtype
-    update = orthogonalize(nesterov, dtype).to(master.dtype)
+    update = orthogonalize(nesterov, range_of_float32(part.dtype)).to(master.dtype)
 
     # 2. Each neuron's update over the root of its mean square, then the old norm.
     square = update.square().mean(-2, keepdim=True)  # (n, 1, columns)
@@ -1638,6 +1641,8 @@ class Optimizer:
         zero = torch.zeros_like(self.masters[name])
         if self.model.params[name].optimizer == "muon":
             return MuonState(zero, zero[:, :1].clone())
+        if name in self.model.big_tables:  # most of all memory: their moments are narrow
+            zero = zero.to(range_of_float32(self.banks[name].dtype))
         return AdamState(zero, zero.clone())
 
     def own(self, name: str, bank: Tensor) -> Tensor:

@@ -38,8 +38,9 @@ LEAST_STEPS_PER_READING = 75  # for `small`: the batches of a short text are sma
 TOKENS_PER_ROW = 64
 SHORT_TEXT = 2_000_000  # tokens: shorter ones are short
 LONGEST_IN_SHORT = 4  # tokens of an n-gram
-# A number in a table needs 14 bytes: the weight, its float32 original and two moments of Adam.
-BYTES_PER_NUMBER = 14
+# A number in a table needs 10 bytes: 4 for the float32 original, 2 for the weight that is read, and
+# 2 for each of Adam's moments.
+BYTES_PER_NUMBER = 10
 # The part of a GPU's memory that the table of n-grams may take. It also makes every save larger.
 TABLE_SHARE = 0.1
 RECALL_SHARE = 1 / 32  # the same for the table of recalled tokens, of 8 bytes each

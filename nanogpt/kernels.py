@@ -729,8 +729,8 @@ if triton is not None:
         line_place = line * width + column
         row_place = tl.load(rows_ptr + line, mask=line < n) * width + column
         weight = tl.load(master_ptr + row_place, mask=inside)
-        mean = tl.load(mean_ptr + row_place, mask=inside)
-        square = tl.load(square_ptr + row_place, mask=inside)
+        mean = tl.load(mean_ptr + row_place, mask=inside).to(weight.dtype)
+        square = tl.load(square_ptr + row_place, mask=inside).to(weight.dtype)
         gradient = tl.load(gradient_ptr + line_place, mask=inside).to(weight.dtype)
         mean += (gradient - mean) * (1 - beta1)
         square += (gradient * gradient - square) * (1 - beta2)
@@ -738,8 +738,8 @@ if triton is not None:
         shrinks = update * weight > 0
         weight -= lr * (update + tl.where(shrinks, decay * weight, 0.0))
         tl.store(master_ptr + row_place, weight, mask=inside)
-        tl.store(mean_ptr + row_place, mean, mask=inside)
-        tl.store(square_ptr + row_place, square, mask=inside)
+        tl.store(mean_ptr + row_place, mean.to(mean_ptr.dtype.element_ty), mask=inside)
+        tl.store(square_ptr + row_place, square.to(square_ptr.dtype.element_ty), mask=inside)
         updated = weight.to(updated_ptr.dtype.element_ty)
         tl.store(updated_ptr + line_place, updated, mask=inside)
 
@@ -791,8 +791,9 @@ def adam_rows(
 ) -> Tensor:
     """Updates rows (n,) of the master weights (R, width) by Adam from their gradient (n, width).
 
-    The moments are the running means of the gradient and of its square, (R, width) each. The rates
-    are the learning rate, the weight decay, beta1, beta2, and the correction of both moments'
+    The moments are the running means of the gradient and of its square, (R, width) each. Their
+    dtype may be narrower than that of the master weights, in which all is computed. The rates are
+    the learning rate, the weight decay, beta1, beta2, and the correction of both moments'
     start at zero. These rows of the master weights and of the moments change in place. Returns the
     new rows (n, width) in dtype.
 
@@ -809,8 +810,7 @@ def adam_rows(
         return updated
     lr, decay, beta1, beta2, correction = rates
     weight = master[rows]
-    mean = moments[0][rows]
-    square = moments[1][rows]
+    mean, square = (moment[rows].to(master.dtype) for moment in moments)
     gradient = gradient.to(master.dtype)
     mean += (gradient - mean) * (1 - beta1)
     square += (gradient.square() - square) * (1 - beta2)
@@ -818,8 +818,8 @@ def adam_rows(
     shrinks = update * weight > 0
     weight -= lr * (update + decay * weight * shrinks)
     master[rows] = weight
-    moments[0][rows] = mean
-    moments[1][rows] = square
+    moments[0][rows] = mean.to(moments[0].dtype)
+    moments[1][rows] = square.to(moments[1].dtype)
     return weight.to(dtype)
 
 

@@ -583,6 +583,22 @@ def test_adam_of_rows_takes_narrow_gradients_and_computes_in_the_masters_precisi
         assert narrow.dtype == torch.float32 and torch.equal(narrow, wide)
 
 
+def test_adam_of_rows_computes_narrow_moments_in_the_masters_precision_and_rounds_them_once():
+    rows = torch.tensor([1, 4, 6])
+    rates = 0.1, 0.3, 0.6, 0.9, 1.5
+    results = []
+    for dtype in (torch.bfloat16, torch.float64):
+        master = normal(7, 5, seed=1)
+        moments = [normal(7, 5, seed=2).bfloat16(), normal(7, 5, seed=3).square().bfloat16()]
+        moments = [x.to(dtype) for x in moments]
+        kernels.adam_rows(normal(3, 5, seed=4), rows, master, moments, torch.float64, *rates)
+        results.append((master, *moments))
+    (master, *narrow), (wide_master, *wide) = results
+    assert torch.equal(master, wide_master)
+    for ours, exact in zip(narrow, wide):
+        assert ours.dtype == torch.bfloat16 and torch.equal(ours, exact.bfloat16())
+
+
 # ------------------------------------------------------------------------------------- the kernels
 # Each of these functions returns the arguments of one kernel's runs. A run in Triton's interpreter
 # or on a GPU is compared with the twins by the `assert_` functions below them.
@@ -664,7 +680,11 @@ def adam_rows_inputs():
     moments = normal(12, 37, seed=3).float(), normal(12, 37, seed=4).square().float()
     master = normal(12, 37, seed=2).float()
     rates = 0.1, 0.3, 0.7, 0.9, 2.0
-    return [(normal(5, 37).bfloat16(), USED, master, moments, torch.bfloat16, *rates)]
+    narrow = tuple(x.bfloat16() for x in moments)
+    gradient = normal(5, 37).bfloat16()
+    return [
+        (gradient, USED, master.clone(), of_dtype, torch.bfloat16, *rates)
+        for of_dtype in (moments, narrow)]
 
 
 def assert_quantized(ours, x, scale, dtype):

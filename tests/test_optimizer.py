@@ -312,8 +312,8 @@ def test_float32_weights_keep_updates_that_bfloat16_would_lose():
             optimizer.step(1e-2)
 
     steps(50)  # under a constant gradient Adam moves by lr: 60e-4 and 0.65e-4; bfloat16's steps at 1 are 78e-4 and more
-    for name, rate in (("ngrams", 0.6), ("lm_head", 0.0065)):
-        torch.testing.assert_close(optimizer.masters[name], start[name] + 50e-2 * rate, rtol=0, atol=1e-5)
+    for name, rate, error in (("ngrams", 0.6, 2e-3), ("lm_head", 0.0065, 1e-5)):  # moments of tables are in bfloat16
+        torch.testing.assert_close(optimizer.masters[name], start[name] + 50e-2 * rate, rtol=0, atol=error)
     steps(50)
     for name, p in model.named_parameters():
         assert torch.equal(p.detach(), optimizer.masters[name].to(p.dtype)), name
