@@ -1679,7 +1679,7 @@ class Optimizer:
         """The same for the rows of the tables, and for the head, after the rows of the token
         embedding are added to its gradient. A collective."""
         lookups = self.lookups
-        with lookups.on_side_stream():
+        with lookups.side_stream.on():
             for name, total in lookups.take_totals().items():
                 self.bytes_sent += total.nbytes
                 self.sums[name] = lookups.exchange(name, total)
@@ -1724,7 +1724,7 @@ class Optimizer:
         tables = [name for name in self.sums if name in self.model.big_tables]
         handed_out = {}
         for name in tables:
-            with self.lookups.on_side_stream():
+            with self.lookups.side_stream.on():
                 part = self.update_rows(name, self.finished_sum(name), rates[name])
                 handed_out[name] = self.hand_out(name, part)
         for group in self.groups:
@@ -1738,7 +1738,7 @@ class Optimizer:
         # 3. Wait until all new weights have arrived.
         for name, (parts, transfer) in handed_out.items():
             if name in tables:
-                with self.lookups.on_side_stream():
+                with self.lookups.side_stream.on():
                     transfer.wait()
                     self.lookups.put(name, self.banks[name], parts)
             else:
@@ -2348,7 +2348,7 @@ def main(argv: list[str]) -> int:
         if limits.is_out_of_memory(error):
             remedy = ("smaller --micro_tokens, --val_seq_len, --ngram_rows and --recall_rows need "
                       "less")
-            return WATCH.refuse(f"{limits.first_sentence(error)}; {remedy}", error)
+            return WATCH.refuse(f"{limits.what_was_asked(error)}; {remedy}", error)
         WATCH.end_with_traceback(error)
         raise
 

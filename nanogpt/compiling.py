@@ -378,10 +378,10 @@ class CudaGraphs:
         A result stays until its graph runs again, or one that was captured before it: both may
         overwrite it.
 
-        `key` must be hashable, and tell apart all that the function depends on but the numbers in
-        the tensors and gradients; the shapes of the tensors need not be in it. What is compiled or
-        made at first use cannot be recorded. If there is such a thing, call the function itself
-        once before the first call with a key."""
+        `key` names the recording, and must be hashable. Two calls may have the same key only if
+        they do the same operations on the same memory, and differ in nothing but the numbers in
+        their tensors and gradients, or in the shapes of the tensors. Compilation cannot be
+        recorded, and nothing that is made at first use. So call the function itself once before."""
         shapes = tuple(x.shape for x in tensors)
         # Where backward finds a gradient to add to. Where it makes a new one, it is another graph.
         added_to = tuple(p.grad is not None and p.grad.data_ptr() for p in self.parameters)

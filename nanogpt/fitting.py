@@ -77,9 +77,10 @@ def preset_for(text: Text, cuda: bool) -> str:
 
 def lengths_that_fit(text: Text, unit: int, seq_len: int, batch_tokens: int, micro_tokens: int,
                      val_seq_len: int, val_tokens: int) -> dict[str, int]:
-    """Sequences, batches and validation that a text has room for, in tokens. A batch has `unit`
-    sequences or a multiple of that. No length becomes more than is given here. But a sequence has
-    one block at least, and a batch `unit` sequences. Raises BadInput if the text is too short."""
+    """How long sequences, batches and validation can be with this text, in tokens. The given
+    lengths are the most; but a sequence has one block at least, and a batch `unit` sequences. A
+    batch has a multiple of `unit` sequences, so that each process has whole ones in every stage.
+    Raises BadInput if the text is too short."""
     # 1. Sequences. A batch lies within one shard, so the largest shard is the limit.
     inputs = max(text.train) - 1  # of that shard: its last token is a target only
     longest = inputs // unit // BLOCK_SIZE * BLOCK_SIZE

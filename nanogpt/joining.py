@@ -194,11 +194,12 @@ def exchange(store: dist.Store, place: Place, note: dict, deadline: float) -> di
     store.set(f"note_{place.rank}", json.dumps(note))
     notes = {place.rank: note}
     while len(notes) < place.world_size and time.monotonic() < deadline:
-        if store.check(["gave_up"]):
-            break
+        others_gave_up = store.check(["gave_up"])
         for rank in range(place.world_size):
             if rank not in notes and store.check([f"note_{rank}"]):
                 notes[rank] = json.loads(store.get(f"note_{rank}"))
+        if others_gave_up:
+            break
         if note["fault"] is None and any(other["fault"] for other in notes.values()):
             break
         time.sleep(0.05)

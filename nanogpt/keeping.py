@@ -148,5 +148,5 @@ class Keeper:
             self.log.console.say("no weights are kept, as none were validated")
         self.saver.finish()
         command = saving.command(self.saver.newest(), self.config.save_checkpoint)
-        self.log.console.stopped(signal, step, path, command)
+        self.log.console.stopped(signal, step, path, command, self.saver.saves)
         return stopping.status_of(signal)

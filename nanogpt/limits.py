@@ -168,13 +168,18 @@ def check_device(c) -> None:
 
 def is_out_of_memory(error: Exception) -> bool:
     """Whether PyTorch says that a GPU, or this machine, has too little memory."""
-    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return any(said in str(error) for said in ("DefaultCPUAllocator", "CUDA error: out of memory"))
 
 
-def first_sentence(error: Exception) -> str:
-    """What such an error says first: how much was asked for."""
+def what_was_asked(error: Exception) -> str:
+    """The beginning of what such an error says, up to how much was asked for."""
     text = str(error).partition("DefaultCPUAllocator: ")
-    return (text[2] or text[0]).split(". ")[0]
+    first, *others = (text[2] or text[0] or "out of memory").split("\n")[0].split(". ")
+    if first == "CUDA out of memory" and others:
+        return f"{first}. {others[0]}"
+    return first
 
 
 @contextmanager

@@ -162,8 +162,9 @@ class Requests:
         return without
 
     def grant(self, request: str, step: int) -> bool:
-        """Whether to do it now, after `step` steps. All ranks must have heard the losses of the
-        steps before the last one. Then they get the same answer, and a request is granted once."""
+        """Whether to do it now, after `step` steps. Only a request counts that came with the loss
+        of a step before the last one: all ranks have read that loss, so all of them answer alike.
+        A request is granted once."""
         heard_at = self.heard.get(request)
         if heard_at is None or heard_at >= step:
             return False

@@ -4,8 +4,9 @@ A batch looks up only some rows of the tables of value embeddings and of n-grams
 gradient and are updated. Each rank owns some of the columns of every row, so that all ranks share
 this work, whichever rows they are.
 
-The ranks look up mostly different rows. So each of them adds up the gradients of its own rows, and
-sends every rank that one's columns of these. A rank then adds up what it gets from all of them.
+The ranks look up mostly different rows. So each rank first adds up the gradients of the rows that
+it has looked up itself. It cuts these sums by columns, and sends each rank the columns which that
+rank owns. Then each rank adds up what it has received.
 
 The work takes memory bandwidth, while the update of the matrices takes arithmetic. So it is done
 on a CUDA stream beside the main one: 28.7 to 28.9 instead of 30.0 ms a step of 16,384 tokens on one
@@ -27,8 +28,9 @@ from records.journal import to_host
 
 
 class Places(NamedTuple):
-    """Of one table, where each used row stands among the used ones. Several ranks count as one
-    more, who has used all that any of them has."""
+    """Which rows of one table were used, and where each of them stands among these: if rows 2 and
+    5 were used by this rank, own[2] is 1 and own[5] is 2. Entries of unused rows mean nothing. If
+    there are several ranks, one more is counted, which has used all that any of them has."""
     counts: Tensor  # (ranks * R,) int32, how many used rows there are up to each, rank after rank
     own: Tensor  # (R,), the same of this rank alone; of a used row it is the place, from 1 on
     of_all: Tensor  # (R,), the same of all ranks together
@@ -87,9 +89,6 @@ class LookedUpRows:
         self.used_by_ranks = {}  # (lines,), which ones, one rank after the other
         self.sums = {}  # (1, n, share), sums over the ranks
 
-    def on_side_stream(self):
-        return self.side_stream.on()
-
     def meet(self) -> None:
         """The main stream and the side stream wait for all that was begun on the other."""
         self.side_stream.join()
@@ -103,7 +102,7 @@ class LookedUpRows:
         then the GPU counts them beside the forward pass. A collective."""
         self.meet()
         self.totals = {}
-        with self.on_side_stream():
+        with self.side_stream.on():
             own = [torch.cat([rows[name] for rows in batch]) for name in self.masters]
             of_ranks = gathered(torch.cat(own)).view(self.world_size, -1)
             of_tables = of_ranks.split([len(rows) for rows in own], 1)
@@ -120,10 +119,11 @@ class LookedUpRows:
         """Waits for the numbers of used rows, and makes room for the sums of their gradients."""
         if self.ends_arrived is not None:
             self.ends_arrived.synchronize()
-        with self.on_side_stream():
+        with self.side_stream.on():
             for (name, master), ends in zip(self.masters.items(), self.ends.tolist()):
                 counts = [end - begin for begin, end in zip([0, *ends], ends)]
-                # The rows where the count becomes 1, 2, 3, ... For nonzero() the CPU would wait.
+                # The k-th used row is where the count becomes k. With nonzero() the CPU would have
+                # to wait until the GPU knows how many there are.
                 numbers = torch.arange(1, ends[-1] + 1, dtype=torch.int32, device=master.device)
                 used = torch.searchsorted(self.places[name].counts, numbers) % len(master)
                 of_ranks = used.split(counts)
@@ -146,7 +146,7 @@ class LookedUpRows:
         if not self.totals:
             self.make_totals()  # beside the pass, whose gradients this does not need
         self.meet()
-        with self.on_side_stream():
+        with self.side_stream.on():
             for name, gradient in gradients.items():
                 if name not in self.totals:  # of the token embedding
                     shape = 1, len(self.own_tokens), gradient.size(1)

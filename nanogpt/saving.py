@@ -54,7 +54,6 @@ NEWEST = "newest"  # what --resume alone stands for
 RUNNING = "running"  # a file in RUN_ID.saved: its run holds a lock on it as long as it lives
 FINISHED = "finished"  # a file in RUN_ID.saved: a run that went on from there has ended
 PATIENCE_S = 120  # how long rank 0 waits for the files of the others
-LAST_PATIENCE_S = 10  # the same once its own training has ended, perhaps because of another rank
 SHARED_DIMENSION = {"slice": 0, "columns": 1}  # by Param.share: the one that ranks have parts of
 FACTS = {  # what all ranks share and a run needs to go on
     "config": dict, "run_id": str, "files_sha256": str, "data": list, "came_from": list,
@@ -109,7 +108,10 @@ def find(asked: str, log_dir: str, given: dict | None = None,
             elif not (folder / FINISHED).exists():
                 newest += saves_in(folder)[-1:]
         for save in running if not newest else []:
-            config = facts_of(save)["config"]
+            try:
+                config = facts_of(save)["config"]
+            except BadInput:  # it is damaged, so nobody goes on from there
+                continue
             require(changes(config, given, may_change),
                     f"the run of {save.parent} is still going on; end it before you resume it, or "
                     f"give --resume={save} to go on from there beside it")
@@ -118,8 +120,8 @@ def find(asked: str, log_dir: str, given: dict | None = None,
         for save in newest:
             try:
                 config = facts_of(save)["config"]
-            except BadInput:  # it is damaged; perhaps the keys ask for another run
-                if not says_which:
+            except BadInput:  # it is damaged; perhaps a newer one is meant, or another run
+                if not says_which and not differences:
                     raise
                 continue
             if not changes(config, given, may_change):
@@ -293,7 +295,7 @@ class Saver:
         self.rank, self.world_size = rank_and_world_size()
         self.thread = None
         self.locks = []  # files that say that this run lives, also to those that it goes on with
-        if self.saves and self.rank == 0:
+        if self.rank == 0:
             self.locks = [hold(Path(earlier)) for earlier in came_from]
         self.holds_own = False  # its own folder is made with the first save
         self.has_complained = False
@@ -351,6 +353,7 @@ class Saver:
                 Path(self.folder, FINISHED).unlink(missing_ok=True)
                 sync_folder(self.folder)
                 keep_newest(self.folder)
+                self.has_complained = False
         except (OSError, RuntimeError) as error:
             with suppress(OSError):
                 part.unlink(missing_ok=True)
@@ -373,9 +376,9 @@ class Saver:
                 failed = part.with_suffix(".failed")
                 if failed.exists():
                     raise OSError(f"rank {rank}: {failed.read_text()}")
-                trains = threading.main_thread().is_alive()
-                if time.monotonic() > begin + (PATIENCE_S if trains else LAST_PATIENCE_S):
-                    raise OSError(f"rank {rank} has not written its file")
+                if time.monotonic() > begin + PATIENCE_S:
+                    raise OSError(f"rank {rank} has written no file that rank 0 sees; hosts must "
+                                  "share the disk of --log_dir")
                 time.sleep(0.01)
 
     def finish(self, seconds: float | None = None) -> None:
@@ -462,7 +465,9 @@ def facts_of(save: Path) -> dict:
 
 def fits(saved: list[torch.Size], own: torch.Size, share: str, shape: tuple[int, ...]) -> bool:
     """Whether the parts that ranks have saved make up a tensor of a parameter. own: the shape of
-    this rank's part now; share and shape: of the parameter. The ranks may be more or fewer now."""
+    this rank's part now; share and shape: of the parameter. The parts may differ from ours in the
+    shared dimension only, as there may be more or fewer ranks now. There they must add up to the
+    size of the parameter and its padding, which is less than 1 for each rank that saved."""
     dim = SHARED_DIMENSION.get(share)
     if dim is None:
         return saved[0] == own
@@ -652,9 +657,14 @@ def how_it_began(asked: str, log_dir: str, saved: Saved | None, run: dict) -> li
 
 def is_near(save: Path, path: str) -> bool:
     """Whether a path lies below the folder where the program is started, or that of the logs. There
-    a run that goes on may write what only the save names."""
+    a run that goes on may write what only the save names. A link below these folders, as `models`
+    may be one to another disk, is the user's own."""
+    path = Path(path)
+    places = [path.resolve()]
+    if ".." not in path.parts:
+        places.append(path.absolute())
     folders = (Path.cwd(), save.resolve().parent.parent)
-    return any(Path(path).resolve().is_relative_to(folder) for folder in folders)
+    return any(place.is_relative_to(folder) for place in places for folder in folders)
 
 
 def check_place(save: Path, path: str) -> None:

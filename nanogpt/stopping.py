@@ -2,12 +2,14 @@
 terminal was closed).
 
 Before the first step there is nothing to keep, so a signal ends the process at once. From then on
-until the weights are written, the first signal is only noted: the trainer ends the run in order
-after the step in hand, or up to three steps later: several ranks must all know of it
-(ranks.Requests), and with head_every_second a run ends after an even number of steps only. After
-that, control-C ends the process at once. A second SIGTERM does not:
-a cluster may send it to all processes, and torchrun hands on to the ranks what it has got itself.
-While a sample is drawn from the trained model, a signal ends the process at once again.
+until the weights are written, the first signal is only noted, and the trainer ends the run in
+order. It does so after the present step or up to three steps later: all ranks must learn of the
+signal first (ranks.Requests), and with head_every_second a run ends after an even number of steps
+only.
+
+A second control-C ends the process at once. A second SIGTERM does not: a cluster may send it to all
+processes, and torchrun hands on to the ranks what it has got itself. While a sample is drawn from
+the trained model, a signal ends the process at once again.
 
 This file imports nothing of torch, because it is at work while torch is imported.
 """

@@ -6,10 +6,11 @@
     ...  # may run at the same time
     side.join()  # from here on y can be used
 
-A tensor that is made on the side stream, as y, may be freed after its last use on the main one: its
-memory goes to later work on the side stream only. So let such work begin with `follow`, too. For a
-tensor of the main stream that may be freed before `join`, as x, call `keep`. Without CUDA all work
-runs in the order of the code.
+When Python drops y, which was made on the side stream, PyTorch may give its memory to later work of
+the side stream, though the main stream may still read y. `follow` before that work prevents this.
+With x it is the other way round: it was made on the main stream, which may use its memory again
+while the side stream still reads it. Where x may be dropped before `join`, call `keep(x)`. Without
+CUDA all work runs in the order of the code.
 """
 from contextlib import nullcontext
 

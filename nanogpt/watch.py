@@ -45,13 +45,15 @@ from records.console import complain
 
 LOOK_S = 1.0  # between two looks, and between two beats
 LOST_LOOKS = 30  # without a beat
-DEAD_LOOKS = 10  # what a look counts in addition if the process is gone from this host
+# What a look counts in addition if the process is gone from this host: so it is lost after three.
+# At a normal end, too, processes end one after the other.
+DEAD_LOOKS = 10
 FAILED_LOOKS = 4  # without a beat, once a collective has failed
 STILL_S = 40  # that all ranks may stand in a step, besides ten times the longest one
 ORPHAN_LOOKS = 60  # for the end in order of a run whose torchrun is gone
 WRITING_S = 20  # that the end waits for the best weights to be written
 LOST = 3  # exit status
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).parents[1]
 PROJECT = (ROOT, ROOT / "nanogpt", ROOT / "data", ROOT / "records")
 GO_ON = "the run ends here; --resume goes on from its last save, if there is one"
 
@@ -355,7 +357,8 @@ class Watch:
         self.writing.acquire(timeout=WRITING_S)
         for rank in self.lost_ranks(LOST_LOOKS):
             if rank in self.pids and not has_ended(self.pids[rank]):
-                os.kill(self.pids[rank], signal.SIGKILL)  # one that was stopped would stay for ever
+                with suppress(OSError):  # it may end this moment
+                    os.kill(self.pids[rank], signal.SIGKILL)  # a stopped one would stay for ever
         # Others must have the time to see `over`, so the rank that has the store leaves last.
         has_store = self.rank == 0 and not self.meeting.place.in_torchrun
         time.sleep((3 if has_store else 2 if speaks else 1) * LOOK_S)

@@ -414,13 +414,15 @@ class Console:
             for command in commands:
                 self.say(f"  {python_command()} {script_folder()}{command}")
 
-    def stopped(self, signal: str, step: int, checkpoint: Path | None, command: str) -> None:
+    def stopped(self, signal: str, step: int, checkpoint: Path | None, command: str,
+                saves: bool) -> None:
         """Says what is left of a run that a signal has ended, and the command that goes on from its
-        save, if there is one."""
+        save, if there is one. `saves`: whether the run was to save."""
         self.say(f"stopped by {signal} after step {step} of {self.num_steps}")
         self.closing(checkpoint, [command] if command else [])
         if not command:
-            self.say("it cannot be resumed, as nothing was saved; --save_every=MINUTES saves")
+            advice = "" if saves else "; --save_every=MINUTES saves"
+            self.say(f"it cannot be resumed, as nothing was saved{advice}")
 
 
 # ------------------------------------------------------------------------------------------------

@@ -145,6 +145,19 @@ def test_a_rank_whose_torchrun_was_killed_before_they_met_does_not_wait_for_join
     assert time.monotonic() - begin < 10
 
 
+def test_a_rank_that_comes_when_the_others_have_given_up_still_knows_who_had_come():
+    class Store(dict):
+        set, get = dict.__setitem__, dict.__getitem__
+
+        def check(self, names):
+            return all(name in self for name in names)
+
+    store = Store(gave_up="rank 2 has not come", note_0=json.dumps({"fault": None}))
+    place = joining.Place(1, 3, "host", 1, False)
+    notes = joining.exchange(store, place, {"fault": None}, time.monotonic() + 5)
+    assert sorted(notes) == [0, 1]
+
+
 def test_each_rank_says_its_own_fault_and_one_says_what_all_have():
     def heard(faults, world_size=3):
         raised = []

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import termios
 
+import numpy as np
 import processes
 import pytest
 import torch
@@ -485,16 +486,22 @@ def test_a_run_that_is_too_short_for_a_profile_says_so(num_steps, said, corpus, 
     assert read_log(only_log(tmp_path)).values("defect") == defects
 
 
-@pytest.mark.parametrize("kind", ["gpu", "cpu"])
+@pytest.mark.parametrize("kind", ["gpu", "gpu without details", "cpu", "numpy"])
 def test_too_little_memory_is_one_sentence_with_the_remedy(kind, monkeypatch, capfd):
     def train(c, at_end):
         if kind == "cpu":
             torch.empty(2**50)
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. And much more.")
+        if kind == "numpy":
+            np.ones(2**50)
+        if kind == "gpu":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. And much more.")
+        raise RuntimeError("CUDA error: out of memory\nAnd much more.")
 
     monkeypatch.setattr(t, "train", train)
     sentence = refused(capfd, arguments())
-    assert {"cpu": "can't allocate memory: you tried", "gpu": "CUDA out of memory"}[kind] in sentence
+    said = {"cpu": "can't allocate memory: you tried", "numpy": "Unable to allocate 8.00 PiB",
+            "gpu": "CUDA out of memory. Tried to allocate 2 GiB;", "gpu without details": "CUDA error: out of memory;"}
+    assert said[kind] in sentence
     assert "enforce fail" not in sentence and "much more" not in sentence and "--micro_tokens" in sentence
 
 
