@@ -667,6 +667,11 @@ def name_of(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
+def is_sure_share(entry: dict) -> bool:
+    """Whether a share, or a difference of two, has no error because it is the same of all units."""
+    return evaluation.MEASURES[entry["measure"]].is_share and entry["standard_error"] == 0
+
+
 def show(content: dict) -> None:
     """Prints the results as lines of text."""
     for number, model in enumerate(content["models"]):
@@ -683,8 +688,10 @@ def show(content: dict) -> None:
     print("Behind ± stands one standard error over documents, items or passages.")
     if any(result["standard_error"] is None for result in content["results"]):
         print("A single one has none; of a --text, --split_blank=1 makes several documents.")
-    if any(found["standard_error"] == 0 for found in content["differences"]):
+    if any(is_sure_share(found) for found in content["differences"]):
         print("An interval of no width: the models agree on all N. They may still differ by 3 / N.")
+    if any(is_sure_share(result) for result in content["results"]):
+        print("An error of 0: all N have the same result. Of others 3 / N may still have another.")
     if any(1 < result["units"] < FEW for result in content["results"]):
         print(f"With fewer than {FEW} of them, errors and intervals are too small.")
 
@@ -706,10 +713,10 @@ def main(argv: list[str]) -> int:
         return 130
     except BrokenPipeError:  # as in `| head -1`
         discard_output(sys.stdout)
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
         if not limits.is_out_of_memory(error):
             raise
-        print(f"evaluate.py: {limits.first_sentence(error)}; give a smaller --seq_len",
+        print(f"evaluate.py: {limits.what_was_asked(error)}; give a smaller --seq_len",
               file=sys.stderr)
         return 2
     except (BadInput, shards.ShardError, texts.PrepareError, hellaswag.ItemsError,

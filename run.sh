@@ -109,8 +109,8 @@ if [ ${#texts[@]} -gt 0 ]; then
 else
   names_data=no
   case $asked in
-    *" --data_dir"* | *" --resume="[!\ ]*) names_data=yes ;;  # a save names its data
-    *" --resume "*)
+    *" --data_dir"*) names_data=yes ;;
+    *" --resume "* | *" --resume=newest "*)
       log_dir=logs
       for key in "${keys[@]}"; do
         case $key in --log_dir=*) log_dir=${key#*=} ;; esac
@@ -120,6 +120,7 @@ else
           names_data=yes
         fi
       done ;;
+    *" --resume="[!\ ]*) names_data=yes ;;  # a save names its data
   esac
   if [ $names_data = no ] && [ $tokens = bytes ]; then
     [ -d data/pydocs ] || check_keys
@@ -130,7 +131,7 @@ else
       "train laptop, or give a text of your own" >&2
     exit 2
   elif [ $names_data = no ]; then
-    [ -d data/fineweb10B ] || check_keys
+    check_keys
     "$python" data/fineweb.py 9
   fi
 fi

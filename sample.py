@@ -89,9 +89,9 @@ class EarlierTokens:
     """What one layer keeps of the tokens so far. The model calls `previous` and `attend`, with n
     new tokens.
 
-    A query sees whole blocks, the last of them its own. So there are as many places for keys and
-    values as the window has positions, and a new position overwrites the one that is a window
-    older."""
+    Keys and values lie in a ring of `num_places` places, as many as the window has positions:
+    position p is at place p % num_places. A query sees whole blocks, the last of them its own. So
+    what a new position overwrites is too far back for every query that is still to come."""
 
     def __init__(self, c, num_places: int, dtype: torch.dtype, like: Tensor):
         H, d, D = c.num_heads, c.head_dim, c.model_dim
@@ -569,7 +569,7 @@ def main(argv: list[str]) -> int:
     except RuntimeError as error:
         if not limits.is_out_of_memory(error):
             raise
-        print(f"sample.py: {limits.first_sentence(error)}", file=sys.stderr)
+        print(f"sample.py: {limits.what_was_asked(error)}", file=sys.stderr)
         return 2
     except BadInput as error:
         print(f"sample.py: {error}", file=sys.stderr)

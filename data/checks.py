@@ -7,6 +7,7 @@ import os
 import shlex
 from pathlib import Path
 
+from .fineweb import TRAIN_SHARDS
 from .shards import (
     Packing,
     Plan,
@@ -103,9 +104,9 @@ def check_amount(paths: list[Path], packing: Packing, plan: Plan, folder: str,
     if not packing.cut_documents and have >= need and folder != FINEWEB:
         remedy = ("give --cut_documents=true (without it only the beginning of a long document is "
                   f"read), {remedy}")
-    if folder == FINEWEB:
-        # A shard of FineWeb has 1e8 tokens. The ends of long documents are skipped.
-        enough = math.ceil(1.3 * need / 1e8)
+    # A shard of FineWeb has 1e8 tokens. The ends of long documents are skipped.
+    enough = math.ceil(1.3 * need / packing.epochs / 1e8)
+    if folder == FINEWEB and enough <= TRAIN_SHARDS:
         remedy = f"get more with `{fetch(enough)}`, or {remedy}"
     what = "1 step needs" if len(plan) == 1 else f"{len(plan)} steps need"
     raise ShardError(f"{what} {need:,} tokens; the {have:,} in {folder} last for about {possible} "

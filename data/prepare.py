@@ -21,10 +21,11 @@ for each byte: with --bytes, or where GPT-2's vocabulary cannot be loaded. A sha
 
 Blank documents are dropped, and so are those whose text an earlier one has. The others are
 shuffled, in an order that --seed decides. The first ones in this order are the validation split,
-so it is a fair sample of the input and shares no document with training. There is one exception:
-the last of them is cut if whole documents would exceed the share of validation by more than half,
-as a single long text does, or would leave too little to train on. Its end goes to validation and
-its beginning to training. The number of --workers does not change the result.
+so it is a fair sample of the input and shares no document with training. There is one exception.
+With whole documents, validation may become more than half larger than it should be, as with a
+single long text, or leave too little to train on. Then the last of its documents is cut: the end
+goes to validation and the beginning to training. The number of --workers does not change the
+result.
 
 The input may be larger than memory. All tokens go through a temporary file in OUT, which takes 2
 bytes for each token. Memory holds only the lengths and the hashes of the documents, and the text
@@ -740,7 +741,7 @@ def main(argv=None):
         print_to(sys.stdout, folder)
     elif args.inputs:
         script = quoted(from_here(DATA.parent / "train_gpt.py"))
-        say(f"{from_here(sys.executable)} {script} {quoted(f'--data_dir={folder}')}")
+        say(f"{quoted(from_here(sys.executable))} {script} {quoted(f'--data_dir={folder}')}")
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ def is_prose(paragraph):
 
 def source_prose(source):
     """The docstrings and the blocks of comments in a Python source, in the order they stand there.
+    (Only a comment right below a docstring of one line may come before it.)
 
     Raises SyntaxError and ValueError.
     """

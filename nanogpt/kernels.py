@@ -655,9 +655,9 @@ def capped_cross_entropy(
 # The model looks up rows of large tables, for instance one for each hash of an n-gram. A batch uses
 # only some rows of a table. The optimizer adds up the gradients of the used rows and updates only
 # those. The ranks share this work by columns: each owns `share` columns of all rows, and the last
-# rank's are padded if the width is no multiple of the number of ranks. So a rank first sums the
-# gradients of the rows that it has used itself, with a part for each rank, and then, of its own
-# columns, what has come from all ranks; there `ranks` is 1.
+# rank's are padded if the width is no multiple of the number of ranks. First a rank sums the
+# gradients of the rows that it has used itself, and cuts the sums into a part for each rank. Then
+# it sums the parts that it has received, which are of its own columns; there `ranks` is 1.
 #
 # Each kernel passes over memory once, where indexing in PyTorch, compiled or not, takes two to four
 # passes. A program works on a tile of 1024 numbers: a part of one line, or several short lines.

@@ -124,11 +124,11 @@ class Measurements:
     a step later, when they have come to the CPU without anybody waiting for them, and still find
     the first site that went wrong.
 
-    How they get here: a compiled backward pass returns gradients, but it may not write to any other
-    tensor. Therefore every product takes one more input, `seen`, which is three zeros that nobody
-    reads, and returns the three amaxes as the gradient of that input. autograd adds a gradient to
-    `.grad` in place, and the `.grad` of each `seen` is a row of `amaxes`. In place of its amax, a
-    weight may give a number that is not finite in the same cases, such as its scale in FP8.
+    How they get here: a compiled backward pass may return gradients, but not write to any other
+    tensor. Therefore every product has one more input, `seen`, three zeros which nobody reads. It
+    returns the three amaxes as if they were the gradient of this input. autograd adds them to
+    `seen.grad`, which is a row of `amaxes`. In place of its amax, a weight may give a number that
+    is not finite in the same cases, such as its scale in FP8.
     """
 
     def __init__(self, sites: list[Site], device: torch.device):

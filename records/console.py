@@ -433,7 +433,7 @@ def next_commands(checkpoint: Path | None, data_dir: str, longer: str) -> list[s
     """What to try after a run. `longer` is the option that makes it longer, if one does."""
     commands = []
     if checkpoint:
-        commands.append(f'sample.py {shlex.quote(str(checkpoint))} "Once upon a time"')
+        commands.append(f'sample.py {shlex.quote(Path(checkpoint).as_posix())} "Once upon a time"')
     if longer:
         commands.append(f"train_gpt.py {shlex.quote(f'--data_dir={data_dir}')} {longer}")
     return commands
@@ -441,14 +441,17 @@ def next_commands(checkpoint: Path | None, data_dir: str, longer: str) -> list[s
 
 def python_command() -> str:
     """What to type for the Python that runs this."""
-    python = os.path.relpath(sys.executable)
-    return sys.executable if python.startswith("..") else python
+    python = Path(os.path.abspath(sys.executable))  # a virtual environment has a link there
+    here = Path.cwd()
+    if python.is_relative_to(here):
+        python = python.relative_to(here)
+    return shlex.quote(python.as_posix())
 
 
 def script_folder() -> str:
     """What to type before the name of a script: its folder, if that is not the current one."""
     folder = Path(__file__).resolve().parents[1]
-    return "" if folder == Path.cwd() else shlex.quote(f"{folder}/")
+    return "" if folder == Path.cwd() else shlex.quote(f"{folder.as_posix()}/")
 
 
 def count_in_words(number: int) -> str:

@@ -31,15 +31,15 @@ class Row(NamedTuple):
 
 
 def tasks_of(gpus, seeds, keys):
-    """The runs in their order: all seeds on most GPUs, the first of them with empty caches, then a
-    short run on each number of GPUs."""
+    """The runs in their order: all seeds on most GPUs, then a short run on each number of GPUs. The
+    first of all has empty caches."""
     tasks = []
     for seed in range(1, seeds + 1):
-        name = f"seed {seed}" + (", empty caches" if seed == 1 else "")
-        tasks.append(Task(name, max(gpus), [*keys, f"--seed={seed}"]))
+        tasks.append(Task(f"seed {seed}", max(gpus), [*keys, f"--seed={seed}"]))
     for number in sorted(gpus, reverse=True):
         short = [*keys, f"--num_steps={SHORT}", "--target_loss=0"]
         tasks.append(Task(f"{SHORT} steps", number, short))
+    tasks[0] = tasks[0]._replace(name=f"{tasks[0].name}, empty caches")
     return tasks
 
 

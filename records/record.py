@@ -323,7 +323,7 @@ def hardware(logs):
     environment = logs[0].environment
     models = sorted(set(environment["devices"]))
     if models == ["CPU"]:  # the processor decides the time, so its name is that of the hardware
-        models = sorted({log.environment["cpu"] for log in logs})
+        models = sorted({log.environment["cpu"] or "CPU" for log in logs})
     facts = {"summary": f"{environment['world_size']} x {' + '.join(models)}"}
     for key in MACHINE:
         facts[key] = environment[key]
@@ -670,7 +670,7 @@ def doubts_about_name(root, folder):
     data, name = new_record["data"], new_record["data_name"]
     doubts = {}  # at most one of each kind
     for other_folder in folders(root):
-        other = parse_json(read_text(other_folder / "record.json"), other_folder, 1)
+        _, _, other = load(other_folder)
         if not name or not other["data_name"]:
             continue
         same_name = other["data_name"] == name

@@ -4,6 +4,7 @@ It makes the plan from its schedule, splits a rank's sequences into micro-batche
 device, and checks before compiling that the shards last for the run.
 """
 import dataclasses
+import re
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 from conftest import SEPARATOR, TINY, check_data, documents, write_shard
 
 import train_gpt as t
-from data import shards
+from data import checks, shards
 from nanogpt.run_files import shards_of
 
 CPU = torch.device("cpu")
@@ -186,6 +187,16 @@ def test_the_check_agrees_with_the_loader_also_where_stages_change_the_batch(lar
             with pytest.raises(shards.ShardError, match=f"{num_steps} steps need"):
                 check_data(c)
     assert 5 < sum(enough) < 48
+
+
+@pytest.mark.parametrize("steps, epochs, advised", [(10_000, 1, 14), (40_000, 4, 14), (10**6, 1, None)])
+def test_as_many_shards_of_fineweb_are_advised_as_are_needed_and_exist(steps, epochs, advised, folder, monkeypatch):
+    paths = sorted(folder.glob("*_train_*.bin"))
+    packing = shards.Packing(1024, 384, epochs, True, 2048)
+    monkeypatch.setattr(checks, "FINEWEB", str(folder))
+    with pytest.raises(shards.ShardError) as error:
+        checks.check_amount(paths, packing, [100] * steps, str(folder))
+    assert re.findall(r"fineweb\.py (\d+)", str(error.value)) == ([str(advised)] if advised else [])
 
 
 @pytest.mark.parametrize("world_size", [3, 4])

@@ -1497,12 +1497,14 @@ def test_ranking_is_per_track(root, capsys):
 
 
 def test_times_of_different_processors_are_not_ranked_against_each_other(root, capsys):
-    for name, seed, ms, cpu in (("one", 1, 1000, "Fast CPU"), ("two", 4, 2000, "Fast CPU"), ("other", 7, 9000, "Slow")):
+    for name, seed, ms, cpu in (("one", 1, 1000, "Fast CPU"), ("two", 4, 2000, "Fast CPU"), ("other", 7, 9000, "Slow"),
+                                ("nameless", 10, 500, None)):
         environment = {"devices": ["CPU"], "world_size": 1, "cpu": cpu}
         record.new(root, name, three_runs(root, seed, ms=ms, environment=environment))
     run_tool(capsys, root, "table")
-    assert board_rows(root) == [("1", "one"), ("2", "two"), ("1", "other")]
-    assert "| 1 x Fast CPU |" in (root / "README.md").read_text()
+    assert board_rows(root) == [("1", "nameless"), ("1", "one"), ("2", "two"), ("1", "other")]
+    page = (root / "README.md").read_text()
+    assert "| 1 x Fast CPU |" in page and "| 1 x CPU |" in page, "a log may lack the name of its processor"
 
 
 def test_a_rank_needs_a_mean_shown_to_be_below_the_target(root, capsys):
