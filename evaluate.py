@@ -686,6 +686,8 @@ def show(content: dict) -> None:
         title = evaluation.MEASURES[found["measure"]].title
         print(f"{b} minus {a}, {title}: {evaluation.difference_text(found)}")
     print("Behind ± stands one standard error over documents, items or passages.")
+    if any(model["tokens"] == "bytes" for model in content["models"]):
+        print("In bits per byte the end of a document is no byte here; in training it is one.")
     if any(result["standard_error"] is None for result in content["results"]):
         print("A single one has none; of a --text, --split_blank=1 makes several documents.")
     if any(is_sure_share(found) for found in content["differences"]):

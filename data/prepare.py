@@ -466,15 +466,18 @@ def default_folder(sources, args, options, say):
         if is_made_of(record, wanted_record(files, args, options, folder), args.tokens):
             return folder
         if record.get("inputs") == paths:
-            older = folder
+            older = folder, record.get("files") == files
     folder = DATA / name
     number = 2
     while read_record(folder) or holds_other_things(folder):
         folder = DATA / f"{name}-{number}"
         number += 1
     if older:
-        say(f"prepare.py: {from_here(older)} has an older version of this text, or was made with "
-            "other options; it stays, for runs that use it.")
+        there, is_same_text = older
+        what = "of this text was made with other options"
+        if not is_same_text:
+            what = "has an older version of this text"
+        say(f"prepare.py: {from_here(there)} {what}; it stays, for runs that use it.")
     return folder
 
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+COMPRESSED = {".7z", ".bz2", ".gz", ".tgz", ".xz", ".zip", ".zst"}
 SUFFIXES = {
     ".txt", ".md", ".rst", ".jsonl", ".org", ".tex", ".html", ".css",
     ".c", ".cc", ".cpp", ".cs", ".cu", ".go", ".h", ".hpp", ".hs", ".java", ".jl", ".js", ".jsx",
@@ -34,7 +35,9 @@ def errors_of(path):
         yield
     except UnicodeError as error:
         reason = f"not text in UTF-8 ({getattr(error, 'reason', error)})"
-        remedy = "name a text file, or convert it, for example with iconv"
+        remedy = "name a text file, or convert it, as by iconv -f latin1 -t utf-8 OLD > NEW"
+        if Path(path).suffix.lower() in COMPRESSED:
+            reason, remedy = "compressed", "unpack it first, and name what was in it"
         raise PrepareError(f"{path}: {reason}; {remedy}") from error
     except OSError as error:
         reason = f"cannot be read ({error.strerror})"
@@ -147,8 +150,9 @@ def json_texts(lines, key, path):
         except RecursionError as error:
             fault = f"{path}, line {number}: nested too deeply"
             raise PrepareError(f"{fault}; remove this line") from error
-        except ValueError:
-            entry = None
+        except ValueError as error:
+            fault = f"{path}, line {number}: no JSON ({error})"
+            raise PrepareError(f"{fault}; repair or remove this line") from error
         if isinstance(entry, dict) and not isinstance(entry.get(key, ""), str):
             raise PrepareError(f'{path}, line {number}: its "{key}" is no text; give it one, or '
                                "remove this line")

@@ -134,7 +134,7 @@ def unknown(word: str, names: list[str], hints: dict[str, str]) -> str:
     plain = name.lstrip("-").replace("-", "_").lower()
     if plain in hints:
         return f"unknown key {name}; {hints[plain]} (--help lists all)"
-    nearest = difflib.get_close_matches(plain, names, n=1, cutoff=0.5)
+    nearest = difflib.get_close_matches(plain, names, n=1, cutoff=0.6)
     if nearest:
         return f"unknown key {name}; the nearest one is --{nearest[0]} (--help lists all)"
     return f"unknown key {name} (--help lists all)"

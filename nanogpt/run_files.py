@@ -55,9 +55,11 @@ def find_both(c, plan: shards.Plan) -> tuple[list[Path], list[Path]]:
     _, world_size = rank_and_world_size()
     for count in dict.fromkeys(plan):
         divisors = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
+        plural = "" if count == 1 else "s"
+        larger = "" if c.resume else ", or change --batch_tokens or --seq_len"
         require(count % world_size == 0,
-                f"{world_size} processes cannot share a batch of {count} sequences; start "
-                f"{divisors} of them, or change --batch_tokens or --seq_len")
+                f"{world_size} processes cannot share a batch of {count} sequence{plural}; start "
+                f"{divisors} of them{larger}")
     train_paths = shards_of(c, "train")
     val_paths = shards_of(c, "val")
     checks.check_kind(train_paths[0], c.vocab_size, c.preset)

@@ -89,12 +89,12 @@ def find(asked: str, log_dir: str, given: dict | None = None,
     if there is none. Without --resume (empty) it is None, too.
 
     Where several runs share a folder, the command of each one should find its own: the runs with
-    the `given` values go before others, of these the one on the given data, and then the one whose
-    configuration is nearest to `new`, which the command would have without --resume. If all have
-    other values, the newest one is returned, and `configure` says what differs.
+    the `given` values, of these the one on the given data, and then the one whose configuration is
+    nearest to `new`, which the command would have without --resume.
 
-    Raises BadInput if there is no such save, if the only ones are of runs that are still going on,
-    or if the newest one is damaged and the keys do not say which run is meant."""
+    Raises BadInput if there is no such save, if all have other values than the given ones, if the
+    only ones are of runs that are still going on or have come to their end, or if the newest one is
+    damaged and the keys do not say which run is meant."""
     if not asked:
         return None
     if asked == NEWEST:
@@ -102,10 +102,13 @@ def find(asked: str, log_dir: str, given: dict | None = None,
         says_which = not set(given) <= set(may_change)  # else the newest one is meant
         newest = []  # of each run
         running = []
+        finished = []
         for folder in Path(log_dir).glob("*.saved"):
             if is_running(folder):
                 running += saves_in(folder)[-1:]
-            elif not (folder / FINISHED).exists():
+            elif (folder / FINISHED).exists():
+                finished += saves_in(folder)[-1:]
+            else:
                 newest += saves_in(folder)[-1:]
         for save in running if not newest else []:
             try:
@@ -115,7 +118,8 @@ def find(asked: str, log_dir: str, given: dict | None = None,
             require(changes(config, given, may_change),
                     f"the run of {save.parent} is still going on; end it before you resume it, or "
                     f"give --resume={save} to go on from there beside it")
-        newest.sort(key=lambda save: (save.stat().st_mtime_ns, step_of(save)), reverse=True)
+        for saves in (newest, finished):
+            saves.sort(key=lambda save: (save.stat().st_mtime_ns, step_of(save)), reverse=True)
         differences = {}  # save -> from what was asked for
         for save in newest:
             try:
@@ -130,7 +134,17 @@ def find(asked: str, log_dir: str, given: dict | None = None,
                 differences[save] = other_data, number
         if differences:
             return min(differences, key=differences.get)
-        return newest[0] if newest else None
+        if newest:
+            config = facts_of(newest[0])["config"]
+            other = ", ".join(changes(config, given, may_change))
+            raise BadInput(
+                f"no save in {log_dir} can go on with {other}; the newest one is {newest[0]}, of "
+                f"{config.get('data_dir')}; leave out what differs to go on from there, or leave "
+                "out --resume to begin anew")
+        require(says_which or not finished, f"all runs that are saved in {log_dir} have come to "
+                f"their end; give --resume={(finished or [''])[0]} to go on from there once more, "
+                "or leave out --resume to begin anew")
+        return None
     path = Path(asked)
     if path in saves_in(path.parent):
         return path
@@ -625,7 +639,8 @@ class Saved:
                     for shard in shards]
 
         require(essence(self.fact("data")) == essence(data),
-                f"the shards in {folder} are not those of {self.save}; give their folder as "
+                f"the shards in {folder} are not those of {self.save}, a run on "
+                f"{self.facts['config'].get('data_dir')}; give the folder of its shards as "
                 "--data_dir, or leave --resume out to begin anew")
 
 

@@ -53,6 +53,9 @@ class Stop:
             if self.leave_with_others:
                 self.leave_with_others(number)
             leave(number, self.when)
+        if not self.signal:
+            say(f"{SIGNALS[number]}: the run ends after the present step or a few more; the next "
+                "control-C ends it at once, and loses what is not saved")
         self.signal = self.signal or SIGNALS[number]
         # The next control-C needs no Python, which may wait for something.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -66,10 +69,15 @@ class Stop:
 
 
 def leave(number: int, when: str) -> None:
-    """Ends the process with one sentence, which only rank 0 writes. An exception would not do: the
-    compiler catches some, and others come with a traceback."""
-    if os.environ.get("RANK", "0") == "0":
-        sentence = f"\ntrain_gpt.py: stopped by {SIGNALS[number]} {when}\n"
-        with suppress(OSError):  # the terminal may be gone
-            os.write(2, sentence.encode())
+    """Ends the process with one sentence. An exception would not do: the compiler catches some, and
+    others come with a traceback."""
+    say(f"stopped by {SIGNALS[number]} {when}")
     os._exit(128 + number)
+
+
+def say(sentence: str) -> None:
+    """Writes a line to standard error, on rank 0 only. `print` would not do: a signal may come
+    while it is at work."""
+    if os.environ.get("RANK", "0") == "0":
+        with suppress(OSError):  # the terminal may be gone
+            os.write(2, f"\ntrain_gpt.py: {sentence}\n".encode())

@@ -207,6 +207,7 @@ class Console:
             tokens += (stage["last_step"] - stage["first_step"]) * stage["batch_tokens"]
         unit = " (bytes)" if self.tokens_are_bytes else ""
         time_needed = "" if seconds is None else f", about {duration(seconds)}"
+        steps = "step" if self.num_steps == 1 else "steps"
         self.say_facts({
             "machine": machine_in_words(machine),
             "preset": config["preset"],
@@ -214,7 +215,7 @@ class Console:
                      f"{count_in_words(in_tables)} in tables",
             "data": f"{config['data_dir']}: {train_tokens:,} training tokens{unit}, "
                     f"{config['val_tokens']:,} for validation",
-            "run": f"{self.num_steps:,} steps of {batch} tokens, {count_in_words(tokens)} tokens "
+            "run": f"{self.num_steps:,} {steps} of {batch} tokens, {count_in_words(tokens)} tokens "
                    f"in all ({epochs_in_words(tokens / train_tokens)}){time_needed}",
         })
         self.say("")

@@ -177,6 +177,9 @@ def legends(logs):
     return texts
 
 
+MOST_IN_LEGEND = 12  # runs, for which there is room
+
+
 def draw_curves(path, logs, x):
     """Draws the curves of any runs, a colour each. `x` is a key of AXES."""
     label, place_of = AXES[x]
@@ -197,7 +200,11 @@ def draw_curves(path, logs, x):
         ax.set_ylim(lowest - margin, highest + margin)
     ax.set(xlabel=label, ylabel="loss (nats per token)")
     ax.set_title("lines: training loss, smoothed; points: validation", loc="left", fontsize=9)
-    ax.legend(loc="upper right", fontsize=7)
+    entries = ax.get_legend_handles_labels()
+    more = len(entries[1]) - MOST_IN_LEGEND
+    title = f"and {more} more" if more > 0 else None
+    ax.legend(*(some[:MOST_IN_LEGEND] for some in entries), loc="upper right", fontsize=7,
+              title=title, title_fontsize=7)
     save(fig, path)
 
 

@@ -262,7 +262,8 @@ def test_after_a_change_the_old_shards_stay_for_runs_that_use_them(tmp_path, dat
         assert contents(data / "story") == before
         assert "".join(map(from_bytes, read_corpus(data / "story-2"))) == text
         out = capsys.readouterr().out
-        assert ("story has an older version of this text, or was made with other options; it stays" in out) == (times == 0)
+        reason = {"text": "story has an older version of this text", "option": "story of this text was made with other options"}
+        assert (f"{reason[change]}; it stays, for runs that use it" in out) == (times == 0)
         assert ("story-2: already there" in out) == (times == 1)
     assert sorted(path.name for path in data.iterdir()) == ["story", "story-2"]
 
@@ -385,6 +386,7 @@ def make_latin(path):
 @pytest.mark.parametrize("name, make, diagnosis", [
     ("latin", make_latin, "no file in UTF-8"),
     ("null.jsonl", lambda path: path.write_text('{"text": null}'), 'line 1: its "text" is no text'),
+    ("cut.jsonl", lambda path: path.write_text('{"text": "a"}\n{"text": "b'), "line 2: no JSON"),
     ("number.jsonl", lambda path: path.write_text('{"text": 3}'), 'line 1: its "text" is no text'),
     ("other.jsonl", lambda path: path.write_text('{"body": "x"}'), "as it has the keys 'body'"),
     ("link.txt", make_link, "a link to gone"),

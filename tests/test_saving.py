@@ -295,7 +295,9 @@ def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been(corpus,
     assert run([*options(corpus, parts, **changes), "--resume"]) == 0
     assert steps(parts) == steps(whole) and same(weights(whole), weights(parts))
     assert all(len(saving.saves_in(folder)) <= saving.KEPT for folder in parts.glob("*.saved"))
-    assert saving.find(saving.NEWEST, parts) is None, "what has come to its end is not resumed"
+    with pytest.raises(BadInput, match=r"have come to their end; give --resume=\S+step_0000\d\d to go on .* once more"):
+        saving.find(saving.NEWEST, parts)
+    assert saving.find(saving.NEWEST, parts, {"seed": 77}, t.MAY_CHANGE) is None, "another run may begin"
 
 
 def test_leftovers_are_ignored_and_swept_and_the_last_two_saves_are_kept(corpus, tmp_path, monkeypatch):
@@ -549,9 +551,11 @@ def test_of_two_runs_in_one_folder_each_finds_its_own_save(stopped, tmp_path):
         os.utime(folder, (10**9 + number, 10**9 + number))
     newest = tmp_path / "1.saved" / "step_000003"
     found = [saving.find(saving.NEWEST, tmp_path, given, t.MAY_CHANGE) for given in (
-        {}, {"seed": 1}, {"seed": 0}, {"seed": 2}, {"run_name": "another", "resume": saving.NEWEST})]
+        {}, {"seed": 1}, {"seed": 0}, {"run_name": "another", "resume": saving.NEWEST})]
     older = tmp_path / "0.saved" / "step_000003"
-    assert found == [newest, newest, older, newest, newest]
+    assert found == [newest, newest, older, newest]
+    with pytest.raises(BadInput, match=r"can go on with --seed=2 \(saved: 1\); the newest one is .*/1.saved/step_000003, of "):
+        saving.find(saving.NEWEST, tmp_path, {"seed": 2}, t.MAY_CHANGE)
     for part in newest.glob("*.pt"):
         part.write_bytes(b"")  # what another run has damaged hinders nobody
     assert saving.find(saving.NEWEST, tmp_path, {"seed": 0}, t.MAY_CHANGE) == older
@@ -789,8 +793,9 @@ def after_signals(*numbers, before="pass", **variables):
     code += "    print(stop.signal, flush=True)"
     found = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT | variables, cwd=ROOT, text=True,
                            capture_output=True, timeout=100)
-    assert found.stderr == ""
-    return found.returncode, found.stdout.split()[-1]
+    noted = found.stdout.split()[-1]
+    assert found.stderr.count("\n") == 2 and found.stderr.startswith(f"\ntrain_gpt.py: {noted}: the run ends after the")
+    return found.returncode, noted
 
 
 def test_control_c_ends_a_process_at_once_that_has_had_a_signal():
