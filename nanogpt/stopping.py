@@ -53,9 +53,9 @@ class Stop:
             if self.leave_with_others:
                 self.leave_with_others(number)
             leave(number, self.when)
-        if not self.signal:
-            say(f"{SIGNALS[number]}: the run ends after the present step or a few more; the next "
-                "control-C ends it at once, and loses what is not saved")
+        if number == signal.SIGINT and not self.signal:  # somebody waits before the screen
+            say("the run ends after the present step or a few more; the next control-C ends it at "
+                "once, and loses what is not saved")
         self.signal = self.signal or SIGNALS[number]
         # The next control-C needs no Python, which may wait for something.
         signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -200,11 +200,13 @@ def draw_curves(path, logs, x):
         ax.set_ylim(lowest - margin, highest + margin)
     ax.set(xlabel=label, ylabel="loss (nats per token)")
     ax.set_title("lines: training loss, smoothed; points: validation", loc="left", fontsize=9)
-    entries = ax.get_legend_handles_labels()
-    more = len(entries[1]) - MOST_IN_LEGEND
-    title = f"and {more} more" if more > 0 else None
-    ax.legend(*(some[:MOST_IN_LEGEND] for some in entries), loc="upper right", fontsize=7,
-              title=title, title_fontsize=7)
+    handles, labels = ax.get_legend_handles_labels()  # of the runs, then of the targets
+    left_out = slice(MOST_IN_LEGEND, len(logs))
+    title = None
+    if len(logs) > MOST_IN_LEGEND:
+        title = f"the first {MOST_IN_LEGEND} of {len(logs)} runs"
+        del handles[left_out], labels[left_out]
+    ax.legend(handles, labels, loc="upper right", fontsize=7, title=title, title_fontsize=7)
     save(fig, path)
 
 
