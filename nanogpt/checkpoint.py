@@ -15,7 +15,7 @@ import stat
 import tempfile
 import uuid
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -97,6 +97,15 @@ def unfinished(path: Path) -> Path:
     return path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.part")
 
 
+def write_synced(path: Path, write: Callable) -> None:
+    """Makes a file with what `write(file)` writes. When this returns, all of it is on disk. Else
+    its final name could reach the disk before its content."""
+    with open(path, "wb") as file:
+        write(file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def write(path: Path, checkpoint: dict, own_runs: list[str] | None = None) -> Path:
     """Writes a checkpoint and its checksum. Until all of it is there, an older file of this name
     stays as it was. Given `own_runs`, only a file of these runs is replaced; else the path is that
@@ -105,11 +114,9 @@ def write(path: Path, checkpoint: dict, own_runs: list[str] | None = None) -> Pa
     name = not_finite(checkpoint["weights"])
     require(name is None, f"{path} is not written: the weights in {name} are not finite")
     beside = unfinished(path)
+    content = checkpoint | {"sha256": checksum(checkpoint["weights"])}
     try:
-        with open(beside, "wb") as file:
-            torch.save(checkpoint | {"sha256": checksum(checkpoint["weights"])}, file)
-            file.flush()
-            os.fsync(file.fileno())  # else the name could reach the disk before the content
+        write_synced(beside, lambda file: torch.save(content, file))
         if own_runs is not None:
             return rename_to_unused(beside, path, own_runs)
         os.replace(beside, path)

@@ -30,7 +30,6 @@ import shlex
 import shutil
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
@@ -208,19 +207,11 @@ def write_rank_file(path: Path, content: dict) -> None:
     """Writes the file of a rank, and when that is on disk its checksum. Raises OSError, or
     RuntimeError from torch.save, if the disk is full."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_synced(path, lambda file: torch.save(content, file))
+    checkpoint.write_synced(path, lambda file: torch.save(content, file))
     line = f"{sha256_of(path)}  {path.name}\n"
     beside = path.with_suffix(".part")
-    write_synced(beside, lambda file: file.write(line.encode()))
+    checkpoint.write_synced(beside, lambda file: file.write(line.encode()))
     os.replace(beside, checksum_file(path))
-
-
-def write_synced(path: Path, write: Callable) -> None:
-    """A file with what `write(file)` writes, on disk when this returns."""
-    with open(path, "wb") as file:
-        write(file)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def sync_folder(folder: Path) -> None:
