@@ -307,7 +307,7 @@ class Console:
         self.validations.append(Point(step, loss))
         if not self.out.is_terminal():
             bits = f" bits_per_byte:{loss / math.log(2):.4f}" if self.tokens_are_bytes else ""
-            self.say(line + bits)
+            self.say(line.removesuffix(" step_avg:nanms") + bits)  # before the first step
             return
         width = len(str(self.num_steps))
         self.say(f"step {step:>{width}}/{self.num_steps}   val loss {self.loss_in_words(loss)}   "
