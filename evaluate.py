@@ -672,6 +672,10 @@ def is_sure_share(entry: dict) -> bool:
     return evaluation.MEASURES[entry["measure"]].is_share and entry["standard_error"] == 0
 
 
+def models_agree(difference: dict) -> bool:
+    return is_sure_share(difference) and difference["value"] == 0
+
+
 def show(content: dict) -> None:
     """Prints the results as lines of text."""
     for number, model in enumerate(content["models"]):
@@ -686,14 +690,17 @@ def show(content: dict) -> None:
         title = evaluation.MEASURES[found["measure"]].title
         print(f"{b} minus {a}, {title}: {evaluation.difference_text(found)}")
     print("Behind ± stands one standard error over documents, items or passages.")
-    if any(model["tokens"] == "bytes" for model in content["models"]):
+    of_bytes = [number for number, model in enumerate(content["models"])
+                if model["tokens"] == "bytes"]
+    if any(result["model"] in of_bytes and result["measure"] == "bits_per_byte"
+           for result in content["results"]):
         print("In bits per byte the end of a document is no byte here; in training it is one.")
     if any(result["standard_error"] is None for result in content["results"]):
         print("A single one has none; of a --text, --split_blank=1 makes several documents.")
-    if any(is_sure_share(found) for found in content["differences"]):
+    if any(models_agree(found) for found in content["differences"]):
         print("An interval of no width: the models agree on all N. They may still differ by 3 / N.")
     if any(is_sure_share(result) for result in content["results"]):
-        print("An error of 0: all N have the same result. Of others 3 / N may still have another.")
+        print("An error of 0: all N have the same result. Of further ones about 3 / N may differ.")
     if any(1 < result["units"] < FEW for result in content["results"]):
         print(f"With fewer than {FEW} of them, errors and intervals are too small.")
 

@@ -566,7 +566,7 @@ def main(argv: list[str]) -> int:
         discard_output(sys.stdout)
         print(f"sample.py: {error}", file=sys.stderr)
         return 2
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
         if not limits.is_out_of_memory(error):
             raise
         print(f"sample.py: {limits.what_was_asked(error)}", file=sys.stderr)

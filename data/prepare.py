@@ -474,7 +474,7 @@ def default_folder(sources, args, options, say):
         number += 1
     if older:
         there, is_same_text = older
-        what = "of this text was made with other options"
+        what = "has this text, made with other options"
         if not is_same_text:
             what = "has an older version of this text"
         say(f"prepare.py: {from_here(there)} {what}; it stays, for runs that use it.")

@@ -151,7 +151,7 @@ def json_texts(lines, key, path):
             fault = f"{path}, line {number}: nested too deeply"
             raise PrepareError(f"{fault}; remove this line") from error
         except ValueError as error:
-            fault = f"{path}, line {number}: no JSON ({error})"
+            fault = f"{path}, line {number}: no JSON ({getattr(error, 'msg', error)})"
             raise PrepareError(f"{fault}; repair or remove this line") from error
         if isinstance(entry, dict) and not isinstance(entry.get(key, ""), str):
             raise PrepareError(f'{path}, line {number}: its "{key}" is no text; give it one, or '

@@ -84,66 +84,12 @@ def step_of(save: Path) -> int:
 def find(asked: str, log_dir: str, given: dict | None = None,
          may_change: tuple[str, ...] = (), new: dict | None = None) -> Path | None:
     """The save that --resume=ASKED means: the folder of a save, or the newest one in a folder
-    RUN_ID.saved. NEWEST is the newest one of all runs in `log_dir` that were ended early, or None
-    if there is none. Without --resume (empty) it is None, too.
-
-    Where several runs share a folder, the command of each one should find its own: the runs with
-    the `given` values, of these the one on the given data, and then the one whose configuration is
-    nearest to `new`, which the command would have without --resume.
-
-    Raises BadInput if there is no such save, if all have other values than the given ones, if the
-    only ones are of runs that are still going on or have come to their end, or if the newest one is
-    damaged and the keys do not say which run is meant."""
+    RUN_ID.saved. NEWEST is that of `find_newest`. Without --resume (empty) it is None. Raises
+    BadInput if there is no such save."""
     if not asked:
         return None
     if asked == NEWEST:
-        given = given or {}
-        says_which = not set(given) <= set(may_change)  # else the newest one is meant
-        newest = []  # of each run
-        running = []
-        finished = []
-        for folder in Path(log_dir).glob("*.saved"):
-            if is_running(folder):
-                running += saves_in(folder)[-1:]
-            elif (folder / FINISHED).exists():
-                finished += saves_in(folder)[-1:]
-            else:
-                newest += saves_in(folder)[-1:]
-        for save in running if not newest else []:
-            try:
-                config = facts_of(save)["config"]
-            except BadInput:  # it is damaged, so nobody goes on from there
-                continue
-            require(changes(config, given, may_change),
-                    f"the run of {save.parent} is still going on; end it before you resume it, or "
-                    f"give --resume={save} to go on from there beside it")
-        for saves in (newest, finished):
-            saves.sort(key=lambda save: (save.stat().st_mtime_ns, step_of(save)), reverse=True)
-        differences = {}  # save -> from what was asked for
-        for save in newest:
-            try:
-                config = facts_of(save)["config"]
-            except BadInput:  # it is damaged; perhaps a newer one is meant, or another run
-                if not says_which and not differences:
-                    raise
-                continue
-            if not changes(config, given, may_change):
-                other_data = "data_dir" in given and not same_path(config, given)
-                number = len(changes(config, new or {}, may_change)) if says_which else 0
-                differences[save] = other_data, number
-        if differences:
-            return min(differences, key=differences.get)
-        if newest:
-            config = facts_of(newest[0])["config"]
-            other = ", ".join(changes(config, given, may_change))
-            raise BadInput(
-                f"no save in {log_dir} can go on with {other}; the newest one is {newest[0]}, of "
-                f"{config.get('data_dir')}; leave out what differs to go on from there, or leave "
-                "out --resume to begin anew")
-        require(says_which or not finished, f"all runs that are saved in {log_dir} have come to "
-                f"their end; give --resume={(finished or [''])[0]} to go on from there once more, "
-                "or leave out --resume to begin anew")
-        return None
+        return find_newest(log_dir, given or {}, may_change, new or {})
     path = Path(asked)
     if path in saves_in(path.parent):
         return path
@@ -151,6 +97,72 @@ def find(asked: str, log_dir: str, given: dict | None = None,
     require(saves, f"--resume={asked} is no complete save; name a folder such as "
             "logs/RUN_ID.saved/step_000123, or give --resume alone for the newest one")
     return saves[-1]
+
+
+def find_newest(log_dir: str, given: dict, may_change: tuple[str, ...], new: dict) -> Path | None:
+    """The newest save of the runs in `log_dir` that were ended early, or None if no run was saved
+    there that the command can mean.
+
+    Where several runs share a folder, the command of each one should find its own: only runs with
+    the `given` values are meant, of these the one on the given data, and then the one whose
+    configuration is nearest to `new`, which the command would have without --resume.
+
+    Raises BadInput if the run that is meant is still going on or has come to its end, if only
+    others were ended early, or if the newest save is damaged and the keys do not say which run is
+    meant."""
+    saves = {"early": [], "running": [], "finished": []}  # the last one of each run
+    for folder in Path(log_dir).glob("*.saved"):
+        kind = "finished" if (folder / FINISHED).exists() else "early"
+        saves["running" if is_running(folder) else kind] += saves_in(folder)[-1:]
+    for of_kind in saves.values():  # the newest first
+        of_kind.sort(key=lambda save: (save.stat().st_mtime_ns, step_of(save)), reverse=True)
+
+    # 1. A run that was ended early.
+    says_which = not set(given) <= set(may_change)  # else the newest one is meant
+    differences = {}  # save -> from what was asked for
+    others = {}  # save -> its configuration, which has other values than the given ones
+    for save in saves["early"]:
+        try:
+            config = facts_of(save)["config"]
+        except BadInput:  # it is damaged; perhaps a newer one is meant, or another run
+            if not says_which and not differences:
+                raise
+            continue
+        if changes(config, given, may_change):
+            others[save] = config
+            continue
+        other_data = "data_dir" in given and not same_path(config, given)
+        number = len(changes(config, new, may_change)) if says_which else 0
+        differences[save] = other_data, number
+    if differences:
+        return min(differences, key=differences.get)
+
+    # 2. There is none. Perhaps this very run still lives, or has come to its end.
+    for save in saves["running"]:
+        require(not is_meant(save, given, may_change),
+                f"the run of {save.parent} is still going on; end it before you resume it, or "
+                f"give --resume={save} to go on from there beside it")
+    for save in saves["finished"]:
+        require(not is_meant(save, given, may_change),
+                f"the run of {save.parent} has come to its end; give --resume={save} to go on from "
+                "there once more, or leave out --resume to begin anew")
+    for save, config in others.items():
+        raise BadInput(
+            f"no save in {log_dir} can go on with {', '.join(changes(config, given, may_change))}; "
+            f"the newest one is {save}, of {config.get('data_dir')}; leave out what differs to go "
+            "on from there, or leave out --resume to begin anew")
+    return None
+
+
+def is_meant(save: Path, given: dict, may_change: tuple[str, ...]) -> bool:
+    """Whether the given values can mean the run of a save. One that is damaged hinders nobody."""
+    try:
+        config = facts_of(save)["config"]
+    except BadInput:
+        return False
+    same_text = "data_dir" not in given or same_path(config, given)
+    same_name = given.get("run_name") in (None, config.get("run_name"))
+    return same_text and same_name and not changes(config, given, may_change)
 
 
 def hold(folder: Path) -> TextIO | None:
@@ -382,8 +394,8 @@ class Saver:
                 if failed.exists():
                     raise OSError(f"rank {rank}: {failed.read_text()}")
                 if time.monotonic() > begin + PATIENCE_S:
-                    raise OSError(f"rank {rank} has written no file that rank 0 sees; hosts must "
-                                  "share the disk of --log_dir")
+                    raise OSError(f"rank {rank} has written no file within {PATIENCE_S} s; several "
+                                  "hosts must share the disk of --log_dir")
                 time.sleep(0.01)
 
     def finish(self, seconds: float | None = None) -> None:
@@ -650,7 +662,7 @@ def open_save(asked: str, data: list[dict], folder: str) -> Saved | None:
 def how_it_began(asked: str, log_dir: str, saved: Saved | None, run: dict) -> list[str]:
     """Notes for the log of a run under --resume=ASKED. `run` is the log's fact of that name."""
     if asked and not saved:
-        return [f"there is no save under {log_dir}, so the run begins at step 0"]
+        return [f"no save under {log_dir} is of such a run; this one begins at step 0"]
     if not saved:
         return []
     ranks = len(saved.parts)
@@ -663,14 +675,16 @@ def how_it_began(asked: str, log_dir: str, saved: Saved | None, run: dict) -> li
 
 def is_near(save: Path, path: str) -> bool:
     """Whether a path lies below the folder where the program is started, or that of the logs. There
-    a run that goes on may write what only the save names. A link below these folders, as `models`
+    a run that goes on may write what only the save names. A link outside of the logs, as `models`
     may be one to another disk, is the user's own."""
     path = Path(path)
-    places = [path.resolve()]
-    if ".." not in path.parts:
-        places.append(path.absolute())
-    folders = (Path.cwd(), save.resolve().parent.parent)
-    return any(place.is_relative_to(folder) for place in places for folder in folders)
+    here = Path.cwd()
+    logs = save.parent.parent
+    if any(path.resolve().is_relative_to(folder) for folder in (here, logs.resolve())):
+        return True
+    named = path.absolute()
+    in_logs = any(named.is_relative_to(folder) for folder in (logs.absolute(), logs.resolve()))
+    return ".." not in path.parts and named.is_relative_to(here) and not in_logs
 
 
 def check_place(save: Path, path: str) -> None:

@@ -54,8 +54,8 @@ class Stop:
                 self.leave_with_others(number)
             leave(number, self.when)
         if number == signal.SIGINT and not self.signal:  # somebody waits before the screen
-            say("the run ends after the present step or a few more; the next control-C ends it at "
-                "once, and loses what is not saved")
+            say("the run ends in order, within a few steps; the next control-C ends it at once, "
+                "and loses what is not saved")
         self.signal = self.signal or SIGNALS[number]
         # The next control-C needs no Python, which may wait for something.
         signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -496,7 +496,7 @@ def test_models_that_agree_on_every_passage_are_not_said_to_be_equal(tmp_path, c
     status, out, _ = run(capsys, checkpoint[0], another, f"--last_word={text}")
     assert status == 0 and "interval +0.00 % to +0.00 %" in out
     assert "An interval of no width: the models agree on all N. They may still differ by 3 / N." in out
-    assert "An error of 0: all N have the same result. Of others 3 / N may still have another." in out
+    assert "An error of 0: all N have the same result. Of further ones about 3 / N may differ." in out
     text.write_text("One\n\nTwo")
     status, out, _ = run(capsys, checkpoint[0], checkpoint[0], f"--text={text}", "--split_blank=1")
     assert status == 0 and "+0.0000 to +0.0000" in out and "3 / N" not in out, "that holds for shares only"

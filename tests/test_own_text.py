@@ -262,7 +262,7 @@ def test_after_a_change_the_old_shards_stay_for_runs_that_use_them(tmp_path, dat
         assert contents(data / "story") == before
         assert "".join(map(from_bytes, read_corpus(data / "story-2"))) == text
         out = capsys.readouterr().out
-        reason = {"text": "story has an older version of this text", "option": "story of this text was made with other options"}
+        reason = {"text": "story has an older version of this text", "option": "story has this text, made with other options"}
         assert (f"{reason[change]}; it stays, for runs that use it" in out) == (times == 0)
         assert ("story-2: already there" in out) == (times == 1)
     assert sorted(path.name for path in data.iterdir()) == ["story", "story-2"]

@@ -295,8 +295,12 @@ def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been(corpus,
     assert run([*options(corpus, parts, **changes), "--resume"]) == 0
     assert steps(parts) == steps(whole) and same(weights(whole), weights(parts))
     assert all(len(saving.saves_in(folder)) <= saving.KEPT for folder in parts.glob("*.saved"))
-    with pytest.raises(BadInput, match=r"have come to their end; give --resume=\S+step_0000\d\d to go on .* once more"):
+    with pytest.raises(BadInput, match=r"has come to its end; give --resume=\S+step_0000\d\d to go on .* once more"):
         saving.find(saving.NEWEST, parts)
+    with pytest.raises(BadInput, match="has come to its end"):
+        saving.find(saving.NEWEST, parts, {"num_steps": 25, "data_dir": str(corpus)}, t.MAY_CHANGE)
+    for other in ({"data_dir": "data/other"}, {"run_name": "second"}):
+        assert saving.find(saving.NEWEST, parts, other, t.MAY_CHANGE) is None
     assert saving.find(saving.NEWEST, parts, {"seed": 77}, t.MAY_CHANGE) is None, "another run may begin"
 
 
@@ -508,6 +512,10 @@ def test_weights_may_go_on_to_another_disk_by_a_link_of_the_users_own(tmp_path, 
     assert saving.is_near(save, "auto") and saving.is_near(save, str(tmp_path / "logs" / "a.pt"))
     for far in ("models/../a.pt", "../a.pt", str(tmp_path / "disk" / "a.pt")):
         assert not saving.is_near(save, far), far
+    save = tmp_path / "here" / "logs" / "x.saved" / "step_000003"
+    save.parent.mkdir(parents=True)
+    (save.parent / "out").symlink_to(tmp_path / "disk")
+    assert not saving.is_near(save, str(save.parent / "out" / "a.pt")), "the link of a stranger's save"
 
 
 def test_a_save_of_other_data_is_refused_for_the_data_even_if_they_are_too_few(stopped, tmp_path, capfd):
@@ -576,6 +584,10 @@ def test_a_run_that_is_still_going_on_is_not_resumed(stopped, tmp_path):
     shutil.copytree(the_save(stopped), ended / "step_000003")
     os.utime(ended / "step_000003", (10**9, 10**9))
     assert saving.find(saving.NEWEST, tmp_path) == ended / "step_000003", "though the other one is newer"
+    rewrite(ended / "step_000003", lambda content: content["facts"]["config"].update(seed=5))
+    with pytest.raises(BadInput, match="alive.saved is still going on"):
+        saving.find(saving.NEWEST, tmp_path, {"seed": 0}, t.MAY_CHANGE)
+    os.utime(ended / "step_000003", (10**9, 10**9))
     lock.close()  # as when its process ends
     assert saving.find(saving.NEWEST, tmp_path) == alive / "step_000004"
 
@@ -794,7 +806,9 @@ def after_signals(*numbers, before="pass", **variables):
     found = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT | variables, cwd=ROOT, text=True,
                            capture_output=True, timeout=100)
     noted = found.stdout.split()[-1]
-    assert ("the run ends after the present step" in found.stderr) == (noted == "SIGINT")
+    answer = ("\ntrain_gpt.py: the run ends in order, within a few steps; the next control-C ends it at once, and loses "
+              "what is not saved\n")
+    assert found.stderr == (answer if noted == "SIGINT" else "")
     return found.returncode, noted
 
 
