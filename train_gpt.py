@@ -1641,7 +1641,7 @@ class Optimizer:
         zero = torch.zeros_like(self.masters[name])
         if self.model.params[name].optimizer == "muon":
             return MuonState(zero, zero[:, :1].clone())
-        if name in self.model.big_tables:  # most of all memory: their moments are narrow
+        if name in self.model.big_tables:  # they take most of the memory
             zero = zero.to(range_of_float32(self.banks[name].dtype))
         return AdamState(zero, zero.clone())
 
