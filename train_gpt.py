@@ -300,7 +300,7 @@ PRESETS: dict[str, dict] = {
         longest_ngram=2, ngram_rows=65_536, ngram_part=1.0,
         schedule="char", num_steps=1000, epochs=2, cut_documents=True,
         batch_tokens=32_768, seq_len=2048, micro_tokens=16_384,
-        muon_lr=0.015, head_lr=0.005, table_lr=0.15, cooldown_frac=0.6,
+        muon_lr=0.021, muon_momentum=0.95, head_lr=0.005, table_lr=0.15, cooldown_frac=0.6,
         target_loss=0.0, val_tokens=262_144, val_seq_len=16_384, val_interval=100,
         precision="bf16",
         save_every=5.0),

@@ -401,7 +401,11 @@ class CudaGraphs:
         graph = torch.cuda.CUDAGraph()
         inputs = [x.clone() for x in tensors]
         # On the current stream, because kernels of a graph keep the priority of the stream that
-        # they were recorded on. "thread_local": meanwhile another thread may allocate memory.
-        with torch.cuda.graph(graph, self.pool, torch.cuda.current_stream(), "thread_local"):
+        # they were recorded on. CUDA's default stream cannot be recorded: None is another one.
+        # "thread_local": meanwhile another thread may allocate memory.
+        stream = torch.cuda.current_stream()
+        if stream == torch.cuda.default_stream():
+            stream = None
+        with torch.cuda.graph(graph, self.pool, stream, "thread_local"):
             results = function(*inputs)
         return Capture(graph, inputs, results, [p.grad for p in self.parameters])
