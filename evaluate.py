@@ -723,10 +723,10 @@ def main(argv: list[str]) -> int:
     except BrokenPipeError:  # as in `| head -1`
         discard_output(sys.stdout)
     except (RuntimeError, MemoryError) as error:
-        if not limits.is_out_of_memory(error):
+        lack = limits.lack_of_memory(error)
+        if not lack:
             raise
-        print(f"evaluate.py: {limits.what_was_asked(error)}; give a smaller --seq_len",
-              file=sys.stderr)
+        print(f"evaluate.py: {lack}; give a smaller --seq_len", file=sys.stderr)
         return 2
     except (BadInput, shards.ShardError, texts.PrepareError, hellaswag.ItemsError,
             OSError) as error:

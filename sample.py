@@ -567,9 +567,10 @@ def main(argv: list[str]) -> int:
         print(f"sample.py: {error}", file=sys.stderr)
         return 2
     except (RuntimeError, MemoryError) as error:
-        if not limits.is_out_of_memory(error):
+        lack = limits.lack_of_memory(error)
+        if not lack:
             raise
-        print(f"sample.py: {limits.what_was_asked(error)}", file=sys.stderr)
+        print(f"sample.py: {lack}", file=sys.stderr)
         return 2
     except BadInput as error:
         print(f"sample.py: {error}", file=sys.stderr)

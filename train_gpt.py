@@ -219,7 +219,7 @@ class Config:
     dtype: str = key(
         "auto", "of activations and of the weights that products use: bfloat16, float16, float32, "
         "float64, or auto: as the precision says")
-    attention: str = key("auto", "auto, flex (CUDA) or sdpa (everywhere)")
+    attention: str = key("auto", "auto, flex (CUDA, compiled) or sdpa (everywhere)")
     compile: bool = key(True, "use torch.compile, and CUDA graphs on a GPU")
     join_timeout: float = key(5.0, "minutes that a process waits for the others at the start")
     resume: str = key(
@@ -896,7 +896,10 @@ class GPT(nn.Module):
         self.params = parameter_table(c)
         # The token that begins a document: GPT-2's, or the last one if the vocabulary is smaller.
         self.bos = min(shards.SEPARATOR, c.vocab_size - 1)
-        self.flex = c.attention == "flex" or (c.attention == "auto" and device.type == "cuda")
+        # Without the compiler FlexAttention would keep the scores of all pairs of tokens.
+        compiles = device.type == "cuda" and functions not in (None, EAGER)
+        self.flex = c.attention == "flex" or (
+            c.attention == "auto" and compiles and c.head_dim >= 16)
         self.big_tables = [name for name, param in self.params.items() if param.share == "columns"]
         self.add_banks(recipe.PLAIN_DTYPES[recipe.plain_recipe(c)], device, world_size)
         generator = torch.Generator().manual_seed(0)
@@ -2139,8 +2142,8 @@ class Run:
     def prepare(self) -> tuple[list, list[matches.History]]:
         """The micro-batches of the next step, and their histories. The CPU is ahead of the GPU,
         which makes these beside the step before, after it has written down what came next there.
-        Their memory may be that of the batch before that step's, which is no longer read:
-        `train_step` lets this stream follow the main one."""
+        They may get the memory of the batch before that step's. `train_step` made this stream wait
+        until the GPU had done with that."""
         with self.model.history_stream.on():
             batch = [inputs_and_targets(sequences, self.device) for sequences in next(self.batches)]
             histories = [self.model.history_beside(inputs) for inputs, _ in batch]
@@ -2217,8 +2220,13 @@ class Run:
         """Continues the text of --sample by the model of a checkpoint."""
         import sample
         STOP.end_steps()
-        model = checkpoint.model_of(content, self.device, sys.modules[__name__])
-        text = sample.after_training(model, self.config.sample, self.config.sample_tokens)
+        try:
+            model = checkpoint.model_of(content, self.device, sys.modules[__name__])
+            text = sample.after_training(model, self.config.sample, self.config.sample_tokens)
+        except (RuntimeError, MemoryError) as error:  # the run has done its work all the same
+            text = limits.lack_of_memory(error)
+            if not text:
+                raise
         self.log.console.say(f"sample: {text}")
 
 
@@ -2345,10 +2353,11 @@ def main(argv: list[str]) -> int:
     except errors as error:
         return WATCH.refuse(str(error), error)
     except Exception as error:
-        if limits.is_out_of_memory(error):
+        lack = limits.lack_of_memory(error)
+        if lack:
             remedy = ("smaller --micro_tokens, --val_seq_len, --ngram_rows and --recall_rows need "
                       "less")
-            return WATCH.refuse(f"{limits.what_was_asked(error)}; {remedy}", error)
+            return WATCH.refuse(f"{lack}; {remedy}", error)
         WATCH.end_with_traceback(error)
         raise
 

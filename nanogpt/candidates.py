@@ -24,10 +24,11 @@ def choose(targets: Tensor, is_target: Tensor, counts: Tensor,
     out because more than `number` tokens are targets.
 
     A token's size is its count plus one, so that each can be drawn, and its priority is size / u
-    with u uniform in (0, 1). The tokens of highest priority are chosen. Let t be the highest one of
-    those left out. A token of size s is chosen if s / u > t, which has the probability
-    min(1, s / t); so it stands for max(1, t / s) tokens. Targets get a size that is large enough to
-    be certain."""
+    with u uniform in (0, 1). The tokens of highest priority are chosen. Let t be the highest
+    priority of those left out. A token of size s is chosen if s / u > t, which has the probability
+    min(1, s / t). A token that is chosen once in four times stands for four: in general, for
+    1 / probability, which is max(1, t / s). Targets get a size that is large enough to be
+    certain."""
     certain = 1e30
     size = torch.where(is_target, certain, 1 + counts)
     u = torch.rand_like(size).clamp(min=2.0**-25)  # 0 would make a token as certain as a target

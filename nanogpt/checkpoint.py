@@ -303,7 +303,7 @@ def model_of(content: dict, device: torch.device, script):
     require(values["schedule"] in script.SCHEDULES, "the checkpoint was written by other code, "
             f"with a schedule {values['schedule']}; {remedy}")
     c = script.Config(**values | dict(
-        attention="sdpa", device=device.type, native=False, sample="", run_name=""))
+        attention="sdpa", compile=False, device=device.type, native=False, sample="", run_name=""))
     script.check_config(c)
     table = script.parameter_table(c)
     differing = sorted({*table, "recall_table"} ^ content["weights"].keys())

@@ -375,7 +375,7 @@ class CudaGraphs:
 
     def __call__(self, key, function: Callable, tensors: tuple[Tensor, ...]):
         """Returns function(*tensors), which may also make or add to the .grad of the parameters.
-        A result stays until its graph runs again, or one that was captured before it: both may
+        Use a result before its graph runs again, or one that was recorded earlier: both may
         overwrite it.
 
         `key` names the recording, and must be hashable. Two calls may have the same key only if

@@ -153,7 +153,8 @@ def fit(c, presets: dict[str, dict], schedules: dict[str, list], given: dict, cu
     require(c.schedule in schedules,
             f"--schedule={c.schedule} is none of {', '.join(schedules)}")
     if cuda:
-        memory = torch.cuda.get_device_properties(0).total_memory
+        # In whole GiB: GPUs of one kind may differ by some MiB, and all ranks need the same tables.
+        memory = torch.cuda.get_device_properties(0).total_memory // 2**30 * 2**30
         rows = rows_that_fit(c.ngram_width, memory)
         recalled = int(RECALL_SHARE * memory) // 8
         c = dataclasses.replace(

@@ -1,4 +1,5 @@
-"""fp16 with a loss scale that adapts itself: --precision=fp16, for GPUs that have no bf16.
+"""fp16 with a loss scale that adapts itself: --precision=fp16. GPUs that have no bf16 also need
+--compile=false, because validation and some sums are in bf16 (nanogpt/recipe.py).
 
 Why it works. fp16 and bf16 both have 16 bits. bf16 spends eight of them on the exponent, as float32
 does. fp16 spends only five, so its magnitudes reach from 6e-8 to 65504. Weights and activations

@@ -156,7 +156,9 @@ def connect(place: Place, starts: bool = False) -> dist.Store:
 
 def attempt_of(place: Place) -> str:
     """The prefix of what this run has in the store. After a rank has failed, torchrun may start all
-    of them again, and keeps the store with what they have left in it."""
+    of them again, and keeps the store with what they have left in it. (With --rdzv_backend=c10d
+    each host has a count of its own. If they differ, the ranks do not meet until one more restart
+    has made them equal.)"""
     count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if place.in_torchrun else "0"
     return f"attempt_{count}"
 

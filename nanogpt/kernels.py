@@ -19,6 +19,7 @@ Sections: (1) FP8, (2) rounding, (3) products, (4) the MLP's squared ReLU, (5) t
 Shapes in comments: M, N and K are any sizes, T tokens, D model width, F hidden width of the MLP,
 V vocabulary. Sources are named by modded-nanogpt record number or by paper.
 """
+import importlib.util
 import os
 from functools import cache
 from typing import NamedTuple
@@ -30,7 +31,8 @@ from torch import Tensor
 # Without a GPU only the twins run, so Triton need not be installed. The tests run the kernels on a
 # CPU, in Triton's interpreter, which the variable TRITON_INTERPRET turns on.
 triton = None
-if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET"):
+has_triton = importlib.util.find_spec("triton") is not None
+if has_triton and (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET")):
     import triton
     import triton.language as tl
     from triton.tools.tensor_descriptor import TensorDescriptor

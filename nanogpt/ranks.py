@@ -5,6 +5,7 @@ one that writes the log. A process on its own is rank 0.
 """
 import os
 from collections.abc import Callable
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -49,8 +50,11 @@ def start_process(kind: str, local_gpu: int, store: dist.Store | None = None) ->
     if store is not None:
         backend, options = ("nccl", {"device_id": device}) if kind == "cuda" else ("gloo", {})
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        # Others wait while rank 0 writes a checkpoint, perhaps to a slow disk. NCCL would end them
+        # after ten minutes if nothing were said. A lost rank is noticed sooner (nanogpt/watch.py).
         dist.init_process_group(
-            backend, store=store, rank=rank, world_size=world_size, **options)
+            backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(hours=1),
+            **options)
     return device
 
 

@@ -125,10 +125,10 @@ class Measurements:
     the first site that went wrong.
 
     How they get here: a compiled backward pass may return gradients, but not write to any other
-    tensor. Therefore every product has one more input, `seen`, three zeros which nobody reads. It
-    returns the three amaxes as if they were the gradient of this input. autograd adds them to
-    `seen.grad`, which is a row of `amaxes`. In place of its amax, a weight may give a number that
-    is not finite in the same cases, such as its scale in FP8.
+    tensor. So a trick: every product has one more input, `seen`, three zeros which nobody reads.
+    Its backward pass returns the three amaxes as if they were the gradient of this input, and
+    autograd adds them to `seen.grad`, which is a row of `amaxes`. In place of its amax, a weight
+    may give a number that is not finite in the same cases, such as its scale in FP8.
     """
 
     def __init__(self, sites: list[Site], device: torch.device):
@@ -300,6 +300,9 @@ def choose(c, default: dict[str, str], device: torch.device) -> RecipeNames:
     c: train_gpt.Config
     default: the recipes of --precision, by the projections' names
     """
+    require(not c.compile or is_native("bf16", device) or plain_recipe(c) in ("fp32", "fp64"),
+            "this GPU has no bf16, which PyTorch's compiler needs for this run, also in fp16; give "
+            "--precision=fp32, or --compile=false")
     *of_layer, lm_head = PROJECTIONS
     low = {name: default[name] for name in of_layer}
     plain = dict.fromkeys(of_layer, plain_recipe(c))

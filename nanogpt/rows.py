@@ -28,11 +28,11 @@ from records.journal import to_host
 
 
 class Places(NamedTuple):
-    """Which rows of one table were used, and where each of them stands among these: if rows 2 and
-    5 were used by this rank, own[2] is 1 and own[5] is 2. Entries of unused rows mean nothing. With
-    several ranks, `counts` ends with one more part, of the rows that any of them has used."""
+    """Numbers the used rows of one table 1, 2, 3, ... in their order: if this rank has used rows 2
+    and 5, own[2] is 1 and own[5] is 2. Entries of unused rows mean nothing. With several ranks,
+    `counts` ends with one more part, of the rows that any of them has used."""
     counts: Tensor  # (ranks * R,) int32, how many used rows there are up to each, rank after rank
-    own: Tensor  # (R,), the same of this rank alone; of a used row it is the place, from 1 on
+    own: Tensor  # (R,), the same of this rank alone; of a used row it is the row's number
     of_all: Tensor  # (R,), the same of all ranks together
     ends: Tensor  # (ranks,), the last count of each rank: used rows of it and of all before it
 

@@ -6,6 +6,7 @@ file: it recomputes what a log says. Everything arrives here as plain values, so
 neither the configuration nor the model.
 """
 import hashlib
+import importlib.util
 import json
 import math
 import platform
@@ -463,7 +464,7 @@ def cpu_name() -> str:
 
 def triton_version() -> str | None:
     """None without a GPU: there no Triton kernel runs."""
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
         return None
     import triton
     return triton.__version__
@@ -478,6 +479,14 @@ def calibrate(device: torch.device, fp8_product: Callable | None = None,
     cores (nanogpt/kernels.py); None if the device has none for FP8. A CPU without products in bf16
     emulates them, which would take many seconds here.
     """
+    speeds = measured_speeds(device, fp8_product, cpu_has_bf16)
+    if device.type == "cuda":  # the memory that this took does not count for the run's peak
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    return speeds
+
+
+def measured_speeds(device: torch.device, fp8_product: Callable | None, cpu_has_bf16: bool) -> dict:
     cuda = device.type == "cuda"
     width = 8192 if cuda else 1024
     length = 2**28 if cuda else 2**23

@@ -823,6 +823,15 @@ def test_cuda_graphs_give_loss_and_gradients_of_any_batch_for_a_first_micro_batc
     assert len(captures) == len(set(captures)) == 4, "one for each length, and for a first micro-batch and the others"
 
 
+@cuda
+def test_flex_attention_is_taken_only_where_it_is_compiled():
+    gpu, compiled = torch.device("cuda"), t.compiled_functions(lambda what, seconds: None, "")
+    c = t.Config(**TINY | {"device": "cuda", "head_dim": 16})
+    assert t.GPT(c, gpu, functions=compiled).flex
+    assert not t.GPT(c, gpu).flex and not t.GPT(c, gpu, functions=t.EAGER).flex
+    assert not t.GPT(replace(c, head_dim=8), gpu, functions=compiled).flex
+
+
 def test_rotary_tables_are_made_once_for_each_view_and_length_and_are_those_of_their_view():
     model, views = tiny(), [view(), view(score_scale=0.5), view()._replace(frequencies=(0.5, 0.25))]
     for seen in [*views, *views[::-1]]:

@@ -548,6 +548,18 @@ def test_a_recipe_that_cannot_be_is_refused_in_one_sentence(changes, message):
         trainer(**changes)
 
 
+def test_a_gpu_without_bf16_is_told_what_it_can_do(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    gpu, c = torch.device("cuda"), config(compile=True)
+    for precision in ("bf16", "fp16"):
+        with pytest.raises(ranks.BadInput, match="no bf16.*; give --precision=fp32, or --compile=false"):
+            t.choose_recipes(config(precision=precision, compile=True), gpu)
+        assert t.choose_recipes(config(precision=precision, compile=False), gpu)[0]["qkv"] == precision
+    assert t.choose_recipes(config(precision="fp32", compile=True), gpu)[0]["qkv"] == "fp32"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert t.choose_recipes(c, gpu)
+
+
 @pytest.mark.parametrize("argument, message", [
     ("precision=fp4", "fp8, fp8-head, fp8-mlp, fp8-qkv, nvfp4"), ("nvfp4_without=rht,2D", "2D is none of rht")])
 def test_unknown_values_of_the_switch_get_the_known_ones(argument, message):

@@ -486,7 +486,7 @@ def test_a_run_that_is_too_short_for_a_profile_says_so(num_steps, said, corpus, 
     assert read_log(only_log(tmp_path)).values("defect") == defects
 
 
-@pytest.mark.parametrize("kind", ["gpu", "gpu without details", "cpu", "numpy"])
+@pytest.mark.parametrize("kind", ["gpu", "gpu without details", "gpu in a recording", "cpu", "numpy"])
 def test_too_little_memory_is_one_sentence_with_the_remedy(kind, monkeypatch, capfd):
     def train(c, at_end):
         if kind == "cpu":
@@ -495,14 +495,33 @@ def test_too_little_memory_is_one_sentence_with_the_remedy(kind, monkeypatch, ca
             np.ones(2**50)
         if kind == "gpu":
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. And much more.")
+        if kind == "gpu in a recording":  # whose end fails, too, and hides the first error
+            try:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB. And much more.")
+            finally:
+                raise RuntimeError("capturing stream has unjoined work")
         raise RuntimeError("CUDA error: out of memory\nAnd much more.")
 
     monkeypatch.setattr(t, "train", train)
     sentence = refused(capfd, arguments())
     said = {"cpu": "can't allocate memory: you tried", "numpy": "Unable to allocate 8.00 PiB",
-            "gpu": "CUDA out of memory. Tried to allocate 2 GiB;", "gpu without details": "CUDA error: out of memory;"}
+            "gpu": "CUDA out of memory. Tried to allocate 2 GiB;",
+            "gpu in a recording": "CUDA out of memory. Tried to allocate 3 GiB;", "gpu without details": "CUDA error: out of memory;"}
     assert said[kind] in sentence
     assert "enforce fail" not in sentence and "much more" not in sentence and "--micro_tokens" in sentence
+
+
+def test_a_run_has_done_its_work_though_its_sample_does_not_fit_into_the_memory(corpus, tmp_path, monkeypatch, capfd):
+    import sample
+
+    def too_large(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. And much more.")
+
+    monkeypatch.setattr(sample, "after_training", too_large)
+    args = arguments(data_dir=corpus, log_dir=tmp_path, sample="The ", target_loss=0, save_checkpoint=tmp_path / "model.pt")
+    assert t.main(args) == 0
+    assert "sample: CUDA out of memory. Tried to allocate 2 GiB\n" in capfd.readouterr().out
+    assert (tmp_path / "model.pt").exists() and read_log(only_log(tmp_path)).end["tokens"] > 0
 
 
 # ---------------------------------------------------------------------------------------------------- configuration
