@@ -90,11 +90,11 @@ gpus=$("$python" -c "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL)
 import torch; print(torch.cuda.device_count())")
 case $asked in *" --preset=laptop "* | *" --device=cpu "*) gpus=0 ;; esac
 
-# The tokens that the preset reads: bytes, or GPT-2's. (Of a text, `auto` makes bytes, too, if the
-# vocabulary cannot be fetched.)
+# The tokens that the preset reads: bytes, or GPT-2's. Without a preset, `auto` makes bytes if the
+# vocabulary cannot be fetched.
 case $asked in
   *" --preset=laptop "* | *" --preset=char "*) tokens=bytes ;;
-  *" --preset="[!\ ]*) tokens=auto ;;
+  *" --preset="[!\ ]*) tokens=gpt2 ;;
   *) tokens=auto; [ "$gpus" = 0 ] && tokens=bytes ;;
 esac
 

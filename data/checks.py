@@ -67,7 +67,7 @@ def check_kind(path: Path, vocab_size: int, preset: str) -> None:
         raise ShardError(
             f"{path} holds bytes, and --preset={preset} with --vocab_size={vocab_size} wants "
             "GPT-2's tokens; choose --preset=char or laptop without --vocab_size, or make tokens "
-            f"with `{script('prepare.py')} FILE`")
+            f"with `{script('prepare.py')} FILE --tokens=gpt2`")
 
 
 def check_apart(fingerprints: list[dict]) -> None:

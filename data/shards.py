@@ -396,5 +396,5 @@ def validation_tokens(paths: list[Path], vocab_size: int, number: int) -> np.nda
     if len(tokens) < need:
         have = f"{paths[0].parent} holds {len(tokens):,}"
         raise ShardError(f"validation needs {need:,} tokens and {have}; give --fit, "
-                         "which fits the run to the text, or lower --val_tokens")
+                         "which fits the run to the text, or lower --val_tokens and --val_seq_len")
     return tokens[:need]

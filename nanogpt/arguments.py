@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import inspect
 import math
+import os
 import re
 import sys
 import textwrap
@@ -134,6 +135,8 @@ def unknown(word: str, names: list[str], hints: dict[str, str]) -> str:
     plain = name.lstrip("-").replace("-", "_").lower()
     if plain in hints:
         return f"unknown key {name}; {hints[plain]} (--help lists all)"
+    if os.path.exists(word):
+        return f"{word} looks like a key; give the file as ./{word}"
     nearest = difflib.get_close_matches(plain, names, n=1, cutoff=0.6)
     if nearest:
         return f"unknown key {name}; the nearest one is --{nearest[0]} (--help lists all)"

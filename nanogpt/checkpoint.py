@@ -326,13 +326,22 @@ def model_of(content: dict, device: torch.device, script):
     return model
 
 
-def load_model(path: str | Path, device: torch.device, script):
+def load_model(path: str | Path, device: torch.device | str, script):
     """The model of the file, as `model_of` makes it. Raises BadInput if it is no checkpoint of this
     program."""
     content = read(path)
+    require(has_form(content), f"{path} is no checkpoint of this program")
     try:
-        return model_of(content, device, script)
+        return model_of(content, torch.device(device), script)
     except BadInput as error:
         raise BadInput(f"{path}: {error}") from None
-    except (AttributeError, KeyError, TypeError):  # of a foreign dictionary
-        raise BadInput(f"{path} is no checkpoint of this program") from None
+
+
+def has_form(content) -> bool:
+    """Whether this has the parts that `model_of` reads."""
+    if not isinstance(content, dict):
+        return False
+    config, weights = content.get("config"), content.get("weights")
+    if not (isinstance(config, dict) and isinstance(weights, dict) and "step" in content):
+        return False
+    return all(isinstance(name, str) and isinstance(w, Tensor) for name, w in weights.items())

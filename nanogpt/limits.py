@@ -140,7 +140,7 @@ def part_of_batch(stage) -> Fraction:
 def check_multiples(c, stages: list) -> None:
     """Lengths are whole blocks of attention or whole sequences, and a head can be cut into
     quarters. Only micro_tokens is an upper bound, with room for a sequence."""
-    units = [("seq_len", BLOCK_SIZE), ("val_seq_len", BLOCK_SIZE)]
+    units = [("seq_len", BLOCK_SIZE, ""), ("val_seq_len", BLOCK_SIZE, "")]
     for stage in stages:
         part = part_of_batch(stage)
         sequence = c.seq_len * part.denominator
@@ -149,12 +149,12 @@ def check_multiples(c, stages: list) -> None:
                 f"--batch_tokens={c.batch_tokens} must be a multiple of {unit}, so that {part} of "
                 f"it (SCHEDULES[{c.schedule!r}]) is whole sequences of --seq_len={c.seq_len}; "
                 "change one of the two")
-    units.append(("batch_tokens", c.seq_len))
-    units.append(("val_tokens", c.val_seq_len))
-    units.append(("head_dim", 4))  # the rotary embedding takes quarters of a head
-    for name, unit in units:
+    units.append(("batch_tokens", c.seq_len, "--seq_len="))
+    units.append(("val_tokens", c.val_seq_len, "--val_seq_len="))
+    units.append(("head_dim", 4, ""))  # the rotary embedding takes quarters of a head
+    for name, unit, key in units:
         value = getattr(c, name)
-        require(value % unit == 0, f"--{name}={value} must be a multiple of {unit}")
+        require(value % unit == 0, f"--{name}={value} must be a multiple of {key}{unit}")
     require(c.micro_tokens >= c.seq_len, f"--micro_tokens={c.micro_tokens} must be at least "
             f"{c.seq_len}, the tokens of a sequence")
 

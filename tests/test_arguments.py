@@ -97,6 +97,12 @@ def test_an_unknown_word_is_answered_with_a_hint_or_the_nearest_key(word, answer
     assert refused(word, hints=HINTS) == answer
 
 
+def test_a_file_whose_name_begins_with_a_dash_is_told_how_to_give_it(tmp_path, monkeypatch):
+    (tmp_path / "-dash.txt").touch()
+    monkeypatch.chdir(tmp_path)
+    assert refused("-dash.txt") == "-dash.txt looks like a key; give the file as ./-dash.txt"
+
+
 def test_without_hints_a_word_that_is_no_key_is_told_the_form():
     assert refused("a.txt") == "a.txt is no key; what is given has the form --key=value (--help lists all keys)"
 

@@ -8,7 +8,9 @@ import zipfile
 
 import pytest
 import torch
+from conftest import TINY
 
+import train_gpt as t
 from nanogpt import checkpoint
 from nanogpt.ranks import BadInput
 
@@ -24,6 +26,21 @@ def test_what_is_written_is_read_and_nothing_else_stays(tmp_path):
     for name, w in GOOD["weights"].items():
         assert content["weights"][name].dtype == w.dtype and torch.equal(content["weights"][name], w)
     assert os.listdir(tmp_path) == ["model.pt"]
+
+
+def test_an_error_of_the_script_is_not_blamed_on_the_file(tmp_path, monkeypatch):
+    model = t.GPT(t.Config(**TINY), torch.device("cpu"))
+    path = tmp_path / "model.pt"
+    content = {"config": dataclasses.asdict(model.config), "weights": model.state_dict(), "step": 7}
+    checkpoint.write(path, content | {"weights": {**content["weights"], "recall_table": model.recall_table}})
+    assert t.load_checkpoint(path, "cpu").trained_steps == 7  # the device may be its name
+
+    def broken(*_):
+        raise AttributeError("'Config' object has no attribute 'atention'")
+
+    monkeypatch.setattr(t, "GPT", broken)
+    with pytest.raises(AttributeError, match="atention"):
+        t.load_checkpoint(path, torch.device("cpu"))
 
 
 def test_a_flipped_bit_anywhere_in_the_weights_is_found(tmp_path):

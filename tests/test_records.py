@@ -1568,7 +1568,7 @@ def test_compare_other_hosts_and_data(tmp_path):
     assert "B's times below are multiplied by 1.100" in text
     assert "B / A = 1.1022" in text and "rough" not in text  # 1003.75 x 1.1 / 1001.75 with seeds 3.5 and 1.5
     cpus = [group(tmp_path, [3.490, 3.492], [1000] * 2, seed=20 + 2 * i, environment={"devices": ["CPU"] * 2, "cpu": name},
-                  calibration={"bf16_matmul_tflops": rate}) for i, (name, rate) in enumerate((("x", 1.0), ("x", 1.3), ("y", 1.3)))]
+                  calibration={"bf16_matmul_tflops": rate}) for i, (name, rate) in enumerate((("x", 1.0), ("x", 3.0), ("y", 1.3)))]
     assert "hosts: CPUs of one name" in report(*cpus[:2]) and "multiplied" not in report(*cpus[:2])
     assert "multiplied by 1.140" in report(cpus[0], cpus[2])
     other = group(tmp_path, [3.490, 3.492], [1000] * 2, seed=5, environment={"devices": ["Old GPU"] * 2},

@@ -559,4 +559,4 @@ def test_too_few_validation_tokens_are_counted_with_the_remedy(paths, tmp_path, 
         shards.validation_tokens(paths[2:3], VOCAB_SIZE, number)
     assert str(error.value) == (
         f"validation needs {number + 1:,} tokens and {tmp_path} holds 500; give --fit, which fits the run to the text, "
-        "or lower --val_tokens")
+        "or lower --val_tokens and --val_seq_len")
