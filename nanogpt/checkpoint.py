@@ -182,9 +182,9 @@ def read(path: str | Path) -> dict:
         weights = checkpoint["weights"]
         whole = checkpoint["sha256"] == checksum(weights)
         name = not_finite(weights)
-        dict(checkpoint["config"])
-        if type(checkpoint["step"]) is not int:
-            raise TypeError("step")
+        checkpoint["config"] = dict(checkpoint["config"])
+        if type(checkpoint["step"]) is not int or not all(isinstance(key, str) for key in weights):
+            raise TypeError("step or weights")
         float(checkpoint.get("val_loss") or 0)
         list(map(dict, checkpoint.get("data", [])))  # older files have none
     except OSError as error:
@@ -330,18 +330,7 @@ def load_model(path: str | Path, device: torch.device | str, script):
     """The model of the file, as `model_of` makes it. Raises BadInput if it is no checkpoint of this
     program."""
     content = read(path)
-    require(has_form(content), f"{path} is no checkpoint of this program")
     try:
         return model_of(content, torch.device(device), script)
     except BadInput as error:
         raise BadInput(f"{path}: {error}") from None
-
-
-def has_form(content) -> bool:
-    """Whether this has the parts that `model_of` reads."""
-    if not isinstance(content, dict):
-        return False
-    config, weights = content.get("config"), content.get("weights")
-    if not (isinstance(config, dict) and isinstance(weights, dict) and "step" in content):
-        return False
-    return all(isinstance(name, str) and isinstance(w, Tensor) for name, w in weights.items())
