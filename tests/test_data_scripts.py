@@ -297,7 +297,7 @@ def test_interrupted_run_leaves_nothing_behind(tmp_path):
 
 @pytest.mark.parametrize("name, content, advice", [
     ("latin1.txt", "café".encode("latin-1") * 9, "iconv"),
-    ("book.txt.gz", gzip.compress(b"text " * 99), "compressed; unpack it first"),
+    ("book.txt.gz", gzip.compress(b"text " * 99, mtime=0), "compressed; unpack it first"),
     ("broken.jsonl", b'{"text": "fine"}\n{"text": \n', "line 2"),
     ("nokey.jsonl", b'{"body": "fine"}\n', "as it has the keys 'body'; repair it, or name its key with --key"),
     ("list.jsonl", b"[1, 2]\n", "--key"),
