@@ -62,7 +62,8 @@ need=requirements.txt
 [ "${1:-}" = test ] && need=requirements-dev.txt
 if [ "$python" = .venv/bin/python ] && ! cmp -s "$need" ".venv/installed-$need"; then
   echo "run.sh: installing $need"
-  if ! "$python" -m pip install --quiet --disable-pip-version-check -r "$need"; then
+  # Without bytecode of all packages, which takes longer than the rest: Python makes what it needs.
+  if ! "$python" -m pip install --quiet --no-compile --disable-pip-version-check -r "$need"; then
     echo "run.sh: $need could not be installed (see above); mend that, and start it again" >&2
     exit 2
   fi
@@ -76,7 +77,7 @@ if [ "${1:-}" = test ]; then
   # Two processes take the files in turn: many tests wait for other processes. The files that take
   # longest are first, so that no process is left alone with one of them at the end.
   exec "$python" -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder "$@" \
-    tests/test_saving.py tests/test_run.py tests/test_ranks.py tests
+    tests/test_saving.py tests/test_run.py tests/test_ranks.py tests/test_precision.py tests
 fi
 
 asked=" ${keys[*]-} "

@@ -20,7 +20,7 @@ import pytest
 
 SEPARATOR = 50256
 TINY = {  # a model and a schedule that run in a second; in float32, as many CPUs only emulate bf16
-    "num_layers": 4, "model_dim": 32, "num_heads": 2, "head_dim": 16, "mlp_dim": 64, "vocab_size": 384, "num_steps": 4,
+    "num_layers": 3, "model_dim": 32, "num_heads": 2, "head_dim": 16, "mlp_dim": 64, "vocab_size": 384, "num_steps": 4,
     "schedule": "char", "batch_tokens": 1024, "seq_len": 256, "ngram_rows": 500, "recall_rows": 1000,
     "val_tokens": 512, "val_seq_len": 256, "val_interval": 2, "target_loss": 1.0, "device": "cpu", "compile": False,
     "precision": "fp32", "sample": "", "save_checkpoint": "", "preset": "laptop",

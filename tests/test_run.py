@@ -539,7 +539,7 @@ def test_help_lists_every_key_with_its_meaning_and_default(capsys):
 def test_the_defaults_are_the_record_and_the_presets_are_laid_over_them():
     c = t.parse_config(["--preset=speedrun"])
     assert c == t.Config(preset="speedrun", recall_rows=2**28, head_every_second=True)
-    assert (c.num_steps, c.batch_tokens, c.seq_len, c.schedule) == (2350, 8 * 32768, 8192, "speedrun")
+    assert (c.num_steps, c.batch_tokens, c.seq_len, c.schedule) == (2400, 8 * 32768, 8192, "speedrun")
     assert (c.val_tokens, c.target_loss) == (10_485_760, 3.28)
     assert [*t.PRESETS] == ["speedrun", "onepass", "laptop", "char", "small"]
     for name, values in t.PRESETS.items():

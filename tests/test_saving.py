@@ -118,7 +118,7 @@ STAGES = {"schedule": "speedrun", "num_steps": 9, "batch_tokens": 1536}
 
 
 @pytest.mark.parametrize("changes, stop_after", [
-    ({}, 3), ({"dtype": "auto", "precision": "bf16"}, 2), ({"precision": "fp16", "dtype": "auto"}, 3), (STAGES, 4),
+    ({}, 3), ({"dtype": "auto", "precision": "bf16", "num_steps": 3}, 2), ({"precision": "fp16", "dtype": "auto"}, 3), (STAGES, 4),
     ({"precision": "fp8", "dtype": "auto", "num_steps": 3}, 2), ({"precision": "nvfp4", "num_steps": 2}, 1),
     ({"num_layers": 5, "model_dim": 64, "num_heads": 4, "head_dim": 8, "candidates": 0, "num_steps": 4}, 3),
 ], ids=["float32", "bf16", "fp16", "stages", "fp8", "nvfp4", "gpt2"])
