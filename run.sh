@@ -62,11 +62,12 @@ need=requirements.txt
 [ "${1:-}" = test ] && need=requirements-dev.txt
 if [ "$python" = .venv/bin/python ] && ! cmp -s "$need" ".venv/installed-$need"; then
   echo "run.sh: installing $need"
-  # Without bytecode of all packages, which takes longer than the rest: Python makes what it needs.
   if ! "$python" -m pip install --quiet --no-compile --disable-pip-version-check -r "$need"; then
     echo "run.sh: $need could not be installed (see above); mend that, and start it again" >&2
     exit 2
   fi
+  # pip would compile the packages on one core. A few of their files are for newer Pythons, and fail.
+  "$python" -m compileall -q -j 0 .venv/lib > /dev/null 2>&1 || true
   cp "$need" ".venv/installed-$need"
 fi
 

@@ -5,7 +5,7 @@
     python train_gpt.py --preset=laptop                      # one to three minutes on a CPU
     python train_gpt.py --help                               # every key, its meaning and unit
 
-This file holds what decides the result of a run. It reads from top to bottom: (1) configuration,
+This file holds model, loss, optimizers and run. It reads from top to bottom: (1) configuration,
 (2) products, (3) attention, (4) parameters and layers, (5) the loss, (6) the whole model, (7) low
 precision, (8) the optimizers, (9) schedules, (10) one step and validation, (11) the run.
 
@@ -118,7 +118,7 @@ from records.console import CLEAR_RISE, Console, next_commands
 WATCH = Watch(STOP)  # ends this process if another rank is lost
 
 # --------------------------------------------------------------------------------------------------
-# 1. Configuration: the defaults are the preset speedrun, and every key can be given as --key=value
+# 1. Configuration: speedrun changes two of the defaults; every key can be given as --key=value
 
 # Channels that steer a gate. The gate of a head reads the first 12 of the layer's input (record
 # 28), that of a value embedding the first 6 of the input and the first 6 of the embedding.
@@ -167,7 +167,7 @@ class Config:
         32_768, "most tokens a GPU works on at a time, in whole sequences: fewer need less memory. "
         "With --fit no sequence is longer")
     cooldown_frac: float = key(
-        0.7, "last fraction of the steps, in which the factor of learning rates goes to 0.15")
+        0.7, "last fraction of the steps, in which learning rates go to 0.15 of those below")
     # optimizers
     muon_lr: float = key(
         0.02, "Muon's learning rate, for the matrices of attention; the MLPs' have two and four "
@@ -175,13 +175,13 @@ class Config:
     muon_momentum: float = key(0.9, "Muon's momentum")
     muon_decay: float = key(
         1.2, "weight decay of the matrices: of a weight that shrinks anyway, a step takes away the "
-        "part muon_lr * muon_decay * (the matrix's learning rate)")
+        "part muon_lr * muon_decay * (factor of the schedule) * (the matrix's learning rate)")
     head_lr: float = key(
         0.0065, "Adam's learning rate for output head, token embedding and gates; MUDD (late_mix) "
         "has a quarter of it")
     head_every_second: bool = key(
-        False, "update head and token embedding in every second step only, by the sum of both "
-        "gradients; of an odd number of steps the last one does without")
+        False, "update the head, which is the token embedding, too, in every second step only, by "
+        "the sum of two gradients; of an odd number of steps the last one does without")
     table_lr: float = key(0.6, "Adam's learning rate for value and n-gram embeddings")
     scalar_lr: float = key(0.04, "Adam's learning rate for the scalars and `length_vectors`")
     longest_ngram: int = key(
@@ -362,7 +362,7 @@ def parse_config(argv: list[str]) -> Config:
     BadInput on an unknown key or a wrong value, and ShardError if the run is to be fitted to a text
     that cannot be read."""
     given = arguments.given(
-        Config, argv, PRESETS, default_preset(), __doc__.split("\n\n")[0], EVERYDAY, ABOUT,
+        Config, argv, PRESETS, default_preset, __doc__.split("\n\n")[0], EVERYDAY, ABOUT,
         partial(limits.check_values, schedules=SCHEDULES, precisions=PRECISIONS))
     require(not (given.get("minutes") and "num_steps" in given),
             "--minutes chooses the number of steps; leave out --minutes or --num_steps")
@@ -398,9 +398,9 @@ def check_config(c: Config) -> None:
 # --------------------------------------------------------------------------------------------------
 # 2. Products
 #
-# Nearly all the work of training is to multiply activations by a few weights. Each such place of
-# the model is a "site". There are five kinds of them, the "projections": four in each layer, and
-# the output head.
+# Nearly all the work of training is to multiply activations by matrices. Each place where this
+# happens is a "site". There are five kinds of them, the "projections": four in each layer, and the
+# output head.
 #
 #   qkv      to queries, keys and values, in one product
 #   o        to the output of attention
@@ -500,9 +500,9 @@ PLAIN_LAYER = LayerProducts(PLAIN, PLAIN, PLAIN, PLAIN)
 #
 # A query sees a key if the key is not later, both belong to the same document, and the key's
 # block is among the last `window` blocks up to the query's (nanogpt/masks.py). On GPUs
-# FlexAttention skips the blocks in which nothing is seen; elsewhere PyTorch's scaled-dot-product
-# attention computes the same. With FlexAttention, windows are inputs of the compiled graphs, so a
-# new window compiles nothing.
+# compiled FlexAttention skips the blocks in which nothing is seen; otherwise PyTorch's
+# scaled-dot-product attention computes the same. With FlexAttention, windows are inputs of the
+# compiled graphs, so a new window compiles nothing.
 
 
 class Setting(NamedTuple):
@@ -552,7 +552,7 @@ SCALARS = {
 
 
 class Param(NamedTuple):
-    """A parameter of the model, called a bank. A bank of layers holds the weights of all layers."""
+    """A parameter of the model, called a bank. Most banks hold those of all layers, stacked."""
     shape: tuple[int, ...]  # Muon takes it as a stack of matrices
     optimizer: str  # "muon" or "adam"
     lr: float | tuple[float, ...]  # Adam: a number; Muon: matrix i has entry i % len(lr)
@@ -649,8 +649,8 @@ def parameter_table(c: Config) -> dict[str, Param]:
         # the small network of `late_mix`: 64 hidden units, an amount of each source
         "late_in": Param((64, D), init=uniform(D**-0.5), **late),
         "late_out": Param((sources, 64), init=zero, **late),
-        # Half of the third source is subtracted at first (`late_mix` multiplies by 0.1): later
-        # layers need what earlier ones have written, the head does not (records 40, 81).
+        # At first half (0.1 * 5) of the stream after two thirds of the layers is subtracted: the
+        # last layers need what it holds, the head does not (records 40, 81).
         "late_bias": Param((sources,), init=constants(0, 0, -5, *[0] * (sources - 3)), **late),
         # two gates of each attention head: of its output, and of its value embedding
         "gates": Param((L, 2, H, GATE_DIM), init=zero, share="all", **with_head_lr),
@@ -816,7 +816,7 @@ def embed_inputs(embedded: Tensor, history: matches.History, ngrams: Tensor, emb
         # made no difference that two seeds could show.
         guesses.append(norm(F.embedding(token, embed.detach())) * (length > 0)[:, None])
         past = past + F.embedding(length, length_vectors).to(x.dtype)
-    past = past + guesses[0]  # the other one is for `late_mix` alone: more made no difference
+    past = past + guesses[0]  # the recalled one only in `late_mix`: here it changed nothing
 
     # 3. Each layer adds an amount of the first stream, and an amount of `past`.
     of_layers = dict(zip(SCALARS, scalars.unbind(1)))  # (L,) each
@@ -937,21 +937,21 @@ class GPT(nn.Module):
         return bank if len(bank) == rows else bank[:rows]
 
     def begins(self, tokens: Tensor, training: bool) -> Tensor:
-        """(T,) bool, where documents begin, and sequences: a micro-batch may have several."""
+        """(T,) bool, where documents or sequences begin: a micro-batch may have several."""
         begins = tokens == self.bos
         length = self.config.seq_len if training else len(tokens)
         begins[::length] = True
         return begins
 
     def history(self, tokens: Tensor, training: bool) -> matches.History:
-        """What the tokens up to each one (T,) say."""
+        """Hashes and matches at each token (T,)."""
         begins = self.begins(tokens, training)
         c = self.config
         return matches.history(
             tokens, begins, self.recall_table, c.longest_ngram, c.recall_lengths)
 
     def history_beside(self, tokens: Tensor) -> matches.History:
-        """The same in training, where the passes may run at the same time."""
+        """The same for the next step, while passes of this one may run."""
         made = self.call("history", partial(self.history, training=True), (tokens,))
         return matches.History(*[x.clone() for x in made])  # the next call overwrites `made`
 
@@ -1017,8 +1017,8 @@ class GPT(nn.Module):
                     history: matches.History | None = None,
                     looked_up: dict | None = None) -> tuple[Tensor, tuple[Tensor, ...]]:
         """tokens (T,) -> the stream after the last layer (T, D), and the sources of `late_mix`.
-        `looked_up` are the rows of the tables; `forward_backward` looks them up itself, as it needs
-        their gradients."""
+        `looked_up` is what `look_up` returns; `forward_backward` calls it itself, as it needs the
+        gradients of these rows."""
         # 1. The first stream, and what each layer gets beside the stream.
         history = history or self.history(tokens, training)
         looked_up = looked_up or self.look_up(tokens, history.hashes)
@@ -1045,7 +1045,7 @@ class GPT(nn.Module):
         w = self.weight("lm_head")
         chosen = bias = None  # without candidates
         if training and 0 < self.config.candidates < self.config.vocab_size:
-            # Candidates depend on the targets alone. To draw them takes about 90 small kernels,
+            # Candidates do not depend on the layers. To draw them takes about 90 small kernels,
             # 0.22 ms on an H100, which run beside the layers.
             self.candidate_stream.follow()
             with self.candidate_stream.on():
@@ -1168,7 +1168,7 @@ HEAD_GRADIENT_SCALE = 0.75 / 448
 
 
 class StaticLinear(torch.autograd.Function):
-    """x (T, K), w (N, K) -> x w^T (T, N) in x's dtype, cut into so many `parts` of equal width; all
+    """x (T, K), w (N, K) -> x w^T (T, N) in x's dtype, cut into `parts` pieces of equal width; all
     three products are in FP8. Backward rounds the parts' gradients as one matrix, so that they need
     not be copied into one before."""
 
@@ -1662,7 +1662,7 @@ class Optimizer:
 
     @torch.no_grad()
     def start_sums(self) -> None:
-        """Begins to sum every .grad but the head's over the ranks, and sets all of them to None. To
+        """Begins to sum all .grad over the ranks, but keeps the head's; then each .grad is None. To
         be called before the last `lookups.add`: the sums travel while the GPU adds up the rows'
         gradients. A collective."""
         small = {}
@@ -1672,7 +1672,7 @@ class Optimizer:
             elif bank.grad is not None and self.model.params[name].share == "all":
                 small[name] = bank.grad
             elif bank.grad is not None:
-                self.sums[name] = self.start_sum(name, bank.grad)
+                self.sums[name] = self.start_sum(bank.grad)
         self.sums |= sum_together(small)
         self.bytes_sent += 2 * sum(gradient.nbytes for gradient in small.values())
         self.model.zero_grad()
@@ -1696,9 +1696,9 @@ class Optimizer:
                     return
                 gradient += self.first_head_gradient
                 self.first_head_gradient = None
-            self.sums["lm_head"] = self.start_sum("lm_head", gradient)
+            self.sums["lm_head"] = self.start_sum(gradient)
 
-    def start_sum(self, name: str, gradient: Tensor) -> tuple:
+    def start_sum(self, gradient: Tensor) -> tuple:
         """Returns this rank's part of the sum, and its transfer. A collective."""
         if self.world_size == 1:
             return gradient, Mark(gradient.device)
@@ -1952,7 +1952,7 @@ def forward_backward(model: GPT, setting: Setting, inputs: Tensor, targets: Tens
                      *history: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """Adds the gradients of a micro-batch to .grad, except those of looked-up rows. Returns the
     loss, which is a sum over tokens, and the gradients of these rows, (lookups, width): a .grad for
-    a whole table would be far too large."""
+    a whole table would be far too large, and adding to the head's would take long."""
     history = matches.History(*history)
     with torch.no_grad():
         looked_up = model.look_up(inputs, history.hashes)
@@ -2139,10 +2139,9 @@ class Run:
             dist.all_reduce(self.model.lost_targets)  # for the log, which names those of all ranks
 
     def prepare(self) -> tuple[list, list[matches.History]]:
-        """The micro-batches of the next step, and their histories. The CPU is ahead of the GPU,
-        which makes these beside the step before, after it has written down what came next there.
-        They may get the memory of the batch before that step's. `train_step` made this stream wait
-        until the GPU had done with that."""
+        """The micro-batches of step s, and their histories. The GPU makes them beside step s - 1,
+        after it has written down what came next in that one. They may get the memory of the batch
+        of step s - 2: `train_step` made this stream wait until that step was over."""
         with self.model.history_stream.on():
             batch = [inputs_and_targets(sequences, self.device) for sequences in next(self.batches)]
             histories = [self.model.history_beside(inputs) for inputs, _ in batch]
@@ -2236,10 +2235,7 @@ def train(c: Config, at_end: ExitStack) -> int:
     # 1. Import what this run needs, so that the log can show it, and check what can be checked
     # before anything is written or compiled.
     cuda = has_cuda(c.device)
-    device_type = c.device
-    if device_type == "auto":
-        device_type = "cuda" if cuda else "cpu"
-    device = start_process(device_type, LOCAL_GPU, WATCH.store)
+    device = start_process("cuda" if cuda else "cpu", LOCAL_GPU, WATCH.store)
     recipe_names = choose_recipes(c, device)
     recipe.import_modules(recipe_names, c)
     notes = []

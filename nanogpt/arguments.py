@@ -57,11 +57,13 @@ def configure(config_class, presets: dict[str, dict], preset: str, given: dict):
     return config_class(**presets[preset] | given | {"preset": preset})
 
 
-def given(config_class, argv: list[str], presets: dict[str, dict], default_preset: str = "",
-          title: str = "", everyday: tuple[str, ...] = (), about: dict[str, str] | None = None,
+def given(config_class, argv: list[str], presets: dict[str, dict],
+          default_preset: Callable | None = None, title: str = "",
+          everyday: tuple[str, ...] = (), about: dict[str, str] | None = None,
           check: Callable | None = None, hints: dict[str, str] = HINTS) -> dict:
     """The values that argv names, by their keys. Of a key that is given twice the last one counts.
 
+    default_preset: a function of the value of --device, or None if it is not given
     everyday: keys that --help lists first
     about: what --help says about each preset
     check: raises BadInput if a value of the configuration that it gets cannot be. Only --help calls
@@ -94,7 +96,9 @@ def given(config_class, argv: list[str], presets: dict[str, dict], default_prese
         values[name] = value_of(name, text, type(default))
 
     if wants_help:
-        preset = values.get("preset") or default_preset
+        preset = values.get("preset")
+        if not preset and default_preset:
+            preset = default_preset(values.get("device"))
         shown = configure(config_class, presets, preset, {}) if preset else config_class()
         if check:
             check(dataclasses.replace(shown, **values))

@@ -1,7 +1,7 @@
 """Checkpoints: files of weights that are written whole or not at all, and read as data.
 
 A checkpoint is what torch.save makes of a dictionary: `config` (name -> value), `weights` (name ->
-tensor), `step` (updates so far), `val_loss`, `run_id`, `data` (the fingerprints of the shards), and
+tensor), `step` (steps so far), `val_loss`, `run_id`, `data` (the fingerprints of the shards), and
 `sha256`, a checksum of the weights. The table of recalled tokens (nanogpt/matches.py) is among the
 weights. Reading knows nothing of the model: whether the weights fit it, `model_of` checks.
 """
@@ -28,7 +28,7 @@ from records.console import complain
 
 
 def of_model(model, step: int, val_loss: float, origin: dict) -> dict:
-    """The checkpoint of a train_gpt.GPT after so many updates, without its checksum: weights
+    """The checkpoint of a train_gpt.GPT after so many steps, without its checksum: weights
     without padding, on the CPU. `origin` has `run_id` and `data`, or nothing."""
     weights = dict(recall_table=model.recall_table.to("cpu", copy=True))
     for name in model.params:

@@ -164,6 +164,9 @@ def check_device(c) -> None:
     require(c.device != "cuda" or has_gpu, "--device=cuda, but torch sees no GPU here")
     require(c.attention != "flex" or (has_gpu and c.device != "cpu"),
             "--attention=flex needs CUDA: it has no backward on CPU")
+    require(c.attention != "flex" or c.compile,
+            "--attention=flex without the compiler keeps the scores of all pairs of tokens, which "
+            "do not fit; leave out --attention=flex or --compile=false")
 
 
 # Of the CPU, of CUDA and Triton, of NCCL, and of cuBLAS.
@@ -198,4 +201,4 @@ def enough_memory() -> Iterator[None]:
         if not isinstance(error, MemoryError) and "DefaultCPUAllocator" not in str(error):
             raise
         raise BadInput("the model does not fit into the memory of this machine; lower "
-                       "--ngram_rows, --num_layers, --num_heads or --mlp_dim") from None
+                       "--ngram_rows, --recall_rows, --num_layers or --mlp_dim") from None

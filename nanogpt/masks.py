@@ -4,9 +4,9 @@ A query sees a key if the key is not later, both belong to the same document, an
 among the last `window` blocks up to the query's. A block is 128 tokens. Everything here takes the
 number of each token's document, (T,) int32, which never falls, and T is a multiple of 128.
 
-On GPUs FlexAttention (record 12) visits only the blocks in which something is seen, and computes
-the mask of single elements only where a block is seen in part. It needs lists of blocks, which
-are made here. Elsewhere PyTorch's scaled-dot-product attention computes the same, one row of
+On GPUs compiled FlexAttention (record 12) visits only the blocks in which something is seen, and
+computes the mask of single elements only where a block is seen in part. It needs lists of blocks,
+which are made here. Otherwise PyTorch's scaled-dot-product attention computes the same, one row of
 blocks at a time."""
 from collections.abc import Callable
 from functools import lru_cache

@@ -34,7 +34,7 @@ class Places(NamedTuple):
     counts: Tensor  # (ranks * R,) int32, how many used rows there are up to each, rank after rank
     own: Tensor  # (R,), the same of this rank alone; of a used row it is the row's number
     of_all: Tensor  # (R,), the same of all ranks together
-    ends: Tensor  # (ranks,), the last count of each rank: used rows of it and of all before it
+    ends: Tensor  # the last count of each part: used rows of that rank and of all before it
 
 
 def find_places(rank: int, *is_used: Tensor) -> list[Places]:
@@ -77,7 +77,7 @@ class LookedUpRows:
         self.call = call_directly  # `train` may put CudaGraphs here
         # Of the step in hand, for each table ("own" are the rows that this rank has looked up):
         self.places = {}
-        self.ends = None  # (tables, ranks) on the CPU, those of the places
+        self.ends = None  # (tables, parts) on the CPU, those of the places
         self.ends_arrived = None  # the event after which they are there
         # Sums of gradients of the own rows: (ranks, own rows, share), and with the name lm_head
         # (1, own rows, width) of the token embedding.

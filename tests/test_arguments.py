@@ -33,7 +33,7 @@ def refused(*argv, hints=None):
 
 def helped(capsys, *argv, **options):
     with pytest.raises(SystemExit) as end:
-        given(Config, [*argv, "--help"], PRESETS, "big", "A title.", **options)
+        given(Config, [*argv, "--help"], PRESETS, lambda device: "big", "A title.", **options)
     assert end.value.code == 0
     return capsys.readouterr().out
 

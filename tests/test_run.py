@@ -536,6 +536,17 @@ def test_help_lists_every_key_with_its_meaning_and_default(capsys):
         assert f"--{f.name} " in text and f.metadata["meaning"] in text and len(f.metadata["meaning"]) > 10
 
 
+def test_help_shows_the_preset_that_the_device_would_have_and_flex_needs_the_compiler(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for device, preset in (("cpu", "laptop"), ("auto", "speedrun")):
+        with pytest.raises(SystemExit):
+            t.parse_config(["--help", f"--device={device}"])
+        assert f"the values of --preset={preset}" in " ".join(capsys.readouterr().out.split())
+    t.parse_config(["--preset=speedrun", "--attention=flex"])
+    with pytest.raises(t.BadInput, match="--attention=flex without the compiler"):
+        t.parse_config(["--preset=speedrun", "--attention=flex", "--compile=false"])
+
+
 def test_the_defaults_are_the_record_and_the_presets_are_laid_over_them():
     c = t.parse_config(["--preset=speedrun"])
     assert c == t.Config(preset="speedrun", recall_rows=2**28, head_every_second=True)
