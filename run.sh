@@ -82,7 +82,9 @@ if [ "${1:-}" = test ]; then
 fi
 
 asked=" ${keys[*]-} "
-case $asked in *" --help "* | *" -h "*) exec "$python" train_gpt.py --help ;; esac
+for key in ${keys[@]+"${keys[@]}"}; do
+  case $key in --help | -h) exec "$python" train_gpt.py "${keys[@]}" ;; esac
+done
 
 # Finds misspelt keys and values before data is made or fetched for them.
 check_keys() { [ ${#keys[@]} = 0 ] || "$python" train_gpt.py "${keys[@]}" --help > /dev/null; }

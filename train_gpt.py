@@ -2125,11 +2125,12 @@ class Run:
             message = train_step(
                 self.model, self.optimizer, batch, self.step, call, self.tell, histories)
             self.log.put(self.step + 1, message, self.clock.now())
+            WATCH.leave_step()
             # This waits for the messages of all steps before this one. They are there already:
             # inside of train_step the CPU has waited for the number of rows that this step looks
-            # up, which the GPU counts when it has done the steps before.
+            # up, which the GPU counts when it has done the steps before. What waits here is only
+            # the terminal, if somebody has stopped it by Ctrl-S, or a slow disk with the log.
             self.read_messages()
-            WATCH.leave_step()
             self.step += 1
         self.clock.stop()
         if not self.ended_by:

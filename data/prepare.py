@@ -82,6 +82,7 @@ RESERVED = {"fineweb10b", "pydocs", "__pycache__"}  # folders there that are not
 RECORD = "corpus.json"
 LEAST_TRAIN = 130  # tokens: a sequence of 128, its last target, and a separator
 LEAST_VAL = 129
+MOST_TOKENS = 2**31 - 1  # of a shard, as the number in its header has 32 bits
 
 # GPT-2 has one token for each of the 256 bytes, numbered in this order: first the bytes that are
 # printing characters in Latin-1, then all others.
@@ -253,7 +254,9 @@ def write_corpus(
     if record is not None and (out_dir / RECORD).exists() and not read_record(out_dir):
         raise PrepareError(f"{out_dir / RECORD}: already there, and not written by this program; "
                            "move it away, or choose another --out")
-    sweep(out_dir)
+    in_use = sweep(out_dir)
+    if in_use:
+        raise PrepareError(f"{in_use}: in use by another process; wait for its end, or delete it")
     prefix = f".incomplete-{os.getpid()}-"
     with (made_folder(out_dir),
           tempfile.TemporaryDirectory(prefix=prefix, dir=out_dir) as folder):
@@ -262,6 +265,10 @@ def write_corpus(
         dropped = collections.Counter()
         with closing(encode_all(distinct(documents, dropped), use_bytes, workers)) as encoded:
             lengths = write_spool(spool, encoded)
+        longest = max(lengths, default=0)
+        if longest + shard_tokens > MOST_TOKENS:
+            raise PrepareError(f"{source}: a document of {longest:,} tokens is too long for a "
+                               "shard; split it by --split_blank, or into several files")
 
         # 2. Shuffle the documents and split them.
         order = list(range(len(lengths)))
@@ -578,9 +585,6 @@ def make_corpus(sources, args, options, say):
         return record, False
     old = shards_in(args.out, name) if is_same else []
     refuse_foreign_shards(args.out, old)
-    in_use = sweep(args.out)
-    if in_use:
-        raise PrepareError(f"{in_use}: in use by another process; wait for its end, or delete it")
 
     # 2. Make what is not.
     tokens = choose_tokens(args.tokens, say)
@@ -687,6 +691,8 @@ def parse_args(argv):
         value = getattr(args, option)
         if value is not None and value < 1:
             fail(f"--{option} must be at least 1")
+    if args.shard_tokens > MOST_TOKENS // 2:
+        fail(f"--shard_tokens must be at most {MOST_TOKENS // 2:,}")
     if args.out == "":
         fail("--out is empty; name a folder")
     args.out = args.out and Path(args.out)

@@ -185,8 +185,9 @@ def read(path: str | Path) -> dict:
         checkpoint["config"] = dict(checkpoint["config"])
         if type(checkpoint["step"]) is not int or not all(isinstance(key, str) for key in weights):
             raise TypeError("step or weights")
-        float(checkpoint.get("val_loss") or 0)
-        list(map(dict, checkpoint.get("data", [])))  # older files have none
+        loss = checkpoint.get("val_loss")
+        checkpoint["val_loss"] = None if loss is None else float(loss)
+        checkpoint["data"] = list(map(dict, checkpoint.get("data", [])))  # older files have none
     except OSError as error:
         raise BadInput(f"{path} cannot be read ({error.strerror})") from None
     except Exception as error:  # a foreign file can make torch.load raise nearly anything

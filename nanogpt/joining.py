@@ -127,8 +127,8 @@ def open_store(place: Place, deadline: float, minutes: float) -> dist.Store:
         try:
             socket.create_connection((place.address, place.port), timeout=2).close()
             break
-        except OSError as error:
-            reason = error.strerror or str(error)
+        except (OSError, UnicodeError) as error:  # UnicodeError: no name of a host, as "a..b"
+            reason = getattr(error, "strerror", None) or str(error)
         if time.monotonic() > deadline and place.in_torchrun:
             raise BadInput(
                 f"torchrun does not answer at {place.address}:{place.port} ({reason}); it was "

@@ -91,6 +91,8 @@ def find(asked: str, log_dir: str, given: dict | None = None,
     if asked == NEWEST:
         return find_newest(log_dir, given or {}, may_change, new or {})
     path = Path(asked)
+    if path.parent == Path():  # named from inside of its folder, whose name is needed later
+        path = path.absolute()
     if path in saves_in(path.parent):
         return path
     saves = saves_in(path)

@@ -13,8 +13,8 @@ PALE = "#d0d0d0"
 DASHED = (0, (4, 3))
 # the box behind a label, so that no line crosses the text
 WHITE = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
-# The times of others, which are never measurements of ours: a word in data_name, the hardware (None
-# for any), the target, the label, the seconds.
+# The times of others' code, published or measured by us (headline.py): a word in data_name, the
+# hardware (None for any), the target, the label, the seconds.
 FOUR = "4 x NVIDIA H200"
 REFERENCES = (
     ("fineweb", None, 3.28, "record 28, 8 x H100\n168.7 s (published,\nnot measured)", 168.7),

@@ -70,6 +70,13 @@ def test_a_foreign_file_is_one_sentence_and_runs_nothing(tmp_path, monkeypatch, 
     assert os.listdir() == ["model.pt"]
 
 
+def test_facts_in_another_form_become_those_that_a_checkpoint_has(tmp_path):
+    path = tmp_path / "model.pt"
+    checkpoint.write(path, GOOD | {"val_loss": "1.5", "data": [[["name", "x"], ["sha256", "y"]]]})
+    content = checkpoint.read(path)
+    assert content["val_loss"] == 1.5 and content["data"] == [{"name": "x", "sha256": "y"}]
+
+
 def test_a_folder_and_an_empty_name_are_no_checkpoints(tmp_path):
     with pytest.raises(BadInput, match=f"^{tmp_path} is a folder; name a file that --save_checkpoint has written"):
         checkpoint.read(tmp_path)

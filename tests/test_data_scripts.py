@@ -228,6 +228,17 @@ def test_shards_fill_up_with_whole_documents_and_are_numbered_from_one(tmp_path)
         assert 20000 - 1000 < len(read_shard(path)) < 20000 + 1000
 
 
+def test_more_tokens_than_a_header_can_count_are_refused_in_a_sentence(tmp_path, monkeypatch, capsys):
+    with pytest.raises(SystemExit):
+        prepare_texts(make_texts(3), tmp_path, "--bytes", f"--shard_tokens={2**31}")
+    assert "--shard_tokens must be at most 1,073,741,823" in capsys.readouterr().err
+    monkeypatch.setattr(prepare, "MOST_TOKENS", 25_000)
+    with pytest.raises(SystemExit):
+        prepare_texts(["a" * 20_000, *make_texts(60)], tmp_path, "--bytes", "--shard_tokens=10000")
+    assert "a document of 20,001 tokens is too long for a shard" in capsys.readouterr().err
+    assert not [*tmp_path.glob("*.bin")]
+
+
 def test_the_trainer_reads_what_was_prepared(tmp_path):
     prepare_texts(make_texts(300), tmp_path, "--bytes", "--shard_tokens=20000")
     paths = shards.find_shards(tmp_path, "train", "*_train_*.bin", "")
@@ -416,6 +427,13 @@ def test_python_docs_leave_the_corpus_of_other_texts_as_it_is(tmp_path, name):
     assert refused.returncode == 2 and refused.stderr.count("\n") == 1
     assert f"{name}_train_000001.bin: already there" in refused.stderr
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+
+
+def test_python_docs_are_not_made_by_two_processes_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare, "python_documents", lambda: ("".join(make_texts(60, seed)) for seed in range(20)))
+    (tmp_path / f".incomplete-{os.getppid()}-x").mkdir()
+    with pytest.raises(prepare.PrepareError, match="in use by another process"):
+        prepare.make_python_docs_corpus(tmp_path)
 
 
 def test_python_docs_are_made_anew_if_they_are_not_whole_or_shall_be_others(tmp_path, monkeypatch):

@@ -145,6 +145,12 @@ def test_a_rank_whose_torchrun_was_killed_before_they_met_does_not_wait_for_join
     assert time.monotonic() - begin < 10
 
 
+def test_an_address_that_can_be_no_host_is_one_sentence():
+    place = joining.Place(rank=1, world_size=2, address="a..b", port=29500, in_torchrun=False)
+    with pytest.raises(BadInput, match=r"nobody answers at a\.\.b:29500 .*; start rank 0 there, correct MASTER_ADDR"):
+        joining.open_store(place, deadline=time.monotonic(), minutes=0.02)
+
+
 def test_a_rank_that_comes_when_the_others_have_given_up_still_knows_who_had_come():
     class Store(dict):
         set, get = dict.__setitem__, dict.__getitem__
@@ -205,11 +211,11 @@ def test_the_rank_that_lives_names_the_one_that_was_killed(ranks, port, corpus, 
     assert time.monotonic() - killed_at < 30 and "Traceback" not in ranks[1 - lost].out()
 
 
-def driven(ranks, port, corpus, folder, code):
+def driven(ranks, port, corpus, folder, code, **own):
     """Two ranks of which the second runs this code in its fourth step, and whose patience is 4 s."""
     driver = folder / "driver.py"
     driver.write_text(DRIVER)
-    changes = LONG | dict(data_dir=corpus, log_dir=folder / "logs", val_interval=2, save_checkpoint=folder / "model.pt")
+    changes = LONG | dict(data_dir=corpus, log_dir=folder / "logs", val_interval=2, save_checkpoint=folder / "model.pt") | own
     for rank in range(2):
         ranks.by_hand(rank, port, driver, ROOT, code, *arguments(**changes))
 
@@ -230,6 +236,20 @@ def test_both_ranks_end_with_one_sentence_if_one(code, statuses, pattern, ranks,
     (log,) = (tmp_path / "logs").glob("*.txt")
     assert re.fullmatch(r'note "ended early: .*' + pattern + ".*", log.read_text().splitlines()[-1])
     assert checkpoint.read(tmp_path / "model.pt")["step"] == 2, "the weights of the best validation"
+
+
+def test_a_terminal_or_a_log_that_stands_still_ends_no_run(ranks, port, corpus, tmp_path):
+    code = """if True:
+        from records import journal
+        written = journal.Log.step
+        def step(*words, journal=journal, written=written):
+            journal.Log.step = written
+            time.sleep(7)  # as Ctrl-S would make it wait
+            return written(*words)
+        journal.Log.step = step
+    """
+    driven(ranks, port, corpus, tmp_path, code, num_steps=6)
+    assert ranks.ends() == ([0, 0], [[], []])
 
 
 def of_torchrun(process):

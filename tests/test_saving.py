@@ -480,6 +480,15 @@ def test_the_save_of_a_stranger_is_data_that_is_checked(how, stopped, tmp_path, 
     assert str(folder) in sentence and part in sentence and "leave --resume out" in sentence
 
 
+def test_a_save_that_is_named_from_inside_of_its_folder_goes_on_with_its_run(stopped, tmp_path, monkeypatch):
+    logs = tmp_path / "logs"
+    shutil.copytree(stopped, logs)
+    save = the_save(logs)
+    monkeypatch.chdir(save.parent)
+    assert run([f"--resume={save.name}", "--save_checkpoint="]) == 0
+    assert len([*logs.glob("*.txt")]) == 2 and not (save.parent / "logs").exists()
+
+
 def test_no_path_in_a_save_is_written_to(stopped, corpus, tmp_path, capfd):
     elsewhere = tmp_path / "elsewhere"
     folder = tmp_path / "logs" / "x.saved" / "step_000003"
