@@ -120,7 +120,9 @@ else
         case $key in --log_dir=*) log_dir=${key#*=} ;; esac
       done
       for save in "$log_dir"/*.saved/step_*; do
-        if [ -d "$save" ] && [ "${save%.unfinished}" = "$save" ]; then names_data=yes; fi
+        if [ -d "$save" ] && [ "${save%.unfinished}" = "$save" ] && [ ! -e "${save%/*}/finished" ]; then
+          names_data=yes
+        fi
       done ;;
     *" --resume="[!\ ]*) names_data=yes ;;  # a save names its data
   esac

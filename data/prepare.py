@@ -212,7 +212,8 @@ def load_vocabulary(seconds=30):
     if faults:
         raise PrepareError(
             f"tiktoken cannot load GPT-2's vocabulary ({faults[0]}); run once with a network, set "
-            "TIKTOKEN_CACHE_DIR to a folder that has it, or give --tokens=bytes")
+            "TIKTOKEN_CACHE_DIR to a folder that has it, or give --tokens=bytes (for the presets "
+            "laptop and char)")
 
 
 def choose_tokens(wanted, say):

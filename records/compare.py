@@ -104,8 +104,9 @@ def verdict(what, unit, a, b, digits):
         word = "lower" if difference < 0 else "higher"
         found.append(f"  significant (p < {ALPHA}): B is {word} in {what}")
     elif test.more is None:
-        found.append(f"{unclear} an effect this small would need more than {MOST_RUNS} runs a "
-                     "side: treat A and B as equal")
+        found.append(f"{unclear} to settle an effect as small as the measured one would need more "
+                     f"than {MOST_RUNS} runs a side; the interval says how large the true one may "
+                     "still be")
     else:
         found.append(f"{unclear} about {test.more} more runs a side would settle an effect of this "
                      "size (80 % power); fix their number before looking")

@@ -19,7 +19,8 @@ from collections import Counter, deque
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
-PROGRESS_LINES = 20  # about as many lines for the training steps where there is no bar
+PROGRESS_LINES = 20  # about as many lines for the training steps where there is no bar,
+MOST_QUIET_S = 60.0  # but at least one in so many seconds of training
 RECENT_STEPS = 50  # over which the time of a step is averaged
 REDRAW_S = 0.1  # the bar is drawn anew at most this often
 LABEL_WIDTH = 10
@@ -157,6 +158,7 @@ class Console:
         self.validations: list[Point] = []
         self.recent = deque([(0, 0.0)], maxlen=RECENT_STEPS + 1)  # steps and their training time
         self.drawn_at = -math.inf
+        self.printed_at = 0.0  # seconds of training
         self.busy_with = ""  # what the run does before its first step
         self.busy_since = 0.0
         self.graphs: list[str] = []  # those compiled or loaded
@@ -285,7 +287,8 @@ class Console:
         self.recent.append((step, seconds))
         if self.has_bar:
             self.draw_bar()
-        if not (self.has_bar and self.out.is_terminal()) and self.is_progress(step):
+        if not (self.has_bar and self.out.is_terminal()) and self.is_progress(step, seconds):
+            self.printed_at = seconds
             self.say(line)
         if not math.isfinite(loss):  # this ends the run, with a sentence of its own
             self.close()
@@ -296,10 +299,12 @@ class Console:
         points.append(Point(step, loss))
         self.recent = deque([(step, seconds)], maxlen=RECENT_STEPS + 1)
 
-    def is_progress(self, step: int) -> bool:
-        """Whether a step is one of those, spread evenly, whose lines are printed."""
+    def is_progress(self, step: int, seconds: float) -> bool:
+        """Whether a step is one of those, spread evenly, whose lines are printed, or the first one
+        after a long time without a line."""
         before = (step - 1) * PROGRESS_LINES // self.num_steps
-        return step == 1 or step * PROGRESS_LINES // self.num_steps > before
+        is_spread = step == 1 or step * PROGRESS_LINES // self.num_steps > before
+        return is_spread or seconds - self.printed_at >= MOST_QUIET_S
 
     def val_loss(self, step: int, seconds: float, loss: float, line: str) -> None:
         """Shows a validation loss, with the arguments of `train_loss`."""
@@ -361,7 +366,7 @@ class Console:
         self.say("")
         self.say_facts({
             "loss": self.loss_at_the_end(facts.get("val_loss")),
-            "target": target_in_words(facts.get("val_loss"), facts.get("target")),
+            "target": target_in_words(facts),
             "best": self.best_in_words(kept_step),
             "time": time_in_words(facts),
             "memory": memory_in_words(facts.get("peak_memory_mib")),
@@ -406,21 +411,21 @@ class Console:
             text += " (overfitting: more text helps)"
         return text
 
-    def closing(self, checkpoint: Path | None, commands: list[str]) -> None:
+    def closing(self, checkpoint: Path | None, commands: list[str], launcher: str = "") -> None:
         """Prints the file of the weights, if there is one, and commands of Python to try next."""
         if checkpoint:
             self.say(f"checkpoint: {checkpoint}")
         if commands:
             self.say("next:")
             for command in commands:
-                self.say(f"  {python_command()} {script_folder()}{command}")
+                self.say(f"  {python_command()} {launcher}{script_folder()}{command}")
 
     def stopped(self, signal: str, step: int, checkpoint: Path | None, command: str,
                 saves: bool) -> None:
         """Says what is left of a run that a signal has ended, and the command that goes on from its
         save, if there is one. `saves`: whether the run was to save."""
         self.say(f"stopped by {signal} after step {step} of {self.num_steps}")
-        self.closing(checkpoint, [command] if command else [])
+        self.closing(checkpoint, [command] if command else [], launcher())
         if not command:
             advice = "" if saves else "; --save_every=MINUTES saves"
             self.say(f"it cannot be resumed, as nothing was saved{advice}")
@@ -447,6 +452,14 @@ def python_command() -> str:
     if python.is_relative_to(here):
         python = python.relative_to(here)
     return shlex.quote(python.as_posix())
+
+
+def launcher() -> str:
+    """What to type before a script that shall have as many processes as this run on this host."""
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if processes == 1:
+        return ""
+    return f"-m torch.distributed.run --standalone --nproc_per_node={processes} "
 
 
 def script_folder() -> str:
@@ -503,11 +516,14 @@ def machine_in_words(machine: dict) -> str:
     return ", ".join([*parts, f"torch {version}"])
 
 
-def target_in_words(loss: float | None, target: float | None) -> str:
+def target_in_words(facts: dict) -> str:
+    loss, target = facts.get("val_loss"), facts.get("target")
     if loss is None or target is None:
         return ""
     if loss <= target:
         return f"{target:g}: reached"
+    if facts.get("interrupted"):
+        return f"{target:g}: not reached so far"
     return f"{target:g}: missed by {loss - target:.4f}"
 
 

@@ -97,6 +97,13 @@ def test_commands_to_try_next_are_quoted_as_a_shell_needs_it():
 # ------------------------------------------------------------------------------- without a terminal
 
 
+def test_a_long_run_prints_a_line_a_minute(capsys):
+    seen = Console(10_000)
+    for step in range(1, 41):
+        seen.train_loss(step, 7.0 * step, 3.0, f"step:{step}")
+    assert capsys.readouterr().out.split() == ["step:1", "step:10", "step:19", "step:28", "step:37"]
+
+
 @pytest.mark.parametrize("steps, printed", [(1, 1), (4, 4), (20, 20), (21, 21), (30, 21), (700, 21), (1563, 21)])
 def test_about_twenty_lines_spread_evenly_are_printed_of_the_steps(steps, printed, capsys):
     run(Console(steps), [3.0] * steps)
@@ -277,6 +284,11 @@ def test_the_summary_of_a_run_that_misses_its_target(capsys):
         "time      88 s of training, 126 ms a step, 16,254 tokens/s, 41.2% of the device's peak",
         "memory    12,345 MiB of the GPU at most",
         "", ""]
+
+
+def test_a_run_that_was_stopped_has_not_missed_its_target(capsys):
+    lines = summary(capsys, FACTS | {"interrupted": True}, [(0, 1.75)])
+    assert "target    1.5: not reached so far" in lines
 
 
 def test_what_is_not_known_is_left_out_of_the_summary(capsys):

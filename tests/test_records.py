@@ -1552,7 +1552,7 @@ def test_compare_unclear_cases(tmp_path):
     assert int(more[1]) == pytest.approx(53.4, abs=1.01)
     assert "config: muon_lr is 0.05 in A and 0.06 in B" in text and "code: identical" in text
     equal = group(tmp_path, [3.490, 3.492, 3.494], [1000] * 3, seed=7)
-    assert "more than 200 runs a side: treat A and B as equal" in report(a, equal)
+    assert "more than 200 runs a side; the interval says how large the true one may still be" in report(a, equal)
     single = group(tmp_path, [3.4], [500], seed=20)
     text = report(a, single)
     assert text.count("no p-value") == 2 and "significant" not in text

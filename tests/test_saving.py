@@ -160,6 +160,7 @@ def test_two_ranks_go_on_to_the_bit_and_one_may_go_on_with_what_two_have_saved(c
     stopped = torchrun(driver, ROOT, 1, *options(corpus, parts, **changes))  # the signal comes to rank 1 only
     assert "exitcode: 143" in stopped.stderr.replace("exitcode  : 143", "exitcode: 143"), stopped.stderr
     assert "stopped by SIGTERM after step" in stopped.stdout and "Error:" not in stopped.stderr.split("ChildFailed")[0]
+    assert "-m torch.distributed.run --standalone --nproc_per_node=2 train_gpt.py --resume=" in stopped.stdout
     assert read_log(last_log(parts)).end["interrupted"]
     assert len(list(the_save(parts).iterdir())) == 4
     assert saving.step_of(the_save(parts)) % 2 == 0, "no gradient of the head waits for the next step"
