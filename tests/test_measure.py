@@ -5,18 +5,19 @@ from pathlib import Path
 import pytest
 from conftest import arguments
 
+from records import measure
 from records.__main__ import main
 from records.log import read_log
 
 
-def test_it_runs_seeds_and_speeds_and_its_table_says_what_their_logs_say(corpus, tmp_path, capsys, monkeypatch):
+def test_it_runs_on_each_number_of_processes_and_its_table_says_what_the_logs_say(corpus, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("records.measure.SHORT", 2)
     keys = " ".join(arguments(data_dir=corpus, target_loss=0))
-    status = main(["measure", str(tmp_path / "new"), "--gpus=1,2", "--seeds=1", "--limit=600", f"--keys={keys}"])
+    status = main(["measure", str(tmp_path / "new"), "--gpus=1,2", "--seeds=0", "--limit=600", f"--keys={keys}"])
     out = capsys.readouterr().out
     table = [row.split(" | ") for row in out.splitlines() if row.startswith("| ")][2:]
     assert status == 0 and [row[:2] for row in table] == [
-        ["| seed 1, empty caches", "2"], ["| 2 steps", "2"], ["| 2 steps", "1"]], out
+        ["| 2 steps, empty caches", "2"], ["| 2 steps", "1"]], out
     for number, row in enumerate(table):
         (path,) = tmp_path.glob(f"new/run_{number}/*.txt")
         log = read_log(path)
@@ -24,7 +25,14 @@ def test_it_runs_seeds_and_speeds_and_its_table_says_what_their_logs_say(corpus,
         assert row[3:5] == [f"{log.end['train_time_s']:.2f}", f"{log.end['step_avg_ms']:.2f}"]
         assert row[-1] == f"{log.end['val_loss']:.4f} |"
     speeds = [float(row[5].replace(",", "")) for row in table]
-    assert float(table[1][6]) == pytest.approx(speeds[1] / speeds[2], abs=2e-3) and table[2][6] == "1.000"
+    assert float(table[0][6]) == pytest.approx(speeds[0] / speeds[1], abs=2e-3) and table[1][6] == "1.000"
+
+
+def test_all_seeds_run_on_most_gpus_before_a_short_run_on_each_number():
+    tasks = measure.tasks_of([1, 4], 2, ["--preset=onepass"])
+    assert [(task.name, task.gpus) for task in tasks] == [
+        ("seed 1, empty caches", 4), ("seed 2", 4), ("64 steps", 4), ("64 steps", 1)]
+    assert tasks[1].keys == ["--preset=onepass", "--seed=2"]
 
 
 def test_a_run_that_fails_is_a_row_with_its_reason_and_a_folder_in_use_is_refused(tmp_path, capsys):

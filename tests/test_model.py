@@ -850,14 +850,14 @@ def test_rotary_tables_are_made_once_for_each_view_and_length_and_are_those_of_t
 
 def test_the_default_has_as_many_weights_as_its_sizes_say():
     size = {name: math.prod(p.shape) for name, p in t.parameter_table(t.Config()).items()}
-    assert size["qkvo"] == 8 * 4 * 768**2 and size["mlp"] == 8 * 2 * 768 * 4096
-    assert size["lm_head"] == 50304 * 768 and size["value_embeds"] == 8 * 50304 * 768
+    assert size["qkvo"] == 8 * 4 * 512 * 768 and size["mlp"] == 8 * 2 * 768 * 5632
+    assert size["lm_head"] == 50304 * 768 and size["value_embeds"] == 8 * 50304 * 512
     assert size["ngrams"] == 40 * 50304 * 768
-    assert size["scalars"] == 8 * 7 and size["gates"] == 8 * 2 * 6 * 12
+    assert size["scalars"] == 8 * 7 and size["gates"] == 8 * 2 * 4 * 12
     assert size["late_in"] + size["late_out"] + size["late_bias"] == 64 * 768 + 6 * 64 + 6
     assert size["length_vectors"] == 4 * 768, "no match, and those of 1, 2 and 3 tokens"
     active, in_tables = t.num_weights(t.Config())
-    assert in_tables == 48 * 50304 * 768 and active == sum(size.values()) - in_tables
+    assert in_tables == (8 * 512 + 40 * 768) * 50304 and active == sum(size.values()) - in_tables
 
 
 def test_narrower_attention_has_narrower_matrices_and_value_embeddings():
@@ -870,7 +870,7 @@ def test_narrower_attention_has_narrower_matrices_and_value_embeddings():
 def test_muon_treats_every_matrix_whole():
     table = t.parameter_table(t.Config())
     assert {name: p.shape for name, p in table.items() if p.optimizer == "muon"} == {
-        "qkvo": (32, 768, 768), "mlp": (16, 768, 4096)}
+        "qkvo": (32, 512, 768), "mlp": (16, 768, 5632)}
 
 
 @pytest.mark.parametrize("num_layers, vocab", [(11, 64), (5, 5000), (1, 384)])
