@@ -6,6 +6,7 @@ set -euo pipefail
 trap 'exit 130' INT
 { : >&1; } 2> /dev/null || exec > /dev/null  # closed, as by >&-
 self=$(readlink -f -- "$0" 2>/dev/null || printf %s "$0")  # it may be a link, as in ~/bin
+unset PYTHONDONTWRITEBYTECODE  # without compiled files, each start would take seconds longer
 here=$(CDPATH= cd -- "$(dirname "$self")" && pwd)
 case ${PYTHON:-} in
   /*) ;;
@@ -62,12 +63,11 @@ need=requirements.txt
 [ "${1:-}" = test ] && need=requirements-dev.txt
 if [ "$python" = .venv/bin/python ] && ! cmp -s "$need" ".venv/installed-$need"; then
   echo "run.sh: installing $need"
+  # --no-compile: Python compiles what is imported, and pip would compile ten times as much.
   if ! "$python" -m pip install --quiet --no-compile --disable-pip-version-check -r "$need"; then
     echo "run.sh: $need could not be installed (see above); mend that, and start it again" >&2
     exit 2
   fi
-  # pip would compile the packages on one core. A few of their files are for newer Pythons, and fail.
-  "$python" -m compileall -q -j 0 .venv/lib > /dev/null 2>&1 || true
   cp "$need" ".venv/installed-$need"
 fi
 
