@@ -63,7 +63,7 @@ need=requirements.txt
 [ "${1:-}" = test ] && need=requirements-dev.txt
 if [ "$python" = .venv/bin/python ] && ! cmp -s "$need" ".venv/installed-$need"; then
   echo "run.sh: installing $need"
-  # --no-compile: Python compiles what is imported, and pip would compile ten times as much.
+  # --no-compile: Python compiles what is imported; pip would compile every file, for most of a minute.
   if ! "$python" -m pip install --quiet --no-compile --disable-pip-version-check -r "$need"; then
     echo "run.sh: $need could not be installed (see above); mend that, and start it again" >&2
     exit 2
@@ -78,7 +78,8 @@ if [ "${1:-}" = test ]; then
   # Two processes take the files in turn: many tests wait for other processes. The files that take
   # longest are first, so that no process is left alone with one of them at the end.
   exec "$python" -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder "$@" \
-    tests/test_saving.py tests/test_run.py tests/test_ranks.py tests/test_precision.py tests
+    tests/test_saving.py tests/test_run.py tests/test_ranks.py tests/test_precision.py \
+    tests/test_compiling.py tests/test_sample.py tests/test_optimizer.py tests
 fi
 
 asked=" ${keys[*]-} "
