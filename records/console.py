@@ -456,7 +456,7 @@ def python_command() -> str:
 
 def launcher() -> str:
     """What to type before a script that shall have as many processes as this run on this host."""
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
     if processes == 1:
         return ""
     return f"-m torch.distributed.run --standalone --nproc_per_node={processes} "
