@@ -139,8 +139,8 @@ class Config:
         False, "choose model, table sizes, lengths and steps by the text and the GPU, without a "
         "target; on if a data_dir but no preset is given")
     cut_documents: bool = key(
-        False, "cut the text where a sequence is full, and leave nothing out; else each sequence "
-        "begins with a document")
+        False, "cut a document where a sequence is full, and begin the next one with the rest; "
+        "else each sequence begins with a document")
     longest_document: int = key(
         2048, "tokens that are read of a document; with cut_documents all of them")
     # model
@@ -162,10 +162,10 @@ class Config:
     batch_tokens: int = key(
         262_144, "tokens of a full batch, over all GPUs; SCHEDULES gives each stage a part of it")
     seq_len: int = key(
-        8192, "tokens of a training sequence, which holds several documents")
+        8192, "tokens of a training sequence, which may hold several documents")
     micro_tokens: int = key(
-        32_768, "most tokens a GPU works on at a time, in whole sequences: fewer need less memory. "
-        "With --fit no sequence is longer")
+        32_768, "most tokens a GPU trains on at a time, in whole sequences: fewer need less "
+        "memory. With --fit no sequence is longer")
     cooldown_frac: float = key(
         0.7, "last fraction of the steps, in which learning rates go to 0.15 of those below")
     # optimizers
@@ -174,14 +174,14 @@ class Config:
         "times this")
     muon_momentum: float = key(0.9, "Muon's momentum")
     muon_decay: float = key(
-        1.2, "weight decay of the matrices: of a weight that shrinks anyway, a step takes away the "
-        "part muon_lr * muon_decay * (factor of the schedule) * (the matrix's learning rate)")
+        1.2, "weight decay of the matrices: where an update shrinks a weight, it also takes away "
+        "muon_lr * muon_decay * (factor of the schedule)^2 * (the matrix's learning rate) of it")
     head_lr: float = key(
         0.0065, "Adam's learning rate for output head, token embedding and gates; MUDD (late_mix) "
         "has a quarter of it")
     head_every_second: bool = key(
         False, "update the head, which is the token embedding, too, in every second step only, by "
-        "the sum of two gradients; of an odd number of steps the last one does without")
+        "the sum of two gradients; that of a last odd step is dropped")
     table_lr: float = key(0.6, "Adam's learning rate for value and n-gram embeddings")
     scalar_lr: float = key(0.04, "Adam's learning rate for the scalars and `length_vectors`")
     longest_ngram: int = key(
@@ -234,7 +234,8 @@ class Config:
         0, "steps to profile on rank 0, after ten others: writes RUN_ID.profile, a table of what "
         "took most time, and RUN_ID.trace.json.gz, a time line, to log_dir")
     save_checkpoint: str = key(
-        "", "file to write the weights of the best validation to; auto: models/NAME.pt")
+        "", "file to write the weights of the best validation to; auto: in models/, named after "
+        "data_dir")
     save_every: float = key(
         0.0, "minutes of training between saves of the whole run, from which --resume goes on; 0: "
         "none by the clock")
@@ -249,7 +250,7 @@ class Config:
 
     @property
     def recall_lengths(self) -> tuple[int, ...]:
-        """How many last tokens are looked up among the recalled ones: more than n-grams have."""
+        """For how many last tokens `recall_table` is looked up: more than n-grams have."""
         n = self.longest_ngram
         return (n + 1, 2 * n) if self.recall_rows else ()
 
@@ -318,8 +319,8 @@ EVERYDAY = (  # keys that --help shows first
     "preset", "data_dir", "minutes", "num_steps", "seed", "target_loss", "save_checkpoint",
     "sample", "micro_tokens", "device", "precision")
 
-# Keys that may have other values when a run goes on from a save. They change its result by rounding
-# and by chance at most; all others decide it.
+# Keys that may have other values when a run goes on from a save. They change its weights by
+# rounding and by chance at most; all others decide them.
 MAY_CHANGE = (
     "resume", "data_dir", "target_loss", "val_interval", "micro_tokens", "device", "native",
     "attention", "compile", "join_timeout", "log_dir", "jsonl", "run_name", "profile_steps",
@@ -327,10 +328,10 @@ MAY_CHANGE = (
 
 
 class Stage(NamedTuple):
-    """A part of the run. Batches and windows grow from stage to stage. Early on, small batches
-    learn more from as many tokens (record 46), and attention over the near past learns sooner and
-    takes less time."""
-    fraction: float  # of all steps; 0: this stage is only for the validation at the end
+    """A part of the run. Windows grow from stage to stage, and batches may. Early on, small batches
+    learn more per token (record 46), and attention over the near past learns sooner and takes less
+    time."""
+    fraction: float  # of all steps; 0: only for validation and samples after the last step
     batch_part: float  # its batches, as a part of batch_tokens
     long_window: int  # how far two of the layers see (`sees_far`), in blocks of 128 tokens
     short_window: int  # how far the other layers see, in blocks of 128 tokens
@@ -398,9 +399,9 @@ def check_config(c: Config) -> None:
 # --------------------------------------------------------------------------------------------------
 # 2. Products
 #
-# Nearly all the work of training is to multiply activations by matrices. Each place where this
-# happens is a "site". There are five kinds of them, the "projections": four in each layer, and the
-# output head.
+# Nearly all the work of training is to multiply activations by large matrices. Each place where
+# this happens is a "site". There are five kinds of them, the "projections": four in each layer, and
+# the output head.
 #
 #   qkv      to queries, keys and values, in one product
 #   o        to the output of attention
@@ -539,7 +540,7 @@ SIGN_ROWS = 8191
 #   x = stream_mlp * x + down * MLP(input_of(x))
 #
 # with inject = first * (the normalised embedding) + past * (what n-grams and matches say);
-# `embed_inputs` makes both.
+# `embed_inputs` computes `inject`.
 SCALARS = {
     "first": 0.0,
     "past": 0.05,
@@ -552,7 +553,7 @@ SCALARS = {
 
 
 class Param(NamedTuple):
-    """A parameter of the model, called a bank. Most banks hold those of all layers, stacked."""
+    """A parameter of the model, called a bank. What all layers have lies together in one bank."""
     shape: tuple[int, ...]  # Muon takes it as a stack of matrices
     optimizer: str  # "muon" or "adam"
     lr: float | tuple[float, ...]  # Adam: a number; Muon: matrix i has entry i % len(lr)
@@ -649,8 +650,8 @@ def parameter_table(c: Config) -> dict[str, Param]:
         # the small network of `late_mix`: 64 hidden units, an amount of each source
         "late_in": Param((64, D), init=uniform(D**-0.5), **late),
         "late_out": Param((sources, 64), init=zero, **late),
-        # At first half (0.1 * 5) of the stream after two thirds of the layers is subtracted: the
-        # last layers need what it holds, the head does not (records 40, 81).
+        # At first, half (0.1 of `late_mix` * 5) of the stream after two thirds of the layers is
+        # subtracted: the last layers need what it holds, the head does not (records 40, 81).
         "late_bias": Param((sources,), init=constants(0, 0, -5, *[0] * (sources - 3)), **late),
         # two gates of each attention head: of its output, and of its value embedding
         "gates": Param((L, 2, H, GATE_DIM), init=zero, share="all", **with_head_lr),
@@ -718,7 +719,7 @@ class LayerContext(NamedTuple):
     mask: BlockMask | Tensor | None
     inject: Tensor  # (T, D), added to the stream with the output of attention
     value_embed: Tensor  # (T, H d)
-    begins: Tensor  # (T,) bool, where documents begin
+    begins: Tensor  # (T,) bool, where documents or sequences begin
     earlier: object | None = None  # when sampling, a sample.EarlierTokens of this layer
 
 
@@ -784,9 +785,9 @@ def attention(x: Tensor, weights: LayerWeights, scalars: dict[str, Tensor],
 
 def block(x: Tensor, weights: LayerWeights, context: LayerContext,
           products: LayerProducts) -> Tensor:
-    """One layer: the residual stream x (T, D) -> the new stream (T, D). In training a pure
-    function, so that layers share compiled graphs: with FlexAttention all that have the same
-    recipes share one. (A block of attention is something else, 128 tokens.)"""
+    """One layer: the residual stream x (T, D) -> the new stream (T, D). In training it is a pure
+    function, so with FlexAttention all layers of the same recipes share one compiled graph. (A
+    block of attention is something else, 128 tokens.)"""
     scalars = dict(zip(SCALARS, weights.scalars.unbind()))
     y = attention(input_of(x, "attention", context), weights, scalars, context, products)
     x = scalars["stream_attn"] * x + y + context.inject
@@ -812,11 +813,10 @@ def embed_inputs(embedded: Tensor, history: matches.History, ngrams: Tensor, emb
     past = F.pad(past, (0, x.size(1) - past.size(1)))  # for the first W channels
     guesses = []
     for token, length in history.found.unbind():
-        # The embedding gets no gradient here: that would need one more pass over all of it, and
-        # made no difference that two seeds could show.
+        # The embedding gets no gradient here: that takes one more pass over it, for no gain.
         guesses.append(norm(F.embedding(token, embed.detach())) * (length > 0)[:, None])
         past = past + F.embedding(length, length_vectors).to(x.dtype)
-    past = past + guesses[0]  # the recalled one only in `late_mix`: here it changed nothing
+    past = past + guesses[0]  # the recalled one only in `late_mix`: here it gains nothing
 
     # 3. Each layer adds an amount of the first stream, and an amount of `past`.
     of_layers = dict(zip(SCALARS, scalars.unbind(1)))  # (L,) each
@@ -837,8 +837,7 @@ def late_sources(first_x: Tensor, outputs: list[Tensor], guesses: list[Tensor],
                  first_value_embed: Tensor) -> tuple[Tensor, ...]:
     """The sources of `late_mix`: the first stream; the streams after about a third of the layers,
     after about two thirds, and before the last layer; the guesses of `embed_inputs`; and the first
-    value embedding. (With one or two layers an index is -1, so that the source is the stream after
-    the last layer.)"""
+    value embedding. (With one or two layers some index is -1: the stream after the last layer.)"""
     L = len(outputs)
     of_layers = outputs[L // 3 - 1], outputs[2 * L // 3 - 1], outputs[L - 2]
     return first_x, *of_layers, *guesses, first_value_embed
@@ -895,8 +894,9 @@ class GPT(nn.Module):
         self.params = parameter_table(c)
         # The token that begins a document: GPT-2's, or the last one if the vocabulary is smaller.
         self.bos = min(shards.SEPARATOR, c.vocab_size - 1)
-        # Without the compiler FlexAttention would keep the scores of all pairs of tokens.
-        compiles = device.type == "cuda" and functions not in (None, EAGER)
+        # Without the compiler FlexAttention would keep the scores of all pairs of tokens. It needs
+        # heads of 16 or more.
+        compiles = device.type == "cuda" and self.functions != EAGER
         self.flex = c.attention == "flex" or (
             c.attention == "auto" and compiles and c.head_dim >= 16)
         self.big_tables = [name for name, param in self.params.items() if param.share == "columns"]
@@ -937,7 +937,7 @@ class GPT(nn.Module):
         return bank if len(bank) == rows else bank[:rows]
 
     def begins(self, tokens: Tensor, training: bool) -> Tensor:
-        """(T,) bool, where documents or sequences begin: a micro-batch may have several."""
+        """(T,) bool, where documents begin, and the sequences of a micro-batch."""
         begins = tokens == self.bos
         length = self.config.seq_len if training else len(tokens)
         begins[::length] = True
@@ -1089,8 +1089,8 @@ class GPT(nn.Module):
 @torch.no_grad()
 def initialize(model: GPT, seed: int) -> dict[str, Tensor]:
     """Draws the weights from `seed`, and fills the model with those of rank 0. Sets the counts of
-    targets and the recall table to 0, and seeds this rank's draw of candidates. Returns the weights
-    in float32. A collective."""
+    targets and the recall table to 0, and seeds this rank's other random numbers. Returns the
+    weights in float32. A collective."""
     # 1. The weights.
     torch.manual_seed(seed)
     full = {}
@@ -1103,7 +1103,7 @@ def initialize(model: GPT, seed: int) -> dict[str, Tensor]:
         bank.copy_(w)
         full[name] = w
 
-    # 2. What the draw of candidates needs.
+    # 2. What else a run begins with.
     rank, _ = rank_and_world_size()
     torch.manual_seed((seed * 2**16 + rank) % 2**63)  # ranks draw different candidates
     model.target_counts.zero_()
@@ -1129,33 +1129,32 @@ def load_checkpoint(path: str | Path, device: torch.device) -> GPT:
 # operands. Where numbers lie is known beforehand for the inputs of most products here: they come
 # from normalised vectors, so that |x| is at most sqrt(D), or are the squared results of a product
 # of such inputs.
-# Those get constant scales ("fp8-static"), as record 21 has them for the head. The recipe "fp8"
-# measures its scales.
+# Those get constant scales ("fp8-static"; record 21). The recipe "fp8" measures its scales.
 #
 # They lack precision. An error of up to 1/16 in each number of e4m3, or 1/8 in e5m2, averages out
 # when a product adds up thousands of them, as long as the sum is wide. Weights are different: an
 # update is far smaller than the distance of two neighbours in e4m3, so the optimizer keeps them in
-# float32, and they are rounded anew in each pass.
+# float32, and what products read is rounded from these.
 #
 # A projection y = x w^T has three products: y itself (fprop), dx = dy w (dgrad) and dw = dy^T x
 # (wgrad). Activations and weights need precision, so they are in e4m3; gradients need range, so
 # they are in e5m2. The FP8 units want both operands contiguous along the dimension that is
 # summed. Each of x, w and dy is used in two products, which sum along different dimensions, so we
-# store it and its transpose when it is rounded (the transpose of the logits' gradient later). In
+# store it and its transpose when it is rounded (that of the logits' gradient in backward). In
 # fprop, sums may be quick ("fast accumulation" keeps fewer bits). Errors of gradients would add up
 # over the steps, so their sums are wide. Only the gradient of the MLP's hidden layer has quick
 # sums: they are of just D numbers.
 #
 # Every number of these formats is exact in bf16. Other GPUs multiply the same rounded numbers in
-# bf16, and CPUs in float32. That is slower, and differs only in how sums are rounded.
+# bf16, and CPUs in float32. That is slower, and the results differ by rounding only.
 
 # Constant scales of a projection's input, of the weights, and of the gradient of a loss that is a
 # sum over tokens. They are powers of two, so that only rounding loses something. Weights up to 1.75
 # and gradients up to 14 fit; larger ones are clamped. 448 / 16 is just above sqrt(768), the largest
-# a normalised input can be; in a wider model only a vector that lies almost in one channel would be
-# clamped. The squares between the MLP's two products were near 10 in an earlier model, but up to
-# 12,700 on the first token of a document, and must not be clamped there. (No row of PRECISIONS
-# gives "fp8-static" to `o`; its scale is for rows of your own.)
+# a normalised input can be; in a wider model a vector would be clamped if a large part of its
+# length were in one channel. The squares between the MLP's two products were near 10 in an earlier
+# model, but up to 12,700 on the first token of a document, and must not be clamped there. (No row
+# of PRECISIONS gives "fp8-static" to `o`; its scale is for rows of your own.)
 INPUT_SCALES = {"qkv": 1 / 16, "o": 1 / 4, "up": 1 / 16, "down": 64.0}
 WEIGHT_SCALE = 2.0**-8
 GRADIENT_SCALE = 2.0**-12
@@ -1194,8 +1193,8 @@ class StaticLinear(torch.autograd.Function):
 class StaticMLP(torch.autograd.Function):
     """x (T, D), up and down (D, F) -> relu(x up)^2 down^T (T, D), all products in FP8.
 
-    The hidden layer exists in FP8 only: the product that makes it squares and rounds it at its end
-    (records 59, 87)."""
+    On Hopper the hidden layer exists in FP8 only: the product that makes it squares and rounds it
+    at its end (records 59, 87)."""
 
     @staticmethod
     def forward(ctx, x, up, down):
@@ -1334,8 +1333,8 @@ class StaticFP8Head(Products):
 
 
 class Measured(Products):
-    """A recipe of nanogpt/, which measures its scales. It rounds a weight without the learned
-    factor, once a step where it can. So here the factor multiplies the result."""
+    """A recipe of nanogpt/, which measures its scales. The learned factor multiplies the result, so
+    that it need not be known when a weight is rounded: "fp8" does that only once a step."""
 
     def __init__(self, product: Callable):
         self.product = product  # x (T, K), w (N, K) -> (T, N)
@@ -1584,11 +1583,11 @@ def compiled_functions(report: Callable[[str, float], None], files_sha256: str) 
         files_sha256 = ""  # keep no graphs: who imports this file may change its constants
     compiled = {}
     for name, function in EAGER._asdict().items():
-        # With `any_size`, sizes are inputs of a graph, so that one graph serves many. Muon has a
+        # With `dynamic`, sizes are inputs of a graph, so that one graph serves many. Muon has a
         # graph for each of its two banks instead: 1.92 and 0.44 ms in place of 2.35 and 0.74 on one
         # H100 (records/2026-11-26_two_gpus_narrow_rows).
-        any_size = name in ("block_lists", "adam_update")
-        compiled[name] = compiling.Compiled(function, report, files_sha256, dynamic=any_size)
+        dynamic = name in ("block_lists", "adam_update")
+        compiled[name] = compiling.Compiled(function, report, files_sha256, dynamic=dynamic)
     return Functions(**compiled)
 
 
@@ -1608,7 +1607,7 @@ class Optimizer:
                 turn = torch.arange(len(self.banks[name])) % len(param.lr)
                 lr = torch.tensor(param.lr, device=self.device)[turn, None, None]
                 self.muon_lr[name] = self.own(name, lr)
-        self.parts = {  # this rank's, as views of the banks
+        self.parts = {  # this rank's parts of the banks, as views
             name: self.own(name, bank) for name, bank in self.banks.items()
             if name not in model.big_tables}
         # What is updated together: all small banks. Each of the others is by itself, so that it can
@@ -1625,13 +1624,13 @@ class Optimizer:
         self.reset(self.banks)
 
     def reset(self, full: dict[str, Tensor]) -> None:
-        """Starts anew from the float32 weights `full`, as `initialize` returns them. The tensors
-        stay where they are, as CUDA graphs write to them. A collective."""
+        """Starts anew from the weights `full`, at best those in float32 that `initialize` returns.
+        The tensors stay where they are, as CUDA graphs write to them. A collective."""
         for name, w in full.items():
             self.masters[name].copy_(self.own(name, w))
             for moment in self.state[name]:
                 moment.zero_()
-        self.sums = {}  # name -> this rank's part of the summed gradient, and its transfer
+        self.sums = {}  # name -> own part of the summed gradient (of tables its summands), transfer
         self.head_gradient = None  # that of this step, from `start_sums` on
         self.first_head_gradient = None  # that of the step before, if this is the second of two
         self.updates = 0  # without those that fp16 has left out, as a gradient was not finite
@@ -1685,7 +1684,8 @@ class Optimizer:
             for name, total in lookups.take_totals().items():
                 self.bytes_sent += total.nbytes
                 self.sums[name] = lookups.exchange(name, total)
-            gradient, self.head_gradient = self.head_gradient, None
+            gradient = self.head_gradient
+            self.head_gradient = None
             if gradient is None:
                 return
             lookups.side_stream.keep(gradient)
@@ -1708,7 +1708,7 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, lr_factor: float) -> None:
-        """Updates all weights from the gradients, whose sums `start_sums` has begun, and from those
+        """Updates the weights from the gradients, whose sums `start_sums` has begun, and from those
         of the looked-up rows. A collective."""
         # 1. Begin the other sums: they travel while the first matrices are updated.
         self.start_row_sums()
@@ -1749,8 +1749,8 @@ class Optimizer:
         self.bytes_sent += self.recipes.weights_changed(handed_out, self.masters)
 
     def finished_sums(self) -> list[Tensor]:
-        """All summed gradients, after waiting for them. Only a recipe that must know whether they
-        are finite calls this."""
+        """The gradients in `sums`, after waiting for them. Only a recipe that must know whether
+        they are finite calls this."""
         for _, transfer in self.sums.values():
             transfer.wait()
         self.lookups.meet()
@@ -1768,9 +1768,8 @@ class Optimizer:
         t = max(self.updates, 1)  # 0 where the warm-up only compiles
         rates = {}
         for name, param in self.model.params.items():
-            lr, beta1, beta2 = param.lr, *param.betas
-            if param.optimizer == "muon":
-                lr = 1.0  # `muon_lr` has those of the matrices
+            lr = 1.0 if param.optimizer == "muon" else param.lr  # `muon_lr` has those of matrices
+            beta1, beta2 = param.betas
             correction = (1 - beta2**t) ** 0.5 / (1 - beta1**t)
             rates[name] = Rates(lr_factor * lr, lr_factor * param.decay, beta1, beta2, correction)
         return rates
@@ -1779,11 +1778,11 @@ class Optimizer:
     def update(self, names: tuple[str, ...], all_rates: Tensor, *gradients: Tensor) -> None:
         """Updates this rank's parts of matrices by Muon, and of the head and small banks by Adam,
         from the gradients of these parts. all_rates (parameters, 5) are those of all parameters."""
-        all_rates = dict(zip(self.model.params, all_rates))
+        rates_of = dict(zip(self.model.params, all_rates))
         for name, gradient in zip(names, gradients):
             master, part, state = self.masters[name], self.parts[name], self.state[name]
             # A copy, because compiled graphs depend on where in its memory a tensor begins.
-            rates = all_rates[name].clone()
+            rates = rates_of[name].clone()
             if name in self.muon_lr:
                 self.model.functions.muon_update(
                     master, part, gradient, state, self.muon_lr[name], rates)
@@ -1814,8 +1813,8 @@ class Optimizer:
         return parts, all_gather(parts, part, async_op=True)
 
     def bytes_per_step(self) -> int:
-        """What this rank sent of gradients and weights for an update on average, if the ranks form
-        a ring."""
+        """Bytes of gradients and weights that this rank sends for an update on average, if the
+        ranks form a ring."""
         return round((1 - 1 / self.world_size) * self.bytes_sent / max(self.updates, 1))
 
 
@@ -1860,9 +1859,10 @@ def batch_plan(c: Config) -> list[int]:
 
 
 def lr_factor_at(step: int, c: Config) -> float:
-    """The stage's factor. Over the last cooldown_frac of the steps it becomes 0.15, linearly. Where
-    a stage with a larger factor begins, the result jumps up once more."""
-    done = max(0.0, (step / c.num_steps - 1) / c.cooldown_frac + 1)  # 0 to 1
+    """The stage's factor. Over the last cooldown_frac of the steps it becomes 0.15, linearly; a
+    stage with a larger factor lets it jump up, also during these."""
+    left = 1 - step / c.num_steps  # part of the steps that is still to come
+    done = max(0.0, 1 - left / c.cooldown_frac)  # 0 to 1
     return stage_of(step, c).lr_factor * (1 - done) + 0.15 * done
 
 
@@ -1879,8 +1879,8 @@ def setting_of(step: int, c: Config) -> Setting:
     frequencies = [(1 / 1024) ** (j / max(rotating - 1, 1)) for j in range(rotating)]
     score_scale = 12.8 / c.head_dim
 
-    # 2. What has changed with each stage so far. A stage without steps, as the last one, which is
-    # for validation, just sees farther and rescales nothing.
+    # 2. What has changed with each stage so far. A stage without steps, as the last one
+    # of speedrun, just sees farther and rescales nothing.
     long_windows = [stage.long_window for first, end, stage in stages(c)
                     if first <= step and first < end]
     for a, b in pairwise(long_windows):
@@ -1900,7 +1900,7 @@ def setting_of(step: int, c: Config) -> Setting:
 # 10. One step, and validation
 #
 # What a GPU does side by side in a step of two micro-batches, if it is one of several (time runs
-# downwards; a pass is forward and backward):
+# downwards; a pass is forward and backward; lm_head only if it is updated in this step):
 #
 #   main stream            side stream (nanogpt/rows.py)   transfers between the GPUs
 #   pass 1                 finds the rows that are used    which rows each GPU uses, and what
@@ -1949,11 +1949,11 @@ def inputs_and_targets(sequences: Tensor, device: torch.device) -> tuple[Tensor,
 
 
 def forward_backward(model: GPT, setting: Setting, inputs: Tensor, targets: Tensor,
-                     *history: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+                     hashes: Tensor, found: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """Adds the gradients of a micro-batch to .grad, except those of looked-up rows. Returns the
     loss, which is a sum over tokens, and the gradients of these rows, (lookups, width): a .grad for
     a whole table would be far too large, and adding to the head's would take long."""
-    history = matches.History(*history)
+    history = matches.History(hashes, found)
     with torch.no_grad():
         looked_up = model.look_up(inputs, history.hashes)
     for x in looked_up.values():
@@ -1998,7 +1998,7 @@ def train_step(model: GPT, optimizer: Optimizer, batch: list[tuple[Tensor, Tenso
         tensors = (inputs, targets, *histories[i])
         # The row gradients of a pass are added up while the next pass runs. But passes from the
         # third one on run the second one's CUDA graph again, which overwrites the row gradients
-        # that it has returned. So they wait until those are added up.
+        # that it has returned. So these passes wait until the row gradients are added up.
         if i > 1:
             optimizer.lookups.meet()
         loss, row_gradients = call(str(setting), work, tensors)
@@ -2022,8 +2022,7 @@ def train_step(model: GPT, optimizer: Optimizer, batch: list[tuple[Tensor, Tenso
 @torch.no_grad()
 def loss_without_gradient(model: GPT, inputs: Tensor, targets: Tensor,
                           setting: Setting) -> Tensor:
-    """The loss, a sum over tokens. Weights in fp16 become bf16, because activations of validation
-    overflow fp16 sooner than those of training."""
+    """The loss, a sum over tokens. Weights in fp16 become bf16, in which nothing overflows."""
     weights = {}
     for name, bank in model.named_parameters():
         if bank.dtype == torch.float16:
@@ -2128,8 +2127,8 @@ class Run:
             WATCH.leave_step()
             # This waits for the messages of all steps before this one. They are there already:
             # inside of train_step the CPU has waited for the number of rows that this step looks
-            # up, which the GPU counts when it has done the steps before. What waits here is only
-            # the terminal, if somebody has stopped it by Ctrl-S, or a slow disk with the log.
+            # up, which the GPU counts when it has done the steps before. Only a terminal stopped by
+            # Ctrl-S, or a slow disk with the log, can hold it up here.
             self.read_messages()
             self.step += 1
         self.clock.stop()
@@ -2154,16 +2153,16 @@ class Run:
         return torch.cat([self.finite.numbers(loss), self.requests.outgoing()])
 
     def read_messages(self) -> None:
-        """Takes the messages that have arrived, and waits for those of all steps so far. Raises
-        BadInput if a number in one is not finite."""
+        """Takes the messages that have arrived, and waits for those of the first `self.step` steps.
+        Raises BadInput if a number in one is not finite."""
         messages = self.log.arrived(wait_for=self.step)
         messages = self.requests.hear(messages)
         self.finite.refuse(messages, self.step)
 
     def save_or_stop(self) -> None:
         """Saves the run if a save is due or a signal ends it, on all ranks after the same step.
-        A signal that comes before the first step takes effect after it or a few more (`Requests`,
-        head_every_second). A collective."""
+        In a new run a signal that comes before the first step takes effect after it or a few more
+        (`Requests`, head_every_second). A collective."""
         # 1. Ask the others.
         if STOP.signal and self.step > 0:
             self.requests.ask(STOP.signal)
@@ -2231,8 +2230,8 @@ class Run:
 
 def train(c: Config, at_end: ExitStack) -> int:
     """The whole run, or what is left of a saved one. Returns the exit status: 1 if the target was
-    missed, 129, 130 or 143 if a signal has ended the run, else 0. `at_end` gets what is to be done
-    at the end, also after an error. A collective."""
+    missed (0 with --max_restarts), 129, 130 or 143 if a signal has ended the run, else 0. `at_end`
+    gets what is to be done at the end, also after an error. A collective."""
     # 1. Import what this run needs, so that the log can show it, and check what can be checked
     # before anything is written or compiled.
     cuda = has_cuda(c.device)
@@ -2335,10 +2334,10 @@ def train(c: Config, at_end: ExitStack) -> int:
 
 
 def main(argv: list[str]) -> int:
-    """Exit status: 0 target reached or none, 1 not reached, or a crash, 2 bad input or too little
-    memory, 3 another rank was lost, 129, 130 or 143 ended by a signal. On an error, `at_end` first
-    writes the best weights and a note to the log. Then WATCH tells the other ranks, and ends
-    them."""
+    """Exit status: 0 target reached or none, 1 not reached, or a crash, 2 bad input, a full disk or
+    too little memory, 3 another rank was lost, 129, 130 or 143 ended by a signal. On an error,
+    `at_end` first writes the best weights and a note to the log. Then WATCH tells the other ranks,
+    and ends them."""
     errors = (BadInput, shards.ShardError, OSError)
     try:
         c = WATCH.join(parse_config, argv, errors, Config.join_timeout)
