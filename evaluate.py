@@ -64,7 +64,7 @@ from tqdm import tqdm
 
 import sample
 from data import checks, hellaswag, shards, texts
-from nanogpt import checkpoint, limits
+from nanogpt import limits
 from nanogpt.masks import BLOCK_SIZE
 from nanogpt.ranks import BadInput, require
 from records import evaluation
@@ -403,8 +403,7 @@ def load_model(path: str, device: torch.device) -> Model:
     if device.type == "cpu" and gpt.lm_head.dtype == torch.bfloat16 and not train_gpt.CPU_HAS_BF16:
         gpt.float()  # this CPU could only emulate bf16
     kind = kind_for(gpt.config.vocab_size)
-    sha256 = checkpoint.load(path)["sha256"]  # which load_checkpoint has just checked
-    model = Model(path, gpt, kind, None, None, sha256)
+    model = Model(path, gpt, kind, None, None, gpt.weights_sha256)
     if kind == "other":
         return model
     try:
@@ -437,9 +436,11 @@ class Source(NamedTuple):
 
 
 def sha256_of(paths: list[Path]) -> str:
-    """The sha256 of the files, one after the other."""
+    """The sha256 of the files, one after the other. Raises BadInput if one is no file: it could be
+    read for ever, or only once."""
     digest = hashlib.sha256()
     for path in paths:
+        require(path.is_file(), f"{path} is a pipe or a device; name a file")
         with open(path, "rb") as file:
             while piece := file.read(1 << 24):
                 digest.update(piece)
@@ -572,6 +573,7 @@ def read_hellaswag(options: argparse.Namespace) -> Source:
     path = Path(options.hellaswag)
     if path == hellaswag.PATH:
         hellaswag.fetch()
+    require(path.is_file(), f"{path}: no file; name one with HellaSwag's items")
     items = hellaswag.read_items(path)
     return Source(path.name, sha256_of([path]), items[: options.limit])
 

@@ -60,15 +60,15 @@ if ! "$python" -c "" 2>/dev/null; then
 fi
 
 need=requirements.txt
-[ "${1:-}" = test ] && need=requirements-dev.txt
-if [ "$python" = .venv/bin/python ] && ! cmp -s "$need" ".venv/installed-$need"; then
+[ "${1:-}" = test ] && need=requirements-dev.txt  # which has the other one, too
+if [ "$python" = .venv/bin/python ] && ! cat requirements.txt "$need" | cmp -s - ".venv/installed-$need"; then
   echo "run.sh: installing $need"
   # --no-compile: Python compiles what is imported; pip would compile every file, for most of a minute.
   if ! "$python" -m pip install --quiet --no-compile --disable-pip-version-check -r "$need"; then
     echo "run.sh: $need could not be installed (see above); mend that, and start it again" >&2
     exit 2
   fi
-  cp "$need" ".venv/installed-$need"
+  cat requirements.txt "$need" > ".venv/installed-$need"
 fi
 
 if [ "${1:-}" = test ]; then
@@ -155,7 +155,8 @@ from torch.distributed.run import main
 try:
     main()
 except ChildFailedError as error:
-    sys.exit(error.get_first_failure()[1].exitcode)
+    code = error.get_first_failure()[1].exitcode
+    sys.exit(code if code >= 0 else 128 - code)  # negative: the number of the signal that killed it
 except SignalException as error:
     sys.exit(128 + error.sigval)
 ' --standalone --nproc_per_node="$gpus" train_gpt.py ${keys[@]+"${keys[@]}"}

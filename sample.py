@@ -18,12 +18,11 @@ import os
 import select
 import signal
 import sys
-import unicodedata
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
-from data import packages
+from data import gpt2, packages
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # importing torch takes seconds: no traceback then
@@ -35,6 +34,7 @@ from torch import Tensor
 
 from data.prepare import byte_to_token, token_to_byte
 from data.shards import SEPARATOR, reads_bytes
+from data.texts import harmless
 from nanogpt import fitting, limits, matches
 from nanogpt.compiling import CudaGraphs
 from nanogpt.masks import BLOCK_SIZE
@@ -337,17 +337,15 @@ def codec(vocab_size: int) -> tuple[Callable[[str], list[int]], Callable[[int], 
         return encode, to_bytes
 
     try:
-        import tiktoken
-        gpt2 = tiktoken.get_encoding("gpt2")
-    except Exception as error:  # from the network, from the cache folder, or a missing package
-        raise BadInput(
-            f"tiktoken cannot load GPT-2's vocabulary ({type(error).__name__}); run once with a "
-            "network, or set TIKTOKEN_CACHE_DIR to a folder that has it") from error
+        vocabulary = gpt2.load()
+    except gpt2.VocabularyError as error:
+        raise BadInput(f"{error}; run once with a network, or set TIKTOKEN_CACHE_DIR to a folder "
+                       "that has it") from None
 
     def gpt2_bytes(token: int) -> bytes:
-        return gpt2.decode_single_token_bytes(token) if token < SEPARATOR else b""
+        return vocabulary.decode_single_token_bytes(token) if token < SEPARATOR else b""
 
-    return gpt2.encode_ordinary, gpt2_bytes
+    return gpt2.encode, gpt2_bytes
 
 
 def prompt_tokens(model, encode: Callable[[str], list[int]], text: str) -> list[int]:
@@ -464,7 +462,7 @@ def printable(text: str) -> str:
     """On a terminal control characters become question marks: they could change how it works."""
     if sys.stdout is None or not sys.stdout.isatty():  # None: closed, as by >&-
         return text
-    return "".join("?" if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text)
+    return harmless(text)
 
 
 def show(text: str) -> None:

@@ -27,9 +27,9 @@ if __name__ == "__main__":
     packages.require("numpy")
 
 if __package__:
-    from .shards import DamagedShard, count_tokens
+    from .shards import DamagedShard, ShardError, count_tokens
 else:
-    from shards import DamagedShard, count_tokens
+    from shards import DamagedShard, ShardError, count_tokens
 
 REPO = "kjj0/fineweb10B-gpt2"  # a Hugging Face dataset repository
 TRAIN_SHARDS = 103
@@ -96,25 +96,30 @@ def fetch(n, folder):
     Raises FetchError and OSError.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    missing = []
-    for name in shard_names(n):
-        if not Path(folder, name).exists():
-            missing.append(name)
-            continue
-        try:
-            count_tokens(folder / name)
-        except DamagedShard as error:
-            print(f"{folder / name}: {brief(error)}; fetching it again", flush=True)
-            missing.append(name)
+    missing = [name for name in shard_names(n) if not is_whole(folder / name)]
     if missing:
         check_online()
     for i, name in enumerate(missing, 1):
+        if is_whole(folder / name):  # another process has fetched it meanwhile
+            continue
         # the client draws a progress bar in bytes below this line
         print(f"[{i}/{len(missing)}] {name}", flush=True)
         fetch_shard(name, folder)
     shutil.rmtree(folder / ".incomplete", ignore_errors=True)
     print(f"{folder}: validation shard and {n} training shards are there, "
           f"{len(missing)} of them fetched now")
+
+
+def is_whole(path):
+    """Whether the file of a shard is there and complete. Says so if it is damaged."""
+    if not path.exists():
+        return False
+    try:
+        count_tokens(path)
+    except ShardError as error:
+        print(f"{path}: {brief(error)}; fetching it again", flush=True)
+        return False
+    return True
 
 
 def brief(error):
@@ -135,13 +140,15 @@ def main(argv=None):
     parser.add_argument(
         "n", metavar="N", help=f"training shards to have, 1 to {TRAIN_SHARDS}, 100M tokens each")
     folder = Path(__file__).parent / "fineweb10B"
-    parser.add_argument("--dir", type=Path, default=folder, help="default: %(default)s")
+    parser.add_argument("--dir", default=folder, help="default: %(default)s")
     parser.error = lambda message: fail(message, 2)
     args = parser.parse_args(argv)
     if not args.n.isdecimal() or not 1 <= int(args.n) <= TRAIN_SHARDS:
         fail(f"N must be a whole number from 1 to {TRAIN_SHARDS}, not {args.n!r}", 2)
+    if args.dir == "":
+        fail("--dir is empty; name a folder", 2)
     try:
-        fetch(int(args.n), args.dir)
+        fetch(int(args.n), Path(args.dir))
     except FetchError as error:
         fail(error)
     except ImportError:

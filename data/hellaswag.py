@@ -16,6 +16,7 @@ fetch the file on another machine and give its path to evaluate.py.
 Exit status: 0 the file is there, 1 it could not be fetched, 130 interrupted; a failure is one
 sentence on stderr.
 """
+import errno
 import hashlib
 import http.client
 import json
@@ -29,6 +30,7 @@ URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_
 SHA256 = "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588"
 PATH = Path(__file__).resolve().parent / "hellaswag_val.jsonl"
 NUM_ENDINGS = 4
+OF_THE_DISK = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
 
 
 class ItemsError(ValueError):
@@ -84,7 +86,7 @@ def parse_item(line, place):
 # ---- fetching ------------------------------------------------------------------------------------
 
 def fetch(path=PATH, url=URL, sha256=SHA256):
-    """Make sure that the file is there and whole, and return its path.
+    """Make sure that the file is there, and return its path.
 
     What arrives is kept in PATH.part, and gets its final name after its sha256 was checked. When
     the connection drops, another attempt goes on from there, as long as each one brings something.
@@ -101,6 +103,9 @@ def fetch(path=PATH, url=URL, sha256=SHA256):
             download(url, part)
             break
         except (OSError, http.client.HTTPException) as error:
+            if getattr(error, "errno", None) in OF_THE_DISK:
+                raise ItemsError(f"{part} cannot be written ({error.strerror}); make room there, "
+                                 "or give yourself the right to write") from error
             if before and getattr(error, "code", None) == 416:
                 part.unlink()  # it reaches beyond the end of the file, so it is of another one
             elif size_of(part) <= before:  # less, if the server begins anew and breaks off sooner
@@ -147,6 +152,10 @@ def main():
         print(f"{path}: {len(read_items(path)):,} items")
     except ItemsError as error:
         print(f"hellaswag.py: {error}.", file=sys.stderr)
+        sys.exit(1)
+    except OSError as error:
+        print(f"hellaswag.py: {error.filename}: {error.strerror}; make room there, or give "
+              "yourself the right to write.", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
         print("hellaswag.py: interrupted; run it again to go on.", file=sys.stderr)

@@ -69,10 +69,12 @@ if __name__ == "__main__":
 import numpy as np
 
 if __package__:
+    from . import gpt2
     from .python_docs import python_documents
     from .shards import SEPARATOR, ShardError, count_tokens, write_shard
     from .texts import PrepareError, distinct, errors_of, find_sources, is_text, read_documents
 else:
+    import gpt2
     from python_docs import python_documents
     from shards import SEPARATOR, ShardError, count_tokens, write_shard
     from texts import PrepareError, distinct, errors_of, find_sources, is_text, read_documents
@@ -82,6 +84,7 @@ RESERVED = {"fineweb10b", "pydocs", "__pycache__"}  # folders there that are not
 RECORD = "corpus.json"
 LEAST_TRAIN = 130  # tokens: a sequence of 128, its last target, and a separator
 LEAST_VAL = 129
+MOST_WORKERS = 61  # as many as Windows allows
 MOST_TOKENS = 2**31 - 1  # of a shard, as the number in its header has 32 bits
 
 # GPT-2 has one token for each of the 256 bytes, numbered in this order: first the bytes that are
@@ -106,8 +109,7 @@ def encode(texts, use_bytes):
             text_bytes = np.frombuffer(text.encode("utf-8", "replace"), dtype=np.uint8)
             body = byte_to_token[text_bytes]
         else:
-            import tiktoken
-            body = tiktoken.get_encoding("gpt2").encode_ordinary(text)
+            body = gpt2.encode(text)
         tokens = np.empty(1 + len(body), dtype="<u2")
         tokens[0] = SEPARATOR
         tokens[1:] = body
@@ -191,29 +193,13 @@ def start_worker():
 
 
 def load_vocabulary(seconds=30):
-    """Load GPT-2's vocabulary once, before the workers need it. Raises PrepareError.
-
-    tiktoken would wait for a silent network without end. So a thread does it, and if that takes
-    longer than `seconds`, it is left behind.
-    """
-    faults = ["TimeoutError"]
-
-    def load():
-        try:
-            import tiktoken
-            tiktoken.get_encoding("gpt2")
-            faults.clear()
-        except Exception as error:  # the network, the cache folder, or a missing package
-            faults[:] = [type(error).__name__]
-
-    thread = threading.Thread(target=load, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if faults:
+    """Load GPT-2's vocabulary once, before the workers need it. Raises PrepareError."""
+    try:
+        gpt2.load(seconds)
+    except gpt2.VocabularyError as error:
         raise PrepareError(
-            f"tiktoken cannot load GPT-2's vocabulary ({faults[0]}); run once with a network, set "
-            "TIKTOKEN_CACHE_DIR to a folder that has it, or give --tokens=bytes (for the presets "
-            "laptop and char)")
+            f"{error}; run once with a network, set TIKTOKEN_CACHE_DIR to a folder that has it, or "
+            "give --tokens=bytes (for the presets laptop and char)") from None
 
 
 def choose_tokens(wanted, say):
@@ -258,7 +244,7 @@ def write_corpus(
     in_use = sweep(out_dir)
     if in_use:
         raise PrepareError(f"{in_use}: in use by another process; wait for its end, or delete it")
-    prefix = f".incomplete-{os.getpid()}-"
+    prefix = f".incomplete-{platform.node()}-{os.getpid()}-"
     with (made_folder(out_dir),
           tempfile.TemporaryDirectory(prefix=prefix, dir=out_dir) as folder):
         # 1. Write all tokens to one file, the spool, in the order of the input.
@@ -317,14 +303,15 @@ def made_folder(path):
 def sweep(out_dir):
     """Remove the temporary folders of processes that were killed.
 
-    Returns the folder of another process that still runs, or None.
+    Returns the folder of another process that still runs, or may run on another host, or None.
     """
     in_use = None
-    for folder in Path(out_dir).glob(".incomplete-*-*"):
-        process = folder.name.split("-")[1]
-        if not process.isdecimal():
+    for folder in Path(out_dir).glob(".incomplete-*-*-*"):
+        host, process, _ = folder.name.removeprefix(".incomplete-").rsplit("-", 2)
+        if not re.fullmatch("[0-9]{1,9}", process):
             continue
-        if int(process) != os.getpid() and process_runs(int(process)):
+        own = host == platform.node() and int(process) == os.getpid()
+        if host != platform.node() or (not own and process_runs(int(process))):
             in_use = folder
         else:
             shutil.rmtree(folder, ignore_errors=True)
@@ -681,7 +668,7 @@ def parse_args(argv):
     add("--split_blank", type=int, metavar="N", help="cut text files at N or more blank lines")
     add("--val_tokens", type=int, help="validation tokens; default 5%%, at most 10,485,760")
     add("--shard_tokens", type=int, default=100_000_000, help="default %(default)s")
-    add("--workers", type=int, default=min(os.cpu_count() or 1, 61),  # Windows allows no more
+    add("--workers", type=int, default=min(os.cpu_count() or 1, MOST_WORKERS),
         help="processes; default %(default)s")
     add("--seed", type=int, default=0, help="of the shuffle; default %(default)s")
     add("--print_folder", action="store_true",
@@ -692,6 +679,7 @@ def parse_args(argv):
         value = getattr(args, option)
         if value is not None and value < 1:
             fail(f"--{option} must be at least 1")
+    args.workers = min(args.workers, MOST_WORKERS)
     if args.shard_tokens > MOST_TOKENS // 2:
         fail(f"--shard_tokens must be at most {MOST_TOKENS // 2:,}")
     if args.out == "":

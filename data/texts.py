@@ -6,6 +6,7 @@ import codecs
 import hashlib
 import json
 import os
+import unicodedata
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -19,8 +20,19 @@ SUFFIXES = {
 }
 
 
+def harmless(text):
+    """The text with question marks in place of control characters, but for ends of lines and tabs.
+
+    They could change how a terminal works, and names of files and what files hold may have them.
+    """
+    return "".join("?" if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text)
+
+
 class PrepareError(ValueError):
     """The corpus cannot be made; the message is one sentence for the user."""
+
+    def __init__(self, sentence):
+        super().__init__(harmless(sentence))
 
 
 class Source(NamedTuple):

@@ -87,7 +87,7 @@ def may_be_replaced(path: Path) -> bool:
     try:
         with zipfile.ZipFile(path) as file:
             return any(name.endswith("/data.pkl") for name in file.namelist())
-    except zipfile.BadZipFile:
+    except (zipfile.BadZipFile, NotImplementedError, ValueError):  # a foreign file
         return False
 
 
@@ -188,6 +188,9 @@ def read(path: str | Path) -> dict:
         loss = checkpoint.get("val_loss")
         checkpoint["val_loss"] = None if loss is None else float(loss)
         checkpoint["data"] = list(map(dict, checkpoint.get("data", [])))  # older files have none
+        for shard in checkpoint["data"]:
+            if not all(isinstance(shard.get(key, ""), str) for key in ("name", "sha256")):
+                raise TypeError("data")
     except OSError as error:
         raise BadInput(f"{path} cannot be read ({error.strerror})") from None
     except Exception as error:  # a foreign file can make torch.load raise nearly anything
@@ -293,8 +296,9 @@ def not_finite(weights: dict[str, Tensor]) -> str | None:
 def model_of(content: dict, device: torch.device, script):
     """The train_gpt.GPT of a checkpoint on one device, ready for texts of any multiple of 128
     tokens: nothing is compiled. `script` is that module. `model.trained_steps` is the number of
-    steps, `model.data` has the fingerprints of its shards, and `model.val_loss` is the loss of its
-    validation, if they are known. Raises BadInput if the weights do not fit the configuration."""
+    steps, `model.data` has the fingerprints of its shards, `model.weights_sha256` the checksum of
+    the weights, and `model.val_loss` is the loss of its validation, if they are known. Raises
+    BadInput if the weights do not fit the configuration."""
     config = content["config"]
     require("num_layers" in config, "the checkpoint is of an older version of this program; use "
             "the commit that its log names, or train it anew")
@@ -323,6 +327,7 @@ def model_of(content: dict, device: torch.device, script):
             bank.data = bank.to(torch.float32 if device.type == "cpu" else torch.bfloat16)
     model.trained_steps = content["step"]
     model.data = content.get("data", [])
+    model.weights_sha256 = content.get("sha256")
     model.val_loss = content.get("val_loss")
     return model
 

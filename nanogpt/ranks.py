@@ -11,9 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from data.texts import harmless
+
 
 class BadInput(Exception):
     """Something the user can mend. It is shown as one sentence, without a traceback."""
+
+    def __init__(self, sentence: str):
+        super().__init__(harmless(sentence))
 
 
 def require(condition, sentence: str) -> None:

@@ -38,6 +38,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from data.texts import harmless
 from nanogpt import checkpoint, matches
 from nanogpt.ranks import BadInput, all_ranks, on_all_ranks, rank_and_world_size, require
 from records.console import complain
@@ -117,7 +118,7 @@ def find_newest(log_dir: str, given: dict, may_change: tuple[str, ...], new: dic
         kind = "finished" if (folder / FINISHED).exists() else "early"
         saves["running" if is_running(folder) else kind] += saves_in(folder)[-1:]
     for of_kind in saves.values():  # the newest first
-        of_kind.sort(key=lambda save: (save.stat().st_mtime_ns, step_of(save)), reverse=True)
+        of_kind.sort(key=age, reverse=True)
 
     # 1. A run that was ended early.
     says_which = not set(given) <= set(may_change)  # else the newest one is meant
@@ -154,6 +155,14 @@ def find_newest(log_dir: str, given: dict, may_change: tuple[str, ...], new: dic
             f"the newest one is {save}, of {config.get('data_dir')}; leave out what differs to go "
             "on from there, or leave out --resume to begin anew")
     return None
+
+
+def age(save: Path) -> tuple[int, int]:
+    """Sorts saves by when they were written; one that its run has removed meanwhile comes first."""
+    try:
+        return save.stat().st_mtime_ns, step_of(save)
+    except OSError:
+        return 0, 0
 
 
 def is_meant(save: Path, given: dict, may_change: tuple[str, ...]) -> bool:
@@ -668,7 +677,8 @@ def how_it_began(asked: str, log_dir: str, saved: Saved | None, run: dict) -> li
     if not saved:
         return []
     ranks = len(saved.parts)
-    notes = [f"resumed at step {saved.step} of run {saved.fact('run_id')} on {run['date']}; it was "
+    run_id = harmless(saved.fact("run_id"))
+    notes = [f"resumed at step {saved.step} of run {run_id} on {run['date']}; it was "
              f"saved by {ranks} {'process' if ranks == 1 else 'processes'}"]
     if saved.fact("files_sha256") != run["files_sha256"]:
         notes.append("the code is not the one that the saved run began with")

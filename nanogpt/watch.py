@@ -265,8 +265,9 @@ class Watch:
     def be_orphaned(self) -> None:
         """The run ends in order when its torchrun is gone: nobody would end it if a rank dies."""
         self.orphaned += 1
-        if self.orphaned == 1:
-            if os.environ.get("LOCAL_RANK", "0") == "0":
+        is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+        if self.orphaned == (1 if is_first else 2):  # the others wait until the first has said it
+            if is_first:
                 complain("train_gpt.py: torchrun has ended, so its ranks end, too")
             if not self.stop.signal:
                 os.kill(os.getpid(), signal.SIGTERM)

@@ -9,6 +9,8 @@ import shlex
 import sys
 from pathlib import Path
 
+from data.texts import harmless
+
 from . import compare, measure, plots, record, table
 from .console import discard_output, prepare_output
 from .log import Refused, read_files, read_log, read_source
@@ -58,10 +60,11 @@ def check(root, chosen):
 def print_summary(folder, wrong, rebuilt):
     """Prints the line of one record and its warnings. `wrong` is what is wrong with it, and
     `rebuilt` is None if it cannot be read."""
+    name = harmless(folder.name)
     if wrong:
-        print(f"{folder.name}: PROBLEM")
+        print(f"{name}: PROBLEM")
     else:
-        print(f"{folder.name}: ok, {rebuilt['n']} runs, {rebuilt['time_s']['mean']:.2f} s, "
+        print(f"{name}: ok, {rebuilt['n']} runs, {rebuilt['time_s']['mean']:.2f} s, "
               f"loss {rebuilt['loss']['mean']:.4f}")
     if rebuilt:
         for text in record.warnings(rebuilt):
@@ -237,7 +240,10 @@ def run(args):
         write_files(files, args.folder)
         print(f"wrote {len(files)} file(s) below {args.folder}")
     elif args.command == "code":
-        sys.stdout.buffer.write(read_source(args.log))
+        source = read_source(args.log)
+        if sys.stdout.isatty():
+            source = harmless(source.decode(errors="replace")).encode()
+        sys.stdout.buffer.write(source)
     elif args.command == "new":
         folder = record.new(
             args.root, args.name, logs_named(args.logs), args.claim, args.data, args.eval)

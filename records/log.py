@@ -13,6 +13,8 @@ import stat
 from dataclasses import dataclass, field
 from datetime import datetime
 
+from data.texts import harmless
+
 MAX_LOG = 256 * 2**20  # bytes, checked before anything is read
 MAX_SOURCE = 2**20  # bytes
 MAX_LINE = 100_000  # characters of one fact
@@ -112,6 +114,9 @@ NOT_WHOLE = re.compile(r"(resumed|interrupted)\b", re.IGNORECASE)  # how a note 
 
 class Refused(ValueError):
     """Input that the tool does not accept; the text is one sentence."""
+
+    def __init__(self, sentence):
+        super().__init__(harmless(sentence))
 
 
 @dataclass

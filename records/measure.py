@@ -55,7 +55,7 @@ def measure(folder, gpus, seeds, keys, limit):
         row = run(task, folder, folder / f"run_{number}", limit)
         rows.append(row)
         print(" | ".join(cells(row, None)), flush=True)
-    one = next((row.speed for row in rows if row.task.gpus == 1), None)
+    one = next((row.speed for row in rows if row.task.gpus == 1 and row.end), None)
     print(line(HEAD))
     print(line(["---"] * 2 + ["--:"] * 7))
     for row in rows:
@@ -80,7 +80,7 @@ def run(task, folder, log_dir, limit):
             process.terminate()  # torchrun then ends its processes, which a kill would leave behind
             with suppress(subprocess.TimeoutExpired):
                 process.wait(60)
-            process.kill()  # its processes then see that it is gone, and end by themselves
+            process.kill()  # of several processes each then sees that it is gone, and ends
             process.wait()
             if isinstance(error, KeyboardInterrupt):
                 raise

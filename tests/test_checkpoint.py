@@ -199,6 +199,23 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_no_half_one(tmp_path, monkeyp
     assert checkpoint.read(path)["step"] == 7 and os.listdir(tmp_path) == ["model.pt"]
 
 
+def test_a_foreign_zip_file_is_not_replaced(tmp_path):
+    path = tmp_path / "model.pt"
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("name", "text")
+    damaged = path.read_bytes().replace(b"name", b"\xff\xfe\xfdx")
+    damaged = damaged.replace(b"PK\1\2\x14\x03\x14\0\0\0", b"PK\1\2\x14\x03\x14\0\0\x08")  # names are UTF-8, it says
+    for content in (path.read_bytes(), damaged):
+        path.write_bytes(content)
+        with pytest.raises(BadInput, match="is no checkpoint"):
+            checkpoint.try_place(path)
+        assert path.read_bytes() == content
+
+
+def test_what_a_foreign_file_is_called_cannot_change_a_terminal():
+    assert str(BadInput("a\x1b]0;title\x07b\x9bc\td")) == "a?]0;title?b?c\td"
+
+
 def test_a_place_where_nothing_can_be_written_is_refused_and_left_as_it_is(tmp_path):
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "file").touch()

@@ -9,6 +9,7 @@ import gzip
 import http.server
 import json
 import os
+import platform
 import random
 import struct
 import subprocess
@@ -188,6 +189,13 @@ def test_bpe_corpus_equals_tiktoken_and_decodes_back_to_the_input(tmp_path, gpt2
     documents = read_corpus(tmp_path / "out")
     assert sorted(documents) == sorted(gpt2.encode(text, disallowed_special=()) for text in texts)
     assert sorted(map(gpt2.decode, documents)) == sorted(texts)
+
+
+def test_a_million_blanks_in_a_row_at_which_tiktoken_fails_are_encoded(gpt2):
+    from data.gpt2 import encode
+    text = "begin\n" + 1_100_000 * " " + "x end"
+    assert gpt2.decode(encode(text)) == text
+    assert encode("a few  blanks \n\n x") == gpt2.encode("a few  blanks \n\n x")
 
 
 @pytest.mark.parametrize("use_bytes", [True, False], ids=["bytes", "bpe"])
@@ -431,9 +439,12 @@ def test_python_docs_leave_the_corpus_of_other_texts_as_it_is(tmp_path, name):
 
 def test_python_docs_are_not_made_by_two_processes_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(prepare, "python_documents", lambda: ("".join(make_texts(60, seed)) for seed in range(20)))
-    (tmp_path / f".incomplete-{os.getppid()}-x").mkdir()
-    with pytest.raises(prepare.PrepareError, match="in use by another process"):
-        prepare.make_python_docs_corpus(tmp_path)
+    for host, process in ((platform.node(), os.getppid()), ("another-host", os.getpid())):
+        other = tmp_path / f".incomplete-{host}-{process}-x"
+        other.mkdir()
+        with pytest.raises(prepare.PrepareError, match="in use by another process"):
+            prepare.make_python_docs_corpus(tmp_path)
+        other.rmdir()
 
 
 def test_python_docs_are_made_anew_if_they_are_not_whole_or_shall_be_others(tmp_path, monkeypatch):

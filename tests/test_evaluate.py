@@ -7,6 +7,7 @@ import hashlib
 import http.server
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -520,11 +521,15 @@ def test_the_program_runs_as_a_script(checkpoint, tmp_path):
     (["MODEL", "--hellaswag", ROOT], str(ROOT)), (["MODEL", "--limit=0"], "limit"), (["MODEL", "--seq_len=100"], "128"),
     (["MODEL", "--device=tpu"], "tpu"), (["MODEL", "--tex=a"], "--tex=a"), (["MODEL", "--text=GPT2"], "of the kind gpt2"),
     (["MODEL", "--last_word="], "--last_word is empty"), (["MODEL", "--text="], "--text is empty"),
+    (["MODEL", "--hellaswag=FIFO"], "no file"), (["MODEL", "--text=FOLDER"], "a pipe or a device"),
     (["MODEL", "--text=DAMAGED"], "promises"), (["MODEL", "--last_word=BINARY"], "UTF-8"),
 ], ids=str)
 def test_what_cannot_be_is_one_sentence(tmp_path, checkpoint, capsys, words, part):
     files = {"MODEL": checkpoint[0], "EMPTY": tmp_path / "empty.txt", "ONE": tmp_path / "one.txt",
-             "GPT2": tmp_path / "a_val_0.bin", "DAMAGED": tmp_path / "b.bin", "BINARY": tmp_path / "binary.txt"}
+             "GPT2": tmp_path / "a_val_0.bin", "DAMAGED": tmp_path / "b.bin", "BINARY": tmp_path / "binary.txt",
+             "FOLDER": tmp_path / "folder", "FIFO": tmp_path / "folder" / "a_val_0.bin"}
+    files["FOLDER"].mkdir()
+    os.mkfifo(files["FIFO"])
     files["EMPTY"].write_text(" \n\n")
     files["ONE"].write_text("one\n\ntwo.\n")
     files["BINARY"].write_bytes(b"a \xff b")

@@ -514,7 +514,8 @@ def test_mfu_is_the_share_of_the_peak_of_the_device(monkeypatch):
 
 
 @pytest.mark.parametrize("name, peak", [
-    ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H200", 989e12), ("NVIDIA B200", 2250e12),
+    ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA H100 NVL", 835e12),
+    ("NVIDIA H200", 989e12), ("NVIDIA B200", 2250e12),
     ("NVIDIA GH200 480GB", 989e12), ("NVIDIA A100-SXM4-80GB", 312e12),
     ("NVIDIA GeForce RTX 4090", 165e12)])
 def test_mfu_knows_the_peak_by_the_name(name, peak):

@@ -465,7 +465,7 @@ def test_a_signal_ends_it_in_one_sentence_and_leaves_nothing(tmp_path, number, t
 def test_what_a_killed_run_leaves_is_swept_by_the_next_one(tmp_path):
     run, out = started(tmp_path, "--workers=2")
     in_use = script("prepare.py", tmp_path / "long.txt", "--bytes", "--out", out)
-    assert_one_sentence(in_use, 2, "in use by another process", f".incomplete-{run.pid}-")
+    assert_one_sentence(in_use, 2, "in use by another process", f"-{run.pid}-")
     run.kill()
     run.communicate(timeout=20)  # the workers end, too
     assert list(out.glob(".incomplete-*"))
