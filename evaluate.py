@@ -68,7 +68,7 @@ from nanogpt import limits
 from nanogpt.masks import BLOCK_SIZE
 from nanogpt.ranks import BadInput, require
 from records import evaluation
-from records.console import discard_output, prepare_output
+from records.console import discard_output, prepare_output, sentence_of
 
 # --------------------------------------------------------------------------------------------------
 # 1. Log-probabilities of tokens
@@ -519,7 +519,7 @@ def warn_of_other_code(models: list[Model], of_models: list[dict[str, PerUnit]])
 def read_texts(name: str, key: str, split_blank: int | None) -> Source:
     """The documents of a file or folder that are not blank. Raises PrepareError if they cannot be
     read, and BadInput if there are none."""
-    paths = [found.path for found in texts.find_sources([name])
+    paths = [found.path for found in texts.find_sources([name], [])
              if found.named or texts.is_text(found.path)]
     documents = []
     for path in paths:
@@ -730,8 +730,11 @@ def main(argv: list[str]) -> int:
             raise
         print(f"evaluate.py: {lack}; give a smaller --seq_len", file=sys.stderr)
         return 2
-    except (BadInput, shards.ShardError, texts.PrepareError, hellaswag.ItemsError,
-            OSError) as error:
+    except OSError as error:
+        discard_output(sys.stdout)
+        print(f"evaluate.py: {sentence_of(error)}", file=sys.stderr)
+        return 2
+    except (BadInput, shards.ShardError, texts.PrepareError, hellaswag.ItemsError) as error:
         print(f"evaluate.py: {error}", file=sys.stderr)
         return 2
     return 0

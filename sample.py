@@ -39,7 +39,7 @@ from nanogpt import fitting, limits, matches
 from nanogpt.compiling import CudaGraphs
 from nanogpt.masks import BLOCK_SIZE
 from nanogpt.ranks import BadInput, is_rank_0, require
-from records.console import discard_output, prepare_output
+from records.console import discard_output, prepare_output, sentence_of
 
 # --------------------------------------------------------------------------------------------------
 # 1. What is kept of the tokens so far
@@ -562,7 +562,7 @@ def main(argv: list[str]) -> int:
         discard_output(sys.stdout)
     except OSError as error:  # as on a full disk
         discard_output(sys.stdout)
-        print(f"sample.py: {error}", file=sys.stderr)
+        print(f"sample.py: {sentence_of(error)}", file=sys.stderr)
         return 2
     except (RuntimeError, MemoryError) as error:
         lack = limits.lack_of_memory(error)

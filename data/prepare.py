@@ -262,6 +262,8 @@ def write_corpus(
         random.Random(seed).shuffle(order)
         starts = np.cumsum(lengths) - lengths  # (documents,) where each begins in the spool
         shuffled = np.stack([starts, lengths], axis=1)[order]
+        if dropped["duplicates"]:
+            source += f", without its {dropped['duplicates']:,} duplicate documents"
         splits = split_documents(shuffled, val_tokens, source)
 
         # 3. Write the shards and the record.
@@ -703,6 +705,7 @@ def main(argv=None):
         "shard_tokens": args.shard_tokens,
         "seed": args.seed,
     }
+    left_out = []  # files in folders
     try:
         if args.python_docs:
             tokens = choose_tokens(args.tokens, say)
@@ -710,7 +713,7 @@ def main(argv=None):
                 args.out, tokens == "bytes", args.name or "fineweb", **options)
             is_new = counts is not None
         else:
-            sources = find_sources(args.inputs)
+            sources = find_sources(args.inputs, left_out)
             if args.out is None:
                 args.out = default_folder(sources, args, options, say)
             counts, is_new = make_corpus(sources, args, options, say)
@@ -733,6 +736,9 @@ def main(argv=None):
         say(f"{folder}: {counts['train_tokens']:,} training and {counts['val_tokens']:,} "
             f"validation tokens ({tokens}) from {counts['documents']:,} document{plural} "
             f"(duplicates dropped: {counts['duplicates']:,}) in {seconds:.1f} s")
+        if left_out:
+            say(f"prepare.py: left out {len(left_out):,} file(s) whose names do not end as those "
+                f"of texts, first {left_out[0]}; name such a file to have its text, too.")
     else:
         say(f"{folder}: already there, made of the same input")
     if args.print_folder:

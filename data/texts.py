@@ -6,11 +6,14 @@ import codecs
 import hashlib
 import json
 import os
+import re
 import unicodedata
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+ZERO_BYTES = "it holds zero bytes"
+OF_PROGRAMS = {".doc", ".docx", ".epub", ".mobi", ".odt", ".pdf", ".rtf"}
 COMPRESSED = {".7z", ".bz2", ".gz", ".tgz", ".xz", ".zip", ".zst"}
 SUFFIXES = {
     ".txt", ".md", ".rst", ".jsonl", ".org", ".tex", ".html", ".css",
@@ -47,9 +50,12 @@ def errors_of(path):
         yield
     except UnicodeError as error:
         reason = f"not text in UTF-8 ({getattr(error, 'reason', error)})"
-        remedy = "name a text file, or convert it, as by iconv -f latin1 -t utf-8 OLD > NEW"
+        encoding = "utf-16le" if ZERO_BYTES in reason else "cp1252"
+        remedy = f"name a text file, or convert it, as by iconv -f {encoding} -t utf-8 OLD > NEW"
         if Path(path).suffix.lower() in COMPRESSED:
             reason, remedy = "compressed", "unpack it first, and name what was in it"
+        if Path(path).suffix.lower() in OF_PROGRAMS:
+            reason, remedy = "no plain text", "save it as a .txt file first, in UTF-8"
         raise PrepareError(f"{path}: {reason}; {remedy}") from error
     except OSError as error:
         reason = f"cannot be read ({error.strerror})"
@@ -57,8 +63,11 @@ def errors_of(path):
         raise PrepareError(f"{path}: {reason}; check the file and its permissions") from error
 
 
-def find_sources(inputs):
-    """The files that `inputs` name or have in their folders. Raises PrepareError."""
+def find_sources(inputs, left_out):
+    """The files that `inputs` name or have in their folders. Raises PrepareError.
+
+    Those in folders that have none of the SUFFIXES are added to the list `left_out`.
+    """
     sources = []
     if "" in inputs:  # an unset variable of the shell, which Path would take for this folder
         raise PrepareError("one of the names is empty; name a file or a folder")
@@ -67,7 +76,7 @@ def find_sources(inputs):
             if item.is_file():
                 sources.append(Source(item, named=True))
             elif item.is_dir():
-                sources += [Source(path, named=False) for path in search(item)]
+                sources += [Source(path, named=False) for path in search(item, left_out)]
             elif item.is_symlink() and not item.exists():
                 target = os.readlink(item)
                 raise PrepareError(f"{item}: a link to {target}, which is not there; repair it")
@@ -75,14 +84,16 @@ def find_sources(inputs):
                 raise PrepareError(
                     f"{item}: a pipe or a device, not a file; write its text to a file first")
             else:
-                raise PrepareError(f"{item}: no such file or folder; check the path")
+                address = "; download it first" if re.match("[a-z]+:/", str(item)) else ""
+                raise PrepareError(f"{item}: no such file or folder{address or '; check the path'}")
     return sources
 
 
-def search(top):
+def search(top, left_out):
     """The files under a folder that have one of the SUFFIXES and are not hidden, sorted.
 
-    Raises OSError if a folder cannot be read, and PrepareError if it has no such file.
+    Those with other endings are added to the list `left_out`. Raises OSError if a folder cannot be
+    read, and PrepareError if it has no such file.
     """
     def refuse(error):
         raise error
@@ -93,8 +104,8 @@ def search(top):
         for name in names:
             path = Path(folder, name)
             hidden = name.startswith(".")
-            if path.suffix.lower() in SUFFIXES and not hidden and path.is_file():
-                found.append(path)
+            if not hidden and path.is_file():
+                (found if path.suffix.lower() in SUFFIXES else left_out).append(path)
     if not found:
         kinds = ".txt, .md, .rst, .jsonl or source code"
         raise PrepareError(f"{top}: no {kinds} in this folder (links to folders are not followed); "
@@ -133,6 +144,9 @@ def read_documents(path, key="text", split_blank=None, progress=lambda num_bytes
     Raises PrepareError.
     """
     with errors_of(path), open_text(path) as file:
+        if path.suffix.lower() == ".json":
+            raise PrepareError(f"{path}: JSON is no text; write an object with the text of each "
+                               "document to a line of a .jsonl file, or name a copy .txt")
         if path.suffix.lower() == ".jsonl":
             yield from json_texts(checked(file, file, progress), key, path)
         elif split_blank:
@@ -146,7 +160,7 @@ def checked(parts, file, progress):
     position = 0
     for part in parts:
         if "\0" in part:
-            raise UnicodeError("it holds zero bytes")
+            raise UnicodeError(ZERO_BYTES)
         progress(file.buffer.tell() - position)
         position = file.buffer.tell()
         yield part

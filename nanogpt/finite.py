@@ -81,7 +81,7 @@ class Check:
             where = f", {listed([label(name) for name in self.weights if name in bad])}"
         elif not where:
             where = ", all matrices finite: an activation overflowed, or a row of a table"
-            remedy += ", or give --precision=bf16 if it is another one"
+            remedy += ", or give --precision=bf16 if it is one of narrower numbers"
         ranks = name_ranks(bad_ranks, self.world_size)
         what = f"the training loss is {loss.loss}"
         if math.isfinite(loss.loss):

@@ -145,7 +145,7 @@ class Keeper:
         """Says what is left of a run that a signal has ended, and how to go on. `path` is that of
         its weights, if there are any. Returns the exit status."""
         if self.weights_file and not path:
-            self.log.console.say("no weights are kept, as none were validated")
+            self.log.console.say("no weights are kept, as none were validated after a step")
         self.saver.finish()
         command = saving.command(self.saver.newest(), self.config.save_checkpoint)
         self.log.console.stopped(signal, step, path, command, self.saver.saves)

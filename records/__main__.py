@@ -12,7 +12,7 @@ from pathlib import Path
 from data.texts import harmless
 
 from . import compare, measure, plots, record, table
-from .console import discard_output, prepare_output
+from .console import discard_output, prepare_output, sentence_of
 from .log import Refused, read_files, read_log, read_source
 from .stats import INSTALL, have_scipy
 
@@ -291,8 +291,7 @@ def main(argv=None):
         return 0
     except OSError as error:  # as on a full disk
         discard_output(sys.stdout)
-        where = f"{error.filename}: " if error.filename else ""
-        print(f"refused: {where}{error.strerror or error}.", file=sys.stderr)
+        print(f"refused: {sentence_of(error)}.", file=sys.stderr)
         return 2
     except Refused as error:
         print(f"refused: {error}", file=sys.stderr)

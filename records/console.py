@@ -125,6 +125,14 @@ class BottomLine:
         BottomLine.on_screen = None
 
 
+def sentence_of(error: OSError) -> str:
+    """What is wrong with which file. An error that names none comes from the output."""
+    reason = error.strerror or str(error)
+    if error.filename:
+        return f"{error.filename}: {reason}"
+    return f"the output cannot be written ({reason})"
+
+
 def complain(sentence: str) -> None:
     """Writes a sentence to standard error, below the bar if there is one."""
     if BottomLine.on_screen is not None:

@@ -462,7 +462,7 @@ def read_log(path, may_be_cut=False):
     elif SEPARATOR not in lines:
         last = next((text for text in reversed(lines) if text), "")
         state = "ended early" if last.startswith('note "ended early') else "goes on or was killed"
-        expected = f"a second line of 100 '=' (the run {state}; `plot` shows it)"
+        expected = f"a second line of 100 '=' (the run {state}; `plot` shows the steps that it has)"
         fail(path, number + len(lines) - 1, expected, last)
     else:
         end_at = lines.index(SEPARATOR)

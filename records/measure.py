@@ -1,6 +1,7 @@
 """What a machine does: how long a run takes to start, several seeds, and the speed by the number of
 GPUs. Each run is a torchrun of its own, and all figures are those of its log."""
 import os
+import shutil
 import subprocess
 import sys
 from contextlib import suppress
@@ -46,13 +47,17 @@ def tasks_of(gpus, seeds, keys):
 def measure(folder, gpus, seeds, keys, limit):
     """Makes all runs, which write to the folder, and prints a table in Markdown. A run that takes
     more than `limit` seconds is ended. Returns whether all runs came to their end. Raises Refused
-    if the folder is not empty."""
+    if the folder is not empty, or if the first run has refused its keys or its data."""
     folder = Path(folder).resolve()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise Refused(f"{folder}: is no empty folder; name a new one.")
     rows = []
     for number, task in enumerate(tasks_of(gpus, seeds, keys)):
-        row = run(task, folder, folder / f"run_{number}", limit)
+        log_dir = folder / f"run_{number}"
+        row = run(task, folder, log_dir, limit)
+        if not rows and row.fault.startswith(SCRIPT.name) and not list(log_dir.glob("*.txt")):
+            shutil.rmtree(folder)
+            raise Refused(f"{row.fault}.")  # so would be all other runs
         rows.append(row)
         print(" | ".join(cells(row, None)), flush=True)
     one = next((row.speed for row in rows if row.task.gpus == 1 and row.end), None)

@@ -362,11 +362,20 @@ def test_a_folder_of_source_code_is_read_and_what_is_not_text_is_left_out(tmp_pa
     write(tmp_path / "code" / "b" / "c.rs", STORY.upper())
     write(tmp_path / "code" / "d.py", b"\xff\x00\xfe")
     write(tmp_path / "code" / "e.txt", b"zero \0 bytes")
+    write(tmp_path / "code" / "table.csv", STORY)
+    write(tmp_path / "code" / ".hidden", STORY)
     prepare.main(["code", "--bytes"])
     texts = "".join(map(from_bytes, read_corpus(data / "code")))
     assert sorted(texts) == sorted(STORY + STORY.upper())
-    assert f"left out 2 file(s) not in UTF-8, first {os.path.join('code', 'd.py')}." in (
-        capsys.readouterr().out)
+    said = capsys.readouterr().out
+    assert f"left out 2 file(s) not in UTF-8, first {os.path.join('code', 'd.py')}." in said
+    assert f"left out 1 file(s) whose names do not end as those of texts, first {os.path.join('code', 'table.csv')};" in said
+
+
+def test_an_address_is_no_file_and_is_to_be_downloaded_first(tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        prepare.main(["https://example.com/a.txt", "--bytes", f"--out={tmp_path / 'out'}"])
+    assert "no such file or folder; download it first." in capsys.readouterr().err
 
 
 def make_link(path):
@@ -394,6 +403,11 @@ def make_latin(path):
     ("deep.jsonl", make_deep, "line 2: nested too deeply"),
     ("picture.png", lambda path: path.write_bytes(b"\x89PNG\r\n"), "not text"),
     ("zeros.txt", lambda path: path.write_bytes(bytes(1000)), "zero bytes"),
+    ("wide.txt", lambda path: path.write_bytes(STORY.encode("utf-16le")), "iconv -f utf-16le"),
+    ("windows.txt", lambda path: path.write_bytes(b"\x93quoted\x94"), "iconv -f cp1252"),
+    ("book.pdf", lambda path: path.write_bytes(b"%PDF-1.5\n\xff"), "no plain text; save it as a .txt"),
+    ("array.json", lambda path: path.write_text('[{"text": "a"}]'), "JSON is no text"),
+    ("twice.jsonl", lambda path: path.write_text(300 * '{"text": "the same"}\n'), "without its 299 duplicate"),
     ("a" * 300, lambda path: None, "cannot be read"),
     ("empty.txt", lambda path: path.touch(), "no text"),
 ])

@@ -29,7 +29,7 @@ from processes import ENVIRONMENT, TORCHRUN, Process, run_ranks
 import sample
 import train_gpt as t
 from data import shards
-from nanogpt import candidates, checkpoint, masks
+from nanogpt import candidates, checkpoint, masks, recipe
 from records import plots
 from records.__main__ import main as records
 from records.log import read_log
@@ -877,6 +877,12 @@ def test_the_room_of_a_recipe_is_imported_and_logged_only_if_the_recipe_is_asked
         assert "sample.py" not in files
     assert found == {"bf16": set(), "fp8-qkv": set(), "fp16": {"fp16"}, "fp8": {"fp16", "fp8"},
                      "nvfp4": {"fp16", "fp8", "nvfp4"}}  # what was once imported, stays
+
+
+def test_a_recipe_that_code_from_a_log_lacks_is_one_sentence(monkeypatch):
+    monkeypatch.setitem(sys.modules, "nanogpt.fp8", None)  # an import of it fails
+    with pytest.raises(t.BadInput, match="nanogpt/fp8.py is missing, as in code that was taken out of a log"):
+        recipe.import_modules(({"qkv": "fp8"},), t.Config(precision="fp8"))
 
 
 def test_the_source_is_read_before_anything_else():
