@@ -40,8 +40,8 @@ def configure(namespace: str = "nanogpt") -> None:
     # A function has a graph for each form of its arguments, and for each size unless it is dynamic.
     # PyTorch gives up at 8.
     torch._dynamo.config.recompile_limit = 64
-    # Numbers are constants of a graph. By default a dynamic graph takes them as inputs, also those
-    # that stand in our code, such as the coefficients of Polar Express, and cannot be kept then.
+    # Floats are constants of a graph. By default a dynamic graph takes them as inputs, and cannot
+    # be kept then.
     torch._dynamo.config.specialize_float = True
     # By default, graphs with an autograd function of ours in them, as FP8 has, are never cached.
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
@@ -86,7 +86,8 @@ def pass_that_only_names(identity: str):
 
 class Compiled:
     """A function under torch.compile. After a call that had to compile or load a graph it calls
-    `report(what, seconds)`, where `seconds` is how long the call took.
+    `report(what, seconds)`, where `seconds` is how long the call took; it also says there if graphs
+    cannot be kept.
 
     `sources` identifies the project's source files, all of them: a hash. With it, graphs are kept
     on disk for later runs. Then its results may depend on nothing but its arguments, these files
@@ -135,19 +136,19 @@ class KeptGraphs:
 
     Two things decide whether a graph may serve some arguments.
     - Its guards, which PyTorch keeps with it. They are checked at each call, as torch.compile does,
-      and know the form of tensors, which of them are the same one, all other values, and the
+      and know the form of tensors, which of them are the same one, numbers, strings, and the
       state of PyTorch: whether gradients are computed, autocast, the number of threads.
     - Its key, because kept guards know neither functions nor globals. The key has the source files,
       the constants that the function reads (`globals_read`), the versions of Python and PyTorch,
-      the processor, the compiler's settings, and the name of each function in the arguments. It
-      also has the form of the arguments, so that few graphs are loaded only to be refused by their
-      guards.
+      the kind of processor, the compiler's settings, and the name of each function in the
+      arguments. It also has the form of the arguments, so that few graphs are loaded only to be
+      refused by their guards.
 
     Memory that the function writes to may not overlap other arguments: neither these guards nor
     those of torch.compile always notice.
 
-    Arguments that are neither tensors, constants, functions, plain objects nor collections of these
-    raise a TypeError, because the key could not say all that matters about them."""
+    Arguments that are neither tensors, constants, functions, classes, plain objects nor collections
+    of these raise a TypeError, because the key could not say all that matters about them."""
 
     def __init__(self, function: FunctionType, sources: str, dynamic: bool):
         self.function = function
@@ -247,8 +248,8 @@ def form(value, dynamic: bool = False):
 
 
 def globals_read(function: FunctionType, args: tuple) -> dict[str, object]:
-    """The constants, collections and functions that stand in the function's module and that it
-    reads when it is traced: name -> form. The source files alone may not decide their values, as in
+    """The constants, collections, functions and classes of the function's module that it reads when
+    it is traced: name -> form. The source files alone may not decide their values, as in
     `WIDE = "WIDE" in os.environ`. Besides its own code this follows the functions and classes of
     the module that it names, and the methods of its arguments; not other modules, the attributes
     of classes, nor functions that are arguments."""
@@ -370,13 +371,13 @@ class CudaGraphs:
     def __init__(self, parameters: Iterable[Tensor]):
         self.parameters = list(parameters)
         self.captures = {}
-        # Graphs share memory. But what one returns is kept, so none captured later writes there.
+        # Graphs share memory. But results are kept: no graph captured later writes there.
         self.pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, key, function: Callable, tensors: tuple[Tensor, ...]):
         """Returns function(*tensors), which may also make or add to the .grad of the parameters.
-        Use a result before its graph runs again, or one that was recorded earlier: both may
-        overwrite it.
+        Use a result before its graph, or one recorded earlier, runs again: both may overwrite
+        it.
 
         `key` names the recording, and must be hashable. Two calls may have the same key only if
         they do the same operations on the same memory, and differ in nothing but the numbers in
@@ -401,7 +402,7 @@ class CudaGraphs:
         graph = torch.cuda.CUDAGraph()
         inputs = [x.clone() for x in tensors]
         # On the current stream, because kernels of a graph keep the priority of the stream that
-        # they were recorded on. CUDA's default stream cannot be recorded: None is another one.
+        # they were recorded on. CUDA's default stream cannot be recorded: None takes another.
         # "thread_local": meanwhile another thread may allocate memory.
         stream = torch.cuda.current_stream()
         if stream == torch.cuda.default_stream():

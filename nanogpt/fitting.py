@@ -1,9 +1,8 @@
 """A run fitted to a text: what somebody who brings any text should not have to work out.
 
-The presets speedrun and onepass are strict: they need a certain amount of text and refuse less. A
-fitted run takes what there is. Its preset follows from the kind and the amount of text, its
-sequences and its validation from how long the text is, its steps from a budget of minutes or from
-the text.
+A run that is not fitted needs a certain amount of text and refuses less. A fitted run takes what
+there is. Its preset follows from the kind and the amount of text, its sequences and its validation
+from how long the text is, its steps from a budget of minutes or from the text.
 
 `fit` does this when the command line is read. If minutes choose the steps, `fit_to_minutes` does so
 after the warm-up, when it is known how long a step takes.
@@ -31,15 +30,16 @@ MINUTES = 2.0  # the budget if none is given
 # (records/2026-11-22_h100_one_gpu).
 MOST_EPOCHS = {"laptop": 6, "char": 3, "small": 2}
 LEAST_STEPS_PER_READING = 75  # for `small`: the batches of a short text are small
-# The table of n-grams learns a short text by heart sooner than the layers do. So it has at most one
-# row for so many tokens. A short text, which a CPU reads more than once in two minutes, also has
-# shorter n-grams (records/2026-11-23_laptop_ngrams), and with them shorter matches in the document
-# (nanogpt/matches.py). What came next in the training text is not recalled, for the same reason.
+# The table of n-grams learns a short text by heart sooner than the layers do. So in `laptop` and
+# `small` it has at most one row for so many tokens. A short text, which a CPU reads more than once
+# in two minutes, also has shorter n-grams (records/2026-11-23_laptop_ngrams), and with them shorter
+# matches in the document (nanogpt/matches.py). What came next in the training text is not recalled,
+# for the same reason.
 TOKENS_PER_ROW = 64
 SHORT_TEXT = 2_000_000  # tokens: shorter ones are short
 LONGEST_IN_SHORT = 4  # tokens of an n-gram
-# A number in a table needs 10 bytes: 4 for the float32 original, 2 for the weight that is read, and
-# 2 for each of Adam's moments.
+# A number in a table needs 10 bytes, if weights are in bf16 on one GPU: 4 for the float32 original,
+# 2 for the weight that is read, and 2 for each of Adam's moments.
 BYTES_PER_NUMBER = 10
 # The part of a GPU's memory that the table of n-grams may take. It also makes every save larger.
 TABLE_SHARE = 0.1
@@ -250,7 +250,7 @@ def option_for_longer(c, seconds: float) -> str:
 
 def steps_of_schedule(c, schedule: list, shard_tokens: tuple[int, ...], wanted: float,
                       most_epochs: float) -> dict[str, int]:
-    """The changes that make at most the wanted number of steps."""
+    """What `steps_that_fit` returns, for this schedule."""
     per_step = c.batch_tokens * sum(stage.fraction * stage.batch_part for stage in schedule)
     return steps_that_fit(
         shard_tokens, wanted, most_epochs, per_step, c.seq_len, c.batch_tokens)

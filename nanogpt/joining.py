@@ -23,9 +23,9 @@ from nanogpt.ranks import BadInput, SharedFault, all_ranks, refuse_faults, requi
 from records.console import complain
 from records.journal import project_files
 
-STORE_PATIENCE_S = 30  # how long a store that is known to be there may take to answer
+STORE_PATIENCE_S = 30  # how long it may take to connect to a store that is known to be there
 WAIT_AFTER_FAULT_S = 4  # how long a rank with a fault waits for the others, which may have the same
-OWN_KEYS = ("data_dir", "join_timeout")  # hosts may differ in them: the shards are compared
+OWN_KEYS = ("data_dir", "join_timeout")  # hosts may differ in them; shards are compared themselves
 REMEDY = "all ranks need the same command, code and data"
 
 
@@ -58,7 +58,7 @@ def own_place() -> Place | None:
 
 class Meeting(NamedTuple):
     place: Place
-    attempt: str  # with which all that this run has in the store begins
+    attempt: str  # how the keys of this run in the store begin
     store: dist.Store
     notes: dict[int, dict]  # of all ranks that have come
 
@@ -93,7 +93,7 @@ def fault_of(place: Place, fault: str | None) -> str:
 
 
 def give_up(place: Place, fault: str | None) -> None:
-    """Ends a process that waits inside of torch: somebody has taken its call, and says nothing."""
+    """Ends a process that waits inside of torch for a store that never answers."""
     complain(f"train_gpt.py: {fault_of(place, fault)}")
     os._exit(2)
 
@@ -251,8 +251,8 @@ def what_differs(ours: dict[str, dict], theirs: dict[str, dict]) -> list[str]:
 
 
 def refuse_other_data(files: list[dict], data: list[dict]) -> None:
-    """Raises BadInput unless all ranks have imported the same files and read the same shards: the
-    facts `file` and `data` of their logs. A collective."""
+    """Raises BadInput unless the files that several ranks have imported are the same, and the
+    shards that they read, by the facts `file` and `data` of each. A collective."""
     shards = {f"{shard['split']} shard {shard['name']}": shard["sha256"] for shard in data}
     runs = {"files": {file["path"]: file["sha256"] for file in files}, "shards": shards}
     odd = difference(all_ranks(runs))

@@ -1,7 +1,8 @@
 """What a run leaves behind: saves from which it can go on, the best weights, and its result.
 
-The loop of training is `Run` in train_gpt.py. It asks the Keeper whether a save is due, and tells
-it to save when all ranks have agreed, what a validation has found, and how the run has ended.
+The loop of training is `Run` in train_gpt.py. It asks the Keeper whether a save is due, and has it
+save when all ranks have agreed. It tells the Keeper what each validation has found, and how the run
+has ended.
 """
 import dataclasses
 from pathlib import Path
@@ -30,7 +31,7 @@ class Keeper:
         self.clock = clock
         self.first_step = 0
         self.best = None  # the checkpoint of the best validation
-        self.came_from = []  # the runs that this one goes on with
+        self.came_from = []  # folders RUN_ID.saved of the runs that this one goes on with
         if run_files.saved:
             self.go_on(run_files.saved)
         self.run_id = all_ranks(facts.run["run_id"])[0]

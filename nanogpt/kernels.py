@@ -320,8 +320,8 @@ def static_product(a: Tensor, b_t: Tensor, scale: float, dtype: torch.dtype) -> 
 # So both directions have the same kernel, with few differences at the end.
 
 HOPPER = (9, 0)
-# Of 16 choices these were the fastest on an H200 in which a program computes several tiles. Two
-# programs share a processor, so that one writes its tile while the other multiplies. Both must fit
+# Of 16 choices with several tiles for a program these were the fastest on an H200. Two programs
+# share a processor, so that one writes its tile while the other multiplies. Both must fit
 # into its 228 KB of shared memory: forward, 2 KB are left.
 HOPPER_TILE = 128  # rows and columns of a tile of y
 HOPPER_PROGRAMS = 2  # on each processor
@@ -483,7 +483,7 @@ def relu_squared_backward(
 # One program works on one token. It holds all V logits of the token in registers, so it reads them
 # once. (16,384 candidates fit. Of a whole vocabulary Triton puts a part into slower memory: one
 # H200 then takes 730 us for 8,192 tokens, where reading the logits twice took 577.) The program
-# leaves the loss and the gradient. So the gradient is written once, in FP8, it never exists in
+# writes the loss and the gradient. So the gradient is written once, in FP8, it never exists in
 # bf16, and the backward pass computes nothing again.
 #
 # For 32,768 tokens and 16,384 candidates the kernel takes 0.57 ms on one H200. To read and write
@@ -580,7 +580,7 @@ def launch_loss(
     loss = z.new_empty(T, dtype=torch.float32)
     gradient = torch.empty_like(z, dtype=E5M2)
     loss_kernel[T,](
-        z, targets, loss, gradient, bias, 1 / grad_scale, V, *cap, True, **loss_tile(V)
+        z, targets, loss, gradient, bias, 1 / grad_scale, V, *cap, FAST=True, **loss_tile(V)
     )
     return loss, gradient
 
@@ -657,9 +657,9 @@ def capped_cross_entropy(
 # The model looks up rows of large tables, for instance one for each hash of an n-gram. A batch uses
 # only some rows of a table. The optimizer adds up the gradients of the used rows and updates only
 # those. The ranks share this work by columns: each owns `share` columns of all rows, and the last
-# rank's are padded if the width is no multiple of the number of ranks. First a rank sums the
+# ones are padded if the width is no multiple of the number of ranks. First a rank sums the
 # gradients of the rows that it has used itself, and cuts the sums into a part for each rank. Then
-# it sums the parts that it has received, which are of its own columns; there `ranks` is 1.
+# it sums the parts that it has received, which are of its own columns; for these `ranks` is 1.
 #
 # Each kernel passes over memory once, where indexing in PyTorch, compiled or not, takes two to four
 # passes. A program works on a tile of 1024 numbers: a part of one line, or several short lines.
@@ -668,7 +668,7 @@ NUMBERS_PER_PROGRAM = 1024
 
 
 def line_tiles(n: int, width: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """How many programs cover n lines of so many columns, and the lines and columns of a tile."""
+    """How many programs cover n lines of `width` columns, and the lines and columns of a tile."""
     columns = min(triton.next_power_of_2(width), NUMBERS_PER_PROGRAM)
     lines = NUMBERS_PER_PROGRAM // columns
     return (triton.cdiv(n, lines), triton.cdiv(width, columns)), (lines, columns)

@@ -1,15 +1,15 @@
 """Which keys a query of attention sees, block by block, for two ways to compute attention.
 
 A query sees a key if the key is not later, both belong to the same document, and the key's block is
-among the last `window` blocks up to the query's. A block is 128 tokens. Everything here takes the
+among the last `window` blocks up to the query's. A block is 128 tokens. Masks are made from the
 number of each token's document, (T,) int32, which never falls, and T is a multiple of 128.
 
 On GPUs compiled FlexAttention (record 12) visits only the blocks in which something is seen, and
 computes the mask of single elements only where a block is seen in part. It needs lists of blocks,
-which are made here. Otherwise PyTorch's scaled-dot-product attention computes the same, one row of
-blocks at a time."""
+which are made here. Otherwise PyTorch's scaled-dot-product attention, or on a CPU plain products,
+compute the same from the keys that each block of queries can see."""
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ from torch.nn.attention.flex_attention import BlockMask
 BLOCK_SIZE = 128  # tokens
 
 
-@lru_cache(None)
+@cache
 def device_integers(device: torch.device, *values: int) -> Tensor:
     """(n,) int64 on the device, made once: a CUDA graph reads the same memory at every replay."""
     return torch.tensor(values, device=device)
@@ -60,7 +60,7 @@ def block_lists(documents: Tensor, windows: Tensor) -> tuple[Tensor, ...]:
     last_full_query = torch.searchsorted(last, first, right=True) - 1
     last_full_query = last_full_query.maximum(own).minimum(newest)
 
-    place = torch.arange(len(first), device=documents.device)  # (n,) in a list
+    place = own  # (n,) in a list
 
     def blocks(begin: Tensor, end: Tensor, with_own: int) -> tuple[Tensor, Tensor]:
         """The blocks from begin to end - 1, and before them the own block if with_own is 1."""
@@ -80,7 +80,8 @@ def block_lists(documents: Tensor, windows: Tensor) -> tuple[Tensor, ...]:
 def flex_masks(
         documents: Tensor, windows: dict[str, int],
         make_lists: Callable = block_lists) -> dict[str, BlockMask]:
-    """A mask for each window, in blocks. `make_lists` is block_lists, compiled or not."""
+    """A mask for each of the windows, which are in blocks. `make_lists` is block_lists, compiled or
+    not."""
 
     def causal_and_same_document(batch, head, query, key):
         return (query >= key) & (documents[query] == documents[key])

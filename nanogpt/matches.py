@@ -17,7 +17,7 @@ from nanogpt.ranks import gathered
 
 
 class History(NamedTuple):
-    """What the tokens up to each position say, whatever the weights are."""
+    """What is computed from the tokens up to each position, without the weights."""
     hashes: Tensor  # (lengths, T), of the last 2, 3, ... tokens
     # (kinds, 2, T). The kinds of match are those in the document, and perhaps those in the training
     # text. found[kind, 0] is the token that came next there, and found[kind, 1] the length.
@@ -37,8 +37,8 @@ def history(tokens: Tensor, begins: Tensor, table: Tensor, longest_ngram: int,
 
 def ngram_hashes(tokens: Tensor, begins: Tensor, longest: int) -> Tensor:
     """tokens and begins (T,) -> (longest - 1, T) int64: for each position the hash of its last 2,
-    of its last 3, ... and of its last `longest` tokens. Those before the document, or before the
-    sequence if that begins inside of it, count as 0."""
+    of its last 3, ... and of its last `longest` tokens. Those before the document or before the
+    sequence count as 0."""
     earlier = tokens
     hashed = tokens
     hashes = []
@@ -52,7 +52,8 @@ def ngram_hashes(tokens: Tensor, begins: Tensor, longest: int) -> Tensor:
 def induced_tokens(tokens: Tensor, begins: Tensor, hashes: Tensor) -> tuple[Tensor, Tensor]:
     """tokens and begins (T,), hashes of their n-grams (G, T) -> for each position its induced token
     and the length of its match, both (T,) int64, and both 0 where there is no match. A match of
-    length n is an earlier position in the document where the last n tokens were the same as here.
+    length n is an earlier position in the document (or what the sequence has of it) where the last
+    n tokens were the same as here.
     We take the longest one, with n from 1 to 1 + G, and of several the latest. The induced token is
     the one that came next there."""
     # 1. Sort the positions for each n, so that those with equal last tokens stand side by side, in
@@ -99,9 +100,10 @@ def recalled_tokens(table: Tensor, hashes: Tensor,
     is the largest of `lengths`, which ascend, for which there is one."""
     token = torch.zeros_like(hashes[0])
     length = torch.zeros_like(token)
+    bits = check_bits(hashes)
     for n in lengths:
         entry = table[hashes[n - 2] % len(table)]
-        is_found = (entry > 0) & ((entry >> 16 & 0xFFFF) == check_bits(hashes))
+        is_found = (entry > 0) & ((entry >> 16 & 0xFFFF) == bits)
         token = torch.where(is_found, entry & 0xFFFF, token)
         length = torch.where(is_found, n, length)
     return token, length

@@ -2,8 +2,9 @@
 
 Nearly all the work of training is matrix products, and hardware multiplies numbers of few bits
 faster: FP8 twice as fast as bf16, FP4 up to four times as fast. A recipe is a way to compute with
-such numbers and to learn nevertheless. The recipe of the default run stands in train_gpt.py. The
-others have a file each, which begins with a page about the recipe: fp8.py, nvfp4.py and fp16.py.
+such numbers and to learn nevertheless. The recipe of the default run stands in train_gpt.py, and so
+do those that compute in bf16, float32 or float64. The others have a file each, which begins with a
+page about the recipe: fp8.py, nvfp4.py and fp16.py.
 
 The trainer calls the methods of `Recipes` at fixed points of a step. This hands each call on to the
 recipes that the run has (`Recipe`). fp8 and nvfp4 also replace products: their method
@@ -81,8 +82,8 @@ class Recipe:
         return False
 
     def weights_changed(self, names: Collection[str], masters: dict[str, Tensor]) -> int:
-        """Is called after an update of the banks of these names. `masters` has this rank's float32
-        rows of each bank. Returns the size in bytes of what the ranks have gathered. A
+        """Is called when the banks of these names have changed. `masters` has this rank's part of
+        each bank, in float32 or wider. Returns the size in bytes of what the ranks have gathered. A
         collective."""
         return 0
 
@@ -94,8 +95,8 @@ class Recipe:
         return None
 
     def state(self) -> dict:
-        """What training has changed and `weights_changed` does not make anew: numbers by name, the
-        same on all ranks. A saved run goes on from them."""
+        """What a save needs beside what `weights_changed` makes anew: numbers by name, the same on
+        all ranks."""
         return {}
 
     def load_state(self, state: dict) -> None:
@@ -207,7 +208,7 @@ def inverse(x: Tensor) -> Tensor:
 # Which recipe where
 
 
-PLAIN_DTYPES = {  # of the recipes that compute in the dtype of the tensors
+PLAIN_DTYPES = {  # for recipes that compute in the dtype of the tensors
     "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
 
@@ -233,15 +234,14 @@ def scales_loss(c) -> bool:
 
 
 def is_native(recipe_name: str, device: torch.device) -> bool:
-    """Whether the device itself has the products of this recipe. The products of GPUs that have
-    nvfp4 (Blackwell) were never tried, so it is emulated everywhere."""
+    """Whether the device itself has the products of this recipe. Of a CPU that is assumed for bf16
+    and fp16, too. The products of GPUs that have nvfp4 (Blackwell) were never tried, so it is
+    emulated everywhere."""
     if recipe_name == "nvfp4":
         return False
     if recipe_name in ("fp8", "fp8-static"):
         return kernels.has_fp8(device)
-    if device.type != "cuda" or recipe_name in ("fp32", "fp64"):
-        return True
-    if torch.version.hip:
+    if device.type != "cuda" or torch.version.hip or recipe_name in ("fp32", "fp64"):
         return True
     needed = {"bf16": (8, 0), "fp16": (7, 0)}
     return torch.cuda.get_device_capability(device) >= needed[recipe_name]
@@ -343,7 +343,8 @@ def summary(recipe_names: RecipeNames, device: torch.device) -> str:
 
 
 class Recipes:
-    """All recipes of a run that have a module of their own, as one: each method asks all."""
+    """All recipes of a run that have a module of their own, as one: each method but `product` asks
+    all."""
 
     def __init__(self, recipe_names: RecipeNames, sites: list[Site], banks: dict[str, Tensor], c):
         """sites: where the weights of all projections lie in the banks; c: train_gpt.Config"""

@@ -54,7 +54,7 @@ class Stop:
                 self.leave_with_others(number)
             leave(number, self.when)
         if number == signal.SIGINT and not self.signal:  # somebody waits before the screen
-            say("the run ends in order, within a few steps; the next control-C ends it at once, "
+            say("the run ends in order, in a moment; the next control-C ends it at once, "
                 "and loses what is not saved")
         self.signal = self.signal or SIGNALS[number]
         # The next control-C needs no Python, which may wait for something.

@@ -51,7 +51,7 @@ class WarmUp:
         self.tokens[::600] = model.bos
         self.step_kinds = []  # a step of each stage, with and without its recipes
         for stage in plan:
-            ends = (stage.first, stage.end - 1)  # recipes are given up at most once in a stage
+            ends = (stage.first, stage.end - 1)  # within a stage recipes are given up at most once
             steps = {self.setting(step).plain: step for step in ends}
             self.step_kinds += [(stage, step) for step in steps.values()]
         self.settings = {str(self.setting(step)) for _, step in self.step_kinds}
@@ -108,8 +108,8 @@ class WarmUp:
             passes[stage.length, self.setting(step).plain] = stage, step
         shares = [partial(self.forward_backward, stage, step) for stage, step in passes.values()]
         shares += [partial(self.validate, self.config.num_steps), self.update]
-        # The ranks take turns, forth and back: of two ranks, one has a pass, and the other one
-        # validation and the updates, which together take about as long.
+        # The ranks take turns, forth and back: if there is one pass and two ranks, the second one
+        # has validation and the updates, which together take about as long.
         turns = [*range(world_size), *reversed(range(world_size))]
         for share, turn in zip(shares, cycle(turns)):
             if turn == rank:
@@ -122,7 +122,7 @@ class WarmUp:
 
     def example(self, length: int) -> tuple[Tensor, Tensor]:
         inputs, targets = self.tokens[:length], self.tokens[1 : length + 1]
-        return inputs, targets.clone()  # as where a micro-batch has several sequences
+        return inputs, targets.clone()  # `flatten` copies several sequences, too
 
     def micro_batches(self, stage: StagePlan) -> list[tuple[Tensor, Tensor]]:
         """Those of one rank."""

@@ -20,7 +20,7 @@ as on a closed laptop, must not blame the others. A compiler can keep the thread
 running for some seconds, so the limit is 30. `hung` says nothing in the first update and the first
 validation, nor while a rank reads data or saves: how long that may take nobody knows.
 
-Who has a reason to end the run writes it under `over`, where only the first one is kept. The rank
+A rank that ends the run writes why under `over`, where only the first one is kept. The rank
 that was first says it, and so does one rank of each other host; all others end in silence. If the
 store is gone, too, one rank of each host speaks. A process on its own has none of this.
 """
@@ -107,7 +107,7 @@ class Watch:
         errors: what parse raises if the user can mend it
         minutes: to wait for the others if there is no configuration that says it
 
-        Raises SharedFault and BadInput, as joining.meet and joining.refuse do.
+        Raises SharedFault and BadInput, as the functions of joining do.
         """
         place = joining.own_place()
         if place is None:
@@ -316,7 +316,10 @@ class Watch:
         return f"all ranks have stood {where} for {seconds}, {places}"
 
     def with_host(self, ranks: list[int]) -> str:
-        return f"{joining.in_words(ranks)} on host {self.meeting.host(ranks[0])}"
+        of_host = defaultdict(list)
+        for rank in ranks:
+            of_host[self.meeting.host(rank)].append(rank)
+        return ", ".join(f"{joining.in_words(of_host[host])} on host {host}" for host in of_host)
 
     # ------------------------------------------------------------------------------- the last word
 
@@ -334,7 +337,7 @@ class Watch:
 
     def end_run(self, sentence: str, status: int) -> None:
         """Ends the process, with this sentence and status if no other rank was first. Never
-        returns: the main thread may be one that nothing can wake."""
+        returns: the main thread may be stuck."""
         self.stop.leaving = True  # first: a signal would come back here, and wait for itself
         self.last_word.acquire()
         first_line = sentence.partition("\n")[0]  # what follows is a traceback

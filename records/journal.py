@@ -72,8 +72,8 @@ class PendingLoss(NamedTuple):
 
 
 def to_host(numbers: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """A copy on the CPU that nothing waits for, and the event after which it may be read. (PyTorch
-    makes it in pinned memory, into which the GPU can write by itself.)"""
+    """The numbers on the CPU, and the event after which they may be read: nothing waits for the
+    copy. (PyTorch makes it in pinned memory, into which the GPU can write by itself.)"""
     copy = numbers.to("cpu", non_blocking=numbers.is_cuda)
     return copy, torch.cuda.current_stream().record_event() if numbers.is_cuda else None
 
@@ -110,7 +110,7 @@ class Log:
     def __init__(self, console: Console):
         self.num_steps = 0
         self.pending: list[PendingLoss] = []
-        self.steps: list[tuple] = []  # the arguments of all calls of `step`
+        self.steps: list[tuple] = []  # step, seconds, name and loss of all lines
         self.console = console
         self.path = None  # as long as the file has not begun
         self.has_ended = False
@@ -157,17 +157,17 @@ class Log:
             paths = [self.path]
             if jsonl:
                 paths.append(self.path.with_suffix(".jsonl"))
-            for path in paths:
-                # Unbuffered, so that a run which is killed leaves a log up to that moment.
-                self.files[path] = open(path, "wb", buffering=0)
             try:
+                for path in paths:
+                    # Unbuffered, so that a run which is killed leaves a log up to that moment.
+                    self.files[path] = open(path, "wb", buffering=0)
                 write_whole(self.files[self.path], source + RULE.encode() + b"\n")
             except OSError as error:  # what has no whole source is no log
                 for file in self.files.values():
                     file.close()
                 self.files.clear()
                 for path in paths:
-                    path.unlink()
+                    path.unlink(missing_ok=True)
                 raise OSError(f"{self.path} cannot be written ({error.strerror}); make room, or "
                               "choose another --log_dir") from None
 
@@ -208,7 +208,8 @@ class Log:
 
     def repeat(self, steps: list[tuple]) -> None:
         """Writes the lines of the steps before a save (`steps` of that log), for a run that goes on
-        from it. The console shows these losses in its curve only."""
+        from it. The console does not print these losses, but has them in its curve and at its end.
+        """
         for step, seconds, name, loss in steps:
             self.write_step(step, seconds, name, loss)
             self.console.remember(step, seconds, name, loss)
@@ -335,7 +336,7 @@ def project_files(script: str | Path, root: Path = ROOT) -> list[dict]:
 
     A file is read by the first call after its import and never again. So make a call right after
     the imports: then the log shows what runs, even if a file is edited later. Raises BadInput for a
-    file that a log cannot hold.
+    file whose name or text a log cannot hold.
     """
     script = Path(script).resolve()
     paths = set()

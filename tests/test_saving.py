@@ -816,7 +816,7 @@ def after_signals(*numbers, before="pass", **variables):
     found = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT | variables, cwd=ROOT, text=True,
                            capture_output=True, timeout=100)
     noted = found.stdout.split()[-1]
-    answer = ("\ntrain_gpt.py: the run ends in order, within a few steps; the next control-C ends it at once, and loses "
+    answer = ("\ntrain_gpt.py: the run ends in order, in a moment; the next control-C ends it at once, and loses "
               "what is not saved\n")
     assert found.stderr == (answer if noted == "SIGINT" else "")
     return found.returncode, noted
