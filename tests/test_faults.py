@@ -204,7 +204,7 @@ HAPPENS = [
     Happens("weights are not finite, in the order of the table", "before 3", lambda *args: [spoil(name)(*args) for name in (
             "late_in", "qkvo", "lm_head")], f"{NOT_FINITE}the weights of lm_head and 2 more not finite{LOWER}", 2, kept=2),
     Happens("a table is not finite", "before 3", lambda place, model, _: model.ngrams.data.fill_(math.inf), f"{NOT_FINITE}all "
-            f"matrices finite: an activation overflowed, or a row of a table{LOWER}, or give --precision=bf16 if it is another one", 2, kept=2),
+            f"matrices finite: an activation overflowed, or a row of a table{LOWER}, or give --precision=bf16 if it is one of narrower numbers", 2, kept=2),
     Happens("the last update spoils the weights", "after 4", spoil_masters, r"the validation loss is nan at step 4 on rank 0, the "
             f"weights of qkvo not finite{LOWER}", 2, {"val_interval": 0}),
     Happens("the last update spoils the weights after a good validation", "after 4", spoil_masters, r"the validation loss is nan "
@@ -313,6 +313,6 @@ def test_two_ranks_end_together_name_the_one_that_went_wrong_and_finish_the_save
     ours = [line for line in found.stderr.splitlines() if line.startswith("train_gpt.py: ")]
     assert found.returncode != 0 and time.monotonic() - begin < 60, found.stderr
     assert ours == ["train_gpt.py: the training loss is nan at step 5 on rank 1 alone, all matrices finite: an activation "
-                    "overflowed, or a row of a table; lower the learning rates, or give --precision=bf16 if it is another one"], found.stderr
+                    "overflowed, or a row of a table; lower the learning rates, or give --precision=bf16 if it is one of narrower numbers"], found.stderr
     assert torch.load("new.pt", weights_only=True)["step"] == 4 and "ended early: the training loss" in last_line(place)
     assert [path.name for path in place.glob("logs/*.saved/step_*")] == ["step_000003"]

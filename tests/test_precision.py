@@ -310,7 +310,7 @@ def test_the_run_ends_with_the_name_of_the_weights_that_went_wrong(precision):
     assert re.fullmatch(begin + of_qk + end, judged(three, precision))
     if precision not in ("fp8", "nvfp4"):  # these name the projection
         assert re.fullmatch(begin + "all matrices finite: an activation overflowed, or a row of a table; lower the "
-                            "learning rates, or give --precision=bf16 if it is another one", judged(spoil_input_of_layer_2, precision))
+                            "learning rates, or give --precision=bf16 if it is one of narrower numbers", judged(spoil_input_of_layer_2, precision))
 
 
 def test_a_step_of_finite_numbers_goes_on_and_costs_little():
