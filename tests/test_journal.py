@@ -412,7 +412,7 @@ log.end(dict(val_loss=3.0, target=extra.TARGET, reached=True, train_time_s=0.2, 
 
 def test_a_log_has_all_that_ran_and_what_is_taken_out_of_it_runs_again(tmp_path, capsys):
     first, second = tmp_path / "first", tmp_path / "second"
-    for folder in ("nanogpt", "records"):
+    for folder in ("data", "nanogpt", "records"):
         (first / folder).mkdir(parents=True)
         for path in (ROOT / folder).glob("*.py"):
             shutil.copy(path, first / folder)
