@@ -1595,7 +1595,7 @@ def test_a_closed_pipe_is_no_error():
     assert (done.returncode, done.stderr) == (0, "") and done.stdout.count("\n") == 1
 
 
-@pytest.mark.parametrize("command", ["-m records check", "evaluate.py x --nothing", "sample.py x --nothing", "data/prepare.py --nothing"])
+@pytest.mark.parametrize("command", ["-m records compare laptop house_four_gpus", "evaluate.py x --nothing", "sample.py x --nothing", "data/prepare.py --nothing"])
 def test_a_program_that_is_started_without_standard_output_does_its_work(command):
     done = subprocess.run(["bash", "-c", f"{sys.executable} {command} >&-"], cwd=Path(__file__).parents[1], capture_output=True, text=True)
     is_wrong = "--nothing" in command
