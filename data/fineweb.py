@@ -96,11 +96,17 @@ def fetch(n, folder):
     Raises FetchError and OSError.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    missing = [name for name in shard_names(n) if not is_whole(folder / name)]
+    missing = []
+    for name in shard_names(n):
+        fault = fault_of(folder / name)
+        if fault is not None:
+            missing.append(name)
+        if fault:
+            print(f"{folder / name}: {fault}; fetching it again", flush=True)
     if missing:
         check_online()
     for i, name in enumerate(missing, 1):
-        if is_whole(folder / name):  # another process has fetched it meanwhile
+        if fault_of(folder / name) is None:  # another process has fetched it meanwhile
             continue
         # the client draws a progress bar in bytes below this line
         print(f"[{i}/{len(missing)}] {name}", flush=True)
@@ -110,16 +116,15 @@ def fetch(n, folder):
           f"{len(missing)} of them fetched now")
 
 
-def is_whole(path):
-    """Whether the file of a shard is there and complete. Says so if it is damaged."""
+def fault_of(path):
+    """What is wrong with the file of a shard: None if it is whole, empty if it is not there."""
     if not path.exists():
-        return False
+        return ""
     try:
         count_tokens(path)
     except ShardError as error:
-        print(f"{path}: {brief(error)}; fetching it again", flush=True)
-        return False
-    return True
+        return brief(error)
+    return None
 
 
 def brief(error):

@@ -2,7 +2,8 @@
 import re
 import threading
 
-MANY_BLANKS = re.compile(r"\s{500000}")
+MANY_BLANKS = re.compile(r"\s{1000,}")
+MOST_BLANKS = 500_000  # in a row, that tiktoken gets
 
 
 class VocabularyError(Exception):
@@ -44,6 +45,7 @@ def encode(text):
     tokens = []
     begin = 0
     for blanks in MANY_BLANKS.finditer(text):
-        tokens += vocabulary.encode_ordinary(text[begin : blanks.end()])
-        begin = blanks.end()
+        for end in range(blanks.start() + MOST_BLANKS, blanks.end(), MOST_BLANKS):
+            tokens += vocabulary.encode_ordinary(text[begin:end])
+            begin = end
     return tokens + vocabulary.encode_ordinary(text[begin:])

@@ -158,7 +158,7 @@ def find_newest(log_dir: str, given: dict, may_change: tuple[str, ...], new: dic
 
 
 def age(save: Path) -> tuple[int, int]:
-    """Sorts saves by when they were written; one that its run has removed meanwhile comes first."""
+    """Sorts saves by when they were written; one that is removed meanwhile counts as the oldest."""
     try:
         return save.stat().st_mtime_ns, step_of(save)
     except OSError:
