@@ -519,8 +519,8 @@ def warn_of_other_code(models: list[Model], of_models: list[dict[str, PerUnit]])
 def read_texts(name: str, key: str, split_blank: int | None) -> Source:
     """The documents of a file or folder that are not blank. Raises PrepareError if they cannot be
     read, and BadInput if there are none."""
-    paths = [found.path for found in texts.find_sources([name], [])
-             if found.named or texts.is_text(found.path)]
+    sources, _ = texts.find_sources([name])
+    paths = [path for path, is_named in sources if is_named or texts.is_text(path)]
     documents = []
     for path in paths:
         for document in texts.read_documents(path, key, split_blank):

@@ -1879,8 +1879,8 @@ def setting_of(step: int, c: Config) -> Setting:
     frequencies = [(1 / 1024) ** (j / max(rotating - 1, 1)) for j in range(rotating)]
     score_scale = 12.8 / c.head_dim
 
-    # 2. What has changed with each stage so far. A stage without steps, as the last one
-    # of speedrun, just sees farther and rescales nothing.
+    # 2. What has changed with each stage so far. A stage without steps, as the last of speedrun,
+    # just sees farther and rescales nothing.
     long_windows = [stage.long_window for first, end, stage in stages(c)
                     if first <= step and first < end]
     for a, b in pairwise(long_windows):

@@ -705,7 +705,7 @@ def main(argv=None):
         "shard_tokens": args.shard_tokens,
         "seed": args.seed,
     }
-    left_out = []  # files in folders
+    left_out = []
     try:
         if args.python_docs:
             tokens = choose_tokens(args.tokens, say)
@@ -713,7 +713,7 @@ def main(argv=None):
                 args.out, tokens == "bytes", args.name or "fineweb", **options)
             is_new = counts is not None
         else:
-            sources = find_sources(args.inputs, left_out)
+            sources, left_out = find_sources(args.inputs)
             if args.out is None:
                 args.out = default_folder(sources, args, options, say)
             counts, is_new = make_corpus(sources, args, options, say)

@@ -63,12 +63,11 @@ def errors_of(path):
         raise PrepareError(f"{path}: {reason}; check the file and its permissions") from error
 
 
-def find_sources(inputs, left_out):
-    """The files that `inputs` name or have in their folders. Raises PrepareError.
-
-    Those in folders that have none of the SUFFIXES are added to the list `left_out`.
-    """
+def find_sources(inputs):
+    """The files that `inputs` name or have in their folders, and those in folders that are left out
+    because of their endings. Raises PrepareError."""
     sources = []
+    left_out = []
     if "" in inputs:  # an unset variable of the shell, which Path would take for this folder
         raise PrepareError("one of the names is empty; name a file or a folder")
     for item in map(Path, inputs):
@@ -76,7 +75,9 @@ def find_sources(inputs, left_out):
             if item.is_file():
                 sources.append(Source(item, named=True))
             elif item.is_dir():
-                sources += [Source(path, named=False) for path in search(item, left_out)]
+                found, others = search(item)
+                sources += [Source(path, named=False) for path in found]
+                left_out += others
             elif item.is_symlink() and not item.exists():
                 target = os.readlink(item)
                 raise PrepareError(f"{item}: a link to {target}, which is not there; repair it")
@@ -86,31 +87,32 @@ def find_sources(inputs, left_out):
             else:
                 address = "; download it first" if re.match("[a-z]+:/", str(item)) else ""
                 raise PrepareError(f"{item}: no such file or folder{address or '; check the path'}")
-    return sources
+    return sources, left_out
 
 
-def search(top, left_out):
-    """The files under a folder that have one of the SUFFIXES and are not hidden, sorted.
+def search(top):
+    """The files under a folder that are not hidden: those that have one of the SUFFIXES, and the
+    others, both sorted.
 
-    Those with other endings are added to the list `left_out`. Raises OSError if a folder cannot be
-    read, and PrepareError if it has no such file.
+    Raises OSError if a folder cannot be read, and PrepareError if it has none of the first kind.
     """
     def refuse(error):
         raise error
 
     found = []
+    others = []
     for folder, subfolders, names in os.walk(top, onerror=refuse):
         subfolders[:] = [name for name in subfolders if not name.startswith(".")]
         for name in names:
             path = Path(folder, name)
             hidden = name.startswith(".")
             if not hidden and path.is_file():
-                (found if path.suffix.lower() in SUFFIXES else left_out).append(path)
+                (found if path.suffix.lower() in SUFFIXES else others).append(path)
     if not found:
         kinds = ".txt, .md, .rst, .jsonl or source code"
         raise PrepareError(f"{top}: no {kinds} in this folder (links to folders are not followed); "
                            "name the files themselves")
-    return sorted(found)
+    return sorted(found), sorted(others)
 
 
 def open_text(path):
