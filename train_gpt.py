@@ -108,9 +108,9 @@ from nanogpt.ranks import (
     start_process,
     sum_together,
 )
-from nanogpt.rows import LookedUpRows
 from nanogpt.run_files import RunFiles, check_amount, check_run_files, chooses_steps
 from nanogpt.streams import Mark, SideStream, to_device
+from nanogpt.tables import Table, Tables, own_columns
 from nanogpt.watch import Watch
 from records import journal
 from records.console import CLEAR_RISE, Console, next_commands
@@ -551,11 +551,14 @@ SCALARS = {
     "down": 1.0,
 }
 
+# What is looked up, and the row numbers of which kind it is looked up at (`GPT.row_numbers`).
+LOOKED_UP_AT = {"value_embeds": "tokens", "ngrams": "ngrams", "lm_head": "tokens"}
+
 
 class Param(NamedTuple):
     """A parameter of the model, called a bank. What all layers have lies together in one bank."""
     shape: tuple[int, ...]  # Muon takes it as a stack of matrices
-    optimizer: str  # "muon" or "adam"
+    optimizer: str  # "muon", "adam", or "rows": Adam for the rows of a table (nanogpt/tables.py)
     lr: float | tuple[float, ...]  # Adam: a number; Muon: matrix i has entry i % len(lr)
     init: Callable[[Tensor], None]  # fills a float32 tensor in place
     # Weight decay: an update that shrinks a weight also takes lr * decay of it away. The factor of
@@ -563,10 +566,9 @@ class Param(NamedTuple):
     # (record 43).
     decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.99)  # of the gradient's mean and of the mean square
-    # How the ranks share the work of an update:
-    #   "slice"    each rank updates an equal part of the first dimension
-    #   "all"      every rank updates all of it; for small ones, which the model has in float32, too
-    #   "columns"  each rank updates some columns of the rows that any rank has looked up
+    # How the ranks share the work of an update, but for tables, of which each has its columns:
+    #   "slice"  each rank updates an equal part of the first dimension
+    #   "all"    every rank updates all of it; for small ones, which the model has in float32, too
     share: str = "slice"
 
 
@@ -624,8 +626,7 @@ def parameter_table(c: Config) -> dict[str, Param]:
     scalar = dict(optimizer="adam", lr=c.scalar_lr, share="all")
     late = dict(optimizer="adam", lr=0.25 * c.head_lr, share="all")
     table = dict(
-        optimizer="adam", lr=c.table_lr, betas=(0.75, 0.95),
-        decay=0.025 * c.table_lr, share="columns")
+        optimizer="rows", lr=c.table_lr, betas=(0.75, 0.95), decay=0.025 * c.table_lr)
     return {
         # up and down of each layer in turn, both (D, F): y = relu(x up)^2 down^T. By theory, Muon's
         # learning rate for up grows with the root of F / D (record 42), which is 2 for the usual
@@ -662,7 +663,7 @@ def num_weights(c: Config) -> tuple[int, int]:
     """How many weights are active in every token, and how many are in tables."""
     active = in_tables = 0
     for param in parameter_table(c).values():
-        if param.share == "columns":
+        if param.optimizer == "rows":
             in_tables += math.prod(param.shape)
         else:
             active += math.prod(param.shape)
@@ -899,7 +900,7 @@ class GPT(nn.Module):
         compiles = device.type == "cuda" and self.functions != EAGER
         self.flex = c.attention == "flex" or (
             c.attention == "auto" and compiles and c.head_dim >= 16)
-        self.big_tables = [name for name, param in self.params.items() if param.share == "columns"]
+        self.big_tables = [name for name, param in self.params.items() if param.optimizer == "rows"]
         self.add_banks(recipe.PLAIN_DTYPES[recipe.plain_recipe(c)], device, world_size)
         generator = torch.Generator().manual_seed(0)
         signs = 2 * torch.randint(0, 2, (SIGN_ROWS, c.ngram_width), generator=generator) - 1
@@ -921,7 +922,7 @@ class GPT(nn.Module):
         wide = torch.promote_types(torch.float32, dtype)
         for name, param in self.params.items():
             rows = param.shape[0]
-            if param.share == "slice":
+            if param.share == "slice" and param.optimizer != "rows":
                 rows = math.ceil(rows / world_size) * world_size
             # The small ones stay wide. They are converted where they meet an activation, as in
             # weights.gates.to(x.dtype). Only `scalars` need not be: a single number leaves the
@@ -956,16 +957,17 @@ class GPT(nn.Module):
         return matches.History(*[x.clone() for x in made])  # the next call overwrites `made`
 
     def row_numbers(self, tokens: Tensor, hashes: Tensor) -> dict[str, Tensor]:
-        """For each big table the rows that are looked up, int64: of value_embeds by tokens (T,),
-        and of n-grams by their hashes (record 62 for pairs): (G T,)."""
+        """The rows that are looked up, int64: "tokens" (T,) in the token embedding and in
+        value_embeds, and those of n-grams by their hashes (record 62 for pairs): (G T,)."""
         of_ngrams = hashes[: self.config.longest_ngram - 1]  # (G, T)
-        return {"value_embeds": tokens, "ngrams": (of_ngrams % self.config.ngram_rows).flatten()}
+        return {"tokens": tokens, "ngrams": (of_ngrams % self.config.ngram_rows).flatten()}
 
     def look_up(self, tokens: Tensor, hashes: Tensor) -> dict[str, Tensor]:
         """The rows themselves: value_embeds (T, L * H d) and ngrams (G T, W); and those of the
         token embedding (T, D)."""
-        rows = self.row_numbers(tokens, hashes) | {"lm_head": tokens}
-        return {name: F.embedding(index, getattr(self, name)) for name, index in rows.items()}
+        rows = self.row_numbers(tokens, hashes)
+        return {name: F.embedding(rows[index], getattr(self, name))
+                for name, index in LOOKED_UP_AT.items()}
 
     def layer_weights(self) -> list[LayerWeights]:
         """The weights of each layer, as views of the banks."""
@@ -1432,19 +1434,19 @@ class Precision:
 # summed over the ranks, each rank updates its share, and hands the new weights out to all.
 # `Param.share` says how:
 #
-#   share      of which      summed by               a rank updates         handed out by
-#   "slice"    matrices,     reduce-scatter          its slice of the       all-gather
-#              the head                              bank
-#   "columns"  tables        all-to-all of the rows  its columns of the     all-gather of these
-#                            that a rank has looked  rows that any rank     rows
-#                            up                      has looked up
-#   "all"      small banks   all-reduce              all of it, as others   nothing
-#                                                    do
+#   share    of which      summed by               a rank updates         handed out by
+#   "slice"  matrices,     reduce-scatter          its slice of the       all-gather
+#            the head                              bank
+#   "all"    small banks   all-reduce              all of it, as others   nothing
+#                                                  do
+#   (none)   tables        all-to-all of the rows  its columns of the     all-gather of these
+#                          that a rank has looked  rows that any rank     rows
+#                          up                      has looked up
 #
 # Gradients of micro-batches are added, and then sent, in the dtype of the bank; those of rows are
 # added in float32 and sent in the dtype of the bank. Transfers run in the background, while the
 # next parameter is being worked on. The tables are worked on in a CUDA stream beside that of the
-# matrices (nanogpt/rows.py). The head can wait for the gradient of a second step: twice the batch
+# matrices (nanogpt/tables.py). The head can wait for the gradient of a second step: twice the batch
 # is better for it, and it is sent half as often.
 #
 # Losses and gradients are sums over tokens, not means. So the result does not depend on how many
@@ -1496,7 +1498,7 @@ def cautious_update(master: Tensor, part: Tensor, update: Tensor, lr, decay) -> 
 # sums over the tokens of a batch, not means. To Muon and Adam, which divide by the size of the
 # gradient, that makes no difference, but to plain SGD it does. On a GPU the update runs as a CUDA
 # graph: what changes from step to step must come in a tensor, as the rates do. The rows of tables
-# have a kernel instead, `adam_rows` in nanogpt/kernels.py.
+# have a kernel instead, `adam_rows` in nanogpt/tables.py.
 
 
 class Rates(NamedTuple):
@@ -1549,7 +1551,7 @@ class AdamState(NamedTuple):
 def adam_update(master: Tensor, part: Tensor, gradient: Tensor, state: AdamState,
                 rates: Tensor) -> None:
     """Updates master by Adam (Kingma & Ba 2015), and copies it to `part`. All these tensors have
-    one shape; the rates are (5,). kernels.adam_rows does this for the rows of tables that were
+    one shape; the rates are (5,). tables.adam_rows does this for the rows of tables that were
     looked up. All other rows keep their weights and both means; `correction` counts all steps
     nevertheless, and so it does for the head with head_every_second."""
     lr, decay, beta1, beta2, correction = rates
@@ -1618,8 +1620,11 @@ class Optimizer:
         self.masters = {
             name: self.own(name, bank).to(wide, copy=True) for name, bank in self.banks.items()}
         self.state = {name: self.zero_state(name) for name in self.banks}
-        tables = {name: self.masters[name] for name in model.big_tables}
-        self.lookups = LookedUpRows(self.device, tables, model.lm_head.dtype)
+        tables = {}
+        for name in model.big_tables:
+            tables[name] = Table(
+                self.banks[name], self.masters[name], self.state[name], LOOKED_UP_AT[name])
+        self.tables = Tables(self.device, model.config.vocab_size, tables)
         self.call = compiling.call_directly
         self.reset(self.banks)
 
@@ -1630,7 +1635,8 @@ class Optimizer:
             self.masters[name].copy_(self.own(name, w))
             for moment in self.state[name]:
                 moment.zero_()
-        self.sums = {}  # name -> own part of the summed gradient (of tables its summands), transfer
+        self.tables.reset()
+        self.sums = {}  # name -> this rank's part of the summed gradient, and its transfer
         self.head_gradient = None  # that of this step, from `start_sums` on
         self.first_head_gradient = None  # that of the step before, if this is the second of two
         self.updates = 0  # without those that fp16 has left out, as a gradient was not finite
@@ -1648,13 +1654,10 @@ class Optimizer:
 
     def own(self, name: str, bank: Tensor) -> Tensor:
         """This rank's slice of a bank, a view; of a table its columns, a copy; or all of it."""
-        share = self.model.params[name].share
-        if share == "all" or self.world_size == 1:
+        if name in self.model.big_tables:
+            return own_columns(bank, self.rank, self.world_size)
+        if self.model.params[name].share == "all" or self.world_size == 1:
             return bank
-        if share == "columns":
-            padding = -bank.size(1) % self.world_size
-            padded = F.pad(bank, (0, padding)) if padding else bank  # pad would copy all of it
-            return padded.chunk(self.world_size, 1)[self.rank].contiguous()
         # from_dlpack makes a view with an offset of 0. Otherwise only rank 0, whose slice begins
         # the bank, would have this offset, and would need other compiled graphs than the others.
         return torch.from_dlpack(bank.chunk(self.world_size)[self.rank])
@@ -1662,34 +1665,32 @@ class Optimizer:
     @torch.no_grad()
     def start_sums(self) -> None:
         """Begins to sum all .grad over the ranks, but keeps the head's; then each .grad is None. To
-        be called before the last `lookups.add`: the sums travel while the GPU adds up the rows'
+        be called before the last `tables.add`: the sums travel while the GPU adds up the rows'
         gradients. A collective."""
         small = {}
         for name, bank in self.model.named_parameters():
+            if name in self.model.big_tables:
+                continue
+            if bank.grad is None:
+                raise RuntimeError(f"{name} has no gradient; is it used in the forward pass?")
             if name == "lm_head":
                 self.head_gradient = bank.grad
-            elif bank.grad is not None and self.model.params[name].share == "all":
+            elif self.model.params[name].share == "all":
                 small[name] = bank.grad
-            elif bank.grad is not None:
+            else:
                 self.sums[name] = self.start_sum(bank.grad)
         self.sums |= sum_together(small)
         self.bytes_sent += 2 * sum(gradient.nbytes for gradient in small.values())
         self.model.zero_grad()
 
-    def start_row_sums(self) -> None:
-        """The same for the rows of the tables, and for the head, after the rows of the token
-        embedding are added to its gradient. A collective."""
-        lookups = self.lookups
-        with lookups.side_stream.on():
-            for name, total in lookups.take_totals().items():
-                self.bytes_sent += total.nbytes
-                self.sums[name] = lookups.exchange(name, total)
-            gradient = self.head_gradient
-            self.head_gradient = None
-            if gradient is None:
-                return
-            lookups.side_stream.keep(gradient)
-            lookups.add_embedding(gradient)
+    def start_head_sum(self) -> None:
+        """The same for the head, after the rows of the token embedding are added to its gradient. A
+        collective."""
+        gradient = self.head_gradient
+        self.head_gradient = None
+        with self.tables.side_stream.on():
+            self.tables.side_stream.keep(gradient)
+            self.tables.add_embedding(gradient)
             if self.model.config.head_every_second:
                 if self.first_head_gradient is None:
                     self.first_head_gradient = gradient.clone()
@@ -1710,10 +1711,12 @@ class Optimizer:
     def step(self, lr_factor: float) -> None:
         """Updates the weights from the gradients, whose sums `start_sums` has begun, and from those
         of the looked-up rows. A collective."""
-        # 1. Begin the other sums: they travel while the first matrices are updated.
-        self.start_row_sums()
+        # 1. The sum of the head travels while the first matrices are updated.
+        self.start_head_sum()
+        waits = self.first_head_gradient is not None  # for the gradient of the next step
         # A recipe may leave out a step whose gradients are not finite.
         if not self.recipes.gradients_are_finite(self.finished_sums):
+            self.tables.skip()
             self.sums = {}
             self.first_head_gradient = None
             return
@@ -1723,38 +1726,29 @@ class Optimizer:
         # because they take longest: their rows must be put in place, too. Small banks come last.
         rates = self.rates(lr_factor)
         all_rates = to_device([*rates.values()], self.device)
-        tables = [name for name in self.sums if name in self.model.big_tables]
-        handed_out = {}
-        for name in tables:
-            with self.lookups.side_stream.on():
-                part = self.update_rows(name, self.finished_sum(name), rates[name])
-                handed_out[name] = self.hand_out(name, part)
+        self.tables.update(rates, self.recipes.unscale)
+        transfers = {}
         for group in self.groups:
-            if group[0] not in self.sums:  # the head, in every other step
+            if waits and group == ("lm_head",):
                 continue
             gradients = [self.finished_sum(name) for name in group]
             self.call(group, partial(self.update, group), (all_rates, *gradients))
             for name in group:
-                handed_out[name] = self.hand_out(name, self.parts[name])
+                transfers[name] = self.hand_out(name)
 
         # 3. Wait until all new weights have arrived.
-        for name, (parts, transfer) in handed_out.items():
-            if name in tables:
-                with self.lookups.side_stream.on():
-                    transfer.wait()
-                    self.lookups.put(name, self.banks[name], parts)
-            else:
-                transfer.wait()
-        self.lookups.meet()
-        self.bytes_sent += self.recipes.weights_changed(handed_out, self.masters)
+        self.bytes_sent += self.tables.finish()
+        for transfer in transfers.values():
+            transfer.wait()
+        changed = [*self.model.big_tables, *transfers]
+        self.bytes_sent += self.recipes.weights_changed(changed, self.masters)
 
     def finished_sums(self) -> list[Tensor]:
-        """The gradients in `sums`, after waiting for them. Only a recipe that must know whether
-        they are finite calls this."""
+        """All summed gradients, after waiting for them. Only a recipe that must know whether they
+        are finite calls this."""
         for _, transfer in self.sums.values():
             transfer.wait()
-        self.lookups.meet()
-        return [gradient for gradient, _ in self.sums.values()]
+        return [*self.tables.gradients(), *(gradient for gradient, _ in self.sums.values())]
 
     def finished_sum(self, name: str) -> Tensor:
         gradient, transfer = self.sums.pop(name)
@@ -1791,26 +1785,14 @@ class Optimizer:
                 self.model.functions.adam_update(
                     master.view(-1), part.view(-1), gradient.reshape(-1), flat_state, rates)
 
-    @torch.no_grad()
-    def update_rows(self, name: str, gradient: Tensor, rates: Rates) -> Tensor:
-        """Updates this rank's columns of the looked-up rows of a table by Adam. Returns them in the
-        dtype of the bank."""
-        gradient = self.lookups.add_up(name, gradient)
-        rows = self.lookups.used[name]
-        return kernels.adam_rows(
-            gradient, rows, self.masters[name], self.state[name], self.banks[name].dtype, *rates)
-
-    def hand_out(self, name: str, part: Tensor) -> tuple:
-        """Begins to give this rank's updated part to all ranks. Returns what all of them gave, or
-        the part itself if it is not handed out here, and the transfer. A collective."""
-        share = self.model.params[name].share
-        if self.world_size == 1 or share == "all" or self.recipes.hands_out(name):
-            return part, NoTransfer()
-        parts = self.banks[name]  # which the transfer fills
-        if share == "columns":
-            parts = part.new_empty(self.world_size * len(part), part.size(1))
-        self.bytes_sent += parts.nbytes
-        return parts, all_gather(parts, part, async_op=True)
+    def hand_out(self, name: str):
+        """Begins to give this rank's updated part to all ranks. Returns the transfer, which fills
+        the bank. A collective."""
+        alone = self.world_size == 1 or self.model.params[name].share == "all"
+        if alone or self.recipes.hands_out(name):
+            return NoTransfer()
+        self.bytes_sent += self.banks[name].nbytes
+        return all_gather(self.banks[name], self.parts[name], async_op=True)
 
     def bytes_per_step(self) -> int:
         """Bytes of gradients and weights that this rank sends for an update on average, if the
@@ -1902,7 +1884,7 @@ def setting_of(step: int, c: Config) -> Setting:
 # What a GPU does side by side in a step of two micro-batches, if it is one of several (time runs
 # downwards; a pass is forward and backward; lm_head only if it is updated in this step):
 #
-#   main stream            side stream (nanogpt/rows.py)   transfers between the GPUs
+#   main stream            side stream (tables.py)         transfers between the GPUs
 #   pass 1                 finds the rows that are used    which rows each GPU uses, and what
 #                                                          came next there
 #   pass 2                 adds row gradients of pass 1
@@ -1983,7 +1965,7 @@ def train_step(model: GPT, optimizer: Optimizer, batch: list[tuple[Tensor, Tenso
         histories = [model.history(inputs, True) for inputs, _ in batch]
     rows = [model.row_numbers(inputs, history.hashes)
             for (inputs, _), history in zip(batch, histories)]
-    optimizer.lookups.find(rows)
+    optimizer.tables.begin(rows)
     model.history_stream.follow()
     if c.recall_rows and c.epochs == 1:
         with model.history_stream.on():
@@ -1996,15 +1978,10 @@ def train_step(model: GPT, optimizer: Optimizer, batch: list[tuple[Tensor, Tenso
     loss_sum = 0
     for i, (inputs, targets) in enumerate(batch):
         tensors = (inputs, targets, *histories[i])
-        # The row gradients of a pass are added up while the next pass runs. But passes from the
-        # third one on run the second one's CUDA graph again, which overwrites the row gradients
-        # that it has returned. So these passes wait until the row gradients are added up.
-        if i > 1:
-            optimizer.lookups.meet()
         loss, row_gradients = call(str(setting), work, tensors)
         if i == len(batch) - 1:
             optimizer.start_sums()
-        optimizer.lookups.add(rows[i], row_gradients)
+        optimizer.tables.add(i, row_gradients)  # while the next pass runs
         loss_sum = loss_sum + loss
 
     # 3. The update, and what the ranks tell each other.
@@ -2290,7 +2267,7 @@ def train(c: Config, at_end: ExitStack) -> int:
         on_all_ranks(run_files.saved.check_fits, optimizer)
     if c.compile and cuda:
         call = compiling.CudaGraphs(model.parameters())
-        for owner in (model, optimizer, optimizer.lookups):
+        for owner in (model, optimizer, optimizer.tables):
             owner.call = compiling.CudaGraphs([])  # with memory of its own: they run side by side
     warm_up = warm_up_of(model, optimizer)
     warm_up.run(call)

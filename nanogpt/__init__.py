@@ -25,7 +25,7 @@ Computing
     masks.py        which tokens attention sees
     matches.py      what came next where the last tokens stood before
     candidates.py   the tokens of the vocabulary that a training loss is computed over
-    rows.py         the rows of large tables that a step has looked up
+    tables.py       the rows of large tables that a step looks up, and Adam for them
     streams.py      CUDA streams for work that runs beside the main one
     recipe.py       what the trainer asks of a recipe of low precision, and which recipe where
     profiling.py    where the time of a step goes

@@ -13,8 +13,8 @@ the function to call. An operator is registered with PyTorch as `torch.ops.nanog
 torch.compile takes it as one step and does not look inside. The function marked `register_fake`
 tells the compiler which shapes and dtypes come out.
 
-Sections: (1) FP8, (2) rounding, (3) products, (4) the MLP's squared ReLU, (5) the loss,
-(6) rows of tables.
+Sections: (1) FP8, (2) rounding, (3) products, (4) the MLP's squared ReLU, (5) the loss. The kernels
+for rows of tables stand in nanogpt/tables.py.
 
 Shapes in comments: M, N and K are any sizes, T tokens, D model width, F hidden width of the MLP,
 V vocabulary. Sources are named by modded-nanogpt record number or by paper.
@@ -30,7 +30,7 @@ from torch import Tensor
 
 # Without a GPU only the twins run, so Triton need not be installed. The tests run the kernels on a
 # CPU, in Triton's interpreter, which the variable TRITON_INTERPRET turns on.
-triton = None
+triton = tl = None
 has_triton = importlib.util.find_spec("triton") is not None
 if has_triton and (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET")):
     import triton
@@ -649,188 +649,3 @@ def capped_cross_entropy(
     of -1 means that there is none: the loss and the gradient are 0 then, even if z is NaN.
     """
     return torch.ops.nanogpt.loss(z, targets, bias, grad_scale, *cap)
-
-
-# --------------------------------------------------------------------------------------------------
-# 6. Rows of tables
-#
-# The model looks up rows of large tables, for instance one for each hash of an n-gram. A batch uses
-# only some rows of a table. The optimizer adds up the gradients of the used rows and updates only
-# those. The ranks share this work by columns: each owns `share` columns of all rows, and the last
-# ones are padded if the width is no multiple of the number of ranks. First a rank sums the
-# gradients of the rows that it has used itself, and cuts the sums into a part for each rank. Then
-# it sums the parts that it has received, which are of its own columns; for these `ranks` is 1.
-#
-# Each kernel passes over memory once, where indexing in PyTorch, compiled or not, takes two to four
-# passes. A program works on a tile of 1024 numbers: a part of one line, or several short lines.
-
-NUMBERS_PER_PROGRAM = 1024
-
-
-def line_tiles(n: int, width: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """How many programs cover n lines of `width` columns, and the lines and columns of a tile."""
-    columns = min(triton.next_power_of_2(width), NUMBERS_PER_PROGRAM)
-    lines = NUMBERS_PER_PROGRAM // columns
-    return (triton.cdiv(n, lines), triton.cdiv(width, columns)), (lines, columns)
-
-
-if triton is not None:
-    # The number of lines, n, differs from step to step. Without do_not_specialize Triton would
-    # compile a kernel again at the first n that is a multiple of 16.
-
-    @triton.jit
-    def tile_of_lines(n, width, LINES: tl.constexpr, COLUMNS: tl.constexpr):
-        """The lines (LINES, 1) and columns (1, COLUMNS) of this program, and which are there."""
-        line = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)[:, None]
-        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-        return line, column, (line < n) & (column < width)
-
-    @triton.jit(do_not_specialize=["n", "lookups"])
-    def sum_rows_kernel(
-        total_ptr,  # (ranks, n, share)
-        places_ptr,  # (R,)
-        rows_ptr,  # (lookups,)
-        gradient_ptr,  # (lookups, width)
-        n,
-        lookups,
-        width,
-        share,
-        LINES: tl.constexpr,
-        COLUMNS: tl.constexpr,
-    ):
-        """Adds the gradients of looked-up rows to their lines of the total."""
-        line, column, inside = tile_of_lines(lookups, width, LINES, COLUMNS)
-        row = tl.load(rows_ptr + line, mask=line < lookups)
-        place = tl.load(places_ptr + row, mask=line < lookups).to(tl.int64) - 1
-        gradient = tl.load(gradient_ptr + line * width + column, mask=inside)
-        gradient = gradient.to(total_ptr.dtype.element_ty)
-        rank = column // share
-        own_ptr = total_ptr + (rank * n + place) * share + column % share
-        tl.atomic_add(own_ptr, gradient, inside, sem="relaxed")
-
-    @triton.jit(do_not_specialize=["n"])
-    def adam_rows_kernel(
-        gradient_ptr,  # (n, width)
-        rows_ptr,  # (n,)
-        master_ptr,  # (R, width)
-        mean_ptr,  # (R, width)
-        square_ptr,  # (R, width)
-        updated_ptr,  # (n, width)
-        n,
-        width,
-        lr,
-        decay,
-        beta1,
-        beta2,
-        correction,
-        LINES: tl.constexpr,
-        COLUMNS: tl.constexpr,
-    ):
-        """Updates rows of the master weights and of both moments."""
-        line, column, inside = tile_of_lines(n, width, LINES, COLUMNS)
-        line_place = line * width + column
-        row_place = tl.load(rows_ptr + line, mask=line < n) * width + column
-        weight = tl.load(master_ptr + row_place, mask=inside)
-        mean = tl.load(mean_ptr + row_place, mask=inside).to(weight.dtype)
-        square = tl.load(square_ptr + row_place, mask=inside).to(weight.dtype)
-        gradient = tl.load(gradient_ptr + line_place, mask=inside).to(weight.dtype)
-        mean += (gradient - mean) * (1 - beta1)
-        square += (gradient * gradient - square) * (1 - beta2)
-        update = mean / (tl.sqrt(square) + 1e-10) * correction
-        shrinks = update * weight > 0
-        weight -= lr * (update + tl.where(shrinks, decay * weight, 0.0))
-        tl.store(master_ptr + row_place, weight, mask=inside)
-        tl.store(mean_ptr + row_place, mean.to(mean_ptr.dtype.element_ty), mask=inside)
-        tl.store(square_ptr + row_place, square.to(square_ptr.dtype.element_ty), mask=inside)
-        updated = weight.to(updated_ptr.dtype.element_ty)
-        tl.store(updated_ptr + line_place, updated, mask=inside)
-
-    @triton.jit(do_not_specialize=["n"])
-    def put_rows_kernel(
-        bank_ptr,  # (R, width)
-        rows_ptr,  # (n,)
-        parts_ptr,  # (ranks, n, share)
-        n,
-        width,
-        share,
-        LINES: tl.constexpr,
-        COLUMNS: tl.constexpr,
-    ):
-        """Writes rows of the bank from the parts of all ranks."""
-        line, column, inside = tile_of_lines(n, width, LINES, COLUMNS)
-        rank = column // share
-        part = tl.load(parts_ptr + (rank * n + line) * share + column % share, mask=inside)
-        row = tl.load(rows_ptr + line, mask=line < n)
-        tl.store(bank_ptr + row * width + column, part, mask=inside)
-
-
-def sum_rows(total: Tensor, places: Tensor, rows: Tensor, gradient: Tensor) -> None:
-    """Adds the gradient (lookups, width) of rows (lookups,) to total (ranks, n, share), in place.
-
-    `total` has one line for each of the n used rows of the table. places (R,) says which: row r has
-    line places[r] - 1.
-    """
-    ranks, n, share = total.shape
-    width = gradient.size(1)
-    if total.is_cuda:
-        grid, tile = line_tiles(*gradient.shape)
-        sum_rows_kernel[grid](
-            total, places, rows, gradient.contiguous(), n, len(rows), width, share, *tile
-        )
-        return
-    padding = ranks * share - width
-    gradient = F.pad(gradient.to(total.dtype), (0, padding)).view(-1, ranks, share)
-    total.index_add_(1, places[rows] - 1, gradient.transpose(0, 1))
-
-
-def adam_rows(
-    gradient: Tensor,
-    rows: Tensor,
-    master: Tensor,
-    moments: tuple[Tensor, Tensor],
-    dtype: torch.dtype,
-    *rates: float,
-) -> Tensor:
-    """Updates rows (n,) of the master weights (R, width) by Adam from their gradient (n, width).
-
-    The moments are the running means of the gradient and of its square, (R, width) each. Their
-    dtype may be narrower than that of the master weights, in which all is computed. The rates are
-    the learning rate, the weight decay, beta1, beta2, and the correction of both moments'
-    start at zero. These rows of the master weights and of the moments change in place. Returns the
-    new rows (n, width) in dtype.
-
-    This is the Adam of Kingma and Ba (2015), with weight decay only where the update shrinks the
-    weight anyway (Chen et al. 2025; record 43), as adam_update and cautious_update of train_gpt.py
-    do it. Its epsilon of 1e-10 is only there against 0 / 0.
-    """
-    if gradient.is_cuda:
-        updated = torch.empty_like(gradient, dtype=dtype)
-        grid, tile = line_tiles(*gradient.shape)
-        adam_rows_kernel[grid](
-            gradient, rows, master, *moments, updated, *gradient.shape, *rates, *tile
-        )
-        return updated
-    lr, decay, beta1, beta2, correction = rates
-    weight = master[rows]
-    mean, square = (moment[rows].to(master.dtype) for moment in moments)
-    gradient = gradient.to(master.dtype)
-    mean += (gradient - mean) * (1 - beta1)
-    square += (gradient.square() - square) * (1 - beta2)
-    update = mean / (square.sqrt() + 1e-10) * correction
-    shrinks = update * weight > 0
-    weight -= lr * (update + decay * weight * shrinks)
-    master[rows] = weight
-    moments[0][rows] = mean.to(moments[0].dtype)
-    moments[1][rows] = square.to(moments[1].dtype)
-    return weight.to(dtype)
-
-
-def put_rows(bank: Tensor, rows: Tensor, parts: Tensor) -> None:
-    """Writes the parts (ranks, n, share), one from each rank, to rows (n,) of bank (R, width)."""
-    _, n, share = parts.shape
-    width = bank.size(1)
-    if bank.is_cuda:
-        grid, tile = line_tiles(n, width)
-        put_rows_kernel[grid](bank, rows, parts, n, width, share, *tile)
-        return
-    bank[rows] = parts.transpose(0, 1).flatten(1)[:, :width]

@@ -48,7 +48,7 @@ def start_process(kind: str, local_gpu: int, store: dist.Store | None = None) ->
                 f"process {local_gpu} of this host finds no GPU for itself; start one process per "
                 "GPU")
         torch.cuda.set_device(device)
-        # Work on this stream goes before what is done beside it (nanogpt/rows.py).
+        # Work on this stream goes before what is done beside it (nanogpt/tables.py).
         torch.cuda.set_stream(torch.cuda.Stream(priority=-1))
     # If NCCL started before the thread of autograd, both could wait for each other forever.
     torch.zeros(1, device=device, requires_grad=True).sum().backward()

@@ -54,7 +54,7 @@ NEWEST = "newest"  # what --resume alone stands for
 RUNNING = "running"  # a file in RUN_ID.saved: its run holds a lock on it as long as it lives
 FINISHED = "finished"  # a file in RUN_ID.saved: a run that went on from there has ended
 PATIENCE_S = 120  # how long rank 0 waits for the files of the others
-SHARED_DIMENSION = {"slice": 0, "columns": 1}  # by Param.share: the one that ranks have parts of
+SHARED_DIMENSION = {"slice": 0, "columns": 1}  # the one that ranks have parts of
 FACTS = {  # what all ranks share and a run needs to go on
     "config": dict, "run_id": str, "files_sha256": str, "data": list, "came_from": list,
     "best": (dict, type(None)), "checkpoint": (str, type(None)), "seconds": (int, float),
@@ -491,6 +491,11 @@ def facts_of(save: Path) -> dict:
     return facts
 
 
+def share_of(param) -> str:
+    """How the ranks share a parameter of parameter_table: tables by their columns."""
+    return "columns" if param.optimizer == "rows" else param.share
+
+
 def fits(saved: list[torch.Size], own: torch.Size, share: str, shape: tuple[int, ...]) -> bool:
     """Whether the parts that ranks have saved make up a tensor of a parameter. own: the shape of
     this rank's part now; share and shape: of the parameter. The parts may differ from ours in the
@@ -555,7 +560,7 @@ class Saved:
 
     def whole(self, name: str, share: str, shape: tuple[int, ...], rows: int) -> Tensor:
         """A tensor of all ranks. `share` and `shape` are those of its parameter in
-        parameter_table, which say how it was shared. The saved padding is taken off. One that is
+        parameter_table. The saved padding is taken off. One that is
         shared by its rows is padded to `rows` of them."""
         parts = [self.of_rank(rank, name) for rank in range(len(self.parts))]
         if share == "all":
@@ -586,7 +591,7 @@ class Saved:
                 as_ours = all(shape == own for shape in shapes)
             else:
                 param = model.params[full_name.partition(".")[0]]
-                as_ours = fits(shapes, own, param.share, param.shape)
+                as_ours = fits(shapes, own, share_of(param), param.shape)
             if not as_ours:
                 differing.append(full_name)
         require(not differing, f"{self.save} was written by other code, as "
@@ -603,7 +608,7 @@ class Saved:
             name, _, kind = full_name.partition(".")
             param = model.params[name]
             bank = optimizer.banks[name]
-            whole = self.whole(full_name, param.share, param.shape, len(bank))
+            whole = self.whole(full_name, share_of(param), param.shape, len(bank))
             tensor.copy_(optimizer.own(name, whole))
             if kind == "master":
                 bank.copy_(whole)

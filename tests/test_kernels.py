@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nanogpt import kernels
+from nanogpt import kernels, tables
 from nanogpt.kernels import E4M3, E5M2
 
 FP8_GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
@@ -512,7 +512,7 @@ def test_gradients_of_rows_are_added_column_by_column_to_the_part_of_the_rank_th
     start = normal(ranks, 4, share, seed=1)
     total = start.clone()
     expected = start.tolist()
-    kernels.sum_rows(total, places, rows, gradient)
+    tables.sum_rows(total, places, rows, gradient)
     for row, line in zip(rows.tolist(), gradient.tolist()):
         for column, number in enumerate(line):
             expected[column // share][used.index(row)][column % share] += number
@@ -532,7 +532,7 @@ def test_what_the_ranks_hand_out_is_written_to_the_used_rows_without_padding_and
     parts = normal(ranks, 4, share, seed=1, dtype=torch.bfloat16)
     expected = bank.tolist()
     place = bank.data_ptr()
-    kernels.put_rows(bank, torch.tensor(rows), parts)
+    tables.put_rows(bank, torch.tensor(rows), parts)
     for line, row in enumerate(rows):
         for column in range(width):
             expected[row][column] = parts[column // share, line, column % share].item()
@@ -556,7 +556,7 @@ def test_adam_of_rows_returns_the_new_ones_rounded_and_keeps_the_others_to_the_b
     gradient = normal(3, 5, seed=4)
     start = [normal(7, 5, seed=1), normal(7, 5, seed=2), normal(7, 5, seed=3).square()]
     master, *moments = [x.clone() for x in start]
-    returned = kernels.adam_rows(gradient, rows, master, moments, torch.bfloat16, *rates)
+    returned = tables.adam_rows(gradient, rows, master, moments, torch.bfloat16, *rates)
     assert returned.dtype == torch.bfloat16
     assert torch.equal(returned, master[rows].bfloat16())
     for line, row in enumerate(rows.tolist()):
@@ -578,7 +578,7 @@ def test_adam_of_rows_takes_narrow_gradients_and_computes_in_the_masters_precisi
     for operand in (gradient, gradient.float()):
         master = normal(7, 5, seed=1, dtype=torch.float32)
         moments = torch.zeros(7, 5), torch.zeros(7, 5)
-        kernels.adam_rows(operand, rows, master, moments, torch.float32, 0.1, 0.3, 0.6, 0.9, 1.5)
+        tables.adam_rows(operand, rows, master, moments, torch.float32, 0.1, 0.3, 0.6, 0.9, 1.5)
         results.append((master, *moments))
     for narrow, wide in zip(*results):
         assert narrow.dtype == torch.float32 and torch.equal(narrow, wide)
@@ -592,7 +592,7 @@ def test_adam_of_rows_computes_narrow_moments_in_the_masters_precision_and_round
         master = normal(7, 5, seed=1)
         moments = [normal(7, 5, seed=2).bfloat16(), normal(7, 5, seed=3).square().bfloat16()]
         moments = [x.to(dtype) for x in moments]
-        kernels.adam_rows(normal(3, 5, seed=4), rows, master, moments, torch.float64, *rates)
+        tables.adam_rows(normal(3, 5, seed=4), rows, master, moments, torch.float64, *rates)
         results.append((master, *moments))
     (master, *narrow), (wide_master, *wide) = results
     assert torch.equal(master, wide_master)
@@ -724,13 +724,13 @@ def assert_relu_squared_agrees(ours, twin):
 def assert_row_kernels_agree(sums, puts, adams):
     """What the kernels made of their inputs, with what the twins make of them."""
     for ours, arguments in zip(sums, sum_rows_inputs(), strict=True):
-        kernels.sum_rows(*arguments)  # in another order
+        tables.sum_rows(*arguments)  # in another order
         torch.testing.assert_close(ours, arguments[0], rtol=1e-6, atol=1e-5)
     for ours, arguments in zip(puts, put_rows_inputs(), strict=True):
-        kernels.put_rows(*arguments)
+        tables.put_rows(*arguments)
         assert torch.equal(ours, arguments[0])
     for ours, arguments in zip(adams, adam_rows_inputs(), strict=True):
-        returned = kernels.adam_rows(*arguments)
+        returned = tables.adam_rows(*arguments)
         _, _, master, moments, *_ = arguments
         for a, b in zip(ours, (returned, master, *moments), strict=True):
             rtol = 2**-7 if a.dtype == torch.bfloat16 else 1e-5
@@ -807,7 +807,7 @@ def interpret_sum_rows(total, places, rows, gradient):
     _, n, share = total.shape
     lines, width = gradient.shape
     grid = -(-lines // 8), -(-width // 16)
-    kernels.sum_rows_kernel[grid](total, places, rows, gradient, n, lines, width, share, 8, 16)
+    tables.sum_rows_kernel[grid](total, places, rows, gradient, n, lines, width, share, 8, 16)
     return total
 
 
@@ -815,7 +815,7 @@ def interpret_put_rows(bank, rows, parts):
     _, n, share = parts.shape
     width = bank.size(1)
     grid = -(-n // 2), -(-width // 16)
-    kernels.put_rows_kernel[grid](bank, rows, parts, n, width, share, 2, 16)
+    tables.put_rows_kernel[grid](bank, rows, parts, n, width, share, 2, 16)
     return bank
 
 
@@ -823,7 +823,7 @@ def interpret_adam_rows(gradient, rows, master, moments, dtype, *rates):
     n, width = gradient.shape
     updated = filled(n, width, dtype=dtype)
     grid = -(-n // 4), -(-width // 16)
-    kernels.adam_rows_kernel[grid](
+    tables.adam_rows_kernel[grid](
         gradient, rows, master, *moments, updated, n, width, *rates, 4, 16)
     return updated, master, *moments
 
@@ -970,15 +970,15 @@ def test_on_a_gpu_relu_squared_and_its_gradient_equal_their_twins():
 def test_on_a_gpu_the_kernels_for_rows_of_tables_equal_their_twins():
     sums = []
     for arguments in on_gpu(sum_rows_inputs()):
-        kernels.sum_rows(*arguments)
+        tables.sum_rows(*arguments)
         sums.append(arguments[0])
     puts = []
     for arguments in on_gpu(put_rows_inputs()):
-        kernels.put_rows(*arguments)
+        tables.put_rows(*arguments)
         puts.append(arguments[0])
     adams = []
     for arguments in on_gpu(adam_rows_inputs()):
-        returned = kernels.adam_rows(*arguments)
+        returned = tables.adam_rows(*arguments)
         _, _, master, moments, *_ = arguments
         adams.append((returned, master, *moments))
     assert_row_kernels_agree(*on_cpu((sums, puts, adams)))

@@ -716,11 +716,11 @@ def test_rows_are_looked_up_by_token_and_by_hashed_ngram_and_none_crosses_a_bord
     for mode, starts in borders.items():
         hashes = model.history(tokens, mode == "training").hashes
         rows = model.row_numbers(tokens, hashes)
-        assert rows["value_embeds"].tolist() == tokens.tolist()
+        assert rows["tokens"].tolist() == tokens.tolist()
         assert rows["ngrams"].tolist() == ngram_rows_of(tokens.tolist(), starts, longest, count), mode
         found = model.look_up(tokens, hashes)
-        for name, index in rows.items():
-            assert torch.equal(found[name], getattr(model, name)[index])
+        for name, index in t.LOOKED_UP_AT.items():
+            assert torch.equal(found[name], getattr(model, name)[rows[index]])
     assert model.params["ngrams"].shape[0] == count
 
 
@@ -737,18 +737,18 @@ def test_summed_gradients_of_looked_up_rows_are_autograds_dense_gradients(micro)
     batch = [*zip(tokens.chunk(micro), targets.chunk(micro))]
     histories = [model.history(inputs, True) for inputs, _ in batch]
     rows = [model.row_numbers(inputs, history.hashes) for (inputs, _), history in zip(batch, histories)]
-    optimizer.lookups.find(rows)
-    for (inputs, outputs), history, index in zip(batch, histories, rows):
+    optimizer.tables.begin(rows)
+    for i, ((inputs, outputs), history) in enumerate(zip(batch, histories)):
         _, gradients = t.forward_backward(model, view(), inputs, outputs, *history)
-        optimizer.lookups.add(index, gradients)
-    optimizer.lookups.add_embedding(model.lm_head.grad)
+        optimizer.tables.add(i, gradients)
+    optimizer.tables.add_embedding(model.lm_head.grad)
     for name, p in model.named_parameters():
         if name in model.big_tables:
-            used = sorted({row for index in rows for row in index[name].tolist()})
+            used = sorted({row for index in rows for row in index[t.LOOKED_UP_AT[name]].tolist()})
             unused = [row for row in range(len(p)) if row not in used]
             assert 0 < len(used) < 512 / 3, "most rows are looked up several times"
             assert p.grad is None and unused and not dense[name][unused].any()
-            ours, theirs = optimizer.lookups.totals[name][0], dense[name][used]
+            ours, theirs = optimizer.tables.sent[name][0], dense[name][used]
         else:
             ours, theirs = p.grad, dense[name]
         assert (ours - theirs).norm() < 1e-10 * theirs.norm(), name

@@ -660,9 +660,10 @@ TABLES = ("value_embeds", "ngrams")
 def give_gradients(model, optimizer, factor, seed=0, spoilt=None):
     """Gradients as the passes of a step leave them, one number of parameter `spoilt` infinite."""
     tokens = torch.randint(0, 50, (40,), generator=torch.Generator().manual_seed(seed))
-    rows = {name: tokens + 7 * i for i, name in enumerate(TABLES)}
-    grads = {name: normal(*rows[name].shape, getattr(model, name).size(1), seed=seed + 90) * factor for name in TABLES}
-    optimizer.lookups.find([rows])
+    rows = {"tokens": tokens, "ngrams": tokens + 7}
+    grads = {name: normal(*tokens.shape, getattr(model, name).size(1), seed=seed + 90) * factor for name in TABLES}
+    grads["lm_head"] = torch.zeros(len(tokens), model.config.model_dim, dtype=model.lm_head.dtype)
+    optimizer.tables.begin([rows])
     for number, (name, p) in enumerate(model.named_parameters()):
         if name in TABLES:
             g = grads[name] = grads[name].to(p.dtype)
@@ -670,7 +671,7 @@ def give_gradients(model, optimizer, factor, seed=0, spoilt=None):
             g = p.grad = (factor * normal(*p.shape, seed=50 + number)).to(p.dtype)
         if name == spoilt:
             g[(2,) * g.ndim] = math.inf
-    optimizer.lookups.add(rows, grads)
+    optimizer.tables.add(0, grads)
 
 
 @pytest.mark.parametrize("spoilt", ["qkvo", "lm_head", "ngrams", "value_embeds"])
@@ -688,7 +689,7 @@ def test_a_skipped_step_leaves_no_trace_and_the_next_one_is_as_if_it_had_never_b
             optimizer.start_sums()
             optimizer.step(1.0)
             assert scaling.scale == before / (1 + bad) == scaling.factor * 256
-            assert optimizer.sums == optimizer.lookups.totals == {}
+            assert optimizer.sums == optimizer.tables.sent == {}
             assert all(p.grad is None for p in model.parameters())
             scaling.set_scale(2.0**14)
         assert optimizer.updates == 4 and scaling.note() == f"{2 * skips} steps skipped, loss scale 16384"
@@ -757,7 +758,7 @@ import sys
 import torch, torch.distributed as dist, torch.multiprocessing as mp
 import train_gpt as t
 import test_precision as test
-from nanogpt import fp8
+from nanogpt import fp8, tables
 
 def work(rank, world_size, folder):
     torch.set_num_threads(1)
@@ -782,6 +783,7 @@ def work(rank, world_size, folder):
 
     all_to_all, dist.all_to_all_single = dist.all_to_all_single, exchange
     dist.all_reduce, t.all_gather, fp8.all_gather, t.reduce_scatter = reduce, gather, gather, scatter
+    tables.all_gather = gather
     result = {}
     for name in ("bf16", "fp8", "fp16", "fp16 rows"):
         precision, *kind = name.split()
@@ -793,6 +795,7 @@ def work(rank, world_size, folder):
         calls.clear()
         last = precision == "fp16" and rank == world_size - 1  # what Muon has reaches the slice's owner through the sum
         test.give_gradients(model, optimizer, 1.0, rank, ("ngrams" if kind else "qkvo") if last else None)
+        used = {index: len(rows.of_all) for index, rows in optimizer.tables.used.items()}
         optimizer.start_sums()
         optimizer.step(1.0)
         step = list(calls)
@@ -804,7 +807,7 @@ def work(rank, world_size, folder):
             scale=kept.get("scale"), good_steps=kept.get("good_steps"), grads=[p.grad for p in model.parameters()],
             weights8={n: w.view(torch.float8_e4m3fn).float() for n, w in kept.get("weight_bytes", {}).items()},
             wide={n: p.detach().clone() for n, p in model.named_parameters()},
-            used={n: len(rows) for n, rows in optimizer.lookups.used.items()})
+            used={n: used[i] for n, i in (("value_embeds", "tokens"), ("ngrams", "ngrams"))})
     torch.save(result, f"{folder}/{world_size}-{rank}")
     dist.destroy_process_group()
 

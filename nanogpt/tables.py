@@ -1,0 +1,474 @@
+"""Tables of embeddings, of which a step looks up some rows: their gradients, and Adam for them.
+
+A batch looks up only some rows of the tables of value embeddings and of n-grams. Only those have a
+gradient and are updated. Each rank owns some of the columns of every row, so that all ranks share
+this work, whichever rows they are.
+
+A rank looks up many rows several times, and the ranks mostly different ones. So each rank first
+adds up the gradients of the rows that it has looked up itself. It cuts these sums by columns, and
+sends each rank the columns which that rank owns. Then each rank adds up what it has received,
+updates its columns of these rows, and hands them out to all.
+
+The work takes memory bandwidth, while the update of the matrices takes arithmetic. So it is done
+on a CUDA stream beside the main one: 28.7 to 28.9 instead of 30.0 ms a step of 16,384 tokens on one
+H200 (records/2026-11-21_ladder_beside_two_gpus).
+
+In comments R is the number of rows of a table, and `share` the number of columns that a rank owns.
+The last columns are padded if the width is no multiple of the number of ranks.
+"""
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanogpt.compiling import call_directly
+from nanogpt.kernels import tl, triton
+from nanogpt.ranks import NoTransfer, all_gather, gathered, rank_and_world_size
+from nanogpt.streams import SideStream
+from records.journal import to_host
+
+
+def own_columns(table: Tensor, rank: int, world_size: int) -> Tensor:
+    """(R, width) -> the columns that this rank owns (R, share), a copy if there are other ranks."""
+    if world_size == 1:
+        return table
+    padding = -table.size(1) % world_size
+    padded = F.pad(table, (0, padding)) if padding else table  # pad would copy all of it
+    return padded.chunk(world_size, 1)[rank].contiguous()
+
+
+class Table(NamedTuple):
+    """A table exists twice: whole on every rank in the dtype of the products, which lookups read;
+    and in float32, of which a rank has its own columns."""
+    bank: Tensor  # (R, width)
+    master: Tensor  # (R, share)
+    moments: tuple[Tensor, Tensor]  # Adam's, (R, share) both
+    index: str  # which row numbers it is looked up at: "tokens", or a name of its own
+
+
+class Numbering(NamedTuple):
+    """Numbers the used rows of one index 1, 2, 3, ... in their order: if this rank has used rows 2
+    and 5, own[2] is 1 and own[5] is 2. Entries of unused rows mean nothing. With several ranks,
+    `counts` ends with one more part, of the rows that any of them has used."""
+    counts: Tensor  # (parts * R,) int32, how many used rows up to this one, part after part
+    own: Tensor  # (R,), the same of this rank alone; of a used row it is the row's number
+    of_all: Tensor  # (R,), the same of all ranks together
+    ends: Tensor  # the last count of each part: used rows of that rank and of all before it
+
+
+def number_rows(rank: int, *is_used: Tensor) -> list[Numbering]:
+    """is_used (ranks, R) of each index, 1 for each row that a rank has used, else 0."""
+    found = []
+    for flags in is_used:
+        if len(flags) > 1:
+            flags = torch.cat((flags, flags.amax(0, keepdim=True)))
+        # One long sum: many sums of a row each would take the GPU longer.
+        counts = flags.flatten().cumsum(0, dtype=torch.int32).view(flags.shape)
+        ends = counts[:, -1]
+        begins = F.pad(ends[:-1], (1, 0))
+        own, of_all = counts[rank] - begins[rank], counts[-1] - begins[-1]
+        found.append(Numbering(counts.flatten(), own, of_all, ends))
+    return found
+
+
+class UsedRows(NamedTuple):
+    """The rows of one index that this step uses."""
+    numbering: Numbering
+    own: Tensor  # (own rows,) that this rank has looked up, ascending
+    of_all: Tensor  # (n,) that any rank has looked up, ascending
+    of_ranks: Tensor  # (lines,) those of each rank, one rank after the other
+    lines: list[int]  # how many those are of each rank
+
+
+class Tables:
+    """In each step these methods are called in this order:
+
+        begin         tells which rows the micro-batches look up, before the passes
+        add           takes the gradients of these rows after each pass; the last one sends them
+        add_embedding adds those of the token embedding to the gradient of the head, which it is,
+                      too
+        update        updates the rows and begins to hand them out, or `skip` forgets the gradients
+        finish        puts the new rows into the tables
+
+    Another order raises RuntimeError. All work is done on the side stream. Between `begin` and
+    `finish` nobody may read the banks but the passes."""
+
+    def __init__(self, device: torch.device, vocab_size: int, tables: dict[str, Table]):
+        self.side_stream = SideStream(device)
+        self.rank, self.world_size = rank_and_world_size()
+        self.tables = tables
+        # The token embedding is looked up at the tokens, as value embeddings are.
+        self.sizes = {"tokens": vocab_size}
+        self.sizes |= {table.index: len(table.bank) for table in tables.values()}
+        self.call = call_directly  # `train` may put CudaGraphs here
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets a step that was begun."""
+        self.batch = []  # of each micro-batch, the rows of each index, (lookups,)
+        self.added = 0  # micro-batches whose gradients are in `totals`
+        self.numberings = {}  # of each index
+        self.ends = None  # (indices, parts) on the CPU, those of the numberings
+        self.ends_arrived = None  # the event after which they are there
+        self.used = {}  # UsedRows of each index
+        # Sums of gradients of the own rows: (ranks, own rows, share) of each table, and with the
+        # name lm_head (1, own rows, width) of the token embedding.
+        self.totals = {}
+        self.sent = {}  # of each table what comes from all ranks (lines, share), and the transfer
+        self.handed_out = {}  # the updated rows (ranks * n, share), and the transfer
+        self.bytes_sent = 0  # in this step
+
+    def meet(self) -> None:
+        """The main stream and the side stream wait for all that was begun on the other."""
+        self.side_stream.join()
+        self.side_stream.follow()
+
+    @torch.no_grad()
+    def begin(self, batch: list[dict[str, Tensor]]) -> None:
+        """Begins to find out which rows each rank looks up. `batch` has those of each micro-batch
+        of this rank, (lookups,) for each index, as many on every rank. The CPU must know how many
+        different ones there are, to make room for their sums, but only in the first `add`. Until
+        then the GPU counts them beside the forward pass. A collective."""
+        if self.batch:
+            raise RuntimeError("the tables began a step before `finish` or `skip` ended the last")
+        self.meet()
+        self.batch = batch
+        with self.side_stream.on():
+            own = [torch.cat([rows[name] for rows in batch]) for name in self.sizes]
+            of_ranks = gathered(torch.cat(own)).view(self.world_size, -1)
+            of_indices = of_ranks.split([len(rows) for rows in own], 1)
+            is_used = []
+            for size, rows in zip(self.sizes.values(), of_indices):
+                flags = rows.new_zeros(self.world_size, size, dtype=torch.uint8)
+                is_used.append(flags.scatter_(1, rows, 1))
+            found = self.call("rows", partial(number_rows, self.rank), tuple(is_used))
+            self.numberings = dict(zip(self.sizes, found))
+            self.ends, self.ends_arrived = to_host(
+                torch.stack([numbering.ends for numbering in found]))
+
+    def find_used(self) -> None:
+        """Waits for the numbers of used rows, and makes room for the sums of their gradients."""
+        if self.ends_arrived is not None:
+            self.ends_arrived.synchronize()
+        with self.side_stream.on():
+            for (name, size), ends in zip(self.sizes.items(), self.ends.tolist()):
+                numbering = self.numberings[name]
+                counts = [end - begin for begin, end in zip([0, *ends], ends)]
+                # The k-th used row is where the count becomes k. With nonzero() the CPU would have
+                # to wait until the GPU knows how many there are.
+                numbers = torch.arange(
+                    1, ends[-1] + 1, dtype=torch.int32, device=numbering.own.device)
+                rows = torch.searchsorted(numbering.counts, numbers) % size
+                parts = rows.split(counts)
+                lines = counts[: self.world_size]
+                # A copy, because Triton would compile its kernels once more for a tensor that does
+                # not begin at a multiple of 16 bytes.
+                self.used[name] = UsedRows(
+                    numbering, parts[self.rank], parts[-1].clone(), rows[: sum(lines)], lines)
+            for name, table in self.tables.items():
+                rows = len(self.used[table.index].own)
+                self.totals[name] = table.master.new_zeros(
+                    self.world_size, rows, table.master.size(1))
+
+    @torch.no_grad()
+    def add(self, i: int, gradients: dict[str, Tensor]) -> None:
+        """Adds the gradients (lookups, width) of the rows that micro-batch i has looked up, for
+        each table, and under the name lm_head for the token embedding. A collective, with the
+        last micro-batch."""
+        if i != self.added or i >= len(self.batch):
+            raise RuntimeError(
+                f"gradients of micro-batch {i} were added to the tables, when it was the turn of "
+                f"{self.added} of {len(self.batch)}; `begin` names the rows of all")
+        if i == 0:
+            self.find_used()  # beside the pass: it needs none of its gradients
+        self.meet()
+        with self.side_stream.on():
+            for name, gradient in gradients.items():
+                index = self.tables[name].index if name in self.tables else "tokens"
+                if name not in self.totals:  # of the token embedding
+                    wide = torch.promote_types(gradient.dtype, torch.float32)
+                    self.totals[name] = gradient.new_zeros(
+                        1, len(self.used[index].own), gradient.size(1), dtype=wide)
+                sum_rows(self.totals[name], self.numberings[index].own, self.batch[i][index],
+                         gradient)
+                self.side_stream.keep(gradient)  # the rows are kept in `batch`
+        self.added += 1
+        if self.added == len(self.batch):
+            self.send()
+        elif self.added > 1:
+            # A pass may write its gradients where the pass before it has left its own, and where
+            # the same CUDA graph did: from the third pass on that is the second one's. So the next
+            # pass waits until these are added up.
+            self.side_stream.join()
+
+    def send(self) -> None:
+        """Begins to send each rank its part of the totals, in the dtype of the banks. A
+        collective."""
+        with self.side_stream.on():
+            for name, table in self.tables.items():
+                total = self.totals.pop(name)  # (ranks, own rows, share)
+                if self.world_size == 1:
+                    self.sent[name] = total[0], NoTransfer()
+                    continue
+                total = total.to(table.bank.dtype)
+                self.bytes_sent += total.nbytes
+                lines = self.used[table.index].lines
+                arrived = total.new_empty(sum(lines), total.size(2))
+                own = [lines[self.rank]] * self.world_size
+                transfer = dist.all_to_all_single(
+                    arrived, total.flatten(0, 1), lines, own, async_op=True)
+                self.sent[name] = arrived, transfer
+
+    def add_embedding(self, gradient: Tensor) -> None:
+        """Adds the total of the token embedding to the gradient (V, width) of the head."""
+        self.check_all_added("add_embedding")
+        total = self.totals.pop("lm_head")
+        gradient.index_add_(0, self.used["tokens"].own, total[0].to(gradient.dtype))
+
+    def check_all_added(self, method: str) -> None:
+        if not self.batch or self.added < len(self.batch):
+            raise RuntimeError(
+                f"`{method}` of the tables came when the gradients of {self.added} of "
+                f"{len(self.batch)} micro-batches were added; `begin` and `add` come before it")
+
+    def gradients(self) -> list[Tensor]:
+        """What this rank has received, after waiting for it on the current stream."""
+        for _, transfer in self.sent.values():
+            transfer.wait()
+        self.meet()
+        return [arrived for arrived, _ in self.sent.values()]
+
+    def skip(self) -> None:
+        """Ends the step without an update."""
+        self.reset()
+
+    @torch.no_grad()
+    def update(self, rates: dict[str, tuple[float, ...]],
+               unscale: Callable[[Tensor], Tensor]) -> None:
+        """Updates this rank's columns of the used rows by Adam, and begins to hand them out. The
+        rates are those of `adam_rows`; `unscale` takes the scale of the loss from a gradient. A
+        collective."""
+        self.check_all_added("update")
+        with self.side_stream.on():
+            for name, table in self.tables.items():
+                gradient = self.sum_of_ranks(name, table, unscale)
+                part = adam_rows(
+                    gradient, self.used[table.index].of_all, table.master, table.moments,
+                    table.bank.dtype, *rates[name])
+                self.handed_out[name] = self.hand_out(part)
+
+    def sum_of_ranks(self, name: str, table: Table, unscale: Callable) -> Tensor:
+        """The summed gradient of this rank's columns of all used rows, (n, share)."""
+        arrived, transfer = self.sent.pop(name)
+        if self.world_size == 1:
+            return unscale(arrived)
+        used = self.used[table.index]
+        total = table.master.new_zeros(1, len(used.of_all), table.master.size(1))
+        transfer.wait()
+        sum_rows(total, used.numbering.of_all, used.of_ranks, unscale(arrived))
+        return total[0]
+
+    def hand_out(self, part: Tensor) -> tuple:
+        """Begins to give this rank's columns (n, share) to all ranks. Returns those of all of them,
+        (ranks * n, share), and the transfer. A collective."""
+        if self.world_size == 1:
+            return part, NoTransfer()
+        parts = part.new_empty(self.world_size * len(part), part.size(1))
+        self.bytes_sent += parts.nbytes
+        return parts, all_gather(parts, part, async_op=True)
+
+    @torch.no_grad()
+    def finish(self) -> int:
+        """Puts the new rows into the banks. What comes on the main stream waits for that. Returns
+        how many bytes this rank has sent in this step."""
+        with self.side_stream.on():
+            for name, (parts, transfer) in self.handed_out.items():
+                bank, *_, index = self.tables[name]
+                transfer.wait()
+                put_rows(bank, self.used[index].of_all, parts.unflatten(0, (self.world_size, -1)))
+        self.meet()
+        sent = self.bytes_sent
+        self.reset()
+        return sent
+
+
+# --------------------------------------------------------------------------------------------------
+# The kernels
+#
+# Each passes over memory once, where indexing in PyTorch, compiled or not, takes two to four
+# passes. A program works on a tile of 1024 numbers: a part of one line, or several short lines.
+
+NUMBERS_PER_PROGRAM = 1024
+
+
+def line_tiles(n: int, width: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """How many programs cover n lines of `width` columns, and the lines and columns of a tile."""
+    columns = min(triton.next_power_of_2(width), NUMBERS_PER_PROGRAM)
+    lines = NUMBERS_PER_PROGRAM // columns
+    return (triton.cdiv(n, lines), triton.cdiv(width, columns)), (lines, columns)
+
+
+if triton is not None:
+    # The number of lines, n, differs from step to step. Without do_not_specialize Triton would
+    # compile a kernel again at the first n that is a multiple of 16.
+
+    @triton.jit
+    def tile_of_lines(n, width, LINES: tl.constexpr, COLUMNS: tl.constexpr):
+        """The lines (LINES, 1) and columns (1, COLUMNS) of this program, and which are there."""
+        line = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)[:, None]
+        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+        return line, column, (line < n) & (column < width)
+
+    @triton.jit(do_not_specialize=["n", "lookups"])
+    def sum_rows_kernel(
+        total_ptr,  # (ranks, n, share)
+        places_ptr,  # (R,)
+        rows_ptr,  # (lookups,)
+        gradient_ptr,  # (lookups, width)
+        n,
+        lookups,
+        width,
+        share,
+        LINES: tl.constexpr,
+        COLUMNS: tl.constexpr,
+    ):
+        """Adds the gradients of looked-up rows to their lines of the total."""
+        line, column, inside = tile_of_lines(lookups, width, LINES, COLUMNS)
+        row = tl.load(rows_ptr + line, mask=line < lookups)
+        place = tl.load(places_ptr + row, mask=line < lookups).to(tl.int64) - 1
+        gradient = tl.load(gradient_ptr + line * width + column, mask=inside)
+        gradient = gradient.to(total_ptr.dtype.element_ty)
+        rank = column // share
+        own_ptr = total_ptr + (rank * n + place) * share + column % share
+        tl.atomic_add(own_ptr, gradient, inside, sem="relaxed")
+
+    @triton.jit(do_not_specialize=["n"])
+    def adam_rows_kernel(
+        gradient_ptr,  # (n, width)
+        rows_ptr,  # (n,)
+        master_ptr,  # (R, width)
+        mean_ptr,  # (R, width)
+        square_ptr,  # (R, width)
+        updated_ptr,  # (n, width)
+        n,
+        width,
+        lr,
+        decay,
+        beta1,
+        beta2,
+        correction,
+        LINES: tl.constexpr,
+        COLUMNS: tl.constexpr,
+    ):
+        """Updates rows of the master weights and of both moments."""
+        line, column, inside = tile_of_lines(n, width, LINES, COLUMNS)
+        line_place = line * width + column
+        row_place = tl.load(rows_ptr + line, mask=line < n) * width + column
+        weight = tl.load(master_ptr + row_place, mask=inside)
+        mean = tl.load(mean_ptr + row_place, mask=inside).to(weight.dtype)
+        square = tl.load(square_ptr + row_place, mask=inside).to(weight.dtype)
+        gradient = tl.load(gradient_ptr + line_place, mask=inside).to(weight.dtype)
+        mean += (gradient - mean) * (1 - beta1)
+        square += (gradient * gradient - square) * (1 - beta2)
+        update = mean / (tl.sqrt(square) + 1e-10) * correction
+        shrinks = update * weight > 0
+        weight -= lr * (update + tl.where(shrinks, decay * weight, 0.0))
+        tl.store(master_ptr + row_place, weight, mask=inside)
+        tl.store(mean_ptr + row_place, mean.to(mean_ptr.dtype.element_ty), mask=inside)
+        tl.store(square_ptr + row_place, square.to(square_ptr.dtype.element_ty), mask=inside)
+        updated = weight.to(updated_ptr.dtype.element_ty)
+        tl.store(updated_ptr + line_place, updated, mask=inside)
+
+    @triton.jit(do_not_specialize=["n"])
+    def put_rows_kernel(
+        bank_ptr,  # (R, width)
+        rows_ptr,  # (n,)
+        parts_ptr,  # (ranks, n, share)
+        n,
+        width,
+        share,
+        LINES: tl.constexpr,
+        COLUMNS: tl.constexpr,
+    ):
+        """Writes rows of the bank from the parts of all ranks."""
+        line, column, inside = tile_of_lines(n, width, LINES, COLUMNS)
+        rank = column // share
+        part = tl.load(parts_ptr + (rank * n + line) * share + column % share, mask=inside)
+        row = tl.load(rows_ptr + line, mask=line < n)
+        tl.store(bank_ptr + row * width + column, part, mask=inside)
+
+
+def sum_rows(total: Tensor, places: Tensor, rows: Tensor, gradient: Tensor) -> None:
+    """Adds the gradient (lookups, width) of rows (lookups,) to total (ranks, n, share), in place.
+
+    `total` has one line for each of the n used rows of the table. places (R,) says which: row r has
+    line places[r] - 1.
+    """
+    ranks, n, share = total.shape
+    width = gradient.size(1)
+    if total.is_cuda:
+        grid, tile = line_tiles(*gradient.shape)
+        sum_rows_kernel[grid](
+            total, places, rows, gradient.contiguous(), n, len(rows), width, share, *tile
+        )
+        return
+    padding = ranks * share - width
+    gradient = F.pad(gradient.to(total.dtype), (0, padding)).view(-1, ranks, share)
+    total.index_add_(1, places[rows] - 1, gradient.transpose(0, 1))
+
+
+def adam_rows(
+    gradient: Tensor,
+    rows: Tensor,
+    master: Tensor,
+    moments: tuple[Tensor, Tensor],
+    dtype: torch.dtype,
+    *rates: float,
+) -> Tensor:
+    """Updates rows (n,) of the master weights (R, width) by Adam from their gradient (n, width).
+
+    The moments are the running means of the gradient and of its square, (R, width) each. Their
+    dtype may be narrower than that of the master weights, in which all is computed. The rates are
+    the learning rate, the weight decay, beta1, beta2, and the correction of both moments'
+    start at zero. These rows of the master weights and of the moments change in place. Returns the
+    new rows (n, width) in dtype.
+
+    This is the Adam of Kingma and Ba (2015), with weight decay only where the update shrinks the
+    weight anyway (Chen et al. 2025; record 43), as adam_update and cautious_update of train_gpt.py
+    do it. Its epsilon of 1e-10 is only there against 0 / 0.
+    """
+    if gradient.is_cuda:
+        updated = torch.empty_like(gradient, dtype=dtype)
+        grid, tile = line_tiles(*gradient.shape)
+        adam_rows_kernel[grid](
+            gradient, rows, master, *moments, updated, *gradient.shape, *rates, *tile
+        )
+        return updated
+    lr, decay, beta1, beta2, correction = rates
+    weight = master[rows]
+    mean, square = (moment[rows].to(master.dtype) for moment in moments)
+    gradient = gradient.to(master.dtype)
+    mean += (gradient - mean) * (1 - beta1)
+    square += (gradient.square() - square) * (1 - beta2)
+    update = mean / (square.sqrt() + 1e-10) * correction
+    shrinks = update * weight > 0
+    weight -= lr * (update + decay * weight * shrinks)
+    master[rows] = weight
+    moments[0][rows] = mean.to(moments[0].dtype)
+    moments[1][rows] = square.to(moments[1].dtype)
+    return weight.to(dtype)
+
+
+def put_rows(bank: Tensor, rows: Tensor, parts: Tensor) -> None:
+    """Writes the parts (ranks, n, share), one from each rank, to rows (n,) of bank (R, width)."""
+    _, n, share = parts.shape
+    width = bank.size(1)
+    if bank.is_cuda:
+        grid, tile = line_tiles(n, width)
+        put_rows_kernel[grid](bank, rows, parts, n, width, share, *tile)
+        return
+    bank[rows] = parts.transpose(0, 1).flatten(1)[:, :width]
