@@ -113,7 +113,7 @@ from nanogpt.streams import Mark, SideStream, to_device
 from nanogpt.tables import Table, Tables, own_columns
 from nanogpt.watch import Watch
 from records import journal
-from records.console import CLEAR_RISE, Console, next_commands
+from records.console import CLEAR_RISE, Console, next_commands, rise
 
 WATCH = Watch(STOP)  # ends this process if another rank is lost
 
@@ -2043,18 +2043,21 @@ def warm_up_of(model: GPT, optimizer: Optimizer) -> warmup.WarmUp:
 # 11. The run
 
 
-def begin_log(log: journal.Log, c: Config, facts: journal.RunFacts,
-              seconds: float | None = None) -> None:
-    """Shows what will run, and begins the log. `seconds` is how long the run may take, if that is
-    known."""
+def begin_log(log: journal.Log, c: Config, facts: journal.RunFacts, weights: Path | None,
+              recipe_names: recipe.RecipeNames, seconds: float | None = None) -> None:
+    """Begins the log, and shows what will run. `weights` is the file of the checkpoint, if there is
+    to be one, and `seconds` is how long the run may take, if that is known."""
     stage_facts = []
     for first, end, stage in stages(c):
         if end > first:
             tokens = stage_tokens(stage, c)
             stage_facts.append(dict(first_step=first, last_step=end, batch_tokens=tokens))
-    log.begin(
-        SOURCE, facts, dataclasses.asdict(c), num_weights(c), shards.reads_bytes(c.vocab_size),
-        stage_facts, seconds)
+    config = dataclasses.asdict(c)
+    log.begin(SOURCE, facts, config, stage_facts)
+    names = {name for layer in recipe_names for name in layer.values()}
+    log.console.header(
+        facts.machine, facts.data, config, stage_facts, num_weights(c), ", ".join(sorted(names)),
+        log.path, weights, seconds)
 
 
 class Run:
@@ -2076,8 +2079,9 @@ class Run:
         self.ended_by = ""  # the signal that has ended the run early
         self.requests = Requests(self.device)
         self.finite = finite.Check(optimizer.parts, optimizer.recipes.measurements)
-        self.profiler = profiling.Profiler(
-            c.profile_steps if is_rank_0() else 0, self.step, c.num_steps, self.log, self.device)
+        self.profiler = None
+        if c.profile_steps and is_rank_0():
+            self.profiler = profiling.profiler(c.profile_steps, self.log)
         self.batches = shards.ahead(rank_micro_batches(
             run_files.train_paths, c, self.device, self.step, run_files.stamps))
 
@@ -2085,6 +2089,8 @@ class Run:
         """All steps. The clock stands still during validation, which changes no weight and reads no
         training data. A collective."""
         c = self.config
+        if self.profiler:
+            self.profiler.start()
         self.clock.start()
         self.model.history_stream.follow()
         while self.step < c.num_steps:
@@ -2096,7 +2102,6 @@ class Run:
                 self.validate()
                 self.clock.start()
             batch, histories = self.prepare()
-            self.profiler.before_step(self.step)
             WATCH.enter_step(self.step)
             message = train_step(
                 self.model, self.optimizer, batch, self.step, call, self.tell, histories)
@@ -2108,10 +2113,13 @@ class Run:
             # Ctrl-S, or a slow disk with the log, can hold it up here.
             self.read_messages()
             self.step += 1
+            if self.profiler:
+                self.profiler.step()
         self.clock.stop()
         if not self.ended_by:
             self.validate()
-        self.profiler.finish()
+        if self.profiler:
+            self.profiler.stop()
         if dist.is_initialized():
             dist.all_reduce(self.model.lost_targets)  # for the log, which names those of all ranks
 
@@ -2168,8 +2176,9 @@ class Run:
         self.keeper.validated(self.step, loss)
 
     def finish(self, startup_s: float, longer: str) -> int:
-        """Says what came of the run, and what to try next. Returns the exit status. `longer` is the
-        option that would make the next run longer, or empty."""
+        """Says what came of the run, and what to try next. Returns the exit status, which is 0 also
+        if the target was missed: that is a result and no crash, of which torchrun would report.
+        `longer` is the option that would make the next run longer, or empty."""
         c = self.config
         keeper = self.keeper
         result = keeper.result(
@@ -2177,19 +2186,21 @@ class Run:
         if self.ended_by:
             result["interrupted"] = True
         path = keeper.write_result(result)
+        console = self.log.console
+        show_result = partial(
+            console.result, self.log.steps, result, self.log.path, path,
+            keeper.best["step"] if keeper.best else None)
         if self.ended_by:
+            show_result()
             return keeper.say_how_to_go_on(self.step, self.ended_by, path)
         keeper.saver.end()
-        if is_rank_0():
-            self.log.console.closing(path, [])  # before the sample, which may be broken off
-            if c.sample:
-                self.show_sample(keeper.best or keeper.weights_now(self.step, result["val_loss"]))
-            if self.log.console.rise() > CLEAR_RISE:  # it would learn its text by heart
-                longer = ""
-            self.log.console.closing(None, next_commands(path, c.data_dir, longer))
-        # torchrun takes a 1 for a crash: with --max_restarts it would train all that once more.
-        restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
-        return 1 if result["reached"] is False and restarts == 0 else 0
+        if is_rank_0() and c.sample:
+            self.show_sample(keeper.best or keeper.weights_now(self.step, result["val_loss"]))
+        show_result()
+        if rise(self.log.steps) > CLEAR_RISE:  # it would learn its text by heart
+            longer = ""
+        console.next(next_commands(path, c.data_dir, longer))
+        return 0
 
     def show_sample(self, content: dict) -> None:
         """Continues the text of --sample by the model of a checkpoint."""
@@ -2206,9 +2217,9 @@ class Run:
 
 
 def train(c: Config, at_end: ExitStack) -> int:
-    """The whole run, or what is left of a saved one. Returns the exit status: 1 if the target was
-    missed (0 with --max_restarts), 129, 130 or 143 if a signal has ended the run, else 0. `at_end`
-    gets what is to be done at the end, also after an error. A collective."""
+    """The whole run, or what is left of a saved one. Returns the exit status: 129, 130 or 143 if a
+    signal has ended the run, else 0. `at_end` gets what is to be done at the end, also after an
+    error. A collective."""
     # 1. Import what this run needs, so that the log can show it, and check what can be checked
     # before anything is written or compiled.
     cuda = has_cuda(c.device)
@@ -2224,14 +2235,13 @@ def train(c: Config, at_end: ExitStack) -> int:
 
     # 2. The log begins with the code and the facts. The number of steps is such a fact: under
     # --minutes it is chosen after the warm-up, and until then the log keeps its lines in memory.
-    console = Console(c.num_steps, shows=is_rank_0())
+    console = Console(shards.reads_bytes(c.vocab_size), shows=is_rank_0())
     log = journal.Log(console)
     at_end.push(log.end_early)
     clock = journal.Clock(device)
-    fp8_product = kernels.product if kernels.has_fp8(device) else None
     facts = journal.RunFacts(
         journal.describe_run(SOURCE, files, __file__), files, journal.describe_machine(device),
-        run_files.fingerprints, journal.calibrate(device, fp8_product, CPU_HAS_BF16))
+        run_files.fingerprints, journal.calibrate(device, CPU_HAS_BF16))
     notes += saving.how_it_began(c.resume, c.log_dir, run_files.saved, facts.run)
 
     def note(text: str) -> None:
@@ -2244,8 +2254,8 @@ def train(c: Config, at_end: ExitStack) -> int:
         c.resume = ""
     steps_are_open = chooses_steps(c)
     if not steps_are_open:
-        begin_log(log, c, facts)
-    console.busy("compiling" if c.compile else "warming up")
+        begin_log(log, c, facts, run_files.checkpoint_path, recipe_names)
+    console.say("compiling ..." if c.compile else "warming up ...")
 
     def report_compilation(what: str, seconds: float) -> None:
         kind = "compile" if clock.now() == 0 else "defect"  # once the clock runs it costs time
@@ -2282,7 +2292,7 @@ def train(c: Config, at_end: ExitStack) -> int:
         warm_up = warm_up_of(model, optimizer)
         if not warm_up.settings <= warmed_up:
             warm_up.run(call)
-        begin_log(log, c, facts, c.num_steps * seconds)
+        begin_log(log, c, facts, run_files.checkpoint_path, recipe_names, c.num_steps * seconds)
         for text in fitting.why_shorter(c, seconds):
             note(text)
         longer = fitting.option_for_longer(c, seconds)
@@ -2302,6 +2312,7 @@ def train(c: Config, at_end: ExitStack) -> int:
     startup_s = time.perf_counter() - LAUNCHED
     log.fact("note", f"products: {recipe.summary(recipe_names, device)}")
     log.fact("note", f"{startup_s:.1f} s from launch to the first timed step")
+    console.ready(startup_s)
     STOP.in_steps = True  # from now on a signal waits until all ranks can end together
     run.train(call)
 
@@ -2311,7 +2322,7 @@ def train(c: Config, at_end: ExitStack) -> int:
 
 
 def main(argv: list[str]) -> int:
-    """Exit status: 0 target reached or none, 1 not reached, or a crash, 2 bad input, a full disk or
+    """Exit status: 0 trained to the end, 1 a crash, 2 bad input, a full disk or
     too little memory, 3 another rank was lost, 129, 130 or 143 ended by a signal. On an error,
     `at_end` first writes the best weights and a note to the log. Then WATCH tells the other ranks,
     and ends them."""

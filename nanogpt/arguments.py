@@ -13,12 +13,11 @@ import inspect
 import math
 import os
 import re
-import sys
 import textwrap
 from collections.abc import Callable
 
 from nanogpt.ranks import BadInput, require
-from records.console import Stream
+from records.console import prepare_output
 
 SWITCH = {"true": True, "1": True, "false": False, "0": False}
 WIDTH = 100  # of a line of --help
@@ -103,7 +102,8 @@ def given(config_class, argv: list[str], presets: dict[str, dict],
         if check:
             check(dataclasses.replace(shown, **values))
         about = dict.fromkeys(presets, "") | (about or {})
-        Stream(sys.stdout).write(help_text(shown, title, everyday, about))
+        prepare_output()
+        print(help_text(shown, title, everyday, about), end="")
         raise SystemExit(0)
     return values
 

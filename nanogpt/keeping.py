@@ -137,7 +137,7 @@ class Keeper:
         if lost:
             log.fact("defect", dict(
                 what=f"{lost} targets were no candidates; raise --candidates"))
-        log.end(result, self.best["step"] if self.best else None)
+        log.end(result)
         if not self.best:
             return None
         return checkpoint.write_somewhere(self.weights_file, self.best, self.own_runs())
@@ -149,5 +149,5 @@ class Keeper:
             self.log.console.say("no weights are kept, as none were validated after a step")
         self.saver.finish()
         command = saving.command(self.saver.newest(), self.config.save_checkpoint)
-        self.log.console.stopped(signal, step, path, command, self.saver.saves)
+        self.log.console.stopped(signal, step, command, self.saver.saves)
         return stopping.status_of(signal)

@@ -24,6 +24,13 @@ def to_device(numbers: list, device: torch.device) -> Tensor:
     return there.to(device, non_blocking=True)
 
 
+def to_host(numbers: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """The numbers on the CPU, and the event after which they may be read: nothing waits for the
+    copy. (PyTorch makes it in pinned memory, into which the GPU can write by itself.)"""
+    copy = numbers.to("cpu", non_blocking=numbers.is_cuda)
+    return copy, torch.cuda.current_stream().record_event() if numbers.is_cuda else None
+
+
 class Mark:
     """All that was begun on the current stream so far. `wait` makes the stream that is current then
     wait for it. In CPU memory there is nothing to wait for."""

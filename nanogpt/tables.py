@@ -28,8 +28,7 @@ from torch import Tensor
 from nanogpt.compiling import call_directly
 from nanogpt.kernels import tl, triton
 from nanogpt.ranks import NoTransfer, all_gather, gathered, rank_and_world_size
-from nanogpt.streams import SideStream
-from records.journal import to_host
+from nanogpt.streams import SideStream, to_host
 
 
 def own_columns(table: Tensor, rank: int, world_size: int) -> Tensor:

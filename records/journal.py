@@ -9,13 +9,13 @@ import hashlib
 import importlib.util
 import json
 import math
+import os
 import platform
 import statistics
 import subprocess
 import sys
 import time
 import uuid
-from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
@@ -23,16 +23,25 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from nanogpt.ranks import BadInput, all_gather, all_ranks, is_rank_0, rank_and_world_size, require
+from nanogpt.ranks import BadInput, all_ranks, is_rank_0, rank_and_world_size, require
+from nanogpt.streams import to_host
 from records.console import Console, complain
-from records.devices import PEAK_FLOPS
 
 ROOT = Path(__file__).parents[1]  # the project's folder
 GRAMMAR = 2  # the version of the log's form, which records/README.md describes
 RULE = "=" * 100  # the line that ends the source, and the one that begins the end block
+PEAK_FLOPS = {  # of dense bf16 products per second, by the first of these in the device's name
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "GH200": 989e12,
+    "B200": 2250e12,
+    "A100": 312e12,
+    "4090": 165e12,
+}
 
 # ------------------------------------------------------------------------------------------------
 # The log
@@ -49,33 +58,9 @@ def try_folder(folder: str | Path) -> None:
         beside.write_bytes(b"a log can be written here")
         beside.unlink()
     except OSError as error:
-        with suppress(OSError):
-            beside.unlink(missing_ok=True)
+        beside.unlink(missing_ok=True)
         raise BadInput(f"no log can be written to {folder} ({error.strerror}); choose another "
                        "--log_dir") from None
-
-
-class PendingLoss(NamedTuple):
-    """A training loss on its way from the device."""
-
-    step: int
-    seconds: float  # training time when the step was handed to the device
-    values: Tensor  # on the CPU, to be read only after the copy has arrived
-    event: torch.cuda.Event | None  # recorded behind the copy; None where nothing has to be copied
-
-    def has_arrived(self) -> bool:
-        return self.event is None or self.event.query()
-
-    def wait(self) -> None:
-        if self.event is not None:
-            self.event.synchronize()
-
-
-def to_host(numbers: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """The numbers on the CPU, and the event after which they may be read: nothing waits for the
-    copy. (PyTorch makes it in pinned memory, into which the GPU can write by itself.)"""
-    copy = numbers.to("cpu", non_blocking=numbers.is_cuda)
-    return copy, torch.cuda.current_stream().record_event() if numbers.is_cuda else None
 
 
 class TrainingLoss(NamedTuple):
@@ -98,144 +83,114 @@ class RunFacts(NamedTuple):
 
 class Log:
     """The log of one run: source, facts, steps and end block. `path` is its file. Only rank 0
-    writes it; on other ranks the same calls leave no trace.
-
-    The console gets a header of what will run, the losses, the facts `compile` and `defect`, and
-    the summary of the end. Notes are for the file alone.
+    writes it; on other ranks the same calls leave no trace. The console gets the losses and the
+    facts `compile` and `defect`.
 
     If the file cannot be written to any more, because the disk is full for instance, one sentence
-    on standard error says so, and the run goes on. Such a log has no end block.
+    says so, and the run goes on. Such a log has no end block.
     """
 
     def __init__(self, console: Console):
-        self.num_steps = 0
-        self.pending: list[PendingLoss] = []
-        self.steps: list[tuple] = []  # step, seconds, name and loss of all lines
         self.console = console
+        self.num_steps = 0
+        self.pending = []  # losses that may still be on their way from the device
+        self.steps: list[tuple] = []  # step, seconds, name and loss of all lines
         self.path = None  # as long as the file has not begun
         self.has_ended = False
         self.waiting = []  # the lines of facts that have come before the file began
-        self.files = {}  # path -> open file; one that cannot be written to is taken out
+        self.files = []  # the open log and, with --jsonl, its twin
 
-    def begin(self, source: bytes, facts: RunFacts, config: dict, num_weights: tuple[int, int],
-              tokens_are_bytes: bool, stages: list[dict], seconds: float | None = None) -> None:
-        """Shows what will run. Then opens LOG_DIR/RUN_ID.txt and writes the script's source, the
-        facts, and those that have come before. If the configuration says `jsonl`, the same facts go
-        to LOG_DIR/RUN_ID.jsonl as JSON, one object a line.
-
-        config: name -> value, for the fact `config`
-        num_weights: how many are active in every token, and how many are in tables
-        stages: the facts `stage`
-        seconds: how long the run may take, if that is known
-
-        Raises OSError if the folder or a file cannot be made.
-        """
-        self.console.header(
-            facts.machine, facts.data, config, num_weights, tokens_are_bytes, stages, seconds)
-        head = [("run", facts.run)]
-        head += [("file", file) for file in facts.files]
-        head += [("config", config), ("environment", facts.machine)]
-        head += [("data", shard) for shard in facts.data]
-        head += [("stage", stage) for stage in stages]
-        head.append(("calibration", facts.speeds))
+    def begin(self, source: bytes, facts: RunFacts, config: dict, stages: list[dict]) -> None:
+        """Opens LOG_DIR/RUN_ID.txt and writes the script's source, the facts, and those that have
+        come before. If the configuration says `jsonl`, the same facts go to LOG_DIR/RUN_ID.jsonl as
+        JSON, one object a line. `config` and `stages` are the facts of these names. Raises OSError
+        if a file cannot be written."""
         run_id = facts.run["run_id"]
-        self.open(config["log_dir"], run_id, source, config["num_steps"], config["jsonl"])
-        waiting = self.waiting
-        self.waiting = []
-        for kind, value in head:
-            self.fact(kind, value)
+        self.open(Path(config["log_dir"], f"{run_id}.txt"), source, config["jsonl"])
+        self.num_steps = config["num_steps"]
+        waiting, self.waiting = self.waiting, []
+        self.fact("run", facts.run)
+        for file in facts.files:
+            self.fact("file", file)
+        self.fact("config", config)
+        self.fact("environment", facts.machine)
+        for shard in facts.data:
+            self.fact("data", shard)
+        for stage in stages:
+            self.fact("stage", stage)
+        self.fact("calibration", facts.speeds)
         for text, fact in waiting:
             self.write(text, fact)
 
-    def open(self, folder: str | Path, run_id: str, source: bytes, num_steps: int,
-             jsonl: bool) -> None:
+    def open(self, path: Path, source: bytes, jsonl: bool) -> None:
         """Opens the files, and writes the source."""
-        self.num_steps = num_steps
-        self.path = Path(folder) / f"{run_id}.txt"
-        if self.console.shows:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            paths = [self.path]
-            if jsonl:
-                paths.append(self.path.with_suffix(".jsonl"))
-            try:
-                for path in paths:
-                    # Unbuffered, so that a run which is killed leaves a log up to that moment.
-                    self.files[path] = open(path, "wb", buffering=0)
-                write_whole(self.files[self.path], source + RULE.encode() + b"\n")
-            except OSError as error:  # what has no whole source is no log
-                for file in self.files.values():
-                    file.close()
-                self.files.clear()
-                for path in paths:
-                    path.unlink(missing_ok=True)
-                raise OSError(f"{self.path} cannot be written ({error.strerror}); make room, or "
-                              "choose another --log_dir") from None
+        self.path = path
+        if not is_rank_0():
+            return
+        paths = [path, path.with_suffix(".jsonl")] if jsonl else [path]
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.files = [open(path, "wb") for path in paths]
+            self.files[0].write(source + RULE.encode() + b"\n")
+            self.files[0].flush()
+        except OSError as error:
+            raise OSError(f"{path} cannot be written ({error.strerror}); make room, or choose "
+                          "another --log_dir") from None
 
     def write(self, text: str, facts: dict) -> None:
-        """Writes one line to the log, and as JSON to its twin."""
+        """Writes one line to the log, and as JSON to its twin. It is in the file at once, so that a
+        run which is killed leaves a log up to that moment."""
         if self.path is None:
             self.waiting.append((text, facts))
-        for path, file in list(self.files.items()):
-            line = text if path == self.path else json.dumps(facts)
-            try:
-                write_whole(file, line.encode() + b"\n")
-            except OSError as error:
-                lost = "it"
-                self.files.pop(path)
-                if path == self.path:  # then its twin alone is of no use
-                    lost = "a log"
-                    self.files.clear()
-                complain(f"cannot write to {path} ({error.strerror}); the run goes on without "
-                         f"{lost}")
-                return
+        try:
+            for file, line in zip(self.files, (text, json.dumps(facts))):
+                file.write(line.encode() + b"\n")
+                file.flush()
+        except OSError as error:
+            self.files = []
+            complain(f"cannot write to {self.path} ({error.strerror}); the run goes on without a "
+                     "log")
 
     def fact(self, kind: str, value: dict | str) -> None:
         """Writes the line `KIND JSON`. The value is a string for a note and an object otherwise."""
         facts = {"note": value} if kind == "note" else value
         self.write(f"{kind} {json.dumps(value)}", {"kind": kind} | facts)
         if kind == "compile":
-            self.console.compiled(value["what"])
+            self.console.compiled()
         if kind == "defect":
-            seconds = f" ({value['seconds']} s)" if "seconds" in value else ""
-            self.console.warn(value["what"] + seconds)
+            self.console.say(f"warning: {value['what']}")
 
-    def step(self, step: int, seconds: float, name: str, loss: float) -> None:
+    def step(self, step: int, seconds: float, name: str, loss: float, show: bool = True) -> None:
         """Writes the line of a loss after `step` steps and `seconds` of training time. The name is
         "train_loss" or "val_loss"."""
-        text = self.write_step(step, seconds, name, loss)
-        show = self.console.train_loss if name == "train_loss" else self.console.val_loss
-        show(step, seconds, loss, text)
-
-    def repeat(self, steps: list[tuple]) -> None:
-        """Writes the lines of the steps before a save (`steps` of that log), for a run that goes on
-        from it. The console does not print these losses, but has them in its curve and at its end.
-        """
-        for step, seconds, name, loss in steps:
-            self.write_step(step, seconds, name, loss)
-            self.console.remember(step, seconds, name, loss)
-
-    def last_val_loss(self) -> float | None:
-        """The loss of the last validation, None before the first one."""
-        losses = [loss for _, _, name, loss in self.steps if name == "val_loss"]
-        return losses[-1] if losses else None
-
-    def write_step(self, step: int, seconds: float, name: str, loss: float) -> str:
-        """Writes the line of a loss, and returns it."""
         self.steps.append((step, seconds, name, loss))
         milliseconds = 1000 * seconds
         average = milliseconds / step if step > 0 else math.nan
-        facts = {
+        text = (f"step:{step}/{self.num_steps} {name}:{loss:.4f} "
+                f"train_time:{milliseconds:.0f}ms step_avg:{average:.2f}ms")
+        self.write(text, {
             "kind": "step",
             "step": step,
             "num_steps": self.num_steps,
             name: loss if math.isfinite(loss) else None,  # JSON has no other numbers
             "train_time_ms": round(milliseconds),
             "step_avg_ms": round(average, 2) if step > 0 else None,
-        }
-        text = (f"step:{step}/{self.num_steps} {name}:{loss:.4f} "
-                f"train_time:{milliseconds:.0f}ms step_avg:{average:.2f}ms")
-        self.write(text, facts)
-        return text
+        })
+        if show and name == "train_loss":
+            self.console.train_loss(step, self.num_steps, loss)
+        elif show:
+            self.console.val_loss(text, loss)
+
+    def repeat(self, steps: list[tuple]) -> None:
+        """Writes the lines of the steps before a save (`steps` of that log), for a run that goes on
+        from it."""
+        for values in steps:
+            self.step(*values, show=False)
+
+    def last_val_loss(self) -> float | None:
+        """The loss of the last validation, None before the first one."""
+        losses = [loss for _, _, name, loss in self.steps if name == "val_loss"]
+        return losses[-1] if losses else None
 
     def put(self, step: int, loss: Tensor, seconds: float) -> None:
         """Takes the training loss of a step, which the device may still have to compute. Nothing
@@ -243,53 +198,39 @@ class Log:
 
         loss: () or (1 + n,), the mean loss and n other numbers, which `arrived` hands back.
         """
-        self.pending.append(PendingLoss(step, seconds, *to_host(loss)))
+        self.pending.append((step, seconds, *to_host(loss)))
 
     def arrived(self, wait_for: int = 0) -> list[TrainingLoss]:
         """Writes the lines of all losses that have arrived by now, and hands these losses back. It
         waits for those of the steps up to `wait_for`."""
         losses = []
         while self.pending:
-            pending = self.pending[0]
-            if pending.step <= wait_for:
-                pending.wait()
-            elif not pending.has_arrived():
+            step, seconds, values, event = self.pending[0]
+            if event and step <= wait_for:
+                event.synchronize()
+            elif event and not event.query():
                 break
             self.pending.pop(0)
-            loss, *others = pending.values.view(-1).tolist()
-            self.step(pending.step, pending.seconds, "train_loss", loss)
-            losses.append(TrainingLoss(pending.step, loss, others))
+            loss, *others = values.view(-1).tolist()
+            self.step(step, seconds, "train_loss", loss)
+            losses.append(TrainingLoss(step, loss, others))
         return losses
 
-    def end(self, facts: dict, kept_step: int | None = None) -> None:
-        """Writes the end block: a line `key: value` for each fact. Nothing may follow it. The
-        console gets a summary instead, and the name of the log. `kept_step` is the step whose
-        weights were kept, if any were."""
+    def end(self, facts: dict) -> None:
+        """Writes the end block: a line `key: value` for each fact. Nothing may follow it."""
         self.has_ended = True
         lines = [RULE]
         for key, value in facts.items():
             text = value if isinstance(value, str) else json.dumps(value)
             lines.append(f"{key}: {text}")
         self.write("\n".join(lines), {"kind": "end"} | facts)
-        self.console.result(facts, kept_step)
-        if self.console.shows:
-            broken = "" if self.path in self.files else " (it broke off)"
-            gone = "" if self.path.exists() else " (it was removed during the run)"
-            self.console.say(f"log: {self.path}{broken or gone}")
 
     def end_early(self, kind: type | None, error: BaseException | None, trace) -> None:
         """The last line of a log without an end block, if an error ends the run: what it was. This
         is called like __exit__ of a context manager."""
+        self.console.close()
         if error is not None and self.path is not None and not self.has_ended:
             self.fact("note", f"ended early: {error or kind.__name__}".partition("\n")[0])
-
-
-def write_whole(file, content: bytes) -> None:
-    """Writes all of it to an unbuffered file, which may take less at a time where space is short.
-    Raises OSError if it takes no more."""
-    rest = memoryview(content)
-    while rest:
-        rest = rest[file.write(rest) :]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -330,35 +271,24 @@ def project_files(script: str | Path, root: Path = ROOT) -> list[dict]:
     `file` of the log (path, sha256, text), in the order of their paths.
 
     A module belongs to the project if it was imported from the project's folder under its name
-    there, as nanogpt/ranks.py is as nanogpt.ranks. Libraries do not, even if they are installed
-    below that folder. A program beside the script that imports it and starts the run belongs to the
-    project, too.
+    there, as nanogpt/ranks.py is as nanogpt.ranks. A program in that folder that imports the script
+    and starts the run belongs to the project, too.
 
     A file is read by the first call after its import and never again. So make a call right after
     the imports: then the log shows what runs, even if a file is edited later. Raises BadInput for a
     file whose name or text a log cannot hold.
     """
-    script = Path(script).resolve()
     paths = set()
-    for folder, found in import_folders().items():
-        if Path(folder).resolve() == root.resolve():
-            paths |= found
-    others = [path for path in sorted(paths) if (root / path).resolve() != script]
-    return [describe_file(root, path) for path in others]
-
-
-def import_folders() -> dict[str, set[str]]:
-    """The folders from which modules were imported, each with its files: paths relative to it."""
-    folders = defaultdict(set)
     for name, module in list(sys.modules.items()):
-        file = Path(str(getattr(module, "__file__", None))).as_posix()
-        if name == "__main__":
-            name = Path(file).stem
-        place = name.replace(".", "/")
+        file = getattr(module, "__file__", None)
+        if not file:
+            continue
+        place = Path(file).stem if name == "__main__" else name.replace(".", "/")
         for path in (f"{place}.py", f"{place}/__init__.py"):
-            if file.endswith(f"/{path}"):
-                folders[file.removesuffix(path)].add(path)
-    return folders
+            if os.path.exists(root / path) and os.path.samefile(root / path, file):
+                paths.add(path)
+    others = [path for path in sorted(paths) if (root / path).resolve() != Path(script).resolve()]
+    return [describe_file(root, path) for path in others]
 
 
 @cache
@@ -471,55 +401,28 @@ def triton_version() -> str | None:
     return triton.__version__
 
 
-def calibrate(device: torch.device, fp8_product: Callable | None = None,
-              cpu_has_bf16: bool = True) -> dict:
-    """The fact `calibration`: speeds of this host, so that runs on different hosts can be compared.
-    What cannot be measured is None. Call it outside the clock, on all ranks: it is a collective.
-
-    fp8_product(a, b_t, a_scale, b_scale, dtype) multiplies two FP8 matrices on the device's tensor
-    cores (nanogpt/kernels.py); None if the device has none for FP8. A CPU without products in bf16
-    emulates them, which would take many seconds here.
-    """
-    speeds = measured_speeds(device, fp8_product, cpu_has_bf16)
-    if device.type == "cuda":  # the memory that this took does not count for the run's peak
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-    return speeds
-
-
-def measured_speeds(device: torch.device, fp8_product: Callable | None, cpu_has_bf16: bool) -> dict:
+def calibrate(device: torch.device, cpu_has_bf16: bool = True) -> dict:
+    """The fact `calibration`: speeds of this host, by which `records compare` compares times from
+    different hosts. A CPU without products in bf16 emulates them, which would take many seconds
+    here. What older logs have besides is None."""
     cuda = device.type == "cuda"
     width = 8192 if cuda else 1024
-    length = 2**28 if cuda else 2**23
-    _, world_size = rank_and_world_size()
-    matrix = torch.randn(width, width, device=device)
-    half = matrix.bfloat16()
-    vector = torch.zeros(length, device=device)
-    speeds = {}
-
-    teraflops = 2e-12 * width**3
-    speeds["bf16_matmul_tflops"] = None
+    matrix = torch.randn(width, width, dtype=torch.bfloat16, device=device)
+    vector = torch.zeros(2**28 if cuda else 2**23, device=device)
+    product = None
     if cuda or cpu_has_bf16:
-        speeds["bf16_matmul_tflops"] = speed(device, teraflops, lambda: half @ half)
-    speeds["fp8_matmul_tflops"] = None
-    if fp8_product is not None:
-        fp8 = (matrix / 0.02).to(torch.float8_e4m3fn)  # at most about 300 of the format's 448
-        one = torch.ones((), device=device)
-        product = lambda: fp8_product(fp8, fp8, one, one, torch.bfloat16)
-        speeds["fp8_matmul_tflops"] = speed(device, teraflops, product)
-
-    gigabytes = 8e-9 * length  # float32: four bytes are read and four are written
-    speeds["copy_gb_per_s"] = speed(device, gigabytes, vector.clone)
-    speeds["all_reduce_gb_per_s"] = None
-    speeds["all_gather_gb_per_s"] = None
-    if world_size > 1:
-        whole = vector[: length // 4 // world_size * world_size]
-        part = whole.chunk(world_size)[0].clone()
-        gigabytes = 4e-9 * len(whole)
-        reduce = lambda: dist.all_reduce(whole)
-        gather = lambda: all_gather(whole, part)
-        speeds["all_reduce_gb_per_s"] = speed(device, gigabytes, reduce)
-        speeds["all_gather_gb_per_s"] = speed(device, gigabytes, gather)
+        product = speed(device, 2e-12 * width**3, lambda: matrix @ matrix)
+    speeds = {
+        "bf16_matmul_tflops": product,
+        "fp8_matmul_tflops": None,
+        "copy_gb_per_s": speed(device, 8e-9 * len(vector), vector.clone),  # 4 bytes in, 4 out
+        "all_reduce_gb_per_s": None,
+        "all_gather_gb_per_s": None,
+    }
+    if cuda:  # the memory that this took does not count for the run's peak
+        del matrix, vector
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
     return speeds
 
 

@@ -12,7 +12,6 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from . import evaluation, plots
-from .flops import refuse_impossible
 from .log import (
     FACTS,
     Refused,
@@ -226,7 +225,6 @@ def refuse_doubtful(logs):
     that are not independent."""
     for log in logs:
         refuse_unfit_for_record(log)
-        refuse_impossible(log)
     refuse_copies(logs)
     refuse_same_seed(logs)
 

@@ -184,14 +184,20 @@ def fill_the_disk(of):
     """From now on nothing can be written: `of` says to which files."""
     def act(place, model, monkeypatch):
         save = torch.save
-        write_whole = journal.write_whole
+        write = journal.Log.write
 
         def no_space(path):
             if re.search(of, str(path)):
                 raise OSError(errno.ENOSPC, "No space left on device")
 
         monkeypatch.setattr(torch, "save", lambda content, file: no_space(file.name) or save(content, file))
-        monkeypatch.setattr(journal, "write_whole", lambda file, text: no_space(file.name) or write_whole(file, text))
+
+        def write_to_full_disk(log, text, facts):
+            if log.files and re.search(of, str(log.path)):
+                log.files = [open("/dev/full", "wb")]
+            write(log, text, facts)
+
+        monkeypatch.setattr(journal.Log, "write", write_to_full_disk)
     return act
 
 
@@ -216,9 +222,9 @@ HAPPENS = [
     Happens("a shard is gone", "before 3", lambda place, *_: (place / FIRST).unlink(), f"{FIRST} cannot be read .No such file.*; "
             f"{REMEDY}.*", 2, LONG, 10),
     Happens("the disk of the log is full", "before 3", fill_the_disk("logs/"), r"cannot write to logs/\S+ .No space left on device.; "
-            "the run goes on without a log", 1, kept=4, last="step:2/4"),
+            "the run goes on without a log", 0, kept=4, last="step:2/4"),
     Happens("the disk of the checkpoint is full", "before 3", fill_the_disk("^old"), "old.pt cannot be written .No space left on "
-            r"device.; the weights are in \S+temporary/old.pt", 1, last="end"),
+            r"device.; the weights are in \S+temporary/old.pt", 0, last="end"),
     Happens("all disks are full", "before 3", fill_the_disk("old"), "old.pt cannot be written .No space left on device.", 2,
             last="end"),
 ]

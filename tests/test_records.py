@@ -3,7 +3,6 @@
 Reference: the grammar in records/README.md, written out once more by `write_log` below. All numbers are invented and
 stay in pytest's temporary folders.
 """
-import dataclasses
 import hashlib
 import json
 import os
@@ -13,7 +12,6 @@ import shutil
 import struct
 import subprocess
 import sys
-import types
 import uuid
 import zlib
 from datetime import UTC, datetime
@@ -22,8 +20,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-import train_gpt
-from records import compare, flops, log, plots, record, table
+from records import compare, log, plots, record, table
 from records.__main__ import main
 
 SOURCE = b'"""a trainer"""\nprint("training \xe2\x9c\x93")\n'
@@ -963,100 +960,6 @@ def test_equal_losses_of_other_code_are_a_warning(root, capsys):
     record.new(root, "two", [faster])
     status, out = check_of(capsys, root)
     assert status == 0 and "every loss is that of" in out
-
-
-MODEL = b"""
-TOPOLOGIES: dict[str, list[Layer]] = {
-    "gpt2": [
-        Layer(window="long"),  # a comment
-        Layer(attn=False, skip=1),
-        *[Layer()] * 3,
-    ],
-}
-"""
-WHOLE_HEAD = MODEL + b"\ndef mfu(c, tokens_per_s, name):\n    table = parameter_table(c)\n    return 1\n\nx = 1\n"
-CANDIDATES = MODEL + b"\ndef flops_per_token(c):\n    rows = c.candidates or c.vocab_size\n    return rows\n\nx = 1\n"
-SIZES = {"topology": "gpt2", "model_dim": 32768, "mlp_dim": 65536, "vocab_size": 131072, "candidates": 1024}
-# by hand: four layers have attention, five a perceptron; 12,000 tokens in 8.014 s on two devices
-ATTENTION_AND_PERCEPTRONS = 4 * 4 * 2**30 + 5 * 2 * 2**31
-RATE = 12_000 / 8.014 / 2
-WHOLE_MFU = 6 * (ATTENTION_AND_PERCEPTRONS + 2**32) * RATE / 989e12
-CANDIDATES_MFU = 6 * (ATTENTION_AND_PERCEPTRONS + 2**25) * RATE / 989e12
-NARROW = {"num_heads": 4, "head_dim": 4096}  # half as wide as the stream
-NARROW_MFU = CANDIDATES_MFU - 6 * 4 * 2 * 2**30 * RATE / 989e12
-H200 = {"devices": ["NVIDIA H200"] * 2}
-
-
-@pytest.mark.parametrize("source, config, mfu", [
-    (WHOLE_HEAD, {}, WHOLE_MFU), (CANDIDATES, {}, CANDIDATES_MFU), (CANDIDATES, NARROW, NARROW_MFU)])
-def test_mfu_follows_from_model_tokens_and_time(root, capsys, source, config, mfu):
-    options = dict(source=source, config=SIZES | config, environment=H200)
-    a = write_log(root / "a.txt", 1, mfu=mfu, **options)
-    assert run_tool(capsys, root, "new", "right", a)[0] == 0
-    b = write_log(root / "b.txt", 1, mfu=mfu + 0.0003, **options)
-    status, out = run_tool(capsys, root, "new", "wrong", b)
-    assert status == 2 and f"expected mfu to be {mfu:.4f} (" in out and f"found {round(mfu + 0.0003, 4)}." in out
-
-
-@pytest.mark.parametrize("config, source", [
-    ({"topology": "none"}, WHOLE_HEAD),
-    ({"model_dim": "768"}, WHOLE_HEAD),
-    ({"candidates": None}, CANDIDATES),
-    ({"num_heads": 4, "head_dim": "128"}, CANDIDATES),
-    ({}, MODEL),
-    ({}, WHOLE_HEAD.replace(b"Layer(attn=False, skip=1)", b"layer")),
-    ({}, WHOLE_HEAD.replace(b"Layer(attn=False, skip=1)", b"(" * 300)),
-    ({}, WHOLE_HEAD.replace(b"Layer(attn=False, skip=1)", b"Layer(attn=__import__('os')._exit(3))")),
-    ({}, WHOLE_HEAD.replace(b"Layer(attn=False, skip=1)", b"# " + b"x" * 30_000)),
-], ids=range(9))
-def test_a_model_that_cannot_be_read_is_not_judged(root, capsys, config, source):
-    path = write_log(root / "a.txt", 1, mfu=0.1, source=source, config=SIZES | config, environment=H200)
-    assert run_tool(capsys, root, "new", "other", path)[0] == 0
-
-
-def test_multiplications_that_are_read_from_the_code_are_those_that_the_trainer_counts():
-    c = train_gpt.parse_config(["--preset=onepass"])
-    source = (Path(record.__file__).parents[1] / "train_gpt.py").read_bytes()
-    log = types.SimpleNamespace(config=dataclasses.asdict(c), files={"train_gpt.py": source})
-    assert flops.flops_per_token(log) == train_gpt.flops_per_token(c)
-
-
-def test_no_device_is_faster_than_in_its_calibration(root, capsys):
-    options = dict(source=WHOLE_HEAD, config=SIZES, mfu=WHOLE_MFU, environment=H200)
-    needed = WHOLE_MFU * 989  # in TFLOPS
-    slow = write_log(root / "a.txt", 1, calibration={"bf16_matmul_tflops": needed - 1}, **options)
-    status, out = run_tool(capsys, root, "new", "x", slow)
-    assert status == 2 and f"expected at most {needed - 1:g} TFLOPS per device (the calibration of" in out
-    rates = {"bf16_matmul_tflops": needed - 1, "fp8_matmul_tflops": needed + 1}
-    assert run_tool(capsys, root, "new", "x", write_log(root / "b.txt", 1, calibration=rates, **options))[0] == 0
-
-
-def scaled(raw, factor):
-    """A log whose times are all multiplied, and whose token rate is divided; mfu is as before."""
-    def step(found):
-        milliseconds = round(int(found[3]) * factor)
-        average = milliseconds / int(found[2]) if found[2] != b"0" else float("nan")
-        return found[1] + b"%d" % milliseconds + b"ms step_avg:%.2fms" % average
-
-    raw = re.sub(rb"(step:(\d+)/\d+ \w+:\S+ train_time:)(\d+)ms step_avg:\S+ms", step, raw)
-    head, _, end = raw.rpartition(b"=" * 100)
-    seconds = int(re.findall(rb"train_time:(\d+)ms", head)[-1]) / 1000
-    average = re.findall(rb"step_avg:(\S+)ms", head)[-1]
-    tokens = int(re.search(rb"tokens: (\d+)", end)[1])
-    end = re.sub(rb"train_time_s: \S+", b"train_time_s: %.3f" % seconds, end)
-    end = re.sub(rb"step_avg_ms: \S+", b"step_avg_ms: " + average, end)
-    end = re.sub(rb"tokens_per_s: \S+", b"tokens_per_s: %.0f" % (tokens / seconds), end)
-    return head + b"=" * 100 + end
-
-
-def test_times_of_a_gpu_record_scaled_in_all_logs(root, capsys):
-    folder = Path(record.__file__).parent / "2026-11-22_house_four_gpus"
-    logs = [root / path.name for path in sorted(folder.glob("log_*.txt"))]
-    for path in logs:
-        path.write_bytes(scaled((folder / path.name).read_bytes(), 0.8))
-        log.read_log(path)  # nothing in the log itself contradicts
-    status, out = run_tool(capsys, root, "new", "scaled", *logs)
-    assert status == 2 and "expected mfu to be 0.509" in out and "(528,482,304 FLOPs a token" in out
 
 
 VAL = SHARDS[1]

@@ -65,11 +65,14 @@ def first(corpus, tmp_path_factory):
 # ---------------------------------------------------------------------------------------------------- a plain run
 
 
-def test_a_run_that_misses_its_target_exits_with_1_and_says_so(first):
+def test_a_run_that_misses_its_target_says_so_and_that_is_no_crash(first):
     run, _ = first
-    assert run.returncode == 1 and run.stderr == ""
+    assert run.returncode == 0 and run.stderr == ""
     assert re.search(r"\ntarget +1: missed by \d", run.stdout) and "\nsample: The " in run.stdout
-    assert f"\nlog: {only_log(first[1])}\n" in run.stdout and f"\ncheckpoint: {first[1]}/model.pt\n" in run.stdout
+    header, result = run.stdout.split("\nsample: ")
+    for part in (f"\nlog       {only_log(first[1])}\n", f"\nweights   {first[1]}/model.pt"):
+        assert part in header and part in result
+    assert "\nseed      0\n" in header and "\nprecision fp32\n" in header and "sample.py" in run.stdout.splitlines()[-1]
 
 
 def test_a_run_that_reaches_its_target_exits_with_0_and_the_same_seed_gives_the_same_losses(first, corpus, tmp_path):
@@ -80,7 +83,7 @@ def test_a_run_that_reaches_its_target_exits_with_0_and_the_same_seed_gives_the_
 
 
 def test_another_seed_gives_other_losses(first, corpus, tmp_path):
-    assert t.main(arguments(data_dir=corpus, log_dir=tmp_path, seed=1)) == 1
+    assert t.main(arguments(data_dir=corpus, log_dir=tmp_path, seed=1)) == 0
     assert losses(read_log(only_log(tmp_path))) != losses(read_log(only_log(first[1])))
 
 
@@ -113,7 +116,7 @@ STAGES = {"schedule": "speedrun", "num_steps": 9, "batch_tokens": 2048, "epochs"
 def staged(corpus, tmp_path_factory):
     """The log of a run through all stages of the speedrun."""
     folder = tmp_path_factory.mktemp("staged")
-    assert t.main(arguments(data_dir=corpus, log_dir=folder, val_interval=0, **STAGES)) == 1
+    assert t.main(arguments(data_dir=corpus, log_dir=folder, val_interval=0, **STAGES)) == 0
     return only_log(folder)
 
 
@@ -180,13 +183,13 @@ def test_the_files_taken_out_of_a_log_run_by_themselves_and_give_the_same_losses
     written = {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*.py")}
     args = arguments(data_dir=corpus, log_dir=logs, sample="The ", sample_tokens=8)
     again = start(*args, script=folder / "train_gpt.py", cwd=folder)
-    assert again.returncode == 1 and "\nsample: The " in again.stdout, again.stderr
+    assert again.returncode == 0 and "\nsample: The " in again.stdout, again.stderr
     log = read_log(only_log(logs))
     assert log.files == read_log(path).files == written and log.run["git_commit"] is None
     assert log.run["files_sha256"] == read_log(path).run["files_sha256"] and losses(log) == losses(read_log(path))
 
 
-def test_a_terminal_gets_a_bar_with_loss_speed_and_time_left(corpus, tmp_path):
+def test_a_terminal_gets_a_bar_with_loss_and_speed(corpus, tmp_path):
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 120, 0, 0))  # lines and columns
     run = Process(SCRIPT, *arguments(data_dir=corpus, log_dir=tmp_path), stderr=os.ttyname(theirs))
@@ -197,8 +200,8 @@ def test_a_terminal_gets_a_bar_with_loss_speed_and_time_left(corpus, tmp_path):
         while part := os.read(ours, 2**16):
             text += part.decode()
     os.close(ours)
-    assert status == 1
-    for part in ("4/4", "loss 5.", "ms a step", "s left"):
+    assert status == 0
+    for part in ("4/4", "loss 5.", "step/s"):
         assert part in text
 
 
@@ -247,7 +250,7 @@ def test_two_processes_have_the_losses_and_weights_of_one(corpus, tmp_path):
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("step:4/4 val_loss") == 1  # only rank 0 speaks
     log = read_log(only_log(two))
-    assert log.environment["world_size"] == 2 and log.calibration["all_gather_gb_per_s"] > 0
+    assert log.environment["world_size"] == 2
     assert losses(log) == losses(read_log(only_log(one)))
     notes = [read_log(only_log(folder)).values("note")[-1] for folder in (one, two)]
     sent = [int(re.fullmatch(r"(\d+) bytes sent per step and rank", note)[1]) for note in notes]
@@ -466,23 +469,12 @@ def test_a_profile_of_some_steps_is_a_table_and_a_time_line_and_the_log_says_so(
     keys = dict(data_dir=corpus, num_steps=13, epochs=9, profile_steps=2, val_interval=0, target_loss=0)
     assert t.main(arguments(log_dir=tmp_path, **keys)) == 0
     log = only_log(tmp_path)
-    assert read_log(log).values("defect") == [{"what": "2 steps were profiled: it takes time"}]
+    assert read_log(log).values("defect") == [{"what": "up to 2 steps were profiled: it takes time"}]
     table = log.with_suffix(".profile").read_text()
     assert "aten::mm" in table and "Self CPU time total" in table
     with gzip.open(log.with_suffix(".trace.json.gz")) as file:
         names = [event["name"] for event in json.load(file)["traceEvents"]]
     assert names.count("aten::bmm") > 0
-
-
-@pytest.mark.parametrize("num_steps, said", [
-    (10, "no step is profiled: --profile_steps begins after 10 steps, and the run ends before\n"), (11, None)])
-def test_a_run_that_is_too_short_for_a_profile_says_so(num_steps, said, corpus, tmp_path, capfd):
-    keys = dict(data_dir=corpus, num_steps=num_steps, epochs=9, profile_steps=5, val_interval=0, target_loss=0)
-    assert t.main(arguments(log_dir=tmp_path, **keys)) == 0
-    defects = [] if said else [{"what": "1 steps were profiled: it takes time"}]
-    err = capfd.readouterr().err
-    assert err == said if said else "no step is profiled" not in err
-    assert read_log(only_log(tmp_path)).values("defect") == defects
 
 
 @pytest.mark.parametrize("kind", ["gpu", "gpu without details", "gpu in a recording", "cpu", "numpy"])
@@ -679,7 +671,7 @@ def test_warming_up_compiles_every_graph_of_the_run(eager_graphs, corpus, tmp_pa
     monkeypatch.setattr(masks, "sdpa_masks", masks_of_one_shape)
     args = arguments(data_dir=corpus, log_dir=tmp_path, compile=True, val_interval=1, num_layers=5, model_dim=64,
                      num_heads=4, head_dim=16, **STAGES | {"num_steps": 6})
-    assert t.main(args) == 1
+    assert t.main(args) == 0
     log = read_log(only_log(tmp_path))
     assert len(log.values("compile")) >= 4 and log.values("defect") == []
     for size in (1024, 2048):

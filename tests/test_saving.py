@@ -696,15 +696,6 @@ def test_a_longer_run_is_advised_only_if_this_one_has_not_overfitted(losses, adv
     assert ("--minutes=9" in capsys.readouterr().out) == advises
 
 
-def test_a_run_that_misses_its_target_is_not_started_again_by_torchrun(corpus, tmp_path, monkeypatch):
-    command = options(corpus, tmp_path, target_loss=0.1)
-    assert run(command) == 1
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
-    assert run(command) == 1
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
-    assert run(command) == 0
-
-
 def test_a_run_whose_copy_has_ended_is_found_again_after_its_next_save(tmp_path):
     folder = tmp_path / "x.saved"
     folder.mkdir()
