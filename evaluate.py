@@ -403,7 +403,7 @@ def load_model(path: str, device: torch.device) -> Model:
     if device.type == "cpu" and gpt.lm_head.dtype == torch.bfloat16 and not train_gpt.CPU_HAS_BF16:
         gpt.float()  # this CPU could only emulate bf16
     kind = kind_for(gpt.config.vocab_size)
-    model = Model(path, gpt, kind, None, None, gpt.weights_sha256)
+    model = Model(path, gpt, kind, None, None, sha256_of([Path(path)]))
     if kind == "other":
         return model
     try:

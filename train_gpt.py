@@ -76,18 +76,16 @@ from data import shards
 from nanogpt import (
     arguments,
     candidates,
-    checkpoint,
+    checkpoints,
     compiling,
     finite,
     fitting,
-    keeping,
     kernels,
     limits,
     masks,
     matches,
     profiling,
     recipe,
-    saving,
     warmup,
 )
 from nanogpt.arguments import key
@@ -224,8 +222,8 @@ class Config:
     join_timeout: float = key(5.0, "minutes that a process waits for the others at the start")
     resume: str = key(
         "", "save to go on from, logs/RUN_ID.saved/step_000123; --resume alone: the newest one in "
-        "log_dir that has the other given values. Without any save a new run begins",
-        alone=saving.NEWEST)
+        "log_dir. Without any save a new run begins",
+        alone=checkpoints.NEWEST)
     # output
     log_dir: str = key("logs", "folder of the logs")
     jsonl: bool = key(False, "also write the log as JSON lines")
@@ -373,9 +371,9 @@ def parse_config(argv: list[str]) -> Config:
     c = arguments.configure(Config, PRESETS, preset, given)
     brings_text = "data_dir" in given and not given.get("preset")
     resume = given.get("resume", "")
-    save = saving.find(resume, c.log_dir, given, MAY_CHANGE, dataclasses.asdict(c))
+    save = checkpoints.find(resume, c.log_dir)
     if save:
-        c = saving.configure(Config, save, given, MAY_CHANGE)
+        c = checkpoints.configure(Config, save, given, MAY_CHANGE)
     elif given.get("fit", brings_text):
         c = fitting.fit(c, PRESETS, SCHEDULES, given, has_cuda(given.get("device")))
     check_config(c)
@@ -1116,7 +1114,7 @@ def initialize(model: GPT, seed: int) -> dict[str, Tensor]:
 
 def load_checkpoint(path: str | Path, device: torch.device) -> GPT:
     """The model of the file. Raises BadInput if it is no checkpoint of this program."""
-    return checkpoint.load_model(path, device, sys.modules[__name__])
+    return checkpoints.load_model(path, device, sys.modules[__name__])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -2066,7 +2064,7 @@ class Run:
     (`tell`), and is read one step later (`read_messages`)."""
 
     def __init__(self, c: Config, optimizer: Optimizer, run_files: RunFiles,
-                 keeper: keeping.Keeper):
+                 keeper: checkpoints.Keeper):
         self.config = c
         self.model = optimizer.model
         self.optimizer = optimizer
@@ -2160,7 +2158,9 @@ class Run:
             granted = [name for name in REQUESTS if self.requests.grant(name, self.step)]
         if granted:
             self.read_messages()  # of all steps so far, which a save holds
+            self.clock.stop()
             self.keeper.save(self.step)
+            self.clock.start()
             if granted[0] != "save":  # signals stand first
                 self.ended_by = granted[0]
 
@@ -2172,7 +2172,7 @@ class Run:
         loss = validate(self.model, self.run_files.val_tokens, self.step)
         WATCH.leave_step()
         self.log.step(self.step, self.clock.total, "val_loss", loss)
-        finite.check_validation(self.step, loss, self.keeper.tensors())
+        finite.check_validation(self.step, loss, checkpoints.tensors_of(self.optimizer))
         self.keeper.validated(self.step, loss)
 
     def finish(self, startup_s: float, longer: str) -> int:
@@ -2181,33 +2181,56 @@ class Run:
         `longer` is the option that would make the next run longer, or empty."""
         c = self.config
         keeper = self.keeper
-        result = keeper.result(
-            self.step, total_tokens(c, self.step), flops_per_token(c), startup_s)
-        if self.ended_by:
-            result["interrupted"] = True
-        path = keeper.write_result(result)
+        result = self.result(startup_s)
+        for note in self.optimizer.recipes.notes():
+            self.log.fact("note", note)
+        self.log.fact("note", f"{self.optimizer.bytes_per_step()} bytes sent per step and rank")
+        lost = int(self.model.lost_targets)
+        if lost:
+            self.log.fact("defect", dict(
+                what=f"{lost} targets were no candidates; raise --candidates"))
+        self.log.end(result)
+        path = keeper.weights()
         console = self.log.console
         show_result = partial(
             console.result, self.log.steps, result, self.log.path, path,
-            keeper.best["step"] if keeper.best else None)
+            keeper.best and keeper.best[0])
         if self.ended_by:
             show_result()
-            return keeper.say_how_to_go_on(self.step, self.ended_by, path)
-        keeper.saver.end()
+            return keeper.say_how_to_go_on(self.step, self.ended_by)
+        keeper.end_saves()
         if is_rank_0() and c.sample:
-            self.show_sample(keeper.best or keeper.weights_now(self.step, result["val_loss"]))
+            self.show_sample(checkpoints.read(path) if path else keeper.content(self.step, None))
         show_result()
         if rise(self.log.steps) > CLEAR_RISE:  # it would learn its text by heart
             longer = ""
         console.next(next_commands(path, c.data_dir, longer))
         return 0
 
+    def result(self, startup_s: float) -> dict:
+        """The end block of the log (records/README.md). startup_s: seconds from launch to the first
+        timed step."""
+        c = self.config
+        seconds = self.clock.total
+        tokens = total_tokens(c, self.step)
+        result = journal.result_of(
+            self.log.last_val_loss(), c.target_loss, self.step, seconds, tokens)
+        speed = tokens / seconds / self.optimizer.world_size
+        device_name = self.keeper.facts.machine["devices"][0]
+        result["mfu"] = journal.mfu(flops_per_token(c), speed, device_name)
+        result["peak_memory_mib"] = journal.peak_memory_mib(self.device)
+        result["compile_s"] = round(startup_s, 1)
+        result["code_sha256"] = self.keeper.facts.run["code_sha256"]
+        if self.ended_by:
+            result["interrupted"] = True
+        return result
+
     def show_sample(self, content: dict) -> None:
         """Continues the text of --sample by the model of a checkpoint."""
         import sample
         STOP.end_steps()
         try:
-            model = checkpoint.model_of(content, self.device, sys.modules[__name__])
+            model = checkpoints.model_of(content, self.device, sys.modules[__name__])
             text = sample.after_training(model, self.config.sample, self.config.sample_tokens)
         except (RuntimeError, MemoryError) as error:  # the run has done its work all the same
             text = limits.lack_of_memory(error)
@@ -2242,7 +2265,7 @@ def train(c: Config, at_end: ExitStack) -> int:
     facts = journal.RunFacts(
         journal.describe_run(SOURCE, files, __file__), files, journal.describe_machine(device),
         run_files.fingerprints, journal.calibrate(device, CPU_HAS_BF16))
-    notes += saving.how_it_began(c.resume, c.log_dir, run_files.saved, facts.run)
+    notes += checkpoints.how_it_began(c.resume, c.log_dir, run_files.saved, facts.run)
 
     def note(text: str) -> None:
         console.say(text)
@@ -2299,11 +2322,8 @@ def train(c: Config, at_end: ExitStack) -> int:
     optimizer.reset(initialize(model, c.seed))  # as if nothing had been trained so far
 
     # 4. Train, from the start or from where a save was made.
-    keeper = keeping.Keeper(c, optimizer, run_files, facts, log, clock)
-    # If an error ends the run, the best weights are written, and then it waits for a save that is
-    # being written: an ExitStack begins with what was put on it last.
-    at_end.callback(keeper.saver.finish, seconds=15)
-    at_end.push(partial(keeper.keep_best, WATCH.writing))
+    keeper = checkpoints.Keeper(c, optimizer, run_files, facts, log, clock)
+    at_end.push(keeper.after_error)
     run = Run(c, optimizer, run_files, keeper)
     gc.collect()
     gc.freeze()  # else a collection takes up to 0.4 s in the middle of the run (record 47)
@@ -2316,7 +2336,7 @@ def train(c: Config, at_end: ExitStack) -> int:
     STOP.in_steps = True  # from now on a signal waits until all ranks can end together
     run.train(call)
 
-    # 5. Say what came of it, and write the checkpoint.
+    # 5. Say what came of it.
     WATCH.needs_others = False  # from now on another rank may be lost
     return run.finish(startup_s, longer)
 

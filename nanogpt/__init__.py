@@ -14,9 +14,7 @@ Its processes
     finite.py       a number that is not finite is traced to its origin
 
 What is kept
-    keeping.py      saves, the best weights and the result of a run
-    saving.py       saves of a whole run, so that it can go on
-    checkpoint.py   files of weights
+    checkpoints.py  files of weights, and saves of a whole run, so that it can go on
 
 Computing
     kernels.py      every GPU kernel, beside plain PyTorch that computes the same

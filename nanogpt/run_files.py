@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from data import checks, shards
-from nanogpt import checkpoint, recipe, saving
+from nanogpt import checkpoints, recipe
 from nanogpt.joining import refuse_other_data
 from nanogpt.ranks import BadInput, is_rank_0, on_all_ranks, rank_and_world_size, require
 from records.journal import try_folder
@@ -23,7 +23,7 @@ class RunFiles(NamedTuple):
     stamps: dict[Path, shards.Stamp]  # by which a training shard that changes is noticed
     val_tokens: Tensor  # (val_tokens + 1,), the bits of uint16
     fingerprints: list[dict]  # of all shards
-    saved: saving.Saved | None  # what the run goes on from
+    saved: checkpoints.Saved | None  # what the run goes on from
     checkpoint_path: Path | None  # the file of its weights, on rank 0
 
 
@@ -36,10 +36,10 @@ def check_run_files(c, packing: shards.Packing, plan: shards.Plan, files: list[d
     train_paths, val_paths = on_all_ranks(find_both, c, plan, errors=errors)
     stamps, fingerprints = on_all_ranks(identify, train_paths, val_paths, errors=errors)
     on_all_ranks(refuse_other_data, files, fingerprints)
-    saved = saving.open_save(c.resume, fingerprints, c.data_dir)  # refuses other data than it had
+    saved = checkpoints.open_save(c.resume, fingerprints, c.data_dir)
     val_tokens = on_all_ranks(
         check_data, c, packing, plan, train_paths, val_paths, errors=errors)
-    checkpoint_path = on_all_ranks(place_for_checkpoint, c, saved, num_weights)
+    checkpoint_path = on_all_ranks(place_for_checkpoint, c, num_weights)
     on_all_ranks(try_folder, c.log_dir)
     return RunFiles(train_paths, stamps, val_tokens, fingerprints, saved, checkpoint_path)
 
@@ -97,21 +97,19 @@ def check_amount(c, packing: shards.Packing, plan: shards.Plan, train_paths: lis
 def chooses_steps(c) -> bool:
     """Whether the number of steps follows from --minutes. A resumed run keeps its own. If --resume
     finds no save, a new run begins, and c.resume is still NEWEST here."""
-    return c.minutes > 0 and c.resume in ("", saving.NEWEST)
+    return c.minutes > 0 and c.resume in ("", checkpoints.NEWEST)
 
 
-def place_for_checkpoint(c, saved: saving.Saved | None, num_weights: int) -> Path | None:
-    """The file of the checkpoint, if there is to be one. A name that was chosen before the save
-    stays. Raises BadInput if the file cannot be written."""
+def place_for_checkpoint(c, num_weights: int) -> Path | None:
+    """The file of the checkpoint, if there is to be one; under "auto" it gets another number if a
+    run has that name (`checkpoints.unused_path`). Raises BadInput if it cannot be written."""
     if not c.save_checkpoint or not is_rank_0():
         return None
     path = Path(c.save_checkpoint)
-    if c.save_checkpoint == "auto" and saved and saved.fact("checkpoint"):
-        path = saved.checkpoint_path()
-    elif c.save_checkpoint == "auto":
-        path = checkpoint.unused_path(Path("models", f"{Path(c.data_dir).resolve().name}.pt"))
+    if c.save_checkpoint == "auto":
+        path = Path("models", f"{Path(c.data_dir).resolve().name}.safetensors")
     if path.is_symlink():  # the file it leads to is written; else the link would be replaced
         path = Path(os.path.realpath(path))
     dtype = recipe.PLAIN_DTYPES[recipe.plain_recipe(c)]  # of nearly all weights
-    checkpoint.try_place(path, dtype.itemsize * num_weights + 8 * c.recall_rows)
+    checkpoints.try_place(path, dtype.itemsize * num_weights + 8 * c.recall_rows)
     return path

@@ -5,7 +5,7 @@ from conftest import arguments
 from processes import run_ranks
 
 import train_gpt as t
-from nanogpt import checkpoint
+from nanogpt import checkpoints
 from records.log import read_log
 
 EIGHT = {  # the speedrun's stages, a sequence of 128 tokens for each rank in its smallest batch
@@ -42,7 +42,7 @@ def test_eight_ranks_train_as_one_does_through_three_stages(both):
 
 
 def test_eight_ranks_end_with_the_weights_of_one(both):
-    one, eight = (checkpoint.read(both[ranks] / "model.pt") for ranks in (1, 8))
+    one, eight = (checkpoints.read(both[ranks] / "model.pt") for ranks in (1, 8))
     assert eight["step"] == one["step"]
     for name, weight in one["weights"].items():
         assert torch.allclose(eight["weights"][name].double(), weight.double(), rtol=1e-6, atol=1e-8), name

@@ -22,7 +22,7 @@ import evaluate
 import sample
 import train_gpt as t
 from data import hellaswag, shards
-from nanogpt.checkpoint import of_model, write
+from nanogpt.checkpoints import of_model, write
 from nanogpt.ranks import BadInput
 from records import evaluation
 from records.log import Refused

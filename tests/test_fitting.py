@@ -1,7 +1,6 @@
 """A run that is fitted to a text: preset, lengths and steps follow from what the shards hold."""
 import dataclasses
 import math
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +12,7 @@ from conftest import SEPARATOR, arguments, check_data, write_shard
 import sample
 import train_gpt as t
 from data import checks, shards
-from nanogpt import checkpoint, fitting, run_files
+from nanogpt import checkpoints, fitting, run_files
 from nanogpt.fitting import Text
 from nanogpt.ranks import BadInput
 
@@ -168,29 +167,26 @@ def test_a_fitted_run_saves_the_weights_of_its_best_validation_and_ends_with_0(t
     monkeypatch.setattr(t, "validate", lambda *args: next(losses))
     keys = ["--num_steps=3", "--val_interval=1", "--seq_len=256", "--batch_tokens=256", "--model_dim=32", "--num_heads=2", "--head_dim=16", "--sample="]
     assert t.main([text, "--save_checkpoint=best.pt", *keys]) == 0
-    content = torch.load("best.pt", weights_only=True)
+    content = checkpoints.read("best.pt")
     assert (content["step"], content["val_loss"]) == (1, 3.0)
     shorter = ["--num_steps=3", "--val_interval=0", *keys[2:]]
     losses = iter([4.5])
     assert t.main([text, "--save_checkpoint=last.pt", *shorter]) == 0
-    last = torch.load("last.pt", weights_only=True)
+    last = checkpoints.read("last.pt")
     assert last["step"] == 3
     assert not torch.equal(last["weights"]["qkvo"], content["weights"]["qkvo"])
 
 
-def test_checkpoints_of_one_name_do_not_replace_each_other(text, tmp_path, monkeypatch):
+def test_the_name_and_the_size_of_a_checkpoint(text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     c = dataclasses.replace(t.parse_config([text]), save_checkpoint="auto", recall_rows=0)
-    first = run_files.place_for_checkpoint(c, None, 1000)
-    assert str(first) == f"models/{tmp_path.name}.pt"
-    first.touch()
-    assert str(run_files.place_for_checkpoint(c, None, 1000)) == f"models/{tmp_path.name}-2.pt"
+    assert str(run_files.place_for_checkpoint(c, 1000)) == f"models/{tmp_path.name}.safetensors"
     asked = []
-    monkeypatch.setattr(checkpoint, "try_place", lambda path, size: asked.append(size))
+    monkeypatch.setattr(checkpoints, "try_place", lambda path, size: asked.append(size))
     for c.precision in ("bf16", "fp32"):
-        run_files.place_for_checkpoint(c, None, 1000)
+        run_files.place_for_checkpoint(c, 1000)
     c = dataclasses.replace(c, recall_rows=10)
-    run_files.place_for_checkpoint(c, None, 1000)
+    run_files.place_for_checkpoint(c, 1000)
     assert asked == [2000, 4000, 4080], "bytes"
 
 
@@ -198,19 +194,7 @@ def test_weights_that_are_to_go_to_a_link_go_to_the_file_that_it_leads_to(text, 
     link, target = tmp_path / "link.pt", tmp_path / "large_disk" / "target.pt"
     link.symlink_to(target)
     c = dataclasses.replace(t.parse_config([text]), save_checkpoint=str(link))
-    assert run_files.place_for_checkpoint(c, None, 1000) == target and link.is_symlink()
-
-
-def test_a_file_that_another_run_has_written_meanwhile_is_not_replaced(tmp_path):
-    path = tmp_path / "novel.pt"
-    assert checkpoint.unused_path(path, ["a"]) == path
-    checkpoint.write(path, dict(config={}, weights={"w": torch.ones(3)}, step=1, val_loss=1.0, run_id="a"))
-    assert checkpoint.unused_path(path, ["b", "a"]) == path, "a run that goes on with another replaces its file"
-    assert checkpoint.unused_path(path, ["b"]) == tmp_path / "novel-2.pt"
-    shutil.copy(path, tmp_path / "novel-2.pt")
-    path.write_bytes(b"something else")
-    assert checkpoint.unused_path(path, ["a"]) == tmp_path / "novel-2.pt", "its own, although the name was taken"
-    assert checkpoint.unused_path(path, ["b"]) == tmp_path / "novel-3.pt"
+    assert run_files.place_for_checkpoint(c, 1000) == target and link.is_symlink()
 
 
 def test_two_runs_of_one_text_at_the_same_time_keep_both_models(text, tmp_path, monkeypatch):
@@ -221,7 +205,7 @@ def test_two_runs_of_one_text_at_the_same_time_keep_both_models(text, tmp_path, 
     keys = ["--num_steps=1", "--val_interval=0", "--seq_len=256", "--batch_tokens=256", "--model_dim=32", "--num_heads=2", "--head_dim=16", "--sample="]
     for seed in (1, 2):
         assert t.main([text, *keys, f"--seed={seed}"]) == 0
-    models = [checkpoint.read(path) for path in ("models/novel.pt", "models/novel-2.pt")]
+    models = [checkpoints.read(path) for path in ("models/novel.pt", "models/novel-2.pt")]
     assert [model["config"]["seed"] for model in models] == [1, 2]
 
 

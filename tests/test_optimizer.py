@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import train_gpt as t
-from nanogpt import compiling, saving, tables
+from nanogpt import checkpoints, compiling, tables
 
 
 def normal(*shape, seed=0, dtype=torch.float64):
@@ -645,7 +645,7 @@ def updated(batch, late):
             send = optimizer.tables.send
             patch.setattr(optimizer.tables, "send", lambda: (sum_waiting(), send()))
         t.train_step(model, optimizer, batch, 1, call)
-    return saving.tensors_of_optimizer(optimizer)
+    return checkpoints.tensors_of(optimizer)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 6])

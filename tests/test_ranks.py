@@ -17,7 +17,7 @@ import torch.distributed as dist
 from conftest import ROOT, arguments, documents, write_shard
 from processes import ENVIRONMENT, STDOUT, TORCHRUN, Process, free_port
 
-from nanogpt import checkpoint, joining, watch
+from nanogpt import checkpoints, joining, watch
 from nanogpt.ranks import BadInput, SharedFault, refuse_faults
 from nanogpt.stopping import Stop
 
@@ -235,7 +235,7 @@ def test_both_ranks_end_with_one_sentence_if_one(code, statuses, pattern, ranks,
     assert tracebacks == ([0, 1] if "bug" in code else [0, 0])
     (log,) = (tmp_path / "logs").glob("*.txt")
     assert re.fullmatch(r'note "ended early: .*' + pattern + ".*", log.read_text().splitlines()[-1])
-    assert checkpoint.read(tmp_path / "model.pt")["step"] == 2, "the weights of the best validation"
+    assert checkpoints.read(tmp_path / "model.pt")["step"] == 2, "the weights of the best validation"
 
 
 def test_a_terminal_or_a_log_that_stands_still_ends_no_run(ranks, port, corpus, tmp_path):

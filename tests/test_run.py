@@ -29,7 +29,7 @@ from processes import ENVIRONMENT, TORCHRUN, Process, run_ranks
 import sample
 import train_gpt as t
 from data import shards
-from nanogpt import candidates, checkpoint, masks, recipe
+from nanogpt import candidates, checkpoints, masks, recipe
 from records import plots
 from records.__main__ import main as records
 from records.log import read_log
@@ -209,7 +209,7 @@ def test_a_terminal_gets_a_bar_with_loss_and_speed(corpus, tmp_path):
 
 
 def test_the_checkpoint_is_plain_weights_and_configuration_and_nothing_half_written_stays(first):
-    saved = torch.load(first[1] / "model.pt", weights_only=True)
+    saved = checkpoints.read(first[1] / "model.pt")
     assert set(saved) == {"config", "weights", "step", "val_loss", "run_id", "data", "sha256"} and saved["config"]["model_dim"] == 32
     shapes = {name: tuple(w.shape) for name, w in saved["weights"].items()}
     assert shapes.pop("recall_table") == (1000,)
@@ -255,7 +255,7 @@ def test_two_processes_have_the_losses_and_weights_of_one(corpus, tmp_path):
     notes = [read_log(only_log(folder)).values("note")[-1] for folder in (one, two)]
     sent = [int(re.fullmatch(r"(\d+) bytes sent per step and rank", note)[1]) for note in notes]
     assert sent[0] == 0 < sent[1]
-    a, b = (torch.load(folder / "model.pt", weights_only=True)["weights"] for folder in (one, two))
+    a, b = (checkpoints.read(folder / "model.pt")["weights"] for folder in (one, two))
     for name in a:
         torch.testing.assert_close(a[name], b[name], rtol=1e-9, atol=1e-9)
 
@@ -458,9 +458,9 @@ def test_a_file_that_is_no_checkpoint_is_named(content, tmp_path):
     ("recall_table", lambda w, *_: w[:-1]), ("recall_table", lambda w, *_: w.double()),
     ("recall_table", lambda w, *_: w | 60_000)])  # a token that the vocabulary lacks
 def test_weights_that_do_not_fit_the_configuration_are_named(first, name, change, tmp_path):
-    content = torch.load(first[1] / "model.pt", weights_only=True)
+    content = checkpoints.read(first[1] / "model.pt")
     content["weights"][name] = change(content["weights"][name], content["weights"]["recall_table"])
-    checkpoint.write(tmp_path / "x.pt", content)
+    checkpoints.write(tmp_path / "x.pt", content)
     with pytest.raises(t.BadInput, match=f"x.pt: .* weights of {name} do not fit"):
         t.load_checkpoint(tmp_path / "x.pt", torch.device("cpu"))
 

@@ -13,7 +13,7 @@ from conftest import ROOT, arguments
 import sample
 import train_gpt as t
 from nanogpt import matches
-from nanogpt.checkpoint import of_model, write
+from nanogpt.checkpoints import of_model, write
 from nanogpt.masks import BLOCK_SIZE
 from nanogpt.ranks import BadInput
 

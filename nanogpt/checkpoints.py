@@ -1,0 +1,700 @@
+"""What a run leaves on disk beside its log: its best weights, and saves, from which it can go on.
+
+All tensors lie in safetensors files. Such a file is a header in JSON and the bytes behind it, so
+reading one can run nothing, whoever has written it, and other programs can read it, too.
+
+Weights (--save_checkpoint) are one file. It has each bank of train_gpt.parameter_table, without
+padding, and the table of recalled tokens (nanogpt/matches.py). Its header has `config`, `step`,
+`val_loss`, `run_id` and `data` (the fingerprints of the shards), each as JSON.
+
+A save (--save_every, --save_steps, or a signal) is a folder:
+
+    logs/RUN_ID.saved/step_000123/rank_0_of_2.safetensors
+    logs/RUN_ID.saved/step_000123/rank_1_of_2.safetensors
+    logs/RUN_ID.saved/step_000123/save.json
+
+The file of a rank holds its part of the float32 weights and of the optimizers' state (of small
+banks all), its random numbers, its counts of targets, and a part of the table of recalled tokens.
+save.json holds what all ranks share. It is written when all other files are on disk, and removed
+before them. A folder without it is no save, so a save is whole or it is none, whenever the run is
+killed. On several hosts the folder must be on a disk that they share.
+
+A run that goes on puts the parts of all files together and keeps its own, so the number of ranks
+may be another one. It saves into the same folder.
+"""
+import dataclasses
+import json
+import os
+import shlex
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from data.texts import harmless
+from nanogpt import finite, matches, stopping
+from nanogpt.ranks import BadInput, all_ranks, on_all_ranks, rank_and_world_size, require
+from records.console import complain
+
+KEPT = 2  # saves of a run that stay on disk
+NEWEST = "newest"  # what --resume alone stands for
+SHARED_DIMENSION = {"slice": 0, "columns": 1}  # the one that ranks have parts of, by `share_of`
+FACTS = {  # what save.json holds
+    "config": dict, "step": int, "world_size": int, "runs": list, "files_sha256": str, "data": list,
+    "seconds": (int, float), "steps": list, "updates": int, "bytes_sent": int,
+    "recipes": dict}
+
+# --------------------------------------------------------------------------------------------------
+# Files of tensors
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor], about: dict) -> None:
+    """Writes a safetensors file with `about` in its header. Until all of it is on disk, an older
+    file of this name stays as it was. Raises OSError if the disk is full."""
+    beside = path.with_name(f"{path.name}.{os.getpid()}.part")
+    on_cpu = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
+    header = {"format": "pt"} | {name: json.dumps(value) for name, value in about.items()}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside.touch()
+        mode = beside.stat().st_mode  # save_file would let nobody else read it
+        save_file(on_cpu, beside, header)
+        beside.chmod(mode)
+        with open(beside, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except (OSError, SafetensorError) as error:
+        with suppress(OSError):
+            beside.unlink(missing_ok=True)
+        reason = getattr(error, "strerror", None) or str(error).rpartition("rror: ")[2]
+        raise OSError(f"{path} cannot be written ({reason})") from None
+
+
+def begins_as_tensors(path: Path) -> bool:
+    """Whether a file begins as a safetensors file does: the length of its header, and JSON."""
+    with open(path, "rb") as file:
+        return file.read(9)[8:] == b"{"
+
+
+def open_tensors(path: Path, what_it_should_be: str):
+    """A safetensors file, whose tensors are read when they are asked for. Raises BadInput if it is
+    none, or if its end is missing."""
+    try:
+        require(path.is_file(), f"{path}: no such file; {what_it_should_be}")
+        require(path.stat().st_size > 0 and begins_as_tensors(path) or path.stat().st_size < 9,
+                f"{path} is no checkpoint of this program; {what_it_should_be}")
+        return safe_open(path, "pt")
+    except SafetensorError:
+        raise BadInput(f"{path} is cut off or damaged; copy it once more, or "
+                       f"{what_it_should_be}") from None
+    except OSError as error:
+        raise BadInput(f"{path} cannot be read ({error.strerror})") from None
+
+
+# --------------------------------------------------------------------------------------------------
+# Weights
+
+
+def of_model(model, step: int, val_loss: float | None, origin: dict) -> dict:
+    """The content of the file of a train_gpt.GPT's weights after so many steps. `origin` has
+    `run_id` and `data`, or nothing."""
+    weights = {name: model.weight(name).detach() for name in model.params}
+    weights["recall_table"] = model.recall_table
+    config = dataclasses.asdict(model.config)
+    return dict(config=config, weights=weights, step=step, val_loss=val_loss) | origin
+
+
+def write(path: Path, content: dict) -> None:
+    about = {name: value for name, value in content.items() if name != "weights"}
+    write_tensors(path, content["weights"], about)
+
+
+def read(path: str | Path, with_weights: bool = True) -> dict:
+    """What `of_model` has made, with the weights on the CPU. Raises BadInput if the file is no
+    checkpoint of this program."""
+    remedy = "name a file that --save_checkpoint has written, such as models/NAME.safetensors"
+    path = Path(path)
+    is_save = (path / "save.json").exists()
+    require(is_save or not path.is_dir(), f"{path} is a folder; {remedy}")
+    file = None if is_save else open_tensors(path, remedy)
+    header = {} if is_save else file.metadata() or {}
+    require(not is_save and "rank" not in header,
+            f"{path} is {'' if is_save else 'part of '}a save; go on with --resume="
+            f"{path if is_save else path.parent}, or {remedy}")
+    try:
+        content = {name: json.loads(text) for name, text in header.items() if name != "format"}
+        step, val_loss, data = content["step"], content["val_loss"], content.setdefault("data", [])
+        fits = (isinstance(content["config"], dict) and isinstance(step, int)
+                and isinstance(val_loss, float | None) and isinstance(data, list))
+    except (KeyError, ValueError, RecursionError):
+        fits = False
+    require(fits, f"{path} is a safetensors file, but no checkpoint of this program; {remedy}")
+    if with_weights:
+        content["weights"] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return content
+
+
+def unused_path(path: Path, own_runs: list[str]) -> Path:
+    """NAME.safetensors, or NAME-2.safetensors and so on: the first that does not exist, or that
+    one of these runs has written."""
+    first = path
+    number = 2
+    while path.exists() and not is_of(path, own_runs):
+        path = first.with_stem(f"{first.stem}-{number}")
+        number += 1
+    return path
+
+
+def is_of(path: Path, runs: list[str]) -> bool:
+    """Whether a file holds the weights of one of these runs."""
+    try:
+        return read(path, with_weights=False).get("run_id") in runs
+    except BadInput:
+        return False
+
+
+def try_place(path: Path, size: int) -> None:
+    """Raises BadInput if so many bytes of weights cannot be written to this file: better now than
+    after hours of training."""
+    another = "choose another --save_checkpoint"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            require(path.is_file(), f"{path} is no file; {another}")
+            require(path.stat().st_size == 0 or begins_as_tensors(path),
+                    f"{path} is there already and is no checkpoint; {another}")
+        beside = path.with_name(f"{path.name}.{os.getpid()}.part")
+        beside.write_bytes(b"weights can be written here")
+        beside.unlink()
+        free = shutil.disk_usage(path.parent).free
+    except OSError as error:
+        raise BadInput(
+            f"no checkpoint can be written to {path} ({error.strerror}); {another}") from None
+    require(free > size, f"{path} has no place: it needs {size / 2**20:,.1f} MiB and finds "
+            f"{free / 2**20:,.1f}; free some, or {another}")
+
+
+def config_values(config: dict, config_class: type) -> dict:
+    """The configuration of a file, as values of all fields of the dataclass. A key that is newer
+    than the file has its default, and one that is not known is passed over. Raises BadInput if a
+    value cannot be one of its field."""
+    values = {}
+    for field in dataclasses.fields(config_class):
+        value = values[field.name] = config.get(field.name, field.default)
+        fits = isinstance(value, (int, float) if field.type is float else field.type)
+        if fits and not isinstance(value, str):
+            fits = abs(value) < 2**63  # not infinite, either, and no NaN
+        require(fits, f"{field.name} is {value!r:.60} in its configuration, which cannot be")
+    return values
+
+
+def model_of(content: dict, device: torch.device, script):
+    """The train_gpt.GPT of a file's content on one device, ready for texts of any multiple of 128
+    tokens: nothing is compiled. `script` is that module. `model.trained_steps` is the number of
+    steps. Raises BadInput if the weights do not fit the configuration."""
+    values = config_values(content["config"], script.Config)
+    c = script.Config(**values | dict(
+        attention="sdpa", compile=False, device=device.type, native=False, sample="", run_name=""))
+    script.check_config(c)
+    shapes = {name: param.shape for name, param in script.parameter_table(c).items()}
+    shapes["recall_table"] = (c.recall_rows,)
+    weights = content["weights"]
+    for name in sorted(shapes.keys() | weights.keys()):
+        fits = name in shapes and name in weights and weights[name].shape == shapes[name]
+        if name == "recall_table":
+            fits = fits and matches.is_table(weights[name], c)
+        require(fits, f"the weights of {name} do not fit this code; use the code of its run, which "
+                f"the log {content.get('run_id', 'RUN_ID')}.txt holds")
+    model = script.GPT(c, device)
+    model.load_state_dict(weights)
+    for bank in model.parameters():
+        if bank.dtype == torch.float16:  # texts overflow it sooner than training does
+            bank.data = bank.to(torch.float32 if device.type == "cpu" else torch.bfloat16)
+    model.trained_steps = content["step"]
+    model.data = content["data"]
+    model.val_loss = content["val_loss"]
+    return model
+
+
+def load_model(path: str | Path, device: torch.device | str, script):
+    """The model of a file, as `model_of` makes it. Raises BadInput if it is no checkpoint of this
+    program."""
+    content = read(path)
+    try:
+        return model_of(content, torch.device(device), script)
+    except BadInput as error:
+        raise BadInput(f"{path}: {error}") from None
+
+
+# --------------------------------------------------------------------------------------------------
+# Finding a save, and going on from it
+
+
+def saves_in(folder: Path) -> list[Path]:
+    """The saves in RUN_ID.saved, the oldest first."""
+    return sorted((file.parent for file in folder.glob("step_*/save.json")), key=written_at)
+
+
+def written_at(save: Path) -> tuple[int, str]:
+    """Sorts saves by when they were written; one that is removed meanwhile counts as the oldest."""
+    with suppress(OSError):
+        return (save / "save.json").stat().st_mtime_ns, save.name
+    return 0, save.name
+
+
+def find(asked: str, log_dir: str) -> Path | None:
+    """The save that --resume=ASKED means: the folder of a save, or the newest one in a folder
+    RUN_ID.saved. NEWEST is the newest one of all runs in `log_dir`; there may be none. Raises
+    BadInput if a save that was named is not there."""
+    if not asked:
+        return None
+    if asked == NEWEST:
+        newest = [save for folder in Path(log_dir).glob("*.saved") for save in saves_in(folder)]
+        return max(newest, key=written_at, default=None)
+    path = Path(asked)
+    if path.parent == Path():  # named from inside of its folder, whose name is needed later
+        path = path.absolute()
+    if (path / "save.json").exists():
+        return path
+    saves = saves_in(path)
+    require(saves, f"--resume={asked} is no complete save; name a folder such as "
+            "logs/RUN_ID.saved/step_000123, or give --resume alone for the newest one")
+    return saves[-1]
+
+
+def remedy(save: Path) -> str:
+    """What to do where this save is of no use."""
+    others = [other for other in saves_in(save.parent) if other != save]
+    another = f"give --resume={others[-1]}" if others else "name another save"
+    return f"{another}, or leave --resume out to begin anew"
+
+
+def facts_of(save: Path) -> dict:
+    """What save.json holds. Raises BadInput if it is damaged."""
+    try:
+        facts = json.loads((save / "save.json").read_text())
+    except (OSError, ValueError, RecursionError):
+        facts = None
+    for name, kind in FACTS.items():
+        require(isinstance(facts, dict) and isinstance(facts.get(name), kind),
+                f"{save / 'save.json'} is damaged or of another version, as it has no {name}; "
+                f"{remedy(save)}")
+    return facts
+
+
+def configure(config_class: type, save: Path, given: dict, may_change: tuple[str, ...]):
+    """The configuration of a save, with the given values laid over it. The logs go to the folder
+    that RUN_ID.saved lies in. Raises BadInput if a given value would change the result, or if a
+    saved one cannot be."""
+    try:
+        saved = config_values(facts_of(save)["config"], config_class)
+    except BadInput as error:
+        raise BadInput(f"{save}: {error}; {remedy(save)}") from None
+    in_logs = save.parent.suffix == ".saved"
+    saved["log_dir"] = str(save.parent.parent) if in_logs else config_class.log_dir
+    given = {name: value for name, value in given.items() if not was_fitted(saved, name, value)}
+    changed = [f"--{name}={value} (saved: {saved[name]})" for name, value in given.items()
+               if name not in may_change and value != saved[name]]
+    require(not changed, f"--resume={save} goes on with the saved configuration, which cannot be "
+            f"changed by {', '.join(changed)}; leave out what differs, name the save that you "
+            "mean, or leave --resume out to begin anew")
+    return config_class(**saved | given | {"resume": str(save)})
+
+
+def was_fitted(saved: dict, name: str, value) -> bool:
+    """Whether the command of the saved run may have had this value, although the run chose another
+    one: the number of readings follows from the minutes, and val_tokens is an upper bound."""
+    if name == "epochs":
+        return bool(saved["minutes"])
+    return name == "val_tokens" and saved["fit"] and value >= saved["val_tokens"]
+
+
+def tensors_of(optimizer) -> dict[str, Tensor]:
+    """What a save has of this rank: all that the updates of a train_gpt.Optimizer change, by names
+    like "mlp.master" and "mlp.momentum_buffer"; its counts; and its part of the table of recalled
+    tokens, which all ranks have whole."""
+    named = {}
+    for name, master in optimizer.masters.items():
+        named[f"{name}.master"] = master
+        for kind, moment in optimizer.state[name]._asdict().items():
+            named[f"{name}.{kind}"] = moment
+    rank, world_size = rank_and_world_size()
+    model = optimizer.model
+    named["target_counts"] = model.target_counts
+    named["lost_targets"] = model.lost_targets
+    named["recall_table"] = model.recall_table.tensor_split(world_size)[rank]
+    return named
+
+
+def share_of(param) -> str:
+    """How the ranks share a parameter of parameter_table: tables by their columns."""
+    return "columns" if param.optimizer == "rows" else param.share
+
+
+def random_state(device: torch.device) -> dict[str, Tensor]:
+    """The state of this rank's random numbers: those of the CPU, and of its GPU if it has one."""
+    state = {"random.cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        state["random.cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+class Saved:
+    """A save that a run goes on from. Reading raises BadInput where something does not fit."""
+
+    def __init__(self, save: Path):
+        self.save = save
+        self.facts = facts_of(save)
+        self.step = self.facts["step"]
+        count = self.facts["world_size"]
+        what = f"the save is not whole; {remedy(save)}"
+        self.parts = [
+            open_tensors(rank_file(save, rank, count), what) for rank in range(max(count, 1))]
+        self.same_world = count == rank_and_world_size()[1]
+
+    def shape(self, rank: int, name: str) -> tuple[int, ...]:
+        return tuple(self.parts[rank].get_slice(name).get_shape())
+
+    def fits(self, name: str, own: tuple[int, ...], params: dict) -> bool:
+        """Whether the parts that ranks have saved make up a tensor, of which this rank's part has
+        the shape `own`. They may differ from it in the shared dimension only. There they add up to
+        the size of the parameter and its padding, which is less than 1 for each rank."""
+        shapes = [self.shape(rank, name) for rank in range(len(self.parts))]
+        if name == "recall_table":
+            return sum(shape[0] for shape in shapes) == self.facts["config"].get("recall_rows")
+        param = params.get(name.partition(".")[0])
+        dim = SHARED_DIMENSION.get(share_of(param) if param else "all")
+        if dim is None:
+            return all(shape == own for shape in shapes)
+        for shape in shapes:
+            if shape[:dim] != own[:dim] or shape[dim + 1 :] != own[dim + 1 :]:
+                return False
+        padding = sum(shape[dim] for shape in shapes) - param.shape[dim]
+        return 0 <= padding < len(shapes)
+
+    def check_fits(self, optimizer) -> None:
+        """Raises BadInput unless the save has the tensors of train_gpt.Optimizer, in their
+        shapes."""
+        ours = tensors_of(optimizer)
+        random = random_state(torch.device("cpu")).keys() | {"random.cuda"}
+        names = set.intersection(*(set(part.keys()) for part in self.parts)) - random
+        differing = sorted(names ^ ours.keys())
+        for name in sorted(ours.keys() & names):
+            if not self.fits(name, tuple(ours[name].shape), optimizer.model.params):
+                differing.append(name)
+        require(not differing, f"{self.save} was written by other code, as "
+                f"{' and '.join(differing[:2])} differ; go on with the code that is in its run's "
+                "log, or leave --resume out to begin anew")
+
+    def of_ranks(self, name: str) -> list[Tensor]:
+        return [part.get_tensor(name) for part in self.parts]
+
+    def whole(self, name: str, param, rows: int) -> Tensor:
+        """A tensor of all ranks. The saved padding is taken off. One that is shared by its rows is
+        padded to `rows` of them."""
+        share = share_of(param)
+        if share == "all":
+            return self.parts[0].get_tensor(name)
+        dim = SHARED_DIMENSION[share]
+        whole = torch.cat(self.of_ranks(name), dim).narrow(dim, 0, param.shape[dim])
+        if share == "slice":
+            whole = F.pad(whole, (0, 0) * (whole.dim() - 1) + (0, rows - len(whole)))
+        return whole
+
+    @torch.no_grad()
+    def restore(self, optimizer) -> None:
+        """Fills train_gpt.Optimizer and its model. The banks become copies of the masters, as they
+        are after an update."""
+        model = optimizer.model
+        for full_name, tensor in tensors_of(optimizer).items():
+            name, _, kind = full_name.partition(".")
+            if not kind:  # a tensor of the model
+                continue
+            bank = optimizer.banks[name]
+            whole = self.whole(full_name, model.params[name], len(bank))
+            tensor.copy_(optimizer.own(name, whole))
+            if kind == "master":
+                bank.copy_(whole)
+        model.recall_table.copy_(torch.cat(self.of_ranks("recall_table")))
+        model.target_counts.copy_(self.own_counts("target_counts"))
+        model.lost_targets.copy_(self.own_counts("lost_targets"))
+        optimizer.updates = self.facts["updates"]
+        optimizer.bytes_sent = self.facts["bytes_sent"]
+        optimizer.recipes.load_state(self.facts["recipes"])
+        optimizer.recipes.weights_changed([*optimizer.masters], optimizer.masters)
+        self.restore_random(model.signs.device, model.config.seed)
+
+    def own_counts(self, name: str) -> Tensor:
+        """This rank's counts. If there were more or fewer ranks: an equal share of the sum."""
+        rank, world_size = rank_and_world_size()
+        of_ranks = self.of_ranks(name)
+        return of_ranks[rank] if self.same_world else sum(of_ranks) / world_size
+
+    def restore_random(self, device: torch.device, seed: int) -> None:
+        """Random numbers go on where they were. On another number of ranks or another kind of
+        device they begin anew, from the seed, the step and the rank."""
+        rank, _ = rank_and_world_size()
+        torch.manual_seed((seed * 2**32 + self.step * 2**16 + rank) % 2**63)
+        if not self.same_world:
+            return
+        part = self.parts[rank]
+        saved_on = "cuda" if "random.cuda" in part.keys() else "cpu"  # noqa: SIM118
+        if device.type == saved_on:
+            torch.set_rng_state(part.get_tensor("random.cpu"))
+            if saved_on == "cuda":
+                torch.cuda.set_rng_state(part.get_tensor("random.cuda"), device)
+
+    def check_data(self, data: list[dict], folder: str) -> None:
+        """Raises BadInput unless these shards (data/shards.py, `fingerprint`) are the saved run's.
+        Their order counts, their names do not."""
+        def essence(shards: list[dict]) -> list[list]:
+            return [[shard.get(key) for key in ("split", "tokens", "sha256")] for shard in shards]
+
+        require(essence(self.facts["data"]) == essence(data),
+                f"the shards in {folder} are not those of {self.save}, a run on "
+                f"{self.facts['config'].get('data_dir')}; give the folder of its shards as "
+                "--data_dir, or leave --resume out to begin anew")
+
+
+def open_save(asked: str, data: list[dict], folder: str) -> Saved | None:
+    """The save that --resume=ASKED names, or None. `data` are the fingerprints of the shards
+    in `folder`. Raises BadInput if the save is damaged or that of a run on other data. A
+    collective."""
+    if asked in ("", NEWEST):
+        return None
+    saved = on_all_ranks(Saved, Path(asked))
+    saved.check_data(data, folder)
+    return saved
+
+
+def how_it_began(asked: str, log_dir: str, saved: Saved | None, run: dict) -> list[str]:
+    """Notes for the log of a run under --resume=ASKED. `run` is the log's fact of that name."""
+    if asked and not saved:
+        return [f"no save under {log_dir} is of such a run; this one begins at step 0"]
+    if not saved:
+        return []
+    ranks = len(saved.parts)
+    run_id = harmless("".join(map(str, saved.facts["runs"][-1:])))
+    notes = [f"resumed at step {saved.step} of run {run_id} on {run['date']}; it was "
+             f"saved by {ranks} {'process' if ranks == 1 else 'processes'}"]
+    if saved.facts["files_sha256"] != run["files_sha256"]:
+        notes.append("the code is not the one that the saved run began with")
+    return notes
+
+
+# --------------------------------------------------------------------------------------------------
+# Keeping a run
+
+
+def rank_file(save: Path, rank: int, world_size: int) -> Path:
+    return save / f"rank_{rank}_of_{world_size}.safetensors"
+
+
+def remove(save: Path) -> None:
+    """Removes a save so that a run which is killed meanwhile leaves none that lacks files."""
+    (save / "save.json").unlink(missing_ok=True)
+    shutil.rmtree(save, ignore_errors=True)
+
+
+class Keeper:
+    """Keeps one run: saves it, and writes its best weights.
+
+    An error of the disk ends nothing: a sentence on standard error says so, and what was written
+    before stays. `first_step`: the steps that were made before the save from which the run goes on,
+    or 0."""
+
+    def __init__(self, c, optimizer, run_files, facts, log, clock):
+        """`c` and `optimizer` are train_gpt.Config and Optimizer, `run_files` a
+        run_files.RunFiles, `facts`, `log` and `clock` of records/journal.py. Loads the save, if the
+        run goes on from one. A collective."""
+        self.config = c
+        self.optimizer = optimizer
+        self.model = optimizer.model
+        self.facts = facts
+        self.log = log
+        self.clock = clock
+        self.rank, self.world_size = rank_and_world_size()
+        self.first_step = 0
+        run_id = all_ranks(facts.run["run_id"])[0]
+        self.runs = [run_id]  # those that have led here, and this one
+        self.folder = Path(c.log_dir, f"{run_id}.saved")
+        if run_files.saved:
+            self.go_on(run_files.saved)
+        self.saves = c.save_every > 0 or c.save_steps > 0
+        self.last_save = self.clock.total, self.first_step
+        self.has_complained = False
+        self.lacks_weights = False  # whether the best weights could not be written
+
+        # Where the best weights go: None if none are kept, and always on ranks other than 0.
+        self.weights_file = run_files.checkpoint_path
+        self.best = None  # step and loss of the weights in that file, if they are this run's
+        if self.weights_file:
+            file = self.file_of_weights()
+            if is_of(file, self.runs):
+                content = read(file, with_weights=False)
+                self.best = content["step"], content["val_loss"]
+
+    def go_on(self, saved: Saved) -> None:
+        """Begins where the save was made. A collective."""
+        on_all_ranks(saved.restore, self.optimizer)
+        self.first_step = saved.step
+        runs = [str(run) for run in saved.facts["runs"]]
+        if runs and saved.save.parent.name == f"{runs[0]}.saved":
+            self.folder = Path(self.config.log_dir, saved.save.parent.name)
+        self.runs = runs + self.runs
+        self.clock.total = saved.facts["seconds"]
+        self.log.repeat([tuple(line) for line in saved.facts["steps"]])
+
+    # ----------------------------------------------------------------------------------------------
+    # Saves
+
+    def due(self, step: int) -> bool:
+        """Whether rank 0 wants a save now. The other ranks, on which this is False, hear of it
+        (`ranks.Requests`)."""
+        if not self.saves or self.rank != 0:
+            return False
+        c = self.config
+        last_seconds, last_step = self.last_save
+        by_clock = c.save_every > 0 and self.clock.now() - last_seconds >= 60 * c.save_every
+        return by_clock or 0 < c.save_steps <= step - last_step
+
+    def save(self, step: int) -> None:
+        """Saves the run, if it is one that saves. The clock stands still, and the log must have all
+        losses so far. Raises BadInput if a number is not finite. A collective."""
+        if not self.saves:
+            return
+        tensors = tensors_of(self.optimizer)
+        finite.check_save(step, tensors)
+        self.last_save = self.clock.total, step
+        save = self.folder / f"step_{step:06}"
+        all_ranks(remove(save) if self.rank == 0 else None)  # what a killed run may have left
+        part = rank_file(save, self.rank, self.world_size)
+        tensors |= random_state(self.model.signs.device)
+        error = ""
+        try:
+            write_tensors(part, tensors, dict(rank=self.rank, step=step))
+        except OSError as failure:
+            error = str(failure)
+        errors = [error for error in all_ranks(error) if error]
+        if self.rank == 0:
+            self.finish_save(save, step, errors)
+
+    def finish_save(self, save: Path, step: int, errors: list[str]) -> None:
+        """What rank 0 does when the ranks have written their files, or have failed to."""
+        run = self.facts.run
+        optimizer = self.optimizer
+        facts = dict(
+            config=dataclasses.asdict(self.config), step=step, world_size=self.world_size,
+            runs=self.runs, files_sha256=run["files_sha256"],
+            data=self.facts.data, seconds=self.clock.total, steps=self.log.steps,
+            updates=optimizer.updates, bytes_sent=optimizer.bytes_sent,
+            recipes=optimizer.recipes.state())
+        try:
+            for rank in range(self.world_size):
+                part = rank_file(save, rank, self.world_size)
+                if not errors and not part.exists():
+                    errors = [f"{part} is not there; hosts must share the disk of --log_dir"]
+            if errors:
+                raise OSError(errors[0])
+            beside = save / "save.json.part"
+            beside.write_text(json.dumps(facts))
+            os.replace(beside, save / "save.json")
+            self.has_complained = False
+            old = saves_in(self.folder)[:-KEPT]
+            broken = [path for path in self.folder.glob("step_*")
+                      if not (path / "save.json").exists()]
+            for path in old + broken:
+                remove(path)
+        except OSError as error:
+            shutil.rmtree(save, ignore_errors=True)
+            if not self.has_complained:
+                complain(f"cannot save: {error}; the run goes on, and older saves stay")
+            self.has_complained = True
+
+    def end_saves(self) -> None:
+        """The run has come to its end: its saves are of no use, unless the disk had no place for
+        the best weights."""
+        if self.rank == 0 and not self.lacks_weights:
+            for save in saves_in(self.folder):  # the newest last: if killed here, it can be resumed
+                remove(save)
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    # ----------------------------------------------------------------------------------------------
+    # The best weights
+
+    def file_of_weights(self) -> Path:
+        """With --save_checkpoint=auto a file of another run is never replaced. A name that the user
+        gave is always written to."""
+        if self.config.save_checkpoint == "auto":
+            return unused_path(self.weights_file, self.runs)
+        return self.weights_file
+
+    def content(self, step: int, val_loss: float | None) -> dict:
+        """The weights as they are now, as `of_model` has them."""
+        origin = dict(run_id=self.runs[-1], data=self.facts.data)
+        return of_model(self.model, step, val_loss, origin)
+
+    def untrained_loss(self) -> float | None:
+        """The loss of the validation before the first step, if there was one."""
+        for step, _, name, loss in self.log.steps:
+            if step == 0 and name == "val_loss":
+                return loss
+        return None
+
+    def validated(self, step: int, loss: float) -> None:
+        """Writes the weights if they are the best so far, and better than without training."""
+        untrained = self.untrained_loss()
+        is_best = self.best is None or loss < self.best[1]
+        if self.weights_file is None or step == 0 or not is_best:
+            return
+        if untrained is not None and loss >= untrained:
+            return
+        try:
+            file = self.file_of_weights()
+            write(file, self.content(step, loss))
+        except OSError as error:
+            complain(f"{error}; the run goes on")
+            self.lacks_weights = True
+            return
+        self.best = step, loss
+        self.lacks_weights = False
+
+    def weights(self) -> Path | None:
+        """The file of the best weights. If there is none, says why."""
+        if self.weights_file is None:
+            return None
+        if self.best:
+            return self.file_of_weights()
+        losses = [loss for step, _, name, loss in self.log.steps if step and name == "val_loss"]
+        untrained = self.untrained_loss()
+        if not losses:
+            reason = "none were validated after a step"
+        elif untrained is not None and min(losses) >= untrained:
+            reason = (f"the best validation loss, {min(losses):.4f}, is not below that of the "
+                      f"untrained model, {untrained:.4f}; lower the learning rates")
+        else:
+            reason = "they could not be written"
+        self.log.console.say(f"no weights are kept, as {reason}")
+        return None
+
+    # ----------------------------------------------------------------------------------------------
+    # The end
+
+    def after_error(self, kind: type | None, error: BaseException | None, trace) -> None:
+        """Says what weights there are if an error ends the run. This is called as __exit__ of a
+        context manager is."""
+        if error and self.best and not self.log.has_ended:
+            self.log.console.say(f"{self.file_of_weights()} has the weights of step "
+                                 f"{self.best[0]}, the best validation so far")
+
+    def say_how_to_go_on(self, step: int, signal: str) -> int:
+        """Says how to go on with a run that a signal has ended. Returns the exit status."""
+        newest = saves_in(self.folder)[-1:] or [self.config.resume]
+        command = shlex.join(["train_gpt.py", f"--resume={newest[0]}"]) if newest[0] else ""
+        self.log.console.stopped(signal, step, command, self.saves)
+        return stopping.status_of(signal)

@@ -1,0 +1,447 @@
+"""Weights and saves: written whole or not at all, read as data that is checked; runs that are killed or ended by a
+signal, and resumed.
+
+The reference is always the undisturbed run: its exact losses (from the JSON twin of its log) and its weights. Real
+processes and signals where these are the point; elsewhere `main`, with a signal that is only noted.
+"""
+import dataclasses
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from conftest import ROOT, arguments, documents, write_shard
+from processes import ENVIRONMENT, TORCHRUN, Process, run_ranks
+from safetensors.torch import load_file, save_file
+
+import sample
+import train_gpt as t
+from nanogpt import checkpoints, stopping
+from nanogpt.ranks import BadInput
+from records.log import Refused, read_log, refuse_unfit_for_record
+
+SAVED = {"save_every": 60, "num_steps": 6, "target_loss": 0, "val_interval": 2, "jsonl": True,
+         "dtype": "float32", "candidates": 256, "micro_tokens": 256}
+
+
+def options(corpus, folder, **changes):
+    weights = folder / "model.safetensors"
+    return arguments(**SAVED | dict(data_dir=corpus, log_dir=folder, save_checkpoint=weights) | changes)
+
+
+def run(argv, stop_after=None):
+    """`main` in this process; the status. `stop_after`: a signal comes in this step."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(t, "STOP", stopping.Stop())
+        inner = t.train_step
+
+        def train_step(model, optimizer, batch, step, *rest, **named):
+            if t.STOP.in_steps and step + 1 == stop_after:
+                t.STOP.signal = "SIGINT"
+            return inner(model, optimizer, batch, step, *rest, **named)
+
+        patch.setattr(t, "train_step", train_step)
+        return t.main([str(word) for word in argv])
+
+
+def last_log(folder):
+    return max(folder.glob("*.txt"), key=lambda path: path.stat().st_mtime_ns)
+
+
+def steps(folder):
+    """All losses of the newest log, with every digit."""
+    lines = [json.loads(line) for line in last_log(folder).with_suffix(".jsonl").read_text().splitlines()]
+    return [(x["step"], x.get("train_loss"), x.get("val_loss")) for x in lines if x["kind"] == "step"]
+
+
+def weights(folder):
+    return load_file(folder / "model.safetensors")
+
+
+def distance(a, b):
+    assert a.keys() == b.keys()
+    return max((a[name] - b[name]).abs().amax().item() for name in a if a[name].numel())
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def the_save(folder):
+    (path,) = folder.glob("*.saved/step_*")
+    return path
+
+
+def refused(capfd, argv):
+    status = run(argv)
+    _, err = capfd.readouterr()
+    assert status == 2 and err.count("\n") == 1 and err.startswith("train_gpt.py: "), err
+    return err
+
+
+# ---------------------------------------------------------------------------------------------------- the same run
+
+
+@pytest.mark.parametrize("changes, stop_after", [
+    ({}, 3), ({"dtype": "auto", "precision": "bf16", "num_steps": 3}, 2), ({"precision": "fp16", "dtype": "auto"}, 3),
+    ({"schedule": "speedrun", "num_steps": 9, "batch_tokens": 1536}, 4), ({"precision": "fp8", "dtype": "auto", "num_steps": 3}, 2),
+], ids=["float32", "bf16", "fp16", "stages", "fp8"])
+def test_a_resumed_run_is_to_the_bit_the_run_that_was_not_stopped(changes, stop_after, corpus, tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert run(options(corpus, whole, **changes)) == 0
+    assert run(options(corpus, parts, **changes), stop_after) == 130
+    first = read_log(last_log(parts))
+    assert first.interrupted and first.end["tokens"] > 0
+    assert run(["--resume", f"--log_dir={parts}"]) == 0
+    assert steps(parts) == steps(whole) and same(weights(whole), weights(parts))
+    log = read_log(last_log(parts))
+    assert log.resumed and any(note.startswith(f"resumed at step {stop_after} of run {first.run['run_id']} on ")
+                               for note in log.values("note"))
+    with pytest.raises(Refused, match="resumed"):
+        refuse_unfit_for_record(log)
+    assert not list(parts.glob("*.saved")), "a run that has come to its end needs no saves"
+
+
+
+
+def test_what_may_change_does_and_what_may_not_is_named(corpus, tmp_path, capfd):
+    whole, parts, data = tmp_path / "whole", tmp_path / "parts", tmp_path / "data"
+    shutil.copytree(corpus, data)
+    run(options(corpus, whole, candidates=0, dtype="float64"))
+    run(options(corpus, parts, candidates=0, dtype="float64"), 3)
+    capfd.readouterr()
+    for change, part in ((["--num_steps=7"], "--num_steps=7 (saved: 6)"), (["--seed=1", "--muon_lr=0.5"], "--seed=1 (saved: 0), --muon_lr"),
+                         (["--preset=char"], "--preset=char (saved: laptop)"), (["--save_every=-1"], "--save_every=-1")):
+        assert part in refused(capfd, ["--resume", f"--log_dir={parts}", *change])
+    changes = ["--micro_tokens=512", "--val_interval=0", f"--data_dir={data}", "--save_every=0", "--run_name=other"]
+    assert run(["--resume", f"--log_dir={parts}", *changes]) == 0
+    config = read_log(last_log(parts)).config
+    assert (config["micro_tokens"], config["val_interval"], config["run_name"]) == (512, 0, "other")
+    assert distance(weights(whole), weights(parts)) < 1e-9
+
+
+def test_a_fitted_run_goes_on_by_the_command_that_it_was_started_with(corpus, tmp_path, capsys):
+    command = [word for word in options(corpus, tmp_path, minutes=0.05) if not word.startswith("--num_steps")]
+    command += ["--fit", "--val_tokens=30000", "--epochs=1000"]
+    assert run(command, 2) == 130
+    config = read_log(last_log(tmp_path)).config
+    assert config["val_tokens"] < 30000
+    assert run([*command, "--resume"]) == 0, capsys.readouterr().err
+    assert read_log(last_log(tmp_path)).config["num_steps"] == config["num_steps"]
+
+
+def test_without_a_save_resume_alone_begins_anew_and_says_so(corpus, tmp_path, capsys):
+    assert run([*options(corpus, tmp_path), "--resume"]) == 0
+    assert f"no save under {tmp_path}" in capsys.readouterr().out
+    log = read_log(last_log(tmp_path))
+    assert not log.resumed and log.config["resume"] == ""
+
+
+# ---------------------------------------------------------------------------------------------------- killed
+
+
+def test_a_run_that_is_killed_while_it_saves_ends_as_if_it_had_not_been(corpus, tmp_path, monkeypatch):
+    """It saves after every step, and is killed when the file of a third save is there, but not the save."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    changes = dict(num_steps=9, val_interval=3, save_every=0, save_steps=1)
+    assert run(options(corpus, whole, **changes)) == 0
+    driver = tmp_path / "driver.py"
+    driver.write_text(f"import os, sys; sys.path.insert(0, {str(ROOT)!r})\n"
+                      "import train_gpt as t\nfrom nanogpt import checkpoints\nwrite = checkpoints.write_tensors\n"
+                      "def write_and_die(path, tensors, about):\n    write(path, tensors, about)\n"
+                      "    if about['step'] == 5: os.kill(os.getpid(), 9)\n"
+                      "checkpoints.write_tensors = write_and_die\nsys.exit(t.main(sys.argv[1:]))\n")
+    assert Process(driver, *options(corpus, parts, **changes)).wait() == -signal.SIGKILL
+    (folder,) = parts.glob("*.saved")
+    assert sorted(path.name for path in folder.iterdir()) == ["step_000003", "step_000004", "step_000005"]
+    assert [save.name for save in checkpoints.saves_in(folder)] == ["step_000003", "step_000004"]
+    shutil.rmtree(folder / "step_000003")  # nor is the older one needed
+    assert run(["--resume", f"--log_dir={parts}"]) == 0
+    assert steps(parts) == steps(whole) and same(weights(whole), weights(parts))
+
+
+@pytest.mark.parametrize("ranks", [(2, 2), (2, 1), (1, 2)], ids=str)
+def test_two_ranks_go_on_to_the_bit_and_another_number_of_them_within_rounding(ranks, corpus, tmp_path):
+    """They are killed after a save."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    changes = dict(candidates=0, dtype="float64", num_steps=6, val_interval=0, ngram_rows=501, head_every_second=True,
+                   save_every=0, save_steps=2)
+    driver = tmp_path / "driver.py"
+    driver.write_text(f"import os, sys; sys.path.insert(0, {str(ROOT)!r})\nimport train_gpt as t\nstep = t.train_step\n"
+                      "def step_or_die(model, optimizer, batch, number, *rest, **named):\n"
+                      "    if t.STOP.in_steps and number == 5: os._exit(9)\n"
+                      "    return step(model, optimizer, batch, number, *rest, **named)\n"
+                      "t.train_step = step_or_die\nsys.exit(t.main(sys.argv[1:]))\n")
+    for rank in run_ranks(ranks[0], "train_gpt.py", *options(corpus, whole, **changes)):
+        assert rank.returncode == 0, rank.err
+    run_ranks(ranks[0], driver, *options(corpus, parts, **changes))
+    (folder,) = parts.glob("*.saved")
+    assert checkpoints.saves_in(folder)[-1].name == "step_000004"
+    for rank in run_ranks(ranks[1], "train_gpt.py", "--resume", f"--log_dir={parts}"):
+        assert rank.returncode == 0, rank.stderr
+    if ranks == (2, 2):
+        assert steps(parts) == steps(whole) and same(weights(whole), weights(parts))
+    assert [x or y for _, x, y in steps(parts)] == pytest.approx([x or y for _, x, y in steps(whole)], rel=1e-9)
+    assert distance(weights(whole), weights(parts)) < 1e-9
+
+
+def test_the_last_two_saves_are_kept_and_older_ones_stay_when_the_disk_is_full(corpus, tmp_path, monkeypatch, capfd):
+    write = checkpoints.write_tensors
+
+    def write_some(path, tensors, about):
+        if "rank" in about and about["step"] in (4, 5):
+            raise OSError(f"{path} cannot be written (No space left on device)")
+        write(path, tensors, about)
+
+    monkeypatch.setattr(checkpoints, "write_tensors", write_some)
+    assert run(options(corpus, tmp_path, save_every=0, save_steps=1), 5) == 130
+    out, err = capfd.readouterr()
+    assert err.count("\n") == err.count("No space left") == 1, err
+    assert sorted(path.name for path in tmp_path.glob("*.saved/*")) == ["step_000002", "step_000003"]
+    assert re.search(r"--resume=\S*step_000003\n", out)
+
+
+def test_a_full_disk_is_one_sentence_and_the_run_goes_on(corpus, tmp_path):
+    limit = 2**21  # bytes of a file: enough for a log, too few for a save
+    found = subprocess.run(
+        [sys.executable, "train_gpt.py", *options(corpus, tmp_path, ngram_rows=20_000, save_every=0.0001, save_checkpoint="")],
+        capture_output=True, text=True, timeout=100, env=ENVIRONMENT, cwd=ROOT,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
+    assert found.returncode == 0 and found.stderr.count("\n") == 1, found.stderr
+    assert "cannot save: " in found.stderr and "File too large" in found.stderr and "the run goes on" in found.stderr
+    assert steps(tmp_path)[-1][0] == 6 and not list(tmp_path.rglob("*.part"))
+
+
+# ---------------------------------------------------------------------------------------------------- bad saves
+
+
+@pytest.fixture(scope="module")
+def stopped(corpus, tmp_path_factory):
+    """The folder of a run that was stopped after step 3."""
+    folder = tmp_path_factory.mktemp("stopped")
+    assert run(options(corpus, folder), 3) == 130
+    return folder
+
+
+def change_facts(save, **changes):
+    facts = json.loads((save / "save.json").read_text())
+    (save / "save.json").write_text(json.dumps(facts | changes))
+
+
+def change_tensors(save, change):
+    part = save / "rank_0_of_1.safetensors"
+    tensors = load_file(part)
+    change(tensors)
+    save_file(tensors, part)
+
+
+DAMAGE = {  # what has happened to a save, and what the sentence says
+    "cut off": (lambda save: os.truncate(save / "rank_0_of_1.safetensors", 5000), "is cut off or damaged"),
+    "empty": (lambda save: os.truncate(save / "rank_0_of_1.safetensors", 0), "is cut off or damaged"),
+    "a file is gone": (lambda save: (save / "rank_0_of_1.safetensors").unlink(), "no such file; the save is not whole"),
+    "no JSON": (lambda save: (save / "save.json").write_text("{"), "save.json is damaged"),
+    "other facts": (lambda save: change_facts(save, updates="many"), "it has no updates"),
+    "other config": (lambda save: change_facts(save, config={"num_steps": "many"}), "num_steps is 'many' in its configuration"),
+    "a weight more": (lambda save: change_tensors(save, lambda x: x.update(smear=torch.ones(1))), "other code, as smear differ"),
+    "a weight less": (lambda save: change_tensors(save, lambda x: x.pop("gates.mean")), "other code, as gates.mean differ"),
+    "more matrices": (lambda save: change_tensors(save, lambda x: x.update({"mlp.master": torch.ones(9, 32, 64)})), "mlp.master differ"),
+    "wider rows": (lambda save: change_tensors(save, lambda x: x.update({"ngrams.mean": torch.ones(500, 99)})), "ngrams.mean differ"),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_a_damaged_or_foreign_save_is_one_sentence_before_anything_is_compiled(what, stopped, tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(t, "warm_up_of", lambda *_: pytest.fail("too late"))
+    older, newest = tmp_path / "x.saved" / "step_000002", tmp_path / "x.saved" / "step_000003"
+    for save in (older, newest):
+        shutil.copytree(the_save(stopped), save)
+    os.utime(older / "save.json", (10**9, 10**9))
+    change, part = DAMAGE[what]
+    change(newest)
+    sentence = refused(capfd, [f"--resume={newest}", "--save_checkpoint="])
+    assert str(newest) in sentence and part in sentence and "leave --resume out" in sentence
+    if "differ" not in part:
+        assert f"give --resume={older}" in sentence
+
+
+def test_other_data_are_refused(stopped, corpus, tmp_path, capfd):
+    for path in corpus.iterdir():
+        shutil.copy(path, tmp_path)
+    write_shard(tmp_path / "fineweb_train_000002.bin", documents(6000, 9))
+    sentence = refused(capfd, [f"--resume={the_save(stopped)}", f"--data_dir={tmp_path}"])
+    assert f"the shards in {tmp_path} are not those of {the_save(stopped)}" in sentence and "--data_dir" in sentence
+
+
+def test_resume_finds_the_newest_complete_save_or_the_one_that_is_named(stopped, tmp_path, monkeypatch):
+    for number, name in enumerate(("a", "b")):
+        shutil.copytree(the_save(stopped), tmp_path / f"{name}.saved" / "step_000003")
+        os.utime(tmp_path / f"{name}.saved" / "step_000003" / "save.json", (10**9 + number, 10**9))
+    a, b = (tmp_path / f"{name}.saved" / "step_000003" for name in "ab")
+    os.utime(a / "save.json", ns=(0, 10**15))
+    os.utime(b / "save.json", ns=(0, 10**16))
+    assert checkpoints.find(checkpoints.NEWEST, tmp_path) == b and checkpoints.find("", tmp_path) is None
+    assert checkpoints.find(str(a), "") == checkpoints.find(str(a.parent), "") == a
+    monkeypatch.chdir(a.parent)
+    assert checkpoints.find("step_000003", "") == a
+    (b / "save.json").unlink()  # it is not whole
+    assert checkpoints.find(checkpoints.NEWEST, tmp_path) == a
+    for path in (b, "/nowhere", "/dev/null"):
+        with pytest.raises(BadInput, match=f"--resume={path} is no complete save"):
+            checkpoints.find(str(path), "")
+
+
+# ---------------------------------------------------------------------------------------------------- signals
+
+
+def signalled(number, when, *command):
+    """Starts a run, sends it a signal when it has printed `when`: (status, seconds, what it printed after that)."""
+    process = Process(*command, stderr=subprocess.STDOUT)
+    process.wait_for(when)
+    begin = time.monotonic()
+    process.send_signal(number)
+    status = process.wait(60)
+    return status, time.monotonic() - begin, process.out().partition(when)[2].partition("\n")[2]
+
+
+LONG = {"num_steps": 2000, "epochs": 1000, "val_interval": 5}
+
+
+@pytest.mark.parametrize("number, status, save_every", [(signal.SIGINT, 130, 60), (signal.SIGTERM, 143, 0), (signal.SIGHUP, 129, 60)])
+def test_a_signal_ends_a_run_in_order(number, status, save_every, corpus, tmp_path):
+    command = options(corpus, tmp_path, save_every=save_every, **LONG)
+    found, seconds, out = signalled(number, "step:10/", "train_gpt.py", *command)
+    assert found == status and seconds < 30 and "Traceback" not in out, out
+    log = read_log(last_log(tmp_path))
+    assert log.end["interrupted"] and log.end["val_loss"] == log.validations[-1].loss
+    assert f"stopped by {signal.Signals(number).name} after step {log.steps[-1].step}" in out
+    assert (tmp_path / "model.safetensors").exists() and "model.safetensors" in out
+    assert bool(re.search(r"\n  \S*python\S* train_gpt.py --resume=\S+/step_0000\d\d\n", out)) == (save_every > 0)
+    assert len(list(tmp_path.glob("*.saved/step_*"))) == (save_every > 0)
+
+
+def test_a_signal_before_the_first_step_is_one_sentence(corpus, tmp_path):
+    found, seconds, out = signalled(signal.SIGINT, "warming up", "train_gpt.py", *options(corpus, tmp_path))
+    assert found == 130 and seconds < 5
+    assert out.strip() == "train_gpt.py: stopped by SIGINT before the first step"
+
+
+def test_torchrun_hands_a_signal_on_to_both_ranks(corpus, tmp_path):
+    command = [*TORCHRUN, "--nproc_per_node=2", "train_gpt.py", *options(corpus, tmp_path, **LONG)]
+    _, seconds, out = signalled(signal.SIGTERM, "step:10/", *command)
+    log = read_log(last_log(tmp_path))
+    assert seconds < 30 and log.end["interrupted"] and "stopped by SIGTERM after step" in out
+    assert len(list(the_save(tmp_path).iterdir())) == 3
+
+
+# ---------------------------------------------------------------------------------------------------- weights
+
+
+GOOD = {"config": {"seed": 1}, "weights": {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(3, dtype=torch.bfloat16)},
+        "step": 7, "val_loss": 1.5}
+
+
+def test_what_is_written_is_read_and_others_can_read_it_too(tmp_path):
+    path = tmp_path / "models" / "model.safetensors"
+    checkpoints.write(path, GOOD)
+    content = checkpoints.read(path)
+    assert {name: content[name] for name in ("config", "step", "val_loss")} == {name: GOOD[name] for name in ("config", "step", "val_loss")}
+    for w in (content["weights"], load_file(path)):
+        assert w["b"].dtype == torch.bfloat16 and same(w, GOOD["weights"])
+    assert os.listdir(path.parent) == [path.name]
+    (tmp_path / "other").touch()
+    assert path.stat().st_mode == (tmp_path / "other").stat().st_mode, "whoever may read other files may read this one"
+
+
+def test_a_file_that_is_no_checkpoint_says_what_it_is(stopped, tmp_path, capfd):
+    path = tmp_path / "model.safetensors"
+    shutil.copy(stopped / "model.safetensors", path)
+    size = path.stat().st_size
+    save = the_save(stopped)
+    foreign = tmp_path / "foreign.safetensors"
+    save_file({"a": torch.ones(2)}, foreign)
+    torch.save({"weights": {}}, tmp_path / "old.pt")
+    (tmp_path / "text.txt").write_text("Once upon a time")
+    os.mkfifo(tmp_path / "pipe")
+    cases = [(path, size - 1, "is cut off"), (path, 200, "is cut off"), (path, 0, "is cut off"),
+             (save / "rank_0_of_1.safetensors", None, f"is part of a save; go on with --resume={save}"),
+             (save, None, f"is a save; go on with --resume={save}"), (tmp_path, None, "is a folder"),
+             (foreign, None, "is a safetensors file, but no checkpoint of this program"), (tmp_path / "pipe", None, "no such file"),
+             (tmp_path / "old.pt", None, "no checkpoint of this program"), (tmp_path / "text.txt", None, "no checkpoint of this program"),
+             (tmp_path / "nothing", None, "no such file")]
+    for file, length, part in cases:
+        if length is not None:
+            os.truncate(file, length)
+        assert sample.main([str(file), "text"]) == 2
+        out, err = capfd.readouterr()
+        assert out == "" and err.count("\n") == 1 and err.startswith(f"sample.py: {file}") and part in err, err
+
+
+@dataclasses.dataclass
+class Few:
+    name: str = "a"
+    steps: int = 3
+    rate: float = 0.5
+    loud: bool = False
+
+
+def test_the_configuration_of_a_file_has_values_that_can_be():
+    defaults = {"name": "a", "steps": 3, "rate": 0.5, "loud": False}
+    assert checkpoints.config_values({"steps": 4, "rate": 1, "colour": "red"}, Few) == defaults | {"steps": 4, "rate": 1}
+    for wrong in ({"steps": "4"}, {"steps": 2**63}, {"rate": float("nan")}, {"loud": 1}, {"name": ["a"] * 10**6}):
+        (name,) = wrong
+        with pytest.raises(BadInput, match=f"^{name} is .{{1,60}} in its configuration, which cannot be$"):
+            checkpoints.config_values(wrong, Few)
+
+
+def test_a_full_disk_leaves_the_old_weights_and_no_half_ones(tmp_path, monkeypatch):
+    path = tmp_path / "model.safetensors"
+    checkpoints.write(path, GOOD)
+    monkeypatch.setattr(checkpoints, "save_file", lambda tensors, beside, header: beside.write_bytes(b"half") and os.stat("/nowhere/x"))
+    with pytest.raises(OSError, match="model.safetensors cannot be written"):
+        checkpoints.write(path, GOOD | {"step": 8})
+    assert checkpoints.read(path)["step"] == 7 and os.listdir(tmp_path) == [path.name]
+
+
+def test_a_file_that_is_no_checkpoint_is_not_replaced_nor_one_of_another_run_if_the_name_was_chosen(tmp_path):
+    path = tmp_path / "novel.safetensors"
+    path.write_text("Once upon a time")
+    with pytest.raises(BadInput, match="is there already and is no checkpoint; choose another"):
+        checkpoints.try_place(path, 0)
+    with pytest.raises(BadInput, match="has no place: it needs"):
+        checkpoints.try_place(tmp_path / "new.safetensors", 2**60)
+    with pytest.raises(BadInput, match="no checkpoint can be written to"):
+        checkpoints.try_place(path / "x.safetensors", 0)
+    checkpoints.write(path, GOOD | {"run_id": "a"})
+    checkpoints.try_place(path, 0)
+    assert checkpoints.unused_path(path, ["b", "a"]) == path, "its own"
+    assert checkpoints.unused_path(path, ["b"]) == tmp_path / "novel-2.safetensors"
+
+
+def test_weights_that_are_worse_than_untrained_ones_are_not_kept_and_a_sentence_says_so(corpus, tmp_path, monkeypatch, capfd):
+    losses = iter([5.6, 23.4, 24.0, 25.0])
+    monkeypatch.setattr(t, "validate", lambda *_: next(losses))
+    assert run(options(corpus, tmp_path)) == 0
+    assert ("no weights are kept, as the best validation loss, 23.4000, is not below that of the untrained model, 5.6000; "
+            "lower the learning rates") in capfd.readouterr().out
+    assert not (tmp_path / "model.safetensors").exists()
+
+
+def test_the_weights_of_the_best_validation_are_kept_and_a_resumed_run_goes_on_comparing(corpus, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    losses = [5.0, 3.0, 4.0, 2.0]  # at steps 0, 2, 3 (when it is stopped there is none), 4, 6
+    monkeypatch.setattr(t, "validate", lambda *_: losses.pop(0))
+    auto = {"save_checkpoint": "auto"}
+    assert run(options(corpus, tmp_path, **auto), 3) == 130
+    (path,) = (tmp_path / "models").iterdir()
+    assert path.name == f"{corpus.name}.safetensors" and checkpoints.read(path)["step"] == 2
+    assert run(["--resume", f"--log_dir={tmp_path}"], 5) == 130
+    assert checkpoints.read(path)["step"] == 2, "4.0 is worse"
+    assert run(["--resume", f"--log_dir={tmp_path}"]) == 0
+    assert checkpoints.read(path)["step"] == 6 and [*(tmp_path / "models").iterdir()] == [path]
