@@ -271,7 +271,7 @@ FILES = {  # what a checkpoint may hold, and what the sentence says
     "a width that cannot be": ({"config": {"model_dim": -5, "num_layers": 4}}, "--model_dim=-5 must be positive"),
     "a number as text": ({"config": {"num_steps": "many", "num_layers": 4}}, "num_steps is 'many' in its configuration, which cannot be"),
     "weights of another model": ({"config": {"num_layers": 4}}, "the weights of a do not fit this code; use the code of its run"),
-    "no configuration": ({"config": 3}, "is no checkpoint of this program"),
+    "no configuration": ({"config": 3}, "but no checkpoint of this program"),
 }
 
 
