@@ -6,18 +6,17 @@ file: it recomputes what a log says. Everything arrives here as plain values, so
 neither the configuration nor the model.
 """
 import hashlib
-import importlib.util
 import json
 import math
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
 import time
 import uuid
 from collections.abc import Callable
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -108,7 +107,6 @@ class Log:
         run_id = facts.run["run_id"]
         self.open(Path(config["log_dir"], f"{run_id}.txt"), source, config["jsonl"])
         self.num_steps = config["num_steps"]
-        waiting, self.waiting = self.waiting, []
         self.fact("run", facts.run)
         for file in facts.files:
             self.fact("file", file)
@@ -119,7 +117,7 @@ class Log:
         for stage in stages:
             self.fact("stage", stage)
         self.fact("calibration", facts.speeds)
-        for text, fact in waiting:
+        for text, fact in self.waiting:
             self.write(text, fact)
 
     def open(self, path: Path, source: bytes, jsonl: bool) -> None:
@@ -275,8 +273,7 @@ def project_files(script: str | Path, root: Path = ROOT) -> list[dict]:
     and starts the run belongs to the project, too.
 
     A file is read by the first call after its import and never again. So make a call right after
-    the imports: then the log shows what runs, even if a file is edited later. Raises BadInput for a
-    file whose name or text a log cannot hold.
+    the imports: then the log shows what runs, even if a file is edited later.
     """
     paths = set()
     for name, module in list(sys.modules.items()):
@@ -294,13 +291,8 @@ def project_files(script: str | Path, root: Path = ROOT) -> list[dict]:
 @cache
 def describe_file(root: Path, path: str) -> dict:
     """The fact `file` of one file, whose path is relative to `root`. It is read only once."""
-    require(path.isascii(), f"{path} cannot stand in a log; give it a name of ASCII letters")
     content = (root / path).read_bytes()
-    try:
-        text = content.decode()
-    except UnicodeDecodeError:
-        raise BadInput(f"{path} cannot stand in a log; save it as UTF-8") from None
-    return {"path": path, "sha256": sha256(content), "text": text}
+    return {"path": path, "sha256": sha256(content), "text": content.decode()}
 
 
 def sha256(content: bytes) -> str:
@@ -325,13 +317,8 @@ def describe_run(source: bytes, files: list[dict], script: str) -> dict:
     require(source.endswith(b"\n") and RULE.encode() not in source.split(b"\n"),
             "no log could hold this script; end it with a newline, and let no line be 100 '='")
     commit = output_of("git", "rev-parse", "--verify", "-q", "HEAD")
-    is_clean = None
-    if commit is not None:
-        changes = output_of("git", "status", "--porcelain", "--untracked-files=no")
-        ran = [str(Path(script).resolve()), *(file["path"] for file in files)]
-        known = output_of("git", "ls-files", "--error-unmatch", "--", *ran)
-        if changes is not None:
-            is_clean = changes == "" and known is not None
+    ran = [str(Path(script).resolve()), *(file["path"] for file in files)]
+    changes = output_of("git", "status", "--porcelain", "--", *ran)  # also files that git lacks
     return {
         "run_id": str(uuid.uuid4()),
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -340,7 +327,7 @@ def describe_run(source: bytes, files: list[dict], script: str) -> dict:
         "code_bytes": len(source),
         "files_sha256": checksum_of_files(source, files),
         "git_commit": commit,
-        "git_clean": is_clean,
+        "git_clean": None if changes is None else changes == "",
     }
 
 
@@ -385,9 +372,9 @@ def cpu_name() -> str:
     """The name of the processor; where nothing tells it, at least its architecture."""
     name = None
     if sys.platform == "linux":
-        with suppress(OSError), open("/proc/cpuinfo", errors="replace") as file:
-            names = [line.partition(":")[2] for line in file if line.startswith("model name")]
-            name = names[0].strip() if names else None
+        text = Path("/proc/cpuinfo").read_text(errors="replace")
+        found = re.search(r"^model name\s*: (.+)", text, re.MULTILINE)
+        name = found and found[1].strip()
     elif sys.platform == "darwin":
         name = output_of("sysctl", "-n", "machdep.cpu.brand_string")
     return name or platform.processor() or platform.machine()
@@ -395,9 +382,12 @@ def cpu_name() -> str:
 
 def triton_version() -> str | None:
     """None without a GPU: there no Triton kernel runs."""
-    if not torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
+    if not torch.cuda.is_available():
         return None
-    import triton
+    try:
+        import triton
+    except ImportError:
+        return None
     return triton.__version__
 
 
