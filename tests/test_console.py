@@ -4,7 +4,6 @@ References: lines written out by hand, and whole processes where the exit status
 """
 import io
 import math
-import os
 import shlex
 import subprocess
 import sys
@@ -28,7 +27,8 @@ HEADER = dict(
 
 def test_the_header_says_what_will_run_with_which_seed_and_where_the_files_will_be(capsys):
     Console().header(**HEADER)
-    assert capsys.readouterr().out == """\
+    out = capsys.readouterr().out
+    assert out == """\
 device    4 x NVIDIA H200, torch 2.11.0
 preset    speedrun
 model     123.5M parameters active, 41,000 in tables
@@ -39,14 +39,8 @@ seed      3
 log       logs/a.txt
 weights   models/x.pt
 """
-
-
-def test_the_header_of_a_run_on_a_processor_that_keeps_no_weights(capsys):
-    machine = HEADER["machine"] | {"devices": ["CPU"]}
-    Console(tokens_are_bytes=True).header(**HEADER | dict(machine=machine, weights=None, seconds=None))
-    out = capsys.readouterr().out
-    assert "device    1 x CPU, Xeon, torch 2.11.0\n" in out and "6,412,345 bytes for training" in out
-    assert "0.22 epochs\n" in out and "weights   not kept; --save_checkpoint keeps them\n" in out
+    Console().header(**HEADER | dict(weights=None))
+    assert capsys.readouterr().out == out.replace("models/x.pt", "not kept; --save_checkpoint keeps them")
 
 
 def test_a_file_gets_a_line_for_each_validation_and_nothing_of_the_steps(capsys):
@@ -78,21 +72,6 @@ def test_a_terminal_gets_a_bar_that_makes_way_for_lines_and_stays_at_the_end(mon
     assert frames[-2].startswith("100%") and "4/4" in frames[-2] and "loss 2.500" in frames[-2]
 
 
-def test_other_ranks_print_nothing(capsys):
-    seen = Console(shows=False)
-    seen.header(**HEADER)
-    seen.compiled()
-    seen.ready(3)
-    seen.train_loss(1, 1, 3.0)
-    seen.val_loss("step:1/1", 3.0)
-    seen.result(STEPS, FACTS, Path("a"), None, None)
-    seen.next(["sample.py"])
-    assert capsys.readouterr() == ("", "")
-
-
-# --------------------------------------------------------------------------------------- the result
-
-
 FACTS = dict(val_loss=1.75, target=1.5, train_time_s=88.24, step_avg_ms=126.05, tokens_per_s=16254, mfu=0.4123,
              peak_memory_mib=12345)
 STEPS = [(0, 0.0, "val_loss", 5.6), (1, 0.1, "train_loss", 5.5), (2, 0.2, "val_loss", 1.75)]
@@ -115,14 +94,13 @@ def test_the_summary_of_a_run_that_misses_its_target(capsys):
         "weights   models/x.pt, of step 2"]
 
 
-@pytest.mark.parametrize("facts, line", [
-    ({"target": 1.75}, "target    1.75: reached"), ({"interrupted": True}, "target    1.5: not reached so far")])
-def test_a_target_that_is_reached_or_that_a_stopped_run_has_not_missed(facts, line, capsys):
-    assert line in summary(capsys, FACTS | facts)
+def test_a_target_is_reached_or_not_yet_if_the_run_was_stopped(capsys):
+    assert "target    1.75: reached" in summary(capsys, FACTS | {"target": 1.75})
+    assert "target    1.5: not reached so far" in summary(capsys, FACTS | {"interrupted": True})
 
 
 def test_what_is_not_known_is_left_out_of_the_summary(capsys):
-    facts = FACTS | dict(val_loss=None, target=None, mfu=None, peak_memory_mib=None)
+    facts = FACTS | dict.fromkeys(["val_loss", "target", "mfu", "peak_memory_mib"])
     assert [line.split()[0] for line in summary(capsys, facts, steps=[]) if line] == ["time", "log"]
 
 
@@ -152,14 +130,6 @@ def test_the_curve_has_a_column_for_each_loss_or_for_the_mean_of_several():
     assert console.curve([3.0] * 9) == [] and len(console.curve([3.0] * 10)) == 10
 
 
-@pytest.mark.parametrize("seconds, text", [(8.12, "8.1 s"), (99.4, "99.4 s"), (102, "1.7 min"), (8280, "2.3 h")])
-def test_durations_have_the_unit_that_suits_them(seconds, text):
-    assert console.duration(seconds) == text
-
-
-# ------------------------------------------------------------------------------------ what to type
-
-
 def test_commands_to_try_next_are_quoted_as_a_shell_needs_it():
     sampling, training = console.next_commands(Path("models/my text.pt"), "data/my $text", "--minutes=10")
     assert shlex.split(sampling) == ["sample.py", "models/my text.pt", "Once upon a time"]
@@ -172,16 +142,6 @@ def test_the_printed_command_works_as_typed_in_any_folder(capsys, monkeypatch, t
     command = capsys.readouterr().out.split("next:")[1].strip()
     found = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
     assert "sample.py" in found.stdout
-
-
-def test_where_python_is_the_one_that_runs_the_command_is_short(monkeypatch):
-    monkeypatch.setenv("PATH", os.path.dirname(sys.executable))
-    assert console.python_command() == "python"
-    monkeypatch.setenv("PATH", "/nowhere")
-    assert os.path.samefile(console.python_command(), sys.executable)
-
-
-# ---------------------------------------------------------------------- consoles with a trouble
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
