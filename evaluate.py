@@ -519,8 +519,7 @@ def warn_of_other_code(models: list[Model], of_models: list[dict[str, PerUnit]])
 def read_texts(name: str, key: str, split_blank: int | None) -> Source:
     """The documents of a file or folder that are not blank. Raises PrepareError if they cannot be
     read, and BadInput if there are none."""
-    sources, _ = texts.find_sources([name])
-    paths = [path for path, is_named in sources if is_named or texts.is_text(path)]
+    paths, _ = texts.find_sources([name], key)
     documents = []
     for path in paths:
         for document in texts.read_documents(path, key, split_blank):

@@ -19,7 +19,7 @@ keys=()
 if [ "${1:-}" != test ]; then
   for word in "$@"; do
     case $word in
-      --key=* | --split_blank=* | --tokens=* | --bytes) reading+=("$word") ;;
+      --key=* | --split=* | --split_blank=* | --tokens=* | --bytes) reading+=("$word") ;;
       -*) keys+=("$word") ;;
       *)
         if [ ! -e "$word" ]; then

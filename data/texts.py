@@ -1,6 +1,7 @@
 """From files to documents: finds the files of texts, reads them, and cuts them into documents.
 
-What prepare.py and evaluate.py read goes through here. This file knows nothing of tokens.
+What prepare.py and evaluate.py read goes through here. What a file is, is seen in its first bytes
+and its first line, not in its name. This file knows nothing of tokens.
 """
 import codecs
 import hashlib
@@ -8,18 +9,58 @@ import json
 import os
 import re
 import unicodedata
+from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
-ZERO_BYTES = "it holds zero bytes"
-OF_PROGRAMS = {".doc", ".docx", ".epub", ".mobi", ".odt", ".pdf", ".rtf"}
-COMPRESSED = {".7z", ".bz2", ".gz", ".tgz", ".xz", ".zip", ".zst"}
-SUFFIXES = {
-    ".txt", ".md", ".rst", ".jsonl", ".org", ".tex", ".html", ".css",
+HEAD = 1 << 20  # bytes of a file that are looked at before it is read
+SUFFIXES = {  # of the files that are taken from a folder
+    ".txt", ".text", ".md", ".rst", ".org", ".tex", ".html", ".css",
+    ".jsonl", ".ndjson", ".jsonlines", ".json",
     ".c", ".cc", ".cpp", ".cs", ".cu", ".go", ".h", ".hpp", ".hs", ".java", ".jl", ".js", ".jsx",
     ".kt", ".lua", ".php", ".pl", ".py", ".r", ".rb", ".rs", ".scala", ".sh", ".sql", ".swift",
     ".ts", ".tsx",
+}
+JSON_LINES = {".jsonl", ".ndjson", ".jsonlines"}
+JSON_START = re.compile(r'\s*(\[\s*[\[{"]|\{\s*")')
+
+EXPORT = 'export its text column as JSON lines, a line like {"text": "..."} for each document'
+UNPACK = "unpack it first, and name what was in it"
+SAVE = "save its text as a .txt file first, in UTF-8"
+OTHER = "name a file of text"
+FORMATS = [  # how a file begins, what it then is, and what to do instead
+    (b"PAR1", "Parquet", EXPORT),
+    (b"ARROW1", "Arrow", EXPORT),
+    (b"\xff\xff\xff\xff", "Arrow", EXPORT),
+    (b"Obj\1", "Avro", EXPORT),
+    (b"SQLite format 3", "an SQLite database", EXPORT),
+    (b"\x89HDF", "HDF5", EXPORT),
+    (b"\x93NUMPY", "an array of numpy (.npy)", "name the text that it was made of"),
+    (b"\x88\xd8\x34\x01", "a shard of tokens", "train on its folder with --data_dir=FOLDER"),
+    (b"PK\3\4", "a zip archive, as .docx, .xlsx, .epub, .odt and .npz are, too",
+     f"unpack it, or {SAVE}"),
+    (b"\x1f\x8b", "compressed (gzip)", UNPACK),
+    (b"BZh", "compressed (bzip2)", UNPACK),
+    (b"\xfd7zXZ", "compressed (xz)", UNPACK),
+    (b"\x28\xb5\x2f\xfd", "compressed (zstd)", UNPACK),
+    (b"7z\xbc\xaf", "a 7z archive", UNPACK),
+    (b"Rar!\x1a", "a rar archive", UNPACK),
+    (b"%PDF-", "a PDF", SAVE),
+    (b"{\\rtf", "RTF", SAVE),
+    (b"\xd0\xcf\x11\xe0", "a document of an old Office", SAVE),
+    (b"\x89PNG", "a picture (PNG)", OTHER),
+    (b"\xff\xd8\xff", "a picture (JPEG)", OTHER),
+    (b"GIF8", "a picture (GIF)", OTHER),
+    (b"II*\0", "a picture (TIFF)", OTHER),
+    (b"MM\0*", "a picture (TIFF)", OTHER),
+    (b"RIFF", "a picture or a sound (RIFF)", OTHER),
+    (b"OggS", "a sound (Ogg)", OTHER),
+    (b"\x7fELF", "a program", OTHER),
+]
+MARKS = {  # UTF-32's come before UTF-16's, with which they begin
+    codecs.BOM_UTF8: "utf-8-sig",
+    codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16",
 }
 
 
@@ -38,158 +79,269 @@ class PrepareError(ValueError):
         super().__init__(harmless(sentence))
 
 
-class Source(NamedTuple):
-    path: Path
-    named: bool  # on the command line; otherwise it was found in a folder
-
-
 @contextmanager
 def errors_of(path):
     """Turn what goes wrong when `path` is read into a PrepareError."""
     try:
         yield
     except UnicodeError as error:
-        reason = f"not text in UTF-8 ({getattr(error, 'reason', error)})"
-        encoding = "utf-16le" if ZERO_BYTES in reason else "cp1252"
-        remedy = f"name a text file, or convert it, as by iconv -f {encoding} -t utf-8 OLD > NEW"
-        if Path(path).suffix.lower() in COMPRESSED:
-            reason, remedy = "compressed", "unpack it first, and name what was in it"
-        if Path(path).suffix.lower() in OF_PROGRAMS:
-            reason, remedy = "no plain text", "save it as a .txt file first, in UTF-8"
-        raise PrepareError(f"{path}: {reason}; {remedy}") from error
+        raise PrepareError(f"{path}: not text in UTF-8 ({getattr(error, 'reason', error)}); name a "
+                           "text file, or convert it, as by iconv -f cp1252 -t utf-8 OLD > NEW"
+                           ) from error
     except OSError as error:
-        reason = f"cannot be read ({error.strerror})"
-        path = error.filename or path  # in a folder: what in it is meant
-        raise PrepareError(f"{path}: {reason}; check the file and its permissions") from error
+        raise PrepareError(f"{error.filename or path}: cannot be read ({error.strerror}); check "
+                           "the file and its permissions") from error
 
 
-def find_sources(inputs):
-    """The files that `inputs` name or have in their folders, and those in folders that are left out
-    because of their endings. Raises PrepareError."""
-    sources = []
-    left_out = []
-    if "" in inputs:  # an unset variable of the shell, which Path would take for this folder
-        raise PrepareError("one of the names is empty; name a file or a folder")
-    for item in map(Path, inputs):
-        with errors_of(item):
-            if item.is_file():
-                sources.append(Source(item, named=True))
-            elif item.is_dir():
-                found, others = search(item)
-                sources += [Source(path, named=False) for path in found]
-                left_out += others
-            elif item.is_symlink() and not item.exists():
-                target = os.readlink(item)
-                raise PrepareError(f"{item}: a link to {target}, which is not there; repair it")
-            elif item.exists():
+# ---- which files ---------------------------------------------------------------------------------
+
+def find_sources(inputs, key="text"):
+    """The files that `inputs` name or have in their folders, and sentences about those in folders
+    that are left out. Raises PrepareError."""
+    found = []
+    notes = []
+    for item in inputs:
+        if not item:  # an unset variable of the shell, which Path would take for this folder
+            raise PrepareError("one of the names is empty; name a file or a folder")
+        path = Path(item)
+        with errors_of(path):
+            if path.is_file():
+                found.append(path)
+            elif path.is_dir():
+                found += search(path, key, notes)
+            elif path.exists():
                 raise PrepareError(
-                    f"{item}: a pipe or a device, not a file; write its text to a file first")
+                    f"{path}: a pipe or a device, not a file; write its text to a file first")
+            elif path.is_symlink():
+                raise PrepareError(
+                    f"{path}: a link to {os.readlink(path)}, which is not there; repair it")
             else:
-                address = "; download it first" if re.match("[a-z]+:/", str(item)) else ""
-                raise PrepareError(f"{item}: no such file or folder{address or '; check the path'}")
-    return sources, left_out
+                remedy = "download it first" if re.match("[a-z]+:/", item) else "check the path"
+                raise PrepareError(f"{path}: no such file or folder; {remedy}")
+    return found, notes
 
 
-def search(top):
-    """The files under a folder that are not hidden: those that have one of the SUFFIXES, and the
-    others, both sorted.
-
-    Raises OSError if a folder cannot be read, and PrepareError if it has none of the first kind.
-    """
+def search(top, key, notes):
+    """The files of texts under a folder that are not hidden, sorted. What is left out is said in
+    `notes`. Raises PrepareError if there are none, and OSError if a folder cannot be read."""
     def refuse(error):
         raise error
 
     found = []
     others = []
+    faults = []
     for folder, subfolders, names in os.walk(top, onerror=refuse):
         subfolders[:] = [name for name in subfolders if not name.startswith(".")]
-        for name in names:
-            path = Path(folder, name)
-            hidden = name.startswith(".")
-            if not hidden and path.is_file():
-                (found if path.suffix.lower() in SUFFIXES else others).append(path)
+        for path in (Path(folder, name) for name in names if not name.startswith(".")):
+            if not path.is_file():
+                continue
+            if path.suffix.lower() not in SUFFIXES:
+                others.append(path)
+                continue
+            fault = fault_of(path, key)
+            if fault:
+                faults.append(fault)
+            else:
+                found.append(path)
+    endings = Counter(path.suffix or "no ending" for path in others)
+    listed = ", ".join(f"{count} x {ending}" for ending, count in endings.most_common(8))
+    if not found and faults:
+        raise PrepareError(f"{top}: no text in this folder that can be read; {min(faults)}")
+    if not found and others:
+        first = fault_of(min(others), key) or "name those that are text"
+        raise PrepareError(f"{top}: no files of text in this folder, but {listed}; {first}")
     if not found:
-        kinds = ".txt, .md, .rst, .jsonl or source code"
-        raise PrepareError(f"{top}: no {kinds} in this folder (links to folders are not followed); "
-                           "name the files themselves")
-    return sorted(found), sorted(others)
+        raise PrepareError(f"{top}: no files in this folder; name one that has some")
+    if others:
+        notes.append(f"left out {len(others):,} file(s) whose names do not end as those of texts "
+                     f"({listed}), first {min(others)}; name such a file to have its text, too")
+    if faults:
+        notes.append(f"left out {len(faults):,} file(s) that cannot be read as text, first "
+                     f"{min(faults)}")
+    return sorted(found)
+
+
+def fault_of(path, key):
+    """Why the beginning of a file cannot be read as text, in a sentence, or None."""
+    try:
+        next(read_documents(path, key, split_blank=1), None)
+    except PrepareError as error:
+        return str(error)
+    return None
+
+
+# ---- what a file is ------------------------------------------------------------------------------
+
+def format_of(head):
+    """(what it is, what to do instead) of a file of a known format that begins with these bytes
+    and is no text, or None."""
+    for start, name, remedy in FORMATS:
+        if head.startswith(start):
+            return name, remedy
+    if head[257:262] == b"ustar":
+        return "a tar archive", UNPACK
+    if head[4:8] == b"ftyp":
+        return "a film or a picture", OTHER
+    return None
+
+
+def encoding_without_mark(head):
+    """UTF-16 or UTF-32, if these bytes are text in it, or None. The right order of bytes is the
+    one that gives more spaces and ends of lines."""
+    best = None
+    most_blanks = 0
+    for encoding in ("utf-32le", "utf-32be", "utf-16le", "utf-16be"):
+        try:
+            text = codecs.getincrementaldecoder(encoding)().decode(head)
+        except UnicodeError:
+            continue
+        characters = Counter(text)
+        kinds = {unicodedata.category(c) for c in characters if c not in "\t\n\f\r"}
+        blanks = characters[" "] + characters["\n"]
+        if not kinds & {"Cc", "Cn"} and blanks > most_blanks:
+            best = encoding
+            most_blanks = blanks
+    return best
 
 
 def open_text(path):
-    """Open a file of UTF-8 or, if it begins with their mark, of UTF-16. Line ends stay as they are.
+    """Open a file of UTF-8 or, if it begins with their mark, of UTF-16 or UTF-32. Ends of lines
+    stay as they are.
 
-    Raises OSError.
+    Raises PrepareError if it is something else, UnicodeError if its beginning is no text, and
+    OSError.
     """
     with open(path, "rb") as file:
-        mark = file.read(2)
-    is_utf_16 = mark in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-    return open(path, encoding="utf-16" if is_utf_16 else "utf-8-sig", newline="\n")
+        head = file.read(HEAD)
+    encoding = next((MARKS[mark] for mark in MARKS if head.startswith(mark)), "utf-8")
+    known = format_of(head)
+    if known and encoding == "utf-8":
+        raise PrepareError(f"{path}: {known[0]}, not text; {known[1]}")
+    if encoding in ("utf-8", "utf-8-sig") and b"\0" in head:
+        found = encoding_without_mark(head)
+        if found:
+            raise PrepareError(
+                f"{path}: text in {found.upper()} without the mark that says so; convert it, as by "
+                f"iconv -f {found} -t utf-8 OLD > NEW")
+        raise PrepareError(f"{path}: not text, as it holds zero bytes; {OTHER}")
+    codecs.getincrementaldecoder(encoding)().decode(head)
+    return open(path, encoding=encoding, newline="\n")
 
 
-def is_text(path):
-    """Whether a file can be decoded to its end and has no zero bytes. Raises PrepareError."""
-    with errors_of(path):
-        try:
-            with open_text(path) as file:
-                while part := file.read(1 << 20):
-                    if "\0" in part:
-                        return False
-                return True
-        except UnicodeError:
-            return False
+def json_form(file, path):
+    """How an open text holds JSON, or None if it holds none: "lines", an object on each, or
+    "whole", one object or array over all of it. The file is read from its beginning afterwards."""
+    head = file.read(1 << 16)
+    file.seek(0)
+    if not JSON_START.match(head):
+        return "lines" if path.suffix.lower() in JSON_LINES else None
+    first = next(line for line in file if line.strip())
+    file.seek(0)
+    try:
+        return "lines" if isinstance(json.loads(first), dict) else "whole"
+    except (ValueError, RecursionError):
+        return "whole"
 
 
-def read_documents(path, key="text", split_blank=None, progress=lambda num_bytes: None):
+# ---- documents -----------------------------------------------------------------------------------
+
+def read_documents(path, key="text", split_blank=None, split=None, progress=lambda num_bytes: None):
     """Yield the documents of one file as strings; some may be blank.
 
-    Reads no further than the caller asks for, and calls `progress` with the number of bytes read.
-    Raises PrepareError.
+    A text is one document, or is split at `split_blank` or more blank lines, or at each `split`, a
+    string. Calls `progress` with the number of bytes read. Raises PrepareError.
     """
+    path = Path(path)
     with errors_of(path), open_text(path) as file:
-        if path.suffix.lower() == ".json":
-            raise PrepareError(f"{path}: JSON is no text; write an object with the text of each "
-                               "document to a line of a .jsonl file, or name a copy .txt")
-        if path.suffix.lower() == ".jsonl":
-            yield from json_texts(checked(file, file, progress), key, path)
+        form = json_form(file, path)
+        lines = checked(file, progress)
+        if form == "lines":
+            documents = json_lines(lines, key, path)
+        elif form == "whole":
+            documents = json_items("".join(lines), key, path)
         elif split_blank:
-            yield from split_at_blank_lines(checked(file, file, progress), split_blank)
+            documents = split_at_blank_lines(lines, split_blank)
         else:
-            yield from checked(iter(file.read, ""), file, progress)  # the whole text at once
+            documents = split_at(lines, split)
+        if split and form:
+            documents = (part for text in documents for part in split_at([text], split))
+        yield from documents
 
 
-def checked(parts, file, progress):
-    """Yield `parts`, which are read from `file`. Raises UnicodeError if one has a zero byte."""
+def checked(file, progress):
+    """Yield the lines of a file. Of what is appended while it is read not much more than a MiB is
+    read: a text that grows as fast as it is read would have no end. Raises UnicodeError if a line
+    has a zero byte."""
+    most = os.fstat(file.fileno()).st_size + (1 << 20)  # more than is read ahead of the lines
     position = 0
-    for part in parts:
-        if "\0" in part:
-            raise UnicodeError(ZERO_BYTES)
+    for line in file:
+        if "\0" in line:
+            raise UnicodeError("it holds zero bytes")
+        yield line
         progress(file.buffer.tell() - position)
         position = file.buffer.tell()
-        yield part
+        if position > most:
+            return
 
 
-def json_texts(lines, key, path):
-    """Yield the text of every line of a .jsonl file that is not blank. Raises PrepareError."""
+def json_lines(lines, key, path):
+    """Yield the text of every line of JSON that is not blank. Raises PrepareError."""
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
+        place = f"{path}, line {number}"
         try:
             entry = json.loads(line)
-        except RecursionError as error:
-            fault = f"{path}, line {number}: nested too deeply"
-            raise PrepareError(f"{fault}; remove this line") from error
-        except ValueError as error:
-            fault = f"{path}, line {number}: no JSON ({getattr(error, 'msg', error)})"
-            raise PrepareError(f"{fault}; repair or remove this line") from error
-        if isinstance(entry, dict) and not isinstance(entry.get(key, ""), str):
-            raise PrepareError(f'{path}, line {number}: its "{key}" is no text; give it one, or '
-                               "remove this line")
-        if not isinstance(entry, dict) or key not in entry:
-            fault = f'{path}, line {number}: not an object like {{"{key}": "..."}}'
-            if isinstance(entry, dict):
-                fault += f", as it has the keys {', '.join(map(repr, entry))}"
-            raise PrepareError(f"{fault[:300]}; repair it, or name its key with --key")
-        yield entry[key]
+        except (ValueError, RecursionError) as error:
+            fault = f"no JSON ({getattr(error, 'msg', 'nested too deeply')})"
+            raise PrepareError(f"{place}: {fault}; repair or remove this line") from error
+        yield text_of(entry, key, place)
+
+
+def json_items(text, key, path):
+    """Yield the text of every item of a JSON array, or of one JSON object. A text that only begins
+    like JSON is one document, unless the name says that it is JSON. Raises PrepareError."""
+    try:
+        items = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        if not path.suffix.lower().startswith((".json", ".ndjson")):
+            yield text
+            return
+        raise PrepareError(
+            f"{path}: begins as JSON over several lines and cannot be read as one array or object "
+            f"({error}); write an object to each line, as by jq -c . OLD > NEW.jsonl") from error
+    if not isinstance(items, list):
+        items = [items]
+    for number, item in enumerate(items, 1):
+        yield item if isinstance(item, str) else text_of(item, key, f"{path}, item {number}")
+
+
+def text_of(entry, key, place):
+    """The text of a JSON object. Raises PrepareError, which names its place."""
+    if isinstance(entry, dict) and isinstance(entry.get(key), str):
+        return entry[key]
+    if isinstance(entry, dict) and key in entry:
+        raise PrepareError(f'{place}: its "{key}" is no text; give it one, or remove it')
+    fault = f'{place}: not an object like {{"{key}": "..."}}'
+    if isinstance(entry, dict):
+        fault += f", as it has the keys {', '.join(map(repr, entry))}"
+    raise PrepareError(f"{fault[:300]}; repair it, or name its key with --key")
+
+
+def split_at(lines, marker):
+    """Yield the parts of a text between markers, without ends of lines around them; the whole text
+    if the marker is None."""
+    if marker is None:
+        yield "".join(lines)
+        return
+    document = []
+    for line in lines:
+        first, *others = line.split(marker)
+        document.append(first)
+        for part in others:
+            yield "".join(document).strip("\r\n")
+            document = [part]
+    yield "".join(document).strip("\r\n")
 
 
 def split_at_blank_lines(lines, at_least):

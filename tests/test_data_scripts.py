@@ -9,7 +9,6 @@ import gzip
 import http.server
 import json
 import os
-import platform
 import random
 import struct
 import subprocess
@@ -27,6 +26,7 @@ if (VOCABULARY := ROOT.parent / "shared" / "gpt2-bpe").is_dir():
 
 from data import fineweb, prepare, shards  # noqa: E402
 from data.python_docs import source_prose  # noqa: E402
+from data.texts import read_documents  # noqa: E402
 
 BOS = 50256
 
@@ -139,7 +139,7 @@ def prepare_texts(texts, out, *args):
     """Run prepare.py on a .jsonl file of these texts, in this process."""
     out.mkdir(parents=True, exist_ok=True)
     source = write_jsonl(out.with_suffix(".jsonl"), texts)
-    prepare.main([str(source), f"--out={out}", "--workers=1", *args])
+    prepare.main([str(source), f"--out={out}", "--bytes", *args])
 
 
 def script(name, *args, **env):
@@ -160,35 +160,23 @@ def folder_is_empty(folder):
     return not Path(folder).exists() or not any(Path(folder).iterdir())
 
 
-# ---- prepare.py: tokens --------------------------------------------------------------------------
+# ---- prepare.py: tokens, splits and shards -------------------------------------------------------
 
 def test_byte_tables_follow_gpt2s_order_and_are_inverse_to_each_other():
     assert prepare.token_to_byte.tolist() == gpt2_byte_table()
-    assert bytes(prepare.token_to_byte[:3].tolist()) == b"!\"#"
     assert prepare.token_to_byte[prepare.byte_to_token].tolist() == list(range(256))
 
 
 def test_byte_tables_equal_tiktokens_single_byte_tokens(gpt2):
     for token, byte in enumerate(prepare.token_to_byte):
         assert gpt2.decode_single_token_bytes(token) == bytes([byte])
-    for byte, token in enumerate(prepare.byte_to_token):
-        assert gpt2.encode_single_token(bytes([byte])) == token
 
 
-def test_bytes_corpus_decodes_back_to_the_input(tmp_path):
-    texts = make_texts(200)
-    prepare_texts(texts, tmp_path / "out", "--bytes")
-    assert sorted(map(from_bytes, read_corpus(tmp_path / "out"))) == sorted(texts)
-    names = sorted(path.name for path in (tmp_path / "out").iterdir())
-    assert names == ["corpus.json", "out_train_000001.bin", "out_val_000000.bin"]
-
-
-def test_bpe_corpus_equals_tiktoken_and_decodes_back_to_the_input(tmp_path, gpt2):
+def test_gpt2s_tokens_equal_tiktokens_and_decode_back_to_the_input(tmp_path, gpt2):
     texts = make_texts(100) + ["literal <|endoftext|> in a document is text"]
-    prepare_texts(texts, tmp_path / "out")
+    prepare_texts(texts, tmp_path / "out", "--tokens=gpt2")
     documents = read_corpus(tmp_path / "out")
     assert sorted(documents) == sorted(gpt2.encode(text, disallowed_special=()) for text in texts)
-    assert sorted(map(gpt2.decode, documents)) == sorted(texts)
 
 
 def test_a_million_blanks_in_a_row_at_which_tiktoken_fails_are_encoded(gpt2):
@@ -198,180 +186,234 @@ def test_a_million_blanks_in_a_row_at_which_tiktoken_fails_are_encoded(gpt2):
     assert encode("a few  blanks \n\n x") == gpt2.encode("a few  blanks \n\n x")
 
 
-@pytest.mark.parametrize("use_bytes", [True, False], ids=["bytes", "bpe"])
-def test_parallel_result_equals_serial(use_bytes, request):
-    if not use_bytes:
-        request.getfixturevalue("gpt2")
-    texts = ["".join(make_texts(60, seed=i)) for i in range(200)]  # several batches of work
-    serial = list(prepare.encode_all(iter(texts), use_bytes, workers=1))
-    parallel = list(prepare.encode_all(iter(texts), use_bytes, workers=2))
-    assert len(serial) > 2
-    for one, other in zip(serial, parallel, strict=True):
-        assert one[0].tolist() == other[0].tolist()
-        assert one[1] == other[1]
-
-
-# ---- prepare.py: splits and shards ---------------------------------------------------------------
-
 def test_validation_is_a_fair_sample_of_whole_documents_that_training_lacks(tmp_path):
-    prepare_texts(make_texts(2000), tmp_path, "--bytes", "--val_tokens=40000")
+    texts = make_texts(2000)
+    prepare_texts(texts, tmp_path, "--val_tokens=40000")
     train = list(map(from_bytes, read_split(tmp_path, "train")))
     val = list(map(from_bytes, read_split(tmp_path, "val")))
-    assert not set(train) & set(val)
+    assert sorted(train + val) == sorted(texts)
     tokens = sum(len(text.encode()) + 1 for text in val)
     assert 40000 < tokens < 40000 + 2000  # one document over at most
     positions = [int(text.split(":")[0]) for text in val]  # in the input, 0..1999
     assert 800 < sum(positions) / len(positions) < 1200
 
 
-def test_shards_fill_up_with_whole_documents_and_are_numbered_from_one(tmp_path):
-    prepare_texts(make_texts(300), tmp_path, "--bytes", "--name=mine", "--val_tokens=5000",
-                  "--shard_tokens=20000")
-    paths = sorted(tmp_path.glob("mine_train_*.bin"))
-    assert len(paths) > 3
-    for number, path in enumerate(paths, 1):
-        assert path.name == f"mine_train_{number:06d}.bin"
-        assert read_shard(path)[0] == BOS
-    for path in paths[:-1]:
-        assert 20000 - 1000 < len(read_shard(path)) < 20000 + 1000
-
-
-def test_more_tokens_than_a_header_can_count_are_refused_in_a_sentence(tmp_path, monkeypatch, capsys):
-    with pytest.raises(SystemExit):
-        prepare_texts(make_texts(3), tmp_path, "--bytes", f"--shard_tokens={2**31}")
-    assert "--shard_tokens must be at most 1,073,741,823" in capsys.readouterr().err
-    monkeypatch.setattr(prepare, "MOST_TOKENS", 25_000)
-    with pytest.raises(SystemExit):
-        prepare_texts(["a" * 20_000, *make_texts(60)], tmp_path, "--bytes", "--shard_tokens=10000")
-    assert "a document of 20,001 tokens is too long for a shard" in capsys.readouterr().err
-    assert not [*tmp_path.glob("*.bin")]
-
-
-def test_the_trainer_reads_what_was_prepared(tmp_path):
-    prepare_texts(make_texts(300), tmp_path, "--bytes", "--shard_tokens=20000")
-    paths = shards.find_shards(tmp_path, "train", "*_train_*.bin", "")
+def test_shards_fill_up_with_whole_documents_are_numbered_from_one_and_are_read_by_the_trainer(
+        tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare, "SHARD_TOKENS", 20_000)
+    prepare_texts(make_texts(300), tmp_path / "mine", "--val_tokens=5000")
+    paths = shards.find_shards(tmp_path / "mine", "train", "*_train_*.bin", "")
+    assert [path.name for path in paths] == [
+        f"mine_train_{number:06d}.bin" for number in range(1, len(paths) + 1)]
     documents = []
     for path in paths:
         tokens, starts = shards.read_shard(path, 50257)
-        assert shards.count_tokens(path) == len(tokens)
-        for document in np.split(tokens, starts)[1:]:
-            documents.append(document[1:].tolist())
+        assert tokens.tolist() == read_shard(path)
+        assert 19_000 < len(tokens) < 21_000 or path == paths[-1]
+        documents += [document[1:].tolist() for document in np.split(tokens, starts)[1:]]
     assert len(paths) > 3
-    assert documents == read_split(tmp_path, "train")
+    assert documents == read_split(tmp_path / "mine", "train")
 
 
-def test_seed_decides_the_order(tmp_path):
-    found = []
-    for out, seed in (("a", 1), ("b", 1), ("c", 2)):
-        prepare_texts(make_texts(100), tmp_path / out, "--bytes", f"--seed={seed}")
-        found.append(read_corpus(tmp_path / out))
-    a, b, c = found
-    assert a == b != c
-    assert sorted(a) == sorted(c)
+def test_equal_documents_are_taken_once_and_counted(tmp_path, capsys):
+    texts = make_texts(100)
+    prepare_texts(texts + texts[:30] + ["  "], tmp_path / "out")
+    assert sorted(map(from_bytes, read_corpus(tmp_path / "out"))) == sorted(texts)
+    assert "from 100 documents (duplicates dropped: 30)" in capsys.readouterr().out
 
 
-def test_folder_is_searched_and_each_text_file_is_one_document_byte_for_byte(tmp_path):
-    texts = {
-        "a.txt": "\none\r\n\n\ntwo\n\n" * 6, "deep/er/b.md": "three" * 30, "c.txt": "four\n" * 30}
-    folder = tmp_path / "in"
-    out = tmp_path / "out"
-    for name, text in texts.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(text.encode())
-    (folder / "picture.png").write_bytes(b"\x89PNG")
-    (folder / "blank.txt").write_text(" \n\n")
-    write_jsonl(folder / "d.jsonl", ["five" * 40], key="body")
-    (folder / ".hidden").mkdir()
-    (folder / ".hidden" / "e.txt").write_text("hidden")
-    (folder / ".f.txt").write_text("hidden")
-    prepare.main([str(folder), "--bytes", "--key=body", f"--out={out}"])
-    assert sorted(map(from_bytes, read_corpus(out))) == sorted([*texts.values(), "five" * 40])
+# ---- prepare.py: what people bring ---------------------------------------------------------------
+
+STORIES = make_texts(60, seed=3)
+LINES = "".join(json.dumps({"text": text}) + "\n" for text in STORIES)
+INDENTED = json.dumps([{"text": text} for text in STORIES], indent=1)
+JOINED = "\n<|endoftext|>\n".join(STORIES)
 
 
-def test_split_blank_cuts_at_that_many_blank_lines(tmp_path):
-    path = tmp_path / "long.txt"
-    path.write_text("a\nb\n\nc\n\n\nd\n  \n\n\ne")
-    assert list(prepare.read_documents(path, split_blank=2)) == ["a\nb\n\nc\n", "d\n", "e"]
-    assert list(prepare.read_documents(path, split_blank=1)) == ["a\nb\n", "c\n", "d\n", "e"]
-
-
-def test_split_blank_keeps_what_is_blank_at_the_end_and_in_between(tmp_path):
-    path = tmp_path / "long.txt"
-    path.write_text("\n\n\na\n \nb\n\n\nc\n\n\n\n")
-    documents = [text for text in prepare.read_documents(path, split_blank=2) if text]
-    assert documents == ["a\n \nb\n", "c\n\n\n\n"]
-
-
-def test_interrupted_run_leaves_nothing_behind(tmp_path):
-    def dies():
-        yield "some text"
-        raise KeyboardInterrupt
-    with pytest.raises(KeyboardInterrupt):
-        prepare.write_corpus(dies(), tmp_path / "out")
-    assert folder_is_empty(tmp_path / "out")
-
-
-# ---- prepare.py: errors --------------------------------------------------------------------------
-
-@pytest.mark.parametrize("name, content, advice", [
-    ("latin1.txt", "café".encode("latin-1") * 9, "iconv"),
-    ("book.txt.gz", gzip.compress(b"text " * 99, mtime=0), "compressed; unpack it first"),
-    ("broken.jsonl", b'{"text": "fine"}\n{"text": \n', "line 2"),
-    ("nokey.jsonl", b'{"body": "fine"}\n', "as it has the keys 'body'; repair it, or name its key with --key"),
-    ("list.jsonl", b"[1, 2]\n", "--key"),
-    (".", None, "name the files"),
-    ("absent.txt", None, "check the path"),
+@pytest.mark.parametrize("name, content, options", [
+    ("a.jsonl", LINES, []),
+    ("a.ndjson", LINES, []),
+    ("a.json", LINES, []),
+    ("a.txt", "\n" + LINES, []),
+    ("dump", LINES.replace("text", "body", 1).replace('"text"', '"body"'), ["--key=body"]),
+    ("marked.jsonlines", b"\xef\xbb\xbf" + LINES.encode(), []),
+    ("a.jsonl", INDENTED, []),
+    ("a.txt", INDENTED, []),
+    ("line.json", json.dumps([{"text": text} for text in STORIES]), []),
+    ("strings.json", json.dumps(STORIES), []),
+    ("joined.txt", JOINED, ["--split=<|endoftext|>"]),
+    ("windows.txt", JOINED.replace("\n<", "\r\n<").replace(">\n", ">\r\n"), ["--split=<|endoftext|>"]),
+    ("line.txt", "###".join(STORIES), ["--split=###"]),
+    ("marked.txt", JOINED.encode("utf-16"), ["--split=<|endoftext|>"]),
+    ("marked.txt", JOINED.encode("utf-32"), ["--split=<|endoftext|>"]),
+    ("blank.txt", "\n\n".join(text.strip() for text in STORIES), ["--split_blank=1"]),
 ])
-def test_bad_input_is_one_sentence_that_names_the_file(tmp_path, capsys, name, content, advice):
+def test_documents_are_found_by_what_the_file_is_and_not_by_its_name(tmp_path, name, content, options):
+    path = tmp_path / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    prepare.main([str(path), "--bytes", f"--out={tmp_path / 'out'}", *options])
+    found = [from_bytes(document).strip() for document in read_corpus(tmp_path / "out")]
+    assert sorted(found) == sorted(text.strip() for text in STORIES)
+
+
+@pytest.mark.parametrize("text", [
+    "[Verse 1]\nla la\n" * 99, "{ a set }\n" * 99, '{"quoted"} he said, and no JSON\n' * 99, "[1]\n" * 99,
+    "\none\r\n\n\ntwo\n\n" * 30, "Все счастливые семьи\r\n東京は夜の七時\r\n" * 30])
+def test_a_text_is_one_document_byte_for_byte_also_if_it_looks_a_bit_like_json(tmp_path, text):
+    (tmp_path / "a.txt").write_bytes(text.encode())
+    prepare.main([str(tmp_path / "a.txt"), "--bytes", f"--out={tmp_path / 'out'}"])
+    train, val = read_corpus(tmp_path / "out")
+    assert from_bytes(train + val) == text
+
+
+@pytest.mark.parametrize("content, number", [(JOINED, 59), (LINES.replace('"}', '</s>"}'), 60), (LINES, 0)])
+def test_markers_between_documents_that_are_read_as_text_are_said_each_time(
+        tmp_path, capsys, content, number):
+    (tmp_path / "a.txt").write_text(content)
+    for _ in range(2):
+        prepare.main([str(tmp_path / "a.txt"), "--bytes", f"--out={tmp_path / 'out'}"])
+        said = capsys.readouterr().out
+        assert (f" stands {number} times in the text and is read as text" in said) == (number > 0)
+        assert ("split there: --split=" in said) == (number > 0)
+
+
+WIDE = "The cat, naïve as ever.\r\nAnd 東京.\n" * 99
+ZEROS = bytes(range(256)) * 20
+BAD = [  # name, content, what the sentence says
+    ("a.parquet", b"PAR1" + ZEROS, "Parquet, not text; export its text column as JSON lines"),
+    ("a.txt", b"PAR1" + ZEROS, "Parquet, not text; export its text column as JSON lines"),
+    ("a.arrow", b"ARROW1" + ZEROS, "export its text column"),
+    ("a.npy", b"\x93NUMPY" + ZEROS, "an array of numpy"),
+    ("a.txt", gzip.compress(JOINED.encode()), "compressed (gzip), not text; unpack it first"),
+    ("a.zst", b"\x28\xb5\x2f\xfd" + ZEROS, "unpack it first"),
+    ("a.docx", b"PK\3\4" + ZEROS, ".docx"),
+    ("a.pdf", b"%PDF-1.5\n\xff", "a PDF, not text; save its text as a .txt file"),
+    ("a.rtf", b"{\\rtf1 words}", "RTF, not text"),
+    ("a.txt", b"\x89PNG\r\n" + ZEROS, "a picture (PNG)"),
+    ("a.jpg", b"\xff\xd8\xff\xe0" + ZEROS, "a picture (JPEG)"),
+    ("a.bin", shard_bytes([BOS, 1]), "a shard of tokens"),
+    ("a.txt", ZEROS, "zero bytes"),
+    ("a.txt", b"text\n" * 300_000 + b"\0", "zero bytes"),
+    ("a.txt", WIDE.encode("utf-16le"), "iconv -f utf-16le -t utf-8"),
+    ("a.txt", WIDE.encode("utf-16be"), "iconv -f utf-16be"),
+    ("a.jsonl", WIDE.encode("utf-32le"), "iconv -f utf-32le"),
+    ("a.txt", WIDE.encode("utf-32be"), "iconv -f utf-32be"),
+    ("a.txt", "一个 猫\n".encode("utf-16le") * 99, "iconv -f utf-16le"),
+    ("a.txt", "café".encode("latin-1") * 9, "iconv -f cp1252"),
+    ("a.jsonl", b'{"text": "fine"}\n{"text": \n', "line 2: no JSON"),
+    ("a.jsonl", b'{"text": "fine"}\n{"text": ' + b"[" * 100_000, "line 2: no JSON"),
+    ("a.jsonl", b'{"text": "first", \n{"text": \n', "write an object to each line, as by jq -c"),
+    ("a.jsonl", b'{"body": "fine"}\n', "as it has the keys 'body'; repair it, or name its key with --key"),
+    ("a.json", b'{\n "stories": [\n {"text": "x"}]}', "as it has the keys 'stories'"),
+    ("a.jsonl", b"[1, 2]\n", 'line 1: not an object like {"text": "..."}'),
+    ("a.ndjson", b'{"text": null}', 'line 1: its "text" is no text'),
+    ("a.jsonl", 300 * b'{"text": "the same"}\n', "without its 299 duplicate"),
+    ("a.txt", b"few words", "too few"),
+    ("a.txt", b"", "no text"),
+    ("absent.txt", None, "check the path"),
+]
+
+
+@pytest.mark.parametrize("name, content, advice", BAD)
+def test_what_cannot_be_used_is_named_for_what_it_is_in_one_sentence(tmp_path, capsys, name, content, advice):
     path = tmp_path / name
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(SystemExit) as stop:
-        prepare.main([str(path), "--bytes", "--workers=1", f"--out={tmp_path / 'out'}"])
+    with pytest.raises(SystemExit, match="2"):
+        prepare.main([str(path), "--bytes", f"--out={tmp_path / 'out'}"])
     message = capsys.readouterr().err
-    assert stop.value.code == 2
     assert message.count("\n") == 1
-    assert str(path) in message
-    assert advice in message
-    assert folder_is_empty(tmp_path / "out")
+    assert message.startswith(f"prepare.py: {path}") and advice in message
+    assert [*tmp_path.iterdir()] == [path] * (content is not None), "nothing is left behind"
+
+
+def test_a_folder_is_searched_and_what_is_left_out_is_said(tmp_path, capsys):
+    files = {"a.txt": JOINED, "deep/er/b.md": "three" * 30, "c.ndjson": LINES, "d.rs": "four\n" * 30,
+             "package.json": '{\n "name": "x"}', "bad.py": b"\xff\x00", "pic.png": b"\x89PNG", "t.csv": "a,b",
+             "u.csv": "a,b", ".hidden/e.txt": "hidden", ".f.txt": "hidden", "blank.txt": " \n\n"}
+    for name, content in files.items():
+        path = tmp_path / "in" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    prepare.main([str(tmp_path / "in"), "--bytes", f"--out={tmp_path / 'out'}"])
+    expected = [JOINED, "three" * 30, *STORIES, "four\n" * 30]
+    assert sorted(map(from_bytes, read_corpus(tmp_path / "out"))) == sorted(expected)
+    said = capsys.readouterr().out
+    assert "left out 3 file(s) whose names do not end as those of texts (2 x .csv, 1 x .png)" in said
+    assert "left out 2 file(s) that cannot be read as text, first" in said and "bad.py" in said
+
+
+@pytest.mark.parametrize("files, parts", [
+    ({"a.parquet": b"PAR1", "b.parquet": b"PAR1", "c.npy": b"\x93NUMPY"}, ["2 x .parquet, 1 x .npy", "export its text column"]),
+    ({"a.txt": b"PAR1"}, ["a.txt: Parquet"]),
+    ({"a.log": b"words"}, ["1 x .log", "name those that are text"]),
+    ({}, ["no files in this folder"])])
+def test_a_folder_without_texts_says_what_it_holds(tmp_path, capsys, files, parts):
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(SystemExit, match="2"):
+        prepare.main([str(tmp_path), "--bytes", f"--out={tmp_path / 'out'}"])
+    message = capsys.readouterr().err
+    assert message.startswith(f"prepare.py: {tmp_path}: no ") and all(part in message for part in parts)
+
+
+def test_a_text_that_goes_on_growing_is_read_as_far_as_it_was_at_the_start(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("a line\n" * 10_000)
+    count = 0
+
+    def grow(_):
+        nonlocal count
+        count += 1
+        if count % 1000 == 0 and count < 10**6:
+            with open(path, "a") as file:
+                file.write("a line\n" * 100_000)
+
+    [text] = read_documents(path, progress=grow)
+    assert 70_000 <= len(text) < 2_000_000
+
+
+def test_two_runs_at_once_both_end_with_the_corpus_of_one(tmp_path, monkeypatch, capsys):
+    """The second one begins and ends while the first one is at work."""
+    path = write_jsonl(tmp_path / "a.jsonl", STORIES)
+    command = [str(path), "--bytes", f"--out={tmp_path / 'out'}"]
+    write_corpus = prepare.write_corpus
+
+    def slow(*args):
+        monkeypatch.setattr(prepare, "write_corpus", write_corpus)
+        prepare.main(command)
+        return write_corpus(*args)
+
+    monkeypatch.setattr(prepare, "write_corpus", slow)
+    prepare.main(command)
+    said = capsys.readouterr().out
+    assert said.count("from 60 documents") == 1 and said.count("already there, made of the same input") == 1
+    assert sorted(map(from_bytes, read_corpus(tmp_path / "out"))) == sorted(STORIES)
+    assert len([*tmp_path.iterdir()]) == 2
+
+
+def test_without_a_gpu_bytes_are_made_unless_gpt2s_tokens_are_asked_for(tmp_path, capsys, monkeypatch, gpt2):
+    path = str(write_jsonl(tmp_path / "a.jsonl", STORIES))
+    for gpu, option, kind in ((False, [], "bytes"), (True, [], "gpt2"), (False, ["--tokens=gpt2"], "gpt2")):
+        monkeypatch.setattr("torch.cuda.is_available", lambda gpu=gpu: gpu)
+        prepare.main([path, f"--out={tmp_path / f'out{gpu}{option}'}", *option])
+        said = capsys.readouterr().out
+        assert f"validation tokens ({kind})" in said
+        assert ("no GPU here" in said and "--tokens=gpt2" in said) == (kind == "bytes")
 
 
 @pytest.mark.parametrize("args, part", [
-    (["empty.txt"], "no text"),
-    (["one.txt"], "add text"),
     (["one.txt", "--val_tokens=50"], "--val_tokens"),
-    (["one.txt", "--name=a/b"], "--name=a_b"),
+    (["one.txt", "--split="], "--split"),
     (["--python-docs"], "--out data/pydocs"),
-    (["one.txt", "--workers=0"], "--workers"),
     ([], "INPUT"),
 ])
 def test_errors_on_the_command_line_are_one_sentence_with_status_2(tmp_path, args, part):
-    (tmp_path / "empty.txt").write_text("")
-    (tmp_path / "one.txt").write_text("only one document here\n" * 9)
+    (tmp_path / "one.txt").write_text("only one document here\n" * 3)
     inputs = [tmp_path / arg if arg.endswith(".txt") else arg for arg in args]
     out = [] if "--python-docs" in args else [f"--out={tmp_path / 'out'}"]
     run = script("prepare.py", *inputs, *out, "--bytes")
     assert_one_sentence(run, 2, part)
-    assert folder_is_empty(tmp_path / "out")
-
-
-def test_missing_vocabulary_is_one_sentence_that_offers_bytes(tmp_path):
-    source = tmp_path / "a.txt"
-    source.write_text("text")
-    offline = {"TIKTOKEN_CACHE_DIR": str(tmp_path / "none"), "https_proxy": "http://127.0.0.1:9"}
-    command = ["prepare.py", source, "--tokens=gpt2", "--out", tmp_path / "out"]
-    run = script(*command, **offline)
-    assert_one_sentence(run, 2, "--tokens=bytes", "TIKTOKEN_CACHE_DIR")
-
-
-def test_old_shards_are_not_mixed_with_new_ones(tmp_path, capsys):
-    old = tmp_path / "fineweb_train_000007.bin"
-    old.write_bytes(b"old")
-    with pytest.raises(SystemExit, match="2"):
-        prepare_texts(make_texts(50), tmp_path, "--bytes")
-    assert old.name in capsys.readouterr().err
-    assert old.read_bytes() == b"old"
 
 
 @pytest.mark.parametrize("program", ["train_gpt.py", "sample.py", "evaluate.py", "data/prepare.py", "data/fineweb.py"])
@@ -381,87 +423,18 @@ def test_outside_of_the_environment_a_program_says_how_to_enter_it(program):
     assert_one_sentence(run, 2, f"{program}: numpy is not installed", ". .venv/bin/activate")
 
 
-# ---- prepare.py: --python-docs -------------------------------------------------------------------
-
-@pytest.fixture(scope="session")
-def python_docs(tmp_path_factory):
-    out = tmp_path_factory.mktemp("pydocs")
-    return out, prepare.make_python_docs_corpus(out)
-
-
-def test_python_docs_corpus_is_megabytes_of_english_with_5_percent_for_validation(python_docs):
-    out, counts = python_docs
-    train = read_split(out, "train")
-    train_tokens = sum(len(document) + 1 for document in train)
-    val_tokens = sum(len(document) + 1 for document in read_split(out, "val"))
-    assert (train_tokens, val_tokens) == (counts["train_tokens"], counts["val_tokens"])
-    assert train_tokens + val_tokens > 1_500_000
-    assert 0.04 < val_tokens / (train_tokens + val_tokens) < 0.10
+def test_python_docs_are_megabytes_of_english_that_are_made_once(tmp_path, capsys):
+    command = ["--python-docs", f"--out={tmp_path / 'pydocs'}"]
+    prepare.main(command)
+    train = read_split(tmp_path / "pydocs", "train")
+    counts = [sum(len(document) + 1 for document in part)
+              for part in (train, read_split(tmp_path / "pydocs", "val"))]
+    assert "{:,} training and {:,} validation tokens (bytes)".format(*counts) in capsys.readouterr().out
+    assert sum(counts) > 1_500_000 and 0.04 < counts[1] / sum(counts) < 0.10
     text = "\n".join(map(from_bytes, train))
-    assert ">>>" not in text
-    assert text.count(" the ") > 10_000
-    letters = sum(c.isalpha() or c.isspace() for c in text)
-    assert letters > 0.85 * len(text)
-
-
-def times_of_change(folder):
-    return {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
-
-
-def test_python_docs_corpus_is_made_once_and_the_same_each_time(python_docs, tmp_path):
-    out, counts = python_docs
-    before = times_of_change(out)
-    assert prepare.make_python_docs_corpus(out) is None
-    assert times_of_change(out) == before
-    run = script(
-        "prepare.py", "--python-docs", "--bytes", "--out", tmp_path, PYTHONHASHSEED="7")
-    assert run.returncode == 0, run.stderr
-    assert f"{counts['train_tokens']:,} training" in run.stdout
-    shards = [name for name in before if name.endswith(".bin")]
-    assert len(shards) == 2
-    for name in shards:
-        assert (tmp_path / name).read_bytes() == (out / name).read_bytes()
-
-
-@pytest.mark.parametrize("name", ["mine", "fineweb"])
-def test_python_docs_leave_the_corpus_of_other_texts_as_it_is(tmp_path, name):
-    text = tmp_path / "story.txt"
-    text.write_text("".join(make_texts(60, 1)), encoding="utf-8")
-    out = tmp_path / "out"
-    made = script("prepare.py", text, "--bytes", "--split_blank=1", "--name", name, "--out", out)
-    assert made.returncode == 0, made.stderr
-    before = {path.name: path.read_bytes() for path in out.iterdir()}
-    refused = script("prepare.py", "--python-docs", "--bytes", "--out", out)
-    assert refused.returncode == 2 and refused.stderr.count("\n") == 1
-    assert f"{name}_train_000001.bin: already there" in refused.stderr
-    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
-
-
-def test_python_docs_are_not_made_by_two_processes_at_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare, "python_documents", lambda: ("".join(make_texts(60, seed)) for seed in range(20)))
-    for host, process in ((platform.node(), os.getppid()), ("another-host", os.getpid())):
-        other = tmp_path / f".incomplete-{host}-{process}-x"
-        other.mkdir()
-        with pytest.raises(prepare.PrepareError, match="in use by another process"):
-            prepare.make_python_docs_corpus(tmp_path)
-        other.rmdir()
-
-
-def test_python_docs_are_made_anew_if_they_are_not_whole_or_shall_be_others(tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare, "python_documents", lambda: ("".join(make_texts(60, seed)) for seed in range(20)))
-    counts = prepare.make_python_docs_corpus(tmp_path)
-    assert prepare.make_python_docs_corpus(tmp_path) is None
-    next(tmp_path.glob("*_train_*")).unlink()
-    assert prepare.make_python_docs_corpus(tmp_path) == counts
-    assert prepare.make_python_docs_corpus(tmp_path, val_tokens=1000)["val_tokens"] == 1001
-    assert prepare.make_python_docs_corpus(tmp_path, val_tokens=1000) is None
-    (tmp_path / "corpus.json").unlink()  # a kill leaves shards without it, and perhaps not all of them
-    assert prepare.make_python_docs_corpus(tmp_path) is None
-    (shard,) = tmp_path.glob("*_val_*")
-    for damage in (lambda: os.truncate(shard, 1000), shard.unlink):
-        damage()
-        with pytest.raises(prepare.PrepareError, match="was broken off; delete the .bin files in .* to make it anew"):
-            prepare.make_python_docs_corpus(tmp_path)
+    assert ">>>" not in text and text.count(" the ") > 10_000
+    prepare.main(command)
+    assert "already there" in capsys.readouterr().out
 
 
 def test_source_prose_finds_docstrings_and_comments_in_order_and_no_code():
@@ -550,7 +523,7 @@ def test_a_lasting_failure_is_one_sentence(tmp_path, monkeypatch, capsys):
     assert final_files(tmp_path) == []
 
 
-BAD = {
+DAMAGED = {
     "magic": shard_bytes([1, 2], magic=20240521),
     "version": shard_bytes([1, 2], version=2),
     "short": GOOD[:-2],
@@ -562,7 +535,7 @@ BAD = {
 FAULT_OF_SHORT = "it has 2024 bytes where its header promises 2026"
 
 
-@pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
+@pytest.mark.parametrize("bad", DAMAGED.values(), ids=DAMAGED)
 def test_a_damaged_arrival_is_refused_and_fetched_again(tmp_path, monkeypatch, bad):
     hub = FakeHub(monkeypatch, bad, GOOD)
     fineweb.fetch_shard(VAL, tmp_path)
@@ -573,7 +546,7 @@ def test_a_damaged_arrival_is_refused_and_fetched_again(tmp_path, monkeypatch, b
 def test_a_damaged_shard_that_is_already_there_is_replaced(tmp_path, monkeypatch, capsys):
     hub = FakeHub(monkeypatch, GOOD)
     (tmp_path / VAL).write_bytes(GOOD)
-    (tmp_path / TRAIN).write_bytes(BAD["short"])
+    (tmp_path / TRAIN).write_bytes(DAMAGED["short"])
     fineweb.main(["1", f"--dir={tmp_path}"])
     sentence = f"{tmp_path / TRAIN}: {FAULT_OF_SHORT}; fetching it again\n"
     assert capsys.readouterr().out.startswith(sentence)
@@ -582,7 +555,7 @@ def test_a_damaged_shard_that_is_already_there_is_replaced(tmp_path, monkeypatch
 
 
 def test_a_shard_that_always_arrives_damaged_is_one_sentence(tmp_path, monkeypatch, capsys):
-    FakeHub(monkeypatch, *[BAD["short"]] * 6)
+    FakeHub(monkeypatch, *[DAMAGED["short"]] * 6)
     with pytest.raises(SystemExit, match="1"):
         fineweb.main(["1", f"--dir={tmp_path}"])
     printed = capsys.readouterr()
