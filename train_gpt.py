@@ -2181,7 +2181,11 @@ class Run:
         `longer` is the option that would make the next run longer, or empty."""
         c = self.config
         keeper = self.keeper
-        result = self.result(startup_s)
+        result = journal.end_block(
+            keeper.facts, self.log.last_val_loss(), c.target_loss, self.step, self.clock.total,
+            total_tokens(c, self.step), flops_per_token(c), self.device, startup_s)
+        if self.ended_by:
+            result["interrupted"] = True
         for note in self.optimizer.recipes.notes():
             self.log.fact("note", note)
         self.log.fact("note", f"{self.optimizer.bytes_per_step()} bytes sent per step and rank")
@@ -2191,39 +2195,20 @@ class Run:
                 what=f"{lost} targets were no candidates; raise --candidates"))
         self.log.end(result)
         path = keeper.weights()
+        if not self.ended_by:
+            keeper.end_saves()
+            if is_rank_0() and c.sample:
+                self.show_sample(
+                    checkpoints.read(path) if path else keeper.content(self.step, None))
         console = self.log.console
-        show_result = partial(
-            console.result, self.log.steps, result, self.log.path, path,
-            keeper.best and keeper.best[0])
+        console.result(
+            self.log.steps, result, self.log.path, path, keeper.best and keeper.best[0])
         if self.ended_by:
-            show_result()
             return keeper.say_how_to_go_on(self.step, self.ended_by)
-        keeper.end_saves()
-        if is_rank_0() and c.sample:
-            self.show_sample(checkpoints.read(path) if path else keeper.content(self.step, None))
-        show_result()
         if rise(self.log.steps) > CLEAR_RISE:  # it would learn its text by heart
             longer = ""
         console.next(next_commands(path, c.data_dir, longer))
         return 0
-
-    def result(self, startup_s: float) -> dict:
-        """The end block of the log (records/README.md). startup_s: seconds from launch to the first
-        timed step."""
-        c = self.config
-        seconds = self.clock.total
-        tokens = total_tokens(c, self.step)
-        result = journal.result_of(
-            self.log.last_val_loss(), c.target_loss, self.step, seconds, tokens)
-        speed = tokens / seconds / self.optimizer.world_size
-        device_name = self.keeper.facts.machine["devices"][0]
-        result["mfu"] = journal.mfu(flops_per_token(c), speed, device_name)
-        result["peak_memory_mib"] = journal.peak_memory_mib(self.device)
-        result["compile_s"] = round(startup_s, 1)
-        result["code_sha256"] = self.keeper.facts.run["code_sha256"]
-        if self.ended_by:
-            result["interrupted"] = True
-        return result
 
     def show_sample(self, content: dict) -> None:
         """Continues the text of --sample by the model of a checkpoint."""
@@ -2266,13 +2251,8 @@ def train(c: Config, at_end: ExitStack) -> int:
         journal.describe_run(SOURCE, files, __file__), files, journal.describe_machine(device),
         run_files.fingerprints, journal.calibrate(device, CPU_HAS_BF16))
     notes += checkpoints.how_it_began(c.resume, c.log_dir, run_files.saved, facts.run)
-
-    def note(text: str) -> None:
-        console.say(text)
-        log.fact("note", text)
-
     for text in notes:
-        note(text)
+        log.say(text)
     if not run_files.saved:
         c.resume = ""
     steps_are_open = chooses_steps(c)
@@ -2317,7 +2297,7 @@ def train(c: Config, at_end: ExitStack) -> int:
             warm_up.run(call)
         begin_log(log, c, facts, run_files.checkpoint_path, recipe_names, c.num_steps * seconds)
         for text in fitting.why_shorter(c, seconds):
-            note(text)
+            log.say(text)
         longer = fitting.option_for_longer(c, seconds)
     optimizer.reset(initialize(model, c.seed))  # as if nothing had been trained so far
 

@@ -158,6 +158,11 @@ class Log:
         if kind == "defect":
             self.console.say(f"warning: {value['what']}")
 
+    def say(self, text: str) -> None:
+        """Prints a line, and notes it in the log."""
+        self.console.say(text)
+        self.fact("note", text)
+
     def step(self, step: int, seconds: float, name: str, loss: float, show: bool = True) -> None:
         """Writes the line of a loss after `step` steps and `seconds` of training time. The name is
         "train_loss" or "val_loss"."""
@@ -429,15 +434,18 @@ def speed(device: torch.device, amount: float, work: Callable[[], object]) -> fl
     return float(f"{amount / statistics.median(seconds[1:]):.4g}")
 
 
-def result_of(val_loss: float | None, target: float, steps: int, seconds: float,
-              tokens: int) -> dict:
-    """What came of a run of so many steps, seconds of training and tokens: the first lines of the
-    end block. val_loss is None if nothing was validated, and a target of 0 is none."""
+def end_block(facts: RunFacts, val_loss: float | None, target: float, steps: int, seconds: float,
+              tokens: int, flops_per_token: int, device: torch.device, startup_s: float) -> dict:
+    """What came of a run of so many steps, seconds of training and tokens (records/README.md).
+    val_loss is None if nothing was validated, and a target of 0 is none. The memory is the most
+    that this process has held on its GPU, with that of CUDA graphs and what PyTorch keeps for later
+    use."""
     reached = None
     if val_loss is not None:
         val_loss = round(val_loss, 4)
-        if target:
-            reached = val_loss <= target
+        reached = val_loss <= target if target else None
+    speed = tokens / seconds / facts.machine["world_size"]  # of one device
+    memory = torch.cuda.max_memory_reserved(device) // 2**20 if device.type == "cuda" else None
     return {
         "val_loss": val_loss,
         "target": target or None,
@@ -446,15 +454,11 @@ def result_of(val_loss: float | None, target: float, steps: int, seconds: float,
         "step_avg_ms": round(1000 * seconds / steps, 2),
         "tokens": tokens,
         "tokens_per_s": round(tokens / seconds),
+        "mfu": mfu(flops_per_token, speed, facts.machine["devices"][0]),
+        "peak_memory_mib": memory,
+        "compile_s": round(startup_s, 1),
+        "code_sha256": facts.run["code_sha256"],
     }
-
-
-def peak_memory_mib(device: torch.device) -> int | None:
-    """The most memory that this process has held on its GPU, with that of CUDA graphs and what
-    PyTorch keeps for later use; None without a GPU."""
-    if device.type != "cuda":
-        return None
-    return torch.cuda.max_memory_reserved(device) // 2**20
 
 
 def mfu(flops_per_token: float, tokens_per_s_per_device: float, device_name: str) -> float | None:
