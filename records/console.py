@@ -200,19 +200,19 @@ class Console:
             text += " (overfitting: more text helps)"
         return text
 
-    def next(self, commands: list[str], launcher: str = "") -> None:
+    def next(self, commands: list[str], on_all_ranks: bool = False) -> None:
         """Prints commands of Python to try next."""
         if commands:
             self.say("next:")
         for command in commands:
-            self.say(f"  {python_command()} {launcher}{script_folder()}{command}")
+            self.say(f"  {to_type(command, on_all_ranks)}")
 
     def stopped(self, signal: str, step: int, command: str, saves: bool) -> None:
         """Says that a signal has ended the run, and the command that goes on from its save, if
         there is one. `saves`: whether the run was to save."""
         self.say(f"stopped by {signal} after step {step}")
         if command:
-            self.next([command], launcher())
+            self.next([command], on_all_ranks=True)
         else:
             advice = "" if saves else "; --save_every=MINUTES saves"
             self.say(f"it cannot be resumed, as nothing was saved{advice}")
@@ -249,29 +249,22 @@ def next_commands(checkpoint: Path | None, data_dir: str, longer: str) -> list[s
     return commands
 
 
-def python_command() -> str:
-    """What to type for the Python that runs this."""
-    found = shutil.which("python")
-    if found and os.path.abspath(found) == os.path.abspath(sys.executable):
-        return "python"
+def to_type(command: str, on_all_ranks: bool = False) -> str:
+    """A command such as "sample.py x.pt" as one has to type it in the present folder. With
+    `on_all_ranks` it starts as many processes as this run has on this host."""
     python = Path(os.path.abspath(sys.executable))  # a virtual environment has a link there
-    if python.is_relative_to(Path.cwd()):
+    found = shutil.which("python")
+    if found and os.path.abspath(found) == str(python):
+        python = Path("python")
+    elif python.is_relative_to(Path.cwd()):
         python = python.relative_to(Path.cwd())
-    return shlex.quote(str(python))
-
-
-def launcher() -> str:
-    """What to type before a script that shall have as many processes as this run on this host."""
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
-    if processes == 1:
-        return ""
-    return f"-m torch.distributed.run --standalone --nproc_per_node={processes} "
-
-
-def script_folder() -> str:
-    """What to type before the name of a script: its folder, if that is not the current one."""
     folder = Path(__file__).resolve().parents[1]
-    return "" if folder == Path.cwd() else shlex.quote(f"{folder}/")
+    place = "" if folder == Path.cwd() else shlex.quote(f"{folder}/")
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    launcher = ""
+    if on_all_ranks and processes > 1:
+        launcher = f"-m torch.distributed.run --standalone --nproc_per_node={processes} "
+    return f"{shlex.quote(str(python))} {launcher}{place}{command}"
 
 
 def in_millions(number: int) -> str:
