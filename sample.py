@@ -35,7 +35,7 @@ from torch import Tensor
 from data.prepare import byte_to_token, token_to_byte
 from data.shards import SEPARATOR, reads_bytes
 from data.texts import harmless
-from nanogpt import fitting, limits, matches
+from nanogpt import fitting, limits, past
 from nanogpt.compiling import CudaGraphs
 from nanogpt.masks import BLOCK_SIZE
 from nanogpt.ranks import BadInput, is_rank_0, require
@@ -70,7 +70,7 @@ def multiplied(model) -> tuple[list, list]:
 
     all_weights = []
     for weights in model.layer_weights():
-        factors = dict(zip(script.SCALARS, weights.scalars))
+        factors = script.factors_of(weights)
         q, k, v, o = weights.qkvo
         qkvo = torch.stack((q, k, factors["v"] * v, factors["o"] * o))
         all_weights.append(weights._replace(down=factors["down"] * weights.down, qkvo=qkvo))
@@ -219,16 +219,19 @@ class Memory:
         tokens = torch.cat((self.last_tokens, tokens))  # (K + n,)
         position = self.position + torch.arange(-K, len(tokens) - K, device=tokens.device)
         begins = (tokens == model.bos) | (position == 0)
-        history = matches.history(
-            tokens, begins, model.recall_table, model.config.longest_ngram,
-            model.config.recall_lengths)
-        history.found[0] = self.induced_tokens(tokens, position)
-        looked_up = model.look_up(tokens, history.hashes)
+        reading = past.Reading(tokens, *model.past.look_back(tokens, begins))
+        if model.config.induced:
+            token, length = self.induced_tokens(tokens, position)
+            reading = reading._replace(induced_token=token, induced_length=length)
+        looked_up = model.look_up(reading)
         first_x, injects, guesses = script.embed_inputs(
-            looked_up["lm_head"], history, looked_up["ngrams"], model.weight("lm_head"),
-            model.length_vectors, model.signs, model.scalars)
+            looked_up["lm_head"], reading, looked_up.get("ngrams"), model.weight("lm_head"),
+            model.optional("length_vectors"), model.signs, model.optional("scalars"),
+            len(self.layers))
         first_x = x = first_x[K:]
-        value_embeds = looked_up["value_embeds"][K:].chunk(len(self.layers), 1)
+        injects = [None if inject is None else inject[K:] for inject in injects]
+        value_embeds = [None if of_layer is None else of_layer[K:]
+                        for of_layer in model.value_embeds_of(looked_up)]
         position = position[K:]  # (n,)
         begins = begins[K:]
 
@@ -242,7 +245,8 @@ class Memory:
         for i, earlier in enumerate(self.layers):
             earlier.places = places[self.window_of(i)]
             context = script.LayerContext(
-                *rotary, None, injects[i][K:], value_embeds[i], begins, earlier)
+                model.config.mix_previous, model.config.num_heads, *rotary, None, injects[i],
+                value_embeds[i], begins, earlier)
             x = script.block(x, self.weights[i], context, self.products[i])
             outputs.append(x)
 
@@ -263,8 +267,8 @@ class Memory:
         # so they change nothing for the new tokens.
         begins = self.tokens == model.bos
         begins[:1] = True  # not begins[0], which a CUDA graph cannot record
-        hashes = matches.ngram_hashes(self.tokens, begins, model.config.longest_ngram)
-        found = torch.stack(matches.induced_tokens(self.tokens, begins, hashes))  # (2, limit)
+        hashes = past.ngram_hashes(self.tokens, begins, model.config.longest_ngram)
+        found = torch.stack(past.induced_tokens(self.tokens, begins, hashes))  # (2, limit)
         return F.pad(found[:, position[K:]], (K, 0))
 
     def find_places(self, position: Tensor, document: Tensor, window: str) -> Places:

@@ -83,7 +83,6 @@ from nanogpt import (
     kernels,
     limits,
     masks,
-    matches,
     profiling,
     recipe,
     warmup,
@@ -91,6 +90,7 @@ from nanogpt import (
 from nanogpt.arguments import key
 from nanogpt.kernels import E4M3, E5M2
 from nanogpt.masks import BLOCK_SIZE
+from nanogpt.past import Past, Reading, inputs_and_targets
 from nanogpt.ranks import (
     REQUESTS,
     BadInput,
@@ -150,6 +150,16 @@ class Config:
     mlp_dim: int = key(5632, "hidden width of the MLP")
     vocab_size: int = key(
         50304, "rows of the embedding: GPT-2's 50257 tokens, rounded up to a multiple of 128")
+    value_embeds: bool = key(
+        True, "add a learned vector of each token to its values, in each layer's attention")
+    mix_previous: bool = key(
+        True, "let attention and MLP read some channels of the previous token, and keys, too")
+    late_mix: bool = key(
+        True, "add to the last stream an amount of earlier ones, of guesses and embeddings (MUDD)")
+    gates: bool = key(True, "a gate for the output of each attention head")
+    scalars: bool = key(
+        True, "learned factors of the parts of a layer; without them all are 1, and no layer adds "
+        "the embedding again")
     candidates: int = key(
         16_384, "tokens of the vocabulary that a training loss is computed over; 0: all of them")
     # schedule
@@ -187,14 +197,16 @@ class Config:
         "the most tokens by which a match in the document is looked for")
     ngram_rows: int = key(
         4_024_320, "rows of that table, for all lengths; n-grams whose hashes have the same "
-        "remainder share one")
+        "remainder share one. 0: no n-grams")
     ngram_part: float = key(
         0.5, "width of such a row, as a part of model_dim; in each step the GPUs exchange rows, so "
         "narrow ones take less time")
+    induced: bool = key(
+        True, "guess the next token by the last match in the document")
     recall_rows: int = key(
         0, "entries of a table of what came next in the training text; it stays empty with more "
         "than one of --epochs, because a text that is read again would be known by heart. Each "
-        "takes 8 bytes on every GPU, and in checkpoints and saves")
+        "takes 8 bytes on every GPU, and in checkpoints and saves. 0: no such guesses")
     # evaluation
     target_loss: float = key(3.28, "validation loss to reach, nats per token; 0: none")
     val_tokens: int = key(
@@ -266,7 +278,16 @@ BYTES = dict(
 # Of Intel's and AMD's processors, those with AVX512-BF16 multiply bf16 faster than float32.
 CPU_HAS_BF16 = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
 
+# The plain transformer: each mechanism that can be switched off is.
+PLAIN_MODEL = dict(
+    value_embeds=False, mix_previous=False, late_mix=False, gates=False, scalars=False,
+    candidates=0, ngram_rows=0, induced=False, recall_rows=0)
+
 PRESETS: dict[str, dict] = {
+    "gpt2": PLAIN_MODEL | dict(
+        num_layers=12, num_heads=6, mlp_dim=3072,
+        schedule="gpt2", num_steps=3200, batch_tokens=131_072, seq_len=1024,
+        target_loss=0.0),
     "speedrun": dict(recall_rows=268_435_456, head_every_second=True),
     "onepass": dict(
         num_layers=6, num_steps=1030, batch_tokens=131_072,
@@ -305,6 +326,8 @@ PRESETS: dict[str, dict] = {
 }
 
 ABOUT = {
+    "gpt2": "the plain transformer of 124M weights with Muon and Adam, to learn from and to "
+            "compare optimizers on, on GPUs",
     "speedrun": "120M weights for each token and tables, for 421M tokens of FineWeb and a loss of "
                 "3.28, on GPUs",
     "onepass": "a model of fewer layers, for 90M tokens that are read once, on GPUs",
@@ -353,6 +376,7 @@ SCHEDULES: dict[str, list[Stage]] = {
         Stage(0.3, 1, 8, 2, 1.0),
     ],
     "char": [Stage(1, 1, 2, 2, 1.0)],
+    "gpt2": [Stage(1, 1, 8, 8, 1.0)],
 }
 
 
@@ -538,7 +562,7 @@ SIGN_ROWS = 8191
 #   x = stream_mlp * x + down * MLP(input_of(x))
 #
 # with inject = first * (the normalised embedding) + past * (what n-grams and matches say);
-# `embed_inputs` computes `inject`.
+# `embed_inputs` computes `inject`. With --scalars=False all are 1, but `first`, which is 0.
 SCALARS = {
     "first": 0.0,
     "past": 0.05,
@@ -549,7 +573,7 @@ SCALARS = {
     "down": 1.0,
 }
 
-# What is looked up, and the row numbers of which kind it is looked up at (`GPT.row_numbers`).
+# What is looked up, and by which rows of a Reading (nanogpt/past.py).
 LOOKED_UP_AT = {"value_embeds": "tokens", "ngrams": "ngrams", "lm_head": "tokens"}
 
 
@@ -588,14 +612,16 @@ def sees_far(layer: int, c: Config) -> bool:
 
 
 def parameter_table(c: Config) -> dict[str, Param]:
-    """All parameters. The optimizer works on the tables, and then on the others in this order:
-    while a GPU updates one, gradients of the next ones and new weights travel."""
+    """All parameters. Their order is the schedule of the transfers between GPUs: the optimizer
+    works on the tables, and then on the others in this order. While a GPU updates one, gradients of
+    the next ones and new weights travel."""
     L = c.num_layers
     D = c.model_dim
     H = c.num_heads
     d = c.head_dim
     V = c.vocab_size
-    sources = 7 if c.recall_rows else 6  # of `late_mix`
+    matches = c.induced + bool(c.recall_rows)  # kinds of them
+    sources = 4 + matches + c.value_embeds  # of `late_mix`
 
     # Uniform numbers from -a to a have the deviation a / sqrt(3). A deviation of 0.5 D^-0.5 is a
     # bit better than PyTorch's default, D^-0.5 / sqrt(3) (record 21).
@@ -612,6 +638,8 @@ def parameter_table(c: Config) -> dict[str, Param]:
         previous token is the query's own token: in "A B ... A", the second A attends to B.
         Otherwise a model has to learn this, in some runs much later than in others."""
         small_uniform(w)
+        if not c.mix_previous:
+            return
         # The dimensions of a head are (2, d / 2): j and j + d / 2 are a pair of the rotary
         # embedding. Pairs from d / 4 on do not turn (`rotary_table`), and are that half.
         weights = w.view(L, 4, H, 2, d // 2, D)
@@ -625,7 +653,11 @@ def parameter_table(c: Config) -> dict[str, Param]:
     late = dict(optimizer="adam", lr=0.25 * c.head_lr, share="all")
     table = dict(
         optimizer="rows", lr=c.table_lr, betas=(0.75, 0.95), decay=0.025 * c.table_lr)
-    return {
+    has = dict(  # parameters of what can be switched off
+        value_embeds=c.value_embeds, ngrams=c.ngram_rows, scalars=c.scalars,
+        length_vectors=matches, late_in=c.late_mix, late_out=c.late_mix, late_bias=c.late_mix,
+        gates=c.gates, value_gates=c.value_embeds)
+    params = {
         # up and down of each layer in turn, both (D, F): y = relu(x up)^2 down^T. By theory, Muon's
         # learning rate for up grows with the root of F / D (record 42), which is 2 for the usual
         # F = 4 D. We take 2 for every width, and for down 4, as record 48 does.
@@ -652,9 +684,11 @@ def parameter_table(c: Config) -> dict[str, Param]:
         # At first, half (0.1 of `late_mix` * 5) of the stream after two thirds of the layers is
         # subtracted: the last layers need what it holds, the head does not (records 40, 81).
         "late_bias": Param((sources,), init=constants(0, 0, -5, *[0] * (sources - 3)), **late),
-        # two gates of each attention head: of its output, and of its value embedding
-        "gates": Param((L, 2, H, GATE_DIM), init=zero, share="all", **with_head_lr),
+        # of the output of each attention head, and of its value embedding
+        "gates": Param((L, H, GATE_DIM), init=zero, share="all", **with_head_lr),
+        "value_gates": Param((L, H, GATE_DIM), init=zero, share="all", **with_head_lr),
     }
+    return {name: param for name, param in params.items() if has.get(name, True)}
 
 
 def num_weights(c: Config) -> tuple[int, int]:
@@ -705,19 +739,22 @@ class LayerWeights(NamedTuple):
     """The weights of one layer."""
     up: Tensor  # (D, F)
     down: Tensor  # (D, F)
-    scalars: Tensor  # (len(SCALARS),)
     qkvo: Tensor  # (4, H d, D): q = x qkvo[0]^T, so k and v, and output = y qkvo[3]
-    gates: Tensor  # (2, H, GATE_DIM): of the heads, of the value embedding
+    scalars: Tensor | None  # (len(SCALARS),)
+    gates: Tensor | None  # (H, GATE_DIM)
+    value_gates: Tensor | None  # (H, GATE_DIM)
 
 
 class LayerContext(NamedTuple):
     """What a layer gets beside the stream and its weights."""
+    mixes: bool  # whether it reads the previous token, too
+    num_heads: int
     cos: Tensor  # (T, 1, d)
     sin: Tensor
     score_scale: Tensor  # ()
     mask: BlockMask | Tensor | None
-    inject: Tensor  # (T, D), added to the stream with the output of attention
-    value_embed: Tensor  # (T, H d)
+    inject: Tensor | None  # (T, D), added to the stream with the output of attention
+    value_embed: Tensor | None  # (T, H d)
     begins: Tensor  # (T,) bool, where documents or sequences begin
     earlier: object | None = None  # when sampling, a sample.EarlierTokens of this layer
 
@@ -734,6 +771,8 @@ def mix_in_previous(x: Tensor, is_own: Tensor, name: str, context: LayerContext)
 def input_of(x: Tensor, name: str, context: LayerContext) -> Tensor:
     """The stream x (T, D) -> what attention or the MLP reads of it: its norm, in which the last
     quarter of the channels is the previous token's (in the manner of RWKV, Bo Peng et al. 2023)."""
+    if not context.mixes:
+        return norm(x)
     D = x.size(1)
     is_own = torch.arange(D, device=x.device) < D - D // 4
     return mix_in_previous(norm(x), is_own, name, context)
@@ -742,6 +781,8 @@ def input_of(x: Tensor, name: str, context: LayerContext) -> Tensor:
 def offset_keys(k: Tensor, context: LayerContext) -> Tensor:
     """Keys k (T, H, d) -> keys in which the half without rotary embedding is the previous token's.
     So a query that looks for a token finds the one that came after it (record 49)."""
+    if not context.mixes:
+        return k
     d = k.size(-1)
     is_own = torch.arange(d, device=k.device) % (d // 2) < d // 4
     return mix_in_previous(k, is_own, "keys", context)
@@ -752,9 +793,8 @@ def attention(x: Tensor, weights: LayerWeights, scalars: dict[str, Tensor],
     """x (T, D), from `input_of` -> the output of attention (T, D)."""
     T = len(x)
     gate_input = x[:, :GATE_DIM]
-    H = weights.gates.size(1)
+    H = context.num_heads
     d = weights.qkvo.size(1) // H
-    head_gates, value_gates = weights.gates.to(x.dtype).unbind()  # (H, GATE_DIM) each
 
     # 1. Queries, keys and values, (T, H, d) each. Normalised queries and keys bound the scores
     # (Henry et al. 2020).
@@ -764,10 +804,12 @@ def attention(x: Tensor, weights: LayerWeights, scalars: dict[str, Tensor],
 
     # 2. A value embedding of each token is added to its values (record 14). The input and the
     # embedding itself decide how much of it.
-    half = GATE_DIM // 2
-    steering = torch.cat((gate_input[:, :half], context.value_embed[:, :half]), 1)
-    value_gate = 2 * torch.sigmoid(F.linear(steering, value_gates))  # (T, H)
-    v = v.view(T, H, d) + value_gate[..., None] * context.value_embed.reshape(T, H, d)
+    v = v.view(T, H, d)
+    if context.value_embed is not None:
+        half = GATE_DIM // 2
+        steering = torch.cat((gate_input[:, :half], context.value_embed[:, :half]), 1)
+        value_gate = 2 * torch.sigmoid(F.linear(steering, weights.value_gates.to(x.dtype)))
+        v = v + value_gate[..., None] * context.value_embed.reshape(T, H, d)
 
     # 3. Attention itself, over keys of which half is the previous token's.
     k = offset_keys(k, context)
@@ -777,9 +819,18 @@ def attention(x: Tensor, weights: LayerWeights, scalars: dict[str, Tensor],
         y = attend(q, k, v, context.mask)
 
     # 4. A gate lets a head say nothing (record 28).
-    head_gate = torch.sigmoid(F.linear(gate_input, head_gates))  # (T, H)
-    y = (y * head_gate[..., None]).flatten(1).type_as(x)
+    if weights.gates is not None:
+        head_gate = torch.sigmoid(F.linear(gate_input, weights.gates.to(x.dtype)))  # (T, H)
+        y = y * head_gate[..., None]
+    y = y.flatten(1).type_as(x)
     return products.o.linear(y, weights.qkvo[3].t(), scalars["o"])
+
+
+def factors_of(weights: LayerWeights) -> dict[str, Tensor | float]:
+    """The learned factors of a layer's parts, by the names of SCALARS; 1 without --scalars."""
+    if weights.scalars is None:
+        return dict.fromkeys(SCALARS, 1.0)
+    return dict(zip(SCALARS, weights.scalars.unbind()))
 
 
 def block(x: Tensor, weights: LayerWeights, context: LayerContext,
@@ -787,41 +838,56 @@ def block(x: Tensor, weights: LayerWeights, context: LayerContext,
     """One layer: the residual stream x (T, D) -> the new stream (T, D). In training it is a pure
     function, so with FlexAttention all layers of the same recipes share one compiled graph. (A
     block of attention is something else, 128 tokens.)"""
-    scalars = dict(zip(SCALARS, weights.scalars.unbind()))
+    scalars = factors_of(weights)
     y = attention(input_of(x, "attention", context), weights, scalars, context, products)
-    x = scalars["stream_attn"] * x + y + context.inject
+    x = scalars["stream_attn"] * x + y
+    if context.inject is not None:
+        x = x + context.inject
     return scalars["stream_mlp"] * x + products.up.mlp(
         input_of(x, "mlp", context), weights.up, weights.down, scalars["down"], products.down)
 
 
-def embed_inputs(embedded: Tensor, history: matches.History, ngrams: Tensor, embed: Tensor,
-                 length_vectors: Tensor, signs: Tensor,
-                 scalars: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """The embedding of the tokens (T, D), their history, the rows of their n-grams (G T, W), the
-    whole embedding (V, D), length_vectors (lengths, D), random signs (SIGN_ROWS, W), scalars (L,
-    len(SCALARS)) -> the first stream (T, D); for each layer what is added to the stream there
+def embed_inputs(embedded: Tensor, reading: Reading, ngrams: Tensor | None, embed: Tensor,
+                 length_vectors: Tensor | None, signs: Tensor, scalars: Tensor | None,
+                 num_layers: int) -> tuple[Tensor, list[Tensor | None], list[Tensor]]:
+    """The embedding of the tokens (T, D), what is read of them, the rows of their n-grams (G T, W),
+    the whole embedding (V, D), length_vectors (lengths, D), random signs (SIGN_ROWS, W), scalars
+    (L, len(SCALARS)) -> the first stream (T, D); for each layer what is added to the stream there
     (T, D), an amount of the first stream and an amount of what the past says; and for each kind of
     match the normalised embedding of its tokens (T, D), 0 where there is no match. These are
-    guesses of the next token."""
+    guesses of the next token. What the model is without is None."""
     # 1. The first stream.
     x = norm(embedded)
 
     # 2. The last tokens: rows of their n-grams, and what came next where they stood before.
-    ngrams = ngrams.view(-1, len(x), ngrams.size(1))  # (G, T, W), of each length
-    past = (ngrams * signs[history.hashes[: len(ngrams)] % SIGN_ROWS]).sum(0)
-    past = F.pad(past, (0, x.size(1) - past.size(1)))  # for the first W channels
+    parts = []  # of what the past says, (T, D) each
+    if ngrams is not None:
+        ngrams = ngrams.view(-1, len(x), ngrams.size(1))  # (G, T, W), of each length
+        of_ngrams = (ngrams * signs[reading.hashes[: len(ngrams)] % SIGN_ROWS]).sum(0)
+        parts.append(widened(of_ngrams, x))
     guesses = []
-    for token, length in history.found.unbind():
+    for token, length in reading.matches():
         # The embedding gets no gradient here: that takes one more pass over it, for no gain.
         guesses.append(norm(F.embedding(token, embed.detach())) * (length > 0)[:, None])
-        past = past + F.embedding(length, length_vectors).to(x.dtype)
-    past = past + guesses[0]  # the recalled one only in `late_mix`: here it gains nothing
+        parts.append(F.embedding(length, length_vectors).to(x.dtype))
+    if len(reading.induced_token):  # the recalled one only in `late_mix`: here it gains nothing
+        parts.append(guesses[0])
+    past = sum(parts[1:], parts[0]) if parts else None
 
     # 3. Each layer adds an amount of the first stream, and an amount of `past`.
+    if scalars is None:
+        return x, [past] * num_layers, guesses
     of_layers = dict(zip(SCALARS, scalars.unbind(1)))  # (L,) each
-    amounts = zip(of_layers["first"], of_layers["past"])
-    injects = [of_first * x + of_past * past for of_first, of_past in amounts]
+    injects = [of_first * x for of_first in of_layers["first"]]
+    if past is not None:
+        injects = [inject + of_past * past
+                   for inject, of_past in zip(injects, of_layers["past"])]
     return x, injects, guesses
+
+
+def widened(x: Tensor, stream: Tensor) -> Tensor:
+    """x (T, W) -> (T, D), with zeros behind the first W channels of the stream."""
+    return F.pad(x, (0, stream.size(1) - x.size(1)))
 
 
 class LateWeights(NamedTuple):
@@ -833,25 +899,27 @@ class LateWeights(NamedTuple):
 
 
 def late_sources(first_x: Tensor, outputs: list[Tensor], guesses: list[Tensor],
-                 first_value_embed: Tensor) -> tuple[Tensor, ...]:
+                 first_value_embed: Tensor | None) -> tuple[Tensor, ...]:
     """The sources of `late_mix`: the first stream; the streams after about a third of the layers,
     after about two thirds, and before the last layer; the guesses of `embed_inputs`; and the first
     value embedding. (With one or two layers some index is -1: the stream after the last layer.)"""
     L = len(outputs)
     of_layers = outputs[L // 3 - 1], outputs[2 * L // 3 - 1], outputs[L - 2]
-    return first_x, *of_layers, *guesses, first_value_embed
+    sources = first_x, *of_layers, *guesses
+    return sources if first_value_embed is None else (*sources, first_value_embed)
 
 
-def late_mix(x: Tensor, sources: tuple[Tensor, ...], weights: LateWeights) -> Tensor:
-    """x (T, D), the last stream, plus an amount of each source; the sum is normalised. The last
-    source is the first value embedding (T, H d), which is added to the first channels, and the
-    others are (T, D)."""
+def late_mix(x: Tensor, sources: tuple[Tensor, ...], weights: LateWeights | None) -> Tensor:
+    """x (T, D), the last stream, plus an amount of each source; the sum is normalised. A source is
+    (T, D), or narrower, as the value embedding (T, H d): it is added to the first channels. Without
+    weights nothing is added."""
+    if weights is None:
+        return norm(x)
     hidden = F.gelu(F.linear(x, weights.w_in.to(x.dtype)))
     amounts = F.linear(hidden, weights.w_out.to(x.dtype))  # (T, sources)
     amounts = amounts + weights.bias.to(x.dtype)
-    *of_streams, of_value = [
-        0.1 * amount[:, None] * source for amount, source in zip(amounts.unbind(1), sources)]
-    taken = sum(of_streams) + F.pad(of_value, (0, x.size(1) - of_value.size(1)))
+    taken = sum(widened(0.1 * amount[:, None] * source, x)
+                for amount, source in zip(amounts.unbind(1), sources))
     return norm(x + taken)
 
 
@@ -907,13 +975,12 @@ class GPT(nn.Module):
         counts = torch.zeros(c.vocab_size, device=device)
         self.register_buffer("target_counts", counts, persistent=False)
         self.register_buffer("lost_targets", counts.new_zeros(()), persistent=False)
-        # What came next in the training text, the same on all ranks (nanogpt/matches.py).
+        # What came next in the training text, the same on all ranks (nanogpt/past.py).
         self.register_buffer(
             "recall_table", torch.zeros(c.recall_rows, dtype=torch.int64, device=device))
         self.rotary_tables = {True: {}, False: {}}  # of training, of validation
         self.candidate_stream = SideStream(device)
-        self.history_stream = SideStream(device)
-        self.call = compiling.call_directly
+        self.past = Past(c, self.bos, self.recall_table)
         self.precision = Precision(c, device, dict(self.named_parameters()))
 
     def add_banks(self, dtype: torch.dtype, device: torch.device, world_size: int) -> None:
@@ -935,46 +1002,37 @@ class GPT(nn.Module):
         rows = self.params[name].shape[0]
         return bank if len(bank) == rows else bank[:rows]
 
-    def begins(self, tokens: Tensor, training: bool) -> Tensor:
-        """(T,) bool, where documents begin, and the sequences of a micro-batch."""
-        begins = tokens == self.bos
-        length = self.config.seq_len if training else len(tokens)
-        begins[::length] = True
-        return begins
+    def optional(self, name: str) -> Tensor | None:
+        """The bank of a parameter, or None if the model is configured without it."""
+        return self._parameters.get(name)
 
-    def history(self, tokens: Tensor, training: bool) -> matches.History:
-        """Hashes and matches at each token (T,)."""
-        begins = self.begins(tokens, training)
-        c = self.config
-        return matches.history(
-            tokens, begins, self.recall_table, c.longest_ngram, c.recall_lengths)
-
-    def history_beside(self, tokens: Tensor) -> matches.History:
-        """The same for the next step, while passes of this one may run."""
-        made = self.call("history", partial(self.history, training=True), (tokens,))
-        return matches.History(*[x.clone() for x in made])  # the next call overwrites `made`
-
-    def row_numbers(self, tokens: Tensor, hashes: Tensor) -> dict[str, Tensor]:
-        """The rows that are looked up, int64: "tokens" (T,) in the token embedding and in
-        value_embeds, and those of n-grams by their hashes (record 62 for pairs): (G T,)."""
-        of_ngrams = hashes[: self.config.longest_ngram - 1]  # (G, T)
-        return {"tokens": tokens, "ngrams": (of_ngrams % self.config.ngram_rows).flatten()}
-
-    def look_up(self, tokens: Tensor, hashes: Tensor) -> dict[str, Tensor]:
-        """The rows themselves: value_embeds (T, L * H d) and ngrams (G T, W); and those of the
-        token embedding (T, D)."""
-        rows = self.row_numbers(tokens, hashes)
+    def look_up(self, reading: Reading) -> dict[str, Tensor]:
+        """The rows of the embedding (T, D), and of the tables: value_embeds (T, L * H d) and ngrams
+        (G T, W)."""
+        rows = reading.rows()
         return {name: F.embedding(rows[index], getattr(self, name))
-                for name, index in LOOKED_UP_AT.items()}
+                for name, index in LOOKED_UP_AT.items() if name in self.params}
+
+    def value_embeds_of(self, looked_up: dict[str, Tensor]) -> list[Tensor | None]:
+        """The value embeddings of each layer, (T, H d)."""
+        L = self.config.num_layers
+        if "value_embeds" not in looked_up:
+            return [None] * L
+        return [*looked_up["value_embeds"].chunk(L, 1)]
 
     def layer_weights(self) -> list[LayerWeights]:
         """The weights of each layer, as views of the banks."""
         matrices = self.weight("mlp").unbind()
         qkvo = self.weight("qkvo").unflatten(0, (-1, 4))  # (L, 4, H d, D)
-        banks = (matrices[::2], matrices[1::2], self.scalars, qkvo, self.gates)
+        banks = [matrices[::2], matrices[1::2], qkvo]
+        for name in ("scalars", "gates", "value_gates"):
+            bank = self.optional(name)
+            banks.append([None] * self.config.num_layers if bank is None else bank.unbind())
         return [LayerWeights(*of_layer) for of_layer in zip(*banks)]
 
-    def late_weights(self) -> LateWeights:
+    def late_weights(self) -> LateWeights | None:
+        if not self.config.late_mix:
+            return None
         return LateWeights(self.late_in, self.late_out, self.late_bias)
 
     def rotary(self, setting: Setting, T: int,
@@ -1002,32 +1060,33 @@ class GPT(nn.Module):
         return masks.sdpa_masks(documents, windows)
 
     def layer_contexts(self, begins: Tensor, setting: Setting, training: bool,
-                       injects: list[Tensor],
-                       value_embeds: tuple[Tensor, ...]) -> list[LayerContext]:
+                       injects: list[Tensor | None],
+                       value_embeds: list[Tensor | None]) -> list[LayerContext]:
         """What each layer gets beside the stream and its weights."""
+        c = self.config
         made_masks = self.make_masks(begins, setting.windows)
         rotary = self.rotary(setting, len(begins), training)
         contexts = []
-        for i, (inject, value_embed) in enumerate(zip(injects, value_embeds)):
-            mask = made_masks["long" if sees_far(i, self.config) else "short"]
-            contexts.append(LayerContext(*rotary, mask, inject, value_embed, begins))
+        for i in range(c.num_layers):
+            mask = made_masks["long" if sees_far(i, c) else "short"]
+            contexts.append(LayerContext(
+                c.mix_previous, c.num_heads, *rotary, mask, injects[i], value_embeds[i], begins))
         return contexts
 
-    def last_stream(self, tokens: Tensor, setting: Setting, training: bool,
-                    history: matches.History | None = None,
+    def last_stream(self, text: Reading | Tensor, setting: Setting, training: bool,
                     looked_up: dict | None = None) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """tokens (T,) -> the stream after the last layer (T, D), and the sources of `late_mix`.
-        `looked_up` is what `look_up` returns; `forward_backward` calls it itself, as it needs the
-        gradients of these rows."""
+        """A reading, or just tokens (T,) -> the stream after the last layer (T, D), and the sources
+        of `late_mix`. `looked_up` is what `look_up` returns; `forward_backward` calls it itself, as
+        it needs the gradients of these rows."""
         # 1. The first stream, and what each layer gets beside the stream.
-        history = history or self.history(tokens, training)
-        looked_up = looked_up or self.look_up(tokens, history.hashes)
-        begins = self.begins(tokens, training)
+        reading = text if isinstance(text, Reading) else self.past.read(text, training)
+        looked_up = looked_up or self.look_up(reading)
         first_x, injects, guesses = self.functions.embed_inputs(
-            looked_up["lm_head"], history, looked_up["ngrams"], self.weight("lm_head"),
-            self.length_vectors, self.signs, self.scalars)
-        value_embeds = looked_up["value_embeds"].chunk(self.config.num_layers, 1)
-        contexts = self.layer_contexts(begins, setting, training, injects, value_embeds)
+            looked_up["lm_head"], reading, looked_up.get("ngrams"), self.weight("lm_head"),
+            self.optional("length_vectors"), self.signs, self.optional("scalars"),
+            self.config.num_layers)
+        value_embeds = self.value_embeds_of(looked_up)
+        contexts = self.layer_contexts(reading.begins, setting, training, injects, value_embeds)
         weights = self.layer_weights()
         products = self.precision.layers_at(setting, training)
 
@@ -1039,9 +1098,10 @@ class GPT(nn.Module):
             outputs.append(x)
         return x, late_sources(first_x, outputs, guesses, value_embeds[0])
 
-    def forward(self, tokens: Tensor, targets: Tensor, setting: Setting, training: bool,
-                history: matches.History | None = None, looked_up: dict | None = None) -> Tensor:
-        """tokens, targets (T,) int64 -> the loss, summed over T. A target of -1 is none."""
+    def forward(self, text: Reading | Tensor, targets: Tensor, setting: Setting, training: bool,
+                looked_up: dict | None = None) -> Tensor:
+        """A reading, or just tokens (T,), and targets (T,) int64 -> the loss, summed over T. A
+        target of -1 is none."""
         w = self.weight("lm_head")
         chosen = bias = None  # without candidates
         if training and 0 < self.config.candidates < self.config.vocab_size:
@@ -1050,7 +1110,7 @@ class GPT(nn.Module):
             self.candidate_stream.follow()
             with self.candidate_stream.on():
                 chosen, bias, places = self.draw_candidates(targets)
-        x, sources = self.last_stream(tokens, setting, training, history, looked_up)
+        x, sources = self.last_stream(text, setting, training, looked_up)
         late = self.late_weights()
         products = self.precision.head_at(setting, training)
         if chosen is not None:  # the head has the rows of the candidates only
@@ -1061,7 +1121,7 @@ class GPT(nn.Module):
         if training:
             return self.functions.mix_and_loss(x, sources, late, products, w, targets, bias)
         total = 0
-        for begin in range(0, len(tokens), VAL_CHUNK):  # logits of a whole sequence would not fit
+        for begin in range(0, len(x), VAL_CHUNK):  # logits of a whole sequence would not fit
             chunk = slice(begin, begin + VAL_CHUNK)
             of_chunk = tuple(source[chunk] for source in sources)
             total = total + self.functions.mix_and_loss(
@@ -1893,7 +1953,7 @@ def setting_of(step: int, c: Config) -> Setting:
 #   Adam for small banks
 #
 # Beside the passes, another stream writes down what came next in this step, and searches the next
-# step's tokens for matches (nanogpt/matches.py), and one more draws the candidates (section 5).
+# step's tokens for matches (nanogpt/past.py), and one more draws the candidates (section 5).
 
 
 def packing(c: Config) -> shards.Packing:
@@ -1922,32 +1982,26 @@ def rank_micro_batches(paths: list[Path], c: Config, device: torch.device, first
         yield sequences.split(micro_sequences(len(sequences), c))
 
 
-def inputs_and_targets(sequences: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(n, length + 1), int16 with the bits of uint16 -> inputs and targets (n * length,), int64."""
-    tokens = sequences.to(device, non_blocking=True).long() & 0xFFFF
-    return tokens[:, :-1].flatten(), tokens[:, 1:].flatten()
-
-
-def forward_backward(model: GPT, setting: Setting, inputs: Tensor, targets: Tensor,
-                     hashes: Tensor, found: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+def forward_backward(model: GPT, setting: Setting, targets: Tensor,
+                     *reading: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """Adds the gradients of a micro-batch to .grad, except those of looked-up rows. Returns the
     loss, which is a sum over tokens, and the gradients of these rows, (lookups, width): a .grad for
-    a whole table would be far too large, and adding to the head's would take long."""
-    history = matches.History(hashes, found)
+    a whole table would be far too large, and adding to the head's would take long. (All arguments
+    from `targets` on are tensors, for CUDA graphs.)"""
+    reading = Reading(*reading)
     with torch.no_grad():
-        looked_up = model.look_up(inputs, history.hashes)
+        looked_up = model.look_up(reading)
     for x in looked_up.values():
         x.requires_grad_()
-    loss = model(inputs, targets, setting, True, history, looked_up)
+    loss = model(reading, targets, setting, True, looked_up)
     model.precision.recipes.scale_loss(loss).backward()
     return loss.detach(), {name: x.grad for name, x in looked_up.items()}
 
 
-def train_step(model: GPT, optimizer: Optimizer, batch: list[tuple[Tensor, Tensor]], step: int,
-               call: Callable = compiling.call_directly, tell: Callable | None = None,
-               histories: list[matches.History] | None = None) -> Tensor:
-    """One update. `batch` has inputs and targets (T,) of each micro-batch of this rank. `call` runs
-    a function of tensors, directly or as a CUDA graph.
+def train_step(model: GPT, optimizer: Optimizer, batch: list[tuple[Reading, Tensor]], step: int,
+               call: Callable = compiling.call_directly, tell: Callable | None = None) -> Tensor:
+    """One update. `batch` has the reading and the targets (T,) of each micro-batch of this rank, as
+    `Past.prepare` makes them. `call` runs a function of tensors, directly or as a CUDA graph.
 
     Returns a message, a vector on the device that is summed over the ranks. It begins with the mean
     loss. Then comes a flag for each number that the recipes measure: whether it was ever not
@@ -1957,33 +2011,23 @@ def train_step(model: GPT, optimizer: Optimizer, batch: list[tuple[Tensor, Tenso
     c = model.config
     setting = setting_of(step, c)
 
-    # 1. What depends on the text alone. Beside the first pass the GPU finds out which rows the
-    # ranks look up, and writes down for later steps what came next in this one.
-    if histories is None:
-        histories = [model.history(inputs, True) for inputs, _ in batch]
-    rows = [model.row_numbers(inputs, history.hashes)
-            for (inputs, _), history in zip(batch, histories)]
-    optimizer.tables.begin(rows)
-    model.history_stream.follow()
-    if c.recall_rows and c.epochs == 1:
-        with model.history_stream.on():
-            for (_, targets), history in zip(batch, histories):
-                matches.remember(
-                    model.recall_table, history.hashes, targets, c.recall_lengths, step + 1)
+    # 1. What depends on the text alone, beside the first pass: which rows the ranks look up, and
+    # for later steps, what came next in this one.
+    optimizer.tables.begin([reading.rows() for reading, _ in batch])
+    model.past.remember(batch, step, read_once=c.epochs == 1)
 
     # 2. Forward and backward. After the last pass the gradients begin to travel.
     work = partial(forward_backward, model, setting)
     loss_sum = 0
-    for i, (inputs, targets) in enumerate(batch):
-        tensors = (inputs, targets, *histories[i])
-        loss, row_gradients = call(str(setting), work, tensors)
+    for i, (reading, targets) in enumerate(batch):
+        loss, row_gradients = call(str(setting), work, (targets, *reading))
         if i == len(batch) - 1:
             optimizer.start_sums()
         optimizer.tables.add(i, row_gradients)  # while the next pass runs
         loss_sum = loss_sum + loss
 
     # 3. The update, and what the ranks tell each other.
-    model.history_stream.join()
+    model.past.join()
     told = [tell(loss_sum)] if tell else []  # the gradients are on their way meanwhile
     optimizer.step(lr_factor_at(step, c))
     loss = loss_sum / stage_tokens(stage_of(step, c), c)
@@ -2002,7 +2046,8 @@ def loss_without_gradient(model: GPT, inputs: Tensor, targets: Tensor,
     for name, bank in model.named_parameters():
         if bank.dtype == torch.float16:
             weights[name] = bank.bfloat16()
-    return torch.func.functional_call(model, weights, (inputs, targets, setting, False))
+    reading = model.past.read(inputs, training=False)
+    return torch.func.functional_call(model, weights, (reading, targets, setting, False))
 
 
 def validate(model: GPT, tokens: Tensor, step: int) -> float:
@@ -2090,7 +2135,7 @@ class Run:
         if self.profiler:
             self.profiler.start()
         self.clock.start()
-        self.model.history_stream.follow()
+        self.model.past.follow()
         while self.step < c.num_steps:
             self.save_or_stop()
             if self.ended_by:
@@ -2099,10 +2144,10 @@ class Run:
                 self.clock.stop()
                 self.validate()
                 self.clock.start()
-            batch, histories = self.prepare()
+            batch = self.model.past.prepare(next(self.batches))
             WATCH.enter_step(self.step)
             message = train_step(
-                self.model, self.optimizer, batch, self.step, call, self.tell, histories)
+                self.model, self.optimizer, batch, self.step, call, self.tell)
             self.log.put(self.step + 1, message, self.clock.now())
             WATCH.leave_step()
             # This waits for the messages of all steps before this one. They are there already:
@@ -2120,16 +2165,6 @@ class Run:
             self.profiler.stop()
         if dist.is_initialized():
             dist.all_reduce(self.model.lost_targets)  # for the log, which names those of all ranks
-
-    def prepare(self) -> tuple[list, list[matches.History]]:
-        """The micro-batches of step s, and their histories. The GPU makes them beside step s - 1,
-        after it has written down what came next in that one. They may get the memory of the batch
-        of step s - 2: `train_step` made this stream wait until that step was over."""
-        with self.model.history_stream.on():
-            batch = [inputs_and_targets(sequences, self.device) for sequences in next(self.batches)]
-            histories = [self.model.history_beside(inputs) for inputs, _ in batch]
-        self.model.history_stream.join()
-        return batch, histories
 
     def tell(self, loss: Tensor) -> Tensor:
         """What this rank tells the others with its loss."""
@@ -2280,7 +2315,7 @@ def train(c: Config, at_end: ExitStack) -> int:
         on_all_ranks(run_files.saved.check_fits, optimizer)
     if c.compile and cuda:
         call = compiling.CudaGraphs(model.parameters())
-        for owner in (model, optimizer, optimizer.tables):
+        for owner in (model.past, optimizer, optimizer.tables):
             owner.call = compiling.CudaGraphs([])  # with memory of its own: they run side by side
     warm_up = warm_up_of(model, optimizer)
     warm_up.run(call)

@@ -21,7 +21,7 @@ Computing
     warmup.py       everything is compiled and run once before the clock starts
     compiling.py    compiled functions that report what they compiled, and CUDA graphs
     masks.py        which tokens attention sees
-    matches.py      what came next where the last tokens stood before
+    past.py         what the tokens alone say: hashes of n-grams, guesses of the next token
     candidates.py   the tokens of the vocabulary that a training loss is computed over
     tables.py       the rows of large tables that a step looks up, and Adam for them
     streams.py      CUDA streams for work that runs beside the main one

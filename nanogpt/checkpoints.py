@@ -4,7 +4,7 @@ All tensors lie in safetensors files. Such a file is a header in JSON and the by
 reading one can run nothing, whoever has written it, and other programs can read it, too.
 
 Weights (--save_checkpoint) are one file. It has each bank of train_gpt.parameter_table, without
-padding, and the table of recalled tokens (nanogpt/matches.py). Its header has `config`, `step`,
+padding, and the table of recalled tokens (nanogpt/past.py). Its header has `config`, `step`,
 `val_loss`, `run_id` and `data` (the fingerprints of the shards), each as JSON.
 
 A save (--save_every, --save_steps, or a signal) is a folder:
@@ -37,7 +37,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from data.texts import harmless
-from nanogpt import finite, matches, stopping
+from nanogpt import finite, past, stopping
 from nanogpt.ranks import BadInput, all_ranks, on_all_ranks, rank_and_world_size, require
 from records.console import complain
 
@@ -207,7 +207,7 @@ def model_of(content: dict, device: torch.device, script):
     for name in sorted(shapes.keys() | weights.keys()):
         fits = name in shapes and name in weights and weights[name].shape == shapes[name]
         if name == "recall_table":
-            fits = fits and matches.is_table(weights[name], c)
+            fits = fits and past.is_table(weights[name], c)
         require(fits, f"the weights of {name} do not fit this code; use the code of its run, which "
                 f"the log {content.get('run_id', 'RUN_ID')}.txt holds")
     model = script.GPT(c, device)

@@ -33,7 +33,7 @@ LEAST_STEPS_PER_READING = 75  # for `small`: the batches of a short text are sma
 # The table of n-grams learns a short text by heart sooner than the layers do. So in `laptop` and
 # `small` it has at most one row for so many tokens. A short text, which a CPU reads more than once
 # in two minutes, also has shorter n-grams (records/2026-11-23_laptop_ngrams), and with them shorter
-# matches in the document (nanogpt/matches.py). What came next in the training text is not recalled,
+# matches in the document (nanogpt/past.py). What came next in the training text is not recalled,
 # for the same reason.
 TOKENS_PER_ROW = 64
 SHORT_TEXT = 2_000_000  # tokens: shorter ones are short

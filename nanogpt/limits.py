@@ -68,11 +68,13 @@ def check_values(c, schedules: dict[str, list], precisions: dict) -> None:
 def check_ranges(c) -> None:
     for name in ("num_steps", "batch_tokens", "seq_len", "micro_tokens", "val_tokens",
                  "val_seq_len", "num_layers", "model_dim", "num_heads", "head_dim", "mlp_dim",
-                 "vocab_size", "ngram_rows", "ngram_part", "epochs", "cooldown_frac",
+                 "vocab_size", "ngram_part", "epochs", "cooldown_frac",
                  "longest_document"):
         value = getattr(c, name)
         require(value > 0, f"--{name}={value} must be positive")
-    require(c.recall_rows >= 0, f"--recall_rows={c.recall_rows} must not be negative")
+    for name in ("ngram_rows", "recall_rows"):
+        value = getattr(c, name)
+        require(value >= 0, f"--{name}={value} must not be negative")
     for name, most in MOST.items():
         value = getattr(c, name)
         require(value <= most, f"--{name}={value} is too large: it must be at most {most:,}")

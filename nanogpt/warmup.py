@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nanogpt.compiling import call_directly
+from nanogpt.past import inputs_and_targets
 from nanogpt.ranks import all_ranks, rank_and_world_size
 from nanogpt.streams import to_device
 from records import journal
@@ -66,14 +67,10 @@ class WarmUp:
         for stage, step in self.step_kinds:
             # First without a CUDA graph, which cannot record what is compiled or made at first use.
             self.forward_backward(stage, step)
-            some = self.micro_batches(stage)[:2]  # later ones have the second one's graph
+            some = self.micro_batches(stage, most=2)  # later ones have the second one's graph
             # Twice if the head is updated every second step: with it and without it.
             for _ in range(1 + self.config.head_every_second):
                 self.work.train_step(self.model, self.optimizer, some, step, call)
-            self.model.history_stream.follow()
-            with self.model.history_stream.on():  # as the run does it
-                self.model.history_beside(some[0][0])
-            self.model.history_stream.join()
             if not self.model.flex:  # masks of SDPA have other shapes for each stage's windows
                 self.validate(step)
         self.validate(self.config.num_steps)
@@ -89,11 +86,9 @@ class WarmUp:
                 clock = journal.Clock(self.tokens.device)
                 clock.start()
                 for _ in range(2):
-                    batch = self.micro_batches(stage)
-                    histories = [self.model.history_beside(inputs) for inputs, _ in batch]
+                    batch = self.micro_batches(stage, stage.micro_batches)
                     self.work.train_step(
-                        self.model, self.optimizer, batch, stage.end - 1, call,
-                        histories=histories)
+                        self.model, self.optimizer, batch, stage.end - 1, call)
                 clock.stop()
                 times.append(clock.total / 2)
             average += min(times) * (stage.end - stage.first) / self.config.num_steps
@@ -120,23 +115,25 @@ class WarmUp:
     def setting(self, step: int):
         return self.work.setting_of(step, self.config)
 
-    def example(self, length: int) -> tuple[Tensor, Tensor]:
-        inputs, targets = self.tokens[:length], self.tokens[1 : length + 1]
-        return inputs, targets.clone()  # `flatten` copies several sequences, too
+    def example(self, length: int) -> Tensor:
+        """A sequence (1, length + 1)."""
+        return self.tokens[None, : length + 1]
 
-    def micro_batches(self, stage: StagePlan) -> list[tuple[Tensor, Tensor]]:
-        """Those of one rank."""
-        return [self.example(stage.length)] * stage.micro_batches
+    def micro_batches(self, stage: StagePlan, most: int) -> list:
+        """Those of one rank, but at most so many."""
+        past = self.model.past
+        past.follow()
+        return past.prepare([self.example(stage.length)] * min(stage.micro_batches, most))
 
     def forward_backward(self, stage: StagePlan, step: int) -> None:
-        inputs, targets = self.example(stage.length)
-        history = self.model.history(inputs, True)
-        self.work.forward_backward(
-            self.model, self.setting(step), inputs, targets, *history)
+        inputs, targets = inputs_and_targets(self.example(stage.length), self.tokens.device)
+        reading = self.model.past.read(inputs, training=True)
+        self.work.forward_backward(self.model, self.setting(step), targets, *reading)
         self.model.zero_grad()
 
     def validate(self, step: int) -> None:
-        inputs, targets = self.example(self.config.val_seq_len)
+        sequence = self.example(self.config.val_seq_len)
+        inputs, targets = inputs_and_targets(sequence, self.tokens.device)
         self.work.loss_without_gradient(
             self.model, inputs, targets, self.setting(step))
 

@@ -80,3 +80,8 @@ def check_data(c):
     plan = t.batch_plan(c)
     paths = run_files.find_both(c, plan)
     return *paths, run_files.check_data(c, t.packing(c), plan, *paths)
+
+
+def read(model, batch):
+    """Inputs and targets (T,) of each micro-batch -> what train_step takes."""
+    return [(model.past.read(inputs, training=True), targets) for inputs, targets in batch]

@@ -14,10 +14,10 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from conftest import TINY
+from conftest import TINY, read
 
 import train_gpt as t
-from nanogpt import candidates, compiling, masks, matches
+from nanogpt import candidates, compiling, masks, past
 from nanogpt.ranks import BadInput
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -331,14 +331,14 @@ def plain_gpt(w, signs, tokens, targets, starts, setting, heads, d, longest, rec
         q, k, v = ((u @ m.T).view(length, heads, d) for m in (wq, wk, mix_v * wv))
         q, k = rms(q) * setting.score_scale, rms(k)
         ve = tables[tokens, i]
-        gate = 2 * torch.sigmoid(torch.cat((u[:, :6], ve[:, :6]), 1) @ w["gates"][i, 1].T)
+        gate = 2 * torch.sigmoid(torch.cat((u[:, :6], ve[:, :6]), 1) @ w["value_gates"][i].T)
         v = v + gate[:, :, None] * ve.view(length, heads, d)
         q, k = turned(q, freq), turned(k, freq)
         # the half free of position is the previous token's, too
         quarters = zip(k.chunk(4, -1), torch.where(own[:, None, None], k, shifted(k)).chunk(4, -1))
         k = torch.cat([before if j % 2 else now for j, (now, before) in enumerate(quarters)], -1)
         y = naive_attention(q, k, v, visible["long" if far else "short"])
-        y = y * torch.sigmoid(u[:, :12] @ w["gates"][i, 0].T)[:, :, None]
+        y = y * torch.sigmoid(u[:, :12] @ w["gates"][i].T)[:, :, None]
         a = y.reshape(length, width) @ (mix_o * wo)
         x = mix_attn * x + a + mix_x0 * x0 + mix_past * past
         x = mix_mlp * x + torch.relu(read(x) @ w["mlp"][2 * i]) ** 2 @ (mix_down * w["mlp"][2 * i + 1]).T
@@ -443,7 +443,7 @@ def test_loss_and_all_gradients_equal_a_plain_version_of_the_specification(
     numbers = {"value_embeds": tokens.tolist(), "ngrams": ngram_rows_of(tokens.tolist(), starts, longest, 101)}
     dense = {name: model.get_parameter(name).grad for name in model.params}
     model.zero_grad()
-    again, grads = t.forward_backward(model, seen, tokens, targets, *model.history(tokens, True))
+    again, grads = t.forward_backward(model, seen, targets, *model.past.read(tokens, True))
     assert again.item() == pytest.approx(reference.item(), rel=1e-10) and not again.requires_grad
     model.lm_head.grad.index_add_(0, tokens, grads["lm_head"])  # of the embedding
     for name, p in model.named_parameters():  # now as in training: tables have gradients of looked-up rows alone
@@ -465,18 +465,18 @@ def test_induced_tokens_are_those_that_a_search_through_the_document_finds(longe
     tokens = torch.randint(0, kinds, (300,), generator=torch.Generator().manual_seed(longest))
     begins = torch.zeros(300, dtype=torch.bool)
     begins[[*starts]] = True
-    found = torch.stack(matches.induced_tokens(tokens, begins, matches.ngram_hashes(tokens, begins, longest)), 1)
+    found = torch.stack(past.induced_tokens(tokens, begins, past.ngram_hashes(tokens, begins, longest)), 1)
     assert list(map(tuple, found.tolist())) == induced_by_search(tokens.tolist(), starts, longest)
     assert kinds == 200 or len(starts) > 20 or (found[:, 1] == longest).sum() > 50, "else it would show little"
     changed = tokens.clone()
     changed[150:] = 1 - changed[150:].clamp(max=1)
-    again = torch.stack(matches.induced_tokens(changed, begins, matches.ngram_hashes(changed, begins, longest)), 1)
+    again = torch.stack(past.induced_tokens(changed, begins, past.ngram_hashes(changed, begins, longest)), 1)
     assert torch.equal(again[:150], found[:150]), "later tokens are not seen"
 
 
 def remember(model, inputs, targets, step):
-    hashes = model.history(inputs, True).hashes
-    matches.remember(model.recall_table, hashes, targets, model.config.recall_lengths, step)
+    hashes = model.past.read(inputs, True).hashes
+    past.remember(model.recall_table, hashes, targets, model.config.recall_lengths, step)
 
 
 @pytest.mark.parametrize("longest, kinds", [(2, 3), (3, 7), (6, 2)])
@@ -489,7 +489,7 @@ def test_recalled_tokens_are_those_that_came_next_in_the_latest_step(longest, ki
     for step in range(4):
         inputs, targets = (torch.randint(1, kinds, (384,), generator=torch.Generator().manual_seed(10 * step + i)) for i in range(2))
         inputs[starts[1:]] = BOS
-        found = torch.stack(matches.recalled_tokens(model.recall_table, model.history(inputs, True).hashes, lengths), 1)
+        found = torch.stack(past.recalled_tokens(model.recall_table, model.past.read(inputs, True).hashes, lengths), 1)
         assert list(map(tuple, found.tolist())) == recalled_by_search(inputs, steps, {0, *starts}, lengths)
         targets[::5] = -1
         remember(model, inputs, targets, step + 1)
@@ -500,24 +500,24 @@ def test_recalled_tokens_are_those_that_came_next_in_the_latest_step(longest, ki
 def test_the_entry_of_another_ngram_is_not_taken_for_this_ones():
     text = torch.arange(3000) * 7919 % 50_000  # no pair of tokens comes twice
     begins, table = torch.arange(3000) == 0, torch.zeros(11, dtype=torch.int64)
-    hashes = matches.ngram_hashes(text, begins, 4)
-    matches.remember(table, hashes[:, :2000], text[1:2001], (3, 4), 1)
+    hashes = past.ngram_hashes(text, begins, 4)
+    past.remember(table, hashes[:, :2000], text[1:2001], (3, 4), 1)
     assert table.all(), "each entry is full"
-    token, length = matches.recalled_tokens(table, hashes, (3, 4))
+    token, length = past.recalled_tokens(table, hashes, (3, 4))
     known = length.nonzero()[:, 0]
     assert 0 < len(known) <= 11 and known.max() < 2000
     assert torch.equal(token[known], text[known + 1])
 
 
 def test_of_two_entries_for_one_place_that_of_the_later_step_stays_and_then_the_larger_token():
-    hashes = matches.ngram_hashes(torch.full((8,), 3), torch.arange(8) == 0, 4)
+    hashes = past.ngram_hashes(torch.full((8,), 3), torch.arange(8) == 0, 4)
     table = torch.zeros(1, dtype=torch.int64)
 
     def recalled():
-        return matches.recalled_tokens(table, hashes, (3, 4))[0][-1].item()
+        return past.recalled_tokens(table, hashes, (3, 4))[0][-1].item()
 
     for step, (next_tokens, expected) in enumerate([([7, 9, 8], 9), ([5, 4, -1], 5), ([-1, -1, -1], 5)]):
-        matches.remember(table, hashes, torch.tensor([-1] * 5 + next_tokens), (3, 4), step + 1)
+        past.remember(table, hashes, torch.tensor([-1] * 5 + next_tokens), (3, 4), step + 1)
         assert recalled() == expected
 
 
@@ -532,17 +532,17 @@ def test_a_step_sees_what_earlier_steps_have_read_and_not_its_own_batch():
     model = tiny(vocab_size=64)
     optimizer = t.Optimizer(model)
     tokens, targets = tokens_of([0, 99], 384), tokens_of([], 384, 1)
-    found, recalled_tokens = [], matches.recalled_tokens
+    found, recalled_tokens = [], past.recalled_tokens
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(matches, "recalled_tokens", lambda *args: found.append(recalled_tokens(*args)) or found[-1])
+        patch.setattr(past, "recalled_tokens", lambda *args: found.append(recalled_tokens(*args)) or found[-1])
         for step in range(2):
-            t.train_step(model, optimizer, [(tokens, targets)], step)
+            t.train_step(model, optimizer, read(model, [(tokens, targets)]), step)
     assert not found[0][1].any() and (found[1][1] == 6).sum() > 200
     assert found[1][0].eq(targets).sum() > 200
     t.initialize(model, 0)
     assert not model.recall_table.any(), "a run begins anew after warming up"
     model.config.epochs = 2
-    t.train_step(model, optimizer, [(tokens, targets)], 0)
+    t.train_step(model, optimizer, read(model, [(tokens, targets)]), 0)
     assert not model.recall_table.any(), "a text that is read again would be known by heart"
 
 
@@ -550,9 +550,9 @@ def test_hashes_that_are_equal_by_chance_are_no_match_of_more_tokens():
     tokens = torch.tensor([999, 1, 7, 60, 4300, 1, 2, 3, 45651, 5, 4])  # 60 4300 and 45651 5 have equal hashes
     begins = torch.zeros(11, dtype=torch.bool)
     begins[[0, 2]] = True
-    hashes = matches.ngram_hashes(tokens, begins, 3)
+    hashes = past.ngram_hashes(tokens, begins, 3)
     assert hashes[0, 4] == hashes[0, 9]
-    assert [found[9].item() for found in matches.induced_tokens(tokens, begins, hashes)] == [0, 0]
+    assert [found[9].item() for found in past.induced_tokens(tokens, begins, hashes)] == [0, 0]
 
 
 # -------------------------------------------------------------------------------- a sample of the vocabulary
@@ -614,11 +614,11 @@ def test_training_with_candidates_has_nearly_the_gradient_over_the_vocabulary_an
     torch.manual_seed(0)
     t.Optimizer(model)  # which rounds the FP8 weights
     found, tokens, targets = {}, tokens_of([0], 256), tokens_of([], 256, 1)
-    history = model.history(tokens, True)
+    history = model.past.read(tokens, True)
     for number, repeats in ((0, 5), (192, 40)):
         model.config.candidates, losses, sums = number, [], dict.fromkeys(("lm_head", "mlp", "qkvo"), 0)
         for _ in range(repeats):
-            losses.append(t.forward_backward(model, view(), tokens, targets, *history)[0].item())
+            losses.append(t.forward_backward(model, view(), targets, *history)[0].item())
             sums = {name: total + model.get_parameter(name).grad.double() for name, total in sums.items()}
             model.zero_grad()
         found[number] = np.mean(losses), sums
@@ -714,11 +714,11 @@ def test_rows_are_looked_up_by_token_and_by_hashed_ngram_and_none_crosses_a_bord
     tokens[[7, 130, 131]] = model.bos
     borders = {"training": {0, 7, 128, 130, 131, 256}, "validation": {0, 7, 130, 131}}  # which has one long sequence
     for mode, starts in borders.items():
-        hashes = model.history(tokens, mode == "training").hashes
-        rows = model.row_numbers(tokens, hashes)
+        reading = model.past.read(tokens, mode == "training")
+        rows = reading.rows()
         assert rows["tokens"].tolist() == tokens.tolist()
         assert rows["ngrams"].tolist() == ngram_rows_of(tokens.tolist(), starts, longest, count), mode
-        found = model.look_up(tokens, hashes)
+        found = model.look_up(reading)
         for name, index in t.LOOKED_UP_AT.items():
             assert torch.equal(found[name], getattr(model, name)[rows[index]])
     assert model.params["ngrams"].shape[0] == count
@@ -734,12 +734,11 @@ def test_summed_gradients_of_looked_up_rows_are_autograds_dense_gradients(micro)
     dense = {name: p.grad for name, p in model.named_parameters()}
     model.zero_grad()
     optimizer = t.Optimizer(model)
-    batch = [*zip(tokens.chunk(micro), targets.chunk(micro))]
-    histories = [model.history(inputs, True) for inputs, _ in batch]
-    rows = [model.row_numbers(inputs, history.hashes) for (inputs, _), history in zip(batch, histories)]
+    batch = read(model, zip(tokens.chunk(micro), targets.chunk(micro)))
+    rows = [reading.rows() for reading, _ in batch]
     optimizer.tables.begin(rows)
-    for i, ((inputs, outputs), history) in enumerate(zip(batch, histories)):
-        _, gradients = t.forward_backward(model, view(), inputs, outputs, *history)
+    for i, (reading, outputs) in enumerate(batch):
+        _, gradients = t.forward_backward(model, view(), outputs, *reading)
         optimizer.tables.add(i, gradients)
     optimizer.tables.add_embedding(model.lm_head.grad)
     for name, p in model.named_parameters():
@@ -761,7 +760,7 @@ def losses_and_gradients(model, call, batch, setting, loss_scale):
     for inputs, targets in batch:
         inputs, targets = inputs.to(model.signs.device), targets.to(model.signs.device)
         work = partial(t.forward_backward, model, setting)
-        loss, rows = call(repr(setting), work, (inputs, targets, *model.history(inputs, True)))
+        loss, rows = call(repr(setting), work, (targets, *model.past.read(inputs, True)))
         grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         grads |= {f"rows of {name}": grad for name, grad in rows.items()}
         grads = {name: grad.double().cpu() / loss_scale for name, grad in grads.items()}
@@ -853,7 +852,7 @@ def test_the_default_has_as_many_weights_as_its_sizes_say():
     assert size["qkvo"] == 8 * 4 * 512 * 768 and size["mlp"] == 8 * 2 * 768 * 5632
     assert size["lm_head"] == 50304 * 768 and size["value_embeds"] == 8 * 50304 * 512
     assert size["ngrams"] == 40 * 50304 * 768
-    assert size["scalars"] == 8 * 7 and size["gates"] == 8 * 2 * 4 * 12
+    assert size["scalars"] == 8 * 7 and size["gates"] == size["value_gates"] == 8 * 4 * 12
     assert size["late_in"] + size["late_out"] + size["late_bias"] == 64 * 768 + 6 * 64 + 6
     assert size["length_vectors"] == 4 * 768, "no match, and those of 1, 2 and 3 tokens"
     active, in_tables = t.num_weights(t.Config())
@@ -864,7 +863,7 @@ def test_narrower_attention_has_narrower_matrices_and_value_embeddings():
     c = t.parse_config(["--preset=onepass"])
     shapes = {name: p.shape for name, p in t.parameter_table(c).items()}
     assert shapes["qkvo"] == (6 * 4, 512, 768)
-    assert shapes["value_embeds"] == (50304, 6 * 512) and shapes["gates"] == (6, 2, 4, 12)
+    assert shapes["value_embeds"] == (50304, 6 * 512) and shapes["gates"] == (6, 4, 12)
 
 
 def test_muon_treats_every_matrix_whole():
@@ -887,7 +886,7 @@ def test_initial_weights_are_as_specified_and_depend_on_the_seed_but_not_on_the_
     one, three, other = tiny(**sizes), tiny(3, **sizes), tiny(**sizes)
     for model, seed in ((one, 7), (three, 7), (other, 8)):
         t.initialize(model, seed)
-    constant = {"scalars", "gates", "ngrams", "length_vectors", "late_out", "late_bias"}
+    constant = {"scalars", "gates", "value_gates", "ngrams", "length_vectors", "late_out", "late_bias"}
     for name in one.params:
         assert torch.equal(one.weight(name), three.weight(name)), name
         assert not getattr(three, name)[one.params[name].shape[0] :].any(), f"the padding of {name} is not zero"

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conftest import read
 
 import train_gpt as t
 from nanogpt import checkpoints, compiling, tables
@@ -269,7 +270,7 @@ def small(dtype, world_size=1, **changes):
 
 INDEX = {"value_embeds": "tokens", "ngrams": "ngrams"}  # by which rows each table is looked up
 TABLES = tuple(INDEX)
-SMALL = {"scalars", "length_vectors", "late_in", "late_out", "late_bias", "gates"}  # which every rank updates
+SMALL = {"scalars", "length_vectors", "late_in", "late_out", "late_bias", "gates", "value_gates"}  # which every rank updates
 
 
 def looked_up(model, seed, count=30):
@@ -572,7 +573,7 @@ def test_the_time_of_a_step_is_the_mean_over_the_steps_that_the_run_has(num_step
         def stop(self):
             self.total += now[0] - self.begin
 
-    def train_step(model, optimizer, batch, step, call, histories):
+    def train_step(model, optimizer, batch, step, call):
         now[0] += t.stage_tokens(t.stage_of(step, c), c)
         calls.append(step)
         now[0] += 1e9 * (len(calls) == 2)
@@ -608,7 +609,7 @@ def test_warming_up_makes_the_first_and_a_further_pass_of_every_kind_that_the_ru
         count = t.stage_tokens(t.stage_of(step, model.config), model.config) // 128
         tokens = torch.randint(0, 61, (count, 129), generator=torch.Generator().manual_seed(step))
         micro = tokens.split(t.micro_sequences(count, model.config))
-        t.train_step(model, optimizer, [(s[:, :-1].flatten(), s[:, 1:].flatten()) for s in micro], step, call)
+        t.train_step(model, optimizer, model.past.prepare(micro), step, call)
     assert all(made.values()), "what the run does not need costs time at launch"
     assert len({setting for *_, setting in made}) == 3, "a setting for each stage"
     assert {first for first, *_ in made} == ({True} if micro_tokens == 1536 else {True, False})
@@ -644,7 +645,7 @@ def updated(batch, late):
                 patch.setattr(stream, "join", lambda *_: sum_waiting())
             send = optimizer.tables.send
             patch.setattr(optimizer.tables, "send", lambda: (sum_waiting(), send()))
-        t.train_step(model, optimizer, batch, 1, call)
+        t.train_step(model, optimizer, read(model, batch), 1, call)
     return checkpoints.tensors_of(optimizer)
 
 
@@ -676,12 +677,12 @@ def test_a_step_of_training_follows_the_schedule_and_returns_the_mean_loss(monke
     monkeypatch.setattr(optimizer, "step", lambda factor: given.append(factor) or optimizer.tables.reset())
     tokens = torch.randint(0, 61, (12, 129), generator=torch.Generator().manual_seed(1))
     batch = [(s[:-1], s[1:]) for s in tokens]
-    loss, *flags = t.train_step(model, optimizer, batch, 7)
+    loss, *flags = t.train_step(model, optimizer, read(model, batch), 7)
     assert not flags, "no recipe measures anything"
     assert given == [pytest.approx(0.5 + 0.5 * 0.15)]  # half of the cooldown is over
     total = sum(t.loss_without_gradient(model, *sequence, t.setting_of(7, model.config)).item() for sequence in batch)
     assert loss.item() == pytest.approx(total / 1536, rel=1e-12)
-    t.train_step(model, optimizer, batch, 2)
+    t.train_step(model, optimizer, read(model, batch), 2)
     assert given[1] == 1
 
 
@@ -697,7 +698,7 @@ def test_a_batch_in_any_number_of_micro_batches_makes_the_same_update_of_weights
         losses = []
         for step, batch in enumerate(tokens, 2):
             micro = [(s[:, :-1].flatten(), s[:, 1:].flatten()) for s in batch.split(parts)]
-            losses.append(t.train_step(model, optimizer, micro, step).item())
+            losses.append(t.train_step(model, optimizer, read(model, micro), step).item())
         results.append((losses, {name: (w, *optimizer.state[name]) for name, w in optimizer.masters.items()}))
     (one, tensors), (many, others) = results
     assert many == pytest.approx(one, rel=1e-12)
@@ -724,7 +725,7 @@ def test_a_gpu_that_works_on_tables_and_candidates_beside_the_rest_makes_the_sam
                 side.stream = None
         for step in range(8):
             tokens = torch.randint(0, 20_000, (8193,), generator=torch.Generator().manual_seed(step)).to(device)
-            t.train_step(model, optimizer, [*zip(tokens[:-1].chunk(2), tokens[1:].chunk(2))], step)
+            t.train_step(model, optimizer, read(model, zip(tokens[:-1].chunk(2), tokens[1:].chunk(2))), step)
         results.append({name: p.detach().clone() for name, p in model.named_parameters()})
     for name, p in results[0].items():  # sums by atomic additions are in any order
         assert (p - results[1][name]).norm() <= 1e-9 * p.norm(), name
@@ -735,7 +736,7 @@ def test_every_parameter_has_optimizer_learning_rate_decay_and_betas():
     rates = {name: (p.optimizer, p.lr) for name, p in table.items()}
     assert rates == {
         "qkvo": ("muon", (0.02,)), "mlp": ("muon", (0.04, 0.08)),
-        "scalars": ("adam", 0.04), "length_vectors": ("adam", 0.04), "gates": ("adam", 0.0065),
+        "scalars": ("adam", 0.04), "length_vectors": ("adam", 0.04), "gates": ("adam", 0.0065), "value_gates": ("adam", 0.0065),
         "late_in": ("adam", 0.001625), "late_out": ("adam", 0.001625), "late_bias": ("adam", 0.001625),
         "value_embeds": ("rows", 0.6), "ngrams": ("rows", 0.6), "lm_head": ("adam", 0.0065)}
     muon, per_step = 1.2 * 0.02**2, {"value_embeds": 0.009, "ngrams": 0.009, "lm_head": 0.75 * 0.0065**2}
@@ -787,9 +788,9 @@ def work(rank, world_size, dtype, folder):
         tokens = 5 * step + tokens // (2 + step)  # some rows, and other ones at other steps
         tokens[:, 40 + step] = 60  # a document
         batch = [(s[:-1], s[1:]) for s in tokens[rank::world_size]]
-        losses.append(t.train_step(model, optimizer, batch, step).item())
+        losses.append(t.train_step(model, optimizer, test.read(model, batch), step).item())
         issued.append(calls[:])
-        rows = [model.row_numbers(inputs, model.history(inputs, True).hashes) for inputs, _ in batch]
+        rows = [reading.rows() for reading, _ in test.read(model, batch)]
         used.append({n: [of_micro_batch[i].tolist() for of_micro_batch in rows] for n, i in test.INDEX.items()})
         calls.clear()
     padding = sum(getattr(model, n)[p.shape[0] :].abs().sum().item() for n, p in model.params.items())

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import arguments
+from conftest import arguments, read
 
 import train_gpt as t
 from nanogpt import finite, fp8, kernels, nvfp4, ranks, recipe
@@ -259,7 +259,7 @@ def judged(harm, precision, step=1):
     own = {name: optimizer.own(name, bank) for name, bank in optimizer.banks.items() if name not in model.big_tables}
     check = finite.Check(own, model.precision.recipes.measurements)
     harm(model)
-    loss, *flags = t.train_step(model, optimizer, batch(), step, tell=check.numbers).tolist()
+    loss, *flags = t.train_step(model, optimizer, read(model, batch()), step, tell=check.numbers).tolist()
     with pytest.raises(ranks.BadInput) as error:
         check.refuse([journal.TrainingLoss(step, loss, flags)], step)
     return str(error.value)
@@ -315,9 +315,9 @@ def test_the_run_ends_with_the_name_of_the_weights_that_went_wrong(precision):
 
 def test_a_step_of_finite_numbers_goes_on_and_costs_little():
     model, optimizer = trainer(precision="bf16")
-    assert t.train_step(model, optimizer, batch(), 0).shape == (1,)
+    assert t.train_step(model, optimizer, read(model, batch()), 0).shape == (1,)
     check = finite.Check({"mlp": model.mlp.data}, model.precision.recipes.measurements)
-    loss, *flags = t.train_step(model, optimizer, batch(), 1, tell=check.numbers).tolist()
+    loss, *flags = t.train_step(model, optimizer, read(model, batch()), 1, tell=check.numbers).tolist()
     assert flags[0] != 0 and flags[1] > 0, "the weight and the loss"
     check.refuse([journal.TrainingLoss(7, loss, flags)], 7)
 
@@ -360,7 +360,7 @@ def test_fp8_weights_are_rounded_once_a_step_however_many_micro_steps_and_equal_
     shapes = []
     to_fp8 = fp8.to_fp8
     monkeypatch.setattr(fp8, "to_fp8", lambda x, *args: shapes.append(tuple(x.shape)) or to_fp8(x, *args))
-    t.train_step(model, optimizer, batch(3), 1)
+    t.train_step(model, optimizer, read(model, batch(3)), 1)
     banks = {tuple(getattr(model, name).flatten(1).shape) for name in MATRICES}
     assert len([shape for shape in shapes if shape in banks]) == len(MATRICES)
     others = [shape for shape in shapes if shape not in banks]  # inputs and gradients of 256 tokens
@@ -386,7 +386,7 @@ def test_every_step_rounds_all_fp8_weights_anew_and_a_weight_without_gradient_ke
     assert changed == {*MATRICES} - {"lm_head"}
     assert recipe_at(model, 4, "lm_head").product.weight_scale == scale_before
     before = {name: w.clone() for name, w in kept.weight_bytes.items()}
-    t.train_step(model, optimizer, batch(), 1)
+    t.train_step(model, optimizer, read(model, batch()), 1)
     assert not any(torch.equal(w, before[name]) for name, w in kept.weight_bytes.items())
 
 
@@ -428,7 +428,7 @@ def losses(precision):
     torch.manual_seed(0)
     model, optimizer = trainer(precision=precision, num_steps=12)
     data = batch(1)
-    return [t.train_step(model, optimizer, data, 0)[0].item() / 0.5 for _ in range(12)]
+    return [t.train_step(model, optimizer, read(model, data), 0)[0].item() / 0.5 for _ in range(12)]
 
 
 @pytest.mark.parametrize("precision, close", [
@@ -467,7 +467,7 @@ def test_compiled_blocks_give_what_eager_ones_do_and_new_scales_compile_nothing(
         return loss, of_rows
 
     for step in range(2):
-        t.train_step(model, optimizer, batch(1, step), 0, both)
+        t.train_step(model, optimizer, read(model, batch(1, step)), 0, both)
     if precision == "fp8":
         assert len({recipe_at(model, layer, "o").product.weight_scale.item() for layer in range(3)}) > 1
     of_blocks = min(layers, 2)  # of those that see near, and of those that see far
@@ -484,7 +484,7 @@ def test_validation_and_the_last_phase_are_without_the_recipe():
         assert not torch.equal(model(*data, VIEW, True), plain(*data, VIEW, True))
     for step, without in enumerate((False, False, True, True)):
         model.precision.recipes.measurements.reset()
-        t.train_step(model, optimizer, batch(), step)
+        t.train_step(model, optimizer, read(model, batch()), step)
         assert model.precision.recipes.measurements.amaxes.any() != without
 
 
@@ -640,7 +640,7 @@ def test_a_power_of_two_on_the_loss_changes_no_bit_in_float32():
         scaling = active(model, "fp16")
         scaling.set_scale(scale)
         for step in range(3):
-            t.train_step(model, optimizer, batch(2, step), step)
+            t.train_step(model, optimizer, read(model, batch(2, step)), step)
         assert optimizer.updates == 3 and scaling.scale == scale
         weights.append([p.detach().clone() for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*weights))
@@ -705,7 +705,7 @@ def test_training_through_a_doubling_of_the_loss_scale_changes_no_bit_in_float32
         scaling = active(model, "fp16")
         scaling.good_steps = good_steps  # the next good step is the last of 2000
         for step in range(3):
-            t.train_step(model, optimizer, batch(2, step), step)
+            t.train_step(model, optimizer, read(model, batch(2, step)), step)
         assert scaling.scale == (2.0**16 if good_steps else 2.0**15) and optimizer.updates == 3
         states.append([*optimizer.masters.values()])
     assert all(torch.equal(a, b) for a, b in zip(*states))
@@ -742,7 +742,7 @@ def test_what_a_cuda_graph_reads_stays_at_its_place_through_warming_up_and_train
     optimizer.reset(t.initialize(model, model.config.seed))
     phase = "run"
     for step in range(4):
-        t.train_step(model, optimizer, batch(2, step), step, call)
+        t.train_step(model, optimizer, read(model, batch(2, step)), step, call)
     assert {"amaxes", "ngrams"} < {*read} and any(isinstance(name, tuple) for name in read)
 
 

@@ -275,11 +275,11 @@ def test_what_is_looked_for_one_step_ahead_is_what_the_step_itself_would_find(co
     train_step, recalled = t.train_step, []
 
     def checked(model, optimizer, batch, step, *others):
-        if len(others) == 3:  # not while warming up
-            for (inputs, _), history in zip(batch, others[2], strict=True):
-                found = model.history(inputs, True)
-                assert torch.equal(history.hashes, found.hashes) and torch.equal(history.found, found.found)
-                recalled.append(found.found[1, 1].count_nonzero().item())
+        if len(others) == 2:  # not while warming up
+            for reading, _ in batch:
+                found = model.past.read(reading.tokens, True)
+                assert all(map(torch.equal, reading, found))
+                recalled.append(found.recalled_length.count_nonzero().item())
         return train_step(model, optimizer, batch, step, *others)
 
     monkeypatch.setattr(t, "train_step", checked)
@@ -582,8 +582,8 @@ def loss_and_gradients(c, tokens, targets):
         for bank in model.parameters():  # many begin as zeros, through which no gradient gets
             bank += 0.05 * torch.randn(bank.shape, generator=torch.Generator().manual_seed(bank.numel()))
     torch.manual_seed(1)  # of the candidates
-    history = model.history(tokens, True)
-    loss, row_gradients = t.forward_backward(model, t.setting_of(0, c), tokens, targets, *history)
+    reading = model.past.read(tokens, True)
+    loss, row_gradients = t.forward_backward(model, t.setting_of(0, c), targets, *reading)
     gradients = {name: bank.grad for name, bank in model.named_parameters() if bank.grad is not None}
     return loss, gradients, row_gradients, model.target_counts, model.lost_targets
 
@@ -709,10 +709,10 @@ def test_minutes_for_a_few_steps_take_only_such_steps_as_were_warmed_up(corpus, 
         warmed_up.update(str(t.setting_of(step, self.config)) for _, step in self.step_kinds)
         warm_up_run(self, call)
 
-    def noting_step(model, optimizer, batch, step, call, tell=None, histories=None):
+    def noting_step(model, optimizer, batch, step, call, tell=None):
         if tell is not None:
             trained.add(str(t.setting_of(step, model.config)))
-        return train_step(model, optimizer, batch, step, call, tell, histories)
+        return train_step(model, optimizer, batch, step, call, tell)
 
     monkeypatch.setattr(t.warmup.WarmUp, "run", noting_run)
     monkeypatch.setattr(t, "train_step", noting_step)

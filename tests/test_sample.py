@@ -12,7 +12,7 @@ from conftest import ROOT, arguments
 
 import sample
 import train_gpt as t
-from nanogpt import matches
+from nanogpt import past
 from nanogpt.checkpoints import of_model, write
 from nanogpt.masks import BLOCK_SIZE
 from nanogpt.ranks import BadInput
@@ -34,8 +34,8 @@ def random_model(num_layers=5, dtype="float64", seq_len=LENGTH, **changes):
         for p in model.parameters():
             p.copy_(torch.randn(p.shape, generator=draw, dtype=torch.float64) * (0.3 if p.dim() == 3 else 1))
     earlier = text_of([0, 200], seq_len)
-    hashes = model.history(earlier, True).hashes
-    matches.remember(model.recall_table, hashes, earlier.roll(-1), model.config.recall_lengths, 1)
+    hashes = model.past.read(earlier, True).hashes
+    past.remember(model.recall_table, hashes, earlier.roll(-1), model.config.recall_lengths, 1)
     return model
 
 
@@ -116,6 +116,7 @@ def test_the_view_is_that_of_the_step_whose_weights_are_kept():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_the_cuda_graph_gives_the_logits_of_the_plain_step():
     model, tokens = random_model(5, "float32").cuda(), text_of([0, 200, 500]).tolist()
+    model.past.recall_table = model.recall_table
     memories = [sample.Memory(model, view(), cuda_graph) for cuda_graph in (True, False)]
     for begin, end in ((0, 100), *((i, i + 1) for i in range(100, 600))):
         with_graph, plain = (memory.append(tokens[begin:end]) for memory in memories)

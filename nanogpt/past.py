@@ -1,0 +1,229 @@
+"""What follows from the tokens of a text alone, without the weights: where documents begin, hashes
+of n-grams and the rows of their table, and guesses of the next token. Such a guess is the token
+that followed when the same last tokens stood earlier in this document (the induced token), or when
+they were read in an earlier step of training (the recalled token).
+
+Texts repeat themselves, so such a guess is often right. Attention can learn to find the first one
+("induction heads", Olsson et al. 2022), but only inside its window; and a weight learns from a
+single reading only a little. So the model gets both as inputs (after Akyürek et al. 2024 and
+Khandelwal et al. 2020).
+"""
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanogpt.compiling import call_directly
+from nanogpt.ranks import gathered
+from nanogpt.streams import SideStream
+
+
+class Reading(NamedTuple):
+    """What the model reads of T tokens. What a model is configured without is empty: (0,)."""
+    tokens: Tensor  # (T,) int64
+    begins: Tensor  # (T,) bool, where documents begin, and sequences
+    hashes: Tensor  # (lengths, T), of the last 2, 3, ... tokens
+    ngram_rows: Tensor  # (G T,), rows of the table of n-grams (record 62 for pairs)
+    # What came next where the last tokens stood before, and how many of them were the same there;
+    # both 0 where they did not. (T,) each.
+    induced_token: Tensor
+    induced_length: Tensor
+    recalled_token: Tensor
+    recalled_length: Tensor
+
+    def rows(self) -> dict[str, Tensor]:
+        """The rows that are looked up: at the tokens, and in the table of n-grams."""
+        rows = {"tokens": self.tokens, "ngrams": self.ngram_rows}
+        return {index: numbers for index, numbers in rows.items() if len(numbers)}
+
+    def matches(self) -> list[tuple[Tensor, Tensor]]:
+        """The guessed tokens and the lengths of their matches, of each kind that there is."""
+        kinds = [(self.induced_token, self.induced_length),
+                 (self.recalled_token, self.recalled_length)]
+        return [(token, length) for token, length in kinds if len(token)]
+
+
+def inputs_and_targets(sequences: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(n, length + 1), int16 with the bits of uint16 -> inputs and targets (n * length,), int64."""
+    tokens = sequences.to(device, non_blocking=True).long() & 0xFFFF
+    return tokens[:, :-1].flatten(), tokens[:, 1:].flatten()
+
+
+class Past:
+    """Reads text for a model, and remembers what came next in it. While the GPU trains on one
+    batch, the next one is read on a stream of its own:
+
+        follow    before the first batch
+        prepare   reads a batch, which the main stream can use then
+        remember  writes down, for later batches, what came next in this one
+        join      before the main stream reads what was remembered
+
+    `bos` is the token that begins a document, `recall_table` what is remembered: (R,), the same on
+    all ranks. c: train_gpt.Config"""
+
+    def __init__(self, c, bos: int, recall_table: Tensor):
+        self.bos = bos
+        self.recall_table = recall_table
+        self.seq_len = c.seq_len
+        self.ngram_rows = c.ngram_rows
+        self.longest_ngram = c.longest_ngram
+        self.induces = c.induced
+        self.recall_lengths = c.recall_lengths
+        self.device = recall_table.device
+        self.side_stream = SideStream(self.device)
+        self.call = call_directly
+
+    def read(self, tokens: Tensor, training: bool) -> Reading:
+        """The reading of tokens (T,). In training they are sequences of `seq_len`, end to end."""
+        begins = tokens == self.bos
+        begins[:: self.seq_len if training else len(tokens)] = True
+        return Reading(tokens, *self.look_back(tokens, begins))
+
+    def look_back(self, tokens: Tensor, begins: Tensor) -> tuple[Tensor, ...]:
+        """tokens and begins (T,) -> all of a reading but the tokens."""
+        nothing = tokens.new_empty(0)
+        hashes = ngram_hashes(tokens, begins, max((self.longest_ngram, *self.recall_lengths)))
+        of_ngrams = hashes[: self.longest_ngram - 1]  # (G, T)
+        rows = nothing
+        if self.ngram_rows:
+            rows = (of_ngrams % self.ngram_rows).flatten()
+        induced = recalled = nothing, nothing
+        if self.induces:
+            induced = induced_tokens(tokens, begins, of_ngrams)
+        if self.recall_lengths:
+            recalled = recalled_tokens(self.recall_table, hashes, self.recall_lengths)
+        return begins, hashes, rows, *induced, *recalled
+
+    def follow(self) -> None:
+        self.side_stream.follow()
+
+    def join(self) -> None:
+        self.side_stream.join()
+
+    def prepare(self, batch: Iterable[Tensor]) -> list[tuple[Reading, Tensor]]:
+        """The micro-batches of a step, sequences (n, seq_len + 1) in the memory of the CPU, with
+        the bits of uint16 -> the reading and the targets (T,) of each.
+
+        They may get the memory of the batch before the last one: in `remember` of the last one this
+        stream has waited until the step before it was over."""
+        prepared = []
+        with self.side_stream.on():
+            pairs = [inputs_and_targets(sequences, self.device) for sequences in batch]
+            for inputs, targets in pairs:
+                _, *others = self.call("reading", self.read_for_training, (inputs,))
+                # Copies, because the next call of a CUDA graph overwrites what it has returned.
+                prepared.append((Reading(inputs, *[x.clone() for x in others]), targets))
+        self.side_stream.join()
+        return prepared
+
+    def read_for_training(self, tokens: Tensor) -> Reading:
+        return self.read(tokens, training=True)
+
+    def remember(self, batch: list[tuple[Reading, Tensor]], step: int, read_once: bool) -> None:
+        """Writes to the recall table what came next in all of a step's micro-batches, which were
+        read before: otherwise they would recall their own targets. A text that is read more than
+        once is not remembered, because it would be known by heart. A collective."""
+        self.side_stream.follow()
+        if not (self.recall_lengths and read_once):
+            return
+        with self.side_stream.on():
+            for reading, targets in batch:
+                remember(
+                    self.recall_table, reading.hashes, targets, self.recall_lengths, step + 1)
+
+
+def ngram_hashes(tokens: Tensor, begins: Tensor, longest: int) -> Tensor:
+    """tokens and begins (T,) -> (longest - 1, T) int64: for each position the hash of its last 2,
+    of its last 3, ... and of its last `longest` tokens. Those before the document or before the
+    sequence count as 0."""
+    earlier = tokens
+    hashed = tokens
+    hashes = []
+    for _ in range(longest - 1):
+        earlier = torch.where(begins, 0, earlier.roll(1))  # one token further back
+        hashed = (1_000_003 * hashed + earlier) % (2**31 - 1)  # two primes
+        hashes.append(hashed)
+    return torch.stack(hashes)
+
+
+def induced_tokens(tokens: Tensor, begins: Tensor, hashes: Tensor) -> tuple[Tensor, Tensor]:
+    """tokens and begins (T,), hashes of their n-grams (G, T) -> for each position its induced token
+    and the length of its match, both (T,) int64, and both 0 where there is no match. A match of
+    length n is an earlier position in the document (or what the sequence has of it) where the last
+    n tokens were the same as here.
+    We take the longest one, with n from 1 to 1 + G, and of several the latest. The induced token is
+    the one that came next there."""
+    # 1. Sort the positions for each n, so that those with equal last tokens stand side by side, in
+    # the order of the text. What is sorted begins with the number of the document, so that
+    # positions of two documents are never equal.
+    identity = begins.cumsum(0) * 2**31 + torch.cat((tokens[None], hashes))  # (1 + G, T)
+    order = identity.argsort(dim=1, stable=True)
+    in_order = identity.gather(1, order)
+
+    # 2. The position just before in this order is the latest match, if the two are equal.
+    is_repeated = F.pad(in_order[:, 1:] == in_order[:, :-1], (1, 0))
+    match_in_order = torch.where(is_repeated, order.roll(1, 1), -1)
+    latest = torch.empty_like(order).scatter(1, order, match_in_order)  # (1 + G, T)
+
+    # 3. Where n tokens match, n - 1 do, too. So the longest length is the number of matches before
+    # the first -1; a match behind it means that hashes are equal by chance.
+    length = (latest >= 0).cumprod(0).sum(0)
+    match = latest.gather(0, (length - 1).clamp(min=0)[None])[0]
+    next_token = tokens.roll(-1)  # wrong for the last position, which is nobody's match
+    return torch.where(length > 0, next_token[match], 0), length
+
+
+# The table of recalled tokens has R entries of 64 bits, which are 0 at first. What came after the
+# last n tokens is written to place `hash % R`, for two lengths n. From its highest bits on an entry
+# holds
+#
+#   the step that wrote it | 16 check bits | the next token, 16 bits
+#
+# Of two entries for one place the larger one stays. So a later step counts, and within a step the
+# result does not depend on the order in which the GPU or several ranks write. Different n-grams
+# share places. The check bits are from the hash of the last two tokens: if they are the same, the
+# entry nearly always is of this n-gram.
+
+
+def check_bits(hashes: Tensor) -> Tensor:
+    """hashes (G, T) of the last 2 and more tokens -> (T,)."""
+    return hashes[0] & 0xFFFF
+
+
+def recalled_tokens(table: Tensor, hashes: Tensor,
+                    lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """table (R,), hashes (G, T) -> for each position the token that came next when its last n
+    tokens were last read in training, and n, both (T,) int64, and both 0 where no entry is found. n
+    is the largest of `lengths`, which ascend, for which there is one."""
+    token = torch.zeros_like(hashes[0])
+    length = torch.zeros_like(token)
+    bits = check_bits(hashes)
+    for n in lengths:
+        entry = table[hashes[n - 2] % len(table)]
+        is_found = (entry > 0) & ((entry >> 16 & 0xFFFF) == bits)
+        token = torch.where(is_found, entry & 0xFFFF, token)
+        length = torch.where(is_found, n, length)
+    return token, length
+
+
+def remember(table: Tensor, hashes: Tensor, next_tokens: Tensor, lengths: tuple[int, ...],
+             step: int) -> None:
+    """Writes to the table (R,), in place and on all ranks, which token came next at each position
+    of this rank: hashes (G, T), next_tokens (T,). A next token of -1 is none, and is not written.
+    `step` is at least 1, so that no entry is 0. A collective."""
+    entries = (step << 32) + (check_bits(hashes) << 16) + next_tokens
+    entries = torch.where(next_tokens < 0, 0, entries)
+    places = [hashes[n - 2] % len(table) for n in lengths]
+    of_all = gathered(torch.stack((*places, entries), 1))  # (ranks * T, lengths + 1)
+    *places, entries = of_all.unbind(1)
+    for place in places:
+        table.scatter_reduce_(0, place, entries, "amax")
+
+
+def is_table(x: Tensor, c) -> bool:
+    """Whether x, from a file, can be the table of a train_gpt.Config."""
+    if x.dtype != torch.int64 or x.shape != (c.recall_rows,):
+        return False
+    return bool(((x & 0xFFFF) < c.vocab_size).all())

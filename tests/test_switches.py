@@ -1,0 +1,90 @@
+"""Every mechanism can be switched off, so that it can be judged: what is left trains, and has no weights of it."""
+import pytest
+import torch
+from conftest import TINY, read
+
+import train_gpt as t
+
+SWITCHES = {  # option -> the parameters that it takes away
+    "ngram_rows": {"ngrams"},
+    "induced": set(),
+    "recall_rows": set(),
+    "value_embeds": {"value_embeds", "value_gates"},
+    "late_mix": {"late_in", "late_out", "late_bias"},
+    "mix_previous": set(),
+    "gates": {"gates"},
+    "scalars": {"scalars"},
+    "candidates": set(),
+}
+
+
+def trained(**changes):
+    """Parameters of a tiny model, and its losses over some steps on one batch."""
+    c = t.Config(**TINY | dict(dtype="float32") | changes)
+    model = t.GPT(c, torch.device("cpu"))
+    full = t.initialize(model, 0)
+    optimizer = t.Optimizer(model)
+    optimizer.reset(full)
+    tokens = torch.randint(0, 60, (257,), generator=torch.Generator().manual_seed(0))
+    batch = read(model, [(tokens[:-1], tokens[1:])])
+    losses = [t.train_step(model, optimizer, batch, step)[0].item() for step in range(4)]
+    assert all(bank.isfinite().all() for bank in model.parameters())
+    return model, losses
+
+
+@pytest.mark.parametrize("option", SWITCHES)
+def test_without_a_mechanism_the_model_trains_and_has_no_weights_of_it(option):
+    with_it, _ = trained(candidates=256)
+    model, losses = trained(**{"candidates": 256} | {option: type(getattr(with_it.config, option))(0)})
+    assert {*with_it.params} - {*model.params} == SWITCHES[option]
+    assert losses[-1] < losses[0]
+
+
+def test_with_everything_off_the_model_is_the_plain_transformer_of_124m_weights():
+    gpt2 = t.parse_config(["--preset=gpt2"])
+    assert all(not getattr(gpt2, option) for option in SWITCHES)
+    shapes = {name: param.shape for name, param in t.parameter_table(gpt2).items()}
+    assert shapes == {"mlp": (24, 768, 3072), "lm_head": (50304, 768), "qkvo": (48, 768, 768)}
+    assert t.num_weights(gpt2) == (12 * 12 * 768**2 + 50304 * 768, 0)
+    model, losses = trained(**t.PLAIN_MODEL)
+    assert {*model.params} == {*shapes} and losses[-1] < losses[0]
+
+
+def test_the_plain_transformer_has_the_loss_and_gradients_of_one_written_out():
+    """Pre-norm attention with queries and keys of length 1, squared ReLU and capped logits, in float64."""
+    model = t.GPT(t.Config(**TINY | t.PLAIN_MODEL | dict(dtype="float64", precision="bf16")), torch.device("cpu"))
+    with torch.no_grad():
+        for i, bank in enumerate(model.parameters()):
+            bank.copy_(0.3 * torch.randn(bank.shape, generator=torch.Generator().manual_seed(i), dtype=torch.float64))
+    tokens = torch.randint(0, 300, (257,), generator=torch.Generator().manual_seed(0))
+    inputs, targets = tokens[:-1], tokens[1:]
+    setting = t.setting_of(0, model.config)._replace(windows={"long": 2, "short": 2}, score_scale=0.5)
+    loss = model(inputs, targets, setting, True)
+    loss.backward()
+
+    w = {name: bank.detach().clone().requires_grad_() for name, bank in model.named_parameters()}
+    H, d = model.config.num_heads, model.config.head_dim
+    turns = torch.arange(256)[:, None].double() * torch.tensor(setting.frequencies + (0.0,) * (d // 4))
+    turns = torch.polar(torch.ones_like(turns), -turns)[:, None]  # (T, 1, d / 2)
+
+    def rms(x):
+        return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+
+    def turned(x):
+        x = torch.complex(*rms(x).chunk(2, -1)) * turns
+        return torch.cat((x.real, x.imag), -1)
+
+    x = rms(w["lm_head"][inputs])
+    for i in range(model.config.num_layers):
+        u = rms(x)
+        q, k, v = ((u @ w["qkvo"][4 * i + j].T).view(256, H, d) for j in range(3))
+        scores = torch.einsum("qhd,khd->hqk", turned(q), turned(k)) * setting.score_scale
+        weights = scores.masked_fill(~torch.ones(256, 256).tril().bool(), float("-inf")).softmax(-1)
+        x = x + torch.einsum("hqk,khd->qhd", weights, v).flatten(1) @ w["qkvo"][4 * i + 3]
+        x = x + torch.relu(rms(x) @ w["mlp"][2 * i]).square() @ w["mlp"][2 * i + 1].T
+    logits = 23 * torch.sigmoid((rms(x) @ w["lm_head"].T + 5) / 7.5)
+    reference = torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
+    reference.backward()
+    assert loss.item() == pytest.approx(reference.item(), rel=1e-9)
+    for name, bank in model.named_parameters():
+        assert (bank.grad - w[name].grad).norm() < 1e-7 * w[name].grad.norm(), name
