@@ -99,11 +99,6 @@ def test_a_target_is_reached_or_not_yet_if_the_run_was_stopped(capsys):
     assert "target    1.5: not reached so far" in summary(capsys, FACTS | {"interrupted": True})
 
 
-def test_what_is_not_known_is_left_out_of_the_summary(capsys):
-    facts = FACTS | dict.fromkeys(["val_loss", "target", "mfu", "peak_memory_mib"])
-    assert [line.split()[0] for line in summary(capsys, facts, steps=[]) if line] == ["time", "log"]
-
-
 @pytest.mark.parametrize("last, end", [
     (1.7, "at step 9; the best was 1.6000 at step 5 (overfitting: more text helps)"),
     (1.605, "at step 9; the best was 1.6000 at step 5"), (1.60003, "at step 9"), (1.5, "at step 9")])

@@ -66,17 +66,6 @@ def test_every_line_of_a_log_and_its_twin_to_the_byte_and_at_once(tmp_path, caps
         "step:0/10 val_loss:10.8258 train_time:0ms step_avg:nanms", "warning: tokens were lost"]
 
 
-def test_facts_that_come_before_the_log_begins_stand_in_it(tmp_path):
-    log = journal.Log(Console())
-    log.fact("note", "early")
-    config = dict(log_dir=str(tmp_path), jsonl=False, num_steps=2)
-    facts = journal.RunFacts({"run_id": "x"}, [{"path": "a.py"}], {"cpu": "c"}, [{"split": "val"}], {"copy": 1})
-    log.begin(SOURCE, facts, config, [{"first_step": 0}])
-    assert log.path == tmp_path / "x.txt"
-    assert [line.split()[0] for line in lines_of(log)[1:]] == [
-        "run", "file", "config", "environment", "data", "stage", "calibration", "note"]
-
-
 def test_a_full_disk_ends_the_log_and_not_the_run(tmp_path, capsys):
     log = open_log(tmp_path)
     log.fact("note", "the last one")
