@@ -756,26 +756,24 @@ class LayerContext(NamedTuple):
     inject: Tensor | None  # (T, D), added to the stream with the output of attention
     value_embed: Tensor | None  # (T, H d)
     begins: Tensor  # (T,) bool, where documents or sequences begin
-    earlier: object | None = None  # when sampling, a sample.EarlierTokens of this layer
 
 
-def mix_in_previous(x: Tensor, is_own: Tensor, name: str, context: LayerContext) -> Tensor:
+def mix_in_previous(x: Tensor, is_own: Tensor, begins: Tensor) -> Tensor:
     """x (T, ..., C) -> x of each token, in which the channels that `is_own` (C,) does not mark are
-    replaced by those of the previous token. The first token of a document keeps all of its own.
-    `name` says what x is, as `context.earlier` keeps several."""
-    previous = context.earlier.previous(name, x) if context.earlier else x.roll(1, 0)
-    begins = context.begins.view(-1, *[1] * (x.dim() - 1))  # (T, 1) or (T, 1, 1)
-    return torch.where(begins | is_own, x, previous)
+    replaced by those of the previous token. The first token of a document, where `begins` (T,) is
+    true, keeps all of its own."""
+    begins = begins.view(-1, *[1] * (x.dim() - 1))  # (T, 1) or (T, 1, 1)
+    return torch.where(begins | is_own, x, x.roll(1, 0))
 
 
-def input_of(x: Tensor, name: str, context: LayerContext) -> Tensor:
+def input_of(x: Tensor, context: LayerContext) -> Tensor:
     """The stream x (T, D) -> what attention or the MLP reads of it: its norm, in which the last
     quarter of the channels is the previous token's (in the manner of RWKV, Bo Peng et al. 2023)."""
     if not context.mixes:
         return norm(x)
     D = x.size(1)
     is_own = torch.arange(D, device=x.device) < D - D // 4
-    return mix_in_previous(norm(x), is_own, name, context)
+    return mix_in_previous(norm(x), is_own, context.begins)
 
 
 def offset_keys(k: Tensor, context: LayerContext) -> Tensor:
@@ -785,7 +783,7 @@ def offset_keys(k: Tensor, context: LayerContext) -> Tensor:
         return k
     d = k.size(-1)
     is_own = torch.arange(d, device=k.device) % (d // 2) < d // 4
-    return mix_in_previous(k, is_own, "keys", context)
+    return mix_in_previous(k, is_own, context.begins)
 
 
 def attention(x: Tensor, weights: LayerWeights, scalars: dict[str, Tensor],
@@ -813,10 +811,7 @@ def attention(x: Tensor, weights: LayerWeights, scalars: dict[str, Tensor],
 
     # 3. Attention itself, over keys of which half is the previous token's.
     k = offset_keys(k, context)
-    if context.earlier:
-        y = context.earlier.attend(q, k, v)
-    else:
-        y = attend(q, k, v, context.mask)
+    y = attend(q, k, v, context.mask)
 
     # 4. A gate lets a head say nothing (record 28).
     if weights.gates is not None:
@@ -839,12 +834,12 @@ def block(x: Tensor, weights: LayerWeights, context: LayerContext,
     function, so with FlexAttention all layers of the same recipes share one compiled graph. (A
     block of attention is something else, 128 tokens.)"""
     scalars = factors_of(weights)
-    y = attention(input_of(x, "attention", context), weights, scalars, context, products)
+    y = attention(input_of(x, context), weights, scalars, context, products)
     x = scalars["stream_attn"] * x + y
     if context.inject is not None:
         x = x + context.inject
     return scalars["stream_mlp"] * x + products.up.mlp(
-        input_of(x, "mlp", context), weights.up, weights.down, scalars["down"], products.down)
+        input_of(x, context), weights.up, weights.down, scalars["down"], products.down)
 
 
 def embed_inputs(embedded: Tensor, reading: Reading, ngrams: Tensor | None, embed: Tensor,
@@ -2251,12 +2246,15 @@ class Run:
         STOP.end_steps()
         try:
             model = checkpoints.model_of(content, self.device, sys.modules[__name__])
-            text = sample.after_training(model, self.config.sample, self.config.sample_tokens)
+            text = sample.continue_text(model, self.config.sample, self.config.sample_tokens)
         except (RuntimeError, MemoryError) as error:  # the run has done its work all the same
             text = limits.lack_of_memory(error)
             if not text:
                 raise
         self.log.console.say(f"sample: {text}")
+        expected = sample.what_to_expect(self.config, num_weights(self.config)[0], self.clock.total)
+        if expected:
+            self.log.console.say(expected)
 
 
 def train(c: Config, at_end: ExitStack) -> int:
