@@ -216,8 +216,6 @@ def model_of(content: dict, device: torch.device, script):
         if bank.dtype == torch.float16:  # texts overflow it sooner than training does
             bank.data = bank.to(torch.float32 if device.type == "cpu" else torch.bfloat16)
     model.trained_steps = content["step"]
-    model.data = content["data"]
-    model.val_loss = content["val_loss"]
     return model
 
 
