@@ -508,7 +508,7 @@ def test_a_run_has_done_its_work_though_its_sample_does_not_fit_into_the_memory(
     def too_large(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. And much more.")
 
-    monkeypatch.setattr(sample, "after_training", too_large)
+    monkeypatch.setattr(sample, "continue_text", too_large)
     args = arguments(data_dir=corpus, log_dir=tmp_path, sample="The ", target_loss=0, save_checkpoint=tmp_path / "model.pt")
     assert t.main(args) == 0
     assert "sample: CUDA out of memory. Tried to allocate 2 GiB\n" in capfd.readouterr().out
