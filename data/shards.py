@@ -12,16 +12,18 @@ and the trainer reads them; all three use this file. From shards to batches:
     batches         makes a batch for every step of a run
     rank_batches    copies the sequences that belong to one rank into an array
 
-This file needs numpy and the standard library only. It is handed paths and numbers, and knows
+Of packages, this file needs numpy only. It is handed paths and numbers, and knows
 nothing of devices or of torch. Of the trainer it knows the names of the keys that its sentences
 advise to change.
 """
+import codecs
 import hashlib
 import os
+import re
 import stat
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from glob import glob
 from itertools import chain, pairwise, repeat
 from pathlib import Path
@@ -29,8 +31,14 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
+if __package__:
+    from .texts import format_of
+else:  # of a script in this folder
+    from texts import format_of
+
 HEADER_BYTES = 1024
 MAGIC = 20240520
+MAGIC_32 = 20240801  # of llm.c's format for tokens of 32 bits
 VERSION = 1
 SEPARATOR = 50256  # GPT-2's end-of-text token, the first token of every document
 
@@ -42,41 +50,29 @@ class ShardError(ValueError):
     """Shards that cannot be used. The message is one sentence: what is wrong, where, the remedy."""
 
 
-class DamagedShard(ShardError):
-    """A file that is not a whole shard. `fault` is the sentence without the path and the remedy."""
+AGAIN = "fetch or make it again (data/fineweb.py, data/prepare.py)"
+FROM_TEXT = "make shards of the text itself: python data/prepare.py FILE"
 
-    def __init__(self, path: Path, fault: str,
-                 remedy: str = "fetch or make it again (data/fineweb.py, data/prepare.py)"):
-        super().__init__(f"{path} {fault}; {remedy}")
-        self.fault = fault
-
-
-class Stamp(NamedTuple):
-    """Size and time of change of a file. If they differ later, it was changed during the run."""
-
-    size: int  # in bytes
-    changed: int  # when its content was changed last, in nanoseconds
+Stamp = tuple[int, int]  # size in bytes and time of the last change in ns: has a file changed?
 
 
 def stamp_of(path: Path) -> Stamp:
-    """Raises DamagedShard if there is no such file, or if it is no regular file: opening a fifo may
+    """Raises ShardError if there is no such file, or if it is no regular file: opening a fifo may
     wait forever."""
     try:
         found = path.stat()
     except OSError as error:
-        fault = f"cannot be read ({error.strerror})"
-        if path.is_symlink():
-            fault = f"is a link to {os.readlink(path)}, which cannot be read ({error.strerror})"
-        raise DamagedShard(path, fault) from None
+        link = f"is a link to {os.readlink(path)}, which " if path.is_symlink() else ""
+        raise ShardError(f"{path} {link}cannot be read ({error.strerror}); {AGAIN}") from None
     if not stat.S_ISREG(found.st_mode):
         kind = "a folder" if stat.S_ISDIR(found.st_mode) else "a device, a fifo or a socket"
-        remedy = "move it away, or name the shards with --train_files and --val_files"
-        raise DamagedShard(path, f"is {kind}, not a file", remedy)
-    return Stamp(found.st_size, found.st_mtime_ns)
+        raise ShardError(f"{path} is {kind}, not a file; move it away, or name the shards with "
+                         "--train_files and --val_files")
+    return found.st_size, found.st_mtime_ns
 
 
 def stamps_of(paths: list[Path]) -> dict[Path, Stamp]:
-    """Raises DamagedShard if one of the files is not there."""
+    """Raises ShardError if one of the files is not there."""
     return {path: stamp_of(path) for path in paths}
 
 
@@ -86,36 +82,84 @@ def opened(path: Path, expected: Stamp | None = None) -> Iterator[tuple[BinaryIO
     its length. It is read and never mapped into memory: where a mapped file has become shorter, the
     system kills the process without a word.
 
-    Raises DamagedShard if the file is not a whole shard or cannot be read, and ShardError if it has
-    changed while it was open, or has not the expected stamp.
+    Raises ShardError if the file is not a whole shard or cannot be read, if it has changed while it
+    was open, or if it has not the expected stamp.
     """
     before = stamp_of(path)
     try:
         with open(path, "rb") as file:
-            num_tokens = tokens_promised(path, file.read(HEADER_BYTES), before.size)
+            num_tokens = tokens_promised(path, file.read(HEADER_BYTES), before[0])
             yield file, num_tokens
     except OSError as error:
-        raise DamagedShard(path, f"cannot be read ({error.strerror or error})") from None
+        raise ShardError(
+            f"{path} cannot be read ({error.strerror or error}); {AGAIN}") from None
     if stamp_of(path) != before or (expected is not None and expected != before):
         raise ShardError(f"{path} has changed since the run began; start again, and leave the "
                          "shards as they are while a run reads them")
 
 
 def tokens_promised(path: Path, header: bytes, size: int) -> int:
-    """How many tokens the shard holds by its header. Raises DamagedShard if that does not fit the
+    """How many tokens the shard holds by its header. Raises ShardError if that does not fit the
     size of the file."""
+    begins_right = header[:4] == np.array(MAGIC, dtype="<i4").tobytes()
+    if header and not begins_right:
+        what, remedy = foreign(path, header)
+        raise ShardError(f"{path} {what}; {remedy}")
     if len(header) < HEADER_BYTES:
-        raise DamagedShard(path, f"has {size} bytes, less than its header of {HEADER_BYTES}")
-    magic, version, num_tokens = np.frombuffer(header, dtype="<i4", count=3).tolist()
-    if (magic, version) != (MAGIC, VERSION):
-        found = f"magic {magic}, version {version}"
-        raise DamagedShard(path, f"begins with {found}, not {MAGIC}, {VERSION}")
+        raise ShardError(
+            f"{path} has {size} bytes, less than its header of {HEADER_BYTES}; {AGAIN}")
+    _, version, num_tokens = np.frombuffer(header, dtype="<i4", count=3).tolist()
     expected_size = HEADER_BYTES + 2 * num_tokens
+    if version != VERSION:
+        raise ShardError(f"{path} is a shard of version {version}, not {VERSION}; {AGAIN}")
+    if num_tokens and size == HEADER_BYTES + 4 * num_tokens:
+        raise ShardError(
+            f"{path} holds numbers of 32 bits, where a shard has 16 bits; {FROM_TEXT}")
     if size != expected_size:
-        raise DamagedShard(path, f"has {size} bytes where its header promises {expected_size}")
+        raise ShardError(
+            f"{path} has {size} bytes where its header promises {expected_size}; {AGAIN}")
     if num_tokens == 0:
-        raise DamagedShard(path, "holds no tokens")
+        raise ShardError(f"{path} holds no tokens; {AGAIN}")
     return num_tokens
+
+
+def foreign(path: Path, header: bytes) -> tuple[str, str]:
+    """What a file is that is no shard, and what to do instead. Raises OSError."""
+    known = format_of(header)
+    is_array = header.startswith(b"\x93NUMPY")
+    if known and not is_array:
+        return f"is {known[0]}, not a shard", known[1]
+    magic, version = np.frombuffer(header.ljust(8, b"\0"), dtype="<i4", count=2).tolist()
+    if magic == MAGIC_32:
+        return "holds tokens of 32 bits, of Llama 3 (llm.c's second format)", FROM_TEXT
+    if not any(header[12:]):  # a header, and no tokens
+        return f"begins with magic {magic}, version {version}, not {MAGIC}, {VERSION}", AGAIN
+    with suppress(UnicodeError):
+        if "\0" not in codecs.getincrementaldecoder("utf-8")().decode(header):
+            return "is a text, not a shard", f"make shards of it: python data/prepare.py {path}"
+
+    # What is left are numbers. Of tokens with 32 bits each, the upper halves are zero or small.
+    if is_array:
+        what = "is an array of numpy, not a shard"
+        read = f"numpy.load({str(path)!r}).ravel()"
+        numbers = np.load(path, mmap_mode="r").reshape(-1)
+    else:
+        halves = np.frombuffer(header[: len(header) // 4 * 4], dtype="<u2")
+        dtype = "<u4" if halves[1::2].max(initial=0) < 4 else "<u2"
+        what = (f"holds numbers of {dtype[2]} bytes without a header, as nanoGPT's train.bin does, "
+                "not a shard")
+        read = f"numpy.fromfile({str(path)!r}, {dtype!r})"
+        numbers = np.fromfile(path, dtype, count=2**20)
+    largest = numbers[: 2**20].max(initial=0)
+    if not 256 <= largest <= SEPARATOR:
+        return f"{what}, and not GPT-2's tokens (the largest is {largest})", FROM_TEXT
+    split = "val" if "val" in path.name else "train"
+    name = path.stem if f"_{split}_" in path.name else f"own_{split}_{path.stem}"
+    return what, (
+        "if they are GPT-2's tokens, this makes a shard of them, in the folder of train_gpt.py: "
+        "python -c \"import numpy; from data.shards import write_shard; write_shard("
+        f"{str(path.with_name(name + '.bin'))!r}, [numpy.r_[{SEPARATOR}, {read}]])\"; "
+        f"if not, {FROM_TEXT}")
 
 
 def count_tokens(path: Path) -> int:
@@ -199,13 +243,27 @@ def find_shards(folder: str | Path, split: str, pattern: str, remedy: str) -> li
     """
     names = glob(pattern, root_dir=folder)
     if not names:
-        missing = f"no {split} shards (--{split}_files={pattern})"
-        raise ShardError(f"{missing} in {folder}; {remedy}")
+        missing = f"no {split} shards (--{split}_files={pattern}) in {folder}"
+        raise ShardError(f"{missing}{what_else(Path(folder), split) or f'; {remedy}'}")
     texts = sorted({name.split(f"_{split}_")[0] for name in names})
     if pattern == f"*_{split}_*.bin" and len(texts) > 1:  # a pattern of the user's may mean several
         raise ShardError(f"{folder} holds shards of {len(texts)} texts ({', '.join(texts[:3])}); "
                          f"choose one with --{split}_files={texts[0]}_{split}_*.bin")
     return sorted(Path(folder, name) for name in names)
+
+
+def what_else(folder: Path, split: str) -> str:
+    """What stands in a folder in place of shards, and what to do with it, or an empty string."""
+    others = sorted(path for path in folder.glob("[!.]*") if path.is_file())
+    others = [path for path in others if not re.search("_(train|val)_.*[.]bin$", path.name)]
+    if not others:
+        return ""
+    path = next((path for path in others if split in path.name), others[0])
+    try:
+        count_tokens(path)
+    except ShardError as error:
+        return f", but {error}"
+    return f", but {path.name}, which is one; name it with --{split}_files={path.name}"
 
 
 def fingerprint(path: Path, split: str) -> dict:

@@ -81,13 +81,6 @@ def test_the_batch_size_changes_at_the_first_step_of_a_stage(large):
     assert [len(batch) for batch in found] == [2] * 4 + [4] * 6 + [2] * 4  # 3.5 and 10.5, rounded to even
 
 
-@pytest.mark.parametrize("longest", [40, 200])
-def test_of_a_document_the_first_tokens_are_read_as_many_as_the_key_says(large, longest):
-    batch = sequences(next(loaded(config(large, longest_document=longest, seq_len=1024, batch_tokens=1024))), 1024)
-    documents = " ".join(map(str, batch[0])).split("383")[1:]
-    assert max(1 + len(document.split()) for document in documents) == longest
-
-
 def test_fewer_micro_tokens_give_more_micro_batches_of_the_same_sequences(folder):
     whole = [sequences(batch, 256) for batch in drain(config(folder, batch_tokens=1536))]
     assert len(whole) > 3 and {len(batch) for batch in whole} == {6}
@@ -141,18 +134,11 @@ def test_tokens_above_32767_survive_on_the_way_to_the_device(tmp_path):
     assert inputs.tolist() == tokens[:128]
 
 
-def test_a_run_may_end_with_the_last_batch_of_the_shards(folder):
-    c = config(folder, num_steps=len(drain(config(folder))))
-    batches = loaded(c)
-    for _ in range(c.num_steps):
-        assert next(batches)
-
-
 # ---------------------------------------------------------------------------------------------------- enough data?
 
 
 @pytest.mark.parametrize("batch_tokens, seq_len, epochs",
-                         [(1024, 256, 1), (512, 256, 2), (2048, 512, 3), (256, 128, 1)])
+                         [(512, 256, 2), (2048, 512, 3)])
 def test_the_check_before_compiling_agrees_exactly_with_what_the_loader_yields(folder, batch_tokens, seq_len, epochs):
     changes = dict(batch_tokens=batch_tokens, seq_len=seq_len, epochs=epochs)
     have = len(drain(config(folder, **changes)))
@@ -171,7 +157,7 @@ def test_the_check_before_compiling_agrees_exactly_with_what_the_loader_yields(f
 @pytest.mark.parametrize("cut_documents", [False, True])
 def test_the_check_agrees_with_the_loader_also_where_stages_change_the_batch(large, cut_documents):
     enough = []
-    for num_steps in range(1, 150, 3):
+    for num_steps in range(1, 150, 9):
         c = config(large, num_steps=num_steps, schedule="stages", batch_tokens=512, seq_len=128,
                    cut_documents=cut_documents)
         batches = loaded(c)
@@ -186,7 +172,7 @@ def test_the_check_agrees_with_the_loader_also_where_stages_change_the_batch(lar
         else:
             with pytest.raises(shards.ShardError, match=f"{num_steps} steps need"):
                 check_data(c)
-    assert 5 < sum(enough) < 48
+    assert 2 < sum(enough) < 15
 
 
 @pytest.mark.parametrize("steps, epochs, advised", [(10_000, 1, 14), (40_000, 4, 14), (10**6, 1, None)])
@@ -207,15 +193,6 @@ def test_the_number_of_processes_must_divide_the_batch_of_every_stage(large, mon
     monkeypatch.setattr("nanogpt.run_files.rank_and_world_size", lambda: (0, world_size))
     with pytest.raises(t.BadInput, match=f"{world_size} processes cannot .* 2 sequences; start 1, 2 of them"):
         check_data(c)
-
-
-@pytest.mark.parametrize("split", ["train", "val"])
-def test_the_check_before_compiling_finds_a_bad_shard(folder, split):
-    path = write_shard(folder / f"fineweb_{split}_000000.bin", documents(2000, 5), magic=20240521)
-    with pytest.raises(shards.ShardError) as error:
-        check_data(config(folder))
-    for part in (str(path), "20240521", "data/fineweb.py"):
-        assert part in str(error.value)
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
