@@ -1097,31 +1097,38 @@ class GPT(nn.Module):
                 looked_up: dict | None = None) -> Tensor:
         """A reading, or just tokens (T,), and targets (T,) int64 -> the loss, summed over T. A
         target of -1 is none."""
-        w = self.weight("lm_head")
-        chosen = bias = None  # without candidates
-        if training and 0 < self.config.candidates < self.config.vocab_size:
-            # Candidates do not depend on the layers. To draw them takes about 90 small kernels,
-            # 0.22 ms on an H100, which run beside the layers.
-            self.candidate_stream.follow()
-            with self.candidate_stream.on():
-                chosen, bias, places = self.draw_candidates(targets)
-        x, sources = self.last_stream(text, setting, training, looked_up)
-        late = self.late_weights()
-        products = self.precision.head_at(setting, training)
-        if chosen is not None:  # the head has the rows of the candidates only
-            self.candidate_stream.join()
-            w = w.index_select(0, chosen)
-            targets = places
-            products = products.for_rows(chosen)
         if training:
-            return self.functions.mix_and_loss(x, sources, late, products, w, targets, bias)
+            return self.training_loss(text, targets, setting, looked_up)
+        x, sources = self.last_stream(text, setting, training)
+        products = self.precision.head_at(setting, training)
         total = 0
         for begin in range(0, len(x), VAL_CHUNK):  # logits of a whole sequence would not fit
             chunk = slice(begin, begin + VAL_CHUNK)
             of_chunk = tuple(source[chunk] for source in sources)
             total = total + self.functions.mix_and_loss(
-                x[chunk], of_chunk, late, products, w, targets[chunk], bias)
+                x[chunk], of_chunk, self.late_weights(), products, self.weight("lm_head"),
+                targets[chunk], None)
         return total
+
+    def training_loss(self, text: Reading | Tensor, targets: Tensor, setting: Setting,
+                      looked_up: dict | None) -> Tensor:
+        """The same over candidates, if there are fewer than tokens of the vocabulary."""
+        over_candidates = 0 < self.config.candidates < self.config.vocab_size
+        if over_candidates:
+            # Candidates do not depend on the layers. To draw them takes about 90 small kernels,
+            # 0.22 ms on an H100, which run beside the layers.
+            self.candidate_stream.follow()
+            with self.candidate_stream.on():
+                chosen, bias, places = self.draw_candidates(targets)
+        x, sources = self.last_stream(text, setting, True, looked_up)
+        late = self.late_weights()
+        products = self.precision.head_at(setting, True)
+        head = self.weight("lm_head")
+        if not over_candidates:
+            return self.functions.mix_and_loss(x, sources, late, products, head, targets, None)
+        self.candidate_stream.join()
+        return self.functions.mix_and_loss(  # the head has the rows of the candidates only
+            x, sources, late, products.for_rows(chosen), head.index_select(0, chosen), places, bias)
 
     @torch.no_grad()
     def draw_candidates(self, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -1547,7 +1554,8 @@ def cautious_update(master: Tensor, part: Tensor, update: Tensor, lr, decay) -> 
 
 
 # To try another optimizer, write its state and its update here, add the update to Functions and
-# EAGER, and name it in Optimizer.zero_state, Optimizer.update and parameter_table. Gradients are
+# EAGER, and to `compiled_functions` if one graph is to serve all shapes; then name it in
+# Optimizer.zero_state, Optimizer.rates, Optimizer.update and parameter_table. Gradients are
 # sums over the tokens of a batch, not means. To Muon and Adam, which divide by the size of the
 # gradient, that makes no difference, but to plain SGD it does. On a GPU the update runs as a CUDA
 # graph: what changes from step to step must come in a tensor, as the rates do. The rows of tables
