@@ -41,6 +41,7 @@ from nanogpt import finite, past, stopping
 from nanogpt.ranks import BadInput, all_ranks, on_all_ranks, rank_and_world_size, require
 from records.console import complain
 
+REMEDY = "name an older save with --resume=FOLDER, or leave --resume out to begin anew"
 KEPT = 2  # saves of a run that stay on disk
 NEWEST = "newest"  # what --resume alone stands for
 SHARED_DIMENSION = {"slice": 0, "columns": 1}  # the one that ranks have parts of, by `share_of`
@@ -238,11 +239,8 @@ def saves_in(folder: Path) -> list[Path]:
     return sorted((file.parent for file in folder.glob("step_*/save.json")), key=written_at)
 
 
-def written_at(save: Path) -> tuple[int, str]:
-    """Sorts saves by when they were written; one that is removed meanwhile counts as the oldest."""
-    with suppress(OSError):
-        return (save / "save.json").stat().st_mtime_ns, save.name
-    return 0, save.name
+def written_at(save: Path) -> int:
+    return (save / "save.json").stat().st_mtime_ns
 
 
 def find(asked: str, log_dir: str) -> Path | None:
@@ -265,13 +263,6 @@ def find(asked: str, log_dir: str) -> Path | None:
     return saves[-1]
 
 
-def remedy(save: Path) -> str:
-    """What to do where this save is of no use."""
-    others = [other for other in saves_in(save.parent) if other != save]
-    another = f"give --resume={others[-1]}" if others else "name another save"
-    return f"{another}, or leave --resume out to begin anew"
-
-
 def facts_of(save: Path) -> dict:
     """What save.json holds. Raises BadInput if it is damaged."""
     try:
@@ -281,7 +272,7 @@ def facts_of(save: Path) -> dict:
     for name, kind in FACTS.items():
         require(isinstance(facts, dict) and isinstance(facts.get(name), kind),
                 f"{save / 'save.json'} is damaged or of another version, as it has no {name}; "
-                f"{remedy(save)}")
+                f"{REMEDY}")
     return facts
 
 
@@ -292,24 +283,15 @@ def configure(config_class: type, save: Path, given: dict, may_change: tuple[str
     try:
         saved = config_values(facts_of(save)["config"], config_class)
     except BadInput as error:
-        raise BadInput(f"{save}: {error}; {remedy(save)}") from None
+        raise BadInput(f"{save}: {error}; {REMEDY}") from None
     in_logs = save.parent.suffix == ".saved"
     saved["log_dir"] = str(save.parent.parent) if in_logs else config_class.log_dir
-    given = {name: value for name, value in given.items() if not was_fitted(saved, name, value)}
     changed = [f"--{name}={value} (saved: {saved[name]})" for name, value in given.items()
                if name not in may_change and value != saved[name]]
     require(not changed, f"--resume={save} goes on with the saved configuration, which cannot be "
             f"changed by {', '.join(changed)}; leave out what differs, name the save that you "
             "mean, or leave --resume out to begin anew")
     return config_class(**saved | given | {"resume": str(save)})
-
-
-def was_fitted(saved: dict, name: str, value) -> bool:
-    """Whether the command of the saved run may have had this value, although the run chose another
-    one: the number of readings follows from the minutes, and val_tokens is an upper bound."""
-    if name == "epochs":
-        return bool(saved["minutes"])
-    return name == "val_tokens" and saved["fit"] and value >= saved["val_tokens"]
 
 
 def tensors_of(optimizer) -> dict[str, Tensor]:
@@ -350,19 +332,16 @@ class Saved:
         self.facts = facts_of(save)
         self.step = self.facts["step"]
         count = self.facts["world_size"]
-        what = f"the save is not whole; {remedy(save)}"
+        what = f"the save is not whole; {REMEDY}"
         self.parts = [
             open_tensors(rank_file(save, rank, count), what) for rank in range(max(count, 1))]
         self.same_world = count == rank_and_world_size()[1]
-
-    def shape(self, rank: int, name: str) -> tuple[int, ...]:
-        return tuple(self.parts[rank].get_slice(name).get_shape())
 
     def fits(self, name: str, own: tuple[int, ...], params: dict) -> bool:
         """Whether the parts that ranks have saved make up a tensor, of which this rank's part has
         the shape `own`. They may differ from it in the shared dimension only. There they add up to
         the size of the parameter and its padding, which is less than 1 for each rank."""
-        shapes = [self.shape(rank, name) for rank in range(len(self.parts))]
+        shapes = [tuple(part.get_slice(name).get_shape()) for part in self.parts]
         if name == "recall_table":
             return sum(shape[0] for shape in shapes) == self.facts["config"].get("recall_rows")
         param = params.get(name.partition(".")[0])
@@ -379,8 +358,8 @@ class Saved:
         """Raises BadInput unless the save has the tensors of train_gpt.Optimizer, in their
         shapes."""
         ours = tensors_of(optimizer)
-        random = random_state(torch.device("cpu")).keys() | {"random.cuda"}
-        names = set.intersection(*(set(part.keys()) for part in self.parts)) - random
+        names = set.intersection(*(set(part.keys()) for part in self.parts))
+        names -= {"random.cpu", "random.cuda"}
         differing = sorted(names ^ ours.keys())
         for name in sorted(ours.keys() & names):
             if not self.fits(name, tuple(ours[name].shape), optimizer.model.params):
@@ -570,11 +549,13 @@ class Keeper:
         finite.check_save(step, tensors)
         self.last_save = self.clock.total, step
         save = self.folder / f"step_{step:06}"
-        all_ranks(remove(save) if self.rank == 0 else None)  # what a killed run may have left
+        if self.rank == 0:
+            remove(save)  # what a run that was killed may have left
+        all_ranks(None)
         part = rank_file(save, self.rank, self.world_size)
-        tensors |= random_state(self.model.signs.device)
-        error = ""
+        error = None
         try:
+            tensors |= random_state(self.model.signs.device)
             write_tensors(part, tensors, dict(rank=self.rank, step=step))
         except OSError as failure:
             error = str(failure)
@@ -593,21 +574,16 @@ class Keeper:
             updates=optimizer.updates, bytes_sent=optimizer.bytes_sent,
             recipes=optimizer.recipes.state())
         try:
-            for rank in range(self.world_size):
-                part = rank_file(save, rank, self.world_size)
-                if not errors and not part.exists():
-                    errors = [f"{part} is not there; hosts must share the disk of --log_dir"]
+            if len([*save.glob("rank_*.safetensors")]) < self.world_size:
+                errors.append(f"{save} lacks files; hosts must share the disk of --log_dir")
             if errors:
                 raise OSError(errors[0])
             beside = save / "save.json.part"
             beside.write_text(json.dumps(facts))
             os.replace(beside, save / "save.json")
             self.has_complained = False
-            old = saves_in(self.folder)[:-KEPT]
-            broken = [path for path in self.folder.glob("step_*")
-                      if not (path / "save.json").exists()]
-            for path in old + broken:
-                remove(path)
+            for other in set(self.folder.glob("step_*")) - set(saves_in(self.folder)[-KEPT:]):
+                remove(other)  # an old one, or what a run that was killed has left
         except OSError as error:
             shutil.rmtree(save, ignore_errors=True)
             if not self.has_complained:
@@ -633,7 +609,7 @@ class Keeper:
         return self.weights_file
 
     def content(self, step: int, val_loss: float | None) -> dict:
-        """The weights as they are now, as `of_model` has them."""
+        """The weights as they are now (`of_model`)."""
         origin = dict(run_id=self.runs[-1], data=self.facts.data)
         return of_model(self.model, step, val_loss, origin)
 
@@ -646,11 +622,9 @@ class Keeper:
 
     def validated(self, step: int, loss: float) -> None:
         """Writes the weights if they are the best so far, and better than without training."""
-        untrained = self.untrained_loss()
-        is_best = self.best is None or loss < self.best[1]
+        to_beat = [self.untrained_loss(), self.best and self.best[1]]
+        is_best = all(other is None or loss < other for other in to_beat)
         if self.weights_file is None or step == 0 or not is_best:
-            return
-        if untrained is not None and loss >= untrained:
             return
         try:
             file = self.file_of_weights()
@@ -670,14 +644,12 @@ class Keeper:
             return self.file_of_weights()
         losses = [loss for step, _, name, loss in self.log.steps if step and name == "val_loss"]
         untrained = self.untrained_loss()
-        if not losses:
-            reason = "none were validated after a step"
-        elif untrained is not None and min(losses) >= untrained:
+        reason = "none were validated after a step"
+        if losses and untrained is not None and min(losses) >= untrained:
             reason = (f"the best validation loss, {min(losses):.4f}, is not below that of the "
                       f"untrained model, {untrained:.4f}; lower the learning rates")
-        else:
-            reason = "they could not be written"
-        self.log.console.say(f"no weights are kept, as {reason}")
+        if not self.lacks_weights:  # that was said before
+            self.log.console.say(f"no weights are kept, as {reason}")
         return None
 
     # ----------------------------------------------------------------------------------------------

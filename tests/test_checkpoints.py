@@ -129,10 +129,9 @@ def test_what_may_change_does_and_what_may_not_is_named(corpus, tmp_path, capfd)
 
 def test_a_fitted_run_goes_on_by_the_command_that_it_was_started_with(corpus, tmp_path, capsys):
     command = [word for word in options(corpus, tmp_path, minutes=0.05) if not word.startswith("--num_steps")]
-    command += ["--fit", "--val_tokens=30000", "--epochs=1000"]
+    command += ["--fit"]
     assert run(command, 2) == 130
     config = read_log(last_log(tmp_path)).config
-    assert config["val_tokens"] < 30000
     assert run([*command, "--resume"]) == 0, capsys.readouterr().err
     assert read_log(last_log(tmp_path)).config["num_steps"] == config["num_steps"]
 
@@ -259,16 +258,12 @@ DAMAGE = {  # what has happened to a save, and what the sentence says
 @pytest.mark.parametrize("what", DAMAGE)
 def test_a_damaged_or_foreign_save_is_one_sentence_before_anything_is_compiled(what, stopped, tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(t, "warm_up_of", lambda *_: pytest.fail("too late"))
-    older, newest = tmp_path / "x.saved" / "step_000002", tmp_path / "x.saved" / "step_000003"
-    for save in (older, newest):
-        shutil.copytree(the_save(stopped), save)
-    os.utime(older / "save.json", (10**9, 10**9))
+    save = tmp_path / "x.saved" / "step_000003"
+    shutil.copytree(the_save(stopped), save)
     change, part = DAMAGE[what]
-    change(newest)
-    sentence = refused(capfd, [f"--resume={newest}", "--save_checkpoint="])
-    assert str(newest) in sentence and part in sentence and "leave --resume out" in sentence
-    if "differ" not in part:
-        assert f"give --resume={older}" in sentence
+    change(save)
+    sentence = refused(capfd, [f"--resume={save}", "--save_checkpoint="])
+    assert str(save) in sentence and part in sentence and "leave --resume out" in sentence
 
 
 def test_other_data_are_refused(stopped, corpus, tmp_path, capfd):
