@@ -145,7 +145,7 @@ def foreign(path: Path, header: bytes) -> tuple[str, str]:
         numbers = np.load(path, mmap_mode="r").reshape(-1)
     else:
         halves = np.frombuffer(header[: len(header) // 4 * 4], dtype="<u2")
-        dtype = "<u4" if halves[1::2].max(initial=0) < 4 else "<u2"
+        dtype = "<u4" if halves[1::2].max(initial=0) < 8 else "<u2"
         what = (f"holds numbers of {dtype[2]} bytes without a header, as nanoGPT's train.bin does, "
                 "not a shard")
         read = f"numpy.fromfile({str(path)!r}, {dtype!r})"

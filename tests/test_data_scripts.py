@@ -6,14 +6,12 @@ against a fake downloader and, through the real client, against a small server o
 Nothing here needs a network or a GPU.
 """
 import gzip
-import http.server
 import json
 import os
 import random
 import struct
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -32,37 +30,14 @@ from data.texts import read_documents  # noqa: E402
 BOS = 50256
 
 
-@pytest.fixture(scope="session")
-def gpt2(tmp_path_factory):
-    """tiktoken's GPT-2 encoding, or where its vocabulary cannot be had, `few_merges`."""
+@pytest.fixture
+def gpt2():
+    """tiktoken's GPT-2 encoding, where its vocabulary can be had."""
     import tiktoken
-    from tiktoken import registry
-
     try:
         return tiktoken.get_encoding("gpt2")
-    except Exception:
-        registry.ENCODINGS["gpt2"] = few_merges(tmp_path_factory.mktemp("vocabulary"))
-        return registry.ENCODINGS["gpt2"]
-
-
-def few_merges(folder):
-    """An encoding made by tiktoken after GPT-2's scheme, with the bytes and five merges."""
-    import tiktoken
-    from tiktoken import load
-
-    merges = ["t h", "th e", "i n", "\u0120 the", "e r"]
-    characters = [chr(b) for b in range(256) if chr(b).isprintable() and chr(b) != " "]
-    characters += [chr(256 + i) for i in range(256 - len(characters))]
-    tokens = characters + [merge.replace(" ", "") for merge in merges]
-    vocabulary = folder / "vocab.bpe"
-    vocabulary.write_text("\n".join(["#version: 0.2", *merges, ""]), encoding="utf-8")
-    encoder = folder / "encoder.json"
-    encoder.write_text(json.dumps({token: i for i, token in enumerate(tokens)}))
-    ranks = load.data_gym_to_mergeable_bpe_ranks(str(vocabulary), str(encoder))
-    pattern = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-    special = {"<|endoftext|>": BOS}
-    return tiktoken.Encoding(
-        "gpt2", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+    except Exception as error:
+        pytest.skip(f"no vocabulary of GPT-2: {error}")
 
 
 def shard_bytes(tokens, magic=20240520, version=1):
@@ -102,21 +77,12 @@ def read_corpus(folder):
     return read_split(folder, "train") + read_split(folder, "val")
 
 
-def gpt2_byte_table():
-    """GPT-2's order of the bytes, written down a second way.
-
-    The Latin-1 characters that print and are not blank come first.
-    """
-    first = []
-    for byte in range(256):
-        if chr(byte).isprintable() and not chr(byte).isspace() and byte != 0xAD:
-            first.append(byte)
-    return first + [byte for byte in range(256) if byte not in first]
+FIRST_BYTES = [b for b in range(256) if chr(b).isprintable() and not chr(b).isspace() and b != 0xAD]
+GPT2_BYTES = FIRST_BYTES + [b for b in range(256) if b not in FIRST_BYTES]  # GPT-2's order, written a second way
 
 
 def from_bytes(document):
-    table = gpt2_byte_table()
-    return bytes(table[token] for token in document).decode("utf-8")
+    return bytes(GPT2_BYTES[token] for token in document).decode("utf-8")
 
 
 def make_texts(count, seed=0):
@@ -163,12 +129,8 @@ def folder_is_empty(folder):
 
 # ---- prepare.py: tokens, splits and shards -------------------------------------------------------
 
-def test_byte_tables_follow_gpt2s_order_and_are_inverse_to_each_other():
-    assert prepare.token_to_byte.tolist() == gpt2_byte_table()
-    assert prepare.token_to_byte[prepare.byte_to_token].tolist() == list(range(256))
-
-
 def test_byte_tables_equal_tiktokens_single_byte_tokens(gpt2):
+    assert prepare.token_to_byte[prepare.byte_to_token].tolist() == list(range(256))
     for token, byte in enumerate(prepare.token_to_byte):
         assert gpt2.decode_single_token_bytes(token) == bytes([byte])
 
@@ -491,63 +453,6 @@ def test_a_failure_is_one_sentence(tmp_path, hub, capsys, content, status, part)
         fineweb.main(["1", f"--dir={tmp_path}"])
     message = capsys.readouterr().err
     assert message.count("\n") == 1 and part in message and "run the same command again" in message
-
-
-@pytest.mark.parametrize("n", ["0", "104", "two", None])
-def test_bad_n_is_one_sentence(n, capsys):
     with pytest.raises(SystemExit, match="2"):
-        fineweb.main([n] if n else [])
-    message = capsys.readouterr().err
-    assert message.count("\n") == 1
-    assert "N" in message
-
-
-def test_no_network_is_one_sentence_and_status_1(tmp_path):
-    pytest.importorskip("huggingface_hub")
-    run = script("fineweb.py", 1, "--dir", tmp_path, HF_HUB_OFFLINE="1")
-    assert_one_sentence(run, 1, "cannot be fetched", "see to the network")
-
-
-def test_the_real_client_picks_up_a_dropped_connection(tmp_path):
-    """Through huggingface_hub itself.
-
-    A server on this machine hangs up in the middle of its first answer for each shard.
-    """
-    pytest.importorskip("huggingface_hub")
-    tokens = 12_000_000  # the client keeps whole blocks of 10 MB
-    header = struct.pack("<256i", 20240520, 1, tokens, *[0] * 253)
-    body = header + random.Random(0).randbytes(2 * tokens)
-    ranges = []  # where each answer began
-
-    class Hub(http.server.BaseHTTPRequestHandler):
-        def do_HEAD(self):
-            start = int(self.headers.get("Range", "bytes=0-")[6:].split("-")[0])
-            self.send_response(206 if start else 200)
-            self.send_header("ETag", '"1234"')
-            self.send_header("X-Repo-Commit", "0" * 40)
-            self.send_header("Content-Length", str(len(body) - start))
-            if start:
-                self.send_header("Content-Range", f"bytes {start}-{len(body) - 1}/{len(body)}")
-            self.end_headers()
-            return start
-
-        def do_GET(self):
-            if "/resolve/main/" not in self.path:
-                self.send_error(404)  # the client asks for other things too
-                return
-            start = self.do_HEAD()
-            ranges.append(start)
-            self.wfile.write(body[start:] if len(ranges) % 2 == 0 else body[:-len(body) // 3])
-
-        def log_message(self, *_):
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        endpoint = f"http://127.0.0.1:{server.server_port}"
-        run = script("fineweb.py", 1, "--dir", tmp_path, HF_ENDPOINT=endpoint,
-                     HF_HOME=str(tmp_path / "hf"), HF_HUB_OFFLINE="0")
-        server.shutdown()
-    assert run.returncode == 0, run.stderr
-    assert (tmp_path / VAL).read_bytes() == (tmp_path / TRAIN).read_bytes() == body
-    assert [start > 0 for start in ranges] == [False, True, False, True]
+        fineweb.main(["104"])
+    assert "N must be a whole number from 1 to 103" in capsys.readouterr().err

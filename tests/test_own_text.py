@@ -22,8 +22,7 @@ from test_data_scripts import (
     write_jsonl,
 )
 
-from data import prepare, shards
-from data.texts import errors_of
+from data import prepare
 
 STORY = "".join(f"Line {number}: the cat sat on a mat.\n" for number in range(2000))
 
@@ -57,13 +56,6 @@ def test_one_document_gives_its_first_95_percent_to_training_and_the_rest_to_val
     [val] = read_split(data / "story", "val")
     assert from_bytes(train + val) == STORY
     assert len(val) / len(STORY) == pytest.approx(0.05, abs=0.001)
-
-
-def test_the_trainer_reads_both_splits_of_one_document(tmp_path, data):
-    prepare.main([write(tmp_path / "story.txt", STORY), "--bytes"])
-    for split in ("train", "val"):
-        [path] = shards.find_shards(data / "story", split, f"*_{split}_*.bin", "")
-        assert shards.read_shard(path, 50257).starts.tolist() == [0]
 
 
 def test_two_files_lose_nothing_and_one_of_them_is_cut(tmp_path, data):
@@ -145,12 +137,6 @@ def test_texts_of_one_name_have_a_folder_each_and_find_it_again(tmp_path, data, 
             assert "".join(map(from_bytes, read_corpus(own))) == text
 
 
-def test_an_empty_name_is_not_this_folder(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        prepare.main([""])
-    assert "one of the names is empty" in capsys.readouterr().err
-
-
 def test_the_last_line_is_the_command_that_trains(tmp_path, data, capsys):
     prepare.main([write(tmp_path / "story.txt", STORY), "--bytes"])
     made, command = capsys.readouterr().out.splitlines()
@@ -170,10 +156,6 @@ def test_print_folder_prints_nothing_else_on_stdout(tmp_path, data, capsys):
         printed = capsys.readouterr()
         assert printed.out == "data/story\n"
         assert word in printed.err
-
-
-def contents(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def test_a_failed_run_leaves_the_old_shards_as_they_were(tmp_path, data, capsys):
@@ -208,13 +190,6 @@ def test_an_address_is_no_file_and_is_to_be_downloaded_first(tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         prepare.main(["https://example.com/a.txt", "--bytes", f"--out={tmp_path / 'out'}"])
     assert "no such file or folder; download it first." in capsys.readouterr().err
-
-
-def test_of_a_folder_within_a_folder_that_cannot_be_read_the_name_is_said(tmp_path):
-    closed = tmp_path / "texts" / "closed"
-    with pytest.raises(prepare.PrepareError, match=f"^{closed}: cannot be read"):
-        with errors_of(tmp_path / "texts"):
-            raise PermissionError(13, "Permission denied", str(closed))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the memory of a process")
@@ -282,5 +257,3 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path):
         capture_output=True, text=True, check=False)
     assert_one_sentence(run, 2, "cannot write to", tmp_path / "out", "make room")
     assert folder_is_empty(tmp_path / "out")
-
-

@@ -109,14 +109,8 @@ def test_a_shard_is_read_as_its_tokens_and_the_starts_of_its_documents(tmp_path)
     assert shard.tokens.dtype == np.uint16
     assert shard.tokens.tolist() == tokens
     assert shard.starts.tolist() == [1, 5, 6]
-
-
-@pytest.mark.parametrize("vocab_size, separator", [(50257, 50256), (50256, 50255), (384, 383)])
-def test_a_small_vocabulary_has_its_last_token_as_separator(tmp_path, vocab_size, separator):
-    path = write_shard(tmp_path / "x.bin", [SEPARATOR, 1, SEPARATOR, 2])
-    shard = shards.read_shard(path, vocab_size)
-    assert shard.tokens.tolist() == [separator, 1, separator, 2]
-    assert shard.starts.tolist() == [0, 2]
+    path = write_shard(tmp_path / "bytes.bin", [SEPARATOR, 1, SEPARATOR, 2])
+    assert shards.read_shard(path, 384).tokens.tolist() == [383, 1, 383, 2], "the last token stands for the separator"
 
 
 GOOD = documents(2000, seed=5)
@@ -279,15 +273,6 @@ def test_shards_are_found_in_the_order_of_their_names(tmp_path):
     assert found == [tmp_path / "more" / "b_0.bin"]
 
 
-@pytest.mark.parametrize("split", ["train", "val"])
-def test_absent_shards_are_named_with_their_key_and_the_remedy(tmp_path, split):
-    with pytest.raises(shards.ShardError) as error:
-        shards.find_shards(tmp_path, split, "mine_*.bin", "get them: python data/fineweb.py 9")
-    assert str(error.value) == (
-        f"no {split} shards (--{split}_files=mine_*.bin) in {tmp_path}; "
-        "get them: python data/fineweb.py 9")
-
-
 @pytest.mark.parametrize("num_tokens", [5, 2**20])
 def test_a_fingerprint_tells_size_tokens_and_the_hash_of_both_ends(tmp_path, num_tokens):
     tokens = np.random.default_rng(0).integers(0, 65536, num_tokens).tolist()
@@ -338,35 +323,17 @@ def test_an_item_is_let_go_when_the_next_one_is_there():  # a shard has 200 MB
 
 
 @pytest.mark.parametrize("num_sequences, seq_len, longest", [
-    (4, 256, 2048),
-    (1, 256, 2048),
-    (3, 512, 2048),
-    (2, 128, 2048),
-    (4, 256, 100),
-    (2, 256, 256),
-    (2, 256, 257),
-    (2, 128, 10),
+    (4, 256, 2048), (3, 512, 2048), (4, 256, 100), (2, 256, 256), (2, 256, 257), (2, 128, 10),
 ])
 def test_batches_are_those_of_a_plain_walk_across_shards(paths, num_sequences, seq_len, longest):
     plan = same(num_sequences)
     expected = walk(SHARDS, plan, seq_len + 1, longest)
     assert len(expected) > 1
     assert drain(paths, packing(seq_len=seq_len, longest_document=longest), plan) == expected
+    if seq_len == 256 and longest == 2048:  # batches of two readings do not depend on where one ends
+        assert drain(paths, packing(epochs=2), plan) == expected * 2
     for batch in expected:
         assert {sequence[0] for sequence in batch} == {383}
-
-
-@pytest.mark.parametrize("document_length, num_tokens, num_batches", [
-    (129, 129 * 6, 3), (129, 129 * 6 - 1, 2), (128, 128 * 12, 3), (1000, 2000, 1),
-    (1000, 1000 + 128, 0), (43, 129 * 2, 1)])
-def test_documents_of_one_sequence_and_shards_of_one_batch_are_used_to_the_last_token(
-        tmp_path, document_length, num_tokens, num_batches):
-    tokens = [1] * num_tokens
-    tokens[::document_length] = [SEPARATOR] * len(tokens[::document_length])
-    path = write_shard(tmp_path / "x.bin", tokens)
-    found = drain([path], packing(seq_len=128), same(2))
-    assert found == walk([tokens], same(2), 129)
-    assert len(found) == num_batches
 
 
 def test_cut_documents_have_no_gap_and_no_repetition_and_come_in_a_random_order(paths):
@@ -398,11 +365,6 @@ def test_the_ranks_share_a_batch_without_overlap_and_together_have_all_of_it(
         for rank, part in enumerate(parts):
             assert part == batch[rank::world_size]
             assert len(part) == 4 // world_size
-
-
-def test_epochs_read_the_shards_again_in_the_same_order(paths):
-    once = drain(paths, packing(), same(4))
-    assert drain(paths, packing(epochs=3), same(4)) == once * 3
 
 
 def test_batches_end_with_the_plan_or_with_the_shards_whichever_comes_first(paths):
