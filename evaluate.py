@@ -30,6 +30,7 @@ import json
 import math
 import signal
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -250,6 +251,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     option("--limit", type=positive, metavar="N", help="take the first N documents or items only")
     option("--split_blank", type=positive, metavar="N",
            help="cut a text at N or more blank lines into documents")
+    option("--split", metavar="MARKER", help="cut a text where this stands, as '<|endoftext|>'")
     option("--key", default="text", help="where a line of JSON has its text; default %(default)s")
     option("--seq_len", type=positive, metavar="N",
            help="tokens to work on at a time; default: the model's val_seq_len, on a CPU at most "
@@ -298,8 +300,12 @@ def find_text(options: argparse.Namespace, config) -> Source:
         return Source(options.text, shards.find_shards(path, "val", "*_val_*.bin", remedy), [])
     paths, _ = texts.find_sources([options.text], options.key)
     documents = [document for path in paths
-                 for document in texts.read_documents(path, options.key, options.split_blank)
+                 for document in texts.read_documents(
+                     path, options.key, options.split_blank, options.split)
                  if document.strip()]
+    markers = Counter(marker for text in documents for marker in texts.MARKERS.findall(text))
+    if note := texts.note_on_markers(markers):
+        print(f"evaluate.py: {note}", file=sys.stderr)
     require(documents, f"{options.text}: no text in it; name a file that has some")
     return Source(options.text, paths, documents)
 

@@ -63,15 +63,16 @@ if __name__ == "__main__":
 import numpy as np
 
 if __package__:
-    from . import gpt2
+    from . import gpt2, texts
     from .python_docs import python_documents
     from .shards import SEPARATOR, ShardError, count_tokens, write_shard
-    from .texts import PrepareError, distinct, errors_of, find_sources, read_documents
+    from .texts import PrepareError
 else:
     import gpt2
+    import texts
     from python_docs import python_documents
     from shards import SEPARATOR, ShardError, count_tokens, write_shard
-    from texts import PrepareError, distinct, errors_of, find_sources, read_documents
+    from texts import PrepareError
 
 DATA = Path(__file__).resolve().parent  # where the folder of a corpus is by default
 RESERVED = {"fineweb10b", "pydocs", "__pycache__"}  # folders there that are not for your own text
@@ -80,7 +81,6 @@ LEAST_TRAIN = 130  # tokens: a sequence of 128, its last target, and a separator
 LEAST_VAL = 129
 SHARD_TOKENS = 100_000_000  # of a shard, about, because documents stay whole
 MOST_TOKENS = 2**31 - 1  # of a shard, as the number in its header has 32 bits
-MARKERS = re.compile(r"<\|end_?of_?text\|>|<\|eot_id\|>|<\|im_end\|>|</s>|<eos>|\[EOS\]")
 
 # GPT-2 has one token for each of the 256 bytes, numbered in this order: first the bytes that are
 # printing characters in Latin-1, then all others.
@@ -165,7 +165,7 @@ def write_corpus(documents, folder, name, use_bytes, val_tokens=None, source="th
     dropped = collections.Counter()
     lengths = []
     with open(spool, "wb") as file:
-        for tokens in encode_all(distinct(documents, dropped), use_bytes):
+        for tokens in encode_all(texts.distinct(documents, dropped), use_bytes):
             file.write(tokens.tobytes())
             lengths.append(len(tokens))
     longest = max(lengths, default=0)
@@ -280,7 +280,7 @@ def default_folders(first_input):
 
 def describe(path):
     """What corpus.json says about an input file. Raises PrepareError."""
-    with errors_of(path):
+    with texts.errors_of(path):
         status = path.stat()
     path = os.path.abspath(path)
     return {"path": path, "size": status.st_size, "changed": status.st_mtime_ns}
@@ -330,7 +330,7 @@ def make_corpus(args, say):
         paths, notes = [], []
         wanted = {"name": "fineweb", "tokens": args.tokens}
     else:
-        paths, notes = find_sources(args.inputs, args.key)
+        paths, notes = texts.find_sources(args.inputs, args.key)
         wanted = {"options": options, "files": [describe(path) for path in paths]}
     folder, record = place_of(args, wanted, say)
     if record:
@@ -348,9 +348,7 @@ def make_corpus(args, say):
         documents = python_documents() if args.python_docs else read_all(paths, args, markers)
         counts = write_corpus(
             documents, made, name, tokens == "bytes", args.val_tokens, source)
-        for marker, number in markers.most_common(1):
-            notes.append(f"{marker} stands {number:,} times in the text and is read as text; if it "
-                         f"ends documents, split there: --split={shlex.quote(marker)}")
+        notes += filter(None, [texts.note_on_markers(markers)])
         record = wanted | {"python": platform.python_version(), "tokens": tokens, "notes": notes}
         record |= counts
         (made / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
@@ -376,8 +374,9 @@ def read_all(paths, args, markers):
     total = sum(path.stat().st_size for path in paths)
     with tqdm(total=total, unit="B", unit_scale=True, disable=None) as bar:
         for path in paths:
-            for text in read_documents(path, args.key, args.split_blank, args.split, bar.update):
-                markers.update(MARKERS.findall(text))
+            for text in texts.read_documents(
+                    path, args.key, args.split_blank, args.split, bar.update):
+                markers.update(texts.MARKERS.findall(text))
                 yield text
 
 

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import unicodedata
 from collections import Counter
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ SUFFIXES = {  # of the files that are taken from a folder
     ".ts", ".tsx",
 }
 JSON_LINES = {".jsonl", ".ndjson", ".jsonlines"}
+MARKERS = re.compile(r"<\|end_?of_?text\|>|<\|eot_id\|>|<\|im_end\|>|</s>|<eos>|\[EOS\]")
 JSON_START = re.compile(r'\s*(\[\s*[\[{"]|\{\s*")')
 
 EXPORT = 'export its text column as JSON lines, a line like {"text": "..."} for each document'
@@ -331,7 +333,7 @@ def text_of(entry, key, place):
 def split_at(lines, marker):
     """Yield the parts of a text between markers, without ends of lines around them; the whole text
     if the marker is None."""
-    if marker is None:
+    if not marker:
         yield "".join(lines)
         return
     document = []
@@ -342,6 +344,15 @@ def split_at(lines, marker):
             yield "".join(document).strip("\r\n")
             document = [part]
     yield "".join(document).strip("\r\n")
+
+
+def note_on_markers(found):
+    """A sentence about the most frequent of the markers that were found in texts, as they may end
+    documents, or None. `found` is a Counter of what MARKERS finds."""
+    for marker, number in found.most_common(1):
+        return (f"{marker} stands {number:,} times in the text and is read as text; if it ends "
+                f"documents, split there: --split={shlex.quote(marker)}")
+    return None
 
 
 def split_at_blank_lines(lines, at_least):

@@ -179,11 +179,6 @@ def test_an_explicit_folder_with_other_shards_is_left_alone(tmp_path, data, caps
     assert len(from_bytes(read_split(out, "train")[0])) < len(STORY)
 
 
-# ---- tokens --------------------------------------------------------------------------------------
-
-OFFLINE = {"TIKTOKEN_CACHE_DIR": "none", "https_proxy": "http://127.0.0.1:9"}
-
-
 # ---- what is read --------------------------------------------------------------------------------
 
 def test_an_address_is_no_file_and_is_to_be_downloaded_first(tmp_path, capsys):
