@@ -821,19 +821,14 @@ def attention(x: Tensor, weights: LayerWeights, scalars: dict[str, Tensor],
     return products.o.linear(y, weights.qkvo[3].t(), scalars["o"])
 
 
-def factors_of(weights: LayerWeights) -> dict[str, Tensor | float]:
-    """The learned factors of a layer's parts, by the names of SCALARS; 1 without --scalars."""
-    if weights.scalars is None:
-        return dict.fromkeys(SCALARS, 1.0)
-    return dict(zip(SCALARS, weights.scalars.unbind()))
-
-
 def block(x: Tensor, weights: LayerWeights, context: LayerContext,
           products: LayerProducts) -> Tensor:
     """One layer: the residual stream x (T, D) -> the new stream (T, D). In training it is a pure
     function, so with FlexAttention all layers of the same recipes share one compiled graph. (A
     block of attention is something else, 128 tokens.)"""
-    scalars = factors_of(weights)
+    scalars = dict.fromkeys(SCALARS, 1.0)
+    if weights.scalars is not None:
+        scalars = dict(zip(SCALARS, weights.scalars.unbind()))
     y = attention(input_of(x, context), weights, scalars, context, products)
     x = scalars["stream_attn"] * x + y
     if context.inject is not None:
@@ -1777,7 +1772,7 @@ class Optimizer:
         waits = self.first_head_gradient is not None  # for the gradient of the next step
         # A recipe may leave out a step whose gradients are not finite.
         if not self.recipes.gradients_are_finite(self.finished_sums):
-            self.tables.skip()
+            self.tables.reset()
             self.sums = {}
             self.first_head_gradient = None
             return

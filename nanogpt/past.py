@@ -79,10 +79,6 @@ class Past:
         """The reading of tokens (T,). In training they are sequences of `seq_len`, end to end."""
         begins = tokens == self.bos
         begins[:: self.seq_len if training else len(tokens)] = True
-        return Reading(tokens, *self.look_back(tokens, begins))
-
-    def look_back(self, tokens: Tensor, begins: Tensor) -> tuple[Tensor, ...]:
-        """tokens and begins (T,) -> all of a reading but the tokens."""
         nothing = tokens.new_empty(0)
         hashes = ngram_hashes(tokens, begins, max((self.longest_ngram, *self.recall_lengths)))
         of_ngrams = hashes[: self.longest_ngram - 1]  # (G, T)
@@ -94,7 +90,7 @@ class Past:
             induced = induced_tokens(tokens, begins, of_ngrams)
         if self.recall_lengths:
             recalled = recalled_tokens(self.recall_table, hashes, self.recall_lengths)
-        return begins, hashes, rows, *induced, *recalled
+        return Reading(tokens, begins, hashes, rows, *induced, *recalled)
 
     def follow(self) -> None:
         self.side_stream.follow()

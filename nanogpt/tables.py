@@ -90,7 +90,7 @@ class Tables:
         add           takes the gradients of these rows after each pass; the last one sends them
         add_embedding adds those of the token embedding to the gradient of the head, which it is,
                       too
-        update        updates the rows and begins to hand them out, or `skip` forgets the gradients
+        update        updates the rows and begins to hand them out, or `reset` forgets the gradients
         finish        puts the new rows into the tables
 
     Another order raises RuntimeError. All work is done on the side stream. Between `begin` and
@@ -107,7 +107,7 @@ class Tables:
         self.reset()
 
     def reset(self) -> None:
-        """Forgets a step that was begun."""
+        """Forgets a step that was begun, without an update."""
         self.batch = []  # of each micro-batch, the rows of each index, (lookups,)
         self.added = 0  # micro-batches whose gradients are in `totals`
         self.numberings = {}  # of each index
@@ -133,7 +133,7 @@ class Tables:
         different ones there are, to make room for their sums, but only in the first `add`. Until
         then the GPU counts them beside the forward pass. A collective."""
         if self.batch:
-            raise RuntimeError("the tables began a step before `finish` or `skip` ended the last")
+            raise RuntimeError("the tables began a step before `finish` or `reset` ended the last")
         self.meet()
         self.batch = batch
         with self.side_stream.on():
@@ -240,10 +240,6 @@ class Tables:
             transfer.wait()
         self.meet()
         return [arrived for arrived, _ in self.sent.values()]
-
-    def skip(self) -> None:
-        """Ends the step without an update."""
-        self.reset()
 
     @torch.no_grad()
     def update(self, rates: dict[str, tuple[float, ...]],
