@@ -29,7 +29,7 @@ from torch import Tensor
 from data.prepare import byte_to_token, token_to_byte
 from data.shards import SEPARATOR, reads_bytes
 from data.texts import harmless
-from nanogpt import fitting, limits
+from nanogpt import fitting, memory
 from nanogpt.masks import BLOCK_SIZE
 from nanogpt.ranks import BadInput, is_rank_0, require
 from records.console import discard_output, prepare_output, sentence_of
@@ -143,7 +143,7 @@ def check(config) -> list[str]:
         encode, _ = codec(config.vocab_size)
         prompt_tokens(encode, 0, config.seq_len, config.sample)
     except BadInput as error:
-        if not config.fit or config.sample != fitting.OVER_PRESET["sample"]:
+        if not config.fit or config.sample != fitting.SAMPLE:
             raise
         config.sample = ""
         return [f"there will be no sample: {error}"]
@@ -282,7 +282,7 @@ def end_in_order(program: str, work: Callable[[], None], errors: tuple = ()) -> 
         discard_output(sys.stdout)
         sentence = sentence_of(error)
     except (RuntimeError, MemoryError) as error:
-        sentence = limits.lack_of_memory(error)
+        sentence = memory.lack_of_memory(error)
         if not sentence:
             raise
     print(f"{program}: {sentence}", file=sys.stderr)

@@ -81,8 +81,8 @@ from nanogpt import (
     finite,
     fitting,
     kernels,
-    limits,
     masks,
+    memory,
     profiling,
     recipe,
     warmup,
@@ -380,26 +380,34 @@ SCHEDULES: dict[str, list[Stage]] = {
 }
 
 
+# Numbers that may be 0, which mostly means "none"; all others must be positive.
+MAY_BE_ZERO = (
+    "candidates", "ngram_rows", "recall_rows", "minutes", "muon_lr", "muon_momentum", "muon_decay",
+    "head_lr", "table_lr", "scalar_lr", "target_loss", "val_interval", "seed", "bf16_last_layers",
+    "bf16_last_frac", "profile_steps", "save_every", "save_steps", "sample_tokens")
+MOST = {  # tokens in shards have 16 bits; a table is indexed by 31 bits of a hash
+    "vocab_size": 2**16, "ngram_rows": 2**31, "recall_rows": 2**31, "longest_ngram": 32,
+    "num_steps": 10**6, "cooldown_frac": 1, "bf16_last_frac": 1, "ngram_part": 1,
+    "join_timeout": 10_000}
+
+
 def parse_config(argv: list[str]) -> Config:
-    """`--key=value` over the preset's values, or over those of the save that --resume means. Raises
-    BadInput on an unknown key or a wrong value, and ShardError if the run is to be fitted to a text
-    that cannot be read."""
+    """`--key=value` over the values of the save that --resume means, of what fits the text, or of a
+    preset. Raises BadInput on an unknown key or a wrong value, and ShardError if the run is to be
+    fitted to a text that cannot be read."""
     given = arguments.given(
-        Config, argv, PRESETS, default_preset, __doc__.split("\n\n")[0], EVERYDAY, ABOUT,
-        partial(limits.check_values, schedules=SCHEDULES, precisions=PRECISIONS))
+        Config, argv, PRESETS, default_preset, __doc__.split("\n\n")[0], EVERYDAY, ABOUT)
     require(not (given.get("minutes") and "num_steps" in given),
             "--minutes chooses the number of steps; leave out --minutes or --num_steps")
-    require(given.get("resume") != "",
-            "--resume= is empty; name a save, or give --resume alone for the newest one")
-    preset = given.get("preset") or default_preset(given.get("device"))
-    c = arguments.configure(Config, PRESETS, preset, given)
     brings_text = "data_dir" in given and not given.get("preset")
-    resume = given.get("resume", "")
-    save = checkpoints.find(resume, c.log_dir)
+    save = checkpoints.find(given.get("resume", ""), given.get("log_dir", Config.log_dir))
     if save:
         c = checkpoints.configure(Config, save, given, MAY_CHANGE)
     elif given.get("fit", brings_text):
-        c = fitting.fit(c, PRESETS, SCHEDULES, given, has_cuda(given.get("device")))
+        c = fitting.fit(Config, PRESETS, SCHEDULES, given, has_cuda(given.get("device")))
+    else:
+        preset = given.get("preset") or default_preset(given.get("device"))
+        c = arguments.configure(Config, PRESETS, preset, given)
     check_config(c)
     return c
 
@@ -414,8 +422,66 @@ def default_preset(device: str | None = None) -> str:
 
 
 def check_config(c: Config) -> None:
-    """Raises BadInput where a value cannot be, or values do not fit each other."""
-    limits.check(c, SCHEDULES, PRECISIONS, GATE_DIM)
+    """Raises BadInput where a value cannot be, or values do not fit each other: it would show as an
+    error of PyTorch in the middle of a run."""
+    choices = {
+        "schedule": SCHEDULES, "precision": ("auto", *PRECISIONS),
+        "attention": ("auto", "flex", "sdpa"), "device": ("auto", "cuda", "cpu"),
+        "dtype": ("auto", "bfloat16", "float16", "float32", "float64")}
+    for name, allowed in choices.items():
+        value = getattr(c, name)
+        require(value in allowed, f"--{name}={value} is none of {', '.join(allowed)}")
+    for field in dataclasses.fields(c):
+        value = getattr(c, field.name)
+        if type(value) not in (int, float):
+            continue
+        if field.name in MAY_BE_ZERO:
+            require(value >= 0, f"--{field.name}={value} must not be negative")
+        else:
+            require(value > 0, f"--{field.name}={value} must be positive")
+    for name, most in MOST.items():
+        value = getattr(c, name)
+        require(value <= most, f"--{name}={value} must be at most {most}")
+    require(c.muon_momentum < 1, f"--muon_momentum={c.muon_momentum} must be below 1")
+    require(c.longest_ngram >= 2, f"--longest_ngram={c.longest_ngram} must be at least 2")
+    require(c.device != "cuda" or has_cuda("cuda"), "--device=cuda, but torch sees no GPU here")
+    require(c.attention != "flex" or (has_cuda(c.device) and c.compile),
+            "--attention=flex needs CUDA and --compile=true; leave it out")
+
+    # Lengths are whole blocks of attention or whole sequences. The rotary embedding takes quarters
+    # of a head.
+    for name, unit in (("seq_len", BLOCK_SIZE), ("val_seq_len", BLOCK_SIZE), ("head_dim", 4),
+                       ("batch_tokens", c.seq_len), ("val_tokens", c.val_seq_len)):
+        value = getattr(c, name)
+        require(value % unit == 0, f"--{name}={value} must be a multiple of {unit}")
+    sequences = c.batch_tokens // c.seq_len
+    for stage in SCHEDULES[c.schedule]:
+        part = sequences * stage.batch_part
+        require(round(part) > 0 and abs(part - round(part)) < 1e-6,
+                f"--batch_tokens={c.batch_tokens} must be such that {stage.batch_part:g} of it "
+                f"(SCHEDULES[{c.schedule!r}]) is whole sequences of --seq_len={c.seq_len}; change "
+                "one of the two")
+    fractions = sum(stage.fraction for stage in SCHEDULES[c.schedule])
+    require(abs(fractions - 1) < 1e-6,
+            f"SCHEDULES[{c.schedule!r}]: the fractions of its stages make {fractions:g}, not 1")
+    require(c.micro_tokens >= c.seq_len, f"--micro_tokens={c.micro_tokens} must be at least "
+            f"{c.seq_len}, the tokens of a sequence")
+
+    of_heads = c.num_heads * c.head_dim
+    require(GATE_DIM <= c.model_dim and GATE_DIM // 2 <= of_heads <= c.model_dim,
+            f"--num_heads={c.num_heads} times --head_dim={c.head_dim} is {of_heads}; it must be "
+            f"from {GATE_DIM // 2} to {c.model_dim}, which is --model_dim, at least {GATE_DIM}")
+    if c.nvfp4_without:
+        recipe.module_of("nvfp4").parts_to_leave_out(c.nvfp4_without)  # raises BadInput for others
+
+    # Nearly every target should be a candidate (section 5). Texts repeat tokens, so half as many
+    # candidates as tokens suffice.
+    at_a_time = c.micro_tokens // c.seq_len * c.seq_len  # whole sequences
+    enough = min(c.vocab_size, min(at_a_time, c.batch_tokens) // 2)
+    fits_products = c.candidates % 16 == 0 or c.candidates >= c.vocab_size
+    require(c.candidates == 0 or (c.candidates >= enough and fits_products),
+            f"--candidates={c.candidates} must be a multiple of 16, at least {enough}, or 0 for "
+            "the whole vocabulary; or lower --micro_tokens")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -2251,7 +2317,7 @@ class Run:
             model = checkpoints.model_of(content, self.device, sys.modules[__name__])
             text = sample.continue_text(model, self.config.sample, self.config.sample_tokens)
         except (RuntimeError, MemoryError) as error:  # the run has done its work all the same
-            text = limits.lack_of_memory(error)
+            text = memory.lack_of_memory(error)
             if not text:
                 raise
         self.log.console.say(f"sample: {text}")
@@ -2308,7 +2374,7 @@ def train(c: Config, at_end: ExitStack) -> int:
     call = compiling.call_directly
     if c.compile:
         functions = compiled_functions(report_compilation, facts.run["files_sha256"])
-    with limits.enough_memory():
+    with memory.enough_memory():
         model = GPT(c, device, rank_and_world_size()[1], functions)
         initialize(model, c.seed)  # for the warm-up; drawn anew after it
         optimizer = Optimizer(model)
@@ -2372,7 +2438,7 @@ def main(argv: list[str]) -> int:
     except errors as error:
         return WATCH.refuse(str(error), error)
     except Exception as error:
-        lack = limits.lack_of_memory(error)
+        lack = memory.lack_of_memory(error)
         if lack:
             remedy = ("smaller --micro_tokens, --val_seq_len, --ngram_rows and --recall_rows need "
                       "less")

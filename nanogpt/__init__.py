@@ -2,9 +2,9 @@
 
 Before a run
     arguments.py    the command line
-    limits.py       what the values of a configuration may be
     fitting.py      a run fitted to a text
     run_files.py    what a run reads and where it will write, found and tried
+    memory.py       what an error says if memory is too small
 
 Its processes
     joining.py      they meet and compare what they are going to run
