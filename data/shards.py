@@ -7,8 +7,7 @@ and the trainer reads them; all three use this file. From shards to batches:
 
     find_shards     lists the files
     read_shard      reads one file, checks it, and finds where its documents begin
-    next_sequence   packs documents into one training sequence
-    next_batch      packs sequences into one batch
+    sequences_of    packs documents into training sequences
     batches         makes a batch for every step of a run
     rank_batches    copies the sequences that belong to one rank into an array
 
@@ -25,7 +24,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from glob import glob
-from itertools import chain, pairwise, repeat
+from itertools import chain, islice, pairwise, repeat
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -361,11 +360,9 @@ def documents_of(shard: Shard, packing: Packing) -> Documents:
     return ((begin, begin + packing.seq_len + 1) for begin in begins)
 
 
-def next_sequence(documents: Documents, length: int, longest: int) -> Pieces | None:
-    """Take documents, of each at most its first `longest` tokens, until `length` tokens are full.
-
-    Returns None if the documents end before that.
-    """
+def sequences_of(documents: Documents, length: int, longest: int) -> Iterator[Pieces]:
+    """Take documents, of each at most its first `longest` tokens, until `length` tokens are full,
+    and so on. What does not fill a sequence at the end is not used."""
     pieces = []
     room = length
     for begin, end in documents:
@@ -373,19 +370,9 @@ def next_sequence(documents: Documents, length: int, longest: int) -> Pieces | N
         pieces.append(slice(begin, begin + count))
         room -= count
         if room == 0:
-            return pieces
-    return None
-
-
-def next_batch(documents: Documents, count: int, length: int, longest: int) -> list[Pieces] | None:
-    """Take documents until `count` sequences are full; None if the documents end before that."""
-    batch = []
-    while len(batch) < count:
-        sequence = next_sequence(documents, length, longest)
-        if sequence is None:
-            return None
-        batch.append(sequence)
-    return batch
+            yield pieces
+            pieces = []
+            room = length
 
 
 def batches(
@@ -405,10 +392,10 @@ def batches(
     longest = length if packing.cut_documents else packing.longest_document
     step = 0
     for shard in ahead(shards):
-        documents = documents_of(shard, packing)
+        sequences = sequences_of(documents_of(shard, packing), length, longest)
         while step < len(plan):
-            batch = next_batch(documents, plan[step], length, longest)
-            if batch is None:
+            batch = list(islice(sequences, plan[step]))
+            if len(batch) < plan[step]:
                 break  # and go on with the next shard
             yield shard.tokens, batch
             step += 1
