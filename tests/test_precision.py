@@ -714,7 +714,7 @@ def test_training_through_a_doubling_of_the_loss_scale_changes_no_bit_in_float32
 @pytest.mark.parametrize("precision", ["bf16", "fp8", "fp8-mlp", "fp16"])
 def test_what_a_cuda_graph_reads_stays_at_its_place_through_warming_up_and_training(precision):
     model, optimizer = trainer(precision=precision)
-    read, phase = {}, "warm-up"
+    places, phase = {}, "warm-up"
 
     def tensors():
         found = dict(signs=model.signs, amaxes=model.precision.recipes.measurements.amaxes,
@@ -733,8 +733,8 @@ def test_what_a_cuda_graph_reads_stays_at_its_place_through_warming_up_and_train
     def call(key, function, arguments):
         now = tensors()
         if phase == "warm-up":  # what is there before validation has made its own tables
-            read.update({name: x.detach() for name, x in now.items() if name not in read})  # kept: none can stand there
-        assert [name for name, x in read.items() if now[name].data_ptr() != x.data_ptr()] == []
+            places.update({name: x.detach() for name, x in now.items() if name not in places})  # kept: none can stand there
+        assert [name for name, x in places.items() if now[name].data_ptr() != x.data_ptr()] == []
         return function(*arguments)
 
     warm_up = t.warm_up_of(model, optimizer)
@@ -743,7 +743,7 @@ def test_what_a_cuda_graph_reads_stays_at_its_place_through_warming_up_and_train
     phase = "run"
     for step in range(4):
         t.train_step(model, optimizer, read(model, batch(2, step)), step, call)
-    assert {"amaxes", "ngrams"} < {*read} and any(isinstance(name, tuple) for name in read)
+    assert {"amaxes", "ngrams"} < {*places} and any(isinstance(name, tuple) for name in places)
 
 
 def weights_of_projections(model):
