@@ -1699,19 +1699,16 @@ class Functions(NamedTuple):
 EAGER = Functions(block, mix_and_loss, embed_inputs, masks.block_lists, muon_update, adam_update)
 
 
-def compiled_functions(report: Callable[[str, float], None], files_sha256: str) -> Functions:
-    """EAGER under torch.compile. `report` hears what was compiled and how many seconds it took;
-    `files_sha256` identifies the code, for graphs that are kept on disk."""
+def compiled_functions(report: Callable[[str, float], None]) -> Functions:
+    """EAGER under torch.compile. `report` hears what was compiled and how many seconds it took."""
     compiling.configure()
-    if __name__ != "__main__":
-        files_sha256 = ""  # keep no graphs: who imports this file may change its constants
     compiled = {}
     for name, function in EAGER._asdict().items():
         # With `dynamic`, sizes are inputs of a graph, so that one graph serves many. Muon has a
         # graph for each of its two banks instead: 1.92 and 0.44 ms in place of 2.35 and 0.74 on one
         # H100 (records/2026-11-26_two_gpus_narrow_rows).
         dynamic = name in ("block_lists", "adam_update")
-        compiled[name] = compiling.Compiled(function, report, files_sha256, dynamic=dynamic)
+        compiled[name] = compiling.Compiled(function, report, dynamic)
     return Functions(**compiled)
 
 
@@ -2373,7 +2370,7 @@ def train(c: Config, at_end: ExitStack) -> int:
     functions = EAGER
     call = compiling.call_directly
     if c.compile:
-        functions = compiled_functions(report_compilation, facts.run["files_sha256"])
+        functions = compiled_functions(report_compilation)
     with memory.enough_memory():
         model = GPT(c, device, rank_and_world_size()[1], functions)
         initialize(model, c.seed)  # for the warm-up; drawn anew after it

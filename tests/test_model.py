@@ -605,7 +605,7 @@ def test_cuda_graphs_give_loss_and_gradients_of_any_batch_for_a_first_micro_batc
     torch._dynamo.reset()
     device = torch.device("cuda", torch.cuda.current_device())
     c = t.Config(**TINY | {"device": "cuda", "attention": "flex", "compile": True, "precision": precision})
-    model = t.GPT(c, device, functions=t.compiled_functions(lambda what, seconds: None, ""))
+    model = t.GPT(c, device, functions=t.compiled_functions(lambda what, seconds: None))
     full = t.initialize(model, 0)
     for i, (name, w) in enumerate(full.items()):  # what begins as zero would hide gradients
         w += 0.05 * normal(*w.shape, seed=i).to(w)
