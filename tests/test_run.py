@@ -232,13 +232,6 @@ def test_the_program_that_samples_continues_a_text_too(first, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("args, part", [([], "CHECKPOINT"), (["/dev/null", "x"], "/dev/null")], ids=["no", "bad"])
-def test_the_program_that_samples_says_what_it_needs(args, part, capfd):
-    status = sample.main(args)
-    out, err = capfd.readouterr()
-    assert status == 2 and out == "" and err.count("\n") == 1 and err.startswith("sample.py: ") and part in err
-
-
 # ---------------------------------------------------------------------------------------------------- torchrun
 
 
