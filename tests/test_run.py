@@ -496,8 +496,6 @@ def test_too_little_memory_is_one_sentence_with_the_remedy(kind, monkeypatch, ca
 
 
 def test_a_run_has_done_its_work_though_its_sample_does_not_fit_into_the_memory(corpus, tmp_path, monkeypatch, capfd):
-    import sample
-
     def too_large(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. And much more.")
 
