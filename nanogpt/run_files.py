@@ -3,14 +3,17 @@
 `c` is train_gpt.Config. The plan of batches and the packing of documents (data/shards.py) follow
 from it by rules that stand in train_gpt.py.
 """
+import math
 import os
+import shlex
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from data import checks, shards
+from data import shards
+from data.fineweb import TRAIN_SHARDS
 from nanogpt import checkpoints, recipe
 from nanogpt.joining import refuse_other_data
 from nanogpt.ranks import BadInput, is_rank_0, on_all_ranks, rank_and_world_size, require
@@ -46,7 +49,7 @@ def check_run_files(c, packing: shards.Packing, plan: shards.Plan, files: list[d
 
 def shards_of(c, split: str) -> list[Path]:
     """The shards of a split, "train" or "val". Raises ShardError if there are none."""
-    return checks.find(c.data_dir, split, c.train_files if split == "train" else c.val_files)
+    return find(c.data_dir, split, c.train_files if split == "train" else c.val_files)
 
 
 def find_both(c, plan: shards.Plan) -> tuple[list[Path], list[Path]]:
@@ -62,7 +65,7 @@ def find_both(c, plan: shards.Plan) -> tuple[list[Path], list[Path]]:
                 f"{divisors} of them{larger}")
     train_paths = shards_of(c, "train")
     val_paths = shards_of(c, "val")
-    checks.check_kind(train_paths[0], c.vocab_size, c.preset)
+    check_kind(train_paths[0], c.vocab_size, c.preset)
     return train_paths, val_paths
 
 
@@ -72,7 +75,7 @@ def check_data(c, packing: shards.Packing, plan: shards.Plan, train_paths: list[
     val_tokens = shards.validation_tokens(val_paths, c.vocab_size, c.val_tokens)
     if chooses_steps(c):  # `check_amount` follows when they are chosen; now a step of each stage
         plan = [*dict.fromkeys(plan)]
-    checks.check_amount(train_paths, packing, plan, c.data_dir, c.fit)
+    check_tokens(train_paths, packing, plan, c.data_dir, c.fit)
     return torch.from_numpy(val_tokens.view("int16"))
 
 
@@ -83,7 +86,7 @@ def identify(train_paths: list[Path],
     stamps = shards.stamps_of(train_paths)
     fingerprints = [shards.fingerprint(path, "train") for path in train_paths]
     fingerprints += [shards.fingerprint(path, "val") for path in val_paths]
-    checks.check_apart(fingerprints)
+    check_apart(fingerprints)
     return stamps, fingerprints
 
 
@@ -91,7 +94,7 @@ def check_amount(c, packing: shards.Packing, plan: shards.Plan, train_paths: lis
     """Raises BadInput on all ranks if the training shards do not last for the plan that --minutes
     has made. A collective."""
     errors = (shards.ShardError,)
-    on_all_ranks(checks.check_amount, train_paths, packing, plan, c.data_dir, c.fit, errors=errors)
+    on_all_ranks(check_tokens, train_paths, packing, plan, c.data_dir, c.fit, errors=errors)
 
 
 def chooses_steps(c) -> bool:
@@ -113,3 +116,88 @@ def place_for_checkpoint(c, num_weights: int) -> Path | None:
     dtype = recipe.PLAIN_DTYPES[recipe.plain_recipe(c)]  # of nearly all weights
     checkpoints.try_place(path, dtype.itemsize * num_weights + 8 * c.recall_rows)
     return path
+
+
+# ------------------------------------------------------------------------------------------------
+# Whether the shards suit the run
+
+DATA = Path(shards.__file__).parent
+FINEWEB = "data/fineweb10B"  # where fineweb.py puts its shards
+PYDOCS = "data/pydocs"  # those of the laptop preset
+
+
+def fetch(count: int) -> str:
+    """The command that gets so many shards of FineWeb."""
+    return f"{script('fineweb.py')} {count}"
+
+
+def script(name: str) -> str:
+    """The command that starts a script of data/ from where the user is."""
+    return f"python {shlex.quote(os.path.relpath(DATA / name))}"
+
+
+def find(folder: str, split: str, pattern: str) -> list[Path]:
+    """The shards of a split, "train" or "val"."""
+    if not folder:
+        raise shards.ShardError("--data_dir is empty; name a folder of shards")
+    remedy = f"check the path, or make them: {script('prepare.py')} FILE"
+    if folder == PYDOCS:
+        remedy = f"make them: {script('prepare.py')} --python-docs --bytes --out {folder}"
+    elif folder == FINEWEB:
+        remedy = f"get them: {fetch(9)}"
+    return shards.find_shards(folder, split, pattern, remedy)
+
+
+def check_kind(path: Path, vocab_size: int, preset: str) -> None:
+    """Raises ShardError unless the tokens of a shard are of the kind that the model reads."""
+    largest = shards.largest_token(path)
+    holds_bytes = largest < 256
+    if largest >= vocab_size or holds_bytes != shards.reads_bytes(vocab_size):
+        kind = "bytes" if holds_bytes else "GPT-2's tokens"
+        presets = "laptop or char" if holds_bytes else "small, onepass or speedrun"
+        other = "--tokens=gpt2" if holds_bytes else "--bytes"
+        raise shards.ShardError(
+            f"{path} holds {kind} (one is {largest}), which do not suit --preset={preset} with "
+            f"--vocab_size={vocab_size}; choose --preset={presets} without --vocab_size, or make "
+            f"others: {script('prepare.py')} FILE {other}")
+
+
+def check_apart(fingerprints: list[dict]) -> None:
+    """Raises ShardError if a training shard (data/shards.py, `fingerprint`) is one for validation,
+    too."""
+    names = {shard["sha256"]: shard["name"] for shard in fingerprints if shard["split"] == "train"}
+    for shard in fingerprints:
+        if shard["split"] == "val" and shard["sha256"] in names:
+            raise shards.ShardError(
+                f"{shard['name']} is for validation and has the same tokens as "
+                f"{names[shard['sha256']]}, which is for training; the loss would only tell what "
+                "the model has learned by heart, so give validation a text of its own "
+                "(--val_files)")
+
+
+def check_tokens(paths: list[Path], packing: shards.Packing, plan: shards.Plan, folder: str,
+                 fitted: bool = False) -> None:
+    """Raises ShardError unless the training shards last for all steps of the plan. `fitted`: the
+    run is fitted to the text already."""
+    # This packs all documents as training will. Nothing less tells how many steps there are.
+    steps = sum(1 for _ in shards.batches(paths, packing, plan))
+    if steps == len(plan):
+        return
+    have = sum(map(shards.count_tokens, paths)) * packing.epochs
+    need = packing.seq_len * sum(plan)
+    # The first stages may have small batches, so the number of possible steps follows from the
+    # tokens of the steps above. It comes out a bit low, which is safe.
+    possible = len(plan) * sum(plan[:steps]) // sum(plan)
+    remedy = "lower --num_steps or --minutes, or raise --epochs"
+    if not fitted:
+        remedy = f"let the run fit the text (--fit), {remedy}"
+    if not packing.cut_documents and have >= need and folder != FINEWEB:
+        remedy = ("give --cut_documents=true (without it only the beginning of a long document is "
+                  f"read), {remedy}")
+    # A shard of FineWeb has 1e8 tokens. The ends of long documents are skipped.
+    enough = math.ceil(1.3 * need / packing.epochs / 1e8)
+    if folder == FINEWEB and enough <= TRAIN_SHARDS:
+        remedy = f"get more with `{fetch(enough)}`, or {remedy}"
+    what = "1 step needs" if len(plan) == 1 else f"{len(plan)} steps need"
+    raise shards.ShardError(f"{what} {need:,} tokens; the {have:,} in {folder} last for about "
+                            f"{possible} steps; {remedy}")

@@ -13,7 +13,8 @@ import torch
 from conftest import SEPARATOR, TINY, check_data, documents, read, write_shard
 
 import train_gpt as t
-from data import checks, shards
+from data import shards
+from nanogpt import run_files
 from nanogpt.run_files import shards_of
 
 CPU = torch.device("cpu")
@@ -150,9 +151,9 @@ def test_the_check_before_compiling_agrees_exactly_with_what_the_loader_yields(f
 def test_as_many_shards_of_fineweb_are_advised_as_are_needed_and_exist(steps, epochs, advised, folder, monkeypatch):
     paths = sorted(folder.glob("*_train_*.bin"))
     packing = shards.Packing(1024, 384, epochs, True, 2048)
-    monkeypatch.setattr(checks, "FINEWEB", str(folder))
+    monkeypatch.setattr(run_files, "FINEWEB", str(folder))
     with pytest.raises(shards.ShardError) as error:
-        checks.check_amount(paths, packing, [100] * steps, str(folder))
+        run_files.check_tokens(paths, packing, [100] * steps, str(folder))
     assert re.findall(r"fineweb\.py (\d+)", str(error.value)) == ([str(advised)] if advised else [])
 
 
