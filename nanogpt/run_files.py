@@ -154,11 +154,14 @@ def check_kind(path: Path, vocab_size: int, preset: str) -> None:
     holds_bytes = largest < 256
     if largest >= vocab_size or holds_bytes != shards.reads_bytes(vocab_size):
         kind = "bytes" if holds_bytes else "GPT-2's tokens"
-        presets = "laptop or char" if holds_bytes else "small, onepass or speedrun"
+        wanted = "GPT-2's tokens"
+        if shards.reads_bytes(vocab_size):
+            wanted = f"bytes below {vocab_size}"
+        presets = "char or laptop" if holds_bytes else "small, onepass or speedrun"
         other = "--tokens=gpt2" if holds_bytes else "--bytes"
         raise shards.ShardError(
-            f"{path} holds {kind} (one is {largest}), which do not suit --preset={preset} with "
-            f"--vocab_size={vocab_size}; choose --preset={presets} without --vocab_size, or make "
+            f"{path} holds {kind} (one is {largest}), and --preset={preset} with --vocab_size="
+            f"{vocab_size} wants {wanted}; choose --preset={presets} without --vocab_size, or make "
             f"others: {script('prepare.py')} FILE {other}")
 
 

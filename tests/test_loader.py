@@ -193,7 +193,7 @@ def test_shards_of_several_texts_are_not_mixed(folder):
 
 
 @pytest.mark.parametrize("preset, largest, parts", [
-    ("laptop", 50_000, ["GPT-2's tokens", "--preset=laptop wants bytes", "--bytes"]),
+    ("laptop", 50_000, ["GPT-2's tokens", "--preset=laptop with --vocab_size=272 wants bytes", "--bytes"]),
     ("onepass", 255, ["holds bytes", "--preset=onepass with --vocab_size=50304 wants GPT-2's tokens", "--preset=char"])])
 def test_tokens_of_the_wrong_kind_are_named_for_what_they_are(tmp_path, preset, largest, parts):
     document = np.r_[SEPARATOR, np.arange(4000) % (largest + 1)]

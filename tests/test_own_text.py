@@ -158,16 +158,6 @@ def test_print_folder_prints_nothing_else_on_stdout(tmp_path, data, capsys):
         assert word in printed.err
 
 
-def test_a_failed_run_leaves_the_old_shards_as_they_were(tmp_path, data, capsys):
-    source = write(tmp_path / "story.txt", STORY)
-    prepare.main([source, "--bytes"])
-    before = read_corpus(data / "story")
-    write(tmp_path / "story.txt", b"\xff\xff not text")
-    with pytest.raises(SystemExit, match="2"):
-        prepare.main([source, "--bytes"])
-    assert read_corpus(data / "story") == before
-
-
 def test_an_explicit_folder_with_other_shards_is_left_alone(tmp_path, data, capsys):
     source = write(tmp_path / "story.txt", STORY)
     out = tmp_path / "out"
@@ -180,11 +170,6 @@ def test_an_explicit_folder_with_other_shards_is_left_alone(tmp_path, data, caps
 
 
 # ---- what is read --------------------------------------------------------------------------------
-
-def test_an_address_is_no_file_and_is_to_be_downloaded_first(tmp_path, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        prepare.main(["https://example.com/a.txt", "--bytes", f"--out={tmp_path / 'out'}"])
-    assert "no such file or folder; download it first." in capsys.readouterr().err
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the memory of a process")
@@ -229,17 +214,6 @@ def test_the_same_command_again_changes_nothing_and_after_a_change_the_old_shard
         assert ("it stays, for runs that use it" in said) == (folder != "story")
         assert "".join(map(from_bytes, read_corpus(data / folder))) == text
         assert before.items() <= {path: path.stat().st_mtime_ns for path in data.rglob("*.bin")}.items()
-
-
-def test_damaged_shards_of_the_same_text_are_named_with_the_remedy(tmp_path, data, capsys):
-    source = write(tmp_path / "story.txt", STORY)
-    prepare.main([source, "--bytes"])
-    path = data / "story" / "story_train_000001.bin"
-    os.truncate(path, 2000)
-    with pytest.raises(SystemExit, match="2"):
-        prepare.main([source, "--bytes"])
-    message = capsys.readouterr().err
-    assert f"{path} has 2000 bytes" in message and f"delete the folder {data / 'story'} to make it anew" in message
 
 
 @pytest.mark.skipif(os.name == "nt", reason="limits the size of files")
