@@ -1006,14 +1006,15 @@ class GPT(nn.Module):
     The weights of all layers lie in banks. Those of which each rank owns a slice are padded to a
     multiple of world_size. The model keeps the large ones in its own dtype; the optimizer
     has the float32 originals. `functions` are those of EAGER (section 8), compiled or
-    not."""
+    not; `calls` says how what is called in each step is."""
 
     def __init__(self, c: Config, device: torch.device, world_size: int = 1,
-                 functions: "Functions | None" = None):
+                 functions: "Functions | None" = None, calls: compiling.Calls | None = None):
         super().__init__()
         self.config = c
         self.trained_steps = c.num_steps  # a model of a checkpoint may have fewer
         self.functions = functions or EAGER
+        self.calls = calls or compiling.Calls()
         self.params = parameter_table(c)
         # The token that begins a document: GPT-2's, or the last one if the vocabulary is smaller.
         self.bos = min(shards.SEPARATOR, c.vocab_size - 1)
@@ -1036,7 +1037,7 @@ class GPT(nn.Module):
             "recall_table", torch.zeros(c.recall_rows, dtype=torch.int64, device=device))
         self.rotary_tables = {True: {}, False: {}}  # of training, of validation
         self.candidate_stream = SideStream(device)
-        self.past = Past(c, self.bos, self.recall_table)
+        self.past = Past(c, self.bos, self.recall_table, self.calls.caller())
         self.precision = Precision(c, device, dict(self.named_parameters()))
 
     def add_banks(self, dtype: torch.dtype, device: torch.device, world_size: int) -> None:
@@ -1479,14 +1480,20 @@ STATIC = {name: StaticFP8(scale) for name, scale in INPUT_SCALES.items()}
 STATIC["lm_head"] = StaticFP8Head()
 
 
-def choose_recipes(c: Config, device: torch.device) -> recipe.RecipeNames:
-    """Which recipe each projection has. Raises BadInput where the user asked for what cannot be."""
+def recipes_asked_for(c: Config, device: torch.device) -> recipe.RecipeNames:
+    """The recipe of each projection. Raises BadInput where the user asked for what cannot be."""
     precision = c.precision
     if precision == "auto":
         precision = "fp8-qkv" if kernels.has_fp8(device) else "bf16"
     default = dict(zip(recipe.PROJECTIONS, PRECISIONS[precision]))
-    names = recipe.choose(c, default, device)
-    if ACTIVATION is not relu_squared:  # neither the kernel nor the scales are for another one
+    return recipe.choose(c, default, device)
+
+
+def choose_recipes(c: Config, device: torch.device) -> recipe.RecipeNames:
+    """The same, but with another activation than relu_squared the MLP cannot be "fp8-static":
+    neither the kernel nor the scales are for another one."""
+    names = recipes_asked_for(c, device)
+    if ACTIVATION is not relu_squared:
         for of_layer in names[:-1]:  # the last entry is the head's
             for projection in ("up", "down"):
                 if of_layer[projection] == "fp8-static":
@@ -1743,8 +1750,9 @@ class Optimizer:
         for name in model.big_tables:
             tables[name] = Table(
                 self.banks[name], self.masters[name], self.state[name], LOOKED_UP_AT[name])
-        self.tables = Tables(self.device, model.config.vocab_size, tables)
-        self.call = compiling.call_directly
+        calls = model.calls
+        self.tables = Tables(self.device, model.config.vocab_size, tables, calls.caller())
+        self.call = calls.caller()
         self.reset(self.banks)
 
     def reset(self, full: dict[str, Tensor]) -> None:
@@ -2349,6 +2357,9 @@ def train(c: Config, at_end: ExitStack) -> int:
     facts = journal.RunFacts(
         journal.describe_run(SOURCE, files, __file__), files, journal.describe_machine(device),
         run_files.fingerprints, journal.calibrate(device, CPU_HAS_BF16))
+    if recipe_names != recipes_asked_for(c, device):
+        notes = [*notes, "the MLP is not in FP8, as its kernel computes relu_squared and no other "
+                 "ACTIVATION"]
     notes += checkpoints.how_it_began(c.resume, c.log_dir, run_files.saved, facts.run)
     for text in notes:
         log.say(text)
@@ -2368,19 +2379,16 @@ def train(c: Config, at_end: ExitStack) -> int:
     # tenth of the compiler's time.
     gc.disable()
     functions = EAGER
-    call = compiling.call_directly
+    calls = compiling.Calls(as_graphs=c.compile and cuda)
     if c.compile:
         functions = compiled_functions(report_compilation)
     with memory.enough_memory():
-        model = GPT(c, device, rank_and_world_size()[1], functions)
+        model = GPT(c, device, rank_and_world_size()[1], functions, calls)
         initialize(model, c.seed)  # for the warm-up; drawn anew after it
         optimizer = Optimizer(model)
     if run_files.saved:
         on_all_ranks(run_files.saved.check_fits, optimizer)
-    if c.compile and cuda:
-        call = compiling.CudaGraphs(model.parameters())
-        for owner in (model.past, optimizer, optimizer.tables):
-            owner.call = compiling.CudaGraphs([])  # with memory of its own: they run side by side
+    call = calls.caller(model.parameters())
     warm_up = warm_up_of(model, optimizer)
     warm_up.run(call)
     longer = ""

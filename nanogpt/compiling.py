@@ -122,6 +122,18 @@ def call_directly(_, function: Callable, tensors: tuple[Tensor, ...]):
     return function(*tensors)
 
 
+class Calls:
+    """How a run calls its functions: directly or, `as_graphs`, as CUDA graphs."""
+
+    def __init__(self, as_graphs: bool = False):
+        self.as_graphs = as_graphs
+
+    def caller(self, parameters: Iterable[Tensor] = ()) -> Callable:
+        """`call_directly` or CudaGraphs for functions that compute gradients of these parameters.
+        What runs side by side needs a caller each, because the graphs of one share memory."""
+        return CudaGraphs(parameters) if self.as_graphs else call_directly
+
+
 class Capture(NamedTuple):
     graph: torch.cuda.CUDAGraph
     inputs: list[Tensor]  # what the graph reads: copies of the function's arguments

@@ -8,7 +8,7 @@ Texts repeat themselves, so such a guess is often right. Attention can learn to 
 single reading only a little. So the model gets both as inputs (after Akyürek et al. 2024 and
 Khandelwal et al. 2020).
 """
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -63,7 +63,7 @@ class Past:
     `bos` is the token that begins a document, `recall_table` what is remembered: (R,), the same on
     all ranks. c: train_gpt.Config"""
 
-    def __init__(self, c, bos: int, recall_table: Tensor):
+    def __init__(self, c, bos: int, recall_table: Tensor, call: Callable = call_directly):
         self.bos = bos
         self.recall_table = recall_table
         self.seq_len = c.seq_len
@@ -73,7 +73,7 @@ class Past:
         self.recall_lengths = c.recall_lengths
         self.device = recall_table.device
         self.side_stream = SideStream(self.device)
-        self.call = call_directly
+        self.call = call
 
     def read(self, tokens: Tensor, training: bool) -> Reading:
         """The reading of tokens (T,). In training they are sequences of `seq_len`, end to end."""

@@ -96,14 +96,15 @@ class Tables:
     Another order raises RuntimeError. All work is done on the side stream. Between `begin` and
     `finish` nobody may read the banks but the passes."""
 
-    def __init__(self, device: torch.device, vocab_size: int, tables: dict[str, Table]):
+    def __init__(self, device: torch.device, vocab_size: int, tables: dict[str, Table],
+                 call: Callable = call_directly):
         self.side_stream = SideStream(device)
         self.rank, self.world_size = rank_and_world_size()
         self.tables = tables
         # The token embedding is looked up at the tokens, as value embeddings are.
         self.sizes = {"tokens": vocab_size}
         self.sizes |= {table.index: len(table.bank) for table in tables.values()}
-        self.call = call_directly  # `train` may put CudaGraphs here
+        self.call = call
         self.reset()
 
     def reset(self) -> None:
