@@ -388,7 +388,7 @@ MAY_BE_ZERO = (
 MOST = {  # tokens in shards have 16 bits; a table is indexed by 31 bits of a hash
     "vocab_size": 2**16, "ngram_rows": 2**31, "recall_rows": 2**31, "longest_ngram": 32,
     "num_steps": 10**6, "cooldown_frac": 1, "bf16_last_frac": 1, "ngram_part": 1,
-    "join_timeout": 10_000}
+    "join_timeout": 10_000, "num_layers": 1000, "model_dim": 2**20, "mlp_dim": 2**20}
 
 
 def parse_config(argv: list[str]) -> Config:
@@ -441,7 +441,7 @@ def check_config(c: Config) -> None:
             require(value > 0, f"--{field.name}={value} must be positive")
     for name, most in MOST.items():
         value = getattr(c, name)
-        require(value <= most, f"--{name}={value} must be at most {most}")
+        require(value <= most, f"--{name}={value} is too large: it must be at most {most}")
     require(c.muon_momentum < 1, f"--muon_momentum={c.muon_momentum} must be below 1")
     require(c.longest_ngram >= 2, f"--longest_ngram={c.longest_ngram} must be at least 2")
     require(c.device != "cuda" or has_cuda("cuda"), "--device=cuda, but torch sees no GPU here")
@@ -468,9 +468,11 @@ def check_config(c: Config) -> None:
             f"{c.seq_len}, the tokens of a sequence")
 
     of_heads = c.num_heads * c.head_dim
-    require(GATE_DIM <= c.model_dim and GATE_DIM // 2 <= of_heads <= c.model_dim,
+    require(c.model_dim >= GATE_DIM,
+            f"--model_dim={c.model_dim} must be at least {GATE_DIM}, a gate's channels")
+    require(GATE_DIM // 2 <= of_heads <= c.model_dim,
             f"--num_heads={c.num_heads} times --head_dim={c.head_dim} is {of_heads}; it must be "
-            f"from {GATE_DIM // 2} to {c.model_dim}, which is --model_dim, at least {GATE_DIM}")
+            f"from {GATE_DIM // 2} to {c.model_dim}, which is --model_dim")
     if c.nvfp4_without:
         recipe.module_of("nvfp4").parts_to_leave_out(c.nvfp4_without)  # raises BadInput for others
 
