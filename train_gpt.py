@@ -387,7 +387,8 @@ MAY_BE_ZERO = (
     "bf16_last_frac", "profile_steps", "save_every", "save_steps", "sample_tokens")
 MOST = {  # tokens in shards have 16 bits; a table is indexed by 31 bits of a hash
     "vocab_size": 2**16, "ngram_rows": 2**31, "recall_rows": 2**31, "longest_ngram": 32,
-    "num_steps": 10**6, "batch_tokens": 2**30, "cooldown_frac": 1, "bf16_last_frac": 1, "ngram_part": 1,
+    "num_steps": 10**6, "batch_tokens": 2**30,
+    "cooldown_frac": 1, "bf16_last_frac": 1, "ngram_part": 1,
     "join_timeout": 10_000, "num_layers": 1000, "model_dim": 2**20, "mlp_dim": 2**20}
 
 
