@@ -528,12 +528,6 @@ def relu_squared(x: Tensor) -> Tensor:
 ACTIVATION = relu_squared  # of the MLP (So et al. 2021)
 
 
-def stacked_qkv(weights: Tensor, factor: Tensor) -> Tensor:
-    """The weights of queries, keys and values (3, H d, D) -> the same (3 H d, D), those of values
-    multiplied by the factor."""
-    return torch.cat((weights[:2], factor * weights[2:])).flatten(0, 1)
-
-
 class Products:
     """How the products of a projection are computed: here in the dtype of its operands. The model
     calls these methods and does not ask which recipe it has; other recipes override some of them.
@@ -546,9 +540,13 @@ class Products:
         return F.linear(x, w if factor is None else factor * w)
 
     def qkv(self, x: Tensor, weights: Tensor, factor: Tensor) -> tuple[Tensor, ...]:
-        """x (T, D), weights (3, H d, D) -> queries, keys and factor times values, (T, H d) each."""
-        stacked = self.linear(x, stacked_qkv(weights, factor))  # (T, 3 H d)
-        return stacked.view(len(x), 3, -1).unbind(1)
+        """x (T, D), weights (3, H d, D) -> queries, keys and factor times values, (T, H d) each.
+
+        The factor multiplies the values and not their weights: it grows with the number of steps,
+        beyond 12 in a run of 2,180, and such weights would no longer fit constant FP8 scales."""
+        stacked = self.linear(x, weights.flatten(0, 1))  # (T, 3 H d)
+        queries, keys, values = stacked.view(len(x), 3, -1).unbind(1)
+        return queries, keys, factor * values
 
     def mlp(self, x: Tensor, up: Tensor, down: Tensor, factor: Tensor,
             down_products: "Products") -> Tensor:
@@ -1276,20 +1274,22 @@ def load_checkpoint(path: str | Path, device: torch.device) -> GPT:
 # bf16, and CPUs in float32. That is slower, and the results differ by rounding only.
 
 # Constant scales of a projection's input, of the weights, and of the gradient of a loss that is a
-# sum over tokens. They are powers of two, so that only rounding loses something. Weights up to 1.75
+# sum over tokens. They are powers of two, so that only rounding loses something. Weights up to 7
 # and gradients up to 14 fit; larger ones are clamped. 448 / 16 is just above sqrt(768), the largest
 # a normalised input can be; in a wider model a vector would be clamped if a large part of its
 # length were in one channel. The squares between the MLP's two products were near 10 in an earlier
 # model, but up to 12,700 on the first token of a document, and must not be clamped there. (No row
 # of PRECISIONS gives "fp8-static" to `o`; its scale is for rows of your own.)
 INPUT_SCALES = {"qkv": 1 / 16, "o": 1 / 4, "up": 1 / 16, "down": 64.0}
-WEIGHT_SCALE = 2.0**-8
+WEIGHT_SCALE = 2.0**-6
 GRADIENT_SCALE = 2.0**-12
 
-# The head has those of record 55: inputs up to 100, weights up to 1.6 and gradients of its logits
-# up to 0.75 become numbers up to 448, where e4m3 ends. (The gradients are in e5m2, which goes on.)
+# The head has those of record 55, but a wider one for weights: inputs up to 100, weights up to 6.4
+# and gradients of its logits up to 0.75 become numbers up to 448, where e4m3 ends. (The gradients
+# are in e5m2, which goes on.) A number keeps its precision under a larger scale: those of a format
+# are as close to each other, in relation to their size, near its end as far below.
 HEAD_INPUT_SCALE = 100 / 448
-HEAD_WEIGHT_SCALE = 1.6 / 448
+HEAD_WEIGHT_SCALE = 6.4 / 448
 HEAD_GRADIENT_SCALE = 0.75 / 448
 
 
@@ -1444,7 +1444,9 @@ class StaticFP8(Products):
         return StaticLinear.apply(x, w, self.input_scale, 1)[0]
 
     def qkv(self, x, weights, factor):
-        return StaticLinear.apply(x, stacked_qkv(weights, factor), self.input_scale, 3)
+        weights = weights.flatten(0, 1)  # (3 H d, D)
+        queries, keys, values = StaticLinear.apply(x, weights, self.input_scale, 3)
+        return queries, keys, factor * values
 
     def mlp(self, x, up, down, factor, down_products):
         if isinstance(down_products, StaticFP8):
