@@ -26,9 +26,9 @@ with open(__file__, "rb") as file:
 import os
 import sys
 import time
+import traceback
 from glob import glob
 
-from data import packages
 from nanogpt import stopping
 
 LAUNCHED = time.perf_counter()
@@ -37,15 +37,12 @@ STOP = stopping.Stop()
 
 if __name__ == "__main__":
     STOP.listen()  # importing torch takes seconds, in which a signal would give a traceback
-    packages.require("numpy", "torch")
     # torch, NCCL and CUDA read these variables once, when they start.
     # Tensors of many sizes would fragment memory that is handed out in fixed pieces.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     # Transfers get the next free processors of the GPU. Without priority they would wait behind all
     # kernels that were started before.
     os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
-    # PyTorch's C++ code tells of a lost connection with a screen of lines; we say it in a sentence.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     # Each process sees its own GPU only, as cuda:0. If rank 1 worked on cuda:1, it could not use
     # what the compiler's cache has for cuda:0, and would compile all of it again.
     gpus = [str(i) for i in range(len(glob("/dev/nvidia[0-9]*")))]
@@ -96,9 +93,12 @@ from nanogpt.ranks import (
     BadInput,
     NoTransfer,
     Requests,
+    SharedFault,
     all_gather,
     all_ranks,
+    compare,
     is_rank_0,
+    limit_waiting,
     on_all_ranks,
     rank_and_world_size,
     reduce_scatter,
@@ -109,11 +109,8 @@ from nanogpt.ranks import (
 from nanogpt.run_files import RunFiles, check_amount, check_run_files, chooses_steps
 from nanogpt.streams import Mark, SideStream, to_device
 from nanogpt.tables import Table, Tables, own_columns
-from nanogpt.watch import Watch
 from records import journal
-from records.console import CLEAR_RISE, Console, next_commands, rise
-
-WATCH = Watch(STOP)  # ends this process if another rank is lost
+from records.console import CLEAR_RISE, Console, complain, next_commands, rise
 
 # --------------------------------------------------------------------------------------------------
 # 1. Configuration: speedrun changes two of the defaults; every key can be given as --key=value
@@ -2219,11 +2216,9 @@ class Run:
                 self.validate()
                 self.clock.start()
             batch = self.model.past.prepare(next(self.batches))
-            WATCH.enter_step(self.step)
             message = train_step(
                 self.model, self.optimizer, batch, self.step, call, self.tell)
             self.log.put(self.step + 1, message, self.clock.now())
-            WATCH.leave_step()
             # This waits for the messages of all steps before this one. They are there already:
             # inside of train_step the CPU has waited for the number of rows that this step looks
             # up, which the GPU counts when it has done the steps before. Only a terminal stopped by
@@ -2277,9 +2272,7 @@ class Run:
         """Validates, and writes the loss to the log. A collective."""
         self.read_messages()
         self.optimizer.recipes.before_validation()
-        WATCH.enter_step(self.step, "validation")
         loss = validate(self.model, self.run_files.val_tokens, self.step)
-        WATCH.leave_step()
         self.log.step(self.step, self.clock.total, "val_loss", loss)
         finite.check_validation(self.step, loss, checkpoints.tensors_of(self.optimizer))
         self.keeper.validated(self.step, loss)
@@ -2343,7 +2336,10 @@ def train(c: Config, at_end: ExitStack) -> int:
     # 1. Import what this run needs, so that the log can show it, and check what can be checked
     # before anything is written or compiled.
     cuda = has_cuda(c.device)
-    device = start_process("cuda" if cuda else "cpu", LOCAL_GPU, WATCH.store)
+    device = start_process("cuda" if cuda else "cpu", LOCAL_GPU, c.join_timeout)
+    # Hosts may have their data in other folders; the shards are compared by their sums.
+    compare({f"--{name}": value for name, value in dataclasses.asdict(c).items()
+             if name != "data_dir"})
     recipe_names = choose_recipes(c, device)
     recipe.import_modules(recipe_names, c)
     notes = []
@@ -2421,6 +2417,7 @@ def train(c: Config, at_end: ExitStack) -> int:
     gc.freeze()  # else a collection takes up to 0.4 s in the middle of the run (record 47)
     gc.enable()
     all_ranks(None)  # the clock starts when all of them are ready
+    limit_waiting()
     startup_s = time.perf_counter() - LAUNCHED
     log.fact("note", f"products: {recipe.summary(recipe_names, device)}")
     log.fact("note", f"{startup_s:.1f} s from launch to the first timed step")
@@ -2429,32 +2426,63 @@ def train(c: Config, at_end: ExitStack) -> int:
     run.train(call)
 
     # 5. Say what came of it.
-    WATCH.needs_others = False  # from now on another rank may be lost
     return run.finish(startup_s, longer)
 
 
 def main(argv: list[str]) -> int:
-    """Exit status: 0 trained to the end, 1 a crash, 2 bad input, a full disk or
-    too little memory, 3 another rank was lost, 129, 130 or 143 ended by a signal. On an error,
-    `at_end` first writes the best weights and a note to the log. Then WATCH tells the other ranks,
-    and ends them."""
-    errors = (BadInput, shards.ShardError, OSError)
+    """Exit status: 0 trained to the end, 1 a crash, 2 bad input, a full disk or too little memory,
+    129, 130 or 143 ended by a signal. On an error, `at_end` first writes the best weights and a
+    note to the log. One of several ranks then ends at once, and torchrun ends the others."""
+    several = int(os.environ.get("WORLD_SIZE", 1)) > 1
     try:
-        c = WATCH.join(parse_config, argv, errors, Config.join_timeout)
-        with ExitStack() as WATCH.at_end:
-            status = train(c, WATCH.at_end)
-        WATCH.leave()
+        with ExitStack() as at_end:
+            status = train(parse_config(argv), at_end)
+        if dist.is_initialized():
+            dist.destroy_process_group()
         return status
-    except errors as error:
-        return WATCH.refuse(str(error), error)
     except Exception as error:
-        lack = memory.lack_of_memory(error)
-        if lack:
-            remedy = ("smaller --micro_tokens, --val_seq_len, --ngram_rows and --recall_rows need "
-                      "less")
-            return WATCH.refuse(f"{lack}; {remedy}", error)
-        WATCH.end_with_traceback(error)
-        raise
+        sentence = sentence_of(error)
+        if not sentence and not several:
+            raise
+        if not sentence:
+            traceback.print_exc()
+        elif several:
+            say_on_one_rank(sentence, error)
+        else:
+            complain(f"train_gpt.py: {sentence}")
+        status = 2 if sentence else 1
+    if several:  # a process group that others wait in might not let this process end
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    return status
+
+
+def sentence_of(error: Exception) -> str:
+    """What to say of an error that the user can mend, or an empty one."""
+    if isinstance(error, (BadInput, shards.ShardError, OSError)):
+        return str(error)
+    lack = memory.lack_of_memory(error)
+    remedy = "smaller --micro_tokens, --val_seq_len, --ngram_rows and --recall_rows need less"
+    return f"{lack}; {remedy}" if lack else ""
+
+
+def say_on_one_rank(sentence: str, error: Exception) -> None:
+    """What all ranks know of, one of them says. Of another error each rank knows its own. If all
+    have the same one, as a bad command line, rank 0 says it and ends, and then torchrun ends the
+    others, which wait for that."""
+    rank = int(os.environ["RANK"])
+    if isinstance(error, SharedFault):
+        STOP.ignore()
+        if rank == error.speaker:
+            complain(f"train_gpt.py: {sentence}")
+        time.sleep(1)  # torchrun ends the others when the first has ended, and they may yet speak
+        return
+    if rank > 0:
+        STOP.end_steps()  # a SIGTERM of torchrun ends this wait
+        time.sleep(2)
+        sentence = f"rank {rank}: {sentence}"
+    complain(f"train_gpt.py: {sentence}")
 
 
 if __name__ == "__main__":

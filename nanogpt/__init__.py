@@ -7,9 +7,7 @@ Before a run
     memory.py       what an error says if memory is too small
 
 Its processes
-    joining.py      they meet and compare what they are going to run
     ranks.py        which one this is, and how they agree
-    watch.py        one that is lost is noticed, and the others end
     stopping.py     signals
     finite.py       a number that is not finite is traced to its origin
 

@@ -36,11 +36,11 @@ class SharedFault(BadInput):
         self.speaker = speaker
 
 
-def start_process(kind: str, local_gpu: int, store: dist.Store | None = None) -> torch.device:
+def start_process(kind: str, local_gpu: int, minutes: float) -> torch.device:
     """Starts PyTorch on this process's device, and returns it: the GPU of this number if `kind` is
-    "cuda", or the "cpu". Also starts the process group if there is a store in which its
-    ranks have met (nanogpt/joining.py). Raises BadInput if there are more processes than GPUs on
-    this host."""
+    "cuda", or the "cpu". Under torchrun it also starts the process group, and waits for the other
+    ranks for so many minutes. Raises BadInput if they do not come, or if there are more processes
+    than GPUs on this host."""
     device = torch.device(kind)
     if kind == "cuda":
         device = torch.device("cuda", local_gpu)
@@ -52,15 +52,22 @@ def start_process(kind: str, local_gpu: int, store: dist.Store | None = None) ->
         torch.cuda.set_stream(torch.cuda.Stream(priority=-1))
     # If NCCL started before the thread of autograd, both could wait for each other forever.
     torch.zeros(1, device=device, requires_grad=True).sum().backward()
-    if store is not None:
+    if "RANK" in os.environ:
         backend, options = ("nccl", {"device_id": device}) if kind == "cuda" else ("gloo", {})
-        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        # Others wait while rank 0 writes a checkpoint, perhaps to a slow disk. NCCL would end them
-        # after ten minutes if nothing were said. A lost rank is noticed sooner (nanogpt/watch.py).
-        dist.init_process_group(
-            backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(hours=1),
-            **options)
+        try:
+            dist.init_process_group(backend, timeout=timedelta(minutes=minutes), **options)
+        except (dist.DistError, ValueError) as error:
+            reason = str(error).partition("\n")[0]
+            raise BadInput(f"the processes did not meet within {minutes:g} minutes ({reason}); "
+                           "start all of them by torchrun, or raise --join_timeout") from None
     return device
+
+
+def limit_waiting() -> None:
+    """From now on a collective that takes two minutes is taken for hung, and ends the run. Until
+    now the ranks may have waited longer for each other, as when one of them compiles."""
+    if dist.is_initialized():
+        dist.distributed_c10d._set_pg_timeout(timedelta(minutes=2), dist.group.WORLD)
 
 
 def rank_and_world_size() -> tuple[int, int]:
@@ -93,25 +100,23 @@ def on_all_ranks(work: Callable, *args, errors=(BadInput,)):
         result = work(*args)
     except errors as error:
         sentence = str(error)
-    refuse_faults(dict(enumerate(all_ranks(sentence))), *rank_and_world_size())
+    faults = all_ranks(sentence)
+    for rank, fault in enumerate(faults):
+        if fault is not None:
+            of_all = all(other == fault for other in faults)
+            raise SharedFault(fault if of_all else f"rank {rank}: {fault}", rank)
     return result
 
 
-def refuse_faults(faults: dict[int, str | None], rank: int, world_size: int) -> None:
-    """Raises SharedFault if something is wrong on any rank. `faults` are the sentences of the ranks
-    that have told theirs, None where nothing is wrong.
-
-    Each rank says its own fault, with its number. A fault that several have is said by the first of
-    them, and without a number if all have it."""
-    faults = {other: fault for other, fault in faults.items() if fault is not None}
-    if not faults:
-        return
-    first = min(faults)
-    sentence = faults.get(rank, faults[first])
-    speaker = min(other for other in faults if faults[other] == sentence)
-    if list(faults.values()) != [sentence] * world_size:
-        sentence = f"rank {speaker}: {sentence}"
-    raise SharedFault(sentence, speaker)
+def compare(facts: dict[str, object]) -> None:
+    """Raises SharedFault unless all ranks have the same facts, by their names. A collective."""
+    first, *others = all_ranks(facts)
+    for rank, theirs in enumerate(others, 1):
+        for name in first | theirs:
+            if first.get(name) != theirs.get(name):
+                raise SharedFault(
+                    f"rank {rank} has {name} {theirs.get(name)} where rank 0 has {first.get(name)};"
+                    " all ranks need the same command, code and data", 0)
 
 
 REQUESTS = ("SIGINT", "SIGTERM", "SIGHUP", "save")

@@ -15,8 +15,7 @@ from torch import Tensor
 from data import shards
 from data.fineweb import TRAIN_SHARDS
 from nanogpt import checkpoints, recipe
-from nanogpt.joining import refuse_other_data
-from nanogpt.ranks import BadInput, is_rank_0, on_all_ranks, rank_and_world_size, require
+from nanogpt.ranks import BadInput, compare, is_rank_0, on_all_ranks, rank_and_world_size, require
 from records.journal import try_folder
 
 
@@ -38,7 +37,10 @@ def check_run_files(c, packing: shards.Packing, plan: shards.Plan, files: list[d
     errors = (BadInput, shards.ShardError)
     train_paths, val_paths = on_all_ranks(find_both, c, plan, errors=errors)
     stamps, fingerprints = on_all_ranks(identify, train_paths, val_paths, errors=errors)
-    on_all_ranks(refuse_other_data, files, fingerprints)
+    facts = {f"code {file['path']}": file["sha256"] for file in files}
+    for shard in fingerprints:
+        facts[f"{shard['split']} shard {shard['name']}"] = shard["sha256"]
+    compare(facts)
     saved = checkpoints.open_save(c.resume, fingerprints, c.data_dir)
     val_tokens = on_all_ranks(
         check_data, c, packing, plan, train_paths, val_paths, errors=errors)

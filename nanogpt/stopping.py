@@ -1,15 +1,10 @@
-"""Signals that end a run: SIGINT (control-C), SIGTERM (kill, a cluster, torchrun), and SIGHUP (the
+"""Signals that end a run: SIGINT (control-C), SIGTERM (kill, a cluster, torchrun), SIGHUP (the
 terminal was closed).
 
 Before the first step there is nothing to keep, so a signal ends the process at once. From then on
-until the weights are written, the first signal is only noted, and the trainer ends the run in
-order. It does so after the present step or up to three steps later: all ranks must learn of the
-signal first (ranks.Requests), and with head_every_second a run ends after an even number of steps
-only.
-
+it is noted, and the trainer ends the run after a step, when all ranks know of it (ranks.Requests).
 A second control-C ends the process at once. A second SIGTERM does not: a cluster may send it to all
-processes, and torchrun hands on to the ranks what it has got itself. While a sample is drawn from
-the trained model, a signal ends the process at once again.
+processes, and torchrun hands on to the ranks what it has got itself.
 
 This file imports nothing of torch, because it is at work while torch is imported.
 """
@@ -34,25 +29,17 @@ class Stop:
     def __init__(self):
         self.signal = ""
         self.in_steps = False  # whether a signal waits for the end of a step
-        self.when = "before the first step"  # what is said of a signal that does not wait
-        self.leaving = False  # whether the process ends anyway, with a sentence and a status
-        self.leave_with_others = None  # ends the process if it is one of several (watch.py)
 
     def listen(self) -> None:
-        # nohup has SIGHUP ignored. torchrun hands on even that one, and then waits for our end.
-        in_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
         for number in SIGNALS:
-            if in_torchrun or signal.getsignal(number) != signal.SIG_IGN:
+            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup ignores SIGHUP
                 signal.signal(number, self.notice)
 
     def notice(self, number: int, frame) -> None:
         """What Python calls when a signal has come."""
-        if self.leaving:
-            return  # torchrun sends SIGTERM to all ranks as soon as one of them has ended
-        if not self.in_steps:
-            if self.leave_with_others:
-                self.leave_with_others(number)
-            leave(number, self.when)
+        if not self.in_steps:  # an exception would not do: the compiler catches some
+            say(f"stopped by {SIGNALS[number]}")
+            os._exit(128 + number)
         if number == signal.SIGINT and not self.signal:  # somebody waits before the screen
             say("the run ends in order, in a moment; the next control-C ends it at once, "
                 "and loses what is not saved")
@@ -63,16 +50,13 @@ class Stop:
     def end_steps(self) -> None:
         """All is written: a signal does not wait any more, nor does one that has come already."""
         self.in_steps = False
-        self.when = "after the last step"
         if self.signal:
             self.notice(signal.Signals[self.signal], None)
 
-
-def leave(number: int, when: str) -> None:
-    """Ends the process with one sentence. An exception would not do: the compiler catches some, and
-    others come with a traceback."""
-    say(f"stopped by {SIGNALS[number]} {when}")
-    os._exit(128 + number)
+    def ignore(self) -> None:
+        """The process ends anyway: torchrun sends SIGTERM to all ranks when the first has ended."""
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
 
 
 def say(sentence: str) -> None:
