@@ -15,7 +15,7 @@ import train_gpt as t
 from nanogpt import checkpoints
 
 SCRIPT = ROOT / "train_gpt.py"
-LONG = {"num_steps": 5000, "epochs": 10**5, "val_interval": 0, "target_loss": 0}
+LONG = {"num_steps": 5000, "save_every": 60, "epochs": 10**5, "val_interval": 0, "target_loss": 0}
 
 
 def said(text):
