@@ -415,7 +415,7 @@ def test_asking_for_a_gpu_that_is_not_there_is_one_sentence(capfd):
 def test_a_rank_without_torchrun_is_one_sentence(monkeypatch, corpus, tmp_path, capfd):
     monkeypatch.setenv("RANK", "0")
     sentence = refused(capfd, arguments(data_dir=corpus, log_dir=tmp_path))
-    assert "RANK=0 is set without WORLD_SIZE, MASTER_ADDR, MASTER_PORT" in sentence and "torchrun" in sentence
+    assert "WORLD_SIZE" in sentence and "torchrun" in sentence
 
 
 def test_very_many_epochs_and_very_large_micro_batches_cost_nothing(corpus, tmp_path):
@@ -758,7 +758,7 @@ print(json.dumps([module["LOCAL_GPU"], changes.pop("CUDA_VISIBLE_DEVICES", None)
 def test_a_process_started_by_torchrun_sees_its_own_gpu_only(visible, local_rank, cards, expected):
     given = {"CUDA_VISIBLE_DEVICES": visible, "LOCAL_RANK": local_rank}
     environment = {key: value for key, value in (ENVIRONMENT | given).items() if value is not None}
-    early = ["PYTORCH_CUDA_ALLOC_CONF", "TORCH_CPP_LOG_LEVEL", "TORCH_NCCL_HIGH_PRIORITY"]
+    early = ["PYTORCH_CUDA_ALLOC_CONF", "TORCH_NCCL_HIGH_PRIORITY"]
     environment = {key: value for key, value in environment.items() if key not in early}
 
     def head(name):
