@@ -14,6 +14,7 @@ import re
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable
@@ -51,13 +52,11 @@ def try_folder(folder: str | Path) -> None:
     be: better now than after all has been compiled. Only rank 0 writes a log."""
     if not is_rank_0():
         return
-    beside = Path(folder, f".{uuid.uuid4()}")
     try:
-        beside.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_bytes(b"a log can be written here")
-        beside.unlink()
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"a log can be written here")
     except OSError as error:
-        beside.unlink(missing_ok=True)
         raise BadInput(f"no log can be written to {folder} ({error.strerror}); choose another "
                        "--log_dir") from None
 

@@ -522,7 +522,7 @@ def test_help_shows_the_preset_that_the_device_would_have_and_flex_needs_the_com
             t.parse_config(["--help", f"--device={device}"])
         assert f"the values of --preset={preset}" in " ".join(capsys.readouterr().out.split())
     t.parse_config(["--preset=speedrun", "--attention=flex"])
-    with pytest.raises(t.BadInput, match="--attention=flex without the compiler"):
+    with pytest.raises(t.BadInput, match="--attention=flex needs CUDA and --compile=true"):
         t.parse_config(["--preset=speedrun", "--attention=flex", "--compile=false"])
 
 
@@ -531,7 +531,7 @@ def test_the_defaults_are_the_record_and_the_presets_are_laid_over_them():
     assert c == t.Config(preset="speedrun", recall_rows=2**28, head_every_second=True)
     assert (c.num_steps, c.batch_tokens, c.seq_len, c.schedule) == (2400, 8 * 32768, 8192, "speedrun")
     assert (c.val_tokens, c.target_loss) == (10_485_760, 3.28)
-    assert [*t.PRESETS] == ["speedrun", "onepass", "laptop", "char", "small"]
+    assert [*t.PRESETS] == ["gpt2", "speedrun", "onepass", "laptop", "char", "small"]
     for name, values in t.PRESETS.items():
         laid_over = dataclasses.asdict(t.Config()) | values | {"preset": name}
         assert dataclasses.asdict(t.parse_config([f"--preset={name}"])) == laid_over
