@@ -29,6 +29,7 @@ import time
 import traceback
 from glob import glob
 
+from data import packages
 from nanogpt import stopping
 
 LAUNCHED = time.perf_counter()
@@ -37,6 +38,7 @@ STOP = stopping.Stop()
 
 if __name__ == "__main__":
     STOP.listen()  # importing torch takes seconds, in which a signal would give a traceback
+    packages.require("numpy", "torch")
     # torch, NCCL and CUDA read these variables once, when they start.
     # Tensors of many sizes would fragment memory that is handed out in fixed pieces.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
