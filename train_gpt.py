@@ -23,40 +23,22 @@ code is in github.com/KellerJordan/modded-nanogpt."""
 with open(__file__, "rb") as file:
     SOURCE = file.read()  # before all else: the log shows what runs, not a later edit of it
 
-import os
-import sys
 import time
-import traceback
-from glob import glob
 
-from data import packages
-from nanogpt import stopping
+from nanogpt import environment, stopping
 
 LAUNCHED = time.perf_counter()
-LOCAL_GPU = int(os.environ.get("LOCAL_RANK") or 0)
+LOCAL_GPU = environment.local_rank()
 STOP = stopping.Stop()
 
 if __name__ == "__main__":
     STOP.listen()  # importing torch takes seconds, in which a signal would give a traceback
-    packages.require("numpy", "torch")
-    # torch, NCCL and CUDA read these variables once, when they start.
-    # Tensors of many sizes would fragment memory that is handed out in fixed pieces.
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    # Transfers get the next free processors of the GPU. Without priority they would wait behind all
-    # kernels that were started before.
-    os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
-    # Each process sees its own GPU only, as cuda:0. If rank 1 worked on cuda:1, it could not use
-    # what the compiler's cache has for cuda:0, and would compile all of it again.
-    gpus = [str(i) for i in range(len(glob("/dev/nvidia[0-9]*")))]
-    if "CUDA_VISIBLE_DEVICES" in os.environ:
-        gpus = [gpu for gpu in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if gpu]
-    if LOCAL_GPU < len(gpus):
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpus[LOCAL_GPU]
-        LOCAL_GPU = 0
+    LOCAL_GPU = environment.prepare()
 
 import dataclasses
 import gc
 import math
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -77,6 +59,7 @@ from nanogpt import (
     candidates,
     checkpoints,
     compiling,
+    faults,
     finite,
     fitting,
     kernels,
@@ -92,10 +75,8 @@ from nanogpt.masks import BLOCK_SIZE
 from nanogpt.past import Past, Reading, inputs_and_targets
 from nanogpt.ranks import (
     REQUESTS,
-    BadInput,
     NoTransfer,
     Requests,
-    SharedFault,
     all_gather,
     all_ranks,
     compare,
@@ -112,7 +93,7 @@ from nanogpt.run_files import RunFiles, check_amount, check_run_files, chooses_s
 from nanogpt.streams import Mark, SideStream, to_device
 from nanogpt.tables import Table, Tables, own_columns
 from records import journal
-from records.console import CLEAR_RISE, Console, complain, next_commands, rise
+from records.console import CLEAR_RISE, Console, next_commands, rise
 
 # --------------------------------------------------------------------------------------------------
 # 1. Configuration: speedrun changes two of the defaults; every key can be given as --key=value
@@ -2478,10 +2459,9 @@ def train(c: Config, at_end: ExitStack) -> int:
     calls = compiling.Calls(as_graphs=c.compile and cuda)
     if c.compile:
         functions = compiled_functions(report_compilation)
-    with memory.enough_memory():
-        model = GPT(c, device, rank_and_world_size()[1], functions, calls)
-        initialize(model, c.seed)  # for the warm-up; drawn anew after it
-        optimizer = Optimizer(model)
+    model = GPT(c, device, rank_and_world_size()[1], functions, calls)
+    initialize(model, c.seed)  # for the warm-up; drawn anew after it
+    optimizer = Optimizer(model)
     if run_files.saved:
         on_all_ranks(run_files.saved.check_fits, optimizer)
     call = calls.caller(model.parameters())
@@ -2526,58 +2506,8 @@ def train(c: Config, at_end: ExitStack) -> int:
 
 def main(argv: list[str]) -> int:
     """Exit status: 0 trained to the end, 1 a crash, 2 bad input, a full disk or too little memory,
-    129, 130 or 143 ended by a signal. On an error, `at_end` first writes the best weights and a
-    note to the log. One of several ranks then ends at once, and torchrun ends the others."""
-    several = int(os.environ.get("WORLD_SIZE", 1)) > 1
-    try:
-        with ExitStack() as at_end:
-            status = train(parse_config(argv), at_end)
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        return status
-    except Exception as error:
-        sentence = sentence_of(error)
-        if not sentence and not several:
-            raise
-        if not sentence:
-            traceback.print_exc()
-        elif several:
-            say_on_one_rank(sentence, error)
-        else:
-            complain(f"train_gpt.py: {sentence}")
-        status = 2 if sentence else 1
-    if several:  # a process group that others wait in might not let this process end
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
-    return status
-
-
-def sentence_of(error: Exception) -> str:
-    """What to say of an error that the user can mend, or an empty one."""
-    if isinstance(error, (BadInput, shards.ShardError, OSError)):
-        return str(error)
-    lack = memory.lack_of_memory(error)
-    remedy = "smaller --micro_tokens, --val_seq_len, --ngram_rows and --recall_rows need less"
-    return f"{lack}; {remedy}" if lack else ""
-
-
-def say_on_one_rank(sentence: str, error: Exception) -> None:
-    """What all ranks know of, one of them says. Of another error each rank knows its own. If all
-    have the same one, as a bad command line, rank 0 says it and ends, and then torchrun ends the
-    others, which wait for that."""
-    rank = int(os.environ["RANK"])
-    if isinstance(error, SharedFault):
-        STOP.ignore()
-        if rank == error.speaker:
-            complain(f"train_gpt.py: {sentence}")
-        time.sleep(1)  # torchrun ends the others when the first has ended, and they may yet speak
-        return
-    if rank > 0:
-        STOP.end_steps()  # a SIGTERM of torchrun ends this wait
-        time.sleep(2)
-        sentence = f"rank {rank}: {sentence}"
-    complain(f"train_gpt.py: {sentence}")
+    129, 130 or 143 ended by a signal."""
+    return faults.run(lambda at_end: train(parse_config(argv), at_end), STOP)
 
 
 if __name__ == "__main__":

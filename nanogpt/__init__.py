@@ -4,6 +4,8 @@ Before a run
     arguments.py    the command line
     fitting.py      a run fitted to a text
     run_files.py    what a run reads and where it will write, found and tried
+    environment.py  variables that torch reads when it starts
+    faults.py       what a run says when an error ends it
     memory.py       what an error says if memory is too small
 
 Its processes

@@ -1,10 +1,5 @@
 """What an error says if a GPU, or this machine, has too little memory."""
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
-
-from nanogpt.ranks import BadInput
 
 # Of the CPU, of CUDA and Triton, of NCCL, and of cuBLAS.
 LACK_OF_MEMORY = ("DefaultCPUAllocator", "out of memory", "ALLOC_FAILED")
@@ -26,16 +21,3 @@ def lack_of_memory(error: BaseException | None) -> str:
             return first
         error = error.__context__
     return ""
-
-
-@contextmanager
-def enough_memory() -> Iterator[None]:
-    """Raises BadInput if what is done here needs more memory than the machine has. PyTorch's error
-    for GPUs is left as it is."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        if not isinstance(error, MemoryError) and "DefaultCPUAllocator" not in str(error):
-            raise
-        raise BadInput("the model does not fit into the memory of this machine; lower "
-                       "--ngram_rows, --recall_rows, --num_layers or --mlp_dim") from None

@@ -15,6 +15,7 @@ from conftest import SEPARATOR, TINY, check_data, documents, read, write_shard
 import train_gpt as t
 from data import shards
 from nanogpt import run_files
+from nanogpt.ranks import BadInput
 from nanogpt.run_files import shards_of
 
 CPU = torch.device("cpu")
@@ -139,7 +140,7 @@ def test_the_check_before_compiling_agrees_exactly_with_what_the_loader_yields(f
     assert [path.name for path in train_paths] == [f"fineweb_train_{i:06}.bin" for i in range(4)]
     assert [path.name for path in val_paths] == ["fineweb_val_000000.bin"]
     assert val_tokens.tolist() == [383 if token == SEPARATOR else token for token in documents(600, 9)][:513]
-    with pytest.raises((t.BadInput, shards.ShardError)) as error:
+    with pytest.raises((BadInput, shards.ShardError)) as error:
         check_data(config(folder, num_steps=have + 1, **changes))
     sentence = str(error.value)
     for part in (f"{have + 1} steps", f"{(have + 1) * batch_tokens:,} tokens", f"{sum(map(len, SHARDS)) * epochs:,}",
@@ -163,7 +164,7 @@ def test_the_number_of_processes_must_divide_the_batch_of_every_stage(large, mon
     monkeypatch.setattr("nanogpt.run_files.rank_and_world_size", lambda: (0, 2))
     check_data(c)
     monkeypatch.setattr("nanogpt.run_files.rank_and_world_size", lambda: (0, world_size))
-    with pytest.raises(t.BadInput, match=f"{world_size} processes cannot .* 2 sequences; start 1, 2 of them"):
+    with pytest.raises(BadInput, match=f"{world_size} processes cannot .* 2 sequences; start 1, 2 of them"):
         check_data(c)
 
 
@@ -201,7 +202,7 @@ def test_tokens_of_the_wrong_kind_are_named_for_what_they_are(tmp_path, preset, 
     for name in ("train_000001", "val_000000"):
         write_shard(tmp_path / f"mine_{name}.bin", document)
     c = dataclasses.replace(t.Config(**t.PRESETS[preset]), data_dir=str(tmp_path), preset=preset)
-    with pytest.raises((t.BadInput, shards.ShardError)) as error:
+    with pytest.raises((BadInput, shards.ShardError)) as error:
         check_data(c)
     for part in ("mine_train_000001.bin", *parts):
         assert part in str(error.value)

@@ -20,6 +20,7 @@ from conftest import arguments, read
 
 import train_gpt as t
 from nanogpt import finite, fp8, kernels, nvfp4, ranks, recipe
+from nanogpt.ranks import BadInput
 from nanogpt.kernels import E4M3, E5M2
 from nanogpt.masks import BLOCK_SIZE
 from records import journal
@@ -909,5 +910,5 @@ def test_what_validation_of_fp16_weights_finds_does_not_depend_on_training_befor
 ])
 def test_recipes_that_cannot_be_are_refused_in_a_sentence(row, keys, sentence, monkeypatch):
     monkeypatch.setitem(t.PRECISIONS, "odd", row)
-    with pytest.raises(t.BadInput, match=sentence):
+    with pytest.raises(BadInput, match=sentence):
         t.choose_recipes(config(precision="odd", **keys), torch.device("cpu"))

@@ -30,6 +30,7 @@ import sample
 import train_gpt as t
 from data import shards
 from nanogpt import candidates, checkpoints, masks, recipe
+from nanogpt.ranks import BadInput
 from records import plots
 from records.__main__ import main as records
 from records.log import read_log
@@ -439,7 +440,7 @@ def test_a_file_that_is_no_checkpoint_is_named(content, tmp_path):
         path.write_bytes(content)
     elif content is not None:
         torch.save(content, path)
-    with pytest.raises(t.BadInput, match=str(path)):
+    with pytest.raises(BadInput, match=str(path)):
         t.load_checkpoint(path, torch.device("cpu"))
 
 
@@ -451,7 +452,7 @@ def test_weights_that_do_not_fit_the_configuration_are_named(first, name, change
     content = checkpoints.read(first[1] / "model.pt")
     content["weights"][name] = change(content["weights"][name], content["weights"]["recall_table"])
     checkpoints.write(tmp_path / "x.pt", content)
-    with pytest.raises(t.BadInput, match=f"x.pt: .* weights of {name} do not fit"):
+    with pytest.raises(BadInput, match=f"x.pt: .* weights of {name} do not fit"):
         t.load_checkpoint(tmp_path / "x.pt", torch.device("cpu"))
 
 
@@ -522,7 +523,7 @@ def test_help_shows_the_preset_that_the_device_would_have_and_flex_needs_the_com
             t.parse_config(["--help", f"--device={device}"])
         assert f"the values of --preset={preset}" in " ".join(capsys.readouterr().out.split())
     t.parse_config(["--preset=speedrun", "--attention=flex"])
-    with pytest.raises(t.BadInput, match="--attention=flex needs CUDA and --compile=true"):
+    with pytest.raises(BadInput, match="--attention=flex needs CUDA and --compile=true"):
         t.parse_config(["--preset=speedrun", "--attention=flex", "--compile=false"])
 
 
@@ -861,7 +862,7 @@ def test_the_room_of_a_recipe_is_imported_and_logged_only_if_the_recipe_is_asked
 
 def test_a_recipe_that_code_from_a_log_lacks_is_one_sentence(monkeypatch):
     monkeypatch.setitem(sys.modules, "nanogpt.fp8", None)  # an import of it fails
-    with pytest.raises(t.BadInput, match="nanogpt/fp8.py is missing, as in code that was taken out of a log"):
+    with pytest.raises(BadInput, match="nanogpt/fp8.py is missing, as in code that was taken out of a log"):
         recipe.import_modules(({"qkv": "fp8"},), t.Config(precision="fp8"))
 
 

@@ -95,10 +95,10 @@ def test_a_sample_ends_with_its_length_its_document_or_the_sequence_and_a_longer
     assert sample.continue_text(model, "x", 10) == "xbc"
     scripted(66)
     assert sample.continue_text(model, "x" * 253, 10) == "x" * 253 + "cc"  # and the separator: 256 tokens
-    with pytest.raises(t.BadInput, match="the text to continue has 256 tokens, and may have at most 254"):
+    with pytest.raises(BadInput, match="the text to continue has 256 tokens, and may have at most 254"):
         sample.continue_text(model, "x" * 256, 10)
     model.lm_head.data[3] = float("nan")
-    with pytest.raises(t.BadInput, match="the logits are not finite"):
+    with pytest.raises(BadInput, match="the logits are not finite"):
         sample.continue_text(model, "x", 10)
 
 
@@ -122,10 +122,10 @@ def test_text_goes_to_tokens_and_back_and_tokens_without_text_are_empty(monkeypa
     assert b"".join(map(to_bytes, encode("aé\0€"))).decode() == "aé\0€"
     assert [to_bytes(token) for token in (256, 271)] == [b"", b""] and encode("\udcff") == encode("?")
     few, _ = sample.codec(256)  # its last token begins documents
-    with pytest.raises(t.BadInput, match="the text has a byte for which --vocab_size=256 has no token"):
+    with pytest.raises(BadInput, match="the text has a byte for which --vocab_size=256 has no token"):
         few("\xad")
     monkeypatch.setitem(sys.modules, "tiktoken", None)
-    with pytest.raises(t.BadInput, match="tiktoken cannot load GPT-2's vocabulary"):
+    with pytest.raises(BadInput, match="tiktoken cannot load GPT-2's vocabulary"):
         sample.codec(50304)
 
 

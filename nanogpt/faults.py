@@ -1,0 +1,67 @@
+"""How an error ends a run: what the user can mend is one sentence and exit status 2."""
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import torch.distributed as dist
+
+from data.shards import ShardError
+from nanogpt.memory import lack_of_memory
+from nanogpt.ranks import BadInput, SharedFault
+from nanogpt.stopping import Stop
+from records.console import complain
+
+
+def run(train: Callable[[ExitStack], int], stop: Stop) -> int:
+    """Returns the status that `train` returns, 1 after a crash, or 2 if the user can mend what went
+    wrong. On an error, what `train` has pushed to its argument is done first: it writes a note to
+    the log. One of several ranks then ends at once, and torchrun ends the others."""
+    several = int(os.environ.get("WORLD_SIZE", 1)) > 1
+    try:
+        with ExitStack() as at_end:
+            status = train(at_end)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        return status
+    except Exception as error:
+        sentence = sentence_of(error)
+        if not (sentence or several):
+            raise
+        if sentence:
+            say(sentence, error, stop)
+        else:
+            traceback.print_exc()
+        status = 2 if sentence else 1
+    if several:  # a process group that others wait in might not let this process end
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    return status
+
+
+def sentence_of(error: Exception) -> str:
+    """What to say of an error that the user can mend, or an empty one."""
+    if isinstance(error, (BadInput, ShardError, OSError)):
+        return str(error)
+    lack = lack_of_memory(error)
+    remedy = "smaller --micro_tokens, --val_seq_len, --ngram_rows and --recall_rows need less"
+    return f"{lack}; {remedy}" if lack else ""
+
+
+def say(sentence: str, error: Exception, stop: Stop) -> None:
+    """What all ranks know of, one of them says. Other errors rank 0 says first: mostly all ranks
+    have the same one, as a bad command line. Then torchrun ends the others while they wait."""
+    rank = int(os.environ.get("RANK", 0))
+    if isinstance(error, SharedFault):
+        stop.ignore()
+        if rank != error.speaker:
+            time.sleep(1)  # torchrun ends the others when the first one has ended
+            return
+    elif rank > 0:
+        stop.end_steps()  # a SIGTERM of torchrun ends this wait
+        time.sleep(2)
+        sentence = f"rank {rank}: {sentence}"
+    complain(f"train_gpt.py: {sentence}")
