@@ -20,9 +20,9 @@ from conftest import arguments, read
 
 import train_gpt as t
 from nanogpt import finite, fp8, kernels, nvfp4, ranks, recipe
-from nanogpt.ranks import BadInput
 from nanogpt.kernels import E4M3, E5M2
 from nanogpt.masks import BLOCK_SIZE
+from nanogpt.ranks import BadInput
 from records import journal
 
 CPU = torch.device("cpu")

@@ -12,6 +12,7 @@ from processes import Process
 import sample
 import train_gpt as t
 from nanogpt.checkpoints import of_model, write
+from nanogpt.ranks import BadInput
 
 SPEAK = [sys.executable, str(ROOT / "sample.py")]
 
