@@ -303,6 +303,8 @@ def tensors_of(optimizer) -> dict[str, Tensor]:
         named[f"{name}.master"] = master
         for kind, moment in optimizer.state[name]._asdict().items():
             named[f"{name}.{kind}"] = moment
+    for name, average in optimizer.averages.items():
+        named[f"{name}.average"] = average
     rank, world_size = rank_and_world_size()
     model = optimizer.model
     named["target_counts"] = model.target_counts

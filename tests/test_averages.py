@@ -1,0 +1,27 @@
+"""The averages of the last weights.
+
+Reference: the average written out in float64, over the weights of every fourth step."""
+import torch
+from conftest import arguments, read
+
+import train_gpt as t
+
+
+def test_the_last_weights_are_averaged_over_a_part_of_the_steps_but_not_those_of_tables():
+    c = t.parse_config(arguments(num_steps=32, average_frac=0.25, dtype="float64"))  # over 8 steps
+    model = t.GPT(c, torch.device("cpu"))
+    optimizer = t.Optimizer(model)
+    optimizer.reset(t.initialize(model, 0))
+    expected = {name: w.detach().clone() for name, w in model.named_parameters()}
+    draw = torch.Generator().manual_seed(0)
+    for step in range(8):
+        tokens = torch.randint(0, 60, (1025,), generator=draw)
+        t.train_step(model, optimizer, read(model, [(tokens[:-1], tokens[1:])]), step)
+        for name, w in model.named_parameters():
+            if step % 4 == 3:
+                expected[name] = 0.5 * expected[name] + 0.5 * w.detach()
+    tables = {name: model.get_parameter(name).detach().clone() for name in model.big_tables}
+    optimizer.use_averages()
+    for name, w in model.named_parameters():
+        torch.testing.assert_close(w.detach(), tables.get(name, expected[name]), rtol=1e-12, atol=1e-15)
+    assert tables and not torch.equal(tables["ngrams"], expected["ngrams"])
