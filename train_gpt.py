@@ -129,7 +129,8 @@ class Config:
     head_dim: int = key(128, "width of a head; num_heads * head_dim is at most model_dim")
     mlp_dim: int = key(5632, "hidden width of the MLP")
     vocab_size: int = key(
-        50304, "rows of the embedding: GPT-2's 50257 tokens, rounded up to a multiple of 128")
+        50304, "rows of the embedding: GPT-2's 50257 tokens, rounded up to a multiple of 128",
+        most=2**16)
     value_embeds: bool = key(
         True, "add a learned vector of each token to its values, in each layer's attention")
     mix_previous: bool = key(
@@ -141,7 +142,8 @@ class Config:
         True, "learned factors of the parts of a layer; without them all are 1, and no layer adds "
         "the embedding again")
     candidates: int = key(
-        16_384, "tokens of the vocabulary that a training loss is computed over; 0: all of them")
+        16_384, "tokens of the vocabulary that a training loss is computed over; 0: all of them",
+        least=0)
     # schedule
     schedule: str = key("speedrun", "entry of SCHEDULES: the stages of the run")
     num_steps: int = key(2400, "optimizer steps")
@@ -155,7 +157,8 @@ class Config:
         32_768, "most tokens a GPU trains on at a time, in whole sequences: fewer need less "
         "memory. With --fit no sequence is longer")
     cooldown_frac: float = key(
-        0.7, "last fraction of the steps, in which learning rates go to 0.15 of those below")
+        0.7, "last fraction of the steps, in which learning rates go to 0.15 of those below",
+        least=0.001, most=1)
     # optimizers
     muon_lr: float = key(
         0.02, "Muon's learning rate, for the matrices of attention; the MLPs' have two and four "
@@ -177,42 +180,49 @@ class Config:
     scalar_lr: float = key(0.04, "Adam's learning rate for the scalars and `length_vectors`")
     longest_ngram: int = key(
         3, "for each n from 2 to this, the last n tokens look up a row of a table of n-grams; also "
-        "the most tokens by which a match in the document is looked for")
+        "the most tokens by which a match in the document is looked for",
+        least=2)
     ngram_rows: int = key(
         4_024_320, "rows of that table, for all lengths; n-grams whose hashes have the same "
-        "remainder share one. 0: no n-grams")
+        "remainder share one. 0: no n-grams",
+        least=0)
     ngram_part: float = key(
         0.5, "width of such a row, as a part of model_dim; in each step the GPUs exchange rows, so "
-        "narrow ones take less time")
+        "narrow ones take less time",
+        most=1)
     induced: bool = key(
         True, "guess the next token by the last match in the document")
     recall_rows: int = key(
         0, "entries of a table of what came next in the training text; it stays empty with more "
         "than one of --epochs, because a text that is read again would be known by heart. Each "
-        "takes 8 bytes on every GPU, and in checkpoints and saves. 0: no such guesses")
+        "takes 8 bytes on every GPU, and in checkpoints and saves. 0: no such guesses",
+        least=0)
     # evaluation
     target_loss: float = key(3.28, "validation loss to reach, nats per token; 0: none")
     val_tokens: int = key(
         10_485_760, "validation tokens, always the first ones; records are compared on these. With "
         "--fit fewer if the text has no more")
     val_seq_len: int = key(262_144, "tokens per validation sequence")
-    val_interval: int = key(125, "steps between validations, 0: only at the end")
+    val_interval: int = key(125, "steps between validations, 0: only at the end", least=0)
     # system
-    seed: int = key(0, "seed of the initial weights, candidates and random rounding")
-    device: str = key("auto", "auto, cuda or cpu")
+    seed: int = key(0, "seed of the initial weights, candidates and random rounding", least=0)
+    device: str = key("auto", "auto, cuda or cpu", choices=("auto", "cuda", "cpu"))
     precision: str = key(
         "auto", "row of PRECISIONS; auto: fp8-qkv where the GPU has FP8, else bf16")
     native: bool = key(False, "refuse to emulate products that this device does not have")
     float8_all_gather: bool = key(
         False, "hand out updated weights as FP8, half the traffic; for --precision=fp8")
     nvfp4_without: str = key("", "parts of nvfp4 to leave out, for ablation: of rht,sr,2d")
-    bf16_last_layers: int = key(0, "last layers that compute without low precision")
+    bf16_last_layers: int = key(0, "last layers that compute without low precision", least=0)
     bf16_last_frac: float = key(
-        0.0, "last fraction of the steps, which is trained without low precision")
+        0.0, "last fraction of the steps, which is trained without low precision", most=1)
     dtype: str = key(
         "auto", "of activations and of the weights that products use: bfloat16, float16, float32, "
-        "float64, or auto: as the precision says")
-    attention: str = key("auto", "auto, flex (CUDA, compiled) or sdpa (everywhere)")
+        "float64, or auto: as the precision says",
+        choices=("auto", "bfloat16", "float16", "float32", "float64"))
+    attention: str = key(
+        "auto", "auto, flex (CUDA, compiled) or sdpa (everywhere)",
+        choices=("auto", "flex", "sdpa"))
     compile: bool = key(True, "use torch.compile, and CUDA graphs on a GPU")
     join_timeout: float = key(5.0, "minutes that a process waits for the others at the start")
     resume: str = key(
@@ -225,16 +235,17 @@ class Config:
     run_name: str = key("", "free text for the log")
     profile_steps: int = key(
         0, "steps to profile on rank 0, after ten others: writes RUN_ID.profile, a table of what "
-        "took most time, and RUN_ID.trace.json.gz, a time line, to log_dir")
+        "took most time, and RUN_ID.trace.json.gz, a time line, to log_dir",
+        least=0)
     save_checkpoint: str = key(
         "", "file to write the weights of the best validation to; auto: in models/, named after "
         "data_dir")
     save_every: float = key(
         0.0, "minutes of training between saves of the whole run, from which --resume goes on; 0: "
         "none by the clock")
-    save_steps: int = key(0, "the same in steps; with both keys, whichever comes first")
+    save_steps: int = key(0, "the same in steps; with both keys, whichever comes first", least=0)
     sample: str = key("", "text to continue with the trained model")
-    sample_tokens: int = key(256, "tokens to sample")
+    sample_tokens: int = key(256, "tokens to sample", least=0)
 
     @property
     def ngram_width(self) -> int:
@@ -363,19 +374,6 @@ SCHEDULES: dict[str, list[Stage]] = {
 }
 
 
-# Numbers that may be 0, which mostly means "none"; all others must be positive.
-MAY_BE_ZERO = (
-    "average_frac", "candidates", "ngram_rows", "recall_rows", "minutes", "muon_lr",
-    "muon_momentum", "muon_decay", "head_lr", "table_lr", "scalar_lr", "target_loss",
-    "val_interval", "seed", "bf16_last_layers", "bf16_last_frac", "profile_steps",
-    "save_every", "save_steps", "sample_tokens")
-MOST = {  # tokens in shards have 16 bits; a table is indexed by 31 bits of a hash
-    "vocab_size": 2**16, "ngram_rows": 2**31, "recall_rows": 2**31, "longest_ngram": 32,
-    "num_steps": 10**6, "batch_tokens": 2**30,
-    "cooldown_frac": 1, "bf16_last_frac": 1, "ngram_part": 1,
-    "join_timeout": 10_000, "num_layers": 1000, "model_dim": 2**20, "mlp_dim": 2**20}
-
-
 def parse_config(argv: list[str]) -> Config:
     """`--key=value` over the values of the save that --resume means, of what fits the text, or of a
     preset. Raises BadInput on an unknown key or a wrong value, and ShardError if the run is to be
@@ -409,29 +407,11 @@ def default_preset(device: str | None = None) -> str:
 def check_config(c: Config) -> None:
     """Raises BadInput where a value cannot be, or values do not fit each other: it would show as an
     error of PyTorch in the middle of a run."""
-    choices = {
-        "schedule": SCHEDULES, "precision": ("auto", *PRECISIONS),
-        "attention": ("auto", "flex", "sdpa"), "device": ("auto", "cuda", "cpu"),
-        "dtype": ("auto", "bfloat16", "float16", "float32", "float64")}
-    for name, allowed in choices.items():
+    arguments.check(c)
+    for name, rows in (("schedule", SCHEDULES), ("precision", ("auto", *PRECISIONS))):
         value = getattr(c, name)
-        require(value in allowed, f"--{name}={value} is none of {', '.join(allowed)}")
-    for field in dataclasses.fields(c):
-        value = getattr(c, field.name)
-        if type(value) not in (int, float):
-            continue
-        if field.name in MAY_BE_ZERO:
-            require(value >= 0, f"--{field.name}={value} must not be negative")
-        else:
-            require(value > 0, f"--{field.name}={value} must be positive")
-    for name, most in MOST.items():
-        value = getattr(c, name)
-        require(value <= most, f"--{name}={value} is too large: it must be at most {most}")
-    require(c.muon_momentum < 1, f"--muon_momentum={c.muon_momentum} must be below 1")
-    require(c.longest_ngram >= 2, f"--longest_ngram={c.longest_ngram} must be at least 2")
+        require(value in rows, f"--{name}={value} is none of {', '.join(rows)}")
     require(c.device != "cuda" or has_cuda("cuda"), "--device=cuda, but torch sees no GPU here")
-    require(c.attention != "flex" or (has_cuda(c.device) and c.compile),
-            "--attention=flex needs CUDA and --compile=true; leave it out")
 
     # Lengths are whole blocks of attention or whole sequences. The rotary embedding takes quarters
     # of a head.
@@ -439,10 +419,9 @@ def check_config(c: Config) -> None:
                        ("batch_tokens", c.seq_len), ("val_tokens", c.val_seq_len)):
         value = getattr(c, name)
         require(value % unit == 0, f"--{name}={value} must be a multiple of {unit}")
-    sequences = c.batch_tokens // c.seq_len
     for stage in SCHEDULES[c.schedule]:
-        part = sequences * stage.batch_part
-        require(round(part) > 0 and abs(part - round(part)) < 1e-6,
+        sequences = c.batch_tokens // c.seq_len * stage.batch_part
+        require(sequences >= 1 and sequences % 1 == 0,
                 f"--batch_tokens={c.batch_tokens} must be such that {stage.batch_part:g} of it "
                 f"(SCHEDULES[{c.schedule!r}]) is whole sequences of --seq_len={c.seq_len}; change "
                 "one of the two")
@@ -451,20 +430,14 @@ def check_config(c: Config) -> None:
             f"SCHEDULES[{c.schedule!r}]: the fractions of its stages make {fractions:g}, not 1")
     require(c.micro_tokens >= c.seq_len, f"--micro_tokens={c.micro_tokens} must be at least "
             f"{c.seq_len}, the tokens of a sequence")
-
     of_heads = c.num_heads * c.head_dim
-    require(c.model_dim >= GATE_DIM,
-            f"--model_dim={c.model_dim} must be at least {GATE_DIM}, a gate's channels")
-    require(GATE_DIM // 2 <= of_heads <= c.model_dim,
+    require(of_heads <= c.model_dim,
             f"--num_heads={c.num_heads} times --head_dim={c.head_dim} is {of_heads}; it must be "
-            f"from {GATE_DIM // 2} to {c.model_dim}, which is --model_dim")
-    if c.nvfp4_without:
-        recipe.module_of("nvfp4").parts_to_leave_out(c.nvfp4_without)  # raises BadInput for others
+            f"at most {c.model_dim}, which is --model_dim")
 
     # Nearly every target should be a candidate (section 5). Texts repeat tokens, so half as many
     # candidates as tokens suffice.
-    at_a_time = c.micro_tokens // c.seq_len * c.seq_len  # whole sequences
-    enough = min(c.vocab_size, min(at_a_time, c.batch_tokens) // 2)
+    enough = min(c.vocab_size, min(c.micro_tokens, c.batch_tokens) // c.seq_len * c.seq_len // 2)
     fits_products = c.candidates % 16 == 0 or c.candidates >= c.vocab_size
     require(c.candidates == 0 or (c.candidates >= enough and fits_products),
             f"--candidates={c.candidates} must be a multiple of 16, at least {enough}, or 0 for "
@@ -2225,21 +2198,6 @@ def compare_products(model: GPT, sequence: Tensor, step: int) -> tuple[float, di
     return (as_trained - plain).item() / len(inputs), clamped
 
 
-def warm_up_of(model: GPT, optimizer: Optimizer) -> warmup.WarmUp:
-    """What compiles and runs everything that the run will need, before the clock starts."""
-    c = model.config
-    _, world_size = rank_and_world_size()
-    plan = []
-    for first, end, stage in stages(c):
-        if end == first:
-            continue
-        count = stage_tokens(stage, c) // c.seq_len // world_size
-        together = micro_sequences(count, c)
-        plan.append(warmup.StagePlan(first, end, count // together, together * c.seq_len))
-    work = warmup.Work(train_step, forward_backward, loss_without_gradient, setting_of)
-    return warmup.WarmUp(model, optimizer, work, plan)
-
-
 # --------------------------------------------------------------------------------------------------
 # 11. The run
 
@@ -2497,7 +2455,7 @@ def train(c: Config, at_end: ExitStack) -> int:
     if run_files.saved:
         on_all_ranks(run_files.saved.check_fits, optimizer)
     call = calls.caller(model.parameters())
-    warm_up = warm_up_of(model, optimizer)
+    warm_up = warmup.WarmUp(model, optimizer, sys.modules[__name__])
     warm_up.run(call)
     longer = ""
     if steps_are_open:
@@ -2507,7 +2465,7 @@ def train(c: Config, at_end: ExitStack) -> int:
         model.config = c
         # If a stage has no step now, windows and rotary frequencies of later ones are others.
         warmed_up = warm_up.settings
-        warm_up = warm_up_of(model, optimizer)
+        warm_up = warmup.WarmUp(model, optimizer, sys.modules[__name__])
         if not warm_up.settings <= warmed_up:
             warm_up.run(call)
         begin_log(log, c, facts, run_files.checkpoint_path, recipe_names, c.num_steps * seconds)

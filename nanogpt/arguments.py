@@ -17,10 +17,32 @@ from nanogpt.ranks import BadInput, require
 SWITCH = {"true": True, "1": True, "false": False, "0": False}
 
 
-def key(default, meaning: str, alone: str | None = None):
-    """A field of a configuration. Its type is that of the default value. `alone` is the value of
-    the key where none is given: --resume for --resume=newest."""
-    return dataclasses.field(default=default, metadata={"meaning": meaning, "alone": alone})
+def key(default, meaning: str, alone: str | None = None, choices: tuple[str, ...] = (),
+        least: float | None = None, most: float = math.inf):
+    """A field of a configuration. Its type is that of the default value.
+
+    alone: its value where none is given: --resume for --resume=newest
+    choices: the texts that it can be, if not all
+    least, most: the bounds of a number; without `least` a whole number is positive, and another one
+        is not negative
+    """
+    if least is None:
+        least = 1 if type(default) is int else 0
+    return dataclasses.field(default=default, metadata=dict(
+        meaning=meaning, alone=alone, choices=choices, least=least, most=most))
+
+
+def check(c) -> None:
+    """Raises BadInput where a value of the configuration is out of its bounds."""
+    for field in dataclasses.fields(c):
+        value = getattr(c, field.name)
+        option = f"--{field.name}={value}"
+        about = field.metadata
+        require(not about["choices"] or value in about["choices"],
+                f"{option} is none of {', '.join(about['choices'])}")
+        if type(value) in (int, float):
+            require(value >= about["least"], f"{option} must be at least {about['least']}")
+            require(value <= about["most"], f"{option} must be at most {about['most']}")
 
 
 def configure(config_class, presets: dict[str, dict], preset: str, given: dict):

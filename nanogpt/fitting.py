@@ -80,7 +80,7 @@ def fit(config_class, presets: dict[str, dict], schedules: dict[str, list], give
     c = arguments.configure(config_class, laid_over, preset, given)
     require(c.schedule in schedules, f"--schedule={c.schedule} is none of {', '.join(schedules)}")
     for name in ("seq_len", "batch_tokens", "micro_tokens", "val_seq_len", "val_tokens"):
-        require(getattr(c, name) > 0, f"--{name}={getattr(c, name)} must be positive")
+        require(getattr(c, name) > 0, f"--{name}={getattr(c, name)} must be at least 1")
     stages = schedules[c.schedule]
     c = dataclasses.replace(c, **tables_that_fit(c, text, cuda) | given)
     c = dataclasses.replace(c, **lengths_that_fit(c, stages, text, given))

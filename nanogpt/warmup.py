@@ -19,14 +19,6 @@ from nanogpt.streams import to_device
 from records import journal
 
 
-class Work(NamedTuple):
-    """The functions of train_gpt.py that the warm-up runs."""
-    train_step: Callable
-    forward_backward: Callable
-    loss_without_gradient: Callable
-    setting_of: Callable
-
-
 class StagePlan(NamedTuple):
     """What the warm-up must know of a stage of the schedule."""
     first: int  # its first step
@@ -36,15 +28,20 @@ class StagePlan(NamedTuple):
 
 
 class WarmUp:
-    """`model` and `optimizer` are train_gpt.GPT and Optimizer; `plan` has the stages that have
-    steps."""
+    """`model` and `optimizer` are train_gpt.GPT and Optimizer, and `script` is the module."""
 
-    def __init__(self, model, optimizer, work: Work, plan: list[StagePlan]):
+    def __init__(self, model, optimizer, script):
         self.model = model
         self.optimizer = optimizer
-        self.work = work
-        self.config = model.config
-        self.plan = plan
+        self.script = script
+        self.config = c = model.config
+        _, world_size = rank_and_world_size()
+        self.plan = plan = []  # the stages that have steps
+        for first, end, stage in script.stages(c):
+            count = script.stage_tokens(stage, c) // c.seq_len // world_size
+            together = script.micro_sequences(count, c)
+            if end > first:
+                plan.append(StagePlan(first, end, count // together, together * c.seq_len))
         length = max(self.config.val_seq_len, *(stage.length for stage in plan)) + 1
         # Random documents of 600 tokens, so that blocks of attention are seen in full, in part, and
         # not at all. Random tokens are below bos, so only each 600th begins a document.
@@ -70,7 +67,7 @@ class WarmUp:
             some = self.micro_batches(stage, most=2)  # later ones have the second one's graph
             # Twice if the head is updated every second step: with it and without it.
             for _ in range(1 + self.config.head_every_second):
-                self.work.train_step(self.model, self.optimizer, some, step, call)
+                self.script.train_step(self.model, self.optimizer, some, step, call)
             if not self.model.flex:  # masks of SDPA have other shapes for each stage's windows
                 self.validate(step)
         self.validate(self.config.num_steps)
@@ -87,7 +84,7 @@ class WarmUp:
                 clock.start()
                 for _ in range(2):
                     batch = self.micro_batches(stage, stage.micro_batches)
-                    self.work.train_step(
+                    self.script.train_step(
                         self.model, self.optimizer, batch, stage.end - 1, call)
                 clock.stop()
                 times.append(clock.total / 2)
@@ -113,7 +110,7 @@ class WarmUp:
         dist.barrier()
 
     def setting(self, step: int):
-        return self.work.setting_of(step, self.config)
+        return self.script.setting_of(step, self.config)
 
     def example(self, length: int) -> Tensor:
         """A sequence (1, length + 1)."""
@@ -128,13 +125,13 @@ class WarmUp:
     def forward_backward(self, stage: StagePlan, step: int) -> None:
         inputs, targets = inputs_and_targets(self.example(stage.length), self.tokens.device)
         reading = self.model.past.read(inputs, training=True)
-        self.work.forward_backward(self.model, self.setting(step), targets, *reading)
+        self.script.forward_backward(self.model, self.setting(step), targets, *reading)
         self.model.zero_grad()
 
     def validate(self, step: int) -> None:
         sequence = self.example(self.config.val_seq_len)
         inputs, targets = inputs_and_targets(sequence, self.tokens.device)
-        self.work.loss_without_gradient(
+        self.script.loss_without_gradient(
             self.model, inputs, targets, self.setting(step))
 
     def update(self, call: Callable = call_directly) -> None:

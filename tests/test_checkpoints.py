@@ -257,7 +257,7 @@ DAMAGE = {  # what has happened to a save, and what the sentence says
 
 @pytest.mark.parametrize("what", DAMAGE)
 def test_a_damaged_or_foreign_save_is_one_sentence_before_anything_is_compiled(what, stopped, tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr(t, "warm_up_of", lambda *_: pytest.fail("too late"))
+    monkeypatch.setattr(t.warmup, "WarmUp", lambda *_: pytest.fail("too late"))
     save = tmp_path / "x.saved" / "step_000003"
     shutil.copytree(the_save(stopped), save)
     change, part = DAMAGE[what]

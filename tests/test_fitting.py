@@ -211,7 +211,7 @@ def test_the_next_command_makes_the_run_longer(text, tmp_path, seconds, option):
 
 
 @pytest.mark.parametrize("keys, sentence", [
-    (["--batch_tokens=0"], "--batch_tokens=0 must be positive"), (["--minutes=-3"], "--minutes=-3.0 must not be negative"),
+    (["--batch_tokens=0"], "--batch_tokens=0 must be at least 1"), (["--minutes=-3"], "--minutes=-3.0 must be at least 0"),
     (["--val_seq_len=1048576"], "--val_seq_len=1048576 is more than there is room for"),
     (["--seq_len=1048576"], "--seq_len=1048576 is more than there is room for")])
 def test_values_that_no_text_fits_are_refused_in_a_sentence(text, keys, sentence):

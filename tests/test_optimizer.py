@@ -375,7 +375,7 @@ def test_warming_up_makes_the_first_and_a_further_pass_of_every_kind_that_the_ru
         assert len(model.rotary_tables[True]) == first_use, "what is made at first use cannot be captured"
         return results
 
-    warm_up = t.warm_up_of(model, optimizer)
+    warm_up = t.warmup.WarmUp(model, optimizer, t)
     warm_up.run(call)
     optimizer.reset(t.initialize(model, model.config.seed))
     phase = "run"

@@ -735,7 +735,7 @@ def test_what_a_cuda_graph_reads_stays_at_its_place_through_warming_up_and_train
         assert [name for name, x in places.items() if now[name].data_ptr() != x.data_ptr()] == []
         return function(*arguments)
 
-    warm_up = t.warm_up_of(model, optimizer)
+    warm_up = t.warmup.WarmUp(model, optimizer, t)
     warm_up.run(call)
     optimizer.reset(t.initialize(model, model.config.seed))
     phase = "run"
