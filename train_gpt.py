@@ -64,9 +64,9 @@ from nanogpt import (
     fitting,
     kernels,
     masks,
-    memory,
     profiling,
     recipe,
+    report,
     warmup,
 )
 from nanogpt.arguments import key
@@ -93,7 +93,7 @@ from nanogpt.run_files import RunFiles, check_amount, check_run_files, chooses_s
 from nanogpt.streams import Mark, SideStream, to_device
 from nanogpt.tables import Table, Tables, own_columns
 from records import journal
-from records.console import CLEAR_RISE, Console, next_commands, rise
+from records.console import Console
 
 # --------------------------------------------------------------------------------------------------
 # 1. Configuration: speedrun changes two of the defaults; every key can be given as --key=value
@@ -496,7 +496,7 @@ class Products:
         """x (T, K), w (N, K) -> factor x w^T (T, N)."""
         return F.linear(x, w if factor is None else factor * w)
 
-    def qkv(self, x: Tensor, weights: Tensor, factor: Tensor) -> tuple[Tensor, ...]:
+    def three_linears(self, x: Tensor, weights: Tensor, factor: Tensor) -> tuple[Tensor, ...]:
         """x (T, D), weights (3, H d, D) -> queries, keys and factor times values, (T, H d) each.
 
         The factor multiplies the values and not their weights: it grows with the number of steps,
@@ -605,7 +605,7 @@ class Param(NamedTuple):
     """A parameter of the model, called a bank. What all layers have lies together in one bank."""
     shape: tuple[int, ...]  # Muon takes it as a stack of matrices
     optimizer: str  # "muon", "adam", or "rows": Adam for the rows of a table (nanogpt/tables.py)
-    lr: float | tuple[float, ...]  # Adam: a number; Muon: matrix i has entry i % len(lr)
+    lr: float
     init: Callable[[Tensor], None]  # fills a float32 tensor in place
     # Weight decay: an update that shrinks a weight also takes lr * decay of it away. The factor of
     # the schedule multiplies lr and decay, so that decay fades faster than the learning rate
@@ -616,6 +616,7 @@ class Param(NamedTuple):
     #   "slice"  each rank updates an equal part of the first dimension
     #   "all"    every rank updates all of it; for small ones, which the model has in float32, too
     share: str = "slice"
+    lr_factors: tuple[float, ...] = (1.0,)  # Muon: of the matrices in turn, to multiply lr
 
 
 def normal(deviation: float) -> Callable[[Tensor], None]:
@@ -671,7 +672,8 @@ def parameter_table(c: Config) -> dict[str, Param]:
         keys[..., d // 4 :, :] = queries[..., d // 4 :, :]
 
     muon = dict(
-        optimizer="muon", betas=(c.muon_momentum, 0.9), decay=c.muon_decay * c.muon_lr)
+        optimizer="muon", lr=c.muon_lr, betas=(c.muon_momentum, 0.9),
+        decay=c.muon_decay * c.muon_lr)
     with_head_lr = dict(optimizer="adam", lr=c.head_lr)
     scalar = dict(optimizer="adam", lr=c.scalar_lr, share="all")
     late = dict(optimizer="adam", lr=0.25 * c.head_lr, share="all")
@@ -686,8 +688,7 @@ def parameter_table(c: Config) -> dict[str, Param]:
         # learning rate for up grows with the root of F / D (record 42), which is 2 for the usual
         # F = 4 D. We take 2 for every width, and for down 4, as record 48 does.
         "mlp": Param(
-            (2 * L, D, c.mlp_dim), init=up_and_down,
-            lr=(2 * c.muon_lr, 4 * c.muon_lr), **muon),
+            (2 * L, D, c.mlp_dim), init=up_and_down, lr_factors=(2.0, 4.0), **muon),
         # the output head, which is the token embedding, too
         "lm_head": Param(
             (V, D), init=normal(0.005),
@@ -697,8 +698,7 @@ def parameter_table(c: Config) -> dict[str, Param]:
         # Queries, keys, values and output of each layer in turn. The weight of the output (D, H d)
         # is stored transposed, so that all have one shape.
         "qkvo": Param(
-            (4 * L, H * d, D), init=of_attention,
-            lr=(c.muon_lr,), **muon),
+            (4 * L, H * d, D), init=of_attention, **muon),
         "scalars": Param((L, len(SCALARS)), init=constants(*SCALARS.values()), **scalar),
         # row n is for a match of n tokens, in the document or in the training text; row 0 for none
         "length_vectors": Param((c.longest_match + 1, D), init=zero, **scalar),
@@ -820,7 +820,7 @@ def attention(x: Tensor, weights: LayerWeights, scalars: dict[str, Tensor],
 
     # 1. Queries, keys and values, (T, H, d) each. Normalised queries and keys bound the scores
     # (Henry et al. 2020).
-    q, k, v = products.qkv.qkv(x, weights.qkvo[:3], scalars["v"])
+    q, k, v = products.qkv.three_linears(x, weights.qkvo[:3], scalars["v"])
     q = norm_and_rotate(q.view(T, H, d), context.cos, context.sin, context.score_scale)
     k = norm_and_rotate(k.view(T, H, d), context.cos, context.sin)
 
@@ -1414,7 +1414,7 @@ class StaticFP8(Products):
             self.tell_both(x, w)
         return StaticLinear.apply(x, w, self.input_scale, 1)[0]
 
-    def qkv(self, x, weights, factor):
+    def three_linears(self, x, weights, factor):
         weights = weights.flatten(0, 1)  # (3 H d, D)
         if self.hear:
             self.tell_both(x, weights)
@@ -1450,7 +1450,7 @@ class Measured(Products):
         y = self.product(x, w)
         return y if factor is None else factor * y
 
-    def qkv(self, x, weights, factor):
+    def three_linears(self, x, weights, factor):
         stacked = self.product(x, weights.flatten(0, 1))  # (T, 3 H d)
         queries, keys, values = stacked.view(len(x), 3, -1).unbind(1)
         return queries, keys, factor * values
@@ -1640,7 +1640,7 @@ class Rates(NamedTuple):
     """What an update needs beside the tensors. Compiled functions get it as a tensor (5,), because
     torch.compile would compile them anew for each value of a number, and a CUDA graph would go on
     with the values that it was captured with."""
-    lr: float  # for Muon only the factor of the schedule
+    lr: float  # the factor of the schedule is in it and in the decay
     decay: float
     beta1: float  # of the mean of the gradient; Muon's momentum
     beta2: float  # of the mean square
@@ -1652,15 +1652,15 @@ class MuonState(NamedTuple):
     mean_square: Tensor  # (n, 1, columns), of each neuron's update over time
 
 
-def muon_update(master: Tensor, part: Tensor, gradient: Tensor, state: MuonState, lr: Tensor,
-                rates: Tensor) -> None:
+def muon_update(master: Tensor, part: Tensor, gradient: Tensor, state: MuonState,
+                lr_factors: Tensor, rates: Tensor) -> None:
     """Updates master (n, rows, columns) by orthogonalized Nesterov momentum, and copies it to
     `part`. Neurons whose updates were large over time get smaller ones; then the update of each
     matrix gets its old norm again (NorMuon, Li et al. 2025; record 41). Every column counts as a
     neuron: in the MLPs' matrices (D, F) that is a hidden unit. In qkvo the units of a head are
-    rows, but there it was found to make no difference. lr (n, 1, 1) are the learning rates, still
-    to be multiplied by the first of the rates, (5,)."""
-    lr_factor, decay, momentum, beta2, _ = rates
+    rows, but there it was found to make no difference. lr_factors
+    (n, 1, 1) multiply the learning rate of each matrix; the rates are (5,)."""
+    lr, decay, momentum, beta2, _ = rates
     # 1. Nesterov momentum, orthogonalized.
     gradient = gradient.to(master.dtype)
     state.momentum_buffer.add_((gradient - state.momentum_buffer) * (1 - momentum))
@@ -1675,7 +1675,7 @@ def muon_update(master: Tensor, part: Tensor, gradient: Tensor, state: MuonState
     total = square.sum((-2, -1), keepdim=True)
     scaled_total = (square * scale.square()).sum((-2, -1), keepdim=True)
     scale = scale * (total / scaled_total.clamp(min=1e-30)).sqrt()
-    cautious_update(master, part, update * scale, lr_factor * lr, decay)
+    cautious_update(master, part, update * scale, lr * lr_factors, decay)
 
 
 class AdamState(NamedTuple):
@@ -1735,14 +1735,14 @@ class Optimizer:
         self.device = model.signs.device
         self.rank, self.world_size = rank_and_world_size()
         self.banks = {name: bank.data for name, bank in model.named_parameters()}
-        self.muon_lr = {}  # (n, 1, 1) for the matrices that this rank updates
+        self.lr_factors = {}  # (n, 1, 1) for the matrices that this rank updates by Muon
         for name, param in model.params.items():
             if param.optimizer == "muon":
-                turn = torch.arange(len(self.banks[name])) % len(param.lr)
-                lr = torch.tensor(param.lr, device=self.device)[turn, None, None]
-                self.muon_lr[name] = self.own(name, lr)
+                turn = torch.arange(len(self.banks[name])) % len(param.lr_factors)
+                factors = torch.tensor(param.lr_factors, device=self.device)[turn, None, None]
+                self.lr_factors[name] = self.own_slice(name, factors)
         self.parts = {  # this rank's parts of the banks, as views
-            name: self.own(name, bank) for name, bank in self.banks.items()
+            name: self.own_slice(name, bank) for name, bank in self.banks.items()
             if name not in model.big_tables}
         # What is updated together: all small banks. Each of the others is by itself, so that it can
         # be handed out as soon as it is updated.
@@ -1790,15 +1790,21 @@ class Optimizer:
             zero = zero.to(range_of_float32(self.banks[name].dtype))
         return AdamState(zero, zero.clone())
 
-    def own(self, name: str, bank: Tensor) -> Tensor:
-        """This rank's slice of a bank, a view; of a table its columns, a copy; or all of it."""
-        if name in self.model.big_tables:
-            return own_columns(bank, self.rank, self.world_size)
+    def own_slice(self, name: str, bank: Tensor) -> Tensor:
+        """This rank's slice of a bank, or all of it if every rank updates all. A view: what is
+        written to it is written to the bank."""
         if self.model.params[name].share == "all" or self.world_size == 1:
             return bank
         # from_dlpack makes a view with an offset of 0. Otherwise only rank 0, whose slice begins
         # the bank, would have this offset, and would need other compiled graphs than the others.
         return torch.from_dlpack(bank.chunk(self.world_size)[self.rank])
+
+    def own(self, name: str, bank: Tensor) -> Tensor:
+        """What this rank updates of a bank, to be read only: its slice, or of a table its
+        columns."""
+        if name in self.model.big_tables:
+            return own_columns(bank, self.rank, self.world_size)
+        return self.own_slice(name, bank)
 
     @torch.no_grad()
     def start_sums(self) -> None:
@@ -1922,10 +1928,10 @@ class Optimizer:
         t = max(self.updates, 1)  # 0 where the warm-up only compiles
         rates = {}
         for name, param in self.model.params.items():
-            lr = 1.0 if param.optimizer == "muon" else param.lr  # `muon_lr` has those of matrices
             beta1, beta2 = param.betas
             correction = (1 - beta2**t) ** 0.5 / (1 - beta1**t)
-            rates[name] = Rates(lr_factor * lr, lr_factor * param.decay, beta1, beta2, correction)
+            rates[name] = Rates(
+                lr_factor * param.lr, lr_factor * param.decay, beta1, beta2, correction)
         return rates
 
     @torch.no_grad()
@@ -1937,9 +1943,9 @@ class Optimizer:
             master, part, state = self.masters[name], self.parts[name], self.state[name]
             # A copy, because compiled graphs depend on where in its memory a tensor begins.
             rates = rates_of[name].clone()
-            if name in self.muon_lr:
+            if name in self.lr_factors:
                 self.model.functions.muon_update(
-                    master, part, gradient, state, self.muon_lr[name], rates)
+                    master, part, gradient, state, self.lr_factors[name], rates)
             else:  # flat, so that one compiled graph serves all shapes
                 flat_state = AdamState(*(moment.view(-1) for moment in state))
                 self.model.functions.adam_update(
@@ -2202,23 +2208,6 @@ def compare_products(model: GPT, sequence: Tensor, step: int) -> tuple[float, di
 # 11. The run
 
 
-def begin_log(log: journal.Log, c: Config, facts: journal.RunFacts, weights: Path | None,
-              recipe_names: recipe.RecipeNames, seconds: float | None = None) -> None:
-    """Begins the log, and shows what will run. `weights` is the file of the checkpoint, if there is
-    to be one, and `seconds` is how long the run may take, if that is known."""
-    stage_facts = []
-    for first, end, stage in stages(c):
-        if end > first:
-            tokens = stage_tokens(stage, c)
-            stage_facts.append(dict(first_step=first, last_step=end, batch_tokens=tokens))
-    config = dataclasses.asdict(c)
-    log.begin(SOURCE, facts, config, stage_facts)
-    names = {name for layer in recipe_names for name in layer.values()}
-    log.console.header(
-        facts.machine, facts.data, config, stage_facts, num_weights(c), ", ".join(sorted(names)),
-        log.path, weights, seconds)
-
-
 class Run:
     """The loop of training. Before each step the run saves or ends if all ranks have agreed to, and
     validates if it is time to. What the ranks tell each other travels with the loss of a step
@@ -2298,24 +2287,21 @@ class Run:
     def save_or_stop(self) -> None:
         """Saves the run if a save is due or a signal ends it, on all ranks after the same step.
         In a new run a signal that comes before the first step takes effect after it or a few more
-        (`Requests`, head_every_second). A collective."""
-        # 1. Ask the others.
+        (`Requests`). A collective."""
         if STOP.signal and self.step > 0:
-            self.requests.ask(STOP.signal)
+            self.requests.ask("stop")
         if self.keeper.due(self.step):
             self.requests.ask("save")
-
-        # 2. Do what all ranks know of by now.
-        granted = []
-        if self.optimizer.first_head_gradient is None:  # which a save does not hold
-            granted = [name for name in REQUESTS if self.requests.grant(name, self.step)]
-        if granted:
+        if self.optimizer.first_head_gradient is not None:  # which a save does not hold
+            return
+        stop, save = (self.requests.grant(name, self.step) for name in REQUESTS)
+        if stop or save:
             self.read_messages()  # of all steps so far, which a save holds
             self.clock.stop()
             self.keeper.save(self.step)
             self.clock.start()
-            if granted[0] != "save":  # signals stand first
-                self.ended_by = granted[0]
+        if stop:
+            self.ended_by = STOP.signal or "SIGTERM"  # another rank's
 
     def validate(self) -> None:
         """Validates, and writes the loss to the log. A collective."""
@@ -2343,62 +2329,13 @@ class Run:
                     what=f"{100 * share:.2g} % of the {operand} are too large for FP8 at step "
                     f"{self.step} and are clamped; lower the learning rates, or raise its scale"))
 
-    def finish(self, startup_s: float, longer: str) -> int:
-        """Says what came of the run, and what to try next. Returns the exit status, which is 0 also
-        if the target was missed: that is a result and no crash, of which torchrun would report.
-        `longer` is the option that would make the next run longer, or empty."""
-        c = self.config
-        keeper = self.keeper
-        result = journal.end_block(
-            keeper.facts, self.log.last_val_loss(), c.target_loss, self.step, self.clock.total,
-            total_tokens(c, self.step), flops_per_token(c), self.device, startup_s)
-        if self.ended_by:
-            result["interrupted"] = True
-        for note in self.optimizer.recipes.notes():
-            self.log.fact("note", note)
-        self.log.fact("note", f"{self.optimizer.bytes_per_step()} bytes sent per step and rank")
-        lost = int(self.model.lost_targets)
-        if lost:
-            self.log.fact("defect", dict(
-                what=f"{lost} targets were no candidates; raise --candidates"))
-        self.log.end(result)
-        path = keeper.weights()
-        if not self.ended_by:
-            keeper.end_saves()
-            if is_rank_0() and c.sample:
-                self.show_sample(
-                    checkpoints.read(path) if path else keeper.content(self.step, None))
-        console = self.log.console
-        console.result(
-            self.log.steps, result, self.log.path, path, keeper.best and keeper.best[0])
-        if self.ended_by:
-            return keeper.say_how_to_go_on(self.step, self.ended_by)
-        if rise(self.log.steps) > CLEAR_RISE:  # it would learn its text by heart
-            longer = ""
-        console.next(next_commands(path, c.data_dir, longer))
-        return 0
-
-    def show_sample(self, content: dict) -> None:
-        """Continues the text of --sample by the model of a checkpoint."""
-        import sample
-        STOP.end_steps()
-        try:
-            model = checkpoints.model_of(content, self.device, sys.modules[__name__])
-            text = sample.continue_text(model, self.config.sample, self.config.sample_tokens)
-        except (RuntimeError, MemoryError) as error:  # the run has done its work all the same
-            text = memory.lack_of_memory(error)
-            if not text:
-                raise
-        self.log.console.say(f"sample: {text}")
-        expected = sample.what_to_expect(self.config, num_weights(self.config)[0], self.clock.total)
-        if expected:
-            self.log.console.say(expected)
-
 
 def train(c: Config, at_end: ExitStack) -> int:
     """The whole run, or what is left of a saved one. Returns the exit status: 129, 130 or 143 if a
     signal has ended the run, else 0. `at_end` gets what is to be done at the end, also after an
     error. A collective."""
+    script = sys.modules[__name__]  # for rooms that use its parts
+
     # 1. Import what this run needs, so that the log can show it, and check what can be checked
     # before anything is written or compiled.
     cuda = has_cuda(c.device)
@@ -2433,8 +2370,9 @@ def train(c: Config, at_end: ExitStack) -> int:
     if not run_files.saved:
         c.resume = ""
     steps_are_open = chooses_steps(c)
+    begin = partial(report.begin, log, script)
     if not steps_are_open:
-        begin_log(log, c, facts, run_files.checkpoint_path, recipe_names)
+        begin(c, facts, run_files.checkpoint_path, recipe_names)
     console.say("compiling ..." if c.compile else "warming up ...")
 
     def report_compilation(what: str, seconds: float) -> None:
@@ -2455,23 +2393,18 @@ def train(c: Config, at_end: ExitStack) -> int:
     if run_files.saved:
         on_all_ranks(run_files.saved.check_fits, optimizer)
     call = calls.caller(model.parameters())
-    warm_up = warmup.WarmUp(model, optimizer, sys.modules[__name__])
+    warm_up = warmup.WarmUp(model, optimizer, script)
     warm_up.run(call)
-    longer = ""
     if steps_are_open:
         seconds = warm_up.seconds_per_step(call)
         c = fitting.fit_to_minutes(c, SCHEDULES[c.schedule], run_files.train_paths, seconds)
         check_amount(c, packing(c), batch_plan(c), run_files.train_paths)
         model.config = c
-        # If a stage has no step now, windows and rotary frequencies of later ones are others.
-        warmed_up = warm_up.settings
-        warm_up = warmup.WarmUp(model, optimizer, sys.modules[__name__])
-        if not warm_up.settings <= warmed_up:
-            warm_up.run(call)
-        begin_log(log, c, facts, run_files.checkpoint_path, recipe_names, c.num_steps * seconds)
+        # A stage that has no step now leaves out its window, which changes those after it.
+        warmup.WarmUp(model, optimizer, script).run(call)
+        begin(c, facts, run_files.checkpoint_path, recipe_names, c.num_steps * seconds)
         for text in fitting.why_shorter(c, seconds):
             log.say(text)
-        longer = fitting.option_for_longer(c, seconds)
     optimizer.reset(initialize(model, c.seed))  # as if nothing had been trained so far
 
     # 4. Train, from the start or from where a save was made.
@@ -2491,7 +2424,7 @@ def train(c: Config, at_end: ExitStack) -> int:
     run.train(call)
 
     # 5. Say what came of it.
-    return run.finish(startup_s, longer)
+    return report.end(run, script, startup_s)
 
 
 def main(argv: list[str]) -> int:

@@ -13,8 +13,9 @@ Its processes
     stopping.py     signals
     finite.py       a number that is not finite is traced to its origin
 
-What is kept
+What is kept and said
     checkpoints.py  files of weights, and saves of a whole run, so that it can go on
+    report.py       what a run says when it begins and when it has ended
 
 Computing
     kernels.py      every GPU kernel, beside plain PyTorch that computes the same

@@ -56,8 +56,8 @@ def say(sentence: str, error: Exception, stop: Stop) -> None:
     have the same one, as a bad command line. Then torchrun ends the others while they wait."""
     rank = int(os.environ.get("RANK", 0))
     if isinstance(error, SharedFault):
-        stop.ignore()
         if rank != error.speaker:
+            stop.ignore()
             time.sleep(1)  # torchrun ends the others when the first one has ended
             return
     elif rank > 0:

@@ -119,22 +119,22 @@ def compare(facts: dict[str, object]) -> None:
                     " all ranks need the same command, code and data", 0)
 
 
-REQUESTS = ("SIGINT", "SIGTERM", "SIGHUP", "save")
+REQUESTS = ("stop", "save")
 
 
 class Requests:
     """What one rank may ask of all of them: to end the run because of a signal, or to save it. They
     all do it between the same two steps.
 
-    Nothing waits for this. A request travels in the vector that the ranks sum at each step anyway:
-    the loss, and other numbers behind it. The CPU reads this vector when it comes. Suppose that a
-    rank asks before step 8. The request travels with the vector of step 8. Some ranks may read it
-    during that step already, but all have read it when step 9 is over. So all of them grant it
-    then, before step 10. A single process needs no vector and grants at once.
+    Nothing waits for this. A request travels in the message that the ranks sum at each step anyway,
+    and the CPU reads it when it comes. Suppose that a rank asks before step 8. The request travels
+    with the message of step 8. Some ranks may read it during that step already, but all have read
+    it when step 9 is over. So all of them grant it then, before step 10. A single process needs no
+    message and grants at once.
 
         ask         notes a request of this rank
-        outgoing    what this step adds at the end of the vector
-        hear        takes the requests off the end of the vectors that have arrived
+        outgoing    what this step adds at the end of the message
+        hear        takes the requests off the end of the messages that have arrived
         grant       whether all ranks do it now
     """
 
@@ -143,7 +143,7 @@ class Requests:
         self.nothing = torch.zeros(0 if self.alone else len(REQUESTS), device=device)
         self.open = set()  # asked here, and not granted yet
         self.unsent = set()
-        self.heard = {}  # request -> the step whose vector had it
+        self.heard = {}  # request -> the step whose message had it
 
     def ask(self, request: str) -> None:
         if request in self.open:
@@ -155,32 +155,31 @@ class Requests:
             self.unsent.add(request)
 
     def outgoing(self) -> Tensor:
-        """(4,), a 1 for each new request of this rank; (0,) if there are no other ranks."""
+        """(2,), a 1 for each new request of this rank; (0,) if there are no other ranks."""
         if not self.unsent:
             return self.nothing
         numbers = [float(request in self.unsent) for request in REQUESTS]
         self.unsent.clear()
         return torch.tensor(numbers, device=self.nothing.device)
 
-    def hear(self, losses: list) -> list:
-        """The losses that have arrived (records/journal.py), without what `outgoing` had added."""
+    def hear(self, messages: list) -> list:
+        """The messages that have arrived (records/journal.py), without what `outgoing` had
+        added."""
         if self.alone:
-            return losses
+            return messages
         without = []
-        for loss in losses:
-            numbers = loss.others[-len(REQUESTS) :]
-            for request, number in zip(REQUESTS, numbers):
+        for message in messages:
+            for request, number in zip(REQUESTS, message.others[-len(REQUESTS) :]):
                 if number:
-                    self.heard.setdefault(request, loss.step)
-            without.append(loss._replace(others=loss.others[: -len(REQUESTS)]))
+                    self.heard.setdefault(request, message.step)
+            without.append(message._replace(others=message.others[: -len(REQUESTS)]))
         return without
 
     def grant(self, request: str, step: int) -> bool:
-        """Whether to do it now, after `step` steps. Only a request counts that came with the loss
-        of a step before the last one: all ranks have read that loss, so all of them answer alike.
-        A request is granted once."""
-        heard_at = self.heard.get(request)
-        if heard_at is None or heard_at >= step:
+        """Whether to do it now, after `step` steps. Only a request counts that came with a step
+        before the last one: all ranks have read its message, so all of them answer alike. A request
+        is granted once."""
+        if self.heard.get(request, step) >= step:
             return False
         del self.heard[request]
         self.open.discard(request)

@@ -1,0 +1,76 @@
+"""What a run says of itself when it begins and when it has ended, on the screen and in the log.
+
+`script` is the module train_gpt, and `run` a train_gpt.Run.
+"""
+import dataclasses
+from pathlib import Path
+
+from nanogpt import checkpoints, fitting, memory
+from nanogpt.ranks import is_rank_0
+from records import journal
+from records.console import CLEAR_RISE, next_commands, rise
+
+
+def begin(log: journal.Log, script, c, facts: journal.RunFacts, weights: Path | None,
+          recipe_names, seconds: float | None = None) -> None:
+    """Begins the log, and shows what will run. `weights` is the file of the checkpoint, if there is
+    to be one, and `seconds` is how long the run may take, if that is known."""
+    stages = [dict(first_step=first, last_step=end, batch_tokens=script.stage_tokens(stage, c))
+              for first, end, stage in script.stages(c) if end > first]
+    config = dataclasses.asdict(c)
+    log.begin(script.SOURCE, facts, config, stages)
+    names = {name for layer in recipe_names for name in layer.values()}
+    log.console.header(
+        facts.machine, facts.data, config, stages, script.num_weights(c), ", ".join(sorted(names)),
+        log.path, weights, seconds)
+
+
+def end(run, script, startup_s: float) -> int:
+    """Says what came of the run, and what to try next. Returns the exit status, which is 0 also if
+    the target was missed: that is a result and no crash, of which torchrun would report."""
+    c, keeper, log = run.config, run.keeper, run.log
+    result = journal.end_block(
+        keeper.facts, log.last_val_loss(), c.target_loss, run.step, run.clock.total,
+        script.total_tokens(c, run.step), script.flops_per_token(c), run.device, startup_s)
+    if run.ended_by:
+        result["interrupted"] = True
+    for note in run.optimizer.recipes.notes():
+        log.fact("note", note)
+    log.fact("note", f"{run.optimizer.bytes_per_step()} bytes sent per step and rank")
+    lost = int(run.model.lost_targets)
+    if lost:
+        log.fact("defect", dict(what=f"{lost} targets were no candidates; raise --candidates"))
+    log.end(result)
+    path = keeper.weights()
+    if not run.ended_by:
+        keeper.end_saves()
+        if is_rank_0() and c.sample:
+            show_sample(run, script, path)
+    best = keeper.best and keeper.best[0]
+    log.console.result(log.steps, result, log.path, path, best)
+    if run.ended_by:
+        return keeper.say_how_to_go_on(run.step, run.ended_by)
+    longer = ""
+    if rise(log.steps) <= CLEAR_RISE:  # else it would learn its text by heart
+        longer = fitting.option_for_longer(c, run.clock.total / max(run.step, 1))
+    log.console.next(next_commands(path, c.data_dir, longer))
+    return 0
+
+
+def show_sample(run, script, path: Path | None) -> None:
+    """Continues the text of --sample by the best model, or by the last one if none is kept."""
+    import sample  # training alone needs no tokenizer
+    c = run.config
+    script.STOP.end_steps()
+    try:
+        content = checkpoints.read(path) if path else run.keeper.content(run.step, None)
+        model = checkpoints.model_of(content, run.device, script)
+        text = sample.continue_text(model, c.sample, c.sample_tokens)
+    except (RuntimeError, MemoryError) as error:  # the run has done its work all the same
+        text = memory.lack_of_memory(error)
+        if not text:
+            raise
+    run.log.console.say(f"sample: {text}")
+    expected = sample.what_to_expect(c, script.num_weights(c)[0], run.clock.total)
+    if expected:
+        run.log.console.say(expected)
