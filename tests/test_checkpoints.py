@@ -117,7 +117,7 @@ def test_what_may_change_does_and_what_may_not_is_named(corpus, tmp_path, capfd)
     run(options(corpus, whole, candidates=0, dtype="float64"))
     run(options(corpus, parts, candidates=0, dtype="float64"), 3)
     capfd.readouterr()
-    for change, part in ((["--num_steps=7"], "--num_steps=7 (saved: 6)"), (["--seed=1", "--muon_lr=0.5"], "--seed=1 (saved: 0), --muon_lr"),
+    for change, part in ((["--num_steps=7"], "--num_steps=7 (saved: 6)"), (["--schedule=gpt2"], "--schedule=gpt2 (saved: "), (["--seed=1", "--muon_lr=0.5"], "--seed=1 (saved: 0), --muon_lr"),
                          (["--preset=char"], "--preset=char (saved: laptop)"), (["--save_every=-1"], "--save_every=-1")):
         assert part in refused(capfd, ["--resume", f"--log_dir={parts}", *change])
     changes = ["--micro_tokens=512", "--val_interval=0", f"--data_dir={data}", "--save_every=0", "--run_name=other"]

@@ -1,7 +1,6 @@
 """A run that is fitted to a text: preset, lengths and steps follow from what the shards hold."""
 import dataclasses
 import math
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -80,30 +79,6 @@ def test_a_fitted_run_saves_the_weights_of_its_best_validation_and_ends_with_0(t
     assert not torch.equal(last["weights"]["qkvo"], content["weights"]["qkvo"])
 
 
-def test_two_runs_of_one_text_at_the_same_time_keep_both_models(text, tmp_path, monkeypatch):
-    """Both have found the same name unused when they began."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(run_files, "place_for_checkpoint", lambda *_: Path("models/novel.pt"))
-    Path("models").mkdir()
-    keys = ["--num_steps=1", "--val_interval=0", "--seq_len=256", "--batch_tokens=256", "--model_dim=32", "--num_heads=2", "--head_dim=16", "--sample="]
-    for seed in (1, 2):
-        assert t.main([text, *keys, f"--seed={seed}"]) == 0
-    models = [checkpoints.read(path) for path in ("models/novel.pt", "models/novel-2.pt")]
-    assert [model["config"]["seed"] for model in models] == [1, 2]
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_a_run_fitted_to_a_cpu_has_the_precision_that_is_fast_there(text, monkeypatch, precision):
-    monkeypatch.setitem(t.PRESETS, "laptop", t.PRESETS["laptop"] | {"precision": precision})
-    assert t.parse_config([text, "--fit", "--preset=char", "--device=cpu"]).precision == precision
-    assert t.parse_config([text, "--fit", "--preset=char", "--device=cpu", "--precision=fp16"]).precision == "fp16"
-
-
-def test_minutes_and_a_number_of_steps_contradict_each_other(text):
-    with pytest.raises(BadInput, match="leave out --minutes or --num_steps"):
-        t.parse_config([text, "--minutes=1", "--num_steps=20"])
-
-
 @pytest.mark.parametrize("key, most, is_now", [
     ("micro_tokens", 1000, 896), ("micro_tokens", 50, 128), ("micro_tokens", 10**6, 999_424),
     ("val_tokens", 4096, 896), ("val_tokens", 300, 256), ("val_tokens", 50, 128)])
@@ -112,16 +87,6 @@ def test_of_these_lengths_as_much_as_fits_is_taken_up_to_what_was_given(text, ke
     c = t.parse_config([text, f"--{key}={most}"])
     assert getattr(c, key) == is_now
     assert c.micro_tokens % c.seq_len == 0 and c.val_tokens % c.val_seq_len == 0
-
-
-@pytest.mark.parametrize("fitted", [True, False])
-def test_a_run_that_lacks_text_is_told_to_fit_it_only_if_it_does_not(text, fitted, tmp_path, capsys):
-    keys = [text, "--num_steps=200000", "--epochs=1", "--preset=laptop", f"--fit={fitted}", f"--log_dir={tmp_path}"]
-    assert t.main([*keys, "--val_tokens=896", "--val_seq_len=896"]) == 2
-    said = capsys.readouterr().err
-    assert "200000 steps need" in said and "--num_steps" in said and ("--fit" in said) == (not fitted)
-    keys[1] = "--num_steps=" + said.partition(" last for about ")[2].partition(" steps")[0]
-    check_data(t.parse_config([*keys, "--val_tokens=896", "--val_seq_len=896"]))  # so many do
 
 
 def test_minutes_for_which_the_text_lacks_batches_are_refused_before_the_first_step(tmp_path, capsys):

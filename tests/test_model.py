@@ -7,7 +7,6 @@ tables that a batch looks up: Python integers for their numbers, autograd's dens
 """
 import math
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ import torch
 from conftest import TINY, read
 
 import train_gpt as t
-from nanogpt import candidates, compiling, masks, past
+from nanogpt import candidates, masks, past
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 T, BOS = 640, 63  # five blocks
@@ -419,18 +418,6 @@ def test_recalled_tokens_are_those_that_came_next_in_the_latest_step(longest, ki
     assert set(found[:, 1].tolist()) == {0, *lengths} and len(found[:, 0].unique()) >= 2, "else it would show little"
 
 
-def test_the_entry_of_another_ngram_is_not_taken_for_this_ones():
-    text = torch.arange(3000) * 7919 % 50_000  # no pair of tokens comes twice
-    begins, table = torch.arange(3000) == 0, torch.zeros(11, dtype=torch.int64)
-    hashes = past.ngram_hashes(text, begins, 4)
-    past.remember(table, hashes[:, :2000], text[1:2001], (3, 4), 1)
-    assert table.all(), "each entry is full"
-    token, length = past.recalled_tokens(table, hashes, (3, 4))
-    known = length.nonzero()[:, 0]
-    assert 0 < len(known) <= 11 and known.max() < 2000
-    assert torch.equal(token[known], text[known + 1])
-
-
 def test_a_step_sees_what_earlier_steps_have_read_and_not_its_own_batch():
     model = tiny(vocab_size=64)
     optimizer = t.Optimizer(model)
@@ -535,122 +522,6 @@ def test_logits_of_the_next_token_are_those_of_the_loss():
         assert -logits.log_softmax(-1)[targets[position]].item() == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("vocab, longest, count", [(64, 2, 101), (50304, 3, 251_520), (272, 6, 4096)])
-def test_rows_are_looked_up_by_token_and_by_hashed_ngram_and_none_crosses_a_border(vocab, longest, count):
-    model = tiny(seq_len=128, vocab_size=vocab, longest_ngram=longest, ngram_rows=count, dtype="bfloat16")
-    tokens = torch.randint(0, model.bos, (384,), generator=torch.Generator().manual_seed(1))
-    tokens[[7, 130, 131]] = model.bos
-    borders = {"training": {0, 7, 128, 130, 131, 256}, "validation": {0, 7, 130, 131}}  # which has one long sequence
-    for mode, starts in borders.items():
-        reading = model.past.read(tokens, mode == "training")
-        rows = reading.rows()
-        assert rows["tokens"].tolist() == tokens.tolist()
-        assert rows["ngrams"].tolist() == ngram_rows_of(tokens.tolist(), starts, longest, count), mode
-        found = model.look_up(reading)
-        for name, index in t.LOOKED_UP_AT.items():
-            assert torch.equal(found[name], getattr(model, name)[rows[index]])
-    assert model.params["ngrams"].shape[0] == count
-
-
-@pytest.mark.parametrize("micro", [1, 2, 4])
-def test_summed_gradients_of_looked_up_rows_are_autograds_dense_gradients(micro):
-    """Of lookups that the model makes by itself, and of all sequences at a time."""
-    model = tiny(seq_len=128, micro_tokens=512, val_seq_len=128, ngram_rows=501)
-    tokens, targets = tokens_of([], 512) // 16, tokens_of([], 512, 1)
-    tokens[[0, 99, 140, 300]] = BOS
-    model(tokens, targets, view(), True).backward()
-    dense = {name: p.grad for name, p in model.named_parameters()}
-    model.zero_grad()
-    optimizer = t.Optimizer(model)
-    batch = read(model, zip(tokens.chunk(micro), targets.chunk(micro)))
-    rows = [reading.rows() for reading, _ in batch]
-    optimizer.tables.begin(rows)
-    for i, (reading, outputs) in enumerate(batch):
-        _, gradients = t.forward_backward(model, view(), outputs, *reading)
-        optimizer.tables.add(i, gradients)
-    optimizer.tables.add_embedding(model.lm_head.grad)
-    for name, p in model.named_parameters():
-        if name in model.big_tables:
-            used = sorted({row for index in rows for row in index[t.LOOKED_UP_AT[name]].tolist()})
-            unused = [row for row in range(len(p)) if row not in used]
-            assert 0 < len(used) < 512 / 3, "most rows are looked up several times"
-            assert p.grad is None and unused and not dense[name][unused].any()
-            ours, theirs = optimizer.tables.sent[name][0], dense[name][used]
-        else:
-            ours, theirs = p.grad, dense[name]
-        assert (ours - theirs).norm() < 1e-10 * theirs.norm(), name
-
-
-def losses_and_gradients(model, call, batch, setting, loss_scale):
-    """After each micro-batch: name -> loss, .grad and gradient of the looked-up rows, of a loss that is not scaled."""
-    found = []
-    model.zero_grad()
-    for inputs, targets in batch:
-        inputs, targets = inputs.to(model.signs.device), targets.to(model.signs.device)
-        work = partial(t.forward_backward, model, setting)
-        loss, rows = call(repr(setting), work, (targets, *model.past.read(inputs, True)))
-        grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        grads |= {f"rows of {name}": grad for name, grad in rows.items()}
-        grads = {name: grad.double().cpu() / loss_scale for name, grad in grads.items()}
-        found.append({"loss": loss.double().cpu()} | grads)
-    model.zero_grad()
-    return found
-
-
-@cuda
-@pytest.mark.parametrize("precision, error", [("bf16", 0.08), ("fp16", 0.015), ("fp8-head", 0.25)])
-def test_cuda_graphs_give_loss_and_gradients_of_any_batch_for_a_first_micro_batch_and_for_those_that_add_to_it(
-        precision, error):
-    """Those of the compiled passes that they captured, and within the format's error those of float64 on the CPU."""
-    torch._dynamo.reset()
-    device = torch.device("cuda", torch.cuda.current_device())
-    c = t.Config(**TINY | {"device": "cuda", "attention": "flex", "compile": True, "precision": precision})
-    model = t.GPT(c, device, functions=t.compiled_functions(lambda what, seconds: None))
-    full = t.initialize(model, 0)
-    for i, (name, w) in enumerate(full.items()):  # what begins as zero would hide gradients
-        w += 0.05 * normal(*w.shape, seed=i).to(w)
-        getattr(model, name).data.copy_(w)
-    optimizer, graphs, seen = t.Optimizer(model), compiling.CudaGraphs(list(model.parameters())), t.setting_of(0, c)
-    optimizer.reset(full)
-    exact = t.GPT(replace(c, device="cpu", attention="sdpa", precision="bf16", dtype="float64"), torch.device("cpu"))
-    exact.load_state_dict({name: w.double().cpu() for name, w in model.state_dict().items()})
-
-    def micro_batch(seed, sequences):
-        tokens = torch.randint(0, 64, (256 * sequences + 1,), generator=torch.Generator().manual_seed(seed))
-        tokens[::100] = model.bos
-        return tokens[:-1], tokens[1:]
-
-    def distance(a, b):
-        return ((a - b).norm() / b.norm()).item()
-
-    scaling = optimizer.recipes.by_name.get("fp16")
-    captures = []
-    for seeds, sequences, factor in ((1, 2), 2, 1.0), ((3, 4), 1, 1.0), ((5, 6, 7), 2, 0.25):  # the last only replays
-        if scaling is not None:
-            scaling.set_scale(scaling.scale * factor)  # as every step may do
-        loss_scale = scaling.factor.item() if scaling is not None else 1.0
-        batch = [micro_batch(seed, sequences) for seed in seeds]
-
-        def captured(key, function, tensors):
-            """CUDA graphs, and a note whenever one of them is captured and not just replayed."""
-            def counted(*tensors):
-                captures.append((key, len(tensors[0]), model.lm_head.grad is None))
-                return function(*tensors)
-            return graphs(key, counted, tensors)
-
-        eager = losses_and_gradients(model, compiling.call_directly, batch, seen, loss_scale)
-        ours = losses_and_gradients(model, captured, batch, seen, loss_scale)
-        precise = losses_and_gradients(exact, compiling.call_directly, batch, seen, 1.0)
-        for number, (one, same, reference) in enumerate(zip(ours, eager, precise)):
-            assert {*one} == {*same} == {*reference} == {"loss", *(f"rows of {n}" for n in [*model.big_tables, "lm_head"])} | (
-                {*model.params} - {*model.big_tables}), f"micro-batch {number}"
-            for name, x in one.items():
-                assert x.norm() > 0 and distance(x, same[name]) < 2**-7, f"{name}, micro-batch {number}"
-                bound = {"loss": error / 20, "scalars": 2 * error}.get(name, error)
-                assert distance(x, reference[name]) < bound, f"{name}, micro-batch {number}"
-    assert len(captures) == len(set(captures)) == 4, "one for each length, and for a first micro-batch and the others"
-
-
 def test_the_default_has_as_many_weights_as_its_sizes_say():
     size = {name: math.prod(p.shape) for name, p in t.parameter_table(t.Config()).items()}
     assert size["qkvo"] == 8 * 4 * 512 * 768 and size["mlp"] == 8 * 2 * 768 * 5632
@@ -726,16 +597,6 @@ def test_no_token_is_changed_by_another_document_or_by_a_later_token(starts, cha
     end = min([start for start in starts if start >= changed.stop], default=384)
     if end > changed.stop:
         assert moved[changed.stop : end].any()  # later tokens of the same document do see it
-
-
-def test_sequences_worked_on_together_do_not_see_each_other_even_where_they_begin_inside_documents():
-    model = tiny(seq_len=128)
-    tokens, targets = tokens_of([20, 200], 384), tokens_of([], 384, 1)
-    together = model(tokens, targets, view(3, 2), True).item()
-    alone = sum(model(x, y, view(3, 2), True).item() for x, y in zip(tokens.split(128), targets.split(128)))
-    assert together == pytest.approx(alone, rel=1e-12)
-    with torch.no_grad():  # a validation sequence is longer than those of training, and one
-        assert abs(model(tokens, targets, view(3, 2), False).item() / together - 1) > 1e-6
 
 
 def test_flops_per_token_are_those_of_the_matrices_and_of_the_candidates_in_the_head():

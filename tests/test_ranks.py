@@ -7,12 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 from conftest import ROOT, arguments, documents, write_shard
-from processes import ENVIRONMENT, STDOUT, TORCHRUN, Process, run, run_ranks
-
-import train_gpt as t
-from nanogpt import checkpoints
+from processes import ENVIRONMENT, STDOUT, TORCHRUN, Process, run
 
 SCRIPT = ROOT / "train_gpt.py"
 LONG = {"num_steps": 5000, "save_every": 60, "epochs": 10**5, "val_interval": 0, "target_loss": 0}
@@ -40,17 +36,6 @@ def torchrun(corpus, tmp_path):
                       *arguments(**LONG, data_dir=corpus, log_dir=tmp_path / "logs"), stderr=STDOUT, env=ENVIRONMENT)
     yield process
     process.kill()
-
-
-def test_two_ranks_train_as_one_does(corpus, tmp_path):
-    folders = [tmp_path / "one", tmp_path / "two"]
-    one, two = (dict(data_dir=corpus, dtype="float64", log_dir=folder, save_checkpoint=folder / "model.safetensors") for folder in folders)
-    assert t.main(arguments(**one, micro_tokens=1024)) == 0
-    runs = run_ranks(2, SCRIPT, *arguments(**two, micro_tokens=512))
-    assert [run.returncode for run in runs] == [0, 0], runs
-    weights = [checkpoints.read(folder / "model.safetensors")["weights"] for folder in folders]
-    for name, weight in weights[0].items():
-        assert torch.allclose(weights[1][name].double(), weight.double(), rtol=1e-5, atol=1e-6), name
 
 
 @pytest.mark.parametrize("fault, pattern", [
