@@ -9,6 +9,11 @@ This file holds model, loss, optimizers and run. It reads from top to bottom: (1
 (2) products, (3) attention, (4) parameters and layers, (5) the loss, (6) the whole model, (7) low
 precision, (8) the optimizers, (9) schedules, (10) one step and validation, (11) the run.
 
+A learner begins with --preset=gpt2, the plain transformer: PLAIN_MODEL (section 1) names what it is
+without. There the parameters are qkvo, mlp and lm_head; `attention` is its steps 1 and 3;
+`embed_inputs` is its first stream, and `late_mix` a norm; the loss is over all tokens; and there
+are no tables. What is None, or returns early, on the way through the model is a part that is off.
+
 What serves it lives in the folder of its subject: the shards in data/, the log in records/,
 kernels, compilation and the other recipes of low precision in nanogpt/. Importing this file trains
 nothing and needs no GPU, so tests and notebooks can use its parts.
@@ -89,7 +94,7 @@ from nanogpt.ranks import (
     start_process,
     sum_together,
 )
-from nanogpt.run_files import RunFiles, check_amount, check_run_files, chooses_steps
+from nanogpt.run_files import RunFiles, check_run_files, check_tokens, chooses_steps
 from nanogpt.streams import Mark, SideStream, to_device
 from nanogpt.tables import Table, Tables, own_columns
 from records import journal
@@ -272,10 +277,18 @@ BYTES = dict(
 # Of Intel's and AMD's processors, those with AVX512-BF16 multiply bf16 faster than float32.
 CPU_HAS_BF16 = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
 
-# The plain transformer: each mechanism that can be switched off is.
+# The plain transformer: each mechanism that can be switched off is. In parentheses: where it lives.
 PLAIN_MODEL = dict(
-    value_embeds=False, mix_previous=False, late_mix=False, gates=False, scalars=False,
-    candidates=0, ngram_rows=0, induced=False, recall_rows=0)
+    value_embeds=False,  # a learned vector of each token in its values (`attention`, step 2)
+    mix_previous=False,  # channels and keys of the previous token (`input_of`, `offset_keys`)
+    gates=False,  # of attention heads (`attention`, step 4)
+    scalars=False,  # learned factors of the parts of a layer (SCALARS, `block`)
+    ngram_rows=0,  # rows for the last two and more tokens (`embed_inputs`, step 2)
+    induced=False,  # a guess by an earlier match in the document (nanogpt/past.py)
+    recall_rows=0,  # a guess by an earlier step's text (nanogpt/past.py)
+    late_mix=False,  # earlier streams are added to the last one (`late_mix`)
+    candidates=0,  # a part of the vocabulary for the loss (section 5)
+)
 
 PRESETS: dict[str, dict] = {
     "gpt2": PLAIN_MODEL | dict(
@@ -2338,8 +2351,8 @@ def train(c: Config, at_end: ExitStack) -> int:
 
     # 1. Import what this run needs, so that the log can show it, and check what can be checked
     # before anything is written or compiled.
-    cuda = has_cuda(c.device)
-    device = start_process("cuda" if cuda else "cpu", LOCAL_GPU, c.join_timeout)
+    device = start_process(
+        "cuda" if has_cuda(c.device) else "cpu", LOCAL_GPU, c.join_timeout)
     # Hosts may have their data in other folders; the shards are compared by their sums.
     compare({f"--{name}": value for name, value in dataclasses.asdict(c).items()
              if name != "data_dir"})
@@ -2383,10 +2396,8 @@ def train(c: Config, at_end: ExitStack) -> int:
     # 3. Make model and optimizer, compile them and warm up. Collections of garbage would take a
     # tenth of the compiler's time.
     gc.disable()
-    functions = EAGER
-    calls = compiling.Calls(as_graphs=c.compile and cuda)
-    if c.compile:
-        functions = compiled_functions(report_compilation)
+    functions = compiled_functions(report_compilation) if c.compile else EAGER
+    calls = compiling.Calls(as_graphs=c.compile and device.type == "cuda")
     model = GPT(c, device, rank_and_world_size()[1], functions, calls)
     initialize(model, c.seed)  # for the warm-up; drawn anew after it
     optimizer = Optimizer(model)
@@ -2398,7 +2409,7 @@ def train(c: Config, at_end: ExitStack) -> int:
     if steps_are_open:
         seconds = warm_up.seconds_per_step(call)
         c = fitting.fit_to_minutes(c, SCHEDULES[c.schedule], run_files.train_paths, seconds)
-        check_amount(c, packing(c), batch_plan(c), run_files.train_paths)
+        on_all_ranks(check_tokens, c, packing(c), batch_plan(c), run_files.train_paths)
         model.config = c
         # A stage that has no step now leaves out its window, which changes those after it.
         warmup.WarmUp(model, optimizer, script).run(call)

@@ -60,11 +60,9 @@ def find_both(c, plan: shards.Plan) -> tuple[list[Path], list[Path]]:
     _, world_size = rank_and_world_size()
     for count in dict.fromkeys(plan):
         divisors = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
-        plural = "" if count == 1 else "s"
-        larger = "" if c.resume else ", or change --batch_tokens or --seq_len"
         require(count % world_size == 0,
-                f"{world_size} processes cannot share a batch of {count} sequence{plural}; start "
-                f"{divisors} of them{larger}")
+                f"{world_size} processes cannot share a batch of {count} sequences; start "
+                f"{divisors} of them, or change --batch_tokens or --seq_len")
     train_paths = shards_of(c, "train")
     val_paths = shards_of(c, "val")
     check_kind(train_paths[0], c.vocab_size, c.preset)
@@ -75,9 +73,9 @@ def check_data(c, packing: shards.Packing, plan: shards.Plan, train_paths: list[
                val_paths: list[Path]) -> Tensor:
     """The validation tokens. Raises ShardError if there are too few, or too few for training."""
     val_tokens = shards.validation_tokens(val_paths, c.vocab_size, c.val_tokens)
-    if chooses_steps(c):  # `check_amount` follows when they are chosen; now a step of each stage
+    if chooses_steps(c):  # they are checked when they are chosen; now a step of each stage
         plan = [*dict.fromkeys(plan)]
-    check_tokens(train_paths, packing, plan, c.data_dir, c.fit)
+    check_tokens(c, packing, plan, train_paths)
     return torch.from_numpy(val_tokens.view("int16"))
 
 
@@ -90,13 +88,6 @@ def identify(train_paths: list[Path],
     fingerprints += [shards.fingerprint(path, "val") for path in val_paths]
     check_apart(fingerprints)
     return stamps, fingerprints
-
-
-def check_amount(c, packing: shards.Packing, plan: shards.Plan, train_paths: list[Path]) -> None:
-    """Raises BadInput on all ranks if the training shards do not last for the plan that --minutes
-    has made. A collective."""
-    errors = (shards.ShardError,)
-    on_all_ranks(check_tokens, train_paths, packing, plan, c.data_dir, c.fit, errors=errors)
 
 
 def chooses_steps(c) -> bool:
@@ -113,8 +104,6 @@ def place_for_checkpoint(c, num_weights: int) -> Path | None:
     path = Path(c.save_checkpoint)
     if c.save_checkpoint == "auto":
         path = Path("models", f"{Path(c.data_dir).resolve().name}.safetensors")
-    if path.is_symlink():  # the file it leads to is written; else the link would be replaced
-        path = Path(os.path.realpath(path))
     dtype = recipe.PLAIN_DTYPES[recipe.plain_recipe(c)]  # of nearly all weights
     checkpoints.try_place(path, dtype.itemsize * num_weights + 8 * c.recall_rows)
     return path
@@ -126,11 +115,6 @@ def place_for_checkpoint(c, num_weights: int) -> Path | None:
 DATA = Path(shards.__file__).parent
 FINEWEB = "data/fineweb10B"  # where fineweb.py puts its shards
 PYDOCS = "data/pydocs"  # those of the laptop preset
-
-
-def fetch(count: int) -> str:
-    """The command that gets so many shards of FineWeb."""
-    return f"{script('fineweb.py')} {count}"
 
 
 def script(name: str) -> str:
@@ -146,7 +130,7 @@ def find(folder: str, split: str, pattern: str) -> list[Path]:
     if folder == PYDOCS:
         remedy = f"make them: {script('prepare.py')} --python-docs --bytes --out {folder}"
     elif folder == FINEWEB:
-        remedy = f"get them: {fetch(9)}"
+        remedy = f"get them: {script('fineweb.py')} 9"
     return shards.find_shards(folder, split, pattern, remedy)
 
 
@@ -180,10 +164,8 @@ def check_apart(fingerprints: list[dict]) -> None:
                 "(--val_files)")
 
 
-def check_tokens(paths: list[Path], packing: shards.Packing, plan: shards.Plan, folder: str,
-                 fitted: bool = False) -> None:
-    """Raises ShardError unless the training shards last for all steps of the plan. `fitted`: the
-    run is fitted to the text already."""
+def check_tokens(c, packing: shards.Packing, plan: shards.Plan, paths: list[Path]) -> None:
+    """Raises BadInput unless the training shards last for all steps of the plan."""
     # This packs all documents as training will. Nothing less tells how many steps there are.
     steps = sum(1 for _ in shards.batches(paths, packing, plan))
     if steps == len(plan):
@@ -194,15 +176,14 @@ def check_tokens(paths: list[Path], packing: shards.Packing, plan: shards.Plan, 
     # tokens of the steps above. It comes out a bit low, which is safe.
     possible = len(plan) * sum(plan[:steps]) // sum(plan)
     remedy = "lower --num_steps or --minutes, or raise --epochs"
-    if not fitted:
+    if not c.fit:
         remedy = f"let the run fit the text (--fit), {remedy}"
-    if not packing.cut_documents and have >= need and folder != FINEWEB:
-        remedy = ("give --cut_documents=true (without it only the beginning of a long document is "
-                  f"read), {remedy}")
     # A shard of FineWeb has 1e8 tokens. The ends of long documents are skipped.
     enough = math.ceil(1.3 * need / packing.epochs / 1e8)
-    if folder == FINEWEB and enough <= TRAIN_SHARDS:
-        remedy = f"get more with `{fetch(enough)}`, or {remedy}"
-    what = "1 step needs" if len(plan) == 1 else f"{len(plan)} steps need"
-    raise shards.ShardError(f"{what} {need:,} tokens; the {have:,} in {folder} last for about "
-                            f"{possible} steps; {remedy}")
+    if c.data_dir == FINEWEB and enough <= TRAIN_SHARDS:
+        remedy = f"get more with `{script('fineweb.py')} {enough}`, or {remedy}"
+    elif not c.cut_documents and have >= need:
+        remedy = ("give --cut_documents=true (without it only the beginning of a long document is "
+                  f"read), {remedy}")
+    raise BadInput(f"{len(plan)} steps need {need:,} tokens; the {have:,} in {c.data_dir} last for "
+                   f"about {possible} steps; {remedy}")

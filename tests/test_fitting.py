@@ -60,7 +60,7 @@ def test_minutes_become_as_many_steps_as_fit_into_them(text, tmp_path):
     assert (fitting.fit_to_minutes(c, t.SCHEDULES[c.schedule], paths, 0.2)).val_interval == 5
     most = fitting.fit_to_minutes(c, t.SCHEDULES[c.schedule], paths, 1e-9)
     assert most.epochs == fitting.MOST_EPOCHS["laptop"]
-    run_files.check_tokens(paths, t.packing(most), t.batch_plan(most), c.data_dir)
+    run_files.check_tokens(most, t.packing(most), t.batch_plan(most), paths)
 
 
 def test_a_fitted_run_saves_the_weights_of_its_best_validation_and_ends_with_0(text, tmp_path, monkeypatch):

@@ -153,8 +153,8 @@ def test_as_many_shards_of_fineweb_are_advised_as_are_needed_and_exist(steps, ep
     paths = sorted(folder.glob("*_train_*.bin"))
     packing = shards.Packing(1024, 384, epochs, True, 2048)
     monkeypatch.setattr(run_files, "FINEWEB", str(folder))
-    with pytest.raises(shards.ShardError) as error:
-        run_files.check_tokens(paths, packing, [100] * steps, str(folder))
+    with pytest.raises(BadInput) as error:
+        run_files.check_tokens(config(folder, epochs=epochs), packing, [100] * steps, paths)
     assert re.findall(r"fineweb\.py (\d+)", str(error.value)) == ([str(advised)] if advised else [])
 
 
