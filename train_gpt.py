@@ -2241,9 +2241,6 @@ class Run:
         self.latest_sequence = None  # the first one of the latest batch of this rank
         self.requests = Requests(self.device)
         self.finite = finite.Check(optimizer.parts, optimizer.recipes.measurements)
-        self.profiler = None
-        if c.profile_steps and is_rank_0():
-            self.profiler = profiling.profiler(c.profile_steps, self.log)
         self.batches = shards.ahead(rank_micro_batches(
             run_files.train_paths, c, self.device, self.step, run_files.stamps))
 
@@ -2251,40 +2248,39 @@ class Run:
         """All steps. The clock stands still during validation, which changes no weight and reads no
         training data. A collective."""
         c = self.config
-        if self.profiler:
-            self.profiler.start()
         self.clock.start()
         self.model.past.follow()
-        while self.step < c.num_steps:
-            self.save_or_stop()
-            if self.ended_by:
-                break
-            if c.val_interval and self.step % c.val_interval == 0:
-                self.clock.stop()
-                self.validate()
-                self.clock.start()
-            micro_batches = next(self.batches)
-            self.latest_sequence = micro_batches[0][:1]
-            batch = self.model.past.prepare(micro_batches)
-            message = train_step(
-                self.model, self.optimizer, batch, self.step, call, self.tell)
-            self.log.put(self.step + 1, message, self.clock.now())
-            # This waits for the messages of all steps before this one. They are there already:
-            # inside of train_step the CPU has waited for the number of rows that this step looks
-            # up, which the GPU counts when it has done the steps before. Only a terminal stopped by
-            # Ctrl-S, or a slow disk with the log, can hold it up here.
-            self.read_messages()
-            self.step += 1
-            if self.profiler:
-                self.profiler.step()
+        with profiling.profiled(c.profile_steps, self.log) as count_step:
+            while self.step < c.num_steps:
+                self.save_or_stop()
+                if self.ended_by:
+                    break
+                if c.val_interval and self.step % c.val_interval == 0:
+                    self.clock.stop()
+                    self.validate()
+                    self.clock.start()
+                self.make_step(call)
+                count_step()
         self.clock.stop()
         if not self.ended_by:
             self.optimizer.use_averages()
             self.validate()
-        if self.profiler:
-            self.profiler.stop()
         if dist.is_initialized():
             dist.all_reduce(self.model.lost_targets)  # for the log, which names those of all ranks
+
+    def make_step(self, call: Callable) -> None:
+        """One step of training. A collective."""
+        micro_batches = next(self.batches)
+        self.latest_sequence = micro_batches[0][:1]
+        batch = self.model.past.prepare(micro_batches)
+        message = train_step(self.model, self.optimizer, batch, self.step, call, self.tell)
+        self.log.put(self.step + 1, message, self.clock.now())
+        # This waits for the messages of all steps before this one. They are there already: inside
+        # of train_step the CPU has waited for the number of rows that this step looks up, which the
+        # GPU counts when it has done the steps before. Only a terminal stopped by Ctrl-S, or a slow
+        # disk with the log, can hold it up here.
+        self.read_messages()
+        self.step += 1
 
     def tell(self, loss: Tensor) -> Tensor:
         """What this rank tells the others with its loss."""
@@ -2382,9 +2378,8 @@ def train(c: Config, at_end: ExitStack) -> int:
         log.say(text)
     if not run_files.saved:
         c.resume = ""
-    steps_are_open = chooses_steps(c)
     begin = partial(report.begin, log, script)
-    if not steps_are_open:
+    if not chooses_steps(c):
         begin(c, facts, run_files.checkpoint_path, recipe_names)
     console.say("compiling ..." if c.compile else "warming up ...")
 
@@ -2406,13 +2401,8 @@ def train(c: Config, at_end: ExitStack) -> int:
     call = calls.caller(model.parameters())
     warm_up = warmup.WarmUp(model, optimizer, script)
     warm_up.run(call)
-    if steps_are_open:
-        seconds = warm_up.seconds_per_step(call)
-        c = fitting.fit_to_minutes(c, SCHEDULES[c.schedule], run_files.train_paths, seconds)
-        on_all_ranks(check_tokens, c, packing(c), batch_plan(c), run_files.train_paths)
-        model.config = c
-        # A stage that has no step now leaves out its window, which changes those after it.
-        warmup.WarmUp(model, optimizer, script).run(call)
+    if chooses_steps(c):
+        c, seconds = choose_steps(c, optimizer, warm_up, call, run_files.train_paths)
         begin(c, facts, run_files.checkpoint_path, recipe_names, c.num_steps * seconds)
         for text in fitting.why_shorter(c, seconds):
             log.say(text)
@@ -2436,6 +2426,19 @@ def train(c: Config, at_end: ExitStack) -> int:
 
     # 5. Say what came of it.
     return report.end(run, script, startup_s)
+
+
+def choose_steps(c: Config, optimizer: Optimizer, warm_up: warmup.WarmUp, call: Callable,
+                 train_paths: list[Path]) -> tuple[Config, float]:
+    """Under --minutes, after the warm-up: the configuration with as many steps as there is time
+    for, and how many seconds a step takes. The model gets it, too. A collective."""
+    seconds = warm_up.seconds_per_step(call)
+    c = fitting.fit_to_minutes(c, SCHEDULES[c.schedule], train_paths, seconds)
+    on_all_ranks(check_tokens, c, packing(c), batch_plan(c), train_paths)
+    optimizer.model.config = c
+    # A stage that has no step now leaves out its window, which changes those after it.
+    warmup.WarmUp(optimizer.model, optimizer, sys.modules[__name__]).run(call)
+    return c, seconds
 
 
 def main(argv: list[str]) -> int:
