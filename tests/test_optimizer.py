@@ -184,7 +184,6 @@ def small(dtype, world_size=1, **changes):
 
 INDEX = {"value_embeds": "tokens", "ngrams": "ngrams"}  # by which rows each table is looked up
 TABLES = tuple(INDEX)
-SMALL = {"scalars", "length_vectors", "late_in", "late_out", "late_bias", "gates", "value_gates"}  # which every rank updates
 
 
 def looked_up(model, seed, count=30):
@@ -349,9 +348,6 @@ def test_a_wrong_order_or_a_missing_gradient_is_an_error_in_a_sentence():
     model.mlp.grad = None
     with pytest.raises(RuntimeError, match="^mlp has no gradient"):
         optimizer.start_sums()
-
-
-LARGER = dict(vocab_size=256, ngram_rows=303)
 
 
 def updated(batch, late):

@@ -21,10 +21,8 @@ import torch
 from conftest import ROOT, TINY, arguments, check_data, documents, write_shard
 from processes import ENVIRONMENT, TORCHRUN, run_ranks
 
-import sample
 import train_gpt as t
 from nanogpt import candidates, checkpoints, environment, masks
-from nanogpt.ranks import BadInput
 from records.log import read_log
 
 SCRIPT = ROOT / "train_gpt.py"
@@ -294,18 +292,6 @@ def test_a_rank_without_torchrun_is_one_sentence(monkeypatch, corpus, tmp_path, 
     assert "WORLD_SIZE" in sentence and "torchrun" in sentence
 
 
-@pytest.mark.parametrize("content", [None, b"", b"no checkpoint" * 9, {"weights": 1}, [1],
-                                     {"config": {"colour": 1}, "weights": {}}, {"config": {}, "weights": {}}], ids=str)
-def test_a_file_that_is_no_checkpoint_is_named(content, tmp_path):
-    path = tmp_path / "x.pt"
-    if isinstance(content, bytes):
-        path.write_bytes(content)
-    elif content is not None:
-        torch.save(content, path)
-    with pytest.raises(BadInput, match=str(path)):
-        t.load_checkpoint(path, torch.device("cpu"))
-
-
 def test_a_profile_of_some_steps_is_a_table_and_a_time_line_and_the_log_says_so(corpus, tmp_path):
     keys = dict(data_dir=corpus, num_steps=13, epochs=9, profile_steps=2, val_interval=0, target_loss=0)
     assert t.main(arguments(log_dir=tmp_path, **keys)) == 0
@@ -341,17 +327,6 @@ def test_too_little_memory_is_one_sentence_with_the_remedy(kind, monkeypatch, ca
             "gpu in a recording": "CUDA out of memory. Tried to allocate 3 GiB;", "gpu without details": "CUDA error: out of memory;"}
     assert said[kind] in sentence
     assert "enforce fail" not in sentence and "much more" not in sentence and "--micro_tokens" in sentence
-
-
-def test_a_run_has_done_its_work_though_its_sample_does_not_fit_into_the_memory(corpus, tmp_path, monkeypatch, capfd):
-    def too_large(*_):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. And much more.")
-
-    monkeypatch.setattr(sample, "continue_text", too_large)
-    args = arguments(data_dir=corpus, log_dir=tmp_path, sample="The ", target_loss=0, save_checkpoint=tmp_path / "model.pt")
-    assert t.main(args) == 0
-    assert "sample: CUDA out of memory. Tried to allocate 2 GiB\n" in capfd.readouterr().out
-    assert (tmp_path / "model.pt").exists() and read_log(only_log(tmp_path)).end["tokens"] > 0
 
 
 # ---------------------------------------------------------------------------------------------------- configuration
@@ -624,29 +599,6 @@ def test_no_room_imports_the_script_and_none_another_in_a_circle():
     while more := {name for name in ROOMS if name not in ready and graph[name] <= ready}:
         ready |= more
     assert ready == {*ROOMS, "train_gpt"}, f"in a circle: {sorted({*ROOMS} - ready)}"
-
-
-RECIPES = """
-import sys
-sys.path.insert(0, sys.argv[1])
-import train_gpt as t
-for precision in ("bf16", "fp8-qkv", "fp16", "fp8", "nvfp4"):
-    t.main([*sys.argv[2:], f"--precision={precision}", f"--log_dir=logs/{precision}"])
-"""
-
-
-def test_the_room_of_a_recipe_is_imported_and_logged_only_if_the_recipe_is_asked_for(corpus, tmp_path):
-    (tmp_path / "script.py").write_text(RECIPES)
-    args = arguments(data_dir=corpus, num_steps=1, batch_tokens=256, val_interval=0, val_tokens=256)
-    run = processes.run("script.py", ROOT, *args, cwd=tmp_path)
-    assert run.returncode == 0, run.stderr
-    found = {}
-    for folder in (tmp_path / "logs").iterdir():
-        files = read_log(only_log(folder)).files
-        found[folder.name] = {name for name in ("fp8", "fp16", "nvfp4") if f"nanogpt/{name}.py" in files}
-        assert "sample.py" not in files
-    assert found == {"bf16": set(), "fp8-qkv": set(), "fp16": {"fp16"}, "fp8": {"fp16", "fp8"},
-                     "nvfp4": {"fp16", "fp8", "nvfp4"}}  # what was once imported, stays
 
 
 def test_the_source_is_read_before_anything_else():
