@@ -618,7 +618,7 @@ class Param(NamedTuple):
     """A parameter of the model, called a bank. What all layers have lies together in one bank."""
     shape: tuple[int, ...]  # Muon takes it as a stack of matrices
     optimizer: str  # "muon", "adam", or "rows": Adam for the rows of a table (nanogpt/tables.py)
-    lr: float
+    lr: float  # times the factor of the schedule, and of lr_factors
     init: Callable[[Tensor], None]  # fills a float32 tensor in place
     # Weight decay: an update that shrinks a weight also takes lr * decay of it away. The factor of
     # the schedule multiplies lr and decay, so that decay fades faster than the learning rate
@@ -1642,18 +1642,18 @@ def cautious_update(master: Tensor, part: Tensor, update: Tensor, lr, decay) -> 
 
 # To try another optimizer, write its state and its update here, add the update to Functions and
 # EAGER, and to `compiled_functions` if one graph is to serve all shapes; then name it in
-# Optimizer.zero_state, Optimizer.rates, Optimizer.update and parameter_table. Gradients are
-# sums over the tokens of a batch, not means. To Muon and Adam, which divide by the size of the
-# gradient, that makes no difference, but to plain SGD it does. On a GPU the update runs as a CUDA
-# graph: what changes from step to step must come in a tensor, as the rates do. The rows of tables
-# have a kernel instead, `adam_rows` in nanogpt/tables.py.
+# Optimizer.zero_state, Optimizer.update and parameter_table. Gradients are sums over the tokens of
+# a batch, not means. To Muon and Adam, which divide by the size of the gradient, that makes no
+# difference, but to plain SGD it does. On a GPU the update runs as a CUDA graph: what changes from
+# step to step must come in a tensor, as the rates do. The rows of tables have a kernel instead,
+# `adam_rows` in nanogpt/tables.py.
 
 
 class Rates(NamedTuple):
     """What an update needs beside the tensors. Compiled functions get it as a tensor (5,), because
     torch.compile would compile them anew for each value of a number, and a CUDA graph would go on
     with the values that it was captured with."""
-    lr: float  # the factor of the schedule is in it and in the decay
+    lr: float  # that of the Param, times the factor of the schedule
     decay: float
     beta1: float  # of the mean of the gradient; Muon's momentum
     beta2: float  # of the mean square
