@@ -369,7 +369,7 @@ class Stage(NamedTuple):
 SCHEDULES: dict[str, list[Stage]] = {
     # fraction, batch, long and short window, learning rates
     # Of the presets speedrun and onepass. Stages and learning rates follow records 46, 49, 53, 72.
-    # Batches and windows are smaller than theirs (records/2026-11-24_smaller_batches_one_gpu).
+    # Batches and windows are smaller than theirs (records/TRIED.md).
     "speedrun": [
         Stage(0.33, 1 / 2, 3, 1, 1.0),
         Stage(0.33, 1 / 2, 5, 2, 1.52),

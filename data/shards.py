@@ -329,7 +329,7 @@ def ahead(items: Iterator) -> Iterator:
 # A small corpus has no tokens to lose. There `cut_documents` asks for the plain alternative: a
 # shard is cut into sequences without gaps, wherever documents begin. They are taken in random
 # order: in that of the text, the model would adapt to the passage that it has just read
-# (records/2026-11-23_laptop_matching).
+# (records/TRIED.md).
 
 Documents = Iterator[tuple[int, int]]  # where each document begins and ends in its shard
 Pieces = list[slice]  # a sequence: what it takes of its shard's tokens

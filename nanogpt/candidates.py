@@ -9,7 +9,7 @@ a quotient is slightly off on average, less so with more candidates. This is a s
 
 In two pairs of runs on one H200 training with 16,384 candidates took 13 and 15 % less time for
 0.0014 and 0.0007 more loss, which is no more than two seeds differ by
-(records/2026-11-22_ladder_candidates, records/2026-11-23_second_yardstick_one_gpu).
+(records/2026-11-22_ladder_candidates, records/TRIED.md).
 """
 import torch
 from torch import Tensor

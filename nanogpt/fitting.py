@@ -24,7 +24,7 @@ from nanogpt.run_files import shards_of
 LARGE_TEXT = 60_000_000  # tokens of GPT-2's vocabulary
 MINUTES = 2.0  # the budget if none is given
 # Readings of a text. More of them make validation worse: the model learns the text by heart
-# (records/2026-11-22_h100_one_gpu).
+# (records/TRIED.md).
 MOST_EPOCHS = {"laptop": 6, "char": 3, "small": 2}
 LEAST_STEPS_PER_READING = 75  # for `small`: the batches of a short text are small
 # The table of n-grams learns a short text by heart sooner than the layers do. So in `laptop` and

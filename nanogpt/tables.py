@@ -11,7 +11,7 @@ updates its columns of these rows, and hands them out to all.
 
 The work takes memory bandwidth, while the update of the matrices takes arithmetic. So it is done
 on a CUDA stream beside the main one: 28.7 to 28.9 instead of 30.0 ms a step of 16,384 tokens on one
-H200 (records/2026-11-21_ladder_beside_two_gpus).
+H200 (records/TRIED.md).
 
 In comments R is the number of rows of a table, and `share` the number of columns that a rank owns.
 The last columns are padded if the width is no multiple of the number of ranks.

@@ -1,5 +1,5 @@
-"""Command line: python -m records code | new | check | compare | plot | table | measure, which
-records/README.md explains.
+"""Command line: python -m records code | log | new | check | compare | plot | table | measure.
+records/README.md explains them.
 
 Exit status: 0 all well, 1 a check found something, 2 the input was refused.
 """
@@ -13,7 +13,7 @@ from data.texts import harmless
 
 from . import compare, measure, plots, record, table
 from .console import discard_output, prepare_output, sentence_of
-from .log import Refused, read_files, read_log, read_source
+from .log import Refused, read_files, read_log, read_source, read_whole
 from .stats import INSTALL, have_scipy
 
 
@@ -77,12 +77,12 @@ def board_problems(root, everything, rebuilt):
     records a note is printed instead."""
     home = (root / "records").resolve()
     inside = [folder for folder in everything if folder.parent == home]
-    page = root / "README.md"
+    page = root / "records" / "README.md"
     if not inside:
         print("note: there are no records, so no leaderboard was checked")
         return []
     if not page.exists():
-        print("note: there is no README.md, so no leaderboard was checked")
+        print("note: there is no records/README.md, so no leaderboard was checked")
         return []
     records = []
     for folder in inside:
@@ -180,6 +180,9 @@ def parse(argv):
     p.add_argument("log")
     p.add_argument("folder", nargs="?", type=Path, help="where to write all files of the run")
 
+    p = commands.add_parser("log", help="print a log as it was written, byte for byte")
+    p.add_argument("log")
+
     p = commands.add_parser("new", help="write records/DATE_NAME from logs")
     p.add_argument("name")
     p.add_argument("logs", nargs="+", help="logs, or folders of them")
@@ -244,6 +247,8 @@ def run(args):
         if sys.stdout.isatty():
             source = harmless(source.decode(errors="replace")).encode()
         sys.stdout.buffer.write(source)
+    elif args.command == "log":
+        sys.stdout.buffer.write(read_whole(args.log))
     elif args.command == "new":
         folder = record.new(
             args.root, args.name, logs_named(args.logs), args.claim, args.data, args.eval)

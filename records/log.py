@@ -12,6 +12,7 @@ import re
 import stat
 from dataclasses import dataclass, field
 from datetime import datetime
+from pathlib import Path
 
 from data.texts import harmless
 
@@ -26,6 +27,11 @@ MAX_LINES = 2_500_000
 MAX_STAGES = 100
 MAX_DEPTH = 8  # nesting of one fact's JSON
 SEPARATOR = "=" * 100
+RULE_LINE = f"\n{SEPARATOR}\n".encode()
+# What stands for the source in a log whose source and files are those of another log beside it.
+SHORT_HEAD = "source and files as in {name}; sha256 of the whole log {sha256}"
+SHORT = re.compile(rb"source and files as in (?P<name>(\.\./)?[\w-]+\.txt); "
+                   rb"sha256 of the whole log (?P<sha256>[0-9a-f]{64})")
 SCRIPT = "train_gpt.py"  # what the source at the head of a log is called
 LONG_TEXTS = ("file", "compile", "defect", "note")  # facts whose texts may be longer than MAX_TEXT
 
@@ -268,10 +274,54 @@ def parse_json(text, path, line):
     return value
 
 
+def shortened(raw, first, name):
+    """Returns a log without what it has in common with the `first` log of its record, which lies
+    beside it under this name. `read_whole` gives the log back. If their sources differ it stays as
+    it is."""
+    source, rule, rest = raw.partition(RULE_LINE)
+    first_source, _, first_rest = first.partition(RULE_LINE)
+    if not rule or source != first_source:
+        return raw
+    same = {line: mark for mark, line in file_lines(first_rest).items()}
+    lines = [same.get(line, line) for line in rest.split(b"\n")]
+    head = SHORT_HEAD.format(name=name, sha256=hashlib.sha256(raw).hexdigest()).encode()
+    return head + RULE_LINE + b"\n".join(lines)
+
+
+def file_lines(rest):
+    """Returns the `file` lines of a log by what stands for them in a shortened one. `rest` is what
+    follows the source."""
+    found = {}
+    for line in rest.split(b"\n"):
+        if line.startswith(b'file {"path": "'):
+            path = line.split(b'"')[3]
+            found[b"as there: file " + path] = line
+    return found
+
+
+def read_whole(path):
+    """Returns the bytes of a log as it was written, also of one that a record keeps in short.
+    Raises Refused if the log to which a short one refers does not complete it."""
+    raw = read_bytes(path)
+    head, _, rest = raw.partition(RULE_LINE)
+    match = SHORT.fullmatch(head)
+    if not match:
+        return raw
+    first_path = Path(path).parent / match["name"].decode()
+    source, rule, first_rest = read_bytes(first_path).partition(RULE_LINE)
+    there = file_lines(first_rest)
+    lines = [there.get(line, line) for line in rest.split(b"\n")]
+    whole = source + rule + b"\n".join(lines)
+    if hashlib.sha256(whole).hexdigest() != match["sha256"].decode():
+        raise Refused(f"{path}: expected the source and files in {first_path} to complete a log of "
+                      f"sha256 {match['sha256'].decode()}, found another sum; put back both logs.")
+    return whole
+
+
 def split_source(path):
     """(raw bytes, source, line number after the source, lines after it). Raises Refused."""
-    raw = read_bytes(path)
-    source, found, rest = raw.partition(f"\n{SEPARATOR}\n".encode())
+    raw = read_whole(path)
+    source, found, rest = raw.partition(RULE_LINE)
     if not found or len(source) > MAX_SOURCE:
         fail(path, 1, f"at most {MAX_SOURCE:,} bytes of source, then a line of 100 '='", raw[:40])
     source += b"\n"

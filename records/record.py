@@ -20,6 +20,7 @@ from .log import (
     read_bytes,
     read_log,
     refuse_unfit_for_record,
+    shortened,
     shown,
     shown_key,
 )
@@ -691,9 +692,12 @@ def logs_of_all(root):
 
 
 def write_files(draft, record, logs):
-    """Writes the logs, the picture and record.json, which holds the sha256 of the picture."""
+    """Writes the logs, the first one whole and the others in short, the picture and record.json,
+    which holds the sha256 of the picture."""
+    first = record["runs"][0]["log"]
     for run, log in zip(record["runs"], logs):
-        (draft / run["log"]).write_bytes(log.raw)
+        raw = log.raw if run["log"] == first else shortened(log.raw, logs[0].raw, first)
+        (draft / run["log"]).write_bytes(raw)
     picture = draft / "loss.png"
     plots.draw_loss(picture, logs, record["target"])
     digest = hashlib.sha256(read_bytes(picture)).hexdigest()

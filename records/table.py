@@ -1,4 +1,4 @@
-"""The leaderboard in the top-level README.md and the progress picture, generated from all
+"""The leaderboard in records/README.md and the progress picture, generated from all
 records."""
 import hashlib
 import json
@@ -29,7 +29,7 @@ HEAD = ("| # | date | record | time (s) | loss | n | target | hardware | data | 
         "|--:|---|---|--:|---|--:|--:|---|---|---|")
 RULE = (f"A rank needs a mean loss that is below the target at p < {ALPHA} (one-sided t test over "
         "the runs).")
-PICTURE = "![Training time of the records, in the order of their dates](records/progress.png)"
+PICTURE = "![Training time of the records, in the order of their dates](progress.png)"
 HIDING = ("pre", "code", "script", "style", "template", "textarea", "details")  # tags of HTML
 
 
@@ -73,7 +73,7 @@ def by_track(records):
 
 def link(record):
     name = record["name"]
-    return f"[{without_date(name)}](records/{name})"
+    return f"[{without_date(name)}]({name})"
 
 
 def row(place, record):
@@ -89,7 +89,7 @@ def row(place, record):
         f"{record['target']:g}",
         plain(record["hardware"]["summary"]),
         record["data_name"] or "unnamed",
-        f"[log](records/{record['name']}/{log})",
+        f"[log]({record['name']}/{log})",
     )
     return f"| {' | '.join(cells)} |"
 
@@ -181,9 +181,9 @@ def refuse_hidden(path, before):
 
 
 def check_board(root, records):
-    """Raises Refused unless the leaderboard in README.md is that of these records and can be seen,
-    and the progress picture was drawn from them."""
-    path = root / "README.md"
+    """Raises Refused unless the leaderboard in records/README.md is that of these records and can
+    be seen, and the progress picture was drawn from them."""
+    path = root / "records" / "README.md"
     before, _, _ = between(read_text(path), BOARD, path)
     refuse_hidden(path, before)
     compare_block(path, BOARD, board(records))
@@ -202,7 +202,7 @@ def write(root):
     for folder in folders(root):
         _, _, rebuilt = load(folder)
         records.append(rebuilt)
-    path = root / "README.md"
+    path = root / "records" / "README.md"
     before, _, after = between(read_text(path), BOARD, path)
     refuse_hidden(path, before)
     with tempfile.TemporaryDirectory(dir=root, prefix=".table_") as scratch:

@@ -1,7 +1,7 @@
 """The top-level README names only what exists: files, keys and links.
 
 Reference: the files of the project, the fields of Config, and the options of the other programs as their source has
-them. The leaderboard is not looked at here: `python -m records check` does that."""
+them."""
 import dataclasses
 import re
 
@@ -10,7 +10,6 @@ from conftest import ROOT
 
 import train_gpt
 
-BEGIN, END = "<!-- leaderboard:begin -->", "<!-- leaderboard:end -->"
 PROGRAMS = ("sample.py", "evaluate.py", "data/prepare.py", "data/fineweb.py", "records/__main__.py")
 TORCHRUN = {"rdzv_conf", "standalone", "nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port", "max_restarts"}
 TO_COME = ("TODO-SAMPLE", "TODO-RESUME")  # sections with such a mark describe what is not here yet
@@ -18,9 +17,7 @@ TO_COME = ("TODO-SAMPLE", "TODO-RESUME")  # sections with such a mark describe w
 
 @pytest.fixture(scope="module")
 def readme():
-    text = (ROOT / "README.md").read_text("utf-8")
-    before, rest = text.split(BEGIN)
-    return before + rest.split(END)[1]
+    return (ROOT / "README.md").read_text("utf-8")
 
 
 def sections(text):
