@@ -21,7 +21,7 @@ from data import gpt2, packages
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # importing torch takes seconds: no traceback then
-    packages.require("numpy", "torch", "safetensors")
+    packages.require("numpy", "torch", "safetensors", "tqdm")
 
 import torch
 from torch import Tensor
@@ -116,13 +116,12 @@ def codec(vocab_size: int) -> tuple[Callable[[str], list[int]], Callable[[int], 
     try:
         vocabulary = gpt2.load()
     except gpt2.VocabularyError as error:
-        raise BadInput(f"{error}; run once with a network, or set TIKTOKEN_CACHE_DIR to a folder "
-                       "that has it") from None
+        raise BadInput(str(error)) from None
 
     def gpt2_bytes(token: int) -> bytes:
         return vocabulary.decode_single_token_bytes(token) if token < SEPARATOR else b""
 
-    return gpt2.encode, gpt2_bytes
+    return vocabulary.encode_ordinary, gpt2_bytes
 
 
 def prompt_tokens(encode: Callable[[str], list[int]], bos: int, seq_len: int,

@@ -2089,14 +2089,13 @@ def micro_sequences(count: int, c: Config) -> int:
     return max(n for n in range(1, most + 1) if count % n == 0)
 
 
-def rank_micro_batches(paths: list[Path], c: Config, device: torch.device, first_step: int = 0,
-                       stamps: dict[Path, shards.Stamp] | None = None) -> Iterator[tuple]:
+def rank_micro_batches(paths: list[Path], c: Config, device: torch.device,
+                       first_step: int = 0) -> Iterator[tuple]:
     """For each step, from first_step on, this rank's micro-batches: (sequences, seq_len + 1), int16
-    with the bits of uint16, for which PyTorch has few operations. Raises ShardError if a shard
-    has not its stamp any more."""
+    with the bits of uint16, for which PyTorch has few operations."""
     rank, world_size = rank_and_world_size()
     for array in shards.rank_batches(
-            paths, packing(c), batch_plan(c), rank, world_size, first_step, stamps):
+            paths, packing(c), batch_plan(c), rank, world_size, first_step):
         sequences = torch.from_numpy(array.view(np.int16))
         if device.type == "cuda":
             sequences = sequences.pin_memory()  # so that nothing waits for its copy
@@ -2242,7 +2241,7 @@ class Run:
         self.requests = Requests(self.device)
         self.finite = finite.Check(optimizer.parts, optimizer.recipes.measurements)
         self.batches = shards.ahead(rank_micro_batches(
-            run_files.train_paths, c, self.device, self.step, run_files.stamps))
+            run_files.train_paths, c, self.device, self.step))
 
     def train(self, call: Callable) -> None:
         """All steps. The clock stands still during validation, which changes no weight and reads no

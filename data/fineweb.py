@@ -14,18 +14,12 @@ import argparse
 import sys
 from pathlib import Path
 
-if __package__:
-    from . import packages
-else:  # run as a script
-    import packages
-
 if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])  # where all rooms lie
+    from data import packages
     packages.require("numpy", "huggingface_hub")
 
-if __package__:
-    from .shards import ShardError, count_tokens
-else:
-    from shards import ShardError, count_tokens
+from data.shards import ShardError, count_tokens
 
 REPO = "kjj0/fineweb10B-gpt2"  # a Hugging Face dataset repository
 TRAIN_SHARDS = 103

@@ -1,13 +1,9 @@
 """GPT-2's tokens, by tiktoken, which fetches their vocabulary once."""
-import re
 import threading
-
-MANY_BLANKS = re.compile(r"\s{1000,}")
-MOST_BLANKS = 500_000  # in a row, that tiktoken gets
 
 
 class VocabularyError(Exception):
-    """tiktoken cannot load the vocabulary. The message says why."""
+    """tiktoken cannot load the vocabulary. The message says why, and what to do."""
 
 
 def load(seconds=30):
@@ -30,22 +26,6 @@ def load(seconds=30):
     thread.start()
     thread.join(seconds)
     if not result:
-        raise VocabularyError(f"tiktoken cannot load GPT-2's vocabulary ({faults[0]})")
+        raise VocabularyError(f"tiktoken cannot load GPT-2's vocabulary ({faults[0]}); run once "
+                              "with a network, or set TIKTOKEN_CACHE_DIR to a folder that has it")
     return result[0]
-
-
-def encode(text):
-    """The tokens of a text, a list of int.
-
-    tiktoken fails where about a million blanks (spaces, ends of lines) follow each other. There the
-    text is encoded in pieces.
-    """
-    import tiktoken
-    vocabulary = tiktoken.get_encoding("gpt2")
-    tokens = []
-    begin = 0
-    for blanks in MANY_BLANKS.finditer(text):
-        for end in range(blanks.start() + MOST_BLANKS, blanks.end(), MOST_BLANKS):
-            tokens += vocabulary.encode_ordinary(text[begin:end])
-            begin = end
-    return tokens + vocabulary.encode_ordinary(text[begin:])

@@ -56,22 +56,15 @@ def parse_item(line, place):
     """The Item of one line, bytes. `place` is what the sentence of an ItemsError begins with."""
     try:
         entry = json.loads(line)
-    except (ValueError, RecursionError):
-        entry = None
-    if not isinstance(entry, dict):
-        raise ItemsError(f"{place} is not a JSON object; is the file damaged?")
-    context = entry.get("ctx")
-    endings = entry.get("endings")
-    label = entry.get("label")
-    if not isinstance(context, str) or not context.strip():
-        raise ItemsError(f'{place} has no text as "ctx"; is it other data?')
-    texts = isinstance(endings, list) and all(isinstance(ending, str) for ending in endings)
-    if not texts or len(endings) != NUM_ENDINGS:
-        raise ItemsError(f'{place} has no {NUM_ENDINGS} texts as "endings"; is it other data?')
-    if str(label) not in ("0", "1", "2", "3"):  # some copies of the data have it as a string
-        raise ItemsError(f'{place} has no number from 0 to {NUM_ENDINGS - 1} as "label"; the test '
-                         "split has none, take the validation split")
-    return Item(context, endings, int(label))
+        context, endings, label = entry["ctx"], entry["endings"], int(entry["label"])
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise ItemsError(f"{place} is not a JSON object with ctx, endings and label; take the "
+                         "validation split, as the test split has no labels") from None
+    are_texts = isinstance(endings, list) and all(isinstance(x, str) for x in [context, *endings])
+    if not are_texts or len(endings) != NUM_ENDINGS or label not in range(NUM_ENDINGS):
+        raise ItemsError(f"{place} has no context, {NUM_ENDINGS} endings and a label from 0 to "
+                         f"{NUM_ENDINGS - 1}; is it other data?")
+    return Item(context, endings, label)
 
 
 def fetch(path=PATH, url=URL, sha256=SHA256):

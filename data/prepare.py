@@ -47,32 +47,21 @@ import shutil
 import signal
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
-if __package__:
-    from . import packages
-else:  # run as a script
-    import packages
-
 if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])  # where all rooms lie
+    from data import packages
     packages.require("numpy", "tqdm")
 
 import numpy as np
+from tqdm import tqdm
 
-if __package__:
-    from . import gpt2, texts
-    from .python_docs import python_documents
-    from .shards import SEPARATOR, ShardError, count_tokens, write_shard
-    from .texts import PrepareError
-else:
-    import gpt2
-    import texts
-    from python_docs import python_documents
-    from shards import SEPARATOR, ShardError, count_tokens, write_shard
-    from texts import PrepareError
+from data import gpt2, texts
+from data.python_docs import python_documents
+from data.shards import SEPARATOR, ShardError, count_tokens, write_shard
+from data.texts import PrepareError
 
 DATA = Path(__file__).resolve().parent  # where the folder of a corpus is by default
 RESERVED = {"fineweb10b", "pydocs", "__pycache__"}  # folders there that are not for your own text
@@ -80,7 +69,6 @@ RECORD = "corpus.json"
 LEAST_TRAIN = 130  # tokens: a sequence of 128, its last target, and a separator
 LEAST_VAL = 129
 SHARD_TOKENS = 100_000_000  # of a shard, about, because documents stay whole
-MOST_TOKENS = 2**31 - 1  # of a shard, as the number in its header has 32 bits
 
 # GPT-2 has one token for each of the 256 bytes, numbered in this order: first the bytes that are
 # printing characters in Latin-1, then all others.
@@ -94,22 +82,18 @@ byte_to_token = np.argsort(token_to_byte).astype(np.uint16)  # (256,), indexed b
 
 def encode_all(documents, use_bytes):
     """Yield the tokens of each document, SEPARATOR first: (n,) uint16."""
-    def encode(text):
+    for job in jobs(documents):
         if use_bytes:
-            body = byte_to_token[np.frombuffer(text.encode("utf-8", "replace"), dtype=np.uint8)]
+            bodies = [bytes_of(text) for text in job]
         else:
-            body = gpt2.encode(text)
-        tokens = np.empty(1 + len(body), dtype="<u2")
-        tokens[0] = SEPARATOR
-        tokens[1:] = body
-        return tokens
+            bodies = gpt2.load().encode_ordinary_batch(job, num_threads=os.cpu_count())
+        for body in bodies:
+            yield np.concatenate([[SEPARATOR], body]).astype("<u2")
 
-    if use_bytes:
-        yield from map(encode, documents)
-        return
-    with ThreadPoolExecutor(os.cpu_count()) as pool:  # tiktoken works outside of Python's lock
-        for job in jobs(documents):
-            yield from pool.map(encode, job)
+
+def bytes_of(text):
+    """A token for each byte of a text: (n,) uint16."""
+    return byte_to_token[np.frombuffer(text.encode("utf-8", "replace"), dtype=np.uint8)]
 
 
 def jobs(documents):
@@ -140,12 +124,10 @@ def choose_tokens(wanted, say):
     try:
         gpt2.load()
     except gpt2.VocabularyError as error:
-        remedy = "run once with a network, or set TIKTOKEN_CACHE_DIR to a folder that has it"
         if wanted == "gpt2":
-            raise PrepareError(f"{error}; {remedy}, or give --tokens=bytes (for the presets laptop "
-                               "and char)") from None
-        say(f"prepare.py: {error}, so every byte becomes a token. For GPT-2's tokens, {remedy}, "
-            "and run again with --tokens=gpt2.")
+            raise PrepareError(f"{error}, or give --tokens=bytes (for the presets laptop and char)"
+                               ) from None
+        say(f"prepare.py: every byte becomes a token, as {error}, and then --tokens=gpt2.")
         return "bytes"
     return "gpt2"
 
@@ -168,10 +150,6 @@ def write_corpus(documents, folder, name, use_bytes, val_tokens=None, source="th
         for tokens in encode_all(texts.distinct(documents, dropped), use_bytes):
             file.write(tokens.tobytes())
             lengths.append(len(tokens))
-    longest = max(lengths, default=0)
-    if longest + SHARD_TOKENS > MOST_TOKENS:
-        raise PrepareError(f"{source}: a document of {longest:,} tokens is too long for a shard; "
-                           "split it by --split_blank, or into several files")
 
     # 2. Shuffle the documents and split them.
     lengths = np.array(lengths, dtype=np.int64)
@@ -353,10 +331,8 @@ def make_corpus(args, say):
         record |= counts
         (made / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         while True:
-            with suppress(OSError):
-                folder.rmdir()  # if it is empty
             try:
-                os.rename(made, folder)
+                os.rename(made, folder)  # which may be there if it is empty
                 return folder, record, True
             except OSError:
                 if not folder.exists():
@@ -370,7 +346,6 @@ def make_corpus(args, say):
 
 def read_all(paths, args, markers):
     """Yield the documents of all files, and count the markers in them that may end documents."""
-    from tqdm import tqdm
     total = sum(path.stat().st_size for path in paths)
     with tqdm(total=total, unit="B", unit_scale=True, disable=None) as bar:
         for path in paths:
@@ -393,11 +368,6 @@ def from_here(path):
     path = Path(os.path.abspath(path))
     here = Path.cwd()
     return (path.relative_to(here) if path.is_relative_to(here) else path).as_posix()
-
-
-def quoted(argument):
-    """The argument as a shell takes it."""
-    return f'"{argument}"' if os.name == "nt" and " " in argument else shlex.quote(argument)
 
 
 def parse_args(argv):
@@ -471,8 +441,8 @@ def main(argv=None):
     if args.print_folder:
         print(folder)
     elif args.inputs:
-        script = quoted(from_here(DATA.parent / "train_gpt.py"))
-        say(f"{quoted(from_here(sys.executable))} {script} {quoted(f'--data_dir={folder}')}")
+        script = from_here(DATA.parent / "train_gpt.py")
+        say(shlex.join([from_here(sys.executable), script, f"--data_dir={folder}"]))
 
 
 if __name__ == "__main__":

@@ -19,10 +19,9 @@ import codecs
 import hashlib
 import os
 import re
-import stat
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from glob import glob
 from itertools import chain, islice, pairwise, repeat
 from pathlib import Path
@@ -30,10 +29,7 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
-if __package__:
-    from .texts import format_of
-else:  # of a script in this folder
-    from texts import format_of
+from data.texts import format_of
 
 HEADER_BYTES = 1024
 MAGIC = 20240520
@@ -52,49 +48,23 @@ class ShardError(ValueError):
 AGAIN = "fetch or make it again (data/fineweb.py, data/prepare.py)"
 FROM_TEXT = "make shards of the text itself: python data/prepare.py FILE"
 
-Stamp = tuple[int, int]  # size in bytes and time of the last change in ns: has a file changed?
-
-
-def stamp_of(path: Path) -> Stamp:
-    """Raises ShardError if there is no such file, or if it is no regular file: opening a fifo may
-    wait forever."""
-    try:
-        found = path.stat()
-    except OSError as error:
-        link = f"is a link to {os.readlink(path)}, which " if path.is_symlink() else ""
-        raise ShardError(f"{path} {link}cannot be read ({error.strerror}); {AGAIN}") from None
-    if not stat.S_ISREG(found.st_mode):
-        kind = "a folder" if stat.S_ISDIR(found.st_mode) else "a device, a fifo or a socket"
-        raise ShardError(f"{path} is {kind}, not a file; move it away, or name the shards with "
-                         "--train_files and --val_files")
-    return found.st_size, found.st_mtime_ns
-
-
-def stamps_of(paths: list[Path]) -> dict[Path, Stamp]:
-    """Raises ShardError if one of the files is not there."""
-    return {path: stamp_of(path) for path in paths}
-
 
 @contextmanager
-def opened(path: Path, expected: Stamp | None = None) -> Iterator[tuple[BinaryIO, int]]:
+def opened(path: Path) -> Iterator[tuple[BinaryIO, int]]:
     """A shard, open where its tokens begin, and their number, after a check of its header and of
     its length. It is read and never mapped into memory: where a mapped file has become shorter, the
     system kills the process without a word.
 
-    Raises ShardError if the file is not a whole shard or cannot be read, if it has changed while it
-    was open, or if it has not the expected stamp.
+    Raises ShardError if the file is not a whole shard or cannot be read.
     """
-    before = stamp_of(path)
     try:
         with open(path, "rb") as file:
-            num_tokens = tokens_promised(path, file.read(HEADER_BYTES), before[0])
+            size = os.fstat(file.fileno()).st_size
+            num_tokens = tokens_promised(path, file.read(HEADER_BYTES), size)
             yield file, num_tokens
     except OSError as error:
         raise ShardError(
             f"{path} cannot be read ({error.strerror or error}); {AGAIN}") from None
-    if stamp_of(path) != before or (expected is not None and expected != before):
-        raise ShardError(f"{path} has changed since the run began; start again, and leave the "
-                         "shards as they are while a run reads them")
 
 
 def tokens_promised(path: Path, header: bytes, size: int) -> int:
@@ -133,22 +103,23 @@ def foreign(path: Path, header: bytes) -> tuple[str, str]:
         return "holds tokens of 32 bits, of Llama 3 (llm.c's second format)", FROM_TEXT
     if not any(header[12:]):  # a header, and no tokens
         return f"begins with magic {magic}, version {version}, not {MAGIC}, {VERSION}", AGAIN
-    with suppress(UnicodeError):
-        if "\0" not in codecs.getincrementaldecoder("utf-8")().decode(header):
-            return "is a text, not a shard", f"make shards of it: python data/prepare.py {path}"
+    if b"\0" not in header and is_utf8(header):
+        return "is a text, not a shard", f"make shards of it: python data/prepare.py {path}"
 
     # What is left are numbers. Of tokens with 32 bits each, the upper halves are zero or small.
     if is_array:
-        what = "is an array of numpy, not a shard"
-        read = f"numpy.load({str(path)!r}).ravel()"
         numbers = np.load(path, mmap_mode="r").reshape(-1)
+        what = f"is an array of numpy with {numbers.dtype} numbers, not a shard"
+        read = f"numpy.load({str(path)!r}).ravel()"
     else:
         halves = np.frombuffer(header[: len(header) // 4 * 4], dtype="<u2")
         dtype = "<u4" if halves[1::2].max(initial=0) < 8 else "<u2"
+        numbers = np.fromfile(path, dtype, count=2**20)
         what = (f"holds numbers of {dtype[2]} bytes without a header, as nanoGPT's train.bin does, "
                 "not a shard")
         read = f"numpy.fromfile({str(path)!r}, {dtype!r})"
-        numbers = np.fromfile(path, dtype, count=2**20)
+    if numbers.dtype.kind not in "iu":
+        return f"{what}, and tokens are whole numbers", FROM_TEXT
     largest = numbers[: 2**20].max(initial=0)
     if not 256 <= largest <= SEPARATOR:
         return f"{what}, and not GPT-2's tokens (the largest is {largest})", FROM_TEXT
@@ -159,6 +130,15 @@ def foreign(path: Path, header: bytes) -> tuple[str, str]:
         "python -c \"import numpy; from data.shards import write_shard; write_shard("
         f"{str(path.with_name(name + '.bin'))!r}, [numpy.r_[{SEPARATOR}, {read}]])\"; "
         f"if not, {FROM_TEXT}")
+
+
+def is_utf8(head: bytes) -> bool:
+    """Whether these bytes begin a text in UTF-8. The last character may lack its end."""
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(head)
+    except UnicodeError:
+        return False
+    return True
 
 
 def count_tokens(path: Path) -> int:
@@ -190,14 +170,14 @@ class Shard(NamedTuple):
     starts: np.ndarray  # (num_documents,) int64, where in `tokens` each document begins
 
 
-def read_shard(path: Path, vocab_size: int, expected: Stamp | None = None) -> Shard:
+def read_shard(path: Path, vocab_size: int) -> Shard:
     """Read a shard for a model that knows the tokens below `vocab_size`.
 
     If the vocabulary is too small for 50256, its last token takes the place of the separator.
-    Raises ShardError if the file is damaged, has no document, holds tokens that the model does not
-    know, or has not the expected stamp.
+    Raises ShardError if the file is damaged, has no document, or holds tokens that the model does
+    not know.
     """
-    with opened(path, expected) as (file, num_tokens):
+    with opened(path) as (file, num_tokens):
         tokens = np.fromfile(file, dtype="<u2", count=num_tokens)
     starts = np.flatnonzero(tokens == SEPARATOR)
     if len(starts) == 0:
@@ -376,18 +356,16 @@ def sequences_of(documents: Documents, length: int, longest: int) -> Iterator[Pi
 
 
 def batches(
-    paths: list[Path], packing: Packing, plan: Plan, stamps: dict[Path, Stamp] | None = None,
+    paths: list[Path], packing: Packing, plan: Plan,
 ) -> Iterator[tuple[np.ndarray, list[Pieces]]]:
     """A batch for every step of the plan: a shard's tokens, and all sequences as pieces of them.
 
     Ends early if the shards end before the plan. A batch takes all its tokens from one shard, and
     what is left at the shard's end is not used. A thread reads the next shard while this one is in
-    use. Raises ShardError, as read_shard does: also for a file that has not its stamp, if `stamps`
-    are given.
+    use. Raises ShardError, as read_shard does.
     """
-    stamps = stamps or {}
     readings = chain.from_iterable(repeat(paths, packing.epochs))
-    shards = (read_shard(path, packing.vocab_size, stamps.get(path)) for path in readings)
+    shards = (read_shard(path, packing.vocab_size) for path in readings)
     length = packing.seq_len + 1  # the last input needs a target, too
     longest = length if packing.cut_documents else packing.longest_document
     step = 0
@@ -405,7 +383,7 @@ def batches(
 
 def rank_batches(
     paths: list[Path], packing: Packing, plan: Plan, rank: int, world_size: int,
-    first_step: int = 0, stamps: dict[Path, Stamp] | None = None,
+    first_step: int = 0,
 ) -> Iterator[np.ndarray]:
     """The part of every batch that belongs to one rank: (sequences, seq_len + 1) uint16.
 
@@ -413,11 +391,11 @@ def rank_batches(
     steps are passed over, and nothing is copied for them.
 
     Sequences are dealt to the ranks in turn, so all ranks have equally many only if `world_size`
-    divides the number of sequences. Raises ShardError if the shards end before the plan, and as
-    `batches` does, which gets the `stamps`.
+    divides the number of sequences. Raises ShardError as `batches` does, and if the shards end
+    before the plan.
     """
     step = 0
-    for tokens, batch in batches(paths, packing, plan, stamps):
+    for tokens, batch in batches(paths, packing, plan):
         step += 1
         if step <= first_step:
             continue

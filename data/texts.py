@@ -34,7 +34,6 @@ FORMATS = [  # how a file begins, what it then is, and what to do instead
     (b"PAR1", "Parquet", EXPORT),
     (b"ARROW1", "Arrow", EXPORT),
     (b"\xff\xff\xff\xff", "Arrow", EXPORT),
-    (b"Obj\1", "Avro", EXPORT),
     (b"SQLite format 3", "an SQLite database", EXPORT),
     (b"\x89HDF", "HDF5", EXPORT),
     (b"\x93NUMPY", "an array of numpy (.npy)", "name the text that it was made of"),
@@ -46,18 +45,13 @@ FORMATS = [  # how a file begins, what it then is, and what to do instead
     (b"\xfd7zXZ", "compressed (xz)", UNPACK),
     (b"\x28\xb5\x2f\xfd", "compressed (zstd)", UNPACK),
     (b"7z\xbc\xaf", "a 7z archive", UNPACK),
-    (b"Rar!\x1a", "a rar archive", UNPACK),
     (b"%PDF-", "a PDF", SAVE),
     (b"{\\rtf", "RTF", SAVE),
     (b"\xd0\xcf\x11\xe0", "a document of an old Office", SAVE),
     (b"\x89PNG", "a picture (PNG)", OTHER),
     (b"\xff\xd8\xff", "a picture (JPEG)", OTHER),
     (b"GIF8", "a picture (GIF)", OTHER),
-    (b"II*\0", "a picture (TIFF)", OTHER),
-    (b"MM\0*", "a picture (TIFF)", OTHER),
     (b"RIFF", "a picture or a sound (RIFF)", OTHER),
-    (b"OggS", "a sound (Ogg)", OTHER),
-    (b"\x7fELF", "a program", OTHER),
 ]
 MARKS = {  # UTF-32's come before UTF-16's, with which they begin
     codecs.BOM_UTF8: "utf-8-sig",
@@ -87,9 +81,10 @@ def errors_of(path):
     try:
         yield
     except UnicodeError as error:
-        raise PrepareError(f"{path}: not text in UTF-8 ({getattr(error, 'reason', error)}); name a "
-                           "text file, or convert it, as by iconv -f cp1252 -t utf-8 OLD > NEW"
-                           ) from error
+        reason = getattr(error, "reason", error)
+        raise PrepareError(f"{path}: not text in UTF-8 ({reason}); convert it from the encoding "
+                           "that it was saved in, such as cp1252 of Windows in Western Europe: "
+                           "iconv -f ENCODING -t utf-8 OLD > NEW") from error
     except OSError as error:
         raise PrepareError(f"{error.filename or path}: cannot be read ({error.strerror}); check "
                            "the file and its permissions") from error
@@ -107,60 +102,48 @@ def find_sources(inputs, key="text"):
             raise PrepareError("one of the names is empty; name a file or a folder")
         path = Path(item)
         with errors_of(path):
-            if path.is_file():
-                found.append(path)
-            elif path.is_dir():
+            if path.is_dir():
                 found += search(path, key, notes)
-            elif path.exists():
-                raise PrepareError(
-                    f"{path}: a pipe or a device, not a file; write its text to a file first")
-            elif path.is_symlink():
-                raise PrepareError(
-                    f"{path}: a link to {os.readlink(path)}, which is not there; repair it")
+            elif path.is_file():
+                found.append(path)
             else:
-                remedy = "download it first" if re.match("[a-z]+:/", item) else "check the path"
-                raise PrepareError(f"{path}: no such file or folder; {remedy}")
+                raise PrepareError(f"{path}: no such file or folder; check the path, and save what "
+                                   "comes from the web or a pipe to a file first")
     return found, notes
 
 
 def search(top, key, notes):
     """The files of texts under a folder that are not hidden, sorted. What is left out is said in
-    `notes`. Raises PrepareError if there are none, and OSError if a folder cannot be read."""
-    def refuse(error):
-        raise error
-
+    `notes`. Raises PrepareError if there are none."""
     found = []
     others = []
     faults = []
-    for folder, subfolders, names in os.walk(top, onerror=refuse):
-        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
-        for path in (Path(folder, name) for name in names if not name.startswith(".")):
-            if not path.is_file():
-                continue
-            if path.suffix.lower() not in SUFFIXES:
-                others.append(path)
-                continue
-            fault = fault_of(path, key)
-            if fault:
-                faults.append(fault)
-            else:
-                found.append(path)
+    for path in sorted(top.rglob("*")):
+        is_hidden = any(part.startswith(".") for part in path.relative_to(top).parts)
+        if is_hidden or not path.is_file():
+            continue
+        if path.suffix.lower() not in SUFFIXES:
+            others.append(path)
+        elif fault := fault_of(path, key):
+            faults.append(fault)
+        else:
+            found.append(path)
     endings = Counter(path.suffix or "no ending" for path in others)
     listed = ", ".join(f"{count} x {ending}" for ending, count in endings.most_common(8))
     if not found and faults:
-        raise PrepareError(f"{top}: no text in this folder that can be read; {min(faults)}")
+        raise PrepareError(f"{top}: no text in this folder that can be read; {faults[0]}")
     if not found and others:
-        first = fault_of(min(others), key) or "name those that are text"
+        first = fault_of(others[0], key) or "name those that are text"
         raise PrepareError(f"{top}: no files of text in this folder, but {listed}; {first}")
     if not found:
         raise PrepareError(f"{top}: no files in this folder; name one that has some")
     if others:
         notes.append(f"left out {len(others):,} file(s) whose names do not end as those of texts "
-                     f"({listed}), first {min(others)}; name such a file to have its text, too")
+                     f"({listed}), first {others[0]}; name such a file to have its text, too")
     if faults:
         notes.append(f"left out {len(faults):,} file(s) that cannot be read as text, first "
-                     f"{min(faults)}")
-    return sorted(found)
+                     f"{faults[0]}")
+    return found
 
 
 def fault_of(path, key):
@@ -182,8 +165,6 @@ def format_of(head):
             return name, remedy
     if head[257:262] == b"ustar":
         return "a tar archive", UNPACK
-    if head[4:8] == b"ftyp":
-        return "a film or a picture", OTHER
     return None
 
 
@@ -225,7 +206,8 @@ def open_text(path):
             raise PrepareError(
                 f"{path}: text in {found.upper()} without the mark that says so; convert it, as by "
                 f"iconv -f {found} -t utf-8 OLD > NEW")
-        raise PrepareError(f"{path}: not text, as it holds zero bytes; {OTHER}")
+        raise PrepareError(f"{path}: not text, as it holds zero bytes; {OTHER}, and if these are "
+                           "tokens, the text that they were made of")
     codecs.getincrementaldecoder(encoding)().decode(head)
     return open(path, encoding=encoding, newline="\n")
 
@@ -320,14 +302,15 @@ def json_items(text, key, path):
 
 def text_of(entry, key, place):
     """The text of a JSON object. Raises PrepareError, which names its place."""
-    if isinstance(entry, dict) and isinstance(entry.get(key), str):
-        return entry[key]
-    if isinstance(entry, dict) and key in entry:
+    if not isinstance(entry, dict):
+        raise PrepareError(f'{place}: not an object like {{"{key}": "..."}}; repair or remove it')
+    if key not in entry:
+        keys = f"{', '.join(map(repr, entry)):.200}"
+        raise PrepareError(f'{place}: an object without "{key}", with the keys {keys}; name that '
+                           "of its text with --key")
+    if not isinstance(entry[key], str):
         raise PrepareError(f'{place}: its "{key}" is no text; give it one, or remove it')
-    fault = f'{place}: not an object like {{"{key}": "..."}}'
-    if isinstance(entry, dict):
-        fault += f", as it has the keys {', '.join(map(repr, entry))}"
-    raise PrepareError(f"{fault[:300]}; repair it, or name its key with --key")
+    return entry[key]
 
 
 def split_at(lines, marker):

@@ -22,7 +22,6 @@ from records.journal import try_folder
 class RunFiles(NamedTuple):
     """What `check_run_files` has found."""
     train_paths: list[Path]
-    stamps: dict[Path, shards.Stamp]  # by which a training shard that changes is noticed
     val_tokens: Tensor  # (val_tokens + 1,), the bits of uint16
     fingerprints: list[dict]  # of all shards
     saved: checkpoints.Saved | None  # what the run goes on from
@@ -36,7 +35,7 @@ def check_run_files(c, packing: shards.Packing, plan: shards.Plan, files: list[d
     collective."""
     errors = (BadInput, shards.ShardError)
     train_paths, val_paths = on_all_ranks(find_both, c, plan, errors=errors)
-    stamps, fingerprints = on_all_ranks(identify, train_paths, val_paths, errors=errors)
+    fingerprints = on_all_ranks(identify, train_paths, val_paths, errors=errors)
     facts = {f"code {file['path']}": file["sha256"] for file in files}
     for shard in fingerprints:
         facts[f"{shard['split']} shard {shard['name']}"] = shard["sha256"]
@@ -46,7 +45,7 @@ def check_run_files(c, packing: shards.Packing, plan: shards.Plan, files: list[d
         check_data, c, packing, plan, train_paths, val_paths, errors=errors)
     checkpoint_path = on_all_ranks(place_for_checkpoint, c, num_weights)
     on_all_ranks(try_folder, c.log_dir)
-    return RunFiles(train_paths, stamps, val_tokens, fingerprints, saved, checkpoint_path)
+    return RunFiles(train_paths, val_tokens, fingerprints, saved, checkpoint_path)
 
 
 def shards_of(c, split: str) -> list[Path]:
@@ -79,15 +78,13 @@ def check_data(c, packing: shards.Packing, plan: shards.Plan, train_paths: list[
     return torch.from_numpy(val_tokens.view("int16"))
 
 
-def identify(train_paths: list[Path],
-             val_paths: list[Path]) -> tuple[dict[Path, shards.Stamp], list[dict]]:
-    """The stamps of the training shards, and the fingerprints of all shards. Raises ShardError if
-    one cannot be read, or if one is for training and for validation."""
-    stamps = shards.stamps_of(train_paths)
+def identify(train_paths: list[Path], val_paths: list[Path]) -> list[dict]:
+    """The fingerprints of all shards. Raises ShardError if one cannot be read, or if one is for
+    training and for validation."""
     fingerprints = [shards.fingerprint(path, "train") for path in train_paths]
     fingerprints += [shards.fingerprint(path, "val") for path in val_paths]
     check_apart(fingerprints)
-    return stamps, fingerprints
+    return fingerprints
 
 
 def chooses_steps(c) -> bool:

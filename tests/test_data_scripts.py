@@ -142,13 +142,6 @@ def test_gpt2s_tokens_equal_tiktokens_and_decode_back_to_the_input(tmp_path, gpt
     assert sorted(documents) == sorted(gpt2.encode(text, disallowed_special=()) for text in texts)
 
 
-def test_a_million_blanks_in_a_row_at_which_tiktoken_fails_are_encoded(gpt2):
-    from data.gpt2 import encode
-    text = "begin\n" + 1_100_000 * " " + "x end"
-    assert gpt2.decode(encode(text)) == text
-    assert encode("a few  blanks \n\n x") == gpt2.encode("a few  blanks \n\n x")
-
-
 def test_validation_is_a_fair_sample_of_whole_documents_that_training_lacks(tmp_path):
     texts = make_texts(2000)
     prepare_texts(texts, tmp_path, "--val_tokens=40000")
@@ -198,15 +191,12 @@ JOINED = "\n<|endoftext|>\n".join(STORIES)
     ("a.ndjson", LINES, []),
     ("a.json", LINES, []),
     ("a.txt", "\n" + LINES, []),
-    ("dump", LINES.replace("text", "body", 1).replace('"text"', '"body"'), ["--key=body"]),
     ("marked.jsonlines", b"\xef\xbb\xbf" + LINES.encode(), []),
     ("a.jsonl", INDENTED, []),
     ("a.txt", INDENTED, []),
-    ("line.json", json.dumps([{"text": text} for text in STORIES]), []),
     ("strings.json", json.dumps(STORIES), []),
     ("joined.txt", JOINED, ["--split=<|endoftext|>"]),
     ("windows.txt", JOINED.replace("\n<", "\r\n<").replace(">\n", ">\r\n"), ["--split=<|endoftext|>"]),
-    ("line.txt", "###".join(STORIES), ["--split=###"]),
     ("marked.txt", JOINED.encode("utf-16"), ["--split=<|endoftext|>"]),
     ("marked.txt", JOINED.encode("utf-32"), ["--split=<|endoftext|>"]),
     ("blank.txt", "\n\n".join(text.strip() for text in STORIES), ["--split_blank=1"]),
@@ -245,29 +235,22 @@ ZEROS = bytes(range(256)) * 20
 BAD = [  # name, content, what the sentence says
     ("a.parquet", b"PAR1" + ZEROS, "Parquet, not text; export its text column as JSON lines"),
     ("a.txt", b"PAR1" + ZEROS, "Parquet, not text; export its text column as JSON lines"),
-    ("a.arrow", b"ARROW1" + ZEROS, "export its text column"),
     ("a.npy", b"\x93NUMPY" + ZEROS, "an array of numpy"),
     ("a.txt", gzip.compress(JOINED.encode()), "compressed (gzip), not text; unpack it first"),
-    ("a.zst", b"\x28\xb5\x2f\xfd" + ZEROS, "unpack it first"),
     ("a.docx", b"PK\3\4" + ZEROS, ".docx"),
     ("a.pdf", b"%PDF-1.5\n\xff", "a PDF, not text; save its text as a .txt file"),
-    ("a.rtf", b"{\\rtf1 words}", "RTF, not text"),
     ("a.txt", b"\x89PNG\r\n" + ZEROS, "a picture (PNG)"),
-    ("a.jpg", b"\xff\xd8\xff\xe0" + ZEROS, "a picture (JPEG)"),
     ("a.bin", shard_bytes([BOS, 1]), "a shard of tokens"),
     ("a.txt", ZEROS, "zero bytes"),
     ("a.txt", b"text\n" * 300_000 + b"\0", "zero bytes"),
     ("a.txt", WIDE.encode("utf-16le"), "iconv -f utf-16le -t utf-8"),
     ("a.txt", WIDE.encode("utf-16be"), "iconv -f utf-16be"),
     ("a.jsonl", WIDE.encode("utf-32le"), "iconv -f utf-32le"),
-    ("a.txt", WIDE.encode("utf-32be"), "iconv -f utf-32be"),
-    ("a.txt", "一个 猫\n".encode("utf-16le") * 99, "iconv -f utf-16le"),
-    ("a.txt", "café".encode("latin-1") * 9, "iconv -f cp1252"),
+    ("a.txt", "café".encode("latin-1") * 9, "cp1252 of Windows"),
     ("a.jsonl", b'{"text": "fine"}\n{"text": \n', "line 2: no JSON"),
-    ("a.jsonl", b'{"text": "fine"}\n{"text": ' + b"[" * 100_000, "line 2: no JSON"),
     ("a.jsonl", b'{"text": "first", \n{"text": \n', "write an object to each line, as by jq -c"),
-    ("a.jsonl", b'{"body": "fine"}\n', "as it has the keys 'body'; repair it, or name its key with --key"),
-    ("a.json", b'{\n "stories": [\n {"text": "x"}]}', "as it has the keys 'stories'"),
+    ("a.jsonl", b'{"body": "fine"}\n', "with the keys 'body'; name that of its text with --key"),
+    ("a.json", b'{\n "stories": [\n {"text": "x"}]}', "with the keys 'stories'"),
     ("a.jsonl", b"[1, 2]\n", 'line 1: not an object like {"text": "..."}'),
     ("a.ndjson", b'{"text": null}', 'line 1: its "text" is no text'),
     ("a.jsonl", 300 * b'{"text": "the same"}\n', "without its 299 duplicate"),
@@ -379,7 +362,7 @@ def test_errors_on_the_command_line_are_one_sentence_with_status_2(tmp_path, arg
     assert_one_sentence(run, 2, part)
 
 
-@pytest.mark.parametrize("program", ["train_gpt.py", "sample.py", "evaluate.py", "data/prepare.py", "data/fineweb.py"])
+@pytest.mark.parametrize("program", ["sample.py", "data/prepare.py"])
 def test_outside_of_the_environment_a_program_says_how_to_enter_it(program):
     python = [sys.executable, "-S"]  # which sees no installed packages
     run = subprocess.run([*python, program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)

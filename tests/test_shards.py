@@ -5,13 +5,10 @@ tokens as the rule says: take documents in order, each clipped, until a sequence
 full; what is left of the last document is lost.
 """
 import hashlib
-import os
 import re
 import subprocess
 import sys
 import threading
-import weakref
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -114,7 +111,6 @@ def test_a_shard_is_read_as_its_tokens_and_the_starts_of_its_documents(tmp_path)
 
 
 GOOD = documents(2000, seed=5)
-AGAIN = "fetch or make it again (data/fineweb.py, data/prepare.py)"
 
 
 def written(tokens=GOOD, **header):
@@ -131,11 +127,11 @@ DAMAGES = {  # how the shard is damaged, and what the sentence must hold besides
     "writing broken off": (lambda path: path.write_bytes(bytes(1024) + bytes(90)), ["magic 0"]),
     "promises more": (written(count=2001), ["5024", "5026"]),
     "promises less": (written(count=1999), ["5024", "5022"]),
-    "promises a negative number": (written(count=-1), ["5024", "1022"]),
     "empty": (cut_to(0), ["0 bytes", "1024"]),
     "cut inside the header": (cut_to(1023), ["1023 bytes", "1024"]),
     "cut inside a token": (cut_to(-1), ["5023", "5024"]),
     "no tokens": (written([]), ["no tokens"]),
+    "gone": (lambda path: None, ["cannot be read (No such file or directory)"]),
 }
 
 
@@ -162,7 +158,7 @@ FOREIGN = [  # name, content, what the sentence says
     ("train.bin", GPT2[:-1].astype("<u2") % 65, ["without a header", "not GPT-2's tokens (the largest is 64)"]),
     ("train.bin", (GPT2 + 60_000).astype("<u4"), ["4 bytes without a header", "not GPT-2's tokens"]),
     ("edu_train_000001.npy", GPT2.astype("<u2"), ["is an array of numpy"]),
-    ("edu_train_000001.npy", GPT2.astype("<i8"), ["is an array of numpy"]),
+    ("edu_train_000001.npy", GPT2.astype("<f4"), ["is an array of numpy with float32", "whole numbers"]),
     ("x_train_1.bin", np.r_[HEADER.view("<u4"), GPT2 + 60_000].astype("<u4"), ["32 bits, of Llama 3"]),
     ("x_train_1.bin", np.r_[[20240520, 1, 9001], HEADER[3:], GPT2 + 60_000].astype("<u4"), ["holds numbers of 32 bits"]),
     ("x_train_1.parquet", b"PAR1" * 999, ["is Parquet, not a shard; export its text column as JSON lines"]),
@@ -191,8 +187,6 @@ def test_other_formats_are_named_and_what_the_sentence_advises_works(tmp_path, n
         (code,) = re.findall('python -c "(.*?)"', sentence)
         subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
         assert find().tokens.tolist() == [SEPARATOR, *content.tolist()]
-    else:
-        assert "not GPT-2's tokens" in sentence or content is not GPT2
 
 
 def test_a_shard_of_another_name_is_named_with_the_key_that_takes_it(tmp_path):
@@ -214,53 +208,6 @@ def test_tokens_that_the_model_cannot_use_are_named_with_the_remedy(tmp_path, to
     for part in [str(path), *parts]:
         assert part in str(error.value)
     assert "\n" not in str(error.value)
-
-
-STRANGE = {  # what stands in a shard's place, and what the sentence must hold besides its name
-    "nothing": (lambda path: None, ["cannot be read (No such file or directory)", AGAIN]),
-    "folder": (Path.mkdir, ["is a folder, not a file", "--train_files"]),
-    "fifo": (os.mkfifo, ["fifo", "not a file", "--train_files"]),  # to open it would mean to wait
-    "dangling link": (lambda path: path.symlink_to("gone.bin"), ["is a link to gone.bin", AGAIN]),
-    "link to itself": (lambda path: path.symlink_to(path), ["symbolic links"]),
-}
-
-
-@pytest.mark.parametrize("kind", STRANGE)
-def test_what_is_no_file_is_named_and_not_waited_for(tmp_path, kind):
-    put, parts = STRANGE[kind]
-    path = tmp_path / "x.bin"
-    put(path)
-    with pytest.raises(shards.ShardError) as error:
-        shards.count_tokens(path)
-    assert str(error.value).startswith(f"{path} ")
-    assert all(part in str(error.value) for part in parts), error.value
-
-
-CHANGES = {  # what happens to a shard while a run reads it, and what the sentence must hold
-    "another shard": (lambda path: write_shard(path, documents(2000, seed=6)), "has changed since the run began"),
-    "grown": (lambda path: write_shard(path, documents(2001, seed=5)), "has changed since the run began"),
-    "shrunk": (lambda path: path.write_bytes(path.read_bytes()[:-2]), "5022 bytes where its header"),
-    "gone": (Path.unlink, "No such file"),
-    "header": (written(magic=3), "begins with magic 3"),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_shard_that_changes_during_the_run_is_named(tmp_path, change):
-    path = write_shard(tmp_path / "x.bin", GOOD)
-    os.utime(path, ns=(0, 0))  # it is old
-    stamps = shards.stamps_of([path])
-    batches = shards.rank_batches([path], packing(epochs=9), same(4), 0, 1, 0, stamps)
-    first = next(batches).tolist()
-    assert first == walk([GOOD], same(4), 257)[0]
-    alter, part = CHANGES[change]
-    changed = write_shard(tmp_path / "changed.bin", GOOD)
-    alter(changed)
-    path.unlink() if change == "gone" else changed.replace(path)
-    # Another thread reads ahead. If it had the file open just then, it finds on closing that this is not the file any more.
-    with pytest.raises(shards.ShardError, match=f"x.bin .*({part}|has changed since the run began)"):
-        for _ in batches:
-            pass
 
 
 def test_shards_are_found_in_the_order_of_their_names(tmp_path):
@@ -308,22 +255,11 @@ def test_the_first_item_is_there_at_once_and_each_one_is_prepared_while_the_last
     assert list(items) == [1, 2]
 
 
-def test_an_item_is_let_go_when_the_next_one_is_there():  # a shard has 200 MB
-    class Item:
-        pass
-
-    items = shards.ahead(Item() for _ in range(3))
-    first = weakref.ref(next(items))
-    second = weakref.ref(next(items))
-    assert first() is None
-    assert second() is not None
-
-
 # -------------------------------------------------------------------------------------- batches
 
 
 @pytest.mark.parametrize("num_sequences, seq_len, longest", [
-    (4, 256, 2048), (3, 512, 2048), (4, 256, 100), (2, 256, 256), (2, 256, 257), (2, 128, 10),
+    (4, 256, 2048), (3, 512, 2048), (4, 256, 100), (2, 256, 257),
 ])
 def test_batches_are_those_of_a_plain_walk_across_shards(paths, num_sequences, seq_len, longest):
     plan = same(num_sequences)
