@@ -32,13 +32,14 @@ RECORD_89 = [
 ]
 
 RED = "#b5432a"
-LABEL = {"fontsize": 9, "verticalalignment": "center", "bbox": plots.WHITE}
+WHITE = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
+LABEL = {"fontsize": 9, "verticalalignment": "center", "bbox": WHITE}
 
 
 def draw(path):
     """Draws the picture and writes it to this path. Raises Refused if our log cannot be read or the
     picture cannot be written."""
-    fig, (ax,) = plots.figure(1, 1, 7.2, 3.9)
+    fig, (ax,) = plots.figure(1, 7.2, 3.9)
     draw_ours(ax)
     draw_others(ax)
     ax.axhline(TARGET, color=plots.INK, lw=0.8, ls=plots.DASHED, zorder=0)
@@ -53,12 +54,13 @@ def draw(path):
 def draw_ours(ax):
     """Draws our training losses, smoothed, as a line and our last validation as a point."""
     log = read_log(OURS)
-    seconds, losses = plots.curve(log, plots.training_steps(log), plots.seconds_at)
-    means = plots.smoothed(losses)
+    steps = plots.training(log)
+    seconds = [step.time_ms / 1000 for step in steps]
+    means = plots.smoothed([step.loss for step in steps])
     ends = len(means) // 100  # at both ends a mean is of few losses, so these are left out
     ax.plot(seconds[ends:-ends], means[ends:-ends], color=plots.RUN, lw=1.2)
     last = log.validations[-1]
-    finish = plots.seconds_at(log, last)
+    finish = last.time_ms / 1000
     ax.plot([finish], [last.loss], "o", color=plots.RUN, ms=7)
     text = (f"ours: {last.loss:.4f} after {finish:.1f} s\n"
             "line: training loss, smoothed; point: validation")
