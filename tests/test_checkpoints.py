@@ -4,7 +4,6 @@ signal, and resumed.
 The reference is always the undisturbed run: its exact losses (from the JSON twin of its log) and its weights. Real
 processes and signals where these are the point; elsewhere `main`, with a signal that is only noted.
 """
-import dataclasses
 import json
 import os
 import re
@@ -90,9 +89,9 @@ def refused(capfd, argv):
 
 
 @pytest.mark.parametrize("changes, stop_after", [
-    ({}, 3), ({"dtype": "auto", "precision": "bf16", "num_steps": 3}, 2), ({"precision": "fp16", "dtype": "auto"}, 3),
-    ({"schedule": "speedrun", "num_steps": 9, "batch_tokens": 1536, "average_frac": 1.0}, 4), ({"precision": "fp8", "dtype": "auto", "num_steps": 3}, 2),
-], ids=["float32", "bf16", "fp16", "stages", "fp8"])
+    ({}, 3), ({"precision": "fp16", "dtype": "auto", "num_steps": 3}, 2), ({"precision": "fp8", "dtype": "auto", "num_steps": 3}, 2),
+    ({"schedule": "speedrun", "num_steps": 9, "batch_tokens": 1536, "average_frac": 1.0}, 4),
+], ids=["float32", "fp16", "fp8", "stages"])
 def test_a_resumed_run_is_to_the_bit_the_run_that_was_not_stopped(changes, stop_after, corpus, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert run(options(corpus, whole, **changes)) == 0
@@ -107,8 +106,6 @@ def test_a_resumed_run_is_to_the_bit_the_run_that_was_not_stopped(changes, stop_
     with pytest.raises(Refused, match="resumed"):
         refuse_unfit_for_record(log)
     assert not list(parts.glob("*.saved")), "a run that has come to its end needs no saves"
-
-
 
 
 def test_what_may_change_does_and_what_may_not_is_named(corpus, tmp_path, capfd):
@@ -234,24 +231,12 @@ def change_facts(save, **changes):
     (save / "save.json").write_text(json.dumps(facts | changes))
 
 
-def change_tensors(save, change):
-    part = save / "rank_0_of_1.safetensors"
-    tensors = load_file(part)
-    change(tensors)
-    save_file(tensors, part)
-
-
 DAMAGE = {  # what has happened to a save, and what the sentence says
     "cut off": (lambda save: os.truncate(save / "rank_0_of_1.safetensors", 5000), "is cut off or damaged"),
     "empty": (lambda save: os.truncate(save / "rank_0_of_1.safetensors", 0), "is cut off or damaged"),
     "a file is gone": (lambda save: (save / "rank_0_of_1.safetensors").unlink(), "no such file; the save is not whole"),
     "no JSON": (lambda save: (save / "save.json").write_text("{"), "save.json is damaged"),
-    "other facts": (lambda save: change_facts(save, updates="many"), "it has no updates"),
-    "other config": (lambda save: change_facts(save, config={"num_steps": "many"}), "num_steps is 'many' in its configuration"),
-    "a weight more": (lambda save: change_tensors(save, lambda x: x.update(smear=torch.ones(1))), "other code, as smear differ"),
-    "a weight less": (lambda save: change_tensors(save, lambda x: x.pop("gates.mean")), "other code, as gates.mean differ"),
-    "more matrices": (lambda save: change_tensors(save, lambda x: x.update({"mlp.master": torch.ones(9, 32, 64)})), "mlp.master differ"),
-    "wider rows": (lambda save: change_tensors(save, lambda x: x.update({"ngrams.mean": torch.ones(500, 99)})), "ngrams.mean differ"),
+    "another weight": (lambda save: change_facts(save, parameters={"smear": [1, "adam", "all"]}), "other code, as smear and "),
 }
 
 
@@ -376,23 +361,6 @@ def test_a_file_that_is_no_checkpoint_says_what_it_is(stopped, tmp_path, capfd):
         assert sample.main([str(file), "text"]) == 2
         out, err = capfd.readouterr()
         assert out == "" and err.count("\n") == 1 and err.startswith(f"sample.py: {file}") and part in err, err
-
-
-@dataclasses.dataclass
-class Few:
-    name: str = "a"
-    steps: int = 3
-    rate: float = 0.5
-    loud: bool = False
-
-
-def test_the_configuration_of_a_file_has_values_that_can_be():
-    defaults = {"name": "a", "steps": 3, "rate": 0.5, "loud": False}
-    assert checkpoints.config_values({"steps": 4, "rate": 1, "colour": "red"}, Few) == defaults | {"steps": 4, "rate": 1}
-    for wrong in ({"steps": "4"}, {"steps": 2**63}, {"rate": float("nan")}, {"loud": 1}, {"name": ["a"] * 10**6}):
-        (name,) = wrong
-        with pytest.raises(BadInput, match=f"^{name} is .{{1,60}} in its configuration, which cannot be$"):
-            checkpoints.config_values(wrong, Few)
 
 
 def test_a_full_disk_leaves_the_old_weights_and_no_half_ones(tmp_path, monkeypatch):
