@@ -2368,7 +2368,7 @@ def train(c: Config, at_end: ExitStack) -> int:
     clock = journal.Clock(device)
     facts = journal.RunFacts(
         journal.describe_run(SOURCE, files, __file__), files, journal.describe_machine(device),
-        run_files.fingerprints, journal.calibrate(device, CPU_HAS_BF16))
+        run_files.fingerprints)
     if recipe_names != recipes_asked_for(c, device):
         notes = [*notes, "the MLP is not in FP8, as its kernel computes relu_squared and no other "
                  "ACTIVATION"]

@@ -252,19 +252,16 @@ def next_commands(checkpoint: Path | None, data_dir: str, longer: str) -> list[s
 def to_type(command: str, on_all_ranks: bool = False) -> str:
     """A command such as "sample.py x.pt" as one has to type it in the present folder. With
     `on_all_ranks` it starts as many processes as this run has on this host."""
-    python = Path(os.path.abspath(sys.executable))  # a virtual environment has a link there
-    found = shutil.which("python")
-    if found and os.path.abspath(found) == str(python):
-        python = Path("python")
-    elif python.is_relative_to(Path.cwd()):
-        python = python.relative_to(Path.cwd())
-    folder = Path(__file__).resolve().parents[1]
-    place = "" if folder == Path.cwd() else shlex.quote(f"{folder}/")
+    python = "python"
+    if shutil.which("python") != sys.executable:
+        python = shlex.quote(os.path.relpath(sys.executable))
+    folder = os.path.relpath(Path(__file__).parents[1])
+    place = "" if folder == "." else shlex.quote(f"{folder}/")
     processes = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
     launcher = ""
     if on_all_ranks and processes > 1:
         launcher = f"-m torch.distributed.run --standalone --nproc_per_node={processes} "
-    return f"{shlex.quote(str(python))} {launcher}{place}{command}"
+    return f"{python} {launcher}{place}{command}"
 
 
 def in_millions(number: int) -> str:

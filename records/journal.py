@@ -8,17 +8,16 @@ neither the configuration nor the model.
 import hashlib
 import json
 import math
-import os
 import platform
 import re
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -76,7 +75,6 @@ class RunFacts(NamedTuple):
     files: list[dict]  # `project_files`
     machine: dict  # `describe_machine`
     data: list[dict]  # the fingerprints of all shards (data/shards.py)
-    speeds: dict  # `calibrate`
 
 
 class Log:
@@ -115,7 +113,6 @@ class Log:
             self.fact("data", shard)
         for stage in stages:
             self.fact("stage", stage)
-        self.fact("calibration", facts.speeds)
         for text, fact in self.waiting:
             self.write(text, fact)
 
@@ -270,11 +267,8 @@ class Clock:
 
 def project_files(script: str | Path, root: Path = ROOT) -> list[dict]:
     """The project's files that this process has imported, without the script: each as the fact
-    `file` of the log (path, sha256, text), in the order of their paths.
-
-    A module belongs to the project if it was imported from the project's folder under its name
-    there, as nanogpt/ranks.py is as nanogpt.ranks. A program in that folder that imports the script
-    and starts the run belongs to the project, too.
+    `file` of the log (path, sha256, text), in the order of their paths. A program that imports the
+    script and starts the run is one of them, if it lies in the project's folder.
 
     A file is read by the first call after its import and never again. So make a call right after
     the imports: then the log shows what runs, even if a file is edited later.
@@ -286,7 +280,7 @@ def project_files(script: str | Path, root: Path = ROOT) -> list[dict]:
             continue
         place = Path(file).stem if name == "__main__" else name.replace(".", "/")
         for path in (f"{place}.py", f"{place}/__init__.py"):
-            if os.path.exists(root / path) and os.path.samefile(root / path, file):
+            if Path(file).resolve() == (root / path).resolve():
                 paths.add(path)
     others = [path for path in sorted(paths) if (root / path).resolve() != Path(script).resolve()]
     return [describe_file(root, path) for path in others]
@@ -294,7 +288,7 @@ def project_files(script: str | Path, root: Path = ROOT) -> list[dict]:
 
 @cache
 def describe_file(root: Path, path: str) -> dict:
-    """The fact `file` of one file, whose path is relative to `root`. It is read only once."""
+    """The fact `file` of one file, whose path is relative to `root`."""
     content = (root / path).read_bytes()
     return {"path": path, "sha256": sha256(content), "text": content.decode()}
 
@@ -348,7 +342,7 @@ def output_of(*command: str) -> str | None:
 
 
 # ------------------------------------------------------------------------------------------------
-# Which machine it runs on, and how fast that is
+# Which machine it runs on, and what came of the run
 
 
 def describe_machine(device: torch.device) -> dict:
@@ -374,63 +368,20 @@ def describe_machine(device: torch.device) -> dict:
 
 def cpu_name() -> str:
     """The name of the processor; where nothing tells it, at least its architecture."""
-    name = None
     if sys.platform == "linux":
         text = Path("/proc/cpuinfo").read_text(errors="replace")
         found = re.search(r"^model name\s*: (.+)", text, re.MULTILINE)
-        name = found and found[1].strip()
-    elif sys.platform == "darwin":
-        name = output_of("sysctl", "-n", "machdep.cpu.brand_string")
-    return name or platform.processor() or platform.machine()
+        if found:
+            return found[1].strip()
+    return platform.processor() or platform.machine()
 
 
 def triton_version() -> str | None:
     """None without a GPU: there no Triton kernel runs."""
     if not torch.cuda.is_available():
         return None
-    try:
-        import triton
-    except ImportError:
-        return None
-    return triton.__version__
-
-
-def calibrate(device: torch.device, cpu_has_bf16: bool = True) -> dict:
-    """The fact `calibration`: speeds of this host, by which `records compare` compares times from
-    different hosts. A CPU without products in bf16 emulates them, which would take many seconds
-    here. What older logs have besides is None."""
-    cuda = device.type == "cuda"
-    width = 8192 if cuda else 1024
-    matrix = torch.randn(width, width, dtype=torch.bfloat16, device=device)
-    vector = torch.zeros(2**28 if cuda else 2**23, device=device)
-    product = None
-    if cuda or cpu_has_bf16:
-        product = speed(device, 2e-12 * width**3, lambda: matrix @ matrix)
-    speeds = {
-        "bf16_matmul_tflops": product,
-        "fp8_matmul_tflops": None,
-        "copy_gb_per_s": speed(device, 8e-9 * len(vector), vector.clone),  # 4 bytes in, 4 out
-        "all_reduce_gb_per_s": None,
-        "all_gather_gb_per_s": None,
-    }
-    if cuda:  # the memory that this took does not count for the run's peak
-        del matrix, vector
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-    return speeds
-
-
-def speed(device: torch.device, amount: float, work: Callable[[], object]) -> float:
-    """The amount that a call of `work` computes or moves, per second: the median of five calls.
-    A first call is not counted, because it may have to load kernels."""
-    wait = torch.get_device_module(device).synchronize
-    seconds = []
-    for _ in range(6):
-        begin = time.perf_counter()
-        work()
-        wait()
-        seconds.append(time.perf_counter() - begin)
-    return float(f"{amount / statistics.median(seconds[1:]):.4g}")
+    with suppress(PackageNotFoundError):
+        return version("triton")
 
 
 def end_block(facts: RunFacts, val_loss: float | None, target: float, steps: int, seconds: float,

@@ -1,5 +1,4 @@
 """What the tests of train_gpt.py share: synthetic shards, written with `struct` alone, and a tiny configuration."""
-import functools
 import multiprocessing.util
 import os
 import random
@@ -56,15 +55,6 @@ def corpus(tmp_path_factory):
         write_shard(folder / f"fineweb_train_{seed:06}.bin", documents(6000, seed))
     write_shard(folder / "fineweb_val_000000.bin", documents(2000, 3))
     return folder
-
-
-@pytest.fixture(scope="session", autouse=True)
-def calibration_once():
-    """To measure the speeds of this machine, which each log has, takes as long as a tiny run: it is done once."""
-    from records import journal
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(journal, "calibrate", functools.cache(journal.calibrate))
-        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -177,8 +177,7 @@ def test_mfu_is_the_share_of_the_peak_of_the_device(name, peak):
     assert journal.mfu((peak or 1) / 2, 1.0, name) == (0.5 if peak else None)
 
 
-def test_the_machine_is_described_and_measured_but_for_bf16_where_that_is_emulated():
-    machine, speeds = journal.describe_machine(CPU), journal.calibrate(CPU, cpu_has_bf16=False)
+def test_the_machine_is_described():
+    machine = journal.describe_machine(CPU)
     assert machine["devices"] == ["CPU"] and machine["world_size"] == machine["hosts"] == 1
     assert machine["torch"] == torch.__version__ and machine["cpu"]
-    assert speeds["bf16_matmul_tflops"] is None and speeds["copy_gb_per_s"] > 0
