@@ -11,6 +11,7 @@ import itertools
 import json
 import re
 import statistics
+import tempfile
 from pathlib import Path
 
 from . import plots
@@ -170,14 +171,18 @@ def new(root: Path, name: str, logs: list[Log], claim: str, data_name: str) -> P
     record = build(logs, folder.name, claim, data_name)
     if folder.exists():
         raise Refused(f"{folder} exists already; choose another name.")
-    folder.mkdir(parents=True)
-    (folder / "log_1.txt").write_bytes(logs[0].raw)
-    for number, log in enumerate(logs[1:], 2):
-        short = shorten(log.raw, logs[0].raw, "log_1.txt")
-        (folder / f"log_{number}.txt").write_bytes(short)
-    plots.draw_record(folder / "loss.png", logs)
-    write(folder, record, f"# {folder.name}\n\n{BLOCK[0]}{BLOCK[1]}\n\n## What is new\n\n"
-          "Write here what changed, why it helps, and which runs show it.\n")
+    folder.parent.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".new_") as scratch:
+        draft = Path(scratch) / folder.name
+        draft.mkdir()
+        (draft / "log_1.txt").write_bytes(logs[0].raw)
+        for number, log in enumerate(logs[1:], 2):
+            short = shorten(log.raw, logs[0].raw, "log_1.txt")
+            (draft / f"log_{number}.txt").write_bytes(short)
+        plots.draw_record(draft / "loss.png", logs)
+        write(draft, record, f"# {folder.name}\n\n{BLOCK[0]}{BLOCK[1]}\n\n## What is new\n\n"
+              "Write here what changed, why it helps, and which runs show it.\n")
+        draft.rename(folder)
     return folder
 
 

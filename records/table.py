@@ -2,7 +2,7 @@
 from pathlib import Path
 
 from .log import Refused
-from .record import DATED, folders, p_text, pm, with_block
+from .record import DATED, build, folders, load, p_text, pm, with_block
 from .stats import ALPHA
 
 BOARD = ("<!-- leaderboard:begin -->", "<!-- leaderboard:end -->")
@@ -71,7 +71,6 @@ def write(root: Path, records: list[dict]) -> None:
 
 def all_records(root: Path) -> list[dict]:
     """record.json of all records, made from their logs. Raises Refused."""
-    from .record import build, load
     found = []
     for folder in folders(root):
         logs, stored = load(folder)

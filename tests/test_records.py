@@ -82,6 +82,12 @@ def test_a_record_is_made_checked_and_ranked_and_every_log_comes_back_byte_for_b
         assert capfdbinary.readouterr().out == (root / "logs_first" / f"{number}.txt").read_bytes()
 
 
+def test_where_no_picture_can_be_drawn_no_half_of_a_record_is_left(root, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert make(root) == 2 and "pip install" in capsys.readouterr().err
+    assert [path.name for path in (root / "records").iterdir()] == ["README.md"]
+
+
 def test_ranks_are_by_time_within_one_machine_data_and_target_and_need_a_significant_mean(root):
     assert make(root, "slow", losses=(4.0, 4.01, 4.02)) == 0
     assert make(root, "narrow", losses=(4.0, 4.01, 4.03), precision="bf16") == 0  # another machine
