@@ -75,10 +75,9 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], about: dict) -> None:
 
 
 def begins_as_tensors(path: Path) -> bool:
-    """Whether a file begins as a safetensors file does, with the length of its header and JSON, or
-    is too short to tell."""
+    """Whether a file begins as a safetensors file does, with the length of its header and JSON."""
     with open(path, "rb") as file:
-        return file.read(9)[8:] in (b"{", b"")
+        return file.read(9)[8:] == b"{"
 
 
 def open_tensors(path: Path, remedy: str):
@@ -123,9 +122,12 @@ def read(path: str | Path, with_weights: bool = True) -> dict:
     file = open_tensors(path, remedy)
     header = file.metadata() or {}
     require("rank" not in header, f"{path} is part of a {resume}{path.parent}, or {remedy}")
-    require(header.keys() >= {"config", "step", "val_loss"},
-            f"{path} is a safetensors file, but no checkpoint of this program; {remedy}")
-    content = {name: json.loads(text) for name, text in header.items() if name != "format"}
+    try:
+        content = {name: json.loads(text) for name, text in header.items() if name != "format"}
+        known = content.keys() >= {"step", "val_loss"} and isinstance(content["config"], dict)
+    except (ValueError, KeyError):
+        known = False
+    require(known, f"{path} is a safetensors file, but no checkpoint of this program; {remedy}")
     if with_weights:
         content["weights"] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     return content

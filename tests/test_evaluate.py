@@ -227,8 +227,8 @@ def test_items_are_read(tmp_path):
 
 @pytest.mark.parametrize("text, part", [
     (GOOD + GOOD[:40], "line 4 is not a JSON object"), ("[" * 100_000, "line 1 is not a JSON object"),
-    (line(ctx=" "), 'no text as "ctx"'), (line(endings=["a"] * 3), 'no 4 texts as "endings"'),
-    (line(label=""), 'as "label"; the test split has none'), (line(label=4), 'as "label"'), ("\n", "holds no items"),
+    (line(endings=["a"] * 3), "no context, 4 endings and a label"), (line(label=""), "the test split has no labels"),
+    (line(label=4), "a label from 0 to 3"), ("\n", "holds no items"),
 ], ids=repr)
 def test_damaged_items_are_one_sentence(tmp_path, checkpoint, capsys, text, part):
     path = tmp_path / "items.jsonl"
