@@ -29,7 +29,7 @@ from torch import Tensor
 from data.prepare import byte_to_token, token_to_byte
 from data.shards import SEPARATOR, reads_bytes
 from data.texts import harmless
-from nanogpt import fitting, memory
+from nanogpt import faults, fitting
 from nanogpt.masks import BLOCK_SIZE
 from nanogpt.ranks import BadInput, is_rank_0, require
 from records.console import discard_output, prepare_output, sentence_of
@@ -281,7 +281,7 @@ def end_in_order(program: str, work: Callable[[], None], errors: tuple = ()) -> 
         discard_output(sys.stdout)
         sentence = sentence_of(error)
     except (RuntimeError, MemoryError) as error:
-        sentence = memory.lack_of_memory(error)
+        sentence = faults.lack_of_memory(error)
         if not sentence:
             raise
     print(f"{program}: {sentence}", file=sys.stderr)

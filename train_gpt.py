@@ -30,15 +30,15 @@ with open(__file__, "rb") as file:
 
 import time
 
-from nanogpt import environment, stopping
+from nanogpt import process
 
 LAUNCHED = time.perf_counter()
-LOCAL_GPU = environment.local_rank()
-STOP = stopping.Stop()
+LOCAL_GPU = process.local_rank()
+STOP = process.Stop()
 
 if __name__ == "__main__":
     STOP.listen()  # importing torch takes seconds, in which a signal would give a traceback
-    LOCAL_GPU = environment.prepare()
+    LOCAL_GPU = process.set_environment()
 
 import dataclasses
 import gc
@@ -69,7 +69,6 @@ from nanogpt import (
     fitting,
     kernels,
     masks,
-    profiling,
     recipe,
     report,
     warmup,
@@ -2249,7 +2248,7 @@ class Run:
         c = self.config
         self.clock.start()
         self.model.past.follow()
-        with profiling.profiled(c.profile_steps, self.log) as count_step:
+        with report.profiled(c.profile_steps, self.log) as count_step:
             while self.step < c.num_steps:
                 self.save_or_stop()
                 if self.ended_by:

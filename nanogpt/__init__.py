@@ -4,18 +4,16 @@ Before a run
     arguments.py    the command line
     fitting.py      a run fitted to a text
     run_files.py    what a run reads and where it will write, found and tried
-    environment.py  variables that torch reads when it starts
-    faults.py       what a run says when an error ends it
-    memory.py       what an error says if memory is too small
 
 Its processes
-    ranks.py        which one this is, and how they agree
-    stopping.py     signals
+    process.py      variables that torch reads when it starts, and signals
+    ranks.py        which of the processes this is, and how they agree
+    faults.py       how an error ends a run
     finite.py       a number that is not finite is traced to its origin
 
 What is kept and said
     checkpoints.py  files of weights, and saves of a whole run, so that it can go on
-    report.py       what a run says when it begins and when it has ended
+    report.py       what a run says when it begins and when it has ended, and its profile
 
 Computing
     kernels.py      every GPU kernel, beside plain PyTorch that computes the same
@@ -27,6 +25,5 @@ Computing
     tables.py       the rows of large tables that a step looks up, and Adam for them
     streams.py      CUDA streams for work that runs beside the main one
     recipe.py       what the trainer asks of a recipe of low precision, and which recipe where
-    profiling.py    where the time of a step goes
     fp8.py, nvfp4.py, fp16.py    one recipe each, which the file explains
 """

@@ -37,7 +37,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from data.texts import harmless
-from nanogpt import finite, past, stopping
+from nanogpt import finite, past, process
 from nanogpt.ranks import BadInput, all_ranks, on_all_ranks, rank_and_world_size, require
 from records.console import complain
 
@@ -627,4 +627,4 @@ class Keeper:
         newest = saves_in(self.folder)[-1:] or [self.config.resume]
         command = shlex.join(["train_gpt.py", f"--resume={newest[0]}"]) if newest[0] else ""
         self.log.console.stopped(signal, step, command, self.saves)
-        return stopping.status_of(signal)
+        return process.status_of(signal)

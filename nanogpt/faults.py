@@ -6,13 +6,16 @@ import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
 
+import torch
 import torch.distributed as dist
 
 from data.shards import ShardError
-from nanogpt.memory import lack_of_memory
+from nanogpt.process import Stop
 from nanogpt.ranks import BadInput, SharedFault
-from nanogpt.stopping import Stop
 from records.console import complain
+
+# Of the CPU, of CUDA and Triton, of NCCL, and of cuBLAS.
+LACK_OF_MEMORY = ("DefaultCPUAllocator", "out of memory", "ALLOC_FAILED")
 
 
 def run(train: Callable[[ExitStack], int], stop: Stop) -> int:
@@ -49,6 +52,24 @@ def sentence_of(error: Exception) -> str:
     lack = lack_of_memory(error)
     remedy = "smaller --micro_tokens, --val_seq_len, --ngram_rows and --recall_rows need less"
     return f"{lack}; {remedy}" if lack else ""
+
+
+def lack_of_memory(error: BaseException | None) -> str:
+    """What an error says if a GPU, or this machine, has too little memory, up to how much was asked
+    for; empty if something else is wrong. Python keeps an error that led to another one as its
+    __context__. If memory ends while a CUDA graph is recorded, the end of the recording fails, too,
+    and the error about memory is the __context__."""
+    while error is not None:
+        text = str(error)
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(
+                said in text for said in LACK_OF_MEMORY):
+            before, _, after = text.partition("DefaultCPUAllocator: ")
+            first, *others = (after or before or "out of memory").split("\n")[0].split(". ")
+            if first == "CUDA out of memory" and others:
+                return f"{first}. {others[0]}"
+            return first
+        error = error.__context__
+    return ""
 
 
 def say(sentence: str, error: Exception, stop: Stop) -> None:

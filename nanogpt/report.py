@@ -1,14 +1,22 @@
-"""What a run says of itself when it begins and when it has ended, on the screen and in the log.
+"""What a run says of itself when it begins and when it has ended, on the screen and in the log, and
+where the time of its steps goes.
 
 `script` is the module train_gpt, and `run` a train_gpt.Run.
 """
 import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from nanogpt import checkpoints, fitting, memory
+from torch.profiler import profile, schedule
+
+from nanogpt import checkpoints, faults, fitting
 from nanogpt.ranks import is_rank_0
 from records import journal
 from records.console import CLEAR_RISE, next_commands, rise
+
+PROFILED_AFTER = 10  # steps of this run: what runs for the first time takes longer
+PROFILED_ROWS = 40  # of the table
 
 
 def begin(log: journal.Log, script, c, facts: journal.RunFacts, weights: Path | None,
@@ -67,10 +75,34 @@ def show_sample(run, script, path: Path | None) -> None:
         model = checkpoints.model_of(content, run.device, script)
         text = sample.continue_text(model, c.sample, c.sample_tokens)
     except (RuntimeError, MemoryError) as error:  # the run has done its work all the same
-        text = memory.lack_of_memory(error)
+        text = faults.lack_of_memory(error)
         if not text:
             raise
     run.log.console.say(f"sample: {text}")
     expected = sample.what_to_expect(c, script.num_weights(c)[0], run.clock.total)
     if expected:
         run.log.console.say(expected)
+
+
+@contextmanager
+def profiled(steps: int, log) -> Iterator[Callable]:
+    """Within it, so many steps of rank 0 are profiled, and two files are written beside the log: a
+    table of what took most time, and a trace that shows each kernel on a time line
+    (ui.perfetto.dev). Yields a function to be called after each step. log: journal.Log"""
+    if not (steps and is_rank_0()):
+        yield lambda: None
+        return
+
+    def write(profiled: profile) -> None:
+        log.fact("defect", dict(what=f"up to {steps} steps were profiled: it takes time"))
+        averages = profiled.key_averages()
+        has_gpu = any(event.self_device_time_total for event in averages)
+        kind = "device" if has_gpu else "cpu"
+        table = averages.table(
+            sort_by=f"self_{kind}_time_total", row_limit=PROFILED_ROWS, max_name_column_width=80)
+        log.path.with_suffix(".profile").write_text(table, encoding="utf-8")
+        profiled.export_chrome_trace(str(log.path.with_suffix(".trace.json.gz")))
+
+    moments = schedule(wait=PROFILED_AFTER - 1, warmup=1, active=steps, repeat=1)
+    with profile(schedule=moments, on_trace_ready=write) as profiler:
+        yield profiler.step

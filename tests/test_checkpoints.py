@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 
 import sample
 import train_gpt as t
-from nanogpt import checkpoints, stopping
+from nanogpt import checkpoints, process
 from nanogpt.ranks import BadInput
 from records.log import Refused, read_log, refuse_unfit_for_record
 
@@ -38,7 +38,7 @@ def options(corpus, folder, **changes):
 def run(argv, stop_after=None):
     """`main` in this process; the status. `stop_after`: a signal comes in this step."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(t, "STOP", stopping.Stop())
+        patch.setattr(t, "STOP", process.Stop())
         inner = t.train_step
 
         def train_step(model, optimizer, batch, step, *rest, **named):

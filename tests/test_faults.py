@@ -25,7 +25,7 @@ from processes import TORCHRUN
 
 import sample
 import train_gpt as t
-from nanogpt import checkpoints, stopping
+from nanogpt import checkpoints, process
 from records import journal
 
 FIRST = "data/fineweb_train_000001.bin"
@@ -43,7 +43,7 @@ def place(tmp_path, corpus, monkeypatch):
     checkpoints.write(tmp_path / "old.pt", OLD)
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-    monkeypatch.setattr(t, "STOP", stopping.Stop())
+    monkeypatch.setattr(t, "STOP", process.Stop())
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

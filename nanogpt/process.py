@@ -1,20 +1,46 @@
-"""Signals that end a run: SIGINT (control-C), SIGTERM (kill, a cluster, torchrun), SIGHUP (the
-terminal was closed).
+"""The process itself: variables of its environment that torch, NCCL and CUDA read once, when they
+start, and signals that end a run: SIGINT (control-C), SIGTERM (kill, a cluster, torchrun), SIGHUP
+(the terminal was closed).
+
+This file imports nothing of torch: the variables are set before torch is imported, and signals may
+come meanwhile.
 
 Before the first step there is nothing to keep, so a signal ends the process at once. From then on
 it is noted, and the trainer ends the run after a step, when all ranks know of it (ranks.Requests).
 A second control-C ends the process at once. A second SIGTERM does not: a cluster may send it to all
 processes, and torchrun hands on to the ranks what it has got itself.
-
-This file imports nothing of torch, because it is at work while torch is imported.
 """
 import os
 import signal
 from contextlib import suppress
+from glob import glob
 
 SIGNALS = {signal.SIGINT: "SIGINT", signal.SIGTERM: "SIGTERM"}
 if hasattr(signal, "SIGHUP"):  # Windows has none
     SIGNALS[signal.SIGHUP] = "SIGHUP"
+
+
+def local_rank() -> int:
+    """The number of this process among those of its host."""
+    return int(os.environ.get("LOCAL_RANK") or 0)
+
+
+def set_environment() -> int:
+    """Sets the variables, and returns the number of this process's GPU among those it sees."""
+    # Tensors of many sizes would fragment memory that is handed out in fixed pieces.
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    # Transfers get the next free processors of the GPU. Without priority they would wait behind all
+    # kernels that were started before.
+    os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
+    # Each process sees its own GPU only, as cuda:0. If rank 1 worked on cuda:1, it could not use
+    # what the compiler's cache has for cuda:0, and would compile all of it again.
+    gpus = [str(i) for i in range(len(glob("/dev/nvidia[0-9]*")))]
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        gpus = [gpu for gpu in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if gpu]
+    if local_rank() >= len(gpus):
+        return local_rank()
+    os.environ["CUDA_VISIBLE_DEVICES"] = gpus[local_rank()]
+    return 0
 
 
 def status_of(name: str) -> int:
