@@ -75,9 +75,11 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], about: dict) -> None:
 
 
 def begins_as_tensors(path: Path) -> bool:
-    """Whether a file begins as a safetensors file does, with the length of its header and JSON."""
+    """Whether a file begins as a safetensors file does, with the length of its header and JSON, or
+    is empty, as after a copy that failed."""
     with open(path, "rb") as file:
-        return file.read(9)[8:] == b"{"
+        beginning = file.read(9)
+    return beginning == b"" or beginning[8:] == b"{"
 
 
 def open_tensors(path: Path, remedy: str):
