@@ -305,7 +305,7 @@ PRESETS: dict[str, dict] = {
         schedule="laptop", num_steps=500,
         batch_tokens=2048, seq_len=2048,
         muon_lr=0.04, muon_momentum=0.88, head_lr=0.007, table_lr=0.3,
-        target_loss=1.5, val_tokens=131_072, val_seq_len=8192,
+        target_loss=1.09, val_tokens=131_072, val_seq_len=8192,
         device="cpu", compile=False,
         precision="bf16" if CPU_HAS_BF16 else "fp32",
         save_checkpoint="auto", sample="The "),
@@ -2027,33 +2027,38 @@ def lr_factor_at(step: int, c: Config) -> float:
 
 
 def setting_of(step: int, c: Config) -> Setting:
-    """Windows and rotary frequencies of the step's stage, by YaRN (Bowen Peng et al. 2023; record
-    31).
+    """Windows and rotary embedding of the step's stage.
 
-    Where the long window grew from a to b blocks, frequencies that turn less than once in the old
-    window are multiplied by a / b, those that turn at least 32 times stay, and those between are
-    interpolated. The scores grow a little with the window (YaRN's temperature)."""
+    A stage sees farther than the one before it. Frequencies and scores follow by YaRN (Bowen Peng
+    et al. 2023; record 31)."""
+    now = stage_of(step, c)
+
     # 1. The first stage. The length of a query is sqrt(d), that of a key at most sqrt(2 d), as its
     # halves come from two tokens (`offset_keys`). So scores begin below 12.8 sqrt(2).
     rotating = c.head_dim // 4
     frequencies = [(1 / 1024) ** (j / max(rotating - 1, 1)) for j in range(rotating)]
     score_scale = 12.8 / c.head_dim
 
-    # 2. What has changed with each stage so far. A stage without steps, as the last of speedrun,
-    # just sees farther and rescales nothing.
+    # 2. Each time that the window has grown since. A stage without steps, as the last one of
+    # speedrun, just sees farther and rescales nothing.
     long_windows = [stage.long_window for first, end, stage in stages(c)
                     if first <= step and first < end]
-    for a, b in pairwise(long_windows):
-        for j, frequency in enumerate(frequencies):
-            turns = BLOCK_SIZE * a * frequency / (2 * math.pi)
-            stays = min(max((turns - 1) / 31, 0), 1)
-            frequencies[j] = frequency * (a / b + stays * (1 - a / b))
-        score_scale = score_scale * (1 + 0.2 * math.log(b / a))
+    for old, new in pairwise(long_windows):
+        frequencies = [rescaled(frequency, old, new) for frequency in frequencies]
+        score_scale = score_scale * (1 + 0.2 * math.log(new / old))
 
-    now = stage_of(step, c)
     windows = {"long": now.long_window, "short": now.short_window}
     plain = (1 - c.bf16_last_frac) * c.num_steps <= step < c.num_steps
     return Setting(windows, tuple(frequencies), score_scale, plain)
+
+
+def rescaled(frequency: float, old: int, new: int) -> float:
+    """A frequency of the rotary embedding, radians a token, when the window grows from `old` to
+    `new` blocks. One that turns less than once in the old window is multiplied by old / new, one
+    that turns at least 32 times stays as it is, and those between are interpolated."""
+    turns = BLOCK_SIZE * old * frequency / (2 * math.pi)
+    stays = min(max((turns - 1) / 31, 0), 1)
+    return frequency * (old / new + stays * (1 - old / new))
 
 
 # --------------------------------------------------------------------------------------------------
