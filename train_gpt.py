@@ -403,7 +403,7 @@ def parse_config(argv: list[str]) -> Config:
     else:
         preset = given.get("preset") or default_preset(given.get("device"))
         c = arguments.configure(Config, PRESETS, preset, given)
-    check_config(c)
+    arguments.check(c, SCHEDULES, PRECISIONS)
     return c
 
 
@@ -414,46 +414,6 @@ def has_cuda(device: str | None) -> bool:
 
 def default_preset(device: str | None = None) -> str:
     return "speedrun" if has_cuda(device) else "laptop"
-
-
-def check_config(c: Config) -> None:
-    """Raises BadInput where a value cannot be, or values do not fit each other: it would show as an
-    error of PyTorch in the middle of a run."""
-    arguments.check(c)
-    for name, rows in (("schedule", SCHEDULES), ("precision", ("auto", *PRECISIONS))):
-        value = getattr(c, name)
-        require(value in rows, f"--{name}={value} is none of {', '.join(rows)}")
-    require(c.device != "cuda" or has_cuda("cuda"), "--device=cuda, but torch sees no GPU here")
-
-    # Lengths are whole blocks of attention or whole sequences. The rotary embedding takes quarters
-    # of a head.
-    for name, unit in (("seq_len", BLOCK_SIZE), ("val_seq_len", BLOCK_SIZE), ("head_dim", 4),
-                       ("batch_tokens", c.seq_len), ("val_tokens", c.val_seq_len)):
-        value = getattr(c, name)
-        require(value % unit == 0, f"--{name}={value} must be a multiple of {unit}")
-    for stage in SCHEDULES[c.schedule]:
-        sequences = c.batch_tokens // c.seq_len * stage.batch_part
-        require(sequences >= 1 and sequences % 1 == 0,
-                f"--batch_tokens={c.batch_tokens} must be such that {stage.batch_part:g} of it "
-                f"(SCHEDULES[{c.schedule!r}]) is whole sequences of --seq_len={c.seq_len}; change "
-                "one of the two")
-    fractions = sum(stage.fraction for stage in SCHEDULES[c.schedule])
-    require(abs(fractions - 1) < 1e-6,
-            f"SCHEDULES[{c.schedule!r}]: the fractions of its stages make {fractions:g}, not 1")
-    require(c.micro_tokens >= c.seq_len, f"--micro_tokens={c.micro_tokens} must be at least "
-            f"{c.seq_len}, the tokens of a sequence")
-    of_heads = c.num_heads * c.head_dim
-    require(of_heads <= c.model_dim,
-            f"--num_heads={c.num_heads} times --head_dim={c.head_dim} is {of_heads}; it must be "
-            f"at most {c.model_dim}, which is --model_dim")
-
-    # Nearly every target should be a candidate (section 5). Texts repeat tokens, so half as many
-    # candidates as tokens suffice.
-    enough = min(c.vocab_size, min(c.micro_tokens, c.batch_tokens) // c.seq_len * c.seq_len // 2)
-    fits_products = c.candidates % 16 == 0 or c.candidates >= c.vocab_size
-    require(c.candidates == 0 or (c.candidates >= enough and fits_products),
-            f"--candidates={c.candidates} must be a multiple of 16, at least {enough}, or 0 for "
-            "the whole vocabulary; or lower --micro_tokens")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -725,25 +685,6 @@ def parameter_table(c: Config) -> dict[str, Param]:
         "value_gates": Param((L, H, GATE_DIM), init=zero, share="all", **with_head_lr),
     }
     return {name: param for name, param in params.items() if has.get(name, True)}
-
-
-def num_weights(c: Config) -> tuple[int, int]:
-    """How many weights are active in every token, and how many are in tables."""
-    active = in_tables = 0
-    for param in parameter_table(c).values():
-        if param.optimizer == "rows":
-            in_tables += math.prod(param.shape)
-        else:
-            active += math.prod(param.shape)
-    return active, in_tables
-
-
-def flops_per_token(c: Config) -> int:
-    """6 for each weight of mlp and qkvo, and of the head for those of the candidates. The scores of
-    attention, the gates and the network of `late_mix` are not counted."""
-    matrices = [parameter_table(c)[name].shape for name in ("mlp", "qkvo")]
-    head = c.model_dim * min(c.candidates or c.vocab_size, c.vocab_size)
-    return 6 * (sum(math.prod(shape) for shape in matrices) + head)
 
 
 def norm(x: Tensor) -> Tensor:
@@ -2362,7 +2303,8 @@ def train(c: Config, at_end: ExitStack) -> int:
         import sample  # only now: training alone needs no tokenizer
         notes = on_all_ranks(sample.check, c)
     files = journal.project_files(__file__)
-    run_files = check_run_files(c, packing(c), batch_plan(c), files, sum(num_weights(c)))
+    num_weights = sum(report.num_weights(parameter_table(c)))
+    run_files = check_run_files(c, packing(c), batch_plan(c), files, num_weights)
 
     # 2. The log begins with the code and the facts. The number of steps is such a fact: under
     # --minutes it is chosen after the warm-up, and until then the log keeps its lines in memory.

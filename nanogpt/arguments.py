@@ -12,6 +12,9 @@ import difflib
 import math
 from collections.abc import Callable
 
+import torch
+
+from nanogpt.masks import BLOCK_SIZE
 from nanogpt.ranks import BadInput, require
 
 SWITCH = {"true": True, "1": True, "false": False, "0": False}
@@ -32,8 +35,30 @@ def key(default, meaning: str, alone: str | None = None, choices: tuple[str, ...
         meaning=meaning, alone=alone, choices=choices, least=least, most=most))
 
 
-def check(c) -> None:
-    """Raises BadInput where a value of the configuration is out of its bounds."""
+def check(c, schedules: dict[str, list], precisions: dict[str, tuple]) -> None:
+    """Raises BadInput where a value of train_gpt.Config cannot be, or values do not fit each other:
+    it would show as an error of PyTorch in the middle of a run. The others are SCHEDULES and
+    PRECISIONS of train_gpt.py."""
+    check_bounds(c)
+    for name, rows in (("schedule", schedules), ("precision", ("auto", *precisions))):
+        value = getattr(c, name)
+        require(value in rows, f"--{name}={value} is none of {', '.join(rows)}")
+    require(c.device != "cuda" or torch.cuda.is_available(),
+            "--device=cuda, but torch sees no GPU here")
+    check_lengths(c)
+    check_stages(c, schedules[c.schedule])
+
+    # Nearly every target should be a candidate (train_gpt.py, section 5). Texts repeat tokens, so
+    # half as many candidates as tokens suffice.
+    enough = min(c.vocab_size, min(c.micro_tokens, c.batch_tokens) // c.seq_len * c.seq_len // 2)
+    fits_products = c.candidates % 16 == 0 or c.candidates >= c.vocab_size
+    require(c.candidates == 0 or (c.candidates >= enough and fits_products),
+            f"--candidates={c.candidates} must be a multiple of 16, at least {enough}, or 0 for "
+            "the whole vocabulary; or lower --micro_tokens")
+
+
+def check_bounds(c) -> None:
+    """Each value by itself."""
     for field in dataclasses.fields(c):
         value = getattr(c, field.name)
         option = f"--{field.name}={value}"
@@ -43,6 +68,34 @@ def check(c) -> None:
         if type(value) in (int, float):
             require(value >= about["least"], f"{option} must be at least {about['least']}")
             require(value <= about["most"], f"{option} must be at most {about['most']}")
+
+
+def check_lengths(c) -> None:
+    """Lengths are whole blocks of attention or whole sequences. The rotary embedding takes quarters
+    of a head."""
+    for name, unit in (("seq_len", BLOCK_SIZE), ("val_seq_len", BLOCK_SIZE), ("head_dim", 4),
+                       ("batch_tokens", c.seq_len), ("val_tokens", c.val_seq_len)):
+        value = getattr(c, name)
+        require(value % unit == 0, f"--{name}={value} must be a multiple of {unit}")
+    require(c.micro_tokens >= c.seq_len, f"--micro_tokens={c.micro_tokens} must be at least "
+            f"{c.seq_len}, the tokens of a sequence")
+    of_heads = c.num_heads * c.head_dim
+    require(of_heads <= c.model_dim,
+            f"--num_heads={c.num_heads} times --head_dim={c.head_dim} is {of_heads}; it must be "
+            f"at most {c.model_dim}, which is --model_dim")
+
+
+def check_stages(c, stages: list) -> None:
+    """Each stage of the schedule has batches of whole sequences, and together they are the run."""
+    for stage in stages:
+        sequences = c.batch_tokens // c.seq_len * stage.batch_part
+        require(sequences >= 1 and sequences % 1 == 0,
+                f"--batch_tokens={c.batch_tokens} must be such that {stage.batch_part:g} of it "
+                f"(SCHEDULES[{c.schedule!r}]) is whole sequences of --seq_len={c.seq_len}; change "
+                "one of the two")
+    fractions = sum(stage.fraction for stage in stages)
+    require(abs(fractions - 1) < 1e-6,
+            f"SCHEDULES[{c.schedule!r}]: the fractions of its stages make {fractions:g}, not 1")
 
 
 def configure(config_class, presets: dict[str, dict], preset: str, given: dict):

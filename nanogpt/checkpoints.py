@@ -37,7 +37,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from data.texts import harmless
-from nanogpt import finite, past, process
+from nanogpt import arguments, finite, past, process
 from nanogpt.ranks import BadInput, all_ranks, on_all_ranks, rank_and_world_size, require
 from records.console import complain
 
@@ -187,7 +187,7 @@ def model_of(content: dict, device: torch.device, script):
     values = config_values(content["config"], script.Config)
     c = script.Config(**values | dict(
         attention="sdpa", compile=False, device=device.type, native=False, sample="", run_name=""))
-    script.check_config(c)
+    arguments.check(c, script.SCHEDULES, script.PRECISIONS)
     model = script.GPT(c, device)
     try:
         model.load_state_dict(content["weights"])

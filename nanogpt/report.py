@@ -4,6 +4,7 @@ where the time of its steps goes.
 `script` is the module train_gpt, and `run` a train_gpt.Run.
 """
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,8 +30,8 @@ def begin(log: journal.Log, script, c, facts: journal.RunFacts, weights: Path | 
     log.begin(script.SOURCE, facts, config, stages)
     names = {name for layer in recipe_names for name in layer.values()}
     log.console.header(
-        facts.machine, facts.data, config, stages, script.num_weights(c), ", ".join(sorted(names)),
-        log.path, weights, seconds)
+        facts.machine, facts.data, config, stages, num_weights(script.parameter_table(c)),
+        ", ".join(sorted(names)), log.path, weights, seconds)
 
 
 def end(run, script, startup_s: float) -> int:
@@ -39,7 +40,8 @@ def end(run, script, startup_s: float) -> int:
     c, keeper, log = run.config, run.keeper, run.log
     result = journal.end_block(
         keeper.facts, log.last_val_loss(), c.target_loss, run.step, run.clock.total,
-        script.total_tokens(c, run.step), script.flops_per_token(c), run.device, startup_s)
+        script.total_tokens(c, run.step), flops_per_token(c, script.parameter_table(c)),
+        run.device, startup_s)
     if run.ended_by:
         result["interrupted"] = True
     for note in run.optimizer.recipes.notes():
@@ -79,7 +81,7 @@ def show_sample(run, script, path: Path | None) -> None:
         if not text:
             raise
     run.log.console.say(f"sample: {text}")
-    expected = sample.what_to_expect(c, script.num_weights(c)[0], run.clock.total)
+    expected = sample.what_to_expect(c, num_weights(script.parameter_table(c))[0], run.clock.total)
     if expected:
         run.log.console.say(expected)
 
@@ -106,3 +108,23 @@ def profiled(steps: int, log) -> Iterator[Callable]:
     moments = schedule(wait=PROFILED_AFTER - 1, warmup=1, active=steps, repeat=1)
     with profile(schedule=moments, on_trace_ready=write) as profiler:
         yield profiler.step
+
+
+def num_weights(table: dict) -> tuple[int, int]:
+    """How many weights are active in every token, and how many are in tables, by
+    train_gpt.parameter_table."""
+    active = in_tables = 0
+    for param in table.values():
+        if param.optimizer == "rows":
+            in_tables += math.prod(param.shape)
+        else:
+            active += math.prod(param.shape)
+    return active, in_tables
+
+
+def flops_per_token(c, table: dict) -> int:
+    """6 for each weight of mlp and qkvo, and of the head for those of the candidates. The scores of
+    attention, the gates and the network of `late_mix` are not counted."""
+    matrices = [table[name].shape for name in ("mlp", "qkvo")]
+    head = c.model_dim * min(c.candidates or c.vocab_size, c.vocab_size)
+    return 6 * (sum(math.prod(shape) for shape in matrices) + head)

@@ -530,7 +530,7 @@ def test_the_default_has_as_many_weights_as_its_sizes_say():
     assert size["scalars"] == 8 * 7 and size["gates"] == size["value_gates"] == 8 * 4 * 12
     assert size["late_in"] + size["late_out"] + size["late_bias"] == 64 * 768 + 6 * 64 + 6
     assert size["length_vectors"] == 4 * 768, "no match, and those of 1, 2 and 3 tokens"
-    active, in_tables = t.num_weights(t.Config())
+    active, in_tables = t.report.num_weights(t.parameter_table(t.Config()))
     assert in_tables == (8 * 512 + 40 * 768) * 50304 and active == sum(size.values()) - in_tables
 
 
@@ -603,8 +603,12 @@ def test_flops_per_token_are_those_of_the_matrices_and_of_the_candidates_in_the_
     c = t.Config(**TINY | {"num_layers": 7, "model_dim": 16, "mlp_dim": 32, "vocab_size": 64})
     assert c.num_heads * c.head_dim == 32
     weights = 7 * 4 * 16 * 32 + 7 * 2 * 16 * 32 + 64 * 16
-    assert t.flops_per_token(c) == 6 * weights
+
+    def flops(c):
+        return t.report.flops_per_token(c, t.parameter_table(c))
+
+    assert flops(c) == 6 * weights
     whole = replace(c, model_dim=768, mlp_dim=3072, vocab_size=50304, num_heads=6, head_dim=128, candidates=0)
-    assert t.flops_per_token(whole) == 6 * (7 * (4 * 768**2 + 2 * 768 * 3072) + 50304 * 768)
-    assert t.flops_per_token(replace(c, vocab_size=50304, candidates=64)) == t.flops_per_token(c)
-    assert t.flops_per_token(replace(c, candidates=128)) == t.flops_per_token(c), "no more than the vocabulary has"
+    assert flops(whole) == 6 * (7 * (4 * 768**2 + 2 * 768 * 3072) + 50304 * 768)
+    assert flops(replace(c, vocab_size=50304, candidates=64)) == flops(c)
+    assert flops(replace(c, candidates=128)) == flops(c), "no more than the vocabulary has"

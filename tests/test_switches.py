@@ -45,7 +45,7 @@ def test_with_everything_off_the_model_is_the_plain_transformer_of_124m_weights(
     assert all(not getattr(gpt2, option) for option in SWITCHES)
     shapes = {name: param.shape for name, param in t.parameter_table(gpt2).items()}
     assert shapes == {"mlp": (24, 768, 3072), "lm_head": (50304, 768), "qkvo": (48, 768, 768)}
-    assert t.num_weights(gpt2) == (12 * 12 * 768**2 + 50304 * 768, 0)
+    assert t.report.num_weights(t.parameter_table(gpt2)) == (12 * 12 * 768**2 + 50304 * 768, 0)
     model, losses = trained(**t.PLAIN_MODEL)
     assert {*model.params} == {*shapes} and losses[-1] < losses[0]
 
