@@ -65,11 +65,9 @@ from nanogpt import (
     checkpoints,
     compiling,
     faults,
-    finite,
     fitting,
     kernels,
     masks,
-    recipe,
     report,
     warmup,
 )
@@ -77,6 +75,7 @@ from nanogpt.arguments import key
 from nanogpt.kernels import E4M3, E5M2
 from nanogpt.masks import BLOCK_SIZE
 from nanogpt.past import Past, Reading, inputs_and_targets
+from nanogpt.precision import fp8, fp8_static, fp16, guard, nvfp4, recipe
 from nanogpt.ranks import (
     REQUESTS,
     NoTransfer,
@@ -1155,112 +1154,20 @@ def load_checkpoint(path: str | Path, device: torch.device) -> GPT:
 # --------------------------------------------------------------------------------------------------
 # 7. Low precision
 #
-# Hardware multiplies narrow numbers faster: FP8 twice as fast as bf16. Narrow numbers lack two
-# things.
+# What FP8 is, and why a model learns with it, nanogpt/precision/__init__.py tells. The recipes are
+# there; here is the output head, whose products are operators of their own, nanogpt::mm and its
+# gradient, as in record 21, and the choice of a recipe for each projection.
 #
-# They lack range. e4m3 (4 bits of exponent, 3 of mantissa) reaches from 2^-9 to 448, e5m2 from
-# 2^-16 to 57344. So a tensor is divided by a scale before it is rounded, such that its largest
-# numbers are near the end of the format, and the product is multiplied by the scales of both
-# operands. Where numbers lie is known beforehand for the inputs of most products here: they come
-# from normalised vectors, so that |x| is at most sqrt(D), or are the squared results of a product
-# of such inputs.
-# Those get constant scales ("fp8-static"; record 21). The recipe "fp8" measures its scales.
-#
-# They lack precision. An error of up to 1/16 in each number of e4m3, or 1/8 in e5m2, averages out
-# when a product adds up thousands of them, as long as the sum is wide. Weights are different: an
-# update is far smaller than the distance of two neighbours in e4m3, so the optimizer keeps them in
-# float32, and what products read is rounded from these.
-#
-# A projection y = x w^T has three products: y itself (fprop), dx = dy w (dgrad) and dw = dy^T x
-# (wgrad). Activations and weights need precision, so they are in e4m3; gradients need range, so
-# they are in e5m2. The FP8 units want both operands contiguous along the dimension that is
-# summed. Each of x, w and dy is used in two products, which sum along different dimensions, so we
-# store it and its transpose when it is rounded (that of the logits' gradient in backward). In
-# fprop, sums may be quick ("fast accumulation" keeps fewer bits). Errors of gradients would add up
-# over the steps, so their sums are wide. Only the gradient of the MLP's hidden layer has quick
-# sums: they are of just D numbers.
-#
-# Every number of these formats is exact in bf16. Other GPUs multiply the same rounded numbers in
-# bf16, and CPUs in float32. That is slower, and the results differ by rounding only.
+# The gradient of nanogpt::mm is registered, so that other code can put any loss behind it.
+# FP8HeadLoss below does not need that: its own kernel has the gradient of the logits ready.
 
-# Constant scales of a projection's input, of the weights, and of the gradient of a loss that is a
-# sum over tokens. They are powers of two, so that only rounding loses something. Weights up to 7
-# and gradients up to 14 fit; larger ones are clamped. 448 / 16 is just above sqrt(768), the largest
-# a normalised input can be; in a wider model a vector would be clamped if a large part of its
-# length were in one channel. The squares between the MLP's two products were near 10 in an earlier
-# model, but up to 12,700 on the first token of a document, and must not be clamped there. (No row
-# of PRECISIONS gives "fp8-static" to `o`; its scale is for rows of your own.)
-INPUT_SCALES = {"qkv": 1 / 16, "o": 1 / 4, "up": 1 / 16, "down": 64.0}
-WEIGHT_SCALE = 2.0**-6
-GRADIENT_SCALE = 2.0**-12
-
-# The head has those of record 55, but a wider one for weights: inputs up to 100, weights up to 6.4
-# and gradients of its logits up to 0.75 become numbers up to 448, where e4m3 ends. (The gradients
-# are in e5m2, which goes on.) A number keeps its precision under a larger scale: those of a format
-# are as close to each other, in relation to their size, near its end as far below.
+# The scales are those of record 55, but a wider one for weights: inputs up to 100, weights up to
+# 6.4 and gradients of the logits up to 0.75 become numbers up to 448, where e4m3 ends. (The
+# gradients are in e5m2, which goes on.) A number keeps its precision under a larger scale: those of
+# a format are as close to each other, in relation to their size, near its end as far below.
 HEAD_INPUT_SCALE = 100 / 448
 HEAD_WEIGHT_SCALE = 6.4 / 448
 HEAD_GRADIENT_SCALE = 0.75 / 448
-
-
-class StaticLinear(torch.autograd.Function):
-    """x (T, K), w (N, K) -> x w^T (T, N) in x's dtype, cut into `parts` pieces of equal width; all
-    three products are in FP8. Backward rounds the parts' gradients as one matrix, so that they need
-    not be copied into one before."""
-
-    @staticmethod
-    def forward(ctx, x, w, input_scale, parts):
-        x8, x8_t = kernels.quantize(x, input_scale, E4M3)  # (T, K) and (K, T)
-        w8, w8_t = kernels.quantize(w, WEIGHT_SCALE, E4M3)  # (N, K) and (K, N)
-        ctx.save_for_backward(x8_t, w8_t)
-        ctx.input_scale = input_scale
-        y = kernels.static_product(x8, w8, input_scale * WEIGHT_SCALE, x.dtype)
-        return y.chunk(parts, 1)
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        x8_t, w8_t = ctx.saved_tensors
-        g8, g8_t = kernels.quantize_columns(gradients, GRADIENT_SCALE, E5M2)  # (T, N) and (N, T)
-        dtype = gradients[0].dtype
-        grad_x = kernels.static_product(g8, w8_t, GRADIENT_SCALE * WEIGHT_SCALE, dtype)
-        grad_w = kernels.static_product(g8_t, x8_t, GRADIENT_SCALE * ctx.input_scale, dtype)
-        return grad_x, grad_w, None, None
-
-
-class StaticMLP(torch.autograd.Function):
-    """x (T, D), up and down (D, F) -> relu(x up)^2 down^T (T, D), all products in FP8.
-
-    On Hopper the hidden layer exists in FP8 only: the product that makes it squares and rounds it
-    at its end (records 59, 87)."""
-
-    @staticmethod
-    def forward(ctx, x, up, down):
-        x8, x8_t = kernels.quantize(x, INPUT_SCALES["up"], E4M3)
-        up8, up8_t = kernels.quantize(up, WEIGHT_SCALE, E4M3)
-        down8, down8_t = kernels.quantize(down, WEIGHT_SCALE, E4M3)
-        hidden8, hidden8_t = kernels.relu_squared(
-            x8, up8_t, INPUT_SCALES["up"] * WEIGHT_SCALE, INPUT_SCALES["down"])  # (T, F), (F, T)
-        ctx.save_for_backward(x8_t, up8, down8_t, hidden8, hidden8_t)
-        return kernels.static_product(hidden8, down8, INPUT_SCALES["down"] * WEIGHT_SCALE, x.dtype)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        x8_t, up8, down8_t, hidden8, hidden8_t = ctx.saved_tensors
-        dtype = gradient.dtype
-        g8, g8_t = kernels.quantize(gradient, GRADIENT_SCALE, E5M2)  # (T, D), (D, T)
-        dz8, dz8_t = kernels.relu_squared_backward(  # of z = x up: (T, F), (F, T)
-            g8, down8_t, hidden8, GRADIENT_SCALE * WEIGHT_SCALE, INPUT_SCALES["down"],
-            GRADIENT_SCALE)
-        grad_x = kernels.static_product(dz8, up8, GRADIENT_SCALE * WEIGHT_SCALE, dtype)
-        grad_up = kernels.static_product(x8_t, dz8_t, INPUT_SCALES["up"] * GRADIENT_SCALE, dtype)
-        grad_down = kernels.static_product(
-            g8_t, hidden8_t, GRADIENT_SCALE * INPUT_SCALES["down"], dtype)
-        return grad_x, grad_up, grad_down
-
-
-# The head's products are operators of their own, nanogpt::mm and its gradient, as in record 21.
-# Their gradient is registered, so that other code can put any loss behind them. FP8HeadLoss below
-# does not need that: its own kernel has the gradient of the logits ready.
 
 
 @torch.library.custom_op("nanogpt::mm", mutates_args=())
@@ -1347,7 +1254,8 @@ class StaticFP8(Products):
     """FP8 with constant scales. While `hear` is set (`Precision.as_in_training`), it is told which
     share of the numbers of each operand does not fit the scale and is clamped."""
 
-    def __init__(self, name: str, input_scale: float, weight_scale: float = WEIGHT_SCALE):
+    def __init__(self, name: str, input_scale: float,
+                 weight_scale: float = fp8_static.WEIGHT_SCALE):
         self.name = name
         self.input_scale = input_scale
         self.weight_scale = weight_scale
@@ -1365,13 +1273,13 @@ class StaticFP8(Products):
         w = w if factor is None else factor * w
         if self.hear:
             self.tell_both(x, w)
-        return StaticLinear.apply(x, w, self.input_scale, 1)[0]
+        return fp8_static.StaticLinear.apply(x, w, self.input_scale, 1)[0]
 
     def three_linears(self, x, weights, factor):
         weights = weights.flatten(0, 1)  # (3 H d, D)
         if self.hear:
             self.tell_both(x, weights)
-        queries, keys, values = StaticLinear.apply(x, weights, self.input_scale, 3)
+        queries, keys, values = fp8_static.StaticLinear.apply(x, weights, self.input_scale, 3)
         return queries, keys, factor * values
 
     def mlp(self, x, up, down, factor, down_products):
@@ -1379,7 +1287,7 @@ class StaticFP8(Products):
             if self.hear:
                 self.tell_both(x, up)
                 down_products.tell_both(ACTIVATION(x @ up), factor * down)
-            return StaticMLP.apply(x, up, factor * down)
+            return fp8_static.StaticMLP.apply(x, up, factor * down)
         return super().mlp(x, up, down, factor, down_products)
 
 
@@ -1393,8 +1301,8 @@ class StaticFP8Head(StaticFP8):
 
 
 class Measured(Products):
-    """A recipe of nanogpt/, which measures its scales. The learned factor multiplies the result, so
-    that it need not be known when a weight is rounded: "fp8" does that only once a step."""
+    """A recipe that measures its scales. The learned factor multiplies the result, so that it need
+    not be known when a weight is rounded: "fp8" does that only once a step."""
 
     def __init__(self, product: Callable):
         self.product = product  # x (T, K), w (N, K) -> (T, N)
@@ -1403,16 +1311,11 @@ class Measured(Products):
         y = self.product(x, w)
         return y if factor is None else factor * y
 
-    def three_linears(self, x, weights, factor):
-        stacked = self.product(x, weights.flatten(0, 1))  # (T, 3 H d)
-        queries, keys, values = stacked.view(len(x), 3, -1).unbind(1)
-        return queries, keys, factor * values
-
     def for_rows(self, rows):
         return Measured(self.product.for_rows(rows))
 
 
-STATIC = {name: StaticFP8(name, scale) for name, scale in INPUT_SCALES.items()}
+STATIC = {name: StaticFP8(name, scale) for name, scale in fp8_static.INPUT_SCALES.items()}
 STATIC["lm_head"] = StaticFP8Head("lm_head", HEAD_INPUT_SCALE, HEAD_WEIGHT_SCALE)
 
 
@@ -1437,10 +1340,11 @@ def choose_recipes(c: Config, device: torch.device) -> recipe.RecipeNames:
     return names
 
 
-def find_sites(c: Config, recipe_names: recipe.RecipeNames) -> list[recipe.Site]:
+def find_sites(c: Config,
+               recipe_names: recipe.RecipeNames) -> dict[tuple[int, str], recipe.Site]:
     """For each projection of each layer its bank (section 4), its first entry there, and how many
     entries it multiplies by."""
-    sites = []
+    sites = {}
     for layer, projections in enumerate(recipe_names):
         places = {
             "qkv": ("qkvo", 4 * layer, 3),
@@ -1450,19 +1354,26 @@ def find_sites(c: Config, recipe_names: recipe.RecipeNames) -> list[recipe.Site]
             "lm_head": ("lm_head", 0, c.vocab_size),
         }
         for projection in projections:
-            sites.append(recipe.Site(layer, projection, *places[projection]))
+            sites[layer, projection] = recipe.Site(layer, projection, *places[projection])
     return sites
 
 
 class Precision:
-    """The products of every projection of a model, by their recipes. Some recipes keep things
-    between steps: `recipes` tells them when weights have changed, when a validation begins, and so
-    on (nanogpt/recipe.py)."""
+    """The products of every projection of a model. `recipe` is what acts between the products
+    (nanogpt/precision/recipe.py): when weights have changed, when a validation begins, and so
+    on."""
 
     def __init__(self, c: Config, device: torch.device, banks: dict[str, Tensor]):
+        self.config = c
         self.recipe_names = choose_recipes(c, device)
-        sites = find_sites(c, self.recipe_names)
-        self.recipes = recipe.Recipes(self.recipe_names, sites, banks, c)
+        self.sites = find_sites(c, self.recipe_names)
+        of_fp8 = [site for site in self.sites.values()
+                  if self.recipe_names[site.layer][site.projection] == "fp8"]
+        self.recipe = recipe.Recipe()
+        if recipe.scales_loss(c):
+            self.recipe = fp16.LossScaling(device, c.seq_len)
+        elif of_fp8:
+            self.recipe = fp8.FP8(of_fp8, banks, c.float8_all_gather)
         self.layers = []
         for layer in range(c.num_layers):
             of_layer = [self.products_of(layer, name) for name in LayerProducts._fields]
@@ -1471,11 +1382,13 @@ class Precision:
         self.validates_as_in_training = False
 
     def products_of(self, layer: int, projection: str) -> Products:
-        recipe_name = self.recipe_names[layer][projection]
-        if recipe_name == "fp8-static":
+        name = self.recipe_names[layer][projection]
+        if name == "fp8-static":
             return STATIC[projection]
-        if recipe_name in ("fp8", "nvfp4"):
-            return Measured(self.recipes.product(layer, projection, recipe_name))
+        if name == "fp8":
+            return Measured(self.recipe.product(self.sites[layer, projection]))
+        if name == "nvfp4":
+            return Measured(nvfp4.NVFP4Product(self.config.nvfp4_without))
         return PLAIN
 
     def layers_at(self, setting: Setting, training: bool) -> list[LayerProducts]:
@@ -1684,7 +1597,7 @@ class Optimizer:
 
     def __init__(self, model: GPT):
         self.model = model
-        self.recipes = model.precision.recipes
+        self.recipe = model.precision.recipe
         self.device = model.signs.device
         self.rank, self.world_size = rank_and_world_size()
         self.banks = {name: bank.data for name, bank in model.named_parameters()}
@@ -1732,8 +1645,8 @@ class Optimizer:
         self.first_head_gradient = None  # that of the step before, if this is the second of two
         self.updates = 0  # without those that fp16 has left out, as a gradient was not finite
         self.bytes_sent = 0
-        self.recipes.reset()
-        self.recipes.weights_changed([*self.masters], self.masters)
+        self.recipe.reset()
+        self.recipe.weights_changed([*self.masters], self.masters)
 
     def zero_state(self, name: str) -> MuonState | AdamState:
         zero = torch.zeros_like(self.masters[name])
@@ -1812,7 +1725,7 @@ class Optimizer:
         self.start_head_sum()
         waits = self.first_head_gradient is not None  # for the gradient of the next step
         # A recipe may leave out a step whose gradients are not finite.
-        if not self.recipes.gradients_are_finite(self.finished_sums):
+        if not self.recipe.gradients_are_finite(self.finished_sums):
             self.tables.reset()
             self.sums = {}
             self.first_head_gradient = None
@@ -1823,7 +1736,7 @@ class Optimizer:
         # because they take longest: their rows must be put in place, too. Small banks come last.
         rates = self.rates(lr_factor)
         all_rates = to_device([*rates.values()], self.device)
-        self.tables.update(rates, self.recipes.unscale)
+        self.tables.update(rates, self.recipe.unscale)
         transfers = {}
         for group in self.groups:
             if waits and group == ("lm_head",):
@@ -1838,7 +1751,7 @@ class Optimizer:
         for transfer in transfers.values():
             transfer.wait()
         changed = [*self.model.big_tables, *transfers]
-        self.bytes_sent += self.recipes.weights_changed(changed, self.masters)
+        self.bytes_sent += self.recipe.weights_changed(changed, self.masters)
         self.update_averages()
 
     def update_averages(self) -> None:
@@ -1860,7 +1773,7 @@ class Optimizer:
             transfers.append(self.hand_out(name))
         for transfer in transfers:
             transfer.wait()
-        self.recipes.weights_changed([*self.averages], self.masters)
+        self.recipe.weights_changed([*self.averages], self.masters)
 
     def finished_sums(self) -> list[Tensor]:
         """All summed gradients, after waiting for them. Only a recipe that must know whether they
@@ -1874,7 +1787,7 @@ class Optimizer:
         transfer.wait()
         if gradient.is_cuda:  # made on another stream, which must not use its memory again too soon
             gradient.record_stream(torch.cuda.current_stream())
-        return self.recipes.unscale(gradient)
+        return self.recipe.unscale(gradient)
 
     def rates(self, lr_factor: float) -> dict[str, Rates]:
         """Those of all parameters in this step."""
@@ -1908,7 +1821,7 @@ class Optimizer:
         """Begins to give this rank's updated part to all ranks. Returns the transfer, which fills
         the bank. A collective."""
         alone = self.world_size == 1 or self.model.params[name].share == "all"
-        if alone or self.recipes.hands_out(name):
+        if alone or self.recipe.hands_out(name):
             return NoTransfer()
         self.bytes_sent += self.banks[name].nbytes
         return all_gather(self.banks[name], self.parts[name], async_op=True)
@@ -2059,20 +1972,18 @@ def forward_backward(model: GPT, setting: Setting, targets: Tensor,
     for x in looked_up.values():
         x.requires_grad_()
     loss = model(reading, targets, setting, True, looked_up)
-    model.precision.recipes.scale_loss(loss).backward()
+    model.precision.recipe.scale_loss(loss).backward()
     return loss.detach(), {name: x.grad for name, x in looked_up.items()}
 
 
 def train_step(model: GPT, optimizer: Optimizer, batch: list[tuple[Reading, Tensor]], step: int,
-               call: Callable = compiling.call_directly, tell: Callable | None = None) -> Tensor:
+               call: Callable = compiling.call_directly,
+               requests: Requests | None = None) -> Tensor:
     """One update. `batch` has the reading and the targets (T,) of each micro-batch of this rank, as
     `Past.prepare` makes them. `call` runs a function of tensors, directly or as a CUDA graph.
 
-    Returns a message, a vector on the device that is summed over the ranks. It begins with the mean
-    loss. Then comes a flag for each number that the recipes measure: whether it was ever not
-    finite. Last comes what `tell` returned for this rank's loss, before the update: in a run
-    (`Run.tell`) a number for each bank but the tables, the loss of each rank, and requests. A
-    collective."""
+    Returns the message of the step, a vector on the device that is summed over the ranks: the mean
+    loss, and what the ranks ask of each other (`Requests`). A collective."""
     c = model.config
     setting = setting_of(step, c)
 
@@ -2093,10 +2004,10 @@ def train_step(model: GPT, optimizer: Optimizer, batch: list[tuple[Reading, Tens
 
     # 3. The update, and what the ranks tell each other.
     model.past.join()
-    told = [tell(loss_sum)] if tell else []  # the gradients are on their way meanwhile
     optimizer.step(lr_factor_at(step, c))
-    loss = loss_sum / stage_tokens(stage_of(step, c), c)
-    message = torch.cat([loss[None], model.precision.recipes.measurements.faults(), *told])
+    message = (loss_sum / stage_tokens(stage_of(step, c), c))[None]
+    if requests:
+        message = torch.cat([message, requests.outgoing()])
     if dist.is_initialized():
         # With NCCL only this stream waits for the sum, and the CPU goes on.
         dist.all_reduce(message, async_op=True).wait()
@@ -2132,43 +2043,14 @@ def validate(model: GPT, tokens: Tensor, step: int) -> float:
     return total.item() / c.val_tokens
 
 
-# Training may multiply narrow numbers, and validation does not. If numbers grow beyond their range,
-# training clamps them and the model learns to live with that, but validation sees another model. So
-# at each validation one sequence is computed both ways. In sound runs the losses differ by rounding
-# alone: by 0.0002 to 0.0021 on one H200, also after 3,740 steps.
-LARGEST_DIFFERENCE = 0.02  # nats a token
-LARGEST_CLAMPED_SHARE = 0.001
-
-
-@torch.no_grad()
-def compare_products(model: GPT, sequence: Tensor, step: int) -> tuple[float, dict[str, float]]:
-    """A training sequence (1, seq_len + 1), int16 with the bits of uint16 -> its loss by the
-    products of training minus that by those of validation, in nats a token, and the share of
-    clamped numbers of each operand that has a constant scale."""
-    setting = setting_of(step, model.config)
-    inputs, targets = inputs_and_targets(sequence, model.signs.device)
-    functions, flex = model.functions, model.flex
-    # Not compiled, so that no graph is made for the length of this one sequence.
-    model.functions, model.flex = EAGER, False
-    gpus = [0] if inputs.is_cuda else []
-    try:
-        with torch.random.fork_rng(gpus):  # for recipes that round at random
-            plain = loss_without_gradient(model, inputs, targets, setting)
-            with model.precision.as_in_training() as clamped:
-                as_trained = model(inputs, targets, setting, False)
-    finally:
-        model.functions, model.flex = functions, flex
-    return (as_trained - plain).item() / len(inputs), clamped
-
-
 # --------------------------------------------------------------------------------------------------
 # 11. The run
 
 
 class Run:
     """The loop of training. Before each step the run saves or ends if all ranks have agreed to, and
-    validates if it is time to. What the ranks tell each other travels with the loss of a step
-    (`tell`), and is read one step later (`read_messages`)."""
+    validates if it is time to. What the ranks tell each other travels with the loss of a
+    step, and is read one step later (`read_messages`)."""
 
     def __init__(self, c: Config, optimizer: Optimizer, run_files: RunFiles,
                  keeper: checkpoints.Keeper):
@@ -2184,7 +2066,7 @@ class Run:
         self.ended_by = ""  # the signal that has ended the run early
         self.latest_sequence = None  # the first one of the latest batch of this rank
         self.requests = Requests(self.device)
-        self.finite = finite.Check(optimizer.parts, optimizer.recipes.measurements)
+        self.unread = []  # losses of later steps, which other ranks may not have heard yet
         self.batches = shards.ahead(rank_micro_batches(
             run_files.train_paths, c, self.device, self.step))
 
@@ -2217,7 +2099,8 @@ class Run:
         micro_batches = next(self.batches)
         self.latest_sequence = micro_batches[0][:1]
         batch = self.model.past.prepare(micro_batches)
-        message = train_step(self.model, self.optimizer, batch, self.step, call, self.tell)
+        message = train_step(self.model, self.optimizer, batch, self.step, call,
+                             self.requests)
         self.log.put(self.step + 1, message, self.clock.now())
         # This waits for the messages of all steps before this one. They are there already: inside
         # of train_step the CPU has waited for the number of rows that this step looks up, which the
@@ -2226,16 +2109,17 @@ class Run:
         self.read_messages()
         self.step += 1
 
-    def tell(self, loss: Tensor) -> Tensor:
-        """What this rank tells the others with its loss."""
-        return torch.cat([self.finite.numbers(loss), self.requests.outgoing()])
-
     def read_messages(self) -> None:
         """Takes the messages that have arrived, and waits for those of the first `self.step` steps.
-        Raises BadInput if a number in one is not finite."""
+        Raises BadInput if one of these has a loss that is not finite. All ranks do that after the
+        same step, though some may have heard of it earlier. A collective."""
         messages = self.log.arrived(wait_for=self.step)
-        messages = self.requests.hear(messages)
-        self.finite.refuse(messages, self.step)
+        self.requests.hear(messages)
+        self.unread += messages
+        while self.unread and self.unread[0].step <= self.step:
+            message = self.unread.pop(0)
+            faults.check_loss(
+                "training", message.loss, message.step, checkpoints.tensors_of(self.optimizer))
 
     def save_or_stop(self) -> None:
         """Saves the run if a save is due or a signal ends it, on all ranks after the same step.
@@ -2259,28 +2143,14 @@ class Run:
     def validate(self) -> None:
         """Validates, and writes the loss to the log. A collective."""
         self.read_messages()
-        self.optimizer.recipes.before_validation()
+        self.optimizer.recipe.before_validation()
         loss = validate(self.model, self.run_files.val_tokens, self.step)
         self.log.step(self.step, self.clock.total, "val_loss", loss)
-        finite.check_validation(self.step, loss, checkpoints.tensors_of(self.optimizer))
+        faults.check_loss("validation", loss, self.step, checkpoints.tensors_of(self.optimizer))
         if is_rank_0() and self.latest_sequence is not None:
-            self.compare_products()
+            guard.check(
+                sys.modules[__name__], self.model, self.latest_sequence, self.step, self.log)
         self.keeper.validated(self.step, loss)
-
-    def compare_products(self) -> None:
-        """Writes a defect to the log if training computes another loss than validation."""
-        difference, clamped = compare_products(self.model, self.latest_sequence, self.step)
-        self.log.fact("note", f"step {self.step}: products of training give {difference:+.4f} nats "
-                      "against those of validation")
-        if abs(difference) > LARGEST_DIFFERENCE:
-            self.log.fact("defect", dict(
-                what=f"at step {self.step} the products of training give a loss that differs by "
-                f"{difference:+.4f} from validation's; try --precision=bf16"))
-        for operand, share in clamped.items():
-            if share > LARGEST_CLAMPED_SHARE:
-                self.log.fact("defect", dict(
-                    what=f"{100 * share:.2g} % of the {operand} are too large for FP8 at step "
-                    f"{self.step} and are clamped; lower the learning rates, or raise its scale"))
 
 
 def train(c: Config, at_end: ExitStack) -> int:
@@ -2297,7 +2167,6 @@ def train(c: Config, at_end: ExitStack) -> int:
     compare({f"--{name}": value for name, value in dataclasses.asdict(c).items()
              if name != "data_dir"})
     recipe_names = choose_recipes(c, device)
-    recipe.import_modules(recipe_names, c)
     notes = []
     if c.sample:
         import sample  # only now: training alone needs no tokenizer

@@ -37,7 +37,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from data.texts import harmless
-from nanogpt import arguments, finite, past, process
+from nanogpt import arguments, faults, past, process
 from nanogpt.ranks import BadInput, all_ranks, on_all_ranks, rank_and_world_size, require
 from records.console import complain
 
@@ -46,7 +46,7 @@ KEPT = 2  # saves of a run that stay on disk
 NEWEST = "newest"  # what --resume alone stands for
 FACTS = {  # what save.json holds
     "config", "parameters", "step", "world_size", "runs", "files_sha256", "data", "seconds",
-    "steps", "updates", "bytes_sent", "recipes"}
+    "steps", "updates", "bytes_sent", "recipe"}
 
 # --------------------------------------------------------------------------------------------------
 # Files of tensors
@@ -364,8 +364,8 @@ class Saved:
         model.lost_targets.copy_(self.own_counts("lost_targets"))
         optimizer.updates = self.facts["updates"]
         optimizer.bytes_sent = self.facts["bytes_sent"]
-        optimizer.recipes.load_state(self.facts["recipes"])
-        optimizer.recipes.weights_changed([*optimizer.masters], optimizer.masters)
+        optimizer.recipe.load_state(self.facts["recipe"])
+        optimizer.recipe.weights_changed([*optimizer.masters], optimizer.masters)
         self.restore_random(model.signs.device, model.config.seed)
 
     def own_counts(self, name: str) -> Tensor:
@@ -504,7 +504,7 @@ class Keeper:
         if not self.saves:
             return
         tensors = tensors_of(self.optimizer)
-        finite.check_save(step, tensors)
+        faults.check_save(step, tensors)
         self.last_save = self.clock.total, step
         save = self.folder / f"step_{step:06}"
         if self.rank == 0:
@@ -532,7 +532,7 @@ class Keeper:
             step=step, world_size=self.world_size, runs=self.runs, files_sha256=run["files_sha256"],
             data=self.facts.data, seconds=self.clock.total, steps=self.log.steps,
             updates=optimizer.updates, bytes_sent=optimizer.bytes_sent,
-            recipes=optimizer.recipes.state())
+            recipe=optimizer.recipe.state())
         try:
             if len([*save.glob("rank_*.safetensors")]) < self.world_size:
                 errors.append(f"{save} lacks files; hosts must share the disk of --log_dir")

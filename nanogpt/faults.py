@@ -1,4 +1,5 @@
 """How an error ends a run: what the user can mend is one sentence and exit status 2."""
+import math
 import os
 import sys
 import time
@@ -8,10 +9,11 @@ from contextlib import ExitStack
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from data.shards import ShardError
 from nanogpt.process import Stop
-from nanogpt.ranks import BadInput, SharedFault
+from nanogpt.ranks import BadInput, SharedFault, all_ranks, require
 from records.console import complain
 
 # Of the CPU, of CUDA and Triton, of NCCL, and of cuBLAS.
@@ -86,3 +88,41 @@ def say(sentence: str, error: Exception, stop: Stop) -> None:
         time.sleep(2)
         sentence = f"rank {rank}: {sentence}"
     complain(f"train_gpt.py: {sentence}")
+
+
+# --------------------------------------------------------------------------------------------------
+# Numbers that are not finite
+#
+# A loss that is infinite or NaN spoils every weight in the step that it belongs to, and the CPU
+# hears of it a step later. So the sentence can name the step, but where it began only if some
+# weights are still finite.
+
+LOWER = "lower the learning rates, or try --precision=bf16 if it is another one"
+
+
+def check_loss(kind: str, loss: float, step: int, tensors: dict[str, Tensor]) -> None:
+    """Raises BadInput if a loss, which is the same on all ranks, is not finite. `kind` is
+    "training" or "validation", and `tensors` are those of checkpoints.tensors_of. If it is not, a
+    collective."""
+    if not math.isfinite(loss):
+        where = not_finite(tensors) or ", all weights finite: an activation overflowed"
+        raise BadInput(f"the {kind} loss is {loss} at step {step}{where}; {LOWER}")
+
+
+def check_save(step: int, tensors: dict[str, Tensor]) -> None:
+    """Raises BadInput if a save of these tensors would be of no use. A collective."""
+    where = not_finite(tensors)
+    require(not where, f"training went wrong before step {step}{where}; {LOWER}")
+
+
+def not_finite(tensors: dict[str, Tensor]) -> str:
+    """Ends a sentence with the first rank that has a number which is not finite, its first tensor
+    that has one, and how many more it has; empty if there is none. This waits for the device. A
+    collective."""
+    bad = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
+    more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
+    sentence = f"{' of '.join(reversed(bad[0].split('.')))}{more} not finite" if bad else ""
+    for rank, of_rank in enumerate(all_ranks(sentence)):
+        if of_rank:
+            return f", on rank {rank} {of_rank}"
+    return ""

@@ -133,8 +133,8 @@ class Requests:
     message and grants at once.
 
         ask         notes a request of this rank
-        outgoing    what this step adds at the end of the message
-        hear        takes the requests off the end of the messages that have arrived
+        outgoing    what this step adds to the message
+        hear        reads the requests in the messages that have arrived
         grant       whether all ranks do it now
     """
 
@@ -162,18 +162,12 @@ class Requests:
         self.unsent.clear()
         return torch.tensor(numbers, device=self.nothing.device)
 
-    def hear(self, messages: list) -> list:
-        """The messages that have arrived (records/journal.py), without what `outgoing` had
-        added."""
-        if self.alone:
-            return messages
-        without = []
+    def hear(self, messages: list) -> None:
+        """Reads the requests in the messages that have arrived, journal.TrainingLoss each."""
         for message in messages:
-            for request, number in zip(REQUESTS, message.others[-len(REQUESTS) :]):
+            for request, number in zip(REQUESTS, message.others):
                 if number:
                     self.heard.setdefault(request, message.step)
-            without.append(message._replace(others=message.others[: -len(REQUESTS)]))
-        return without
 
     def grant(self, request: str, step: int) -> bool:
         """Whether to do it now, after `step` steps. Only a request counts that came with a step

@@ -44,8 +44,8 @@ def end(run, script, startup_s: float) -> int:
         run.device, startup_s)
     if run.ended_by:
         result["interrupted"] = True
-    for note in run.optimizer.recipes.notes():
-        log.fact("note", note)
+    if run.optimizer.recipe.note():
+        log.fact("note", run.optimizer.recipe.note())
     log.fact("note", f"{run.optimizer.bytes_per_step()} bytes sent per step and rank")
     lost = int(run.model.lost_targets)
     if lost:

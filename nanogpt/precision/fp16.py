@@ -1,5 +1,5 @@
 """fp16 with a loss scale that adapts itself: --precision=fp16. GPUs that have no bf16 also need
---compile=false, because validation and some sums are in bf16 (nanogpt/recipe.py).
+--compile=false, because validation and some sums are in bf16 (recipe.py).
 
 Why it works. fp16 and bf16 both have 16 bits. bf16 spends eight of them on the exponent, as float32
 does. fp16 spends only five, so its magnitudes reach from 6e-8 to 65504. Weights and activations
@@ -36,8 +36,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nanogpt.ranks import rank_and_world_size, require
-from nanogpt.recipe import PLAIN_DTYPES, Recipe
+from nanogpt.precision.recipe import Recipe
+from nanogpt.ranks import rank_and_world_size
 
 FIRST_SCALE = 2.0**15
 LARGEST_SCALE = 2.0**127  # the largest power of two in float32
@@ -105,11 +105,3 @@ class LossScaling(Recipe):
 
     def note(self) -> str:
         return f"{self.skipped_steps} steps skipped, loss scale {self.scale:g}"
-
-
-def check(projection: str, recipe_name: str) -> None:
-    """Raises BadInput if the recipe of this projection does not allow the loss to be scaled."""
-    fp8_head = (projection, recipe_name) == ("lm_head", "fp8-static")
-    allowed = recipe_name in PLAIN_DTYPES or fp8_head
-    require(allowed, f"{projection} is {recipe_name}, which does not go with fp16's scaled loss; "
-            "choose another recipe, or neither --precision=fp16 nor --dtype=float16")

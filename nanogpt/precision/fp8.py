@@ -1,19 +1,5 @@
 """FP8 with one measured scale for each tensor ("tensorwise dynamic scaling"): --precision=fp8.
 
-Why it works. An FP8 number has eight bits, so tensor cores multiply FP8 twice as fast as bf16, and
-memory and links carry it in half the time. Two things are missing. The first is range: the format
-e4m3 (4 bits of exponent, 3 of mantissa) has magnitudes from 2^-9 to 448, and e5m2 from 2^-16 to
-57344. So each tensor is multiplied by a number that brings its largest magnitude, its amax, to the
-end of the format, and the product is divided by it again. The second is precision: rounding to e4m3
-changes a number by up to 1/16 of it. A product sums thousands of such numbers in float32, where
-most of these errors cancel. Weights stay wide in the optimizer, because an update is far smaller
-than the distance between two FP8 numbers.
-
-Formats. A projection has three products, each a sum over another dimension:
-    fprop  y  = x w^T     sums over K, the width of the input
-    dgrad  dx = dy w      sums over N, the width of the output
-    wgrad  dw = dy^T x    sums over T, the tokens
-Inputs and weights need precision more and become e4m3. Gradients need range more and become e5m2.
 One scale for a tensor stays valid when the tensor is transposed. So x, w and dy are rounded once
 and serve in two products each. Where scales vary along the sum, as in nvfp4, each product must
 round anew.
@@ -27,11 +13,7 @@ A number of x8 times the scale is the value it stands for: a sum of products of 
 multiplied by both scales. The clamp matters, because rounding to e5m2 gives infinity beyond its
 range. If amax is not finite, the scale is NaN. An infinite amax would otherwise give a multiplier
 of 0, and all other numbers of the tensor would silently become zeros. On normally distributed
-numbers the error of e4m3 is 31.6 dB below the signal, that of e5m2 25.6 dB. GPUs may add up fprop
-with fewer bits ("fast accumulation"), but not the gradients, whose errors add up over the steps.
-
-GPUs have FP8 products from compute capability 8.9 on. On others the rounded numbers travel as bf16,
-where each of them is exact: the recipe is emulated, without a gain.
+numbers the error of e4m3 is 31.6 dB below the signal, that of e5m2 25.6 dB.
 
 What it keeps between steps. Inputs and gradients are measured at every product. Weights change only
 once in a step, so `weights_changed` rounds them then, however many passes the step has. Products
@@ -58,20 +40,16 @@ from torch import Tensor
 
 from nanogpt import kernels
 from nanogpt.kernels import E4M3, E5M2
-from nanogpt.ranks import all_gather, rank_and_world_size, require
-from nanogpt.recipe import (
-    E4M3_GRID,
-    E5M2_GRID,
-    Measurements,
-    Recipe,
-    Site,
-    fits,
-    inverse,
-    largest_magnitude,
-    round_to,
-)
+from nanogpt.precision.recipe import Recipe, Site
+from nanogpt.precision.rounding import E4M3_GRID, E5M2_GRID, inverse, round_to
+from nanogpt.ranks import all_gather, rank_and_world_size
 
 GRIDS = {E4M3: E4M3_GRID, E5M2: E5M2_GRID}
+
+
+def largest_magnitude(x: Tensor) -> Tensor:
+    """The amax of a tensor, () float32: NaN if x has a NaN."""
+    return x.abs().amax().float()
 
 
 def multiplier(amax: Tensor, dtype: torch.dtype) -> Tensor:
@@ -96,51 +74,39 @@ class FP8Linear(torch.autograd.Function):
     The weight comes rounded, as w8 (N, K) with its scale (); w itself only gets the gradient."""
 
     @staticmethod
-    def forward(ctx, x, w, seen, w8, w_scale, has_fp8):
-        x_amax = largest_magnitude(x)
-        x_multiplier = multiplier(x_amax, E4M3)
+    def forward(ctx, x, w, w8, w_scale, has_fp8):
+        x_multiplier = multiplier(largest_magnitude(x), E4M3)
         x8 = to_fp8(x, x_multiplier, E4M3, has_fp8)
         x_scale = inverse(x_multiplier)
-        ctx.save_for_backward(x_amax, x8, x_scale, w8, w_scale)
+        ctx.save_for_backward(x8, x_scale, w8, w_scale)
         ctx.has_fp8 = has_fp8
         return kernels.product(x8, w8, x_scale, w_scale, x.dtype)
 
     @staticmethod
     def backward(ctx, g):
-        x_amax, x8, x_scale, w8, w_scale = ctx.saved_tensors
-        g_amax = largest_magnitude(g)
-        g_multiplier = multiplier(g_amax, E5M2)
+        x8, x_scale, w8, w_scale = ctx.saved_tensors
+        g_multiplier = multiplier(largest_magnitude(g), E5M2)
         g8 = to_fp8(g, g_multiplier, E5M2, ctx.has_fp8)  # (T, N)
         g_scale = inverse(g_multiplier)
         grad_x = kernels.product(g8, w8.t(), g_scale, w_scale, g.dtype)  # (T, K)
         grad_w = kernels.product(g8.t(), x8.t(), g_scale, x_scale, g.dtype)  # (N, K)
-        # A weight's scale is finite where its amax is, so it tells as well whether that was bad.
-        grad_seen = torch.stack([w_scale, x_amax, g_amax])
-        return grad_x, grad_w, grad_seen, None, None, None
+        return grad_x, grad_w, None, None, None
 
 
 class FP8Product:
     """The product of one site, with the methods that recipe.py describes."""
 
-    def __init__(
-        self,
-        seen: Tensor,  # (3,), see Measurements
-        weight_bytes: Tensor,  # (N, K) uint8: bytes of e4m3 numbers
-        weight_scale: Tensor,  # ()
-        has_fp8: bool,
-    ):
-        self.seen = seen
-        self.weight_bytes = weight_bytes
-        self.weight_scale = weight_scale
+    def __init__(self, weight_bytes: Tensor, weight_scale: Tensor, has_fp8: bool):
+        self.weight_bytes = weight_bytes  # (N, K) uint8: bytes of e4m3 numbers
+        self.weight_scale = weight_scale  # ()
         self.has_fp8 = has_fp8
 
     def __call__(self, x: Tensor, w: Tensor) -> Tensor:
         w8 = self.weight_bytes.view(E4M3)
-        return FP8Linear.apply(x, w, self.seen, w8, self.weight_scale, self.has_fp8)
+        return FP8Linear.apply(x, w, w8, self.weight_scale, self.has_fp8)
 
     def for_rows(self, rows: Tensor) -> "FP8Product":
-        return FP8Product(
-            self.seen, self.weight_bytes[rows], self.weight_scale, self.has_fp8)
+        return FP8Product(self.weight_bytes[rows], self.weight_scale, self.has_fp8)
 
 
 class FP8(Recipe):
@@ -151,18 +117,11 @@ class FP8(Recipe):
     first called, which must be with the names of all banks.
     """
 
-    def __init__(
-        self,
-        sites: list[Site],
-        banks: dict[str, Tensor],
-        measurements: Measurements,
-        all_gather: bool = False,
-    ):
+    def __init__(self, sites: list[Site], banks: dict[str, Tensor], all_gather: bool = False):
         self.sites = list(sites)
-        self.measurements = measurements
         self.all_gather = all_gather
         self.rank, self.world_size = rank_and_world_size()
-        self.device = measurements.amaxes.device
+        self.device = next(iter(banks.values())).device
         # One row for each site, and a last one for the rows of banks that belong to no site, such
         # as padding. The scale is a row's first number: compiled code wants it to begin at a
         # multiple of 16 bytes.
@@ -183,11 +142,9 @@ class FP8(Recipe):
 
     def product(self, site: Site) -> FP8Product:
         """The product of a site, for the whole run."""
-        seen = self.measurements.seen(site)
         weight_bytes = site.weight(self.weight_bytes)
         weight_scale = self.scales[self.sites.index(site), 0]
-        has_fp8 = kernels.has_fp8(self.device)
-        return FP8Product(seen, weight_bytes, weight_scale, has_fp8)
+        return FP8Product(weight_bytes, weight_scale, kernels.has_fp8(self.device))
 
     def own_rows(self, bank: Tensor) -> Tensor:
         """The rows of a bank that this rank updates, a view."""
@@ -241,16 +198,3 @@ class FP8(Recipe):
         for name, bank in self.banks.items():
             if self.hands_out(name) and self.world_size > 1:
                 all_gather(bank, self.own_rows(bank).clone())
-
-
-def check_all_gather(projection: str, shape: tuple[int, int], recipe_name: str,
-                     last_frac: float) -> None:
-    """For --float8_all_gather, of every projection: its name, its weight's shape and its recipe.
-    `last_frac` is --bf16_last_frac. Raises BadInput unless FP8 weights are enough in all steps."""
-    why = "--float8_all_gather needs fp8 in all layers and steps, as no rank has all wide weights"
-    size = f"{shape[0]} x {shape[1]}"
-    require(recipe_name == "fp8",
-            f"{why}, but {projection} is {recipe_name}; choose --precision=fp8")
-    require(fits(shape), f"{why}, but {projection} of {size} cannot be fp8, which takes multiples "
-            "of 16 only; change the model's widths")
-    require(last_frac == 0, f"{why}, but --bf16_last_frac is {last_frac}; set it to 0")
