@@ -6,8 +6,8 @@
     python train_gpt.py --help                               # every key, its meaning and unit
 
 This file holds model, loss, optimizers and run. It reads from top to bottom: (1) configuration,
-(2) products, (3) attention, (4) parameters and layers, (5) the loss, (6) the whole model, (7) low
-precision, (8) the optimizers, (9) schedules, (10) one step and validation, (11) the run.
+(2) products, (3) attention, (4) parameters and layers, (5) the loss, (6) the whole model, (7) the
+output head in FP8, (8) the optimizers, (9) schedules, (10) one step and validation, (11) the run.
 
 A learner begins with --preset=gpt2, the plain transformer: PLAIN_MODEL (section 1) names what it is
 without. There the parameters are qkvo, mlp and lm_head; `attention` is its steps 1 and 3;
@@ -45,7 +45,7 @@ import gc
 import math
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -75,7 +75,13 @@ from nanogpt.arguments import key
 from nanogpt.kernels import E4M3, E5M2
 from nanogpt.masks import BLOCK_SIZE
 from nanogpt.past import Past, Reading, inputs_and_targets
-from nanogpt.precision import fp8, fp8_static, fp16, guard, nvfp4, recipe
+from nanogpt.precision import guard, recipe
+from nanogpt.precision.fp8_static import (
+    HEAD_GRADIENT_SCALE,
+    HEAD_INPUT_SCALE,
+    HEAD_WEIGHT_SCALE,
+)
+from nanogpt.precision.products import LayerProducts, Precision, Products, StaticFP8
 from nanogpt.ranks import (
     REQUESTS,
     NoTransfer,
@@ -430,8 +436,7 @@ def default_preset(device: str | None = None) -> str:
 #
 # A "recipe" is a way to compute these products, forward and backward: in the model's dtype ("bf16"
 # and others), or with narrow numbers. A "precision" is a recipe for each of the five. The model
-# knows neither: it calls the methods of `Products`. Those of FP8 follow in section 7, when the
-# model is known.
+# knows neither: it calls the methods of `Products` (nanogpt/precision/products.py).
 
 PRECISIONS: dict[str, tuple[str, ...]] = {  # recipes of qkv, o, up, down and lm_head
     "bf16": ("bf16",) * 5,
@@ -445,9 +450,6 @@ PRECISIONS: dict[str, tuple[str, ...]] = {  # recipes of qkv, o, up, down and lm
     "nvfp4": ("nvfp4", "nvfp4", "nvfp4", "nvfp4", "bf16"),
 }
 
-# A sigmoid caps the logits to (0, 23) (records 18, 54).
-CAP = kernels.Cap(height=23.0, shift=5.0, width=7.5)
-
 
 def relu_squared(x: Tensor) -> Tensor:
     return F.relu(x).square()
@@ -456,61 +458,19 @@ def relu_squared(x: Tensor) -> Tensor:
 ACTIVATION = relu_squared  # of the MLP (So et al. 2021)
 
 
-class Products:
-    """How the products of a projection are computed: here in the dtype of its operands. The model
-    calls these methods and does not ask which recipe it has; other recipes override some of them.
-
-    `factor` is a learned number that multiplies the projection. Here it multiplies the weight,
-    which has fewer elements than the result."""
-
-    def linear(self, x: Tensor, w: Tensor, factor: Tensor | None = None) -> Tensor:
-        """x (T, K), w (N, K) -> factor x w^T (T, N)."""
-        return F.linear(x, w if factor is None else factor * w)
-
-    def three_linears(self, x: Tensor, weights: Tensor, factor: Tensor) -> tuple[Tensor, ...]:
-        """x (T, D), weights (3, H d, D) -> queries, keys and factor times values, (T, H d) each.
-
-        The factor multiplies the values and not their weights: it grows with the number of steps,
-        beyond 12 in a run of 2,180, and such weights would no longer fit constant FP8 scales."""
-        stacked = self.linear(x, weights.flatten(0, 1))  # (T, 3 H d)
-        queries, keys, values = stacked.view(len(x), 3, -1).unbind(1)
-        return queries, keys, factor * values
-
-    def mlp(self, x: Tensor, up: Tensor, down: Tensor, factor: Tensor,
-            down_products: "Products") -> Tensor:
-        """x (T, D), up and down (D, F) -> factor ACTIVATION(x up) down^T (T, D). This is called on
-        the products of `up`. Those of `down` are given: they may have another recipe."""
-        hidden = ACTIVATION(self.linear(x, up.t()))  # (T, F)
-        return down_products.linear(hidden, down, factor)
-
-    def head_loss(self, x: Tensor, w: Tensor, targets: Tensor, bias: Tensor | None) -> Tensor:
-        """x (T, D), w (V, D), targets (T,), or -1 where there is none, and a bias (V,) of the
-        capped logits, or None -> cross-entropy, summed over T. With candidates, V is their number.
-
-        To train on another loss, change it here, but only where torch.is_grad_enabled(): validation
-        calls this function, too, and its losses must stay comparable. Then train with
-        --precision=bf16. The default precision of GPUs with FP8 does not come here in training: it
-        has a loss of its own, FP8HeadLoss."""
-        logits = kernels.softcap(self.linear(x, w), CAP)
-        if bias is not None:
-            logits = logits + bias
-        return F.cross_entropy(logits, targets, reduction="sum", ignore_index=-1)
-
-    def for_rows(self, rows: Tensor) -> "Products":
-        """These products for some rows of w."""
-        return self
-
-
-class LayerProducts(NamedTuple):
-    """How the products of each projection of a layer are computed."""
-    qkv: Products
-    o: Products
-    up: Products
-    down: Products
-
-
-PLAIN = Products()
-PLAIN_LAYER = LayerProducts(PLAIN, PLAIN, PLAIN, PLAIN)
+def choose_recipes(c: Config, device: torch.device) -> recipe.RecipeNames:
+    """The recipe of each projection. Raises BadInput where the user asked for what cannot be. With
+    another activation the MLP is never "fp8-static": neither the kernel nor the scales are for
+    it."""
+    precision = c.precision
+    if precision == "auto":
+        precision = "fp8-qkv" if kernels.has_fp8(device) else "bf16"
+    row = dict(zip(recipe.PROJECTIONS, PRECISIONS[precision]))
+    if ACTIVATION is not relu_squared:
+        for projection in ("up", "down"):
+            if row[projection] == "fp8-static":
+                row[projection] = "bf16"
+    return recipe.choose(c, row, device)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -810,7 +770,7 @@ def block(x: Tensor, weights: LayerWeights, context: LayerContext,
     if context.inject is not None:
         x = x + context.inject
     return scalars["stream_mlp"] * x + products.up.mlp(
-        input_of(x, context), weights.up, weights.down, scalars["down"], products.down)
+        input_of(x, context), weights.up, weights.down, scalars["down"], ACTIVATION, products.down)
 
 
 def embed_inputs(embedded: Tensor, reading: Reading, ngrams: Tensor | None, embed: Tensor,
@@ -899,11 +859,31 @@ def late_mix(x: Tensor, sources: tuple[Tensor, ...], weights: LateWeights | None
 VAL_CHUNK = 16_384  # tokens whose logits are computed at a time in validation
 
 
+# A sigmoid caps the logits to (0, 23) (records 18, 54).
+CAP = kernels.Cap(height=23.0, shift=5.0, width=7.5)
+
+
+def head_loss(x: Tensor, w: Tensor, targets: Tensor, bias: Tensor | None,
+              products: Products) -> Tensor:
+    """x (T, D), w (V, D), targets (T,), or -1 where there is none, and a bias (V,) of the capped
+    logits, or None -> cross-entropy, summed over T. With candidates, V is their number.
+
+    To train on another loss, change it here, but only where torch.is_grad_enabled(): validation
+    calls this function, too, and its losses must stay comparable. Then train with --precision=bf16:
+    where the head is in FP8, training has a loss of its own, FP8HeadLoss."""
+    if isinstance(products, StaticFP8):
+        products.tell(x, w)
+        return FP8HeadLoss.apply(x, w, targets, bias)
+    logits = kernels.softcap(products.linear(x, w), CAP)
+    if bias is not None:
+        logits = logits + bias
+    return F.cross_entropy(logits, targets, reduction="sum", ignore_index=-1)
+
+
 def mix_and_loss(x: Tensor, sources: tuple[Tensor, ...], late: LateWeights, products: Products,
                  w: Tensor, targets: Tensor, bias: Tensor | None) -> Tensor:
-    """x (T, D) and the sources of `late_mix` -> the cross-entropy of the capped logits, summed over
-    T. The rest is as in Products.head_loss."""
-    return products.head_loss(late_mix(x, sources, late), w, targets, bias)
+    """x (T, D) and the sources of `late_mix` -> the loss. The rest is as in `head_loss`."""
+    return head_loss(late_mix(x, sources, late), w, targets, bias, products)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -948,7 +928,8 @@ class GPT(nn.Module):
         self.rotary_tables = {True: {}, False: {}}  # of training, of validation
         self.candidate_stream = SideStream(device)
         self.past = Past(c, self.bos, self.recall_table, self.calls.caller())
-        self.precision = Precision(c, device, dict(self.named_parameters()))
+        self.precision = Precision(
+            c, choose_recipes(c, device), dict(self.named_parameters()))
 
     def add_banks(self, dtype: torch.dtype, device: torch.device, world_size: int) -> None:
         wide = torch.promote_types(torch.float32, dtype)
@@ -1152,22 +1133,12 @@ def load_checkpoint(path: str | Path, device: torch.device) -> GPT:
 
 
 # --------------------------------------------------------------------------------------------------
-# 7. Low precision
+# 7. The output head in FP8
 #
-# What FP8 is, and why a model learns with it, nanogpt/precision/__init__.py tells. The recipes are
-# there; here is the output head, whose products are operators of their own, nanogpt::mm and its
-# gradient, as in record 21, and the choice of a recipe for each projection.
-#
-# The gradient of nanogpt::mm is registered, so that other code can put any loss behind it.
-# FP8HeadLoss below does not need that: its own kernel has the gradient of the logits ready.
-
-# The scales are those of record 55, but a wider one for weights: inputs up to 100, weights up to
-# 6.4 and gradients of the logits up to 0.75 become numbers up to 448, where e4m3 ends. (The
-# gradients are in e5m2, which goes on.) A number keeps its precision under a larger scale: those of
-# a format are as close to each other, in relation to their size, near its end as far below.
-HEAD_INPUT_SCALE = 100 / 448
-HEAD_WEIGHT_SCALE = 6.4 / 448
-HEAD_GRADIENT_SCALE = 0.75 / 448
+# What FP8 is, and why a model learns with it, nanogpt/precision/__init__.py tells. The head's
+# products are operators of their own, nanogpt::mm and its gradient, as in record 21. That gradient
+# is registered, so that other code can put any loss behind it. FP8HeadLoss does not need it: its
+# own kernel has the gradient of the logits ready.
 
 
 @torch.library.custom_op("nanogpt::mm", mutates_args=())
@@ -1248,181 +1219,6 @@ class FP8HeadLoss(torch.autograd.Function):
         grad_x, grad_w = torch.ops.nanogpt.mm_backward(
             *ctx.saved_tensors, gradient * HEAD_GRADIENT_SCALE, HEAD_INPUT_SCALE, HEAD_WEIGHT_SCALE)
         return grad_x.to(ctx.dtype), grad_w.to(ctx.dtype), None, None
-
-
-class StaticFP8(Products):
-    """FP8 with constant scales. While `hear` is set (`Precision.as_in_training`), it is told which
-    share of the numbers of each operand does not fit the scale and is clamped."""
-
-    def __init__(self, name: str, input_scale: float,
-                 weight_scale: float = fp8_static.WEIGHT_SCALE):
-        self.name = name
-        self.input_scale = input_scale
-        self.weight_scale = weight_scale
-        self.hear = None
-
-    def tell(self, operand: str, x: Tensor, scale: float) -> None:
-        share = (x.abs() > torch.finfo(E4M3).max * scale).float().mean()
-        self.hear(f"{operand} of {self.name}", share.item())
-
-    def tell_both(self, x: Tensor, w: Tensor) -> None:
-        self.tell("input", x, self.input_scale)
-        self.tell("weights", w, self.weight_scale)
-
-    def linear(self, x, w, factor=None):
-        w = w if factor is None else factor * w
-        if self.hear:
-            self.tell_both(x, w)
-        return fp8_static.StaticLinear.apply(x, w, self.input_scale, 1)[0]
-
-    def three_linears(self, x, weights, factor):
-        weights = weights.flatten(0, 1)  # (3 H d, D)
-        if self.hear:
-            self.tell_both(x, weights)
-        queries, keys, values = fp8_static.StaticLinear.apply(x, weights, self.input_scale, 3)
-        return queries, keys, factor * values
-
-    def mlp(self, x, up, down, factor, down_products):
-        if isinstance(down_products, StaticFP8):
-            if self.hear:
-                self.tell_both(x, up)
-                down_products.tell_both(ACTIVATION(x @ up), factor * down)
-            return fp8_static.StaticMLP.apply(x, up, factor * down)
-        return super().mlp(x, up, down, factor, down_products)
-
-
-class StaticFP8Head(StaticFP8):
-    """The head in FP8 with constant scales."""
-
-    def head_loss(self, x, w, targets, bias):
-        if self.hear:
-            self.tell_both(x, w)
-        return FP8HeadLoss.apply(x, w, targets, bias)
-
-
-class Measured(Products):
-    """A recipe that measures its scales. The learned factor multiplies the result, so that it need
-    not be known when a weight is rounded: "fp8" does that only once a step."""
-
-    def __init__(self, product: Callable):
-        self.product = product  # x (T, K), w (N, K) -> (T, N)
-
-    def linear(self, x, w, factor=None):
-        y = self.product(x, w)
-        return y if factor is None else factor * y
-
-    def for_rows(self, rows):
-        return Measured(self.product.for_rows(rows))
-
-
-STATIC = {name: StaticFP8(name, scale) for name, scale in fp8_static.INPUT_SCALES.items()}
-STATIC["lm_head"] = StaticFP8Head("lm_head", HEAD_INPUT_SCALE, HEAD_WEIGHT_SCALE)
-
-
-def recipes_asked_for(c: Config, device: torch.device) -> recipe.RecipeNames:
-    """The recipe of each projection. Raises BadInput where the user asked for what cannot be."""
-    precision = c.precision
-    if precision == "auto":
-        precision = "fp8-qkv" if kernels.has_fp8(device) else "bf16"
-    default = dict(zip(recipe.PROJECTIONS, PRECISIONS[precision]))
-    return recipe.choose(c, default, device)
-
-
-def choose_recipes(c: Config, device: torch.device) -> recipe.RecipeNames:
-    """The same, but with another activation than relu_squared the MLP cannot be "fp8-static":
-    neither the kernel nor the scales are for another one."""
-    names = recipes_asked_for(c, device)
-    if ACTIVATION is not relu_squared:
-        for of_layer in names[:-1]:  # the last entry is the head's
-            for projection in ("up", "down"):
-                if of_layer[projection] == "fp8-static":
-                    of_layer[projection] = recipe.plain_recipe(c)
-    return names
-
-
-def find_sites(c: Config,
-               recipe_names: recipe.RecipeNames) -> dict[tuple[int, str], recipe.Site]:
-    """For each projection of each layer its bank (section 4), its first entry there, and how many
-    entries it multiplies by."""
-    sites = {}
-    for layer, projections in enumerate(recipe_names):
-        places = {
-            "qkv": ("qkvo", 4 * layer, 3),
-            "o": ("qkvo", 4 * layer + 3, 1),
-            "up": ("mlp", 2 * layer, 1),
-            "down": ("mlp", 2 * layer + 1, 1),
-            "lm_head": ("lm_head", 0, c.vocab_size),
-        }
-        for projection in projections:
-            sites[layer, projection] = recipe.Site(layer, projection, *places[projection])
-    return sites
-
-
-class Precision:
-    """The products of every projection of a model. `recipe` is what acts between the products
-    (nanogpt/precision/recipe.py): when weights have changed, when a validation begins, and so
-    on."""
-
-    def __init__(self, c: Config, device: torch.device, banks: dict[str, Tensor]):
-        self.config = c
-        self.recipe_names = choose_recipes(c, device)
-        self.sites = find_sites(c, self.recipe_names)
-        of_fp8 = [site for site in self.sites.values()
-                  if self.recipe_names[site.layer][site.projection] == "fp8"]
-        self.recipe = recipe.Recipe()
-        if recipe.scales_loss(c):
-            self.recipe = fp16.LossScaling(device, c.seq_len)
-        elif of_fp8:
-            self.recipe = fp8.FP8(of_fp8, banks, c.float8_all_gather)
-        self.layers = []
-        for layer in range(c.num_layers):
-            of_layer = [self.products_of(layer, name) for name in LayerProducts._fields]
-            self.layers.append(LayerProducts(*of_layer))
-        self.head = self.products_of(c.num_layers, "lm_head")
-        self.validates_as_in_training = False
-
-    def products_of(self, layer: int, projection: str) -> Products:
-        name = self.recipe_names[layer][projection]
-        if name == "fp8-static":
-            return STATIC[projection]
-        if name == "fp8":
-            return Measured(self.recipe.product(self.sites[layer, projection]))
-        if name == "nvfp4":
-            return Measured(nvfp4.NVFP4Product(self.config.nvfp4_without))
-        return PLAIN
-
-    def layers_at(self, setting: Setting, training: bool) -> list[LayerProducts]:
-        """The products of all layers. They are plain in validation, and in the last part of the run
-        if --bf16_last_frac says so."""
-        if (training or self.validates_as_in_training) and not setting.plain:
-            return self.layers
-        return [PLAIN_LAYER] * len(self.layers)
-
-    def head_at(self, setting: Setting, training: bool) -> Products:
-        """The same for the head."""
-        if (training or self.validates_as_in_training) and not setting.plain:
-            return self.head
-        return PLAIN
-
-    @contextmanager
-    def as_in_training(self) -> Iterator[dict[str, float]]:
-        """Within it, validation multiplies as training does. Yields a dictionary that fills with
-        the largest share of clamped numbers of each operand, such as "weights of qkv". To be used
-        with EAGER: functions that are compiled already would not tell."""
-        clamped = {}
-
-        def hear(operand: str, share: float) -> None:
-            clamped[operand] = max(share, clamped.get(operand, 0.0))
-
-        self.validates_as_in_training = True
-        for products in STATIC.values():
-            products.hear = hear
-        try:
-            yield clamped
-        finally:
-            self.validates_as_in_training = False
-            for products in STATIC.values():
-                products.hear = None
 
 
 # --------------------------------------------------------------------------------------------------
@@ -2184,9 +1980,9 @@ def train(c: Config, at_end: ExitStack) -> int:
     facts = journal.RunFacts(
         journal.describe_run(SOURCE, files, __file__), files, journal.describe_machine(device),
         run_files.fingerprints)
-    if recipe_names != recipes_asked_for(c, device):
-        notes = [*notes, "the MLP is not in FP8, as its kernel computes relu_squared and no other "
-                 "ACTIVATION"]
+    if ACTIVATION is not relu_squared:
+        notes = [*notes, "with this ACTIVATION the MLP is not in FP8 with constant scales, whose "
+                 "kernel computes relu_squared"]
     notes += checkpoints.how_it_began(c.resume, c.log_dir, run_files.saved, facts.run)
     for text in notes:
         log.say(text)

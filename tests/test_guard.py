@@ -8,6 +8,8 @@ import torch
 from conftest import arguments
 
 import train_gpt as t
+from nanogpt.precision import fp8_static, guard
+from nanogpt.precision.products import STATIC
 
 
 def defects(folder):
@@ -26,8 +28,8 @@ def test_a_sound_run_of_fp8_has_no_defect(corpus, tmp_path):
 
 
 def test_a_run_whose_weights_do_not_fit_their_scale_names_the_projection(corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr(t, "WEIGHT_SCALE", 2.0**-14)  # weights beyond 448 / 2^14 = 0.027 are clamped
-    monkeypatch.setattr(t.STATIC["qkv"], "weight_scale", 2.0**-14)
+    monkeypatch.setattr(fp8_static, "WEIGHT_SCALE", 2.0**-14)  # weights beyond 448 / 2^14 = 0.027 are clamped
+    monkeypatch.setattr(STATIC["qkv"], "weight_scale", 2.0**-14)
     found = run(corpus, tmp_path)
     assert any("% of the weights of qkv are too large for FP8 at step 4" in what for what in found)
     assert not any("weights of up" in what for what in found)  # whose limit was not lowered for the count
@@ -48,6 +50,6 @@ def test_numbers_beyond_the_range_are_counted_and_change_the_loss(operand):
         else:
             model.lm_head.normal_(std=20)
     tokens = torch.randint(0, 60, (1, 257), generator=torch.Generator().manual_seed(1)).short()
-    difference, clamped = t.compare_products(model, tokens, 0)
-    assert clamped[operand] > t.LARGEST_CLAMPED_SHARE
-    assert abs(difference) > t.LARGEST_DIFFERENCE
+    difference, clamped = guard.compare_products(t, model, tokens, 0)
+    assert clamped[operand] > guard.LARGEST_CLAMPED_SHARE
+    assert abs(difference) > guard.LARGEST_DIFFERENCE

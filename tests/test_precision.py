@@ -5,10 +5,8 @@ References: the formats' values listed from their definition and rounded to by s
 processes whose FP8 weights are compared with a quantiser written here.
 """
 import functools
-import itertools
 import math
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,9 +17,9 @@ import torch.nn.functional as F
 from conftest import arguments, read
 
 import train_gpt as t
-from nanogpt import finite, fp8, kernels, nvfp4, ranks, recipe
+from nanogpt import kernels
 from nanogpt.kernels import E4M3, E5M2
-from nanogpt.masks import BLOCK_SIZE
+from nanogpt.precision import fp8, fp8_static, nvfp4, products, recipe
 from nanogpt.ranks import BadInput
 from records import journal
 
@@ -66,20 +64,13 @@ def batch(count=2, seed=0):
     return [(row[:-1], row[1:]) for row in tokens]
 
 
-def measured(name, w, leave_out=()):
-    """A recipe of nanogpt/ for one projection, which measures its scales."""
-    site = recipe.Site(0, "o", "qkvo", 3, 1)
-    seen = recipe.Measurements([site], CPU).seen(site)
+def measured(name, w):
+    """A recipe that measures its scales, for one projection."""
     if name == "nvfp4":
-        return t.Measured(nvfp4.NVFP4Product(seen, leave_out))
+        return products.Measured(nvfp4.NVFP4Product("sr"))
     multiplier = fp8.multiplier(w.detach().abs().amax().float(), E4M3)
     w8 = fp8.to_fp8(w.detach(), multiplier, E4M3).view(torch.uint8)
-    return t.Measured(fp8.FP8Product(seen, w8, recipe.inverse(multiplier), True))
-
-
-def active(model, name):
-    """What a recipe keeps between steps."""
-    return model.precision.recipes.by_name[name]
+    return products.Measured(fp8.FP8Product(w8, multiplier.double().reciprocal().float(), True))
 
 
 # ---------------------------------------------------------------------------------------------------- fp8-static
@@ -114,7 +105,7 @@ def mlp_operands():
 
 def static_mlp(x, up, down, g):
     leaves = [w.clone().requires_grad_() for w in (x, up, down)]
-    y = t.StaticMLP.apply(*leaves)
+    y = fp8_static.StaticMLP.apply(*leaves)
     y.backward(g)
     return y.detach(), *(w.grad for w in leaves)
 
@@ -127,26 +118,26 @@ def in_fp8(x, scale, dtype):
 def rounded_mlp(x, up, down, g):
     """Operands of the six FP8 products, as the format's nearest numbers in float64. h and its gradient are what the
     operator makes, as exact values may lie next to a tie; they are compared here."""
-    x_scale, hidden_scale = t.INPUT_SCALES["up"], t.INPUT_SCALES["down"]
+    x_scale, hidden_scale = fp8_static.INPUT_SCALES["up"], fp8_static.INPUT_SCALES["down"]
     x8 = nearest(x, x_scale, E4M3)
-    g8 = nearest(g, t.GRADIENT_SCALE, E5M2)
-    up8, down8 = (nearest(w, t.WEIGHT_SCALE, E4M3) for w in (up, down))
+    g8 = nearest(g, fp8_static.GRADIENT_SCALE, E5M2)
+    up8, down8 = (nearest(w, fp8_static.WEIGHT_SCALE, E4M3) for w in (up, down))
     h, h_t = kernels.relu_squared(
-        in_fp8(x, x_scale, E4M3), in_fp8(up.T, t.WEIGHT_SCALE, E4M3), x_scale * t.WEIGHT_SCALE, hidden_scale)
+        in_fp8(x, x_scale, E4M3), in_fp8(up.T, fp8_static.WEIGHT_SCALE, E4M3), x_scale * fp8_static.WEIGHT_SCALE, hidden_scale)
     z, z_t = kernels.relu_squared_backward(
-        in_fp8(g, t.GRADIENT_SCALE, E5M2), in_fp8(down.T, t.WEIGHT_SCALE, E4M3), h,
-        t.GRADIENT_SCALE * t.WEIGHT_SCALE, hidden_scale, t.GRADIENT_SCALE)
+        in_fp8(g, fp8_static.GRADIENT_SCALE, E5M2), in_fp8(down.T, fp8_static.WEIGHT_SCALE, E4M3), h,
+        fp8_static.GRADIENT_SCALE * fp8_static.WEIGHT_SCALE, hidden_scale, fp8_static.GRADIENT_SCALE)
     assert (h.dtype, z.dtype) == (E4M3, E5M2)
     assert torch.equal(h_t.float(), h.float().T) and torch.equal(z_t.float(), z.float().T)
     h = h.double() * hidden_scale
-    z = z.double() * t.GRADIENT_SCALE
+    z = z.double() * fp8_static.GRADIENT_SCALE
     for ours, exact, scale, dtype in ((h, (x8 @ up8).relu().square(), hidden_scale, E4M3),
-                                      (z, 2 * h.sqrt() * (g8 @ down8), t.GRADIENT_SCALE, E5M2)):
+                                      (z, 2 * h.sqrt() * (g8 @ down8), fp8_static.GRADIENT_SCALE, E5M2)):
         assert ((ours != nearest(exact, scale, dtype)).double().mean()) < 1e-3
     return x8, up8, down8, h, g8, z
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp8-mlp", "fp8-qkv"])
+@pytest.mark.parametrize("precision", ["fp8-mlp", "fp8-qkv"])
 def test_another_activation_of_the_mlp_needs_one_changed_line_whatever_the_recipe(precision, monkeypatch):
     monkeypatch.setattr(t, "ACTIVATION", F.gelu)
     model = t.GPT(config(precision=precision, dtype="float32"), CPU)
@@ -155,7 +146,7 @@ def test_another_activation_of_the_mlp_needs_one_changed_line_whatever_the_recip
     assert names["qkv"] == ("fp8-static" if precision == "fp8-qkv" else "fp32")
     x, up, down = (torch.randn(shape, dtype=torch.float64) for shape in ((16, 32), (32, 64), (32, 64)))
     layer = model.precision.layers_at(VIEW, True)[0]
-    y = layer.up.mlp(x, up, down, torch.tensor(0.7, dtype=torch.float64), layer.down)
+    y = layer.up.mlp(x, up, down, torch.tensor(0.7, dtype=torch.float64), t.ACTIVATION, layer.down)
     torch.testing.assert_close(y, 0.7 * F.gelu(x @ up) @ down.T)
 
 
@@ -185,7 +176,7 @@ def test_the_static_mlp_is_within_the_error_of_its_formats_from_float64():
 
 def test_what_the_static_mlp_cannot_hold_is_clamped():
     x, up, down, g = mlp_operands()
-    largest = [448 * t.INPUT_SCALES["up"], 448 * t.WEIGHT_SCALE, 448 * t.WEIGHT_SCALE, 57344 * t.GRADIENT_SCALE]
+    largest = [448 * fp8_static.INPUT_SCALES["up"], 448 * fp8_static.WEIGHT_SCALE, 448 * fp8_static.WEIGHT_SCALE, 57344 * fp8_static.GRADIENT_SCALE]
     for tensor, end in zip((x, up, down, g), largest):
         tensor[3, 5] = end * 1e3
         tensor[4, 6] = -end * 1e3
@@ -194,7 +185,7 @@ def test_what_the_static_mlp_cannot_hold_is_clamped():
     assert all(a.isfinite().all() for a in (y, dx, dup, ddown))
     x8, up8, down8, h, g8, z = rounded_mlp(x, up, down, g)
     assert [rounded.abs().max() for rounded in (x8, up8, down8, g8)] == largest
-    assert h.max() == 448 * t.INPUT_SCALES["down"] and equal_but_for_one_bf16_rounding(y, h, down8.T)
+    assert h.max() == 448 * fp8_static.INPUT_SCALES["down"] and equal_but_for_one_bf16_rounding(y, h, down8.T)
     assert equal_but_for_one_bf16_rounding(dx, z, up8.T)
     x[0, 0] = math.inf
     again, *_ = static_mlp(x, up, down, g)
@@ -209,42 +200,30 @@ def test_a_projection_with_constant_scales_multiplies_rounded_operands_in_all_th
     x[0, 0], w[1, 1], g[2, 2] = 1e5, -1e4, 1e4  # beyond the ends
     leaves = [a.clone().requires_grad_() for a in (x, w)]
     factor = torch.tensor(0.5)
-    y = t.STATIC[name].linear(*leaves, factor)  # w is rounded times the factor
+    y = products.STATIC[name].linear(*leaves, factor)  # w is rounded times the factor
     y.backward(g)
-    x8 = nearest(x, t.INPUT_SCALES[name], E4M3)
-    w8 = nearest(w * factor, t.WEIGHT_SCALE, E4M3)
-    g8 = nearest(g, t.GRADIENT_SCALE, E5M2)
+    x8 = nearest(x, fp8_static.INPUT_SCALES[name], E4M3)
+    w8 = nearest(w * factor, fp8_static.WEIGHT_SCALE, E4M3)
+    g8 = nearest(g, fp8_static.GRADIENT_SCALE, E5M2)
     assert equal_but_for_one_bf16_rounding(y, x8, w8.T)
     assert equal_but_for_one_bf16_rounding(leaves[0].grad, g8, w8)
     assert equal_but_for_one_bf16_rounding(leaves[1].grad, g8.T * factor, x8)
 
 
-def test_a_learned_factor_of_the_static_mlp_is_in_the_rounded_weight_and_has_the_gradient_of_one_on_the_weight():
-    x, up, down, g = mlp_operands()
-    factor = torch.tensor(0.7, requires_grad=True)
-    down = down.requires_grad_()
-    y = t.STATIC["up"].mlp(x, up, down, factor, t.STATIC["down"])
-    y.backward(g)
-    expected, *_, ddown = static_mlp(x, up, (factor * down).detach(), g)
-    assert torch.equal(y, expected) and distance(down.grad, factor.double() * ddown.double()) < 2**-8
-    parts = ddown.double() * down.detach().double()
-    assert abs(factor.grad - parts.sum()) < 0.01 * parts.norm()
-
-
 @pytest.mark.parametrize("of_up, of_down", [("static", "plain"), ("plain", "static"), ("plain", "plain")])
 def test_an_mlp_of_two_recipes_rounds_only_the_operands_of_the_static_one(of_up, of_down):
     x, up, down, _ = mlp_operands()
-    recipes = [t.STATIC[name] if kind == "static" else t.PLAIN for name, kind in (("up", of_up), ("down", of_down))]
-    y = recipes[0].mlp(x, up, down, torch.tensor(0.5), recipes[1])
+    recipes = [products.STATIC[name] if kind == "static" else products.PLAIN for name, kind in (("up", of_up), ("down", of_down))]
+    y = recipes[0].mlp(x, up, down, torch.tensor(0.5), t.relu_squared, recipes[1])
 
     if of_up == "static":
-        hidden = (nearest(x, t.INPUT_SCALES["up"], E4M3) @ nearest(up, t.WEIGHT_SCALE, E4M3)).relu().square()
+        hidden = (nearest(x, fp8_static.INPUT_SCALES["up"], E4M3) @ nearest(up, fp8_static.WEIGHT_SCALE, E4M3)).relu().square()
     else:
         hidden = (x @ up).relu().square()  # bf16: it often lies in the middle of two numbers of e4m3
     w = 0.5 * down
     if of_down == "static":
-        hidden = nearest(hidden, t.INPUT_SCALES["down"], E4M3)
-        w = nearest(w, t.WEIGHT_SCALE, E4M3)
+        hidden = nearest(hidden, fp8_static.INPUT_SCALES["down"], E4M3)
+        w = nearest(w, fp8_static.WEIGHT_SCALE, E4M3)
     assert distance(y, hidden.double() @ w.double().T) < 0.006  # roundings to bf16
     if "static" in (of_up, of_down):
         other = (x.double() @ up.double()).relu().square() @ (0.5 * down.double()).T
@@ -252,87 +231,6 @@ def test_an_mlp_of_two_recipes_rounds_only_the_operands_of_the_static_one(of_up,
 
 
 # ------------------------------------------------------------------------------------------- gradients, health
-
-
-def judged(harm, precision, step=1):
-    """The sentence that ends the run after a step of a harmed model."""
-    model, optimizer = trainer(precision=precision)
-    own = {name: optimizer.own(name, bank) for name, bank in optimizer.banks.items() if name not in model.big_tables}
-    check = finite.Check(own, model.precision.recipes.measurements)
-    harm(model)
-    loss, *flags = t.train_step(model, optimizer, read(model, batch()), step, tell=check.numbers).tolist()
-    with pytest.raises(ranks.BadInput) as error:
-        check.refuse([journal.TrainingLoss(step, loss, flags)], step)
-    return str(error.value)
-
-
-def spoil_input_of_layer_2(model):
-    calls = itertools.count()
-
-    def broken(x, *args):
-        if next(calls) == 2:
-            x = x.index_fill(0, torch.tensor([9]), math.nan)
-        return t.block(x, *args)
-
-    model.functions = model.functions._replace(block=broken)
-
-
-@pytest.mark.parametrize("precision", ["fp8", "nvfp4"])
-def test_the_run_ends_with_the_name_of_the_projection_that_went_wrong(precision):
-    def gradient(model):
-        model.functions = model.functions._replace(
-            mix_and_loss=lambda x, *args: t.mix_and_loss(Broken.apply(x), *args))
-
-    def weight(model):
-        model.mlp.data[2, 0, 0] = math.inf
-        t.Optimizer(model)
-
-    sentence = re.compile(
-        r"(?:the training loss is \S+|a number is not finite) at step 1 on rank 0, (.*); lower the learning rates")
-    harms = (spoil_input_of_layer_2, gradient, weight)
-    culprits = [sentence.fullmatch(judged(harm, precision))[1] for harm in harms]
-    assert culprits == ["input of layer 2's qkv not finite", "gradient of layer 3's down not finite",
-                        "weight of layer 1's up not finite"]
-
-
-@pytest.mark.parametrize("precision", t.PRECISIONS)
-def test_the_run_ends_with_the_name_of_the_weights_that_went_wrong(precision):
-    def one(model):
-        model.gates.data[1, 0, 3] = math.nan
-
-    def three(model):
-        for weights in (model.qkvo, model.mlp, model.late_bias):
-            weights.data.view(-1)[7 % weights.numel()] = math.inf
-
-    begin = r"the training loss is \S+ at step 1 on rank 0, "
-    end = " not finite; lower the learning rates"
-    assert re.fullmatch(begin + "the weights of gates" + end, judged(one, precision))
-    of_qk = "weight of layer 0's qkv" if precision == "nvfp4" else "the weights of mlp and 2 more"
-    assert re.fullmatch(begin + of_qk + end, judged(three, precision))
-    if precision not in ("fp8", "nvfp4"):  # these name the projection
-        assert re.fullmatch(begin + "all matrices finite: an activation overflowed, or a row of a table; lower the "
-                            "learning rates, or give --precision=bf16 if it is one of narrower numbers", judged(spoil_input_of_layer_2, precision))
-
-
-def test_a_step_of_finite_numbers_goes_on_and_costs_little():
-    model, optimizer = trainer(precision="bf16")
-    assert t.train_step(model, optimizer, read(model, batch()), 0).shape == (1,)
-    check = finite.Check({"mlp": model.mlp.data}, model.precision.recipes.measurements)
-    loss, *flags = t.train_step(model, optimizer, read(model, batch()), 1, tell=check.numbers).tolist()
-    assert flags[0] != 0 and flags[1] > 0, "the weight and the loss"
-    check.refuse([journal.TrainingLoss(7, loss, flags)], 7)
-
-
-class Broken(torch.autograd.Function):
-    """Identity whose gradient is infinite."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, g):
-        return g * math.inf
 
 
 # ---------------------------------------------------------------------------------------------------- the model
@@ -376,7 +274,7 @@ def test_fp8_weights_are_rounded_once_a_step_however_many_micro_steps_and_equal_
 
 def test_every_step_rounds_all_fp8_weights_anew_and_a_head_that_waits_keeps_numbers_and_scale():
     model, optimizer = trainer(precision="fp8", head_every_second=True)
-    kept = active(model, "fp8")
+    kept = model.precision.recipe
     before = {name: w.clone() for name, w in kept.weight_bytes.items()}
     scale_before = recipe_at(model, 4, "lm_head").product.weight_scale.clone()
     t.train_step(model, optimizer, read(model, batch()), 0)
@@ -394,7 +292,7 @@ def test_a_learned_factor_has_the_product_and_gradients_of_one_on_the_weight(nam
     factor, results = torch.tensor(0.5), []
     for late in (False, True):
         a, b, f = x.clone().requires_grad_(), w.clone().requires_grad_(), factor.clone().requires_grad_()
-        of_weight = measured(name, w if late else w * factor, leave_out=("sr",))
+        of_weight = measured(name, w if late else w * factor)
         y = of_weight.linear(a, b, f) if late else of_weight.linear(a, f * b)
         y.backward(g)
         results.append((y.detach(), a.grad, b.grad, f.grad))
@@ -408,7 +306,7 @@ def test_a_learned_factor_has_the_product_and_gradients_of_one_on_the_weight(nam
 def test_queries_keys_and_values_are_those_of_float64_and_the_factor_is_of_the_values(name, close):
     x, weight = normal(64, 48), 0.1 * normal(3 * 48, 48, seed=1)
     factor = torch.tensor(0.7, requires_grad=True)
-    which = {"bf16": t.PLAIN, "fp8-static": t.STATIC["qkv"]}.get(name) or measured(name, weight)
+    which = {"bf16": products.PLAIN, "fp8-static": products.STATIC["qkv"]}.get(name) or measured(name, weight)
     ours = which.three_linears(x, weight.view(3, 48, 48), factor)
     exact = [x.double() @ part.double().T for part in weight.split(48)]
     exact[2] = 0.7 * exact[2]
@@ -417,7 +315,6 @@ def test_queries_keys_and_values_are_those_of_float64_and_the_factor_is_of_the_v
     ours[2].backward(g)
     parts = g * ours[2].detach() / 0.7
     assert abs(factor.grad - parts.sum()) < close * parts.norm()
-
 
 
 @functools.cache
@@ -438,7 +335,7 @@ def test_every_recipe_learns_as_float32_does(precision, close):
 
 
 @pytest.mark.parametrize("precision, candidates, layers", [
-    ("fp8", 256, 3), ("fp8-qkv", 16_384, 3), ("nvfp4", 16_384, 1)])  # nvfp4 takes 8 s for each graph
+    ("fp8", 256, 3), ("fp8-qkv", 16_384, 3)])
 def test_compiled_blocks_give_what_eager_ones_do_and_new_scales_compile_nothing(precision, candidates, layers):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -473,17 +370,15 @@ def test_compiled_blocks_give_what_eager_ones_do_and_new_scales_compile_nothing(
 
 
 def test_validation_and_the_last_phase_are_without_the_recipe():
-    model, optimizer = trainer(precision="fp8", bf16_last_frac=0.5)
+    model, _ = trainer(precision="fp8", bf16_last_frac=0.5)
     plain, _ = trainer(precision="bf16")
     data = batch(1)[0]
     with torch.no_grad():
         assert torch.equal(model(*data, VIEW, False), plain(*data, VIEW, False))
         assert torch.equal(t.loss_without_gradient(model, *data, VIEW), plain(*data, VIEW, False))
         assert not torch.equal(model(*data, VIEW, True), plain(*data, VIEW, True))
-    for step, without in enumerate((False, False, True, True)):
-        model.precision.recipes.measurements.reset()
-        t.train_step(model, optimizer, read(model, batch()), step)
-        assert model.precision.recipes.measurements.amaxes.any() != without
+        assert torch.equal(model(*data, VIEW._replace(plain=True), True), plain(*data, VIEW, True))
+    assert [t.setting_of(step, model.config).plain for step in range(5)] == [False, False, True, True, False]
 
 
 # ---------------------------------------------------------------------------------------------------- the switch
@@ -494,7 +389,7 @@ def low_projections(model):
     layers, head = model.precision.layers_at(VIEW, True), model.precision.head_at(VIEW, True)
     rows = [layer._asdict() for layer in layers]
     rows.append({"lm_head": head})
-    return [sorted(name for name, which in row.items() if which is not t.PLAIN) for row in rows]
+    return [sorted(name for name, which in row.items() if which is not products.PLAIN) for row in rows]
 
 
 def test_projections_and_last_layers_can_leave_the_recipe(monkeypatch):
@@ -508,36 +403,21 @@ def test_projections_and_last_layers_can_leave_the_recipe(monkeypatch):
     assert torch.isfinite(model(*batch(1)[0], VIEW, True))
 
 
-@pytest.mark.parametrize("row", [
-    ("fp8-static",) * 5, ("fp8-static", "bf16", "bf16", "fp8-static", "bf16"),
-    ("bf16", "fp8-static", "fp8-static", "bf16", "fp8-static")])
-def test_constant_scales_can_be_of_any_projection(row, monkeypatch):
-    monkeypatch.setitem(t.PRECISIONS, "own", row)
-    model, _ = trainer(precision="own")
-    low = sorted(name for name, which in zip(recipe.PROJECTIONS, row) if which == "fp8-static" and name != "lm_head")
-    assert low_projections(model) == [low] * 4 + [["lm_head"] if row[4] == "fp8-static" else []]
-    loss = model(*batch(1)[0], VIEW, True)
-    loss.backward()
-    assert torch.isfinite(loss) and all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
-
-
-def test_constant_scales_are_refused_where_the_loss_has_a_scale_of_its_own(monkeypatch):
-    monkeypatch.setitem(t.PRECISIONS, "own", ("fp16", "fp8-static", "fp16", "fp16", "fp16"))
-    with pytest.raises(ranks.BadInput, match="^o is fp8-static, which does not go with fp16's scaled loss"):
-        trainer(precision="own", dtype="float16")
-
-
 def test_shapes_that_fp8_cannot_multiply_stay_wide_and_nvfp4_refuses_them():
     model, _ = trainer(precision="fp8", mlp_dim=120)
     assert model.precision.recipe_names[0] == {"qkv": "fp8", "o": "fp8", "up": "bf16", "down": "bf16"}
     for changes, message in (
             (dict(precision="nvfp4"), "^up of 64 x 120 cannot be nvfp4, which takes multiples of 16"),
             (dict(precision="fp8", float8_all_gather=True), "up of 64 x 120 cannot be fp8, .* multiples of 16")):
-        with pytest.raises(ranks.BadInput, match=message):
+        with pytest.raises(BadInput, match=message):
             trainer(mlp_dim=120, **changes)
 
 
 @pytest.mark.parametrize("changes, message", [
+    (dict(precision="odd"), "down cannot be fp8-sttaic, which is none of bf16, "),
+    (dict(precision="fp8-mlp", dtype="float16"), "up is fp8-static, .* fp16's scaled loss"),
+    (dict(precision="fp8", dtype="float16"), "qkv is fp8, .* fp16's scaled loss"),
+    (dict(precision="nvfp4", nvfp4_without="rht,2D"), "--nvfp4_without=rht,2D: 2D is none of rht, sr, 2d"),
     (dict(precision="nvfp4", native=True), "--native, but cpu has no products of qkv in nvfp4 here"),
     (dict(precision="bf16", float8_all_gather=True), "--float8_all_gather needs fp8 .* but qkv is bf16"),
     (dict(precision="fp8", float8_all_gather=True, bf16_last_layers=1), "--float8_all_gather .* but qkv is bf16"),
@@ -546,8 +426,9 @@ def test_shapes_that_fp8_cannot_multiply_stay_wide_and_nvfp4_refuses_them():
     (dict(precision="nvfp4", dtype="float64"), "qkv .* nvfp4"),
     (dict(precision="fp8", float8_all_gather=True, dtype="float64"), "--float8_all_gather"),
 ])
-def test_a_recipe_that_cannot_be_is_refused_in_one_sentence(changes, message):
-    with pytest.raises(ranks.BadInput, match=message):
+def test_a_recipe_that_cannot_be_is_refused_in_one_sentence(changes, message, monkeypatch):
+    monkeypatch.setitem(t.PRECISIONS, "odd", ("bf16", "bf16", "bf16", "fp8-sttaic", "bf16"))
+    with pytest.raises(BadInput, match=message):
         trainer(**changes)
 
 
@@ -555,17 +436,12 @@ def test_a_gpu_without_bf16_is_told_what_it_can_do(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     gpu, c = torch.device("cuda"), config(compile=True)
     for precision in ("bf16", "fp16"):
-        with pytest.raises(ranks.BadInput, match="no bf16.*; give --precision=fp32, or --compile=false"):
+        with pytest.raises(BadInput, match="no bf16.*; give --precision=fp32, or --compile=false"):
             t.choose_recipes(config(precision=precision, compile=True), gpu)
         assert t.choose_recipes(config(precision=precision, compile=False), gpu)[0]["qkv"] == precision
     assert t.choose_recipes(config(precision="fp32", compile=True), gpu)[0]["qkv"] == "fp32"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert t.choose_recipes(c, gpu)
-
-
-def test_an_unknown_precision_gets_the_known_ones():
-    with pytest.raises(ranks.BadInput, match="fp8, fp8-head, fp8-mlp, fp8-qkv, nvfp4"):
-        t.parse_config(["--preset=laptop", "--precision=fp4"])
 
 
 def test_the_switch_sets_the_dtype_and_auto_is_plain_without_a_gpu():
@@ -586,7 +462,7 @@ def test_auto_and_native_ask_the_gpu_for_fp8(capability, expected, monkeypatch):
     for precision in ("fp8", "fp8-head"):
         assert t.choose_recipes(config(precision=precision), gpu)[-1] == {"lm_head": t.PRECISIONS[precision][4]}
         if expected == "bf16":
-            with pytest.raises(ranks.BadInput, match="^--native, but cuda has no products of .* in fp8"):
+            with pytest.raises(BadInput, match="^--native, but cuda has no products of .* in fp8"):
                 t.choose_recipes(config(precision=precision, native=True), gpu)
 
 
@@ -603,29 +479,6 @@ def test_the_run_names_its_products_in_the_log(corpus, tmp_path):
     assert 'note "0 steps skipped, loss scale 32768"\n' in text
 
 
-def test_two_steps_with_constant_scales_run_and_the_log_names_its_products(corpus, tmp_path):
-    assert t.main(arguments(data_dir=corpus, log_dir=tmp_path, precision="fp8-qkv", num_steps=2)) == 0
-    (path,) = tmp_path.glob("*.txt")
-    text = path.read_text().split(journal.RULE)[1]
-    (note,) = [line for line in text.splitlines() if line.startswith('note "products: ')]
-    products = ["3 x qkv fp8-static (emulated)", "3 x o bf16 (native)", "3 x up fp8-static (emulated)",
-                "3 x down fp8-static (emulated)", "1 x lm_head fp8-static (emulated)"]
-    assert note == 'note "products: ' + ", ".join(products) + '"'
-    first, second = (float(loss) for loss in re.findall(r"train_loss:(\S+)", text))
-    assert second < first == pytest.approx(math.log(384), abs=0.01)
-
-
-def test_the_character_preset_is_the_small_model_of_six_layers():
-    sizes = ["--seq_len=256", "--batch_tokens=256", "--val_seq_len=256"]
-    c = t.parse_config(["--preset=char", "--precision=fp32", *sizes])
-    model = t.GPT(c, CPU)
-    context = max(t.setting_of(0, c).windows.values()) * BLOCK_SIZE
-    assert (c.num_layers, c.model_dim, c.num_heads, context) == (6, 384, 6, 256)
-    t.initialize(model, 0)
-    model(*(tokens % c.vocab_size for tokens in batch(1)[0]), t.setting_of(0, c), True).backward()
-    assert all(p.grad is not None for p in model.parameters())
-
-
 # ---------------------------------------------------------------------------------------------------- fp16
 
 
@@ -633,21 +486,13 @@ def test_a_power_of_two_on_the_loss_changes_no_bit_in_float32():
     weights = []
     for scale in (1.0, 2.0**15):
         model, optimizer = trainer(precision="fp16", dtype="float32")
-        scaling = active(model, "fp16")
+        scaling = model.precision.recipe
         scaling.set_scale(scale)
         for step in range(3):
             t.train_step(model, optimizer, read(model, batch(2, step)), step)
         assert optimizer.updates == 3 and scaling.scale == scale
         weights.append([p.detach().clone() for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*weights))
-
-
-def test_the_scaled_loss_is_wide_enough_for_the_largest_scale():
-    model, _ = trainer(precision="fp16")
-    loss = model(*batch(1)[0], VIEW, True)
-    scaled = model.precision.recipes.scale_loss(loss)
-    assert loss.dtype == scaled.dtype == torch.float32
-    assert scaled == loss * 2**15 / 256 > 65504  # ours is a sum over a sequence of 256, jmp's scale is for a mean
 
 
 TABLES = ("value_embeds", "ngrams")
@@ -675,7 +520,7 @@ def test_a_skipped_step_leaves_no_trace_and_the_next_one_is_as_if_it_had_never_b
     states = []
     for skips in (False, True):
         model, optimizer = trainer(precision="fp16")
-        scaling = active(model, "fp16")
+        scaling = model.precision.recipe
         scaling.set_scale(2.0**15 if skips else 2.0**14)
         for seed, bad in enumerate((True, False, False, True, False, False)):
             if bad and not skips:
@@ -694,36 +539,21 @@ def test_a_skipped_step_leaves_no_trace_and_the_next_one_is_as_if_it_had_never_b
     assert len(states[0]) == len(states[1]) and all(torch.equal(a, b) for a, b in zip(*states))
 
 
-def test_training_through_a_doubling_of_the_loss_scale_changes_no_bit_in_float32():
-    states = []
-    for good_steps in (0, 1999):
-        model, optimizer = trainer(precision="fp16", dtype="float32")
-        scaling = active(model, "fp16")
-        scaling.good_steps = good_steps  # the next good step is the last of 2000
-        for step in range(3):
-            t.train_step(model, optimizer, read(model, batch(2, step)), step)
-        assert scaling.scale == (2.0**16 if good_steps else 2.0**15) and optimizer.updates == 3
-        states.append([*optimizer.masters.values()])
-    assert all(torch.equal(a, b) for a, b in zip(*states))
-
-
 @pytest.mark.parametrize("precision", ["bf16", "fp8", "fp8-mlp", "fp16"])
 def test_what_a_cuda_graph_reads_stays_at_its_place_through_warming_up_and_training(precision):
     model, optimizer = trainer(precision=precision)
     places, phase = {}, "warm-up"
 
     def tensors():
-        found = dict(signs=model.signs, amaxes=model.precision.recipes.measurements.amaxes,
-                     number=kernels.device_number(CPU, 4.0), **dict(model.named_parameters()))
+        found = dict(signs=model.signs, number=kernels.device_number(CPU, 4.0), **dict(model.named_parameters()))
         if precision == "fp16":
-            found["factor"] = active(model, "fp16").factor
+            found["factor"] = model.precision.recipe.factor
         if precision == "fp8":
-            found["scales"] = active(model, "fp8").scales
-            found |= {(name, "fp8"): w for name, w in active(model, "fp8").weight_bytes.items()}
-            for layer, name in weights_of_projections(model):
+            found["scales"] = model.precision.recipe.scales
+            found |= {(name, "fp8"): w for name, w in model.precision.recipe.weight_bytes.items()}
+            for (layer, name), _ in weights_of(model):
                 product = recipe_at(model, layer, name).product
-                found |= {(layer, name, "seen"): product.seen.grad, (layer, name, "scale"): product.weight_scale}
-                found[layer, name, "bytes"] = product.weight_bytes
+                found |= {(layer, name, "scale"): product.weight_scale, (layer, name, "bytes"): product.weight_bytes}
         return found | {(key, i): x for key, tables in model.rotary_tables[True].items() for i, x in enumerate(tables)}
 
     def call(key, function, arguments):
@@ -739,12 +569,7 @@ def test_what_a_cuda_graph_reads_stays_at_its_place_through_warming_up_and_train
     phase = "run"
     for step in range(4):
         t.train_step(model, optimizer, read(model, batch(2, step)), step, call)
-    assert {"amaxes", "ngrams"} < {*places} and any(isinstance(name, tuple) for name in places)
-
-
-def weights_of_projections(model):
-    """Layer and name of every projection."""
-    return [place for place, _ in weights_of(model)]
+    assert {"signs", "ngrams"} < {*places} and any(isinstance(name, tuple) for name in places)
 
 
 # ---------------------------------------------------------------------------------------------------- ranks
@@ -754,60 +579,34 @@ import sys
 import torch, torch.distributed as dist, torch.multiprocessing as mp
 import train_gpt as t
 import test_precision as test
-from nanogpt import fp8, tables
 
 def work(rank, world_size, folder):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store{world_size}", rank=rank, world_size=world_size)
-    calls, all_reduce, all_gather, reduce_scatter = [], dist.all_reduce, t.all_gather, t.reduce_scatter
-
-    def reduce(tensor, op=dist.ReduceOp.SUM, **kw):
-        calls.append(("max" if op == dist.ReduceOp.MAX else "sum", tensor.dtype, tensor.numel()))
-        return all_reduce(tensor, op, **kw)
-
-    def exchange(out, given, *lines, **kw):
-        calls.append(("exchange", given.dtype, given.numel()))
-        return all_to_all(out, given, *lines, **kw)
-
-    def gather(out, part, **kw):
-        calls.append(("gather", part.dtype, part.numel()))
-        return all_gather(out, part, **kw)
-
-    def scatter(out, whole, **kw):
-        calls.append(("scatter", whole.dtype, whole.numel()))
-        return reduce_scatter(out, whole, **kw)
-
-    all_to_all, dist.all_to_all_single = dist.all_to_all_single, exchange
-    dist.all_reduce, t.all_gather, fp8.all_gather, t.reduce_scatter = reduce, gather, gather, scatter
-    tables.all_gather = gather
     result = {}
-    for name in ("bf16", "fp8", "fp16", "fp16 rows"):
+    for name in ("fp8", "fp16", "fp16 rows"):
         precision, *kind = name.split()
         c = test.config(precision=precision, float8_all_gather=precision == "fp8")
         model = t.GPT(c, test.CPU, world_size)
         optimizer = t.Optimizer(model)
         optimizer.reset(test.start_of(model))
         before = {n: w.clone() for n, w in optimizer.masters.items()}
-        calls.clear()
         last = precision == "fp16" and rank == world_size - 1  # what Muon has reaches the slice's owner through the sum
         test.give_gradients(model, optimizer, 1.0, rank, ("ngrams" if kind else "qkvo") if last else None)
-        used = {index: len(rows.of_all) for index, rows in optimizer.tables.used.items()}
         optimizer.start_sums()
         optimizer.step(1.0)
-        step = list(calls)
-        model.precision.recipes.before_validation()
-        kept = vars(model.precision.recipes.by_name[precision]) if precision in model.precision.recipes.by_name else {}
+        recipe = model.precision.recipe
+        gathered = {n: w.view(torch.float8_e4m3fn).float() for n, w in getattr(recipe, "weight_bytes", {}).items()}
+        stale = {n: getattr(model, n).detach().clone() for n in ("qkvo", "mlp")}
+        recipe.before_validation()
         result[name] = dict(
-            calls=step, bytes=optimizer.bytes_per_step(), before=before, masters=optimizer.masters,
-            steps=optimizer.updates, scales=kept.get("scales"), state=[tuple(s) for s in optimizer.state.values()],
-            scale=kept.get("scale"), good_steps=kept.get("good_steps"), grads=[p.grad for p in model.parameters()],
-            weights8={n: w.view(torch.float8_e4m3fn).float() for n, w in kept.get("weight_bytes", {}).items()},
-            wide={n: p.detach().clone() for n, p in model.named_parameters()},
-            used={n: used[i] for n, i in (("value_embeds", "tokens"), ("ngrams", "ngrams"))})
+            before=before, masters=optimizer.masters, steps=optimizer.updates, stale=stale, weights8=gathered,
+            state=[tuple(s) for s in optimizer.state.values()], kept=recipe.state(), scales=getattr(recipe, "scales", None),
+            grads=[p.grad for p in model.parameters()], wide={n: p.detach().clone() for n, p in model.named_parameters()})
     torch.save(result, f"{folder}/{world_size}-{rank}")
     dist.destroy_process_group()
 
-for world_size in (1, 2, 4):
+for world_size in (1, 4):
     mp.start_processes(work, (world_size, sys.argv[1]), world_size, start_method="fork")
 """
 
@@ -831,10 +630,10 @@ def worlds(tmp_path_factory):
     run = subprocess.run([sys.executable, "-c", RANKS, folder], env=environment, capture_output=True, text=True,
                          timeout=120)
     assert run.returncode == 0, run.stderr
-    return {n: [torch.load(folder / f"{n}-{rank}") for rank in range(n)] for n in (1, 2, 4)}
+    return {n: [torch.load(folder / f"{n}-{rank}") for rank in range(n)] for n in (1, 4)}
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 4])
 def test_gathered_fp8_weights_are_the_rounded_whole_weights_to_the_bit(worlds, world_size):
     ranks = [rank["fp8"] for rank in worlds[world_size]]
     whole = {name: torch.cat([rank["masters"][name] for rank in ranks]) for name in MATRICES}
@@ -849,42 +648,20 @@ def test_gathered_fp8_weights_are_the_rounded_whole_weights_to_the_bit(worlds, w
             assert torch.equal(rank["weights8"][bank][rows], expected), (bank, rows)
         for bank in MATRICES:
             assert torch.equal(rank["wide"][bank], whole[bank].bfloat16()), "validation needs the wide weights of all"
+            if world_size > 1 and bank != "lm_head":
+                assert not torch.equal(rank["stale"][bank], rank["wide"][bank]), "a step has handed out bytes only"
             assert torch.equal(rank["weights8"][bank], ranks[0]["weights8"][bank])
         assert torch.equal(rank["scales"], ranks[0]["scales"])
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_a_step_reduces_one_vector_of_amaxes_and_gathers_matrices_as_bytes(worlds, world_size):
-    for rank in (rank["fp8"] for rank in worlds[world_size]):
-        calls, sizes = rank["calls"], {n: w.numel() // world_size for n, w in rank["weights8"].items()}
-        assert [call for call in calls if call[0] == "max"] == [("max", torch.float32, 4 * 4 + 1 + 1)]
-        gathered = [call[2] for call in calls if call[0] == "gather" and call[1] == torch.uint8]
-        assert sorted(gathered) == sorted(sizes.values()) and {*sizes} == {*MATRICES}
-        wide = [call[2] for call in calls if call[0] == "gather" and call[1] == torch.bfloat16]
-        others = [rank["used"][name] * width for name, width in (("value_embeds", 4 * 64), ("ngrams", 32))]
-        others += [rank["wide"]["lm_head"].numel()]  # looked up: wide, as are the used rows of the tables
-        assert sorted(wide) == sorted(size // world_size for size in others)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("precision", ["bf16", "fp8"])
-def test_bytes_per_step_are_those_of_the_calls_of_a_step_in_a_ring(worlds, world_size, precision):
-    for rank in (rank[precision] for rank in worlds[world_size]):
-        share = {"gather": world_size - 1, "scatter": 1 - 1 / world_size, "sum": 2 - 2 / world_size, "max": 0,
-                 "exchange": 1 - 1 / world_size}
-        sent = sum(share[kind] * size * dtype.itemsize for kind, dtype, size in rank["calls"])
-        assert rank["bytes"] == pytest.approx(sent)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 4])
 @pytest.mark.parametrize("name", ["fp16", "fp16 rows"])
 def test_a_gradient_that_overflows_on_one_rank_makes_all_skip_the_step(worlds, world_size, name):
     for rank in (rank[name] for rank in worlds[world_size]):
         assert all(torch.equal(w, rank["before"][name]) for name, w in rank["masters"].items())
         assert not any(s.any() for state in rank["state"] for s in state)
-        assert (rank["steps"], rank["scale"], rank["good_steps"]) == (0, 2**14, 0) and {*rank["grads"]} == {None}
-        if world_size > 1:
-            assert [call for call in rank["calls"] if call[0] == "max"] == [("max", torch.float32, 1)]
+        assert (rank["steps"], rank["kept"]["scale"], rank["kept"]["good_steps"]) == (0, 2**14, 0)
+        assert {*rank["grads"]} == {None}
 
 
 def test_what_validation_of_fp16_weights_finds_does_not_depend_on_training_before_it():
@@ -899,14 +676,3 @@ def test_what_validation_of_fp16_weights_finds_does_not_depend_on_training_befor
             model(tokens[:-1], tokens[1:], setting, True)
         losses.append(t.loss_without_gradient(model, tokens[:-1], tokens[1:], setting).item())
     assert losses[0] == losses[1]
-
-
-@pytest.mark.parametrize("row, keys, sentence", [
-    (("bf16", "bf16", "bf16", "fp8-sttaic", "bf16"), {}, "down cannot be fp8-sttaic, which is none of bf16, "),
-    (t.PRECISIONS["fp8-mlp"], {"dtype": "float16"}, "up is fp8-static, .* fp16's scaled loss"),
-    (t.PRECISIONS["fp8"], {"dtype": "float16"}, "qkv is fp8, .* fp16's scaled loss"),
-])
-def test_recipes_that_cannot_be_are_refused_in_a_sentence(row, keys, sentence, monkeypatch):
-    monkeypatch.setitem(t.PRECISIONS, "odd", row)
-    with pytest.raises(BadInput, match=sentence):
-        t.choose_recipes(config(precision="odd", **keys), torch.device("cpu"))
