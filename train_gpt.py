@@ -65,11 +65,9 @@ from nanogpt import (
     checkpoints,
     compiling,
     faults,
-    finite,
     fitting,
     kernels,
     masks,
-    recipe,
     report,
     warmup,
 )
@@ -77,6 +75,7 @@ from nanogpt.arguments import key
 from nanogpt.kernels import E4M3, E5M2
 from nanogpt.masks import BLOCK_SIZE
 from nanogpt.past import Past, Reading, inputs_and_targets
+from nanogpt.precision import finite, recipe
 from nanogpt.ranks import (
     REQUESTS,
     NoTransfer,
@@ -1457,7 +1456,7 @@ def find_sites(c: Config, recipe_names: recipe.RecipeNames) -> list[recipe.Site]
 class Precision:
     """The products of every projection of a model, by their recipes. Some recipes keep things
     between steps: `recipes` tells them when weights have changed, when a validation begins, and so
-    on (nanogpt/recipe.py)."""
+    on (nanogpt/precision/recipe.py)."""
 
     def __init__(self, c: Config, device: torch.device, banks: dict[str, Tensor]):
         self.recipe_names = choose_recipes(c, device)

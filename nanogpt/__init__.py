@@ -9,7 +9,6 @@ Its processes
     process.py      variables that torch reads when it starts, and signals
     ranks.py        which of the processes this is, and how they agree
     faults.py       how an error ends a run
-    finite.py       a number that is not finite is traced to its origin
 
 What is kept and said
     checkpoints.py  files of weights, and saves of a whole run, so that it can go on
@@ -24,6 +23,5 @@ Computing
     candidates.py   the tokens of the vocabulary that a training loss is computed over
     tables.py       the rows of large tables that a step looks up, and Adam for them
     streams.py      CUDA streams for work that runs beside the main one
-    recipe.py       what the trainer asks of a recipe of low precision, and which recipe where
-    fp8.py, nvfp4.py, fp16.py    one recipe each, which the file explains
+    precision/      products of numbers of few bits, the recipes of low precision
 """

@@ -37,7 +37,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from data.texts import harmless
-from nanogpt import arguments, finite, past, process
+from nanogpt import arguments, past, process
+from nanogpt.precision import finite
 from nanogpt.ranks import BadInput, all_ranks, on_all_ranks, rank_and_world_size, require
 from records.console import complain
 

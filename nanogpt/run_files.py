@@ -14,7 +14,8 @@ from torch import Tensor
 
 from data import shards
 from data.fineweb import TRAIN_SHARDS
-from nanogpt import checkpoints, recipe
+from nanogpt import checkpoints
+from nanogpt.precision import recipe
 from nanogpt.ranks import BadInput, compare, is_rank_0, on_all_ranks, rank_and_world_size, require
 from records.journal import try_folder
 

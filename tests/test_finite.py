@@ -1,4 +1,4 @@
-"""nanogpt/finite.py: who hears of a number that is not finite, when, and what the sentence says of it.
+"""nanogpt/precision/finite.py: who hears of a number that is not finite, when, and what the sentence says of it.
 
 What a step of each precision leaves behind is in test_precision.py; whole runs are in test_faults.py.
 """
@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from nanogpt import finite
+from nanogpt.precision import finite
+from nanogpt.precision.recipe import Measurements
 from nanogpt.ranks import BadInput
-from nanogpt.recipe import Measurements
 from records.journal import TrainingLoss
 
 NAMES = {"a": torch.bfloat16, "b": torch.float32, "c": torch.bfloat16}

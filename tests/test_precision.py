@@ -19,9 +19,10 @@ import torch.nn.functional as F
 from conftest import arguments, read
 
 import train_gpt as t
-from nanogpt import finite, fp8, kernels, nvfp4, ranks, recipe
+from nanogpt import kernels, ranks
 from nanogpt.kernels import E4M3, E5M2
 from nanogpt.masks import BLOCK_SIZE
+from nanogpt.precision import finite, fp8, nvfp4, recipe
 from nanogpt.ranks import BadInput
 from records import journal
 
@@ -754,7 +755,8 @@ import sys
 import torch, torch.distributed as dist, torch.multiprocessing as mp
 import train_gpt as t
 import test_precision as test
-from nanogpt import fp8, tables
+from nanogpt import tables
+from nanogpt.precision import fp8
 
 def work(rank, world_size, folder):
     torch.set_num_threads(1)

@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 
 import train_gpt as t
-from nanogpt import fp8, fp16, kernels, nvfp4
+from nanogpt import kernels
 from nanogpt.kernels import E4M3, E5M2
-from nanogpt.ranks import BadInput
-from nanogpt.recipe import (
+from nanogpt.precision import fp8, fp16, nvfp4
+from nanogpt.precision.recipe import (
     E2M1_GRID,
     Measurements,
     Recipe,
@@ -29,6 +29,7 @@ from nanogpt.recipe import (
     largest_magnitude,
     round_to,
 )
+from nanogpt.ranks import BadInput
 
 CPU = torch.device("cpu")
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
@@ -652,7 +653,7 @@ RANKS = """
 import math
 import sys
 import torch, torch.distributed as dist, torch.multiprocessing as mp
-from nanogpt import fp8, fp16
+from nanogpt.precision import fp8, fp16
 import test_recipes as test
 
 def work(rank, world_size, folder):

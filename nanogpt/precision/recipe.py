@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from nanogpt import kernels
-from nanogpt.ranks import BadInput, require
+from nanogpt.ranks import require
 
 
 class Site(NamedTuple):
@@ -248,13 +248,9 @@ def is_native(recipe_name: str, device: torch.device) -> bool:
 
 
 def module_of(recipe_name: str):
-    """The module of a recipe that has one of its own, imported only for the runs that need it.
-    Raises BadInput if it is not there: code from a log has only what its run has used."""
-    try:
-        return importlib.import_module(f"nanogpt.{recipe_name}")
-    except ModuleNotFoundError:
-        raise BadInput(f"nanogpt/{recipe_name}.py is missing, as in code that was taken out of a "
-                       "log of another --precision; take that file from the project") from None
+    """The module of a recipe that has one of its own, imported only for the runs that need it, so
+    that the log has only the code that its run has used."""
+    return importlib.import_module(f"nanogpt.precision.{recipe_name}")
 
 
 def names_with_module(recipe_names: RecipeNames, c) -> list[str]:

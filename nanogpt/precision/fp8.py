@@ -58,8 +58,7 @@ from torch import Tensor
 
 from nanogpt import kernels
 from nanogpt.kernels import E4M3, E5M2
-from nanogpt.ranks import all_gather, rank_and_world_size, require
-from nanogpt.recipe import (
+from nanogpt.precision.recipe import (
     E4M3_GRID,
     E5M2_GRID,
     Measurements,
@@ -70,6 +69,7 @@ from nanogpt.recipe import (
     largest_magnitude,
     round_to,
 )
+from nanogpt.ranks import all_gather, rank_and_world_size, require
 
 GRIDS = {E4M3: E4M3_GRID, E5M2: E5M2_GRID}
 

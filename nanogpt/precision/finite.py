@@ -13,8 +13,8 @@ import math
 import torch
 from torch import Tensor
 
+from nanogpt.precision.recipe import Measurements
 from nanogpt.ranks import BadInput, all_ranks, rank_and_world_size, require
-from nanogpt.recipe import Measurements
 from records.journal import TrainingLoss
 
 REMEDY = "lower the learning rates"

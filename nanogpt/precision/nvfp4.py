@@ -57,8 +57,7 @@ import torch
 from torch import Tensor
 
 from nanogpt import kernels
-from nanogpt.ranks import require
-from nanogpt.recipe import (
+from nanogpt.precision.recipe import (
     E2M1_GRID,
     E4M3_GRID,
     Measurements,
@@ -69,6 +68,7 @@ from nanogpt.recipe import (
     largest_magnitude,
     round_to,
 )
+from nanogpt.ranks import require
 
 PARTS = ("rht", "sr", "2d")  # what --nvfp4_without may name
 LARGEST = 6  # the largest number of e2m1

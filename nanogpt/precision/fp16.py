@@ -1,5 +1,5 @@
 """fp16 with a loss scale that adapts itself: --precision=fp16. GPUs that have no bf16 also need
---compile=false, because validation and some sums are in bf16 (nanogpt/recipe.py).
+--compile=false, because validation and some sums are in bf16 (nanogpt/precision/recipe.py).
 
 Why it works. fp16 and bf16 both have 16 bits. bf16 spends eight of them on the exponent, as float32
 does. fp16 spends only five, so its magnitudes reach from 6e-8 to 65504. Weights and activations
@@ -36,8 +36,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nanogpt.precision.recipe import PLAIN_DTYPES, Recipe
 from nanogpt.ranks import rank_and_world_size, require
-from nanogpt.recipe import PLAIN_DTYPES, Recipe
 
 FIRST_SCALE = 2.0**15
 LARGEST_SCALE = 2.0**127  # the largest power of two in float32
