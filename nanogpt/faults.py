@@ -120,8 +120,11 @@ def not_finite(tensors: dict[str, Tensor]) -> str:
     that has one, and how many more it has; empty if there is none. This waits for the device. A
     collective."""
     bad = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
-    more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
-    sentence = f"{' of '.join(reversed(bad[0].split('.')))}{more} not finite" if bad else ""
+    sentence = ""
+    if bad:  # bad[0] is such as "mlp.master" or "mlp.momentum_buffer"
+        bank, _, kind = bad[0].partition(".")
+        more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
+        sentence = f"the {kind.replace('master', 'weights')} of {bank}{more} not finite"
     for rank, of_rank in enumerate(all_ranks(sentence)):
         if of_rank:
             return f", on rank {rank} {of_rank}"

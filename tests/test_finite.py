@@ -16,7 +16,7 @@ def test_the_sentence_names_the_step_and_the_first_tensor(name, value):
     with pytest.raises(BadInput, match="the validation loss is nan at step 8, all weights finite: an activation"):
         faults.check_loss("validation", math.nan, 8, tensors)
     tensors[name][1] = value
-    part = f"on rank 0 {name[2:]} of b not finite; lower the learning"
+    part = f"on rank 0 the {'weights' if name == 'b.master' else 'mean'} of b not finite; lower the learning"
     with pytest.raises(BadInput, match=f"the training loss is inf at step 8, {part}"):
         faults.check_loss("training", math.inf, 8, tensors)
     with pytest.raises(BadInput, match=f"training went wrong before step 8, {part}"):
@@ -26,4 +26,4 @@ def test_the_sentence_names_the_step_and_the_first_tensor(name, value):
 def test_the_rank_of_a_bad_weight_is_named(monkeypatch):
     monkeypatch.setattr(faults, "all_ranks", lambda value: ["", "", value])
     bad = {"a.master": torch.tensor([math.inf]), "b.master": torch.tensor([math.nan])}
-    assert faults.not_finite(bad) == ", on rank 2 master of a and 1 more not finite"
+    assert faults.not_finite(bad) == ", on rank 2 the weights of a and 1 more not finite"

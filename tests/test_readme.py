@@ -1,4 +1,4 @@
-"""The top-level README names only what exists: files, keys and links.
+"""README.md and the pages of docs/ name only what exists: files, keys and links.
 
 Reference: the files of the project, the fields of Config, and the options of the other programs as their source has
 them."""
@@ -11,40 +11,43 @@ from conftest import ROOT
 import train_gpt
 
 PROGRAMS = ("sample.py", "evaluate.py", "data/prepare.py", "data/fineweb.py", "records/__main__.py")
-TORCHRUN = {"rdzv_conf", "standalone", "nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port", "max_restarts"}
-TO_COME = ("TODO-SAMPLE", "TODO-RESUME")  # sections with such a mark describe what is not here yet
+TORCHRUN = {"standalone", "nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port"}
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-@pytest.fixture(scope="module")
-def readme():
-    return (ROOT / "README.md").read_text("utf-8")
+@pytest.fixture(params=PAGES, ids=lambda page: page.name)
+def page(request):
+    return request.param
 
 
-def sections(text):
-    return re.split(r"^## ", text, flags=re.MULTILINE)
-
-
-def test_the_files_that_it_names_are_there(readme):
-    named = set(re.findall(r"`([\w/]+\.(?:py|sh)|[\w/]+/)`", readme))
-    assert len(named) > 5
+def test_the_files_that_it_names_are_there(page):
+    named = set(re.findall(r"`([\w/]+\.(?:py|sh)|[\w/]+/)`", page.read_text("utf-8")))
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
 
 
-def test_the_keys_that_it_names_are_known(readme):
+def test_the_keys_that_it_names_are_known(page):
     known = {field.name for field in dataclasses.fields(train_gpt.Config)} | TORCHRUN | {"help"}
     for program in PROGRAMS:
         known |= set(re.findall(r'"--([\w-]+)"', (ROOT / program).read_text("utf-8")))
-    for section in sections(readme):
-        if not any(mark in section for mark in TO_COME):
-            named = set(re.findall(r"(?<!\S)`?--([a-z][\w-]*)", section))
-            assert named - known == set(), section.partition("\n")[0]
+    named = set(re.findall(r"(?<!\S)`?--([a-z][\w-]*)", page.read_text("utf-8")))
+    assert named - known == set()
 
 
-def test_its_links_lead_somewhere(readme):
-    targets = re.findall(r"\]\(([^)#]+)", readme)
+def test_its_links_lead_somewhere(page):
+    targets = re.findall(r"\]\(([^)#]+)", page.read_text("utf-8"))
     assert targets
     local = [target for target in targets if not target.startswith("https://")]
-    assert [target for target in local if not (ROOT / target).exists()] == []
+    assert [target for target in local if not (page.parent / target).exists()] == []
+
+
+def test_the_names_of_the_script_that_it_gives_are_there(page):
+    """Functions, classes and constants stand in backticks with a capital or an underscore in them."""
+    named = set(re.findall(r"`([A-Za-z]\w*(?:\.\w+)?)`", page.read_text("utf-8")))
+    source = train_gpt.SOURCE.decode()
+    names = {name for name in named if name != name.lower() or "_" in name}
+    written = {name for name in names if re.search(rf"\b{name.rpartition('.')[2]}\b", source)}
+    others = {"val_loss", "train_loss", "train_time"}  # of the log
+    assert names - written - others == set()
 
 
 def test_the_room_lists_all_its_files():
