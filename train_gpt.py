@@ -74,12 +74,11 @@ from nanogpt import (
 from nanogpt.arguments import key
 from nanogpt.kernels import E4M3, E5M2
 from nanogpt.masks import BLOCK_SIZE
+from nanogpt.message import Messages, check_validation
 from nanogpt.past import Past, Reading, inputs_and_targets
-from nanogpt.precision import finite, recipe
+from nanogpt.precision import recipe
 from nanogpt.ranks import (
-    REQUESTS,
     NoTransfer,
-    Requests,
     all_gather,
     all_ranks,
     compare,
@@ -2067,11 +2066,9 @@ def train_step(model: GPT, optimizer: Optimizer, batch: list[tuple[Reading, Tens
     """One update. `batch` has the reading and the targets (T,) of each micro-batch of this rank, as
     `Past.prepare` makes them. `call` runs a function of tensors, directly or as a CUDA graph.
 
-    Returns a message, a vector on the device that is summed over the ranks. It begins with the mean
-    loss. Then comes a flag for each number that the recipes measure: whether it was ever not
-    finite. Last comes what `tell` returned for this rank's loss, before the update: in a run
-    (`Run.tell`) a number for each bank but the tables, the loss of each rank, and requests. A
-    collective."""
+    Returns a vector on the device that is summed over the ranks: the mean loss, and then what
+    `tell` has returned for this rank's loss, before the update (nanogpt/message.py). A collective.
+    """
     c = model.config
     setting = setting_of(step, c)
 
@@ -2095,7 +2092,7 @@ def train_step(model: GPT, optimizer: Optimizer, batch: list[tuple[Reading, Tens
     told = [tell(loss_sum)] if tell else []  # the gradients are on their way meanwhile
     optimizer.step(lr_factor_at(step, c))
     loss = loss_sum / stage_tokens(stage_of(step, c), c)
-    message = torch.cat([loss[None], model.precision.recipes.measurements.faults(), *told])
+    message = torch.cat([loss[None], *told])
     if dist.is_initialized():
         # With NCCL only this stream waits for the sum, and the CPU goes on.
         dist.all_reduce(message, async_op=True).wait()
@@ -2167,7 +2164,7 @@ def compare_products(model: GPT, sequence: Tensor, step: int) -> tuple[float, di
 class Run:
     """The loop of training. Before each step the run saves or ends if all ranks have agreed to, and
     validates if it is time to. What the ranks tell each other travels with the loss of a step
-    (`tell`), and is read one step later (`read_messages`)."""
+    (nanogpt/message.py), and is read one step later."""
 
     def __init__(self, c: Config, optimizer: Optimizer, run_files: RunFiles,
                  keeper: checkpoints.Keeper):
@@ -2182,8 +2179,7 @@ class Run:
         self.step = keeper.first_step  # steps so far
         self.ended_by = ""  # the signal that has ended the run early
         self.latest_sequence = None  # the first one of the latest batch of this rank
-        self.requests = Requests(self.device)
-        self.finite = finite.Check(optimizer.parts, optimizer.recipes.measurements)
+        self.messages = Messages(optimizer.parts)
         self.batches = shards.ahead(rank_micro_batches(
             run_files.train_paths, c, self.device, self.step))
 
@@ -2216,7 +2212,8 @@ class Run:
         micro_batches = next(self.batches)
         self.latest_sequence = micro_batches[0][:1]
         batch = self.model.past.prepare(micro_batches)
-        message = train_step(self.model, self.optimizer, batch, self.step, call, self.tell)
+        message = train_step(
+            self.model, self.optimizer, batch, self.step, call, self.messages.write)
         self.log.put(self.step + 1, message, self.clock.now())
         # This waits for the messages of all steps before this one. They are there already: inside
         # of train_step the CPU has waited for the number of rows that this step looks up, which the
@@ -2225,28 +2222,23 @@ class Run:
         self.read_messages()
         self.step += 1
 
-    def tell(self, loss: Tensor) -> Tensor:
-        """What this rank tells the others with its loss."""
-        return torch.cat([self.finite.numbers(loss), self.requests.outgoing()])
-
     def read_messages(self) -> None:
         """Takes the messages that have arrived, and waits for those of the first `self.step` steps.
         Raises BadInput if a number in one is not finite."""
-        messages = self.log.arrived(wait_for=self.step)
-        messages = self.requests.hear(messages)
-        self.finite.refuse(messages, self.step)
+        self.messages.read(self.log.arrived(wait_for=self.step), self.step)
 
     def save_or_stop(self) -> None:
         """Saves the run if a save is due or a signal ends it, on all ranks after the same step.
         In a new run a signal that comes before the first step takes effect after it or a few more
-        (`Requests`). A collective."""
+        (`Messages`). A collective."""
         if STOP.signal and self.step > 0:
-            self.requests.ask("stop")
+            self.messages.ask("stop")
         if self.keeper.due(self.step):
-            self.requests.ask("save")
+            self.messages.ask("save")
         if self.optimizer.first_head_gradient is not None:  # which a save does not hold
             return
-        stop, save = (self.requests.grant(name, self.step) for name in REQUESTS)
+        stop = self.messages.grant("stop")
+        save = self.messages.grant("save")
         if stop or save:
             self.read_messages()  # of all steps so far, which a save holds
             self.clock.stop()
@@ -2261,7 +2253,7 @@ class Run:
         self.optimizer.recipes.before_validation()
         loss = validate(self.model, self.run_files.val_tokens, self.step)
         self.log.step(self.step, self.clock.total, "val_loss", loss)
-        finite.check_validation(self.step, loss, checkpoints.tensors_of(self.optimizer))
+        check_validation(self.step, loss, checkpoints.tensors_of(self.optimizer))
         if is_rank_0() and self.latest_sequence is not None:
             self.compare_products()
         self.keeper.validated(self.step, loss)

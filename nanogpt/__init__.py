@@ -8,6 +8,7 @@ Before a run
 Its processes
     process.py      variables that torch reads when it starts, and signals
     ranks.py        which of the processes this is, and how they agree
+    message.py      what they tell each other at each step
     faults.py       how an error ends a run
 
 What is kept and said

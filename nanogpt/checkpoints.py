@@ -37,8 +37,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from data.texts import harmless
-from nanogpt import arguments, past, process
-from nanogpt.precision import finite
+from nanogpt import arguments, message, past, process
 from nanogpt.ranks import BadInput, all_ranks, on_all_ranks, rank_and_world_size, require
 from records.console import complain
 
@@ -491,7 +490,7 @@ class Keeper:
 
     def due(self, step: int) -> bool:
         """Whether rank 0 wants a save now. The other ranks, on which this is False, hear of it
-        (`ranks.Requests`)."""
+        (`message.Messages`)."""
         if not self.saves or self.rank != 0:
             return False
         c = self.config
@@ -505,7 +504,7 @@ class Keeper:
         if not self.saves:
             return
         tensors = tensors_of(self.optimizer)
-        finite.check_save(step, tensors)
+        message.check_save(step, tensors)
         self.last_save = self.clock.total, step
         save = self.folder / f"step_{step:06}"
         if self.rank == 0:

@@ -6,7 +6,7 @@ This file imports nothing of torch: the variables are set before torch is import
 come meanwhile.
 
 Before the first step there is nothing to keep, so a signal ends the process at once. From then on
-it is noted, and the trainer ends the run after a step, when all ranks know of it (ranks.Requests).
+it is noted, and the trainer ends the run after a step, when all ranks know of it (message.py).
 A second control-C ends the process at once. A second SIGTERM does not: a cluster may send it to all
 processes, and torchrun hands on to the ranks what it has got itself.
 """

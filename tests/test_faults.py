@@ -278,7 +278,7 @@ def test_two_ranks_end_together_and_name_the_one_that_went_wrong(place):
     found = processes.run(*TORCHRUN, "--nproc_per_node=2", "driver.py", ROOT, *keys, cwd=place)
     ours = [line for line in found.stderr.splitlines() if line.startswith("train_gpt.py: ")]
     assert found.returncode != 0 and time.monotonic() - begin < 60, found.stderr
-    assert ours == ["train_gpt.py: the training loss is nan at step 5 on rank 1 alone, all matrices finite: an activation "
+    assert ours == ["train_gpt.py: the training loss is nan at step 5 on rank 1, all matrices finite: an activation "
                     "overflowed, or a row of a table; lower the learning rates, or give --precision=bf16 if it is one of narrower numbers"], found.stderr
     assert checkpoints.read("new.pt")["step"] == 4 and "ended early: the training loss" in last_line(place)
     assert [path.name for path in place.glob("logs/*.saved/step_*")] == ["step_000003"]

@@ -36,8 +36,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nanogpt.precision.recipe import PLAIN_DTYPES, Recipe
-from nanogpt.ranks import rank_and_world_size, require
+from nanogpt.ranks import rank_and_world_size
 
 FIRST_SCALE = 2.0**15
 LARGEST_SCALE = 2.0**127  # the largest power of two in float32
@@ -54,8 +53,9 @@ def next_loss_scale(scale: float, good_steps: int, finite: bool) -> tuple[float,
     return scale, good_steps + 1
 
 
-class LossScaling(Recipe):
-    """Multiplies the loss by S / tokens, and has those steps skipped whose gradients overflow."""
+class LossScaling:
+    """Multiplies the loss by S / tokens, and has those steps skipped whose gradients overflow. Its
+    methods are described in recipe.py (`Recipes`)."""
 
     def __init__(self, device: torch.device, tokens_per_sequence: int):
         self.tokens = 2.0 ** round(math.log2(tokens_per_sequence))
@@ -105,11 +105,3 @@ class LossScaling(Recipe):
 
     def note(self) -> str:
         return f"{self.skipped_steps} steps skipped, loss scale {self.scale:g}"
-
-
-def check(projection: str, recipe_name: str) -> None:
-    """Raises BadInput if the recipe of this projection does not allow the loss to be scaled."""
-    fp8_head = (projection, recipe_name) == ("lm_head", "fp8-static")
-    allowed = recipe_name in PLAIN_DTYPES or fp8_head
-    require(allowed, f"{projection} is {recipe_name}, which does not go with fp16's scaled loss; "
-            "choose another recipe, or neither --precision=fp16 nor --dtype=float16")

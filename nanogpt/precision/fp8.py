@@ -58,18 +58,9 @@ from torch import Tensor
 
 from nanogpt import kernels
 from nanogpt.kernels import E4M3, E5M2
-from nanogpt.precision.recipe import (
-    E4M3_GRID,
-    E5M2_GRID,
-    Measurements,
-    Recipe,
-    Site,
-    fits,
-    inverse,
-    largest_magnitude,
-    round_to,
-)
-from nanogpt.ranks import all_gather, rank_and_world_size, require
+from nanogpt.precision.recipe import Site
+from nanogpt.precision.rounding import E4M3_GRID, E5M2_GRID, inverse, round_to
+from nanogpt.ranks import all_gather, rank_and_world_size
 
 GRIDS = {E4M3: E4M3_GRID, E5M2: E5M2_GRID}
 
@@ -91,59 +82,50 @@ def to_fp8(x: Tensor, multiplier: Tensor, dtype: torch.dtype, has_fp8: bool = Tr
     return round_to(y, GRIDS[dtype]).bfloat16()
 
 
+def measure_and_round(x: Tensor, dtype: torch.dtype, has_fp8: bool) -> tuple[Tensor, Tensor]:
+    """x rounded with a scale of its own, and that scale ()."""
+    of_x = multiplier(x.abs().amax().float(), dtype)
+    return to_fp8(x, of_x, dtype, has_fp8), inverse(of_x)
+
+
 class FP8Linear(torch.autograd.Function):
     """x (T, K), w (N, K) -> x w^T (T, N), of x's dtype. All three products multiply FP8 numbers.
     The weight comes rounded, as w8 (N, K) with its scale (); w itself only gets the gradient."""
 
     @staticmethod
-    def forward(ctx, x, w, seen, w8, w_scale, has_fp8):
-        x_amax = largest_magnitude(x)
-        x_multiplier = multiplier(x_amax, E4M3)
-        x8 = to_fp8(x, x_multiplier, E4M3, has_fp8)
-        x_scale = inverse(x_multiplier)
-        ctx.save_for_backward(x_amax, x8, x_scale, w8, w_scale)
+    def forward(ctx, x, w, w8, w_scale, has_fp8):
+        x8, x_scale = measure_and_round(x, E4M3, has_fp8)
+        ctx.save_for_backward(x8, x_scale, w8, w_scale)
         ctx.has_fp8 = has_fp8
         return kernels.product(x8, w8, x_scale, w_scale, x.dtype)
 
     @staticmethod
     def backward(ctx, g):
-        x_amax, x8, x_scale, w8, w_scale = ctx.saved_tensors
-        g_amax = largest_magnitude(g)
-        g_multiplier = multiplier(g_amax, E5M2)
-        g8 = to_fp8(g, g_multiplier, E5M2, ctx.has_fp8)  # (T, N)
-        g_scale = inverse(g_multiplier)
+        x8, x_scale, w8, w_scale = ctx.saved_tensors
+        g8, g_scale = measure_and_round(g, E5M2, ctx.has_fp8)  # (T, N)
         grad_x = kernels.product(g8, w8.t(), g_scale, w_scale, g.dtype)  # (T, K)
         grad_w = kernels.product(g8.t(), x8.t(), g_scale, x_scale, g.dtype)  # (N, K)
-        # A weight's scale is finite where its amax is, so it tells as well whether that was bad.
-        grad_seen = torch.stack([w_scale, x_amax, g_amax])
-        return grad_x, grad_w, grad_seen, None, None, None
+        return grad_x, grad_w, None, None, None
 
 
 class FP8Product:
     """The product of one site, with the methods that recipe.py describes."""
 
-    def __init__(
-        self,
-        seen: Tensor,  # (3,), see Measurements
-        weight_bytes: Tensor,  # (N, K) uint8: bytes of e4m3 numbers
-        weight_scale: Tensor,  # ()
-        has_fp8: bool,
-    ):
-        self.seen = seen
+    def __init__(self, weight_bytes: Tensor, weight_scale: Tensor, has_fp8: bool):
+        """weight_bytes: (N, K) uint8, the bytes of e4m3 numbers; weight_scale: ()"""
         self.weight_bytes = weight_bytes
         self.weight_scale = weight_scale
         self.has_fp8 = has_fp8
 
     def __call__(self, x: Tensor, w: Tensor) -> Tensor:
         w8 = self.weight_bytes.view(E4M3)
-        return FP8Linear.apply(x, w, self.seen, w8, self.weight_scale, self.has_fp8)
+        return FP8Linear.apply(x, w, w8, self.weight_scale, self.has_fp8)
 
     def for_rows(self, rows: Tensor) -> "FP8Product":
-        return FP8Product(
-            self.seen, self.weight_bytes[rows], self.weight_scale, self.has_fp8)
+        return FP8Product(self.weight_bytes[rows], self.weight_scale, self.has_fp8)
 
 
-class FP8(Recipe):
+class FP8:
     """The FP8 weights of these sites, and the products that read them.
 
     `banks` are the model's weights by name. Their numbers of rows are multiples of world_size, and
@@ -151,18 +133,11 @@ class FP8(Recipe):
     first called, which must be with the names of all banks.
     """
 
-    def __init__(
-        self,
-        sites: list[Site],
-        banks: dict[str, Tensor],
-        measurements: Measurements,
-        all_gather: bool = False,
-    ):
+    def __init__(self, sites: list[Site], banks: dict[str, Tensor], all_gather: bool = False):
         self.sites = list(sites)
-        self.measurements = measurements
         self.all_gather = all_gather
         self.rank, self.world_size = rank_and_world_size()
-        self.device = measurements.amaxes.device
+        self.device = next(iter(banks.values())).device
         # One row for each site, and a last one for the rows of banks that belong to no site, such
         # as padding. The scale is a row's first number: compiled code wants it to begin at a
         # multiple of 16 bytes.
@@ -183,11 +158,10 @@ class FP8(Recipe):
 
     def product(self, site: Site) -> FP8Product:
         """The product of a site, for the whole run."""
-        seen = self.measurements.seen(site)
         weight_bytes = site.weight(self.weight_bytes)
         weight_scale = self.scales[self.sites.index(site), 0]
         has_fp8 = kernels.has_fp8(self.device)
-        return FP8Product(seen, weight_bytes, weight_scale, has_fp8)
+        return FP8Product(weight_bytes, weight_scale, has_fp8)
 
     def own_rows(self, bank: Tensor) -> Tensor:
         """The rows of a bank that this rank updates, a view."""
@@ -241,16 +215,3 @@ class FP8(Recipe):
         for name, bank in self.banks.items():
             if self.hands_out(name) and self.world_size > 1:
                 all_gather(bank, self.own_rows(bank).clone())
-
-
-def check_all_gather(projection: str, shape: tuple[int, int], recipe_name: str,
-                     last_frac: float) -> None:
-    """For --float8_all_gather, of every projection: its name, its weight's shape and its recipe.
-    `last_frac` is --bf16_last_frac. Raises BadInput unless FP8 weights are enough in all steps."""
-    why = "--float8_all_gather needs fp8 in all layers and steps, as no rank has all wide weights"
-    size = f"{shape[0]} x {shape[1]}"
-    require(recipe_name == "fp8",
-            f"{why}, but {projection} is {recipe_name}; choose --precision=fp8")
-    require(fits(shape), f"{why}, but {projection} of {size} cannot be fp8, which takes multiples "
-            "of 16 only; change the model's widths")
-    require(last_frac == 0, f"{why}, but --bf16_last_frac is {last_frac}; set it to 0")

@@ -57,17 +57,7 @@ import torch
 from torch import Tensor
 
 from nanogpt import kernels
-from nanogpt.precision.recipe import (
-    E2M1_GRID,
-    E4M3_GRID,
-    Measurements,
-    Recipe,
-    Site,
-    fits,
-    inverse,
-    largest_magnitude,
-    round_to,
-)
+from nanogpt.precision.rounding import E2M1_GRID, E4M3_GRID, inverse, round_to
 from nanogpt.ranks import require
 
 PARTS = ("rht", "sr", "2d")  # what --nvfp4_without may name
@@ -136,19 +126,16 @@ class NVFP4Linear(torch.autograd.Function):
     T, K and N are multiples of 16. `square`, `stochastic` and `transform` are "2d", "sr", "rht"."""
 
     @staticmethod
-    def forward(ctx, x, w, seen, square, stochastic, transform):
-        x_amax = largest_magnitude(x)
-        y = multiply(to_blocks(x), to_blocks(w, square), x.dtype)
-        ctx.save_for_backward(x, w, x_amax, largest_magnitude(w))
+    def forward(ctx, x, w, square, stochastic, transform):
+        ctx.save_for_backward(x, w)
         ctx.square = square
         ctx.stochastic = stochastic
         ctx.transform = transform
-        return y
+        return multiply(to_blocks(x), to_blocks(w, square), x.dtype)
 
     @staticmethod
     def backward(ctx, g):
-        x, w, x_amax, w_amax = ctx.saved_tensors
-        g_amax = largest_magnitude(g)
+        x, w = ctx.saved_tensors
         g_t = g.t()  # (N, T)
         x_t = x.t()  # (K, T)
         if ctx.transform:
@@ -159,50 +146,24 @@ class NVFP4Linear(torch.autograd.Function):
         grad_x = multiply(g_blocks, w_blocks, g.dtype)  # (T, K)
         g_t_blocks = to_blocks(g_t, stochastic=ctx.stochastic)
         grad_w = multiply(g_t_blocks, to_blocks(x_t), g.dtype)  # (N, K)
-        grad_seen = torch.stack([w_amax, x_amax, g_amax])
-        return grad_x, grad_w, grad_seen, None, None, None
+        return grad_x, grad_w, None, None, None
 
 
 class NVFP4Product:
-    """The product of one site, with the methods that recipe.py describes."""
+    """A product as recipe.py describes it, without the parts that --nvfp4_without names, separated
+    by commas. Raises BadInput for other names."""
 
-    def __init__(self, seen: Tensor, leave_out: tuple[str, ...]):
-        self.seen = seen  # (3,), see Measurements
+    def __init__(self, without: str = ""):
+        leave_out = [part for part in without.split(",") if part]
+        for part in leave_out:
+            require(part in PARTS,
+                    f"--nvfp4_without={without}: {part} is none of {', '.join(PARTS)}")
         self.square = "2d" not in leave_out
         self.stochastic = "sr" not in leave_out
         self.transform = "rht" not in leave_out
 
     def __call__(self, x: Tensor, w: Tensor) -> Tensor:
-        parts = (self.square, self.stochastic, self.transform)
-        return NVFP4Linear.apply(x, w, self.seen, *parts)
+        return NVFP4Linear.apply(x, w, self.square, self.stochastic, self.transform)
 
     def for_rows(self, rows: Tensor) -> "NVFP4Product":
         return self  # it keeps no weights
-
-
-class NVFP4(Recipe):
-    """Products in NVFP4, without those of PARTS that `leave_out` names."""
-
-    def __init__(self, measurements: Measurements, leave_out: tuple[str, ...] = ()):
-        self.measurements = measurements
-        self.leave_out = leave_out
-
-    def product(self, site: Site) -> NVFP4Product:
-        """The product of a site, for the whole run."""
-        seen = self.measurements.seen(site)
-        return NVFP4Product(seen, self.leave_out)
-
-
-def check(projection: str, shape: tuple[int, int]) -> None:
-    """Raises BadInput if a projection with a weight of this shape cannot be nvfp4."""
-    size = f"{shape[0]} x {shape[1]}"
-    require(fits(shape), f"{projection} of {size} cannot be nvfp4, which takes multiples of 16 "
-            "only; change the model's widths, or choose another --precision")
-
-
-def parts_to_leave_out(option: str) -> tuple[str, ...]:
-    """The parts that --nvfp4_without names, separated by commas. Raises BadInput for others."""
-    leave_out = tuple(part for part in option.split(",") if part)
-    for part in leave_out:
-        require(part in PARTS, f"--nvfp4_without={option}: {part} is none of {', '.join(PARTS)}")
-    return leave_out

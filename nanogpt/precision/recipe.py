@@ -1,15 +1,8 @@
-"""What the trainer asks of a recipe of low precision, and what the recipes share.
+"""Which recipe each product of the model has, and what the trainer asks of the recipes.
 
-Nearly all the work of training is matrix products, and hardware multiplies numbers of few bits
-faster: FP8 twice as fast as bf16, FP4 up to four times as fast. A recipe is a way to compute with
-such numbers and to learn nevertheless. The recipe of the default run stands in train_gpt.py, and so
-do those that compute in bf16, float32 or float64. The others have a file each, which begins with a
-page about the recipe: fp8.py, nvfp4.py and fp16.py.
-
-The trainer calls the methods of `Recipes` at fixed points of a step. This hands each call on to the
-recipes that the run has (`Recipe`). fp8 and nvfp4 also replace products: their method
-`product(site)` makes an object for a site (a place where the model multiplies by a weight), which
-is called like a function:
+A recipe is a way to compute the products of the model, forward and backward. fp8 and nvfp4 replace
+products: for a site (a place where the model multiplies by a weight) they have an object which is
+called like a function:
 
     product(x, w)           x (T, K), w (N, K) -> x w^T (T, N), with gradients for x and w
     product.for_rows(rows)  a product for these rows (n,) of w, as the output head needs it, whose
@@ -56,157 +49,8 @@ class Site(NamedTuple):
         return weight
 
 
-class Recipe:
-    """The points of a step at which a recipe may act. Here nothing happens at any of them."""
-
-    def reset(self) -> None:
-        """Forgets what training has changed, as the trainer does after its warm-up."""
-
-    def scale_loss(self, loss: Tensor) -> Tensor:
-        """The loss () whose gradients are to be computed."""
-        return loss
-
-    def gradients_are_finite(self, summed: Callable[[], list[Tensor]]) -> bool:
-        """Whether to keep this step. `summed` waits for the summed gradients that this rank will
-        use, and returns them; a recipe that does not scale the loss need not call it. This is
-        called once in a step, before any `unscale`. A collective: all ranks get the same answer."""
-        return True
-
-    def unscale(self, gradient: Tensor) -> Tensor:
-        """A gradient of the loss itself, given one of the scaled loss."""
-        return gradient
-
-    def hands_out(self, name: str) -> bool:
-        """Whether `weights_changed` gives all ranks the new weights of this bank. If it does, the
-        optimizer must not."""
-        return False
-
-    def weights_changed(self, names: Collection[str], masters: dict[str, Tensor]) -> int:
-        """Is called when the banks of these names have changed. `masters` has this rank's part of
-        each bank, in float32 or wider. Returns the size in bytes of what the ranks have gathered. A
-        collective."""
-        return 0
-
-    def before_validation(self) -> None:
-        """Makes the banks complete on every rank, as validation uses no recipe. A collective."""
-
-    def note(self) -> str | None:
-        """A line for the end of the log, or None."""
-        return None
-
-    def state(self) -> dict:
-        """What a save needs beside what `weights_changed` makes anew: numbers by name, the same on
-        all ranks."""
-        return {}
-
-    def load_state(self, state: dict) -> None:
-        """Goes on from what `state` has returned."""
-
-
-def fits(shape: tuple[int, int]) -> bool:
-    """Whether FP8 and NVFP4 can multiply by a weight of this shape: they take multiples of 16."""
-    return shape[0] % 16 == 0 and shape[1] % 16 == 0
-
-
-# --------------------------------------------------------------------------------------------------
-# Measurements: which number was the first that was not finite?
-
-
-def largest_magnitude(x: Tensor) -> Tensor:
-    """The largest magnitude (amax) of a tensor, () float32: NaN if x has a NaN."""
-    return x.abs().amax().float()
-
-
-class Measurements:
-    """The amaxes of weight, input and gradient at every site, summed since the last `reset`.
-
-    When the loss becomes infinite or NaN, one wants to know where it began. Recipes measure amaxes
-    anyway, and a sum that was once infinite or NaN stays so. So the trainer may look at these sums
-    a step later, when they have come to the CPU without anybody waiting for them, and still find
-    the first site that went wrong.
-
-    How they get here: a compiled backward pass may return gradients, but not write to any other
-    tensor. So a trick: every product has one more input, `seen`, three zeros which nobody reads.
-    Its backward pass returns the three amaxes as if they were the gradient of this input, and
-    autograd adds them to `seen.grad`, which is a row of `amaxes`. In place of its amax, a weight
-    may give a number that is not finite in the same cases, such as its scale in FP8.
-    """
-
-    def __init__(self, sites: list[Site], device: torch.device):
-        self.sites = sites  # in the order of the forward pass
-        self.amaxes = torch.zeros(len(self.sites), 3, device=device)
-
-    def reset(self) -> None:
-        """In place, as CUDA graphs add to the same memory in every step."""
-        self.amaxes.zero_()
-
-    def seen(self, site: Site) -> Tensor:
-        """The fake parameter (3,) of a site: its gradient is added to the site's row."""
-        seen = torch.zeros(3, device=self.amaxes.device, requires_grad=True)
-        seen.grad = self.amaxes[self.sites.index(site)]
-        return seen
-
-    def faults(self) -> Tensor:
-        """(3 * sites,) bool: which sums are not finite."""
-        return ~self.amaxes.isfinite().flatten()
-
-    def culprit(self, flags: list[float]) -> str:
-        """Ends a sentence with what went wrong first, or is "" if nothing did. `flags` are
-        `faults`, summed over the ranks. A bad number spreads to all that is computed from it, so
-        the first bad weight began it, or else the first bad input. If there is none, it was the
-        last bad gradient, as the backward pass starts at the end."""
-        labels = [site.label() for site in self.sites]
-        for i, kind in enumerate(("weight", "input", "gradient")):
-            bad = [label for label, flag in zip(labels, flags[i::3]) if flag]
-            if bad:
-                began = bad[-1] if kind == "gradient" else bad[0]
-                return f", {kind} of {began} not finite"
-        return ""
-
-
-# --------------------------------------------------------------------------------------------------
-# Rounding to formats of few bits, in float32. It gives the same numbers on any device.
-
-
-class Grid(NamedTuple):
-    """The numbers of a floating-point format, but for its largest, which callers must respect."""
-    mantissa_bits: int
-    smallest_exponent: int  # of normal numbers; below, numbers are equally far from each other
-
-
-E4M3_GRID = Grid(3, -6)  # up to 448
-E5M2_GRID = Grid(2, -14)  # up to 57344
-E2M1_GRID = Grid(1, 0)  # 0, 1/2, 1, 3/2, 2, 3, 4, 6
-
-
-def round_to(x: Tensor, grid: Grid, noise: Tensor | None = None) -> Tensor:
-    """Rounds float32 x, which must be within the format's range, to the nearest number of the grid,
-    and a tie to the even one. With `noise`, uniform in [0, 1) and of the shape of x, it rounds at
-    random instead (stochastic rounding): to one of the two neighbours of x, and to the upper one
-    with the probability that makes the mean x.
-
-    Near x the numbers of a grid are multiples of a power of two, the step. It is made here from the
-    bits of x, and so is its inverse, because compiled code rounds some divisions differently.
-    """
-    exponent = (x.view(torch.int32) >> 23) & 255  # float32 stores it with 127 added
-    exponent = exponent.clamp(min=grid.smallest_exponent + 127)
-    step = ((exponent - grid.mantissa_bits) << 23).view(torch.float32)
-    inverse_step = ((254 - exponent + grid.mantissa_bits) << 23).view(torch.float32)
-    steps = x * inverse_step
-    if noise is None:
-        return steps.round() * step
-    below = steps.floor()
-    return (below + (noise < steps - below)) * step
-
-
-def inverse(x: Tensor) -> Tensor:
-    """1 / x, divided in float64: compiled float32 quotients may differ in the last bit."""
-    return x.double().reciprocal().float()
-
-
 # --------------------------------------------------------------------------------------------------
 # Which recipe where
-
 
 PLAIN_DTYPES = {  # for recipes that compute in the dtype of the tensors
     "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
@@ -267,22 +111,39 @@ def import_modules(recipe_names: RecipeNames, c) -> None:
         module_of(recipe_name)
 
 
+def fits(shape: tuple[int, int]) -> bool:
+    """Whether FP8 and NVFP4 can multiply by a weight of this shape: they take multiples of 16."""
+    return shape[0] % 16 == 0 and shape[1] % 16 == 0
+
+
 def refuse_impossible(recipe_name: str, projection: str, shape: tuple[int, int], c) -> None:
     """Raises BadInput if a projection whose weight has this shape cannot have this recipe, or not
     together with what else the user asked for."""
     require(recipe_name in KNOWN,
             f"{projection} cannot be {recipe_name}, which is none of {', '.join(KNOWN)}")
+    size = f"{shape[0]} x {shape[1]}"
     if plain_recipe(c) == "fp64":
         require(recipe_name != "nvfp4" and not c.float8_all_gather,
                 f"{projection} cannot be {recipe_name} with --dtype=float64, which is without "
                 "recipes; choose another --dtype, or neither --precision=nvfp4 nor "
                 "--float8_all_gather")
-    if c.float8_all_gather:
-        module_of("fp8").check_all_gather(projection, shape, recipe_name, c.bf16_last_frac)
-    if scales_loss(c):
-        module_of("fp16").check(projection, recipe_name)
     if recipe_name == "nvfp4":
-        module_of("nvfp4").check(projection, shape)
+        require(fits(shape), f"{projection} of {size} cannot be nvfp4, which takes multiples of 16 "
+                "only; change the model's widths, or choose another --precision")
+    if scales_loss(c):
+        fp8_head = (projection, recipe_name) == ("lm_head", "fp8-static")
+        require(recipe_name in PLAIN_DTYPES or fp8_head,
+                f"{projection} is {recipe_name}, which does not go with fp16's scaled loss; choose "
+                "another recipe, or neither --precision=fp16 nor --dtype=float16")
+    if c.float8_all_gather:
+        why = ("--float8_all_gather needs fp8 in all layers and steps, as no rank has all wide "
+               "weights")
+        require(recipe_name == "fp8",
+                f"{why}, but {projection} is {recipe_name}; choose --precision=fp8")
+        require(fits(shape), f"{why}, but {projection} of {size} cannot be fp8, which takes "
+                "multiples of 16 only; change the model's widths")
+        require(c.bf16_last_frac == 0,
+                f"{why}, but --bf16_last_frac is {c.bf16_last_frac}; set it to 0")
 
 
 def in_place_of(recipe_name: str, shape: tuple[int, int], c) -> str:
@@ -338,72 +199,79 @@ def summary(recipe_names: RecipeNames, device: torch.device) -> str:
     return ", ".join(f"{texts.count(text)} x {text}" for text in dict.fromkeys(texts))
 
 
+# --------------------------------------------------------------------------------------------------
+# The recipes in a step
+
+
 class Recipes:
-    """All recipes of a run that have a module of their own, as one: each method but `product` asks
-    all."""
+    """What the recipes of a run do at fixed points of a step. With bf16, nvfp4 or constant scales
+    nothing happens at any of them: `fp8` and `scaling` are None."""
 
     def __init__(self, recipe_names: RecipeNames, sites: list[Site], banks: dict[str, Tensor], c):
         """sites: where the weights of all projections lie in the banks; c: train_gpt.Config"""
-        device = next(iter(banks.values())).device
-        name_at = {site: recipe_names[site.layer][site.projection] for site in sites}
-        fp8_sites = [site for site in sites if name_at[site] == "fp8"]
-        measured = [site for site in sites if name_at[site] in ("fp8", "nvfp4")]
         self.sites = {(site.layer, site.projection): site for site in sites}
-        self.measurements = Measurements(measured, device)
-        self.by_name = {}
-        for recipe_name in names_with_module(recipe_names, c):
-            module = module_of(recipe_name)
-            if recipe_name == "fp8":
-                recipe = module.FP8(
-                    fp8_sites, banks, self.measurements, c.float8_all_gather)
-            elif recipe_name == "nvfp4":
-                leave_out = module.parts_to_leave_out(c.nvfp4_without)
-                recipe = module.NVFP4(self.measurements, leave_out)
-            else:
-                recipe = module.LossScaling(device, c.seq_len)
-            self.by_name[recipe_name] = recipe
+        self.nvfp4_without = c.nvfp4_without
+        self.fp8 = None
+        self.scaling = None
+        used = names_with_module(recipe_names, c)
+        if "fp8" in used:
+            fp8_sites = [site for site in sites
+                         if recipe_names[site.layer][site.projection] == "fp8"]
+            self.fp8 = module_of("fp8").FP8(fp8_sites, banks, c.float8_all_gather)
+        if "fp16" in used:
+            device = next(iter(banks.values())).device
+            self.scaling = module_of("fp16").LossScaling(device, c.seq_len)
 
     def product(self, layer: int, projection: str, recipe_name: str):
         """The product of a projection by "fp8" or "nvfp4"."""
-        return self.by_name[recipe_name].product(self.sites[layer, projection])
+        if recipe_name == "fp8":
+            return self.fp8.product(self.sites[layer, projection])
+        return module_of("nvfp4").NVFP4Product(self.nvfp4_without)
 
     def reset(self) -> None:
-        self.measurements.reset()
-        for recipe in self.by_name.values():
-            recipe.reset()
+        """Forgets what training has changed, as the trainer does after its warm-up."""
+        if self.scaling:
+            self.scaling.reset()
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        for recipe in self.by_name.values():
-            loss = recipe.scale_loss(loss)
-        return loss
+        """The loss () whose gradients are to be computed."""
+        return self.scaling.scale_loss(loss) if self.scaling else loss
 
     def gradients_are_finite(self, summed: Callable[[], list[Tensor]]) -> bool:
-        answers = [recipe.gradients_are_finite(summed) for recipe in self.by_name.values()]
-        return all(answers)
+        """Whether to keep this step. `summed` waits for the summed gradients that this rank will
+        use, and returns them; only a scaled loss needs it. This is called once in a step, before
+        any `unscale`. A collective: all ranks get the same answer."""
+        return self.scaling.gradients_are_finite(summed) if self.scaling else True
 
     def unscale(self, gradient: Tensor) -> Tensor:
-        for recipe in self.by_name.values():
-            gradient = recipe.unscale(gradient)
-        return gradient
+        """A gradient of the loss itself, given one of the scaled loss."""
+        return self.scaling.unscale(gradient) if self.scaling else gradient
 
     def hands_out(self, name: str) -> bool:
-        return any(recipe.hands_out(name) for recipe in self.by_name.values())
+        """Whether `weights_changed` gives all ranks the new weights of this bank. If it does, the
+        optimizer must not."""
+        return self.fp8 is not None and self.fp8.hands_out(name)
 
     def weights_changed(self, names: Collection[str], masters: dict[str, Tensor]) -> int:
-        return sum(recipe.weights_changed(names, masters) for recipe in self.by_name.values())
+        """Is called when the banks of these names have changed. `masters` has this rank's part of
+        each bank, in float32 or wider. Returns the size in bytes of what the ranks have gathered. A
+        collective."""
+        return self.fp8.weights_changed(names, masters) if self.fp8 else 0
 
     def before_validation(self) -> None:
-        for recipe in self.by_name.values():
-            recipe.before_validation()
+        """Makes the banks complete on every rank, as validation uses no recipe. A collective."""
+        if self.fp8:
+            self.fp8.before_validation()
 
     def notes(self) -> list[str]:
-        notes = [recipe.note() for recipe in self.by_name.values()]
-        return [note for note in notes if note is not None]
+        """Lines for the end of the log."""
+        return [self.scaling.note()] if self.scaling else []
 
     def state(self) -> dict:
-        return {name: recipe.state() for name, recipe in self.by_name.items()}
+        """What a save needs beside what `weights_changed` makes anew, the same on all ranks."""
+        return {"fp16": self.scaling.state()} if self.scaling else {}
 
     def load_state(self, state: dict) -> None:
-        for name, recipe in self.by_name.items():
-            if name in state:
-                recipe.load_state(state[name])
+        """Goes on from what `state` has returned."""
+        if self.scaling and "fp16" in state:
+            self.scaling.load_state(state["fp16"])
