@@ -483,7 +483,8 @@ class Keeper:
             self.folder = Path(self.config.log_dir, saved.save.parent.name)
         self.runs = runs + self.runs
         self.clock.total = saved.facts["seconds"]
-        self.log.repeat([tuple(line) for line in saved.facts["steps"]])
+        for line in saved.facts["steps"]:
+            self.log.step(*line, show=False)
 
     # ----------------------------------------------------------------------------------------------
     # Saves

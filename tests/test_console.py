@@ -131,24 +131,6 @@ def test_commands_to_try_next_are_quoted_as_a_shell_needs_it():
     assert shlex.split(training) == ["train_gpt.py", "--data_dir=data/my $text", "--minutes=10"]
 
 
-def test_the_printed_command_works_as_typed_in_any_folder(capsys, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    Console().next(["sample.py --help"])
-    command = capsys.readouterr().out.split("next:")[1].strip()
-    found = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
-    assert "sample.py" in found.stdout
-
-
-@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
-def test_characters_that_a_console_lacks_are_replaced(encoding, monkeypatch):
-    raw = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding))
-    seen = Console()
-    seen.say("日 x")
-    seen.result([(step, 0.0, "train_loss", 3.0) for step in range(20)], FACTS, Path("a"), None, None)
-    assert b"\n  3.00 |####" in raw.getvalue() and raw.getvalue().startswith(b"\\u65e5 x\n")
-
-
 RUN = """
 import sys
 from records.console import Console

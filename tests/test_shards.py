@@ -210,16 +210,6 @@ def test_tokens_that_the_model_cannot_use_are_named_with_the_remedy(tmp_path, to
     assert "\n" not in str(error.value)
 
 
-def test_shards_are_found_in_the_order_of_their_names(tmp_path):
-    (tmp_path / "more").mkdir()
-    for name in ("b_2.bin", "b_10.bin", "a.bin", "b_1.txt", "more/b_0.bin"):
-        (tmp_path / name).touch()
-    found = shards.find_shards(str(tmp_path), "train", "b_*.bin", "")
-    assert found == [tmp_path / "b_10.bin", tmp_path / "b_2.bin"]
-    found = shards.find_shards(tmp_path, "val", "*/*.bin", "")
-    assert found == [tmp_path / "more" / "b_0.bin"]
-
-
 @pytest.mark.parametrize("num_tokens", [5, 2**20])
 def test_a_fingerprint_tells_size_tokens_and_the_hash_of_both_ends(tmp_path, num_tokens):
     tokens = np.random.default_rng(0).integers(0, 65536, num_tokens).tolist()
@@ -287,20 +277,6 @@ def test_cut_documents_have_no_gap_and_no_repetition_and_come_in_a_random_order(
     assert len(drain(paths, cut, same(4))) == 1 + 3 + 0 + 3
     write_shard(paths[0], SHARDS[0][:1024])
     assert len(drain(paths, cut, same(4))) == 0 + 3 + 0 + 3
-
-
-@pytest.mark.parametrize("cut_documents", [False, True])
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_the_ranks_share_a_batch_without_overlap_and_together_have_all_of_it(
-        paths, world_size, cut_documents):
-    usual = packing(cut_documents=cut_documents)
-    whole = drain(paths, usual, same(4))
-    assert len(whole) > 5
-    shares = [drain(paths, usual, same(4), rank, world_size) for rank in range(world_size)]
-    for batch, *parts in zip(whole, *shares, strict=True):
-        for rank, part in enumerate(parts):
-            assert part == batch[rank::world_size]
-            assert len(part) == 4 // world_size
 
 
 def test_batches_end_with_the_plan_or_with_the_shards_whichever_comes_first(paths):
