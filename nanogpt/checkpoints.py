@@ -236,8 +236,6 @@ def find(asked: str, log_dir: str) -> Path | None:
         newest = [save for folder in Path(log_dir).glob("*.saved") for save in saves_in(folder)]
         return max(newest, key=written_at, default=None)
     path = Path(asked)
-    if path.parent == Path():  # named from inside of its folder, whose name is needed later
-        path = path.absolute()
     if (path / "save.json").exists():
         return path
     saves = saves_in(path)

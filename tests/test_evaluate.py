@@ -266,8 +266,7 @@ def test_what_arrives_damaged_is_refused_and_not_kept(tmp_path):
 
 
 @pytest.mark.parametrize("url, part", [
-    ("http://127.0.0.1:9/items.jsonl", "URLError"), ("http://no.such.host.invalid/items.jsonl", "URLError"),
-    ("404", "404"),
+    ("http://127.0.0.1:9/items.jsonl", "URLError"), ("404", "404"),
 ])
 def test_without_a_network_there_is_one_sentence(tmp_path, checkpoint, capsys, monkeypatch, url, part):
     with Server(BODY) as server:
