@@ -77,6 +77,7 @@ from nanogpt.masks import BLOCK_SIZE
 from nanogpt.message import Messages, check_validation
 from nanogpt.past import Past, Reading, inputs_and_targets
 from nanogpt.precision import recipe
+from nanogpt.precision.static import INPUT_SCALES, WEIGHT_SCALE, StaticLinear, StaticMLP
 from nanogpt.ranks import (
     NoTransfer,
     all_gather,
@@ -1153,107 +1154,18 @@ def load_checkpoint(path: str | Path, device: torch.device) -> GPT:
 # --------------------------------------------------------------------------------------------------
 # 7. Low precision
 #
-# Hardware multiplies narrow numbers faster: FP8 twice as fast as bf16. Narrow numbers lack two
-# things.
-#
-# They lack range. e4m3 (4 bits of exponent, 3 of mantissa) reaches from 2^-9 to 448, e5m2 from
-# 2^-16 to 57344. So a tensor is divided by a scale before it is rounded, such that its largest
-# numbers are near the end of the format, and the product is multiplied by the scales of both
-# operands. Where numbers lie is known beforehand for the inputs of most products here: they come
-# from normalised vectors, so that |x| is at most sqrt(D), or are the squared results of a product
-# of such inputs.
-# Those get constant scales ("fp8-static"; record 21). The recipe "fp8" measures its scales.
-#
-# They lack precision. An error of up to 1/16 in each number of e4m3, or 1/8 in e5m2, averages out
-# when a product adds up thousands of them, as long as the sum is wide. Weights are different: an
-# update is far smaller than the distance of two neighbours in e4m3, so the optimizer keeps them in
-# float32, and what products read is rounded from these.
-#
-# A projection y = x w^T has three products: y itself (fprop), dx = dy w (dgrad) and dw = dy^T x
-# (wgrad). Activations and weights need precision, so they are in e4m3; gradients need range, so
-# they are in e5m2. The FP8 units want both operands contiguous along the dimension that is
-# summed. Each of x, w and dy is used in two products, which sum along different dimensions, so we
-# store it and its transpose when it is rounded (that of the logits' gradient in backward). In
-# fprop, sums may be quick ("fast accumulation" keeps fewer bits). Errors of gradients would add up
-# over the steps, so their sums are wide. Only the gradient of the MLP's hidden layer has quick
-# sums: they are of just D numbers.
-#
-# Every number of these formats is exact in bf16. Other GPUs multiply the same rounded numbers in
-# bf16, and CPUs in float32. That is slower, and the results differ by rounding only.
+# How FP8 works is explained in nanogpt/precision/. The products of most projections have constant
+# scales ("fp8-static", nanogpt/precision/static.py). Those of the head are here, and so is what
+# gives each projection its products.
 
-# Constant scales of a projection's input, of the weights, and of the gradient of a loss that is a
-# sum over tokens. They are powers of two, so that only rounding loses something. Weights up to 7
-# and gradients up to 14 fit; larger ones are clamped. 448 / 16 is just above sqrt(768), the largest
-# a normalised input can be; in a wider model a vector would be clamped if a large part of its
-# length were in one channel. The squares between the MLP's two products were near 10 in an earlier
-# model, but up to 12,700 on the first token of a document, and must not be clamped there. (No row
-# of PRECISIONS gives "fp8-static" to `o`; its scale is for rows of your own.)
-INPUT_SCALES = {"qkv": 1 / 16, "o": 1 / 4, "up": 1 / 16, "down": 64.0}
-WEIGHT_SCALE = 2.0**-6
-GRADIENT_SCALE = 2.0**-12
-
-# The head has those of record 55, but a wider one for weights: inputs up to 100, weights up to 6.4
-# and gradients of its logits up to 0.75 become numbers up to 448, where e4m3 ends. (The gradients
-# are in e5m2, which goes on.) A number keeps its precision under a larger scale: those of a format
-# are as close to each other, in relation to their size, near its end as far below.
+# The scales of the head are those of record 55, but a wider one for weights: inputs up to 100,
+# weights up to 6.4 and gradients of its logits up to 0.75 become numbers up to 448, where e4m3
+# ends. (The gradients are in e5m2, which goes on.) A number keeps its precision under a larger
+# scale: those of a format are as close to each other, in relation to their size, near its end as
+# far below.
 HEAD_INPUT_SCALE = 100 / 448
 HEAD_WEIGHT_SCALE = 6.4 / 448
 HEAD_GRADIENT_SCALE = 0.75 / 448
-
-
-class StaticLinear(torch.autograd.Function):
-    """x (T, K), w (N, K) -> x w^T (T, N) in x's dtype, cut into `parts` pieces of equal width; all
-    three products are in FP8. Backward rounds the parts' gradients as one matrix, so that they need
-    not be copied into one before."""
-
-    @staticmethod
-    def forward(ctx, x, w, input_scale, parts):
-        x8, x8_t = kernels.quantize(x, input_scale, E4M3)  # (T, K) and (K, T)
-        w8, w8_t = kernels.quantize(w, WEIGHT_SCALE, E4M3)  # (N, K) and (K, N)
-        ctx.save_for_backward(x8_t, w8_t)
-        ctx.input_scale = input_scale
-        y = kernels.static_product(x8, w8, input_scale * WEIGHT_SCALE, x.dtype)
-        return y.chunk(parts, 1)
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        x8_t, w8_t = ctx.saved_tensors
-        g8, g8_t = kernels.quantize_columns(gradients, GRADIENT_SCALE, E5M2)  # (T, N) and (N, T)
-        dtype = gradients[0].dtype
-        grad_x = kernels.static_product(g8, w8_t, GRADIENT_SCALE * WEIGHT_SCALE, dtype)
-        grad_w = kernels.static_product(g8_t, x8_t, GRADIENT_SCALE * ctx.input_scale, dtype)
-        return grad_x, grad_w, None, None
-
-
-class StaticMLP(torch.autograd.Function):
-    """x (T, D), up and down (D, F) -> relu(x up)^2 down^T (T, D), all products in FP8.
-
-    On Hopper the hidden layer exists in FP8 only: the product that makes it squares and rounds it
-    at its end (records 59, 87)."""
-
-    @staticmethod
-    def forward(ctx, x, up, down):
-        x8, x8_t = kernels.quantize(x, INPUT_SCALES["up"], E4M3)
-        up8, up8_t = kernels.quantize(up, WEIGHT_SCALE, E4M3)
-        down8, down8_t = kernels.quantize(down, WEIGHT_SCALE, E4M3)
-        hidden8, hidden8_t = kernels.relu_squared(
-            x8, up8_t, INPUT_SCALES["up"] * WEIGHT_SCALE, INPUT_SCALES["down"])  # (T, F), (F, T)
-        ctx.save_for_backward(x8_t, up8, down8_t, hidden8, hidden8_t)
-        return kernels.static_product(hidden8, down8, INPUT_SCALES["down"] * WEIGHT_SCALE, x.dtype)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        x8_t, up8, down8_t, hidden8, hidden8_t = ctx.saved_tensors
-        dtype = gradient.dtype
-        g8, g8_t = kernels.quantize(gradient, GRADIENT_SCALE, E5M2)  # (T, D), (D, T)
-        dz8, dz8_t = kernels.relu_squared_backward(  # of z = x up: (T, F), (F, T)
-            g8, down8_t, hidden8, GRADIENT_SCALE * WEIGHT_SCALE, INPUT_SCALES["down"],
-            GRADIENT_SCALE)
-        grad_x = kernels.static_product(dz8, up8, GRADIENT_SCALE * WEIGHT_SCALE, dtype)
-        grad_up = kernels.static_product(x8_t, dz8_t, INPUT_SCALES["up"] * GRADIENT_SCALE, dtype)
-        grad_down = kernels.static_product(
-            g8_t, hidden8_t, GRADIENT_SCALE * INPUT_SCALES["down"], dtype)
-        return grad_x, grad_up, grad_down
 
 
 # The head's products are operators of their own, nanogpt::mm and its gradient, as in record 21.

@@ -8,6 +8,7 @@ import torch
 from conftest import arguments
 
 import train_gpt as t
+from nanogpt.precision import static
 
 
 def defects(folder):
@@ -26,7 +27,7 @@ def test_a_sound_run_of_fp8_has_no_defect(corpus, tmp_path):
 
 
 def test_a_run_whose_weights_do_not_fit_their_scale_names_the_projection(corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr(t, "WEIGHT_SCALE", 2.0**-14)  # weights beyond 448 / 2^14 = 0.027 are clamped
+    monkeypatch.setattr(static, "WEIGHT_SCALE", 2.0**-14)  # weights beyond 448 / 2^14 = 0.027 are clamped
     monkeypatch.setattr(t.STATIC["qkv"], "weight_scale", 2.0**-14)
     found = run(corpus, tmp_path)
     assert any("% of the weights of qkv are too large for FP8 at step 4" in what for what in found)

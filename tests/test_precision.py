@@ -22,7 +22,7 @@ import train_gpt as t
 from nanogpt import kernels
 from nanogpt.kernels import E4M3, E5M2
 from nanogpt.message import Messages
-from nanogpt.precision import fp8, nvfp4, recipe
+from nanogpt.precision import fp8, nvfp4, recipe, static
 from nanogpt.precision.rounding import inverse
 from nanogpt.ranks import BadInput
 from records import journal
@@ -130,19 +130,19 @@ def rounded_mlp(x, up, down, g):
     operator makes, as exact values may lie next to a tie; they are compared here."""
     x_scale, hidden_scale = t.INPUT_SCALES["up"], t.INPUT_SCALES["down"]
     x8 = nearest(x, x_scale, E4M3)
-    g8 = nearest(g, t.GRADIENT_SCALE, E5M2)
+    g8 = nearest(g, static.GRADIENT_SCALE, E5M2)
     up8, down8 = (nearest(w, t.WEIGHT_SCALE, E4M3) for w in (up, down))
     h, h_t = kernels.relu_squared(
         in_fp8(x, x_scale, E4M3), in_fp8(up.T, t.WEIGHT_SCALE, E4M3), x_scale * t.WEIGHT_SCALE, hidden_scale)
     z, z_t = kernels.relu_squared_backward(
-        in_fp8(g, t.GRADIENT_SCALE, E5M2), in_fp8(down.T, t.WEIGHT_SCALE, E4M3), h,
-        t.GRADIENT_SCALE * t.WEIGHT_SCALE, hidden_scale, t.GRADIENT_SCALE)
+        in_fp8(g, static.GRADIENT_SCALE, E5M2), in_fp8(down.T, t.WEIGHT_SCALE, E4M3), h,
+        static.GRADIENT_SCALE * t.WEIGHT_SCALE, hidden_scale, static.GRADIENT_SCALE)
     assert (h.dtype, z.dtype) == (E4M3, E5M2)
     assert torch.equal(h_t.float(), h.float().T) and torch.equal(z_t.float(), z.float().T)
     h = h.double() * hidden_scale
-    z = z.double() * t.GRADIENT_SCALE
+    z = z.double() * static.GRADIENT_SCALE
     for ours, exact, scale, dtype in ((h, (x8 @ up8).relu().square(), hidden_scale, E4M3),
-                                      (z, 2 * h.sqrt() * (g8 @ down8), t.GRADIENT_SCALE, E5M2)):
+                                      (z, 2 * h.sqrt() * (g8 @ down8), static.GRADIENT_SCALE, E5M2)):
         assert ((ours != nearest(exact, scale, dtype)).double().mean()) < 1e-3
     return x8, up8, down8, h, g8, z
 
@@ -184,7 +184,7 @@ def test_a_projection_with_constant_scales_multiplies_rounded_operands_in_all_th
     y.backward(g)
     x8 = nearest(x, t.INPUT_SCALES[name], E4M3)
     w8 = nearest(w * factor, t.WEIGHT_SCALE, E4M3)
-    g8 = nearest(g, t.GRADIENT_SCALE, E5M2)
+    g8 = nearest(g, static.GRADIENT_SCALE, E5M2)
     assert equal_but_for_one_bf16_rounding(y, x8, w8.T)
     assert equal_but_for_one_bf16_rounding(leaves[0].grad, g8, w8)
     assert equal_but_for_one_bf16_rounding(leaves[1].grad, g8.T * factor, x8)
@@ -200,26 +200,6 @@ def test_a_learned_factor_of_the_static_mlp_is_in_the_rounded_weight_and_has_the
     assert torch.equal(y, expected) and distance(down.grad, factor.double() * ddown.double()) < 2**-8
     parts = ddown.double() * down.detach().double()
     assert abs(factor.grad - parts.sum()) < 0.01 * parts.norm()
-
-
-@pytest.mark.parametrize("of_up, of_down", [("static", "plain"), ("plain", "static"), ("plain", "plain")])
-def test_an_mlp_of_two_recipes_rounds_only_the_operands_of_the_static_one(of_up, of_down):
-    x, up, down, _ = mlp_operands()
-    recipes = [t.STATIC[name] if kind == "static" else t.PLAIN for name, kind in (("up", of_up), ("down", of_down))]
-    y = recipes[0].mlp(x, up, down, torch.tensor(0.5), recipes[1])
-
-    if of_up == "static":
-        hidden = (nearest(x, t.INPUT_SCALES["up"], E4M3) @ nearest(up, t.WEIGHT_SCALE, E4M3)).relu().square()
-    else:
-        hidden = (x @ up).relu().square()  # bf16: it often lies in the middle of two numbers of e4m3
-    w = 0.5 * down
-    if of_down == "static":
-        hidden = nearest(hidden, t.INPUT_SCALES["down"], E4M3)
-        w = nearest(w, t.WEIGHT_SCALE, E4M3)
-    assert distance(y, hidden.double() @ w.double().T) < 0.006  # roundings to bf16
-    if "static" in (of_up, of_down):
-        other = (x.double() @ up.double()).relu().square() @ (0.5 * down.double()).T
-        assert distance(y, other) > 0.02
 
 
 # ------------------------------------------------------------------------------------------- gradients, health
@@ -314,22 +294,6 @@ def test_every_step_rounds_all_fp8_weights_anew_and_a_head_that_waits_keeps_numb
     assert not any(torch.equal(w, before[name]) for name, w in kept.weight_bytes.items())
 
 
-@pytest.mark.parametrize("name", ["fp8", "nvfp4"])
-def test_a_learned_factor_has_the_product_and_gradients_of_one_on_the_weight(name):
-    x, w, g = normal(64, 48), normal(32, 48, seed=1), normal(64, 32, seed=2)
-    factor, results = torch.tensor(0.5), []
-    for late in (False, True):
-        a, b, f = x.clone().requires_grad_(), w.clone().requires_grad_(), factor.clone().requires_grad_()
-        of_weight = measured(name, w if late else w * factor, without="sr")
-        y = of_weight.linear(a, b, f) if late else of_weight.linear(a, f * b)
-        y.backward(g)
-        results.append((y.detach(), a.grad, b.grad, f.grad))
-    for late, early in list(zip(*results[::-1]))[:3]:  # a power of two: no number is rounded otherwise
-        assert distance(late, early) < 1e-5
-    y, *_, factor_grad = results[1]
-    assert distance(factor_grad, (g * y / factor).sum()) < 1e-5
-
-
 @pytest.mark.parametrize("name, close", [("bf16", 1e-6), ("fp8-static", 0.06), ("fp8", 0.06), ("nvfp4", 0.2)])
 def test_queries_keys_and_values_are_those_of_float64_and_the_factor_is_of_the_values(name, close):
     x, weight = normal(64, 48), 0.1 * normal(3 * 48, 48, seed=1)
@@ -348,28 +312,25 @@ def test_queries_keys_and_values_are_those_of_float64_and_the_factor_is_of_the_v
 
 @functools.cache
 def losses(precision):
-    """Of twelve steps on one batch."""
+    """Of six steps on one batch."""
     torch.manual_seed(0)
-    model, optimizer = trainer(precision=precision, num_steps=12)
+    model, optimizer = trainer(precision=precision, num_steps=6)
     data = batch(1)
-    return [t.train_step(model, optimizer, read(model, data), 0)[0].item() / 0.5 for _ in range(12)]
+    return [t.train_step(model, optimizer, read(model, data), 0)[0].item() / 0.5 for _ in range(6)]
 
 
 @pytest.mark.parametrize("precision, close", [
-    ("fp16", 0.002), ("fp8-head", 0.01), ("fp8-mlp", 0.02), ("fp8-qkv", 0.02), ("fp8", 0.02), ("nvfp4", 0.1)])
+    ("fp16", 0.002), ("fp8-qkv", 0.02), ("fp8", 0.02), ("nvfp4", 0.1)])
 def test_every_recipe_learns_as_float32_does(precision, close):
     ours, exact = losses(precision), losses("fp32")
     assert exact[-1] < exact[0] - 0.5
     assert abs(ours[0] - exact[0]) < close and abs(ours[-1] - exact[-1]) < 10 * close and ours[-1] < ours[0] - 0.5
 
 
-@pytest.mark.parametrize("precision, candidates, layers", [
-    ("fp8", 256, 3), ("fp8-qkv", 16_384, 3), ("nvfp4", 16_384, 1)])  # nvfp4 takes 8 s for each graph
-def test_compiled_blocks_give_what_eager_ones_do_and_new_scales_compile_nothing(precision, candidates, layers):
+def test_compiled_blocks_give_what_eager_ones_do_and_new_scales_compile_nothing():
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    model, optimizer = trainer(precision=precision, num_layers=layers, candidates=candidates,
-                               dtype="float32")  # bf16 sums would differ
+    model, optimizer = trainer(precision="fp8", num_layers=3, candidates=256, dtype="float32")  # bf16 sums would differ
     eager = model.functions
     block, mix_and_loss = (torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=False)
                         for function in (t.block, t.mix_and_loss))
@@ -392,10 +353,8 @@ def test_compiled_blocks_give_what_eager_ones_do_and_new_scales_compile_nothing(
 
     for step in range(2):
         t.train_step(model, optimizer, read(model, batch(1, step)), 0, both)
-    if precision == "fp8":
-        assert len({recipe_at(model, layer, "o").product.weight_scale.item() for layer in range(3)}) > 1
-    of_blocks = min(layers, 2)  # of those that see near, and of those that see far
-    assert graphs == [of_blocks + 1] * 2  # and one for the head
+    assert len({recipe_at(model, layer, "o").product.weight_scale.item() for layer in range(3)}) > 1
+    assert graphs == [3] * 2  # blocks that see near, blocks that see far, and the head
 
 
 def test_validation_and_the_last_phase_are_without_the_recipe():
@@ -499,11 +458,6 @@ def test_the_run_names_its_products_in_the_log(corpus, tmp_path):
     text = log.read_text().split(journal.RULE)[1]
     assert 'note "products: 3 x qkv fp8 (emulated), 3 x o fp8 (emulated)' in text
     assert ', 1 x lm_head fp8 (emulated)"\n' in text and text.endswith('note "0 bytes sent per step and rank"\n')
-    t.main(arguments(data_dir=corpus, log_dir=tmp_path / "fp16", precision="fp16"))
-    (log,) = tmp_path.glob("fp16/*.txt")
-    text = log.read_text().split(journal.RULE)[1]
-    assert "3 x up fp16 (native)" in text and "step:4/4 val_loss" in text
-    assert 'note "0 steps skipped, loss scale 32768"\n' in text
 
 
 # ---------------------------------------------------------------------------------------------------- fp16
@@ -542,7 +496,7 @@ def give_gradients(model, optimizer, factor, seed=0, spoilt=None):
     optimizer.tables.add(0, grads)
 
 
-@pytest.mark.parametrize("spoilt", ["qkvo", "lm_head", "ngrams", "value_embeds"])
+@pytest.mark.parametrize("spoilt", ["qkvo", "ngrams"])
 def test_a_skipped_step_leaves_no_trace_and_the_next_one_is_as_if_it_had_never_been(spoilt):
     states = []
     for skips in (False, True):
@@ -566,7 +520,7 @@ def test_a_skipped_step_leaves_no_trace_and_the_next_one_is_as_if_it_had_never_b
     assert len(states[0]) == len(states[1]) and all(torch.equal(a, b) for a, b in zip(*states))
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp8", "fp8-mlp", "fp16"])
+@pytest.mark.parametrize("precision", ["fp8", "fp16"])
 def test_what_a_cuda_graph_reads_stays_at_its_place_through_warming_up_and_training(precision):
     model, optimizer = trainer(precision=precision)
     places, phase = {}, "warm-up"
@@ -639,8 +593,7 @@ def work(rank, world_size, folder):
     dist.all_reduce, t.all_gather, fp8.all_gather, t.reduce_scatter = reduce, gather, gather, scatter
     tables.all_gather = gather
     result = {}
-    for name in ("bf16", "fp8", "fp16", "fp16 rows"):
-        precision, *kind = name.split()
+    for precision in ("bf16", "fp8", "fp16"):
         c = test.config(precision=precision, float8_all_gather=precision == "fp8")
         model = t.GPT(c, test.CPU, world_size)
         optimizer = t.Optimizer(model)
@@ -648,7 +601,7 @@ def work(rank, world_size, folder):
         before = {n: w.clone() for n, w in optimizer.masters.items()}
         calls.clear()
         last = precision == "fp16" and rank == world_size - 1  # what Muon has reaches the slice's owner through the sum
-        test.give_gradients(model, optimizer, 1.0, rank, ("ngrams" if kind else "qkvo") if last else None)
+        test.give_gradients(model, optimizer, 1.0, rank, "qkvo" if last else None)
         used = {index: len(rows.of_all) for index, rows in optimizer.tables.used.items()}
         optimizer.start_sums()
         optimizer.step(1.0)
@@ -656,7 +609,7 @@ def work(rank, world_size, folder):
         model.precision.recipes.before_validation()
         kept = test.active(model, precision)
         kept = vars(kept) if kept else {}
-        result[name] = dict(
+        result[precision] = dict(
             calls=step, bytes=optimizer.bytes_per_step(), before=before, masters=optimizer.masters,
             steps=optimizer.updates, scales=kept.get("scales"), state=[tuple(s) for s in optimizer.state.values()],
             scale=kept.get("scale"), good_steps=kept.get("good_steps"), grads=[p.grad for p in model.parameters()],
@@ -666,7 +619,7 @@ def work(rank, world_size, folder):
     torch.save(result, f"{folder}/{world_size}-{rank}")
     dist.destroy_process_group()
 
-for world_size in (1, 2, 4):
+for world_size in (1, 2):
     mp.start_processes(work, (world_size, sys.argv[1]), world_size, start_method="fork")
 """
 
@@ -690,10 +643,10 @@ def worlds(tmp_path_factory):
     run = subprocess.run([sys.executable, "-c", RANKS, folder], env=environment, capture_output=True, text=True,
                          timeout=120)
     assert run.returncode == 0, run.stderr
-    return {n: [torch.load(folder / f"{n}-{rank}") for rank in range(n)] for n in (1, 2, 4)}
+    return {n: [torch.load(folder / f"{n}-{rank}") for rank in range(n)] for n in (1, 2)}
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2])
 def test_gathered_fp8_weights_are_the_rounded_whole_weights_to_the_bit(worlds, world_size):
     ranks = [rank["fp8"] for rank in worlds[world_size]]
     whole = {name: torch.cat([rank["masters"][name] for rank in ranks]) for name in MATRICES}
@@ -712,8 +665,8 @@ def test_gathered_fp8_weights_are_the_rounded_whole_weights_to_the_bit(worlds, w
         assert torch.equal(rank["scales"], ranks[0]["scales"])
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_a_step_reduces_one_vector_of_amaxes_and_gathers_matrices_as_bytes(worlds, world_size):
+def test_a_step_reduces_one_vector_of_amaxes_and_gathers_matrices_as_bytes(worlds):
+    world_size = 2
     for rank in (rank["fp8"] for rank in worlds[world_size]):
         calls, sizes = rank["calls"], {n: w.numel() // world_size for n, w in rank["weights8"].items()}
         assert [call for call in calls if call[0] == "max"] == [("max", torch.float32, 4 * 4 + 1 + 1)]
@@ -725,7 +678,7 @@ def test_a_step_reduces_one_vector_of_amaxes_and_gathers_matrices_as_bytes(world
         assert sorted(wide) == sorted(size // world_size for size in others)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 def test_bytes_per_step_are_those_of_the_calls_of_a_step_in_a_ring(worlds, world_size, precision):
     for rank in (rank[precision] for rank in worlds[world_size]):
@@ -735,10 +688,9 @@ def test_bytes_per_step_are_those_of_the_calls_of_a_step_in_a_ring(worlds, world
         assert rank["bytes"] == pytest.approx(sent)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("name", ["fp16", "fp16 rows"])
-def test_a_gradient_that_overflows_on_one_rank_makes_all_skip_the_step(worlds, world_size, name):
-    for rank in (rank[name] for rank in worlds[world_size]):
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_gradient_that_overflows_on_one_rank_makes_all_skip_the_step(worlds, world_size):
+    for rank in (rank["fp16"] for rank in worlds[world_size]):
         assert all(torch.equal(w, rank["before"][name]) for name, w in rank["masters"].items())
         assert not any(s.any() for state in rank["state"] for s in state)
         assert (rank["steps"], rank["scale"], rank["good_steps"]) == (0, 2**14, 0) and {*rank["grads"]} == {None}

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from nanogpt import kernels
 from nanogpt.kernels import E4M3, E5M2
 from nanogpt.precision import fp8, fp16, nvfp4
-from nanogpt.precision.recipe import Site
 from nanogpt.precision.rounding import E2M1_GRID, inverse, round_to
 
 CPU = torch.device("cpu")
@@ -175,107 +174,6 @@ def test_a_product_for_chosen_rows_of_the_weight_has_the_scale_of_all(recipe):
         assert distance(y, values(nvfp4.to_blocks(x)) @ chosen.T) < 1e-6
 
 
-# ------------------------------------------------------------------------------------- fp8 weights
-
-WIDTH = 32
-BANKS = {
-    "qkvo": (8, WIDTH, WIDTH), "mlp": (4, WIDTH, 64), "lm_head": (96, WIDTH)}
-SITES = []
-for layer in range(2):
-    SITES.append(Site(layer, "qkv", "qkvo", 4 * layer, 3))
-    SITES.append(Site(layer, "o", "qkvo", 4 * layer + 3, 1))
-    SITES.append(Site(layer, "up", "mlp", 2 * layer, 1))
-    SITES.append(Site(layer, "down", "mlp", 2 * layer + 1, 1))
-SITES.append(Site(2, "lm_head", "lm_head", 0, 90))  # six rows pad it to four ranks
-
-
-def whole_weights(seed=0):
-    """Float32 banks whose rows differ much in size; those of no site are the largest."""
-    weights = {}
-    for number, (name, shape) in enumerate(BANKS.items()):
-        size = torch.arange(1, 1 + shape[0]).view(-1, *[1] * (len(shape) - 1))
-        weights[name] = size * normal(*shape, seed=seed + number)
-    return weights
-
-
-def fp8_recipe(all_gather=False):
-    banks = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in BANKS.items()}
-    return fp8.FP8(SITES, banks, all_gather)
-
-
-def give_weights(recipe, weights, names=tuple(BANKS)):
-    """As the optimizer does: updates this rank's rows, hands them out, tells the recipe."""
-    masters = {}
-    for name in names:
-        masters[name] = recipe.own_rows(weights[name])
-        if recipe.hands_out(name):
-            recipe.own_rows(recipe.banks[name]).copy_(masters[name])
-        else:
-            recipe.banks[name].copy_(weights[name])
-    for name in BANKS:
-        masters.setdefault(name, recipe.own_rows(recipe.banks[name]).float())
-    return recipe.weights_changed(names, masters)
-
-
-def weight_of(site, banks):
-    """The weight (N, K) of a site, as a test has it: from the shapes of BANKS."""
-    bank = banks[site.bank]
-    weight = bank[site.first_row : site.first_row + site.num_rows].reshape(-1, bank.shape[-1])
-    return weight.T if site.projection in ("o", "up") else weight
-
-
-def rounded(weight):
-    """e4m3 numbers, as float32, and their scale."""
-    multiplier = torch.tensor(448 / weight.double().abs().max().item(), dtype=torch.float64).float()
-    numbers = (weight.float() * multiplier).clamp(-448, 448).to(E4M3).float()
-    return numbers, (1 / multiplier.double()).float()
-
-
-def product_weights(product):
-    return product.weight_bytes.view(E4M3).float(), product.weight_scale
-
-
-def check_weights(recipe, banks):
-    """The products of all sites read what rounding these whole banks gives, to the bit."""
-    for site in SITES:
-        numbers, scale = product_weights(recipe.product(site))
-        expected, expected_scale = rounded(weight_of(site, banks))
-        assert torch.equal(numbers, expected) and scale == expected_scale, site
-        assert scale.data_ptr() % 16 == 0
-
-
-def test_fp8_weights_are_those_of_the_bf16_banks_rounded_for_each_site():
-    recipe = fp8_recipe()
-    weights = whole_weights()
-    assert give_weights(recipe, weights) == 0
-    check_weights(recipe, {name: w.bfloat16() for name, w in weights.items()})
-    assert not any(recipe.hands_out(name) for name in BANKS)
-
-
-def test_fp8_weights_change_in_place_and_only_those_of_the_named_banks():
-    recipe = fp8_recipe()
-    weights = whole_weights()
-    give_weights(recipe, weights)
-    products = {site.projection: recipe.product(site) for site in SITES[4:]}
-    before = {name: product_weights(product)[0].clone() for name, product in products.items()}
-    scale = products["lm_head"].weight_scale.clone()
-    give_weights(recipe, whole_weights(seed=9), ["qkvo", "mlp"])
-    for name, product in products.items():
-        assert torch.equal(product_weights(product)[0], before[name]) == (name == "lm_head")
-    assert products["lm_head"].weight_scale == scale
-
-
-def test_a_weight_that_is_not_finite_is_seen_and_spoils_no_other_site():
-    for bad in (math.nan, math.inf):
-        recipe = fp8_recipe()
-        weights = whole_weights()
-        weights["qkvo"][3, 2, 3] = bad
-        give_weights(recipe, weights)
-        scales = [recipe.product(site).weight_scale.item() for site in SITES]
-        assert [site.label() for site, scale in zip(SITES, scales) if math.isnan(scale)] == [
-            "layer 0's o"]
-
-
 # ------------------------------------------------------------------------------------------- nvfp4
 
 
@@ -317,11 +215,6 @@ def test_the_transform_spreads_one_number_over_its_block_and_cancels_in_wgrad():
     transformed = nvfp4.hadamard(g.T).double() @ nvfp4.hadamard(x.T).double().T
     assert distance(transformed, g.double().T @ x.double()) < 1e-6
     assert distance(nvfp4.hadamard(x.T).norm(), x.norm()) < 1e-6
-
-
-def test_the_transforms_signs_are_those_of_transformer_engine():
-    signs = [+1, +1, +1, -1, +1, -1, -1, -1, -1, -1, -1, +1, -1, +1, -1, -1]
-    assert (4 * nvfp4.hadamard(torch.eye(16))[:, 0]).tolist() == signs  # H's first column is ones
 
 
 def test_nvfp4_products_equal_those_of_the_hardware_block_by_block():

@@ -1,19 +1,7 @@
 """FP8 with one measured scale for each tensor ("tensorwise dynamic scaling"): --precision=fp8.
 
-Why it works. An FP8 number has eight bits, so tensor cores multiply FP8 twice as fast as bf16, and
-memory and links carry it in half the time. Two things are missing. The first is range: the format
-e4m3 (4 bits of exponent, 3 of mantissa) has magnitudes from 2^-9 to 448, and e5m2 from 2^-16 to
-57344. So each tensor is multiplied by a number that brings its largest magnitude, its amax, to the
-end of the format, and the product is divided by it again. The second is precision: rounding to e4m3
-changes a number by up to 1/16 of it. A product sums thousands of such numbers in float32, where
-most of these errors cancel. Weights stay wide in the optimizer, because an update is far smaller
-than the distance between two FP8 numbers.
+What FP8 is, is explained in nanogpt/precision/__init__.py.
 
-Formats. A projection has three products, each a sum over another dimension:
-    fprop  y  = x w^T     sums over K, the width of the input
-    dgrad  dx = dy w      sums over N, the width of the output
-    wgrad  dw = dy^T x    sums over T, the tokens
-Inputs and weights need precision more and become e4m3. Gradients need range more and become e5m2.
 One scale for a tensor stays valid when the tensor is transposed. So x, w and dy are rounded once
 and serve in two products each. Where scales vary along the sum, as in nvfp4, each product must
 round anew.
@@ -29,9 +17,6 @@ range. If amax is not finite, the scale is NaN. An infinite amax would otherwise
 of 0, and all other numbers of the tensor would silently become zeros. On normally distributed
 numbers the error of e4m3 is 31.6 dB below the signal, that of e5m2 25.6 dB. GPUs may add up fprop
 with fewer bits ("fast accumulation"), but not the gradients, whose errors add up over the steps.
-
-GPUs have FP8 products from compute capability 8.9 on. On others the rounded numbers travel as bf16,
-where each of them is exact: the recipe is emulated, without a gain.
 
 What it keeps between steps. Inputs and gradients are measured at every product. Weights change only
 once in a step, so `weights_changed` rounds them then, however many passes the step has. Products

@@ -1,0 +1,82 @@
+"""FP8 with constant scales ("fp8-static"; record 21): the recipe of the default run.
+
+Where numbers lie is known beforehand for the inputs of most products: they come from normalised
+vectors, so that |x| is at most sqrt(D), or are the squared results of a product of such inputs. So
+nothing is measured, and the kernels that make a tensor can round it, too.
+
+The FP8 units want both operands contiguous along the dimension that is summed. Each of x, w and dy
+is used in two products, which sum along different dimensions, so it and its transpose are stored
+when it is rounded. In fprop, sums may be quick ("fast accumulation" keeps fewer bits). Errors of
+gradients would add up over the steps, so their sums are wide. Only the gradient of the MLP's hidden
+layer has quick sums: they are of just D numbers.
+"""
+import torch
+
+from nanogpt import kernels
+from nanogpt.kernels import E4M3, E5M2
+
+# Constant scales of a projection's input, of the weights, and of the gradient of a loss that is a
+# sum over tokens. They are powers of two, so that only rounding loses something. Weights up to 7
+# and gradients up to 14 fit; larger ones are clamped. 448 / 16 is just above sqrt(768), the largest
+# a normalised input can be; in a wider model a vector would be clamped if a large part of its
+# length were in one channel. The squares between the MLP's two products were near 10 in an earlier
+# model, but up to 12,700 on the first token of a document, and must not be clamped there. (No row
+# of PRECISIONS gives "fp8-static" to `o`; its scale is for rows of your own.)
+INPUT_SCALES = {"qkv": 1 / 16, "o": 1 / 4, "up": 1 / 16, "down": 64.0}
+WEIGHT_SCALE = 2.0**-6
+GRADIENT_SCALE = 2.0**-12
+
+
+class StaticLinear(torch.autograd.Function):
+    """x (T, K), w (N, K) -> x w^T (T, N) in x's dtype, cut into `parts` pieces of equal width; all
+    three products are in FP8. Backward rounds the parts' gradients as one matrix, so that they need
+    not be copied into one before."""
+
+    @staticmethod
+    def forward(ctx, x, w, input_scale, parts):
+        x8, x8_t = kernels.quantize(x, input_scale, E4M3)  # (T, K) and (K, T)
+        w8, w8_t = kernels.quantize(w, WEIGHT_SCALE, E4M3)  # (N, K) and (K, N)
+        ctx.save_for_backward(x8_t, w8_t)
+        ctx.input_scale = input_scale
+        y = kernels.static_product(x8, w8, input_scale * WEIGHT_SCALE, x.dtype)
+        return y.chunk(parts, 1)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        x8_t, w8_t = ctx.saved_tensors
+        g8, g8_t = kernels.quantize_columns(gradients, GRADIENT_SCALE, E5M2)  # (T, N) and (N, T)
+        dtype = gradients[0].dtype
+        grad_x = kernels.static_product(g8, w8_t, GRADIENT_SCALE * WEIGHT_SCALE, dtype)
+        grad_w = kernels.static_product(g8_t, x8_t, GRADIENT_SCALE * ctx.input_scale, dtype)
+        return grad_x, grad_w, None, None
+
+
+class StaticMLP(torch.autograd.Function):
+    """x (T, D), up and down (D, F) -> relu(x up)^2 down^T (T, D), all products in FP8.
+
+    On Hopper the hidden layer exists in FP8 only: the product that makes it squares and rounds it
+    at its end (records 59, 87)."""
+
+    @staticmethod
+    def forward(ctx, x, up, down):
+        x8, x8_t = kernels.quantize(x, INPUT_SCALES["up"], E4M3)
+        up8, up8_t = kernels.quantize(up, WEIGHT_SCALE, E4M3)
+        down8, down8_t = kernels.quantize(down, WEIGHT_SCALE, E4M3)
+        hidden8, hidden8_t = kernels.relu_squared(
+            x8, up8_t, INPUT_SCALES["up"] * WEIGHT_SCALE, INPUT_SCALES["down"])  # (T, F), (F, T)
+        ctx.save_for_backward(x8_t, up8, down8_t, hidden8, hidden8_t)
+        return kernels.static_product(hidden8, down8, INPUT_SCALES["down"] * WEIGHT_SCALE, x.dtype)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x8_t, up8, down8_t, hidden8, hidden8_t = ctx.saved_tensors
+        dtype = gradient.dtype
+        g8, g8_t = kernels.quantize(gradient, GRADIENT_SCALE, E5M2)  # (T, D), (D, T)
+        dz8, dz8_t = kernels.relu_squared_backward(  # of z = x up: (T, F), (F, T)
+            g8, down8_t, hidden8, GRADIENT_SCALE * WEIGHT_SCALE, INPUT_SCALES["down"],
+            GRADIENT_SCALE)
+        grad_x = kernels.static_product(dz8, up8, GRADIENT_SCALE * WEIGHT_SCALE, dtype)
+        grad_up = kernels.static_product(x8_t, dz8_t, INPUT_SCALES["up"] * GRADIENT_SCALE, dtype)
+        grad_down = kernels.static_product(
+            g8_t, hidden8_t, GRADIENT_SCALE * INPUT_SCALES["down"], dtype)
+        return grad_x, grad_up, grad_down
