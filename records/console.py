@@ -193,7 +193,7 @@ class Console:
         if rise(steps) > 0:
             best, best_step = min(validations)
             text += f"; the best was {best:.4f} at step {best_step}"
-        if rise(steps) > CLEAR_RISE:
+        if rise(steps) > CLEAR_RISE and best_step > 0:  # worse than untrained is another fault
             text += " (overfitting: more text helps)"
         return text
 

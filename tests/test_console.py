@@ -105,6 +105,8 @@ def test_a_target_is_reached_or_not_yet_if_the_run_was_stopped(capsys):
 def test_a_best_validation_before_the_end_is_named(last, end, capsys):
     steps = [(0, 0.0, "val_loss", 5.6), (5, 0.2, "val_loss", 1.6), (9, 0.3, "val_loss", last)]
     assert summary(capsys, steps=steps)[1].endswith(end)
+    diverged = [(0, 0.0, "val_loss", 5.6), (9, 0.3, "val_loss", 23.4)]
+    assert summary(capsys, steps=diverged)[1].endswith("; the best was 5.6000 at step 0")
 
 
 def test_the_curve_has_a_column_for_each_loss_or_for_the_mean_of_several():
