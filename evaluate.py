@@ -371,9 +371,7 @@ def sha256_of(paths: list[Path]) -> str:
     """The sha256 of the files, one after the other."""
     digest = hashlib.sha256()
     for path in paths:
-        with open(path, "rb") as file:
-            while piece := file.read(1 << 24):
-                digest.update(piece)
+        digest.update(path.read_bytes())
     return digest.hexdigest()
 
 

@@ -172,7 +172,7 @@ def what_to_expect(config, active: int, seconds: float) -> str:
 
 def printable(text: str) -> str:
     """On a terminal control characters become question marks: they could change how it works."""
-    return harmless(text) if sys.stdout and sys.stdout.isatty() else text
+    return harmless(text) if sys.stdout.isatty() else text
 
 
 # --------------------------------------------------------------------------------------------------

@@ -118,10 +118,8 @@ def foreign(path: Path, header: bytes) -> tuple[str, str]:
         what = (f"holds numbers of {dtype[2]} bytes without a header, as nanoGPT's train.bin does, "
                 "not a shard")
         read = f"numpy.fromfile({str(path)!r}, {dtype!r})"
-    if numbers.dtype.kind not in "iu":
-        return f"{what}, and tokens are whole numbers", FROM_TEXT
     largest = numbers[: 2**20].max(initial=0)
-    if not 256 <= largest <= SEPARATOR:
+    if numbers.dtype.kind not in "iu" or not 256 <= largest <= SEPARATOR:
         return f"{what}, and not GPT-2's tokens (the largest is {largest})", FROM_TEXT
     split = "val" if "val" in path.name else "train"
     name = path.stem if f"_{split}_" in path.name else f"own_{split}_{path.stem}"

@@ -169,22 +169,17 @@ def format_of(head):
 
 
 def encoding_without_mark(head):
-    """UTF-16 or UTF-32, if these bytes are text in it, or None. The right order of bytes is the
-    one that gives more spaces and ends of lines."""
-    best = None
-    most_blanks = 0
+    """UTF-16 or UTF-32, if these bytes are text in it, or None. In the wrong order of bytes a text
+    has no spaces and no ends of lines."""
     for encoding in ("utf-32le", "utf-32be", "utf-16le", "utf-16be"):
         try:
             text = codecs.getincrementaldecoder(encoding)().decode(head)
         except UnicodeError:
             continue
-        characters = Counter(text)
-        kinds = {unicodedata.category(c) for c in characters if c not in "\t\n\f\r"}
-        blanks = characters[" "] + characters["\n"]
-        if not kinds & {"Cc", "Cn"} and blanks > most_blanks:
-            best = encoding
-            most_blanks = blanks
-    return best
+        kinds = {unicodedata.category(c) for c in set(text) - set("\t\n\f\r")}
+        if not kinds & {"Cc", "Cn"} and set(text) & set(" \n"):
+            return encoding
+    return None
 
 
 def open_text(path):

@@ -236,8 +236,6 @@ def find(asked: str, log_dir: str) -> Path | None:
         newest = [save for folder in Path(log_dir).glob("*.saved") for save in saves_in(folder)]
         return max(newest, key=written_at, default=None)
     path = Path(asked)
-    if path.parent == Path():  # named from inside of its folder, whose name is needed later
-        path = path.absolute()
     if (path / "save.json").exists():
         return path
     saves = saves_in(path)
@@ -483,7 +481,8 @@ class Keeper:
             self.folder = Path(self.config.log_dir, saved.save.parent.name)
         self.runs = runs + self.runs
         self.clock.total = saved.facts["seconds"]
-        self.log.repeat([tuple(line) for line in saved.facts["steps"]])
+        for line in saved.facts["steps"]:
+            self.log.step(*line, show=False)
 
     # ----------------------------------------------------------------------------------------------
     # Saves

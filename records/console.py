@@ -21,10 +21,7 @@ COLUMNS = 60
 
 
 def prepare_output() -> None:
-    """For programs that print to standard output. What a terminal lacks becomes an escape such as
-    \\u2588, and a program that was started without standard output gets one that leads nowhere."""
-    if sys.stdout is None:
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")
+    """For programs that print: a character that a terminal lacks becomes an escape as \\u2588."""
     sys.stdout.reconfigure(errors="backslashreplace")
 
 
@@ -196,7 +193,7 @@ class Console:
         if rise(steps) > 0:
             best, best_step = min(validations)
             text += f"; the best was {best:.4f} at step {best_step}"
-        if rise(steps) > CLEAR_RISE:
+        if rise(steps) > CLEAR_RISE and best_step > 0:  # worse than untrained is another fault
             text += " (overfitting: more text helps)"
         return text
 

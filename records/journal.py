@@ -15,9 +15,8 @@ import sys
 import tempfile
 import time
 import uuid
-from contextlib import suppress
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -179,12 +178,6 @@ class Log:
             self.console.train_loss(step, self.num_steps, loss)
         elif show:
             self.console.val_loss(text, loss)
-
-    def repeat(self, steps: list[tuple]) -> None:
-        """Writes the lines of the steps before a save (`steps` of that log), for a run that goes on
-        from it."""
-        for values in steps:
-            self.step(*values, show=False)
 
     def last_val_loss(self) -> float | None:
         """The loss of the last validation, None before the first one."""
@@ -357,7 +350,7 @@ def describe_machine(device: torch.device) -> dict:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "triton": triton_version(),
+        "triton": version("triton") if torch.cuda.is_available() else None,
         "driver": drivers.partition("\n")[0] if drivers else None,  # a line for each GPU
         "devices": all_ranks(name),
         "world_size": world_size,
@@ -374,14 +367,6 @@ def cpu_name() -> str:
         if found:
             return found[1].strip()
     return platform.processor() or platform.machine()
-
-
-def triton_version() -> str | None:
-    """None without a GPU: there no Triton kernel runs."""
-    if not torch.cuda.is_available():
-        return None
-    with suppress(PackageNotFoundError):
-        return version("triton")
 
 
 def end_block(facts: RunFacts, val_loss: float | None, target: float, steps: int, seconds: float,

@@ -24,7 +24,6 @@ if (VOCABULARY := ROOT.parent / "shared" / "gpt2-bpe").is_dir():
     os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(VOCABULARY))
 
 from data import fineweb, prepare, shards  # noqa: E402
-from data.python_docs import source_prose  # noqa: E402
 from data.texts import read_documents  # noqa: E402
 
 BOS = 50256
@@ -381,12 +380,6 @@ def test_python_docs_are_megabytes_of_english_that_are_made_once(tmp_path, capsy
     assert ">>>" not in text and text.count(" the ") > 10_000
     prepare.main(command)
     assert "already there" in capsys.readouterr().out
-
-
-def test_source_prose_finds_docstrings_and_comments_in_order_and_no_code():
-    source = ('"""Module."""\nx = "string"  # tail\n# One\n# two.\n'
-              'def f():\n    """Function\n\n    text."""\n    # Last.\n')
-    assert source_prose(source) == "Module.\n\nOne\ntwo.\n\n\nFunction\n\ntext.\n\nLast.\n"
 
 
 # ---- fineweb.py ----------------------------------------------------------------------------------

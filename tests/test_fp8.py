@@ -51,8 +51,8 @@ def check_operator(operator, *arguments):
 
 
 @devices
-@pytest.mark.parametrize("rows, width, vocab", [(32, 64, 48), (16, 16, 16)])
-def test_opcheck_passes_on_both_operators(device, rows, width, vocab):
+def test_opcheck_passes_on_both_operators(device):
+    rows, width, vocab = 32, 64, 48
     x = normal(rows, width, dtype=torch.bfloat16, device=device)
     w = 0.1 * normal(vocab, width, dtype=torch.bfloat16, device=device)
     check_operator(mm, x, w, *HEAD_SCALES)
@@ -82,36 +82,6 @@ def test_products_of_whole_numbers_are_exact_to_the_bit(device, scales):
 
 
 @devices
-def test_products_equal_float64_ones_of_the_rounded_operands_and_nearly_those_of_the_originals(device):
-    x_scale, w_scale, grad_scale = HEAD_SCALES
-    x = normal(96, 64, device=device)
-    w = normal(160, 64, seed=1, device=device) * 0.1
-    z, x8_t, w8_t = mm(x.bfloat16(), w.bfloat16(), *HEAD_SCALES)
-    rounded_x = x8_t.double().T * x_scale
-    rounded_w = w8_t.double().T * w_scale
-    assert distance(z, rounded_x @ rounded_w.T) < 2**-8  # one rounding to bf16
-    assert distance(rounded_x, x) < 0.04 and distance(rounded_w, w) < 0.04 and distance(z, x @ w.T) < 0.06
-    g = normal(96, 160, seed=2, device=device)
-    g8 = kernels.round_to_fp8(g, grad_scale, E5M2)
-    rounded_g = g8.double() * grad_scale
-    grad_x, grad_w = mm_backward(g8, x8_t, w8_t, torch.tensor(grad_scale, device=device), x_scale, w_scale)
-    assert distance(grad_x, rounded_g @ rounded_w) < 2**-8
-    tolerance = {"cpu": 1e-5, "cuda": 2**-12}[device]  # tensor cores sum in fewer bits
-    assert distance(grad_w, rounded_g.T @ rounded_x) < tolerance
-    assert distance(rounded_g, g) < 0.08 and distance(grad_x, g @ w) < 0.1 and distance(grad_w, g.T @ x) < 0.1
-
-
-def test_autograd_of_the_product_is_registered_and_has_the_gradients_of_float64():
-    x, w, g = normal(64, 32), normal(80, 32, seed=1) * 0.1, normal(64, 80, seed=2)
-    narrow_x = x.bfloat16().requires_grad_()
-    wide_w = w.float().requires_grad_()
-    z, *_ = mm(narrow_x, wide_w, *HEAD_SCALES)
-    z.backward(g.bfloat16())
-    assert (narrow_x.grad.dtype, wide_w.grad.dtype) == (torch.bfloat16, torch.float32)
-    assert distance(narrow_x.grad, g @ w) < 0.1 and distance(wide_w.grad, g.T @ x) < 0.1
-
-
-@devices
 def test_the_compiled_product_and_its_gradients_are_the_eager_ones_for_any_number_of_rows(device):
     compiled = torch.compile(mm, backend="aot_eager", fullgraph=True, dynamic=True)
     w = normal(80, 32, seed=1, dtype=torch.bfloat16, device=device) * 0.1
@@ -126,15 +96,6 @@ def test_the_compiled_product_and_its_gradients_are_the_eager_ones_for_any_numbe
             results.append([*outputs, *(a.grad for a in leaves)])
         for eager, ours in zip(*results):
             assert eager.dtype == ours.dtype and torch.equal(eager.double(), ours.double())
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_only_the_logits_have_a_gradient_not_the_rounded_operands(compiled):
-    product = torch.compile(mm, backend="aot_eager", fullgraph=True) if compiled else mm
-    x = normal(64, 32, dtype=torch.bfloat16).requires_grad_()
-    w = normal(80, 32, seed=1, dtype=torch.bfloat16).requires_grad_()
-    z, x8_t, w8_t = product(x, w, *HEAD_SCALES)
-    assert [y.requires_grad for y in (z, x8_t, w8_t)] == [True, False, False]
 
 
 # ---------------------------------------------------------------------------------------------------- the loss
@@ -185,17 +146,3 @@ def test_a_factor_on_the_loss_scales_the_gradients_of_the_head(device):
     for one, four in zip(*gradients):
         assert torch.equal(one * 4, four) and one.abs().sum() > 0
 
-
-def test_the_model_trains_with_the_fp8_head_and_validates_without_it(monkeypatch):
-    calls = []
-    monkeypatch.setattr(t.FP8HeadLoss, "apply", lambda *args: calls.append(len(args[0])) or args[0].sum() * 0)
-    c = t.Config(num_layers=4, model_dim=32, num_heads=2, head_dim=16, mlp_dim=64, vocab_size=64, seq_len=128, val_seq_len=128,
-                 micro_tokens=128, schedule="laptop", precision="fp8-head")
-    model = t.GPT(c, torch.device("cpu"))
-    tokens = integers(0, 63, 128)
-    model(tokens, tokens, t.setting_of(0, c), True)
-    assert calls == [128]
-    model(tokens, tokens, t.setting_of(0, c), False)
-    with torch.no_grad():
-        t.loss_without_gradient(model, tokens, tokens, t.setting_of(0, c))
-    assert calls == [128]

@@ -18,7 +18,6 @@ from test_data_scripts import (
     make_texts,
     read_corpus,
     read_split,
-    script,
     write_jsonl,
 )
 
@@ -81,16 +80,6 @@ def test_both_splits_are_always_long_enough_for_the_trainer(tmp_path, lengths, v
     assert train >= 130
     assert val >= max(129, 301 * (val_tokens == ["--val_tokens=300"]))
     assert train + val in (sum(lengths) + len(lengths), sum(lengths) + len(lengths) + 1)
-
-
-@pytest.mark.parametrize("num_tokens, status", [(259, 0), (258, 2)])
-def test_only_text_that_cannot_make_two_splits_is_refused(tmp_path, num_tokens, status):
-    source = write(tmp_path / "tiny.txt", "x" * (num_tokens - 1))  # and the separator
-    run = script("prepare.py", source, "--bytes", "--out", tmp_path / "my" / "out")
-    assert run.returncode == status
-    if status:
-        assert_one_sentence(run, 2, source, "258", "129", "130", "add text")
-        assert folder_is_empty(tmp_path / "my")
 
 
 # ---- where the shards go, and when they are made -------------------------------------------------

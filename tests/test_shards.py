@@ -126,9 +126,7 @@ DAMAGES = {  # how the shard is damaged, and what the sentence must hold besides
     "version": (written(version=7), ["version 7"]),
     "writing broken off": (lambda path: path.write_bytes(bytes(1024) + bytes(90)), ["magic 0"]),
     "promises more": (written(count=2001), ["5024", "5026"]),
-    "promises less": (written(count=1999), ["5024", "5022"]),
     "empty": (cut_to(0), ["0 bytes", "1024"]),
-    "cut inside the header": (cut_to(1023), ["1023 bytes", "1024"]),
     "cut inside a token": (cut_to(-1), ["5023", "5024"]),
     "no tokens": (written([]), ["no tokens"]),
     "gone": (lambda path: None, ["cannot be read (No such file or directory)"]),
@@ -156,9 +154,7 @@ FOREIGN = [  # name, content, what the sentence says
     ("train.bin", GPT2.astype("<u2"), ["2 bytes without a header", "nanoGPT"]),
     ("train.bin", GPT2.astype("<u4"), ["4 bytes without a header"]),
     ("train.bin", GPT2[:-1].astype("<u2") % 65, ["without a header", "not GPT-2's tokens (the largest is 64)"]),
-    ("train.bin", (GPT2 + 60_000).astype("<u4"), ["4 bytes without a header", "not GPT-2's tokens"]),
     ("edu_train_000001.npy", GPT2.astype("<u2"), ["is an array of numpy"]),
-    ("edu_train_000001.npy", GPT2.astype("<f4"), ["is an array of numpy with float32", "whole numbers"]),
     ("x_train_1.bin", np.r_[HEADER.view("<u4"), GPT2 + 60_000].astype("<u4"), ["32 bits, of Llama 3"]),
     ("x_train_1.bin", np.r_[[20240520, 1, 9001], HEADER[3:], GPT2 + 60_000].astype("<u4"), ["holds numbers of 32 bits"]),
     ("x_train_1.parquet", b"PAR1" * 999, ["is Parquet, not a shard; export its text column as JSON lines"]),
@@ -196,11 +192,10 @@ def test_a_shard_of_another_name_is_named_with_the_key_that_takes_it(tmp_path):
 
 
 @pytest.mark.parametrize("tokens, parts", [
-    ([*GOOD, 400], ["token 400, outside of --vocab_size=384", "is it other data?"]),
     ([*GOOD, 384], ["token 384, outside of --vocab_size=384", "is it other data?"]),
     ([*GOOD, 383], ["token 383, which --vocab_size=384 needs", "raise --vocab_size"]),
     ([1] * 2000, ["no document start (token 50256)", "data/prepare.py"]),
-], ids=["out of range", "one past the last", "stands for the separator", "no document"])
+], ids=["one past the last", "stands for the separator", "no document"])
 def test_tokens_that_the_model_cannot_use_are_named_with_the_remedy(tmp_path, tokens, parts):
     path = write_shard(tmp_path / "x.bin", tokens)
     with pytest.raises(shards.ShardError) as error:
@@ -208,16 +203,6 @@ def test_tokens_that_the_model_cannot_use_are_named_with_the_remedy(tmp_path, to
     for part in [str(path), *parts]:
         assert part in str(error.value)
     assert "\n" not in str(error.value)
-
-
-def test_shards_are_found_in_the_order_of_their_names(tmp_path):
-    (tmp_path / "more").mkdir()
-    for name in ("b_2.bin", "b_10.bin", "a.bin", "b_1.txt", "more/b_0.bin"):
-        (tmp_path / name).touch()
-    found = shards.find_shards(str(tmp_path), "train", "b_*.bin", "")
-    assert found == [tmp_path / "b_10.bin", tmp_path / "b_2.bin"]
-    found = shards.find_shards(tmp_path, "val", "*/*.bin", "")
-    assert found == [tmp_path / "more" / "b_0.bin"]
 
 
 @pytest.mark.parametrize("num_tokens", [5, 2**20])
@@ -287,20 +272,6 @@ def test_cut_documents_have_no_gap_and_no_repetition_and_come_in_a_random_order(
     assert len(drain(paths, cut, same(4))) == 1 + 3 + 0 + 3
     write_shard(paths[0], SHARDS[0][:1024])
     assert len(drain(paths, cut, same(4))) == 0 + 3 + 0 + 3
-
-
-@pytest.mark.parametrize("cut_documents", [False, True])
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_the_ranks_share_a_batch_without_overlap_and_together_have_all_of_it(
-        paths, world_size, cut_documents):
-    usual = packing(cut_documents=cut_documents)
-    whole = drain(paths, usual, same(4))
-    assert len(whole) > 5
-    shares = [drain(paths, usual, same(4), rank, world_size) for rank in range(world_size)]
-    for batch, *parts in zip(whole, *shares, strict=True):
-        for rank, part in enumerate(parts):
-            assert part == batch[rank::world_size]
-            assert len(part) == 4 // world_size
 
 
 def test_batches_end_with_the_plan_or_with_the_shards_whichever_comes_first(paths):

@@ -13,7 +13,8 @@ A number of x8 times the scale is the value it stands for: a sum of products of 
 multiplied by both scales. The clamp matters, because rounding to e5m2 gives infinity beyond its
 range. If amax is not finite, the scale is NaN. An infinite amax would otherwise give a multiplier
 of 0, and all other numbers of the tensor would silently become zeros. On normally distributed
-numbers the error of e4m3 is 31.6 dB below the signal, that of e5m2 25.6 dB.
+numbers the error of e4m3 is 31.6 dB below the signal, that of e5m2 25.6 dB. GPUs may add up fprop
+with fewer bits ("fast accumulation"), but not the gradients, whose errors add up over the steps.
 
 What it keeps between steps. Inputs and gradients are measured at every product. Weights change only
 once in a step, so `weights_changed` rounds them then, however many passes the step has. Products
@@ -47,11 +48,6 @@ from nanogpt.ranks import all_gather, rank_and_world_size
 GRIDS = {E4M3: E4M3_GRID, E5M2: E5M2_GRID}
 
 
-def largest_magnitude(x: Tensor) -> Tensor:
-    """The amax of a tensor, () float32: NaN if x has a NaN."""
-    return x.abs().amax().float()
-
-
 def multiplier(amax: Tensor, dtype: torch.dtype) -> Tensor:
     """What brings each amax (...) to the end of an FP8 dtype's range; NaN if it is not finite."""
     finite = (torch.finfo(dtype).max / amax.double().clamp(min=1e-12)).float()
@@ -69,15 +65,19 @@ def to_fp8(x: Tensor, multiplier: Tensor, dtype: torch.dtype, has_fp8: bool = Tr
     return round_to(y, GRIDS[dtype]).bfloat16()
 
 
+def measure_and_round(x: Tensor, dtype: torch.dtype, has_fp8: bool) -> tuple[Tensor, Tensor]:
+    """x rounded with a scale of its own, and that scale ()."""
+    of_x = multiplier(x.abs().amax().float(), dtype)
+    return to_fp8(x, of_x, dtype, has_fp8), inverse(of_x)
+
+
 class FP8Linear(torch.autograd.Function):
     """x (T, K), w (N, K) -> x w^T (T, N), of x's dtype. All three products multiply FP8 numbers.
     The weight comes rounded, as w8 (N, K) with its scale (); w itself only gets the gradient."""
 
     @staticmethod
     def forward(ctx, x, w, w8, w_scale, has_fp8):
-        x_multiplier = multiplier(largest_magnitude(x), E4M3)
-        x8 = to_fp8(x, x_multiplier, E4M3, has_fp8)
-        x_scale = inverse(x_multiplier)
+        x8, x_scale = measure_and_round(x, E4M3, has_fp8)
         ctx.save_for_backward(x8, x_scale, w8, w_scale)
         ctx.has_fp8 = has_fp8
         return kernels.product(x8, w8, x_scale, w_scale, x.dtype)
@@ -85,9 +85,7 @@ class FP8Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         x8, x_scale, w8, w_scale = ctx.saved_tensors
-        g_multiplier = multiplier(largest_magnitude(g), E5M2)
-        g8 = to_fp8(g, g_multiplier, E5M2, ctx.has_fp8)  # (T, N)
-        g_scale = inverse(g_multiplier)
+        g8, g_scale = measure_and_round(g, E5M2, ctx.has_fp8)  # (T, N)
         grad_x = kernels.product(g8, w8.t(), g_scale, w_scale, g.dtype)  # (T, K)
         grad_w = kernels.product(g8.t(), x8.t(), g_scale, x_scale, g.dtype)  # (N, K)
         return grad_x, grad_w, None, None, None
@@ -97,8 +95,9 @@ class FP8Product:
     """The product of one site, with the methods that recipe.py describes."""
 
     def __init__(self, weight_bytes: Tensor, weight_scale: Tensor, has_fp8: bool):
-        self.weight_bytes = weight_bytes  # (N, K) uint8: bytes of e4m3 numbers
-        self.weight_scale = weight_scale  # ()
+        """weight_bytes: (N, K) uint8, the bytes of e4m3 numbers; weight_scale: ()"""
+        self.weight_bytes = weight_bytes
+        self.weight_scale = weight_scale
         self.has_fp8 = has_fp8
 
     def __call__(self, x: Tensor, w: Tensor) -> Tensor:
@@ -144,7 +143,8 @@ class FP8(Recipe):
         """The product of a site, for the whole run."""
         weight_bytes = site.weight(self.weight_bytes)
         weight_scale = self.scales[self.sites.index(site), 0]
-        return FP8Product(weight_bytes, weight_scale, kernels.has_fp8(self.device))
+        has_fp8 = kernels.has_fp8(self.device)
+        return FP8Product(weight_bytes, weight_scale, has_fp8)
 
     def own_rows(self, bank: Tensor) -> Tensor:
         """The rows of a bank that this rank updates, a view."""
