@@ -81,23 +81,6 @@ def test_products_of_whole_numbers_are_exact_to_the_bit(device, scales):
     assert torch.equal(grad_w.double(), g.double().T @ x.double() * grad_scale * x_scale)
 
 
-@devices
-def test_the_compiled_product_and_its_gradients_are_the_eager_ones_for_any_number_of_rows(device):
-    compiled = torch.compile(mm, backend="aot_eager", fullgraph=True, dynamic=True)
-    w = normal(80, 32, seed=1, dtype=torch.bfloat16, device=device) * 0.1
-    for rows in (64, 96):
-        x = normal(rows, 32, dtype=torch.bfloat16, device=device)
-        g = normal(rows, 80, seed=2, dtype=torch.bfloat16, device=device)
-        results = []
-        for product in (mm, compiled):
-            leaves = [a.clone().requires_grad_() for a in (x, w)]
-            outputs = product(*leaves, *HEAD_SCALES)
-            outputs[0].backward(g)
-            results.append([*outputs, *(a.grad for a in leaves)])
-        for eager, ours in zip(*results):
-            assert eager.dtype == ours.dtype and torch.equal(eager.double(), ours.double())
-
-
 # ---------------------------------------------------------------------------------------------------- the loss
 
 

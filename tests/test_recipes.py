@@ -278,6 +278,23 @@ def test_a_gpu_gives_the_products_of_the_cpu_but_for_the_order_of_summation(reci
         assert distance(ours.detach().cpu(), exact) < bound
 
 
+@pytest.mark.parametrize("recipe", ["fp8", "nvfp4"])
+def test_a_compiled_product_is_the_eager_one_and_another_weight_compiles_nothing(recipe):
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True, dynamic=False)
+    for seed in range(2):
+        results = []
+        for function in (call, compiled):
+            x = normal(64, 48, seed=seed).requires_grad_()
+            w = normal(32, 48, seed=seed + 5).requires_grad_()
+            y = function(make_product(recipe, w, without="sr"), x, w)
+            y.backward(normal(64, 32))
+            results.append((y, x.grad, w.grad))
+        assert all(torch.equal(eager, ours) for eager, ours in zip(*results))
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
 @pytest.mark.parametrize("recipe, has_fp8, error", [  # decibels of x, w and the gradient
     ("fp8", True, (31.6, 31.6, 25.6)),
     ("fp8", False, (31.6, 31.6, 25.6)),
