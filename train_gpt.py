@@ -1862,7 +1862,7 @@ class Run:
         self.ended_by = ""  # the signal that has ended the run early
         self.latest_sequence = None  # the first one of the latest batch of this rank
         self.requests = Requests(self.device)
-        self.unread = []  # losses of later steps, which other ranks may not have heard yet
+        self.unread = []  # messages that have arrived
         self.batches = shards.ahead(rank_micro_batches(
             run_files.train_paths, c, self.device, self.step))
 
@@ -1906,14 +1906,13 @@ class Run:
         self.step += 1
 
     def read_messages(self) -> None:
-        """Takes the messages that have arrived, and waits for those of the first `self.step` steps.
-        Raises BadInput if one of these has a loss that is not finite. All ranks do that after the
-        same step, though some may have heard of it earlier. A collective."""
-        messages = self.log.arrived(wait_for=self.step)
-        self.requests.hear(messages)
-        self.unread += messages
+        """Reads the messages of the first `self.step` steps, and waits for them. Later ones that
+        have arrived wait, too, because they may not have come to all ranks yet. Raises BadInput if
+        a loss is not finite. A collective."""
+        self.unread += self.log.arrived(wait_for=self.step)
         while self.unread and self.unread[0].step <= self.step:
             message = self.unread.pop(0)
+            self.requests.hear(message.others)
             faults.check_loss(
                 "training", message.loss, message.step, checkpoints.tensors_of(self.optimizer))
 
@@ -1927,7 +1926,7 @@ class Run:
             self.requests.ask("save")
         if self.optimizer.first_head_gradient is not None:  # which a save does not hold
             return
-        stop, save = (self.requests.grant(name, self.step) for name in REQUESTS)
+        stop, save = (self.requests.grant(name) for name in REQUESTS)
         if stop or save:
             self.read_messages()  # of all steps so far, which a save holds
             self.clock.stop()

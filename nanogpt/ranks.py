@@ -127,30 +127,29 @@ class Requests:
     all do it between the same two steps.
 
     Nothing waits for this. A request travels in the message that the ranks sum at each step anyway,
-    and the CPU reads it when it comes. Suppose that a rank asks before step 8. The request travels
-    with the message of step 8. Some ranks may read it during that step already, but all have read
-    it when step 9 is over. So all of them grant it then, before step 10. A single process needs no
-    message and grants at once.
+    and all read the message of a step at the same point. Suppose that a rank asks before step 8.
+    The request travels with the message of step 8, all have read it when step 9 is over, and grant
+    it before step 10. A single process needs no message and grants at once.
 
         ask         notes a request of this rank
         outgoing    what this step adds to the message
-        hear        reads the requests in the messages that have arrived
+        hear        reads the requests of a message
         grant       whether all ranks do it now
     """
 
     def __init__(self, device: torch.device):
         self.alone = rank_and_world_size()[1] == 1
         self.nothing = torch.zeros(0 if self.alone else len(REQUESTS), device=device)
-        self.open = set()  # asked here, and not granted yet
+        self.asked = set()  # by this rank, and not granted yet
         self.unsent = set()
-        self.heard = {}  # request -> the step whose message had it
+        self.heard = set()
 
     def ask(self, request: str) -> None:
-        if request in self.open:
+        if request in self.asked:
             return
-        self.open.add(request)
+        self.asked.add(request)
         if self.alone:
-            self.heard[request] = -1
+            self.heard.add(request)
         else:
             self.unsent.add(request)
 
@@ -162,21 +161,16 @@ class Requests:
         self.unsent.clear()
         return torch.tensor(numbers, device=self.nothing.device)
 
-    def hear(self, messages: list) -> None:
-        """Reads the requests in the messages that have arrived, journal.TrainingLoss each."""
-        for message in messages:
-            for request, number in zip(REQUESTS, message.others):
-                if number:
-                    self.heard.setdefault(request, message.step)
+    def hear(self, numbers: list[float]) -> None:
+        """Reads what `outgoing` had added to a message, summed over the ranks."""
+        self.heard |= {request for request, number in zip(REQUESTS, numbers) if number}
 
-    def grant(self, request: str, step: int) -> bool:
-        """Whether to do it now, after `step` steps. Only a request counts that came with a step
-        before the last one: all ranks have read its message, so all of them answer alike. A request
-        is granted once."""
-        if self.heard.get(request, step) >= step:
+    def grant(self, request: str) -> bool:
+        """Whether to do it now. A request is granted once."""
+        if request not in self.heard:
             return False
-        del self.heard[request]
-        self.open.discard(request)
+        self.heard.discard(request)
+        self.asked.discard(request)
         return True
 
 
