@@ -165,9 +165,11 @@ def what_to_expect(config, active: int, seconds: float) -> str:
     other models. `active`: its weights without tables; `seconds`: of training."""
     if not reads_bytes(config.vocab_size) or active > 5_000_000:
         return ""
-    return (f"what to expect: {active / 1e6:.1f}M weights after {max(seconds, 60) / 60:.0f} min "
-            "write words and the layout of their text, but no sense; longer runs, more text and "
-            "larger models on a GPU bring that")
+    writes = "words and the layout of their text, but no sense"
+    if seconds < 60:
+        writes = "letters in a likely order, and few words"
+    return (f"what to expect: {active / 1e6:.1f}M weights after {seconds / 60:.1f} min write "
+            f"{writes}; longer runs, more text and larger models on a GPU bring more")
 
 
 def printable(text: str) -> str:

@@ -133,7 +133,7 @@ def test_text_goes_to_tokens_and_back_and_tokens_without_text_are_empty(monkeypa
 def test_a_newcomer_is_told_what_to_expect_of_a_small_model_of_bytes():
     laptop = t.Config(**t.PRESETS["laptop"])
     sentence = sample.what_to_expect(laptop, t.report.num_weights(t.parameter_table(laptop))[0], 130.0)
-    assert sentence.startswith("what to expect: 0.8M weights after 2 min write words")
+    assert sentence.startswith("what to expect: 0.8M weights after 2.2 min write words")
     speedrun = t.Config()
     assert sample.what_to_expect(speedrun, t.report.num_weights(t.parameter_table(speedrun))[0], 130.0) == ""
 
