@@ -15,7 +15,7 @@ without. There the parameters are qkvo, mlp and lm_head; `attention` is its step
 are no tables. What is None, or returns early, on the way through the model is a part that is off.
 
 What serves it lives in the folder of its subject: the shards in data/, the log in records/,
-kernels, compilation and the other recipes of low precision in nanogpt/. Importing this file trains
+kernels, compilation and low precision in nanogpt/. Importing this file trains
 nothing and needs no GPU, so tests and notebooks can use its parts.
 
 Shapes in comments: T tokens of a micro-batch, its sequences end to end, D width of the model, H
@@ -1913,8 +1913,13 @@ class Run:
         while self.unread and self.unread[0].step <= self.step:
             message = self.unread.pop(0)
             self.requests.hear(message.others)
-            faults.check_loss(
-                "training", message.loss, message.step, checkpoints.tensors_of(self.optimizer))
+            if not math.isfinite(message.loss):
+                self.refuse_loss("training", message.loss, message.step)
+
+    def refuse_loss(self, kind: str, loss: float, step: int) -> None:
+        """Ends the run because a loss, which is the same on all ranks, is not finite. A
+        collective."""
+        faults.refuse_loss(kind, loss, step, checkpoints.tensors_of(self.optimizer))
 
     def save_or_stop(self) -> None:
         """Saves the run if a save is due or a signal ends it, on all ranks after the same step.
@@ -1941,7 +1946,8 @@ class Run:
         self.optimizer.recipe.before_validation()
         loss = validate(self.model, self.run_files.val_tokens, self.step)
         self.log.step(self.step, self.clock.total, "val_loss", loss)
-        faults.check_loss("validation", loss, self.step, checkpoints.tensors_of(self.optimizer))
+        if not math.isfinite(loss):
+            self.refuse_loss("validation", loss, self.step)
         if is_rank_0() and self.latest_sequence is not None:
             guard.check(
                 sys.modules[__name__], self.model, self.latest_sequence, self.step, self.log)

@@ -1,5 +1,4 @@
 """How an error ends a run: what the user can mend is one sentence and exit status 2."""
-import math
 import os
 import sys
 import time
@@ -100,13 +99,11 @@ def say(sentence: str, error: Exception, stop: Stop) -> None:
 LOWER = "lower the learning rates, or try --precision=bf16 if it is another one"
 
 
-def check_loss(kind: str, loss: float, step: int, tensors: dict[str, Tensor]) -> None:
-    """Raises BadInput if a loss, which is the same on all ranks, is not finite. `kind` is
-    "training" or "validation", and `tensors` are those of checkpoints.tensors_of. If it is not, a
-    collective."""
-    if not math.isfinite(loss):
-        where = not_finite(tensors) or ", all weights finite: an activation overflowed"
-        raise BadInput(f"the {kind} loss is {loss} at step {step}{where}; {LOWER}")
+def refuse_loss(kind: str, loss: float, step: int, tensors: dict[str, Tensor]) -> None:
+    """Raises BadInput for a loss that is not finite on any rank. `kind` is "training" or
+    "validation", and `tensors` are those of checkpoints.tensors_of. A collective."""
+    where = not_finite(tensors) or ", all weights finite: an activation overflowed"
+    raise BadInput(f"the {kind} loss is {loss} at step {step}{where}; {LOWER}")
 
 
 def check_save(step: int, tensors: dict[str, Tensor]) -> None:
