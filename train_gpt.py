@@ -11,8 +11,9 @@ output head in FP8, (8) the optimizers, (9) schedules, (10) one step and validat
 
 A learner begins with --preset=gpt2, the plain transformer: PLAIN_MODEL (section 1) names what it is
 without. There the parameters are qkvo, mlp and lm_head; `attention` is its steps 1 and 3;
-`embed_inputs` is its first stream, and `late_mix` a norm; the loss is over all tokens; and there
-are no tables. What is None, or returns early, on the way through the model is a part that is off.
+`embed_inputs` only makes the first stream, and `late_mix` only normalises the last one; the loss is
+over all tokens; and there are no tables. What is None, or returns early, on the way through the
+model is a part that is off.
 
 What serves it lives in the folder of its subject: the shards in data/, the log in records/,
 kernels, compilation and low precision in nanogpt/. Importing this file trains
@@ -184,7 +185,8 @@ class Config:
         "the sum of two gradients; that of a last odd step is dropped")
     average_frac: float = key(
         0.0, "part of the steps over which the last weights are averaged, but for those of tables; "
-        "the last validation and the kept weights have the averages. 0: none")
+        "the last validation has the averages, and so have the kept weights if it is the best one. "
+        "0: none")
     table_lr: float = key(0.6, "Adam's learning rate for value and n-gram embeddings")
     scalar_lr: float = key(0.04, "Adam's learning rate for the scalars and `length_vectors`")
     longest_ngram: int = key(
@@ -282,6 +284,8 @@ BYTES = dict(
 CPU_HAS_BF16 = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
 
 # The plain transformer: each mechanism that can be switched off is. In parentheses: where it lives.
+# What has no switch stays: normalised queries and keys, a rotary embedding of half of a head,
+# squared ReLU, one matrix for embedding and head, capped logits, NorMuon, cautious weight decay.
 PLAIN_MODEL = dict(
     value_embeds=False,  # a learned vector of each token in its values (`attention`, step 2)
     mix_previous=False,  # channels and keys of the previous token (`input_of`, `offset_keys`)
@@ -812,7 +816,7 @@ def embed_inputs(embedded: Tensor, reading: Reading, ngrams: Tensor | None, embe
 
 
 def widened(x: Tensor, stream: Tensor) -> Tensor:
-    """x (T, W) -> (T, D), with zeros behind the first W channels of the stream."""
+    """x (T, W) -> (T, D): x in the first W channels, and zeros in the others."""
     return F.pad(x, (0, stream.size(1) - x.size(1)))
 
 
@@ -1049,7 +1053,7 @@ class GPT(nn.Module):
     def forward(self, text: Reading | Tensor, targets: Tensor, setting: Setting, training: bool,
                 looked_up: dict | None = None) -> Tensor:
         """A reading, or just tokens (T,), and targets (T,) int64 -> the loss, summed over T. A
-        target of -1 is none."""
+        target of -1 is none; only evaluate.py has such."""
         if training:
             return self.training_loss(text, targets, setting, looked_up)
         x, sources = self.last_stream(text, setting, training)
@@ -1291,11 +1295,12 @@ def cautious_update(master: Tensor, part: Tensor, update: Tensor, lr, decay) -> 
 
 # To try another optimizer, write its state and its update here, add the update to Functions and
 # EAGER, and to `compiled_functions` if one graph is to serve all shapes; then name it in
-# Optimizer.zero_state, Optimizer.update and parameter_table. Gradients are sums over the tokens of
-# a batch, not means. To Muon and Adam, which divide by the size of the gradient, that makes no
-# difference, but to plain SGD it does. On a GPU the update runs as a CUDA graph: what changes from
-# step to step must come in a tensor, as the rates do. The rows of tables have a kernel instead,
-# `adam_rows` in nanogpt/tables.py.
+# Optimizer.zero_state, Optimizer.update and parameter_table. Muon takes stacks of matrices, (n,
+# rows, columns); with head_every_second the head's gradient is that of two steps. Gradients are
+# sums over the tokens of a batch, not means. To Muon and Adam, which divide by the size of the
+# gradient, that makes no difference, but to plain SGD it does. On a GPU the update runs as a CUDA
+# graph: what changes from step to step must come in a tensor, as the rates do. The rows of tables
+# have a kernel instead, `adam_rows` in nanogpt/tables.py.
 
 
 class Rates(NamedTuple):
@@ -1605,7 +1610,7 @@ class Optimizer:
             master, part, state = self.masters[name], self.parts[name], self.state[name]
             # A copy, because compiled graphs depend on where in its memory a tensor begins.
             rates = rates_of[name].clone()
-            if name in self.lr_factors:
+            if self.model.params[name].optimizer == "muon":
                 self.model.functions.muon_update(
                     master, part, gradient, state, self.lr_factors[name], rates)
             else:  # flat, so that one compiled graph serves all shapes
@@ -1679,8 +1684,8 @@ def lr_factor_at(step: int, c: Config) -> float:
 def setting_of(step: int, c: Config) -> Setting:
     """Windows and rotary embedding of the step's stage.
 
-    A stage sees farther than the one before it. Frequencies and scores follow by YaRN (Bowen Peng
-    et al. 2023; record 31)."""
+    Where a stage sees farther than the one before it, frequencies and scores follow by YaRN (Bowen
+    Peng et al. 2023; record 31)."""
     now = stage_of(step, c)
 
     # 1. The first stage. The length of a query is sqrt(d), that of a key at most sqrt(2 d), as its

@@ -200,9 +200,8 @@ class Tables:
         if self.added == len(self.batch):
             self.send()
         elif self.added > 1:
-            # A pass may write its gradients where the pass before it has left its own, and where
-            # the same CUDA graph did: from the third pass on that is the second one's. So the next
-            # pass waits until these are added up.
+            # Passes from the second on are one CUDA graph, which writes its gradients to the same
+            # place each time. So the next pass waits until these are added up.
             self.side_stream.join()
 
     def send(self) -> None:

@@ -96,7 +96,7 @@ def compare(a: list[Log], b: list[Log], names: tuple[str, str], whole_diff: bool
         lines.append(verdict(what, unit, *values, digits))
     configs = [shared(logs[0])["config"] for logs in (a, b)]
     for key in sorted(configs[0] | configs[1]):
-        ours, theirs = (config.get(key, "absent") for config in configs)
+        ours, theirs = (repr(config[key]) if key in config else "no key" for config in configs)
         if ours != theirs:
-            lines.append(f"config: {key} is {ours!r} in A and {theirs!r} in B")
+            lines.append(f"config: {key} is {ours} in A and {theirs} in B")
     return lines + code_lines(a[0], b[0], whole_diff)

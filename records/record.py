@@ -206,13 +206,16 @@ def problems(folder: Path) -> list[str]:
     """What of the record does not follow from its logs, a sentence each."""
     try:
         logs, stored = load(folder)
+        for run in stored["runs"]:
+            if not (folder / run["log"]).exists():
+                raise Refused(f"{run['log']} is missing")
         for log in logs:
             refuse_unfit_for_record(log)
         rebuilt = build(logs, folder.name, stored.get("claim", ""), stored.get("data_name", ""))
         page = folder / "README.md"
         text = page.read_text("utf-8")
         rewritten = with_block(text, BLOCK, block(rebuilt), page)
-    except (Refused, OSError) as error:
+    except (Refused, OSError, KeyError) as error:
         return [f"{folder.name}: {error}"]
     found = [f"{folder.name}/record.json: {key} is {stored.get(key)!r}, but by the logs {value!r}"
              for key, value in rebuilt.items() if stored.get(key) != value]

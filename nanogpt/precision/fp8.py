@@ -54,12 +54,12 @@ def multiplier(amax: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(amax.isfinite(), finite, math.nan)
 
 
-def to_fp8(x: Tensor, multiplier: Tensor, dtype: torch.dtype, has_fp8: bool = True) -> Tensor:
-    """x * multiplier, clamped to the dtype's range and rounded. Code that is compiled for a device
+def to_fp8(x: Tensor, factor: Tensor, dtype: torch.dtype, has_fp8: bool = True) -> Tensor:
+    """x * factor, clamped to the dtype's range and rounded. Code that is compiled for a device
     without FP8 cannot even hold such numbers, so there they come as bf16. Weights are rounded
     outside of compiled code and are FP8 everywhere; `kernels.product` takes either."""
     limit = torch.finfo(dtype).max
-    y = (x.float() * multiplier).clamp(-limit, limit)
+    y = (x.float() * factor).clamp(-limit, limit)
     if has_fp8:
         return y.to(dtype)
     return round_to(y, GRIDS[dtype]).bfloat16()

@@ -3,7 +3,8 @@
 Training may multiply narrow numbers, and validation does not. If numbers grow beyond their range,
 training clamps them and the model learns to live with that, but validation sees another model. So
 at each validation one sequence is computed both ways. In sound runs the losses differ by rounding
-alone: by 0.0002 to 0.0021 on one H200, also after 3,740 steps (records/long_runs.md).
+alone: by 0.0002 to 0.0021 on one H200, also after 3,740 steps (records/long_runs.md). Inputs and
+weights that are clamped are counted, too; gradients are not, as validation has none.
 """
 import torch
 from torch import Tensor
