@@ -85,7 +85,7 @@ def test_products_of_whole_numbers_are_exact_to_the_bit(device, scales):
 
 
 def capped(z):
-    """The digest's cap of record 54, 23 sigmoid((z + 5) / 7.5), by another function."""
+    """The cap of record 54, 23 sigmoid((z + 5) / 7.5), by another function."""
     return 11.5 * torch.tanh((z + 5) / 15) + 11.5
 
 

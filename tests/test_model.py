@@ -1,4 +1,4 @@
-"""Attention and the model against naive float64 versions of their specification (the digest, section C).
+"""Attention and the model against naive versions in float64, written from the papers and records that the script names.
 
 References: masks and softmax written out over all pairs of tokens, rotary embedding as complex multiplication, and the
 network as a plain loop over its layers; all in float64, gradients by autograd through the
@@ -172,10 +172,10 @@ def test_windows_are_those_of_the_stage_and_grow_once_more_for_the_last_validati
         {"short": 1, "long": 2}, {"short": 1, "long": 2}, {"short": 2, "long": 4}, *[{"short": 2, "long": 8}] * 2]
 
 
-def test_yarn_slows_low_frequencies_and_raises_the_scale_as_the_digest_computed(monkeypatch):
+def test_yarn_slows_low_frequencies_and_raises_the_scale_as_computed_by_hand(monkeypatch):
     longer = {5: 7, 9: 11}  # the long windows of record 89
-    of_the_digest = [s._replace(long_window=longer.get(s.long_window, s.long_window)) for s in t.SCHEDULES["speedrun"]]
-    monkeypatch.setitem(t.SCHEDULES, "speedrun", of_the_digest)
+    with_longer_windows = [s._replace(long_window=longer.get(s.long_window, s.long_window)) for s in t.SCHEDULES["speedrun"]]
+    monkeypatch.setitem(t.SCHEDULES, "speedrun", with_longer_windows)
     c = t.Config()
     views = [t.setting_of(step, c) for step in first_steps(c)]
     assert [setting.score_scale for setting in views] == pytest.approx([0.1, 0.11695, 0.12752, 0.13178, 0.13178], abs=5e-6)
@@ -212,8 +212,8 @@ def view(long=2, short=1, d=8, score_scale=0.75):
 
 
 def plain_gpt(w, signs, tokens, targets, starts, setting, heads, d, longest, recalled):
-    """Sections C.3 to C.6 of the digest as the script simplifies them, layer by layer. w: name -> bank. recalled: of each
-    token what came next in an earlier step, and the length of the match."""
+    """The model written once more, layer by layer, without what makes it fast. w: name -> bank. recalled: of each token what
+    came next in an earlier step, and the length of the match."""
     def rms(x):
         return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
 
@@ -376,7 +376,7 @@ def test_loss_and_all_gradients_equal_a_plain_version_of_the_specification(
             assert p.grad is None
         else:
             torch.testing.assert_close(p.grad, dense[name], rtol=1e-10, atol=1e-12, msg=name)
-    reached = (model.scalars.grad != 0).sum(0).tolist()  # each mixing weight is used where the digest has it
+    reached = (model.scalars.grad != 0).sum(0).tolist()  # each mixing weight is used
     assert reached == [5, 5, 5, 5, 5, 5, 5]
 
 

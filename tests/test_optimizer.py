@@ -1,6 +1,6 @@
 """NorMuon, Adam, the schedules and the sharding over ranks.
 
-References: the steps of the digest's section C.8 written in float64 NumPy, torch.optim.Adam in float64, the polar
+References: the steps of NorMuon (Li et al. 2025) written in float64 NumPy, torch.optim.Adam in float64, the polar
 factor U V^T from NumPy's SVD, Adam of a table's rows as a loop over rows, sets for which rows are looked up, and for
 the sharding one rank against 2, 3 and 4 ranks over gloo on the same 12 sequences, in float64, so that only a fault can
 make a difference (in float32 the order of a sum turns bits of Muon's bfloat16). 3 ranks divide no bank of the model and
@@ -89,7 +89,7 @@ POLAR_EXPRESS = [(8.156554524902461, -22.48329292557795, 15.878769915207462),
 
 
 def polar_express(G):
-    """The digest's polynomials of a singular value, applied to each: (n, rows, cols) float64."""
+    """The polynomials of Polar Express (Amsel et al. 2025) on singular values, applied to each: (n, rows, cols) float64."""
     u, s, v = np.linalg.svd(G, full_matrices=False)
     s = s / (1.02 * np.linalg.norm(G, axis=(-2, -1))[:, None] + 1e-6)
     for a, b, c in POLAR_EXPRESS:
@@ -98,7 +98,7 @@ def polar_express(G):
 
 
 @pytest.mark.parametrize("rows, cols", [(32, 32), (96, 24), (24, 96)])
-def test_orthogonalize_follows_the_digests_polynomials(rows, cols):
+def test_orthogonalize_moves_singular_values_by_polar_express(rows, cols):
     G = normal(4, rows, cols)
     reference = torch.tensor(polar_express(G.numpy()))
     for dtype, tolerance in ((torch.bfloat16, 0.03), (torch.float32, 1e-5), (torch.float64, 1e-12)):
@@ -108,7 +108,7 @@ def test_orthogonalize_follows_the_digests_polynomials(rows, cols):
 
 
 def normuon(p, grads, lr, decay, momenta):
-    """Section C.8.1 of the digest in float64, one matrix at a time: weights (n, rows, cols) after all gradients."""
+    """NorMuon in float64, one matrix at a time: weights (n, rows, cols) after all gradients."""
     done = []
     for i, w in enumerate(p):
         m, S = np.zeros_like(w), 0.0
@@ -138,7 +138,7 @@ MOMENTA = (0.85, 0.9, 0.95)
 
 
 @SHAPES
-def test_muon_is_the_digests_normuon_with_cautious_decay(rows, cols, monkeypatch):
+def test_muon_is_normuon_with_cautious_decay(rows, cols, monkeypatch):
     monkeypatch.setattr(t, "orthogonalize", lambda G, dtype: torch.tensor(polar_express(G.numpy())))
     start, grads = normal(3, rows, cols, seed=8), [normal(3, rows, cols, seed=i) for i in range(3)]
     grads[0][:, :2], grads[0][:, :, :3] = 5 * grads[0][:, :2], 9 * grads[0][:, :, :3]  # neurons of unequal weight
@@ -162,7 +162,7 @@ def test_the_stages_of_every_preset_cover_all_steps_without_a_gap_and_give_whole
         assert all(t.stage_of(step, c) is stage for step in range(first, end))
 
 
-def test_the_learning_rate_follows_the_digest():
+def test_the_learning_rate_is_that_computed_by_hand():
     c = t.Config(num_steps=1270, cooldown_frac=0.6)
     by_hand = {0: 1.0, 418: 1.0, 419: 1.52, 507: 1.52, 508: 1.52, 600: 1.355, 700: 1.175, 1000: 0.710, 1200: 0.295}
     assert {step: t.lr_factor_at(step, c) for step in by_hand} == pytest.approx(by_hand, abs=1e-3)

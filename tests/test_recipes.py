@@ -2,7 +2,7 @@
 scale.
 
 References: the formats' numbers, listed from their definition and rounded to by search; PyTorch's
-own FP8 casts; worked examples (from the digest of NVFP4 and Float8Linear); and products in float64.
+own FP8 casts; worked examples (of NVFP4 and Float8Linear); and products in float64.
 """
 import math
 
