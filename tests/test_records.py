@@ -11,7 +11,7 @@ import pytest
 import scipy.stats
 from conftest import ROOT
 
-from records import compare, log, record, stats
+from records import compare, log, plots, record, stats
 from records.__main__ import main
 
 SOURCE = "print('the script')\n"
@@ -228,6 +228,18 @@ def test_a_run_that_goes_on_can_be_drawn_and_compared_runs_need_a_validation(tmp
     assert main(["plot", str(path), f"--out={out}"]) == 0
     assert out.read_bytes().startswith(b"\x89PNG")
     assert log.read_log(path, may_be_cut=True).interrupted
+
+
+def test_a_drawn_run_is_named_by_the_user_or_by_its_folder_and_what_differs_else_by_its_file(tmp_path):
+    for side in "ab":
+        (tmp_path / side).mkdir()
+    paths = [write(tmp_path / "a" / "1.txt", seed=1), write(tmp_path / "a" / "2.txt", seed=2, precision="bf16"), write(tmp_path / "b" / "3.txt", seed=3)]
+    first, second, third = (log.read_log(path) for path in paths)
+    assert plots.names_of([first, third]) == ["a", "b"]
+    assert plots.names_of([first, second]) == ["precision=fp32", "precision=bf16"]
+    assert plots.names_of([first]) == ["1"]
+    third.config["run_name"] = "mine"
+    assert plots.names_of([second, third]) == ["a, precision=bf16", "mine"]
 
 
 def test_the_records_of_this_project_are_in_order():
