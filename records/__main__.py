@@ -133,11 +133,14 @@ def run(args: argparse.Namespace) -> int:
         folder = record.new(args.root, args.name, logs, args.claim, args.data)
         print(f"wrote {folder}; write its README.md, then run `python -m records table`")
     elif args.command == "compare":
-        sides = [compare.read_side(find(args.root, name)) for name in (args.a, args.b)]
-        for _, left_out in sides:
-            print(*left_out, sep="\n", end="\n" if left_out else "")
-        (a, _), (b, _) = sides
-        print("\n".join(compare.compare(a, b, (args.a, args.b), args.diff)))
+        names = args.a, args.b
+        try:
+            (a, without_a), (b, without_b) = [
+                compare.read_side(find(args.root, name)) for name in names]
+            lines = compare.compare(a, b, names, args.diff)
+        except Refused as error:
+            raise Refused(f"{error}\nnot compared: A = {args.a}, B = {args.b}") from None
+        print("\n".join([*without_a, *without_b, *lines]))
     elif args.command == "plot":
         logs = [read_log(path, may_be_cut=True) for path in logs_named(args.logs)]
         plots.draw_curves(args.out, logs, args.x)

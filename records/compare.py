@@ -3,8 +3,8 @@ import difflib
 import statistics
 from pathlib import Path
 
-from .log import Log, Refused, read_log
-from .record import log_paths, machine_name, shards, shared
+from .log import SCRIPT, Log, Refused, read_log
+from .record import log_paths, machine_name, moments, pm, shards, shared
 from .stats import ALPHA, welch
 
 SHORT_DIFF = 40  # lines
@@ -65,16 +65,21 @@ def cautions(side: str, logs: list[Log]) -> list[str]:
 
 
 def code_lines(a: Log, b: Log, whole: bool) -> list[str]:
-    """The diff of all files that ran; only its beginning, unless the whole is asked for."""
+    """The diff of the files that both ran, the script first; only its beginning, unless the whole
+    is asked for. Then the names of the files that only one of them imported."""
     diff = []
-    for path in sorted(a.files | b.files):
-        texts = [log.files.get(path, b"").decode(errors="replace").split("\n") for log in (a, b)]
+    for path in sorted(a.files.keys() & b.files.keys(), key=lambda path: (path != SCRIPT, path)):
+        texts = [log.files[path].decode(errors="replace").split("\n") for log in (a, b)]
         diff += difflib.unified_diff(*texts, f"A/{path}", f"B/{path}", lineterm="", n=1)
-    if not diff:
-        return ["code: the same"]
     shown = diff if whole else diff[:SHORT_DIFF]
-    more = [f"... {len(diff) - len(shown)} more lines (--diff shows all)"]
-    return ["code:", *shown, *(more if len(shown) < len(diff) else [])]
+    lines = ["code:" if diff else "code: the same", *shown]
+    if len(shown) < len(diff):
+        lines.append(f"... {len(diff) - len(shown)} more lines (--diff shows all)")
+    for side, ours, theirs in (("A", a, b), ("B", b, a)):
+        only = sorted(ours.files.keys() - theirs.files.keys())
+        if only:
+            lines.append(f"only {side} imported: {', '.join(only)}")
+    return lines
 
 
 def compare(a: list[Log], b: list[Log], names: tuple[str, str], whole_diff: bool) -> list[str]:
@@ -85,8 +90,8 @@ def compare(a: list[Log], b: list[Log], names: tuple[str, str], whole_diff: bool
             raise Refused(f"{name}: a run has no validation to compare; `plot` shows it.")
         losses = [log.end["val_loss"] for log in logs]
         times = [log.end["train_time_s"] for log in logs]
-        lines.append(f"{side} = {name}: n = {len(logs)}, loss {statistics.fmean(losses):.4f}, time "
-                     f"{statistics.fmean(times):.2f} s, {machine_name(logs[0])}")
+        lines.append(f"{side} = {name}: n = {len(logs)}, loss {pm(moments(losses, 4), 4)}, time "
+                     f"{pm(moments(times, 2), 2)} s, {machine_name(logs[0])}")
         lines += cautions(side, logs)
     for what, of in dict(machine=machine_name, data=shards).items():
         if of(a[0]) != of(b[0]):

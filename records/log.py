@@ -15,6 +15,10 @@ from data.texts import harmless
 RULE = b"=" * 100
 SCRIPT = "train_gpt.py"  # what the source at the head of a log is called
 FACTS = ("run", "config", "environment", "data", "stage")  # those that every log has
+# Keys of the configuration in which runs of one record may differ. Data are compared by their sums.
+PER_RUN = {
+    "seed", "run_name", "log_dir", "jsonl", "data_dir", "save_checkpoint", "sample",
+    "sample_tokens", "resume"}
 STEP = re.compile(
     r"step:(\d+)/(\d+) (train|val)_loss:(\S+) train_time:(\d+)ms step_avg:\S+ms")
 SHORT = re.compile(

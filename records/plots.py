@@ -1,7 +1,7 @@
 """Pictures of losses, by matplotlib (requirements-dev.txt), without a display."""
 from pathlib import Path
 
-from .log import Log, Refused, Step
+from .log import PER_RUN, Log, Refused, Step
 
 INK = "#222222"
 RUN = "#1f5fa8"
@@ -91,11 +91,26 @@ def draw_record(path: Path, logs: list[Log]) -> None:
     save(fig, path)
 
 
+def names_of(logs: list[Log]) -> list[str]:
+    """What to call each run: its --run_name; else its folder, if they are in several, and the
+    settings in which the runs differ; else its file."""
+    configs = [log.config for log in logs]
+    several = len({Path(log.path).parent for log in logs}) > 1
+    differ = [key for key in sorted(set().union(*configs), key=lambda key: (key != "preset", key))
+              if key not in PER_RUN and len({repr(config.get(key)) for config in configs}) > 1]
+    names = []
+    for log in logs:
+        path = Path(log.path).resolve()
+        parts = [path.parent.name] if several else []
+        parts += [f"{key}={log.config.get(key)}" for key in differ]
+        names.append(log.config.get("run_name") or ", ".join(parts) or path.stem)
+    return names
+
+
 def draw_curves(path: str, logs: list[Log], x: str) -> None:
     """Any runs, a colour each."""
     fig, (ax,) = figure(1, 7.0, 4.2)
-    for i, log in enumerate(logs):
-        name = log.config.get("run_name") or Path(log.path).stem
+    for i, (log, name) in enumerate(zip(logs, names_of(logs))):
         label = f"{name[:40]}, seed {log.config['seed']}".replace("$", r"\$")
         draw_run(ax, log, x, f"C{i % 10}", label)
     frame(ax, logs, x)

@@ -15,13 +15,9 @@ import tempfile
 from pathlib import Path
 
 from . import plots
-from .log import Log, Refused, read_log, refuse_unfit_for_record, sha256, shorten
+from .log import PER_RUN, Log, Refused, read_log, refuse_unfit_for_record, sha256, shorten
 from .stats import ALPHA, deviation, p_below
 
-# Keys of the configuration in which runs of one record may differ. Data are compared by their sums.
-PER_RUN = {
-    "seed", "run_name", "log_dir", "jsonl", "data_dir", "save_checkpoint", "sample",
-    "sample_tokens", "resume"}
 MACHINE = ("devices", "world_size", "hosts", "torch", "cuda", "triton")  # equal in all runs
 BLOCK = ("<!-- record:begin -->", "<!-- record:end -->")
 DATED = re.compile(r"\d{4}-\d\d-\d\d_")

@@ -11,7 +11,7 @@ import pytest
 import scipy.stats
 from conftest import ROOT
 
-from records import compare, log, record, stats
+from records import compare, log, plots, record, stats
 from records.__main__ import main
 
 SOURCE = "print('the script')\n"
@@ -190,6 +190,27 @@ def test_compare_says_what_differs_and_whether_it_may_be_chance(tmp_path, capsys
     assert "left out:" in out and "-print('a')" in out and "+print('b')" in out
 
 
+def test_compare_shows_the_script_before_files_that_only_one_side_imported(tmp_path, capsys):
+    a, b = write(tmp_path / "a.txt"), write(tmp_path / "b.txt", source="print('new')\n")
+    text = b.read_text().replace('"path": "nanogpt/other.py"', '"path": "nanogpt/new.py"')
+    b.write_text(text)
+    assert main(["compare", str(a), str(b)]) == 0
+    out = capsys.readouterr().out
+    assert out.index("+print('new')") < out.index("only A imported: nanogpt/other.py") < out.index("only B imported: nanogpt/new.py")
+    assert "X = 1" not in out
+
+
+def test_a_refused_comparison_says_why_first_and_names_both_sides(tmp_path, capsys):
+    good = write(tmp_path / "good.txt")
+    folder = tmp_path / "b"
+    folder.mkdir()
+    (folder / "broken.txt").write_text("half a log")
+    assert main(["compare", str(good), str(folder)]) == 2
+    reason, left_out, sides = capsys.readouterr().err.splitlines()
+    assert reason == f"refused: {folder}: no log of a run that came to its end." and left_out.startswith("left out:")
+    assert sides == f"not compared: A = {good}, B = {folder}"
+
+
 def test_the_statistics_are_those_of_scipy():
     a, b = [1.0, 1.2, 0.9, 1.1], [1.3, 1.5, 1.25]
     test = stats.welch(a, b)
@@ -207,6 +228,18 @@ def test_a_run_that_goes_on_can_be_drawn_and_compared_runs_need_a_validation(tmp
     assert main(["plot", str(path), f"--out={out}"]) == 0
     assert out.read_bytes().startswith(b"\x89PNG")
     assert log.read_log(path, may_be_cut=True).interrupted
+
+
+def test_a_drawn_run_is_named_by_the_user_or_by_its_folder_and_what_differs_else_by_its_file(tmp_path):
+    for side in "ab":
+        (tmp_path / side).mkdir()
+    paths = [write(tmp_path / "a" / "1.txt", seed=1), write(tmp_path / "a" / "2.txt", seed=2, precision="bf16"), write(tmp_path / "b" / "3.txt", seed=3)]
+    first, second, third = (log.read_log(path) for path in paths)
+    assert plots.names_of([first, third]) == ["a", "b"]
+    assert plots.names_of([first, second]) == ["precision=fp32", "precision=bf16"]
+    assert plots.names_of([first]) == ["1"]
+    third.config["run_name"] = "mine"
+    assert plots.names_of([second, third]) == ["a, precision=bf16", "mine"]
 
 
 def test_the_records_of_this_project_are_in_order():
