@@ -5,7 +5,8 @@ run nothing, whoever has written it, and other programs can read it, too.
 
 Weights (--save_checkpoint) are one file. It has each bank of train_gpt.parameter_table, without
 padding, and the table of recalled tokens (nanogpt/past.py). Its header has `config`, `step`,
-`val_loss`, `run_id` and `data` (the fingerprints of the shards), each as JSON.
+`val_loss`, `run_id`, `code_sha256` (of the train_gpt.py that trained them) and `data` (the
+fingerprints of the shards), each as JSON.
 
 A save (--save_every, --save_steps, or a signal) is a folder:
 
@@ -40,6 +41,7 @@ from data.texts import harmless
 from nanogpt import arguments, faults, past, process
 from nanogpt.ranks import BadInput, all_ranks, on_all_ranks, rank_and_world_size, require
 from records.console import complain
+from records.journal import sha256
 
 REMEDY = "name an older save with --resume=FOLDER, or leave --resume out to begin anew"
 KEPT = 2  # saves of a run that stay on disk
@@ -101,7 +103,7 @@ def open_tensors(path: Path, remedy: str):
 
 def of_model(model, step: int, val_loss: float | None, origin: dict) -> dict:
     """The content of the file of a train_gpt.GPT's weights after so many steps. `origin` has
-    `run_id` and `data`, or nothing."""
+    `run_id`, `code_sha256` and `data`, or nothing."""
     weights = {name: model.weight(name).detach() for name in model.params}
     weights["recall_table"] = model.recall_table
     config = dataclasses.asdict(model.config)
@@ -204,13 +206,18 @@ def model_of(content: dict, device: torch.device, script):
 
 
 def load_model(path: str | Path, device: torch.device | str, script):
-    """The model of a file, as `model_of` makes it. Raises BadInput if it is no checkpoint of this
-    program."""
+    """The model of a file, as `model_of` makes it. Says so if another train_gpt.py has trained it,
+    as the same weights may mean something else there. Raises BadInput if it is no checkpoint of
+    this program."""
     content = read(path)
     try:
-        return model_of(content, torch.device(device), script)
+        model = model_of(content, torch.device(device), script)
     except BadInput as error:
         raise BadInput(f"{path}: {error}") from None
+    if content.get("code_sha256") not in (None, sha256(script.SOURCE)):
+        complain(f"{path} was trained by another train_gpt.py, which the log "
+                 f"{content['run_id']}.txt holds; what this one computes with it may be wrong")
+    return model
 
 
 # --------------------------------------------------------------------------------------------------
@@ -569,7 +576,8 @@ class Keeper:
 
     def content(self, step: int, val_loss: float | None) -> dict:
         """The weights as they are now (`of_model`)."""
-        origin = dict(run_id=self.runs[-1], data=self.facts.data)
+        origin = dict(run_id=self.runs[-1], data=self.facts.data,
+                      code_sha256=self.facts.run["code_sha256"])
         return of_model(self.model, step, val_loss, origin)
 
     def untrained_loss(self) -> float | None:

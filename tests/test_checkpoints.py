@@ -406,3 +406,17 @@ def test_the_weights_of_the_best_validation_are_kept_and_a_resumed_run_goes_on_c
     assert checkpoints.read(path)["step"] == 2, "4.0 is worse"
     assert run(["--resume", f"--log_dir={tmp_path}"]) == 0
     assert checkpoints.read(path)["step"] == 6 and [*(tmp_path / "models").iterdir()] == [path]
+
+
+def test_weights_of_another_train_gpt_say_so_where_they_are_loaded_and_those_of_this_one_do_not(stopped, capfd, monkeypatch):
+    path = stopped / "model.safetensors"
+    t.load_checkpoint(path, "cpu")
+    assert capfd.readouterr().err == ""
+    monkeypatch.setattr(t, "SOURCE", t.SOURCE.replace(b"ACTIVATION = relu_squared", b"ACTIVATION = F.gelu"))
+    t.load_checkpoint(path, "cpu")
+    run_id = checkpoints.read(path)["run_id"]
+    assert capfd.readouterr().err == (f"{path} was trained by another train_gpt.py, which the log {run_id}.txt holds; "
+                                      "what this one computes with it may be wrong\n")
+    monkeypatch.setattr(checkpoints, "read", lambda path, read=checkpoints.read: read(path) | {"code_sha256": None})
+    t.load_checkpoint(path, "cpu")  # an older file has no sum
+    assert capfd.readouterr().err == ""
