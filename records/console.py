@@ -240,7 +240,8 @@ def next_commands(checkpoint: Path | None, data_dir: str, longer: str) -> list[s
     """What to try after a run. `longer` is the option that makes it longer, if one does."""
     commands = []
     if checkpoint:
-        commands.append(f'sample.py {shlex.quote(str(checkpoint))} "Once upon a time"')
+        file = shlex.quote(str(checkpoint))
+        commands += [f'sample.py {file} "Once upon a time"', f"evaluate.py {file}"]
     if longer:
         commands.append(f"train_gpt.py {shlex.quote(f'--data_dir={data_dir}')} {longer}")
     return commands
