@@ -259,7 +259,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
            f"{CPU_TOKENS}. Fewer need less memory")
     option("--device", type=sample.device, default="auto", help="auto, cuda or cpu")
     option("--json", action="store_true", help="write the results to standard output as JSON")
-    options = parser.parse_intermixed_args(argv)
+    options = parser.parse(argv)
     require(options.seq_len is None or options.seq_len % BLOCK_SIZE == 0,
             f"--seq_len={options.seq_len} is not a multiple of {BLOCK_SIZE}")
     return options

@@ -5,6 +5,7 @@
 
 MODEL is a file that `train_gpt.py --save_checkpoint=models/NAME.safetensors` has written. A text
 ends where the model ends the document, after --max_new_tokens, or where the model's sequences end.
+Of a text that is longer than these the model reads the end.
 
 For each new token the whole text is computed anew. To keep what layers know of earlier tokens would
 be faster, but would need a second version of each layer, as layers here read more of earlier tokens
@@ -29,10 +30,10 @@ from torch import Tensor
 from data.prepare import byte_to_token, token_to_byte
 from data.shards import SEPARATOR, reads_bytes
 from data.texts import harmless
-from nanogpt import faults, fitting
+from nanogpt import arguments, faults, fitting
 from nanogpt.masks import BLOCK_SIZE
 from nanogpt.ranks import BadInput, is_rank_0, require
-from records.console import discard_output, prepare_output, sentence_of
+from records.console import complain, discard_output, prepare_output, sentence_of
 
 # --------------------------------------------------------------------------------------------------
 # 1. Tokens, one after the other
@@ -126,11 +127,14 @@ def codec(vocab_size: int) -> tuple[Callable[[str], list[int]], Callable[[int], 
 
 def prompt_tokens(encode: Callable[[str], list[int]], bos: int, seq_len: int,
                   text: str) -> list[int]:
-    """The tokens of a text that begins a document. Raises BadInput if none could follow."""
-    tokens = [bos, *encode(text)]
-    require(len(tokens) < seq_len, f"the text to continue has {len(tokens) - 1} tokens, and may "
-            f"have at most {seq_len - 2}")
-    return tokens
+    """The tokens of a text that begins a document. If none could follow, those of its end, which
+    leave half of a sequence free, and a sentence on standard error."""
+    tokens = encode(text)
+    if len(tokens) > seq_len - 2:
+        complain(f"the text to continue has {len(tokens):,} tokens, and the model's sequences have "
+                 f"{seq_len:,}, so it reads only the last {seq_len // 2:,}")
+        tokens = tokens[-(seq_len // 2) :]
+    return [bos, *tokens]
 
 
 def check(config) -> list[str]:
@@ -140,7 +144,7 @@ def check(config) -> list[str]:
         return []
     try:
         encode, _ = codec(config.vocab_size)
-        prompt_tokens(encode, 0, config.seq_len, config.sample)
+        encode(config.sample)
     except BadInput as error:
         if not config.fit or config.sample != fitting.SAMPLE:
             raise
@@ -149,9 +153,19 @@ def check(config) -> list[str]:
     return []
 
 
+def opening(config, val_tokens: Tensor) -> str:
+    """What the sample at the end of a run begins with: --sample, or in a run that is fitted to a
+    text, if nobody has asked for another one, a few words from the beginning of the validation
+    tokens. These may begin within a word, which is left out."""
+    if not config.fit or config.sample != fitting.SAMPLE:
+        return config.sample
+    _, to_bytes = codec(config.vocab_size)
+    text = b"".join(to_bytes(token & 0xFFFF) for token in val_tokens[:200].tolist())
+    return " ".join(text.decode(errors="replace").split()[1:6])[:80] or config.sample
+
+
 def continue_text(model, text: str, count: int) -> str:
-    """The text, continued by a model that has just been trained, as it can be printed. Raises
-    BadInput if it is too long for the model."""
+    """The text, continued by a model that has just been trained, as it can be printed."""
     widen(model)
     encode, to_bytes = codec(model.config.vocab_size)
     tokens = prompt_tokens(encode, model.bos, model.config.seq_len, text)
@@ -206,6 +220,16 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:
         raise BadInput(message)  # argparse's sentence, without its page on usage
 
+    def parse(self, argv: list[str]) -> argparse.Namespace:
+        """Options may stand before and between the other words."""
+        options, unknown = self.parse_known_intermixed_args(argv)
+        if unknown and unknown[0].startswith("-"):
+            names = [name.lstrip("-") for name in self._option_string_actions]
+            raise BadInput(arguments.nearest_key(unknown[0], names))
+        require(not unknown,
+                f"too many words ({' '.join(unknown)}); put a text with spaces in quotes")
+        return options
+
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line. Raises BadInput on an unknown option or a wrong value."""
@@ -226,7 +250,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     option("--max_new_tokens", type=number(int, 1), default=256, help="tokens to add at most")
     option("--seed", type=number(int, 0), default=0, help="the same seed gives the same texts")
     option("--device", type=device, default="auto", help="auto, cuda or cpu")
-    return parser.parse_intermixed_args(argv)  # options may stand before TEXT, too
+    return parser.parse(argv)
 
 
 def show(text: str) -> None:

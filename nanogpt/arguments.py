@@ -161,6 +161,11 @@ def answer(word: str, names: list[str]) -> str:
     if not word.startswith("-"):
         return (f"{word} is no key; your own text is prepared first: ./run.sh FILE, or python "
                 "data/prepare.py FILE (--help lists all keys)")
+    return nearest_key(word, names)
+
+
+def nearest_key(word: str, names: list[str]) -> str:
+    """The sentence that answers --NAME or --NAME=VALUE, of which `names` has none."""
     name = word.partition("=")[0]
     nearest = difflib.get_close_matches(name.lstrip("-").replace("-", "_"), names, n=1)
     hint = f"; the nearest one is --{nearest[0]}" if nearest else ""

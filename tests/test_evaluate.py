@@ -324,7 +324,7 @@ def test_the_program_runs_as_a_script(checkpoint, tmp_path):
     ([], "MODEL"), (["no.safetensors"], "no.safetensors"), (["MODEL", "--text=no.txt"], "no.txt: no such file"),
     (["MODEL", "--text=no.bin"], "no.bin"), (["MODEL", "--text=EMPTY"], "no text in it"),
     (["MODEL", "--hellaswag=no.jsonl"], "no.jsonl"), (["MODEL", "--limit=0"], "limit"), (["MODEL", "--seq_len=100"], "128"),
-    (["MODEL", "--device=tpu"], "tpu"), (["MODEL", "--tex=a"], "--tex=a"), (["MODEL", "--text=GPT2"], "of the kind gpt2"),
+    (["MODEL", "--device=tpu"], "tpu"), (["MODEL", "--tex=a"], "--tex; the nearest one is --text"), (["MODEL", "--text=GPT2"], "of the kind gpt2"),
     (["MODEL", "--text="], "empty"), (["MODEL", "--text=DAMAGED"], "promises"), (["MODEL", "--text=BINARY"], "UTF-8"),
 ], ids=str)
 def test_what_cannot_be_is_one_sentence(tmp_path, checkpoint, capsys, words, part):

@@ -87,7 +87,7 @@ def scripted(monkeypatch):
     return script
 
 
-def test_a_sample_ends_with_its_length_its_document_or_the_sequence_and_a_longer_text_is_refused(scripted):
+def test_a_sample_ends_with_its_length_its_document_or_the_sequence_and_of_a_longer_text_the_end_is_read(scripted, capfd):
     model = untrained()
     scripted(7)
     for prompt in ("x" * 3, "", "é"):
@@ -96,8 +96,10 @@ def test_a_sample_ends_with_its_length_its_document_or_the_sequence_and_a_longer
     assert sample.continue_text(model, "x", 10) == "xbc"
     scripted(66)
     assert sample.continue_text(model, "x" * 253, 10) == "x" * 253 + "cc"  # and the separator: 256 tokens
-    with pytest.raises(BadInput, match="the text to continue has 256 tokens, and may have at most 254"):
-        sample.continue_text(model, "x" * 256, 10)
+    assert capfd.readouterr().err == "" and sample.prompt_tokens(list, 9, 256, range(255)) == [9, *range(127, 255)]
+    assert sample.continue_text(model, "x" * 255, 10) == "x" * 255 + "c" * 10
+    assert capfd.readouterr().err == 2 * ("the text to continue has 255 tokens, and the model's sequences have 256, "
+                                          "so it reads only the last 128\n")
     model.lm_head.data[3] = float("nan")
     with pytest.raises(BadInput, match="the logits are not finite"):
         sample.continue_text(model, "x", 10)
@@ -128,6 +130,15 @@ def test_text_goes_to_tokens_and_back_and_tokens_without_text_are_empty(monkeypa
     monkeypatch.setitem(sys.modules, "tiktoken", None)
     with pytest.raises(BadInput, match="tiktoken cannot load GPT-2's vocabulary"):
         sample.codec(50304)
+
+
+def test_a_run_on_ones_own_text_shows_a_sample_that_begins_with_words_of_its_validation_text():
+    tokens = torch.tensor([271, *sample.codec(272)[0]("it was\n a  dark and stormy night")])
+    config = t.Config(vocab_size=272, fit=True, sample=t.fitting.SAMPLE)
+    assert sample.opening(config, tokens) == "was a dark and stormy"
+    assert sample.opening(config, tokens[:3]) == t.fitting.SAMPLE, "too few words"
+    config.sample = "The "
+    assert sample.opening(config, tokens) == "The "
 
 
 def test_a_newcomer_is_told_what_to_expect_of_a_small_model_of_bytes():
@@ -183,7 +194,8 @@ def test_several_samples_have_a_line_between_them_and_the_end_of_the_sequence_is
 @pytest.mark.parametrize("args, part", [
     ([], "MODEL"), (["no.pt", "x"], "no.pt"), (["x", "--temperature=-1"], "temperature"), (["x", "--temperature=nan"], "nan"),
     (["x", "--top_k=1.5"], "1.5"), (["x", "--top_p=2"], "top_p"), (["x", "--num_samples=0"], "num_samples"),
-    (["x", "--seed=-1"], "seed"), (["x", "--device=tpu"], "tpu"), (["x", "--temp=1"], "--temp=1"), (["x", "y", "z"], "z"),
+    (["x", "--seed=-1"], "seed"), (["x", "--device=tpu"], "tpu"),
+    (["x", "--temprature=1"], "--temprature; the nearest one is --temperature"), (["x", "y", "z"], "too many words (z); put"),
 ], ids=str)
 def test_what_cannot_be_is_one_sentence(args, part, capfd):
     status = sample.main(args)
