@@ -8,10 +8,10 @@
 
 MODEL is a file that `train_gpt.py --save_checkpoint=models/NAME.safetensors` has written.
 
-**Loss** is in nats per token, over the text's tokens and the end of each document; perplexity is
-its exponential. On shards it is what the trainer calls val_loss: over their first val_tokens
-tokens, in sequences of the model's val_seq_len. Shorter ones (--seq_len; on a CPU 16,384 tokens at
-most) cut more documents, so the loss is a bit higher.
+**Loss** is in nats per token, or per byte if tokens are bytes, over the text's tokens and the end
+of each document; perplexity is its exponential. On shards it is what the trainer calls val_loss:
+over their first val_tokens tokens, in sequences of the model's val_seq_len. Shorter ones
+(--seq_len; on a CPU 16,384 tokens at most) cut more documents, so the loss is a bit higher.
 **Bits per byte** divides by the bytes of the text in UTF-8, and leaves out the ends of documents,
 which have no bytes. So models with different tokens can be compared.
 **HellaSwag** (Zellers et al. 2019) gives a context and four endings, of which one is right. We
@@ -33,6 +33,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -152,7 +153,7 @@ def score_endings(model: nn.Module, endings: list[Ending],
 
 NORMAL_95 = 1.959964  # a normal variable is within so many standard deviations in 95 % of all cases
 TITLES = {
-    "loss": "loss, nats per token", "bits_per_byte": "bits per byte", "hellaswag": "HellaSwag",
+    "loss": "loss, nats per", "bits_per_byte": "bits per byte", "hellaswag": "HellaSwag",
     "hellaswag_norm": "HellaSwag, normalised"}
 
 
@@ -258,7 +259,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
            f"{CPU_TOKENS}. Fewer need less memory")
     option("--device", type=sample.device, default="auto", help="auto, cuda or cpu")
     option("--json", action="store_true", help="write the results to standard output as JSON")
-    options = parser.parse_args(argv)
+    options = parser.parse_intermixed_args(argv)
     require(options.seq_len is None or options.seq_len % BLOCK_SIZE == 0,
             f"--seq_len={options.seq_len} is not a multiple of {BLOCK_SIZE}")
     return options
@@ -351,19 +352,21 @@ def measure_all(options: argparse.Namespace,
     if options.hellaswag is not None:
         items = read_hellaswag(options)
 
-    def progress(sequences):
-        return tqdm(sequences, unit="sequence", leave=False, disable=None)  # only on a terminal
+    def progress_of(model: Model) -> Callable:
+        # A file, too, is told how long it will take, every 15 seconds.
+        patience = {} if sys.stderr.isatty() else dict(delay=15, mininterval=15, miniters=1)
+        return partial(tqdm, desc=model.path, unit=" sequences", leave=False, **patience)
 
     done = []
     if text:
         most = CPU_TOKENS if options.device.type == "cpu" else 2**63
         done.append((text, [
             loss_measures(model, tokens, options.seq_len or min(most, model.gpt.config.val_seq_len),
-                          progress)
+                          progress_of(model))
             for model, tokens in zip(models, streams)]))
     if items:
         done.append((items, [
-            hellaswag_measures(model, items.content, progress) for model in models]))
+            hellaswag_measures(model, items.content, progress_of(model)) for model in models]))
     return done
 
 
@@ -419,6 +422,10 @@ def in_words(measure: str, value: float, plus: str = "") -> str:
 
 def show(content: dict) -> None:
     """Prints the results as lines of text."""
+    def title(measure: str, model: dict) -> str:
+        unit = " byte" if model["tokens"] == "bytes" else " token"
+        return TITLES[measure] + unit * (measure == "loss")
+
     for index, model in enumerate(content["models"]):
         print(f"{model['path']} (preset {model['preset']}, step {model['steps']:,})")
         for result in content["results"]:
@@ -430,15 +437,22 @@ def show(content: dict) -> None:
                 text += f" ± {in_words(name, error)}"
             if name == "loss":
                 text += f", perplexity {math.exp(min(value, 700)):,.2f}"
-            units = "items" if name.startswith("hellaswag") else "documents"
-            print(f"  {TITLES[name]:<23} {text:<40} {result['units']:,} {units} of "
+            units = "item" if name.startswith("hellaswag") else "document"
+            units += "s" * (result["units"] != 1)
+            print(f"  {title(name, model):<23} {text:<40} {result['units']:,} {units} of "
                   f"{result['data']}")
     for found in content["differences"]:
-        b, a = (content["models"][found[key]]["path"] for key in ("model", "against"))
+        b, a = (content["models"][found[key]] for key in ("model", "against"))
         value, low, high = (
             in_words(found["measure"], found[key], "+") for key in ("value", "low", "high"))
-        print(f"{b} minus {a}, {TITLES[found['measure']]}: {value}, 95 % interval {low} to {high}")
-    print("Behind ± stands one standard error over documents or items; below 30 it is too small.")
+        print(f"{b['path']} minus {a['path']}, {title(found['measure'], b)}: {value}, "
+              f"95 % interval {low} to {high}")
+    if any(result["units"] > 1 for result in content["results"]):
+        print("Behind ± stands one standard error over the documents or items. With fewer than 30 "
+              "of them it comes out too small, and so does the interval.")
+    if any(result["units"] == 1 for result in content["results"]):
+        print("One document tells nothing about chance, so it has no ± and no interval. "
+              "--text=FILE with --split_blank=1 or --split=MARKER cuts a text into several.")
 
 
 def evaluate(argv: list[str]) -> None:

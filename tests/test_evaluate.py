@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, SEPARATOR, arguments, check_data, write_shard
+from tqdm import tqdm
 
 import evaluate
 import sample
@@ -289,21 +290,33 @@ def test_all_measures_of_two_models_at_once(tmp_path, checkpoint, another, capsy
     words = (checkpoint[0], another, f"--text={text}", "--split_blank=1", f"--hellaswag={items}")
     status, out, err = run(capsys, *words)
     assert (status, err) == (0, "")
-    for part in ("loss, nats per token", "perplexity", "bits per byte", "3 documents", "HellaSwag, normalised",
+    for part in ("loss, nats per byte", "perplexity", "bits per byte", "3 documents", "HellaSwag, normalised",
                  "40 items of items.jsonl", "another.safetensors minus", "95 % interval"):
         assert part in out
     content = results(capsys, *words)
     assert [result["measure"] for result in content["results"] if result["model"] == 1] == [*evaluate.TITLES]
-    file = tmp_path / "results.json"
-    file.write_text(json.dumps(content))
-    evaluation = pytest.importorskip("records.evaluation")  # what can be kept beside a record
-    assert evaluation.read(file) == content and "HellaSwag" in evaluation.block(content)
+
+
+def test_one_document_has_no_error_and_no_interval_and_a_sentence_says_why(tmp_path, checkpoint, another, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text("The first one ends.\n\nA second.")
+    status, out, _ = run(capsys, checkpoint[0], f"--text={text}", another)
+    assert status == 0 and "1 document of" in out and "±" not in out.replace("no ±", "") and "minus" not in out
+    assert out.endswith("--split_blank=1 or --split=MARKER cuts a text into several.\n")
+    out = run(capsys, checkpoint[0], another, f"--text={text}", "--split_blank=1")[1]
+    assert "2 documents of" in out and out.endswith("and so does the interval.\n")
+
+
+def test_what_takes_long_shows_how_far_it_is_also_in_a_file(checkpoint, capsys, monkeypatch):
+    soon = dict(delay=1e-9, mininterval=0)
+    monkeypatch.setattr(evaluate, "tqdm", lambda sequences, **keys: tqdm(sequences, **keys | soon))
+    assert f"{checkpoint[0]}:  " in run(capsys, checkpoint[0], "--seq_len=128")[2]
 
 
 def test_the_program_runs_as_a_script(checkpoint, tmp_path):
     command = [sys.executable, str(ROOT / "evaluate.py"), str(checkpoint[0]), "--device=cpu"]
     done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=120, cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (0, "") and "nats per token" in done.stdout
+    assert (done.returncode, done.stderr) == (0, "") and "nats per byte" in done.stdout
     assert not list(tmp_path.iterdir())
 
 
