@@ -547,9 +547,9 @@ class Param(NamedTuple):
     # (record 43).
     decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.99)  # of the gradient's mean and of the mean square
-    # How the ranks share the work of an update, but for tables, of which each has its columns:
-    #   "slice"  each rank updates an equal part of the first dimension
-    #   "all"    every rank updates all of it; for small ones, which the model has in float32, too
+    # Which share of it a rank updates; of a table, each rank has some of the columns instead:
+    #   "slice"  an equal part of the first dimension
+    #   "all"    all of it, as the others do; for small ones, which the model has in float32, too
     share: str = "slice"
     lr_factors: tuple[float, ...] = (1.0,)  # Muon: of the matrices in turn, to multiply lr
 

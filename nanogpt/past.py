@@ -74,6 +74,7 @@ class Past:
         self.device = recall_table.device
         self.side_stream = SideStream(self.device)
         self.call = call
+        self.latest = []  # the batch that `prepare` has returned last
 
     def read(self, tokens: Tensor, training: bool) -> Reading:
         """The reading of tokens (T,). In training they are sequences of `seq_len`, end to end."""
@@ -102,8 +103,9 @@ class Past:
         """The micro-batches of a step, sequences (n, seq_len + 1) in the memory of the CPU, with
         the bits of uint16 -> the reading and the targets (T,) of each.
 
-        They may get the memory of the batch before the last one: in `remember` of the last one this
-        stream has waited until the step before it was over."""
+        This batch must not get the memory of the last one, which the main stream may still be
+        reading. So `latest` keeps that until this one is made. It may get the memory of the batch
+        before: in `remember` of the last one this stream has waited until that step was over."""
         prepared = []
         with self.side_stream.on():
             pairs = [inputs_and_targets(sequences, self.device) for sequences in batch]
@@ -112,6 +114,7 @@ class Past:
                 # Copies, because the next call of a CUDA graph overwrites what it has returned.
                 prepared.append((Reading(inputs, *[x.clone() for x in others]), targets))
         self.side_stream.join()
+        self.latest = prepared
         return prepared
 
     def read_for_training(self, tokens: Tensor) -> Reading:

@@ -98,14 +98,14 @@ class WarmUp:
         passes = {}  # one of each length, with and without recipes
         for stage, step in self.step_kinds:
             passes[stage.length, self.setting(step).plain] = stage, step
-        shares = [partial(self.forward_backward, stage, step) for stage, step in passes.values()]
-        shares += [partial(self.validate, self.config.num_steps), self.update]
+        pieces = [partial(self.forward_backward, stage, step) for stage, step in passes.values()]
+        pieces += [partial(self.validate, self.config.num_steps), self.update]
         # The ranks take turns, forth and back: if there is one pass and two ranks, the second one
         # has validation and the updates, which together take about as long.
         turns = [*range(world_size), *reversed(range(world_size))]
-        for share, turn in zip(shares, cycle(turns)):
+        for piece, turn in zip(pieces, cycle(turns)):
             if turn == rank:
-                share()
+                piece()
         torch.get_device_module(self.tokens.device).synchronize()
         dist.barrier()
 

@@ -51,5 +51,5 @@ def test_numbers_beyond_the_range_are_counted_and_change_the_loss(operand):
             model.lm_head.normal_(std=20)
     tokens = torch.randint(0, 60, (1, 257), generator=torch.Generator().manual_seed(1)).short()
     difference, clamped = guard.compare_products(t, model, tokens, 0)
-    assert clamped[operand] > guard.LARGEST_CLAMPED_SHARE
+    assert clamped[operand] > guard.LARGEST_CLAMPED_PART
     assert abs(difference) > guard.LARGEST_DIFFERENCE

@@ -206,3 +206,14 @@ def test_tokens_of_the_wrong_kind_are_named_for_what_they_are(tmp_path, preset, 
         check_data(c)
     for part in ("mine_train_000001.bin", *parts):
         assert part in str(error.value)
+
+
+def test_a_batch_gets_other_memory_than_the_one_before_it_which_a_gpu_may_still_read(folder):
+    model = t.GPT(config(folder), CPU)
+    text = torch.tensor(documents(257)).to(torch.int16)[None]
+    places = []
+    for _ in range(2):
+        [(reading, targets)] = model.past.prepare([text])  # dropped when the next one is made, as by Run.make_step
+        places.append({tensor.data_ptr() for tensor in (*reading, targets) if len(tensor)})
+        del reading, targets
+    assert places[0].isdisjoint(places[1])

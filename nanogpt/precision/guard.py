@@ -12,16 +12,16 @@ from torch import Tensor
 from nanogpt.past import inputs_and_targets
 
 LARGEST_DIFFERENCE = 0.02  # nats a token
-LARGEST_CLAMPED_SHARE = 0.001
+LARGEST_CLAMPED_PART = 0.001
 
 
 @torch.no_grad()
 def compare_products(script, model, sequence: Tensor,
                      step: int) -> tuple[float, dict[str, float]]:
     """A training sequence (1, seq_len + 1), int16 with the bits of uint16 -> its loss by the
-    products of training minus that by those of validation, in nats a token, and the share of
-    clamped numbers of each operand that has a constant scale. `script` is the module train_gpt, and
-    `model` a GPT."""
+    products of training minus that by those of validation, in nats a token, and the part of the
+    numbers that is clamped, of each operand with a constant scale. `script` is the module
+    train_gpt, and `model` a GPT."""
     setting = script.setting_of(step, model.config)
     inputs, targets = inputs_and_targets(sequence, model.signs.device)
     functions, flex = model.functions, model.flex
@@ -48,8 +48,8 @@ def check(script, model, sequence: Tensor, step: int, log) -> None:
         log.fact("defect", dict(
             what=f"at step {step} the products of training give a loss that differs by "
             f"{difference:+.4f} from validation's; try --precision=bf16"))
-    for operand, share in clamped.items():
-        if share > LARGEST_CLAMPED_SHARE:
+    for operand, part in clamped.items():
+        if part > LARGEST_CLAMPED_PART:
             log.fact("defect", dict(
-                what=f"{100 * share:.2g} % of the {operand} are too large for FP8 at step {step} "
+                what=f"{100 * part:.2g} % of the {operand} are too large for FP8 at step {step} "
                 "and are clamped; lower the learning rates, or raise its scale"))

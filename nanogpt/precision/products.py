@@ -61,7 +61,7 @@ PLAIN_LAYER = LayerProducts(PLAIN, PLAIN, PLAIN, PLAIN)
 
 class StaticFP8(Products):
     """FP8 with constant scales. While `hear` is set (`Precision.as_in_training`), it is told which
-    share of the numbers of each operand does not fit the scale and is clamped."""
+    part of the numbers of each operand does not fit the scale and is clamped."""
 
     def __init__(self, name: str, input_scale: float, weight_scale: float):
         self.name = name
@@ -74,8 +74,8 @@ class StaticFP8(Products):
             return
         for operand, numbers, scale in (
                 ("input", x, self.input_scale), ("weights", w, self.weight_scale)):
-            share = (numbers.abs() > torch.finfo(E4M3).max * scale).float().mean()
-            self.hear(f"{operand} of {self.name}", share.item())
+            part = (numbers.abs() > torch.finfo(E4M3).max * scale).float().mean()
+            self.hear(f"{operand} of {self.name}", part.item())
 
     def linear(self, x, w, factor=None):
         w = w if factor is None else factor * w
@@ -184,12 +184,12 @@ class Precision:
     @contextmanager
     def as_in_training(self) -> Iterator[dict[str, float]]:
         """Within it, validation multiplies as training does. Yields a dictionary that fills with
-        the largest share of clamped numbers of each operand, such as "weights of qkv". To be used
+        the largest part of clamped numbers of each operand, such as "weights of qkv". To be used
         with EAGER: functions that are compiled already would not tell."""
         clamped = {}
 
-        def hear(operand: str, share: float) -> None:
-            clamped[operand] = max(share, clamped.get(operand, 0.0))
+        def hear(operand: str, part: float) -> None:
+            clamped[operand] = max(part, clamped.get(operand, 0.0))
 
         self.validates_as_in_training = True
         for products in STATIC.values():
