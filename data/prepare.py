@@ -62,6 +62,7 @@ from data import gpt2, texts
 from data.python_docs import python_documents
 from data.shards import SEPARATOR, ShardError, count_tokens, write_shard
 from data.texts import PrepareError
+from records.console import to_type
 
 DATA = Path(__file__).resolve().parent  # where the folder of a corpus is by default
 RESERVED = {"fineweb10b", "pydocs", "__pycache__"}  # folders there that are not for your own text
@@ -389,7 +390,7 @@ def parse_args(argv):
     add("--print_folder", action="store_true",
         help="print the folder alone on stdout, and everything else on stderr")
     parser.error = fail
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
     for option in ("split_blank", "val_tokens"):
         value = getattr(args, option)
         if value is not None and value < 1:
@@ -435,14 +436,13 @@ def main(argv=None):
             f"(duplicates dropped: {record['duplicates']:,}) in "
             f"{time.perf_counter() - start:.1f} s")
     else:
-        say(f"{folder}: already there, made of the same input")
+        say(f"{folder}: already made of this text; used again")
     for note in record.get("notes", []):
         say(f"prepare.py: {note}.")
     if args.print_folder:
         print(folder)
     elif args.inputs:
-        script = from_here(DATA.parent / "train_gpt.py")
-        say(shlex.join([from_here(sys.executable), script, f"--data_dir={folder}"]))
+        say(to_type(shlex.join(["train_gpt.py", f"--data_dir={folder}"])))
 
 
 if __name__ == "__main__":

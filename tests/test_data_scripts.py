@@ -332,7 +332,7 @@ def test_two_runs_at_once_both_end_with_the_corpus_of_one(tmp_path, monkeypatch,
     monkeypatch.setattr(prepare, "write_corpus", slow)
     prepare.main(command)
     said = capsys.readouterr().out
-    assert said.count("from 60 documents") == 1 and said.count("already there, made of the same input") == 1
+    assert said.count("from 60 documents") == 1 and said.count("already made of this text; used again") == 1
     assert sorted(map(from_bytes, read_corpus(tmp_path / "out"))) == sorted(STORIES)
     assert len([*tmp_path.iterdir()]) == 2
 
@@ -379,7 +379,7 @@ def test_python_docs_are_megabytes_of_english_that_are_made_once(tmp_path, capsy
     text = "\n".join(map(from_bytes, train))
     assert ">>>" not in text and text.count(" the ") > 10_000
     prepare.main(command)
-    assert "already there" in capsys.readouterr().out
+    assert "already made" in capsys.readouterr().out
 
 
 # ---- fineweb.py ----------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from test_data_scripts import (
 )
 
 from data import prepare
+from records.console import to_type
 
 STORY = "".join(f"Line {number}: the cat sat on a mat.\n" for number in range(2000))
 
@@ -110,13 +111,17 @@ def test_the_last_line_is_the_command_that_trains(tmp_path, data, capsys):
     train = total - val + 1  # the second part has a separator of its own
     assert made.startswith(
         f"data/story: {train:,} training and {val:,} validation tokens (bytes) from 1 document (")
-    program, *rest = command.split()
-    assert "python" in program and rest == ["train_gpt.py", "--data_dir=data/story"]
+    assert command == to_type("train_gpt.py --data_dir=data/story")
+
+
+def test_inputs_may_stand_before_and_behind_options(tmp_path, data):
+    prepare.main([write(tmp_path / "a.txt", STORY), "--bytes", write(tmp_path / "b.txt", STORY.upper())])
+    assert sum(map(len, read_corpus(data / "a"))) == 2 * len(STORY)
 
 
 def test_print_folder_prints_nothing_else_on_stdout(tmp_path, data, capsys):
     source = write(tmp_path / "story.txt", STORY)
-    for word in ("training", "already there"):
+    for word in ("training", "already made"):
         prepare.main([source, "--bytes", "--print_folder"])
         printed = capsys.readouterr()
         assert printed.out == "data/story\n"
@@ -177,7 +182,7 @@ def test_the_same_command_again_changes_nothing_and_after_a_change_the_old_shard
             write(tmp_path / "story.txt", text)
         prepare.main([source, "--bytes", *options])
         said = capsys.readouterr().out
-        assert f"data/{folder}: " in said and ("already there" not in said) == is_new
+        assert f"data/{folder}: " in said and ("already made of this text; used again" not in said) == is_new
         assert ("it stays, for runs that use it" in said) == (folder != "story")
         assert "".join(map(from_bytes, read_corpus(data / folder))) == text
         assert before.items() <= {path: path.stat().st_mtime_ns for path in data.rglob("*.bin")}.items()
