@@ -63,7 +63,7 @@ def test_a_run_that_misses_its_target_says_so_and_that_is_no_crash(first):
     header, result = run.stdout.split("\nsample: ")
     for part in (f"\nlog       {only_log(first[1])}\n", f"\nweights   {first[1]}/model.pt"):
         assert part in header and part in result
-    assert "\nseed      0\n" in header and "\nprecision fp32\n" in header and "sample.py" in run.stdout.splitlines()[-1]
+    assert "\nseed      0\n" in header and "\nprecision fp32\n" in header and "sample.py" in run.stdout.splitlines()[-2]
 
 
 def test_a_run_that_reaches_its_target_exits_with_0_and_the_same_seed_gives_the_same_losses(first, corpus, tmp_path):
@@ -143,7 +143,7 @@ def test_the_files_taken_out_of_a_log_run_by_themselves_and_give_the_same_losses
 
 def test_the_checkpoint_is_plain_weights_and_configuration_and_nothing_half_written_stays(first):
     saved = checkpoints.read(first[1] / "model.pt")
-    assert set(saved) == {"config", "weights", "step", "val_loss", "run_id", "data"} and saved["config"]["model_dim"] == 32
+    assert set(saved) == {"config", "weights", "step", "val_loss", "run_id", "code_sha256", "data"} and saved["config"]["model_dim"] == 32
     shapes = {name: tuple(w.shape) for name, w in saved["weights"].items()}
     assert shapes.pop("recall_table") == (1000,)
     assert shapes == {name: p.shape for name, p in t.parameter_table(t.Config(**saved["config"])).items()}
