@@ -219,10 +219,3 @@ def remember(table: Tensor, hashes: Tensor, next_tokens: Tensor, lengths: tuple[
     *places, entries = of_all.unbind(1)
     for place in places:
         table.scatter_reduce_(0, place, entries, "amax")
-
-
-def is_table(x: Tensor, c) -> bool:
-    """Whether x, from a file, can be the table of a train_gpt.Config."""
-    if x.dtype != torch.int64 or x.shape != (c.recall_rows,):
-        return False
-    return bool(((x & 0xFFFF) < c.vocab_size).all())
