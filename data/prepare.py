@@ -14,15 +14,14 @@ INPUT is one of these, in UTF-8, or in UTF-16 or UTF-32 with a byte-order mark:
 
 The shards are OUT/NAME_val_000000.bin, OUT/NAME_train_000001.bin, and so on (shards.py says what a
 shard is). Without --out, OUT is data/NAME, with the name of the first INPUT, or data/NAME-2 and so
-on if that is taken. A document in a shard is the token 50256 followed by the document's own tokens:
-GPT-2's, or one for each byte. OUT/corpus.json says what the shards were made of; the same command
-finds it the next time, and has nothing to do.
+on if that is taken. OUT/corpus.json says what the shards were made of; the same command finds it
+the next time, and has nothing to do. A document in a shard is the token 50256 followed by the
+document's own tokens: GPT-2's, or one for each byte.
 
 Blank documents are dropped, and so are those whose text an earlier one has. The others are
-shuffled. The first ones in this order are the validation split, so it is a fair sample of the input
-and shares no document with training. There is one exception. With whole documents, validation may
-become more than half larger than it should be, as with a single long text, or leave too little to
-train on. Then the last of its documents is cut: the end goes to validation and the beginning to
+shuffled. The first of these are the validation split, with 5% of all tokens: a fair sample of the
+input, which shares no document with training. Only if its last document makes it more than half
+larger, as with a single long text, is this one cut: its end goes to validation and its beginning to
 training.
 
 The input may be larger than memory, which holds the lengths and hashes of documents and the
@@ -60,15 +59,15 @@ from tqdm import tqdm
 
 from data import gpt2, texts
 from data.python_docs import python_documents
-from data.shards import SEPARATOR, ShardError, count_tokens, write_shard
+from data.shards import SEPARATOR, count_tokens, write_shard
 from data.texts import PrepareError
 from records.console import to_type
 
 DATA = Path(__file__).resolve().parent  # where the folder of a corpus is by default
-RESERVED = {"fineweb10b", "pydocs", "__pycache__"}  # folders there that are not for your own text
 RECORD = "corpus.json"
 LEAST_TRAIN = 130  # tokens: a sequence of 128, its last target, and a separator
 LEAST_VAL = 129
+MOST_VAL = 10_485_760 + 1  # one more, because the last prediction needs its target too
 SHARD_TOKENS = 100_000_000  # of a shard, about, because documents stay whole
 
 # GPT-2 has one token for each of the 256 bytes, numbered in this order: first the bytes that are
@@ -135,13 +134,12 @@ def choose_tokens(wanted, say):
 
 # ---- from tokens to shards -----------------------------------------------------------------------
 
-def write_corpus(documents, folder, name, use_bytes, val_tokens=None, source="the input"):
+def write_corpus(documents, folder, name, use_bytes, source):
     """Encode the documents, shuffle them, split them, and write them to a folder as shards.
 
-    With `val_tokens=None`, validation gets 5% of the tokens, at most 10,485,760. Returns a
-    dictionary with "train_tokens", "val_tokens", and the numbers of "documents" and of "duplicates"
-    among the input. Raises PrepareError, which speaks of `source`, if there are too few tokens for
-    two splits.
+    Returns a dictionary with "train_tokens", "val_tokens", and the numbers of "documents" and of
+    "duplicates" among the input. Raises PrepareError, which speaks of `source`, if there are too
+    few tokens for two splits.
     """
     # 1. Write all tokens to one file, the spool, in the order of the input.
     spool = folder / "documents.u16"
@@ -158,9 +156,7 @@ def write_corpus(documents, folder, name, use_bytes, val_tokens=None, source="th
     random.Random(0).shuffle(order)
     starts = np.cumsum(lengths) - lengths  # (documents,) where each begins in the spool
     shuffled = np.stack([starts, lengths], axis=1)[order]
-    if dropped["duplicates"]:
-        source += f", without its {dropped['duplicates']:,} duplicate documents"
-    splits = split_documents(shuffled, val_tokens, source)
+    splits = split_documents(shuffled, source)
 
     # 3. Write the shards.
     counts = {"documents": len(lengths), "duplicates": dropped["duplicates"]}
@@ -174,28 +170,22 @@ def write_corpus(documents, folder, name, use_bytes, val_tokens=None, source="th
     return counts
 
 
-def split_documents(documents, val_tokens, source):
+def split_documents(documents, source):
     """Divide the shuffled documents among "train" and "val".
 
     `documents` is (documents, 2) int64: where each begins in the spool, and its length. Returns two
-    arrays of the same kind, in a dictionary. Validation gets the first documents, at least
-    `val_tokens` tokens. If they would be more than half as much again, or leave too little to train
-    on, then the last of them is cut in two. Raises PrepareError if there are too few tokens.
+    arrays of the same kind, in a dictionary. Validation gets the first documents, 5% of the tokens.
+    If they would be more than half as much again, or leave too little to train on, then the last of
+    them is cut in two. Raises PrepareError if there are too few tokens.
     """
     lengths = documents[:, 1]
     total = int(lengths.sum())
     if total == 0:
         raise PrepareError(f"{source}: no text in it; name a file that has some")
-    if val_tokens is None:
-        share = min(total // 20, 10_485_760 + 1)
-    else:
-        share = val_tokens + 1  # one more, because the last prediction needs its target too
-    share = max(share, LEAST_VAL)
+    share = max(min(total // 20, MOST_VAL), LEAST_VAL)
     if total < share + LEAST_TRAIN:
-        remedy = "add text" if val_tokens is None else "add text or lower --val_tokens"
-        raise PrepareError(
-            f"{source}: {total:,} tokens of text are too few, because validation takes {share:,} "
-            f"and training needs {LEAST_TRAIN} or more; {remedy}")
+        raise PrepareError(f"{source}: {total:,} tokens of text are too few; at least "
+                           f"{LEAST_VAL + LEAST_TRAIN} are needed, so add text")
 
     ends = np.cumsum(lengths)
     last = int(np.searchsorted(ends, share))  # the document that fills the share
@@ -250,39 +240,25 @@ def default_folders(first_input):
     """Where a corpus may be, best first: data/NAME, data/NAME-2 and so on."""
     path = Path(os.path.abspath(first_input))
     name = safe_name(path.name if path.is_dir() else path.stem)
-    if name.lower() in RESERVED:
-        name += "_tokens"
     yield DATA / name
     for number in count(2):
         yield DATA / f"{name}-{number}"
 
 
 def describe(path):
-    """What corpus.json says about an input file. Raises PrepareError."""
-    with texts.errors_of(path):
-        status = path.stat()
-    path = os.path.abspath(path)
-    return {"path": path, "size": status.st_size, "changed": status.st_mtime_ns}
+    """What corpus.json says about an input file."""
+    status = path.stat()
+    return {"path": os.path.abspath(path), "size": status.st_size, "changed": status.st_mtime_ns}
 
 
 def find_corpus(folder, wanted):
-    """What corpus.json says in a folder that has the wanted corpus, or None. Raises PrepareError if
-    its shards are damaged."""
+    """What corpus.json says in a folder that has the wanted corpus, or None."""
     try:
         record = json.loads(Path(folder, RECORD).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    if not isinstance(record, dict) or any(record.get(key) != wanted[key] for key in wanted):
-        return None
-    try:
-        for split in ("train", "val"):
-            have = sum(map(count_tokens, folder.glob(f"*_{split}_*.bin")))
-            if have != record[f"{split}_tokens"]:
-                raise ShardError(f"{folder} has {have:,} {split} tokens and had more")
-    except ShardError as error:
-        fault = str(error).partition(";")[0]
-        raise PrepareError(f"{fault}; delete the folder {folder} to make it anew") from None
-    return record
+    is_wanted = isinstance(record, dict) and wanted.items() <= record.items()
+    return record if is_wanted else None
 
 
 def place_of(args, wanted, say):
@@ -296,21 +272,17 @@ def place_of(args, wanted, say):
         if args.out:
             raise PrepareError(f"{args.out}: already there, and made of other files or with other "
                                "options; delete it, or choose another --out")
-        say(f"prepare.py: {from_here(folder)} has another text or an older version of this one, "
-            "or was made with other options; it stays, for runs that use it.")
+        say(f"prepare.py: {os.path.relpath(folder)} has another text or an older version of this "
+            "one, or was made with other options; it stays, for runs that use it.")
 
 
 def make_corpus(args, say):
     """Make the corpus, unless it is there already. Returns its folder, what its corpus.json says,
     and whether it is new. Raises PrepareError and OSError."""
-    options = {name: getattr(args, name)
-               for name in ("tokens", "key", "split", "split_blank", "val_tokens")}
-    if args.python_docs:
-        paths, notes = [], []
-        wanted = {"name": "fineweb", "tokens": args.tokens}
-    else:
-        paths, notes = texts.find_sources(args.inputs, args.key)
-        wanted = {"options": options, "files": [describe(path) for path in paths]}
+    wanted = {"options": {name: getattr(args, name)
+                          for name in ("python_docs", "tokens", "key", "split", "split_blank")}}
+    paths, notes = texts.find_sources(args.inputs, args.key)
+    wanted["files"] = [describe(path) for path in paths]
     folder, record = place_of(args, wanted, say)
     if record:
         return folder, record, False
@@ -319,17 +291,14 @@ def make_corpus(args, say):
     made = folder.with_name(f".incomplete-{folder.name}-{secrets.token_hex(4)}")
     made.mkdir(parents=True)
     try:
-        name = "fineweb" if args.python_docs else safe_name(folder.name)
-        source = "the input" if args.python_docs else args.inputs[0]
-        if len(args.inputs) > 1:
-            source += " and the others"
         markers = collections.Counter()
         documents = python_documents() if args.python_docs else read_all(paths, args, markers)
         counts = write_corpus(
-            documents, made, name, tokens == "bytes", args.val_tokens, source)
+            tqdm(documents, unit=" documents", disable=None), made, safe_name(folder.name),
+            tokens == "bytes", args.inputs[0] if len(args.inputs) == 1 else "the input")
         notes += filter(None, [texts.note_on_markers(markers)])
-        record = wanted | {"python": platform.python_version(), "tokens": tokens, "notes": notes}
-        record |= counts
+        record = wanted | counts | {
+            "python": platform.python_version(), "tokens": tokens, "notes": notes}
         (made / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         while True:
             try:
@@ -347,13 +316,10 @@ def make_corpus(args, say):
 
 def read_all(paths, args, markers):
     """Yield the documents of all files, and count the markers in them that may end documents."""
-    total = sum(path.stat().st_size for path in paths)
-    with tqdm(total=total, unit="B", unit_scale=True, disable=None) as bar:
-        for path in paths:
-            for text in texts.read_documents(
-                    path, args.key, args.split_blank, args.split, bar.update):
-                markers.update(texts.MARKERS.findall(text))
-                yield text
+    for path in paths:
+        for text in texts.read_documents(path, args.key, args.split_blank, args.split):
+            markers.update(texts.MARKERS.findall(text))
+            yield text
 
 
 # ---- command line --------------------------------------------------------------------------------
@@ -362,13 +328,6 @@ def fail(message):
     """End the program with one sentence on stderr."""
     print(f"prepare.py: {message}.", file=sys.stderr)
     sys.exit(2)
-
-
-def from_here(path):
-    """The path as a command here would name it: relative if it lies below."""
-    path = Path(os.path.abspath(path))
-    here = Path.cwd()
-    return (path.relative_to(here) if path.is_relative_to(here) else path).as_posix()
 
 
 def parse_args(argv):
@@ -386,17 +345,12 @@ def parse_args(argv):
     add("--key", default="text", help="where a JSON object keeps its text; default %(default)s")
     add("--split", metavar="MARKER", help="cut texts where this stands, such as '<|endoftext|>'")
     add("--split_blank", type=int, metavar="N", help="cut texts at N or more blank lines")
-    add("--val_tokens", type=int, help="validation tokens; default 5%%, at most 10,485,760")
     add("--print_folder", action="store_true",
         help="print the folder alone on stdout, and everything else on stderr")
     parser.error = fail
     args = parser.parse_intermixed_args(argv)
-    for option in ("split_blank", "val_tokens"):
-        value = getattr(args, option)
-        if value is not None and value < 1:
-            fail(f"--{option} must be at least 1")
-    if args.out == "":
-        fail("--out is empty; name a folder")
+    if args.split_blank is not None and args.split_blank < 1:
+        fail("--split_blank must be at least 1")
     if args.split is not None and (not args.split or "\n" in args.split):
         fail("--split must be a marker within a line, such as '<|endoftext|>'")
     if args.python_docs == bool(args.inputs):
@@ -419,16 +373,11 @@ def main(argv=None):
         folder, record, is_new = make_corpus(args, say)
     except PrepareError as error:
         fail(error)
-    except MemoryError:
-        fail("a document needs more memory than there is; --split_blank=1 makes documents of the "
-             "parts between blank lines, and so do several smaller files")
     except OSError as error:
-        remedy = "make room there, or give yourself the right to write there"
-        if not args.print_folder:  # run.sh has no --out
-            remedy += ", or choose another --out"
-        fail(f"cannot write to {args.out or DATA} ({error.strerror}); {remedy}")
+        fail(f"cannot write to {args.out or DATA} ({error.strerror}); make room there, or give "
+             "yourself the right to write there")
 
-    folder = from_here(folder)
+    folder = os.path.relpath(folder)
     if is_new:
         plural = "s" * (record["documents"] != 1)
         say(f"{folder}: {record['train_tokens']:,} training and {record['val_tokens']:,} "

@@ -12,6 +12,7 @@ import shlex
 import unicodedata
 from collections import Counter
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 
 HEAD = 1 << 20  # bytes of a file that are looked at before it is read
@@ -81,13 +82,12 @@ def errors_of(path):
     try:
         yield
     except UnicodeError as error:
-        reason = getattr(error, "reason", error)
-        raise PrepareError(f"{path}: not text in UTF-8 ({reason}); convert it from the encoding "
-                           "that it was saved in, such as cp1252 of Windows in Western Europe: "
-                           "iconv -f ENCODING -t utf-8 OLD > NEW") from error
+        raise PrepareError(f"{path}: not text in UTF-8 ({error.reason}); convert it from the "
+                           "encoding that it was saved in, such as cp1252 of Windows in Western "
+                           "Europe: iconv -f ENCODING -t utf-8 OLD > NEW") from error
     except OSError as error:
-        raise PrepareError(f"{error.filename or path}: cannot be read ({error.strerror}); check "
-                           "the file and its permissions") from error
+        raise PrepareError(f"{path}: cannot be read ({error.strerror}); check the file and its "
+                           "permissions") from error
 
 
 # ---- which files ---------------------------------------------------------------------------------
@@ -98,17 +98,13 @@ def find_sources(inputs, key="text"):
     found = []
     notes = []
     for item in inputs:
-        if not item:  # an unset variable of the shell, which Path would take for this folder
-            raise PrepareError("one of the names is empty; name a file or a folder")
-        path = Path(item)
-        with errors_of(path):
-            if path.is_dir():
-                found += search(path, key, notes)
-            elif path.is_file():
-                found.append(path)
-            else:
-                raise PrepareError(f"{path}: no such file or folder; check the path, and save what "
-                                   "comes from the web or a pipe to a file first")
+        if os.path.isdir(item):
+            found += search(Path(item), key, notes)
+        elif os.path.isfile(item):
+            found.append(Path(item))
+        else:
+            raise PrepareError(f"{item}: no such file or folder; check the path, and save what "
+                               "comes from the web or a pipe to a file first")
     return found, notes
 
 
@@ -117,32 +113,21 @@ def search(top, key, notes):
     `notes`. Raises PrepareError if there are none."""
     found = []
     others = []
-    faults = []
     for path in sorted(top.rglob("*")):
         is_hidden = any(part.startswith(".") for part in path.relative_to(top).parts)
-        if is_hidden or not path.is_file():
-            continue
-        if path.suffix.lower() not in SUFFIXES:
-            others.append(path)
-        elif fault := fault_of(path, key):
-            faults.append(fault)
-        else:
-            found.append(path)
-    endings = Counter(path.suffix or "no ending" for path in others)
-    listed = ", ".join(f"{count} x {ending}" for ending, count in endings.most_common(8))
-    if not found and faults:
-        raise PrepareError(f"{top}: no text in this folder that can be read; {faults[0]}")
-    if not found and others:
-        first = fault_of(others[0], key) or "name those that are text"
-        raise PrepareError(f"{top}: no files of text in this folder, but {listed}; {first}")
-    if not found:
-        raise PrepareError(f"{top}: no files in this folder; name one that has some")
+        if path.is_file() and not is_hidden:
+            is_text = path.suffix.lower() in SUFFIXES and not fault_of(path, key)
+            (found if is_text else others).append(path)
     if others:
-        notes.append(f"left out {len(others):,} file(s) whose names do not end as those of texts "
-                     f"({listed}), first {others[0]}; name such a file to have its text, too")
-    if faults:
-        notes.append(f"left out {len(faults):,} file(s) that cannot be read as text, first "
-                     f"{faults[0]}")
+        endings = Counter(path.suffix or "no ending" for path in others)
+        listed = ", ".join(f"{count} x {ending}" for ending, count in endings.most_common(8))
+        first = fault_of(others[0], key) or (
+            f"{others[0]}: its name does not end as those of texts do; if it is one, name it")
+        if not found:
+            raise PrepareError(f"{top}: no text in this folder, but {listed}, first {first}")
+        notes.append(f"left out {len(others):,} file(s) of {top} ({listed}), first {first}")
+    elif not found:
+        raise PrepareError(f"{top}: no files in this folder; name one that has some")
     return found
 
 
@@ -184,20 +169,16 @@ def encoding_without_mark(head):
 
 def open_text(path):
     """Open a file of UTF-8 or, if it begins with their mark, of UTF-16 or UTF-32. Ends of lines
-    stay as they are.
-
-    Raises PrepareError if it is something else, UnicodeError if its beginning is no text, and
-    OSError.
-    """
+    stay as they are. Raises PrepareError if it is something else, UnicodeError if its beginning is
+    no text, and OSError."""
     with open(path, "rb") as file:
         head = file.read(HEAD)
     encoding = next((MARKS[mark] for mark in MARKS if head.startswith(mark)), "utf-8")
     known = format_of(head)
     if known and encoding == "utf-8":
         raise PrepareError(f"{path}: {known[0]}, not text; {known[1]}")
-    if encoding in ("utf-8", "utf-8-sig") and b"\0" in head:
-        found = encoding_without_mark(head)
-        if found:
+    if encoding == "utf-8" and b"\0" in head:
+        if found := encoding_without_mark(head):
             raise PrepareError(
                 f"{path}: text in {found.upper()} without the mark that says so; convert it, as by "
                 f"iconv -f {found} -t utf-8 OLD > NEW")
@@ -218,48 +199,41 @@ def json_form(file, path):
     file.seek(0)
     try:
         return "lines" if isinstance(json.loads(first), dict) else "whole"
-    except (ValueError, RecursionError):
+    except ValueError:
         return "whole"
 
 
 # ---- documents -----------------------------------------------------------------------------------
 
-def read_documents(path, key="text", split_blank=None, split=None, progress=lambda num_bytes: None):
+def read_documents(path, key="text", split_blank=None, split=None):
     """Yield the documents of one file as strings; some may be blank.
 
     A text is one document, or is split at `split_blank` or more blank lines, or at each `split`, a
-    string. Calls `progress` with the number of bytes read. Raises PrepareError.
+    string. Raises PrepareError.
     """
     path = Path(path)
     with errors_of(path), open_text(path) as file:
         form = json_form(file, path)
-        lines = checked(file, progress)
+        lines = lines_until_now(file)
         if form == "lines":
             documents = json_lines(lines, key, path)
         elif form == "whole":
             documents = json_items("".join(lines), key, path)
-        elif split_blank:
-            documents = split_at_blank_lines(lines, split_blank)
         else:
-            documents = split_at(lines, split)
-        if split and form:
-            documents = (part for text in documents for part in split_at([text], split))
-        yield from documents
+            yield from split_at_blank_lines(lines, split_blank) if split_blank else split_at(
+                lines, split)
+            return
+        for text in documents:
+            yield from split_at([text], split)
 
 
-def checked(file, progress):
-    """Yield the lines of a file. Of what is appended while it is read not much more than a MiB is
-    read: a text that grows as fast as it is read would have no end. Raises UnicodeError if a line
-    has a zero byte."""
+def lines_until_now(file):
+    """Yield the lines of a file, and of what is appended meanwhile not much more than a MiB: a text
+    that grows as fast as it is read would have no end."""
     most = os.fstat(file.fileno()).st_size + (1 << 20)  # more than is read ahead of the lines
-    position = 0
     for line in file:
-        if "\0" in line:
-            raise UnicodeError("it holds zero bytes")
         yield line
-        progress(file.buffer.tell() - position)
-        position = file.buffer.tell()
-        if position > most:
+        if file.buffer.tell() > most:
             return
 
 
@@ -271,9 +245,9 @@ def json_lines(lines, key, path):
         place = f"{path}, line {number}"
         try:
             entry = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            fault = f"no JSON ({getattr(error, 'msg', 'nested too deeply')})"
-            raise PrepareError(f"{place}: {fault}; repair or remove this line") from error
+        except json.JSONDecodeError as error:
+            raise PrepareError(
+                f"{place}: no JSON ({error.msg}); repair or remove this line") from error
         yield text_of(entry, key, place)
 
 
@@ -282,7 +256,7 @@ def json_items(text, key, path):
     like JSON is one document, unless the name says that it is JSON. Raises PrepareError."""
     try:
         items = json.loads(text)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         if not path.suffix.lower().startswith((".json", ".ndjson")):
             yield text
             return
@@ -299,12 +273,10 @@ def text_of(entry, key, place):
     """The text of a JSON object. Raises PrepareError, which names its place."""
     if not isinstance(entry, dict):
         raise PrepareError(f'{place}: not an object like {{"{key}": "..."}}; repair or remove it')
-    if key not in entry:
+    if not isinstance(entry.get(key), str):
         keys = f"{', '.join(map(repr, entry)):.200}"
-        raise PrepareError(f'{place}: an object without "{key}", with the keys {keys}; name that '
-                           "of its text with --key")
-    if not isinstance(entry[key], str):
-        raise PrepareError(f'{place}: its "{key}" is no text; give it one, or remove it')
+        raise PrepareError(f'{place}: an object without a text "{key}", with the keys {keys}; name '
+                           "that of its text with --key, or repair it")
     return entry[key]
 
 
@@ -327,41 +299,33 @@ def split_at(lines, marker):
 def note_on_markers(found):
     """A sentence about the most frequent of the markers that were found in texts, as they may end
     documents, or None. `found` is a Counter of what MARKERS finds."""
-    for marker, number in found.most_common(1):
-        return (f"{marker} stands {number:,} times in the text and is read as text; if it ends "
-                f"documents, split there: --split={shlex.quote(marker)}")
-    return None
+    if not found:
+        return None
+    [(marker, number)] = found.most_common(1)
+    return (f"{marker} stands {number:,} times in the text and is read as text; if it ends "
+            f"documents, split there: --split={shlex.quote(marker)}")
 
 
 def split_at_blank_lines(lines, at_least):
-    """Yield the parts of a text between stretches of `at_least` or more blank lines.
-
-    These stretches are dropped, but the last part keeps the blank lines at the end of the file.
-    """
+    """Yield the parts of a text between stretches of `at_least` or more blank lines, which are
+    dropped."""
     document = []
-    blank_lines = []  # since the last line that was not blank
-    for line in lines:
-        if not line.strip():
-            blank_lines.append(line)
-            continue
-        if len(blank_lines) >= at_least:
+    for is_blank, group in groupby(lines, lambda line: not line.strip()):
+        group = list(group)
+        if is_blank and len(group) >= at_least:
             yield "".join(document)
             document = []
         else:
-            document += blank_lines
-        document.append(line)
-        blank_lines = []
-    yield "".join(document + blank_lines)
+            document += group
+    yield "".join(document)
 
 
 def distinct(documents, dropped):
-    """Yield the documents that are not blank and whose text no earlier one has.
-
-    dropped["duplicates"] counts those whose text an earlier one has. Blank ones are not counted.
-    """
+    """Yield the documents that are not blank and whose text no earlier one has; the others of
+    these are counted in dropped["duplicates"]."""
     seen = set()
     for text in documents:
-        if not text or text.isspace():
+        if not text.strip():
             continue
         digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
         if digest in seen:

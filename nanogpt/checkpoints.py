@@ -508,7 +508,7 @@ class Keeper:
         if self.best and self.best[0] > 0:
             return self.file_of_weights()
         losses = [loss for step, _, name, loss in self.log.steps if step and name == "val_loss"]
-        reason = "none were validated after a step"
+        reason = "the run ended before its first validation after a step"
         if losses and self.best:
             reason = (f"the best validation loss, {min(losses):.4f}, is not below that of the "
                       f"untrained model, {self.best[1]:.4f}; lower the learning rates")

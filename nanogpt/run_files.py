@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from data import shards
-from nanogpt.checkpoints import NEWEST, Saved
+from nanogpt.checkpoints import NEWEST, Saved, unused_path
 from nanogpt.ranks import BadInput, compare, is_rank_0, on_all_ranks, rank_and_world_size, require
 from records.console import to_type
 
@@ -43,7 +43,8 @@ def check_run_files(c, packing: shards.Packing, plan: shards.Plan, files: list[d
     saved = None
     if c.resume not in ("", NEWEST):
         saved = on_all_ranks(Saved, Path(c.resume), fingerprints, c.data_dir)
-    return RunFiles(train_paths, val_tokens, fingerprints, saved, on_all_ranks(try_places, c))
+    weights = on_all_ranks(try_places, c, saved)
+    return RunFiles(train_paths, val_tokens, fingerprints, saved, weights)
 
 
 def check_data(c, packing: shards.Packing,
@@ -86,10 +87,9 @@ def chooses_steps(c) -> bool:
     return c.minutes > 0 and c.resume in ("", NEWEST)
 
 
-def try_places(c) -> Path | None:
+def try_places(c, saved: Saved | None) -> Path | None:
     """Makes the folders of log and weights, as only rank 0 needs them. Returns the file of the
-    weights, if they are to be kept; under "auto" it gets another number if a run has that name
-    (`checkpoints.unused_path`). Raises BadInput if nothing can be written there."""
+    weights, if they are to be kept. Raises BadInput if nothing can be written there."""
     if not is_rank_0():
         return None
     path = None
@@ -97,6 +97,7 @@ def try_places(c) -> Path | None:
         path = Path(c.save_checkpoint)
         if c.save_checkpoint == "auto":
             path = Path("models", f"{Path(c.data_dir).resolve().name}.safetensors")
+            path = unused_path(path, saved.facts["runs"] if saved else [])
         require(not path.is_dir(), f"--save_checkpoint={path} is a folder; name a file")
         try_folder(path.parent, "--save_checkpoint")
     try_folder(Path(c.log_dir), "--log_dir")
