@@ -265,7 +265,7 @@ def refused(capfd, args, before="step:"):
     ({"float8_all_gather": True}, ["--float8_all_gather", "qkv is fp32", "--precision=fp8"]),
     ({"float8_all_gather": True, "precision": "fp8", "bf16_last_frac": 0.5}, ["--bf16_last_frac", "0.5"]),
     ({"vocab_size": 10**11}, ["--vocab_size=100000000000", "65536"]),
-    ({"num_steps": 10**20}, ["--num_steps", "too large"]), ({"device": "mps"}, ["--device=mps", "auto, cuda, cpu"]),
+    ({"num_steps": 10**20}, ["--num_steps=100000000000000000000", "at most"]), ({"muon_lr": "nan"}, ["--muon_lr=nan"]), ({"device": "mps"}, ["--device=mps", "auto, cuda, cpu"]),
     ({"log_dir": "/dev/null/logs"}, ["/dev/null/logs"]), ({"save_checkpoint": "/dev/null/x.pt"}, ["/dev/null"]),
     ({"save_checkpoint": "."}, ["--save_checkpoint=. is a folder; name a file"]),
 ], ids=lambda value: "-".join(map(str, value.items())) if isinstance(value, dict) else "")
