@@ -10,7 +10,7 @@ This file holds model, loss, optimizers and run. It reads from top to bottom: (1
 output head in FP8, (8) the optimizers, (9) schedules, (10) one step and validation, (11) the run.
 
 A learner begins with --preset=gpt2, the plain transformer: PLAIN_MODEL (section 1) names what it is
-without. There the parameters are qkvo, mlp and lm_head; `attention` is its steps 1 and 3;
+without. There the parameters are qkvo, mlp and lm_head; `attention` is its steps 1, 3 and 5;
 `embed_inputs` only makes the first stream, and `late_mix` only normalises the last one; the loss is
 over all tokens; and there are no tables. What is None, or returns early, on the way through the
 model is a part that is off.
@@ -167,8 +167,9 @@ class Config:
         32_768, "most tokens a GPU trains on at a time, in whole sequences: fewer need less "
         "memory. With --fit no sequence is longer")
     cooldown_frac: float = key(
-        0.7, "last fraction of the steps, in which learning rates go to 0.15 of those below",
+        0.7, "last fraction of the steps, in which learning rates go to lr_floor of those below",
         least=0.001, most=1)
+    lr_floor: float = key(0.15, "what they go to; more if the last weights are averaged", most=1)
     # optimizers
     muon_lr: float = key(
         0.02, "Muon's learning rate, for the matrices of attention; the MLPs' have two and four "
@@ -176,7 +177,8 @@ class Config:
     muon_momentum: float = key(0.9, "Muon's momentum")
     muon_decay: float = key(
         1.2, "weight decay of the matrices: where an update shrinks a weight, it also takes away "
-        "muon_lr * muon_decay * (factor of the schedule)^2 * (the matrix's learning rate) of it")
+        "muon_lr^2 * muon_decay * (factor of the schedule)^2 of it, for the MLPs' up twice and for "
+        "down four times this")
     head_lr: float = key(
         0.0065, "Adam's learning rate for output head, token embedding and gates; MUDD (late_mix) "
         "has a quarter of it")
@@ -206,7 +208,7 @@ class Config:
     recall_rows: int = key(
         0, "entries of a table of what came next in the training text; it stays empty with more "
         "than one of --epochs, because a text that is read again would be known by heart. Each "
-        "takes 8 bytes on every GPU, and in checkpoints and saves. 0: no such guesses",
+        "takes 4 bytes on every GPU, and in checkpoints and saves. 0: no such guesses",
         least=0)
     # evaluation
     target_loss: float = key(3.28, "validation loss to reach, nats per token; 0: none")
@@ -303,7 +305,10 @@ PRESETS: dict[str, dict] = {
         num_layers=12, num_heads=6, mlp_dim=3072,
         schedule="gpt2", num_steps=3200, batch_tokens=131_072, seq_len=1024,
         target_loss=0.0),
-    "speedrun": dict(recall_rows=268_435_456, head_every_second=True, average_frac=0.06),
+    "speedrun": dict(
+        recall_rows=1_073_741_824, head_every_second=True,
+        # Averages make up for learning rates that stay high to the end (record 92).
+        average_frac=0.06, cooldown_frac=0.8, lr_floor=0.3),
     "onepass": dict(
         num_layers=6, num_steps=1030, batch_tokens=131_072,
         recall_rows=268_435_456, head_every_second=True,
@@ -572,9 +577,9 @@ def sees_far(layer: int, c: Config) -> bool:
 
 
 def parameter_table(c: Config) -> dict[str, Param]:
-    """All parameters. Their order is the schedule of the transfers between GPUs: the optimizer
-    works on the tables, and then on the others in this order. While a GPU updates one, gradients of
-    the next ones and new weights travel."""
+    """All parameters. Their order is the schedule of the transfers between GPUs. The optimizer
+    updates the tables first, then the matrices and the head in this order, and last the small
+    banks. While a GPU updates one of them, gradients of the next ones and new weights travel."""
     L = c.num_layers
     D = c.model_dim
     H = c.num_heads
@@ -757,6 +762,8 @@ def attention(x: Tensor, weights: LayerWeights, scalars: dict[str, Tensor],
     if weights.gates is not None:
         head_gate = torch.sigmoid(F.linear(gate_input, weights.gates.to(x.dtype)))  # (T, H)
         y = y * head_gate[..., None]
+
+    # 5. The output.
     y = y.flatten(1).type_as(x)
     return products.o.linear(y, weights.qkvo[3].t(), scalars["o"])
 
@@ -928,7 +935,7 @@ class GPT(nn.Module):
         self.register_buffer("lost_targets", counts.new_zeros(()), persistent=False)
         # What came next in the training text, the same on all ranks (nanogpt/past.py).
         self.register_buffer(
-            "recall_table", torch.zeros(c.recall_rows, dtype=torch.int64, device=device))
+            "recall_table", torch.zeros(c.recall_rows, dtype=torch.int32, device=device))
         self.rotary_tables = {True: {}, False: {}}  # of training, of validation
         self.candidate_stream = SideStream(device)
         self.past = Past(c, self.bos, self.recall_table, self.calls.caller())
@@ -1250,7 +1257,8 @@ class FP8HeadLoss(torch.autograd.Function):
 # is better for it, and it is sent half as often.
 #
 # Losses and gradients are sums over tokens, not means. So the result does not depend on how many
-# GPUs or micro-batches share a batch, but for rounding and the draw of candidates (section 5).
+# GPUs or micro-batches share a batch. What differs is rounding, the draw of candidates (section 5),
+# and, in recipes that have them, measured scales and random rounding.
 
 POLAR_EXPRESS = (  # a, b, c of each iteration, so that few are enough (Amsel et al. 2025)
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
@@ -1674,11 +1682,11 @@ def batch_plan(c: Config) -> list[int]:
 
 
 def lr_factor_at(step: int, c: Config) -> float:
-    """The stage's factor. Over the last cooldown_frac of the steps it becomes 0.15, linearly; a
+    """The stage's factor. Over the last cooldown_frac of the steps it becomes lr_floor, linearly; a
     stage with a larger factor lets it jump up, also during these."""
     left = 1 - step / c.num_steps  # part of the steps that is still to come
     done = max(0.0, 1 - left / c.cooldown_frac)  # 0 to 1
-    return stage_of(step, c).lr_factor * (1 - done) + 0.15 * done
+    return stage_of(step, c).lr_factor * (1 - done) + c.lr_floor * done
 
 
 def setting_of(step: int, c: Config) -> Setting:
@@ -1791,7 +1799,7 @@ def train_step(model: GPT, optimizer: Optimizer, batch: list[tuple[Reading, Tens
     # 1. What depends on the text alone, beside the first pass: which rows the ranks look up, and
     # for later steps, what came next in this one.
     optimizer.tables.begin([reading.rows() for reading, _ in batch])
-    model.past.remember(batch, step, read_once=c.epochs == 1)
+    model.past.remember(batch, read_once=c.epochs == 1)
 
     # 2. Forward and backward. After the last pass the gradients begin to travel.
     work = partial(forward_backward, model, setting)
@@ -1990,7 +1998,8 @@ def train(c: Config, at_end: ExitStack) -> int:
     facts = journal.RunFacts(
         journal.describe_run(SOURCE, files, __file__), files, journal.describe_machine(device),
         run_files.fingerprints)
-    if ACTIVATION is not relu_squared:
+    names = {name for of_layer in recipe_names for name in of_layer.values()}
+    if ACTIVATION is not relu_squared and "fp8-static" in names:
         notes = [*notes, "with this ACTIVATION the MLP is not in FP8 with constant scales, whose "
                  "kernel computes relu_squared"]
     notes += checkpoints.how_it_began(c.resume, c.log_dir, run_files.saved, facts.run)

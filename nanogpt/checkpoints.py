@@ -613,7 +613,7 @@ class Keeper:
             return self.file_of_weights()
         losses = [loss for step, _, name, loss in self.log.steps if step and name == "val_loss"]
         untrained = self.untrained_loss()
-        reason = "none were validated after a step"
+        reason = "the run ended before its first validation after a step"
         if losses and untrained is not None and min(losses) >= untrained:
             reason = (f"the best validation loss, {min(losses):.4f}, is not below that of the "
                       f"untrained model, {untrained:.4f}; lower the learning rates")

@@ -100,7 +100,7 @@ def say(sentence: str, error: Exception, stop: Stop) -> None:
 # hears of it a step later. So the sentence can name the step, but where it began only if some
 # weights are still finite.
 
-LOWER = "lower the learning rates, or try --precision=bf16 if it is another one"
+LOWER = "lower the learning rates; if --precision is not bf16, try that"
 
 
 def refuse_loss(kind: str, loss: float, step: int, tensors: dict[str, Tensor]) -> None:

@@ -37,7 +37,7 @@ LONGEST_IN_SHORT = 4  # tokens of an n-gram
 # 2 for the weight that is read, and 2 for each of Adam's moments.
 BYTES_PER_NUMBER = 10
 TABLE_SHARE = 0.1  # of a GPU's memory, for the table of n-grams, which is in every save, too
-RECALL_SHARE = 1 / 32  # the same for the table of recalled tokens, of 8 bytes each
+RECALL_SHARE = 1 / 32  # the same for the table of recalled tokens, of 4 bytes each
 MOST_STEPS = 10**6
 SAMPLE = "\n"
 
@@ -103,7 +103,7 @@ def tables_that_fit(c, text: Text, cuda: bool) -> dict[str, int]:
         # In whole GiB: GPUs of one kind may differ by some MiB, and all ranks need the same tables.
         memory = torch.cuda.get_device_properties(0).total_memory // 2**30 * 2**30
         rows = min(rows, max(1, int(TABLE_SHARE * memory) // (BYTES_PER_NUMBER * c.ngram_width)))
-        recalled = min(recalled, int(RECALL_SHARE * memory) // 8)
+        recalled = min(recalled, int(RECALL_SHARE * memory) // 4)
     if c.preset in ("laptop", "small"):
         rows = min(rows, max(1, tokens // TOKENS_PER_ROW))
     if tokens < SHORT_TEXT:
@@ -168,12 +168,13 @@ def steps_that_fit(c, stages: list, shard_tokens: tuple[int, ...], wanted: float
     num_steps = max(1, int(min(wanted, most_epochs * steps_per_reading, MOST_STEPS)))
     return dict(
         num_steps=num_steps, epochs=math.ceil(num_steps / steps_per_reading),
-        val_interval=validation_interval(num_steps))
+        val_interval=validation_interval(c, num_steps))
 
 
-def validation_interval(num_steps: int) -> int:
-    """Ten validations in a run; those of a short one would take most of the time."""
-    return max(5, num_steps // 10)
+def validation_interval(c, num_steps: int) -> int:
+    """Ten validations in a run. In a short one there are fewer: else it would validate on more
+    tokens than it trains on."""
+    return max(num_steps // 10, math.ceil(c.val_tokens / c.batch_tokens))
 
 
 def fit_to_minutes(c, stages: list, train_paths: list[Path], seconds: float):
@@ -181,7 +182,7 @@ def fit_to_minutes(c, stages: list, train_paths: list[Path], seconds: float):
     cut_documents the text may last for fewer, because the ends of long documents are left out."""
     steps = steps_that_fit(
         c, stages, tuple(map(count_tokens, train_paths)), 60 * c.minutes / seconds, c.epochs)
-    if not c.fit or c.val_interval != validation_interval(c.num_steps):
+    if not c.fit or c.val_interval != validation_interval(c, c.num_steps):
         steps.pop("val_interval")  # it is the preset's own, or was given
     if not c.cut_documents:
         steps.pop("epochs")  # how often the text is read cannot be told, so c.epochs stays

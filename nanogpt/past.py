@@ -120,7 +120,7 @@ class Past:
     def read_for_training(self, tokens: Tensor) -> Reading:
         return self.read(tokens, training=True)
 
-    def remember(self, batch: list[tuple[Reading, Tensor]], step: int, read_once: bool) -> None:
+    def remember(self, batch: list[tuple[Reading, Tensor]], read_once: bool) -> None:
         """Writes to the recall table what came next in all of a step's micro-batches, which were
         read before: otherwise they would recall their own targets. A text that is read more than
         once is not remembered, because it would be known by heart. A collective."""
@@ -128,9 +128,9 @@ class Past:
         if not (self.recall_lengths and read_once):
             return
         with self.side_stream.on():
-            for reading, targets in batch:
-                remember(
-                    self.recall_table, reading.hashes, targets, self.recall_lengths, step + 1)
+            hashes = torch.cat([reading.hashes for reading, _ in batch], 1)
+            targets = torch.cat([targets for _, targets in batch])
+            remember(self.recall_table, hashes, targets, self.recall_lengths)
 
 
 def ngram_hashes(tokens: Tensor, begins: Tensor, longest: int) -> Tensor:
@@ -174,21 +174,21 @@ def induced_tokens(tokens: Tensor, begins: Tensor, hashes: Tensor) -> tuple[Tens
     return torch.where(length > 0, next_token[match], 0), length
 
 
-# The table of recalled tokens has R entries of 64 bits, which are 0 at first. What came after the
-# last n tokens is written to place `hash % R`, for two lengths n. From its highest bits on an entry
-# holds
+# The table of recalled tokens has R entries of 32 bits, which are 0 at first. What came after the
+# last n tokens is written to place `hash % R`, for two lengths n. An entry holds
 #
-#   the step that wrote it | 16 check bits | the next token, 16 bits
+#   0 | 15 check bits | the next token, 16 bits
 #
-# Of two entries for one place the larger one stays. So a later step counts, and within a step the
-# result does not depend on the order in which the GPU or several ranks write. Different n-grams
-# share places. The check bits are from the hash of the last two tokens: if they are the same, the
-# entry nearly always is of this n-gram.
+# A step first sets the places that it will write to 0. Then of all its entries for one place the
+# largest one stays. So a later step counts, and within a step the result does not depend on the
+# order in which the GPU or several ranks write. Different n-grams share places. The check bits are
+# from the hash of the last two tokens: if they are the same, the entry nearly always is of this
+# n-gram.
 
 
 def check_bits(hashes: Tensor) -> Tensor:
     """hashes (G, T) of the last 2 and more tokens -> (T,)."""
-    return hashes[0] & 0xFFFF
+    return hashes[0] & 0x7FFF
 
 
 def recalled_tokens(table: Tensor, hashes: Tensor,
@@ -200,29 +200,28 @@ def recalled_tokens(table: Tensor, hashes: Tensor,
     length = torch.zeros_like(token)
     bits = check_bits(hashes)
     for n in lengths:
-        entry = table[hashes[n - 2] % len(table)]
-        is_found = (entry > 0) & ((entry >> 16 & 0xFFFF) == bits)
+        entry = table[hashes[n - 2] % len(table)].long()
+        is_found = (entry > 0) & (entry >> 16 == bits)
         token = torch.where(is_found, entry & 0xFFFF, token)
         length = torch.where(is_found, n, length)
     return token, length
 
 
-def remember(table: Tensor, hashes: Tensor, next_tokens: Tensor, lengths: tuple[int, ...],
-             step: int) -> None:
+def remember(table: Tensor, hashes: Tensor, next_tokens: Tensor,
+             lengths: tuple[int, ...]) -> None:
     """Writes to the table (R,), in place and on all ranks, which token came next at each position
-    of this rank: hashes (G, T), next_tokens (T,). A next token of -1 is none, and is not written.
-    `step` is at least 1, so that no entry is 0. A collective."""
-    entries = (step << 32) + (check_bits(hashes) << 16) + next_tokens
-    entries = torch.where(next_tokens < 0, 0, entries)
+    of this rank in a step: hashes (G, T), next_tokens (T,). A collective."""
+    entries = (check_bits(hashes) << 16) + next_tokens
     places = [hashes[n - 2] % len(table) for n in lengths]
     of_all = gathered(torch.stack((*places, entries), 1))  # (ranks * T, lengths + 1)
     *places, entries = of_all.unbind(1)
-    for place in places:
-        table.scatter_reduce_(0, place, entries, "amax")
+    places = torch.cat(places)
+    table.index_fill_(0, places, 0)
+    table.scatter_reduce_(0, places, entries.int().repeat(len(lengths)), "amax")
 
 
 def is_table(x: Tensor, c) -> bool:
     """Whether x, from a file, can be the table of a train_gpt.Config."""
-    if x.dtype != torch.int64 or x.shape != (c.recall_rows,):
+    if x.dtype != torch.int32 or x.shape != (c.recall_rows,):
         return False
     return bool(((x & 0xFFFF) < c.vocab_size).all())

@@ -44,7 +44,7 @@ def check_run_files(c, packing: shards.Packing, plan: shards.Plan, files: list[d
     saved = checkpoints.open_save(c.resume, fingerprints, c.data_dir)
     val_tokens = on_all_ranks(
         check_data, c, packing, plan, train_paths, val_paths, errors=errors)
-    checkpoint_path = on_all_ranks(place_for_checkpoint, c, num_weights)
+    checkpoint_path = on_all_ranks(place_for_checkpoint, c, num_weights, saved)
     on_all_ranks(try_folder, c.log_dir)
     return RunFiles(train_paths, val_tokens, fingerprints, saved, checkpoint_path)
 
@@ -94,16 +94,17 @@ def chooses_steps(c) -> bool:
     return c.minutes > 0 and c.resume in ("", checkpoints.NEWEST)
 
 
-def place_for_checkpoint(c, num_weights: int) -> Path | None:
-    """The file of the checkpoint, if there is to be one; under "auto" it gets another number if a
+def place_for_checkpoint(c, num_weights: int, saved: checkpoints.Saved | None) -> Path | None:
+    """The file of the checkpoint, if there is to be one; under "auto" it gets a number if another
     run has that name (`checkpoints.unused_path`). Raises BadInput if it cannot be written."""
     if not c.save_checkpoint or not is_rank_0():
         return None
     path = Path(c.save_checkpoint)
     if c.save_checkpoint == "auto":
         path = Path("models", f"{Path(c.data_dir).resolve().name}.safetensors")
+        path = checkpoints.unused_path(path, saved.facts["runs"] if saved else [])
     dtype = recipe.PLAIN_DTYPES[recipe.plain_recipe(c)]  # of nearly all weights
-    checkpoints.try_place(path, dtype.itemsize * num_weights + 8 * c.recall_rows)
+    checkpoints.try_place(path, dtype.itemsize * num_weights + 4 * c.recall_rows)
     return path
 
 

@@ -147,7 +147,7 @@ class Console:
     def val_loss(self, line: str, loss: float) -> None:
         """Shows a validation loss; `line` is that of the log."""
         bits = f" bits_per_byte:{loss / math.log(2):.4f}" if self.tokens_are_bytes else ""
-        self.say(line + bits)
+        self.say(line.replace("nanms", "-") + bits)  # before the first step there is no average
 
     def close(self) -> None:
         """Lets the bar stand as it is. What is printed next stands below it."""
@@ -188,6 +188,9 @@ class Console:
             return ""
         loss, step = validations[-1]
         unit = "byte" if self.tokens_are_bytes else "token"
+        if step == 0 and steps[-1][0] > 0:
+            return (f"{steps[-1][3]:.4f} nats per {unit} in training, at step {steps[-1][0]}; "
+                    "no validation after a step")
         bits = f", {loss / math.log(2):.3f} bits per byte" if self.tokens_are_bytes else ""
         text = f"{loss:.4f} nats per {unit}{bits}, at step {step}"
         if rise(steps) > 0:

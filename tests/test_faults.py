@@ -177,7 +177,7 @@ def fill_the_disk(of):
     return act
 
 
-LOWER = "; lower the learning rates, or try --precision=bf16 if it is another one"
+LOWER = "; lower the learning rates; if --precision is not bf16, try that"
 # The step that has this loss spoils what it updates.
 SPOILT = rf"the training loss is nan at step 3, on rank 0 the weights of mlp and \d+ more not finite{LOWER}"
 LONG = {"num_steps": 30, "epochs": 50, "val_interval": 2}  # reads the shards again and again

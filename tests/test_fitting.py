@@ -56,8 +56,9 @@ def test_what_is_given_stays_and_the_rest_follows_from_it(text):
 def test_minutes_become_as_many_steps_as_fit_into_them(text, tmp_path):
     c = t.parse_config([text, "--minutes=0.1"])
     paths = list(tmp_path.glob("*_train_*"))
-    assert fitting.fit_to_minutes(c, t.SCHEDULES[c.schedule], paths, 0.2).num_steps == 30
-    assert (fitting.fit_to_minutes(c, t.SCHEDULES[c.schedule], paths, 0.2)).val_interval == 5
+    short = fitting.fit_to_minutes(c, t.SCHEDULES[c.schedule], paths, 0.2)
+    assert (short.num_steps, short.val_interval) == (30, 3)
+    assert short.val_tokens <= short.val_interval * short.batch_tokens, "it trains on more than it validates on"
     most = fitting.fit_to_minutes(c, t.SCHEDULES[c.schedule], paths, 1e-9)
     assert most.epochs == fitting.MOST_EPOCHS["laptop"]
     run_files.check_tokens(most, t.packing(most), t.batch_plan(most), paths)
@@ -125,7 +126,7 @@ def test_of_a_short_text_little_is_looked_up(tokens, rows, longest, recall, tmp_
 
 
 @pytest.mark.parametrize("gigabytes, rows, recalled", [
-    (24, 671_088, 24 * 2**30 // 32 // 8), (1000, 4_024_320, 268_435_456)])
+    (24, 671_088, 24 * 2**30 // 32 // 4), (1000, 4_024_320, 268_435_456)])
 def test_tables_take_at_most_a_part_of_a_gpus_memory(gigabytes, rows, recalled, monkeypatch):
     gpu = SimpleNamespace(total_memory=gigabytes * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
