@@ -30,7 +30,7 @@ from torch import Tensor
 from data.prepare import byte_to_token, token_to_byte
 from data.shards import SEPARATOR, reads_bytes
 from data.texts import harmless
-from nanogpt import arguments, faults, fitting
+from nanogpt import faults, fitting
 from nanogpt.masks import BLOCK_SIZE
 from nanogpt.ranks import BadInput, is_rank_0, require
 from records.console import complain, discard_output, prepare_output, sentence_of
@@ -220,16 +220,6 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:
         raise BadInput(message)  # argparse's sentence, without its page on usage
 
-    def parse(self, argv: list[str]) -> argparse.Namespace:
-        """Options may stand before and between the other words."""
-        options, unknown = self.parse_known_intermixed_args(argv)
-        if unknown and unknown[0].startswith("-"):
-            names = [name.lstrip("-") for name in self._option_string_actions]
-            raise BadInput(arguments.nearest_key(unknown[0], names))
-        require(not unknown,
-                f"too many words ({' '.join(unknown)}); put a text with spaces in quotes")
-        return options
-
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line. Raises BadInput on an unknown option or a wrong value."""
@@ -250,7 +240,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     option("--max_new_tokens", type=number(int, 1), default=256, help="tokens to add at most")
     option("--seed", type=number(int, 0), default=0, help="the same seed gives the same texts")
     option("--device", type=device, default="auto", help="auto, cuda or cpu")
-    return parser.parse(argv)
+    return parser.parse_intermixed_args(argv)
 
 
 def show(text: str) -> None:

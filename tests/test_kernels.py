@@ -26,8 +26,9 @@ from nanogpt.kernels import E4M3, E5M2
 FP8_GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 needs_fp8_gpu = pytest.mark.skipif(not FP8_GPU, reason="needs a GPU with FP8")
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_fp8_gpu)])
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="needs Triton, which is for Linux"
+needs_interpreter = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None or torch.cuda.is_available(),
+    reason="needs Triton, which is for Linux; that of 2.11.0, for GPUs, does not interpret with NumPy 2.5",
 )
 
 CAP = kernels.Cap(height=23.0, shift=5.0, width=7.5)  # of record 54
@@ -709,7 +710,7 @@ def interpreted(tmp_path_factory):
     return torch.load(path)
 
 
-@needs_triton
+@needs_interpreter
 @pytest.mark.parametrize("name", KERNELS)
 def test_in_tritons_interpreter_a_kernel_gives_the_numbers_of_its_twin(name, interpreted):
     inputs, twin, _, assert_agree = KERNELS[name]
