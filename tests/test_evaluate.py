@@ -114,7 +114,7 @@ def make_checkpoint(path, corpus, **changes):
     t.initialize(model, 0)
     with torch.no_grad():
         model.lm_head.mul_(20)  # else all tokens are as probable
-    loss = t.validate(model, check_data(c)[2], 4)
+    loss = t.validate(model, check_data(c)[1], 4)
     checkpoints.write(path, checkpoints.of_model(model, 4, loss, {}))
     return path, loss
 
