@@ -278,11 +278,8 @@ def find_text(options: argparse.Namespace, config) -> Source:
         remedy = "name a text with --text"
         return Source(folder, shards.find_shards(folder, "val", pattern, remedy), [])
     paths, _ = texts.find_sources([options.text], options.key)
-    documents = [document for path in paths
-                 for document in texts.read_documents(
-                     path, options.key, options.split_blank, options.split)
-                 if document.strip()]
-    markers = Counter(marker for text in documents for marker in texts.MARKERS.findall(text))
+    markers = Counter()
+    documents = [text for text in texts.read_all(paths, options, markers) if text.strip()]
     if note := texts.note_on_markers(markers):
         print(f"evaluate.py: {note}", file=sys.stderr)
     require(documents, f"{options.text}: no text in it; name a file that has some")
