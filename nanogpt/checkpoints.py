@@ -45,7 +45,7 @@ from records.journal import sha256
 
 REMEDY = "name an older save with --resume=FOLDER, or leave --resume out to begin anew"
 KEPT = 2  # saves of a run that stay on disk
-NEWEST = "newest"  # what --resume alone stands for
+NEWEST = arguments.NEWEST
 FACTS = {  # what save.json holds
     "config", "parameters", "step", "world_size", "runs", "files_sha256", "data", "seconds",
     "steps", "updates", "bytes_sent", "recipe"}
@@ -264,14 +264,14 @@ def facts_of(save: Path) -> dict:
 
 
 def configure(config_class: type, save: Path, given: dict, may_change: tuple[str, ...]):
-    """The configuration of a save, with the given values laid over it. The logs go to the folder
-    that RUN_ID.saved lies in. Raises BadInput if a given value would change the result, or if a
-    saved one cannot be."""
+    """The configuration of a save, with the given values laid over it: they may be of RunConfig and
+    of `may_change`. The logs go to the folder that RUN_ID.saved lies in. Raises BadInput if a given
+    value would change the result, or if a saved one cannot be."""
     saved = config_values(facts_of(save)["config"], config_class)
     in_logs = save.parent.suffix == ".saved"
     saved["log_dir"] = str(save.parent.parent) if in_logs else config_class.log_dir
     changed = [f"--{name}={value} (saved: {saved[name]})" for name, value in given.items()
-               if name not in may_change and value != saved[name]]
+               if name not in (*may_change, *vars(arguments.RunConfig())) and value != saved[name]]
     require(not changed, f"--resume={save} goes on with the saved configuration, which cannot be "
             f"changed by {', '.join(changed)}; leave out what differs, name the save that you "
             "mean, or leave --resume out to begin anew")
