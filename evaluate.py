@@ -10,8 +10,8 @@ MODEL is a file that `train_gpt.py --save_checkpoint=models/NAME.safetensors` ha
 
 **Loss** is in nats per token, or per byte if tokens are bytes, over the text's tokens and the end
 of each document; perplexity is its exponential. On shards it is what the trainer calls val_loss:
-over their first val_tokens tokens, in sequences of the model's val_seq_len. Shorter ones
-(--seq_len; on a CPU 16,384 tokens at most) cut more documents, so the loss is a bit higher.
+over their first val_tokens tokens, in sequences of the model's val_seq_len. On a CPU they have
+16,384 tokens at most. These cut more documents, so the loss is a bit higher.
 **Bits per byte** divides by the bytes of the text in UTF-8, and leaves out the ends of documents,
 which have no bytes. So models with different tokens can be compared.
 **HellaSwag** (Zellers et al. 2019) gives a context and four endings, of which one is right. We
@@ -25,15 +25,12 @@ Shapes in comments are those of train_gpt.py: T tokens of a packed sequence, V s
 vocabulary.
 """
 import argparse
-import hashlib
 import json
 import math
 import signal
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -52,7 +49,7 @@ from tqdm import tqdm
 import sample
 from data import hellaswag, shards, texts
 from nanogpt.masks import BLOCK_SIZE
-from nanogpt.ranks import BadInput, require
+from nanogpt.ranks import require
 
 # --------------------------------------------------------------------------------------------------
 # 1. Log-probabilities of tokens
@@ -84,16 +81,19 @@ def score(model: nn.Module, tokens: np.ndarray, targets: np.ndarray) -> np.ndarr
     return torch.cat(found).double().cpu().numpy()
 
 
-def score_stream(model: nn.Module, tokens: np.ndarray, seq_len: int,
-                 progress: Callable = iter) -> np.ndarray:
+def score_stream(model: nn.Module, tokens: np.ndarray, seq_len: int) -> np.ndarray:
     """The log-probability of each token (n + 1,) but the first: (n,). As in the trainer's
-    validation, sequences follow each other without gaps, wherever documents begin. `progress` wraps
-    the loop over sequences."""
+    validation, sequences follow each other without gaps, wherever documents begin."""
     results = []
     for begin in progress(range(0, len(tokens) - 1, seq_len)):
         piece = tokens[begin : begin + seq_len + 1]
         results.append(score(model, piece[:-1], piece[1:]))
     return np.concatenate(results)
+
+
+def progress(sequences: Sequence) -> Iterable:
+    """The same sequences; a terminal shows how many of them are done."""
+    return tqdm(sequences, unit=" sequences", leave=False, disable=None)
 
 
 class Ending(NamedTuple):
@@ -119,8 +119,7 @@ def packed(endings: list[Ending], bos: int, seq_len: int) -> Iterator[list[tuple
         yield together
 
 
-def score_endings(model: nn.Module, endings: list[Ending],
-                  progress: Callable = iter) -> np.ndarray:
+def score_endings(model: nn.Module, endings: list[Ending]) -> np.ndarray:
     """The sum of the log-probabilities of the tokens of each ending, (endings,)."""
     sums = []
     seq_len = ITEM_TOKENS[model.lm_head.device.type]
@@ -192,14 +191,16 @@ class Source(NamedTuple):
     """What a measure is computed from."""
     name: str
     paths: list[Path]
-    content: list  # documents or HellaSwag's items; empty for shards
+    content: list  # documents; empty for shards
 
 
-def loss_measures(model: Model, tokens: np.ndarray, seq_len: int,
-                  progress: Callable = iter) -> dict[str, PerUnit]:
-    """"loss" and, if the text has bytes, "bits_per_byte"; units are documents. The token that
-    begins the next document belongs to the one that it ends."""
-    nats = -score_stream(model.gpt, tokens, seq_len, progress)  # (n,)
+def loss_measures(model: Model, tokens: np.ndarray) -> dict[str, PerUnit]:
+    """"loss" and "bits_per_byte"; units are documents. The token that begins the next document
+    belongs to the one that it ends."""
+    seq_len = model.gpt.config.val_seq_len
+    if model.gpt.lm_head.device.type == "cpu":
+        seq_len = min(seq_len, CPU_TOKENS)
+    nats = -score_stream(model.gpt, tokens, seq_len)  # (n,)
     begins = tokens[:-1] == model.gpt.bos
     begins[0] = True
     starts = np.flatnonzero(begins)
@@ -208,21 +209,18 @@ def loss_measures(model: Model, tokens: np.ndarray, seq_len: int,
     def per_document(amounts: np.ndarray, sizes: np.ndarray) -> PerUnit:
         return PerUnit(np.add.reduceat(amounts, starts), np.add.reduceat(sizes, starts))
 
-    found = {"loss": per_document(nats, np.ones(len(nats)))}
-    if num_bytes.any():
-        bits = np.where(num_bytes > 0, nats / math.log(2), 0)
-        found["bits_per_byte"] = per_document(bits, num_bytes.astype(float))
-    return found
+    bits = np.where(num_bytes > 0, nats / math.log(2), 0)
+    return {"loss": per_document(nats, np.ones(len(nats))),
+            "bits_per_byte": per_document(bits, num_bytes.astype(float))}
 
 
-def hellaswag_measures(model: Model, items: list[hellaswag.Item],
-                       progress: Callable = iter) -> dict[str, PerUnit]:
+def hellaswag_measures(model: Model, items: list[hellaswag.Item]) -> dict[str, PerUnit]:
     """"hellaswag" and "hellaswag_norm", as the head of this file says; units are items."""
     endings = []
     for item in items:
         context = model.encode(item.context)
         endings += [Ending(context, model.encode(f" {text}")) for text in item.endings]
-    sums = score_endings(model.gpt, endings, progress).reshape(len(items), -1)
+    sums = score_endings(model.gpt, endings).reshape(len(items), -1)
     counts = np.array([len(ending.tokens) for ending in endings]).reshape(sums.shape)
     labels = np.array([item.label for item in items])
     ones = np.ones(len(items))
@@ -233,36 +231,29 @@ def hellaswag_measures(model: Model, items: list[hellaswag.Item],
 # --------------------------------------------------------------------------------------------------
 # 3. The program
 
-OWN = "the validation shards of its training"  # what --text alone means
-
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line. Raises BadInput on an unknown option or a wrong value."""
     parser = sample.Parser(
         prog="evaluate.py", description=__doc__.split("\n\n")[0], allow_abbrev=False)
-    positive = sample.number(int, 1)
     option = parser.add_argument
     option("models", metavar="MODEL", nargs="+",
            help="file that --save_checkpoint has written; others are compared with the first one")
-    option("--text", metavar="PATH", nargs="?", const=OWN,
+    option("--text", metavar="PATH",
            help="measure loss and bits per byte on a text file, JSON lines, a folder of them, a "
-           f"shard, or a folder of shards; without PATH, and if no measure is named: {OWN}")
+           "shard, or a folder of shards; if neither --text nor --hellaswag is given, on the "
+           "validation shards of the model's training")
     option("--hellaswag", metavar="FILE", nargs="?", const=str(hellaswag.PATH),
            help="measure accuracy on HellaSwag; without FILE it is fetched (12 MB)")
-    option("--limit", type=positive, metavar="N", help="take the first N documents or items only")
-    option("--split_blank", type=positive, metavar="N",
+    option("--limit", type=sample.number(int, 1), metavar="N",
+           help="take only the first N items of HellaSwag")
+    option("--split_blank", type=sample.number(int, 1), metavar="N",
            help="cut a text at N or more blank lines into documents")
     option("--split", metavar="MARKER", help="cut a text where this stands, as '<|endoftext|>'")
     option("--key", default="text", help="where a line of JSON has its text; default %(default)s")
-    option("--seq_len", type=positive, metavar="N",
-           help="tokens to work on at a time; default: the model's val_seq_len, on a CPU at most "
-           f"{CPU_TOKENS}. Fewer need less memory")
     option("--device", type=sample.device, default="auto", help="auto, cuda or cpu")
     option("--json", action="store_true", help="write the results to standard output as JSON")
-    options = parser.parse(argv)
-    require(options.seq_len is None or options.seq_len % BLOCK_SIZE == 0,
-            f"--seq_len={options.seq_len} is not a multiple of {BLOCK_SIZE}")
-    return options
+    return parser.parse_intermixed_args(argv)
 
 
 def load_model(path: str, device: torch.device) -> Model:
@@ -271,53 +262,37 @@ def load_model(path: str, device: torch.device) -> Model:
     gpt = train_gpt.load_checkpoint(path, device)
     if not train_gpt.CPU_HAS_BF16:
         sample.widen(gpt)
-    try:
-        encode, to_bytes = sample.codec(gpt.config.vocab_size)
-    except BadInput as error:  # the loss on shards can still be had
-        print(f"evaluate.py: {error}", file=sys.stderr)
-        fault = error
-
-        def encode(text: str) -> list[int]:
-            raise fault
-
-        def to_bytes(token: int) -> bytes:
-            return b""
-
+    encode, to_bytes = sample.codec(gpt.config.vocab_size)
     lengths = [len(to_bytes(token)) for token in range(gpt.config.vocab_size)]
     return Model(path, gpt, encode, np.array(lengths))
 
 
 def find_text(options: argparse.Namespace, config) -> Source:
     """What --text means. Raises BadInput, ShardError or PrepareError if it is not there."""
-    remedy = "name a text with --text"
-    if options.text in (None, OWN):
-        return Source(config.data_dir, shards.find_shards(
-            config.data_dir, "val", config.val_files, remedy), [])
-    path = Path(options.text)
-    if path.suffix == ".bin":
-        require(path.is_file(), f"{path}: no such file; name a shard")
-        return Source(options.text, [path], [])
-    if list(path.glob("*_val_*.bin")):
-        return Source(options.text, shards.find_shards(path, "val", "*_val_*.bin", remedy), [])
+    folder, pattern = config.data_dir, config.val_files
+    if options.text is not None:
+        folder, pattern = options.text, "*_val_*.bin"
+        if folder.endswith(".bin"):
+            return Source(folder, [Path(folder)], [])
+    if options.text is None or list(Path(folder).glob(pattern)):
+        remedy = "name a text with --text"
+        return Source(folder, shards.find_shards(folder, "val", pattern, remedy), [])
     paths, _ = texts.find_sources([options.text], options.key)
-    documents = [document for path in paths
-                 for document in texts.read_documents(
-                     path, options.key, options.split_blank, options.split)
-                 if document.strip()]
-    markers = Counter(marker for text in documents for marker in texts.MARKERS.findall(text))
+    markers = Counter()
+    documents = [text for text in texts.read_all(paths, options, markers) if text.strip()]
     if note := texts.note_on_markers(markers):
         print(f"evaluate.py: {note}", file=sys.stderr)
     require(documents, f"{options.text}: no text in it; name a file that has some")
     return Source(options.text, paths, documents)
 
 
-def tokens_of(source: Source, model: Model, limit: int | None) -> np.ndarray:
-    """The text in the model's tokens (n + 1,), at most `limit` documents. Raises BadInput if it is
-    of shards that hold tokens of another kind, and ShardError if one is damaged."""
+def tokens_of(source: Source, model: Model) -> np.ndarray:
+    """The text in the model's tokens (n + 1,). Raises BadInput if it is of shards that hold tokens
+    of another kind, and ShardError if one is damaged."""
     c = model.gpt.config
     if source.content:
         tokens = []
-        for document in source.content[:limit]:
+        for document in source.content:
             tokens += [model.gpt.bos, *model.encode(document)]
         return np.array([*tokens, model.gpt.bos])  # the end of the last document
     kind = shards.kind_of_tokens(source.paths[0])
@@ -325,65 +300,32 @@ def tokens_of(source: Source, model: Model, limit: int | None) -> np.ndarray:
             f"{model.path} reads {model.kind}; name a text file with --text")
     tokens = np.concatenate(
         [shards.read_shard(path, c.vocab_size).tokens for path in source.paths])
-    tokens = tokens[: c.val_tokens + 1].astype(np.int64)
-    starts = np.flatnonzero(tokens == model.gpt.bos)
-    if limit is not None and limit < len(starts):
-        tokens = tokens[: starts[limit] + 1]
     require(len(tokens) > 1, f"{source.name} holds no token to predict; name a longer text")
-    return tokens
-
-
-def read_hellaswag(options: argparse.Namespace) -> Source:
-    """Raises ItemsError if the items cannot be had."""
-    path = Path(options.hellaswag)
-    if path == hellaswag.PATH:
-        hellaswag.fetch()
-    return Source(path.name, [path], hellaswag.read_items(path)[: options.limit])
+    return tokens[: c.val_tokens + 1].astype(np.int64)
 
 
 def measure_all(options: argparse.Namespace,
-                models: list[Model]) -> list[tuple[Source, list[dict[str, PerUnit]]]]:
-    """What the command line asks for: sources, each with the measures of each model."""
-    # All is read before anything is computed, so that a mistake shows at once.
-    text = items = None
+                models: list[Model]) -> list[tuple[str, list[dict[str, PerUnit]]]]:
+    """What the command line asks for: names of data, each with the measures of each model."""
+    jobs = []  # all is read before anything is computed, so that a mistake shows at once
     if options.text is not None or options.hellaswag is None:
         text = find_text(options, models[0].gpt.config)
-        streams = [tokens_of(text, model, options.limit) for model in models]
+        jobs.append((text.name, loss_measures, [tokens_of(text, model) for model in models]))
     if options.hellaswag is not None:
-        items = read_hellaswag(options)
-
-    def progress_of(model: Model) -> Callable:
-        # A file, too, is told how long it will take, every 15 seconds.
-        patience = {} if sys.stderr.isatty() else dict(delay=15, mininterval=15, miniters=1)
-        return partial(tqdm, desc=model.path, unit=" sequences", leave=False, **patience)
-
-    done = []
-    if text:
-        most = CPU_TOKENS if options.device.type == "cpu" else 2**63
-        done.append((text, [
-            loss_measures(model, tokens, options.seq_len or min(most, model.gpt.config.val_seq_len),
-                          progress_of(model))
-            for model, tokens in zip(models, streams)]))
-    if items:
-        done.append((items, [
-            hellaswag_measures(model, items.content, progress_of(model)) for model in models]))
-    return done
+        path = Path(options.hellaswag)
+        if path == hellaswag.PATH:
+            hellaswag.fetch()
+        items = hellaswag.read_items(path)[: options.limit]
+        jobs.append((path.name, hellaswag_measures, [items] * len(models)))
+    return [(name, [measure(*pair) for pair in zip(models, contents)])
+            for name, measure, contents in jobs]
 
 
-def sha256_of(paths: list[Path]) -> str:
-    """The sha256 of the files, one after the other."""
-    digest = hashlib.sha256()
-    for path in paths:
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
-def report(models: list[Model], measured: list, device: torch.device) -> dict:
+def report(models: list[Model], measured: list) -> dict:
     """The results for --json. Raises BadInput if one is not finite."""
     results = []
     differences = []
-    for source, of_models in measured:
-        data = dict(data=source.name, data_sha256=sha256_of(source.paths))
+    for data, of_models in measured:
         for index, measures in enumerate(of_models):
             for name, per_unit in measures.items():
                 value = per_unit.result()
@@ -392,26 +334,27 @@ def report(models: list[Model], measured: list, device: torch.device) -> dict:
                 error = standard_error(per_unit.influences())
                 results.append(dict(
                     measure=name, model=index, value=round(value, 6),
-                    standard_error=error and round(error, 6), units=len(per_unit.amounts), **data))
-                first = of_models[0].get(name)
-                if index == 0 or first is None or len(first.sizes) != len(per_unit.sizes):
-                    continue
-                if name == "loss" and models[index].kind != models[0].kind:
-                    continue  # losses of tokens of two kinds say nothing about each other
-                error = standard_error(per_unit.influences() - first.influences())
-                if error is not None:
-                    value -= first.result()
-                    differences.append(dict(
-                        measure=name, model=index, against=0, value=round(value, 6),
-                        standard_error=round(error, 6), low=round(value - NORMAL_95 * error, 6),
-                        high=round(value + NORMAL_95 * error, 6)))
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    about = [dict(path=model.path, weights_sha256=sha256_of([Path(model.path)]),
-                  steps=model.gpt.trained_steps, preset=model.gpt.config.preset, tokens=model.kind)
-             for model in models]
-    return dict(
-        form=1, date=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"), torch=torch.__version__,
-        device=name, models=about, results=results, differences=differences)
+                    standard_error=error and round(error, 6), units=len(per_unit.sizes), data=data))
+                # Losses of tokens of two kinds say nothing about each other.
+                if index > 0 and (name != "loss" or models[index].kind == models[0].kind):
+                    found = difference(of_models[0][name], per_unit)
+                    if found:
+                        differences.append(dict(measure=name, model=index, against=0, **found))
+    about = [dict(path=model.path, steps=model.gpt.trained_steps, preset=model.gpt.config.preset,
+                  tokens=model.kind) for model in models]
+    return dict(models=about, results=results, differences=differences)
+
+
+def difference(a: PerUnit, b: PerUnit) -> dict:
+    """How much more b has than a, with its 95 % interval; empty if they are not on the same units,
+    or on a single one."""
+    if len(a.sizes) != len(b.sizes) or len(a.sizes) == 1:
+        return {}
+    value = b.result() - a.result()
+    error = standard_error(b.influences() - a.influences())
+    numbers = dict(value=value, standard_error=error, low=value - NORMAL_95 * error,
+                   high=value + NORMAL_95 * error)
+    return {key: round(number, 6) for key, number in numbers.items()}
 
 
 def in_words(measure: str, value: float, plus: str = "") -> str:
@@ -436,7 +379,7 @@ def show(content: dict) -> None:
             if error is not None:
                 text += f" ± {in_words(name, error)}"
             if name == "loss":
-                text += f", perplexity {math.exp(min(value, 700)):,.2f}"
+                text += f", perplexity {math.exp(value):,.2f}"
             units = "item" if name.startswith("hellaswag") else "document"
             units += "s" * (result["units"] != 1)
             print(f"  {title(name, model):<23} {text:<40} {result['units']:,} {units} of "
@@ -458,7 +401,7 @@ def show(content: dict) -> None:
 def evaluate(argv: list[str]) -> None:
     options = parse(argv)
     models = [load_model(path, options.device) for path in options.models]
-    content = report(models, measure_all(options, models), options.device)
+    content = report(models, measure_all(options, models))
     if options.json:
         print(json.dumps(content, indent=1))
     else:

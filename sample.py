@@ -13,7 +13,6 @@ than their keys and values.
 """
 import argparse
 import codecs
-import math
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -27,10 +26,10 @@ if __name__ == "__main__":
 import torch
 from torch import Tensor
 
-from data.prepare import byte_to_token, token_to_byte
+from data.prepare import bytes_of, token_to_byte
 from data.shards import SEPARATOR, reads_bytes
 from data.texts import harmless
-from nanogpt import arguments, faults, fitting
+from nanogpt import faults, fitting
 from nanogpt.masks import BLOCK_SIZE
 from nanogpt.ranks import BadInput, is_rank_0, require
 from records.console import complain, discard_output, prepare_output, sentence_of
@@ -104,7 +103,7 @@ def codec(vocab_size: int) -> tuple[Callable[[str], list[int]], Callable[[int], 
     the vocabulary have no text."""
     if reads_bytes(vocab_size):
         def encode(text: str) -> list[int]:
-            tokens = byte_to_token[list(text.encode(errors="replace"))].tolist()
+            tokens = bytes_of(text).tolist()
             require(max(tokens, default=0) < vocab_size - 1,
                     f"the text has a byte for which --vocab_size={vocab_size} has no token")
             return tokens
@@ -195,15 +194,14 @@ def printable(text: str) -> str:
 # 3. The program
 
 
-def number(kind: type, low: float, high: float = 2**63) -> Callable:
-    """For argparse: numbers from `low` to `high`."""
+def number(kind: type, low: float) -> Callable:
+    """For argparse: an int or a float that is at least `low`."""
     def checked(text: str):
         value = kind(text)
-        if not low <= value <= high or not math.isfinite(value):
-            raise argparse.ArgumentTypeError(f"{text} is not between {low} and {high}")
+        if not value >= low:  # as nan is not
+            raise argparse.ArgumentTypeError(f"{text} is not a number from {low} on")
         return value
 
-    checked.__name__ = "whole number" if kind is int else "number"  # for argparse's sentences
     return checked
 
 
@@ -220,16 +218,6 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:
         raise BadInput(message)  # argparse's sentence, without its page on usage
 
-    def parse(self, argv: list[str]) -> argparse.Namespace:
-        """Options may stand before and between the other words."""
-        options, unknown = self.parse_known_intermixed_args(argv)
-        if unknown and unknown[0].startswith("-"):
-            names = [name.lstrip("-") for name in self._option_string_actions]
-            raise BadInput(arguments.nearest_key(unknown[0], names))
-        require(not unknown,
-                f"too many words ({' '.join(unknown)}); put a text with spaces in quotes")
-        return options
-
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line. Raises BadInput on an unknown option or a wrong value."""
@@ -244,13 +232,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
            help="below 1 the probable becomes more probable; 0: always the most probable token")
     option("--top_k", type=number(int, 0), default=0,
            help="draw among so many of the most probable tokens, 0: among all")
-    option("--top_p", type=number(float, 0, 1), default=1.0,
+    option("--top_p", type=number(float, 0), default=1.0,
            help="draw among the fewest tokens whose probabilities have this sum")
     option("--num_samples", type=number(int, 1), default=1, help="continuations of the text")
     option("--max_new_tokens", type=number(int, 1), default=256, help="tokens to add at most")
     option("--seed", type=number(int, 0), default=0, help="the same seed gives the same texts")
     option("--device", type=device, default="auto", help="auto, cuda or cpu")
-    return parser.parse(argv)
+    return parser.parse_intermixed_args(argv)
 
 
 def show(text: str) -> None:

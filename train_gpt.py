@@ -1956,8 +1956,7 @@ def train(c: Config, at_end: ExitStack) -> int:
         import sample  # only now: training alone needs no tokenizer
         notes = on_all_ranks(sample.check, c)
     files = journal.project_files(__file__)
-    num_weights = sum(report.num_weights(parameter_table(c)))
-    run_files = check_run_files(c, packing(c), batch_plan(c), files, num_weights)
+    run_files = check_run_files(c, packing(c), batch_plan(c), files)
 
     # 2. The log begins with the code and the facts. The number of steps is such a fact: under
     # --minutes it is chosen after the warm-up, and until then the log keeps its lines in memory.

@@ -1,7 +1,5 @@
 """The items of HellaSwag (Zellers et al. 2019): a context and four endings, of which one is right.
 
-    python data/hellaswag.py        # fetches the validation split, 12 MB, unless it is there
-
 A file of items has a JSON object on each line. Three of its keys are read:
 
     ctx         the context, a string
@@ -9,13 +7,10 @@ A file of items has a JSON object on each line. Three of its keys are read:
     label       which of them is right, 0 to 3
 
 The validation split has 10,042 items. Its authors keep the file on GitHub; the copy on the Hugging
-Face Hub is in Parquet, which needs one more library. You can also fetch the file on another machine
-and give its path to evaluate.py.
+Face Hub is in Parquet, which needs one more library.
 """
 import hashlib
 import json
-import os
-import sys
 import urllib.request
 from pathlib import Path
 from typing import NamedTuple
@@ -56,46 +51,30 @@ def parse_item(line, place):
     """The Item of one line, bytes. `place` is what the sentence of an ItemsError begins with."""
     try:
         entry = json.loads(line)
-        context, endings, label = entry["ctx"], entry["endings"], int(entry["label"])
-    except (ValueError, TypeError, KeyError, RecursionError):
-        raise ItemsError(f"{place} is not a JSON object with ctx, endings and label; take the "
-                         "validation split, as the test split has no labels") from None
-    are_texts = isinstance(endings, list) and all(isinstance(x, str) for x in [context, *endings])
-    if not are_texts or len(endings) != NUM_ENDINGS or label not in range(NUM_ENDINGS):
-        raise ItemsError(f"{place} has no context, {NUM_ENDINGS} endings and a label from 0 to "
-                         f"{NUM_ENDINGS - 1}; is it other data?")
-    return Item(context, endings, label)
+        item = Item(entry["ctx"], entry["endings"], int(entry["label"]))
+        if len(item.endings) == NUM_ENDINGS and item.label in range(NUM_ENDINGS):
+            return item
+    except (ValueError, TypeError, KeyError):
+        pass
+    raise ItemsError(f"{place} is not a JSON object with ctx, {NUM_ENDINGS} endings and a label "
+                     f"from 0 to {NUM_ENDINGS - 1}; take the validation split, as the test split "
+                     "has no labels")
 
 
 def fetch(path=PATH, url=URL, sha256=SHA256):
-    """Make sure that the file is there, and return its path. What arrives gets its name when its
-    sha256 was checked. Raises ItemsError."""
+    """Make sure that the file is there, and return its path. Raises ItemsError."""
     path = Path(path)
     if path.exists():
         return path
-    again = f"connect to the network and run it again, or fetch {url} elsewhere and give its path"
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         with urllib.request.urlopen(url, timeout=20) as answer:
             content = answer.read()
         if hashlib.sha256(content).hexdigest() != sha256:
             raise OSError("it arrived damaged, or was changed: its sha256 is not the known one")
-        part.write_bytes(content)
-        os.replace(part, path)
+        path.write_bytes(content)
     except Exception as error:  # of the network, of HTTP, or of the disk
         reason = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(" .")
-        raise ItemsError(f"{path.name} could not be fetched ({reason}); {again}") from error
+        raise ItemsError(
+            f"{path.name} could not be fetched ({reason}); connect to the network and run it "
+            f"again, or fetch {url} elsewhere and give its path") from error
     return path
-
-
-def main():
-    try:
-        path = fetch()
-        print(f"{path}: {len(read_items(path)):,} items")
-    except ItemsError as error:
-        print(f"hellaswag.py: {error}.", file=sys.stderr)
-        sys.exit(1)
-
-
-if __name__ == "__main__":
-    main()

@@ -24,11 +24,10 @@ input, which shares no document with training. Only if its last document makes i
 larger, as with a single long text, is this one cut: its end goes to validation and its beginning to
 training.
 
-The input may be larger than memory, which holds the lengths and hashes of documents and the
-documents that are being encoded. All of OUT is made in a folder .incomplete-NAME-... beside it,
-which gets its name at the very end. So several processes may prepare the same text: the first that
-is done gives the folder its name, and the others use it. Only a process that was killed leaves such
-a folder behind; it may be deleted.
+Memory holds all tokens, at two bytes each. All of OUT is made in a folder .incomplete-NAME-...
+beside it, which gets its name at the very end. So several processes may prepare the same text: the
+first that is done gives the folder its name, and the others use it. Only a process that was killed
+leaves such a folder behind; it may be deleted.
 
 Exit status: 0 done, 2 with one sentence on stderr that names the file and what to do, 130 and 143
 stopped by Ctrl-C and by SIGTERM.
@@ -46,7 +45,7 @@ import shutil
 import signal
 import sys
 import time
-from itertools import count
+from itertools import count, groupby
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -59,7 +58,7 @@ from tqdm import tqdm
 
 from data import gpt2, texts
 from data.python_docs import python_documents
-from data.shards import SEPARATOR, count_tokens, write_shard
+from data.shards import SEPARATOR, write_shard
 from data.texts import PrepareError
 from records.console import to_type
 
@@ -141,45 +140,27 @@ def write_corpus(documents, folder, name, use_bytes, source):
     "duplicates" among the input. Raises PrepareError, which speaks of `source`, if there are too
     few tokens for two splits.
     """
-    # 1. Write all tokens to one file, the spool, in the order of the input.
-    spool = folder / "documents.u16"
     dropped = collections.Counter()
-    lengths = []
-    with open(spool, "wb") as file:
-        for tokens in encode_all(texts.distinct(documents, dropped), use_bytes):
-            file.write(tokens.tobytes())
-            lengths.append(len(tokens))
-
-    # 2. Shuffle the documents and split them.
-    lengths = np.array(lengths, dtype=np.int64)
-    order = list(range(len(lengths)))
-    random.Random(0).shuffle(order)
-    starts = np.cumsum(lengths) - lengths  # (documents,) where each begins in the spool
-    shuffled = np.stack([starts, lengths], axis=1)[order]
-    splits = split_documents(shuffled, source)
-
-    # 3. Write the shards.
-    counts = {"documents": len(lengths), "duplicates": dropped["duplicates"]}
-    for split, first_number in (("train", 1), ("val", 0)):
-        counts[f"{split}_tokens"] = 0
-        for number, group in enumerate(divide(splits[split]), first_number):
-            path = folder / f"{name}_{split}_{number:06d}.bin"
-            write_shard(path, read_spool(spool, group))
-            counts[f"{split}_tokens"] += count_tokens(path)
-    spool.unlink()
+    encoded = list(encode_all(texts.distinct(documents, dropped), use_bytes))
+    random.Random(0).shuffle(encoded)
+    train, val = split_documents(encoded, source)
+    counts = {"documents": len(encoded), "duplicates": dropped["duplicates"]}
+    for split, part, first_number in (("train", train, 1), ("val", val, 0)):
+        counts[f"{split}_tokens"] = sum(map(len, part))
+        for number, group in enumerate(divide(part), first_number):
+            write_shard(folder / f"{name}_{split}_{number:06d}.bin", group)
     return counts
 
 
 def split_documents(documents, source):
-    """Divide the shuffled documents among "train" and "val".
+    """Divide the shuffled documents, arrays of tokens, into a list for training and one for
+    validation.
 
-    `documents` is (documents, 2) int64: where each begins in the spool, and its length. Returns two
-    arrays of the same kind, in a dictionary. Validation gets the first documents, 5% of the tokens.
-    If they would be more than half as much again, or leave too little to train on, then the last of
-    them is cut in two. Raises PrepareError if there are too few tokens.
+    Validation gets the first documents, 5% of the tokens. If they would be more than half as much
+    again, or leave too little to train on, then the last of them is cut in two. Raises PrepareError
+    if there are too few tokens.
     """
-    lengths = documents[:, 1]
-    total = int(lengths.sum())
+    total = sum(map(len, documents))
     if total == 0:
         raise PrepareError(f"{source}: no text in it; name a file that has some")
     share = max(min(total // 20, MOST_VAL), LEAST_VAL)
@@ -187,40 +168,24 @@ def split_documents(documents, source):
         raise PrepareError(f"{source}: {total:,} tokens of text are too few; at least "
                            f"{LEAST_VAL + LEAST_TRAIN} are needed, so add text")
 
-    ends = np.cumsum(lengths)
+    ends = np.cumsum([len(document) for document in documents])
     last = int(np.searchsorted(ends, share))  # the document that fills the share
     excess = int(ends[last]) - share
     if excess <= share // 2 and total - ends[last] >= LEAST_TRAIN:
-        return {"train": documents[last + 1 :], "val": documents[: last + 1]}
-    start, length = documents[last].tolist()
-    tail = max(length - excess - 1, 1)  # one less, because the tail gets a separator of its own
-    head = length - tail
-    return {
-        "train": np.concatenate([[[start, head]], documents[last + 1 :]]),
-        "val": np.concatenate([documents[:last], [[start + head, tail]]]),
-    }
+        return documents[last + 1 :], documents[: last + 1]
+    document = documents[last]
+    head = min(excess + 1, len(document) - 1)  # one more, as the tail gets a separator of its own
+    tail = np.concatenate([[SEPARATOR], document[head:]])
+    return [document[:head], *documents[last + 1 :]], [*documents[:last], tail]
 
 
-def divide(pieces):
-    """Divide the documents of a split into groups, one for each shard.
-
-    A new group begins with the first document that begins at or after the next multiple of
-    SHARD_TOKENS, counted in tokens from the beginning of the split.
-    """
-    lengths = pieces[:, 1]
-    positions = np.cumsum(lengths) - lengths  # (documents,) where each begins in the split
-    edges = 1 + np.flatnonzero(np.diff(positions // SHARD_TOKENS))
-    return np.split(pieces, edges)
-
-
-def read_spool(path, pieces):
-    """Yield the tokens of each document. The second part of one that was cut gets its separator."""
-    tokens = np.memmap(path, dtype="<u2", mode="r")
-    for start, length in pieces.tolist():
-        document = tokens[start : start + length]
-        if document[0] != SEPARATOR:
-            document = np.concatenate([[SEPARATOR], document])
-        yield document
+def divide(documents):
+    """Divide the documents of a split into groups, one for each shard. A new group begins with the
+    first document that begins at or after the next multiple of SHARD_TOKENS."""
+    lengths = np.array([len(document) for document in documents])
+    numbers = (np.cumsum(lengths) - lengths) // SHARD_TOKENS
+    for _, group in groupby(zip(numbers, documents), key=lambda pair: pair[0]):
+        yield [document for _, document in group]
 
 
 # ---- where a corpus is, and what it was made of --------------------------------------------------
@@ -292,7 +257,7 @@ def make_corpus(args, say):
     made.mkdir(parents=True)
     try:
         markers = collections.Counter()
-        documents = python_documents() if args.python_docs else read_all(paths, args, markers)
+        documents = python_documents() if args.python_docs else texts.read_all(paths, args, markers)
         counts = write_corpus(
             tqdm(documents, unit=" documents", disable=None), made, safe_name(folder.name),
             tokens == "bytes", args.inputs[0] if len(args.inputs) == 1 else "the input")
@@ -312,14 +277,6 @@ def make_corpus(args, say):
                 return folder, found, False
     finally:
         shutil.rmtree(made, ignore_errors=True)
-
-
-def read_all(paths, args, markers):
-    """Yield the documents of all files, and count the markers in them that may end documents."""
-    for path in paths:
-        for text in texts.read_documents(path, args.key, args.split_blank, args.split):
-            markers.update(texts.MARKERS.findall(text))
-            yield text
 
 
 # ---- command line --------------------------------------------------------------------------------

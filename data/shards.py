@@ -11,11 +11,8 @@ and the trainer reads them; all three use this file. From shards to batches:
     batches         makes a batch for every step of a run
     rank_batches    copies the sequences that belong to one rank into an array
 
-Of packages, this file needs numpy only. It is handed paths and numbers, and knows
-nothing of devices or of torch. Of the trainer it knows the names of the keys that its sentences
-advise to change.
+Of packages, this file needs numpy only, and it knows nothing of devices.
 """
-import codecs
 import hashlib
 import os
 import re
@@ -45,7 +42,7 @@ class ShardError(ValueError):
     """Shards that cannot be used. The message is one sentence: what is wrong, where, the remedy."""
 
 
-AGAIN = "fetch or make it again (data/fineweb.py, data/prepare.py)"
+AGAIN = "fetch or make it again (data/fineweb.py; data/prepare.py, when its folder is deleted)"
 FROM_TEXT = "make shards of the text itself: python data/prepare.py FILE"
 
 
@@ -77,10 +74,8 @@ def tokens_promised(path: Path, header: bytes, size: int) -> int:
     if len(header) < HEADER_BYTES:
         raise ShardError(
             f"{path} has {size} bytes, less than its header of {HEADER_BYTES}; {AGAIN}")
-    _, version, num_tokens = np.frombuffer(header, dtype="<i4", count=3).tolist()
+    num_tokens = int(np.frombuffer(header, dtype="<i4", count=3)[2])
     expected_size = HEADER_BYTES + 2 * num_tokens
-    if version != VERSION:
-        raise ShardError(f"{path} is a shard of version {version}, not {VERSION}; {AGAIN}")
     if num_tokens and size == HEADER_BYTES + 4 * num_tokens:
         raise ShardError(
             f"{path} holds numbers of 32 bits, where a shard has 16 bits; {FROM_TEXT}")
@@ -93,50 +88,34 @@ def tokens_promised(path: Path, header: bytes, size: int) -> int:
 
 
 def foreign(path: Path, header: bytes) -> tuple[str, str]:
-    """What a file is that is no shard, and what to do instead. Raises OSError."""
+    """What a file is that is no shard, and what to do instead."""
     known = format_of(header)
     is_array = header.startswith(b"\x93NUMPY")
     if known and not is_array:
         return f"is {known[0]}, not a shard", known[1]
-    magic, version = np.frombuffer(header.ljust(8, b"\0"), dtype="<i4", count=2).tolist()
+    magic = int.from_bytes(header[:4], "little")
     if magic == MAGIC_32:
         return "holds tokens of 32 bits, of Llama 3 (llm.c's second format)", FROM_TEXT
     if not any(header[12:]):  # a header, and no tokens
-        return f"begins with magic {magic}, version {version}, not {MAGIC}, {VERSION}", AGAIN
-    if b"\0" not in header and is_utf8(header):
+        return f"begins with magic {magic}, not {MAGIC}", AGAIN
+    if b"\0" not in header:
         return "is a text, not a shard", f"make shards of it: python data/prepare.py {path}"
 
     # What is left are numbers. Of tokens with 32 bits each, the upper halves are zero or small.
     if is_array:
-        numbers = np.load(path, mmap_mode="r").reshape(-1)
-        what = f"is an array of numpy with {numbers.dtype} numbers, not a shard"
+        what = "is an array of numpy, not a shard"
         read = f"numpy.load({str(path)!r}).ravel()"
     else:
         halves = np.frombuffer(header[: len(header) // 4 * 4], dtype="<u2")
         dtype = "<u4" if halves[1::2].max(initial=0) < 8 else "<u2"
-        numbers = np.fromfile(path, dtype, count=2**20)
         what = (f"holds numbers of {dtype[2]} bytes without a header, as nanoGPT's train.bin does, "
                 "not a shard")
         read = f"numpy.fromfile({str(path)!r}, {dtype!r})"
-    largest = numbers[: 2**20].max(initial=0)
-    if numbers.dtype.kind not in "iu" or not 256 <= largest <= SEPARATOR:
-        return f"{what}, and not GPT-2's tokens (the largest is {largest})", FROM_TEXT
-    split = "val" if "val" in path.name else "train"
-    name = path.stem if f"_{split}_" in path.name else f"own_{split}_{path.stem}"
+    shard = path.with_name(f"own_{'val' if 'val' in path.name else 'train'}_{path.stem}.bin")
     return what, (
         "if they are GPT-2's tokens, this makes a shard of them, in the folder of train_gpt.py: "
-        "python -c \"import numpy; from data.shards import write_shard; write_shard("
-        f"{str(path.with_name(name + '.bin'))!r}, [numpy.r_[{SEPARATOR}, {read}]])\"; "
-        f"if not, {FROM_TEXT}")
-
-
-def is_utf8(head: bytes) -> bool:
-    """Whether these bytes begin a text in UTF-8. The last character may lack its end."""
-    try:
-        codecs.getincrementaldecoder("utf-8")().decode(head)
-    except UnicodeError:
-        return False
-    return True
+        "python -c \"import numpy; from data.shards import write_shard; "
+        f"write_shard({str(shard)!r}, [numpy.r_[{SEPARATOR}, {read}]])\"; if not, {FROM_TEXT}")
 
 
 def count_tokens(path: Path) -> int:
@@ -279,15 +258,12 @@ def ahead(items: Iterator) -> Iterator:
     thread = ThreadPoolExecutor(max_workers=1)
     end = object()
 
-    def prepare_next():
-        return thread.submit(next, items, end)
-
     def hand_out(prepared):
         while (item := prepared.result()) is not end:
-            prepared = prepare_next()
+            prepared = thread.submit(next, items, end)
             yield item
 
-    first = prepare_next()
+    first = thread.submit(next, items, end)
     wait([first])
     return hand_out(first)
 

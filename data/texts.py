@@ -227,6 +227,15 @@ def read_documents(path, key="text", split_blank=None, split=None):
             yield from split_at([text], split)
 
 
+def read_all(paths, options, markers):
+    """Yield the documents of several files, read as `options` say (key, split_blank, split), and
+    count the MARKERS in them, as they may end documents. Raises PrepareError."""
+    for path in paths:
+        for text in read_documents(path, options.key, options.split_blank, options.split):
+            markers.update(MARKERS.findall(text))
+            yield text
+
+
 def lines_until_now(file):
     """Yield the lines of a file, and of what is appended meanwhile not much more than a MiB: a text
     that grows as fast as it is read would have no end."""
@@ -296,12 +305,11 @@ def split_at(lines, marker):
     yield "".join(document).strip("\r\n")
 
 
-def note_on_markers(found):
-    """A sentence about the most frequent of the markers that were found in texts, as they may end
-    documents, or None. `found` is a Counter of what MARKERS finds."""
-    if not found:
+def note_on_markers(markers):
+    """A sentence about the most frequent of the `markers` that read_all has counted, or None."""
+    if not markers:
         return None
-    [(marker, number)] = found.most_common(1)
+    [(marker, number)] = markers.most_common(1)
     return (f"{marker} stands {number:,} times in the text and is read as text; if it ends "
             f"documents, split there: --split={shlex.quote(marker)}")
 

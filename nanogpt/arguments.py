@@ -22,16 +22,17 @@ SWITCH = {"true": True, "1": True, "false": False, "0": False}
 
 
 def key(default, meaning: str, alone: str | None = None, choices: tuple[str, ...] = (),
-        least: float | None = None, most: float = math.inf):
+        least: float | None = None, most: float | None = None):
     """A field of a configuration. Its type is that of the default value.
 
     alone: its value where none is given: --resume for --resume=newest
     choices: the texts that it can be, if not all
-    least, most: the bounds of a number; without `least` a whole number is positive, and another one
-        is not negative
+    least, most: the bounds of a number; without them a whole number is positive and fits 64 bits,
+        and another one is not negative
     """
-    if least is None:
-        least = 1 if type(default) is int else 0
+    is_whole = type(default) is int
+    least = int(is_whole) if least is None else least
+    most = (2**63 - 1 if is_whole else math.inf) if most is None else most
     return dataclasses.field(default=default, metadata=dict(
         meaning=meaning, alone=alone, choices=choices, least=least, most=most))
 
@@ -189,16 +190,8 @@ def given(config_class, argv: list[str], presets: dict[str, dict],
         parser.print_help()
         raise SystemExit(0)
     if unknown:
-        raise BadInput(answer(unknown[0], list(actions)))
+        raise BadInput(nearest_key(unknown[0], list(actions)))
     return values
-
-
-def answer(word: str, names: list[str]) -> str:
-    """The sentence that answers a word which is no key."""
-    if not word.startswith("-"):
-        return (f"{word} is no key; your own text is prepared first: ./run.sh FILE, or python "
-                "data/prepare.py FILE (--help lists all keys)")
-    return nearest_key(word, names)
 
 
 def nearest_key(word: str, names: list[str]) -> str:
@@ -215,24 +208,4 @@ def switch(text: str) -> bool:
     return SWITCH[text.lower()]
 
 
-def whole_number(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number") from None
-    if abs(value) >= 2**63:
-        raise argparse.ArgumentTypeError(f"{text} is too large")
-    return value
-
-
-def number(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
-        raise argparse.ArgumentTypeError(f"{text} is not a number")
-    return value
-
-
-READERS = {bool: switch, int: whole_number, float: number, str: str}
+READERS = {bool: switch, int: int, float: float, str: str}

@@ -28,7 +28,6 @@ import json
 import os
 import shlex
 import shutil
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -38,17 +37,21 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from data.texts import harmless
-from nanogpt import arguments, faults, past, process
-from nanogpt.ranks import BadInput, all_ranks, on_all_ranks, rank_and_world_size, require
+from nanogpt import arguments, faults, process
+from nanogpt.ranks import (
+    BadInput,
+    SharedFault,
+    all_ranks,
+    on_all_ranks,
+    rank_and_world_size,
+    require,
+)
 from records.console import complain
 from records.journal import sha256
 
 REMEDY = "name an older save with --resume=FOLDER, or leave --resume out to begin anew"
 KEPT = 2  # saves of a run that stay on disk
 NEWEST = arguments.NEWEST
-FACTS = {  # what save.json holds
-    "config", "parameters", "step", "world_size", "runs", "files_sha256", "data", "seconds",
-    "steps", "updates", "bytes_sent", "recipe"}
 
 # --------------------------------------------------------------------------------------------------
 # Files of tensors
@@ -62,26 +65,15 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], about: dict) -> None:
     header = {"format": "pt"} | {name: json.dumps(value) for name, value in about.items()}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside.touch()
-        mode = beside.stat().st_mode  # save_file would let nobody else read it
         save_file(on_cpu, beside, header)
-        beside.chmod(mode)
+        # save_file lets nobody else read it. Whoever may read the folder may read the file.
+        beside.chmod(path.parent.stat().st_mode & 0o666)
         with open(beside, "rb") as file:
             os.fsync(file.fileno())
         os.replace(beside, path)
     except (OSError, SafetensorError) as error:
-        with suppress(OSError):
-            beside.unlink(missing_ok=True)
-        reason = getattr(error, "strerror", None) or str(error).rpartition("rror: ")[2]
-        raise OSError(f"{path} cannot be written ({reason})") from None
-
-
-def begins_as_tensors(path: Path) -> bool:
-    """Whether a file begins as a safetensors file does, with the length of its header and JSON, or
-    is empty, as after a copy that failed."""
-    with open(path, "rb") as file:
-        beginning = file.read(9)
-    return beginning == b"" or beginning[8:] == b"{"
+        beside.unlink(missing_ok=True)
+        raise OSError(f"{path} cannot be written ({error})") from None
 
 
 def open_tensors(path: Path, remedy: str):
@@ -89,12 +81,10 @@ def open_tensors(path: Path, remedy: str):
     none, or if its end is missing."""
     require(path.is_file(), f"{path}: no such file; {remedy}")
     try:
-        require(begins_as_tensors(path), f"{path} is no checkpoint of this program; {remedy}")
         return safe_open(path, "pt")
-    except SafetensorError:
-        raise BadInput(f"{path} is cut off or damaged; copy it once more, or {remedy}") from None
-    except OSError as error:
-        raise BadInput(f"{path} cannot be read ({error.strerror})") from None
+    except (OSError, SafetensorError) as error:
+        raise BadInput(f"{path} is cut off or no checkpoint of this program ({error}); copy it "
+                       f"once more, or {remedy}") from None
 
 
 # --------------------------------------------------------------------------------------------------
@@ -120,18 +110,14 @@ def read(path: str | Path, with_weights: bool = True) -> dict:
     checkpoint of this program."""
     remedy = "name a file that --save_checkpoint has written, such as models/NAME.safetensors"
     path = Path(path)
-    resume = "save; go on with --resume="
-    require(not (path / "save.json").exists(), f"{path} is a {resume}{path}, or {remedy}")
-    require(not path.is_dir(), f"{path} is a folder; {remedy}")
+    save = path if path.is_dir() else path.parent
+    require(not (save / "save.json").exists(),
+            f"{path} is part of a save; go on with it by --resume={save}, or {remedy}")
     file = open_tensors(path, remedy)
     header = file.metadata() or {}
-    require("rank" not in header, f"{path} is part of a {resume}{path.parent}, or {remedy}")
-    try:
-        content = {name: json.loads(text) for name, text in header.items() if name != "format"}
-        known = content.keys() >= {"step", "val_loss"} and isinstance(content["config"], dict)
-    except (ValueError, KeyError):
-        known = False
-    require(known, f"{path} is a safetensors file, but no checkpoint of this program; {remedy}")
+    require("config" in header,
+            f"{path} is a safetensors file, but no checkpoint of this program; {remedy}")
+    content = {name: json.loads(text) for name, text in header.items() if name != "format"}
     if with_weights:
         content["weights"] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     return content
@@ -156,25 +142,6 @@ def is_of(path: Path, runs: list[str]) -> bool:
         return False
 
 
-def try_place(path: Path, size: int) -> None:
-    """Raises BadInput if so many bytes of weights cannot be written to this file: better now than
-    after hours of training."""
-    another = "choose another --save_checkpoint"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        require(not path.exists() or begins_as_tensors(path),
-                f"{path} is there already and is no checkpoint; {another}")
-        beside = path.with_name(f"{path.name}.{os.getpid()}.part")
-        beside.touch()
-        beside.unlink()
-        free = shutil.disk_usage(path.parent).free
-    except OSError as error:
-        raise BadInput(
-            f"no checkpoint can be written to {path} ({error.strerror}); {another}") from None
-    require(free > size, f"{path} has no place: it needs {size / 2**20:,.1f} MiB and finds "
-            f"{free / 2**20:,.1f}; free some, or {another}")
-
-
 def config_values(config: dict, config_class: type) -> dict:
     """The configuration of a file, as values of all fields of the dataclass. A key that is newer
     than the file has its default, and one that is not known is passed over."""
@@ -193,11 +160,9 @@ def model_of(content: dict, device: torch.device, script):
     model = script.GPT(c, device)
     try:
         model.load_state_dict(content["weights"])
-        fits = past.is_table(model.recall_table, c)
     except RuntimeError:
-        fits = False
-    require(fits, "the weights do not fit this code; use the code of its run, which the log "
-            f"{content.get('run_id', 'RUN_ID')}.txt holds")
+        raise BadInput("the weights do not fit this code; use the code of its run, which the log "
+                       f"{content.get('run_id', 'RUN_ID')}.txt holds") from None
     for bank in model.parameters():
         if bank.dtype == torch.float16:  # texts overflow it sooner than training does
             bank.data = bank.to(torch.float32 if device.type == "cpu" else torch.bfloat16)
@@ -225,51 +190,35 @@ def load_model(path: str | Path, device: torch.device | str, script):
 
 
 def saves_in(folder: Path) -> list[Path]:
-    """The saves in RUN_ID.saved, the oldest first."""
-    return sorted((file.parent for file in folder.glob("step_*/save.json")), key=written_at)
-
-
-def written_at(save: Path) -> int:
-    return (save / "save.json").stat().st_mtime_ns
+    """The saves that lie anywhere in a folder, or are it, the oldest first."""
+    files = sorted(folder.glob("**/save.json"), key=lambda file: file.stat().st_mtime_ns)
+    return [file.parent for file in files]
 
 
 def find(asked: str, log_dir: str) -> Path | None:
-    """The save that --resume=ASKED means: the folder of a save, or the newest one in a folder
-    RUN_ID.saved. NEWEST is the newest one of all runs in `log_dir`; there may be none. Raises
-    BadInput if a save that was named is not there."""
+    """The save that --resume=ASKED means: the newest one in that folder, or for NEWEST in
+    `log_dir`, where there may be none. Raises BadInput if a save that was named is not there."""
     if not asked:
         return None
-    if asked == NEWEST:
-        newest = [save for folder in Path(log_dir).glob("*.saved") for save in saves_in(folder)]
-        return max(newest, key=written_at, default=None)
-    path = Path(asked)
-    if (path / "save.json").exists():
-        return path
-    saves = saves_in(path)
-    require(saves, f"--resume={asked} is no complete save; name a folder such as "
+    saves = saves_in(Path(log_dir if asked == NEWEST else asked))
+    require(saves or asked == NEWEST,
+            f"--resume={asked} is no complete save; name a folder such as "
             "logs/RUN_ID.saved/step_000123, or give --resume alone for the newest one")
-    return saves[-1]
+    return saves[-1] if saves else None
 
 
 def facts_of(save: Path) -> dict:
     """What save.json holds. Raises BadInput if it is damaged."""
     try:
-        facts = json.loads((save / "save.json").read_text())
-        missing = FACTS - facts.keys()
-    except (OSError, ValueError, AttributeError):
-        missing = FACTS
-    require(not missing, f"{save / 'save.json'} is damaged or of another version, as it has no "
-            f"{', '.join(sorted(missing))}; {REMEDY}")
-    return facts
+        return json.loads((save / "save.json").read_text())
+    except (OSError, ValueError):
+        raise BadInput(f"{save / 'save.json'} is damaged; {REMEDY}") from None
 
 
 def configure(config_class: type, save: Path, given: dict, may_change: tuple[str, ...]):
     """The configuration of a save, with the given values laid over it: they may be of RunConfig and
-    of `may_change`. The logs go to the folder that RUN_ID.saved lies in. Raises BadInput if a given
-    value would change the result, or if a saved one cannot be."""
+    of `may_change`. Raises BadInput if a given value would change the result."""
     saved = config_values(facts_of(save)["config"], config_class)
-    in_logs = save.parent.suffix == ".saved"
-    saved["log_dir"] = str(save.parent.parent) if in_logs else config_class.log_dir
     changed = [f"--{name}={value} (saved: {saved[name]})" for name, value in given.items()
                if name not in (*may_change, *vars(arguments.RunConfig())) and value != saved[name]]
     require(not changed, f"--resume={save} goes on with the saved configuration, which cannot be "
@@ -303,31 +252,29 @@ def parameters_of(optimizer) -> dict[str, list]:
             for name, param in optimizer.model.params.items()}
 
 
-def shared_dimension(name: str, model) -> tuple[int | None, int]:
-    """Of which dimension of a tensor in a save each rank has a part, and the size of all parts
-    without padding. None: each rank has all."""
-    if name == "recall_table":
-        return 0, len(model.recall_table)
-    param = model.params.get(name.partition(".")[0])
-    if param and param.optimizer == "rows":
-        return 1, param.shape[1]
-    if param and param.share == "slice":
-        return 0, param.shape[0]
-    return None, 0
+def random_state(device: torch.device) -> Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
 class Saved:
-    """A save that a run goes on from. Reading raises BadInput where something does not fit."""
+    """A save that a run goes on from."""
 
-    def __init__(self, save: Path):
+    def __init__(self, save: Path, data: list[dict], folder: str):
+        """`data` are the fingerprints of the shards in `folder` (data/shards.py). Raises BadInput
+        if the save is damaged, or of a run on other shards. Their order counts, their names do
+        not."""
         self.save = save
         self.facts = facts_of(save)
         self.step = self.facts["step"]
+        ours, saved = ([(shard["split"], shard["sha256"]) for shard in shards]
+                       for shards in (data, self.facts["data"]))
+        require(ours == saved, f"the shards in {folder} are not those of {save}, a run on "
+                f"{self.facts['config'].get('data_dir')}; give the folder of its shards as "
+                "--data_dir, or leave --resume out to begin anew")
         count = self.facts["world_size"]
         self.parts = [
             open_tensors(rank_file(save, rank, count), f"the save is not whole; {REMEDY}")
             for rank in range(count)]
-        self.same_world = count == rank_and_world_size()[1]
 
     def check_fits(self, optimizer) -> None:
         """Raises BadInput unless the save is of the parameters of train_gpt.Optimizer."""
@@ -341,76 +288,54 @@ class Saved:
     def of_ranks(self, name: str) -> list[Tensor]:
         return [part.get_tensor(name) for part in self.parts]
 
-    def whole(self, name: str, model) -> Tensor:
-        """A tensor of all ranks, without padding."""
-        dim, size = shared_dimension(name, model)
-        if dim is None:
-            return self.parts[0].get_tensor(name)
-        return torch.cat(self.of_ranks(name), dim).narrow(dim, 0, size)
-
     @torch.no_grad()
     def restore(self, optimizer) -> None:
         """Fills train_gpt.Optimizer and its model. The banks become copies of the masters, as they
         are after an update."""
         model = optimizer.model
+        rank, world_size = rank_and_world_size()
         for full_name, tensor in tensors_of(optimizer).items():
+            parts = self.of_ranks(full_name)
             name, _, kind = full_name.partition(".")
-            if not kind:  # a tensor of the model
-                continue
-            bank = optimizer.banks[name]
-            whole = self.whole(full_name, model)
-            if shared_dimension(name, model)[0] == 0:
-                whole = F.pad(whole, (0, 0) * (whole.dim() - 1) + (0, len(bank) - len(whole)))
-            tensor.copy_(optimizer.own(name, whole))
-            if kind == "master":
-                bank.copy_(whole)
-        model.recall_table.copy_(self.whole("recall_table", model))
-        model.target_counts.copy_(self.own_counts("target_counts"))
-        model.lost_targets.copy_(self.own_counts("lost_targets"))
+            if name == "recall_table":
+                model.recall_table.copy_(torch.cat(parts))
+            elif not kind:  # counts; other ranks get an equal share of the sum
+                same_ranks = len(parts) == world_size
+                tensor.copy_(parts[rank] if same_ranks else sum(parts) / world_size)
+            else:
+                whole = self.whole(parts, model.params[name], optimizer.banks[name])
+                tensor.copy_(optimizer.own(name, whole))
+                if kind == "master":
+                    optimizer.banks[name].copy_(whole)
         optimizer.updates = self.facts["updates"]
         optimizer.bytes_sent = self.facts["bytes_sent"]
         optimizer.recipe.load_state(self.facts["recipe"])
         optimizer.recipe.weights_changed([*optimizer.masters], optimizer.masters)
         self.restore_random(model.signs.device, model.config.seed)
 
-    def own_counts(self, name: str) -> Tensor:
-        """This rank's counts. If there were more or fewer ranks: an equal share of the sum."""
-        rank, world_size = rank_and_world_size()
-        of_ranks = self.of_ranks(name)
-        return of_ranks[rank] if self.same_world else sum(of_ranks) / world_size
+    @staticmethod
+    def whole(parts: list[Tensor], param, bank: Tensor) -> Tensor:
+        """A tensor of all ranks, padded like the bank: another number of ranks pads it otherwise.
+        param: train_gpt.Param"""
+        if param.optimizer == "rows":
+            return torch.cat(parts, 1)[:, : bank.size(1)]
+        if param.share == "all":
+            return parts[0]
+        whole = torch.cat(parts)[: len(bank)]
+        return F.pad(whole, (0, 0) * (whole.dim() - 1) + (0, len(bank) - len(whole)))
 
     def restore_random(self, device: torch.device, seed: int) -> None:
         """Random numbers go on where they were. On another number of ranks or another kind of
         device they begin anew, from the seed, the step and the rank."""
-        rank, _ = rank_and_world_size()
+        rank, world_size = rank_and_world_size()
         torch.manual_seed((seed * 2**32 + self.step * 2**16 + rank) % 2**63)
-        part = self.parts[min(rank, len(self.parts) - 1)]
-        saved_on = "cuda" if "random.cuda" in part.keys() else "cpu"  # noqa: SIM118
-        if not self.same_world or device.type != saved_on:
+        states = self.of_ranks("random")
+        if len(states) != world_size or len(states[rank]) != len(random_state(device)):
             return
-        torch.set_rng_state(part.get_tensor("random.cpu"))
-        if saved_on == "cuda":
-            torch.cuda.set_rng_state(part.get_tensor("random.cuda"), device)
-
-    def check_data(self, data: list[dict], folder: str) -> None:
-        """Raises BadInput unless these shards (data/shards.py, `fingerprint`) are the saved run's.
-        Their order counts, their names do not."""
-        ours, saved = ([(shard["split"], shard["sha256"]) for shard in shards]
-                       for shards in (data, self.facts["data"]))
-        require(ours == saved, f"the shards in {folder} are not those of {self.save}, a run on "
-                f"{self.facts['config'].get('data_dir')}; give the folder of its shards as "
-                "--data_dir, or leave --resume out to begin anew")
-
-
-def open_save(asked: str, data: list[dict], folder: str) -> Saved | None:
-    """The save that --resume=ASKED names, or None. `data` are the fingerprints of the shards
-    in `folder`. Raises BadInput if the save is damaged or that of a run on other data. A
-    collective."""
-    if asked in ("", NEWEST):
-        return None
-    saved = on_all_ranks(Saved, Path(asked))
-    saved.check_data(data, folder)
-    return saved
+        if device.type == "cuda":
+            torch.cuda.set_rng_state(states[rank], device)
+        else:
+            torch.set_rng_state(states[rank])
 
 
 def how_it_began(asked: str, log_dir: str, saved: Saved | None, run: dict) -> list[str]:
@@ -419,9 +344,8 @@ def how_it_began(asked: str, log_dir: str, saved: Saved | None, run: dict) -> li
         return [f"no save under {log_dir} is of such a run; this one begins at step 0"]
     if not saved:
         return []
-    ranks = len(saved.parts)
     notes = [f"resumed at step {saved.step} of run {harmless(saved.facts['runs'][-1])} on "
-             f"{run['date']}; it was saved by {ranks} {'process' if ranks == 1 else 'processes'}"]
+             f"{run['date']}; it was saved by {len(saved.parts)} processes"]
     if saved.facts["files_sha256"] != run["files_sha256"]:
         notes.append("the code is not the one that the saved run began with")
     return notes
@@ -463,32 +387,26 @@ class Keeper:
         run_id = all_ranks(facts.run["run_id"])[0]
         self.runs = [run_id]  # those that have led here, and this one
         self.folder = Path(c.log_dir, f"{run_id}.saved")
-        if run_files.saved:
-            self.go_on(run_files.saved)
         self.saves = c.save_every > 0 or c.save_steps > 0
-        self.last_save = self.clock.total, self.first_step
-        self.has_complained = False
-        self.lacks_weights = False  # whether the best weights could not be written
-
         # Where the best weights go: None if none are kept, and always on ranks other than 0.
         self.weights_file = run_files.checkpoint_path
-        self.best = None  # step and loss of the weights in that file, if they are this run's
-        if self.weights_file:
-            file = self.file_of_weights()
-            if is_of(file, self.runs):
-                content = read(file, with_weights=False)
-                self.best = content["step"], content["val_loss"]
+        self.lacks_weights = False  # whether the best weights could not be written
+        self.best = None  # step and loss of the weights in that file, or of the untrained model
+        if run_files.saved:
+            self.go_on(run_files.saved)
+        self.last_save = self.clock.total, self.first_step
 
     def go_on(self, saved: Saved) -> None:
         """Begins where the save was made. A collective."""
         on_all_ranks(saved.restore, self.optimizer)
+        facts = saved.facts
         self.first_step = saved.step
-        runs = saved.facts["runs"]
-        if saved.save.parent.name == f"{runs[0]}.saved":
-            self.folder = Path(self.config.log_dir, saved.save.parent.name)
-        self.runs = runs + self.runs
-        self.clock.total = saved.facts["seconds"]
-        for line in saved.facts["steps"]:
+        if saved.save.parent.name == f"{facts['runs'][0]}.saved":
+            self.folder = saved.save.parent
+        self.runs = facts["runs"] + self.runs
+        self.best = facts["best"]
+        self.clock.total = facts["seconds"]
+        for line in facts["steps"]:
             self.log.step(*line, show=False)
 
     # ----------------------------------------------------------------------------------------------
@@ -517,51 +435,38 @@ class Keeper:
             remove(save)  # what a run that was killed may have left
         all_ranks(None)
         part = rank_file(save, self.rank, self.world_size)
-        error = None
+        tensors["random"] = random_state(self.model.signs.device)
         try:
-            tensors["random.cpu"] = torch.get_rng_state()
-            if self.model.signs.is_cuda:
-                tensors["random.cuda"] = torch.cuda.get_rng_state(self.model.signs.device)
-            write_tensors(part, tensors, dict(rank=self.rank, step=step))
-        except OSError as failure:
-            error = str(failure)
-        errors = [error for error in all_ranks(error) if error]
-        if self.rank == 0:
-            self.finish_save(save, step, errors)
+            on_all_ranks(write_tensors, part, tensors, dict(step=step), errors=(OSError,))
+            on_all_ranks(self.finish_save, save, step, errors=(OSError,))
+        except SharedFault as fault:
+            if self.rank == 0:
+                shutil.rmtree(save, ignore_errors=True)
+                complain(f"cannot save: {fault}; the run goes on, and older saves stay")
 
-    def finish_save(self, save: Path, step: int, errors: list[str]) -> None:
-        """What rank 0 does when the ranks have written their files, or have failed to."""
-        run = self.facts.run
+    def finish_save(self, save: Path, step: int) -> None:
+        """What rank 0 does when all ranks have written their files. Raises OSError."""
+        if self.rank > 0:
+            return
+        if len([*save.glob("rank_*.safetensors")]) < self.world_size:
+            raise OSError(f"{save} lacks files; hosts must share the disk of --log_dir")
         optimizer = self.optimizer
         facts = dict(
             config=dataclasses.asdict(self.config), parameters=parameters_of(optimizer),
-            step=step, world_size=self.world_size, runs=self.runs, files_sha256=run["files_sha256"],
-            data=self.facts.data, seconds=self.clock.total, steps=self.log.steps,
-            updates=optimizer.updates, bytes_sent=optimizer.bytes_sent,
-            recipe=optimizer.recipe.state())
-        try:
-            if len([*save.glob("rank_*.safetensors")]) < self.world_size:
-                errors.append(f"{save} lacks files; hosts must share the disk of --log_dir")
-            if errors:
-                raise OSError(errors[0])
-            beside = save / "save.json.part"
-            beside.write_text(json.dumps(facts))
-            os.replace(beside, save / "save.json")
-            self.has_complained = False
-            for other in set(self.folder.glob("step_*")) - set(saves_in(self.folder)[-KEPT:]):
-                remove(other)  # an old one, or what a run that was killed has left
-        except OSError as error:
-            shutil.rmtree(save, ignore_errors=True)
-            if not self.has_complained:
-                complain(f"cannot save: {error}; the run goes on, and older saves stay")
-            self.has_complained = True
+            step=step, world_size=self.world_size, runs=self.runs, data=self.facts.data,
+            files_sha256=self.facts.run["files_sha256"], seconds=self.clock.total,
+            steps=self.log.steps, best=self.best, updates=optimizer.updates,
+            bytes_sent=optimizer.bytes_sent, recipe=optimizer.recipe.state())
+        beside = save / "save.json.part"
+        beside.write_text(json.dumps(facts))
+        os.replace(beside, save / "save.json")
+        for other in set(self.folder.glob("step_*")) - set(saves_in(self.folder)[-KEPT:]):
+            remove(other)  # an old one, or what a run that was killed has left
 
     def end_saves(self) -> None:
         """The run has come to its end: its saves are of no use, unless the disk had no place for
         the best weights."""
         if self.rank == 0 and not self.lacks_weights:
-            for save in saves_in(self.folder):  # the newest last: if killed here, it can be resumed
-                remove(save)
             shutil.rmtree(self.folder, ignore_errors=True)
 
     # ----------------------------------------------------------------------------------------------
@@ -580,43 +485,33 @@ class Keeper:
                       code_sha256=self.facts.run["code_sha256"])
         return of_model(self.model, step, val_loss, origin)
 
-    def untrained_loss(self) -> float | None:
-        """The loss of the validation before the first step, if there was one."""
-        for step, _, name, loss in self.log.steps:
-            if step == 0 and name == "val_loss":
-                return loss
-        return None
-
     def validated(self, step: int, loss: float) -> None:
         """Writes the weights if they are the best so far, and better than without training."""
         # They are written at once, and not at the end, so that no way to end a run loses them, not
         # even kill -9. The other ranks wait meanwhile, for at most the two minutes of
         # ranks.limit_waiting: a disk of 100 MB/s writes 12 GB in that time.
-        to_beat = [self.untrained_loss(), self.best and self.best[1]]
-        is_best = all(other is None or loss < other for other in to_beat)
-        if self.weights_file is None or step == 0 or not is_best:
+        if self.weights_file is None or (self.best and loss >= self.best[1]):
             return
         try:
-            write(self.file_of_weights(), self.content(step, loss))
+            if step > 0:
+                write(self.file_of_weights(), self.content(step, loss))
+            self.best = step, loss
+            self.lacks_weights = False
         except OSError as error:
             complain(f"{error}; the run goes on")
             self.lacks_weights = True
-            return
-        self.best = step, loss
-        self.lacks_weights = False
 
     def weights(self) -> Path | None:
         """The file of the best weights. If there is none, says why."""
         if self.weights_file is None:
             return None
-        if self.best:
+        if self.best and self.best[0] > 0:
             return self.file_of_weights()
         losses = [loss for step, _, name, loss in self.log.steps if step and name == "val_loss"]
-        untrained = self.untrained_loss()
         reason = "the run ended before its first validation after a step"
-        if losses and untrained is not None and min(losses) >= untrained:
+        if losses and self.best:
             reason = (f"the best validation loss, {min(losses):.4f}, is not below that of the "
-                      f"untrained model, {untrained:.4f}; lower the learning rates")
+                      f"untrained model, {self.best[1]:.4f}; lower the learning rates")
         if not self.lacks_weights:  # that was said before
             self.log.console.say(f"no weights are kept, as {reason}")
         return None
@@ -627,13 +522,13 @@ class Keeper:
     def after_error(self, kind: type | None, error: BaseException | None, trace) -> None:
         """Says what weights there are if an error ends the run. This is called as __exit__ of a
         context manager is."""
-        if error and self.best and not self.log.has_ended:
+        if error and self.best and self.best[0] > 0 and not self.log.has_ended:
             self.log.console.say(f"{self.file_of_weights()} has the weights of step "
                                  f"{self.best[0]}, the best validation so far")
 
     def say_how_to_go_on(self, step: int, signal: str) -> int:
         """Says how to go on with a run that a signal has ended. Returns the exit status."""
-        newest = saves_in(self.folder)[-1:] or [self.config.resume]
-        command = shlex.join(["train_gpt.py", f"--resume={newest[0]}"]) if newest[0] else ""
+        newest = saves_in(self.folder)[-1:]
+        command = shlex.join(["train_gpt.py", f"--resume={newest[0]}"]) if newest else ""
         self.log.console.stopped(signal, step, command, self.saves)
         return process.status_of(signal)

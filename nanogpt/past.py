@@ -218,10 +218,3 @@ def remember(table: Tensor, hashes: Tensor, next_tokens: Tensor,
     places = torch.cat(places)
     table.index_fill_(0, places, 0)
     table.scatter_reduce_(0, places, entries.int().repeat(len(lengths)), "amax")
-
-
-def is_table(x: Tensor, c) -> bool:
-    """Whether x, from a file, can be the table of a train_gpt.Config."""
-    if x.dtype != torch.int32 or x.shape != (c.recall_rows,):
-        return False
-    return bool(((x & 0xFFFF) < c.vocab_size).all())

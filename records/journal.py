@@ -12,7 +12,6 @@ import platform
 import re
 import subprocess
 import sys
-import tempfile
 import time
 import uuid
 from functools import cache
@@ -23,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nanogpt.ranks import BadInput, all_ranks, is_rank_0, rank_and_world_size, require
+from nanogpt.ranks import all_ranks, is_rank_0, rank_and_world_size, require
 from nanogpt.streams import to_host
 from records.console import Console, complain
 
@@ -43,20 +42,6 @@ PEAK_FLOPS = {  # of dense bf16 products per second, by the first of these in th
 
 # ------------------------------------------------------------------------------------------------
 # The log
-
-
-def try_folder(folder: str | Path) -> None:
-    """Makes the folder of the logs, and a file in it for a moment. Raises BadInput if that cannot
-    be: better now than after all has been compiled. Only rank 0 writes a log."""
-    if not is_rank_0():
-        return
-    try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(b"a log can be written here")
-    except OSError as error:
-        raise BadInput(f"no log can be written to {folder} ({error.strerror}); choose another "
-                       "--log_dir") from None
 
 
 class TrainingLoss(NamedTuple):

@@ -67,9 +67,7 @@ def check_data(c):
     """What the trainer finds out about the shards of a configuration before it compiles anything."""
     import train_gpt as t
     from nanogpt import run_files
-    plan = t.batch_plan(c)
-    paths = run_files.find_both(c, plan)
-    return *paths, run_files.check_data(c, t.packing(c), plan, *paths)
+    return run_files.check_data(c, t.packing(c), t.batch_plan(c))
 
 
 def read(model, batch):

@@ -14,7 +14,6 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import processes
@@ -72,10 +71,6 @@ def instead(name, put):
     return prepare
 
 
-def no_room(place):
-    shutil.disk_usage = lambda path: SimpleNamespace(free=1000)
-
-
 def name_of(row):
     return re.sub(r"\W+", "-", row.what)
 
@@ -89,23 +84,16 @@ REFUSED = [
     Refused("shard: a folder", f"{VAL} cannot be read .Is a directory.; {REMEDY}", prepare=instead(VAL, os.mkdir)),
     Refused("shard: tokens of another kind", f"{FIRST} holds GPT-2's tokens .*--bytes",
             prepare=instead(FIRST, lambda path: write_shard(path, [50256, *[40_000] * 5999]))),
-    Refused("shards: none there", "no train shards .* in data/pydocs; make them: .*--python-docs",
+    Refused("shards: none there", "no train shards .* in data/pydocs; check the path, or get them: .*--python-docs",
             {"data_dir": "data/pydocs"}),
-    Refused("shards: validation text that is trained on",
-            "fineweb_val_000000.bin is for validation and has the same tokens as fineweb_train_000001.bin",
-            prepare=instead(VAL, lambda path: shutil.copy(path.with_name("fineweb_train_000001.bin"), path))),
-    Refused("checkpoint: another file", "notes.txt is there already and is no checkpoint; choose another --save_checkpoint",
-            {"save_checkpoint": "notes.txt"}, lambda place: (place / "notes.txt").write_text("mine")),
-    Refused("checkpoint: no room", "new.pt has no place: it needs 0.4 MiB and finds 0.0; free some, or", {}, no_room),
-    Refused("log: a device", "no log can be written to /dev/full .*; choose another --log_dir", {"log_dir": "/dev/full"}),
-    Refused("log: a fifo", "no log can be written to pipe ", {"log_dir": "pipe"}, instead("pipe", os.mkfifo)),
+    Refused("log: a device", "nothing can be written to /dev/full .*; choose another --log_dir", {"log_dir": "/dev/full"}),
+    Refused("log: a fifo", "nothing can be written to pipe ", {"log_dir": "pipe"}, instead("pipe", os.mkfifo)),
     Refused("save: none there", "--resume=nowhere is no complete save", {"resume": "nowhere"}),
 ]
 
 
 @pytest.mark.parametrize("row", REFUSED, ids=name_of)
 def test_bad_input_is_one_sentence_before_anything_is_compiled_or_written(row, place, capfd, monkeypatch):
-    monkeypatch.setattr(shutil, "disk_usage", shutil.disk_usage)  # so that a row may change it
     row.prepare(place)
     before = sorted(place.rglob("*"))
     begin = time.monotonic()
@@ -194,8 +182,8 @@ HAPPENS = [
             f"{REMEDY}.*", 2, LONG, 10),
     Happens("the disk of the log is full", "before 3", fill_the_disk("logs/"), r"cannot write to logs/\S+ .No space left on device.; "
             "the run goes on without a log", 0, kept=4, last="step 2: products"),
-    Happens("the disk of the checkpoint is full", "before 3", fill_the_disk("^old"), "old.pt cannot be written .No space left on "
-            "device.; the run goes on", 0, kept=2, last="end"),
+    Happens("the disk of the checkpoint is full", "before 3", fill_the_disk("^old"), "old.pt cannot be written .*No space left on "
+            "device.*; the run goes on", 0, kept=2, last="end"),
 ]
 
 
@@ -241,7 +229,6 @@ FILES = {  # what a checkpoint may hold, and what the sentence says
     "an unknown schedule": ({"config": {"schedule": "long", "num_layers": 4}}, "--schedule=long is none of"),
     "a width that cannot be": ({"config": {"model_dim": -5, "num_layers": 4}}, "--model_dim=-5 must be at least 1"),
     "weights of another model": ({"config": {"num_layers": 4}}, "the weights do not fit this code; use the code of its run"),
-    "no configuration": ({"config": 3}, "but no checkpoint of this program"),
 }
 
 

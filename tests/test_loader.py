@@ -4,7 +4,6 @@ It makes the plan from its schedule, splits a rank's sequences into micro-batche
 device, and checks before compiling that the shards last for the run.
 """
 import dataclasses
-import re
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,6 @@ from conftest import SEPARATOR, TINY, check_data, documents, read, write_shard
 
 import train_gpt as t
 from data import shards
-from nanogpt import run_files
 from nanogpt.ranks import BadInput
 from nanogpt.run_files import shards_of
 
@@ -136,9 +134,8 @@ def test_the_ranks_share_each_batch_and_each_splits_its_part(folder, monkeypatch
 def test_the_check_before_compiling_agrees_exactly_with_what_the_loader_yields(folder, batch_tokens, seq_len, epochs):
     changes = dict(batch_tokens=batch_tokens, seq_len=seq_len, epochs=epochs)
     have = len(drain(config(folder, **changes)))
-    train_paths, val_paths, val_tokens = check_data(config(folder, num_steps=have, **changes))
+    train_paths, val_tokens, _ = check_data(config(folder, num_steps=have, **changes))
     assert [path.name for path in train_paths] == [f"fineweb_train_{i:06}.bin" for i in range(4)]
-    assert [path.name for path in val_paths] == ["fineweb_val_000000.bin"]
     assert val_tokens.tolist() == [383 if token == SEPARATOR else token for token in documents(600, 9)][:513]
     with pytest.raises((BadInput, shards.ShardError)) as error:
         check_data(config(folder, num_steps=have + 1, **changes))
@@ -146,16 +143,6 @@ def test_the_check_before_compiling_agrees_exactly_with_what_the_loader_yields(f
     for part in (f"{have + 1} steps", f"{(have + 1) * batch_tokens:,} tokens", f"{sum(map(len, SHARDS)) * epochs:,}",
                  f"{have} steps", str(folder), "--fit", "--num_steps", "--epochs"):
         assert part in sentence, f"{part} is not in: {sentence}"
-
-
-@pytest.mark.parametrize("steps, epochs, advised", [(10_000, 1, 14), (40_000, 4, 14), (10**6, 1, None)])
-def test_as_many_shards_of_fineweb_are_advised_as_are_needed_and_exist(steps, epochs, advised, folder, monkeypatch):
-    paths = sorted(folder.glob("*_train_*.bin"))
-    packing = shards.Packing(1024, 384, epochs, True, 2048)
-    monkeypatch.setattr(run_files, "FINEWEB", str(folder))
-    with pytest.raises(BadInput) as error:
-        run_files.check_tokens(config(folder, epochs=epochs), packing, [100] * steps, paths)
-    assert re.findall(r"fineweb\.py (\d+)", str(error.value)) == ([str(advised)] if advised else [])
 
 
 @pytest.mark.parametrize("world_size", [3, 4])
@@ -190,7 +177,9 @@ def test_shards_of_several_texts_are_not_mixed(folder):
     with pytest.raises(shards.ShardError, match="2 texts .fineweb, other.; .*--train_files=fineweb_train"):
         check_data(config(folder))
     check_data(config(folder, num_steps=2, train_files="fineweb_train_*.bin"))
-    check_data(config(folder, num_steps=2, train_files="*.bin"))
+    check_data(config(folder, num_steps=2, train_files="*_train_*.bin*"))
+    with pytest.raises(BadInput, match="fineweb_val_000000.bin is for training and for validation"):
+        check_data(config(folder, num_steps=2, train_files="*.bin"))
 
 
 @pytest.mark.parametrize("preset, largest, parts", [

@@ -148,7 +148,7 @@ def test_a_signal_ends_it_without_a_traceback_and_leaves_nothing(tmp_path, numbe
     run = subprocess.Popen(
         [sys.executable, ROOT / "data" / "prepare.py", source, "--split_blank=1", "--bytes", f"--out={tmp_path / 'out'}"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    while not list(tmp_path.glob(".incomplete-*/documents.u16")):
+    while not list(tmp_path.glob(".incomplete-*")):
         assert run.poll() is None, run.communicate()
         time.sleep(0.01)
     run.send_signal(number)
