@@ -2008,7 +2008,6 @@ def train(c: Config, at_end: ExitStack) -> int:
 
     # 4. Train, from the start or from where a save was made.
     keeper = checkpoints.Keeper(c, optimizer, run_files, facts, log, clock)
-    at_end.push(keeper.after_error)
     run = Run(c, optimizer, run_files, keeper)
     gc.collect()
     gc.freeze()  # else a collection takes up to 0.4 s in the middle of the run (record 47)

@@ -3,7 +3,7 @@
     python data/prepare.py story.txt                    # writes data/story, prints what to run next
     python data/prepare.py books/ notes.txt dump.jsonl --out data/mine
     python data/prepare.py stories.txt --split='<|endoftext|>'
-    python data/prepare.py --python-docs --bytes --out data/pydocs      # a few MB, no download
+    python data/prepare.py --python-docs            # data/pydocs, a few MB, in bytes, no download
 
 INPUT is one of these, in UTF-8, or in UTF-16 or UTF-32 with a byte-order mark:
     a text          one document, or with --split or --split_blank several
@@ -210,12 +210,6 @@ def default_folders(first_input):
         yield DATA / f"{name}-{number}"
 
 
-def describe(path):
-    """What corpus.json says about an input file."""
-    status = path.stat()
-    return {"path": os.path.abspath(path), "size": status.st_size, "changed": status.st_mtime_ns}
-
-
 def find_corpus(folder, wanted):
     """What corpus.json says in a folder that has the wanted corpus, or None."""
     try:
@@ -247,7 +241,8 @@ def make_corpus(args, say):
     wanted = {"options": {name: getattr(args, name)
                           for name in ("python_docs", "tokens", "key", "split", "split_blank")}}
     paths, notes = texts.find_sources(args.inputs, args.key)
-    wanted["files"] = [describe(path) for path in paths]
+    wanted["files"] = [[os.path.abspath(path), path.stat().st_size, path.stat().st_mtime_ns]
+                       for path in paths]  # a file that was changed has another time
     folder, record = place_of(args, wanted, say)
     if record:
         return folder, record, False
@@ -312,9 +307,8 @@ def parse_args(argv):
         fail("--split must be a marker within a line, such as '<|endoftext|>'")
     if args.python_docs == bool(args.inputs):
         fail("name at least one INPUT or pass --python-docs, not both")
-    if args.python_docs and args.out is None:
-        fail("--python-docs needs --out; pass --out data/pydocs")
-    if args.python_docs and args.tokens == "auto":
+    if args.python_docs:
+        args.out = args.out or DATA / "pydocs"
         args.tokens = "bytes"  # it is the text of the preset laptop
     return args
 

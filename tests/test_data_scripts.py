@@ -344,14 +344,13 @@ def test_without_a_gpu_bytes_are_made_unless_gpt2s_tokens_are_asked_for(tmp_path
 @pytest.mark.parametrize("args, part", [
     (["one.txt"], "too few"),
     (["one.txt", "--split="], "--split"),
-    (["--python-docs"], "--out data/pydocs"),
+    (["one.txt", "--python-docs"], "not both"),
     ([], "INPUT"),
 ])
 def test_errors_on_the_command_line_are_one_sentence_with_status_2(tmp_path, args, part):
     (tmp_path / "one.txt").write_text("only one document here\n" * 3)
     inputs = [tmp_path / arg if arg.endswith(".txt") else arg for arg in args]
-    out = [] if "--python-docs" in args else [f"--out={tmp_path / 'out'}"]
-    run = script("prepare.py", *inputs, *out, "--bytes")
+    run = script("prepare.py", *inputs, f"--out={tmp_path / 'out'}", "--bytes")
     assert_one_sentence(run, 2, part)
 
 
