@@ -51,7 +51,7 @@ from records.journal import sha256
 
 REMEDY = "name an older save with --resume=FOLDER, or leave --resume out to begin anew"
 KEPT = 2  # saves of a run that stay on disk
-NEWEST = "newest"  # what --resume alone stands for
+NEWEST = arguments.NEWEST
 
 # --------------------------------------------------------------------------------------------------
 # Files of tensors
@@ -216,11 +216,11 @@ def facts_of(save: Path) -> dict:
 
 
 def configure(config_class: type, save: Path, given: dict, may_change: tuple[str, ...]):
-    """The configuration of a save, with the given values laid over it. Raises BadInput if a given
-    value would change the result."""
+    """The configuration of a save, with the given values laid over it: they may be of RunConfig and
+    of `may_change`. Raises BadInput if a given value would change the result."""
     saved = config_values(facts_of(save)["config"], config_class)
     changed = [f"--{name}={value} (saved: {saved[name]})" for name, value in given.items()
-               if name not in may_change and value != saved[name]]
+               if name not in (*may_change, *vars(arguments.RunConfig())) and value != saved[name]]
     require(not changed, f"--resume={save} goes on with the saved configuration, which cannot be "
             f"changed by {', '.join(changed)}; leave out what differs, name the save that you "
             "mean, or leave --resume out to begin anew")
@@ -339,16 +339,11 @@ class Saved:
 
 
 def how_it_began(asked: str, log_dir: str, saved: Saved | None, run: dict) -> list[str]:
-    """Notes for the log of a run under --resume=ASKED. `run` is the log's fact of that name."""
-    if asked and not saved:
-        return [f"no save under {log_dir} is of such a run; this one begins at step 0"]
-    if not saved:
-        return []
-    notes = [f"resumed at step {saved.step} of run {harmless(saved.facts['runs'][-1])} on "
-             f"{run['date']}; it was saved by {len(saved.parts)} processes"]
-    if saved.facts["files_sha256"] != run["files_sha256"]:
-        notes.append("the code is not the one that the saved run began with")
-    return notes
+    """A note for the log of a run under --resume=ASKED. `run` is the log's fact of that name."""
+    if saved:
+        return [f"resumed at step {saved.step} of run {harmless(saved.facts['runs'][-1])} on "
+                f"{run['date']}; it was saved by {len(saved.parts)} processes"]
+    return [f"no save under {log_dir}; this run begins at step 0"] if asked else []
 
 
 # --------------------------------------------------------------------------------------------------
@@ -454,9 +449,9 @@ class Keeper:
         facts = dict(
             config=dataclasses.asdict(self.config), parameters=parameters_of(optimizer),
             step=step, world_size=self.world_size, runs=self.runs, data=self.facts.data,
-            files_sha256=self.facts.run["files_sha256"], seconds=self.clock.total,
-            steps=self.log.steps, best=self.best, updates=optimizer.updates,
-            bytes_sent=optimizer.bytes_sent, recipe=optimizer.recipe.state())
+            seconds=self.clock.total, steps=self.log.steps, best=self.best,
+            updates=optimizer.updates, bytes_sent=optimizer.bytes_sent,
+            recipe=optimizer.recipe.state())
         beside = save / "save.json.part"
         beside.write_text(json.dumps(facts))
         os.replace(beside, save / "save.json")
@@ -515,16 +510,6 @@ class Keeper:
         if not self.lacks_weights:  # that was said before
             self.log.console.say(f"no weights are kept, as {reason}")
         return None
-
-    # ----------------------------------------------------------------------------------------------
-    # The end
-
-    def after_error(self, kind: type | None, error: BaseException | None, trace) -> None:
-        """Says what weights there are if an error ends the run. This is called as __exit__ of a
-        context manager is."""
-        if error and self.best and self.best[0] > 0 and not self.log.has_ended:
-            self.log.console.say(f"{self.file_of_weights()} has the weights of step "
-                                 f"{self.best[0]}, the best validation so far")
 
     def say_how_to_go_on(self, step: int, signal: str) -> int:
         """Says how to go on with a run that a signal has ended. Returns the exit status."""

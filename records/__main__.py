@@ -5,12 +5,12 @@
 Exit status: 0 all well, 1 a check found something, 2 the input was refused.
 """
 import argparse
-import os
+import signal
 import sys
 from pathlib import Path
 
 from . import compare, plots, record, table
-from .console import discard_output, prepare_output, sentence_of
+from .console import prepare_output
 from .log import Log, Refused, read_bytes, read_log
 
 ROOT = Path(__file__).parents[1]
@@ -25,17 +25,6 @@ def logs_named(names: list[str]) -> list[Path]:
             raise Refused(f"{path} has no logs (*.txt).")
         paths += found
     return paths
-
-
-def find(root: Path, name: str) -> Path:
-    """A log or folder at this path, or the record of this name, with or without its date."""
-    if os.path.exists(name):
-        return Path(name)
-    found = [folder for folder in record.folders(root)
-             if name in (folder.name, record.DATED.sub("", folder.name))]
-    if len(found) != 1:
-        raise Refused(f"there is no file, folder or one record called {name!r}.")
-    return found[0]
 
 
 def write_code(log: Log, folder: Path) -> None:
@@ -57,21 +46,11 @@ def check(root: Path) -> int:
     for folder in record.folders(root):
         wrong = record.problems(folder)
         found += wrong
-        if wrong:
-            continue
-        _, stored = record.load(folder)
-        records.append(stored)
-        print(f"{folder.name}: ok, {stored['n']} runs, {stored['time_s']['mean']:.2f} s, loss "
-              f"{stored['loss']['mean']:.4f}")
-        for text in record.warnings(stored):
-            print(f"  {text}")
-    seen = {}
-    for stored in records:
-        for run in stored["runs"]:
-            place = f"{stored['name']}/{run['log']}"
-            if run["run_id"] in seen:
-                found.append(f"{place}: this run stands in {seen[run['run_id']]}, too")
-            seen[run["run_id"]] = place
+        if not wrong:
+            stored = record.stored_in(folder)
+            records.append(stored)
+            print(f"{folder.name}: ok, {stored['n']} runs, {stored['time_s']['mean']:.2f} s, loss "
+                  f"{stored['loss']['mean']:.4f}")
     if not found:
         found = table.problems(root, records)
     for text in found:
@@ -102,8 +81,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     commands.add_parser("check", help="compare records and leaderboard with the logs")
 
     p = commands.add_parser("compare", help="compare two records, folders of logs, or logs")
-    p.add_argument("a")
-    p.add_argument("b")
+    p.add_argument("a", type=Path)
+    p.add_argument("b", type=Path)
     p.add_argument("--diff", action="store_true", help="show the whole difference of the code")
 
     p = commands.add_parser("plot", help="draw the losses of runs, also of those that go on")
@@ -133,13 +112,8 @@ def run(args: argparse.Namespace) -> int:
         folder = record.new(args.root, args.name, logs, args.claim, args.data)
         print(f"wrote {folder}; write its README.md, then run `python -m records table`")
     elif args.command == "compare":
-        names = args.a, args.b
-        try:
-            (a, without_a), (b, without_b) = [
-                compare.read_side(find(args.root, name)) for name in names]
-            lines = compare.compare(a, b, names, args.diff)
-        except Refused as error:
-            raise Refused(f"{error}\nnot compared: A = {args.a}, B = {args.b}") from None
+        (a, without_a), (b, without_b) = map(compare.read_side, (args.a, args.b))
+        lines = compare.compare(a, b, (args.a, args.b), args.diff)
         print("\n".join([*without_a, *without_b, *lines]))
     elif args.command == "plot":
         logs = [read_log(path, may_be_cut=True) for path in logs_named(args.logs)]
@@ -155,23 +129,13 @@ def run(args: argparse.Namespace) -> int:
 def main(argv: list[str] | None = None) -> int:
     """Runs the tool and returns its exit status. Input that is refused is one line of text."""
     prepare_output()
-    args = parse(argv)
     try:
-        status = run(args)
-        sys.stdout.flush()
-        return status
-    except BrokenPipeError:  # as in `| head -1`
-        discard_output(sys.stdout)
-        return 0
-    except OSError as error:
-        print(f"refused: {sentence_of(error)}.", file=sys.stderr)
-        return 2
-    except Refused as error:
+        return run(parse(argv))
+    except (OSError, Refused) as error:
         print(f"refused: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        return 130
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is no error
     sys.exit(main())

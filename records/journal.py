@@ -106,14 +106,10 @@ class Log:
         if not is_rank_0():
             return
         paths = [path, path.with_suffix(".jsonl")] if jsonl else [path]
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self.files = [open(path, "wb") for path in paths]
-            self.files[0].write(source + RULE.encode() + b"\n")
-            self.files[0].flush()
-        except OSError as error:
-            raise OSError(f"{path} cannot be written ({error.strerror}); make room, or choose "
-                          "another --log_dir") from None
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.files = [open(path, "wb") for path in paths]
+        self.files[0].write(source + RULE.encode() + b"\n")
+        self.files[0].flush()
 
     def write(self, text: str, facts: dict) -> None:
         """Writes one line to the log, and as JSON to its twin. It is in the file at once, so that a
@@ -251,17 +247,13 @@ def project_files(script: str | Path, root: Path = ROOT) -> list[dict]:
     A file is read by the first call after its import and never again. So make a call right after
     the imports: then the log shows what runs, even if a file is edited later.
     """
-    paths = set()
-    for name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None)
-        if not file:
-            continue
-        place = Path(file).stem if name == "__main__" else name.replace(".", "/")
-        for path in (f"{place}.py", f"{place}/__init__.py"):
-            if Path(file).resolve() == (root / path).resolve():
-                paths.add(path)
-    others = [path for path in sorted(paths) if (root / path).resolve() != Path(script).resolve()]
-    return [describe_file(root, path) for path in others]
+    found = set()
+    for module in list(sys.modules.values()):
+        path = Path(getattr(module, "__file__", None) or ROOT).resolve()
+        is_ours = path.is_relative_to(root.resolve()) and "site-packages" not in path.parts
+        if is_ours and path.suffix == ".py" and path != Path(script).resolve():
+            found.add(path.relative_to(root.resolve()).as_posix())
+    return [describe_file(root, path) for path in sorted(found)]
 
 
 @cache
@@ -273,16 +265,6 @@ def describe_file(root: Path, path: str) -> dict:
 
 def sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
-
-
-def checksum_of_files(source: bytes, files: list[dict]) -> str:
-    """One sha256 over the script and all other files: that of the lines which the command sha256sum
-    prints for them, in the order of their paths. The script counts as train_gpt.py."""
-    sums = {"train_gpt.py": sha256(source)}
-    for file in files:
-        sums[file["path"]] = file["sha256"]
-    lines = [f"{sums[path]}  {path}\n" for path in sorted(sums)]
-    return sha256("".join(lines).encode())
 
 
 def describe_run(source: bytes, files: list[dict], script: str) -> dict:
@@ -301,7 +283,6 @@ def describe_run(source: bytes, files: list[dict], script: str) -> dict:
         "grammar": GRAMMAR,
         "code_sha256": sha256(source),
         "code_bytes": len(source),
-        "files_sha256": checksum_of_files(source, files),
         "git_commit": commit,
         "git_clean": None if changes is None else changes == "",
     }

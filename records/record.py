@@ -16,7 +16,7 @@ from pathlib import Path
 
 from . import plots
 from .log import PER_RUN, Log, Refused, read_log, refuse_unfit_for_record, sha256, shorten
-from .stats import ALPHA, deviation, p_below
+from .stats import deviation, p_below
 
 MACHINE = ("devices", "world_size", "hosts", "torch", "cuda", "triton")  # equal in all runs
 BLOCK = ("<!-- record:begin -->", "<!-- record:end -->")
@@ -189,19 +189,23 @@ def write(folder: Path, record: dict, readme: str) -> None:
     page.write_text(with_block(readme, BLOCK, block(record), page), "utf-8")
 
 
-def load(folder: Path) -> tuple[list[Log], dict]:
-    """The logs of a record, and record.json as it is stored. Raises Refused."""
+def logs_in(folder: Path) -> list[Log]:
+    return [read_log(path) for path in log_paths(folder)]
+
+
+def stored_in(folder: Path) -> dict:
+    """What record.json holds. Raises Refused."""
     try:
-        stored = json.loads((folder / "record.json").read_text("utf-8"))
+        return json.loads((folder / "record.json").read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise Refused(f"{folder / 'record.json'}: cannot be read ({error}).") from None
-    return [read_log(path) for path in log_paths(folder)], stored
 
 
 def problems(folder: Path) -> list[str]:
     """What of the record does not follow from its logs, a sentence each."""
     try:
-        logs, stored = load(folder)
+        logs = logs_in(folder)
+        stored = stored_in(folder)
         for run in stored["runs"]:
             if not (folder / run["log"]).exists():
                 raise Refused(f"{run['log']} is missing")
@@ -218,14 +222,3 @@ def problems(folder: Path) -> list[str]:
     if text != rewritten:
         found.append(f"{folder.name}/README.md: its table is not that of the logs")
     return found
-
-
-def warnings(record: dict) -> list[str]:
-    """What a reader should know before believing the numbers."""
-    found = []
-    p = record["loss"]["p_below_target"]
-    if p is None:
-        found.append("no test: one run, or no deviation")
-    elif p >= ALPHA:
-        found.append(f"a mean loss below the target is not shown (p = {p:.2g})")
-    return found + [f"{run['log']}: {what}" for run in record["runs"] for what in run["defects"]]

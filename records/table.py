@@ -2,7 +2,7 @@
 from pathlib import Path
 
 from .log import Refused
-from .record import DATED, build, folders, load, p_text, pm, with_block
+from .record import DATED, build, folders, logs_in, p_text, pm, stored_in, with_block
 from .stats import ALPHA
 
 BOARD = ("<!-- leaderboard:begin -->", "<!-- leaderboard:end -->")
@@ -73,6 +73,6 @@ def all_records(root: Path) -> list[dict]:
     """record.json of all records, made from their logs. Raises Refused."""
     found = []
     for folder in folders(root):
-        logs, stored = load(folder)
-        found.append(build(logs, folder.name, stored["claim"], stored["data_name"]))
+        stored = stored_in(folder)
+        found.append(build(logs_in(folder), folder.name, stored["claim"], stored["data_name"]))
     return found

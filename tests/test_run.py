@@ -135,7 +135,7 @@ def test_the_files_taken_out_of_a_log_run_by_themselves_and_give_the_same_losses
     assert again.returncode == 0 and "\nsample: The " in again.stdout, again.stderr
     log = read_log(only_log(logs))
     assert log.files == read_log(path).files == written and log.run["git_commit"] is None
-    assert log.run["files_sha256"] == read_log(path).run["files_sha256"] and losses(log) == losses(read_log(path))
+    assert losses(log) == losses(read_log(path))
 
 
 # ---------------------------------------------------------------------------------------------------- checkpoints
