@@ -72,7 +72,7 @@ from nanogpt import (
     report,
     warmup,
 )
-from nanogpt.arguments import key
+from nanogpt.arguments import RunConfig, key
 from nanogpt.kernels import E4M3, E5M2
 from nanogpt.masks import BLOCK_SIZE
 from nanogpt.past import Past, Reading, inputs_and_targets
@@ -114,7 +114,9 @@ GATE_DIM = 12
 
 
 @dataclasses.dataclass
-class Config:
+class Config(RunConfig):
+    """What decides the result of a run. `RunConfig` (nanogpt/arguments.py) has the other keys, such
+    as where the log goes and when the run is saved."""
     preset: str = key(
         "", "a preset by its name; without one it is chosen by the machine, and with a data_dir "
         "also by the text")
@@ -217,12 +219,10 @@ class Config:
         "--fit fewer if the text has no more")
     val_seq_len: int = key(262_144, "tokens per validation sequence")
     val_interval: int = key(125, "steps between validations, 0: only at the end", least=0)
-    # system
+    # numbers
     seed: int = key(0, "seed of the initial weights, candidates and random rounding", least=0)
-    device: str = key("auto", "auto, cuda or cpu", choices=("auto", "cuda", "cpu"))
     precision: str = key(
         "auto", "row of PRECISIONS; auto: fp8-qkv where the GPU has FP8, else bf16")
-    native: bool = key(False, "refuse to emulate products that this device does not have")
     float8_all_gather: bool = key(
         False, "hand out updated weights as FP8, half the traffic; for --precision=fp8")
     nvfp4_without: str = key("", "parts of nvfp4 to leave out, for ablation: of rht,sr,2d")
@@ -233,33 +233,6 @@ class Config:
         "auto", "of activations and of the weights that products use: bfloat16, float16, float32, "
         "float64, or auto: as the precision says",
         choices=("auto", "bfloat16", "float16", "float32", "float64"))
-    attention: str = key(
-        "auto", "auto, flex (CUDA, compiled) or sdpa (everywhere)",
-        choices=("auto", "flex", "sdpa"))
-    compile: bool = key(True, "use torch.compile, and CUDA graphs on a GPU")
-    join_timeout: float = key(5.0, "minutes that a process waits for the others at the start")
-    resume: str = key(
-        "", "save to go on from, logs/RUN_ID.saved/step_000123; --resume alone: the newest one in "
-        "log_dir. Without any save a new run begins",
-        alone=checkpoints.NEWEST)
-    # output
-    log_dir: str = key("logs", "folder of the logs")
-    jsonl: bool = key(False, "also write the log as JSON lines")
-    run_name: str = key("", "free text for the log")
-    profile_steps: int = key(
-        0, "steps to profile on rank 0, after ten others: writes RUN_ID.profile, a table of what "
-        "took most time, and RUN_ID.trace.json.gz, a time line, to log_dir",
-        least=0)
-    save_checkpoint: str = key(
-        "", "file to write the weights of the best validation to; auto: in models/, named after "
-        "data_dir")
-    save_every: float = key(
-        0.0, "minutes of training between saves of the whole run, from which --resume goes on; 0: "
-        "none by the clock")
-    save_steps: int = key(0, "the same in steps; with both keys, whichever comes first", least=0)
-    sample: str = key("", "text to continue with the trained model")
-    sample_tokens: int = key(256, "tokens to sample", least=0)
-
     @property
     def ngram_width(self) -> int:
         """Width of a row of the table of n-grams."""
@@ -360,12 +333,9 @@ EVERYDAY = (  # keys that --help shows first
     "preset", "data_dir", "minutes", "num_steps", "seed", "target_loss", "save_checkpoint",
     "sample", "micro_tokens", "device", "precision")
 
-# Keys that may have other values when a run goes on from a save. They change its weights by
-# rounding and by chance at most; all others decide them.
-MAY_CHANGE = (
-    "resume", "data_dir", "target_loss", "val_interval", "micro_tokens", "device", "native",
-    "attention", "compile", "join_timeout", "log_dir", "jsonl", "run_name", "profile_steps",
-    "save_checkpoint", "save_every", "save_steps", "sample", "sample_tokens")
+# Keys that may have other values when a run goes on from a save, beside those of RunConfig. They
+# change its weights by rounding and by chance at most; all others decide them.
+MAY_CHANGE = ("data_dir", "micro_tokens", "target_loss", "val_interval")
 
 
 class Stage(NamedTuple):

@@ -17,6 +17,7 @@ import torch
 from nanogpt.masks import BLOCK_SIZE
 from nanogpt.ranks import BadInput, require
 
+NEWEST = "newest"  # what --resume alone stands for
 SWITCH = {"true": True, "1": True, "false": False, "0": False}
 
 
@@ -34,6 +35,40 @@ def key(default, meaning: str, alone: str | None = None, choices: tuple[str, ...
     most = (2**63 - 1 if is_whole else math.inf) if most is None else most
     return dataclasses.field(default=default, metadata=dict(
         meaning=meaning, alone=alone, choices=choices, least=least, most=most))
+
+
+@dataclasses.dataclass
+class RunConfig:
+    """Keys that say where and how a run is made. They change its weights by rounding at most, so a
+    run that goes on from a save may have other values of them."""
+    device: str = key("auto", "auto, cuda or cpu", choices=("auto", "cuda", "cpu"))
+    native: bool = key(False, "refuse to emulate products that this device does not have")
+    attention: str = key(
+        "auto", "auto, flex (CUDA, compiled) or sdpa (everywhere)",
+        choices=("auto", "flex", "sdpa"))
+    compile: bool = key(True, "use torch.compile, and CUDA graphs on a GPU")
+    join_timeout: float = key(5.0, "minutes that a process waits for the others at the start")
+    resume: str = key(
+        "", "save to go on from, logs/RUN_ID.saved/step_000123; --resume alone: the newest one in "
+        "log_dir. Without any save a new run begins",
+        alone=NEWEST)
+    # output
+    log_dir: str = key("logs", "folder of the logs")
+    jsonl: bool = key(False, "also write the log as JSON lines")
+    run_name: str = key("", "free text for the log")
+    profile_steps: int = key(
+        0, "steps to profile on rank 0, after ten others: writes RUN_ID.profile, a table of what "
+        "took most time, and RUN_ID.trace.json.gz, a time line, to log_dir",
+        least=0)
+    save_checkpoint: str = key(
+        "", "file to write the weights of the best validation to; auto: in models/, named after "
+        "data_dir")
+    save_every: float = key(
+        0.0, "minutes of training between saves of the whole run, from which --resume goes on; 0: "
+        "none by the clock")
+    save_steps: int = key(0, "the same in steps; with both keys, whichever comes first", least=0)
+    sample: str = key("", "text to continue with the trained model")
+    sample_tokens: int = key(256, "tokens to sample", least=0)
 
 
 def check(c, schedules: dict[str, list], precisions: dict[str, tuple]) -> None:
@@ -128,7 +163,9 @@ def given(config_class, argv: list[str], presets: dict[str, dict],
     first = parser.add_argument_group("everyday keys")
     others = parser.add_argument_group("all other keys")
     actions = {}
-    for field in dataclasses.fields(config_class):
+    fields = {field.name: field for field in dataclasses.fields(config_class)}
+    for name in dict.fromkeys((*everyday, *fields)):
+        field = fields[name]
         kind = type(field.default)
         options = {}
         alone = "true" if kind is bool else field.metadata["alone"]

@@ -51,7 +51,7 @@ from records.journal import sha256
 
 REMEDY = "name an older save with --resume=FOLDER, or leave --resume out to begin anew"
 KEPT = 2  # saves of a run that stay on disk
-NEWEST = "newest"  # what --resume alone stands for
+NEWEST = arguments.NEWEST
 
 # --------------------------------------------------------------------------------------------------
 # Files of tensors
@@ -216,11 +216,11 @@ def facts_of(save: Path) -> dict:
 
 
 def configure(config_class: type, save: Path, given: dict, may_change: tuple[str, ...]):
-    """The configuration of a save, with the given values laid over it. Raises BadInput if a given
-    value would change the result."""
+    """The configuration of a save, with the given values laid over it: they may be of RunConfig and
+    of `may_change`. Raises BadInput if a given value would change the result."""
     saved = config_values(facts_of(save)["config"], config_class)
     changed = [f"--{name}={value} (saved: {saved[name]})" for name, value in given.items()
-               if name not in may_change and value != saved[name]]
+               if name not in (*may_change, *vars(arguments.RunConfig())) and value != saved[name]]
     require(not changed, f"--resume={save} goes on with the saved configuration, which cannot be "
             f"changed by {', '.join(changed)}; leave out what differs, name the save that you "
             "mean, or leave --resume out to begin anew")
