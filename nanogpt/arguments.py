@@ -54,7 +54,6 @@ class RunConfig:
         alone=NEWEST)
     # output
     log_dir: str = key("logs", "folder of the logs")
-    jsonl: bool = key(False, "also write the log as JSON lines")
     run_name: str = key("", "free text for the log")
     profile_steps: int = key(
         0, "steps to profile on rank 0, after ten others: writes RUN_ID.profile, a table of what "

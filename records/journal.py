@@ -78,15 +78,13 @@ class Log:
         self.path = None  # as long as the file has not begun
         self.has_ended = False
         self.waiting = []  # the lines of facts that have come before the file began
-        self.files = []  # the open log and, with --jsonl, its twin
+        self.file = None  # as long as it is not open, or if it cannot be written to
 
     def begin(self, source: bytes, facts: RunFacts, config: dict, stages: list[dict]) -> None:
         """Opens LOG_DIR/RUN_ID.txt and writes the script's source, the facts, and those that have
-        come before. If the configuration says `jsonl`, the same facts go to LOG_DIR/RUN_ID.jsonl as
-        JSON, one object a line. `config` and `stages` are the facts of these names. Raises OSError
-        if a file cannot be written."""
-        run_id = facts.run["run_id"]
-        self.open(Path(config["log_dir"], f"{run_id}.txt"), source, config["jsonl"])
+        come before. `config` and `stages` are the facts of these names. Raises OSError if the file
+        cannot be written."""
+        self.open(Path(config["log_dir"], f"{facts.run['run_id']}.txt"), source)
         self.num_steps = config["num_steps"]
         self.fact("run", facts.run)
         for file in facts.files:
@@ -97,38 +95,36 @@ class Log:
             self.fact("data", shard)
         for stage in stages:
             self.fact("stage", stage)
-        for text, fact in self.waiting:
-            self.write(text, fact)
+        for line in self.waiting:
+            self.write(line)
 
-    def open(self, path: Path, source: bytes, jsonl: bool) -> None:
-        """Opens the files, and writes the source."""
+    def open(self, path: Path, source: bytes) -> None:
+        """Opens the file, and writes the source."""
         self.path = path
         if not is_rank_0():
             return
-        paths = [path, path.with_suffix(".jsonl")] if jsonl else [path]
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.files = [open(path, "wb") for path in paths]
-        self.files[0].write(source + RULE.encode() + b"\n")
-        self.files[0].flush()
+        self.file = open(path, "wb")
+        self.file.write(source + RULE.encode() + b"\n")
+        self.file.flush()
 
-    def write(self, text: str, facts: dict) -> None:
-        """Writes one line to the log, and as JSON to its twin. It is in the file at once, so that a
-        run which is killed leaves a log up to that moment."""
+    def write(self, line: str) -> None:
+        """Writes one line. It is in the file at once, so that a run which is killed leaves a log up
+        to that moment."""
         if self.path is None:
-            self.waiting.append((text, facts))
+            self.waiting.append(line)
         try:
-            for file, line in zip(self.files, (text, json.dumps(facts))):
-                file.write(line.encode() + b"\n")
-                file.flush()
+            if self.file:
+                self.file.write(line.encode() + b"\n")
+                self.file.flush()
         except OSError as error:
-            self.files = []
+            self.file = None
             complain(f"cannot write to {self.path} ({error.strerror}); the run goes on without a "
                      "log")
 
     def fact(self, kind: str, value: dict | str) -> None:
         """Writes the line `KIND JSON`. The value is a string for a note and an object otherwise."""
-        facts = {"note": value} if kind == "note" else value
-        self.write(f"{kind} {json.dumps(value)}", {"kind": kind} | facts)
+        self.write(f"{kind} {json.dumps(value)}")
         if kind == "compile":
             self.console.compiled()
         if kind == "defect":
@@ -147,14 +143,7 @@ class Log:
         average = milliseconds / step if step > 0 else math.nan
         text = (f"step:{step}/{self.num_steps} {name}:{loss:.4f} "
                 f"train_time:{milliseconds:.0f}ms step_avg:{average:.2f}ms")
-        self.write(text, {
-            "kind": "step",
-            "step": step,
-            "num_steps": self.num_steps,
-            name: loss if math.isfinite(loss) else None,  # JSON has no other numbers
-            "train_time_ms": round(milliseconds),
-            "step_avg_ms": round(average, 2) if step > 0 else None,
-        })
+        self.write(text)
         if show and name == "train_loss":
             self.console.train_loss(step, self.num_steps, loss)
         elif show:
@@ -196,7 +185,7 @@ class Log:
         for key, value in facts.items():
             text = value if isinstance(value, str) else json.dumps(value)
             lines.append(f"{key}: {text}")
-        self.write("\n".join(lines), {"kind": "end"} | facts)
+        self.write("\n".join(lines))
 
     def end_early(self, kind: type | None, error: BaseException | None, trace) -> None:
         """The last line of a log without an end block, if an error ends the run: what it was. This

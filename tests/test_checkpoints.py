@@ -1,7 +1,7 @@
 """Weights and saves: written whole or not at all, read as data that is checked; runs that are killed or ended by a
 signal, and resumed.
 
-The reference is always the undisturbed run: its exact losses (from the JSON twin of its log) and its weights. Real
+The reference is always the undisturbed run: its exact losses (as its log has them) and its weights. Real
 processes and signals where these are the point; elsewhere `main`, with a signal that is only noted.
 """
 import json
@@ -26,8 +26,7 @@ from nanogpt import checkpoints, process
 from nanogpt.ranks import BadInput
 from records.log import Refused, read_log, refuse_unfit_for_record
 
-SAVED = {"save_every": 60, "num_steps": 6, "target_loss": 0, "val_interval": 2, "jsonl": True,
-         "dtype": "float32", "candidates": 256, "micro_tokens": 256}
+SAVED = {"save_every": 60, "num_steps": 6, "target_loss": 0, "val_interval": 2, "dtype": "float32", "candidates": 256, "micro_tokens": 256}
 
 
 def options(corpus, folder, **changes):
@@ -55,9 +54,8 @@ def last_log(folder):
 
 
 def steps(folder):
-    """All losses of the newest log, with every digit."""
-    lines = [json.loads(line) for line in last_log(folder).with_suffix(".jsonl").read_text().splitlines()]
-    return [(x["step"], x.get("train_loss"), x.get("val_loss")) for x in lines if x["kind"] == "step"]
+    """All losses of the newest log."""
+    return [(x.step, x.split, x.loss) for x in read_log(last_log(folder), may_be_cut=True).steps]
 
 
 def weights(folder):
@@ -184,7 +182,7 @@ def test_two_ranks_go_on_to_the_bit_and_another_number_of_them_within_rounding(r
         assert rank.returncode == 0, rank.stderr
     if ranks == (2, 2):
         assert steps(parts) == steps(whole) and same(weights(whole), weights(parts))
-    assert [x or y for _, x, y in steps(parts)] == pytest.approx([x or y for _, x, y in steps(whole)], rel=1e-9)
+    assert [loss for *_, loss in steps(parts)] == pytest.approx([loss for *_, loss in steps(whole)], abs=2e-4)
     assert distance(weights(whole), weights(parts)) < 1e-9
 
 

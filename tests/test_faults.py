@@ -156,10 +156,10 @@ def fill_the_disk(of):
 
         monkeypatch.setattr(checkpoints, "save_file", lambda x, path, about: no_space(path) or save_file(x, path, about))
 
-        def write_to_full_disk(log, text, facts):
-            if log.files and re.search(of, str(log.path)):
-                log.files = [open("/dev/full", "wb")]
-            write(log, text, facts)
+        def write_to_full_disk(log, line):
+            if log.file and re.search(of, str(log.path)):
+                log.file = open("/dev/full", "wb")
+            write(log, line)
 
         monkeypatch.setattr(journal.Log, "write", write_to_full_disk)
     return act

@@ -48,7 +48,7 @@ def losses(log):
 def first(corpus, tmp_path_factory):
     """A plain run that misses its target, with all outputs: (process, folder)."""
     folder = tmp_path_factory.mktemp("first")
-    args = arguments(data_dir=corpus, log_dir=folder, jsonl=True, save_checkpoint=folder / "model.pt", sample="The ",
+    args = arguments(data_dir=corpus, log_dir=folder, save_checkpoint=folder / "model.pt", sample="The ",
                      sample_tokens=8, run_name="a test")
     return start(*args), folder
 
@@ -148,7 +148,7 @@ def test_the_checkpoint_is_plain_weights_and_configuration_and_nothing_half_writ
     assert shapes.pop("recall_table") == (1000,)
     assert shapes == {name: p.shape for name, p in t.parameter_table(t.Config(**saved["config"])).items()}
     assert all(w.isfinite().all() for w in saved["weights"].values()) and saved["weights"]["lm_head"].any()
-    assert sorted(p.suffix for p in first[1].iterdir()) == [".jsonl", ".pt", ".txt"]
+    assert sorted(p.suffix for p in first[1].iterdir()) == [".pt", ".txt"]
 
 
 def test_a_loaded_model_has_the_loss_of_the_saved_one(first, corpus):
