@@ -30,7 +30,7 @@ import math
 import signal
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -60,7 +60,7 @@ from nanogpt.ranks import require
 # HellaSwag, with its context, begins at the start of a block, as it would alone.
 
 LOGITS_AT_A_TIME = 2048  # tokens: their logits over 50,304 tokens take 0.4 GB in float32
-ITEM_TOKENS = {"cuda": 65_536, "cpu": 8192}  # tokens of a sequence of items
+ENDINGS_AT_A_TIME = 32  # in one sequence: a few thousand tokens
 CPU_TOKENS = 16_384  # most tokens of a sequence on a CPU: keys and values are copied there
 
 
@@ -102,40 +102,20 @@ class Ending(NamedTuple):
     tokens: list[int]
 
 
-def packed(endings: list[Ending], bos: int, seq_len: int) -> Iterator[list[tuple[int, Ending]]]:
-    """Yields as many endings as fit into a sequence, each with the place where its document begins:
-    the start of a block."""
-    together = []
-    end = 0
-    for ending in endings:
-        count = len(ending.context) + len(ending.tokens)  # with bos, but without the last token
-        if together and end + count > seq_len:
-            yield together
-            together = []
-            end = 0
-        together.append((end, ending))
-        end += math.ceil(count / BLOCK_SIZE) * BLOCK_SIZE
-    if together:
-        yield together
-
-
 def score_endings(model: nn.Module, endings: list[Ending]) -> np.ndarray:
     """The sum of the log-probabilities of the tokens of each ending, (endings,)."""
     sums = []
-    seq_len = ITEM_TOKENS[model.lm_head.device.type]
-    for together in progress(list(packed(endings, model.bos, seq_len))):
-        begin, last = together[-1]
-        length = begin + len(last.context) + len(last.tokens)
-        tokens = np.full(length, model.bos)
-        targets = np.full(length, -1)
-        for begin, ending in together:
-            document = [model.bos, *ending.context, *ending.tokens]
-            end = begin + len(document) - 1
-            tokens[begin:end] = document[:-1]
-            targets[end - len(ending.tokens) : end] = ending.tokens
-        found = score(model, tokens, targets)
-        counts = [len(ending.tokens) for _, ending in together]
-        sums.append(np.add.reduceat(found, np.cumsum([0, *counts[:-1]])))
+    for first in progress(range(0, len(endings), ENDINGS_AT_A_TIME)):
+        together = endings[first : first + ENDINGS_AT_A_TIME]
+        tokens = []
+        targets = []
+        for context, ending in together:
+            filling = -(len(context) + len(ending)) % BLOCK_SIZE
+            tokens += [model.bos, *context, *ending[:-1]] + [model.bos] * filling
+            targets += [-1] * len(context) + ending + [-1] * filling
+        found = score(model, np.array(tokens), np.array(targets))
+        ends = np.cumsum([len(ending.tokens) for ending in together])
+        sums.append(np.add.reduceat(found, [0, *ends[:-1]]))
     return np.concatenate(sums)
 
 

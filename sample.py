@@ -102,17 +102,8 @@ def codec(vocab_size: int) -> tuple[Callable[[str], list[int]], Callable[[int], 
     a small vocabulary, otherwise GPT-2's byte-pair encoding. Tokens that begin a document or pad
     the vocabulary have no text."""
     if reads_bytes(vocab_size):
-        def encode(text: str) -> list[int]:
-            tokens = bytes_of(text).tolist()
-            require(max(tokens, default=0) < vocab_size - 1,
-                    f"the text has a byte for which --vocab_size={vocab_size} has no token")
-            return tokens
-
-        def to_bytes(token: int) -> bytes:
-            return token_to_byte[token : token + 1].tobytes()
-
-        return encode, to_bytes
-
+        return (lambda text: bytes_of(text).tolist(),
+                lambda token: token_to_byte[token : token + 1].tobytes())
     try:
         vocabulary = gpt2.load()
     except gpt2.VocabularyError as error:
@@ -142,8 +133,7 @@ def check(config) -> list[str]:
     if not is_rank_0():
         return []
     try:
-        encode, _ = codec(config.vocab_size)
-        encode(config.sample)
+        codec(config.vocab_size)
     except BadInput as error:
         if not config.fit or config.sample != fitting.SAMPLE:
             raise

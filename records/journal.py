@@ -249,9 +249,9 @@ def project_files(script: str | Path, root: Path = ROOT) -> list[dict]:
     """
     found = set()
     for module in list(sys.modules.values()):
-        path = Path(getattr(module, "__file__", None) or ROOT).resolve()
+        path = Path(getattr(module, "__file__", None) or "/").resolve()
         is_ours = path.is_relative_to(root.resolve()) and "site-packages" not in path.parts
-        if is_ours and path.suffix == ".py" and path != Path(script).resolve():
+        if is_ours and path.is_file() and path != Path(script).resolve():
             found.add(path.relative_to(root.resolve()).as_posix())
     return [describe_file(root, path) for path in sorted(found)]
 

@@ -60,7 +60,7 @@ def score_alone(model, context, tokens):
 def test_scores_are_those_of_each_ending_alone_whatever_it_is_packed_with(num_layers, monkeypatch):
     """All at the border of a document takes part: attention, n-grams, induced tokens, what is taken from the token before."""
     narrow, wide = random_models(num_layers)
-    monkeypatch.setattr(evaluate, "ITEM_TOKENS", {"cpu": 1024})
+    monkeypatch.setattr(evaluate, "ENDINGS_AT_A_TIME", 4)
     endings = random_endings([1, 40, 118, 119, 127, 128, 130, 300, 700, 1100])  # windows are 256 and 512
     found = evaluate.score_endings(narrow, endings)
     expected = [sum(score_alone(wide, *ending)) for ending in endings]
