@@ -55,15 +55,16 @@ def fail(message, status):
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "n", metavar="N", help=f"training shards to have, 1 to {TRAIN_SHARDS}, 100M tokens each")
+        "n", metavar="N", type=int,
+        help=f"training shards to have, 1 to {TRAIN_SHARDS}, 100M tokens each")
     folder = Path(__file__).parent / "fineweb10B"
     parser.add_argument("--dir", type=Path, default=folder, help="default: %(default)s")
     parser.error = lambda message: fail(message, 2)
     args = parser.parse_args(argv)
-    if not args.n.isdecimal() or not 1 <= int(args.n) <= TRAIN_SHARDS:
-        fail(f"N must be a whole number from 1 to {TRAIN_SHARDS}, not {args.n!r}", 2)
+    if not 1 <= args.n <= TRAIN_SHARDS:
+        fail(f"N must be from 1 to {TRAIN_SHARDS}, not {args.n}", 2)
     try:
-        fetch(int(args.n), args.dir)
+        fetch(args.n, args.dir)
     except KeyboardInterrupt:
         fail("interrupted; run the same command again to go on from here", 130)
     except Exception as error:  # the client's exceptions share no base class across its versions

@@ -337,7 +337,7 @@ def main(argv=None):
             f"{time.perf_counter() - start:.1f} s")
     else:
         say(f"{folder}: already made of this text; used again")
-    for note in record.get("notes", []):
+    for note in record["notes"]:
         say(f"prepare.py: {note}.")
     if args.print_folder:
         print(folder)

@@ -69,18 +69,16 @@ def pass_that_only_names(identity: str):
 
 class Compiled:
     """A function under torch.compile. After a call that had to make a graph it calls
-    `report(what, seconds)`, where `seconds` is how long the call took. With `dynamic`, sizes are
+    `report(name, seconds)`, where `seconds` is how long the call took. With `dynamic`, sizes are
     inputs of a graph, so that one graph serves many sizes: all for which the function takes the
     same branches. (A size of 1 has a graph of its own.)
 
-    The first argument is a tensor. A CUDA graph cannot contain compilation: call the function once
-    before you capture it."""
+    A CUDA graph cannot contain compilation: call the function once before you capture it."""
 
     def __init__(self, function: FunctionType, report: Callable[[str, float], None],
                  dynamic: bool = False):
         self.function = function
         self.report = report
-        self.dynamic = dynamic
         self.compiled = torch.compile(function, dynamic=dynamic, fullgraph=True)
 
     def __call__(self, *args):
@@ -89,31 +87,8 @@ class Compiled:
         graphs_before = stats["unique_graphs"]
         result = self.compiled(*args)
         if stats["unique_graphs"] != graphs_before:
-            what = describe(self.function, args, self.dynamic)
-            self.report(what, time.perf_counter() - begin)
+            self.report(self.function.__name__, time.perf_counter() - begin)
         return result
-
-
-def describe(function: FunctionType, args: tuple, dynamic: bool) -> str:
-    """Which graph of a function this is: its size, its mode, and the arguments that are None."""
-    size = "many sizes" if dynamic else f"{len(args[0])} rows"
-    mode = "for training" if torch.is_grad_enabled() else "without gradients"
-    what = f"{function.__name__} of {size} {mode}"
-    names = absent(function.__code__.co_varnames, args)
-    if names:
-        what += f", without {', '.join(names)}"
-    return what
-
-
-def absent(names: Iterable[str], values: Iterable) -> list[str]:
-    """The names whose values are None, also in NamedTuples among the values."""
-    found = []
-    for name, value in zip(names, values):
-        if value is None:
-            found.append(name)
-        elif hasattr(value, "_fields"):
-            found += absent(value._fields, value)
-    return found
 
 
 def call_directly(_, function: Callable, tensors: tuple[Tensor, ...]):

@@ -60,17 +60,17 @@ def head(x, weights, bias):
     return y if bias is None else y + bias
 
 
-def test_a_call_that_compiles_is_reported_with_its_size_its_mode_and_what_is_none(eager_graphs):
+def test_a_call_that_compiles_is_reported(eager_graphs):
     reports = Reports()
     compiled = compiling.Compiled(head, reports)
     x, up, gate = torch.ones(3, 2), torch.ones(4, 2), torch.ones(4)
     assert torch.equal(compiled(x, Weights(up, None), None), torch.full((3, 4), 2.0))
     compiled(x + 1, Weights(up + 1, None), None)
-    assert reports == ["head of 3 rows for training, without gate, bias"]
+    assert reports == ["head"]
     with torch.no_grad():
         compiled(x, Weights(up, None), gate)
         compiled(torch.ones(5, 2), Weights(up, gate), gate)
-    assert reports[1:] == ["head of 3 rows without gradients, without gate", "head of 5 rows without gradients"]
+    assert reports == ["head"] * 3
 
 
 def test_one_dynamic_graph_serves_all_sizes(eager_graphs):
@@ -78,7 +78,7 @@ def test_one_dynamic_graph_serves_all_sizes(eager_graphs):
     compiled = compiling.Compiled(head, reports, dynamic=True)
     for n in (3, 4, 1000):
         assert compiled(torch.ones(n, 2), Weights(torch.ones(4, 2), None), None).shape == (n, 4)
-    assert reports == ["head of many sizes for training, without gate, bias"]
+    assert reports == ["head"]
 
 
 # ----------------------------------------------------------------------- PyTorch's own caches

@@ -1,9 +1,8 @@
 """data/fineweb.py and data/prepare.py against independent references.
 
 References: shards are parsed with `struct` alone, tokens are turned back into text and compared
-with the input, the byte table is compared with tiktoken's single-byte tokens, and fetching is tried
-against a fake downloader and, through the real client, against a small server on this machine.
-Nothing here needs a network or a GPU.
+with the input, the byte table is compared with tiktoken's single-byte tokens, and a fake downloader
+stands in for the network.
 """
 import gzip
 import json
@@ -424,4 +423,4 @@ def test_a_failure_is_one_sentence(tmp_path, hub, capsys, content, status, part)
     assert message.count("\n") == 1 and part in message and "run the same command again" in message
     with pytest.raises(SystemExit, match="2"):
         fineweb.main(["104"])
-    assert "N must be a whole number from 1 to 103" in capsys.readouterr().err
+    assert "N must be from 1 to 103" in capsys.readouterr().err
