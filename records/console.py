@@ -63,7 +63,6 @@ class Console:
     def __init__(self, tokens_are_bytes: bool = False, shows: bool = True):
         self.tokens_are_bytes = tokens_are_bytes
         self.shows = shows
-        self.graphs = 0  # compiled or loaded so far
         self.bar = None
         if shows:
             prepare_output()
@@ -121,26 +120,16 @@ class Console:
             "weights": str(weights or "not kept; --save_checkpoint keeps them"),
         })
 
-    def compiled(self) -> None:
-        """Counts a graph that was compiled or loaded just now."""
-        self.graphs += 1
-        if self.bar is None:
-            self.bar = self.new_bar(bar_format="{n_fmt} graphs compiled", leave=False)
-        self.bar.update()
-
     def ready(self, seconds: float) -> None:
         """Says that the steps begin, so many seconds after the launch."""
-        self.close()
-        graphs = f", {self.graphs} graphs" if self.graphs else ""
-        self.say(f"ready after {duration(seconds)}{graphs}")
-
-    def new_bar(self, **keys) -> tqdm:
-        """A bar on standard error, which shows nothing unless that is a terminal."""
-        return tqdm(disable=None if self.shows else True, dynamic_ncols=True, miniters=1, **keys)
+        self.say(f"ready after {duration(seconds)}")
 
     def train_loss(self, step: int, num_steps: int, loss: float) -> None:
+        """Moves the bar on, which is on standard error and is shown on a terminal only."""
         if self.bar is None:
-            self.bar = self.new_bar(total=num_steps, initial=step - 1, unit="step")
+            self.bar = tqdm(
+                total=num_steps, initial=step - 1, unit="step", dynamic_ncols=True, miniters=1,
+                disable=None if self.shows else True)
         self.bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
         self.bar.update()
 

@@ -64,7 +64,7 @@ class RunFacts(NamedTuple):
 class Log:
     """The log of one run: source, facts, steps and end block. `path` is its file. Only rank 0
     writes it; on other ranks the same calls leave no trace. The console gets the losses and the
-    facts `compile` and `defect`.
+    defects.
 
     If the file cannot be written to any more, because the disk is full for instance, one sentence
     says so, and the run goes on. Such a log has no end block.
@@ -125,8 +125,6 @@ class Log:
     def fact(self, kind: str, value: dict | str) -> None:
         """Writes the line `KIND JSON`. The value is a string for a note and an object otherwise."""
         self.write(f"{kind} {json.dumps(value)}")
-        if kind == "compile":
-            self.console.compiled()
         if kind == "defect":
             self.console.say(f"warning: {value['what']}")
 
