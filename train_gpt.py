@@ -1868,7 +1868,10 @@ class Run:
                 count_step()
         self.clock.stop()
         if not self.ended_by:
-            self.optimizer.use_averages()
+            if self.optimizer.averages:
+                loss = validate(self.model, self.run_files.val_tokens, self.step)
+                self.log.fact("note", f"validation loss without averages: {loss:.4f}")
+                self.optimizer.use_averages()
             self.validate()
         if dist.is_initialized():
             dist.all_reduce(self.model.lost_targets)  # for the log, which names those of all ranks
