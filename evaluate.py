@@ -315,8 +315,11 @@ def report(models: list[Model], measured: list) -> dict:
                 results.append(dict(
                     measure=name, model=index, value=round(value, 6),
                     standard_error=error and round(error, 6), units=len(per_unit.sizes), data=data))
-                # Losses of tokens of two kinds say nothing about each other.
-                if index > 0 and (name != "loss" or models[index].kind == models[0].kind):
+                # Losses of tokens of two kinds say nothing about each other, nor do those of models
+                # that this code may compute otherwise than the code that trained them.
+                same_kind = name != "loss" or models[index].kind == models[0].kind
+                same_code = not any(model.gpt.of_other_code for model in models)
+                if index > 0 and same_kind and same_code:
                     found = difference(of_models[0][name], per_unit)
                     if found:
                         differences.append(dict(measure=name, model=index, against=0, **found))
@@ -370,9 +373,11 @@ def show(content: dict) -> None:
             in_words(found["measure"], found[key], "+") for key in ("value", "low", "high"))
         print(f"{b['path']} minus {a['path']}, {title(found['measure'], b)}: {value}, "
               f"95 % interval {low} to {high}")
-    if any(result["units"] > 1 for result in content["results"]):
-        print("Behind ± stands one standard error over the documents or items. With fewer than 30 "
-              "of them it comes out too small, and so does the interval.")
+    units = [result["units"] for result in content["results"] if result["units"] > 1]
+    if units:
+        print("Behind ± stands one standard error over the documents or items.")
+    if units and min(units) < 30:
+        print("Of fewer than 30 it comes out too small, and so does the interval.")
     if any(result["units"] == 1 for result in content["results"]):
         print("One document tells nothing about chance, so it has no ± and no interval. "
               "--text=FILE with --split_blank=1 or --split=MARKER cuts a text into several.")

@@ -163,16 +163,16 @@ def continue_text(model, text: str, count: int) -> str:
     return printable(text + b"".join(map(to_bytes, new)).decode(errors="replace"))
 
 
-def what_to_expect(config, active: int, seconds: float) -> str:
+def what_to_expect(config, active: int, read: int) -> str:
     """What a sample of a small model of bytes shows, for somebody who has never seen one; empty for
-    other models. `active`: its weights without tables; `seconds`: of training."""
+    other models. `active`: its weights without tables; `read`: bytes that it was trained on."""
     if not reads_bytes(config.vocab_size) or active > 5_000_000:
         return ""
     writes = "words and the layout of their text, but no sense"
-    if seconds < 60:
+    if read < 400_000:
         writes = "letters in a likely order, and few words"
-    return (f"what to expect: {active / 1e6:.1f}M weights after {seconds / 60:.1f} min write "
-            f"{writes}; longer runs, more text and larger models on a GPU bring more")
+    return (f"what to expect: {active / 1e6:.1f}M weights that have read {read / 1e6:.1f}M bytes "
+            f"write {writes}; longer runs, more text and larger models on a GPU bring more")
 
 
 def printable(text: str) -> str:

@@ -106,7 +106,7 @@ from records import journal
 from records.console import Console
 
 # --------------------------------------------------------------------------------------------------
-# 1. Configuration: speedrun changes two of the defaults; every key can be given as --key=value
+# 1. Configuration: every key can be given as --key=value
 
 # Channels that steer a gate. The gate of a head reads the first 12 of the layer's input (record
 # 28), that of a value embedding the first 6 of the input and the first 6 of the embedding.
@@ -169,18 +169,20 @@ class Config(RunConfig):
         32_768, "most tokens a GPU trains on at a time, in whole sequences: fewer need less "
         "memory. With --fit no sequence is longer")
     cooldown_frac: float = key(
-        0.7, "last fraction of the steps, in which learning rates go to lr_floor of those below",
+        0.7, "last part of the steps, in which learning rates fall to lr_floor times those below",
         least=0.001, most=1)
-    lr_floor: float = key(0.15, "what they go to; more if the last weights are averaged", most=1)
+    lr_floor: float = key(
+        0.15, "that factor, at the last step; more in `speedrun`, which averages the last weights",
+        most=1)
     # optimizers
     muon_lr: float = key(
         0.02, "Muon's learning rate, for the matrices of attention; the MLPs' have two and four "
         "times this")
     muon_momentum: float = key(0.9, "Muon's momentum")
     muon_decay: float = key(
-        1.2, "weight decay of the matrices: where an update shrinks a weight, it also takes away "
-        "muon_lr^2 * muon_decay * (factor of the schedule)^2 of it, for the MLPs' up twice and for "
-        "down four times this")
+        1.2, "weight decay of the matrices: an update that shrinks a weight also takes away "
+        "muon_decay * (muon_lr * factor of the schedule)^2 of it; for the MLPs' up twice this, for "
+        "down four times")
     head_lr: float = key(
         0.0065, "Adam's learning rate for output head, token embedding and gates; MUDD (late_mix) "
         "has a quarter of it")
@@ -188,9 +190,9 @@ class Config(RunConfig):
         False, "update the head, which is the token embedding, too, in every second step only, by "
         "the sum of two gradients; that of a last odd step is dropped")
     average_frac: float = key(
-        0.0, "part of the steps over which the last weights are averaged, but for those of tables; "
-        "the last validation has the averages, and so have the kept weights if it is the best one. "
-        "0: none")
+        0.0, "time constant of a moving average of all weights but those of tables, as a part of "
+        "the steps; the last validation has the average, and so have the kept weights if it is the "
+        "best one. 0: none")
     table_lr: float = key(0.6, "Adam's learning rate for value and n-gram embeddings")
     scalar_lr: float = key(0.04, "Adam's learning rate for the scalars and `length_vectors`")
     longest_ngram: int = key(
@@ -255,8 +257,10 @@ BYTES = dict(
     data_dir="data/pydocs", cut_documents=True, vocab_size=272,
     cooldown_frac=0.6)
 
-# Of Intel's and AMD's processors, those with AVX512-BF16 multiply bf16 faster than float32.
+# Of Intel's and AMD's processors, those with AVX512-BF16 multiply bf16 faster than float32. To
+# compile takes minutes on a CPU.
 CPU_HAS_BF16 = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
+ON_CPU = dict(compile=False, precision="bf16" if CPU_HAS_BF16 else "fp32")
 
 # The plain transformer: each mechanism that can be switched off is. In parentheses: where it lives.
 # What has no switch stays: normalised queries and keys, a rotary embedding of half of a head,
@@ -286,16 +290,14 @@ PRESETS: dict[str, dict] = {
         num_layers=6, num_steps=1030, batch_tokens=131_072,
         recall_rows=268_435_456, head_every_second=True,
         target_loss=3.492),
-    "laptop": BYTES | dict(
+    "laptop": BYTES | ON_CPU | dict(
         num_layers=4, model_dim=128, num_heads=2, head_dim=64, mlp_dim=512,
         longest_ngram=6, ngram_rows=131_072, ngram_part=1.0, recall_rows=2_097_152,
         schedule="laptop", num_steps=500,
         batch_tokens=2048, seq_len=2048,
         muon_lr=0.04, muon_momentum=0.88, head_lr=0.007, table_lr=0.3,
         target_loss=1.09, val_tokens=131_072, val_seq_len=8192,
-        device="cpu", compile=False,
-        precision="bf16" if CPU_HAS_BF16 else "fp32",
-        save_checkpoint="auto", sample="The "),
+        device="cpu", save_checkpoint="auto", sample="The "),
     # Six layers, each of which sees at most 256 bytes: to compare precisions in minutes.
     "char": BYTES | dict(
         num_layers=6, model_dim=384, num_heads=6, head_dim=64, mlp_dim=1536,
@@ -382,8 +384,15 @@ def parse_config(argv: list[str]) -> Config:
     save = checkpoints.find(given.get("resume", ""), given.get("log_dir", Config.log_dir))
     if save:
         c = checkpoints.configure(Config, save, given, MAY_CHANGE)
-    elif given.get("fit", brings_text):
-        c = fitting.fit(Config, PRESETS, SCHEDULES, given, has_cuda(given.get("device")))
+        arguments.check(c, SCHEDULES, PRECISIONS)
+        return c
+    cuda = has_cuda(given.get("device"))
+    if not cuda:
+        given = ON_CPU | given
+    if given.get("minutes"):
+        given = {"target_loss": 0.0} | given  # that of a preset is for its number of steps
+    if given.get("fit", brings_text):
+        c = fitting.fit(Config, PRESETS, SCHEDULES, given, cuda)
     else:
         preset = given.get("preset") or default_preset(given.get("device"))
         c = arguments.configure(Config, PRESETS, preset, given)
@@ -724,7 +733,7 @@ def attention(x: Tensor, weights: LayerWeights, scalars: dict[str, Tensor],
         value_gate = 2 * torch.sigmoid(F.linear(steering, weights.value_gates.to(x.dtype)))
         v = v + value_gate[..., None] * context.value_embed.reshape(T, H, d)
 
-    # 3. Attention itself, over keys of which half is the previous token's.
+    # 3. Attention itself. With mix_previous half of each key is the previous token's.
     k = offset_keys(k, context)
     y = attend(q, k, v, context.mask)
 
@@ -876,8 +885,8 @@ class GPT(nn.Module):
 
     The weights of all layers lie in banks. Those of which each rank owns a slice are padded to a
     multiple of world_size. The model keeps the large ones in its own dtype; the optimizer
-    has the float32 originals. `functions` are those of EAGER (section 8), compiled or
-    not; `calls` says how what is called in each step is."""
+    has the float32 originals. `functions` are those of EAGER (section 8), compiled or not;
+    `calls` says whether a step calls them directly or as CUDA graphs."""
 
     def __init__(self, c: Config, device: torch.device, world_size: int = 1,
                  functions: "Functions | None" = None, calls: compiling.Calls | None = None):
@@ -1046,7 +1055,8 @@ class GPT(nn.Module):
 
     def training_loss(self, text: Reading | Tensor, targets: Tensor, setting: Setting,
                       looked_up: dict | None) -> Tensor:
-        """The same over candidates, if there are fewer than tokens of the vocabulary."""
+        """The loss in training, over candidates, if there are fewer than tokens of the
+        vocabulary."""
         over_candidates = 0 < self.config.candidates < self.config.vocab_size
         if over_candidates:
             # Candidates do not depend on the layers. To draw them takes about 90 small kernels,
@@ -1214,14 +1224,14 @@ class FP8HeadLoss(torch.autograd.Function):
 #   share    of which      summed by               a rank updates         handed out by
 #   "slice"  matrices,     reduce-scatter          its slice of the       all-gather
 #            the head                              bank
-#   "all"    small banks   all-reduce              all of it, as others   nothing
-#                                                  do
+#   "all"    small banks   all-reduce              all of it, on every    nothing
+#                                                  rank
 #   (none)   tables        all-to-all of the rows  its columns of the     all-gather of these
 #                          that a rank has looked  rows that any rank     rows
 #                          up                      has looked up
 #
-# Gradients of micro-batches are added, and then sent, in the dtype of the bank; those of rows are
-# added in float32 and sent in the dtype of the bank. Transfers run in the background, while the
+# Gradients of banks are added over micro-batches, and sent, in the dtype of the bank; those of rows
+# are added in float32, and sent in that dtype. Transfers run in the background, while the
 # next parameter is being worked on. The tables are worked on in a CUDA stream beside that of the
 # matrices (nanogpt/tables.py). The head can wait for the gradient of a second step: twice the batch
 # is better for it, and it is sent half as often.
@@ -1410,7 +1420,7 @@ class Optimizer:
         self.reset(self.banks)
 
     def reset(self, full: dict[str, Tensor]) -> None:
-        """Starts anew from the weights `full`, at best those in float32 that `initialize` returns.
+        """Starts anew from the weights `full`, if possible the float32 ones of `initialize`.
         The tensors stay where they are, as CUDA graphs write to them. A collective."""
         for name, w in full.items():
             self.masters[name].copy_(self.own(name, w))
@@ -1666,8 +1676,8 @@ def setting_of(step: int, c: Config) -> Setting:
     Peng et al. 2023; record 31)."""
     now = stage_of(step, c)
 
-    # 1. The first stage. The length of a query is sqrt(d), that of a key at most sqrt(2 d), as its
-    # halves come from two tokens (`offset_keys`). So scores begin below 12.8 sqrt(2).
+    # 1. The first stage. Scores begin below 12.8 sqrt(2): the length of a query is sqrt(d), that of
+    # a key at most sqrt(2 d), as its halves come from two tokens (`offset_keys`).
     rotating = c.head_dim // 4
     frequencies = [(1 / 1024) ** (j / max(rotating - 1, 1)) for j in range(rotating)]
     score_scale = 12.8 / c.head_dim
@@ -1909,8 +1919,7 @@ class Run:
 
     def save_or_stop(self) -> None:
         """Saves the run if a save is due or a signal ends it, on all ranks after the same step.
-        In a new run a signal that comes before the first step takes effect after it or a few more
-        (`Requests`). A collective."""
+        A signal may take effect a few steps late (`Requests`). A collective."""
         if STOP.signal and self.step > 0:
             self.requests.ask("stop")
         if self.keeper.due(self.step):
@@ -1934,7 +1943,8 @@ class Run:
         self.log.step(self.step, self.clock.total, "val_loss", loss)
         if not math.isfinite(loss):
             self.refuse_loss("validation", loss, self.step)
-        if is_rank_0() and self.latest_sequence is not None:
+        is_narrow = not self.model.precision.is_plain
+        if is_narrow and is_rank_0() and self.latest_sequence is not None:
             guard.check(
                 sys.modules[__name__], self.model, self.latest_sequence, self.step, self.log)
         self.keeper.validated(self.step, loss)
@@ -1944,7 +1954,7 @@ def train(c: Config, at_end: ExitStack) -> int:
     """The whole run, or what is left of a saved one. Returns the exit status: 129, 130 or 143 if a
     signal has ended the run, else 0. `at_end` gets what is to be done at the end, also after an
     error. A collective."""
-    script = sys.modules[__name__]  # for rooms that use its parts
+    script = sys.modules[__name__]  # for modules that use its parts
 
     # 1. Import what this run needs, so that the log can show it, and check what can be checked
     # before anything is written or compiled.
@@ -1974,7 +1984,8 @@ def train(c: Config, at_end: ExitStack) -> int:
     if ACTIVATION is not relu_squared and "fp8-static" in names:
         notes = [*notes, "with this ACTIVATION the MLP is not in FP8 with constant scales, whose "
                  "kernel computes relu_squared"]
-    notes += checkpoints.how_it_began(c.resume, c.log_dir, run_files.saved, facts.run)
+    notes = [*notes, *fitting.read_too_often(c)]
+    notes += checkpoints.how_it_began(c.resume, c.log_dir, run_files.saved)
     for text in notes:
         log.say(text)
     if not run_files.saved:
@@ -2036,7 +2047,7 @@ def choose_steps(c: Config, optimizer: Optimizer, warm_up: warmup.WarmUp, call: 
     c = fitting.fit_to_minutes(c, SCHEDULES[c.schedule], train_paths, seconds)
     on_all_ranks(check_tokens, c, packing(c), batch_plan(c), train_paths)
     optimizer.model.config = c
-    # A stage that has no step now leaves out its window, which changes those after it.
+    # A stage that has no step now is no growth of the window, so later rotary tables differ.
     warmup.WarmUp(optimizer.model, optimizer, sys.modules[__name__]).run(call)
     return c, seconds
 

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[1])  # where all rooms lie
+    sys.path[0] = str(Path(__file__).resolve().parents[1])  # where all modules lie
     from data import packages
     packages.require("numpy", "huggingface_hub")
 

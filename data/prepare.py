@@ -49,7 +49,7 @@ from itertools import count, groupby
 from pathlib import Path
 
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[1])  # where all rooms lie
+    sys.path[0] = str(Path(__file__).resolve().parents[1])  # where all modules lie
     from data import packages
     packages.require("numpy", "tqdm")
 

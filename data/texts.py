@@ -182,8 +182,9 @@ def open_text(path):
             raise PrepareError(
                 f"{path}: text in {found.upper()} without the mark that says so; convert it, as by "
                 f"iconv -f {found} -t utf-8 OLD > NEW")
-        raise PrepareError(f"{path}: not text, as it holds zero bytes; {OTHER}, and if these are "
-                           "tokens, the text that they were made of")
+        raise PrepareError(f"{path}: not text, as it holds zero bytes; {OTHER}. If they are "
+                           "tokens, as nanoGPT's train.bin, give their folder to train_gpt.py "
+                           "--data_dir")
     codecs.getincrementaldecoder(encoding)().decode(head)
     return open(path, encoding=encoding, newline="\n")
 

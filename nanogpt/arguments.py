@@ -18,7 +18,8 @@ from nanogpt.masks import BLOCK_SIZE
 from nanogpt.ranks import BadInput, require
 
 NEWEST = "newest"  # what --resume alone stands for
-SWITCH = {"true": True, "1": True, "false": False, "0": False}
+SWITCH = {"true": True, "yes": True, "on": True, "1": True,
+          "false": False, "no": False, "off": False, "0": False}
 
 
 def key(default, meaning: str, alone: str | None = None, choices: tuple[str, ...] = (),
@@ -176,6 +177,8 @@ def given(config_class, argv: list[str], presets: dict[str, dict],
     parser.add_argument("--help", "-h", action="store_true")
     values, unknown = parser.parse_known_args(argv)
     values = vars(values)
+    if unknown:
+        raise BadInput(nearest_key(unknown[0], list(actions)))
     if values.pop("help", False):
         preset = values.get("preset") or default_preset(values.get("device"))
         shown = configure(config_class, presets, preset, {})
@@ -188,8 +191,6 @@ def given(config_class, argv: list[str], presets: dict[str, dict],
             f"In brackets: the values of --preset={preset}."])
         parser.print_help()
         raise SystemExit(0)
-    if unknown:
-        raise BadInput(nearest_key(unknown[0], list(actions)))
     return values
 
 

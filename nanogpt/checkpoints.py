@@ -179,9 +179,11 @@ def load_model(path: str | Path, device: torch.device | str, script):
         model = model_of(content, torch.device(device), script)
     except BadInput as error:
         raise BadInput(f"{path}: {error}") from None
-    if content.get("code_sha256") not in (None, sha256(script.SOURCE)):
-        complain(f"{path} was trained by another train_gpt.py, which the log "
-                 f"{content['run_id']}.txt holds; what this one computes with it may be wrong")
+    model.of_other_code = content.get("code_sha256") not in (None, sha256(script.SOURCE))
+    if model.of_other_code:
+        log = f"{content['run_id']}.txt"
+        complain(f"{path} was trained by another train_gpt.py; what this one computes with it may "
+                 f"be wrong. `python -m records code LOGS/{log} FOLDER` writes the other one")
     return model
 
 
@@ -338,11 +340,11 @@ class Saved:
             torch.set_rng_state(states[rank])
 
 
-def how_it_began(asked: str, log_dir: str, saved: Saved | None, run: dict) -> list[str]:
-    """A note for the log of a run under --resume=ASKED. `run` is the log's fact of that name."""
+def how_it_began(asked: str, log_dir: str, saved: Saved | None) -> list[str]:
+    """A note for the log of a run under --resume=ASKED."""
     if saved:
-        return [f"resumed at step {saved.step} of run {harmless(saved.facts['runs'][-1])} on "
-                f"{run['date']}; it was saved by {len(saved.parts)} processes"]
+        return [f"resumed at step {saved.step} of run {harmless(saved.facts['runs'][-1])}; "
+                f"processes that saved it: {len(saved.parts)}"]
     return [f"no save under {log_dir}; this run begins at step 0"] if asked else []
 
 

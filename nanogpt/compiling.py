@@ -133,8 +133,7 @@ class CudaGraphs:
 
     def __call__(self, key, function: Callable, tensors: tuple[Tensor, ...]):
         """Returns function(*tensors), which may also make or add to the .grad of the parameters.
-        Use a result before its graph, or one recorded earlier, runs again: both may overwrite
-        it.
+        Use a result before this caller is called again, which may overwrite it.
 
         `key` names the recording, and must be hashable. Two calls may have the same key only if
         they do the same operations on the same memory, and differ in nothing but the numbers in

@@ -26,7 +26,7 @@ MINUTES = 2.0  # the budget if none is given
 # Readings of a text. More of them make validation worse: the model learns the text by heart
 # (records/TRIED.md).
 MOST_EPOCHS = {"laptop": 6, "char": 3, "small": 2}
-LEAST_STEPS_PER_READING = 75  # for `small`: the batches of a short text are small
+LEAST_STEPS_PER_READING = 75  # the batches of a short text are small
 # The table of n-grams learns a short text by heart sooner than the layers do. So in `laptop` and
 # `small` it has at most one row for so many tokens. A short text also has shorter n-grams, and what
 # came next in it is not recalled (records/2026-11-23_laptop_ngrams).
@@ -73,10 +73,7 @@ def fit(config_class, presets: dict[str, dict], schedules: dict[str, list], give
     text = Text(kind_of_tokens(paths[0]), tuple(map(count_tokens, paths)),
                 sum(map(count_tokens, shards_of(named, "val"))))
     preset = given.get("preset") or preset_for(text, cuda)
-    over_preset = OVER_PRESET
-    if not cuda:  # the preset for CPUs knows the faster precision; compiling would take minutes
-        over_preset = OVER_PRESET | dict(precision=presets["laptop"]["precision"], compile=False)
-    laid_over = {name: values | over_preset for name, values in presets.items()}
+    laid_over = {name: values | OVER_PRESET for name, values in presets.items()}
     c = arguments.configure(config_class, laid_over, preset, given)
     require(c.schedule in schedules, f"--schedule={c.schedule} is none of {', '.join(schedules)}")
     for name in ("seq_len", "batch_tokens", "micro_tokens", "val_seq_len", "val_tokens"):
@@ -139,8 +136,7 @@ def lengths_that_fit(c, stages: list, text: Text, given: dict) -> dict[str, int]
     # 3. Batches and validation of whole sequences.
     batch_tokens = c.batch_tokens
     if "batch_tokens" not in given:
-        if c.preset == "small":
-            batch_tokens = min(batch_tokens, sum(text.train) // LEAST_STEPS_PER_READING)
+        batch_tokens = min(batch_tokens, sum(text.train) // LEAST_STEPS_PER_READING)
         batch_tokens = max(1, min(batch_tokens, inputs) // seq_len // unit) * unit * seq_len
     return dict(
         seq_len=seq_len, batch_tokens=batch_tokens,
@@ -197,8 +193,20 @@ def why_shorter(c, seconds: float) -> list[str]:
             f"would learn it by heart; to try it, give --epochs={2 * c.epochs}."]
 
 
-def option_for_longer(c, seconds: float) -> str:
-    """The option that makes a fitted run of steps of so many seconds longer, or empty."""
+def read_too_often(c) -> list[str]:
+    """A note if a fitted run reads its text more often than is good for it."""
+    most = MOST_EPOCHS.get(c.preset, 1)
+    if not c.fit or c.epochs <= most:
+        return []
+    return [f"the text is read {c.epochs} times; after {most} times a model of this preset mostly "
+            "learns it by heart"]
+
+
+def option_for_longer(c, seconds: float, part_read: float) -> str:
+    """The option that makes a fitted run longer, or empty. Its steps have taken so many seconds,
+    and have read this part of c.epochs readings of the text."""
     if not (c.fit and c.minutes):
         return ""
-    return f"--epochs={2 * c.epochs}" if why_shorter(c, seconds) else f"--minutes={5 * c.minutes:g}"
+    if part_read > 0.8 and why_shorter(c, seconds):
+        return f"--epochs={2 * c.epochs}"
+    return f"--minutes={5 * c.minutes:g}"

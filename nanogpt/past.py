@@ -103,9 +103,9 @@ class Past:
         """The micro-batches of a step, sequences (n, seq_len + 1) in the memory of the CPU, with
         the bits of uint16 -> the reading and the targets (T,) of each.
 
-        This batch must not get the memory of the last one, which the main stream may still be
-        reading. So `latest` keeps that until this one is made. It may get the memory of the batch
-        before: in `remember` of the last one this stream has waited until that step was over."""
+        Batch n must not get the memory of batch n - 1, which the main stream may still be reading.
+        So `latest` keeps that until batch n is made. It may get the memory of batch n - 2: in
+        `remember` of step n - 1 this stream has waited until step n - 2 was over."""
         prepared = []
         with self.side_stream.on():
             pairs = [inputs_and_targets(sequences, self.device) for sequences in batch]

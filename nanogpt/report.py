@@ -62,7 +62,9 @@ def end(run, script, startup_s: float) -> int:
         return keeper.say_how_to_go_on(run.step, run.ended_by)
     longer = ""
     if rise(log.steps) <= CLEAR_RISE:  # else it would learn its text by heart
-        longer = fitting.option_for_longer(c, run.clock.total / max(run.step, 1))
+        text = sum(shard["tokens"] for shard in keeper.facts.data if shard["split"] == "train")
+        longer = fitting.option_for_longer(
+            c, run.clock.total / max(run.step, 1), script.total_tokens(c) / (c.epochs * text))
     log.console.next(next_commands(path, c.data_dir, longer))
     return 0
 
@@ -83,7 +85,8 @@ def show_sample(run, script, path: Path | None) -> None:
         if not text:
             raise
     run.log.console.say(f"sample{origin}: {text}")
-    expected = sample.what_to_expect(c, num_weights(script.parameter_table(c))[0], run.clock.total)
+    expected = sample.what_to_expect(
+        c, num_weights(script.parameter_table(c))[0], script.total_tokens(c, run.step))
     if expected:
         run.log.console.say(expected)
 

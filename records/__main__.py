@@ -55,7 +55,7 @@ def check(root: Path) -> int:
         found = table.problems(root, records)
     for text in found:
         print(text)
-    print(f"{len(records)} records are in order, problems: {len(found)}")
+    print(f"{len(records)} records agree with their logs, problems: {len(found)}")
     return 1 if found else 0
 
 

@@ -61,6 +61,11 @@ def cautions(side: str, logs: list[Log]) -> list[str]:
         if log.interrupted or log.resumed:
             found.append(f"caution: {log.path} is not of a whole run")
         found += [f"caution: {log.path}: {defect['what']}" for defect in log.values("defect")]
+    first = shared(logs[0])
+    different = {what for log in logs for what, ours in shared(log).items() if ours != first[what]}
+    if different:
+        found.append(f"caution: the runs of {side} differ in {' and '.join(sorted(different))}; "
+                     f"what is said of that below is of {logs[0].path} alone")
     return found
 
 
@@ -82,6 +87,10 @@ def code_lines(a: Log, b: Log, whole: bool) -> list[str]:
     return lines
 
 
+def sums_of_shards(log: Log) -> list[str]:
+    return sorted(shards(log).values())  # the same text may have other names
+
+
 def compare(a: list[Log], b: list[Log], names: tuple[str, str], whole_diff: bool) -> list[str]:
     """The lines of the report. All numbers are from the logs."""
     lines = []
@@ -93,7 +102,7 @@ def compare(a: list[Log], b: list[Log], names: tuple[str, str], whole_diff: bool
         lines.append(f"{side} = {name}: n = {len(logs)}, loss {pm(moments(losses, 4), 4)}, time "
                      f"{pm(moments(times, 2), 2)} s, {machine_name(logs[0])}")
         lines += cautions(side, logs)
-    for what, of in dict(machine=machine_name, data=shards).items():
+    for what, of in dict(machine=machine_name, data=sums_of_shards).items():
         if of(a[0]) != of(b[0]):
             lines.append(f"caution: the {what} of A and B differ")
     for what, unit, key, digits in (("loss", "", "val_loss", 4), ("time", " s", "train_time_s", 3)):

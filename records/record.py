@@ -204,11 +204,11 @@ def stored_in(folder: Path) -> dict:
 def problems(folder: Path) -> list[str]:
     """What of the record does not follow from its logs, a sentence each."""
     try:
-        logs = logs_in(folder)
         stored = stored_in(folder)
-        for run in stored["runs"]:
-            if not (folder / run["log"]).exists():
-                raise Refused(f"{run['log']} is missing")
+        missing = [run["log"] for run in stored["runs"] if not (folder / run["log"]).exists()]
+        if missing:
+            raise Refused(f"{' and '.join(missing)} missing")
+        logs = logs_in(folder)
         for log in logs:
             refuse_unfit_for_record(log)
         rebuilt = build(logs, folder.name, stored.get("claim", ""), stored.get("data_name", ""))

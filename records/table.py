@@ -10,7 +10,7 @@ HEAD = ("| # | record | time (s) | loss | n | target | machine | data |",
         "|--:|---|--:|---|--:|--:|---|---|")
 RULE = (f"A rank needs a mean loss that is below the target at p < {ALPHA} (one-sided t test over "
         "the runs). Records are ranked against others of the same machine, data, validation tokens "
-        "and target; so the only record with a target has the first place.")
+        "and target, so one without rivals is the first.")
 
 
 def track(record: dict) -> tuple:

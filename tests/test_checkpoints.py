@@ -99,7 +99,7 @@ def test_a_resumed_run_is_to_the_bit_the_run_that_was_not_stopped(changes, stop_
     assert run(["--resume", f"--log_dir={parts}"]) == 0
     assert steps(parts) == steps(whole) and same(weights(whole), weights(parts))
     log = read_log(last_log(parts))
-    assert log.resumed and any(note.startswith(f"resumed at step {stop_after} of run {first.run['run_id']} on ")
+    assert log.resumed and any(note.startswith(f"resumed at step {stop_after} of run {first.run['run_id']};")
                                for note in log.values("note"))
     with pytest.raises(Refused, match="resumed"):
         refuse_unfit_for_record(log)
@@ -406,8 +406,8 @@ def test_weights_of_another_train_gpt_say_so_where_they_are_loaded_and_those_of_
     monkeypatch.setattr(t, "SOURCE", t.SOURCE.replace(b"ACTIVATION = relu_squared", b"ACTIVATION = F.gelu"))
     t.load_checkpoint(path, "cpu")
     run_id = checkpoints.read(path)["run_id"]
-    assert capfd.readouterr().err == (f"{path} was trained by another train_gpt.py, which the log {run_id}.txt holds; "
-                                      "what this one computes with it may be wrong\n")
+    assert capfd.readouterr().err == (f"{path} was trained by another train_gpt.py; what this one computes with it may "
+                                      f"be wrong. `python -m records code LOGS/{run_id}.txt FOLDER` writes the other one\n")
     monkeypatch.setattr(checkpoints, "read", lambda path, read=checkpoints.read: read(path) | {"code_sha256": None})
     t.load_checkpoint(path, "cpu")  # an older file has no sum
     assert capfd.readouterr().err == ""

@@ -181,7 +181,7 @@ HAPPENS = [
     Happens("a shard is gone", "before 3", lambda place, *_: (place / FIRST).unlink(), f"{FIRST} cannot be read .No such file.*; "
             f"{REMEDY}.*", 2, LONG, 10),
     Happens("the disk of the log is full", "before 3", fill_the_disk("logs/"), r"cannot write to logs/\S+ .No space left on device.; "
-            "the run goes on without a log", 0, kept=4, last="step 2: products"),
+            "the run goes on without a log", 0, kept=4, last="step:2/4 val_loss"),
     Happens("the disk of the checkpoint is full", "before 3", fill_the_disk("^old"), "old.pt cannot be written .*No space left on "
             "device.*; the run goes on", 0, kept=2, last="end"),
 ]

@@ -27,8 +27,8 @@ GRADIENT_SCALE = 2.0**-12
 
 # The head has those of record 55, but a wider one for weights: inputs up to 100, weights up to 6.4
 # and gradients of its logits up to 0.75 become numbers up to 448, where e4m3 ends. (The gradients
-# are in e5m2, which goes on.) A number keeps its precision under a larger scale: those of a format
-# are as close to each other, in relation to their size, near its end as far below.
+# are in e5m2, which goes on.) A larger scale costs no precision: the distance of two neighbours of
+# a format is about the same part of their size everywhere.
 HEAD_INPUT_SCALE = 100 / 448
 HEAD_WEIGHT_SCALE = 6.4 / 448
 HEAD_GRADIENT_SCALE = 0.75 / 448

@@ -156,6 +156,8 @@ class Precision:
             of_layer = [self.products_of(layer, name) for name in LayerProducts._fields]
             self.layers.append(LayerProducts(*of_layer))
         self.head = self.products_of(c.num_layers, "lm_head")
+        self.is_plain = all(  # whether training multiplies as validation does
+            products is PLAIN for of_layer in [*self.layers, [self.head]] for products in of_layer)
         self.validates_as_in_training = False
 
     def products_of(self, layer: int, projection: str) -> Products:
