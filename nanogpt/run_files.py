@@ -145,5 +145,6 @@ def check_tokens(c, packing: shards.Packing, plan: shards.Plan, paths: list[Path
     ends = "" if c.cut_documents else ", but for the ends of long documents,"
     require(steps == len(plan),
             f"{len(plan)} steps need {packing.seq_len * sum(plan):,} tokens; the {have:,} in "
-            f"{c.data_dir}{ends} last for about {possible} steps; get more text, let the run fit "
-            "it (--fit), lower --num_steps or --minutes, or raise --epochs")
+            f"{c.data_dir}{ends} last for about {possible} steps; get more text, "
+            f"{'' if c.fit else 'let the run fit it (--fit), '}"
+            "lower --num_steps or --minutes, or raise --epochs")

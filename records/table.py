@@ -10,7 +10,8 @@ HEAD = ("| # | record | time (s) | loss | n | target | machine | data |",
         "|--:|---|--:|---|--:|--:|---|---|")
 RULE = (f"A rank needs a mean loss that is below the target at p < {ALPHA} (one-sided t test over "
         "the runs). Records are ranked against others of the same machine, data, validation tokens "
-        "and target, so one without rivals is the first.")
+        "and target, so one without rivals is the first. The target is that of the runs' "
+        "--target_loss, or of their preset.")
 
 
 def track(record: dict) -> tuple:
