@@ -191,8 +191,8 @@ class Config(RunConfig):
         "the sum of two gradients; that of a last odd step is dropped")
     average_frac: float = key(
         0.0, "time constant of a moving average of all weights but those of tables, as a part of "
-        "the steps; the last validation has the average, and so have the kept weights if it is the "
-        "best one. 0: none")
+        "the steps; the last validation has the weights in the middle between it and the last ones, "
+        "and so have the kept weights if it is the best one. 0: none")
     table_lr: float = key(0.6, "Adam's learning rate for value and n-gram embeddings")
     scalar_lr: float = key(0.04, "Adam's learning rate for the scalars and `length_vectors`")
     longest_ngram: int = key(
@@ -1554,11 +1554,12 @@ class Optimizer:
 
     @torch.no_grad()
     def use_averages(self) -> None:
-        """Makes the averages the weights of the model, after the last step. A collective."""
+        """After the last step: moves the weights of the model half of the way to their averages. An
+        average over too many steps then does little harm (records/long_runs.md). A collective."""
         transfers = []
         for name, average in self.averages.items():
-            self.masters[name].copy_(average)
-            self.parts[name].copy_(average)
+            self.masters[name].lerp_(average, 0.5)
+            self.parts[name].copy_(self.masters[name])
             transfers.append(self.hand_out(name))
         for transfer in transfers:
             transfer.wait()
