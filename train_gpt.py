@@ -191,7 +191,7 @@ class Config(RunConfig):
         "the sum of two gradients; that of a last odd step is dropped")
     average_frac: float = key(
         0.0, "time constant of a moving average of all weights but those of tables, as a part of "
-        "the steps; the last validation has the weights in the middle between it and the last ones, "
+        "the steps; the last validation has the weights half-way between it and the last ones, "
         "and so have the kept weights if it is the best one. 0: none")
     table_lr: float = key(0.6, "Adam's learning rate for value and n-gram embeddings")
     scalar_lr: float = key(0.04, "Adam's learning rate for the scalars and `length_vectors`")
