@@ -109,16 +109,17 @@ def jobs(documents):
     yield job
 
 
-def choose_tokens(wanted, say):
+def choose_tokens(wanted, notes):
     """"gpt2" or "bytes", for a `wanted` that may also be "auto": bytes where no GPU is, or where
-    the vocabulary cannot be had. Raises PrepareError if only "gpt2" is wanted and cannot be had."""
+    the vocabulary cannot be had. Adds the reason to the notes. Raises PrepareError if only "gpt2"
+    is wanted and cannot be had."""
     if wanted == "bytes":
         return "bytes"
     if wanted == "auto":
         import torch
         if not torch.cuda.is_available():
-            say("prepare.py: every byte becomes a token, as there is no GPU here, and GPT-2's "
-                "tokens need a model that a CPU trains slowly; --tokens=gpt2 makes these.")
+            notes.append("every byte becomes a token, as there is no GPU here, and GPT-2's tokens "
+                         "need a model that a CPU trains slowly; --tokens=gpt2 makes these")
             return "bytes"
     try:
         gpt2.load()
@@ -126,7 +127,7 @@ def choose_tokens(wanted, say):
         if wanted == "gpt2":
             raise PrepareError(f"{error}, or give --tokens=bytes (for the presets laptop and char)"
                                ) from None
-        say(f"prepare.py: every byte becomes a token, as {error}, and then --tokens=gpt2.")
+        notes.append(f"every byte becomes a token, as {error}, and then --tokens=gpt2")
         return "bytes"
     return "gpt2"
 
@@ -247,7 +248,7 @@ def make_corpus(args, say):
     if record:
         return folder, record, False
 
-    tokens = choose_tokens(args.tokens, say)
+    tokens = choose_tokens(args.tokens, notes)
     made = folder.with_name(f".incomplete-{folder.name}-{secrets.token_hex(4)}")
     made.mkdir(parents=True)
     try:
