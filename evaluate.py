@@ -325,7 +325,8 @@ def report(models: list[Model], measured: list) -> dict:
                         differences.append(dict(measure=name, model=index, against=0, **found))
     about = [dict(path=model.path, steps=model.gpt.trained_steps, preset=model.gpt.config.preset,
                   tokens=model.kind) for model in models]
-    return dict(models=about, results=results, differences=differences)
+    other_code = len(models) > 1 and any(model.gpt.of_other_code for model in models)
+    return dict(models=about, results=results, differences=differences, other_code=other_code)
 
 
 def difference(a: PerUnit, b: PerUnit) -> dict:
@@ -377,7 +378,9 @@ def show(content: dict) -> None:
     if units:
         print("Behind ± stands one standard error over the documents or items.")
     if units and min(units) < 30:
-        print("Of fewer than 30 it comes out too small, and so does the interval.")
+        print("With fewer than 30 of them it is too small, and so is the interval.")
+    if content["other_code"]:
+        print("Differences are left out, as not all models are of this code.")
     if any(result["units"] == 1 for result in content["results"]):
         print("One document tells nothing about chance, so it has no ± and no interval. "
               "--text=FILE with --split_blank=1 or --split=MARKER cuts a text into several.")

@@ -172,7 +172,8 @@ class Config(RunConfig):
         0.7, "last part of the steps, in which learning rates fall to lr_floor times those below",
         least=0.001, most=1)
     lr_floor: float = key(
-        0.15, "that factor, at the last step; more in `speedrun`, which averages the last weights",
+        0.15, "factor of the learning rates at the last step; more in `speedrun`, which averages "
+        "its last weights",
         most=1)
     # optimizers
     muon_lr: float = key(
@@ -1313,8 +1314,8 @@ def muon_update(master: Tensor, part: Tensor, gradient: Tensor, state: MuonState
     `part`. Neurons whose updates were large over time get smaller ones; then the update of each
     matrix gets its old norm again (NorMuon, Li et al. 2025; record 41). Every column counts as a
     neuron: in the MLPs' matrices (D, F) that is a hidden unit. In qkvo the units of a head are
-    rows, but there it was found to make no difference. lr_factors
-    (n, 1, 1) multiply the learning rate of each matrix; the rates are (5,)."""
+    rows, but taking these made no difference. lr_factors (n, 1, 1) multiply the learning rate of
+    each matrix; the rates are (5,)."""
     lr, decay, momentum, beta2, _ = rates
     # 1. Nesterov momentum, orthogonalized.
     gradient = gradient.to(master.dtype)
@@ -1903,8 +1904,8 @@ class Run:
         self.step += 1
 
     def read_messages(self) -> None:
-        """Reads the messages of the first `self.step` steps, and waits for them. Later ones that
-        have arrived wait, too, because they may not have come to all ranks yet. Raises BadInput if
+        """Reads the messages of the first `self.step` steps, and waits for them. Later ones stay in
+        `unread`, because they may not have come to all ranks yet. Raises BadInput if
         a loss is not finite. A collective."""
         self.unread += self.log.arrived(wait_for=self.step)
         while self.unread and self.unread[0].step <= self.step:

@@ -307,7 +307,7 @@ def parse_args(argv):
     if args.split is not None and (not args.split or "\n" in args.split):
         fail("--split must be a marker within a line, such as '<|endoftext|>'")
     if args.python_docs == bool(args.inputs):
-        fail("name at least one INPUT or pass --python-docs, not both")
+        fail("name a file or folder of text, or give --python-docs alone")
     if args.python_docs:
         args.out = args.out or DATA / "pydocs"
         args.tokens = "bytes"  # it is the text of the preset laptop

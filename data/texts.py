@@ -31,6 +31,7 @@ EXPORT = 'export its text column as JSON lines, a line like {"text": "..."} for 
 UNPACK = "unpack it first, and name what was in it"
 SAVE = "save its text as a .txt file first, in UTF-8"
 OTHER = "name a file of text"
+TABLES = (".csv", ".tsv")  # what such a file is cannot be seen in its first line
 FORMATS = [  # how a file begins, what it then is, and what to do instead
     (b"PAR1", "Parquet", EXPORT),
     (b"ARROW1", "Arrow", EXPORT),
@@ -100,6 +101,8 @@ def find_sources(inputs, key="text"):
     for item in inputs:
         if os.path.isdir(item):
             found += search(Path(item), key, notes)
+        elif os.path.isfile(item) and Path(item).suffix.lower() in TABLES:
+            raise PrepareError(f"{item}: a table, not text; {EXPORT}")
         elif os.path.isfile(item):
             found.append(Path(item))
         else:

@@ -179,7 +179,9 @@ def given(config_class, argv: list[str], presets: dict[str, dict],
     values = vars(values)
     if unknown:
         raise BadInput(nearest_key(unknown[0], list(actions)))
-    if values.pop("help", False):
+    shows_help = values.pop("help", False)
+    check_bounds(config_class(**values))
+    if shows_help:
         preset = values.get("preset") or default_preset(values.get("device"))
         shown = configure(config_class, presets, preset, {})
         for field in dataclasses.fields(config_class):

@@ -36,7 +36,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from data.texts import harmless
 from nanogpt import arguments, faults, process
 from nanogpt.ranks import (
     BadInput,
@@ -343,8 +342,8 @@ class Saved:
 def how_it_began(asked: str, log_dir: str, saved: Saved | None) -> list[str]:
     """A note for the log of a run under --resume=ASKED."""
     if saved:
-        return [f"resumed at step {saved.step} of run {harmless(saved.facts['runs'][-1])}; "
-                f"processes that saved it: {len(saved.parts)}"]
+        return [f"resumed at step {saved.step} from {saved.save}, saved by "
+                f"{len(saved.parts)} process{'es' * (len(saved.parts) > 1)}"]
     return [f"no save under {log_dir}; this run begins at step 0"] if asked else []
 
 

@@ -34,24 +34,22 @@ def check_run_files(c, packing: shards.Packing, plan: shards.Plan, files: list[d
     """`files` are the project's source files that this rank runs. Raises BadInput on all ranks if
     something is wrong on one of them, or if they do not have the same source files and shards. A
     collective."""
-    train_paths, val_tokens, fingerprints = on_all_ranks(
+    train_paths, val_tokens, fingerprints, saved = on_all_ranks(
         check_data, c, packing, plan, errors=(BadInput, shards.ShardError))
     facts = {f"code {file['path']}": file["sha256"] for file in files}
     for shard in fingerprints:
         facts[f"{shard['split']} shard {shard['name']}"] = shard["sha256"]
     compare(facts)
-    saved = None
-    if c.resume not in ("", NEWEST):
-        saved = on_all_ranks(Saved, Path(c.resume), fingerprints, c.data_dir)
     weights = on_all_ranks(try_places, c, saved)
     return RunFiles(train_paths, val_tokens, fingerprints, saved, weights)
 
 
 def check_data(c, packing: shards.Packing,
-               plan: shards.Plan) -> tuple[list[Path], Tensor, list[dict]]:
-    """Training shards, validation tokens, and the fingerprints of all shards. Raises ShardError if
-    a shard is missing or damaged, or of another kind of tokens than the model's, and BadInput if
-    they do not suffice, or if so many processes cannot share the plan's batches."""
+               plan: shards.Plan) -> tuple[list[Path], Tensor, list[dict], Saved | None]:
+    """Training shards, validation tokens, the fingerprints of all shards, and the save that the run
+    goes on from. Raises ShardError if a shard is missing or damaged, or of another kind of tokens
+    than the model's, and BadInput if they do not suffice, if the save is of others, or if so many
+    processes cannot share the plan's batches."""
     _, world_size = rank_and_world_size()
     for count in dict.fromkeys(plan):
         divisors = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
@@ -66,11 +64,14 @@ def check_data(c, packing: shards.Packing,
                        "--val_files")
     fingerprints = [shards.fingerprint(path, "train") for path in train_paths]
     fingerprints += [shards.fingerprint(path, "val") for path in val_paths]
+    saved = None
+    if c.resume not in ("", NEWEST):
+        saved = Saved(Path(c.resume), fingerprints, c.data_dir)
     val_tokens = shards.validation_tokens(val_paths, c.vocab_size, c.val_tokens)
     if chooses_steps(c):  # they are checked when they are chosen; now a step of each stage
         plan = [*dict.fromkeys(plan)]
     check_tokens(c, packing, plan, train_paths)
-    return train_paths, torch.from_numpy(val_tokens.view("int16")), fingerprints
+    return train_paths, torch.from_numpy(val_tokens.view("int16")), fingerprints, saved
 
 
 def shards_of(c, split: str) -> list[Path]:

@@ -47,7 +47,7 @@ def verdict(what: str, unit: str, a: list[float], b: list[float], digits: int) -
     text = (f"{head} (95 % from {test.low:+.{digits}f} to {test.high:+.{digits}f}, Welch's "
             f"p = {test.p:.2g})")
     if test.p >= ALPHA:
-        return f"{text}: may be chance (p >= {ALPHA}); more seeds would tell"
+        return f"{text}: not significant at {ALPHA}; more seeds would tell"
     return f"{text}: B is {'lower' if difference < 0 else 'higher'}"
 
 

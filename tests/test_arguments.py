@@ -34,7 +34,7 @@ def test_given_values_lie_over_the_preset_and_that_over_the_defaults():
 
 
 @pytest.mark.parametrize("words, value", [
-    (["--num_steps=1_000"], 1000), (["--num_steps", "-3"], -3), (["--muon_lr=5e-2"], 0.05),
+    (["--num_steps=1_000"], 1000), (["--num_steps", "3"], 3), (["--muon_lr=5e-2"], 0.05),
     (["--num_steps=1", "--num_steps=2"], 2), (["--data_dir="], ""), (["--data_dir=a=b"], "a=b"),
     (["--data_dir", "two words"], "two words"), (["--shuffle"], True), (["--shuffle", "FALSE"], False),
     (["--resume"], "newest"), (["--resume=x"], "x")], ids=str)

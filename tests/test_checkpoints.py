@@ -99,7 +99,7 @@ def test_a_resumed_run_is_to_the_bit_the_run_that_was_not_stopped(changes, stop_
     assert run(["--resume", f"--log_dir={parts}"]) == 0
     assert steps(parts) == steps(whole) and same(weights(whole), weights(parts))
     log = read_log(last_log(parts))
-    assert log.resumed and any(note.startswith(f"resumed at step {stop_after} of run {first.run['run_id']};")
+    assert log.resumed and any(note.startswith(f"resumed at step {stop_after} from {parts}/{first.run['run_id']}.saved/")
                                for note in log.values("note"))
     with pytest.raises(Refused, match="resumed"):
         refuse_unfit_for_record(log)

@@ -231,6 +231,7 @@ def test_markers_between_documents_that_are_read_as_text_are_said_each_time(
 WIDE = "The cat, naïve as ever.\r\nAnd 東京.\n" * 99
 ZEROS = bytes(range(256)) * 20
 BAD = [  # name, content, what the sentence says
+    ("a.csv", b"id,text\n1,hello\n", "a table, not text; export its text column as JSON lines"),
     ("a.parquet", b"PAR1" + ZEROS, "Parquet, not text; export its text column as JSON lines"),
     ("a.txt", b"PAR1" + ZEROS, "Parquet, not text; export its text column as JSON lines"),
     ("a.npy", b"\x93NUMPY" + ZEROS, "an array of numpy"),
@@ -343,8 +344,8 @@ def test_without_a_gpu_bytes_are_made_unless_gpt2s_tokens_are_asked_for(tmp_path
 @pytest.mark.parametrize("args, part", [
     (["one.txt"], "too few"),
     (["one.txt", "--split="], "--split"),
-    (["one.txt", "--python-docs"], "not both"),
-    ([], "INPUT"),
+    (["one.txt", "--python-docs"], "python-docs alone"),
+    ([], "name a file or folder"),
 ])
 def test_errors_on_the_command_line_are_one_sentence_with_status_2(tmp_path, args, part):
     (tmp_path / "one.txt").write_text("only one document here\n" * 3)

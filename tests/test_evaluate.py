@@ -258,7 +258,7 @@ def test_one_document_has_no_error_and_no_interval_and_a_sentence_says_why(tmp_p
     assert status == 0 and "1 document of" in out and "±" not in out.replace("no ±", "") and "minus" not in out
     assert out.endswith("--split_blank=1 or --split=MARKER cuts a text into several.\n")
     out = run(capsys, checkpoint[0], another, f"--text={text}", "--split_blank=1")[1]
-    assert "2 documents of" in out and out.endswith("and so does the interval.\n")
+    assert "2 documents of" in out and out.endswith("and so is the interval.\n")
 
 
 def test_the_program_runs_as_a_script(checkpoint, tmp_path):

@@ -134,7 +134,7 @@ def test_the_ranks_share_each_batch_and_each_splits_its_part(folder, monkeypatch
 def test_the_check_before_compiling_agrees_exactly_with_what_the_loader_yields(folder, batch_tokens, seq_len, epochs):
     changes = dict(batch_tokens=batch_tokens, seq_len=seq_len, epochs=epochs)
     have = len(drain(config(folder, **changes)))
-    train_paths, val_tokens, _ = check_data(config(folder, num_steps=have, **changes))
+    train_paths, val_tokens, *_ = check_data(config(folder, num_steps=have, **changes))
     assert [path.name for path in train_paths] == [f"fineweb_train_{i:06}.bin" for i in range(4)]
     assert val_tokens.tolist() == [383 if token == SEPARATOR else token for token in documents(600, 9)][:513]
     with pytest.raises((BadInput, shards.ShardError)) as error:

@@ -179,7 +179,7 @@ def test_compare_says_what_differs_and_whether_it_may_be_chance(tmp_path, capsys
     out = capsys.readouterr().out
     p = scipy.stats.ttest_ind(values["b"], values["a"], equal_var=False).pvalue
     assert f"loss: B - A = -0.1000 (95 % from -0.1227 to -0.0773, Welch's p = {p:.2g}): B is lower" in out
-    assert "time: B - A = +0.000 s" in out and "may be chance" in out
+    assert "time: B - A = +0.000 s" in out and "not significant" in out
     assert "left out:" in out and "-print('a')" in out and "+print('b')" in out
 
 
