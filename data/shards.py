@@ -104,18 +104,25 @@ def foreign(path: Path, header: bytes) -> tuple[str, str]:
     # What is left are numbers. Of tokens with 32 bits each, the upper halves are zero or small.
     if is_array:
         what = "is an array of numpy, not a shard"
-        read = f"numpy.load({str(path)!r}).ravel()"
+        read = "numpy.load({!r}).ravel()"
     else:
         halves = np.frombuffer(header[: len(header) // 4 * 4], dtype="<u2")
         dtype = "<u4" if halves[1::2].max(initial=0) < 8 else "<u2"
         what = (f"holds numbers of {dtype[2]} bytes without a header, as nanoGPT's train.bin does, "
                 "not a shard")
-        read = f"numpy.fromfile({str(path)!r}, {dtype!r})"
-    shard = path.with_name(f"own_{'val' if 'val' in path.name else 'train'}_{path.stem}.bin")
+        read = "numpy.fromfile({!r}, " + f"{dtype!r})"
+    split = "val" if "val" in path.name else "train"
+    work = ""
+    for other in ("train", "val"):  # a file of the other split lies beside it, as nanoGPT's val.bin
+        source = path.with_name(path.name.replace(split, other))
+        if other == split or (other in source.name and source.exists()):
+            shard = str(source.with_name(f"own_{other}_{source.stem}.bin"))
+            tokens = read.format(str(source))
+            work += f"; write_shard({shard!r}, [numpy.r_[{SEPARATOR}, {tokens}]])"
     return what, (
-        "if they are GPT-2's tokens, this makes a shard of them, in the folder of train_gpt.py: "
-        "python -c \"import numpy; from data.shards import write_shard; "
-        f"write_shard({str(shard)!r}, [numpy.r_[{SEPARATOR}, {read}]])\"; if not, {FROM_TEXT}")
+        "if they are GPT-2's tokens, this makes shards of them, in the folder of train_gpt.py: "
+        f"python -c \"import numpy; from data.shards import write_shard{work}\"; if not, "
+        f"{FROM_TEXT}")
 
 
 def count_tokens(path: Path) -> int:

@@ -169,9 +169,11 @@ def test_other_formats_are_named_and_what_the_sentence_advises_works(tmp_path, n
         np.save(path, content)
     else:
         path.write_bytes(bytes(content))
+    if name == "train.bin":  # nanoGPT's other split
+        (tmp_path / "val.bin").write_bytes(bytes(content[:1000]))
 
-    def find():
-        (found,) = shards.find_shards(tmp_path, "train", "*_train_*.bin", "REMEDY")
+    def find(split="train"):
+        (found,) = shards.find_shards(tmp_path, split, f"*_{split}_*.bin", "REMEDY")
         return shards.read_shard(found, 50304)
 
     with pytest.raises(shards.ShardError) as error:
@@ -182,6 +184,8 @@ def test_other_formats_are_named_and_what_the_sentence_advises_works(tmp_path, n
         (code,) = re.findall('python -c "(.*?)"', sentence)
         subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
         assert find().tokens.tolist() == [SEPARATOR, *content.tolist()]
+        if name == "train.bin":
+            assert find("val").tokens.tolist() == [SEPARATOR, *content[:1000].tolist()]
 
 
 def test_a_shard_of_another_name_is_named_with_the_key_that_takes_it(tmp_path):
