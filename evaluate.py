@@ -305,6 +305,7 @@ def report(models: list[Model], measured: list) -> dict:
     """The results for --json. Raises BadInput if one is not finite."""
     results = []
     differences = []
+    other_code = len(models) > 1 and any(model.gpt.of_other_code for model in models)
     for data, of_models in measured:
         for index, measures in enumerate(of_models):
             for name, per_unit in measures.items():
@@ -318,14 +319,12 @@ def report(models: list[Model], measured: list) -> dict:
                 # Losses of tokens of two kinds say nothing about each other, nor do those of models
                 # that this code may compute otherwise than the code that trained them.
                 same_kind = name != "loss" or models[index].kind == models[0].kind
-                same_code = not any(model.gpt.of_other_code for model in models)
-                if index > 0 and same_kind and same_code:
+                if index > 0 and same_kind and not other_code:
                     found = difference(of_models[0][name], per_unit)
                     if found:
                         differences.append(dict(measure=name, model=index, against=0, **found))
     about = [dict(path=model.path, steps=model.gpt.trained_steps, preset=model.gpt.config.preset,
                   tokens=model.kind) for model in models]
-    other_code = len(models) > 1 and any(model.gpt.of_other_code for model in models)
     return dict(models=about, results=results, differences=differences, other_code=other_code)
 
 

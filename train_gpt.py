@@ -1232,10 +1232,10 @@ class FP8HeadLoss(torch.autograd.Function):
 #                          up                      has looked up
 #
 # Gradients of banks are added over micro-batches, and sent, in the dtype of the bank; those of rows
-# are added in float32, and sent in that dtype. Transfers run in the background, while the
-# next parameter is being worked on. The tables are worked on in a CUDA stream beside that of the
-# matrices (nanogpt/tables.py). The head can wait for the gradient of a second step: twice the batch
-# is better for it, and it is sent half as often.
+# are added in float32, and sent in the dtype of the bank. Transfers run in the background, while
+# the next parameter is being worked on. The tables are worked on in a CUDA stream beside that of
+# the matrices (nanogpt/tables.py). The head can wait for the gradient of a second step: twice the
+# batch is better for it, and it is sent half as often.
 #
 # Losses and gradients are sums over tokens, not means. So the result does not depend on how many
 # GPUs or micro-batches share a batch. What differs is rounding, the draw of candidates (section 5),
@@ -1881,7 +1881,7 @@ class Run:
         self.clock.stop()
         if not self.ended_by:
             if self.optimizer.averages:
-                loss = validate(self.model, self.run_files.val_tokens, self.step)
+                loss = self.validation_loss()
                 self.log.fact("note", f"validation loss without averages: {loss:.4f}")
                 self.optimizer.use_averages()
             self.validate()
@@ -1905,8 +1905,8 @@ class Run:
 
     def read_messages(self) -> None:
         """Reads the messages of the first `self.step` steps, and waits for them. Later ones stay in
-        `unread`, because they may not have come to all ranks yet. Raises BadInput if
-        a loss is not finite. A collective."""
+        `unread`, because they may not have come to all ranks yet. Raises BadInput if a loss is not
+        finite. A collective."""
         self.unread += self.log.arrived(wait_for=self.step)
         while self.unread and self.unread[0].step <= self.step:
             message = self.unread.pop(0)
@@ -1937,11 +1937,15 @@ class Run:
         if stop:
             self.ended_by = STOP.signal or "SIGTERM"  # another rank's
 
+    def validation_loss(self) -> float:
+        """The loss of the model as it is. A collective."""
+        self.optimizer.recipe.before_validation()
+        return validate(self.model, self.run_files.val_tokens, self.step)
+
     def validate(self) -> None:
         """Validates, and writes the loss to the log. A collective."""
         self.read_messages()
-        self.optimizer.recipe.before_validation()
-        loss = validate(self.model, self.run_files.val_tokens, self.step)
+        loss = self.validation_loss()
         self.log.step(self.step, self.clock.total, "val_loss", loss)
         if not math.isfinite(loss):
             self.refuse_loss("validation", loss, self.step)
@@ -1984,9 +1988,9 @@ def train(c: Config, at_end: ExitStack) -> int:
         run_files.fingerprints)
     names = {name for of_layer in recipe_names for name in of_layer.values()}
     if ACTIVATION is not relu_squared and "fp8-static" in names:
-        notes = [*notes, "with this ACTIVATION the MLP is not in FP8 with constant scales, whose "
-                 "kernel computes relu_squared"]
-    notes = [*notes, *fitting.read_too_often(c)]
+        notes.append("with this ACTIVATION the MLP is not in FP8 with constant scales, whose "
+                     "kernel computes relu_squared")
+    notes += fitting.read_too_often(c)
     notes += checkpoints.how_it_began(c.resume, c.log_dir, run_files.saved)
     for text in notes:
         log.say(text)

@@ -37,6 +37,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nanogpt import arguments, faults, process
+from nanogpt.arguments import NEWEST
 from nanogpt.ranks import (
     BadInput,
     SharedFault,
@@ -50,7 +51,6 @@ from records.journal import sha256
 
 REMEDY = "name an older save with --resume=FOLDER, or leave --resume out to begin anew"
 KEPT = 2  # saves of a run that stay on disk
-NEWEST = arguments.NEWEST
 
 # --------------------------------------------------------------------------------------------------
 # Files of tensors

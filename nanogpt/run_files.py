@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from data import shards
-from nanogpt.checkpoints import NEWEST, Saved, unused_path
+from nanogpt.arguments import NEWEST
+from nanogpt.checkpoints import Saved, unused_path
 from nanogpt.ranks import BadInput, compare, is_rank_0, on_all_ranks, rank_and_world_size, require
 from records.console import to_type
 
