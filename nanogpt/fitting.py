@@ -202,11 +202,11 @@ def read_too_often(c) -> list[str]:
             "learns it by heart"]
 
 
-def option_for_longer(c, seconds: float, part_read: float) -> str:
-    """The option that makes a fitted run longer, or empty. Its steps have taken so many seconds,
-    and have read this part of c.epochs readings of the text."""
+def option_for_longer(c, part_read: float) -> str:
+    """The option that makes a fitted run longer, or empty. The run has read this part of c.epochs
+    readings of the text."""
     if not (c.fit and c.minutes):
         return ""
-    if part_read > 0.8 and why_shorter(c, seconds):
+    if part_read > 0.8 and c.epochs >= MOST_EPOCHS.get(c.preset, 1):
         return f"--epochs={2 * c.epochs}"
     return f"--minutes={5 * c.minutes:g}"

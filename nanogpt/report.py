@@ -63,8 +63,7 @@ def end(run, script, startup_s: float) -> int:
     longer = ""
     if rise(log.steps) <= CLEAR_RISE:  # else it would learn its text by heart
         text = sum(shard["tokens"] for shard in keeper.facts.data if shard["split"] == "train")
-        longer = fitting.option_for_longer(
-            c, run.clock.total / max(run.step, 1), script.total_tokens(c) / (c.epochs * text))
+        longer = fitting.option_for_longer(c, script.total_tokens(c) / (c.epochs * text))
     log.console.next(next_commands(path, c.data_dir, longer))
     return 0
 

@@ -170,11 +170,11 @@ def test_the_steps_are_at_most_those_that_the_loader_has_and_nearly_all_of_them(
 
 
 @pytest.mark.parametrize("seconds, part_read, option", [
-    (0.001, 1.0, "--epochs=12"), (0.001, 0.3, "--minutes=5"), (10.0, 0.3, "--minutes=5")])
+    (0.001, 1.0, "--epochs=12"), (0.001, 0.3, "--minutes=5"), (10.0, 0.9, "--minutes=5")])
 def test_the_next_command_makes_the_run_longer(text, tmp_path, seconds, part_read, option):
     c = t.parse_config([text, "--minutes=1"])
     c = fitting.fit_to_minutes(c, t.SCHEDULES[c.schedule], list(tmp_path.glob("*_train_*")), seconds)
-    assert fitting.option_for_longer(c, seconds, part_read) == option
+    assert fitting.option_for_longer(c, part_read) == option
 
 
 @pytest.mark.parametrize("keys, sentence", [
