@@ -101,7 +101,7 @@ from nanogpt.ranks import (
 )
 from nanogpt.run_files import RunFiles, check_run_files, check_tokens, chooses_steps
 from nanogpt.streams import Mark, SideStream, to_device
-from nanogpt.tables import Table, Tables, own_columns
+from nanogpt.tables import RowState, Table, Tables
 from records import journal
 from records.console import Console
 
@@ -194,7 +194,7 @@ class Config(RunConfig):
         0.0, "time constant of a moving average of all weights but those of tables, as a part of "
         "the steps; the last validation has the weights half-way between it and the last ones, "
         "and so have the kept weights if it is the best one. 0: none")
-    table_lr: float = key(0.6, "Adam's learning rate for value and n-gram embeddings")
+    table_lr: float = key(0.6, "learning rate for value and n-gram embeddings")
     scalar_lr: float = key(0.04, "Adam's learning rate for the scalars and `length_vectors`")
     longest_ngram: int = key(
         3, "for each n from 2 to this, the last n tokens look up a row of a table of n-grams; also "
@@ -524,14 +524,15 @@ LOOKED_UP_AT = {"value_embeds": "tokens", "ngrams": "ngrams", "lm_head": "tokens
 class Param(NamedTuple):
     """A parameter of the model, called a bank. What all layers have lies together in one bank."""
     shape: tuple[int, ...]  # Muon takes it as a stack of matrices
-    optimizer: str  # "muon", "adam", or "rows": Adam for the rows of a table (nanogpt/tables.py)
+    optimizer: str  # "muon", "adam", or "rows" of a table (nanogpt/tables.py)
     lr: float  # times the factor of the schedule, and of lr_factors
     init: Callable[[Tensor], None]  # fills a float32 tensor in place
     # Weight decay: an update that shrinks a weight also takes lr * decay of it away. The factor of
     # the schedule multiplies lr and decay, so that decay fades faster than the learning rate
     # (record 43).
     decay: float = 0.0
-    betas: tuple[float, float] = (0.9, 0.99)  # of the gradient's mean and of the mean square
+    betas: tuple[float, float] = (0.9, 0.99)  # of the gradient's mean and of the mean square; rows
+    # of tables have no mean
     # Which share of it a rank updates; of a table, each rank has some of the columns instead:
     #   "slice"  an equal part of the first dimension
     #   "all"    all of it, as the others do; for small ones, which the model has in float32, too
@@ -598,7 +599,7 @@ def parameter_table(c: Config) -> dict[str, Param]:
     scalar = dict(optimizer="adam", lr=c.scalar_lr, share="all")
     late = dict(optimizer="adam", lr=0.25 * c.head_lr, share="all")
     table = dict(
-        optimizer="rows", lr=c.table_lr, betas=(0.75, 0.95), decay=0.025 * c.table_lr)
+        optimizer="rows", lr=c.table_lr, betas=(0, 0.95), decay=0.07 * c.table_lr)
     has = dict(  # parameters of what can be switched off
         value_embeds=c.value_embeds, ngrams=c.ngram_rows, scalars=c.scalars,
         length_vectors=matches, late_in=c.late_mix, late_out=c.late_mix, late_bias=c.late_mix,
@@ -932,6 +933,8 @@ class GPT(nn.Module):
             # weights.gates.to(x.dtype). Only `scalars` need not be: a single number leaves the
             # dtype of what it multiplies.
             bank_dtype = wide if param.share == "all" else dtype
+            if param.optimizer == "rows":
+                bank_dtype = range_of_float32(dtype)  # nothing else holds these weights
             bank = torch.zeros(rows, *param.shape[1:], dtype=bank_dtype, device=device)
             self.register_parameter(name, nn.Parameter(bank))
 
@@ -949,7 +952,7 @@ class GPT(nn.Module):
         """The rows of the embedding (T, D), and of the tables: value_embeds (T, L * H d) and ngrams
         (G T, W)."""
         rows = reading.rows()
-        return {name: F.embedding(rows[index], getattr(self, name))
+        return {name: F.embedding(rows[index], getattr(self, name)).to(self.lm_head.dtype)
                 for name, index in LOOKED_UP_AT.items() if name in self.params}
 
     def value_embeds_of(self, looked_up: dict[str, Tensor]) -> list[Tensor | None]:
@@ -1097,18 +1100,20 @@ class GPT(nn.Module):
 def initialize(model: GPT, seed: int) -> dict[str, Tensor]:
     """Draws the weights from `seed`, and fills the model with those of rank 0. Sets the counts of
     targets and the recall table to 0, and seeds this rank's other random numbers. Returns the
-    weights in float32. A collective."""
+    weights in float32, but for those of tables. A collective."""
     # 1. The weights.
     torch.manual_seed(seed)
     full = {}
     for name, param in model.params.items():
-        bank = getattr(model, name)
-        w = torch.zeros_like(bank, dtype=torch.promote_types(torch.float32, bank.dtype))
+        bank = getattr(model, name).data
+        w = bank
+        if param.optimizer != "rows":
+            full[name] = w = torch.zeros_like(
+                bank, dtype=torch.promote_types(torch.float32, bank.dtype))
         param.init(w[: param.shape[0]])
         if dist.is_initialized():
             dist.broadcast(w, 0)  # another kind of GPU would draw other numbers from this seed
         bank.copy_(w)
-        full[name] = w
 
     # 2. What else a run begins with.
     rank, _ = rank_and_world_size()
@@ -1218,9 +1223,9 @@ class FP8HeadLoss(torch.autograd.Function):
 #
 # Every rank computes with a copy of all large weights in the model's dtype. Their float32
 # originals ("masters") and the state of their optimizers exist only once, shared out over the
-# ranks. Of the small ones every rank has all in float32. A step has three phases: every gradient is
-# summed over the ranks, each rank updates its share, and hands the new weights out to all.
-# `Param.share` says how:
+# ranks. Of the small ones every rank has all in float32, and tables have no originals. A step has
+# three phases: every gradient is summed over the ranks, each rank updates its share, and hands the
+# new weights out to all. `Param.share` says how:
 #
 #   share    of which      summed by               a rank updates         handed out by
 #   "slice"  matrices,     reduce-scatter          its slice of the       all-gather
@@ -1289,7 +1294,7 @@ def cautious_update(master: Tensor, part: Tensor, update: Tensor, lr, decay) -> 
 # sums over the tokens of a batch, not means. To Muon and Adam, which divide by the size of the
 # gradient, that makes no difference, but to plain SGD it does. On a GPU the update runs as a CUDA
 # graph: what changes from step to step must come in a tensor, as the rates do. The rows of tables
-# have a kernel instead, `adam_rows` in nanogpt/tables.py.
+# have a kernel instead, `update_rows` in nanogpt/tables.py.
 
 
 class Rates(NamedTuple):
@@ -1342,9 +1347,8 @@ class AdamState(NamedTuple):
 def adam_update(master: Tensor, part: Tensor, gradient: Tensor, state: AdamState,
                 rates: Tensor) -> None:
     """Updates master by Adam (Kingma & Ba 2015), and copies it to `part`. All these tensors have
-    one shape; the rates are (5,). tables.adam_rows does this for the rows of tables that were
-    looked up. All other rows keep their weights and both means; `correction` counts all steps
-    nevertheless, and so it does for the head with head_every_second."""
+    one shape; the rates are (5,). `correction` counts all steps, also for the head with
+    head_every_second."""
     lr, decay, beta1, beta2, correction = rates
     gradient = gradient.to(master.dtype)
     state.mean.add_((gradient - state.mean) * (1 - beta1))
@@ -1406,15 +1410,14 @@ class Optimizer:
         self.groups = [(name,) for name in self.parts if name not in small] + [small]
         wide = torch.promote_types(torch.float32, model.lm_head.dtype)
         self.masters = {
-            name: self.own(name, bank).to(wide, copy=True) for name, bank in self.banks.items()}
+            name: part.to(wide, copy=True) for name, part in self.parts.items()}
         self.state = {name: self.zero_state(name) for name in self.banks}
         self.averages = {}  # of the masters but those of tables
         if model.config.average_frac:
             self.averages = {name: self.masters[name].clone() for name in self.parts}
         tables = {}
         for name in model.big_tables:
-            tables[name] = Table(
-                self.banks[name], self.masters[name], self.state[name], LOOKED_UP_AT[name])
+            tables[name] = Table(self.banks[name], *self.state[name], LOOKED_UP_AT[name])
         calls = model.calls
         self.tables = Tables(self.device, model.config.vocab_size, tables, calls.caller())
         self.call = calls.caller()
@@ -1423,9 +1426,10 @@ class Optimizer:
     def reset(self, full: dict[str, Tensor]) -> None:
         """Starts anew from the weights `full`, if possible the float32 ones of `initialize`.
         The tensors stay where they are, as CUDA graphs write to them. A collective."""
-        for name, w in full.items():
-            self.masters[name].copy_(self.own(name, w))
-            for moment in self.state[name]:
+        for name, master in self.masters.items():
+            master.copy_(self.own_slice(name, full[name]))
+        for state in self.state.values():
+            for moment in state:
                 moment.zero_()
         for name, average in self.averages.items():
             average.copy_(self.masters[name])
@@ -1438,12 +1442,14 @@ class Optimizer:
         self.recipe.reset()
         self.recipe.weights_changed([*self.masters], self.masters)
 
-    def zero_state(self, name: str) -> MuonState | AdamState:
+    def zero_state(self, name: str) -> MuonState | AdamState | RowState:
+        if name in self.model.big_tables:
+            bank = self.banks[name]
+            wide = torch.promote_types(torch.float32, bank.dtype)
+            return RowState(torch.zeros(len(bank), dtype=wide, device=self.device))
         zero = torch.zeros_like(self.masters[name])
         if self.model.params[name].optimizer == "muon":
             return MuonState(zero, zero[:, :1].clone())
-        if name in self.model.big_tables:  # they take most of the memory
-            zero = zero.to(range_of_float32(self.banks[name].dtype))
         return AdamState(zero, zero.clone())
 
     def own_slice(self, name: str, bank: Tensor) -> Tensor:
@@ -1454,13 +1460,6 @@ class Optimizer:
         # from_dlpack makes a view with an offset of 0. Otherwise only rank 0, whose slice begins
         # the bank, would have this offset, and would need other compiled graphs than the others.
         return torch.from_dlpack(bank.chunk(self.world_size)[self.rank])
-
-    def own(self, name: str, bank: Tensor) -> Tensor:
-        """What this rank updates of a bank, to be read only: its slice, or of a table its
-        columns."""
-        if name in self.model.big_tables:
-            return own_columns(bank, self.rank, self.world_size)
-        return self.own_slice(name, bank)
 
     @torch.no_grad()
     def start_sums(self) -> None:

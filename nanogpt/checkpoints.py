@@ -230,8 +230,8 @@ def configure(config_class: type, save: Path, given: dict, may_change: tuple[str
 
 def tensors_of(optimizer) -> dict[str, Tensor]:
     """What a save has of this rank: all that the updates of a train_gpt.Optimizer change, by names
-    like "mlp.master" and "mlp.momentum_buffer"; its counts; and its part of the table of recalled
-    tokens, which all ranks have whole."""
+    like "mlp.master" and "mlp.momentum_buffer"; its counts; and its part of what all ranks have
+    whole."""
     named = {}
     for name, master in optimizer.masters.items():
         named[f"{name}.master"] = master
@@ -240,10 +240,19 @@ def tensors_of(optimizer) -> dict[str, Tensor]:
     for name, average in optimizer.averages.items():
         named[f"{name}.average"] = average
     rank, world_size = rank_and_world_size()
-    model = optimizer.model
-    named["target_counts"] = model.target_counts
-    named["lost_targets"] = model.lost_targets
-    named["recall_table"] = model.recall_table.tensor_split(world_size)[rank]
+    named["target_counts"] = optimizer.model.target_counts
+    named["lost_targets"] = optimizer.model.lost_targets
+    for name, tensor in tables_of(optimizer).items():
+        named[name] = tensor.tensor_split(world_size)[rank]
+    return named
+
+
+def tables_of(optimizer) -> dict[str, Tensor]:
+    """The tables of a train_gpt.Optimizer, which all ranks have whole."""
+    named = {"recall_table": optimizer.model.recall_table}
+    for name in optimizer.model.big_tables:
+        named[f"{name}.weights"] = optimizer.banks[name]
+        named[f"{name}.mean_square"] = optimizer.state[name].mean_square
     return named
 
 
@@ -295,17 +304,18 @@ class Saved:
         are after an update."""
         model = optimizer.model
         rank, world_size = rank_and_world_size()
+        tables = tables_of(optimizer)
         for full_name, tensor in tensors_of(optimizer).items():
             parts = self.of_ranks(full_name)
             name, _, kind = full_name.partition(".")
-            if name == "recall_table":
-                model.recall_table.copy_(torch.cat(parts))
+            if full_name in tables:
+                tables[full_name].copy_(torch.cat(parts))
             elif not kind:  # counts; other ranks get an equal share of the sum
                 same_ranks = len(parts) == world_size
                 tensor.copy_(parts[rank] if same_ranks else sum(parts) / world_size)
             else:
                 whole = self.whole(parts, model.params[name], optimizer.banks[name])
-                tensor.copy_(optimizer.own(name, whole))
+                tensor.copy_(optimizer.own_slice(name, whole))
                 if kind == "master":
                     optimizer.banks[name].copy_(whole)
         optimizer.updates = self.facts["updates"]
@@ -318,8 +328,6 @@ class Saved:
     def whole(parts: list[Tensor], param, bank: Tensor) -> Tensor:
         """A tensor of all ranks, padded like the bank: another number of ranks pads it otherwise.
         param: train_gpt.Param"""
-        if param.optimizer == "rows":
-            return torch.cat(parts, 1)[:, : bank.size(1)]
         if param.share == "all":
             return parts[0]
         whole = torch.cat(parts)[: len(bank)]

@@ -33,9 +33,7 @@ LEAST_STEPS_PER_READING = 75  # the batches of a short text are small
 TOKENS_PER_ROW = 64
 SHORT_TEXT = 2_000_000  # tokens: shorter ones are short
 LONGEST_IN_SHORT = 4  # tokens of an n-gram
-# A number in a table needs 10 bytes, if weights are in bf16 on one GPU: 4 for the float32 original,
-# 2 for the weight that is read, and 2 for each of Adam's moments.
-BYTES_PER_NUMBER = 10
+BYTES_PER_NUMBER = 2  # of a table in bf16
 TABLE_SHARE = 0.1  # of a GPU's memory, for the table of n-grams, which is in every save, too
 RECALL_SHARE = 1 / 32  # the same for the table of recalled tokens, of 4 bytes each
 MOST_STEPS = 10**6

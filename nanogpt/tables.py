@@ -1,4 +1,4 @@
-"""Tables of embeddings, of which a step looks up some rows: their gradients, and Adam for them.
+"""Tables of embeddings, of which a step looks up some rows: their gradients, and their update.
 
 A batch looks up only some rows of the tables of value embeddings and of n-grams. Only those have a
 gradient and are updated. Each rank owns some of the columns of every row, so that all ranks share
@@ -12,6 +12,12 @@ updates its columns of these rows, and hands them out to all.
 The work takes memory bandwidth, while the update of the matrices takes arithmetic. So it is done
 on a CUDA stream beside the main one: 28.7 to 28.9 instead of 30.0 ms a step of 16,384 tokens on one
 H200 (records/TRIED.md).
+
+A table is by far the largest part of a model, so there is only one copy of it, in the dtype of the
+products. Where that is bf16, most updates are smaller than half of the distance to the next number,
+and would be lost by rounding to the nearest one. So new rows are rounded up or down at random, such
+that their mean is exact. The optimizer keeps a single number for a row, the mean square of its
+gradients, and no momentum (record 92).
 
 In comments R is the number of rows of a table, and `share` the number of columns that a rank owns.
 The last columns are padded if the width is no multiple of the number of ranks.
@@ -27,25 +33,20 @@ from torch import Tensor
 
 from nanogpt.compiling import call_directly
 from nanogpt.kernels import tl, triton
+from nanogpt.precision.rounding import BF16_GRID, round_to
 from nanogpt.ranks import NoTransfer, all_gather, gathered, rank_and_world_size
 from nanogpt.streams import SideStream, to_host
 
 
-def own_columns(table: Tensor, rank: int, world_size: int) -> Tensor:
-    """(R, width) -> the columns that this rank owns (R, share), a copy if there are other ranks."""
-    if world_size == 1:
-        return table
-    padding = -table.size(1) % world_size
-    padded = F.pad(table, (0, padding)) if padding else table  # pad would copy all of it
-    return padded.chunk(world_size, 1)[rank].contiguous()
+class RowState(NamedTuple):
+    """The state of a table's optimizer."""
+    mean_square: Tensor  # (R,) float32, of each row's gradients over time; 0 before the first one
 
 
 class Table(NamedTuple):
-    """A table exists twice: whole on every rank in the dtype of the products, which lookups read;
-    and in float32, of which a rank has its own columns."""
+    """Both tensors are whole, and the same, on every rank."""
     bank: Tensor  # (R, width)
-    master: Tensor  # (R, share)
-    moments: tuple[Tensor, Tensor]  # Adam's, (R, share) both
+    mean_square: Tensor  # (R,), as in RowState
     index: str  # which row numbers it is looked up at: "tokens", or a name of its own
 
 
@@ -171,8 +172,13 @@ class Tables:
                     numbering, parts[self.rank], parts[-1].clone(), rows[: sum(lines)], lines)
             for name, table in self.tables.items():
                 rows = len(self.used[table.index].own)
-                self.totals[name] = table.master.new_zeros(
-                    self.world_size, rows, table.master.size(1))
+                self.totals[name] = self.new_total(table, self.world_size, rows)
+
+    def new_total(self, table: Table, *lines: int) -> Tensor:
+        """Zeros (*lines, share), for sums of gradients."""
+        share = -(-table.bank.size(1) // self.world_size)
+        wide = torch.promote_types(table.bank.dtype, torch.float32)
+        return table.bank.new_zeros(*lines, share, dtype=wide)
 
     @torch.no_grad()
     def add(self, i: int, gradients: dict[str, Tensor]) -> None:
@@ -242,19 +248,35 @@ class Tables:
         return [arrived for arrived, _ in self.sent.values()]
 
     @torch.no_grad()
-    def update(self, rates: dict[str, tuple[float, ...]],
-               unscale: Callable[[Tensor], Tensor]) -> None:
-        """Updates this rank's columns of the used rows by Adam, and begins to hand them out. The
-        rates are those of `adam_rows`; `unscale` takes the scale of the loss from a gradient. A
-        collective."""
+    def update(self, rates: dict, unscale: Callable[[Tensor], Tensor]) -> None:
+        """Updates this rank's columns of the used rows, and begins to hand them out. Of each
+        table's rates (train_gpt.Rates) it uses lr, decay and beta2; `unscale` takes the scale of
+        the loss from a gradient. A collective."""
         self.check_all_added("update")
+        if not self.tables:
+            return
         with self.side_stream.on():
+            gradients = {name: self.sum_of_ranks(name, table, unscale)
+                         for name, table in self.tables.items()}
+            squares = self.mean_squares(gradients)
             for name, table in self.tables.items():
-                gradient = self.sum_of_ranks(name, table, unscale)
-                part = adam_rows(
-                    gradient, self.used[table.index].of_all, table.master, table.moments,
-                    table.bank.dtype, *rates[name])
+                rows = self.used[table.index].of_all
+                root = remember_square(table.mean_square, rows, squares[name], rates[name].beta2)
+                part = update_rows(
+                    gradients[name], rows, root, table.bank, self.rank,
+                    rates[name].lr, rates[name].decay)
                 self.handed_out[name] = self.hand_out(part)
+
+    def mean_squares(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The gradients (n, share) of this rank's columns -> of each row the mean square over all
+        columns, (n,). A collective."""
+        lengths = [torch.linalg.vector_norm(x, dim=1) for x in gradients.values()]
+        squares = torch.cat(lengths).square()
+        if self.world_size > 1:
+            dist.all_reduce(squares, async_op=True).wait()
+        parts = squares.split([len(x) for x in gradients.values()])
+        return {name: part / self.tables[name].bank.size(1)
+                for name, part in zip(gradients, parts)}
 
     def sum_of_ranks(self, name: str, table: Table, unscale: Callable) -> Tensor:
         """The summed gradient of this rank's columns of all used rows, (n, share)."""
@@ -262,7 +284,7 @@ class Tables:
         if self.world_size == 1:
             return unscale(arrived)
         used = self.used[table.index]
-        total = table.master.new_zeros(1, len(used.of_all), table.master.size(1))
+        total = self.new_total(table, 1, len(used.of_all))
         transfer.wait()
         sum_rows(total, used.numbering.of_all, used.of_ranks, unscale(arrived))
         return total[0]
@@ -341,42 +363,42 @@ if triton is not None:
         own_ptr = total_ptr + (rank * n + place) * share + column % share
         tl.atomic_add(own_ptr, gradient, inside, sem="relaxed")
 
-    @triton.jit(do_not_specialize=["n"])
-    def adam_rows_kernel(
-        gradient_ptr,  # (n, width)
+    @triton.jit(do_not_specialize=["n", "first_column", "seed"])
+    def update_rows_kernel(
+        gradient_ptr,  # (n, share)
         rows_ptr,  # (n,)
-        master_ptr,  # (R, width)
-        mean_ptr,  # (R, width)
-        square_ptr,  # (R, width)
-        updated_ptr,  # (n, width)
+        root_ptr,  # (n,)
+        bank_ptr,  # (R, width)
+        updated_ptr,  # (n, share)
         n,
+        share,
         width,
+        first_column,
         lr,
         decay,
-        beta1,
-        beta2,
-        correction,
+        seed,
+        IS_BF16: tl.constexpr,
         LINES: tl.constexpr,
         COLUMNS: tl.constexpr,
     ):
-        """Updates rows of the master weights and of both moments."""
-        line, column, inside = tile_of_lines(n, width, LINES, COLUMNS)
-        line_place = line * width + column
-        row_place = tl.load(rows_ptr + line, mask=line < n) * width + column
-        weight = tl.load(master_ptr + row_place, mask=inside)
-        mean = tl.load(mean_ptr + row_place, mask=inside).to(weight.dtype)
-        square = tl.load(square_ptr + row_place, mask=inside).to(weight.dtype)
-        gradient = tl.load(gradient_ptr + line_place, mask=inside).to(weight.dtype)
-        mean += (gradient - mean) * (1 - beta1)
-        square += (gradient * gradient - square) * (1 - beta2)
-        update = mean / (tl.sqrt(square) + 1e-10) * correction
+        """The new rows, rounded at random if they are in bf16."""
+        line, column, inside = tile_of_lines(n, share, LINES, COLUMNS)
+        place = line * share + column
+        gradient = tl.load(gradient_ptr + place, mask=inside, other=0.0)
+        root = tl.load(root_ptr + line, mask=line < n, other=1.0)
+        row = tl.load(rows_ptr + line, mask=line < n, other=0)
+        bank_column = first_column + column
+        in_bank = inside & (bank_column < width)
+        weight = tl.load(bank_ptr + row * width + bank_column, mask=in_bank, other=0.0)
+        weight = weight.to(gradient.dtype)
+        update = gradient / (root + 1e-10)
         shrinks = update * weight > 0
         weight -= lr * (update + tl.where(shrinks, decay * weight, 0.0))
-        tl.store(master_ptr + row_place, weight, mask=inside)
-        tl.store(mean_ptr + row_place, mean.to(mean_ptr.dtype.element_ty), mask=inside)
-        tl.store(square_ptr + row_place, square.to(square_ptr.dtype.element_ty), mask=inside)
-        updated = weight.to(updated_ptr.dtype.element_ty)
-        tl.store(updated_ptr + line_place, updated, mask=inside)
+        if IS_BF16:  # the upper half of a float32; noise below it carries over at times
+            noise = (tl.randint(seed, place.to(tl.int32)) & 0xFFFF).to(tl.int32)
+            bits = (weight.to(tl.int32, bitcast=True) + noise) & -65536
+            weight = bits.to(tl.float32, bitcast=True)
+        tl.store(updated_ptr + place, weight.to(updated_ptr.dtype.element_ty), mask=inside)
 
     @triton.jit(do_not_specialize=["n"])
     def put_rows_kernel(
@@ -416,46 +438,44 @@ def sum_rows(total: Tensor, places: Tensor, rows: Tensor, gradient: Tensor) -> N
     total.index_add_(1, places[rows] - 1, gradient.transpose(0, 1))
 
 
-def adam_rows(
-    gradient: Tensor,
-    rows: Tensor,
-    master: Tensor,
-    moments: tuple[Tensor, Tensor],
-    dtype: torch.dtype,
-    *rates: float,
-) -> Tensor:
-    """Updates rows (n,) of the master weights (R, width) by Adam from their gradient (n, width).
+def remember_square(mean_square: Tensor, rows: Tensor, square: Tensor, beta2: float) -> Tensor:
+    """Takes the squares (n,) of these rows (n,) into their running means (R,), in place, and
+    returns the roots of these means (n,). The first mean is the first square: rows of rare n-grams
+    have few gradients, and the update by the first must not be larger than the others."""
+    before = mean_square[rows]
+    after = torch.where(before == 0, square, torch.lerp(square, before, beta2))
+    mean_square[rows] = after
+    return after.sqrt()
 
-    The moments are the running means of the gradient and of its square, (R, width) each. Their
-    dtype may be narrower than that of the master weights, in which all is computed. The rates are
-    the learning rate, the weight decay, beta1, beta2, and the correction of both moments'
-    start at zero. These rows of the master weights and of the moments change in place. Returns the
-    new rows (n, width) in dtype.
 
-    This is the Adam of Kingma and Ba (2015), with weight decay only where the update shrinks the
-    weight anyway (Chen et al. 2025; record 43), as adam_update and cautious_update of train_gpt.py
-    do it. Its epsilon of 1e-10 is only there against 0 / 0.
+def update_rows(gradient: Tensor, rows: Tensor, root: Tensor, bank: Tensor, rank: int,
+                lr: float, decay: float) -> Tensor:
+    """The new values of a rank's columns of rows (n,) of a bank (R, width), which stays as it is. A
+    rank has as many columns as the gradient (n, share); those beyond the bank's are 0.
+
+    The update is lr * gradient / root, with root (n,) of each row's mean square, and weight decay
+    only where that shrinks the weight anyway (Chen et al. 2025; record 43), as cautious_update of
+    train_gpt.py does it. Returns them (n, share) in the bank's dtype; bf16 is rounded at random.
     """
+    n, share = gradient.shape
+    first_column = rank * share
+    is_bf16 = bank.dtype == torch.bfloat16
     if gradient.is_cuda:
-        updated = torch.empty_like(gradient, dtype=dtype)
-        grid, tile = line_tiles(*gradient.shape)
-        adam_rows_kernel[grid](
-            gradient, rows, master, *moments, updated, *gradient.shape, *rates, *tile
-        )
+        updated = torch.empty_like(gradient, dtype=bank.dtype)
+        seed = int(torch.randint(2**31, ()))
+        grid, tile = line_tiles(n, share)
+        update_rows_kernel[grid](
+            gradient, rows, root, bank, updated, n, share, bank.size(1), first_column, lr, decay,
+            seed, is_bf16, *tile)
         return updated
-    lr, decay, beta1, beta2, correction = rates
-    weight = master[rows]
-    mean, square = (moment[rows].to(master.dtype) for moment in moments)
-    gradient = gradient.to(master.dtype)
-    mean += (gradient - mean) * (1 - beta1)
-    square += (gradient.square() - square) * (1 - beta2)
-    update = mean / (square.sqrt() + 1e-10) * correction
+    weight = bank[rows, first_column : first_column + share].to(gradient.dtype)
+    weight = F.pad(weight, (0, share - weight.size(1)))
+    update = gradient / (root[:, None] + 1e-10)
     shrinks = update * weight > 0
-    weight -= lr * (update + decay * weight * shrinks)
-    master[rows] = weight
-    moments[0][rows] = mean.to(moments[0].dtype)
-    moments[1][rows] = square.to(moments[1].dtype)
-    return weight.to(dtype)
+    weight = weight - lr * (update + decay * weight * shrinks)
+    if is_bf16:
+        weight = round_to(weight, BF16_GRID, torch.rand_like(weight))
+    return weight.to(bank.dtype)
 
 
 def put_rows(bank: Tensor, rows: Tensor, parts: Tensor) -> None:
