@@ -81,8 +81,10 @@ from nanogpt.precision.fp8_static import (
     HEAD_GRADIENT_SCALE,
     HEAD_INPUT_SCALE,
     HEAD_WEIGHT_SCALE,
+    StaticFP8,
 )
-from nanogpt.precision.products import LayerProducts, Precision, Products, StaticFP8
+from nanogpt.precision.products import LayerProducts, Precision
+from nanogpt.precision.recipe import Products
 from nanogpt.ranks import (
     REQUESTS,
     NoTransfer,
@@ -228,14 +230,10 @@ class Config(RunConfig):
         "auto", "row of PRECISIONS; auto: fp8-qkv where the GPU has FP8, else bf16")
     float8_all_gather: bool = key(
         False, "hand out updated weights as FP8, half the traffic; for --precision=fp8")
-    nvfp4_without: str = key("", "parts of nvfp4 to leave out, for ablation: of rht,sr,2d")
-    bf16_last_layers: int = key(0, "last layers that compute without low precision", least=0)
-    bf16_last_frac: float = key(
-        0.0, "last fraction of the steps, which is trained without low precision", most=1)
     dtype: str = key(
-        "auto", "of activations and of the weights that products use: bfloat16, float16, float32, "
-        "float64, or auto: as the precision says",
-        choices=("auto", "bfloat16", "float16", "float32", "float64"))
+        "auto", "of activations and of the weights that products use: bfloat16, float32, float64, "
+        "or auto: as the precision says",
+        choices=("auto", "bfloat16", "float32", "float64"))
     @property
     def ngram_width(self) -> int:
         """Width of a row of the table of n-grams."""
@@ -447,7 +445,7 @@ def relu_squared(x: Tensor) -> Tensor:
 ACTIVATION = relu_squared  # of the MLP (So et al. 2021)
 
 
-def choose_recipes(c: Config, device: torch.device) -> recipe.RecipeNames:
+def choose_recipes(c: Config, device: torch.device) -> dict[str, str]:
     """The recipe of each projection. Raises BadInput where the user asked for what cannot be. With
     another activation the MLP is never "fp8-static": neither the kernel nor the scales are for
     it."""
@@ -473,12 +471,10 @@ def choose_recipes(c: Config, device: torch.device) -> recipe.RecipeNames:
 
 
 class Setting(NamedTuple):
-    """What a step of the schedule says about the model: how far attention sees, and how products
-    are computed."""
+    """What a step of the schedule says about the model: how far attention sees."""
     windows: dict[str, int]  # "long" and "short", in blocks
     frequencies: tuple[float, ...]  # of the rotary embedding, radians a position
     score_scale: float  # multiplies the scores of attention
-    plain: bool = False  # no recipe of low precision: in the last --bf16_last_frac of the steps
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor) -> Tensor:
@@ -1030,7 +1026,7 @@ class GPT(nn.Module):
         value_embeds = self.value_embeds_of(looked_up)
         contexts = self.layer_contexts(reading.begins, setting, training, injects, value_embeds)
         weights = self.layer_weights()
-        products = self.precision.layers_at(setting, training)
+        products = self.precision.layers_at(training)
 
         # 2. The layers, one after another.
         x = first_x
@@ -1047,7 +1043,7 @@ class GPT(nn.Module):
         if training:
             return self.training_loss(text, targets, setting, looked_up)
         x, sources = self.last_stream(text, setting, training)
-        products = self.precision.head_at(setting, training)
+        products = self.precision.head_at(training)
         total = 0
         for begin in range(0, len(x), VAL_CHUNK):  # logits of a whole sequence would not fit
             chunk = slice(begin, begin + VAL_CHUNK)
@@ -1070,7 +1066,7 @@ class GPT(nn.Module):
                 chosen, bias, places = self.draw_candidates(targets)
         x, sources = self.last_stream(text, setting, True, looked_up)
         late = self.late_weights()
-        products = self.precision.head_at(setting, True)
+        products = self.precision.head_at(True)
         head = self.weight("lm_head")
         if not over_candidates:
             return self.functions.mix_and_loss(x, sources, late, products, head, targets, None)
@@ -1692,8 +1688,7 @@ def setting_of(step: int, c: Config) -> Setting:
         score_scale = score_scale * (1 + 0.2 * math.log(new / old))
 
     windows = {"long": now.long_window, "short": now.short_window}
-    plain = (1 - c.bf16_last_frac) * c.num_steps <= step < c.num_steps
-    return Setting(windows, tuple(frequencies), score_scale, plain)
+    return Setting(windows, tuple(frequencies), score_scale)
 
 
 def rescaled(frequency: float, old: int, new: int) -> float:
@@ -1985,8 +1980,7 @@ def train(c: Config, at_end: ExitStack) -> int:
     facts = journal.RunFacts(
         journal.describe_run(SOURCE, files, __file__), files, journal.describe_machine(device),
         run_files.fingerprints)
-    names = {name for of_layer in recipe_names for name in of_layer.values()}
-    if ACTIVATION is not relu_squared and "fp8-static" in names:
+    if ACTIVATION is not relu_squared and "fp8-static" in recipe_names.values():
         notes.append("with this ACTIVATION the MLP is not in FP8 with constant scales, whose "
                      "kernel computes relu_squared")
     notes += fitting.read_too_often(c)

@@ -43,7 +43,6 @@ class RunConfig:
     """Keys that say where and how a run is made. They change its weights by rounding at most, so a
     run that goes on from a save may have other values of them."""
     device: str = key("auto", "auto, cuda or cpu", choices=("auto", "cuda", "cpu"))
-    native: bool = key(False, "refuse to emulate products that this device does not have")
     attention: str = key(
         "auto", "auto, flex (CUDA, compiled) or sdpa (everywhere)",
         choices=("auto", "flex", "sdpa"))

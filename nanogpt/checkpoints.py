@@ -154,7 +154,7 @@ def model_of(content: dict, device: torch.device, script):
     steps. Raises BadInput if the weights do not fit the configuration."""
     values = config_values(content["config"], script.Config)
     c = script.Config(**values | dict(
-        attention="sdpa", compile=False, device=device.type, native=False, sample="", run_name=""))
+        attention="sdpa", compile=False, device=device.type, sample="", run_name=""))
     arguments.check(c, script.SCHEDULES, script.PRECISIONS)
     model = script.GPT(c, device)
     try:

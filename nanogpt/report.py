@@ -28,10 +28,9 @@ def begin(log: journal.Log, script, c, facts: journal.RunFacts, weights: Path | 
               for first, end, stage in script.stages(c) if end > first]
     config = dataclasses.asdict(c)
     log.begin(script.SOURCE, facts, config, stages)
-    names = {name for layer in recipe_names for name in layer.values()}
     log.console.header(
         facts.machine, facts.data, config, stages, num_weights(script.parameter_table(c)),
-        ", ".join(sorted(names)), log.path, weights, seconds)
+        ", ".join(sorted({*recipe_names.values()})), log.path, weights, seconds)
 
 
 def end(run, script, startup_s: float) -> int:
@@ -84,10 +83,6 @@ def show_sample(run, script, path: Path | None) -> None:
         if not text:
             raise
     run.log.console.say(f"sample{origin}: {text}")
-    expected = sample.what_to_expect(
-        c, num_weights(script.parameter_table(c))[0], script.total_tokens(c, run.step))
-    if expected:
-        run.log.console.say(expected)
 
 
 @contextmanager

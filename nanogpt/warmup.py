@@ -21,8 +21,8 @@ from records import journal
 
 class StagePlan(NamedTuple):
     """What the warm-up must know of a stage of the schedule."""
-    first: int  # its first step
-    end: int  # its last step + 1
+    num_steps: int
+    last_step: int  # which has the setting of all its steps
     micro_batches: int  # of a rank, in each step
     length: int  # tokens of a micro-batch
 
@@ -41,18 +41,13 @@ class WarmUp:
             count = script.stage_tokens(stage, c) // c.seq_len // world_size
             together = script.micro_sequences(count, c)
             if end > first:
-                plan.append(StagePlan(first, end, count // together, together * c.seq_len))
-        length = max(self.config.val_seq_len, *(stage.length for stage in plan)) + 1
+                plan.append(StagePlan(
+                    end - first, end - 1, count // together, together * c.seq_len))
+        length = max(c.val_seq_len, *(stage.length for stage in plan)) + 1
         # Random documents of 600 tokens, so that blocks of attention are seen in full, in part, and
         # not at all. Random tokens are below bos, so only each 600th begins a document.
         self.tokens = torch.randint(0, model.bos, (length,), device=model.signs.device)
         self.tokens[::600] = model.bos
-        self.step_kinds = []  # a step of each stage, with and without its recipes
-        for stage in plan:
-            ends = (stage.first, stage.end - 1)  # within a stage recipes are given up at most once
-            steps = {self.setting(step).plain: step for step in ends}
-            self.step_kinds += [(stage, step) for step in steps.values()]
-        self.settings = {str(self.setting(step)) for _, step in self.step_kinds}
 
     def run(self, call: Callable) -> None:
         """`call` is compiling.CudaGraphs, or what stands for it. A collective."""
@@ -61,9 +56,10 @@ class WarmUp:
         # A recipe may leave out updates of the steps below. So all are compiled here, and captured.
         self.update()
         self.update(self.optimizer.call)
-        for stage, step in self.step_kinds:
+        for stage in self.plan:
+            step = stage.last_step
             # First without a CUDA graph, which cannot record what is compiled or made at first use.
-            self.forward_backward(stage, step)
+            self.forward_backward(stage)
             some = self.micro_batches(stage, most=2)  # later ones have the second one's graph
             # Twice if the head is updated every second step: with it and without it.
             for _ in range(1 + self.config.head_every_second):
@@ -85,20 +81,18 @@ class WarmUp:
                 for _ in range(2):
                     batch = self.micro_batches(stage, stage.micro_batches)
                     self.script.train_step(
-                        self.model, self.optimizer, batch, stage.end - 1, call)
+                        self.model, self.optimizer, batch, stage.last_step, call)
                 clock.stop()
                 times.append(clock.total / 2)
-            average += min(times) * (stage.end - stage.first) / self.config.num_steps
+            average += min(times) * stage.num_steps / self.config.num_steps
         return max(all_ranks(average))
 
     def compile_share(self) -> None:
         """Each rank compiles some graphs first. In `run` it finds those of its host's other ranks
         in the compiler's cache on disk. A collective."""
         rank, world_size = rank_and_world_size()
-        passes = {}  # one of each length, with and without recipes
-        for stage, step in self.step_kinds:
-            passes[stage.length, self.setting(step).plain] = stage, step
-        pieces = [partial(self.forward_backward, stage, step) for stage, step in passes.values()]
+        of_lengths = {stage.length: stage for stage in self.plan}
+        pieces = [partial(self.forward_backward, stage) for stage in of_lengths.values()]
         pieces += [partial(self.validate, self.config.num_steps), self.update]
         # The ranks take turns, forth and back: if there is one pass and two ranks, the second one
         # has validation and the updates, which together take about as long.
@@ -122,17 +116,17 @@ class WarmUp:
         past.follow()
         return past.prepare([self.example(stage.length)] * min(stage.micro_batches, most))
 
-    def forward_backward(self, stage: StagePlan, step: int) -> None:
+    def forward_backward(self, stage: StagePlan) -> None:
         inputs, targets = inputs_and_targets(self.example(stage.length), self.tokens.device)
         reading = self.model.past.read(inputs, training=True)
-        self.script.forward_backward(self.model, self.setting(step), targets, *reading)
+        self.script.forward_backward(
+            self.model, self.setting(stage.last_step), targets, *reading)
         self.model.zero_grad()
 
     def validate(self, step: int) -> None:
         sequence = self.example(self.config.val_seq_len)
         inputs, targets = inputs_and_targets(sequence, self.tokens.device)
-        self.script.loss_without_gradient(
-            self.model, inputs, targets, self.setting(step))
+        self.script.loss_without_gradient(self.model, inputs, targets, self.setting(step))
 
     def update(self, call: Callable = call_directly) -> None:
         optimizer = self.optimizer

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import train_gpt as t
 from nanogpt import kernels
 from nanogpt.kernels import E4M3, E5M2
-from nanogpt.precision.products import STATIC
+from nanogpt.precision.fp8_static import STATIC
 
 FP8_GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not FP8_GPU, reason="needs a GPU with FP8"))]

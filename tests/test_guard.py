@@ -9,7 +9,7 @@ from conftest import arguments
 
 import train_gpt as t
 from nanogpt.precision import fp8_static, guard
-from nanogpt.precision.products import STATIC
+from nanogpt.precision.fp8_static import STATIC
 
 
 def defects(folder):

@@ -19,7 +19,9 @@ from conftest import arguments, read
 import train_gpt as t
 from nanogpt import kernels
 from nanogpt.kernels import E4M3, E5M2
-from nanogpt.precision import fp8, fp8_static, nvfp4, products, recipe
+from nanogpt.precision import fp8, fp8_static, nvfp4, recipe
+from nanogpt.precision.fp8_static import STATIC
+from nanogpt.precision.recipe import PLAIN
 from nanogpt.ranks import BadInput
 from records import journal
 
@@ -67,10 +69,10 @@ def batch(count=2, seed=0):
 def measured(name, w):
     """A recipe that measures its scales, for one projection."""
     if name == "nvfp4":
-        return products.Measured(nvfp4.NVFP4Product("sr"))
+        return nvfp4.NVFP4Products()
     multiplier = fp8.multiplier(w.detach().abs().amax().float(), E4M3)
     w8 = fp8.to_fp8(w.detach(), multiplier, E4M3).view(torch.uint8)
-    return products.Measured(fp8.FP8Product(w8, multiplier.double().reciprocal().float(), True))
+    return fp8.FP8Products(w8, multiplier.double().reciprocal().float(), True)
 
 
 # ---------------------------------------------------------------------------------------------------- fp8-static
@@ -141,11 +143,11 @@ def rounded_mlp(x, up, down, g):
 def test_another_activation_of_the_mlp_needs_one_changed_line_whatever_the_recipe(precision, monkeypatch):
     monkeypatch.setattr(t, "ACTIVATION", F.gelu)
     model = t.GPT(config(precision=precision, dtype="float32"), CPU)
-    names = model.precision.recipe_names[0]
+    names = model.precision.recipe_names
     assert (names["up"], names["down"]) == ("fp32", "fp32"), "constant scales are for the squared ReLU"
     assert names["qkv"] == ("fp8-static" if precision == "fp8-qkv" else "fp32")
     x, up, down = (torch.randn(shape, dtype=torch.float64) for shape in ((16, 32), (32, 64), (32, 64)))
-    layer = model.precision.layers_at(VIEW, True)[0]
+    layer = model.precision.layers_at(True)[0]
     y = layer.up.mlp(x, up, down, torch.tensor(0.7, dtype=torch.float64), t.ACTIVATION, layer.down)
     torch.testing.assert_close(y, 0.7 * F.gelu(x @ up) @ down.T)
 
@@ -200,7 +202,7 @@ def test_a_projection_with_constant_scales_multiplies_rounded_operands_in_all_th
     x[0, 0], w[1, 1], g[2, 2] = 1e5, -1e4, 1e4  # beyond the ends
     leaves = [a.clone().requires_grad_() for a in (x, w)]
     factor = torch.tensor(0.5)
-    y = products.STATIC[name].linear(*leaves, factor)  # w is rounded times the factor
+    y = STATIC[name].linear(*leaves, factor)  # w is rounded times the factor
     y.backward(g)
     x8 = nearest(x, fp8_static.INPUT_SCALES[name], E4M3)
     w8 = nearest(w * factor, fp8_static.WEIGHT_SCALE, E4M3)
@@ -213,7 +215,7 @@ def test_a_projection_with_constant_scales_multiplies_rounded_operands_in_all_th
 @pytest.mark.parametrize("of_up, of_down", [("static", "plain"), ("plain", "static"), ("plain", "plain")])
 def test_an_mlp_of_two_recipes_rounds_only_the_operands_of_the_static_one(of_up, of_down):
     x, up, down, _ = mlp_operands()
-    recipes = [products.STATIC[name] if kind == "static" else products.PLAIN for name, kind in (("up", of_up), ("down", of_down))]
+    recipes = [STATIC[name] if kind == "static" else PLAIN for name, kind in (("up", of_up), ("down", of_down))]
     y = recipes[0].mlp(x, up, down, torch.tensor(0.5), t.relu_squared, recipes[1])
 
     if of_up == "static":
@@ -228,9 +230,6 @@ def test_an_mlp_of_two_recipes_rounds_only_the_operands_of_the_static_one(of_up,
     if "static" in (of_up, of_down):
         other = (x.double() @ up.double()).relu().square() @ (0.5 * down.double()).T
         assert distance(y, other) > 0.02
-
-
-# ------------------------------------------------------------------------------------------- gradients, health
 
 
 # ---------------------------------------------------------------------------------------------------- the model
@@ -250,7 +249,7 @@ def weights_of(model):
 
 def recipe_at(model, layer, name):
     """The recipe that a projection has in training."""
-    layers, head = model.precision.layers_at(VIEW, True), model.precision.head_at(VIEW, True)
+    layers, head = model.precision.layers_at(True), model.precision.head_at(True)
     return head if name == "lm_head" else getattr(layers[layer], name)
 
 
@@ -267,7 +266,7 @@ def test_fp8_weights_are_rounded_once_a_step_however_many_micro_steps_and_equal_
     for (layer, name), w in weights_of(model):
         multiplier = (448 / w.double().abs().max()).float()
         expected = (w.float() * multiplier).clamp(-448, 448).to(E4M3)
-        product = recipe_at(model, layer, name).product
+        product = recipe_at(model, layer, name)
         assert torch.equal(product.weight_bytes.view(E4M3).float(), expected.float()), (layer, name)
         assert product.weight_scale == multiplier.reciprocal() and product.weight_scale.data_ptr() % 16 == 0
 
@@ -276,11 +275,11 @@ def test_every_step_rounds_all_fp8_weights_anew_and_a_head_that_waits_keeps_numb
     model, optimizer = trainer(precision="fp8", head_every_second=True)
     kept = model.precision.recipe
     before = {name: w.clone() for name, w in kept.weight_bytes.items()}
-    scale_before = recipe_at(model, 4, "lm_head").product.weight_scale.clone()
+    scale_before = recipe_at(model, 4, "lm_head").weight_scale.clone()
     t.train_step(model, optimizer, read(model, batch()), 0)
     changed = {name for name, w in kept.weight_bytes.items() if not torch.equal(w, before[name])}
     assert changed == {*MATRICES} - {"lm_head"}
-    assert recipe_at(model, 4, "lm_head").product.weight_scale == scale_before
+    assert recipe_at(model, 4, "lm_head").weight_scale == scale_before
     before = {name: w.clone() for name, w in kept.weight_bytes.items()}
     t.train_step(model, optimizer, read(model, batch()), 1)
     assert not any(torch.equal(w, before[name]) for name, w in kept.weight_bytes.items())
@@ -292,6 +291,7 @@ def test_a_learned_factor_has_the_product_and_gradients_of_one_on_the_weight(nam
     factor, results = torch.tensor(0.5), []
     for late in (False, True):
         a, b, f = x.clone().requires_grad_(), w.clone().requires_grad_(), factor.clone().requires_grad_()
+        torch.manual_seed(0)  # nvfp4 rounds at random
         of_weight = measured(name, w if late else w * factor)
         y = of_weight.linear(a, b, f) if late else of_weight.linear(a, f * b)
         y.backward(g)
@@ -306,7 +306,7 @@ def test_a_learned_factor_has_the_product_and_gradients_of_one_on_the_weight(nam
 def test_queries_keys_and_values_are_those_of_float64_and_the_factor_is_of_the_values(name, close):
     x, weight = normal(64, 48), 0.1 * normal(3 * 48, 48, seed=1)
     factor = torch.tensor(0.7, requires_grad=True)
-    which = {"bf16": products.PLAIN, "fp8-static": products.STATIC["qkv"]}.get(name) or measured(name, weight)
+    which = {"bf16": PLAIN, "fp8-static": STATIC["qkv"]}.get(name) or measured(name, weight)
     ours = which.three_linears(x, weight.view(3, 48, 48), factor)
     exact = [x.double() @ part.double().T for part in weight.split(48)]
     exact[2] = 0.7 * exact[2]
@@ -334,62 +334,40 @@ def test_every_recipe_learns_as_float32_does(precision, close):
     assert abs(ours[0] - exact[0]) < close and abs(ours[-1] - exact[-1]) < 10 * close and ours[-1] < ours[0] - 0.5
 
 
-def test_validation_and_the_last_phase_are_without_the_recipe():
-    model, _ = trainer(precision="fp8", bf16_last_frac=0.5)
+def test_validation_is_without_the_recipe():
+    model, _ = trainer(precision="fp8")
     plain, _ = trainer(precision="bf16")
     data = batch(1)[0]
     with torch.no_grad():
         assert torch.equal(model(*data, VIEW, False), plain(*data, VIEW, False))
         assert torch.equal(t.loss_without_gradient(model, *data, VIEW), plain(*data, VIEW, False))
         assert not torch.equal(model(*data, VIEW, True), plain(*data, VIEW, True))
-        assert torch.equal(model(*data, VIEW._replace(plain=True), True), plain(*data, VIEW, True))
-    assert [t.setting_of(step, model.config).plain for step in range(5)] == [False, False, True, True, False]
 
 
 # ---------------------------------------------------------------------------------------------------- the switch
 
 
-def low_projections(model):
-    """For each layer and the head the projections that do not multiply in the model's own dtype."""
-    layers, head = model.precision.layers_at(VIEW, True), model.precision.head_at(VIEW, True)
-    rows = [layer._asdict() for layer in layers]
-    rows.append({"lm_head": head})
-    return [sorted(name for name, which in row.items() if which is not products.PLAIN) for row in rows]
-
-
-def test_projections_and_last_layers_can_leave_the_recipe(monkeypatch):
+def test_each_projection_can_have_a_recipe_of_its_own(monkeypatch):
     monkeypatch.setitem(t.PRECISIONS, "own", ("nvfp4", "bf16", "fp8", "nvfp4", "bf16"))
-    model, _ = trainer(precision="own", bf16_last_layers=1)
-    own = {"qkv": "nvfp4", "o": "bf16", "up": "fp8", "down": "nvfp4"}
-    assert model.precision.recipe_names == [own] * 3 + [dict.fromkeys(own, "bf16"), {"lm_head": "bf16"}]
-    assert low_projections(model) == [["down", "qkv", "up"]] * 3 + [[], []]
-    kinds = [type(recipe_at(model, 0, name).product) for name in ("qkv", "up")]
-    assert kinds == [nvfp4.NVFP4Product, fp8.FP8Product]
-    assert torch.isfinite(model(*batch(1)[0], VIEW, True))
+    model, _ = trainer(precision="own")
+    kinds = [type(recipe_at(model, 0, name)) for name in recipe.PROJECTIONS]
+    plain = type(PLAIN)
+    assert kinds == [nvfp4.NVFP4Products, plain, fp8.FP8Products, nvfp4.NVFP4Products, plain]
+    assert torch.isfinite(model(*batch(1)[0], VIEW, True)) and not model.precision.is_plain
 
 
-def test_shapes_that_fp8_cannot_multiply_stay_wide_and_nvfp4_refuses_them():
-    model, _ = trainer(precision="fp8", mlp_dim=120)
-    assert model.precision.recipe_names[0] == {"qkv": "fp8", "o": "fp8", "up": "bf16", "down": "bf16"}
-    for changes, message in (
-            (dict(precision="nvfp4"), "^up of 64 x 120 cannot be nvfp4, which takes multiples of 16"),
-            (dict(precision="fp8", float8_all_gather=True), "up of 64 x 120 cannot be fp8, .* multiples of 16")):
-        with pytest.raises(BadInput, match=message):
-            trainer(mlp_dim=120, **changes)
+@pytest.mark.parametrize("precision", ["fp8", "nvfp4"])
+def test_shapes_that_are_no_multiples_of_16_stay_wide(precision):
+    model, _ = trainer(precision=precision, mlp_dim=120)
+    names = model.precision.recipe_names
+    assert (names["qkv"], names["up"], names["down"]) == (precision, "bf16", "bf16")
 
 
 @pytest.mark.parametrize("changes, message", [
     (dict(precision="odd"), "down cannot be fp8-sttaic, which is none of bf16, "),
-    (dict(precision="fp8-mlp", dtype="float16"), "up is fp8-static, .* fp16's scaled loss"),
-    (dict(precision="fp8", dtype="float16"), "qkv is fp8, .* fp16's scaled loss"),
-    (dict(precision="nvfp4", nvfp4_without="rht,2D"), "--nvfp4_without=rht,2D: 2D is none of rht, sr, 2d"),
-    (dict(precision="nvfp4", native=True), "--native, but cpu has no products of qkv in nvfp4 here"),
-    (dict(precision="bf16", float8_all_gather=True), "--float8_all_gather needs fp8 .* but qkv is bf16"),
-    (dict(precision="fp8", float8_all_gather=True, bf16_last_layers=1), "--float8_all_gather .* but qkv is bf16"),
-    (dict(precision="fp8", float8_all_gather=True, bf16_last_frac=0.1), "--float8_all_gather .* --bf16_last_frac is"),
-    # A dtype of float64 is without recipes, which these two were asked for by name.
-    (dict(precision="nvfp4", dtype="float64"), "qkv .* nvfp4"),
-    (dict(precision="fp8", float8_all_gather=True, dtype="float64"), "--float8_all_gather"),
+    (dict(precision="bf16", float8_all_gather=True), "--float8_all_gather needs fp8 .* but qkv of 64 x 192 is bf16"),
+    (dict(precision="fp8", float8_all_gather=True, mlp_dim=120), "--float8_all_gather .* up of 64 x 120 is bf16; .* multiples of 16"),
+    (dict(precision="fp8", float8_all_gather=True, dtype="float64"), "--float8_all_gather .* is fp64; .* --dtype=auto"),
 ])
 def test_a_recipe_that_cannot_be_is_refused_in_one_sentence(changes, message, monkeypatch):
     monkeypatch.setitem(t.PRECISIONS, "odd", ("bf16", "bf16", "bf16", "fp8-sttaic", "bf16"))
@@ -403,8 +381,8 @@ def test_a_gpu_without_bf16_is_told_what_it_can_do(monkeypatch):
     for precision in ("bf16", "fp16"):
         with pytest.raises(BadInput, match="no bf16.*; give --precision=fp32, or --compile=false"):
             t.choose_recipes(config(precision=precision, compile=True), gpu)
-        assert t.choose_recipes(config(precision=precision, compile=False), gpu)[0]["qkv"] == precision
-    assert t.choose_recipes(config(precision="fp32", compile=True), gpu)[0]["qkv"] == "fp32"
+        assert t.choose_recipes(config(precision=precision, compile=False), gpu)["qkv"] == precision
+    assert t.choose_recipes(config(precision="fp32", compile=True), gpu)["qkv"] == "fp32"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert t.choose_recipes(c, gpu)
 
@@ -413,34 +391,27 @@ def test_the_switch_sets_the_dtype_and_auto_is_plain_without_a_gpu():
     for precision, dtype in (("bf16", "bfloat16"), ("fp32", "float32"), ("fp16", "float16"), ("nvfp4", "bfloat16")):
         assert t.GPT(config(precision=precision), CPU).qkvo.dtype == getattr(torch, dtype)
     auto = t.GPT(config(), CPU)
-    assert auto.precision.recipe_names[-1] == {"lm_head": "bf16"} and low_projections(auto) == [[]] * 5
-    assert t.GPT(config(precision="fp32", dtype="float64"), CPU).precision.recipe_names[0]["o"] == "fp64"
+    assert auto.precision.is_plain and auto.precision.recipe_names == dict.fromkeys(recipe.PROJECTIONS, "bf16")
+    assert t.GPT(config(precision="fp32", dtype="float64"), CPU).precision.recipe_names["o"] == "fp64"
 
 
 @pytest.mark.parametrize("capability, expected", [((9, 0), "fp8-qkv"), ((8, 9), "fp8-qkv"), ((8, 0), "bf16")])
-def test_auto_and_native_ask_the_gpu_for_fp8(capability, expected, monkeypatch):
+def test_auto_asks_the_gpu_for_fp8(capability, expected, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    gpu = torch.device("cuda")
-    names = t.choose_recipes(config(native=True), gpu)
-    assert names[0] == dict(zip(recipe.PROJECTIONS[:4], t.PRECISIONS[expected]))
-    assert names[-1] == {"lm_head": t.PRECISIONS[expected][4]}
-    for precision in ("fp8", "fp8-head"):
-        assert t.choose_recipes(config(precision=precision), gpu)[-1] == {"lm_head": t.PRECISIONS[precision][4]}
-        if expected == "bf16":
-            with pytest.raises(BadInput, match="^--native, but cuda has no products of .* in fp8"):
-                t.choose_recipes(config(precision=precision, native=True), gpu)
+    names = t.choose_recipes(config(), torch.device("cuda"))
+    assert names == dict(zip(recipe.PROJECTIONS, t.PRECISIONS[expected]))
 
 
 def test_the_run_names_its_products_in_the_log(corpus, tmp_path):
     t.main(arguments(data_dir=corpus, log_dir=tmp_path / "fp8", precision="fp8", float8_all_gather=True))
     (log,) = tmp_path.glob("fp8/*.txt")
     text = log.read_text().split(journal.RULE)[1]
-    assert 'note "products: 3 x qkv fp8 (emulated), 3 x o fp8 (emulated)' in text
-    assert ', 1 x lm_head fp8 (emulated)"\n' in text and text.endswith('note "0 bytes sent per step and rank"\n')
+    assert 'note "products: qkv fp8 (emulated), o fp8 (emulated)' in text
+    assert ', lm_head fp8 (emulated)"\n' in text and text.endswith('note "0 bytes sent per step and rank"\n')
     t.main(arguments(data_dir=corpus, log_dir=tmp_path / "fp16", precision="fp16"))
     (log,) = tmp_path.glob("fp16/*.txt")
     text = log.read_text().split(journal.RULE)[1]
-    assert "3 x up fp16 (native)" in text and "step:4/4 val_loss" in text
+    assert "up fp16 (native)" in text and "step:4/4 val_loss" in text
     assert 'note "0 steps skipped, loss scale 32768"\n' in text
 
 
@@ -517,7 +488,7 @@ def test_what_a_cuda_graph_reads_stays_at_its_place_through_warming_up_and_train
             found["scales"] = model.precision.recipe.scales
             found |= {(name, "fp8"): w for name, w in model.precision.recipe.weight_bytes.items()}
             for (layer, name), _ in weights_of(model):
-                product = recipe_at(model, layer, name).product
+                product = recipe_at(model, layer, name)
                 found |= {(layer, name, "scale"): product.weight_scale, (layer, name, "bytes"): product.weight_bytes}
         return found | {(key, i): x for key, tables in model.rotary_tables[True].items() for i, x in enumerate(tables)}
 

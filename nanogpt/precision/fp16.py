@@ -1,5 +1,5 @@
 """fp16 with a loss scale that adapts itself: --precision=fp16. GPUs that have no bf16 also need
---compile=false, because validation and some sums are in bf16 (recipe.py).
+--compile=false, because validation and some sums are in bf16.
 
 Why it works. fp16 and bf16 both have 16 bits. bf16 spends eight of them on the exponent, as float32
 does. fp16 spends only five, so its magnitudes reach from 6e-8 to 65504. Weights and activations
@@ -10,8 +10,7 @@ one is exact: where nothing over- or underflows, it changes no bit of the traini
 
 How S is found (the rule of jmp, a JAX library). S starts at 2^15. If some gradient is infinite or
 NaN, S was too large: the step is skipped, S is halved, and no weight remembers that step. After
-2000 good steps in a row S is doubled, as gradients get smaller while the model learns. PyTorch's
-GradScaler has the same rule, but starts at 2^16 and has no floor of 1.
+2000 good steps in a row S is doubled, as gradients get smaller while the model learns.
 
 Details. A gradient that overflowed may have come to one rank only, so the ranks agree on whether to
 skip. They look at gradients that are already summed over the ranks: these sums are made in fp16 and
@@ -19,13 +18,8 @@ may be what overflows. The scaled loss itself stays float32, because a mean loss
 beyond fp16 already. The loss of this trainer is a sum over tokens, but jmp's rule is meant for a
 mean. So S is divided by the number of tokens of a sequence, rounded to a power of two.
 
-FP8 with constant scales does not go with it: gradients that are S times as large would leave the
-range for which those scales were chosen. The output head is an exception, whose backward pass takes
-the factor of the loss into account. Recipes that measure their scales do not go with it, either: a
-gradient that overflows skips a step here, and ends the run there.
-
-What it keeps between steps: S, and the number of good steps in a row. S / tokens also lies on the
-device, as `factor`, because a CUDA graph cannot read a number of the CPU anew.
+S / tokens also lies on the device, as `factor`, because a CUDA graph cannot read a number of the
+CPU anew.
 
 Sources: Micikevicius et al. 2017, "Mixed precision training"; jmp.DynamicLossScale.
 """

@@ -13,8 +13,7 @@ A number of x8 times the scale is the value it stands for: a sum of products of 
 multiplied by both scales. The clamp matters, because rounding to e5m2 gives infinity beyond its
 range. If amax is not finite, the scale is NaN. An infinite amax would otherwise give a multiplier
 of 0, and all other numbers of the tensor would silently become zeros. On normally distributed
-numbers the error of e4m3 is 31.6 dB below the signal, that of e5m2 25.6 dB. GPUs may add up fprop
-with fewer bits ("fast accumulation"), but not the gradients, whose errors add up over the steps.
+numbers the error of e4m3 is 31.6 dB below the signal, that of e5m2 25.6 dB.
 
 What it keeps between steps. Inputs and gradients are measured at every product. Weights change only
 once in a step, so `weights_changed` rounds them then, however many passes the step has. Products
@@ -26,14 +25,15 @@ Rows of one weight may belong to several ranks, and they must share the weight's
 first reduce one vector, the amaxes of all weights, to its maximum. What arrives is, to the bit,
 what rounding the whole float32 weights gives. (Without the switch bf16 weights are rounded, so that
 about 2 % of the bytes differ.) No rank has all the wide weights any more. Hence every projection
-must use FP8 in every step, and wide weights are fetched before each validation, which uses them.
-The bank lm_head is still handed out wide as well: it is also the embedding, which is looked up.
+must use FP8, and wide weights are fetched before each validation, which uses them. The bank lm_head
+is still handed out wide as well: it is also the embedding, which is looked up.
 
 Sources: Micikevicius et al. 2022, "FP8 formats for deep learning"; Float8Linear of torchao and of
 nanochat, whose numbers these are; torchao's precompute_float8_dynamic_scale_for_fsdp.
 """
 import math
 from collections.abc import Collection
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -41,7 +41,7 @@ from torch import Tensor
 
 from nanogpt import kernels
 from nanogpt.kernels import E4M3, E5M2
-from nanogpt.precision.recipe import Recipe, Site
+from nanogpt.precision.recipe import Products, Recipe
 from nanogpt.precision.rounding import E4M3_GRID, E5M2_GRID, inverse, round_to
 from nanogpt.ranks import all_gather, rank_and_world_size
 
@@ -91,8 +91,9 @@ class FP8Linear(torch.autograd.Function):
         return grad_x, grad_w, None, None, None
 
 
-class FP8Product:
-    """The product of one site, with the methods that recipe.py describes."""
+class FP8Products(Products):
+    """The products of one weight. The factor multiplies the result, so that it need not be known
+    when the weight is rounded, once a step."""
 
     def __init__(self, weight_bytes: Tensor, weight_scale: Tensor, has_fp8: bool):
         """weight_bytes: (N, K) uint8, the bytes of e4m3 numbers; weight_scale: ()"""
@@ -100,51 +101,60 @@ class FP8Product:
         self.weight_scale = weight_scale
         self.has_fp8 = has_fp8
 
-    def __call__(self, x: Tensor, w: Tensor) -> Tensor:
+    def linear(self, x, w, factor=None):
         w8 = self.weight_bytes.view(E4M3)
-        return FP8Linear.apply(x, w, w8, self.weight_scale, self.has_fp8)
+        y = FP8Linear.apply(x, w, w8, self.weight_scale, self.has_fp8)
+        return y if factor is None else factor * y
 
-    def for_rows(self, rows: Tensor) -> "FP8Product":
-        return FP8Product(self.weight_bytes[rows], self.weight_scale, self.has_fp8)
+    def for_rows(self, rows):
+        return FP8Products(self.weight_bytes[rows], self.weight_scale, self.has_fp8)
+
+
+class Site(NamedTuple):
+    """Where the weight of a product is: so many rows of a bank, which is a stack of matrices of one
+    shape. A row of a bank is an entry of its first dimension: a whole matrix in mlp and qkvo, one
+    vector in lm_head."""
+    bank: str  # its name
+    first_row: int
+    num_rows: int
+    transposed: bool = False  # whether the bank has the weight as (K, N)
+
+    def rows(self) -> slice:
+        return slice(self.first_row, self.first_row + self.num_rows)
 
 
 class FP8(Recipe):
-    """The FP8 weights of these sites, and the products that read them.
+    """The FP8 weights of these sites, and by the keys of the sites the `products` that read them.
 
     `banks` are the model's weights by name. Their numbers of rows are multiples of world_size, and
     each rank updates an equal part of these. There are no FP8 weights before `weights_changed` is
     first called, which must be with the names of all banks.
     """
 
-    def __init__(self, sites: list[Site], banks: dict[str, Tensor], all_gather: bool = False):
-        self.sites = list(sites)
+    def __init__(self, sites: dict[tuple, Site], banks: dict[str, Tensor],
+                 all_gather: bool = False):
         self.all_gather = all_gather
         self.rank, self.world_size = rank_and_world_size()
-        self.device = next(iter(banks.values())).device
+        device = next(iter(banks.values())).device
         # One row for each site, and a last one for the rows of banks that belong to no site, such
         # as padding. The scale is a row's first number: compiled code wants it to begin at a
         # multiple of 16 bytes.
-        self.scales = torch.full((len(self.sites) + 1, 4), math.nan, device=self.device)
+        self.scales = torch.full((len(sites) + 1, 4), math.nan, device=device)
         self.banks = {}  # the wide weights
         self.weight_bytes = {}  # the same in e4m3, as bytes: any device can copy and send those
         self.site_of_row = {}  # (rows of the bank,): the number of its site, a row of `scales`
-        for number, site in enumerate(self.sites):
-            if site.bank not in self.banks:
-                self.add_bank(site.bank, banks[site.bank].detach())
-            self.site_of_row[site.bank][site.rows()] = number
-
-    def add_bank(self, name: str, bank: Tensor) -> None:
-        no_site = len(self.sites)
-        self.banks[name] = bank
-        self.weight_bytes[name] = torch.zeros_like(bank, dtype=torch.uint8)
-        self.site_of_row[name] = torch.full((len(bank),), no_site, device=self.device)
-
-    def product(self, site: Site) -> FP8Product:
-        """The product of a site, for the whole run."""
-        weight_bytes = site.weight(self.weight_bytes)
-        weight_scale = self.scales[self.sites.index(site), 0]
-        has_fp8 = kernels.has_fp8(self.device)
-        return FP8Product(weight_bytes, weight_scale, has_fp8)
+        self.products = {}
+        for number, (key, site) in enumerate(sites.items()):
+            name = site.bank
+            if name not in self.banks:
+                bank = self.banks[name] = banks[name].detach()
+                self.weight_bytes[name] = torch.zeros_like(bank, dtype=torch.uint8)
+                self.site_of_row[name] = torch.full((len(bank),), len(sites), device=device)
+            self.site_of_row[name][site.rows()] = number
+            weight_bytes = self.weight_bytes[name][site.rows()].flatten(0, -2)
+            self.products[key] = FP8Products(
+                weight_bytes.t() if site.transposed else weight_bytes,
+                self.scales[number, 0], kernels.has_fp8(device))
 
     def own_rows(self, bank: Tensor) -> Tensor:
         """The rows of a bank that this rank updates, a view."""

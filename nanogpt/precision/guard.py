@@ -20,8 +20,7 @@ def compare_products(script, model, sequence: Tensor,
                      step: int) -> tuple[float, dict[str, float]]:
     """A training sequence (1, seq_len + 1), int16 with the bits of uint16 -> its loss by the
     products of training minus that by those of validation, in nats a token, and the part of the
-    numbers that is clamped, of each operand with a constant scale. `script` is the module
-    train_gpt, and `model` a GPT."""
+    numbers that is clamped, of each operand with a constant scale."""
     setting = script.setting_of(step, model.config)
     inputs, targets = inputs_and_targets(sequence, model.signs.device)
     functions, flex = model.functions, model.flex
@@ -39,8 +38,8 @@ def compare_products(script, model, sequence: Tensor,
 
 
 def check(script, model, sequence: Tensor, step: int, log) -> None:
-    """Writes the difference to the log, a journal.Log, and a defect if it is too large, or if too
-    many numbers are clamped."""
+    """Writes the difference to the log, and a defect if it is too large, or if too many numbers are
+    clamped. `script` is the module train_gpt, `model` a GPT, and `log` a journal.Log."""
     difference, clamped = compare_products(script, model, sequence, step)
     log.fact("note", f"step {step}: products of training give {difference:+.4f} nats against those "
              "of validation")

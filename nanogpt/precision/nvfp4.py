@@ -7,22 +7,20 @@ as bf16. With so few numbers, one scale for a whole tensor would make most of it
 the sum over a block by the two blocks' scales and adds this up in float32. Three ideas more let
 gradients survive:
 
-- Square blocks ("2d"). fprop multiplies x by w, and dgrad multiplies dy by w, each along another
+- Square blocks. fprop multiplies x by w, and dgrad multiplies dy by w, each along another
   dimension of w. Blocks of 1 x 16 would round w in two different ways, and the gradient would be
   that of another weight than the loss has seen. So weights share a scale in blocks of 16 x 16,
   which have the same numbers when they are transposed.
-- Stochastic rounding ("sr"). A gradient that is much smaller than its block's largest would always
+- Stochastic rounding. A gradient that is much smaller than its block's largest would always
   round to 0. So gradients are rounded up or down at random, such that they are right on average.
   This does not hold for a block's largest value. The block's scale is itself rounded, which may
   put that value beyond 6, at up to 6.375 (and farther in blocks that are so small that their scale
   is below 2^-6). There it is clipped to 6 whatever is drawn, and loses up to 6 %. TransformerEngine
   has the same bias.
-- A random Hadamard transform ("rht"). Both operands of wgrad are multiplied by the same orthogonal
+- A random Hadamard transform. Both operands of wgrad are multiplied by the same orthogonal
   16 x 16 matrix, block by block along the sum. It cancels in the product. But it spreads an outlier
   evenly over its block of 16 tokens, whose other values would otherwise round to 0. The matrix is
   Hadamard's with random signs, which were drawn once, so that no regular data fit it badly.
-
---nvfp4_without leaves out some of these, to see what each one gains.
 
 Numerics. An operand is made of a tensor in these steps, in float32:
     amax         = max |x| of the tensor
@@ -42,11 +40,8 @@ distributed numbers the error is 20.4 dB below the signal for blocks of 1 x 16, 
 Everything is emulated here, without a gain in speed: a number times its block's scale is exact in
 bf16, and a product of two such values is exact in float32. Only the order of summation differs from
 hardware's. In one thing we do not follow TransformerEngine: it rounds transformed numbers to bf16
-before it rounds them to e2m1. Its kernel has them in float32, too, and a comment there considers to
-drop that step (hadamard_transform_cast_fusion.cu). We round once. It hardly matters: on random
-tensors with outliers the relative error of wgrad is 0.253 without that step and 0.254 with it.
-
-What it keeps between steps: nothing. Weights are rounded at every pass, from the wide ones.
+before it rounds them to e2m1. On random tensors with outliers the relative error of wgrad is 0.253
+without that step and 0.254 with it.
 
 Sources: NVIDIA 2025, "Pretraining large language models with NVFP4" (arXiv 2509.25149), and the
 recipe NVFP4BlockScaling of TransformerEngine.
@@ -57,6 +52,7 @@ import torch
 from torch import Tensor
 
 from nanogpt import kernels
+from nanogpt.precision.recipe import Products
 from nanogpt.precision.rounding import E2M1_GRID, E4M3_GRID, inverse, round_to
 
 LARGEST = 6  # the largest number of e2m1
@@ -121,44 +117,26 @@ def hadamard(x: Tensor) -> Tensor:
 
 class NVFP4Linear(torch.autograd.Function):
     """x (T, K), w (N, K) -> x w^T (T, N), of x's dtype. All three products multiply e2m1 numbers.
-    T, K and N are multiples of 16. `square`, `stochastic` and `transform` are "2d", "sr", "rht"."""
+    T, K and N are multiples of 16."""
 
     @staticmethod
-    def forward(ctx, x, w, square, stochastic, transform):
+    def forward(ctx, x, w):
         ctx.save_for_backward(x, w)
-        ctx.square = square
-        ctx.stochastic = stochastic
-        ctx.transform = transform
-        return multiply(to_blocks(x), to_blocks(w, square), x.dtype)
+        return multiply(to_blocks(x), to_blocks(w, square=True), x.dtype)
 
     @staticmethod
     def backward(ctx, g):
         x, w = ctx.saved_tensors
-        g_t = g.t()  # (N, T)
-        x_t = x.t()  # (K, T)
-        if ctx.transform:
-            g_t = hadamard(g_t)
-            x_t = hadamard(x_t)
-        w_blocks = to_blocks(w.t(), ctx.square)  # square ones have the numbers of fprop
-        g_blocks = to_blocks(g, stochastic=ctx.stochastic)
-        grad_x = multiply(g_blocks, w_blocks, g.dtype)  # (T, K)
-        g_t_blocks = to_blocks(g_t, stochastic=ctx.stochastic)
-        grad_w = multiply(g_t_blocks, to_blocks(x_t), g.dtype)  # (N, K)
-        return grad_x, grad_w, None, None, None
+        w_blocks = to_blocks(w.t(), square=True)  # which have the numbers of fprop
+        grad_x = multiply(to_blocks(g, stochastic=True), w_blocks, g.dtype)  # (T, K)
+        g_t_blocks = to_blocks(hadamard(g.t()), stochastic=True)
+        grad_w = multiply(g_t_blocks, to_blocks(hadamard(x.t())), g.dtype)  # (N, K)
+        return grad_x, grad_w
 
 
-class NVFP4Product:
-    """The product of any site, with the methods that recipe.py describes. `leave_out` is the value
-    of --nvfp4_without: names of parts, separated by commas."""
+class NVFP4Products(Products):
+    """The products of any weight. It is rounded without the factor, which multiplies the result."""
 
-    def __init__(self, leave_out: str = ""):
-        parts = leave_out.split(",")
-        self.square = "2d" not in parts
-        self.stochastic = "sr" not in parts
-        self.transform = "rht" not in parts
-
-    def __call__(self, x: Tensor, w: Tensor) -> Tensor:
-        return NVFP4Linear.apply(x, w, self.square, self.stochastic, self.transform)
-
-    def for_rows(self, rows: Tensor) -> "NVFP4Product":
-        return self  # it keeps no weights
+    def linear(self, x, w, factor=None):
+        y = NVFP4Linear.apply(x, w)
+        return y if factor is None else factor * y
