@@ -77,7 +77,7 @@ def name_of(row):
 
 REMEDY = "fetch or make it again"
 REFUSED = [
-    Refused("shard: begins with something else", f"{FIRST} begins with magic 5, .*{REMEDY}",
+    Refused("shard: begins with something else", f"{FIRST} is no shard: it begins with the number 5, .*{REMEDY}",
             prepare=instead(FIRST, lambda path: write_shard(path, documents(6000), magic=5))),
     Refused("shard: cut", f"{SECOND} has 13023 bytes where its header promises 13024; {REMEDY}",
             prepare=instead(SECOND, lambda path: path.write_bytes(write_shard(path, documents(6000)).read_bytes()[:-1]))),
