@@ -39,9 +39,8 @@ from records.console import complain, discard_output, prepare_output
 
 
 def last_setting(model):
-    """How far the model sees, and how it turns positions, after the steps that it was trained. The
-    module it comes from is train_gpt, which is called __main__ while it trains."""
-    script = sys.modules[type(model).__module__]
+    """How far the model sees, and how it turns positions, after the steps that it was trained."""
+    script = sys.modules[type(model).__module__]  # train_gpt, or __main__ while that trains
     return script.setting_of(model.trained_steps, model.config)
 
 
@@ -121,25 +120,19 @@ def prompt_tokens(encode: Callable[[str], list[int]], bos: int, seq_len: int,
     return [bos, *tokens]
 
 
-def check(config) -> list[str]:
-    """Whether a run can end with a sample, before it begins. A run that is fitted to a text does
-    without the sample that nobody has asked for, and returns a note. Raises BadInput otherwise."""
-    if not is_rank_0():
-        return []
+def check(config) -> None:
+    """Raises BadInput if a run could not end with a sample, before it begins."""
     try:
-        codec(config.vocab_size)
+        if is_rank_0():
+            codec(config.vocab_size)
     except BadInput as error:
-        if not config.fit or config.sample != fitting.SAMPLE:
-            raise
-        config.sample = ""
-        return [f"there will be no sample: {error}"]
-    return []
+        raise BadInput(f"{error}, or do without a sample: --sample=") from None
 
 
 def opening(config, val_tokens: Tensor) -> str:
     """What the sample at the end of a run begins with: --sample, or in a run that is fitted to a
     text, if nobody has asked for another one, a few words from the beginning of the validation
-    tokens. These may begin within a word, which is left out."""
+    tokens, without the first one, which may be cut."""
     if not config.fit or config.sample != fitting.SAMPLE:
         return config.sample
     _, to_bytes = codec(config.vocab_size)
@@ -158,7 +151,7 @@ def continue_text(model, text: str, count: int) -> str:
 
 
 def printable(text: str) -> str:
-    """On a terminal control characters become question marks: they could change how it works."""
+    """The text, on a terminal without control characters."""
     return harmless(text) if sys.stdout.isatty() else text
 
 
@@ -188,7 +181,7 @@ def device(text: str) -> torch.device:
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:
-        raise BadInput(message)  # argparse's sentence, without its page on usage
+        raise BadInput(message)  # without a page on usage
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -219,7 +212,7 @@ def show(text: str) -> None:
 
 def continue_texts(options: argparse.Namespace) -> None:
     """Continues the text as often as asked, and shows each token as it is drawn. Raises BadInput if
-    the model or the text is of no use."""
+    the model is of no use."""
     from train_gpt import load_checkpoint
     model = load_checkpoint(options.checkpoint, options.device)
     widen(model)

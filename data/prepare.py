@@ -81,9 +81,8 @@ def encode_all(documents, use_bytes):
     """Yield the tokens of each document, SEPARATOR first: (n,) uint16."""
     documents = iter(documents)
     while some := list(islice(documents, 1000)):
-        if use_bytes:
-            bodies = [bytes_of(text) for text in some]
-        else:
+        bodies = map(bytes_of, some)
+        if not use_bytes:
             bodies = gpt2.load().encode_ordinary_batch(some, num_threads=os.cpu_count())
         for body in bodies:
             yield np.concatenate([[SEPARATOR], body]).astype("<u2")
@@ -119,31 +118,20 @@ def choose_tokens(wanted, notes):
 
 # ---- from tokens to shards -----------------------------------------------------------------------
 
-def distinct(documents, duplicates):
-    """Yield the documents that are not blank and whose text no earlier one has. The latter are
-    added to `duplicates`, a list."""
-    seen = set()
-    for text in documents:
-        digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
-        if digest in seen:
-            duplicates.append(digest)
-        elif text.strip():
-            seen.add(digest)
-            yield text
-
-
 def write_corpus(documents, folder, name, use_bytes, source):
-    """Encode the documents, shuffle them, split them, and write them to a folder as shards.
-
-    Returns a dictionary with "train_tokens", "val_tokens", and the numbers of "documents" and of
-    "duplicates" among the input. Raises PrepareError, which speaks of `source`, if there are too
-    few tokens for two splits.
-    """
-    duplicates = []
-    encoded = list(encode_all(distinct(documents, duplicates), use_bytes))
+    """Encode the documents, shuffle them, split them, and write them to a folder as shards. Returns
+    a dictionary with "train_tokens", "val_tokens", and the numbers of "documents" and of
+    "duplicates" among the input. Raises PrepareError, which speaks of `source`."""
+    distinct = {}
+    duplicates = 0
+    for tokens in encode_all((text for text in documents if text.strip()), use_bytes):
+        digest = hashlib.sha256(tokens).digest()
+        duplicates += digest in distinct
+        distinct.setdefault(digest, tokens)
+    counts = {"documents": len(distinct), "duplicates": duplicates}
+    encoded = [*distinct.values()]
     random.Random(0).shuffle(encoded)
     train, val = split_documents(encoded, source)
-    counts = {"documents": len(encoded), "duplicates": len(duplicates)}
     for split, part, first_number in (("train", train, 1), ("val", val, 0)):
         counts[f"{split}_tokens"] = sum(map(len, part))
         for number, group in enumerate(divide(part), first_number):
@@ -153,12 +141,7 @@ def write_corpus(documents, folder, name, use_bytes, source):
 
 def split_documents(documents, source):
     """Divide the shuffled documents, arrays of tokens, into a list for training and one for
-    validation.
-
-    Validation gets the first documents, 5% of the tokens. If they would be more than half as much
-    again, or leave too little to train on, then the last of them is cut in two. Raises PrepareError
-    if there are too few tokens.
-    """
+    validation, as the head of this file says. Raises PrepareError if there are too few tokens."""
     total = sum(map(len, documents))
     if total == 0:
         raise PrepareError(f"{source}: no text in it; name a file that has some")
