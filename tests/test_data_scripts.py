@@ -6,7 +6,6 @@ the network.
 """
 import gzip
 import json
-import os
 import random
 import resource
 import signal
