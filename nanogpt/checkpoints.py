@@ -14,11 +14,10 @@ A save (--save_every, --save_steps, or a signal) is a folder:
     logs/RUN_ID.saved/step_000123/rank_1_of_2.safetensors
     logs/RUN_ID.saved/step_000123/save.json
 
-The file of a rank holds its part of the float32 weights and of the optimizers' state (of small
-banks all), its random numbers, its counts of targets, and a part of the table of recalled tokens.
-save.json holds what all ranks share. It is written when all other files are on disk, and removed
-before them. A folder without it is no save, so a save is whole or it is none, whenever the run is
-killed. On several hosts the folder must be on a disk that they share.
+The file of a rank holds what `tensors_of` names and its random numbers, save.json what all ranks
+share. It is written when all other files are on disk, and removed before them. A folder without it
+is no save, so a save is whole or it is none, whenever the run is killed. On several hosts the
+folder must be on a disk that they share.
 
 A run that goes on puts the parts of all files together and keeps its own, so the number of ranks
 may be another one. It saves into the same folder.
@@ -104,41 +103,27 @@ def write(path: Path, content: dict) -> None:
     write_tensors(path, content["weights"], about)
 
 
-def read(path: str | Path, with_weights: bool = True) -> dict:
+def read(path: str | Path) -> dict:
     """What `of_model` has made, with the weights on the CPU. Raises BadInput if the file is no
     checkpoint of this program."""
     remedy = "name a file that --save_checkpoint has written, such as models/NAME.safetensors"
-    path = Path(path)
-    save = path if path.is_dir() else path.parent
-    require(not (save / "save.json").exists(),
-            f"{path} is part of a save; go on with it by --resume={save}, or {remedy}")
-    file = open_tensors(path, remedy)
+    file = open_tensors(Path(path), remedy)
     header = file.metadata() or {}
     require("config" in header,
             f"{path} is a safetensors file, but no checkpoint of this program; {remedy}")
     content = {name: json.loads(text) for name, text in header.items() if name != "format"}
-    if with_weights:
-        content["weights"] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    content["weights"] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     return content
 
 
-def unused_path(path: Path, own_runs: list[str]) -> Path:
-    """NAME.safetensors, or NAME-2.safetensors and so on: the first that does not exist, or that
-    one of these runs has written."""
-    first = path
+def unused_path(path: Path) -> Path:
+    """NAME.safetensors, or NAME-2.safetensors and so on: the first that does not exist."""
+    unused = path
     number = 2
-    while path.exists() and not is_of(path, own_runs):
-        path = first.with_stem(f"{first.stem}-{number}")
+    while unused.exists():
+        unused = path.with_stem(f"{path.stem}-{number}")
         number += 1
-    return path
-
-
-def is_of(path: Path, runs: list[str]) -> bool:
-    """Whether a file holds the weights of one of these runs."""
-    try:
-        return read(path, with_weights=False).get("run_id") in runs
-    except BadInput:
-        return False
+    return unused
 
 
 def config_values(config: dict, config_class: type) -> dict:
@@ -149,9 +134,9 @@ def config_values(config: dict, config_class: type) -> dict:
 
 
 def model_of(content: dict, device: torch.device, script):
-    """The train_gpt.GPT of a file's content on one device, ready for texts of any multiple of 128
-    tokens: nothing is compiled. `script` is that module. `model.trained_steps` is the number of
-    steps. Raises BadInput if the weights do not fit the configuration."""
+    """The train_gpt.GPT of a file's content on one device, for texts of any multiple of 128 tokens:
+    nothing is compiled. `script` is that module. Raises BadInput if the weights do not fit the
+    configuration."""
     values = config_values(content["config"], script.Config)
     c = script.Config(**values | dict(
         attention="sdpa", compile=False, device=device.type, sample="", run_name=""))
@@ -171,8 +156,8 @@ def model_of(content: dict, device: torch.device, script):
 
 def load_model(path: str | Path, device: torch.device | str, script):
     """The model of a file, as `model_of` makes it. Says so if another train_gpt.py has trained it,
-    as the same weights may mean something else there. Raises BadInput if it is no checkpoint of
-    this program."""
+    as the same weights may mean something else there. Raises BadInput as `read` and `model_of`
+    do."""
     content = read(path)
     try:
         model = model_of(content, torch.device(device), script)
@@ -229,9 +214,9 @@ def configure(config_class: type, save: Path, given: dict, may_change: tuple[str
 
 
 def tensors_of(optimizer) -> dict[str, Tensor]:
-    """What a save has of this rank: all that the updates of a train_gpt.Optimizer change, by names
-    like "mlp.master" and "mlp.momentum_buffer"; its counts; and its part of the table of recalled
-    tokens, which all ranks have whole."""
+    """What a save has of this rank: all that the updates of a train_gpt.Optimizer change (of small
+    banks all, of others its part), by names like "mlp.master" and "mlp.momentum_buffer"; its
+    counts; and its part of the table of recalled tokens, which all ranks have whole."""
     named = {}
     for name, master in optimizer.masters.items():
         named[f"{name}.master"] = master
@@ -262,8 +247,7 @@ class Saved:
 
     def __init__(self, save: Path, data: list[dict], folder: str):
         """`data` are the fingerprints of the shards in `folder` (data/shards.py). Raises BadInput
-        if the save is damaged, or of a run on other shards. Their order counts, their names do
-        not."""
+        if the save is damaged, or of a run on other shards; their names do not count."""
         self.save = save
         self.facts = facts_of(save)
         self.step = self.facts["step"]
@@ -342,8 +326,7 @@ class Saved:
 def how_it_began(asked: str, log_dir: str, saved: Saved | None) -> list[str]:
     """A note for the log of a run under --resume=ASKED."""
     if saved:
-        return [f"resumed at step {saved.step} from {saved.save}, saved by "
-                f"{len(saved.parts)} process{'es' * (len(saved.parts) > 1)}"]
+        return [f"resumed at step {saved.step} from {saved.save}"]
     return [f"no save under {log_dir}; this run begins at step 0"] if asked else []
 
 
@@ -380,14 +363,12 @@ class Keeper:
         self.clock = clock
         self.rank, self.world_size = rank_and_world_size()
         self.first_step = 0
-        run_id = all_ranks(facts.run["run_id"])[0]
-        self.runs = [run_id]  # those that have led here, and this one
-        self.folder = Path(c.log_dir, f"{run_id}.saved")
+        self.folder = Path(c.log_dir, f"{all_ranks(facts.run['run_id'])[0]}.saved")
         self.saves = c.save_every > 0 or c.save_steps > 0
         # Where the best weights go: None if none are kept, and always on ranks other than 0.
         self.weights_file = run_files.checkpoint_path
         self.lacks_weights = False  # whether the best weights could not be written
-        self.best = None  # step and loss of the weights in that file, or of the untrained model
+        self.best = None  # step, loss and file of the best weights
         if run_files.saved:
             self.go_on(run_files.saved)
         self.last_save = self.clock.total, self.first_step
@@ -397,26 +378,20 @@ class Keeper:
         on_all_ranks(saved.restore, self.optimizer)
         facts = saved.facts
         self.first_step = saved.step
-        if saved.save.parent.name == f"{facts['runs'][0]}.saved":
+        if saved.save.parent.suffix == ".saved":  # else somebody has moved it
             self.folder = saved.save.parent
-        self.runs = facts["runs"] + self.runs
         self.best = facts["best"]
         self.clock.total = facts["seconds"]
         for line in facts["steps"]:
             self.log.step(*line, show=False)
 
-    # ----------------------------------------------------------------------------------------------
-    # Saves
-
     def due(self, step: int) -> bool:
         """Whether rank 0 wants a save now. The other ranks, on which this is False, hear of it
         (`ranks.Requests`)."""
-        if not self.saves or self.rank != 0:
-            return False
         c = self.config
         last_seconds, last_step = self.last_save
         by_clock = c.save_every > 0 and self.clock.now() - last_seconds >= 60 * c.save_every
-        return by_clock or 0 < c.save_steps <= step - last_step
+        return self.rank == 0 and (by_clock or 0 < c.save_steps <= step - last_step)
 
     def save(self, step: int) -> None:
         """Saves the run, if it is one that saves. The clock stands still, and the log must have all
@@ -449,7 +424,7 @@ class Keeper:
         optimizer = self.optimizer
         facts = dict(
             config=dataclasses.asdict(self.config), parameters=parameters_of(optimizer),
-            step=step, world_size=self.world_size, runs=self.runs, data=self.facts.data,
+            step=step, world_size=self.world_size, data=self.facts.data,
             seconds=self.clock.total, steps=self.log.steps, best=self.best,
             updates=optimizer.updates, bytes_sent=optimizer.bytes_sent,
             recipe=optimizer.recipe.state())
@@ -465,52 +440,29 @@ class Keeper:
         if self.rank == 0 and not self.lacks_weights:
             shutil.rmtree(self.folder, ignore_errors=True)
 
-    # ----------------------------------------------------------------------------------------------
-    # The best weights
-
-    def file_of_weights(self) -> Path:
-        """With --save_checkpoint=auto a file of another run is never replaced. A name that the user
-        gave is always written to."""
-        if self.config.save_checkpoint == "auto":
-            return unused_path(self.weights_file, self.runs)
-        return self.weights_file
-
     def content(self, step: int, val_loss: float | None) -> dict:
         """The weights as they are now (`of_model`)."""
-        origin = dict(run_id=self.runs[-1], data=self.facts.data,
-                      code_sha256=self.facts.run["code_sha256"])
+        run = self.facts.run
+        origin = dict(
+            run_id=run["run_id"], data=self.facts.data, code_sha256=run["code_sha256"])
         return of_model(self.model, step, val_loss, origin)
 
     def validated(self, step: int, loss: float) -> None:
-        """Writes the weights if they are the best so far, and better than without training."""
+        """Writes the weights if they are the best so far."""
         # They are written at once, and not at the end, so that no way to end a run loses them, not
         # even kill -9. The other ranks wait meanwhile, for at most the two minutes of
         # ranks.limit_waiting: a disk of 100 MB/s writes 12 GB in that time.
-        if self.weights_file is None or (self.best and loss >= self.best[1]):
+        if self.weights_file is None or step == 0 or (self.best and loss >= self.best[1]):
             return
+        if self.config.save_checkpoint == "auto" and not self.best:
+            self.weights_file = unused_path(self.weights_file)  # if another run has begun meanwhile
         try:
-            if step > 0:
-                write(self.file_of_weights(), self.content(step, loss))
-            self.best = step, loss
+            write(self.weights_file, self.content(step, loss))
+            self.best = step, loss, str(self.weights_file)
             self.lacks_weights = False
         except OSError as error:
             complain(f"{error}; the run goes on")
             self.lacks_weights = True
-
-    def weights(self) -> Path | None:
-        """The file of the best weights. If there is none, says why."""
-        if self.weights_file is None:
-            return None
-        if self.best and self.best[0] > 0:
-            return self.file_of_weights()
-        losses = [loss for step, _, name, loss in self.log.steps if step and name == "val_loss"]
-        reason = "the run ended before its first validation after a step"
-        if losses and self.best:
-            reason = (f"the best validation loss, {min(losses):.4f}, is not below that of the "
-                      f"untrained model, {self.best[1]:.4f}; lower the learning rates")
-        if not self.lacks_weights:  # that was said before
-            self.log.console.say(f"no weights are kept, as {reason}")
-        return None
 
     def say_how_to_go_on(self, step: int, signal: str) -> int:
         """Says how to go on with a run that a signal has ended. Returns the exit status."""

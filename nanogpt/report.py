@@ -50,12 +50,11 @@ def end(run, script, startup_s: float) -> int:
     if lost:
         log.fact("defect", dict(what=f"{lost} targets were no candidates; raise --candidates"))
     log.end(result)
-    path = keeper.weights()
+    best, _, path = keeper.best or (None, None, None)
     if not run.ended_by:
         keeper.end_saves()
         if is_rank_0() and c.sample:
             show_sample(run, script, path)
-    best = keeper.best and keeper.best[0]
     log.console.result(log.steps, result, log.path, path, best)
     if run.ended_by:
         return keeper.say_how_to_go_on(run.step, run.ended_by)
@@ -67,7 +66,7 @@ def end(run, script, startup_s: float) -> int:
     return 0
 
 
-def show_sample(run, script, path: Path | None) -> None:
+def show_sample(run, script, path: str | None) -> None:
     """Continues a text by the best model, or by the last one if none is kept."""
     import sample  # training alone needs no tokenizer
     c = run.config

@@ -91,15 +91,17 @@ def chooses_steps(c) -> bool:
 
 def try_places(c, saved: Saved | None) -> Path | None:
     """Makes the folders of log and weights, as only rank 0 needs them. Returns the file of the
-    weights, if they are to be kept. Raises BadInput if nothing can be written there."""
+    weights, if they are to be kept: with --save_checkpoint=auto none of another run. Raises
+    BadInput if nothing can be written there."""
     if not is_rank_0():
         return None
     path = None
     if c.save_checkpoint:
         path = Path(c.save_checkpoint)
         if c.save_checkpoint == "auto":
-            path = Path("models", f"{Path(c.data_dir).resolve().name}.safetensors")
-            path = unused_path(path, saved.facts["runs"] if saved else [])
+            path = unused_path(Path("models", f"{Path(c.data_dir).resolve().name}.safetensors"))
+            if saved and saved.facts["best"]:
+                path = Path(saved.facts["best"][2])
         require(not path.is_dir(), f"--save_checkpoint={path} is a folder; name a file")
         try_folder(path.parent, "--save_checkpoint")
     try_folder(Path(c.log_dir), "--log_dir")
