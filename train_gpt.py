@@ -86,7 +86,6 @@ from nanogpt.precision.fp8_static import (
 from nanogpt.precision.products import LayerProducts, Precision
 from nanogpt.precision.recipe import Products
 from nanogpt.ranks import (
-    REQUESTS,
     NoTransfer,
     Requests,
     all_gather,
@@ -1123,8 +1122,8 @@ def load_checkpoint(path: str | Path, device: torch.device) -> GPT:
 # --------------------------------------------------------------------------------------------------
 # 7. The output head in FP8
 #
-# What FP8 is, and why a model learns with it, nanogpt/precision/__init__.py tells. The head's
-# products are operators of their own, nanogpt::mm and its gradient, as in record 21. That gradient
+# What FP8 is, and why a model learns with it, docs/precision.md tells. The head's products are
+# operators of their own, nanogpt::mm and its gradient, as in record 21. That gradient
 # is registered, so that other code can put any loss behind it. FP8HeadLoss does not need it: its
 # own kernel has the gradient of the logits ready.
 
@@ -1917,20 +1916,17 @@ class Run:
     def save_or_stop(self) -> None:
         """Saves the run if a save is due or a signal ends it, on all ranks after the same step.
         A signal may take effect a few steps late (`Requests`). A collective."""
-        if STOP.signal and self.step > 0:
-            self.requests.ask("stop")
-        if self.keeper.due(self.step):
-            self.requests.ask("save")
+        self.requests.ask(bool(STOP.signal) and self.step > 0, self.keeper.due(self.step))
         if self.optimizer.first_head_gradient is not None:  # which a save does not hold
             return
-        stop, save = (self.requests.grant(name) for name in REQUESTS)
-        if stop or save:
+        if any(self.requests.granted):
             self.read_messages()  # of all steps so far, which a save holds
+            stop, _ = self.requests.take()
             self.clock.stop()
             self.keeper.save(self.step)
             self.clock.start()
-        if stop:
-            self.ended_by = STOP.signal or "SIGTERM"  # another rank's
+            if stop:
+                self.ended_by = STOP.signal or "SIGTERM"  # another rank's
 
     def validation_loss(self) -> float:
         """The loss of the model as it is. A collective."""
@@ -1959,8 +1955,7 @@ def train(c: Config, at_end: ExitStack) -> int:
 
     # 1. Import what this run needs, so that the log can show it, and check what can be checked
     # before anything is written or compiled.
-    device = start_process(
-        "cuda" if has_cuda(c.device) else "cpu", LOCAL_GPU, c.join_timeout)
+    device = start_process("cuda" if has_cuda(c.device) else "cpu", LOCAL_GPU)
     # Hosts may have their data in other folders; the shards are compared by their sums.
     compare({f"--{name}": value for name, value in dataclasses.asdict(c).items()
              if name != "data_dir"})
@@ -1984,7 +1979,6 @@ def train(c: Config, at_end: ExitStack) -> int:
     if ACTIVATION is not relu_squared and "fp8-static" in recipe_names.values():
         notes.append("with this ACTIVATION the MLP is not in FP8 with constant scales, whose "
                      "kernel computes relu_squared")
-    notes += fitting.read_too_often(c)
     notes += checkpoints.how_it_began(c.resume, c.log_dir, run_files.saved)
     for text in notes:
         log.say(text)

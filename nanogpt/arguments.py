@@ -47,7 +47,6 @@ class RunConfig:
         "auto", "auto, flex (CUDA, compiled) or sdpa (everywhere)",
         choices=("auto", "flex", "sdpa"))
     compile: bool = key(True, "use torch.compile, and CUDA graphs on a GPU")
-    join_timeout: float = key(5.0, "minutes that a process waits for the others at the start")
     resume: str = key(
         "", "save to go on from, logs/RUN_ID.saved/step_000123; --resume alone: the newest one in "
         "log_dir. Without any save a new run begins",
@@ -71,9 +70,8 @@ class RunConfig:
 
 
 def check(c, schedules: dict[str, list], precisions: dict[str, tuple]) -> None:
-    """Raises BadInput where a value of train_gpt.Config cannot be, or values do not fit each other:
-    it would show as an error of PyTorch in the middle of a run. The others are SCHEDULES and
-    PRECISIONS of train_gpt.py."""
+    """Raises BadInput where a value of train_gpt.Config cannot be, or values do not fit each other.
+    The others are SCHEDULES and PRECISIONS of train_gpt.py."""
     check_bounds(c)
     for name, rows in (("schedule", schedules), ("precision", ("auto", *precisions))):
         value = getattr(c, name)
@@ -134,8 +132,8 @@ def check_stages(c, stages: list) -> None:
 
 
 def configure(config_class, presets: dict[str, dict], preset: str, given: dict):
-    """The given values, laid over those of the preset, over the defaults. Raises BadInput if there
-    is no such preset."""
+    """The given values, over those of the preset, over the defaults. Raises BadInput if there is no
+    such preset."""
     require(preset in presets, f"--preset={preset} is none of {', '.join(presets)}")
     return config_class(**presets[preset] | given | {"preset": preset})
 
@@ -164,15 +162,12 @@ def given(config_class, argv: list[str], presets: dict[str, dict],
     actions = {}
     fields = {field.name: field for field in dataclasses.fields(config_class)}
     for name in dict.fromkeys((*everyday, *fields)):
-        field = fields[name]
-        kind = type(field.default)
-        options = {}
-        alone = "true" if kind is bool else field.metadata["alone"]
-        if alone:
-            options = dict(nargs="?", const=READERS[kind](alone))
-        group = first if field.name in everyday else others
-        actions[field.name] = group.add_argument(
-            f"--{field.name}", type=READERS[kind], metavar="", **options)
+        kind = type(fields[name].default)
+        alone = True if kind is bool else fields[name].metadata["alone"]
+        options = dict(nargs="?", const=alone) if alone else {}
+        group = first if name in everyday else others
+        actions[name] = group.add_argument(
+            f"--{name}", type=READERS[kind], metavar="", **options)
     parser.add_argument("--help", "-h", action="store_true")
     values, unknown = parser.parse_known_args(argv)
     values = vars(values)
@@ -183,9 +178,9 @@ def given(config_class, argv: list[str], presets: dict[str, dict],
     if shows_help:
         preset = values.get("preset") or default_preset(values.get("device"))
         shown = configure(config_class, presets, preset, {})
-        for field in dataclasses.fields(config_class):
-            text = f"{field.metadata['meaning']} [{getattr(shown, field.name)}]"
-            actions[field.name].help = text.replace("%", "%%")
+        for name, field in fields.items():
+            text = f"{field.metadata['meaning']} [{getattr(shown, name)}]"
+            actions[name].help = text.replace("%", "%%")
         lines = [f"  {name:<10}{(about or {}).get(name, '')}" for name in presets]
         parser.epilog = "\n".join([
             "presets: other defaults, over which the keys that you give are laid", *lines, "",

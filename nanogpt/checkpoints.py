@@ -1,12 +1,12 @@
 """What a run leaves on disk beside its log: its best weights, and saves, from which it can go on.
 
 All tensors lie in safetensors files: a header in JSON and the bytes behind it, so reading one can
-run nothing, whoever has written it, and other programs can read it, too.
+run nothing, whoever has written it.
 
 Weights (--save_checkpoint) are one file. It has each bank of train_gpt.parameter_table, without
-padding, and the table of recalled tokens (nanogpt/past.py). Its header has `config`, `step`,
-`val_loss`, `run_id`, `code_sha256` (of the train_gpt.py that trained them) and `data` (the
-fingerprints of the shards), each as JSON.
+padding, and the table of recalled tokens (nanogpt/past.py). Its header has, each as JSON, `config`,
+`step`, `val_loss`, `run_id`, `code_sha256` (of the train_gpt.py that trained them) and `data` (the
+fingerprints of the shards).
 
 A save (--save_every, --save_steps, or a signal) is a folder:
 
@@ -15,12 +15,9 @@ A save (--save_every, --save_steps, or a signal) is a folder:
     logs/RUN_ID.saved/step_000123/save.json
 
 The file of a rank holds what `tensors_of` names and its random numbers, save.json what all ranks
-share. It is written when all other files are on disk, and removed before them. A folder without it
-is no save, so a save is whole or it is none, whenever the run is killed. On several hosts the
-folder must be on a disk that they share.
-
-A run that goes on puts the parts of all files together and keeps its own, so the number of ranks
-may be another one. It saves into the same folder.
+share. The folder gets its name when all files are in it, so a save is whole or it is none, whenever
+the run is killed. On several hosts it must be on a disk that they share. A run that goes on puts
+the parts of all files together and keeps its own, so the number of ranks may be another one.
 """
 import dataclasses
 import json
@@ -50,6 +47,7 @@ from records.journal import sha256
 
 REMEDY = "name an older save with --resume=FOLDER, or leave --resume out to begin anew"
 KEPT = 2  # saves of a run that stay on disk
+UNFINISHED = "unfinished"  # name of the folder of a save that is being written
 
 # --------------------------------------------------------------------------------------------------
 # Files of tensors
@@ -57,7 +55,7 @@ KEPT = 2  # saves of a run that stay on disk
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], about: dict) -> None:
     """Writes a safetensors file with `about` in its header. Until all of it is on disk, an older
-    file of this name stays as it was. Raises OSError if the disk is full."""
+    file of this name stays. Raises OSError if the disk is full."""
     beside = path.with_name(f"{path.name}.{os.getpid()}.part")
     on_cpu = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
     header = {"format": "pt"} | {name: json.dumps(value) for name, value in about.items()}
@@ -76,7 +74,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], about: dict) -> None:
 
 def open_tensors(path: Path, remedy: str):
     """A safetensors file, whose tensors are read when they are asked for. Raises BadInput if it is
-    none, or if its end is missing."""
+    none."""
     require(path.is_file(), f"{path}: no such file; {remedy}")
     try:
         return safe_open(path, "pt")
@@ -128,7 +126,7 @@ def unused_path(path: Path) -> Path:
 
 def config_values(config: dict, config_class: type) -> dict:
     """The configuration of a file, as values of all fields of the dataclass. A key that is newer
-    than the file has its default, and one that is not known is passed over."""
+    than the file has its default, and one that is unknown is passed over."""
     return {field.name: config.get(field.name, field.default)
             for field in dataclasses.fields(config_class)}
 
@@ -178,7 +176,7 @@ def load_model(path: str | Path, device: torch.device | str, script):
 def saves_in(folder: Path) -> list[Path]:
     """The saves that lie anywhere in a folder, or are it, the oldest first."""
     files = sorted(folder.glob("**/save.json"), key=lambda file: file.stat().st_mtime_ns)
-    return [file.parent for file in files]
+    return [file.parent for file in files if file.parent.name != UNFINISHED]
 
 
 def find(asked: str, log_dir: str) -> Path | None:
@@ -232,14 +230,9 @@ def tensors_of(optimizer) -> dict[str, Tensor]:
     return named
 
 
-def parameters_of(optimizer) -> dict[str, list]:
-    """By name, what must be the same in a run that goes on: shapes, and how they are updated."""
-    return {name: [*param.shape, param.optimizer, param.share]
-            for name, param in optimizer.model.params.items()}
-
-
-def random_state(device: torch.device) -> Tensor:
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+def random_module(device: torch.device):
+    """What has the state of the random numbers of a device."""
+    return torch.cuda if device.type == "cuda" else torch
 
 
 class Saved:
@@ -262,13 +255,11 @@ class Saved:
             for rank in range(count)]
 
     def check_fits(self, optimizer) -> None:
-        """Raises BadInput unless the save is of the parameters of train_gpt.Optimizer."""
-        saved = self.facts["parameters"]
-        ours = parameters_of(optimizer)
-        differing = [name for name in saved | ours if saved.get(name) != ours.get(name)]
-        require(not differing, f"{self.save} was written by other code, as "
-                f"{' and '.join(differing[:2])} differ; go on with the code that is in its "
-                "run's log, or leave --resume out to begin anew")
+        """Raises BadInput unless the save has what updates of this train_gpt.Optimizer change."""
+        differing = {*tensors_of(optimizer), "random"} ^ {*self.parts[0].keys()}
+        require(not differing, f"{self.save} was written by other code: only one of the two has "
+                f"{min(differing, default='')}; go on with the code that is in its run's log, or "
+                "leave --resume out to begin anew")
 
     def of_ranks(self, name: str) -> list[Tensor]:
         return [part.get_tensor(name) for part in self.parts]
@@ -315,12 +306,9 @@ class Saved:
         rank, world_size = rank_and_world_size()
         torch.manual_seed((seed * 2**32 + self.step * 2**16 + rank) % 2**63)
         states = self.of_ranks("random")
-        if len(states) != world_size or len(states[rank]) != len(random_state(device)):
-            return
-        if device.type == "cuda":
-            torch.cuda.set_rng_state(states[rank], device)
-        else:
-            torch.set_rng_state(states[rank])
+        random = random_module(device)
+        if len(states) == world_size and len(states[rank]) == len(random.get_rng_state()):
+            random.set_rng_state(states[rank])
 
 
 def how_it_began(asked: str, log_dir: str, saved: Saved | None) -> list[str]:
@@ -336,12 +324,6 @@ def how_it_began(asked: str, log_dir: str, saved: Saved | None) -> list[str]:
 
 def rank_file(save: Path, rank: int, world_size: int) -> Path:
     return save / f"rank_{rank}_of_{world_size}.safetensors"
-
-
-def remove(save: Path) -> None:
-    """Removes a save so that a run which is killed meanwhile leaves none that lacks files."""
-    (save / "save.json").unlink(missing_ok=True)
-    shutil.rmtree(save, ignore_errors=True)
 
 
 class Keeper:
@@ -374,7 +356,7 @@ class Keeper:
         self.last_save = self.clock.total, self.first_step
 
     def go_on(self, saved: Saved) -> None:
-        """Begins where the save was made. A collective."""
+        """A collective."""
         on_all_ranks(saved.restore, self.optimizer)
         facts = saved.facts
         self.first_step = saved.step
@@ -394,45 +376,45 @@ class Keeper:
         return self.rank == 0 and (by_clock or 0 < c.save_steps <= step - last_step)
 
     def save(self, step: int) -> None:
-        """Saves the run, if it is one that saves. The clock stands still, and the log must have all
-        losses so far. Raises BadInput if a number is not finite. A collective."""
+        """Saves the run, if it is one that saves. The log must have all losses so far. Raises
+        BadInput if a number is not finite. A collective."""
         if not self.saves:
             return
         tensors = tensors_of(self.optimizer)
         faults.check_save(step, tensors)
+        tensors["random"] = random_module(self.model.signs.device).get_rng_state()
         self.last_save = self.clock.total, step
-        save = self.folder / f"step_{step:06}"
+        folder = self.folder / UNFINISHED
         if self.rank == 0:
-            remove(save)  # what a run that was killed may have left
+            shutil.rmtree(folder, ignore_errors=True)  # what a run that was killed may have left
         all_ranks(None)
-        part = rank_file(save, self.rank, self.world_size)
-        tensors["random"] = random_state(self.model.signs.device)
+        part = rank_file(folder, self.rank, self.world_size)
         try:
             on_all_ranks(write_tensors, part, tensors, dict(step=step), errors=(OSError,))
-            on_all_ranks(self.finish_save, save, step, errors=(OSError,))
+            on_all_ranks(self.finish_save, folder, step, errors=(OSError,))
         except SharedFault as fault:
             if self.rank == 0:
-                shutil.rmtree(save, ignore_errors=True)
+                shutil.rmtree(folder, ignore_errors=True)
                 complain(f"cannot save: {fault}; the run goes on, and older saves stay")
 
-    def finish_save(self, save: Path, step: int) -> None:
+    def finish_save(self, folder: Path, step: int) -> None:
         """What rank 0 does when all ranks have written their files. Raises OSError."""
         if self.rank > 0:
             return
-        if len([*save.glob("rank_*.safetensors")]) < self.world_size:
-            raise OSError(f"{save} lacks files; hosts must share the disk of --log_dir")
+        if len([*folder.iterdir()]) < self.world_size:
+            raise OSError(f"{folder} lacks files; hosts must share the disk of --log_dir")
         optimizer = self.optimizer
         facts = dict(
-            config=dataclasses.asdict(self.config), parameters=parameters_of(optimizer),
-            step=step, world_size=self.world_size, data=self.facts.data,
-            seconds=self.clock.total, steps=self.log.steps, best=self.best,
-            updates=optimizer.updates, bytes_sent=optimizer.bytes_sent,
-            recipe=optimizer.recipe.state())
-        beside = save / "save.json.part"
-        beside.write_text(json.dumps(facts))
-        os.replace(beside, save / "save.json")
-        for other in set(self.folder.glob("step_*")) - set(saves_in(self.folder)[-KEPT:]):
-            remove(other)  # an old one, or what a run that was killed has left
+            config=dataclasses.asdict(self.config), data=self.facts.data,
+            step=step, world_size=self.world_size, seconds=self.clock.total,
+            steps=self.log.steps, best=self.best, updates=optimizer.updates,
+            bytes_sent=optimizer.bytes_sent, recipe=optimizer.recipe.state())
+        (folder / "save.json").write_text(json.dumps(facts))
+        save = self.folder / f"step_{step:06}"
+        shutil.rmtree(save, ignore_errors=True)  # that of a run which went on from an earlier one
+        folder.rename(save)
+        for old in saves_in(self.folder)[:-KEPT]:
+            shutil.rmtree(old, ignore_errors=True)
 
     def end_saves(self) -> None:
         """The run has come to its end: its saves are of no use, unless the disk had no place for
@@ -449,9 +431,8 @@ class Keeper:
 
     def validated(self, step: int, loss: float) -> None:
         """Writes the weights if they are the best so far."""
-        # They are written at once, and not at the end, so that no way to end a run loses them, not
-        # even kill -9. The other ranks wait meanwhile, for at most the two minutes of
-        # ranks.limit_waiting: a disk of 100 MB/s writes 12 GB in that time.
+        # They are written at once, so that not even kill -9 loses them. The other ranks wait
+        # meanwhile, for at most the two minutes of ranks.limit_waiting.
         if self.weights_file is None or step == 0 or (self.best and loss >= self.best[1]):
             return
         if self.config.save_checkpoint == "auto" and not self.best:

@@ -38,7 +38,6 @@ LONGEST_IN_SHORT = 4  # tokens of an n-gram
 BYTES_PER_NUMBER = 10
 TABLE_SHARE = 0.1  # of a GPU's memory, for the table of n-grams, which is in every save, too
 RECALL_SHARE = 1 / 32  # the same for the table of recalled tokens, of 4 bytes each
-MOST_STEPS = 10**6
 SAMPLE = "\n"
 
 # What a fitted run has in place of its preset's values.
@@ -76,8 +75,6 @@ def fit(config_class, presets: dict[str, dict], schedules: dict[str, list], give
     laid_over = {name: values | OVER_PRESET for name, values in presets.items()}
     c = arguments.configure(config_class, laid_over, preset, given)
     require(c.schedule in schedules, f"--schedule={c.schedule} is none of {', '.join(schedules)}")
-    for name in ("seq_len", "batch_tokens", "micro_tokens", "val_seq_len", "val_tokens"):
-        require(getattr(c, name) > 0, f"--{name}={getattr(c, name)} must be at least 1")
     stages = schedules[c.schedule]
     c = dataclasses.replace(c, **tables_that_fit(c, text, cuda) | given)
     c = dataclasses.replace(c, **lengths_that_fit(c, stages, text, given))
@@ -161,7 +158,7 @@ def steps_that_fit(c, stages: list, shard_tokens: tuple[int, ...], wanted: float
             "--batch_tokens or --seq_len")
     per_step = c.batch_tokens * sum(stage.fraction * stage.batch_part for stage in stages)
     steps_per_reading = max(sum(sequences) * c.seq_len / per_step, 1)
-    num_steps = max(1, int(min(wanted, most_epochs * steps_per_reading, MOST_STEPS)))
+    num_steps = max(1, int(min(wanted, most_epochs * steps_per_reading)))
     return dict(
         num_steps=num_steps, epochs=math.ceil(num_steps / steps_per_reading),
         val_interval=validation_interval(c, num_steps))
@@ -191,15 +188,6 @@ def why_shorter(c, seconds: float) -> list[str]:
         return []
     return [f"This is less than {c.minutes:g} minutes: with more readings of the text the model "
             f"would learn it by heart; to try it, give --epochs={2 * c.epochs}."]
-
-
-def read_too_often(c) -> list[str]:
-    """A note if a fitted run reads its text more often than is good for it."""
-    most = MOST_EPOCHS.get(c.preset, 1)
-    if not c.fit or c.epochs <= most:
-        return []
-    return [f"the text is read {c.epochs} times; after {most} times a model of this preset mostly "
-            "learns it by heart"]
 
 
 def option_for_longer(c, part_read: float) -> str:

@@ -79,11 +79,6 @@ class Stop:
         if self.signal:
             self.notice(signal.Signals[self.signal], None)
 
-    def ignore(self) -> None:
-        """The process ends anyway: torchrun sends SIGTERM to all ranks when the first has ended."""
-        for number in SIGNALS:
-            signal.signal(number, signal.SIG_IGN)
-
 
 def say(sentence: str) -> None:
     """Writes a line to standard error, on rank 0 only. `print` would not do: a signal may come

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from torch.profiler import profile, schedule
 
 from nanogpt import checkpoints, faults, fitting
@@ -17,7 +18,6 @@ from records import journal
 from records.console import CLEAR_RISE, next_commands, rise
 
 PROFILED_AFTER = 10  # steps of this run: what runs for the first time takes longer
-PROFILED_ROWS = 40  # of the table
 
 
 def begin(log: journal.Log, script, c, facts: journal.RunFacts, weights: Path | None,
@@ -99,11 +99,9 @@ def profiled(steps: int, log) -> Iterator[Callable]:
 
     def write(profiled: profile) -> None:
         log.fact("defect", dict(what=f"up to {steps} steps were profiled: it takes time"))
-        averages = profiled.key_averages()
-        has_gpu = any(event.self_device_time_total for event in averages)
-        kind = "device" if has_gpu else "cpu"
-        table = averages.table(
-            sort_by=f"self_{kind}_time_total", row_limit=PROFILED_ROWS, max_name_column_width=80)
+        kind = "device" if torch.cuda.is_available() else "cpu"
+        table = profiled.key_averages().table(
+            sort_by=f"self_{kind}_time_total", row_limit=40, max_name_column_width=80)
         log.path.with_suffix(".profile").write_text(table, encoding="utf-8")
         profiled.export_chrome_trace(str(log.path.with_suffix(".trace.json.gz")))
 

@@ -1,12 +1,11 @@
 """fp16 with a loss scale that adapts itself: --precision=fp16. GPUs that have no bf16 also need
 --compile=false, because validation and some sums are in bf16.
 
-Why it works. fp16 and bf16 both have 16 bits. bf16 spends eight of them on the exponent, as float32
-does. fp16 spends only five, so its magnitudes reach from 6e-8 to 65504. Weights and activations
-fit, but many gradients are smaller than 6e-8 and would become 0. If the loss is multiplied by S, so
-are all of its gradients. So the loss is multiplied by S before the backward pass, and the summed
-gradients are divided by S before the optimizer sees them. S is a power of two, and multiplying by
-one is exact: where nothing over- or underflows, it changes no bit of the training.
+Why it works. The magnitudes of fp16 reach from 6e-8 to 65504. Weights and activations fit, but many
+gradients are smaller than 6e-8 and would become 0. So the loss, and with it all of its gradients,
+is multiplied by S before the backward pass, and the summed gradients are divided by S before the
+optimizer sees them. S is a power of two, and multiplying by one is exact: where nothing over- or
+underflows, it changes no bit of the training.
 
 How S is found (the rule of jmp, a JAX library). S starts at 2^15. If some gradient is infinite or
 NaN, S was too large: the step is skipped, S is halved, and no weight remembers that step. After
