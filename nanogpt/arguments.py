@@ -23,17 +23,16 @@ SWITCH = {"true": True, "yes": True, "on": True, "1": True,
 
 
 def key(default, meaning: str, alone: str | None = None, choices: tuple[str, ...] = (),
-        least: float | None = None, most: float | None = None):
+        least: float | None = None, most: float = math.inf):
     """A field of a configuration. Its type is that of the default value.
 
     alone: its value where none is given: --resume for --resume=newest
     choices: the texts that it can be, if not all
-    least, most: the bounds of a number; without them a whole number is positive and fits 64 bits,
-        and another one is not negative
+    least, most: the bounds of a number; without `least` a whole number is at least 1, and another
+        one 0
     """
-    is_whole = type(default) is int
-    least = int(is_whole) if least is None else least
-    most = (2**63 - 1 if is_whole else math.inf) if most is None else most
+    if least is None:
+        least = 1 if type(default) is int else 0
     return dataclasses.field(default=default, metadata=dict(
         meaning=meaning, alone=alone, choices=choices, least=least, most=most))
 
@@ -104,8 +103,7 @@ def check_bounds(c) -> None:
 
 
 def check_lengths(c) -> None:
-    """Lengths are whole blocks of attention or whole sequences. The rotary embedding takes quarters
-    of a head."""
+    """Lengths are whole blocks of attention or whole sequences, and heads have quarters."""
     for name, unit in (("seq_len", BLOCK_SIZE), ("val_seq_len", BLOCK_SIZE), ("head_dim", 4),
                        ("batch_tokens", c.seq_len), ("val_tokens", c.val_seq_len)):
         value = getattr(c, name)
@@ -146,8 +144,8 @@ class Parser(argparse.ArgumentParser):
 def given(config_class, argv: list[str], presets: dict[str, dict],
           default_preset: Callable[[str | None], str], title: str = "",
           everyday: tuple[str, ...] = (), about: dict[str, str] | None = None) -> dict:
-    """The values that argv names, by their keys. Of a key that is given twice the last one counts.
-    Raises BadInput on an unknown key and on a value that is not of the key's type.
+    """The values that argv names, by their keys. Raises BadInput on an unknown key and on a value
+    that cannot be.
 
     default_preset: a function of the value of --device, or None if it is not given
     everyday: keys that --help lists first
@@ -172,7 +170,10 @@ def given(config_class, argv: list[str], presets: dict[str, dict],
     values, unknown = parser.parse_known_args(argv)
     values = vars(values)
     if unknown:
-        raise BadInput(nearest_key(unknown[0], list(actions)))
+        name = unknown[0].partition("=")[0]
+        nearest = difflib.get_close_matches(name.lstrip("-").replace("-", "_"), actions, n=1)
+        hint = f"; the nearest one is --{nearest[0]}" if nearest else ""
+        raise BadInput(f"unknown key {name}{hint} (--help lists all)")
     shows_help = values.pop("help", False)
     check_bounds(config_class(**values))
     if shows_help:
@@ -188,14 +189,6 @@ def given(config_class, argv: list[str], presets: dict[str, dict],
         parser.print_help()
         raise SystemExit(0)
     return values
-
-
-def nearest_key(word: str, names: list[str]) -> str:
-    """The sentence that answers --NAME or --NAME=VALUE, of which `names` has none."""
-    name = word.partition("=")[0]
-    nearest = difflib.get_close_matches(name.lstrip("-").replace("-", "_"), names, n=1)
-    hint = f"; the nearest one is --{nearest[0]}" if nearest else ""
-    return f"unknown key {name}{hint} (--help lists all)"
 
 
 def switch(text: str) -> bool:

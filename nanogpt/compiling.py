@@ -74,8 +74,7 @@ class Compiled:
 
 
 def call_directly(_, function: Callable, tensors: tuple[Tensor, ...]):
-    """Calls the function without a CUDA graph. The first argument is the key that `CudaGraphs`
-    would need."""
+    """Calls the function without a CUDA graph, which would need a key."""
     return function(*tensors)
 
 
@@ -117,10 +116,10 @@ class CudaGraphs:
         """Returns function(*tensors), which may also make or add to the .grad of the parameters.
         Use a result before this caller is called again, which may overwrite it.
 
-        `key` names the recording, and must be hashable. Two calls may have the same key only if
-        they do the same operations on the same memory, and differ in nothing but the numbers in
-        their tensors and gradients, or in the shapes of the tensors. Compilation cannot be
-        recorded, and nothing that is made at first use. So call the function itself once before."""
+        `key` names the recording, and must be hashable. Calls with the same key must do the same
+        operations on the same memory: they may differ in the numbers in their tensors and
+        gradients, and in the shapes of the tensors. Compilation cannot be recorded, and nothing
+        that is made at first use. So call the function itself once before."""
         shapes = tuple(x.shape for x in tensors)
         # Where backward finds a gradient to add to. Where it makes a new one, it is another graph.
         added_to = tuple(p.grad is not None and p.grad.data_ptr() for p in self.parameters)
@@ -139,9 +138,9 @@ class CudaGraphs:
         """Records the function. This computes nothing yet."""
         graph = torch.cuda.CUDAGraph()
         inputs = [x.clone() for x in tensors]
-        # On the current stream, because kernels of a graph keep the priority of the stream that
-        # they were recorded on. CUDA's default stream cannot be recorded: None takes another.
-        # "thread_local": meanwhile another thread may allocate memory.
+        # Kernels of a graph keep the priority of the stream that they were recorded on. CUDA's
+        # default stream cannot be recorded: None takes another. "thread_local": meanwhile another
+        # thread may allocate memory.
         stream = torch.cuda.current_stream()
         if stream == torch.cuda.default_stream():
             stream = None

@@ -22,8 +22,8 @@ PROFILED_AFTER = 10  # steps of this run: what runs for the first time takes lon
 
 def begin(log: journal.Log, script, c, facts: journal.RunFacts, weights: Path | None,
           recipe_names, seconds: float | None = None) -> None:
-    """Begins the log, and shows what will run. `weights` is the file of the checkpoint, if there is
-    to be one, and `seconds` is how long the run may take, if that is known."""
+    """Begins the log, and shows what will run. `weights` is the file of the checkpoint, and
+    `seconds` is how long the run may take, if that is known."""
     stages = [dict(first_step=first, last_step=end, batch_tokens=script.stage_tokens(stage, c))
               for first, end, stage in script.stages(c) if end > first]
     config = dataclasses.asdict(c)
@@ -35,7 +35,7 @@ def begin(log: journal.Log, script, c, facts: journal.RunFacts, weights: Path | 
 
 def end(run, script, startup_s: float) -> int:
     """Says what came of the run, and what to try next. Returns the exit status, which is 0 also if
-    the target was missed: that is a result and no crash, of which torchrun would report."""
+    the target was missed: that is a result and no crash."""
     c, keeper, log = run.config, run.keeper, run.log
     result = journal.end_block(
         keeper.facts, log.last_val_loss(), c.target_loss, run.step, run.clock.total,
@@ -90,9 +90,9 @@ def show_sample(run, script, path: str | None) -> None:
 
 @contextmanager
 def profiled(steps: int, log) -> Iterator[Callable]:
-    """Within it, so many steps of rank 0 are profiled, and two files are written beside the log: a
-    table of what took most time, and a trace that shows each kernel on a time line
-    (ui.perfetto.dev). Yields a function to be called after each step. log: journal.Log"""
+    """Within it, so many steps of rank 0 are profiled, and two files are written beside the log (a
+    journal.Log): a table of what took most time, and a trace that shows each kernel on a time line
+    (ui.perfetto.dev). Yields a function to be called after each step."""
     if not (steps and is_rank_0()):
         yield lambda: None
         return
@@ -113,13 +113,10 @@ def profiled(steps: int, log) -> Iterator[Callable]:
 def num_weights(table: dict) -> tuple[int, int]:
     """How many weights are active in every token, and how many are in tables, by
     train_gpt.parameter_table."""
-    active = in_tables = 0
+    sizes = {True: 0, False: 0}  # of tables, of others
     for param in table.values():
-        if param.optimizer == "rows":
-            in_tables += math.prod(param.shape)
-        else:
-            active += math.prod(param.shape)
-    return active, in_tables
+        sizes[param.optimizer == "rows"] += math.prod(param.shape)
+    return sizes[False], sizes[True]
 
 
 def flops_per_token(c, table: dict) -> int:

@@ -318,16 +318,19 @@ def test_what_is_not_finite_makes_no_zeros(recipe, bad, culprit):
 
 
 def test_the_loss_scale_follows_the_rule():
-    scale, good_steps, trace = 2.0**15, 0, {}
+    scaling, trace = fp16.LossScaling(CPU, 1), {}
+    gradient = torch.full((1,), math.inf)
     for step in range(4002):
-        scale, good_steps = fp16.next_loss_scale(scale, good_steps, step > 1)
-        trace[step] = scale
+        if step == 2:
+            gradient.zero_()
+        scaling.gradients_are_finite(lambda: [gradient])
+        trace[step] = scaling.scale
+    gradient.fill_(math.nan)
     assert (trace[0], trace[1], trace[2000], trace[2001]) == (16384, 8192, 8192, 16384)
     assert (trace[4000], trace[4001]) == (16384, 32768)
     for _ in range(40):
-        scale, good_steps = fp16.next_loss_scale(scale, good_steps, False)
-    assert (scale, good_steps) == (1, 0)
-    assert fp16.next_loss_scale(2.0**127, 1999, True)[0] == 2.0**127
+        scaling.gradients_are_finite(lambda: [gradient])
+    assert (scaling.scale, scaling.good_steps, scaling.skipped_steps) == (1, 0, 42)
 
 
 def test_the_factor_of_the_loss_is_for_its_mean_and_stays_at_its_place():

@@ -260,7 +260,7 @@ def refused(capfd, args, before="step:"):
     ({"train_files": "none*"}, ["none*"]), ({"train_files": ""}, ["--train_files"]),
     ({"float8_all_gather": True}, ["--float8_all_gather", "is fp32", "--precision=fp8"]),
     ({"vocab_size": 10**11}, ["--vocab_size=100000000000", "65536"]),
-    ({"num_steps": 10**20}, ["--num_steps=100000000000000000000", "at most"]), ({"muon_lr": "nan"}, ["--muon_lr=nan"]), ({"device": "mps"}, ["--device=mps", "auto, cuda, cpu"]),
+    ({"muon_lr": "nan"}, ["--muon_lr=nan"]), ({"device": "mps"}, ["--device=mps", "auto, cuda, cpu"]),
     ({"log_dir": "/dev/null/logs"}, ["/dev/null/logs"]), ({"save_checkpoint": "/dev/null/x.pt"}, ["/dev/null"]),
     ({"save_checkpoint": "."}, ["--save_checkpoint=. is a folder; name a file"]),
 ], ids=lambda value: "-".join(map(str, value.items())) if isinstance(value, dict) else "")

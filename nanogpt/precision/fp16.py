@@ -37,16 +37,6 @@ LARGEST_SCALE = 2.0**127  # the largest power of two in float32
 GOOD_STEPS_TO_GROW = 2000  # even: with head_every_second the scale stays the same for two steps
 
 
-def next_loss_scale(scale: float, good_steps: int, finite: bool) -> tuple[float, int]:
-    """The loss scale and the number of good steps in a row after a step, given those before it and
-    whether its gradients were finite."""
-    if not finite:
-        return max(scale / 2, 1.0), 0
-    if good_steps + 1 == GOOD_STEPS_TO_GROW:
-        return min(2 * scale, LARGEST_SCALE), 0
-    return scale, good_steps + 1
-
-
 class LossScaling(Recipe):
     """Multiplies the loss by S / tokens, and has those steps skipped whose gradients overflow."""
 
@@ -77,10 +67,14 @@ class LossScaling(Recipe):
         finite = overflow.item() == 0
 
         self.unscale_factor = self.tokens / self.scale  # the scale that these gradients have
-        scale, self.good_steps = next_loss_scale(self.scale, self.good_steps, finite)
-        self.set_scale(scale)
+        self.good_steps += 1
         if not finite:
             self.skipped_steps += 1
+            self.good_steps = 0
+            self.set_scale(max(self.scale / 2, 1.0))
+        elif self.good_steps == GOOD_STEPS_TO_GROW:
+            self.good_steps = 0
+            self.set_scale(min(2 * self.scale, LARGEST_SCALE))
         return finite
 
     def unscale(self, gradient: Tensor) -> Tensor:
