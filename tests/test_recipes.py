@@ -9,6 +9,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import distance, normal
 
 from nanogpt import kernels
 from nanogpt.kernels import E4M3, E5M2
@@ -18,15 +19,6 @@ from nanogpt.precision.rounding import E2M1_GRID, inverse, round_to
 CPU = torch.device("cpu")
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 LIMIT = {E4M3: 448.0, E5M2: 57344.0}
-
-
-def normal(*shape, seed=0, dtype=torch.float32):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def distance(a, b):
-    """Relative, in the Frobenius norm."""
-    return ((a.double() - b.double()).norm() / b.double().norm()).item()
 
 
 def decibels(rounded, x):

@@ -18,8 +18,8 @@ import numpy as np
 import processes
 import pytest
 import torch
-from conftest import ROOT, TINY, arguments, check_data, documents, write_shard
-from processes import ENVIRONMENT, TORCHRUN, run_ranks
+from conftest import ROOT, TINY, arguments, check_data, documents
+from processes import ENVIRONMENT, TORCHRUN
 
 import train_gpt as t
 from nanogpt import candidates, checkpoints, masks, process
@@ -162,13 +162,14 @@ def test_a_loaded_model_has_the_loss_of_the_saved_one(first, corpus):
 # ---------------------------------------------------------------------------------------------------- torchrun
 
 
-def test_two_processes_have_the_losses_and_weights_of_one(corpus, tmp_path):
+def test_two_processes_have_the_losses_and_weights_of_one_through_all_stages(corpus, tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
-    t.main(arguments(data_dir=corpus, log_dir=one, dtype="float64", save_checkpoint=one / "model.pt"))
-    args = arguments(data_dir=corpus, log_dir=two, dtype="float64", save_checkpoint=two / "model.pt", target_loss=100)
-    run = processes.run(*TORCHRUN, "--nproc_per_node=2", SCRIPT, *args)
+    changes = STAGES | dict(data_dir=corpus, dtype="float64", cut_documents=True, micro_tokens=512)
+    t.main(arguments(log_dir=one, save_checkpoint=one / "model.pt", **changes))
+    run = processes.run(*TORCHRUN, "--nproc_per_node=2", SCRIPT,
+                        *arguments(log_dir=two, save_checkpoint=two / "model.pt", **changes))
     assert run.returncode == 0, run.stderr
-    assert run.stdout.count("step:4/4 val_loss") == 1  # only rank 0 speaks
+    assert run.stdout.count("step:9/9 val_loss") == 1  # only rank 0 speaks
     log = read_log(only_log(two))
     assert log.environment["world_size"] == 2
     assert losses(log) == losses(read_log(only_log(one)))
@@ -178,15 +179,6 @@ def test_two_processes_have_the_losses_and_weights_of_one(corpus, tmp_path):
     a, b = (checkpoints.read(folder / "model.pt")["weights"] for folder in (one, two))
     for name in a:
         torch.testing.assert_close(a[name], b[name], rtol=1e-9, atol=1e-9)
-
-
-def test_two_processes_have_the_losses_of_one_through_all_stages(corpus, tmp_path):
-    changes = STAGES | dict(data_dir=corpus, dtype="float64", cut_documents=True, micro_tokens=512)
-    t.main(arguments(log_dir=tmp_path / "one", **changes))
-    for rank, run in enumerate(run_ranks(2, SCRIPT, *arguments(log_dir=tmp_path / "two", **changes))):
-        assert run.stdout.count("step:9/9 val_loss") == (rank == 0), run.stderr
-    one, two = (read_log(only_log(tmp_path / name)) for name in ("one", "two"))
-    assert losses(two) == losses(one) and two.values("stage") == one.values("stage")
 
 
 def test_what_is_looked_for_one_step_ahead_is_what_the_step_itself_would_find(corpus, tmp_path, monkeypatch):
@@ -207,31 +199,21 @@ def test_what_is_looked_for_one_step_ahead_is_what_the_step_itself_would_find(co
     assert per_step > 1 and not any(recalled[:per_step]) and recalled[-1] > 0
 
 
-def corrupt(folder):
-    write_shard(folder / "fineweb_train_000000.bin", documents(3000), magic=1)
-    write_shard(folder / "fineweb_val_000000.bin", documents(2000))
-    return folder
-
-
 # ---------------------------------------------------------------------------------------------------- bad input
 
 
-@pytest.mark.parametrize("changes, parts", [
-    ({"num_stepz": 3}, ["--num_stepz", "--num_steps"]), ({"num_steps": "many"}, ["--num_steps", "many"]),
-    ({"data_dir": corrupt}, ["fineweb_train_000000.bin", "magic 1"])], ids=["key", "value", "shard"])
-def test_bad_input_is_one_line_on_stderr_and_exit_status_2(changes, parts, tmp_path):
-    changes = {k: v(tmp_path) if callable(v) else v for k, v in changes.items()}
-    run = processes.run(SCRIPT, *arguments(log_dir=tmp_path / "logs", **changes))
+def test_bad_input_is_one_line_on_stderr_and_exit_status_2(tmp_path):
+    run = processes.run(SCRIPT, *arguments(log_dir=tmp_path / "logs", num_stepz=3))
     assert run.returncode == 2 and run.stdout == ""
-    assert run.stderr.count("\n") == 1 and all(part in run.stderr for part in parts)
+    assert run.stderr.count("\n") == 1 and "--num_stepz" in run.stderr and "--num_steps" in run.stderr
     assert not (tmp_path / "logs").exists()
 
 
-def refused(capfd, args, before="step:"):
-    """The sentence with which `main` refuses, and does so before it says `before`."""
+def refused(capfd, args):
+    """The sentence with which `main` refuses."""
     status = t.main(args)
     out, err = capfd.readouterr()
-    assert status == 2 and err.endswith("\n") and err.count("\n") == 1 and before not in out, (status, out, err)
+    assert status == 2 and err.endswith("\n") and err.count("\n") == 1 and "step:" not in out, (status, out, err)
     return err
 
 
@@ -268,11 +250,6 @@ def test_a_value_that_cannot_be_is_named_in_one_sentence(changes, parts, corpus,
     sentence = refused(capfd, arguments(**{"data_dir": corpus, "log_dir": tmp_path} | changes))
     assert all(part in sentence for part in parts), sentence
     assert not list(tmp_path.iterdir()), "the log was opened before all was checked"
-
-
-def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_step(corpus, tmp_path, capfd):
-    sentence = refused(capfd, arguments(data_dir=corpus, log_dir=tmp_path, muon_lr="1e38"), before="step:3")
-    assert "the training loss is nan at step 2" in sentence and "learning rates" in sentence
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
