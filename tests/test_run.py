@@ -218,26 +218,18 @@ def refused(capfd, args):
 
 
 @pytest.mark.parametrize("changes, parts", [
-    ({"num_steps": 0}, ["--num_steps=0", "at least 1"]), ({"batch_tokens": -256}, ["--batch_tokens=-256"]),
-    ({"seq_len": 200, "batch_tokens": 800}, ["--seq_len=200", "multiple of 128"]),
-    ({"val_interval": -1}, ["--val_interval=-1", "at least 0"]), ({"sample_tokens": -5}, ["--sample_tokens=-5"]),
-    ({"micro_tokens": 0}, ["--micro_tokens=0", "at least 1"]), ({"micro_tokens": 255}, ["--micro_tokens=255", "at least 256"]),
-    ({"longest_ngram": 1}, ["--longest_ngram=1", "at least 2"]),
+    ({"num_steps": 0}, ["--num_steps=0", "at least 1"]), ({"val_interval": -1}, ["--val_interval=-1", "at least 0"]),
+    ({"seq_len": 200, "batch_tokens": 800}, ["--seq_len=200", "multiple of 128"]), ({"micro_tokens": 255}, ["--micro_tokens=255", "at least 256"]),
     ({"candidates": 100}, ["--candidates=100", "at least 384"]),
     ({"candidates": 200, "micro_tokens": 300}, ["--candidates=200", "multiple of 16, at least 128"]),
     ({"candidates": 256, "micro_tokens": 1024}, ["--candidates=256", "at least 384", "or lower --micro_tokens"]),
-    ({"candidates": -1}, ["--candidates=-1", "at least 0"]),
     ({"schedule": "long"}, ["--schedule=long", "speedrun, laptop, char"]),
     ({"schedule": "speedrun", "batch_tokens": 256}, ["--batch_tokens=256", "0.5 of it"]),  # its first stage has a half of that
     ({"val_seq_len": 100}, ["--val_seq_len=100", "128"]), ({"batch_tokens": 1000}, ["--batch_tokens=1000", "256"]),
     ({"val_tokens": 300}, ["--val_tokens=300", "256"]), ({"num_heads": 3}, ["--num_heads=3", "48", "32, which is --model_dim"]),
     ({"model_dim": 16}, ["--head_dim=16 is 32", "16, which is --model_dim"]), ({"head_dim": 6}, ["--head_dim=6", "multiple of 4"]), ({"cooldown_frac": 0}, ["--cooldown_frac=0"]),
-    ({"dtype": "int8"}, ["--dtype=int8", "bfloat16"]),
-    ({"attention": "flash"}, ["--attention=flash", "sdpa"]), ({"device": "tpu"}, ["--device=tpu", "cpu"]),
     ({"preset": "desktop"}, ["desktop", "speedrun, onepass, laptop"]),
-    ({"compile": "maybe"}, ["maybe", "true", "false"]), ({"muon_lr": "fast"}, ["--muon_lr", "fast"]),
-    ({"muon_lr": -0.02}, ["--muon_lr=-0.02", "at least 0"]), ({"schedule": "long", "fit": True}, ["--schedule=long", "speedrun, laptop"]),
-    ({"seq_len": "1e3"}, ["--seq_len", "1e3"]), ({"num_steps": 4000}, ["4000 steps", "--fit", "--epochs"]),
+    ({"schedule": "long", "fit": True}, ["--schedule=long", "speedrun, laptop"]), ({"num_steps": 4000}, ["4000 steps", "--fit", "--epochs"]),
     ({"data_dir": "/nowhere"}, ["no train shards", "/nowhere"]), ({"val_tokens": 25600}, ["25,601", "2,000"]),
     ({"train_files": "none*"}, ["none*"]), ({"train_files": ""}, ["--train_files"]),
     ({"float8_all_gather": True}, ["--float8_all_gather", "is fp32", "--precision=fp8"]),
@@ -303,15 +295,6 @@ def test_too_little_memory_is_one_sentence_with_the_remedy(kind, monkeypatch, ca
 # ---------------------------------------------------------------------------------------------------- configuration
 
 
-def test_help_lists_every_key_with_its_meaning_and_default(capsys):
-    with pytest.raises(SystemExit) as end:
-        t.main(["--help"])
-    text = " ".join(capsys.readouterr().out.split())
-    assert end.value.code == 0
-    for f in dataclasses.fields(t.Config):
-        assert f"--{f.name} " in text and f.metadata["meaning"] in text and len(f.metadata["meaning"]) > 10
-
-
 def test_help_shows_the_preset_that_the_device_would_have(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for device, preset in (("cpu", "laptop"), ("auto", "speedrun")):
@@ -331,13 +314,6 @@ def test_the_defaults_are_the_record_and_the_presets_are_laid_over_them(monkeypa
     for name, values in t.PRESETS.items():
         laid_over = dataclasses.asdict(t.Config()) | values | {"preset": name} | t.ON_CPU
         assert dataclasses.asdict(t.parse_config([f"--preset={name}"])) == laid_over
-
-
-def test_a_given_value_overrides_the_preset_wherever_it_stands():
-    for args in (["--preset=laptop", "--num_heads=1"], ["--num_heads=1", "--preset=laptop"]):
-        assert t.parse_config(args).num_heads == 1
-    default = t.Config().num_heads  # also where it is the value that the record has
-    assert t.parse_config(["--preset=laptop", f"--num_heads={default}", "--head_dim=16"]).num_heads == default
 
 
 # ---------------------------------------------------------------------------------------------------- no target

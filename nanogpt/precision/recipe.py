@@ -112,16 +112,15 @@ def plain_recipe(c) -> str:
 
 
 def is_native(recipe_name: str, device: torch.device) -> bool:
-    """Whether the device itself has the products of this recipe. Of a CPU that is assumed for bf16
-    and fp16, too. GPUs that have nvfp4 (Blackwell) were never tried, so it is always emulated."""
+    """Whether the device itself has the products of this recipe. Of a CPU that is assumed for bf16.
+    GPUs that have nvfp4 (Blackwell) were never tried, so it is always emulated."""
     if recipe_name == "nvfp4":
         return False
     if recipe_name in ("fp8", "fp8-static"):
         return kernels.has_fp8(device)
-    if device.type != "cuda" or torch.version.hip or recipe_name in ("fp32", "fp64"):
-        return True
-    needed = {"bf16": (8, 0), "fp16": (7, 0)}
-    return torch.cuda.get_device_capability(device) >= needed[recipe_name]
+    if recipe_name == "bf16" and device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return True
 
 
 def choose(c, wanted: dict[str, str], device: torch.device) -> dict[str, str]:
