@@ -4,7 +4,6 @@
     python evaluate.py MODEL --text=book.txt    # loss and bits per byte on any text
     python evaluate.py MODEL --hellaswag        # 10,042 items, fetched at first use
     python evaluate.py A B --text=book.txt      # also: how much lower is B's loss, really?
-    python evaluate.py MODEL --json > results.json
 
 MODEL is a file that `train_gpt.py --save_checkpoint=models/NAME.safetensors` has written.
 
@@ -25,7 +24,6 @@ Shapes in comments are those of train_gpt.py: T tokens of a packed sequence, V s
 vocabulary.
 """
 import argparse
-import json
 import math
 import signal
 import sys
@@ -37,7 +35,7 @@ from typing import NamedTuple
 from data import packages
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # importing torch takes seconds: no traceback then
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it at once, without a traceback
     packages.require("numpy", "torch", "tqdm", "safetensors")
 
 import numpy as np
@@ -131,9 +129,6 @@ def score_endings(model: nn.Module, endings: list[Ending]) -> np.ndarray:
 # would give, `python -m records compare` says.
 
 NORMAL_95 = 1.959964  # a normal variable is within so many standard deviations in 95 % of all cases
-TITLES = {
-    "loss": "loss, nats per", "bits_per_byte": "bits per byte", "hellaswag": "HellaSwag",
-    "hellaswag_norm": "HellaSwag, normalised"}
 
 
 class PerUnit(NamedTuple):
@@ -167,16 +162,10 @@ class Model(NamedTuple):
         return "bytes" if shards.reads_bytes(self.gpt.config.vocab_size) else "gpt2"
 
 
-class Source(NamedTuple):
-    """What a measure is computed from."""
-    name: str
-    paths: list[Path]
-    content: list  # documents; empty for shards
-
-
 def loss_measures(model: Model, tokens: np.ndarray) -> dict[str, PerUnit]:
-    """"loss" and "bits_per_byte"; units are documents. The token that begins the next document
-    belongs to the one that it ends."""
+    """Loss and bits per byte; units are documents. The token that begins the next document belongs
+    to the one that it ends. The name of the loss says of what tokens it is, as losses of tokens of
+    two kinds say nothing about each other."""
     seq_len = model.gpt.config.val_seq_len
     if model.gpt.lm_head.device.type == "cpu":
         seq_len = min(seq_len, CPU_TOKENS)
@@ -190,12 +179,13 @@ def loss_measures(model: Model, tokens: np.ndarray) -> dict[str, PerUnit]:
         return PerUnit(np.add.reduceat(amounts, starts), np.add.reduceat(sizes, starts))
 
     bits = np.where(num_bytes > 0, nats / math.log(2), 0)
-    return {"loss": per_document(nats, np.ones(len(nats))),
-            "bits_per_byte": per_document(bits, num_bytes.astype(float))}
+    token = "byte" if model.kind == "bytes" else "token"
+    return {f"loss, nats per {token}": per_document(nats, np.ones(len(nats))),
+            "bits per byte": per_document(bits, num_bytes.astype(float))}
 
 
 def hellaswag_measures(model: Model, items: list[hellaswag.Item]) -> dict[str, PerUnit]:
-    """"hellaswag" and "hellaswag_norm", as the head of this file says; units are items."""
+    """The shares of right answers, as the head of this file says; units are items."""
     endings = []
     for item in items:
         context = model.encode(item.context)
@@ -204,8 +194,9 @@ def hellaswag_measures(model: Model, items: list[hellaswag.Item]) -> dict[str, P
     counts = np.array([len(ending.tokens) for ending in endings]).reshape(sums.shape)
     labels = np.array([item.label for item in items])
     ones = np.ones(len(items))
-    return {"hellaswag": PerUnit((sums.argmax(1) == labels).astype(float), ones),
-            "hellaswag_norm": PerUnit(((sums / counts).argmax(1) == labels).astype(float), ones)}
+    normalised = (sums / counts).argmax(1) == labels
+    return {"HellaSwag": PerUnit((sums.argmax(1) == labels).astype(float), ones),
+            "HellaSwag, normalised": PerUnit(normalised.astype(float), ones)}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -220,19 +211,16 @@ def parse(argv: list[str]) -> argparse.Namespace:
     option("models", metavar="MODEL", nargs="+",
            help="file that --save_checkpoint has written; others are compared with the first one")
     option("--text", metavar="PATH",
-           help="measure loss and bits per byte on a text file, JSON lines, a folder of them, a "
-           "shard, or a folder of shards; if neither --text nor --hellaswag is given, on the "
-           "validation shards of the model's training")
+           help="measure loss and bits per byte on a text file, JSON lines, a folder of them, or "
+           "a folder of shards; if neither --text nor --hellaswag is given, on the validation "
+           "shards of the model's training")
     option("--hellaswag", metavar="FILE", nargs="?", const=str(hellaswag.PATH),
            help="measure accuracy on HellaSwag; without FILE it is fetched (12 MB)")
-    option("--limit", type=sample.number(int, 1), metavar="N",
-           help="take only the first N items of HellaSwag")
     option("--split_blank", type=sample.number(int, 1), metavar="N",
            help="cut a text at N or more blank lines into documents")
     option("--split", metavar="MARKER", help="cut a text where this stands, as '<|endoftext|>'")
     option("--key", default="text", help="where a line of JSON has its text; default %(default)s")
     option("--device", type=sample.device, default="auto", help="auto, cuda or cpu")
-    option("--json", action="store_true", help="write the results to standard output as JSON")
     return parser.parse_intermixed_args(argv)
 
 
@@ -247,152 +235,129 @@ def load_model(path: str, device: torch.device) -> Model:
     return Model(path, gpt, encode, np.array(lengths))
 
 
-def find_text(options: argparse.Namespace, config) -> Source:
-    """What --text means. Raises BadInput, ShardError or PrepareError if it is not there."""
+def read_text(options: argparse.Namespace, models: list[Model]) -> tuple[str, list[np.ndarray]]:
+    """What --text means: its name, and the tokens (n + 1,) of each model. Raises BadInput,
+    ShardError or PrepareError if there are none."""
+    config = models[0].gpt.config
     folder, pattern = config.data_dir, config.val_files
     if options.text is not None:
         folder, pattern = options.text, "*_val_*.bin"
-        if folder.endswith(".bin"):
-            return Source(folder, [Path(folder)], [])
     if options.text is None or list(Path(folder).glob(pattern)):
-        remedy = "name a text with --text"
-        return Source(folder, shards.find_shards(folder, "val", pattern, remedy), [])
+        paths = shards.find_shards(folder, "val", pattern, "name a text with --text")
+        return folder, [tokens_of_shards(paths, model) for model in models]
     paths, _ = texts.find_sources([options.text], options.key)
     markers = Counter()
     documents = [text for text in texts.read_all(paths, options, markers) if text.strip()]
-    if note := texts.note_on_markers(markers):
+    for note in texts.note_on_markers(markers):
         print(f"evaluate.py: {note}", file=sys.stderr)
     require(documents, f"{options.text}: no text in it; name a file that has some")
-    return Source(options.text, paths, documents)
+    return options.text, [tokens_of_documents(documents, model) for model in models]
 
 
-def tokens_of(source: Source, model: Model) -> np.ndarray:
-    """The text in the model's tokens (n + 1,). Raises BadInput if it is of shards that hold tokens
-    of another kind, and ShardError if one is damaged."""
-    c = model.gpt.config
-    if source.content:
-        tokens = []
-        for document in source.content:
-            tokens += [model.gpt.bos, *model.encode(document)]
-        return np.array([*tokens, model.gpt.bos])  # the end of the last document
-    kind = shards.kind_of_tokens(source.paths[0])
-    require(model.kind == kind, f"{source.paths[0]} holds tokens of the kind {kind}, and "
-            f"{model.path} reads {model.kind}; name a text file with --text")
-    tokens = np.concatenate(
-        [shards.read_shard(path, c.vocab_size).tokens for path in source.paths])
-    require(len(tokens) > 1, f"{source.name} holds no token to predict; name a longer text")
-    return tokens[: c.val_tokens + 1].astype(np.int64)
+def tokens_of_documents(documents: list[str], model: Model) -> np.ndarray:
+    tokens = []
+    for document in documents:
+        tokens += [model.gpt.bos, *model.encode(document)]
+    return np.array([*tokens, model.gpt.bos])  # the end of the last document
+
+
+def tokens_of_shards(paths: list[Path], model: Model) -> np.ndarray:
+    """Raises BadInput if the shards hold tokens of another kind than the model's, and ShardError if
+    one is damaged."""
+    config = model.gpt.config
+    kind = shards.kind_of_tokens(paths[0])
+    require(model.kind == kind, f"{paths[0]} holds tokens of the kind {kind}, and {model.path} "
+            f"reads {model.kind}; name a text file with --text")
+    tokens = np.concatenate([shards.read_shard(path, config.vocab_size).tokens for path in paths])
+    require(len(tokens) > 1, f"{paths[0]} holds no token to predict; name a longer text")
+    return tokens[: config.val_tokens + 1].astype(np.int64)
 
 
 def measure_all(options: argparse.Namespace,
                 models: list[Model]) -> list[tuple[str, list[dict[str, PerUnit]]]]:
-    """What the command line asks for: names of data, each with the measures of each model."""
+    """What the command line asks for: where from, such as "items of FILE", and the measures of each
+    model. Raises BadInput if one is not finite."""
     jobs = []  # all is read before anything is computed, so that a mistake shows at once
     if options.text is not None or options.hellaswag is None:
-        text = find_text(options, models[0].gpt.config)
-        jobs.append((text.name, loss_measures, [tokens_of(text, model) for model in models]))
+        name, tokens = read_text(options, models)
+        jobs.append((f"documents of {name}", loss_measures, tokens))
     if options.hellaswag is not None:
         path = Path(options.hellaswag)
         if path == hellaswag.PATH:
             hellaswag.fetch()
-        items = hellaswag.read_items(path)[: options.limit]
-        jobs.append((path.name, hellaswag_measures, [items] * len(models)))
-    return [(name, [measure(*pair) for pair in zip(models, contents)])
-            for name, measure, contents in jobs]
-
-
-def report(models: list[Model], measured: list) -> dict:
-    """The results for --json. Raises BadInput if one is not finite."""
-    results = []
-    differences = []
-    other_code = len(models) > 1 and any(model.gpt.of_other_code for model in models)
-    for data, of_models in measured:
-        for index, measures in enumerate(of_models):
+        items = hellaswag.read_items(path)
+        jobs.append((f"items of {path.name}", hellaswag_measures, [items] * len(models)))
+    measured = []
+    for source, measure, contents in jobs:
+        of_models = [measure(model, content) for model, content in zip(models, contents)]
+        for model, measures in zip(models, of_models):
             for name, per_unit in measures.items():
-                value = per_unit.result()
-                require(math.isfinite(value),
-                        f"{models[index].path}: the {name} is not finite; its training diverged")
-                error = standard_error(per_unit.influences())
-                results.append(dict(
-                    measure=name, model=index, value=round(value, 6),
-                    standard_error=error and round(error, 6), units=len(per_unit.sizes), data=data))
-                # Losses of tokens of two kinds say nothing about each other, nor do those of models
-                # that this code may compute otherwise than the code that trained them.
-                same_kind = name != "loss" or models[index].kind == models[0].kind
-                if index > 0 and same_kind and not other_code:
-                    found = difference(of_models[0][name], per_unit)
-                    if found:
-                        differences.append(dict(measure=name, model=index, against=0, **found))
-    about = [dict(path=model.path, steps=model.gpt.trained_steps, preset=model.gpt.config.preset,
-                  tokens=model.kind) for model in models]
-    return dict(models=about, results=results, differences=differences, other_code=other_code)
+                require(math.isfinite(per_unit.result()),
+                        f"{model.path}: the {name} is not finite; its training diverged")
+        measured.append((source, of_models))
+    return measured
 
 
-def difference(a: PerUnit, b: PerUnit) -> dict:
-    """How much more b has than a, with its 95 % interval; empty if they are not on the same units,
-    or on a single one."""
+def difference(a: PerUnit, b: PerUnit) -> tuple[float, float, float] | None:
+    """How much more b has than a, and the ends of the 95 % interval; None if they are not on the
+    same units, or on a single one."""
     if len(a.sizes) != len(b.sizes) or len(a.sizes) == 1:
-        return {}
+        return None
     value = b.result() - a.result()
     error = standard_error(b.influences() - a.influences())
-    numbers = dict(value=value, standard_error=error, low=value - NORMAL_95 * error,
-                   high=value + NORMAL_95 * error)
-    return {key: round(number, 6) for key, number in numbers.items()}
+    return value, value - NORMAL_95 * error, value + NORMAL_95 * error
 
 
-def in_words(measure: str, value: float, plus: str = "") -> str:
-    if measure.startswith("hellaswag"):
+def in_words(name: str, value: float, plus: str = "") -> str:
+    if name.startswith("HellaSwag"):
         return f"{100 * value:{plus}.2f} %"
     return f"{value:{plus}.4f}"
 
 
-def show(content: dict) -> None:
-    """Prints the results as lines of text."""
-    def title(measure: str, model: dict) -> str:
-        unit = " byte" if model["tokens"] == "bytes" else " token"
-        return TITLES[measure] + unit * (measure == "loss")
-
-    for index, model in enumerate(content["models"]):
-        print(f"{model['path']} (preset {model['preset']}, step {model['steps']:,})")
-        for result in content["results"]:
-            if result["model"] != index:
-                continue
-            name, value, error = (result[key] for key in ("measure", "value", "standard_error"))
-            text = in_words(name, value)
-            if error is not None:
-                text += f" ± {in_words(name, error)}"
-            if name == "loss":
-                text += f", perplexity {math.exp(value):,.2f}"
-            units = "item" if name.startswith("hellaswag") else "document"
-            units += "s" * (result["units"] != 1)
-            print(f"  {title(name, model):<23} {text:<40} {result['units']:,} {units} of "
-                  f"{result['data']}")
-    for found in content["differences"]:
-        b, a = (content["models"][found[key]] for key in ("model", "against"))
-        value, low, high = (
-            in_words(found["measure"], found[key], "+") for key in ("value", "low", "high"))
-        print(f"{b['path']} minus {a['path']}, {title(found['measure'], b)}: {value}, "
-              f"95 % interval {low} to {high}")
-    units = [result["units"] for result in content["results"] if result["units"] > 1]
-    if units:
-        print("Behind ± stands one standard error over the documents or items.")
-    if units and min(units) < 30:
-        print("With fewer than 30 of them it is too small, and so is the interval.")
-    if content["other_code"]:
+def show(models: list[Model], measured: list[tuple[str, list[dict[str, PerUnit]]]]) -> None:
+    """Prints the results of each model, how the others differ from the first one, and what to know
+    about the errors."""
+    for index, model in enumerate(models):
+        print(f"{model.path} (preset {model.gpt.config.preset}, step {model.gpt.trained_steps:,})")
+        for source, of_models in measured:
+            for name, per_unit in of_models[index].items():
+                text = in_words(name, per_unit.result())
+                error = standard_error(per_unit.influences())
+                if error is not None:
+                    text += f" ± {in_words(name, error)}"
+                if name.startswith("loss"):
+                    text += f", perplexity {math.exp(per_unit.result()):,.2f}"
+                print(f"  {name:<23} {text:<40} {source}: {len(per_unit.sizes):,}")
+    if len(models) > 1 and any(model.gpt.of_other_code for model in models):
         print("Differences are left out, as not all models are of this code.")
-    if any(result["units"] == 1 for result in content["results"]):
+    else:
+        show_differences(models, measured)
+    units = {len(per_unit.sizes)
+             for _, (first, *_) in measured for per_unit in first.values()}
+    if units != {1}:
+        print("Behind ± stands one standard error over the documents or items.")
+    if units & set(range(2, 30)):
+        print("With fewer than 30 of them it is too small, and so is the interval.")
+    if 1 in units:
         print("One document tells nothing about chance, so it has no ± and no interval. "
               "--text=FILE with --split_blank=1 or --split=MARKER cuts a text into several.")
+
+
+def show_differences(models: list[Model], measured: list) -> None:
+    for _, (first, *others) in measured:
+        for model, measures in zip(models[1:], others):
+            for name, per_unit in measures.items():
+                found = name in first and difference(first[name], per_unit)
+                if found:
+                    value, low, high = (in_words(name, number, "+") for number in found)
+                    print(f"{model.path} minus {models[0].path}, {name}: {value}, 95 % interval "
+                          f"{low} to {high}")
 
 
 def evaluate(argv: list[str]) -> None:
     options = parse(argv)
     models = [load_model(path, options.device) for path in options.models]
-    content = report(models, measure_all(options, models))
-    if options.json:
-        print(json.dumps(content, indent=1))
-    else:
-        show(content)
+    show(models, measure_all(options, models))
 
 
 def main(argv: list[str]) -> int:
@@ -401,5 +366,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # main ends in order
     sys.exit(main(sys.argv[1:]))

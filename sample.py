@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from data import gpt2, packages
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # importing torch takes seconds: no traceback then
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it at once, without a traceback
     packages.require("numpy", "torch", "safetensors", "tqdm")
 
 import torch
@@ -32,16 +32,15 @@ from data.texts import harmless
 from nanogpt import faults, fitting
 from nanogpt.masks import BLOCK_SIZE
 from nanogpt.ranks import BadInput, is_rank_0, require
-from records.console import complain, discard_output, prepare_output, sentence_of
+from records.console import complain, discard_output, prepare_output
 
 # --------------------------------------------------------------------------------------------------
 # 1. Tokens, one after the other
 
 
 def last_setting(model):
-    """How far the model sees, and how it turns positions, after the steps that it was trained. The
-    module it comes from is train_gpt, which is called __main__ while it trains."""
-    script = sys.modules[type(model).__module__]
+    """How far the model sees, and how it turns positions, after the steps that it was trained."""
+    script = sys.modules[type(model).__module__]  # train_gpt, or __main__ while that trains
     return script.setting_of(model.trained_steps, model.config)
 
 
@@ -62,23 +61,17 @@ def next_logits(model, tokens: list[int]) -> Tensor:
     return model.logits(x[last], tuple(source[last] for source in sources))[0]
 
 
-def draw(logits: Tensor, temperature: float, top_k: int, top_p: float,
-         generator: torch.Generator) -> int:
+def draw(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
     """A token drawn by its probability, from logits (V,): among the top_k most probable ones (0:
-    all), of these among the fewest whose probabilities have a sum of top_p. Temperature 0 takes the
-    most probable one."""
+    all). Temperature 0 takes the most probable one."""
     if temperature == 0:
         return int(logits.argmax())
-    logits, tokens = logits.double().sort(descending=True)  # no temperature is too small then
-    if top_k:
-        logits, tokens = logits[:top_k], tokens[:top_k]
+    logits, tokens = logits.double().topk(min(top_k or len(logits), len(logits)))
     probabilities = ((logits - logits[0]) / temperature).softmax(-1)
-    before = probabilities.cumsum(-1) - probabilities
-    probabilities = probabilities * (before < top_p)
     return int(tokens[torch.multinomial(probabilities, 1, generator=generator)])
 
 
-def generate(model, tokens: list[int], count: int, temperature: float, top_k: int, top_p: float,
+def generate(model, tokens: list[int], count: int, temperature: float, top_k: int,
              generator: torch.Generator) -> Iterator[int]:
     """At most `count` tokens that continue `tokens`, one by one as they are drawn, up to the end of
     the document, whose token is among them, or of the model's sequences. Raises BadInput if the
@@ -87,7 +80,7 @@ def generate(model, tokens: list[int], count: int, temperature: float, top_k: in
     for _ in range(min(count, model.config.seq_len - len(tokens))):
         logits = next_logits(model, tokens)
         require(logits.isfinite().all(), "the logits are not finite: training has diverged")
-        tokens.append(draw(logits, temperature, top_k, top_p, generator))
+        tokens.append(draw(logits, temperature, top_k, generator))
         yield tokens[-1]
         if tokens[-1] == model.bos:
             break
@@ -127,25 +120,19 @@ def prompt_tokens(encode: Callable[[str], list[int]], bos: int, seq_len: int,
     return [bos, *tokens]
 
 
-def check(config) -> list[str]:
-    """Whether a run can end with a sample, before it begins. A run that is fitted to a text does
-    without the sample that nobody has asked for, and returns a note. Raises BadInput otherwise."""
-    if not is_rank_0():
-        return []
+def check(config) -> None:
+    """Raises BadInput if a run could not end with a sample, before it begins."""
     try:
-        codec(config.vocab_size)
+        if is_rank_0():
+            codec(config.vocab_size)
     except BadInput as error:
-        if not config.fit or config.sample != fitting.SAMPLE:
-            raise
-        config.sample = ""
-        return [f"there will be no sample: {error}"]
-    return []
+        raise BadInput(f"{error}, or do without a sample: --sample=") from None
 
 
 def opening(config, val_tokens: Tensor) -> str:
     """What the sample at the end of a run begins with: --sample, or in a run that is fitted to a
     text, if nobody has asked for another one, a few words from the beginning of the validation
-    tokens. These may begin within a word, which is left out."""
+    tokens, without the first one, which may be cut."""
     if not config.fit or config.sample != fitting.SAMPLE:
         return config.sample
     _, to_bytes = codec(config.vocab_size)
@@ -159,24 +146,12 @@ def continue_text(model, text: str, count: int) -> str:
     encode, to_bytes = codec(model.config.vocab_size)
     tokens = prompt_tokens(encode, model.bos, model.config.seq_len, text)
     generator = torch.Generator(model.lm_head.device).manual_seed(0)
-    new = generate(model, tokens, count, 0.8, 0, 1.0, generator)
+    new = generate(model, tokens, count, 0.8, 0, generator)
     return printable(text + b"".join(map(to_bytes, new)).decode(errors="replace"))
 
 
-def what_to_expect(config, active: int, read: int) -> str:
-    """What a sample of a small model of bytes shows, for somebody who has never seen one; empty for
-    other models. `active`: its weights without tables; `read`: bytes that it was trained on."""
-    if not reads_bytes(config.vocab_size) or active > 5_000_000:
-        return ""
-    writes = "words and the layout of their text, but no sense"
-    if read < 400_000:
-        writes = "letters in a likely order, and few words"
-    return (f"what to expect: {active / 1e6:.1f}M weights that have read {read / 1e6:.1f}M bytes "
-            f"write {writes}; longer runs, more text and larger models on a GPU bring more")
-
-
 def printable(text: str) -> str:
-    """On a terminal control characters become question marks: they could change how it works."""
+    """The text, on a terminal without control characters."""
     return harmless(text) if sys.stdout.isatty() else text
 
 
@@ -196,17 +171,17 @@ def number(kind: type, low: float) -> Callable:
 
 
 def device(text: str) -> torch.device:
-    cuda = torch.cuda.is_available()
-    if text not in ("auto", "cuda", "cpu"):
-        raise argparse.ArgumentTypeError(f"{text} is none of auto, cuda, cpu")
-    if text == "cuda" and not cuda:
-        raise argparse.ArgumentTypeError("torch sees no GPU here")
-    return torch.device("cuda" if cuda and text != "cpu" else "cpu")
+    """For argparse: auto, cuda or cpu."""
+    if text == "auto":
+        text = "cuda" if torch.cuda.is_available() else "cpu"
+    if text not in ("cuda", "cpu") or text == "cuda" and not torch.cuda.is_available():
+        raise argparse.ArgumentTypeError(f"there is no {text} here; it may be auto, cuda or cpu")
+    return torch.device(text)
 
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:
-        raise BadInput(message)  # argparse's sentence, without its page on usage
+        raise BadInput(message)  # without a page on usage
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -222,8 +197,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
            help="below 1 the probable becomes more probable; 0: always the most probable token")
     option("--top_k", type=number(int, 0), default=0,
            help="draw among so many of the most probable tokens, 0: among all")
-    option("--top_p", type=number(float, 0), default=1.0,
-           help="draw among the fewest tokens whose probabilities have this sum")
     option("--num_samples", type=number(int, 1), default=1, help="continuations of the text")
     option("--max_new_tokens", type=number(int, 1), default=256, help="tokens to add at most")
     option("--seed", type=number(int, 0), default=0, help="the same seed gives the same texts")
@@ -239,7 +212,7 @@ def show(text: str) -> None:
 
 def continue_texts(options: argparse.Namespace) -> None:
     """Continues the text as often as asked, and shows each token as it is drawn. Raises BadInput if
-    the model or the text is of no use."""
+    the model is of no use."""
     from train_gpt import load_checkpoint
     model = load_checkpoint(options.checkpoint, options.device)
     widen(model)
@@ -256,7 +229,7 @@ def continue_texts(options: argparse.Namespace) -> None:
         show(text)
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         for token in generate(model, tokens, options.max_new_tokens, options.temperature,
-                              options.top_k, options.top_p, generator):
+                              options.top_k, generator):
             show(decoder.decode(to_bytes(token)))
         show(decoder.decode(b"", final=True) + "\n")
         if seq_len < len(tokens) + options.max_new_tokens and token != model.bos:
@@ -266,16 +239,12 @@ def continue_texts(options: argparse.Namespace) -> None:
 
 def end_in_order(program: str, work: Callable[[], None], errors: tuple = ()) -> int:
     """Does the work. Exit status: 0, or with one sentence 2 for bad input, a full disk or too
-    little memory, or as usual 130 for Ctrl-C. `errors` are further ones whose message is a
-    sentence."""
+    little memory. `errors` are further ones whose message is a sentence."""
     prepare_output()
     try:
         work()
         sys.stdout.flush()
         return 0
-    except KeyboardInterrupt:
-        print(file=sys.stderr)
-        return 130
     except BrokenPipeError:  # as in `| head -1`
         discard_output(sys.stdout)
         return 0
@@ -283,7 +252,7 @@ def end_in_order(program: str, work: Callable[[], None], errors: tuple = ()) -> 
         sentence = str(error)
     except OSError as error:
         discard_output(sys.stdout)
-        sentence = sentence_of(error)
+        sentence = str(error)
     except (RuntimeError, MemoryError) as error:
         sentence = faults.lack_of_memory(error)
         if not sentence:
@@ -297,5 +266,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # main ends in order
     sys.exit(main(sys.argv[1:]))

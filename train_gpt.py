@@ -1963,7 +1963,7 @@ def train(c: Config, at_end: ExitStack) -> int:
     notes = []
     if c.sample:
         import sample  # only now: training alone needs no tokenizer
-        notes = on_all_ranks(sample.check, c)
+        on_all_ranks(sample.check, c)
     files = journal.project_files(__file__)
     run_files = check_run_files(c, packing(c), batch_plan(c), files)
 

@@ -38,10 +38,7 @@ def read_items(path):
         lines = Path(path).read_bytes().splitlines()
     except OSError as error:
         raise ItemsError(f"{path} cannot be read ({error.strerror}); check the path") from None
-    items = []
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            items.append(parse_item(line, f"{path}, line {number}"))
+    items = [parse_item(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
     if not items:
         raise ItemsError(f"{path} holds no items; delete it to fetch it anew, or name another file")
     return items
@@ -63,7 +60,6 @@ def parse_item(line, place):
 
 def fetch(path=PATH, url=URL, sha256=SHA256):
     """Make sure that the file is there, and return its path. Raises ItemsError."""
-    path = Path(path)
     if path.exists():
         return path
     try:
@@ -73,8 +69,7 @@ def fetch(path=PATH, url=URL, sha256=SHA256):
             raise OSError("it arrived damaged, or was changed: its sha256 is not the known one")
         path.write_bytes(content)
     except Exception as error:  # of the network, of HTTP, or of the disk
-        reason = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(" .")
         raise ItemsError(
-            f"{path.name} could not be fetched ({reason}); connect to the network and run it "
+            f"{path.name} could not be fetched ({error!r}); connect to the network and run it "
             f"again, or fetch {url} elsewhere and give its path") from error
     return path

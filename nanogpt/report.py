@@ -82,10 +82,6 @@ def show_sample(run, script, path: str | None) -> None:
         if not text:
             raise
     run.log.console.say(f"sample{origin}: {text}")
-    expected = sample.what_to_expect(
-        c, num_weights(script.parameter_table(c))[0], script.total_tokens(c, run.step))
-    if expected:
-        run.log.console.say(expected)
 
 
 @contextmanager

@@ -3,23 +3,18 @@ import difflib
 import statistics
 from pathlib import Path
 
-from .log import SCRIPT, Log, Refused, read_log
-from .record import log_paths, machine_name, moments, pm, shards, shared
-from .stats import ALPHA, welch
+from .log import SCRIPT, Log, Refused, paths_of, read_log
+from .record import ALPHA, machine_name, moments, pm, scipy_stats, shards, shared
 
 SHORT_DIFF = 40  # lines
 
 
 def read_side(path: Path) -> tuple[list[Log], list[str]]:
-    """The runs to compare: one log, those of a record, or all *.txt of another folder. Of such a
-    folder, runs that did not come to their end are left out, with a sentence for each."""
-    if not path.is_dir():
-        return [read_log(path)], []
-    if (path / "record.json").exists():
-        return [read_log(log_path) for log_path in log_paths(path)], []
+    """The runs to compare: one log, or those of a folder. Runs that did not come to their end are
+    left out, with a sentence for each. Raises Refused if no run is left."""
     logs = []
     left_out = []
-    for log_path in sorted(path.glob("*.txt")):
+    for log_path in paths_of(path):
         try:
             log = read_log(log_path)
         except Refused as error:
@@ -38,15 +33,13 @@ def verdict(what: str, unit: str, a: list[float], b: list[float], digits: int) -
     """One line on the difference of a quantity between the runs of both sides."""
     difference = statistics.fmean(b) - statistics.fmean(a)
     head = f"{what}: B - A = {difference:+.{digits}f}{unit}"
-    try:
-        test = welch(a, b)
-    except Refused as error:
-        return f"{head} ({error})"
-    if test is None:
+    if min(len(a), len(b)) < 2 or len(set(a)) == len(set(b)) == 1:
         return f"{head}; no test: it needs two runs or more on each side, with some deviation"
-    text = (f"{head} (95 % from {test.low:+.{digits}f} to {test.high:+.{digits}f}, Welch's "
-            f"p = {test.p:.2g})")
-    if test.p >= ALPHA:
+    test = scipy_stats().ttest_ind(b, a, equal_var=False)
+    interval = test.confidence_interval(0.95)
+    text = (f"{head} (95 % from {interval.low:+.{digits}f} to {interval.high:+.{digits}f}, "
+            f"Welch's p = {test.pvalue:.2g})")
+    if test.pvalue >= ALPHA:
         return f"{text}: not significant at {ALPHA}; more seeds would tell"
     return f"{text}: B is {'lower' if difference < 0 else 'higher'}"
 
@@ -58,7 +51,7 @@ def cautions(side: str, logs: list[Log]) -> list[str]:
     if len(set(seeds)) < len(seeds):
         found.append(f"caution: {side} has a seed twice, which says nothing about chance")
     for log in logs:
-        if log.interrupted or log.resumed:
+        if log.resumed:
             found.append(f"caution: {log.path} is not of a whole run")
         found += [f"caution: {log.path}: {defect['what']}" for defect in log.values("defect")]
     first = shared(logs[0])
@@ -69,17 +62,16 @@ def cautions(side: str, logs: list[Log]) -> list[str]:
     return found
 
 
-def code_lines(a: Log, b: Log, whole: bool) -> list[str]:
-    """The diff of the files that both ran, the script first; only its beginning, unless the whole
-    is asked for. Then the names of the files that only one of them imported."""
+def code_lines(a: Log, b: Log) -> list[str]:
+    """The beginning of the diff of the files that both ran, the script first. Then the names of the
+    files that only one of them imported."""
     diff = []
     for path in sorted(a.files.keys() & b.files.keys(), key=lambda path: (path != SCRIPT, path)):
         texts = [log.files[path].decode(errors="replace").split("\n") for log in (a, b)]
         diff += difflib.unified_diff(*texts, f"A/{path}", f"B/{path}", lineterm="", n=1)
-    shown = diff if whole else diff[:SHORT_DIFF]
-    lines = ["code:" if diff else "code: the same", *shown]
-    if len(shown) < len(diff):
-        lines.append(f"... {len(diff) - len(shown)} more lines (--diff shows all)")
+    lines = ["code:" if diff else "code: the same", *diff[:SHORT_DIFF]]
+    if len(diff) > SHORT_DIFF:
+        lines.append(f"... {len(diff) - SHORT_DIFF} more lines; `code` gives back the files")
     for side, ours, theirs in (("A", a, b), ("B", b, a)):
         only = sorted(ours.files.keys() - theirs.files.keys())
         if only:
@@ -91,11 +83,11 @@ def sums_of_shards(log: Log) -> list[str]:
     return sorted(shards(log).values())  # the same text may have other names
 
 
-def compare(a: list[Log], b: list[Log], names: tuple[str, str], whole_diff: bool) -> list[str]:
+def compare(a: list[Log], b: list[Log], names: tuple[str, str]) -> list[str]:
     """The lines of the report. All numbers are from the logs."""
     lines = []
     for side, name, logs in zip("AB", names, (a, b)):
-        if any(log.end.get("val_loss") is None for log in logs):
+        if any(log.end["val_loss"] is None for log in logs):
             raise Refused(f"{name}: a run has no validation to compare; `plot` shows it.")
         losses = [log.end["val_loss"] for log in logs]
         times = [log.end["train_time_s"] for log in logs]
@@ -113,4 +105,4 @@ def compare(a: list[Log], b: list[Log], names: tuple[str, str], whole_diff: bool
         ours, theirs = (repr(config[key]) if key in config else "no key" for config in configs)
         if ours != theirs:
             lines.append(f"config: {key} is {ours} in A and {theirs} in B")
-    return lines + code_lines(a[0], b[0], whole_diff)
+    return lines + code_lines(a[0], b[0])

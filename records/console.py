@@ -28,20 +28,7 @@ def prepare_output() -> None:
 def discard_output(file) -> None:
     """Sends all that is written to this file from now on to nowhere, and what it still holds.
     Otherwise Python would try again to write that when the program ends, and fail."""
-    try:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, file.fileno())
-        os.close(nowhere)
-    except (OSError, ValueError):
-        pass
-
-
-def sentence_of(error: OSError) -> str:
-    """What is wrong with which file. An error that names none comes from the output."""
-    reason = error.strerror or str(error)
-    if error.filename:
-        return f"{error.filename}: {reason}"
-    return f"the output cannot be written ({reason})"
+    os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
 
 
 def complain(sentence: str) -> None:
@@ -88,21 +75,17 @@ class Console:
     def header(self, machine: dict, data: list[dict], config: dict, stages: list[dict],
                num_weights: tuple[int, int], precision: str, log: Path, weights: Path | None,
                seconds: float | None) -> None:
-        """Prints what will run.
-
-        machine, data, config, stages: the log's facts (records/README.md)
-        num_weights: how many are active in every token, and how many are in tables
-        log, weights: the files to be written; None if the weights are not kept
-        seconds: how long the run may take, if that is known
-        """
+        """Prints what will run. machine, data, config, stages: the log's facts
+        (records/README.md); num_weights: how many are active in every token, and how many are in
+        tables; log, weights: the files to be written, None if the weights are not kept; seconds:
+        how long the run may take, if that is known."""
         devices = [f"{count} x {name}" for name, count in Counter(machine["devices"]).items()]
         if machine["devices"][0] == "CPU":
             devices.append(machine["cpu"])
         version = machine["torch"].partition("+")[0]
         train_tokens = sum(shard["tokens"] for shard in data if shard["split"] == "train")
-        tokens = 0
-        for stage in stages:
-            tokens += (stage["last_step"] - stage["first_step"]) * stage["batch_tokens"]
+        tokens = sum((stage["last_step"] - stage["first_step"]) * stage["batch_tokens"]
+                     for stage in stages)
         unit = "bytes" if self.tokens_are_bytes else "tokens"
         active, in_tables = num_weights
         self.say_facts({
@@ -146,13 +129,9 @@ class Console:
 
     def result(self, steps: list[tuple], facts: dict, log: Path, weights: Path | None,
                kept_step: int | None) -> None:
-        """Prints what came of the run.
-
-        steps: step, training time, name and loss of all lines of the log
-        facts: those of the log's end block
-        log, weights: the files that were written
-        kept_step: the step whose weights these are
-        """
+        """Prints what came of the run. steps: step, training time, name and loss of all lines of
+        the log; facts: those of its end block; log, weights: the files that were written;
+        kept_step: the step whose weights these are."""
         self.close()
         losses = [loss for _, _, name, loss in steps if name == "train_loss"]
         for line in ["", *curve(losses)]:
@@ -177,9 +156,6 @@ class Console:
             return ""
         loss, step = validations[-1]
         unit = "byte" if self.tokens_are_bytes else "token"
-        if step == 0 and steps[-1][0] > 0:
-            return (f"{steps[-1][3]:.4f} nats per {unit} in training, at step {steps[-1][0]}; "
-                    "no validation after a step")
         bits = f", {loss / math.log(2):.3f} bits per byte" if self.tokens_are_bytes else ""
         text = f"{loss:.4f} nats per {unit}{bits}, at step {step}"
         if rise(steps) > 0:
@@ -221,11 +197,8 @@ def target_in_words(facts: dict) -> str:
     loss, target = facts["val_loss"], facts["target"]
     if loss is None or target is None:
         return ""
-    if loss <= target:
-        return f"{target:g}: reached"
-    if facts.get("interrupted"):
-        return f"{target:g}: not reached so far"
-    return f"{target:g}: missed by {loss - target:.4f}"
+    came = "reached" if loss <= target else f"missed by {loss - target:.4f}"
+    return f"{target:g}: {came}"
 
 
 def next_commands(checkpoint: Path | None, data_dir: str, longer: str) -> list[str]:
@@ -247,7 +220,7 @@ def to_type(command: str, on_all_ranks: bool = False) -> str:
         python = shlex.quote(os.path.relpath(sys.executable))
     folder = os.path.relpath(Path(__file__).parents[1])
     place = "" if folder == "." else shlex.quote(f"{folder}/")
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     launcher = ""
     if on_all_ranks and processes > 1:
         launcher = f"-m torch.distributed.run --standalone --nproc_per_node={processes} "

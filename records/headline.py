@@ -10,14 +10,11 @@ FlashAttention 2 in place of 3, which could not be had there, and with the lengt
 scaled to fewer steps. Our log is of a third host; at the second sitting our code of the same
 mathematics took 26.75, 26.92 and 26.92 s for 3.4833, 3.4837 and 3.4822.
 """
-import sys
-from pathlib import Path
-
 from . import plots
-from .log import Refused, read_log
+from .log import read_log
+from .record import RECORDS
 
-HERE = Path(__file__).parent
-OURS = HERE / "2026-11-22_house_four_gpus" / "log_1.txt"
+OURS = RECORDS / "2026-11-22_house_four_gpus" / "log_1.txt"
 TARGET = 3.492  # validation loss, nats per token
 
 # Seconds of training and validation loss, 10,485,760 tokens.
@@ -37,26 +34,12 @@ LABEL = {"fontsize": 9, "verticalalignment": "center", "bbox": WHITE}
 
 
 def draw(path):
-    """Draws the picture and writes it to this path. Raises Refused if our log cannot be read or the
-    picture cannot be written."""
+    """Draws the picture and writes it to this path."""
     fig, (ax,) = plots.figure(1, 7.2, 3.9)
-    draw_ours(ax)
-    draw_others(ax)
-    ax.axhline(TARGET, color=plots.INK, lw=0.8, ls=plots.DASHED, zorder=0)
-    ax.text(0.4, TARGET - 0.05, f"target {TARGET}", color=plots.INK, **LABEL)
-    ax.set_xlabel("training time on four H200 (s)")
-    ax.set_xlim(0, 70)
-    ax.set_ylabel("loss (nats per token)")
-    ax.set_ylim(3.25, 4.6)
-    plots.save(fig, path)
 
-
-def draw_ours(ax):
-    """Draws our training losses, smoothed, as a line and our last validation as a point."""
     log = read_log(OURS)
-    steps = plots.training(log)
+    steps, means = plots.training(log)
     seconds = [step.time_ms / 1000 for step in steps]
-    means = plots.smoothed([step.loss for step in steps])
     ends = len(means) // 100  # at both ends a mean is of few losses, so these are left out
     ax.plot(seconds[ends:-ends], means[ends:-ends], color=plots.RUN, lw=1.2)
     last = log.validations[-1]
@@ -66,25 +49,24 @@ def draw_ours(ax):
             "line: training loss, smoothed; point: validation")
     ax.text(7.6, 4.36, text, color=plots.RUN, **LABEL)
 
-
-def draw_others(ax):
-    """Draws the validation losses of the other records' own code as points."""
-    seconds, losses = zip(*RECORD_28_FIRST_SITTING)
-    ax.plot(seconds, losses, "s:", color=plots.MUTED, lw=0.8, ms=5, mfc="white")
-    seconds, losses = zip(*RECORD_28_SECOND_SITTING)
-    ax.plot(seconds, losses, "s", color=plots.INK, ms=5)
+    ax.plot(*zip(*RECORD_28_FIRST_SITTING), "s:", color=plots.MUTED, lw=0.8, ms=5, mfc="white")
+    ax.plot(*zip(*RECORD_28_SECOND_SITTING), "s", color=plots.INK, ms=5)
     text = ("record 28's own code: 3.4925 after 66.8 s\n"
             "validations of two runs (filled, hollow)")
     ax.text(29, 4.02, text, color=plots.INK, **LABEL)
-    seconds, losses = zip(*RECORD_89)
-    ax.plot(seconds, losses, "D", color=RED, ms=5)
+    ax.plot(*zip(*RECORD_89), "D", color=RED, ms=5)
     text = ("record 89's own code: 3.4715 after 41.0 s\n"
             "validations at the ends of four runs")
     ax.text(56.5, 3.32, text, color=RED, horizontalalignment="right", **LABEL)
 
+    ax.axhline(TARGET, color=plots.INK, lw=0.8, ls=plots.DASHED, zorder=0)
+    ax.text(0.4, TARGET - 0.05, f"target {TARGET}", color=plots.INK, **LABEL)
+    ax.set_xlabel("training time on four H200 (s)")
+    ax.set_xlim(0, 70)
+    ax.set_ylabel("loss (nats per token)")
+    ax.set_ylim(3.25, 4.6)
+    plots.save(fig, path)
+
 
 if __name__ == "__main__":
-    try:
-        draw(HERE / "headline.png")
-    except Refused as error:
-        sys.exit(f"headline.py: {error}")
+    draw(RECORDS / "headline.png")

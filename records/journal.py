@@ -1,9 +1,7 @@
 """What a run writes about itself: its log, its clock, and the facts on the run and the machine.
-What people see of it while it runs is in records/console.py.
 
 The log's grammar stands in records/README.md. Its reader, records/log.py, shares no code with this
-file: it recomputes what a log says. Everything arrives here as plain values, so this file knows
-neither the configuration nor the model.
+file: it recomputes what a log says.
 """
 import hashlib
 import json
@@ -62,12 +60,11 @@ class RunFacts(NamedTuple):
 
 
 class Log:
-    """The log of one run: source, facts, steps and end block. `path` is its file. Only rank 0
-    writes it; on other ranks the same calls leave no trace. The console gets the losses and the
-    defects.
+    """The log of one run: source, facts, steps and end block. Only rank 0 writes it; on other
+    ranks the same calls leave no trace. The console gets the losses and the defects.
 
-    If the file cannot be written to any more, because the disk is full for instance, one sentence
-    says so, and the run goes on. Such a log has no end block.
+    If the file cannot be written to any more, as on a full disk, one sentence says so, and the run
+    goes on. Such a log has no end block.
     """
 
     def __init__(self, console: Console):
@@ -84,8 +81,12 @@ class Log:
         """Opens LOG_DIR/RUN_ID.txt and writes the script's source, the facts, and those that have
         come before. `config` and `stages` are the facts of these names. Raises OSError if the file
         cannot be written."""
-        self.open(Path(config["log_dir"], f"{facts.run['run_id']}.txt"), source)
+        self.path = Path(config["log_dir"], f"{facts.run['run_id']}.txt")
         self.num_steps = config["num_steps"]
+        if is_rank_0():
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.file = open(self.path, "wb")
+            self.file.write(source + RULE.encode() + b"\n")
         self.fact("run", facts.run)
         for file in facts.files:
             self.fact("file", file)
@@ -97,16 +98,6 @@ class Log:
             self.fact("stage", stage)
         for line in self.waiting:
             self.write(line)
-
-    def open(self, path: Path, source: bytes) -> None:
-        """Opens the file, and writes the source."""
-        self.path = path
-        if not is_rank_0():
-            return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.file = open(path, "wb")
-        self.file.write(source + RULE.encode() + b"\n")
-        self.file.flush()
 
     def write(self, line: str) -> None:
         """Writes one line. It is in the file at once, so that a run which is killed leaves a log up
@@ -155,9 +146,7 @@ class Log:
     def put(self, step: int, loss: Tensor, seconds: float) -> None:
         """Takes the training loss of a step, which the device may still have to compute. Nothing
         waits for it, because the GPU would then stand still while the CPU prepares the next step.
-
-        loss: () or (1 + n,), the mean loss and n other numbers, which `arrived` hands back.
-        """
+        loss: () or (1 + n,), the mean loss and n other numbers, which `arrived` hands back."""
         self.pending.append((step, seconds, *to_host(loss)))
 
     def arrived(self, wait_for: int = 0) -> list[TrainingLoss]:
@@ -179,11 +168,9 @@ class Log:
     def end(self, facts: dict) -> None:
         """Writes the end block: a line `key: value` for each fact. Nothing may follow it."""
         self.has_ended = True
-        lines = [RULE]
+        self.write(RULE)
         for key, value in facts.items():
-            text = value if isinstance(value, str) else json.dumps(value)
-            lines.append(f"{key}: {text}")
-        self.write("\n".join(lines))
+            self.write(f"{key}: {value if isinstance(value, str) else json.dumps(value)}")
 
     def end_early(self, kind: type | None, error: BaseException | None, trace) -> None:
         """The last line of a log without an end block, if an error ends the run: what it was. This
@@ -228,12 +215,9 @@ class Clock:
 
 def project_files(script: str | Path, root: Path = ROOT) -> list[dict]:
     """The project's files that this process has imported, without the script: each as the fact
-    `file` of the log (path, sha256, text), in the order of their paths. A program that imports the
-    script and starts the run is one of them, if it lies in the project's folder.
-
-    A file is read by the first call after its import and never again. So make a call right after
-    the imports: then the log shows what runs, even if a file is edited later.
-    """
+    `file` of the log (path, sha256, text), in the order of their paths. A file is read by the first
+    call after its import and never again. So make a call right after the imports: then the log
+    shows what runs, even if a file is edited later."""
     found = set()
     for module in list(sys.modules.values()):
         path = Path(getattr(module, "__file__", None) or "/").resolve()
@@ -257,10 +241,9 @@ def sha256(content: bytes) -> str:
 def describe_run(source: bytes, files: list[dict], script: str) -> dict:
     """The fact `run`: which run of which code this is. `source` is that of the script, which lies
     at this path; `files` are those of `project_files`. That of rank 0 is the one for the log: other
-    ranks have another id, and do not ask git. Raises BadInput if the code could not be found again
-    in a log."""
-    require(source.endswith(b"\n") and RULE.encode() not in source.split(b"\n"),
-            "no log could hold this script; end it with a newline, and let no line be 100 '='")
+    ranks have another id, and do not ask git. Raises BadInput for a script without a last newline,
+    which could not be found again in the log."""
+    require(source.endswith(b"\n"), f"{script}: end the last line with a newline")
     commit = output_of("git", "rev-parse", "--verify", "-q", "HEAD")
     ran = [str(Path(script).resolve()), *(file["path"] for file in files)]
     changes = output_of("git", "status", "--porcelain", "--", *ran)  # also files that git lacks
@@ -325,15 +308,15 @@ def cpu_name() -> str:
 def end_block(facts: RunFacts, val_loss: float | None, target: float, steps: int, seconds: float,
               tokens: int, flops_per_token: int, device: torch.device, startup_s: float) -> dict:
     """What came of a run of so many steps, seconds of training and tokens (records/README.md).
-    val_loss is None if nothing was validated, and a target of 0 is none. The memory is the most
-    that this process has held on its GPU, with that of CUDA graphs and what PyTorch keeps for later
-    use."""
+    val_loss is None if nothing was validated, and a target of 0 is none."""
     reached = None
     if val_loss is not None:
         val_loss = round(val_loss, 4)
         reached = val_loss <= target if target else None
     speed = tokens / seconds / facts.machine["world_size"]  # of one device
-    memory = torch.cuda.max_memory_reserved(device) // 2**20 if device.type == "cuda" else None
+    memory = None
+    if device.type == "cuda":  # with that of CUDA graphs and what PyTorch keeps for later use
+        memory = torch.cuda.max_memory_reserved(device) // 2**20
     return {
         "val_loss": val_loss,
         "target": target or None,

@@ -6,7 +6,6 @@ from .log import PER_RUN, Log, Refused, Step
 INK = "#222222"
 RUN = "#1f5fa8"
 MUTED = "#8a8a8a"
-PALE = "#d0d0d0"
 DASHED = (0, (4, 3))
 # What an axis shows of a step of a log.
 AXES = {
@@ -31,38 +30,29 @@ def figure(columns: int, width: float, height: float):
 
 
 def save(fig, path: str | Path) -> None:
-    try:
-        fig.savefig(path, format="png", dpi=160, metadata={"Software": None})
-    except OSError as error:
-        raise Refused(f"{path}: cannot be written ({error.strerror}).") from None
+    """Writes a PNG. Raises OSError."""
+    fig.savefig(path, format="png", dpi=160, metadata={"Software": None})
 
 
-def training(log: Log) -> list[Step]:
-    return [step for step in log.steps if step.split == "train"]
-
-
-def later_validations(log: Log) -> list[Step]:
-    """All but that of step 0, whose high loss would press the rest flat."""
-    return [step for step in log.validations if step.step > 0]
-
-
-def smoothed(losses: list[float]) -> list[float]:
-    """The mean of each loss and its neighbours, a fiftieth of the run."""
-    half = len(losses) // 100
+def training(log: Log) -> tuple[list[Step], list[float]]:
+    """The steps with a training loss, and the mean of each loss and its neighbours, a fiftieth of
+    the run."""
+    steps = [step for step in log.steps if step.split == "train"]
+    half = len(steps) // 100
     means = []
-    for i in range(len(losses)):
-        near = losses[max(0, i - half) : i + half + 1]
+    for i in range(len(steps)):
+        near = [step.loss for step in steps[max(0, i - half) : i + half + 1]]
         means.append(sum(near) / len(near))
-    return means
+    return steps, means
 
 
 def draw_run(ax, log: Log, x: str, color: str, label: str | None) -> None:
-    """A run's smoothed training losses as a thin line, its validations as points."""
+    """A run's smoothed training losses as a thin line, its validations as points, but for that of
+    step 0, whose high loss would press the rest flat."""
     _, place = AXES[x]
-    steps = training(log)
-    losses = smoothed([step.loss for step in steps])
+    steps, losses = training(log)
     ax.plot([place(log, step) for step in steps], losses, color=color, lw=0.7, alpha=0.6)
-    steps = later_validations(log)
+    steps = [step for step in log.validations if step.step > 0]
     ax.plot([place(log, step) for step in steps], [step.loss for step in steps], "o", color=color,
             ms=3, label=label)
 
@@ -79,7 +69,7 @@ def frame(ax, logs: list[Log], x: str) -> None:
     ax.set_xlim(0, None)
 
 
-def draw_record(path: Path, logs: list[Log]) -> None:
+def picture_of_record(logs: list[Log]):
     """The runs of a record over training time and, beside it, over tokens."""
     fig, axes = figure(2, 8.0, 3.2)
     for ax, x in zip(axes, ("time", "tokens")):
@@ -88,7 +78,7 @@ def draw_record(path: Path, logs: list[Log]) -> None:
         frame(ax, logs, x)
     axes[0].set_ylabel("loss (nats per token)")
     axes[0].legend(loc="upper right")
-    save(fig, path)
+    return fig
 
 
 def names_of(logs: list[Log]) -> list[str]:

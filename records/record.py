@@ -11,26 +11,24 @@ import itertools
 import json
 import re
 import statistics
-import tempfile
 from pathlib import Path
 
 from . import plots
-from .log import PER_RUN, Log, Refused, read_log, refuse_unfit_for_record, sha256, shorten
-from .stats import deviation, p_below
+from .log import PER_RUN, Log, Refused, paths_of, read_log, refuse_unfit_for_record, sha256, shorten
 
+RECORDS = Path(__file__).parent
+ALPHA = 0.01  # what the field calls significant
 MACHINE = ("devices", "world_size", "hosts", "torch", "cuda", "triton")  # equal in all runs
 BLOCK = ("<!-- record:begin -->", "<!-- record:end -->")
-DATED = re.compile(r"\d{4}-\d\d-\d\d_")
 
 
-def folders(root: Path) -> list[Path]:
-    """All records below root/records."""
-    return sorted(path.parent for path in (root / "records").glob("*/record.json"))
+def folders() -> list[Path]:
+    """All records."""
+    return sorted(path.parent for path in RECORDS.glob("*/record.json"))
 
 
-def log_paths(folder: Path) -> list[Path]:
-    """log_1.txt, log_2.txt ... in the order of their numbers."""
-    return sorted(folder.glob("log_*.txt"), key=lambda path: int(re.sub(r"\D", "", path.stem)))
+# --------------------------------------------------------------------------------------------------
+# What runs have in common, and their statistics
 
 
 def shards(log: Log) -> dict[str, str]:
@@ -51,11 +49,11 @@ def refuse_mixed(logs: list[Log]) -> None:
     first = shared(logs[0])
     for log in logs[1:]:
         for what, ours in shared(log).items():
-            different = [key for key in first[what] | ours if first[what].get(key) != ours.get(key)]
-            if different:
-                key = different[0]
-                raise Refused(f"one record needs one {what}, but {key} is {first[what].get(key)!r} "
-                              f"in {logs[0].path} and {ours.get(key)!r} in {log.path}.")
+            for key in first[what] | ours:
+                a, b = first[what].get(key), ours.get(key)
+                if a != b:
+                    raise Refused(f"one record needs one {what}, but {key} is {a!r} in "
+                                  f"{logs[0].path} and {b!r} in {log.path}.")
     for a, b in itertools.combinations(logs, 2):
         if a.run["run_id"] == b.run["run_id"] or a.config["seed"] == b.config["seed"]:
             raise Refused(f"{b.path}: expected another run and seed than in {a.path}, found seed "
@@ -72,19 +70,50 @@ def machine_name(log: Log) -> str:
 
 
 def moments(values: list[float], digits: int) -> dict:
-    sd = deviation(values)
-    return dict(
-        mean=round(statistics.fmean(values), digits),
-        sd=None if sd is None else round(sd, digits))
+    """Mean and sample deviation, which a single value does not have."""
+    sd = round(statistics.stdev(values), digits) if len(values) > 1 else None
+    return dict(mean=round(statistics.fmean(values), digits), sd=sd)
 
 
-def build(logs: list[Log], name: str, claim: str = "", data_name: str = "") -> dict:
+def pm(value: dict, digits: int) -> str:
+    """Mean and deviation as text."""
+    text = f"{value['mean']:.{digits}f}"
+    return text if value["sd"] is None else f"{text} ± {value['sd']:.{digits}f}"
+
+
+def scipy_stats():
+    """scipy.stats, which nothing else needs. Raises Refused where it is missing."""
+    try:
+        from scipy import stats
+    except ImportError:
+        raise Refused("statistics need scipy: pip install -r requirements-dev.txt") from None
+    return stats
+
+
+def p_below(values: list[float], target: float) -> float | None:
+    """One-sided p of "the true mean is below the target" by Student's t test, or None where there
+    is no deviation to judge by."""
+    if len(set(values)) == 1:
+        return None
+    p = scipy_stats().ttest_1samp(values, target, alternative="less").pvalue
+    return float(f"{p:.3g}")
+
+
+def p_text(record: dict) -> str:
+    p = record["loss"]["p_below_target"]
+    return "no test" if p is None else f"p = {p:.2g}"
+
+
+# --------------------------------------------------------------------------------------------------
+# What is written
+
+
+def build(logs: list[Log], name: str, claim: str, data_name: str) -> dict:
     """The content of record.json. All of it follows from the logs, but for the two free texts."""
     refuse_mixed(logs)
     first = logs[0]
     losses = [log.end["val_loss"] for log in logs]
     target = first.end["target"]
-    p = None if target is None else p_below(losses, target)
     runs = []
     for number, log in enumerate(logs, 1):
         runs.append(dict(
@@ -97,24 +126,13 @@ def build(logs: list[Log], name: str, claim: str = "", data_name: str = "") -> d
     return dict(
         name=name, date=min(log.run["date"] for log in logs)[:10], claim=claim,
         data_name=data_name, n=len(logs), target=target,
-        loss=moments(losses, 5) | dict(p_below_target=None if p is None else float(f"{p:.3g}")),
+        loss=moments(losses, 5) | dict(p_below_target=p_below(losses, target)),
         time_s=moments([log.end["train_time_s"] for log in logs], 4),
         tokens=first.end["tokens"], num_steps=first.config["num_steps"],
         val_tokens=first.config["val_tokens"], val_sha256=validation,
         peak_memory_mib=max(log.end.get("peak_memory_mib") or 0 for log in logs) or None,
         machine=machine_name(first), versions={key: first.environment[key] for key in MACHINE[3:]},
         preset=first.config.get("preset", ""), code_sha256=first.run["code_sha256"], runs=runs)
-
-
-def pm(value: dict, digits: int) -> str:
-    """Mean and deviation as text."""
-    text = f"{value['mean']:.{digits}f}"
-    return text if value["sd"] is None else f"{text} ± {value['sd']:.{digits}f}"
-
-
-def p_text(record: dict) -> str:
-    p = record["loss"]["p_below_target"]
-    return "no test" if p is None else f"p = {p:.2g}"
 
 
 def block(record: dict) -> str:
@@ -148,74 +166,53 @@ def block(record: dict) -> str:
     return "\n".join(lines)
 
 
-def with_block(text: str, markers: tuple[str, str], new: str, path: Path) -> str:
+def with_block(text: str, markers: tuple[str, str], new: str) -> str:
     """The text with `new` in place of what stands from one marker to the other."""
     begin, end = markers
-    if text.count(begin) != 1 or text.count(end) != 1:
-        raise Refused(f"{path}: expected {begin} and {end} once each.")
-    before, _, rest = text.partition(begin)
-    return before + new + rest.partition(end)[2]
+    if begin not in text or end not in text:
+        raise Refused(f"its README.md needs the lines {begin} and {end}.")
+    return text.partition(begin)[0] + new + text.partition(end)[2]
 
 
-def new(root: Path, name: str, logs: list[Log], claim: str, data_name: str) -> Path:
-    """Makes records/DATE_NAME from these logs. Raises Refused, and writes nothing then."""
+def new(name: str, logs: list[Log], claim: str, data_name: str) -> Path:
+    """Makes records/DATE_NAME from these logs. Raises OSError, and Refused before it has written
+    anything."""
     if not re.fullmatch(r"[a-z0-9][a-z0-9_-]*", name):
         raise Refused(f"a record's name has small letters, digits, _ and -, not {name!r}.")
     for log in logs:
         refuse_unfit_for_record(log)
-    folder = root / "records" / f"{min(log.run['date'] for log in logs)[:10]}_{name}"
+    folder = RECORDS / f"{min(log.run['date'] for log in logs)[:10]}_{name}"
     record = build(logs, folder.name, claim, data_name)
-    if folder.exists():
-        raise Refused(f"{folder} exists already; choose another name.")
-    folder.parent.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".new_") as scratch:
-        draft = Path(scratch) / folder.name
-        draft.mkdir()
-        (draft / "log_1.txt").write_bytes(logs[0].raw)
-        for number, log in enumerate(logs[1:], 2):
-            short = shorten(log.raw, logs[0].raw, "log_1.txt")
-            (draft / f"log_{number}.txt").write_bytes(short)
-        plots.draw_record(draft / "loss.png", logs)
-        write(draft, record, f"# {folder.name}\n\n{BLOCK[0]}{BLOCK[1]}\n\n## What is new\n\n"
-              "Write here what changed, why it helps, and which runs show it.\n")
-        draft.rename(folder)
+    picture = plots.picture_of_record(logs)
+    folder.mkdir()
+    (folder / "log_1.txt").write_bytes(logs[0].raw)
+    for number, log in enumerate(logs[1:], 2):
+        short = shorten(log.raw, logs[0].raw, "log_1.txt")
+        (folder / f"log_{number}.txt").write_bytes(short)
+    plots.save(picture, folder / "loss.png")
+    (folder / "record.json").write_text(json.dumps(record, indent=1) + "\n", "utf-8")
+    (folder / "README.md").write_text(
+        f"# {folder.name}\n\n{block(record)}\n\n## What is new\n\n"
+        "Write here what changed, why it helps, and which runs show it.\n", "utf-8")
     return folder
 
 
-def write(folder: Path, record: dict, readme: str) -> None:
-    """Writes record.json, and README.md with its table."""
-    (folder / "record.json").write_text(json.dumps(record, indent=1) + "\n", "utf-8")
-    page = folder / "README.md"
-    page.write_text(with_block(readme, BLOCK, block(record), page), "utf-8")
-
-
-def logs_in(folder: Path) -> list[Log]:
-    return [read_log(path) for path in log_paths(folder)]
-
-
 def stored_in(folder: Path) -> dict:
-    """What record.json holds. Raises Refused."""
-    try:
-        return json.loads((folder / "record.json").read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise Refused(f"{folder / 'record.json'}: cannot be read ({error}).") from None
+    """What record.json holds."""
+    return json.loads((folder / "record.json").read_text("utf-8"))
 
 
 def problems(folder: Path) -> list[str]:
     """What of the record does not follow from its logs, a sentence each."""
     try:
         stored = stored_in(folder)
-        missing = [run["log"] for run in stored["runs"] if not (folder / run["log"]).exists()]
-        if missing:
-            raise Refused(f"{' and '.join(missing)} missing")
-        logs = logs_in(folder)
+        logs = [read_log(path) for path in paths_of(folder)]
         for log in logs:
             refuse_unfit_for_record(log)
-        rebuilt = build(logs, folder.name, stored.get("claim", ""), stored.get("data_name", ""))
-        page = folder / "README.md"
-        text = page.read_text("utf-8")
-        rewritten = with_block(text, BLOCK, block(rebuilt), page)
-    except (Refused, OSError, KeyError) as error:
+        rebuilt = build(logs, folder.name, stored["claim"], stored["data_name"])
+        text = (folder / "README.md").read_text("utf-8")
+        rewritten = with_block(text, BLOCK, block(rebuilt))
+    except (ValueError, OSError, KeyError) as error:
         return [f"{folder.name}: {error}"]
     found = [f"{folder.name}/record.json: {key} is {stored.get(key)!r}, but by the logs {value!r}"
              for key, value in rebuilt.items() if stored.get(key) != value]

@@ -92,14 +92,8 @@ def test_the_summary_of_a_run_that_misses_its_target(capsys):
         "weights   models/x.pt, of step 2"]
 
 
-def test_a_target_is_reached_or_not_yet_if_the_run_was_stopped(capsys):
+def test_the_summary_of_a_run_that_reaches_its_target(capsys):
     assert "target    1.75: reached" in summary(capsys, FACTS | {"target": 1.75})
-    assert "target    1.5: not reached so far" in summary(capsys, FACTS | {"interrupted": True})
-
-
-def test_a_run_that_was_stopped_before_its_first_validation_shows_what_it_has_learned(capsys):
-    steps = [(0, 0.0, "val_loss", 5.6), (1, 0.1, "train_loss", 5.5), (2, 0.2, "train_loss", 5.1)]
-    assert summary(capsys, steps=steps)[1] == "loss      5.1000 nats per byte in training, at step 2; no validation after a step"
 
 
 @pytest.mark.parametrize("last, end", [

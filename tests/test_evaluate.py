@@ -5,6 +5,7 @@ the loss with the trainer's validation; standard errors with closed forms. No it
 import hashlib
 import json
 import math
+import re
 import subprocess
 import sys
 
@@ -95,8 +96,8 @@ def test_hellaswag_with_known_answers(monkeypatch):
              hellaswag.Item("1", ["345678", "0", "00", "000"], 0)]  # one token is wrong: 0.5 ** 5 / 18 loses to 1 / 18
     model = evaluate.Model("m", Counter(), lambda text: [int(c) for c in text if c.isdigit()], np.ones(10, int))
     measures = evaluate.hellaswag_measures(model, items)
-    assert measures["hellaswag"].amounts.tolist() == [1, 1, 0]
-    assert measures["hellaswag_norm"].amounts.tolist() == [1, 1, 1]
+    assert measures["HellaSwag"].amounts.tolist() == [1, 1, 0]
+    assert measures["HellaSwag, normalised"].amounts.tolist() == [1, 1, 1]
     found = evaluate.score_endings(model.gpt, [evaluate.Ending([1, 2], [3, 4, 5]), evaluate.Ending([1, 2], [5])])
     np.testing.assert_allclose(found, [3 * math.log(0.5), math.log(1 / 18)], atol=1e-6)
 
@@ -138,47 +139,45 @@ def run(capsys, *words):
     return status, *capsys.readouterr()
 
 
-def results(capsys, *words):
-    status, out, err = run(capsys, *words, "--json")
-    assert (status, err) == (0, "")
-    return json.loads(out)
+def measures(*words):
+    """The measures of each model on the data of the command line."""
+    options = evaluate.parse([str(word) for word in words])
+    models = [evaluate.load_model(path, options.device) for path in options.models]
+    [(_, found)] = evaluate.measure_all(options, models)
+    return found
+
+
+LOSS = "loss, nats per byte"
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_the_loss_is_that_of_the_trainers_validation(precision, corpus, tmp_path, capsys):
+def test_the_loss_is_that_of_the_trainers_validation(precision, corpus, tmp_path):
     path, loss = make_checkpoint(tmp_path / "model.safetensors", corpus, precision=precision)
-    got = results(capsys, path)["results"]
-    assert [result["measure"] for result in got] == ["loss", "bits_per_byte"]
-    assert got[0]["value"] == pytest.approx(loss, abs=1e-5 if precision == "fp32" else 1e-2)
-    assert got[0]["units"] == got[1]["units"] > 1 and got[0]["standard_error"] > 0
+    [got] = measures(path)
+    assert got[LOSS].result() == pytest.approx(loss, abs=1e-5 if precision == "fp32" else 1e-2)
 
 
-def test_the_loss_of_a_text_by_an_example(tmp_path, checkpoint, capsys):
+def test_the_loss_of_a_text_by_an_example(tmp_path, checkpoint):
     """Three documents, of which one ends at once; the reference goes through them one by one."""
     texts = ["Once upon a time", "x", "there was a fox.\n" * 3]
     file = tmp_path / "text.jsonl"
     file.write_text("".join(json.dumps({"body": text}) + "\n" for text in [*texts, "  "]))
-    got = {result["measure"]: result for result in results(
-        capsys, checkpoint[0], f"--text={file}", "--key=body")["results"]}
+    [got] = measures(checkpoint[0], f"--text={file}", "--key=body")
     model = t.load_checkpoint(checkpoint[0], torch.device("cpu"))
     encode, _ = sample.codec(model.config.vocab_size)
     rows = [score_alone(model, [], [*encode(text), model.bos]) for text in texts]
     num_bytes = sum(len(text) for text in texts)
-    assert got["loss"]["value"] == pytest.approx(-sum(map(sum, rows)) / (num_bytes + 3), abs=1e-5)
-    assert got["bits_per_byte"]["value"] == pytest.approx(
+    assert got[LOSS].result() == pytest.approx(-sum(map(sum, rows)) / (num_bytes + 3), abs=1e-5)
+    assert got["bits per byte"].result() == pytest.approx(
         -sum(sum(row[:-1]) for row in rows) / math.log(2) / num_bytes, abs=1e-5)
-    assert got["loss"]["units"] == 3
+    assert len(got[LOSS].sizes) == 3
 
 
-def test_two_models_are_compared_document_by_document(checkpoint, another, capsys):
-    content = results(capsys, checkpoint[0], another)
-    first, second = (result for result in content["results"] if result["measure"] == "loss")
-    assert first["units"] == second["units"] > 1
-    difference = content["differences"][0]
-    assert (difference["measure"], difference["model"], difference["against"]) == ("loss", 1, 0)
-    assert difference["value"] == pytest.approx(second["value"] - first["value"], abs=2e-6)
-    assert difference["standard_error"] < first["standard_error"]
-    assert difference["low"] < difference["value"] < difference["high"]
+def test_two_models_are_compared_document_by_document(checkpoint, another):
+    first, second = (found[LOSS] for found in measures(checkpoint[0], another))
+    value, low, high = evaluate.difference(first, second)
+    assert value == pytest.approx(second.result() - first.result()) and low < value < high
+    assert high - low < 3 * evaluate.standard_error(first.influences()), "what both have in common is no error"
 
 
 def test_standard_errors_have_their_closed_forms():
@@ -200,13 +199,13 @@ def line(**changes):
     return json.dumps(entry) + "\n"
 
 
-GOOD = line() + "\n" + line(label="3", ctx="Une fête é")
+GOOD = line() + line(label="3", ctx="Une fête é")
 
 
 @pytest.mark.parametrize("text, part", [
-    (GOOD + GOOD[:40], "line 4 is not a JSON object"),
+    (GOOD + GOOD[:40], "line 3 is not a JSON object"),
     (line(endings=["a"] * 3), "4 endings and a label"), (line(label=""), "the test split has no labels"),
-    (line(label=4), "a label from 0 to 3"), ("\n", "holds no items"),
+    (line(label=4), "a label from 0 to 3"), ("", "holds no items"),
 ], ids=repr)
 def test_damaged_items_are_one_sentence(tmp_path, checkpoint, capsys, text, part):
     path = tmp_path / "items.jsonl"
@@ -244,21 +243,19 @@ def test_all_measures_of_two_models_at_once(tmp_path, checkpoint, another, capsy
     words = (checkpoint[0], another, f"--text={text}", "--split_blank=1", f"--hellaswag={items}")
     status, out, err = run(capsys, *words)
     assert (status, err) == (0, "")
-    for part in ("loss, nats per byte", "perplexity", "bits per byte", "3 documents", "HellaSwag, normalised",
-                 "40 items of items.jsonl", "another.safetensors minus", "95 % interval"):
+    for part in ("loss, nats per byte", "perplexity", "bits per byte", "text.txt: 3", "HellaSwag, normalised",
+                 "items of items.jsonl: 40", "another.safetensors minus", "95 % interval"):
         assert part in out
-    content = results(capsys, *words)
-    assert [result["measure"] for result in content["results"] if result["model"] == 1] == [*evaluate.TITLES]
 
 
 def test_one_document_has_no_error_and_no_interval_and_a_sentence_says_why(tmp_path, checkpoint, another, capsys):
     text = tmp_path / "text.txt"
     text.write_text("The first one ends.\n\nA second.")
     status, out, _ = run(capsys, checkpoint[0], f"--text={text}", another)
-    assert status == 0 and "1 document of" in out and "±" not in out.replace("no ±", "") and "minus" not in out
+    assert status == 0 and "text.txt: 1\n" in out and "±" not in out.replace("no ±", "") and "minus" not in out
     assert out.endswith("--split_blank=1 or --split=MARKER cuts a text into several.\n")
     out = run(capsys, checkpoint[0], another, f"--text={text}", "--split_blank=1")[1]
-    assert "2 documents of" in out and out.endswith("and so is the interval.\n")
+    assert "text.txt: 2\n" in out and out.endswith("and so is the interval.\n")
 
 
 def test_the_program_runs_as_a_script(checkpoint, tmp_path):
@@ -270,18 +267,20 @@ def test_the_program_runs_as_a_script(checkpoint, tmp_path):
 
 @pytest.mark.parametrize("words, part", [
     ([], "MODEL"), (["no.safetensors"], "no.safetensors"), (["MODEL", "--text=no.txt"], "no.txt: no such file"),
-    (["MODEL", "--text=no.bin"], "no.bin"), (["MODEL", "--text=EMPTY"], "no text in it"),
-    (["MODEL", "--hellaswag=no.jsonl"], "no.jsonl"), (["MODEL", "--limit=0"], "limit"),
+    (["MODEL", "--text=EMPTY"], "no text in it"),
+    (["MODEL", "--hellaswag=no.jsonl"], "no.jsonl"),
     (["MODEL", "--device=tpu"], "tpu"), (["MODEL", "--tex=a"], "unrecognized arguments: --tex=a"), (["MODEL", "--text=GPT2"], "of the kind gpt2"),
     (["MODEL", "--text="], "no such file or folder"), (["MODEL", "--text=DAMAGED"], "promises"), (["MODEL", "--text=BINARY"], "UTF-8"),
 ], ids=str)
 def test_what_cannot_be_is_one_sentence(tmp_path, checkpoint, capsys, words, part):
-    files = {"MODEL": checkpoint[0], "EMPTY": tmp_path / "empty.txt", "GPT2": tmp_path / "a_val_0.bin",
-             "DAMAGED": tmp_path / "b.bin", "BINARY": tmp_path / "binary.txt"}
+    files = {"MODEL": checkpoint[0], "EMPTY": tmp_path / "empty.txt", "GPT2": tmp_path / "gpt2",
+             "DAMAGED": tmp_path / "damaged", "BINARY": tmp_path / "binary.txt"}
     files["EMPTY"].write_text(" \n\n")
     files["BINARY"].write_bytes(b"a \xff b")
-    write_shard(files["GPT2"], [SEPARATOR, 300, 301])
-    write_shard(files["DAMAGED"], [SEPARATOR, 1], count=5)
+    files["GPT2"].mkdir()
+    write_shard(files["GPT2"] / "a_val_0.bin", [SEPARATOR, 300, 301])
+    files["DAMAGED"].mkdir()
+    write_shard(files["DAMAGED"] / "b_val_0.bin", [SEPARATOR, 1], count=5)
     for name, file in files.items():
         words = [str(word).replace(name, str(file)) for word in words]
     status, out, err = run(capsys, *words)
@@ -307,9 +306,9 @@ def test_models_of_other_tokens_are_compared_by_bits_per_byte(tmp_path, checkpoi
     text.write_text("Some text.\n\nSome more.\n\n" * 20)
     with monkeypatch.context() as patch:
         patch.setattr(sample, "codec", codec)
-        content = results(capsys, checkpoint[0], path, f"--text={text}", "--split_blank=1")
-        assert [model["tokens"] for model in content["models"]] == ["bytes", "gpt2"]
-        assert [entry["measure"] for entry in content["differences"]] == ["bits_per_byte"]
+        out = run(capsys, checkpoint[0], path, f"--text={text}", "--split_blank=1")[1]
+        assert "nats per byte" in out and "nats per token" in out
+        assert out.count("minus") == 1 and re.search("minus .*, bits per byte: ", out)
         assert run(capsys, checkpoint[0], path)[0] == 2  # shards hold tokens of one kind
     monkeypatch.setitem(sys.modules, "tiktoken", None)  # its vocabulary is not at hand
     status, _, err = run(capsys, path, f"--text={text}")

@@ -24,19 +24,20 @@ RULE = "=" * 100
 
 def open_log(folder):
     log = journal.Log(Console())
-    log.num_steps = 10
-    log.open(folder / "an-id.txt", SOURCE)
+    facts = journal.RunFacts(run={"run_id": "an-id", "git_clean": None}, files=[], machine={}, data=[])
+    log.begin(SOURCE, facts, {"log_dir": str(folder), "num_steps": 10}, [])
     return log
 
 
 def lines_of(log):
-    """The lines behind the source."""
-    return log.path.read_bytes().removeprefix(SOURCE).decode().splitlines()
+    """The lines behind the source and the three facts of `open_log`."""
+    lines = log.path.read_bytes().removeprefix(SOURCE).decode().splitlines()
+    assert lines[:2] == [RULE, 'run {"run_id": "an-id", "git_clean": null}']
+    return lines[4:]
 
 
 def test_every_line_of_a_log_to_the_byte_and_at_once(tmp_path, capsys):
     log = open_log(tmp_path / "new" / "folder")
-    log.fact("run", {"run_id": "an-id", "git_clean": None})
     log.fact("note", "größer")
     log.step(0, 0.0, "val_loss", 10.82584)
     log.step(1, 0.17612, "train_loss", 10.8)
@@ -44,8 +45,6 @@ def test_every_line_of_a_log_to_the_byte_and_at_once(tmp_path, capsys):
     log.fact("defect", {"what": "tokens were lost"})
     log.end({"val_loss": 3.0, "reached": True, "mfu": None, "code_sha256": "ab"})
     assert log.path.read_bytes().startswith(SOURCE) and lines_of(log) == [
-        RULE,
-        'run {"run_id": "an-id", "git_clean": null}',
         'note "gr\\u00f6\\u00dfer"',
         "step:0/10 val_loss:10.8258 train_time:0ms step_avg:nanms",
         "step:1/10 train_loss:10.8000 train_time:176ms step_avg:176.12ms",
@@ -70,8 +69,7 @@ def test_a_full_disk_ends_the_log_and_not_the_run(tmp_path, capsys):
 
 def test_other_ranks_leave_no_trace_and_get_the_losses_too(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(journal, "is_rank_0", lambda: False)
-    log = journal.Log(Console(shows=False))
-    log.open(tmp_path / "logs" / "x.txt", SOURCE)
+    log = open_log(tmp_path / "logs")
     log.put(4, torch.tensor([2.5, 0.0, 1.0]), 1.2)
     assert log.arrived() == [(4, 2.5, [0.0, 1.0])] and log.arrived() == []
     log.end({"val_loss": 1.0})
@@ -92,7 +90,7 @@ def test_nothing_waits_for_a_loss_and_none_overtakes_another(tmp_path, monkeypat
     events[1].done = True
     assert log.arrived() == []
     assert [loss.step for loss in log.arrived(wait_for=1)] == [1, 2] and log.arrived() == []
-    assert [line.split()[1] for line in lines_of(log)[1:]] == ["train_loss:1.0000", "train_loss:2.0000"]
+    assert [line.split()[1] for line in lines_of(log)] == ["train_loss:1.0000", "train_loss:2.0000"]
 
 
 def test_the_clock_stands_still_when_it_is_stopped(monkeypatch):
@@ -133,7 +131,7 @@ def test_the_files_of_the_project_are_those_it_imported_as_they_were_then(tmp_pa
 def test_a_run_has_the_sum_of_its_script_which_must_end_with_a_newline():
     run = journal.describe_run(b"b\n", [], "b.py")
     assert run["code_sha256"] == hashlib.sha256(b"b\n").hexdigest() and run["code_bytes"] == 2
-    with pytest.raises(BadInput, match="no log could hold this script; end it with a newline"):
+    with pytest.raises(BadInput, match="a.py: end the last line with a newline"):
         journal.describe_run(b"print(1)", [], "a.py")
 
 

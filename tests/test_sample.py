@@ -36,8 +36,8 @@ def random_model():
     return model
 
 
-def drawn(model, count=12, temperature=0.8, top_k=0, top_p=1.0, seed=0, prompt=(383, 72, 73)):
-    return list(sample.generate(model, list(prompt), count, temperature, top_k, top_p, generator(seed)))
+def drawn(model, temperature=0.8, top_k=0, seed=0):
+    return list(sample.generate(model, [383, 72, 73], 12, temperature, top_k, generator(seed)))
 
 
 # ---------------------------------------------------------------------------------------------------- draws
@@ -59,7 +59,7 @@ def test_the_same_seed_draws_the_same_tokens_and_temperature_0_and_top_1_the_mos
     assert drawn(model) == drawn(model) != drawn(model, seed=1)
     best = drawn(model, temperature=0)
     assert best[0] == sample.next_logits(model, [383, 72, 73]).argmax()
-    assert drawn(model, temperature=5.0, top_k=1) == drawn(model, temperature=5.0, top_p=0.0001) == best
+    assert drawn(model, temperature=5.0, top_k=1) == best
 
 
 def test_tokens_are_drawn_by_their_probability():
@@ -69,12 +69,10 @@ def test_tokens_are_drawn_by_their_probability():
     def shares(*options, count=3000):
         return torch.bincount(torch.tensor([sample.draw(logits, *options, draws) for _ in range(count)]), minlength=4) / count
 
-    torch.testing.assert_close(shares(2.0, 0, 1.0), (logits / 2).softmax(0), atol=0.03, rtol=0)
-    p = (logits[:3] / 2).softmax(0)  # 0.19, 0.51, 0.31
-    two = torch.tensor([0, p[1], p[2], 0]) / (p[1] + p[2])
-    for options in ((2.0, 2, 1.0), (2.0, 0, 0.7), (2.0, 9, 0.7)):
-        torch.testing.assert_close(shares(*options), two, atol=0.03, rtol=0)
-    assert sample.draw(logits, 5e-324, 0, 1.0, draws) == 1, "no temperature is too small"
+    p = (logits / 2).softmax(0)  # 0.19, 0.51, 0.31, 0
+    for top_k in (0, 9):
+        torch.testing.assert_close(shares(2.0, top_k), p, atol=0.03, rtol=0)
+    torch.testing.assert_close(shares(2.0, 2), torch.tensor([0, p[1], p[2], 0]) / (p[1] + p[2]), atol=0.03, rtol=0)
 
 
 @pytest.fixture
@@ -136,14 +134,6 @@ def test_a_run_on_ones_own_text_shows_a_sample_that_begins_with_words_of_its_val
     assert sample.opening(config, tokens[:3]) == t.fitting.SAMPLE, "too few words"
     config.sample = "The "
     assert sample.opening(config, tokens) == "The "
-
-
-def test_a_newcomer_is_told_what_to_expect_of_a_small_model_of_bytes():
-    laptop = t.Config(**t.PRESETS["laptop"])
-    sentence = sample.what_to_expect(laptop, t.report.num_weights(t.parameter_table(laptop))[0], 1_000_000)
-    assert sentence.startswith("what to expect: 0.8M weights that have read 1.0M bytes write words")
-    speedrun = t.Config()
-    assert sample.what_to_expect(speedrun, t.report.num_weights(t.parameter_table(speedrun))[0], 1_000_000) == ""
 
 
 # ---------------------------------------------------------------------------------------------------- the program
@@ -213,4 +203,4 @@ def test_a_closed_pipe_and_control_c_end_it_quietly_and_a_full_disk_with_a_sente
     process = Process("sample.py", checkpoint, "Once", "--num_samples=1000", "--max_new_tokens=100")
     process.wait_for("sample 2 of")
     process.send_signal(signal.SIGINT)
-    assert process.wait() == 130 and process.err() == "\n", process.err()
+    assert process.wait() == -signal.SIGINT and process.err() == ""
