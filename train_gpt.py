@@ -882,15 +882,15 @@ class GPT(nn.Module):
     The weights of all layers lie in banks. Those of which each rank owns a slice are padded to a
     multiple of world_size. The model keeps the large ones in its own dtype; the optimizer
     has the float32 originals. `functions` are those of EAGER (section 8), compiled or not;
-    `calls` says whether a step calls them directly or as CUDA graphs."""
+    `as_graphs` says whether a step calls them as CUDA graphs."""
 
     def __init__(self, c: Config, device: torch.device, world_size: int = 1,
-                 functions: "Functions | None" = None, calls: compiling.Calls | None = None):
+                 functions: "Functions | None" = None, as_graphs: bool = False):
         super().__init__()
         self.config = c
         self.trained_steps = c.num_steps  # a model of a checkpoint may have fewer
         self.functions = functions or EAGER
-        self.calls = calls or compiling.Calls()
+        self.as_graphs = as_graphs
         self.params = parameter_table(c)
         # The token that begins a document: GPT-2's, or the last one if the vocabulary is smaller.
         self.bos = min(shards.SEPARATOR, c.vocab_size - 1)
@@ -913,7 +913,7 @@ class GPT(nn.Module):
             "recall_table", torch.zeros(c.recall_rows, dtype=torch.int32, device=device))
         self.rotary_tables = {True: {}, False: {}}  # of training, of validation
         self.candidate_stream = SideStream(device)
-        self.past = Past(c, self.bos, self.recall_table, self.calls.caller())
+        self.past = Past(c, self.bos, self.recall_table, compiling.caller(as_graphs))
         self.precision = Precision(
             c, choose_recipes(c, device), dict(self.named_parameters()))
 
@@ -1410,9 +1410,9 @@ class Optimizer:
         for name in model.big_tables:
             tables[name] = Table(
                 self.banks[name], self.masters[name], self.state[name], LOOKED_UP_AT[name])
-        calls = model.calls
-        self.tables = Tables(self.device, model.config.vocab_size, tables, calls.caller())
-        self.call = calls.caller()
+        self.tables = Tables(self.device, model.config.vocab_size, tables,
+                             compiling.caller(model.as_graphs))
+        self.call = compiling.caller(model.as_graphs)
         self.reset(self.banks)
 
     def reset(self, full: dict[str, Tensor]) -> None:
@@ -1998,13 +1998,13 @@ def train(c: Config, at_end: ExitStack) -> int:
     # tenth of the compiler's time.
     gc.disable()
     functions = compiled_functions(report_compilation) if c.compile else EAGER
-    calls = compiling.Calls(as_graphs=c.compile and device.type == "cuda")
-    model = GPT(c, device, rank_and_world_size()[1], functions, calls)
+    as_graphs = c.compile and device.type == "cuda"
+    model = GPT(c, device, rank_and_world_size()[1], functions, as_graphs)
     initialize(model, c.seed)  # for the warm-up; drawn anew after it
     optimizer = Optimizer(model)
     if run_files.saved:
         on_all_ranks(run_files.saved.check_fits, optimizer)
-    call = calls.caller(model.parameters())
+    call = compiling.caller(as_graphs, model.parameters())
     warm_up = warmup.WarmUp(model, optimizer, script)
     warm_up.run(call)
     if chooses_steps(c):

@@ -18,8 +18,7 @@ from nanogpt.masks import BLOCK_SIZE
 from nanogpt.ranks import BadInput, require
 
 NEWEST = "newest"  # what --resume alone stands for
-SWITCH = {"true": True, "yes": True, "on": True, "1": True,
-          "false": False, "no": False, "off": False, "0": False}
+SWITCH = {"true": True, "false": False}
 
 
 def key(default, meaning: str, alone: str | None = None, choices: tuple[str, ...] = (),

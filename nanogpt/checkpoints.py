@@ -136,6 +136,8 @@ def model_of(content: dict, device: torch.device, script):
     nothing is compiled. `script` is that module. Raises BadInput if the weights do not fit the
     configuration."""
     values = config_values(content["config"], script.Config)
+    if values["precision"] == "fp16":  # texts overflow it sooner than training does
+        values["precision"] = "bf16"
     c = script.Config(**values | dict(
         attention="sdpa", compile=False, device=device.type, sample="", run_name=""))
     arguments.check(c, script.SCHEDULES, script.PRECISIONS)
@@ -145,9 +147,6 @@ def model_of(content: dict, device: torch.device, script):
     except RuntimeError:
         raise BadInput("the weights do not fit this code; use the code of its run, which the log "
                        f"{content.get('run_id', 'RUN_ID')}.txt holds") from None
-    for bank in model.parameters():
-        if bank.dtype == torch.float16:  # texts overflow it sooner than training does
-            bank.data = bank.to(torch.float32 if device.type == "cpu" else torch.bfloat16)
     model.trained_steps = content["step"]
     return model
 

@@ -78,16 +78,10 @@ def call_directly(_, function: Callable, tensors: tuple[Tensor, ...]):
     return function(*tensors)
 
 
-class Calls:
-    """How a run calls its functions: directly or, `as_graphs`, as CUDA graphs."""
-
-    def __init__(self, as_graphs: bool = False):
-        self.as_graphs = as_graphs
-
-    def caller(self, parameters: Iterable[Tensor] = ()) -> Callable:
-        """`call_directly` or CudaGraphs for functions that compute gradients of these parameters.
-        What runs side by side needs a caller each, because the graphs of one share memory."""
-        return CudaGraphs(parameters) if self.as_graphs else call_directly
+def caller(as_graphs: bool, parameters: Iterable[Tensor] = ()) -> Callable:
+    """`call_directly`, or CudaGraphs for functions that compute gradients of these parameters. What
+    runs side by side needs a caller each, because the graphs of one share memory."""
+    return CudaGraphs(parameters) if as_graphs else call_directly
 
 
 class Capture(NamedTuple):
