@@ -11,7 +11,7 @@ from conftest import SEPARATOR, arguments, check_data, write_shard
 import sample
 import train_gpt as t
 from data import shards
-from nanogpt import checkpoints, fitting, run_files
+from nanogpt import fitting, run_files
 from nanogpt.fitting import Text
 from nanogpt.ranks import BadInput
 
@@ -62,22 +62,6 @@ def test_minutes_become_as_many_steps_as_fit_into_them(text, tmp_path):
     most = fitting.fit_to_minutes(c, t.SCHEDULES[c.schedule], paths, 1e-9)
     assert most.epochs == fitting.MOST_EPOCHS["laptop"]
     run_files.check_tokens(most, t.packing(most), t.batch_plan(most), paths)
-
-
-def test_a_fitted_run_saves_the_weights_of_its_best_validation_and_ends_with_0(text, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    losses = iter([5.0, 3.0, 4.0, 4.5])
-    monkeypatch.setattr(t, "validate", lambda *args: next(losses))
-    keys = ["--num_steps=3", "--val_interval=1", "--seq_len=256", "--batch_tokens=256", "--model_dim=32", "--num_heads=2", "--head_dim=16", "--sample="]
-    assert t.main([text, "--save_checkpoint=best.pt", *keys]) == 0
-    content = checkpoints.read("best.pt")
-    assert (content["step"], content["val_loss"]) == (1, 3.0)
-    shorter = ["--num_steps=3", "--val_interval=0", *keys[2:]]
-    losses = iter([4.5])
-    assert t.main([text, "--save_checkpoint=last.pt", *shorter]) == 0
-    last = checkpoints.read("last.pt")
-    assert last["step"] == 3
-    assert not torch.equal(last["weights"]["qkvo"], content["weights"]["qkvo"])
 
 
 @pytest.mark.parametrize("key, most, is_now", [
