@@ -236,8 +236,8 @@ def load_model(path: str, device: torch.device) -> Model:
 
 
 def read_text(options: argparse.Namespace, models: list[Model]) -> tuple[str, list[np.ndarray]]:
-    """What --text means: its name, and the tokens (n + 1,) of each model. Raises BadInput,
-    ShardError or PrepareError if there are none."""
+    """What --text means: its name, and the tokens (n + 1,) of each model. Raises BadInput if there
+    are none."""
     config = models[0].gpt.config
     folder, pattern = config.data_dir, config.val_files
     if options.text is not None:
@@ -262,8 +262,8 @@ def tokens_of_documents(documents: list[str], model: Model) -> np.ndarray:
 
 
 def tokens_of_shards(paths: list[Path], model: Model) -> np.ndarray:
-    """Raises BadInput if the shards hold tokens of another kind than the model's, and ShardError if
-    one is damaged."""
+    """Raises BadInput if the shards hold tokens of another kind than the model's, or one is
+    damaged."""
     config = model.gpt.config
     kind = shards.kind_of_tokens(paths[0])
     require(model.kind == kind, f"{paths[0]} holds tokens of the kind {kind}, and {model.path} "
@@ -361,8 +361,7 @@ def evaluate(argv: list[str]) -> None:
 
 
 def main(argv: list[str]) -> int:
-    errors = shards.ShardError, texts.PrepareError, hellaswag.ItemsError
-    return sample.end_in_order("evaluate.py", lambda: evaluate(argv), errors)
+    return sample.end_in_order("evaluate.py", lambda: evaluate(argv))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 
-from data import gpt2, packages
+from data import BadInput, gpt2, harmless, packages
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it at once, without a traceback
@@ -28,10 +28,9 @@ from torch import Tensor
 
 from data.prepare import bytes_of, token_to_byte
 from data.shards import SEPARATOR, reads_bytes
-from data.texts import harmless
 from nanogpt import faults, fitting
 from nanogpt.masks import BLOCK_SIZE
-from nanogpt.ranks import BadInput, is_rank_0, require
+from nanogpt.ranks import is_rank_0, require
 from records.console import complain, discard_output, prepare_output
 
 # --------------------------------------------------------------------------------------------------
@@ -39,9 +38,8 @@ from records.console import complain, discard_output, prepare_output
 
 
 def last_setting(model):
-    """How far the model sees, and how it turns positions, after the steps that it was trained. The
-    module it comes from is train_gpt, which is called __main__ while it trains."""
-    script = sys.modules[type(model).__module__]
+    """How far the model sees, and how it turns positions, after the steps that it was trained."""
+    script = sys.modules[type(model).__module__]  # train_gpt, or __main__ while that trains
     return script.setting_of(model.trained_steps, model.config)
 
 
@@ -94,14 +92,11 @@ def generate(model, tokens: list[int], count: int, temperature: float, top_k: in
 def codec(vocab_size: int) -> tuple[Callable[[str], list[int]], Callable[[int], bytes]]:
     """Two functions, from a text to its tokens and from a token to its bytes: tokens are bytes for
     a small vocabulary, otherwise GPT-2's byte-pair encoding. Tokens that begin a document or pad
-    the vocabulary have no text."""
+    the vocabulary have no text. Raises BadInput if GPT-2's cannot be had."""
     if reads_bytes(vocab_size):
         return (lambda text: bytes_of(text).tolist(),
                 lambda token: token_to_byte[token : token + 1].tobytes())
-    try:
-        vocabulary = gpt2.load()
-    except gpt2.VocabularyError as error:
-        raise BadInput(str(error)) from None
+    vocabulary = gpt2.load()
 
     def gpt2_bytes(token: int) -> bytes:
         return vocabulary.decode_single_token_bytes(token) if token < SEPARATOR else b""
@@ -121,25 +116,19 @@ def prompt_tokens(encode: Callable[[str], list[int]], bos: int, seq_len: int,
     return [bos, *tokens]
 
 
-def check(config) -> list[str]:
-    """Whether a run can end with a sample, before it begins. A run that is fitted to a text does
-    without the sample that nobody has asked for, and returns a note. Raises BadInput otherwise."""
-    if not is_rank_0():
-        return []
+def check(config) -> None:
+    """Raises BadInput if a run could not end with a sample, before it begins."""
     try:
-        codec(config.vocab_size)
+        if is_rank_0():
+            codec(config.vocab_size)
     except BadInput as error:
-        if not config.fit or config.sample != fitting.SAMPLE:
-            raise
-        config.sample = ""
-        return [f"there will be no sample: {error}"]
-    return []
+        raise BadInput(f"{error}, or do without a sample: --sample=") from None
 
 
 def opening(config, val_tokens: Tensor) -> str:
     """What the sample at the end of a run begins with: --sample, or in a run that is fitted to a
     text, if nobody has asked for another one, a few words from the beginning of the validation
-    tokens. These may begin within a word, which is left out."""
+    tokens, without the first one, which may be cut."""
     if not config.fit or config.sample != fitting.SAMPLE:
         return config.sample
     _, to_bytes = codec(config.vocab_size)
@@ -158,7 +147,7 @@ def continue_text(model, text: str, count: int) -> str:
 
 
 def printable(text: str) -> str:
-    """On a terminal control characters become question marks: they could change how it works."""
+    """The text, on a terminal without control characters."""
     return harmless(text) if sys.stdout.isatty() else text
 
 
@@ -188,7 +177,7 @@ def device(text: str) -> torch.device:
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:
-        raise BadInput(message)  # argparse's sentence, without its page on usage
+        raise BadInput(message)  # without a page on usage
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -219,7 +208,7 @@ def show(text: str) -> None:
 
 def continue_texts(options: argparse.Namespace) -> None:
     """Continues the text as often as asked, and shows each token as it is drawn. Raises BadInput if
-    the model or the text is of no use."""
+    the model is of no use."""
     from train_gpt import load_checkpoint
     model = load_checkpoint(options.checkpoint, options.device)
     widen(model)
@@ -244,9 +233,9 @@ def continue_texts(options: argparse.Namespace) -> None:
                   "tokens", file=sys.stderr)
 
 
-def end_in_order(program: str, work: Callable[[], None], errors: tuple = ()) -> int:
+def end_in_order(program: str, work: Callable[[], None]) -> int:
     """Does the work. Exit status: 0, or with one sentence 2 for bad input, a full disk or too
-    little memory. `errors` are further ones whose message is a sentence."""
+    little memory."""
     prepare_output()
     try:
         work()
@@ -255,7 +244,7 @@ def end_in_order(program: str, work: Callable[[], None], errors: tuple = ()) -> 
     except BrokenPipeError:  # as in `| head -1`
         discard_output(sys.stdout)
         return 0
-    except (BadInput, *errors) as error:
+    except BadInput as error:
         sentence = str(error)
     except OSError as error:
         discard_output(sys.stdout)

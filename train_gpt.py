@@ -86,7 +86,6 @@ from nanogpt.precision.fp8_static import (
 from nanogpt.precision.products import LayerProducts, Precision
 from nanogpt.precision.recipe import Products
 from nanogpt.ranks import (
-    REQUESTS,
     NoTransfer,
     Requests,
     all_gather,
@@ -884,15 +883,15 @@ class GPT(nn.Module):
     The weights of all layers lie in banks. Those of which each rank owns a slice are padded to a
     multiple of world_size. The model keeps the large ones in its own dtype; the optimizer
     has the float32 originals. `functions` are those of EAGER (section 8), compiled or not;
-    `calls` says whether a step calls them directly or as CUDA graphs."""
+    `as_graphs` says whether a step calls them as CUDA graphs."""
 
     def __init__(self, c: Config, device: torch.device, world_size: int = 1,
-                 functions: "Functions | None" = None, calls: compiling.Calls | None = None):
+                 functions: "Functions | None" = None, as_graphs: bool = False):
         super().__init__()
         self.config = c
         self.trained_steps = c.num_steps  # a model of a checkpoint may have fewer
         self.functions = functions or EAGER
-        self.calls = calls or compiling.Calls()
+        self.as_graphs = as_graphs
         self.params = parameter_table(c)
         # The token that begins a document: GPT-2's, or the last one if the vocabulary is smaller.
         self.bos = min(shards.SEPARATOR, c.vocab_size - 1)
@@ -915,7 +914,7 @@ class GPT(nn.Module):
             "recall_table", torch.zeros(c.recall_rows, dtype=torch.int32, device=device))
         self.rotary_tables = {True: {}, False: {}}  # of training, of validation
         self.candidate_stream = SideStream(device)
-        self.past = Past(c, self.bos, self.recall_table, self.calls.caller())
+        self.past = Past(c, self.bos, self.recall_table, compiling.caller(as_graphs))
         self.precision = Precision(
             c, choose_recipes(c, device), dict(self.named_parameters()))
 
@@ -1128,8 +1127,8 @@ def load_checkpoint(path: str | Path, device: torch.device) -> GPT:
 # --------------------------------------------------------------------------------------------------
 # 7. The output head in FP8
 #
-# What FP8 is, and why a model learns with it, nanogpt/precision/__init__.py tells. The head's
-# products are operators of their own, nanogpt::mm and its gradient, as in record 21. That gradient
+# What FP8 is, and why a model learns with it, docs/precision.md tells. The head's products are
+# operators of their own, nanogpt::mm and its gradient, as in record 21. That gradient
 # is registered, so that other code can put any loss behind it. FP8HeadLoss does not need it: its
 # own kernel has the gradient of the logits ready.
 
@@ -1414,9 +1413,9 @@ class Optimizer:
         tables = {}
         for name in model.big_tables:
             tables[name] = Table(self.banks[name], *self.state[name], LOOKED_UP_AT[name])
-        calls = model.calls
-        self.tables = Tables(self.device, model.config.vocab_size, tables, calls.caller())
-        self.call = calls.caller()
+        self.tables = Tables(self.device, model.config.vocab_size, tables,
+                             compiling.caller(model.as_graphs))
+        self.call = compiling.caller(model.as_graphs)
         self.reset(self.banks)
 
     def reset(self, full: dict[str, Tensor]) -> None:
@@ -1916,20 +1915,17 @@ class Run:
     def save_or_stop(self) -> None:
         """Saves the run if a save is due or a signal ends it, on all ranks after the same step.
         A signal may take effect a few steps late (`Requests`). A collective."""
-        if STOP.signal and self.step > 0:
-            self.requests.ask("stop")
-        if self.keeper.due(self.step):
-            self.requests.ask("save")
+        self.requests.ask(bool(STOP.signal) and self.step > 0, self.keeper.due(self.step))
         if self.optimizer.first_head_gradient is not None:  # which a save does not hold
             return
-        stop, save = (self.requests.grant(name) for name in REQUESTS)
-        if stop or save:
+        if any(self.requests.granted):
             self.read_messages()  # of all steps so far, which a save holds
+            stop, _ = self.requests.take()
             self.clock.stop()
             self.keeper.save(self.step)
             self.clock.start()
-        if stop:
-            self.ended_by = STOP.signal or "SIGTERM"  # another rank's
+            if stop:
+                self.ended_by = STOP.signal or "SIGTERM"  # another rank's
 
     def validation_loss(self) -> float:
         """The loss of the model as it is. A collective."""
@@ -1958,8 +1954,7 @@ def train(c: Config, at_end: ExitStack) -> int:
 
     # 1. Import what this run needs, so that the log can show it, and check what can be checked
     # before anything is written or compiled.
-    device = start_process(
-        "cuda" if has_cuda(c.device) else "cpu", LOCAL_GPU, c.join_timeout)
+    device = start_process("cuda" if has_cuda(c.device) else "cpu", LOCAL_GPU)
     # Hosts may have their data in other folders; the shards are compared by their sums.
     compare({f"--{name}": value for name, value in dataclasses.asdict(c).items()
              if name != "data_dir"})
@@ -1967,7 +1962,7 @@ def train(c: Config, at_end: ExitStack) -> int:
     notes = []
     if c.sample:
         import sample  # only now: training alone needs no tokenizer
-        notes = on_all_ranks(sample.check, c)
+        on_all_ranks(sample.check, c)
     files = journal.project_files(__file__)
     run_files = check_run_files(c, packing(c), batch_plan(c), files)
 
@@ -1983,7 +1978,6 @@ def train(c: Config, at_end: ExitStack) -> int:
     if ACTIVATION is not relu_squared and "fp8-static" in recipe_names.values():
         notes.append("with this ACTIVATION the MLP is not in FP8 with constant scales, whose "
                      "kernel computes relu_squared")
-    notes += fitting.read_too_often(c)
     notes += checkpoints.how_it_began(c.resume, c.log_dir, run_files.saved)
     for text in notes:
         log.say(text)
@@ -2003,13 +1997,13 @@ def train(c: Config, at_end: ExitStack) -> int:
     # tenth of the compiler's time.
     gc.disable()
     functions = compiled_functions(report_compilation) if c.compile else EAGER
-    calls = compiling.Calls(as_graphs=c.compile and device.type == "cuda")
-    model = GPT(c, device, rank_and_world_size()[1], functions, calls)
+    as_graphs = c.compile and device.type == "cuda"
+    model = GPT(c, device, rank_and_world_size()[1], functions, as_graphs)
     initialize(model, c.seed)  # for the warm-up; drawn anew after it
     optimizer = Optimizer(model)
     if run_files.saved:
         on_all_ranks(run_files.saved.check_fits, optimizer)
-    call = calls.caller(model.parameters())
+    call = compiling.caller(as_graphs, model.parameters())
     warm_up = warmup.WarmUp(model, optimizer, script)
     warm_up.run(call)
     if chooses_steps(c):

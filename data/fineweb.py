@@ -3,9 +3,8 @@
     python data/fineweb.py 9    # 9 x 100M training tokens + 100M validation tokens, 200 MB a shard
     python data/fineweb.py 103 --dir /scratch/fineweb10B
 
-`shards.py` says what a shard is. huggingface_hub fetches a shard beside and gives it its name when
-it is whole, tries again when the connection drops, and goes on where it was interrupted. The same
-command again fetches only what is missing or damaged.
+huggingface_hub tries again when the connection drops, goes on where it was interrupted, and gives a
+shard its name when it is whole. The same command again fetches only what is missing or damaged.
 
 Exit status: 0 all there, 1 could not be fetched, 2 bad arguments, 130 interrupted; a failure is one
 sentence on stderr.
@@ -26,8 +25,8 @@ TRAIN_SHARDS = 103
 
 
 def fetch(n, folder):
-    """Bring the validation shard and the first `n` training shards into `folder`, those that are
-    not there and whole. Raises ShardError if one arrives damaged, and what the client raises."""
+    """Bring the validation shard and the first `n` training shards into `folder`, if they are not
+    there and whole. Raises ShardError if one arrives damaged, and what the client raises."""
     from huggingface_hub import hf_hub_download
 
     names = ["fineweb_val_000000.bin"] + [f"fineweb_train_{i:06d}.bin" for i in range(1, n + 1)]

@@ -25,6 +25,8 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
+from data import BadInput
+
 HEADER_BYTES = 1024
 MAGIC = 20240520
 VERSION = 1
@@ -34,8 +36,8 @@ SEPARATOR = 50256  # GPT-2's end-of-text token, the first token of every documen
 # 1. The format
 
 
-class ShardError(ValueError):
-    """Shards that cannot be used. The message is one sentence: what is wrong, where, the remedy."""
+class ShardError(BadInput):
+    """Shards that cannot be used."""
 
 
 AGAIN = "fetch or make it again (data/fineweb.py; data/prepare.py, when its folder is deleted)"
@@ -52,31 +54,25 @@ def opened(path: Path) -> Iterator[tuple[BinaryIO, int]]:
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
-            num_tokens = tokens_promised(path, file.read(HEADER_BYTES), size)
+            if size < HEADER_BYTES:
+                raise ShardError(
+                    f"{path} has {size} bytes, less than its header of {HEADER_BYTES}; {AGAIN}")
+            header = file.read(HEADER_BYTES)
+            magic, _, num_tokens = np.frombuffer(header, dtype="<i4", count=3).tolist()
+            if magic != MAGIC:
+                raise ShardError(
+                    f"{path} is no shard: it begins with the number {magic}, not {MAGIC}; {AGAIN}, "
+                    "or make it of an array of tokens, as nanoGPT's train.bin, with "
+                    "data.shards.write_shard")
+            expected_size = HEADER_BYTES + 2 * num_tokens
+            if size != expected_size:
+                raise ShardError(
+                    f"{path} has {size} bytes where its header promises {expected_size}; {AGAIN}")
+            if num_tokens == 0:
+                raise ShardError(f"{path} holds no tokens; {AGAIN}")
             yield file, num_tokens
     except OSError as error:
-        raise ShardError(
-            f"{path} cannot be read ({error.strerror or error}); {AGAIN}") from None
-
-
-def tokens_promised(path: Path, header: bytes, size: int) -> int:
-    """How many tokens the shard holds by its header. Raises ShardError if that does not fit the
-    size of the file."""
-    if len(header) < HEADER_BYTES:
-        raise ShardError(
-            f"{path} has {size} bytes, less than its header of {HEADER_BYTES}; {AGAIN}")
-    magic, _, num_tokens = np.frombuffer(header, dtype="<i4", count=3).tolist()
-    if magic != MAGIC:
-        raise ShardError(
-            f"{path} is no shard: it begins with the number {magic}, not {MAGIC}; {AGAIN}, or make "
-            "it of an array of tokens, as nanoGPT's train.bin, with data.shards.write_shard")
-    expected_size = HEADER_BYTES + 2 * num_tokens
-    if size != expected_size:
-        raise ShardError(
-            f"{path} has {size} bytes where its header promises {expected_size}; {AGAIN}")
-    if num_tokens == 0:
-        raise ShardError(f"{path} holds no tokens; {AGAIN}")
-    return num_tokens
+        raise ShardError(f"{path} cannot be read ({error.strerror}); {AGAIN}") from None
 
 
 def count_tokens(path: Path) -> int:
@@ -116,18 +112,16 @@ def read_shard(path: Path, vocab_size: int) -> Shard:
         tokens = np.fromfile(file, dtype="<u2", count=num_tokens)
     starts = np.flatnonzero(tokens == SEPARATOR)
     if len(starts) == 0:
-        remedy = "make it with data/prepare.py"
-        raise ShardError(f"{path} holds no document start (token {SEPARATOR}); {remedy}")
-
-    separator = min(SEPARATOR, vocab_size - 1)
-    if separator != SEPARATOR and separator in tokens:
-        need = f"which --vocab_size={vocab_size} needs as separator"
-        raise ShardError(f"{path} holds token {separator}, {need}; raise --vocab_size")
-    tokens[starts] = separator
+        raise ShardError(f"{path} holds no document start (token {SEPARATOR}); make it with "
+                         "data/prepare.py")
+    tokens[starts] = 0
     largest = tokens.max()
-    if largest >= vocab_size:
-        limit = f"outside of --vocab_size={vocab_size}"
-        raise ShardError(f"{path} holds token {largest}, {limit}; is it other data?")
+    separator = min(SEPARATOR, vocab_size - 1)
+    limit = separator if reads_bytes(vocab_size) else vocab_size
+    if largest >= limit:
+        raise ShardError(f"{path} holds token {largest}, and --vocab_size={vocab_size} has room "
+                         f"for those below {limit}; raise it, or take other data")
+    tokens[starts] = separator
     return Shard(tokens, starts)
 
 

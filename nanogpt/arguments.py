@@ -18,22 +18,20 @@ from nanogpt.masks import BLOCK_SIZE
 from nanogpt.ranks import BadInput, require
 
 NEWEST = "newest"  # what --resume alone stands for
-SWITCH = {"true": True, "yes": True, "on": True, "1": True,
-          "false": False, "no": False, "off": False, "0": False}
+SWITCH = {"true": True, "false": False}
 
 
 def key(default, meaning: str, alone: str | None = None, choices: tuple[str, ...] = (),
-        least: float | None = None, most: float | None = None):
+        least: float | None = None, most: float = math.inf):
     """A field of a configuration. Its type is that of the default value.
 
     alone: its value where none is given: --resume for --resume=newest
     choices: the texts that it can be, if not all
-    least, most: the bounds of a number; without them a whole number is positive and fits 64 bits,
-        and another one is not negative
+    least, most: the bounds of a number; without `least` a whole number is at least 1, and another
+        one 0
     """
-    is_whole = type(default) is int
-    least = int(is_whole) if least is None else least
-    most = (2**63 - 1 if is_whole else math.inf) if most is None else most
+    if least is None:
+        least = 1 if type(default) is int else 0
     return dataclasses.field(default=default, metadata=dict(
         meaning=meaning, alone=alone, choices=choices, least=least, most=most))
 
@@ -47,7 +45,6 @@ class RunConfig:
         "auto", "auto, flex (CUDA, compiled) or sdpa (everywhere)",
         choices=("auto", "flex", "sdpa"))
     compile: bool = key(True, "use torch.compile, and CUDA graphs on a GPU")
-    join_timeout: float = key(5.0, "minutes that a process waits for the others at the start")
     resume: str = key(
         "", "save to go on from, logs/RUN_ID.saved/step_000123; --resume alone: the newest one in "
         "log_dir. Without any save a new run begins",
@@ -71,9 +68,8 @@ class RunConfig:
 
 
 def check(c, schedules: dict[str, list], precisions: dict[str, tuple]) -> None:
-    """Raises BadInput where a value of train_gpt.Config cannot be, or values do not fit each other:
-    it would show as an error of PyTorch in the middle of a run. The others are SCHEDULES and
-    PRECISIONS of train_gpt.py."""
+    """Raises BadInput where a value of train_gpt.Config cannot be, or values do not fit each other.
+    The others are SCHEDULES and PRECISIONS of train_gpt.py."""
     check_bounds(c)
     for name, rows in (("schedule", schedules), ("precision", ("auto", *precisions))):
         value = getattr(c, name)
@@ -106,8 +102,7 @@ def check_bounds(c) -> None:
 
 
 def check_lengths(c) -> None:
-    """Lengths are whole blocks of attention or whole sequences. The rotary embedding takes quarters
-    of a head."""
+    """Lengths are whole blocks of attention or whole sequences, and heads have quarters."""
     for name, unit in (("seq_len", BLOCK_SIZE), ("val_seq_len", BLOCK_SIZE), ("head_dim", 4),
                        ("batch_tokens", c.seq_len), ("val_tokens", c.val_seq_len)):
         value = getattr(c, name)
@@ -134,8 +129,8 @@ def check_stages(c, stages: list) -> None:
 
 
 def configure(config_class, presets: dict[str, dict], preset: str, given: dict):
-    """The given values, laid over those of the preset, over the defaults. Raises BadInput if there
-    is no such preset."""
+    """The given values, over those of the preset, over the defaults. Raises BadInput if there is no
+    such preset."""
     require(preset in presets, f"--preset={preset} is none of {', '.join(presets)}")
     return config_class(**presets[preset] | given | {"preset": preset})
 
@@ -148,8 +143,8 @@ class Parser(argparse.ArgumentParser):
 def given(config_class, argv: list[str], presets: dict[str, dict],
           default_preset: Callable[[str | None], str], title: str = "",
           everyday: tuple[str, ...] = (), about: dict[str, str] | None = None) -> dict:
-    """The values that argv names, by their keys. Of a key that is given twice the last one counts.
-    Raises BadInput on an unknown key and on a value that is not of the key's type.
+    """The values that argv names, by their keys. Raises BadInput on an unknown key and on a value
+    that cannot be.
 
     default_preset: a function of the value of --device, or None if it is not given
     everyday: keys that --help lists first
@@ -164,28 +159,28 @@ def given(config_class, argv: list[str], presets: dict[str, dict],
     actions = {}
     fields = {field.name: field for field in dataclasses.fields(config_class)}
     for name in dict.fromkeys((*everyday, *fields)):
-        field = fields[name]
-        kind = type(field.default)
-        options = {}
-        alone = "true" if kind is bool else field.metadata["alone"]
-        if alone:
-            options = dict(nargs="?", const=READERS[kind](alone))
-        group = first if field.name in everyday else others
-        actions[field.name] = group.add_argument(
-            f"--{field.name}", type=READERS[kind], metavar="", **options)
+        kind = type(fields[name].default)
+        alone = True if kind is bool else fields[name].metadata["alone"]
+        options = dict(nargs="?", const=alone) if alone else {}
+        group = first if name in everyday else others
+        actions[name] = group.add_argument(
+            f"--{name}", type=READERS[kind], metavar="", **options)
     parser.add_argument("--help", "-h", action="store_true")
     values, unknown = parser.parse_known_args(argv)
     values = vars(values)
     if unknown:
-        raise BadInput(nearest_key(unknown[0], list(actions)))
+        name = unknown[0].partition("=")[0]
+        nearest = difflib.get_close_matches(name.lstrip("-").replace("-", "_"), actions, n=1)
+        hint = f"; the nearest one is --{nearest[0]}" if nearest else ""
+        raise BadInput(f"unknown key {name}{hint} (--help lists all)")
     shows_help = values.pop("help", False)
     check_bounds(config_class(**values))
     if shows_help:
         preset = values.get("preset") or default_preset(values.get("device"))
         shown = configure(config_class, presets, preset, {})
-        for field in dataclasses.fields(config_class):
-            text = f"{field.metadata['meaning']} [{getattr(shown, field.name)}]"
-            actions[field.name].help = text.replace("%", "%%")
+        for name, field in fields.items():
+            text = f"{field.metadata['meaning']} [{getattr(shown, name)}]"
+            actions[name].help = text.replace("%", "%%")
         lines = [f"  {name:<10}{(about or {}).get(name, '')}" for name in presets]
         parser.epilog = "\n".join([
             "presets: other defaults, over which the keys that you give are laid", *lines, "",
@@ -193,14 +188,6 @@ def given(config_class, argv: list[str], presets: dict[str, dict],
         parser.print_help()
         raise SystemExit(0)
     return values
-
-
-def nearest_key(word: str, names: list[str]) -> str:
-    """The sentence that answers --NAME or --NAME=VALUE, of which `names` has none."""
-    name = word.partition("=")[0]
-    nearest = difflib.get_close_matches(name.lstrip("-").replace("-", "_"), names, n=1)
-    hint = f"; the nearest one is --{nearest[0]}" if nearest else ""
-    return f"unknown key {name}{hint} (--help lists all)"
 
 
 def switch(text: str) -> bool:

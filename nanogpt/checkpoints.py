@@ -1,12 +1,12 @@
 """What a run leaves on disk beside its log: its best weights, and saves, from which it can go on.
 
 All tensors lie in safetensors files: a header in JSON and the bytes behind it, so reading one can
-run nothing, whoever has written it, and other programs can read it, too.
+run nothing, whoever has written it.
 
 Weights (--save_checkpoint) are one file. It has each bank of train_gpt.parameter_table, without
-padding, and the table of recalled tokens (nanogpt/past.py). Its header has `config`, `step`,
-`val_loss`, `run_id`, `code_sha256` (of the train_gpt.py that trained them) and `data` (the
-fingerprints of the shards), each as JSON.
+padding, and the table of recalled tokens (nanogpt/past.py). Its header has, each as JSON, `config`,
+`step`, `val_loss`, `run_id`, `code_sha256` (of the train_gpt.py that trained them) and `data` (the
+fingerprints of the shards).
 
 A save (--save_every, --save_steps, or a signal) is a folder:
 
@@ -14,14 +14,10 @@ A save (--save_every, --save_steps, or a signal) is a folder:
     logs/RUN_ID.saved/step_000123/rank_1_of_2.safetensors
     logs/RUN_ID.saved/step_000123/save.json
 
-The file of a rank holds its part of the float32 weights and of the optimizers' state (of small
-banks all), its random numbers, its counts of targets, and a part of the table of recalled tokens.
-save.json holds what all ranks share. It is written when all other files are on disk, and removed
-before them. A folder without it is no save, so a save is whole or it is none, whenever the run is
-killed. On several hosts the folder must be on a disk that they share.
-
-A run that goes on puts the parts of all files together and keeps its own, so the number of ranks
-may be another one. It saves into the same folder.
+The file of a rank holds what `tensors_of` names and its random numbers, save.json what all ranks
+share. The folder gets its name when all files are in it, so a save is whole or it is none, whenever
+the run is killed. On several hosts it must be on a disk that they share. A run that goes on puts
+the parts of all files together and keeps its own, so the number of ranks may be another one.
 """
 import dataclasses
 import json
@@ -51,6 +47,7 @@ from records.journal import sha256
 
 REMEDY = "name an older save with --resume=FOLDER, or leave --resume out to begin anew"
 KEPT = 2  # saves of a run that stay on disk
+UNFINISHED = "unfinished"  # name of the folder of a save that is being written
 
 # --------------------------------------------------------------------------------------------------
 # Files of tensors
@@ -58,7 +55,7 @@ KEPT = 2  # saves of a run that stay on disk
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], about: dict) -> None:
     """Writes a safetensors file with `about` in its header. Until all of it is on disk, an older
-    file of this name stays as it was. Raises OSError if the disk is full."""
+    file of this name stays. Raises OSError if the disk is full."""
     beside = path.with_name(f"{path.name}.{os.getpid()}.part")
     on_cpu = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
     header = {"format": "pt"} | {name: json.dumps(value) for name, value in about.items()}
@@ -77,7 +74,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], about: dict) -> None:
 
 def open_tensors(path: Path, remedy: str):
     """A safetensors file, whose tensors are read when they are asked for. Raises BadInput if it is
-    none, or if its end is missing."""
+    none."""
     require(path.is_file(), f"{path}: no such file; {remedy}")
     try:
         return safe_open(path, "pt")
@@ -104,55 +101,43 @@ def write(path: Path, content: dict) -> None:
     write_tensors(path, content["weights"], about)
 
 
-def read(path: str | Path, with_weights: bool = True) -> dict:
+def read(path: str | Path) -> dict:
     """What `of_model` has made, with the weights on the CPU. Raises BadInput if the file is no
     checkpoint of this program."""
     remedy = "name a file that --save_checkpoint has written, such as models/NAME.safetensors"
-    path = Path(path)
-    save = path if path.is_dir() else path.parent
-    require(not (save / "save.json").exists(),
-            f"{path} is part of a save; go on with it by --resume={save}, or {remedy}")
-    file = open_tensors(path, remedy)
+    file = open_tensors(Path(path), remedy)
     header = file.metadata() or {}
     require("config" in header,
             f"{path} is a safetensors file, but no checkpoint of this program; {remedy}")
     content = {name: json.loads(text) for name, text in header.items() if name != "format"}
-    if with_weights:
-        content["weights"] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    content["weights"] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     return content
 
 
-def unused_path(path: Path, own_runs: list[str]) -> Path:
-    """NAME.safetensors, or NAME-2.safetensors and so on: the first that does not exist, or that
-    one of these runs has written."""
-    first = path
+def unused_path(path: Path) -> Path:
+    """NAME.safetensors, or NAME-2.safetensors and so on: the first that does not exist."""
+    unused = path
     number = 2
-    while path.exists() and not is_of(path, own_runs):
-        path = first.with_stem(f"{first.stem}-{number}")
+    while unused.exists():
+        unused = path.with_stem(f"{path.stem}-{number}")
         number += 1
-    return path
-
-
-def is_of(path: Path, runs: list[str]) -> bool:
-    """Whether a file holds the weights of one of these runs."""
-    try:
-        return read(path, with_weights=False).get("run_id") in runs
-    except BadInput:
-        return False
+    return unused
 
 
 def config_values(config: dict, config_class: type) -> dict:
     """The configuration of a file, as values of all fields of the dataclass. A key that is newer
-    than the file has its default, and one that is not known is passed over."""
+    than the file has its default, and one that is unknown is passed over."""
     return {field.name: config.get(field.name, field.default)
             for field in dataclasses.fields(config_class)}
 
 
 def model_of(content: dict, device: torch.device, script):
-    """The train_gpt.GPT of a file's content on one device, ready for texts of any multiple of 128
-    tokens: nothing is compiled. `script` is that module. `model.trained_steps` is the number of
-    steps. Raises BadInput if the weights do not fit the configuration."""
+    """The train_gpt.GPT of a file's content on one device, for texts of any multiple of 128 tokens:
+    nothing is compiled. `script` is that module. Raises BadInput if the weights do not fit the
+    configuration."""
     values = config_values(content["config"], script.Config)
+    if values["precision"] == "fp16":  # texts overflow it sooner than training does
+        values["precision"] = "bf16"
     c = script.Config(**values | dict(
         attention="sdpa", compile=False, device=device.type, sample="", run_name=""))
     arguments.check(c, script.SCHEDULES, script.PRECISIONS)
@@ -162,17 +147,14 @@ def model_of(content: dict, device: torch.device, script):
     except RuntimeError:
         raise BadInput("the weights do not fit this code; use the code of its run, which the log "
                        f"{content.get('run_id', 'RUN_ID')}.txt holds") from None
-    for bank in model.parameters():
-        if bank.dtype == torch.float16:  # texts overflow it sooner than training does
-            bank.data = bank.to(torch.float32 if device.type == "cpu" else torch.bfloat16)
     model.trained_steps = content["step"]
     return model
 
 
 def load_model(path: str | Path, device: torch.device | str, script):
     """The model of a file, as `model_of` makes it. Says so if another train_gpt.py has trained it,
-    as the same weights may mean something else there. Raises BadInput if it is no checkpoint of
-    this program."""
+    as the same weights may mean something else there. Raises BadInput as `read` and `model_of`
+    do."""
     content = read(path)
     try:
         model = model_of(content, torch.device(device), script)
@@ -193,7 +175,7 @@ def load_model(path: str | Path, device: torch.device | str, script):
 def saves_in(folder: Path) -> list[Path]:
     """The saves that lie anywhere in a folder, or are it, the oldest first."""
     files = sorted(folder.glob("**/save.json"), key=lambda file: file.stat().st_mtime_ns)
-    return [file.parent for file in files]
+    return [file.parent for file in files if file.parent.name != UNFINISHED]
 
 
 def find(asked: str, log_dir: str) -> Path | None:
@@ -229,9 +211,9 @@ def configure(config_class: type, save: Path, given: dict, may_change: tuple[str
 
 
 def tensors_of(optimizer) -> dict[str, Tensor]:
-    """What a save has of this rank: all that the updates of a train_gpt.Optimizer change, by names
-    like "mlp.master" and "mlp.momentum_buffer"; its counts; and its part of what all ranks have
-    whole."""
+    """What a save has of this rank: all that the updates of a train_gpt.Optimizer change (of small
+    banks all, of others its part), by names like "mlp.master" and "mlp.momentum_buffer"; its
+    counts; and its part of the tables, which all ranks have whole."""
     named = {}
     for name, master in optimizer.masters.items():
         named[f"{name}.master"] = master
@@ -252,18 +234,13 @@ def tables_of(optimizer) -> dict[str, Tensor]:
     named = {"recall_table": optimizer.model.recall_table}
     for name in optimizer.model.big_tables:
         named[f"{name}.weights"] = optimizer.banks[name]
-        named[f"{name}.mean_square"] = optimizer.state[name].mean_square
+        named[f"{name}.squares"] = optimizer.state[name].squares
     return named
 
 
-def parameters_of(optimizer) -> dict[str, list]:
-    """By name, what must be the same in a run that goes on: shapes, and how they are updated."""
-    return {name: [*param.shape, param.optimizer, param.share]
-            for name, param in optimizer.model.params.items()}
-
-
-def random_state(device: torch.device) -> Tensor:
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+def random_module(device: torch.device):
+    """What has the state of the random numbers of a device."""
+    return torch.cuda if device.type == "cuda" else torch
 
 
 class Saved:
@@ -271,8 +248,7 @@ class Saved:
 
     def __init__(self, save: Path, data: list[dict], folder: str):
         """`data` are the fingerprints of the shards in `folder` (data/shards.py). Raises BadInput
-        if the save is damaged, or of a run on other shards. Their order counts, their names do
-        not."""
+        if the save is damaged, or of a run on other shards; their names do not count."""
         self.save = save
         self.facts = facts_of(save)
         self.step = self.facts["step"]
@@ -287,13 +263,11 @@ class Saved:
             for rank in range(count)]
 
     def check_fits(self, optimizer) -> None:
-        """Raises BadInput unless the save is of the parameters of train_gpt.Optimizer."""
-        saved = self.facts["parameters"]
-        ours = parameters_of(optimizer)
-        differing = [name for name in saved | ours if saved.get(name) != ours.get(name)]
-        require(not differing, f"{self.save} was written by other code, as "
-                f"{' and '.join(differing[:2])} differ; go on with the code that is in its "
-                "run's log, or leave --resume out to begin anew")
+        """Raises BadInput unless the save has what updates of this train_gpt.Optimizer change."""
+        differing = {*tensors_of(optimizer), "random"} ^ {*self.parts[0].keys()}
+        require(not differing, f"{self.save} was written by other code: only one of the two has "
+                f"{min(differing, default='')}; go on with the code that is in its run's log, or "
+                "leave --resume out to begin anew")
 
     def of_ranks(self, name: str) -> list[Tensor]:
         return [part.get_tensor(name) for part in self.parts]
@@ -339,19 +313,15 @@ class Saved:
         rank, world_size = rank_and_world_size()
         torch.manual_seed((seed * 2**32 + self.step * 2**16 + rank) % 2**63)
         states = self.of_ranks("random")
-        if len(states) != world_size or len(states[rank]) != len(random_state(device)):
-            return
-        if device.type == "cuda":
-            torch.cuda.set_rng_state(states[rank], device)
-        else:
-            torch.set_rng_state(states[rank])
+        random = random_module(device)
+        if len(states) == world_size and len(states[rank]) == len(random.get_rng_state()):
+            random.set_rng_state(states[rank])
 
 
 def how_it_began(asked: str, log_dir: str, saved: Saved | None) -> list[str]:
     """A note for the log of a run under --resume=ASKED."""
     if saved:
-        return [f"resumed at step {saved.step} from {saved.save}, saved by "
-                f"{len(saved.parts)} process{'es' * (len(saved.parts) > 1)}"]
+        return [f"resumed at step {saved.step} from {saved.save}"]
     return [f"no save under {log_dir}; this run begins at step 0"] if asked else []
 
 
@@ -361,12 +331,6 @@ def how_it_began(asked: str, log_dir: str, saved: Saved | None) -> list[str]:
 
 def rank_file(save: Path, rank: int, world_size: int) -> Path:
     return save / f"rank_{rank}_of_{world_size}.safetensors"
-
-
-def remove(save: Path) -> None:
-    """Removes a save so that a run which is killed meanwhile leaves none that lacks files."""
-    (save / "save.json").unlink(missing_ok=True)
-    shutil.rmtree(save, ignore_errors=True)
 
 
 class Keeper:
@@ -388,84 +352,76 @@ class Keeper:
         self.clock = clock
         self.rank, self.world_size = rank_and_world_size()
         self.first_step = 0
-        run_id = all_ranks(facts.run["run_id"])[0]
-        self.runs = [run_id]  # those that have led here, and this one
-        self.folder = Path(c.log_dir, f"{run_id}.saved")
+        self.folder = Path(c.log_dir, f"{all_ranks(facts.run['run_id'])[0]}.saved")
         self.saves = c.save_every > 0 or c.save_steps > 0
         # Where the best weights go: None if none are kept, and always on ranks other than 0.
         self.weights_file = run_files.checkpoint_path
         self.lacks_weights = False  # whether the best weights could not be written
-        self.best = None  # step and loss of the weights in that file, or of the untrained model
+        self.best = None  # step, loss and file of the best weights
         if run_files.saved:
             self.go_on(run_files.saved)
         self.last_save = self.clock.total, self.first_step
 
     def go_on(self, saved: Saved) -> None:
-        """Begins where the save was made. A collective."""
+        """A collective."""
         on_all_ranks(saved.restore, self.optimizer)
         facts = saved.facts
         self.first_step = saved.step
-        if saved.save.parent.name == f"{facts['runs'][0]}.saved":
+        if saved.save.parent.suffix == ".saved":  # else somebody has moved it
             self.folder = saved.save.parent
-        self.runs = facts["runs"] + self.runs
         self.best = facts["best"]
         self.clock.total = facts["seconds"]
         for line in facts["steps"]:
             self.log.step(*line, show=False)
 
-    # ----------------------------------------------------------------------------------------------
-    # Saves
-
     def due(self, step: int) -> bool:
         """Whether rank 0 wants a save now. The other ranks, on which this is False, hear of it
         (`ranks.Requests`)."""
-        if not self.saves or self.rank != 0:
-            return False
         c = self.config
         last_seconds, last_step = self.last_save
         by_clock = c.save_every > 0 and self.clock.now() - last_seconds >= 60 * c.save_every
-        return by_clock or 0 < c.save_steps <= step - last_step
+        return self.rank == 0 and (by_clock or 0 < c.save_steps <= step - last_step)
 
     def save(self, step: int) -> None:
-        """Saves the run, if it is one that saves. The clock stands still, and the log must have all
-        losses so far. Raises BadInput if a number is not finite. A collective."""
+        """Saves the run, if it is one that saves. The log must have all losses so far. Raises
+        BadInput if a number is not finite. A collective."""
         if not self.saves:
             return
         tensors = tensors_of(self.optimizer)
         faults.check_save(step, tensors)
+        tensors["random"] = random_module(self.model.signs.device).get_rng_state()
         self.last_save = self.clock.total, step
-        save = self.folder / f"step_{step:06}"
+        folder = self.folder / UNFINISHED
         if self.rank == 0:
-            remove(save)  # what a run that was killed may have left
+            shutil.rmtree(folder, ignore_errors=True)  # what a run that was killed may have left
         all_ranks(None)
-        part = rank_file(save, self.rank, self.world_size)
-        tensors["random"] = random_state(self.model.signs.device)
+        part = rank_file(folder, self.rank, self.world_size)
         try:
             on_all_ranks(write_tensors, part, tensors, dict(step=step), errors=(OSError,))
-            on_all_ranks(self.finish_save, save, step, errors=(OSError,))
+            on_all_ranks(self.finish_save, folder, step, errors=(OSError,))
         except SharedFault as fault:
             if self.rank == 0:
-                shutil.rmtree(save, ignore_errors=True)
+                shutil.rmtree(folder, ignore_errors=True)
                 complain(f"cannot save: {fault}; the run goes on, and older saves stay")
 
-    def finish_save(self, save: Path, step: int) -> None:
+    def finish_save(self, folder: Path, step: int) -> None:
         """What rank 0 does when all ranks have written their files. Raises OSError."""
         if self.rank > 0:
             return
-        if len([*save.glob("rank_*.safetensors")]) < self.world_size:
-            raise OSError(f"{save} lacks files; hosts must share the disk of --log_dir")
+        if len([*folder.iterdir()]) < self.world_size:
+            raise OSError(f"{folder} lacks files; hosts must share the disk of --log_dir")
         optimizer = self.optimizer
         facts = dict(
-            config=dataclasses.asdict(self.config), parameters=parameters_of(optimizer),
-            step=step, world_size=self.world_size, runs=self.runs, data=self.facts.data,
-            seconds=self.clock.total, steps=self.log.steps, best=self.best,
-            updates=optimizer.updates, bytes_sent=optimizer.bytes_sent,
-            recipe=optimizer.recipe.state())
-        beside = save / "save.json.part"
-        beside.write_text(json.dumps(facts))
-        os.replace(beside, save / "save.json")
-        for other in set(self.folder.glob("step_*")) - set(saves_in(self.folder)[-KEPT:]):
-            remove(other)  # an old one, or what a run that was killed has left
+            config=dataclasses.asdict(self.config), data=self.facts.data,
+            step=step, world_size=self.world_size, seconds=self.clock.total,
+            steps=self.log.steps, best=self.best, updates=optimizer.updates,
+            bytes_sent=optimizer.bytes_sent, recipe=optimizer.recipe.state())
+        (folder / "save.json").write_text(json.dumps(facts))
+        save = self.folder / f"step_{step:06}"
+        shutil.rmtree(save, ignore_errors=True)  # that of a run which went on from an earlier one
+        folder.rename(save)
+        for old in saves_in(self.folder)[:-KEPT]:
+            shutil.rmtree(old, ignore_errors=True)
 
     def end_saves(self) -> None:
         """The run has come to its end: its saves are of no use, unless the disk had no place for
@@ -473,52 +429,28 @@ class Keeper:
         if self.rank == 0 and not self.lacks_weights:
             shutil.rmtree(self.folder, ignore_errors=True)
 
-    # ----------------------------------------------------------------------------------------------
-    # The best weights
-
-    def file_of_weights(self) -> Path:
-        """With --save_checkpoint=auto a file of another run is never replaced. A name that the user
-        gave is always written to."""
-        if self.config.save_checkpoint == "auto":
-            return unused_path(self.weights_file, self.runs)
-        return self.weights_file
-
     def content(self, step: int, val_loss: float | None) -> dict:
         """The weights as they are now (`of_model`)."""
-        origin = dict(run_id=self.runs[-1], data=self.facts.data,
-                      code_sha256=self.facts.run["code_sha256"])
+        run = self.facts.run
+        origin = dict(
+            run_id=run["run_id"], data=self.facts.data, code_sha256=run["code_sha256"])
         return of_model(self.model, step, val_loss, origin)
 
     def validated(self, step: int, loss: float) -> None:
-        """Writes the weights if they are the best so far, and better than without training."""
-        # They are written at once, and not at the end, so that no way to end a run loses them, not
-        # even kill -9. The other ranks wait meanwhile, for at most the two minutes of
-        # ranks.limit_waiting: a disk of 100 MB/s writes 12 GB in that time.
-        if self.weights_file is None or (self.best and loss >= self.best[1]):
+        """Writes the weights if they are the best so far."""
+        # They are written at once, so that not even kill -9 loses them. The other ranks wait
+        # meanwhile, for at most the two minutes of ranks.limit_waiting.
+        if self.weights_file is None or step == 0 or (self.best and loss >= self.best[1]):
             return
+        if self.config.save_checkpoint == "auto" and not self.best:
+            self.weights_file = unused_path(self.weights_file)  # if another run has begun meanwhile
         try:
-            if step > 0:
-                write(self.file_of_weights(), self.content(step, loss))
-            self.best = step, loss
+            write(self.weights_file, self.content(step, loss))
+            self.best = step, loss, str(self.weights_file)
             self.lacks_weights = False
         except OSError as error:
             complain(f"{error}; the run goes on")
             self.lacks_weights = True
-
-    def weights(self) -> Path | None:
-        """The file of the best weights. If there is none, says why."""
-        if self.weights_file is None:
-            return None
-        if self.best and self.best[0] > 0:
-            return self.file_of_weights()
-        losses = [loss for step, _, name, loss in self.log.steps if step and name == "val_loss"]
-        reason = "the run ended before its first validation after a step"
-        if losses and self.best:
-            reason = (f"the best validation loss, {min(losses):.4f}, is not below that of the "
-                      f"untrained model, {self.best[1]:.4f}; lower the learning rates")
-        if not self.lacks_weights:  # that was said before
-            self.log.console.say(f"no weights are kept, as {reason}")
-        return None
 
     def say_how_to_go_on(self, step: int, signal: str) -> int:
         """Says how to go on with a run that a signal has ended. Returns the exit status."""

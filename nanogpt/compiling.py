@@ -3,8 +3,7 @@
 torch.compile traces a function into a graph of operations and generates kernels for the graph. That
 takes a second or more, so each graph is made before the clock starts, by calling the function once.
 A graph serves only arguments of the form it was traced with: shapes, dtypes, Python numbers, which
-of them are None. PyTorch writes these conditions down as guards. Arguments that break a
-guard need another graph.
+of them are None. Other arguments need another graph.
 
 PyTorch keeps what it generates on disk, by default in a folder of /tmp, or where the environment's
 TORCHINDUCTOR_CACHE_DIR says. A new process traces each function again, but then finds its forward
@@ -18,6 +17,7 @@ from types import FunctionType
 from typing import NamedTuple
 
 import torch
+import torch.compiler.config
 from torch import Tensor
 
 
@@ -34,15 +34,14 @@ def configure(namespace: str = "nanogpt") -> None:
     # All kernels get the same name, so that equal kernels of two graphs are one entry in the cache,
     # such as those that training and validation have in common.
     torch._inductor.config.triton.unique_kernel_names = False
-    identity = operators_hash(namespace)
-    torch._inductor.config.post_grad_custom_pre_pass = pass_that_only_names(identity)
+    torch.compiler.config.cache_key_tag = operators_hash(namespace)
 
 
 def operators_hash(namespace: str) -> str:
     """Identifies the functions that say what our custom operators return and what their gradients
     are. PyTorch's caches know an operator by its name alone. If you edited such a function, they
     would go on to use code that was generated for the old one, and compute wrong numbers without a
-    word. So this hash becomes part of the caches' keys."""
+    word."""
     texts = []
     for name, operator in sorted(torch._library.custom_ops.OPDEFS.items()):
         if name.startswith(f"{namespace}::"):
@@ -52,28 +51,11 @@ def operators_hash(namespace: str) -> str:
     return hashlib.sha256(repr(texts).encode()).hexdigest()
 
 
-def pass_that_only_names(identity: str):
-    """A pass of the compiler that leaves every graph as it is. The compiler puts the identity of
-    its passes into the keys of its caches, which is all that this one is for."""
-    from torch._inductor.custom_graph_pass import CustomGraphPass  # importing it takes 2 s
-
-    class OnlyNames(CustomGraphPass):
-        def __call__(self, graph: torch.fx.Graph) -> None:
-            pass
-
-        def uuid(self) -> str:
-            return identity
-
-    return OnlyNames()
-
-
 class Compiled:
     """A function under torch.compile. After a call that had to make a graph it calls
     `report(name, seconds)`, where `seconds` is how long the call took. With `dynamic`, sizes are
     inputs of a graph, so that one graph serves many sizes: all for which the function takes the
-    same branches. (A size of 1 has a graph of its own.)
-
-    A CUDA graph cannot contain compilation: call the function once before you capture it."""
+    same branches. (A size of 1 has a graph of its own.)"""
 
     def __init__(self, function: FunctionType, report: Callable[[str, float], None],
                  dynamic: bool = False):
@@ -92,21 +74,14 @@ class Compiled:
 
 
 def call_directly(_, function: Callable, tensors: tuple[Tensor, ...]):
-    """Calls the function without a CUDA graph. The first argument is the key that `CudaGraphs`
-    would need."""
+    """Calls the function without a CUDA graph, which would need a key."""
     return function(*tensors)
 
 
-class Calls:
-    """How a run calls its functions: directly or, `as_graphs`, as CUDA graphs."""
-
-    def __init__(self, as_graphs: bool = False):
-        self.as_graphs = as_graphs
-
-    def caller(self, parameters: Iterable[Tensor] = ()) -> Callable:
-        """`call_directly` or CudaGraphs for functions that compute gradients of these parameters.
-        What runs side by side needs a caller each, because the graphs of one share memory."""
-        return CudaGraphs(parameters) if self.as_graphs else call_directly
+def caller(as_graphs: bool, parameters: Iterable[Tensor] = ()) -> Callable:
+    """`call_directly`, or CudaGraphs for functions that compute gradients of these parameters. What
+    runs side by side needs a caller each, because the graphs of one share memory."""
+    return CudaGraphs(parameters) if as_graphs else call_directly
 
 
 class Capture(NamedTuple):
@@ -135,10 +110,10 @@ class CudaGraphs:
         """Returns function(*tensors), which may also make or add to the .grad of the parameters.
         Use a result before this caller is called again, which may overwrite it.
 
-        `key` names the recording, and must be hashable. Two calls may have the same key only if
-        they do the same operations on the same memory, and differ in nothing but the numbers in
-        their tensors and gradients, or in the shapes of the tensors. Compilation cannot be
-        recorded, and nothing that is made at first use. So call the function itself once before."""
+        `key` names the recording, and must be hashable. Calls with the same key must do the same
+        operations on the same memory: they may differ in the numbers in their tensors and
+        gradients, and in the shapes of the tensors. Compilation cannot be recorded, and nothing
+        that is made at first use. So call the function itself once before."""
         shapes = tuple(x.shape for x in tensors)
         # Where backward finds a gradient to add to. Where it makes a new one, it is another graph.
         added_to = tuple(p.grad is not None and p.grad.data_ptr() for p in self.parameters)
@@ -157,9 +132,9 @@ class CudaGraphs:
         """Records the function. This computes nothing yet."""
         graph = torch.cuda.CUDAGraph()
         inputs = [x.clone() for x in tensors]
-        # On the current stream, because kernels of a graph keep the priority of the stream that
-        # they were recorded on. CUDA's default stream cannot be recorded: None takes another.
-        # "thread_local": meanwhile another thread may allocate memory.
+        # Kernels of a graph keep the priority of the stream that they were recorded on. CUDA's
+        # default stream cannot be recorded: None takes another. "thread_local": meanwhile another
+        # thread may allocate memory.
         stream = torch.cuda.current_stream()
         if stream == torch.cuda.default_stream():
             stream = None

@@ -15,8 +15,7 @@ from nanogpt.process import Stop
 from nanogpt.ranks import BadInput, SharedFault, all_ranks, require
 from records.console import complain
 
-# Of the CPU, of CUDA and Triton, of NCCL, and of cuBLAS.
-LACK_OF_MEMORY = ("DefaultCPUAllocator", "out of memory", "ALLOC_FAILED")
+LACK_OF_MEMORY = ("DefaultCPUAllocator", "out of memory", "ALLOC_FAILED")  # the last of cuBLAS
 
 
 def run(train: Callable[[ExitStack], int], stop: Stop) -> int:
@@ -36,13 +35,13 @@ def run(train: Callable[[ExitStack], int], stop: Stop) -> int:
         return status
     except Exception as error:
         sentence = sentence_of(error)
-        if not (sentence or several):
-            raise
+        status = 2 if sentence else 1
         if sentence:
             say(sentence, error, stop)
-        else:
+        elif several:
             traceback.print_exc()
-        status = 2 if sentence else 1
+        else:
+            raise
     if several:  # a process group that others wait in might not let this process end
         sys.stdout.flush()
         sys.stderr.flush()
@@ -61,9 +60,8 @@ def sentence_of(error: Exception) -> str:
 
 def lack_of_memory(error: BaseException | None) -> str:
     """What an error says if a GPU, or this machine, has too little memory, up to how much was asked
-    for; empty if something else is wrong. Python keeps an error that led to another one as its
-    __context__. If memory ends while a CUDA graph is recorded, the end of the recording fails, too,
-    and the error about memory is the __context__."""
+    for; empty if something else is wrong. If memory ends while a CUDA graph is recorded, the end of
+    the recording fails, too, and the error about memory is the __context__ of that."""
     while error is not None:
         text = str(error)
         if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(
@@ -78,17 +76,14 @@ def lack_of_memory(error: BaseException | None) -> str:
 
 
 def say(sentence: str, error: Exception, stop: Stop) -> None:
-    """What all ranks know of, one of them says. Other errors rank 0 says first: mostly all ranks
-    have the same one, as a bad command line. Then torchrun ends the others while they wait."""
+    """Rank 0 says it first: mostly all ranks have the same error, as a bad command line. Then
+    torchrun ends the others while they wait."""
     rank = int(os.environ.get("RANK", 0))
-    if isinstance(error, SharedFault):
-        if rank != error.speaker:
-            stop.ignore()
-            time.sleep(1)  # torchrun ends the others when the first one has ended
-            return
-    elif rank > 0:
+    if rank > 0:
         stop.end_steps()  # a SIGTERM of torchrun ends this wait
         time.sleep(2)
+        if isinstance(error, SharedFault):
+            return
         sentence = f"rank {rank}: {sentence}"
     complain(f"train_gpt.py: {sentence}")
 
@@ -96,16 +91,15 @@ def say(sentence: str, error: Exception, stop: Stop) -> None:
 # --------------------------------------------------------------------------------------------------
 # Numbers that are not finite
 #
-# A loss that is infinite or NaN spoils every weight in the step that it belongs to, and the CPU
-# hears of it a step later. So the sentence can name the step, but where it began only if some
-# weights are still finite.
+# A loss that is infinite or NaN spoils every weight in its step, and the CPU hears of it a step
+# later. So where it began can be named only if some weights are still finite.
 
 LOWER = "lower the learning rates; if --precision is not bf16, try that"
 
 
 def refuse_loss(kind: str, loss: float, step: int, tensors: dict[str, Tensor]) -> None:
-    """Raises BadInput for a loss that is not finite on any rank. `kind` is "training" or
-    "validation", and `tensors` are those of checkpoints.tensors_of. A collective."""
+    """Raises BadInput for a loss that is not finite. `kind` is "training" or "validation", and
+    `tensors` are those of checkpoints.tensors_of. A collective."""
     where = not_finite(tensors) or ", all weights finite: an activation overflowed"
     raise BadInput(f"the {kind} loss is {loss} at step {step}{where}; {LOWER}")
 
@@ -118,8 +112,7 @@ def check_save(step: int, tensors: dict[str, Tensor]) -> None:
 
 def not_finite(tensors: dict[str, Tensor]) -> str:
     """Ends a sentence with the first rank that has a number which is not finite, its first tensor
-    that has one, and how many more it has; empty if there is none. This waits for the device. A
-    collective."""
+    that has one, and how many more it has; empty if there is none. A collective."""
     bad = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
     sentence = ""
     if bad:  # bad[0] is such as "mlp.master" or "mlp.momentum_buffer"

@@ -1,8 +1,8 @@
 """A run fitted to a text: what somebody who brings any text should not have to work out.
 
-A run that is not fitted needs a certain amount of text and refuses less. A fitted run takes what
-there is: its preset follows from the kind and the amount of text, its sequences and its validation
-from how long the text is, its steps from a budget of minutes or from the text.
+Its preset follows from the kind and the amount of text, its sequences and its validation from how
+long the text is, its steps from a budget of minutes or from the text. (Other runs need a certain
+amount of text and refuse less.)
 """
 import dataclasses
 import math
@@ -27,16 +27,10 @@ MINUTES = 2.0  # the budget if none is given
 # (records/TRIED.md).
 MOST_EPOCHS = {"laptop": 6, "char": 3, "small": 2}
 LEAST_STEPS_PER_READING = 75  # the batches of a short text are small
-# The table of n-grams learns a short text by heart sooner than the layers do. So in `laptop` and
-# `small` it has at most one row for so many tokens. A short text also has shorter n-grams, and what
-# came next in it is not recalled (records/2026-11-23_laptop_ngrams).
-TOKENS_PER_ROW = 64
+TOKENS_PER_ROW = 64  # of the table of n-grams, which learns a text by heart sooner than layers do
 SHORT_TEXT = 2_000_000  # tokens: shorter ones are short
-LONGEST_IN_SHORT = 4  # tokens of an n-gram
-BYTES_PER_NUMBER = 2  # of a table in bf16
-TABLE_SHARE = 0.1  # of a GPU's memory, for the table of n-grams, which is in every save, too
-RECALL_SHARE = 1 / 32  # the same for the table of recalled tokens, of 4 bytes each
-MOST_STEPS = 10**6
+TABLE_SHARE = 0.05  # of a GPU's memory, for the table of n-grams, which is in every save, too
+RECALL_SHARE = 1 / 32  # the same for the table of recalled tokens
 SAMPLE = "\n"
 
 # What a fitted run has in place of its preset's values.
@@ -74,8 +68,6 @@ def fit(config_class, presets: dict[str, dict], schedules: dict[str, list], give
     laid_over = {name: values | OVER_PRESET for name, values in presets.items()}
     c = arguments.configure(config_class, laid_over, preset, given)
     require(c.schedule in schedules, f"--schedule={c.schedule} is none of {', '.join(schedules)}")
-    for name in ("seq_len", "batch_tokens", "micro_tokens", "val_seq_len", "val_tokens"):
-        require(getattr(c, name) > 0, f"--{name}={getattr(c, name)} must be at least 1")
     stages = schedules[c.schedule]
     c = dataclasses.replace(c, **tables_that_fit(c, text, cuda) | given)
     c = dataclasses.replace(c, **lengths_that_fit(c, stages, text, given))
@@ -91,19 +83,20 @@ def fit(config_class, presets: dict[str, dict], schedules: dict[str, list], give
 
 
 def tables_that_fit(c, text: Text, cuda: bool) -> dict[str, int]:
-    """How large the tables may be with this text, and this GPU."""
+    """How large the tables may be with this text, and this GPU. A short text also has shorter
+    n-grams, and what came next in it is not recalled (records/2026-11-23_laptop_ngrams)."""
     tokens = sum(text.train)
     rows, recalled, longest = c.ngram_rows, c.recall_rows, c.longest_ngram
     if cuda:
         # In whole GiB: GPUs of one kind may differ by some MiB, and all ranks need the same tables.
         memory = torch.cuda.get_device_properties(0).total_memory // 2**30 * 2**30
-        rows = min(rows, max(1, int(TABLE_SHARE * memory) // (BYTES_PER_NUMBER * c.ngram_width)))
+        rows = min(rows, max(1, int(TABLE_SHARE * memory) // (2 * c.ngram_width)))  # in bf16
         recalled = min(recalled, int(RECALL_SHARE * memory) // 4)
     if c.preset in ("laptop", "small"):
         rows = min(rows, max(1, tokens // TOKENS_PER_ROW))
     if tokens < SHORT_TEXT:
         recalled = 0
-        longest = min(longest, LONGEST_IN_SHORT)
+        longest = min(longest, 4)
     return dict(ngram_rows=rows, recall_rows=recalled, longest_ngram=longest)
 
 
@@ -111,7 +104,6 @@ def lengths_that_fit(c, stages: list, text: Text, given: dict) -> dict[str, int]
     """How long sequences, batches and validation can be with this text, in tokens. Those of the
     configuration are the most. Raises BadInput if the text is too short."""
     # 1. Each process has a sequence of each batch, and a stage may have a part of a full batch.
-    # (There is no process group yet, but torchrun says how many processes there are.)
     parts = [Fraction(stage.batch_part).limit_denominator(64).denominator for stage in stages]
     world_size = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 1
     unit = world_size * math.lcm(*parts)  # a batch has a multiple of so many sequences
@@ -159,7 +151,7 @@ def steps_that_fit(c, stages: list, shard_tokens: tuple[int, ...], wanted: float
             "--batch_tokens or --seq_len")
     per_step = c.batch_tokens * sum(stage.fraction * stage.batch_part for stage in stages)
     steps_per_reading = max(sum(sequences) * c.seq_len / per_step, 1)
-    num_steps = max(1, int(min(wanted, most_epochs * steps_per_reading, MOST_STEPS)))
+    num_steps = max(1, int(min(wanted, most_epochs * steps_per_reading)))
     return dict(
         num_steps=num_steps, epochs=math.ceil(num_steps / steps_per_reading),
         val_interval=validation_interval(c, num_steps))
@@ -191,18 +183,9 @@ def why_shorter(c, seconds: float) -> list[str]:
             f"would learn it by heart; to try it, give --epochs={2 * c.epochs}."]
 
 
-def read_too_often(c) -> list[str]:
-    """A note if a fitted run reads its text more often than is good for it."""
-    most = MOST_EPOCHS.get(c.preset, 1)
-    if not c.fit or c.epochs <= most:
-        return []
-    return [f"the text is read {c.epochs} times; after {most} times a model of this preset mostly "
-            "learns it by heart"]
-
-
 def option_for_longer(c, part_read: float) -> str:
-    """The option that makes a fitted run longer, or empty. The run has read this part of c.epochs
-    readings of the text."""
+    """The option that makes a fitted run longer, or empty. part_read: of c.epochs readings of the
+    text"""
     if not (c.fit and c.minutes):
         return ""
     if part_read > 0.8 and c.epochs >= MOST_EPOCHS.get(c.preset, 1):

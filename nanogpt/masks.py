@@ -5,9 +5,9 @@ among the last `window` blocks up to the query's. A block is 128 tokens. Masks a
 number of each token's document, (T,) int32, which never falls, and T is a multiple of 128.
 
 On GPUs compiled FlexAttention (record 12) visits only the blocks in which something is seen, and
-computes the mask of single elements only where a block is seen in part. It needs lists of blocks,
-which are made here. Otherwise PyTorch's scaled-dot-product attention, or on a CPU plain products,
-compute the same from the keys that each block of queries can see."""
+computes the mask of single elements only where a block is seen in part. It needs lists of blocks.
+Otherwise PyTorch's scaled-dot-product attention, or on a CPU plain products, compute the same from
+the keys that each block of queries can see."""
 from collections.abc import Callable
 from functools import cache
 
@@ -40,10 +40,10 @@ def block_lists(documents: Tensor, windows: Tensor) -> tuple[Tensor, ...]:
 
     A binary search finds each end of a range, and the window shortens it.
 
-    Returns eight tensors. They are four pairs: for each block of queries the blocks of keys that
-    it sees in part, and in full; then for each block of keys the blocks of queries that see it in
-    part, and in full. A pair is how many blocks there are, (W, n), and which ones, (W, n, n),
-    int32, of which the first so many count. n is the number of blocks."""
+    Returns eight tensors, which are four pairs: for each block of queries the blocks of keys that
+    it sees in part, and in full; for each block of keys the blocks of queries that see it in part,
+    and in full. A pair is how many blocks there are, (W, n), and which ones, (W, n, n), int32, of
+    which the first so many count. n is the number of blocks."""
     first = documents[::BLOCK_SIZE].contiguous()  # (n,) the document of each block's first token
     last = documents[BLOCK_SIZE - 1 :: BLOCK_SIZE].contiguous()  # (n,) and of its last token
     own = torch.arange(len(first), device=documents.device)  # (n,) the number of each block
@@ -55,24 +55,21 @@ def block_lists(documents: Tensor, windows: Tensor) -> tuple[Tensor, ...]:
     first_full_key = torch.searchsorted(first, last).minimum(own).maximum(oldest)
     # Of each block of keys: the last block of queries that sees it, and the last that sees all of
     # it, because it ends with the document with which the block of keys begins.
-    last_query = torch.searchsorted(first, last, right=True) - 1
-    last_query = last_query.minimum(newest)
+    last_query = (torch.searchsorted(first, last, right=True) - 1).minimum(newest)
     last_full_query = torch.searchsorted(last, first, right=True) - 1
     last_full_query = last_full_query.maximum(own).minimum(newest)
 
-    place = own  # (n,) in a list
-
     def blocks(begin: Tensor, end: Tensor, with_own: int) -> tuple[Tensor, Tensor]:
         """The blocks from begin to end - 1, and before them the own block if with_own is 1."""
+        place = own  # (n,) in the list
         index = (begin[..., None] + place - with_own).clamp(max=len(own) - 1)
         index = torch.where(place < with_own, own[:, None], index)
         return (end - begin + with_own).int(), index.int()
 
-    after_own = (own + 1).expand_as(last_full_query)
     keys_in_part = blocks(first_key, first_full_key, 1)
     keys_in_full = blocks(first_full_key, own, 0)
     queries_in_part = blocks(last_full_query + 1, last_query + 1, 1)
-    queries_in_full = blocks(after_own, last_full_query + 1, 0)
+    queries_in_full = blocks((own + 1).expand_as(last_full_query), last_full_query + 1, 0)
     return (*keys_in_part, *keys_in_full, *queries_in_part, *queries_in_full)
 
 

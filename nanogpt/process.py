@@ -1,9 +1,6 @@
-"""The process itself: variables of its environment that torch, NCCL and CUDA read once, when they
-start, and signals that end a run: SIGINT (control-C), SIGTERM (kill, a cluster, torchrun), SIGHUP
-(the terminal was closed).
-
-This file imports nothing of torch: the variables are set before torch is imported, and signals may
-come meanwhile.
+"""The process itself: variables of its environment that torch, NCCL and CUDA read when they start,
+and signals that end a run: SIGINT (control-C), SIGTERM (kill, a cluster, torchrun), SIGHUP (the
+terminal was closed). This file is used before torch is imported, so it imports nothing of torch.
 
 Before the first step there is nothing to keep, so a signal ends the process at once. From then on
 it is noted, and the trainer ends the run after a step, when all ranks know of it (ranks.Requests).
@@ -49,11 +46,10 @@ def status_of(name: str) -> int:
 
 
 class Stop:
-    """Notices signals, once `listen` was called. `signal` is the name of the one that has come
-    during the steps, or empty."""
+    """Notices signals, once `listen` was called."""
 
     def __init__(self):
-        self.signal = ""
+        self.signal = ""  # the name of the one that has come during the steps
         self.in_steps = False  # whether a signal waits for the end of a step
 
     def listen(self) -> None:
@@ -62,7 +58,6 @@ class Stop:
                 signal.signal(number, self.notice)
 
     def notice(self, number: int, frame) -> None:
-        """What Python calls when a signal has come."""
         if not self.in_steps:  # an exception would not do: the compiler catches some
             say(f"stopped by {SIGNALS[number]}")
             os._exit(128 + number)
@@ -78,11 +73,6 @@ class Stop:
         self.in_steps = False
         if self.signal:
             self.notice(signal.Signals[self.signal], None)
-
-    def ignore(self) -> None:
-        """The process ends anyway: torchrun sends SIGTERM to all ranks when the first has ended."""
-        for number in SIGNALS:
-            signal.signal(number, signal.SIG_IGN)
 
 
 def say(sentence: str) -> None:

@@ -1,4 +1,4 @@
-"""The processes of a run: which one this is, how they agree, and the one sentence that ends a run.
+"""The processes of a run: which one this is, and how they agree.
 
 torchrun starts one process for each GPU and numbers them: the rank of the first is 0, and it is the
 one that writes the log. A process on its own is rank 0.
@@ -11,14 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from data.texts import harmless
-
-
-class BadInput(Exception):
-    """Something the user can mend. It is shown as one sentence, without a traceback."""
-
-    def __init__(self, sentence: str):
-        super().__init__(harmless(sentence))
+from data import BadInput
 
 
 def require(condition, sentence: str) -> None:
@@ -28,19 +21,13 @@ def require(condition, sentence: str) -> None:
 
 
 class SharedFault(BadInput):
-    """A fault that the other ranks know of without being told. `speaker` is the rank that says
-    it."""
-
-    def __init__(self, sentence: str, speaker: int):
-        super().__init__(sentence)
-        self.speaker = speaker
+    """A fault that all ranks know of, so that rank 0 can say it."""
 
 
-def start_process(kind: str, local_gpu: int, minutes: float) -> torch.device:
+def start_process(kind: str, local_gpu: int) -> torch.device:
     """Starts PyTorch on this process's device, and returns it: the GPU of this number if `kind` is
-    "cuda", or the "cpu". Under torchrun it also starts the process group, and waits for the other
-    ranks for so many minutes. Raises BadInput if they do not come, or if there are more processes
-    than GPUs on this host."""
+    "cuda", or the "cpu". Under torchrun it also starts the process group. Raises BadInput if the
+    other ranks do not come, or if there are more processes than GPUs on this host."""
     device = torch.device(kind)
     if kind == "cuda":
         device = torch.device("cuda", local_gpu)
@@ -55,17 +42,17 @@ def start_process(kind: str, local_gpu: int, minutes: float) -> torch.device:
     if "RANK" in os.environ:
         backend, options = ("nccl", {"device_id": device}) if kind == "cuda" else ("gloo", {})
         try:
-            dist.init_process_group(backend, timeout=timedelta(minutes=minutes), **options)
+            dist.init_process_group(backend, timeout=timedelta(minutes=5), **options)
         except (dist.DistError, ValueError) as error:
             reason = str(error).partition("\n")[0]
-            raise BadInput(f"the processes did not meet within {minutes:g} minutes ({reason}); "
-                           "start all of them by torchrun, or raise --join_timeout") from None
+            raise BadInput(f"the processes did not meet within 5 minutes ({reason}); start all of "
+                           "them by torchrun") from None
     return device
 
 
 def limit_waiting() -> None:
-    """From now on a collective that takes two minutes is taken for hung, and ends the run. Until
-    now the ranks may have waited longer for each other, as when one of them compiles."""
+    """From now on a collective that takes two minutes is taken for hung, and ends the run. Before,
+    the ranks may wait longer for each other, as when one of them compiles."""
     if dist.is_initialized():
         dist.distributed_c10d._set_pg_timeout(timedelta(minutes=2), dist.group.WORLD)
 
@@ -78,7 +65,6 @@ def rank_and_world_size() -> tuple[int, int]:
 
 
 def is_rank_0() -> bool:
-    """Whether this process is the one that writes the log."""
     return rank_and_world_size()[0] == 0
 
 
@@ -104,78 +90,62 @@ def on_all_ranks(work: Callable, *args, errors=(BadInput,)):
     for rank, fault in enumerate(faults):
         if fault is not None:
             of_all = all(other == fault for other in faults)
-            raise SharedFault(fault if of_all else f"rank {rank}: {fault}", rank)
+            raise SharedFault(fault if of_all else f"rank {rank}: {fault}")
     return result
 
 
 def compare(facts: dict[str, object]) -> None:
-    """Raises SharedFault unless all ranks have the same facts, by their names. A collective."""
+    """Raises SharedFault unless all ranks have the same facts. A collective."""
     first, *others = all_ranks(facts)
     for rank, theirs in enumerate(others, 1):
         for name in first | theirs:
             if first.get(name) != theirs.get(name):
                 raise SharedFault(
                     f"rank {rank} has {name} {theirs.get(name)} where rank 0 has {first.get(name)};"
-                    " all ranks need the same command, code and data", 0)
-
-
-REQUESTS = ("stop", "save")
+                    " all ranks need the same command, code and data")
 
 
 class Requests:
     """What one rank may ask of all of them: to end the run because of a signal, or to save it. They
     all do it between the same two steps.
 
-    Nothing waits for this. A request travels in the message that the ranks sum at each step anyway,
-    and all read the message of a step at the same point. Suppose that a rank asks before step 8.
-    The request travels with the message of step 8, all have read it when step 9 is over, and grant
-    it before step 10. A single process needs no message and grants at once.
-
-        ask         notes a request of this rank
-        outgoing    what this step adds to the message
-        hear        reads the requests of a message
-        grant       whether all ranks do it now
-    """
+    Nothing waits for this. What a rank wants travels in the message that the ranks sum at each step
+    anyway, and all read the message of a step at the same point. Suppose that a rank asks before
+    step 8. The message of step 8 says so, all have read it when step 9 is over, and do it before
+    step 10. A single process needs no message and does it at once."""
 
     def __init__(self, device: torch.device):
         self.alone = rank_and_world_size()[1] == 1
-        self.nothing = torch.zeros(0 if self.alone else len(REQUESTS), device=device)
-        self.asked = set()  # by this rank, and not granted yet
-        self.unsent = set()
-        self.heard = set()
+        self.nothing = torch.zeros(0 if self.alone else 2, device=device)
+        self.wanted = [False, False]  # by this rank: to stop, to save
+        self.granted = [False, False]
 
-    def ask(self, request: str) -> None:
-        if request in self.asked:
-            return
-        self.asked.add(request)
+    def ask(self, stop: bool, save: bool) -> None:
+        """What this rank wants now. It asks until it is granted."""
+        self.wanted = [stop, save]
         if self.alone:
-            self.heard.add(request)
-        else:
-            self.unsent.add(request)
+            self.granted = self.wanted
 
     def outgoing(self) -> Tensor:
-        """(2,), a 1 for each new request of this rank; (0,) if there are no other ranks."""
-        if not self.unsent:
+        """What this step adds to the message: (2,), or (0,) if there are no other ranks."""
+        if self.alone or not any(self.wanted):
             return self.nothing
-        numbers = [float(request in self.unsent) for request in REQUESTS]
-        self.unsent.clear()
-        return torch.tensor(numbers, device=self.nothing.device)
+        return torch.tensor(self.wanted, dtype=self.nothing.dtype, device=self.nothing.device)
 
     def hear(self, numbers: list[float]) -> None:
         """Reads what `outgoing` had added to a message, summed over the ranks."""
-        self.heard |= {request for request, number in zip(REQUESTS, numbers) if number}
+        for i, number in enumerate(numbers):
+            self.granted[i] |= number > 0
 
-    def grant(self, request: str) -> bool:
-        """Whether to do it now. A request is granted once."""
-        if request not in self.heard:
-            return False
-        self.heard.discard(request)
-        self.asked.discard(request)
-        return True
+    def take(self) -> tuple[bool, bool]:
+        """Whether all ranks stop, and whether they save, before the next step."""
+        stop, save = self.granted
+        self.granted = [False, False]
+        return stop, save
 
 
 class NoTransfer:
-    """Stands for a transfer between ranks where there is only one: there is nothing to wait for."""
+    """Stands for a transfer between ranks where there is nothing to wait for."""
 
     def wait(self) -> None:
         pass

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from torch.profiler import profile, schedule
 
 from nanogpt import checkpoints, faults, fitting
@@ -17,13 +18,12 @@ from records import journal
 from records.console import CLEAR_RISE, next_commands, rise
 
 PROFILED_AFTER = 10  # steps of this run: what runs for the first time takes longer
-PROFILED_ROWS = 40  # of the table
 
 
 def begin(log: journal.Log, script, c, facts: journal.RunFacts, weights: Path | None,
           recipe_names, seconds: float | None = None) -> None:
-    """Begins the log, and shows what will run. `weights` is the file of the checkpoint, if there is
-    to be one, and `seconds` is how long the run may take, if that is known."""
+    """Begins the log, and shows what will run. `weights` is the file of the checkpoint, and
+    `seconds` is how long the run may take, if that is known."""
     stages = [dict(first_step=first, last_step=end, batch_tokens=script.stage_tokens(stage, c))
               for first, end, stage in script.stages(c) if end > first]
     config = dataclasses.asdict(c)
@@ -35,7 +35,7 @@ def begin(log: journal.Log, script, c, facts: journal.RunFacts, weights: Path | 
 
 def end(run, script, startup_s: float) -> int:
     """Says what came of the run, and what to try next. Returns the exit status, which is 0 also if
-    the target was missed: that is a result and no crash, of which torchrun would report."""
+    the target was missed: that is a result and no crash."""
     c, keeper, log = run.config, run.keeper, run.log
     result = journal.end_block(
         keeper.facts, log.last_val_loss(), c.target_loss, run.step, run.clock.total,
@@ -50,12 +50,11 @@ def end(run, script, startup_s: float) -> int:
     if lost:
         log.fact("defect", dict(what=f"{lost} targets were no candidates; raise --candidates"))
     log.end(result)
-    path = keeper.weights()
+    best, _, path = keeper.best or (None, None, None)
     if not run.ended_by:
         keeper.end_saves()
         if is_rank_0() and c.sample:
             show_sample(run, script, path)
-    best = keeper.best and keeper.best[0]
     log.console.result(log.steps, result, log.path, path, best)
     if run.ended_by:
         return keeper.say_how_to_go_on(run.step, run.ended_by)
@@ -67,7 +66,7 @@ def end(run, script, startup_s: float) -> int:
     return 0
 
 
-def show_sample(run, script, path: Path | None) -> None:
+def show_sample(run, script, path: str | None) -> None:
     """Continues a text by the best model, or by the last one if none is kept."""
     import sample  # training alone needs no tokenizer
     c = run.config
@@ -87,20 +86,18 @@ def show_sample(run, script, path: Path | None) -> None:
 
 @contextmanager
 def profiled(steps: int, log) -> Iterator[Callable]:
-    """Within it, so many steps of rank 0 are profiled, and two files are written beside the log: a
-    table of what took most time, and a trace that shows each kernel on a time line
-    (ui.perfetto.dev). Yields a function to be called after each step. log: journal.Log"""
+    """Within it, so many steps of rank 0 are profiled, and two files are written beside the log (a
+    journal.Log): a table of what took most time, and a trace that shows each kernel on a time line
+    (ui.perfetto.dev). Yields a function to be called after each step."""
     if not (steps and is_rank_0()):
         yield lambda: None
         return
 
     def write(profiled: profile) -> None:
         log.fact("defect", dict(what=f"up to {steps} steps were profiled: it takes time"))
-        averages = profiled.key_averages()
-        has_gpu = any(event.self_device_time_total for event in averages)
-        kind = "device" if has_gpu else "cpu"
-        table = averages.table(
-            sort_by=f"self_{kind}_time_total", row_limit=PROFILED_ROWS, max_name_column_width=80)
+        kind = "device" if torch.cuda.is_available() else "cpu"
+        table = profiled.key_averages().table(
+            sort_by=f"self_{kind}_time_total", row_limit=40, max_name_column_width=80)
         log.path.with_suffix(".profile").write_text(table, encoding="utf-8")
         profiled.export_chrome_trace(str(log.path.with_suffix(".trace.json.gz")))
 
@@ -112,13 +109,10 @@ def profiled(steps: int, log) -> Iterator[Callable]:
 def num_weights(table: dict) -> tuple[int, int]:
     """How many weights are active in every token, and how many are in tables, by
     train_gpt.parameter_table."""
-    active = in_tables = 0
+    sizes = {True: 0, False: 0}  # of tables, of others
     for param in table.values():
-        if param.optimizer == "rows":
-            in_tables += math.prod(param.shape)
-        else:
-            active += math.prod(param.shape)
-    return active, in_tables
+        sizes[param.optimizer == "rows"] += math.prod(param.shape)
+    return sizes[False], sizes[True]
 
 
 def flops_per_token(c, table: dict) -> int:

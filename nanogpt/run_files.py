@@ -28,29 +28,25 @@ class RunFiles(NamedTuple):
     val_tokens: Tensor  # (val_tokens + 1,), the bits of uint16
     fingerprints: list[dict]  # of all shards
     saved: Saved | None  # what the run goes on from
-    checkpoint_path: Path | None  # the file of its weights, on rank 0
+    checkpoint_path: Path | None = None  # the file of its weights, on rank 0
 
 
 def check_run_files(c, packing: shards.Packing, plan: shards.Plan, files: list[dict]) -> RunFiles:
     """`files` are the project's source files that this rank runs. Raises BadInput on all ranks if
     something is wrong on one of them, or if they do not have the same source files and shards. A
     collective."""
-    train_paths, val_tokens, fingerprints, saved = on_all_ranks(
-        check_data, c, packing, plan, errors=(BadInput, shards.ShardError))
+    found = on_all_ranks(check_data, c, packing, plan, errors=(BadInput, shards.ShardError))
     facts = {f"code {file['path']}": file["sha256"] for file in files}
-    for shard in fingerprints:
+    for shard in found.fingerprints:
         facts[f"{shard['split']} shard {shard['name']}"] = shard["sha256"]
     compare(facts)
-    weights = on_all_ranks(try_places, c, saved)
-    return RunFiles(train_paths, val_tokens, fingerprints, saved, weights)
+    return found._replace(checkpoint_path=on_all_ranks(try_places, c, found.saved))
 
 
-def check_data(c, packing: shards.Packing,
-               plan: shards.Plan) -> tuple[list[Path], Tensor, list[dict], Saved | None]:
-    """Training shards, validation tokens, the fingerprints of all shards, and the save that the run
-    goes on from. Raises ShardError if a shard is missing or damaged, or of another kind of tokens
-    than the model's, and BadInput if they do not suffice, if the save is of others, or if so many
-    processes cannot share the plan's batches."""
+def check_data(c, packing: shards.Packing, plan: shards.Plan) -> RunFiles:
+    """What the run reads. Raises ShardError if a shard is missing or damaged, or of another kind of
+    tokens than the model's, and BadInput if they do not suffice, if the save is of others, or if so
+    many processes cannot share the plan's batches."""
     _, world_size = rank_and_world_size()
     for count in dict.fromkeys(plan):
         divisors = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
@@ -72,7 +68,7 @@ def check_data(c, packing: shards.Packing,
     if chooses_steps(c):  # they are checked when they are chosen; now a step of each stage
         plan = [*dict.fromkeys(plan)]
     check_tokens(c, packing, plan, train_paths)
-    return train_paths, torch.from_numpy(val_tokens.view("int16")), fingerprints, saved
+    return RunFiles(train_paths, torch.from_numpy(val_tokens.view("int16")), fingerprints, saved)
 
 
 def shards_of(c, split: str) -> list[Path]:
@@ -91,15 +87,17 @@ def chooses_steps(c) -> bool:
 
 def try_places(c, saved: Saved | None) -> Path | None:
     """Makes the folders of log and weights, as only rank 0 needs them. Returns the file of the
-    weights, if they are to be kept. Raises BadInput if nothing can be written there."""
+    weights, if they are to be kept: with --save_checkpoint=auto none of another run. Raises
+    BadInput if nothing can be written there."""
     if not is_rank_0():
         return None
     path = None
     if c.save_checkpoint:
         path = Path(c.save_checkpoint)
         if c.save_checkpoint == "auto":
-            path = Path("models", f"{Path(c.data_dir).resolve().name}.safetensors")
-            path = unused_path(path, saved.facts["runs"] if saved else [])
+            path = unused_path(Path("models", f"{Path(c.data_dir).resolve().name}.safetensors"))
+            if saved and saved.facts["best"]:
+                path = Path(saved.facts["best"][2])
         require(not path.is_dir(), f"--save_checkpoint={path} is a folder; name a file")
         try_folder(path.parent, "--save_checkpoint")
     try_folder(Path(c.log_dir), "--log_dir")

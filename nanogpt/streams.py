@@ -8,10 +8,9 @@
 
 When Python drops y, which was made on the side stream, PyTorch may give its memory to later work of
 the side stream, though the main stream may still read y. `follow` before that later work prevents
-this.
-The memory of x, which was made on the main stream, goes to later work of the main stream when
-Python drops x, though the side stream may still read it. Where x may be dropped before `join`, call
-`keep(x)`. Without CUDA all work runs in the order of the code.
+this. When Python drops x, its memory goes to later work of the main stream, though the side stream
+may still read it. Where x may be dropped before `join`, call `keep(x)`. Without CUDA all work runs
+in the order of the code.
 """
 from contextlib import nullcontext
 

@@ -28,9 +28,8 @@ class StagePlan(NamedTuple):
 
 
 class WarmUp:
-    """`model` and `optimizer` are train_gpt.GPT and Optimizer, and `script` is the module."""
-
     def __init__(self, model, optimizer, script):
+        """`model` and `optimizer` are train_gpt.GPT and Optimizer, and `script` is the module."""
         self.model = model
         self.optimizer = optimizer
         self.script = script
@@ -69,9 +68,9 @@ class WarmUp:
         self.validate(self.config.num_steps)
 
     def seconds_per_step(self, call: Callable) -> float:
-        """How long a step takes on average over the schedule. Of each stage two steps are timed
-        twice and the shorter time counts, as something else may hold up the machine for a moment.
-        Call it after `run`. A collective."""
+        """How long a step takes on average over the schedule, to be called after `run`. Of each
+        stage two steps are timed twice and the shorter time counts, as something else may hold up
+        the machine for a moment. A collective."""
         average = 0.0
         for stage in self.plan:
             times = []

@@ -187,9 +187,8 @@ def new(name: str, logs: list[Log], claim: str, data_name: str) -> Path:
     folder.mkdir()
     (folder / "log_1.txt").write_bytes(logs[0].raw)
     for number, log in enumerate(logs[1:], 2):
-        short = shorten(log.raw, logs[0].raw, "log_1.txt")
-        (folder / f"log_{number}.txt").write_bytes(short)
-    plots.save(picture, folder / "loss.png")
+        (folder / f"log_{number}.txt").write_bytes(shorten(log.raw, "log_1.txt"))
+    picture.savefig(folder / "loss.png")
     (folder / "record.json").write_text(json.dumps(record, indent=1) + "\n", "utf-8")
     (folder / "README.md").write_text(
         f"# {folder.name}\n\n{block(record)}\n\n## What is new\n\n"

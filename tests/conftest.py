@@ -16,6 +16,7 @@ for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: None)  # a handler, unlike SIG_IGN, is not inherited by a new program
 
 import pytest
+import torch
 
 SEPARATOR = 50256
 TINY = {  # a model and a schedule that run in a second; in float32, as many CPUs only emulate bf16
@@ -45,6 +46,15 @@ def documents(count, seed=0, shortest=1, longest=300):
 def arguments(**changes):
     """The tiny configuration as a command line."""
     return [f"--{name}={value}" for name, value in (TINY | changes).items()]
+
+
+def normal(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def distance(a, b):
+    """Relative, in the Frobenius norm."""
+    return ((a.double() - b.double()).norm() / b.double().norm()).item()
 
 
 @pytest.fixture(scope="session")

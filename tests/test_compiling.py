@@ -20,11 +20,12 @@ from nanogpt import compiling
 def settings():
     """Those of the project, and none of them left behind."""
     dynamo, functorch, inductor = torch._dynamo.config, torch._functorch.config, torch._inductor.config
+    compiler = torch.compiler.config
     with contextlib.ExitStack() as stack:
         for config, name in (
                 (dynamo, "recompile_limit"), (dynamo, "specialize_float"),
                 (functorch, "autograd_cache_allow_custom_autograd_functions"),
-                (inductor, "triton.unique_kernel_names"), (inductor, "post_grad_custom_pre_pass")):
+                (inductor, "triton.unique_kernel_names"), (compiler, "cache_key_tag")):
             stack.enter_context(config.patch({name: operator.attrgetter(name)(config)}))
         compiling.configure()
         yield

@@ -199,13 +199,13 @@ def line(**changes):
     return json.dumps(entry) + "\n"
 
 
-GOOD = line() + "\n" + line(label="3", ctx="Une fête é")
+GOOD = line() + line(label="3", ctx="Une fête é")
 
 
 @pytest.mark.parametrize("text, part", [
-    (GOOD + GOOD[:40], "line 4 is not a JSON object"),
+    (GOOD + GOOD[:40], "line 3 is not a JSON object"),
     (line(endings=["a"] * 3), "4 endings and a label"), (line(label=""), "the test split has no labels"),
-    (line(label=4), "a label from 0 to 3"), ("\n", "holds no items"),
+    (line(label=4), "a label from 0 to 3"), ("", "holds no items"),
 ], ids=repr)
 def test_damaged_items_are_one_sentence(tmp_path, checkpoint, capsys, text, part):
     path = tmp_path / "items.jsonl"
@@ -218,7 +218,7 @@ def test_what_arrives_damaged_is_refused_and_not_kept(tmp_path):
     path, source = tmp_path / "items.jsonl", tmp_path / "source.jsonl"
     known = hashlib.sha256(GOOD.encode()).hexdigest()
     source.write_text(GOOD[:-1] + "?")
-    with pytest.raises(hellaswag.ItemsError, match="items.jsonl could not be fetched .*damaged, or was changed"):
+    with pytest.raises(hellaswag.BadInput, match="items.jsonl could not be fetched .*damaged, or was changed"):
         hellaswag.fetch(path, source.as_uri(), known)
     assert not path.exists()
     source.write_text(GOOD)

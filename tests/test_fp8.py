@@ -6,6 +6,7 @@ References: products in float64, whole numbers that FP8 holds exactly, autograd 
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import distance
 
 import train_gpt as t
 from nanogpt import kernels
@@ -27,11 +28,6 @@ def normal(*shape, seed=0, dtype=torch.float64, device="cpu"):
 def integers(low, high, *shape, seed=0, device="cpu"):
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(low, high + 1, shape, generator=generator).to(device)
-
-
-def distance(a, b):
-    """Relative, in the Frobenius norm."""
-    return ((a.double() - b.double()).norm() / b.double().norm()).item()
 
 
 # ---------------------------------------------------------------------------------------------------- the operators

@@ -9,6 +9,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import distance, normal
 
 from nanogpt import kernels
 from nanogpt.kernels import E4M3, E5M2
@@ -18,15 +19,6 @@ from nanogpt.precision.rounding import E2M1_GRID, inverse, round_to
 CPU = torch.device("cpu")
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 LIMIT = {E4M3: 448.0, E5M2: 57344.0}
-
-
-def normal(*shape, seed=0, dtype=torch.float32):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def distance(a, b):
-    """Relative, in the Frobenius norm."""
-    return ((a.double() - b.double()).norm() / b.double().norm()).item()
 
 
 def decibels(rounded, x):
@@ -136,17 +128,6 @@ def test_signal_to_noise_of_the_formats_is_that_of_the_tables():
     assert decibels(fp8_values(x, E5M2), x) == pytest.approx(25.6, abs=0.3)
     assert decibels(values(nvfp4.to_blocks(x)), x) == pytest.approx(20.4, abs=0.3)
     assert decibels(values(nvfp4.to_blocks(x, square=True)), x) == pytest.approx(19.1, abs=0.3)
-
-
-@pytest.mark.parametrize("has_fp8", [True, False])
-def test_fp8_products_of_whole_numbers_with_scale_one_are_exact_to_the_bit(has_fp8):
-    draw = torch.Generator().manual_seed(0)
-    x = torch.randint(-2, 3, (32, 48), generator=draw).float()
-    w = torch.randint(-2, 3, (32, 48), generator=draw).float()
-    g = torch.randint(-1, 2, (32, 32), generator=draw).float()
-    x[0, 0], w[0, 0], g[0, 0] = 448, 448, 57344  # all scales are 1
-    y, dx, dw = three_products("fp8", x, w, g, has_fp8)
-    assert torch.equal(y, x @ w.T) and torch.equal(dx, g @ w) and torch.equal(dw, g.T @ x)
 
 
 def test_fp8_keeps_both_operands_in_8_bits_for_backward_and_gradients_have_the_activations_dtype():
@@ -318,16 +299,19 @@ def test_what_is_not_finite_makes_no_zeros(recipe, bad, culprit):
 
 
 def test_the_loss_scale_follows_the_rule():
-    scale, good_steps, trace = 2.0**15, 0, {}
+    scaling, trace = fp16.LossScaling(CPU, 1), {}
+    gradient = torch.full((1,), math.inf)
     for step in range(4002):
-        scale, good_steps = fp16.next_loss_scale(scale, good_steps, step > 1)
-        trace[step] = scale
+        if step == 2:
+            gradient.zero_()
+        scaling.gradients_are_finite(lambda: [gradient])
+        trace[step] = scaling.scale
+    gradient.fill_(math.nan)
     assert (trace[0], trace[1], trace[2000], trace[2001]) == (16384, 8192, 8192, 16384)
     assert (trace[4000], trace[4001]) == (16384, 32768)
     for _ in range(40):
-        scale, good_steps = fp16.next_loss_scale(scale, good_steps, False)
-    assert (scale, good_steps) == (1, 0)
-    assert fp16.next_loss_scale(2.0**127, 1999, True)[0] == 2.0**127
+        scaling.gradients_are_finite(lambda: [gradient])
+    assert (scaling.scale, scaling.good_steps, scaling.skipped_steps) == (1, 0, 42)
 
 
 def test_the_factor_of_the_loss_is_for_its_mean_and_stays_at_its_place():

@@ -14,12 +14,11 @@ import re
 import subprocess
 import sys
 
-import numpy as np
 import processes
 import pytest
 import torch
-from conftest import ROOT, TINY, arguments, check_data, documents, write_shard
-from processes import ENVIRONMENT, TORCHRUN, run_ranks
+from conftest import ROOT, TINY, arguments, check_data, documents
+from processes import ENVIRONMENT, TORCHRUN
 
 import train_gpt as t
 from nanogpt import candidates, checkpoints, masks, process
@@ -162,13 +161,14 @@ def test_a_loaded_model_has_the_loss_of_the_saved_one(first, corpus):
 # ---------------------------------------------------------------------------------------------------- torchrun
 
 
-def test_two_processes_have_the_losses_and_weights_of_one(corpus, tmp_path):
+def test_two_processes_have_the_losses_and_weights_of_one_through_all_stages(corpus, tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
-    t.main(arguments(data_dir=corpus, log_dir=one, dtype="float64", save_checkpoint=one / "model.pt"))
-    args = arguments(data_dir=corpus, log_dir=two, dtype="float64", save_checkpoint=two / "model.pt", target_loss=100)
-    run = processes.run(*TORCHRUN, "--nproc_per_node=2", SCRIPT, *args)
+    changes = STAGES | dict(data_dir=corpus, dtype="float64", cut_documents=True, micro_tokens=512)
+    t.main(arguments(log_dir=one, save_checkpoint=one / "model.pt", **changes))
+    run = processes.run(*TORCHRUN, "--nproc_per_node=2", SCRIPT,
+                        *arguments(log_dir=two, save_checkpoint=two / "model.pt", **changes))
     assert run.returncode == 0, run.stderr
-    assert run.stdout.count("step:4/4 val_loss") == 1  # only rank 0 speaks
+    assert run.stdout.count("step:9/9 val_loss") == 1  # only rank 0 speaks
     log = read_log(only_log(two))
     assert log.environment["world_size"] == 2
     assert losses(log) == losses(read_log(only_log(one)))
@@ -178,15 +178,6 @@ def test_two_processes_have_the_losses_and_weights_of_one(corpus, tmp_path):
     a, b = (checkpoints.read(folder / "model.pt")["weights"] for folder in (one, two))
     for name in a:
         torch.testing.assert_close(a[name], b[name], rtol=1e-9, atol=1e-9)
-
-
-def test_two_processes_have_the_losses_of_one_through_all_stages(corpus, tmp_path):
-    changes = STAGES | dict(data_dir=corpus, dtype="float64", cut_documents=True, micro_tokens=512)
-    t.main(arguments(log_dir=tmp_path / "one", **changes))
-    for rank, run in enumerate(run_ranks(2, SCRIPT, *arguments(log_dir=tmp_path / "two", **changes))):
-        assert run.stdout.count("step:9/9 val_loss") == (rank == 0), run.stderr
-    one, two = (read_log(only_log(tmp_path / name)) for name in ("one", "two"))
-    assert losses(two) == losses(one) and two.values("stage") == one.values("stage")
 
 
 def test_what_is_looked_for_one_step_ahead_is_what_the_step_itself_would_find(corpus, tmp_path, monkeypatch):
@@ -207,60 +198,42 @@ def test_what_is_looked_for_one_step_ahead_is_what_the_step_itself_would_find(co
     assert per_step > 1 and not any(recalled[:per_step]) and recalled[-1] > 0
 
 
-def corrupt(folder):
-    write_shard(folder / "fineweb_train_000000.bin", documents(3000), magic=1)
-    write_shard(folder / "fineweb_val_000000.bin", documents(2000))
-    return folder
-
-
 # ---------------------------------------------------------------------------------------------------- bad input
 
 
-@pytest.mark.parametrize("changes, parts", [
-    ({"num_stepz": 3}, ["--num_stepz", "--num_steps"]), ({"num_steps": "many"}, ["--num_steps", "many"]),
-    ({"data_dir": corrupt}, ["fineweb_train_000000.bin", "magic 1"])], ids=["key", "value", "shard"])
-def test_bad_input_is_one_line_on_stderr_and_exit_status_2(changes, parts, tmp_path):
-    changes = {k: v(tmp_path) if callable(v) else v for k, v in changes.items()}
-    run = processes.run(SCRIPT, *arguments(log_dir=tmp_path / "logs", **changes))
+def test_bad_input_is_one_line_on_stderr_and_exit_status_2(tmp_path):
+    run = processes.run(SCRIPT, *arguments(log_dir=tmp_path / "logs", num_stepz=3))
     assert run.returncode == 2 and run.stdout == ""
-    assert run.stderr.count("\n") == 1 and all(part in run.stderr for part in parts)
+    assert run.stderr.count("\n") == 1 and "--num_stepz" in run.stderr and "--num_steps" in run.stderr
     assert not (tmp_path / "logs").exists()
 
 
-def refused(capfd, args, before="step:"):
-    """The sentence with which `main` refuses, and does so before it says `before`."""
+def refused(capfd, args):
+    """The sentence with which `main` refuses."""
     status = t.main(args)
     out, err = capfd.readouterr()
-    assert status == 2 and err.endswith("\n") and err.count("\n") == 1 and before not in out, (status, out, err)
+    assert status == 2 and err.endswith("\n") and err.count("\n") == 1 and "step:" not in out, (status, out, err)
     return err
 
 
 @pytest.mark.parametrize("changes, parts", [
-    ({"num_steps": 0}, ["--num_steps=0", "at least 1"]), ({"batch_tokens": -256}, ["--batch_tokens=-256"]),
-    ({"seq_len": 200, "batch_tokens": 800}, ["--seq_len=200", "multiple of 128"]),
-    ({"val_interval": -1}, ["--val_interval=-1", "at least 0"]), ({"sample_tokens": -5}, ["--sample_tokens=-5"]),
-    ({"micro_tokens": 0}, ["--micro_tokens=0", "at least 1"]), ({"micro_tokens": 255}, ["--micro_tokens=255", "at least 256"]),
-    ({"longest_ngram": 1}, ["--longest_ngram=1", "at least 2"]),
+    ({"num_steps": 0}, ["--num_steps=0", "at least 1"]), ({"val_interval": -1}, ["--val_interval=-1", "at least 0"]),
+    ({"seq_len": 200, "batch_tokens": 800}, ["--seq_len=200", "multiple of 128"]), ({"micro_tokens": 255}, ["--micro_tokens=255", "at least 256"]),
     ({"candidates": 100}, ["--candidates=100", "at least 384"]),
     ({"candidates": 200, "micro_tokens": 300}, ["--candidates=200", "multiple of 16, at least 128"]),
     ({"candidates": 256, "micro_tokens": 1024}, ["--candidates=256", "at least 384", "or lower --micro_tokens"]),
-    ({"candidates": -1}, ["--candidates=-1", "at least 0"]),
     ({"schedule": "long"}, ["--schedule=long", "speedrun, laptop, char"]),
     ({"schedule": "speedrun", "batch_tokens": 256}, ["--batch_tokens=256", "0.5 of it"]),  # its first stage has a half of that
     ({"val_seq_len": 100}, ["--val_seq_len=100", "128"]), ({"batch_tokens": 1000}, ["--batch_tokens=1000", "256"]),
     ({"val_tokens": 300}, ["--val_tokens=300", "256"]), ({"num_heads": 3}, ["--num_heads=3", "48", "32, which is --model_dim"]),
     ({"model_dim": 16}, ["--head_dim=16 is 32", "16, which is --model_dim"]), ({"head_dim": 6}, ["--head_dim=6", "multiple of 4"]), ({"cooldown_frac": 0}, ["--cooldown_frac=0"]),
-    ({"dtype": "int8"}, ["--dtype=int8", "bfloat16"]),
-    ({"attention": "flash"}, ["--attention=flash", "sdpa"]), ({"device": "tpu"}, ["--device=tpu", "cpu"]),
     ({"preset": "desktop"}, ["desktop", "speedrun, onepass, laptop"]),
-    ({"compile": "maybe"}, ["maybe", "true", "false"]), ({"muon_lr": "fast"}, ["--muon_lr", "fast"]),
-    ({"muon_lr": -0.02}, ["--muon_lr=-0.02", "at least 0"]), ({"schedule": "long", "fit": True}, ["--schedule=long", "speedrun, laptop"]),
-    ({"seq_len": "1e3"}, ["--seq_len", "1e3"]), ({"num_steps": 4000}, ["4000 steps", "--fit", "--epochs"]),
+    ({"schedule": "long", "fit": True}, ["--schedule=long", "speedrun, laptop"]), ({"num_steps": 4000}, ["4000 steps", "--fit", "--epochs"]),
     ({"data_dir": "/nowhere"}, ["no train shards", "/nowhere"]), ({"val_tokens": 25600}, ["25,601", "2,000"]),
     ({"train_files": "none*"}, ["none*"]), ({"train_files": ""}, ["--train_files"]),
     ({"float8_all_gather": True}, ["--float8_all_gather", "is fp32", "--precision=fp8"]),
     ({"vocab_size": 10**11}, ["--vocab_size=100000000000", "65536"]),
-    ({"num_steps": 10**20}, ["--num_steps=100000000000000000000", "at most"]), ({"muon_lr": "nan"}, ["--muon_lr=nan"]), ({"device": "mps"}, ["--device=mps", "auto, cuda, cpu"]),
+    ({"muon_lr": "nan"}, ["--muon_lr=nan"]), ({"device": "mps"}, ["--device=mps", "auto, cuda, cpu"]),
     ({"log_dir": "/dev/null/logs"}, ["/dev/null/logs"]), ({"save_checkpoint": "/dev/null/x.pt"}, ["/dev/null"]),
     ({"save_checkpoint": "."}, ["--save_checkpoint=. is a folder; name a file"]),
 ], ids=lambda value: "-".join(map(str, value.items())) if isinstance(value, dict) else "")
@@ -268,11 +241,6 @@ def test_a_value_that_cannot_be_is_named_in_one_sentence(changes, parts, corpus,
     sentence = refused(capfd, arguments(**{"data_dir": corpus, "log_dir": tmp_path} | changes))
     assert all(part in sentence for part in parts), sentence
     assert not list(tmp_path.iterdir()), "the log was opened before all was checked"
-
-
-def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_step(corpus, tmp_path, capfd):
-    sentence = refused(capfd, arguments(data_dir=corpus, log_dir=tmp_path, muon_lr="1e38"), before="step:3")
-    assert "the training loss is nan at step 2" in sentence and "learning rates" in sentence
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -298,41 +266,27 @@ def test_a_profile_of_some_steps_is_a_table_and_a_time_line_and_the_log_says_so(
     assert names.count("aten::bmm") > 0
 
 
-@pytest.mark.parametrize("kind", ["gpu", "gpu without details", "gpu in a recording", "cpu", "numpy"])
+@pytest.mark.parametrize("kind", ["gpu", "gpu in a recording", "cpu"])
 def test_too_little_memory_is_one_sentence_with_the_remedy(kind, monkeypatch, capfd):
     def train(c, at_end):
         if kind == "cpu":
             torch.empty(2**50)
-        if kind == "numpy":
-            np.ones(2**50)
         if kind == "gpu":
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. And much more.")
-        if kind == "gpu in a recording":  # whose end fails, too, and hides the first error
-            try:
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB. And much more.")
-            finally:
-                raise RuntimeError("capturing stream has unjoined work")
-        raise RuntimeError("CUDA error: out of memory\nAnd much more.")
+        try:  # in a recording, whose end fails, too, and hides the first error
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB. And much more.")
+        finally:
+            raise RuntimeError("capturing stream has unjoined work")
 
     monkeypatch.setattr(t, "train", train)
     sentence = refused(capfd, arguments())
-    said = {"cpu": "can't allocate memory: you tried", "numpy": "Unable to allocate 8.00 PiB",
-            "gpu": "CUDA out of memory. Tried to allocate 2 GiB;",
-            "gpu in a recording": "CUDA out of memory. Tried to allocate 3 GiB;", "gpu without details": "CUDA error: out of memory;"}
+    said = {"cpu": "can't allocate memory: you tried", "gpu": "CUDA out of memory. Tried to allocate 2 GiB;",
+            "gpu in a recording": "CUDA out of memory. Tried to allocate 3 GiB;"}
     assert said[kind] in sentence
     assert "enforce fail" not in sentence and "much more" not in sentence and "--micro_tokens" in sentence
 
 
 # ---------------------------------------------------------------------------------------------------- configuration
-
-
-def test_help_lists_every_key_with_its_meaning_and_default(capsys):
-    with pytest.raises(SystemExit) as end:
-        t.main(["--help"])
-    text = " ".join(capsys.readouterr().out.split())
-    assert end.value.code == 0
-    for f in dataclasses.fields(t.Config):
-        assert f"--{f.name} " in text and f.metadata["meaning"] in text and len(f.metadata["meaning"]) > 10
 
 
 def test_help_shows_the_preset_that_the_device_would_have(capsys, monkeypatch):
@@ -354,13 +308,6 @@ def test_the_defaults_are_the_record_and_the_presets_are_laid_over_them(monkeypa
     for name, values in t.PRESETS.items():
         laid_over = dataclasses.asdict(t.Config()) | values | {"preset": name} | t.ON_CPU
         assert dataclasses.asdict(t.parse_config([f"--preset={name}"])) == laid_over
-
-
-def test_a_given_value_overrides_the_preset_wherever_it_stands():
-    for args in (["--preset=laptop", "--num_heads=1"], ["--num_heads=1", "--preset=laptop"]):
-        assert t.parse_config(args).num_heads == 1
-    default = t.Config().num_heads  # also where it is the value that the record has
-    assert t.parse_config(["--preset=laptop", f"--num_heads={default}", "--head_dim=16"]).num_heads == default
 
 
 # ---------------------------------------------------------------------------------------------------- no target

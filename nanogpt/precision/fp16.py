@@ -1,12 +1,11 @@
 """fp16 with a loss scale that adapts itself: --precision=fp16. GPUs that have no bf16 also need
 --compile=false, because validation and some sums are in bf16.
 
-Why it works. fp16 and bf16 both have 16 bits. bf16 spends eight of them on the exponent, as float32
-does. fp16 spends only five, so its magnitudes reach from 6e-8 to 65504. Weights and activations
-fit, but many gradients are smaller than 6e-8 and would become 0. If the loss is multiplied by S, so
-are all of its gradients. So the loss is multiplied by S before the backward pass, and the summed
-gradients are divided by S before the optimizer sees them. S is a power of two, and multiplying by
-one is exact: where nothing over- or underflows, it changes no bit of the training.
+Why it works. The magnitudes of fp16 reach from 6e-8 to 65504. Weights and activations fit, but many
+gradients are smaller than 6e-8 and would become 0. So the loss, and with it all of its gradients,
+is multiplied by S before the backward pass, and the summed gradients are divided by S before the
+optimizer sees them. S is a power of two, and multiplying by one is exact: where nothing over- or
+underflows, it changes no bit of the training.
 
 How S is found (the rule of jmp, a JAX library). S starts at 2^15. If some gradient is infinite or
 NaN, S was too large: the step is skipped, S is halved, and no weight remembers that step. After
@@ -36,16 +35,6 @@ from nanogpt.ranks import rank_and_world_size
 FIRST_SCALE = 2.0**15
 LARGEST_SCALE = 2.0**127  # the largest power of two in float32
 GOOD_STEPS_TO_GROW = 2000  # even: with head_every_second the scale stays the same for two steps
-
-
-def next_loss_scale(scale: float, good_steps: int, finite: bool) -> tuple[float, int]:
-    """The loss scale and the number of good steps in a row after a step, given those before it and
-    whether its gradients were finite."""
-    if not finite:
-        return max(scale / 2, 1.0), 0
-    if good_steps + 1 == GOOD_STEPS_TO_GROW:
-        return min(2 * scale, LARGEST_SCALE), 0
-    return scale, good_steps + 1
 
 
 class LossScaling(Recipe):
@@ -78,10 +67,14 @@ class LossScaling(Recipe):
         finite = overflow.item() == 0
 
         self.unscale_factor = self.tokens / self.scale  # the scale that these gradients have
-        scale, self.good_steps = next_loss_scale(self.scale, self.good_steps, finite)
-        self.set_scale(scale)
+        self.good_steps += 1
         if not finite:
             self.skipped_steps += 1
+            self.good_steps = 0
+            self.set_scale(max(self.scale / 2, 1.0))
+        elif self.good_steps == GOOD_STEPS_TO_GROW:
+            self.good_steps = 0
+            self.set_scale(min(2 * self.scale, LARGEST_SCALE))
         return finite
 
     def unscale(self, gradient: Tensor) -> Tensor:

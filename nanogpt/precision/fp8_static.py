@@ -19,8 +19,7 @@ from nanogpt.precision.recipe import Products
 # Constant scales of a projection's input, of the weights, and of the gradient of a loss that is a
 # sum over tokens. They are powers of two, so that only rounding loses something. Weights up to 7
 # and gradients up to 14 fit; larger ones are clamped. 448 / 16 is just above sqrt(768), the largest
-# a normalised input can be; in a wider model a vector would be clamped if a large part of its
-# length were in one channel. The squares between the MLP's two products were near 10 in an earlier
+# a normalised input can be. The squares between the MLP's two products were near 10 in an earlier
 # model, but up to 12,700 on the first token of a document, and must not be clamped there. (No row
 # of PRECISIONS gives "fp8-static" to `o`; its scale is for rows of your own.)
 INPUT_SCALES = {"qkv": 1 / 16, "o": 1 / 4, "up": 1 / 16, "down": 64.0}

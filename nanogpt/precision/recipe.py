@@ -67,8 +67,7 @@ class Recipe:
 
     def gradients_are_finite(self, summed: Callable[[], list[Tensor]]) -> bool:
         """Whether to keep this step. `summed` waits for the summed gradients that this rank will
-        use, and returns them. This is called once in a step, before any `unscale`. A collective:
-        all ranks get the same answer."""
+        use, and returns them. Called once in a step, before any `unscale`. A collective."""
         return True
 
     def unscale(self, gradient: Tensor) -> Tensor:
@@ -81,9 +80,8 @@ class Recipe:
         return False
 
     def weights_changed(self, names: Collection[str], masters: dict[str, Tensor]) -> int:
-        """Is called when the banks of these names have changed. `masters` has this rank's part of
-        each bank, in float32 or wider. Returns the size in bytes of what the ranks have gathered. A
-        collective."""
+        """Called when the banks of these names have changed. `masters` has this rank's part of each
+        bank, in float32 or wider. Returns how many bytes the ranks have gathered. A collective."""
         return 0
 
     def before_validation(self) -> None:
@@ -94,8 +92,7 @@ class Recipe:
         return ""
 
     def state(self) -> dict:
-        """What a save needs beside what `weights_changed` makes anew: numbers by name, the same on
-        all ranks."""
+        """What a save needs: numbers by name, the same on all ranks."""
         return {}
 
     def load_state(self, state: dict) -> None:
@@ -115,17 +112,15 @@ def plain_recipe(c) -> str:
 
 
 def is_native(recipe_name: str, device: torch.device) -> bool:
-    """Whether the device itself has the products of this recipe. Of a CPU that is assumed for bf16
-    and fp16, too. The products of GPUs that have nvfp4 (Blackwell) were never tried, so it is
-    emulated everywhere."""
+    """Whether the device itself has the products of this recipe. Of a CPU that is assumed for bf16.
+    GPUs that have nvfp4 (Blackwell) were never tried, so it is always emulated."""
     if recipe_name == "nvfp4":
         return False
     if recipe_name in ("fp8", "fp8-static"):
         return kernels.has_fp8(device)
-    if device.type != "cuda" or torch.version.hip or recipe_name in ("fp32", "fp64"):
-        return True
-    needed = {"bf16": (8, 0), "fp16": (7, 0)}
-    return torch.cuda.get_device_capability(device) >= needed[recipe_name]
+    if recipe_name == "bf16" and device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return True
 
 
 def choose(c, wanted: dict[str, str], device: torch.device) -> dict[str, str]:
