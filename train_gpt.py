@@ -195,14 +195,14 @@ class Config(RunConfig):
         0.0, "time constant of a moving average of all weights but those of tables, as a part of "
         "the steps; the last validation has the weights half-way between it and the last ones, "
         "and so have the kept weights if it is the best one. 0: none")
-    table_lr: float = key(0.6, "learning rate for value and n-gram embeddings")
+    table_lr: float = key(0.12, "learning rate for value and n-gram embeddings")
     scalar_lr: float = key(0.04, "Adam's learning rate for the scalars and `length_vectors`")
     longest_ngram: int = key(
         3, "for each n from 2 to this, the last n tokens look up a row of a table of n-grams; also "
         "the most tokens by which a match in the document is looked for",
         least=2)
     ngram_rows: int = key(
-        4_024_320, "rows of that table, for all lengths; n-grams whose hashes have the same "
+        16_777_216, "rows of that table, for all lengths; n-grams whose hashes have the same "
         "remainder share one. 0: no n-grams",
         least=0)
     ngram_part: float = key(
@@ -281,7 +281,7 @@ PRESETS: dict[str, dict] = {
         schedule="gpt2", num_steps=3200, batch_tokens=131_072, seq_len=1024,
         target_loss=0.0),
     "speedrun": dict(
-        recall_rows=1_073_741_824, head_every_second=True,
+        ngram_rows=33_554_432, recall_rows=1_073_741_824, head_every_second=True,
         # Averages make up for learning rates that stay high to the end (record 92).
         average_frac=0.06, cooldown_frac=0.8, lr_floor=0.3),
     "onepass": dict(
