@@ -23,7 +23,6 @@ In comments R is the number of rows of a table, and `share` the number of column
 The last columns are padded if the width is no multiple of the number of ranks.
 """
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -50,34 +49,31 @@ class Table(NamedTuple):
     index: str  # which row numbers it is looked up at: "tokens", or a name of its own
 
 
-class Numbering(NamedTuple):
-    """Numbers the used rows of one index 1, 2, 3, ... in their order: if this rank has used rows 2
-    and 5, own[2] is 1 and own[5] is 2. Entries of unused rows mean nothing. With several ranks,
-    `counts` ends with one more part, of the rows that any of them has used."""
-    counts: Tensor  # (parts * R,) int32, how many used rows up to this one, part after part
-    own: Tensor  # (R,), the same of this rank alone; of a used row it is the row's number
-    of_all: Tensor  # (R,), the same of all ranks together
-    ends: Tensor  # the last count of each part: used rows of that rank and of all before it
+class Sorted(NamedTuple):
+    """The rows of one index that the ranks look up in a step, each rank's in ascending order, and
+    then those of all ranks together: (2 * ranks * lookups,). A row that is looked up several times
+    stands there as often, side by side."""
+    rows: Tensor
+    numbers: Tensor  # 0, 1, 2, ... of the different ones; equal ones have the same number
+    ends: Tensor  # the last number of each rank, and the last one of all, each plus 1
 
 
-def number_rows(rank: int, *is_used: Tensor) -> list[Numbering]:
-    """is_used (ranks, R) of each index, 1 for each row that a rank has used, else 0."""
+def sort_rows(*of_indices: Tensor) -> list[Sorted]:
+    """of_indices: (ranks, lookups) of each index."""
     found = []
-    for flags in is_used:
-        if len(flags) > 1:
-            flags = torch.cat((flags, flags.amax(0, keepdim=True)))
-        # One long sum: many sums of a row each would take the GPU longer.
-        counts = flags.flatten().cumsum(0, dtype=torch.int32).view(flags.shape)
-        ends = counts[:, -1]
-        begins = F.pad(ends[:-1], (1, 0))
-        own, of_all = counts[rank] - begins[rank], counts[-1] - begins[-1]
-        found.append(Numbering(counts.flatten(), own, of_all, ends))
+    for of_ranks in of_indices:
+        rows = torch.cat((of_ranks.sort(1).values.flatten(), of_ranks.flatten().sort().values))
+        is_new = F.pad(rows[1:] != rows[:-1], (1, 0), value=True)
+        is_new[:: of_ranks.size(1)][: len(of_ranks) + 1] = True  # where a rank begins, and all
+        numbers = is_new.cumsum(0) - 1
+        lasts = [*range(of_ranks.size(1), of_ranks.numel() + 1, of_ranks.size(1)), len(rows)]
+        ends = torch.stack([numbers[last - 1] for last in lasts]) + 1
+        found.append(Sorted(rows, numbers, ends))
     return found
 
 
 class UsedRows(NamedTuple):
     """The rows of one index that this step uses."""
-    numbering: Numbering
     own: Tensor  # (own rows,) that this rank has looked up, ascending
     of_all: Tensor  # (n,) that any rank has looked up, ascending
     of_ranks: Tensor  # (lines,) those of each rank, one rank after the other
@@ -112,8 +108,8 @@ class Tables:
         """Forgets a step that was begun, without an update."""
         self.batch = []  # of each micro-batch, the rows of each index, (lookups,)
         self.added = 0  # micro-batches whose gradients are in `totals`
-        self.numberings = {}  # of each index
-        self.ends = None  # (indices, parts) on the CPU, those of the numberings
+        self.sorted = {}  # of each index
+        self.ends = None  # (indices, ranks + 1) on the CPU, those of `sorted`
         self.ends_arrived = None  # the event after which they are there
         self.used = {}  # UsedRows of each index
         # Sums of gradients of the own rows: (ranks, own rows, share) of each table, and with the
@@ -142,34 +138,26 @@ class Tables:
             own = [torch.cat([rows[name] for rows in batch]) for name in self.sizes]
             of_ranks = gathered(torch.cat(own)).view(self.world_size, -1)
             of_indices = of_ranks.split([len(rows) for rows in own], 1)
-            is_used = []
-            for size, rows in zip(self.sizes.values(), of_indices):
-                flags = rows.new_zeros(self.world_size, size, dtype=torch.uint8)
-                is_used.append(flags.scatter_(1, rows, 1))
-            found = self.call("rows", partial(number_rows, self.rank), tuple(is_used))
-            self.numberings = dict(zip(self.sizes, found))
+            found = self.call("rows", sort_rows, of_indices)
+            self.sorted = dict(zip(self.sizes, found))
             self.ends, self.ends_arrived = to_host(
-                torch.stack([numbering.ends for numbering in found]))
+                torch.stack([rows.ends for rows in found]))
 
     def find_used(self) -> None:
         """Waits for the numbers of used rows, and makes room for the sums of their gradients."""
         if self.ends_arrived is not None:
             self.ends_arrived.synchronize()
         with self.side_stream.on():
-            for (name, size), ends in zip(self.sizes.items(), self.ends.tolist()):
-                numbering = self.numberings[name]
-                counts = [end - begin for begin, end in zip([0, *ends], ends)]
-                # The k-th used row is where the count becomes k. With nonzero() the CPU would have
-                # to wait until the GPU knows how many there are.
-                numbers = torch.arange(
-                    1, ends[-1] + 1, dtype=torch.int32, device=numbering.own.device)
-                rows = torch.searchsorted(numbering.counts, numbers) % size
-                parts = rows.split(counts)
-                lines = counts[: self.world_size]
+            for (name, found), ends in zip(self.sorted.items(), self.ends.tolist()):
+                # Each row to the place of its number. With unique() the CPU would have to wait
+                # until the GPU knows how many there are.
+                rows = found.rows.new_empty(ends[-1]).scatter_(0, found.numbers, found.rows)
+                lines = [end - begin for begin, end in zip([0, *ends], ends[:-1])]
+                *parts, of_all = rows.split([*lines, ends[-1] - ends[-2]])
                 # A copy, because Triton would compile its kernels once more for a tensor that does
                 # not begin at a multiple of 16 bytes.
                 self.used[name] = UsedRows(
-                    numbering, parts[self.rank], parts[-1].clone(), rows[: sum(lines)], lines)
+                    parts[self.rank], of_all.clone(), rows[: ends[-2]], lines)
             for name, table in self.tables.items():
                 rows = len(self.used[table.index].own)
                 self.totals[name] = self.new_total(table, self.world_size, rows)
@@ -199,9 +187,9 @@ class Tables:
                     wide = torch.promote_types(gradient.dtype, torch.float32)
                     self.totals[name] = gradient.new_zeros(
                         1, len(self.used[index].own), gradient.size(1), dtype=wide)
-                sum_rows(self.totals[name], self.numberings[index].own, self.batch[i][index],
-                         gradient)
-                self.side_stream.keep(gradient)  # the rows are kept in `batch`
+                places = torch.searchsorted(self.used[index].own, self.batch[i][index])
+                sum_rows(self.totals[name], places, gradient)
+                self.side_stream.keep(gradient)
         self.added += 1
         if self.added == len(self.batch):
             self.send()
@@ -291,7 +279,7 @@ class Tables:
         used = self.used[table.index]
         total = self.new_total(table, 1, len(used.of_all))
         transfer.wait()
-        sum_rows(total, used.numbering.of_all, used.of_ranks, unscale(arrived))
+        sum_rows(total, torch.searchsorted(used.of_all, used.of_ranks), unscale(arrived))
         return total[0]
 
     def hand_out(self, part: Tensor) -> tuple:
@@ -348,8 +336,7 @@ if triton is not None:
     @triton.jit(do_not_specialize=["n", "lookups"])
     def sum_rows_kernel(
         total_ptr,  # (ranks, n, share)
-        places_ptr,  # (R,)
-        rows_ptr,  # (lookups,)
+        places_ptr,  # (lookups,)
         gradient_ptr,  # (lookups, width)
         n,
         lookups,
@@ -360,8 +347,7 @@ if triton is not None:
     ):
         """Adds the gradients of looked-up rows to their lines of the total."""
         line, column, inside = tile_of_lines(lookups, width, LINES, COLUMNS)
-        row = tl.load(rows_ptr + line, mask=line < lookups)
-        place = tl.load(places_ptr + row, mask=line < lookups).to(tl.int64) - 1
+        place = tl.load(places_ptr + line, mask=line < lookups)
         gradient = tl.load(gradient_ptr + line * width + column, mask=inside)
         gradient = gradient.to(total_ptr.dtype.element_ty)
         rank = column // share
@@ -424,23 +410,20 @@ if triton is not None:
         tl.store(bank_ptr + row * width + column, part, mask=inside)
 
 
-def sum_rows(total: Tensor, places: Tensor, rows: Tensor, gradient: Tensor) -> None:
-    """Adds the gradient (lookups, width) of rows (lookups,) to total (ranks, n, share), in place.
-
-    `total` has one line for each of the n used rows of the table. places (R,) says which: row r has
-    line places[r] - 1.
-    """
+def sum_rows(total: Tensor, places: Tensor, gradient: Tensor) -> None:
+    """Adds the gradient (lookups, width) to the lines places (lookups,) of total (ranks, n, share),
+    in place. The columns are dealt out over the ranks."""
     ranks, n, share = total.shape
     width = gradient.size(1)
     if total.is_cuda:
         grid, tile = line_tiles(*gradient.shape)
         sum_rows_kernel[grid](
-            total, places, rows, gradient.contiguous(), n, len(rows), width, share, *tile
+            total, places, gradient.contiguous(), n, len(places), width, share, *tile
         )
         return
     padding = ranks * share - width
     gradient = F.pad(gradient.to(total.dtype), (0, padding)).view(-1, ranks, share)
-    total.index_add_(1, places[rows] - 1, gradient.transpose(0, 1))
+    total.index_add_(1, places, gradient.transpose(0, 1))
 
 
 def update_rows(gradient: Tensor, rows: Tensor, root: Tensor, bank: Tensor, rank: int,
