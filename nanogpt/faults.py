@@ -1,5 +1,6 @@
 """How an error ends a run: what the user can mend is one sentence and exit status 2."""
 import os
+import re
 import sys
 import time
 import traceback
@@ -15,7 +16,9 @@ from nanogpt.process import Stop
 from nanogpt.ranks import BadInput, SharedFault, all_ranks, require
 from records.console import complain
 
-LACK_OF_MEMORY = ("DefaultCPUAllocator", "out of memory", "ALLOC_FAILED")  # the last of cuBLAS
+LACK_OF_MEMORY = re.compile(
+    r"CUDA out of memory\. Tried to allocate \S+ \S+(?=\.)|can't allocate memory: you tried to "
+    r"allocate \d+ bytes|out of memory|ALLOC_FAILED")  # the last of cuBLAS
 
 
 def run(train: Callable[[ExitStack], int], stop: Stop) -> int:
@@ -63,14 +66,11 @@ def lack_of_memory(error: BaseException | None) -> str:
     for; empty if something else is wrong. If memory ends while a CUDA graph is recorded, the end of
     the recording fails, too, and the error about memory is the __context__ of that."""
     while error is not None:
-        text = str(error)
-        if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(
-                said in text for said in LACK_OF_MEMORY):
-            before, _, after = text.partition("DefaultCPUAllocator: ")
-            first, *others = (after or before or "out of memory").split("\n")[0].split(". ")
-            if first == "CUDA out of memory" and others:
-                return f"{first}. {others[0]}"
-            return first
+        found = LACK_OF_MEMORY.search(str(error))
+        if found:
+            return found[0]
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+            return str(error).partition("\n")[0] or "out of memory"
         error = error.__context__
     return ""
 
