@@ -110,16 +110,11 @@ class FP8Products(Products):
 
 
 class Site(NamedTuple):
-    """Where the weight of a product is: so many rows of a bank, which is a stack of matrices of one
-    shape. A row of a bank is an entry of its first dimension: a whole matrix in mlp and qkvo, one
-    vector in lm_head."""
+    """Where the weight of a product is: some rows of a bank. A row is an entry of the bank's first
+    dimension: a whole matrix in mlp and qkvo, one vector in lm_head."""
     bank: str  # its name
-    first_row: int
-    num_rows: int
+    rows: slice
     transposed: bool = False  # whether the bank has the weight as (K, N)
-
-    def rows(self) -> slice:
-        return slice(self.first_row, self.first_row + self.num_rows)
 
 
 class FP8(Recipe):
@@ -149,8 +144,8 @@ class FP8(Recipe):
                 bank = self.banks[name] = banks[name].detach()
                 self.weight_bytes[name] = torch.zeros_like(bank, dtype=torch.uint8)
                 self.site_of_row[name] = torch.full((len(bank),), len(sites), device=device)
-            self.site_of_row[name][site.rows()] = number
-            weight_bytes = self.weight_bytes[name][site.rows()].flatten(0, -2)
+            self.site_of_row[name][site.rows] = number
+            weight_bytes = self.weight_bytes[name][site.rows].flatten(0, -2)
             self.products[key] = FP8Products(
                 weight_bytes.t() if site.transposed else weight_bytes,
                 self.scales[number, 0], kernels.has_fp8(device))

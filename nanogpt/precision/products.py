@@ -46,14 +46,13 @@ class Precision:
         self.head = self.products_of(c.num_layers, "lm_head")
 
     def fp8_sites(self, c) -> dict[tuple[int, str], Site]:
-        """For each product of the recipe fp8 its weight: its bank (train_gpt.py, section 4), the
-        first entry there, and how many entries it multiplies by."""
-        sites = {("lm_head", c.num_layers): Site("lm_head", 0, c.vocab_size)}
-        for layer in range(c.num_layers):
-            sites["qkv", layer] = Site("qkvo", 4 * layer, 3)
-            sites["o", layer] = Site("qkvo", 4 * layer + 3, 1, transposed=True)
-            sites["up", layer] = Site("mlp", 2 * layer, 1, transposed=True)
-            sites["down", layer] = Site("mlp", 2 * layer + 1, 1)
+        """Where the weights of the recipe fp8 are (train_gpt.py, section 4)."""
+        sites = {("lm_head", c.num_layers): Site("lm_head", slice(c.vocab_size))}
+        for i in range(c.num_layers):
+            sites["qkv", i] = Site("qkvo", slice(4 * i, 4 * i + 3))
+            sites["o", i] = Site("qkvo", slice(4 * i + 3, 4 * i + 4), transposed=True)
+            sites["up", i] = Site("mlp", slice(2 * i, 2 * i + 1), transposed=True)
+            sites["down", i] = Site("mlp", slice(2 * i + 1, 2 * i + 2))
         return {key: site for key, site in sites.items() if self.recipe_names[key[0]] == "fp8"}
 
     def products_of(self, layer: int, projection: str) -> Products:
