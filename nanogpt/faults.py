@@ -24,11 +24,8 @@ LACK_OF_MEMORY = re.compile(
 def run(train: Callable[[ExitStack], int], stop: Stop) -> int:
     """Returns the status that `train` returns, 1 after a crash, or 2 if the user can mend what went
     wrong. On an error, what `train` has pushed to its argument is done first: it writes a note to
-    the log. One of several ranks then ends at once, and torchrun ends the others.
-
-    A rank that survives another one saves nothing, as a save takes all ranks. On CPUs its next
-    collective fails at once. On GPUs it waits in it, until torchrun kills it or the two minutes of
-    ranks.limit_waiting are over."""
+    the log. One of several ranks then ends at once, and torchrun ends the others. These save
+    nothing, as a save takes all ranks."""
     several = int(os.environ.get("WORLD_SIZE", 1)) > 1
     try:
         with ExitStack() as at_end:
@@ -88,9 +85,6 @@ def say(sentence: str, error: Exception, stop: Stop) -> None:
     complain(f"train_gpt.py: {sentence}")
 
 
-# --------------------------------------------------------------------------------------------------
-# Numbers that are not finite
-#
 # A loss that is infinite or NaN spoils every weight in its step, and the CPU hears of it a step
 # later. So where it began can be named only if some weights are still finite.
 

@@ -113,10 +113,6 @@ def try_folder(folder: Path, option: str) -> None:
                        f"{option}") from None
 
 
-# ------------------------------------------------------------------------------------------------
-# Whether the shards suit the run
-
-
 def check_kind(path: Path, vocab_size: int, preset: str) -> None:
     """Raises ShardError unless the tokens of a shard are of the kind that the model reads."""
     kinds = {True: "bytes", False: "GPT-2's tokens"}

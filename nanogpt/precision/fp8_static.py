@@ -1,8 +1,7 @@
 """FP8 with constant scales: the recipe of the default run (record 21).
 
 Where numbers lie is known beforehand for the inputs of most products: they come from normalised
-vectors, so that |x| is at most sqrt(D), or are the squared results of a product of such inputs. So
-nobody needs to measure them.
+vectors, so that |x| is at most sqrt(D), or are the squared results of a product of such inputs.
 
 The FP8 units want both operands contiguous along the dimension that is summed. Each of x, w and dy
 is used in two products, which sum along different dimensions, so it is stored as it is and
