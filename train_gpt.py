@@ -422,7 +422,7 @@ def default_preset(device: str | None = None) -> str:
 #
 # A "recipe" is a way to compute these products, forward and backward: in the model's dtype ("bf16"
 # and others), or with narrow numbers. A "precision" is a recipe for each of the five. The model
-# knows neither: it calls the methods of `Products` (nanogpt/precision/products.py).
+# knows neither: it calls the methods of `Products` (nanogpt/precision/recipe.py).
 
 PRECISIONS: dict[str, tuple[str, ...]] = {  # recipes of qkv, o, up, down and lm_head
     "bf16": ("bf16",) * 5,
