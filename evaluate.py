@@ -28,7 +28,8 @@ import math
 import signal
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -60,6 +61,7 @@ from nanogpt.ranks import require
 LOGITS_AT_A_TIME = 2048  # tokens: their logits over 50,304 tokens take 0.4 GB in float32
 ENDINGS_AT_A_TIME = 32  # in one sequence: a few thousand tokens
 CPU_TOKENS = 16_384  # most tokens of a sequence on a CPU: keys and values are copied there
+progress = partial(tqdm, unit=" sequences", leave=False, disable=None)  # a bar on a terminal
 
 
 @torch.no_grad()
@@ -87,11 +89,6 @@ def score_stream(model: nn.Module, tokens: np.ndarray, seq_len: int) -> np.ndarr
         piece = tokens[begin : begin + seq_len + 1]
         results.append(score(model, piece[:-1], piece[1:]))
     return np.concatenate(results)
-
-
-def progress(sequences: Sequence) -> Iterable:
-    """The same sequences; a terminal shows how many of them are done."""
-    return tqdm(sequences, unit=" sequences", leave=False, disable=None)
 
 
 class Ending(NamedTuple):
@@ -236,8 +233,8 @@ def load_model(path: str, device: torch.device) -> Model:
 
 
 def read_text(options: argparse.Namespace, models: list[Model]) -> tuple[str, list[np.ndarray]]:
-    """What --text means: its name, and the tokens (n + 1,) of each model. Raises BadInput,
-    ShardError or PrepareError if there are none."""
+    """What --text means: its name, and the tokens (n + 1,) of each model. Raises BadInput if there
+    are none."""
     config = models[0].gpt.config
     folder, pattern = config.data_dir, config.val_files
     if options.text is not None:
@@ -262,14 +259,13 @@ def tokens_of_documents(documents: list[str], model: Model) -> np.ndarray:
 
 
 def tokens_of_shards(paths: list[Path], model: Model) -> np.ndarray:
-    """Raises BadInput if the shards hold tokens of another kind than the model's, and ShardError if
-    one is damaged."""
+    """Raises BadInput if the shards hold tokens of another kind than the model's, or one is
+    damaged."""
     config = model.gpt.config
     kind = shards.kind_of_tokens(paths[0])
     require(model.kind == kind, f"{paths[0]} holds tokens of the kind {kind}, and {model.path} "
             f"reads {model.kind}; name a text file with --text")
     tokens = np.concatenate([shards.read_shard(path, config.vocab_size).tokens for path in paths])
-    require(len(tokens) > 1, f"{paths[0]} holds no token to predict; name a longer text")
     return tokens[: config.val_tokens + 1].astype(np.int64)
 
 
@@ -361,8 +357,7 @@ def evaluate(argv: list[str]) -> None:
 
 
 def main(argv: list[str]) -> int:
-    errors = shards.ShardError, texts.PrepareError, hellaswag.ItemsError
-    return sample.end_in_order("evaluate.py", lambda: evaluate(argv), errors)
+    return sample.end_in_order("evaluate.py", lambda: evaluate(argv))
 
 
 if __name__ == "__main__":

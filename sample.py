@@ -17,7 +17,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 
-from data import gpt2, packages
+from data import BadInput, gpt2, harmless, packages
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it at once, without a traceback
@@ -28,10 +28,9 @@ from torch import Tensor
 
 from data.prepare import bytes_of, token_to_byte
 from data.shards import SEPARATOR, reads_bytes
-from data.texts import harmless
 from nanogpt import faults, fitting
 from nanogpt.masks import BLOCK_SIZE
-from nanogpt.ranks import BadInput, is_rank_0, require
+from nanogpt.ranks import is_rank_0, require
 from records.console import complain, discard_output, prepare_output
 
 # --------------------------------------------------------------------------------------------------
@@ -93,14 +92,11 @@ def generate(model, tokens: list[int], count: int, temperature: float, top_k: in
 def codec(vocab_size: int) -> tuple[Callable[[str], list[int]], Callable[[int], bytes]]:
     """Two functions, from a text to its tokens and from a token to its bytes: tokens are bytes for
     a small vocabulary, otherwise GPT-2's byte-pair encoding. Tokens that begin a document or pad
-    the vocabulary have no text."""
+    the vocabulary have no text. Raises BadInput if GPT-2's cannot be had."""
     if reads_bytes(vocab_size):
         return (lambda text: bytes_of(text).tolist(),
                 lambda token: token_to_byte[token : token + 1].tobytes())
-    try:
-        vocabulary = gpt2.load()
-    except gpt2.VocabularyError as error:
-        raise BadInput(str(error)) from None
+    vocabulary = gpt2.load()
 
     def gpt2_bytes(token: int) -> bytes:
         return vocabulary.decode_single_token_bytes(token) if token < SEPARATOR else b""
@@ -237,9 +233,9 @@ def continue_texts(options: argparse.Namespace) -> None:
                   "tokens", file=sys.stderr)
 
 
-def end_in_order(program: str, work: Callable[[], None], errors: tuple = ()) -> int:
+def end_in_order(program: str, work: Callable[[], None]) -> int:
     """Does the work. Exit status: 0, or with one sentence 2 for bad input, a full disk or too
-    little memory. `errors` are further ones whose message is a sentence."""
+    little memory."""
     prepare_output()
     try:
         work()
@@ -248,7 +244,7 @@ def end_in_order(program: str, work: Callable[[], None], errors: tuple = ()) -> 
     except BrokenPipeError:  # as in `| head -1`
         discard_output(sys.stdout)
         return 0
-    except (BadInput, *errors) as error:
+    except BadInput as error:
         sentence = str(error)
     except OSError as error:
         discard_output(sys.stdout)

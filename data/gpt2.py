@@ -1,13 +1,11 @@
 """GPT-2's tokens, by tiktoken, which fetches their vocabulary once."""
 import threading
 
-
-class VocabularyError(Exception):
-    """tiktoken cannot load the vocabulary. The message says why, and what to do."""
+from data import BadInput
 
 
 def load(seconds=30):
-    """tiktoken's Encoding. Raises VocabularyError.
+    """tiktoken's Encoding. Raises BadInput.
 
     tiktoken would wait for a silent network without end. So a thread loads it, and if that takes
     longer than `seconds`, it is left behind.
@@ -26,6 +24,6 @@ def load(seconds=30):
     thread.start()
     thread.join(seconds)
     if not result:
-        raise VocabularyError(f"tiktoken cannot load GPT-2's vocabulary ({faults[0]}); run once "
+        raise BadInput(f"tiktoken cannot load GPT-2's vocabulary ({faults[0]}); run once "
                               "with a network, or set TIKTOKEN_CACHE_DIR to a folder that has it")
     return result[0]

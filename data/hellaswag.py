@@ -15,14 +15,12 @@ import urllib.request
 from pathlib import Path
 from typing import NamedTuple
 
+from data import BadInput
+
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 SHA256 = "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588"
 PATH = Path(__file__).resolve().parent / "hellaswag_val.jsonl"
 NUM_ENDINGS = 4
-
-
-class ItemsError(ValueError):
-    """Items that cannot be had. The message is one sentence: what is wrong, where, the remedy."""
 
 
 class Item(NamedTuple):
@@ -32,20 +30,20 @@ class Item(NamedTuple):
 
 
 def read_items(path):
-    """The items of a file, a list of Item. Raises ItemsError if it has none, or if a line is not an
+    """The items of a file, a list of Item. Raises BadInput if it has none, or if a line is not an
     item, and names the line."""
     try:
         lines = Path(path).read_bytes().splitlines()
     except OSError as error:
-        raise ItemsError(f"{path} cannot be read ({error.strerror}); check the path") from None
+        raise BadInput(f"{path} cannot be read ({error.strerror}); check the path") from None
     items = [parse_item(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
     if not items:
-        raise ItemsError(f"{path} holds no items; delete it to fetch it anew, or name another file")
+        raise BadInput(f"{path} holds no items; delete it to fetch it anew, or name another file")
     return items
 
 
 def parse_item(line, place):
-    """The Item of one line, bytes. `place` is what the sentence of an ItemsError begins with."""
+    """The Item of one line, bytes. `place` is what the sentence of a BadInput begins with."""
     try:
         entry = json.loads(line)
         item = Item(entry["ctx"], entry["endings"], int(entry["label"]))
@@ -53,13 +51,13 @@ def parse_item(line, place):
             return item
     except (ValueError, TypeError, KeyError):
         pass
-    raise ItemsError(f"{place} is not a JSON object with ctx, {NUM_ENDINGS} endings and a label "
+    raise BadInput(f"{place} is not a JSON object with ctx, {NUM_ENDINGS} endings and a label "
                      f"from 0 to {NUM_ENDINGS - 1}; take the validation split, as the test split "
                      "has no labels")
 
 
 def fetch(path=PATH, url=URL, sha256=SHA256):
-    """Make sure that the file is there, and return its path. Raises ItemsError."""
+    """Make sure that the file is there, and return its path. Raises BadInput."""
     if path.exists():
         return path
     try:
@@ -69,7 +67,7 @@ def fetch(path=PATH, url=URL, sha256=SHA256):
             raise OSError("it arrived damaged, or was changed: its sha256 is not the known one")
         path.write_bytes(content)
     except Exception as error:  # of the network, of HTTP, or of the disk
-        raise ItemsError(
+        raise BadInput(
             f"{path.name} could not be fetched ({error!r}); connect to the network and run it "
             f"again, or fetch {url} elsewhere and give its path") from error
     return path

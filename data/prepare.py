@@ -54,10 +54,9 @@ if __name__ == "__main__":
 import numpy as np
 from tqdm import tqdm
 
-from data import gpt2, texts
+from data import BadInput, gpt2, texts
 from data.python_docs import python_documents
 from data.shards import SEPARATOR, write_shard
-from data.texts import PrepareError
 from records.console import to_type
 
 DATA = Path(__file__).resolve().parent  # where the folder of a corpus is by default
@@ -95,7 +94,7 @@ def bytes_of(text):
 
 def choose_tokens(wanted, notes):
     """"gpt2" or "bytes", for a `wanted` that may also be "auto": bytes where no GPU is, or where
-    the vocabulary cannot be had. Adds the reason to the notes. Raises PrepareError if only "gpt2"
+    the vocabulary cannot be had. Adds the reason to the notes. Raises BadInput if only "gpt2"
     is wanted and cannot be had."""
     if wanted == "bytes":
         return "bytes"
@@ -107,9 +106,9 @@ def choose_tokens(wanted, notes):
             return "bytes"
     try:
         gpt2.load()
-    except gpt2.VocabularyError as error:
+    except BadInput as error:
         if wanted == "gpt2":
-            raise PrepareError(f"{error}, or give --tokens=bytes (for the presets laptop and char)"
+            raise BadInput(f"{error}, or give --tokens=bytes (for the presets laptop and char)"
                                ) from None
         notes.append(f"every byte becomes a token, as {error}, and then --tokens=gpt2")
         return "bytes"
@@ -121,7 +120,7 @@ def choose_tokens(wanted, notes):
 def write_corpus(documents, folder, name, use_bytes, source):
     """Encode the documents, shuffle them, split them, and write them to a folder as shards. Returns
     a dictionary with "train_tokens", "val_tokens", and the numbers of "documents" and of
-    "duplicates" among the input. Raises PrepareError, which speaks of `source`."""
+    "duplicates" among the input. Raises BadInput, which speaks of `source`."""
     distinct = {}
     duplicates = 0
     for tokens in encode_all((text for text in documents if text.strip()), use_bytes):
@@ -141,13 +140,13 @@ def write_corpus(documents, folder, name, use_bytes, source):
 
 def split_documents(documents, source):
     """Divide the shuffled documents, arrays of tokens, into a list for training and one for
-    validation, as the head of this file says. Raises PrepareError if there are too few tokens."""
+    validation, as the head of this file says. Raises BadInput if there are too few tokens."""
     total = sum(map(len, documents))
     if total == 0:
-        raise PrepareError(f"{source}: no text in it; name a file that has some")
+        raise BadInput(f"{source}: no text in it; name a file that has some")
     share = max(min(total // 20, MOST_VAL), LEAST_VAL)
     if total < share + LEAST_TRAIN:
-        raise PrepareError(f"{source}: {total:,} tokens of text are too few; at least "
+        raise BadInput(f"{source}: {total:,} tokens of text are too few; at least "
                            f"{LEAST_VAL + LEAST_TRAIN} are needed, so add text")
 
     ends = np.cumsum([len(document) for document in documents])
@@ -194,7 +193,7 @@ def default_folders(first_input):
 
 def place_of(args, wanted, say):
     """The folder for a corpus, and what its corpus.json says if it is there already, or None.
-    Raises PrepareError if --out has something else."""
+    Raises BadInput if --out has something else."""
     folders = [Path(args.out).resolve()] if args.out else default_folders(args.inputs[0])
     for folder in folders:
         if not folder.exists() or not any(folder.iterdir()):
@@ -206,7 +205,7 @@ def place_of(args, wanted, say):
         if wanted.items() <= record.items():
             return folder, record
         if args.out:
-            raise PrepareError(f"{args.out}: already there, and made of other files or with other "
+            raise BadInput(f"{args.out}: already there, and made of other files or with other "
                                "options; delete it, or choose another --out")
         say(f"prepare.py: {os.path.relpath(folder)} has another text or an older version of this "
             "one, or was made with other options; it stays, for runs that use it.")
@@ -214,7 +213,7 @@ def place_of(args, wanted, say):
 
 def make_corpus(args, say):
     """Make the corpus, unless it is there already. Returns its folder, what its corpus.json says,
-    and whether it is new. Raises PrepareError and OSError."""
+    and whether it is new. Raises BadInput and OSError."""
     wanted = {"options": {name: getattr(args, name)
                           for name in ("python_docs", "tokens", "key", "split", "split_blank")}}
     paths, notes = texts.find_sources(args.inputs, args.key)
@@ -289,7 +288,7 @@ def main(argv=None):
     start = time.perf_counter()
     try:
         folder, record, is_new = make_corpus(args, say)
-    except PrepareError as error:
+    except BadInput as error:
         fail(error)
     except OSError as error:
         fail(f"cannot write to {args.out or DATA} ({error.strerror}); make room there, or give "

@@ -25,6 +25,8 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
+from data import BadInput
+
 HEADER_BYTES = 1024
 MAGIC = 20240520
 VERSION = 1
@@ -34,8 +36,8 @@ SEPARATOR = 50256  # GPT-2's end-of-text token, the first token of every documen
 # 1. The format
 
 
-class ShardError(ValueError):
-    """Shards that cannot be used. The message is one sentence: what is wrong, where, the remedy."""
+class ShardError(BadInput):
+    """Shards that cannot be used."""
 
 
 AGAIN = "fetch or make it again (data/fineweb.py; data/prepare.py, when its folder is deleted)"

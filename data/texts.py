@@ -8,9 +8,10 @@ import json
 import os
 import re
 import shlex
-import unicodedata
 from collections import Counter
 from pathlib import Path
+
+from data import BadInput
 
 HEAD = 1 << 20  # bytes of a file in which zeros are looked for
 SUFFIXES = {  # of the files that are taken from a folder
@@ -40,23 +41,11 @@ FORMATS = [  # how a file begins, what it then is, and what to do instead
 ]
 
 
-def harmless(text):
-    """The text with question marks in place of control characters, but for ends of lines and tabs.
-
-    They could change how a terminal works, and names of files and what files hold may have them.
-    """
-    return "".join("?" if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text)
-
-
-class PrepareError(ValueError):
-    """The corpus cannot be made; the message is one sentence for the user."""
-
-
 # ---- which files ---------------------------------------------------------------------------------
 
 def find_sources(inputs, key="text"):
     """The files that `inputs` name or have in their folders, and sentences about those in folders
-    that are left out. Raises PrepareError."""
+    that are left out. Raises BadInput."""
     found = []
     notes = []
     for item in inputs:
@@ -65,14 +54,14 @@ def find_sources(inputs, key="text"):
         elif os.path.isfile(item):
             found.append(Path(item))
         else:
-            raise PrepareError(f"{item}: no such file or folder; check the path, and save what "
+            raise BadInput(f"{item}: no such file or folder; check the path, and save what "
                                "comes from the web or a pipe to a file first")
     return found, notes
 
 
 def search(top, key, notes):
     """The files of texts under a folder that are not hidden, sorted. What is left out is said in
-    `notes`. Raises PrepareError if there are none."""
+    `notes`. Raises BadInput if there are none."""
     found = []
     faults = []
     endings = Counter()
@@ -91,7 +80,7 @@ def search(top, key, notes):
         listed = ", ".join(f"{count} x {ending}" for ending, count in endings.most_common(8))
         notes.append(f"left out {len(faults):,} file(s) of {top} ({listed}), first {faults[0]}")
     if not found:
-        raise PrepareError(f"{top}: no text in this folder{f'; {notes[-1]}' if faults else ''}")
+        raise BadInput(f"{top}: no text in this folder{f'; {notes[-1]}' if faults else ''}")
     return found
 
 
@@ -100,7 +89,7 @@ def fault_of(path, key):
     read."""
     try:
         next(read_documents(path, key), None)
-    except PrepareError as error:
+    except BadInput as error:
         return str(error)
     return None
 
@@ -111,7 +100,7 @@ def read_documents(path, key="text", split_blank=None, split=None):
     """Yield the documents of one file as strings; some may be blank.
 
     A text is one document, or is split at `split_blank` or more blank lines, or at each `split`, a
-    string. Raises PrepareError.
+    string. Raises BadInput.
     """
     path = Path(path)
     try:
@@ -123,16 +112,16 @@ def read_documents(path, key="text", split_blank=None, split=None):
             else:
                 yield text
     except UnicodeError as error:
-        raise PrepareError(f"{path}: not text in UTF-8 ({error.reason}); convert it from the "
+        raise BadInput(f"{path}: not text in UTF-8 ({error.reason}); convert it from the "
                            "encoding that it was saved in, such as cp1252 of Windows in Western "
                            "Europe: iconv -f ENCODING -t utf-8 OLD > NEW") from error
     except OSError as error:
-        raise PrepareError(f"{path}: cannot be read ({error.strerror}); check the file and its "
+        raise BadInput(f"{path}: cannot be read ({error.strerror}); check the file and its "
                            "permissions") from error
 
 
 def read_texts(path, key):
-    """Yield the text of a file, or those of the objects in a file of JSON. Raises PrepareError,
+    """Yield the text of a file, or those of the objects in a file of JSON. Raises BadInput,
     UnicodeError and OSError."""
     suffix = path.suffix.lower()
     with open_text(path) as file:
@@ -151,44 +140,44 @@ def read_texts(path, key):
 
 def open_text(path):
     """Open a file of UTF-8 or, if it begins with the mark of that, of UTF-16. Ends of lines stay as
-    they are. Raises PrepareError if it is something else, and OSError."""
+    they are. Raises BadInput if it is something else, and OSError."""
     with open(path, "rb") as file:
         head = file.read(HEAD)
     for start, name, remedy in FORMATS:
         if head.startswith(start):
-            raise PrepareError(f"{path}: {name}, not text; {remedy}")
+            raise BadInput(f"{path}: {name}, not text; {remedy}")
     if path.suffix.lower() in TABLES:
-        raise PrepareError(f"{path}: a table, not text; {EXPORT}")
+        raise BadInput(f"{path}: a table, not text; {EXPORT}")
     is_utf16 = head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     if b"\0" in head and not is_utf16:
-        raise PrepareError(f"{path}: not text in UTF-8, as it holds zero bytes; name a text")
+        raise BadInput(f"{path}: not text in UTF-8, as it holds zero bytes; name a text")
     return open(path, encoding="utf-16" if is_utf16 else "utf-8-sig", newline="\n")
 
 
 def from_json(text, place, remedy):
-    """What a text of JSON stands for. Raises PrepareError, which names its place."""
+    """What a text of JSON stands for. Raises BadInput, which names its place."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise PrepareError(f"{place}: no JSON ({error}); {remedy}") from error
+        raise BadInput(f"{place}: no JSON ({error}); {remedy}") from error
 
 
 def text_of(entry, key, place):
-    """The text of a JSON object, or of a string. Raises PrepareError, which names its place."""
+    """The text of a JSON object, or of a string. Raises BadInput, which names its place."""
     if isinstance(entry, str):
         return entry
     if not isinstance(entry, dict):
-        raise PrepareError(f'{place}: not an object like {{"{key}": "..."}}; repair or remove it')
+        raise BadInput(f'{place}: not an object like {{"{key}": "..."}}; repair or remove it')
     if not isinstance(entry.get(key), str):
         keys = f"{', '.join(map(repr, entry)):.200}"
-        raise PrepareError(f'{place}: an object without a text "{key}", with the keys {keys}; name '
+        raise BadInput(f'{place}: an object without a text "{key}", with the keys {keys}; name '
                            "that of its text with --key, or repair it")
     return entry[key]
 
 
 def read_all(paths, options, markers):
     """Yield the documents of several files, read as `options` say (key, split_blank, split), and
-    count the MARKERS in them, as they may end documents. Raises PrepareError."""
+    count the MARKERS in them, as they may end documents. Raises BadInput."""
     for path in paths:
         for text in read_documents(path, options.key, options.split_blank, options.split):
             markers.update(MARKERS.findall(text))

@@ -11,14 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from data.texts import harmless
-
-
-class BadInput(Exception):
-    """Something the user can mend. It is shown as one sentence, without a traceback."""
-
-    def __init__(self, sentence: str):
-        super().__init__(harmless(sentence))
+from data import BadInput
 
 
 def require(condition, sentence: str) -> None:

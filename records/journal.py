@@ -32,7 +32,6 @@ PEAK_FLOPS = {  # of dense bf16 products per second, by the first of these in th
     "H100 NVL": 835e12,
     "H100": 989e12,
     "H200": 989e12,
-    "GH200": 989e12,
     "B200": 2250e12,
     "A100": 312e12,
     "4090": 165e12,
@@ -241,8 +240,8 @@ def sha256(content: bytes) -> str:
 def describe_run(source: bytes, files: list[dict], script: str) -> dict:
     """The fact `run`: which run of which code this is. `source` is that of the script, which lies
     at this path; `files` are those of `project_files`. That of rank 0 is the one for the log: other
-    ranks have another id, and do not ask git. Raises BadInput for a script without a last newline,
-    which could not be found again in the log."""
+    ranks have another id. Raises BadInput for a script without a last newline, which could not be
+    found again in the log."""
     require(source.endswith(b"\n"), f"{script}: end the last line with a newline")
     commit = output_of("git", "rev-parse", "--verify", "-q", "HEAD")
     ran = [str(Path(script).resolve()), *(file["path"] for file in files)]
@@ -259,10 +258,7 @@ def describe_run(source: bytes, files: list[dict], script: str) -> dict:
 
 
 def output_of(*command: str) -> str | None:
-    """What a program prints. None if there is no such program, or if it fails. Only rank 0 runs it,
-    because only rank 0 writes it down; elsewhere it is None."""
-    if not is_rank_0():
-        return None
+    """What a program prints. None if there is no such program, or if it fails."""
     try:
         run = subprocess.run(command, capture_output=True, cwd=ROOT)
     except OSError:

@@ -1,12 +1,11 @@
 """Pictures of losses, by matplotlib (requirements-dev.txt), without a display."""
 from pathlib import Path
+from statistics import fmean
 
-from .log import PER_RUN, Log, Refused, Step
+from .log import PER_RUN, Log, Refused
 
 INK = "#222222"
 RUN = "#1f5fa8"
-MUTED = "#8a8a8a"
-DASHED = (0, (4, 3))
 # What an axis shows of a step of a log.
 AXES = {
     "time": ("training time (s)", lambda log, step: step.time_ms / 1000),
@@ -25,43 +24,35 @@ def figure(columns: int, width: float, height: float):
     matplotlib.rcParams.update({
         "font.size": 9, "axes.spines.top": False, "axes.spines.right": False,
         "legend.frameon": False})
-    fig = Figure(figsize=(width, height), layout="constrained")
+    fig = Figure(figsize=(width, height), dpi=160, layout="constrained")
     return fig, fig.subplots(1, columns, squeeze=False)[0]
 
 
-def save(fig, path: str | Path) -> None:
-    """Writes a PNG. Raises OSError."""
-    fig.savefig(path, format="png", dpi=160, metadata={"Software": None})
-
-
-def training(log: Log) -> tuple[list[Step], list[float]]:
-    """The steps with a training loss, and the mean of each loss and its neighbours, a fiftieth of
-    the run."""
-    steps = [step for step in log.steps if step.split == "train"]
-    half = len(steps) // 100
-    means = []
-    for i in range(len(steps)):
-        near = [step.loss for step in steps[max(0, i - half) : i + half + 1]]
-        means.append(sum(near) / len(near))
-    return steps, means
+def smoothed(losses: list[float]) -> list[float]:
+    """The mean of each loss and its neighbours, a fiftieth of the run."""
+    half = len(losses) // 100
+    return [fmean(losses[max(0, i - half) : i + half + 1]) for i in range(len(losses))]
 
 
 def draw_run(ax, log: Log, x: str, color: str, label: str | None) -> None:
     """A run's smoothed training losses as a thin line, its validations as points, but for that of
     step 0, whose high loss would press the rest flat."""
     _, place = AXES[x]
-    steps, losses = training(log)
-    ax.plot([place(log, step) for step in steps], losses, color=color, lw=0.7, alpha=0.6)
-    steps = [step for step in log.validations if step.step > 0]
-    ax.plot([place(log, step) for step in steps], [step.loss for step in steps], "o", color=color,
-            ms=3, label=label)
+
+    def points(split: str) -> tuple[list[float], list[float]]:
+        steps = [step for step in log.steps if step.split == split and step.step > 0]
+        return [place(log, step) for step in steps], [step.loss for step in steps]
+
+    places, losses = points("train")
+    ax.plot(places, smoothed(losses), color=color, lw=0.7, alpha=0.6)
+    ax.plot(*points("val"), "o", color=color, ms=3, label=label)
 
 
 def frame(ax, logs: list[Log], x: str) -> None:
     """Labels, the targets as dashed lines, and heights at which the end of the runs can be seen."""
     losses = [step.loss for log in logs for step in log.steps]
     for target in sorted({log.end["target"] for log in logs if log.end.get("target")}):
-        ax.axhline(target, color=INK, lw=0.8, ls=DASHED, label=f"target {target:g}")
+        ax.axhline(target, color=INK, lw=0.8, ls="--", label=f"target {target:g}")
         losses.append(target)
     lowest = min(losses, default=0.0)
     ax.set_ylim(lowest - 0.1, lowest + 1.5)
@@ -106,4 +97,4 @@ def draw_curves(path: str, logs: list[Log], x: str) -> None:
     frame(ax, logs, x)
     ax.set_ylabel("loss")
     ax.legend(loc="upper right")
-    save(fig, path)
+    fig.savefig(path, format="png")

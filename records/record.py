@@ -187,9 +187,8 @@ def new(name: str, logs: list[Log], claim: str, data_name: str) -> Path:
     folder.mkdir()
     (folder / "log_1.txt").write_bytes(logs[0].raw)
     for number, log in enumerate(logs[1:], 2):
-        short = shorten(log.raw, logs[0].raw, "log_1.txt")
-        (folder / f"log_{number}.txt").write_bytes(short)
-    plots.save(picture, folder / "loss.png")
+        (folder / f"log_{number}.txt").write_bytes(shorten(log.raw, "log_1.txt"))
+    picture.savefig(folder / "loss.png")
     (folder / "record.json").write_text(json.dumps(record, indent=1) + "\n", "utf-8")
     (folder / "README.md").write_text(
         f"# {folder.name}\n\n{block(record)}\n\n## What is new\n\n"
@@ -212,7 +211,7 @@ def problems(folder: Path) -> list[str]:
         rebuilt = build(logs, folder.name, stored["claim"], stored["data_name"])
         text = (folder / "README.md").read_text("utf-8")
         rewritten = with_block(text, BLOCK, block(rebuilt))
-    except (ValueError, OSError, KeyError) as error:
+    except (ValueError, OSError, LookupError) as error:
         return [f"{folder.name}: {error}"]
     found = [f"{folder.name}/record.json: {key} is {stored.get(key)!r}, but by the logs {value!r}"
              for key, value in rebuilt.items() if stored.get(key) != value]

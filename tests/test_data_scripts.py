@@ -6,11 +6,13 @@ the network.
 """
 import gzip
 import json
-import os
 import random
+import resource
+import signal
 import struct
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,11 +20,10 @@ import huggingface_hub
 import numpy as np
 import pytest
 import tiktoken
+from conftest import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from data import fineweb, prepare, shards  # noqa: E402
+from data import fineweb, prepare, shards
+from records.console import to_type
 
 BOS = 50256
 
@@ -53,13 +54,10 @@ def read_shard(path):
     return list(struct.unpack(f"<{header[2]}H", data[1024:]))
 
 
-def read_split(folder, split, name="*"):
-    """The documents of a split as lists of tokens without BOS.
-
-    Every shard must begin with a document.
-    """
+def read_split(folder, split):
+    """The documents of a split as lists of tokens without BOS. Every shard must begin with a document."""
     documents = []
-    for path in sorted(Path(folder).glob(f"{name}_{split}_*.bin")):
+    for path in sorted(Path(folder).glob(f"*_{split}_*.bin")):
         tokens = read_shard(path)
         assert tokens[0] == BOS
         for token in tokens:
@@ -93,10 +91,8 @@ def make_texts(count, seed=0):
     return texts
 
 
-def write_jsonl(path, texts, key="text"):
-    with open(path, "w", encoding="utf-8") as file:
-        for number, text in enumerate(texts):
-            file.write(json.dumps({"id": number, key: text}) + "\n")
+def write_jsonl(path, texts):
+    path.write_text("".join(json.dumps({"id": number, "text": text}) + "\n" for number, text in enumerate(texts)))
     return path
 
 
@@ -107,22 +103,12 @@ def prepare_texts(texts, out, *args):
     prepare.main([str(source), f"--out={out}", "--bytes", *args])
 
 
-def script(name, *args, **env):
-    command = [sys.executable, ROOT / "data" / name, *map(str, args)]
-    return subprocess.run(
-        command, capture_output=True, text=True, env=os.environ | env, timeout=60, check=False)
-
-
 def assert_one_sentence(run, status, *parts):
     assert run.returncode == status, run
     assert run.stderr.count("\n") == 1
     assert "Traceback" not in run.stderr
     for part in parts:
         assert str(part) in run.stderr
-
-
-def folder_is_empty(folder):
-    return not Path(folder).exists() or not any(Path(folder).iterdir())
 
 
 # ---- prepare.py: tokens, splits and shards -------------------------------------------------------
@@ -301,16 +287,13 @@ def test_without_a_gpu_bytes_are_made_unless_gpt2s_tokens_are_asked_for(tmp_path
 
 
 @pytest.mark.parametrize("args, part", [
-    (["one.txt"], "too few"),
-    (["one.txt", "--split_blank=0"], "--split_blank"),
-    (["one.txt", "--python-docs"], "python-docs alone"),
-    ([], "name a file or folder"),
-])
-def test_errors_on_the_command_line_are_one_sentence_with_status_2(tmp_path, args, part):
-    (tmp_path / "one.txt").write_text("only one document here\n" * 3)
-    inputs = [tmp_path / arg if arg.endswith(".txt") else arg for arg in args]
-    run = script("prepare.py", *inputs, f"--out={tmp_path / 'out'}", "--bytes")
-    assert_one_sentence(run, 2, part)
+    (["x.txt", "--split_blank=0"], "--split_blank"), (["x.txt", "--python-docs"], "python-docs alone"),
+    ([], "name a file or folder")])
+def test_errors_on_the_command_line_are_one_sentence_with_status_2(capsys, args, part):
+    with pytest.raises(SystemExit, match="2"):
+        prepare.main(args)
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1 and message.startswith("prepare.py: ") and part in message
 
 
 @pytest.mark.parametrize("program", ["sample.py", "data/prepare.py"])
@@ -320,9 +303,8 @@ def test_outside_of_the_environment_a_program_says_how_to_enter_it(program):
     assert_one_sentence(run, 2, f"{program}: numpy is not installed", ". .venv/bin/activate")
 
 
-def test_python_docs_are_megabytes_of_english_that_are_made_once(tmp_path, capsys):
-    command = ["--python-docs", f"--out={tmp_path / 'pydocs'}"]
-    prepare.main(command)
+def test_python_docs_are_megabytes_of_english(tmp_path, capsys):
+    prepare.main(["--python-docs", f"--out={tmp_path / 'pydocs'}"])
     train = read_split(tmp_path / "pydocs", "train")
     counts = [sum(len(document) + 1 for document in part)
               for part in (train, read_split(tmp_path / "pydocs", "val"))]
@@ -330,8 +312,144 @@ def test_python_docs_are_megabytes_of_english_that_are_made_once(tmp_path, capsy
     assert sum(counts) > 1_500_000 and 0.04 < counts[1] / sum(counts) < 0.10
     text = "\n".join(map(from_bytes, train))
     assert ">>>" not in text and text.count(" the ") > 10_000
-    prepare.main(command)
-    assert "already made" in capsys.readouterr().out
+
+
+STORY = "".join(f"Line {number}: the cat sat on a mat.\n" for number in range(2000))
+
+
+@pytest.fixture
+def data(tmp_path, monkeypatch):
+    """A folder in place of data/, for the commands that this process runs."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    monkeypatch.setattr(prepare, "DATA", folder)
+    monkeypatch.chdir(tmp_path)
+    return folder
+
+
+def write(path, content):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return str(path)
+
+
+def count(documents):
+    return sum(1 + len(document) for document in documents)
+
+
+# ---- prepare.py: how a text is split -------------------------------------------------------------
+
+def test_validation_is_5_percent_where_one_document_is_longer_than_all_others(tmp_path):
+    texts = [text[:900] for text in make_texts(50)]
+    texts.insert(20, "word " * 400_000)
+    out = tmp_path / "out"
+    prepare_texts(texts, out)
+    val = count(read_split(out, "val"))
+    assert val / (val + count(read_split(out, "train"))) == pytest.approx(0.05, abs=0.002)
+    whole = [from_bytes(document) for document in read_corpus(out)]
+    assert sum(map(len, whole)) == sum(map(len, texts))
+
+
+@pytest.mark.parametrize("lengths", [[2000], [40] * 60, [600, 5, 5]])
+def test_both_splits_are_always_long_enough_for_the_trainer(tmp_path, lengths):
+    texts = [f"{number:<{length}}" for number, length in enumerate(lengths)]
+    prepare_texts(texts, tmp_path / "out")
+    train, val = (count(read_split(tmp_path / "out", split)) for split in ("train", "val"))
+    assert train >= 130 and val >= 129
+    assert train + val in (sum(lengths) + len(lengths), sum(lengths) + len(lengths) + 1)
+
+
+# ---- prepare.py: where the shards go, and when they are made -------------------------------------
+
+@pytest.mark.parametrize("given, folder", [
+    ("story.txt", "story"),
+    ("LICENSE", "LICENSE"),
+    ("my_train_set.txt", "my-train_set"),
+    ("taken.txt", "taken-2"),
+    ("___.txt", "text"),
+    ("сказка.txt", "сказка"),
+])
+def test_the_default_folder_has_the_name_of_the_input(tmp_path, data, given, folder):
+    write(data / "taken" / "other.py", "something else")
+    prepare.main([write(tmp_path / given, STORY), "--bytes"])
+    train = sorted((data / folder).glob("*_train_*.bin"))
+    val = sorted((data / folder).glob("*_val_*.bin"))
+    assert [path.name for path in train + val] == [
+        f"{folder}_train_000001.bin", f"{folder}_val_000000.bin"]
+
+
+def test_the_last_line_is_the_command_that_trains(tmp_path, data, capsys):
+    prepare.main([write(tmp_path / "story.txt", STORY), "--bytes"])
+    made, command = capsys.readouterr().out.splitlines()
+    total = 1 + len(STORY)
+    val = total // 20
+    train = total - val + 1  # the second part has a separator of its own
+    assert made.startswith(
+        f"data/story: {train:,} training and {val:,} validation tokens (bytes) from 1 document (")
+    assert command == to_type("train_gpt.py --data_dir=data/story")
+
+
+def test_print_folder_prints_nothing_else_on_stdout(tmp_path, data, capsys):
+    source = write(tmp_path / "story.txt", STORY)
+    for word in ("training", "already made"):
+        prepare.main([source, "--bytes", "--print_folder"])
+        printed = capsys.readouterr()
+        assert printed.out == "data/story\n"
+        assert word in printed.err
+
+
+def test_what_fails_leaves_earlier_shards_as_they_were(tmp_path, data, capsys):
+    source = write(tmp_path / "story.txt", STORY)
+    out = tmp_path / "out"
+    prepare.main([source, "--bytes", f"--out={out}"])
+    before = {path: path.read_bytes() for path in out.iterdir()}
+    for text, part in ((STORY * 2, "delete it, or choose another --out"), ("few", "already there"), (b"\xff", "already there")):
+        write(tmp_path / "story.txt", text)
+        with pytest.raises(SystemExit, match="2"):
+            prepare.main([source, "--bytes", f"--out={out}"])
+        assert part in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in out.iterdir()} == before and len([*tmp_path.iterdir()]) == 3
+
+
+def test_control_c_ends_it_without_a_traceback_and_leaves_nothing(tmp_path):
+    source = tmp_path / "long.txt"
+    source.write_text("".join(f"{number}: a short paragraph about nothing\n\n" for number in range(300_000)))
+    run = subprocess.Popen(
+        [sys.executable, ROOT / "data" / "prepare.py", source, "--split_blank=1", "--bytes", f"--out={tmp_path / 'out'}"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while not list(tmp_path.glob(".incomplete-*")):
+        assert run.poll() is None, run.communicate()
+        time.sleep(0.01)
+    run.send_signal(signal.SIGINT)
+    output, errors = run.communicate(timeout=20)
+    assert run.returncode == 130 and output == "" and "Traceback" not in errors
+    assert [*tmp_path.iterdir()] == [source]
+
+
+def test_the_same_command_again_changes_nothing_and_after_a_change_the_old_shards_stay(tmp_path, data, capsys):
+    source = write(tmp_path / "story.txt", STORY)
+    for options, text, folder, is_new in (
+            ([], STORY, "story", True), ([], STORY, "story", False), (["--split_blank=1"], STORY, "story-2", True),
+            ([], STORY.upper(), "story-3", True), ([], STORY.upper(), "story-3", False)):
+        before = {path: path.stat().st_mtime_ns for path in data.rglob("*.bin")}
+        if is_new and text != STORY:
+            write(tmp_path / "story.txt", text)
+        prepare.main([source, "--bytes", *options])
+        said = capsys.readouterr().out
+        assert f"data/{folder}: " in said and ("already made of this text; used again" not in said) == is_new
+        assert ("it stays, for runs that use it" in said) == (folder != "story")
+        assert "".join(map(from_bytes, read_corpus(data / folder))) == text
+        assert before.items() <= {path: path.stat().st_mtime_ns for path in data.rglob("*.bin")}.items()
+
+
+def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path):
+    run = subprocess.run(
+        [sys.executable, ROOT / "data" / "prepare.py", write(tmp_path / "story.txt", STORY),
+         "--bytes", f"--out={tmp_path / 'out'}"],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)),
+        capture_output=True, text=True, check=False)
+    assert_one_sentence(run, 2, "cannot write to", tmp_path / "out", "make room")
+    assert not (tmp_path / "out").exists()
 
 
 # ---- fineweb.py ----------------------------------------------------------------------------------

@@ -218,7 +218,7 @@ def test_what_arrives_damaged_is_refused_and_not_kept(tmp_path):
     path, source = tmp_path / "items.jsonl", tmp_path / "source.jsonl"
     known = hashlib.sha256(GOOD.encode()).hexdigest()
     source.write_text(GOOD[:-1] + "?")
-    with pytest.raises(hellaswag.ItemsError, match="items.jsonl could not be fetched .*damaged, or was changed"):
+    with pytest.raises(hellaswag.BadInput, match="items.jsonl could not be fetched .*damaged, or was changed"):
         hellaswag.fetch(path, source.as_uri(), known)
     assert not path.exists()
     source.write_text(GOOD)
