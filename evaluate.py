@@ -28,7 +28,8 @@ import math
 import signal
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -60,6 +61,7 @@ from nanogpt.ranks import require
 LOGITS_AT_A_TIME = 2048  # tokens: their logits over 50,304 tokens take 0.4 GB in float32
 ENDINGS_AT_A_TIME = 32  # in one sequence: a few thousand tokens
 CPU_TOKENS = 16_384  # most tokens of a sequence on a CPU: keys and values are copied there
+progress = partial(tqdm, unit=" sequences", leave=False, disable=None)  # a bar on a terminal
 
 
 @torch.no_grad()
@@ -87,11 +89,6 @@ def score_stream(model: nn.Module, tokens: np.ndarray, seq_len: int) -> np.ndarr
         piece = tokens[begin : begin + seq_len + 1]
         results.append(score(model, piece[:-1], piece[1:]))
     return np.concatenate(results)
-
-
-def progress(sequences: Sequence) -> Iterable:
-    """The same sequences; a terminal shows how many of them are done."""
-    return tqdm(sequences, unit=" sequences", leave=False, disable=None)
 
 
 class Ending(NamedTuple):
@@ -269,7 +266,6 @@ def tokens_of_shards(paths: list[Path], model: Model) -> np.ndarray:
     require(model.kind == kind, f"{paths[0]} holds tokens of the kind {kind}, and {model.path} "
             f"reads {model.kind}; name a text file with --text")
     tokens = np.concatenate([shards.read_shard(path, config.vocab_size).tokens for path in paths])
-    require(len(tokens) > 1, f"{paths[0]} holds no token to predict; name a longer text")
     return tokens[: config.val_tokens + 1].astype(np.int64)
 
 

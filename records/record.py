@@ -211,7 +211,7 @@ def problems(folder: Path) -> list[str]:
         rebuilt = build(logs, folder.name, stored["claim"], stored["data_name"])
         text = (folder / "README.md").read_text("utf-8")
         rewritten = with_block(text, BLOCK, block(rebuilt))
-    except (ValueError, OSError, KeyError) as error:
+    except (ValueError, OSError, LookupError) as error:
         return [f"{folder.name}: {error}"]
     found = [f"{folder.name}/record.json: {key} is {stored.get(key)!r}, but by the logs {value!r}"
              for key, value in rebuilt.items() if stored.get(key) != value]

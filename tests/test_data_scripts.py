@@ -20,12 +20,10 @@ import huggingface_hub
 import numpy as np
 import pytest
 import tiktoken
+from conftest import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from data import fineweb, prepare, shards  # noqa: E402
-from records.console import to_type  # noqa: E402
+from data import fineweb, prepare, shards
+from records.console import to_type
 
 BOS = 50256
 
@@ -56,13 +54,10 @@ def read_shard(path):
     return list(struct.unpack(f"<{header[2]}H", data[1024:]))
 
 
-def read_split(folder, split, name="*"):
-    """The documents of a split as lists of tokens without BOS.
-
-    Every shard must begin with a document.
-    """
+def read_split(folder, split):
+    """The documents of a split as lists of tokens without BOS. Every shard must begin with a document."""
     documents = []
-    for path in sorted(Path(folder).glob(f"{name}_{split}_*.bin")):
+    for path in sorted(Path(folder).glob(f"*_{split}_*.bin")):
         tokens = read_shard(path)
         assert tokens[0] == BOS
         for token in tokens:
@@ -96,10 +91,8 @@ def make_texts(count, seed=0):
     return texts
 
 
-def write_jsonl(path, texts, key="text"):
-    with open(path, "w", encoding="utf-8") as file:
-        for number, text in enumerate(texts):
-            file.write(json.dumps({"id": number, key: text}) + "\n")
+def write_jsonl(path, texts):
+    path.write_text("".join(json.dumps({"id": number, "text": text}) + "\n" for number, text in enumerate(texts)))
     return path
 
 
@@ -349,9 +342,8 @@ def count(documents):
 def test_validation_is_5_percent_where_one_document_is_longer_than_all_others(tmp_path):
     texts = [text[:900] for text in make_texts(50)]
     texts.insert(20, "word " * 400_000)
-    source = write_jsonl(tmp_path / "mix.jsonl", texts)
     out = tmp_path / "out"
-    prepare.main([str(source), "--bytes", f"--out={out}"])
+    prepare_texts(texts, out)
     val = count(read_split(out, "val"))
     assert val / (val + count(read_split(out, "train"))) == pytest.approx(0.05, abs=0.002)
     whole = [from_bytes(document) for document in read_corpus(out)]
@@ -361,12 +353,9 @@ def test_validation_is_5_percent_where_one_document_is_longer_than_all_others(tm
 @pytest.mark.parametrize("lengths", [[2000], [40] * 60, [600, 5, 5]])
 def test_both_splits_are_always_long_enough_for_the_trainer(tmp_path, lengths):
     texts = [f"{number:<{length}}" for number, length in enumerate(lengths)]
-    source = write_jsonl(tmp_path / "a.jsonl", texts)
-    prepare.main([str(source), "--bytes", f"--out={tmp_path / 'out'}"])
-    train = count(read_split(tmp_path / "out", "train"))
-    val = count(read_split(tmp_path / "out", "val"))
-    assert train >= 130
-    assert val >= 129
+    prepare_texts(texts, tmp_path / "out")
+    train, val = (count(read_split(tmp_path / "out", split)) for split in ("train", "val"))
+    assert train >= 130 and val >= 129
     assert train + val in (sum(lengths) + len(lengths), sum(lengths) + len(lengths) + 1)
 
 
