@@ -1412,8 +1412,7 @@ class Optimizer:
         tables = {}
         for name in model.big_tables:
             tables[name] = Table(self.banks[name], *self.state[name], LOOKED_UP_AT[name])
-        self.tables = Tables(self.device, model.config.vocab_size, tables,
-                             compiling.caller(model.as_graphs))
+        self.tables = Tables(self.device, tables)
         self.call = compiling.caller(model.as_graphs)
         self.reset(self.banks)
 

@@ -30,7 +30,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanogpt.compiling import call_directly
 from nanogpt.kernels import tl, triton
 from nanogpt.precision.rounding import BF16_GRID, round_to
 from nanogpt.ranks import NoTransfer, all_gather, gathered, rank_and_world_size
@@ -58,18 +57,15 @@ class Sorted(NamedTuple):
     ends: Tensor  # the last number of each rank, and the last one of all, each plus 1
 
 
-def sort_rows(*of_indices: Tensor) -> list[Sorted]:
-    """of_indices: (ranks, lookups) of each index."""
-    found = []
-    for of_ranks in of_indices:
-        rows = torch.cat((of_ranks.sort(1).values.flatten(), of_ranks.flatten().sort().values))
-        is_new = F.pad(rows[1:] != rows[:-1], (1, 0), value=True)
-        is_new[:: of_ranks.size(1)][: len(of_ranks) + 1] = True  # where a rank begins, and all
-        numbers = is_new.cumsum(0) - 1
-        lasts = [*range(of_ranks.size(1), of_ranks.numel() + 1, of_ranks.size(1)), len(rows)]
-        ends = torch.stack([numbers[last - 1] for last in lasts]) + 1
-        found.append(Sorted(rows, numbers, ends))
-    return found
+def sort_rows(of_ranks: Tensor) -> Sorted:
+    """of_ranks: (ranks, lookups), what each rank looks up."""
+    ranks, lookups = of_ranks.shape
+    rows = torch.cat((of_ranks.sort(1).values.flatten(), of_ranks.flatten().sort().values))
+    is_new = F.pad(rows[1:] != rows[:-1], (1, 0), value=True)
+    is_new[: (ranks + 1) * lookups : lookups] = True  # where a rank begins, and where all begin
+    numbers = is_new.cumsum(0) - 1
+    of_rank_ends = numbers[lookups - 1 : ranks * lookups : lookups]
+    return Sorted(rows, numbers, torch.cat((of_rank_ends, numbers[-1:])) + 1)
 
 
 class UsedRows(NamedTuple):
@@ -93,15 +89,12 @@ class Tables:
     Another order raises RuntimeError. All work is done on the side stream. Between `begin` and
     `finish` nobody may read the banks but the passes."""
 
-    def __init__(self, device: torch.device, vocab_size: int, tables: dict[str, Table],
-                 call: Callable = call_directly):
+    def __init__(self, device: torch.device, tables: dict[str, Table]):
         self.side_stream = SideStream(device)
         self.rank, self.world_size = rank_and_world_size()
         self.tables = tables
         # The token embedding is looked up at the tokens, as value embeddings are.
-        self.sizes = {"tokens": vocab_size}
-        self.sizes |= {table.index: len(table.bank) for table in tables.values()}
-        self.call = call
+        self.indices = sorted({"tokens", *(table.index for table in tables.values())})
         self.reset()
 
     def reset(self) -> None:
@@ -135,13 +128,12 @@ class Tables:
         self.meet()
         self.batch = batch
         with self.side_stream.on():
-            own = [torch.cat([rows[name] for rows in batch]) for name in self.sizes]
+            own = [torch.cat([rows[name] for rows in batch]) for name in self.indices]
             of_ranks = gathered(torch.cat(own)).view(self.world_size, -1)
             of_indices = of_ranks.split([len(rows) for rows in own], 1)
-            found = self.call("rows", sort_rows, of_indices)
-            self.sorted = dict(zip(self.sizes, found))
-            self.ends, self.ends_arrived = to_host(
-                torch.stack([rows.ends for rows in found]))
+            found = [sort_rows(rows) for rows in of_indices]
+            self.sorted = dict(zip(self.indices, found))
+            self.ends, self.ends_arrived = to_host(torch.stack([rows.ends for rows in found]))
 
     def find_used(self) -> None:
         """Waits for the numbers of used rows, and makes room for the sums of their gradients."""
