@@ -108,8 +108,7 @@ def choose_tokens(wanted, notes):
         gpt2.load()
     except BadInput as error:
         if wanted == "gpt2":
-            raise BadInput(f"{error}, or give --tokens=bytes (for the presets laptop and char)"
-                               ) from None
+            raise BadInput(f"{error}, or give --tokens=bytes (for laptop and char)") from None
         notes.append(f"every byte becomes a token, as {error}, and then --tokens=gpt2")
         return "bytes"
     return "gpt2"
@@ -147,7 +146,7 @@ def split_documents(documents, source):
     share = max(min(total // 20, MOST_VAL), LEAST_VAL)
     if total < share + LEAST_TRAIN:
         raise BadInput(f"{source}: {total:,} tokens of text are too few; at least "
-                           f"{LEAST_VAL + LEAST_TRAIN} are needed, so add text")
+                       f"{LEAST_VAL + LEAST_TRAIN} are needed, so add text")
 
     ends = np.cumsum([len(document) for document in documents])
     last = int(np.searchsorted(ends, share))  # the document that fills the share
@@ -206,7 +205,7 @@ def place_of(args, wanted, say):
             return folder, record
         if args.out:
             raise BadInput(f"{args.out}: already there, and made of other files or with other "
-                               "options; delete it, or choose another --out")
+                           "options; delete it, or choose another --out")
         say(f"prepare.py: {os.path.relpath(folder)} has another text or an older version of this "
             "one, or was made with other options; it stays, for runs that use it.")
 
