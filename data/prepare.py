@@ -12,7 +12,7 @@ INPUT is one of these, in UTF-8, or in UTF-16 with a byte-order mark:
     a folder        the files of text and of source code in it and in its subfolders (texts.py has
                     their endings), without hidden ones and without those that are not text
 
-The shards are OUT/NAME_val_000000.bin, OUT/NAME_train_000001.bin, and so on (shards.py says what a
+The shards are OUT/text_val_000000.bin, OUT/text_train_000001.bin, and so on (shards.py says what a
 shard is). Without --out, OUT is data/NAME, with the name of the first INPUT, or data/NAME-2 and so
 on if that is taken. OUT/corpus.json says what the shards were made of; the same command finds it
 the next time, and has nothing to do. A document in a shard is the token 50256 followed by the
@@ -37,7 +37,6 @@ import json
 import os
 import platform
 import random
-import re
 import shlex
 import sys
 import tempfile
@@ -116,7 +115,7 @@ def choose_tokens(wanted, notes):
 
 # ---- from tokens to shards -----------------------------------------------------------------------
 
-def write_corpus(documents, folder, name, use_bytes, source):
+def write_corpus(documents, folder, use_bytes, source):
     """Encode the documents, shuffle them, split them, and write them to a folder as shards. Returns
     a dictionary with "train_tokens", "val_tokens", and the numbers of "documents" and of
     "duplicates" among the input. Raises BadInput, which speaks of `source`."""
@@ -133,7 +132,7 @@ def write_corpus(documents, folder, name, use_bytes, source):
     for split, part, first_number in (("train", train, 1), ("val", val, 0)):
         counts[f"{split}_tokens"] = sum(map(len, part))
         for number, group in enumerate(divide(part), first_number):
-            write_shard(folder / f"{name}_{split}_{number:06d}.bin", group)
+            write_shard(folder / f"text_{split}_{number:06d}.bin", group)
     return counts
 
 
@@ -170,21 +169,10 @@ def divide(documents):
 
 # ---- where a corpus is, and what it was made of --------------------------------------------------
 
-def safe_name(text):
-    """`text` without the characters that a shell, a file system or a glob takes for something else.
-
-    The shards of my_train would be my_train_val_000000.bin and so on, which the trainer would take
-    for training shards; this makes it my-train. Never returns an empty name.
-    """
-    name = re.sub(r"[^\w.-]", "_", text).strip("._-")[:60]
-    name = re.sub(r"(?i)_(?=(train|val)(_|$))", "-", name)
-    return name or "text"
-
-
 def default_folders(first_input):
     """Where a corpus may be, best first: data/NAME, data/NAME-2 and so on."""
     path = Path(os.path.abspath(first_input))
-    name = safe_name(path.name if path.is_dir() else path.stem)
+    name = path.name if path.is_dir() else path.stem
     yield DATA / name
     for number in count(2):
         yield DATA / f"{name}-{number}"
@@ -231,8 +219,8 @@ def make_corpus(args, say):
         markers = Counter()
         documents = python_documents() if args.python_docs else texts.read_all(paths, args, markers)
         counts = write_corpus(
-            tqdm(documents, unit=" documents", disable=None), made, safe_name(folder.name),
-            tokens == "bytes", args.inputs[0] if len(args.inputs) == 1 else "the input")
+            tqdm(documents, unit=" documents", disable=None), made, tokens == "bytes",
+            args.inputs[0] if len(args.inputs) == 1 else "the input")
         notes += texts.note_on_markers(markers)
         record = wanted | counts | {
             "python": platform.python_version(), "tokens": tokens, "notes": notes}
