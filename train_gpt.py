@@ -422,7 +422,7 @@ def default_preset(device: str | None = None) -> str:
 #
 # A "recipe" is a way to compute these products, forward and backward: in the model's dtype ("bf16"
 # and others), or with narrow numbers. A "precision" is a recipe for each of the five. The model
-# knows neither: it calls the methods of `Products` (nanogpt/precision/products.py).
+# knows neither: it calls the methods of `Products` (nanogpt/precision/recipe.py).
 
 PRECISIONS: dict[str, tuple[str, ...]] = {  # recipes of qkv, o, up, down and lm_head
     "bf16": ("bf16",) * 5,
@@ -858,7 +858,6 @@ def head_loss(x: Tensor, w: Tensor, targets: Tensor, bias: Tensor | None,
     calls this function, too, and its losses must stay comparable. Then train with --precision=bf16:
     where the head is in FP8, training has a loss of its own, FP8HeadLoss."""
     if isinstance(products, StaticFP8):
-        products.tell(x, w)
         return FP8HeadLoss.apply(x, w, targets, bias)
     logits = kernels.softcap(products.linear(x, w), CAP)
     if bias is not None:
@@ -1849,7 +1848,6 @@ class Run:
         self.clock = keeper.clock
         self.step = keeper.first_step  # steps so far
         self.ended_by = ""  # the signal that has ended the run early
-        self.latest_sequence = None  # the first one of the latest batch of this rank
         self.requests = Requests(self.device)
         self.unread = []  # messages that have arrived
         self.batches = shards.ahead(rank_micro_batches(
@@ -1884,9 +1882,7 @@ class Run:
 
     def make_step(self, call: Callable) -> None:
         """One step of training. A collective."""
-        micro_batches = next(self.batches)
-        self.latest_sequence = micro_batches[0][:1]
-        batch = self.model.past.prepare(micro_batches)
+        batch = self.model.past.prepare(next(self.batches))
         message = train_step(self.model, self.optimizer, batch, self.step, call,
                              self.requests)
         self.log.put(self.step + 1, message, self.clock.now())
@@ -1940,10 +1936,8 @@ class Run:
         self.log.step(self.step, self.clock.total, "val_loss", loss)
         if not math.isfinite(loss):
             self.refuse_loss("validation", loss, self.step)
-        is_narrow = not self.model.precision.is_plain
-        if is_narrow and is_rank_0() and self.latest_sequence is not None:
-            guard.check(
-                sys.modules[__name__], self.model, self.latest_sequence, self.step, self.log)
+        if is_rank_0():
+            guard.check(sys.modules[__name__], self.model, self.step, self.log)
         self.keeper.validated(self.step, loss)
 
 

@@ -18,7 +18,6 @@ from nanogpt.masks import BLOCK_SIZE
 from nanogpt.ranks import BadInput, require
 
 NEWEST = "newest"  # what --resume alone stands for
-SWITCH = {"true": True, "false": False}
 
 
 def key(default, meaning: str, alone: str | None = None, choices: tuple[str, ...] = (),
@@ -191,9 +190,9 @@ def given(config_class, argv: list[str], presets: dict[str, dict],
 
 
 def switch(text: str) -> bool:
-    if text.lower() not in SWITCH:
+    if text.lower() not in ("true", "false"):
         raise argparse.ArgumentTypeError(f"{text} is neither true nor false")
-    return SWITCH[text.lower()]
+    return text.lower() == "true"
 
 
 READERS = {bool: switch, int: int, float: float, str: str}

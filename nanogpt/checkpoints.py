@@ -24,6 +24,7 @@ import json
 import os
 import shlex
 import shutil
+import signal
 from pathlib import Path
 
 import torch
@@ -32,7 +33,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from nanogpt import arguments, faults, process
+from nanogpt import arguments, faults
 from nanogpt.arguments import NEWEST
 from nanogpt.ranks import (
     BadInput,
@@ -48,10 +49,6 @@ from records.journal import sha256
 REMEDY = "name an older save with --resume=FOLDER, or leave --resume out to begin anew"
 KEPT = 2  # saves of a run that stay on disk
 UNFINISHED = "unfinished"  # name of the folder of a save that is being written
-
-# --------------------------------------------------------------------------------------------------
-# Files of tensors
-
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], about: dict) -> None:
     """Writes a safetensors file with `about` in its header. Until all of it is on disk, an older
@@ -132,9 +129,8 @@ def config_values(config: dict, config_class: type) -> dict:
 
 
 def model_of(content: dict, device: torch.device, script):
-    """The train_gpt.GPT of a file's content on one device, for texts of any multiple of 128 tokens:
-    nothing is compiled. `script` is that module. Raises BadInput if the weights do not fit the
-    configuration."""
+    """The train_gpt.GPT of a file's content, for texts of any multiple of 128 tokens. `script` is
+    that module. Raises BadInput if the weights do not fit the configuration."""
     values = config_values(content["config"], script.Config)
     if values["precision"] == "fp16":  # texts overflow it sooner than training does
         values["precision"] = "bf16"
@@ -153,8 +149,7 @@ def model_of(content: dict, device: torch.device, script):
 
 def load_model(path: str | Path, device: torch.device | str, script):
     """The model of a file, as `model_of` makes it. Says so if another train_gpt.py has trained it,
-    as the same weights may mean something else there. Raises BadInput as `read` and `model_of`
-    do."""
+    as the same weights may mean something else there. Raises BadInput as these two do."""
     content = read(path)
     try:
         model = model_of(content, torch.device(device), script)
@@ -444,9 +439,9 @@ class Keeper:
             complain(f"{error}; the run goes on")
             self.lacks_weights = True
 
-    def say_how_to_go_on(self, step: int, signal: str) -> int:
-        """Says how to go on with a run that a signal has ended. Returns the exit status."""
+    def say_how_to_go_on(self, step: int, ended_by: str) -> int:
+        """Says how to go on with a run that this signal has ended. Returns the exit status."""
         newest = saves_in(self.folder)[-1:]
         command = shlex.join(["train_gpt.py", f"--resume={newest[0]}"]) if newest else ""
-        self.log.console.stopped(signal, step, command, self.saves)
-        return process.status_of(signal)
+        self.log.console.stopped(ended_by, step, command, self.saves)
+        return 128 + signal.Signals[ended_by]

@@ -39,9 +39,8 @@ def configure(namespace: str = "nanogpt") -> None:
 
 def operators_hash(namespace: str) -> str:
     """Identifies the functions that say what our custom operators return and what their gradients
-    are. PyTorch's caches know an operator by its name alone. If you edited such a function, they
-    would go on to use code that was generated for the old one, and compute wrong numbers without a
-    word."""
+    are. PyTorch's caches know an operator by its name alone: if you edited such a function, they
+    would go on to use the code of the old one, and compute wrong numbers without a word."""
     texts = []
     for name, operator in sorted(torch._library.custom_ops.OPDEFS.items()):
         if name.startswith(f"{namespace}::"):

@@ -1,5 +1,6 @@
 """How an error ends a run: what the user can mend is one sentence and exit status 2."""
 import os
+import re
 import sys
 import time
 import traceback
@@ -15,17 +16,16 @@ from nanogpt.process import Stop
 from nanogpt.ranks import BadInput, SharedFault, all_ranks, require
 from records.console import complain
 
-LACK_OF_MEMORY = ("DefaultCPUAllocator", "out of memory", "ALLOC_FAILED")  # the last of cuBLAS
+LACK_OF_MEMORY = re.compile(
+    r"CUDA out of memory\. Tried to allocate \S+ \S+(?=\.)|can't allocate memory: you tried to "
+    r"allocate \d+ bytes|out of memory|ALLOC_FAILED")  # the last of cuBLAS
 
 
 def run(train: Callable[[ExitStack], int], stop: Stop) -> int:
     """Returns the status that `train` returns, 1 after a crash, or 2 if the user can mend what went
     wrong. On an error, what `train` has pushed to its argument is done first: it writes a note to
-    the log. One of several ranks then ends at once, and torchrun ends the others.
-
-    A rank that survives another one saves nothing, as a save takes all ranks. On CPUs its next
-    collective fails at once. On GPUs it waits in it, until torchrun kills it or the two minutes of
-    ranks.limit_waiting are over."""
+    the log. One of several ranks then ends at once, and torchrun ends the others. These save
+    nothing, as a save takes all ranks."""
     several = int(os.environ.get("WORLD_SIZE", 1)) > 1
     try:
         with ExitStack() as at_end:
@@ -63,14 +63,11 @@ def lack_of_memory(error: BaseException | None) -> str:
     for; empty if something else is wrong. If memory ends while a CUDA graph is recorded, the end of
     the recording fails, too, and the error about memory is the __context__ of that."""
     while error is not None:
-        text = str(error)
-        if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(
-                said in text for said in LACK_OF_MEMORY):
-            before, _, after = text.partition("DefaultCPUAllocator: ")
-            first, *others = (after or before or "out of memory").split("\n")[0].split(". ")
-            if first == "CUDA out of memory" and others:
-                return f"{first}. {others[0]}"
-            return first
+        found = LACK_OF_MEMORY.search(str(error))
+        if found:
+            return found[0]
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+            return str(error).partition("\n")[0] or "out of memory"
         error = error.__context__
     return ""
 
@@ -88,9 +85,6 @@ def say(sentence: str, error: Exception, stop: Stop) -> None:
     complain(f"train_gpt.py: {sentence}")
 
 
-# --------------------------------------------------------------------------------------------------
-# Numbers that are not finite
-#
 # A loss that is infinite or NaN spoils every weight in its step, and the CPU hears of it a step
 # later. So where it began can be named only if some weights are still finite.
 

@@ -30,8 +30,8 @@ def block_lists(documents: Tensor, windows: Tensor) -> tuple[Tensor, ...]:
 
     Documents lie one after the other, so what a block of queries sees is a range of blocks of keys,
     which ends with its own. Its own is seen in part, because later tokens are hidden. An earlier
-    block is seen in full if its first token and the last query are of the same document, for then
-    all tokens between them are, too; otherwise it is seen in part. With blocks of 4 tokens:
+    block is seen in full if its first token and the last query are of the same document, otherwise
+    in part. With blocks of 4 tokens:
 
         document      0 0 0 0   0 1 1 1   1 1 1 1   1 1 1 1   1 1 2 2   (window: 4 or more)
         block            0         1         2         3         4

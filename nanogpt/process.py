@@ -40,11 +40,6 @@ def set_environment() -> int:
     return 0
 
 
-def status_of(name: str) -> int:
-    """The exit status of a program that a signal of this name has ended."""
-    return 128 + signal.Signals[name]
-
-
 class Stop:
     """Notices signals, once `listen` was called."""
 

@@ -113,25 +113,19 @@ def try_folder(folder: Path, option: str) -> None:
                        f"{option}") from None
 
 
-# ------------------------------------------------------------------------------------------------
-# Whether the shards suit the run
-
-
 def check_kind(path: Path, vocab_size: int, preset: str) -> None:
     """Raises ShardError unless the tokens of a shard are of the kind that the model reads."""
+    kinds = {True: "bytes", False: "GPT-2's tokens"}
     largest = shards.largest_token(path)
-    holds_bytes = largest < 256
-    if largest >= vocab_size or holds_bytes != shards.reads_bytes(vocab_size):
-        kind = "bytes" if holds_bytes else "GPT-2's tokens"
-        wanted = "GPT-2's tokens"
-        if shards.reads_bytes(vocab_size):
-            wanted = f"bytes below {vocab_size}"
-        presets = "char or laptop" if holds_bytes else "small, onepass or speedrun"
-        other = "--tokens=gpt2" if holds_bytes else "--bytes"
+    holds_bytes, wants_bytes = largest < 256, shards.reads_bytes(vocab_size)
+    presets = "char or laptop" if holds_bytes else "small, onepass or speedrun"
+    other = "--tokens=gpt2" if holds_bytes else "--bytes"
+    if largest >= vocab_size or holds_bytes != wants_bytes:
         raise shards.ShardError(
-            f"{path} holds {kind} (one is {largest}), and --preset={preset} with --vocab_size="
-            f"{vocab_size} wants {wanted}; choose --preset={presets} without --vocab_size, or make "
-            f"others: {to_type(f'data/prepare.py FILE {other}')}")
+            f"{path} holds {kinds[holds_bytes]} (one is {largest}), and --preset={preset} with "
+            f"--vocab_size={vocab_size} wants {kinds[wants_bytes]}; choose --preset={presets} "
+            "without --vocab_size, or make others: "
+            + to_type(f"data/prepare.py FILE {other}"))
 
 
 def check_tokens(c, packing: shards.Packing, plan: shards.Plan, paths: list[Path]) -> None:

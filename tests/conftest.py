@@ -73,6 +73,17 @@ def place_of_processes():
     multiprocessing.util.get_temp_dir()
 
 
+@pytest.fixture
+def eager_graphs(monkeypatch):
+    """torch.compile that traces graphs but generates no code, which takes long: it
+    recompiles for the same reasons."""
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **options: compile_(f, backend="eager", **options))
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
 def check_data(c):
     """What the trainer finds out about the shards of a configuration before it compiles anything."""
     import train_gpt as t

@@ -31,16 +31,6 @@ def settings():
         yield
 
 
-@pytest.fixture
-def eager_graphs(monkeypatch):
-    """torch.compile that traces graphs but generates no code, which takes long."""
-    compile_ = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f, **options: compile_(f, backend="eager", **options))
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 class Reports(list):
     """What was reported, without the seconds, which must be possible ones."""
 

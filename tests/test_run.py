@@ -380,17 +380,6 @@ def test_a_draw_of_zero_makes_no_candidate_infinite(number, zeros, monkeypatch):
 # ---------------------------------------------------------------------------------------------------- compilation
 
 
-@pytest.fixture
-def eager_graphs(monkeypatch, tmp_path):
-    """torch.compile that captures graphs but generates no code: quick, and it recompiles for the same reasons."""
-    compile_ = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f, **options: compile_(f, backend="eager", **options))
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 def masks_of_one_shape(documents, windows, make_masks=masks.sdpa_masks):
     """SDPA's, but as FlexAttention's are: what a window is changes their numbers and not their shapes."""
     n = len(documents) // masks.BLOCK_SIZE

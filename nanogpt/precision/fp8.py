@@ -55,8 +55,8 @@ def multiplier(amax: Tensor, dtype: torch.dtype) -> Tensor:
 
 def to_fp8(x: Tensor, factor: Tensor, dtype: torch.dtype, has_fp8: bool = True) -> Tensor:
     """x * factor, clamped to the dtype's range and rounded. Code that is compiled for a device
-    without FP8 cannot even hold such numbers, so there they come as bf16. Weights are rounded
-    outside of compiled code and are FP8 everywhere; `kernels.product` takes either."""
+    without FP8 cannot even hold such numbers, so there they come as bf16: `kernels.product` takes
+    either."""
     limit = torch.finfo(dtype).max
     y = (x.float() * factor).clamp(-limit, limit)
     if has_fp8:
@@ -110,25 +110,18 @@ class FP8Products(Products):
 
 
 class Site(NamedTuple):
-    """Where the weight of a product is: so many rows of a bank, which is a stack of matrices of one
-    shape. A row of a bank is an entry of its first dimension: a whole matrix in mlp and qkvo, one
-    vector in lm_head."""
+    """Where the weight of a product is: some rows of a bank. A row is an entry of the bank's first
+    dimension: a whole matrix in mlp and qkvo, one vector in lm_head."""
     bank: str  # its name
-    first_row: int
-    num_rows: int
+    rows: slice
     transposed: bool = False  # whether the bank has the weight as (K, N)
-
-    def rows(self) -> slice:
-        return slice(self.first_row, self.first_row + self.num_rows)
 
 
 class FP8(Recipe):
     """The FP8 weights of these sites, and by the keys of the sites the `products` that read them.
 
-    `banks` are the model's weights by name. Their numbers of rows are multiples of world_size, and
-    each rank updates an equal part of these. There are no FP8 weights before `weights_changed` is
-    first called, which must be with the names of all banks.
-    """
+    `banks` are the model's weights by name. Each rank updates an equal part of their rows. There
+    are no FP8 weights before `weights_changed` is called with the names of all banks."""
 
     def __init__(self, sites: dict[tuple, Site], banks: dict[str, Tensor],
                  all_gather: bool = False):
@@ -149,8 +142,8 @@ class FP8(Recipe):
                 bank = self.banks[name] = banks[name].detach()
                 self.weight_bytes[name] = torch.zeros_like(bank, dtype=torch.uint8)
                 self.site_of_row[name] = torch.full((len(bank),), len(sites), device=device)
-            self.site_of_row[name][site.rows()] = number
-            weight_bytes = self.weight_bytes[name][site.rows()].flatten(0, -2)
+            self.site_of_row[name][site.rows] = number
+            weight_bytes = self.weight_bytes[name][site.rows].flatten(0, -2)
             self.products[key] = FP8Products(
                 weight_bytes.t() if site.transposed else weight_bytes,
                 self.scales[number, 0], kernels.has_fp8(device))
@@ -185,8 +178,7 @@ class FP8(Recipe):
         multipliers = multiplier(amaxes, E4M3)
         self.scales.copy_(inverse(multipliers)[:, None].expand_as(self.scales))
 
-        # 3. The bytes. Each row has a multiplier, as rows of a bank may be of different weights.
-        # Any device can round to FP8 here, outside of compiled code.
+        # 3. The bytes. Any device can round to FP8 here, outside of compiled code.
         bytes_gathered = 0
         for name, weight in weights.items():
             if name not in names:

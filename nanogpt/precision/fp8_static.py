@@ -1,8 +1,7 @@
 """FP8 with constant scales: the recipe of the default run (record 21).
 
 Where numbers lie is known beforehand for the inputs of most products: they come from normalised
-vectors, so that |x| is at most sqrt(D), or are the squared results of a product of such inputs. So
-nobody needs to measure them.
+vectors, so that |x| is at most sqrt(D), or are the squared results of a product of such inputs.
 
 The FP8 units want both operands contiguous along the dimension that is summed. Each of x, w and dy
 is used in two products, which sum along different dimensions, so it is stored as it is and
@@ -10,7 +9,6 @@ transposed when it is rounded. Only the gradient of the MLP's hidden layer has q
 of just D numbers.
 """
 import torch
-from torch import Tensor
 
 from nanogpt import kernels
 from nanogpt.kernels import E4M3, E5M2
@@ -91,44 +89,25 @@ class StaticMLP(torch.autograd.Function):
 
 
 class StaticFP8(Products):
-    """The products of one projection."""
-    # While it is a dictionary (`Precision.as_in_training`), it gets the part of the numbers of each
-    # operand that does not fit its scale and is clamped, such as "weights of qkv".
-    clamped: dict[str, float] | None = None
+    """The products of one projection. Those of the head are in train_gpt.FP8HeadLoss."""
 
-    def __init__(self, name: str, input_scale: float, weight_scale: float):
-        self.name = name
+    def __init__(self, input_scale: float, weight_scale: float):
         self.input_scale = input_scale
         self.weight_scale = weight_scale
 
-    def tell(self, x: Tensor, w: Tensor) -> None:
-        if self.clamped is None:
-            return
-        for operand, numbers, scale in (
-                (f"input of {self.name}", x, self.input_scale),
-                (f"weights of {self.name}", w, self.weight_scale)):
-            part = (numbers.abs() > torch.finfo(E4M3).max * scale).float().mean().item()
-            self.clamped[operand] = max(part, self.clamped.get(operand, 0.0))
-
     def linear(self, x, w, factor=None):
         w = w if factor is None else factor * w
-        self.tell(x, w)
         return StaticLinear.apply(x, w, self.input_scale, 1)[0]
 
     def three_linears(self, x, weights, factor):
-        weights = weights.flatten(0, 1)  # (3 H d, D)
-        self.tell(x, weights)
-        queries, keys, values = StaticLinear.apply(x, weights, self.input_scale, 3)
+        queries, keys, values = StaticLinear.apply(x, weights.flatten(0, 1), self.input_scale, 3)
         return queries, keys, factor * values
 
     def mlp(self, x, up, down, factor, activation, down_products):
         if not isinstance(down_products, StaticFP8):
             return super().mlp(x, up, down, factor, activation, down_products)
-        if self.clamped is not None:
-            self.tell(x, up)
-            down_products.tell(activation(x @ up), factor * down)
         return StaticMLP.apply(x, up, factor * down)  # the activation is relu(x)^2
 
 
-STATIC = {name: StaticFP8(name, scale, WEIGHT_SCALE) for name, scale in INPUT_SCALES.items()}
-STATIC["lm_head"] = StaticFP8("lm_head", HEAD_INPUT_SCALE, HEAD_WEIGHT_SCALE)
+STATIC = {name: StaticFP8(scale, WEIGHT_SCALE) for name, scale in INPUT_SCALES.items()}
+STATIC["lm_head"] = StaticFP8(HEAD_INPUT_SCALE, HEAD_WEIGHT_SCALE)

@@ -3,14 +3,12 @@
 The model calls the methods of `Products` and does not ask which recipe it has. In validation all
 products are plain.
 """
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import NamedTuple
 
 from torch import Tensor
 
 from nanogpt.precision.fp8 import FP8, Site
-from nanogpt.precision.fp8_static import STATIC, StaticFP8
+from nanogpt.precision.fp8_static import STATIC
 from nanogpt.precision.fp16 import LossScaling
 from nanogpt.precision.nvfp4 import NVFP4Products
 from nanogpt.precision.recipe import PLAIN, Products, Recipe
@@ -46,19 +44,15 @@ class Precision:
             of_layer = [self.products_of(layer, name) for name in LayerProducts._fields]
             self.layers.append(LayerProducts(*of_layer))
         self.head = self.products_of(c.num_layers, "lm_head")
-        # Whether training multiplies as validation does.
-        self.is_plain = self.head is PLAIN and all(layer == PLAIN_LAYER for layer in self.layers)
-        self.validates_as_in_training = False
 
     def fp8_sites(self, c) -> dict[tuple[int, str], Site]:
-        """For each product of the recipe fp8 its weight: its bank (train_gpt.py, section 4), the
-        first entry there, and how many entries it multiplies by."""
-        sites = {("lm_head", c.num_layers): Site("lm_head", 0, c.vocab_size)}
-        for layer in range(c.num_layers):
-            sites["qkv", layer] = Site("qkvo", 4 * layer, 3)
-            sites["o", layer] = Site("qkvo", 4 * layer + 3, 1, transposed=True)
-            sites["up", layer] = Site("mlp", 2 * layer, 1, transposed=True)
-            sites["down", layer] = Site("mlp", 2 * layer + 1, 1)
+        """Where the weights of the recipe fp8 are (train_gpt.py, section 4)."""
+        sites = {("lm_head", c.num_layers): Site("lm_head", slice(c.vocab_size))}
+        for i in range(c.num_layers):
+            sites["qkv", i] = Site("qkvo", slice(4 * i, 4 * i + 3))
+            sites["o", i] = Site("qkvo", slice(4 * i + 3, 4 * i + 4), transposed=True)
+            sites["up", i] = Site("mlp", slice(2 * i, 2 * i + 1), transposed=True)
+            sites["down", i] = Site("mlp", slice(2 * i + 1, 2 * i + 2))
         return {key: site for key, site in sites.items() if self.recipe_names[key[0]] == "fp8"}
 
     def products_of(self, layer: int, projection: str) -> Products:
@@ -73,23 +67,8 @@ class Precision:
 
     def layers_at(self, training: bool) -> list[LayerProducts]:
         """The products of all layers in training or in validation."""
-        if training or self.validates_as_in_training:
-            return self.layers
-        return [PLAIN_LAYER] * len(self.layers)
+        return self.layers if training else [PLAIN_LAYER] * len(self.layers)
 
     def head_at(self, training: bool) -> Products:
         """The same for the head."""
-        return self.head if training or self.validates_as_in_training else PLAIN
-
-    @contextmanager
-    def as_in_training(self) -> Iterator[dict[str, float]]:
-        """Within it, validation multiplies as training does. Yields a dictionary that fills with
-        the largest part of clamped numbers of each operand, such as "weights of qkv". To be used
-        with EAGER: functions that are compiled already would not tell."""
-        self.validates_as_in_training = True
-        StaticFP8.clamped = clamped = {}
-        try:
-            yield clamped
-        finally:
-            self.validates_as_in_training = False
-            StaticFP8.clamped = None
+        return self.head if training else PLAIN

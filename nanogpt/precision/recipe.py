@@ -1,8 +1,7 @@
 """What a recipe can do, and which projection has which recipe.
 
 A recipe may multiply in its own way (`Products`). Two of them, fp8 and fp16, also keep something
-between steps and act between the products (`Recipe`): the trainer calls these methods at fixed
-points of a step.
+between steps and act at fixed points of a step (`Recipe`).
 """
 from collections.abc import Callable, Collection
 
@@ -99,10 +98,6 @@ class Recipe:
         """Goes on from what `state` has returned."""
 
 
-# --------------------------------------------------------------------------------------------------
-# Which recipe where
-
-
 def plain_recipe(c) -> str:
     """That of the model's own dtype: "bf16", "fp16", "fp32" or "fp64". c: train_gpt.Config"""
     if c.dtype == "auto":
@@ -124,12 +119,8 @@ def is_native(recipe_name: str, device: torch.device) -> bool:
 
 
 def choose(c, wanted: dict[str, str], device: torch.device) -> dict[str, str]:
-    """The recipe of each projection, by their names. Raises BadInput where the user asked for what
-    cannot be.
-
-    c: train_gpt.Config
-    wanted: the recipes of --precision
-    """
+    """The recipe of each projection, by their names. `wanted` are those of --precision, and `c` is
+    train_gpt.Config. Raises BadInput where the user asked for what cannot be."""
     plain = plain_recipe(c)
     require(not c.compile or is_native("bf16", device) or plain in ("fp32", "fp64"),
             "this GPU has no bf16, which PyTorch's compiler needs for this run, also in fp16; give "
