@@ -25,5 +25,5 @@ def load(seconds=30):
     thread.join(seconds)
     if not result:
         raise BadInput(f"tiktoken cannot load GPT-2's vocabulary ({faults[0]}); run once "
-                              "with a network, or set TIKTOKEN_CACHE_DIR to a folder that has it")
+                       "with a network, or set TIKTOKEN_CACHE_DIR to a folder that has it")
     return result[0]

@@ -52,8 +52,8 @@ def parse_item(line, place):
     except (ValueError, TypeError, KeyError):
         pass
     raise BadInput(f"{place} is not a JSON object with ctx, {NUM_ENDINGS} endings and a label "
-                     f"from 0 to {NUM_ENDINGS - 1}; take the validation split, as the test split "
-                     "has no labels")
+                   f"from 0 to {NUM_ENDINGS - 1}; take the validation split, as the test split "
+                   "has no labels")
 
 
 def fetch(path=PATH, url=URL, sha256=SHA256):

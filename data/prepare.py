@@ -12,7 +12,7 @@ INPUT is one of these, in UTF-8, or in UTF-16 with a byte-order mark:
     a folder        the files of text and of source code in it and in its subfolders (texts.py has
                     their endings), without hidden ones and without those that are not text
 
-The shards are OUT/NAME_val_000000.bin, OUT/NAME_train_000001.bin, and so on (shards.py says what a
+The shards are OUT/text_val_000000.bin, OUT/text_train_000001.bin, and so on (shards.py says what a
 shard is). Without --out, OUT is data/NAME, with the name of the first INPUT, or data/NAME-2 and so
 on if that is taken. OUT/corpus.json says what the shards were made of; the same command finds it
 the next time, and has nothing to do. A document in a shard is the token 50256 followed by the
@@ -37,7 +37,6 @@ import json
 import os
 import platform
 import random
-import re
 import shlex
 import sys
 import tempfile
@@ -108,8 +107,7 @@ def choose_tokens(wanted, notes):
         gpt2.load()
     except BadInput as error:
         if wanted == "gpt2":
-            raise BadInput(f"{error}, or give --tokens=bytes (for the presets laptop and char)"
-                               ) from None
+            raise BadInput(f"{error}, or give --tokens=bytes (for laptop and char)") from None
         notes.append(f"every byte becomes a token, as {error}, and then --tokens=gpt2")
         return "bytes"
     return "gpt2"
@@ -117,7 +115,7 @@ def choose_tokens(wanted, notes):
 
 # ---- from tokens to shards -----------------------------------------------------------------------
 
-def write_corpus(documents, folder, name, use_bytes, source):
+def write_corpus(documents, folder, use_bytes, source):
     """Encode the documents, shuffle them, split them, and write them to a folder as shards. Returns
     a dictionary with "train_tokens", "val_tokens", and the numbers of "documents" and of
     "duplicates" among the input. Raises BadInput, which speaks of `source`."""
@@ -134,7 +132,7 @@ def write_corpus(documents, folder, name, use_bytes, source):
     for split, part, first_number in (("train", train, 1), ("val", val, 0)):
         counts[f"{split}_tokens"] = sum(map(len, part))
         for number, group in enumerate(divide(part), first_number):
-            write_shard(folder / f"{name}_{split}_{number:06d}.bin", group)
+            write_shard(folder / f"text_{split}_{number:06d}.bin", group)
     return counts
 
 
@@ -147,7 +145,7 @@ def split_documents(documents, source):
     share = max(min(total // 20, MOST_VAL), LEAST_VAL)
     if total < share + LEAST_TRAIN:
         raise BadInput(f"{source}: {total:,} tokens of text are too few; at least "
-                           f"{LEAST_VAL + LEAST_TRAIN} are needed, so add text")
+                       f"{LEAST_VAL + LEAST_TRAIN} are needed, so add text")
 
     ends = np.cumsum([len(document) for document in documents])
     last = int(np.searchsorted(ends, share))  # the document that fills the share
@@ -171,21 +169,10 @@ def divide(documents):
 
 # ---- where a corpus is, and what it was made of --------------------------------------------------
 
-def safe_name(text):
-    """`text` without the characters that a shell, a file system or a glob takes for something else.
-
-    The shards of my_train would be my_train_val_000000.bin and so on, which the trainer would take
-    for training shards; this makes it my-train. Never returns an empty name.
-    """
-    name = re.sub(r"[^\w.-]", "_", text).strip("._-")[:60]
-    name = re.sub(r"(?i)_(?=(train|val)(_|$))", "-", name)
-    return name or "text"
-
-
 def default_folders(first_input):
     """Where a corpus may be, best first: data/NAME, data/NAME-2 and so on."""
     path = Path(os.path.abspath(first_input))
-    name = safe_name(path.name if path.is_dir() else path.stem)
+    name = path.name if path.is_dir() else path.stem
     yield DATA / name
     for number in count(2):
         yield DATA / f"{name}-{number}"
@@ -206,7 +193,7 @@ def place_of(args, wanted, say):
             return folder, record
         if args.out:
             raise BadInput(f"{args.out}: already there, and made of other files or with other "
-                               "options; delete it, or choose another --out")
+                           "options; delete it, or choose another --out")
         say(f"prepare.py: {os.path.relpath(folder)} has another text or an older version of this "
             "one, or was made with other options; it stays, for runs that use it.")
 
@@ -232,8 +219,8 @@ def make_corpus(args, say):
         markers = Counter()
         documents = python_documents() if args.python_docs else texts.read_all(paths, args, markers)
         counts = write_corpus(
-            tqdm(documents, unit=" documents", disable=None), made, safe_name(folder.name),
-            tokens == "bytes", args.inputs[0] if len(args.inputs) == 1 else "the input")
+            tqdm(documents, unit=" documents", disable=None), made, tokens == "bytes",
+            args.inputs[0] if len(args.inputs) == 1 else "the input")
         notes += texts.note_on_markers(markers)
         record = wanted | counts | {
             "python": platform.python_version(), "tokens": tokens, "notes": notes}

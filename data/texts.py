@@ -55,7 +55,7 @@ def find_sources(inputs, key="text"):
             found.append(Path(item))
         else:
             raise BadInput(f"{item}: no such file or folder; check the path, and save what "
-                               "comes from the web or a pipe to a file first")
+                           "comes from the web or a pipe to a file first")
     return found, notes
 
 
@@ -113,11 +113,11 @@ def read_documents(path, key="text", split_blank=None, split=None):
                 yield text
     except UnicodeError as error:
         raise BadInput(f"{path}: not text in UTF-8 ({error.reason}); convert it from the "
-                           "encoding that it was saved in, such as cp1252 of Windows in Western "
-                           "Europe: iconv -f ENCODING -t utf-8 OLD > NEW") from error
+                       "encoding that it was saved in, such as cp1252 of Windows in Western "
+                       "Europe: iconv -f ENCODING -t utf-8 OLD > NEW") from error
     except OSError as error:
         raise BadInput(f"{path}: cannot be read ({error.strerror}); check the file and its "
-                           "permissions") from error
+                       "permissions") from error
 
 
 def read_texts(path, key):
@@ -171,7 +171,7 @@ def text_of(entry, key, place):
     if not isinstance(entry.get(key), str):
         keys = f"{', '.join(map(repr, entry)):.200}"
         raise BadInput(f'{place}: an object without a text "{key}", with the keys {keys}; name '
-                           "that of its text with --key, or repair it")
+                       "that of its text with --key, or repair it")
     return entry[key]
 
 

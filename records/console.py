@@ -5,11 +5,11 @@ import math
 import os
 import shlex
 import shutil
-import statistics
 import sys
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 from tqdm import tqdm
 
 CLEAR_RISE = 0.01  # of the validation loss, in nats, which is overfitting: less may be chance
@@ -247,12 +247,7 @@ def curve(losses: list[float]) -> list[str]:
     losses = [loss for loss in losses if math.isfinite(loss)]
     if len(losses) < 10:
         return []
-    num_columns = min(COLUMNS, len(losses))
-    means = []
-    for column in range(num_columns):
-        first = column * len(losses) // num_columns
-        end = (column + 1) * len(losses) // num_columns
-        means.append(statistics.fmean(losses[first:end]))
+    means = [part.mean() for part in np.array_split(losses, min(COLUMNS, len(losses)))]
     full = "█" if "utf" in (sys.stdout.encoding or "").lower() else "#"
     low, high = min(means), max(means)
     lines = []

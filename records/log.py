@@ -150,7 +150,7 @@ def read_log(path: str | Path, may_be_cut: bool = False) -> Log:
                           "block of results at the end; `plot` shows the steps that it has.")
         lines.pop()  # it may be half a line
     facts, steps = read_lines(lines, path, source.count(b"\n") + 2)
-    results = read_end(end, path) if has_end else dict(interrupted=True)
+    results = read_end(end) if has_end else dict(interrupted=True)
     others = {file["path"]: file["text"].encode() for file in facts.get("file", [])}
     log = Log(str(path), raw, facts, steps, results, {SCRIPT: source} | others)
     for name, expected in log.file_sums.items():
@@ -182,16 +182,13 @@ def read_lines(lines: list[str], path: str | Path, first: int) -> tuple[dict, li
     return facts, steps
 
 
-def read_end(text: str, path: str | Path) -> dict:
+def read_end(text: str) -> dict:
     """The block of results: `key: value` in each line."""
     end = {}
     for line in text.splitlines():
         key, found, value = line.partition(": ")
         if found:
             end[key] = value if key == "code_sha256" else json.loads(value)
-    for key in ("val_loss", "target", "reached", "train_time_s", "tokens"):
-        if key not in end:
-            raise Refused(f"{path}: no {key} in the results at the end.")
     return end
 
 

@@ -17,13 +17,9 @@ AXES = {
 def figure(columns: int, width: float, height: float):
     """A figure and its axes, side by side. Raises Refused without matplotlib."""
     try:
-        import matplotlib
         from matplotlib.figure import Figure
     except ImportError:
         raise Refused("pictures need matplotlib: pip install -r requirements-dev.txt") from None
-    matplotlib.rcParams.update({
-        "font.size": 9, "axes.spines.top": False, "axes.spines.right": False,
-        "legend.frameon": False})
     fig = Figure(figsize=(width, height), dpi=160, layout="constrained")
     return fig, fig.subplots(1, columns, squeeze=False)[0]
 

@@ -83,7 +83,7 @@ def test_a_record_is_made_checked_and_ranked_and_every_log_comes_back_byte_for_b
 
 
 def test_where_no_picture_can_be_drawn_no_half_of_a_record_is_left(root, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert make(root) == 2 and "pip install" in capsys.readouterr().err
     assert [path.name for path in (root / "records").iterdir()] == ["README.md"]
 
