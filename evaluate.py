@@ -245,7 +245,7 @@ def read_text(options: argparse.Namespace, models: list[Model]) -> tuple[str, li
     paths, _ = texts.find_sources([options.text], options.key)
     markers = Counter()
     documents = [text for text in texts.read_all(paths, options, markers) if text.strip()]
-    for note in texts.note_on_markers(markers):
+    if note := texts.note_on_markers(markers):
         print(f"evaluate.py: {note}", file=sys.stderr)
     require(documents, f"{options.text}: no text in it; name a file that has some")
     return options.text, [tokens_of_documents(documents, model) for model in models]

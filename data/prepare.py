@@ -5,14 +5,14 @@
     python data/prepare.py stories.txt --split='<|endoftext|>'
     python data/prepare.py --python-docs            # data/pydocs, a few MB, in bytes, no download
 
-INPUT is one of these, in UTF-8, or in UTF-16 with a byte-order mark:
+INPUT is one of these, in UTF-8, or in UTF-16 or UTF-32 with a byte-order mark:
     a text          one document, or with --split or --split_blank several
-    .jsonl          an object on each line, with the text of one document under --key
-    .json           an array of such objects, or one of them
+    JSON lines      an object on each line, with the text of one document under --key. An array of
+                    such objects is read, too, but needs memory for all of it
     a folder        the files of text and of source code in it and in its subfolders (texts.py has
                     their endings), without hidden ones and without those that are not text
 
-The shards are OUT/text_val_000000.bin, OUT/text_train_000001.bin, and so on (shards.py says what a
+The shards are OUT/NAME_val_000000.bin, OUT/NAME_train_000001.bin, and so on (shards.py says what a
 shard is). Without --out, OUT is data/NAME, with the name of the first INPUT, or data/NAME-2 and so
 on if that is taken. OUT/corpus.json says what the shards were made of; the same command finds it
 the next time, and has nothing to do. A document in a shard is the token 50256 followed by the
@@ -24,25 +24,28 @@ input, which shares no document with training. Only if its last document makes i
 larger, as with a single long text, is this one cut: its end goes to validation and its beginning to
 training.
 
-Memory holds all tokens, at two bytes each, and a file of text. All of OUT is made in a folder
-.incomplete-NAME-... beside it, which gets its name at the very end. Only a process that was killed
+Memory holds all tokens, at two bytes each. All of OUT is made in a folder .incomplete-NAME-...
+beside it, which gets its name at the very end. So several processes may prepare the same text: the
+first that is done gives the folder its name, and the others use it. Only a process that was killed
 leaves such a folder behind; it may be deleted.
 
-Exit status: 0 done, 2 with one sentence on stderr that names the file and what to do, 130 stopped
-by Ctrl-C.
+Exit status: 0 done, 2 with one sentence on stderr that names the file and what to do, 130 and 143
+stopped by Ctrl-C and by SIGTERM.
 """
 import argparse
-import hashlib
+import collections
 import json
 import os
 import platform
 import random
+import re
+import secrets
 import shlex
+import shutil
+import signal
 import sys
-import tempfile
 import time
-from collections import Counter
-from itertools import count, groupby, islice
+from itertools import count, groupby
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -77,11 +80,11 @@ byte_to_token = np.argsort(token_to_byte).astype(np.uint16)  # (256,), indexed b
 
 def encode_all(documents, use_bytes):
     """Yield the tokens of each document, SEPARATOR first: (n,) uint16."""
-    documents = iter(documents)
-    while some := list(islice(documents, 1000)):
-        bodies = map(bytes_of, some)
-        if not use_bytes:
-            bodies = gpt2.load().encode_ordinary_batch(some, num_threads=os.cpu_count())
+    for job in jobs(documents):
+        if use_bytes:
+            bodies = [bytes_of(text) for text in job]
+        else:
+            bodies = gpt2.load().encode_ordinary_batch(job, num_threads=os.cpu_count())
         for body in bodies:
             yield np.concatenate([[SEPARATOR], body]).astype("<u2")
 
@@ -89,6 +92,20 @@ def encode_all(documents, use_bytes):
 def bytes_of(text):
     """A token for each byte of a text: (n,) uint16."""
     return byte_to_token[np.frombuffer(text.encode("utf-8", "replace"), dtype=np.uint8)]
+
+
+def jobs(documents):
+    """Group documents into lists of about ten million characters, which bounds the memory."""
+    job = []
+    num_characters = 0
+    for text in documents:
+        job.append(text)
+        num_characters += len(text)
+        if num_characters >= 10_000_000:
+            yield job
+            job = []
+            num_characters = 0
+    yield job
 
 
 def choose_tokens(wanted, notes):
@@ -107,7 +124,8 @@ def choose_tokens(wanted, notes):
         gpt2.load()
     except BadInput as error:
         if wanted == "gpt2":
-            raise BadInput(f"{error}, or give --tokens=bytes (for laptop and char)") from None
+            raise BadInput(f"{error}, or give --tokens=bytes (for the presets laptop and char)"
+                               ) from None
         notes.append(f"every byte becomes a token, as {error}, and then --tokens=gpt2")
         return "bytes"
     return "gpt2"
@@ -115,37 +133,40 @@ def choose_tokens(wanted, notes):
 
 # ---- from tokens to shards -----------------------------------------------------------------------
 
-def write_corpus(documents, folder, use_bytes, source):
-    """Encode the documents, shuffle them, split them, and write them to a folder as shards. Returns
-    a dictionary with "train_tokens", "val_tokens", and the numbers of "documents" and of
-    "duplicates" among the input. Raises BadInput, which speaks of `source`."""
-    distinct = {}
-    duplicates = 0
-    for tokens in encode_all((text for text in documents if text.strip()), use_bytes):
-        digest = hashlib.sha256(tokens).digest()
-        duplicates += digest in distinct
-        distinct.setdefault(digest, tokens)
-    counts = {"documents": len(distinct), "duplicates": duplicates}
-    encoded = [*distinct.values()]
+def write_corpus(documents, folder, name, use_bytes, source):
+    """Encode the documents, shuffle them, split them, and write them to a folder as shards.
+
+    Returns a dictionary with "train_tokens", "val_tokens", and the numbers of "documents" and of
+    "duplicates" among the input. Raises BadInput, which speaks of `source`, if there are too
+    few tokens for two splits.
+    """
+    dropped = collections.Counter()
+    encoded = list(encode_all(texts.distinct(documents, dropped), use_bytes))
     random.Random(0).shuffle(encoded)
     train, val = split_documents(encoded, source)
+    counts = {"documents": len(encoded), "duplicates": dropped["duplicates"]}
     for split, part, first_number in (("train", train, 1), ("val", val, 0)):
         counts[f"{split}_tokens"] = sum(map(len, part))
         for number, group in enumerate(divide(part), first_number):
-            write_shard(folder / f"text_{split}_{number:06d}.bin", group)
+            write_shard(folder / f"{name}_{split}_{number:06d}.bin", group)
     return counts
 
 
 def split_documents(documents, source):
     """Divide the shuffled documents, arrays of tokens, into a list for training and one for
-    validation, as the head of this file says. Raises BadInput if there are too few tokens."""
+    validation.
+
+    Validation gets the first documents, 5% of the tokens. If they would be more than half as much
+    again, or leave too little to train on, then the last of them is cut in two. Raises BadInput
+    if there are too few tokens.
+    """
     total = sum(map(len, documents))
     if total == 0:
         raise BadInput(f"{source}: no text in it; name a file that has some")
     share = max(min(total // 20, MOST_VAL), LEAST_VAL)
     if total < share + LEAST_TRAIN:
         raise BadInput(f"{source}: {total:,} tokens of text are too few; at least "
-                       f"{LEAST_VAL + LEAST_TRAIN} are needed, so add text")
+                           f"{LEAST_VAL + LEAST_TRAIN} are needed, so add text")
 
     ends = np.cumsum([len(document) for document in documents])
     last = int(np.searchsorted(ends, share))  # the document that fills the share
@@ -169,31 +190,47 @@ def divide(documents):
 
 # ---- where a corpus is, and what it was made of --------------------------------------------------
 
+def safe_name(text):
+    """`text` without the characters that a shell, a file system or a glob takes for something else.
+
+    The shards of my_train would be my_train_val_000000.bin and so on, which the trainer would take
+    for training shards; this makes it my-train. Never returns an empty name.
+    """
+    name = re.sub(r"[^\w.-]", "_", text).strip("._-")[:60]
+    name = re.sub(r"(?i)_(?=(train|val)(_|$))", "-", name)
+    return name or "text"
+
+
 def default_folders(first_input):
     """Where a corpus may be, best first: data/NAME, data/NAME-2 and so on."""
     path = Path(os.path.abspath(first_input))
-    name = path.name if path.is_dir() else path.stem
+    name = safe_name(path.name if path.is_dir() else path.stem)
     yield DATA / name
     for number in count(2):
         yield DATA / f"{name}-{number}"
 
 
+def find_corpus(folder, wanted):
+    """What corpus.json says in a folder that has the wanted corpus, or None."""
+    try:
+        record = json.loads(Path(folder, RECORD).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    is_wanted = isinstance(record, dict) and wanted.items() <= record.items()
+    return record if is_wanted else None
+
+
 def place_of(args, wanted, say):
     """The folder for a corpus, and what its corpus.json says if it is there already, or None.
     Raises BadInput if --out has something else."""
-    folders = [Path(args.out).resolve()] if args.out else default_folders(args.inputs[0])
+    folders = [Path(os.path.realpath(args.out))] if args.out else default_folders(args.inputs[0])
     for folder in folders:
-        if not folder.exists() or not any(folder.iterdir()):
-            return folder, None
-        try:
-            record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            record = {}
-        if wanted.items() <= record.items():
+        record = find_corpus(folder, wanted)
+        if record or not folder.exists() or (args.out and not any(folder.iterdir())):
             return folder, record
         if args.out:
             raise BadInput(f"{args.out}: already there, and made of other files or with other "
-                           "options; delete it, or choose another --out")
+                               "options; delete it, or choose another --out")
         say(f"prepare.py: {os.path.relpath(folder)} has another text or an older version of this "
             "one, or was made with other options; it stays, for runs that use it.")
 
@@ -211,22 +248,30 @@ def make_corpus(args, say):
         return folder, record, False
 
     tokens = choose_tokens(args.tokens, notes)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(
-            dir=folder.parent, prefix=f".incomplete-{folder.name}-") as incomplete:
-        made = Path(incomplete, folder.name)
-        made.mkdir()
-        markers = Counter()
+    made = folder.with_name(f".incomplete-{folder.name}-{secrets.token_hex(4)}")
+    made.mkdir(parents=True)
+    try:
+        markers = collections.Counter()
         documents = python_documents() if args.python_docs else texts.read_all(paths, args, markers)
         counts = write_corpus(
-            tqdm(documents, unit=" documents", disable=None), made, tokens == "bytes",
-            args.inputs[0] if len(args.inputs) == 1 else "the input")
-        notes += texts.note_on_markers(markers)
+            tqdm(documents, unit=" documents", disable=None), made, safe_name(folder.name),
+            tokens == "bytes", args.inputs[0] if len(args.inputs) == 1 else "the input")
+        notes += filter(None, [texts.note_on_markers(markers)])
         record = wanted | counts | {
             "python": platform.python_version(), "tokens": tokens, "notes": notes}
         (made / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        os.rename(made, folder)  # which may be there if it is empty
-    return folder, record, True
+        while True:
+            try:
+                os.rename(made, folder)  # which may be there if it is empty
+                return folder, record, True
+            except OSError:
+                if not folder.exists():
+                    raise
+            folder, found = place_of(args, wanted, say)  # another process was faster
+            if found:
+                return folder, found, False
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
 
 
 # ---- command line --------------------------------------------------------------------------------
@@ -258,6 +303,8 @@ def parse_args(argv):
     args = parser.parse_intermixed_args(argv)
     if args.split_blank is not None and args.split_blank < 1:
         fail("--split_blank must be at least 1")
+    if args.split is not None and (not args.split or "\n" in args.split):
+        fail("--split must be a marker within a line, such as '<|endoftext|>'")
     if args.python_docs == bool(args.inputs):
         fail("name a file or folder of text, or give --python-docs alone")
     if args.python_docs:
@@ -299,6 +346,7 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         main()
     except KeyboardInterrupt:

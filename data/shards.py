@@ -15,6 +15,7 @@ Of packages, this file needs numpy only, and it knows nothing of devices.
 """
 import hashlib
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -26,9 +27,11 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 
 from data import BadInput
+from data.texts import format_of
 
 HEADER_BYTES = 1024
 MAGIC = 20240520
+MAGIC_32 = 20240801  # of llm.c's format for tokens of 32 bits
 VERSION = 1
 SEPARATOR = 50256  # GPT-2's end-of-text token, the first token of every document
 
@@ -37,10 +40,11 @@ SEPARATOR = 50256  # GPT-2's end-of-text token, the first token of every documen
 
 
 class ShardError(BadInput):
-    """Shards that cannot be used."""
+    """Shards that cannot be used. The message is one sentence: what is wrong, where, the remedy."""
 
 
 AGAIN = "fetch or make it again (data/fineweb.py; data/prepare.py, when its folder is deleted)"
+FROM_TEXT = "make shards of the text itself: python data/prepare.py FILE"
 
 
 @contextmanager
@@ -54,25 +58,72 @@ def opened(path: Path) -> Iterator[tuple[BinaryIO, int]]:
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
-            if size < HEADER_BYTES:
-                raise ShardError(
-                    f"{path} has {size} bytes, less than its header of {HEADER_BYTES}; {AGAIN}")
-            header = file.read(HEADER_BYTES)
-            magic, _, num_tokens = np.frombuffer(header, dtype="<i4", count=3).tolist()
-            if magic != MAGIC:
-                raise ShardError(
-                    f"{path} is no shard: it begins with the number {magic}, not {MAGIC}; {AGAIN}, "
-                    "or make it of an array of tokens, as nanoGPT's train.bin, with "
-                    "data.shards.write_shard")
-            expected_size = HEADER_BYTES + 2 * num_tokens
-            if size != expected_size:
-                raise ShardError(
-                    f"{path} has {size} bytes where its header promises {expected_size}; {AGAIN}")
-            if num_tokens == 0:
-                raise ShardError(f"{path} holds no tokens; {AGAIN}")
+            num_tokens = tokens_promised(path, file.read(HEADER_BYTES), size)
             yield file, num_tokens
     except OSError as error:
-        raise ShardError(f"{path} cannot be read ({error.strerror}); {AGAIN}") from None
+        raise ShardError(
+            f"{path} cannot be read ({error.strerror or error}); {AGAIN}") from None
+
+
+def tokens_promised(path: Path, header: bytes, size: int) -> int:
+    """How many tokens the shard holds by its header. Raises ShardError if that does not fit the
+    size of the file."""
+    begins_right = header[:4] == np.array(MAGIC, dtype="<i4").tobytes()
+    if header and not begins_right:
+        what, remedy = foreign(path, header)
+        raise ShardError(f"{path} {what}; {remedy}")
+    if len(header) < HEADER_BYTES:
+        raise ShardError(
+            f"{path} has {size} bytes, less than its header of {HEADER_BYTES}; {AGAIN}")
+    num_tokens = int(np.frombuffer(header, dtype="<i4", count=3)[2])
+    expected_size = HEADER_BYTES + 2 * num_tokens
+    if num_tokens and size == HEADER_BYTES + 4 * num_tokens:
+        raise ShardError(
+            f"{path} holds numbers of 32 bits, where a shard has 16 bits; {FROM_TEXT}")
+    if size != expected_size:
+        raise ShardError(
+            f"{path} has {size} bytes where its header promises {expected_size}; {AGAIN}")
+    if num_tokens == 0:
+        raise ShardError(f"{path} holds no tokens; {AGAIN}")
+    return num_tokens
+
+
+def foreign(path: Path, header: bytes) -> tuple[str, str]:
+    """What a file is that is no shard, and what to do instead."""
+    known = format_of(header)
+    is_array = header.startswith(b"\x93NUMPY")
+    if known and not is_array:
+        return f"is {known[0]}, not a shard", known[1]
+    magic = int.from_bytes(header[:4], "little")
+    if magic == MAGIC_32:
+        return "holds tokens of 32 bits, of Llama 3 (llm.c's second format)", FROM_TEXT
+    if not any(header[12:]):  # a header, and no tokens
+        return f"begins with magic {magic}, not {MAGIC}", AGAIN
+    if b"\0" not in header:
+        return "is a text, not a shard", f"make shards of it: python data/prepare.py {path}"
+
+    # What is left are numbers. Of tokens with 32 bits each, the upper halves are zero or small.
+    if is_array:
+        what = "is an array of numpy, not a shard"
+        read = "numpy.load({!r}).ravel()"
+    else:
+        halves = np.frombuffer(header[: len(header) // 4 * 4], dtype="<u2")
+        dtype = "<u4" if halves[1::2].max(initial=0) < 8 else "<u2"
+        what = (f"holds numbers of {dtype[2]} bytes without a header, as nanoGPT's train.bin does, "
+                "not a shard")
+        read = "numpy.fromfile({!r}, " + f"{dtype!r})"
+    split = "val" if "val" in path.name else "train"
+    work = ""
+    for other in ("train", "val"):  # a file of the other split lies beside it, as nanoGPT's val.bin
+        source = path.with_name(path.name.replace(split, other))
+        if other == split or (other in source.name and source.exists()):
+            shard = str(source.with_name(f"own_{other}_{source.stem}.bin"))
+            tokens = read.format(str(source))
+            work += f"; write_shard({shard!r}, [numpy.r_[{SEPARATOR}, {tokens}]])"
+    return what, (
+        "if they are GPT-2's tokens, this makes shards of them, in the folder of train_gpt.py: "
+        f"python -c \"import numpy; from data.shards import write_shard{work}\"; if not, "
+        f"{FROM_TEXT}")
 
 
 def count_tokens(path: Path) -> int:
@@ -82,8 +133,11 @@ def count_tokens(path: Path) -> int:
 
 
 def write_shard(path: Path, documents: Iterable[np.ndarray]) -> None:
-    """Write documents, each an array of tokens that begins with SEPARATOR, as one shard. The header
-    is written last: nobody takes the file for a shard if the writing is interrupted."""
+    """Write documents, each an array of tokens that begins with SEPARATOR, as one shard.
+
+    The header is written last, when the number of tokens is known. Until then the file begins with
+    zeros, so that nobody takes it for a shard if the writing is interrupted.
+    """
     num_tokens = 0
     with open(path, "wb") as file:
         file.write(bytes(HEADER_BYTES))
@@ -112,16 +166,18 @@ def read_shard(path: Path, vocab_size: int) -> Shard:
         tokens = np.fromfile(file, dtype="<u2", count=num_tokens)
     starts = np.flatnonzero(tokens == SEPARATOR)
     if len(starts) == 0:
-        raise ShardError(f"{path} holds no document start (token {SEPARATOR}); make it with "
-                         "data/prepare.py")
-    tokens[starts] = 0
-    largest = tokens.max()
+        remedy = "make it with data/prepare.py"
+        raise ShardError(f"{path} holds no document start (token {SEPARATOR}); {remedy}")
+
     separator = min(SEPARATOR, vocab_size - 1)
-    limit = separator if reads_bytes(vocab_size) else vocab_size
-    if largest >= limit:
-        raise ShardError(f"{path} holds token {largest}, and --vocab_size={vocab_size} has room "
-                         f"for those below {limit}; raise it, or take other data")
+    if separator != SEPARATOR and separator in tokens:
+        need = f"which --vocab_size={vocab_size} needs as separator"
+        raise ShardError(f"{path} holds token {separator}, {need}; raise --vocab_size")
     tokens[starts] = separator
+    largest = tokens.max()
+    if largest >= vocab_size:
+        limit = f"outside of --vocab_size={vocab_size}"
+        raise ShardError(f"{path} holds token {largest}, {limit}; is it other data?")
     return Shard(tokens, starts)
 
 
@@ -147,16 +203,31 @@ def find_shards(folder: str | Path, split: str, pattern: str, remedy: str) -> li
     """The files in `folder` that match the glob `pattern`, in the order of their names.
 
     Raises ShardError if there are none, or if they are of several texts. The sentence names
-    --train_files or --val_files, by `split`, and if there are no shards `remedy`.
+    --train_files or --val_files, by `split`, and if there are no shards ends with `remedy`.
     """
     names = glob(pattern, root_dir=folder)
     if not names:
-        raise ShardError(f"no {split} shards (--{split}_files={pattern}) in {folder}; {remedy}")
+        missing = f"no {split} shards (--{split}_files={pattern}) in {folder}"
+        raise ShardError(f"{missing}{what_else(Path(folder), split) or f'; {remedy}'}")
     texts = sorted({name.split(f"_{split}_")[0] for name in names})
     if pattern == f"*_{split}_*.bin" and len(texts) > 1:  # a pattern of the user's may mean several
         raise ShardError(f"{folder} holds shards of {len(texts)} texts ({', '.join(texts[:3])}); "
                          f"choose one with --{split}_files={texts[0]}_{split}_*.bin")
     return sorted(Path(folder, name) for name in names)
+
+
+def what_else(folder: Path, split: str) -> str:
+    """What stands in a folder in place of shards, and what to do with it, or an empty string."""
+    others = sorted(path for path in folder.glob("[!.]*") if path.is_file())
+    others = [path for path in others if not re.search("_(train|val)_.*[.]bin$", path.name)]
+    if not others:
+        return ""
+    path = next((path for path in others if split in path.name), others[0])
+    try:
+        count_tokens(path)
+    except ShardError as error:
+        return f", but {error}"
+    return f", but {path.name}, which is one; name it with --{split}_files={path.name}"
 
 
 def fingerprint(path: Path, split: str) -> dict:

@@ -5,11 +5,14 @@ tokens as the rule says: take documents in order, each clipped, until a sequence
 full; what is left of the last document is lost.
 """
 import hashlib
+import re
+import subprocess
+import sys
 import threading
 
 import numpy as np
 import pytest
-from conftest import SEPARATOR, documents, write_shard
+from conftest import ROOT, SEPARATOR, documents, write_shard
 
 from data import shards
 
@@ -119,9 +122,8 @@ def cut_to(size):
 
 
 DAMAGES = {  # how the shard is damaged, and what the sentence must hold besides its name
-    "magic": (written(magic=20240521), ["the number 20240521, not 20240520"]),
-    "writing broken off": (lambda path: path.write_bytes(bytes(1024) + bytes(90)), ["the number 0,"]),
-    "a text": (lambda path: path.write_text("words\n" * 999), ["is no shard", "data/prepare.py"]),
+    "magic": (written(magic=20240521), ["magic 20240521, not 20240520"]),
+    "writing broken off": (lambda path: path.write_bytes(bytes(1024) + bytes(90)), ["magic 0"]),
     "promises more": (written(count=2001), ["5024", "5026"]),
     "empty": (cut_to(0), ["0 bytes", "1024"]),
     "cut inside a token": (cut_to(-1), ["5023", "5024"]),
@@ -144,16 +146,59 @@ def test_a_damaged_shard_is_named_with_the_value_found_and_the_remedy(tmp_path, 
         assert all(part in sentence for part in parts), sentence
 
 
-def test_where_no_shards_are_the_sentence_names_the_key_that_takes_other_names(tmp_path):
+GPT2 = np.r_[SEPARATOR, np.random.default_rng(0).integers(0, SEPARATOR, 9000)]
+HEADER = np.zeros(256, "<i4")
+HEADER[:3] = 20240801, 7, len(GPT2)
+FOREIGN = [  # name, content, what the sentence says
+    ("train.bin", GPT2.astype("<u2"), ["2 bytes without a header", "nanoGPT"]),
+    ("train.bin", GPT2.astype("<u4"), ["4 bytes without a header"]),
+    ("train.bin", GPT2[:-1].astype("<u2") % 65, ["without a header", "if they are GPT-2's tokens"]),
+    ("edu_train_000001.npy", GPT2.astype("<u2"), ["is an array of numpy"]),
+    ("x_train_1.bin", np.r_[HEADER.view("<u4"), GPT2 + 60_000].astype("<u4"), ["32 bits, of Llama 3"]),
+    ("x_train_1.bin", np.r_[[20240520, 1, 9001], HEADER[3:], GPT2 + 60_000].astype("<u4"), ["holds numbers of 32 bits"]),
+    ("x_train_1.parquet", b"PAR1" * 999, ["is Parquet, not a shard; export its text column as JSON lines"]),
+    ("x_train_1.bin", b"\x1f\x8b" * 999, ["is compressed (gzip), not a shard; unpack it first"]),
+    ("story.txt", b"words\n" * 999, ["is a text, not a shard", "prepare.py"]),
+]
+
+
+@pytest.mark.parametrize("name, content, parts", FOREIGN)
+def test_other_formats_are_named_and_what_the_sentence_advises_works(tmp_path, name, content, parts):
+    path = tmp_path / name
+    if name.endswith(".npy"):
+        np.save(path, content)
+    else:
+        path.write_bytes(bytes(content))
+    if name == "train.bin":  # nanoGPT's other split
+        (tmp_path / "val.bin").write_bytes(bytes(content[:1000]))
+
+    def find(split="train"):
+        (found,) = shards.find_shards(tmp_path, split, f"*_{split}_*.bin", "REMEDY")
+        return shards.read_shard(found, 50304)
+
+    with pytest.raises(shards.ShardError) as error:
+        find()
+    sentence = str(error.value)
+    assert str(path) in sentence and all(part in sentence for part in parts) and "REMEDY" not in sentence, sentence
+    if "python -c" in sentence:
+        (code,) = re.findall('python -c "(.*?)"', sentence)
+        subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+        assert find().tokens.tolist() == [SEPARATOR, *content.tolist()]
+        if name == "train.bin":
+            assert find("val").tokens.tolist() == [SEPARATOR, *content[:1000].tolist()]
+
+
+def test_a_shard_of_another_name_is_named_with_the_key_that_takes_it(tmp_path):
     write_shard(tmp_path / "train.bin", GOOD)
-    with pytest.raises(shards.ShardError, match=r"no train shards \(--train_files=\*_train_\*.bin\) in .*; REMEDY"):
+    with pytest.raises(shards.ShardError, match="no train shards .*--train_files=train.bin"):
         shards.find_shards(tmp_path, "train", "*_train_*.bin", "REMEDY")
 
 
 @pytest.mark.parametrize("tokens, parts", [
-    ([*GOOD, 383], ["token 383, and --vocab_size=384 has room for those below 383; raise it"]),
+    ([*GOOD, 384], ["token 384, outside of --vocab_size=384", "is it other data?"]),
+    ([*GOOD, 383], ["token 383, which --vocab_size=384 needs", "raise --vocab_size"]),
     ([1] * 2000, ["no document start (token 50256)", "data/prepare.py"]),
-], ids=["stands for the separator", "no document"])
+], ids=["one past the last", "stands for the separator", "no document"])
 def test_tokens_that_the_model_cannot_use_are_named_with_the_remedy(tmp_path, tokens, parts):
     path = write_shard(tmp_path / "x.bin", tokens)
     with pytest.raises(shards.ShardError) as error:
