@@ -116,13 +116,18 @@ def prompt_tokens(encode: Callable[[str], list[int]], bos: int, seq_len: int,
     return [bos, *tokens]
 
 
-def check(config) -> None:
-    """Raises BadInput if a run could not end with a sample, before it begins."""
+def check(config) -> list[str]:
+    """Whether a run can end with a sample, before it begins. A run that is fitted to a text does
+    without the sample that nobody has asked for, and returns a note. Raises BadInput otherwise."""
     try:
         if is_rank_0():
             codec(config.vocab_size)
     except BadInput as error:
-        raise BadInput(f"{error}, or do without a sample: --sample=") from None
+        if not config.fit or config.sample != fitting.SAMPLE:
+            raise BadInput(f"{error}, or do without a sample: --sample=") from None
+        config.sample = ""
+        return [f"there will be no sample: {error}"]
+    return []
 
 
 def opening(config, val_tokens: Tensor) -> str:
@@ -144,6 +149,18 @@ def continue_text(model, text: str, count: int) -> str:
     generator = torch.Generator(model.lm_head.device).manual_seed(0)
     new = generate(model, tokens, count, 0.8, 0, generator)
     return printable(text + b"".join(map(to_bytes, new)).decode(errors="replace"))
+
+
+def what_to_expect(config, active: int, read: int) -> str:
+    """What a sample of a small model of bytes shows, for somebody who has never seen one; empty for
+    other models. `active`: its weights without tables; `read`: bytes that it was trained on."""
+    if not reads_bytes(config.vocab_size) or active > 5_000_000:
+        return ""
+    writes = "words and the layout of their text, but no sense"
+    if read < 400_000:
+        writes = "letters in a likely order, and few words"
+    return (f"what to expect: {active / 1e6:.1f}M weights that have read {read / 1e6:.1f}M bytes "
+            f"write {writes}; longer runs, more text and larger models on a GPU bring more")
 
 
 def printable(text: str) -> str:

@@ -293,7 +293,7 @@ PRESETS: dict[str, dict] = {
         longest_ngram=6, ngram_rows=131_072, ngram_part=1.0, recall_rows=2_097_152,
         schedule="laptop", num_steps=500,
         batch_tokens=2048, seq_len=2048,
-        muon_lr=0.04, muon_momentum=0.88, head_lr=0.007, table_lr=0.3,
+        muon_lr=0.04, muon_momentum=0.88, head_lr=0.007, table_lr=0.6,
         target_loss=1.09, val_tokens=131_072, val_seq_len=8192,
         device="cpu", save_checkpoint="auto", sample="The "),
     # Six layers, each of which sees at most 256 bytes: to compare precisions in minutes.
@@ -1846,6 +1846,7 @@ class Run:
         self.clock = keeper.clock
         self.step = keeper.first_step  # steps so far
         self.ended_by = ""  # the signal that has ended the run early
+        self.latest_sequence = None  # the first one of the latest batch of this rank
         self.requests = Requests(self.device)
         self.unread = []  # messages that have arrived
         self.batches = shards.ahead(rank_micro_batches(
@@ -1880,7 +1881,9 @@ class Run:
 
     def make_step(self, call: Callable) -> None:
         """One step of training. A collective."""
-        batch = self.model.past.prepare(next(self.batches))
+        micro_batches = next(self.batches)
+        self.latest_sequence = micro_batches[0][:1]
+        batch = self.model.past.prepare(micro_batches)
         message = train_step(self.model, self.optimizer, batch, self.step, call,
                              self.requests)
         self.log.put(self.step + 1, message, self.clock.now())
@@ -1934,8 +1937,9 @@ class Run:
         self.log.step(self.step, self.clock.total, "val_loss", loss)
         if not math.isfinite(loss):
             self.refuse_loss("validation", loss, self.step)
-        if is_rank_0():
-            guard.check(sys.modules[__name__], self.model, self.step, self.log)
+        if is_rank_0() and self.latest_sequence is not None:
+            guard.check(
+                sys.modules[__name__], self.model, self.latest_sequence, self.step, self.log)
         self.keeper.validated(self.step, loss)
 
 
@@ -1947,7 +1951,8 @@ def train(c: Config, at_end: ExitStack) -> int:
 
     # 1. Import what this run needs, so that the log can show it, and check what can be checked
     # before anything is written or compiled.
-    device = start_process("cuda" if has_cuda(c.device) else "cpu", LOCAL_GPU)
+    device = start_process(
+        "cuda" if has_cuda(c.device) else "cpu", LOCAL_GPU, c.join_timeout)
     # Hosts may have their data in other folders; the shards are compared by their sums.
     compare({f"--{name}": value for name, value in dataclasses.asdict(c).items()
              if name != "data_dir"})
@@ -1955,7 +1960,7 @@ def train(c: Config, at_end: ExitStack) -> int:
     notes = []
     if c.sample:
         import sample  # only now: training alone needs no tokenizer
-        on_all_ranks(sample.check, c)
+        notes = on_all_ranks(sample.check, c)
     files = journal.project_files(__file__)
     run_files = check_run_files(c, packing(c), batch_plan(c), files)
 

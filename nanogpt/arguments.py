@@ -19,6 +19,9 @@ from nanogpt.ranks import BadInput, require
 
 NEWEST = "newest"  # what --resume alone stands for
 
+SWITCH = {"true": True, "yes": True, "on": True, "1": True,
+          "false": False, "no": False, "off": False, "0": False}
+
 
 def key(default, meaning: str, alone: str | None = None, choices: tuple[str, ...] = (),
         least: float | None = None, most: float = math.inf):
@@ -44,6 +47,7 @@ class RunConfig:
         "auto", "auto, flex (CUDA, compiled) or sdpa (everywhere)",
         choices=("auto", "flex", "sdpa"))
     compile: bool = key(True, "use torch.compile, and CUDA graphs on a GPU")
+    join_timeout: float = key(5.0, "minutes that a process waits for the others at the start")
     resume: str = key(
         "", "save to go on from, logs/RUN_ID.saved/step_000123; --resume alone: the newest one in "
         "log_dir. Without any save a new run begins",
@@ -190,9 +194,9 @@ def given(config_class, argv: list[str], presets: dict[str, dict],
 
 
 def switch(text: str) -> bool:
-    if text.lower() not in ("true", "false"):
+    if text.lower() not in SWITCH:
         raise argparse.ArgumentTypeError(f"{text} is neither true nor false")
-    return text.lower() == "true"
+    return SWITCH[text.lower()]
 
 
 READERS = {bool: switch, int: int, float: float, str: str}

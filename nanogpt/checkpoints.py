@@ -102,7 +102,11 @@ def read(path: str | Path) -> dict:
     """What `of_model` has made, with the weights on the CPU. Raises BadInput if the file is no
     checkpoint of this program."""
     remedy = "name a file that --save_checkpoint has written, such as models/NAME.safetensors"
-    file = open_tensors(Path(path), remedy)
+    path = Path(path)
+    save = path if path.is_dir() else path.parent
+    require(not (save / "save.json").exists(),
+            f"{path} is part of a save; go on with it by --resume={save}, or {remedy}")
+    file = open_tensors(path, remedy)
     header = file.metadata() or {}
     require("config" in header,
             f"{path} is a safetensors file, but no checkpoint of this program; {remedy}")
@@ -233,6 +237,12 @@ def tables_of(optimizer) -> dict[str, Tensor]:
     return named
 
 
+def parameters_of(optimizer) -> dict[str, list]:
+    """By name, what must be the same in a run that goes on: shapes, and how they are updated."""
+    return {name: [*param.shape, param.optimizer, param.share]
+            for name, param in optimizer.model.params.items()}
+
+
 def random_module(device: torch.device):
     """What has the state of the random numbers of a device."""
     return torch.cuda if device.type == "cuda" else torch
@@ -259,10 +269,11 @@ class Saved:
 
     def check_fits(self, optimizer) -> None:
         """Raises BadInput unless the save has what updates of this train_gpt.Optimizer change."""
-        differing = {*tensors_of(optimizer), "random"} ^ {*self.parts[0].keys()}
-        require(not differing, f"{self.save} was written by other code: only one of the two has "
-                f"{min(differing, default='')}; go on with the code that is in its run's log, or "
-                "leave --resume out to begin anew")
+        saved, ours = self.facts["parameters"], parameters_of(optimizer)
+        differing = sorted(name for name in saved | ours if saved.get(name) != ours.get(name))
+        require(not differing, f"{self.save} was written by other code, whose "
+                f"{' and '.join(differing[:2])} is not as here; go on with the code that is in its "
+                "run's log, or leave --resume out to begin anew")
 
     def of_ranks(self, name: str) -> list[Tensor]:
         return [part.get_tensor(name) for part in self.parts]
@@ -352,7 +363,7 @@ class Keeper:
         # Where the best weights go: None if none are kept, and always on ranks other than 0.
         self.weights_file = run_files.checkpoint_path
         self.lacks_weights = False  # whether the best weights could not be written
-        self.best = None  # step, loss and file of the best weights
+        self.best = None  # step, loss and file of the best weights; no file of the untrained ones
         if run_files.saved:
             self.go_on(run_files.saved)
         self.last_save = self.clock.total, self.first_step
@@ -408,7 +419,8 @@ class Keeper:
         optimizer = self.optimizer
         facts = dict(
             config=dataclasses.asdict(self.config), data=self.facts.data,
-            step=step, world_size=self.world_size, seconds=self.clock.total,
+            parameters=parameters_of(optimizer), step=step, world_size=self.world_size,
+            seconds=self.clock.total,
             steps=self.log.steps, best=self.best, updates=optimizer.updates,
             bytes_sent=optimizer.bytes_sent, recipe=optimizer.recipe.state())
         (folder / "save.json").write_text(json.dumps(facts))
@@ -432,12 +444,15 @@ class Keeper:
         return of_model(self.model, step, val_loss, origin)
 
     def validated(self, step: int, loss: float) -> None:
-        """Writes the weights if they are the best so far."""
+        """Writes the weights if they are the best so far, and better than without training."""
         # They are written at once, so that not even kill -9 loses them. The other ranks wait
         # meanwhile, for at most the two minutes of ranks.limit_waiting.
-        if self.weights_file is None or step == 0 or (self.best and loss >= self.best[1]):
+        if self.weights_file is None or (self.best and loss >= self.best[1]):
             return
-        if self.config.save_checkpoint == "auto" and not self.best:
+        if step == 0:
+            self.best = step, loss, None
+            return
+        if self.config.save_checkpoint == "auto" and not (self.best and self.best[2]):
             self.weights_file = unused_path(self.weights_file)  # if another run has begun meanwhile
         try:
             write(self.weights_file, self.content(step, loss))

@@ -24,10 +24,11 @@ class SharedFault(BadInput):
     """A fault that all ranks know of, so that rank 0 can say it."""
 
 
-def start_process(kind: str, local_gpu: int) -> torch.device:
+def start_process(kind: str, local_gpu: int, minutes: float) -> torch.device:
     """Starts PyTorch on this process's device, and returns it: the GPU of this number if `kind` is
-    "cuda", or the "cpu". Under torchrun it also starts the process group. Raises BadInput if the
-    other ranks do not come, or if there are more processes than GPUs on this host."""
+    "cuda", or the "cpu". Under torchrun it also starts the process group, and waits for the other
+    ranks for so many minutes. Raises BadInput if they do not come, or if there are more processes
+    than GPUs on this host."""
     device = torch.device(kind)
     if kind == "cuda":
         device = torch.device("cuda", local_gpu)
@@ -42,11 +43,11 @@ def start_process(kind: str, local_gpu: int) -> torch.device:
     if "RANK" in os.environ:
         backend, options = ("nccl", {"device_id": device}) if kind == "cuda" else ("gloo", {})
         try:
-            dist.init_process_group(backend, timeout=timedelta(minutes=5), **options)
+            dist.init_process_group(backend, timeout=timedelta(minutes=minutes), **options)
         except (dist.DistError, ValueError) as error:
             reason = str(error).partition("\n")[0]
-            raise BadInput(f"the processes did not meet within 5 minutes ({reason}); start all of "
-                           "them by torchrun") from None
+            raise BadInput(f"the processes did not meet within {minutes:g} minutes ({reason}); "
+                           "start all of them by torchrun, or raise --join_timeout") from None
     return device
 
 

@@ -50,7 +50,12 @@ def end(run, script, startup_s: float) -> int:
     if lost:
         log.fact("defect", dict(what=f"{lost} targets were no candidates; raise --candidates"))
     log.end(result)
-    best, _, path = keeper.best or (None, None, None)
+    best, untrained, path = keeper.best or (None, None, None)
+    losses = [loss for step, _, name, loss in log.steps if step and name == "val_loss"]
+    if best == 0 and losses and not keeper.lacks_weights:
+        log.console.say(
+            f"no weights are kept, as the best validation loss, {min(losses):.4f}, is not below "
+            f"that of the untrained model, {untrained:.4f}; lower the learning rates")
     if not run.ended_by:
         keeper.end_saves()
         if is_rank_0() and c.sample:
@@ -82,6 +87,10 @@ def show_sample(run, script, path: str | None) -> None:
         if not text:
             raise
     run.log.console.say(f"sample{origin}: {text}")
+    expected = sample.what_to_expect(
+        c, num_weights(script.parameter_table(c))[0], script.total_tokens(c, run.step))
+    if expected:
+        run.log.console.say(expected)
 
 
 @contextmanager

@@ -35,7 +35,10 @@ def verdict(what: str, unit: str, a: list[float], b: list[float], digits: int) -
     head = f"{what}: B - A = {difference:+.{digits}f}{unit}"
     if min(len(a), len(b)) < 2 or len(set(a)) == len(set(b)) == 1:
         return f"{head}; no test: it needs two runs or more on each side, with some deviation"
-    test = scipy_stats().ttest_ind(b, a, equal_var=False)
+    try:
+        test = scipy_stats().ttest_ind(b, a, equal_var=False)
+    except Refused as error:
+        return f"{head}; no test: {error}"
     interval = test.confidence_interval(0.95)
     text = (f"{head} (95 % from {interval.low:+.{digits}f} to {interval.high:+.{digits}f}, "
             f"Welch's p = {test.pvalue:.2g})")

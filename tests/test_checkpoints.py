@@ -4,6 +4,7 @@ signal, and resumed.
 The reference is always the undisturbed run: its exact losses (as its log has them) and its weights. Real
 processes and signals where these are the point; elsewhere `main`, with a signal that is only noted.
 """
+import json
 import os
 import re
 import resource
@@ -224,9 +225,10 @@ def stopped(corpus, tmp_path_factory):
     return folder
 
 
-def add_weight(save):
-    file = save / "rank_0_of_1.safetensors"
-    save_file(load_file(file) | {"smear.master": torch.ones(1)}, file)
+def widen_head(save):
+    facts = json.loads((save / "save.json").read_text())
+    facts["parameters"]["lm_head"][1] *= 2
+    (save / "save.json").write_text(json.dumps(facts))
 
 
 DAMAGE = {  # what has happened to a save, and what the sentence says
@@ -234,7 +236,7 @@ DAMAGE = {  # what has happened to a save, and what the sentence says
     "empty": (lambda save: os.truncate(save / "rank_0_of_1.safetensors", 0), "is cut off"),
     "a file is gone": (lambda save: (save / "rank_0_of_1.safetensors").unlink(), "no such file; the save is not whole"),
     "no JSON": (lambda save: (save / "save.json").write_text("{"), "save.json is damaged"),
-    "another weight": (add_weight, "other code: only one of the two has smear.master"),
+    "another shape": (widen_head, "other code, whose lm_head is not as here"),
 }
 
 
@@ -336,7 +338,7 @@ def test_what_is_written_is_read_and_others_can_read_it_too(tmp_path):
 
 
 def test_a_file_that_is_no_checkpoint_says_what_it_is(stopped, tmp_path, capfd):
-    path = tmp_path / "model.safetensors"
+    path, save = tmp_path / "model.safetensors", the_save(stopped)
     shutil.copy(stopped / "model.safetensors", path)
     size = path.stat().st_size
     foreign = tmp_path / "foreign.safetensors"
@@ -347,7 +349,8 @@ def test_a_file_that_is_no_checkpoint_says_what_it_is(stopped, tmp_path, capfd):
     cases = [(path, size - 1, "is cut off"), (path, 0, "is cut off"), (tmp_path, None, "no such file"),
              (foreign, None, "is a safetensors file, but no checkpoint of this program"), (tmp_path / "pipe", None, "no such file"),
              (tmp_path / "old.pt", None, "no checkpoint of this program"), (tmp_path / "text.txt", None, "no checkpoint of this program"),
-             (tmp_path / "nothing", None, "no such file")]
+             (tmp_path / "nothing", None, "no such file"), (save, None, f"is part of a save; go on with it by --resume={save}"),
+             (save / "rank_0_of_1.safetensors", None, f"is part of a save; go on with it by --resume={save}")]
     for file, length, part in cases:
         if length is not None:
             os.truncate(file, length)
@@ -400,3 +403,12 @@ def test_weights_of_another_train_gpt_say_so_where_they_are_loaded_and_those_of_
     monkeypatch.setattr(checkpoints, "read", lambda path, read=checkpoints.read: read(path) | {"code_sha256": None})
     t.load_checkpoint(path, "cpu")  # an older file has no sum
     assert capfd.readouterr().err == ""
+
+
+def test_weights_that_are_worse_than_untrained_ones_are_not_kept_and_a_sentence_says_so(corpus, tmp_path, monkeypatch, capfd):
+    losses = iter([5.6, 23.4, 24.0, 25.0])
+    monkeypatch.setattr(t, "validate", lambda *_: next(losses))
+    assert run(options(corpus, tmp_path)) == 0
+    assert ("no weights are kept, as the best validation loss, 23.4000, is not below that of the untrained model, 5.6000; "
+            "lower the learning rates") in capfd.readouterr().out
+    assert not (tmp_path / "model.safetensors").exists()

@@ -136,6 +136,14 @@ def test_a_run_on_ones_own_text_shows_a_sample_that_begins_with_words_of_its_val
     assert sample.opening(config, tokens) == "The "
 
 
+def test_a_newcomer_is_told_what_to_expect_of_a_small_model_of_bytes():
+    laptop = t.Config(**t.PRESETS["laptop"])
+    sentence = sample.what_to_expect(laptop, t.report.num_weights(t.parameter_table(laptop))[0], 1_000_000)
+    assert sentence.startswith("what to expect: 0.8M weights that have read 1.0M bytes write words")
+    speedrun = t.Config()
+    assert sample.what_to_expect(speedrun, t.report.num_weights(t.parameter_table(speedrun))[0], 1_000_000) == ""
+
+
 # ---------------------------------------------------------------------------------------------------- the program
 
 
