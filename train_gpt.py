@@ -293,7 +293,7 @@ PRESETS: dict[str, dict] = {
         longest_ngram=6, ngram_rows=131_072, ngram_part=1.0, recall_rows=2_097_152,
         schedule="laptop", num_steps=500,
         batch_tokens=2048, seq_len=2048,
-        muon_lr=0.04, muon_momentum=0.88, head_lr=0.007, table_lr=0.6,
+        muon_lr=0.04, muon_momentum=0.88, head_lr=0.007, table_lr=0.3,
         target_loss=1.09, val_tokens=131_072, val_seq_len=8192,
         device="cpu", save_checkpoint="auto", sample="The "),
     # Six layers, each of which sees at most 256 bytes: to compare precisions in minutes.

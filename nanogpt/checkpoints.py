@@ -233,7 +233,7 @@ def tables_of(optimizer) -> dict[str, Tensor]:
     named = {"recall_table": optimizer.model.recall_table}
     for name in optimizer.model.big_tables:
         named[f"{name}.weights"] = optimizer.banks[name]
-        named[f"{name}.squares"] = optimizer.state[name].squares
+        named[f"{name}.mean_square"] = optimizer.state[name].mean_square
     return named
 
 

@@ -16,8 +16,8 @@ H200 (records/TRIED.md).
 A table is by far the largest part of a model, so there is only one copy of it, in the dtype of the
 products. Where that is bf16, most updates are smaller than half of the distance to the next number,
 and would be lost by rounding to the nearest one. So new rows are rounded up or down at random, such
-that their mean is exact. The optimizer keeps a single number for a row, and no momentum (record
-92): the sum of the squares of its gradients, in which earlier ones fade.
+that their mean is exact. The optimizer keeps a single number for a row, the mean square of its
+gradients over time, and no momentum (record 92).
 
 In comments R is the number of rows of a table, and `share` the number of columns that a rank owns.
 The last columns are padded if the width is no multiple of the number of ranks.
@@ -38,13 +38,13 @@ from nanogpt.streams import SideStream, to_host
 
 class RowState(NamedTuple):
     """The state of a table's optimizer."""
-    squares: Tensor  # (R,) float32, of each row the fading sum of its gradients' mean squares
+    mean_square: Tensor  # (R,) float32, of each row's gradients over time; 0 before the first one
 
 
 class Table(NamedTuple):
     """Both tensors are whole, and the same, on every rank."""
     bank: Tensor  # (R, width)
-    squares: Tensor  # (R,), as in RowState
+    mean_square: Tensor  # (R,), as in RowState
     index: str  # which row numbers it is looked up at: "tokens", or a name of its own
 
 
@@ -231,11 +231,7 @@ class Tables:
     def update(self, rates: dict, unscale: Callable[[Tensor], Tensor]) -> None:
         """Updates this rank's columns of the used rows, and begins to hand them out. Of each
         table's rates (train_gpt.Rates) it uses lr, decay and beta2; `unscale` takes the scale of
-        the loss from a gradient.
-
-        An update divides the gradient by the root of the sum of squares. For the first gradient of
-        a row the sum is its own square. For a row with many gradients it is 1 / (1 - beta2) times
-        their mean square. So rows of rare n-grams are updated in larger steps. A collective."""
+        the loss from a gradient. A collective."""
         self.check_all_added("update")
         if not self.tables:
             return
@@ -245,10 +241,9 @@ class Tables:
             squares = self.mean_squares(gradients)
             for name, table in self.tables.items():
                 rows = self.used[table.index].of_all
-                sums = rates[name].beta2 * table.squares[rows] + squares[name]
-                table.squares[rows] = sums
+                root = remember_square(table.mean_square, rows, squares[name], rates[name].beta2)
                 part = update_rows(
-                    gradients[name], rows, sums.sqrt(), table.bank, self.rank,
+                    gradients[name], rows, root, table.bank, self.rank,
                     rates[name].lr, rates[name].decay)
                 self.handed_out[name] = self.hand_out(part)
 
@@ -418,12 +413,22 @@ def sum_rows(total: Tensor, places: Tensor, gradient: Tensor) -> None:
     total.index_add_(1, places, gradient.transpose(0, 1))
 
 
+def remember_square(mean_square: Tensor, rows: Tensor, square: Tensor, beta2: float) -> Tensor:
+    """Takes the squares (n,) of these rows (n,) into their running means (R,), in place, and
+    returns the roots of these means (n,). The first mean is the first square: rows of rare n-grams
+    have few gradients, and the update by the first must not be larger than the others."""
+    before = mean_square[rows]
+    after = torch.where(before == 0, square, torch.lerp(square, before, beta2))
+    mean_square[rows] = after
+    return after.sqrt()
+
+
 def update_rows(gradient: Tensor, rows: Tensor, root: Tensor, bank: Tensor, rank: int,
                 lr: float, decay: float) -> Tensor:
     """The new values of a rank's columns of rows (n,) of a bank (R, width), which stays as it is. A
     rank has as many columns as the gradient (n, share); those beyond the bank's are 0.
 
-    The update is lr * gradient / root, with root (n,) that of RowState.squares, and weight decay
+    The update is lr * gradient / root, with root (n,) that of the mean squares, and weight decay
     only where that shrinks the weight anyway (Chen et al. 2025; record 43), as cautious_update of
     train_gpt.py does it. Returns them (n, share) in the bank's dtype; bf16 is rounded at random.
     """

@@ -399,6 +399,13 @@ def test_rows_in_bf16_are_rounded_at_random_and_are_right_on_average():
     assert (new.double().mean() - 1).item() == pytest.approx(change, rel=0.05)  # a deviation is 0.011 of it
 
 
+def test_a_rows_first_mean_square_is_its_first_square_and_later_ones_follow_slowly():
+    mean_square = torch.tensor([0.0, 4.0, 0.0])
+    roots = tables.remember_square(mean_square, torch.tensor([0, 1]), torch.tensor([9.0, 16.0]), 0.75)
+    assert roots.tolist() == pytest.approx([3.0, 7.0**0.5])
+    assert mean_square.tolist() == pytest.approx([9.0, 7.0, 0.0])
+
+
 # ------------------------------------------------------------------------------------- the kernels
 # Of each kernel: the arguments of its runs; how it is called, which on a CPU is its twin and on a
 # GPU the kernel; how Triton's interpreter runs it; and how well both must agree.

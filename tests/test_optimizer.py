@@ -241,14 +241,15 @@ def naive_adam(w, m, v, g, param, step, lr_factor):
 
 
 def naive_row(w, square, g, param, lr_factor):
-    """NumPy float64: one row w (width,) of a table and the fading sum of its gradients' mean squares after one update."""
-    square = param.betas[1] * square + (g**2).mean()
+    """NumPy float64: one row w (width,) of a table and the mean square of its gradients after one update."""
+    now = (g**2).mean()
+    square = param.betas[1] * square + (1 - param.betas[1]) * now if square else now
     update = g / (np.sqrt(square) + 1e-10)
     return w - lr_factor * param.lr * (update + np.where(update * w > 0, lr_factor * param.decay * w, 0)), square
 
 
 @pytest.mark.parametrize("micro_batches, every_second", [(1, False), (3, True)])
-def test_each_step_updates_looked_up_rows_by_the_root_of_their_squares_and_leaves_all_others_to_the_bit(micro_batches, every_second):
+def test_each_step_updates_looked_up_rows_by_the_root_of_their_mean_square_and_leaves_all_others_to_the_bit(micro_batches, every_second):
     """And the rest by Adam; the head, if it is to be so, every second step only, by the sum of both gradients."""
     model = small("float64", head_every_second=every_second)
     optimizer = t.Optimizer(model)
@@ -490,7 +491,7 @@ def work(rank, world_size, dtype, folder):
         rows = [reading.rows() for reading, _ in test.read(model, batch)]
         used.append({n: [of_micro_batch[i].tolist() for of_micro_batch in rows] for n, i in test.INDEX.items()})
         calls.clear()
-    of_tables = {n: optimizer.state[n].squares for n in test.TABLES}
+    of_tables = {n: optimizer.state[n].mean_square for n in test.TABLES}
     torch.save(dict(weights={n: model.weight(n).detach().clone() for n in model.params}, losses=losses, calls=issued,
                     tables=of_tables, used=used), f"{folder}/{world_size}-{rank}")
     if world_size > 1:
@@ -526,8 +527,8 @@ def test_any_number_of_ranks_gives_the_weights_and_losses_of_one(worlds, world_s
             moved = (w.double() - start[name][: len(w)].double()).norm()
             error = (rank["weights"][name].double() - w.double()).norm() / moved
             assert moved > 0 and error < 1e-9, f"{name}: {error}"
-        for name, squares in one["tables"].items():
-            torch.testing.assert_close(rank["tables"][name], squares, rtol=1e-9, atol=0)
+        for name, mean_square in one["tables"].items():
+            torch.testing.assert_close(rank["tables"][name], mean_square, rtol=1e-9, atol=0)
 
 
 def test_all_ranks_issue_the_same_collectives_in_the_same_order_and_none_stops_the_cpu(worlds):
