@@ -40,6 +40,7 @@ from nanogpt.ranks import (
     SharedFault,
     all_ranks,
     on_all_ranks,
+    patiently,
     rank_and_world_size,
     require,
 )
@@ -403,8 +404,9 @@ class Keeper:
         all_ranks(None)
         part = rank_file(folder, self.rank, self.world_size)
         try:
-            on_all_ranks(write_tensors, part, tensors, dict(step=step), errors=(OSError,))
-            on_all_ranks(self.finish_save, folder, step, errors=(OSError,))
+            with patiently():
+                on_all_ranks(write_tensors, part, tensors, dict(step=step), errors=(OSError,))
+                on_all_ranks(self.finish_save, folder, step, errors=(OSError,))
         except SharedFault as fault:
             if self.rank == 0:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -444,23 +446,31 @@ class Keeper:
         return of_model(self.model, step, val_loss, origin)
 
     def validated(self, step: int, loss: float) -> None:
-        """Writes the weights if they are the best so far, and better than without training."""
-        # They are written at once, so that not even kill -9 loses them. The other ranks wait
-        # meanwhile, for at most the two minutes of ranks.limit_waiting.
-        if self.weights_file is None or (self.best and loss >= self.best[1]):
+        """Writes the weights if they are the best so far, and better than without training. They
+        are written at once, so that not even kill -9 loses them. A collective."""
+        if not self.config.save_checkpoint or (self.best and loss >= self.best[1]):
             return
         if step == 0:
             self.best = step, loss, None
             return
+        try:
+            with patiently():
+                path = on_all_ranks(self.write_weights, step, loss, errors=(OSError,))
+            self.best = step, loss, path
+            self.lacks_weights = False
+        except SharedFault as fault:
+            if self.rank == 0:
+                complain(f"{fault}; the run goes on")
+            self.lacks_weights = True
+
+    def write_weights(self, step: int, loss: float) -> str | None:
+        """Their file, which rank 0 writes. Raises OSError."""
+        if self.rank > 0:
+            return None
         if self.config.save_checkpoint == "auto" and not (self.best and self.best[2]):
             self.weights_file = unused_path(self.weights_file)  # if another run has begun meanwhile
-        try:
-            write(self.weights_file, self.content(step, loss))
-            self.best = step, loss, str(self.weights_file)
-            self.lacks_weights = False
-        except OSError as error:
-            complain(f"{error}; the run goes on")
-            self.lacks_weights = True
+        write(self.weights_file, self.content(step, loss))
+        return str(self.weights_file)
 
     def say_how_to_go_on(self, step: int, ended_by: str) -> int:
         """Says how to go on with a run that this signal has ended. Returns the exit status."""

@@ -107,7 +107,9 @@ def check_save(step: int, tensors: dict[str, Tensor]) -> None:
 def not_finite(tensors: dict[str, Tensor]) -> str:
     """Ends a sentence with the first rank that has a number which is not finite, its first tensor
     that has one, and how many more it has; empty if there is none. A collective."""
-    bad = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
+    bad = [name for name, tensor in tensors.items()
+           # In parts: of a whole table the results of isfinite() might not fit into memory.
+           if not all(part.isfinite().all() for part in tensor.flatten().split(2**28))]
     sentence = ""
     if bad:  # bad[0] is such as "mlp.master" or "mlp.momentum_buffer"
         bank, _, kind = bad[0].partition(".")

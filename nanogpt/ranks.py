@@ -4,7 +4,8 @@ torchrun starts one process for each GPU and numbers them: the rank of the first
 one that writes the log. A process on its own is rank 0.
 """
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -51,11 +52,21 @@ def start_process(kind: str, local_gpu: int, minutes: float) -> torch.device:
     return device
 
 
-def limit_waiting() -> None:
-    """From now on a collective that takes two minutes is taken for hung, and ends the run. Before,
-    the ranks may wait longer for each other, as when one of them compiles."""
+def limit_waiting(minutes: float = 2) -> None:
+    """From now on a collective that takes so long is taken for hung, and ends the run. Before, the
+    ranks may wait longer for each other, as when one of them compiles."""
     if dist.is_initialized():
-        dist.distributed_c10d._set_pg_timeout(timedelta(minutes=2), dist.group.WORLD)
+        dist.distributed_c10d._set_pg_timeout(timedelta(minutes=minutes), dist.group.WORLD)
+
+
+@contextmanager
+def patiently() -> Iterator[None]:
+    """Within it the ranks wait for each other as long as a slow disk may take for large files."""
+    limit_waiting(30)
+    try:
+        yield
+    finally:
+        limit_waiting()
 
 
 def rank_and_world_size() -> tuple[int, int]:

@@ -75,7 +75,7 @@ def name_of(row):
 
 REMEDY = "fetch or make it again"
 REFUSED = [
-    Refused("shard: begins with something else", f"{FIRST} is no shard: it begins with the number 5, .*{REMEDY}",
+    Refused("shard: begins with something else", f"{FIRST} begins with magic 5, .*{REMEDY}",
             prepare=instead(FIRST, lambda path: write_shard(path, documents(6000), magic=5))),
     Refused("shard: tokens of another kind", f"{FIRST} holds GPT-2's tokens .*--bytes",
             prepare=instead(FIRST, lambda path: write_shard(path, [50256, *[40_000] * 5999]))),
