@@ -1213,7 +1213,7 @@ class FP8HeadLoss(torch.autograd.Function):
 
 
 # --------------------------------------------------------------------------------------------------
-# 8. The optimizers: Muon for matrices, Adam for the rest, each rank updating its share
+# 8. The optimizers: Muon for matrices, Adam for the head and small banks, each rank its share
 #
 # Every rank computes with a copy of all large weights in the model's dtype. Their float32
 # originals ("masters") and the state of their optimizers exist only once, shared out over the
@@ -1380,8 +1380,8 @@ def compiled_functions(report: Callable[[str, float], None]) -> Functions:
 
 
 class Optimizer:
-    """Muon and Adam over the parameter table. The ranks share the work, if there is a process
-    group."""
+    """Muon, Adam and `Tables` over the parameter table. The ranks share the work, if there is a
+    process group."""
 
     def __init__(self, model: GPT):
         self.model = model
@@ -1709,7 +1709,7 @@ def rescaled(frequency: float, old: int, new: int) -> float:
 #   pass 2                 adds row gradients of pass 1
 #                          adds row gradients of pass 2    sums of mlp, qkvo and small banks
 #   Muon for mlp                                           row gradients, sum of lm_head
-#   Adam for lm_head       Adam for value_embeds, ngrams   new rows
+#   Adam for lm_head       updates value_embeds, ngrams    new rows
 #   Muon for qkvo          puts new rows into the tables   new mlp, lm_head and qkvo
 #   Adam for small banks
 #

@@ -301,7 +301,8 @@ def note_on_markers(markers):
     if not markers:
         return None
     [(marker, number)] = markers.most_common(1)
-    return (f"{marker} stands {number:,} times in the text and is read as text; if it ends "
+    times = "once" if number == 1 else f"{number:,} times"
+    return (f"{marker} stands {times} in the text and is read as text; if it ends "
             f"documents, split there: --split={shlex.quote(marker)}")
 
 

@@ -51,8 +51,8 @@ def check_data(c, packing: shards.Packing, plan: shards.Plan) -> RunFiles:
     for count in dict.fromkeys(plan):
         divisors = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
         require(count % world_size == 0,
-                f"{world_size} processes cannot share a batch of {count} sequences; start "
-                f"{divisors} of them, or change --batch_tokens or --seq_len")
+                f"{world_size} processes cannot share batches of {count} x {c.seq_len:,} tokens; "
+                f"start {divisors} of them, or change --batch_tokens or --seq_len")
     train_paths = shards_of(c, "train")
     val_paths = shards_of(c, "val")
     check_kind(train_paths[0], c.vocab_size, c.preset)
@@ -96,8 +96,8 @@ def try_places(c, saved: Saved | None) -> Path | None:
         path = Path(c.save_checkpoint)
         if c.save_checkpoint == "auto":
             path = unused_path(Path("models", f"{Path(c.data_dir).resolve().name}.safetensors"))
-            if saved and saved.facts["best"]:
-                path = Path(saved.facts["best"][2])
+            _, _, kept = (saved and saved.facts["best"]) or (None, None, None)
+            path = Path(kept) if kept else path
         require(not path.is_dir(), f"--save_checkpoint={path} is a folder; name a file")
         try_folder(path.parent, "--save_checkpoint")
     try_folder(Path(c.log_dir), "--log_dir")

@@ -49,12 +49,17 @@ class Table(NamedTuple):
 
 
 class Sorted(NamedTuple):
-    """The rows of one index that the ranks look up in a step, each rank's in ascending order, and
-    then those of all ranks together: (2 * ranks * lookups,). A row that is looked up several times
-    stands there as often, side by side."""
-    rows: Tensor
-    numbers: Tensor  # 0, 1, 2, ... of the different ones; equal ones have the same number
-    ends: Tensor  # the last number of each rank, and the last one of all, each plus 1
+    """The rows of one index that the ranks look up in a step: first those of each rank in ascending
+    order, one rank after the other, and then those of all ranks together. If rank 0 looks up rows
+    7, 2, 7 and rank 1 rows 5, 7, 9, this is
+
+        rows     2 7 7   5 7 9   2 5 7 7 7 9
+        numbers  0 1 1   2 3 4   5 6 7 7 7 8     equal neighbours have the same number
+        ends     2       5       9               how many numbers there are up to here
+    """
+    rows: Tensor  # (2 * ranks * lookups,)
+    numbers: Tensor  # the same shape
+    ends: Tensor  # (ranks + 1,)
 
 
 def sort_rows(of_ranks: Tensor) -> Sorted:
@@ -72,8 +77,8 @@ class UsedRows(NamedTuple):
     """The rows of one index that this step uses."""
     own: Tensor  # (own rows,) that this rank has looked up, ascending
     of_all: Tensor  # (n,) that any rank has looked up, ascending
-    of_ranks: Tensor  # (lines,) those of each rank, one rank after the other
-    lines: list[int]  # how many those are of each rank
+    of_ranks: Tensor  # those of each rank, one rank after the other
+    counts: list[int]  # how many those are of each rank
 
 
 class Tables:
@@ -81,9 +86,10 @@ class Tables:
 
         begin         tells which rows the micro-batches look up, before the passes
         add           takes the gradients of these rows after each pass; the last one sends them
-        add_embedding adds those of the token embedding to the gradient of the head, which it is,
-                      too
+        add_embedding adds those of the token embedding to the gradient of the head, as both are one
+                      matrix
         update        updates the rows and begins to hand them out, or `reset` forgets the gradients
+                      (`gradients` tells a recipe which ones those are)
         finish        puts the new rows into the tables
 
     Another order raises RuntimeError. All work is done on the side stream. Between `begin` and
@@ -99,6 +105,7 @@ class Tables:
 
     def reset(self) -> None:
         """Forgets a step that was begun, without an update."""
+        self.latest = "finish"  # the method above that was called last
         self.batch = []  # of each micro-batch, the rows of each index, (lookups,)
         self.added = 0  # micro-batches whose gradients are in `totals`
         self.sorted = {}  # of each index
@@ -108,9 +115,17 @@ class Tables:
         # Sums of gradients of the own rows: (ranks, own rows, share) of each table, and with the
         # name lm_head (1, own rows, width) of the token embedding.
         self.totals = {}
-        self.sent = {}  # of each table what comes from all ranks (lines, share), and the transfer
+        self.sent = {}  # of each table what comes from all ranks, (rows, share), and the transfer
         self.handed_out = {}  # the updated rows (ranks * n, share), and the transfer
         self.bytes_sent = 0  # in this step
+
+    def call(self, method: str, after: str) -> None:
+        """Notes that a method is called, and raises RuntimeError if it is not its turn."""
+        if self.latest != after:
+            raise RuntimeError(f"`{method}` of the tables must be after `{after}` of all "
+                               f"micro-batches, but was called after `{self.latest}`, with "
+                               f"gradients of {self.added} of {len(self.batch)} micro-batches")
+        self.latest = method
 
     def meet(self) -> None:
         """The main stream and the side stream wait for all that was begun on the other."""
@@ -123,8 +138,7 @@ class Tables:
         of this rank, (lookups,) for each index, as many on every rank. The CPU must know how many
         different ones there are, to make room for their sums, but only in the first `add`. Until
         then the GPU counts them beside the forward pass. A collective."""
-        if self.batch:
-            raise RuntimeError("the tables began a step before `finish` or `reset` ended the last")
+        self.call("begin", after="finish")
         self.meet()
         self.batch = batch
         with self.side_stream.on():
@@ -144,21 +158,21 @@ class Tables:
                 # Each row to the place of its number. With unique() the CPU would have to wait
                 # until the GPU knows how many there are.
                 rows = found.rows.new_empty(ends[-1]).scatter_(0, found.numbers, found.rows)
-                lines = [end - begin for begin, end in zip([0, *ends], ends[:-1])]
-                *parts, of_all = rows.split([*lines, ends[-1] - ends[-2]])
+                counts = [end - begin for begin, end in zip([0, *ends], ends)]
+                *parts, of_all = rows.split(counts)
                 # A copy, because Triton would compile its kernels once more for a tensor that does
                 # not begin at a multiple of 16 bytes.
                 self.used[name] = UsedRows(
-                    parts[self.rank], of_all.clone(), rows[: ends[-2]], lines)
+                    parts[self.rank], of_all.clone(), rows[: ends[-2]], counts[:-1])
             for name, table in self.tables.items():
                 rows = len(self.used[table.index].own)
                 self.totals[name] = self.new_total(table, self.world_size, rows)
 
-    def new_total(self, table: Table, *lines: int) -> Tensor:
-        """Zeros (*lines, share), for sums of gradients."""
+    def new_total(self, table: Table, *sizes: int) -> Tensor:
+        """Zeros (*sizes, share), for sums of gradients."""
         share = -(-table.bank.size(1) // self.world_size)
         wide = torch.promote_types(table.bank.dtype, torch.float32)
-        return table.bank.new_zeros(*lines, share, dtype=wide)
+        return table.bank.new_zeros(*sizes, share, dtype=wide)
 
     @torch.no_grad()
     def add(self, i: int, gradients: dict[str, Tensor]) -> None:
@@ -184,6 +198,7 @@ class Tables:
                 self.side_stream.keep(gradient)
         self.added += 1
         if self.added == len(self.batch):
+            self.latest = "add"
             self.send()
         elif self.added > 1:
             # Passes from the second on are one CUDA graph, which writes its gradients to the same
@@ -201,24 +216,18 @@ class Tables:
                     continue
                 total = total.to(table.bank.dtype)
                 self.bytes_sent += total.nbytes
-                lines = self.used[table.index].lines
-                arrived = total.new_empty(sum(lines), total.size(2))
-                own = [lines[self.rank]] * self.world_size
+                counts = self.used[table.index].counts
+                arrived = total.new_empty(sum(counts), total.size(2))
+                own = [counts[self.rank]] * self.world_size
                 transfer = dist.all_to_all_single(
-                    arrived, total.flatten(0, 1), lines, own, async_op=True)
+                    arrived, total.flatten(0, 1), counts, own, async_op=True)
                 self.sent[name] = arrived, transfer
 
     def add_embedding(self, gradient: Tensor) -> None:
         """Adds the total of the token embedding to the gradient (V, width) of the head."""
-        self.check_all_added("add_embedding")
+        self.call("add_embedding", after="add")
         total = self.totals.pop("lm_head")
         gradient.index_add_(0, self.used["tokens"].own, total[0].to(gradient.dtype))
-
-    def check_all_added(self, method: str) -> None:
-        if not self.batch or self.added < len(self.batch):
-            raise RuntimeError(
-                f"`{method}` of the tables came when the gradients of {self.added} of "
-                f"{len(self.batch)} micro-batches were added; `begin` and `add` come before it")
 
     def gradients(self) -> list[Tensor]:
         """What this rank has received, after waiting for it on the current stream."""
@@ -230,9 +239,9 @@ class Tables:
     @torch.no_grad()
     def update(self, rates: dict, unscale: Callable[[Tensor], Tensor]) -> None:
         """Updates this rank's columns of the used rows, and begins to hand them out. Of each
-        table's rates (train_gpt.Rates) it uses lr, decay and beta2; `unscale` takes the scale of
-        the loss from a gradient. A collective."""
-        self.check_all_added("update")
+        table's rates (train_gpt.Rates) it uses lr, decay and beta2; `unscale` divides a gradient
+        by the scale of the loss. A collective."""
+        self.call("update", after="add_embedding")
         if not self.tables:
             return
         with self.side_stream.on():
@@ -249,7 +258,8 @@ class Tables:
 
     def mean_squares(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         """The gradients (n, share) of this rank's columns -> of each row the mean square over all
-        columns, (n,). A collective."""
+        columns, (n,). (A norm takes one pass over memory, squares and their sum two.) A
+        collective."""
         lengths = [torch.linalg.vector_norm(x, dim=1) for x in gradients.values()]
         squares = torch.cat(lengths).square()
         if self.world_size > 1:
@@ -282,6 +292,7 @@ class Tables:
     def finish(self) -> int:
         """Puts the new rows into the banks. What comes on the main stream waits for that. Returns
         how many bytes this rank has sent in this step."""
+        self.call("finish", after="update")
         with self.side_stream.on():
             for name, (parts, transfer) in self.handed_out.items():
                 bank, *_, index = self.tables[name]
@@ -372,7 +383,9 @@ if triton is not None:
         update = gradient / (root + 1e-10)
         shrinks = update * weight > 0
         weight -= lr * (update + tl.where(shrinks, decay * weight, 0.0))
-        if IS_BF16:  # the upper half of a float32; noise below it carries over at times
+        if IS_BF16:
+            # bf16 is the upper half of a float32. Noise in the lower half carries into it at times,
+            # the more often the larger this half is; for numbers below 0 that is away from 0, too.
             noise = (tl.randint(seed, place.to(tl.int32)) & 0xFFFF).to(tl.int32)
             bits = (weight.to(tl.int32, bitcast=True) + noise) & -65536
             weight = bits.to(tl.float32, bitcast=True)

@@ -197,8 +197,11 @@ def target_in_words(facts: dict) -> str:
     loss, target = facts["val_loss"], facts["target"]
     if loss is None or target is None:
         return ""
-    came = "reached" if loss <= target else f"missed by {loss - target:.4f}"
-    return f"{target:g}: {came}"
+    if loss <= target:
+        return f"{target:g}: reached"
+    if facts.get("interrupted"):
+        return f"{target:g}: not reached so far"
+    return f"{target:g}: missed by {loss - target:.4f}"
 
 
 def next_commands(checkpoint: Path | None, data_dir: str, longer: str) -> list[str]:

@@ -377,6 +377,14 @@ def test_under_auto_no_file_of_another_run_is_replaced(tmp_path):
         assert path == tmp_path / f"{name}.safetensors"
 
 
+def test_a_run_that_was_stopped_before_it_had_weights_to_keep_goes_on_and_keeps_them(corpus, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    keys = options(corpus, tmp_path, save_checkpoint="auto", val_interval=6)
+    assert run(keys, stop_after=3) == 130 and not [*tmp_path.glob("models/*")]
+    assert run(["--resume", f"--log_dir={tmp_path}"]) == 0
+    assert len([*tmp_path.glob("models/*")]) == 1
+
+
 def test_the_weights_of_the_best_validation_are_kept_and_a_resumed_run_goes_on_comparing(corpus, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     losses = [5.0, 3.0, 4.0, 2.0]  # at steps 0, 2, 3 (when it is stopped there is none), 4, 6

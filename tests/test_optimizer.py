@@ -334,11 +334,11 @@ def test_a_wrong_order_or_a_missing_gradient_is_an_error_in_a_sentence():
     batch = give_gradients(model, optimizer, 1, micro_batches=2)
     (first, grads), (second, _) = batch
     for wrong in (lambda: found.begin([first]), lambda: found.add(2, grads)):
-        with pytest.raises(RuntimeError, match="`begin` names the rows of all|ended the last"):
+        with pytest.raises(RuntimeError, match="`begin` names the rows of all|must be after `finish`"):
             wrong()
     found.reset()
     found.begin([first, second])
-    for wrong in (lambda: found.add(1, grads), lambda: found.update({}, None), lambda: found.add_embedding(None)):
+    for wrong in (lambda: found.add(1, grads), lambda: found.update({}, None), lambda: found.add_embedding(None), found.finish):
         with pytest.raises(RuntimeError, match="`begin`"):
             wrong()
     model.mlp.grad = None
