@@ -151,7 +151,7 @@ def test_the_number_of_processes_must_divide_the_batch_of_every_stage(large, mon
     monkeypatch.setattr("nanogpt.run_files.rank_and_world_size", lambda: (0, 2))
     check_data(c)
     monkeypatch.setattr("nanogpt.run_files.rank_and_world_size", lambda: (0, world_size))
-    with pytest.raises(BadInput, match=f"{world_size} processes cannot .* 2 sequences; start 1, 2 of them"):
+    with pytest.raises(BadInput, match=f"{world_size} processes cannot share batches of 2 x .* tokens; start 1, 2 of them"):
         check_data(c)
 
 
