@@ -526,8 +526,8 @@ class Param(NamedTuple):
     # the schedule multiplies lr and decay, so that decay fades faster than the learning rate
     # (record 43).
     decay: float = 0.0
-    betas: tuple[float, float] = (0.9, 0.99)  # of the gradient's mean and of the mean square; rows
-    # of tables have no mean
+    # Of the gradient's mean and of the mean square. For rows of tables there is no mean.
+    betas: tuple[float, float] = (0.9, 0.99)
     # Which share of it a rank updates; of a table, each rank has some of the columns instead:
     #   "slice"  an equal part of the first dimension
     #   "all"    all of it, as the others do; for small ones, which the model has in float32, too
@@ -1100,7 +1100,7 @@ def initialize(model: GPT, seed: int) -> dict[str, Tensor]:
     full = {}
     for name, param in model.params.items():
         bank = getattr(model, name).data
-        w = bank
+        w = bank  # a table is filled in place: there may be no room for a second one
         if param.optimizer != "rows":
             full[name] = w = torch.zeros_like(
                 bank, dtype=torch.promote_types(torch.float32, bank.dtype))

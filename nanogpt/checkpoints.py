@@ -272,9 +272,9 @@ class Saved:
         """Raises BadInput unless the save has what updates of this train_gpt.Optimizer change."""
         saved, ours = self.facts["parameters"], parameters_of(optimizer)
         differing = sorted(name for name in saved | ours if saved.get(name) != ours.get(name))
-        require(not differing, f"{self.save} was written by other code, whose "
-                f"{' and '.join(differing[:2])} is not as here; go on with the code that is in its "
-                "run's log, or leave --resume out to begin anew")
+        require(not differing, f"{self.save} was written by other code, with other weights of "
+                f"{' and '.join(differing[:2])}; go on with the code that is in its run's log, or "
+                "leave --resume out to begin anew")
 
     def of_ranks(self, name: str) -> list[Tensor]:
         return [part.get_tensor(name) for part in self.parts]
@@ -422,9 +422,9 @@ class Keeper:
         facts = dict(
             config=dataclasses.asdict(self.config), data=self.facts.data,
             parameters=parameters_of(optimizer), step=step, world_size=self.world_size,
-            seconds=self.clock.total,
-            steps=self.log.steps, best=self.best, updates=optimizer.updates,
-            bytes_sent=optimizer.bytes_sent, recipe=optimizer.recipe.state())
+            seconds=self.clock.total, steps=self.log.steps, best=self.best,
+            updates=optimizer.updates, bytes_sent=optimizer.bytes_sent,
+            recipe=optimizer.recipe.state())
         (folder / "save.json").write_text(json.dumps(facts))
         save = self.folder / f"step_{step:06}"
         shutil.rmtree(save, ignore_errors=True)  # that of a run which went on from an earlier one

@@ -119,7 +119,7 @@ class Tables:
         self.handed_out = {}  # the updated rows (ranks * n, share), and the transfer
         self.bytes_sent = 0  # in this step
 
-    def call(self, method: str, after: str) -> None:
+    def take_turn(self, method: str, after: str) -> None:
         """Notes that a method is called, and raises RuntimeError if it is not its turn."""
         if self.latest != after:
             raise RuntimeError(f"`{method}` of the tables must be after `{after}` of all "
@@ -138,7 +138,7 @@ class Tables:
         of this rank, (lookups,) for each index, as many on every rank. The CPU must know how many
         different ones there are, to make room for their sums, but only in the first `add`. Until
         then the GPU counts them beside the forward pass. A collective."""
-        self.call("begin", after="finish")
+        self.take_turn("begin", after="finish")
         self.meet()
         self.batch = batch
         with self.side_stream.on():
@@ -225,7 +225,7 @@ class Tables:
 
     def add_embedding(self, gradient: Tensor) -> None:
         """Adds the total of the token embedding to the gradient (V, width) of the head."""
-        self.call("add_embedding", after="add")
+        self.take_turn("add_embedding", after="add")
         total = self.totals.pop("lm_head")
         gradient.index_add_(0, self.used["tokens"].own, total[0].to(gradient.dtype))
 
@@ -241,7 +241,7 @@ class Tables:
         """Updates this rank's columns of the used rows, and begins to hand them out. Of each
         table's rates (train_gpt.Rates) it uses lr, decay and beta2; `unscale` divides a gradient
         by the scale of the loss. A collective."""
-        self.call("update", after="add_embedding")
+        self.take_turn("update", after="add_embedding")
         if not self.tables:
             return
         with self.side_stream.on():
@@ -292,7 +292,7 @@ class Tables:
     def finish(self) -> int:
         """Puts the new rows into the banks. What comes on the main stream waits for that. Returns
         how many bytes this rank has sent in this step."""
-        self.call("finish", after="update")
+        self.take_turn("finish", after="update")
         with self.side_stream.on():
             for name, (parts, transfer) in self.handed_out.items():
                 bank, *_, index = self.tables[name]

@@ -236,7 +236,7 @@ DAMAGE = {  # what has happened to a save, and what the sentence says
     "empty": (lambda save: os.truncate(save / "rank_0_of_1.safetensors", 0), "is cut off"),
     "a file is gone": (lambda save: (save / "rank_0_of_1.safetensors").unlink(), "no such file; the save is not whole"),
     "no JSON": (lambda save: (save / "save.json").write_text("{"), "save.json is damaged"),
-    "another shape": (widen_head, "other code, whose lm_head is not as here"),
+    "another shape": (widen_head, "other code, with other weights of lm_head"),
 }
 
 
