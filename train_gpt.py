@@ -102,7 +102,7 @@ from nanogpt.ranks import (
 )
 from nanogpt.run_files import RunFiles, check_run_files, check_tokens, chooses_steps
 from nanogpt.streams import Mark, SideStream, to_device
-from nanogpt.tables import RowState, Table, Tables
+from nanogpt.tables import Table, Tables
 from records import journal
 from records.console import Console
 
@@ -1405,13 +1405,15 @@ class Optimizer:
         wide = torch.promote_types(torch.float32, model.lm_head.dtype)
         self.masters = {
             name: part.to(wide, copy=True) for name, part in self.parts.items()}
-        self.state = {name: self.zero_state(name) for name in self.banks}
+        self.state = {name: self.zero_state(name) for name in self.parts}
         self.averages = {}  # of the masters but those of tables
         if model.config.average_frac:
             self.averages = {name: self.masters[name].clone() for name in self.parts}
         tables = {}
         for name in model.big_tables:
-            tables[name] = Table(self.banks[name], *self.state[name], LOOKED_UP_AT[name])
+            bank = self.banks[name]
+            mean_square = torch.zeros(len(bank), dtype=wide, device=self.device)
+            tables[name] = Table(bank, mean_square, LOOKED_UP_AT[name])
         self.tables = Tables(self.device, tables)
         self.call = compiling.caller(model.as_graphs)
         self.reset(self.banks)
@@ -1421,9 +1423,10 @@ class Optimizer:
         The tensors stay where they are, as CUDA graphs write to them. A collective."""
         for name, master in self.masters.items():
             master.copy_(self.own_slice(name, full[name]))
-        for state in self.state.values():
-            for moment in state:
+            for moment in self.state[name]:
                 moment.zero_()
+        for table in self.tables.tables.values():
+            table.mean_square.zero_()
         for name, average in self.averages.items():
             average.copy_(self.masters[name])
         self.tables.reset()
@@ -1435,11 +1438,7 @@ class Optimizer:
         self.recipe.reset()
         self.recipe.weights_changed([*self.masters], self.masters)
 
-    def zero_state(self, name: str) -> MuonState | AdamState | RowState:
-        if name in self.model.big_tables:
-            bank = self.banks[name]
-            wide = torch.promote_types(torch.float32, bank.dtype)
-            return RowState(torch.zeros(len(bank), dtype=wide, device=self.device))
+    def zero_state(self, name: str) -> MuonState | AdamState:
         zero = torch.zeros_like(self.masters[name])
         if self.model.params[name].optimizer == "muon":
             return MuonState(zero, zero[:, :1].clone())

@@ -232,9 +232,9 @@ def tensors_of(optimizer) -> dict[str, Tensor]:
 def tables_of(optimizer) -> dict[str, Tensor]:
     """The tables of a train_gpt.Optimizer, which all ranks have whole."""
     named = {"recall_table": optimizer.model.recall_table}
-    for name in optimizer.model.big_tables:
-        named[f"{name}.weights"] = optimizer.banks[name]
-        named[f"{name}.mean_square"] = optimizer.state[name].mean_square
+    for name, table in optimizer.tables.tables.items():
+        named[f"{name}.weights"] = table.bank
+        named[f"{name}.mean_square"] = table.mean_square
     return named
 
 

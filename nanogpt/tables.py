@@ -36,15 +36,11 @@ from nanogpt.ranks import NoTransfer, all_gather, gathered, rank_and_world_size
 from nanogpt.streams import SideStream, to_host
 
 
-class RowState(NamedTuple):
-    """The state of a table's optimizer."""
-    mean_square: Tensor  # (R,) float32, of each row's gradients over time; 0 before the first one
-
-
 class Table(NamedTuple):
     """Both tensors are whole, and the same, on every rank."""
     bank: Tensor  # (R, width)
-    mean_square: Tensor  # (R,), as in RowState
+    # (R,), float32 or wider, of each row's gradients over time; 0 before the first one
+    mean_square: Tensor
     index: str  # which row numbers it is looked up at: "tokens", or a name of its own
 
 

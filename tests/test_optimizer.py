@@ -279,7 +279,8 @@ def test_each_step_updates_looked_up_rows_by_the_root_of_their_mean_square_and_l
                 assert not torch.equal(p, before[name]), "Muon acts at every step"
                 continue
             weights = optimizer.masters.get(name, p.detach())
-            ours = [x.numpy() for x in (weights, *optimizer.state[name])]
+            state_of = optimizer.state.get(name) or (optimizer.tables.tables[name].mean_square,)
+            ours = [x.numpy() for x in (weights, *state_of)]
             if name in TABLES:
                 rows = [row for rows, _ in batch for row in rows[INDEX[name]].tolist()]
                 lines = [line for _, grads in batch for line in grads[name].numpy()]
@@ -298,7 +299,7 @@ def test_each_step_updates_looked_up_rows_by_the_root_of_their_mean_square_and_l
             for a, b in zip(ours, want):
                 np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12, err_msg=name)
             assert torch.equal(p.detach(), weights)
-            for state, kept in zip((weights, *optimizer.state[name]), want):
+            for state, kept in zip((weights, *state_of), want):
                 kept[:] = state.numpy()  # from here on "to the bit" means since the last step
     assert micro_batches > 1 or all({*counts} >= {0, 1, 2} for counts in steps_of_row.values()), "too uniform a draw"
 
@@ -491,7 +492,7 @@ def work(rank, world_size, dtype, folder):
         rows = [reading.rows() for reading, _ in test.read(model, batch)]
         used.append({n: [of_micro_batch[i].tolist() for of_micro_batch in rows] for n, i in test.INDEX.items()})
         calls.clear()
-    of_tables = {n: optimizer.state[n].mean_square for n in test.TABLES}
+    of_tables = {n: optimizer.tables.tables[n].mean_square for n in test.TABLES}
     torch.save(dict(weights={n: model.weight(n).detach().clone() for n in model.params}, losses=losses, calls=issued,
                     tables=of_tables, used=used), f"{folder}/{world_size}-{rank}")
     if world_size > 1:
