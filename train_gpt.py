@@ -45,7 +45,7 @@ import dataclasses
 import gc
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from itertools import accumulate, pairwise
@@ -144,8 +144,11 @@ class Config(RunConfig):
     vocab_size: int = key(
         50304, "rows of the embedding: GPT-2's 50257 tokens, rounded up to a multiple of 128",
         most=2**16)
-    value_embeds: bool = key(
-        True, "add a learned vector of each token to its values, in each layer's attention")
+    attention_layers: str = key(
+        "all", "layers that have attention, as 0,2,5, or all; the others are just an MLP")
+    value_layers: str = key(
+        "all", "which of these add a learned vector of each token to its values: as 0,5, or all, "
+        "or none")
     mix_previous: bool = key(
         True, "let attention and MLP read some channels of the previous token, and keys, too")
     late_mix: bool = key(
@@ -234,6 +237,17 @@ class Config(RunConfig):
         "or auto: as the precision says",
         choices=("auto", "bfloat16", "float32", "float64"))
     @property
+    def attends(self) -> tuple[int, ...]:
+        """The layers that have attention."""
+        every = tuple(range(self.num_layers))
+        return arguments.layer_numbers("attention_layers", self.attention_layers, every)
+
+    @property
+    def value_embeds(self) -> tuple[int, ...]:
+        """Those of them that have value embeddings."""
+        return arguments.layer_numbers("value_layers", self.value_layers, self.attends)
+
+    @property
     def ngram_width(self) -> int:
         """Width of a row of the table of n-grams."""
         return max(1, round(self.ngram_part * self.model_dim))
@@ -264,7 +278,7 @@ ON_CPU = dict(compile=False, precision="bf16" if CPU_HAS_BF16 else "fp32")
 # What has no switch stays: normalised queries and keys, a rotary embedding of half of a head,
 # squared ReLU, one matrix for embedding and head, capped logits, NorMuon, cautious weight decay.
 PLAIN_MODEL = dict(
-    value_embeds=False,  # a learned vector of each token in its values (`attention`, step 2)
+    value_layers="none",  # a learned vector of each token in its values (`attention`, step 2)
     mix_previous=False,  # channels and keys of the previous token (`input_of`, `offset_keys`)
     gates=False,  # of attention heads (`attention`, step 4)
     scalars=False,  # learned factors of the parts of a layer (SCALARS, `block`)
@@ -281,11 +295,13 @@ PRESETS: dict[str, dict] = {
         schedule="gpt2", num_steps=3200, batch_tokens=131_072, seq_len=1024,
         target_loss=0.0),
     "speedrun": dict(
+        attention_layers="0,2,3,5,7", value_layers="0,5,7",
         ngram_rows=33_554_432, recall_rows=1_073_741_824, head_every_second=True,
         # Averages make up for learning rates that stay high to the end (record 92).
         average_frac=0.06, cooldown_frac=0.8, lr_floor=0.3),
     "onepass": dict(
-        num_layers=6, num_steps=1030, batch_tokens=131_072,
+        num_layers=6, attention_layers="0,2,3,5", value_layers="0,3,5",
+        num_steps=1030, batch_tokens=131_072,
         recall_rows=268_435_456, head_every_second=True,
         target_loss=3.492),
     "laptop": BYTES | ON_CPU | dict(
@@ -321,7 +337,7 @@ PRESETS: dict[str, dict] = {
 ABOUT = {
     "gpt2": "the plain transformer of 124M weights with Muon and Adam, to learn from and to "
             "compare optimizers on, on GPUs",
-    "speedrun": "120M weights for each token and tables, for 386M tokens of FineWeb and a loss of "
+    "speedrun": "116M weights for each token and tables, for 386M tokens of FineWeb and a loss of "
                 "3.28, on GPUs",
     "onepass": "a model of fewer layers, for 90M tokens that are read once, on GPUs",
     "laptop": "a small model of bytes, one to three minutes on a CPU",
@@ -547,6 +563,13 @@ def constants(*numbers: float) -> Callable[[Tensor], None]:
     return lambda w: w.copy_(torch.tensor(numbers))
 
 
+def at_layers(parts: Iterable[Tensor], layers: Iterable[int],
+              num_layers: int) -> list[Tensor | None]:
+    """The part of each layer, given those of some `layers`. The others have None."""
+    of_layers = dict(zip(layers, parts))
+    return [of_layers.get(layer) for layer in range(num_layers)]
+
+
 def sees_far(layer: int, c: Config) -> bool:
     """Whether a layer is the one in the middle or the last one. These have the long window."""
     return layer in ((c.num_layers - 1) // 2, c.num_layers - 1)
@@ -557,12 +580,14 @@ def parameter_table(c: Config) -> dict[str, Param]:
     updates the tables first, then the matrices and the head in this order, and last the small
     banks. While a GPU updates one of them, gradients of the next ones and new weights travel."""
     L = c.num_layers
+    A = len(c.attends)
+    E = len(c.value_embeds)
     D = c.model_dim
     H = c.num_heads
     d = c.head_dim
     V = c.vocab_size
     matches = c.induced + bool(c.recall_rows)  # kinds of them
-    sources = 4 + matches + c.value_embeds  # of `late_mix`
+    sources = 4 + matches + bool(E)  # of `late_mix`
 
     # Uniform numbers from -a to a have the deviation a / sqrt(3). A deviation of 0.5 D^-0.5 is a
     # bit better than PyTorch's default, D^-0.5 / sqrt(3) (record 21).
@@ -583,7 +608,7 @@ def parameter_table(c: Config) -> dict[str, Param]:
             return
         # The dimensions of a head are (2, d / 2): j and j + d / 2 are a pair of the rotary
         # embedding. Pairs from d / 4 on do not turn (`rotary_table`), and are that half.
-        weights = w.view(L, 4, H, 2, d // 2, D)
+        weights = w.view(A, 4, H, 2, d // 2, D)
         queries, keys = weights[:, 0], weights[:, 1]
         keys[..., d // 4 :, :] = queries[..., d // 4 :, :]
 
@@ -596,9 +621,9 @@ def parameter_table(c: Config) -> dict[str, Param]:
     table = dict(
         optimizer="rows", lr=c.table_lr, betas=(0, 0.95), decay=0.07 * c.table_lr)
     has = dict(  # parameters of what can be switched off
-        value_embeds=c.value_embeds, ngrams=c.ngram_rows, scalars=c.scalars,
+        value_embeds=E, ngrams=c.ngram_rows, scalars=c.scalars,
         length_vectors=matches, late_in=c.late_mix, late_out=c.late_mix, late_bias=c.late_mix,
-        gates=c.gates, value_gates=c.value_embeds)
+        gates=c.gates, value_gates=E)
     params = {
         # up and down of each layer in turn, both (D, F): y = relu(x up)^2 down^T. By theory, Muon's
         # learning rate for up grows with the root of F / D (record 42), which is 2 for the usual
@@ -609,12 +634,12 @@ def parameter_table(c: Config) -> dict[str, Param]:
         "lm_head": Param(
             (V, D), init=normal(0.005),
             betas=(0.5, 0.95), decay=0.75 * c.head_lr, **with_head_lr),
-        "value_embeds": Param((V, L * H * d), init=normal(0.01), **table),
+        "value_embeds": Param((V, E * H * d), init=normal(0.01), **table),
         "ngrams": Param((c.ngram_rows, c.ngram_width), init=zero, **table),
-        # Queries, keys, values and output of each layer in turn. The weight of the output (D, H d)
-        # is stored transposed, so that all have one shape.
+        # Queries, keys, values and output of each layer with attention in turn. The weight of the
+        # output (D, H d) is stored transposed, so that all have one shape.
         "qkvo": Param(
-            (4 * L, H * d, D), init=of_attention, **muon),
+            (4 * A, H * d, D), init=of_attention, **muon),
         "scalars": Param((L, len(SCALARS)), init=constants(*SCALARS.values()), **scalar),
         # row n is for a match of n tokens, in the document or in the training text; row 0 for none
         "length_vectors": Param((c.longest_match + 1, D), init=zero, **scalar),
@@ -625,8 +650,8 @@ def parameter_table(c: Config) -> dict[str, Param]:
         # subtracted: the last layers need what it holds, the head does not (records 40, 81).
         "late_bias": Param((sources,), init=constants(0, 0, -5, *[0] * (sources - 3)), **late),
         # of the output of each attention head, and of its value embedding
-        "gates": Param((L, H, GATE_DIM), init=zero, share="all", **with_head_lr),
-        "value_gates": Param((L, H, GATE_DIM), init=zero, share="all", **with_head_lr),
+        "gates": Param((A, H, GATE_DIM), init=zero, share="all", **with_head_lr),
+        "value_gates": Param((E, H, GATE_DIM), init=zero, share="all", **with_head_lr),
     }
     return {name: param for name, param in params.items() if has.get(name, True)}
 
@@ -657,10 +682,10 @@ def norm_and_rotate(x: Tensor, cos: Tensor, sin: Tensor, scale: Tensor | float =
 
 
 class LayerWeights(NamedTuple):
-    """The weights of one layer."""
+    """The weights of one layer; None where it lacks a part."""
     up: Tensor  # (D, F)
     down: Tensor  # (D, F)
-    qkvo: Tensor  # (4, H d, D): q = x qkvo[0]^T, so k and v, and output = y qkvo[3]
+    qkvo: Tensor | None  # (4, H d, D): q = x qkvo[0]^T, so k and v, and output = y qkvo[3]
     scalars: Tensor | None  # (len(SCALARS),)
     gates: Tensor | None  # (H, GATE_DIM)
     value_gates: Tensor | None  # (H, GATE_DIM)
@@ -752,8 +777,11 @@ def block(x: Tensor, weights: LayerWeights, context: LayerContext,
     scalars = dict.fromkeys(SCALARS, 1.0)
     if weights.scalars is not None:
         scalars = dict(zip(SCALARS, weights.scalars.unbind()))
-    y = attention(input_of(x, context), weights, scalars, context, products)
-    x = scalars["stream_attn"] * x + y
+    if weights.qkvo is None:
+        x = scalars["stream_attn"] * x
+    else:
+        y = attention(input_of(x, context), weights, scalars, context, products)
+        x = scalars["stream_attn"] * x + y
     if context.inject is not None:
         x = x + context.inject
     return scalars["stream_mlp"] * x + products.up.mlp(
@@ -943,7 +971,7 @@ class GPT(nn.Module):
         return self._parameters.get(name)
 
     def look_up(self, reading: Reading) -> dict[str, Tensor]:
-        """The rows of the embedding (T, D), and of the tables: value_embeds (T, L * H d) and ngrams
+        """The rows of the embedding (T, D), and of the tables: value_embeds (T, E H d) and ngrams
         (G T, W)."""
         rows = reading.rows()
         return {name: F.embedding(rows[index], getattr(self, name)).to(self.lm_head.dtype)
@@ -951,19 +979,21 @@ class GPT(nn.Module):
 
     def value_embeds_of(self, looked_up: dict[str, Tensor]) -> list[Tensor | None]:
         """The value embeddings of each layer, (T, H d)."""
-        L = self.config.num_layers
-        if "value_embeds" not in looked_up:
-            return [None] * L
-        return [*looked_up["value_embeds"].chunk(L, 1)]
+        c = self.config
+        layers = c.value_embeds
+        parts = looked_up["value_embeds"].chunk(len(layers), 1) if layers else ()
+        return at_layers(parts, layers, c.num_layers)
 
     def layer_weights(self) -> list[LayerWeights]:
         """The weights of each layer, as views of the banks."""
+        c = self.config
         matrices = self.weight("mlp").unbind()
-        qkvo = self.weight("qkvo").unflatten(0, (-1, 4))  # (L, 4, H d, D)
-        banks = [matrices[::2], matrices[1::2], qkvo]
-        for name in ("scalars", "gates", "value_gates"):
+        qkvo = self.weight("qkvo").unflatten(0, (-1, 4))  # (layers with attention, 4, H d, D)
+        banks = [matrices[::2], matrices[1::2], at_layers(qkvo.unbind(), c.attends, c.num_layers)]
+        for name, layers in (("scalars", range(c.num_layers)), ("gates", c.attends),
+                             ("value_gates", c.value_embeds)):
             bank = self.optional(name)
-            banks.append([None] * self.config.num_layers if bank is None else bank.unbind())
+            banks.append(at_layers([] if bank is None else bank.unbind(), layers, c.num_layers))
         return [LayerWeights(*of_layer) for of_layer in zip(*banks)]
 
     def late_weights(self) -> LateWeights | None:
@@ -1032,7 +1062,8 @@ class GPT(nn.Module):
         for of_layer in zip(weights, contexts, products):
             x = self.functions.block(x, *of_layer)
             outputs.append(x)
-        return x, late_sources(first_x, outputs, guesses, value_embeds[0])
+        first_value_embed = next((x for x in value_embeds if x is not None), None)
+        return x, late_sources(first_x, outputs, guesses, first_value_embed)
 
     def forward(self, text: Reading | Tensor, targets: Tensor, setting: Setting, training: bool,
                 looked_up: dict | None = None) -> Tensor:

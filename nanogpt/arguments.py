@@ -79,6 +79,8 @@ def check(c, schedules: dict[str, list], precisions: dict[str, tuple]) -> None:
         require(value in rows, f"--{name}={value} is none of {', '.join(rows)}")
     require(c.device != "cuda" or torch.cuda.is_available(),
             "--device=cuda, but torch sees no GPU here")
+    require(c.attends, "--attention_layers=none: at least one layer needs attention")
+    _ = c.value_embeds  # raises BadInput itself, as `attends` does
     check_lengths(c)
     check_stages(c, schedules[c.schedule])
 
@@ -102,6 +104,18 @@ def check_bounds(c) -> None:
         if type(value) in (int, float):
             require(value >= about["least"], f"{option} must be at least {about['least']}")
             require(value <= about["most"], f"{option} must be at most {about['most']}")
+
+
+def layer_numbers(option: str, text: str, possible: tuple[int, ...]) -> tuple[int, ...]:
+    """"all", "none", or numbers with commas between them -> these of the possible layers,
+    ascending. Raises BadInput."""
+    chosen = {"all": possible, "none": ()}.get(text)
+    if chosen is None:
+        numbers = {number.strip() for number in text.split(",")}
+        chosen = tuple(layer for layer in possible if str(layer) in numbers)
+        require(len(chosen) == len(numbers), f"--{option}={text} must be all, none, or some of the "
+                f"layers {','.join(map(str, possible))}")
+    return chosen
 
 
 def check_lengths(c) -> None:

@@ -211,9 +211,9 @@ def view(long=2, short=1, d=8, score_scale=0.75):
     return t.Setting({"long": long, "short": short}, tuple(slower), score_scale)
 
 
-def plain_gpt(w, signs, tokens, targets, starts, setting, heads, d, longest, recalled):
+def plain_gpt(w, signs, tokens, targets, starts, setting, heads, d, longest, recalled, attends, with_values):
     """The model written once more, layer by layer, without what makes it fast. w: name -> bank. recalled: of each token what
-    came next in an earlier step, and the length of the match."""
+    came next in an earlier step, and the length of the match. attends, with_values: numbers of layers."""
     def rms(x):
         return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
 
@@ -235,7 +235,7 @@ def plain_gpt(w, signs, tokens, targets, starts, setting, heads, d, longest, rec
     past = ngram + copied
     for found in (induced, recalled):
         past = past + torch.stack([w["length_vectors"][length] for _, length in found])
-    tables = w["value_embeds"].view(len(w["value_embeds"]), L, width)
+    tables = w["value_embeds"].view(len(w["value_embeds"]), -1, width)
     own = torch.zeros(length, dtype=torch.bool)
     own[[0, *starts]] = True  # a token that has none before it keeps all of its own
 
@@ -243,24 +243,27 @@ def plain_gpt(w, signs, tokens, targets, starts, setting, heads, d, longest, rec
         u, quarter = rms(x), x.shape[1] // 4
         return torch.cat((u[:, :-quarter], torch.where(own[:, None], u, shifted(u))[:, -quarter:]), -1)
 
-    x, outputs = x0, []
-    for i in range(L):
-        mix_x0, mix_past, mix_v, mix_o, mix_attn, mix_mlp, mix_down = w["scalars"][i]
-        far = i in ((L - 1) // 2, L - 1)
-        u = read(x)
-        wq, wk, wv, wo = w["qkvo"][4 * i : 4 * i + 4]
+    def attention(i, u, mix_v, mix_o):
+        place = attends.index(i)
+        wq, wk, wv, wo = w["qkvo"][4 * place : 4 * place + 4]
         q, k, v = ((u @ m.T).view(length, heads, d) for m in (wq, wk, mix_v * wv))
         q, k = rms(q) * setting.score_scale, rms(k)
-        ve = tables[tokens, i]
-        gate = 2 * torch.sigmoid(torch.cat((u[:, :6], ve[:, :6]), 1) @ w["value_gates"][i].T)
-        v = v + gate[:, :, None] * ve.view(length, heads, d)
+        if i in with_values:
+            ve = tables[tokens, with_values.index(i)]
+            gate = 2 * torch.sigmoid(torch.cat((u[:, :6], ve[:, :6]), 1) @ w["value_gates"][with_values.index(i)].T)
+            v = v + gate[:, :, None] * ve.view(length, heads, d)
         q, k = turned(q, freq), turned(k, freq)
         # the half free of position is the previous token's, too
         quarters = zip(k.chunk(4, -1), torch.where(own[:, None, None], k, shifted(k)).chunk(4, -1))
         k = torch.cat([before if j % 2 else now for j, (now, before) in enumerate(quarters)], -1)
-        y = naive_attention(q, k, v, visible["long" if far else "short"])
-        y = y * torch.sigmoid(u[:, :12] @ w["gates"][i].T)[:, :, None]
-        a = y.reshape(length, width) @ (mix_o * wo)
+        y = naive_attention(q, k, v, visible["long" if i in ((L - 1) // 2, L - 1) else "short"])
+        y = y * torch.sigmoid(u[:, :12] @ w["gates"][place].T)[:, :, None]
+        return y.reshape(length, width) @ (mix_o * wo)
+
+    x, outputs = x0, []
+    for i in range(L):
+        mix_x0, mix_past, mix_v, mix_o, mix_attn, mix_mlp, mix_down = w["scalars"][i]
+        a = attention(i, read(x), mix_v, mix_o) if i in attends else 0
         x = mix_attn * x + a + mix_x0 * x0 + mix_past * past
         x = mix_mlp * x + torch.relu(read(x) @ w["mlp"][2 * i]) ** 2 @ (mix_down * w["mlp"][2 * i + 1]).T
         outputs.append(x)
@@ -333,11 +336,13 @@ def ngram_rows_of(tokens, starts, longest, count):
 
 @pytest.mark.parametrize("width, heads, d, starts, long, short", [
     (32, 4, 8, [0, 100, 290], 2, 1), (16, 2, 8, [50, 257], 3, 2), (64, 2, 16, [0, 128, 130], 3, 1)])
-@pytest.mark.parametrize("longest, kinds, part", [(2, 384, 0.5), (4, 7, 1.0), (3, 20, 0.3)])
+@pytest.mark.parametrize("longest, kinds, part, attends, with_values", [
+    (2, 384, 0.5, (0, 1, 2, 3, 4), (0, 1, 2, 3, 4)), (4, 7, 1.0, (0, 2, 4), (0, 4)), (3, 20, 0.3, (1, 2), (2,))])
 def test_loss_and_all_gradients_equal_a_plain_version_of_the_specification(
-        width, heads, d, starts, long, short, longest, kinds, part):
+        width, heads, d, starts, long, short, longest, kinds, part, attends, with_values):
     """With fewer `kinds` of tokens more and longer n-grams come again. A row of them has a `part` of the width."""
     model = tiny(model_dim=width, num_heads=heads, head_dim=d, longest_ngram=longest, ngram_part=part,
+                 attention_layers=",".join(map(str, attends)), value_layers=",".join(map(str, with_values)),
                  recall_rows=2**23)  # so many that no two n-grams share one
     assert model.ngrams.shape == (101, round(part * width))
     seen = view(long, short, d)
@@ -352,7 +357,7 @@ def test_loss_and_all_gradients_equal_a_plain_version_of_the_specification(
     loss = model(tokens, targets, seen, True)
     loss.backward()
     w = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
-    reference = plain_gpt(w, model.signs, tokens, targets, starts, seen, heads, d, longest, recalled)
+    reference = plain_gpt(w, model.signs, tokens, targets, starts, seen, heads, d, longest, recalled, attends, with_values)
     reference.backward()
     assert loss.item() == pytest.approx(reference.item(), rel=1e-10)
     assert all(p.grad is not None for p in model.parameters())
@@ -376,7 +381,7 @@ def test_loss_and_all_gradients_equal_a_plain_version_of_the_specification(
         else:
             torch.testing.assert_close(p.grad, dense[name], rtol=1e-10, atol=1e-12, msg=name)
     reached = (model.scalars.grad != 0).sum(0).tolist()  # each mixing weight is used
-    assert reached == [5, 5, 5, 5, 5, 5, 5]
+    assert reached == [5, 5, len(attends), len(attends), 5, 5, 5]
 
 
 @pytest.mark.parametrize("longest, kinds", [(2, 3), (3, 3), (6, 2), (2, 200)])

@@ -4,12 +4,14 @@ import torch
 from conftest import TINY, read
 
 import train_gpt as t
+from nanogpt.precision import guard
+from nanogpt.ranks import BadInput
 
 SWITCHES = {  # option -> the parameters that it takes away
     "ngram_rows": {"ngrams"},
     "induced": set(),
     "recall_rows": set(),
-    "value_embeds": {"value_embeds", "value_gates"},
+    "value_layers": {"value_embeds", "value_gates"},
     "late_mix": {"late_in", "late_out", "late_bias"},
     "mix_previous": set(),
     "gates": {"gates"},
@@ -35,14 +37,32 @@ def trained(**changes):
 @pytest.mark.parametrize("option", SWITCHES)
 def test_without_a_mechanism_the_model_trains_and_has_no_weights_of_it(option):
     with_it, _ = trained(candidates=256)
-    model, losses = trained(**{"candidates": 256} | {option: type(getattr(with_it.config, option))(0)})
+    assert getattr(with_it.config, option) != t.PLAIN_MODEL[option]
+    model, losses = trained(**{"candidates": 256} | {option: t.PLAIN_MODEL[option]})
     assert {*with_it.params} - {*model.params} == SWITCHES[option]
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp8", "fp8-qkv", "nvfp4"])
+def test_a_model_trains_with_attention_and_value_embeddings_in_some_of_its_layers(precision):
+    model, losses = trained(attention_layers="0,2", value_layers="2", precision=precision)
+    assert losses[-1] < losses[0]
+    assert model.qkvo.shape[0] == 2 * 4 and len(model.gates) == 2 and len(model.value_gates) == 1
+    assert model.value_embeds.shape == (384, 32)
+    assert set(guard.clamped_parts(t, model).values()) <= {0.0}
+
+
+@pytest.mark.parametrize("option", ["--attention_layers=0,3", "--attention_layers=", "--value_layers=first"])
+def test_a_layer_that_is_none_is_refused_in_a_sentence(option):
+    with pytest.raises(BadInput, match=f"{option} must be all, none, or some of the layers 0,1,2"):
+        t.parse_config(["--preset=laptop", "--num_layers=3", option])
+    with pytest.raises(BadInput, match="--value_layers=0,1 must be all, none, or some of the layers 0,2"):
+        t.parse_config(["--preset=laptop", "--attention_layers=0,2", "--value_layers=0,1"])
+
+
 def test_with_everything_off_the_model_is_the_plain_transformer_of_124m_weights():
     gpt2 = t.parse_config(["--preset=gpt2"])
-    assert all(not getattr(gpt2, option) for option in SWITCHES)
+    assert {*SWITCHES} == {*t.PLAIN_MODEL}
     shapes = {name: param.shape for name, param in t.parameter_table(gpt2).items()}
     assert shapes == {"mlp": (24, 768, 3072), "lm_head": (50304, 768), "qkvo": (48, 768, 768)}
     assert t.report.num_weights(t.parameter_table(gpt2)) == (12 * 12 * 768**2 + 50304 * 768, 0)

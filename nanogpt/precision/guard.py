@@ -66,6 +66,7 @@ def clamped_parts(script, model) -> dict[str, float]:
     factors = {"o": 1.0, "down": 1.0}  # which multiply the weights
     if model.config.scalars:
         factors = dict(zip(script.SCALARS, model.scalars[..., None, None].unbind(1)))  # (L, 1, 1)
+        factors["o"] = factors["o"][[*model.config.attends]]
     weights = {
         "qkv": qkvo[:, :3], "o": factors["o"] * qkvo[:, 3], "up": mlp[:, 0],
         "down": factors["down"] * mlp[:, 1], "lm_head": model.weight("lm_head")}

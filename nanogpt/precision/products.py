@@ -49,9 +49,10 @@ class Precision:
     def fp8_sites(self, c) -> dict[tuple[int, str], Site]:
         """Where the weights of the recipe fp8 are (train_gpt.py, section 4)."""
         sites = {("lm_head", c.num_layers): Site("lm_head", slice(c.vocab_size))}
+        for place, i in enumerate(c.attends):
+            sites["qkv", i] = Site("qkvo", slice(4 * place, 4 * place + 3))
+            sites["o", i] = Site("qkvo", slice(4 * place + 3, 4 * place + 4), transposed=True)
         for i in range(c.num_layers):
-            sites["qkv", i] = Site("qkvo", slice(4 * i, 4 * i + 3))
-            sites["o", i] = Site("qkvo", slice(4 * i + 3, 4 * i + 4), transposed=True)
             sites["up", i] = Site("mlp", slice(2 * i, 2 * i + 1), transposed=True)
             sites["down", i] = Site("mlp", slice(2 * i + 1, 2 * i + 2))
         return {key: site for key, site in sites.items() if self.recipe_names[key[0]] == "fp8"}
@@ -61,7 +62,7 @@ class Precision:
         if name == "fp8-static":
             return STATIC[projection]
         if name == "fp8":
-            return self.recipe.products[projection, layer]
+            return self.recipe.products.get((projection, layer), PLAIN)  # without attention: PLAIN
         if name == "nvfp4":
             return NVFP4Products()
         return PLAIN
