@@ -1471,9 +1471,12 @@ class Optimizer:
 
     def zero_state(self, name: str) -> MuonState | AdamState:
         zero = torch.zeros_like(self.masters[name])
-        if self.model.params[name].optimizer == "muon":
+        optimizer = self.model.params[name].optimizer
+        if optimizer == "muon":
             return MuonState(zero, zero[:, :1].clone())
-        return AdamState(zero, zero.clone())
+        if optimizer == "adam":
+            return AdamState(zero, zero.clone())
+        raise ValueError(f"{name}: {optimizer} is no optimizer that has a state here")
 
     def own_slice(self, name: str, bank: Tensor) -> Tensor:
         """This rank's slice of a bank, or all of it if every rank updates all. A view: what is

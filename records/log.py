@@ -147,7 +147,7 @@ def read_log(path: str | Path, may_be_cut: bool = False) -> Log:
     if not has_end:
         if not may_be_cut:
             raise Refused(f"{path}: the run goes on, was killed, or ended early, as there is no "
-                          "block of results at the end; `plot` shows the steps that it has.")
+                          "block of results at the end; leave it out (`plot` shows its steps).")
         lines.pop()  # it may be half a line
     facts, steps = read_lines(lines, path, source.count(b"\n") + 2)
     results = read_end(end) if has_end else dict(interrupted=True)

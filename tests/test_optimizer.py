@@ -164,7 +164,7 @@ def test_the_learning_rate_is_that_computed_by_hand():
 
 
 def small(dtype, world_size=1, **changes):
-    values = dict(num_layers=5, model_dim=16, num_heads=2, head_dim=8, mlp_dim=32, vocab_size=61, seq_len=128,
+    values = dict(num_layers=5, attention_layers="0,2,4", value_layers="0,4", model_dim=16, num_heads=2, head_dim=8, mlp_dim=32, vocab_size=61, seq_len=128,
                   val_seq_len=128, micro_tokens=128, batch_tokens=1536, num_steps=6, schedule="laptop",
                   ngram_rows=101, dtype=dtype, precision="bf16", device="cpu")
     return t.GPT(t.Config(**values | changes), torch.device("cpu"), world_size)
@@ -345,6 +345,9 @@ def test_a_wrong_order_or_a_missing_gradient_is_an_error_in_a_sentence():
     model.mlp.grad = None
     with pytest.raises(RuntimeError, match="^mlp has no gradient"):
         optimizer.start_sums()
+    model.params["gates"] = model.params["gates"]._replace(optimizer="sgd")
+    with pytest.raises(ValueError, match="^gates: sgd is no optimizer"):
+        t.Optimizer(model)
 
 
 def updated(batch, late):
