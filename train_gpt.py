@@ -62,7 +62,6 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from data import shards
 from nanogpt import (
     arguments,
-    candidates,
     checkpoints,
     compiling,
     faults,
@@ -73,6 +72,7 @@ from nanogpt import (
     warmup,
 )
 from nanogpt.arguments import RunConfig, key
+from nanogpt.candidates import Candidates
 from nanogpt.kernels import E4M3, E5M2
 from nanogpt.masks import BLOCK_SIZE
 from nanogpt.past import Past, Reading, inputs_and_targets
@@ -101,7 +101,7 @@ from nanogpt.ranks import (
     sum_together,
 )
 from nanogpt.run_files import RunFiles, check_run_files, check_tokens, chooses_steps
-from nanogpt.streams import Mark, SideStream, to_device
+from nanogpt.streams import Mark, to_device
 from nanogpt.tables import Table, Tables
 from records import journal
 from records.console import Console
@@ -932,15 +932,11 @@ class GPT(nn.Module):
         generator = torch.Generator().manual_seed(0)
         signs = 2 * torch.randint(0, 2, (SIGN_ROWS, c.ngram_width), generator=generator) - 1
         self.register_buffer("signs", signs.to(device, torch.int8), persistent=False)
-        # How often each token was a target on this rank, and how many targets were no candidates.
-        counts = torch.zeros(c.vocab_size, device=device)
-        self.register_buffer("target_counts", counts, persistent=False)
-        self.register_buffer("lost_targets", counts.new_zeros(()), persistent=False)
         # What came next in the training text, the same on all ranks (nanogpt/past.py).
         self.register_buffer(
             "recall_table", torch.zeros(c.recall_rows, dtype=torch.int32, device=device))
         self.rotary_tables = {True: {}, False: {}}  # of training, of validation
-        self.candidate_stream = SideStream(device)
+        self.candidates = Candidates(c.candidates, c.vocab_size, device)
         self.past = Past(c, self.bos, self.recall_table, compiling.caller(as_graphs))
         self.precision = Precision(
             c, choose_recipes(c, device), dict(self.named_parameters()))
@@ -1086,34 +1082,19 @@ class GPT(nn.Module):
                       looked_up: dict | None) -> Tensor:
         """The loss in training, over candidates, if there are fewer than tokens of the
         vocabulary."""
-        over_candidates = 0 < self.config.candidates < self.config.vocab_size
+        over_candidates = self.candidates.number > 0
         if over_candidates:
-            # Candidates do not depend on the layers. To draw them takes about 90 small kernels,
-            # 0.22 ms on an H100, which run beside the layers.
-            self.candidate_stream.follow()
-            with self.candidate_stream.on():
-                chosen, bias, places = self.draw_candidates(targets)
+            self.candidates.draw(targets)
         x, sources = self.last_stream(text, setting, True, looked_up)
-        late = self.late_weights()
         products = self.precision.head_at(True)
         head = self.weight("lm_head")
-        if not over_candidates:
-            return self.functions.mix_and_loss(x, sources, late, products, head, targets, None)
-        self.candidate_stream.join()
-        return self.functions.mix_and_loss(  # the head has the rows of the candidates only
-            x, sources, late, products.for_rows(chosen), head.index_select(0, chosen), places, bias)
-
-    @torch.no_grad()
-    def draw_candidates(self, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Counts the targets, draws candidates, and counts the targets that are none of them.
-        Returns what `candidates.choose` returns."""
-        known = (targets >= 0).to(self.target_counts.dtype)
-        here = torch.zeros_like(self.target_counts).index_add_(0, targets.clamp(min=0), known)
-        self.target_counts += here
-        chosen, bias, places = candidates.choose(
-            targets, here > 0, self.target_counts, self.config.candidates)
-        self.lost_targets += ((places < 0) & (targets >= 0)).sum()
-        return chosen, bias, places
+        bias = None
+        if over_candidates:  # the head has their rows only, and a target is a place among them
+            chosen, bias, targets = self.candidates.take()
+            products = products.for_rows(chosen)
+            head = head.index_select(0, chosen)
+        return self.functions.mix_and_loss(
+            x, sources, self.late_weights(), products, head, targets, bias)
 
     def logits(self, x: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
         """What `last_stream` returns -> the capped logits of each next token (T, V)."""
@@ -1143,8 +1124,7 @@ def initialize(model: GPT, seed: int) -> dict[str, Tensor]:
     # 2. What else a run begins with.
     rank, _ = rank_and_world_size()
     torch.manual_seed((seed * 2**16 + rank) % 2**63)  # ranks draw different candidates
-    model.target_counts.zero_()
-    model.lost_targets.zero_()
+    model.candidates.reset()
     model.recall_table.zero_()
     return full
 
@@ -1910,7 +1890,7 @@ class Run:
                 self.optimizer.use_averages()
             self.validate()
         if dist.is_initialized():
-            dist.all_reduce(self.model.lost_targets)  # for the log, which names those of all ranks
+            dist.all_reduce(self.model.candidates.lost_targets)  # the log names those of all ranks
 
     def make_step(self, call: Callable) -> None:
         """One step of training. A collective."""

@@ -14,6 +14,43 @@ In two pairs of runs on one H200 training with 16,384 candidates took 13 and 15 
 import torch
 from torch import Tensor
 
+from nanogpt.streams import SideStream
+
+
+class Candidates:
+    """Draws the candidates of each micro-batch beside the layers, which do not depend on them: that
+    takes about 90 small kernels, 0.22 ms on an H100. Other ranks draw others."""
+
+    def __init__(self, number: int, vocab_size: int, device: torch.device):
+        # 0: the loss is over the whole vocabulary, and nothing is drawn or counted
+        self.number = number if number < vocab_size else 0
+        self.side_stream = SideStream(device)
+        self.target_counts = torch.zeros(vocab_size, device=device)  # on this rank, of each token
+        self.lost_targets = torch.zeros((), device=device)  # how many were no candidates
+        self.drawn = None
+
+    def reset(self) -> None:
+        self.target_counts.zero_()
+        self.lost_targets.zero_()
+
+    @torch.no_grad()
+    def draw(self, targets: Tensor) -> None:
+        """Counts the targets (T,), -1: none, and begins to draw candidates for them."""
+        self.side_stream.follow()
+        with self.side_stream.on():
+            known = (targets >= 0).to(self.target_counts.dtype)
+            here = torch.zeros_like(self.target_counts).index_add_(0, targets.clamp(min=0), known)
+            self.target_counts += here
+            self.drawn = choose(targets, here > 0, self.target_counts, self.number)
+            places = self.drawn[2]
+            self.lost_targets += ((places < 0) & (targets >= 0)).sum()
+
+    def take(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What `choose` returns for the targets of `draw`, after waiting for it."""
+        self.side_stream.join()
+        drawn, self.drawn = self.drawn, None
+        return drawn
+
 
 def choose(targets: Tensor, is_target: Tensor, counts: Tensor,
            number: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -222,8 +222,8 @@ def tensors_of(optimizer) -> dict[str, Tensor]:
     for name, average in optimizer.averages.items():
         named[f"{name}.average"] = average
     rank, world_size = rank_and_world_size()
-    named["target_counts"] = optimizer.model.target_counts
-    named["lost_targets"] = optimizer.model.lost_targets
+    named["target_counts"] = optimizer.model.candidates.target_counts
+    named["lost_targets"] = optimizer.model.candidates.lost_targets
     for name, tensor in tables_of(optimizer).items():
         named[name] = tensor.tensor_split(world_size)[rank]
     return named

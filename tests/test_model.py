@@ -474,7 +474,7 @@ def test_training_with_candidates_has_nearly_the_gradient_over_the_vocabulary_an
     found, tokens, targets = {}, tokens_of([0], 256), tokens_of([], 256, 1)
     history = model.past.read(tokens, True)
     for number, repeats in ((0, 5), (192, 40)):
-        model.config.candidates, losses, sums = number, [], dict.fromkeys(("lm_head", "mlp", "qkvo"), 0)
+        model.candidates.number, losses, sums = number, [], dict.fromkeys(("lm_head", "mlp", "qkvo"), 0)
         for _ in range(repeats):
             losses.append(t.forward_backward(model, view(), targets, *history)[0].item())
             sums = {name: total + model.get_parameter(name).grad.double() for name, total in sums.items()}
@@ -484,13 +484,13 @@ def test_training_with_candidates_has_nearly_the_gradient_over_the_vocabulary_an
             found[f"validation {number}"] = model(tokens, targets, view(), False).item()
     assert found["validation 192"] == found["validation 0"]
     counts = 40 * torch.bincount(targets, minlength=384)
-    assert torch.equal(model.target_counts, counts), "nothing is counted where the vocabulary is whole"
+    assert torch.equal(model.candidates.target_counts, counts), "nothing is counted where the vocabulary is whole"
     assert found[192][0] == pytest.approx(found[0][0], rel=0.01) and np.std(losses) > 0
     for name, exact in found[0][1].items():
         similarity = torch.cosine_similarity(found[192][1][name].flatten(), exact.flatten(), dim=0)
         assert similarity > {"fp8": 0.97, "nvfp4": 0.93}.get(precision, 0.98), name
     t.initialize(model, 0)
-    assert not model.target_counts.any() and not model.lost_targets, "a run begins anew after warming up"
+    assert not model.candidates.target_counts.any() and not model.candidates.lost_targets, "a run begins anew after warming up"
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp8-head"])
@@ -508,7 +508,7 @@ def test_tokens_that_are_no_candidates_are_counted_and_add_nothing_to_the_loss(p
     logits = 23 / (1 + torch.exp(-(x @ model.lm_head[chosen].T + 5).double() / 7.5))
     known = places >= 0
     expected = (logits.logsumexp(-1)[known] - logits[known, places[known]]).sum().item()
-    assert model.lost_targets == 256 - known.sum() > 0
+    assert model.candidates.lost_targets == 256 - known.sum() > 0
     assert loss == pytest.approx(expected, rel={"fp32": 1e-5, "fp8-head": 5e-3}[precision])
 
 

@@ -440,7 +440,7 @@ def test_a_gpu_that_works_on_tables_and_candidates_beside_the_rest_makes_the_sam
         model = t.GPT(t.Config(**values), device)
         optimizer = t.Optimizer(model)
         optimizer.reset(t.initialize(model, 0))
-        streams = optimizer.tables.side_stream, model.candidate_stream
+        streams = optimizer.tables.side_stream, model.candidates.side_stream
         assert all(side.stream for side in streams)
         if not beside:
             for side in streams:

@@ -323,7 +323,7 @@ def loss_and_gradients(c, tokens, targets):
     reading = model.past.read(tokens, True)
     loss, row_gradients = t.forward_backward(model, t.setting_of(0, c), targets, *reading)
     gradients = {name: bank.grad for name, bank in model.named_parameters() if bank.grad is not None}
-    return loss, gradients, row_gradients, model.target_counts, model.lost_targets
+    return loss, gradients, row_gradients, model.candidates.target_counts, model.candidates.lost_targets
 
 
 @pytest.mark.parametrize("candidates", [0, 256])
