@@ -1,6 +1,6 @@
 """The NanoGPT speedrun in one script: train a GPT-2-class model to a target validation loss, fast.
 
-    torchrun --standalone --nproc_per_node=8 train_gpt.py    # 8 GPUs: FineWeb to a loss of 3.28
+    torchrun --standalone --nproc_per_node=8 train_gpt.py    # 8 GPUs: aims at 3.28 on FineWeb
     torchrun --standalone --nproc_per_node=2 train_gpt.py    # fewer GPUs: the same batches
     python train_gpt.py --preset=laptop                      # one to three minutes on a CPU
     python train_gpt.py --help                               # every key, its meaning and unit
@@ -72,10 +72,10 @@ from nanogpt import (
     warmup,
 )
 from nanogpt.arguments import RunConfig, key
-from nanogpt.candidates import Candidates
+from nanogpt.candidates import GROUP_TOKENS, Candidates, Targets
 from nanogpt.kernels import E4M3, E5M2
 from nanogpt.masks import BLOCK_SIZE
-from nanogpt.past import Past, Reading, inputs_and_targets
+from nanogpt.past import Batch, Past, Reading, inputs_and_targets
 from nanogpt.precision import guard, recipe
 from nanogpt.precision.fp8_static import (
     HEAD_GRADIENT_SCALE,
@@ -276,7 +276,8 @@ ON_CPU = dict(compile=False, precision="bf16" if CPU_HAS_BF16 else "fp32")
 
 # The plain transformer: each mechanism that can be switched off is. In parentheses: where it lives.
 # What has no switch stays: normalised queries and keys, a rotary embedding of half of a head,
-# squared ReLU, one matrix for embedding and head, capped logits, NorMuon, cautious weight decay.
+# attention inside of a document and of a window, squared ReLU, one matrix for embedding and head,
+# capped logits, NorMuon, cautious weight decay. FP8 stays, too, where the GPU has it.
 PLAIN_MODEL = dict(
     value_layers="none",  # a learned vector of each token in its values (`attention`, step 2)
     mix_previous=False,  # channels and keys of the previous token (`input_of`, `offset_keys`)
@@ -337,8 +338,8 @@ PRESETS: dict[str, dict] = {
 ABOUT = {
     "gpt2": "the plain transformer of 124M weights with Muon and Adam, to learn from and to "
             "compare optimizers on, on GPUs",
-    "speedrun": "116M weights for each token and tables, for 386M tokens of FineWeb and a loss of "
-                "3.28, on GPUs",
+    "speedrun": "116M weights for each token and tables, for 386M tokens of FineWeb, on GPUs; aims "
+                "at a loss of 3.28",
     "onepass": "a model of fewer layers, for 90M tokens that are read once, on GPUs",
     "laptop": "a small model of bytes, one to three minutes on a CPU",
     "char": "a larger one, to compare precisions on any text",
@@ -511,7 +512,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor) -> Tensor:
 SIGN_ROWS = 8191
 
 # Learned factors of the parts of a layer, and their initial values. With x the residual stream, a
-# layer computes (`block`)
+# layer with attention computes (`block`)
 #
 #   x = stream_attn * x + o * attention(input_of(x)) + inject
 #   x = stream_mlp * x + down * MLP(input_of(x))
@@ -544,9 +545,10 @@ class Param(NamedTuple):
     decay: float = 0.0
     # Of the gradient's mean and of the mean square. For rows of tables there is no mean.
     betas: tuple[float, float] = (0.9, 0.99)
-    # Which share of it a rank updates; of a table, each rank has some of the columns instead:
-    #   "slice"  an equal part of the first dimension
-    #   "all"    all of it, as the others do; for small ones, which the model has in float32, too
+    # Which share of it a rank updates:
+    #   "slice"    an equal part of the first dimension
+    #   "all"      all of it, as the others do; for small ones, which the model has in float32, too
+    #   "columns"  of a table: an equal part of the columns
     share: str = "slice"
     lr_factors: tuple[float, ...] = (1.0,)  # Muon: of the matrices in turn, to multiply lr
 
@@ -615,11 +617,11 @@ def parameter_table(c: Config) -> dict[str, Param]:
     muon = dict(
         optimizer="muon", lr=c.muon_lr, betas=(c.muon_momentum, 0.9),
         decay=c.muon_decay * c.muon_lr)
-    with_head_lr = dict(optimizer="adam", lr=c.head_lr)
+    adam_at_head_lr = dict(optimizer="adam", lr=c.head_lr)
     scalar = dict(optimizer="adam", lr=c.scalar_lr, share="all")
     late = dict(optimizer="adam", lr=0.25 * c.head_lr, share="all")
     table = dict(
-        optimizer="rows", lr=c.table_lr, betas=(0, 0.95), decay=0.07 * c.table_lr)
+        optimizer="rows", lr=c.table_lr, betas=(0, 0.95), decay=0.07 * c.table_lr, share="columns")
     has = dict(  # parameters of what can be switched off
         value_embeds=E, ngrams=c.ngram_rows, scalars=c.scalars,
         length_vectors=matches, late_in=c.late_mix, late_out=c.late_mix, late_bias=c.late_mix,
@@ -633,7 +635,7 @@ def parameter_table(c: Config) -> dict[str, Param]:
         # the output head, which is the token embedding, too
         "lm_head": Param(
             (V, D), init=normal(0.005),
-            betas=(0.5, 0.95), decay=0.75 * c.head_lr, **with_head_lr),
+            betas=(0.5, 0.95), decay=0.75 * c.head_lr, **adam_at_head_lr),
         "value_embeds": Param((V, E * H * d), init=normal(0.01), **table),
         "ngrams": Param((c.ngram_rows, c.ngram_width), init=zero, **table),
         # Queries, keys, values and output of each layer with attention in turn. The weight of the
@@ -650,8 +652,8 @@ def parameter_table(c: Config) -> dict[str, Param]:
         # subtracted: the last layers need what it holds, the head does not (records 40, 81).
         "late_bias": Param((sources,), init=constants(0, 0, -5, *[0] * (sources - 3)), **late),
         # of the output of each attention head, and of its value embedding
-        "gates": Param((A, H, GATE_DIM), init=zero, share="all", **with_head_lr),
-        "value_gates": Param((E, H, GATE_DIM), init=zero, share="all", **with_head_lr),
+        "gates": Param((A, H, GATE_DIM), init=zero, share="all", **adam_at_head_lr),
+        "value_gates": Param((E, H, GATE_DIM), init=zero, share="all", **adam_at_head_lr),
     }
     return {name: param for name, param in params.items() if has.get(name, True)}
 
@@ -772,8 +774,8 @@ def attention(x: Tensor, weights: LayerWeights, scalars: dict[str, Tensor],
 def block(x: Tensor, weights: LayerWeights, context: LayerContext,
           products: LayerProducts) -> Tensor:
     """One layer: the residual stream x (T, D) -> the new stream (T, D). In training it is a pure
-    function, so with FlexAttention all layers of the same recipes share one compiled graph. (A
-    block of attention is something else, 128 tokens.)"""
+    function, so with FlexAttention all layers with the same parts and recipes share one compiled
+    graph. (A block of attention is something else, 128 tokens.)"""
     scalars = dict.fromkeys(SCALARS, 1.0)
     if weights.scalars is not None:
         scalars = dict(zip(SCALARS, weights.scalars.unbind()))
@@ -868,8 +870,8 @@ def late_mix(x: Tensor, sources: tuple[Tensor, ...], weights: LateWeights | None
 # 5. The loss, over candidates
 #
 # In training, logits are computed for 16,384 candidates by default; all 50,304 tokens would be a
-# third of the work of a step. Candidates are the targets of the micro-batch, and other tokens that
-# are drawn at random (nanogpt/candidates.py). Validation is over the whole vocabulary.
+# third of the work of a step. Candidates are the targets of a group of 32,768 tokens, and others
+# that are drawn at random (nanogpt/candidates.py). Validation is over the whole vocabulary.
 
 VAL_CHUNK = 16_384  # tokens whose logits are computed at a time in validation
 
@@ -909,8 +911,9 @@ class GPT(nn.Module):
 
     The weights of all layers lie in banks. Those of which each rank owns a slice are padded to a
     multiple of world_size. The model keeps the large ones in its own dtype; the optimizer
-    has the float32 originals. `functions` are those of EAGER (section 8), compiled or not;
-    `as_graphs` says whether a step calls them as CUDA graphs."""
+    has the float32 originals. `functions` are those of EAGER (section 8), compiled or not. With
+    `as_graphs` the reading of batches and the updates run as CUDA graphs; `train` (section 11)
+    decides the same of the passes."""
 
     def __init__(self, c: Config, device: torch.device, world_size: int = 1,
                  functions: "Functions | None" = None, as_graphs: bool = False):
@@ -937,7 +940,8 @@ class GPT(nn.Module):
             "recall_table", torch.zeros(c.recall_rows, dtype=torch.int32, device=device))
         self.rotary_tables = {True: {}, False: {}}  # of training, of validation
         self.candidates = Candidates(c.candidates, c.vocab_size, device)
-        self.past = Past(c, self.bos, self.recall_table, compiling.caller(as_graphs))
+        self.past = Past(
+            c, self.bos, self.recall_table, self.candidates, compiling.caller(as_graphs))
         self.precision = Precision(
             c, choose_recipes(c, device), dict(self.named_parameters()))
 
@@ -945,7 +949,7 @@ class GPT(nn.Module):
         wide = torch.promote_types(torch.float32, dtype)
         for name, param in self.params.items():
             rows = param.shape[0]
-            if param.share == "slice" and param.optimizer != "rows":
+            if param.share == "slice":
                 rows = math.ceil(rows / world_size) * world_size
             # The small ones stay wide. They are converted where they meet an activation, as in
             # weights.gates.to(x.dtype). Only `scalars` need not be: a single number leaves the
@@ -981,7 +985,7 @@ class GPT(nn.Module):
         return at_layers(parts, layers, c.num_layers)
 
     def layer_weights(self) -> list[LayerWeights]:
-        """The weights of each layer, as views of the banks."""
+        """The weights of each layer, as views of the banks, in the order of the fields."""
         c = self.config
         matrices = self.weight("mlp").unbind()
         qkvo = self.weight("qkvo").unflatten(0, (-1, 4))  # (layers with attention, 4, H d, D)
@@ -1061,10 +1065,11 @@ class GPT(nn.Module):
         first_value_embed = next((x for x in value_embeds if x is not None), None)
         return x, late_sources(first_x, outputs, guesses, first_value_embed)
 
-    def forward(self, text: Reading | Tensor, targets: Tensor, setting: Setting, training: bool,
-                looked_up: dict | None = None) -> Tensor:
-        """A reading, or just tokens (T,), and targets (T,) int64 -> the loss, summed over T. A
-        target of -1 is none; only evaluate.py has such."""
+    def forward(self, text: Reading | Tensor, targets: Targets | Tensor, setting: Setting,
+                training: bool, looked_up: dict | None = None) -> Tensor:
+        """A reading, or just tokens (T,), and targets (T,) int64, in training with their
+        candidates or without -> the loss, summed over T. A target of -1 is none; only evaluate.py
+        has such."""
         if training:
             return self.training_loss(text, targets, setting, looked_up)
         x, sources = self.last_stream(text, setting, training)
@@ -1078,23 +1083,21 @@ class GPT(nn.Module):
                 targets[chunk], None)
         return total
 
-    def training_loss(self, text: Reading | Tensor, targets: Tensor, setting: Setting,
+    def training_loss(self, text: Reading | Tensor, targets: Targets | Tensor, setting: Setting,
                       looked_up: dict | None) -> Tensor:
         """The loss in training, over candidates, if there are fewer than tokens of the
         vocabulary."""
-        over_candidates = self.candidates.number > 0
-        if over_candidates:
-            self.candidates.draw(targets)
+        if isinstance(targets, Tensor):
+            targets = self.candidates.of(targets)
         x, sources = self.last_stream(text, setting, True, looked_up)
+        late = self.late_weights()
         products = self.precision.head_at(True)
         head = self.weight("lm_head")
-        bias = None
-        if over_candidates:  # the head has their rows only, and a target is a place among them
-            chosen, bias, targets = self.candidates.take()
-            products = products.for_rows(chosen)
-            head = head.index_select(0, chosen)
-        return self.functions.mix_and_loss(
-            x, sources, self.late_weights(), products, head, targets, bias)
+        tokens, chosen, bias, places = targets
+        if not len(chosen):
+            return self.functions.mix_and_loss(x, sources, late, products, head, tokens, None)
+        return self.functions.mix_and_loss(  # the head has the rows of the candidates only
+            x, sources, late, products.for_rows(chosen), head.index_select(0, chosen), places, bias)
 
     def logits(self, x: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
         """What `last_stream` returns -> the capped logits of each next token (T, V)."""
@@ -1123,8 +1126,8 @@ def initialize(model: GPT, seed: int) -> dict[str, Tensor]:
 
     # 2. What else a run begins with.
     rank, _ = rank_and_world_size()
-    torch.manual_seed((seed * 2**16 + rank) % 2**63)  # ranks draw different candidates
-    model.candidates.reset()
+    torch.manual_seed((seed * 2**16 + rank) % 2**63)  # of rounding at random
+    model.candidates.reset(seed)
     model.recall_table.zero_()
     return full
 
@@ -1137,8 +1140,9 @@ def load_checkpoint(path: str | Path, device: torch.device) -> GPT:
 # --------------------------------------------------------------------------------------------------
 # 7. The output head in FP8
 #
-# What FP8 is, and why a model learns with it, docs/precision.md tells. The head's products are
-# operators of their own, nanogpt::mm and its gradient, as in record 21. That gradient
+# What FP8 is, and why a model learns with it, docs/precision.md tells. What does not fit its range
+# is clamped; nanogpt/precision/guard.py watches the weights and the loss for that. The head's
+# products are operators of their own, nanogpt::mm and its gradient, as in record 21. That gradient
 # is registered, so that other code can put any loss behind it. FP8HeadLoss does not need it: its
 # own kernel has the gradient of the logits ready.
 
@@ -1232,24 +1236,24 @@ class FP8HeadLoss(torch.autograd.Function):
 # three phases: every gradient is summed over the ranks, each rank updates its share, and hands the
 # new weights out to all. `Param.share` says how:
 #
-#   share    of which      summed by               a rank updates         handed out by
-#   "slice"  matrices,     reduce-scatter          its slice of the       all-gather
-#            the head                              bank
-#   "all"    small banks   all-reduce              all of it, on every    nothing
-#                                                  rank
-#   (none)   tables        all-to-all of the rows  its columns of the     all-gather of these
-#                          that a rank has looked  rows that any rank     rows
-#                          up                      has looked up
+#   share      of which     summed by               a rank updates         handed out by
+#   "slice"    matrices,    reduce-scatter          its slice of the       all-gather
+#              the head                             bank
+#   "all"      small banks  all-reduce              all of it, on every    nothing
+#                                                   rank
+#   "columns"  tables       all-to-all of the rows  its columns of the     all-gather of these
+#                           that a rank has looked  rows that any rank     rows
+#                           up                      has looked up
 #
-# Gradients of banks are added over micro-batches, and sent, in the dtype of the bank; those of rows
-# are added in float32, and sent in the dtype of the bank. Transfers run in the background, while
+# Gradients are added over micro-batches, and sent, in the dtype of the bank; but those of rows are
+# added in float32. Transfers run in the background, while
 # the next parameter is being worked on. The tables are worked on in a CUDA stream beside that of
 # the matrices (nanogpt/tables.py). The head can wait for the gradient of a second step: twice the
 # batch is better for it, and it is sent half as often.
 #
 # Losses and gradients are sums over tokens, not means. So the result does not depend on how many
-# GPUs or micro-batches share a batch. What differs is rounding, the draw of candidates (section 5),
-# and, in recipes that have them, measured scales and random rounding.
+# GPUs or micro-batches share a batch. What differs is rounding, which in tables and some recipes is
+# at random, and, in recipes that have them, measured scales.
 
 POLAR_EXPRESS = (  # a, b, c of each iteration, so that few are enough (Amsel et al. 2025)
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
@@ -1295,7 +1299,9 @@ def cautious_update(master: Tensor, part: Tensor, update: Tensor, lr, decay) -> 
 # To try another optimizer, write its state and its update here, add the update to Functions and
 # EAGER, and to `compiled_functions` if one graph is to serve all shapes; then name it in
 # Optimizer.zero_state, Optimizer.update and parameter_table. Muon takes stacks of matrices, (n,
-# rows, columns); with head_every_second the head's gradient is that of two steps. Gradients are
+# rows, columns); with head_every_second the head's gradient is that of two steps. The head comes as
+# this rank's rows. State begins at 0 (`reset`), its first dimension is that of the master, as saves
+# cut it there, and the warm-up calls the update with gradients of 0. Gradients are
 # sums over the tokens of a batch, not means. To Muon and Adam, which divide by the size of the
 # gradient, that makes no difference, but to plain SGD it does. On a GPU the update runs as a CUDA
 # graph: what changes from step to step must come in a tensor, as the rates do. The rows of tables
@@ -1417,7 +1423,7 @@ class Optimizer:
         self.masters = {
             name: part.to(wide, copy=True) for name, part in self.parts.items()}
         self.state = {name: self.zero_state(name) for name in self.parts}
-        self.averages = {}  # of the masters but those of tables
+        self.averages = {}  # of all masters; tables have none
         if model.config.average_frac:
             self.averages = {name: self.masters[name].clone() for name in self.parts}
         tables = {}
@@ -1551,7 +1557,7 @@ class Optimizer:
 
     def update_averages(self) -> None:
         """Moves the averages towards the weights: exponential moving averages, as in record
-        92. Every fourth step is often enough, and takes less than a thousandth of the time."""
+        92. To do it every fourth step suffices, and takes less than a thousandth of the time."""
         if self.averages and self.updates % 4 == 0:
             c = self.model.config
             amount = min(4 / (c.average_frac * c.num_steps), 1.0)
@@ -1559,9 +1565,9 @@ class Optimizer:
                 average.lerp_(self.masters[name], amount)
 
     @torch.no_grad()
-    def use_averages(self) -> None:
-        """After the last step: moves the weights of the model half of the way to their averages. An
-        average over too many steps then does little harm (records/long_runs.md). A collective."""
+    def go_half_way_to_averages(self) -> None:
+        """After the last step: moves the weights of the model. Half of the way, because the whole
+        average did harm where it went over too many steps (records/long_runs.md). A collective."""
         transfers = []
         for name, average in self.averages.items():
             self.masters[name].lerp_(average, 0.5)
@@ -1677,10 +1683,10 @@ def lr_factor_at(step: int, c: Config) -> float:
 
 
 def setting_of(step: int, c: Config) -> Setting:
-    """Windows and rotary embedding of the step's stage.
+    """Windows and rotary embedding of the step's stage. All layers have the same embedding.
 
-    Where a stage sees farther than the one before it, frequencies and scores follow by YaRN (Bowen
-    Peng et al. 2023; record 31)."""
+    Where the long window of a stage is larger than that of the one before it, frequencies and
+    scores follow by YaRN (Bowen Peng et al. 2023; record 31)."""
     now = stage_of(step, c)
 
     # 1. The first stage. Scores begin below 12.8 sqrt(2): the length of a query is sqrt(d), that of
@@ -1689,8 +1695,8 @@ def setting_of(step: int, c: Config) -> Setting:
     frequencies = [(1 / 1024) ** (j / max(rotating - 1, 1)) for j in range(rotating)]
     score_scale = 12.8 / c.head_dim
 
-    # 2. Each time that the window has grown since. A stage without steps, as the last one of
-    # speedrun, just sees farther and rescales nothing.
+    # 2. Each time that the long window has grown since. (A stage without steps, as the last one of
+    # speedrun, sees farther, but rescales nothing: for it first < end is false.)
     long_windows = [stage.long_window for first, end, stage in stages(c)
                     if first <= step and first < end]
     for old, new in pairwise(long_windows):
@@ -1702,8 +1708,8 @@ def setting_of(step: int, c: Config) -> Setting:
 
 
 def rescaled(frequency: float, old: int, new: int) -> float:
-    """A frequency of the rotary embedding, radians a token, when the window grows from `old` to
-    `new` blocks. One that turns less than once in the old window is multiplied by old / new, one
+    """A frequency of the rotary embedding, radians a token, when the long window grows from `old`
+    to `new` blocks. One that turns less than once in the old window is multiplied by old / new, one
     that turns at least 32 times stays as it is, and those between are interpolated."""
     turns = BLOCK_SIZE * old * frequency / (2 * math.pi)
     stays = min(max((turns - 1) / 31, 0), 1)
@@ -1726,8 +1732,8 @@ def rescaled(frequency: float, old: int, new: int) -> float:
 #   Muon for qkvo          puts new rows into the tables   new mlp, lm_head and qkvo
 #   Adam for small banks
 #
-# Beside the passes, another stream writes down what came next in this step, and searches the next
-# step's tokens for matches (nanogpt/past.py), and one more draws the candidates (section 5).
+# Beside the passes, another stream writes down what came next in this step, searches the next
+# step's tokens for matches, and draws its candidates (nanogpt/past.py).
 
 
 def packing(c: Config) -> shards.Packing:
@@ -1735,33 +1741,47 @@ def packing(c: Config) -> shards.Packing:
         c.seq_len, c.vocab_size, c.epochs, c.cut_documents, c.longest_document)
 
 
+def group_sequences(count: int, c: Config) -> int:
+    """How many sequences share their candidates (nanogpt/candidates.py), if each rank has `count`
+    of a batch."""
+    _, world_size = rank_and_world_size()
+    return min(max(1, GROUP_TOKENS // c.seq_len), count * world_size)
+
+
 def micro_sequences(count: int, c: Config) -> int:
     """How many of a rank's `count` sequences it works on at a time: the largest number that
-    --micro_tokens allows and that divides `count`."""
+    --micro_tokens allows, and that divides `count` and the sequences of a group."""
     most = min(c.micro_tokens // c.seq_len, count)
-    return max(n for n in range(1, most + 1) if count % n == 0)
+    together = math.gcd(count, group_sequences(count, c))
+    return max(n for n in range(1, most + 1) if together % n == 0)
 
 
-def rank_micro_batches(paths: list[Path], c: Config, device: torch.device,
-                       first_step: int = 0) -> Iterator[tuple]:
-    """For each step, from first_step on, this rank's micro-batches: (sequences, seq_len + 1), int16
-    with the bits of uint16, for which PyTorch has few operations."""
+def rank_batches(paths: list[Path], c: Config, device: torch.device,
+                 first_step: int = 0) -> Iterator[Batch]:
+    """The batch of each step, from first_step on. The ranks have equal parts of it, one after the
+    other."""
     rank, world_size = rank_and_world_size()
-    for array in shards.rank_batches(
-            paths, packing(c), batch_plan(c), rank, world_size, first_step):
+    for array in shards.packed_batches(paths, packing(c), batch_plan(c), first_step):
         sequences = torch.from_numpy(array.view(np.int16))
         if device.type == "cuda":
             sequences = sequences.pin_memory()  # so that nothing waits for its copy
-        yield sequences.split(micro_sequences(len(sequences), c))
+        count = len(sequences) // world_size
+        together = micro_sequences(count, c)
+        begins = range(rank * count, (rank + 1) * count, together)
+        in_group = group_sequences(count, c)
+        yield Batch(
+            [sequences[begin : begin + together] for begin in begins],
+            sequences.split(in_group), [begin // in_group for begin in begins])
 
 
-def forward_backward(model: GPT, setting: Setting, targets: Tensor,
-                     *reading: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Adds the gradients of a micro-batch to .grad, except those of looked-up rows. Returns the
-    loss, which is a sum over tokens, and the gradients of these rows, (lookups, width): a .grad for
-    a whole table would be far too large, and adding to the head's would take long. (All arguments
-    from `targets` on are tensors, for CUDA graphs.)"""
-    reading = Reading(*reading)
+def forward_backward(model: GPT, setting: Setting,
+                     *texts: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Adds the gradients of a micro-batch to .grad, except those of looked-up rows. `texts` are the
+    tensors of its Targets and of its Reading, one by one, for CUDA graphs. Returns the loss, which
+    is a sum over tokens, and the gradients of these rows, (lookups, width): a .grad for a whole
+    table would be far too large, and adding to the head's would take long."""
+    targets = Targets(*texts[: len(Targets._fields)])
+    reading = Reading(*texts[len(Targets._fields) :])
     with torch.no_grad():
         looked_up = model.look_up(reading)
     for x in looked_up.values():
@@ -1771,10 +1791,10 @@ def forward_backward(model: GPT, setting: Setting, targets: Tensor,
     return loss.detach(), {name: x.grad for name, x in looked_up.items()}
 
 
-def train_step(model: GPT, optimizer: Optimizer, batch: list[tuple[Reading, Tensor]], step: int,
+def train_step(model: GPT, optimizer: Optimizer, batch: list[tuple[Reading, Targets]], step: int,
                call: Callable = compiling.call_directly,
                requests: Requests | None = None) -> Tensor:
-    """One update. `batch` has the reading and the targets (T,) of each micro-batch of this rank, as
+    """One update. `batch` has the reading and the targets of each micro-batch of this rank, as
     `Past.prepare` makes them. `call` runs a function of tensors, directly or as a CUDA graph.
 
     Returns the message of the step, a vector on the device that is summed over the ranks: the mean
@@ -1791,14 +1811,14 @@ def train_step(model: GPT, optimizer: Optimizer, batch: list[tuple[Reading, Tens
     work = partial(forward_backward, model, setting)
     loss_sum = 0
     for i, (reading, targets) in enumerate(batch):
-        loss, row_gradients = call(str(setting), work, (targets, *reading))
+        loss, row_gradients = call(str(setting), work, (*targets, *reading))
         if i == len(batch) - 1:
             optimizer.start_sums()
         optimizer.tables.add(i, row_gradients)  # while the next pass runs
         loss_sum = loss_sum + loss
 
     # 3. The update, and what the ranks tell each other.
-    model.past.join()
+    model.past.join()  # validation and saves read the recall table
     optimizer.step(lr_factor_at(step, c))
     message = (loss_sum / stage_tokens(stage_of(step, c), c))[None]
     if requests:
@@ -1862,7 +1882,7 @@ class Run:
         self.latest_sequence = None  # the first one of the latest batch of this rank
         self.requests = Requests(self.device)
         self.unread = []  # messages that have arrived
-        self.batches = shards.ahead(rank_micro_batches(
+        self.batches = shards.ahead(rank_batches(
             run_files.train_paths, c, self.device, self.step))
 
     def train(self, call: Callable) -> None:
@@ -1887,16 +1907,14 @@ class Run:
             if self.optimizer.averages:
                 loss = self.validation_loss()
                 self.log.fact("note", f"validation loss without averages: {loss:.4f}")
-                self.optimizer.use_averages()
+                self.optimizer.go_half_way_to_averages()
             self.validate()
-        if dist.is_initialized():
-            dist.all_reduce(self.model.candidates.lost_targets)  # the log names those of all ranks
 
     def make_step(self, call: Callable) -> None:
         """One step of training. A collective."""
-        micro_batches = next(self.batches)
-        self.latest_sequence = micro_batches[0][:1]
-        batch = self.model.past.prepare(micro_batches)
+        text = next(self.batches)
+        self.latest_sequence = text.micro_batches[0][:1]
+        batch = self.model.past.prepare(text, self.step)
         message = train_step(self.model, self.optimizer, batch, self.step, call,
                              self.requests)
         self.log.put(self.step + 1, message, self.clock.now())

@@ -9,7 +9,7 @@ and the trainer reads them; all three use this file. From shards to batches:
     read_shard      reads one file, checks it, and finds where its documents begin
     sequences_of    packs documents into training sequences
     batches         makes a batch for every step of a run
-    rank_batches    copies the sequences that belong to one rank into an array
+    packed_batches  copies the sequences of a batch into an array
 
 Of packages, this file needs numpy only, and it knows nothing of devices.
 """
@@ -363,27 +363,22 @@ def batches(
             return
 
 
-def rank_batches(
-    paths: list[Path], packing: Packing, plan: Plan, rank: int, world_size: int,
-    first_step: int = 0,
+def packed_batches(
+    paths: list[Path], packing: Packing, plan: Plan, first_step: int = 0,
 ) -> Iterator[np.ndarray]:
-    """The part of every batch that belongs to one rank: (sequences, seq_len + 1) uint16.
+    """Every batch as an array: (sequences, seq_len + 1) uint16.
 
     A run that goes on after some steps gives their number as `first_step`: the batches of these
-    steps are passed over, and nothing is copied for them.
-
-    Sequences are dealt to the ranks in turn, so all ranks have equally many only if `world_size`
-    divides the number of sequences. Raises ShardError as `batches` does, and if the shards end
-    before the plan.
+    steps are passed over, and nothing is copied for them. Raises ShardError as `batches` does, and
+    if the shards end before the plan.
     """
     step = 0
     for tokens, batch in batches(paths, packing, plan):
         step += 1
         if step <= first_step:
             continue
-        own = batch[rank::world_size]
-        sequences = np.empty((len(own), packing.seq_len + 1), dtype=np.uint16)
-        for sequence, pieces in zip(sequences, own):
+        sequences = np.empty((len(batch), packing.seq_len + 1), dtype=np.uint16)
+        for sequence, pieces in zip(sequences, batch):
             np.concatenate([tokens[piece] for piece in pieces], out=sequence)
         yield sequences
     if step < len(plan):

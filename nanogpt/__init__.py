@@ -15,7 +15,7 @@ What is kept and said
     report.py       what a run says when it begins and when it has ended, and its profile
 
 Computing
-    kernels.py      every GPU kernel, beside plain PyTorch that computes the same
+    kernels.py      the GPU kernels of layers and loss, beside plain PyTorch that computes the same
     warmup.py       everything is compiled and run once before the clock starts
     compiling.py    compiled functions that report what they compiled, and CUDA graphs
     masks.py        which tokens attention sees

@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import torch
 
+from nanogpt.candidates import GROUP_TOKENS
 from nanogpt.masks import BLOCK_SIZE
 from nanogpt.ranks import BadInput, require
 
@@ -84,13 +85,13 @@ def check(c, schedules: dict[str, list], precisions: dict[str, tuple]) -> None:
     check_lengths(c)
     check_stages(c, schedules[c.schedule])
 
-    # Nearly every target should be a candidate (train_gpt.py, section 5). Texts repeat tokens, so
-    # half as many candidates as tokens suffice.
-    enough = min(c.vocab_size, min(c.micro_tokens, c.batch_tokens) // c.seq_len * c.seq_len // 2)
+    # Nearly every target should be a candidate. Texts repeat tokens, so a quarter as many
+    # candidates as tokens of a group suffice (nanogpt/candidates.py).
+    enough = min(c.vocab_size, min(GROUP_TOKENS, c.batch_tokens) // 4)
     fits_products = c.candidates % 16 == 0 or c.candidates >= c.vocab_size
     require(c.candidates == 0 or (c.candidates >= enough and fits_products),
             f"--candidates={c.candidates} must be a multiple of 16, at least {enough}, or 0 for "
-            "the whole vocabulary; or lower --micro_tokens")
+            "the whole vocabulary; or lower --batch_tokens")
 
 
 def check_bounds(c) -> None:

@@ -291,9 +291,8 @@ class Saved:
             name, _, kind = full_name.partition(".")
             if full_name in tables:
                 tables[full_name].copy_(torch.cat(parts))
-            elif not kind:  # counts; other ranks get an equal share of the sum
-                same_ranks = len(parts) == world_size
-                tensor.copy_(parts[rank] if same_ranks else sum(parts) / world_size)
+            elif not kind:  # counts, the same on all ranks
+                tensor.copy_(parts[0])
             else:
                 whole = self.whole(parts, model.params[name], optimizer.banks[name])
                 tensor.copy_(optimizer.own_slice(name, whole))

@@ -8,13 +8,14 @@ Texts repeat themselves, so such a guess is often right. Attention can learn to 
 single reading only a little. So the model gets both as inputs (after Akyürek et al. 2024 and
 Khandelwal et al. 2020).
 """
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanogpt.candidates import Candidates, Targets
 from nanogpt.compiling import call_directly
 from nanogpt.ranks import gathered
 from nanogpt.streams import SideStream
@@ -45,6 +46,13 @@ class Reading(NamedTuple):
         return [(token, length) for token, length in kinds if len(token)]
 
 
+class Batch(NamedTuple):
+    """The text of a step: sequences (n, seq_len + 1), int16 with the bits of uint16, on the CPU."""
+    micro_batches: Sequence[Tensor]  # of this rank
+    groups: Sequence[Tensor]  # of all ranks, each with candidates of its own
+    group_of: Sequence[int]  # the number of the group that each micro-batch is part of
+
+
 def inputs_and_targets(sequences: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
     """(n, length + 1), int16 with the bits of uint16 -> inputs and targets (n * length,), int64."""
     tokens = sequences.to(device, non_blocking=True).long() & 0xFFFF
@@ -63,9 +71,11 @@ class Past:
     `bos` is the token that begins a document, `recall_table` what is remembered: (R,), the same on
     all ranks. c: train_gpt.Config"""
 
-    def __init__(self, c, bos: int, recall_table: Tensor, call: Callable = call_directly):
+    def __init__(self, c, bos: int, recall_table: Tensor, candidates: Candidates,
+                 call: Callable = call_directly):
         self.bos = bos
         self.recall_table = recall_table
+        self.candidates = candidates
         self.seq_len = c.seq_len
         self.ngram_rows = c.ngram_rows
         self.longest_ngram = c.longest_ngram
@@ -99,20 +109,24 @@ class Past:
     def join(self) -> None:
         self.side_stream.join()
 
-    def prepare(self, batch: Iterable[Tensor]) -> list[tuple[Reading, Tensor]]:
-        """The micro-batches of a step, sequences (n, seq_len + 1) in the memory of the CPU, with
-        the bits of uint16 -> the reading and the targets (T,) of each.
+    def prepare(self, batch: Batch, step: int = 0) -> list[tuple[Reading, Targets]]:
+        """The batch of a step -> the reading and the targets of each micro-batch.
 
         Batch n must not get the memory of batch n - 1, which the main stream may still be reading.
         So `latest` keeps that until batch n is made. It may get the memory of batch n - 2: in
         `remember` of step n - 1 this stream has waited until step n - 2 was over."""
         prepared = []
         with self.side_stream.on():
-            pairs = [inputs_and_targets(sequences, self.device) for sequences in batch]
-            for inputs, targets in pairs:
+            pairs = [inputs_and_targets(x, self.device) for x in batch.micro_batches]
+            drawn = [None] * len(batch.groups)
+            if self.candidates.number:
+                of_groups = [inputs_and_targets(x, self.device)[1] for x in batch.groups]
+                drawn = self.candidates.draw(of_groups, step, self.call)
+            for (inputs, targets), group in zip(pairs, batch.group_of):
                 _, *others = self.call("reading", self.read_for_training, (inputs,))
                 # Copies, because the next call of a CUDA graph overwrites what it has returned.
-                prepared.append((Reading(inputs, *[x.clone() for x in others]), targets))
+                reading = Reading(inputs, *[x.clone() for x in others])
+                prepared.append((reading, self.candidates.of(targets, drawn[group])))
         self.side_stream.join()
         self.latest = prepared
         return prepared
@@ -120,7 +134,7 @@ class Past:
     def read_for_training(self, tokens: Tensor) -> Reading:
         return self.read(tokens, training=True)
 
-    def remember(self, batch: list[tuple[Reading, Tensor]], read_once: bool) -> None:
+    def remember(self, batch: list[tuple[Reading, Targets]], read_once: bool) -> None:
         """Writes to the recall table what came next in all of a step's micro-batches, which were
         read before: otherwise they would recall their own targets. A text that is read more than
         once is not remembered, because it would be known by heart. A collective."""
@@ -129,7 +143,7 @@ class Past:
             return
         with self.side_stream.on():
             hashes = torch.cat([reading.hashes for reading, _ in batch], 1)
-            targets = torch.cat([targets for _, targets in batch])
+            targets = torch.cat([targets.tokens for _, targets in batch])
             remember(self.recall_table, hashes, targets, self.recall_lengths)
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nanogpt.compiling import call_directly
-from nanogpt.past import inputs_and_targets
+from nanogpt.past import Batch, inputs_and_targets
 from nanogpt.ranks import all_ranks, rank_and_world_size
 from nanogpt.streams import to_device
 from records import journal
@@ -113,13 +113,16 @@ class WarmUp:
         """Those of one rank, but at most so many."""
         past = self.model.past
         past.follow()
-        return past.prepare([self.example(stage.length)] * min(stage.micro_batches, most))
+        example = self.example(stage.length)
+        count = min(stage.micro_batches, most)
+        return past.prepare(Batch([example] * count, [example] * count, range(count)))
 
     def forward_backward(self, stage: StagePlan) -> None:
         inputs, targets = inputs_and_targets(self.example(stage.length), self.tokens.device)
         reading = self.model.past.read(inputs, training=True)
+        targets = self.model.candidates.of(targets)
         self.script.forward_backward(
-            self.model, self.setting(stage.last_step), targets, *reading)
+            self.model, self.setting(stage.last_step), *targets, *reading)
         self.model.zero_grad()
 
     def validate(self, step: int) -> None:

@@ -93,4 +93,4 @@ def check_data(c):
 
 def read(model, batch):
     """Inputs and targets (T,) of each micro-batch -> what train_step takes."""
-    return [(model.past.read(inputs, training=True), targets) for inputs, targets in batch]
+    return [(model.past.read(inputs, training=True), model.candidates.of(targets)) for inputs, targets in batch]

@@ -23,7 +23,7 @@ def test_the_last_weights_go_half_of_the_way_to_their_averages_but_not_those_of_
     tables = {name: model.get_parameter(name).detach().clone() for name in model.big_tables}
     for name, w in model.named_parameters():
         expected[name] = 0.5 * expected[name] + 0.5 * w.detach()
-    optimizer.use_averages()
+    optimizer.go_half_way_to_averages()
     for name, w in model.named_parameters():
         torch.testing.assert_close(w.detach(), tables.get(name, expected[name]), rtol=1e-12, atol=1e-15)
     assert tables and not torch.equal(tables["ngrams"], expected["ngrams"])

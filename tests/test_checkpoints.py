@@ -88,7 +88,7 @@ def refused(capfd, argv):
 
 @pytest.mark.parametrize("changes, stop_after", [
     ({}, 3), ({"precision": "fp16", "dtype": "auto", "num_steps": 3}, 2), ({"precision": "fp8", "dtype": "auto", "num_steps": 3}, 2),
-    ({"schedule": "speedrun", "num_steps": 9, "batch_tokens": 1536, "average_frac": 1.0}, 4),
+    ({"schedule": "speedrun", "num_steps": 9, "batch_tokens": 1024, "average_frac": 1.0}, 4),
 ], ids=["float32", "fp16", "fp8", "stages"])
 def test_a_resumed_run_is_to_the_bit_the_run_that_was_not_stopped(changes, stop_after, corpus, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -165,7 +165,7 @@ def test_a_run_that_is_killed_while_it_saves_ends_as_if_it_had_not_been(corpus, 
 def test_two_ranks_go_on_to_the_bit_and_another_number_of_them_within_rounding(ranks, corpus, tmp_path):
     """They are killed after a save."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    changes = dict(candidates=0, dtype="float64", num_steps=6, val_interval=0, ngram_rows=501, head_every_second=True,
+    changes = dict(dtype="float64", num_steps=6, val_interval=0, ngram_rows=501, head_every_second=True,
                    average_frac=1.0, save_every=0, save_steps=2)
     driver = tmp_path / "driver.py"
     driver.write_text(f"import os, sys; sys.path.insert(0, {str(ROOT)!r})\nimport train_gpt as t\nstep = t.train_step\n"

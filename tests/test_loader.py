@@ -59,8 +59,8 @@ def sequences(batch, seq_len):
 
 def loaded(c):
     """Iterator over this rank's batches, as a run has them."""
-    batches = shards.ahead(t.rank_micro_batches(shards_of(c, "train"), c, CPU))
-    return ([t.inputs_and_targets(rows, CPU) for rows in batch] for batch in batches)
+    batches = shards.ahead(t.rank_batches(shards_of(c, "train"), c, CPU))
+    return ([t.inputs_and_targets(rows, CPU) for rows in batch.micro_batches] for batch in batches)
 
 
 def drain(c):
@@ -202,7 +202,7 @@ def test_a_batch_gets_other_memory_than_the_one_before_it_which_a_gpu_may_still_
     text = torch.tensor(documents(257)).to(torch.int16)[None]
     places = []
     for _ in range(2):
-        [(reading, targets)] = model.past.prepare([text])  # dropped when the next one is made, as by Run.make_step
-        places.append({tensor.data_ptr() for tensor in (*reading, targets) if len(tensor)})
+        [(reading, targets)] = model.past.prepare(t.Batch([text], [text], [0]))  # dropped when the next one is made, as by Run.make_step
+        places.append({tensor.data_ptr() for tensor in (*reading, *targets) if len(tensor)})
         del reading, targets
     assert places[0].isdisjoint(places[1])

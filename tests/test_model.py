@@ -368,7 +368,7 @@ def test_loss_and_all_gradients_equal_a_plain_version_of_the_specification(
     numbers = {"value_embeds": tokens.tolist(), "ngrams": ngram_rows_of(tokens.tolist(), starts, longest, 101)}
     dense = {name: model.get_parameter(name).grad for name in model.params}
     model.zero_grad()
-    again, grads = t.forward_backward(model, seen, targets, *model.past.read(tokens, True))
+    again, grads = t.forward_backward(model, seen, *model.candidates.of(targets), *model.past.read(tokens, True))
     assert again.item() == pytest.approx(reference.item(), rel=1e-10) and not again.requires_grad
     model.lm_head.grad.index_add_(0, tokens, grads["lm_head"])  # of the embedding
     for name, p in model.named_parameters():  # now as in training: tables have gradients of looked-up rows alone
@@ -456,7 +456,8 @@ def test_a_sum_over_candidates_estimates_that_over_the_vocabulary_without_bias_a
     is_target = is_target_of(targets, 2000)
     torch.manual_seed(0)
     for _ in range(500):
-        chosen, bias, places = candidates.choose(targets, is_target, counts, 600)
+        chosen, bias, places = candidates.choose(600, is_target, counts, torch.rand(2000))
+        places = places[targets]
         assert len(chosen.unique()) == len(bias) == 600 and bias.min() == 0
         assert torch.equal(chosen[places], targets) and not bias[places].any()
         sums.append((numbers[chosen] * bias.exp()).sum())
@@ -475,8 +476,9 @@ def test_training_with_candidates_has_nearly_the_gradient_over_the_vocabulary_an
     history = model.past.read(tokens, True)
     for number, repeats in ((0, 5), (192, 40)):
         model.candidates.number, losses, sums = number, [], dict.fromkeys(("lm_head", "mlp", "qkvo"), 0)
-        for _ in range(repeats):
-            losses.append(t.forward_backward(model, view(), targets, *history)[0].item())
+        for seed in range(repeats):
+            model.candidates.seed = seed
+            losses.append(t.forward_backward(model, view(), *model.candidates.of(targets), *history)[0].item())
             sums = {name: total + model.get_parameter(name).grad.double() for name, total in sums.items()}
             model.zero_grad()
         found[number] = np.mean(losses), sums
@@ -504,6 +506,7 @@ def test_tokens_that_are_no_candidates_are_counted_and_add_nothing_to_the_loss(p
     loss = model(tokens, targets, view(), True).item()
     (chosen, bias, places), (x, sources) = drawn[0], model.last_stream(tokens, view(), True)
     assert not bias.any(), "all are targets"
+    places = places[targets]
     x = t.late_mix(x, sources, t.LateWeights(model.late_in, model.late_out, model.late_bias))
     logits = 23 / (1 + torch.exp(-(x @ model.lm_head[chosen].T + 5).double() / 7.5))
     known = places >= 0

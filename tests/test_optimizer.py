@@ -440,14 +440,15 @@ def test_a_gpu_that_works_on_tables_and_candidates_beside_the_rest_makes_the_sam
         model = t.GPT(t.Config(**values), device)
         optimizer = t.Optimizer(model)
         optimizer.reset(t.initialize(model, 0))
-        streams = optimizer.tables.side_stream, model.candidates.side_stream
+        streams = optimizer.tables.side_stream, model.past.side_stream
         assert all(side.stream for side in streams)
         if not beside:
             for side in streams:
                 side.stream = None
         for step in range(8):
-            tokens = torch.randint(0, 20_000, (8193,), generator=torch.Generator().manual_seed(step)).to(device)
-            t.train_step(model, optimizer, read(model, zip(tokens[:-1].chunk(2), tokens[1:].chunk(2))), step)
+            tokens = torch.randint(0, 20_000, (8, 1025), generator=torch.Generator().manual_seed(step)).to(torch.int16)
+            model.past.follow()
+            t.train_step(model, optimizer, model.past.prepare(t.Batch(tokens.split(4), tokens.split(4), [0, 1]), step), step)
         results.append({name: p.detach().clone() for name, p in model.named_parameters()})
     for name, p in results[0].items():  # sums by atomic additions are in any order
         assert (p - results[1][name]).norm() <= 1e-9 * p.norm(), name
@@ -460,7 +461,7 @@ import sys
 import torch, torch.distributed as dist, torch.multiprocessing as mp
 import train_gpt as t
 import test_optimizer as test
-from nanogpt import ranks, tables
+from nanogpt import past, ranks, tables
 
 def work(rank, world_size, dtype, folder):
     torch.set_num_threads(1)
@@ -479,8 +480,9 @@ def work(rank, world_size, dtype, folder):
         dist.all_reduce = recorded("all_reduce", dist.all_reduce)
         dist.all_to_all_single = recorded("exchange", dist.all_to_all_single)
         tables.all_gather, ranks.all_gather = t.all_gather, recorded("lookups", ranks.all_gather)
-    model = test.small(dtype, world_size, ngram_rows=1001)
+    model = test.small(dtype, world_size, ngram_rows=1001, candidates=48)
     start = t.initialize(model, 5 + rank)  # only rank 0's weights count
+    model.candidates.reset(5)
     optimizer = t.Optimizer(model)
     optimizer.reset(start)
     generator = torch.Generator().manual_seed(1)
@@ -489,10 +491,15 @@ def work(rank, world_size, dtype, folder):
         tokens = torch.randint(0, 61, (12, 129), generator=generator)
         tokens = 5 * step + tokens // (2 + step)  # some rows, and other ones at other steps
         tokens[:, 40 + step] = 60  # a document
-        batch = [(s[:-1], s[1:]) for s in tokens[rank::world_size]]
-        losses.append(t.train_step(model, optimizer, test.read(model, batch), step).item())
+        tokens = tokens.to(torch.int16)
+        count = 12 // world_size
+        begins = range(rank * count, (rank + 1) * count)  # two groups of six sequences have the same candidates
+        batch = past.Batch([tokens[i : i + 1] for i in begins], tokens.split(6), [i // 6 for i in begins])
+        batch = model.past.prepare(batch, step)
+        assert len(batch[0][1].chosen) == 48
+        losses.append(t.train_step(model, optimizer, batch, step).item())
         issued.append(calls[:])
-        rows = [reading.rows() for reading, _ in test.read(model, batch)]
+        rows = [reading.rows() for reading, _ in batch]
         used.append({n: [of_micro_batch[i].tolist() for of_micro_batch in rows] for n, i in test.INDEX.items()})
         calls.clear()
     of_tables = {n: optimizer.tables.tables[n].mean_square for n in test.TABLES}

@@ -77,11 +77,11 @@ def walk(contents, plan, length, longest=2048):
     return batches
 
 
-def drain(paths, packing, plan, rank=0, world_size=1):
-    """All batches of a rank as lists, until it is said that the shards ran out."""
+def drain(paths, packing, plan):
+    """All batches as lists, until it is said that the shards ran out."""
     found = []
     with pytest.raises(shards.ShardError, match="shards ran out .*; fetch more or raise --epochs"):
-        for sequences in shards.rank_batches(paths, packing, plan, rank, world_size):
+        for sequences in shards.packed_batches(paths, packing, plan):
             assert sequences.dtype == np.uint16
             found.append(sequences.tolist())
     return found
@@ -280,7 +280,7 @@ def test_cut_documents_have_no_gap_and_no_repetition_and_come_in_a_random_order(
 def test_batches_end_with_the_plan_or_with_the_shards_whichever_comes_first(paths):
     whole = drain(paths, packing(), same(4))
     for steps in (0, 1, len(whole) - 1, len(whole)):
-        found = shards.rank_batches(paths, packing(), same(4, steps=steps), 0, 1)
+        found = shards.packed_batches(paths, packing(), same(4, steps=steps))
         assert [sequences.tolist() for sequences in found] == whole[:steps]
     for steps in (len(whole), len(whole) + 1, FOREVER):
         found = shards.batches(paths, packing(), same(4, steps=steps))

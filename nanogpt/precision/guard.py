@@ -62,7 +62,7 @@ def clamped_parts(script, model) -> dict[str, float]:
     """Of each projection with constant scales, which part of its weights is clamped. Learned
     factors multiply those of "o" and "down"."""
     mlp = model.weight("mlp").unflatten(0, (-1, 2))  # (L, 2, D, F)
-    qkvo = model.weight("qkvo").unflatten(0, (-1, 4))  # (L, 4, H d, D)
+    qkvo = model.weight("qkvo").unflatten(0, (-1, 4))  # (layers with attention, 4, H d, D)
     factors = {"o": 1.0, "down": 1.0}  # which multiply the weights
     if model.config.scalars:
         factors = dict(zip(script.SCALARS, model.scalars[..., None, None].unbind(1)))  # (L, 1, 1)
