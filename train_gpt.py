@@ -1246,10 +1246,10 @@ class FP8HeadLoss(torch.autograd.Function):
 #                           up                      has looked up
 #
 # Gradients are added over micro-batches, and sent, in the dtype of the bank; but those of rows are
-# added in float32. Transfers run in the background, while
-# the next parameter is being worked on. The tables are worked on in a CUDA stream beside that of
-# the matrices (nanogpt/tables.py). The head can wait for the gradient of a second step: twice the
-# batch is better for it, and it is sent half as often.
+# added in float32. Transfers run in the background, while the next parameter is being worked on.
+# The tables are worked on in a CUDA stream beside that of the matrices (nanogpt/tables.py). The
+# head can wait for the gradient of a second step: twice the batch is better for it, and it is sent
+# half as often.
 #
 # Losses and gradients are sums over tokens, not means. So the result does not depend on how many
 # GPUs or micro-batches share a batch. What differs is rounding, which in tables and some recipes is
@@ -1301,11 +1301,11 @@ def cautious_update(master: Tensor, part: Tensor, update: Tensor, lr, decay) -> 
 # Optimizer.zero_state, Optimizer.update and parameter_table. Muon takes stacks of matrices, (n,
 # rows, columns); with head_every_second the head's gradient is that of two steps. The head comes as
 # this rank's rows. State begins at 0 (`reset`), its first dimension is that of the master, as saves
-# cut it there, and the warm-up calls the update with gradients of 0. Gradients are
-# sums over the tokens of a batch, not means. To Muon and Adam, which divide by the size of the
-# gradient, that makes no difference, but to plain SGD it does. On a GPU the update runs as a CUDA
-# graph: what changes from step to step must come in a tensor, as the rates do. The rows of tables
-# have a kernel instead, `update_rows` in nanogpt/tables.py.
+# cut it there, and the warm-up calls the update with gradients of 0. Gradients are sums over the
+# tokens of a batch, not means. To Muon and Adam, which divide by the size of the gradient, that
+# makes no difference, but to plain SGD it does. On a GPU the update runs as a CUDA graph: what
+# changes from step to step must come in a tensor, as the rates do. The rows of tables have a kernel
+# instead, `update_rows` in nanogpt/tables.py.
 
 
 class Rates(NamedTuple):
