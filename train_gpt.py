@@ -171,7 +171,8 @@ class Config(RunConfig):
         8192, "tokens of a training sequence, which may hold several documents")
     micro_tokens: int = key(
         32_768, "most tokens a GPU trains on at a time, in whole sequences: fewer need less "
-        "memory. With --fit no sequence is longer")
+        "memory, and with candidates more than 32,768 have no effect. With --fit no sequence is "
+        "longer")
     cooldown_frac: float = key(
         0.7, "last part of the steps, in which the factor of all learning rates falls to lr_floor",
         least=0.001, most=1)
@@ -1745,9 +1746,10 @@ def packing(c: Config) -> shards.Packing:
 
 def group_sequences(count: int, c: Config) -> int:
     """How many sequences share their candidates (nanogpt/candidates.py), if each rank has `count`
-    of a batch."""
-    _, world_size = rank_and_world_size()
-    return min(max(1, GROUP_TOKENS // c.seq_len), count * world_size)
+    of a batch. Without candidates all do."""
+    whole = count * rank_and_world_size()[1]
+    over_candidates = 0 < c.candidates < c.vocab_size
+    return min(max(1, GROUP_TOKENS // c.seq_len), whole) if over_candidates else whole
 
 
 def micro_sequences(count: int, c: Config) -> int:
