@@ -1922,10 +1922,8 @@ class Run:
         message = train_step(self.model, self.optimizer, batch, self.step, call,
                              self.requests)
         self.log.put(self.step + 1, message, self.clock.now())
-        # This waits for the messages of all steps before this one. They are there already: inside
-        # of train_step the CPU has waited for the number of rows that this step looks up, which the
-        # GPU counts when it has done the steps before. Only a terminal stopped by Ctrl-S, or a slow
-        # disk with the log, can hold it up here.
+        # Waits for the messages of all steps before this one, which are there already: the tables
+        # have waited for them (`Tables.find_used`).
         self.read_messages()
         self.step += 1
 

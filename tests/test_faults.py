@@ -217,7 +217,7 @@ def test_a_fault_during_the_run_is_one_sentence_and_what_was_good_is_kept(row, p
 FILES = {  # what a checkpoint may hold, and what the sentence says
     "an unknown schedule": ({"config": {"schedule": "long", "num_layers": 4}}, "--schedule=long is none of"),
     "a width that cannot be": ({"config": {"model_dim": -5, "num_layers": 4}}, "--model_dim=-5 must be at least 1"),
-    "weights of another model": ({"config": {"num_layers": 4}}, "the weights do not fit this code; use the code of its run"),
+    "weights of another model": ({"config": {"num_layers": 4, "ngram_rows": 8}}, "the weights do not fit this code; use the code of its run"),
 }
 
 
