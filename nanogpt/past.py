@@ -64,7 +64,7 @@ class Past:
     batch, the next one is read on a stream of its own:
 
         follow    before the first batch
-        prepare   reads a batch, which the main stream can use then
+        prepare   reads a batch and draws its candidates; the main stream can use it then
         remember  writes down, for later batches, what came next in this one
         join      before the main stream reads what was remembered
 
