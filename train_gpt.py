@@ -152,7 +152,8 @@ class Config(RunConfig):
     mix_previous: bool = key(
         True, "let attention and MLP read some channels of the previous token, and keys, too")
     late_mix: bool = key(
-        True, "add to the last stream an amount of earlier ones, of guesses and embeddings (MUDD)")
+        True, "add to the last stream an amount of earlier ones, of guesses, n-grams, embeddings "
+        "(MUDD)")
     gates: bool = key(True, "a gate for the output of each attention head")
     scalars: bool = key(
         True, "learned factors of the parts of a layer; without them all are 1, and no layer adds "
@@ -593,7 +594,7 @@ def parameter_table(c: Config) -> dict[str, Param]:
     d = c.head_dim
     V = c.vocab_size
     matches = c.induced + bool(c.recall_rows)  # kinds of them
-    sources = 4 + matches + bool(E)  # of `late_mix`
+    sources = 4 + bool(c.ngram_rows) + matches + bool(E)  # of `late_mix`
 
     # Uniform numbers from -a to a have the deviation a / sqrt(3). A deviation of 0.5 D^-0.5 is a
     # bit better than PyTorch's default, D^-0.5 / sqrt(3) (record 21).
@@ -800,18 +801,21 @@ def embed_inputs(embedded: Tensor, reading: Reading, ngrams: Tensor | None, embe
     """The embedding of the tokens (T, D), what is read of them, the rows of their n-grams (G T, W),
     the whole embedding (V, D), length_vectors (lengths, D), random signs (SIGN_ROWS, W), scalars
     (L, len(SCALARS)) -> the first stream (T, D); for each layer what is added to the stream there
-    (T, D), an amount of the first stream and an amount of what the past says; and for each kind of
-    match the normalised embedding of its tokens (T, D), 0 where there is no match. These are
-    guesses of the next token. What the model is without is None."""
+    (T, D), an amount of the first stream and an amount of what the past says; and what of the past
+    `late_mix` may add again: the sum of the rows of n-grams (T, W), and for each kind of match the
+    normalised embedding of its tokens (T, D), 0 where there is no match. These are guesses of the
+    next token. What the model is without is None."""
     # 1. The first stream.
     x = norm(embedded)
 
     # 2. The last tokens: rows of their n-grams, and what came next where they stood before.
     parts = []  # of what the past says, (T, D) each
+    for_late_mix = []
     if ngrams is not None:
         ngrams = ngrams.view(-1, len(x), ngrams.size(1))  # (G, T, W), of each length
         of_ngrams = (ngrams * signs[reading.hashes[: len(ngrams)] % SIGN_ROWS]).sum(0)
         parts.append(widened(of_ngrams, x))
+        for_late_mix.append(of_ngrams)
     guesses = []
     for token, length in reading.matches():
         # The embedding gets no gradient here: that takes one more pass over it, for no gain.
@@ -819,17 +823,18 @@ def embed_inputs(embedded: Tensor, reading: Reading, ngrams: Tensor | None, embe
         parts.append(F.embedding(length, length_vectors).to(x.dtype))
     if len(reading.induced_token):  # the recalled one only in `late_mix`: here it gains nothing
         parts.append(guesses[0])
+    for_late_mix += guesses
     past = sum(parts[1:], parts[0]) if parts else None
 
     # 3. Each layer adds an amount of the first stream, and an amount of `past`.
     if scalars is None:
-        return x, [past] * num_layers, guesses
+        return x, [past] * num_layers, for_late_mix
     of_layers = dict(zip(SCALARS, scalars.unbind(1)))  # (L,) each
     injects = [of_first * x for of_first in of_layers["first"]]
     if past is not None:
         injects = [inject + of_past * past
                    for inject, of_past in zip(injects, of_layers["past"])]
-    return x, injects, guesses
+    return x, injects, for_late_mix
 
 
 def widened(x: Tensor, stream: Tensor) -> Tensor:
@@ -845,20 +850,21 @@ class LateWeights(NamedTuple):
     bias: Tensor  # (sources,)
 
 
-def late_sources(first_x: Tensor, outputs: list[Tensor], guesses: list[Tensor],
+def late_sources(first_x: Tensor, outputs: list[Tensor], of_past: list[Tensor],
                  first_value_embed: Tensor | None) -> tuple[Tensor, ...]:
     """The sources of `late_mix`: the first stream; the streams after about a third of the layers,
-    after about two thirds, and before the last layer; the guesses of `embed_inputs`; and the first
-    value embedding. (With one or two layers some index is -1: the stream after the last layer.)"""
+    after about two thirds, and before the last layer; what `embed_inputs` says of the past; and the
+    first value embedding. (With one or two layers some index is -1: the stream after the last
+    layer.)"""
     L = len(outputs)
     of_layers = outputs[L // 3 - 1], outputs[2 * L // 3 - 1], outputs[L - 2]
-    sources = first_x, *of_layers, *guesses
+    sources = first_x, *of_layers, *of_past
     return sources if first_value_embed is None else (*sources, first_value_embed)
 
 
 def late_mix(x: Tensor, sources: tuple[Tensor, ...], weights: LateWeights | None) -> Tensor:
     """x (T, D), the last stream, plus an amount of each source; the sum is normalised. A source is
-    (T, D), or narrower, as the value embedding (T, H d): it is added to the first channels. Without
+    (T, D), or narrower, as the rows of n-grams (T, W): it is added to the first channels. Without
     weights nothing is added."""
     if weights is None:
         return norm(x)
@@ -1051,7 +1057,7 @@ class GPT(nn.Module):
         # 1. The first stream, and what each layer gets beside the stream.
         reading = text if isinstance(text, Reading) else self.past.read(text, training)
         looked_up = looked_up or self.look_up(reading)
-        first_x, injects, guesses = self.functions.embed_inputs(
+        first_x, injects, of_past = self.functions.embed_inputs(
             looked_up["lm_head"], reading, looked_up.get("ngrams"), self.weight("lm_head"),
             self.optional("length_vectors"), self.signs, self.optional("scalars"),
             self.config.num_layers)
@@ -1067,7 +1073,7 @@ class GPT(nn.Module):
             x = self.functions.block(x, *of_layer)
             outputs.append(x)
         first_value_embed = next((x for x in value_embeds if x is not None), None)
-        return x, late_sources(first_x, outputs, guesses, first_value_embed)
+        return x, late_sources(first_x, outputs, of_past, first_value_embed)
 
     def forward(self, text: Reading | Tensor, targets: Targets | Tensor, setting: Setting,
                 training: bool, looked_up: dict | None = None) -> Tensor:
