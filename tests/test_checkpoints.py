@@ -88,7 +88,7 @@ def refused(capfd, argv):
 
 @pytest.mark.parametrize("changes, stop_after", [
     ({}, 3), ({"precision": "fp16", "dtype": "auto", "num_steps": 3}, 2), ({"precision": "fp8", "dtype": "auto", "num_steps": 3}, 2),
-    ({"schedule": "speedrun", "num_steps": 9, "batch_tokens": 1024, "average_frac": 1.0}, 4),
+    ({"schedule": "onepass", "num_steps": 9, "batch_tokens": 1024, "average_frac": 1.0}, 4),
 ], ids=["float32", "fp16", "fp8", "stages"])
 def test_a_resumed_run_is_to_the_bit_the_run_that_was_not_stopped(changes, stop_after, corpus, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"

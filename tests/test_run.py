@@ -99,7 +99,7 @@ def test_the_log_begins_with_the_source_byte_for_byte_and_agrees_with_itself(fir
     assert log.environment["devices"] == ["CPU"] and log.environment["torch"] == torch.__version__
 
 
-STAGES = {"schedule": "speedrun", "num_steps": 9, "batch_tokens": 2048, "epochs": 3}  # 4, 4 and 8 sequences a step
+STAGES = {"schedule": "onepass", "num_steps": 9, "batch_tokens": 2048, "epochs": 3}  # 4, 4 and 8 sequences a step
 
 
 @pytest.fixture(scope="module")
@@ -221,13 +221,13 @@ def refused(capfd, args):
     ({"seq_len": 200, "batch_tokens": 800}, ["--seq_len=200", "multiple of 128"]), ({"micro_tokens": 255}, ["--micro_tokens=255", "at least 256"]),
     ({"candidates": 200, "batch_tokens": 256}, ["--candidates=200", "multiple of 16, at least 64"]),
     ({"candidates": 240}, ["--candidates=240", "at least 256", "or lower --batch_tokens"]),
-    ({"schedule": "long"}, ["--schedule=long", "speedrun, laptop, char"]),
-    ({"schedule": "speedrun", "batch_tokens": 256}, ["--batch_tokens=256", "0.5 of it"]),  # its first stage has a half of that
+    ({"schedule": "long"}, ["--schedule=long", "speedrun, onepass, laptop, char"]),
+    ({"schedule": "onepass", "batch_tokens": 256}, ["--batch_tokens=256", "0.5 of it"]),  # its first stage has a half of that
     ({"val_seq_len": 100}, ["--val_seq_len=100", "128"]), ({"batch_tokens": 1000}, ["--batch_tokens=1000", "256"]),
     ({"val_tokens": 300}, ["--val_tokens=300", "256"]), ({"num_heads": 3}, ["--num_heads=3", "48", "32, which is --model_dim"]),
     ({"model_dim": 16}, ["--head_dim=16 is 32", "16, which is --model_dim"]), ({"head_dim": 6}, ["--head_dim=6", "multiple of 4"]), ({"cooldown_frac": 0}, ["--cooldown_frac=0"]),
     ({"preset": "desktop"}, ["desktop", "speedrun, onepass, laptop"]),
-    ({"schedule": "long", "fit": True}, ["--schedule=long", "speedrun, laptop"]), ({"num_steps": 4000}, ["4000 steps", "--fit", "--epochs"]),
+    ({"schedule": "long", "fit": True}, ["--schedule=long", "speedrun, onepass, laptop"]), ({"num_steps": 4000}, ["4000 steps", "--fit", "--epochs"]),
     ({"data_dir": "/nowhere"}, ["no train shards", "/nowhere"]), ({"val_tokens": 25600}, ["25,601", "2,000"]),
     ({"train_files": "none*"}, ["none*"]), ({"train_files": ""}, ["--train_files"]),
     ({"float8_all_gather": True}, ["--float8_all_gather", "is fp32", "--precision=fp8"]),
@@ -299,7 +299,7 @@ def test_help_shows_the_preset_that_the_device_would_have(capsys, monkeypatch):
 def test_the_defaults_are_the_record_and_the_presets_are_laid_over_them(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     c = t.parse_config(["--preset=speedrun"])
-    assert (c.num_steps, c.batch_tokens, c.seq_len, c.schedule) == (2200, 8 * 32768, 8192, "speedrun")
+    assert (c.num_steps, c.batch_tokens, c.seq_len, c.schedule) == (2500, 8 * 32768, 8192, "speedrun")
     assert (c.val_tokens, c.target_loss) == (10_485_760, 3.28)
     assert [*t.PRESETS] == ["gpt2", "speedrun", "onepass", "laptop", "char", "small"]
     for name, values in t.PRESETS.items():
