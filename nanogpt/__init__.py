@@ -21,6 +21,7 @@ Computing
     masks.py        which tokens attention sees
     past.py         what the tokens alone say: hashes of n-grams, guesses of the next token
     candidates.py   the tokens of the vocabulary that a training loss is computed over
+    slices.py       the large dense weights, shared out over the ranks
     tables.py       the rows of large tables that a step looks up, and their update
     streams.py      CUDA streams for work that runs beside the main one
     precision/      recipes of low precision: FP8, NVFP4, and fp16's loss scale
