@@ -45,14 +45,13 @@ import dataclasses
 import gc
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -72,10 +71,11 @@ from nanogpt import (
     warmup,
 )
 from nanogpt.arguments import RunConfig, key
-from nanogpt.candidates import GROUP_TOKENS, Candidates, Targets
+from nanogpt.batches import inputs_and_targets, rank_batches
+from nanogpt.candidates import Candidates, Targets
 from nanogpt.kernels import E4M3, E5M2
 from nanogpt.masks import BLOCK_SIZE
-from nanogpt.past import Batch, Past, Reading, inputs_and_targets
+from nanogpt.past import Past, Reading
 from nanogpt.precision import guard, recipe
 from nanogpt.precision.fp8_static import (
     HEAD_GRADIENT_SCALE,
@@ -1726,40 +1726,6 @@ def packing(c: Config) -> shards.Packing:
         c.seq_len, c.vocab_size, c.epochs, c.cut_documents, c.longest_document)
 
 
-def group_sequences(count: int, c: Config) -> int:
-    """How many sequences share their candidates (nanogpt/candidates.py), if each rank has `count`
-    of a batch. Without candidates all do."""
-    whole = count * rank_and_world_size()[1]
-    over_candidates = 0 < c.candidates < c.vocab_size
-    return min(max(1, GROUP_TOKENS // c.seq_len), whole) if over_candidates else whole
-
-
-def micro_sequences(count: int, c: Config) -> int:
-    """How many of a rank's `count` sequences it works on at a time: the largest number that
-    --micro_tokens allows, and that divides `count` and the sequences of a group."""
-    most = min(c.micro_tokens // c.seq_len, count)
-    together = math.gcd(count, group_sequences(count, c))
-    return max(n for n in range(1, most + 1) if together % n == 0)
-
-
-def rank_batches(paths: list[Path], c: Config, device: torch.device,
-                 first_step: int = 0) -> Iterator[Batch]:
-    """The batch of each step, from first_step on. The ranks have equal parts of it, one after the
-    other."""
-    rank, world_size = rank_and_world_size()
-    for array in shards.packed_batches(paths, packing(c), batch_plan(c), first_step):
-        sequences = torch.from_numpy(array.view(np.int16))
-        if device.type == "cuda":
-            sequences = sequences.pin_memory()  # so that nothing waits for its copy
-        count = len(sequences) // world_size
-        together = micro_sequences(count, c)
-        begins = range(rank * count, (rank + 1) * count, together)
-        in_group = group_sequences(count, c)
-        yield Batch(
-            [sequences[begin : begin + together] for begin in begins],
-            sequences.split(in_group), [begin // in_group for begin in begins])
-
-
 def forward_backward(model: GPT, setting: Setting,
                      *texts: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """Adds the gradients of a micro-batch to .grad, except those of looked-up rows. `texts` are the
@@ -1868,8 +1834,9 @@ class Run:
         self.latest_sequence = None  # the first one of the latest batch of this rank
         self.requests = Requests(self.device)
         self.unread = []  # messages that have arrived
-        self.batches = shards.ahead(rank_batches(
-            run_files.train_paths, c, self.device, self.step))
+        arrays = shards.packed_batches(
+            run_files.train_paths, packing(c), batch_plan(c), first_step=self.step)
+        self.batches = shards.ahead(rank_batches(arrays, c, self.device))
 
     def train(self, call: Callable) -> None:
         """All steps. The clock stands still during validation, which changes no weight and reads no

@@ -18,6 +18,7 @@ Computing
     kernels.py      the GPU kernels of layers and loss, beside plain PyTorch that computes the same
     warmup.py       everything is compiled and run once before the clock starts
     compiling.py    compiled functions that report what they compiled, and CUDA graphs
+    batches.py      a step's batch, shared out over ranks, groups and micro-batches
     masks.py        which tokens attention sees
     past.py         what the tokens alone say: hashes of n-grams, guesses of the next token
     candidates.py   the tokens of the vocabulary that a training loss is computed over

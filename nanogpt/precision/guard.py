@@ -9,8 +9,8 @@ most. Weights that are clamped are counted, too.
 import torch
 from torch import Tensor
 
+from nanogpt.batches import inputs_and_targets
 from nanogpt.kernels import E4M3
-from nanogpt.past import inputs_and_targets
 from nanogpt.precision.fp8_static import STATIC
 from nanogpt.precision.recipe import PLAIN_DTYPES
 
