@@ -1158,7 +1158,7 @@ def load_checkpoint(path: str | Path, device: torch.device) -> GPT:
 # 7. The output head in FP8
 #
 # What FP8 is, and why a model learns with it, docs/precision.md tells. What does not fit its range
-# is clamped; nanogpt/precision/guard.py watches the weights and the loss for that. The head's
+# is clamped; nanogpt/precision/guard.py watches the weights for that. The head's
 # products are operators of their own, nanogpt::mm and its gradient, as in record 21. That gradient
 # is registered, so that other code can put any loss behind it. FP8HeadLoss does not need it: its
 # own kernel has the gradient of the logits ready.
@@ -1899,7 +1899,6 @@ class Run:
         self.clock = keeper.clock
         self.step = keeper.first_step  # steps so far
         self.ended_by = ""  # the signal that has ended the run early
-        self.latest_sequence = None  # the first one of the latest batch of this rank
         self.requests = Requests(self.device)
         self.unread = []  # messages that have arrived
         self.batches = shards.ahead(rank_batches(
@@ -1932,9 +1931,7 @@ class Run:
 
     def make_step(self, call: Callable) -> None:
         """One step of training. A collective."""
-        text = next(self.batches)
-        self.latest_sequence = text.micro_batches[0][:1]
-        batch = self.model.past.prepare(text, self.step)
+        batch = self.model.past.prepare(next(self.batches), self.step)
         message = train_step(self.model, self.optimizer, batch, self.step, call,
                              self.requests)
         self.log.put(self.step + 1, message, self.clock.now())
@@ -1986,9 +1983,8 @@ class Run:
         self.log.step(self.step, self.clock.total, "val_loss", loss)
         if not math.isfinite(loss):
             self.refuse_loss("validation", loss, self.step)
-        if is_rank_0() and self.latest_sequence is not None:
-            guard.check(
-                sys.modules[__name__], self.model, self.latest_sequence, self.step, self.log)
+        if is_rank_0():
+            guard.check(sys.modules[__name__], self.model, self.step, self.log)
         self.keeper.validated(self.step, loss)
 
 
