@@ -45,14 +45,13 @@ import dataclasses
 import gc
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -72,10 +71,11 @@ from nanogpt import (
     warmup,
 )
 from nanogpt.arguments import RunConfig, key
-from nanogpt.candidates import GROUP_TOKENS, Candidates, Targets
+from nanogpt.batches import inputs_and_targets, rank_batches
+from nanogpt.candidates import Candidates, Targets
 from nanogpt.kernels import E4M3, E5M2
 from nanogpt.masks import BLOCK_SIZE
-from nanogpt.past import Batch, Past, Reading, inputs_and_targets
+from nanogpt.past import Past, Reading
 from nanogpt.precision import guard, recipe
 from nanogpt.precision.fp8_static import (
     HEAD_GRADIENT_SCALE,
@@ -88,20 +88,18 @@ from nanogpt.precision.recipe import Products
 from nanogpt.ranks import (
     NoTransfer,
     Requests,
-    all_gather,
     all_ranks,
     compare,
     is_rank_0,
     limit_waiting,
     on_all_ranks,
     rank_and_world_size,
-    reduce_scatter,
     require,
     start_process,
-    sum_together,
 )
 from nanogpt.run_files import RunFiles, check_run_files, check_tokens, chooses_steps
-from nanogpt.streams import Mark, to_device
+from nanogpt.slices import Slices
+from nanogpt.streams import to_device
 from nanogpt.tables import Table, Tables
 from records import journal
 from records.console import Console
@@ -1421,7 +1419,7 @@ class Optimizer:
         self.model = model
         self.recipe = model.precision.recipe
         self.device = model.signs.device
-        self.rank, self.world_size = rank_and_world_size()
+        self.slices = Slices()
         self.banks = {name: bank.data for name, bank in model.named_parameters()}
         self.lr_factors = {}  # (n, 1, 1) for the matrices that this rank updates by Muon
         for name, param in model.params.items():
@@ -1464,11 +1462,10 @@ class Optimizer:
         for name, average in self.averages.items():
             average.copy_(self.masters[name])
         self.tables.reset()
-        self.sums = {}  # name -> this rank's part of the summed gradient, and its transfer
+        self.slices.sums.clear()
         self.head_gradient = None  # that of this step, from `start_sums` on
         self.first_head_gradient = None  # that of the step before, if this is the second of two
         self.updates = 0  # without those that fp16 has left out, as a gradient was not finite
-        self.bytes_sent = 0
         self.recipe.reset()
         self.recipe.weights_changed([*self.masters], self.masters)
 
@@ -1482,13 +1479,8 @@ class Optimizer:
         raise ValueError(f"{name}: {optimizer} is no optimizer that has a state here")
 
     def own_slice(self, name: str, bank: Tensor) -> Tensor:
-        """This rank's slice of a bank, or all of it if every rank updates all. A view: what is
-        written to it is written to the bank."""
-        if self.model.params[name].share == "all" or self.world_size == 1:
-            return bank
-        # from_dlpack makes a view with an offset of 0. Otherwise only rank 0, whose slice begins
-        # the bank, would have this offset, and would need other compiled graphs than the others.
-        return torch.from_dlpack(bank.chunk(self.world_size)[self.rank])
+        """This rank's slice of a bank, as a view, or all of it if every rank updates all."""
+        return bank if self.model.params[name].share == "all" else self.slices.own(bank)
 
     @torch.no_grad()
     def start_sums(self) -> None:
@@ -1506,9 +1498,8 @@ class Optimizer:
             elif self.model.params[name].share == "all":
                 small[name] = bank.grad
             else:
-                self.sums[name] = self.start_sum(bank.grad)
-        self.sums |= sum_together(small)
-        self.bytes_sent += 2 * sum(gradient.nbytes for gradient in small.values())
+                self.slices.start_sum(name, bank.grad)
+        self.slices.start_whole_sums(small)
         self.model.zero_grad()
 
     def start_head_sum(self) -> None:
@@ -1525,15 +1516,7 @@ class Optimizer:
                     return
                 gradient += self.first_head_gradient
                 self.first_head_gradient = None
-            self.sums["lm_head"] = self.start_sum(gradient)
-
-    def start_sum(self, gradient: Tensor) -> tuple:
-        """Returns this rank's part of the sum, and its transfer. A collective."""
-        if self.world_size == 1:
-            return gradient, Mark(gradient.device)
-        self.bytes_sent += gradient.nbytes
-        part = torch.empty_like(gradient.chunk(self.world_size)[0])
-        return part, reduce_scatter(part, gradient, async_op=True)
+            self.slices.start_sum("lm_head", gradient)
 
     @torch.no_grad()
     def step(self, lr_factor: float) -> None:
@@ -1543,9 +1526,9 @@ class Optimizer:
         self.start_head_sum()
         waits = self.first_head_gradient is not None  # for the gradient of the next step
         # A recipe may leave out a step whose gradients are not finite.
-        if not self.recipe.gradients_are_finite(self.finished_sums):
+        if not self.recipe.gradients_are_finite(self.all_sums):
             self.tables.reset()
-            self.sums = {}
+            self.slices.sums.clear()
             self.first_head_gradient = None
             return
         self.updates += 1
@@ -1559,17 +1542,17 @@ class Optimizer:
         for group in self.groups:
             if waits and group == ("lm_head",):
                 continue
-            gradients = [self.finished_sum(name) for name in group]
+            gradients = [self.recipe.unscale(self.slices.finished_sum(name)) for name in group]
             self.call(group, partial(self.update, group), (all_rates, *gradients))
             for name in group:
                 transfers[name] = self.hand_out(name)
 
         # 3. Wait until all new weights have arrived.
-        self.bytes_sent += self.tables.finish()
+        self.tables.finish()
         for transfer in transfers.values():
             transfer.wait()
         changed = [*self.model.big_tables, *transfers]
-        self.bytes_sent += self.recipe.weights_changed(changed, self.masters)
+        self.recipe.weights_changed(changed, self.masters)
         self.update_averages()
 
     def update_averages(self) -> None:
@@ -1594,19 +1577,9 @@ class Optimizer:
             transfer.wait()
         self.recipe.weights_changed([*self.averages], self.masters)
 
-    def finished_sums(self) -> list[Tensor]:
-        """All summed gradients, after waiting for them. Only a recipe that must know whether they
-        are finite calls this."""
-        for _, transfer in self.sums.values():
-            transfer.wait()
-        return [*self.tables.gradients(), *(gradient for gradient, _ in self.sums.values())]
-
-    def finished_sum(self, name: str) -> Tensor:
-        gradient, transfer = self.sums.pop(name)
-        transfer.wait()
-        if gradient.is_cuda:  # made on another stream, which must not use its memory again too soon
-            gradient.record_stream(torch.cuda.current_stream())
-        return self.recipe.unscale(gradient)
+    def all_sums(self) -> list[Tensor]:
+        """All summed gradients. Only a recipe that must know whether they are finite calls this."""
+        return [*self.tables.gradients(), *self.slices.all_sums()]
 
     def rates(self, lr_factor: float) -> dict[str, Rates]:
         """Those of all parameters in this step."""
@@ -1639,16 +1612,9 @@ class Optimizer:
     def hand_out(self, name: str):
         """Begins to give this rank's updated part to all ranks. Returns the transfer, which fills
         the bank. A collective."""
-        alone = self.world_size == 1 or self.model.params[name].share == "all"
-        if alone or self.recipe.hands_out(name):
+        if self.model.params[name].share == "all" or self.recipe.hands_out(name):
             return NoTransfer()
-        self.bytes_sent += self.banks[name].nbytes
-        return all_gather(self.banks[name], self.parts[name], async_op=True)
-
-    def bytes_per_step(self) -> int:
-        """Bytes of gradients and weights that this rank sends for an update on average, if the
-        ranks form a ring."""
-        return round((1 - 1 / self.world_size) * self.bytes_sent / max(self.updates, 1))
+        return self.slices.hand_out(self.banks[name], self.parts[name])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1760,40 +1726,6 @@ def packing(c: Config) -> shards.Packing:
         c.seq_len, c.vocab_size, c.epochs, c.cut_documents, c.longest_document)
 
 
-def group_sequences(count: int, c: Config) -> int:
-    """How many sequences share their candidates (nanogpt/candidates.py), if each rank has `count`
-    of a batch. Without candidates all do."""
-    whole = count * rank_and_world_size()[1]
-    over_candidates = 0 < c.candidates < c.vocab_size
-    return min(max(1, GROUP_TOKENS // c.seq_len), whole) if over_candidates else whole
-
-
-def micro_sequences(count: int, c: Config) -> int:
-    """How many of a rank's `count` sequences it works on at a time: the largest number that
-    --micro_tokens allows, and that divides `count` and the sequences of a group."""
-    most = min(c.micro_tokens // c.seq_len, count)
-    together = math.gcd(count, group_sequences(count, c))
-    return max(n for n in range(1, most + 1) if together % n == 0)
-
-
-def rank_batches(paths: list[Path], c: Config, device: torch.device,
-                 first_step: int = 0) -> Iterator[Batch]:
-    """The batch of each step, from first_step on. The ranks have equal parts of it, one after the
-    other."""
-    rank, world_size = rank_and_world_size()
-    for array in shards.packed_batches(paths, packing(c), batch_plan(c), first_step):
-        sequences = torch.from_numpy(array.view(np.int16))
-        if device.type == "cuda":
-            sequences = sequences.pin_memory()  # so that nothing waits for its copy
-        count = len(sequences) // world_size
-        together = micro_sequences(count, c)
-        begins = range(rank * count, (rank + 1) * count, together)
-        in_group = group_sequences(count, c)
-        yield Batch(
-            [sequences[begin : begin + together] for begin in begins],
-            sequences.split(in_group), [begin // in_group for begin in begins])
-
-
 def forward_backward(model: GPT, setting: Setting,
                      *texts: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """Adds the gradients of a micro-batch to .grad, except those of looked-up rows. `texts` are the
@@ -1901,8 +1833,9 @@ class Run:
         self.ended_by = ""  # the signal that has ended the run early
         self.requests = Requests(self.device)
         self.unread = []  # messages that have arrived
-        self.batches = shards.ahead(rank_batches(
-            run_files.train_paths, c, self.device, self.step))
+        arrays = shards.packed_batches(
+            run_files.train_paths, packing(c), batch_plan(c), first_step=self.step)
+        self.batches = shards.ahead(rank_batches(arrays, c, self.device))
 
     def train(self, call: Callable) -> None:
         """All steps. The clock stands still during validation, which changes no weight and reads no

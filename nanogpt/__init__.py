@@ -18,9 +18,11 @@ Computing
     kernels.py      the GPU kernels of layers and loss, beside plain PyTorch that computes the same
     warmup.py       everything is compiled and run once before the clock starts
     compiling.py    compiled functions that report what they compiled, and CUDA graphs
+    batches.py      a step's batch, shared out over ranks, groups and micro-batches
     masks.py        which tokens attention sees
     past.py         what the tokens alone say: hashes of n-grams, guesses of the next token
     candidates.py   the tokens of the vocabulary that a training loss is computed over
+    slices.py       the large dense weights, shared out over the ranks
     tables.py       the rows of large tables that a step looks up, and their update
     streams.py      CUDA streams for work that runs beside the main one
     precision/      recipes of low precision: FP8, NVFP4, and fp16's loss scale

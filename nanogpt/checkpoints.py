@@ -298,7 +298,6 @@ class Saved:
             if kind == "master":
                 optimizer.banks[bank_name].copy_(whole)
         optimizer.updates = self.facts["updates"]
-        optimizer.bytes_sent = self.facts["bytes_sent"]
         optimizer.recipe.load_state(self.facts["recipe"])
         optimizer.recipe.weights_changed([*optimizer.masters], optimizer.masters)
         self.restore_random(optimizer.device, optimizer.model.config.seed)
@@ -419,8 +418,7 @@ class Keeper:
             config=dataclasses.asdict(self.config), data=self.facts.data,
             parameters=parameters_of(optimizer), step=step, world_size=self.world_size,
             seconds=self.clock.total, steps=self.log.steps, best=self.best,
-            updates=optimizer.updates, bytes_sent=optimizer.bytes_sent,
-            recipe=optimizer.recipe.state())
+            updates=optimizer.updates, recipe=optimizer.recipe.state())
         (folder / "save.json").write_text(json.dumps(facts))
         save = self.folder / f"step_{step:06}"
         shutil.rmtree(save, ignore_errors=True)  # that of a run which went on from an earlier one

@@ -8,10 +8,9 @@ Every kernel has a twin in plain PyTorch. The twin runs where the kernel cannot:
 that lack the hardware, and for dtypes that the kernel does not take. It also tells a reader in a
 few lines what the kernel is for, and the tests compare the two.
 
-Most sections have the same order: the algebra in prose, the kernel, its twin, the operator, and
-the function to call. An operator is registered with PyTorch as `torch.ops.nanogpt.NAME`, so that
-torch.compile takes it as one step and does not look inside. The function marked `register_fake`
-tells the compiler which shapes and dtypes come out.
+Most sections have the same order: the algebra in prose, the kernel, its twin, and the function to
+call. That one is an operator ("custom_op"), so torch.compile takes it as one step and does not look
+inside. The function marked `register_fake` tells the compiler which shapes and dtypes come out.
 
 Sections: (1) FP8, (2) rounding, (3) products, (4) the MLP's squared ReLU, (5) the loss. The kernels
 for rows of tables stand in nanogpt/tables.py.
@@ -176,9 +175,16 @@ def launch_quantize(
 
 
 @torch.library.custom_op("nanogpt::quantize", mutates_args=())
-def quantize_operator(
+def quantize_columns(
     parts: list[Tensor], scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
+    """A matrix x (M, N), which exists in parts (M, some of its columns) -> round_to_fp8(x, scale,
+    dtype), as it is (M, N) and transposed (N, M).
+
+    The parts are put together while they are rounded, so that nobody has to copy them beforehand.
+    The kernel multiplies by 1 / scale where the twin divides. Unless the scale is a power of two,
+    a number midway between two FP8 numbers may be rounded up by the one and down by the other.
+    """
     first = parts[0]
     # For float32 the kernel wrote wrong numbers when Triton 3.6 compiled it.
     if first.is_cuda and has_fp8(first.device) and first.dtype == torch.bfloat16:
@@ -188,7 +194,7 @@ def quantize_operator(
     return y, transpose(y)
 
 
-@quantize_operator.register_fake
+@quantize_columns.register_fake
 def _(parts, scale, dtype):
     M = parts[0].shape[0]
     width = sum(x.shape[1] for x in parts)
@@ -198,22 +204,8 @@ def _(parts, scale, dtype):
 
 
 def quantize(x: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x (M, N) -> round_to_fp8(x, scale, dtype), as it is (M, N) and transposed (N, M).
-
-    The kernel multiplies by 1 / scale where the twin divides. Unless the scale is a power of two,
-    a number midway between two FP8 numbers may be rounded up by the one and down by the other.
-    """
-    return quantize_columns((x,), scale, dtype)
-
-
-def quantize_columns(
-    parts: tuple[Tensor, ...], scale: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """The same for a matrix (M, N) that exists in parts, (M, some of its columns) each.
-
-    They are put together while they are rounded, so that nobody has to copy them beforehand.
-    """
-    return torch.ops.nanogpt.quantize(list(parts), scale, dtype)
+    """The same for a matrix in one piece."""
+    return quantize_columns([x], scale, dtype)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -246,10 +238,14 @@ def emulated_product(a: Tensor, b_t: Tensor, scale: Tensor, dtype: torch.dtype) 
     return (sums * scale).to(dtype)
 
 
-def scaled_product(
-    a: Tensor, b_t: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype
-) -> Tensor:
-    """What both operators below compute."""
+@torch.library.custom_op("nanogpt::product", mutates_args=())
+def product(a: Tensor, b_t: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """a (M, K) times b_t (N, K) transposed, times both scales () -> (M, N) in dtype.
+
+    The operands are in FP8, or in bf16 if they hold rounded numbers. They may be transposed views,
+    but contiguous ones are faster. The scales are float32 tensors on the same device. The hardware
+    wants K and N to be multiples of 16.
+    """
     holds_rounded_numbers = torch.bfloat16 in (a.dtype, b_t.dtype)
     if holds_rounded_numbers or not has_fp8(a.device):
         return emulated_product(a, b_t, a_scale * b_scale, dtype)
@@ -259,45 +255,23 @@ def scaled_product(
     return torch._scaled_mm(a, b, a_scale, b_scale, out_dtype=dtype, use_fast_accum=fast)
 
 
-@torch.library.custom_op("nanogpt::product", mutates_args=())
-def product_operator(
-    a: Tensor, b_t: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype
-) -> Tensor:
-    return scaled_product(a, b_t, a_scale, b_scale, dtype)
-
-
-@product_operator.register_fake
+@product.register_fake
 def _(a, b_t, a_scale, b_scale, dtype):
     return a.new_empty(len(a), len(b_t), dtype=dtype)
-
-
-def product(a: Tensor, b_t: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """a (M, K) times b_t (N, K) transposed, times both scales () -> (M, N) in dtype.
-
-    The operands are in FP8, or in bf16 if they hold rounded numbers. They may be transposed views,
-    but contiguous ones are faster. The scales are float32 tensors on the same device. The hardware
-    wants K and N to be multiples of 16.
-    """
-    return torch.ops.nanogpt.product(a, b_t, a_scale, b_scale, dtype)
 
 
 # This is an operator of its own so that torch.compile does not see `device_number`: it would copy
 # the number to the device at every call.
 @torch.library.custom_op("nanogpt::static_product", mutates_args=())
-def static_product_operator(a: Tensor, b_t: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    a_scale = device_number(a.device, scale)
-    b_scale = device_number(a.device, 1.0)
-    return scaled_product(a, b_t, a_scale, b_scale, dtype)
-
-
-@static_product_operator.register_fake
-def _(a, b_t, scale, dtype):
-    return a.new_empty(len(a), len(b_t), dtype=dtype)
-
-
 def static_product(a: Tensor, b_t: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     """`product` with one constant, which is the product of both scales."""
-    return torch.ops.nanogpt.static_product(a, b_t, scale, dtype)
+    return product(
+        a, b_t, device_number(a.device, scale), device_number(a.device, 1.0), dtype)
+
+
+@static_product.register_fake
+def _(a, b_t, scale, dtype):
+    return a.new_empty(len(a), len(b_t), dtype=dtype)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -399,25 +373,6 @@ def launch_relu_squared(
 
 
 @torch.library.custom_op("nanogpt::relu_squared", mutates_args=())
-def relu_squared_operator(
-    x: Tensor, up_t: Tensor, product_scale: float, hidden_scale: float
-) -> tuple[Tensor, Tensor]:
-    if is_hopper(x):
-        factor = product_scale * hidden_scale**-0.5
-        return launch_relu_squared(x, up_t, None, factor, E4M3)
-    z = static_product(x, up_t, product_scale, torch.float32)
-    return quantize(F.relu(z).square(), hidden_scale, E4M3)
-
-
-@relu_squared_operator.register_fake
-def _(x, up_t, product_scale, hidden_scale):
-    T = x.shape[0]
-    hidden_width = up_t.shape[0]
-    h = x.new_empty(T, hidden_width, dtype=E4M3)
-    h_t = x.new_empty(hidden_width, T, dtype=E4M3)
-    return h, h_t
-
-
 def relu_squared(
     x: Tensor, up_t: Tensor, product_scale: float, hidden_scale: float
 ) -> tuple[Tensor, Tensor]:
@@ -426,34 +381,23 @@ def relu_squared(
     Returns h as it is (T, F) and transposed (F, T). product_scale is the scale of x times that of
     up.
     """
-    return torch.ops.nanogpt.relu_squared(x, up_t, product_scale, hidden_scale)
+    if is_hopper(x):
+        factor = product_scale * hidden_scale**-0.5
+        return launch_relu_squared(x, up_t, None, factor, E4M3)
+    z = static_product(x, up_t, product_scale, torch.float32)
+    return quantize(F.relu(z).square(), hidden_scale, E4M3)
+
+
+@relu_squared.register_fake
+def _(x, up_t, product_scale, hidden_scale):
+    T = x.shape[0]
+    hidden_width = up_t.shape[0]
+    h = x.new_empty(T, hidden_width, dtype=E4M3)
+    h_t = x.new_empty(hidden_width, T, dtype=E4M3)
+    return h, h_t
 
 
 @torch.library.custom_op("nanogpt::relu_squared_backward", mutates_args=())
-def relu_squared_backward_operator(
-    g: Tensor,
-    down_t: Tensor,
-    h: Tensor,
-    product_scale: float,
-    hidden_scale: float,
-    grad_scale: float,
-) -> tuple[Tensor, Tensor]:
-    if is_hopper(g):
-        factor = 2 * product_scale * hidden_scale**0.5 / grad_scale
-        return launch_relu_squared(g, down_t, h, factor, E5M2)
-    hidden_gradient = static_product(g, down_t, product_scale, torch.float32)
-    slope = 2 * (h.float() * hidden_scale).sqrt()
-    return quantize(slope * hidden_gradient, grad_scale, E5M2)
-
-
-@relu_squared_backward_operator.register_fake
-def _(g, down_t, h, product_scale, hidden_scale, grad_scale):
-    T, hidden_width = h.shape
-    z = g.new_empty(T, hidden_width, dtype=E5M2)
-    z_t = g.new_empty(hidden_width, T, dtype=E5M2)
-    return z, z_t
-
-
 def relu_squared_backward(
     g: Tensor,
     down_t: Tensor,
@@ -468,9 +412,20 @@ def relu_squared_backward(
     product_scale is the scale of g times that of down. Returns the gradient divided by grad_scale,
     as it is (T, F) and transposed (F, T).
     """
-    return torch.ops.nanogpt.relu_squared_backward(
-        g, down_t, h, product_scale, hidden_scale, grad_scale
-    )
+    if is_hopper(g):
+        factor = 2 * product_scale * hidden_scale**0.5 / grad_scale
+        return launch_relu_squared(g, down_t, h, factor, E5M2)
+    hidden_gradient = static_product(g, down_t, product_scale, torch.float32)
+    slope = 2 * (h.float() * hidden_scale).sqrt()
+    return quantize(slope * hidden_gradient, grad_scale, E5M2)
+
+
+@relu_squared_backward.register_fake
+def _(g, down_t, h, product_scale, hidden_scale, grad_scale):
+    T, hidden_width = h.shape
+    z = g.new_empty(T, hidden_width, dtype=E5M2)
+    z_t = g.new_empty(hidden_width, T, dtype=E5M2)
+    return z, z_t
 
 
 # --------------------------------------------------------------------------------------------------

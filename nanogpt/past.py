@@ -8,13 +8,14 @@ Texts repeat themselves, so such a guess is often right. Attention can learn to 
 single reading only a little. So the model gets both as inputs (after Akyürek et al. 2024 and
 Khandelwal et al. 2020).
 """
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanogpt.batches import Batch, inputs_and_targets
 from nanogpt.candidates import Candidates, Targets
 from nanogpt.compiling import call_directly
 from nanogpt.ranks import gathered
@@ -44,19 +45,6 @@ class Reading(NamedTuple):
         kinds = [(self.induced_token, self.induced_length),
                  (self.recalled_token, self.recalled_length)]
         return [(token, length) for token, length in kinds if len(token)]
-
-
-class Batch(NamedTuple):
-    """The text of a step: sequences (n, seq_len + 1), int16 with the bits of uint16, on the CPU."""
-    micro_batches: Sequence[Tensor]  # of this rank
-    groups: Sequence[Tensor]  # of all ranks, each with candidates of its own
-    group_of: Sequence[int]  # the number of the group that each micro-batch is part of
-
-
-def inputs_and_targets(sequences: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(n, length + 1), int16 with the bits of uint16 -> inputs and targets (n * length,), int64."""
-    tokens = sequences.to(device, non_blocking=True).long() & 0xFFFF
-    return tokens[:, :-1].flatten(), tokens[:, 1:].flatten()
 
 
 class Past:

@@ -175,14 +175,3 @@ def gathered(x: Tensor) -> Tensor:
     of_all = x.new_empty(dist.get_world_size() * len(x), *x.shape[1:])
     all_gather(of_all, x, async_op=True).wait()  # with NCCL not the CPU waits, but its stream
     return of_all
-
-
-def sum_together(tensors: dict[str, Tensor]) -> dict[str, tuple]:
-    """Begins to sum small tensors of one dtype over the ranks, in one transfer. Returns for each
-    name the sum and the transfer. A collective."""
-    if not dist.is_initialized() or not tensors:
-        return {name: (x, NoTransfer()) for name, x in tensors.items()}
-    total = torch.cat([x.flatten() for x in tensors.values()])
-    transfer = dist.all_reduce(total, async_op=True)
-    parts = total.split([x.numel() for x in tensors.values()])
-    return {name: (part.view_as(x), transfer) for (name, x), part in zip(tensors.items(), parts)}

@@ -45,7 +45,6 @@ def end(run, script, startup_s: float) -> int:
         result["interrupted"] = True
     if run.optimizer.recipe.note():
         log.fact("note", run.optimizer.recipe.note())
-    log.fact("note", f"{run.optimizer.bytes_per_step()} bytes sent per step and rank")
     lost = int(run.model.candidates.lost_targets)
     if lost:
         log.fact("defect", dict(what=f"{lost} targets were no candidates; raise --candidates"))

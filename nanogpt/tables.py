@@ -113,7 +113,6 @@ class Tables:
         self.totals = {}
         self.sent = {}  # of each table what comes from all ranks, (rows, share), and the transfer
         self.handed_out = {}  # the updated rows (ranks * n, share), and the transfer
-        self.bytes_sent = 0  # in this step
 
     def take_turn(self, method: str, after: str) -> None:
         """Notes that a method is called, and raises RuntimeError if it is not its turn."""
@@ -211,7 +210,6 @@ class Tables:
                     self.sent[name] = total[0], NoTransfer()
                     continue
                 total = total.to(table.bank.dtype)
-                self.bytes_sent += total.nbytes
                 counts = self.used[table.index].counts
                 arrived = total.new_empty(sum(counts), total.size(2))
                 own = [counts[self.rank]] * self.world_size
@@ -281,13 +279,11 @@ class Tables:
         if self.world_size == 1:
             return part, NoTransfer()
         parts = part.new_empty(self.world_size * len(part), part.size(1))
-        self.bytes_sent += parts.nbytes
         return parts, all_gather(parts, part, async_op=True)
 
     @torch.no_grad()
-    def finish(self) -> int:
-        """Puts the new rows into the banks. What comes on the main stream waits for that. Returns
-        how many bytes this rank has sent in this step."""
+    def finish(self) -> None:
+        """Puts the new rows into the banks. What comes on the main stream waits for that."""
         self.take_turn("finish", after="update")
         with self.side_stream.on():
             for name, (parts, transfer) in self.handed_out.items():
@@ -295,9 +291,7 @@ class Tables:
                 transfer.wait()
                 put_rows(bank, self.used[index].of_all, parts.unflatten(0, (self.world_size, -1)))
         self.meet()
-        sent = self.bytes_sent
         self.reset()
-        return sent
 
 
 # --------------------------------------------------------------------------------------------------

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nanogpt.batches import Batch, inputs_and_targets, micro_sequences
 from nanogpt.compiling import call_directly
-from nanogpt.past import Batch, inputs_and_targets
 from nanogpt.ranks import all_ranks, rank_and_world_size
 from nanogpt.streams import to_device
 from records import journal
@@ -38,7 +38,7 @@ class WarmUp:
         self.plan = plan = []  # the stages that have steps
         for first, end, stage in script.stages(c):
             count = script.stage_tokens(stage, c) // c.seq_len // world_size
-            together = script.micro_sequences(count, c)
+            together = micro_sequences(count, c)
             if end > first:
                 plan.append(StagePlan(
                     end - first, end - 1, count // together, together * c.seq_len))

@@ -13,6 +13,7 @@ from conftest import SEPARATOR, TINY, check_data, documents, read, write_shard
 
 import train_gpt as t
 from data import shards
+from nanogpt.batches import Batch, rank_batches
 from nanogpt.ranks import BadInput
 from nanogpt.run_files import shards_of
 
@@ -59,7 +60,8 @@ def sequences(batch, seq_len):
 
 def loaded(c):
     """Iterator over this rank's batches, as a run has them."""
-    batches = shards.ahead(t.rank_batches(shards_of(c, "train"), c, CPU))
+    arrays = shards.packed_batches(shards_of(c, "train"), t.packing(c), t.batch_plan(c))
+    batches = shards.ahead(rank_batches(arrays, c, CPU))
     return ([t.inputs_and_targets(rows, CPU) for rows in batch.micro_batches] for batch in batches)
 
 
@@ -118,7 +120,7 @@ def test_the_ranks_share_each_batch_and_each_splits_its_part(folder, monkeypatch
     whole = [sequences(batch, 256) for batch in drain(c)]
     parts = []
     for rank in range(world_size):
-        monkeypatch.setattr(t, "rank_and_world_size", lambda rank=rank: (rank, world_size))
+        monkeypatch.setattr("nanogpt.batches.rank_and_world_size", lambda rank=rank: (rank, world_size))
         batches = drain(c)
         assert {len(batch) for batch in batches} == {6 // world_size}
         parts.append([sequences(batch, 256) for batch in batches])
@@ -202,7 +204,7 @@ def test_a_batch_gets_other_memory_than_the_one_before_it_which_a_gpu_may_still_
     text = torch.tensor(documents(257)).to(torch.int16)[None]
     places = []
     for _ in range(2):
-        [(reading, targets)] = model.past.prepare(t.Batch([text], [text], [0]))  # dropped when the next one is made, as by Run.make_step
+        [(reading, targets)] = model.past.prepare(Batch([text], [text], [0]))  # dropped when the next one is made, as by Run.make_step
         places.append({tensor.data_ptr() for tensor in (*reading, *targets) if len(tensor)})
         del reading, targets
     assert places[0].isdisjoint(places[1])

@@ -19,6 +19,7 @@ from conftest import read
 
 import train_gpt as t
 from nanogpt import checkpoints, tables
+from nanogpt.batches import Batch
 
 
 def normal(*shape, seed=0, dtype=torch.float64):
@@ -198,7 +199,7 @@ def give_gradients(model, optimizer, seed, micro_batches=1):
 
 
 def assert_nothing_is_kept(optimizer):
-    assert (optimizer.updates, optimizer.bytes_sent, optimizer.sums) == (0, 0, {})
+    assert (optimizer.updates, optimizer.slices.sums) == (0, {})
 
 
 def test_a_reset_forgets_moments_and_steps():
@@ -214,7 +215,6 @@ def test_a_reset_forgets_moments_and_steps():
         after.append([p.detach().clone() for p in model.parameters()])
         give_gradients(model, optimizer, 9)  # a step that is never made
         optimizer.start_sums()
-        optimizer.bytes_sent = 10**9
     assert all(torch.equal(a, b) for a, b in zip(*after))
 
 
@@ -448,7 +448,7 @@ def test_a_gpu_that_works_on_tables_and_candidates_beside_the_rest_makes_the_sam
         for step in range(8):
             tokens = torch.randint(0, 20_000, (8, 1025), generator=torch.Generator().manual_seed(step)).to(torch.int16)
             model.past.follow()
-            t.train_step(model, optimizer, model.past.prepare(t.Batch(tokens.split(4), tokens.split(4), [0, 1]), step), step)
+            t.train_step(model, optimizer, model.past.prepare(Batch(tokens.split(4), tokens.split(4), [0, 1]), step), step)
         results.append({name: p.detach().clone() for name, p in model.named_parameters()})
     for name, p in results[0].items():  # sums by atomic additions are in any order
         assert (p - results[1][name]).norm() <= 1e-9 * p.norm(), name
@@ -461,7 +461,7 @@ import sys
 import torch, torch.distributed as dist, torch.multiprocessing as mp
 import train_gpt as t
 import test_optimizer as test
-from nanogpt import past, ranks, tables
+from nanogpt import batches, ranks, slices, tables
 
 def work(rank, world_size, dtype, folder):
     torch.set_num_threads(1)
@@ -476,10 +476,11 @@ def work(rank, world_size, dtype, folder):
     if world_size > 1:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store{world_size}", rank=rank,
                                 world_size=world_size)
-        t.reduce_scatter, t.all_gather = recorded("scatter", t.reduce_scatter), recorded("gather", t.all_gather)
+        slices.reduce_scatter = recorded("scatter", slices.reduce_scatter)
+        slices.all_gather = tables.all_gather = recorded("gather", slices.all_gather)
         dist.all_reduce = recorded("all_reduce", dist.all_reduce)
         dist.all_to_all_single = recorded("exchange", dist.all_to_all_single)
-        tables.all_gather, ranks.all_gather = t.all_gather, recorded("lookups", ranks.all_gather)
+        ranks.all_gather = recorded("lookups", ranks.all_gather)
     model = test.small(dtype, world_size, ngram_rows=1001, candidates=48)
     start = t.initialize(model, 5 + rank)  # only rank 0's weights count
     model.candidates.reset(5)
@@ -494,7 +495,7 @@ def work(rank, world_size, dtype, folder):
         tokens = tokens.to(torch.int16)
         count = 12 // world_size
         begins = range(rank * count, (rank + 1) * count)  # two groups of six sequences have the same candidates
-        batch = past.Batch([tokens[i : i + 1] for i in begins], tokens.split(6), [i // 6 for i in begins])
+        batch = batches.Batch([tokens[i : i + 1] for i in begins], tokens.split(6), [i // 6 for i in begins])
         batch = model.past.prepare(batch, step)
         assert len(batch[0][1].chosen) == 48
         losses.append(t.train_step(model, optimizer, batch, step).item())

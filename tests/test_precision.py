@@ -366,7 +366,7 @@ def test_the_run_names_its_products_in_the_log(corpus, tmp_path):
     (log,) = tmp_path.glob("fp8/*.txt")
     text = log.read_text().split(journal.RULE)[1]
     assert 'note "products: qkv fp8 (emulated), o fp8 (emulated)' in text
-    assert ', lm_head fp8 (emulated)"\n' in text and text.endswith('note "0 bytes sent per step and rank"\n')
+    assert ', lm_head fp8 (emulated)"\n' in text
     t.main(arguments(data_dir=corpus, log_dir=tmp_path / "fp16", precision="fp16"))
     (log,) = tmp_path.glob("fp16/*.txt")
     text = log.read_text().split(journal.RULE)[1]
@@ -425,7 +425,7 @@ def test_a_skipped_step_leaves_no_trace_and_the_next_one_is_as_if_it_had_never_b
             optimizer.start_sums()
             optimizer.step(1.0)
             assert scaling.scale == before / (1 + bad) == scaling.factor * 256
-            assert optimizer.sums == optimizer.tables.sent == {}
+            assert optimizer.slices.sums == optimizer.tables.sent == {}
             assert all(p.grad is None for p in model.parameters())
             scaling.set_scale(2.0**14)
         assert optimizer.updates == 4 and scaling.note() == f"{2 * skips} steps skipped, loss scale 16384"

@@ -156,7 +156,7 @@ class FP8(Recipe):
         return self.all_gather and name in self.banks and name != "lm_head"
 
     @torch.no_grad()
-    def weights_changed(self, names: Collection[str], masters: dict[str, Tensor]) -> int:
+    def weights_changed(self, names: Collection[str], masters: dict[str, Tensor]) -> None:
         """Measures all weights, and rounds those of the named banks."""
         # 1. What is rounded: whole banks, or with --float8_all_gather this rank's float32 rows.
         weights = self.banks
@@ -179,7 +179,6 @@ class FP8(Recipe):
         self.scales.copy_(inverse(multipliers)[:, None].expand_as(self.scales))
 
         # 3. The bytes. Any device can round to FP8 here, outside of compiled code.
-        bytes_gathered = 0
         for name, weight in weights.items():
             if name not in names:
                 continue
@@ -188,10 +187,8 @@ class FP8(Recipe):
             new_bytes = rounded.view(torch.uint8).view(weight.shape)
             if gathers:
                 all_gather(self.weight_bytes[name], new_bytes)
-                bytes_gathered += self.weight_bytes[name].nbytes
             else:
                 self.weight_bytes[name].copy_(new_bytes)
-        return bytes_gathered
 
     @torch.no_grad()
     def before_validation(self) -> None:

@@ -6,6 +6,7 @@ that, but validation sees another model: a long run once went wrong that way wit
 """
 import torch
 
+from nanogpt.batches import inputs_and_targets
 from nanogpt.kernels import E4M3
 from nanogpt.precision.fp8_static import STATIC
 

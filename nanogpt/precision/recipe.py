@@ -78,10 +78,9 @@ class Recipe:
         optimizer must not."""
         return False
 
-    def weights_changed(self, names: Collection[str], masters: dict[str, Tensor]) -> int:
+    def weights_changed(self, names: Collection[str], masters: dict[str, Tensor]) -> None:
         """Called when the banks of these names have changed. `masters` has this rank's part of each
-        bank, in float32 or wider. Returns how many bytes the ranks have gathered. A collective."""
-        return 0
+        bank, in float32 or wider. A collective."""
 
     def before_validation(self) -> None:
         """Makes the banks complete on every rank, as validation uses no recipe. A collective."""

@@ -1,0 +1,61 @@
+"""The batch of a step, shared out: over the ranks, over groups that have their candidates in common
+(candidates.py), and over micro-batches, which a rank trains on one after the other.
+
+`c` is a train_gpt.Config, and a count is a number of sequences, each of c.seq_len tokens.
+"""
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanogpt.candidates import GROUP_TOKENS
+from nanogpt.ranks import rank_and_world_size
+
+
+class Batch(NamedTuple):
+    """The text of a step: sequences (n, seq_len + 1), int16 with the bits of uint16, on the CPU."""
+    micro_batches: Sequence[Tensor]  # of this rank
+    groups: Sequence[Tensor]  # of all ranks, each with candidates of its own
+    group_of: Sequence[int]  # the number of the group that each micro-batch is part of
+
+
+def inputs_and_targets(sequences: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(n, length + 1), int16 with the bits of uint16 -> inputs and targets (n * length,), int64."""
+    tokens = sequences.to(device, non_blocking=True).long() & 0xFFFF
+    return tokens[:, :-1].flatten(), tokens[:, 1:].flatten()
+
+
+def group_sequences(count: int, c) -> int:
+    """How many sequences are a group, if each rank has `count` of a batch. Without candidates all
+    sequences of the batch are one."""
+    whole = count * rank_and_world_size()[1]
+    over_candidates = 0 < c.candidates < c.vocab_size
+    return min(max(1, GROUP_TOKENS // c.seq_len), whole) if over_candidates else whole
+
+
+def micro_sequences(count: int, c) -> int:
+    """How many of a rank's `count` sequences are a micro-batch: the largest number that
+    --micro_tokens allows, and that divides `count` and the sequences of a group."""
+    most = min(c.micro_tokens // c.seq_len, count)
+    together = math.gcd(count, group_sequences(count, c))
+    return max(n for n in range(1, most + 1) if together % n == 0)
+
+
+def rank_batches(arrays: Iterable[np.ndarray], c, device: torch.device) -> Iterator[Batch]:
+    """The batch of each step, (sequences, seq_len + 1) uint16, as this rank works on it. The ranks
+    have equal parts of it, one after the other."""
+    rank, world_size = rank_and_world_size()
+    for array in arrays:
+        sequences = torch.from_numpy(array.view(np.int16))
+        if device.type == "cuda":
+            sequences = sequences.pin_memory()  # so that nothing waits for its copy
+        count = len(sequences) // world_size
+        together = micro_sequences(count, c)
+        begins = range(rank * count, (rank + 1) * count, together)
+        in_group = group_sequences(count, c)
+        yield Batch(
+            [sequences[begin : begin + together] for begin in begins],
+            sequences.split(in_group), [begin // in_group for begin in begins])
