@@ -8,8 +8,7 @@ import torch
 from conftest import arguments
 
 import train_gpt as t
-from nanogpt.precision import guard
-from nanogpt.precision.fp8_static import STATIC
+from nanogpt.precision.fp8_static import LARGEST_CLAMPED_PART, STATIC, clamped_parts
 
 
 def defects(corpus, folder):
@@ -42,5 +41,5 @@ def test_weights_beyond_the_range_are_counted_with_the_factor_that_multiplies_th
         else:
             model.lm_head[:2] = 7.0
         model.qkvo[3] = 100.0  # of "o", which is in bf16
-    parts = guard.clamped_parts(t, model)
-    assert {name for name, part in parts.items() if part > guard.LARGEST_CLAMPED_PART} == {projection}
+    parts = clamped_parts(model, t.SCALARS)
+    assert {name for name, part in parts.items() if part > LARGEST_CLAMPED_PART} == {projection}
