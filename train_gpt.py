@@ -1796,7 +1796,12 @@ def loss_without_gradient(model: GPT, inputs: Tensor, targets: Tensor,
 
 def validate(model: GPT, tokens: Tensor, step: int) -> float:
     """The mean loss over the validation tokens (val_tokens + 1,), the bits of uint16 on the CPU.
-    Sequences are dealt to the ranks in turn. A collective."""
+    Sequences are dealt to the ranks in turn. A collective.
+
+    It differs from a training loss in that it is over the whole vocabulary, with products in the
+    model's dtype; sequences have val_seq_len tokens and begin anywhere, so documents are read whole
+    but for the first and the last one; and what comes next is not remembered. After the last step
+    windows are those of the schedule's last stage, and weights half-way to their averages."""
     c = model.config
     device = model.signs.device
     rank, world_size = rank_and_world_size()
