@@ -76,12 +76,13 @@ from nanogpt.candidates import Candidates, Targets
 from nanogpt.kernels import E4M3, E5M2
 from nanogpt.masks import BLOCK_SIZE
 from nanogpt.past import Past, Reading
-from nanogpt.precision import guard, recipe
+from nanogpt.precision import recipe
 from nanogpt.precision.fp8_static import (
     HEAD_GRADIENT_SCALE,
     HEAD_INPUT_SCALE,
     HEAD_WEIGHT_SCALE,
     StaticFP8,
+    check_weights,
 )
 from nanogpt.precision.products import LayerProducts, Precision
 from nanogpt.precision.recipe import Products
@@ -1156,10 +1157,10 @@ def load_checkpoint(path: str | Path, device: torch.device) -> GPT:
 # 7. The output head in FP8
 #
 # What FP8 is, and why a model learns with it, docs/precision.md tells. What does not fit its range
-# is clamped; nanogpt/precision/guard.py watches the weights and the loss for that. The head's
-# products are operators of their own, nanogpt::mm and its gradient, as in record 21. That gradient
-# is registered, so that other code can put any loss behind it. FP8HeadLoss does not need it: its
-# own kernel has the gradient of the logits ready.
+# is clamped; `check_weights` watches the weights for that. The head's products are operators of
+# their own, nanogpt::mm and its gradient, as in record 21. That gradient is registered, so that
+# other code can put any loss behind it. FP8HeadLoss does not need it: its own kernel has the
+# gradient of the logits ready.
 
 
 @torch.library.custom_op("nanogpt::mm", mutates_args=())
@@ -1836,7 +1837,6 @@ class Run:
         self.clock = keeper.clock
         self.step = keeper.first_step  # steps so far
         self.ended_by = ""  # the signal that has ended the run early
-        self.latest_sequence = None  # the first one of the latest batch of this rank
         self.requests = Requests(self.device)
         self.unread = []  # messages that have arrived
         arrays = shards.packed_batches(
@@ -1870,9 +1870,7 @@ class Run:
 
     def make_step(self, call: Callable) -> None:
         """One step of training. A collective."""
-        text = next(self.batches)
-        self.latest_sequence = text.micro_batches[0][:1]
-        batch = self.model.past.prepare(text, self.step)
+        batch = self.model.past.prepare(next(self.batches), self.step)
         message = train_step(self.model, self.optimizer, batch, self.step, call,
                              self.requests)
         self.log.put(self.step + 1, message, self.clock.now())
@@ -1924,9 +1922,8 @@ class Run:
         self.log.step(self.step, self.clock.total, "val_loss", loss)
         if not math.isfinite(loss):
             self.refuse_loss("validation", loss, self.step)
-        if is_rank_0() and self.latest_sequence is not None:
-            guard.check(
-                sys.modules[__name__], self.model, self.latest_sequence, self.step, self.log)
+        if is_rank_0():
+            check_weights(self.model, SCALARS, self.step, self.log)
         self.keeper.validated(self.step, loss)
 
 

@@ -3,12 +3,11 @@
 A configuration is a dataclass whose fields were made with `key`, so that each has a meaning that
 --help prints. Presets are sets of other defaults, of which --preset chooses one.
 
-    values = given(Config, argv, PRESETS, default_preset)   # only what the command line names
+    values = given(Config, argv, PRESETS, ...)              # only what the command line names
     c = configure(Config, PRESETS, "laptop", values)        # over the preset, over the defaults
 """
 import argparse
 import dataclasses
-import difflib
 import math
 from collections.abc import Callable
 
@@ -159,8 +158,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def given(config_class, argv: list[str], presets: dict[str, dict],
-          default_preset: Callable[[str | None], str], title: str = "",
-          everyday: tuple[str, ...] = (), about: dict[str, str] | None = None) -> dict:
+          default_preset: Callable[[str | None], str], title: str, everyday: tuple[str, ...],
+          about: dict[str, str]) -> dict:
     """The values that argv names, by their keys. Raises BadInput on an unknown key and on a value
     that cannot be.
 
@@ -181,16 +180,10 @@ def given(config_class, argv: list[str], presets: dict[str, dict],
         alone = True if kind is bool else fields[name].metadata["alone"]
         options = dict(nargs="?", const=alone) if alone else {}
         group = first if name in everyday else others
-        actions[name] = group.add_argument(
-            f"--{name}", type=READERS[kind], metavar="", **options)
+        read = switch if kind is bool else kind
+        actions[name] = group.add_argument(f"--{name}", type=read, metavar="", **options)
     parser.add_argument("--help", "-h", action="store_true")
-    values, unknown = parser.parse_known_args(argv)
-    values = vars(values)
-    if unknown:
-        name = unknown[0].partition("=")[0]
-        nearest = difflib.get_close_matches(name.lstrip("-").replace("-", "_"), actions, n=1)
-        hint = f"; the nearest one is --{nearest[0]}" if nearest else ""
-        raise BadInput(f"unknown key {name}{hint} (--help lists all)")
+    values = vars(parser.parse_args(argv))
     shows_help = values.pop("help", False)
     check_bounds(config_class(**values))
     if shows_help:
@@ -199,7 +192,7 @@ def given(config_class, argv: list[str], presets: dict[str, dict],
         for name, field in fields.items():
             text = f"{field.metadata['meaning']} [{getattr(shown, name)}]"
             actions[name].help = text.replace("%", "%%")
-        lines = [f"  {name:<10}{(about or {}).get(name, '')}" for name in presets]
+        lines = [f"  {name:<10}{about.get(name, '')}" for name in presets]
         parser.epilog = "\n".join([
             "presets: other defaults, over which the keys that you give are laid", *lines, "",
             f"In brackets: the values of --preset={preset}."])
@@ -212,6 +205,3 @@ def switch(text: str) -> bool:
     if text.lower() not in SWITCH:
         raise argparse.ArgumentTypeError(f"{text} is neither true nor false")
     return SWITCH[text.lower()]
-
-
-READERS = {bool: switch, int: int, float: float, str: str}

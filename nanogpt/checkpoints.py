@@ -28,7 +28,6 @@ import signal
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -210,37 +209,41 @@ def configure(config_class: type, save: Path, given: dict, may_change: tuple[str
     return config_class(**saved | given | {"resume": str(save)})
 
 
-def tensors_of(optimizer) -> dict[str, Tensor]:
-    """What a save has of this rank: all that the updates of a train_gpt.Optimizer change (of small
-    banks all, of others its part), by names like "mlp.master" and "mlp.momentum_buffer"; its
-    counts; and its part of the tables, which all ranks have whole."""
-    named = {}
+def state_of(optimizer) -> dict[str, Tensor]:
+    """All that the updates of a train_gpt.Optimizer change, by names like "mlp.master" and
+    "mlp.momentum_buffer": this rank's rows of what `is_sliced`, and all of the rest."""
+    model = optimizer.model
+    named = dict(
+        recall_table=model.recall_table, target_counts=model.candidates.target_counts,
+        lost_targets=model.candidates.lost_targets)
+    for name, table in optimizer.tables.tables.items():
+        named[f"{name}.weights"] = table.bank
+        named[f"{name}.mean_square"] = table.mean_square
     for name, master in optimizer.masters.items():
         named[f"{name}.master"] = master
         for kind, moment in optimizer.state[name]._asdict().items():
             named[f"{name}.{kind}"] = moment
     for name, average in optimizer.averages.items():
         named[f"{name}.average"] = average
+    return named
+
+
+def is_sliced(name: str, optimizer) -> bool:
+    """Whether each rank has only some rows of the tensor of this name, and not the whole."""
+    bank, _, _ = name.partition(".")
+    return bank in optimizer.masters and optimizer.model.params[bank].share == "slice"
+
+
+def tensors_of(optimizer) -> dict[str, Tensor]:
+    """What a save has of this rank: its rows, and an equal part of what all ranks have whole."""
     rank, world_size = rank_and_world_size()
-    named["target_counts"] = optimizer.model.candidates.target_counts
-    named["lost_targets"] = optimizer.model.candidates.lost_targets
-    for name, tensor in tables_of(optimizer).items():
-        named[name] = tensor.tensor_split(world_size)[rank]
-    return named
-
-
-def tables_of(optimizer) -> dict[str, Tensor]:
-    """The tables of a train_gpt.Optimizer, which all ranks have whole."""
-    named = {"recall_table": optimizer.model.recall_table}
-    for name, table in optimizer.tables.tables.items():
-        named[f"{name}.weights"] = table.bank
-        named[f"{name}.mean_square"] = table.mean_square
-    return named
+    return {name: x if is_sliced(name, optimizer) else x.view(-1).tensor_split(world_size)[rank]
+            for name, x in state_of(optimizer).items()}
 
 
 def parameters_of(optimizer) -> dict[str, list]:
     """By name, what must be the same in a run that goes on: shapes, and how they are updated."""
-    return {name: [*param.shape, param.optimizer, param.share]
+    return {name: [*param.shape, param.optimizer]
             for name, param in optimizer.model.params.items()}
 
 
@@ -283,34 +286,21 @@ class Saved:
     def restore(self, optimizer) -> None:
         """Fills train_gpt.Optimizer and its model. The banks become copies of the masters, as they
         are after an update."""
-        model = optimizer.model
-        rank, world_size = rank_and_world_size()
-        tables = tables_of(optimizer)
-        for full_name, tensor in tensors_of(optimizer).items():
-            parts = self.of_ranks(full_name)
-            name, _, kind = full_name.partition(".")
-            if full_name in tables:
-                tables[full_name].copy_(torch.cat(parts))
-            elif not kind:  # counts, the same on all ranks
-                tensor.copy_(parts[0])
+        for name, tensor in state_of(optimizer).items():
+            whole = torch.cat(self.of_ranks(name))
+            bank_name, _, kind = name.partition(".")
+            if is_sliced(name, optimizer):
+                whole = with_rows(whole, len(optimizer.banks[bank_name]))
+                tensor.copy_(optimizer.own_slice(bank_name, whole))
             else:
-                whole = self.whole(parts, model.params[name], optimizer.banks[name])
-                tensor.copy_(optimizer.own_slice(name, whole))
-                if kind == "master":
-                    optimizer.banks[name].copy_(whole)
+                whole = whole.view(tensor.shape)
+                tensor.copy_(whole)
+            if kind == "master":
+                optimizer.banks[bank_name].copy_(whole)
         optimizer.updates = self.facts["updates"]
         optimizer.recipe.load_state(self.facts["recipe"])
         optimizer.recipe.weights_changed([*optimizer.masters], optimizer.masters)
-        self.restore_random(model.signs.device, model.config.seed)
-
-    @staticmethod
-    def whole(parts: list[Tensor], param, bank: Tensor) -> Tensor:
-        """A tensor of all ranks, padded like the bank: another number of ranks pads it otherwise.
-        param: train_gpt.Param"""
-        if param.share == "all":
-            return parts[0]
-        whole = torch.cat(parts)[: len(bank)]
-        return F.pad(whole, (0, 0) * (whole.dim() - 1) + (0, len(bank) - len(whole)))
+        self.restore_random(optimizer.device, optimizer.model.config.seed)
 
     def restore_random(self, device: torch.device, seed: int) -> None:
         """Random numbers go on where they were. On another number of ranks or another kind of
@@ -321,6 +311,13 @@ class Saved:
         random = random_module(device)
         if len(states) == world_size and len(states[rank]) == len(random.get_rng_state()):
             random.set_rng_state(states[rank])
+
+
+def with_rows(x: Tensor, rows: int) -> Tensor:
+    """A bank cut or padded to so many rows: another number of ranks pads it otherwise."""
+    padded = x.new_zeros(rows, *x.shape[1:])
+    padded[: len(x)] = x[:rows]
+    return padded
 
 
 def how_it_began(asked: str, log_dir: str, saved: Saved | None) -> list[str]:

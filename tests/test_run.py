@@ -201,7 +201,7 @@ def test_what_is_looked_for_one_step_ahead_is_what_the_step_itself_would_find(co
 def test_bad_input_is_one_line_on_stderr_and_exit_status_2(tmp_path):
     run = processes.run(SCRIPT, *arguments(log_dir=tmp_path / "logs", num_stepz=3))
     assert run.returncode == 2 and run.stdout == ""
-    assert run.stderr.count("\n") == 1 and "--num_stepz" in run.stderr and "--num_steps" in run.stderr
+    assert run.stderr.count("\n") == 1 and "--num_stepz" in run.stderr and "--help" in run.stderr
     assert not (tmp_path / "logs").exists()
 
 

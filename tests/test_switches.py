@@ -4,7 +4,7 @@ import torch
 from conftest import TINY, read
 
 import train_gpt as t
-from nanogpt.precision import guard
+from nanogpt.precision import fp8_static
 from nanogpt.ranks import BadInput
 
 SWITCHES = {  # option -> the parameters that it takes away
@@ -49,7 +49,7 @@ def test_a_model_trains_with_attention_and_value_embeddings_in_some_of_its_layer
     assert losses[-1] < losses[0]
     assert model.qkvo.shape[0] == 2 * 4 and len(model.gates) == 2 and len(model.value_gates) == 1
     assert model.value_embeds.shape == (384, 32)
-    assert set(guard.clamped_parts(t, model).values()) <= {0.0}
+    assert set(fp8_static.clamped_parts(model, t.SCALARS).values()) <= {0.0}
 
 
 @pytest.mark.parametrize("option", ["--attention_layers=0,3", "--attention_layers=", "--value_layers=first"])

@@ -21,8 +21,8 @@ A recipe is a way to compute a projection, and has a name:
     nvfp4                    numbers of four bits in blocks of 16 (nvfp4.py)
 
 fp16.py has the loss scale that fp16 needs, recipe.py says what a recipe can do and which projection
-has which, products.py puts those of a model together, rounding.py rounds in float32 where hardware
-lacks a format, and guard.py says when weights do not fit constant scales any more.
+has which, products.py puts those of a model together, and rounding.py rounds in float32 where
+hardware lacks a format.
 
 Every number of FP8 is exact in bf16. Devices without FP8 multiply the same rounded numbers in bf16
 or float32. That is slower, and the results differ by rounding only.

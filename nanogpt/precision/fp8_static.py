@@ -8,6 +8,8 @@ is used in two products, which sum along different dimensions, so it is stored a
 transposed when it is rounded. Only the gradient of the MLP's hidden layer has quick sums: they are
 of just D numbers.
 """
+from collections.abc import Iterable
+
 import torch
 
 from nanogpt import kernels
@@ -111,3 +113,36 @@ class StaticFP8(Products):
 
 STATIC = {name: StaticFP8(scale, WEIGHT_SCALE) for name, scale in INPUT_SCALES.items()}
 STATIC["lm_head"] = StaticFP8(HEAD_INPUT_SCALE, HEAD_WEIGHT_SCALE)
+
+# A model learns to live with clamped weights. But validation clamps nothing and sees another model:
+# a long run once went wrong that way without a word (records/long_runs.md).
+LARGEST_CLAMPED_PART = 0.001
+
+
+@torch.no_grad()
+def clamped_parts(model, scalar_names: Iterable[str]) -> dict[str, float]:
+    """Of each projection with constant scales, which part of its weights is clamped. model: a
+    train_gpt.GPT; scalar_names: train_gpt.SCALARS, two of which multiply weights."""
+    mlp = model.weight("mlp").unflatten(0, (-1, 2))  # (L, 2, D, F)
+    qkvo = model.weight("qkvo").unflatten(0, (-1, 4))  # (layers with attention, 4, H d, D)
+    weights = {"qkv": qkvo[:, :3], "o": qkvo[:, 3], "up": mlp[:, 0], "down": mlp[:, 1],
+               "lm_head": model.weight("lm_head")}
+    if model.config.scalars:
+        factors = dict(zip(scalar_names, model.scalars[..., None, None].unbind(1)))  # (L, 1, 1)
+        weights["o"] = factors["o"][[*model.config.attends]] * weights["o"]
+        weights["down"] = factors["down"] * weights["down"]
+    parts = {}
+    for projection, name in model.precision.recipe_names.items():
+        if name == "fp8-static":
+            limit = torch.finfo(E4M3).max * STATIC[projection].weight_scale
+            parts[projection] = (weights[projection].abs() > limit).float().mean().item()
+    return parts
+
+
+def check_weights(model, scalar_names: Iterable[str], step: int, log) -> None:
+    """Notes a defect in the log, a journal.Log, for each projection of which more is clamped."""
+    for projection, part in clamped_parts(model, scalar_names).items():
+        if part > LARGEST_CLAMPED_PART:
+            log.fact("defect", dict(
+                what=f"{100 * part:.2g} % of the weights of {projection} are too large for FP8 at "
+                f"step {step} and are clamped; lower the learning rates, or raise their scale"))

@@ -44,7 +44,6 @@ class Precision:
             of_layer = [self.products_of(layer, name) for name in LayerProducts._fields]
             self.layers.append(LayerProducts(*of_layer))
         self.head = self.products_of(c.num_layers, "lm_head")
-        self.validates_plainly = True  # but for the guard
 
     def fp8_sites(self, c) -> dict[tuple[int, str], Site]:
         """Where the weights of the recipe fp8 are (train_gpt.py, section 4)."""
@@ -69,9 +68,8 @@ class Precision:
 
     def layers_at(self, training: bool) -> list[LayerProducts]:
         """The products of all layers in training or in validation."""
-        is_plain = self.validates_plainly and not training
-        return [PLAIN_LAYER] * len(self.layers) if is_plain else self.layers
+        return self.layers if training else [PLAIN_LAYER] * len(self.layers)
 
     def head_at(self, training: bool) -> Products:
         """The same for the head."""
-        return PLAIN if self.validates_plainly and not training else self.head
+        return self.head if training else PLAIN
