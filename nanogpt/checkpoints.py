@@ -50,6 +50,7 @@ REMEDY = "name an older save with --resume=FOLDER, or leave --resume out to begi
 KEPT = 2  # saves of a run that stay on disk
 UNFINISHED = "unfinished"  # name of the folder of a save that is being written
 
+
 def write_tensors(path: Path, tensors: dict[str, Tensor], about: dict) -> None:
     """Writes a safetensors file with `about` in its header. Until all of it is on disk, an older
     file of this name stays. Raises OSError if the disk is full."""
@@ -390,7 +391,8 @@ class Keeper:
         if not self.saves:
             return
         tensors = tensors_of(self.optimizer)
-        faults.check_save(step, tensors)
+        where = faults.not_finite(tensors)
+        require(not where, f"training went wrong before step {step}{where}; {faults.LOWER}")
         tensors["random"] = random_module(self.model.signs.device).get_rng_state()
         self.last_save = self.clock.total, step
         folder = self.folder / UNFINISHED

@@ -63,9 +63,9 @@ def end(run, script, startup_s: float) -> int:
     if run.ended_by:
         return keeper.say_how_to_go_on(run.step, run.ended_by)
     longer = ""
-    if rise(log.steps) <= CLEAR_RISE:  # else it would learn its text by heart
-        text = sum(shard["tokens"] for shard in keeper.facts.data if shard["split"] == "train")
-        longer = fitting.option_for_longer(c, script.total_tokens(c) / (c.epochs * text))
+    learns_by_heart = rise(log.steps) > CLEAR_RISE
+    if c.fit and fitting.uses_up(c.minutes, run.clock.total) and not learns_by_heart:
+        longer = f"--minutes={5 * c.minutes:g}"
     log.console.next(next_commands(path, c.data_dir, longer))
     return 0
 
