@@ -213,20 +213,20 @@ def configure(config_class: type, save: Path, given: dict, may_change: tuple[str
 def state_of(optimizer) -> dict[str, Tensor]:
     """All that the updates of a train_gpt.Optimizer change, by names like "mlp.master" and
     "mlp.momentum_buffer": this rank's rows of what `is_sliced`, and all of the rest."""
-    model = optimizer.model
-    named = dict(
-        recall_table=model.recall_table, target_counts=model.candidates.target_counts,
-        lost_targets=model.candidates.lost_targets)
-    for name, table in optimizer.tables.tables.items():
-        named[f"{name}.weights"] = table.bank
-        named[f"{name}.mean_square"] = table.mean_square
+    named = {}
     for name, master in optimizer.masters.items():
         named[f"{name}.master"] = master
         for kind, moment in optimizer.state[name]._asdict().items():
             named[f"{name}.{kind}"] = moment
     for name, average in optimizer.averages.items():
         named[f"{name}.average"] = average
-    return named
+    for name, table in optimizer.tables.tables.items():
+        named[f"{name}.weights"] = table.bank
+        named[f"{name}.mean_square"] = table.mean_square
+    candidates = optimizer.model.candidates
+    return named | dict(
+        recall_table=optimizer.model.recall_table, target_counts=candidates.target_counts,
+        lost_targets=candidates.lost_targets)
 
 
 def is_sliced(name: str, optimizer) -> bool:
