@@ -349,7 +349,6 @@ class Keeper:
         run goes on from one. A collective."""
         self.config = c
         self.optimizer = optimizer
-        self.model = optimizer.model
         self.facts = facts
         self.log = log
         self.clock = clock
@@ -393,7 +392,7 @@ class Keeper:
         tensors = tensors_of(self.optimizer)
         where = faults.not_finite(tensors)
         require(not where, f"training went wrong before step {step}{where}; {faults.LOWER}")
-        tensors["random"] = random_module(self.model.signs.device).get_rng_state()
+        tensors["random"] = random_module(self.optimizer.device).get_rng_state()
         self.last_save = self.clock.total, step
         folder = self.folder / UNFINISHED
         if self.rank == 0:
@@ -439,7 +438,7 @@ class Keeper:
         run = self.facts.run
         origin = dict(
             run_id=run["run_id"], data=self.facts.data, code_sha256=run["code_sha256"])
-        return of_model(self.model, step, val_loss, origin)
+        return of_model(self.optimizer.model, step, val_loss, origin)
 
     def validated(self, step: int, loss: float) -> None:
         """Writes the weights if they are the best so far, and better than without training. They
