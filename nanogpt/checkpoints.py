@@ -50,6 +50,7 @@ REMEDY = "name an older save with --resume=FOLDER, or leave --resume out to begi
 KEPT = 2  # saves of a run that stay on disk
 UNFINISHED = "unfinished"  # name of the folder of a save that is being written
 
+
 def write_tensors(path: Path, tensors: dict[str, Tensor], about: dict) -> None:
     """Writes a safetensors file with `about` in its header. Until all of it is on disk, an older
     file of this name stays. Raises OSError if the disk is full."""
@@ -212,20 +213,20 @@ def configure(config_class: type, save: Path, given: dict, may_change: tuple[str
 def state_of(optimizer) -> dict[str, Tensor]:
     """All that the updates of a train_gpt.Optimizer change, by names like "mlp.master" and
     "mlp.momentum_buffer": this rank's rows of what `is_sliced`, and all of the rest."""
-    model = optimizer.model
-    named = dict(
-        recall_table=model.recall_table, target_counts=model.candidates.target_counts,
-        lost_targets=model.candidates.lost_targets)
-    for name, table in optimizer.tables.tables.items():
-        named[f"{name}.weights"] = table.bank
-        named[f"{name}.mean_square"] = table.mean_square
+    named = {}
     for name, master in optimizer.masters.items():
         named[f"{name}.master"] = master
         for kind, moment in optimizer.state[name]._asdict().items():
             named[f"{name}.{kind}"] = moment
     for name, average in optimizer.averages.items():
         named[f"{name}.average"] = average
-    return named
+    for name, table in optimizer.tables.tables.items():
+        named[f"{name}.weights"] = table.bank
+        named[f"{name}.mean_square"] = table.mean_square
+    candidates = optimizer.model.candidates
+    return named | dict(
+        recall_table=optimizer.model.recall_table, target_counts=candidates.target_counts,
+        lost_targets=candidates.lost_targets)
 
 
 def is_sliced(name: str, optimizer) -> bool:
@@ -348,7 +349,6 @@ class Keeper:
         run goes on from one. A collective."""
         self.config = c
         self.optimizer = optimizer
-        self.model = optimizer.model
         self.facts = facts
         self.log = log
         self.clock = clock
@@ -390,8 +390,9 @@ class Keeper:
         if not self.saves:
             return
         tensors = tensors_of(self.optimizer)
-        faults.check_save(step, tensors)
-        tensors["random"] = random_module(self.model.signs.device).get_rng_state()
+        where = faults.not_finite(tensors)
+        require(not where, f"training went wrong before step {step}{where}; {faults.LOWER}")
+        tensors["random"] = random_module(self.optimizer.device).get_rng_state()
         self.last_save = self.clock.total, step
         folder = self.folder / UNFINISHED
         if self.rank == 0:
@@ -437,7 +438,7 @@ class Keeper:
         run = self.facts.run
         origin = dict(
             run_id=run["run_id"], data=self.facts.data, code_sha256=run["code_sha256"])
-        return of_model(self.model, step, val_loss, origin)
+        return of_model(self.optimizer.model, step, val_loss, origin)
 
     def validated(self, step: int, loss: float) -> None:
         """Writes the weights if they are the best so far, and better than without training. They

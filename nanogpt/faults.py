@@ -7,13 +7,12 @@ import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from data.shards import ShardError
 from nanogpt.process import Stop
-from nanogpt.ranks import BadInput, SharedFault, all_ranks, require
+from nanogpt.ranks import BadInput, SharedFault, all_ranks
 from records.console import complain
 
 LACK_OF_MEMORY = re.compile(
@@ -26,7 +25,6 @@ def run(train: Callable[[ExitStack], int], stop: Stop) -> int:
     wrong. On an error, what `train` has pushed to its argument is done first: it writes a note to
     the log. One of several ranks then ends at once, and torchrun ends the others. These save
     nothing, as a save takes all ranks."""
-    several = int(os.environ.get("WORLD_SIZE", 1)) > 1
     try:
         with ExitStack() as at_end:
             status = train(at_end)
@@ -35,14 +33,13 @@ def run(train: Callable[[ExitStack], int], stop: Stop) -> int:
         return status
     except Exception as error:
         sentence = sentence_of(error)
-        status = 2 if sentence else 1
         if sentence:
             say(sentence, error, stop)
-        elif several:
-            traceback.print_exc()
         else:
-            raise
-    if several:  # a process group that others wait in might not let this process end
+            traceback.print_exc()
+    status = 2 if sentence else 1
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        # A process group that others wait in might not let this process end.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
@@ -64,10 +61,8 @@ def lack_of_memory(error: BaseException | None) -> str:
     the recording fails, too, and the error about memory is the __context__ of that."""
     while error is not None:
         found = LACK_OF_MEMORY.search(str(error))
-        if found:
-            return found[0]
-        if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-            return str(error).partition("\n")[0] or "out of memory"
+        if found or isinstance(error, MemoryError):
+            return found[0] if found else "out of memory"
         error = error.__context__
     return ""
 
@@ -96,12 +91,6 @@ def refuse_loss(kind: str, loss: float, step: int, tensors: dict[str, Tensor]) -
     `tensors` are those of checkpoints.tensors_of. A collective."""
     where = not_finite(tensors) or ", all weights finite: an activation overflowed"
     raise BadInput(f"the {kind} loss is {loss} at step {step}{where}; {LOWER}")
-
-
-def check_save(step: int, tensors: dict[str, Tensor]) -> None:
-    """Raises BadInput if a save of these tensors would be of no use. A collective."""
-    where = not_finite(tensors)
-    require(not where, f"training went wrong before step {step}{where}; {LOWER}")
 
 
 def not_finite(tensors: dict[str, Tensor]) -> str:

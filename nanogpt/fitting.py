@@ -175,19 +175,15 @@ def fit_to_minutes(c, stages: list, train_paths: list[Path], seconds: float):
     return dataclasses.replace(c, **steps)
 
 
+def uses_up(minutes: float, seconds: float) -> bool:
+    """Whether the budget of --minutes decides the length of a run of so many seconds. Otherwise the
+    text does."""
+    return seconds > 0.9 * 60 * minutes > 0
+
+
 def why_shorter(c, seconds: float) -> list[str]:
     """A note if a run of steps of so many seconds takes clearly less than --minutes."""
-    if (c.num_steps + 1) * seconds > 0.9 * 60 * c.minutes:
+    if uses_up(c.minutes, (c.num_steps + 1) * seconds):
         return []
     return [f"This is less than {c.minutes:g} minutes: with more readings of the text the model "
             f"would learn it by heart; to try it, give --epochs={2 * c.epochs}."]
-
-
-def option_for_longer(c, part_read: float) -> str:
-    """The option that makes a fitted run longer, or empty. part_read: of c.epochs readings of the
-    text"""
-    if not (c.fit and c.minutes):
-        return ""
-    if part_read > 0.8 and c.epochs >= MOST_EPOCHS.get(c.preset, 1):
-        return f"--epochs={2 * c.epochs}"
-    return f"--minutes={5 * c.minutes:g}"

@@ -50,12 +50,10 @@ def end(run, script, startup_s: float) -> int:
         log.fact("defect", dict(what=f"{lost} targets were no candidates; raise --candidates"))
     log.end(result)
     best, untrained, path = keeper.best or (None, None, None)
-    losses = [loss for step, _, name, loss in log.steps if step and name == "val_loss"]
-    if best == 0 and losses and not keeper.lacks_weights:
-        log.console.say(
-            f"no weights are kept, as the best validation loss, {min(losses):.4f}, is not below "
-            f"that of the untrained model, {untrained:.4f}; lower the learning rates")
     if not run.ended_by:
+        if best == 0 and not keeper.lacks_weights:
+            log.console.say("no weights are kept, as no validation loss is below that of the "
+                            f"untrained model, {untrained:.4f}; lower the learning rates")
         keeper.end_saves()
         if is_rank_0() and c.sample:
             show_sample(run, script, path)
@@ -63,9 +61,9 @@ def end(run, script, startup_s: float) -> int:
     if run.ended_by:
         return keeper.say_how_to_go_on(run.step, run.ended_by)
     longer = ""
-    if rise(log.steps) <= CLEAR_RISE:  # else it would learn its text by heart
-        text = sum(shard["tokens"] for shard in keeper.facts.data if shard["split"] == "train")
-        longer = fitting.option_for_longer(c, script.total_tokens(c) / (c.epochs * text))
+    learns_by_heart = rise(log.steps) > CLEAR_RISE
+    if c.fit and fitting.uses_up(c.minutes, run.clock.total) and not learns_by_heart:
+        longer = f"--minutes={5 * c.minutes:g}"
     log.console.next(next_commands(path, c.data_dir, longer))
     return 0
 

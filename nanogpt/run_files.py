@@ -115,30 +115,25 @@ def try_folder(folder: Path, option: str) -> None:
 
 def check_kind(path: Path, vocab_size: int, preset: str) -> None:
     """Raises ShardError unless the tokens of a shard are of the kind that the model reads."""
-    kinds = {True: "bytes", False: "GPT-2's tokens"}
-    largest = shards.largest_token(path)
-    holds_bytes, wants_bytes = largest < 256, shards.reads_bytes(vocab_size)
-    presets = "char or laptop" if holds_bytes else "small, onepass or speedrun"
-    other = "--tokens=gpt2" if holds_bytes else "--bytes"
-    if largest >= vocab_size or holds_bytes != wants_bytes:
+    names = {"bytes": "bytes", "gpt2": "GPT-2's tokens"}
+    holds = shards.kind_of_tokens(path)
+    wants = "bytes" if shards.reads_bytes(vocab_size) else "gpt2"
+    if holds != wants:
+        presets = "char or laptop" if holds == "bytes" else "small, onepass or speedrun"
         raise shards.ShardError(
-            f"{path} holds {kinds[holds_bytes]} (one is {largest}), and --preset={preset} with "
-            f"--vocab_size={vocab_size} wants {kinds[wants_bytes]}; choose --preset={presets} "
-            "without --vocab_size, or make others: "
-            + to_type(f"data/prepare.py FILE {other}"))
+            f"{path} holds {names[holds]}, and --preset={preset} with --vocab_size={vocab_size} "
+            f"wants {names[wants]}; choose --preset={presets} without --vocab_size, or make "
+            "others: " + to_type(f"data/prepare.py FILE --tokens={wants}"))
 
 
 def check_tokens(c, packing: shards.Packing, plan: shards.Plan, paths: list[Path]) -> None:
     """Raises BadInput unless the training shards last for all steps of the plan."""
     # This packs all documents as training will. Nothing less tells how many steps there are.
     steps = sum(1 for _ in shards.batches(paths, packing, plan))
-    # The first stages may have small batches, so the number of possible steps follows from the
-    # tokens of the steps above. It comes out a bit low, which is safe.
-    possible = len(plan) * sum(plan[:steps]) // sum(plan)
     have = sum(map(shards.count_tokens, paths)) * packing.epochs
     ends = "" if c.cut_documents else ", but for the ends of long documents,"
     require(steps == len(plan),
             f"{len(plan)} steps need {packing.seq_len * sum(plan):,} tokens; the {have:,} in "
-            f"{c.data_dir}{ends} last for about {possible} steps; get more text, "
+            f"{c.data_dir}{ends} last for {steps} of them; get more text, "
             f"{'' if c.fit else 'let the run fit it (--fit), '}"
             "lower --num_steps or --minutes, or raise --epochs")

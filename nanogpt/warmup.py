@@ -102,9 +102,6 @@ class WarmUp:
         torch.get_device_module(self.tokens.device).synchronize()
         dist.barrier()
 
-    def setting(self, step: int):
-        return self.script.setting_of(step, self.config)
-
     def example(self, length: int) -> Tensor:
         """A sequence (1, length + 1)."""
         return self.tokens[None, : length + 1]
@@ -121,14 +118,15 @@ class WarmUp:
         inputs, targets = inputs_and_targets(self.example(stage.length), self.tokens.device)
         reading = self.model.past.read(inputs, training=True)
         targets = self.model.candidates.of(targets)
-        self.script.forward_backward(
-            self.model, self.setting(stage.last_step), *targets, *reading)
+        setting = self.script.setting_of(stage.last_step, self.config)
+        self.script.forward_backward(self.model, setting, *targets, *reading)
         self.model.zero_grad()
 
     def validate(self, step: int) -> None:
         sequence = self.example(self.config.val_seq_len)
         inputs, targets = inputs_and_targets(sequence, self.tokens.device)
-        self.script.loss_without_gradient(self.model, inputs, targets, self.setting(step))
+        setting = self.script.setting_of(step, self.config)
+        self.script.loss_without_gradient(self.model, inputs, targets, setting)
 
     def update(self, call: Callable = call_directly) -> None:
         optimizer = self.optimizer

@@ -77,7 +77,7 @@ REMEDY = "fetch or make it again"
 REFUSED = [
     Refused("shard: begins with something else", f"{FIRST} begins with magic 5, .*{REMEDY}",
             prepare=instead(FIRST, lambda path: write_shard(path, documents(6000), magic=5))),
-    Refused("shard: tokens of another kind", f"{FIRST} holds GPT-2's tokens .*--bytes",
+    Refused("shard: tokens of another kind", f"{FIRST} holds GPT-2's tokens, .*--tokens=bytes",
             prepare=instead(FIRST, lambda path: write_shard(path, [50256, *[40_000] * 5999]))),
     Refused("shards: none there", "no train shards .* in data/pydocs; check the path, or get them: .*--python-docs",
             {"data_dir": "data/pydocs"}),

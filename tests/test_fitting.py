@@ -153,14 +153,6 @@ def test_the_steps_are_at_most_those_that_the_loader_has_and_nearly_all_of_them(
     assert 0.9 * have - epochs <= fitted["num_steps"] <= have and fitted["epochs"] == epochs
 
 
-@pytest.mark.parametrize("seconds, part_read, option", [
-    (0.001, 1.0, "--epochs=12"), (0.001, 0.3, "--minutes=5"), (10.0, 0.9, "--minutes=5")])
-def test_the_next_command_makes_the_run_longer(text, tmp_path, seconds, part_read, option):
-    c = t.parse_config([text, "--minutes=1"])
-    c = fitting.fit_to_minutes(c, t.SCHEDULES[c.schedule], list(tmp_path.glob("*_train_*")), seconds)
-    assert fitting.option_for_longer(c, part_read) == option
-
-
 @pytest.mark.parametrize("keys, sentence", [
     (["--batch_tokens=0"], "--batch_tokens=0 must be at least 1"), (["--minutes=-3"], "--minutes=-3.0 must be at least 0"),
     (["--val_seq_len=1048576"], "--val_seq_len=1048576 is more than there is room for"),

@@ -143,7 +143,7 @@ def test_the_check_before_compiling_agrees_exactly_with_what_the_loader_yields(f
         check_data(config(folder, num_steps=have + 1, **changes))
     sentence = str(error.value)
     for part in (f"{have + 1} steps", f"{(have + 1) * batch_tokens:,} tokens", f"{sum(map(len, SHARDS)) * epochs:,}",
-                 f"{have} steps", str(folder), "--fit", "--num_steps", "--epochs"):
+                 f"last for {have} of them", str(folder), "--fit", "--num_steps", "--epochs"):
         assert part in sentence, f"{part} is not in: {sentence}"
 
 
@@ -185,7 +185,7 @@ def test_shards_of_several_texts_are_not_mixed(folder):
 
 
 @pytest.mark.parametrize("preset, largest, parts", [
-    ("laptop", 50_000, ["GPT-2's tokens", "--preset=laptop with --vocab_size=272 wants bytes", "--bytes"]),
+    ("laptop", 50_000, ["GPT-2's tokens", "--preset=laptop with --vocab_size=272 wants bytes", "--tokens=bytes"]),
     ("onepass", 255, ["holds bytes", "--preset=onepass with --vocab_size=50304 wants GPT-2's tokens", "--preset=char"])])
 def test_tokens_of_the_wrong_kind_are_named_for_what_they_are(tmp_path, preset, largest, parts):
     document = np.r_[SEPARATOR, np.arange(4000) % (largest + 1)]

@@ -33,7 +33,6 @@ from nanogpt.precision.recipe import Recipe
 from nanogpt.ranks import rank_and_world_size
 
 FIRST_SCALE = 2.0**15
-LARGEST_SCALE = 2.0**127  # the largest power of two in float32
 GOOD_STEPS_TO_GROW = 2000  # even: with head_every_second the scale stays the same for two steps
 
 
@@ -74,7 +73,7 @@ class LossScaling(Recipe):
             self.set_scale(max(self.scale / 2, 1.0))
         elif self.good_steps == GOOD_STEPS_TO_GROW:
             self.good_steps = 0
-            self.set_scale(min(2 * self.scale, LARGEST_SCALE))
+            self.set_scale(2 * self.scale)
         return finite
 
     def unscale(self, gradient: Tensor) -> Tensor:
