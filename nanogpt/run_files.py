@@ -130,10 +130,12 @@ def check_tokens(c, packing: shards.Packing, plan: shards.Plan, paths: list[Path
     """Raises BadInput unless the training shards last for all steps of the plan."""
     # This packs all documents as training will. Nothing less tells how many steps there are.
     steps = sum(1 for _ in shards.batches(paths, packing, plan))
+    # Early batches may be smaller, so fewer steps than these make a whole run.
+    possible = len(plan) * sum(plan[:steps]) // sum(plan)
     have = sum(map(shards.count_tokens, paths)) * packing.epochs
     ends = "" if c.cut_documents else ", but for the ends of long documents,"
     require(steps == len(plan),
             f"{len(plan)} steps need {packing.seq_len * sum(plan):,} tokens; the {have:,} in "
-            f"{c.data_dir}{ends} last for {steps} of them; get more text, "
+            f"{c.data_dir}{ends} last for about {possible} steps; get more text, "
             f"{'' if c.fit else 'let the run fit it (--fit), '}"
             "lower --num_steps or --minutes, or raise --epochs")
