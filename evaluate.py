@@ -270,9 +270,9 @@ def tokens_of_shards(paths: list[Path], model: Model) -> np.ndarray:
 
 
 def measure_all(options: argparse.Namespace,
-                models: list[Model]) -> list[tuple[str, list[dict[str, PerUnit]]]]:
-    """What the command line asks for: where from, such as "items of FILE", and the measures of each
-    model. Raises BadInput if one is not finite."""
+                models: list[Model]) -> list[dict[str, tuple[str, PerUnit]]]:
+    """What the command line asks for: for each model the measures by name, each with where its
+    units are from, such as "items of FILE". Raises BadInput if one is not finite."""
     jobs = []  # all is read before anything is computed, so that a mistake shows at once
     if options.text is not None or options.hellaswag is None:
         name, tokens = read_text(options, models)
@@ -283,14 +283,13 @@ def measure_all(options: argparse.Namespace,
             hellaswag.fetch()
         items = hellaswag.read_items(path)
         jobs.append((f"items of {path.name}", hellaswag_measures, [items] * len(models)))
-    measured = []
+    measured = [{} for _ in models]
     for source, measure, contents in jobs:
-        of_models = [measure(model, content) for model, content in zip(models, contents)]
-        for model, measures in zip(models, of_models):
-            for name, per_unit in measures.items():
+        for model, content, measures in zip(models, contents, measured):
+            for name, per_unit in measure(model, content).items():
                 require(math.isfinite(per_unit.result()),
                         f"{model.path}: the {name} is not finite; its training diverged")
-        measured.append((source, of_models))
+                measures[name] = source, per_unit
     return measured
 
 
@@ -310,54 +309,51 @@ def in_words(name: str, value: float, plus: str = "") -> str:
     return f"{value:{plus}.4f}"
 
 
-def show(models: list[Model], measured: list[tuple[str, list[dict[str, PerUnit]]]]) -> None:
+def show(models: list[Model], measured: list[dict[str, tuple[str, PerUnit]]]) -> None:
     """Prints the results of each model, how the others differ from the first one, and what to know
     about the errors."""
-    for index, model in enumerate(models):
+    counts = set()  # of units
+    for model, measures in zip(models, measured):
         print(f"{model.path} (preset {model.gpt.config.preset}, step {model.gpt.trained_steps:,})")
-        for source, of_models in measured:
-            for name, per_unit in of_models[index].items():
-                text = in_words(name, per_unit.result())
-                error = standard_error(per_unit.influences())
-                if error is not None:
-                    text += f" ± {in_words(name, error)}"
-                if name.startswith("loss"):
-                    text += f", perplexity {math.exp(per_unit.result()):,.2f}"
-                print(f"  {name:<23} {text:<40} {source}: {len(per_unit.sizes):,}")
+        for name, (source, per_unit) in measures.items():
+            text = in_words(name, per_unit.result())
+            error = standard_error(per_unit.influences())
+            if error is not None:
+                text += f" ± {in_words(name, error)}"
+            if name.startswith("loss"):
+                text += f", perplexity {math.exp(per_unit.result()):,.2f}"
+            print(f"  {name:<23} {text:<40} {source}: {len(per_unit.sizes):,}")
+            counts.add(len(per_unit.sizes))
     if len(models) > 1 and any(model.gpt.of_other_code for model in models):
         print("Differences are left out, as not all models are of this code.")
     else:
         show_differences(models, measured)
-    units = {len(per_unit.sizes)
-             for _, (first, *_) in measured for per_unit in first.values()}
-    if units != {1}:
-        print("Behind ± stands one standard error over the documents or items.")
-    if units & set(range(2, 30)):
-        print("With fewer than 30 of them it is too small, and so is the interval.")
-    if 1 in units:
+    if counts != {1}:
+        print("Behind ± stands one standard error over the documents or items. With fewer than 30 "
+              "of them it is too small, and so is an interval.")
+    if 1 in counts:
         print("One document tells nothing about chance, so it has no ± and no interval. "
               "--text=FILE with --split_blank=1 or --split=MARKER cuts a text into several.")
 
 
-def show_differences(models: list[Model], measured: list) -> None:
-    for _, (first, *others) in measured:
-        for model, measures in zip(models[1:], others):
-            for name, per_unit in measures.items():
-                found = name in first and difference(first[name], per_unit)
-                if found:
-                    value, low, high = (in_words(name, number, "+") for number in found)
-                    print(f"{model.path} minus {models[0].path}, {name}: {value}, 95 % interval "
-                          f"{low} to {high}")
+def show_differences(models: list[Model], measured: list[dict]) -> None:
+    first = measured[0]
+    for model, measures in zip(models[1:], measured[1:]):
+        for name, (_, per_unit) in measures.items():
+            found = name in first and difference(first[name][1], per_unit)
+            if found:
+                value, low, high = (in_words(name, number, "+") for number in found)
+                print(f"{model.path} minus {models[0].path}, {name}: {value}, 95 % interval "
+                      f"{low} to {high}")
 
 
-def evaluate(argv: list[str]) -> None:
-    options = parse(argv)
+def evaluate(options: argparse.Namespace) -> None:
     models = [load_model(path, options.device) for path in options.models]
     show(models, measure_all(options, models))
 
 
 def main(argv: list[str]) -> int:
-    return sample.end_in_order("evaluate.py", lambda: evaluate(argv))
+    return sample.end_in_order("evaluate.py", lambda: evaluate(parse(argv)))
 
 
 if __name__ == "__main__":

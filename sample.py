@@ -104,18 +104,6 @@ def codec(vocab_size: int) -> tuple[Callable[[str], list[int]], Callable[[int], 
     return vocabulary.encode_ordinary, gpt2_bytes
 
 
-def prompt_tokens(encode: Callable[[str], list[int]], bos: int, seq_len: int,
-                  text: str) -> list[int]:
-    """The tokens of a text that begins a document. If none could follow, those of its end, which
-    leave half of a sequence free, and a sentence on standard error."""
-    tokens = encode(text)
-    if len(tokens) > seq_len - 2:
-        complain(f"the text to continue has {len(tokens):,} tokens, and the model's sequences have "
-                 f"{seq_len:,}, so it reads only the last {seq_len // 2:,}")
-        tokens = tokens[-(seq_len // 2) :]
-    return [bos, *tokens]
-
-
 def check(config) -> list[str]:
     """Whether a run can end with a sample, before it begins. A run that is fitted to a text does
     without the sample that nobody has asked for, and returns a note. Raises BadInput otherwise."""
@@ -141,14 +129,30 @@ def opening(config, val_tokens: Tensor) -> str:
     return " ".join(text.decode(errors="replace").split()[1:6])[:80] or config.sample
 
 
-def continue_text(model, text: str, count: int) -> str:
-    """The text, continued by a model that has just been trained, as it can be printed."""
+def continued(model, text: str, count: int, generator: torch.Generator, temperature: float = 0.8,
+              top_k: int = 0) -> Iterator[str]:
+    """The text, then what the model adds to it (`generate`), a piece for each token. A piece may be
+    empty, as a character may take several tokens. Of a text after which nothing could come, the
+    model reads the end, which leaves half of a sequence free."""
     widen(model)
     encode, to_bytes = codec(model.config.vocab_size)
-    tokens = prompt_tokens(encode, model.bos, model.config.seq_len, text)
+    tokens = encode(text)
+    seq_len = model.config.seq_len
+    if len(tokens) > seq_len - 2:
+        complain(f"the text to continue has {len(tokens):,} tokens, and the model's sequences have "
+                 f"{seq_len:,}, so it reads only the last {seq_len // 2:,}")
+        tokens = tokens[-(seq_len // 2) :]
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    yield text
+    for token in generate(model, [model.bos, *tokens], count, temperature, top_k, generator):
+        yield decoder.decode(to_bytes(token))
+    yield decoder.decode(b"", final=True)
+
+
+def continue_text(model, text: str, count: int) -> str:
+    """The text, continued by a model that has just been trained, as it can be printed."""
     generator = torch.Generator(model.lm_head.device).manual_seed(0)
-    new = generate(model, tokens, count, 0.8, 0, generator)
-    return printable(text + b"".join(map(to_bytes, new)).decode(errors="replace"))
+    return printable("".join(continued(model, text, count, generator)))
 
 
 def what_to_expect(config, active: int, read: int) -> str:
@@ -204,7 +208,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     option = parser.add_argument
     option("checkpoint", metavar="MODEL", help="file that --save_checkpoint has written")
-    option("text", metavar="TEXT", nargs="?", default=argparse.SUPPRESS,
+    option("text", metavar="TEXT", nargs="?",
            help="text to continue; without it, what comes from standard input")
     option("--temperature", type=number(float, 0), default=0.8,
            help="below 1 the probable becomes more probable; 0: always the most probable token")
@@ -219,8 +223,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def show(text: str) -> None:
     """Writes a text at once."""
-    sys.stdout.write(printable(text))
-    sys.stdout.flush()
+    print(printable(text), end="", flush=True)
 
 
 def continue_texts(options: argparse.Namespace) -> None:
@@ -228,26 +231,17 @@ def continue_texts(options: argparse.Namespace) -> None:
     the model is of no use."""
     from train_gpt import load_checkpoint
     model = load_checkpoint(options.checkpoint, options.device)
-    widen(model)
-    text = getattr(options, "text", None)
+    text = options.text
     if text is None:
         text = sys.stdin.buffer.read().decode(errors="replace").removesuffix("\n")
-    encode, to_bytes = codec(model.config.vocab_size)
-    seq_len = model.config.seq_len
-    tokens = prompt_tokens(encode, model.bos, seq_len, text)
     generator = torch.Generator(options.device).manual_seed(options.seed)
     for sample in range(1, options.num_samples + 1):
         if options.num_samples > 1:
             show(f"---------- sample {sample} of {options.num_samples} ----------\n")
-        show(text)
-        decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        for token in generate(model, tokens, options.max_new_tokens, options.temperature,
-                              options.top_k, generator):
-            show(decoder.decode(to_bytes(token)))
-        show(decoder.decode(b"", final=True) + "\n")
-        if seq_len < len(tokens) + options.max_new_tokens and token != model.bos:
-            print(f"sample.py: the text ends here, because the model's sequences have {seq_len} "
-                  "tokens", file=sys.stderr)
+        for piece in continued(model, text, options.max_new_tokens, generator,
+                               options.temperature, options.top_k):
+            show(piece)
+        show("\n")
 
 
 def end_in_order(program: str, work: Callable[[], None]) -> int:

@@ -2010,7 +2010,7 @@ def train(c: Config, at_end: ExitStack) -> int:
     startup_s = time.perf_counter() - LAUNCHED
     log.fact("note", f"products: {recipe.summary(recipe_names, device)}")
     log.fact("note", f"{startup_s:.1f} s from launch to the first timed step")
-    console.ready(startup_s)
+    console.say(f"ready after {startup_s:.1f} s")
     STOP.in_steps = True  # from now on a signal waits until all ranks can end together
     run.train(call)
 

@@ -103,11 +103,11 @@ def run(args: argparse.Namespace) -> int:
         folder = record.new(args.name, logs_named(args.logs), args.claim, args.data)
         print(f"wrote {folder}; write its README.md, then run `python -m records table`")
     elif args.command == "compare":
-        (a, without_a), (b, without_b) = map(compare.read_side, (args.a, args.b))
-        lines = compare.compare(a, b, (args.a, args.b))
-        print("\n".join([*without_a, *without_b, *lines]))
+        sides = [(path, logs_named([path])) for path in (args.a, args.b)]
+        print("\n".join(compare.compare(*sides)))
     elif args.command == "plot":
-        plots.draw_curves(args.out, logs_named(args.logs, may_be_cut=True), args.x)
+        picture = plots.curves(logs_named(args.logs, may_be_cut=True), (args.x,))
+        picture.savefig(args.out, format="png")
         print(f"wrote {args.out}")
     else:
         records = [record.stored_in(folder) for folder in record.folders()]

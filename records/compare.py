@@ -3,30 +3,10 @@ import difflib
 import statistics
 from pathlib import Path
 
-from .log import SCRIPT, Log, Refused, paths_of, read_log
+from .log import SCRIPT, Log, Refused
 from .record import ALPHA, machine_name, moments, pm, scipy_stats, shards, shared
 
 SHORT_DIFF = 40  # lines
-
-
-def read_side(path: Path) -> tuple[list[Log], list[str]]:
-    """The runs to compare: one log, or those of a folder. Runs that did not come to their end are
-    left out, with a sentence for each. Raises Refused if no run is left."""
-    logs = []
-    left_out = []
-    for log_path in paths_of(path):
-        try:
-            log = read_log(log_path)
-        except Refused as error:
-            left_out.append(f"left out: {error}")
-            continue
-        if log.interrupted:
-            left_out.append(f"left out: {log_path}: the run was interrupted")
-        else:
-            logs.append(log)
-    if not logs:
-        raise Refused("\n".join([f"{path}: no log of a run that came to its end.", *left_out]))
-    return logs, left_out
 
 
 def verdict(what: str, unit: str, a: list[float], b: list[float], digits: int) -> str:
@@ -35,10 +15,7 @@ def verdict(what: str, unit: str, a: list[float], b: list[float], digits: int) -
     head = f"{what}: B - A = {difference:+.{digits}f}{unit}"
     if min(len(a), len(b)) < 2 or len(set(a)) == len(set(b)) == 1:
         return f"{head}; no test: it needs two runs or more on each side, with some deviation"
-    try:
-        test = scipy_stats().ttest_ind(b, a, equal_var=False)
-    except Refused as error:
-        return f"{head}; no test: {error}"
+    test = scipy_stats().ttest_ind(b, a, equal_var=False)
     interval = test.confidence_interval(0.95)
     text = (f"{head} (95 % from {interval.low:+.{digits}f} to {interval.high:+.{digits}f}, "
             f"Welch's p = {test.pvalue:.2g})")
@@ -66,33 +43,33 @@ def cautions(side: str, logs: list[Log]) -> list[str]:
 
 
 def code_lines(a: Log, b: Log) -> list[str]:
-    """The beginning of the diff of the files that both ran, the script first. Then the names of the
-    files that only one of them imported."""
+    """The beginning of the diff of the files that ran, the script first. A file that only one side
+    has imported is new, or gone."""
     diff = []
-    for path in sorted(a.files.keys() & b.files.keys(), key=lambda path: (path != SCRIPT, path)):
-        texts = [log.files[path].decode(errors="replace").split("\n") for log in (a, b)]
+    for path in sorted(a.files.keys() | b.files.keys(), key=lambda path: (path != SCRIPT, path)):
+        texts = [log.files.get(path, b"").decode(errors="replace").splitlines() for log in (a, b)]
         diff += difflib.unified_diff(*texts, f"A/{path}", f"B/{path}", lineterm="", n=1)
     lines = ["code:" if diff else "code: the same", *diff[:SHORT_DIFF]]
     if len(diff) > SHORT_DIFF:
         lines.append(f"... {len(diff) - SHORT_DIFF} more lines; `code` gives back the files")
-    for side, ours, theirs in (("A", a, b), ("B", b, a)):
-        only = sorted(ours.files.keys() - theirs.files.keys())
-        if only:
-            lines.append(f"only {side} imported: {', '.join(only)}")
     return lines
 
 
-def compare(a: list[Log], b: list[Log], names: tuple[str, str]) -> list[str]:
-    """The lines of the report. All numbers are from the logs."""
+def compare(side_a: tuple[Path, list[Log]], side_b: tuple[Path, list[Log]]) -> list[str]:
+    """The lines of the report on two sides, each the name and the logs of its runs. All numbers
+    are from the logs. Raises Refused for a run that did not come to its end."""
     lines = []
-    for side, name, logs in zip("AB", names, (a, b)):
-        if any(log.end["val_loss"] is None for log in logs):
-            raise Refused(f"{name}: a run has no validation to compare; `plot` shows it.")
+    for side, (name, logs) in zip("AB", (side_a, side_b)):
+        for log in logs:
+            if log.interrupted or log.end["val_loss"] is None:
+                raise Refused(f"{log.path}: this run was interrupted or has no validation; leave "
+                              "it out (`plot` shows it).")
         losses = [log.end["val_loss"] for log in logs]
         times = [log.end["train_time_s"] for log in logs]
         lines.append(f"{side} = {name}: n = {len(logs)}, loss {pm(moments(losses, 4), 4)}, time "
                      f"{pm(moments(times, 2), 2)} s, {machine_name(logs[0])}")
         lines += cautions(side, logs)
+    a, b = side_a[1], side_b[1]
     if machine_name(a[0]) != machine_name(b[0]):
         lines.append("caution: the machines of A and B differ")
     if sorted(shards(a[0]).values()) != sorted(shards(b[0]).values()):  # names do not count

@@ -103,10 +103,6 @@ class Console:
             "weights": str(weights or "not kept; --save_checkpoint keeps them"),
         })
 
-    def ready(self, seconds: float) -> None:
-        """Says that the steps begin, so many seconds after the launch."""
-        self.say(f"ready after {duration(seconds)}")
-
     def train_loss(self, step: int, num_steps: int, loss: float) -> None:
         """Moves the bar on, which is on standard error and is shown on a terminal only."""
         if self.bar is None:
@@ -138,7 +134,7 @@ class Console:
             self.say(line)
         self.say_facts({
             "loss": self.loss_in_words(steps),
-            "target": target_in_words(facts),
+            "target": target_in_words(facts["val_loss"], facts["target"]),
             "time": f"{duration(facts['train_time_s'])} of training, {facts['step_avg_ms']} ms a "
                     f"step, {facts['tokens_per_s']:,} tokens/s",
             "mfu": f"{facts['mfu']:.1%} of the device's peak" if facts["mfu"] else "",
@@ -193,15 +189,11 @@ def rise(steps: list[tuple]) -> float:
     return losses[-1] - min(losses) if losses else 0.0
 
 
-def target_in_words(facts: dict) -> str:
-    loss, target = facts["val_loss"], facts["target"]
+def target_in_words(loss: float | None, target: float | None) -> str:
     if loss is None or target is None:
         return ""
-    if loss <= target:
-        return f"{target:g}: reached"
-    if facts.get("interrupted"):
-        return f"{target:g}: not reached so far"
-    return f"{target:g}: missed by {loss - target:.4f}"
+    result = "reached" if loss <= target else f"missed by {loss - target:.4f}"
+    return f"{target:g}: {result}"
 
 
 def next_commands(checkpoint: Path | None, data_dir: str, longer: str) -> list[str]:

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 import uuid
-from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
@@ -27,7 +26,7 @@ from records.console import Console, complain
 ROOT = Path(__file__).parents[1]  # the project's folder
 GRAMMAR = 2  # the version of the log's form, which records/README.md describes
 RULE = "=" * 100  # the line that ends the source, and the one that begins the end block
-PEAK_FLOPS = {  # of dense bf16 products per second, by the first of these in the device's name
+PEAK_FLOPS = {  # dense bf16, per second; the first of these that is in the device's name
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
     "H100": 989e12,
@@ -72,9 +71,8 @@ class Log:
         self.pending = []  # losses that may still be on their way from the device
         self.steps: list[tuple] = []  # step, seconds, name and loss of all lines
         self.path = None  # as long as the file has not begun
-        self.has_ended = False
         self.waiting = []  # the lines of facts that have come before the file began
-        self.file = None  # as long as it is not open, or if it cannot be written to
+        self.file = None  # as long as it is not open, cannot be written to, or has ended
 
     def begin(self, source: bytes, facts: RunFacts, config: dict, stages: list[dict]) -> None:
         """Opens LOG_DIR/RUN_ID.txt and writes the script's source, the facts, and those that have
@@ -166,16 +164,16 @@ class Log:
 
     def end(self, facts: dict) -> None:
         """Writes the end block: a line `key: value` for each fact. Nothing may follow it."""
-        self.has_ended = True
         self.write(RULE)
         for key, value in facts.items():
             self.write(f"{key}: {value if isinstance(value, str) else json.dumps(value)}")
+        self.file = None
 
     def end_early(self, kind: type | None, error: BaseException | None, trace) -> None:
         """The last line of a log without an end block, if an error ends the run: what it was. This
         is called like __exit__ of a context manager."""
         self.console.close()
-        if error is not None and self.path is not None and not self.has_ended:
+        if error is not None:
             self.fact("note", f"ended early: {error or kind.__name__}".partition("\n")[0])
 
 
@@ -214,23 +212,20 @@ class Clock:
 
 def project_files(script: str | Path, root: Path = ROOT) -> list[dict]:
     """The project's files that this process has imported, without the script: each as the fact
-    `file` of the log (path, sha256, text), in the order of their paths. A file is read by the first
-    call after its import and never again. So make a call right after the imports: then the log
-    shows what runs, even if a file is edited later."""
+    `file` of the log (path, sha256, text), in the order of their paths. Call it right after the
+    imports: then the log shows what runs, even if a file is edited later."""
+    root = root.resolve()
     found = set()
     for module in list(sys.modules.values()):
         path = Path(getattr(module, "__file__", None) or "/").resolve()
-        is_ours = path.is_relative_to(root.resolve()) and "site-packages" not in path.parts
+        is_ours = path.is_relative_to(root) and "site-packages" not in path.parts
         if is_ours and path.is_file() and path != Path(script).resolve():
-            found.add(path.relative_to(root.resolve()).as_posix())
-    return [describe_file(root, path) for path in sorted(found)]
-
-
-@cache
-def describe_file(root: Path, path: str) -> dict:
-    """The fact `file` of one file, whose path is relative to `root`."""
-    content = (root / path).read_bytes()
-    return {"path": path, "sha256": sha256(content), "text": content.decode()}
+            found.add(path.relative_to(root).as_posix())
+    files = []
+    for path in sorted(found):
+        content = (root / path).read_bytes()
+        files.append(dict(path=path, sha256=sha256(content), text=content.decode()))
+    return files
 
 
 def sha256(content: bytes) -> str:
@@ -304,12 +299,16 @@ def cpu_name() -> str:
 def end_block(facts: RunFacts, val_loss: float | None, target: float, steps: int, seconds: float,
               tokens: int, flops_per_token: int, device: torch.device, startup_s: float) -> dict:
     """What came of a run of so many steps, seconds of training and tokens (records/README.md).
-    val_loss is None if nothing was validated, and a target of 0 is none."""
+    val_loss is None if nothing was validated, and a target of 0 is none. mfu, the model FLOPs
+    utilization, is the share of the device's bf16 peak that the model's own multiplications take
+    (PaLM, appendix B)."""
     reached = None
     if val_loss is not None:
         val_loss = round(val_loss, 4)
         reached = val_loss <= target if target else None
     speed = tokens / seconds / facts.machine["world_size"]  # of one device
+    name = facts.machine["devices"][0]
+    peak = next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
     memory = None
     if device.type == "cuda":  # with that of CUDA graphs and what PyTorch keeps for later use
         memory = torch.cuda.max_memory_reserved(device) // 2**20
@@ -321,18 +320,8 @@ def end_block(facts: RunFacts, val_loss: float | None, target: float, steps: int
         "step_avg_ms": round(1000 * seconds / steps, 2),
         "tokens": tokens,
         "tokens_per_s": round(tokens / seconds),
-        "mfu": mfu(flops_per_token, speed, facts.machine["devices"][0]),
+        "mfu": round(flops_per_token * speed / peak, 4) if peak else None,
         "peak_memory_mib": memory,
         "compile_s": round(startup_s, 1),
         "code_sha256": facts.run["code_sha256"],
     }
-
-
-def mfu(flops_per_token: float, tokens_per_s_per_device: float, device_name: str) -> float | None:
-    """Model FLOPs utilization: the share of the device's bf16 peak that the model's own
-    multiplications take, to four decimals (PaLM, appendix B). None for a device that is not in the
-    table."""
-    for name, peak in PEAK_FLOPS.items():
-        if name in device_name:
-            return round(flops_per_token * tokens_per_s_per_device / peak, 4)
-    return None

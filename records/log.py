@@ -62,10 +62,6 @@ class Log:
         return self.facts["environment"][0]
 
     @property
-    def validations(self) -> list[Step]:
-        return [step for step in self.steps if step.split == "val"]
-
-    @property
     def interrupted(self) -> bool:
         return bool(self.end.get("interrupted"))
 

@@ -110,6 +110,8 @@ def p_text(record: dict) -> str:
 
 def build(logs: list[Log], name: str, claim: str, data_name: str) -> dict:
     """The content of record.json. All of it follows from the logs, but for the two free texts."""
+    for log in logs:
+        refuse_unfit_for_record(log)
     refuse_mixed(logs)
     first = logs[0]
     losses = [log.end["val_loss"] for log in logs]
@@ -179,11 +181,9 @@ def new(name: str, logs: list[Log], claim: str, data_name: str) -> Path:
     anything."""
     if not re.fullmatch(r"[a-z0-9][a-z0-9_-]*", name):
         raise Refused(f"a record's name has small letters, digits, _ and -, not {name!r}.")
-    for log in logs:
-        refuse_unfit_for_record(log)
     folder = RECORDS / f"{min(log.run['date'] for log in logs)[:10]}_{name}"
     record = build(logs, folder.name, claim, data_name)
-    picture = plots.picture_of_record(logs)
+    picture = plots.curves(logs, ("time", "tokens"))
     folder.mkdir()
     (folder / "log_1.txt").write_bytes(logs[0].raw)
     for number, log in enumerate(logs[1:], 2):
@@ -206,8 +206,6 @@ def problems(folder: Path) -> list[str]:
     try:
         stored = stored_in(folder)
         logs = [read_log(path) for path in paths_of(folder)]
-        for log in logs:
-            refuse_unfit_for_record(log)
         rebuilt = build(logs, folder.name, stored["claim"], stored["data_name"])
         text = (folder / "README.md").read_text("utf-8")
         rewritten = with_block(text, BLOCK, block(rebuilt))

@@ -45,11 +45,10 @@ weights   models/x.pt
 
 def test_a_file_gets_a_line_for_each_validation_and_nothing_of_the_steps(capsys):
     seen = Console(tokens_are_bytes=True)
-    seen.ready(62)
     seen.train_loss(1, 2, 3.0)
     seen.train_loss(2, 2, 2.5)
     seen.val_loss("step:2/2 val_loss:2.0", 2.0)
-    assert capsys.readouterr() == ("ready after 62.0 s\nstep:2/2 val_loss:2.0 bits_per_byte:2.8854\n", "")
+    assert capsys.readouterr() == ("step:2/2 val_loss:2.0 bits_per_byte:2.8854\n", "")
 
 
 def test_a_terminal_gets_a_bar_that_makes_way_for_lines_and_stays_at_the_end(monkeypatch):

@@ -143,8 +143,7 @@ def measures(*words):
     """The measures of each model on the data of the command line."""
     options = evaluate.parse([str(word) for word in words])
     models = [evaluate.load_model(path, options.device) for path in options.models]
-    [(_, found)] = evaluate.measure_all(options, models)
-    return found
+    return [{name: per_unit for name, (_, per_unit) in found.items()} for found in evaluate.measure_all(options, models)]
 
 
 LOSS = "loss, nats per byte"
@@ -255,7 +254,7 @@ def test_one_document_has_no_error_and_no_interval_and_a_sentence_says_why(tmp_p
     assert status == 0 and "text.txt: 1\n" in out and "±" not in out.replace("no ±", "") and "minus" not in out
     assert out.endswith("--split_blank=1 or --split=MARKER cuts a text into several.\n")
     out = run(capsys, checkpoint[0], another, f"--text={text}", "--split_blank=1")[1]
-    assert "text.txt: 2\n" in out and out.endswith("and so is the interval.\n")
+    assert "text.txt: 2\n" in out and out.endswith("and so is an interval.\n")
 
 
 def test_the_program_runs_as_a_script(checkpoint, tmp_path):

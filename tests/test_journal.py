@@ -107,7 +107,7 @@ def test_the_clock_stands_still_when_it_is_stopped(monkeypatch):
     assert readings == [0, 0, 2, 3, 3, 3, 7] and len(waits) == 4, "starting and stopping wait for the device"
 
 
-def test_the_files_of_the_project_are_those_it_imported_as_they_were_then(tmp_path, monkeypatch):
+def test_the_files_of_the_project_are_those_it_imported(tmp_path, monkeypatch):
     root = tmp_path / "project"
 
     def imported(name, path, content=b"x = 1\n"):
@@ -122,7 +122,6 @@ def test_the_files_of_the_project_are_those_it_imported_as_they_were_then(tmp_pa
     imported("train_gpt", "train_gpt.py")
     imported("__main__", "many_seeds.py")
     (root / "rooms" / "not_imported.py").write_text("x = 2\n")
-    (root / "rooms" / "__init__.py").write_text("edited after the import")
     files = imported("late", "late.py")
     assert [file["path"] for file in files] == ["late.py", "many_seeds.py", "rooms/__init__.py", "rooms/low/fp99.py"]
     assert files[2]["text"] == "" and files[3]["sha256"] == hashlib.sha256("Grüße\r\n".encode()).hexdigest()
@@ -158,4 +157,6 @@ def test_a_commit_is_named_and_whether_it_has_what_ran(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name, peak", [
     ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA H200", 989e12), ("another", None)])
 def test_mfu_is_the_share_of_the_peak_of_the_device(name, peak):
-    assert journal.mfu((peak or 1) / 2, 1.0, name) == (0.5 if peak else None)
+    facts = journal.RunFacts(run={"code_sha256": ""}, files=[], machine={"devices": [name], "world_size": 1}, data=[])
+    end = journal.end_block(facts, 3.0, 0.0, steps=1, seconds=2.0, tokens=1, flops_per_token=peak or 1, device=CPU, startup_s=0)
+    assert end["mfu"] == (0.5 if peak else None)

@@ -174,33 +174,34 @@ def test_compare_says_what_differs_and_whether_it_may_be_chance(tmp_path, capsys
         (tmp_path / side).mkdir()
         for seed, last in enumerate(losses):
             write(tmp_path / side / f"{seed}.txt", seed=seed, losses=(5.0, last), source=f"print('{side}')\n", time_ms=1000 + seed)
-    (tmp_path / "a" / "broken.txt").write_text("half a log")
     assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
     out = capsys.readouterr().out
     p = scipy.stats.ttest_ind(values["b"], values["a"], equal_var=False).pvalue
     assert f"loss: B - A = -0.1000 (95 % from -0.1227 to -0.0773, Welch's p = {p:.2g}): B is lower" in out
     assert "time: B - A = +0.000 s" in out and "not significant" in out
-    assert "left out:" in out and "-print('a')" in out and "+print('b')" in out
+    assert "-print('a')" in out and "+print('b')" in out
 
 
-def test_compare_shows_the_script_before_files_that_only_one_side_imported(tmp_path, capsys):
+def test_compare_shows_the_script_before_files_that_are_new_or_gone(tmp_path, capsys):
     a, b = write(tmp_path / "a.txt"), write(tmp_path / "b.txt", source="print('new')\n")
     text = b.read_text().replace('"path": "nanogpt/other.py"', '"path": "nanogpt/new.py"')
     b.write_text(text)
     assert main(["compare", str(a), str(b)]) == 0
     out = capsys.readouterr().out
-    assert out.index("+print('new')") < out.index("only A imported: nanogpt/other.py") < out.index("only B imported: nanogpt/new.py")
-    assert "X = 1" not in out
+    assert out.index("+print('new')") < out.index("+++ B/nanogpt/new.py") < out.index("+X = 1") < out.index("--- A/nanogpt/other.py") < out.index("-X = 1")
 
 
-def test_a_refused_comparison_says_why(tmp_path, capsys):
+def test_a_run_that_did_not_come_to_its_end_is_not_compared(tmp_path, capsys):
     good = write(tmp_path / "good.txt")
     folder = tmp_path / "b"
     folder.mkdir()
-    (folder / "broken.txt").write_text("half a log")
+    bad = write(folder / "interrupted.txt")
+    bad.write_text(bad.read_text() + "interrupted: true\n")
     assert main(["compare", str(good), str(folder)]) == 2
-    reason, left_out = capsys.readouterr().err.splitlines()
-    assert reason == f"refused: {folder}: no log of a run that came to its end." and left_out.startswith("left out:")
+    assert capsys.readouterr().err.startswith(f"refused: {bad}: this run was interrupted")
+    bad.write_text("\n".join(lines_of()[:12]))
+    assert main(["compare", str(good), str(folder)]) == 2
+    assert capsys.readouterr().err.startswith(f"refused: {bad}: the run goes on, was killed")
 
 
 def test_there_is_no_test_of_a_single_run_or_without_deviation():
@@ -218,19 +219,19 @@ def test_a_run_that_goes_on_can_be_drawn_and_compared_runs_need_a_validation(tmp
     assert log.read_log(path, may_be_cut=True).interrupted
 
 
-def test_a_drawn_run_is_named_by_the_user_or_by_its_folder_and_what_differs_else_by_its_file(tmp_path):
+def test_a_drawn_run_is_named_by_the_user_or_by_its_folder_and_what_differs(tmp_path):
     for side in "ab":
         (tmp_path / side).mkdir()
     paths = [write(tmp_path / "a" / "1.txt", seed=1), write(tmp_path / "a" / "2.txt", seed=2, precision="bf16"), write(tmp_path / "b" / "3.txt", seed=3)]
     first, second, third = (log.read_log(path) for path in paths)
-    assert plots.names_of([first, third]) == ["a", "b"]
-    assert plots.names_of([first, second]) == ["precision=fp32", "precision=bf16"]
-    assert plots.names_of([first]) == ["1"]
+    assert plots.labels_of([first, third]) == ["a, seed 1", "b, seed 3"]
+    assert plots.labels_of([first, second]) == ["precision=fp32, seed 1", "precision=bf16, seed 2"]
+    assert plots.labels_of([first]) == ["seed 1"]
     third.config["run_name"] = "mine"
-    assert plots.names_of([second, third]) == ["a, precision=bf16", "mine"]
+    assert plots.labels_of([second, third]) == ["a, precision=bf16, seed 2", "mine, seed 3"]
 
 
 def test_the_records_of_this_project_are_in_order():
     run = subprocess.run([sys.executable, "-m", "records", "check"], cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout
-    assert compare.read_side(record.folders()[0])[0]
+    assert main(["compare", *map(str, record.folders()[:2])]) == 0
