@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from data import shards
-from nanogpt.arguments import NEWEST
 from nanogpt.checkpoints import Saved, unused_path
 from nanogpt.ranks import BadInput, compare, is_rank_0, on_all_ranks, rank_and_world_size, require
 from records.console import to_type
@@ -62,7 +61,7 @@ def check_data(c, packing: shards.Packing, plan: shards.Plan) -> RunFiles:
     fingerprints = [shards.fingerprint(path, "train") for path in train_paths]
     fingerprints += [shards.fingerprint(path, "val") for path in val_paths]
     saved = None
-    if c.resume not in ("", NEWEST):
+    if c.resume:
         saved = Saved(Path(c.resume), fingerprints, c.data_dir)
     val_tokens = shards.validation_tokens(val_paths, c.vocab_size, c.val_tokens)
     if chooses_steps(c):  # they are checked when they are chosen; now a step of each stage
@@ -80,9 +79,8 @@ def shards_of(c, split: str) -> list[Path]:
 
 
 def chooses_steps(c) -> bool:
-    """Whether the number of steps follows from --minutes. A resumed run keeps its own. If --resume
-    finds no save, a new run begins, and c.resume is still NEWEST here."""
-    return c.minutes > 0 and c.resume in ("", NEWEST)
+    """Whether the number of steps follows from --minutes. A resumed run keeps its own."""
+    return c.minutes > 0 and not c.resume
 
 
 def try_places(c, saved: Saved | None) -> Path | None:
