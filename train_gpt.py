@@ -411,7 +411,7 @@ def parse_config(argv: list[str]) -> Config:
     require(not (given.get("minutes") and "num_steps" in given),
             "--minutes chooses the number of steps; leave out --minutes or --num_steps")
     brings_text = "data_dir" in given and not given.get("preset")
-    save = checkpoints.find(given.get("resume", ""), given.get("log_dir", Config.log_dir))
+    save = checkpoints.find(given.pop("resume", ""), given.get("log_dir", Config.log_dir))
     if save:
         c = checkpoints.configure(Config, save, given, MAY_CHANGE)
         arguments.check(c, SCHEDULES, PRECISIONS)
@@ -1964,11 +1964,10 @@ def train(c: Config, at_end: ExitStack) -> int:
     if ACTIVATION is not relu_squared and "fp8-static" in recipe_names.values():
         notes.append("with this ACTIVATION the MLP is not in FP8 with constant scales, whose "
                      "kernel computes relu_squared")
-    notes += checkpoints.how_it_began(c.resume, c.log_dir, run_files.saved)
+    if run_files.saved:
+        notes.append(f"resumed at step {run_files.saved.step} from {c.resume}")
     for text in notes:
         log.say(text)
-    if not run_files.saved:
-        c.resume = ""
     begin = partial(report.begin, log, script)
     if not chooses_steps(c):
         begin(c, facts, run_files.checkpoint_path, recipe_names)

@@ -32,7 +32,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from nanogpt import arguments, faults
+from nanogpt import arguments, faults, process
 from nanogpt.arguments import NEWEST
 from nanogpt.ranks import (
     BadInput,
@@ -184,10 +184,12 @@ def find(asked: str, log_dir: str) -> Path | None:
     if not asked:
         return None
     saves = saves_in(Path(log_dir if asked == NEWEST else asked))
-    require(saves or asked == NEWEST,
-            f"--resume={asked} is no complete save; name a folder such as "
+    if not saves and asked == NEWEST:
+        process.say(f"no save under {log_dir}; this run begins at step 0")
+        return None
+    require(saves, f"--resume={asked} is no complete save; name a folder such as "
             "logs/RUN_ID.saved/step_000123, or give --resume alone for the newest one")
-    return saves[-1] if saves else None
+    return saves[-1]
 
 
 def facts_of(save: Path) -> dict:
@@ -319,13 +321,6 @@ def with_rows(x: Tensor, rows: int) -> Tensor:
     padded = x.new_zeros(rows, *x.shape[1:])
     padded[: len(x)] = x[:rows]
     return padded
-
-
-def how_it_began(asked: str, log_dir: str, saved: Saved | None) -> list[str]:
-    """A note for the log of a run under --resume=ASKED."""
-    if saved:
-        return [f"resumed at step {saved.step} from {saved.save}"]
-    return [f"no save under {log_dir}; this run begins at step 0"] if asked else []
 
 
 # --------------------------------------------------------------------------------------------------

@@ -115,13 +115,12 @@ def lengths_that_fit(c, stages: list, text: Text, given: dict) -> dict[str, int]
             f"{unit * BLOCK_SIZE + 1:,} are needed, so prepare a longer text")
     require(text.val > BLOCK_SIZE, f"{text.val:,} tokens are too few to validate on; "
             f"{BLOCK_SIZE + 1} are needed, so prepare a longer text")
-    micro_tokens = max(c.micro_tokens, 0 if "micro_tokens" in given else c.seq_len)
-    val_tokens = max(c.val_tokens, 0 if "val_tokens" in given else c.val_seq_len)
-    seq_len = min(c.seq_len, longest, whole_blocks(micro_tokens))
-    val_seq_len = min(c.val_seq_len, whole_blocks(text.val - 1), whole_blocks(val_tokens))
-    for name, value in (("seq_len", seq_len), ("val_seq_len", val_seq_len)):
-        require(given.get(name, value) <= value, f"--{name}={given.get(name)} is more than there "
-                f"is room for, which is {value}; lower it, or leave it out")
+    seq_len = min(c.seq_len, longest, whole_blocks(c.micro_tokens))
+    val_seq_len = min(c.val_seq_len, whole_blocks(text.val - 1), whole_blocks(c.val_tokens))
+    for name, value, bound in (("seq_len", seq_len, "micro_tokens"),
+                               ("val_seq_len", val_seq_len, "val_tokens")):
+        require(given.get(name, value) <= value, f"--{name}={given.get(name)} is more than the "
+                f"text or --{bound} has room for, which is {value}; lower it, or leave it out")
 
     # 3. Batches and validation of whole sequences.
     batch_tokens = c.batch_tokens
@@ -130,8 +129,8 @@ def lengths_that_fit(c, stages: list, text: Text, given: dict) -> dict[str, int]
         batch_tokens = max(1, min(batch_tokens, inputs) // seq_len // unit) * unit * seq_len
     return dict(
         seq_len=seq_len, batch_tokens=batch_tokens,
-        micro_tokens=max(micro_tokens // seq_len, 1) * seq_len, val_seq_len=val_seq_len,
-        val_tokens=max(min(val_tokens, text.val - 1) // val_seq_len, 1) * val_seq_len)
+        micro_tokens=max(c.micro_tokens // seq_len, 1) * seq_len, val_seq_len=val_seq_len,
+        val_tokens=max(min(c.val_tokens, text.val - 1) // val_seq_len, 1) * val_seq_len)
 
 
 def whole_blocks(tokens: int) -> int:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from data import shards
-from nanogpt.arguments import NEWEST
 from nanogpt.checkpoints import Saved, unused_path
 from nanogpt.ranks import BadInput, compare, is_rank_0, on_all_ranks, rank_and_world_size, require
 from records.console import to_type
@@ -62,7 +61,7 @@ def check_data(c, packing: shards.Packing, plan: shards.Plan) -> RunFiles:
     fingerprints = [shards.fingerprint(path, "train") for path in train_paths]
     fingerprints += [shards.fingerprint(path, "val") for path in val_paths]
     saved = None
-    if c.resume not in ("", NEWEST):
+    if c.resume:
         saved = Saved(Path(c.resume), fingerprints, c.data_dir)
     val_tokens = shards.validation_tokens(val_paths, c.vocab_size, c.val_tokens)
     if chooses_steps(c):  # they are checked when they are chosen; now a step of each stage
@@ -80,9 +79,8 @@ def shards_of(c, split: str) -> list[Path]:
 
 
 def chooses_steps(c) -> bool:
-    """Whether the number of steps follows from --minutes. A resumed run keeps its own. If --resume
-    finds no save, a new run begins, and c.resume is still NEWEST here."""
-    return c.minutes > 0 and c.resume in ("", NEWEST)
+    """Whether the number of steps follows from --minutes. A resumed run keeps its own."""
+    return c.minutes > 0 and not c.resume
 
 
 def try_places(c, saved: Saved | None) -> Path | None:
@@ -130,10 +128,12 @@ def check_tokens(c, packing: shards.Packing, plan: shards.Plan, paths: list[Path
     """Raises BadInput unless the training shards last for all steps of the plan."""
     # This packs all documents as training will. Nothing less tells how many steps there are.
     steps = sum(1 for _ in shards.batches(paths, packing, plan))
+    # Early batches may be smaller, so fewer steps than these make a whole run.
+    possible = len(plan) * sum(plan[:steps]) // sum(plan)
     have = sum(map(shards.count_tokens, paths)) * packing.epochs
     ends = "" if c.cut_documents else ", but for the ends of long documents,"
     require(steps == len(plan),
             f"{len(plan)} steps need {packing.seq_len * sum(plan):,} tokens; the {have:,} in "
-            f"{c.data_dir}{ends} last for {steps} of them; get more text, "
+            f"{c.data_dir}{ends} last for about {possible} steps; get more text, "
             f"{'' if c.fit else 'let the run fit it (--fit), '}"
             "lower --num_steps or --minutes, or raise --epochs")

@@ -131,9 +131,9 @@ def test_a_fitted_run_goes_on_by_the_command_that_it_was_started_with(corpus, tm
     assert read_log(last_log(tmp_path)).config["num_steps"] == config["num_steps"]
 
 
-def test_without_a_save_resume_alone_begins_anew_and_says_so(corpus, tmp_path, capsys):
+def test_without_a_save_resume_alone_begins_anew_and_says_so(corpus, tmp_path, capfd):
     assert run([*options(corpus, tmp_path), "--resume"]) == 0
-    assert f"no save under {tmp_path}" in capsys.readouterr().out
+    assert f"no save under {tmp_path}" in capfd.readouterr().err
     log = read_log(last_log(tmp_path))
     assert not log.resumed and log.config["resume"] == ""
 

@@ -155,8 +155,8 @@ def test_the_steps_are_at_most_those_that_the_loader_has_and_nearly_all_of_them(
 
 @pytest.mark.parametrize("keys, sentence", [
     (["--batch_tokens=0"], "--batch_tokens=0 must be at least 1"), (["--minutes=-3"], "--minutes=-3.0 must be at least 0"),
-    (["--val_seq_len=1048576"], "--val_seq_len=1048576 is more than there is room for"),
-    (["--seq_len=1048576"], "--seq_len=1048576 is more than there is room for")])
+    (["--val_seq_len=1048576"], "--val_seq_len=1048576 is more than the text or --val_tokens has room for"),
+    (["--seq_len=1048576"], "--seq_len=1048576 is more than the text or --micro_tokens has room for")])
 def test_values_that_no_text_fits_are_refused_in_a_sentence(text, keys, sentence):
     with pytest.raises(BadInput, match=sentence):
         t.parse_config([text, *keys])

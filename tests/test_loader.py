@@ -143,7 +143,7 @@ def test_the_check_before_compiling_agrees_exactly_with_what_the_loader_yields(f
         check_data(config(folder, num_steps=have + 1, **changes))
     sentence = str(error.value)
     for part in (f"{have + 1} steps", f"{(have + 1) * batch_tokens:,} tokens", f"{sum(map(len, SHARDS)) * epochs:,}",
-                 f"last for {have} of them", str(folder), "--fit", "--num_steps", "--epochs"):
+                 f"last for about {have} steps", str(folder), "--fit", "--num_steps", "--epochs"):
         assert part in sentence, f"{part} is not in: {sentence}"
 
 
