@@ -243,14 +243,12 @@ def read_text(options: argparse.Namespace, models: list[Model]) -> tuple[str, li
     if note := texts.note_on_markers(markers):
         print(f"evaluate.py: {note}", file=sys.stderr)
     require(documents, f"{options.text}: no text in it; name a file that has some")
-    return options.text, [tokens_of_documents(documents, model) for model in models]
-
-
-def tokens_of_documents(documents: list[str], model: Model) -> np.ndarray:
     tokens = []
-    for document in documents:
-        tokens += [model.gpt.bos, *model.encode(document)]
-    return np.array([*tokens, model.gpt.bos])  # the end of the last document
+    for model in models:
+        beginning = [model.gpt.bos]
+        of_model = [beginning + model.encode(document) for document in documents]
+        tokens.append(np.concatenate([*of_model, beginning]))  # the end of the last document
+    return options.text, tokens
 
 
 def tokens_of_shards(paths: list[Path], model: Model) -> np.ndarray:

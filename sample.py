@@ -252,13 +252,12 @@ def end_in_order(program: str, work: Callable[[], None]) -> int:
         work()
         sys.stdout.flush()
         return 0
-    except BrokenPipeError:  # as in `| head -1`
-        discard_output(sys.stdout)
-        return 0
     except BadInput as error:
         sentence = str(error)
     except OSError as error:
         discard_output(sys.stdout)
+        if isinstance(error, BrokenPipeError):  # as in `| head -1`
+            return 0
         sentence = str(error)
     except (RuntimeError, MemoryError) as error:
         sentence = faults.lack_of_memory(error)

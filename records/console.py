@@ -49,6 +49,7 @@ class Console:
 
     def __init__(self, tokens_are_bytes: bool = False, shows: bool = True):
         self.tokens_are_bytes = tokens_are_bytes
+        self.unit = "byte" if tokens_are_bytes else "token"
         self.shows = shows
         self.bar = None
         if shows:
@@ -86,16 +87,15 @@ class Console:
         train_tokens = sum(shard["tokens"] for shard in data if shard["split"] == "train")
         tokens = sum((stage["last_step"] - stage["first_step"]) * stage["batch_tokens"]
                      for stage in stages)
-        unit = "bytes" if self.tokens_are_bytes else "tokens"
         active, in_tables = num_weights
         self.say_facts({
             "device": ", ".join([*devices, f"torch {version}"]),
             "preset": config["preset"],
             "model": f"{in_millions(active)} parameters active, {in_millions(in_tables)} in tables",
             "precision": precision,
-            "data": f"{config['data_dir']}: {train_tokens:,} {unit} for training, "
+            "data": f"{config['data_dir']}: {train_tokens:,} {self.unit}s for training, "
                     f"{config['val_tokens']:,} for validation",
-            "run": f"{config['num_steps']:,} steps, {tokens:,} {unit}, "
+            "run": f"{config['num_steps']:,} steps, {tokens:,} {self.unit}s, "
                    f"{tokens / train_tokens:.2f} epochs"
                    + (f", about {duration(seconds)}" if seconds else ""),
             "seed": str(config["seed"]),
@@ -151,9 +151,8 @@ class Console:
         if not validations:
             return ""
         loss, step = validations[-1]
-        unit = "byte" if self.tokens_are_bytes else "token"
         bits = f", {loss / math.log(2):.3f} bits per byte" if self.tokens_are_bytes else ""
-        text = f"{loss:.4f} nats per {unit}{bits}, at step {step}"
+        text = f"{loss:.4f} nats per {self.unit}{bits}, at step {step}"
         if rise(steps) > 0:
             best, best_step = min(validations)
             text += f"; the best was {best:.4f} at step {best_step}"

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nanogpt.ranks import all_ranks, is_rank_0, rank_and_world_size, require
+from nanogpt.ranks import all_ranks, is_rank_0, require
 from nanogpt.streams import to_host
 from records.console import Console, complain
 
@@ -84,15 +84,11 @@ class Log:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.file = open(self.path, "wb")
             self.file.write(source + RULE.encode() + b"\n")
-        self.fact("run", facts.run)
-        for file in facts.files:
-            self.fact("file", file)
-        self.fact("config", config)
-        self.fact("environment", facts.machine)
-        for shard in facts.data:
-            self.fact("data", shard)
-        for stage in stages:
-            self.fact("stage", stage)
+        facts_of_kind = dict(run=[facts.run], file=facts.files, config=[config],
+                             environment=[facts.machine], data=facts.data, stage=stages)
+        for kind, values in facts_of_kind.items():
+            for value in values:
+                self.fact(kind, value)
         for line in self.waiting:
             self.write(line)
 
@@ -270,18 +266,17 @@ def describe_machine(device: torch.device) -> dict:
     name = device.type.upper()
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
-    hosts = set(all_ranks(platform.node()))
+    devices = all_ranks(name)
     drivers = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    _, world_size = rank_and_world_size()
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "triton": version("triton") if torch.cuda.is_available() else None,
         "driver": drivers.partition("\n")[0] if drivers else None,  # a line for each GPU
-        "devices": all_ranks(name),
-        "world_size": world_size,
-        "hosts": len(hosts),
+        "devices": devices,
+        "world_size": len(devices),
+        "hosts": len(set(all_ranks(platform.node()))),
         "cpu": cpu_name(),
     }
 
