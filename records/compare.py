@@ -4,7 +4,7 @@ import statistics
 from pathlib import Path
 
 from .log import SCRIPT, Log, Refused
-from .record import ALPHA, machine_name, moments, pm, scipy_stats, shards, shared
+from .record import ALPHA, machine_name, moments, pm, refuse_mixed, scipy_stats, shards, shared
 
 SHORT_DIFF = 40  # lines
 
@@ -24,21 +24,17 @@ def verdict(what: str, unit: str, a: list[float], b: list[float], digits: int) -
     return f"{text}: B is {'lower' if difference < 0 else 'higher'}"
 
 
-def cautions(side: str, logs: list[Log]) -> list[str]:
+def cautions(logs: list[Log]) -> list[str]:
     """What makes the numbers of a side doubtful."""
     found = []
-    seeds = [log.config["seed"] for log in logs]
-    if len(set(seeds)) < len(seeds):
-        found.append(f"caution: {side} has a seed twice, which says nothing about chance")
     for log in logs:
         if log.resumed:
             found.append(f"caution: {log.path} is not of a whole run")
         found += [f"caution: {log.path}: {defect['what']}" for defect in log.facts["defect"]]
-    first = shared(logs[0])
-    different = {what for log in logs for what, ours in shared(log).items() if ours != first[what]}
-    if different:
-        found.append(f"caution: the runs of {side} differ in {' and '.join(sorted(different))}; "
-                     f"what is said of that below is of {logs[0].path} alone")
+    try:
+        refuse_mixed(logs)
+    except Refused as error:
+        found.append(f"caution: {error}")
     return found
 
 
@@ -68,7 +64,7 @@ def compare(side_a: tuple[Path, list[Log]], side_b: tuple[Path, list[Log]]) -> l
         times = [log.end["train_time_s"] for log in logs]
         lines.append(f"{side} = {name}: n = {len(logs)}, loss {pm(moments(losses, 4), 4)}, time "
                      f"{pm(moments(times, 2), 2)} s, {machine_name(logs[0])}")
-        lines += cautions(side, logs)
+        lines += cautions(logs)
     a, b = side_a[1], side_b[1]
     if machine_name(a[0]) != machine_name(b[0]):
         lines.append("caution: the machines of A and B differ")

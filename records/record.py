@@ -53,7 +53,7 @@ def refuse_mixed(logs: list[Log]) -> None:
             for key in first[what] | ours:
                 a, b = first[what].get(key), ours.get(key)
                 if a != b:
-                    raise Refused(f"one record needs one {what}, but {key} is {a!r} in "
+                    raise Refused(f"runs of one kind have one {what}, but {key} is {a!r} in "
                                   f"{logs[0].path} and {b!r} in {log.path}.")
     for a, b in itertools.combinations(logs, 2):
         if a.run["run_id"] == b.run["run_id"] or a.config["seed"] == b.config["seed"]:

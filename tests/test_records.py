@@ -125,10 +125,10 @@ def test_check_names_numbers_and_tables_that_do_not_follow_from_the_logs(root, c
 
 
 @pytest.mark.parametrize("changes, sentence", [
-    (dict(source="print(2)\n"), "one record needs one code, but train_gpt.py"),
-    (dict(other="X = 3\n"), "one record needs one code, but nanogpt/other.py"),
-    (dict(precision="bf16"), "one record needs one config, but precision is 'fp32'"),
-    (dict(device="GPU"), "one record needs one machine, but devices"),
+    (dict(source="print(2)\n"), "runs of one kind have one code, but train_gpt.py"),
+    (dict(other="X = 3\n"), "runs of one kind have one code, but nanogpt/other.py"),
+    (dict(precision="bf16"), "runs of one kind have one config, but precision is 'fp32'"),
+    (dict(device="GPU"), "runs of one kind have one machine, but devices"),
     (dict(seed=1), "expected another run and seed"),
     (dict(resume="x"), "was resumed"),
     (dict(target=None), "has no target"),
@@ -189,6 +189,18 @@ def test_compare_shows_the_script_before_files_that_are_new_or_gone(tmp_path, ca
     assert main(["compare", str(a), str(b)]) == 0
     out = capsys.readouterr().out
     assert out.index("+print('new')") < out.index("+++ B/nanogpt/new.py") < out.index("+X = 1") < out.index("--- A/nanogpt/other.py") < out.index("-X = 1")
+
+
+@pytest.mark.parametrize("changes, sentence", [
+    (dict(seed=2, precision="bf16"), "runs of one kind have one config, but precision is 'fp32'"), (dict(seed=1), "expected another run and seed"),
+    (dict(seed=2, resume="x"), "is not of a whole run")], ids=str)
+def test_compare_says_what_makes_a_side_doubtful(tmp_path, capsys, changes, sentence):
+    good = write(tmp_path / "good.txt")
+    (tmp_path / "b").mkdir()
+    write(tmp_path / "b" / "1.txt", seed=1), write(tmp_path / "b" / "2.txt", **changes)
+    assert main(["compare", str(good), str(tmp_path / "b")]) == 0
+    cautions = [line for line in capsys.readouterr().out.splitlines() if line.startswith("caution: ")]
+    assert len(cautions) == 1 and sentence in cautions[0]
 
 
 def test_a_run_that_did_not_come_to_its_end_is_not_compared(tmp_path, capsys):
