@@ -91,14 +91,9 @@ def score_stream(model: nn.Module, tokens: np.ndarray, seq_len: int) -> np.ndarr
     return np.concatenate(results)
 
 
-class Ending(NamedTuple):
-    """A text and the context before it, in tokens."""
-    context: list[int]
-    tokens: list[int]
-
-
-def score_endings(model: nn.Module, endings: list[Ending]) -> np.ndarray:
-    """The sum of the log-probabilities of the tokens of each ending, (endings,)."""
+def score_endings(model: nn.Module, endings: list[tuple[list[int], list[int]]]) -> np.ndarray:
+    """endings: of each the tokens of its context, and its own -> the sum of the log-probabilities
+    of its own tokens, (endings,)."""
     sums = []
     for first in progress(range(0, len(endings), ENDINGS_AT_A_TIME)):
         together = endings[first : first + ENDINGS_AT_A_TIME]
@@ -109,7 +104,7 @@ def score_endings(model: nn.Module, endings: list[Ending]) -> np.ndarray:
             tokens += [model.bos, *context, *ending[:-1]] + [model.bos] * filling
             targets += [-1] * len(context) + ending + [-1] * filling
         found = score(model, np.array(tokens), np.array(targets))
-        ends = np.cumsum([len(ending.tokens) for ending in together])
+        ends = np.cumsum([len(ending) for _, ending in together])
         sums.append(np.add.reduceat(found, [0, *ends[:-1]]))
     return np.concatenate(sums)
 
@@ -186,9 +181,9 @@ def hellaswag_measures(model: Model, items: list[hellaswag.Item]) -> dict[str, P
     endings = []
     for item in items:
         context = model.encode(item.context)
-        endings += [Ending(context, model.encode(f" {text}")) for text in item.endings]
+        endings += [(context, model.encode(f" {text}")) for text in item.endings]
     sums = score_endings(model.gpt, endings).reshape(len(items), -1)
-    counts = np.array([len(ending.tokens) for ending in endings]).reshape(sums.shape)
+    counts = np.array([len(ending) for _, ending in endings]).reshape(sums.shape)
     labels = np.array([item.label for item in items])
     ones = np.ones(len(items))
     normalised = (sums / counts).argmax(1) == labels

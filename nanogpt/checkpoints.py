@@ -466,5 +466,5 @@ class Keeper:
         """Says how to go on with a run that this signal has ended. Returns the exit status."""
         newest = saves_in(self.folder)[-1:]
         command = shlex.join(["train_gpt.py", f"--resume={newest[0]}"]) if newest else ""
-        self.log.console.stopped(ended_by, step, command, self.saves)
+        self.log.console.stopped(ended_by, step, command)
         return 128 + signal.Signals[ended_by]

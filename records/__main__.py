@@ -122,8 +122,6 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return run(parse(argv))
     except (OSError, Refused) as error:
-        if isinstance(error, OSError):
-            error = f"{error.filename}: {error.strerror}"
         print(f"refused: {error}", file=sys.stderr)
         return 2
 

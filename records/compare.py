@@ -33,7 +33,7 @@ def cautions(side: str, logs: list[Log]) -> list[str]:
     for log in logs:
         if log.resumed:
             found.append(f"caution: {log.path} is not of a whole run")
-        found += [f"caution: {log.path}: {defect['what']}" for defect in log.values("defect")]
+        found += [f"caution: {log.path}: {defect['what']}" for defect in log.facts["defect"]]
     first = shared(logs[0])
     different = {what for log in logs for what, ours in shared(log).items() if ours != first[what]}
     if different:

@@ -168,15 +168,14 @@ class Console:
         for command in commands:
             self.say(f"  {to_type(command, on_all_ranks)}")
 
-    def stopped(self, signal: str, step: int, command: str, saves: bool) -> None:
+    def stopped(self, signal: str, step: int, command: str) -> None:
         """Says that a signal has ended the run, and the command that goes on from its save, if
-        there is one. `saves`: whether the run was to save."""
+        there is one."""
         self.say(f"stopped by {signal} after step {step}")
         if command:
             self.next([command], on_all_ranks=True)
         else:
-            advice = "" if saves else "; --save_every=MINUTES saves"
-            self.say(f"it cannot be resumed, as nothing was saved{advice}")
+            self.say("it cannot be resumed, as nothing was saved; --save_every=MINUTES saves")
 
 
 # ------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ In a record, logs after the first one are kept short (`shorten`); `read_bytes` g
 import hashlib
 import json
 import re
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,13 +42,10 @@ class Step:
 class Log:
     path: str
     raw: bytes  # the whole log
-    facts: dict[str, list]  # the values of each kind
+    facts: defaultdict[str, list]  # the values of each kind
     steps: list[Step]
     end: dict  # the block of results
     files: dict[str, bytes]  # path -> content of all that ran: SCRIPT, and what it imported
-
-    def values(self, kind: str) -> list:
-        return self.facts.get(kind, [])
 
     @property
     def run(self) -> dict:
@@ -69,16 +67,10 @@ class Log:
     def resumed(self) -> bool:
         return bool(self.config.get("resume"))
 
-    @property
-    def file_sums(self) -> dict[str, str]:
-        """Path -> sha256 of `files`, as the log says."""
-        others = {file["path"]: file["sha256"] for file in self.values("file")}
-        return {SCRIPT: self.run["code_sha256"]} | others
-
     def tokens_at(self, step: int) -> int:
         """Training tokens seen after `step` steps."""
         total = 0
-        for stage in self.values("stage"):
+        for stage in self.facts["stage"]:
             steps = min(step, stage["last_step"]) - stage["first_step"]
             total += max(steps, 0) * stage["batch_tokens"]
         return total
@@ -147,19 +139,22 @@ def read_log(path: str | Path, may_be_cut: bool = False) -> Log:
         lines.pop()  # it may be half a line
     facts, steps = read_lines(lines, path, source.count(b"\n") + 2)
     results = read_end(end) if has_end else dict(interrupted=True)
-    others = {file["path"]: file["text"].encode() for file in facts.get("file", [])}
-    log = Log(str(path), raw, facts, steps, results, {SCRIPT: source} | others)
-    for name, expected in log.file_sums.items():
-        if sha256(log.files[name]) != expected:
-            raise Refused(f"{path}: expected {name} with the sha256 {expected}, found "
-                          f"{sha256(log.files[name])}.")
+    log = Log(str(path), raw, facts, steps, results, {SCRIPT: source})
+    sums = {SCRIPT: log.run["code_sha256"]}
+    for file in facts["file"]:
+        log.files[file["path"]] = file["text"].encode()
+        sums[file["path"]] = file["sha256"]
+    for name, content in log.files.items():
+        if sha256(content) != sums[name]:
+            raise Refused(f"{path}: expected {name} with the sha256 {sums[name]}, found "
+                          f"{sha256(content)}.")
     check_steps(log)
     return log
 
 
-def read_lines(lines: list[str], path: str | Path, first: int) -> tuple[dict, list[Step]]:
+def read_lines(lines: list[str], path: str | Path, first: int) -> tuple[defaultdict, list[Step]]:
     """The facts and the steps in these lines, of which the first has the number `first`."""
-    facts = {}
+    facts = defaultdict(list)
     steps = []
     for number, line in enumerate(lines, first):
         step = STEP.fullmatch(line)
@@ -168,12 +163,12 @@ def read_lines(lines: list[str], path: str | Path, first: int) -> tuple[dict, li
             continue
         kind, _, body = line.partition(" ")
         try:
-            facts.setdefault(kind, []).append(json.loads(body))
+            facts[kind].append(json.loads(body))
         except ValueError:
             raise Refused(f"{path}, line {number}: neither a step nor a fact: {line[:70]!r}."
                           ) from None
     for kind in FACTS:
-        if kind not in facts:
+        if not facts[kind]:
             raise Refused(f"{path}: no `{kind}` line.")
     return facts, steps
 

@@ -33,14 +33,15 @@ def folders() -> list[Path]:
 
 def shards(log: Log) -> dict[str, str]:
     """What the run has read: the sum of each shard, by "train NAME" or "val NAME"."""
-    return {f"{shard['split']} {shard['name']}": shard["sha256"] for shard in log.values("data")}
+    return {f"{shard['split']} {shard['name']}": shard["sha256"] for shard in log.facts["data"]}
 
 
 def shared(log: Log) -> dict:
     """What all runs of a record have in common."""
     config = {key: value for key, value in log.config.items() if key not in PER_RUN}
     machine = {key: log.environment[key] for key in MACHINE}
-    return dict(code=log.file_sums, data=shards(log), config=config, machine=machine)
+    code = {path: sha256(content) for path, content in log.files.items()}
+    return dict(code=code, data=shards(log), config=config, machine=machine)
 
 
 def refuse_mixed(logs: list[Log]) -> None:
@@ -123,7 +124,7 @@ def build(logs: list[Log], name: str, claim: str, data_name: str) -> dict:
             seed=log.config["seed"], loss=log.end["val_loss"],
             time_s=log.end["train_time_s"], reached=log.end["reached"],
             git_commit=log.run["git_commit"],
-            defects=[defect["what"] for defect in log.values("defect")]))
+            defects=[defect["what"] for defect in log.facts["defect"]]))
     validation = sorted(value for key, value in shards(first).items() if key.startswith("val "))
     return dict(
         name=name, date=min(log.run["date"] for log in logs)[:10], claim=claim,

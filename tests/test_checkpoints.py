@@ -100,7 +100,7 @@ def test_a_resumed_run_is_to_the_bit_the_run_that_was_not_stopped(changes, stop_
     assert steps(parts) == steps(whole) and same(weights(whole), weights(parts))
     log = read_log(last_log(parts))
     assert log.resumed and any(note.startswith(f"resumed at step {stop_after} from {parts}/{first.run['run_id']}.saved/")
-                               for note in log.values("note"))
+                               for note in log.facts["note"])
     with pytest.raises(Refused, match="resumed"):
         refuse_unfit_for_record(log)
     assert not list(parts.glob("*.saved")), "a run that has come to its end needs no saves"

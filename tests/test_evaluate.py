@@ -40,7 +40,7 @@ def random_models(num_layers=4):
 def random_endings(lengths, longest=9, seed=0):
     """An ending for each length of a context."""
     draw = np.random.default_rng(seed)
-    return [evaluate.Ending(draw.integers(256, size=length).tolist(), draw.integers(256, size=draw.integers(1, longest + 1)).tolist())
+    return [(draw.integers(256, size=length).tolist(), draw.integers(256, size=draw.integers(1, longest + 1)).tolist())
             for length in lengths]
 
 
@@ -98,7 +98,7 @@ def test_hellaswag_with_known_answers(monkeypatch):
     measures = evaluate.hellaswag_measures(model, items)
     assert measures["HellaSwag"].amounts.tolist() == [1, 1, 0]
     assert measures["HellaSwag, normalised"].amounts.tolist() == [1, 1, 1]
-    found = evaluate.score_endings(model.gpt, [evaluate.Ending([1, 2], [3, 4, 5]), evaluate.Ending([1, 2], [5])])
+    found = evaluate.score_endings(model.gpt, [([1, 2], [3, 4, 5]), ([1, 2], [5])])
     np.testing.assert_allclose(found, [3 * math.log(0.5), math.log(1 / 18)], atol=1e-6)
 
 

@@ -88,13 +88,13 @@ def test_the_log_begins_with_the_source_byte_for_byte_and_agrees_with_itself(fir
     expected = TINY | {"data_dir": str(corpus), "run_name": "a test", "seed": 0, "dtype": "auto"}
     expected |= {"sample": "The ", "save_checkpoint": log.config["save_checkpoint"]}  # as the fixture has given them
     assert {k: log.config[k] for k in expected} == expected
-    assert [(d["split"], d["name"], d["tokens"]) for d in log.values("data")] == [
+    assert [(d["split"], d["name"], d["tokens"]) for d in log.facts["data"]] == [
         ("train", "fineweb_train_000001.bin", 6000), ("train", "fineweb_train_000002.bin", 6000),
         ("val", "fineweb_val_000000.bin", 2000)]
     assert [(s.step, s.split) for s in log.steps] == [
         (0, "val"), (1, "train"), (2, "train"), (2, "val"), (3, "train"), (4, "train"), (4, "val")]
     assert log.steps[0].loss == pytest.approx(math.log(384), abs=0.01) and log.steps[0].time_ms == 0
-    assert log.values("stage") == [{"first_step": 0, "last_step": 4, "batch_tokens": 1024}]
+    assert log.facts["stage"] == [{"first_step": 0, "last_step": 4, "batch_tokens": 1024}]
     assert log.end["tokens"] == 4096 and log.end["reached"] is False and log.end["target"] == 1
     assert log.environment["devices"] == ["CPU"] and log.environment["torch"] == torch.__version__
 
@@ -112,8 +112,8 @@ def staged(corpus, tmp_path_factory):
 
 def test_stages_in_the_log_are_gapless_and_their_batches_make_the_tokens_of_the_end_block(staged):
     log = read_log(staged)
-    assert [[*stage.values()] for stage in log.values("stage")] == [[0, 3, 1024], [3, 6, 1024], [6, 9, 2048]]
-    assert list(log.values("stage")[0]) == ["first_step", "last_step", "batch_tokens"]
+    assert [[*stage.values()] for stage in log.facts["stage"]] == [[0, 3, 1024], [3, 6, 1024], [6, 9, 2048]]
+    assert list(log.facts["stage"][0]) == ["first_step", "last_step", "batch_tokens"]
     assert log.end["tokens"] == 6 * 1024 + 3 * 2048 == log.tokens_at(9)
     assert [s.step for s in log.steps if s.split == "train"] == [*range(1, 10)]
 
@@ -254,7 +254,7 @@ def test_a_profile_of_some_steps_is_a_table_and_a_time_line_and_the_log_says_so(
     keys = dict(data_dir=corpus, num_steps=13, epochs=9, profile_steps=2, val_interval=0, target_loss=0)
     assert t.main(arguments(log_dir=tmp_path, **keys)) == 0
     log = only_log(tmp_path)
-    assert read_log(log).values("defect") == [{"what": "up to 2 steps were profiled: it takes time"}]
+    assert read_log(log).facts["defect"] == [{"what": "up to 2 steps were profiled: it takes time"}]
     table = log.with_suffix(".profile").read_text()
     assert "aten::mm" in table and "Self CPU time total" in table
     with gzip.open(log.with_suffix(".trace.json.gz")) as file:
@@ -384,8 +384,8 @@ def test_warming_up_compiles_every_graph_of_the_run(eager_graphs, corpus, tmp_pa
                      num_heads=4, head_dim=16, **STAGES | {"num_steps": 6})
     assert t.main(args) == 0
     log = read_log(only_log(tmp_path))
-    assert len(log.values("compile")) >= 4 and log.values("defect") == []
-    assert [fact["what"] for fact in log.values("compile")].count("block") >= 2, "one for each length of a micro-batch"
+    assert len(log.facts["compile"]) >= 4 and log.facts["defect"] == []
+    assert [fact["what"] for fact in log.facts["compile"]].count("block") >= 2, "one for each length of a micro-batch"
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -399,7 +399,7 @@ def test_on_a_gpu_a_run_of_compiled_cuda_graphs_has_the_losses_of_one_without(co
         t.main(arguments(data_dir=corpus, log_dir=folder, device="cuda", attention="sdpa", compile=compiled, candidates=0,
                          precision=precision, micro_tokens=512, head_every_second=True, val_interval=0, **STAGES))
         log = read_log(only_log(folder))
-        assert log.values("defect") == []
+        assert log.facts["defect"] == []
         losses.append([s.loss for s in log.steps])
     assert losses[0] == pytest.approx(losses[1], abs=0.05)
 
@@ -434,8 +434,8 @@ def test_what_is_compiled_while_the_clock_runs_is_a_defect(eager_graphs, corpus,
     monkeypatch.setattr(t.warmup.WarmUp, "run", lambda self, call: None)
     t.main(arguments(data_dir=corpus, log_dir=tmp_path, compile=True, val_interval=0, num_steps=2))
     log = read_log(only_log(tmp_path))
-    assert "block" in [fact["what"] for fact in log.values("defect")]
-    assert all(fact["seconds"] >= 0 for fact in log.values("defect")) and log.values("compile") == []
+    assert "block" in [fact["what"] for fact in log.facts["defect"]]
+    assert all(fact["seconds"] >= 0 for fact in log.facts["defect"]) and log.facts["compile"] == []
 
 
 # ---------------------------------------------------------------------------------------------------- whose GPU
