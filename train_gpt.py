@@ -1907,7 +1907,7 @@ class Run:
             return
         if any(self.requests.granted):
             self.read_messages()  # of all steps so far, which a save holds
-            stop, _ = self.requests.take()
+            stop = self.requests.take()
             self.clock.stop()
             self.keeper.save(self.step)
             self.clock.start()

@@ -149,11 +149,11 @@ class Requests:
         for i, number in enumerate(numbers):
             self.granted[i] |= number > 0
 
-    def take(self) -> tuple[bool, bool]:
-        """Whether all ranks stop, and whether they save, before the next step."""
-        stop, save = self.granted
+    def take(self) -> bool:
+        """Whether all ranks stop before the next step, and not just save."""
+        stop, _ = self.granted
         self.granted = [False, False]
-        return stop, save
+        return stop
 
 
 class NoTransfer:

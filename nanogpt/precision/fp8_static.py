@@ -20,9 +20,8 @@ from nanogpt.precision.recipe import Products
 # sum over tokens. They are powers of two, so that only rounding loses something. Weights up to 7
 # and gradients up to 14 fit; larger ones are clamped. 448 / 16 is just above sqrt(768), the largest
 # a normalised input can be. The squares between the MLP's two products were near 10 in an earlier
-# model, but up to 12,700 on the first token of a document, and must not be clamped there. (No row
-# of PRECISIONS gives "fp8-static" to `o`; its scale is for rows of your own.)
-INPUT_SCALES = {"qkv": 1 / 16, "o": 1 / 4, "up": 1 / 16, "down": 64.0}
+# model, but up to 12,700 on the first token of a document, and must not be clamped there.
+INPUT_SCALES = {"qkv": 1 / 16, "up": 1 / 16, "down": 64.0}
 WEIGHT_SCALE = 2.0**-6
 GRADIENT_SCALE = 2.0**-12
 
@@ -122,14 +121,13 @@ LARGEST_CLAMPED_PART = 0.001
 @torch.no_grad()
 def clamped_parts(model, scalar_names: Iterable[str]) -> dict[str, float]:
     """Of each projection with constant scales, which part of its weights is clamped. model: a
-    train_gpt.GPT; scalar_names: train_gpt.SCALARS, two of which multiply weights."""
+    train_gpt.GPT; scalar_names: train_gpt.SCALARS, of which "down" multiplies weights."""
     mlp = model.weight("mlp").unflatten(0, (-1, 2))  # (L, 2, D, F)
     qkvo = model.weight("qkvo").unflatten(0, (-1, 4))  # (layers with attention, 4, H d, D)
-    weights = {"qkv": qkvo[:, :3], "o": qkvo[:, 3], "up": mlp[:, 0], "down": mlp[:, 1],
+    weights = {"qkv": qkvo[:, :3], "up": mlp[:, 0], "down": mlp[:, 1],
                "lm_head": model.weight("lm_head")}
     if model.config.scalars:
         factors = dict(zip(scalar_names, model.scalars[..., None, None].unbind(1)))  # (L, 1, 1)
-        weights["o"] = factors["o"][[*model.config.attends]] * weights["o"]
         weights["down"] = factors["down"] * weights["down"]
     parts = {}
     for projection, name in model.precision.recipe_names.items():
