@@ -98,7 +98,7 @@ from nanogpt.ranks import (
     require,
     start_process,
 )
-from nanogpt.run_files import RunFiles, check_run_files, check_tokens, chooses_steps
+from nanogpt.run_files import RunFiles, check_run_files, chooses_steps
 from nanogpt.slices import Slices
 from nanogpt.streams import to_device
 from nanogpt.tables import Table, Tables
@@ -1992,7 +1992,7 @@ def train(c: Config, at_end: ExitStack) -> int:
     warm_up = warmup.WarmUp(model, optimizer, script)
     warm_up.run(call)
     if chooses_steps(c):
-        c, seconds = choose_steps(c, optimizer, warm_up, call, run_files.train_paths)
+        c, seconds = warm_up.choose_steps(call, run_files.train_paths)
         begin(c, facts, run_files.checkpoint_path, recipe_names, c.num_steps * seconds)
         for text in fitting.why_shorter(c, seconds):
             log.say(text)
@@ -2015,19 +2015,6 @@ def train(c: Config, at_end: ExitStack) -> int:
 
     # 5. Say what came of it.
     return report.end(run, script, startup_s)
-
-
-def choose_steps(c: Config, optimizer: Optimizer, warm_up: warmup.WarmUp, call: Callable,
-                 train_paths: list[Path]) -> tuple[Config, float]:
-    """Under --minutes, after the warm-up: the configuration with as many steps as there is time
-    for, and how many seconds a step takes. The model gets it, too. A collective."""
-    seconds = warm_up.seconds_per_step(call)
-    c = fitting.fit_to_minutes(c, SCHEDULES[c.schedule], train_paths, seconds)
-    on_all_ranks(check_tokens, c, packing(c), batch_plan(c), train_paths)
-    optimizer.model.config = c
-    # A stage that has no step now is no growth of the window, so later rotary tables differ.
-    warmup.WarmUp(optimizer.model, optimizer, sys.modules[__name__]).run(call)
-    return c, seconds
 
 
 def main(argv: list[str]) -> int:

@@ -6,15 +6,18 @@ weights change meanwhile; the trainer draws them anew afterwards.
 from collections.abc import Callable
 from functools import partial
 from itertools import cycle
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nanogpt import fitting
 from nanogpt.batches import Batch, inputs_and_targets, micro_sequences
 from nanogpt.compiling import call_directly
-from nanogpt.ranks import all_ranks, rank_and_world_size
+from nanogpt.ranks import all_ranks, on_all_ranks, rank_and_world_size
+from nanogpt.run_files import check_tokens
 from nanogpt.streams import to_device
 from records import journal
 
@@ -85,6 +88,19 @@ class WarmUp:
                 times.append(clock.total / 2)
             average += min(times) * stage.num_steps / self.config.num_steps
         return max(all_ranks(average))
+
+    def choose_steps(self, call: Callable, train_paths: list[Path]) -> tuple:
+        """Under --minutes, after `run`: the configuration with as many steps as there is time for,
+        and how many seconds a step takes. The model gets it, too. A collective."""
+        seconds = self.seconds_per_step(call)
+        script = self.script
+        c = fitting.fit_to_minutes(
+            self.config, script.SCHEDULES[self.config.schedule], train_paths, seconds)
+        on_all_ranks(check_tokens, c, script.packing(c), script.batch_plan(c), train_paths)
+        self.model.config = c
+        # A stage that has no step now is no growth of the window, so later rotary tables differ.
+        WarmUp(self.model, self.optimizer, script).run(call)
+        return c, seconds
 
     def compile_share(self) -> None:
         """Each rank compiles some graphs first. In `run` it finds those of its host's other ranks
