@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
         folder = record.new(args.name, logs_named(args.logs), args.claim, args.data)
         print(f"wrote {folder}; write its README.md, then run `python -m records table`")
     elif args.command == "compare":
-        sides = [(path, logs_named([path])) for path in (args.a, args.b)]
+        sides = [(path, logs_named([path], may_be_cut=True)) for path in (args.a, args.b)]
         print("\n".join(compare.compare(*sides)))
     elif args.command == "plot":
         picture = plots.curves(logs_named(args.logs, may_be_cut=True), (args.x,))

@@ -51,21 +51,28 @@ def code_lines(a: Log, b: Log) -> list[str]:
     return lines
 
 
+def has_ended(log: Log) -> bool:
+    return not log.interrupted and log.end.get("val_loss") is not None
+
+
 def compare(side_a: tuple[Path, list[Log]], side_b: tuple[Path, list[Log]]) -> list[str]:
     """The lines of the report on two sides, each the name and the logs of its runs. All numbers
-    are from the logs. Raises Refused for a run that did not come to its end."""
+    are from the logs. Runs without a last validation are left out. Raises Refused if a side has no
+    other."""
     lines = []
+    sides = []
     for side, (name, logs) in zip("AB", (side_a, side_b)):
-        for log in logs:
-            if log.interrupted or log.end["val_loss"] is None:
-                raise Refused(f"{log.path}: this run was interrupted or has no validation; leave "
-                              "it out (`plot` shows it).")
+        lines += [f"left out: {log.path}: no last validation" for log in logs if not has_ended(log)]
+        logs = [log for log in logs if has_ended(log)]
+        if not logs:
+            raise Refused(f"{name}: no run with a last validation; `plot` shows the others.")
+        sides.append(logs)
         losses = [log.end["val_loss"] for log in logs]
         times = [log.end["train_time_s"] for log in logs]
         lines.append(f"{side} = {name}: n = {len(logs)}, loss {pm(moments(losses, 4), 4)}, time "
                      f"{pm(moments(times, 2), 2)} s, {machine_name(logs[0])}")
         lines += cautions(logs)
-    a, b = side_a[1], side_b[1]
+    a, b = sides
     if machine_name(a[0]) != machine_name(b[0]):
         lines.append("caution: the machines of A and B differ")
     if sorted(shards(a[0]).values()) != sorted(shards(b[0]).values()):  # names do not count

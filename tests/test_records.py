@@ -207,13 +207,15 @@ def test_a_run_that_did_not_come_to_its_end_is_not_compared(tmp_path, capsys):
     good = write(tmp_path / "good.txt")
     folder = tmp_path / "b"
     folder.mkdir()
-    bad = write(folder / "interrupted.txt")
+    bad, cut = write(folder / "interrupted.txt"), folder / "cut.txt"
     bad.write_text(bad.read_text() + "interrupted: true\n")
+    cut.write_text("\n".join(lines_of()[:12]))
     assert main(["compare", str(good), str(folder)]) == 2
-    assert capsys.readouterr().err.startswith(f"refused: {bad}: this run was interrupted")
-    bad.write_text("\n".join(lines_of()[:12]))
-    assert main(["compare", str(good), str(folder)]) == 2
-    assert capsys.readouterr().err.startswith(f"refused: {bad}: the run goes on, was killed")
+    assert capsys.readouterr().err.startswith(f"refused: {folder}: no run with a last validation")
+    write(folder / "whole.txt")
+    assert main(["compare", str(good), str(folder)]) == 0
+    left_out = [line for line in capsys.readouterr().out.splitlines() if line.startswith("left out: ")]
+    assert left_out == [f"left out: {path}: no last validation" for path in (cut, bad)]
 
 
 def test_there_is_no_test_of_a_single_run_or_without_deviation():
