@@ -21,7 +21,7 @@ nothing and needs no GPU, so tests and notebooks can use its parts.
 
 Shapes in comments: T tokens of a micro-batch, its sequences end to end, D width of the model, H
 attention heads, d width of a head, F hidden width of the MLP, L layers, V size of the vocabulary, G
-lengths of n-grams, W width of their rows, K and N input and output width of a product. A function
+lengths of n-grams, W width of their rows. A function
 whose docstring ends with "A collective." exchanges data with the other ranks (processes, one for
 each GPU): all must call it at the same point. "(record 28)" names a record of the speedrun, whose
 code is in github.com/KellerJordan/modded-nanogpt."""
@@ -443,8 +443,8 @@ def default_preset(device: str | None = None) -> str:
 # 2. Products
 #
 # Nearly all the work of training is to multiply activations by large matrices. Each place where
-# this happens is a "site". There are five kinds of them, the "projections": four in each layer, and
-# the output head.
+# this happens is a "site". There are five kinds of them, the "projections": up to four in each
+# layer, and the output head.
 #
 #   qkv      to queries, keys and values, in one product
 #   o        to the output of attention
@@ -595,7 +595,9 @@ def sees_far(layer: int, c: Config) -> bool:
 def parameter_table(c: Config) -> dict[str, Param]:
     """All parameters. Their order is the schedule of the transfers between GPUs. The optimizer
     updates the tables first, then the matrices and the head in this order, and last the small
-    banks. While a GPU updates one of them, gradients of the next ones and new weights travel."""
+    banks. While a GPU updates one of them, gradients of the next ones and new weights travel. So
+    another order may take more time. It also draws other initial weights from a seed, so a new
+    parameter is best added at the end."""
     L = c.num_layers
     A = len(c.attends)
     E = len(c.value_embeds)
@@ -812,7 +814,7 @@ def embed_inputs(embedded: Tensor, reading: Reading, ngrams: Tensor | None, embe
     the whole embedding (V, D), length_vectors (lengths, D), random signs (SIGN_ROWS, W), scalars
     (L, len(SCALARS)) -> the first stream (T, D); for each layer what is added to the stream there
     (T, D), an amount of the first stream and an amount of what the past says; and what of the past
-    `late_mix` may add again: the sum of the rows of n-grams (T, W), and for each kind of match the
+    is a source of `late_mix`: the sum of the rows of n-grams (T, W), and for each kind of match the
     normalised embedding of its tokens (T, D), 0 where there is no match. These are guesses of the
     next token. What the model is without is None."""
     # 1. The first stream.
@@ -822,8 +824,9 @@ def embed_inputs(embedded: Tensor, reading: Reading, ngrams: Tensor | None, embe
     parts = []  # of what the past says, (T, D) each
     for_late_mix = []
     if ngrams is not None:
-        ngrams = ngrams.view(-1, len(x), ngrams.size(1))  # (G, T, W), of each length
-        of_ngrams = (ngrams * signs[reading.hashes[: len(ngrams)] % SIGN_ROWS]).sum(0)
+        of_lengths = ngrams.view(-1, len(x), ngrams.size(1))  # (G, T, W)
+        hashes = reading.hashes[: len(of_lengths)]  # (G, T); recalled tokens need longer ones, too
+        of_ngrams = (of_lengths * signs[hashes % SIGN_ROWS]).sum(0)  # (T, W)
         parts.append(widened(of_ngrams, x))
         for_late_mix.append(of_ngrams)
     guesses = []
@@ -932,8 +935,8 @@ class GPT(nn.Module):
     The weights of all layers lie in banks. Those of which each rank owns a slice are padded to a
     multiple of world_size. The model keeps the large ones in its own dtype; the optimizer
     has the float32 originals. `functions` are those of EAGER (section 8), compiled or not. With
-    `as_graphs` the reading of batches and the updates run as CUDA graphs; `train` (section 11)
-    decides the same of the passes."""
+    `as_graphs` the reading of batches and the updates run as CUDA graphs. The passes do if
+    `train_step` is given a `call` that makes such graphs."""
 
     def __init__(self, c: Config, device: torch.device, world_size: int = 1,
                  functions: "Functions | None" = None, as_graphs: bool = False):
@@ -1128,8 +1131,8 @@ class GPT(nn.Module):
 @torch.no_grad()
 def initialize(model: GPT, seed: int) -> dict[str, Tensor]:
     """Draws the weights from `seed`, and fills the model with those of rank 0. Sets the counts of
-    targets and the recall table to 0, and seeds this rank's other random numbers. Returns the
-    weights in float32, but for those of tables. A collective."""
+    targets and the recall table to 0, and seeds this rank's other random numbers. Returns all
+    weights but those of tables, in float32. A collective."""
     # 1. The weights.
     torch.manual_seed(seed)
     full = {}
@@ -1163,8 +1166,8 @@ def load_checkpoint(path: str | Path, device: torch.device) -> GPT:
 # What FP8 is, and why a model learns with it, docs/precision.md tells. What does not fit its range
 # is clamped; `check_weights` watches the weights for that. The head's products are operators of
 # their own, nanogpt::mm and its gradient, as in record 21. That gradient is registered, so that
-# other code can put any loss behind it. FP8HeadLoss does not need it: its own kernel has the
-# gradient of the logits ready.
+# other code can put any loss behind it. FP8HeadLoss calls both operators itself, as its kernel has
+# the gradient of the logits ready.
 
 
 @torch.library.custom_op("nanogpt::mm", mutates_args=())
@@ -1316,16 +1319,17 @@ def cautious_update(master: Tensor, part: Tensor, update: Tensor, lr, decay) -> 
     part.copy_(master)
 
 
-# To try another optimizer, write its state and its update here, add the update to Functions and
-# EAGER, and to `compiled_functions` if one graph is to serve all shapes; then name it in
-# Optimizer.zero_state, Optimizer.update and parameter_table. Muon takes stacks of matrices, (n,
-# rows, columns); with head_every_second the head's gradient is that of two steps. The head comes as
-# this rank's rows. State begins at 0 (`reset`), its first dimension is that of the master, as saves
-# cut it there, and the warm-up calls the update with gradients of 0. Gradients are sums over the
-# tokens of a batch, not means. To Muon and Adam, which divide by the size of the gradient, that
-# makes no difference, but to plain SGD it does. On a GPU the update runs as a CUDA graph: what
-# changes from step to step must come in a tensor, as the rates do. The rows of tables have a kernel
-# instead, `update_rows` in nanogpt/tables.py.
+# To try another optimizer, write its state and its update here, add the update to Functions and, at
+# the same place, to EAGER, and if one graph is to serve all shapes to the names that are `dynamic`
+# in `compiled_functions`; then name it in Optimizer.zero_state, Optimizer.update and
+# parameter_table. Muon takes stacks of matrices, (n, rows, columns); with head_every_second the
+# head's gradient is that of two steps. The head comes as this rank's rows. State begins at 0
+# (`reset`), its first dimension is that of the master, as saves cut it there, and the warm-up calls
+# the update with gradients of 0. Gradients are sums over the tokens of a batch, not means. To Muon
+# and Adam, which divide by the size of the gradient, that makes no difference, but to plain SGD it
+# does. On a GPU the update runs as a CUDA graph: what changes from step to step must come in a
+# tensor, as the rates do. The rows of tables have a kernel instead, `update_rows` in
+# nanogpt/tables.py.
 
 
 class Rates(NamedTuple):
@@ -1438,7 +1442,8 @@ class Optimizer:
         # What is updated together: all small banks. Each of the others is by itself, so that it can
         # be handed out as soon as it is updated.
         small = tuple(name for name in self.parts if model.params[name].share == "all")
-        self.groups = [(name,) for name in self.parts if name not in small] + [small]
+        self.groups = [(name,) for name in self.parts if name not in small]
+        self.groups += [small] if small else []
         wide = torch.promote_types(torch.float32, model.lm_head.dtype)
         self.masters = {
             name: part.to(wide, copy=True) for name, part in self.parts.items()}
@@ -1723,7 +1728,8 @@ def rescaled(frequency: float, old: int, new: int) -> float:
 #   Adam for small banks
 #
 # Beside the passes, another stream writes down what came next in this step, searches the next
-# step's tokens for matches, and draws its candidates (nanogpt/past.py).
+# step's tokens for matches, and draws its candidates (nanogpt/past.py): while the GPU trains, the
+# CPU is already at the beginning of the next step.
 
 
 def packing(c: Config) -> shards.Packing:
@@ -1805,7 +1811,8 @@ def validate(model: GPT, tokens: Tensor, step: int) -> float:
     It differs from a training loss in that it is over the whole vocabulary, with products in the
     model's dtype; sequences have val_seq_len tokens and begin anywhere, so documents are read whole
     but for the first and the last one; and what comes next is not remembered. After the last step
-    windows are those of the schedule's last stage, and weights half-way to their averages."""
+    windows are those of the schedule's last stage, and `Run.train` has moved the weights half-way
+    to their averages, if there are any."""
     c = model.config
     device = model.signs.device
     rank, world_size = rank_and_world_size()
@@ -1878,8 +1885,8 @@ class Run:
         message = train_step(self.model, self.optimizer, batch, self.step, call,
                              self.requests)
         self.log.put(self.step + 1, message, self.clock.now())
-        # Waits for the messages of all steps before this one, which are there already: the tables
-        # have waited for them (`Tables.find_used`).
+        # Waits for the messages of all steps before this one, which are there already: in this step
+        # the CPU has waited for rows that the GPU counts after all of these (`Tables.find_used`).
         self.read_messages()
         self.step += 1
 
@@ -1912,7 +1919,8 @@ class Run:
             self.keeper.save(self.step)
             self.clock.start()
             if stop:
-                self.ended_by = STOP.signal or "SIGTERM"  # another rank's
+                # A message says that another rank has got a signal, but not which one.
+                self.ended_by = STOP.signal or "SIGTERM"
 
     def validation_loss(self) -> float:
         """The loss of the model as it is. A collective."""

@@ -40,8 +40,8 @@ def micro_sequences(count: int, c) -> int:
     """How many of a rank's `count` sequences are a micro-batch: the largest number that
     --micro_tokens allows, and that divides `count` and the sequences of a group."""
     most = min(c.micro_tokens // c.seq_len, count)
-    together = math.gcd(count, group_sequences(count, c))
-    return max(n for n in range(1, most + 1) if together % n == 0)
+    common = math.gcd(count, group_sequences(count, c))
+    return max(n for n in range(1, most + 1) if common % n == 0)
 
 
 def rank_batches(arrays: Iterable[np.ndarray], c, device: torch.device) -> Iterator[Batch]:
@@ -53,9 +53,9 @@ def rank_batches(arrays: Iterable[np.ndarray], c, device: torch.device) -> Itera
         if device.type == "cuda":
             sequences = sequences.pin_memory()  # so that nothing waits for its copy
         count = len(sequences) // world_size
-        together = micro_sequences(count, c)
-        begins = range(rank * count, (rank + 1) * count, together)
+        in_micro_batch = micro_sequences(count, c)
+        begins = range(rank * count, (rank + 1) * count, in_micro_batch)
         in_group = group_sequences(count, c)
         yield Batch(
-            [sequences[begin : begin + together] for begin in begins],
+            [sequences[begin : begin + in_micro_batch] for begin in begins],
             sequences.split(in_group), [begin // in_group for begin in begins])

@@ -29,7 +29,7 @@ GROUP_TOKENS = 32_768
 
 
 class Drawn(NamedTuple):
-    """The candidates of a group of n tokens."""
+    """The n candidates of a group of tokens."""
     chosen: Tensor  # (n,)
     bias: Tensor  # (n,), the logarithm of how many tokens each one stands for
     places: Tensor  # (V,), the place of each token among them, -1: none

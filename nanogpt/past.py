@@ -126,7 +126,7 @@ class Past:
         """Writes to the recall table what came next in all of a step's micro-batches, which were
         read before: otherwise they would recall their own targets. A text that is read more than
         once is not remembered, because it would be known by heart. A collective."""
-        self.side_stream.follow()
+        self.side_stream.follow()  # also where nothing is remembered: `prepare` relies on it
         if not (self.recall_lengths and read_once):
             return
         with self.side_stream.on():

@@ -57,7 +57,7 @@ class Stop:
             say(f"stopped by {SIGNALS[number]}")
             os._exit(128 + number)
         if number == signal.SIGINT and not self.signal:  # somebody waits before the screen
-            say("stopping after this step; the next control-C ends the run at once, "
+            say("stopping within a few steps; the next control-C ends the run at once, "
                 "and loses what is not saved")
         self.signal = self.signal or SIGNALS[number]
         # The next control-C needs no Python, which may wait for something.

@@ -11,7 +11,7 @@ updates its columns of these rows, and hands them out to all.
 
 The work takes memory bandwidth, while the update of the matrices takes arithmetic. So it is done
 on a CUDA stream beside the main one: 28.7 to 28.9 instead of 30.0 ms a step of 16,384 tokens on one
-H200 (records/TRIED.md).
+H200, with the model of 21 November (records/TRIED.md).
 
 A table is by far the largest part of a model, so there is only one copy of it, in the dtype of the
 products. Where that is bf16, most updates are smaller than half of the distance to the next number,
