@@ -953,7 +953,7 @@ class GPT(nn.Module):
         compiles = device.type == "cuda" and self.functions != EAGER
         self.flex = c.attention == "flex" or (
             c.attention == "auto" and compiles and c.head_dim >= 16)
-        self.big_tables = [name for name, param in self.params.items() if param.optimizer == "rows"]
+        self.table_names = [name for name, param in self.params.items() if param.optimizer == "rows"]
         self.add_banks(recipe.PLAIN_DTYPES[recipe.plain_recipe(c)], device, world_size)
         generator = torch.Generator().manual_seed(0)
         signs = 2 * torch.randint(0, 2, (SIGN_ROWS, c.ngram_width), generator=generator) - 1
@@ -1438,7 +1438,7 @@ class Optimizer:
                 self.lr_factors[name] = self.own_slice(name, factors)
         self.parts = {  # this rank's parts of the banks, as views
             name: self.own_slice(name, bank) for name, bank in self.banks.items()
-            if name not in model.big_tables}
+            if name not in model.table_names}
         # What is updated together: all small banks. Each of the others is by itself, so that it can
         # be handed out as soon as it is updated.
         small = tuple(name for name in self.parts if model.params[name].share == "all")
@@ -1452,7 +1452,7 @@ class Optimizer:
         if model.config.average_frac:
             self.averages = {name: self.masters[name].clone() for name in self.parts}
         tables = {}
-        for name in model.big_tables:
+        for name in model.table_names:
             bank = self.banks[name]
             mean_square = torch.zeros(len(bank), dtype=wide, device=self.device)
             tables[name] = Table(bank, mean_square, LOOKED_UP_AT[name])
@@ -1499,7 +1499,7 @@ class Optimizer:
         gradients. A collective."""
         small = {}
         for name, bank in self.model.named_parameters():
-            if name in self.model.big_tables:
+            if name in self.model.table_names:
                 continue
             if bank.grad is None:
                 raise RuntimeError(f"{name} has no gradient; is it used in the forward pass?")
@@ -1561,7 +1561,7 @@ class Optimizer:
         self.tables.finish()
         for transfer in transfers.values():
             transfer.wait()
-        changed = [*self.model.big_tables, *transfers]
+        changed = [*self.model.table_names, *transfers]
         self.recipe.weights_changed(changed, self.masters)
         self.update_averages()
 

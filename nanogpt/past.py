@@ -27,7 +27,7 @@ class Reading(NamedTuple):
     tokens: Tensor  # (T,) int64
     begins: Tensor  # (T,) bool, where documents begin, and sequences
     hashes: Tensor  # (lengths, T), of the last 2, 3, ... tokens
-    ngram_rows: Tensor  # (G T,), rows of the table of n-grams (record 62 for pairs)
+    rows_of_ngrams: Tensor  # (G T,), their rows of the table (record 62 for pairs)
     # What came next where the last tokens stood before, and how many of them were the same there;
     # both 0 where they did not. (T,) each.
     induced_token: Tensor
@@ -37,7 +37,7 @@ class Reading(NamedTuple):
 
     def rows(self) -> dict[str, Tensor]:
         """The rows that are looked up: at the tokens, and in the table of n-grams."""
-        rows = {"tokens": self.tokens, "ngrams": self.ngram_rows}
+        rows = {"tokens": self.tokens, "ngrams": self.rows_of_ngrams}
         return {index: numbers for index, numbers in rows.items() if len(numbers)}
 
     def matches(self) -> list[tuple[Tensor, Tensor]]:
@@ -80,13 +80,13 @@ class Past:
         begins[:: self.seq_len if training else len(tokens)] = True
         nothing = tokens.new_empty(0)
         hashes = ngram_hashes(tokens, begins, max((self.longest_ngram, *self.recall_lengths)))
-        of_ngrams = hashes[: self.longest_ngram - 1]  # (G, T)
+        short_hashes = hashes[: self.longest_ngram - 1]  # (G, T)
         rows = nothing
         if self.ngram_rows:
-            rows = (of_ngrams % self.ngram_rows).flatten()
+            rows = (short_hashes % self.ngram_rows).flatten()
         induced = recalled = nothing, nothing
         if self.induces:
-            induced = induced_tokens(tokens, begins, of_ngrams)
+            induced = induced_tokens(tokens, begins, short_hashes)
         if self.recall_lengths:
             recalled = recalled_tokens(self.recall_table, hashes, self.recall_lengths)
         return Reading(tokens, begins, hashes, rows, *induced, *recalled)
