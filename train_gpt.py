@@ -953,7 +953,8 @@ class GPT(nn.Module):
         compiles = device.type == "cuda" and self.functions != EAGER
         self.flex = c.attention == "flex" or (
             c.attention == "auto" and compiles and c.head_dim >= 16)
-        self.table_names = [name for name, param in self.params.items() if param.optimizer == "rows"]
+        self.table_names = [
+            name for name, param in self.params.items() if param.optimizer == "rows"]
         self.add_banks(recipe.PLAIN_DTYPES[recipe.plain_recipe(c)], device, world_size)
         generator = torch.Generator().manual_seed(0)
         signs = 2 * torch.randint(0, 2, (SIGN_ROWS, c.ngram_width), generator=generator) - 1
