@@ -9,6 +9,11 @@ import signal
 import sys
 from pathlib import Path
 
+from data import packages
+
+if __name__ == "__main__":
+    packages.require("numpy", "tqdm")
+
 from . import compare, plots, record, table
 from .console import prepare_output
 from .log import Log, Refused, paths_of, read_bytes, read_log
