@@ -62,6 +62,7 @@ from data import shards
 from nanogpt import (
     arguments,
     checkpoints,
+    command_line,
     compiling,
     faults,
     fitting,
@@ -95,7 +96,6 @@ from nanogpt.ranks import (
     limit_waiting,
     on_all_ranks,
     rank_and_world_size,
-    require,
     start_process,
 )
 from nanogpt.run_files import RunFiles, check_run_files, chooses_steps
@@ -354,10 +354,6 @@ ABOUT = {
     "small": "the same with GPT-2's tokens, for texts of less than 60M tokens",
 }
 
-EVERYDAY = (  # keys that --help shows first
-    "preset", "data_dir", "minutes", "num_steps", "seed", "target_loss", "save_checkpoint",
-    "sample", "micro_tokens", "device", "precision")
-
 # Keys that may have other values when a run goes on from a save, beside those of RunConfig. They
 # change its weights by rounding and by chance at most; all others decide them.
 MAY_CHANGE = ("data_dir", "micro_tokens", "target_loss", "val_interval")
@@ -403,40 +399,9 @@ SCHEDULES: dict[str, list[Stage]] = {
 
 
 def parse_config(argv: list[str]) -> Config:
-    """`--key=value` over the values of the save that --resume means, of what fits the text, or of a
-    preset. Raises BadInput on an unknown key or a wrong value, and ShardError if the run is to be
-    fitted to a text that cannot be read."""
-    given = arguments.given(
-        Config, argv, PRESETS, default_preset, __doc__.split("\n\n")[0], EVERYDAY, ABOUT)
-    require(not (given.get("minutes") and "num_steps" in given),
-            "--minutes chooses the number of steps; leave out --minutes or --num_steps")
-    brings_text = "data_dir" in given and not given.get("preset")
-    save = checkpoints.find(given.pop("resume", ""), given.get("log_dir", Config.log_dir))
-    if save:
-        c = checkpoints.configure(Config, save, given, MAY_CHANGE)
-        arguments.check(c, SCHEDULES, PRECISIONS)
-        return c
-    cuda = has_cuda(given.get("device"))
-    if not cuda:
-        given = ON_CPU | given
-    if given.get("minutes"):
-        given = {"target_loss": 0.0} | given  # that of a preset is for its number of steps
-    if given.get("fit", brings_text):
-        c = fitting.fit(Config, PRESETS, SCHEDULES, given, cuda)
-    else:
-        preset = given.get("preset") or default_preset(given.get("device"))
-        c = arguments.configure(Config, PRESETS, preset, given)
-    arguments.check(c, SCHEDULES, PRECISIONS)
-    return c
-
-
-def has_cuda(device: str | None) -> bool:
-    """Whether --device=... leads to a GPU of this machine."""
-    return device in (None, "auto", "cuda") and torch.cuda.is_available()
-
-
-def default_preset(device: str | None = None) -> str:
-    return "speedrun" if has_cuda(device) else "laptop"
+    """What the command line says, over the values of a save, of what fits a text, or of a preset.
+    Raises BadInput and ShardError (nanogpt/command_line.py)."""
+    return command_line.parse_config(sys.modules[__name__], argv)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1949,7 +1914,7 @@ def train(c: Config, at_end: ExitStack) -> int:
     # 1. Import what this run needs, so that the log can show it, and check what can be checked
     # before anything is written or compiled.
     device = start_process(
-        "cuda" if has_cuda(c.device) else "cpu", LOCAL_GPU, c.join_timeout)
+        "cuda" if command_line.has_cuda(c.device) else "cpu", LOCAL_GPU, c.join_timeout)
     # Hosts may have their data in other folders; the shards are compared by their sums.
     compare({f"--{name}": value for name, value in dataclasses.asdict(c).items()
              if name != "data_dir"})

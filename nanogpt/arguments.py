@@ -1,26 +1,18 @@
-"""The command line: every field of a configuration can be given as --name=value.
+"""The keys of a configuration, what their values may be, and how they fit each other.
 
 A configuration is a dataclass whose fields were made with `key`, so that each has a meaning that
 --help prints. Presets are sets of other defaults, of which --preset chooses one.
-
-    values = given(Config, argv, PRESETS, ...)              # only what the command line names
-    c = configure(Config, PRESETS, "laptop", values)        # over the preset, over the defaults
 """
-import argparse
 import dataclasses
 import math
-from collections.abc import Callable
 
 import torch
 
 from nanogpt.candidates import GROUP_TOKENS
 from nanogpt.masks import BLOCK_SIZE
-from nanogpt.ranks import BadInput, require
+from nanogpt.ranks import require
 
 NEWEST = "newest"  # what --resume alone stands for
-
-SWITCH = {"true": True, "yes": True, "on": True, "1": True,
-          "false": False, "no": False, "off": False, "0": False}
 
 
 def key(default, meaning: str, alone: str | None = None, choices: tuple[str, ...] = (),
@@ -150,58 +142,3 @@ def configure(config_class, presets: dict[str, dict], preset: str, given: dict):
     such preset."""
     require(preset in presets, f"--preset={preset} is none of {', '.join(presets)}")
     return config_class(**presets[preset] | given | {"preset": preset})
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        raise BadInput(f"{message} (--help lists all keys)")
-
-
-def given(config_class, argv: list[str], presets: dict[str, dict],
-          default_preset: Callable[[str | None], str], title: str, everyday: tuple[str, ...],
-          about: dict[str, str]) -> dict:
-    """The values that argv names, by their keys. Raises BadInput on an unknown key and on a value
-    that cannot be.
-
-    default_preset: a function of the value of --device, or None if it is not given
-    everyday: keys that --help lists first
-    about: what --help says about each preset
-    """
-    parser = Parser(
-        description=title, usage="python train_gpt.py --key=value ...", add_help=False,
-        allow_abbrev=False, argument_default=argparse.SUPPRESS,
-        formatter_class=argparse.RawDescriptionHelpFormatter)
-    first = parser.add_argument_group("everyday keys")
-    others = parser.add_argument_group("all other keys")
-    actions = {}
-    fields = {field.name: field for field in dataclasses.fields(config_class)}
-    for name in dict.fromkeys((*everyday, *fields)):
-        kind = type(fields[name].default)
-        alone = True if kind is bool else fields[name].metadata["alone"]
-        options = dict(nargs="?", const=alone) if alone else {}
-        group = first if name in everyday else others
-        read = switch if kind is bool else kind
-        actions[name] = group.add_argument(f"--{name}", type=read, metavar="", **options)
-    parser.add_argument("--help", "-h", action="store_true")
-    values = vars(parser.parse_args(argv))
-    shows_help = values.pop("help", False)
-    check_bounds(config_class(**values))
-    if shows_help:
-        preset = values.get("preset") or default_preset(values.get("device"))
-        shown = configure(config_class, presets, preset, {})
-        for name, field in fields.items():
-            text = f"{field.metadata['meaning']} [{getattr(shown, name)}]"
-            actions[name].help = text.replace("%", "%%")
-        lines = [f"  {name:<10}{about.get(name, '')}" for name in presets]
-        parser.epilog = "\n".join([
-            "presets: other defaults, over which the keys that you give are laid", *lines, "",
-            f"In brackets: the values of --preset={preset}."])
-        parser.print_help()
-        raise SystemExit(0)
-    return values
-
-
-def switch(text: str) -> bool:
-    if text.lower() not in SWITCH:
-        raise argparse.ArgumentTypeError(f"{text} is neither true nor false")
-    return SWITCH[text.lower()]

@@ -1,9 +1,10 @@
-"""The command line, nanogpt/arguments.py, with a small configuration of its own."""
+"""The command line, nanogpt/command_line.py, with a small configuration of its own."""
 import dataclasses
 
 import pytest
 
-from nanogpt.arguments import configure, given, key
+from nanogpt.arguments import configure, key
+from nanogpt.command_line import given
 from nanogpt.ranks import BadInput
 
 
