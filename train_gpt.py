@@ -370,24 +370,20 @@ class Stage(NamedTuple):
     lr_factor: float  # of all learning rates and weight decays
 
 
-SCHEDULES: dict[str, list[Stage]] = {
+# The stages of speedrun and onepass after the first one, and of validation after the last step.
+# They and their learning rates follow records 46, 49, 53, 72. Batches and windows are smaller than
+# theirs (records/TRIED.md).
+LATER_STAGES = [
     # fraction, batch, long and short window, learning rates
-    # Stages and learning rates follow records 46, 49, 53, 72. Batches and windows are smaller than
-    # theirs (records/TRIED.md).
-    "speedrun": [
-        Stage(0.33, 1 / 4, 3, 1, 1.0),
-        Stage(0.33, 1 / 2, 5, 2, 1.52),
-        Stage(0.33, 1, 9, 4, 1.73),
-        Stage(0.01, 1, 13, 6, 1.73),
-        Stage(0, 1, 20, 6, 1.73),
-    ],
-    "onepass": [
-        Stage(0.33, 1 / 2, 3, 1, 1.0),
-        Stage(0.33, 1 / 2, 5, 2, 1.52),
-        Stage(0.33, 1, 9, 4, 1.73),
-        Stage(0.01, 1, 13, 6, 1.73),
-        Stage(0, 1, 20, 6, 1.73),
-    ],
+    Stage(0.33, 1 / 2, 5, 2, 1.52),
+    Stage(0.33, 1, 9, 4, 1.73),
+    Stage(0.01, 1, 13, 6, 1.73),
+    Stage(0, 1, 20, 6, 1.73),
+]
+
+SCHEDULES: dict[str, list[Stage]] = {
+    "speedrun": [Stage(0.33, 1 / 4, 3, 1, 1.0), *LATER_STAGES],
+    "onepass": [Stage(0.33, 1 / 2, 3, 1, 1.0), *LATER_STAGES],
     "laptop": [
         Stage(0.4, 1, 2, 1, 1.0),
         Stage(0.3, 1, 4, 2, 1.0),
