@@ -101,8 +101,10 @@ def score_endings(model: nn.Module, endings: list[tuple[list[int], list[int]]]) 
         targets = []
         for context, ending in together:
             filling = -(len(context) + len(ending)) % BLOCK_SIZE
-            tokens += [model.bos, *context, *ending[:-1]] + [model.bos] * filling
-            targets += [-1] * len(context) + ending + [-1] * filling
+            tokens += [model.bos, *context, *ending[:-1]]
+            tokens += [model.bos] * filling
+            targets += [-1] * len(context) + ending
+            targets += [-1] * filling
         found = score(model, np.array(tokens), np.array(targets))
         ends = np.cumsum([len(ending) for _, ending in together])
         sums.append(np.add.reduceat(found, [0, *ends[:-1]]))
@@ -139,7 +141,10 @@ class PerUnit(NamedTuple):
 def standard_error(influences: np.ndarray) -> float | None:
     """The standard error of a sum of (units,) influences, or None for a single unit."""
     n = len(influences)
-    return math.sqrt(n / (n - 1) * float(np.square(influences).sum())) if n > 1 else None
+    if n == 1:
+        return None
+    variance = n / (n - 1) * float(np.square(influences).sum())
+    return math.sqrt(variance)
 
 
 class Model(NamedTuple):
@@ -172,8 +177,10 @@ def loss_measures(model: Model, tokens: np.ndarray) -> dict[str, PerUnit]:
 
     bits = np.where(num_bytes > 0, nats / math.log(2), 0)
     token = "byte" if model.kind == "bytes" else "token"
-    return {f"loss, nats per {token}": per_document(nats, np.ones(len(nats))),
-            "bits per byte": per_document(bits, num_bytes.astype(float))}
+    return {
+        f"loss, nats per {token}": per_document(nats, np.ones(len(nats))),
+        "bits per byte": per_document(bits, num_bytes.astype(float)),
+    }
 
 
 def hellaswag_measures(model: Model, items: list[hellaswag.Item]) -> dict[str, PerUnit]:
@@ -186,9 +193,12 @@ def hellaswag_measures(model: Model, items: list[hellaswag.Item]) -> dict[str, P
     counts = np.array([len(ending) for _, ending in endings]).reshape(sums.shape)
     labels = np.array([item.label for item in items])
     ones = np.ones(len(items))
-    normalised = (sums / counts).argmax(1) == labels
-    return {"HellaSwag": PerUnit((sums.argmax(1) == labels).astype(float), ones),
-            "HellaSwag, normalised": PerUnit(normalised.astype(float), ones)}
+    is_right = sums.argmax(1) == labels
+    is_right_normalised = (sums / counts).argmax(1) == labels
+    return {
+        "HellaSwag": PerUnit(is_right.astype(float), ones),
+        "HellaSwag, normalised": PerUnit(is_right_normalised.astype(float), ones),
+    }
 
 
 # --------------------------------------------------------------------------------------------------

@@ -21,10 +21,10 @@ nothing and needs no GPU, so tests and notebooks can use its parts.
 
 Shapes in comments: T tokens of a micro-batch, its sequences end to end, D width of the model, H
 attention heads, d width of a head, F hidden width of the MLP, L layers, V size of the vocabulary, G
-lengths of n-grams, W width of their rows. A function
-whose docstring ends with "A collective." exchanges data with the other ranks (processes, one for
-each GPU): all must call it at the same point. "(record 28)" names a record of the speedrun, whose
-code is in github.com/KellerJordan/modded-nanogpt."""
+lengths of n-grams, W width of their rows. A function whose docstring ends with "A collective."
+exchanges data with the other ranks (processes, one for each GPU): all must call it at the same
+point. "(record 28)" names a record of the speedrun, whose code is in
+github.com/KellerJordan/modded-nanogpt."""
 
 with open(__file__, "rb") as file:
     SOURCE = file.read()  # before all else: the log shows what runs, not a later edit of it

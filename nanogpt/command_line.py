@@ -31,6 +31,7 @@ def parse_config(script, argv: list[str]):
             "--minutes chooses the number of steps; leave out --minutes or --num_steps")
     brings_text = "data_dir" in values and not values.get("preset")
     cuda = has_cuda(values.get("device"))
+    # A configuration names the save that is found, not what --resume was given as.
     save = checkpoints.find(values.pop("resume", ""), values.get("log_dir", config_class.log_dir))
     if save:
         c = checkpoints.configure(config_class, save, values, script.MAY_CHANGE)
