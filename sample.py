@@ -260,9 +260,9 @@ def end_in_order(program: str, work: Callable[[], None]) -> int:
             return 0
         sentence = str(error)
     except (RuntimeError, MemoryError) as error:
-        sentence = faults.lack_of_memory(error)
-        if not sentence:
+        if not faults.lacks_memory(error):
             raise
+        sentence = "too little memory"
     print(f"{program}: {sentence}", file=sys.stderr)
     return 2
 
