@@ -256,9 +256,9 @@ class Config(RunConfig):
 
     @property
     def recall_lengths(self) -> tuple[int, ...]:
-        """For how many last tokens `recall_table` is looked up: more than n-grams have."""
+        """For how many last tokens `recall_table` is looked up."""
         n = self.longest_ngram
-        return (n + 1, 2 * n) if self.recall_rows else ()
+        return (n, n + 1, 2 * n) if self.recall_rows else ()
 
     @property
     def longest_match(self) -> int:
@@ -567,6 +567,7 @@ def parameter_table(c: Config) -> dict[str, Param]:
     d = c.head_dim
     V = c.vocab_size
     matches = c.induced + bool(c.recall_rows)  # kinds of them
+    has_past = c.ngram_rows or matches
     sources = 4 + bool(c.ngram_rows) + matches + bool(E)  # of `late_mix`
 
     # Uniform numbers from -a to a have the deviation a / sqrt(3). A deviation of 0.5 D^-0.5 is a
@@ -603,7 +604,7 @@ def parameter_table(c: Config) -> dict[str, Param]:
     has = dict(  # parameters of what can be switched off
         value_embeds=E, ngrams=c.ngram_rows, scalars=c.scalars,
         length_vectors=matches, late_in=c.late_mix, late_out=c.late_mix, late_bias=c.late_mix,
-        gates=c.gates, value_gates=E)
+        gates=c.gates, value_gates=E, past_gates=has_past and c.gates and c.scalars)
     params = {
         # up and down of each layer in turn, both (D, F): y = relu(x up)^2 down^T. By theory, Muon's
         # learning rate for up grows with the root of F / D (record 42), which is 2 for the usual
@@ -632,6 +633,8 @@ def parameter_table(c: Config) -> dict[str, Param]:
         # of the output of each attention head, and of its value embedding
         "gates": Param((A, H, GATE_DIM), init=zero, share="all", **adam_at_head_lr),
         "value_gates": Param((E, H, GATE_DIM), init=zero, share="all", **adam_at_head_lr),
+        # of what each layer adds of the past
+        "past_gates": Param((L, 2 * GATE_DIM), init=zero, share="all", **adam_at_head_lr),
     }
     return {name: param for name, param in params.items() if has.get(name, True)}
 
@@ -770,14 +773,15 @@ def block(x: Tensor, weights: LayerWeights, context: LayerContext,
 
 def embed_inputs(embedded: Tensor, reading: Reading, ngrams: Tensor | None, embed: Tensor,
                  length_vectors: Tensor | None, signs: Tensor, scalars: Tensor | None,
-                 num_layers: int) -> tuple[Tensor, list[Tensor | None], list[Tensor]]:
+                 gates: Tensor | None, num_layers: int,
+                 ) -> tuple[Tensor, list[Tensor | None], list[Tensor]]:
     """The embedding of the tokens (T, D), what is read of them, the rows of their n-grams (G T, W),
     the whole embedding (V, D), length_vectors (lengths, D), random signs (SIGN_ROWS, W), scalars
-    (L, len(SCALARS)) -> the first stream (T, D); for each layer what is added to the stream there
-    (T, D), an amount of the first stream and an amount of what the past says; and what of the past
-    is a source of `late_mix`: the sum of the rows of n-grams (T, W), and for each kind of match the
-    normalised embedding of its tokens (T, D), 0 where there is no match. These are guesses of the
-    next token. What the model is without is None."""
+    (L, len(SCALARS)), gates (L, 2 GATE_DIM) -> the first stream (T, D); for each layer what is
+    added to the stream there (T, D), an amount of the first stream and an amount of what the past
+    says; and what of the past is a source of `late_mix`: the sum of the rows of n-grams (T, W), and
+    for each kind of match the normalised embedding of its tokens (T, D), 0 where there is no match.
+    These are guesses of the next token. What the model is without is None."""
     # 1. The first stream.
     x = norm(embedded)
 
@@ -800,14 +804,20 @@ def embed_inputs(embedded: Tensor, reading: Reading, ngrams: Tensor | None, embe
     for_late_mix += guesses
     past = sum(parts[1:], parts[0]) if parts else None
 
-    # 3. Each layer adds an amount of the first stream, and an amount of `past`.
+    # 3. Each layer adds an amount of the first stream, and an amount of `past`, on which a gate
+    # decides for each token: it reads some channels of both.
     if scalars is None:
         return x, [past] * num_layers, for_late_mix
     of_layers = dict(zip(SCALARS, scalars.unbind(1)))  # (L,) each
     injects = [of_first * x for of_first in of_layers["first"]]
     if past is not None:
-        injects = [inject + of_past * past
-                   for inject, of_past in zip(injects, of_layers["past"])]
+        open_gates = [1] * num_layers
+        if gates is not None:
+            steering = torch.cat((x[:, :GATE_DIM], past[:, :GATE_DIM]), 1)
+            of_tokens = 2 * torch.sigmoid(F.linear(steering, gates.to(x.dtype)))  # (T, L)
+            open_gates = of_tokens[..., None].unbind(1)  # (T, 1) each
+        injects = [inject + of_past * gate * past
+                   for inject, of_past, gate in zip(injects, of_layers["past"], open_gates)]
     return x, injects, for_late_mix
 
 
@@ -1035,7 +1045,7 @@ class GPT(nn.Module):
         first_x, injects, of_past = self.functions.embed_inputs(
             looked_up["lm_head"], reading, looked_up.get("ngrams"), self.weight("lm_head"),
             self.optional("length_vectors"), self.signs, self.optional("scalars"),
-            self.config.num_layers)
+            self.optional("past_gates"), self.config.num_layers)
         value_embeds = self.value_embeds_of(looked_up)
         contexts = self.layer_contexts(reading.begins, setting, training, injects, value_embeds)
         weights = self.layer_weights()

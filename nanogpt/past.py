@@ -1,7 +1,8 @@
 """What follows from the tokens of a text alone, without the weights: where documents begin, hashes
 of n-grams and the rows of their table, and guesses of the next token. Such a guess is the token
 that followed when the same last tokens stood earlier in this document (the induced token), or when
-they were read in an earlier step of training (the recalled token).
+they were read in an earlier step of training (the recalled token). Tokens count as the same if
+they differ only in case, accents, or a space before (data/spellings.py).
 
 Texts repeat themselves, so such a guess is often right. Attention can learn to find the first one
 ("induction heads", Olsson et al. 2022), but only inside its window; and a weight learns from a
@@ -15,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from data import spellings
 from nanogpt.batches import Batch, inputs_and_targets
 from nanogpt.candidates import Candidates, Targets
 from nanogpt.compiling import call_directly
@@ -61,7 +63,9 @@ class Past:
 
     def __init__(self, c, bos: int, recall_table: Tensor, candidates: Candidates,
                  call: Callable = call_directly):
+        device = recall_table.device
         self.bos = bos
+        self.spellings = torch.from_numpy(spellings.of_vocabulary(c.vocab_size)).to(device)
         self.recall_table = recall_table
         self.candidates = candidates
         self.seq_len = c.seq_len
@@ -69,7 +73,7 @@ class Past:
         self.longest_ngram = c.longest_ngram
         self.induces = c.induced
         self.recall_lengths = c.recall_lengths
-        self.device = recall_table.device
+        self.device = device
         self.side_stream = SideStream(self.device)
         self.call = call
         self.latest = []  # the batch that `prepare` has returned last
@@ -79,7 +83,8 @@ class Past:
         begins = tokens == self.bos
         begins[:: self.seq_len if training else len(tokens)] = True
         nothing = tokens.new_empty(0)
-        hashes = ngram_hashes(tokens, begins, max((self.longest_ngram, *self.recall_lengths)))
+        longest = max((self.longest_ngram, *self.recall_lengths))
+        hashes = ngram_hashes(self.spellings[tokens], begins, longest)
         short_hashes = hashes[: self.longest_ngram - 1]  # (G, T)
         rows = nothing
         if self.ngram_rows:
