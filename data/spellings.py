@@ -3,7 +3,7 @@ before. N-grams and matches of spellings are found more often than those of toke
 the same (pull request 375 of the speedrun).
 
 Those of GPT-2's vocabulary lie in a file beside this one, because a machine without a network
-cannot load the vocabulary. `python -m data.spellings` makes that file anew.
+cannot load the vocabulary. Once that file is deleted, `python -m data.spellings` makes it anew.
 """
 import unicodedata
 from pathlib import Path
@@ -37,20 +37,28 @@ def first_spellings(tokens: list[bytes]) -> np.ndarray:
     return np.array(numbers)
 
 
+def of_gpt2() -> np.ndarray:
+    """The same for GPT-2's tokens, from the file. Without the file, as in a folder that `records
+    code` has written, they are found anew. Raises BadInput if the vocabulary cannot be loaded."""
+    if FILE.exists():
+        return np.load(FILE)["numbers"]
+    vocabulary = gpt2.load()
+    return first_spellings(
+        [vocabulary.decode_single_token_bytes(number) for number in range(SEPARATOR)])
+
+
 def of_vocabulary(vocab_size: int) -> np.ndarray:
-    """The same for all tokens of a model (vocab_size,): bytes, or those of GPT-2. Tokens beyond
+    """The same for all tokens of a model (vocab_size,), which are bytes or GPT-2's. Tokens beyond
     these, such as the one that begins a document, stand for themselves."""
     numbers = np.arange(vocab_size)
     if reads_bytes(vocab_size):
         known = first_spellings([bytes([value]) for value in range(256)])
     else:
-        known = np.load(FILE)["numbers"]
+        known = of_gpt2()
     size = min(len(known), vocab_size)
     numbers[:size] = known[:size]
     return numbers
 
 
 if __name__ == "__main__":
-    vocabulary = gpt2.load()
-    tokens = [vocabulary.decode_single_token_bytes(number) for number in range(SEPARATOR)]
-    np.savez_compressed(FILE, numbers=first_spellings(tokens).astype(np.uint16))
+    np.savez_compressed(FILE, numbers=of_gpt2().astype(np.uint16))

@@ -83,15 +83,15 @@ class Past:
         begins = tokens == self.bos
         begins[:: self.seq_len if training else len(tokens)] = True
         nothing = tokens.new_empty(0)
-        longest = max((self.longest_ngram, *self.recall_lengths))
-        hashes = ngram_hashes(self.spellings[tokens], begins, longest)
+        words = self.spellings[tokens]
+        hashes = ngram_hashes(words, begins, max((self.longest_ngram, *self.recall_lengths)))
         short_hashes = hashes[: self.longest_ngram - 1]  # (G, T)
         rows = nothing
         if self.ngram_rows:
             rows = (short_hashes % self.ngram_rows).flatten()
         induced = recalled = nothing, nothing
         if self.induces:
-            induced = induced_tokens(tokens, begins, short_hashes)
+            induced = induced_tokens(tokens, begins, torch.cat((words[None], short_hashes)))
         if self.recall_lengths:
             recalled = recalled_tokens(self.recall_table, hashes, self.recall_lengths)
         return Reading(tokens, begins, hashes, rows, *induced, *recalled)
@@ -154,24 +154,24 @@ def ngram_hashes(tokens: Tensor, begins: Tensor, longest: int) -> Tensor:
     return torch.stack(hashes)
 
 
-def induced_tokens(tokens: Tensor, begins: Tensor, hashes: Tensor) -> tuple[Tensor, Tensor]:
-    """tokens and begins (T,), hashes of their n-grams (G, T) -> for each position its induced token
-    and the length of its match, both (T,) int64, and both 0 where there is no match. A match of
-    length n is an earlier position in the document (or what the sequence has of it) where the last
-    n tokens were the same as here.
-    We take the longest one, with n from 1 to 1 + G, and of several the latest. The induced token is
-    the one that came next there."""
+def induced_tokens(tokens: Tensor, begins: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+    """tokens and begins (T,), and what tells the last 1, 2, ... tokens from others (N, T) -> for
+    each position its induced token and the length of its match, both (T,) int64, and both 0 where
+    there is no match. A match of length n is an earlier position in the document (or what the
+    sequence has of it) where the last n tokens were the same as here.
+    We take the longest one, with n from 1 to N, and of several the latest. The induced token is the
+    one that came next there."""
     # 1. Sort the positions for each n, so that those with equal last tokens stand side by side, in
     # the order of the text. What is sorted begins with the number of the document, so that
     # positions of two documents are never equal.
-    identity = begins.cumsum(0) * 2**31 + torch.cat((tokens[None], hashes))  # (1 + G, T)
+    identity = begins.cumsum(0) * 2**31 + last  # (N, T)
     order = identity.argsort(dim=1, stable=True)
     in_order = identity.gather(1, order)
 
     # 2. The position just before in this order is the latest match, if the two are equal.
     is_repeated = F.pad(in_order[:, 1:] == in_order[:, :-1], (1, 0))
     match_in_order = torch.where(is_repeated, order.roll(1, 1), -1)
-    latest = torch.empty_like(order).scatter(1, order, match_in_order)  # (1 + G, T)
+    latest = torch.empty_like(order).scatter(1, order, match_in_order)  # (N, T)
 
     # 3. Where n tokens match, n - 1 do, too. So the longest length is the number of matches before
     # the first -1; a match behind it means that hashes are equal by chance.
@@ -182,7 +182,7 @@ def induced_tokens(tokens: Tensor, begins: Tensor, hashes: Tensor) -> tuple[Tens
 
 
 # The table of recalled tokens has R entries of 32 bits, which are 0 at first. What came after the
-# last n tokens is written to place `hash % R`, for two lengths n. An entry holds
+# last n tokens is written to place `hash % R`, for each length n. An entry holds
 #
 #   0 | 15 check bits | the next token, 16 bits
 #
