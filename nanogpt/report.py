@@ -62,14 +62,12 @@ def show_sample(run, script, path: str) -> None:
     import sample  # training alone needs no tokenizer
     c = run.config
     script.STOP.end_steps()
-    given = sample.opening(c, run.run_files.val_tokens)
-    origin = "" if given == c.sample else ", after a few words of the validation text"
     try:
         model = script.load_checkpoint(path, run.device)
-        text = sample.continue_text(model, given, c.sample_tokens)
+        text = "".join(sample.continued(model, c.sample, c.sample_tokens))
     except torch.OutOfMemoryError:
         text = "none, as the GPU has no room for a second model"
-    run.log.console.say(f"sample{origin}: {text}")
+    run.log.console.say(f"sample: {text}")
     expected = sample.what_to_expect(
         c, num_weights(script.parameter_table(c))[0], script.total_tokens(c, run.step))
     if expected:

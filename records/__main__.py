@@ -1,27 +1,20 @@
 """The command line, which records/README.md explains:
 
-    python -m records code | log | new | check | compare | plot | table
+    python -m records code | new | check | compare | plot | table
 
 Exit status: 0 all well, 1 a check found something, 2 the input was refused.
 """
 import argparse
-import signal
 import sys
 from pathlib import Path
 
-from data import packages
-
-if __name__ == "__main__":
-    packages.require("numpy", "tqdm")
-
 from . import compare, plots, record, table
-from .console import prepare_output
-from .log import Log, Refused, paths_of, read_bytes, read_log
+from .log import Log, Refused, paths_of, read_log
 
 
-def logs_named(paths: list[Path], may_be_cut: bool = False) -> list[Log]:
+def logs_named(paths: list[Path]) -> list[Log]:
     """These logs. A folder stands for all *.txt in it."""
-    logs = [read_log(found, may_be_cut) for path in paths for found in paths_of(path)]
+    logs = [read_log(found) for path in paths for found in paths_of(path)]
     if not logs:
         raise Refused(f"{paths[0]} has no logs (*.txt).")
     return logs
@@ -47,10 +40,8 @@ def check(page: Path) -> int:
         wrong = record.problems(folder)
         found += wrong
         if not wrong:
-            stored = record.stored_in(folder)
-            records.append(stored)
-            print(f"{folder.name}: ok, {stored['n']} runs, {stored['time_s']['mean']:.2f} s, loss "
-                  f"{stored['loss']['mean']:.4f}")
+            records.append(record.stored_in(folder))
+            print(f"{folder.name}: ok")
     text = page.read_text("utf-8")
     if not found and table.rewritten(text, records) != text:
         found = [f"{page}: its leaderboard is another; run `python -m records table`"]
@@ -69,9 +60,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("log", type=Path)
     p.add_argument("folder", type=Path, help="a new folder for them")
 
-    p = commands.add_parser("log", help="print a log as it was written, byte for byte")
-    p.add_argument("log", type=Path)
-
     p = commands.add_parser("new", help="make records/DATE_NAME from logs")
     p.add_argument("name")
     p.add_argument("logs", nargs="+", type=Path, help="logs, or folders of them")
@@ -86,8 +74,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
     p = commands.add_parser("plot", help="draw the losses of runs, also of those that go on")
     p.add_argument("logs", nargs="+", type=Path, help="logs, or folders of them")
-    p.add_argument("--out", default="curves.png", help="the PNG to write (default: curves.png)")
-    p.add_argument("--x", choices=tuple(plots.AXES), default="time", help="(default: time)")
+    p.add_argument("--out", default="curves.png", help="the picture (default: curves.png)")
 
     commands.add_parser("table", help="rewrite the leaderboard in records/README.md")
     return parser.parse_args(argv)
@@ -98,21 +85,19 @@ def run(args: argparse.Namespace) -> int:
     page = record.RECORDS / "README.md"
     if args.command == "check":
         return check(page)
-    if args.command == "log":
-        sys.stdout.buffer.write(read_bytes(args.log))
-    elif args.command == "code":
-        log = read_log(args.log, may_be_cut=True)
+    if args.command == "code":
+        log = read_log(args.log)
         write_code(log, args.folder)
         print(f"wrote {len(log.files)} files below {args.folder}")
     elif args.command == "new":
         folder = record.new(args.name, logs_named(args.logs), args.claim, args.data)
         print(f"wrote {folder}; write its README.md, then run `python -m records table`")
     elif args.command == "compare":
-        sides = [(path, logs_named([path], may_be_cut=True)) for path in (args.a, args.b)]
+        sides = [(path, logs_named([path])) for path in (args.a, args.b)]
         print("\n".join(compare.compare(*sides)))
     elif args.command == "plot":
-        picture = plots.curves(logs_named(args.logs, may_be_cut=True), (args.x,))
-        picture.savefig(args.out, format="png")
+        curves = plots.curves(logs_named(args.logs))
+        curves.savefig(args.out)
         print(f"wrote {args.out}")
     else:
         records = [record.stored_in(folder) for folder in record.folders()]
@@ -123,14 +108,15 @@ def run(args: argparse.Namespace) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the tool and returns its exit status. Input that is refused is one line of text."""
-    prepare_output()
+    sys.stdout.reconfigure(errors="backslashreplace")  # for terminals that lack a character
     try:
         return run(parse(argv))
-    except (OSError, Refused) as error:
+    except ModuleNotFoundError as error:
+        print(f"refused: {error}; pip install -r requirements-dev.txt", file=sys.stderr)
+    except (OSError, ValueError) as error:
         print(f"refused: {error}", file=sys.stderr)
-        return 2
+    return 2
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is no error
     sys.exit(main())

@@ -1,12 +1,9 @@
 """Two sides of runs: loss, time, configuration and code, and what of it is more than chance."""
-import difflib
 import statistics
 from pathlib import Path
 
-from .log import SCRIPT, Log, Refused
-from .record import ALPHA, machine_name, moments, pm, refuse_mixed, scipy_stats, shards, shared
-
-SHORT_DIFF = 40  # lines
+from .log import Log, Refused
+from .record import ALPHA, differing, machine_name, moments, pm, refuse_mixed, shared
 
 
 def verdict(what: str, unit: str, a: list[float], b: list[float], digits: int) -> str:
@@ -15,7 +12,8 @@ def verdict(what: str, unit: str, a: list[float], b: list[float], digits: int) -
     head = f"{what}: B - A = {difference:+.{digits}f}{unit}"
     if min(len(a), len(b)) < 2 or len(set(a)) == len(set(b)) == 1:
         return f"{head}; no test: it needs two runs or more on each side, with some deviation"
-    test = scipy_stats().ttest_ind(b, a, equal_var=False)
+    from scipy import stats  # of requirements-dev.txt
+    test = stats.ttest_ind(b, a, equal_var=False)
     interval = test.confidence_interval(0.95)
     text = (f"{head} (95 % from {interval.low:+.{digits}f} to {interval.high:+.{digits}f}, "
             f"Welch's p = {test.pvalue:.2g})")
@@ -24,65 +22,36 @@ def verdict(what: str, unit: str, a: list[float], b: list[float], digits: int) -
     return f"{text}: B is {'lower' if difference < 0 else 'higher'}"
 
 
-def cautions(logs: list[Log]) -> list[str]:
-    """What makes the numbers of a side doubtful."""
-    found = []
-    for log in logs:
-        if log.resumed:
-            found.append(f"caution: {log.path} is not of a whole run")
-        found += [f"caution: {log.path}: {defect['what']}" for defect in log.facts["defect"]]
-    try:
-        refuse_mixed(logs)
-    except Refused as error:
-        found.append(f"caution: {error}")
-    return found
-
-
-def code_lines(a: Log, b: Log) -> list[str]:
-    """The beginning of the diff of the files that ran, the script first. A file that only one side
-    has imported is new, or gone."""
-    diff = []
-    for path in sorted(a.files.keys() | b.files.keys(), key=lambda path: (path != SCRIPT, path)):
-        texts = [log.files.get(path, b"").decode(errors="replace").splitlines() for log in (a, b)]
-        diff += difflib.unified_diff(*texts, f"A/{path}", f"B/{path}", lineterm="", n=1)
-    lines = ["code:" if diff else "code: the same", *diff[:SHORT_DIFF]]
-    if len(diff) > SHORT_DIFF:
-        lines.append(f"... {len(diff) - SHORT_DIFF} more lines; `code` gives back the files")
-    return lines
-
-
-def has_ended(log: Log) -> bool:
-    return not log.interrupted and log.end.get("val_loss") is not None
-
-
 def compare(side_a: tuple[Path, list[Log]], side_b: tuple[Path, list[Log]]) -> list[str]:
-    """The lines of the report on two sides, each the name and the logs of its runs. All numbers
-    are from the logs. Runs without a last validation are left out. Raises Refused if a side has no
-    other."""
+    """The lines of the report on two sides, each the name and the logs of its runs. Runs that were
+    interrupted are left out. Raises Refused if a side has no other, or runs of several kinds."""
     lines = []
     sides = []
     for side, (name, logs) in zip("AB", (side_a, side_b)):
-        lines += [f"left out: {log.path}: no last validation" for log in logs if not has_ended(log)]
-        logs = [log for log in logs if has_ended(log)]
+        lines += [f"left out, as it has no end: {log.path}" for log in logs if log.interrupted]
+        logs = [log for log in logs if not log.interrupted]
         if not logs:
-            raise Refused(f"{name}: no run with a last validation; `plot` shows the others.")
+            raise Refused(f"{name}: no run has come to its end; `plot` shows what they did.")
+        refuse_mixed(logs)
         sides.append(logs)
         losses = [log.end["val_loss"] for log in logs]
         times = [log.end["train_time_s"] for log in logs]
         lines.append(f"{side} = {name}: n = {len(logs)}, loss {pm(moments(losses, 4), 4)}, time "
                      f"{pm(moments(times, 2), 2)} s, {machine_name(logs[0])}")
-        lines += cautions(logs)
-    a, b = sides
-    if machine_name(a[0]) != machine_name(b[0]):
-        lines.append("caution: the machines of A and B differ")
-    if sorted(shards(a[0]).values()) != sorted(shards(b[0]).values()):  # names do not count
-        lines.append("caution: the data of A and B differ")
+        for log in logs:
+            lines += [f"caution: {log.path}: {defect['what']}" for defect in log.facts["defect"]]
     for what, unit, key, digits in (("loss", "", "val_loss", 4), ("time", " s", "train_time_s", 3)):
-        values = [[log.end[key] for log in logs] for logs in (a, b)]
+        values = [[log.end[key] for log in logs] for logs in sides]
         lines.append(verdict(what, unit, *values, digits))
-    configs = [shared(logs[0])["config"] for logs in (a, b)]
-    for key in sorted(configs[0] | configs[1]):
-        ours, theirs = (repr(config[key]) if key in config else "no key" for config in configs)
-        if ours != theirs:
-            lines.append(f"config: {key} is {ours} in A and {theirs} in B")
-    return lines + code_lines(a[0], b[0])
+    a, b = (shared(logs[0]) for logs in sides)
+    for key in differing(a["config"], b["config"]):
+        lines.append(f"config: {key} is {a['config'].get(key)!r} in A and "
+                     f"{b['config'].get(key)!r} in B")
+    if sorted(a["data"].values()) != sorted(b["data"].values()):  # names do not count
+        lines.append("caution: the data of A and B differ")
+    files = differing(a["code"], b["code"])
+    if files:
+        lines.append(f"code: {', '.join(files)} differ; `python -m records code` writes them")
+    else:
+        lines.append("code: the same")
+    return lines

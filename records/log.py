@@ -43,25 +43,16 @@ class Log:
     path: str
     raw: bytes  # the whole log
     facts: defaultdict[str, list]  # the values of each kind
+    run: dict  # the facts of which there is one each
+    config: dict
+    environment: dict
     steps: list[Step]
     end: dict  # the block of results
     files: dict[str, bytes]  # path -> content of all that ran: SCRIPT, and what it imported
 
     @property
-    def run(self) -> dict:
-        return self.facts["run"][0]
-
-    @property
-    def config(self) -> dict:
-        return self.facts["config"][0]
-
-    @property
-    def environment(self) -> dict:
-        return self.facts["environment"][0]
-
-    @property
     def interrupted(self) -> bool:
-        return bool(self.end.get("interrupted"))
+        return "interrupted" in self.end
 
     @property
     def resumed(self) -> bool:
@@ -121,42 +112,41 @@ def read_bytes(path: Path) -> bytes:
 # Reading
 
 
-def read_log(path: str | Path, may_be_cut: bool = False) -> Log:
-    """The log of a run. Raises OSError, and Refused if it is damaged or not of one run. With
-    `may_be_cut` it may end after any step, because its run goes on or was killed; it then counts as
-    interrupted."""
+def read_log(path: str | Path) -> Log:
+    """The log of a run. If it has no end, because its run goes on or was killed, it counts as
+    interrupted. Raises OSError, and Refused if it is damaged."""
     raw = read_bytes(Path(path))
     source, found, rest = raw.partition(f"\n{RULE}\n".encode())
     if not found:
         raise Refused(f"{path}: no line of 100 '=' behind the code, so this is no log.")
-    source += b"\n"
     text, has_end, end = rest.decode(errors="replace").partition(f"\n{RULE}\n")
     lines = text.split("\n")
     if not has_end:
-        if not may_be_cut:
-            raise Refused(f"{path}: the run goes on, was killed, or ended early, as there is no "
-                          "block of results at the end; leave it out (`plot` shows its steps).")
         lines.pop()  # it may be half a line
-    facts, steps = read_lines(lines, path, source.count(b"\n") + 2)
+    facts, steps = read_lines(lines, path)
     results = read_end(end) if has_end else dict(interrupted=True)
-    log = Log(str(path), raw, facts, steps, results, {SCRIPT: source})
-    sums = {SCRIPT: log.run["code_sha256"]}
+    run = facts["run"][0]
+    files = {SCRIPT: source + b"\n"}
+    sums = {SCRIPT: run["code_sha256"]}
     for file in facts["file"]:
-        log.files[file["path"]] = file["text"].encode()
+        files[file["path"]] = file["text"].encode()
         sums[file["path"]] = file["sha256"]
-    for name, content in log.files.items():
+    for name, content in files.items():
         if sha256(content) != sums[name]:
             raise Refused(f"{path}: expected {name} with the sha256 {sums[name]}, found "
                           f"{sha256(content)}.")
-    check_steps(log)
+    log = Log(str(path), raw, facts, run, facts["config"][0], facts["environment"][0], steps,
+              results, files)
+    if not (log.interrupted or log.resumed):
+        check_steps(log)
     return log
 
 
-def read_lines(lines: list[str], path: str | Path, first: int) -> tuple[defaultdict, list[Step]]:
-    """The facts and the steps in these lines, of which the first has the number `first`."""
+def read_lines(lines: list[str], path: str | Path) -> tuple[defaultdict, list[Step]]:
+    """The facts and the steps in these lines."""
     facts = defaultdict(list)
     steps = []
-    for number, line in enumerate(lines, first):
+    for line in lines:
         step = STEP.fullmatch(line)
         if step:
             steps.append(Step(int(step[1]), step[3], float(step[4]), int(step[5])))
@@ -165,8 +155,7 @@ def read_lines(lines: list[str], path: str | Path, first: int) -> tuple[defaultd
         try:
             facts[kind].append(json.loads(body))
         except ValueError:
-            raise Refused(f"{path}, line {number}: neither a step nor a fact: {line[:70]!r}."
-                          ) from None
+            raise Refused(f"{path}: neither a step nor a fact: {line[:70]!r}.") from None
     for kind in FACTS:
         if not facts[kind]:
             raise Refused(f"{path}: no `{kind}` line.")
@@ -177,35 +166,18 @@ def read_end(text: str) -> dict:
     """The block of results: `key: value` in each line."""
     end = {}
     for line in text.splitlines():
-        key, found, value = line.partition(": ")
-        if found:
-            end[key] = value if key == "code_sha256" else json.loads(value)
+        key, _, value = line.partition(": ")
+        end[key] = value if key == "code_sha256" else json.loads(value)
     return end
 
 
 def check_steps(log: Log) -> None:
     """Raises Refused unless all steps are there and the results are those of the last one."""
     train = [step.step for step in log.steps if step.split == "train"]
-    begin = train[0] if train and log.resumed else 1
-    if train != list(range(begin, begin + len(train))):
+    if train != list(range(1, log.config["num_steps"] + 1)):
         raise Refused(f"{log.path}: steps are missing or stand twice.")
-    if log.interrupted or log.resumed:
-        return
-    last = log.steps[-1] if log.steps else None
-    if len(train) != log.config["num_steps"] or last is None or last.split != "val":
-        raise Refused(f"{log.path}: expected {log.config['num_steps']} steps and a validation at "
-                      f"the end, found {len(train)} steps.")
+    last = log.steps[-1]
     loss, seconds = log.end["val_loss"], log.end["train_time_s"]
-    if last.loss != loss or abs(1000 * seconds - last.time_ms) > 2:
+    if last.split != "val" or last.loss != loss or abs(1000 * seconds - last.time_ms) > 2:
         raise Refused(f"{log.path}: the results ({loss} after {seconds} s) are not those of the "
-                      f"last validation ({last.loss} after {last.time_ms} ms).")
-
-
-def refuse_unfit_for_record(log: Log) -> None:
-    """Raises Refused for a run that can be read, but is no record."""
-    faults = {"was interrupted": log.interrupted, "was resumed": log.resumed,
-              "has no target": log.end.get("target") is None}
-    for fault, is_so in faults.items():
-        if is_so:
-            raise Refused(
-                f"{log.path}: this run {fault}; `plot` and `compare` take it, but no record.")
+                      f"last line ({last.loss} after {last.time_ms} ms).")

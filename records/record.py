@@ -7,14 +7,12 @@
         README.md                 a table made from record.json, and what its author writes
         loss.png                  the losses over time and tokens
 """
-import itertools
 import json
-import re
 import statistics
 from pathlib import Path
 
 from . import plots
-from .log import PER_RUN, Log, Refused, paths_of, read_log, refuse_unfit_for_record, sha256, shorten
+from .log import PER_RUN, Log, Refused, paths_of, read_log, sha256, shorten
 
 RECORDS = Path(__file__).parent
 ALPHA = 0.01  # what the field calls significant
@@ -31,34 +29,34 @@ def folders() -> list[Path]:
 # What runs have in common, and their statistics
 
 
-def shards(log: Log) -> dict[str, str]:
-    """What the run has read: the sum of each shard, by "train NAME" or "val NAME"."""
-    return {f"{shard['split']} {shard['name']}": shard["sha256"] for shard in log.facts["data"]}
-
-
 def shared(log: Log) -> dict:
-    """What all runs of a record have in common."""
+    """What all runs of a record have in common. `data` has the sum of each shard."""
+    data = {f"{shard['split']} {shard['name']}": shard["sha256"] for shard in log.facts["data"]}
     config = {key: value for key, value in log.config.items() if key not in PER_RUN}
     machine = {key: log.environment[key] for key in MACHINE}
     code = {path: sha256(content) for path, content in log.files.items()}
-    return dict(code=code, data=shards(log), config=config, machine=machine)
+    return dict(code=code, data=data, config=config, machine=machine)
+
+
+def differing(a: dict, b: dict) -> list[str]:
+    """The keys that do not have the same value in both."""
+    return [key for key in sorted(a | b) if a.get(key) != b.get(key)]
 
 
 def refuse_mixed(logs: list[Log]) -> None:
-    """Raises Refused unless all runs have one code, data, configuration and machine, and no run
-    stands twice, nor two of one seed: such runs say nothing about how much runs differ."""
+    """Raises Refused unless all runs have one code, data, configuration and machine, and each a
+    seed of its own: otherwise they do not say how much runs of one kind differ."""
     first = shared(logs[0])
     for log in logs[1:]:
         for what, ours in shared(log).items():
-            for key in first[what] | ours:
-                a, b = first[what].get(key), ours.get(key)
-                if a != b:
-                    raise Refused(f"runs of one kind have one {what}, but {key} is {a!r} in "
-                                  f"{logs[0].path} and {b!r} in {log.path}.")
-    for a, b in itertools.combinations(logs, 2):
-        if a.run["run_id"] == b.run["run_id"] or a.config["seed"] == b.config["seed"]:
-            raise Refused(f"{b.path}: expected another run and seed than in {a.path}, found seed "
-                          f"{b.config['seed']}; leave one of them out.")
+            for key in differing(first[what], ours):
+                raise Refused(
+                    f"runs of one kind have one {what}, but {key} is {first[what].get(key)!r} in "
+                    f"{logs[0].path} and {ours.get(key)!r} in {log.path}.")
+    seeds = [log.config["seed"] for log in logs]
+    if len(set(seeds)) < len(seeds):
+        raise Refused(f"runs of one kind have different seeds, not {seeds}; the first one is "
+                      f"{logs[0].path}.")
 
 
 def machine_name(log: Log) -> str:
@@ -82,21 +80,13 @@ def pm(value: dict, digits: int) -> str:
     return text if value["sd"] is None else f"{text} ± {value['sd']:.{digits}f}"
 
 
-def scipy_stats():
-    """scipy.stats, which nothing else needs. Raises Refused where it is missing."""
-    try:
-        from scipy import stats
-    except ImportError:
-        raise Refused("statistics need scipy: pip install -r requirements-dev.txt") from None
-    return stats
-
-
 def p_below(values: list[float], target: float) -> float | None:
     """One-sided p of "the true mean is below the target" by Student's t test, or None where there
     is no deviation to judge by."""
     if len(set(values)) == 1:
         return None
-    p = scipy_stats().ttest_1samp(values, target, alternative="less").pvalue
+    from scipy import stats  # of requirements-dev.txt
+    p = stats.ttest_1samp(values, target, alternative="less").pvalue
     return float(f"{p:.3g}")
 
 
@@ -112,7 +102,9 @@ def p_text(record: dict) -> str:
 def build(logs: list[Log], name: str, claim: str, data_name: str) -> dict:
     """The content of record.json. All of it follows from the logs, but for the two free texts."""
     for log in logs:
-        refuse_unfit_for_record(log)
+        if log.interrupted or log.resumed or log.end["target"] is None:
+            raise Refused(f"{log.path}: a record needs runs to a target that were neither "
+                          "interrupted nor resumed.")
     refuse_mixed(logs)
     first = logs[0]
     losses = [log.end["val_loss"] for log in logs]
@@ -125,14 +117,14 @@ def build(logs: list[Log], name: str, claim: str, data_name: str) -> dict:
             time_s=log.end["train_time_s"], reached=log.end["reached"],
             git_commit=log.run["git_commit"],
             defects=[defect["what"] for defect in log.facts["defect"]]))
-    validation = sorted(value for key, value in shards(first).items() if key.startswith("val "))
+    validation = [shard["sha256"] for shard in first.facts["data"] if shard["split"] == "val"]
     return dict(
         name=name, date=min(log.run["date"] for log in logs)[:10], claim=claim,
         data_name=data_name, n=len(logs), target=target,
         loss=moments(losses, 5) | dict(p_below_target=p_below(losses, target)),
         time_s=moments([log.end["train_time_s"] for log in logs], 4),
         tokens=first.end["tokens"], num_steps=first.config["num_steps"],
-        val_tokens=first.config["val_tokens"], val_sha256=validation,
+        val_tokens=first.config["val_tokens"], val_sha256=sorted(validation),
         peak_memory_mib=max(log.end.get("peak_memory_mib") or 0 for log in logs) or None,
         machine=machine_name(first), versions={key: first.environment[key] for key in MACHINE[3:]},
         preset=first.config.get("preset", ""), code_sha256=first.run["code_sha256"], runs=runs)
@@ -140,20 +132,20 @@ def build(logs: list[Log], name: str, claim: str, data_name: str) -> dict:
 
 def block(record: dict) -> str:
     """The part of a record's README that is made from record.json, with its markers."""
-    versions = ", ".join(f"{key} {value}" for key, value in record["versions"].items())
+    versions = record["versions"].items()
+    reached = [run for run in record["runs"] if run["reached"]]
     memory = record["peak_memory_mib"]
     rows = {
         "claim": record["claim"] or "none stated",
         "date": record["date"],
-        "runs": f"{record['n']}, of which {sum(bool(run['reached']) for run in record['runs'])} "
-                "reached the target",
+        "runs": f"{record['n']}, of which {len(reached)} reached the target",
         "training time": f"{pm(record['time_s'], 3)} s",
         "final validation loss": f"{pm(record['loss'], 4)}, target {record['target']} "
                                  f"({p_text(record)} for a mean below it)",
         "training tokens": f"{record['tokens']:,} in {record['num_steps']:,} steps",
         "machine": record["machine"],
         "peak memory": f"{memory:,} MiB of each GPU" if memory else "not measured",
-        "versions": versions,
+        "versions": ", ".join(f"{key} {value}" for key, value in versions),
         "data": record["data_name"] or "unnamed",
         "code": f"sha256 `{record['code_sha256'][:16]}`, in the first log",
     }
@@ -180,11 +172,9 @@ def with_block(text: str, markers: tuple[str, str], new: str) -> str:
 def new(name: str, logs: list[Log], claim: str, data_name: str) -> Path:
     """Makes records/DATE_NAME from these logs. Raises OSError, and Refused before it has written
     anything."""
-    if not re.fullmatch(r"[a-z0-9][a-z0-9_-]*", name):
-        raise Refused(f"a record's name has small letters, digits, _ and -, not {name!r}.")
     folder = RECORDS / f"{min(log.run['date'] for log in logs)[:10]}_{name}"
     record = build(logs, folder.name, claim, data_name)
-    picture = plots.curves(logs, ("time", "tokens"))
+    picture = plots.curves(logs)
     folder.mkdir()
     (folder / "log_1.txt").write_bytes(logs[0].raw)
     for number, log in enumerate(logs[1:], 2):
