@@ -278,7 +278,9 @@ BYTES = dict(
 # For short texts: six layers, each of which sees at most 256 tokens.
 SIX_LAYERS = dict(
     num_layers=6, model_dim=384, num_heads=6, head_dim=64, mlp_dim=1536,
-    longest_ngram=2, ngram_part=1.0, schedule="char", num_steps=1000, micro_tokens=16_384, val_seq_len=16_384, val_interval=100,
+    longest_ngram=2, ngram_part=1.0,
+    schedule="char", num_steps=1000, micro_tokens=16_384,
+    val_seq_len=16_384, val_interval=100,
     precision="bf16", save_every=5.0)
 
 # Of Intel's and AMD's processors, those with AVX512-BF16 multiply bf16 faster than float32. To
