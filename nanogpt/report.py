@@ -12,10 +12,9 @@ from pathlib import Path
 import torch
 from torch.profiler import profile, schedule
 
-from nanogpt import checkpoints, faults, fitting
+from nanogpt import checkpoints, faults
 from nanogpt.ranks import is_rank_0
 from records import journal
-from records.console import CLEAR_RISE, next_commands, rise
 
 PROFILED_AFTER = 10  # steps of this run: what runs for the first time takes longer
 
@@ -60,11 +59,8 @@ def end(run, script, startup_s: float) -> int:
     log.console.result(log.steps, result, log.path, path, best)
     if run.ended_by:
         return keeper.say_how_to_go_on(run.step, run.ended_by)
-    longer = ""
-    learns_by_heart = rise(log.steps) > CLEAR_RISE
-    if c.fit and fitting.uses_up(c.minutes, run.clock.total) and not learns_by_heart:
-        longer = f"--minutes={5 * c.minutes:g}"
-    log.console.next(next_commands(path, c.data_dir, longer))
+    if path:
+        log.console.next(path)
     return 0
 
 
