@@ -44,7 +44,7 @@ from nanogpt.ranks import (
     require,
 )
 from records.console import complain
-from records.journal import sha256
+from records.log import sha256
 
 REMEDY = "name an older save with --resume=FOLDER, or leave --resume out to begin anew"
 KEPT = 2  # saves of a run that stay on disk

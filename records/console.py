@@ -6,10 +6,11 @@ import os
 import shlex
 import shutil
 import sys
-from collections import Counter
 from pathlib import Path
 
 from tqdm import tqdm
+
+from records.log import machine_name
 
 # ------------------------------------------------------------------------------------------------
 # Output of any program
@@ -75,16 +76,13 @@ class Console:
         (records/README.md); num_weights: how many are active in every token, and how many are in
         tables; log, weights: the files to be written, None if the weights are not kept; seconds:
         how long the run may take, if that is known."""
-        devices = [f"{count} x {name}" for name, count in Counter(machine["devices"]).items()]
-        if machine["devices"][0] == "CPU":
-            devices.append(machine["cpu"])
         version = machine["torch"].partition("+")[0]
         train_tokens = sum(shard["tokens"] for shard in data if shard["split"] == "train")
         tokens = sum((stage["last_step"] - stage["first_step"]) * stage["batch_tokens"]
                      for stage in stages)
         active, in_tables = (f"{number / 1e6:,.1f}M" for number in num_weights)
         self.say_facts({
-            "device": ", ".join([*devices, f"torch {version}"]),
+            "device": f"{machine_name(machine, config)}, torch {version}",
             "preset": config["preset"],
             "model": f"{active} parameters active, {in_tables} in tables",
             "precision": precision,
@@ -132,7 +130,6 @@ class Console:
                       if facts["reached"] is not None else "",
             "time": f"{facts['train_time_s']:,.1f} s of training, {facts['step_avg_ms']} ms a "
                     f"step, {facts['tokens_per_s']:,} tokens/s",
-            "mfu": f"{facts['mfu']:.1%} of the device's peak" if facts["mfu"] else "",
             "memory": f"{facts['peak_memory_mib']:,} MiB of the GPU at most"
                       if facts["peak_memory_mib"] else "",
             "log": str(log),
