@@ -16,7 +16,7 @@ which have no bytes. So models with different tokens can be compared.
 **HellaSwag** (Zellers et al. 2019) gives a context and four endings, of which one is right. We
 score as llm.c and modded-nanogpt do, so that numbers can be compared: an ending has one space put
 before it, and the model takes the ending whose tokens' log-probabilities have the highest sum, or
-for "HellaSwag, normalised" (their acc_norm) the highest mean. Before the context stands the token
+for "HellaSwag normalised" (their acc_norm) the highest mean. Before the context stands the token
 that begins a document, as in training. GPT-2 (124M) has 28.6 %, and 29.6 % normalised: published,
 not measured here.
 
@@ -125,7 +125,7 @@ def score_endings(model: nn.Module, endings: list[tuple[list[int], list[int]]]) 
 NORMAL_95 = 1.959964  # a normal variable is within so many standard deviations in 95 % of all cases
 
 
-class PerUnit(NamedTuple):
+class Measure(NamedTuple):
     """A measure of one model, unit by unit."""
     amounts: np.ndarray  # (units,) nats, bits or right answers
     sizes: np.ndarray  # (units,) tokens, bytes or ones
@@ -138,13 +138,18 @@ class PerUnit(NamedTuple):
         return (self.amounts - self.result() * self.sizes) / self.sizes.sum()
 
 
-def standard_error(influences: np.ndarray) -> float | None:
-    """The standard error of a sum of (units,) influences, or None for a single unit."""
+def standard_error(influences: np.ndarray) -> float:
+    """The standard error of a sum of (units,) influences, of which there are two or more."""
     n = len(influences)
-    if n == 1:
-        return None
     variance = n / (n - 1) * float(np.square(influences).sum())
     return math.sqrt(variance)
+
+
+def difference(a: Measure, b: Measure) -> tuple[float, float, float]:
+    """How much more b has than a on the same units, and the ends of the 95 % interval."""
+    value = b.result() - a.result()
+    error = standard_error(b.influences() - a.influences())
+    return value, value - NORMAL_95 * error, value + NORMAL_95 * error
 
 
 class Model(NamedTuple):
@@ -159,7 +164,7 @@ class Model(NamedTuple):
         return "bytes" if shards.reads_bytes(self.gpt.config.vocab_size) else "gpt2"
 
 
-def loss_measures(model: Model, tokens: np.ndarray) -> dict[str, PerUnit]:
+def loss_measures(model: Model, tokens: np.ndarray) -> dict[str, Measure]:
     """Loss and bits per byte; units are documents. The token that begins the next document belongs
     to the one that it ends. The name of the loss says of what tokens it is, as losses of tokens of
     two kinds say nothing about each other."""
@@ -172,19 +177,17 @@ def loss_measures(model: Model, tokens: np.ndarray) -> dict[str, PerUnit]:
     starts = np.flatnonzero(begins)
     num_bytes = model.token_bytes[tokens[1:]]  # (n,) of each target
 
-    def per_document(amounts: np.ndarray, sizes: np.ndarray) -> PerUnit:
-        return PerUnit(np.add.reduceat(amounts, starts), np.add.reduceat(sizes, starts))
+    def per_document(amounts: np.ndarray, sizes: np.ndarray) -> Measure:
+        return Measure(np.add.reduceat(amounts, starts), np.add.reduceat(sizes, starts))
 
-    bits = np.where(num_bytes > 0, nats / math.log(2), 0)
     token = "byte" if model.kind == "bytes" else "token"
-    return {
-        f"loss, nats per {token}": per_document(nats, np.ones(len(nats))),
-        "bits per byte": per_document(bits, num_bytes.astype(float)),
-    }
+    bits = np.where(num_bytes > 0, nats / math.log(2), 0)
+    return {f"loss, nats per {token}": per_document(nats, np.ones(len(nats))),
+            "bits per byte": per_document(bits, num_bytes.astype(float))}
 
 
-def hellaswag_measures(model: Model, items: list[hellaswag.Item]) -> dict[str, PerUnit]:
-    """The shares of right answers, as the head of this file says; units are items."""
+def hellaswag_measures(model: Model, items: list[hellaswag.Item]) -> dict[str, Measure]:
+    """The right answers in percent, as the head of this file says; units are items."""
     endings = []
     for item in items:
         context = model.encode(item.context)
@@ -192,61 +195,36 @@ def hellaswag_measures(model: Model, items: list[hellaswag.Item]) -> dict[str, P
     sums = score_endings(model.gpt, endings).reshape(len(items), -1)
     counts = np.array([len(ending) for _, ending in endings]).reshape(sums.shape)
     labels = np.array([item.label for item in items])
-    ones = np.ones(len(items))
-    is_right = sums.argmax(1) == labels
-    is_right_normalised = (sums / counts).argmax(1) == labels
-    return {
-        "HellaSwag": PerUnit(is_right.astype(float), ones),
-        "HellaSwag, normalised": PerUnit(is_right_normalised.astype(float), ones),
-    }
+
+    def percent(scores: np.ndarray) -> Measure:
+        is_right = scores.argmax(1) == labels
+        return Measure(100.0 * is_right, np.ones(len(items)))
+
+    return {"HellaSwag, %": percent(sums), "HellaSwag normalised, %": percent(sums / counts)}
 
 
 # --------------------------------------------------------------------------------------------------
 # 3. The program
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line. Raises BadInput on an unknown option or a wrong value."""
-    parser = sample.Parser(
-        prog="evaluate.py", description=__doc__.split("\n\n")[0], allow_abbrev=False)
-    option = parser.add_argument
-    option("models", metavar="MODEL", nargs="+",
-           help="file that --save_checkpoint has written; others are compared with the first one")
-    option("--text", metavar="PATH",
-           help="measure loss and bits per byte on a text file, JSON lines, a folder of them, or "
-           "a folder of shards; if neither --text nor --hellaswag is given, on the validation "
-           "shards of the model's training")
-    option("--hellaswag", metavar="FILE", nargs="?", const=str(hellaswag.PATH),
-           help="measure accuracy on HellaSwag; without FILE it is fetched (12 MB)")
-    option("--split_blank", type=sample.number(int, 1), metavar="N",
-           help="cut a text at N or more blank lines into documents")
-    option("--split", metavar="MARKER", help="cut a text where this stands, as '<|endoftext|>'")
-    option("--key", default="text", help="where a line of JSON has its text; default %(default)s")
-    option("--device", type=sample.device, default="auto", help="auto, cuda or cpu")
-    return parser.parse_intermixed_args(argv)
-
-
-def load_model(path: str, device: torch.device) -> Model:
+def load_model(path: str, device: str) -> Model:
     """Raises BadInput if the file is no checkpoint of this program."""
-    import train_gpt
-    gpt = train_gpt.load_checkpoint(path, device)
-    if not train_gpt.CPU_HAS_BF16:
-        sample.widen(gpt)
+    gpt = sample.load(path, device)
     encode, to_bytes = sample.codec(gpt.config.vocab_size)
     lengths = [len(to_bytes(token)) for token in range(gpt.config.vocab_size)]
     return Model(path, gpt, encode, np.array(lengths))
 
 
 def read_text(options: argparse.Namespace, models: list[Model]) -> tuple[str, list[np.ndarray]]:
-    """What --text means: its name, and the tokens (n + 1,) of each model. Raises BadInput if there
-    are none."""
+    """What --text means: its name, and the tokens (n + 1,) of each model. Raises BadInput."""
     config = models[0].gpt.config
     folder, pattern = config.data_dir, config.val_files
     if options.text is not None:
         folder, pattern = options.text, "*_val_*.bin"
     if options.text is None or list(Path(folder).glob(pattern)):
         paths = shards.find_shards(folder, "val", pattern, "name a text with --text")
-        return folder, [tokens_of_shards(paths, model) for model in models]
+        tokens = [tokens_of_shards(paths, model, config.val_tokens) for model in models]
+        return f"documents of {folder}", tokens
     paths, _ = texts.find_sources([options.text], options.key)
     markers = Counter()
     documents = [text for text in texts.read_all(paths, options, markers) if text.strip()]
@@ -258,105 +236,76 @@ def read_text(options: argparse.Namespace, models: list[Model]) -> tuple[str, li
         beginning = [model.gpt.bos]
         of_model = [beginning + model.encode(document) for document in documents]
         tokens.append(np.concatenate([*of_model, beginning]))  # the end of the last document
-    return options.text, tokens
+    return f"documents of {options.text}", tokens
 
 
-def tokens_of_shards(paths: list[Path], model: Model) -> np.ndarray:
-    """Raises BadInput if the shards hold tokens of another kind than the model's, or one is
-    damaged."""
-    config = model.gpt.config
+def tokens_of_shards(paths: list[Path], model: Model, most: int) -> np.ndarray:
+    """The first of the shards' tokens, (most + 1,), or all. Raises BadInput if they are of another
+    kind than the model's, or a shard is damaged."""
     kind = shards.kind_of_tokens(paths[0])
     require(model.kind == kind, f"{paths[0]} holds tokens of the kind {kind}, and {model.path} "
             f"reads {model.kind}; name a text file with --text")
-    tokens = np.concatenate([shards.read_shard(path, config.vocab_size).tokens for path in paths])
-    return tokens[: config.val_tokens + 1].astype(np.int64)
+    vocab_size = model.gpt.config.vocab_size
+    tokens = np.concatenate([shards.read_shard(path, vocab_size).tokens for path in paths])
+    return tokens[: most + 1].astype(np.int64)
 
 
-def measure_all(options: argparse.Namespace,
-                models: list[Model]) -> list[dict[str, tuple[str, PerUnit]]]:
-    """What the command line asks for: for each model the measures by name, each with where its
-    units are from, such as "items of FILE". Raises BadInput if one is not finite."""
-    jobs = []  # all is read before anything is computed, so that a mistake shows at once
-    if options.text is not None or options.hellaswag is None:
-        name, tokens = read_text(options, models)
-        jobs.append((f"documents of {name}", loss_measures, tokens))
-    if options.hellaswag is not None:
-        path = Path(options.hellaswag)
-        if path == hellaswag.PATH:
-            hellaswag.fetch()
-        items = hellaswag.read_items(path)
-        jobs.append((f"items of {path.name}", hellaswag_measures, [items] * len(models)))
-    measured = [{} for _ in models]
-    for source, measure, contents in jobs:
-        for model, content, measures in zip(models, contents, measured):
-            for name, per_unit in measure(model, content).items():
-                require(math.isfinite(per_unit.result()),
-                        f"{model.path}: the {name} is not finite; its training diverged")
-                measures[name] = source, per_unit
-    return measured
-
-
-def difference(a: PerUnit, b: PerUnit) -> tuple[float, float, float] | None:
-    """How much more b has than a, and the ends of the 95 % interval; None if they are not on the
-    same units, or on a single one."""
-    if len(a.sizes) != len(b.sizes) or len(a.sizes) == 1:
-        return None
-    value = b.result() - a.result()
-    error = standard_error(b.influences() - a.influences())
-    return value, value - NORMAL_95 * error, value + NORMAL_95 * error
-
-
-def in_words(name: str, value: float, plus: str = "") -> str:
-    if name.startswith("HellaSwag"):
-        return f"{100 * value:{plus}.2f} %"
-    return f"{value:{plus}.4f}"
-
-
-def show(models: list[Model], measured: list[dict[str, tuple[str, PerUnit]]]) -> None:
-    """Prints the results of each model, how the others differ from the first one, and what to know
-    about the errors."""
-    counts = set()  # of units
+def show(models: list[Model], measured: list[dict[str, Measure]], source: str) -> None:
+    """Prints the results of each model, and how the others differ from the first one. `source` says
+    what the units are."""
     for model, measures in zip(models, measured):
         print(f"{model.path} (preset {model.gpt.config.preset}, step {model.gpt.trained_steps:,})")
-        for name, (source, per_unit) in measures.items():
-            text = in_words(name, per_unit.result())
-            error = standard_error(per_unit.influences())
-            if error is not None:
-                text += f" ± {in_words(name, error)}"
+        for name, measure in measures.items():
+            count = len(measure.sizes)
+            text = f"{measure.result():.4f}"
+            if count > 1:
+                text += f" ± {standard_error(measure.influences()):.4f}"
             if name.startswith("loss"):
-                text += f", perplexity {math.exp(per_unit.result()):,.2f}"
-            print(f"  {name:<23} {text:<40} {source}: {len(per_unit.sizes):,}")
-            counts.add(len(per_unit.sizes))
-    if len(models) > 1 and any(model.gpt.of_other_code for model in models):
-        print("Differences are left out, as not all models are of this code.")
-    else:
-        show_differences(models, measured)
-    if counts != {1}:
-        print("Behind ± stands one standard error over the documents or items. With fewer than 30 "
-              "of them it is too small, and so is an interval.")
-    if 1 in counts:
-        print("One document tells nothing about chance, so it has no ± and no interval. "
-              "--text=FILE with --split_blank=1 or --split=MARKER cuts a text into several.")
-
-
-def show_differences(models: list[Model], measured: list[dict]) -> None:
-    first = measured[0]
+                text += f", perplexity {math.exp(measure.result()):,.2f}"
+            print(f"  {name:<23} {text:<40} {source}: {count:,}")
     for model, measures in zip(models[1:], measured[1:]):
-        for name, (_, per_unit) in measures.items():
-            found = name in first and difference(first[name][1], per_unit)
-            if found:
-                value, low, high = (in_words(name, number, "+") for number in found)
-                print(f"{model.path} minus {models[0].path}, {name}: {value}, 95 % interval "
-                      f"{low} to {high}")
+        for name, measure in measures.items():
+            if name in measured[0] and len(measure.sizes) > 1:
+                value, low, high = difference(measured[0][name], measure)
+                print(f"{model.path} minus {models[0].path}, {name}: {value:+.4f}, 95 % interval "
+                      f"{low:+.4f} to {high:+.4f}")
+    print("Behind ± stands one standard error over the documents or items. With fewer than 30 of "
+          "them it is too small, and one has none; --split_blank=1 or --split=MARKER cuts a text.")
 
 
-def evaluate(options: argparse.Namespace) -> None:
+def work(argv: list[str]) -> None:
+    """Measures what the command line asks for. Raises BadInput."""
+    parser = sample.Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
+    option = parser.add_argument
+    option("models", metavar="MODEL", nargs="+",
+           help="file that --save_checkpoint has written; others are compared with the first one")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument(
+        "--text", metavar="PATH",
+        help="measure loss and bits per byte on a text file, JSON lines, a folder of them, or a "
+        "folder of shards; else on the validation shards of the model's training")
+    what.add_argument(
+        "--hellaswag", action="store_true",
+        help="in place of that measure accuracy on HellaSwag, which is fetched (12 MB)")
+    option("--split_blank", type=int, metavar="N",
+           help="cut a text at N or more blank lines into documents")
+    option("--split", metavar="MARKER", help="cut a text where this stands, as '<|endoftext|>'")
+    option("--key", default="text", help="where a line of JSON has its text; default %(default)s")
+    option("--device", choices=sample.DEVICES, default="auto", help="where the models compute")
+    options = parser.parse_intermixed_args(argv)
     models = [load_model(path, options.device) for path in options.models]
-    show(models, measure_all(options, models))
+    if options.hellaswag:
+        source = "items"
+        items = hellaswag.read_items()
+        measured = [hellaswag_measures(model, items) for model in models]
+    else:
+        source, tokens = read_text(options, models)
+        measured = [loss_measures(*pair) for pair in zip(models, tokens)]
+    show(models, measured, source)
 
 
 def main(argv: list[str]) -> int:
-    return sample.end_in_order("evaluate.py", lambda: evaluate(parse(argv)))
+    return sample.end_in_order("evaluate.py", work, argv)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
     echo "ROMEO:" | python sample.py MODEL  # the text comes from standard input
 
 MODEL is a file that `train_gpt.py --save_checkpoint=models/NAME.safetensors` has written. A text
-ends where the model ends the document, after --max_new_tokens, or where the model's sequences end.
+ends where the model ends the document, after --sample_tokens, or where the model's sequences end.
 Of a text that is longer than these the model reads the end.
 
 For each new token the whole text is computed anew. To keep what layers know of earlier tokens would
@@ -28,7 +28,8 @@ from torch import Tensor
 
 from data.prepare import bytes_of, token_to_byte
 from data.shards import SEPARATOR, reads_bytes
-from nanogpt import faults, fitting
+from nanogpt import faults
+from nanogpt.command_line import Parser, has_cuda
 from nanogpt.masks import BLOCK_SIZE
 from nanogpt.ranks import is_rank_0, require
 from records.console import complain, discard_output, prepare_output
@@ -43,12 +44,6 @@ def last_setting(model):
     return script.setting_of(model.trained_steps, model.config)
 
 
-def widen(model) -> None:
-    """On a CPU the model computes in float32: many can only emulate narrower numbers."""
-    if model.lm_head.device.type == "cpu" and model.lm_head.dtype != torch.float64:
-        model.float()
-
-
 @torch.no_grad()
 def next_logits(model, tokens: list[int]) -> Tensor:
     """The capped logits (V,) of the token after these. The model takes whole blocks, so they are
@@ -60,29 +55,13 @@ def next_logits(model, tokens: list[int]) -> Tensor:
     return model.logits(x[last], tuple(source[last] for source in sources))[0]
 
 
-def draw(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
-    """A token drawn by its probability, from logits (V,): among the top_k most probable ones (0:
-    all). Temperature 0 takes the most probable one."""
+def draw(logits: Tensor, temperature: float, generator: torch.Generator) -> int:
+    """A token drawn by its probability, from logits (V,). Temperature 0 takes the most probable
+    one."""
     if temperature == 0:
         return int(logits.argmax())
-    logits, tokens = logits.double().topk(min(top_k or len(logits), len(logits)))
-    probabilities = ((logits - logits[0]) / temperature).softmax(-1)
-    return int(tokens[torch.multinomial(probabilities, 1, generator=generator)])
-
-
-def generate(model, tokens: list[int], count: int, temperature: float, top_k: int,
-             generator: torch.Generator) -> Iterator[int]:
-    """At most `count` tokens that continue `tokens`, one by one as they are drawn, up to the end of
-    the document, whose token is among them, or of the model's sequences. Raises BadInput if the
-    logits are not finite."""
-    tokens = [*tokens]
-    for _ in range(min(count, model.config.seq_len - len(tokens))):
-        logits = next_logits(model, tokens)
-        require(logits.isfinite().all(), "the logits are not finite: training has diverged")
-        tokens.append(draw(logits, temperature, top_k, generator))
-        yield tokens[-1]
-        if tokens[-1] == model.bos:
-            break
+    probabilities = (logits.double() / temperature).softmax(-1)
+    return int(torch.multinomial(probabilities, 1, generator=generator))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -104,55 +83,44 @@ def codec(vocab_size: int) -> tuple[Callable[[str], list[int]], Callable[[int], 
     return vocabulary.encode_ordinary, gpt2_bytes
 
 
+def continued(model, text: str, count: int, temperature: float = 0.8,
+              seed: int = 0) -> Iterator[str]:
+    """The text, then a piece for each token that the model adds to it: at most `count`, up to the
+    end of the document or of the model's sequences. A piece may be empty, as a character may take
+    several tokens. Of a text after which nothing could come, the model reads the end, which leaves
+    half of a sequence free. Control characters, which could change how a terminal works, become
+    question marks."""
+    encode, to_bytes = codec(model.config.vocab_size)
+    tokens = [model.bos, *encode(text)]
+    most = model.config.seq_len
+    if len(tokens) >= most:
+        tokens = [model.bos, *tokens[-(most // 2) :]]
+    end = min(most, len(tokens) + count)
+    generator = torch.Generator(model.lm_head.device).manual_seed(seed)
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    yield harmless(text)
+    while len(tokens) < end:
+        token = draw(next_logits(model, tokens), temperature, generator)
+        if token == model.bos:
+            break
+        tokens.append(token)
+        yield harmless(decoder.decode(to_bytes(token)))
+    yield decoder.decode(b"", final=True)
+
+
+# --------------------------------------------------------------------------------------------------
+# 3. The sample at the end of a run
+
+
 def check(config) -> list[str]:
-    """Whether a run can end with a sample, before it begins. A run that is fitted to a text does
-    without the sample that nobody has asked for, and returns a note. Raises BadInput otherwise."""
+    """Before a run: if it cannot end with a sample, it does without, and this returns a note."""
     try:
         if is_rank_0():
             codec(config.vocab_size)
     except BadInput as error:
-        if not config.fit or config.sample != fitting.SAMPLE:
-            raise BadInput(f"{error}, or do without a sample: --sample=") from None
         config.sample = ""
         return [f"there will be no sample: {error}"]
     return []
-
-
-def opening(config, val_tokens: Tensor) -> str:
-    """What the sample at the end of a run begins with: --sample, or in a run that is fitted to a
-    text, if nobody has asked for another one, a few words from the beginning of the validation
-    tokens, without the first one, which may be cut."""
-    if not config.fit or config.sample != fitting.SAMPLE:
-        return config.sample
-    _, to_bytes = codec(config.vocab_size)
-    text = b"".join(to_bytes(token & 0xFFFF) for token in val_tokens[:200].tolist())
-    return " ".join(text.decode(errors="replace").split()[1:6])[:80] or config.sample
-
-
-def continued(model, text: str, count: int, generator: torch.Generator, temperature: float = 0.8,
-              top_k: int = 0) -> Iterator[str]:
-    """The text, then what the model adds to it (`generate`), a piece for each token. A piece may be
-    empty, as a character may take several tokens. Of a text after which nothing could come, the
-    model reads the end, which leaves half of a sequence free."""
-    widen(model)
-    encode, to_bytes = codec(model.config.vocab_size)
-    tokens = encode(text)
-    seq_len = model.config.seq_len
-    if len(tokens) > seq_len - 2:
-        complain(f"the text to continue has {len(tokens):,} tokens, and the model's sequences have "
-                 f"{seq_len:,}, so it reads only the last {seq_len // 2:,}")
-        tokens = tokens[-(seq_len // 2) :]
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    yield text
-    for token in generate(model, [model.bos, *tokens], count, temperature, top_k, generator):
-        yield decoder.decode(to_bytes(token))
-    yield decoder.decode(b"", final=True)
-
-
-def continue_text(model, text: str, count: int) -> str:
-    """The text, continued by a model that has just been trained, as it can be printed."""
-    generator = torch.Generator(model.lm_head.device).manual_seed(0)
-    return printable("".join(continued(model, text, count, generator)))
 
 
 def what_to_expect(config, active: int, read: int) -> str:
@@ -160,96 +128,35 @@ def what_to_expect(config, active: int, read: int) -> str:
     other models. `active`: its weights without tables; `read`: bytes that it was trained on."""
     if not reads_bytes(config.vocab_size) or active > 5_000_000:
         return ""
-    writes = "words and the layout of their text, but no sense"
-    if read < 400_000:
-        writes = "letters in a likely order, and few words"
     return (f"what to expect: {active / 1e6:.1f}M weights that have read {read / 1e6:.1f}M bytes "
-            f"write {writes}; longer runs, more text and larger models on a GPU bring more")
-
-
-def printable(text: str) -> str:
-    """The text, on a terminal without control characters."""
-    return harmless(text) if sys.stdout.isatty() else text
+            "write letters and words in a likely order, but no sense; longer runs, more text and "
+            "larger models on a GPU bring more")
 
 
 # --------------------------------------------------------------------------------------------------
-# 3. The program
+# 4. The program
+
+DEVICES = "auto", "cuda", "cpu"
 
 
-def number(kind: type, low: float) -> Callable:
-    """For argparse: an int or a float that is at least `low`."""
-    def checked(text: str):
-        value = kind(text)
-        if not value >= low:  # as nan is not
-            raise argparse.ArgumentTypeError(f"{text} is not a number from {low} on")
-        return value
-
-    return checked
-
-
-def device(text: str) -> torch.device:
-    """For argparse: auto, cuda or cpu."""
-    if text == "auto":
-        text = "cuda" if torch.cuda.is_available() else "cpu"
-    if text not in ("cuda", "cpu") or text == "cuda" and not torch.cuda.is_available():
-        raise argparse.ArgumentTypeError(f"there is no {text} here; it may be auto, cuda or cpu")
-    return torch.device(text)
+def load(path: str, device: str):
+    """The model of a file. On a CPU that can only emulate bf16 it computes in float32. Raises
+    BadInput if the file is no checkpoint of this program."""
+    import train_gpt
+    cuda = has_cuda(device)
+    require(cuda or device != "cuda", "--device=cuda, but torch sees no GPU here")
+    model = train_gpt.load_checkpoint(path, torch.device("cuda" if cuda else "cpu"))
+    if not cuda and not train_gpt.CPU_HAS_BF16:
+        model.float()
+    return model
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:
-        raise BadInput(message)  # without a page on usage
-
-
-def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line. Raises BadInput on an unknown option or a wrong value."""
-    parser = Parser(
-        prog="sample.py", description=__doc__.split("\n\n")[0], allow_abbrev=False,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    option = parser.add_argument
-    option("checkpoint", metavar="MODEL", help="file that --save_checkpoint has written")
-    option("text", metavar="TEXT", nargs="?",
-           help="text to continue; without it, what comes from standard input")
-    option("--temperature", type=number(float, 0), default=0.8,
-           help="below 1 the probable becomes more probable; 0: always the most probable token")
-    option("--top_k", type=number(int, 0), default=0,
-           help="draw among so many of the most probable tokens, 0: among all")
-    option("--num_samples", type=number(int, 1), default=1, help="continuations of the text")
-    option("--max_new_tokens", type=number(int, 1), default=256, help="tokens to add at most")
-    option("--seed", type=number(int, 0), default=0, help="the same seed gives the same texts")
-    option("--device", type=device, default="auto", help="auto, cuda or cpu")
-    return parser.parse_intermixed_args(argv)
-
-
-def show(text: str) -> None:
-    """Writes a text at once."""
-    print(printable(text), end="", flush=True)
-
-
-def continue_texts(options: argparse.Namespace) -> None:
-    """Continues the text as often as asked, and shows each token as it is drawn. Raises BadInput if
-    the model is of no use."""
-    from train_gpt import load_checkpoint
-    model = load_checkpoint(options.checkpoint, options.device)
-    text = options.text
-    if text is None:
-        text = sys.stdin.buffer.read().decode(errors="replace").removesuffix("\n")
-    generator = torch.Generator(options.device).manual_seed(options.seed)
-    for sample in range(1, options.num_samples + 1):
-        if options.num_samples > 1:
-            show(f"---------- sample {sample} of {options.num_samples} ----------\n")
-        for piece in continued(model, text, options.max_new_tokens, generator,
-                               options.temperature, options.top_k):
-            show(piece)
-        show("\n")
-
-
-def end_in_order(program: str, work: Callable[[], None]) -> int:
+def end_in_order(program: str, work: Callable[[list[str]], None], argv: list[str]) -> int:
     """Does the work. Exit status: 0, or with one sentence 2 for bad input, a full disk or too
     little memory."""
     prepare_output()
     try:
-        work()
+        work(argv)
         sys.stdout.flush()
         return 0
     except BadInput as error:
@@ -263,12 +170,37 @@ def end_in_order(program: str, work: Callable[[], None]) -> int:
         sentence = faults.lack_of_memory(error)
         if not sentence:
             raise
-    print(f"{program}: {sentence}", file=sys.stderr)
+    complain(f"{program}: {sentence}")
     return 2
 
 
+def work(argv: list[str]) -> None:
+    """Continues a text, and shows each token as it is drawn. Raises BadInput."""
+    parser = Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False,
+                    formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    option = parser.add_argument
+    option("model", metavar="MODEL", help="file that --save_checkpoint has written")
+    option("text", metavar="TEXT", nargs="?",
+           help="text to continue; without it, what comes from standard input")
+    option("--temperature", type=float, default=0.8,
+           help="below 1 the probable becomes more probable; 0: always the most probable token")
+    option("--sample_tokens", type=int, default=256, help="tokens to add at most")
+    option("--seed", type=int, default=0, help="the same seed gives the same text")
+    option("--device", choices=DEVICES, default="auto", help="where the model computes")
+    options = parser.parse_intermixed_args(argv)
+    require(options.temperature >= 0, f"--temperature={options.temperature} must be at least 0")
+    model = load(options.model, options.device)
+    text = options.text
+    if text is None:
+        text = sys.stdin.buffer.read().decode(errors="replace").removesuffix("\n")
+    for piece in continued(
+            model, text, options.sample_tokens, options.temperature, options.seed):
+        print(piece, end="", flush=True)
+    print()
+
+
 def main(argv: list[str]) -> int:
-    return end_in_order("sample.py", lambda: continue_texts(parse(argv)))
+    return end_in_order("sample.py", work, argv)
 
 
 if __name__ == "__main__":

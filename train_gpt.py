@@ -139,7 +139,7 @@ class Config(RunConfig):
     model_dim: int = key(768, "width of the residual stream")
     num_heads: int = key(4, "attention heads of a layer")
     head_dim: int = key(128, "width of a head; num_heads * head_dim is at most model_dim")
-    mlp_dim: int = key(5632, "hidden width of the MLP")
+    mlp_dim: int = key(4096, "hidden width of the MLP")
     vocab_size: int = key(
         50304, "rows of the embedding: GPT-2's 50257 tokens, rounded up to a multiple of 128",
         most=2**16)
@@ -153,7 +153,9 @@ class Config(RunConfig):
     late_mix: bool = key(
         True, "add to the last stream an amount of earlier ones, of guesses, n-grams, embeddings "
         "(MUDD)")
-    gates: bool = key(True, "a gate for the output of each attention head")
+    gates: bool = key(
+        True, "gates for the output of each attention head, and for what each layer gets of the "
+        "past")
     scalars: bool = key(
         True, "learned factors of the parts of a layer; without them all are 1, and no layer adds "
         "the embedding again")
@@ -203,7 +205,8 @@ class Config(RunConfig):
     scalar_lr: float = key(0.04, "Adam's learning rate for the scalars and `length_vectors`")
     longest_ngram: int = key(
         3, "for each n from 2 to this, the last n tokens look up a row of a table of n-grams; also "
-        "the most tokens by which a match in the document is looked for",
+        "the most tokens by which a match in the document is looked for. To all such tables tokens "
+        "are the same that differ only in case, accents, or a space before",
         least=2)
     ngram_rows: int = key(
         16_777_216, "rows of that table, for all lengths; n-grams whose hashes have the same "
@@ -220,6 +223,8 @@ class Config(RunConfig):
         "than one of --epochs, because a text that is read again would be known by heart. Each "
         "takes 4 bytes on every GPU, and in checkpoints and saves. 0: no such guesses",
         least=0)
+    recall_for: str = key(
+        "3,4,6", "for how many last tokens this table is looked up; the longest match counts")
     # evaluation
     target_loss: float = key(3.28, "validation loss to reach, nats per token; 0: none")
     val_tokens: int = key(
@@ -242,12 +247,12 @@ class Config(RunConfig):
     def attends(self) -> tuple[int, ...]:
         """The layers that have attention."""
         every = tuple(range(self.num_layers))
-        return arguments.layer_numbers("attention_layers", self.attention_layers, every)
+        return arguments.numbers_among("attention_layers", self.attention_layers, every)
 
     @property
     def value_embeds(self) -> tuple[int, ...]:
         """Those of them that have value embeddings."""
-        return arguments.layer_numbers("value_layers", self.value_layers, self.attends)
+        return arguments.numbers_among("value_layers", self.value_layers, self.attends)
 
     @property
     def ngram_width(self) -> int:
@@ -256,9 +261,10 @@ class Config(RunConfig):
 
     @property
     def recall_lengths(self) -> tuple[int, ...]:
-        """For how many last tokens `recall_table` is looked up: more than n-grams have."""
-        n = self.longest_ngram
-        return (n + 1, 2 * n) if self.recall_rows else ()
+        """For how many last tokens `recall_table` is looked up."""
+        possible = tuple(range(2, 17))
+        lengths = arguments.numbers_among("recall_for", self.recall_for, possible)
+        return lengths if self.recall_rows else ()
 
     @property
     def longest_match(self) -> int:
@@ -283,7 +289,7 @@ ON_CPU = dict(compile=False, precision="bf16" if CPU_HAS_BF16 else "fp32")
 PLAIN_MODEL = dict(
     value_layers="none",  # a learned vector of each token in its values (`attention`, step 2)
     mix_previous=False,  # channels and keys of the previous token (`input_of`, `offset_keys`)
-    gates=False,  # of attention heads (`attention`, step 4)
+    gates=False,  # of attention heads (`attention`, step 4), of the past (`embed_inputs`, step 3)
     scalars=False,  # learned factors of the parts of a layer (SCALARS, `block`)
     ngram_rows=0,  # rows for the last two and more tokens (`embed_inputs`, step 2)
     induced=False,  # a guess by an earlier match in the document (nanogpt/past.py)
@@ -304,18 +310,19 @@ PRESETS: dict[str, dict] = {
         num_steps=2500,
         # With attention in five layers a step takes an eighth less time, for as much loss as 2.5 %
         # of the tokens are worth; value embeddings in three cost hardly any (records/long_runs.md).
-        attention_layers="0,2,3,5,7", value_layers="0,5,7",
+        attention_layers="0,2,3,5,7", value_layers="0,5,7", muon_decay=2.0,
         ngram_rows=33_554_432, recall_rows=1_073_741_824, head_every_second=True,
         # Averages make up for learning rates that stay high to the end (record 92).
         average_frac=0.06, cooldown_frac=0.8, lr_floor=0.3),
     "onepass": dict(
-        num_layers=6, attention_layers="0,2,3,5", value_layers="0,3,5",
+        num_layers=6, mlp_dim=5632, attention_layers="0,2,3,5", value_layers="0,3,5",
         schedule="onepass", num_steps=1030, batch_tokens=131_072,
         recall_rows=268_435_456, head_every_second=True,
         target_loss=3.492),
     "laptop": BYTES | ON_CPU | dict(
         num_layers=4, model_dim=128, num_heads=2, head_dim=64, mlp_dim=512,
-        longest_ngram=6, ngram_rows=131_072, ngram_part=1.0, recall_rows=2_097_152,
+        longest_ngram=6, ngram_rows=131_072, ngram_part=1.0,
+        recall_rows=2_097_152, recall_for="7,12",
         schedule="laptop", num_steps=520,
         batch_tokens=2048, seq_len=2048,
         muon_lr=0.04, muon_momentum=0.88, head_lr=0.007, table_lr=0.4,
@@ -346,7 +353,7 @@ PRESETS: dict[str, dict] = {
 ABOUT = {
     "gpt2": "the plain transformer of 124M weights with Muon and Adam, to learn from and to "
             "compare optimizers on, on GPUs",
-    "speedrun": "116M weights for each token and tables, for 385M tokens of FineWeb, on GPUs; aims "
+    "speedrun": "97M weights for each token and tables, for 385M tokens of FineWeb, on GPUs; aims "
                 "at a loss of 3.28",
     "onepass": "a model of fewer layers, for 90M tokens that are read once, on GPUs",
     "laptop": "a small model of bytes, one to three minutes on a CPU",
@@ -567,6 +574,7 @@ def parameter_table(c: Config) -> dict[str, Param]:
     d = c.head_dim
     V = c.vocab_size
     matches = c.induced + bool(c.recall_rows)  # kinds of them
+    has_past = c.ngram_rows or matches
     sources = 4 + bool(c.ngram_rows) + matches + bool(E)  # of `late_mix`
 
     # Uniform numbers from -a to a have the deviation a / sqrt(3). A deviation of 0.5 D^-0.5 is a
@@ -603,7 +611,7 @@ def parameter_table(c: Config) -> dict[str, Param]:
     has = dict(  # parameters of what can be switched off
         value_embeds=E, ngrams=c.ngram_rows, scalars=c.scalars,
         length_vectors=matches, late_in=c.late_mix, late_out=c.late_mix, late_bias=c.late_mix,
-        gates=c.gates, value_gates=E)
+        gates=c.gates, value_gates=E, past_gates=has_past and c.gates and c.scalars)
     params = {
         # up and down of each layer in turn, both (D, F): y = relu(x up)^2 down^T. By theory, Muon's
         # learning rate for up grows with the root of F / D (record 42), which is 2 for the usual
@@ -632,6 +640,8 @@ def parameter_table(c: Config) -> dict[str, Param]:
         # of the output of each attention head, and of its value embedding
         "gates": Param((A, H, GATE_DIM), init=zero, share="all", **adam_at_head_lr),
         "value_gates": Param((E, H, GATE_DIM), init=zero, share="all", **adam_at_head_lr),
+        # of what each layer adds of the past
+        "past_gates": Param((L, 2 * GATE_DIM), init=zero, share="all", **adam_at_head_lr),
     }
     return {name: param for name, param in params.items() if has.get(name, True)}
 
@@ -770,14 +780,15 @@ def block(x: Tensor, weights: LayerWeights, context: LayerContext,
 
 def embed_inputs(embedded: Tensor, reading: Reading, ngrams: Tensor | None, embed: Tensor,
                  length_vectors: Tensor | None, signs: Tensor, scalars: Tensor | None,
-                 num_layers: int) -> tuple[Tensor, list[Tensor | None], list[Tensor]]:
+                 gates: Tensor | None, num_layers: int,
+                 ) -> tuple[Tensor, list[Tensor | None], list[Tensor]]:
     """The embedding of the tokens (T, D), what is read of them, the rows of their n-grams (G T, W),
     the whole embedding (V, D), length_vectors (lengths, D), random signs (SIGN_ROWS, W), scalars
-    (L, len(SCALARS)) -> the first stream (T, D); for each layer what is added to the stream there
-    (T, D), an amount of the first stream and an amount of what the past says; and what of the past
-    is a source of `late_mix`: the sum of the rows of n-grams (T, W), and for each kind of match the
-    normalised embedding of its tokens (T, D), 0 where there is no match. These are guesses of the
-    next token. What the model is without is None."""
+    (L, len(SCALARS)), gates (L, 2 GATE_DIM) -> the first stream (T, D); for each layer what is
+    added to the stream there (T, D), an amount of the first stream and an amount of what the past
+    says; and what of the past is a source of `late_mix`: the sum of the rows of n-grams (T, W), and
+    for each kind of match the normalised embedding of its tokens (T, D), 0 where there is no match.
+    These are guesses of the next token. What the model is without is None."""
     # 1. The first stream.
     x = norm(embedded)
 
@@ -800,14 +811,20 @@ def embed_inputs(embedded: Tensor, reading: Reading, ngrams: Tensor | None, embe
     for_late_mix += guesses
     past = sum(parts[1:], parts[0]) if parts else None
 
-    # 3. Each layer adds an amount of the first stream, and an amount of `past`.
+    # 3. Each layer adds an amount of the first stream, and an amount of `past`, on which a gate
+    # decides for each token: it reads some channels of both.
     if scalars is None:
         return x, [past] * num_layers, for_late_mix
     of_layers = dict(zip(SCALARS, scalars.unbind(1)))  # (L,) each
     injects = [of_first * x for of_first in of_layers["first"]]
     if past is not None:
-        injects = [inject + of_past * past
-                   for inject, of_past in zip(injects, of_layers["past"])]
+        open_gates = [1] * num_layers
+        if gates is not None:
+            steering = torch.cat((x[:, :GATE_DIM], past[:, :GATE_DIM]), 1)
+            of_tokens = 2 * torch.sigmoid(F.linear(steering, gates.to(x.dtype)))  # (T, L)
+            open_gates = of_tokens[..., None].unbind(1)  # (T, 1) each
+        injects = [inject + of_past * gate * past
+                   for inject, of_past, gate in zip(injects, of_layers["past"], open_gates)]
     return x, injects, for_late_mix
 
 
@@ -1035,7 +1052,7 @@ class GPT(nn.Module):
         first_x, injects, of_past = self.functions.embed_inputs(
             looked_up["lm_head"], reading, looked_up.get("ngrams"), self.weight("lm_head"),
             self.optional("length_vectors"), self.signs, self.optional("scalars"),
-            self.config.num_layers)
+            self.optional("past_gates"), self.config.num_layers)
         value_embeds = self.value_embeds_of(looked_up)
         contexts = self.layer_contexts(reading.begins, setting, training, injects, value_embeds)
         weights = self.layer_weights()

@@ -98,15 +98,15 @@ def check_bounds(c) -> None:
             require(value <= about["most"], f"{option} must be at most {about['most']}")
 
 
-def layer_numbers(option: str, text: str, possible: tuple[int, ...]) -> tuple[int, ...]:
-    """"all", "none", or numbers with commas between them -> these of the possible layers,
-    ascending. Raises BadInput."""
+def numbers_among(option: str, text: str, possible: tuple[int, ...]) -> tuple[int, ...]:
+    """"all", "none", or numbers with commas between them -> these of the possible ones, ascending.
+    Raises BadInput."""
     chosen = {"all": possible, "none": ()}.get(text)
     if chosen is None:
         numbers = {number.strip() for number in text.split(",")}
-        chosen = tuple(layer for layer in possible if str(layer) in numbers)
-        require(len(chosen) == len(numbers), f"--{option}={text} must be all, none, or some of the "
-                f"layers {','.join(map(str, possible))}")
+        chosen = tuple(number for number in possible if str(number) in numbers)
+        require(len(chosen) == len(numbers), f"--{option}={text} must be all, none, or some of "
+                f"{','.join(map(str, possible))}")
     return chosen
 
 

@@ -68,17 +68,15 @@ def show_sample(run, script, path: str | None) -> None:
     import sample  # training alone needs no tokenizer
     c = run.config
     script.STOP.end_steps()
-    given = sample.opening(c, run.run_files.val_tokens)
-    origin = "" if given == c.sample else ", after a few words of the validation text"
     try:
         content = checkpoints.read(path) if path else run.keeper.content(run.step, None)
         model = checkpoints.model_of(content, run.device, script)
-        text = sample.continue_text(model, given, c.sample_tokens)
+        text = "".join(sample.continued(model, c.sample, c.sample_tokens))
     except (RuntimeError, MemoryError) as error:  # the run has done its work all the same
         text = faults.lack_of_memory(error)
         if not text:
             raise
-    run.log.console.say(f"sample{origin}: {text}")
+    run.log.console.say(f"sample: {text}")
     expected = sample.what_to_expect(
         c, num_weights(script.parameter_table(c))[0], script.total_tokens(c, run.step))
     if expected:

@@ -96,8 +96,8 @@ def test_hellaswag_with_known_answers(monkeypatch):
              hellaswag.Item("1", ["345678", "0", "00", "000"], 0)]  # one token is wrong: 0.5 ** 5 / 18 loses to 1 / 18
     model = evaluate.Model("m", Counter(), lambda text: [int(c) for c in text if c.isdigit()], np.ones(10, int))
     measures = evaluate.hellaswag_measures(model, items)
-    assert measures["HellaSwag"].amounts.tolist() == [1, 1, 0]
-    assert measures["HellaSwag, normalised"].amounts.tolist() == [1, 1, 1]
+    assert measures["HellaSwag, %"].amounts.tolist() == [100, 100, 0]
+    assert measures["HellaSwag normalised, %"].amounts.tolist() == [100, 100, 100]
     found = evaluate.score_endings(model.gpt, [([1, 2], [3, 4, 5]), ([1, 2], [5])])
     np.testing.assert_allclose(found, [3 * math.log(0.5), math.log(1 / 18)], atol=1e-6)
 
@@ -139,29 +139,31 @@ def run(capsys, *words):
     return status, *capsys.readouterr()
 
 
-def measures(*words):
+def measures(monkeypatch, *words):
     """The measures of each model on the data of the command line."""
-    options = evaluate.parse([str(word) for word in words])
-    models = [evaluate.load_model(path, options.device) for path in options.models]
-    return [{name: per_unit for name, (_, per_unit) in found.items()} for found in evaluate.measure_all(options, models)]
+    shown = []
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluate, "show", lambda models, measured, source: shown.extend(measured))
+        assert evaluate.main([str(word) for word in words]) == 0
+    return shown
 
 
 LOSS = "loss, nats per byte"
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_the_loss_is_that_of_the_trainers_validation(precision, corpus, tmp_path):
+def test_the_loss_is_that_of_the_trainers_validation(precision, corpus, tmp_path, monkeypatch):
     path, loss = make_checkpoint(tmp_path / "model.safetensors", corpus, precision=precision)
-    [got] = measures(path)
+    [got] = measures(monkeypatch, path)
     assert got[LOSS].result() == pytest.approx(loss, abs=1e-5 if precision == "fp32" else 1e-2)
 
 
-def test_the_loss_of_a_text_by_an_example(tmp_path, checkpoint):
+def test_the_loss_of_a_text_by_an_example(tmp_path, checkpoint, monkeypatch):
     """Three documents, of which one ends at once; the reference goes through them one by one."""
     texts = ["Once upon a time", "x", "there was a fox.\n" * 3]
     file = tmp_path / "text.jsonl"
     file.write_text("".join(json.dumps({"body": text}) + "\n" for text in [*texts, "  "]))
-    [got] = measures(checkpoint[0], f"--text={file}", "--key=body")
+    [got] = measures(monkeypatch, checkpoint[0], f"--text={file}", "--key=body")
     model = t.load_checkpoint(checkpoint[0], torch.device("cpu"))
     encode, _ = sample.codec(model.config.vocab_size)
     rows = [score_alone(model, [], [*encode(text), model.bos]) for text in texts]
@@ -172,8 +174,8 @@ def test_the_loss_of_a_text_by_an_example(tmp_path, checkpoint):
     assert len(got[LOSS].sizes) == 3
 
 
-def test_two_models_are_compared_document_by_document(checkpoint, another):
-    first, second = (found[LOSS] for found in measures(checkpoint[0], another))
+def test_two_models_are_compared_document_by_document(checkpoint, another, monkeypatch):
+    first, second = (found[LOSS] for found in measures(monkeypatch, checkpoint[0], another))
     value, low, high = evaluate.difference(first, second)
     assert value == pytest.approx(second.result() - first.result()) and low < value < high
     assert high - low < 3 * evaluate.standard_error(first.influences()), "what both have in common is no error"
@@ -181,12 +183,11 @@ def test_two_models_are_compared_document_by_document(checkpoint, another):
 
 def test_standard_errors_have_their_closed_forms():
     def error_of(amounts, sizes):
-        return evaluate.standard_error(evaluate.PerUnit(np.array(amounts, float), np.array(sizes, float)).influences())
+        return evaluate.standard_error(evaluate.Measure(np.array(amounts, float), np.array(sizes, float)).influences())
 
     x = np.random.default_rng(0).normal(size=100)
     assert error_of(x, np.ones(100)) == pytest.approx(x.std(ddof=1) / 10)
     assert error_of([2, 4], [1, 3]) == pytest.approx(0.25)  # of influences 1/8 and -1/8
-    assert error_of([3], [2]) is None
     assert error_of(2 * np.arange(1, 6), np.arange(1, 6)) == pytest.approx(0)  # each document has the same mean
 
 
@@ -198,52 +199,44 @@ def line(**changes):
     return json.dumps(entry) + "\n"
 
 
-GOOD = line() + line(label="3", ctx="Une fête é")
+ITEMS = (line() + line(label="3", ctx="Une fête é")) * 20
 
 
-@pytest.mark.parametrize("text, part", [
-    (GOOD + GOOD[:40], "line 3 is not a JSON object"),
-    (line(endings=["a"] * 3), "4 endings and a label"), (line(label=""), "the test split has no labels"),
-    (line(label=4), "a label from 0 to 3"), ("", "holds no items"),
-], ids=repr)
-def test_damaged_items_are_one_sentence(tmp_path, checkpoint, capsys, text, part):
-    path = tmp_path / "items.jsonl"
-    path.write_text(text)
-    status, out, err = run(capsys, checkpoint[0], f"--hellaswag={path}")
-    assert (status, out, err.count("\n")) == (2, "", 1) and err.startswith(f"evaluate.py: {path}") and part in err
-
-
-def test_what_arrives_damaged_is_refused_and_not_kept(tmp_path):
-    path, source = tmp_path / "items.jsonl", tmp_path / "source.jsonl"
-    known = hashlib.sha256(GOOD.encode()).hexdigest()
-    source.write_text(GOOD[:-1] + "?")
-    with pytest.raises(hellaswag.BadInput, match="items.jsonl could not be fetched .*damaged, or was changed"):
-        hellaswag.fetch(path, source.as_uri(), known)
-    assert not path.exists()
-    source.write_text(GOOD)
-    assert len(hellaswag.read_items(hellaswag.fetch(path, source.as_uri(), known))) == 2
-
-
-def test_without_a_network_there_is_one_sentence(tmp_path, checkpoint, capsys, monkeypatch):
+@pytest.fixture
+def items(tmp_path, monkeypatch):
+    """Made-up items in place of HellaSwag's, and where they are put."""
+    source = tmp_path / "source.jsonl"
+    source.write_text(ITEMS)
     monkeypatch.setattr(hellaswag, "PATH", tmp_path / "items.jsonl")
-    monkeypatch.setattr(hellaswag.fetch, "__defaults__", (tmp_path / "items.jsonl", "http://127.0.0.1:9/items.jsonl", ""))
-    status, out, err = run(capsys, checkpoint[0], "--hellaswag")
-    assert (status, out, err.count("\n")) == (2, "", 1), err
-    assert err.startswith("evaluate.py: items.jsonl could not be fetched (URLError") and "connect to the network" in err
+    monkeypatch.setattr(hellaswag, "URL", source.as_uri())
+    monkeypatch.setattr(hellaswag, "SHA256", hashlib.sha256(ITEMS.encode()).hexdigest())
+    return hellaswag.PATH
+
+
+def test_items_are_fetched_once_and_what_is_damaged_or_cannot_be_fetched_is_one_sentence(items, checkpoint, capsys, monkeypatch):
+    assert len(hellaswag.read_items()) == 40 and hellaswag.read_items()[1] == ("Une fête é", ["runs.", "flies.", "reads.", "sinks."], 3)
+    monkeypatch.setattr(hellaswag, "URL", "http://127.0.0.1:9/items.jsonl")
+    assert len(hellaswag.read_items()) == 40
+    items.write_text(ITEMS[:-1] + "?")
+    for part in (f"{items} is damaged or another file; delete it", "HellaSwag could not be fetched (URLError"):
+        status, out, err = run(capsys, checkpoint[0], "--hellaswag")
+        assert (status, out, err.count("\n")) == (2, "", 1) and err.startswith("evaluate.py: ") and part in err
+        items.unlink(missing_ok=True)
 
 
 # ---------------------------------------------------------------------------------------------------------- the program
 
 
-def test_all_measures_of_two_models_at_once(tmp_path, checkpoint, another, capsys):
-    items, text = tmp_path / "items.jsonl", tmp_path / "text.txt"
-    items.write_text(GOOD * 20)
+def test_all_measures_of_two_models(tmp_path, items, checkpoint, another, capsys):
+    text = tmp_path / "text.txt"
     text.write_text("The first one ends.\nHere it does.\n\n\nA second, and so on.\n\nThree")
-    words = (checkpoint[0], another, f"--text={text}", "--split_blank=1", f"--hellaswag={items}")
-    status, out, err = run(capsys, *words)
+    status, out, err = run(capsys, checkpoint[0], another, f"--text={text}", "--split_blank=1")
     assert (status, err) == (0, "")
-    for part in ("loss, nats per byte", "perplexity", "bits per byte", "text.txt: 3", "HellaSwag, normalised",
-                 "items of items.jsonl: 40", "another.safetensors minus", "95 % interval"):
+    for part in ("loss, nats per byte", "perplexity", "bits per byte", "text.txt: 3", "another.safetensors minus", "95 % interval"):
+        assert part in out
+    status, out, err = run(capsys, checkpoint[0], another, "--hellaswag")
+    assert (status, err) == (0, "") and "nats" not in out
+    for part in ("HellaSwag, %", "HellaSwag normalised, %", "items: 40", "another.safetensors minus"):
         assert part in out
 
 
@@ -251,10 +244,8 @@ def test_one_document_has_no_error_and_no_interval_and_a_sentence_says_why(tmp_p
     text = tmp_path / "text.txt"
     text.write_text("The first one ends.\n\nA second.")
     status, out, _ = run(capsys, checkpoint[0], f"--text={text}", another)
-    assert status == 0 and "text.txt: 1\n" in out and "±" not in out.replace("no ±", "") and "minus" not in out
-    assert out.endswith("--split_blank=1 or --split=MARKER cuts a text into several.\n")
-    out = run(capsys, checkpoint[0], another, f"--text={text}", "--split_blank=1")[1]
-    assert "text.txt: 2\n" in out and out.endswith("and so is an interval.\n")
+    assert status == 0 and "text.txt: 1\n" in out and out.count("±") == 1 and "minus" not in out
+    assert out.endswith("one has none; --split_blank=1 or --split=MARKER cuts a text.\n")
 
 
 def test_the_program_runs_as_a_script(checkpoint, tmp_path):
@@ -267,7 +258,7 @@ def test_the_program_runs_as_a_script(checkpoint, tmp_path):
 @pytest.mark.parametrize("words, part", [
     ([], "MODEL"), (["no.safetensors"], "no.safetensors"), (["MODEL", "--text=no.txt"], "no.txt: no such file"),
     (["MODEL", "--text=EMPTY"], "no text in it"),
-    (["MODEL", "--hellaswag=no.jsonl"], "no.jsonl"),
+    (["MODEL", "--hellaswag=no.jsonl"], "no.jsonl"), (["MODEL", "--hellaswag", "--text=EMPTY"], "not allowed with"),
     (["MODEL", "--device=tpu"], "tpu"), (["MODEL", "--tex=a"], "unrecognized arguments: --tex=a"), (["MODEL", "--text=GPT2"], "of the kind gpt2"),
     (["MODEL", "--text="], "no such file or folder"), (["MODEL", "--text=DAMAGED"], "promises"), (["MODEL", "--text=BINARY"], "UTF-8"),
 ], ids=str)

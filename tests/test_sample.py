@@ -36,8 +36,8 @@ def random_model():
     return model
 
 
-def drawn(model, temperature=0.8, top_k=0, seed=0):
-    return list(sample.generate(model, [383, 72, 73], 12, temperature, top_k, generator(seed)))
+def continue_text(model, text, count, **options):
+    return "".join(sample.continued(model, text, count, **options))
 
 
 # ---------------------------------------------------------------------------------------------------- draws
@@ -54,25 +54,21 @@ def test_the_logits_after_a_text_are_those_of_the_whole_sequence_it_begins(lengt
     torch.testing.assert_close(found, whole[length - 1], rtol=0, atol=1e-9)
 
 
-def test_the_same_seed_draws_the_same_tokens_and_temperature_0_and_top_1_the_most_probable_ones():
+def test_the_same_seed_draws_the_same_tokens_and_temperature_0_the_most_probable_ones():
     model = random_model()
-    assert drawn(model) == drawn(model) != drawn(model, seed=1)
-    best = drawn(model, temperature=0)
-    assert best[0] == sample.next_logits(model, [383, 72, 73]).argmax()
-    assert drawn(model, temperature=5.0, top_k=1) == best
+    text = [continue_text(model, "ij", 12, seed=seed) for seed in (0, 0, 1)]
+    assert text[0] == text[1] != text[2]
+    best = continue_text(model, "ij", 1, temperature=0)
+    encode, to_bytes = sample.codec(384)
+    assert best == "ij" + to_bytes(int(sample.next_logits(model, [383, *encode("ij")]).argmax())).decode(errors="replace")
 
 
 def test_tokens_are_drawn_by_their_probability():
     logits = torch.tensor([1.0, 3.0, 2.0, -40.0])
     draws = generator()
-
-    def shares(*options, count=3000):
-        return torch.bincount(torch.tensor([sample.draw(logits, *options, draws) for _ in range(count)]), minlength=4) / count
-
+    drawn = torch.tensor([sample.draw(logits, 2.0, draws) for _ in range(3000)])
     p = (logits / 2).softmax(0)  # 0.19, 0.51, 0.31, 0
-    for top_k in (0, 9):
-        torch.testing.assert_close(shares(2.0, top_k), p, atol=0.03, rtol=0)
-    torch.testing.assert_close(shares(2.0, 2), torch.tensor([0, p[1], p[2], 0]) / (p[1] + p[2]), atol=0.03, rtol=0)
+    torch.testing.assert_close(torch.bincount(drawn, minlength=4) / 3000, p, atol=0.03, rtol=0)
 
 
 @pytest.fixture
@@ -85,30 +81,24 @@ def scripted(monkeypatch):
     return script
 
 
-def test_a_sample_ends_with_its_length_its_document_or_the_sequence_and_of_a_longer_text_the_end_is_read(scripted, capfd):
+def test_a_sample_ends_with_its_length_its_document_or_the_sequence_and_of_a_longer_text_the_end_is_read(scripted):
     model = untrained()
     scripted(7)
     for prompt in ("x" * 3, "", "é"):
-        assert sample.continue_text(model, prompt, 10) == prompt + "(" * 10  # GPT-2's token i < 94 is byte 33 + i
+        assert continue_text(model, prompt, 10) == prompt + "(" * 10  # GPT-2's token i < 94 is byte 33 + i
     scripted(65, 66, model.bos)
-    assert sample.continue_text(model, "x", 10) == "xbc"
+    assert continue_text(model, "x", 10) == "xbc"
     scripted(66)
-    assert sample.continue_text(model, "x" * 253, 10) == "x" * 253 + "cc"  # and the separator: 256 tokens
-    assert capfd.readouterr().err == ""
-    assert sample.continue_text(model, "x" * 255, 10) == "x" * 255 + "c" * 10
-    assert capfd.readouterr().err == ("the text to continue has 255 tokens, and the model's sequences have 256, "
-                                      "so it reads only the last 128\n")
-    model.lm_head.data[3] = float("nan")
-    with pytest.raises(BadInput, match="the logits are not finite"):
-        sample.continue_text(model, "x", 10)
+    assert continue_text(model, "x" * 253, 10) == "x" * 253 + "cc"  # and the separator: 256 tokens
+    assert continue_text(model, "x" * 255, 10) == "x" * 255 + "c" * 10
 
 
 def test_a_model_reads_the_last_half_sequence_of_a_text_that_leaves_no_room(monkeypatch):
-    read = []
-    monkeypatch.setattr(sample, "generate", lambda model, tokens, *_: read.extend(tokens) or [])
     model = untrained()
+    read = []
+    monkeypatch.setattr(sample, "next_logits", lambda model, tokens: read.extend(tokens) or torch.zeros(384))
     encode, _ = sample.codec(384)
-    sample.continue_text(model, "x" * 126 + "y" + "x" * 127 + "z", 10)
+    continue_text(model, "x" * 126 + "y" + "x" * 127 + "z", 1)
     assert read == [model.bos, *encode("x" * 127 + "z")]
 
 
@@ -136,19 +126,10 @@ def test_text_goes_to_tokens_and_back_and_tokens_without_text_are_empty(monkeypa
         sample.codec(50304)
 
 
-def test_a_run_on_ones_own_text_shows_a_sample_that_begins_with_words_of_its_validation_text():
-    tokens = torch.tensor([271, *sample.codec(272)[0]("it was\n a  dark and stormy night")])
-    config = t.Config(vocab_size=272, fit=True, sample=t.fitting.SAMPLE)
-    assert sample.opening(config, tokens) == "was a dark and stormy"
-    assert sample.opening(config, tokens[:3]) == t.fitting.SAMPLE, "too few words"
-    config.sample = "The "
-    assert sample.opening(config, tokens) == "The "
-
-
 def test_a_newcomer_is_told_what_to_expect_of_a_small_model_of_bytes():
     laptop = t.Config(**t.PRESETS["laptop"])
     sentence = sample.what_to_expect(laptop, t.report.num_weights(t.parameter_table(laptop))[0], 1_000_000)
-    assert sentence.startswith("what to expect: 0.8M weights that have read 1.0M bytes write words")
+    assert sentence.startswith("what to expect: 0.8M weights that have read 1.0M bytes write letters and words")
     speedrun = t.Config()
     assert sample.what_to_expect(speedrun, t.report.num_weights(t.parameter_table(speedrun))[0], 1_000_000) == ""
 
@@ -168,37 +149,22 @@ def test_the_program_continues_a_text_from_the_command_line_and_from_a_pipe(chec
     def speak(*args, **options):
         return subprocess.run([*SPEAK, *map(str, args)], capture_output=True, encoding="utf-8", timeout=120, **options)
 
-    given = speak(checkpoint, "Once é", "--seed=3", "--device=cpu", "--max_new_tokens=40", cwd=tmp_path)
+    given = speak(checkpoint, "Once é", "--seed=3", "--device=cpu", "--sample_tokens=40", cwd=tmp_path)
     assert given.returncode == 0 and given.stdout.startswith("Once é") and given.stderr == ""
-    piped = speak("--seed", "3", checkpoint, "--device=cpu", "--max_new_tokens=40", cwd=tmp_path, input="Once é\n")
+    piped = speak("--seed", "3", checkpoint, "--device=cpu", "--sample_tokens=40", cwd=tmp_path, input="Once é\n")
     assert piped.stdout == given.stdout and piped.stderr == "" and not list(tmp_path.iterdir())
 
 
-def test_a_character_is_shown_as_soon_as_it_is_complete_and_a_terminal_gets_no_control_characters(
-        checkpoint, scripted, monkeypatch, capsys):
+def test_a_character_comes_as_soon_as_it_is_complete_and_without_control_characters(scripted):
     encode, _ = sample.codec(384)
-    shown = []
-    monkeypatch.setattr(sample, "show", shown.append)
-    scripted(*encode("aé€"), *encode("é")[:1], 383)
-    assert sample.main([str(checkpoint), "Once é", "--max_new_tokens=20"]) == 0
-    assert shown == ["Once é", "a", "", "é", "", "", "€", "", "", "�", "\n"]
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    assert sample.printable("a\x1b[31m\x07\x9b\tb\n") == "a?[31m??\tb\n"
-
-
-def test_several_samples_have_a_line_between_them_and_end_with_the_sequence(checkpoint, capfd):
-    command = [str(checkpoint), "x" * 240, "--num_samples=2", "--max_new_tokens=300", "--temperature=0"]
-    assert sample.main(command) == 0
-    out, err = capfd.readouterr()
-    _, first, second = out.split("---------- sample ")
-    assert first.startswith("1 of 2 ----------\nxxx") and second == first.replace("1 of 2", "2 of 2")
-    assert err == ""
+    scripted(*encode("aé€\x1b\t\x9b"), *encode("é")[:1], 383)
+    pieces = list(sample.continued(untrained(), "Once\x07 é", 20))
+    assert pieces == ["Once? é", "a", "", "é", "", "", "€", "?", "\t", "", "?", "", "�"]
 
 
 @pytest.mark.parametrize("args, part", [
     ([], "MODEL"), (["no.pt", "x"], "no.pt"), (["x", "--temperature=-1"], "temperature"), (["x", "--temperature=nan"], "nan"),
-    (["x", "--top_k=1.5"], "1.5"), (["x", "--num_samples=0"], "num_samples"),
-    (["x", "--seed=-1"], "seed"), (["x", "--device=tpu"], "tpu"),
+    (["x", "--sample_tokens=1.5"], "1.5"), (["x", "--device=tpu"], "tpu"),
     (["x", "--temprature=1"], "unrecognized arguments: --temprature=1"), (["x", "y", "z"], "unrecognized arguments: z"),
 ], ids=str)
 def test_what_cannot_be_is_one_sentence(args, part, capfd):
@@ -217,7 +183,7 @@ def test_a_closed_pipe_and_control_c_end_it_quietly_and_a_full_disk_with_a_sente
         with open("/dev/full", "w") as full:
             run = subprocess.run([*SPEAK, str(checkpoint), "Once"], stdout=full, stderr=subprocess.PIPE, timeout=120)
         assert run.returncode == 2 and run.stderr.count(b"\n") == 1 and run.stderr.startswith(b"sample.py: ")
-    process = Process("sample.py", checkpoint, "Once", "--num_samples=1000", "--max_new_tokens=100")
-    process.wait_for("sample 2 of")
+    process = Process("sample.py", checkpoint, "Once", "--sample_tokens=200")
+    process.wait_for("Once")
     process.send_signal(signal.SIGINT)
     assert process.wait() == -signal.SIGINT and process.err() == ""
