@@ -6,12 +6,11 @@ reference. FlexAttention runs compiled (forward only: it has no backward on a CP
 tables that a batch looks up: Python integers for their numbers, autograd's dense gradients for theirs.
 """
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, read
+from conftest import read
 
 import train_gpt as t
 from nanogpt import candidates, masks, past
