@@ -65,7 +65,6 @@ from nanogpt import (
     command_line,
     compiling,
     faults,
-    fitting,
     kernels,
     masks,
     report,
@@ -93,7 +92,6 @@ from nanogpt.ranks import (
     all_ranks,
     compare,
     is_rank_0,
-    limit_waiting,
     on_all_ranks,
     rank_and_world_size,
     start_process,
@@ -305,8 +303,9 @@ PRESETS: dict[str, dict] = {
         target_loss=0.0),
     "speedrun": dict(
         # Steps for 385M tokens. Where record 92 is at 3.277 on FineWeb, it is at 3.124 on the
-        # longer stand-in corpus. This preset is at 3.287 after 191M tokens of that, and falls by
-        # 0.23 when it reads e times as many: 191M * e^((3.287 - 3.127) / 0.23) = 384M for 3.28.
+        # longer stand-in corpus. With wider MLPs, which made no difference to the loss after 137M
+        # tokens, this preset was at 3.287 after 191M tokens of that, and it falls by 0.23 when it
+        # reads e times as many: 191M * e^((3.287 - 3.127) / 0.23) = 384M for 3.28.
         num_steps=2500,
         # With attention in five layers a step takes an eighth less time, for as much loss as 2.5 %
         # of the tokens are worth; value embeddings in three cost hardly any (records/long_runs.md).
@@ -1839,17 +1838,15 @@ class Run:
         c = self.config
         self.clock.start()
         self.model.past.follow()
-        with report.profiled(c.profile_steps, self.log) as count_step:
-            while self.step < c.num_steps:
-                self.save_or_stop()
-                if self.ended_by:
-                    break
-                if c.val_interval and self.step % c.val_interval == 0:
-                    self.clock.stop()
-                    self.validate()
-                    self.clock.start()
-                self.make_step(call)
-                count_step()
+        while self.step < c.num_steps:
+            self.save_or_stop()
+            if self.ended_by:
+                break
+            if c.val_interval and self.step % c.val_interval == 0:
+                self.clock.stop()
+                self.validate()
+                self.clock.start()
+            self.make_step(call)
         self.clock.stop()
         if not self.ended_by:
             if self.optimizer.averages:
@@ -1872,23 +1869,17 @@ class Run:
     def read_messages(self) -> None:
         """Reads the messages of the first `self.step` steps, and waits for them. Later ones stay in
         `unread`, because they may not have come to all ranks yet. Raises BadInput if a loss is not
-        finite. A collective."""
+        finite."""
         self.unread += self.log.arrived(wait_for=self.step)
         while self.unread and self.unread[0].step <= self.step:
             message = self.unread.pop(0)
             self.requests.hear(message.others)
-            if not math.isfinite(message.loss):
-                self.refuse_loss("training", message.loss, message.step)
-
-    def refuse_loss(self, kind: str, loss: float, step: int) -> None:
-        """Ends the run because a loss, which is the same on all ranks, is not finite. A
-        collective."""
-        faults.refuse_loss(kind, loss, step, checkpoints.tensors_of(self.optimizer))
+            faults.check_loss("training", message.loss, message.step)
 
     def save_or_stop(self) -> None:
         """Saves the run if a save is due or a signal ends it, on all ranks after the same step.
         A signal may take effect a few steps late (`Requests`). A collective."""
-        self.requests.ask(bool(STOP.signal) and self.step > 0, self.keeper.due(self.step))
+        self.requests.ask(bool(STOP.signal) and self.step > 0, self.keeper.due())
         if self.optimizer.first_head_gradient is not None:  # which a save does not hold
             return
         if any(self.requests.granted):
@@ -1911,8 +1902,7 @@ class Run:
         self.read_messages()
         loss = self.validation_loss()
         self.log.step(self.step, self.clock.total, "val_loss", loss)
-        if not math.isfinite(loss):
-            self.refuse_loss("validation", loss, self.step)
+        faults.check_loss("validation", loss, self.step)
         if is_rank_0():
             check_weights(self.model, SCALARS, self.step, self.log)
         self.keeper.validated(self.step, loss)
@@ -1926,8 +1916,7 @@ def train(c: Config, at_end: ExitStack) -> int:
 
     # 1. Import what this run needs, so that the log can show it, and check what can be checked
     # before anything is written or compiled.
-    device = start_process(
-        "cuda" if command_line.has_cuda(c.device) else "cpu", LOCAL_GPU, c.join_timeout)
+    device = start_process("cuda" if command_line.has_cuda(c.device) else "cpu", LOCAL_GPU)
     # Hosts may have their data in other folders; the shards are compared by their sums.
     compare({f"--{name}": value for name, value in dataclasses.asdict(c).items()
              if name != "data_dir"})
@@ -1973,16 +1962,12 @@ def train(c: Config, at_end: ExitStack) -> int:
     model = GPT(c, device, rank_and_world_size()[1], functions, as_graphs)
     initialize(model, c.seed)  # for the warm-up; drawn anew after it
     optimizer = Optimizer(model)
-    if run_files.saved:
-        on_all_ranks(run_files.saved.check_fits, optimizer)
     call = compiling.caller(as_graphs, model.parameters())
     warm_up = warmup.WarmUp(model, optimizer, script)
     warm_up.run(call)
     if chooses_steps(c):
         c, seconds = warm_up.choose_steps(call, run_files.train_paths)
         begin(c, facts, run_files.checkpoint_path, recipe_names, c.num_steps * seconds)
-        for text in fitting.why_shorter(c, seconds):
-            log.say(text)
     optimizer.reset(initialize(model, c.seed))  # as if nothing had been trained so far
 
     # 4. Train, from the start or from where a save was made.
@@ -1992,7 +1977,6 @@ def train(c: Config, at_end: ExitStack) -> int:
     gc.freeze()  # else a collection takes up to 0.4 s in the middle of the run (record 47)
     gc.enable()
     all_ranks(None)  # the clock starts when all of them are ready
-    limit_waiting()
     startup_s = time.perf_counter() - LAUNCHED
     log.fact("note", f"products: {recipe.summary(recipe_names, device)}")
     log.fact("note", f"{startup_s:.1f} s from launch to the first timed step")
