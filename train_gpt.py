@@ -275,6 +275,14 @@ BYTES = dict(
     data_dir="data/pydocs", cut_documents=True, vocab_size=272,
     cooldown_frac=0.6)
 
+# For short texts: six layers, each of which sees at most 256 tokens.
+SIX_LAYERS = dict(
+    num_layers=6, model_dim=384, num_heads=6, head_dim=64, mlp_dim=1536,
+    longest_ngram=2, ngram_part=1.0,
+    schedule="char", num_steps=1000, micro_tokens=16_384,
+    val_seq_len=16_384, val_interval=100,
+    precision="bf16", save_every=5.0)
+
 # Of Intel's and AMD's processors, those with AVX512-BF16 multiply bf16 faster than float32. To
 # compile takes minutes on a CPU.
 CPU_HAS_BF16 = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
@@ -327,26 +335,14 @@ PRESETS: dict[str, dict] = {
         muon_lr=0.04, muon_momentum=0.88, head_lr=0.007, table_lr=0.4,
         target_loss=1.09, val_tokens=131_072, val_seq_len=8192,
         device="cpu", save_checkpoint="auto", sample="The "),
-    # Six layers, each of which sees at most 256 bytes: to compare precisions in minutes.
-    "char": BYTES | dict(
-        num_layers=6, model_dim=384, num_heads=6, head_dim=64, mlp_dim=1536,
-        longest_ngram=2, ngram_rows=4096, ngram_part=1.0,
-        schedule="char", num_steps=1000, epochs=100,
-        batch_tokens=16_384, seq_len=16_384, micro_tokens=16_384,
+    "char": BYTES | SIX_LAYERS | dict(
+        ngram_rows=4096, epochs=100, batch_tokens=16_384, seq_len=16_384,
         muon_lr=0.03, head_lr=0.02, table_lr=0.1,
-        target_loss=1.3, val_tokens=65_536, val_seq_len=16_384, val_interval=100,
-        precision="bf16",
-        save_every=5.0),
-    # The same layers with GPT-2's tokens, for texts that are too short for the large model.
-    "small": dict(
-        num_layers=6, model_dim=384, num_heads=6, head_dim=64, mlp_dim=1536,
-        longest_ngram=2, ngram_rows=65_536, ngram_part=1.0,
-        schedule="char", num_steps=1000, epochs=2, cut_documents=True,
-        batch_tokens=32_768, seq_len=2048, micro_tokens=16_384,
+        target_loss=1.3, val_tokens=65_536),
+    "small": SIX_LAYERS | dict(
+        ngram_rows=65_536, epochs=2, cut_documents=True, batch_tokens=32_768, seq_len=2048,
         muon_lr=0.021, muon_momentum=0.95, head_lr=0.005, table_lr=0.15, cooldown_frac=0.6,
-        target_loss=0.0, val_tokens=262_144, val_seq_len=16_384, val_interval=100,
-        precision="bf16",
-        save_every=5.0),
+        target_loss=0.0, val_tokens=262_144),
 }
 
 ABOUT = {

@@ -56,7 +56,7 @@ def first(corpus, tmp_path_factory):
 def test_a_run_that_misses_its_target_says_so_and_that_is_no_crash(first):
     run, _ = first
     assert run.returncode == 0 and run.stderr == ""
-    assert re.search(r"\ntarget +1: missed by \d", run.stdout) and "\nsample: The " in run.stdout
+    assert re.search(r"\ntarget +1: missed\n", run.stdout) and "\nsample: The " in run.stdout
     header, result = run.stdout.split("\nsample: ")
     for part in (f"\nlog       {only_log(first[1])}\n", f"\nweights   {first[1]}/model.pt"):
         assert part in header and part in result
