@@ -39,7 +39,7 @@ from nanogpt.ranks import (
     require,
 )
 from records.console import complain
-from records.journal import sha256
+from records.log import sha256
 
 ANEW = "leave --resume out to begin anew"
 KEPT = 2  # saves of a run that stay on disk
@@ -384,7 +384,9 @@ class Keeper:
 
     def say_how_to_go_on(self, step: int, ended_by: str) -> int:
         """Says how to go on with a run that this signal has ended. Returns the exit status."""
-        newest = saves_in(self.folder)[-1:]
-        command = shlex.join(["train_gpt.py", f"--resume={newest[0]}"]) if newest else ""
-        self.log.console.stopped(ended_by, step, command)
+        saves = saves_in(self.folder)
+        hint = "it cannot be resumed, as nothing was saved; --save_every=MINUTES saves"
+        if saves:
+            hint = f"to go on, start it again with --resume={shlex.quote(str(saves[-1]))}"
+        self.log.console.say(f"stopped by {ended_by} after step {step}; {hint}")
         return 128 + signal.Signals[ended_by]

@@ -2,8 +2,8 @@
 import statistics
 from pathlib import Path
 
-from .log import Log, Refused
-from .record import ALPHA, differing, machine_name, moments, pm, refuse_mixed, shared
+from .log import Log, Refused, machine_name
+from .record import ALPHA, differing, moments, pm, refuse_mixed, shared
 
 
 def verdict(what: str, unit: str, a: list[float], b: list[float], digits: int) -> str:
@@ -36,8 +36,9 @@ def compare(side_a: tuple[Path, list[Log]], side_b: tuple[Path, list[Log]]) -> l
         sides.append(logs)
         losses = [log.end["val_loss"] for log in logs]
         times = [log.end["train_time_s"] for log in logs]
+        machine = machine_name(logs[0].environment, logs[0].config)
         lines.append(f"{side} = {name}: n = {len(logs)}, loss {pm(moments(losses, 4), 4)}, time "
-                     f"{pm(moments(times, 2), 2)} s, {machine_name(logs[0])}")
+                     f"{pm(moments(times, 2), 2)} s, {machine}")
         for log in logs:
             lines += [f"caution: {log.path}: {defect['what']}" for defect in log.facts["defect"]]
     for what, unit, key, digits in (("loss", "", "val_loss", 4), ("time", " s", "train_time_s", 3)):

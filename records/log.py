@@ -10,7 +10,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
-RULE = "=" * 100
+RULE = "=" * 100  # the line that ends the source, and the one that begins the end block
 SCRIPT = "train_gpt.py"  # what the source at the head of a log is called
 FACTS = ("run", "config", "environment", "data", "stage")  # those that every log has
 # Keys of the configuration in which runs of one record may differ. Data are compared by their sums.
@@ -69,6 +69,15 @@ class Log:
 
 def sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
+
+
+def machine_name(environment: dict, config: dict) -> str:
+    """Such as "4 x NVIDIA H200". A CPU has its own name, and the dtype it multiplies in: one that
+    multiplies in bf16 is another machine than one that does not."""
+    names = sorted(set(environment["devices"]))
+    if names == ["CPU"]:
+        names = [f"{environment['cpu']} ({config.get('precision', 'fp32')})"]
+    return f"{environment['world_size']} x {' + '.join(names)}"
 
 
 # --------------------------------------------------------------------------------------------------
