@@ -92,6 +92,7 @@ from nanogpt.ranks import (
     all_ranks,
     compare,
     is_rank_0,
+    limit_waiting,
     on_all_ranks,
     rank_and_world_size,
     start_process,
@@ -1823,6 +1824,7 @@ class Run:
         self.step = keeper.first_step  # steps so far
         self.ended_by = ""  # the signal that has ended the run early
         self.requests = Requests(self.device)
+        self.state = partial(checkpoints.state_of, optimizer)
         self.unread = []  # messages that have arrived
         arrays = shards.packed_batches(
             run_files.train_paths, packing(c), batch_plan(c), first_step=self.step)
@@ -1865,12 +1867,12 @@ class Run:
     def read_messages(self) -> None:
         """Reads the messages of the first `self.step` steps, and waits for them. Later ones stay in
         `unread`, because they may not have come to all ranks yet. Raises BadInput if a loss is not
-        finite."""
+        finite. A collective."""
         self.unread += self.log.arrived(wait_for=self.step)
         while self.unread and self.unread[0].step <= self.step:
             message = self.unread.pop(0)
             self.requests.hear(message.others)
-            faults.check_loss("training", message.loss, message.step)
+            faults.check_loss("training", message.loss, message.step, self.state)
 
     def save_or_stop(self) -> None:
         """Saves the run if a save is due or a signal ends it, on all ranks after the same step.
@@ -1898,7 +1900,7 @@ class Run:
         self.read_messages()
         loss = self.validation_loss()
         self.log.step(self.step, self.clock.total, "val_loss", loss)
-        faults.check_loss("validation", loss, self.step)
+        faults.check_loss("validation", loss, self.step, self.state)
         if is_rank_0():
             check_weights(self.model, SCALARS, self.step, self.log)
         self.keeper.validated(self.step, loss)
@@ -1912,7 +1914,8 @@ def train(c: Config, at_end: ExitStack) -> int:
 
     # 1. Import what this run needs, so that the log can show it, and check what can be checked
     # before anything is written or compiled.
-    device = start_process("cuda" if command_line.has_cuda(c.device) else "cpu", LOCAL_GPU)
+    kind = "cuda" if command_line.has_cuda(c.device) else "cpu"
+    device = start_process(kind, LOCAL_GPU, c.join_timeout)
     # Hosts may have their data in other folders; the shards are compared by their sums.
     compare({f"--{name}": value for name, value in dataclasses.asdict(c).items()
              if name != "data_dir"})
@@ -1973,6 +1976,7 @@ def train(c: Config, at_end: ExitStack) -> int:
     gc.freeze()  # else a collection takes up to 0.4 s in the middle of the run (record 47)
     gc.enable()
     all_ranks(None)  # the clock starts when all of them are ready
+    limit_waiting()
     startup_s = time.perf_counter() - LAUNCHED
     log.fact("note", f"products: {recipe.summary(recipe_names, device)}")
     log.fact("note", f"{startup_s:.1f} s from launch to the first timed step")

@@ -34,6 +34,7 @@ from nanogpt.ranks import (
     gathered,
     is_rank_0,
     on_all_ranks,
+    patiently,
     rank_and_world_size,
     require,
 )
@@ -328,6 +329,7 @@ class Keeper:
         minutes = self.config.save_every
         return is_rank_0() and 0 < 60 * minutes <= self.clock.now() - self.saved_at
 
+    @patiently()
     def save(self, step: int) -> None:
         """Saves the run, if it is one that saves. The log must have all losses so far. Raises
         BadInput if a number is not finite. A collective."""
@@ -357,9 +359,10 @@ class Keeper:
         if is_rank_0() and not self.lacks_weights:
             shutil.rmtree(self.folder, ignore_errors=True)
 
+    @patiently()
     def validated(self, step: int, loss: float) -> None:
         """Writes the weights if they are the best so far, and better than without training. They
-        are written at once, so that not even kill -9 loses them."""
+        are written at once, so that not even kill -9 loses them. A collective."""
         if self.weights_file is None or (self.best and loss >= self.best[1]):
             return
         if step == 0:
