@@ -167,9 +167,9 @@ def end_in_order(program: str, work: Callable[[list[str]], None], argv: list[str
             return 0
         sentence = str(error)
     except (RuntimeError, MemoryError) as error:
-        sentence = faults.lack_of_memory(error)
-        if not sentence:
+        if not faults.lacks_memory(error):
             raise
+        sentence = "too little memory"
     complain(f"{program}: {sentence}")
     return 2
 

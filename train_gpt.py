@@ -65,7 +65,6 @@ from nanogpt import (
     command_line,
     compiling,
     faults,
-    fitting,
     kernels,
     masks,
     report,
@@ -93,7 +92,6 @@ from nanogpt.ranks import (
     all_ranks,
     compare,
     is_rank_0,
-    limit_waiting,
     on_all_ranks,
     rank_and_world_size,
     start_process,
@@ -139,7 +137,7 @@ class Config(RunConfig):
     model_dim: int = key(768, "width of the residual stream")
     num_heads: int = key(4, "attention heads of a layer")
     head_dim: int = key(128, "width of a head; num_heads * head_dim is at most model_dim")
-    mlp_dim: int = key(5632, "hidden width of the MLP")
+    mlp_dim: int = key(4096, "hidden width of the MLP")
     vocab_size: int = key(
         50304, "rows of the embedding: GPT-2's 50257 tokens, rounded up to a multiple of 128",
         most=2**16)
@@ -153,7 +151,9 @@ class Config(RunConfig):
     late_mix: bool = key(
         True, "add to the last stream an amount of earlier ones, of guesses, n-grams, embeddings "
         "(MUDD)")
-    gates: bool = key(True, "a gate for the output of each attention head")
+    gates: bool = key(
+        True, "gates for the output of each attention head, and for what each layer gets of the "
+        "past")
     scalars: bool = key(
         True, "learned factors of the parts of a layer; without them all are 1, and no layer adds "
         "the embedding again")
@@ -203,7 +203,8 @@ class Config(RunConfig):
     scalar_lr: float = key(0.04, "Adam's learning rate for the scalars and `length_vectors`")
     longest_ngram: int = key(
         3, "for each n from 2 to this, the last n tokens look up a row of a table of n-grams; also "
-        "the most tokens by which a match in the document is looked for",
+        "the most tokens by which a match in the document is looked for. To all such tables tokens "
+        "are the same that differ only in case, accents, or a space before",
         least=2)
     ngram_rows: int = key(
         16_777_216, "rows of that table, for all lengths; n-grams whose hashes have the same "
@@ -220,6 +221,8 @@ class Config(RunConfig):
         "than one of --epochs, because a text that is read again would be known by heart. Each "
         "takes 4 bytes on every GPU, and in checkpoints and saves. 0: no such guesses",
         least=0)
+    recall_for: str = key(
+        "3,4,6", "for how many last tokens this table is looked up; the longest match counts")
     # evaluation
     target_loss: float = key(3.28, "validation loss to reach, nats per token; 0: none")
     val_tokens: int = key(
@@ -242,12 +245,12 @@ class Config(RunConfig):
     def attends(self) -> tuple[int, ...]:
         """The layers that have attention."""
         every = tuple(range(self.num_layers))
-        return arguments.layer_numbers("attention_layers", self.attention_layers, every)
+        return arguments.numbers_among("attention_layers", self.attention_layers, every)
 
     @property
     def value_embeds(self) -> tuple[int, ...]:
         """Those of them that have value embeddings."""
-        return arguments.layer_numbers("value_layers", self.value_layers, self.attends)
+        return arguments.numbers_among("value_layers", self.value_layers, self.attends)
 
     @property
     def ngram_width(self) -> int:
@@ -256,9 +259,10 @@ class Config(RunConfig):
 
     @property
     def recall_lengths(self) -> tuple[int, ...]:
-        """For how many last tokens `recall_table` is looked up: more than n-grams have."""
-        n = self.longest_ngram
-        return (n + 1, 2 * n) if self.recall_rows else ()
+        """For how many last tokens `recall_table` is looked up."""
+        possible = tuple(range(2, 17))
+        lengths = arguments.numbers_among("recall_for", self.recall_for, possible)
+        return lengths if self.recall_rows else ()
 
     @property
     def longest_match(self) -> int:
@@ -283,7 +287,7 @@ ON_CPU = dict(compile=False, precision="bf16" if CPU_HAS_BF16 else "fp32")
 PLAIN_MODEL = dict(
     value_layers="none",  # a learned vector of each token in its values (`attention`, step 2)
     mix_previous=False,  # channels and keys of the previous token (`input_of`, `offset_keys`)
-    gates=False,  # of attention heads (`attention`, step 4)
+    gates=False,  # of attention heads (`attention`, step 4), of the past (`embed_inputs`, step 3)
     scalars=False,  # learned factors of the parts of a layer (SCALARS, `block`)
     ngram_rows=0,  # rows for the last two and more tokens (`embed_inputs`, step 2)
     induced=False,  # a guess by an earlier match in the document (nanogpt/past.py)
@@ -299,23 +303,25 @@ PRESETS: dict[str, dict] = {
         target_loss=0.0),
     "speedrun": dict(
         # Steps for 385M tokens. Where record 92 is at 3.277 on FineWeb, it is at 3.124 on the
-        # longer stand-in corpus. This preset is at 3.287 after 191M tokens of that, and falls by
-        # 0.23 when it reads e times as many: 191M * e^((3.287 - 3.127) / 0.23) = 384M for 3.28.
+        # longer stand-in corpus. With wider MLPs, which made no difference to the loss after 137M
+        # tokens, this preset was at 3.287 after 191M tokens of that, and it falls by 0.23 when it
+        # reads e times as many: 191M * e^((3.287 - 3.127) / 0.23) = 384M for 3.28.
         num_steps=2500,
         # With attention in five layers a step takes an eighth less time, for as much loss as 2.5 %
         # of the tokens are worth; value embeddings in three cost hardly any (records/long_runs.md).
-        attention_layers="0,2,3,5,7", value_layers="0,5,7",
+        attention_layers="0,2,3,5,7", value_layers="0,5,7", muon_decay=2.0,
         ngram_rows=33_554_432, recall_rows=1_073_741_824, head_every_second=True,
         # Averages make up for learning rates that stay high to the end (record 92).
         average_frac=0.06, cooldown_frac=0.8, lr_floor=0.3),
     "onepass": dict(
-        num_layers=6, attention_layers="0,2,3,5", value_layers="0,3,5",
+        num_layers=6, mlp_dim=5632, attention_layers="0,2,3,5", value_layers="0,3,5",
         schedule="onepass", num_steps=1030, batch_tokens=131_072,
         recall_rows=268_435_456, head_every_second=True,
         target_loss=3.492),
     "laptop": BYTES | ON_CPU | dict(
         num_layers=4, model_dim=128, num_heads=2, head_dim=64, mlp_dim=512,
-        longest_ngram=6, ngram_rows=131_072, ngram_part=1.0, recall_rows=2_097_152,
+        longest_ngram=6, ngram_rows=131_072, ngram_part=1.0,
+        recall_rows=2_097_152, recall_for="7,12",
         schedule="laptop", num_steps=520,
         batch_tokens=2048, seq_len=2048,
         muon_lr=0.04, muon_momentum=0.88, head_lr=0.007, table_lr=0.4,
@@ -346,7 +352,7 @@ PRESETS: dict[str, dict] = {
 ABOUT = {
     "gpt2": "the plain transformer of 124M weights with Muon and Adam, to learn from and to "
             "compare optimizers on, on GPUs",
-    "speedrun": "116M weights for each token and tables, for 385M tokens of FineWeb, on GPUs; aims "
+    "speedrun": "97M weights for each token and tables, for 385M tokens of FineWeb, on GPUs; aims "
                 "at a loss of 3.28",
     "onepass": "a model of fewer layers, for 90M tokens that are read once, on GPUs",
     "laptop": "a small model of bytes, one to three minutes on a CPU",
@@ -567,6 +573,7 @@ def parameter_table(c: Config) -> dict[str, Param]:
     d = c.head_dim
     V = c.vocab_size
     matches = c.induced + bool(c.recall_rows)  # kinds of them
+    has_past = c.ngram_rows or matches
     sources = 4 + bool(c.ngram_rows) + matches + bool(E)  # of `late_mix`
 
     # Uniform numbers from -a to a have the deviation a / sqrt(3). A deviation of 0.5 D^-0.5 is a
@@ -603,7 +610,7 @@ def parameter_table(c: Config) -> dict[str, Param]:
     has = dict(  # parameters of what can be switched off
         value_embeds=E, ngrams=c.ngram_rows, scalars=c.scalars,
         length_vectors=matches, late_in=c.late_mix, late_out=c.late_mix, late_bias=c.late_mix,
-        gates=c.gates, value_gates=E)
+        gates=c.gates, value_gates=E, past_gates=has_past and c.gates and c.scalars)
     params = {
         # up and down of each layer in turn, both (D, F): y = relu(x up)^2 down^T. By theory, Muon's
         # learning rate for up grows with the root of F / D (record 42), which is 2 for the usual
@@ -632,6 +639,8 @@ def parameter_table(c: Config) -> dict[str, Param]:
         # of the output of each attention head, and of its value embedding
         "gates": Param((A, H, GATE_DIM), init=zero, share="all", **adam_at_head_lr),
         "value_gates": Param((E, H, GATE_DIM), init=zero, share="all", **adam_at_head_lr),
+        # of what each layer adds of the past
+        "past_gates": Param((L, 2 * GATE_DIM), init=zero, share="all", **adam_at_head_lr),
     }
     return {name: param for name, param in params.items() if has.get(name, True)}
 
@@ -770,14 +779,15 @@ def block(x: Tensor, weights: LayerWeights, context: LayerContext,
 
 def embed_inputs(embedded: Tensor, reading: Reading, ngrams: Tensor | None, embed: Tensor,
                  length_vectors: Tensor | None, signs: Tensor, scalars: Tensor | None,
-                 num_layers: int) -> tuple[Tensor, list[Tensor | None], list[Tensor]]:
+                 gates: Tensor | None, num_layers: int,
+                 ) -> tuple[Tensor, list[Tensor | None], list[Tensor]]:
     """The embedding of the tokens (T, D), what is read of them, the rows of their n-grams (G T, W),
     the whole embedding (V, D), length_vectors (lengths, D), random signs (SIGN_ROWS, W), scalars
-    (L, len(SCALARS)) -> the first stream (T, D); for each layer what is added to the stream there
-    (T, D), an amount of the first stream and an amount of what the past says; and what of the past
-    is a source of `late_mix`: the sum of the rows of n-grams (T, W), and for each kind of match the
-    normalised embedding of its tokens (T, D), 0 where there is no match. These are guesses of the
-    next token. What the model is without is None."""
+    (L, len(SCALARS)), gates (L, 2 GATE_DIM) -> the first stream (T, D); for each layer what is
+    added to the stream there (T, D), an amount of the first stream and an amount of what the past
+    says; and what of the past is a source of `late_mix`: the sum of the rows of n-grams (T, W), and
+    for each kind of match the normalised embedding of its tokens (T, D), 0 where there is no match.
+    These are guesses of the next token. What the model is without is None."""
     # 1. The first stream.
     x = norm(embedded)
 
@@ -800,14 +810,20 @@ def embed_inputs(embedded: Tensor, reading: Reading, ngrams: Tensor | None, embe
     for_late_mix += guesses
     past = sum(parts[1:], parts[0]) if parts else None
 
-    # 3. Each layer adds an amount of the first stream, and an amount of `past`.
+    # 3. Each layer adds an amount of the first stream, and an amount of `past`, on which a gate
+    # decides for each token: it reads some channels of both.
     if scalars is None:
         return x, [past] * num_layers, for_late_mix
     of_layers = dict(zip(SCALARS, scalars.unbind(1)))  # (L,) each
     injects = [of_first * x for of_first in of_layers["first"]]
     if past is not None:
-        injects = [inject + of_past * past
-                   for inject, of_past in zip(injects, of_layers["past"])]
+        open_gates = [1] * num_layers
+        if gates is not None:
+            steering = torch.cat((x[:, :GATE_DIM], past[:, :GATE_DIM]), 1)
+            of_tokens = 2 * torch.sigmoid(F.linear(steering, gates.to(x.dtype)))  # (T, L)
+            open_gates = of_tokens[..., None].unbind(1)  # (T, 1) each
+        injects = [inject + of_past * gate * past
+                   for inject, of_past, gate in zip(injects, of_layers["past"], open_gates)]
     return x, injects, for_late_mix
 
 
@@ -1035,7 +1051,7 @@ class GPT(nn.Module):
         first_x, injects, of_past = self.functions.embed_inputs(
             looked_up["lm_head"], reading, looked_up.get("ngrams"), self.weight("lm_head"),
             self.optional("length_vectors"), self.signs, self.optional("scalars"),
-            self.config.num_layers)
+            self.optional("past_gates"), self.config.num_layers)
         value_embeds = self.value_embeds_of(looked_up)
         contexts = self.layer_contexts(reading.begins, setting, training, injects, value_embeds)
         weights = self.layer_weights()
@@ -1822,17 +1838,15 @@ class Run:
         c = self.config
         self.clock.start()
         self.model.past.follow()
-        with report.profiled(c.profile_steps, self.log) as count_step:
-            while self.step < c.num_steps:
-                self.save_or_stop()
-                if self.ended_by:
-                    break
-                if c.val_interval and self.step % c.val_interval == 0:
-                    self.clock.stop()
-                    self.validate()
-                    self.clock.start()
-                self.make_step(call)
-                count_step()
+        while self.step < c.num_steps:
+            self.save_or_stop()
+            if self.ended_by:
+                break
+            if c.val_interval and self.step % c.val_interval == 0:
+                self.clock.stop()
+                self.validate()
+                self.clock.start()
+            self.make_step(call)
         self.clock.stop()
         if not self.ended_by:
             if self.optimizer.averages:
@@ -1855,23 +1869,17 @@ class Run:
     def read_messages(self) -> None:
         """Reads the messages of the first `self.step` steps, and waits for them. Later ones stay in
         `unread`, because they may not have come to all ranks yet. Raises BadInput if a loss is not
-        finite. A collective."""
+        finite."""
         self.unread += self.log.arrived(wait_for=self.step)
         while self.unread and self.unread[0].step <= self.step:
             message = self.unread.pop(0)
             self.requests.hear(message.others)
-            if not math.isfinite(message.loss):
-                self.refuse_loss("training", message.loss, message.step)
-
-    def refuse_loss(self, kind: str, loss: float, step: int) -> None:
-        """Ends the run because a loss, which is the same on all ranks, is not finite. A
-        collective."""
-        faults.refuse_loss(kind, loss, step, checkpoints.tensors_of(self.optimizer))
+            faults.check_loss("training", message.loss, message.step)
 
     def save_or_stop(self) -> None:
         """Saves the run if a save is due or a signal ends it, on all ranks after the same step.
         A signal may take effect a few steps late (`Requests`). A collective."""
-        self.requests.ask(bool(STOP.signal) and self.step > 0, self.keeper.due(self.step))
+        self.requests.ask(bool(STOP.signal) and self.step > 0, self.keeper.due())
         if self.optimizer.first_head_gradient is not None:  # which a save does not hold
             return
         if any(self.requests.granted):
@@ -1894,8 +1902,7 @@ class Run:
         self.read_messages()
         loss = self.validation_loss()
         self.log.step(self.step, self.clock.total, "val_loss", loss)
-        if not math.isfinite(loss):
-            self.refuse_loss("validation", loss, self.step)
+        faults.check_loss("validation", loss, self.step)
         if is_rank_0():
             check_weights(self.model, SCALARS, self.step, self.log)
         self.keeper.validated(self.step, loss)
@@ -1909,8 +1916,7 @@ def train(c: Config, at_end: ExitStack) -> int:
 
     # 1. Import what this run needs, so that the log can show it, and check what can be checked
     # before anything is written or compiled.
-    device = start_process(
-        "cuda" if command_line.has_cuda(c.device) else "cpu", LOCAL_GPU, c.join_timeout)
+    device = start_process("cuda" if command_line.has_cuda(c.device) else "cpu", LOCAL_GPU)
     # Hosts may have their data in other folders; the shards are compared by their sums.
     compare({f"--{name}": value for name, value in dataclasses.asdict(c).items()
              if name != "data_dir"})
@@ -1956,16 +1962,12 @@ def train(c: Config, at_end: ExitStack) -> int:
     model = GPT(c, device, rank_and_world_size()[1], functions, as_graphs)
     initialize(model, c.seed)  # for the warm-up; drawn anew after it
     optimizer = Optimizer(model)
-    if run_files.saved:
-        on_all_ranks(run_files.saved.check_fits, optimizer)
     call = compiling.caller(as_graphs, model.parameters())
     warm_up = warmup.WarmUp(model, optimizer, script)
     warm_up.run(call)
     if chooses_steps(c):
         c, seconds = warm_up.choose_steps(call, run_files.train_paths)
         begin(c, facts, run_files.checkpoint_path, recipe_names, c.num_steps * seconds)
-        for text in fitting.why_shorter(c, seconds):
-            log.say(text)
     optimizer.reset(initialize(model, c.seed))  # as if nothing had been trained so far
 
     # 4. Train, from the start or from where a save was made.
@@ -1975,7 +1977,6 @@ def train(c: Config, at_end: ExitStack) -> int:
     gc.freeze()  # else a collection takes up to 0.4 s in the middle of the run (record 47)
     gc.enable()
     all_ranks(None)  # the clock starts when all of them are ready
-    limit_waiting()
     startup_s = time.perf_counter() - LAUNCHED
     log.fact("note", f"products: {recipe.summary(recipe_names, device)}")
     log.fact("note", f"{startup_s:.1f} s from launch to the first timed step")

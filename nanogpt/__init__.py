@@ -13,7 +13,7 @@ Its processes
 
 What is kept and said
     checkpoints.py  files of weights, and saves of a whole run, so that it can go on
-    report.py       what a run says when it begins and when it has ended, and its profile
+    report.py       what a run says when it begins and when it has ended
 
 Computing
     kernels.py      the GPU kernels of layers and loss, beside plain PyTorch that computes the same

@@ -39,26 +39,20 @@ class RunConfig:
         "auto", "auto, flex (CUDA, compiled) or sdpa (everywhere)",
         choices=("auto", "flex", "sdpa"))
     compile: bool = key(True, "use torch.compile, and CUDA graphs on a GPU")
-    join_timeout: float = key(5.0, "minutes that a process waits for the others at the start")
     resume: str = key(
-        "", "save to go on from, logs/RUN_ID.saved/step_000123; --resume alone: the newest one in "
-        "log_dir. Without any save a new run begins",
+        "", "save to go on from, logs/RUN_ID.saved/step_000123.safetensors; --resume alone: the "
+        "newest one in log_dir. Without any save a new run begins",
         alone=NEWEST)
     # output
     log_dir: str = key("logs", "folder of the logs")
     run_name: str = key("", "free text for the log")
-    profile_steps: int = key(
-        0, "steps to profile on rank 0, after ten others: writes RUN_ID.profile, a table of what "
-        "took most time, and RUN_ID.trace.json.gz, a time line, to log_dir",
-        least=0)
     save_checkpoint: str = key(
         "", "file to write the weights of the best validation to; auto: in models/, named after "
         "data_dir")
     save_every: float = key(
         0.0, "minutes of training between saves of the whole run, from which --resume goes on; 0: "
         "none by the clock")
-    save_steps: int = key(0, "the same in steps; with both keys, whichever comes first", least=0)
-    sample: str = key("", "text to continue with the trained model")
+    sample: str = key("", "text to continue at the end with the weights of save_checkpoint")
     sample_tokens: int = key(256, "tokens to sample", least=0)
 
 
@@ -72,6 +66,8 @@ def check(c, schedules: dict[str, list], precisions: dict[str, tuple]) -> None:
     require(c.device != "cuda" or torch.cuda.is_available(),
             "--device=cuda, but torch sees no GPU here")
     require(c.attends, "--attention_layers=none: at least one layer needs attention")
+    require(c.save_checkpoint or not c.sample,
+            "--sample needs kept weights: give --save_checkpoint=auto, too, or --sample= for none")
     _ = c.value_embeds  # raises BadInput itself, as `attends` does
     check_lengths(c)
     check_stages(c, schedules[c.schedule])
@@ -98,15 +94,15 @@ def check_bounds(c) -> None:
             require(value <= about["most"], f"{option} must be at most {about['most']}")
 
 
-def layer_numbers(option: str, text: str, possible: tuple[int, ...]) -> tuple[int, ...]:
-    """"all", "none", or numbers with commas between them -> these of the possible layers,
-    ascending. Raises BadInput."""
+def numbers_among(option: str, text: str, possible: tuple[int, ...]) -> tuple[int, ...]:
+    """"all", "none", or numbers with commas between them -> these of the possible ones, ascending.
+    Raises BadInput."""
     chosen = {"all": possible, "none": ()}.get(text)
     if chosen is None:
         numbers = {number.strip() for number in text.split(",")}
-        chosen = tuple(layer for layer in possible if str(layer) in numbers)
-        require(len(chosen) == len(numbers), f"--{option}={text} must be all, none, or some of the "
-                f"layers {','.join(map(str, possible))}")
+        chosen = tuple(number for number in possible if str(number) in numbers)
+        require(len(chosen) == len(numbers), f"--{option}={text} must be all, none, or some of "
+                f"{','.join(map(str, possible))}")
     return chosen
 
 

@@ -1,23 +1,17 @@
 """What a run leaves on disk beside its log: its best weights, and saves, from which it can go on.
 
-All tensors lie in safetensors files: a header in JSON and the bytes behind it, so reading one can
-run nothing, whoever has written it.
+Both are safetensors files: a header in JSON and the bytes of tensors behind it, so reading one can
+run nothing, whoever has written it. A file gets its name when all of it is on disk, so it is whole
+or there is none, whenever the run is killed. Rank 0 writes both.
 
-Weights (--save_checkpoint) are one file. It has each bank of train_gpt.parameter_table, without
-padding, and the table of recalled tokens (nanogpt/past.py). Its header has, each as JSON, `config`,
-`step`, `val_loss`, `run_id`, `code_sha256` (of the train_gpt.py that trained them) and `data` (the
+Weights (--save_checkpoint) are each bank of train_gpt.parameter_table, without padding, and the
+table of recalled tokens (nanogpt/past.py). The header has, each as JSON, `config`, `step`,
+`val_loss`, `run_id`, `code_sha256` (of the train_gpt.py that trained them) and `data` (the
 fingerprints of the shards).
 
-A save (--save_every, --save_steps, or a signal) is a folder:
-
-    logs/RUN_ID.saved/step_000123/rank_0_of_2.safetensors
-    logs/RUN_ID.saved/step_000123/rank_1_of_2.safetensors
-    logs/RUN_ID.saved/step_000123/save.json
-
-The file of a rank holds what `tensors_of` names and its random numbers, save.json what all ranks
-share. The folder gets its name when all files are in it, so a save is whole or it is none, whenever
-the run is killed. On several hosts it must be on a disk that they share. A run that goes on puts
-the parts of all files together and keeps its own, so the number of ranks may be another one.
+A save (--save_every, or a signal) is logs/RUN_ID.saved/step_000123.safetensors. It has what
+`tensors_of` names, whole, and the random numbers of each rank, so a run may go on with another
+number of ranks.
 """
 import dataclasses
 import json
@@ -36,24 +30,23 @@ from nanogpt import arguments, faults, process
 from nanogpt.arguments import NEWEST
 from nanogpt.ranks import (
     BadInput,
-    SharedFault,
     all_ranks,
+    gathered,
+    is_rank_0,
     on_all_ranks,
-    patiently,
     rank_and_world_size,
     require,
 )
 from records.console import complain
 from records.journal import sha256
 
-REMEDY = "name an older save with --resume=FOLDER, or leave --resume out to begin anew"
+ANEW = "leave --resume out to begin anew"
 KEPT = 2  # saves of a run that stay on disk
-UNFINISHED = "unfinished"  # name of the folder of a save that is being written
 
 
-def write_tensors(path: Path, tensors: dict[str, Tensor], about: dict) -> None:
-    """Writes a safetensors file with `about` in its header. Until all of it is on disk, an older
-    file of this name stays. Raises OSError if the disk is full."""
+def write(path: Path, tensors: dict[str, Tensor], about: dict) -> None:
+    """Writes a file with `about` in its header. An older one of this name stays until the new one
+    is whole. Raises OSError if the disk is full."""
     beside = path.with_name(f"{path.name}.{os.getpid()}.part")
     on_cpu = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
     header = {"format": "pt"} | {name: json.dumps(value) for name, value in about.items()}
@@ -70,50 +63,38 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], about: dict) -> None:
         raise OSError(f"{path} cannot be written ({error})") from None
 
 
-def open_tensors(path: Path, remedy: str):
-    """A safetensors file, whose tensors are read when they are asked for. Raises BadInput if it is
-    none."""
+def open_file(path: Path, remedy: str):
+    """A file, whose tensors are read when they are asked for, and what its header says. Raises
+    BadInput if this program has not written it."""
     require(path.is_file(), f"{path}: no such file; {remedy}")
     try:
-        return safe_open(path, "pt")
+        file = safe_open(path, "pt")
     except (OSError, SafetensorError) as error:
         raise BadInput(f"{path} is cut off or no checkpoint of this program ({error}); copy it "
                        f"once more, or {remedy}") from None
+    header = file.metadata() or {}
+    require("config" in header,
+            f"{path} is a safetensors file, but no checkpoint of this program; {remedy}")
+    return file, {name: json.loads(text) for name, text in header.items() if name != "format"}
 
 
 # --------------------------------------------------------------------------------------------------
 # Weights
 
 
-def of_model(model, step: int, val_loss: float | None, origin: dict) -> dict:
-    """The content of the file of a train_gpt.GPT's weights after so many steps. `origin` has
-    `run_id`, `code_sha256` and `data`, or nothing."""
-    weights = {name: model.weight(name).detach() for name in model.params}
-    weights["recall_table"] = model.recall_table
-    config = dataclasses.asdict(model.config)
-    return dict(config=config, weights=weights, step=step, val_loss=val_loss) | origin
+def weights_of(model) -> dict[str, Tensor]:
+    """The tensors of the file of a train_gpt.GPT's weights."""
+    weights = {name: model.weight(name) for name in model.params}
+    return weights | {"recall_table": model.recall_table}
 
 
-def write(path: Path, content: dict) -> None:
-    about = {name: value for name, value in content.items() if name != "weights"}
-    write_tensors(path, content["weights"], about)
-
-
-def read(path: str | Path) -> dict:
-    """What `of_model` has made, with the weights on the CPU. Raises BadInput if the file is no
-    checkpoint of this program."""
+def read(path: str | Path) -> tuple[dict[str, Tensor], dict]:
+    """The weights of a file, and what its header says. Raises BadInput if it has none."""
     remedy = "name a file that --save_checkpoint has written, such as models/NAME.safetensors"
-    path = Path(path)
-    save = path if path.is_dir() else path.parent
-    require(not (save / "save.json").exists(),
-            f"{path} is part of a save; go on with it by --resume={save}, or {remedy}")
-    file = open_tensors(path, remedy)
-    header = file.metadata() or {}
-    require("config" in header,
-            f"{path} is a safetensors file, but no checkpoint of this program; {remedy}")
-    content = {name: json.loads(text) for name, text in header.items() if name != "format"}
-    content["weights"] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    return content
+    file, about = open_file(Path(path), remedy)
+    require("world_size" not in about, f"{path} is a save; go on with it by --resume={path}, or "
+            f"{remedy}")
+    return {name: file.get_tensor(name) for name in file.keys()}, about  # noqa: SIM118
 
 
 def unused_path(path: Path) -> Path:
@@ -133,38 +114,31 @@ def config_values(config: dict, config_class: type) -> dict:
             for field in dataclasses.fields(config_class)}
 
 
-def model_of(content: dict, device: torch.device, script):
-    """The train_gpt.GPT of a file's content, for texts of any multiple of 128 tokens. `script` is
-    that module. Raises BadInput if the weights do not fit the configuration."""
-    values = config_values(content["config"], script.Config)
+def load_model(path: str | Path, device: torch.device | str, script):
+    """The train_gpt.GPT of a file, for texts of any multiple of 128 tokens. `script` is that
+    module. Says so if another train_gpt.py has trained it, as the same weights may mean something
+    else there. Raises BadInput if there is no such model."""
+    device = torch.device(device)
+    weights, about = read(path)
+    values = config_values(about["config"], script.Config)
     if values["precision"] == "fp16":  # texts overflow it sooner than training does
         values["precision"] = "bf16"
-    c = script.Config(**values | dict(
-        attention="sdpa", compile=False, device=device.type, sample="", run_name=""))
-    arguments.check(c, script.SCHEDULES, script.PRECISIONS)
-    model = script.GPT(c, device)
+    values |= dict(attention="sdpa", compile=False, device=device.type, sample="", run_name="")
+    c = script.Config(**values)
     try:
-        model.load_state_dict(content["weights"])
-    except RuntimeError:
-        raise BadInput("the weights do not fit this code; use the code of its run, which the log "
-                       f"{content.get('run_id', 'RUN_ID')}.txt holds") from None
-    model.trained_steps = content["step"]
-    return model
-
-
-def load_model(path: str | Path, device: torch.device | str, script):
-    """The model of a file, as `model_of` makes it. Says so if another train_gpt.py has trained it,
-    as the same weights may mean something else there. Raises BadInput as these two do."""
-    content = read(path)
-    try:
-        model = model_of(content, torch.device(device), script)
-    except BadInput as error:
-        raise BadInput(f"{path}: {error}") from None
-    model.of_other_code = content.get("code_sha256") not in (None, sha256(script.SOURCE))
+        arguments.check(c, script.SCHEDULES, script.PRECISIONS)
+        model = script.GPT(c, device)
+        model.load_state_dict(weights)
+    except (BadInput, RuntimeError) as error:
+        reason = str(error).partition(":\n")[0]
+        raise BadInput(f"{path} does not fit this code ({reason}); use the code of its run, which "
+                       f"the log {about.get('run_id', 'RUN_ID')}.txt holds") from None
+    model.trained_steps = about["step"]
+    model.of_other_code = about.get("code_sha256") not in (None, sha256(script.SOURCE))
     if model.of_other_code:
-        log = f"{content['run_id']}.txt"
         complain(f"{path} was trained by another train_gpt.py; what this one computes with it may "
-                 f"be wrong. `python -m records code LOGS/{log} FOLDER` writes the other one")
+                 f"be wrong. `python -m records code LOGS/{about['run_id']}.txt FOLDER` writes the "
+                 "other one")
     return model
 
 
@@ -173,42 +147,39 @@ def load_model(path: str | Path, device: torch.device | str, script):
 
 
 def saves_in(folder: Path) -> list[Path]:
-    """The saves that lie anywhere in a folder, or are it, the oldest first."""
-    files = sorted(folder.glob("**/save.json"), key=lambda file: file.stat().st_mtime_ns)
-    return [file.parent for file in files if file.parent.name != UNFINISHED]
+    """The saves that lie anywhere in a folder, the oldest first."""
+    return sorted(folder.glob("**/step_*.safetensors"), key=lambda path: path.stat().st_mtime_ns)
 
 
 def find(asked: str, log_dir: str) -> Path | None:
-    """The save that --resume=ASKED means: the newest one in that folder, or for NEWEST in
-    `log_dir`, where there may be none. Raises BadInput if a save that was named is not there."""
-    if not asked:
-        return None
-    saves = saves_in(Path(log_dir if asked == NEWEST else asked))
-    if not saves and asked == NEWEST:
+    """The save that --resume=ASKED means. For NEWEST it is the newest one in `log_dir`, where there
+    may be none."""
+    if asked != NEWEST:
+        return Path(asked) if asked else None
+    saves = saves_in(Path(log_dir))
+    if not saves:
         process.say(f"no save under {log_dir}; this run begins at step 0")
-        return None
-    require(saves, f"--resume={asked} is no complete save; name a folder such as "
-            "logs/RUN_ID.saved/step_000123, or give --resume alone for the newest one")
-    return saves[-1]
+    return saves[-1] if saves else None
 
 
-def facts_of(save: Path) -> dict:
-    """What save.json holds. Raises BadInput if it is damaged."""
-    try:
-        return json.loads((save / "save.json").read_text())
-    except (OSError, ValueError):
-        raise BadInput(f"{save / 'save.json'} is damaged; {REMEDY}") from None
+def open_save(path: Path):
+    """Raises BadInput if it is none."""
+    remedy = f"name an older save, or {ANEW}"
+    file, facts = open_file(path, remedy)
+    require("world_size" in facts, f"{path} has the weights alone; {remedy}")
+    return file, facts
 
 
 def configure(config_class: type, save: Path, given: dict, may_change: tuple[str, ...]):
     """The configuration of a save, with the given values laid over it: they may be of RunConfig and
     of `may_change`. Raises BadInput if a given value would change the result."""
-    saved = config_values(facts_of(save)["config"], config_class)
+    _, facts = open_save(save)
+    saved = config_values(facts["config"], config_class)
     changed = [f"--{name}={value} (saved: {saved[name]})" for name, value in given.items()
                if name not in (*may_change, *vars(arguments.RunConfig())) and value != saved[name]]
     require(not changed, f"--resume={save} goes on with the saved configuration, which cannot be "
             f"changed by {', '.join(changed)}; leave out what differs, name the save that you "
-            "mean, or leave --resume out to begin anew")
+            f"mean, or {ANEW}")
     return config_class(**saved | given | {"resume": str(save)})
 
 
@@ -238,16 +209,16 @@ def is_sliced(name: str, optimizer) -> bool:
 
 
 def tensors_of(optimizer) -> dict[str, Tensor]:
-    """What a save has of this rank: its rows, and an equal part of what all ranks have whole."""
-    rank, world_size = rank_and_world_size()
-    return {name: x if is_sliced(name, optimizer) else x.view(-1).tensor_split(world_size)[rank]
-            for name, x in state_of(optimizer).items()}
-
-
-def parameters_of(optimizer) -> dict[str, list]:
-    """By name, what must be the same in a run that goes on: shapes, and how they are updated."""
-    return {name: [*param.shape, param.optimizer]
-            for name, param in optimizer.model.params.items()}
+    """What a save has: all of `state_of`, whole and without padding. A collective."""
+    tensors = state_of(optimizer)
+    for name, x in tensors.items():
+        if is_sliced(name, optimizer):
+            bank, _, _ = name.partition(".")
+            rows, *_ = optimizer.model.params[bank].shape
+            tensors[name] = gathered(x)[:rows].cpu()  # no GPU has room for all of them
+    random = random_module(optimizer.device).get_rng_state()
+    tensors["random"] = torch.stack(all_ranks(random))
+    return tensors
 
 
 def random_module(device: torch.device):
@@ -258,77 +229,59 @@ def random_module(device: torch.device):
 class Saved:
     """A save that a run goes on from."""
 
-    def __init__(self, save: Path, data: list[dict], folder: str):
+    def __init__(self, path: Path, data: list[dict], folder: str):
         """`data` are the fingerprints of the shards in `folder` (data/shards.py). Raises BadInput
         if the save is damaged, or of a run on other shards; their names do not count."""
-        self.save = save
-        self.facts = facts_of(save)
+        self.path = path
+        self.file, self.facts = open_save(path)
         self.step = self.facts["step"]
         ours, saved = ([(shard["split"], shard["sha256"]) for shard in shards]
                        for shards in (data, self.facts["data"]))
-        require(ours == saved, f"the shards in {folder} are not those of {save}, a run on "
+        require(ours == saved, f"the shards in {folder} are not those of {path}, a run on "
                 f"{self.facts['config'].get('data_dir')}; give the folder of its shards as "
-                "--data_dir, or leave --resume out to begin anew")
-        count = self.facts["world_size"]
-        self.parts = [
-            open_tensors(rank_file(save, rank, count), f"the save is not whole; {REMEDY}")
-            for rank in range(count)]
-
-    def check_fits(self, optimizer) -> None:
-        """Raises BadInput unless the save has what updates of this train_gpt.Optimizer change."""
-        saved, ours = self.facts["parameters"], parameters_of(optimizer)
-        differing = sorted(name for name in saved | ours if saved.get(name) != ours.get(name))
-        require(not differing, f"{self.save} was written by other code, with other weights of "
-                f"{' and '.join(differing[:2])}; go on with the code that is in its run's log, or "
-                "leave --resume out to begin anew")
-
-    def of_ranks(self, name: str) -> list[Tensor]:
-        return [part.get_tensor(name) for part in self.parts]
+                f"--data_dir, or {ANEW}")
 
     @torch.no_grad()
     def restore(self, optimizer) -> None:
         """Fills train_gpt.Optimizer and its model. The banks become copies of the masters, as they
-        are after an update."""
-        for name, tensor in state_of(optimizer).items():
-            whole = torch.cat(self.of_ranks(name))
-            bank_name, _, kind = name.partition(".")
-            if is_sliced(name, optimizer):
-                whole = with_rows(whole, len(optimizer.banks[bank_name]))
-                tensor.copy_(optimizer.own_slice(bank_name, whole))
-            else:
-                whole = whole.view(tensor.shape)
-                tensor.copy_(whole)
-            if kind == "master":
-                optimizer.banks[bank_name].copy_(whole)
+        are after an update. Raises BadInput if the save does not fit them."""
+        try:
+            for name, tensor in state_of(optimizer).items():
+                self.restore_tensor(name, tensor, optimizer)
+        except (SafetensorError, RuntimeError) as error:
+            raise BadInput(f"{self.path} was written by other code ({error}); go on with the code "
+                           f"that is in its run's log, or {ANEW}") from None
         optimizer.updates = self.facts["updates"]
         optimizer.recipe.load_state(self.facts["recipe"])
         optimizer.recipe.weights_changed([*optimizer.masters], optimizer.masters)
         self.restore_random(optimizer.device, optimizer.model.config.seed)
+
+    def restore_tensor(self, name: str, tensor: Tensor, optimizer) -> None:
+        whole = self.file.get_tensor(name)
+        bank_name, _, kind = name.partition(".")
+        if is_sliced(name, optimizer):
+            padded = whole.new_zeros(len(optimizer.banks[bank_name]), *whole.shape[1:])
+            padded[: len(whole)] = whole
+            whole = padded
+            tensor.copy_(optimizer.own_slice(bank_name, whole))
+        else:
+            tensor.copy_(whole)
+        if kind == "master":
+            optimizer.banks[bank_name].copy_(whole)
 
     def restore_random(self, device: torch.device, seed: int) -> None:
         """Random numbers go on where they were. On another number of ranks or another kind of
         device they begin anew, from the seed, the step and the rank."""
         rank, world_size = rank_and_world_size()
         torch.manual_seed((seed * 2**32 + self.step * 2**16 + rank) % 2**63)
-        states = self.of_ranks("random")
+        states = self.file.get_tensor("random")
         random = random_module(device)
-        if len(states) == world_size and len(states[rank]) == len(random.get_rng_state()):
-            random.set_rng_state(states[rank])
-
-
-def with_rows(x: Tensor, rows: int) -> Tensor:
-    """A bank cut or padded to so many rows: another number of ranks pads it otherwise."""
-    padded = x.new_zeros(rows, *x.shape[1:])
-    padded[: len(x)] = x[:rows]
-    return padded
+        if states.shape == (world_size, len(random.get_rng_state())):
+            random.set_rng_state(states[rank].clone())  # of a view it would read the wrong bytes
 
 
 # --------------------------------------------------------------------------------------------------
 # Keeping a run
-
-
-def rank_file(save: Path, rank: int, world_size: int) -> Path:
-    return save / f"rank_{rank}_of_{world_size}.safetensors"
 
 
 class Keeper:
@@ -347,120 +300,84 @@ class Keeper:
         self.facts = facts
         self.log = log
         self.clock = clock
-        self.rank, self.world_size = rank_and_world_size()
         self.first_step = 0
-        self.folder = Path(c.log_dir, f"{all_ranks(facts.run['run_id'])[0]}.saved")
-        self.saves = c.save_every > 0 or c.save_steps > 0
+        self.folder = Path(c.log_dir, f"{facts.run['run_id']}.saved")
         # Where the best weights go: None if none are kept, and always on ranks other than 0.
         self.weights_file = run_files.checkpoint_path
         self.lacks_weights = False  # whether the best weights could not be written
         self.best = None  # step, loss and file of the best weights; no file of the untrained ones
         if run_files.saved:
             self.go_on(run_files.saved)
-        self.last_save = self.clock.total, self.first_step
+        self.saved_at = clock.total  # seconds of training
 
     def go_on(self, saved: Saved) -> None:
         """A collective."""
         on_all_ranks(saved.restore, self.optimizer)
         facts = saved.facts
         self.first_step = saved.step
-        if saved.save.parent.suffix == ".saved":  # else somebody has moved it
-            self.folder = saved.save.parent
+        if saved.path.parent.suffix == ".saved":  # else somebody has moved it
+            self.folder = saved.path.parent
         self.best = facts["best"]
         self.clock.total = facts["seconds"]
         for line in facts["steps"]:
             self.log.step(*line, show=False)
 
-    def due(self, step: int) -> bool:
+    def due(self) -> bool:
         """Whether rank 0 wants a save now. The other ranks, on which this is False, hear of it
         (`ranks.Requests`)."""
-        c = self.config
-        last_seconds, last_step = self.last_save
-        by_clock = c.save_every > 0 and self.clock.now() - last_seconds >= 60 * c.save_every
-        return self.rank == 0 and (by_clock or 0 < c.save_steps <= step - last_step)
+        minutes = self.config.save_every
+        return is_rank_0() and 0 < 60 * minutes <= self.clock.now() - self.saved_at
 
     def save(self, step: int) -> None:
         """Saves the run, if it is one that saves. The log must have all losses so far. Raises
         BadInput if a number is not finite. A collective."""
-        if not self.saves:
+        if not self.config.save_every:
             return
-        tensors = tensors_of(self.optimizer)
-        where = faults.not_finite(tensors)
-        require(not where, f"training went wrong before step {step}{where}; {faults.LOWER}")
-        tensors["random"] = random_module(self.optimizer.device).get_rng_state()
-        self.last_save = self.clock.total, step
-        folder = self.folder / UNFINISHED
-        if self.rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)  # what a run that was killed may have left
-        all_ranks(None)
-        part = rank_file(folder, self.rank, self.world_size)
-        try:
-            with patiently():
-                on_all_ranks(write_tensors, part, tensors, dict(step=step), errors=(OSError,))
-                on_all_ranks(self.finish_save, folder, step, errors=(OSError,))
-        except SharedFault as fault:
-            if self.rank == 0:
-                shutil.rmtree(folder, ignore_errors=True)
-                complain(f"cannot save: {fault}; the run goes on, and older saves stay")
-
-    def finish_save(self, folder: Path, step: int) -> None:
-        """What rank 0 does when all ranks have written their files. Raises OSError."""
-        if self.rank > 0:
-            return
-        if len([*folder.iterdir()]) < self.world_size:
-            raise OSError(f"{folder} lacks files; hosts must share the disk of --log_dir")
         optimizer = self.optimizer
+        faults.check_state(state_of(optimizer), step)
+        self.saved_at = self.clock.total
+        tensors = tensors_of(optimizer)
+        _, world_size = rank_and_world_size()
         facts = dict(
-            config=dataclasses.asdict(self.config), data=self.facts.data,
-            parameters=parameters_of(optimizer), step=step, world_size=self.world_size,
-            seconds=self.clock.total, steps=self.log.steps, best=self.best,
+            config=dataclasses.asdict(self.config), data=self.facts.data, step=step,
+            world_size=world_size, seconds=self.clock.total, steps=self.log.steps, best=self.best,
             updates=optimizer.updates, recipe=optimizer.recipe.state())
-        (folder / "save.json").write_text(json.dumps(facts))
-        save = self.folder / f"step_{step:06}"
-        shutil.rmtree(save, ignore_errors=True)  # that of a run which went on from an earlier one
-        folder.rename(save)
-        for old in saves_in(self.folder)[:-KEPT]:
-            shutil.rmtree(old, ignore_errors=True)
+        if not is_rank_0():
+            return
+        try:
+            write(self.folder / f"step_{step:06}.safetensors", tensors, facts)
+            for old in saves_in(self.folder)[:-KEPT]:
+                old.unlink()
+        except OSError as error:
+            complain(f"cannot save: {error}; the run goes on, and older saves stay")
 
     def end_saves(self) -> None:
         """The run has come to its end: its saves are of no use, unless the disk had no place for
         the best weights."""
-        if self.rank == 0 and not self.lacks_weights:
+        if is_rank_0() and not self.lacks_weights:
             shutil.rmtree(self.folder, ignore_errors=True)
-
-    def content(self, step: int, val_loss: float | None) -> dict:
-        """The weights as they are now (`of_model`)."""
-        run = self.facts.run
-        origin = dict(
-            run_id=run["run_id"], data=self.facts.data, code_sha256=run["code_sha256"])
-        return of_model(self.optimizer.model, step, val_loss, origin)
 
     def validated(self, step: int, loss: float) -> None:
         """Writes the weights if they are the best so far, and better than without training. They
-        are written at once, so that not even kill -9 loses them. A collective."""
-        if not self.config.save_checkpoint or (self.best and loss >= self.best[1]):
+        are written at once, so that not even kill -9 loses them."""
+        if self.weights_file is None or (self.best and loss >= self.best[1]):
             return
         if step == 0:
             self.best = step, loss, None
             return
-        try:
-            with patiently():
-                path = on_all_ranks(self.write_weights, step, loss, errors=(OSError,))
-            self.best = step, loss, path
-            self.lacks_weights = False
-        except SharedFault as fault:
-            if self.rank == 0:
-                complain(f"{fault}; the run goes on")
-            self.lacks_weights = True
-
-    def write_weights(self, step: int, loss: float) -> str | None:
-        """Their file, which rank 0 writes. Raises OSError."""
-        if self.rank > 0:
-            return None
         if self.config.save_checkpoint == "auto" and not (self.best and self.best[2]):
             self.weights_file = unused_path(self.weights_file)  # if another run has begun meanwhile
-        write(self.weights_file, self.content(step, loss))
-        return str(self.weights_file)
+        run = self.facts.run
+        about = dict(
+            config=dataclasses.asdict(self.config), step=step, val_loss=loss, run_id=run["run_id"],
+            code_sha256=run["code_sha256"], data=self.facts.data)
+        self.lacks_weights = True
+        try:
+            write(self.weights_file, weights_of(self.optimizer.model), about)
+            self.best = step, loss, str(self.weights_file)
+            self.lacks_weights = False
+        except OSError as error:
+            complain(f"{error}; the run goes on")
 
     def say_how_to_go_on(self, step: int, ended_by: str) -> int:
         """Says how to go on with a run that this signal has ended. Returns the exit status."""

@@ -172,17 +172,3 @@ def fit_to_minutes(c, stages: list, train_paths: list[Path], seconds: float):
     if not c.cut_documents:
         steps.pop("epochs")  # how often the text is read cannot be told, so c.epochs stays
     return dataclasses.replace(c, **steps)
-
-
-def uses_up(minutes: float, seconds: float) -> bool:
-    """Whether the budget of --minutes decides the length of a run of so many seconds. Otherwise the
-    text does."""
-    return seconds > 0.9 * 60 * minutes > 0
-
-
-def why_shorter(c, seconds: float) -> list[str]:
-    """A note if a run of steps of so many seconds takes clearly less than --minutes."""
-    if uses_up(c.minutes, (c.num_steps + 1) * seconds):
-        return []
-    return [f"This is less than {c.minutes:g} minutes: with more readings of the text the model "
-            f"would learn it by heart; to try it, give --epochs={2 * c.epochs}."]

@@ -1,7 +1,8 @@
 """What follows from the tokens of a text alone, without the weights: where documents begin, hashes
 of n-grams and the rows of their table, and guesses of the next token. Such a guess is the token
 that followed when the same last tokens stood earlier in this document (the induced token), or when
-they were read in an earlier step of training (the recalled token).
+they were read in an earlier step of training (the recalled token). Tokens count as the same if
+they differ only in case, accents, or a space before (data/spellings.py).
 
 Texts repeat themselves, so such a guess is often right. Attention can learn to find the first one
 ("induction heads", Olsson et al. 2022), but only inside its window; and a weight learns from a
@@ -15,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from data import spellings
 from nanogpt.batches import Batch, inputs_and_targets
 from nanogpt.candidates import Candidates, Targets
 from nanogpt.compiling import call_directly
@@ -61,7 +63,9 @@ class Past:
 
     def __init__(self, c, bos: int, recall_table: Tensor, candidates: Candidates,
                  call: Callable = call_directly):
+        device = recall_table.device
         self.bos = bos
+        self.spellings = torch.from_numpy(spellings.of_vocabulary(c.vocab_size)).to(device)
         self.recall_table = recall_table
         self.candidates = candidates
         self.seq_len = c.seq_len
@@ -69,7 +73,7 @@ class Past:
         self.longest_ngram = c.longest_ngram
         self.induces = c.induced
         self.recall_lengths = c.recall_lengths
-        self.device = recall_table.device
+        self.device = device
         self.side_stream = SideStream(self.device)
         self.call = call
         self.latest = []  # the batch that `prepare` has returned last
@@ -79,14 +83,15 @@ class Past:
         begins = tokens == self.bos
         begins[:: self.seq_len if training else len(tokens)] = True
         nothing = tokens.new_empty(0)
-        hashes = ngram_hashes(tokens, begins, max((self.longest_ngram, *self.recall_lengths)))
+        words = self.spellings[tokens]
+        hashes = ngram_hashes(words, begins, max((self.longest_ngram, *self.recall_lengths)))
         short_hashes = hashes[: self.longest_ngram - 1]  # (G, T)
         rows = nothing
         if self.ngram_rows:
             rows = (short_hashes % self.ngram_rows).flatten()
         induced = recalled = nothing, nothing
         if self.induces:
-            induced = induced_tokens(tokens, begins, short_hashes)
+            induced = induced_tokens(tokens, begins, torch.cat((words[None], short_hashes)))
         if self.recall_lengths:
             recalled = recalled_tokens(self.recall_table, hashes, self.recall_lengths)
         return Reading(tokens, begins, hashes, rows, *induced, *recalled)
@@ -149,24 +154,24 @@ def ngram_hashes(tokens: Tensor, begins: Tensor, longest: int) -> Tensor:
     return torch.stack(hashes)
 
 
-def induced_tokens(tokens: Tensor, begins: Tensor, hashes: Tensor) -> tuple[Tensor, Tensor]:
-    """tokens and begins (T,), hashes of their n-grams (G, T) -> for each position its induced token
-    and the length of its match, both (T,) int64, and both 0 where there is no match. A match of
-    length n is an earlier position in the document (or what the sequence has of it) where the last
-    n tokens were the same as here.
-    We take the longest one, with n from 1 to 1 + G, and of several the latest. The induced token is
-    the one that came next there."""
+def induced_tokens(tokens: Tensor, begins: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+    """tokens and begins (T,), and what tells the last 1, 2, ... tokens from others (N, T) -> for
+    each position its induced token and the length of its match, both (T,) int64, and both 0 where
+    there is no match. A match of length n is an earlier position in the document (or what the
+    sequence has of it) where the last n tokens were the same as here.
+    We take the longest one, with n from 1 to N, and of several the latest. The induced token is the
+    one that came next there."""
     # 1. Sort the positions for each n, so that those with equal last tokens stand side by side, in
     # the order of the text. What is sorted begins with the number of the document, so that
     # positions of two documents are never equal.
-    identity = begins.cumsum(0) * 2**31 + torch.cat((tokens[None], hashes))  # (1 + G, T)
+    identity = begins.cumsum(0) * 2**31 + last  # (N, T)
     order = identity.argsort(dim=1, stable=True)
     in_order = identity.gather(1, order)
 
     # 2. The position just before in this order is the latest match, if the two are equal.
     is_repeated = F.pad(in_order[:, 1:] == in_order[:, :-1], (1, 0))
     match_in_order = torch.where(is_repeated, order.roll(1, 1), -1)
-    latest = torch.empty_like(order).scatter(1, order, match_in_order)  # (1 + G, T)
+    latest = torch.empty_like(order).scatter(1, order, match_in_order)  # (N, T)
 
     # 3. Where n tokens match, n - 1 do, too. So the longest length is the number of matches before
     # the first -1; a match behind it means that hashes are equal by chance.
@@ -177,7 +182,7 @@ def induced_tokens(tokens: Tensor, begins: Tensor, hashes: Tensor) -> tuple[Tens
 
 
 # The table of recalled tokens has R entries of 32 bits, which are 0 at first. What came after the
-# last n tokens is written to place `hash % R`, for two lengths n. An entry holds
+# last n tokens is written to place `hash % R`, for each length n. An entry holds
 #
 #   0 | 15 check bits | the next token, 16 bits
 #

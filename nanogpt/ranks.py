@@ -4,8 +4,7 @@ torchrun starts one process for each GPU and numbers them: the rank of the first
 one that writes the log. A process on its own is rank 0.
 """
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -14,6 +13,10 @@ from torch import Tensor
 
 from data import BadInput
 
+# So long the ranks wait for each other: one of them may compile, or write a save to a slow disk.
+# Then the others are taken for hung or dead, and the run ends.
+PATIENCE = timedelta(minutes=10)
+
 
 def require(condition, sentence: str) -> None:
     """Raises BadInput with this sentence unless the condition holds."""
@@ -21,15 +24,10 @@ def require(condition, sentence: str) -> None:
         raise BadInput(sentence)
 
 
-class SharedFault(BadInput):
-    """A fault that all ranks know of, so that rank 0 can say it."""
-
-
-def start_process(kind: str, local_gpu: int, minutes: float) -> torch.device:
+def start_process(kind: str, local_gpu: int) -> torch.device:
     """Starts PyTorch on this process's device, and returns it: the GPU of this number if `kind` is
-    "cuda", or the "cpu". Under torchrun it also starts the process group, and waits for the other
-    ranks for so many minutes. Raises BadInput if they do not come, or if there are more processes
-    than GPUs on this host."""
+    "cuda", or the "cpu". Under torchrun it also starts the process group. Raises BadInput if the
+    other ranks do not come, or if there are more processes than GPUs on this host."""
     device = torch.device(kind)
     if kind == "cuda":
         device = torch.device("cuda", local_gpu)
@@ -44,29 +42,12 @@ def start_process(kind: str, local_gpu: int, minutes: float) -> torch.device:
     if "RANK" in os.environ:
         backend, options = ("nccl", {"device_id": device}) if kind == "cuda" else ("gloo", {})
         try:
-            dist.init_process_group(backend, timeout=timedelta(minutes=minutes), **options)
+            dist.init_process_group(backend, timeout=PATIENCE, **options)
         except (dist.DistError, ValueError) as error:
             reason = str(error).partition("\n")[0]
-            raise BadInput(f"the processes did not meet within {minutes:g} minutes ({reason}); "
-                           "start all of them by torchrun, or raise --join_timeout") from None
+            raise BadInput(f"the processes did not meet ({reason}); start all of them by "
+                           "torchrun") from None
     return device
-
-
-def limit_waiting(minutes: float = 2) -> None:
-    """From now on a collective that takes so long is taken for hung, and ends the run. Before, the
-    ranks may wait longer for each other, as when one of them compiles."""
-    if dist.is_initialized():
-        dist.distributed_c10d._set_pg_timeout(timedelta(minutes=minutes), dist.group.WORLD)
-
-
-@contextmanager
-def patiently() -> Iterator[None]:
-    """Within it the ranks wait for each other as long as a slow disk may take for large files."""
-    limit_waiting(30)
-    try:
-        yield
-    finally:
-        limit_waiting()
 
 
 def rank_and_world_size() -> tuple[int, int]:
@@ -89,30 +70,30 @@ def all_ranks(value) -> list:
     return values
 
 
-def on_all_ranks(work: Callable, *args, errors=(BadInput,)):
-    """Returns work(*args), computed on every rank. If it raises one of `errors` on some rank, every
-    rank raises SharedFault, so that none goes on and waits for the others. A collective."""
+def on_all_ranks(work: Callable, *args):
+    """Returns work(*args), computed on every rank. If it raises BadInput on some rank, every rank
+    does, so that none goes on and waits for the others. A collective."""
     result = None
     sentence = None
     try:
         result = work(*args)
-    except errors as error:
+    except BadInput as error:
         sentence = str(error)
     faults = all_ranks(sentence)
     for rank, fault in enumerate(faults):
         if fault is not None:
             of_all = all(other == fault for other in faults)
-            raise SharedFault(fault if of_all else f"rank {rank}: {fault}")
+            raise BadInput(fault if of_all else f"rank {rank}: {fault}")
     return result
 
 
 def compare(facts: dict[str, object]) -> None:
-    """Raises SharedFault unless all ranks have the same facts. A collective."""
+    """Raises BadInput unless all ranks have the same facts. A collective."""
     first, *others = all_ranks(facts)
     for rank, theirs in enumerate(others, 1):
         for name in first | theirs:
             if first.get(name) != theirs.get(name):
-                raise SharedFault(
+                raise BadInput(
                     f"rank {rank} has {name} {theirs.get(name)} where rank 0 has {first.get(name)};"
                     " all ranks need the same command, code and data")
 

@@ -1,23 +1,16 @@
-"""What a run says of itself when it begins and when it has ended, on the screen and in the log, and
-where the time of its steps goes.
+"""What a run says of itself when it begins and when it has ended, on the screen and in the log.
 
 `script` is the module train_gpt, and `run` a train_gpt.Run.
 """
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch.profiler import profile, schedule
 
-from nanogpt import checkpoints, faults, fitting
 from nanogpt.ranks import is_rank_0
 from records import journal
-from records.console import CLEAR_RISE, next_commands, rise
-
-PROFILED_AFTER = 10  # steps of this run: what runs for the first time takes longer
+from records.console import next_commands
 
 
 def begin(log: journal.Log, script, c, facts: journal.RunFacts, weights: Path | None,
@@ -55,59 +48,30 @@ def end(run, script, startup_s: float) -> int:
             log.console.say("no weights are kept, as no validation loss is below that of the "
                             f"untrained model, {untrained:.4f}; lower the learning rates")
         keeper.end_saves()
-        if is_rank_0() and c.sample:
+        if is_rank_0() and c.sample and path:
             show_sample(run, script, path)
     log.console.result(log.steps, result, log.path, path, best)
     if run.ended_by:
         return keeper.say_how_to_go_on(run.step, run.ended_by)
-    longer = ""
-    learns_by_heart = rise(log.steps) > CLEAR_RISE
-    if c.fit and fitting.uses_up(c.minutes, run.clock.total) and not learns_by_heart:
-        longer = f"--minutes={5 * c.minutes:g}"
-    log.console.next(next_commands(path, c.data_dir, longer))
+    log.console.next(next_commands(path))
     return 0
 
 
-def show_sample(run, script, path: str | None) -> None:
-    """Continues a text by the best model, or by the last one if none is kept."""
+def show_sample(run, script, path: str) -> None:
+    """Continues a text by the best model."""
     import sample  # training alone needs no tokenizer
     c = run.config
     script.STOP.end_steps()
     try:
-        content = checkpoints.read(path) if path else run.keeper.content(run.step, None)
-        model = checkpoints.model_of(content, run.device, script)
+        model = script.load_checkpoint(path, run.device)
         text = "".join(sample.continued(model, c.sample, c.sample_tokens))
-    except (RuntimeError, MemoryError) as error:  # the run has done its work all the same
-        text = faults.lack_of_memory(error)
-        if not text:
-            raise
+    except torch.OutOfMemoryError:
+        text = "none, as the GPU has no room for a second model"
     run.log.console.say(f"sample: {text}")
     expected = sample.what_to_expect(
         c, num_weights(script.parameter_table(c))[0], script.total_tokens(c, run.step))
     if expected:
         run.log.console.say(expected)
-
-
-@contextmanager
-def profiled(steps: int, log) -> Iterator[Callable]:
-    """Within it, so many steps of rank 0 are profiled, and two files are written beside the log (a
-    journal.Log): a table of what took most time, and a trace that shows each kernel on a time line
-    (ui.perfetto.dev). Yields a function to be called after each step."""
-    if not (steps and is_rank_0()):
-        yield lambda: None
-        return
-
-    def write(profiled: profile) -> None:
-        log.fact("defect", dict(what=f"up to {steps} steps were profiled: it takes time"))
-        kind = "device" if torch.cuda.is_available() else "cpu"
-        table = profiled.key_averages().table(
-            sort_by=f"self_{kind}_time_total", row_limit=40, max_name_column_width=80)
-        log.path.with_suffix(".profile").write_text(table, encoding="utf-8")
-        profiled.export_chrome_trace(str(log.path.with_suffix(".trace.json.gz")))
-
-    moments = schedule(wait=PROFILED_AFTER - 1, warmup=1, active=steps, repeat=1)
-    with profile(schedule=moments, on_trace_ready=write) as profiler:
-        yield profiler.step
 
 
 def num_weights(table: dict) -> tuple[int, int]:

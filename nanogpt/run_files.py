@@ -34,7 +34,7 @@ def check_run_files(c, packing: shards.Packing, plan: shards.Plan, files: list[d
     """`files` are the project's source files that this rank runs. Raises BadInput on all ranks if
     something is wrong on one of them, or if they do not have the same source files and shards. A
     collective."""
-    found = on_all_ranks(check_data, c, packing, plan, errors=(BadInput, shards.ShardError))
+    found = on_all_ranks(check_data, c, packing, plan)
     facts = {f"code {file['path']}": file["sha256"] for file in files}
     for shard in found.fingerprints:
         facts[f"{shard['split']} shard {shard['name']}"] = shard["sha256"]

@@ -194,15 +194,12 @@ def target_in_words(loss: float | None, target: float | None) -> str:
     return f"{target:g}: {result}"
 
 
-def next_commands(checkpoint: Path | None, data_dir: str, longer: str) -> list[str]:
-    """What to try after a run. `longer` is the option that makes it longer, if one does."""
-    commands = []
-    if checkpoint:
-        file = shlex.quote(str(checkpoint))
-        commands += [f'sample.py {file} "Once upon a time"', f"evaluate.py {file}"]
-    if longer:
-        commands.append(f"train_gpt.py {shlex.quote(f'--data_dir={data_dir}')} {longer}")
-    return commands
+def next_commands(checkpoint: Path | None) -> list[str]:
+    """What to try after a run that has kept its weights."""
+    if not checkpoint:
+        return []
+    file = shlex.quote(str(checkpoint))
+    return [f'sample.py {file} "Once upon a time"', f"evaluate.py {file}"]
 
 
 def to_type(command: str, on_all_ranks: bool = False) -> str:

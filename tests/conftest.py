@@ -1,4 +1,5 @@
 """What the tests of train_gpt.py share: synthetic shards, written with `struct` alone, and a tiny configuration."""
+import dataclasses
 import multiprocessing.util
 import os
 import random
@@ -89,6 +90,13 @@ def check_data(c):
     import train_gpt as t
     from nanogpt import run_files
     return run_files.check_data(c, t.packing(c), t.batch_plan(c))
+
+
+def keep(path, model, step=4, val_loss=1.0):
+    """Writes a file of a model's weights."""
+    from nanogpt import checkpoints
+    about = dict(config=dataclasses.asdict(model.config), step=step, val_loss=val_loss)
+    checkpoints.write(path, checkpoints.weights_of(model), about)
 
 
 def read(model, batch):

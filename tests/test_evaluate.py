@@ -12,7 +12,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, SEPARATOR, arguments, check_data, write_shard
+from conftest import ROOT, SEPARATOR, arguments, check_data, keep, write_shard
 
 import evaluate
 import sample
@@ -113,7 +113,7 @@ def make_checkpoint(path, corpus, **changes):
     with torch.no_grad():
         model.lm_head.mul_(20)  # else all tokens are as probable
     loss = t.validate(model, check_data(c)[1], 4)
-    checkpoints.write(path, checkpoints.of_model(model, 4, loss, {}))
+    keep(path, model, val_loss=loss)
     return path, loss
 
 
@@ -125,11 +125,11 @@ def checkpoint(corpus, tmp_path_factory):
 @pytest.fixture(scope="module")
 def another(checkpoint):
     """The same model with its output a bit changed."""
-    content = checkpoints.read(checkpoint[0])
+    weights, about = checkpoints.read(checkpoint[0])
     draw = torch.Generator().manual_seed(1)
-    content["weights"]["lm_head"] += 0.003 * torch.randn(content["weights"]["lm_head"].shape, generator=draw)
+    weights["lm_head"] += 0.003 * torch.randn(weights["lm_head"].shape, generator=draw)
     path = checkpoint[0].with_name("another.safetensors")
-    checkpoints.write(path, content)
+    checkpoints.write(path, weights, about)
     return path
 
 
@@ -291,7 +291,7 @@ def test_models_of_other_tokens_are_compared_by_bits_per_byte(tmp_path, checkpoi
     model = t.GPT(c, torch.device("cpu"))
     t.initialize(model, 0)
     path = tmp_path / "model.safetensors"
-    checkpoints.write(path, checkpoints.of_model(model, 4, 1.0, {}))
+    keep(path, model)
     text = tmp_path / "text.txt"
     text.write_text("Some text.\n\nSome more.\n\n" * 20)
     with monkeypatch.context() as patch:

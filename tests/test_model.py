@@ -235,6 +235,7 @@ def plain_gpt(w, signs, tokens, targets, starts, setting, heads, d, longest, rec
     past = ngram + copied
     for found in (induced, recalled):
         past = past + torch.stack([w["length_vectors"][length] for _, length in found])
+    past_gates = 2 * torch.sigmoid(torch.cat((x0[:, :12], past[:, :12]), 1) @ w["past_gates"].T)
     tables = w["value_embeds"].view(len(w["value_embeds"]), -1, width)
     own = torch.zeros(length, dtype=torch.bool)
     own[[0, *starts]] = True  # a token that has none before it keeps all of its own
@@ -264,7 +265,7 @@ def plain_gpt(w, signs, tokens, targets, starts, setting, heads, d, longest, rec
     for i in range(L):
         mix_x0, mix_past, mix_v, mix_o, mix_attn, mix_mlp, mix_down = w["scalars"][i]
         a = attention(i, read(x), mix_v, mix_o) if i in attends else 0
-        x = mix_attn * x + a + mix_x0 * x0 + mix_past * past
+        x = mix_attn * x + a + mix_x0 * x0 + mix_past * past_gates[:, i, None] * past
         x = mix_mlp * x + torch.relu(read(x) @ w["mlp"][2 * i]) ** 2 @ (mix_down * w["mlp"][2 * i + 1]).T
         outputs.append(x)
     inner = x @ w["late_in"].T
@@ -288,7 +289,7 @@ def induced_by_search(tokens, starts, longest):
         document = [0] * longest + tokens[begin : i + 1]
         match = 0, 0
         for n in range(1, longest + 1):
-            last = [document[j - n : j] for j in range(longest + 1, len(document) + 1)]
+            last = [words(document[j - n : j]) for j in range(longest + 1, len(document) + 1)]
             same = [begin + j for j in range(i - begin) if last[j] == last[-1]]
             if same:
                 match = tokens[same[-1] + 1], n
@@ -297,13 +298,13 @@ def induced_by_search(tokens, starts, longest):
 
 
 def recalled_by_search(tokens, steps, starts, lengths):
-    """For each token what came after its last n tokens in the latest of these steps, each inputs and targets, and n: the
+    """For each token what came after its last n words in the latest of these steps, each inputs and targets, and n: the
     largest of these lengths with which something is found, or (0, 0). Tokens before a document count as 0. Of several
     next tokens in a step the largest one counts."""
     def contexts(tokens, n):
         for i in range(len(tokens)):
             begin = max(start for start in starts if start <= i)
-            yield tuple(([0] * n + tokens[begin : i + 1].tolist())[-n:])
+            yield tuple(([0] * n + words(tokens[begin : i + 1].tolist()))[-n:])
 
     found = [(0, 0)] * len(tokens)
     for n in lengths:
@@ -319,9 +320,15 @@ def recalled_by_search(tokens, steps, starts, lengths):
     return found
 
 
+def words(tokens):
+    """A small letter counts as the capital one. (These models read bytes.)"""
+    return [token - 32 if ord("a") <= token <= ord("z") else token for token in tokens]
+
+
 def hashes_of(tokens, starts, longest):
     """In Python's integers: of the last 2, 3, ... `longest` tokens, with 0 for those before a document's start."""
     found = [[] for _ in range(longest - 1)]
+    tokens = words(tokens)
     for i, hashed in enumerate(tokens):
         begin = max(start for start in {0, *starts} if start <= i)
         for n in range(2, longest + 1):
@@ -343,7 +350,8 @@ def test_loss_and_all_gradients_equal_a_plain_version_of_the_specification(
     """With fewer `kinds` of tokens more and longer n-grams come again. A row of them has a `part` of the width."""
     model = tiny(model_dim=width, num_heads=heads, head_dim=d, longest_ngram=longest, ngram_part=part,
                  attention_layers=",".join(map(str, attends)), value_layers=",".join(map(str, with_values)),
-                 recall_rows=2**23)  # so many that no two n-grams share one
+                 recall_rows=2**23,  # so many that no two n-grams share one
+                 recall_for=f"{longest + 1},{2 * longest}")
     assert model.ngrams.shape == (101, round(part * width))
     seen = view(long, short, d)
     tokens, targets = tokens_of(starts, 384), tokens_of([7], 384, seed=5)
@@ -390,13 +398,17 @@ def test_induced_tokens_are_those_that_a_search_through_the_document_finds(longe
     tokens = torch.randint(0, kinds, (300,), generator=torch.Generator().manual_seed(longest))
     begins = torch.zeros(300, dtype=torch.bool)
     begins[[*starts]] = True
-    found = torch.stack(past.induced_tokens(tokens, begins, past.ngram_hashes(tokens, begins, longest)), 1)
+    def induced(tokens):
+        spelled = torch.tensor(words(tokens.tolist()))
+        last = torch.cat((spelled[None], past.ngram_hashes(spelled, begins, longest)))
+        return torch.stack(past.induced_tokens(tokens, begins, last), 1)
+
+    found = induced(tokens)
     assert list(map(tuple, found.tolist())) == induced_by_search(tokens.tolist(), starts, longest)
     assert kinds == 200 or len(starts) > 20 or (found[:, 1] == longest).sum() > 50, "else it would show little"
     changed = tokens.clone()
     changed[150:] = 1 - changed[150:].clamp(max=1)
-    again = torch.stack(past.induced_tokens(changed, begins, past.ngram_hashes(changed, begins, longest)), 1)
-    assert torch.equal(again[:150], found[:150]), "later tokens are not seen"
+    assert torch.equal(induced(changed)[:150], found[:150]), "later tokens are not seen"
 
 
 def remember(model, inputs, targets):
@@ -407,7 +419,7 @@ def remember(model, inputs, targets):
 @pytest.mark.parametrize("longest, kinds", [(2, 3), (3, 7), (6, 3)])
 def test_recalled_tokens_are_those_that_came_next_in_the_latest_step(longest, kinds):
     starts, lengths = [0, 50, 51, 130], (longest + 1, 2 * longest)
-    model = tiny(longest_ngram=longest, recall_rows=2**23)
+    model = tiny(longest_ngram=longest, recall_rows=2**23, recall_for=f"{longest + 1},{2 * longest}")
     begins = torch.zeros(384, dtype=torch.bool)
     begins[starts] = True
     steps, found = [], None
@@ -530,7 +542,7 @@ def test_logits_of_the_next_token_are_those_of_the_loss():
 
 def test_the_default_has_as_many_weights_as_its_sizes_say():
     size = {name: math.prod(p.shape) for name, p in t.parameter_table(t.Config()).items()}
-    assert size["qkvo"] == 8 * 4 * 512 * 768 and size["mlp"] == 8 * 2 * 768 * 5632
+    assert size["qkvo"] == 8 * 4 * 512 * 768 and size["mlp"] == 8 * 2 * 768 * 4096
     assert size["lm_head"] == 50304 * 768 and size["value_embeds"] == 8 * 50304 * 512
     assert size["ngrams"] == 2**24 * 384
     assert size["scalars"] == 8 * 7 and size["gates"] == size["value_gates"] == 8 * 4 * 12
@@ -554,7 +566,7 @@ def test_initial_weights_are_as_specified_and_depend_on_the_seed_but_not_on_the_
     one, three, other = tiny(**sizes), tiny(3, **sizes), tiny(**sizes)
     for model, seed in ((one, 7), (three, 7), (other, 8)):
         t.initialize(model, seed)
-    constant = {"scalars", "gates", "value_gates", "ngrams", "length_vectors", "late_out", "late_bias"}
+    constant = {"scalars", "gates", "value_gates", "past_gates", "ngrams", "length_vectors", "late_out", "late_bias"}
     for name in one.params:
         assert torch.equal(one.weight(name), three.weight(name)), name
         assert not getattr(three, name)[one.params[name].shape[0] :].any(), f"the padding of {name} is not zero"

@@ -6,8 +6,6 @@ what a sentence must say the value that was wrong. Real processes where the proc
 """
 import ast
 import dataclasses
-import gzip
-import json
 import math
 import os
 import re
@@ -129,7 +127,7 @@ def test_the_files_taken_out_of_a_log_run_by_themselves_and_give_the_same_losses
     out = start("code", str(path), str(folder), script="records", launcher=["-m"])
     assert out.returncode == 0, out.stderr
     written = {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*.py")}
-    args = arguments(data_dir=corpus, log_dir=logs, sample="The ", sample_tokens=8)
+    args = arguments(data_dir=corpus, log_dir=logs, save_checkpoint=logs / "model.pt", sample="The ", sample_tokens=8)
     again = start(*args, script=folder / "train_gpt.py", cwd=folder)
     assert again.returncode == 0 and "\nsample: The " in again.stdout, again.stderr
     log = read_log(only_log(logs))
@@ -141,12 +139,12 @@ def test_the_files_taken_out_of_a_log_run_by_themselves_and_give_the_same_losses
 
 
 def test_the_checkpoint_is_plain_weights_and_configuration_and_nothing_half_written_stays(first):
-    saved = checkpoints.read(first[1] / "model.pt")
-    assert set(saved) == {"config", "weights", "step", "val_loss", "run_id", "code_sha256", "data"} and saved["config"]["model_dim"] == 32
-    shapes = {name: tuple(w.shape) for name, w in saved["weights"].items()}
+    weights, about = checkpoints.read(first[1] / "model.pt")
+    assert set(about) == {"config", "step", "val_loss", "run_id", "code_sha256", "data"} and about["config"]["model_dim"] == 32
+    shapes = {name: tuple(w.shape) for name, w in weights.items()}
     assert shapes.pop("recall_table") == (1000,)
-    assert shapes == {name: p.shape for name, p in t.parameter_table(t.Config(**saved["config"])).items()}
-    assert all(w.isfinite().all() for w in saved["weights"].values()) and saved["weights"]["lm_head"].any()
+    assert shapes == {name: p.shape for name, p in t.parameter_table(t.Config(**about["config"])).items()}
+    assert all(w.isfinite().all() for w in weights.values()) and weights["lm_head"].any()
     assert sorted(p.suffix for p in first[1].iterdir()) == [".pt", ".txt"]
 
 
@@ -172,7 +170,7 @@ def test_two_processes_have_the_losses_and_weights_of_one_through_all_stages(cor
     log = read_log(only_log(two))
     assert log.environment["world_size"] == 2
     assert losses(log) == losses(read_log(only_log(one)))
-    a, b = (checkpoints.read(folder / "model.pt")["weights"] for folder in (one, two))
+    a, b = (checkpoints.read(folder / "model.pt")[0] for folder in (one, two))
     for name in a:
         torch.testing.assert_close(a[name], b[name], rtol=1e-9, atol=1e-9)
 
@@ -231,7 +229,7 @@ def refused(capfd, args):
     ({"vocab_size": 10**11}, ["--vocab_size=100000000000", "65536"]),
     ({"muon_lr": "nan"}, ["--muon_lr=nan"]), ({"device": "mps"}, ["--device=mps", "auto, cuda, cpu"]),
     ({"log_dir": "/dev/null/logs"}, ["/dev/null/logs"]), ({"save_checkpoint": "/dev/null/x.pt"}, ["/dev/null"]),
-    ({"save_checkpoint": "."}, ["--save_checkpoint=. is a folder; name a file"]),
+    ({"save_checkpoint": "."}, ["--save_checkpoint=. is a folder; name a file"]), ({"sample": "The"}, ["--save_checkpoint=auto", "--sample="]),
 ], ids=lambda value: "-".join(map(str, value.items())) if isinstance(value, dict) else "")
 def test_a_value_that_cannot_be_is_named_in_one_sentence(changes, parts, corpus, tmp_path, capfd):
     sentence = refused(capfd, arguments(**{"data_dir": corpus, "log_dir": tmp_path} | changes))
@@ -250,18 +248,6 @@ def test_a_rank_without_torchrun_is_one_sentence(monkeypatch, corpus, tmp_path, 
     assert "WORLD_SIZE" in sentence and "torchrun" in sentence
 
 
-def test_a_profile_of_some_steps_is_a_table_and_a_time_line_and_the_log_says_so(corpus, tmp_path):
-    keys = dict(data_dir=corpus, num_steps=13, epochs=9, profile_steps=2, val_interval=0, target_loss=0)
-    assert t.main(arguments(log_dir=tmp_path, **keys)) == 0
-    log = only_log(tmp_path)
-    assert read_log(log).facts["defect"] == [{"what": "up to 2 steps were profiled: it takes time"}]
-    table = log.with_suffix(".profile").read_text()
-    assert "aten::mm" in table and "Self CPU time total" in table
-    with gzip.open(log.with_suffix(".trace.json.gz")) as file:
-        names = [event["name"] for event in json.load(file)["traceEvents"]]
-    assert names.count("aten::bmm") > 0
-
-
 @pytest.mark.parametrize("kind", ["gpu", "gpu in a recording", "cpu"])
 def test_too_little_memory_is_one_sentence_with_the_remedy(kind, monkeypatch, capfd):
     def train(c, at_end):
@@ -276,10 +262,7 @@ def test_too_little_memory_is_one_sentence_with_the_remedy(kind, monkeypatch, ca
 
     monkeypatch.setattr(t, "train", train)
     sentence = refused(capfd, arguments())
-    said = {"cpu": "can't allocate memory: you tried", "gpu": "CUDA out of memory. Tried to allocate 2 GiB;",
-            "gpu in a recording": "CUDA out of memory. Tried to allocate 3 GiB;"}
-    assert said[kind] in sentence
-    assert "enforce fail" not in sentence and "much more" not in sentence and "--micro_tokens" in sentence
+    assert "too little memory; smaller --micro_tokens" in sentence
 
 
 # ---------------------------------------------------------------------------------------------------- configuration
@@ -408,7 +391,7 @@ def test_a_warm_up_leaves_no_trace(corpus, tmp_path, monkeypatch):
     def weights(name):
         folder = tmp_path / name
         t.main(arguments(data_dir=corpus, log_dir=folder, save_checkpoint=folder / "model.pt", candidates=0))
-        return checkpoints.read(folder / "model.pt")["weights"]
+        return checkpoints.read(folder / "model.pt")[0]
 
     with_warm_up = weights("with")
     monkeypatch.setattr(t.warmup.WarmUp, "run", lambda self, call: None)

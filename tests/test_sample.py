@@ -6,12 +6,11 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, arguments
+from conftest import ROOT, arguments, keep
 from processes import Process
 
 import sample
 import train_gpt as t
-from nanogpt.checkpoints import of_model, write
 from nanogpt.ranks import BadInput
 
 SPEAK = [sys.executable, str(ROOT / "sample.py")]
@@ -108,7 +107,7 @@ def test_a_model_of_fp16_whose_activations_overflow_that_continues_texts_all_the
         for layer in range(model.config.num_layers):  # hidden numbers of about 10^5, where fp16 ends at 65,504
             model.mlp[2 * layer].normal_(std=50)
             model.mlp[2 * layer + 1].normal_(std=1e-4)
-    write(tmp_path / "model.safetensors", of_model(model, 4, 1.0, {}))
+    keep(tmp_path / "model.safetensors", model)
     loaded = t.load_checkpoint(tmp_path / "model.safetensors", torch.device("cpu"))
     assert sample.next_logits(loaded, [loaded.bos, 1, 2, 3]).isfinite().all()
     assert not sample.next_logits(model, [loaded.bos, 1, 2, 3]).isfinite().all(), "in fp16 they do overflow"
@@ -141,7 +140,7 @@ def test_a_newcomer_is_told_what_to_expect_of_a_small_model_of_bytes():
 def checkpoint(tmp_path_factory):
     model = untrained(seq_len=4096, micro_tokens=4096, batch_tokens=8192)
     path = tmp_path_factory.mktemp("model") / "model.safetensors"
-    write(path, of_model(model, model.config.num_steps, 1.0, {}))
+    keep(path, model, model.config.num_steps)
     return path
 
 
