@@ -92,6 +92,7 @@ from nanogpt.ranks import (
     all_ranks,
     compare,
     is_rank_0,
+    limit_waiting,
     on_all_ranks,
     rank_and_world_size,
     start_process,
@@ -275,6 +276,14 @@ BYTES = dict(
     data_dir="data/pydocs", cut_documents=True, vocab_size=272,
     cooldown_frac=0.6)
 
+# For short texts: six layers, each of which sees at most 256 tokens.
+SIX_LAYERS = dict(
+    num_layers=6, model_dim=384, num_heads=6, head_dim=64, mlp_dim=1536,
+    longest_ngram=2, ngram_part=1.0,
+    schedule="char", num_steps=1000, micro_tokens=16_384,
+    val_seq_len=16_384, val_interval=100,
+    precision="bf16", save_every=5.0)
+
 # Of Intel's and AMD's processors, those with AVX512-BF16 multiply bf16 faster than float32. To
 # compile takes minutes on a CPU.
 CPU_HAS_BF16 = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
@@ -327,26 +336,14 @@ PRESETS: dict[str, dict] = {
         muon_lr=0.04, muon_momentum=0.88, head_lr=0.007, table_lr=0.4,
         target_loss=1.09, val_tokens=131_072, val_seq_len=8192,
         device="cpu", save_checkpoint="auto", sample="The "),
-    # Six layers, each of which sees at most 256 bytes: to compare precisions in minutes.
-    "char": BYTES | dict(
-        num_layers=6, model_dim=384, num_heads=6, head_dim=64, mlp_dim=1536,
-        longest_ngram=2, ngram_rows=4096, ngram_part=1.0,
-        schedule="char", num_steps=1000, epochs=100,
-        batch_tokens=16_384, seq_len=16_384, micro_tokens=16_384,
+    "char": BYTES | SIX_LAYERS | dict(
+        ngram_rows=4096, epochs=100, batch_tokens=16_384, seq_len=16_384,
         muon_lr=0.03, head_lr=0.02, table_lr=0.1,
-        target_loss=1.3, val_tokens=65_536, val_seq_len=16_384, val_interval=100,
-        precision="bf16",
-        save_every=5.0),
-    # The same layers with GPT-2's tokens, for texts that are too short for the large model.
-    "small": dict(
-        num_layers=6, model_dim=384, num_heads=6, head_dim=64, mlp_dim=1536,
-        longest_ngram=2, ngram_rows=65_536, ngram_part=1.0,
-        schedule="char", num_steps=1000, epochs=2, cut_documents=True,
-        batch_tokens=32_768, seq_len=2048, micro_tokens=16_384,
+        target_loss=1.3, val_tokens=65_536),
+    "small": SIX_LAYERS | dict(
+        ngram_rows=65_536, epochs=2, cut_documents=True, batch_tokens=32_768, seq_len=2048,
         muon_lr=0.021, muon_momentum=0.95, head_lr=0.005, table_lr=0.15, cooldown_frac=0.6,
-        target_loss=0.0, val_tokens=262_144, val_seq_len=16_384, val_interval=100,
-        precision="bf16",
-        save_every=5.0),
+        target_loss=0.0, val_tokens=262_144),
 }
 
 ABOUT = {
@@ -1827,6 +1824,7 @@ class Run:
         self.step = keeper.first_step  # steps so far
         self.ended_by = ""  # the signal that has ended the run early
         self.requests = Requests(self.device)
+        self.state = partial(checkpoints.state_of, optimizer)
         self.unread = []  # messages that have arrived
         arrays = shards.packed_batches(
             run_files.train_paths, packing(c), batch_plan(c), first_step=self.step)
@@ -1869,12 +1867,12 @@ class Run:
     def read_messages(self) -> None:
         """Reads the messages of the first `self.step` steps, and waits for them. Later ones stay in
         `unread`, because they may not have come to all ranks yet. Raises BadInput if a loss is not
-        finite."""
+        finite. A collective."""
         self.unread += self.log.arrived(wait_for=self.step)
         while self.unread and self.unread[0].step <= self.step:
             message = self.unread.pop(0)
             self.requests.hear(message.others)
-            faults.check_loss("training", message.loss, message.step)
+            faults.check_loss("training", message.loss, message.step, self.state)
 
     def save_or_stop(self) -> None:
         """Saves the run if a save is due or a signal ends it, on all ranks after the same step.
@@ -1902,7 +1900,7 @@ class Run:
         self.read_messages()
         loss = self.validation_loss()
         self.log.step(self.step, self.clock.total, "val_loss", loss)
-        faults.check_loss("validation", loss, self.step)
+        faults.check_loss("validation", loss, self.step, self.state)
         if is_rank_0():
             check_weights(self.model, SCALARS, self.step, self.log)
         self.keeper.validated(self.step, loss)
@@ -1916,7 +1914,8 @@ def train(c: Config, at_end: ExitStack) -> int:
 
     # 1. Import what this run needs, so that the log can show it, and check what can be checked
     # before anything is written or compiled.
-    device = start_process("cuda" if command_line.has_cuda(c.device) else "cpu", LOCAL_GPU)
+    kind = "cuda" if command_line.has_cuda(c.device) else "cpu"
+    device = start_process(kind, LOCAL_GPU, c.join_timeout)
     # Hosts may have their data in other folders; the shards are compared by their sums.
     compare({f"--{name}": value for name, value in dataclasses.asdict(c).items()
              if name != "data_dir"})
@@ -1977,6 +1976,7 @@ def train(c: Config, at_end: ExitStack) -> int:
     gc.freeze()  # else a collection takes up to 0.4 s in the middle of the run (record 47)
     gc.enable()
     all_ranks(None)  # the clock starts when all of them are ready
+    limit_waiting()
     startup_s = time.perf_counter() - LAUNCHED
     log.fact("note", f"products: {recipe.summary(recipe_names, device)}")
     log.fact("note", f"{startup_s:.1f} s from launch to the first timed step")

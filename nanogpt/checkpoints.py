@@ -34,11 +34,12 @@ from nanogpt.ranks import (
     gathered,
     is_rank_0,
     on_all_ranks,
+    patiently,
     rank_and_world_size,
     require,
 )
 from records.console import complain
-from records.journal import sha256
+from records.log import sha256
 
 ANEW = "leave --resume out to begin anew"
 KEPT = 2  # saves of a run that stay on disk
@@ -328,6 +329,7 @@ class Keeper:
         minutes = self.config.save_every
         return is_rank_0() and 0 < 60 * minutes <= self.clock.now() - self.saved_at
 
+    @patiently()
     def save(self, step: int) -> None:
         """Saves the run, if it is one that saves. The log must have all losses so far. Raises
         BadInput if a number is not finite. A collective."""
@@ -357,9 +359,10 @@ class Keeper:
         if is_rank_0() and not self.lacks_weights:
             shutil.rmtree(self.folder, ignore_errors=True)
 
+    @patiently()
     def validated(self, step: int, loss: float) -> None:
         """Writes the weights if they are the best so far, and better than without training. They
-        are written at once, so that not even kill -9 loses them."""
+        are written at once, so that not even kill -9 loses them. A collective."""
         if self.weights_file is None or (self.best and loss >= self.best[1]):
             return
         if step == 0:
@@ -381,7 +384,9 @@ class Keeper:
 
     def say_how_to_go_on(self, step: int, ended_by: str) -> int:
         """Says how to go on with a run that this signal has ended. Returns the exit status."""
-        newest = saves_in(self.folder)[-1:]
-        command = shlex.join(["train_gpt.py", f"--resume={newest[0]}"]) if newest else ""
-        self.log.console.stopped(ended_by, step, command)
+        saves = saves_in(self.folder)
+        hint = "it cannot be resumed, as nothing was saved; --save_every=MINUTES saves"
+        if saves:
+            hint = f"to go on, start it again with --resume={shlex.quote(str(saves[-1]))}"
+        self.log.console.say(f"stopped by {ended_by} after step {step}; {hint}")
         return 128 + signal.Signals[ended_by]

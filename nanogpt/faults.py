@@ -78,13 +78,27 @@ def say(sentence: str, stop: Stop) -> None:
     complain(f"train_gpt.py: {sentence}")
 
 
-def check_loss(kind: str, loss: float, step: int) -> None:
-    """Raises BadInput if a loss is not finite. `kind` is "training" or "validation"."""
-    require(math.isfinite(loss), f"the {kind} loss is {loss} at step {step}; {LOWER}")
+def not_finite(tensors: dict[str, Tensor]) -> str:
+    """Goes on with a sentence: which is the first rank with a number that is not finite, and which
+    its first tensor, as "mlp.master". Empty if there is none. A collective."""
+    bad = next((name for name, x in tensors.items() if not x.sum().isfinite()), "")
+    for rank, name in enumerate(all_ranks(bad)):
+        if name:
+            return f", {name} of rank {rank} is not finite"
+    return ""
+
+
+def check_loss(kind: str, loss: float, step: int, state: Callable[[], dict[str, Tensor]]) -> None:
+    """Raises BadInput if a loss, which is the same on all ranks, is not finite. `kind` is
+    "training" or "validation", and `state` returns what checkpoints.state_of does. The CPU hears of
+    a training loss a step late, so most of that state may be spoiled by then. A collective if the
+    loss is not finite."""
+    if not math.isfinite(loss):
+        where = not_finite(state()) or ", all weights are finite: an activation overflowed"
+        raise BadInput(f"the {kind} loss is {loss} at step {step}{where}; {LOWER}")
 
 
 def check_state(tensors: dict[str, Tensor], step: int) -> None:
-    """Raises BadInput if a number is not finite. The CPU hears of a loss a step late, and until
-    then the weights may be spoiled. A collective."""
-    finite = all(tensor.sum().isfinite() for tensor in tensors.values())
-    require(all(all_ranks(finite)), f"training went wrong before step {step}; {LOWER}")
+    """Raises BadInput if a number is not finite. A collective."""
+    where = not_finite(tensors)
+    require(not where, f"training went wrong before step {step}{where}; {LOWER}")

@@ -54,23 +54,22 @@ def preset_for(text: Text, cuda: bool) -> str:
     return "onepass" if cuda and sum(text.train) >= LARGE_TEXT else "small"
 
 
-def fit(config_class, presets: dict[str, dict], schedules: dict[str, list], given: dict,
-        cuda: bool):
+def fit(script, given: dict, cuda: bool):
     """The configuration for a text: the preset that suits it, or the given one, with lengths and
-    steps that the text has room for. What is given stays, but for micro_tokens and val_tokens,
-    which are upper bounds. Raises BadInput if the text is too short, and ShardError if it cannot be
+    steps that the text has room for. What is given stays, but lengths that are given are upper
+    bounds. `script` is the module train_gpt. Raises BadInput if the text is too short or cannot be
     read."""
-    named = config_class(**presets.get(given.get("preset"), {}) | given)
+    schedules = script.SCHEDULES
+    named = script.Config(**script.PRESETS.get(given.get("preset"), {}) | given)
     paths = shards_of(named, "train")
     text = Text(kind_of_tokens(paths[0]), tuple(map(count_tokens, paths)),
                 sum(map(count_tokens, shards_of(named, "val"))))
     preset = given.get("preset") or preset_for(text, cuda)
-    laid_over = {name: values | OVER_PRESET for name, values in presets.items()}
-    c = arguments.configure(config_class, laid_over, preset, given)
+    c = arguments.configure(script.Config, script.PRESETS, preset, OVER_PRESET | given)
     require(c.schedule in schedules, f"--schedule={c.schedule} is none of {', '.join(schedules)}")
     stages = schedules[c.schedule]
     c = dataclasses.replace(c, **tables_that_fit(c, text, cuda) | given)
-    c = dataclasses.replace(c, **lengths_that_fit(c, stages, text, given))
+    c = dataclasses.replace(c, **lengths_that_fit(c, stages, text, "batch_tokens" in given))
     if "num_steps" in given:
         wanted, most_epochs = c.num_steps, math.inf
     else:
@@ -100,9 +99,10 @@ def tables_that_fit(c, text: Text, cuda: bool) -> dict[str, int]:
     return dict(ngram_rows=rows, recall_rows=recalled, longest_ngram=longest)
 
 
-def lengths_that_fit(c, stages: list, text: Text, given: dict) -> dict[str, int]:
+def lengths_that_fit(c, stages: list, text: Text, keep_batch: bool) -> dict[str, int]:
     """How long sequences, batches and validation can be with this text, in tokens. Those of the
-    configuration are the most. Raises BadInput if the text is too short."""
+    configuration are the most; with `keep_batch` its batches stay. Raises BadInput if the text is
+    too short."""
     # 1. Each process has a sequence of each batch, and a stage may have a part of a full batch.
     parts = [Fraction(stage.batch_part).limit_denominator(64).denominator for stage in stages]
     world_size = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 1
@@ -117,14 +117,10 @@ def lengths_that_fit(c, stages: list, text: Text, given: dict) -> dict[str, int]
             f"{BLOCK_SIZE + 1} are needed, so prepare a longer text")
     seq_len = min(c.seq_len, longest, whole_blocks(c.micro_tokens))
     val_seq_len = min(c.val_seq_len, whole_blocks(text.val - 1), whole_blocks(c.val_tokens))
-    for name, value, bound in (("seq_len", seq_len, "micro_tokens"),
-                               ("val_seq_len", val_seq_len, "val_tokens")):
-        require(given.get(name, value) <= value, f"--{name}={given.get(name)} is more than the "
-                f"text or --{bound} has room for, which is {value}; lower it, or leave it out")
 
     # 3. Batches and validation of whole sequences.
     batch_tokens = c.batch_tokens
-    if "batch_tokens" not in given:
+    if not keep_batch:
         batch_tokens = min(batch_tokens, sum(text.train) // LEAST_STEPS_PER_READING)
         batch_tokens = max(1, min(batch_tokens, inputs) // seq_len // unit) * unit * seq_len
     return dict(

@@ -4,7 +4,8 @@ torchrun starts one process for each GPU and numbers them: the rank of the first
 one that writes the log. A process on its own is rank 0.
 """
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -13,9 +14,10 @@ from torch import Tensor
 
 from data import BadInput
 
-# So long the ranks wait for each other: one of them may compile, or write a save to a slow disk.
-# Then the others are taken for hung or dead, and the run ends.
-PATIENCE = timedelta(minutes=10)
+# A collective that takes longer is taken for hung, and ends the run. Before the first step
+# --join_timeout says how long ranks wait, as one of them may compile.
+LONGEST_STEP = timedelta(minutes=2)
+LONGEST_WRITE = timedelta(minutes=30)  # of rank 0 to a slow disk
 
 
 def require(condition, sentence: str) -> None:
@@ -24,10 +26,11 @@ def require(condition, sentence: str) -> None:
         raise BadInput(sentence)
 
 
-def start_process(kind: str, local_gpu: int) -> torch.device:
+def start_process(kind: str, local_gpu: int, minutes: float) -> torch.device:
     """Starts PyTorch on this process's device, and returns it: the GPU of this number if `kind` is
-    "cuda", or the "cpu". Under torchrun it also starts the process group. Raises BadInput if the
-    other ranks do not come, or if there are more processes than GPUs on this host."""
+    "cuda", or the "cpu". Under torchrun it also starts the process group, and waits for the other
+    ranks for so many minutes. Raises BadInput if they do not come, or if there are more processes
+    than GPUs on this host."""
     device = torch.device(kind)
     if kind == "cuda":
         device = torch.device("cuda", local_gpu)
@@ -42,12 +45,28 @@ def start_process(kind: str, local_gpu: int) -> torch.device:
     if "RANK" in os.environ:
         backend, options = ("nccl", {"device_id": device}) if kind == "cuda" else ("gloo", {})
         try:
-            dist.init_process_group(backend, timeout=PATIENCE, **options)
+            dist.init_process_group(backend, timeout=timedelta(minutes=minutes), **options)
         except (dist.DistError, ValueError) as error:
             reason = str(error).partition("\n")[0]
-            raise BadInput(f"the processes did not meet ({reason}); start all of them by "
-                           "torchrun") from None
+            raise BadInput(f"the processes did not meet within {minutes:g} minutes ({reason}); "
+                           "start all of them by torchrun, or raise --join_timeout") from None
     return device
+
+
+def limit_waiting(longest: timedelta = LONGEST_STEP) -> None:
+    """From now on a collective that takes longer ends the run."""
+    if dist.is_initialized():
+        dist.distributed_c10d._set_pg_timeout(longest, dist.group.WORLD)
+
+
+@contextmanager
+def patiently() -> Iterator[None]:
+    """Within it, or in a function that it decorates, the others wait for rank 0 while it writes a
+    file. A collective."""
+    limit_waiting(LONGEST_WRITE)
+    yield
+    all_ranks(None)
+    limit_waiting()
 
 
 def rank_and_world_size() -> tuple[int, int]:

@@ -10,7 +10,6 @@ import torch
 
 from nanogpt.ranks import is_rank_0
 from records import journal
-from records.console import next_commands
 
 
 def begin(log: journal.Log, script, c, facts: journal.RunFacts, weights: Path | None,
@@ -31,9 +30,8 @@ def end(run, script, startup_s: float) -> int:
     the target was missed: that is a result and no crash."""
     c, keeper, log = run.config, run.keeper, run.log
     result = journal.end_block(
-        keeper.facts, log.last_val_loss(), c.target_loss, run.step, run.clock.total,
-        script.total_tokens(c, run.step), flops_per_token(c, script.parameter_table(c)),
-        run.device, startup_s)
+        keeper.facts, log.val_loss, c.target_loss, run.step, run.clock.total,
+        script.total_tokens(c, run.step), run.device, startup_s)
     if run.ended_by:
         result["interrupted"] = True
     if run.optimizer.recipe.note():
@@ -53,7 +51,8 @@ def end(run, script, startup_s: float) -> int:
     log.console.result(log.steps, result, log.path, path, best)
     if run.ended_by:
         return keeper.say_how_to_go_on(run.step, run.ended_by)
-    log.console.next(next_commands(path))
+    if path:
+        log.console.next(path)
     return 0
 
 
@@ -81,11 +80,3 @@ def num_weights(table: dict) -> tuple[int, int]:
     for param in table.values():
         sizes[param.optimizer == "rows"] += math.prod(param.shape)
     return sizes[False], sizes[True]
-
-
-def flops_per_token(c, table: dict) -> int:
-    """6 for each weight of mlp and qkvo, and of the head for those of the candidates. The scores of
-    attention, the gates and the network of `late_mix` are not counted."""
-    matrices = [table[name].shape for name in ("mlp", "qkvo")]
-    head = c.model_dim * min(c.candidates or c.vocab_size, c.vocab_size)
-    return 6 * (sum(math.prod(shape) for shape in matrices) + head)

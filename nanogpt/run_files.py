@@ -43,21 +43,17 @@ def check_run_files(c, packing: shards.Packing, plan: shards.Plan, files: list[d
 
 
 def check_data(c, packing: shards.Packing, plan: shards.Plan) -> RunFiles:
-    """What the run reads. Raises ShardError if a shard is missing or damaged, or of another kind of
-    tokens than the model's, and BadInput if they do not suffice, if the save is of others, or if so
-    many processes cannot share the plan's batches."""
+    """What the run reads. Raises BadInput if a shard is missing or damaged, or of another kind of
+    tokens than the model's, if they do not suffice, if the save is of others, or if so many
+    processes cannot share the plan's batches."""
     _, world_size = rank_and_world_size()
-    for count in dict.fromkeys(plan):
-        divisors = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
+    for count in plan:
         require(count % world_size == 0,
                 f"{world_size} processes cannot share batches of {count} x {c.seq_len:,} tokens; "
-                f"start {divisors} of them, or change --batch_tokens or --seq_len")
+                "start fewer of them, or change --batch_tokens or --seq_len")
     train_paths = shards_of(c, "train")
     val_paths = shards_of(c, "val")
     check_kind(train_paths[0], c.vocab_size, c.preset)
-    for path in set(train_paths) & set(val_paths):
-        raise BadInput(f"{path} is for training and for validation; change --train_files or "
-                       "--val_files")
     fingerprints = [shards.fingerprint(path, "train") for path in train_paths]
     fingerprints += [shards.fingerprint(path, "val") for path in val_paths]
     saved = None
@@ -71,7 +67,7 @@ def check_data(c, packing: shards.Packing, plan: shards.Plan) -> RunFiles:
 
 
 def shards_of(c, split: str) -> list[Path]:
-    """The shards of a split, "train" or "val". Raises ShardError if there are none."""
+    """The shards of a split, "train" or "val". Raises BadInput if there are none."""
     command = to_type(HOW_TO_GET.get(c.data_dir, "data/prepare.py FILE"))
     pattern = c.train_files if split == "train" else c.val_files
     return shards.find_shards(
@@ -112,13 +108,13 @@ def try_folder(folder: Path, option: str) -> None:
 
 
 def check_kind(path: Path, vocab_size: int, preset: str) -> None:
-    """Raises ShardError unless the tokens of a shard are of the kind that the model reads."""
+    """Raises BadInput unless the tokens of a shard are of the kind that the model reads."""
     names = {"bytes": "bytes", "gpt2": "GPT-2's tokens"}
     holds = shards.kind_of_tokens(path)
     wants = "bytes" if shards.reads_bytes(vocab_size) else "gpt2"
     if holds != wants:
         presets = "char or laptop" if holds == "bytes" else "small, onepass or speedrun"
-        raise shards.ShardError(
+        raise BadInput(
             f"{path} holds {names[holds]}, and --preset={preset} with --vocab_size={vocab_size} "
             f"wants {names[wants]}; choose --preset={presets} without --vocab_size, or make "
             "others: " + to_type(f"data/prepare.py FILE --tokens={wants}"))
@@ -128,12 +124,6 @@ def check_tokens(c, packing: shards.Packing, plan: shards.Plan, paths: list[Path
     """Raises BadInput unless the training shards last for all steps of the plan."""
     # This packs all documents as training will. Nothing less tells how many steps there are.
     steps = sum(1 for _ in shards.batches(paths, packing, plan))
-    # Early batches may be smaller, so fewer steps than these make a whole run.
-    possible = len(plan) * sum(plan[:steps]) // sum(plan)
-    have = sum(map(shards.count_tokens, paths)) * packing.epochs
-    ends = "" if c.cut_documents else ", but for the ends of long documents,"
-    require(steps == len(plan),
-            f"{len(plan)} steps need {packing.seq_len * sum(plan):,} tokens; the {have:,} in "
-            f"{c.data_dir}{ends} last for about {possible} steps; get more text, "
-            f"{'' if c.fit else 'let the run fit it (--fit), '}"
-            "lower --num_steps or --minutes, or raise --epochs")
+    require(steps == len(plan), f"the text in {c.data_dir} lasts for {steps} steps of the "
+            f"{len(plan)}; get more text, let the run fit it (--fit), lower --num_steps or "
+            "--minutes, or raise --epochs")

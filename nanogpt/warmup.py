@@ -5,12 +5,10 @@ weights change meanwhile; the trainer draws them anew afterwards.
 """
 from collections.abc import Callable
 from functools import partial
-from itertools import cycle
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from nanogpt import fitting
@@ -53,8 +51,6 @@ class WarmUp:
 
     def run(self, call: Callable) -> None:
         """`call` is compiling.CudaGraphs, or what stands for it. A collective."""
-        if rank_and_world_size()[1] > 1:
-            self.compile_share()
         # A recipe may leave out updates of the steps below. So all are compiled here, and captured.
         self.update()
         self.update(self.optimizer.call)
@@ -101,22 +97,6 @@ class WarmUp:
         # A stage that has no step now is no growth of the window, so later rotary tables differ.
         WarmUp(self.model, self.optimizer, script).run(call)
         return c, seconds
-
-    def compile_share(self) -> None:
-        """Each rank compiles some graphs first. In `run` it finds those of its host's other ranks
-        in the compiler's cache on disk. A collective."""
-        rank, world_size = rank_and_world_size()
-        of_lengths = {stage.length: stage for stage in self.plan}
-        pieces = [partial(self.forward_backward, stage) for stage in of_lengths.values()]
-        pieces += [partial(self.validate, self.config.num_steps), self.update]
-        # The ranks take turns, forth and back: if there is one pass and two ranks, the second one
-        # has validation and the updates, which together take about as long.
-        turns = [*range(world_size), *reversed(range(world_size))]
-        for piece, turn in zip(pieces, cycle(turns)):
-            if turn == rank:
-                piece()
-        torch.get_device_module(self.tokens.device).synchronize()
-        dist.barrier()
 
     def example(self, length: int) -> Tensor:
         """A sequence (1, length + 1)."""

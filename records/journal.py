@@ -1,11 +1,11 @@
 """What a run writes about itself: its log, its clock, and the facts on the run and the machine.
 
-The log's grammar stands in records/README.md. Its reader, records/log.py, shares no code with this
-file: it recomputes what a log says.
+The log's grammar stands in records/README.md, and its reader is records/log.py.
 """
-import hashlib
+import io
 import json
 import math
+import os
 import platform
 import re
 import subprocess
@@ -22,19 +22,9 @@ from torch import Tensor
 from nanogpt.ranks import all_ranks, is_rank_0, require
 from nanogpt.streams import to_host
 from records.console import Console, complain
+from records.log import RULE, sha256
 
-ROOT = Path(__file__).parents[1]  # the project's folder
-GRAMMAR = 2  # the version of the log's form, which records/README.md describes
-RULE = "=" * 100  # the line that ends the source, and the one that begins the end block
-PEAK_FLOPS = {  # dense bf16, per second; the first of these that is in the device's name
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "H200": 989e12,
-    "B200": 2250e12,
-    "A100": 312e12,
-    "4090": 165e12,
-}
+ROOT = Path(__file__).resolve().parents[1]  # the project's folder
 
 # ------------------------------------------------------------------------------------------------
 # The log
@@ -70,9 +60,11 @@ class Log:
         self.num_steps = 0
         self.pending = []  # losses that may still be on their way from the device
         self.steps: list[tuple] = []  # step, seconds, name and loss of all lines
-        self.path = None  # as long as the file has not begun
-        self.waiting = []  # the lines of facts that have come before the file began
-        self.file = None  # as long as it is not open, cannot be written to, or has ended
+        self.val_loss = None  # that of the last validation
+        self.path = None
+        # At first it holds the facts that come before the log begins. None if it cannot be written
+        # to any more, or has ended.
+        self.file = io.BytesIO()
 
     def begin(self, source: bytes, facts: RunFacts, config: dict, stages: list[dict]) -> None:
         """Opens LOG_DIR/RUN_ID.txt and writes the script's source, the facts, and those that have
@@ -80,23 +72,20 @@ class Log:
         cannot be written."""
         self.path = Path(config["log_dir"], f"{facts.run['run_id']}.txt")
         self.num_steps = config["num_steps"]
-        if is_rank_0():
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.file = open(self.path, "wb")
-            self.file.write(source + RULE.encode() + b"\n")
+        came_before = self.file.getvalue().decode()
+        self.file = open(self.path if is_rank_0() else os.devnull, "wb")
+        self.file.write(source + RULE.encode() + b"\n")
         facts_of_kind = dict(run=[facts.run], file=facts.files, config=[config],
                              environment=[facts.machine], data=facts.data, stage=stages)
         for kind, values in facts_of_kind.items():
             for value in values:
                 self.fact(kind, value)
-        for line in self.waiting:
+        for line in came_before.splitlines():
             self.write(line)
 
     def write(self, line: str) -> None:
         """Writes one line. It is in the file at once, so that a run which is killed leaves a log up
         to that moment."""
-        if self.path is None:
-            self.waiting.append(line)
         try:
             if self.file:
                 self.file.write(line.encode() + b"\n")
@@ -121,6 +110,8 @@ class Log:
         """Writes the line of a loss after `step` steps and `seconds` of training time. The name is
         "train_loss" or "val_loss"."""
         self.steps.append((step, seconds, name, loss))
+        if name == "val_loss":
+            self.val_loss = loss
         milliseconds = 1000 * seconds
         average = milliseconds / step if step > 0 else math.nan
         text = (f"step:{step}/{self.num_steps} {name}:{loss:.4f} "
@@ -130,11 +121,6 @@ class Log:
             self.console.train_loss(step, self.num_steps, loss)
         elif show:
             self.console.val_loss(text, loss)
-
-    def last_val_loss(self) -> float | None:
-        """The loss of the last validation, None before the first one."""
-        losses = [loss for _, _, name, loss in self.steps if name == "val_loss"]
-        return losses[-1] if losses else None
 
     def put(self, step: int, loss: Tensor, seconds: float) -> None:
         """Takes the training loss of a step, which the device may still have to compute. Nothing
@@ -206,26 +192,19 @@ class Clock:
 # Which code runs
 
 
-def project_files(script: str | Path, root: Path = ROOT) -> list[dict]:
+def project_files(script: str | Path) -> list[dict]:
     """The project's files that this process has imported, without the script: each as the fact
-    `file` of the log (path, sha256, text), in the order of their paths. Call it right after the
-    imports: then the log shows what runs, even if a file is edited later."""
-    root = root.resolve()
-    found = set()
-    for module in list(sys.modules.values()):
-        path = Path(getattr(module, "__file__", None) or "/").resolve()
-        is_ours = path.is_relative_to(root) and "site-packages" not in path.parts
-        if is_ours and path.is_file() and path != Path(script).resolve():
-            found.add(path.relative_to(root).as_posix())
+    `file` of the log (path, sha256, text). Call it right after the imports: then the log shows what
+    runs, even if a file is edited later."""
+    names = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
+    paths = {Path(name).resolve() for name in names if name}
     files = []
-    for path in sorted(found):
-        content = (root / path).read_bytes()
-        files.append(dict(path=path, sha256=sha256(content), text=content.decode()))
+    for path in sorted(paths - {Path(script).resolve()}):
+        if path.is_relative_to(ROOT) and "site-packages" not in path.parts:
+            content = path.read_bytes()
+            files.append(dict(path=path.relative_to(ROOT).as_posix(), sha256=sha256(content),
+                              text=content.decode()))
     return files
-
-
-def sha256(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
 
 
 def describe_run(source: bytes, files: list[dict], script: str) -> dict:
@@ -240,7 +219,7 @@ def describe_run(source: bytes, files: list[dict], script: str) -> dict:
     return {
         "run_id": str(uuid.uuid4()),
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "grammar": GRAMMAR,
+        "grammar": 2,  # the version of the log's form
         "code_sha256": sha256(source),
         "code_bytes": len(source),
         "git_commit": commit,
@@ -292,18 +271,13 @@ def cpu_name() -> str:
 
 
 def end_block(facts: RunFacts, val_loss: float | None, target: float, steps: int, seconds: float,
-              tokens: int, flops_per_token: int, device: torch.device, startup_s: float) -> dict:
+              tokens: int, device: torch.device, startup_s: float) -> dict:
     """What came of a run of so many steps, seconds of training and tokens (records/README.md).
-    val_loss is None if nothing was validated, and a target of 0 is none. mfu, the model FLOPs
-    utilization, is the share of the device's bf16 peak that the model's own multiplications take
-    (PaLM, appendix B)."""
+    val_loss is None if nothing was validated, and a target of 0 is none."""
     reached = None
     if val_loss is not None:
         val_loss = round(val_loss, 4)
         reached = val_loss <= target if target else None
-    speed = tokens / seconds / facts.machine["world_size"]  # of one device
-    name = facts.machine["devices"][0]
-    peak = next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
     memory = None
     if device.type == "cuda":  # with that of CUDA graphs and what PyTorch keeps for later use
         memory = torch.cuda.max_memory_reserved(device) // 2**20
@@ -315,7 +289,7 @@ def end_block(facts: RunFacts, val_loss: float | None, target: float, steps: int
         "step_avg_ms": round(1000 * seconds / steps, 2),
         "tokens": tokens,
         "tokens_per_s": round(tokens / seconds),
-        "mfu": round(flops_per_token * speed / peak, 4) if peak else None,
+        "mfu": None,  # the share of a GPU's peak, in logs before 28 November 2026
         "peak_memory_mib": memory,
         "compile_s": round(startup_s, 1),
         "code_sha256": facts.run["code_sha256"],

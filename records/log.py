@@ -10,7 +10,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
-RULE = "=" * 100
+RULE = "=" * 100  # the line that ends the source, and the one that begins the end block
 SCRIPT = "train_gpt.py"  # what the source at the head of a log is called
 FACTS = ("run", "config", "environment", "data", "stage")  # those that every log has
 # Keys of the configuration in which runs of one record may differ. Data are compared by their sums.
@@ -71,16 +71,17 @@ def sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
+def machine_name(environment: dict, config: dict) -> str:
+    """Such as "4 x NVIDIA H200". A CPU has its own name, and the dtype it multiplies in: one that
+    multiplies in bf16 is another machine than one that does not."""
+    names = sorted(set(environment["devices"]))
+    if names == ["CPU"]:
+        names = [f"{environment['cpu']} ({config.get('precision', 'fp32')})"]
+    return f"{environment['world_size']} x {' + '.join(names)}"
+
+
 # --------------------------------------------------------------------------------------------------
 # Whole and short logs
-
-
-def paths_of(path: Path) -> list[Path]:
-    """The logs in a folder, all its *.txt, log_2.txt before log_10.txt; or the one log that this
-    is."""
-    if not path.is_dir():
-        return [path]
-    return sorted(path.glob("*.txt"), key=lambda found: (len(found.name), found.name))
 
 
 def shorten(raw: bytes, first_name: str) -> bytes:
@@ -110,6 +111,16 @@ def read_bytes(path: Path) -> bytes:
 
 # --------------------------------------------------------------------------------------------------
 # Reading
+
+
+def read_logs(path: Path) -> list[Log]:
+    """The log at this path, or those in this folder, all its *.txt, log_2.txt before log_10.txt."""
+    paths = [path]
+    if path.is_dir():
+        paths = sorted(path.glob("*.txt"), key=lambda found: (len(found.name), found.name))
+    if not paths:
+        raise Refused(f"{path} has no logs (*.txt).")
+    return [read_log(found) for found in paths]
 
 
 def read_log(path: str | Path) -> Log:

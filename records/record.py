@@ -12,7 +12,7 @@ import statistics
 from pathlib import Path
 
 from . import plots
-from .log import PER_RUN, Log, Refused, paths_of, read_log, sha256, shorten
+from .log import PER_RUN, Log, Refused, machine_name, read_logs, sha256, shorten
 
 RECORDS = Path(__file__).parent
 ALPHA = 0.01  # what the field calls significant
@@ -57,15 +57,6 @@ def refuse_mixed(logs: list[Log]) -> None:
     if len(set(seeds)) < len(seeds):
         raise Refused(f"runs of one kind have different seeds, not {seeds}; the first one is "
                       f"{logs[0].path}.")
-
-
-def machine_name(log: Log) -> str:
-    """Such as "4 x NVIDIA H200". A CPU has its own name, and the dtype it multiplies in: one that
-    multiplies in bf16 is another machine than one that does not."""
-    names = sorted(set(log.environment["devices"]))
-    if names == ["CPU"]:
-        names = [f"{log.environment['cpu']} ({log.config.get('precision', 'fp32')})"]
-    return f"{log.environment['world_size']} x {' + '.join(names)}"
 
 
 def moments(values: list[float], digits: int) -> dict:
@@ -126,7 +117,8 @@ def build(logs: list[Log], name: str, claim: str, data_name: str) -> dict:
         tokens=first.end["tokens"], num_steps=first.config["num_steps"],
         val_tokens=first.config["val_tokens"], val_sha256=sorted(validation),
         peak_memory_mib=max(log.end.get("peak_memory_mib") or 0 for log in logs) or None,
-        machine=machine_name(first), versions={key: first.environment[key] for key in MACHINE[3:]},
+        machine=machine_name(first.environment, first.config),
+        versions={key: first.environment[key] for key in MACHINE[3:]},
         preset=first.config.get("preset", ""), code_sha256=first.run["code_sha256"], runs=runs)
 
 
@@ -162,10 +154,9 @@ def block(record: dict) -> str:
 
 
 def with_block(text: str, markers: tuple[str, str], new: str) -> str:
-    """The text with `new` in place of what stands from one marker to the other."""
+    """The text with `new` in place of what stands from one marker to the other, or at the end if
+    it has no markers."""
     begin, end = markers
-    if begin not in text or end not in text:
-        raise Refused(f"its README.md needs the lines {begin} and {end}.")
     return text.partition(begin)[0] + new + text.partition(end)[2]
 
 
@@ -196,7 +187,7 @@ def problems(folder: Path) -> list[str]:
     """What of the record does not follow from its logs, a sentence each."""
     try:
         stored = stored_in(folder)
-        logs = [read_log(path) for path in paths_of(folder)]
+        logs = read_logs(folder)
         rebuilt = build(logs, folder.name, stored["claim"], stored["data_name"])
         text = (folder / "README.md").read_text("utf-8")
         rewritten = with_block(text, BLOCK, block(rebuilt))

@@ -1,5 +1,5 @@
 """The leaderboard, in records/README.md."""
-from .record import ALPHA, p_text, pm, with_block
+from .record import ALPHA, folders, p_text, pm, stored_in, with_block
 
 BOARD = ("<!-- leaderboard:begin -->", "<!-- leaderboard:end -->")
 HEAD = ("| record | time (s) | loss | n | target | machine | data |",
@@ -19,8 +19,9 @@ def link(record: dict) -> str:
     return f"[{name}]({record['name']})"
 
 
-def board(records: list[dict]) -> str:
-    """The leaderboard with its markers, and below the table the records without a rank."""
+def rewritten(page: str) -> str:
+    """The page with the leaderboard of all records, and below it those without a rank."""
+    records = [stored_in(folder) for folder in folders()]
     lines = [BOARD[0], *HEAD]
     others = []
     for record in sorted(records, key=order):
@@ -35,9 +36,4 @@ def board(records: list[dict]) -> str:
     lines += ["", RULE]
     if others:
         lines += ["", f"Without a rank: {', '.join(others)}."]
-    return "\n".join([*lines, BOARD[1]])
-
-
-def rewritten(page: str, records: list[dict]) -> str:
-    """The page with the leaderboard of these records."""
-    return with_block(page, BOARD, board(records))
+    return with_block(page, BOARD, "\n".join([*lines, BOARD[1]]))

@@ -1,5 +1,6 @@
 """The command line, nanogpt/command_line.py, with a small configuration of its own."""
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,6 +12,7 @@ from nanogpt.ranks import BadInput
 @dataclasses.dataclass
 class Config:
     preset: str = key("", "which preset")
+    device: str = key("cpu", "where")
     data_dir: str = key("data", "folder of shards, 100% of them")
     shuffle: bool = key(False, "draw documents in random order")
     num_steps: int = key(100, "steps")
@@ -18,11 +20,12 @@ class Config:
     resume: str = key("", "save to go on from", alone="newest")
 
 
-PRESETS = {"big": {}, "small": {"num_steps": 10, "shuffle": True}}
+PRESETS = {"laptop": {}, "speedrun": {}, "small": {"num_steps": 10, "shuffle": True}}
+SCRIPT = SimpleNamespace(Config=Config, PRESETS=PRESETS, ABOUT={"small": "not large"}, __doc__="A title.\n\nAnd more.")
 
 
 def read(*argv):
-    return given(Config, list(argv), PRESETS, lambda device: "big", "A title.", ("num_steps",), {})
+    return given(SCRIPT, list(argv))
 
 
 def test_given_values_lie_over_the_preset_and_that_over_the_defaults():
@@ -30,7 +33,7 @@ def test_given_values_lie_over_the_preset_and_that_over_the_defaults():
     assert values == {"muon_lr": 2.0, "shuffle": False}
     expected = Config("small", num_steps=10, muon_lr=2.0)
     assert configure(Config, PRESETS, "small", values) == expected
-    with pytest.raises(BadInput, match="--preset=huge is none of big, small"):
+    with pytest.raises(BadInput, match="--preset=huge is none of laptop, speedrun, small"):
         configure(Config, PRESETS, "huge", {})
 
 
@@ -62,4 +65,4 @@ def test_help_shows_all_keys_with_the_values_of_the_preset(capsys):
         read("--preset=small", "--help")
     out = capsys.readouterr().out
     assert end.value.code == 0 and "A title." in out and "steps [10]" in out and "100% of" in out
-    assert out.index("--num_steps") < out.index("--muon_lr") and "--preset=small." in out
+    assert "small     not large" in out and "--preset=small." in out and "more" not in out

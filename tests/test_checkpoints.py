@@ -290,7 +290,7 @@ def test_a_signal_ends_a_run_in_order(number, status, save_every, corpus, tmp_pa
     assert log.end["interrupted"] and log.end["val_loss"] == validations[-1]
     assert f"stopped by {signal.Signals(number).name} after step {log.steps[-1].step}" in out
     assert (tmp_path / "model.safetensors").exists() and "model.safetensors" in out
-    assert bool(re.search(r"\n  \S*python\S* train_gpt.py --resume=\S+/step_0000\d\d.safetensors\n", out)) == (save_every > 0)
+    assert bool(re.search(r"; to go on, start it again with --resume=\S+/step_0000\d\d.safetensors\n", out)) == (save_every > 0)
     assert len(list(tmp_path.glob("*.saved/step_*"))) == (save_every > 0)
 
 

@@ -6,12 +6,11 @@ reference. FlexAttention runs compiled (forward only: it has no backward on a CP
 tables that a batch looks up: Python integers for their numbers, autograd's dense gradients for theirs.
 """
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, read
+from conftest import read
 
 import train_gpt as t
 from nanogpt import candidates, masks, past
@@ -615,18 +614,3 @@ def test_no_token_is_changed_by_another_document_or_by_a_later_token(starts, cha
     end = min([start for start in starts if start >= changed.stop], default=384)
     if end > changed.stop:
         assert moved[changed.stop : end].any()  # later tokens of the same document do see it
-
-
-def test_flops_per_token_are_those_of_the_matrices_and_of_the_candidates_in_the_head():
-    c = t.Config(**TINY | {"num_layers": 7, "model_dim": 16, "mlp_dim": 32, "vocab_size": 64})
-    assert c.num_heads * c.head_dim == 32
-    weights = 7 * 4 * 16 * 32 + 7 * 2 * 16 * 32 + 64 * 16
-
-    def flops(c):
-        return t.report.flops_per_token(c, t.parameter_table(c))
-
-    assert flops(c) == 6 * weights
-    whole = replace(c, model_dim=768, mlp_dim=3072, vocab_size=50304, num_heads=6, head_dim=128, candidates=0)
-    assert flops(whole) == 6 * (7 * (4 * 768**2 + 2 * 768 * 3072) + 50304 * 768)
-    assert flops(replace(c, vocab_size=50304, candidates=64)) == flops(c)
-    assert flops(replace(c, candidates=128)) == flops(c), "no more than the vocabulary has"

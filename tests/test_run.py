@@ -56,7 +56,7 @@ def first(corpus, tmp_path_factory):
 def test_a_run_that_misses_its_target_says_so_and_that_is_no_crash(first):
     run, _ = first
     assert run.returncode == 0 and run.stderr == ""
-    assert re.search(r"\ntarget +1: missed by \d", run.stdout) and "\nsample: The " in run.stdout
+    assert re.search(r"\ntarget +1: missed\n", run.stdout) and "\nsample: The " in run.stdout
     header, result = run.stdout.split("\nsample: ")
     for part in (f"\nlog       {only_log(first[1])}\n", f"\nweights   {first[1]}/model.pt"):
         assert part in header and part in result
@@ -214,15 +214,14 @@ def refused(capfd, args):
 @pytest.mark.parametrize("changes, parts", [
     ({"num_steps": 0}, ["--num_steps=0", "at least 1"]), ({"val_interval": -1}, ["--val_interval=-1", "at least 0"]),
     ({"seq_len": 200, "batch_tokens": 800}, ["--seq_len=200", "multiple of 128"]), ({"micro_tokens": 255}, ["--micro_tokens=255", "at least 256"]),
-    ({"candidates": 200, "batch_tokens": 256}, ["--candidates=200", "multiple of 16, at least 64"]),
-    ({"candidates": 240}, ["--candidates=240", "at least 256", "or lower --batch_tokens"]),
+    ({"candidates": 200}, ["--candidates=200", "multiple of 16"]),
     ({"schedule": "long"}, ["--schedule=long", "speedrun, onepass, laptop, char"]),
     ({"schedule": "onepass", "batch_tokens": 256}, ["--batch_tokens=256", "0.5 of it"]),  # its first stage has a half of that
     ({"val_seq_len": 100}, ["--val_seq_len=100", "128"]), ({"batch_tokens": 1000}, ["--batch_tokens=1000", "256"]),
     ({"val_tokens": 300}, ["--val_tokens=300", "256"]), ({"num_heads": 3}, ["--num_heads=3", "48", "32, which is --model_dim"]),
     ({"model_dim": 16}, ["--head_dim=16 is 32", "16, which is --model_dim"]), ({"head_dim": 6}, ["--head_dim=6", "multiple of 4"]), ({"cooldown_frac": 0}, ["--cooldown_frac=0"]),
     ({"preset": "desktop"}, ["desktop", "speedrun, onepass, laptop"]),
-    ({"schedule": "long", "fit": True}, ["--schedule=long", "speedrun, onepass, laptop"]), ({"num_steps": 4000}, ["4000 steps", "--fit", "--epochs"]),
+    ({"schedule": "long", "fit": True}, ["--schedule=long", "speedrun, onepass, laptop"]), ({"num_steps": 4000}, ["steps of the 4000", "--fit", "--epochs"]),
     ({"data_dir": "/nowhere"}, ["no train shards", "/nowhere"]), ({"val_tokens": 25600}, ["25,601", "2,000"]),
     ({"train_files": "none*"}, ["none*"]), ({"train_files": ""}, ["--train_files"]),
     ({"float8_all_gather": True}, ["--float8_all_gather", "is fp32", "--precision=fp8"]),
