@@ -30,7 +30,7 @@ def end(run, script, startup_s: float) -> int:
     the target was missed: that is a result and no crash."""
     c, keeper, log = run.config, run.keeper, run.log
     result = journal.end_block(
-        keeper.facts, log.last_val_loss(), c.target_loss, run.step, run.clock.total,
+        keeper.facts, log.val_loss, c.target_loss, run.step, run.clock.total,
         script.total_tokens(c, run.step), run.device, startup_s)
     if run.ended_by:
         result["interrupted"] = True

@@ -9,15 +9,7 @@ import sys
 from pathlib import Path
 
 from . import compare, plots, record, table
-from .log import Log, Refused, paths_of, read_log
-
-
-def logs_named(paths: list[Path]) -> list[Log]:
-    """These logs. A folder stands for all *.txt in it."""
-    logs = [read_log(found) for path in paths for found in paths_of(path)]
-    if not logs:
-        raise Refused(f"{paths[0]} has no logs (*.txt).")
-    return logs
+from .log import Log, Refused, read_log, read_logs
 
 
 def write_code(log: Log, folder: Path) -> None:
@@ -84,14 +76,14 @@ def run(args: argparse.Namespace) -> int:
         write_code(log, args.folder)
         print(f"wrote {len(log.files)} files below {args.folder}")
     elif args.command == "new":
-        folder = record.new(args.name, logs_named(args.logs), args.claim, args.data)
+        logs = [log for path in args.logs for log in read_logs(path)]
+        folder = record.new(args.name, logs, args.claim, args.data)
         print(f"wrote {folder}; write its README.md, then run `python -m records table`")
     elif args.command == "compare":
-        sides = [(path, logs_named([path])) for path in (args.a, args.b)]
-        print("\n".join(compare.compare(*sides)))
+        print("\n".join(compare.compare(args.a, args.b)))
     elif args.command == "plot":
-        curves = plots.curves(logs_named(args.logs))
-        curves.savefig(args.out)
+        logs = [log for path in args.logs for log in read_logs(path)]
+        plots.curves(logs).savefig(args.out)
         print(f"wrote {args.out}")
     else:
         page.write_text(table.rewritten(page.read_text("utf-8")), "utf-8")

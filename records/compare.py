@@ -2,7 +2,7 @@
 import statistics
 from pathlib import Path
 
-from .log import Log, Refused, machine_name
+from .log import Refused, machine_name, read_logs
 from .record import ALPHA, differing, moments, pm, refuse_mixed, shared
 
 
@@ -22,22 +22,23 @@ def verdict(what: str, unit: str, a: list[float], b: list[float], digits: int) -
     return f"{text}: B is {'lower' if difference < 0 else 'higher'}"
 
 
-def compare(side_a: tuple[Path, list[Log]], side_b: tuple[Path, list[Log]]) -> list[str]:
-    """The lines of the report on two sides, each the name and the logs of its runs. Runs that were
+def compare(side_a: Path, side_b: Path) -> list[str]:
+    """The lines of the report on two sides, each a log or a folder of logs. Runs that were
     interrupted are left out. Raises Refused if a side has no other, or runs of several kinds."""
     lines = []
     sides = []
-    for side, (name, logs) in zip("AB", (side_a, side_b)):
+    for side, path in (("A", side_a), ("B", side_b)):
+        logs = read_logs(path)
         lines += [f"left out, as it has no end: {log.path}" for log in logs if log.interrupted]
         logs = [log for log in logs if not log.interrupted]
         if not logs:
-            raise Refused(f"{name}: no run has come to its end; `plot` shows what they did.")
+            raise Refused(f"{path}: no run has come to its end; `plot` shows what they did.")
         refuse_mixed(logs)
         sides.append(logs)
         losses = [log.end["val_loss"] for log in logs]
         times = [log.end["train_time_s"] for log in logs]
         machine = machine_name(logs[0].environment, logs[0].config)
-        lines.append(f"{side} = {name}: n = {len(logs)}, loss {pm(moments(losses, 4), 4)}, time "
+        lines.append(f"{side} = {path}: n = {len(logs)}, loss {pm(moments(losses, 4), 4)}, time "
                      f"{pm(moments(times, 2), 2)} s, {machine}")
         for log in logs:
             lines += [f"caution: {log.path}: {defect['what']}" for defect in log.facts["defect"]]

@@ -24,7 +24,7 @@ from nanogpt.streams import to_host
 from records.console import Console, complain
 from records.log import RULE, sha256
 
-ROOT = Path(__file__).parents[1]  # the project's folder
+ROOT = Path(__file__).resolve().parents[1]  # the project's folder
 
 # ------------------------------------------------------------------------------------------------
 # The log
@@ -60,6 +60,7 @@ class Log:
         self.num_steps = 0
         self.pending = []  # losses that may still be on their way from the device
         self.steps: list[tuple] = []  # step, seconds, name and loss of all lines
+        self.val_loss = None  # that of the last validation
         self.path = None
         # At first it holds the facts that come before the log begins. None if it cannot be written
         # to any more, or has ended.
@@ -109,6 +110,8 @@ class Log:
         """Writes the line of a loss after `step` steps and `seconds` of training time. The name is
         "train_loss" or "val_loss"."""
         self.steps.append((step, seconds, name, loss))
+        if name == "val_loss":
+            self.val_loss = loss
         milliseconds = 1000 * seconds
         average = milliseconds / step if step > 0 else math.nan
         text = (f"step:{step}/{self.num_steps} {name}:{loss:.4f} "
@@ -118,11 +121,6 @@ class Log:
             self.console.train_loss(step, self.num_steps, loss)
         elif show:
             self.console.val_loss(text, loss)
-
-    def last_val_loss(self) -> float | None:
-        """The loss of the last validation, None before the first one."""
-        losses = [loss for _, _, name, loss in self.steps if name == "val_loss"]
-        return losses[-1] if losses else None
 
     def put(self, step: int, loss: Tensor, seconds: float) -> None:
         """Takes the training loss of a step, which the device may still have to compute. Nothing
@@ -194,21 +192,19 @@ class Clock:
 # Which code runs
 
 
-def project_files(script: str | Path, root: Path = ROOT) -> list[dict]:
+def project_files(script: str | Path) -> list[dict]:
     """The project's files that this process has imported, without the script: each as the fact
-    `file` of the log (path, sha256, text), in the order of their paths. Call it right after the
-    imports: then the log shows what runs, even if a file is edited later."""
-    root = root.resolve()
-    found = set()
-    for module in list(sys.modules.values()):
-        path = Path(getattr(module, "__file__", None) or "/").resolve()
-        is_ours = path.is_relative_to(root) and "site-packages" not in path.parts
-        if is_ours and path.is_file() and path != Path(script).resolve():
-            found.add(path.relative_to(root).as_posix())
+    `file` of the log (path, sha256, text). Call it right after the imports: then the log shows what
+    runs, even if a file is edited later."""
+    names = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
+    # Not every module has a file, and that of torch.classes does not exist.
+    paths = {Path(name).resolve() for name in names if name and Path(name).is_file()}
     files = []
-    for path in sorted(found):
-        content = (root / path).read_bytes()
-        files.append(dict(path=path, sha256=sha256(content), text=content.decode()))
+    for path in sorted(paths - {Path(script).resolve()}):
+        if path.is_relative_to(ROOT) and "site-packages" not in path.parts:
+            content = path.read_bytes()
+            files.append(dict(path=path.relative_to(ROOT).as_posix(), sha256=sha256(content),
+                              text=content.decode()))
     return files
 
 

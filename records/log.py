@@ -84,14 +84,6 @@ def machine_name(environment: dict, config: dict) -> str:
 # Whole and short logs
 
 
-def paths_of(path: Path) -> list[Path]:
-    """The logs in a folder, all its *.txt, log_2.txt before log_10.txt; or the one log that this
-    is."""
-    if not path.is_dir():
-        return [path]
-    return sorted(path.glob("*.txt"), key=lambda found: (len(found.name), found.name))
-
-
 def shorten(raw: bytes, first_name: str) -> bytes:
     """The log without its code, which is the code of the record's first log."""
     _, run, _, rest = PARTS.fullmatch(raw).groups()
@@ -119,6 +111,16 @@ def read_bytes(path: Path) -> bytes:
 
 # --------------------------------------------------------------------------------------------------
 # Reading
+
+
+def read_logs(path: Path) -> list[Log]:
+    """The log at this path, or those in this folder, all its *.txt, log_2.txt before log_10.txt."""
+    paths = [path]
+    if path.is_dir():
+        paths = sorted(path.glob("*.txt"), key=lambda found: (len(found.name), found.name))
+    if not paths:
+        raise Refused(f"{path} has no logs (*.txt).")
+    return [read_log(found) for found in paths]
 
 
 def read_log(path: str | Path) -> Log:

@@ -12,7 +12,7 @@ import statistics
 from pathlib import Path
 
 from . import plots
-from .log import PER_RUN, Log, Refused, machine_name, paths_of, read_log, sha256, shorten
+from .log import PER_RUN, Log, Refused, machine_name, read_logs, sha256, shorten
 
 RECORDS = Path(__file__).parent
 ALPHA = 0.01  # what the field calls significant
@@ -154,10 +154,9 @@ def block(record: dict) -> str:
 
 
 def with_block(text: str, markers: tuple[str, str], new: str) -> str:
-    """The text with `new` in place of what stands from one marker to the other."""
+    """The text with `new` in place of what stands from one marker to the other, or at the end if
+    it has no markers."""
     begin, end = markers
-    if begin not in text or end not in text:
-        raise Refused(f"its README.md needs the lines {begin} and {end}.")
     return text.partition(begin)[0] + new + text.partition(end)[2]
 
 
@@ -188,7 +187,7 @@ def problems(folder: Path) -> list[str]:
     """What of the record does not follow from its logs, a sentence each."""
     try:
         stored = stored_in(folder)
-        logs = [read_log(path) for path in paths_of(folder)]
+        logs = read_logs(folder)
         rebuilt = build(logs, folder.name, stored["claim"], stored["data_name"])
         text = (folder / "README.md").read_text("utf-8")
         rewritten = with_block(text, BLOCK, block(rebuilt))

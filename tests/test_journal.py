@@ -109,12 +109,13 @@ def test_the_clock_stands_still_when_it_is_stopped(monkeypatch):
 
 def test_the_files_of_the_project_are_those_it_imported(tmp_path, monkeypatch):
     root = tmp_path / "project"
+    monkeypatch.setattr(journal, "ROOT", root)
 
     def imported(name, path, content=b"x = 1\n"):
         (root / path).parent.mkdir(parents=True, exist_ok=True)
         (root / path).write_bytes(content)
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(__file__=str(root / path)))
-        return journal.project_files(root / "train_gpt.py", root)
+        return journal.project_files(root / "train_gpt.py")
 
     imported("rooms.low.fp99", "rooms/low/fp99.py", "Grüße\r\n".encode())
     imported("rooms", "rooms/__init__.py", b"")
