@@ -205,8 +205,8 @@ class Config(RunConfig):
     scalar_lr: float = key(0.04, "Adam's learning rate for the scalars and `length_vectors`")
     longest_ngram: int = key(
         3, "for each n from 2 to this, the last n tokens look up a row of a table of n-grams; also "
-        "the most tokens by which a match in the document is looked for. To all such tables tokens "
-        "are the same that differ only in case, accents, or a space before",
+        "the most tokens by which a match in the document is looked for. Tokens that differ only "
+        "in case, accents, or a space before count as the same",
         least=2)
     ngram_rows: int = key(
         16_777_216, "rows of that table, for all lengths; n-grams whose hashes have the same "
