@@ -108,7 +108,8 @@ from records.console import Console
 # 1. Configuration: every key can be given as --key=value
 
 # Channels that steer a gate. The gate of a head reads the first 12 of the layer's input (record
-# 28), that of a value embedding the first 6 of the input and the first 6 of the embedding.
+# 28), that of a value embedding the first 6 of the input and the first 6 of the embedding, and that
+# of the past 12 of the token's embedding and 12 of what the past says.
 GATE_DIM = 12
 
 
@@ -261,7 +262,7 @@ class Config(RunConfig):
     @property
     def recall_lengths(self) -> tuple[int, ...]:
         """For how many last tokens `recall_table` is looked up."""
-        possible = tuple(range(2, 17))
+        possible = tuple(range(3, 17))  # two are compared anyway (`check_bits` in nanogpt/past.py)
         lengths = arguments.numbers_among("recall_for", self.recall_for, possible)
         return lengths if self.recall_rows else ()
 
@@ -357,8 +358,8 @@ ABOUT = {
     "small": "the same with GPT-2's tokens, for texts of less than 60M tokens",
 }
 
-# Keys that may have other values when a run goes on from a save, beside those of RunConfig. They
-# change its weights by rounding and by chance at most; all others decide them.
+# A run that goes on from a save may have other values of these keys, and of those of RunConfig.
+# They change its weights by no more than rounding and chance do.
 MAY_CHANGE = ("data_dir", "micro_tokens", "target_loss", "val_interval")
 
 
@@ -497,7 +498,8 @@ SIGN_ROWS = 8191
 #   x = stream_mlp * x + down * MLP(input_of(x))
 #
 # with inject = first * (the normalised embedding) + past * (what n-grams and matches say);
-# `embed_inputs` computes `inject`. With --scalars=False all are 1, but `first`, which is 0.
+# `embed_inputs` computes `inject`, and only it uses `first` and `past`. With --scalars=False all
+# are 1, but `first`, which is 0.
 SCALARS = {
     "first": 0.0,
     "past": 0.05,
@@ -569,7 +571,7 @@ def parameter_table(c: Config) -> dict[str, Param]:
     H = c.num_heads
     d = c.head_dim
     V = c.vocab_size
-    matches = c.induced + bool(c.recall_rows)  # kinds of them
+    matches = c.induced + bool(c.recall_lengths)  # kinds of them
     has_past = c.ngram_rows or matches
     sources = 4 + bool(c.ngram_rows) + matches + bool(E)  # of `late_mix`
 
@@ -757,9 +759,9 @@ def attention(x: Tensor, weights: LayerWeights, scalars: dict[str, Tensor],
 
 def block(x: Tensor, weights: LayerWeights, context: LayerContext,
           products: LayerProducts) -> Tensor:
-    """One layer: the residual stream x (T, D) -> the new stream (T, D). In training it is a pure
-    function, so with FlexAttention all layers with the same parts and recipes share one compiled
-    graph. (A block of attention is something else, 128 tokens.)"""
+    """One layer: the residual stream x (T, D) -> the new stream (T, D). It is a pure function, so
+    with FlexAttention all layers with the same parts and recipes share one compiled graph. (A block
+    of attention is something else, 128 tokens.)"""
     scalars = dict.fromkeys(SCALARS, 1.0)
     if weights.scalars is not None:
         scalars = dict(zip(SCALARS, weights.scalars.unbind()))
@@ -774,17 +776,28 @@ def block(x: Tensor, weights: LayerWeights, context: LayerContext,
         input_of(x, context), weights.up, weights.down, scalars["down"], ACTIVATION, products.down)
 
 
-def embed_inputs(embedded: Tensor, reading: Reading, ngrams: Tensor | None, embed: Tensor,
-                 length_vectors: Tensor | None, signs: Tensor, scalars: Tensor | None,
-                 gates: Tensor | None, num_layers: int,
-                 ) -> tuple[Tensor, list[Tensor | None], list[Tensor]]:
-    """The embedding of the tokens (T, D), what is read of them, the rows of their n-grams (G T, W),
-    the whole embedding (V, D), length_vectors (lengths, D), random signs (SIGN_ROWS, W), scalars
-    (L, len(SCALARS)), gates (L, 2 GATE_DIM) -> the first stream (T, D); for each layer what is
-    added to the stream there (T, D), an amount of the first stream and an amount of what the past
-    says; and what of the past is a source of `late_mix`: the sum of the rows of n-grams (T, W), and
-    for each kind of match the normalised embedding of its tokens (T, D), 0 where there is no match.
-    These are guesses of the next token. What the model is without is None."""
+class Inputs(NamedTuple):
+    """What the layers and `late_mix` get of the text."""
+    first_x: Tensor  # (T, D), the first stream
+    # What each layer adds to the stream, (T, D): an amount of the first stream, and an amount of
+    # what the past says. None where there is neither.
+    injects: list[Tensor | None]
+    # Sources of `late_mix`: the sum of the rows of n-grams (T, W), and for each kind of match the
+    # normalised embedding of the guessed tokens (T, D), 0 where there is no match.
+    of_past: list[Tensor]
+
+
+def embed_inputs(
+        embedded: Tensor,  # (T, D), the embedding of the tokens
+        reading: Reading,
+        ngrams: Tensor | None,  # (G T, W), the rows of their n-grams
+        embed: Tensor,  # (V, D), the whole embedding
+        length_vectors: Tensor | None,  # (lengths, D)
+        signs: Tensor,  # (SIGN_ROWS, W)
+        scalars: Tensor | None,  # (L, len(SCALARS))
+        past_gates: Tensor | None,  # (L, 2 GATE_DIM)
+        num_layers: int) -> Inputs:
+    """Makes the first stream, and what the past says. What the model is without is None."""
     # 1. The first stream.
     x = norm(embedded)
 
@@ -810,18 +823,18 @@ def embed_inputs(embedded: Tensor, reading: Reading, ngrams: Tensor | None, embe
     # 3. Each layer adds an amount of the first stream, and an amount of `past`, on which a gate
     # decides for each token: it reads some channels of both.
     if scalars is None:
-        return x, [past] * num_layers, for_late_mix
-    of_layers = dict(zip(SCALARS, scalars.unbind(1)))  # (L,) each
-    injects = [of_first * x for of_first in of_layers["first"]]
+        return Inputs(x, [past] * num_layers, for_late_mix)
+    factors = dict(zip(SCALARS, scalars.unbind(1)))  # (L,) each
+    injects = [factor * x for factor in factors["first"]]
     if past is not None:
-        open_gates = [1] * num_layers
-        if gates is not None:
+        gates = [1] * num_layers
+        if past_gates is not None:
             steering = torch.cat((x[:, :GATE_DIM], past[:, :GATE_DIM]), 1)
-            of_tokens = 2 * torch.sigmoid(F.linear(steering, gates.to(x.dtype)))  # (T, L)
-            open_gates = of_tokens[..., None].unbind(1)  # (T, 1) each
-        injects = [inject + of_past * gate * past
-                   for inject, of_past, gate in zip(injects, of_layers["past"], open_gates)]
-    return x, injects, for_late_mix
+            of_tokens = 2 * torch.sigmoid(F.linear(steering, past_gates.to(x.dtype)))  # (T, L)
+            gates = of_tokens[..., None].unbind(1)  # (T, 1) each
+        injects = [inject + factor * gate * past
+                   for inject, factor, gate in zip(injects, factors["past"], gates)]
+    return Inputs(x, injects, for_late_mix)
 
 
 def widened(x: Tensor, stream: Tensor) -> Tensor:
@@ -895,7 +908,8 @@ def head_loss(x: Tensor, w: Tensor, targets: Tensor, bias: Tensor | None,
 
 def mix_and_loss(x: Tensor, sources: tuple[Tensor, ...], late: LateWeights, products: Products,
                  w: Tensor, targets: Tensor, bias: Tensor | None) -> Tensor:
-    """x (T, D) and the sources of `late_mix` -> the loss. The rest is as in `head_loss`."""
+    """x (T, D) and the sources of `late_mix` -> the loss. The rest is as in `head_loss`. It is one
+    function, so that one compiled graph does both."""
     return head_loss(late_mix(x, sources, late), w, targets, bias, products)
 
 
@@ -1301,10 +1315,10 @@ def cautious_update(master: Tensor, part: Tensor, update: Tensor, lr, decay) -> 
 # head's gradient is that of two steps. The head comes as this rank's rows. State begins at 0
 # (`reset`), its first dimension is that of the master, as saves cut it there, and the warm-up calls
 # the update with gradients of 0. Gradients are sums over the tokens of a batch, not means. To Muon
-# and Adam, which divide by the size of the gradient, that makes no difference, but to plain SGD it
-# does. On a GPU the update runs as a CUDA graph: what changes from step to step must come in a
-# tensor, as the rates do. The rows of tables have a kernel instead, `update_rows` in
-# nanogpt/tables.py.
+# and Adam, which divide by the size of the gradient, that makes no difference as long as batches
+# keep their size, but to plain SGD it does. On a GPU the update runs as a CUDA graph: what changes
+# from step to step must come in a tensor, as the rates do. The rows of tables have a kernel
+# instead, `update_rows` in nanogpt/tables.py.
 
 
 class Rates(NamedTuple):
@@ -1831,8 +1845,8 @@ class Run:
         self.batches = shards.ahead(rank_batches(arrays, c, self.device))
 
     def train(self, call: Callable) -> None:
-        """All steps. The clock stands still during validation, which changes no weight and reads no
-        training data. A collective."""
+        """All steps, and the averages of the last weights. The clock stands still during
+        validation, which changes no weight and reads no training data. A collective."""
         c = self.config
         self.clock.start()
         self.model.past.follow()
@@ -1850,7 +1864,9 @@ class Run:
             if self.optimizer.averages:
                 loss = self.validation_loss()
                 self.log.fact("note", f"validation loss without averages: {loss:.4f}")
+                self.clock.start()
                 self.optimizer.go_half_way_to_averages()
+                self.clock.stop()
             self.validate()
 
     def make_step(self, call: Callable) -> None:

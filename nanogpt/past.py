@@ -71,6 +71,7 @@ class Past:
         self.seq_len = c.seq_len
         self.ngram_rows = c.ngram_rows
         self.longest_ngram = c.longest_ngram
+        self.longest_match = c.longest_match
         self.induces = c.induced
         self.recall_lengths = c.recall_lengths
         self.device = device
@@ -84,7 +85,7 @@ class Past:
         begins[:: self.seq_len if training else len(tokens)] = True
         nothing = tokens.new_empty(0)
         words = self.spellings[tokens]
-        hashes = ngram_hashes(words, begins, max((self.longest_ngram, *self.recall_lengths)))
+        hashes = ngram_hashes(words, begins, self.longest_match)
         short_hashes = hashes[: self.longest_ngram - 1]  # (G, T)
         rows = nothing
         if self.ngram_rows:
@@ -155,12 +156,13 @@ def ngram_hashes(tokens: Tensor, begins: Tensor, longest: int) -> Tensor:
 
 
 def induced_tokens(tokens: Tensor, begins: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
-    """tokens and begins (T,), and what tells the last 1, 2, ... tokens from others (N, T) -> for
-    each position its induced token and the length of its match, both (T,) int64, and both 0 where
-    there is no match. A match of length n is an earlier position in the document (or what the
-    sequence has of it) where the last n tokens were the same as here.
-    We take the longest one, with n from 1 to N, and of several the latest. The induced token is the
-    one that came next there."""
+    """tokens and begins (T,), last (N, T) -> for each position its induced token and the length of
+    its match, both (T,) int64, and both 0 where there is no match. last[n - 1] is equal at two
+    positions if their last n tokens are the same: their number for n = 1, else their hash.
+
+    A match of length n is an earlier position in the document (or what the sequence has of it)
+    where the last n tokens were the same as here. We take the longest one, with n from 1 to N, and
+    of several the latest. The induced token is the one that came next there."""
     # 1. Sort the positions for each n, so that those with equal last tokens stand side by side, in
     # the order of the text. What is sorted begins with the number of the document, so that
     # positions of two documents are never equal.

@@ -19,8 +19,8 @@ and would be lost by rounding to the nearest one. So new rows are rounded up or 
 that their mean is exact. The optimizer keeps a single number for a row, the mean square of its
 gradients over time, and no momentum (record 92).
 
-In comments R is the number of rows of a table, and `share` the number of columns that a rank owns.
-The last columns are padded if the width is no multiple of the number of ranks.
+In comments R is the number of rows of a table, and `own_width` the number of columns that a rank
+owns. The last columns are padded if the width is no multiple of the number of ranks.
 """
 from collections.abc import Callable
 from typing import NamedTuple
@@ -108,11 +108,12 @@ class Tables:
         self.ends = None  # (indices, ranks + 1) on the CPU, those of `sorted`
         self.ends_arrived = None  # the event after which they are there
         self.used = {}  # UsedRows of each index
-        # Sums of gradients of the own rows: (ranks, own rows, share) of each table, and with the
-        # name lm_head (1, own rows, width) of the token embedding.
+        # Sums of gradients of the own rows: (ranks, own rows, own_width) of each table, and with
+        # the name lm_head (1, own rows, width) of the token embedding.
         self.totals = {}
-        self.sent = {}  # of each table what comes from all ranks, (rows, share), and the transfer
-        self.handed_out = {}  # the updated rows (ranks * n, share), and the transfer
+        # Of each table what comes from all ranks, (rows, own_width), and the transfer.
+        self.arriving = {}
+        self.handed_out = {}  # the updated rows (ranks * n, own_width), and the transfer
 
     def take_turn(self, method: str, after: str) -> None:
         """Notes that a method is called, and raises RuntimeError if it is not its turn."""
@@ -164,10 +165,10 @@ class Tables:
                 self.totals[name] = self.new_total(table, self.world_size, rows)
 
     def new_total(self, table: Table, *sizes: int) -> Tensor:
-        """Zeros (*sizes, share), for sums of gradients."""
-        share = -(-table.bank.size(1) // self.world_size)
+        """Zeros (*sizes, own_width), for sums of gradients."""
+        own_width = -(-table.bank.size(1) // self.world_size)
         wide = torch.promote_types(table.bank.dtype, torch.float32)
-        return table.bank.new_zeros(*sizes, share, dtype=wide)
+        return table.bank.new_zeros(*sizes, own_width, dtype=wide)
 
     @torch.no_grad()
     def add(self, i: int, gradients: dict[str, Tensor]) -> None:
@@ -205,9 +206,9 @@ class Tables:
         collective."""
         with self.side_stream.on():
             for name, table in self.tables.items():
-                total = self.totals.pop(name)  # (ranks, own rows, share)
+                total = self.totals.pop(name)  # (ranks, own rows, own_width)
                 if self.world_size == 1:
-                    self.sent[name] = total[0], NoTransfer()
+                    self.arriving[name] = total[0], NoTransfer()
                     continue
                 total = total.to(table.bank.dtype)
                 counts = self.used[table.index].counts
@@ -215,7 +216,7 @@ class Tables:
                 own = [counts[self.rank]] * self.world_size
                 transfer = dist.all_to_all_single(
                     arrived, total.flatten(0, 1), counts, own, async_op=True)
-                self.sent[name] = arrived, transfer
+                self.arriving[name] = arrived, transfer
 
     def add_embedding(self, gradient: Tensor) -> None:
         """Adds the total of the token embedding to the gradient (V, width) of the head."""
@@ -225,10 +226,10 @@ class Tables:
 
     def gradients(self) -> list[Tensor]:
         """What this rank has received, after waiting for it on the current stream."""
-        for _, transfer in self.sent.values():
+        for _, transfer in self.arriving.values():
             transfer.wait()
         self.meet()
-        return [arrived for arrived, _ in self.sent.values()]
+        return [arrived for arrived, _ in self.arriving.values()]
 
     @torch.no_grad()
     def update(self, rates: dict, unscale: Callable[[Tensor], Tensor]) -> None:
@@ -251,8 +252,8 @@ class Tables:
                 self.handed_out[name] = self.hand_out(part)
 
     def mean_squares(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The gradients (n, share) of this rank's columns -> of each row the mean square over all
-        columns, (n,). (A norm takes one pass over memory, squares and their sum two.) A
+        """The gradients (n, own_width) of this rank's columns -> of each row the mean square over
+        all columns, (n,). (A norm takes one pass over memory, squares and their sum two.) A
         collective."""
         lengths = [torch.linalg.vector_norm(x, dim=1) for x in gradients.values()]
         squares = torch.cat(lengths).square()
@@ -263,8 +264,8 @@ class Tables:
                 for name, part in zip(gradients, parts)}
 
     def sum_of_ranks(self, name: str, table: Table, unscale: Callable) -> Tensor:
-        """The summed gradient of this rank's columns of all used rows, (n, share)."""
-        arrived, transfer = self.sent.pop(name)
+        """The summed gradient of this rank's columns of all used rows, (n, own_width)."""
+        arrived, transfer = self.arriving.pop(name)
         if self.world_size == 1:
             return unscale(arrived)
         used = self.used[table.index]
@@ -274,8 +275,8 @@ class Tables:
         return total[0]
 
     def hand_out(self, part: Tensor) -> tuple:
-        """Begins to give this rank's columns (n, share) to all ranks. Returns those of all of them,
-        (ranks * n, share), and the transfer. A collective."""
+        """Begins to give this rank's columns (n, own_width) to all ranks. Returns those of all of
+        them, (ranks * n, own_width), and the transfer. A collective."""
         if self.world_size == 1:
             return part, NoTransfer()
         parts = part.new_empty(self.world_size * len(part), part.size(1))
@@ -323,13 +324,13 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=["n", "lookups"])
     def sum_rows_kernel(
-        total_ptr,  # (ranks, n, share)
+        total_ptr,  # (ranks, n, own_width)
         places_ptr,  # (lookups,)
         gradient_ptr,  # (lookups, width)
         n,
         lookups,
         width,
-        share,
+        own_width,
         LINES: tl.constexpr,
         COLUMNS: tl.constexpr,
     ):
@@ -338,19 +339,19 @@ if triton is not None:
         place = tl.load(places_ptr + line, mask=line < lookups)
         gradient = tl.load(gradient_ptr + line * width + column, mask=inside)
         gradient = gradient.to(total_ptr.dtype.element_ty)
-        rank = column // share
-        own_ptr = total_ptr + (rank * n + place) * share + column % share
+        rank = column // own_width
+        own_ptr = total_ptr + (rank * n + place) * own_width + column % own_width
         tl.atomic_add(own_ptr, gradient, inside, sem="relaxed")
 
     @triton.jit(do_not_specialize=["n", "first_column", "seed"])
     def update_rows_kernel(
-        gradient_ptr,  # (n, share)
+        gradient_ptr,  # (n, own_width)
         rows_ptr,  # (n,)
         root_ptr,  # (n,)
         bank_ptr,  # (R, width)
-        updated_ptr,  # (n, share)
+        updated_ptr,  # (n, own_width)
         n,
-        share,
+        own_width,
         width,
         first_column,
         lr,
@@ -361,8 +362,8 @@ if triton is not None:
         COLUMNS: tl.constexpr,
     ):
         """The new rows, rounded at random if they are in bf16."""
-        line, column, inside = tile_of_lines(n, share, LINES, COLUMNS)
-        place = line * share + column
+        line, column, inside = tile_of_lines(n, own_width, LINES, COLUMNS)
+        place = line * own_width + column
         gradient = tl.load(gradient_ptr + place, mask=inside, other=0.0)
         root = tl.load(root_ptr + line, mask=line < n, other=1.0)
         row = tl.load(rows_ptr + line, mask=line < n, other=0)
@@ -385,34 +386,34 @@ if triton is not None:
     def put_rows_kernel(
         bank_ptr,  # (R, width)
         rows_ptr,  # (n,)
-        parts_ptr,  # (ranks, n, share)
+        parts_ptr,  # (ranks, n, own_width)
         n,
         width,
-        share,
+        own_width,
         LINES: tl.constexpr,
         COLUMNS: tl.constexpr,
     ):
         """Writes rows of the bank from the parts of all ranks."""
         line, column, inside = tile_of_lines(n, width, LINES, COLUMNS)
-        rank = column // share
-        part = tl.load(parts_ptr + (rank * n + line) * share + column % share, mask=inside)
+        rank = column // own_width
+        part = tl.load(parts_ptr + (rank * n + line) * own_width + column % own_width, mask=inside)
         row = tl.load(rows_ptr + line, mask=line < n)
         tl.store(bank_ptr + row * width + column, part, mask=inside)
 
 
 def sum_rows(total: Tensor, places: Tensor, gradient: Tensor) -> None:
-    """Adds the gradient (lookups, width) to the lines places (lookups,) of total (ranks, n, share),
-    in place. The columns are dealt out over the ranks."""
-    ranks, n, share = total.shape
+    """Adds the gradient (lookups, width) to the lines places (lookups,) of total (ranks, n,
+    own_width), in place. The columns are dealt out over the ranks."""
+    ranks, n, own_width = total.shape
     width = gradient.size(1)
     if total.is_cuda:
         grid, tile = line_tiles(*gradient.shape)
         sum_rows_kernel[grid](
-            total, places, gradient.contiguous(), n, len(places), width, share, *tile
+            total, places, gradient.contiguous(), n, len(places), width, own_width, *tile
         )
         return
-    padding = ranks * share - width
-    gradient = F.pad(gradient.to(total.dtype), (0, padding)).view(-1, ranks, share)
+    padding = ranks * own_width - width
+    gradient = F.pad(gradient.to(total.dtype), (0, padding)).view(-1, ranks, own_width)
     total.index_add_(1, places, gradient.transpose(0, 1))
 
 
@@ -429,25 +430,26 @@ def remember_square(mean_square: Tensor, rows: Tensor, square: Tensor, beta2: fl
 def update_rows(gradient: Tensor, rows: Tensor, root: Tensor, bank: Tensor, rank: int,
                 lr: float, decay: float) -> Tensor:
     """The new values of a rank's columns of rows (n,) of a bank (R, width), which stays as it is. A
-    rank has as many columns as the gradient (n, share); those beyond the bank's are 0.
+    rank has as many columns as the gradient (n, own_width); those beyond the bank's are 0.
 
     The update is lr * gradient / root, with root (n,) that of the mean squares, and weight decay
     only where that shrinks the weight anyway (Chen et al. 2025; record 43), as cautious_update of
-    train_gpt.py does it. Returns them (n, share) in the bank's dtype; bf16 is rounded at random.
+    train_gpt.py does it. Returns them (n, own_width) in the bank's dtype; bf16 is rounded at
+    random.
     """
-    n, share = gradient.shape
-    first_column = rank * share
+    n, own_width = gradient.shape
+    first_column = rank * own_width
     is_bf16 = bank.dtype == torch.bfloat16
     if gradient.is_cuda:
         updated = torch.empty_like(gradient, dtype=bank.dtype)
         seed = int(torch.randint(2**31, ()))
-        grid, tile = line_tiles(n, share)
+        grid, tile = line_tiles(n, own_width)
         update_rows_kernel[grid](
-            gradient, rows, root, bank, updated, n, share, bank.size(1), first_column, lr, decay,
-            seed, is_bf16, *tile)
+            gradient, rows, root, bank, updated, n, own_width, bank.size(1), first_column, lr,
+            decay, seed, is_bf16, *tile)
         return updated
-    weight = bank[rows, first_column : first_column + share].to(gradient.dtype)
-    weight = F.pad(weight, (0, share - weight.size(1)))
+    weight = bank[rows, first_column : first_column + own_width].to(gradient.dtype)
+    weight = F.pad(weight, (0, own_width - weight.size(1)))
     update = gradient / (root[:, None] + 1e-10)
     shrinks = update * weight > 0
     weight = weight - lr * (update + decay * weight * shrinks)
@@ -457,11 +459,12 @@ def update_rows(gradient: Tensor, rows: Tensor, root: Tensor, bank: Tensor, rank
 
 
 def put_rows(bank: Tensor, rows: Tensor, parts: Tensor) -> None:
-    """Writes the parts (ranks, n, share), one from each rank, to rows (n,) of bank (R, width)."""
-    _, n, share = parts.shape
+    """Writes the parts (ranks, n, own_width), one from each rank, to rows (n,) of the bank (R,
+    width)."""
+    _, n, own_width = parts.shape
     width = bank.size(1)
     if bank.is_cuda:
         grid, tile = line_tiles(n, width)
-        put_rows_kernel[grid](bank, rows, parts, n, width, share, *tile)
+        put_rows_kernel[grid](bank, rows, parts, n, width, own_width, *tile)
         return
     bank[rows] = parts.transpose(0, 1).flatten(1)[:, :width]

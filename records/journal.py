@@ -197,7 +197,8 @@ def project_files(script: str | Path) -> list[dict]:
     `file` of the log (path, sha256, text). Call it right after the imports: then the log shows what
     runs, even if a file is edited later."""
     names = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
-    paths = {Path(name).resolve() for name in names if name}
+    # Not every module has a file, and that of torch.classes does not exist.
+    paths = {Path(name).resolve() for name in names if name and Path(name).is_file()}
     files = []
     for path in sorted(paths - {Path(script).resolve()}):
         if path.is_relative_to(ROOT) and "site-packages" not in path.parts:

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ import train_gpt as t
 from nanogpt import kernels
 from nanogpt.kernels import E4M3, E5M2
 from nanogpt.precision import fp8, fp8_static, nvfp4, recipe
-from nanogpt.precision.fp8_static import LARGEST_CLAMPED_PART, STATIC, clamped_parts
+from nanogpt.precision.fp8_static import STATIC
 from nanogpt.precision.recipe import PLAIN
 from nanogpt.ranks import BadInput
 from records import journal
@@ -223,8 +224,10 @@ def test_weights_beyond_the_range_are_counted_with_the_factor_that_multiplies_th
         else:
             model.lm_head[:2] = 7.0
         model.qkvo[3] = 100.0  # of "o", which is in bf16
-    parts = clamped_parts(model, t.SCALARS)
-    assert {name for name, part in parts.items() if part > LARGEST_CLAMPED_PART} == {projection}
+    noted = []
+    fp8_static.check_weights(model, t.SCALARS, 7, SimpleNamespace(fact=lambda kind, fact: noted.append(fact["what"])))
+    [sentence] = noted
+    assert f"% of the weights of {projection} are too large for FP8 at step 7" in sentence
 
 
 # ---------------------------------------------------------------------------------------------------- the model
@@ -355,17 +358,19 @@ def test_each_projection_can_have_a_recipe_of_its_own(monkeypatch):
 def test_shapes_that_are_no_multiples_of_16_stay_wide(precision):
     model, _ = trainer(precision=precision, mlp_dim=120)
     names = model.precision.recipe_names
-    assert (names["qkv"], names["up"], names["down"]) == (precision, "bf16", "bf16")
+    assert {*names.values()} == {"bf16"}
 
 
 @pytest.mark.parametrize("changes, message", [
     (dict(precision="odd"), "down cannot be fp8-sttaic, which is none of bf16, "),
-    (dict(precision="bf16", float8_all_gather=True), "--float8_all_gather needs fp8 .* but qkv of 64 x 192 is bf16"),
-    (dict(precision="fp8", float8_all_gather=True, mlp_dim=120), "--float8_all_gather .* up of 64 x 120 is bf16; .* multiples of 16"),
-    (dict(precision="fp8", float8_all_gather=True, dtype="float64"), "--float8_all_gather .* is fp64; .* --dtype=auto"),
+    (dict(precision="static"), "o cannot be fp8-static, as its input has no constant scale; give it fp8 or bf16"),
+    (dict(precision="bf16", float8_all_gather=True), "--float8_all_gather needs fp8 .* give --precision=fp8"),
+    (dict(precision="fp8", float8_all_gather=True, mlp_dim=120), "--float8_all_gather .* multiples of 16"),
+    (dict(precision="fp8", float8_all_gather=True, dtype="float64"), "--float8_all_gather .* --dtype=auto"),
 ])
 def test_a_recipe_that_cannot_be_is_refused_in_one_sentence(changes, message, monkeypatch):
     monkeypatch.setitem(t.PRECISIONS, "odd", ("bf16", "bf16", "bf16", "fp8-sttaic", "bf16"))
+    monkeypatch.setitem(t.PRECISIONS, "static", ("fp8-static",) * 5)
     with pytest.raises(BadInput, match=message):
         trainer(**changes)
 

@@ -37,10 +37,10 @@ def fp8_values(x, dtype=E4M3):
     return x8.double() * scale.double()
 
 
-def values(blocks):
-    """float64 values (R, K) that blocks of nvfp4 stand for."""
-    x = blocks.numbers.double() * blocks.scales.double()
-    return x.flatten(2).flatten(0, 1) * blocks.amax.double() / (6 * 448)
+def values(rounded):
+    """float64 values (R, K) that numbers of nvfp4 stand for."""
+    numbers, scale = rounded
+    return numbers.double() * scale.double()
 
 
 def make_products(recipe, w, has_fp8=True):
@@ -126,8 +126,8 @@ def test_signal_to_noise_of_the_formats_is_that_of_the_tables():
     x = normal(512, 512)
     assert decibels(fp8_values(x, E4M3), x) == pytest.approx(31.6, abs=0.3)
     assert decibels(fp8_values(x, E5M2), x) == pytest.approx(25.6, abs=0.3)
-    assert decibels(values(nvfp4.to_blocks(x)), x) == pytest.approx(20.4, abs=0.3)
-    assert decibels(values(nvfp4.to_blocks(x, square=True)), x) == pytest.approx(19.1, abs=0.3)
+    assert decibels(values(nvfp4.to_fp4(x)), x) == pytest.approx(20.4, abs=0.3)
+    assert decibels(values(nvfp4.to_fp4(x, square=True)), x) == pytest.approx(19.1, abs=0.3)
 
 
 def test_fp8_keeps_both_operands_in_8_bits_for_backward_and_gradients_have_the_activations_dtype():
@@ -151,8 +151,8 @@ def test_a_product_for_chosen_rows_of_the_weight_has_the_scale_of_all(recipe):
     if recipe == "fp8":
         assert distance(y, fp8_values(x) @ fp8_values(w)[rows].T) < 1e-6
     else:  # which keeps no weights: these 16 rows have scales of their own
-        chosen = values(nvfp4.to_blocks(w[rows], square=True))
-        assert distance(y, values(nvfp4.to_blocks(x)) @ chosen.T) < 1e-6
+        chosen = values(nvfp4.to_fp4(w[rows], square=True))
+        assert distance(y, values(nvfp4.to_fp4(x)) @ chosen.T) < 1e-6
 
 
 # ------------------------------------------------------------------------------------------- nvfp4
@@ -160,21 +160,21 @@ def test_a_product_for_chosen_rows_of_the_weight_has_the_scale_of_all(recipe):
 
 def test_nvfp4_gives_the_known_answers():
     x = torch.cat([torch.arange(16) * 0.5, torch.arange(16) * 0.1])[None].float()
-    blocks = nvfp4.to_blocks(x)
-    numbers = [0, 0.5, 1, 1, 1.5, 2, 2, 3, 3, 4, 4, 4, 4, 6, 6, 6]
-    assert blocks.amax == 7.5 and blocks.scales.flatten().tolist() == [448, 88]
-    assert blocks.numbers.flatten().tolist() == numbers * 2
+    rounded, scale = nvfp4.to_fp4(x)
+    numbers = torch.tensor([0, 0.5, 1, 1, 1.5, 2, 2, 3, 3, 4, 4, 4, 4, 6, 6, 6])
+    assert scale == torch.tensor(7.5) / (6 * 448) and rounded.dtype == torch.bfloat16
+    assert rounded[0].tolist() == [*(448 * numbers), *(88 * numbers)]  # each block has a scale
     first = [0, 0.625, 1.25, 1.25, 1.875, 2.5, 2.5, 3.75, 3.75, 5, 5, 5, 5, 7.5, 7.5, 7.5]
-    assert values(blocks)[0, :16].tolist() == pytest.approx(first, rel=1e-6)
+    assert values((rounded, scale))[0, :16].tolist() == pytest.approx(first, rel=1e-6)
 
 
 def test_nvfp4_of_nothing_is_nothing_and_tiny_blocks_beside_large_ones_vanish():
-    zero = nvfp4.to_blocks(torch.zeros(16, 32))
+    zero = nvfp4.to_fp4(torch.zeros(16, 32))
     assert not values(zero).any() and not nvfp4.multiply(zero, zero, torch.float32).any()
     x = torch.ones(1, 32)
     x[0, 16:] = 1e-6
     expected = [pytest.approx([1.0] * 16 + [0.0] * 16, rel=1e-6)]
-    assert values(nvfp4.to_blocks(x)).tolist() == expected
+    assert values(nvfp4.to_fp4(x)).tolist() == expected
 
 
 def test_the_transform_spreads_one_number_over_its_block_and_cancels_in_wgrad():
@@ -193,11 +193,11 @@ def test_nvfp4_multiplies_square_blocks_gradients_rounded_at_random_and_a_transf
     y, dx, dw = three_products("nvfp4", x, w, g)
     torch.manual_seed(0)
     drawn, drawn_t = (
-        values(nvfp4.to_blocks(a, stochastic=True)) for a in (g, nvfp4.hadamard(g.T)))
-    square = values(nvfp4.to_blocks(w, square=True))
-    assert distance(y, values(nvfp4.to_blocks(x)) @ square.T) < 1e-6
+        values(nvfp4.to_fp4(a, stochastic=True)) for a in (g, nvfp4.hadamard(g.T)))
+    square = values(nvfp4.to_fp4(w, square=True))
+    assert distance(y, values(nvfp4.to_fp4(x)) @ square.T) < 1e-6
     assert distance(dx, drawn @ square) < 1e-6
-    assert distance(dw, drawn_t @ values(nvfp4.to_blocks(nvfp4.hadamard(x.T))).T) < 1e-6
+    assert distance(dw, drawn_t @ values(nvfp4.to_fp4(nvfp4.hadamard(x.T))).T) < 1e-6
 
 
 # ------------------------------------------------------------------------------ both fp8 and nvfp4

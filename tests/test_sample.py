@@ -138,7 +138,7 @@ def test_a_newcomer_is_told_what_to_expect_of_a_small_model_of_bytes():
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    model = untrained()
+    model = untrained(seq_len=4096, micro_tokens=4096, batch_tokens=8192)
     path = tmp_path_factory.mktemp("model") / "model.safetensors"
     keep(path, model, model.config.num_steps)
     return path
@@ -182,7 +182,7 @@ def test_a_closed_pipe_and_control_c_end_it_quietly_and_a_full_disk_with_a_sente
         with open("/dev/full", "w") as full:
             run = subprocess.run([*SPEAK, str(checkpoint), "Once"], stdout=full, stderr=subprocess.PIPE, timeout=120)
         assert run.returncode == 2 and run.stderr.count(b"\n") == 1 and run.stderr.startswith(b"sample.py: ")
-    process = Process("sample.py", checkpoint, "Once", "--sample_tokens=200")
+    process = Process("sample.py", checkpoint, "Once", "--sample_tokens=4000")
     process.wait_for("Once")
     process.send_signal(signal.SIGINT)
     assert process.wait() == -signal.SIGINT and process.err() == ""

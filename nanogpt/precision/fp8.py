@@ -32,17 +32,15 @@ nanochat, whose numbers these are; torchao's precompute_float8_dynamic_scale_for
 """
 import math
 from collections.abc import Collection
-from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from nanogpt import kernels
 from nanogpt.kernels import E4M3, E5M2
 from nanogpt.precision.recipe import Products, Recipe
 from nanogpt.precision.rounding import E4M3_GRID, E5M2_GRID, inverse, round_to
-from nanogpt.ranks import all_gather, rank_and_world_size
+from nanogpt.ranks import gathered, rank_and_world_size
 
 GRIDS = {E4M3: E4M3_GRID, E5M2: E5M2_GRID}
 
@@ -109,90 +107,81 @@ class FP8Products(Products):
         return FP8Products(self.weight_bytes[rows], self.weight_scale, self.has_fp8)
 
 
-class Site(NamedTuple):
-    """Where the weight of a product is: some rows of a bank. A row is an entry of the bank's first
-    dimension: a whole matrix in mlp and qkvo, one vector in lm_head."""
-    bank: str  # its name
-    rows: slice
-    transposed: bool = False  # whether the bank has the weight as (K, N)
-
-
 class FP8(Recipe):
-    """The FP8 weights of these sites, and by the keys of the sites the `products` that read them.
+    """All matrices in FP8. There are no FP8 weights before `weights_changed` is called with the
+    names of all banks. Each rank updates an equal part of their rows."""
 
-    `banks` are the model's weights by name. Each rank updates an equal part of their rows. There
-    are no FP8 weights before `weights_changed` is called with the names of all banks."""
-
-    def __init__(self, sites: dict[tuple, Site], banks: dict[str, Tensor],
-                 all_gather: bool = False):
+    def __init__(self, banks: dict[str, Tensor], all_gather: bool = False):
+        """banks: the model's weights by name"""
         self.all_gather = all_gather
         self.rank, self.world_size = rank_and_world_size()
-        device = next(iter(banks.values())).device
-        # One row for each site, and a last one for the rows of banks that belong to no site, such
-        # as padding. The scale is a row's first number: compiled code wants it to begin at a
-        # multiple of 16 bytes.
-        self.scales = torch.full((len(sites) + 1, 4), math.nan, device=device)
-        self.banks = {}  # the wide weights
-        self.weight_bytes = {}  # the same in e4m3, as bytes: any device can copy and send those
-        self.site_of_row = {}  # (rows of the bank,): the number of its site, a row of `scales`
-        self.products = {}
-        for number, (key, site) in enumerate(sites.items()):
-            name = site.bank
-            if name not in self.banks:
-                bank = self.banks[name] = banks[name].detach()
-                self.weight_bytes[name] = torch.zeros_like(bank, dtype=torch.uint8)
-                self.site_of_row[name] = torch.full((len(bank),), len(sites), device=device)
-            self.site_of_row[name][site.rows] = number
-            weight_bytes = self.weight_bytes[name][site.rows].flatten(0, -2)
-            self.products[key] = FP8Products(
-                weight_bytes.t() if site.transposed else weight_bytes,
-                self.scales[number, 0], kernels.has_fp8(device))
+        self.banks = {name: banks[name].detach() for name in ("lm_head", "mlp", "qkvo")}
+        self.weight_bytes = {}  # in e4m3, as bytes: any device can copy and send those
+        for name, bank in self.banks.items():
+            self.weight_bytes[name] = torch.zeros_like(bank, dtype=torch.uint8)
+        # Which scale each row of a bank has: all of the head the first one, each matrix of the MLPs
+        # its own, and of each attention queries, keys and values one, and the output another.
+        device = self.banks["mlp"].device
+        heads = torch.zeros(len(self.banks["lm_head"]), dtype=torch.int64, device=device)
+        mlps = 1 + torch.arange(len(self.banks["mlp"]), device=device)
+        row = torch.arange(len(self.banks["qkvo"]), device=device)
+        attentions = 1 + len(mlps) + row // 4 * 2 + (row % 4 == 3)
+        self.scale_of_row = {"lm_head": heads, "mlp": mlps, "qkvo": attentions}
+        # The scale is a row's first number: compiled code wants it to begin at a multiple of 16
+        # bytes.
+        self.scales = torch.full((int(attentions[-1]) + 1, 4), math.nan, device=device)
+
+    def products_of(self, name: str, rows: slice, transposed: bool = False) -> FP8Products:
+        """The products of a weight (N, K): these rows of a bank, which may have it as (K, N)."""
+        weight_bytes = self.weight_bytes[name][rows].flatten(0, -2)
+        if transposed:
+            weight_bytes = weight_bytes.t()
+        number = int(self.scale_of_row[name][rows][0])
+        has_fp8 = kernels.has_fp8(weight_bytes.device)
+        return FP8Products(weight_bytes, self.scales[number, 0], has_fp8)
 
     def own_rows(self, bank: Tensor) -> Tensor:
         """The rows of a bank that this rank updates, a view."""
         return bank.chunk(self.world_size)[self.rank]
 
     def hands_out(self, name: str) -> bool:
-        return self.all_gather and name in self.banks and name != "lm_head"
+        return self.all_gather and name in ("mlp", "qkvo")
 
     @torch.no_grad()
     def weights_changed(self, names: Collection[str], masters: dict[str, Tensor]) -> None:
         """Measures all weights, and rounds those of the named banks."""
         # 1. What is rounded: whole banks, or with --float8_all_gather this rank's float32 rows.
         weights = self.banks
-        site_of_row = self.site_of_row
+        scale_of_row = self.scale_of_row
         if self.all_gather:
             weights = {name: masters[name] for name in self.banks}
-            site_of_row = {name: self.own_rows(rows) for name, rows in site_of_row.items()}
-        gathers = self.all_gather and self.world_size > 1
+            scale_of_row = {name: self.own_rows(rows) for name, rows in scale_of_row.items()}
 
-        # 2. One scale for each site, from the amaxes of its rows.
+        # 2. The scales, from the amaxes of all rows that share one.
         amaxes = torch.zeros_like(self.scales[:, 0])
         for name, weight in weights.items():
             row_amaxes = weight.abs().flatten(1).amax(1).float()
-            # A maximum over ranks may lose a NaN, but not infinity, which says the same here.
+            # A maximum by scatter may lose a NaN, but not infinity, which says the same here.
             row_amaxes = row_amaxes.nan_to_num(math.inf, math.inf)
-            amaxes.scatter_reduce_(0, site_of_row[name], row_amaxes, "amax")
-        if gathers:
-            dist.all_reduce(amaxes, dist.ReduceOp.MAX)
+            amaxes.scatter_reduce_(0, scale_of_row[name], row_amaxes, "amax")
+        if self.all_gather:
+            amaxes = gathered(amaxes[None]).amax(0)
         multipliers = multiplier(amaxes, E4M3)
         self.scales.copy_(inverse(multipliers)[:, None].expand_as(self.scales))
 
         # 3. The bytes. Any device can round to FP8 here, outside of compiled code.
         for name, weight in weights.items():
-            if name not in names:
-                continue
-            row_multipliers = multipliers[site_of_row[name]][:, None]
-            rounded = to_fp8(weight.flatten(1), row_multipliers, E4M3)
-            new_bytes = rounded.view(torch.uint8).view(weight.shape)
-            if gathers:
-                all_gather(self.weight_bytes[name], new_bytes)
-            else:
+            if name in names:
+                row_multipliers = multipliers[scale_of_row[name]][:, None]
+                rounded = to_fp8(weight.flatten(1), row_multipliers, E4M3)
+                new_bytes = rounded.view(torch.uint8).view(weight.shape)
+                if self.all_gather:
+                    new_bytes = gathered(new_bytes)
                 self.weight_bytes[name].copy_(new_bytes)
 
     @torch.no_grad()
     def before_validation(self) -> None:
         """Fetches the wide rows that --float8_all_gather has left with the ranks that own them."""
         for name, bank in self.banks.items():
-            if self.hands_out(name) and self.world_size > 1:
-                all_gather(bank, self.own_rows(bank).clone())
+            if self.hands_out(name):
+                bank.copy_(gathered(self.own_rows(bank)))

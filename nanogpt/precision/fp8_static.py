@@ -119,9 +119,10 @@ LARGEST_CLAMPED_PART = 0.001
 
 
 @torch.no_grad()
-def clamped_parts(model, scalar_names: Iterable[str]) -> dict[str, float]:
-    """Of each projection with constant scales, which part of its weights is clamped. model: a
-    train_gpt.GPT; scalar_names: train_gpt.SCALARS, of which "down" multiplies weights."""
+def check_weights(model, scalar_names: Iterable[str], step: int, log) -> None:
+    """Notes a defect in the log for each projection with constant scales of which more is clamped.
+    model: a train_gpt.GPT; scalar_names: train_gpt.SCALARS, of which "down" multiplies weights;
+    log: a journal.Log"""
     mlp = model.weight("mlp").unflatten(0, (-1, 2))  # (L, 2, D, F)
     qkvo = model.weight("qkvo").unflatten(0, (-1, 4))  # (layers with attention, 4, H d, D)
     weights = {"qkv": qkvo[:, :3], "up": mlp[:, 0], "down": mlp[:, 1],
@@ -129,17 +130,11 @@ def clamped_parts(model, scalar_names: Iterable[str]) -> dict[str, float]:
     if model.config.scalars:
         factors = dict(zip(scalar_names, model.scalars[..., None, None].unbind(1)))  # (L, 1, 1)
         weights["down"] = factors["down"] * weights["down"]
-    parts = {}
-    for projection, name in model.precision.recipe_names.items():
-        if name == "fp8-static":
-            limit = torch.finfo(E4M3).max * STATIC[projection].weight_scale
-            parts[projection] = (weights[projection].abs() > limit).float().mean().item()
-    return parts
-
-
-def check_weights(model, scalar_names: Iterable[str], step: int, log) -> None:
-    """Notes a defect in the log, a journal.Log, for each projection of which more is clamped."""
-    for projection, part in clamped_parts(model, scalar_names).items():
+    for projection, weight in weights.items():
+        if model.precision.recipe_names[projection] != "fp8-static":
+            continue
+        limit = torch.finfo(E4M3).max * STATIC[projection].weight_scale
+        part = (weight.abs() > limit).float().mean().item()
         if part > LARGEST_CLAMPED_PART:
             log.fact("defect", dict(
                 what=f"{100 * part:.2g} % of the weights of {projection} are too large for FP8 at "

@@ -41,8 +41,6 @@ which hardly matters.
 Sources: NVIDIA 2025, "Pretraining large language models with NVFP4" (arXiv 2509.25149), and the
 recipe NVFP4BlockScaling of TransformerEngine.
 """
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -55,24 +53,16 @@ LARGEST_SCALE = 448  # the largest number of e4m3
 LARGEST_FLOAT32 = torch.finfo(torch.float32).max
 
 
-class Blocks(NamedTuple):
-    """An operand (R, K) in blocks of h x 16 numbers, where h is 1 or 16."""
-    numbers: Tensor  # (R / h, h, K / 16, 16) float32: numbers of e2m1
-    scales: Tensor  # (R / h, 1, K / 16, 1) float32: numbers of e4m3
-    amax: Tensor  # () float32, of the whole operand
-
-
-def to_blocks(x: Tensor, square: bool = False, stochastic: bool = False) -> Blocks:
-    """Rounds x (R, K), where K is a multiple of 16. If blocks are to be square, R is one, too."""
-    rows, columns = x.shape
+def to_fp4(x: Tensor, square: bool = False, stochastic: bool = False) -> tuple[Tensor, Tensor]:
+    """Rounds x (R, K) in blocks of 1 x 16, or of 16 x 16 if they are to be square. Sizes that are
+    cut into blocks are multiples of 16. Returns numbers times their blocks' scales (R, K), which
+    are exact in bf16, and the scale () of them all."""
     height = 16 if square else 1
-    x = x.float()
-    amax = x.abs().amax()
-    blocks = x.reshape(rows // height, height, columns // 16, 16)
+    amax = x.abs().amax().float()
+    blocks = x.float().unflatten(1, (-1, 16)).unflatten(0, (-1, height))
 
     multiplier = (LARGEST * LARGEST_SCALE / amax.double()).float()
-    multiplier = multiplier.clamp(max=LARGEST_FLOAT32)
-    multiplier = torch.where(amax == 0, 1, multiplier)
+    multiplier = multiplier.clamp(max=LARGEST_FLOAT32)  # infinite if all is zero
 
     block_amaxes = blocks.abs().amax((1, 3), keepdim=True)
     scales = block_amaxes * (multiplier * (1 / LARGEST))
@@ -82,17 +72,15 @@ def to_blocks(x: Tensor, square: bool = False, stochastic: bool = False) -> Bloc
     block_multipliers = block_multipliers.clamp(max=LARGEST_FLOAT32)  # infinite for blocks of zeros
     numbers = (blocks * block_multipliers).clamp(-LARGEST, LARGEST)
     noise = torch.rand_like(numbers) if stochastic else None
-    return Blocks(round_to(numbers, E2M1_GRID, noise), scales, amax)
+    values = round_to(numbers, E2M1_GRID, noise) * scales
+    return values.bfloat16().reshape(x.shape), amax / (LARGEST * LARGEST_SCALE)
 
 
-def multiply(a: Blocks, b_t: Blocks, dtype: torch.dtype) -> Tensor:
-    """a (M, K) times b_t (N, K) transposed -> (M, N) of this dtype, with sums in float32."""
-    a_scale = a.amax / (LARGEST * LARGEST_SCALE)
-    b_scale = b_t.amax / (LARGEST * LARGEST_SCALE)
-    a_values = (a.numbers * a.scales).bfloat16()
-    b_values = (b_t.numbers * b_t.scales).bfloat16()
-    a_values = a_values.flatten(2).flatten(0, 1)  # (M, K)
-    b_values = b_values.flatten(2).flatten(0, 1)  # (N, K)
+def multiply(a: tuple[Tensor, Tensor], b_t: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
+    """a (M, K) times b_t (N, K) transposed, both from `to_fp4` -> (M, N) of this dtype, with sums
+    in float32."""
+    a_values, a_scale = a
+    b_values, b_scale = b_t
     return kernels.product(a_values, b_values, a_scale, b_scale, dtype)
 
 
@@ -117,15 +105,15 @@ class NVFP4Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w):
         ctx.save_for_backward(x, w)
-        return multiply(to_blocks(x), to_blocks(w, square=True), x.dtype)
+        return multiply(to_fp4(x), to_fp4(w, square=True), x.dtype)
 
     @staticmethod
     def backward(ctx, g):
         x, w = ctx.saved_tensors
-        w_blocks = to_blocks(w.t(), square=True)  # which have the numbers of fprop
-        grad_x = multiply(to_blocks(g, stochastic=True), w_blocks, g.dtype)  # (T, K)
-        g_t_blocks = to_blocks(hadamard(g.t()), stochastic=True)
-        grad_w = multiply(g_t_blocks, to_blocks(hadamard(x.t())), g.dtype)  # (N, K)
+        w4 = to_fp4(w.t(), square=True)  # which have the numbers of fprop
+        grad_x = multiply(to_fp4(g, stochastic=True), w4, g.dtype)  # (T, K)
+        g4_t = to_fp4(hadamard(g.t()), stochastic=True)
+        grad_w = multiply(g4_t, to_fp4(hadamard(x.t())), g.dtype)  # (N, K)
         return grad_x, grad_w
 
 

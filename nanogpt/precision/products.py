@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from nanogpt.precision.fp8 import FP8, Site
+from nanogpt.precision.fp8 import FP8
 from nanogpt.precision.fp8_static import STATIC
 from nanogpt.precision.fp16 import LossScaling
 from nanogpt.precision.nvfp4 import NVFP4Products
@@ -33,35 +33,31 @@ class Precision:
         """c: train_gpt.Config; recipe_names: by the projections' names; banks: the model's weights
         by name"""
         self.recipe_names = recipe_names
-        sites = self.fp8_sites(c)
         self.recipe = Recipe()
         if c.precision == "fp16":
             self.recipe = LossScaling(banks["lm_head"].device, c.seq_len)
-        elif sites:
-            self.recipe = FP8(sites, banks, c.float8_all_gather)
+        elif "fp8" in recipe_names.values():
+            self.recipe = FP8(banks, c.float8_all_gather)
+        # The rows of the banks: train_gpt.py, section 4.
         self.layers = []
-        for layer in range(c.num_layers):
-            of_layer = [self.products_of(layer, name) for name in LayerProducts._fields]
-            self.layers.append(LayerProducts(*of_layer))
-        self.head = self.products_of(c.num_layers, "lm_head")
-
-    def fp8_sites(self, c) -> dict[tuple[int, str], Site]:
-        """Where the weights of the recipe fp8 are (train_gpt.py, section 4)."""
-        sites = {("lm_head", c.num_layers): Site("lm_head", slice(c.vocab_size))}
-        for place, i in enumerate(c.attends):
-            sites["qkv", i] = Site("qkvo", slice(4 * place, 4 * place + 3))
-            sites["o", i] = Site("qkvo", slice(4 * place + 3, 4 * place + 4), transposed=True)
         for i in range(c.num_layers):
-            sites["up", i] = Site("mlp", slice(2 * i, 2 * i + 1), transposed=True)
-            sites["down", i] = Site("mlp", slice(2 * i + 1, 2 * i + 2))
-        return {key: site for key, site in sites.items() if self.recipe_names[key[0]] == "fp8"}
+            place = 4 * c.attends.index(i) if i in c.attends else 0  # else nobody asks for qkv or o
+            self.layers.append(LayerProducts(
+                self.products_of("qkv", "qkvo", slice(place, place + 3)),
+                self.products_of("o", "qkvo", slice(place + 3, place + 4), True),
+                self.products_of("up", "mlp", slice(2 * i, 2 * i + 1), True),
+                self.products_of("down", "mlp", slice(2 * i + 1, 2 * i + 2))))
+        self.head = self.products_of("lm_head", "lm_head", slice(c.vocab_size))
 
-    def products_of(self, layer: int, projection: str) -> Products:
+    def products_of(self, projection: str, bank: str, rows: slice,
+                    transposed: bool = False) -> Products:
+        """Those of a projection whose weight (N, K) is these rows of a bank, or is there as
+        (K, N)."""
         name = self.recipe_names[projection]
         if name == "fp8-static":
             return STATIC[projection]
         if name == "fp8":
-            return self.recipe.products.get((projection, layer), PLAIN)  # without attention: PLAIN
+            return self.recipe.products_of(bank, rows, transposed)
         if name == "nvfp4":
             return NVFP4Products()
         return PLAIN

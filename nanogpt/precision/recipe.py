@@ -105,48 +105,39 @@ def plain_recipe(c) -> str:
     return next(name for name in PLAIN_DTYPES if PLAIN_DTYPES[name] == dtype)
 
 
-def is_native(recipe_name: str, device: torch.device) -> bool:
-    """Whether the device itself has the products of this recipe. Of a CPU that is assumed for bf16.
-    GPUs that have nvfp4 (Blackwell) were never tried, so it is always emulated."""
-    if recipe_name == "nvfp4":
-        return False
-    if recipe_name in ("fp8", "fp8-static"):
-        return kernels.has_fp8(device)
-    if recipe_name == "bf16" and device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    return True
-
-
 def choose(c, wanted: dict[str, str], device: torch.device) -> dict[str, str]:
     """The recipe of each projection, by their names. `wanted` are those of --precision, and `c` is
     train_gpt.Config. Raises BadInput where the user asked for what cannot be."""
     plain = plain_recipe(c)
-    require(not c.compile or is_native("bf16", device) or plain in ("fp32", "fp64"),
+    is_wide = plain in ("fp32", "fp64")
+    lacks_bf16 = device.type == "cuda" and not torch.cuda.is_bf16_supported(
+        including_emulation=False)
+    require(is_wide or not (lacks_bf16 and c.compile),
             "this GPU has no bf16, which PyTorch's compiler needs for this run, also in fp16; give "
             "--precision=fp32, or --compile=false")
-    of_heads = c.num_heads * c.head_dim
-    widths = {"qkv": 3 * of_heads, "o": of_heads, "up": c.mlp_dim, "down": c.mlp_dim,
-              "lm_head": c.vocab_size}
+    # FP8 and NVFP4 take multiples of 16. All plain recipes mean the one of the model's dtype.
+    widths = c.model_dim, c.num_heads * c.head_dim, c.mlp_dim, c.vocab_size
+    stays_plain = plain == "fp64" or any(width % 16 for width in widths)
     chosen = {}
     for projection, name in wanted.items():
         require(name in KNOWN,
                 f"{projection} cannot be {name}, which is none of {', '.join(KNOWN)}")
-        shape = c.model_dim, widths[projection]
-        # FP8 and NVFP4 take multiples of 16. All plain recipes mean the one of the model's dtype.
-        if name in PLAIN_DTYPES or plain == "fp64" or any(size % 16 for size in shape):
-            name = plain
-        require(not c.float8_all_gather or name == "fp8",
-                "--float8_all_gather needs fp8 everywhere, as no rank has all weights, but "
-                f"{projection} of {shape[0]} x {shape[1]} is {name}; give --precision=fp8, "
-                "--dtype=auto and widths that are multiples of 16")
-        chosen[projection] = name
+        require((projection, name) != ("o", "fp8-static"),
+                "o cannot be fp8-static, as its input has no constant scale; give it fp8 or bf16 "
+                "in PRECISIONS")
+        chosen[projection] = plain if stays_plain or name in PLAIN_DTYPES else name
+    require(not c.float8_all_gather or {*chosen.values()} == {"fp8"},
+            "--float8_all_gather needs fp8 everywhere, as no rank has all weights; give "
+            "--precision=fp8, --dtype=auto and widths that are multiples of 16")
     return chosen
 
 
 def summary(chosen: dict[str, str], device: torch.device) -> str:
-    """Which projection has which recipe, for the log."""
+    """Which recipe each projection has, for the log, and whether the device has its products.
+    GPUs that have nvfp4 (Blackwell) were never tried, so it is always emulated."""
+    emulated = {"nvfp4"} if kernels.has_fp8(device) else {"nvfp4", "fp8", "fp8-static"}
     texts = []
     for projection, name in chosen.items():
-        how = "native" if is_native(name, device) else "emulated"
+        how = "emulated" if name in emulated else "native"
         texts.append(f"{projection} {name} ({how})")
     return ", ".join(texts)
