@@ -56,8 +56,6 @@ def write(path: Path, tensors: dict[str, Tensor], about: dict) -> None:
         save_file(on_cpu, beside, header)
         # save_file lets nobody else read it. Whoever may read the folder may read the file.
         beside.chmod(path.parent.stat().st_mode & 0o666)
-        with open(beside, "rb") as file:
-            os.fsync(file.fileno())
         os.replace(beside, path)
     except (OSError, SafetensorError) as error:
         beside.unlink(missing_ok=True)

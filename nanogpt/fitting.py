@@ -7,7 +7,6 @@ amount of text and refuse less.)
 import dataclasses
 import math
 import os
-from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
 
@@ -104,9 +103,9 @@ def lengths_that_fit(c, stages: list, text: Text, keep_batch: bool) -> dict[str,
     configuration are the most; with `keep_batch` its batches stay. Raises BadInput if the text is
     too short."""
     # 1. Each process has a sequence of each batch, and a stage may have a part of a full batch.
-    parts = [Fraction(stage.batch_part).limit_denominator(64).denominator for stage in stages]
-    world_size = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 1
-    unit = world_size * math.lcm(*parts)  # a batch has a multiple of so many sequences
+    smallest_part = min(stage.batch_part for stage in stages)
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    unit = round(world_size / smallest_part)  # a batch has a multiple of so many sequences
 
     # 2. Sequences. A batch lies within one shard, so the largest shard is the limit.
     inputs = max(text.train) - 1  # of that shard: its last token is a target only

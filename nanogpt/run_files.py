@@ -80,7 +80,7 @@ def chooses_steps(c) -> bool:
 
 
 def try_places(c, saved: Saved | None) -> Path | None:
-    """Makes the folders of log and weights, as only rank 0 needs them. Returns the file of the
+    """Makes the folders of log and weights, which only rank 0 needs. Returns the file of the
     weights, if they are to be kept: with --save_checkpoint=auto none of another run. Raises
     BadInput if nothing can be written there."""
     if not is_rank_0():
@@ -93,31 +93,28 @@ def try_places(c, saved: Saved | None) -> Path | None:
             _, _, kept = (saved and saved.facts["best"]) or (None, None, None)
             path = Path(kept) if kept else path
         require(not path.is_dir(), f"--save_checkpoint={path} is a folder; name a file")
-        try_folder(path.parent, "--save_checkpoint")
-    try_folder(Path(c.log_dir), "--log_dir")
+        try_folder(path.parent)
+    try_folder(Path(c.log_dir))
     return path
 
 
-def try_folder(folder: Path, option: str) -> None:
+def try_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise BadInput(f"nothing can be written to {folder} ({error.strerror}); choose another "
-                       f"{option}") from None
+        raise BadInput(f"nothing can be written to {folder} ({error.strerror})") from None
 
 
 def check_kind(path: Path, vocab_size: int, preset: str) -> None:
     """Raises BadInput unless the tokens of a shard are of the kind that the model reads."""
-    names = {"bytes": "bytes", "gpt2": "GPT-2's tokens"}
     holds = shards.kind_of_tokens(path)
     wants = "bytes" if shards.reads_bytes(vocab_size) else "gpt2"
-    if holds != wants:
-        presets = "char or laptop" if holds == "bytes" else "small, onepass or speedrun"
-        raise BadInput(
-            f"{path} holds {names[holds]}, and --preset={preset} with --vocab_size={vocab_size} "
-            f"wants {names[wants]}; choose --preset={presets} without --vocab_size, or make "
-            "others: " + to_type(f"data/prepare.py FILE --tokens={wants}"))
+    remedy = to_type(f"data/prepare.py FILE --tokens={wants}")
+    require(holds == wants,
+            f"{path} holds tokens of the kind {holds}, and --preset={preset} with "
+            f"--vocab_size={vocab_size} wants {wants}; choose another --preset, or make others: "
+            f"{remedy}")
 
 
 def check_tokens(c, packing: shards.Packing, plan: shards.Plan, paths: list[Path]) -> None:
