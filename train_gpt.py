@@ -205,8 +205,8 @@ class Config(RunConfig):
     scalar_lr: float = key(0.04, "Adam's learning rate for the scalars and `length_vectors`")
     longest_ngram: int = key(
         3, "for each n from 2 to this, the last n tokens look up a row of a table of n-grams; also "
-        "the most tokens by which a match in the document is looked for. To all such tables tokens "
-        "are the same that differ only in case, accents, or a space before",
+        "the most tokens by which a match in the document is looked for. Tokens that differ only "
+        "in case, accents, or a space before count as the same",
         least=2)
     ngram_rows: int = key(
         16_777_216, "rows of that table, for all lengths; n-grams whose hashes have the same "
@@ -1105,9 +1105,9 @@ class GPT(nn.Module):
         late = self.late_weights()
         products = self.precision.head_at(True)
         head = self.weight("lm_head")
-        tokens, chosen, bias, places = targets
+        next_tokens, chosen, bias, places = targets
         if not len(chosen):
-            return self.functions.mix_and_loss(x, sources, late, products, head, tokens, None)
+            return self.functions.mix_and_loss(x, sources, late, products, head, next_tokens, None)
         return self.functions.mix_and_loss(  # the head has the rows of the candidates only
             x, sources, late, products.for_rows(chosen), head.index_select(0, chosen), places, bias)
 
