@@ -300,7 +300,7 @@ class Keeper:
         self.best = None  # step, loss and file of the best weights; no file of the untrained ones
         if run_files.saved:
             self.go_on(run_files.saved)
-        self.saved_at = clock.total  # seconds of training
+        self.asked_at = clock.total  # when `due` was True last, in seconds of training
 
     def go_on(self, saved: Saved) -> None:
         """A collective."""
@@ -315,10 +315,13 @@ class Keeper:
             self.log.step(*line, show=False)
 
     def due(self) -> bool:
-        """Whether rank 0 wants a save now. The other ranks, on which this is False, hear of it
-        (`ranks.Requests`)."""
-        minutes = self.config.save_every
-        return is_rank_0() and 0 < 60 * minutes <= self.clock.now() - self.saved_at
+        """Whether the time for a save has come. Rank 0 says so once, and the others, on which this
+        is False, hear of it (`ranks.Requests`)."""
+        now = self.clock.now()
+        is_due = is_rank_0() and 0 < 60 * self.config.save_every <= now - self.asked_at
+        if is_due:
+            self.asked_at = now
+        return is_due
 
     @patiently()
     def save(self, step: int) -> None:
@@ -328,7 +331,6 @@ class Keeper:
             return
         optimizer = self.optimizer
         faults.check_state(state_of(optimizer), step)
-        self.saved_at = self.clock.total
         tensors = tensors_of(optimizer)
         _, world_size = rank_and_world_size()
         facts = dict(

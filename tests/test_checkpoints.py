@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -138,6 +139,14 @@ def test_without_a_save_resume_alone_begins_anew_and_says_so(corpus, tmp_path, c
     assert f"no save under {tmp_path}" in capfd.readouterr().err
     log = read_log(last_log(tmp_path))
     assert not log.resumed and log.config["resume"] == ""
+
+
+def test_a_save_is_asked_for_once(monkeypatch):
+    """Else ranks that hear of it some steps later would save once more."""
+    keeper = object.__new__(checkpoints.Keeper)
+    keeper.config, keeper.asked_at, keeper.clock = t.Config(save_every=1), 0, SimpleNamespace(now=lambda: next(times))
+    times = iter([59, 60, 61, 119, 120])
+    assert [keeper.due() for _ in range(5)] == [False, True, False, False, True]
 
 
 # ---------------------------------------------------------------------------------------------------- killed
