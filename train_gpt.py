@@ -1105,9 +1105,9 @@ class GPT(nn.Module):
         late = self.late_weights()
         products = self.precision.head_at(True)
         head = self.weight("lm_head")
-        tokens, chosen, bias, places = targets
+        next_tokens, chosen, bias, places = targets
         if not len(chosen):
-            return self.functions.mix_and_loss(x, sources, late, products, head, tokens, None)
+            return self.functions.mix_and_loss(x, sources, late, products, head, next_tokens, None)
         return self.functions.mix_and_loss(  # the head has the rows of the candidates only
             x, sources, late, products.for_rows(chosen), head.index_select(0, chosen), places, bias)
 

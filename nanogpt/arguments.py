@@ -40,8 +40,8 @@ class RunConfig:
     compile: bool = key(True, "use torch.compile, and CUDA graphs on a GPU")
     join_timeout: float = key(10.0, "minutes that a process waits for the others at the start")
     resume: str = key(
-        "", "save to go on from, logs/RUN_ID.saved/step_000123.safetensors; --resume alone: the "
-        "newest one in log_dir. Without any save a new run begins",
+        "", "save to go on from, logs/RUN_ID.saved; --resume alone: the newest one in log_dir. "
+        "Without any save a new run begins",
         alone=NEWEST)
     # output
     log_dir: str = key("logs", "folder of the logs")

@@ -32,16 +32,16 @@ class Drawn(NamedTuple):
     """The n candidates of a group of tokens."""
     chosen: Tensor  # (n,)
     bias: Tensor  # (n,), the logarithm of how many tokens each one stands for
-    places: Tensor  # (V,), the place of each token among them, -1: none
+    place_of_token: Tensor  # (V,), the place of each token among them, -1: none
 
 
 class Targets(NamedTuple):
     """What a micro-batch of T tokens is to predict. Where the loss is over the whole vocabulary,
-    all but `tokens` are empty, (0,)."""
-    tokens: Tensor  # (T,) int64, what comes next at each position, -1: nothing
+    all but `next_tokens` are empty, (0,)."""
+    next_tokens: Tensor  # (T,) int64, what comes next at each position, -1: nothing
     chosen: Tensor  # (n,), the candidates
     bias: Tensor  # (n,)
-    places: Tensor  # (T,), the place of each target among the candidates, -1: none
+    places: Tensor  # (T,), those of the next tokens among the candidates, -1: none
 
 
 class Candidates:
@@ -79,17 +79,17 @@ class Candidates:
                            (here > 0, self.target_counts, uniform))
             # Copies, because the next call of a CUDA graph overwrites what it has returned.
             drawn.append(Drawn(*[x.clone() for x in results]))
-            self.lost_targets += (here * (drawn[-1].places < 0)).sum()
+            self.lost_targets += (here * (drawn[-1].place_of_token < 0)).sum()
         return drawn
 
-    def of(self, tokens: Tensor, drawn: Drawn | None = None) -> Targets:
-        """Targets (T,) with the candidates of their group; without `drawn` they are one by
+    def of(self, next_tokens: Tensor, drawn: Drawn | None = None) -> Targets:
+        """Next tokens (T,) with the candidates of their group; without `drawn` they are one by
         themselves."""
         if not self.number:
-            return Targets(tokens, *[tokens.new_empty(0)] * 3)
-        chosen, bias, places = drawn or self.draw([tokens], 0)[0]
-        return Targets(
-            tokens, chosen, bias, torch.where(tokens < 0, -1, places[tokens.clamp(min=0)]))
+            return Targets(next_tokens, *[next_tokens.new_empty(0)] * 3)
+        chosen, bias, place_of_token = drawn or self.draw([next_tokens], 0)[0]
+        places = place_of_token[next_tokens.clamp(min=0)]
+        return Targets(next_tokens, chosen, bias, torch.where(next_tokens < 0, -1, places))
 
 
 def choose(number: int, is_target: Tensor, counts: Tensor,
@@ -114,5 +114,5 @@ def choose(number: int, is_target: Tensor, counts: Tensor,
     threshold = priority[-1]
     stands_for = (threshold / size[chosen]).clamp(min=1)
     nowhere = order.new_full(counts.shape, -1)  # (V,)
-    places = nowhere.scatter(0, chosen, torch.arange(number, device=order.device))
-    return chosen, stands_for.log(), places
+    place_of_token = nowhere.scatter(0, chosen, torch.arange(number, device=order.device))
+    return chosen, stands_for.log(), place_of_token

@@ -1,4 +1,4 @@
-"""What a run leaves on disk beside its log: its best weights, and saves, from which it can go on.
+"""What a run leaves on disk beside its log: its best weights, and a save, from which it can go on.
 
 Both are safetensors files: a header in JSON and the bytes of tensors behind it, so reading one can
 run nothing, whoever has written it. A file gets its name when all of it is on disk, so it is whole
@@ -9,7 +9,7 @@ table of recalled tokens (nanogpt/past.py). The header has, each as JSON, `confi
 `val_loss`, `run_id`, `code_sha256` (of the train_gpt.py that trained them) and `data` (the
 fingerprints of the shards).
 
-A save (--save_every, or a signal) is logs/RUN_ID.saved/step_000123.safetensors. It has what
+A save, logs/RUN_ID.saved, is replaced by the next one (--save_every, or a signal). It has what
 `tensors_of` names, whole, and the random numbers of each rank, so a run may go on with another
 number of ranks.
 """
@@ -17,7 +17,6 @@ import dataclasses
 import json
 import os
 import shlex
-import shutil
 import signal
 from pathlib import Path
 
@@ -42,7 +41,6 @@ from records.console import complain
 from records.log import sha256
 
 ANEW = "leave --resume out to begin anew"
-KEPT = 2  # saves of a run that stay on disk
 
 
 def write(path: Path, tensors: dict[str, Tensor], about: dict) -> None:
@@ -145,27 +143,22 @@ def load_model(path: str | Path, device: torch.device | str, script):
 # Finding a save, and going on from it
 
 
-def saves_in(folder: Path) -> list[Path]:
-    """The saves that lie anywhere in a folder, the oldest first."""
-    return sorted(folder.glob("**/step_*.safetensors"), key=lambda path: path.stat().st_mtime_ns)
-
-
 def find(asked: str, log_dir: str) -> Path | None:
     """The save that --resume=ASKED means. For NEWEST it is the newest one in `log_dir`, where there
     may be none."""
     if asked != NEWEST:
         return Path(asked) if asked else None
-    saves = saves_in(Path(log_dir))
-    if not saves:
+    saves = Path(log_dir).glob("**/*.saved")
+    newest = max(saves, key=lambda path: path.stat().st_mtime_ns, default=None)
+    if newest is None:
         process.say(f"no save under {log_dir}; this run begins at step 0")
-    return saves[-1] if saves else None
+    return newest
 
 
 def open_save(path: Path):
     """Raises BadInput if it is none."""
-    remedy = f"name an older save, or {ANEW}"
-    file, facts = open_file(path, remedy)
-    require("world_size" in facts, f"{path} has the weights alone; {remedy}")
+    file, facts = open_file(path, ANEW)
+    require("world_size" in facts, f"{path} has the weights alone; {ANEW}")
     return file, facts
 
 
@@ -300,32 +293,35 @@ class Keeper:
         self.log = log
         self.clock = clock
         self.first_step = 0
-        self.folder = Path(c.log_dir, f"{facts.run['run_id']}.saved")
+        self.save_file = Path(c.log_dir, f"{facts.run['run_id']}.saved")
         # Where the best weights go: None if none are kept, and always on ranks other than 0.
         self.weights_file = run_files.checkpoint_path
         self.lacks_weights = False  # whether the best weights could not be written
         self.best = None  # step, loss and file of the best weights; no file of the untrained ones
         if run_files.saved:
             self.go_on(run_files.saved)
-        self.saved_at = clock.total  # seconds of training
+        self.asked_at = clock.total  # when `due` was True last, in seconds of training
 
     def go_on(self, saved: Saved) -> None:
         """A collective."""
         on_all_ranks(saved.restore, self.optimizer)
         facts = saved.facts
         self.first_step = saved.step
-        if saved.path.parent.suffix == ".saved":  # else somebody has moved it
-            self.folder = saved.path.parent
+        if saved.path.parent == self.save_file.parent:  # else it may be somebody's copy
+            self.save_file = saved.path
         self.best = facts["best"]
         self.clock.total = facts["seconds"]
         for line in facts["steps"]:
             self.log.step(*line, show=False)
 
     def due(self) -> bool:
-        """Whether rank 0 wants a save now. The other ranks, on which this is False, hear of it
-        (`ranks.Requests`)."""
-        minutes = self.config.save_every
-        return is_rank_0() and 0 < 60 * minutes <= self.clock.now() - self.saved_at
+        """Whether the time for a save has come. Rank 0 says so once, and the others, on which this
+        is False, hear of it (`ranks.Requests`)."""
+        now = self.clock.now()
+        is_due = is_rank_0() and 0 < 60 * self.config.save_every <= now - self.asked_at
+        if is_due:
+            self.asked_at = now
+        return is_due
 
     @patiently()
     def save(self, step: int) -> None:
@@ -335,7 +331,6 @@ class Keeper:
             return
         optimizer = self.optimizer
         faults.check_state(state_of(optimizer), step)
-        self.saved_at = self.clock.total
         tensors = tensors_of(optimizer)
         _, world_size = rank_and_world_size()
         facts = dict(
@@ -345,17 +340,16 @@ class Keeper:
         if not is_rank_0():
             return
         try:
-            write(self.folder / f"step_{step:06}.safetensors", tensors, facts)
-            for old in saves_in(self.folder)[:-KEPT]:
-                old.unlink()
+            write(self.save_file, tensors, facts)
         except OSError as error:
-            complain(f"cannot save: {error}; the run goes on, and older saves stay")
+            complain(f"cannot save: {error}; the run goes on, and an older save stays")
 
-    def end_saves(self) -> None:
-        """The run has come to its end: its saves are of no use, unless the disk had no place for
-        the best weights."""
+    def remove_save(self) -> None:
+        """The run has come to its end: its save is of no use, unless the disk had no place for the
+        best weights."""
         if is_rank_0() and not self.lacks_weights:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            for path in self.save_file.parent.glob(f"{self.save_file.name}*"):  # parts of one, too
+                path.unlink()
 
     @patiently()
     def validated(self, step: int, loss: float) -> None:
@@ -382,9 +376,8 @@ class Keeper:
 
     def say_how_to_go_on(self, step: int, ended_by: str) -> int:
         """Says how to go on with a run that this signal has ended. Returns the exit status."""
-        saves = saves_in(self.folder)
         hint = "it cannot be resumed, as nothing was saved; --save_every=MINUTES saves"
-        if saves:
-            hint = f"to go on, start it again with --resume={shlex.quote(str(saves[-1]))}"
+        if self.save_file.exists():
+            hint = f"to go on, start it again with --resume={shlex.quote(str(self.save_file))}"
         self.log.console.say(f"stopped by {ended_by} after step {step}; {hint}")
         return 128 + signal.Signals[ended_by]

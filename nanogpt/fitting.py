@@ -123,8 +123,7 @@ def lengths_that_fit(c, stages: list, text: Text, keep_batch: bool) -> dict[str,
         batch_tokens = min(batch_tokens, sum(text.train) // LEAST_STEPS_PER_READING)
         batch_tokens = max(1, min(batch_tokens, inputs) // seq_len // unit) * unit * seq_len
     return dict(
-        seq_len=seq_len, batch_tokens=batch_tokens,
-        micro_tokens=max(c.micro_tokens // seq_len, 1) * seq_len, val_seq_len=val_seq_len,
+        seq_len=seq_len, batch_tokens=batch_tokens, val_seq_len=val_seq_len,
         val_tokens=max(min(c.val_tokens, text.val - 1) // val_seq_len, 1) * val_seq_len)
 
 

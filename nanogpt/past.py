@@ -137,7 +137,7 @@ class Past:
             return
         with self.side_stream.on():
             hashes = torch.cat([reading.hashes for reading, _ in batch], 1)
-            targets = torch.cat([targets.tokens for _, targets in batch])
+            targets = torch.cat([targets.next_tokens for _, targets in batch])
             remember(self.recall_table, hashes, targets, self.recall_lengths)
 
 

@@ -133,10 +133,10 @@ class Requests:
         self.granted = [False, False]
 
     def ask(self, stop: bool, save: bool) -> None:
-        """What this rank wants now. It asks until it is granted."""
+        """What this rank wants from now on."""
         self.wanted = [stop, save]
         if self.alone:
-            self.granted = self.wanted
+            self.hear(self.wanted)
 
     def outgoing(self) -> Tensor:
         """What this step adds to the message: (2,), or (0,) if there are no other ranks."""
@@ -145,7 +145,8 @@ class Requests:
         return torch.tensor(self.wanted, dtype=self.nothing.dtype, device=self.nothing.device)
 
     def hear(self, numbers: list[float]) -> None:
-        """Reads what `outgoing` had added to a message, summed over the ranks."""
+        """Reads what `outgoing` had added to a message, summed over the ranks. What is heard stays
+        granted until it is taken."""
         for i, number in enumerate(numbers):
             self.granted[i] |= number > 0
 

@@ -45,7 +45,7 @@ def end(run, script, startup_s: float) -> int:
         if best == 0 and not keeper.lacks_weights:
             log.console.say("no weights are kept, as no validation loss is below that of the "
                             f"untrained model, {untrained:.4f}; lower the learning rates")
-        keeper.end_saves()
+        keeper.remove_save()
         if is_rank_0() and c.sample and path:
             show_sample(run, script, path)
     log.console.result(log.steps, result, log.path, path, best)

@@ -13,12 +13,6 @@ from torch import Tensor
 from data import shards
 from nanogpt.checkpoints import Saved, unused_path
 from nanogpt.ranks import BadInput, compare, is_rank_0, on_all_ranks, rank_and_world_size, require
-from records.console import to_type
-
-HOW_TO_GET = {  # the commands that make or fetch the shards of a folder
-    "data/pydocs": "data/prepare.py --python-docs --bytes --out data/pydocs",
-    "data/fineweb10B": "data/fineweb.py 9",
-}
 
 
 class RunFiles(NamedTuple):
@@ -68,10 +62,10 @@ def check_data(c, packing: shards.Packing, plan: shards.Plan) -> RunFiles:
 
 def shards_of(c, split: str) -> list[Path]:
     """The shards of a split, "train" or "val". Raises BadInput if there are none."""
-    command = to_type(HOW_TO_GET.get(c.data_dir, "data/prepare.py FILE"))
     pattern = c.train_files if split == "train" else c.val_files
     return shards.find_shards(
-        c.data_dir, split, pattern, f"check the path, or get them: {command}")
+        c.data_dir, split, pattern, "check the path, or get them: ./run.sh gets the usual ones, "
+        "and data/prepare.py makes them of a text")
 
 
 def chooses_steps(c) -> bool:
@@ -110,11 +104,10 @@ def check_kind(path: Path, vocab_size: int, preset: str) -> None:
     """Raises BadInput unless the tokens of a shard are of the kind that the model reads."""
     holds = shards.kind_of_tokens(path)
     wants = "bytes" if shards.reads_bytes(vocab_size) else "gpt2"
-    remedy = to_type(f"data/prepare.py FILE --tokens={wants}")
     require(holds == wants,
             f"{path} holds tokens of the kind {holds}, and --preset={preset} with "
-            f"--vocab_size={vocab_size} wants {wants}; choose another --preset, or make others: "
-            f"{remedy}")
+            f"--vocab_size={vocab_size} wants {wants}; choose another --preset, or make others "
+            f"with data/prepare.py FILE --tokens={wants}")
 
 
 def check_tokens(c, packing: shards.Packing, plan: shards.Plan, paths: list[Path]) -> None:

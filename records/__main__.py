@@ -1,6 +1,6 @@
 """The command line, which records/README.md explains:
 
-    python -m records code | new | check | compare | plot | table
+    python -m records code | log | new | check | compare | plot | table
 
 Exit status: 0 all well, 1 a check found something, 2 the input was refused.
 """
@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from . import compare, plots, record, table
-from .log import Log, Refused, read_log, read_logs
+from .log import Log, Refused, read_bytes, read_log, read_logs
 
 
 def write_code(log: Log, folder: Path) -> None:
@@ -46,6 +46,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("log", type=Path)
     p.add_argument("folder", type=Path, help="a new folder for them")
 
+    p = commands.add_parser("log", help="print a log as it was written, byte for byte")
+    p.add_argument("log", type=Path)
+
     p = commands.add_parser("new", help="make records/DATE_NAME from logs")
     p.add_argument("name")
     p.add_argument("logs", nargs="+", type=Path, help="logs, or folders of them")
@@ -75,6 +78,8 @@ def run(args: argparse.Namespace) -> int:
         log = read_log(args.log)
         write_code(log, args.folder)
         print(f"wrote {len(log.files)} files below {args.folder}")
+    elif args.command == "log":
+        sys.stdout.buffer.write(read_bytes(args.log))
     elif args.command == "new":
         logs = [log for path in args.logs for log in read_logs(path)]
         folder = record.new(args.name, logs, args.claim, args.data)

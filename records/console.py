@@ -1,5 +1,5 @@
 """What people see of a run: a header, a bar on a terminal, a line for each validation, and a
-summary at the end. The log file is the business of records/journal.py.
+summary with a small curve at the end. The log file is the business of records/journal.py.
 """
 import math
 import os
@@ -8,6 +8,7 @@ import shutil
 import sys
 from pathlib import Path
 
+import numpy as np
 from tqdm import tqdm
 
 from records.log import machine_name
@@ -123,7 +124,8 @@ class Console:
         the log; facts: those of its end block; log, weights: the files that were written;
         kept_step: the step whose weights these are."""
         self.close()
-        self.say("")
+        losses = [loss for _, _, name, loss in steps if name == "train_loss"]
+        self.say("\n".join(["", *curve(losses)]))
         self.say_facts({
             "loss": self.loss_in_words(steps),
             "target": f"{facts['target']:g}: {'reached' if facts['reached'] else 'missed'}"
@@ -157,6 +159,21 @@ class Console:
         self.say("next:")
         self.say("  " + to_type(f'sample.py {file} "Once upon a time"'))
         self.say("  " + to_type(f"evaluate.py {file}"))
+
+
+def curve(losses: list[float], rows: int = 8, columns: int = 60) -> list[str]:
+    """Training losses as lines of a picture. A column is the mean of its losses, and each row is
+    labelled with the loss that a column must have to reach it. Nothing for fewer than 10 losses."""
+    if len(losses) < 10:
+        return []
+    means = [part.mean() for part in np.array_split(losses, min(columns, len(losses)))]
+    low, high = min(means), max(means)
+    lines = []
+    for row in reversed(range(rows)):
+        level = low + (high - low) * row / rows
+        cells = ["#" if mean >= level else " " for mean in means]
+        lines.append(f"{level:6.2f} |{''.join(cells)}".rstrip())
+    return [*lines, f"training loss, steps 1 to {len(losses)}", ""]
 
 
 def to_type(command: str) -> str:

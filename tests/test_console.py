@@ -125,3 +125,14 @@ def test_a_console_that_cannot_be_written_to_falls_silent_and_the_run_goes_on(sh
     run = subprocess.run(["bash", "-c", command, sys.executable, RUN], cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 3 and "Traceback" not in run.stderr and "Exception" not in run.stderr
     assert run.stderr.count("the run goes on silently") == ("2>" not in shell), run.stderr
+
+
+def test_the_curve_has_a_column_for_each_loss_or_for_the_mean_of_several():
+    losses = [9.0, 8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0, 1.0]
+    heights = [8, 8, 7, 6, 5, 4, 3, 2, 1, 1]  # of 8 rows from 1 to 9
+    assert console.curve(losses) == [
+        *(f"  {row}.00 |" + "#" * sum(height >= row for height in heights) for row in range(8, 0, -1)),
+        "training loss, steps 1 to 10", ""]
+    halves = console.curve([5.0] * 300 + [1.0, 2.0] * 150)
+    assert halves[0] == "  4.56 |" + "#" * 30 and halves[7] == "  1.50 |" + "#" * 60
+    assert console.curve([3.0] * 9) == [] and len(console.curve([3.0] * 10)) == 10

@@ -80,12 +80,12 @@ REFUSED = [
             prepare=instead(FIRST, lambda path: write_shard(path, documents(6000), magic=5))),
     Refused("shard: tokens of another kind", f"{FIRST} holds tokens of the kind gpt2, .*--tokens=bytes",
             prepare=instead(FIRST, lambda path: write_shard(path, [50256, *[40_000] * 5999]))),
-    Refused("shards: none there", "no train shards .* in data/pydocs; check the path, or get them: .*--python-docs",
+    Refused("shards: none there", "no train shards .* in data/pydocs; check the path, or get them: ./run.sh",
             {"data_dir": "data/pydocs"}),
     Refused("log: a device", "nothing can be written to /dev/full ", {"log_dir": "/dev/full"}),
     Refused("log: a fifo", "nothing can be written to pipe ", {"log_dir": "pipe"}, instead("pipe", os.mkfifo)),
-    Refused("save: none there", "nowhere: no such file; name an older save, or leave --resume out", {"resume": "nowhere"}),
-    Refused("save: weights alone", "old.pt has the weights alone; name an older save, or leave --resume out", {"resume": "old.pt"}),
+    Refused("save: none there", "nowhere: no such file; leave --resume out", {"resume": "nowhere"}),
+    Refused("save: weights alone", "old.pt has the weights alone; leave --resume out", {"resume": "old.pt"}),
 ]
 
 
@@ -259,4 +259,4 @@ def test_two_ranks_end_together_when_the_loss_of_one_goes_wrong(place):
     assert found.returncode != 0 and time.monotonic() - begin < 60, found.stderr
     assert ours == ["train_gpt.py: the training loss is nan at step 5, all weights are finite: an activation overflowed" + LOWER]
     assert checkpoints.read("new.pt")[1]["step"] == 4 and "ended early: the training loss" in last_line(place)
-    assert [path.name for path in place.glob("logs/*.saved/step_*")] == ["step_000003.safetensors"]
+    assert len([*place.glob("logs/*.saved")]) == 1

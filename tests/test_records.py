@@ -68,7 +68,7 @@ def make(root, name="first", losses=(4.0, 4.1, 4.05), first_ms=1000, **changes):
     return main(["new", name, str(folder), "--claim=what is new", "--data=some text"])
 
 
-def test_a_record_is_made_checked_and_ranked_and_every_log_comes_back_byte_for_byte(root):
+def test_a_record_is_made_checked_and_ranked_and_every_log_comes_back_byte_for_byte(root, capfdbinary):
     assert make(root) == 0 and main(["table"]) == 0 and main(["check"]) == 0
     folder = root / "records" / "2026-11-27_first"
     stored = json.loads((folder / "record.json").read_text())
@@ -76,8 +76,10 @@ def test_a_record_is_made_checked_and_ranked_and_every_log_comes_back_byte_for_b
     assert stored["loss"]["p_below_target"] == pytest.approx(scipy.stats.ttest_1samp([4.0, 4.1, 4.05], 4.2, alternative="less").pvalue, rel=1e-2)
     assert "4.0500 ± 0.0500, target 4.2" in (folder / "README.md").read_text()
     assert OTHER.encode() not in (folder / "log_2.txt").read_bytes() and SOURCE.encode() not in (folder / "log_2.txt").read_bytes()
+    capfdbinary.readouterr()
     for number in (1, 2, 3):
-        assert log.read_bytes(folder / f"log_{number}.txt") == (root / "logs_first" / f"{number}.txt").read_bytes()
+        assert main(["log", str(folder / f"log_{number}.txt")]) == 0
+        assert capfdbinary.readouterr().out == (root / "logs_first" / f"{number}.txt").read_bytes()
 
 
 def test_ranks_are_by_time_within_one_machine_data_and_target_and_need_a_significant_mean(root):

@@ -224,7 +224,7 @@ def refused(capfd, args):
     ({"schedule": "long", "fit": True}, ["--schedule=long", "speedrun, onepass, laptop"]), ({"num_steps": 4000}, ["steps of the 4000", "--fit", "--epochs"]),
     ({"data_dir": "/nowhere"}, ["no train shards", "/nowhere"]), ({"val_tokens": 25600}, ["25,601", "2,000"]),
     ({"train_files": "none*"}, ["none*"]), ({"train_files": ""}, ["--train_files"]),
-    ({"float8_all_gather": True}, ["--float8_all_gather", "is fp32", "--precision=fp8"]),
+    ({"float8_all_gather": True}, ["--float8_all_gather", "--precision=fp8"]),
     ({"vocab_size": 10**11}, ["--vocab_size=100000000000", "65536"]),
     ({"muon_lr": "nan"}, ["--muon_lr=nan"]), ({"device": "mps"}, ["--device=mps", "auto, cuda, cpu"]),
     ({"log_dir": "/dev/null/logs"}, ["/dev/null/logs"]), ({"save_checkpoint": "/dev/null/x.pt"}, ["/dev/null"]),
