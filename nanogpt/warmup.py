@@ -5,6 +5,7 @@ weights change meanwhile; the trainer draws them anew afterwards.
 """
 from collections.abc import Callable
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,6 +52,8 @@ class WarmUp:
 
     def run(self, call: Callable) -> None:
         """`call` is compiling.CudaGraphs, or what stands for it. A collective."""
+        if rank_and_world_size()[1] > 1:
+            self.compile_share()
         # A recipe may leave out updates of the steps below. So all are compiled here, and captured.
         self.update()
         self.update(self.optimizer.call)
@@ -97,6 +100,18 @@ class WarmUp:
         # A stage that has no step now is no growth of the window, so later rotary tables differ.
         WarmUp(self.model, self.optimizer, script).run(call)
         return c, seconds
+
+    def compile_share(self) -> None:
+        """Each rank compiles some graphs first. In `run` it finds those of its host's other ranks
+        in the compiler's cache on disk. A collective."""
+        rank, world_size = rank_and_world_size()
+        of_lengths = {stage.length: stage for stage in self.plan}
+        pieces = [partial(self.forward_backward, stage) for stage in of_lengths.values()]
+        pieces += [partial(self.validate, self.config.num_steps), self.update]
+        for piece, turn in zip(pieces, cycle(range(world_size))):
+            if turn == rank:
+                piece()
+        all_ranks(None)
 
     def example(self, length: int) -> Tensor:
         """A sequence (1, length + 1)."""
