@@ -8,9 +8,9 @@
 MODEL is a file that `train_gpt.py --save_checkpoint=models/NAME.safetensors` has written.
 
 **Loss** is in nats per token, or per byte if tokens are bytes, over the text's tokens and the end
-of each document; perplexity is its exponential. On shards it is what the trainer calls val_loss:
-over their first val_tokens tokens, in sequences of the model's val_seq_len. On a CPU they have
-16,384 tokens at most. These cut more documents, so the loss is a bit higher.
+of each document. On shards it is what the trainer calls val_loss: over their first val_tokens
+tokens, in sequences of the model's val_seq_len. On a CPU these have 16,384 tokens at most, which
+cut more documents, so the loss is a bit higher.
 **Bits per byte** divides by the bytes of the text in UTF-8, and leaves out the ends of documents,
 which have no bytes. So models with different tokens can be compared.
 **HellaSwag** (Zellers et al. 2019) gives a context and four endings, of which one is right. We
@@ -81,16 +81,6 @@ def score(model: nn.Module, tokens: np.ndarray, targets: np.ndarray) -> np.ndarr
     return torch.cat(found).double().cpu().numpy()
 
 
-def score_stream(model: nn.Module, tokens: np.ndarray, seq_len: int) -> np.ndarray:
-    """The log-probability of each token (n + 1,) but the first: (n,). As in the trainer's
-    validation, sequences follow each other without gaps, wherever documents begin."""
-    results = []
-    for begin in progress(range(0, len(tokens) - 1, seq_len)):
-        piece = tokens[begin : begin + seq_len + 1]
-        results.append(score(model, piece[:-1], piece[1:]))
-    return np.concatenate(results)
-
-
 def score_endings(model: nn.Module, endings: list[tuple[list[int], list[int]]]) -> np.ndarray:
     """endings: of each the tokens of its context, and its own -> the sum of the log-probabilities
     of its own tokens, (endings,)."""
@@ -122,8 +112,6 @@ def score_endings(model: nn.Module, endings: list[tuple[list[int], list[int]]]) 
 # so a difference is computed unit by unit. All this is about one trained model. What another seed
 # would give, `python -m records compare` says.
 
-NORMAL_95 = 1.959964  # a normal variable is within so many standard deviations in 95 % of all cases
-
 
 class Measure(NamedTuple):
     """A measure of one model, unit by unit."""
@@ -138,18 +126,14 @@ class Measure(NamedTuple):
         return (self.amounts - self.result() * self.sizes) / self.sizes.sum()
 
 
-def standard_error(influences: np.ndarray) -> float:
-    """The standard error of a sum of (units,) influences, of which there are two or more."""
+def with_error(value: float, influences: np.ndarray) -> str:
+    """A value whose error is the sum of (units,) influences, and its standard error. A single unit
+    tells nothing about that."""
     n = len(influences)
+    if n == 1:
+        return f"{value:.4f}"
     variance = n / (n - 1) * float(np.square(influences).sum())
-    return math.sqrt(variance)
-
-
-def difference(a: Measure, b: Measure) -> tuple[float, float, float]:
-    """How much more b has than a on the same units, and the ends of the 95 % interval."""
-    value = b.result() - a.result()
-    error = standard_error(b.influences() - a.influences())
-    return value, value - NORMAL_95 * error, value + NORMAL_95 * error
+    return f"{value:.4f} ± {math.sqrt(variance):.4f}"
 
 
 class Model(NamedTuple):
@@ -158,20 +142,22 @@ class Model(NamedTuple):
     gpt: nn.Module
     encode: Callable[[str], list[int]]
     token_bytes: np.ndarray  # (V,) the number of bytes that each token stands for
-
-    @property
-    def kind(self) -> str:
-        return "bytes" if shards.reads_bytes(self.gpt.config.vocab_size) else "gpt2"
+    kind: str  # of its tokens, "bytes" or "gpt2"
 
 
 def loss_measures(model: Model, tokens: np.ndarray) -> dict[str, Measure]:
     """Loss and bits per byte; units are documents. The token that begins the next document belongs
     to the one that it ends. The name of the loss says of what tokens it is, as losses of tokens of
-    two kinds say nothing about each other."""
+    two kinds say nothing about each other. As in the trainer's validation, sequences follow each
+    other without gaps, wherever documents begin."""
     seq_len = model.gpt.config.val_seq_len
     if model.gpt.lm_head.device.type == "cpu":
         seq_len = min(seq_len, CPU_TOKENS)
-    nats = -score_stream(model.gpt, tokens, seq_len)  # (n,)
+    scores = []
+    for begin in progress(range(0, len(tokens) - 1, seq_len)):
+        piece = tokens[begin : begin + seq_len + 1]
+        scores.append(score(model.gpt, piece[:-1], piece[1:]))
+    nats = -np.concatenate(scores)  # (n,) of all tokens but the first
     begins = tokens[:-1] == model.gpt.bos
     begins[0] = True
     starts = np.flatnonzero(begins)
@@ -212,7 +198,8 @@ def load_model(path: str, device: str) -> Model:
     gpt = sample.load(path, device)
     encode, to_bytes = sample.codec(gpt.config.vocab_size)
     lengths = [len(to_bytes(token)) for token in range(gpt.config.vocab_size)]
-    return Model(path, gpt, encode, np.array(lengths))
+    kind = "bytes" if shards.reads_bytes(gpt.config.vocab_size) else "gpt2"
+    return Model(path, gpt, encode, np.array(lengths), kind)
 
 
 def read_text(options: argparse.Namespace, models: list[Model]) -> tuple[str, list[np.ndarray]]:
@@ -256,19 +243,15 @@ def show(models: list[Model], measured: list[dict[str, Measure]], source: str) -
     for model, measures in zip(models, measured):
         print(f"{model.path} (preset {model.gpt.config.preset}, step {model.gpt.trained_steps:,})")
         for name, measure in measures.items():
-            count = len(measure.sizes)
-            text = f"{measure.result():.4f}"
-            if count > 1:
-                text += f" ± {standard_error(measure.influences()):.4f}"
-            if name.startswith("loss"):
-                text += f", perplexity {math.exp(measure.result()):,.2f}"
-            print(f"  {name:<23} {text:<40} {source}: {count:,}")
+            text = with_error(measure.result(), measure.influences())
+            print(f"  {name:<23} {text:<20} {source}: {len(measure.sizes):,}")
     for model, measures in zip(models[1:], measured[1:]):
         for name, measure in measures.items():
-            if name in measured[0] and len(measure.sizes) > 1:
-                value, low, high = difference(measured[0][name], measure)
-                print(f"{model.path} minus {models[0].path}, {name}: {value:+.4f}, 95 % interval "
-                      f"{low:+.4f} to {high:+.4f}")
+            if name in measured[0]:
+                first = measured[0][name]
+                text = with_error(measure.result() - first.result(),
+                                  measure.influences() - first.influences())
+                print(f"{model.path} minus {models[0].path}, {name}: {text}")
     print("Behind ± stands one standard error over the documents or items. With fewer than 30 of "
           "them it is too small, and one has none; --split_blank=1 or --split=MARKER cuts a text.")
 

@@ -1403,7 +1403,7 @@ def compiled_functions(report: Callable[[str, float], None]) -> Functions:
         # graph for each of its two banks instead: 1.92 and 0.44 ms in place of 2.35 and 0.74 on one
         # H100 (records/2026-11-26_two_gpus_narrow_rows).
         dynamic = name in ("block_lists", "adam_update")
-        compiled[name] = compiling.Compiled(function, report, dynamic)
+        compiled[name] = compiling.compiled(function, report, dynamic)
     return Functions(**compiled)
 
 

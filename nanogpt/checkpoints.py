@@ -120,14 +120,13 @@ def load_model(path: str | Path, device: torch.device | str, script):
         values["precision"] = "bf16"
     values |= dict(attention="sdpa", compile=False, device=device.type, sample="", run_name="")
     c = script.Config(**values)
+    arguments.check(c, script.SCHEDULES, script.PRECISIONS)
+    model = script.GPT(c, device)
     try:
-        arguments.check(c, script.SCHEDULES, script.PRECISIONS)
-        model = script.GPT(c, device)
         model.load_state_dict(weights)
-    except (BadInput, RuntimeError) as error:
-        reason = str(error).partition(":\n")[0]
-        raise BadInput(f"{path} does not fit this code ({reason}); use the code of its run, which "
-                       f"the log {about.get('run_id', 'RUN_ID')}.txt holds") from None
+    except RuntimeError:
+        raise BadInput(f"{path} does not fit this code; use the code of its run, which the log "
+                       f"{about.get('run_id', 'RUN_ID')}.txt holds") from None
     model.trained_steps = about["step"]
     model.of_other_code = about.get("code_sha256") not in (None, sha256(script.SOURCE))
     if model.of_other_code:
@@ -264,9 +263,9 @@ class Keeper:
     or 0."""
 
     def __init__(self, c, optimizer, run_files, facts, log, clock):
-        """`c` and `optimizer` are train_gpt.Config and Optimizer, `run_files` a
-        run_files.RunFiles, `facts`, `log` and `clock` of records/journal.py. Loads the save, if the
-        run goes on from one. A collective."""
+        """`c` and `optimizer` are train_gpt.Config and Optimizer, `run_files` a RunFiles, `facts`,
+        `log` and `clock` of records/journal.py. Loads the save, if the run goes on from one. A
+        collective."""
         self.config = c
         self.optimizer = optimizer
         self.facts = facts

@@ -13,17 +13,15 @@ import hashlib
 import inspect
 import time
 from collections.abc import Callable, Iterable
-from types import FunctionType
-from typing import NamedTuple
 
 import torch
 import torch.compiler.config
 from torch import Tensor
 
 
-def configure(namespace: str = "nanogpt") -> None:
-    """The settings of PyTorch's compiler that this project needs. `namespace` is that of its custom
-    operators, which must be registered by now."""
+def configure() -> None:
+    """The settings of PyTorch's compiler that this project needs. Our custom operators must be
+    registered by now."""
     # A function has a graph for each form of its arguments, and for each size unless it is dynamic.
     # PyTorch gives up at 8.
     torch._dynamo.config.recompile_limit = 64
@@ -34,42 +32,40 @@ def configure(namespace: str = "nanogpt") -> None:
     # All kernels get the same name, so that equal kernels of two graphs are one entry in the cache,
     # such as those that training and validation have in common.
     torch._inductor.config.triton.unique_kernel_names = False
-    torch.compiler.config.cache_key_tag = operators_hash(namespace)
+    torch.compiler.config.cache_key_tag = operators_hash()
 
 
-def operators_hash(namespace: str) -> str:
+def operators_hash() -> str:
     """Identifies the functions that say what our custom operators return and what their gradients
     are. PyTorch's caches know an operator by its name alone: if you edited such a function, they
     would go on to use the code of the old one, and compute wrong numbers without a word."""
     texts = []
     for name, operator in sorted(torch._library.custom_ops.OPDEFS.items()):
-        if name.startswith(f"{namespace}::"):
+        if name.startswith("nanogpt::"):
             for function in (
                     operator._abstract_fn, operator._backward_fn, operator._setup_context_fn):
                 texts.append(inspect.getsource(function) if function else "")
     return hashlib.sha256(repr(texts).encode()).hexdigest()
 
 
-class Compiled:
-    """A function under torch.compile. After a call that had to make a graph it calls
+def compiled(function: Callable, report: Callable[[str, float], None],
+             dynamic: bool = False) -> Callable:
+    """The function under torch.compile. After a call that had to make a graph it calls
     `report(name, seconds)`, where `seconds` is how long the call took. With `dynamic`, sizes are
     inputs of a graph, so that one graph serves many sizes: all for which the function takes the
     same branches. (A size of 1 has a graph of its own.)"""
+    by_graphs = torch.compile(function, dynamic=dynamic, fullgraph=True)
 
-    def __init__(self, function: FunctionType, report: Callable[[str, float], None],
-                 dynamic: bool = False):
-        self.function = function
-        self.report = report
-        self.compiled = torch.compile(function, dynamic=dynamic, fullgraph=True)
-
-    def __call__(self, *args):
+    def call(*args):
         begin = time.perf_counter()
         stats = torch._dynamo.utils.counters["stats"]
         graphs_before = stats["unique_graphs"]
-        result = self.compiled(*args)
+        result = by_graphs(*args)
         if stats["unique_graphs"] != graphs_before:
-            self.report(self.function.__name__, time.perf_counter() - begin)
+            report(function.__name__, time.perf_counter() - begin)
         return result
+
+    return call
 
 
 def call_directly(_, function: Callable, tensors: tuple[Tensor, ...]):
@@ -81,13 +77,6 @@ def caller(as_graphs: bool, parameters: Iterable[Tensor] = ()) -> Callable:
     """`call_directly`, or CudaGraphs for functions that compute gradients of these parameters. What
     runs side by side needs a caller each, because the graphs of one share memory."""
     return CudaGraphs(parameters) if as_graphs else call_directly
-
-
-class Capture(NamedTuple):
-    graph: torch.cuda.CUDAGraph
-    inputs: list[Tensor]  # what the graph reads: copies of the function's arguments
-    results: object  # what the function returned; each replay writes it anew
-    gradients: list[Tensor | None]  # .grad of every parameter after it
 
 
 class CudaGraphs:
@@ -119,16 +108,18 @@ class CudaGraphs:
         key = (key, shapes, added_to)
         if key not in self.captures:
             self.captures[key] = self.capture(function, tensors)
-        capture = self.captures[key]
-        for own, x in zip(capture.inputs, tensors):
+        graph, inputs, results, gradients = self.captures[key]
+        for own, x in zip(inputs, tensors):
             own.copy_(x)
-        capture.graph.replay()
-        for parameter, gradient in zip(self.parameters, capture.gradients):
+        graph.replay()
+        for parameter, gradient in zip(self.parameters, gradients):
             parameter.grad = gradient
-        return capture.results
+        return results
 
-    def capture(self, function: Callable, tensors: tuple[Tensor, ...]) -> Capture:
-        """Records the function. This computes nothing yet."""
+    def capture(self, function: Callable, tensors: tuple[Tensor, ...]) -> tuple:
+        """Records the function, which computes nothing yet. Returns the graph, the copies of the
+        tensors that it reads, what the function returned, which each replay writes anew, and the
+        .grad of every parameter after it."""
         graph = torch.cuda.CUDAGraph()
         inputs = [x.clone() for x in tensors]
         # Kernels of a graph keep the priority of the stream that they were recorded on. CUDA's
@@ -139,4 +130,4 @@ class CudaGraphs:
             stream = None
         with torch.cuda.graph(graph, self.pool, stream, "thread_local"):
             results = function(*inputs)
-        return Capture(graph, inputs, results, [p.grad for p in self.parameters])
+        return graph, inputs, results, [p.grad for p in self.parameters]

@@ -53,7 +53,7 @@ def head(x, weights, bias):
 
 def test_a_call_that_compiles_is_reported(eager_graphs):
     reports = Reports()
-    compiled = compiling.Compiled(head, reports)
+    compiled = compiling.compiled(head, reports)
     x, up, gate = torch.ones(3, 2), torch.ones(4, 2), torch.ones(4)
     assert torch.equal(compiled(x, Weights(up, None), None), torch.full((3, 4), 2.0))
     compiled(x + 1, Weights(up + 1, None), None)
@@ -66,7 +66,7 @@ def test_a_call_that_compiles_is_reported(eager_graphs):
 
 def test_one_dynamic_graph_serves_all_sizes(eager_graphs):
     reports = Reports()
-    compiled = compiling.Compiled(head, reports, dynamic=True)
+    compiled = compiling.compiled(head, reports, dynamic=True)
     for n in (3, 4, 1000):
         assert compiled(torch.ones(n, 2), Weights(torch.ones(4, 2), None), None).shape == (n, 4)
     assert reports == ["head"]
@@ -78,7 +78,7 @@ def test_one_dynamic_graph_serves_all_sizes(eager_graphs):
 OPERATOR = """
 import torch
 
-@torch.library.custom_op("edited::twice", mutates_args=())
+@torch.library.custom_op("nanogpt::twice", mutates_args=())
 def twice(x: torch.Tensor) -> torch.Tensor:
     return (2 * x).to(DTYPE)
 
@@ -90,7 +90,7 @@ def backward(ctx, g):
 twice.register_autograd(backward)
 
 def call(x):
-    return torch.ops.edited.twice(x) + 1
+    return torch.ops.nanogpt.twice(x) + 1
 """
 
 
@@ -104,8 +104,8 @@ def test_an_edited_operator_is_not_taken_for_the_old_one(tmp_path):
         spec = importlib.util.spec_from_file_location(path.stem, path)
         sys.modules[path.stem] = module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        compiling.configure("edited")
-        compiled = compiling.Compiled(module.call, Reports())
+        compiling.configure()
+        compiled = compiling.compiled(module.call, Reports())
         x = torch.ones(4, requires_grad=True)
         y = compiled(x)
         assert y.dtype == eval(dtype) and y.tolist() == [3.0] * 4

@@ -4,21 +4,16 @@
 Why it works. The magnitudes of fp16 reach from 6e-8 to 65504. Weights and activations fit, but many
 gradients are smaller than 6e-8 and would become 0. So the loss, and with it all of its gradients,
 is multiplied by S before the backward pass, and the summed gradients are divided by S before the
-optimizer sees them. S is a power of two, and multiplying by one is exact: where nothing over- or
-underflows, it changes no bit of the training.
+optimizer sees them. S is a power of two, which changes no bit where nothing over- or underflows.
 
 How S is found (the rule of jmp, a JAX library). S starts at 2^15. If some gradient is infinite or
 NaN, S was too large: the step is skipped, S is halved, and no weight remembers that step. After
-2000 good steps in a row S is doubled, as gradients get smaller while the model learns.
+2000 good steps in a row S is doubled, as gradients get smaller while the model learns. The loss of
+this trainer is a sum over tokens, but jmp's rule is meant for a mean, so S is divided by the number
+of tokens of a sequence, rounded to a power of two.
 
-Details. A gradient that overflowed may have come to one rank only, so the ranks agree on whether to
-skip. They look at gradients that are already summed over the ranks: these sums are made in fp16 and
-may be what overflows. The scaled loss itself stays float32, because a mean loss of 2 times 2^15 is
-beyond fp16 already. The loss of this trainer is a sum over tokens, but jmp's rule is meant for a
-mean. So S is divided by the number of tokens of a sequence, rounded to a power of two.
-
-S / tokens also lies on the device, as `factor`, because a CUDA graph cannot read a number of the
-CPU anew.
+The ranks agree on whether to skip, as a gradient may have overflowed on one of them only. They look
+at gradients that are already summed, because these sums are made in fp16 and may be what overflows.
 
 Sources: Micikevicius et al. 2017, "Mixed precision training"; jmp.DynamicLossScale.
 """
@@ -26,11 +21,10 @@ import math
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from nanogpt.precision.recipe import Recipe
-from nanogpt.ranks import rank_and_world_size
+from nanogpt.ranks import gathered
 
 FIRST_SCALE = 2.0**15
 GOOD_STEPS_TO_GROW = 2000  # even: with head_every_second the scale stays the same for two steps
@@ -41,14 +35,13 @@ class LossScaling(Recipe):
 
     def __init__(self, device: torch.device, tokens_per_sequence: int):
         self.tokens = 2.0 ** round(math.log2(tokens_per_sequence))
+        # S / tokens, on the device: a CUDA graph cannot read a number of the CPU anew.
         self.factor = torch.zeros((), device=device)
+        self.unscale_factor = 1.0  # until there are gradients
         self.reset()
 
     def reset(self) -> None:
-        self.good_steps = 0
-        self.skipped_steps = 0
-        self.unscale_factor = 1.0  # until there are gradients
-        self.set_scale(FIRST_SCALE)
+        self.load_state(dict(scale=FIRST_SCALE, good_steps=0, skipped_steps=0))
 
     def set_scale(self, scale: float) -> None:
         self.scale = scale
@@ -59,12 +52,8 @@ class LossScaling(Recipe):
 
     def gradients_are_finite(self, summed: Callable[[], list[Tensor]]) -> bool:
         """Also adapts the loss scale. The CPU waits here for the device."""
-        overflows = torch.stack([~gradient.isfinite().all() for gradient in summed()])
-        overflow = overflows.any().float()
-        if rank_and_world_size()[1] > 1:
-            dist.all_reduce(overflow, dist.ReduceOp.MAX)
-        finite = overflow.item() == 0
-
+        are_finite = torch.stack([gradient.isfinite().all() for gradient in summed()])
+        finite = bool(gathered(are_finite.float()).all())
         self.unscale_factor = self.tokens / self.scale  # the scale that these gradients have
         self.good_steps += 1
         if not finite:

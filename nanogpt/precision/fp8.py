@@ -1,8 +1,7 @@
 """FP8 with one measured scale for each tensor ("tensorwise dynamic scaling"): --precision=fp8.
 
 One scale for a tensor stays valid when the tensor is transposed. So x, w and dy are rounded once
-and serve in two products each. Where scales vary along the sum, as in nvfp4, each product must
-round anew.
+and serve in two products each.
 
 Numerics. These are the steps for a tensor, in order:
     amax        = max |x|, in float32
@@ -10,22 +9,21 @@ Numerics. These are the steps for a tensor, in order:
     x8          = x * multiplier, clamped to the format's range, rounded to nearest even
     scale       = 1 / multiplier, divided in float64, kept in float32
 A product of x8 and w8 is multiplied by both scales. The clamp matters, because rounding to e5m2
-gives infinity beyond its range. If amax is not finite, the scale is NaN. An infinite amax would
-otherwise give a multiplier of 0, and all other numbers of the tensor would silently become zeros.
-On normally distributed numbers the error of e4m3 is 31.6 dB below the signal, that of e5m2 25.6 dB.
+gives infinity beyond its range. If amax is not finite, the scale is NaN: an infinite amax would
+otherwise turn all other numbers of the tensor into zeros, without a word. On normally distributed
+numbers the error of e4m3 is 31.6 dB below the signal, that of e5m2 25.6 dB.
 
-What it keeps between steps. Inputs and gradients are measured at every product. Weights change only
-once in a step, so `weights_changed` rounds them then, however many passes the step has. Products
-read these bytes and scales at places that never move, as CUDA graphs require.
+What it keeps between steps. Weights change only once in a step, so `weights_changed` rounds them
+then, however many passes the step has. Products read these bytes and scales at places that never
+move, as CUDA graphs require.
 
 --float8_all_gather. Every rank updates some rows of each bank and then hands them out to the
 others. With this switch it rounds its rows first and hands out bytes: half the traffic of bf16.
-Rows of one weight may belong to several ranks, and they must share the weight's scale. So the ranks
-first reduce one vector, the amaxes of all weights, to its maximum. What arrives is, to the bit,
-what rounding the whole float32 weights gives. (Without the switch bf16 weights are rounded, so that
-about 2 % of the bytes differ.) No rank has all the wide weights any more, so they are fetched
-before each validation, which uses them. The bank lm_head is still handed out wide as well: it is
-also the embedding, which is looked up.
+Rows of one weight may belong to several ranks and must share its scale. So the ranks first exchange
+the amaxes of all weights. What arrives is, to the bit, what rounding the whole float32 weights
+gives. (Without the switch bf16 weights are rounded, so that about 2 % of the bytes differ.) The
+wide weights are fetched before each validation, which uses them. The bank lm_head is still handed
+out wide as well: it is also the embedding, which is looked up.
 
 Sources: Micikevicius et al. 2022, "FP8 formats for deep learning"; Float8Linear of torchao and of
 nanochat, whose numbers these are; torchao's precompute_float8_dynamic_scale_for_fsdp.

@@ -1,19 +1,16 @@
 """NVFP4, numbers of four bits: --precision=nvfp4.
 
 Why it works. The format e2m1 (2 bits of exponent, 1 of mantissa) has the numbers 0, 1/2, 1, 3/2, 2,
-3, 4, 6 and their negatives. Tensor cores of Blackwell GPUs multiply these up to four times as fast
-as bf16. With so few numbers, one scale for a whole tensor would make most of its values 0. So each
-16 neighbours along the sum of a product form a block with a scale of its own: hardware multiplies
-the sum over a block by the two blocks' scales and adds this up in float32. Three ideas more let
-gradients survive:
+3, 4, 6 and their negatives. With so few numbers, one scale for a whole tensor would make most of
+its values 0. So each 16 neighbours along the sum of a product form a block with a scale of its own:
+hardware multiplies the sum over a block by the two blocks' scales. Three ideas more let gradients
+survive:
 
-- Square blocks. fprop multiplies x by w, and dgrad multiplies dy by w, each along another dimension
-  of w. Blocks of 1 x 16 would round w in two different ways, and the gradient would be that of
-  another weight than the loss has seen. So weights share a scale in blocks of 16 x 16, which have
-  the same numbers when they are transposed.
+- Square blocks. fprop and dgrad sum along different dimensions of w. Blocks of 1 x 16 would round w
+  in two different ways, and the gradient would be that of another weight than the loss has seen. So
+  weights share a scale in blocks of 16 x 16, which stay the same when they are transposed.
 - Stochastic rounding. A gradient that is much smaller than its block's largest would always round
-  to 0. So gradients are rounded up or down at random, such that they are right on average (but for
-  a block's largest value: the block's scale is itself rounded, and may put it beyond 6).
+  to 0. So gradients are rounded up or down at random, such that they are right on average.
 - A random Hadamard transform. Both operands of wgrad are multiplied by the same orthogonal 16 x 16
   matrix, block by block along the sum. It cancels in the product. But it spreads an outlier evenly
   over its block of 16 tokens, whose other values would otherwise round to 0. The matrix is
@@ -21,12 +18,11 @@ gradients survive:
 
 Numerics. An operand is made of a tensor in these steps, in float32:
     amax         = max |x| of the tensor
-    multiplier   = 6 * 448 / amax, divided in float64; 1 if amax is 0
+    multiplier   = 6 * 448 / amax, divided in float64
     block scale  = (max |x| of the block) * multiplier / 6, at most 448, rounded to e4m3
     number       = x * multiplier / block scale, clamped to +-6, rounded to e2m1
-A number times its block's scale times amax / (6 * 448) is the value it stands for. So blocks use
-the whole range of e2m1, and their scales the whole range of e4m3. A block that is very small beside
-the tensor's amax gets the scale 0 and vanishes. The three products:
+So blocks use the whole range of e2m1, and their scales that of e4m3. A block that is very small
+beside the tensor's amax gets the scale 0 and vanishes. The three products:
     fprop  y  = x w^T    x in blocks of 1 x 16 along K, w in 16 x 16; both rounded to nearest even
     dgrad  dx = dy w     dy in blocks of 1 x 16 along N, stochastic; w in 16 x 16
     wgrad  dw = dy^T x   both in blocks of 1 x 16 along T, transformed before; dy stochastic
@@ -34,9 +30,8 @@ On normally distributed numbers the error is 20.4 dB below the signal for blocks
 19.1 dB for 16 x 16.
 
 Everything is emulated here, without a gain in speed: a number times its block's scale is exact in
-bf16, and a product of two such values is exact in float32. Only the order of summation differs from
-hardware's. TransformerEngine also rounds transformed numbers to bf16 before it rounds them to e2m1,
-which hardly matters.
+bf16, and a product of two such values in float32. Only the order of summation differs from
+hardware's.
 
 Sources: NVIDIA 2025, "Pretraining large language models with NVFP4" (arXiv 2509.25149), and the
 recipe NVFP4BlockScaling of TransformerEngine.
