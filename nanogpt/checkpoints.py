@@ -10,8 +10,7 @@ table of recalled tokens (nanogpt/past.py). The header has, each as JSON, `confi
 fingerprints of the shards).
 
 A save, logs/RUN_ID.saved, is replaced by the next one (--save_every, or a signal). It has what
-`tensors_of` names, whole, and the random numbers of each rank, so a run may go on with another
-number of ranks.
+`tensors_of` names, whole, so a run may go on with another number of ranks.
 """
 import dataclasses
 import json
@@ -29,7 +28,6 @@ from nanogpt import arguments, faults, process
 from nanogpt.arguments import NEWEST
 from nanogpt.ranks import (
     BadInput,
-    all_ranks,
     gathered,
     is_rank_0,
     on_all_ranks,
@@ -207,14 +205,7 @@ def tensors_of(optimizer) -> dict[str, Tensor]:
             bank, _, _ = name.partition(".")
             rows, *_ = optimizer.model.params[bank].shape
             tensors[name] = gathered(x)[:rows].cpu()  # no GPU has room for all of them
-    random = random_module(optimizer.device).get_rng_state()
-    tensors["random"] = torch.stack(all_ranks(random))
     return tensors
-
-
-def random_module(device: torch.device):
-    """What has the state of the random numbers of a device."""
-    return torch.cuda if device.type == "cuda" else torch
 
 
 class Saved:
@@ -245,7 +236,6 @@ class Saved:
         optimizer.updates = self.facts["updates"]
         optimizer.recipe.load_state(self.facts["recipe"])
         optimizer.recipe.weights_changed([*optimizer.masters], optimizer.masters)
-        self.restore_random(optimizer.device)
 
     def restore_tensor(self, name: str, tensor: Tensor, optimizer) -> None:
         whole = self.file.get_tensor(name)
@@ -259,15 +249,6 @@ class Saved:
             tensor.copy_(whole)
         if kind == "master":
             optimizer.banks[bank_name].copy_(whole)
-
-    def restore_random(self, device: torch.device) -> None:
-        """Random numbers go on where they were. On another number of ranks or another kind of
-        device they begin anew."""
-        rank, world_size = rank_and_world_size()
-        states = self.file.get_tensor("random")
-        random = random_module(device)
-        if states.shape == (world_size, len(random.get_rng_state())):
-            random.set_rng_state(states[rank].clone())  # of a view it would read the wrong bytes
 
 
 # --------------------------------------------------------------------------------------------------

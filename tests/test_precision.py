@@ -468,7 +468,7 @@ def test_a_skipped_step_leaves_no_trace_and_the_next_one_is_as_if_it_had_never_b
             optimizer.start_sums()
             optimizer.step(1.0)
             assert scaling.scale == before / (1 + bad) == scaling.factor * 256
-            assert optimizer.slices.sums == optimizer.tables.sent == {}
+            assert optimizer.slices.sums == optimizer.tables.arriving == {}
             assert all(p.grad is None for p in model.parameters())
             scaling.set_scale(2.0**14)
         assert optimizer.updates == 4 and scaling.note() == f"{2 * skips} steps skipped, loss scale 16384"
