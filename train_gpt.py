@@ -1120,8 +1120,8 @@ class GPT(nn.Module):
 @torch.no_grad()
 def initialize(model: GPT, seed: int) -> dict[str, Tensor]:
     """Draws the weights from `seed`, and fills the model with those of rank 0. Sets the counts of
-    targets and the recall table to 0, and seeds this rank's other random numbers. Returns all
-    weights but those of tables, in float32. A collective."""
+    targets and the recall table to 0. Returns all weights but those of tables, in float32. A
+    collective."""
     # 1. The weights.
     torch.manual_seed(seed)
     full = {}
@@ -1137,8 +1137,6 @@ def initialize(model: GPT, seed: int) -> dict[str, Tensor]:
         bank.copy_(w)
 
     # 2. What else a run begins with.
-    rank, _ = rank_and_world_size()
-    torch.manual_seed((seed * 2**16 + rank) % 2**63)  # of rounding at random
     model.candidates.reset(seed)
     model.recall_table.zero_()
     return full
@@ -1871,6 +1869,10 @@ class Run:
 
     def make_step(self, call: Callable) -> None:
         """One step of training. A collective."""
+        # Rounding at random begins anew in each step, so that a run which goes on from a save
+        # rounds as an undisturbed one.
+        rank, _ = rank_and_world_size()
+        torch.manual_seed((self.config.seed * 2**40 + self.step * 2**16 + rank) % 2**63)
         batch = self.model.past.prepare(next(self.batches), self.step)
         message = train_step(self.model, self.optimizer, batch, self.step, call,
                              self.requests)

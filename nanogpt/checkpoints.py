@@ -10,8 +10,7 @@ table of recalled tokens (nanogpt/past.py). The header has, each as JSON, `confi
 fingerprints of the shards).
 
 A save, logs/RUN_ID.saved, is replaced by the next one (--save_every, or a signal). It has what
-`tensors_of` names, whole, and the random numbers of each rank, so a run may go on with another
-number of ranks.
+`tensors_of` names, whole, so a run may go on with another number of ranks.
 """
 import dataclasses
 import json
@@ -29,7 +28,6 @@ from nanogpt import arguments, faults, process
 from nanogpt.arguments import NEWEST
 from nanogpt.ranks import (
     BadInput,
-    all_ranks,
     gathered,
     is_rank_0,
     on_all_ranks,
@@ -122,14 +120,13 @@ def load_model(path: str | Path, device: torch.device | str, script):
         values["precision"] = "bf16"
     values |= dict(attention="sdpa", compile=False, device=device.type, sample="", run_name="")
     c = script.Config(**values)
+    arguments.check(c, script.SCHEDULES, script.PRECISIONS)
+    model = script.GPT(c, device)
     try:
-        arguments.check(c, script.SCHEDULES, script.PRECISIONS)
-        model = script.GPT(c, device)
         model.load_state_dict(weights)
-    except (BadInput, RuntimeError) as error:
-        reason = str(error).partition(":\n")[0]
-        raise BadInput(f"{path} does not fit this code ({reason}); use the code of its run, which "
-                       f"the log {about.get('run_id', 'RUN_ID')}.txt holds") from None
+    except RuntimeError:
+        raise BadInput(f"{path} does not fit this code; use the code of its run, which the log "
+                       f"{about.get('run_id', 'RUN_ID')}.txt holds") from None
     model.trained_steps = about["step"]
     model.of_other_code = about.get("code_sha256") not in (None, sha256(script.SOURCE))
     if model.of_other_code:
@@ -208,14 +205,7 @@ def tensors_of(optimizer) -> dict[str, Tensor]:
             bank, _, _ = name.partition(".")
             rows, *_ = optimizer.model.params[bank].shape
             tensors[name] = gathered(x)[:rows].cpu()  # no GPU has room for all of them
-    random = random_module(optimizer.device).get_rng_state()
-    tensors["random"] = torch.stack(all_ranks(random))
     return tensors
-
-
-def random_module(device: torch.device):
-    """What has the state of the random numbers of a device."""
-    return torch.cuda if device.type == "cuda" else torch
 
 
 class Saved:
@@ -246,7 +236,6 @@ class Saved:
         optimizer.updates = self.facts["updates"]
         optimizer.recipe.load_state(self.facts["recipe"])
         optimizer.recipe.weights_changed([*optimizer.masters], optimizer.masters)
-        self.restore_random(optimizer.device, optimizer.model.config.seed)
 
     def restore_tensor(self, name: str, tensor: Tensor, optimizer) -> None:
         whole = self.file.get_tensor(name)
@@ -261,16 +250,6 @@ class Saved:
         if kind == "master":
             optimizer.banks[bank_name].copy_(whole)
 
-    def restore_random(self, device: torch.device, seed: int) -> None:
-        """Random numbers go on where they were. On another number of ranks or another kind of
-        device they begin anew, from the seed, the step and the rank."""
-        rank, world_size = rank_and_world_size()
-        torch.manual_seed((seed * 2**32 + self.step * 2**16 + rank) % 2**63)
-        states = self.file.get_tensor("random")
-        random = random_module(device)
-        if states.shape == (world_size, len(random.get_rng_state())):
-            random.set_rng_state(states[rank].clone())  # of a view it would read the wrong bytes
-
 
 # --------------------------------------------------------------------------------------------------
 # Keeping a run
@@ -284,9 +263,9 @@ class Keeper:
     or 0."""
 
     def __init__(self, c, optimizer, run_files, facts, log, clock):
-        """`c` and `optimizer` are train_gpt.Config and Optimizer, `run_files` a
-        run_files.RunFiles, `facts`, `log` and `clock` of records/journal.py. Loads the save, if the
-        run goes on from one. A collective."""
+        """`c` and `optimizer` are train_gpt.Config and Optimizer, `run_files` a RunFiles, `facts`,
+        `log` and `clock` of records/journal.py. Loads the save, if the run goes on from one. A
+        collective."""
         self.config = c
         self.optimizer = optimizer
         self.facts = facts

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nanogpt.ranks import NoTransfer, all_gather, rank_and_world_size, reduce_scatter
-from nanogpt.streams import Mark
+from nanogpt.streams import mark
 
 
 class Slices:
@@ -35,7 +35,7 @@ class Slices:
     def start_sum(self, name: str, gradient: Tensor) -> None:
         """Begins to sum a bank's gradient over the ranks."""
         if self.world_size == 1:
-            self.sums[name] = gradient, Mark(gradient.device)
+            self.sums[name] = gradient, mark(gradient.device)
         else:
             part = torch.empty_like(gradient.chunk(self.world_size)[0])
             self.sums[name] = part, reduce_scatter(part, gradient, async_op=True)

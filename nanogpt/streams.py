@@ -17,6 +17,8 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
+from nanogpt.ranks import NoTransfer
+
 
 def to_device(numbers: list, device: torch.device) -> Tensor:
     """These numbers as a tensor on the device. The CPU does not wait until the GPU has them."""
@@ -31,18 +33,10 @@ def to_host(numbers: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
     return copy, torch.cuda.current_stream().record_event() if numbers.is_cuda else None
 
 
-class Mark:
-    """All that was begun on the current stream so far. `wait` makes the stream that is current then
-    wait for it. In CPU memory there is nothing to wait for."""
-
-    def __init__(self, device: torch.device):
-        self.event = None
-        if device.type == "cuda":
-            self.event = torch.cuda.current_stream().record_event()
-
-    def wait(self) -> None:
-        if self.event:
-            torch.cuda.current_stream().wait_event(self.event)
+def mark(device: torch.device):
+    """All that was begun on the current stream so far. Its `wait` makes the stream that is current
+    then wait for it."""
+    return torch.cuda.current_stream().record_event() if device.type == "cuda" else NoTransfer()
 
 
 class SideStream:
