@@ -51,7 +51,7 @@ class RunConfig:
         "data_dir")
     save_every: float = key(
         0.0, "minutes of training between saves of the whole run, from which --resume goes on; 0: "
-        "none by the clock")
+        "none")
     sample: str = key("", "text to continue at the end with the weights of save_checkpoint")
     sample_tokens: int = key(256, "tokens to sample", least=0)
 

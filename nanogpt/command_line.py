@@ -77,7 +77,8 @@ def parser_of(script, preset: str) -> Parser:
             f"In brackets: the values of --preset={preset}."]),
         add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS,
         formatter_class=argparse.RawDescriptionHelpFormatter)
-    for field in dataclasses.fields(script.Config):
+    of_run = vars(arguments.RunConfig())  # come last
+    for field in sorted(dataclasses.fields(script.Config), key=lambda field: field.name in of_run):
         kind = type(field.default)
         alone = True if kind is bool else field.metadata["alone"]
         options = dict(nargs="?", const=alone) if alone else {}
