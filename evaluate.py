@@ -274,7 +274,8 @@ def work(argv: list[str]) -> None:
            help="cut a text at N or more blank lines into documents")
     option("--split", metavar="MARKER", help="cut a text where this stands, as '<|endoftext|>'")
     option("--key", default="text", help="where a line of JSON has its text; default %(default)s")
-    option("--device", choices=sample.DEVICES, default="auto", help="where the models compute")
+    option("--device", choices=sample.DEVICES, default=sample.DEVICES[0],
+           help="where the models compute")
     options = parser.parse_intermixed_args(argv)
     models = [load_model(path, options.device) for path in options.models]
     if options.hellaswag:

@@ -29,7 +29,7 @@ from torch import Tensor
 from data.prepare import bytes_of, token_to_byte
 from data.shards import SEPARATOR, reads_bytes
 from nanogpt import faults
-from nanogpt.command_line import Parser, has_cuda
+from nanogpt.command_line import Parser
 from nanogpt.masks import BLOCK_SIZE
 from nanogpt.ranks import is_rank_0, require
 from records.console import complain, discard_output, prepare_output
@@ -136,17 +136,15 @@ def what_to_expect(config, active: int, read: int) -> str:
 # --------------------------------------------------------------------------------------------------
 # 4. The program
 
-DEVICES = "auto", "cuda", "cpu"
+DEVICES = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]  # the best one first
 
 
 def load(path: str, device: str):
     """The model of a file. On a CPU that can only emulate bf16 it computes in float32. Raises
     BadInput if the file is no checkpoint of this program."""
     import train_gpt
-    cuda = has_cuda(device)
-    require(cuda or device != "cuda", "--device=cuda, but torch sees no GPU here")
-    model = train_gpt.load_checkpoint(path, torch.device("cuda" if cuda else "cpu"))
-    if not cuda and not train_gpt.CPU_HAS_BF16:
+    model = train_gpt.load_checkpoint(path, torch.device(device))
+    if device == "cpu" and not train_gpt.CPU_HAS_BF16:
         model.float()
     return model
 
@@ -186,7 +184,7 @@ def work(argv: list[str]) -> None:
            help="below 1 the probable becomes more probable; 0: always the most probable token")
     option("--sample_tokens", type=int, default=256, help="tokens to add at most")
     option("--seed", type=int, default=0, help="the same seed gives the same text")
-    option("--device", choices=DEVICES, default="auto", help="where the model computes")
+    option("--device", choices=DEVICES, default=DEVICES[0], help="where the model computes")
     options = parser.parse_intermixed_args(argv)
     require(options.temperature >= 0, f"--temperature={options.temperature} must be at least 0")
     model = load(options.model, options.device)

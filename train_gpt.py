@@ -1066,7 +1066,7 @@ class GPT(nn.Module):
         value_embeds = self.value_embeds_of(looked_up)
         contexts = self.layer_contexts(reading.begins, setting, training, injects, value_embeds)
         weights = self.layer_weights()
-        products = self.precision.layers_at(training)
+        products = self.precision.layers[training]
 
         # 2. The layers, one after another.
         x = first_x
@@ -1085,7 +1085,7 @@ class GPT(nn.Module):
         if training:
             return self.training_loss(text, targets, setting, looked_up)
         x, sources = self.last_stream(text, setting, training)
-        products = self.precision.head_at(training)
+        products = self.precision.head[training]
         total = 0
         for begin in range(0, len(x), VAL_CHUNK):  # logits of a whole sequence would not fit
             chunk = slice(begin, begin + VAL_CHUNK)
@@ -1103,7 +1103,7 @@ class GPT(nn.Module):
             targets = self.candidates.of(targets)
         x, sources = self.last_stream(text, setting, True, looked_up)
         late = self.late_weights()
-        products = self.precision.head_at(True)
+        products = self.precision.head[True]
         head = self.weight("lm_head")
         next_tokens, chosen, bias, places = targets
         if not len(chosen):

@@ -140,7 +140,7 @@ def test_another_activation_of_the_mlp_needs_one_changed_line_whatever_the_recip
     assert (names["up"], names["down"]) == ("fp32", "fp32"), "constant scales are for the squared ReLU"
     assert names["qkv"] == ("fp8-static" if precision == "fp8-qkv" else "fp32")
     x, up, down = (torch.randn(shape, dtype=torch.float64) for shape in ((16, 32), (32, 64), (32, 64)))
-    layer = model.precision.layers_at(True)[0]
+    layer = model.precision.layers[True][0]
     y = layer.up.mlp(x, up, down, torch.tensor(0.7, dtype=torch.float64), t.ACTIVATION, layer.down)
     torch.testing.assert_close(y, 0.7 * F.gelu(x @ up) @ down.T)
 
@@ -247,7 +247,7 @@ def weights_of(model):
 
 def recipe_at(model, layer, name):
     """The recipe that a projection has in training."""
-    layers, head = model.precision.layers_at(True), model.precision.head_at(True)
+    layers, head = model.precision.layers[True], model.precision.head[True]
     return head if name == "lm_head" else getattr(layers[layer], name)
 
 

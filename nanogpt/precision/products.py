@@ -16,18 +16,16 @@ from nanogpt.precision.recipe import PLAIN, Products, Recipe
 
 class LayerProducts(NamedTuple):
     """The products of each projection of a layer."""
-    qkv: Products
-    o: Products
-    up: Products
-    down: Products
-
-
-PLAIN_LAYER = LayerProducts(PLAIN, PLAIN, PLAIN, PLAIN)
+    qkv: Products = PLAIN
+    o: Products = PLAIN
+    up: Products = PLAIN
+    down: Products = PLAIN
 
 
 class Precision:
-    """All products of a model. `recipe` is what acts between them (`Recipe`). No run has both of
-    the recipes that do."""
+    """All products of a model: `layers[training]` has those of every layer, in training or in
+    validation, and `head[training]` those of the head. `recipe` is what acts between them
+    (`Recipe`). No run has both of the recipes that do."""
 
     def __init__(self, c, recipe_names: dict[str, str], banks: dict[str, Tensor]):
         """c: train_gpt.Config; recipe_names: by the projections' names; banks: the model's weights
@@ -39,15 +37,17 @@ class Precision:
         elif "fp8" in recipe_names.values():
             self.recipe = FP8(banks, c.float8_all_gather)
         # The rows of the banks: train_gpt.py, section 4.
-        self.layers = []
+        layers = []
         for i in range(c.num_layers):
             place = 4 * c.attends.index(i) if i in c.attends else 0  # else nobody asks for qkv or o
-            self.layers.append(LayerProducts(
+            layers.append(LayerProducts(
                 self.products_of("qkv", "qkvo", slice(place, place + 3)),
                 self.products_of("o", "qkvo", slice(place + 3, place + 4), True),
                 self.products_of("up", "mlp", slice(2 * i, 2 * i + 1), True),
                 self.products_of("down", "mlp", slice(2 * i + 1, 2 * i + 2))))
-        self.head = self.products_of("lm_head", "lm_head", slice(c.vocab_size))
+        head = self.products_of("lm_head", "lm_head", slice(c.vocab_size))
+        self.layers = {True: layers, False: [LayerProducts()] * c.num_layers}
+        self.head = {True: head, False: PLAIN}
 
     def products_of(self, projection: str, bank: str, rows: slice,
                     transposed: bool = False) -> Products:
@@ -61,11 +61,3 @@ class Precision:
         if name == "nvfp4":
             return NVFP4Products()
         return PLAIN
-
-    def layers_at(self, training: bool) -> list[LayerProducts]:
-        """The products of all layers in training or in validation."""
-        return self.layers if training else [PLAIN_LAYER] * len(self.layers)
-
-    def head_at(self, training: bool) -> Products:
-        """The same for the head."""
-        return self.head if training else PLAIN
