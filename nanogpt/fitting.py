@@ -30,12 +30,11 @@ TOKENS_PER_ROW = 64  # of the table of n-grams, which learns a text by heart soo
 SHORT_TEXT = 2_000_000  # tokens: shorter ones are short
 TABLE_SHARE = 0.05  # of a GPU's memory, for the table of n-grams, which is in every save, too
 RECALL_SHARE = 1 / 32  # the same for the table of recalled tokens
-SAMPLE = "\n"
 
 # What a fitted run has in place of its preset's values.
 OVER_PRESET = dict(
     fit=True, cut_documents=True, target_loss=0.0, save_checkpoint="auto", save_every=5.0,
-    sample=SAMPLE, sample_tokens=500)
+    sample="\n", sample_tokens=500)
 
 
 class Text(NamedTuple):

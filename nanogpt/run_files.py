@@ -80,6 +80,7 @@ def try_places(c, saved: Saved | None) -> Path | None:
     if not is_rank_0():
         return None
     path = None
+    folders = [Path(c.log_dir)]
     if c.save_checkpoint:
         path = Path(c.save_checkpoint)
         if c.save_checkpoint == "auto":
@@ -87,17 +88,14 @@ def try_places(c, saved: Saved | None) -> Path | None:
             _, _, kept = (saved and saved.facts["best"]) or (None, None, None)
             path = Path(kept) if kept else path
         require(not path.is_dir(), f"--save_checkpoint={path} is a folder; name a file")
-        try_folder(path.parent)
-    try_folder(Path(c.log_dir))
+        folders.append(path.parent)
+    for folder in folders:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            raise BadInput(f"nothing can be written to {folder} ({error.strerror})") from None
     return path
-
-
-def try_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise BadInput(f"nothing can be written to {folder} ({error.strerror})") from None
 
 
 def check_kind(path: Path, vocab_size: int, preset: str) -> None:
