@@ -253,7 +253,8 @@ def show(models: list[Model], measured: list[dict[str, Measure]], source: str) -
                                   measure.influences() - first.influences())
                 print(f"{model.path} minus {models[0].path}, {name}: {text}")
     print("Behind ± stands one standard error over the documents or items. With fewer than 30 of "
-          "them it is too small, and one has none; --split_blank=1 or --split=MARKER cuts a text.")
+          "them it is too small, and a single one has none; --split_blank=1 or --split=MARKER cuts "
+          "a text.")
 
 
 def work(argv: list[str]) -> None:
