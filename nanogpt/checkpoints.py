@@ -130,8 +130,7 @@ def load_model(path: str | Path, device: torch.device | str, script):
         raise BadInput(f"{path} does not fit this code; use the code of its run, which the log "
                        f"{about.get('run_id', 'RUN_ID')}.txt holds") from None
     model.trained_steps = about["step"]
-    model.of_other_code = about.get("code_sha256") not in (None, sha256(script.SOURCE))
-    if model.of_other_code:
+    if about.get("code_sha256") not in (None, sha256(script.SOURCE)):
         complain(f"{path} was trained by another train_gpt.py; what this one computes with it may "
                  f"be wrong. `python -m records code LOGS/{about['run_id']}.txt FOLDER` writes the "
                  "other one")

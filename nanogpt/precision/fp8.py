@@ -38,7 +38,8 @@ from nanogpt import kernels
 from nanogpt.kernels import E4M3, E5M2
 from nanogpt.precision.recipe import Products, Recipe
 from nanogpt.precision.rounding import E4M3_GRID, E5M2_GRID, inverse, round_to
-from nanogpt.ranks import gathered, rank_and_world_size
+from nanogpt.ranks import gathered
+from nanogpt.slices import Slices
 
 GRIDS = {E4M3: E4M3_GRID, E5M2: E5M2_GRID}
 
@@ -112,7 +113,7 @@ class FP8(Recipe):
     def __init__(self, banks: dict[str, Tensor], all_gather: bool = False):
         """banks: the model's weights by name"""
         self.all_gather = all_gather
-        self.rank, self.world_size = rank_and_world_size()
+        self.slices = Slices()
         self.banks = {name: banks[name].detach() for name in ("lm_head", "mlp", "qkvo")}
         self.weight_bytes = {}  # in e4m3, as bytes: any device can copy and send those
         for name, bank in self.banks.items():
@@ -138,10 +139,6 @@ class FP8(Recipe):
         has_fp8 = kernels.has_fp8(weight_bytes.device)
         return FP8Products(weight_bytes, self.scales[number, 0], has_fp8)
 
-    def own_rows(self, bank: Tensor) -> Tensor:
-        """The rows of a bank that this rank updates, a view."""
-        return bank.chunk(self.world_size)[self.rank]
-
     def hands_out(self, name: str) -> bool:
         return self.all_gather and name in ("mlp", "qkvo")
 
@@ -153,7 +150,7 @@ class FP8(Recipe):
         scale_of_row = self.scale_of_row
         if self.all_gather:
             weights = {name: masters[name] for name in self.banks}
-            scale_of_row = {name: self.own_rows(rows) for name, rows in scale_of_row.items()}
+            scale_of_row = {name: self.slices.own(rows) for name, rows in scale_of_row.items()}
 
         # 2. The scales, from the amaxes of all rows that share one.
         amaxes = torch.zeros_like(self.scales[:, 0])
@@ -182,4 +179,4 @@ class FP8(Recipe):
         """Fetches the wide rows that --float8_all_gather has left with the ranks that own them."""
         for name, bank in self.banks.items():
             if self.hands_out(name):
-                bank.copy_(gathered(self.own_rows(bank)))
+                bank.copy_(gathered(self.slices.own(bank)))

@@ -3,10 +3,8 @@
 Where numbers lie is known beforehand for the inputs of most products: they come from normalised
 vectors, so that |x| is at most sqrt(D), or are the squared results of a product of such inputs.
 
-The FP8 units want both operands contiguous along the dimension that is summed. Each of x, w and dy
-is used in two products, which sum along different dimensions, so it is stored as it is and
-transposed when it is rounded. Only the gradient of the MLP's hidden layer has quick sums: they are
-of just D numbers.
+Each of x, w and dy is rounded once and stored as it is and transposed (nanogpt/kernels.py, section
+2). Backward, only the gradient of the MLP's hidden layer has quick sums: they are of D numbers.
 """
 from collections.abc import Iterable
 
@@ -27,8 +25,7 @@ GRADIENT_SCALE = 2.0**-12
 
 # The head has those of record 55, but a wider one for weights: inputs up to 100, weights up to 6.4
 # and gradients of its logits up to 0.75 become numbers up to 448, where e4m3 ends. (The gradients
-# are in e5m2, which goes on.) A larger scale costs no precision: the distance of two neighbours of
-# a format is about the same part of their size everywhere.
+# are in e5m2, which goes on.)
 HEAD_INPUT_SCALE = 100 / 448
 HEAD_WEIGHT_SCALE = 6.4 / 448
 HEAD_GRADIENT_SCALE = 0.75 / 448
