@@ -313,9 +313,9 @@ PRESETS: dict[str, dict] = {
         target_loss=0.0),
     "speedrun": dict(
         # Steps for 385M tokens. Where record 92 is at 3.277 on FineWeb, it is at 3.124 on the
-        # longer stand-in corpus. With wider MLPs, which made no difference to the loss after 137M
-        # tokens, this preset was at 3.287 after 191M tokens of that, and it falls by 0.23 when it
-        # reads e times as many: 191M * e^((3.287 - 3.127) / 0.23) = 384M for 3.28.
+        # longer stand-in corpus. This preset with MLPs of 5,632 was at 3.287 after 191M tokens of
+        # that; both have one loss after 137M. It falls by 0.23 when e times as many are read:
+        # 191M * e^((3.287 - 3.127) / 0.23) = 384M for 3.28.
         num_steps=2500,
         # With attention in five layers a step takes an eighth less time, for as much loss as 2.5 %
         # of the tokens are worth; value embeddings in three cost hardly any (records/long_runs.md).

@@ -42,8 +42,8 @@ ANEW = "leave --resume out to begin anew"
 
 
 def write(path: Path, tensors: dict[str, Tensor], about: dict) -> None:
-    """Writes a file with `about` in its header. An older one of this name stays until the new one
-    is whole. Raises OSError if the disk is full."""
+    """Writes a file with `about` in its header. Until all of it is on disk, an older one of this
+    name stays. Raises OSError if the disk is full."""
     beside = path.with_name(f"{path.name}.{os.getpid()}.part")
     on_cpu = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
     header = {"format": "pt"} | {name: json.dumps(value) for name, value in about.items()}
@@ -52,6 +52,8 @@ def write(path: Path, tensors: dict[str, Tensor], about: dict) -> None:
         save_file(on_cpu, beside, header)
         # save_file lets nobody else read it. Whoever may read the folder may read the file.
         beside.chmod(path.parent.stat().st_mode & 0o666)
+        with open(beside, "rb") as file:
+            os.fsync(file.fileno())
         os.replace(beside, path)
     except (OSError, SafetensorError) as error:
         beside.unlink(missing_ok=True)

@@ -48,6 +48,9 @@ def check_data(c, packing: shards.Packing, plan: shards.Plan) -> RunFiles:
     train_paths = shards_of(c, "train")
     val_paths = shards_of(c, "val")
     check_kind(train_paths[0], c.vocab_size, c.preset)
+    for path in set(train_paths) & set(val_paths):
+        raise BadInput(f"{path} is for training and for validation; change --train_files or "
+                       "--val_files")
     fingerprints = [shards.fingerprint(path, "train") for path in train_paths]
     fingerprints += [shards.fingerprint(path, "val") for path in val_paths]
     saved = None

@@ -4,7 +4,6 @@ It makes the plan from its schedule, splits a rank's sequences into micro-batche
 device, and checks before compiling that the shards last for the run.
 """
 import dataclasses
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -142,8 +141,7 @@ def test_the_check_before_compiling_agrees_exactly_with_what_the_loader_yields(f
     with pytest.raises((BadInput, shards.ShardError)) as error:
         check_data(config(folder, num_steps=have + 1, **changes))
     sentence = str(error.value)
-    for part in (f"{have + 1} steps", f"{(have + 1) * batch_tokens:,} tokens", f"{sum(map(len, SHARDS)) * epochs:,}",
-                 f"last for about {have} steps", str(folder), "--fit", "--num_steps", "--epochs"):
+    for part in (f"the text in {folder} lasts for {have} steps of the {have + 1}", "--fit", "--num_steps", "--epochs"):
         assert part in sentence, f"{part} is not in: {sentence}"
 
 
@@ -153,24 +151,17 @@ def test_the_number_of_processes_must_divide_the_batch_of_every_stage(large, mon
     monkeypatch.setattr("nanogpt.run_files.rank_and_world_size", lambda: (0, 2))
     check_data(c)
     monkeypatch.setattr("nanogpt.run_files.rank_and_world_size", lambda: (0, world_size))
-    with pytest.raises(BadInput, match=f"{world_size} processes cannot share batches of 2 x .* tokens; start 1, 2 of them"):
+    with pytest.raises(BadInput, match=f"{world_size} processes cannot share batches of 2 x .* tokens; start fewer of them"):
         check_data(c)
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
-@pytest.mark.parametrize("data_dir, remedy", [
-    ("data/pydocs", "data/prepare.py --python-docs"), ("data/fineweb10B", "data/fineweb.py"),
-    ("elsewhere", "data/prepare.py FILE")])
-def test_absent_shards_are_named_with_the_command_that_gets_them(
-        folder, split, data_dir, remedy, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path(data_dir).parent.mkdir(exist_ok=True)
-    Path(data_dir).symlink_to(folder)
+def test_absent_shards_are_named_with_what_gets_them(folder, split):
     for path in folder.glob(f"*_{split}_*"):
         path.unlink()
     with pytest.raises(shards.ShardError) as error:
-        check_data(config(data_dir))
-    for part in (f"no {split} shards", f"*_{split}_*.bin", data_dir, remedy):
+        check_data(config(folder))
+    for part in (f"no {split} shards", f"*_{split}_*.bin", str(folder), "./run.sh", "data/prepare.py"):
         assert part in str(error.value)
 
 
@@ -185,8 +176,8 @@ def test_shards_of_several_texts_are_not_mixed(folder):
 
 
 @pytest.mark.parametrize("preset, largest, parts", [
-    ("laptop", 50_000, ["GPT-2's tokens", "--preset=laptop with --vocab_size=272 wants bytes", "--tokens=bytes"]),
-    ("onepass", 255, ["holds bytes", "--preset=onepass with --vocab_size=50304 wants GPT-2's tokens", "--preset=char"])])
+    ("laptop", 50_000, ["holds tokens of the kind gpt2", "--preset=laptop with --vocab_size=272 wants bytes", "--tokens=bytes"]),
+    ("onepass", 255, ["holds tokens of the kind bytes", "--preset=onepass with --vocab_size=50304 wants gpt2", "--tokens=gpt2"])])
 def test_tokens_of_the_wrong_kind_are_named_for_what_they_are(tmp_path, preset, largest, parts):
     document = np.r_[SEPARATOR, np.arange(4000) % (largest + 1)]
     document[1] = largest
@@ -201,7 +192,7 @@ def test_tokens_of_the_wrong_kind_are_named_for_what_they_are(tmp_path, preset, 
 
 def test_a_batch_gets_other_memory_than_the_one_before_it_which_a_gpu_may_still_read(folder):
     model = t.GPT(config(folder), CPU)
-    text = torch.tensor(documents(257)).to(torch.int16)[None]
+    text = torch.tensor(documents(257)).clamp(max=383).to(torch.int16)[None]  # 383 stands for the separator
     places = []
     for _ in range(2):
         [(reading, targets)] = model.past.prepare(Batch([text], [text], [0]))  # dropped when the next one is made, as by Run.make_step
