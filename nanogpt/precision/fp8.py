@@ -124,7 +124,8 @@ class FP8(Recipe):
         heads = torch.zeros(len(self.banks["lm_head"]), dtype=torch.int64, device=device)
         mlps = 1 + torch.arange(len(self.banks["mlp"]), device=device)
         row = torch.arange(len(self.banks["qkvo"]), device=device)
-        attentions = 1 + len(mlps) + row // 4 * 2 + (row % 4 == 3)
+        is_output = row % 4 == 3
+        attentions = 1 + len(mlps) + row // 4 * 2 + is_output
         self.scale_of_row = {"lm_head": heads, "mlp": mlps, "qkvo": attentions}
         # The scale is a row's first number: compiled code wants it to begin at a multiple of 16
         # bytes.
@@ -167,8 +168,8 @@ class FP8(Recipe):
         # 3. The bytes. Any device can round to FP8 here, outside of compiled code.
         for name, weight in weights.items():
             if name in names:
-                row_multipliers = multipliers[scale_of_row[name]][:, None]
-                rounded = to_fp8(weight.flatten(1), row_multipliers, E4M3)
+                of_rows = multipliers[scale_of_row[name]]
+                rounded = to_fp8(weight.flatten(1), of_rows[:, None], E4M3)
                 new_bytes = rounded.view(torch.uint8).view(weight.shape)
                 if self.all_gather:
                     new_bytes = gathered(new_bytes)

@@ -54,7 +54,8 @@ def to_fp4(x: Tensor, square: bool = False, stochastic: bool = False) -> tuple[T
     are exact in bf16, and the scale () of them all."""
     height = 16 if square else 1
     amax = x.abs().amax().float()
-    blocks = x.float().unflatten(1, (-1, 16)).unflatten(0, (-1, height))
+    blocks = x.float().unflatten(1, (-1, 16))
+    blocks = blocks.unflatten(0, (-1, height))
 
     multiplier = (LARGEST * LARGEST_SCALE / amax.double()).float()
     multiplier = multiplier.clamp(max=LARGEST_FLOAT32)  # infinite if all is zero
@@ -68,7 +69,8 @@ def to_fp4(x: Tensor, square: bool = False, stochastic: bool = False) -> tuple[T
     numbers = (blocks * block_multipliers).clamp(-LARGEST, LARGEST)
     noise = torch.rand_like(numbers) if stochastic else None
     values = round_to(numbers, E2M1_GRID, noise) * scales
-    return values.bfloat16().reshape(x.shape), amax / (LARGEST * LARGEST_SCALE)
+    values = values.bfloat16().reshape(x.shape)
+    return values, amax / (LARGEST * LARGEST_SCALE)
 
 
 def multiply(a: tuple[Tensor, Tensor], b_t: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
@@ -105,10 +107,12 @@ class NVFP4Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         x, w = ctx.saved_tensors
-        w4 = to_fp4(w.t(), square=True)  # which have the numbers of fprop
-        grad_x = multiply(to_fp4(g, stochastic=True), w4, g.dtype)  # (T, K)
+        w4_t = to_fp4(w.t(), square=True)  # the numbers of fprop
+        g4 = to_fp4(g, stochastic=True)
+        grad_x = multiply(g4, w4_t, g.dtype)  # (T, K)
         g4_t = to_fp4(hadamard(g.t()), stochastic=True)
-        grad_w = multiply(g4_t, to_fp4(hadamard(x.t())), g.dtype)  # (N, K)
+        x4_t = to_fp4(hadamard(x.t()))
+        grad_w = multiply(g4_t, x4_t, g.dtype)  # (N, K)
         return grad_x, grad_w
 
 
