@@ -244,15 +244,16 @@ class Config(RunConfig):
         choices=("auto", "bfloat16", "float32", "float64"))
 
     @property
-    def attends(self) -> tuple[int, ...]:
+    def layers_with_attention(self) -> tuple[int, ...]:
         """The layers that have attention."""
         every = tuple(range(self.num_layers))
         return arguments.numbers_among("attention_layers", self.attention_layers, every)
 
     @property
-    def value_embeds(self) -> tuple[int, ...]:
+    def layers_with_values(self) -> tuple[int, ...]:
         """Those of them that have value embeddings."""
-        return arguments.numbers_among("value_layers", self.value_layers, self.attends)
+        possible = self.layers_with_attention
+        return arguments.numbers_among("value_layers", self.value_layers, possible)
 
     @property
     def ngram_width(self) -> int:
@@ -565,8 +566,8 @@ def parameter_table(c: Config) -> dict[str, Param]:
     another order may take more time. It also draws other initial weights from a seed, so a new
     parameter is best added at the end."""
     L = c.num_layers
-    A = len(c.attends)
-    E = len(c.value_embeds)
+    A = len(c.layers_with_attention)
+    E = len(c.layers_with_values)
     D = c.model_dim
     H = c.num_heads
     d = c.head_dim
@@ -992,7 +993,7 @@ class GPT(nn.Module):
     def value_embeds_of(self, looked_up: dict[str, Tensor]) -> list[Tensor | None]:
         """The value embeddings of each layer, (T, H d)."""
         c = self.config
-        layers = c.value_embeds
+        layers = c.layers_with_values
         parts = looked_up["value_embeds"].chunk(len(layers), 1) if layers else ()
         return at_layers(parts, layers, c.num_layers)
 
@@ -1001,9 +1002,10 @@ class GPT(nn.Module):
         c = self.config
         matrices = self.weight("mlp").unbind()
         qkvo = self.weight("qkvo").unflatten(0, (-1, 4))  # (layers with attention, 4, H d, D)
-        banks = [matrices[::2], matrices[1::2], at_layers(qkvo.unbind(), c.attends, c.num_layers)]
-        for name, layers in (("scalars", range(c.num_layers)), ("gates", c.attends),
-                             ("value_gates", c.value_embeds)):
+        banks = [matrices[::2], matrices[1::2]]
+        banks.append(at_layers(qkvo.unbind(), c.layers_with_attention, c.num_layers))
+        for name, layers in (("scalars", range(c.num_layers)), ("gates", c.layers_with_attention),
+                             ("value_gates", c.layers_with_values)):
             bank = self.optional(name)
             banks.append(at_layers([] if bank is None else bank.unbind(), layers, c.num_layers))
         return [LayerWeights(*of_layer) for of_layer in zip(*banks)]

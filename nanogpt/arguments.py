@@ -65,10 +65,10 @@ def check(c, schedules: dict[str, list], precisions: dict[str, tuple]) -> None:
         require(value in rows, f"--{name}={value} is none of {', '.join(rows)}")
     require(c.device != "cuda" or torch.cuda.is_available(),
             "--device=cuda, but torch sees no GPU here")
-    require(c.attends, "--attention_layers=none: at least one layer needs attention")
+    require(c.layers_with_attention, "--attention_layers=none: at least one layer needs attention")
     require(c.save_checkpoint or not c.sample,
             "--sample needs kept weights: give --save_checkpoint=auto, too, or --sample= for none")
-    _ = c.value_embeds  # raises BadInput itself, as `attends` does
+    _ = c.layers_with_values  # raises BadInput itself, as the other does
     check_lengths(c)
     check_stages(c, schedules[c.schedule])
     require(c.candidates % 16 == 0,

@@ -39,7 +39,9 @@ class Precision:
         # The rows of the banks: train_gpt.py, section 4.
         layers = []
         for i in range(c.num_layers):
-            place = 4 * c.attends.index(i) if i in c.attends else 0  # else nobody asks for qkv or o
+            place = 0  # of a layer without attention, whose qkv and o nobody asks for
+            if i in c.layers_with_attention:
+                place = 4 * c.layers_with_attention.index(i)
             layers.append(LayerProducts(
                 self.products_of("qkv", "qkvo", slice(place, place + 3)),
                 self.products_of("o", "qkvo", slice(place + 3, place + 4), True),
