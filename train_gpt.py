@@ -468,7 +468,8 @@ def choose_recipes(c: Config, device: torch.device) -> dict[str, str]:
 
 
 class Setting(NamedTuple):
-    """What a step of the schedule says about the model: how far attention sees."""
+    """What a step of the schedule says about attention: how far it sees, how fast positions turn
+    queries and keys, and how large its scores are."""
     windows: dict[str, int]  # "long" and "short", in blocks
     frequencies: tuple[float, ...]  # of the rotary embedding, radians a position
     score_scale: float  # multiplies the scores of attention
@@ -882,7 +883,8 @@ def late_mix(x: Tensor, sources: tuple[Tensor, ...], weights: LateWeights | None
 #
 # In training, logits are computed for 16,384 candidates by default; all 50,304 tokens would be a
 # third of the work of a step. Candidates are the targets of a group of 32,768 tokens, and others
-# that are drawn at random (nanogpt/candidates.py). Validation is over the whole vocabulary.
+# that are drawn at random and stand for the rest, so that the loss is nearly that over all tokens
+# (nanogpt/candidates.py). Validation is over the whole vocabulary.
 
 VAL_CHUNK = 16_384  # tokens whose logits are computed at a time in validation
 
@@ -1308,17 +1310,22 @@ def cautious_update(master: Tensor, part: Tensor, update: Tensor, lr, decay) -> 
     part.copy_(master)
 
 
-# To try another optimizer, write its state and its update here, add the update to Functions and, at
-# the same place, to EAGER, and if one graph is to serve all shapes to the names that are `dynamic`
-# in `compiled_functions`; then name it in Optimizer.zero_state, Optimizer.update and
-# parameter_table. Muon takes stacks of matrices, (n, rows, columns); with head_every_second the
-# head's gradient is that of two steps. The head comes as this rank's rows. State begins at 0
-# (`reset`), its first dimension is that of the master, as saves cut it there, and the warm-up calls
-# the update with gradients of 0. Gradients are sums over the tokens of a batch, not means. To Muon
-# and Adam, which divide by the size of the gradient, that makes no difference as long as batches
-# keep their size, but to plain SGD it does. On a GPU the update runs as a CUDA graph: what changes
-# from step to step must come in a tensor, as the rates do. The rows of tables have a kernel
-# instead, `update_rows` in nanogpt/tables.py.
+# To try another optimizer:
+#
+#   1. Write its state and its update here.
+#   2. Add the update to Functions and EAGER; if one graph is to serve all shapes, also to the names
+#      that are `dynamic` in `compiled_functions`.
+#   3. Make its state in Optimizer.zero_state, and call the update in Optimizer.update.
+#   4. Name it in parameter_table.
+#
+# Muon takes stacks of matrices, (n, rows, columns); Adam takes everything as a vector. The head
+# comes as this rank's rows, and with head_every_second its gradient is that of two steps. State
+# begins at 0 (`reset`), its first dimension is that of the master, as saves cut it there, and the
+# warm-up calls the update with gradients of 0. Gradients are sums over the tokens of a batch, not
+# means. To Muon and Adam, which divide by the size of the gradient, that makes no difference as
+# long as batches keep their size, but to plain SGD it does. On a GPU the update runs as a CUDA
+# graph: what changes from step to step must come in a tensor, as the rates do. The rows of tables
+# have a kernel instead, `update_rows` in nanogpt/tables.py.
 
 
 class Rates(NamedTuple):
@@ -1393,7 +1400,9 @@ class Functions(NamedTuple):
     adam_update: Callable
 
 
-EAGER = Functions(block, mix_and_loss, embed_inputs, masks.block_lists, muon_update, adam_update)
+EAGER = Functions(
+    block=block, mix_and_loss=mix_and_loss, embed_inputs=embed_inputs,
+    block_lists=masks.block_lists, muon_update=muon_update, adam_update=adam_update)
 
 
 def compiled_functions(report: Callable[[str, float], None]) -> Functions:
