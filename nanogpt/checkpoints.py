@@ -199,13 +199,15 @@ def is_sliced(name: str, optimizer) -> bool:
 
 
 def tensors_of(optimizer) -> dict[str, Tensor]:
-    """What a save has: all of `state_of`, whole and without padding. A collective."""
+    """What a save has: all of `state_of`, on rank 0 whole and without padding. A collective."""
     tensors = state_of(optimizer)
     for name, x in tensors.items():
         if is_sliced(name, optimizer):
             bank, _, _ = name.partition(".")
             rows, *_ = optimizer.model.params[bank].shape
-            tensors[name] = gathered(x)[:rows].cpu()  # no GPU has room for all of them
+            whole = gathered(x)[:rows]
+            if is_rank_0():
+                tensors[name] = whole.cpu()  # no GPU has room for all of them
     return tensors
 
 
