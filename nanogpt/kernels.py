@@ -441,7 +441,7 @@ def _(g, down_t, h, product_scale, hidden_scale, grad_scale):
 # writes the loss and the gradient. So the gradient is written once, in FP8, it never exists in
 # bf16, and the backward pass computes nothing again.
 #
-# For 32,768 tokens and 16,384 candidates the kernel takes 0.57 ms on one H200. To read and write
+# For 32,768 tokens and 16,384 candidates the kernel takes 0.55 ms on one H200. To read and write
 # its tensors would take 0.4 ms, so the number of instructions counts, too. Two tricks save
 # some:
 # - A hyperbolic tangent is one instruction, a sigmoid is several. With a = height / 2 and
@@ -541,10 +541,10 @@ def launch_loss(
 
 
 def loss_tile(V: int) -> dict[str, int]:
-    """A tile that holds V logits, and how many warps work on it: one for every 1,024 logits."""
+    """A tile that holds V logits, and how many warps work on it: one for every 2,048 logits."""
     tile = triton.next_power_of_2(V)
     most_warps = 32  # that CUDA allows in a program
-    return dict(TILE=tile, num_warps=min(max(tile // 1024, 1), most_warps))
+    return dict(TILE=tile, num_warps=min(max(tile // 2048, 1), most_warps))
 
 
 def loss_in_pytorch(

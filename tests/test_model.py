@@ -541,7 +541,7 @@ def test_logits_of_the_next_token_are_those_of_the_loss():
 
 def test_the_default_has_as_many_weights_as_its_sizes_say():
     size = {name: math.prod(p.shape) for name, p in t.parameter_table(t.Config()).items()}
-    assert size["qkvo"] == 8 * 4 * 512 * 768 and size["mlp"] == 8 * 2 * 768 * 4096
+    assert size["qkvo"] == 8 * 4 * 512 * 768 and size["mlp"] == 8 * 2 * 768 * 2304
     assert size["lm_head"] == 50304 * 768 and size["value_embeds"] == 8 * 50304 * 512
     assert size["ngrams"] == 2**24 * 384
     assert size["scalars"] == 8 * 7 and size["gates"] == size["value_gates"] == 8 * 4 * 12
