@@ -326,7 +326,7 @@ PRESETS: dict[str, dict] = {
         average_frac=0.06, cooldown_frac=0.8, lr_floor=0.3),
     "onepass": dict(
         num_layers=6, mlp_dim=3072, attention_layers="0,2,3,5", value_layers="0,3,5",
-        schedule="onepass", num_steps=1130, batch_tokens=131_072,
+        schedule="onepass", num_steps=1160, batch_tokens=131_072,
         recall_rows=268_435_456, head_every_second=True,
         target_loss=3.492),
     "laptop": BYTES | ON_CPU | dict(
@@ -354,7 +354,7 @@ ABOUT = {
             "compare optimizers on, on GPUs",
     "speedrun": "75M weights for each token and tables, for 431M tokens of FineWeb, on GPUs; aims "
                 "at a loss of 3.28",
-    "onepass": "a model of fewer layers, for 99M tokens that are read once, on GPUs",
+    "onepass": "a model of fewer layers, for 102M tokens that are read once, on GPUs",
     "laptop": "a small model of bytes, one to three minutes on a CPU",
     "char": "a larger one, to compare precisions on any text",
     "small": "the same with GPT-2's tokens, for texts of less than 60M tokens",
