@@ -73,7 +73,8 @@ def score(model: nn.Module, tokens: np.ndarray, targets: np.ndarray) -> np.ndarr
     filling = -len(tokens) % BLOCK_SIZE
     tokens = F.pad(torch.from_numpy(tokens).to(device), (0, filling), value=model.bos)
     targets = torch.from_numpy(targets).to(device)
-    x, sources = model.last_stream(tokens, sample.last_setting(model), training=False)
+    reading = model.past.read(tokens, training=False)
+    x, sources = model.last_stream(reading, sample.last_setting(model), training=False)
     found = []
     for places in (targets >= 0).nonzero()[:, 0].split(LOGITS_AT_A_TIME):
         logits = model.logits(x[places], tuple(source[places] for source in sources))  # (places, V)

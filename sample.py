@@ -50,7 +50,8 @@ def next_logits(model, tokens: list[int]) -> Tensor:
     filled up with tokens that nothing before them can see."""
     filling = -len(tokens) % BLOCK_SIZE
     padded = torch.tensor(tokens + [model.bos] * filling, device=model.lm_head.device)
-    x, sources = model.last_stream(padded, last_setting(model), training=False)
+    reading = model.past.read(padded, training=False)
+    x, sources = model.last_stream(reading, last_setting(model), training=False)
     last = slice(len(tokens) - 1, len(tokens))
     return model.logits(x[last], tuple(source[last] for source in sources))[0]
 

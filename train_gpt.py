@@ -72,7 +72,7 @@ from nanogpt import (
 )
 from nanogpt.arguments import RunConfig, key
 from nanogpt.batches import inputs_and_targets, rank_batches
-from nanogpt.candidates import Candidates, Targets
+from nanogpt.candidates import Candidates, Targets, over_all_tokens
 from nanogpt.kernels import E4M3, E5M2
 from nanogpt.masks import BLOCK_SIZE
 from nanogpt.past import Past, Reading
@@ -1056,13 +1056,12 @@ class GPT(nn.Module):
                 c.mix_previous, c.num_heads, *rotary, mask, injects[i], value_embeds[i], begins))
         return contexts
 
-    def last_stream(self, text: Reading | Tensor, setting: Setting, training: bool,
+    def last_stream(self, reading: Reading, setting: Setting, training: bool,
                     looked_up: dict | None = None) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """A reading, or just tokens (T,) -> the stream after the last layer (T, D), and the sources
-        of `late_mix`. `looked_up` is what `look_up` returns; `forward_backward` calls it itself, as
-        it needs the gradients of these rows."""
+        """The stream after the last layer (T, D), and the sources of `late_mix`. `looked_up` is
+        what `look_up` returns; `forward_backward` calls it itself, as it needs the gradients of
+        these rows."""
         # 1. The first stream, and what each layer gets beside the stream.
-        reading = text if isinstance(text, Reading) else self.past.read(text, training)
         looked_up = looked_up or self.look_up(reading)
         first_x, injects, of_past = self.functions.embed_inputs(
             looked_up["lm_head"], reading, looked_up.get("ngrams"), self.weight("lm_head"),
@@ -1082,14 +1081,12 @@ class GPT(nn.Module):
         first_value_embed = next((x for x in value_embeds if x is not None), None)
         return x, late_sources(first_x, outputs, of_past, first_value_embed)
 
-    def forward(self, text: Reading | Tensor, targets: Targets | Tensor, setting: Setting,
-                training: bool, looked_up: dict | None = None) -> Tensor:
-        """A reading, or just tokens (T,), and targets (T,) int64, in training with their
-        candidates or without -> the loss, summed over T. A target of -1 is none; only evaluate.py
-        has such."""
+    def forward(self, reading: Reading, targets: Targets, setting: Setting, training: bool,
+                looked_up: dict | None = None) -> Tensor:
+        """The loss, summed over T. In training it may be over candidates."""
         if training:
-            return self.training_loss(text, targets, setting, looked_up)
-        x, sources = self.last_stream(text, setting, training)
+            return self.training_loss(reading, targets, setting, looked_up)
+        x, sources = self.last_stream(reading, setting, training)
         products = self.precision.head[training]
         total = 0
         for begin in range(0, len(x), VAL_CHUNK):  # logits of a whole sequence would not fit
@@ -1097,16 +1094,14 @@ class GPT(nn.Module):
             of_chunk = tuple(source[chunk] for source in sources)
             total = total + self.functions.mix_and_loss(
                 x[chunk], of_chunk, self.late_weights(), products, self.weight("lm_head"),
-                targets[chunk], None)
+                targets.next_tokens[chunk], None)
         return total
 
-    def training_loss(self, text: Reading | Tensor, targets: Targets | Tensor, setting: Setting,
+    def training_loss(self, reading: Reading, targets: Targets, setting: Setting,
                       looked_up: dict | None) -> Tensor:
         """The loss in training, over candidates, if there are fewer than tokens of the
         vocabulary."""
-        if isinstance(targets, Tensor):
-            targets = self.candidates.of(targets)
-        x, sources = self.last_stream(text, setting, True, looked_up)
+        x, sources = self.last_stream(reading, setting, True, looked_up)
         late = self.late_weights()
         products = self.precision.head[True]
         head = self.weight("lm_head")
@@ -1668,9 +1663,9 @@ def batch_plan(c: Config) -> list[int]:
 
 def lr_factor_at(step: int, c: Config) -> float:
     """The stage's factor. Over the last cooldown_frac of the steps it becomes lr_floor, linearly; a
-    stage with a larger factor lets it jump up, also during these. In `speedrun` it is 1.0 up to
-    step 500, falls to 0.89, jumps to 1.32 at step 825, falls to 0.82, jumps to 0.91 at step 1,650,
-    and ends at 0.30."""
+    stage with a larger factor lets it jump up, also during these. In `speedrun` it is 1.0 for a
+    fifth of the steps, falls to 0.89, jumps to 1.32 after a third of them, falls to 0.82, jumps to
+    0.91 after two thirds, and ends at 0.30."""
     left = 1 - step / c.num_steps  # part of the steps that is still to come
     done = max(0.0, 1 - left / c.cooldown_frac)  # 0 to 1
     return stage_of(step, c).lr_factor * (1 - done) + c.lr_floor * done
@@ -1800,7 +1795,8 @@ def loss_without_gradient(model: GPT, inputs: Tensor, targets: Tensor,
         if bank.dtype == torch.float16:
             weights[name] = bank.bfloat16()
     reading = model.past.read(inputs, training=False)
-    return torch.func.functional_call(model, weights, (reading, targets, setting, False))
+    return torch.func.functional_call(
+        model, weights, (reading, over_all_tokens(targets), setting, False))
 
 
 def validate(model: GPT, tokens: Tensor, step: int) -> float:

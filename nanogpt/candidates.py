@@ -44,6 +44,11 @@ class Targets(NamedTuple):
     places: Tensor  # (T,), those of the next tokens among the candidates, -1: none
 
 
+def over_all_tokens(next_tokens: Tensor) -> Targets:
+    """Next tokens (T,) for a loss over the whole vocabulary."""
+    return Targets(next_tokens, *[next_tokens.new_empty(0)] * 3)
+
+
 class Candidates:
     """Draws candidates, and counts how often each token was a target so far, the same on all
     ranks."""
@@ -86,7 +91,7 @@ class Candidates:
         """Next tokens (T,) with the candidates of their group; without `drawn` they are one by
         themselves."""
         if not self.number:
-            return Targets(next_tokens, *[next_tokens.new_empty(0)] * 3)
+            return over_all_tokens(next_tokens)
         chosen, bias, place_of_token = drawn or self.draw([next_tokens], 0)[0]
         places = place_of_token[next_tokens.clamp(min=0)]
         return Targets(next_tokens, chosen, bias, torch.where(next_tokens < 0, -1, places))

@@ -99,6 +99,12 @@ def keep(path, model, step=4, val_loss=1.0):
     checkpoints.write(path, checkpoints.weights_of(model), about)
 
 
+def training_loss(model, tokens, targets, setting):
+    """The loss that training has for these tokens (T,)."""
+    [pair] = read(model, [(tokens, targets)])
+    return model(*pair, setting, True)
+
+
 def read(model, batch):
     """Inputs and targets (T,) of each micro-batch -> what train_step takes."""
     return [(model.past.read(inputs, training=True), model.candidates.of(targets)) for inputs, targets in batch]

@@ -78,8 +78,12 @@ class Counter(torch.nn.Module):
         super().__init__()
         self.bos = 9
         self.lm_head = torch.zeros(1)
+        self.past = self  # which reads tokens as they are
         self.table = torch.full((10, 10), math.log(0.5 / 9))
         self.table[torch.arange(10), (torch.arange(10) + 1) % 10] = math.log(0.5)
+
+    def read(self, tokens, training):
+        return tokens
 
     def last_stream(self, tokens, setting, training):
         return tokens, (tokens,)

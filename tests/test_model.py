@@ -10,7 +10,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from conftest import read
+from conftest import read, training_loss
 
 import train_gpt as t
 from nanogpt import candidates, masks, past
@@ -361,7 +361,7 @@ def test_loss_and_all_gradients_equal_a_plain_version_of_the_specification(
     remember(model, earlier, targets)
     recalled = recalled_by_search(tokens, [(earlier, targets)], {0, *starts}, (longest + 1, 2 * longest))
     assert {length for _, length in recalled} == {0, longest + 1, 2 * longest}
-    loss = model(tokens, targets, seen, True)
+    loss = training_loss(model, tokens, targets, seen)
     loss.backward()
     w = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
     reference = plain_gpt(w, model.signs, tokens, targets, starts, seen, heads, d, longest, recalled, attends, with_values)
@@ -493,8 +493,7 @@ def test_training_with_candidates_has_nearly_the_gradient_over_the_vocabulary_an
             sums = {name: total + model.get_parameter(name).grad.double() for name, total in sums.items()}
             model.zero_grad()
         found[number] = np.mean(losses), sums
-        with torch.no_grad():
-            found[f"validation {number}"] = model(tokens, targets, view(), False).item()
+        found[f"validation {number}"] = t.loss_without_gradient(model, tokens, targets, view()).item()
     assert found["validation 192"] == found["validation 0"]
     counts = 40 * torch.bincount(targets, minlength=384)
     assert torch.equal(model.candidates.target_counts, counts), "nothing is counted where the vocabulary is whole"
@@ -514,8 +513,8 @@ def test_tokens_that_are_no_candidates_are_counted_and_add_nothing_to_the_loss(p
     assert len(targets.unique()) > 48
     drawn, choose = [], candidates.choose
     monkeypatch.setattr(candidates, "choose", lambda *args: drawn.append(choose(*args)) or drawn[0])
-    loss = model(tokens, targets, view(), True).item()
-    (chosen, bias, places), (x, sources) = drawn[0], model.last_stream(tokens, view(), True)
+    loss = training_loss(model, tokens, targets, view()).item()
+    (chosen, bias, places), (x, sources) = drawn[0], model.last_stream(model.past.read(tokens, True), view(), True)
     assert not bias.any(), "all are targets"
     places = places[targets]
     x = t.late_mix(x, sources, t.LateWeights(model.late_in, model.late_out, model.late_bias))
@@ -529,7 +528,7 @@ def test_tokens_that_are_no_candidates_are_counted_and_add_nothing_to_the_loss(p
 def test_logits_of_the_next_token_are_those_of_the_loss():
     model, tokens, targets = tiny(), tokens_of([0, 99], 384), tokens_of([], 384, 1)
     with torch.no_grad():
-        of_all = model.logits(*model.last_stream(tokens, view(), training=False))
+        of_all = model.logits(*model.last_stream(model.past.read(tokens, False), view(), training=False))
     for position in (0, 98, 99, 200, 383):
         logits = of_all[position]
         assert logits.shape == (64,) and 0 < logits.min() and logits.max() < 23
@@ -555,8 +554,7 @@ def test_the_default_has_as_many_weights_as_its_sizes_say():
 def test_the_initial_loss_is_nearly_the_logarithm_of_the_vocabulary(num_layers, vocab):
     model = tiny(num_layers=num_layers, vocab_size=vocab)
     t.initialize(model, 0)
-    with torch.no_grad():
-        loss = model(tokens_of([0, 99], 384), tokens_of([], 384, 1), view(), False)
+    loss = t.loss_without_gradient(model, tokens_of([0, 99], 384), tokens_of([], 384, 1), view())
     assert loss.item() / 384 == pytest.approx(math.log(vocab), abs=0.02)  # a token's own logit begins a bit larger
 
 
@@ -590,7 +588,7 @@ def test_validation_in_chunks_gives_the_training_loss_without_a_graph(monkeypatc
     monkeypatch.setattr(t, "VAL_CHUNK", 100)
     model, args = tiny(), (tokens_of([0, 99], 384), tokens_of([], 384, 1), view())
     loss = t.loss_without_gradient(model, *args)
-    assert loss.item() == pytest.approx(model(*args, True).item(), rel=1e-13) and not loss.requires_grad
+    assert loss.item() == pytest.approx(training_loss(model, *args).item(), rel=1e-13) and not loss.requires_grad
 
 
 @pytest.mark.parametrize("starts, changed, unmoved", [
@@ -605,7 +603,7 @@ def test_no_token_is_changed_by_another_document_or_by_a_later_token(starts, cha
     others = tokens.clone()
     others[changed] = (tokens[changed] + 1 + torch.arange(changed.stop - changed.start) % 60) % BOS
     with torch.no_grad():
-        streams = [model.last_stream(x, view(3, 2), True) for x in (tokens, others)]
+        streams = [model.last_stream(model.past.read(x, True), view(3, 2), True) for x in (tokens, others)]
     before, after = (torch.cat((last, *sources), 1) for last, sources in streams)
     moved = (before - after).abs().amax(1) > 1e-9
     assert moved[changed].float().mean() > 0.9

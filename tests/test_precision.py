@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import arguments, distance, normal, read
+from conftest import arguments, distance, normal, read, training_loss
 
 import train_gpt as t
 from nanogpt import kernels
@@ -337,9 +337,8 @@ def test_validation_is_without_the_recipe():
     plain, _ = trainer(precision="bf16")
     data = batch(1)[0]
     with torch.no_grad():
-        assert torch.equal(model(*data, VIEW, False), plain(*data, VIEW, False))
-        assert torch.equal(t.loss_without_gradient(model, *data, VIEW), plain(*data, VIEW, False))
-        assert not torch.equal(model(*data, VIEW, True), plain(*data, VIEW, True))
+        assert torch.equal(t.loss_without_gradient(model, *data, VIEW), t.loss_without_gradient(plain, *data, VIEW))
+        assert not torch.equal(training_loss(model, *data, VIEW), training_loss(plain, *data, VIEW))
 
 
 # ---------------------------------------------------------------------------------------------------- the switch
@@ -351,7 +350,7 @@ def test_each_projection_can_have_a_recipe_of_its_own(monkeypatch):
     kinds = [type(recipe_at(model, 0, name)) for name in recipe.PROJECTIONS]
     plain = type(PLAIN)
     assert kinds == [nvfp4.NVFP4Products, plain, fp8.FP8Products, nvfp4.NVFP4Products, plain]
-    assert torch.isfinite(model(*batch(1)[0], VIEW, True))
+    assert torch.isfinite(training_loss(model, *batch(1)[0], VIEW))
 
 
 @pytest.mark.parametrize("precision", ["fp8", "nvfp4"])
@@ -611,6 +610,6 @@ def test_what_validation_of_fp16_weights_finds_does_not_depend_on_training_befor
         model = t.GPT(c, torch.device("cpu"))
         t.initialize(model, 0)
         if trains:
-            model(tokens[:-1], tokens[1:], setting, True)
+            training_loss(model, tokens[:-1], tokens[1:], setting)
         losses.append(t.loss_without_gradient(model, tokens[:-1], tokens[1:], setting).item())
     assert losses[0] == losses[1]

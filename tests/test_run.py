@@ -407,7 +407,7 @@ def test_the_mean_of_validation_is_over_exactly_val_tokens():
     by_hand = 0.0
     for begin in (0, 256):  # what lies behind the 513th token does not count
         part = tokens[begin : begin + 257].long()
-        x, sources = model.last_stream(part[:-1], setting, training=False)
+        x, sources = model.last_stream(model.past.read(part[:-1], False), setting, training=False)
         by_hand += torch.nn.functional.cross_entropy(model.logits(x, sources).double(), part[1:], reduction="sum").item()
     assert t.validate(model, tokens.to(torch.int16), c.num_steps) == pytest.approx(by_hand / 512, rel=1e-5)
 

@@ -48,7 +48,7 @@ def test_the_logits_after_a_text_are_those_of_the_whole_sequence_it_begins(lengt
     tokens = torch.randint(0, 20, (512,), generator=generator(1))
     tokens[[0, 100]] = model.bos
     with torch.no_grad():
-        whole = model.logits(*model.last_stream(tokens, sample.last_setting(model), training=False))
+        whole = model.logits(*model.last_stream(model.past.read(tokens, False), sample.last_setting(model), training=False))
     found = sample.next_logits(model, tokens[:length].tolist())
     torch.testing.assert_close(found, whole[length - 1], rtol=0, atol=1e-9)
 

@@ -3,7 +3,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import TINY, read
+from conftest import TINY, read, training_loss
 
 import train_gpt as t
 from nanogpt.precision import fp8_static
@@ -83,7 +83,7 @@ def test_the_plain_transformer_has_the_loss_and_gradients_of_one_written_out():
     tokens = torch.randint(0, 300, (257,), generator=torch.Generator().manual_seed(0))
     inputs, targets = tokens[:-1], tokens[1:]
     setting = t.setting_of(0, model.config)._replace(windows={"long": 2, "short": 2}, score_scale=0.5)
-    loss = model(inputs, targets, setting, True)
+    loss = training_loss(model, inputs, targets, setting)
     loss.backward()
 
     w = {name: bank.detach().clone().requires_grad_() for name, bank in model.named_parameters()}
