@@ -32,7 +32,6 @@ JSON_START = re.compile(r'\s*(\[\s*[\[{"]|\{\s*")')
 EXPORT = 'export its text column as JSON lines, a line like {"text": "..."} for each document'
 UNPACK = "unpack it first, and name what was in it"
 SAVE = "save its text as a .txt file first, in UTF-8"
-OTHER = "name a file of text"
 TABLES = (".csv", ".tsv")  # what such a file is cannot be seen in its first line
 FORMATS = [  # how a file begins, what it then is, and what to do instead
     (b"PAR1", "Parquet", EXPORT),
@@ -48,14 +47,8 @@ FORMATS = [  # how a file begins, what it then is, and what to do instead
     (b"BZh", "compressed (bzip2)", UNPACK),
     (b"\xfd7zXZ", "compressed (xz)", UNPACK),
     (b"\x28\xb5\x2f\xfd", "compressed (zstd)", UNPACK),
-    (b"7z\xbc\xaf", "a 7z archive", UNPACK),
     (b"%PDF-", "a PDF", SAVE),
     (b"{\\rtf", "RTF", SAVE),
-    (b"\xd0\xcf\x11\xe0", "a document of an old Office", SAVE),
-    (b"\x89PNG", "a picture (PNG)", OTHER),
-    (b"\xff\xd8\xff", "a picture (JPEG)", OTHER),
-    (b"GIF8", "a picture (GIF)", OTHER),
-    (b"RIFF", "a picture or a sound (RIFF)", OTHER),
 ]
 MARKS = {  # UTF-32's come before UTF-16's, with which they begin
     codecs.BOM_UTF8: "utf-8-sig",
@@ -172,9 +165,9 @@ def open_text(path):
             raise BadInput(
                 f"{path}: text in {found.upper()} without the mark that says so; convert it, as by "
                 f"iconv -f {found} -t utf-8 OLD > NEW")
-        raise BadInput(f"{path}: not text, as it holds zero bytes; {OTHER}. If they are "
-                           "tokens, as nanoGPT's train.bin, give their folder to train_gpt.py "
-                           "--data_dir")
+        raise BadInput(f"{path}: not text, as it holds zero bytes; name a file of text. If they "
+                       "are tokens, as nanoGPT's train.bin, give their folder to train_gpt.py "
+                       "--data_dir")
     codecs.getincrementaldecoder(encoding)().decode(head)
     return open(path, encoding=encoding, newline="\n")
 
@@ -205,14 +198,13 @@ def read_documents(path, key="text", split_blank=None, split=None):
     path = Path(path)
     with errors_of(path), open_text(path) as file:
         form = json_form(file, path)
-        lines = lines_until_now(file)
         if form == "lines":
-            documents = json_lines(lines, key, path)
+            documents = json_lines(file, key, path)
         elif form == "whole":
-            documents = json_items("".join(lines), key, path)
+            documents = json_items(file.read(), key, path)
         else:
-            yield from split_at_blank_lines(lines, split_blank) if split_blank else split_at(
-                lines, split)
+            yield from split_at_blank_lines(file, split_blank) if split_blank else split_at(
+                file, split)
             return
         for text in documents:
             yield from split_at([text], split)
@@ -225,16 +217,6 @@ def read_all(paths, options, markers):
         for text in read_documents(path, options.key, options.split_blank, options.split):
             markers.update(MARKERS.findall(text))
             yield text
-
-
-def lines_until_now(file):
-    """Yield the lines of a file, and of what is appended meanwhile not much more than a MiB: a text
-    that grows as fast as it is read would have no end."""
-    most = os.fstat(file.fileno()).st_size + (1 << 20)  # more than is read ahead of the lines
-    for line in file:
-        yield line
-        if file.buffer.tell() > most:
-            return
 
 
 def json_lines(lines, key, path):
