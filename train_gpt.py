@@ -157,8 +157,8 @@ class Config(RunConfig):
         True, "gates for the output of each attention head, and for what each layer gets of the "
         "past")
     scalars: bool = key(
-        True, "learned factors of the parts of a layer; without them all are 1, and no layer adds "
-        "the embedding again")
+        True, "learned factors of the parts of a layer; without them all are 1, no layer adds "
+        "the embedding again, and the past has no gates")
     candidates: int = key(
         16_384, "tokens of the vocabulary that a training loss is computed over; 0: all of them",
         least=0)
@@ -882,8 +882,8 @@ def late_mix(x: Tensor, sources: tuple[Tensor, ...], weights: LateWeights | None
 # --------------------------------------------------------------------------------------------------
 # 5. The loss, over candidates
 #
-# In training, logits are computed for 16,384 candidates by default; all 50,304 tokens would be a
-# third of the work of a step. Candidates are the targets of a group of 32,768 tokens, and others
+# In training, logits are computed for 16,384 candidates by default; all 50,304 tokens would be
+# half of the work of a step. Candidates are the targets of a group of 32,768 tokens, and others
 # that are drawn at random and stand for the rest, so that the loss is nearly that over all tokens
 # (nanogpt/candidates.py). Validation is over the whole vocabulary.
 
@@ -1408,7 +1408,7 @@ def compiled_functions(report: Callable[[str, float], None]) -> Functions:
     for name, function in EAGER._asdict().items():
         # With `dynamic`, sizes are inputs of a graph, so that one graph serves many. Muon has a
         # graph for each of its two banks instead: 1.92 and 0.44 ms in place of 2.35 and 0.74 on one
-        # H100 (records/2026-11-26_two_gpus_narrow_rows).
+        # H100, for the matrices of then (records/2026-11-26_two_gpus_narrow_rows).
         dynamic = name in ("block_lists", "adam_update")
         compiled[name] = compiling.compiled(function, report, dynamic)
     return Functions(**compiled)
