@@ -568,31 +568,8 @@ def loss_in_pytorch(
 
 
 @torch.library.custom_op("nanogpt::loss", mutates_args=())
-def loss_operator(
-    z: Tensor,
-    targets: Tensor,
-    bias: Tensor | None,
-    grad_scale: float,
-    height: float,
-    shift: float,
-    width: float,
-) -> tuple[Tensor, Tensor]:
-    cap = Cap(height, shift, width)
-    if z.is_cuda and not torch.version.hip:  # the kernel has an instruction of NVIDIA's
-        return launch_loss(z, targets, bias, grad_scale, cap)
-    return loss_in_pytorch(z, targets, bias, grad_scale, cap)
-
-
-@loss_operator.register_fake
-def _(z, targets, bias, grad_scale, height, shift, width):
-    T = z.shape[0]
-    loss = z.new_empty(T, dtype=torch.float32)
-    gradient = torch.empty_like(z, dtype=E5M2)
-    return loss, gradient
-
-
 def capped_cross_entropy(
-    z: Tensor, targets: Tensor, cap: Cap, grad_scale: float, bias: Tensor | None = None
+    z: Tensor, targets: Tensor, cap: list[float], grad_scale: float, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Logits z (T, V) before the cap and targets (T,) int64 -> each token's loss and its gradient.
 
@@ -603,4 +580,11 @@ def capped_cross_entropy(
     bias (V,) is added to the capped logits. It must be 0 for every token that is a target. A target
     of -1 means that there is none: the loss and the gradient are 0 then, even if z is NaN.
     """
-    return torch.ops.nanogpt.loss(z, targets, bias, grad_scale, *cap)
+    # The kernel has an instruction of NVIDIA's.
+    work = launch_loss if z.is_cuda and not torch.version.hip else loss_in_pytorch
+    return work(z, targets, bias, grad_scale, Cap(*cap))
+
+
+@capped_cross_entropy.register_fake
+def _(z, targets, cap, grad_scale, bias=None):
+    return z.new_empty(len(z), dtype=torch.float32), torch.empty_like(z, dtype=E5M2)
