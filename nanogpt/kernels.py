@@ -154,24 +154,9 @@ def transpose(x: Tensor) -> Tensor:
     return x_t
 
 
-def launch_quantize(
-    parts: list[Tensor], scale: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Runs the kernel for each part."""
-    M = parts[0].shape[0]
-    width = sum(x.shape[1] for x in parts)
-    y = parts[0].new_empty(M, width, dtype=dtype)
-    y_t = parts[0].new_empty(width, M, dtype=dtype)
-    limit = torch.finfo(dtype).max
-    begin = 0
-    for x in parts:
-        N = x.shape[1]
-        quantize_kernel[tiles(x)](
-            x.contiguous(), y_t[begin:], M, N, y[:, begin:], width, 1 / scale, limit,
-            TILE_ROWS, TILE_COLUMNS, num_warps=8
-        )
-        begin += N
-    return y, y_t
+def new_pair(like: Tensor, M: int, N: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Room for a matrix (M, N), and for the same transposed."""
+    return like.new_empty(M, N, dtype=dtype), like.new_empty(N, M, dtype=dtype)
 
 
 @torch.library.custom_op("nanogpt::quantize", mutates_args=())
@@ -187,20 +172,26 @@ def quantize_columns(
     """
     first = parts[0]
     # For float32 the kernel wrote wrong numbers when Triton 3.6 compiled it.
-    if first.is_cuda and has_fp8(first.device) and first.dtype == torch.bfloat16:
-        return launch_quantize(parts, scale, dtype)
-    x = first.contiguous() if len(parts) == 1 else torch.cat(parts, 1)
-    y = round_to_fp8(x, scale, dtype)
-    return y, transpose(y)
+    if not (first.is_cuda and has_fp8(first.device) and first.dtype == torch.bfloat16):
+        y = round_to_fp8(torch.cat(parts, 1), scale, dtype)
+        return y, transpose(y)
+    M = len(first)
+    width = sum(x.shape[1] for x in parts)
+    y, y_t = new_pair(first, M, width, dtype)
+    begin = 0
+    for x in parts:
+        N = x.shape[1]
+        quantize_kernel[tiles(x)](
+            x.contiguous(), y_t[begin:], M, N, y[:, begin:], width, 1 / scale,
+            torch.finfo(dtype).max, TILE_ROWS, TILE_COLUMNS, num_warps=8
+        )
+        begin += N
+    return y, y_t
 
 
 @quantize_columns.register_fake
 def _(parts, scale, dtype):
-    M = parts[0].shape[0]
-    width = sum(x.shape[1] for x in parts)
-    y = parts[0].new_empty(M, width, dtype=dtype)
-    y_t = parts[0].new_empty(width, M, dtype=dtype)
-    return y, y_t
+    return new_pair(parts[0], len(parts[0]), sum(x.shape[1] for x in parts), dtype)
 
 
 def quantize(x: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -355,8 +346,7 @@ def launch_relu_squared(
     """Runs the kernel: forward without h, backward with it."""
     M, K = a.shape
     N = b_t.shape[0]
-    y = a.new_empty(M, N, dtype=dtype)
-    y_t = a.new_empty(N, M, dtype=dtype)
+    y, y_t = new_pair(a, M, N, dtype)
     backward = h is not None
     choice = HOPPER_BACKWARD if backward else HOPPER_FORWARD
     descriptors = []
@@ -390,11 +380,7 @@ def relu_squared(
 
 @relu_squared.register_fake
 def _(x, up_t, product_scale, hidden_scale):
-    T = x.shape[0]
-    hidden_width = up_t.shape[0]
-    h = x.new_empty(T, hidden_width, dtype=E4M3)
-    h_t = x.new_empty(hidden_width, T, dtype=E4M3)
-    return h, h_t
+    return new_pair(x, len(x), len(up_t), E4M3)
 
 
 @torch.library.custom_op("nanogpt::relu_squared_backward", mutates_args=())
@@ -422,10 +408,7 @@ def relu_squared_backward(
 
 @relu_squared_backward.register_fake
 def _(g, down_t, h, product_scale, hidden_scale, grad_scale):
-    T, hidden_width = h.shape
-    z = g.new_empty(T, hidden_width, dtype=E5M2)
-    z_t = g.new_empty(hidden_width, T, dtype=E5M2)
-    return z, z_t
+    return new_pair(g, *h.shape, E5M2)
 
 
 # --------------------------------------------------------------------------------------------------
