@@ -1726,11 +1726,6 @@ def rescaled(frequency: float, old: int, new: int) -> float:
 # CPU is already at the beginning of the next step.
 
 
-def packing(c: Config) -> shards.Packing:
-    return shards.Packing(
-        c.seq_len, c.vocab_size, c.epochs, c.cut_documents, c.longest_document)
-
-
 def forward_backward(model: GPT, setting: Setting,
                      *texts: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """Adds the gradients of a micro-batch to .grad, except those of looked-up rows. `texts` are the
@@ -1847,7 +1842,7 @@ class Run:
         self.state = partial(checkpoints.state_of, optimizer)
         self.unread = []  # messages that have arrived
         arrays = shards.packed_batches(
-            run_files.train_paths, packing(c), batch_plan(c), first_step=self.step)
+            run_files.train_paths, c, batch_plan(c), first_step=self.step)
         self.batches = shards.ahead(rank_batches(arrays, c, self.device))
 
     def train(self, call: Callable) -> None:
@@ -1951,7 +1946,7 @@ def train(c: Config, at_end: ExitStack) -> int:
         import sample  # only now: training alone needs no tokenizer
         notes = on_all_ranks(sample.check, c)
     files = journal.project_files(__file__)
-    run_files = check_run_files(c, packing(c), batch_plan(c), files)
+    run_files = check_run_files(c, batch_plan(c), files)
 
     # 2. The log begins with the code and the facts. The number of steps is such a fact: under
     # --minutes it is chosen after the warm-up, and until then the log keeps its lines in memory.

@@ -298,28 +298,18 @@ Pieces = list[slice]  # a sequence: what it takes of its shard's tokens
 Plan = Sequence[int]  # of each step: sequences in its batch
 
 
-class Packing(NamedTuple):
-    """How batches are made of shards. None of this changes during a run."""
-
-    seq_len: int  # inputs of a sequence; it has one token more, the last target
-    vocab_size: int
-    epochs: int  # how many times all shards are read
-    cut_documents: bool
-    longest_document: int  # tokens that are read of a document; with cut_documents all of them
-
-
-def documents_of(shard: Shard, packing: Packing) -> Documents:
+def documents_of(shard: Shard, c) -> Documents:
     """The documents of a shard. With `cut_documents`: stretches that fill one sequence each, in a
     random order, which is the same at each reading and in each run.
 
     Each stretch shares a token with the one behind it in the text: its last target is the first
     input there.
     """
-    if not packing.cut_documents:
+    if not c.cut_documents:
         return pairwise([*shard.starts.tolist(), len(shard.tokens)])
-    begins = np.arange(0, len(shard.tokens) - packing.seq_len, packing.seq_len)
+    begins = np.arange(0, len(shard.tokens) - c.seq_len, c.seq_len)
     np.random.default_rng(0).shuffle(begins)
-    return ((begin, begin + packing.seq_len + 1) for begin in begins)
+    return ((begin, begin + c.seq_len + 1) for begin in begins)
 
 
 def sequences_of(documents: Documents, length: int, longest: int) -> Iterator[Pieces]:
@@ -337,22 +327,20 @@ def sequences_of(documents: Documents, length: int, longest: int) -> Iterator[Pi
             room = length
 
 
-def batches(
-    paths: list[Path], packing: Packing, plan: Plan,
-) -> Iterator[tuple[np.ndarray, list[Pieces]]]:
+def batches(paths: list[Path], c, plan: Plan) -> Iterator[tuple[np.ndarray, list[Pieces]]]:
     """A batch for every step of the plan: a shard's tokens, and all sequences as pieces of them.
 
     Ends early if the shards end before the plan. A batch takes all its tokens from one shard, and
     what is left at the shard's end is not used. A thread reads the next shard while this one is in
     use. Raises ShardError, as read_shard does.
     """
-    readings = chain.from_iterable(repeat(paths, packing.epochs))
-    shards = (read_shard(path, packing.vocab_size) for path in readings)
-    length = packing.seq_len + 1  # the last input needs a target, too
-    longest = length if packing.cut_documents else packing.longest_document
+    readings = chain.from_iterable(repeat(paths, c.epochs))
+    shards = (read_shard(path, c.vocab_size) for path in readings)
+    length = c.seq_len + 1  # the last input needs a target, too
+    longest = length if c.cut_documents else c.longest_document
     step = 0
     for shard in ahead(shards):
-        sequences = sequences_of(documents_of(shard, packing), length, longest)
+        sequences = sequences_of(documents_of(shard, c), length, longest)
         while step < len(plan):
             batch = list(islice(sequences, plan[step]))
             if len(batch) < plan[step]:
@@ -364,8 +352,7 @@ def batches(
 
 
 def packed_batches(
-    paths: list[Path], packing: Packing, plan: Plan, first_step: int = 0,
-) -> Iterator[np.ndarray]:
+        paths: list[Path], c, plan: Plan, first_step: int = 0) -> Iterator[np.ndarray]:
     """Every batch as an array: (sequences, seq_len + 1) uint16.
 
     A run that goes on after some steps gives their number as `first_step`: the batches of these
@@ -373,11 +360,11 @@ def packed_batches(
     if the shards end before the plan.
     """
     step = 0
-    for tokens, batch in batches(paths, packing, plan):
+    for tokens, batch in batches(paths, c, plan):
         step += 1
         if step <= first_step:
             continue
-        sequences = np.empty((len(batch), packing.seq_len + 1), dtype=np.uint16)
+        sequences = np.empty((len(batch), c.seq_len + 1), dtype=np.uint16)
         for sequence, pieces in zip(sequences, batch):
             np.concatenate([tokens[piece] for piece in pieces], out=sequence)
         yield sequences

@@ -1,7 +1,6 @@
 """What a run reads, and where it will write: found and tried before anything is compiled.
 
-`c` is train_gpt.Config. The plan of batches and the packing of documents (data/shards.py) follow
-from it by rules that stand in train_gpt.py.
+`c` is train_gpt.Config. The plan of batches follows from it by rules that stand in train_gpt.py.
 """
 import tempfile
 from pathlib import Path
@@ -24,11 +23,11 @@ class RunFiles(NamedTuple):
     checkpoint_path: Path | None = None  # the file of its weights, on rank 0
 
 
-def check_run_files(c, packing: shards.Packing, plan: shards.Plan, files: list[dict]) -> RunFiles:
+def check_run_files(c, plan: shards.Plan, files: list[dict]) -> RunFiles:
     """`files` are the project's source files that this rank runs. Raises BadInput on all ranks if
     something is wrong on one of them, or if they do not have the same source files and shards. A
     collective."""
-    found = on_all_ranks(check_data, c, packing, plan)
+    found = on_all_ranks(check_data, c, plan)
     facts = {f"code {file['path']}": file["sha256"] for file in files}
     for shard in found.fingerprints:
         facts[f"{shard['split']} shard {shard['name']}"] = shard["sha256"]
@@ -36,7 +35,7 @@ def check_run_files(c, packing: shards.Packing, plan: shards.Plan, files: list[d
     return found._replace(checkpoint_path=on_all_ranks(try_places, c, found.saved))
 
 
-def check_data(c, packing: shards.Packing, plan: shards.Plan) -> RunFiles:
+def check_data(c, plan: shards.Plan) -> RunFiles:
     """What the run reads. Raises BadInput if a shard is missing or damaged, or of another kind of
     tokens than the model's, if they do not suffice, if the save is of others, or if so many
     processes cannot share the plan's batches."""
@@ -59,7 +58,7 @@ def check_data(c, packing: shards.Packing, plan: shards.Plan) -> RunFiles:
     val_tokens = shards.validation_tokens(val_paths, c.vocab_size, c.val_tokens)
     if chooses_steps(c):  # they are checked when they are chosen; now a step of each stage
         plan = [*dict.fromkeys(plan)]
-    check_tokens(c, packing, plan, train_paths)
+    check_tokens(c, plan, train_paths)
     return RunFiles(train_paths, torch.from_numpy(val_tokens.view("int16")), fingerprints, saved)
 
 
@@ -111,10 +110,10 @@ def check_kind(path: Path, vocab_size: int, preset: str) -> None:
             f"with data/prepare.py FILE --tokens={wants}")
 
 
-def check_tokens(c, packing: shards.Packing, plan: shards.Plan, paths: list[Path]) -> None:
+def check_tokens(c, plan: shards.Plan, paths: list[Path]) -> None:
     """Raises BadInput unless the training shards last for all steps of the plan."""
     # This packs all documents as training will. Nothing less tells how many steps there are.
-    steps = sum(1 for _ in shards.batches(paths, packing, plan))
+    steps = sum(1 for _ in shards.batches(paths, c, plan))
     require(steps == len(plan), f"the text in {c.data_dir} lasts for {steps} steps of the "
             f"{len(plan)}; get more text, let the run fit it (--fit), lower --num_steps or "
             "--minutes, or raise --epochs")

@@ -95,7 +95,7 @@ class WarmUp:
         script = self.script
         c = fitting.fit_to_minutes(
             self.config, script.SCHEDULES[self.config.schedule], train_paths, seconds)
-        on_all_ranks(check_tokens, c, script.packing(c), script.batch_plan(c), train_paths)
+        on_all_ranks(check_tokens, c, script.batch_plan(c), train_paths)
         self.model.config = c
         # A stage that has no step now is no growth of the window, so later rotary tables differ.
         WarmUp(self.model, self.optimizer, script).run(call)

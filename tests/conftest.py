@@ -89,7 +89,7 @@ def check_data(c):
     """What the trainer finds out about the shards of a configuration before it compiles anything."""
     import train_gpt as t
     from nanogpt import run_files
-    return run_files.check_data(c, t.packing(c), t.batch_plan(c))
+    return run_files.check_data(c, t.batch_plan(c))
 
 
 def keep(path, model, step=4, val_loss=1.0):

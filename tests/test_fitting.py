@@ -61,7 +61,7 @@ def test_minutes_become_as_many_steps_as_fit_into_them(text, tmp_path):
     assert short.val_tokens <= short.val_interval * short.batch_tokens, "it trains on more than it validates on"
     most = fitting.fit_to_minutes(c, t.SCHEDULES[c.schedule], paths, 1e-9)
     assert most.epochs == fitting.MOST_EPOCHS["laptop"]
-    run_files.check_tokens(most, t.packing(most), t.batch_plan(most), paths)
+    run_files.check_tokens(most, t.batch_plan(most), paths)
 
 
 @pytest.mark.parametrize("key, most, is_now", [
@@ -142,7 +142,7 @@ def test_the_steps_are_at_most_those_that_the_loader_has_and_nearly_all_of_them(
     for i, tokens in enumerate(train):
         write_shard(tmp_path / f"mine_train_{i}.bin", np.r_[SEPARATOR, np.arange(tokens - 1) % 256])
     paths = sorted(tmp_path.glob("*.bin"))
-    have = sum(1 for _ in shards.batches(paths, shards.Packing(1024, 272, epochs, True, 2048), [4] * 10**6))
+    have = sum(1 for _ in shards.batches(paths, SimpleNamespace(seq_len=1024, vocab_size=272, epochs=epochs, cut_documents=True), [4] * 10**6))
     c = t.Config(seq_len=1024, batch_tokens=4096)
     fitted = fitting.steps_that_fit(c, t.SCHEDULES["char"], train, math.inf, epochs)
     assert 0.9 * have - epochs <= fitted["num_steps"] <= have and fitted["epochs"] == epochs

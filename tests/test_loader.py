@@ -59,7 +59,7 @@ def sequences(batch, seq_len):
 
 def loaded(c):
     """Iterator over this rank's batches, as a run has them."""
-    arrays = shards.packed_batches(shards_of(c, "train"), t.packing(c), t.batch_plan(c))
+    arrays = shards.packed_batches(shards_of(c, "train"), c, t.batch_plan(c))
     batches = shards.ahead(rank_batches(arrays, c, CPU))
     return ([t.inputs_and_targets(rows, CPU) for rows in batch.micro_batches] for batch in batches)
 

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -36,7 +37,7 @@ def paths(tmp_path):
 
 def packing(**changes):
     usual = {"seq_len": 256, "vocab_size": VOCAB_SIZE, "epochs": 1, "cut_documents": False, "longest_document": 2048}
-    return shards.Packing(**usual | changes)
+    return SimpleNamespace(**usual | changes)
 
 
 def same(num_sequences, steps=FOREVER):
