@@ -1840,7 +1840,6 @@ class Run:
         self.ended_by = ""  # the signal that has ended the run early
         self.requests = Requests(self.device)
         self.state = partial(checkpoints.state_of, optimizer)
-        self.unread = []  # messages that have arrived
         arrays = shards.packed_batches(
             run_files.train_paths, c, batch_plan(c), first_step=self.step)
         self.batches = shards.ahead(rank_batches(arrays, c, self.device))
@@ -1886,14 +1885,11 @@ class Run:
         self.step += 1
 
     def read_messages(self) -> None:
-        """Reads the messages of the first `self.step` steps, and waits for them. Later ones stay in
-        `unread`, because they may not have come to all ranks yet. Raises BadInput if a loss is not
-        finite. A collective."""
-        self.unread += self.log.arrived(wait_for=self.step)
-        while self.unread and self.unread[0].step <= self.step:
-            message = self.unread.pop(0)
-            self.requests.hear(message.others)
-            faults.check_loss("training", message.loss, message.step, self.state)
+        """Reads the messages of the first `self.step` steps, and waits for them. Later ones may not
+        have come to all ranks yet. Raises BadInput if a loss is not finite. A collective."""
+        for step, loss, others in self.log.arrived(self.step):
+            self.requests.hear(others)
+            faults.check_loss("training", loss, step, self.state)
 
     def save_or_stop(self) -> None:
         """Saves the run if a save is due or a signal ends it, on all ranks after the same step.

@@ -30,14 +30,6 @@ ROOT = Path(__file__).resolve().parents[1]  # the project's folder
 # The log
 
 
-class TrainingLoss(NamedTuple):
-    """A training loss that has arrived."""
-
-    step: int
-    loss: float  # mean over the tokens of the batch
-    others: list[float]  # what stood behind the loss in the tensor given to `put`
-
-
 class RunFacts(NamedTuple):
     """What a log says before the first step, beside configuration and schedule."""
 
@@ -125,24 +117,21 @@ class Log:
     def put(self, step: int, loss: Tensor, seconds: float) -> None:
         """Takes the training loss of a step, which the device may still have to compute. Nothing
         waits for it, because the GPU would then stand still while the CPU prepares the next step.
-        loss: () or (1 + n,), the mean loss and n other numbers, which `arrived` hands back."""
+        loss: (1 + n,), the mean loss and n other numbers, which `arrived` hands back."""
         self.pending.append((step, seconds, *to_host(loss)))
 
-    def arrived(self, wait_for: int = 0) -> list[TrainingLoss]:
-        """Writes the lines of all losses that have arrived by now, and hands these losses back. It
-        waits for those of the steps up to `wait_for`."""
-        losses = []
-        while self.pending:
-            step, seconds, values, event = self.pending[0]
-            if event and step <= wait_for:
+    def arrived(self, last_step: int) -> list[tuple[int, float, list[float]]]:
+        """Waits for the losses of the steps up to this one, and writes their lines. Returns of each
+        the step, the loss and the numbers that were with it."""
+        arrived = []
+        while self.pending and self.pending[0][0] <= last_step:
+            step, seconds, values, event = self.pending.pop(0)
+            if event:
                 event.synchronize()
-            elif event and not event.query():
-                break
-            self.pending.pop(0)
-            loss, *others = values.view(-1).tolist()
+            loss, *others = values.tolist()
             self.step(step, seconds, "train_loss", loss)
-            losses.append(TrainingLoss(step, loss, others))
-        return losses
+            arrived.append((step, loss, others))
+        return arrived
 
     def end(self, facts: dict) -> None:
         """Writes the end block: a line `key: value` for each fact. Nothing may follow it."""
