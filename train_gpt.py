@@ -1225,7 +1225,8 @@ class FP8HeadLoss(torch.autograd.Function):
     def forward(ctx, x, w, targets, bias):
         logits, x8_t, w8_t = torch.ops.nanogpt.mm(
             x, w, HEAD_INPUT_SCALE, HEAD_WEIGHT_SCALE, HEAD_GRADIENT_SCALE)
-        loss, g8 = kernels.capped_cross_entropy(logits, targets, CAP, HEAD_GRADIENT_SCALE, bias)
+        loss, g8 = kernels.capped_cross_entropy(
+            logits, targets, [*CAP], HEAD_GRADIENT_SCALE, bias)
         ctx.save_for_backward(g8, x8_t, w8_t)
         ctx.dtype = w.dtype
         return loss.sum()
@@ -1859,14 +1860,10 @@ class Run:
                 self.validate()
                 self.clock.start()
             self.make_step(call)
+        if self.optimizer.averages and not self.ended_by:
+            self.optimizer.go_half_way_to_averages()
         self.clock.stop()
         if not self.ended_by:
-            if self.optimizer.averages:
-                loss = self.validation_loss()
-                self.log.fact("note", f"validation loss without averages: {loss:.4f}")
-                self.clock.start()
-                self.optimizer.go_half_way_to_averages()
-                self.clock.stop()
             self.validate()
 
     def make_step(self, call: Callable) -> None:
@@ -1907,15 +1904,11 @@ class Run:
                 # A message says that another rank has got a signal, but not which one.
                 self.ended_by = STOP.signal or "SIGTERM"
 
-    def validation_loss(self) -> float:
-        """The loss of the model as it is. A collective."""
-        self.optimizer.recipe.before_validation()
-        return validate(self.model, self.run_files.val_tokens, self.step)
-
     def validate(self) -> None:
         """Validates, and writes the loss to the log. A collective."""
         self.read_messages()
-        loss = self.validation_loss()
+        self.optimizer.recipe.before_validation()
+        loss = validate(self.model, self.run_files.val_tokens, self.step)
         self.log.step(self.step, self.clock.total, "val_loss", loss)
         faults.check_loss("validation", loss, self.step, self.state)
         if is_rank_0():

@@ -25,9 +25,8 @@ larger, as with a single long text, is this one cut: its end goes to validation 
 training.
 
 Memory holds all tokens, at two bytes each. All of OUT is made in a folder .incomplete-NAME-...
-beside it, which gets its name at the very end. So several processes may prepare the same text: the
-first that is done gives the folder its name, and the others use it. Only a process that was killed
-leaves such a folder behind; it may be deleted.
+beside it, which gets its name at the very end. Only a process that was killed leaves such a folder
+behind; it may be deleted.
 
 Exit status: 0 done, 2 with one sentence on stderr that names the file and what to do, 130 and 143
 stopped by Ctrl-C and by SIGTERM.
@@ -45,7 +44,7 @@ import shutil
 import signal
 import sys
 import time
-from itertools import count, groupby
+from itertools import count, groupby, islice
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -80,7 +79,7 @@ byte_to_token = np.argsort(token_to_byte).astype(np.uint16)  # (256,), indexed b
 
 def encode_all(documents, use_bytes):
     """Yield the tokens of each document, SEPARATOR first: (n,) uint16."""
-    for job in jobs(documents):
+    while job := list(islice(documents, 256)):
         if use_bytes:
             bodies = [bytes_of(text) for text in job]
         else:
@@ -92,20 +91,6 @@ def encode_all(documents, use_bytes):
 def bytes_of(text):
     """A token for each byte of a text: (n,) uint16."""
     return byte_to_token[np.frombuffer(text.encode("utf-8", "replace"), dtype=np.uint8)]
-
-
-def jobs(documents):
-    """Group documents into lists of about ten million characters, which bounds the memory."""
-    job = []
-    num_characters = 0
-    for text in documents:
-        job.append(text)
-        num_characters += len(text)
-        if num_characters >= 10_000_000:
-            yield job
-            job = []
-            num_characters = 0
-    yield job
 
 
 def choose_tokens(wanted, notes):
@@ -260,16 +245,8 @@ def make_corpus(args, say):
         record = wanted | counts | {
             "python": platform.python_version(), "tokens": tokens, "notes": notes}
         (made / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        while True:
-            try:
-                os.rename(made, folder)  # which may be there if it is empty
-                return folder, record, True
-            except OSError:
-                if not folder.exists():
-                    raise
-            folder, found = place_of(args, wanted, say)  # another process was faster
-            if found:
-                return folder, found, False
+        os.rename(made, folder)  # which may be there if it is empty
+        return folder, record, True
     finally:
         shutil.rmtree(made, ignore_errors=True)
 

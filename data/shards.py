@@ -31,7 +31,6 @@ from data.texts import format_of
 
 HEADER_BYTES = 1024
 MAGIC = 20240520
-MAGIC_32 = 20240801  # of llm.c's format for tokens of 32 bits
 VERSION = 1
 SEPARATOR = 50256  # GPT-2's end-of-text token, the first token of every document
 
@@ -77,9 +76,6 @@ def tokens_promised(path: Path, header: bytes, size: int) -> int:
             f"{path} has {size} bytes, less than its header of {HEADER_BYTES}; {AGAIN}")
     num_tokens = int(np.frombuffer(header, dtype="<i4", count=3)[2])
     expected_size = HEADER_BYTES + 2 * num_tokens
-    if num_tokens and size == HEADER_BYTES + 4 * num_tokens:
-        raise ShardError(
-            f"{path} holds numbers of 32 bits, where a shard has 16 bits; {FROM_TEXT}")
     if size != expected_size:
         raise ShardError(
             f"{path} has {size} bytes where its header promises {expected_size}; {AGAIN}")
@@ -91,39 +87,19 @@ def tokens_promised(path: Path, header: bytes, size: int) -> int:
 def foreign(path: Path, header: bytes) -> tuple[str, str]:
     """What a file is that is no shard, and what to do instead."""
     known = format_of(header)
-    is_array = header.startswith(b"\x93NUMPY")
-    if known and not is_array:
+    if known:
         return f"is {known[0]}, not a shard", known[1]
-    magic = int.from_bytes(header[:4], "little")
-    if magic == MAGIC_32:
-        return "holds tokens of 32 bits, of Llama 3 (llm.c's second format)", FROM_TEXT
     if not any(header[12:]):  # a header, and no tokens
-        return f"begins with magic {magic}, not {MAGIC}", AGAIN
+        return f"begins with magic {int.from_bytes(header[:4], 'little')}, not {MAGIC}", AGAIN
     if b"\0" not in header:
         return "is a text, not a shard", f"make shards of it: python data/prepare.py {path}"
-
-    # What is left are numbers. Of tokens with 32 bits each, the upper halves are zero or small.
-    if is_array:
-        what = "is an array of numpy, not a shard"
-        read = "numpy.load({!r}).ravel()"
-    else:
-        halves = np.frombuffer(header[: len(header) // 4 * 4], dtype="<u2")
-        dtype = "<u4" if halves[1::2].max(initial=0) < 8 else "<u2"
-        what = (f"holds numbers of {dtype[2]} bytes without a header, as nanoGPT's train.bin does, "
-                "not a shard")
-        read = "numpy.fromfile({!r}, " + f"{dtype!r})"
     split = "val" if "val" in path.name else "train"
-    work = ""
-    for other in ("train", "val"):  # a file of the other split lies beside it, as nanoGPT's val.bin
-        source = path.with_name(path.name.replace(split, other))
-        if other == split or (other in source.name and source.exists()):
-            shard = str(source.with_name(f"own_{other}_{source.stem}.bin"))
-            tokens = read.format(str(source))
-            work += f"; write_shard({shard!r}, [numpy.r_[{SEPARATOR}, {tokens}]])"
-    return what, (
-        "if they are GPT-2's tokens, this makes shards of them, in the folder of train_gpt.py: "
-        f"python -c \"import numpy; from data.shards import write_shard{work}\"; if not, "
-        f"{FROM_TEXT}")
+    shard = str(path.with_name(f"own_{split}_{path.stem}.bin"))
+    tokens = f"numpy.fromfile({str(path)!r}, '<u2')"
+    return "holds numbers without a header, as nanoGPT's train.bin does, not a shard", (
+        "if they are GPT-2's tokens of 16 bits, this makes a shard of them, in the folder of "
+        "train_gpt.py: python -c \"import numpy; from data.shards import write_shard; "
+        f"write_shard({shard!r}, [numpy.r_[{SEPARATOR}, {tokens}]])\"; if not, {FROM_TEXT}")
 
 
 def count_tokens(path: Path) -> int:
@@ -181,17 +157,12 @@ def read_shard(path: Path, vocab_size: int) -> Shard:
     return Shard(tokens, starts)
 
 
-def largest_token(path: Path) -> int:
-    """The largest among the first million tokens of a shard, separators aside; 0 if there is none.
-    Raises ShardError."""
+def kind_of_tokens(path: Path) -> str:
+    """"bytes" if the first million tokens, separators aside, are below 256, else "gpt2". Raises
+    ShardError."""
     with opened(path) as (file, num_tokens):
         tokens = np.fromfile(file, dtype="<u2", count=min(num_tokens, 1_000_000))
-    return int(tokens[tokens != SEPARATOR].max(initial=0))
-
-
-def kind_of_tokens(path: Path) -> str:
-    """"bytes" (0 to 255) or "gpt2". Raises ShardError."""
-    return "bytes" if largest_token(path) < 256 else "gpt2"
+    return "bytes" if tokens[tokens != SEPARATOR].max(initial=0) < 256 else "gpt2"
 
 
 def reads_bytes(vocab_size: int) -> bool:
@@ -292,6 +263,10 @@ def ahead(items: Iterator) -> Iterator:
 # shard is cut into sequences without gaps, wherever documents begin. They are taken in random
 # order: in that of the text, the model would adapt to the passage that it has just read
 # (records/TRIED.md).
+#
+# In what follows `c` is train_gpt.Config. Of it this file uses seq_len (inputs of a sequence, which
+# has one token more, the last target), vocab_size, epochs (how many times all shards are read),
+# cut_documents, and longest_document (tokens that are read of a document, if it may be cut).
 
 Documents = Iterator[tuple[int, int]]  # where each document begins and ends in its shard
 Pieces = list[slice]  # a sequence: what it takes of its shard's tokens

@@ -10,6 +10,7 @@ single reading only a little. So the model gets both as inputs (after Akyürek e
 Khandelwal et al. 2020).
 """
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -68,33 +69,29 @@ class Past:
         self.spellings = torch.from_numpy(spellings.of_vocabulary(c.vocab_size)).to(device)
         self.recall_table = recall_table
         self.candidates = candidates
-        self.seq_len = c.seq_len
-        self.ngram_rows = c.ngram_rows
-        self.longest_ngram = c.longest_ngram
-        self.longest_match = c.longest_match
-        self.induces = c.induced
-        self.recall_lengths = c.recall_lengths
+        self.config = c
         self.device = device
-        self.side_stream = SideStream(self.device)
+        self.side_stream = SideStream(device)
         self.call = call
         self.latest = []  # the batch that `prepare` has returned last
 
     def read(self, tokens: Tensor, training: bool) -> Reading:
         """The reading of tokens (T,). In training they are sequences of `seq_len`, end to end."""
+        c = self.config
         begins = tokens == self.bos
-        begins[:: self.seq_len if training else len(tokens)] = True
+        begins[:: c.seq_len if training else len(tokens)] = True
         nothing = tokens.new_empty(0)
         words = self.spellings[tokens]
-        hashes = ngram_hashes(words, begins, self.longest_match)
-        short_hashes = hashes[: self.longest_ngram - 1]  # (G, T)
+        hashes = ngram_hashes(words, begins, c.longest_match)
+        short_hashes = hashes[: c.longest_ngram - 1]  # (G, T)
         rows = nothing
-        if self.ngram_rows:
-            rows = (short_hashes % self.ngram_rows).flatten()
+        if c.ngram_rows:
+            rows = (short_hashes % c.ngram_rows).flatten()
         induced = recalled = nothing, nothing
-        if self.induces:
+        if c.induced:
             induced = induced_tokens(tokens, begins, torch.cat((words[None], short_hashes)))
-        if self.recall_lengths:
-            recalled = recalled_tokens(self.recall_table, hashes, self.recall_lengths)
+        if c.recall_lengths:
+            recalled = recalled_tokens(self.recall_table, hashes, c.recall_lengths)
         return Reading(tokens, begins, hashes, rows, *induced, *recalled)
 
     def follow(self) -> None:
@@ -110,6 +107,7 @@ class Past:
         So `latest` keeps that until batch n is made. It may get the memory of batch n - 2: in
         `remember` of step n - 1 this stream has waited until step n - 2 was over."""
         prepared = []
+        read = partial(self.read, training=True)
         with self.side_stream.on():
             pairs = [inputs_and_targets(x, self.device) for x in batch.micro_batches]
             drawn = [None] * len(batch.groups)
@@ -117,7 +115,7 @@ class Past:
                 of_groups = [inputs_and_targets(x, self.device)[1] for x in batch.groups]
                 drawn = self.candidates.draw(of_groups, step, self.call)
             for (inputs, targets), group in zip(pairs, batch.group_of):
-                _, *others = self.call("reading", self.read_for_training, (inputs,))
+                _, *others = self.call("reading", read, (inputs,))
                 # Copies, because the next call of a CUDA graph overwrites what it has returned.
                 reading = Reading(inputs, *[x.clone() for x in others])
                 prepared.append((reading, self.candidates.of(targets, drawn[group])))
@@ -125,20 +123,17 @@ class Past:
         self.latest = prepared
         return prepared
 
-    def read_for_training(self, tokens: Tensor) -> Reading:
-        return self.read(tokens, training=True)
-
     def remember(self, batch: list[tuple[Reading, Targets]], read_once: bool) -> None:
         """Writes to the recall table what came next in all of a step's micro-batches, which were
         read before: otherwise they would recall their own targets. A text that is read more than
         once is not remembered, because it would be known by heart. A collective."""
         self.side_stream.follow()  # also where nothing is remembered: `prepare` relies on it
-        if not (self.recall_lengths and read_once):
+        if not (self.config.recall_lengths and read_once):
             return
         with self.side_stream.on():
             hashes = torch.cat([reading.hashes for reading, _ in batch], 1)
             targets = torch.cat([targets.next_tokens for _, targets in batch])
-            remember(self.recall_table, hashes, targets, self.recall_lengths)
+            remember(self.recall_table, hashes, targets, self.config.recall_lengths)
 
 
 def ngram_hashes(tokens: Tensor, begins: Tensor, longest: int) -> Tensor:

@@ -300,25 +300,6 @@ def test_a_folder_without_texts_says_what_it_holds(tmp_path, capsys, files, part
     assert message.startswith(f"prepare.py: {tmp_path}: no ") and all(part in message for part in parts)
 
 
-def test_two_runs_at_once_both_end_with_the_corpus_of_one(tmp_path, monkeypatch, capsys):
-    """The second one begins and ends while the first one is at work."""
-    path = write_jsonl(tmp_path / "a.jsonl", STORIES)
-    command = [str(path), "--bytes", f"--out={tmp_path / 'out'}"]
-    write_corpus = prepare.write_corpus
-
-    def slow(*args):
-        monkeypatch.setattr(prepare, "write_corpus", write_corpus)
-        prepare.main(command)
-        return write_corpus(*args)
-
-    monkeypatch.setattr(prepare, "write_corpus", slow)
-    prepare.main(command)
-    said = capsys.readouterr().out
-    assert said.count("from 60 documents") == 1 and said.count("already made of this text; used again") == 1
-    assert sorted(map(from_bytes, read_corpus(tmp_path / "out"))) == sorted(STORIES)
-    assert len([*tmp_path.iterdir()]) == 2
-
-
 def test_without_a_gpu_bytes_are_made_unless_gpt2s_tokens_are_asked_for(tmp_path, capsys, monkeypatch, gpt2):
     path = str(write_jsonl(tmp_path / "a.jsonl", STORIES))
     for gpu, option, kind in ((False, [], "bytes"), (True, [], "gpt2"), (False, ["--tokens=gpt2"], "gpt2")):
