@@ -71,25 +71,24 @@ def test_other_ranks_leave_no_trace_and_get_the_losses_too(tmp_path, monkeypatch
     monkeypatch.setattr(journal, "is_rank_0", lambda: False)
     log = open_log(tmp_path)
     log.put(4, torch.tensor([2.5, 0.0, 1.0]), 1.2)
-    assert log.arrived() == [(4, 2.5, [0.0, 1.0])] and log.arrived() == []
+    assert log.arrived(4) == [(4, 2.5, [0.0, 1.0])] and log.arrived(4) == []
     log.end({"val_loss": 1.0})
     assert not list(tmp_path.iterdir()) and capsys.readouterr() == ("", "")
 
 
-def test_nothing_waits_for_a_loss_and_none_overtakes_another(tmp_path, monkeypatch):
+def test_only_losses_that_are_asked_for_are_waited_for(tmp_path, monkeypatch):
     events = [SimpleNamespace(done=False) for _ in range(3)]
     for event in events:
-        event.query = lambda event=event: event.done
         event.synchronize = lambda event=event: setattr(event, "done", True)
     waiting = iter(events)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(record_event=lambda: next(waiting)))
     log = open_log(tmp_path)
     for step in (1, 2, 3):
-        copy = lambda to, non_blocking, step=step: torch.tensor(float(step))
+        copy = lambda to, non_blocking, step=step: torch.tensor([float(step)])
         log.put(step, SimpleNamespace(is_cuda=True, to=copy), 0.1 * step)
-    events[1].done = True
-    assert log.arrived() == []
-    assert [loss.step for loss in log.arrived(wait_for=1)] == [1, 2] and log.arrived() == []
+    assert log.arrived(0) == []
+    assert [step for step, _, _ in log.arrived(2)] == [1, 2] and log.arrived(2) == []
+    assert [event.done for event in events] == [True, True, False]
     assert [line.split()[1] for line in lines_of(log)] == ["train_loss:1.0000", "train_loss:2.0000"]
 
 
