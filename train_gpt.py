@@ -99,7 +99,7 @@ from nanogpt.ranks import (
 )
 from nanogpt.run_files import RunFiles, check_run_files, chooses_steps
 from nanogpt.slices import Slices
-from nanogpt.streams import to_device
+from nanogpt.streams import constant, to_device
 from nanogpt.tables import Table, Tables
 from records import journal
 from records.console import Console
@@ -1180,8 +1180,8 @@ def mm_backward_op(g8: Tensor, x8_t: Tensor, w8_t: Tensor, grad_scale: Tensor, x
                    w_scale: float) -> tuple[Tensor, Tensor]:
     """g8 (T, V) in e5m2, the gradient over grad_scale (); x8_t (D, T), w8_t (D, V) in e4m3
     -> gradients of x (T, D) in bf16 and of w (V, D) in float32."""
-    x_scale = kernels.device_number(g8.device, x_scale)
-    w_scale = kernels.device_number(g8.device, w_scale)
+    x_scale = constant(g8.device, x_scale)
+    w_scale = constant(g8.device, w_scale)
     grad_x = kernels.product(g8, w8_t, grad_scale, w_scale, torch.bfloat16)
     grad_w = kernels.product(g8.t(), x8_t, grad_scale, x_scale, torch.float32)
     return grad_x, grad_w

@@ -12,8 +12,8 @@ INPUT is one of these, in UTF-8, or in UTF-16 or UTF-32 with a byte-order mark:
     a folder        the files of text and of source code in it and in its subfolders (texts.py has
                     their endings), without hidden ones and without those that are not text
 
-The shards are OUT/NAME_val_000000.bin, OUT/NAME_train_000001.bin, and so on (shards.py says what a
-shard is). Without --out, OUT is data/NAME, with the name of the first INPUT, or data/NAME-2 and so
+The shards are OUT/NAME_val_000000.bin and OUT/NAME_train_000001.bin (shards.py says what a shard
+is). Without --out, OUT is data/NAME, with the name of the first INPUT, or data/NAME-2 and so
 on if that is taken. OUT/corpus.json says what the shards were made of; the same command finds it
 the next time, and has nothing to do. A document in a shard is the token 50256 followed by the
 document's own tokens: GPT-2's, or one for each byte.
@@ -44,7 +44,7 @@ import shutil
 import signal
 import sys
 import time
-from itertools import count, groupby, islice
+from itertools import count, islice
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -65,7 +65,6 @@ RECORD = "corpus.json"
 LEAST_TRAIN = 130  # tokens: a sequence of 128, its last target, and a separator
 LEAST_VAL = 129
 MOST_VAL = 10_485_760 + 1  # one more, because the last prediction needs its target too
-SHARD_TOKENS = 100_000_000  # of a shard, about, because documents stay whole
 
 # GPT-2 has one token for each of the 256 bytes, numbered in this order: first the bytes that are
 # printing characters in Latin-1, then all others.
@@ -130,10 +129,9 @@ def write_corpus(documents, folder, name, use_bytes, source):
     random.Random(0).shuffle(encoded)
     train, val = split_documents(encoded, source)
     counts = {"documents": len(encoded), "duplicates": dropped["duplicates"]}
-    for split, part, first_number in (("train", train, 1), ("val", val, 0)):
+    for split, part, number in (("train", train, 1), ("val", val, 0)):
         counts[f"{split}_tokens"] = sum(map(len, part))
-        for number, group in enumerate(divide(part), first_number):
-            write_shard(folder / f"{name}_{split}_{number:06d}.bin", group)
+        write_shard(folder / f"{name}_{split}_{number:06d}.bin", part)
     return counts
 
 
@@ -162,15 +160,6 @@ def split_documents(documents, source):
     head = min(excess + 1, len(document) - 1)  # one more, as the tail gets a separator of its own
     tail = np.concatenate([[SEPARATOR], document[head:]])
     return [document[:head], *documents[last + 1 :]], [*documents[:last], tail]
-
-
-def divide(documents):
-    """Divide the documents of a split into groups, one for each shard. A new group begins with the
-    first document that begins at or after the next multiple of SHARD_TOKENS."""
-    lengths = np.array([len(document) for document in documents])
-    numbers = (np.cumsum(lengths) - lengths) // SHARD_TOKENS
-    for _, group in groupby(zip(numbers, documents), key=lambda pair: pair[0]):
-        yield [document for _, document in group]
 
 
 # ---- where a corpus is, and what it was made of --------------------------------------------------

@@ -20,12 +20,13 @@ V vocabulary. Sources are named by modded-nanogpt record number or by paper.
 """
 import importlib.util
 import os
-from functools import cache
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from nanogpt.streams import constant
 
 # Without a GPU only the twins run, so Triton need not be installed. The tests run the kernels on a
 # CPU, in Triton's interpreter, which the variable TRITON_INTERPRET turns on.
@@ -54,16 +55,6 @@ def has_fp8(device: torch.device) -> bool:
     if device.type != "cuda" or torch.version.hip:  # older AMD GPUs have an e4m3 that ends at 240
         return False
     return torch.cuda.get_device_capability(device) >= (8, 9)
-
-
-@cache
-def device_number(device: torch.device, value: float) -> Tensor:
-    """The number as a float32 tensor () on the device.
-
-    It is copied there once and never freed. So a CUDA graph that was captured with it may read it
-    at every replay.
-    """
-    return torch.tensor(value, dtype=torch.float32, device=device)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -251,13 +242,13 @@ def _(a, b_t, a_scale, b_scale, dtype):
     return a.new_empty(len(a), len(b_t), dtype=dtype)
 
 
-# This is an operator of its own so that torch.compile does not see `device_number`: it would copy
+# This is an operator of its own so that torch.compile does not see `constant`: it would copy
 # the number to the device at every call.
 @torch.library.custom_op("nanogpt::static_product", mutates_args=())
 def static_product(a: Tensor, b_t: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     """`product` with one constant, which is the product of both scales."""
     return product(
-        a, b_t, device_number(a.device, scale), device_number(a.device, 1.0), dtype)
+        a, b_t, constant(a.device, scale), constant(a.device, 1.0), dtype)
 
 
 @static_product.register_fake

@@ -9,20 +9,15 @@ computes the mask of single elements only where a block is seen in part. It need
 Otherwise PyTorch's scaled-dot-product attention, or on a CPU plain products, compute the same from
 the keys that each block of queries can see."""
 from collections.abc import Callable
-from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from nanogpt.streams import constant
+
 BLOCK_SIZE = 128  # tokens
-
-
-@cache
-def device_integers(device: torch.device, *values: int) -> Tensor:
-    """(n,) int64 on the device, made once: a CUDA graph reads the same memory at every replay."""
-    return torch.tensor(values, device=device)
 
 
 def block_lists(documents: Tensor, windows: Tensor) -> tuple[Tensor, ...]:
@@ -84,7 +79,7 @@ def flex_masks(
         return (query >= key) & (documents[query] == documents[key])
 
     T = len(documents)
-    lists = make_lists(documents, device_integers(documents.device, *windows.values()))
+    lists = make_lists(documents, constant(documents.device, tuple(windows.values())))
     masks = {}
     for i, name in enumerate(windows):
         of_window = [numbers[i][None, None] for numbers in lists]

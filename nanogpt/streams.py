@@ -13,6 +13,7 @@ may still read it. Where x may be dropped before `join`, call `keep(x)`. Without
 in the order of the code.
 """
 from contextlib import nullcontext
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -37,6 +38,13 @@ def mark(device: torch.device):
     """All that was begun on the current stream so far. Its `wait` makes the stream that is current
     then wait for it."""
     return torch.cuda.current_stream().record_event() if device.type == "cuda" else NoTransfer()
+
+
+@cache
+def constant(device: torch.device, value: float | tuple[int, ...]) -> Tensor:
+    """The number or numbers on the device, copied there once: a CUDA graph that was captured with
+    them reads the same memory at every replay."""
+    return torch.tensor(value, device=device)
 
 
 class SideStream:

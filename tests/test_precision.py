@@ -25,6 +25,7 @@ from nanogpt.precision import fp8, fp8_static, nvfp4, recipe
 from nanogpt.precision.fp8_static import STATIC
 from nanogpt.precision.recipe import PLAIN
 from nanogpt.ranks import BadInput
+from nanogpt.streams import constant
 from records import journal
 
 CPU = torch.device("cpu")
@@ -482,7 +483,7 @@ def test_what_a_cuda_graph_reads_stays_at_its_place_through_warming_up_and_train
     places, phase = {}, "warm-up"
 
     def tensors():
-        found = dict(signs=model.signs, number=kernels.device_number(CPU, 4.0), **dict(model.named_parameters()))
+        found = dict(signs=model.signs, number=constant(CPU, 4.0), **dict(model.named_parameters()))
         if precision == "fp16":
             found["factor"] = model.precision.recipe.factor
         if precision == "fp8":
