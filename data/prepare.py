@@ -13,8 +13,8 @@ INPUT is one of these, in UTF-8, or in UTF-16 or UTF-32 with a byte-order mark:
                     their endings), without hidden ones and without those that are not text
 
 The shards are OUT/NAME_val_000000.bin and OUT/NAME_train_000001.bin (shards.py says what a shard
-is). Without --out, OUT is data/NAME, with the name of the first INPUT, or data/NAME-2 and so
-on if that is taken. OUT/corpus.json says what the shards were made of; the same command finds it
+is). Without --out, OUT is data/NAME, with the name of the first INPUT, or data/NAME-2 and so on if
+that is taken. OUT/corpus.json says what the shards were made of; the same command finds it
 the next time, and has nothing to do. A document in a shard is the token 50256 followed by the
 document's own tokens: GPT-2's, or one for each byte.
 

@@ -546,6 +546,7 @@ def capped_cross_entropy(
     z: Tensor, targets: Tensor, cap: list[float], grad_scale: float, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Logits z (T, V) before the cap and targets (T,) int64 -> each token's loss and its gradient.
+    cap has the numbers of a Cap, as a list, because an operator takes no NamedTuple.
 
     Returns the cross-entropy (T,) in float32, and (T, V) in e5m2 its gradient with respect to z,
     divided by grad_scale. That is at most height / (4 width grad_scale), which must not exceed
