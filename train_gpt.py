@@ -135,8 +135,8 @@ class Config(RunConfig):
         2048, "tokens that are read of a document; with cut_documents all of them")
     # model
     num_layers: int = key(
-        8, "layers; the one in the middle and the last one see as far as the long window")
-    model_dim: int = key(768, "width of the residual stream")
+        6, "layers; the one in the middle and the last one see as far as the long window")
+    model_dim: int = key(640, "width of the residual stream")
     num_heads: int = key(4, "attention heads of a layer")
     head_dim: int = key(128, "width of a head; num_heads * head_dim is at most model_dim")
     mlp_dim: int = key(2304, "hidden width of the MLP")
@@ -160,11 +160,11 @@ class Config(RunConfig):
         True, "learned factors of the parts of a layer; without them all are 1, no layer adds "
         "the embedding again, and the past has no gates")
     candidates: int = key(
-        16_384, "tokens of the vocabulary that a training loss is computed over; 0: all of them",
+        12_288, "tokens of the vocabulary that a training loss is computed over; 0: all of them",
         least=0)
     # schedule
     schedule: str = key("speedrun", "entry of SCHEDULES: the stages of the run")
-    num_steps: int = key(2800, "optimizer steps")
+    num_steps: int = key(3500, "optimizer steps")
     minutes: float = key(
         0.0, "training time that the number of steps is chosen for after the warm-up; 0: num_steps")
     batch_tokens: int = key(
@@ -307,27 +307,28 @@ PLAIN_MODEL = dict(
     candidates=0,  # a part of the vocabulary for the loss (section 5)
 )
 
+# For long texts. Attention takes many small kernels, so two of the six layers do without it, and
+# a third one has no value embeddings (records/long_runs.md).
+FEW_LAYERS = dict(
+    attention_layers="0,2,3,5", value_layers="0,3,5", head_every_second=True)
+
 PRESETS: dict[str, dict] = {
     "gpt2": PLAIN_MODEL | dict(
-        num_layers=12, num_heads=6, mlp_dim=3072,
+        num_layers=12, model_dim=768, num_heads=6, mlp_dim=3072,
         schedule="gpt2", num_steps=3200, batch_tokens=131_072, seq_len=1024,
         target_loss=0.0),
-    "speedrun": dict(
-        # Steps for 431M tokens. Where record 92 is at 3.277 on FineWeb, it is at 3.124 on the
-        # longer stand-in corpus. This preset is at 3.314 after 191.5M tokens of that. Its loss
-        # falls by 0.23 when e times as many are read: 191.5M * e^((3.314 - 3.127) / 0.23) = 432M
-        # for 3.28. Wider MLPs need fewer tokens, but more time (records/long_runs.md).
-        num_steps=2800,
-        # With attention in five layers a step takes an eighth less time, for as much loss as 2.5 %
-        # of the tokens are worth; value embeddings in three cost hardly any (records/long_runs.md).
-        attention_layers="0,2,3,5,7", value_layers="0,5,7", muon_decay=2.0,
-        ngram_rows=33_554_432, recall_rows=1_073_741_824, head_every_second=True,
+    "speedrun": FEW_LAYERS | dict(
+        # Steps for 539M tokens. Where record 92 is at 3.277 on FineWeb, it is at 3.124 on the
+        # longer stand-in corpus. This preset is at 3.442 after 137.1M tokens of that. Its loss
+        # falls by 0.23 when e times as many are read: 137.1M * e^((3.442 - 3.127) / 0.23) = 539M
+        # for 3.28. A larger model needs fewer tokens, but more time (records/long_runs.md).
+        num_steps=3500, muon_decay=2.0,
+        ngram_rows=33_554_432, recall_rows=1_073_741_824,
         # Averages make up for learning rates that stay high to the end (record 92).
         average_frac=0.06, cooldown_frac=0.8, lr_floor=0.3),
-    "onepass": dict(
-        num_layers=6, mlp_dim=3072, attention_layers="0,2,3,5", value_layers="0,3,5",
-        schedule="onepass", num_steps=1160, batch_tokens=131_072,
-        recall_rows=268_435_456, head_every_second=True,
+    "onepass": FEW_LAYERS | dict(
+        schedule="onepass", num_steps=1350, batch_tokens=131_072,
+        recall_rows=268_435_456,
         target_loss=3.492),
     "laptop": BYTES | ON_CPU | dict(
         num_layers=4, model_dim=128, num_heads=2, head_dim=64, mlp_dim=512,
@@ -352,9 +353,9 @@ PRESETS: dict[str, dict] = {
 ABOUT = {
     "gpt2": "the plain transformer of 124M weights with Muon and Adam, to learn from and to "
             "compare optimizers on, on GPUs",
-    "speedrun": "75M weights for each token and tables, for 431M tokens of FineWeb, on GPUs; aims "
+    "speedrun": "55M weights for each token and tables, for 539M tokens of FineWeb, on GPUs; aims "
                 "at a loss of 3.28",
-    "onepass": "a model of fewer layers, for 102M tokens that are read once, on GPUs",
+    "onepass": "the same model with smaller tables, for 118M tokens that are read once, on GPUs",
     "laptop": "a small model of bytes, one to three minutes on a CPU",
     "char": "a larger one, to compare precisions on any text",
     "small": "the same with GPT-2's tokens, for texts of less than 60M tokens",
@@ -882,7 +883,7 @@ def late_mix(x: Tensor, sources: tuple[Tensor, ...], weights: LateWeights | None
 # --------------------------------------------------------------------------------------------------
 # 5. The loss, over candidates
 #
-# In training, logits are computed for 16,384 candidates by default; all 50,304 tokens would be
+# In training, logits are computed for 12,288 candidates by default; all 50,304 tokens would be
 # half of the work of a step. Candidates are the targets of a group of 32,768 tokens, and others
 # that are drawn at random and stand for the rest, so that the loss is nearly that over all tokens
 # (nanogpt/candidates.py). Validation is over the whole vocabulary.

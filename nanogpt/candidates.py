@@ -13,8 +13,8 @@ for a larger batch fewer tokens would be drawn, as 131,072 tokens of English hav
 ones and 32,768 have 6,000 (measured on the stand-in corpus).
 
 In two pairs of runs on one H200 training with 16,384 candidates took 13 and 15 % less time for
-0.0014 and 0.0007 more loss, which is no more than two seeds differ by
-(records/2026-11-22_ladder_candidates, records/TRIED.md).
+0.0014 and 0.0007 more loss (records/2026-11-22_ladder_candidates, records/TRIED.md). With 12,288 it
+took another 4 % less for 0.0025 more, which is worth it (records/long_runs.md).
 """
 from collections.abc import Callable
 from functools import partial

@@ -105,7 +105,7 @@ def test_of_a_short_text_little_is_looked_up(tokens, rows, longest, recall, tmp_
 
 
 @pytest.mark.parametrize("gigabytes, rows, recalled", [
-    (24, 24 * 2**30 // 20 // 768, 24 * 2**30 // 32 // 4), (1000, 16_777_216, 268_435_456)])
+    (24, 24 * 2**30 // 20 // 640, 24 * 2**30 // 32 // 4), (1000, 16_777_216, 268_435_456)])
 def test_tables_take_at_most_a_part_of_a_gpus_memory(gigabytes, rows, recalled, monkeypatch):
     gpu = SimpleNamespace(total_memory=gigabytes * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)

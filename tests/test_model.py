@@ -540,14 +540,14 @@ def test_logits_of_the_next_token_are_those_of_the_loss():
 
 def test_the_default_has_as_many_weights_as_its_sizes_say():
     size = {name: math.prod(p.shape) for name, p in t.parameter_table(t.Config()).items()}
-    assert size["qkvo"] == 8 * 4 * 512 * 768 and size["mlp"] == 8 * 2 * 768 * 2304
-    assert size["lm_head"] == 50304 * 768 and size["value_embeds"] == 8 * 50304 * 512
-    assert size["ngrams"] == 2**24 * 384
-    assert size["scalars"] == 8 * 7 and size["gates"] == size["value_gates"] == 8 * 4 * 12
-    assert size["late_in"] + size["late_out"] + size["late_bias"] == 64 * 768 + 7 * 64 + 7
-    assert size["length_vectors"] == 4 * 768, "no match, and those of 1, 2 and 3 tokens"
+    assert size["qkvo"] == 6 * 4 * 512 * 640 and size["mlp"] == 6 * 2 * 640 * 2304
+    assert size["lm_head"] == 50304 * 640 and size["value_embeds"] == 6 * 50304 * 512
+    assert size["ngrams"] == 2**24 * 320
+    assert size["scalars"] == 6 * 7 and size["gates"] == size["value_gates"] == 6 * 4 * 12
+    assert size["late_in"] + size["late_out"] + size["late_bias"] == 64 * 640 + 7 * 64 + 7
+    assert size["length_vectors"] == 4 * 640, "no match, and those of 1, 2 and 3 tokens"
     active, in_tables = t.report.num_weights(t.parameter_table(t.Config()))
-    assert in_tables == 8 * 512 * 50304 + 2**24 * 384 and active == sum(size.values()) - in_tables
+    assert in_tables == 6 * 512 * 50304 + 2**24 * 320 and active == sum(size.values()) - in_tables
 
 
 @pytest.mark.parametrize("num_layers, vocab", [(11, 64), (5, 5000), (1, 384)])
