@@ -888,7 +888,8 @@ def late_mix(x: Tensor, sources: tuple[Tensor, ...], weights: LateWeights | None
 # that are drawn at random and stand for the rest, so that the loss is nearly that over all tokens
 # (nanogpt/candidates.py). Validation is over the whole vocabulary.
 
-VAL_CHUNK = 16_384  # tokens whose logits are computed at a time in validation
+# Tokens whose logits are computed at a time in validation: those of a whole sequence would not fit.
+VAL_CHUNK = 16_384
 
 
 # A sigmoid caps the logits to (0, 23) (records 18, 54).
@@ -1084,33 +1085,24 @@ class GPT(nn.Module):
 
     def forward(self, reading: Reading, targets: Targets, setting: Setting, training: bool,
                 looked_up: dict | None = None) -> Tensor:
-        """The loss, summed over T. In training it may be over candidates."""
-        if training:
-            return self.training_loss(reading, targets, setting, looked_up)
-        x, sources = self.last_stream(reading, setting, training)
-        products = self.precision.head[training]
-        total = 0
-        for begin in range(0, len(x), VAL_CHUNK):  # logits of a whole sequence would not fit
-            chunk = slice(begin, begin + VAL_CHUNK)
-            of_chunk = tuple(source[chunk] for source in sources)
-            total = total + self.functions.mix_and_loss(
-                x[chunk], of_chunk, self.late_weights(), products, self.weight("lm_head"),
-                targets.next_tokens[chunk], None)
-        return total
-
-    def training_loss(self, reading: Reading, targets: Targets, setting: Setting,
-                      looked_up: dict | None) -> Tensor:
-        """The loss in training, over candidates, if there are fewer than tokens of the
-        vocabulary."""
-        x, sources = self.last_stream(reading, setting, True, looked_up)
+        """The loss, summed over T. In training it is over candidates, if the targets have any."""
+        x, sources = self.last_stream(reading, setting, training, looked_up)
         late = self.late_weights()
-        products = self.precision.head[True]
+        products = self.precision.head[training]
         head = self.weight("lm_head")
         next_tokens, chosen, bias, places = targets
-        if not len(chosen):
-            return self.functions.mix_and_loss(x, sources, late, products, head, next_tokens, None)
-        return self.functions.mix_and_loss(  # the head has the rows of the candidates only
-            x, sources, late, products.for_rows(chosen), head.index_select(0, chosen), places, bias)
+        if len(chosen):  # the head has the rows of the candidates only
+            return self.functions.mix_and_loss(
+                x, sources, late, products.for_rows(chosen), head.index_select(0, chosen), places,
+                bias)
+        total = 0
+        at_a_time = len(x) if training else VAL_CHUNK
+        for begin in range(0, len(x), at_a_time):
+            chunk = slice(begin, begin + at_a_time)
+            of_chunk = tuple(source[chunk] for source in sources)
+            total = total + self.functions.mix_and_loss(
+                x[chunk], of_chunk, late, products, head, next_tokens[chunk], None)
+        return total
 
     def logits(self, x: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
         """What `last_stream` returns -> the capped logits of each next token (T, V)."""

@@ -38,7 +38,7 @@ class Drawn(NamedTuple):
 class Targets(NamedTuple):
     """What a micro-batch of T tokens is to predict. Where the loss is over the whole vocabulary,
     all but `next_tokens` are empty, (0,)."""
-    next_tokens: Tensor  # (T,) int64, what comes next at each position, -1: nothing
+    next_tokens: Tensor  # (T,) int64, what comes next at each position
     chosen: Tensor  # (n,), the candidates
     bias: Tensor  # (n,)
     places: Tensor  # (T,), those of the next tokens among the candidates, -1: none
@@ -69,15 +69,14 @@ class Candidates:
     @torch.no_grad()
     def draw(self, groups: list[Tensor], step: int,
              call: Callable = call_directly) -> list[Drawn]:
-        """Counts the targets of each group of a step's batch, (tokens,), -1: none, and draws its
-        candidates. `call` runs the about 90 small kernels of `choose`, directly or as a CUDA
-        graph."""
+        """Counts the targets of each group of a step's batch, (tokens,), and draws its candidates.
+        `call` runs the about 90 small kernels of `choose`, directly or as a CUDA graph."""
         # A prime apart, so that steps of two seeds seldom draw the same. (CPUs take 32 bits.)
         self.generator.manual_seed((self.seed * 1_000_003 + step) % 2**32)
         drawn = []
         for targets in groups:
-            known = (targets >= 0).to(self.target_counts.dtype)
-            here = torch.zeros_like(self.target_counts).index_add_(0, targets.clamp(min=0), known)
+            ones = torch.ones_like(targets, dtype=self.target_counts.dtype)
+            here = torch.zeros_like(self.target_counts).index_add_(0, targets, ones)
             self.target_counts += here
             uniform = torch.rand(here.shape, generator=self.generator, device=here.device)
             results = call("candidates", partial(choose, self.number),
@@ -93,8 +92,7 @@ class Candidates:
         if not self.number:
             return over_all_tokens(next_tokens)
         chosen, bias, place_of_token = drawn or self.draw([next_tokens], 0)[0]
-        places = place_of_token[next_tokens.clamp(min=0)]
-        return Targets(next_tokens, chosen, bias, torch.where(next_tokens < 0, -1, places))
+        return Targets(next_tokens, chosen, bias, place_of_token[next_tokens])
 
 
 def choose(number: int, is_target: Tensor, counts: Tensor,

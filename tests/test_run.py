@@ -286,49 +286,6 @@ def test_the_defaults_are_the_record_and_the_presets_are_laid_over_them(monkeypa
         assert dataclasses.asdict(t.parse_config([f"--preset={name}"])) == laid_over
 
 
-# ---------------------------------------------------------------------------------------------------- no target
-
-
-def loss_and_gradients(c, tokens, targets):
-    """Of one micro-batch, by a model that is the same at each call: the loss, the gradients of all weights, those of
-    the rows of each table, how often each token was a target, and how many targets were no candidates."""
-    model = t.GPT(c, torch.device("cpu"))
-    t.initialize(model, 0)
-    with torch.no_grad():
-        for bank in model.parameters():  # many begin as zeros, through which no gradient gets
-            bank += 0.05 * torch.randn(bank.shape, generator=torch.Generator().manual_seed(bank.numel()))
-    reading = model.past.read(tokens, True)
-    loss, row_gradients = t.forward_backward(model, t.setting_of(0, c), *model.candidates.of(targets), *reading)
-    gradients = {name: bank.grad for name, bank in model.named_parameters() if bank.grad is not None}
-    return loss, gradients, row_gradients, model.candidates.target_counts, model.candidates.lost_targets
-
-
-@pytest.mark.parametrize("candidates", [0, 256])
-@pytest.mark.parametrize("changes, tolerance", [({"dtype": "float64"}, 1e-9), ({"dtype": "float32"}, 1e-4),
-                                                ({"dtype": "float32", "precision": "fp8-head"}, 1e-3)],
-                         ids=["float64", "float32", "fp8-head"])
-def test_tokens_without_a_target_add_nothing_as_if_they_were_not_there(changes, tolerance, candidates):
-    c = t.parse_config(arguments(candidates=candidates, micro_tokens=512, **changes))
-    drawn = torch.randint(0, 64, (3 * 256 + 1,), generator=torch.Generator().manual_seed(0))
-    drawn[::50] = 383
-    tokens, targets = drawn[:-1], drawn[1:].clone()
-    middle = torch.arange(len(tokens)) // 256 == 1
-    loss, gradients, of_rows, counts, lost = loss_and_gradients(c, tokens, torch.where(middle, -1, targets))
-    other = loss_and_gradients(c, tokens[~middle], targets[~middle])
-    torch.testing.assert_close(loss, other[0], rtol=tolerance, atol=0)
-    assert set(gradients) == set(other[1]) and {"lm_head", "mlp", "qkvo", "gates"} <= set(gradients)
-
-    def distance(a, b):
-        return ((a - b).norm() / b.norm()).item()
-
-    for name, gradient in gradients.items():
-        assert distance(gradient, other[1][name]) < tolerance, name
-    for name, gradient in of_rows.items():
-        gradient = gradient.view(-1, len(tokens), gradient.size(1))  # (lengths of n-grams, T, width)
-        assert distance(gradient[:, ~middle].flatten(0, 1), other[2][name]) < tolerance and not gradient[:, middle].any(), name
-    assert torch.equal(counts, other[3]) and counts.sum() == (0 if candidates == 0 else 512) and lost == other[4] == 0
-
-
 @pytest.mark.parametrize("number", [40, 41, 100])  # targets only, one more, many more
 @pytest.mark.parametrize("zeros", [slice(None), slice(100, 101), slice(0, 1)], ids=["all", "a token", "a target"])
 def test_a_draw_of_zero_makes_no_candidate_infinite(number, zeros):
