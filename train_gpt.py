@@ -12,8 +12,9 @@ output head in FP8, (8) the optimizers, (9) schedules, (10) one step and validat
 A learner begins with --preset=gpt2, the plain transformer: PLAIN_MODEL (section 1) names what it is
 without. There the parameters are qkvo, mlp and lm_head; `attention` is its steps 1, 3 and 5;
 `embed_inputs` only makes the first stream, and `late_mix` only normalises the last one; the loss is
-over all tokens; and there are no tables. What is None, or returns early, on the way through the
-model is a part that is off.
+over all tokens; and there are no tables, so that `Tables` only adds up the gradients of the token
+embedding's rows. What is None, or returns early, on the way through the model is a part that is
+off.
 
 What serves it lives in the folder of its subject: the shards in data/, the log in records/,
 kernels, compilation and low precision in nanogpt/. Importing this file trains
@@ -35,6 +36,7 @@ from nanogpt import process
 
 LAUNCHED = time.perf_counter()
 LOCAL_GPU = process.local_rank()
+# Before the first step a signal ends the process at once; later Run.save_or_stop ends the run.
 STOP = process.Stop()
 
 if __name__ == "__main__":
@@ -410,9 +412,8 @@ def parse_config(argv: list[str]) -> Config:
 # --------------------------------------------------------------------------------------------------
 # 2. Products
 #
-# Nearly all the work of training is to multiply activations by large matrices. Each place where
-# this happens is a "site". There are five kinds of them, the "projections": up to four in each
-# layer, and the output head.
+# Nearly all the work of training is to multiply activations by large matrices. There are five kinds
+# of such products, the "projections": up to four in each layer, and the output head.
 #
 #   qkv      to queries, keys and values, in one product
 #   o        to the output of attention
@@ -501,9 +502,9 @@ SIGN_ROWS = 8191
 #   x = stream_attn * x + o * attention(input_of(x)) + inject
 #   x = stream_mlp * x + down * MLP(input_of(x))
 #
-# with inject = first * (the normalised embedding) + past * (what n-grams and matches say);
-# `embed_inputs` computes `inject`, and only it uses `first` and `past`. With --scalars=False all
-# are 1, but `first`, which is 0.
+# with inject = first * (the normalised embedding) + past * gate * (what n-grams and matches say),
+# where each token has a gate. `embed_inputs` computes `inject`; nothing else uses `first` and
+# `past`. With --scalars=False all are 1, but `first`, which is 0.
 SCALARS = {
     "first": 0.0,
     "past": 0.05,
@@ -514,14 +515,15 @@ SCALARS = {
     "down": 1.0,
 }
 
-# What is looked up, and by which rows of a Reading (nanogpt/past.py).
+# The banks of which rows are looked up, and by which row numbers of a Reading (nanogpt/past.py).
+# lm_head is the token embedding, too.
 LOOKED_UP_AT = {"value_embeds": "tokens", "ngrams": "ngrams", "lm_head": "tokens"}
 
 
 class Param(NamedTuple):
     """A parameter of the model, called a bank. What all layers have lies together in one bank."""
     shape: tuple[int, ...]  # Muon takes it as a stack of matrices
-    optimizer: str  # "muon", "adam", or "rows" of a table (nanogpt/tables.py)
+    optimizer: str  # "muon", "adam", or that of tables, "rows" (nanogpt/tables.py)
     lr: float  # times the factor of the schedule, and of lr_factors
     init: Callable[[Tensor], None]  # fills a float32 tensor in place
     # Weight decay: an update that shrinks a weight also takes lr * decay of it away. The factor of
@@ -577,7 +579,7 @@ def parameter_table(c: Config) -> dict[str, Param]:
     V = c.vocab_size
     matches = c.induced + bool(c.recall_lengths)  # kinds of them
     has_past = c.ngram_rows or matches
-    sources = 4 + bool(c.ngram_rows) + matches + bool(E)  # of `late_mix`
+    sources = 4 + bool(c.ngram_rows) + matches + bool(E)  # as `late_sources` lists them
 
     # Uniform numbers from -a to a have the deviation a / sqrt(3). A deviation of 0.5 D^-0.5 is a
     # bit better than PyTorch's default, D^-0.5 / sqrt(3) (record 21).
@@ -685,12 +687,12 @@ class LayerWeights(NamedTuple):
 
 class LayerContext(NamedTuple):
     """What a layer gets beside the stream and its weights."""
-    mixes: bool  # whether it reads the previous token, too
+    reads_previous: bool  # whether it reads some channels of the previous token, too
     num_heads: int
     cos: Tensor  # (T, 1, d)
     sin: Tensor
     score_scale: Tensor  # ()
-    mask: BlockMask | Tensor | None
+    mask: BlockMask | Tensor
     inject: Tensor | None  # (T, D), added to the stream with the output of attention
     value_embed: Tensor | None  # (T, H d)
     begins: Tensor  # (T,) bool, where documents or sequences begin
@@ -707,7 +709,7 @@ def mix_in_previous(x: Tensor, is_own: Tensor, begins: Tensor) -> Tensor:
 def input_of(x: Tensor, context: LayerContext) -> Tensor:
     """The stream x (T, D) -> what attention or the MLP reads of it: its norm, in which the last
     quarter of the channels is the previous token's (in the manner of RWKV, Bo Peng et al. 2023)."""
-    if not context.mixes:
+    if not context.reads_previous:
         return norm(x)
     D = x.size(1)
     is_own = torch.arange(D, device=x.device) < D - D // 4
@@ -717,7 +719,7 @@ def input_of(x: Tensor, context: LayerContext) -> Tensor:
 def offset_keys(k: Tensor, context: LayerContext) -> Tensor:
     """Keys k (T, H, d) -> keys in which the half without rotary embedding is the previous token's.
     So a query that looks for a token finds the one that came after it (record 49)."""
-    if not context.mixes:
+    if not context.reads_previous:
         return k
     d = k.size(-1)
     is_own = torch.arange(d, device=k.device) % (d // 2) < d // 4
@@ -819,10 +821,10 @@ def embed_inputs(
         # The embedding gets no gradient here: that takes one more pass over it, for no gain.
         guesses.append(norm(F.embedding(token, embed.detach())) * (length > 0)[:, None])
         parts.append(F.embedding(length, length_vectors).to(x.dtype))
-    if len(reading.induced_token):  # the recalled one only in `late_mix`: here it gains nothing
+    if len(reading.induced_token):  # the first guess; the second one, recalled, gains nothing here
         parts.append(guesses[0])
     for_late_mix += guesses
-    past = sum(parts[1:], parts[0]) if parts else None
+    past = sum(parts) if parts else None
 
     # 3. Each layer adds an amount of the first stream, and an amount of `past`, on which a gate
     # decides for each token: it reads some channels of both.
@@ -876,7 +878,7 @@ def late_mix(x: Tensor, sources: tuple[Tensor, ...], weights: LateWeights | None
     amounts = F.linear(hidden, weights.w_out.to(x.dtype))  # (T, sources)
     amounts = amounts + weights.bias.to(x.dtype)
     taken = sum(widened(0.1 * amount[:, None] * source, x)
-                for amount, source in zip(amounts.unbind(1), sources))
+                for amount, source in zip(amounts.unbind(1), sources, strict=True))
     return norm(x + taken)
 
 
@@ -884,9 +886,11 @@ def late_mix(x: Tensor, sources: tuple[Tensor, ...], weights: LateWeights | None
 # 5. The loss, over candidates
 #
 # In training, logits are computed for 12,288 candidates by default; all 50,304 tokens would be
-# half of the work of a step. Candidates are the targets of a group of 32,768 tokens, and others
-# that are drawn at random and stand for the rest, so that the loss is nearly that over all tokens
-# (nanogpt/candidates.py). Validation is over the whole vocabulary.
+# half of the work of a step. Candidates are all targets of a group of 32,768 tokens, and others
+# that are drawn at random, frequent ones more often. One that is drawn with probability p stands
+# for 1 / p tokens: its `bias`, log(1 / p), is added to its capped logit; that of a target is 0. So
+# the sum of exponentials is right on average (nanogpt/candidates.py). Validation is over the whole
+# vocabulary.
 
 # Tokens whose logits are computed at a time in validation: those of a whole sequence would not fit.
 VAL_CHUNK = 16_384
@@ -912,7 +916,8 @@ def head_loss(x: Tensor, w: Tensor, targets: Tensor, bias: Tensor | None,
     return F.cross_entropy(logits, targets, reduction="sum", ignore_index=-1)
 
 
-def mix_and_loss(x: Tensor, sources: tuple[Tensor, ...], late: LateWeights, products: Products,
+def mix_and_loss(x: Tensor, sources: tuple[Tensor, ...], late: LateWeights | None,
+                 products: Products,
                  w: Tensor, targets: Tensor, bias: Tensor | None) -> Tensor:
     """x (T, D) and the sources of `late_mix` -> the loss. The rest is as in `head_loss`. It is one
     function, so that one compiled graph does both."""
@@ -936,6 +941,7 @@ class GPT(nn.Module):
                  functions: "Functions | None" = None, as_graphs: bool = False):
         super().__init__()
         self.config = c
+        self.device = device
         self.trained_steps = c.num_steps  # a model of a checkpoint may have fewer
         self.functions = functions or EAGER
         self.as_graphs = as_graphs
@@ -944,9 +950,8 @@ class GPT(nn.Module):
         self.bos = min(shards.SEPARATOR, c.vocab_size - 1)
         # Without the compiler FlexAttention would keep the scores of all pairs of tokens. It needs
         # heads of 16 or more.
-        compiles = device.type == "cuda" and self.functions != EAGER
         self.flex = c.attention == "flex" or (
-            c.attention == "auto" and compiles and c.head_dim >= 16)
+            c.attention == "auto" and as_graphs and c.head_dim >= 16)
         self.table_names = [
             name for name, param in self.params.items() if param.optimizer == "rows"]
         self.add_banks(recipe.PLAIN_DTYPES[recipe.plain_recipe(c)], device, world_size)
@@ -978,15 +983,12 @@ class GPT(nn.Module):
             bank = torch.zeros(rows, *param.shape[1:], dtype=bank_dtype, device=device)
             self.register_parameter(name, nn.Parameter(bank))
 
-    def weight(self, name: str) -> Tensor:
-        """A bank without its padding."""
-        bank = getattr(self, name)
-        rows = self.params[name].shape[0]
-        return bank if len(bank) == rows else bank[:rows]
-
-    def optional(self, name: str) -> Tensor | None:
-        """The bank of a parameter, or None if the model is configured without it."""
-        return self._parameters.get(name)
+    def weight(self, name: str) -> Tensor | None:
+        """A bank without its padding, or None if the model is configured without it."""
+        bank = self._parameters.get(name)
+        if bank is None or len(bank) == self.params[name].shape[0]:
+            return bank
+        return bank[: self.params[name].shape[0]]
 
     def look_up(self, reading: Reading) -> dict[str, Tensor]:
         """The rows of the embedding (T, D), and of the tables: value_embeds (T, E H d) and ngrams
@@ -1003,17 +1005,18 @@ class GPT(nn.Module):
         return at_layers(parts, layers, c.num_layers)
 
     def layer_weights(self) -> list[LayerWeights]:
-        """The weights of each layer, as views of the banks, in the order of the fields."""
+        """The weights of each layer, as views of the banks."""
         c = self.config
         matrices = self.weight("mlp").unbind()
         qkvo = self.weight("qkvo").unflatten(0, (-1, 4))  # (layers with attention, 4, H d, D)
-        banks = [matrices[::2], matrices[1::2]]
-        banks.append(at_layers(qkvo.unbind(), c.layers_with_attention, c.num_layers))
-        for name, layers in (("scalars", range(c.num_layers)), ("gates", c.layers_with_attention),
-                             ("value_gates", c.layers_with_values)):
-            bank = self.optional(name)
-            banks.append(at_layers([] if bank is None else bank.unbind(), layers, c.num_layers))
-        return [LayerWeights(*of_layer) for of_layer in zip(*banks)]
+        weights = dict(up=matrices[::2], down=matrices[1::2])
+        for name, bank, layers in (
+                ("qkvo", qkvo, c.layers_with_attention),
+                ("scalars", self.weight("scalars"), range(c.num_layers)),
+                ("gates", self.weight("gates"), c.layers_with_attention),
+                ("value_gates", self.weight("value_gates"), c.layers_with_values)):
+            weights[name] = at_layers(() if bank is None else bank.unbind(), layers, c.num_layers)
+        return [LayerWeights(**dict(zip(weights, of_layer))) for of_layer in zip(*weights.values())]
 
     def late_weights(self) -> LateWeights | None:
         if not self.config.late_mix:
@@ -1031,10 +1034,10 @@ class GPT(nn.Module):
         if which not in kept:
             if not training:
                 kept.clear()
-            device = self.signs.device
-            frequencies = torch.tensor(setting.frequencies, dtype=torch.float64, device=device)
+            frequencies = torch.tensor(
+                setting.frequencies, dtype=torch.float64, device=self.device)
             cos, sin = rotary_table(T, frequencies, c.head_dim, dtype)
-            kept[which] = cos, sin, torch.tensor(setting.score_scale, device=device)
+            kept[which] = cos, sin, torch.tensor(setting.score_scale, device=self.device)
         return kept[which]
 
     def make_masks(self, begins: Tensor, windows: dict[str, int]) -> dict:
@@ -1067,8 +1070,8 @@ class GPT(nn.Module):
         looked_up = looked_up or self.look_up(reading)
         first_x, injects, of_past = self.functions.embed_inputs(
             looked_up["lm_head"], reading, looked_up.get("ngrams"), self.weight("lm_head"),
-            self.optional("length_vectors"), self.signs, self.optional("scalars"),
-            self.optional("past_gates"), self.config.num_layers)
+            self.weight("length_vectors"), self.signs, self.weight("scalars"),
+            self.weight("past_gates"), self.config.num_layers)
         value_embeds = self.value_embeds_of(looked_up)
         contexts = self.layer_contexts(reading.begins, setting, training, injects, value_embeds)
         weights = self.layer_weights()
@@ -1080,7 +1083,7 @@ class GPT(nn.Module):
         for of_layer in zip(weights, contexts, products):
             x = self.functions.block(x, *of_layer)
             outputs.append(x)
-        first_value_embed = next((x for x in value_embeds if x is not None), None)
+        first_value_embed = next((embed for embed in value_embeds if embed is not None), None)
         return x, late_sources(first_x, outputs, of_past, first_value_embed)
 
     def forward(self, reading: Reading, targets: Targets, setting: Setting, training: bool,
@@ -1143,7 +1146,7 @@ def load_checkpoint(path: str | Path, device: torch.device) -> GPT:
 # --------------------------------------------------------------------------------------------------
 # 7. The output head in FP8
 #
-# What FP8 is, and why a model learns with it, docs/precision.md tells. What does not fit its range
+# docs/precision.md tells what FP8 is, and why a model learns with it. What does not fit its range
 # is clamped; `check_weights` watches the weights for that. The head's products are operators of
 # their own, nanogpt::mm and its gradient, as in record 21. That gradient is registered, so that
 # other code can put any loss behind it. FP8HeadLoss calls both operators itself, as its kernel has
@@ -1259,7 +1262,7 @@ class FP8HeadLoss(torch.autograd.Function):
 # GPUs or micro-batches share a batch. What differs is rounding, which in tables and some recipes is
 # at random, and, in recipes that have them, measured scales.
 
-POLAR_EXPRESS = (  # a, b, c of each iteration, so that few are enough (Amsel et al. 2025)
+POLAR_EXPRESS = (  # a, b, c of each iteration, chosen so that five are enough (Amsel et al. 2025)
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
     (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
@@ -1268,7 +1271,7 @@ POLAR_EXPRESS = (  # a, b, c of each iteration, so that few are enough (Amsel et
 )
 
 
-def orthogonalize(gradient: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+def orthogonalize(gradient: Tensor, dtype: torch.dtype) -> Tensor:
     """gradient (n, rows, columns) -> nearly U V^T of each matrix U S V^T, in `dtype`. Each
     iteration is an odd polynomial a X + b X^3 + c X^5, which moves all singular values towards 1
     (Muon, Jordan 2024; record 38)."""
@@ -1302,11 +1305,14 @@ def cautious_update(master: Tensor, part: Tensor, update: Tensor, lr, decay) -> 
 
 # To try another optimizer:
 #
-#   1. Write its state and its update here.
+#   1. Write its state here, a NamedTuple of tensors, and its update, which changes the master, the
+#      part and the state in place.
 #   2. Add the update to Functions and EAGER; if one graph is to serve all shapes, also to the names
 #      that are `dynamic` in `compiled_functions`.
 #   3. Make its state in Optimizer.zero_state, and call the update in Optimizer.update.
 #   4. Name it in parameter_table.
+#   5. If it needs a number that Rates lacks: a field there, and its value in Optimizer.rates. Muon
+#      and Adam unpack all fields.
 #
 # Muon takes stacks of matrices, (n, rows, columns); Adam takes everything as a vector. The head
 # comes as this rank's rows, and with head_every_second its gradient is that of two steps. State
@@ -1415,7 +1421,7 @@ class Optimizer:
     def __init__(self, model: GPT):
         self.model = model
         self.recipe = model.precision.recipe
-        self.device = model.signs.device
+        self.device = model.device
         self.slices = Slices()
         self.banks = {name: bank.data for name, bank in model.named_parameters()}
         self.lr_factors = {}  # (n, 1, 1) for the matrices that this rank updates by Muon
@@ -1434,11 +1440,12 @@ class Optimizer:
         self.groups += [small] if small else []
         wide = torch.promote_types(torch.float32, model.lm_head.dtype)
         self.masters = {
-            name: part.to(wide, copy=True) for name, part in self.parts.items()}
+            name: torch.empty_like(part, dtype=wide) for name, part in self.parts.items()}
         self.state = {name: self.zero_state(name) for name in self.parts}
         self.averages = {}  # of all masters; tables have none
         if model.config.average_frac:
-            self.averages = {name: self.masters[name].clone() for name in self.parts}
+            self.averages = {
+                name: torch.empty_like(master) for name, master in self.masters.items()}
         tables = {}
         for name in model.table_names:
             bank = self.banks[name]
@@ -1446,7 +1453,7 @@ class Optimizer:
             tables[name] = Table(bank, mean_square, LOOKED_UP_AT[name])
         self.tables = Tables(self.device, tables)
         self.call = compiling.caller(model.as_graphs)
-        self.reset(self.banks)
+        self.reset(self.banks)  # fills all of these
 
     def reset(self, full: dict[str, Tensor]) -> None:
         """Starts anew from the weights `full`, if possible the float32 ones of `initialize`.
@@ -1642,8 +1649,8 @@ def stage_tokens(stage: Stage, c: Config) -> int:
     return round(stage.batch_part * c.batch_tokens)
 
 
-def total_tokens(c: Config, steps: int | None = None) -> int:
-    """Tokens of the first `steps` steps, or of the whole run."""
+def total_tokens(c: Config, steps: int) -> int:
+    """Tokens of the first `steps` steps."""
     return c.seq_len * sum(batch_plan(c)[:steps])
 
 
@@ -1711,9 +1718,9 @@ def rescaled(frequency: float, old: int, new: int) -> float:
 #   pass 2                 adds row gradients of pass 1
 #                          adds row gradients of pass 2    sums of mlp, qkvo and small banks
 #   Muon for mlp                                           row gradients, sum of lm_head
-#   Adam for lm_head       updates value_embeds, ngrams    new rows
+#   Adam for lm_head       updates value_embeds, ngrams    squares of row gradients, new rows
 #   Muon for qkvo          puts new rows into the tables   new mlp, lm_head and qkvo
-#   Adam for small banks
+#   Adam for small banks                                   the loss, and requests
 #
 # Beside the passes, another stream writes down what came next in this step, searches the next
 # step's tokens for matches, and draws its candidates (nanogpt/past.py): while the GPU trains, the
@@ -1732,7 +1739,7 @@ def forward_backward(model: GPT, setting: Setting,
         looked_up = model.look_up(reading)
     for x in looked_up.values():
         x.requires_grad_()
-    loss = model(reading, targets, setting, True, looked_up)
+    loss = model(reading, targets, setting, training=True, looked_up=looked_up)
     model.precision.recipe.scale_loss(loss).backward()
     return loss.detach(), {name: x.grad for name, x in looked_up.items()}
 
@@ -1757,6 +1764,7 @@ def train_step(model: GPT, optimizer: Optimizer, batch: list[tuple[Reading, Targ
     work = partial(forward_backward, model, setting)
     loss_sum = 0
     for i, (reading, targets) in enumerate(batch):
+        # The setting names the CUDA graph, because windows and rotary table are fixed in it.
         loss, row_gradients = call(str(setting), work, (*targets, *reading))
         if i == len(batch) - 1:
             optimizer.start_sums()
@@ -1798,7 +1806,7 @@ def validate(model: GPT, tokens: Tensor, step: int) -> float:
     windows are those of the schedule's last stage, and `Run.train` has moved the weights half-way
     to their averages, if there are any."""
     c = model.config
-    device = model.signs.device
+    device = model.device
     rank, world_size = rank_and_world_size()
     setting = setting_of(step, c)
     total = torch.zeros((), dtype=torch.float64, device=device)
@@ -1825,7 +1833,7 @@ class Run:
         self.config = c
         self.model = optimizer.model
         self.optimizer = optimizer
-        self.device = self.model.signs.device
+        self.device = self.model.device
         self.run_files = run_files
         self.keeper = keeper
         self.log = keeper.log

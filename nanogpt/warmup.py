@@ -47,7 +47,7 @@ class WarmUp:
         length = max(c.val_seq_len, *(stage.length for stage in plan)) + 1
         # Random documents of 600 tokens, so that blocks of attention are seen in full, in part, and
         # not at all. Random tokens are below bos, so only each 600th begins a document.
-        self.tokens = torch.randint(0, model.bos, (length,), device=model.signs.device)
+        self.tokens = torch.randint(0, model.bos, (length,), device=model.device)
         self.tokens[::600] = model.bos
 
     def run(self, call: Callable) -> None:
