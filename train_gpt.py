@@ -60,19 +60,19 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from data import shards
 from nanogpt import (
-    arguments,
     checkpoints,
     command_line,
     compiling,
     faults,
+    fitting,
     kernels,
     masks,
     report,
     warmup,
 )
-from nanogpt.arguments import RunConfig, key
 from nanogpt.batches import inputs_and_targets, rank_batches
 from nanogpt.candidates import Candidates, Targets, over_all_tokens
+from nanogpt.command_line import RunConfig, key
 from nanogpt.kernels import E4M3, E5M2
 from nanogpt.masks import BLOCK_SIZE
 from nanogpt.past import Past, Reading
@@ -115,8 +115,8 @@ GATE_DIM = 12
 
 @dataclasses.dataclass
 class Config(RunConfig):
-    """What decides the result of a run. `RunConfig` (nanogpt/arguments.py) has the other keys, such
-    as where the log goes and when the run is saved."""
+    """What decides the result of a run. `RunConfig` (nanogpt/command_line.py) has the other keys,
+    such as where the log goes and when the run is saved."""
     preset: str = key(
         "", "a preset by its name; without one it is chosen by the machine, and with a data_dir "
         "also by the text")
@@ -247,13 +247,13 @@ class Config(RunConfig):
     def layers_with_attention(self) -> tuple[int, ...]:
         """The layers that have attention."""
         every = tuple(range(self.num_layers))
-        return arguments.numbers_among("attention_layers", self.attention_layers, every)
+        return command_line.numbers_among("attention_layers", self.attention_layers, every)
 
     @property
     def layers_with_values(self) -> tuple[int, ...]:
         """Those of them that have value embeddings."""
         possible = self.layers_with_attention
-        return arguments.numbers_among("value_layers", self.value_layers, possible)
+        return command_line.numbers_among("value_layers", self.value_layers, possible)
 
     @property
     def ngram_width(self) -> int:
@@ -264,7 +264,7 @@ class Config(RunConfig):
     def recall_lengths(self) -> tuple[int, ...]:
         """For how many last tokens `recall_table` is looked up."""
         possible = tuple(range(3, 17))  # two are compared anyway (`check_bits` in nanogpt/past.py)
-        lengths = arguments.numbers_among("recall_for", self.recall_for, possible)
+        lengths = command_line.numbers_among("recall_for", self.recall_for, possible)
         return lengths if self.recall_rows else ()
 
     @property
@@ -403,8 +403,8 @@ SCHEDULES: dict[str, list[Stage]] = {
 
 def parse_config(argv: list[str]) -> Config:
     """What the command line says, over the values of a save, of what fits a text, or of a preset.
-    Raises BadInput and ShardError (nanogpt/command_line.py)."""
-    return command_line.parse_config(sys.modules[__name__], argv)
+    Raises BadInput and ShardError (nanogpt/fitting.py)."""
+    return fitting.parse_config(sys.modules[__name__], argv)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1926,7 +1926,7 @@ def train(c: Config, at_end: ExitStack) -> int:
     # 1. Import what this run needs, so that the log can show it, and check what can be checked
     # before anything is written or compiled.
     kind = "cuda" if command_line.has_cuda(c.device) else "cpu"
-    device = start_process(kind, LOCAL_GPU, c.join_timeout)
+    device = start_process(kind, LOCAL_GPU)
     # Hosts may have their data in other folders; the shards are compared by their sums.
     compare({f"--{name}": value for name, value in dataclasses.asdict(c).items()
              if name != "data_dir"})

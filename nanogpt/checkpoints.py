@@ -24,8 +24,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from nanogpt import arguments, faults, process
-from nanogpt.arguments import NEWEST
+from nanogpt import faults, process
+from nanogpt.command_line import NEWEST, RunConfig, check
 from nanogpt.ranks import (
     BadInput,
     gathered,
@@ -122,7 +122,7 @@ def load_model(path: str | Path, device: torch.device | str, script):
         values["precision"] = "bf16"
     values |= dict(attention="sdpa", compile=False, device=device.type, sample="", run_name="")
     c = script.Config(**values)
-    arguments.check(c, script.SCHEDULES, script.PRECISIONS)
+    check(c, script)
     model = script.GPT(c, device)
     try:
         model.load_state_dict(weights)
@@ -160,17 +160,17 @@ def open_save(path: Path):
     return file, facts
 
 
-def configure(config_class: type, save: Path, given: dict, may_change: tuple[str, ...]):
+def configure(script, save: Path, given: dict):
     """The configuration of a save, with the given values laid over it: they may be of RunConfig and
-    of `may_change`. Raises BadInput if a given value would change the result."""
+    of train_gpt.MAY_CHANGE. Raises BadInput if a given value would change the result."""
     _, facts = open_save(save)
-    saved = config_values(facts["config"], config_class)
+    saved = config_values(facts["config"], script.Config)
     changed = [f"--{name}={value} (saved: {saved[name]})" for name, value in given.items()
-               if name not in (*may_change, *vars(arguments.RunConfig())) and value != saved[name]]
+               if name not in (*script.MAY_CHANGE, *vars(RunConfig())) and value != saved[name]]
     require(not changed, f"--resume={save} goes on with the saved configuration, which cannot be "
             f"changed by {', '.join(changed)}; leave out what differs, name the save that you "
             f"mean, or {ANEW}")
-    return config_class(**saved | given | {"resume": str(save)})
+    return script.Config(**saved | given | {"resume": str(save)})
 
 
 def state_of(optimizer) -> dict[str, Tensor]:

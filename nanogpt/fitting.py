@@ -1,8 +1,10 @@
-"""A run fitted to a text: what somebody who brings any text should not have to work out.
+"""From the command line to the configuration of a run: what is given is laid over the values of the
+save that --resume means, over a preset, or over what fits a text.
 
+A run is fitted to a text for somebody who brings any text and should not have to work out the rest.
 Its preset follows from the kind and the amount of text, its sequences and its validation from how
 long the text is, its steps from a budget of minutes or from the text. (Other runs need a certain
-amount of text and refuse less.)
+amount of text and refuse less.) `script` is the module train_gpt.
 """
 import dataclasses
 import math
@@ -13,7 +15,8 @@ from typing import NamedTuple
 import torch
 
 from data.shards import count_tokens, kind_of_tokens
-from nanogpt import arguments
+from nanogpt import checkpoints
+from nanogpt.command_line import check, configure, has_cuda, parse, preset_of, require_one_of
 from nanogpt.masks import BLOCK_SIZE
 from nanogpt.ranks import require
 from nanogpt.run_files import shards_of
@@ -37,6 +40,31 @@ OVER_PRESET = dict(
     sample="\n", sample_tokens=500)
 
 
+def parse_config(script, argv: list[str]):
+    """The train_gpt.Config of a run. Raises BadInput on an unknown key or a wrong value, and if the
+    run is to be fitted to a text that cannot be read."""
+    values = parse(script, argv)
+    require(not (values.get("minutes") and "num_steps" in values),
+            "--minutes chooses the number of steps; leave out --minutes or --num_steps")
+    brings_text = "data_dir" in values and not values.get("preset")
+    cuda = has_cuda(values.get("device"))
+    # A configuration names the save that is found, not what --resume was given as.
+    save = checkpoints.find(values.pop("resume", ""), values.get("log_dir", script.Config.log_dir))
+    if save:
+        c = checkpoints.configure(script, save, values)
+    else:
+        if not cuda:
+            values = script.ON_CPU | values
+        if values.get("minutes"):
+            values = {"target_loss": 0.0} | values  # that of a preset is for its number of steps
+        if values.get("fit", brings_text):
+            c = fit(script, values, cuda)
+        else:
+            c = configure(script, preset_of(values), values)
+    check(c, script)
+    return c
+
+
 class Text(NamedTuple):
     """What the shards of a text hold."""
 
@@ -55,17 +83,15 @@ def preset_for(text: Text, cuda: bool) -> str:
 def fit(script, given: dict, cuda: bool):
     """The configuration for a text: the preset that suits it, or the given one, with lengths and
     steps that the text has room for. What is given stays, but lengths that are given are upper
-    bounds. `script` is the module train_gpt. Raises BadInput if the text is too short or cannot be
-    read."""
-    schedules = script.SCHEDULES
+    bounds. Raises BadInput if the text is too short or cannot be read."""
     named = script.Config(**script.PRESETS.get(given.get("preset"), {}) | given)
     paths = shards_of(named, "train")
     text = Text(kind_of_tokens(paths[0]), tuple(map(count_tokens, paths)),
                 sum(map(count_tokens, shards_of(named, "val"))))
     preset = given.get("preset") or preset_for(text, cuda)
-    c = arguments.configure(script.Config, script.PRESETS, preset, OVER_PRESET | given)
-    require(c.schedule in schedules, f"--schedule={c.schedule} is none of {', '.join(schedules)}")
-    stages = schedules[c.schedule]
+    c = configure(script, preset, OVER_PRESET | given)
+    require_one_of("schedule", c.schedule, script.SCHEDULES)
+    stages = script.SCHEDULES[c.schedule]
     c = dataclasses.replace(c, **tables_that_fit(c, text, cuda) | given)
     c = dataclasses.replace(c, **lengths_that_fit(c, stages, text, "batch_tokens" in given))
     if "num_steps" in given:

@@ -125,7 +125,7 @@ def test_lengths_fit_the_text_the_processes_and_each_other(preset, tokens, world
     text = Text("gpt2", (tokens,), 20_000)
     c = dataclasses.replace(c, **fitting.lengths_that_fit(c, stages, text, False))
     c = dataclasses.replace(c, **fitting.steps_that_fit(c, stages, text.train, 9, 1))
-    t.arguments.check(c, t.SCHEDULES, t.PRECISIONS)
+    t.command_line.check(c, t)
     assert c.batch_tokens < tokens and c.val_tokens < text.val
     assert {count % world_size for count in t.batch_plan(c)} == {0}
 
