@@ -1951,7 +1951,7 @@ def train(c: Config, at_end: ExitStack) -> int:
         notes.append("with this ACTIVATION the MLP is not in FP8 with constant scales, whose "
                      "kernel computes relu_squared")
     if run_files.saved:
-        notes.append(f"resumed at step {run_files.saved.step} from {c.resume}")
+        notes.append(f"resumed at step {run_files.saved['step']} from {c.resume}")
     for text in notes:
         log.say(text)
     begin = partial(report.begin, log, script)

@@ -99,11 +99,10 @@ def on_all_ranks(work: Callable, *args):
         result = work(*args)
     except BadInput as error:
         sentence = str(error)
-    faults = all_ranks(sentence)
-    for rank, fault in enumerate(faults):
+    sentences = all_ranks(sentence)
+    for rank, fault in enumerate(sentences):
         if fault is not None:
-            of_all = all(other == fault for other in faults)
-            raise BadInput(fault if of_all else f"rank {rank}: {fault}")
+            raise BadInput(fault if len({*sentences}) == 1 else f"rank {rank}: {fault}")
     return result
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from data import shards
-from nanogpt.checkpoints import Saved, unused_path
+from nanogpt.checkpoints import check_save, unused_path
 from nanogpt.ranks import BadInput, compare, is_rank_0, on_all_ranks, rank_and_world_size, require
 
 
@@ -19,7 +19,7 @@ class RunFiles(NamedTuple):
     train_paths: list[Path]
     val_tokens: Tensor  # (val_tokens + 1,), the bits of uint16
     fingerprints: list[dict]  # of all shards
-    saved: Saved | None  # what the run goes on from
+    saved: dict | None  # the header of the save that the run goes on from
     checkpoint_path: Path | None = None  # the file of its weights, on rank 0
 
 
@@ -46,15 +46,15 @@ def check_data(c, plan: shards.Plan) -> RunFiles:
                 "start fewer of them, or change --batch_tokens or --seq_len")
     train_paths = shards_of(c, "train")
     val_paths = shards_of(c, "val")
-    check_kind(train_paths[0], c.vocab_size, c.preset)
-    for path in set(train_paths) & set(val_paths):
-        raise BadInput(f"{path} is for training and for validation; change --train_files or "
-                       "--val_files")
+    holds = shards.kind_of_tokens(train_paths[0])
+    wants = "bytes" if shards.reads_bytes(c.vocab_size) else "gpt2"
+    require(holds == wants,
+            f"{train_paths[0]} holds tokens of the kind {holds}, and --preset={c.preset} with "
+            f"--vocab_size={c.vocab_size} wants {wants}; choose another --preset, or make others "
+            f"with data/prepare.py FILE --tokens={wants}")
     fingerprints = [shards.fingerprint(path, "train") for path in train_paths]
     fingerprints += [shards.fingerprint(path, "val") for path in val_paths]
-    saved = None
-    if c.resume:
-        saved = Saved(Path(c.resume), fingerprints, c.data_dir)
+    saved = check_save(c.resume, fingerprints, c.data_dir) if c.resume else None
     val_tokens = shards.validation_tokens(val_paths, c.vocab_size, c.val_tokens)
     if chooses_steps(c):  # they are checked when they are chosen; now a step of each stage
         plan = [*dict.fromkeys(plan)]
@@ -75,20 +75,28 @@ def chooses_steps(c) -> bool:
     return c.minutes > 0 and not c.resume
 
 
-def try_places(c, saved: Saved | None) -> Path | None:
+def check_tokens(c, plan: shards.Plan, paths: list[Path]) -> None:
+    """Raises BadInput unless the training shards last for all steps of the plan."""
+    # This packs all documents as training will. Nothing less tells how many steps there are.
+    steps = sum(1 for _ in shards.batches(paths, c, plan))
+    require(steps == len(plan), f"the text in {c.data_dir} lasts for {steps} steps of the "
+            f"{len(plan)}; get more text, let the run fit it (--fit), lower --num_steps or "
+            "--minutes, or raise --epochs")
+
+
+def try_places(c, saved: dict | None) -> Path | None:
     """Makes the folders of log and weights, which only rank 0 needs. Returns the file of the
     weights, if they are to be kept: with --save_checkpoint=auto none of another run. Raises
     BadInput if nothing can be written there."""
     if not is_rank_0():
         return None
-    path = None
     folders = [Path(c.log_dir)]
-    if c.save_checkpoint:
-        path = Path(c.save_checkpoint)
-        if c.save_checkpoint == "auto":
-            path = unused_path(Path("models", f"{Path(c.data_dir).resolve().name}.safetensors"))
-            _, _, kept = (saved and saved.facts["best"]) or (None, None, None)
-            path = Path(kept) if kept else path
+    path = Path(c.save_checkpoint) if c.save_checkpoint else None
+    if c.save_checkpoint == "auto":
+        _, _, kept = (saved and saved["best"]) or (None, None, None)
+        name = Path(c.data_dir).resolve().name
+        path = Path(kept) if kept else unused_path(Path("models", f"{name}.safetensors"))
+    if path:
         require(not path.is_dir(), f"--save_checkpoint={path} is a folder; name a file")
         folders.append(path.parent)
     for folder in folders:
@@ -98,22 +106,3 @@ def try_places(c, saved: Saved | None) -> Path | None:
         except OSError as error:
             raise BadInput(f"nothing can be written to {folder} ({error.strerror})") from None
     return path
-
-
-def check_kind(path: Path, vocab_size: int, preset: str) -> None:
-    """Raises BadInput unless the tokens of a shard are of the kind that the model reads."""
-    holds = shards.kind_of_tokens(path)
-    wants = "bytes" if shards.reads_bytes(vocab_size) else "gpt2"
-    require(holds == wants,
-            f"{path} holds tokens of the kind {holds}, and --preset={preset} with "
-            f"--vocab_size={vocab_size} wants {wants}; choose another --preset, or make others "
-            f"with data/prepare.py FILE --tokens={wants}")
-
-
-def check_tokens(c, plan: shards.Plan, paths: list[Path]) -> None:
-    """Raises BadInput unless the training shards last for all steps of the plan."""
-    # This packs all documents as training will. Nothing less tells how many steps there are.
-    steps = sum(1 for _ in shards.batches(paths, c, plan))
-    require(steps == len(plan), f"the text in {c.data_dir} lasts for {steps} steps of the "
-            f"{len(plan)}; get more text, let the run fit it (--fit), lower --num_steps or "
-            "--minutes, or raise --epochs")

@@ -77,6 +77,3 @@ class LossScaling(Recipe):
         self.good_steps = state["good_steps"]
         self.skipped_steps = state["skipped_steps"]
         self.set_scale(state["scale"])
-
-    def note(self) -> str:
-        return f"{self.skipped_steps} steps skipped, loss scale {self.scale:g}"

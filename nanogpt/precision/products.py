@@ -11,7 +11,7 @@ from nanogpt.precision.fp8 import FP8
 from nanogpt.precision.fp8_static import STATIC
 from nanogpt.precision.fp16 import LossScaling
 from nanogpt.precision.nvfp4 import NVFP4Products
-from nanogpt.precision.recipe import PLAIN, Products, Recipe
+from nanogpt.precision.recipe import PLAIN, PLAIN_DTYPES, Products, Recipe
 
 
 class LayerProducts(NamedTuple):
@@ -56,10 +56,12 @@ class Precision:
         """Those of a projection whose weight (N, K) is these rows of a bank, or is there as
         (K, N)."""
         name = self.recipe_names[projection]
-        if name == "fp8-static":
-            return STATIC[projection]
+        if name in PLAIN_DTYPES:
+            return PLAIN
         if name == "fp8":
             return self.recipe.products_of(bank, rows, transposed)
         if name == "nvfp4":
             return NVFP4Products()
-        return PLAIN
+        if name == "fp8-static" and projection in STATIC:
+            return STATIC[projection]
+        raise ValueError(f"{name} is no recipe for {projection}")

@@ -14,7 +14,6 @@ from nanogpt.ranks import require
 
 PLAIN_DTYPES = {  # of recipes that compute in the dtype of the tensors
     "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
-KNOWN = (*PLAIN_DTYPES, "fp8-static", "fp8", "nvfp4")
 PROJECTIONS = ("qkv", "o", "up", "down", "lm_head")
 
 
@@ -85,12 +84,9 @@ class Recipe:
     def before_validation(self) -> None:
         """Makes the banks complete on every rank, as validation uses no recipe. A collective."""
 
-    def note(self) -> str:
-        """A line for the end of the log, or nothing."""
-        return ""
-
     def state(self) -> dict:
-        """What a save needs: numbers by name, the same on all ranks."""
+        """What a save needs: numbers by name, the same on all ranks. The log has them at the
+        end."""
         return {}
 
     def load_state(self, state: dict) -> None:
@@ -118,14 +114,8 @@ def choose(c, wanted: dict[str, str], device: torch.device) -> dict[str, str]:
     # FP8 and NVFP4 take multiples of 16. All plain recipes mean the one of the model's dtype.
     widths = c.model_dim, c.num_heads * c.head_dim, c.mlp_dim, c.vocab_size
     stays_plain = plain == "fp64" or any(width % 16 for width in widths)
-    chosen = {}
-    for projection, name in wanted.items():
-        require(name in KNOWN,
-                f"{projection} cannot be {name}, which is none of {', '.join(KNOWN)}")
-        require((projection, name) != ("o", "fp8-static"),
-                "o cannot be fp8-static, as its input has no constant scale; give it fp8 or bf16 "
-                "in PRECISIONS")
-        chosen[projection] = plain if stays_plain or name in PLAIN_DTYPES else name
+    chosen = {projection: plain if stays_plain or name in PLAIN_DTYPES else name
+              for projection, name in wanted.items()}
     require(not c.float8_all_gather or {*chosen.values()} == {"fp8"},
             "--float8_all_gather needs fp8 everywhere, as no rank has all weights; give "
             "--precision=fp8, --dtype=auto and widths that are multiples of 16")
