@@ -64,9 +64,9 @@ from nanogpt import (
     command_line,
     compiling,
     faults,
-    fitting,
     kernels,
     masks,
+    planning,
     report,
     warmup,
 )
@@ -76,6 +76,7 @@ from nanogpt.command_line import RunConfig, key
 from nanogpt.kernels import E4M3, E5M2
 from nanogpt.masks import BLOCK_SIZE
 from nanogpt.past import Past, Reading
+from nanogpt.planning import RunFiles, check_run_files, chooses_steps
 from nanogpt.precision import recipe
 from nanogpt.precision.fp8_static import (
     HEAD_GRADIENT_SCALE,
@@ -97,7 +98,6 @@ from nanogpt.ranks import (
     rank_and_world_size,
     start_process,
 )
-from nanogpt.run_files import RunFiles, check_run_files, chooses_steps
 from nanogpt.slices import Slices
 from nanogpt.streams import constant, to_device
 from nanogpt.tables import Table, Tables
@@ -403,8 +403,8 @@ SCHEDULES: dict[str, list[Stage]] = {
 
 def parse_config(argv: list[str]) -> Config:
     """What the command line says, over the values of a save, of what fits a text, or of a preset.
-    Raises BadInput and ShardError (nanogpt/fitting.py)."""
-    return fitting.parse_config(sys.modules[__name__], argv)
+    Raises BadInput and ShardError (nanogpt/planning.py)."""
+    return planning.parse_config(sys.modules[__name__], argv)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1618,7 +1618,7 @@ class Optimizer:
     def hand_out(self, name: str):
         """Begins to give this rank's updated part to all ranks. Returns the transfer, which fills
         the bank. A collective."""
-        if self.model.params[name].share == "all" or self.recipe.hands_out(name):
+        if self.model.params[name].share == "all" or name in self.recipe.hands_out:
             return NoTransfer()
         return self.slices.hand_out(self.banks[name], self.parts[name])
 

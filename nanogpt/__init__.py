@@ -2,8 +2,7 @@
 
 Before a run
     command_line.py the keys of a configuration, and what their values may be
-    fitting.py      from the command line to the configuration of a run, also one fitted to a text
-    run_files.py    what a run reads and where it will write, found and tried
+    planning.py     the configuration of a run, what it reads, and where it writes
 
 Its processes
     process.py      variables that torch reads when it starts, and signals

@@ -90,10 +90,10 @@ def read(path: str | Path) -> tuple[dict[str, Tensor], dict]:
 def unused_path(path: Path) -> Path:
     """NAME.safetensors, or NAME-2.safetensors and so on: the first that does not exist."""
     unused = path
-    number = 2
+    number = 1
     while unused.exists():
-        unused = path.with_stem(f"{path.stem}-{number}")
         number += 1
+        unused = path.with_stem(f"{path.stem}-{number}")
     return unused
 
 

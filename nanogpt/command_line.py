@@ -16,11 +16,10 @@ from nanogpt.ranks import BadInput, require
 NEWEST = "newest"  # what --resume alone stands for
 
 
-def key(default, meaning: str, alone: str | None = None, choices: tuple[str, ...] = (),
-        least: float | None = None, most: float = math.inf):
+def key(default, meaning: str, choices: tuple[str, ...] = (), least: float | None = None,
+        most: float = math.inf):
     """A field of a configuration. Its type is that of the default value.
 
-    alone: its value where none is given: --resume for --resume=newest
     choices: the texts that it can be, if not all
     least, most: the bounds of a number; without `least` a whole number is at least 1, and another
         one 0
@@ -28,7 +27,7 @@ def key(default, meaning: str, alone: str | None = None, choices: tuple[str, ...
     if least is None:
         least = 1 if type(default) is int else 0
     return dataclasses.field(default=default, metadata=dict(
-        meaning=meaning, alone=alone, choices=choices, least=least, most=most))
+        meaning=meaning, choices=choices, least=least, most=most))
 
 
 @dataclasses.dataclass
@@ -43,8 +42,7 @@ class RunConfig:
     compile: bool = key(True, "use torch.compile, and CUDA graphs on a GPU")
     resume: str = key(
         "", "save to go on from, logs/RUN_ID.saved; --resume alone: the newest one in log_dir. "
-        "Without any save a new run begins",
-        alone=NEWEST)
+        "Without any save a new run begins")
     # output
     log_dir: str = key("logs", "folder of the logs")
     run_name: str = key("", "free text for the log")
@@ -176,12 +174,14 @@ def parser_of(script, preset: str) -> Parser:
     of_run = vars(RunConfig())  # come last
     for field in sorted(dataclasses.fields(script.Config), key=lambda field: field.name in of_run):
         kind = type(field.default)
-        alone = True if kind is bool else field.metadata["alone"]
-        options = dict(nargs="?", const=alone) if alone else {}
+        options = dict(type=kind)
+        if kind is bool:
+            options = dict(type=switch, nargs="?", const=True)
+        elif field.name == "resume":
+            options = dict(nargs="?", const=NEWEST)
         text = f"{field.metadata['meaning']} [{getattr(shown, field.name)}]"
         parser.add_argument(
-            f"--{field.name}", type=switch if kind is bool else kind, metavar="",
-            help=text.replace("%", "%%"), **options)
+            f"--{field.name}", metavar="", help=text.replace("%", "%%"), **options)
     parser.add_argument("--help", "-h", action="store_true")
     return parser
 

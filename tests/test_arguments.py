@@ -16,7 +16,7 @@ class Config:
     shuffle: bool = key(False, "draw documents in random order")
     num_steps: int = key(100, "steps")
     muon_lr: float = key(0.5, "learning rate")
-    resume: str = key("", "save to go on from", alone="newest")
+    resume: str = key("", "save to go on from")
 
 
 PRESETS = {"laptop": {}, "speedrun": {}, "small": {"num_steps": 10, "shuffle": True}}

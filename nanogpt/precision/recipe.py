@@ -55,6 +55,8 @@ PLAIN = Products()
 
 class Recipe:
     """The points of a step at which a recipe may act. Here nothing happens at any of them."""
+    # Banks whose new weights `weights_changed` gives to all ranks, so that the optimizer must not.
+    hands_out: tuple[str, ...] = ()
 
     def reset(self) -> None:
         """Forgets what training has changed, as the trainer does after its warm-up."""
@@ -71,11 +73,6 @@ class Recipe:
     def unscale(self, gradient: Tensor) -> Tensor:
         """A gradient of the loss itself, given one of the scaled loss."""
         return gradient
-
-    def hands_out(self, name: str) -> bool:
-        """Whether `weights_changed` gives all ranks the new weights of this bank, so that the
-        optimizer must not."""
-        return False
 
     def weights_changed(self, names: Collection[str], masters: dict[str, Tensor]) -> None:
         """Called when the banks of these names have changed. `masters` has this rank's part of each
@@ -126,8 +123,5 @@ def summary(chosen: dict[str, str], device: torch.device) -> str:
     """Which recipe each projection has, for the log, and whether the device has its products.
     GPUs that have nvfp4 (Blackwell) were never tried, so it is always emulated."""
     emulated = {"nvfp4"} if kernels.has_fp8(device) else {"nvfp4", "fp8", "fp8-static"}
-    texts = []
-    for projection, name in chosen.items():
-        how = "emulated" if name in emulated else "native"
-        texts.append(f"{projection} {name} ({how})")
-    return ", ".join(texts)
+    return ", ".join(f"{projection} {name} ({'emulated' if name in emulated else 'native'})"
+                     for projection, name in chosen.items())

@@ -1,43 +1,32 @@
-"""From the command line to the configuration of a run: what is given is laid over the values of the
-save that --resume means, over a preset, or over what fits a text.
+"""Before anything is compiled: the configuration of a run, what the run reads, and where it writes.
 
-A run is fitted to a text for somebody who brings any text and should not have to work out the rest.
-Its preset follows from the kind and the amount of text, its sequences and its validation from how
-long the text is, its steps from a budget of minutes or from the text. (Other runs need a certain
-amount of text and refuse less.) `script` is the module train_gpt.
+`script` is the module train_gpt, and `c` its Config. A plan of batches is the number of sequences
+of each step's batch; it follows from the configuration by rules that stand in train_gpt.py.
+
+What is given is laid over the values of the save that --resume means, over a preset, or over what
+fits a text. A run is fitted for somebody who brings any text and should not have to work out the
+rest. Its preset follows from the kind and the amount of text, its sequences and its validation from
+how long the text is, its steps from a budget of minutes or from the text. (Other runs need a
+certain amount of text and refuse less.)
 """
 import dataclasses
 import math
 import os
+import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from data.shards import count_tokens, kind_of_tokens
+from data import shards
 from nanogpt import checkpoints
 from nanogpt.command_line import check, configure, has_cuda, parse, preset_of, require_one_of
 from nanogpt.masks import BLOCK_SIZE
-from nanogpt.ranks import require
-from nanogpt.run_files import shards_of
+from nanogpt.ranks import BadInput, compare, is_rank_0, on_all_ranks, rank_and_world_size, require
 
-# For less text the large model would have to read it twice, and then its tables, which have most of
-# its parameters, learn it by heart.
-LARGE_TEXT = 60_000_000  # tokens of GPT-2's vocabulary
-MINUTES = 2.0  # the budget if none is given
-# Readings of a text. More of them make validation worse: the model learns the text by heart
-# (records/TRIED.md).
-MOST_EPOCHS = {"laptop": 6, "char": 3, "small": 2}
-LEAST_STEPS_PER_READING = 75  # the batches of a short text are small
-TOKENS_PER_ROW = 64  # of the table of n-grams, which learns a text by heart sooner than layers do
-SHORT_TEXT = 2_000_000  # tokens: shorter ones are short
-TABLE_SHARE = 0.05  # of a GPU's memory, for the table of n-grams, which is in every save, too
-RECALL_SHARE = 1 / 32  # the same for the table of recalled tokens
-
-# What a fitted run has in place of its preset's values.
-OVER_PRESET = dict(
-    fit=True, cut_documents=True, target_loss=0.0, save_checkpoint="auto", save_every=5.0,
-    sample="\n", sample_tokens=500)
+# --------------------------------------------------------------------------------------------------
+# The configuration
 
 
 def parse_config(script, argv: list[str]):
@@ -65,9 +54,30 @@ def parse_config(script, argv: list[str]):
     return c
 
 
+# --------------------------------------------------------------------------------------------------
+# A run fitted to a text
+
+# For less text the large model would have to read it twice, and then its tables, which have most of
+# its parameters, learn it by heart.
+LARGE_TEXT = 60_000_000  # tokens of GPT-2's vocabulary
+MINUTES = 2.0  # the budget if none is given
+# Readings of a text. More of them make validation worse: the model learns the text by heart
+# (records/TRIED.md).
+MOST_EPOCHS = {"laptop": 6, "char": 3, "small": 2}
+LEAST_STEPS_PER_READING = 75  # the batches of a short text are small
+TOKENS_PER_ROW = 64  # of the table of n-grams, which learns a text by heart sooner than layers do
+SHORT_TEXT = 2_000_000  # tokens: shorter ones are short
+TABLE_SHARE = 0.05  # of a GPU's memory, for the table of n-grams, which is in every save, too
+RECALL_SHARE = 1 / 32  # the same for the table of recalled tokens
+
+# What a fitted run has in place of its preset's values.
+OVER_PRESET = dict(
+    fit=True, cut_documents=True, target_loss=0.0, save_checkpoint="auto", save_every=5.0,
+    sample="\n", sample_tokens=500)
+
+
 class Text(NamedTuple):
     """What the shards of a text hold."""
-
     kind: str  # of tokens: "bytes" or "gpt2"
     train: tuple[int, ...]  # tokens of each training shard
     val: int  # tokens of all validation shards
@@ -86,8 +96,8 @@ def fit(script, given: dict, cuda: bool):
     bounds. Raises BadInput if the text is too short or cannot be read."""
     named = script.Config(**script.PRESETS.get(given.get("preset"), {}) | given)
     paths = shards_of(named, "train")
-    text = Text(kind_of_tokens(paths[0]), tuple(map(count_tokens, paths)),
-                sum(map(count_tokens, shards_of(named, "val"))))
+    text = Text(shards.kind_of_tokens(paths[0]), tuple(map(shards.count_tokens, paths)),
+                sum(map(shards.count_tokens, shards_of(named, "val"))))
     preset = given.get("preset") or preset_for(text, cuda)
     c = configure(script, preset, OVER_PRESET | given)
     require_one_of("schedule", c.schedule, script.SCHEDULES)
@@ -185,9 +195,108 @@ def fit_to_minutes(c, stages: list, train_paths: list[Path], seconds: float):
     """The configuration with as many steps of so many seconds as --minutes has room for. Without
     cut_documents the text may last for fewer, because the ends of long documents are left out."""
     steps = steps_that_fit(
-        c, stages, tuple(map(count_tokens, train_paths)), 60 * c.minutes / seconds, c.epochs)
+        c, stages, tuple(map(shards.count_tokens, train_paths)), 60 * c.minutes / seconds, c.epochs)
     if not c.fit or c.val_interval != validation_interval(c, c.num_steps):
         steps.pop("val_interval")  # it is the preset's own, or was given
     if not c.cut_documents:
         steps.pop("epochs")  # how often the text is read cannot be told, so c.epochs stays
     return dataclasses.replace(c, **steps)
+
+
+# --------------------------------------------------------------------------------------------------
+# What a run reads, and where it writes
+
+
+class RunFiles(NamedTuple):
+    """What `check_run_files` has found."""
+    train_paths: list[Path]
+    val_tokens: Tensor  # (val_tokens + 1,), the bits of uint16
+    fingerprints: list[dict]  # of all shards
+    saved: dict | None  # the header of the save that the run goes on from
+    checkpoint_path: Path | None = None  # the file of its weights, on rank 0
+
+
+def check_run_files(c, plan: shards.Plan, files: list[dict]) -> RunFiles:
+    """`files` are the project's source files that this rank runs. Raises BadInput on all ranks if
+    something is wrong on one of them, or if they do not have the same source files and shards. A
+    collective."""
+    found = on_all_ranks(check_data, c, plan)
+    facts = {f"code {file['path']}": file["sha256"] for file in files}
+    for shard in found.fingerprints:
+        facts[f"{shard['split']} shard {shard['name']}"] = shard["sha256"]
+    compare(facts)
+    return found._replace(checkpoint_path=on_all_ranks(try_places, c, found.saved))
+
+
+def check_data(c, plan: shards.Plan) -> RunFiles:
+    """What the run reads. Raises BadInput if a shard is missing or damaged, or of another kind of
+    tokens than the model's, if they do not suffice, if the save is of others, or if so many
+    processes cannot share the plan's batches."""
+    _, world_size = rank_and_world_size()
+    for count in plan:
+        require(count % world_size == 0,
+                f"{world_size} processes cannot share batches of {count} x {c.seq_len:,} tokens; "
+                "start fewer of them, or change --batch_tokens or --seq_len")
+    train_paths = shards_of(c, "train")
+    val_paths = shards_of(c, "val")
+    holds = shards.kind_of_tokens(train_paths[0])
+    wants = "bytes" if shards.reads_bytes(c.vocab_size) else "gpt2"
+    require(holds == wants,
+            f"{train_paths[0]} holds tokens of the kind {holds}, and --preset={c.preset} with "
+            f"--vocab_size={c.vocab_size} wants {wants}; choose another --preset, or make others "
+            f"with data/prepare.py FILE --tokens={wants}")
+    fingerprints = [shards.fingerprint(path, "train") for path in train_paths]
+    fingerprints += [shards.fingerprint(path, "val") for path in val_paths]
+    saved = checkpoints.check_save(c.resume, fingerprints, c.data_dir) if c.resume else None
+    val_tokens = shards.validation_tokens(val_paths, c.vocab_size, c.val_tokens)
+    if chooses_steps(c):  # they are checked when they are chosen; now a step of each stage
+        plan = [*dict.fromkeys(plan)]
+    check_tokens(c, plan, train_paths)
+    return RunFiles(train_paths, torch.from_numpy(val_tokens.view("int16")), fingerprints, saved)
+
+
+def shards_of(c, split: str) -> list[Path]:
+    """The shards of a split, "train" or "val". Raises BadInput if there are none."""
+    pattern = c.train_files if split == "train" else c.val_files
+    return shards.find_shards(
+        c.data_dir, split, pattern, "check the path, or get them: ./run.sh gets the usual ones, "
+        "and data/prepare.py makes them of a text")
+
+
+def chooses_steps(c) -> bool:
+    """Whether the number of steps follows from --minutes. A resumed run keeps its own."""
+    return c.minutes > 0 and not c.resume
+
+
+def check_tokens(c, plan: shards.Plan, paths: list[Path]) -> None:
+    """Raises BadInput unless the training shards last for all steps of the plan."""
+    # This packs all documents as training will. Nothing less tells how many steps there are.
+    steps = sum(1 for _ in shards.batches(paths, c, plan))
+    require(steps == len(plan), f"the text in {c.data_dir} lasts for {steps} steps of the "
+            f"{len(plan)}; get more text, let the run fit it (--fit), lower --num_steps or "
+            "--minutes, or raise --epochs")
+
+
+def try_places(c, saved: dict | None) -> Path | None:
+    """Makes the folders of log and weights, which only rank 0 needs. Returns the file of the
+    weights, if they are to be kept: with --save_checkpoint=auto none of another run. Raises
+    BadInput if nothing can be written there."""
+    if not is_rank_0():
+        return None
+    folders = [Path(c.log_dir)]
+    path = Path(c.save_checkpoint) if c.save_checkpoint else None
+    if c.save_checkpoint == "auto":
+        _, _, kept = (saved and saved["best"]) or (None, None, None)
+        name = Path(c.data_dir).resolve().name
+        unused = checkpoints.unused_path(Path("models", f"{name}.safetensors"))
+        path = Path(kept) if kept else unused
+    if path:
+        require(not path.is_dir(), f"--save_checkpoint={path} is a folder; name a file")
+        folders.append(path.parent)
+    for folder in folders:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            raise BadInput(f"nothing can be written to {folder} ({error.strerror})") from None
+    return path
