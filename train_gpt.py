@@ -77,7 +77,7 @@ from nanogpt.kernels import E4M3, E5M2
 from nanogpt.masks import BLOCK_SIZE
 from nanogpt.past import Past, Reading
 from nanogpt.planning import RunFiles, check_run_files, chooses_steps
-from nanogpt.precision import recipe
+from nanogpt.precision import Products, recipes
 from nanogpt.precision.fp8_static import (
     HEAD_GRADIENT_SCALE,
     HEAD_INPUT_SCALE,
@@ -85,8 +85,7 @@ from nanogpt.precision.fp8_static import (
     StaticFP8,
     check_weights,
 )
-from nanogpt.precision.products import LayerProducts, Precision
-from nanogpt.precision.recipe import Products
+from nanogpt.precision.recipes import LayerProducts, Precision
 from nanogpt.ranks import (
     NoTransfer,
     Requests,
@@ -422,7 +421,7 @@ def parse_config(argv: list[str]) -> Config:
 #
 # A "recipe" is a way to compute these products, forward and backward: in the model's dtype ("bf16"
 # and others), or with narrow numbers. A "precision" is a recipe for each of the five. The model
-# knows neither: it calls the methods of `Products` (nanogpt/precision/recipe.py).
+# knows neither: it calls the methods of `Products` (nanogpt/precision/__init__.py).
 
 PRECISIONS: dict[str, tuple[str, ...]] = {  # recipes of qkv, o, up, down and lm_head
     "bf16": ("bf16",) * 5,
@@ -451,12 +450,12 @@ def choose_recipes(c: Config, device: torch.device) -> dict[str, str]:
     precision = c.precision
     if precision == "auto":
         precision = "fp8-qkv" if kernels.has_fp8(device) else "bf16"
-    row = dict(zip(recipe.PROJECTIONS, PRECISIONS[precision]))
+    row = dict(zip(recipes.PROJECTIONS, PRECISIONS[precision]))
     if ACTIVATION is not relu_squared:
         for projection in ("up", "down"):
             if row[projection] == "fp8-static":
                 row[projection] = "bf16"
-    return recipe.choose(c, row, device)
+    return recipes.choose(c, row, device)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -948,7 +947,7 @@ class GPT(nn.Module):
             c.attention == "auto" and compiles and c.head_dim >= 16)
         self.table_names = [
             name for name, param in self.params.items() if param.optimizer == "rows"]
-        self.add_banks(recipe.PLAIN_DTYPES[recipe.plain_recipe(c)], device, world_size)
+        self.add_banks(recipes.PLAIN_DTYPES[recipes.plain_recipe(c)], device, world_size)
         generator = torch.Generator().manual_seed(0)
         signs = 2 * torch.randint(0, 2, (SIGN_ROWS, c.ngram_width), generator=generator) - 1
         self.register_buffer("signs", signs.to(device, torch.int8), persistent=False)
@@ -1989,7 +1988,7 @@ def train(c: Config, at_end: ExitStack) -> int:
     all_ranks(None)  # the clock starts when all of them are ready
     limit_waiting()
     startup_s = time.perf_counter() - LAUNCHED
-    log.fact("note", f"products: {recipe.summary(recipe_names, device)}")
+    log.fact("note", f"products: {recipes.summary(recipe_names, device)}")
     log.fact("note", f"{startup_s:.1f} s from launch to the first timed step")
     console.say(f"ready after {startup_s:.1f} s")
     STOP.in_steps = True  # from now on a signal waits until all ranks can end together

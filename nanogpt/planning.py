@@ -104,14 +104,12 @@ def fit(script, given: dict, cuda: bool):
     stages = script.SCHEDULES[c.schedule]
     c = dataclasses.replace(c, **tables_that_fit(c, text, cuda) | given)
     c = dataclasses.replace(c, **lengths_that_fit(c, stages, text, "batch_tokens" in given))
-    if "num_steps" in given:
-        wanted, most_epochs = c.num_steps, math.inf
-    else:
-        wanted, most_epochs = math.inf, MOST_EPOCHS.get(c.preset, 1)
-        if c.preset in MOST_EPOCHS and "minutes" not in given:
+    wanted, most_epochs = given.get("num_steps"), math.inf
+    if wanted is None:
+        wanted, most_epochs = math.inf, MOST_EPOCHS.get(preset, 1)
+        if preset in MOST_EPOCHS and "minutes" not in given:
             c = dataclasses.replace(c, minutes=MINUTES)
-    most_epochs = given.get("epochs", most_epochs)
-    steps = steps_that_fit(c, stages, text.train, wanted, most_epochs)
+    steps = steps_that_fit(c, stages, text.train, wanted, given.get("epochs", most_epochs))
     return dataclasses.replace(c, **steps | {name: given[name] for name in steps if name in given})
 
 

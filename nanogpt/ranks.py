@@ -15,8 +15,7 @@ from torch import Tensor
 from data import BadInput
 
 # A collective that takes longer is taken for hung, and ends the run. Before the first step ranks
-# wait for longer, as one of them may start late, or compile.
-LONGEST_START = timedelta(minutes=10)
+# wait for as long as PyTorch lets them, as one of them may start late, or compile.
 LONGEST_STEP = timedelta(minutes=2)
 LONGEST_WRITE = timedelta(minutes=30)  # of rank 0 to a slow disk
 
@@ -46,7 +45,7 @@ def start_process(kind: str, local_gpu: int) -> torch.device:
     if "RANK" in os.environ:
         backend, options = ("nccl", {"device_id": device}) if kind == "cuda" else ("gloo", {})
         try:
-            dist.init_process_group(backend, timeout=LONGEST_START, **options)
+            dist.init_process_group(backend, **options)
         except (dist.DistError, ValueError) as error:
             reason = str(error).partition("\n")[0]
             raise BadInput(f"the processes did not meet ({reason}); start all of them by torchrun"

@@ -21,9 +21,8 @@ from conftest import arguments, distance, normal, read, training_loss
 import train_gpt as t
 from nanogpt import kernels
 from nanogpt.kernels import E4M3, E5M2
-from nanogpt.precision import fp8, fp8_static, nvfp4, recipe
+from nanogpt.precision import PLAIN, fp8, fp8_static, nvfp4, recipes
 from nanogpt.precision.fp8_static import STATIC
-from nanogpt.precision.recipe import PLAIN
 from nanogpt.ranks import BadInput
 from nanogpt.streams import constant
 from records import journal
@@ -348,7 +347,7 @@ def test_validation_is_without_the_recipe():
 def test_each_projection_can_have_a_recipe_of_its_own(monkeypatch):
     monkeypatch.setitem(t.PRECISIONS, "own", ("nvfp4", "bf16", "fp8", "nvfp4", "bf16"))
     model, _ = trainer(precision="own")
-    kinds = [type(recipe_at(model, 0, name)) for name in recipe.PROJECTIONS]
+    kinds = [type(recipe_at(model, 0, name)) for name in recipes.PROJECTIONS]
     plain = type(PLAIN)
     assert kinds == [nvfp4.NVFP4Products, plain, fp8.FP8Products, nvfp4.NVFP4Products, plain]
     assert torch.isfinite(training_loss(model, *batch(1)[0], VIEW))
@@ -389,7 +388,7 @@ def test_the_switch_sets_the_dtype_and_auto_is_plain_without_a_gpu():
     for precision, dtype in (("bf16", "bfloat16"), ("fp32", "float32"), ("fp16", "float16"), ("nvfp4", "bfloat16")):
         assert t.GPT(config(precision=precision), CPU).qkvo.dtype == getattr(torch, dtype)
     auto = t.GPT(config(), CPU)
-    assert auto.precision.recipe_names == dict.fromkeys(recipe.PROJECTIONS, "bf16")
+    assert auto.precision.recipe_names == dict.fromkeys(recipes.PROJECTIONS, "bf16")
     assert t.GPT(config(precision="fp32", dtype="float64"), CPU).precision.recipe_names["o"] == "fp64"
 
 
@@ -397,7 +396,7 @@ def test_the_switch_sets_the_dtype_and_auto_is_plain_without_a_gpu():
 def test_auto_asks_the_gpu_for_fp8(capability, expected, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     names = t.choose_recipes(config(), torch.device("cuda"))
-    assert names == dict(zip(recipe.PROJECTIONS, t.PRECISIONS[expected]))
+    assert names == dict(zip(recipes.PROJECTIONS, t.PRECISIONS[expected]))
 
 
 def test_the_run_names_its_products_in_the_log(corpus, tmp_path):

@@ -23,7 +23,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from nanogpt.precision.recipe import Recipe
+from nanogpt.precision import Recipe
 from nanogpt.ranks import gathered
 
 FIRST_SCALE = 2.0**15

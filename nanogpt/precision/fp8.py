@@ -36,7 +36,7 @@ from torch import Tensor
 
 from nanogpt import kernels
 from nanogpt.kernels import E4M3, E5M2
-from nanogpt.precision.recipe import Products, Recipe
+from nanogpt.precision import Products, Recipe
 from nanogpt.precision.rounding import E4M3_GRID, E5M2_GRID, inverse, round_to
 from nanogpt.ranks import gathered
 from nanogpt.slices import Slices
