@@ -62,23 +62,24 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from data import shards
 from nanogpt import (
-    arguments,
     checkpoints,
     command_line,
     compiling,
     faults,
     kernels,
     masks,
+    planning,
     report,
     warmup,
 )
-from nanogpt.arguments import RunConfig, key
 from nanogpt.batches import inputs_and_targets, rank_batches
 from nanogpt.candidates import Candidates, Targets, over_all_tokens
+from nanogpt.command_line import RunConfig, key
 from nanogpt.kernels import E4M3, E5M2
 from nanogpt.masks import BLOCK_SIZE
 from nanogpt.past import Past, Reading
-from nanogpt.precision import recipe
+from nanogpt.planning import RunFiles, check_run_files, chooses_steps
+from nanogpt.precision import Products, recipes
 from nanogpt.precision.fp8_static import (
     HEAD_GRADIENT_SCALE,
     HEAD_INPUT_SCALE,
@@ -86,8 +87,7 @@ from nanogpt.precision.fp8_static import (
     StaticFP8,
     check_weights,
 )
-from nanogpt.precision.products import LayerProducts, Precision
-from nanogpt.precision.recipe import Products
+from nanogpt.precision.recipes import LayerProducts, Precision
 from nanogpt.ranks import (
     NoTransfer,
     Requests,
@@ -99,7 +99,6 @@ from nanogpt.ranks import (
     rank_and_world_size,
     start_process,
 )
-from nanogpt.run_files import RunFiles, check_run_files, chooses_steps
 from nanogpt.slices import Slices
 from nanogpt.streams import constant, to_device
 from nanogpt.tables import Table, Tables
@@ -117,8 +116,8 @@ GATE_DIM = 12
 
 @dataclasses.dataclass
 class Config(RunConfig):
-    """What decides the result of a run. `RunConfig` (nanogpt/arguments.py) has the other keys, such
-    as where the log goes and when the run is saved."""
+    """What decides the result of a run. `RunConfig` (nanogpt/command_line.py) has the other keys,
+    such as where the log goes and when the run is saved."""
     preset: str = key(
         "", "a preset by its name; without one it is chosen by the machine, and with a data_dir "
         "also by the text")
@@ -249,13 +248,13 @@ class Config(RunConfig):
     def layers_with_attention(self) -> tuple[int, ...]:
         """The layers that have attention."""
         every = tuple(range(self.num_layers))
-        return arguments.numbers_among("attention_layers", self.attention_layers, every)
+        return command_line.numbers_among("attention_layers", self.attention_layers, every)
 
     @property
     def layers_with_values(self) -> tuple[int, ...]:
         """Those of them that have value embeddings."""
         possible = self.layers_with_attention
-        return arguments.numbers_among("value_layers", self.value_layers, possible)
+        return command_line.numbers_among("value_layers", self.value_layers, possible)
 
     @property
     def ngram_width(self) -> int:
@@ -266,7 +265,7 @@ class Config(RunConfig):
     def recall_lengths(self) -> tuple[int, ...]:
         """For how many last tokens `recall_table` is looked up."""
         possible = tuple(range(3, 17))  # two are compared anyway (`check_bits` in nanogpt/past.py)
-        lengths = arguments.numbers_among("recall_for", self.recall_for, possible)
+        lengths = command_line.numbers_among("recall_for", self.recall_for, possible)
         return lengths if self.recall_rows else ()
 
     @property
@@ -405,8 +404,8 @@ SCHEDULES: dict[str, list[Stage]] = {
 
 def parse_config(argv: list[str]) -> Config:
     """What the command line says, over the values of a save, of what fits a text, or of a preset.
-    Raises BadInput and ShardError (nanogpt/command_line.py)."""
-    return command_line.parse_config(sys.modules[__name__], argv)
+    Raises BadInput and ShardError (nanogpt/planning.py)."""
+    return planning.parse_config(sys.modules[__name__], argv)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -423,7 +422,7 @@ def parse_config(argv: list[str]) -> Config:
 #
 # A "recipe" is a way to compute these products, forward and backward: in the model's dtype ("bf16"
 # and others), or with narrow numbers. A "precision" is a recipe for each of the five. The model
-# knows neither: it calls the methods of `Products` (nanogpt/precision/recipe.py).
+# knows neither: it calls the methods of `Products` (nanogpt/precision/__init__.py).
 
 PRECISIONS: dict[str, tuple[str, ...]] = {  # recipes of qkv, o, up, down and lm_head
     "bf16": ("bf16",) * 5,
@@ -452,12 +451,12 @@ def choose_recipes(c: Config, device: torch.device) -> dict[str, str]:
     precision = c.precision
     if precision == "auto":
         precision = "fp8-qkv" if kernels.has_fp8(device) else "bf16"
-    row = dict(zip(recipe.PROJECTIONS, PRECISIONS[precision]))
+    row = dict(zip(recipes.PROJECTIONS, PRECISIONS[precision]))
     if ACTIVATION is not relu_squared:
         for projection in ("up", "down"):
             if row[projection] == "fp8-static":
                 row[projection] = "bf16"
-    return recipe.choose(c, row, device)
+    return recipes.choose(c, row, device)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -954,7 +953,7 @@ class GPT(nn.Module):
             c.attention == "auto" and as_graphs and c.head_dim >= 16)
         self.table_names = [
             name for name, param in self.params.items() if param.optimizer == "rows"]
-        self.add_banks(recipe.PLAIN_DTYPES[recipe.plain_recipe(c)], device, world_size)
+        self.add_banks(recipes.PLAIN_DTYPES[recipes.plain_recipe(c)], device, world_size)
         generator = torch.Generator().manual_seed(0)
         signs = 2 * torch.randint(0, 2, (SIGN_ROWS, c.ngram_width), generator=generator) - 1
         self.register_buffer("signs", signs.to(device, torch.int8), persistent=False)
@@ -1617,7 +1616,7 @@ class Optimizer:
     def hand_out(self, name: str):
         """Begins to give this rank's updated part to all ranks. Returns the transfer, which fills
         the bank. A collective."""
-        if self.model.params[name].share == "all" or self.recipe.hands_out(name):
+        if self.model.params[name].share == "all" or name in self.recipe.hands_out:
             return NoTransfer()
         return self.slices.hand_out(self.banks[name], self.parts[name])
 
@@ -1926,7 +1925,7 @@ def train(c: Config, at_end: ExitStack) -> int:
     # 1. Import what this run needs, so that the log can show it, and check what can be checked
     # before anything is written or compiled.
     kind = "cuda" if command_line.has_cuda(c.device) else "cpu"
-    device = start_process(kind, LOCAL_GPU, c.join_timeout)
+    device = start_process(kind, LOCAL_GPU)
     # Hosts may have their data in other folders; the shards are compared by their sums.
     compare({f"--{name}": value for name, value in dataclasses.asdict(c).items()
              if name != "data_dir"})
@@ -1951,7 +1950,7 @@ def train(c: Config, at_end: ExitStack) -> int:
         notes.append("with this ACTIVATION the MLP is not in FP8 with constant scales, whose "
                      "kernel computes relu_squared")
     if run_files.saved:
-        notes.append(f"resumed at step {run_files.saved.step} from {c.resume}")
+        notes.append(f"resumed at step {run_files.saved['step']} from {c.resume}")
     for text in notes:
         log.say(text)
     begin = partial(report.begin, log, script)
@@ -1989,7 +1988,7 @@ def train(c: Config, at_end: ExitStack) -> int:
     all_ranks(None)  # the clock starts when all of them are ready
     limit_waiting()
     startup_s = time.perf_counter() - LAUNCHED
-    log.fact("note", f"products: {recipe.summary(recipe_names, device)}")
+    log.fact("note", f"products: {recipes.summary(recipe_names, device)}")
     log.fact("note", f"{startup_s:.1f} s from launch to the first timed step")
     console.say(f"ready after {startup_s:.1f} s")
     STOP.in_steps = True  # from now on a signal waits until all ranks can end together

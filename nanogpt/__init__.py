@@ -1,10 +1,8 @@
 """What serves train_gpt.py: a file for each subject. None of them imports the script.
 
 Before a run
-    command_line.py from the command line to the configuration of a run
-    arguments.py    the keys of a configuration, and what their values may be
-    fitting.py      a run fitted to a text
-    run_files.py    what a run reads and where it will write, found and tried
+    command_line.py the keys of a configuration, and what their values may be
+    planning.py     the configuration of a run, what it reads, and where it writes
 
 Its processes
     process.py      variables that torch reads when it starts, and signals

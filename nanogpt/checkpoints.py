@@ -24,21 +24,18 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from nanogpt import arguments, faults, process
-from nanogpt.arguments import NEWEST
-from nanogpt.ranks import (
-    BadInput,
-    gathered,
-    is_rank_0,
-    on_all_ranks,
-    patiently,
-    rank_and_world_size,
-    require,
-)
+from nanogpt import faults, process
+from nanogpt.command_line import NEWEST, RunConfig, check
+from nanogpt.ranks import BadInput, gathered, is_rank_0, on_all_ranks, patiently, require
 from records.console import complain
 from records.log import sha256
 
 ANEW = "leave --resume out to begin anew"
+KINDS = {  # of files: what only their header has, and what to do where another file is given
+    "save": ("updates", ANEW),
+    "weights": ("val_loss", "name a file that --save_checkpoint has written, such as "
+                "models/NAME.safetensors"),
+}
 
 
 def write(path: Path, tensors: dict[str, Tensor], about: dict) -> None:
@@ -60,18 +57,17 @@ def write(path: Path, tensors: dict[str, Tensor], about: dict) -> None:
         raise OSError(f"{path} cannot be written ({error})") from None
 
 
-def open_file(path: Path, remedy: str):
+def open_file(path: str | Path, kind: str):
     """A file, whose tensors are read when they are asked for, and what its header says. Raises
-    BadInput if this program has not written it."""
-    require(path.is_file(), f"{path}: no such file; {remedy}")
+    BadInput if it is none of this kind."""
+    mark, remedy = KINDS[kind]
     try:
         file = safe_open(path, "pt")
     except (OSError, SafetensorError) as error:
-        raise BadInput(f"{path} is cut off or no checkpoint of this program ({error}); copy it "
-                       f"once more, or {remedy}") from None
+        raise BadInput(f"{path} is missing, cut off, or no file of this program ({error}); {remedy}"
+                       ) from None
     header = file.metadata() or {}
-    require("config" in header,
-            f"{path} is a safetensors file, but no checkpoint of this program; {remedy}")
+    require(mark in header, f"{path} holds no {kind}; {remedy}")
     return file, {name: json.loads(text) for name, text in header.items() if name != "format"}
 
 
@@ -87,20 +83,17 @@ def weights_of(model) -> dict[str, Tensor]:
 
 def read(path: str | Path) -> tuple[dict[str, Tensor], dict]:
     """The weights of a file, and what its header says. Raises BadInput if it has none."""
-    remedy = "name a file that --save_checkpoint has written, such as models/NAME.safetensors"
-    file, about = open_file(Path(path), remedy)
-    require("world_size" not in about, f"{path} is a save; go on with it by --resume={path}, or "
-            f"{remedy}")
+    file, about = open_file(path, "weights")
     return {name: file.get_tensor(name) for name in file.keys()}, about  # noqa: SIM118
 
 
 def unused_path(path: Path) -> Path:
     """NAME.safetensors, or NAME-2.safetensors and so on: the first that does not exist."""
     unused = path
-    number = 2
+    number = 1
     while unused.exists():
-        unused = path.with_stem(f"{path.stem}-{number}")
         number += 1
+        unused = path.with_stem(f"{path.stem}-{number}")
     return unused
 
 
@@ -122,7 +115,7 @@ def load_model(path: str | Path, device: torch.device | str, script):
         values["precision"] = "bf16"
     values |= dict(attention="sdpa", compile=False, device=device.type, sample="", run_name="")
     c = script.Config(**values)
-    arguments.check(c, script.SCHEDULES, script.PRECISIONS)
+    check(c, script)
     model = script.GPT(c, device)
     try:
         model.load_state_dict(weights)
@@ -153,24 +146,17 @@ def find(asked: str, log_dir: str) -> Path | None:
     return newest
 
 
-def open_save(path: Path):
-    """Raises BadInput if it is none."""
-    file, facts = open_file(path, ANEW)
-    require("world_size" in facts, f"{path} has the weights alone; {ANEW}")
-    return file, facts
-
-
-def configure(config_class: type, save: Path, given: dict, may_change: tuple[str, ...]):
+def configure(script, save: Path, given: dict):
     """The configuration of a save, with the given values laid over it: they may be of RunConfig and
-    of `may_change`. Raises BadInput if a given value would change the result."""
-    _, facts = open_save(save)
-    saved = config_values(facts["config"], config_class)
+    of train_gpt.MAY_CHANGE. Raises BadInput if a given value would change the result."""
+    _, facts = open_file(save, "save")
+    saved = config_values(facts["config"], script.Config)
     changed = [f"--{name}={value} (saved: {saved[name]})" for name, value in given.items()
-               if name not in (*may_change, *vars(arguments.RunConfig())) and value != saved[name]]
+               if name not in (*script.MAY_CHANGE, *vars(RunConfig())) and value != saved[name]]
     require(not changed, f"--resume={save} goes on with the saved configuration, which cannot be "
             f"changed by {', '.join(changed)}; leave out what differs, name the save that you "
             f"mean, or {ANEW}")
-    return config_class(**saved | given | {"resume": str(save)})
+    return script.Config(**saved | given | {"resume": str(save)})
 
 
 def state_of(optimizer) -> dict[str, Tensor]:
@@ -192,66 +178,54 @@ def state_of(optimizer) -> dict[str, Tensor]:
         lost_targets=candidates.lost_targets)
 
 
-def is_sliced(name: str, optimizer) -> bool:
-    """Whether each rank has only some rows of the tensor of this name, and not the whole."""
-    bank, _, _ = name.partition(".")
-    return bank in optimizer.masters and optimizer.model.params[bank].share == "slice"
-
-
 def tensors_of(optimizer) -> dict[str, Tensor]:
     """What a save has: all of `state_of`, on rank 0 whole and without padding. A collective."""
     tensors = state_of(optimizer)
     for name, x in tensors.items():
-        if is_sliced(name, optimizer):
-            bank, _, _ = name.partition(".")
-            rows, *_ = optimizer.model.params[bank].shape
-            whole = gathered(x)[:rows]
+        bank, _, _ = name.partition(".")
+        param = optimizer.model.params.get(bank)
+        if bank in optimizer.masters and param.share == "slice":
+            whole = gathered(x)[: param.shape[0]]
             if is_rank_0():
                 tensors[name] = whole.cpu()  # no GPU has room for all of them
     return tensors
 
 
-class Saved:
-    """A save that a run goes on from."""
+def check_save(path: str, data: list[dict], folder: str) -> dict:
+    """What the header of a save says. `data` are the fingerprints of the shards in `folder`
+    (data/shards.py). Raises BadInput if the save is damaged, or of a run on other shards; their
+    names do not count."""
+    _, facts = open_file(path, "save")
+    ours, saved = ([(shard["split"], shard["sha256"]) for shard in shards]
+                   for shards in (data, facts["data"]))
+    require(ours == saved, f"the shards in {folder} are not those of {path}, a run on "
+            f"{facts['config'].get('data_dir')}; give the folder of its shards as --data_dir, or "
+            f"{ANEW}")
+    return facts
 
-    def __init__(self, path: Path, data: list[dict], folder: str):
-        """`data` are the fingerprints of the shards in `folder` (data/shards.py). Raises BadInput
-        if the save is damaged, or of a run on other shards; their names do not count."""
-        self.path = path
-        self.file, self.facts = open_save(path)
-        self.step = self.facts["step"]
-        ours, saved = ([(shard["split"], shard["sha256"]) for shard in shards]
-                       for shards in (data, self.facts["data"]))
-        require(ours == saved, f"the shards in {folder} are not those of {path}, a run on "
-                f"{self.facts['config'].get('data_dir')}; give the folder of its shards as "
-                f"--data_dir, or {ANEW}")
 
-    @torch.no_grad()
-    def restore(self, optimizer) -> None:
-        """Fills train_gpt.Optimizer and its model. The banks become copies of the masters, as they
-        are after an update. Raises BadInput if the save does not fit them."""
-        try:
-            for name, tensor in state_of(optimizer).items():
-                self.restore_tensor(name, tensor, optimizer)
-        except (SafetensorError, RuntimeError) as error:
-            raise BadInput(f"{self.path} was written by other code ({error}); go on with the code "
-                           f"that is in its run's log, or {ANEW}") from None
-        optimizer.updates = self.facts["updates"]
-        optimizer.recipe.load_state(self.facts["recipe"])
-        optimizer.recipe.weights_changed([*optimizer.masters], optimizer.masters)
-
-    def restore_tensor(self, name: str, tensor: Tensor, optimizer) -> None:
-        whole = self.file.get_tensor(name)
-        bank_name, _, kind = name.partition(".")
-        if is_sliced(name, optimizer):
-            padded = whole.new_zeros(len(optimizer.banks[bank_name]), *whole.shape[1:])
-            padded[: len(whole)] = whole
-            whole = padded
-            tensor.copy_(optimizer.own_slice(bank_name, whole))
-        else:
+@torch.no_grad()
+def restore(path: str, optimizer) -> None:
+    """Fills train_gpt.Optimizer and its model from a save. The banks become copies of the masters,
+    as they are after an update. Raises BadInput if the save does not fit them."""
+    file, facts = open_file(path, "save")
+    try:
+        for name, tensor in state_of(optimizer).items():
+            whole = file.get_tensor(name)
+            bank, _, kind = name.partition(".")
+            if bank in optimizer.masters:
+                padded = whole.new_zeros(len(optimizer.banks[bank]), *whole.shape[1:])
+                padded[: len(whole)] = whole
+                if kind == "master":
+                    optimizer.banks[bank].copy_(padded)
+                whole = optimizer.own_slice(bank, padded)
             tensor.copy_(whole)
-        if kind == "master":
-            optimizer.banks[bank_name].copy_(whole)
+    except (SafetensorError, RuntimeError) as error:
+        raise BadInput(f"{path} was written by other code ({error}); go on with the code that is "
+                       f"in its run's log, or {ANEW}") from None
+    optimizer.updates = facts["updates"]
+    optimizer.recipe.load_state(facts["recipe"])
+    optimizer.recipe.weights_changed([*optimizer.masters], optimizer.masters)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -284,16 +258,16 @@ class Keeper:
             self.go_on(run_files.saved)
         self.asked_at = clock.total  # when `due` was True last, in seconds of training
 
-    def go_on(self, saved: Saved) -> None:
-        """A collective."""
-        on_all_ranks(saved.restore, self.optimizer)
-        facts = saved.facts
-        self.first_step = saved.step
-        if saved.path.parent == self.save_file.parent:  # else it may be somebody's copy
-            self.save_file = saved.path
-        self.best = facts["best"]
-        self.clock.total = facts["seconds"]
-        for line in facts["steps"]:
+    def go_on(self, saved: dict) -> None:
+        """`saved` is what the header of the save says. A collective."""
+        path = Path(self.config.resume)
+        on_all_ranks(restore, path, self.optimizer)
+        self.first_step = saved["step"]
+        if path.parent == self.save_file.parent:  # else it may be somebody's copy
+            self.save_file = path
+        self.best = saved["best"]
+        self.clock.total = saved["seconds"]
+        for line in saved["steps"]:
             self.log.step(*line, show=False)
 
     def due(self) -> bool:
@@ -312,12 +286,11 @@ class Keeper:
         if not self.config.save_every:
             return
         optimizer = self.optimizer
-        faults.check_state(state_of(optimizer), step)
+        faults.check_state(state_of(optimizer), f"training went wrong before step {step}")
         tensors = tensors_of(optimizer)
-        _, world_size = rank_and_world_size()
         facts = dict(
             config=dataclasses.asdict(self.config), data=self.facts.data, step=step,
-            world_size=world_size, seconds=self.clock.total, steps=self.log.steps, best=self.best,
+            seconds=self.clock.total, steps=self.log.steps, best=self.best,
             updates=optimizer.updates, recipe=optimizer.recipe.state())
         if not is_rank_0():
             return

@@ -1,41 +1,137 @@
-"""The command line: every field of a configuration can be given as --name=value. What is given is
-laid over the values of the save that --resume means, of what fits a text, or of a preset.
+"""The command line: the keys of a configuration, what their values may be, and how they fit.
 
-`script` is the module train_gpt: its Config, its presets and its schedules.
+A configuration is a dataclass whose fields were made with `key`, so that each has a meaning that
+--help prints. Each can be given as --name=value. Presets are sets of other defaults, of which
+--preset chooses one. `script` is the module train_gpt: its Config, its presets and its schedules.
 """
 import argparse
 import dataclasses
+import math
 
 import torch
 
-from nanogpt import arguments, checkpoints, fitting
-from nanogpt.arguments import check_bounds, configure
+from nanogpt.masks import BLOCK_SIZE
 from nanogpt.ranks import BadInput, require
 
+NEWEST = "newest"  # what --resume alone stands for
 
-def parse_config(script, argv: list[str]):
-    """The train_gpt.Config of a run. Raises BadInput on an unknown key or a wrong value, and if the
-    run is to be fitted to a text that cannot be read."""
-    values = given(script, argv)
-    require(not (values.get("minutes") and "num_steps" in values),
-            "--minutes chooses the number of steps; leave out --minutes or --num_steps")
-    brings_text = "data_dir" in values and not values.get("preset")
-    cuda = has_cuda(values.get("device"))
-    # A configuration names the save that is found, not what --resume was given as.
-    save = checkpoints.find(values.pop("resume", ""), values.get("log_dir", script.Config.log_dir))
-    if save:
-        c = checkpoints.configure(script.Config, save, values, script.MAY_CHANGE)
-    else:
-        if not cuda:
-            values = script.ON_CPU | values
-        if values.get("minutes"):
-            values = {"target_loss": 0.0} | values  # that of a preset is for its number of steps
-        if values.get("fit", brings_text):
-            c = fitting.fit(script, values, cuda)
-        else:
-            c = configure(script.Config, script.PRESETS, preset_of(values), values)
-    arguments.check(c, script.SCHEDULES, script.PRECISIONS)
-    return c
+
+def key(default, meaning: str, choices: tuple[str, ...] = (), least: float | None = None,
+        most: float = math.inf):
+    """A field of a configuration. Its type is that of the default value.
+
+    choices: the texts that it can be, if not all
+    least, most: the bounds of a number; without `least` a whole number is at least 1, and another
+        one 0
+    """
+    if least is None:
+        least = 1 if type(default) is int else 0
+    return dataclasses.field(default=default, metadata=dict(
+        meaning=meaning, choices=choices, least=least, most=most))
+
+
+@dataclasses.dataclass
+class RunConfig:
+    """Keys that say where and how a run is made. They change its weights by rounding at most, so a
+    run that goes on from a save may have other values of them. A configuration with a value that
+    cannot be raises BadInput when it is made."""
+    device: str = key("auto", "auto, cuda or cpu", choices=("auto", "cuda", "cpu"))
+    attention: str = key(
+        "auto", "auto, flex (CUDA, compiled) or sdpa (everywhere)",
+        choices=("auto", "flex", "sdpa"))
+    compile: bool = key(True, "use torch.compile, and CUDA graphs on a GPU")
+    resume: str = key(
+        "", "save to go on from, logs/RUN_ID.saved; --resume alone: the newest one in log_dir. "
+        "Without any save a new run begins")
+    # output
+    log_dir: str = key("logs", "folder of the logs")
+    run_name: str = key("", "free text for the log")
+    save_checkpoint: str = key(
+        "", "file to write the weights of the best validation to; auto: in models/, named after "
+        "data_dir")
+    save_every: float = key(
+        0.0, "minutes of training between saves of the whole run, from which --resume goes on; 0: "
+        "none")
+    sample: str = key("", "text to continue at the end with the weights of save_checkpoint")
+    sample_tokens: int = key(256, "tokens to sample", least=0)
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            about = field.metadata
+            if about["choices"]:
+                require_one_of(field.name, value, about["choices"])
+            if type(value) in (int, float):
+                require(value >= about["least"],
+                        f"--{field.name}={value} must be at least {about['least']}")
+                require(value <= about["most"],
+                        f"--{field.name}={value} must be at most {about['most']}")
+
+
+def require_one_of(name: str, value: str, choices) -> None:
+    require(value in choices, f"--{name}={value} is none of {', '.join(choices)}")
+
+
+def check(c, script) -> None:
+    """Raises BadInput where values of a train_gpt.Config do not fit each other."""
+    require_one_of("schedule", c.schedule, script.SCHEDULES)
+    require_one_of("precision", c.precision, ("auto", *script.PRECISIONS))
+    require(c.device != "cuda" or torch.cuda.is_available(),
+            "--device=cuda, but torch sees no GPU here")
+    require(c.layers_with_attention, "--attention_layers=none: at least one layer needs attention")
+    require(c.save_checkpoint or not c.sample,
+            "--sample needs kept weights: give --save_checkpoint=auto, too, or --sample= for none")
+    _ = c.layers_with_values  # raises BadInput itself, as the other does
+    check_lengths(c)
+    check_stages(c, script.SCHEDULES[c.schedule])
+    require(c.candidates % 16 == 0,
+            f"--candidates={c.candidates} must be a multiple of 16, or 0 for the whole vocabulary")
+
+
+def numbers_among(option: str, text: str, possible: tuple[int, ...]) -> tuple[int, ...]:
+    """"all", "none", or numbers with commas between them -> these of the possible ones, ascending.
+    Raises BadInput."""
+    chosen = {"all": possible, "none": ()}.get(text)
+    if chosen is None:
+        numbers = {number.strip() for number in text.split(",")}
+        chosen = tuple(number for number in possible if str(number) in numbers)
+        require(len(chosen) == len(numbers), f"--{option}={text} must be all, none, or some of "
+                f"{','.join(map(str, possible))}")
+    return chosen
+
+
+def check_lengths(c) -> None:
+    """Lengths are whole blocks of attention or whole sequences, and heads have quarters."""
+    for name, unit in (("seq_len", BLOCK_SIZE), ("val_seq_len", BLOCK_SIZE), ("head_dim", 4),
+                       ("batch_tokens", c.seq_len), ("val_tokens", c.val_seq_len)):
+        value = getattr(c, name)
+        require(value % unit == 0, f"--{name}={value} must be a multiple of {unit}")
+    require(c.micro_tokens >= c.seq_len, f"--micro_tokens={c.micro_tokens} must be at least "
+            f"{c.seq_len}, the tokens of a sequence")
+    of_heads = c.num_heads * c.head_dim
+    require(of_heads <= c.model_dim,
+            f"--num_heads={c.num_heads} times --head_dim={c.head_dim} is {of_heads}; it must be "
+            f"at most {c.model_dim}, which is --model_dim")
+
+
+def check_stages(c, stages: list) -> None:
+    """Each stage of the schedule has batches of whole sequences, and together they are the run."""
+    for stage in stages:
+        sequences = c.batch_tokens // c.seq_len * stage.batch_part
+        require(sequences >= 1 and sequences % 1 == 0,
+                f"--batch_tokens={c.batch_tokens} must be such that {stage.batch_part:g} of it "
+                f"(SCHEDULES[{c.schedule!r}]) is whole sequences of --seq_len={c.seq_len}; change "
+                "one of the two")
+    fractions = sum(stage.fraction for stage in stages)
+    require(abs(fractions - 1) < 1e-6,
+            f"SCHEDULES[{c.schedule!r}]: the fractions of its stages make {fractions:g}, not 1")
+
+
+def configure(script, preset: str, given: dict):
+    """The given values, over those of the preset, over the defaults. Raises BadInput if there is no
+    such preset."""
+    require_one_of("preset", preset, script.PRESETS)
+    return script.Config(**script.PRESETS[preset] | given | {"preset": preset})
 
 
 def has_cuda(device: str | None) -> bool:
@@ -49,13 +145,11 @@ def preset_of(values: dict) -> str:
     return values.get("preset") or default
 
 
-def given(script, argv: list[str]) -> dict:
+def parse(script, argv: list[str]) -> dict:
     """The values that argv names, by their keys. Raises BadInput on an unknown key and on a value
-    that cannot be."""
+    of another type."""
     values = vars(parser_of(script, preset_of({})).parse_args(argv))
-    shows_help = values.pop("help", False)
-    check_bounds(script.Config(**values))
-    if shows_help:
+    if values.pop("help", False):
         parser_of(script, preset_of(values)).print_help()
         raise SystemExit(0)
     return values
@@ -68,7 +162,7 @@ class Parser(argparse.ArgumentParser):
 
 def parser_of(script, preset: str) -> Parser:
     """A parser of all keys. Its help has their values in this preset."""
-    shown = configure(script.Config, script.PRESETS, preset, {})
+    shown = configure(script, preset, {})
     presets = [f"  {name:<10}{about}" for name, about in script.ABOUT.items()]
     parser = Parser(
         usage="python train_gpt.py --key=value ...", description=script.__doc__.split("\n\n")[0],
@@ -77,15 +171,17 @@ def parser_of(script, preset: str) -> Parser:
             f"In brackets: the values of --preset={preset}."]),
         add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS,
         formatter_class=argparse.RawDescriptionHelpFormatter)
-    of_run = vars(arguments.RunConfig())  # come last
+    of_run = vars(RunConfig())  # come last
     for field in sorted(dataclasses.fields(script.Config), key=lambda field: field.name in of_run):
         kind = type(field.default)
-        alone = True if kind is bool else field.metadata["alone"]
-        options = dict(nargs="?", const=alone) if alone else {}
+        options = dict(type=kind)
+        if kind is bool:
+            options = dict(type=switch, nargs="?", const=True)
+        elif field.name == "resume":
+            options = dict(nargs="?", const=NEWEST)
         text = f"{field.metadata['meaning']} [{getattr(shown, field.name)}]"
         parser.add_argument(
-            f"--{field.name}", type=switch if kind is bool else kind, metavar="",
-            help=text.replace("%", "%%"), **options)
+            f"--{field.name}", metavar="", help=text.replace("%", "%%"), **options)
     parser.add_argument("--help", "-h", action="store_true")
     return parser
 

@@ -72,20 +72,10 @@ def say(sentence: str, stop: Stop) -> None:
     torchrun ends the others while they wait."""
     rank = int(os.environ.get("RANK", 0))
     if rank > 0:
-        stop.end_steps()  # a SIGTERM of torchrun ends this wait
+        stop.in_steps = False  # a SIGTERM of torchrun ends this wait
         time.sleep(5)
         sentence = f"rank {rank}: {sentence}"
     complain(f"train_gpt.py: {sentence}")
-
-
-def not_finite(tensors: dict[str, Tensor]) -> str:
-    """Goes on with a sentence: which is the first rank with a number that is not finite, and which
-    its first tensor, as "mlp.master". Empty if there is none. A collective."""
-    bad = next((name for name, x in tensors.items() if not x.sum().isfinite()), "")
-    for rank, name in enumerate(all_ranks(bad)):
-        if name:
-            return f", {name} of rank {rank} is not finite"
-    return ""
 
 
 def check_loss(kind: str, loss: float, step: int, state: Callable[[], dict[str, Tensor]]) -> None:
@@ -94,11 +84,14 @@ def check_loss(kind: str, loss: float, step: int, state: Callable[[], dict[str, 
     a training loss a step late, so most of that state may be spoiled by then. A collective if the
     loss is not finite."""
     if not math.isfinite(loss):
-        where = not_finite(state()) or ", all weights are finite: an activation overflowed"
-        raise BadInput(f"the {kind} loss is {loss} at step {step}{where}; {LOWER}")
+        what = f"the {kind} loss is {loss} at step {step}"
+        check_state(state(), what)
+        raise BadInput(f"{what}, all weights are finite: an activation overflowed; {LOWER}")
 
 
-def check_state(tensors: dict[str, Tensor], step: int) -> None:
-    """Raises BadInput if a number is not finite. A collective."""
-    where = not_finite(tensors)
-    require(not where, f"training went wrong before step {step}{where}; {LOWER}")
+def check_state(tensors: dict[str, Tensor], what: str) -> None:
+    """Raises BadInput if a number is not finite: a sentence that begins with `what`, and names the
+    first rank with such a number, and its first tensor, as "mlp.master". A collective."""
+    bad = next((name for name, x in tensors.items() if not x.sum().isfinite()), "")
+    for rank, name in enumerate(all_ranks(bad)):
+        require(not name, f"{what}, {name} of rank {rank} is not finite; {LOWER}")

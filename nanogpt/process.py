@@ -63,12 +63,6 @@ class Stop:
         # The next control-C needs no Python, which may wait for something.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-    def end_steps(self) -> None:
-        """All is written: a signal does not wait any more, nor does one that has come already."""
-        self.in_steps = False
-        if self.signal:
-            self.notice(signal.Signals[self.signal], None)
-
 
 def say(sentence: str) -> None:
     """Writes a line to standard error, on rank 0 only. `print` would not do: a signal may come

@@ -34,8 +34,8 @@ def end(run, script, startup_s: float) -> int:
         script.total_tokens(c, run.step), run.device, startup_s)
     if run.ended_by:
         result["interrupted"] = True
-    if run.optimizer.recipe.note():
-        log.fact("note", run.optimizer.recipe.note())
+    if run.optimizer.recipe.state():
+        log.fact("note", f"at the end the recipe has {run.optimizer.recipe.state()}")
     lost = int(run.model.candidates.lost_targets)
     if lost:
         log.fact("defect", dict(what=f"{lost} targets were no candidates; raise --candidates"))
@@ -60,7 +60,7 @@ def show_sample(run, script, path: str) -> None:
     """Continues a text by the best model."""
     import sample  # training alone needs no tokenizer
     c = run.config
-    script.STOP.end_steps()
+    script.STOP.in_steps = False  # all is written, so a signal ends the process at once
     try:
         model = script.load_checkpoint(path, run.device)
         text = "".join(sample.continued(model, c.sample, c.sample_tokens))

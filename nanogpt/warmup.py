@@ -12,11 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nanogpt import fitting
 from nanogpt.batches import Batch, inputs_and_targets, micro_sequences
 from nanogpt.compiling import call_directly
+from nanogpt.planning import check_tokens, fit_to_minutes
 from nanogpt.ranks import all_ranks, on_all_ranks, rank_and_world_size
-from nanogpt.run_files import check_tokens
 from nanogpt.streams import to_device
 from records import journal
 
@@ -93,7 +92,7 @@ class WarmUp:
         and how many seconds a step takes. The model gets it, too. A collective."""
         seconds = self.seconds_per_step(call)
         script = self.script
-        c = fitting.fit_to_minutes(
+        c = fit_to_minutes(
             self.config, script.SCHEDULES[self.config.schedule], train_paths, seconds)
         on_all_ranks(check_tokens, c, script.batch_plan(c), train_paths)
         self.model.config = c

@@ -88,8 +88,8 @@ def eager_graphs(monkeypatch):
 def check_data(c):
     """What the trainer finds out about the shards of a configuration before it compiles anything."""
     import train_gpt as t
-    from nanogpt import run_files
-    return run_files.check_data(c, t.batch_plan(c))
+    from nanogpt import planning
+    return planning.check_data(c, t.batch_plan(c))
 
 
 def keep(path, model, step=4, val_loss=1.0):

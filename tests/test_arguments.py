@@ -4,8 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from nanogpt.arguments import configure, key
-from nanogpt.command_line import given
+from nanogpt.command_line import configure, key, parse
 from nanogpt.ranks import BadInput
 
 
@@ -17,7 +16,7 @@ class Config:
     shuffle: bool = key(False, "draw documents in random order")
     num_steps: int = key(100, "steps")
     muon_lr: float = key(0.5, "learning rate")
-    resume: str = key("", "save to go on from", alone="newest")
+    resume: str = key("", "save to go on from")
 
 
 PRESETS = {"laptop": {}, "speedrun": {}, "small": {"num_steps": 10, "shuffle": True}}
@@ -25,16 +24,16 @@ SCRIPT = SimpleNamespace(Config=Config, PRESETS=PRESETS, ABOUT={"small": "not la
 
 
 def read(*argv):
-    return given(SCRIPT, list(argv))
+    return parse(SCRIPT, list(argv))
 
 
 def test_given_values_lie_over_the_preset_and_that_over_the_defaults():
     values = read("--muon_lr=2", "--shuffle=false")
     assert values == {"muon_lr": 2.0, "shuffle": False}
     expected = Config("small", num_steps=10, muon_lr=2.0)
-    assert configure(Config, PRESETS, "small", values) == expected
+    assert configure(SCRIPT, "small", values) == expected
     with pytest.raises(BadInput, match="--preset=huge is none of laptop, speedrun, small"):
-        configure(Config, PRESETS, "huge", {})
+        configure(SCRIPT, "huge", {})
 
 
 @pytest.mark.parametrize("words, value", [

@@ -11,8 +11,8 @@ from conftest import SEPARATOR, arguments, check_data, write_shard
 import sample
 import train_gpt as t
 from data import shards
-from nanogpt import fitting, run_files
-from nanogpt.fitting import Text
+from nanogpt import planning
+from nanogpt.planning import Text
 from nanogpt.ranks import BadInput
 
 LAPTOP = dict(seq_len=2048, batch_tokens=2048, micro_tokens=16_384, val_seq_len=8192, val_tokens=131_072)
@@ -25,7 +25,7 @@ SMALL = dict(seq_len=2048, batch_tokens=32_768, micro_tokens=16_384, val_seq_len
     ("gpt2", 10**9, False, "small")])
 def test_the_preset_follows_from_the_kind_and_the_amount_of_text(kind, tokens, cuda, preset):
     half = tokens // 2
-    assert fitting.preset_for(Text(kind, (half, tokens - half), 1000), cuda) == preset
+    assert planning.preset_for(Text(kind, (half, tokens - half), 1000), cuda) == preset
 
 
 @pytest.fixture
@@ -56,12 +56,12 @@ def test_what_is_given_stays_and_the_rest_follows_from_it(text):
 def test_minutes_become_as_many_steps_as_fit_into_them(text, tmp_path):
     c = t.parse_config([text, "--minutes=0.1"])
     paths = list(tmp_path.glob("*_train_*"))
-    short = fitting.fit_to_minutes(c, t.SCHEDULES[c.schedule], paths, 0.2)
+    short = planning.fit_to_minutes(c, t.SCHEDULES[c.schedule], paths, 0.2)
     assert (short.num_steps, short.val_interval) == (30, 3)
     assert short.val_tokens <= short.val_interval * short.batch_tokens, "it trains on more than it validates on"
-    most = fitting.fit_to_minutes(c, t.SCHEDULES[c.schedule], paths, 1e-9)
-    assert most.epochs == fitting.MOST_EPOCHS["laptop"]
-    run_files.check_tokens(most, t.batch_plan(most), paths)
+    most = planning.fit_to_minutes(c, t.SCHEDULES[c.schedule], paths, 1e-9)
+    assert most.epochs == planning.MOST_EPOCHS["laptop"]
+    planning.check_tokens(most, t.batch_plan(most), paths)
 
 
 @pytest.mark.parametrize("key, most, is_now", [
@@ -110,7 +110,7 @@ def test_tables_take_at_most_a_part_of_a_gpus_memory(gigabytes, rows, recalled, 
     gpu = SimpleNamespace(total_memory=gigabytes * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
     c = t.Config(**t.PRESETS["onepass"] | {"preset": "onepass"})
-    tables = fitting.tables_that_fit(c, Text("gpt2", (10**8,), 1000), cuda=True)
+    tables = planning.tables_that_fit(c, Text("gpt2", (10**8,), 1000), cuda=True)
     assert (tables["ngram_rows"], tables["recall_rows"]) == (rows, recalled)
 
 
@@ -120,12 +120,12 @@ def test_tables_take_at_most_a_part_of_a_gpus_memory(gigabytes, rows, recalled, 
 def test_lengths_fit_the_text_the_processes_and_each_other(preset, tokens, world_size, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", str(world_size))
-    c = t.Config(**t.PRESETS[preset] | fitting.OVER_PRESET | {"preset": preset})
+    c = t.Config(**t.PRESETS[preset] | planning.OVER_PRESET | {"preset": preset})
     stages = t.SCHEDULES[c.schedule]
     text = Text("gpt2", (tokens,), 20_000)
-    c = dataclasses.replace(c, **fitting.lengths_that_fit(c, stages, text, False))
-    c = dataclasses.replace(c, **fitting.steps_that_fit(c, stages, text.train, 9, 1))
-    t.arguments.check(c, t.SCHEDULES, t.PRECISIONS)
+    c = dataclasses.replace(c, **planning.lengths_that_fit(c, stages, text, False))
+    c = dataclasses.replace(c, **planning.steps_that_fit(c, stages, text.train, 9, 1))
+    t.command_line.check(c, t)
     assert c.batch_tokens < tokens and c.val_tokens < text.val
     assert {count % world_size for count in t.batch_plan(c)} == {0}
 
@@ -134,7 +134,7 @@ def test_a_text_that_is_too_short_is_refused_with_the_number_that_is_needed():
     c = t.Config(**t.PRESETS["laptop"])
     for train, val, part in ((128, 1000, "128 tokens are too few to train on; 129"), (5000, 128, "to validate on")):
         with pytest.raises(BadInput, match=part):
-            fitting.lengths_that_fit(c, t.SCHEDULES["laptop"], Text("bytes", (train,), val), False)
+            planning.lengths_that_fit(c, t.SCHEDULES["laptop"], Text("bytes", (train,), val), False)
 
 
 @pytest.mark.parametrize("train, epochs", [((19_000,), 40), ((50_000, 3000, 70_000), 5)])
@@ -144,7 +144,7 @@ def test_the_steps_are_at_most_those_that_the_loader_has_and_nearly_all_of_them(
     paths = sorted(tmp_path.glob("*.bin"))
     have = sum(1 for _ in shards.batches(paths, SimpleNamespace(seq_len=1024, vocab_size=272, epochs=epochs, cut_documents=True), [4] * 10**6))
     c = t.Config(seq_len=1024, batch_tokens=4096)
-    fitted = fitting.steps_that_fit(c, t.SCHEDULES["char"], train, math.inf, epochs)
+    fitted = planning.steps_that_fit(c, t.SCHEDULES["char"], train, math.inf, epochs)
     assert 0.9 * have - epochs <= fitted["num_steps"] <= have and fitted["epochs"] == epochs
 
 

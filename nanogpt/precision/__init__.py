@@ -13,7 +13,85 @@ sums are wide. Every number of FP8 is exact in bf16. Devices without FP8 multipl
 numbers in bf16 or float32, so the results differ by rounding only.
 
 A recipe is a way to compute a projection: bf16, fp16 (fp16.py), fp32 and fp64 in that dtype,
-fp8-static (fp8_static.py), fp8 (fp8.py) and nvfp4 (nvfp4.py). recipe.py says what a recipe can do
-and which projection has which, products.py puts those of a model together, and rounding.py rounds
-in float32 where hardware lacks a format.
+fp8-static (fp8_static.py), fp8 (fp8.py) and nvfp4 (nvfp4.py). Here stands what a recipe can do. It
+may multiply in its own way (`Products`). Two of them, fp8 and fp16, also keep something between
+steps and act at fixed points of a step (`Recipe`). recipes.py says which projection has which
+recipe, and rounding.py rounds in float32 where hardware lacks a format.
 """
+from collections.abc import Callable, Collection
+
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Products:
+    """The products of a projection, here in the dtype of its operands. Other recipes override some
+    of the methods. These objects are arguments of compiled functions.
+
+    `factor` is a learned number that multiplies the projection. Here it multiplies the weight,
+    which has fewer elements than the result."""
+
+    def linear(self, x: Tensor, w: Tensor, factor: Tensor | None = None) -> Tensor:
+        """x (T, K), w (N, K) -> factor x w^T (T, N)."""
+        return F.linear(x, w if factor is None else factor * w)
+
+    def three_linears(self, x: Tensor, weights: Tensor, factor: Tensor) -> tuple[Tensor, ...]:
+        """x (T, D), weights (3, H d, D) -> queries, keys and factor times values, (T, H d) each.
+
+        The factor multiplies the values and not their weights: it grows with the number of steps,
+        beyond 12 in a run of 2,180, and such weights would no longer fit constant FP8 scales."""
+        stacked = self.linear(x, weights.flatten(0, 1))  # (T, 3 H d)
+        queries, keys, values = stacked.view(len(x), 3, -1).unbind(1)
+        return queries, keys, factor * values
+
+    def mlp(self, x: Tensor, up: Tensor, down: Tensor, factor: Tensor, activation: Callable,
+            down_products: "Products") -> Tensor:
+        """x (T, D), up and down (D, F) -> factor activation(x up) down^T (T, D). This is called on
+        the products of `up`. Those of `down` are given: they may have another recipe."""
+        hidden = activation(self.linear(x, up.t()))  # (T, F)
+        return down_products.linear(hidden, down, factor)
+
+    def for_rows(self, rows: Tensor) -> "Products":
+        """These products for some rows (n,) of w, as the output head needs them, whose loss is
+        computed over a part of the vocabulary."""
+        return self
+
+
+PLAIN = Products()
+
+
+class Recipe:
+    """The points of a step at which a recipe may act. Here nothing happens at any of them."""
+    # Banks whose new weights `weights_changed` gives to all ranks, so that the optimizer must not.
+    hands_out: tuple[str, ...] = ()
+
+    def reset(self) -> None:
+        """Forgets what training has changed, as the trainer does after its warm-up."""
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """The loss () whose gradients are to be computed."""
+        return loss
+
+    def gradients_are_finite(self, summed: Callable[[], list[Tensor]]) -> bool:
+        """Whether to keep this step. `summed` waits for the summed gradients that this rank will
+        use, and returns them. Called once in a step, before any `unscale`. A collective."""
+        return True
+
+    def unscale(self, gradient: Tensor) -> Tensor:
+        """A gradient of the loss itself, given one of the scaled loss."""
+        return gradient
+
+    def weights_changed(self, names: Collection[str], masters: dict[str, Tensor]) -> None:
+        """Called when the banks of these names have changed. `masters` has this rank's part of each
+        bank, in float32 or wider. A collective."""
+
+    def before_validation(self) -> None:
+        """Makes the banks complete on every rank, as validation uses no recipe. A collective."""
+
+    def state(self) -> dict:
+        """What a save needs: numbers by name, the same on all ranks. The log has them at the
+        end."""
+        return {}
+
+    def load_state(self, state: dict) -> None:
+        """Goes on from what `state` has returned."""

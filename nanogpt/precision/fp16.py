@@ -23,7 +23,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from nanogpt.precision.recipe import Recipe
+from nanogpt.precision import Recipe
 from nanogpt.ranks import gathered
 
 FIRST_SCALE = 2.0**15
@@ -77,6 +77,3 @@ class LossScaling(Recipe):
         self.good_steps = state["good_steps"]
         self.skipped_steps = state["skipped_steps"]
         self.set_scale(state["scale"])
-
-    def note(self) -> str:
-        return f"{self.skipped_steps} steps skipped, loss scale {self.scale:g}"

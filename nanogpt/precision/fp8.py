@@ -36,7 +36,7 @@ from torch import Tensor
 
 from nanogpt import kernels
 from nanogpt.kernels import E4M3, E5M2
-from nanogpt.precision.recipe import Products, Recipe
+from nanogpt.precision import Products, Recipe
 from nanogpt.precision.rounding import E4M3_GRID, E5M2_GRID, inverse, round_to
 from nanogpt.ranks import gathered
 from nanogpt.slices import Slices
@@ -113,6 +113,7 @@ class FP8(Recipe):
     def __init__(self, banks: dict[str, Tensor], all_gather: bool = False):
         """banks: the model's weights by name"""
         self.all_gather = all_gather
+        self.hands_out = ("mlp", "qkvo") if all_gather else ()
         self.slices = Slices()
         self.banks = {name: banks[name].detach() for name in ("lm_head", "mlp", "qkvo")}
         self.weight_bytes = {}  # in e4m3, as bytes: any device can copy and send those
@@ -139,9 +140,6 @@ class FP8(Recipe):
         number = int(self.scale_of_row[name][rows][0])
         has_fp8 = kernels.has_fp8(weight_bytes.device)
         return FP8Products(weight_bytes, self.scales[number, 0], has_fp8)
-
-    def hands_out(self, name: str) -> bool:
-        return self.all_gather and name in ("mlp", "qkvo")
 
     @torch.no_grad()
     def weights_changed(self, names: Collection[str], masters: dict[str, Tensor]) -> None:
@@ -178,6 +176,5 @@ class FP8(Recipe):
     @torch.no_grad()
     def before_validation(self) -> None:
         """Fetches the wide rows that --float8_all_gather has left with the ranks that own them."""
-        for name, bank in self.banks.items():
-            if self.hands_out(name):
-                bank.copy_(gathered(self.slices.own(bank)))
+        for name in self.hands_out:
+            self.banks[name].copy_(gathered(self.slices.own(self.banks[name])))

@@ -12,7 +12,7 @@ import torch
 
 from nanogpt import kernels
 from nanogpt.kernels import E4M3, E5M2
-from nanogpt.precision.recipe import Products
+from nanogpt.precision import Products
 
 # Constant scales of a projection's input, of the weights, and of the gradient of a loss that is a
 # sum over tokens. They are powers of two, so that only rounding loses something. Weights up to 7

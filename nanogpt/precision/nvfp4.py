@@ -40,7 +40,7 @@ import torch
 from torch import Tensor
 
 from nanogpt import kernels
-from nanogpt.precision.recipe import Products
+from nanogpt.precision import Products
 from nanogpt.precision.rounding import E2M1_GRID, E4M3_GRID, inverse, round_to
 
 LARGEST = 6  # the largest number of e2m1

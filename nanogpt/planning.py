@@ -1,0 +1,300 @@
+"""Before anything is compiled: the configuration of a run, what the run reads, and where it writes.
+
+`script` is the module train_gpt, and `c` its Config. A plan of batches is the number of sequences
+of each step's batch; it follows from the configuration by rules that stand in train_gpt.py.
+
+What is given is laid over the values of the save that --resume means, over a preset, or over what
+fits a text. A run is fitted for somebody who brings any text and should not have to work out the
+rest. Its preset follows from the kind and the amount of text, its sequences and its validation from
+how long the text is, its steps from a budget of minutes or from the text. (Other runs need a
+certain amount of text and refuse less.)
+"""
+import dataclasses
+import math
+import os
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from data import shards
+from nanogpt import checkpoints
+from nanogpt.command_line import check, configure, has_cuda, parse, preset_of, require_one_of
+from nanogpt.masks import BLOCK_SIZE
+from nanogpt.ranks import BadInput, compare, is_rank_0, on_all_ranks, rank_and_world_size, require
+
+# --------------------------------------------------------------------------------------------------
+# The configuration
+
+
+def parse_config(script, argv: list[str]):
+    """The train_gpt.Config of a run. Raises BadInput on an unknown key or a wrong value, and if the
+    run is to be fitted to a text that cannot be read."""
+    values = parse(script, argv)
+    require(not (values.get("minutes") and "num_steps" in values),
+            "--minutes chooses the number of steps; leave out --minutes or --num_steps")
+    brings_text = "data_dir" in values and not values.get("preset")
+    cuda = has_cuda(values.get("device"))
+    # A configuration names the save that is found, not what --resume was given as.
+    save = checkpoints.find(values.pop("resume", ""), values.get("log_dir", script.Config.log_dir))
+    if save:
+        c = checkpoints.configure(script, save, values)
+    else:
+        if not cuda:
+            values = script.ON_CPU | values
+        if values.get("minutes"):
+            values = {"target_loss": 0.0} | values  # that of a preset is for its number of steps
+        if values.get("fit", brings_text):
+            c = fit(script, values, cuda)
+        else:
+            c = configure(script, preset_of(values), values)
+    check(c, script)
+    return c
+
+
+# --------------------------------------------------------------------------------------------------
+# A run fitted to a text
+
+# For less text the large model would have to read it twice, and then its tables, which have most of
+# its parameters, learn it by heart.
+LARGE_TEXT = 60_000_000  # tokens of GPT-2's vocabulary
+MINUTES = 2.0  # the budget if none is given
+# Readings of a text. More of them make validation worse: the model learns the text by heart
+# (records/TRIED.md).
+MOST_EPOCHS = {"laptop": 6, "char": 3, "small": 2}
+LEAST_STEPS_PER_READING = 75  # the batches of a short text are small
+TOKENS_PER_ROW = 64  # of the table of n-grams, which learns a text by heart sooner than layers do
+SHORT_TEXT = 2_000_000  # tokens: shorter ones are short
+TABLE_SHARE = 0.05  # of a GPU's memory, for the table of n-grams, which is in every save, too
+RECALL_SHARE = 1 / 32  # the same for the table of recalled tokens
+
+# What a fitted run has in place of its preset's values.
+OVER_PRESET = dict(
+    fit=True, cut_documents=True, target_loss=0.0, save_checkpoint="auto", save_every=5.0,
+    sample="\n", sample_tokens=500)
+
+
+class Text(NamedTuple):
+    """What the shards of a text hold."""
+    kind: str  # of tokens: "bytes" or "gpt2"
+    train: tuple[int, ...]  # tokens of each training shard
+    val: int  # tokens of all validation shards
+
+
+def preset_for(text: Text, cuda: bool) -> str:
+    """The preset that suits a text on this machine."""
+    if text.kind == "bytes":
+        return "char" if cuda else "laptop"
+    return "onepass" if cuda and sum(text.train) >= LARGE_TEXT else "small"
+
+
+def fit(script, given: dict, cuda: bool):
+    """The configuration for a text: the preset that suits it, or the given one, with lengths and
+    steps that the text has room for. What is given stays, but lengths that are given are upper
+    bounds. Raises BadInput if the text is too short or cannot be read."""
+    named = script.Config(**script.PRESETS.get(given.get("preset"), {}) | given)
+    paths = shards_of(named, "train")
+    text = Text(shards.kind_of_tokens(paths[0]), tuple(map(shards.count_tokens, paths)),
+                sum(map(shards.count_tokens, shards_of(named, "val"))))
+    preset = given.get("preset") or preset_for(text, cuda)
+    c = configure(script, preset, OVER_PRESET | given)
+    require_one_of("schedule", c.schedule, script.SCHEDULES)
+    stages = script.SCHEDULES[c.schedule]
+    c = dataclasses.replace(c, **tables_that_fit(c, text, cuda) | given)
+    c = dataclasses.replace(c, **lengths_that_fit(c, stages, text, "batch_tokens" in given))
+    wanted, most_epochs = given.get("num_steps"), math.inf
+    if wanted is None:
+        wanted, most_epochs = math.inf, MOST_EPOCHS.get(preset, 1)
+        if preset in MOST_EPOCHS and "minutes" not in given:
+            c = dataclasses.replace(c, minutes=MINUTES)
+    steps = steps_that_fit(c, stages, text.train, wanted, given.get("epochs", most_epochs))
+    return dataclasses.replace(c, **steps | {name: given[name] for name in steps if name in given})
+
+
+def tables_that_fit(c, text: Text, cuda: bool) -> dict[str, int]:
+    """How large the tables may be with this text, and this GPU. A short text also has shorter
+    n-grams, and what came next in it is not recalled (records/2026-11-23_laptop_ngrams)."""
+    tokens = sum(text.train)
+    rows, recalled, longest = c.ngram_rows, c.recall_rows, c.longest_ngram
+    if cuda:
+        # In whole GiB: GPUs of one kind may differ by some MiB, and all ranks need the same tables.
+        memory = torch.cuda.get_device_properties(0).total_memory // 2**30 * 2**30
+        rows = min(rows, max(1, int(TABLE_SHARE * memory) // (2 * c.ngram_width)))  # in bf16
+        recalled = min(recalled, int(RECALL_SHARE * memory) // 4)
+    if c.preset in ("laptop", "small"):
+        rows = min(rows, max(1, tokens // TOKENS_PER_ROW))
+    if tokens < SHORT_TEXT:
+        recalled = 0
+        longest = min(longest, 4)
+    return dict(ngram_rows=rows, recall_rows=recalled, longest_ngram=longest)
+
+
+def lengths_that_fit(c, stages: list, text: Text, keep_batch: bool) -> dict[str, int]:
+    """How long sequences, batches and validation can be with this text, in tokens. Those of the
+    configuration are the most; with `keep_batch` its batches stay. Raises BadInput if the text is
+    too short."""
+    # 1. Each process has a sequence of each batch, and a stage may have a part of a full batch.
+    smallest_part = min(stage.batch_part for stage in stages)
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    unit = round(world_size / smallest_part)  # a batch has a multiple of so many sequences
+
+    # 2. Sequences. A batch lies within one shard, so the largest shard is the limit.
+    inputs = max(text.train) - 1  # of that shard: its last token is a target only
+    longest = inputs // unit // BLOCK_SIZE * BLOCK_SIZE
+    require(longest > 0, f"{inputs + 1:,} tokens are too few to train on; "
+            f"{unit * BLOCK_SIZE + 1:,} are needed, so prepare a longer text")
+    require(text.val > BLOCK_SIZE, f"{text.val:,} tokens are too few to validate on; "
+            f"{BLOCK_SIZE + 1} are needed, so prepare a longer text")
+    seq_len = min(c.seq_len, longest, whole_blocks(c.micro_tokens))
+    val_seq_len = min(c.val_seq_len, whole_blocks(text.val - 1), whole_blocks(c.val_tokens))
+
+    # 3. Batches and validation of whole sequences.
+    batch_tokens = c.batch_tokens
+    if not keep_batch:
+        batch_tokens = min(batch_tokens, sum(text.train) // LEAST_STEPS_PER_READING)
+        batch_tokens = max(1, min(batch_tokens, inputs) // seq_len // unit) * unit * seq_len
+    return dict(
+        seq_len=seq_len, batch_tokens=batch_tokens, val_seq_len=val_seq_len,
+        val_tokens=max(min(c.val_tokens, text.val - 1) // val_seq_len, 1) * val_seq_len)
+
+
+def whole_blocks(tokens: int) -> int:
+    """The largest multiple of BLOCK_SIZE up to `tokens`, but one block at least."""
+    return max(tokens // BLOCK_SIZE, 1) * BLOCK_SIZE
+
+
+def steps_that_fit(c, stages: list, shard_tokens: tuple[int, ...], wanted: float,
+                   most_epochs: float) -> dict[str, int]:
+    """As many steps as are wanted, but no more than `most_epochs` readings of the training shards
+    give. `epochs` in the result is the number of readings that these steps take."""
+    # A batch lies within one shard, so at the end of each up to one sequence less than a batch is
+    # not read. This counts on the worst case.
+    per_batch = c.batch_tokens // c.seq_len
+    sequences = [max((tokens - 1) // c.seq_len - (per_batch - 1), 0) for tokens in shard_tokens]
+    require(any(sequences), f"no training shard holds a batch of {c.batch_tokens:,} tokens; lower "
+            "--batch_tokens or --seq_len")
+    per_step = c.batch_tokens * sum(stage.fraction * stage.batch_part for stage in stages)
+    steps_per_reading = max(sum(sequences) * c.seq_len / per_step, 1)
+    num_steps = max(1, int(min(wanted, most_epochs * steps_per_reading)))
+    return dict(
+        num_steps=num_steps, epochs=math.ceil(num_steps / steps_per_reading),
+        val_interval=validation_interval(c, num_steps))
+
+
+def validation_interval(c, num_steps: int) -> int:
+    """Ten validations in a run. In a short one there are fewer: else it would validate on more
+    tokens than it trains on."""
+    return max(num_steps // 10, math.ceil(c.val_tokens / c.batch_tokens))
+
+
+def fit_to_minutes(c, stages: list, train_paths: list[Path], seconds: float):
+    """The configuration with as many steps of so many seconds as --minutes has room for. Without
+    cut_documents the text may last for fewer, because the ends of long documents are left out."""
+    steps = steps_that_fit(
+        c, stages, tuple(map(shards.count_tokens, train_paths)), 60 * c.minutes / seconds, c.epochs)
+    if not c.fit or c.val_interval != validation_interval(c, c.num_steps):
+        steps.pop("val_interval")  # it is the preset's own, or was given
+    if not c.cut_documents:
+        steps.pop("epochs")  # how often the text is read cannot be told, so c.epochs stays
+    return dataclasses.replace(c, **steps)
+
+
+# --------------------------------------------------------------------------------------------------
+# What a run reads, and where it writes
+
+
+class RunFiles(NamedTuple):
+    """What `check_run_files` has found."""
+    train_paths: list[Path]
+    val_tokens: Tensor  # (val_tokens + 1,), the bits of uint16
+    fingerprints: list[dict]  # of all shards
+    saved: dict | None  # the header of the save that the run goes on from
+    checkpoint_path: Path | None = None  # the file of its weights, on rank 0
+
+
+def check_run_files(c, plan: shards.Plan, files: list[dict]) -> RunFiles:
+    """`files` are the project's source files that this rank runs. Raises BadInput on all ranks if
+    something is wrong on one of them, or if they do not have the same source files and shards. A
+    collective."""
+    found = on_all_ranks(check_data, c, plan)
+    facts = {f"code {file['path']}": file["sha256"] for file in files}
+    for shard in found.fingerprints:
+        facts[f"{shard['split']} shard {shard['name']}"] = shard["sha256"]
+    compare(facts)
+    return found._replace(checkpoint_path=on_all_ranks(try_places, c, found.saved))
+
+
+def check_data(c, plan: shards.Plan) -> RunFiles:
+    """What the run reads. Raises BadInput if a shard is missing or damaged, or of another kind of
+    tokens than the model's, if they do not suffice, if the save is of others, or if so many
+    processes cannot share the plan's batches."""
+    _, world_size = rank_and_world_size()
+    for count in plan:
+        require(count % world_size == 0,
+                f"{world_size} processes cannot share batches of {count} x {c.seq_len:,} tokens; "
+                "start fewer of them, or change --batch_tokens or --seq_len")
+    train_paths = shards_of(c, "train")
+    val_paths = shards_of(c, "val")
+    holds = shards.kind_of_tokens(train_paths[0])
+    wants = "bytes" if shards.reads_bytes(c.vocab_size) else "gpt2"
+    require(holds == wants,
+            f"{train_paths[0]} holds tokens of the kind {holds}, and --preset={c.preset} with "
+            f"--vocab_size={c.vocab_size} wants {wants}; choose another --preset, or make others "
+            f"with data/prepare.py FILE --tokens={wants}")
+    fingerprints = [shards.fingerprint(path, "train") for path in train_paths]
+    fingerprints += [shards.fingerprint(path, "val") for path in val_paths]
+    saved = checkpoints.check_save(c.resume, fingerprints, c.data_dir) if c.resume else None
+    val_tokens = shards.validation_tokens(val_paths, c.vocab_size, c.val_tokens)
+    if chooses_steps(c):  # they are checked when they are chosen; now a step of each stage
+        plan = [*dict.fromkeys(plan)]
+    check_tokens(c, plan, train_paths)
+    return RunFiles(train_paths, torch.from_numpy(val_tokens.view("int16")), fingerprints, saved)
+
+
+def shards_of(c, split: str) -> list[Path]:
+    """The shards of a split, "train" or "val". Raises BadInput if there are none."""
+    pattern = c.train_files if split == "train" else c.val_files
+    return shards.find_shards(
+        c.data_dir, split, pattern, "check the path, or get them: ./run.sh gets the usual ones, "
+        "and data/prepare.py makes them of a text")
+
+
+def chooses_steps(c) -> bool:
+    """Whether the number of steps follows from --minutes. A resumed run keeps its own."""
+    return c.minutes > 0 and not c.resume
+
+
+def check_tokens(c, plan: shards.Plan, paths: list[Path]) -> None:
+    """Raises BadInput unless the training shards last for all steps of the plan."""
+    # This packs all documents as training will. Nothing less tells how many steps there are.
+    steps = sum(1 for _ in shards.batches(paths, c, plan))
+    require(steps == len(plan), f"the text in {c.data_dir} lasts for {steps} steps of the "
+            f"{len(plan)}; get more text, let the run fit it (--fit), lower --num_steps or "
+            "--minutes, or raise --epochs")
+
+
+def try_places(c, saved: dict | None) -> Path | None:
+    """Makes the folders of log and weights, which only rank 0 needs. Returns the file of the
+    weights, if they are to be kept: with --save_checkpoint=auto none of another run. Raises
+    BadInput if nothing can be written there."""
+    if not is_rank_0():
+        return None
+    folders = [Path(c.log_dir)]
+    path = Path(c.save_checkpoint) if c.save_checkpoint else None
+    if c.save_checkpoint == "auto":
+        _, _, kept = (saved and saved["best"]) or (None, None, None)
+        name = Path(c.data_dir).resolve().name
+        unused = checkpoints.unused_path(Path("models", f"{name}.safetensors"))
+        path = Path(kept) if kept else unused
+    if path:
+        require(not path.is_dir(), f"--save_checkpoint={path} is a folder; name a file")
+        folders.append(path.parent)
+    for folder in folders:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            raise BadInput(f"nothing can be written to {folder} ({error.strerror})") from None
+    return path
