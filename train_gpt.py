@@ -422,7 +422,9 @@ def parse_config(argv: list[str]) -> Config:
 #
 # A "recipe" is a way to compute these products, forward and backward: in the model's dtype ("bf16"
 # and others), or with narrow numbers. A "precision" is a recipe for each of the five. The model
-# knows neither: it calls the methods of `Products` (nanogpt/precision/__init__.py).
+# knows neither: it calls the methods of `Products` (nanogpt/precision/__init__.py). Two recipes
+# also act between the passes, to scale the loss for example. The optimizer calls `StepHooks` for
+# that, one object for the whole model, which does nothing for all other recipes.
 
 PRECISIONS: dict[str, tuple[str, ...]] = {  # recipes of qkv, o, up, down and lm_head
     "bf16": ("bf16",) * 5,
@@ -1419,7 +1421,7 @@ class Optimizer:
 
     def __init__(self, model: GPT):
         self.model = model
-        self.recipe = model.precision.recipe
+        self.hooks = model.precision.hooks
         self.device = model.device
         self.slices = Slices()
         self.banks = {name: bank.data for name, bank in model.named_parameters()}
@@ -1470,8 +1472,8 @@ class Optimizer:
         self.head_gradient = None  # that of this step, from `start_sums` on
         self.first_head_gradient = None  # that of the step before, if this is the second of two
         self.updates = 0  # without those that fp16 has left out, as a gradient was not finite
-        self.recipe.reset()
-        self.recipe.weights_changed([*self.masters], self.masters)
+        self.hooks.reset()
+        self.hooks.weights_changed([*self.masters], self.masters)
 
     def zero_state(self, name: str) -> MuonState | AdamState:
         zero = torch.zeros_like(self.masters[name])
@@ -1530,7 +1532,7 @@ class Optimizer:
         self.start_head_sum()
         waits = self.first_head_gradient is not None  # for the gradient of the next step
         # A recipe may leave out a step whose gradients are not finite.
-        if not self.recipe.gradients_are_finite(self.all_sums):
+        if not self.hooks.gradients_are_finite(self.all_sums):
             self.tables.reset()
             self.slices.sums.clear()
             self.first_head_gradient = None
@@ -1541,12 +1543,12 @@ class Optimizer:
         # because they take longest: their rows must be put in place, too. Small banks come last.
         rates = self.rates(lr_factor)
         all_rates = to_device([*rates.values()], self.device)
-        self.tables.update(rates, self.recipe.unscale)
+        self.tables.update(rates, self.hooks.unscale)
         transfers = {}
         for group in self.groups:
             if waits and group == ("lm_head",):
                 continue
-            gradients = [self.recipe.unscale(self.slices.finished_sum(name)) for name in group]
+            gradients = [self.hooks.unscale(self.slices.finished_sum(name)) for name in group]
             self.call(group, partial(self.update, group), (all_rates, *gradients))
             for name in group:
                 transfers[name] = self.hand_out(name)
@@ -1556,7 +1558,7 @@ class Optimizer:
         for transfer in transfers.values():
             transfer.wait()
         changed = [*self.model.table_names, *transfers]
-        self.recipe.weights_changed(changed, self.masters)
+        self.hooks.weights_changed(changed, self.masters)
         self.update_averages()
 
     def update_averages(self) -> None:
@@ -1579,7 +1581,7 @@ class Optimizer:
             transfers.append(self.hand_out(name))
         for transfer in transfers:
             transfer.wait()
-        self.recipe.weights_changed([*self.averages], self.masters)
+        self.hooks.weights_changed([*self.averages], self.masters)
 
     def all_sums(self) -> list[Tensor]:
         """All summed gradients. Only a recipe that must know whether they are finite calls this."""
@@ -1616,7 +1618,7 @@ class Optimizer:
     def hand_out(self, name: str):
         """Begins to give this rank's updated part to all ranks. Returns the transfer, which fills
         the bank. A collective."""
-        if self.model.params[name].share == "all" or name in self.recipe.hands_out:
+        if self.model.params[name].share == "all" or name in self.hooks.hands_out:
             return NoTransfer()
         return self.slices.hand_out(self.banks[name], self.parts[name])
 
@@ -1739,7 +1741,7 @@ def forward_backward(model: GPT, setting: Setting,
     for x in looked_up.values():
         x.requires_grad_()
     loss = model(reading, targets, setting, training=True, looked_up=looked_up)
-    model.precision.recipe.scale_loss(loss).backward()
+    model.precision.hooks.scale_loss(loss).backward()
     return loss.detach(), {name: x.grad for name, x in looked_up.items()}
 
 
@@ -1907,7 +1909,7 @@ class Run:
     def validate(self) -> None:
         """Validates, and writes the loss to the log. A collective."""
         self.read_messages()
-        self.optimizer.recipe.before_validation()
+        self.optimizer.hooks.before_validation()
         loss = validate(self.model, self.run_files.val_tokens, self.step)
         self.log.step(self.step, self.clock.total, "val_loss", loss)
         faults.check_loss("validation", loss, self.step, self.state)
@@ -1925,7 +1927,7 @@ def train(c: Config, at_end: ExitStack) -> int:
     # 1. Import what this run needs, so that the log can show it, and check what can be checked
     # before anything is written or compiled.
     kind = "cuda" if command_line.has_cuda(c.device) else "cpu"
-    device = start_process(kind, LOCAL_GPU)
+    device = start_process(kind, LOCAL_GPU, c.join_timeout)
     # Hosts may have their data in other folders; the shards are compared by their sums.
     compare({f"--{name}": value for name, value in dataclasses.asdict(c).items()
              if name != "data_dir"})

@@ -224,8 +224,8 @@ def restore(path: str, optimizer) -> None:
         raise BadInput(f"{path} was written by other code ({error}); go on with the code that is "
                        f"in its run's log, or {ANEW}") from None
     optimizer.updates = facts["updates"]
-    optimizer.recipe.load_state(facts["recipe"])
-    optimizer.recipe.weights_changed([*optimizer.masters], optimizer.masters)
+    optimizer.hooks.load_state(facts["recipe"])
+    optimizer.hooks.weights_changed([*optimizer.masters], optimizer.masters)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -291,7 +291,7 @@ class Keeper:
         facts = dict(
             config=dataclasses.asdict(self.config), data=self.facts.data, step=step,
             seconds=self.clock.total, steps=self.log.steps, best=self.best,
-            updates=optimizer.updates, recipe=optimizer.recipe.state())
+            updates=optimizer.updates, recipe=optimizer.hooks.state())
         if not is_rank_0():
             return
         try:

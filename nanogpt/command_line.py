@@ -40,6 +40,7 @@ class RunConfig:
         "auto", "auto, flex (CUDA, compiled) or sdpa (everywhere)",
         choices=("auto", "flex", "sdpa"))
     compile: bool = key(True, "use torch.compile, and CUDA graphs on a GPU")
+    join_timeout: float = key(10.0, "minutes that a process waits for the others at the start")
     resume: str = key(
         "", "save to go on from, logs/RUN_ID.saved; --resume alone: the newest one in log_dir. "
         "Without any save a new run begins")

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from data import BadInput
 
-# A collective that takes longer is taken for hung, and ends the run. Before the first step ranks
-# wait for as long as PyTorch lets them, as one of them may start late, or compile.
+# A collective that takes longer is taken for hung, and ends the run. Before the first step
+# --join_timeout says how long ranks wait, as one of them may compile.
 LONGEST_STEP = timedelta(minutes=2)
 LONGEST_WRITE = timedelta(minutes=30)  # of rank 0 to a slow disk
 
@@ -26,10 +26,10 @@ def require(condition, sentence: str) -> None:
         raise BadInput(sentence)
 
 
-def start_process(kind: str, local_gpu: int) -> torch.device:
+def start_process(kind: str, local_gpu: int, minutes: float) -> torch.device:
     """Starts PyTorch on this process's device, and returns it: the GPU of this number if `kind` is
     "cuda", or the "cpu". Under torchrun it also starts the process group, and waits for the other
-    ranks. Raises BadInput if they do not come, or if there are more processes
+    ranks for so many minutes. Raises BadInput if they do not come, or if there are more processes
     than GPUs on this host."""
     device = torch.device(kind)
     if kind == "cuda":
@@ -45,11 +45,11 @@ def start_process(kind: str, local_gpu: int) -> torch.device:
     if "RANK" in os.environ:
         backend, options = ("nccl", {"device_id": device}) if kind == "cuda" else ("gloo", {})
         try:
-            dist.init_process_group(backend, **options)
+            dist.init_process_group(backend, timeout=timedelta(minutes=minutes), **options)
         except (dist.DistError, ValueError) as error:
             reason = str(error).partition("\n")[0]
-            raise BadInput(f"the processes did not meet ({reason}); start all of them by torchrun"
-                           ) from None
+            raise BadInput(f"the processes did not meet within {minutes:g} minutes ({reason}); "
+                           "start all of them by torchrun, or raise --join_timeout") from None
     return device
 
 

@@ -34,8 +34,8 @@ def end(run, script, startup_s: float) -> int:
         script.total_tokens(c, run.step), run.device, startup_s)
     if run.ended_by:
         result["interrupted"] = True
-    if run.optimizer.recipe.state():
-        log.fact("note", f"at the end the recipe has {run.optimizer.recipe.state()}")
+    if run.optimizer.hooks.state():
+        log.fact("note", f"at the end the recipe has {run.optimizer.hooks.state()}")
     lost = int(run.model.candidates.lost_targets)
     if lost:
         log.fact("defect", dict(what=f"{lost} targets were no candidates; raise --candidates"))

@@ -143,5 +143,5 @@ class WarmUp:
         rates = to_device([*optimizer.rates(0.0).values()], self.tokens.device)
         for group in optimizer.groups:
             zeros = [torch.zeros_like(optimizer.parts[name]) for name in group]
-            gradients = map(optimizer.recipe.unscale, zeros)  # in the dtype that a step has
+            gradients = map(optimizer.hooks.unscale, zeros)  # in the dtype that a step has
             call(group, partial(optimizer.update, group), (rates, *gradients))

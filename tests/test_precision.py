@@ -271,7 +271,7 @@ def test_fp8_weights_are_rounded_once_a_step_however_many_micro_steps_and_equal_
 
 def test_every_step_rounds_all_fp8_weights_anew_and_a_head_that_waits_keeps_numbers_and_scale():
     model, optimizer = trainer(precision="fp8", head_every_second=True)
-    kept = model.precision.recipe
+    kept = model.precision.hooks
     before = {name: w.clone() for name, w in kept.weight_bytes.items()}
     scale_before = recipe_at(model, 4, "lm_head").weight_scale.clone()
     t.train_step(model, optimizer, read(model, batch()), 0)
@@ -419,7 +419,7 @@ def test_a_power_of_two_on_the_loss_changes_no_bit_in_float32():
     weights = []
     for scale in (1.0, 2.0**15):
         model, optimizer = trainer(precision="fp16", dtype="float32")
-        scaling = model.precision.recipe
+        scaling = model.precision.hooks
         scaling.set_scale(scale)
         for step in range(3):
             t.train_step(model, optimizer, read(model, batch(2, step)), step)
@@ -453,7 +453,7 @@ def test_a_skipped_step_leaves_no_trace_and_the_next_one_is_as_if_it_had_never_b
     states = []
     for skips in (False, True):
         model, optimizer = trainer(precision="fp16")
-        scaling = model.precision.recipe
+        scaling = model.precision.hooks
         scaling.set_scale(2.0**15 if skips else 2.0**14)
         for seed, bad in enumerate((True, False, False, True, False, False)):
             if bad and not skips:
@@ -480,10 +480,10 @@ def test_what_a_cuda_graph_reads_stays_at_its_place_through_warming_up_and_train
     def tensors():
         found = dict(signs=model.signs, number=constant(CPU, 4.0), **dict(model.named_parameters()))
         if precision == "fp16":
-            found["factor"] = model.precision.recipe.factor
+            found["factor"] = model.precision.hooks.factor
         if precision == "fp8":
-            found["scales"] = model.precision.recipe.scales
-            found |= {(name, "fp8"): w for name, w in model.precision.recipe.weight_bytes.items()}
+            found["scales"] = model.precision.hooks.scales
+            found |= {(name, "fp8"): w for name, w in model.precision.hooks.weight_bytes.items()}
             for (layer, name), _ in weights_of(model):
                 product = recipe_at(model, layer, name)
                 found |= {(layer, name, "scale"): product.weight_scale, (layer, name, "bytes"): product.weight_bytes}
@@ -528,7 +528,7 @@ def work(rank, world_size, folder):
         test.give_gradients(model, optimizer, 1.0, rank, ("ngrams" if kind else "qkvo") if last else None)
         optimizer.start_sums()
         optimizer.step(1.0)
-        recipe = model.precision.recipe
+        recipe = model.precision.hooks
         gathered = {n: w.view(torch.float8_e4m3fn).float() for n, w in getattr(recipe, "weight_bytes", {}).items()}
         stale = {n: getattr(model, n).detach().clone() for n in ("qkvo", "mlp")}
         recipe.before_validation()

@@ -15,7 +15,7 @@ numbers in bf16 or float32, so the results differ by rounding only.
 A recipe is a way to compute a projection: bf16, fp16 (fp16.py), fp32 and fp64 in that dtype,
 fp8-static (fp8_static.py), fp8 (fp8.py) and nvfp4 (nvfp4.py). Here stands what a recipe can do. It
 may multiply in its own way (`Products`). Two of them, fp8 and fp16, also keep something between
-steps and act at fixed points of a step (`Recipe`). recipes.py says which projection has which
+steps and act at fixed points of a step (`StepHooks`). recipes.py says which projection has which
 recipe, and rounding.py rounds in float32 where hardware lacks a format.
 """
 from collections.abc import Callable, Collection
@@ -60,8 +60,9 @@ class Products:
 PLAIN = Products()
 
 
-class Recipe:
-    """The points of a step at which a recipe may act. Here nothing happens at any of them."""
+class StepHooks:
+    """The points of a step at which a recipe may act. Here nothing happens at any of them. A model
+    has one such object."""
     # Banks whose new weights `weights_changed` gives to all ranks, so that the optimizer must not.
     hands_out: tuple[str, ...] = ()
 

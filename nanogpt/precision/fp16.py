@@ -23,14 +23,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from nanogpt.precision import Recipe
+from nanogpt.precision import StepHooks
 from nanogpt.ranks import gathered
 
 FIRST_SCALE = 2.0**15
 GOOD_STEPS_TO_GROW = 2000  # even: with head_every_second the scale stays the same for two steps
 
 
-class LossScaling(Recipe):
+class LossScaling(StepHooks):
     """Multiplies the loss by S / tokens, and has those steps skipped whose gradients overflow."""
 
     def __init__(self, device: torch.device, tokens_per_sequence: int):

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from nanogpt import kernels
 from nanogpt.kernels import E4M3, E5M2
-from nanogpt.precision import Products, Recipe
+from nanogpt.precision import Products, StepHooks
 from nanogpt.precision.rounding import E4M3_GRID, E5M2_GRID, inverse, round_to
 from nanogpt.ranks import gathered
 from nanogpt.slices import Slices
@@ -106,7 +106,7 @@ class FP8Products(Products):
         return FP8Products(self.weight_bytes[rows], self.weight_scale, self.has_fp8)
 
 
-class FP8(Recipe):
+class FP8(StepHooks):
     """All matrices in FP8. There are no FP8 weights before `weights_changed` is called with the
     names of all banks. Each rank updates an equal part of their rows."""
 

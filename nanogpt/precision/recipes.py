@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nanogpt import kernels
-from nanogpt.precision import PLAIN, Products, Recipe
+from nanogpt.precision import PLAIN, Products, StepHooks
 from nanogpt.precision.fp8 import FP8
 from nanogpt.precision.fp8_static import STATIC
 from nanogpt.precision.fp16 import LossScaling
@@ -68,18 +68,18 @@ class LayerProducts(NamedTuple):
 
 class Precision:
     """All products of a model: `layers[training]` has those of every layer, in training or in
-    validation, and `head[training]` those of the head. `recipe` is what acts between them
-    (`Recipe`). No run has both of the recipes that do."""
+    validation, and `head[training]` those of the head. `hooks` is what acts between them. No run
+    has both of the recipes that do."""
 
     def __init__(self, c, recipe_names: dict[str, str], banks: dict[str, Tensor]):
         """c: train_gpt.Config; recipe_names: by the projections' names; banks: the model's weights
         by name"""
         self.recipe_names = recipe_names
-        self.recipe = Recipe()
+        self.hooks = StepHooks()
         if c.precision == "fp16":
-            self.recipe = LossScaling(banks["lm_head"].device, c.seq_len)
+            self.hooks = LossScaling(banks["lm_head"].device, c.seq_len)
         elif "fp8" in recipe_names.values():
-            self.recipe = FP8(banks, c.float8_all_gather)
+            self.hooks = FP8(banks, c.float8_all_gather)
         # The rows of the banks: train_gpt.py, section 4.
         layers = []
         for i in range(c.num_layers):
@@ -103,7 +103,7 @@ class Precision:
         if name in PLAIN_DTYPES:
             return PLAIN
         if name == "fp8":
-            return self.recipe.products_of(bank, rows, transposed)
+            return self.hooks.products_of(bank, rows, transposed)
         if name == "nvfp4":
             return NVFP4Products()
         if name == "fp8-static" and projection in STATIC:
