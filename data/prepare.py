@@ -137,7 +137,7 @@ def split_documents(documents, source):
     share = max(min(total // 20, MOST_VAL), LEAST_VAL)
     if total < share + LEAST_TRAIN:
         raise BadInput(f"{source}: {total:,} tokens of text are too few; at least "
-                           f"{LEAST_VAL + LEAST_TRAIN} are needed, so add text")
+                       f"{LEAST_VAL + LEAST_TRAIN} are needed, so add text")
 
     ends = np.cumsum([len(document) for document in documents])
     last = int(np.searchsorted(ends, share))  # the document that fills the share

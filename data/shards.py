@@ -40,7 +40,8 @@ class ShardError(BadInput):
     """Shards that cannot be used. The message is one sentence: what is wrong, where, the remedy."""
 
 
-AGAIN = "delete it, and fetch or make it again (data/fineweb.py, data/prepare.py)"
+AGAIN = ("fetch or make it again (data/fineweb.py, when the file is deleted; data/prepare.py, when "
+         "its folder is deleted)")
 
 
 @contextmanager
@@ -114,9 +115,10 @@ def read_shard(path: Path, vocab_size: int) -> Shard:
                          "data/prepare.py")
     tokens[starts] = 0
     largest = tokens.max()
-    if largest >= vocab_size - reads_bytes(vocab_size):
-        raise ShardError(f"{path} holds token {largest}, too large for --vocab_size={vocab_size} "
-                         "(below 50257 the last one is the separator); is it other data?")
+    limit = vocab_size - 1 if reads_bytes(vocab_size) else vocab_size
+    if largest >= limit:
+        raise ShardError(f"{path} holds token {largest}, and with --vocab_size={vocab_size} tokens "
+                         f"must be below {limit}; is it other data?")
     tokens[starts] = min(SEPARATOR, vocab_size - 1)
     return Shard(tokens, starts)
 

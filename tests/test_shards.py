@@ -164,8 +164,8 @@ def test_tokens_of_nanogpt_become_a_shard_as_the_sentence_advises(tmp_path, monk
 
 
 @pytest.mark.parametrize("tokens, parts", [
-    ([*GOOD, 384], ["token 384, too large for --vocab_size=384", "is it other data?"]),
-    ([*GOOD, 383], ["token 383, too large for --vocab_size=384", "separator"]),
+    ([*GOOD, 384], ["token 384, and with --vocab_size=384", "below 383; is it other data?"]),
+    ([*GOOD, 383], ["token 383, and with --vocab_size=384", "below 383"]),
     ([1] * 2000, ["no document start (token 50256)", "data/prepare.py"]),
     ([], ["no document start"]),
 ], ids=["one past the last", "stands for the separator", "no document", "empty"])
