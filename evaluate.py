@@ -27,17 +27,13 @@ import argparse
 import math
 import signal
 import sys
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from data import packages
-
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it at once, without a traceback
-    packages.require("numpy", "torch", "tqdm", "safetensors")
 
 import numpy as np
 import torch
@@ -213,10 +209,9 @@ def read_text(options: argparse.Namespace, models: list[Model]) -> tuple[str, li
         paths = shards.find_shards(folder, "val", pattern, "name a text with --text")
         tokens = [tokens_of_shards(paths, model, config.val_tokens) for model in models]
         return f"documents of {folder}", tokens
-    paths, _ = texts.find_sources([options.text], options.key)
-    markers = Counter()
-    documents = [text for text in texts.read_all(paths, options, markers) if text.strip()]
-    if note := texts.note_on_markers(markers):
+    notes = []
+    documents = list(texts.read_all([options.text], options, notes))
+    for note in notes:
         print(f"evaluate.py: {note}", file=sys.stderr)
     require(documents, f"{options.text}: no text in it; name a file that has some")
     tokens = []

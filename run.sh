@@ -12,7 +12,7 @@ texts=() reading=() keys=()
 if [ "${1:-}" != test ]; then
   for word in "$@"; do
     case $word in
-      --key=* | --split=* | --split_blank=* | --tokens=* | --bytes) reading+=("$word") ;;
+      --key=* | --split=* | --split_blank=* | --tokens=* | --bytes | --out=*) reading+=("$word") ;;
       -*) keys+=("$word") ;;
       *)
         [ -e "$word" ] || fail "'$word': no such file or folder; options are written --key=value"
@@ -53,12 +53,11 @@ if [ "${1:-}" = test ]; then
   exec "$python" -m pytest -q -n 2 --dist worksteal tests "$@"
 fi
 
-# 3. The data. Wrong keys are found before any are made or fetched.
+# 3. The data.
 asked=" ${keys[*]-} "
 case $asked in
   *" --help "* | *" -h "*) exec "$python" train_gpt.py "${keys[@]}" ;;
 esac
-"$python" train_gpt.py ${keys[@]+"${keys[@]}"} --help > /dev/null
 gpus=$("$python" -c "import torch; print(torch.cuda.device_count())")
 case $asked in *" --preset=laptop "* | *" --device=cpu "*) gpus=0 ;; esac
 tokens=auto  # bytes if GPT-2's vocabulary cannot be fetched
@@ -78,7 +77,7 @@ else
     *" --data_dir="* | *" --resume"*) ;;  # a save names its data
     *)
       if [ $tokens = bytes ]; then
-        "$python" data/prepare.py --python-docs --bytes --out data/pydocs
+        "$python" data/prepare.py --python-docs
       elif [ "$gpus" = 0 ]; then
         fail "this preset needs a GPU; leave out --preset, or give a text of your own"
       else

@@ -17,11 +17,10 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 
-from data import BadInput, gpt2, harmless, packages
+from data import BadInput, gpt2, harmless
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it at once, without a traceback
-    packages.require("numpy", "torch", "safetensors", "tqdm")
 
 import torch
 from torch import Tensor

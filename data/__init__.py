@@ -5,11 +5,8 @@ import unicodedata
 class BadInput(Exception):
     """Something the user can mend. It is shown as one sentence, without a traceback."""
 
-    def __init__(self, sentence: str):
-        super().__init__(harmless(sentence))
-
 
 def harmless(text: str) -> str:
     """The text with question marks in place of control characters, but for ends of lines and tabs.
-    They could change how a terminal works, and names of files and what files hold may have them."""
+    They could change how a terminal works, and a model may write them."""
     return "".join("?" if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text)

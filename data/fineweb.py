@@ -4,21 +4,14 @@
     python data/fineweb.py 103 --dir /scratch/fineweb10B
 
 huggingface_hub tries again when the connection drops, goes on where it was interrupted, and gives a
-shard its name when it is whole. The same command again fetches only what is missing or damaged.
+shard its name when it is whole. The same command again fetches only what is missing.
 
-Exit status: 0 all there, 1 could not be fetched, 2 bad arguments, 130 interrupted; a failure is one
-sentence on stderr.
+Exit status: 0 all there, 1 could not be fetched, with one sentence on stderr, 2 bad arguments.
 """
 import argparse
+import signal
 import sys
 from pathlib import Path
-
-if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[1])  # where all modules lie
-    from data import packages
-    packages.require("numpy", "huggingface_hub")
-
-from data.shards import ShardError, count_tokens
 
 REPO = "kjj0/fineweb10B-gpt2"  # a Hugging Face dataset repository
 TRAIN_SHARDS = 103
@@ -26,29 +19,15 @@ TRAIN_SHARDS = 103
 
 def fetch(n, folder):
     """Bring the validation shard and the first `n` training shards into `folder`, if they are not
-    there and whole. Raises ShardError if one arrives damaged, and what the client raises."""
+    there. Raises what the client raises."""
     from huggingface_hub import hf_hub_download
 
     names = ["fineweb_val_000000.bin"] + [f"fineweb_train_{i:06d}.bin" for i in range(1, n + 1)]
     for number, name in enumerate(names, 1):
-        path = folder / name
-        try:
-            count_tokens(path)
-            continue
-        except ShardError as error:
-            if path.exists():
-                print(f"{str(error).partition(';')[0]}; fetching it again", flush=True)
-        print(f"[{number}/{len(names)}] {name}", flush=True)  # the client draws its bar below
-        hf_hub_download(
-            REPO, name, repo_type="dataset", local_dir=folder, force_download=path.exists())
-        count_tokens(path)
+        if not (folder / name).exists():
+            print(f"[{number}/{len(names)}] {name}", flush=True)  # the client draws its bar below
+            hf_hub_download(REPO, name, repo_type="dataset", local_dir=folder)
     print(f"{folder}: validation shard and {n} training shards are there")
-
-
-def fail(message, status):
-    """End the program with one sentence on stderr."""
-    print(f"fineweb.py: {message}.", file=sys.stderr)
-    sys.exit(status)
 
 
 def main(argv=None):
@@ -58,20 +37,18 @@ def main(argv=None):
         help=f"training shards to have, 1 to {TRAIN_SHARDS}, 100M tokens each")
     folder = Path(__file__).parent / "fineweb10B"
     parser.add_argument("--dir", type=Path, default=folder, help="default: %(default)s")
-    parser.error = lambda message: fail(message, 2)
     args = parser.parse_args(argv)
     if not 1 <= args.n <= TRAIN_SHARDS:
-        fail(f"N must be from 1 to {TRAIN_SHARDS}, not {args.n}", 2)
+        parser.error(f"N must be from 1 to {TRAIN_SHARDS}, not {args.n}")
     try:
         fetch(args.n, args.dir)
-    except KeyboardInterrupt:
-        fail("interrupted; run the same command again to go on from here", 130)
     except Exception as error:  # the client's exceptions share no base class across its versions
         reason = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(" .")
-        fail(f"{REPO} cannot be fetched into {args.dir} ({reason}); see to the network and to the "
-             "room on the disk, and run the same command again to go on from here, or make shards "
-             "from text you have with data/prepare.py", 1)
+        sys.exit(f"fineweb.py: {REPO} cannot be fetched into {args.dir} ({reason}); see to the "
+                 "network and to the room on the disk, and run the same command again to go on "
+                 "from here, or make shards from text you have with data/prepare.py.")
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it at once, without a traceback
     main()

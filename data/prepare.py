@@ -5,52 +5,42 @@
     python data/prepare.py stories.txt --split='<|endoftext|>'
     python data/prepare.py --python-docs            # data/pydocs, a few MB, in bytes, no download
 
-INPUT is one of these, in UTF-8, or in UTF-16 or UTF-32 with a byte-order mark:
+INPUT is one of these, in UTF-8, or in UTF-16 with a byte-order mark:
     a text          one document, or with --split or --split_blank several
-    JSON lines      an object on each line, with the text of one document under --key. An array of
-                    such objects is read, too, but needs memory for all of it
+    JSON lines      an object on each line, with the text of one document under --key; the name of
+                    the file ends in .jsonl, .json, .jsonlines or .ndjson
     a folder        the files of text and of source code in it and in its subfolders (texts.py has
                     their endings), without hidden ones and without those that are not text
 
 The shards are OUT/NAME_val_000000.bin and OUT/NAME_train_000001.bin (shards.py says what a shard
-is). Without --out, OUT is data/NAME, with the name of the first INPUT, or data/NAME-2 and so on if
-that is taken. OUT/corpus.json says what the shards were made of; the same command finds it
-the next time, and has nothing to do. A document in a shard is the token 50256 followed by the
-document's own tokens: GPT-2's, or one for each byte.
+is). Without --out, OUT is data/NAME, with the name of the first INPUT. OUT/corpus.json says what
+the shards were made of; the same command finds it the next time, and has nothing to do. A document
+in a shard is the token 50256 followed by the document's own tokens: GPT-2's, or one for each byte.
 
 Blank documents are dropped, and so are those whose text an earlier one has. The others are
 shuffled. The first of these are the validation split, with 5% of all tokens: a fair sample of the
 input, which shares no document with training. Only if its last document makes it more than half
 larger, as with a single long text, is this one cut: its end goes to validation and its beginning to
-training.
+training. Memory holds all tokens, at two bytes each, and one file at a time.
 
-Memory holds all tokens, at two bytes each. All of OUT is made in a folder .incomplete-NAME-...
-beside it, which gets its name at the very end. Only a process that was killed leaves such a folder
-behind; it may be deleted.
-
-Exit status: 0 done, 2 with one sentence on stderr that names the file and what to do, 130 and 143
-stopped by Ctrl-C and by SIGTERM.
+Exit status: 0 done, 2 with one sentence on stderr that names the file and what to do.
 """
 import argparse
-import collections
+import hashlib
 import json
 import os
-import platform
 import random
 import re
-import secrets
 import shlex
-import shutil
 import signal
 import sys
 import time
-from itertools import count, islice
+from itertools import islice
 from pathlib import Path
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it at once, without a traceback
     sys.path[0] = str(Path(__file__).resolve().parents[1])  # where all modules lie
-    from data import packages
-    packages.require("numpy", "tqdm")
 
 import numpy as np
 from tqdm import tqdm
@@ -61,7 +51,6 @@ from data.shards import SEPARATOR, write_shard
 from records.console import to_type
 
 DATA = Path(__file__).resolve().parent  # where the folder of a corpus is by default
-RECORD = "corpus.json"
 LEAST_TRAIN = 130  # tokens: a sequence of 128, its last target, and a separator
 LEAST_VAL = 129
 MOST_VAL = 10_485_760 + 1  # one more, because the last prediction needs its target too
@@ -78,6 +67,7 @@ byte_to_token = np.argsort(token_to_byte).astype(np.uint16)  # (256,), indexed b
 
 def encode_all(documents, use_bytes):
     """Yield the tokens of each document, SEPARATOR first: (n,) uint16."""
+    documents = iter(documents)
     while job := list(islice(documents, 256)):
         if use_bytes:
             bodies = [bytes_of(text) for text in job]
@@ -92,24 +82,17 @@ def bytes_of(text):
     return byte_to_token[np.frombuffer(text.encode("utf-8", "replace"), dtype=np.uint8)]
 
 
-def choose_tokens(wanted, notes):
-    """"gpt2" or "bytes", for a `wanted` that may also be "auto": bytes where no GPU is, or where
-    the vocabulary cannot be had. Adds the reason to the notes. Raises BadInput if only "gpt2"
-    is wanted and cannot be had."""
-    if wanted == "bytes":
+def choose_tokens(notes):
+    """"gpt2", or "bytes" where no GPU is or the vocabulary cannot be had; then `notes` gets the
+    reason."""
+    import torch
+    if not torch.cuda.is_available():
+        notes.append("every byte becomes a token, as there is no GPU here, and GPT-2's tokens "
+                     "need a model that a CPU trains slowly; --tokens=gpt2 makes these")
         return "bytes"
-    if wanted == "auto":
-        import torch
-        if not torch.cuda.is_available():
-            notes.append("every byte becomes a token, as there is no GPU here, and GPT-2's tokens "
-                         "need a model that a CPU trains slowly; --tokens=gpt2 makes these")
-            return "bytes"
     try:
         gpt2.load()
     except BadInput as error:
-        if wanted == "gpt2":
-            raise BadInput(f"{error}, or give --tokens=bytes (for the presets laptop and char)"
-                               ) from None
         notes.append(f"every byte becomes a token, as {error}, and then --tokens=gpt2")
         return "bytes"
     return "gpt2"
@@ -117,22 +100,27 @@ def choose_tokens(wanted, notes):
 
 # ---- from tokens to shards -----------------------------------------------------------------------
 
-def write_corpus(documents, folder, name, use_bytes, source):
+def write_corpus(documents, folder, use_bytes, source):
     """Encode the documents, shuffle them, split them, and write them to a folder as shards.
 
     Returns a dictionary with "train_tokens", "val_tokens", and the numbers of "documents" and of
     "duplicates" among the input. Raises BadInput, which speaks of `source`, if there are too
-    few tokens for two splits.
+    few tokens for two splits, and OSError.
     """
-    dropped = collections.Counter()
-    encoded = list(encode_all(texts.distinct(documents, dropped), use_bytes))
+    num_read = 0
+    distinct = {}  # by their hash
+    for tokens in encode_all(documents, use_bytes):
+        num_read += 1
+        distinct.setdefault(hashlib.sha256(tokens).digest(), tokens)
+    encoded = list(distinct.values())
     random.Random(0).shuffle(encoded)
     train, val = split_documents(encoded, source)
-    counts = {"documents": len(encoded), "duplicates": dropped["duplicates"]}
-    for split, part, number in (("train", train, 1), ("val", val, 0)):
-        counts[f"{split}_tokens"] = sum(map(len, part))
-        write_shard(folder / f"{name}_{split}_{number:06d}.bin", part)
-    return counts
+    folder.mkdir(parents=True, exist_ok=True)
+    name = safe_name(folder.name)
+    write_shard(folder / f"{name}_train_000001.bin", train)
+    write_shard(folder / f"{name}_val_000000.bin", val)
+    return {"train_tokens": sum(map(len, train)), "val_tokens": sum(map(len, val)),
+            "documents": len(encoded), "duplicates": num_read - len(encoded)}
 
 
 def split_documents(documents, source):
@@ -149,7 +137,7 @@ def split_documents(documents, source):
     share = max(min(total // 20, MOST_VAL), LEAST_VAL)
     if total < share + LEAST_TRAIN:
         raise BadInput(f"{source}: {total:,} tokens of text are too few; at least "
-                           f"{LEAST_VAL + LEAST_TRAIN} are needed, so add text")
+                       f"{LEAST_VAL + LEAST_TRAIN} are needed, so add text")
 
     ends = np.cumsum([len(document) for document in documents])
     last = int(np.searchsorted(ends, share))  # the document that fills the share
@@ -175,69 +163,35 @@ def safe_name(text):
     return name or "text"
 
 
-def default_folders(first_input):
-    """Where a corpus may be, best first: data/NAME, data/NAME-2 and so on."""
+def default_folder(first_input):
+    """data/NAME, with the name of the input."""
     path = Path(os.path.abspath(first_input))
-    name = safe_name(path.name if path.is_dir() else path.stem)
-    yield DATA / name
-    for number in count(2):
-        yield DATA / f"{name}-{number}"
+    return DATA / safe_name(path.name if path.is_dir() else path.stem)
 
 
-def find_corpus(folder, wanted):
-    """What corpus.json says in a folder that has the wanted corpus, or None."""
-    try:
-        record = json.loads(Path(folder, RECORD).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    is_wanted = isinstance(record, dict) and wanted.items() <= record.items()
-    return record if is_wanted else None
+def make_corpus(args, notes):
+    """Make the corpus, unless it is there already. Returns its folder, and what corpus.json says
+    in it, or None if it was there. Raises BadInput and OSError."""
+    files = [path for item in args.inputs for path in texts.find_files(item)]
+    record = {
+        "files": [[os.path.abspath(path), path.stat().st_size, path.stat().st_mtime_ns]
+                  for path in files],  # a file that was changed has another time
+        "options": {name: getattr(args, name)
+                    for name in ("python_docs", "tokens", "key", "split", "split_blank")}}
+    folder = Path(os.path.realpath(args.out)) if args.out else default_folder(args.inputs[0])
+    path = folder / "corpus.json"
+    if path.exists() and record.items() <= json.loads(path.read_text(encoding="utf-8")).items():
+        return folder, None
+    if folder.exists() and any(folder.iterdir()):
+        raise BadInput(f"{os.path.relpath(folder)}: already there, and made of other files or with "
+                       "other options; delete it, or choose another folder with --out")
 
-
-def place_of(args, wanted, say):
-    """The folder for a corpus, and what its corpus.json says if it is there already, or None.
-    Raises BadInput if --out has something else."""
-    folders = [Path(os.path.realpath(args.out))] if args.out else default_folders(args.inputs[0])
-    for folder in folders:
-        record = find_corpus(folder, wanted)
-        if record or not folder.exists() or (args.out and not any(folder.iterdir())):
-            return folder, record
-        if args.out:
-            raise BadInput(f"{args.out}: already there, and made of other files or with other "
-                               "options; delete it, or choose another --out")
-        say(f"prepare.py: {os.path.relpath(folder)} has another text or an older version of this "
-            "one, or was made with other options; it stays, for runs that use it.")
-
-
-def make_corpus(args, say):
-    """Make the corpus, unless it is there already. Returns its folder, what its corpus.json says,
-    and whether it is new. Raises BadInput and OSError."""
-    wanted = {"options": {name: getattr(args, name)
-                          for name in ("python_docs", "tokens", "key", "split", "split_blank")}}
-    paths, notes = texts.find_sources(args.inputs, args.key)
-    wanted["files"] = [[os.path.abspath(path), path.stat().st_size, path.stat().st_mtime_ns]
-                       for path in paths]  # a file that was changed has another time
-    folder, record = place_of(args, wanted, say)
-    if record:
-        return folder, record, False
-
-    tokens = choose_tokens(args.tokens, notes)
-    made = folder.with_name(f".incomplete-{folder.name}-{secrets.token_hex(4)}")
-    made.mkdir(parents=True)
-    try:
-        markers = collections.Counter()
-        documents = python_documents() if args.python_docs else texts.read_all(paths, args, markers)
-        counts = write_corpus(
-            tqdm(documents, unit=" documents", disable=None), made, safe_name(folder.name),
-            tokens == "bytes", args.inputs[0] if len(args.inputs) == 1 else "the input")
-        notes += filter(None, [texts.note_on_markers(markers)])
-        record = wanted | counts | {
-            "python": platform.python_version(), "tokens": tokens, "notes": notes}
-        (made / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        os.rename(made, folder)  # which may be there if it is empty
-        return folder, record, True
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
+    record["tokens"] = choose_tokens(notes) if args.tokens == "auto" else args.tokens
+    documents = python_documents() if args.python_docs else texts.read_all(args.inputs, args, notes)
+    record |= write_corpus(tqdm(documents, unit=" documents", disable=None), folder,
+                           record["tokens"] == "bytes", ", ".join(args.inputs))
+    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    return folder, record
 
 
 # ---- command line --------------------------------------------------------------------------------
@@ -267,10 +221,6 @@ def parse_args(argv):
         help="print the folder alone on stdout, and everything else on stderr")
     parser.error = fail
     args = parser.parse_intermixed_args(argv)
-    if args.split_blank is not None and args.split_blank < 1:
-        fail("--split_blank must be at least 1")
-    if args.split is not None and (not args.split or "\n" in args.split):
-        fail("--split must be a marker within a line, such as '<|endoftext|>'")
     if args.python_docs == bool(args.inputs):
         fail("name a file or folder of text, or give --python-docs alone")
     if args.python_docs:
@@ -281,40 +231,34 @@ def parse_args(argv):
 
 def main(argv=None):
     args = parse_args(argv)
-
-    def say(line):
-        print(line, file=sys.stderr if args.print_folder else sys.stdout, flush=True)
-
+    notes = []
     start = time.perf_counter()
     try:
-        folder, record, is_new = make_corpus(args, say)
+        folder, record = make_corpus(args, notes)
     except BadInput as error:
         fail(error)
     except OSError as error:
         fail(f"cannot write to {args.out or DATA} ({error.strerror}); make room there, or give "
-             "yourself the right to write there")
+             "yourself the right to write there, and delete the folder that was begun")
 
+    seconds = time.perf_counter() - start
     folder = os.path.relpath(folder)
-    if is_new:
+    screen = sys.stderr if args.print_folder else sys.stdout
+    if record:
         plural = "s" * (record["documents"] != 1)
-        say(f"{folder}: {record['train_tokens']:,} training and {record['val_tokens']:,} "
-            f"validation tokens ({record['tokens']}) from {record['documents']:,} document{plural} "
-            f"(duplicates dropped: {record['duplicates']:,}) in "
-            f"{time.perf_counter() - start:.1f} s")
+        print(f"{folder}: {record['train_tokens']:,} training and {record['val_tokens']:,} "
+              f"validation tokens ({record['tokens']}) from {record['documents']:,} "
+              f"document{plural} (duplicates dropped: {record['duplicates']:,}) "
+              f"in {seconds:.1f} s", file=screen)
     else:
-        say(f"{folder}: already made of this text; used again")
-    for note in record["notes"]:
-        say(f"prepare.py: {note}.")
+        print(f"{folder}: already made of this text; used again", file=screen)
+    for note in notes:
+        print(f"prepare.py: {note}.", file=screen)
     if args.print_folder:
         print(folder)
     elif args.inputs:
-        say(to_type(shlex.join(["train_gpt.py", f"--data_dir={folder}"])))
+        print(to_type(shlex.join(["train_gpt.py", f"--data_dir={folder}"])))
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    try:
-        main()
-    except KeyboardInterrupt:
-        print("prepare.py: stopped; run it again to begin anew.", file=sys.stderr)
-        sys.exit(130)
+    main()

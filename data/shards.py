@@ -15,8 +15,7 @@ Of packages, this file needs numpy only, and it knows nothing of devices.
 """
 import hashlib
 import os
-import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from glob import glob
@@ -27,7 +26,6 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 
 from data import BadInput
-from data.texts import format_of
 
 HEADER_BYTES = 1024
 MAGIC = 20240520
@@ -42,64 +40,37 @@ class ShardError(BadInput):
     """Shards that cannot be used. The message is one sentence: what is wrong, where, the remedy."""
 
 
-AGAIN = "fetch or make it again (data/fineweb.py; data/prepare.py, when its folder is deleted)"
-FROM_TEXT = "make shards of the text itself: python data/prepare.py FILE"
+AGAIN = ("fetch or make it again (data/fineweb.py, when the file is deleted; data/prepare.py, when "
+         "its folder is deleted)")
 
 
 @contextmanager
 def opened(path: Path) -> Iterator[tuple[BinaryIO, int]]:
-    """A shard, open where its tokens begin, and their number, after a check of its header and of
-    its length. It is read and never mapped into memory: where a mapped file has become shorter, the
-    system kills the process without a word.
+    """A shard, open where its tokens begin, and their number. It is read and never mapped into
+    memory: where a mapped file has become shorter, the system kills the process without a word.
 
     Raises ShardError if the file is not a whole shard or cannot be read.
     """
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
-            num_tokens = tokens_promised(path, file.read(HEADER_BYTES), size)
-            yield file, num_tokens
+            if size < HEADER_BYTES:
+                raise ShardError(
+                    f"{path} has {size} bytes, less than its header of {HEADER_BYTES}; {AGAIN}")
+            magic, _, num_tokens, *_ = np.fromfile(file, dtype="<i4", count=HEADER_BYTES // 4)
+            if magic != MAGIC:
+                raise ShardError(
+                    f"{path} begins with magic {magic}, not {MAGIC}; {AGAIN}, or if it is "
+                    "nanoGPT's train.bin, make a shard of it, as write_shard in data/shards.py "
+                    "explains")
+            expected_size = HEADER_BYTES + 2 * int(num_tokens)
+            if size != expected_size:
+                raise ShardError(
+                    f"{path} has {size} bytes where its header promises {expected_size}; {AGAIN}")
+            yield file, int(num_tokens)
     except OSError as error:
-        raise ShardError(
-            f"{path} cannot be read ({error.strerror or error}); {AGAIN}") from None
-
-
-def tokens_promised(path: Path, header: bytes, size: int) -> int:
-    """How many tokens the shard holds by its header. Raises ShardError if that does not fit the
-    size of the file."""
-    begins_right = header[:4] == np.array(MAGIC, dtype="<i4").tobytes()
-    if header and not begins_right:
-        what, remedy = foreign(path, header)
-        raise ShardError(f"{path} {what}; {remedy}")
-    if len(header) < HEADER_BYTES:
-        raise ShardError(
-            f"{path} has {size} bytes, less than its header of {HEADER_BYTES}; {AGAIN}")
-    num_tokens = int(np.frombuffer(header, dtype="<i4", count=3)[2])
-    expected_size = HEADER_BYTES + 2 * num_tokens
-    if size != expected_size:
-        raise ShardError(
-            f"{path} has {size} bytes where its header promises {expected_size}; {AGAIN}")
-    if num_tokens == 0:
-        raise ShardError(f"{path} holds no tokens; {AGAIN}")
-    return num_tokens
-
-
-def foreign(path: Path, header: bytes) -> tuple[str, str]:
-    """What a file is that is no shard, and what to do instead."""
-    known = format_of(header)
-    if known:
-        return f"is {known[0]}, not a shard", known[1]
-    if not any(header[12:]):  # a header, and no tokens
-        return f"begins with magic {int.from_bytes(header[:4], 'little')}, not {MAGIC}", AGAIN
-    if b"\0" not in header:
-        return "is a text, not a shard", f"make shards of it: python data/prepare.py {path}"
-    split = "val" if "val" in path.name else "train"
-    shard = str(path.with_name(f"own_{split}_{path.stem}.bin"))
-    tokens = f"numpy.fromfile({str(path)!r}, '<u2')"
-    return "holds numbers without a header, as nanoGPT's train.bin does, not a shard", (
-        "if they are GPT-2's tokens of 16 bits, this makes a shard of them, in the folder of "
-        "train_gpt.py: python -c \"import numpy; from data.shards import write_shard; "
-        f"write_shard({shard!r}, [numpy.r_[{SEPARATOR}, {tokens}]])\"; if not, {FROM_TEXT}")
+        raise ShardError(f"{path} cannot be read ({error.strerror}); check the file and its "
+                         "permissions") from None
 
 
 def count_tokens(path: Path) -> int:
@@ -108,22 +79,20 @@ def count_tokens(path: Path) -> int:
         return num_tokens
 
 
-def write_shard(path: Path, documents: Iterable[np.ndarray]) -> None:
+def write_shard(path: Path, documents: Sequence[np.ndarray]) -> None:
     """Write documents, each an array of tokens that begins with SEPARATOR, as one shard.
 
-    The header is written last, when the number of tokens is known. Until then the file begins with
-    zeros, so that nobody takes it for a shard if the writing is interrupted.
+    Tokens of GPT-2 without a header, as in nanoGPT's train.bin, become a shard of a document by
+
+        tokens = np.r_[SEPARATOR, np.fromfile("train.bin", dtype="<u2")]
+        write_shard("own_train_000001.bin", [tokens])
     """
-    num_tokens = 0
+    header = np.zeros(HEADER_BYTES // 4, dtype="<i4")
+    header[:3] = MAGIC, VERSION, sum(map(len, documents))
     with open(path, "wb") as file:
-        file.write(bytes(HEADER_BYTES))
+        file.write(header.tobytes())
         for document in documents:
             file.write(document.astype("<u2", copy=False).tobytes())
-            num_tokens += len(document)
-        header = np.zeros(HEADER_BYTES // 4, dtype="<i4")
-        header[:3] = MAGIC, VERSION, num_tokens
-        file.seek(0)
-        file.write(header.tobytes())
 
 
 class Shard(NamedTuple):
@@ -142,18 +111,15 @@ def read_shard(path: Path, vocab_size: int) -> Shard:
         tokens = np.fromfile(file, dtype="<u2", count=num_tokens)
     starts = np.flatnonzero(tokens == SEPARATOR)
     if len(starts) == 0:
-        remedy = "make it with data/prepare.py"
-        raise ShardError(f"{path} holds no document start (token {SEPARATOR}); {remedy}")
-
-    separator = min(SEPARATOR, vocab_size - 1)
-    if separator != SEPARATOR and separator in tokens:
-        need = f"which --vocab_size={vocab_size} needs as separator"
-        raise ShardError(f"{path} holds token {separator}, {need}; raise --vocab_size")
-    tokens[starts] = separator
+        raise ShardError(f"{path} holds no document start (token {SEPARATOR}); make it with "
+                         "data/prepare.py")
+    tokens[starts] = 0
     largest = tokens.max()
-    if largest >= vocab_size:
-        limit = f"outside of --vocab_size={vocab_size}"
-        raise ShardError(f"{path} holds token {largest}, {limit}; is it other data?")
+    limit = vocab_size - 1 if reads_bytes(vocab_size) else vocab_size
+    if largest >= limit:
+        raise ShardError(f"{path} holds token {largest}, and with --vocab_size={vocab_size} tokens "
+                         f"must be below {limit}; is it other data?")
+    tokens[starts] = min(SEPARATOR, vocab_size - 1)
     return Shard(tokens, starts)
 
 
@@ -176,29 +142,16 @@ def find_shards(folder: str | Path, split: str, pattern: str, remedy: str) -> li
     Raises ShardError if there are none, or if they are of several texts. The sentence names
     --train_files or --val_files, by `split`, and if there are no shards ends with `remedy`.
     """
-    names = glob(pattern, root_dir=folder)
+    names = sorted(glob(pattern, root_dir=folder))
     if not names:
-        missing = f"no {split} shards (--{split}_files={pattern}) in {folder}"
-        raise ShardError(f"{missing}{what_else(Path(folder), split) or f'; {remedy}'}")
+        others = ", ".join(sorted(glob("*.bin", root_dir=folder))[:4])
+        raise ShardError(f"no {split} shards (--{split}_files={pattern}) in {folder}"
+                         f"{others and f', which holds {others}'}; {remedy}")
     texts = sorted({name.split(f"_{split}_")[0] for name in names})
     if pattern == f"*_{split}_*.bin" and len(texts) > 1:  # a pattern of the user's may mean several
         raise ShardError(f"{folder} holds shards of {len(texts)} texts ({', '.join(texts[:3])}); "
                          f"choose one with --{split}_files={texts[0]}_{split}_*.bin")
-    return sorted(Path(folder, name) for name in names)
-
-
-def what_else(folder: Path, split: str) -> str:
-    """What stands in a folder in place of shards, and what to do with it, or an empty string."""
-    others = sorted(path for path in folder.glob("[!.]*") if path.is_file())
-    others = [path for path in others if not re.search("_(train|val)_.*[.]bin$", path.name)]
-    if not others:
-        return ""
-    path = next((path for path in others if split in path.name), others[0])
-    try:
-        count_tokens(path)
-    except ShardError as error:
-        return f", but {error}"
-    return f", but {path.name}, which is one; name it with --{split}_files={path.name}"
+    return [Path(folder, name) for name in names]
 
 
 def fingerprint(path: Path, split: str) -> dict:
