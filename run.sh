@@ -53,11 +53,12 @@ if [ "${1:-}" = test ]; then
   exec "$python" -m pytest -q -n 2 --dist worksteal tests "$@"
 fi
 
-# 3. The data.
+# 3. The data. Wrong keys are found before any are made or fetched.
 asked=" ${keys[*]-} "
 case $asked in
   *" --help "* | *" -h "*) exec "$python" train_gpt.py "${keys[@]}" ;;
 esac
+"$python" train_gpt.py ${keys[@]+"${keys[@]}"} --help > /dev/null
 gpus=$("$python" -c "import torch; print(torch.cuda.device_count())")
 case $asked in *" --preset=laptop "* | *" --device=cpu "*) gpus=0 ;; esac
 tokens=auto  # bytes if GPT-2's vocabulary cannot be fetched

@@ -7,15 +7,15 @@
 
 INPUT is one of these, in UTF-8, or in UTF-16 with a byte-order mark:
     a text          one document, or with --split or --split_blank several
-    JSON lines      an object on each line, with the text of one document under --key; the name of
-                    the file ends in .jsonl, .json, .jsonlines or .ndjson
+    JSON lines      an object on each line, with the text of one document under --key
     a folder        the files of text and of source code in it and in its subfolders (texts.py has
                     their endings), without hidden ones and without those that are not text
 
 The shards are OUT/NAME_val_000000.bin and OUT/NAME_train_000001.bin (shards.py says what a shard
-is). Without --out, OUT is data/NAME, with the name of the first INPUT. OUT/corpus.json says what
-the shards were made of; the same command finds it the next time, and has nothing to do. A document
-in a shard is the token 50256 followed by the document's own tokens: GPT-2's, or one for each byte.
+is). Without --out, OUT is data/NAME, with the name of the first INPUT, or data/NAME-2 and so on if
+that is made of something else. OUT/corpus.json says what the shards were made of; the same command
+finds it the next time, and has nothing to do. A document in a shard is the token 50256 followed by
+the document's own tokens: GPT-2's, or one for each byte.
 
 Blank documents are dropped, and so are those whose text an earlier one has. The others are
 shuffled. The first of these are the validation split, with 5% of all tokens: a fair sample of the
@@ -35,7 +35,7 @@ import shlex
 import signal
 import sys
 import time
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -169,6 +169,23 @@ def default_folder(first_input):
     return DATA / safe_name(path.name if path.is_dir() else path.stem)
 
 
+def folder_for(args, record):
+    """The folder of the corpus that `record` describes, and whether it was made there already.
+    Raises BadInput."""
+    first = Path(os.path.realpath(args.out)) if args.out else default_folder(args.inputs[0])
+    folder = first
+    for number in count(2):
+        path = folder / "corpus.json"
+        if path.exists() and record.items() <= json.loads(path.read_text(encoding="utf-8")).items():
+            return folder, True
+        if not folder.exists() or not any(folder.iterdir()):
+            return folder, False
+        if args.out:
+            raise BadInput(f"{args.out}: already there, and made of other files or with other "
+                           "options; delete it, or choose another folder with --out")
+        folder = first.with_name(f"{first.name}-{number}")
+
+
 def make_corpus(args, notes):
     """Make the corpus, unless it is there already. Returns its folder, and what corpus.json says
     in it, or None if it was there. Raises BadInput and OSError."""
@@ -178,19 +195,15 @@ def make_corpus(args, notes):
                   for path in files],  # a file that was changed has another time
         "options": {name: getattr(args, name)
                     for name in ("python_docs", "tokens", "key", "split", "split_blank")}}
-    folder = Path(os.path.realpath(args.out)) if args.out else default_folder(args.inputs[0])
-    path = folder / "corpus.json"
-    if path.exists() and record.items() <= json.loads(path.read_text(encoding="utf-8")).items():
+    folder, is_made = folder_for(args, record)
+    if is_made:
         return folder, None
-    if folder.exists() and any(folder.iterdir()):
-        raise BadInput(f"{os.path.relpath(folder)}: already there, and made of other files or with "
-                       "other options; delete it, or choose another folder with --out")
 
     record["tokens"] = choose_tokens(notes) if args.tokens == "auto" else args.tokens
     documents = python_documents() if args.python_docs else texts.read_all(args.inputs, args, notes)
     record |= write_corpus(tqdm(documents, unit=" documents", disable=None), folder,
                            record["tokens"] == "bytes", ", ".join(args.inputs))
-    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    (folder / "corpus.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return folder, record
 
 

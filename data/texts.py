@@ -101,8 +101,11 @@ def read_documents(path, options):
             elif b"\0" in head:
                 raise BadInput(f"{path}: {ZEROS}")
             lines = io.TextIOWrapper(file, encoding, newline="\n")  # "\r" stays
-            texts = json_lines(lines, options.key, path) if suffix in JSON_LINES else [lines.read()]
-            for text in texts:
+            if suffix in JSON_LINES or begins_with_object(head):
+                documents = json_lines(lines, options.key, path)
+            else:
+                documents = [lines.read()]
+            for text in documents:
                 yield from filter(str.strip, split(text, options))
     except UnicodeError as error:
         raise BadInput(f"{path}: not text in UTF-8 ({error.reason}); convert it from the encoding "
@@ -111,6 +114,14 @@ def read_documents(path, options):
     except OSError as error:
         raise BadInput(f"{path}: cannot be read ({error.strerror}); check the file and its "
                        "permissions") from error
+
+
+def begins_with_object(head):
+    """Whether the first line of these bytes is a JSON object, whatever the file is called."""
+    try:
+        return isinstance(json.loads(head.partition(b"\n")[0]), dict)
+    except ValueError:
+        return False
 
 
 def json_lines(lines, key, path):

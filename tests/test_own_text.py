@@ -85,10 +85,12 @@ def test_both_splits_are_always_long_enough_for_the_trainer(tmp_path, lengths):
     ("story.txt", "story"),
     ("LICENSE", "LICENSE"),
     ("my_train_set.txt", "my-train_set"),
+    ("taken.txt", "taken-2"),
     ("___.txt", "text"),
     ("сказка.txt", "сказка"),
 ])
 def test_the_default_folder_has_the_name_of_the_input(tmp_path, data, given, folder):
+    write(data / "taken" / "other.py", "something else")
     prepare.main([write(tmp_path / given, STORY), "--bytes"])
     train = sorted((data / folder).glob("*_train_*.bin"))
     val = sorted((data / folder).glob("*_val_*.bin"))
@@ -123,19 +125,22 @@ def test_print_folder_prints_nothing_else_on_stdout(tmp_path, data, capsys):
 
 # ---- the end of a run ----------------------------------------------------------------------------
 
-def test_the_same_command_again_changes_nothing_and_another_one_is_refused(tmp_path, data, capsys):
+def test_the_same_command_again_changes_nothing_and_after_a_change_the_old_shards_stay(tmp_path, data, capsys):
     source = write(tmp_path / "story.txt", STORY)
-    for _ in range(2):
-        prepare.main([source, "--bytes"])
-    assert "data/story: already made of this text; used again" in capsys.readouterr().out
-    before = {path: path.stat().st_mtime_ns for path in data.rglob("*.*")}
+    for options, text, folder, is_new in (
+            ([], STORY, "story", True), ([], STORY, "story", False), (["--split_blank=1"], STORY, "story-2", True),
+            ([], STORY.upper(), "story-3", True), ([], STORY.upper(), "story-3", False)):
+        before = {path: path.stat().st_mtime_ns for path in data.rglob("*.bin")}
+        if is_new and text != STORY:
+            write(tmp_path / "story.txt", text)
+        prepare.main([source, "--bytes", *options])
+        said = capsys.readouterr().out
+        assert f"data/{folder}: " in said and ("already made of this text; used again" not in said) == is_new
+        assert "".join(map(from_bytes, read_corpus(data / folder))) == text
+        assert before.items() <= {path: path.stat().st_mtime_ns for path in data.rglob("*.bin")}.items()
     with pytest.raises(SystemExit, match="2"):
-        prepare.main([source, "--bytes", "--split_blank=1"])
-    write(tmp_path / "story.txt", STORY.upper())
-    with pytest.raises(SystemExit, match="2"):
-        prepare.main([source, "--bytes"])
-    assert capsys.readouterr().err.count("data/story: already there, and made of other files or with other options") == 2
-    assert before == {path: path.stat().st_mtime_ns for path in data.rglob("*.*")}
+        prepare.main([source, "--bytes", f"--out={data / 'story'}"])
+    assert "already there, and made of other files" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(os.name == "nt", reason="limits the size of files")
