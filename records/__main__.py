@@ -26,14 +26,18 @@ def write_code(log: Log, folder: Path) -> None:
 def check(page: Path) -> int:
     """Compares all records, and the leaderboard in the page, with the logs. Returns the exit
     status."""
-    folders = record.folders()
-    found = [problem for folder in folders for problem in record.problems(folder)]
+    records, found = [], []
+    for folder in record.folders():
+        try:
+            records.append(record.read(folder))
+        except (ValueError, OSError, LookupError) as error:
+            found.append(f"{folder.name}: {error}")
     text = page.read_text("utf-8")
-    if not found and table.rewritten(text) != text:
+    if not found and table.rewritten(text, records) != text:
         found = [f"{page}: its leaderboard is another; run `python -m records table`"]
     for problem in found:
         print(problem)
-    print(f"compared {len(folders)} records with their logs, problems: {len(found)}")
+    print(f"compared {len(record.folders())} records with their logs, problems: {len(found)}")
     return 1 if found else 0
 
 
@@ -91,7 +95,8 @@ def run(args: argparse.Namespace) -> int:
         plots.curves(logs).savefig(args.out)
         print(f"wrote {args.out}")
     else:
-        page.write_text(table.rewritten(page.read_text("utf-8")), "utf-8")
+        records = [record.read(folder) for folder in record.folders()]
+        page.write_text(table.rewritten(page.read_text("utf-8"), records), "utf-8")
         print(f"wrote the leaderboard in {page}")
     return 0
 

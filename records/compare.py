@@ -3,7 +3,7 @@ import statistics
 from pathlib import Path
 
 from .log import Refused, machine_name, read_logs
-from .record import ALPHA, differing, moments, pm, refuse_mixed, shared
+from .record import ALPHA, differing, pm, refuse_mixed, shared
 
 
 def verdict(what: str, unit: str, a: list[float], b: list[float], digits: int) -> str:
@@ -38,8 +38,8 @@ def compare(side_a: Path, side_b: Path) -> list[str]:
         losses = [log.end["val_loss"] for log in logs]
         times = [log.end["train_time_s"] for log in logs]
         machine = machine_name(logs[0].environment, logs[0].config)
-        lines.append(f"{side} = {path}: n = {len(logs)}, loss {pm(moments(losses, 4), 4)}, time "
-                     f"{pm(moments(times, 2), 2)} s, {machine}")
+        lines.append(f"{side} = {path}: n = {len(logs)}, loss {pm(losses, 4)}, time "
+                     f"{pm(times, 2)} s, {machine}")
         for log in logs:
             lines += [f"caution: {log.path}: {defect['what']}" for defect in log.facts["defect"]]
     for what, unit, key, digits in (("loss", "", "val_loss", 4), ("time", " s", "train_time_s", 3)):

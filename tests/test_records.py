@@ -71,10 +71,10 @@ def make(root, name="first", losses=(4.0, 4.1, 4.05), first_ms=1000, **changes):
 def test_a_record_is_made_checked_and_ranked_and_every_log_comes_back_byte_for_byte(root, capfdbinary):
     assert make(root) == 0 and main(["table"]) == 0 and main(["check"]) == 0
     folder = root / "records" / "2026-11-27_first"
-    stored = json.loads((folder / "record.json").read_text())
-    assert stored["n"] == 3 and stored["loss"]["mean"] == 4.05 and stored["loss"]["sd"] == 0.05
-    assert stored["loss"]["p_below_target"] == pytest.approx(scipy.stats.ttest_1samp([4.0, 4.1, 4.05], 4.2, alternative="less").pvalue, rel=1e-2)
-    assert "4.0500 ± 0.0500, target 4.2" in (folder / "README.md").read_text()
+    p = scipy.stats.ttest_1samp([4.0, 4.1, 4.05], 4.2, alternative="less").pvalue
+    page = (folder / "README.md").read_text()
+    assert f"| 4.0500 ± 0.0500, target 4.2 (p = {p:.2g} for a mean below it) |" in page and "| 3, of which 3 reached the target |" in page
+    assert "| what is new |" in page and "| some text |" in page
     assert OTHER.encode() not in (folder / "log_2.txt").read_bytes() and SOURCE.encode() not in (folder / "log_2.txt").read_bytes()
     capfdbinary.readouterr()
     for number in (1, 2, 3):
@@ -106,18 +106,16 @@ def test_check_names_a_log_that_was_changed(root, capsys, name, old, new):
     assert "expected" in capsys.readouterr().out
 
 
-def test_check_names_numbers_and_tables_that_do_not_follow_from_the_logs(root, capsys):
+def test_check_names_a_table_that_does_not_follow_from_the_logs_and_a_leaderboard_that_does_not_follow_from_them(root, capsys):
     make(root), main(["table"])
-    folder = root / "records" / "2026-11-27_first"
-    stored = json.loads((folder / "record.json").read_text())
-    stored["time_s"]["mean"] = 0.5
-    (folder / "record.json").write_text(json.dumps(stored, indent=1) + "\n")
-    page = folder / "README.md"
-    page.write_text(page.read_text().replace("4.0500", "4.0400"))
-    capsys.readouterr()
-    assert main(["check"]) == 1
-    out = capsys.readouterr().out
-    assert "record.json: time_s is" in out and "README.md: its table" in out
+    for page, part in ((root / "records" / "2026-11-27_first" / "README.md", "the table in its README.md"),
+                       (root / "records" / "README.md", "its leaderboard is another")):
+        before = page.read_text()
+        page.write_text(before.replace("4.0500", "4.0400").replace("[first]", "[second]"))
+        capsys.readouterr()
+        assert main(["check"]) == 1
+        assert part in capsys.readouterr().out
+        page.write_text(before)
 
 
 @pytest.mark.parametrize("changes, sentence", [
