@@ -103,7 +103,7 @@ def test_check_names_a_log_that_was_changed(root, capsys, name, old, new):
     path.write_text(path.read_text().replace(old, new))
     capsys.readouterr()
     assert main(["check"]) == 1
-    assert "expected" in capsys.readouterr().out
+    assert "no longer as it was written" in capsys.readouterr().out
 
 
 def test_check_names_a_table_that_does_not_follow_from_the_logs_and_a_leaderboard_that_does_not_follow_from_them(root, capsys):
@@ -136,12 +136,11 @@ def test_runs_that_do_not_belong_together_are_refused_by_the_first_difference(ro
 
 @pytest.mark.parametrize("damage, sentence", [
     (lambda lines: [line for line in lines if not line.startswith("step:1/2")], "steps are missing"),
-    (lambda lines: [line.replace("val_loss: 4.0", "val_loss: 3.0") for line in lines], "are not those of the last line"),
-    (lambda lines: ["print('another')", *lines[1:]], "expected train_gpt.py with the sha256"),
-    (lambda lines: [line for line in lines if not line.startswith("config")], "no `config` line"),
+    (lambda lines: [line.replace("val_loss: 4.0", "val_loss: 3.0") for line in lines], "the results are not those of the last line"),
+    (lambda lines: ["print('another')", *lines[1:]], "train_gpt.py in it is no longer"),
     (lambda lines: ["a text"], "this is no log"),
     (lambda lines: [line + " {" if line.startswith("note") else line for line in lines], "neither a step nor a fact"),
-], ids=range(6))
+], ids=range(5))
 def test_a_damaged_log_is_one_sentence(tmp_path, damage, sentence):
     path = tmp_path / "log.txt"
     path.write_text("\n".join(damage(lines_of())))
