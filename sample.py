@@ -31,7 +31,7 @@ from data.shards import SEPARATOR, reads_bytes
 from nanogpt import faults
 from nanogpt.command_line import Parser
 from nanogpt.masks import BLOCK_SIZE
-from nanogpt.ranks import is_rank_0, require
+from nanogpt.ranks import require
 from records.console import complain, discard_output, prepare_output
 
 # --------------------------------------------------------------------------------------------------
@@ -110,32 +110,7 @@ def continued(model, text: str, count: int, temperature: float = 0.8,
 
 
 # --------------------------------------------------------------------------------------------------
-# 3. The sample at the end of a run
-
-
-def check(config) -> list[str]:
-    """Before a run: if it cannot end with a sample, it does without, and this returns a note."""
-    try:
-        if is_rank_0():
-            codec(config.vocab_size)
-    except BadInput as error:
-        config.sample = ""
-        return [f"there will be no sample: {error}"]
-    return []
-
-
-def what_to_expect(config, active: int, read: int) -> str:
-    """What a sample of a small model of bytes shows, for somebody who has never seen one; empty for
-    other models. `active`: its weights without tables; `read`: bytes that it was trained on."""
-    if not reads_bytes(config.vocab_size) or active > 5_000_000:
-        return ""
-    return (f"what to expect: {active / 1e6:.1f}M weights that have read {read / 1e6:.1f}M bytes "
-            "write letters and words in a likely order, but no sense; longer runs, more text and "
-            "larger models on a GPU bring more")
-
-
-# --------------------------------------------------------------------------------------------------
-# 4. The program
+# 3. The program
 
 DEVICES = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]  # the best one first
 

@@ -52,7 +52,7 @@ class Log:
         self.num_steps = 0
         self.pending = []  # losses that may still be on their way from the device
         self.steps: list[tuple] = []  # step, seconds, name and loss of all lines
-        self.val_loss = None  # that of the last validation
+        self.val_loss = None  # that of the last validation, as the log has it
         self.path = None
         # At first it holds the facts that come before the log begins. None if it cannot be written
         # to any more, or has ended.
@@ -103,7 +103,7 @@ class Log:
         "train_loss" or "val_loss"."""
         self.steps.append((step, seconds, name, loss))
         if name == "val_loss":
-            self.val_loss = loss
+            self.val_loss = round(loss, 4)
         milliseconds = 1000 * seconds
         average = milliseconds / step if step > 0 else math.nan
         text = (f"step:{step}/{self.num_steps} {name}:{loss:.4f} "
@@ -227,7 +227,7 @@ def output_of(*command: str) -> str | None:
 
 
 # ------------------------------------------------------------------------------------------------
-# Which machine it runs on, and what came of the run
+# Which machine it runs on
 
 
 def describe_machine(device: torch.device) -> dict:
@@ -258,29 +258,3 @@ def cpu_name() -> str:
         if found:
             return found[1].strip()
     return platform.processor() or platform.machine()
-
-
-def end_block(facts: RunFacts, val_loss: float | None, target: float, steps: int, seconds: float,
-              tokens: int, device: torch.device, startup_s: float) -> dict:
-    """What came of a run of so many steps, seconds of training and tokens (records/README.md).
-    val_loss is None if nothing was validated, and a target of 0 is none."""
-    reached = None
-    if val_loss is not None:
-        val_loss = round(val_loss, 4)
-        reached = val_loss <= target if target else None
-    memory = None
-    if device.type == "cuda":  # with that of CUDA graphs and what PyTorch keeps for later use
-        memory = torch.cuda.max_memory_reserved(device) // 2**20
-    return {
-        "val_loss": val_loss,
-        "target": target or None,
-        "reached": reached,
-        "train_time_s": round(seconds, 3),
-        "step_avg_ms": round(1000 * seconds / steps, 2),
-        "tokens": tokens,
-        "tokens_per_s": round(tokens / seconds),
-        "mfu": None,  # the share of a GPU's peak, in logs before 28 November 2026
-        "peak_memory_mib": memory,
-        "compile_s": round(startup_s, 1),
-        "code_sha256": facts.run["code_sha256"],
-    }

@@ -125,14 +125,6 @@ def test_text_goes_to_tokens_and_back_and_tokens_without_text_are_empty(monkeypa
         sample.codec(50304)
 
 
-def test_a_newcomer_is_told_what_to_expect_of_a_small_model_of_bytes():
-    laptop = t.Config(**t.PRESETS["laptop"])
-    sentence = sample.what_to_expect(laptop, t.report.num_weights(t.parameter_table(laptop))[0], 1_000_000)
-    assert sentence.startswith("what to expect: 0.8M weights that have read 1.0M bytes write letters and words")
-    speedrun = t.Config()
-    assert sample.what_to_expect(speedrun, t.report.num_weights(t.parameter_table(speedrun))[0], 1_000_000) == ""
-
-
 # ---------------------------------------------------------------------------------------------------- the program
 
 
