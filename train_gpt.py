@@ -1939,7 +1939,7 @@ def train(c: Config, at_end: ExitStack) -> int:
     at_end.push(log.end_early)
     clock = journal.Clock(device)
     facts = journal.RunFacts(
-        journal.describe_run(SOURCE, files, __file__), files, journal.describe_machine(device),
+        journal.describe_run(SOURCE), files, journal.describe_machine(device),
         run_files.fingerprints)
     if ACTIVATION is not relu_squared and "fp8-static" in recipe_names.values():
         log.say("with this ACTIVATION the MLP is not in FP8 with constant scales, whose kernel "

@@ -65,12 +65,14 @@ def end(run, script, startup_s: float) -> int:
         keeper.remove_save()
         if is_rank_0() and c.sample and path:
             say(f"sample: {sample_of(run, script, path)}")
-    say("\n".join(["", *curve([loss for _, _, name, loss in log.steps if name == "train_loss"])]))
+    train_losses = [loss for _, _, name, loss in log.steps if name == "train_loss"]
     loss, reached, memory = result["val_loss"], result["reached"], result["peak_memory_mib"]
     unit = log.console.unit
     # Here the end of a document counts as a byte; in evaluate.py it does not.
     bits = f", {loss / math.log(2):.3f} bits per byte" if loss and unit == "byte" else ""
+    say("")
     say_facts(log.console, {
+        "training": f"{curve(train_losses)} the loss of steps 1 to {run.step}",
         "loss": loss and f"{loss:.4f} nats per {unit}{bits}",
         "target": reached is not None
                   and f"{c.target_loss:g}: {'reached' if reached else 'missed'}",
@@ -136,7 +138,5 @@ def sample_of(run, script, path: str) -> str:
 def num_weights(table: dict) -> tuple[int, int]:
     """How many weights are active in every token, and how many are in tables, by
     train_gpt.parameter_table."""
-    sizes = {True: 0, False: 0}  # of tables, of others
-    for param in table.values():
-        sizes[param.optimizer == "rows"] += math.prod(param.shape)
-    return sizes[False], sizes[True]
+    in_tables = sum(math.prod(p.shape) for p in table.values() if p.optimizer == "rows")
+    return sum(math.prod(p.shape) for p in table.values()) - in_tables, in_tables

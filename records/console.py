@@ -10,6 +10,8 @@ import sys
 import numpy as np
 from tqdm import tqdm
 
+BARS = "▁▂▃▄▅▆▇█"  # from low to high
+
 # ------------------------------------------------------------------------------------------------
 # Output of any program
 
@@ -83,19 +85,11 @@ class Console:
         self.bar = None
 
 
-def curve(losses: list[float], rows: int = 8, columns: int = 60) -> list[str]:
-    """Training losses as lines of a picture. A column is the mean of its losses, and each row is
-    labelled with the loss that a column must have to reach it. Nothing for fewer than 10 losses."""
-    if len(losses) < 10:
-        return []
+def curve(losses: list[float], columns: int = 60) -> str:
+    """Losses as a row of bars: each is as high as the mean of its part of the run."""
     means = [part.mean() for part in np.array_split(losses, min(columns, len(losses)))]
-    low, high = min(means), max(means)
-    lines = []
-    for row in reversed(range(rows)):
-        level = low + (high - low) * row / rows
-        cells = ["#" if mean >= level else " " for mean in means]
-        lines.append(f"{level:6.2f} |{''.join(cells)}".rstrip())
-    return [*lines, f"training loss, steps 1 to {len(losses)}", ""]
+    heights = np.interp(means, (min(means), max(means)), (0, len(BARS) - 1)).round()
+    return "".join(BARS[int(height)] for height in heights)
 
 
 def to_type(command: str) -> str:

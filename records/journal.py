@@ -64,7 +64,7 @@ class Log:
         cannot be written."""
         self.path = Path(config["log_dir"], f"{facts.run['run_id']}.txt")
         self.num_steps = config["num_steps"]
-        came_before = self.file.getvalue().decode()
+        came_before = self.file.getvalue()
         self.file = open(self.path if is_rank_0() else os.devnull, "wb")
         self.file.write(source + RULE.encode() + b"\n")
         facts_of_kind = dict(run=[facts.run], file=facts.files, config=[config],
@@ -72,8 +72,7 @@ class Log:
         for kind, values in facts_of_kind.items():
             for value in values:
                 self.fact(kind, value)
-        for line in came_before.splitlines():
-            self.write(line)
+        self.file.write(came_before)
 
     def write(self, line: str) -> None:
         """Writes one line. It is in the file at once, so that a run which is killed leaves a log up
@@ -197,22 +196,19 @@ def project_files(script: str | Path) -> list[dict]:
     return files
 
 
-def describe_run(source: bytes, files: list[dict], script: str) -> dict:
-    """The fact `run`: which run of which code this is. `source` is that of the script, which lies
-    at this path; `files` are those of `project_files`. That of rank 0 is the one for the log: other
-    ranks have another id. Raises BadInput for a script without a last newline, which could not be
-    found again in the log."""
-    require(source.endswith(b"\n"), f"{script}: end the last line with a newline")
-    commit = output_of("git", "rev-parse", "--verify", "-q", "HEAD")
-    ran = [str(Path(script).resolve()), *(file["path"] for file in files)]
-    changes = output_of("git", "status", "--porcelain", "--", *ran)  # also files that git lacks
+def describe_run(source: bytes) -> dict:
+    """The fact `run`: which run of which script this is. That of rank 0 is the one for the log:
+    other ranks have another id. Raises BadInput for a script without a last newline, which could
+    not be found again in the log."""
+    require(source.endswith(b"\n"), "end the last line of train_gpt.py with a newline")
+    changes = output_of("git", "status", "--porcelain", "--untracked-files=no")
     return {
         "run_id": str(uuid.uuid4()),
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "grammar": 2,  # the version of the log's form
         "code_sha256": sha256(source),
         "code_bytes": len(source),
-        "git_commit": commit,
+        "git_commit": output_of("git", "rev-parse", "--verify", "-q", "HEAD"),
         "git_clean": None if changes is None else changes == "",
     }
 

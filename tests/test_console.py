@@ -55,6 +55,8 @@ weights   models/x.pt
 @pytest.mark.parametrize("loss, verdict", [(1.75, "missed"), (1.5, "reached"), (1.25, "reached")])
 def test_the_end_says_what_came_of_the_run(began, capsys, loss, verdict):
     c, log, _ = began
+    log.step(5, 88.0, "train_loss", 3.0)
+    log.step(6, 88.2, "train_loss", 2.0)
     log.step(6, 88.24, "val_loss", loss + 0.00001)
     keeper = SimpleNamespace(facts=FACTS, best=(2, 1.3, "models/x.pt"), lacks_weights=False, remove_save=lambda: None)
     model = SimpleNamespace(candidates=SimpleNamespace(lost_targets=0))
@@ -68,6 +70,7 @@ def test_the_end_says_what_came_of_the_run(began, capsys, loss, verdict):
     *summary, _, sampling, evaluation = capsys.readouterr().out.splitlines()
     assert summary == [
         "",
+        "training  █▁ the loss of steps 1 to 6",
         f"loss      {loss:.4f} nats per byte, {loss / math.log(2):.3f} bits per byte",
         f"target    1.5: {verdict}",
         f"time      88.2 s of training, 14706.67 ms a step, {tokens / 88.24:,.0f} tokens/s",
@@ -131,12 +134,7 @@ def test_a_console_that_cannot_be_written_to_falls_silent_and_the_run_goes_on(sh
     assert run.stderr.count("the run goes on silently") == ("2>" not in shell), run.stderr
 
 
-def test_the_curve_has_a_column_for_each_loss_or_for_the_mean_of_several():
-    losses = [9.0, 8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0, 1.0]
-    heights = [8, 8, 7, 6, 5, 4, 3, 2, 1, 1]  # of 8 rows from 1 to 9
-    assert console.curve(losses) == [
-        *(f"  {row}.00 |" + "#" * sum(height >= row for height in heights) for row in range(8, 0, -1)),
-        "training loss, steps 1 to 10", ""]
-    halves = console.curve([5.0] * 300 + [1.0, 2.0] * 150)
-    assert halves[0] == "  4.56 |" + "#" * 30 and halves[7] == "  1.50 |" + "#" * 60
-    assert console.curve([3.0] * 9) == [] and len(console.curve([3.0] * 10)) == 10
+def test_the_curve_has_a_bar_for_each_loss_or_for_the_mean_of_several():
+    assert console.curve([8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0, 1.0]) == "█▇▆▅▄▃▂▁▁"
+    assert console.curve([5.0] * 300 + [1.0, 2.0] * 150) == "█" * 30 + "▁" * 30
+    assert console.curve([3.0]) in "▁█"
