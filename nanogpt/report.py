@@ -129,10 +129,8 @@ def sample_of(run, script, path: str) -> str:
     try:
         model = script.load_checkpoint(path, run.device)
         return "".join(sample.continued(model, c.sample, c.sample_tokens))
-    except torch.OutOfMemoryError:
-        return "none, as the GPU has no room for a second model"
-    except BadInput as error:
-        return f"none, as {error}"
+    except (BadInput, torch.OutOfMemoryError) as error:  # which explains itself at length
+        return f"none: {str(error).partition('. ')[0]}"
 
 
 def num_weights(table: dict) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from .log import Log, Refused, read_bytes, read_log, read_logs
 
 
 def write_code(log: Log, folder: Path) -> None:
-    """Writes all files that ran into a new folder."""
+    """Writes all files that ran in a run into a new folder."""
     folder.mkdir(parents=True)
     for name, content in log.files.items():
         path = folder / name
@@ -79,9 +79,8 @@ def run(args: argparse.Namespace) -> int:
     if args.command == "check":
         return check(page)
     if args.command == "code":
-        log = read_log(args.log)
-        write_code(log, args.folder)
-        print(f"wrote {len(log.files)} files below {args.folder}")
+        write_code(read_log(args.log), args.folder)
+        print(f"wrote {args.folder}")
     elif args.command == "log":
         sys.stdout.buffer.write(read_bytes(args.log))
     elif args.command == "new":

@@ -35,11 +35,10 @@ def compare(side_a: Path, side_b: Path) -> list[str]:
             raise Refused(f"{path}: no run has come to its end; `plot` shows what they did.")
         refuse_mixed(logs)
         sides.append(logs)
-        losses = [log.end["val_loss"] for log in logs]
-        times = [log.end["train_time_s"] for log in logs]
+        losses = pm([log.end["val_loss"] for log in logs], 4)
+        times = pm([log.end["train_time_s"] for log in logs], 2)
         machine = machine_name(logs[0].environment, logs[0].config)
-        lines.append(f"{side} = {path}: n = {len(logs)}, loss {pm(losses, 4)}, time "
-                     f"{pm(times, 2)} s, {machine}")
+        lines.append(f"{side} = {path}: n = {len(logs)}, loss {losses}, time {times} s, {machine}")
         for log in logs:
             lines += [f"caution: {log.path}: {defect['what']}" for defect in log.facts["defect"]]
     for what, unit, key, digits in (("loss", "", "val_loss", 4), ("time", " s", "train_time_s", 3)):

@@ -65,11 +65,9 @@ class Console:
 
     def train_loss(self, step: int, num_steps: int, loss: float) -> None:
         """Moves the bar on, which is on standard error and is shown on a terminal only."""
-        if not self.shows:
-            return
         if self.bar is None:
             self.bar = tqdm(total=num_steps, initial=step - 1, unit="step", dynamic_ncols=True,
-                            miniters=1, disable=None)
+                            miniters=1, disable=None if self.shows else True)
         self.bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
         self.bar.update()
 
@@ -82,7 +80,6 @@ class Console:
         """Lets the bar stand as it is. What is printed next stands below it."""
         if self.bar is not None:
             self.bar.close()
-        self.bar = None
 
 
 def curve(losses: list[float], columns: int = 60) -> str:

@@ -171,9 +171,8 @@ class Clock:
 
     def now(self) -> float:
         """The time up to now, without waiting for the device."""
-        if self.started_at is None:
-            return self.total
-        return self.total + (time.perf_counter() - self.started_at)
+        running = time.perf_counter() - self.started_at if self.started_at else 0.0
+        return self.total + running
 
 
 # ------------------------------------------------------------------------------------------------
@@ -228,10 +227,8 @@ def output_of(*command: str) -> str | None:
 
 def describe_machine(device: torch.device) -> dict:
     """The fact `environment`: hardware and versions. Call it on all ranks: it is a collective."""
-    name = device.type.upper()
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-    devices = all_ranks(name)
+    devices = all_ranks(
+        torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU")
     drivers = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return {
         "python": platform.python_version(),

@@ -129,14 +129,12 @@ def read_log(path: str | Path) -> Log:
     facts, steps = read_lines(lines, path)
     results = read_end(end) if has_end else dict(interrupted=True)
     run = facts["run"][0]
-    files = {SCRIPT: source + b"\n"}
-    sums = {SCRIPT: run["code_sha256"]}
-    for file in facts["file"]:
+    script = dict(path=SCRIPT, text=source.decode() + "\n", sha256=run["code_sha256"])
+    files = {}
+    for file in [script, *facts["file"]]:
         files[file["path"]] = file["text"].encode()
-        sums[file["path"]] = file["sha256"]
-    for name, content in files.items():
-        if sha256(content) != sums[name]:
-            raise Refused(f"{path}: {name} in it is no longer as it was written.")
+        if sha256(files[file["path"]]) != file["sha256"]:
+            raise Refused(f"{path}: {file['path']} in it is no longer as it was written.")
     log = Log(str(path), raw, facts, run, facts["config"][0], facts["environment"][0], steps,
               results, files)
     if not log.interrupted:
@@ -162,11 +160,9 @@ def read_lines(lines: list[str], path: str | Path) -> tuple[defaultdict, list[St
 
 def read_end(text: str) -> dict:
     """The block of results: `key: value` in each line."""
-    end = {}
-    for line in text.splitlines():
-        key, _, value = line.partition(": ")
-        end[key] = value if key == "code_sha256" else json.loads(value)
-    return end
+    end = dict(line.split(": ", 1) for line in text.splitlines())
+    return {key: value if key == "code_sha256" else json.loads(value)
+            for key, value in end.items()}
 
 
 def check_steps(log: Log) -> None:

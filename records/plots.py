@@ -4,8 +4,6 @@ from statistics import fmean
 
 from .log import Log
 
-AXES = ("training time (s)", "training tokens (millions)")
-
 
 def smoothed(losses: list[float]) -> list[float]:
     """The mean of each loss and its neighbours, a fiftieth of the run."""
@@ -31,13 +29,13 @@ def curves(logs: list[Log]):
     """A figure of the runs, a colour each, over time and over tokens. A dashed line is a target."""
     from matplotlib.figure import Figure
     figure = Figure(figsize=(10, 4.2), dpi=160, layout="constrained")
-    axes = figure.subplots(1, len(AXES))
+    axes = figure.subplots(1, 2)
     for i, log in enumerate(logs):
         draw_run(axes, log, f"C{i % 10}")
     losses = [step.loss for log in logs for step in log.steps]
     targets = {log.end["target"] for log in logs if log.end.get("target")}
     lowest = min([*losses, *targets], default=0)
-    for ax, name in zip(axes, AXES):
+    for ax, name in zip(axes, ("training time (s)", "training tokens (millions)")):
         for target in sorted(targets):
             ax.axhline(target, color="black", lw=0.8, ls="--", label=f"target {target:g}")
         ax.set_ylim(lowest - 0.1, lowest + 1.5)  # heights at which the end of the runs can be seen

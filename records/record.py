@@ -69,15 +69,6 @@ def pm(values: list[float], digits: int) -> str:
     return " ± ".join(f"{round(moment, 5):.{digits}f}" for moment in moments)
 
 
-def p_below(values: list[float], target: float) -> float | None:
-    """One-sided p of "the true mean is below the target" by Student's t test, or None where there
-    is no deviation to judge by."""
-    if len(set(values)) == 1:
-        return None
-    from scipy import stats  # of requirements-dev.txt
-    return stats.ttest_1samp(values, target, alternative="less").pvalue
-
-
 # --------------------------------------------------------------------------------------------------
 # The record
 
@@ -87,6 +78,7 @@ class Record:
     record."""
 
     def __init__(self, name: str, logs: list[Log], claim: str, data_name: str):
+        from scipy import stats  # of requirements-dev.txt
         for log in logs:
             if log.interrupted or log.config.get("resume") or log.end["target"] is None:
                 raise Refused(f"{log.path}: a record needs runs to a target that were neither "
@@ -99,7 +91,9 @@ class Record:
         self.losses = [log.end["val_loss"] for log in logs]
         self.times = [log.end["train_time_s"] for log in logs]
         self.target = logs[0].end["target"]
-        self.p = p_below(self.losses, self.target)
+        self.p = None  # of "the true mean loss is below the target", by Student's t test
+        if len(set(self.losses)) > 1:  # else there is no deviation to judge by
+            self.p = stats.ttest_1samp(self.losses, self.target, alternative="less").pvalue
         self.p_text = "no test" if self.p is None else f"p = {self.p:.2g}"
         self.machine = machine_name(logs[0].environment, logs[0].config)
 

@@ -7,17 +7,13 @@ BEGIN = "<!-- leaderboard:begin -->"
 END = "<!-- leaderboard:end -->"
 
 
-def order(record: Record) -> tuple:
-    """Records that share all but the last of these are rivals."""
-    return record.data_name, record.machine, record.target, statistics.fmean(record.times)
-
-
 def rewritten(page: str, records: list[Record]) -> str:
     """The page with the leaderboard of these records, and below it those without a rank."""
     lines = [BEGIN, "| record | time (s) | loss | n | target | machine | data |",
              "|---|--:|---|--:|--:|---|---|"]
     others = []
-    for record in sorted(records, key=order):
+    for record in sorted(records, key=lambda record: (
+            record.data_name, record.machine, record.target, statistics.fmean(record.times))):
         link = f"[{record.name[11:]}]({record.name})"
         if record.p is None or record.p >= ALPHA:
             others.append(link)

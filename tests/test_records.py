@@ -197,8 +197,10 @@ def test_a_run_that_did_not_come_to_its_end_is_not_compared(tmp_path, capsys):
     assert left_out == [f"left out, as it has no end: {path}" for path in (cut, bad)]
 
 
-def test_there_is_no_test_of_a_single_run_or_without_deviation():
-    assert record.p_below([1.0], 2.0) is None and record.p_below([1.0, 1.0], 2.0) is None
+def test_there_is_no_test_of_a_single_run_or_without_deviation(root):
+    assert make(root, "single", losses=(4.0,)) == 0 and make(root, "equal", losses=(4.0, 4.0)) == 0 and main(["table"]) == 0
+    assert "Without a rank: [single](2026-11-27_single), [equal]" in (root / "records" / "README.md").read_text()
+    assert "target 4.2 (no test for a mean below it)" in (root / "records" / "2026-11-27_equal" / "README.md").read_text()
     for a, b in (([1.0], [1.0, 2.0]), ([1.0, 1.0], [2.0, 2.0])):
         assert "no test: it needs two runs" in compare.verdict("loss", "", a, b, 4)
 

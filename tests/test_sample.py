@@ -48,7 +48,7 @@ def test_the_logits_after_a_text_are_those_of_the_whole_sequence_it_begins(lengt
     tokens = torch.randint(0, 20, (512,), generator=generator(1))
     tokens[[0, 100]] = model.bos
     with torch.no_grad():
-        whole = model.logits(*model.last_stream(model.past.read(tokens, False), sample.last_setting(model), training=False))
+        whole = model.logits(*model.last_stream(model.past.read(tokens, False), t.setting_of(model.trained_steps, model.config), training=False))
     found = sample.next_logits(model, tokens[:length].tolist())
     torch.testing.assert_close(found, whole[length - 1], rtol=0, atol=1e-9)
 
@@ -154,7 +154,7 @@ def test_a_character_comes_as_soon_as_it_is_complete_and_without_control_charact
 
 
 @pytest.mark.parametrize("args, part", [
-    ([], "MODEL"), (["no.pt", "x"], "no.pt"), (["x", "--temperature=-1"], "temperature"), (["x", "--temperature=nan"], "nan"),
+    ([], "MODEL"), (["no.pt", "x"], "no.pt"), (["x", "--temperature=hot"], "hot"),
     (["x", "--sample_tokens=1.5"], "1.5"), (["x", "--device=tpu"], "tpu"),
     (["x", "--temprature=1"], "unrecognized arguments: --temprature=1"), (["x", "y", "z"], "unrecognized arguments: z"),
 ], ids=str)
