@@ -154,13 +154,12 @@ def loss_measures(model: Model, tokens: np.ndarray) -> dict[str, Measure]:
     starts = np.flatnonzero(begins)
     num_bytes = model.token_bytes[tokens[1:]]  # (n,) of each target
 
-    def per_document(amounts: np.ndarray, sizes: np.ndarray) -> Measure:
-        return Measure(np.add.reduceat(amounts, starts), np.add.reduceat(sizes, starts))
-
-    token = "byte" if model.kind == "bytes" else "token"
     bits = np.where(num_bytes > 0, nats / math.log(2), 0)
-    return {f"loss, nats per {token}": per_document(nats, np.ones(len(nats))),
-            "bits per byte": per_document(bits, num_bytes.astype(float))}
+    nats, tokens, bits, num_bytes = (
+        np.add.reduceat(x, starts) for x in (nats, np.ones(len(nats)), bits, num_bytes))
+    token = "byte" if model.kind == "bytes" else "token"
+    return {f"loss, nats per {token}": Measure(nats, tokens),
+            "bits per byte": Measure(bits, num_bytes)}
 
 
 def hellaswag_measures(model: Model, items: list[hellaswag.Item]) -> dict[str, Measure]:
@@ -174,8 +173,7 @@ def hellaswag_measures(model: Model, items: list[hellaswag.Item]) -> dict[str, M
     labels = np.array([item.label for item in items])
 
     def percent(scores: np.ndarray) -> Measure:
-        is_right = scores.argmax(1) == labels
-        return Measure(100.0 * is_right, np.ones(len(items)))
+        return Measure(100.0 * (scores.argmax(1) == labels), np.ones(len(items)))
 
     return {"HellaSwag, %": percent(sums), "HellaSwag normalised, %": percent(sums / counts)}
 

@@ -79,11 +79,8 @@ def codec(vocab_size: int) -> tuple[Callable[[str], list[int]], Callable[[int], 
         return (lambda text: bytes_of(text).tolist(),
                 lambda token: token_to_byte[token : token + 1].tobytes())
     vocabulary = gpt2.load()
-
-    def gpt2_bytes(token: int) -> bytes:
-        return vocabulary.decode_single_token_bytes(token) if token < SEPARATOR else b""
-
-    return vocabulary.encode_ordinary, gpt2_bytes
+    return (vocabulary.encode_ordinary, lambda token:
+            vocabulary.decode_single_token_bytes(token) if token < SEPARATOR else b"")
 
 
 def continued(model, text: str, count: int, temperature: float = 0.8,

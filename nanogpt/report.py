@@ -29,8 +29,7 @@ def begin(log: journal.Log, script, c, facts: journal.RunFacts, weights: Path | 
     train_tokens = sum(shard["tokens"] for shard in facts.data if shard["split"] == "train")
     tokens = script.total_tokens(c)
     say_facts(log.console, {
-        "device": f"{machine_name(facts.machine, config)}, "
-                  f"torch {facts.machine['torch'].partition('+')[0]}",
+        "device": f"{machine_name(facts.machine, config)}, torch {facts.machine['torch']}",
         "preset": c.preset,
         "model": f"{active / 1e6:,.1f}M parameters active, {in_tables / 1e6:,.1f}M in tables",
         "precision": ", ".join(sorted({*recipe_names.values()})),
@@ -96,7 +95,8 @@ def results(run, script, startup_s: float) -> dict:
     seconds = run.clock.total
     tokens = script.total_tokens(run.config, run.step)
     target = run.config.target_loss or None
-    loss = run.log.val_loss  # None if nothing was validated
+    val_losses = [loss for _, _, name, loss in run.log.steps if name == "val_loss"]
+    loss = round(val_losses[-1], 4) if val_losses else None
     memory = None
     if run.device.type == "cuda":  # with that of CUDA graphs and what PyTorch keeps for later use
         memory = torch.cuda.max_memory_reserved(run.device) // 2**20

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from . import compare, plots, record, table
-from .log import Log, Refused, read_bytes, read_log, read_logs
+from .log import Log, read_bytes, read_log, read_logs
 
 
 def write_code(log: Log, folder: Path) -> None:
@@ -18,7 +18,7 @@ def write_code(log: Log, folder: Path) -> None:
     for name, content in log.files.items():
         path = folder / name
         if not path.resolve().is_relative_to(folder.resolve()):
-            raise Refused(f"{log.path}: the file {name} would lie outside of {folder}.")
+            raise ValueError(f"{log.path}: the file {name} would lie outside of {folder}.")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
 

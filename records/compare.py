@@ -2,7 +2,7 @@
 import statistics
 from pathlib import Path
 
-from .log import Refused, machine_name, read_logs
+from .log import machine_name, read_logs
 from .record import ALPHA, differing, pm, refuse_mixed, shared
 
 
@@ -24,7 +24,7 @@ def verdict(what: str, unit: str, a: list[float], b: list[float], digits: int) -
 
 def compare(side_a: Path, side_b: Path) -> list[str]:
     """The lines of the report on two sides, each a log or a folder of logs. Runs that were
-    interrupted are left out. Raises Refused if a side has no other, or runs of several kinds."""
+    interrupted are left out. Raises ValueError if a side has no other, or runs of several kinds."""
     lines = []
     sides = []
     for side, path in (("A", side_a), ("B", side_b)):
@@ -32,7 +32,7 @@ def compare(side_a: Path, side_b: Path) -> list[str]:
         lines += [f"left out, as it has no end: {log.path}" for log in logs if log.interrupted]
         logs = [log for log in logs if not log.interrupted]
         if not logs:
-            raise Refused(f"{path}: no run has come to its end; `plot` shows what they did.")
+            raise ValueError(f"{path}: no run has come to its end; `plot` shows what they did.")
         refuse_mixed(logs)
         sides.append(logs)
         losses = pm([log.end["val_loss"] for log in logs], 4)

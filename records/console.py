@@ -44,12 +44,10 @@ class Console:
     so that all ranks can make the same calls."""
 
     def __init__(self, tokens_are_bytes: bool = False, shows: bool = True):
-        self.tokens_are_bytes = tokens_are_bytes
         self.unit = "byte" if tokens_are_bytes else "token"
         self.shows = shows
         self.bar = None
-        if shows:
-            prepare_output()
+        prepare_output()
 
     def say(self, text: str) -> None:
         """Prints lines, above the bar. A reader who leaves, or a full disk, does not end the
@@ -73,7 +71,7 @@ class Console:
 
     def val_loss(self, line: str, loss: float) -> None:
         """Shows a validation loss; `line` is that of the log."""
-        bits = f" bits_per_byte:{loss / math.log(2):.4f}" if self.tokens_are_bytes else ""
+        bits = f" bits_per_byte:{loss / math.log(2):.4f}" if self.unit == "byte" else ""
         self.say(line.replace("nanms", "-") + bits)  # before the first step there is no average
 
     def close(self) -> None:

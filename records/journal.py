@@ -52,7 +52,6 @@ class Log:
         self.num_steps = 0
         self.pending = []  # losses that may still be on their way from the device
         self.steps: list[tuple] = []  # step, seconds, name and loss of all lines
-        self.val_loss = None  # that of the last validation, as the log has it
         self.path = None
         # At first it holds the facts that come before the log begins. None if it cannot be written
         # to any more, or has ended.
@@ -101,8 +100,6 @@ class Log:
         """Writes the line of a loss after `step` steps and `seconds` of training time. The name is
         "train_loss" or "val_loss"."""
         self.steps.append((step, seconds, name, loss))
-        if name == "val_loss":
-            self.val_loss = round(loss, 4)
         milliseconds = 1000 * seconds
         average = milliseconds / step if step > 0 else math.nan
         text = (f"step:{step}/{self.num_steps} {name}:{loss:.4f} "

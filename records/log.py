@@ -1,6 +1,6 @@
 """The log of one run, read back: its code, facts, steps and end. records/README.md has the format.
 
-Nothing from a log is imported or executed. What cannot be read raises `Refused` with one sentence.
+Nothing from a log is imported or executed. What cannot be read raises ValueError with one sentence.
 In a record, logs after the first one are kept short (`shorten`); `read_bytes` gives the whole log.
 """
 import hashlib
@@ -25,10 +25,6 @@ PARTS = re.compile(
     rb"(.*?\n={100}\n)(run [^\n]*\n)((?:file [^\n]*\n)*)(.*)", re.DOTALL)
 
 
-class Refused(ValueError):
-    """Input that the tool does not accept; the text is one sentence."""
-
-
 @dataclass
 class Step:
     step: int
@@ -46,12 +42,9 @@ class Log:
     config: dict
     environment: dict
     steps: list[Step]
+    interrupted: bool  # by a signal; also if there is no end block
     end: dict  # the block of results
     files: dict[str, bytes]  # path -> content of all that ran: SCRIPT, and what it imported
-
-    @property
-    def interrupted(self) -> bool:
-        return "interrupted" in self.end
 
     def tokens_at(self, step: int) -> int:
         """Training tokens seen after `step` steps."""
@@ -87,7 +80,7 @@ def shorten(raw: bytes, first_name: str) -> bytes:
 
 
 def read_bytes(path: Path) -> bytes:
-    """The whole log, byte for byte. Raises Refused and OSError."""
+    """The whole log, byte for byte. Raises ValueError and OSError."""
     raw = path.read_bytes()
     short = SHORT.match(raw)
     if not short:
@@ -97,7 +90,7 @@ def read_bytes(path: Path) -> bytes:
     run, _, rest = raw[short.end():].partition(b"\n")
     whole = first and first[1] + run + b"\n" + first[3] + rest
     if not first or sha256(whole) != short[2].decode():
-        raise Refused(f"{path}: it or {first_path.name} is no longer as it was written.")
+        raise ValueError(f"{path}: it or {first_path.name} is no longer as it was written.")
     return whole
 
 
@@ -111,32 +104,32 @@ def read_logs(path: Path) -> list[Log]:
     if path.is_dir():
         paths = sorted(path.glob("*.txt"), key=lambda found: (len(found.name), found.name))
     if not paths:
-        raise Refused(f"{path} has no logs (*.txt).")
+        raise ValueError(f"{path} has no logs (*.txt).")
     return [read_log(found) for found in paths]
 
 
 def read_log(path: str | Path) -> Log:
     """The log of a run. If it has no end, because its run goes on or was killed, it counts as
-    interrupted. Raises OSError, and Refused if it is damaged."""
+    interrupted. Raises OSError, and ValueError if it is damaged."""
     raw = read_bytes(Path(path))
     source, found, rest = raw.partition(f"\n{RULE}\n".encode())
     if not found:
-        raise Refused(f"{path}: no line of 100 '=' behind the code, so this is no log.")
+        raise ValueError(f"{path}: no line of 100 '=' behind the code, so this is no log.")
     text, has_end, end = rest.decode(errors="replace").partition(f"\n{RULE}\n")
     lines = text.split("\n")
     if not has_end:
         lines.pop()  # it may be half a line
     facts, steps = read_lines(lines, path)
-    results = read_end(end) if has_end else dict(interrupted=True)
+    results = read_end(end)
     run = facts["run"][0]
     script = dict(path=SCRIPT, text=source.decode() + "\n", sha256=run["code_sha256"])
     files = {}
     for file in [script, *facts["file"]]:
         files[file["path"]] = file["text"].encode()
         if sha256(files[file["path"]]) != file["sha256"]:
-            raise Refused(f"{path}: {file['path']} in it is no longer as it was written.")
+            raise ValueError(f"{path}: {file['path']} in it is no longer as it was written.")
     log = Log(str(path), raw, facts, run, facts["config"][0], facts["environment"][0], steps,
-              results, files)
+              not has_end or "interrupted" in results, results, files)
     if not log.interrupted:
         check_steps(log)
     return log
@@ -154,7 +147,7 @@ def read_lines(lines: list[str], path: str | Path) -> tuple[defaultdict, list[St
         try:
             facts[kind].append(json.loads(body))
         except ValueError:
-            raise Refused(f"{path}: neither a step nor a fact: {line[:70]!r}.") from None
+            raise ValueError(f"{path}: neither a step nor a fact: {line[:70]!r}.") from None
     return facts, steps
 
 
@@ -166,11 +159,11 @@ def read_end(text: str) -> dict:
 
 
 def check_steps(log: Log) -> None:
-    """Raises Refused unless all steps are there and the results are those of the last line."""
+    """Raises ValueError unless all steps are there and the results are those of the last line."""
     train = [step.step for step in log.steps if step.split == "train"]
     last = log.steps[-1]
     late_ms = abs(1000 * log.end["train_time_s"] - last.time_ms)
     if (train != list(range(1, log.config["num_steps"] + 1)) or last.split != "val"
             or last.loss != log.end["val_loss"] or late_ms > 2):
-        raise Refused(f"{log.path}: steps are missing, or the results are not those of the last "
+        raise ValueError(f"{log.path}: steps are missing, or the results are not those of the last "
                       "line.")

@@ -13,7 +13,7 @@ import statistics
 from pathlib import Path
 
 from . import plots
-from .log import PER_RUN, Log, Refused, machine_name, read_logs, sha256, shorten
+from .log import PER_RUN, Log, machine_name, read_logs, sha256, shorten
 
 RECORDS = Path(__file__).parent
 ALPHA = 0.01  # what the field calls significant
@@ -45,18 +45,18 @@ def differing(a: dict, b: dict) -> list[str]:
 
 
 def refuse_mixed(logs: list[Log]) -> None:
-    """Raises Refused unless all runs have one code, data, configuration and machine, and each a
+    """Raises ValueError unless all runs have one code, data, configuration and machine, and each a
     seed of its own: otherwise they do not say how much runs of one kind differ."""
     first = shared(logs[0])
     for log in logs[1:]:
         for what, ours in shared(log).items():
             for key in differing(first[what], ours):
-                raise Refused(
+                raise ValueError(
                     f"runs of one kind have one {what}, but {key} is {first[what].get(key)!r} in "
                     f"{logs[0].path} and {ours.get(key)!r} in {log.path}.")
     seeds = [log.config["seed"] for log in logs]
     if len(set(seeds)) < len(seeds):
-        raise Refused(f"runs of one kind have different seeds, not {seeds}; the first one is "
+        raise ValueError(f"runs of one kind have different seeds, not {seeds}; the first one is "
                       f"{logs[0].path}.")
 
 
@@ -74,14 +74,14 @@ def pm(values: list[float], digits: int) -> str:
 
 
 class Record:
-    """What follows from some logs, with two free texts. Raises Refused if a run has no place in a
+    """What follows from logs, with two free texts. Raises ValueError if a run has no place in a
     record."""
 
     def __init__(self, name: str, logs: list[Log], claim: str, data_name: str):
         from scipy import stats  # of requirements-dev.txt
         for log in logs:
             if log.interrupted or log.config.get("resume") or log.end["target"] is None:
-                raise Refused(f"{log.path}: a record needs runs to a target that were neither "
+                raise ValueError(f"{log.path}: a record needs runs to a target that were neither "
                               "interrupted nor resumed.")
         refuse_mixed(logs)
         self.name = name  # DATE_NAME
@@ -132,7 +132,7 @@ def block(record: Record) -> str:
 
 
 def new(name: str, logs: list[Log], claim: str, data_name: str) -> Path:
-    """Makes records/DATE_NAME from these logs. Raises OSError, and Refused before it has written
+    """Makes records/DATE_NAME from these logs. Raises OSError, and ValueError before it has written
     anything."""
     date = min(log.run["date"] for log in logs)[:10]
     folder = RECORDS / f"{date}_{name}"
@@ -152,10 +152,9 @@ def new(name: str, logs: list[Log], claim: str, data_name: str) -> Path:
 
 
 def read(folder: Path) -> Record:
-    """The record of a folder. Raises OSError, ValueError (with Refused) and LookupError if it is
-    damaged."""
+    """The record of a folder. Raises OSError, ValueError and LookupError if it is damaged."""
     texts = json.loads((folder / "record.json").read_text("utf-8"))
     record = Record(folder.name, read_logs(folder), **texts)
     if block(record) not in (folder / "README.md").read_text("utf-8"):
-        raise Refused("the table in its README.md is not that of its logs.")
+        raise ValueError("the table in its README.md is not that of its logs.")
     return record

@@ -40,7 +40,7 @@ def test_the_header_says_what_will_run_with_which_seed_and_where_the_files_will_
     c, log, out = began
     tokens = sum(t.stage_tokens(t.stage_of(step, c), c) for step in range(6))
     assert out == f"""\
-device    4 x NVIDIA H200, torch 2.11.0
+device    4 x NVIDIA H200, torch 2.11.0+cu128
 preset    gpt2
 model     123.6M parameters active, 0.0M in tables
 precision bf16, fp8

@@ -144,7 +144,7 @@ def test_runs_that_do_not_belong_together_are_refused_by_the_first_difference(ro
 def test_a_damaged_log_is_one_sentence(tmp_path, damage, sentence):
     path = tmp_path / "log.txt"
     path.write_text("\n".join(damage(lines_of())))
-    with pytest.raises(log.Refused, match=sentence):
+    with pytest.raises(ValueError, match=sentence):
         log.read_log(path)
 
 
