@@ -60,21 +60,14 @@ CPU_TOKENS = 16_384  # most tokens of a sequence on a CPU: keys and values are c
 progress = partial(tqdm, unit=" sequences", leave=False, disable=None)  # a bar on a terminal
 
 
-@torch.no_grad()
 def score(model: nn.Module, tokens: np.ndarray, targets: np.ndarray) -> np.ndarray:
     """tokens (T,) and the target of each one (T,), -1 where there is none -> the log-probability of
-    each target in nats, (n,) float64 for the n targets in their order. As in validation, no recipe
-    of low precision is used."""
-    device = model.lm_head.device
-    filling = -len(tokens) % BLOCK_SIZE
-    tokens = F.pad(torch.from_numpy(tokens).to(device), (0, filling), value=model.bos)
-    targets = torch.from_numpy(targets).to(device)
-    reading = model.past.read(tokens, training=False)
-    x, sources = model.last_stream(reading, sample.last_setting(model), training=False)
+    each target in nats, (n,) float64 for the n targets in their order."""
+    logits = sample.read(model, torch.from_numpy(tokens))
+    targets = torch.from_numpy(targets).to(model.lm_head.device)
     found = []
     for places in (targets >= 0).nonzero()[:, 0].split(LOGITS_AT_A_TIME):
-        logits = model.logits(x[places], tuple(source[places] for source in sources))  # (places, V)
-        found.append(-F.cross_entropy(logits, targets[places], reduction="none"))
+        found.append(-F.cross_entropy(logits(places), targets[places], reduction="none"))
     return torch.cat(found).double().cpu().numpy()
 
 
@@ -84,14 +77,11 @@ def score_endings(model: nn.Module, endings: list[tuple[list[int], list[int]]]) 
     sums = []
     for first in progress(range(0, len(endings), ENDINGS_AT_A_TIME)):
         together = endings[first : first + ENDINGS_AT_A_TIME]
-        tokens = []
-        targets = []
+        tokens, targets = [], []
         for context, ending in together:
             filling = -(len(context) + len(ending)) % BLOCK_SIZE
-            tokens += [model.bos, *context, *ending[:-1]]
-            tokens += [model.bos] * filling
-            targets += [-1] * len(context) + ending
-            targets += [-1] * filling
+            tokens += [model.bos, *context, *ending[:-1]] + [model.bos] * filling
+            targets += [-1] * len(context) + ending + [-1] * filling
         found = score(model, np.array(tokens), np.array(targets))
         ends = np.cumsum([len(ending) for _, ending in together])
         sums.append(np.add.reduceat(found, [0, *ends[:-1]]))
@@ -160,13 +150,12 @@ def loss_measures(model: Model, tokens: np.ndarray) -> dict[str, Measure]:
     starts = np.flatnonzero(begins)
     num_bytes = model.token_bytes[tokens[1:]]  # (n,) of each target
 
-    def per_document(amounts: np.ndarray, sizes: np.ndarray) -> Measure:
-        return Measure(np.add.reduceat(amounts, starts), np.add.reduceat(sizes, starts))
-
-    token = "byte" if model.kind == "bytes" else "token"
     bits = np.where(num_bytes > 0, nats / math.log(2), 0)
-    return {f"loss, nats per {token}": per_document(nats, np.ones(len(nats))),
-            "bits per byte": per_document(bits, num_bytes.astype(float))}
+    nats, tokens, bits, num_bytes = (
+        np.add.reduceat(x, starts) for x in (nats, np.ones(len(nats)), bits, num_bytes))
+    token = "byte" if model.kind == "bytes" else "token"
+    return {f"loss, nats per {token}": Measure(nats, tokens),
+            "bits per byte": Measure(bits, num_bytes)}
 
 
 def hellaswag_measures(model: Model, items: list[hellaswag.Item]) -> dict[str, Measure]:
@@ -180,8 +169,7 @@ def hellaswag_measures(model: Model, items: list[hellaswag.Item]) -> dict[str, M
     labels = np.array([item.label for item in items])
 
     def percent(scores: np.ndarray) -> Measure:
-        is_right = scores.argmax(1) == labels
-        return Measure(100.0 * is_right, np.ones(len(items)))
+        return Measure(100.0 * (scores.argmax(1) == labels), np.ones(len(items)))
 
     return {"HellaSwag, %": percent(sums), "HellaSwag normalised, %": percent(sums / counts)}
 
@@ -202,11 +190,9 @@ def load_model(path: str, device: str) -> Model:
 def read_text(options: argparse.Namespace, models: list[Model]) -> tuple[str, list[np.ndarray]]:
     """What --text means: its name, and the tokens (n + 1,) of each model. Raises BadInput."""
     config = models[0].gpt.config
-    folder, pattern = config.data_dir, config.val_files
-    if options.text is not None:
-        folder, pattern = options.text, "*_val_*.bin"
-    if options.text is None or list(Path(folder).glob(pattern)):
-        paths = shards.find_shards(folder, "val", pattern, "name a text with --text")
+    folder = config.data_dir if options.text is None else options.text
+    if options.text is None or list(Path(folder).glob(config.val_files)):
+        paths = shards.find_shards(folder, "val", config.val_files, "name a text with --text")
         tokens = [tokens_of_shards(paths, model, config.val_tokens) for model in models]
         return f"documents of {folder}", tokens
     notes = []
@@ -216,9 +202,9 @@ def read_text(options: argparse.Namespace, models: list[Model]) -> tuple[str, li
     require(documents, f"{options.text}: no text in it; name a file that has some")
     tokens = []
     for model in models:
-        beginning = [model.gpt.bos]
-        of_model = [beginning + model.encode(document) for document in documents]
-        tokens.append(np.concatenate([*of_model, beginning]))  # the end of the last document
+        begin = [model.gpt.bos]
+        parts = [begin + model.encode(document) for document in documents]
+        tokens.append(np.concatenate([*parts, begin]))  # the end of the last document
     return f"documents of {options.text}", tokens
 
 
@@ -248,9 +234,8 @@ def show(models: list[Model], measured: list[dict[str, Measure]], source: str) -
                 text = with_error(measure.result() - first.result(),
                                   measure.influences() - first.influences())
                 print(f"{model.path} minus {models[0].path}, {name}: {text}")
-    print("Behind ± stands one standard error over the documents or items. With fewer than 30 of "
-          "them it is too small, and a single one has none; --split_blank=1 or --split=MARKER cuts "
-          "a text.")
+    print("± is one standard error over documents or items. With fewer than 30 it is too small; "
+          "--split_blank=1 or --split=MARKER cuts a text into more.")
 
 
 def work(argv: list[str]) -> None:
@@ -262,11 +247,10 @@ def work(argv: list[str]) -> None:
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
         "--text", metavar="PATH",
-        help="measure loss and bits per byte on a text file, JSON lines, a folder of them, or a "
-        "folder of shards; else on the validation shards of the model's training")
-    what.add_argument(
-        "--hellaswag", action="store_true",
-        help="in place of that measure accuracy on HellaSwag, which is fetched (12 MB)")
+        help="a text file, JSON lines, a folder of them or of shards, to measure the loss on; else "
+        "the validation shards of the model's training")
+    what.add_argument("--hellaswag", action="store_true",
+                      help="measure accuracy on HellaSwag, which is fetched (12 MB)")
     option("--split_blank", type=int, metavar="N",
            help="cut a text at N or more blank lines into documents")
     option("--split", metavar="MARKER", help="cut a text where this stands, as '<|endoftext|>'")

@@ -23,6 +23,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it at once, without a traceback
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from data.prepare import bytes_of, token_to_byte
@@ -30,29 +31,30 @@ from data.shards import SEPARATOR, reads_bytes
 from nanogpt import faults
 from nanogpt.command_line import Parser
 from nanogpt.masks import BLOCK_SIZE
-from nanogpt.ranks import is_rank_0, require
 from records.console import complain, discard_output, prepare_output
 
 # --------------------------------------------------------------------------------------------------
 # 1. Tokens, one after the other
 
 
-def last_setting(model):
-    """How far the model sees, and how it turns positions, after the steps that it was trained."""
-    script = sys.modules[type(model).__module__]  # train_gpt, or __main__ while that trains
-    return script.setting_of(model.trained_steps, model.config)
-
-
 @torch.no_grad()
-def next_logits(model, tokens: list[int]) -> Tensor:
-    """The capped logits (V,) of the token after these. The model takes whole blocks, so they are
-    filled up with tokens that nothing before them can see."""
+def read(model, tokens: Tensor) -> Callable[[slice | Tensor], Tensor]:
+    """Reads tokens (T,). Returns a function from n places among them to the capped logits (n, V) of
+    the tokens that come next. The model takes whole blocks, so they are filled up with tokens that
+    nothing before them can see. As in validation, no recipe of low precision is used."""
+    script = sys.modules[type(model).__module__]  # train_gpt, or __main__ while that trains
+    setting = script.setting_of(model.trained_steps, model.config)  # after all its steps
     filling = -len(tokens) % BLOCK_SIZE
-    padded = torch.tensor(tokens + [model.bos] * filling, device=model.lm_head.device)
-    reading = model.past.read(padded, training=False)
-    x, sources = model.last_stream(reading, last_setting(model), training=False)
-    last = slice(len(tokens) - 1, len(tokens))
-    return model.logits(x[last], tuple(source[last] for source in sources))[0]
+    tokens = F.pad(tokens.to(model.lm_head.device), (0, filling), value=model.bos)
+    reading = model.past.read(tokens, training=False)
+    x, sources = model.last_stream(reading, setting, training=False)
+    return torch.no_grad()(
+        lambda places: model.logits(x[places], tuple(source[places] for source in sources)))
+
+
+def next_logits(model, tokens: list[int]) -> Tensor:
+    """The capped logits (V,) of the token after these."""
+    return read(model, torch.tensor(tokens))(slice(len(tokens) - 1, len(tokens)))[0]
 
 
 def draw(logits: Tensor, temperature: float, generator: torch.Generator) -> int:
@@ -76,11 +78,8 @@ def codec(vocab_size: int) -> tuple[Callable[[str], list[int]], Callable[[int], 
         return (lambda text: bytes_of(text).tolist(),
                 lambda token: token_to_byte[token : token + 1].tobytes())
     vocabulary = gpt2.load()
-
-    def gpt2_bytes(token: int) -> bytes:
-        return vocabulary.decode_single_token_bytes(token) if token < SEPARATOR else b""
-
-    return vocabulary.encode_ordinary, gpt2_bytes
+    return (vocabulary.encode_ordinary, lambda token:
+            vocabulary.decode_single_token_bytes(token) if token < SEPARATOR else b"")
 
 
 def continued(model, text: str, count: int, temperature: float = 0.8,
@@ -109,32 +108,7 @@ def continued(model, text: str, count: int, temperature: float = 0.8,
 
 
 # --------------------------------------------------------------------------------------------------
-# 3. The sample at the end of a run
-
-
-def check(config) -> list[str]:
-    """Before a run: if it cannot end with a sample, it does without, and this returns a note."""
-    try:
-        if is_rank_0():
-            codec(config.vocab_size)
-    except BadInput as error:
-        config.sample = ""
-        return [f"there will be no sample: {error}"]
-    return []
-
-
-def what_to_expect(config, active: int, read: int) -> str:
-    """What a sample of a small model of bytes shows, for somebody who has never seen one; empty for
-    other models. `active`: its weights without tables; `read`: bytes that it was trained on."""
-    if not reads_bytes(config.vocab_size) or active > 5_000_000:
-        return ""
-    return (f"what to expect: {active / 1e6:.1f}M weights that have read {read / 1e6:.1f}M bytes "
-            "write letters and words in a likely order, but no sense; longer runs, more text and "
-            "larger models on a GPU bring more")
-
-
-# --------------------------------------------------------------------------------------------------
-# 4. The program
+# 3. The program
 
 DEVICES = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]  # the best one first
 
@@ -186,7 +160,6 @@ def work(argv: list[str]) -> None:
     option("--seed", type=int, default=0, help="the same seed gives the same text")
     option("--device", choices=DEVICES, default=DEVICES[0], help="where the model computes")
     options = parser.parse_intermixed_args(argv)
-    require(options.temperature >= 0, f"--temperature={options.temperature} must be at least 0")
     model = load(options.model, options.device)
     text = options.text
     if text is None:

@@ -95,7 +95,6 @@ from nanogpt.ranks import (
     compare,
     is_rank_0,
     limit_waiting,
-    on_all_ranks,
     rank_and_world_size,
     start_process,
 )
@@ -1924,18 +1923,13 @@ def train(c: Config, at_end: ExitStack) -> int:
     error. A collective."""
     script = sys.modules[__name__]  # for modules that use its parts
 
-    # 1. Import what this run needs, so that the log can show it, and check what can be checked
-    # before anything is written or compiled.
+    # 1. Check what can be checked before anything is written or compiled.
     kind = "cuda" if command_line.has_cuda(c.device) else "cpu"
     device = start_process(kind, LOCAL_GPU, c.join_timeout)
     # Hosts may have their data in other folders; the shards are compared by their sums.
     compare({f"--{name}": value for name, value in dataclasses.asdict(c).items()
              if name != "data_dir"})
     recipe_names = choose_recipes(c, device)
-    notes = []
-    if c.sample:
-        import sample  # only now: training alone needs no tokenizer
-        notes = on_all_ranks(sample.check, c)
     files = journal.project_files(__file__)
     run_files = check_run_files(c, batch_plan(c), files)
 
@@ -1946,15 +1940,13 @@ def train(c: Config, at_end: ExitStack) -> int:
     at_end.push(log.end_early)
     clock = journal.Clock(device)
     facts = journal.RunFacts(
-        journal.describe_run(SOURCE, files, __file__), files, journal.describe_machine(device),
+        journal.describe_run(SOURCE), files, journal.describe_machine(device),
         run_files.fingerprints)
     if ACTIVATION is not relu_squared and "fp8-static" in recipe_names.values():
-        notes.append("with this ACTIVATION the MLP is not in FP8 with constant scales, whose "
-                     "kernel computes relu_squared")
+        log.say("with this ACTIVATION the MLP is not in FP8 with constant scales, whose kernel "
+                "computes relu_squared")
     if run_files.saved:
-        notes.append(f"resumed at step {run_files.saved['step']} from {c.resume}")
-    for text in notes:
-        log.say(text)
+        log.say(f"resumed at step {run_files.saved['step']} from {c.resume}")
     begin = partial(report.begin, log, script)
     if not chooses_steps(c):
         begin(c, facts, run_files.checkpoint_path, recipe_names)

@@ -4,12 +4,16 @@
 """
 import dataclasses
 import math
+import shlex
 from pathlib import Path
 
 import torch
 
-from nanogpt.ranks import is_rank_0
+import sample
+from nanogpt.ranks import BadInput, is_rank_0
 from records import journal
+from records.console import Console, curve, to_type
+from records.log import machine_name
 
 
 def begin(log: journal.Log, script, c, facts: journal.RunFacts, weights: Path | None,
@@ -20,63 +24,117 @@ def begin(log: journal.Log, script, c, facts: journal.RunFacts, weights: Path | 
               for first, end, stage in script.stages(c) if end > first]
     config = dataclasses.asdict(c)
     log.begin(script.SOURCE, facts, config, stages)
-    log.console.header(
-        facts.machine, facts.data, config, stages, num_weights(script.parameter_table(c)),
-        ", ".join(sorted({*recipe_names.values()})), log.path, weights, seconds)
+    unit = log.console.unit
+    active, in_tables = num_weights(script.parameter_table(c))
+    train_tokens = sum(shard["tokens"] for shard in facts.data if shard["split"] == "train")
+    tokens = script.total_tokens(c, c.num_steps)
+    say_facts(log.console, {
+        "device": f"{machine_name(facts.machine, config)}, torch {facts.machine['torch']}",
+        "preset": c.preset,
+        "model": f"{active / 1e6:,.1f}M parameters active, {in_tables / 1e6:,.1f}M in tables",
+        "precision": ", ".join(sorted({*recipe_names.values()})),
+        "data": f"{c.data_dir}: {train_tokens:,} {unit}s for training, {c.val_tokens:,} for "
+                "validation",
+        "run": f"{c.num_steps:,} steps, {tokens:,} {unit}s, {tokens / train_tokens:.2f} epochs"
+               + (f", about {seconds / 60:.1f} min" if seconds else ""),
+        "seed": str(c.seed),
+        "log": log.path,
+        "weights": weights or "not kept; --save_checkpoint keeps them",
+    })
 
 
 def end(run, script, startup_s: float) -> int:
     """Says what came of the run, and what to try next. Returns the exit status, which is 0 also if
     the target was missed: that is a result and no crash."""
     c, keeper, log = run.config, run.keeper, run.log
-    result = journal.end_block(
-        keeper.facts, log.val_loss, c.target_loss, run.step, run.clock.total,
-        script.total_tokens(c, run.step), run.device, startup_s)
-    if run.ended_by:
-        result["interrupted"] = True
+    say = log.console.say
+    log.console.close()
     if run.optimizer.hooks.state():
         log.fact("note", f"at the end the recipe has {run.optimizer.hooks.state()}")
     lost = int(run.model.candidates.lost_targets)
     if lost:
         log.fact("defect", dict(what=f"{lost} targets were no candidates; raise --candidates"))
-    log.end(result)
-    best, untrained, path = keeper.best or (None, None, None)
+    result = results(run, script, startup_s)
+    log.end(result | ({"interrupted": True} if run.ended_by else {}))
+    best, best_loss, path = keeper.best or (None, None, None)
     if not run.ended_by:
         if best == 0 and not keeper.lacks_weights:
-            log.console.say("no weights are kept, as no validation loss is below that of the "
-                            f"untrained model, {untrained:.4f}; lower the learning rates")
+            say("no weights are kept, as no validation loss is below that of the untrained model, "
+                f"{best_loss:.4f}; lower the learning rates")
         keeper.remove_save()
         if is_rank_0() and c.sample and path:
-            show_sample(run, script, path)
-    log.console.result(log.steps, result, log.path, path, best)
+            say(f"sample: {sample_of(run, script, path)}")
+    train_losses = [loss for _, _, name, loss in log.steps if name == "train_loss"]
+    loss, reached, memory = result["val_loss"], result["reached"], result["peak_memory_mib"]
+    unit = log.console.unit
+    # Here the end of a document counts as a byte; in evaluate.py it does not.
+    bits = f", {loss / math.log(2):.3f} bits per byte" if loss and unit == "byte" else ""
+    say("")
+    say_facts(log.console, {
+        "training": f"{curve(train_losses)} the loss of steps 1 to {run.step}",
+        "loss": loss and f"{loss:.4f} nats per {unit}{bits}",
+        "target": reached is not None
+                  and f"{c.target_loss:g}: {'reached' if reached else 'missed'}",
+        "time": f"{result['train_time_s']:,.1f} s of training, {result['step_avg_ms']} ms a step, "
+                f"{result['tokens_per_s']:,} tokens/s",
+        "memory": memory and f"{memory:,} MiB of the GPU at most",
+        "log": log.path,
+        "weights": path and f"{path}, of step {best} with loss {best_loss:.4f}",
+    })
     if run.ended_by:
         return keeper.say_how_to_go_on(run.step, run.ended_by)
     if path:
-        log.console.next(path)
+        say("next:")
+        say("  " + to_type(f'sample.py {shlex.quote(path)} "Once upon a time"'))
+        say("  " + to_type(f"evaluate.py {shlex.quote(path)}"))
     return 0
 
 
-def show_sample(run, script, path: str) -> None:
-    """Continues a text by the best model."""
-    import sample  # training alone needs no tokenizer
+def results(run, script, startup_s: float) -> dict:
+    """The end block of the log (records/README.md)."""
+    seconds = run.clock.total
+    tokens = script.total_tokens(run.config, run.step)
+    target = run.config.target_loss or None
+    val_losses = [loss for _, _, name, loss in run.log.steps if name == "val_loss"]
+    loss = round(val_losses[-1], 4) if val_losses else None
+    memory = None
+    if run.device.type == "cuda":  # with that of CUDA graphs and what PyTorch keeps for later use
+        memory = torch.cuda.max_memory_reserved(run.device) // 2**20
+    return {
+        "val_loss": loss,
+        "target": target,
+        "reached": loss <= target if loss is not None and target else None,
+        "train_time_s": round(seconds, 3),
+        "step_avg_ms": round(1000 * seconds / run.step, 2),
+        "tokens": tokens,
+        "tokens_per_s": round(tokens / seconds),
+        "mfu": None,  # the share of a GPU's peak, in logs before 28 November 2026
+        "peak_memory_mib": memory,
+        "compile_s": round(startup_s, 1),
+        "code_sha256": run.keeper.facts.run["code_sha256"],
+    }
+
+
+def say_facts(console: Console, facts: dict) -> None:
+    """Prints a line for each fact that has a text."""
+    for name, value in facts.items():
+        if value:
+            console.say(f"{name:<10}{value}")
+
+
+def sample_of(run, script, path: str) -> str:
+    """A text that the best model continues."""
     c = run.config
     script.STOP.in_steps = False  # all is written, so a signal ends the process at once
     try:
         model = script.load_checkpoint(path, run.device)
-        text = "".join(sample.continued(model, c.sample, c.sample_tokens))
-    except torch.OutOfMemoryError:
-        text = "none, as the GPU has no room for a second model"
-    run.log.console.say(f"sample: {text}")
-    expected = sample.what_to_expect(
-        c, num_weights(script.parameter_table(c))[0], script.total_tokens(c, run.step))
-    if expected:
-        run.log.console.say(expected)
+        return "".join(sample.continued(model, c.sample, c.sample_tokens))
+    except (BadInput, torch.OutOfMemoryError) as error:  # which explains itself at length
+        return f"none: {str(error).partition('. ')[0]}"
 
 
 def num_weights(table: dict) -> tuple[int, int]:
     """How many weights are active in every token, and how many are in tables, by
     train_gpt.parameter_table."""
-    sizes = {True: 0, False: 0}  # of tables, of others
-    for param in table.values():
-        sizes[param.optimizer == "rows"] += math.prod(param.shape)
-    return sizes[False], sizes[True]
+    in_tables = sum(math.prod(p.shape) for p in table.values() if p.optimizer == "rows")
+    return sum(math.prod(p.shape) for p in table.values()) - in_tables, in_tables

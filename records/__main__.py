@@ -9,16 +9,16 @@ import sys
 from pathlib import Path
 
 from . import compare, plots, record, table
-from .log import Log, Refused, read_bytes, read_log, read_logs
+from .log import Log, read_bytes, read_log, read_logs
 
 
 def write_code(log: Log, folder: Path) -> None:
-    """Writes all files that ran into a new folder."""
+    """Writes all files that ran in a run into a new folder."""
     folder.mkdir(parents=True)
     for name, content in log.files.items():
         path = folder / name
         if not path.resolve().is_relative_to(folder.resolve()):
-            raise Refused(f"{log.path}: the file {name} would lie outside of {folder}.")
+            raise ValueError(f"{log.path}: the file {name} would lie outside of {folder}.")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
 
@@ -26,14 +26,18 @@ def write_code(log: Log, folder: Path) -> None:
 def check(page: Path) -> int:
     """Compares all records, and the leaderboard in the page, with the logs. Returns the exit
     status."""
-    folders = record.folders()
-    found = [problem for folder in folders for problem in record.problems(folder)]
+    records, found = [], []
+    for folder in record.folders():
+        try:
+            records.append(record.read(folder))
+        except (ValueError, OSError, LookupError) as error:
+            found.append(f"{folder.name}: {error}")
     text = page.read_text("utf-8")
-    if not found and table.rewritten(text) != text:
+    if not found and table.rewritten(text, records) != text:
         found = [f"{page}: its leaderboard is another; run `python -m records table`"]
     for problem in found:
         print(problem)
-    print(f"compared {len(folders)} records with their logs, problems: {len(found)}")
+    print(f"compared {len(record.folders())} records with their logs, problems: {len(found)}")
     return 1 if found else 0
 
 
@@ -75,9 +79,8 @@ def run(args: argparse.Namespace) -> int:
     if args.command == "check":
         return check(page)
     if args.command == "code":
-        log = read_log(args.log)
-        write_code(log, args.folder)
-        print(f"wrote {len(log.files)} files below {args.folder}")
+        write_code(read_log(args.log), args.folder)
+        print(f"wrote {args.folder}")
     elif args.command == "log":
         sys.stdout.buffer.write(read_bytes(args.log))
     elif args.command == "new":
@@ -91,7 +94,8 @@ def run(args: argparse.Namespace) -> int:
         plots.curves(logs).savefig(args.out)
         print(f"wrote {args.out}")
     else:
-        page.write_text(table.rewritten(page.read_text("utf-8")), "utf-8")
+        records = [record.read(folder) for folder in record.folders()]
+        page.write_text(table.rewritten(page.read_text("utf-8"), records), "utf-8")
         print(f"wrote the leaderboard in {page}")
     return 0
 

@@ -2,8 +2,8 @@
 import statistics
 from pathlib import Path
 
-from .log import Refused, machine_name, read_logs
-from .record import ALPHA, differing, moments, pm, refuse_mixed, shared
+from .log import machine_name, read_logs
+from .record import ALPHA, differing, pm, refuse_mixed, shared
 
 
 def verdict(what: str, unit: str, a: list[float], b: list[float], digits: int) -> str:
@@ -24,7 +24,7 @@ def verdict(what: str, unit: str, a: list[float], b: list[float], digits: int) -
 
 def compare(side_a: Path, side_b: Path) -> list[str]:
     """The lines of the report on two sides, each a log or a folder of logs. Runs that were
-    interrupted are left out. Raises Refused if a side has no other, or runs of several kinds."""
+    interrupted are left out. Raises ValueError if a side has no other, or runs of several kinds."""
     lines = []
     sides = []
     for side, path in (("A", side_a), ("B", side_b)):
@@ -32,14 +32,13 @@ def compare(side_a: Path, side_b: Path) -> list[str]:
         lines += [f"left out, as it has no end: {log.path}" for log in logs if log.interrupted]
         logs = [log for log in logs if not log.interrupted]
         if not logs:
-            raise Refused(f"{path}: no run has come to its end; `plot` shows what they did.")
+            raise ValueError(f"{path}: no run has come to its end; `plot` shows what they did.")
         refuse_mixed(logs)
         sides.append(logs)
-        losses = [log.end["val_loss"] for log in logs]
-        times = [log.end["train_time_s"] for log in logs]
+        losses = pm([log.end["val_loss"] for log in logs], 4)
+        times = pm([log.end["train_time_s"] for log in logs], 2)
         machine = machine_name(logs[0].environment, logs[0].config)
-        lines.append(f"{side} = {path}: n = {len(logs)}, loss {pm(moments(losses, 4), 4)}, time "
-                     f"{pm(moments(times, 2), 2)} s, {machine}")
+        lines.append(f"{side} = {path}: n = {len(logs)}, loss {losses}, time {times} s, {machine}")
         for log in logs:
             lines += [f"caution: {log.path}: {defect['what']}" for defect in log.facts["defect"]]
     for what, unit, key, digits in (("loss", "", "val_loss", 4), ("time", " s", "train_time_s", 3)):

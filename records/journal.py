@@ -52,7 +52,6 @@ class Log:
         self.num_steps = 0
         self.pending = []  # losses that may still be on their way from the device
         self.steps: list[tuple] = []  # step, seconds, name and loss of all lines
-        self.val_loss = None  # that of the last validation
         self.path = None
         # At first it holds the facts that come before the log begins. None if it cannot be written
         # to any more, or has ended.
@@ -64,7 +63,7 @@ class Log:
         cannot be written."""
         self.path = Path(config["log_dir"], f"{facts.run['run_id']}.txt")
         self.num_steps = config["num_steps"]
-        came_before = self.file.getvalue().decode()
+        came_before = self.file.getvalue()
         self.file = open(self.path if is_rank_0() else os.devnull, "wb")
         self.file.write(source + RULE.encode() + b"\n")
         facts_of_kind = dict(run=[facts.run], file=facts.files, config=[config],
@@ -72,8 +71,7 @@ class Log:
         for kind, values in facts_of_kind.items():
             for value in values:
                 self.fact(kind, value)
-        for line in came_before.splitlines():
-            self.write(line)
+        self.file.write(came_before)
 
     def write(self, line: str) -> None:
         """Writes one line. It is in the file at once, so that a run which is killed leaves a log up
@@ -102,8 +100,6 @@ class Log:
         """Writes the line of a loss after `step` steps and `seconds` of training time. The name is
         "train_loss" or "val_loss"."""
         self.steps.append((step, seconds, name, loss))
-        if name == "val_loss":
-            self.val_loss = loss
         milliseconds = 1000 * seconds
         average = milliseconds / step if step > 0 else math.nan
         text = (f"step:{step}/{self.num_steps} {name}:{loss:.4f} "
@@ -172,9 +168,8 @@ class Clock:
 
     def now(self) -> float:
         """The time up to now, without waiting for the device."""
-        if self.started_at is None:
-            return self.total
-        return self.total + (time.perf_counter() - self.started_at)
+        running = time.perf_counter() - self.started_at if self.started_at else 0.0
+        return self.total + running
 
 
 # ------------------------------------------------------------------------------------------------
@@ -197,22 +192,19 @@ def project_files(script: str | Path) -> list[dict]:
     return files
 
 
-def describe_run(source: bytes, files: list[dict], script: str) -> dict:
-    """The fact `run`: which run of which code this is. `source` is that of the script, which lies
-    at this path; `files` are those of `project_files`. That of rank 0 is the one for the log: other
-    ranks have another id. Raises BadInput for a script without a last newline, which could not be
-    found again in the log."""
-    require(source.endswith(b"\n"), f"{script}: end the last line with a newline")
-    commit = output_of("git", "rev-parse", "--verify", "-q", "HEAD")
-    ran = [str(Path(script).resolve()), *(file["path"] for file in files)]
-    changes = output_of("git", "status", "--porcelain", "--", *ran)  # also files that git lacks
+def describe_run(source: bytes) -> dict:
+    """The fact `run`: which run of which script this is. That of rank 0 is the one for the log:
+    other ranks have another id. Raises BadInput for a script without a last newline, which could
+    not be found again in the log."""
+    require(source.endswith(b"\n"), "end the last line of train_gpt.py with a newline")
+    changes = output_of("git", "status", "--porcelain", "--untracked-files=no")
     return {
         "run_id": str(uuid.uuid4()),
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "grammar": 2,  # the version of the log's form
         "code_sha256": sha256(source),
         "code_bytes": len(source),
-        "git_commit": commit,
+        "git_commit": output_of("git", "rev-parse", "--verify", "-q", "HEAD"),
         "git_clean": None if changes is None else changes == "",
     }
 
@@ -227,15 +219,13 @@ def output_of(*command: str) -> str | None:
 
 
 # ------------------------------------------------------------------------------------------------
-# Which machine it runs on, and what came of the run
+# Which machine it runs on
 
 
 def describe_machine(device: torch.device) -> dict:
     """The fact `environment`: hardware and versions. Call it on all ranks: it is a collective."""
-    name = device.type.upper()
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-    devices = all_ranks(name)
+    devices = all_ranks(
+        torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU")
     drivers = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return {
         "python": platform.python_version(),
@@ -258,29 +248,3 @@ def cpu_name() -> str:
         if found:
             return found[1].strip()
     return platform.processor() or platform.machine()
-
-
-def end_block(facts: RunFacts, val_loss: float | None, target: float, steps: int, seconds: float,
-              tokens: int, device: torch.device, startup_s: float) -> dict:
-    """What came of a run of so many steps, seconds of training and tokens (records/README.md).
-    val_loss is None if nothing was validated, and a target of 0 is none."""
-    reached = None
-    if val_loss is not None:
-        val_loss = round(val_loss, 4)
-        reached = val_loss <= target if target else None
-    memory = None
-    if device.type == "cuda":  # with that of CUDA graphs and what PyTorch keeps for later use
-        memory = torch.cuda.max_memory_reserved(device) // 2**20
-    return {
-        "val_loss": val_loss,
-        "target": target or None,
-        "reached": reached,
-        "train_time_s": round(seconds, 3),
-        "step_avg_ms": round(1000 * seconds / steps, 2),
-        "tokens": tokens,
-        "tokens_per_s": round(tokens / seconds),
-        "mfu": None,  # the share of a GPU's peak, in logs before 28 November 2026
-        "peak_memory_mib": memory,
-        "compile_s": round(startup_s, 1),
-        "code_sha256": facts.run["code_sha256"],
-    }

@@ -1,6 +1,6 @@
 """The log of one run, read back: its code, facts, steps and end. records/README.md has the format.
 
-Nothing from a log is imported or executed. What cannot be read raises `Refused` with one sentence.
+Nothing from a log is imported or executed. What cannot be read raises ValueError with one sentence.
 In a record, logs after the first one are kept short (`shorten`); `read_bytes` gives the whole log.
 """
 import hashlib
@@ -12,22 +12,17 @@ from pathlib import Path
 
 RULE = "=" * 100  # the line that ends the source, and the one that begins the end block
 SCRIPT = "train_gpt.py"  # what the source at the head of a log is called
-FACTS = ("run", "config", "environment", "data", "stage")  # those that every log has
 # Keys of the configuration in which runs of one record may differ. Data are compared by their sums.
 PER_RUN = {
     "seed", "run_name", "log_dir", "jsonl", "data_dir", "save_checkpoint", "sample",
     "sample_tokens", "resume"}
 STEP = re.compile(
-    r"step:(\d+)/(\d+) (train|val)_loss:(\S+) train_time:(\d+)ms step_avg:\S+ms")
+    r"step:(\d+)/\d+ (train|val)_loss:(\S+) train_time:(\d+)ms step_avg:\S+ms")
 SHORT = re.compile(
     rb"the code of this log is that of ([\w.-]+); the whole log has the sha256 ([0-9a-f]{64})\n")
 # A log: the source with the rule, the line `run`, the lines `file`, and the rest.
 PARTS = re.compile(
     rb"(.*?\n={100}\n)(run [^\n]*\n)((?:file [^\n]*\n)*)(.*)", re.DOTALL)
-
-
-class Refused(ValueError):
-    """Input that the tool does not accept; the text is one sentence."""
 
 
 @dataclass
@@ -47,16 +42,9 @@ class Log:
     config: dict
     environment: dict
     steps: list[Step]
+    interrupted: bool  # by a signal; also if there is no end block
     end: dict  # the block of results
     files: dict[str, bytes]  # path -> content of all that ran: SCRIPT, and what it imported
-
-    @property
-    def interrupted(self) -> bool:
-        return "interrupted" in self.end
-
-    @property
-    def resumed(self) -> bool:
-        return bool(self.config.get("resume"))
 
     def tokens_at(self, step: int) -> int:
         """Training tokens seen after `step` steps."""
@@ -92,20 +80,17 @@ def shorten(raw: bytes, first_name: str) -> bytes:
 
 
 def read_bytes(path: Path) -> bytes:
-    """The whole log, byte for byte. Raises Refused and OSError."""
+    """The whole log, byte for byte. Raises ValueError and OSError."""
     raw = path.read_bytes()
     short = SHORT.match(raw)
     if not short:
         return raw
     first_path = path.parent / short[1].decode()
-    parts = PARTS.fullmatch(first_path.read_bytes())
-    if not parts:
-        raise Refused(f"{first_path}: has no code, which {path} needs.")
+    first = PARTS.fullmatch(first_path.read_bytes())
     run, _, rest = raw[short.end():].partition(b"\n")
-    whole = parts[1] + run + b"\n" + parts[3] + rest
-    if sha256(whole) != short[2].decode():
-        raise Refused(f"{path}: expected a log with the sha256 {short[2].decode()}, found "
-                      f"{sha256(whole)}: this file or {first_path.name} was changed.")
+    whole = first and first[1] + run + b"\n" + first[3] + rest
+    if not first or sha256(whole) != short[2].decode():
+        raise ValueError(f"{path}: it or {first_path.name} is no longer as it was written.")
     return whole
 
 
@@ -119,36 +104,33 @@ def read_logs(path: Path) -> list[Log]:
     if path.is_dir():
         paths = sorted(path.glob("*.txt"), key=lambda found: (len(found.name), found.name))
     if not paths:
-        raise Refused(f"{path} has no logs (*.txt).")
+        raise ValueError(f"{path} has no logs (*.txt).")
     return [read_log(found) for found in paths]
 
 
 def read_log(path: str | Path) -> Log:
     """The log of a run. If it has no end, because its run goes on or was killed, it counts as
-    interrupted. Raises OSError, and Refused if it is damaged."""
+    interrupted. Raises OSError, and ValueError if it is damaged."""
     raw = read_bytes(Path(path))
     source, found, rest = raw.partition(f"\n{RULE}\n".encode())
     if not found:
-        raise Refused(f"{path}: no line of 100 '=' behind the code, so this is no log.")
+        raise ValueError(f"{path}: no line of 100 '=' behind the code, so this is no log.")
     text, has_end, end = rest.decode(errors="replace").partition(f"\n{RULE}\n")
     lines = text.split("\n")
     if not has_end:
         lines.pop()  # it may be half a line
     facts, steps = read_lines(lines, path)
-    results = read_end(end) if has_end else dict(interrupted=True)
+    results = read_end(end)
     run = facts["run"][0]
-    files = {SCRIPT: source + b"\n"}
-    sums = {SCRIPT: run["code_sha256"]}
-    for file in facts["file"]:
+    script = dict(path=SCRIPT, text=source.decode() + "\n", sha256=run["code_sha256"])
+    files = {}
+    for file in [script, *facts["file"]]:
         files[file["path"]] = file["text"].encode()
-        sums[file["path"]] = file["sha256"]
-    for name, content in files.items():
-        if sha256(content) != sums[name]:
-            raise Refused(f"{path}: expected {name} with the sha256 {sums[name]}, found "
-                          f"{sha256(content)}.")
+        if sha256(files[file["path"]]) != file["sha256"]:
+            raise ValueError(f"{path}: {file['path']} in it is no longer as it was written.")
     log = Log(str(path), raw, facts, run, facts["config"][0], facts["environment"][0], steps,
-              results, files)
-    if not (log.interrupted or log.resumed):
+              not has_end or "interrupted" in results, results, files)
+    if not log.interrupted:
         check_steps(log)
     return log
 
@@ -158,37 +140,30 @@ def read_lines(lines: list[str], path: str | Path) -> tuple[defaultdict, list[St
     facts = defaultdict(list)
     steps = []
     for line in lines:
-        step = STEP.fullmatch(line)
-        if step:
-            steps.append(Step(int(step[1]), step[3], float(step[4]), int(step[5])))
+        if step := STEP.fullmatch(line):
+            steps.append(Step(int(step[1]), step[2], float(step[3]), int(step[4])))
             continue
         kind, _, body = line.partition(" ")
         try:
             facts[kind].append(json.loads(body))
         except ValueError:
-            raise Refused(f"{path}: neither a step nor a fact: {line[:70]!r}.") from None
-    for kind in FACTS:
-        if not facts[kind]:
-            raise Refused(f"{path}: no `{kind}` line.")
+            raise ValueError(f"{path}: neither a step nor a fact: {line[:70]!r}.") from None
     return facts, steps
 
 
 def read_end(text: str) -> dict:
     """The block of results: `key: value` in each line."""
-    end = {}
-    for line in text.splitlines():
-        key, _, value = line.partition(": ")
-        end[key] = value if key == "code_sha256" else json.loads(value)
-    return end
+    end = dict(line.split(": ", 1) for line in text.splitlines())
+    return {key: value if key == "code_sha256" else json.loads(value)
+            for key, value in end.items()}
 
 
 def check_steps(log: Log) -> None:
-    """Raises Refused unless all steps are there and the results are those of the last one."""
+    """Raises ValueError unless all steps are there and the results are those of the last line."""
     train = [step.step for step in log.steps if step.split == "train"]
-    if train != list(range(1, log.config["num_steps"] + 1)):
-        raise Refused(f"{log.path}: steps are missing or stand twice.")
     last = log.steps[-1]
-    loss, seconds = log.end["val_loss"], log.end["train_time_s"]
-    if last.split != "val" or last.loss != loss or abs(1000 * seconds - last.time_ms) > 2:
-        raise Refused(f"{log.path}: the results ({loss} after {seconds} s) are not those of the "
-                      f"last line ({last.loss} after {last.time_ms} ms).")
+    late_ms = abs(1000 * log.end["train_time_s"] - last.time_ms)
+    if (train != list(range(1, log.config["num_steps"] + 1)) or last.split != "val"
+            or last.loss != log.end["val_loss"] or late_ms > 2):
+        raise ValueError(f"{log.path}: steps are missing, or the results are not those of the last "
+                      "line.")

@@ -2,15 +2,7 @@
 from pathlib import Path
 from statistics import fmean
 
-from .log import Log, Step
-
-AXES = ("training time (s)", "training tokens (millions)")
-
-
-def places(log: Log, steps: list[Step]) -> list[list[float]]:
-    """Where these steps are on each axis."""
-    return [[step.time_ms / 1000 for step in steps],
-            [log.tokens_at(step.step) / 1e6 for step in steps]]
+from .log import Log
 
 
 def smoothed(losses: list[float]) -> list[float]:
@@ -26,23 +18,24 @@ def draw_run(axes, log: Log, color: str) -> None:
     label = f"{name[:40]}, seed {log.config['seed']}".replace("$", r"\$")
     train = [step for step in log.steps if step.split == "train"]
     val = [step for step in log.steps if step.split == "val" and step.step > 0]
-    losses = smoothed([step.loss for step in train])
-    for ax, x_train, x_val in zip(axes, places(log, train), places(log, val)):
-        ax.plot(x_train, losses, color=color, lw=0.7, alpha=0.6)
-        ax.plot(x_val, [step.loss for step in val], "o", color=color, ms=3, label=label)
+    styles = dict(lw=0.7, alpha=0.6), dict(ls="", marker="o", ms=3, label=label)
+    losses = smoothed([step.loss for step in train]), [step.loss for step in val]
+    for steps, y, style in zip((train, val), losses, styles):
+        axes[0].plot([step.time_ms / 1000 for step in steps], y, color=color, **style)
+        axes[1].plot([log.tokens_at(step.step) / 1e6 for step in steps], y, color=color, **style)
 
 
 def curves(logs: list[Log]):
     """A figure of the runs, a colour each, over time and over tokens. A dashed line is a target."""
     from matplotlib.figure import Figure
     figure = Figure(figsize=(10, 4.2), dpi=160, layout="constrained")
-    axes = figure.subplots(1, len(AXES))
+    axes = figure.subplots(1, 2)
     for i, log in enumerate(logs):
         draw_run(axes, log, f"C{i % 10}")
     losses = [step.loss for log in logs for step in log.steps]
     targets = {log.end["target"] for log in logs if log.end.get("target")}
     lowest = min([*losses, *targets], default=0)
-    for ax, name in zip(axes, AXES):
+    for ax, name in zip(axes, ("training time (s)", "training tokens (millions)")):
         for target in sorted(targets):
             ax.axhline(target, color="black", lw=0.8, ls="--", label=f"target {target:g}")
         ax.set_ylim(lowest - 0.1, lowest + 1.5)  # heights at which the end of the runs can be seen

@@ -1,39 +1,26 @@
 """The leaderboard, in records/README.md."""
-from .record import ALPHA, folders, p_text, pm, stored_in, with_block
+import statistics
 
-BOARD = ("<!-- leaderboard:begin -->", "<!-- leaderboard:end -->")
-HEAD = ("| record | time (s) | loss | n | target | machine | data |",
-        "|---|--:|---|--:|--:|---|---|")
-RULE = (f"A rank needs a mean loss that is below the target at p < {ALPHA} (one-sided t test over "
-        "the runs). Records of the same data, machine and target stand together, the fastest "
-        "first. The target is that of the runs' --target_loss, or of their preset.")
+from .record import ALPHA, Record, pm
+
+BEGIN = "<!-- leaderboard:begin -->"
+END = "<!-- leaderboard:end -->"
 
 
-def order(record: dict) -> tuple:
-    """Records that share all but the last of these are rivals."""
-    return record["data_name"], record["machine"], record["target"], record["time_s"]["mean"]
-
-
-def link(record: dict) -> str:
-    date, _, name = record["name"].partition("_")
-    return f"[{name}]({record['name']})"
-
-
-def rewritten(page: str) -> str:
-    """The page with the leaderboard of all records, and below it those without a rank."""
-    records = [stored_in(folder) for folder in folders()]
-    lines = [BOARD[0], *HEAD]
+def rewritten(page: str, records: list[Record]) -> str:
+    """The page with the leaderboard of these records, and below it those without a rank."""
+    lines = [BEGIN, "| record | time (s) | loss | n | target | machine | data |",
+             "|---|--:|---|--:|--:|---|---|"]
     others = []
-    for record in sorted(records, key=order):
-        p = record["loss"]["p_below_target"]
-        if p is None or p >= ALPHA:
-            others.append(link(record))
+    for record in sorted(records, key=lambda record: (
+            record.data_name, record.machine, record.target, statistics.fmean(record.times))):
+        link = f"[{record.name[11:]}]({record.name})"
+        if record.p is None or record.p >= ALPHA:
+            others.append(link)
             continue
-        cells = (link(record), pm(record["time_s"], 2),
-                 f"{pm(record['loss'], 4)} ({p_text(record)})", record["n"], record["target"],
-                 record["machine"], record["data_name"] or "unnamed")
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    lines += ["", RULE]
+        lines.append(f"| {link} | {pm(record.times, 2)} | {pm(record.losses, 4)} "
+                     f"({record.p_text}) | {len(record.logs)} | {record.target} "
+                     f"| {record.machine} | {record.data_name or 'unnamed'} |")
     if others:
         lines += ["", f"Without a rank: {', '.join(others)}."]
-    return with_block(page, BOARD, "\n".join([*lines, BOARD[1]]))
+    return page.partition(BEGIN)[0] + "\n".join([*lines, END]) + page.partition(END)[2]

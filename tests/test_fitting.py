@@ -8,7 +8,6 @@ import pytest
 import torch
 from conftest import SEPARATOR, arguments, check_data, write_shard
 
-import sample
 import train_gpt as t
 from data import shards
 from nanogpt import planning
@@ -83,15 +82,6 @@ def test_minutes_for_which_the_text_lacks_batches_are_refused_before_the_first_s
     out, err = capsys.readouterr()
     assert "steps of the" in err and "lower --num_steps or --minutes" in err and err.count("\n") == 1
     assert "step:" not in out
-
-
-def test_a_vocabulary_that_cannot_be_had_is_said_before_training(text, tmp_path, monkeypatch):
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "empty"))
-    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
-    monkeypatch.setattr("tiktoken.registry.ENCODINGS", {})
-    c = t.parse_config([text, "--preset=laptop", "--fit"])
-    c.vocab_size = 50304
-    assert "there will be no sample: tiktoken cannot load" in sample.check(c)[0] and c.sample == ""
 
 
 @pytest.mark.parametrize("tokens, rows, longest, recall", [

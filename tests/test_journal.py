@@ -128,27 +128,25 @@ def test_the_files_of_the_project_are_those_it_imported(tmp_path, monkeypatch):
 
 
 def test_a_run_has_the_sum_of_its_script_which_must_end_with_a_newline():
-    run = journal.describe_run(b"b\n", [], "b.py")
+    run = journal.describe_run(b"b\n")
     assert run["code_sha256"] == hashlib.sha256(b"b\n").hexdigest() and run["code_bytes"] == 2
-    with pytest.raises(BadInput, match="a.py: end the last line with a newline"):
-        journal.describe_run(b"print(1)", [], "a.py")
+    with pytest.raises(BadInput, match="end the last line of train_gpt.py with a newline"):
+        journal.describe_run(b"print(1)")
 
 
-def test_a_commit_is_named_and_whether_it_has_what_ran(tmp_path, monkeypatch):
+def test_a_commit_is_named_and_whether_files_that_it_has_were_changed(tmp_path, monkeypatch):
     monkeypatch.setattr(journal, "ROOT", tmp_path)
 
-    def git(script):
-        run = journal.describe_run(SOURCE, [], tmp_path / script)
+    def git():
+        run = journal.describe_run(SOURCE)
         return run["git_commit"], run["git_clean"]
 
-    assert git("known.py") == (None, None)
+    assert git() == (None, None)
     (tmp_path / "known.py").write_text("")
     for words in (["init", "-q"], ["add", "known.py"], ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "x"]):
         subprocess.run(["git", *words], cwd=tmp_path, check=True)
-    (tmp_path / "idea.py").write_text("x = 1")
-    commit, is_clean = git("known.py")
+    (tmp_path / "notes.txt").write_text("x")
+    commit, is_clean = git()
     assert re.fullmatch("[0-9a-f]{40}", commit) and is_clean
-    assert git("idea.py") == (commit, False), "the commit has no such script"
-    assert git("known.py") == (commit, True), "it has not run idea.py"
     (tmp_path / "known.py").write_text("x = 1")
-    assert git("known.py") == (commit, False)
+    assert git() == (commit, False)

@@ -415,7 +415,7 @@ for name in sys.argv[2:]:
     if child == 0:
         before = state()
         __import__(name)
-        loaded = set(sys.modules) & {"tiktoken", "matplotlib", "triton", "sample", "train_gpt"} - {name}
+        loaded = set(sys.modules) & {"tiktoken", "matplotlib", "triton", "train_gpt"} - {name}
         if state() != before or loaded:
             print(name, "has side effects", loaded, flush=True)
         os._exit(0)
