@@ -107,7 +107,7 @@ def main(argv: list[str] | None = None) -> int:
         return run(parse(argv))
     except ModuleNotFoundError as error:
         print(f"refused: {error}; pip install -r requirements-dev.txt", file=sys.stderr)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, LookupError) as error:
         print(f"refused: {error}", file=sys.stderr)
     return 2
 

@@ -166,4 +166,4 @@ def check_steps(log: Log) -> None:
     if (train != list(range(1, log.config["num_steps"] + 1)) or last.split != "val"
             or last.loss != log.end["val_loss"] or late_ms > 2):
         raise ValueError(f"{log.path}: steps are missing, or the results are not those of the last "
-                      "line.")
+                         "line.")

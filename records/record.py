@@ -57,7 +57,7 @@ def refuse_mixed(logs: list[Log]) -> None:
     seeds = [log.config["seed"] for log in logs]
     if len(set(seeds)) < len(seeds):
         raise ValueError(f"runs of one kind have different seeds, not {seeds}; the first one is "
-                      f"{logs[0].path}.")
+                         f"{logs[0].path}.")
 
 
 def pm(values: list[float], digits: int) -> str:
@@ -82,7 +82,7 @@ class Record:
         for log in logs:
             if log.interrupted or log.config.get("resume") or log.end["target"] is None:
                 raise ValueError(f"{log.path}: a record needs runs to a target that were neither "
-                              "interrupted nor resumed.")
+                                 "interrupted nor resumed.")
         refuse_mixed(logs)
         self.name = name  # DATE_NAME
         self.logs = logs
