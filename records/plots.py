@@ -34,7 +34,7 @@ def curves(logs: list[Log]):
         draw_run(axes, log, f"C{i % 10}")
     losses = [step.loss for log in logs for step in log.steps]
     targets = {log.end["target"] for log in logs if log.end.get("target")}
-    lowest = min([*losses, *targets], default=0)
+    lowest = min(losses, default=0)
     for ax, name in zip(axes, ("training time (s)", "training tokens (millions)")):
         for target in sorted(targets):
             ax.axhline(target, color="black", lw=0.8, ls="--", label=f"target {target:g}")
