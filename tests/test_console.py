@@ -60,13 +60,13 @@ def test_the_end_says_what_came_of_the_run(began, capsys, loss, verdict):
     log.step(6, 88.24, "val_loss", loss + 0.00001)
     keeper = SimpleNamespace(facts=FACTS, best=(2, 1.3, "models/x.pt"), lacks_weights=False, remove_save=lambda: None)
     model = SimpleNamespace(candidates=SimpleNamespace(lost_targets=0))
-    optimizer = SimpleNamespace(recipe=SimpleNamespace(note=lambda: ""))
+    optimizer = SimpleNamespace(hooks=SimpleNamespace(state=dict))
     run = SimpleNamespace(config=c, log=log, keeper=keeper, model=model, optimizer=optimizer, device=torch.device("cpu"),
                           step=6, clock=SimpleNamespace(total=88.24), ended_by="")
     c.sample = ""
     capsys.readouterr()
     assert report.end(run, t, 12.3) == 0
-    tokens = t.total_tokens(c)
+    tokens = t.total_tokens(c, c.num_steps)
     *summary, _, sampling, evaluation = capsys.readouterr().out.splitlines()
     assert summary == [
         "",
