@@ -77,11 +77,15 @@ def score_endings(model: nn.Module, endings: list[tuple[list[int], list[int]]]) 
     sums = []
     for first in progress(range(0, len(endings), ENDINGS_AT_A_TIME)):
         together = endings[first : first + ENDINGS_AT_A_TIME]
-        tokens, targets = [], []
+        tokens = []
+        targets = []
         for context, ending in together:
             filling = -(len(context) + len(ending)) % BLOCK_SIZE
-            tokens += [model.bos, *context, *ending[:-1]] + [model.bos] * filling
-            targets += [-1] * len(context) + ending + [-1] * filling
+            tokens += [model.bos, *context, *ending[:-1]]
+            tokens += [model.bos] * filling
+            targets += [-1] * len(context)
+            targets += ending
+            targets += [-1] * filling
         found = score(model, np.array(tokens), np.array(targets))
         ends = np.cumsum([len(ending) for _, ending in together])
         sums.append(np.add.reduceat(found, [0, *ends[:-1]]))
@@ -151,11 +155,15 @@ def loss_measures(model: Model, tokens: np.ndarray) -> dict[str, Measure]:
     num_bytes = model.token_bytes[tokens[1:]]  # (n,) of each target
 
     bits = np.where(num_bytes > 0, nats / math.log(2), 0)
-    nats, tokens, bits, num_bytes = (
-        np.add.reduceat(x, starts) for x in (nats, np.ones(len(nats)), bits, num_bytes))
+
+    def per_document(amounts: np.ndarray, sizes: np.ndarray) -> Measure:
+        return Measure(np.add.reduceat(amounts, starts), np.add.reduceat(sizes, starts))
+
     token = "byte" if model.kind == "bytes" else "token"
-    return {f"loss, nats per {token}": Measure(nats, tokens),
-            "bits per byte": Measure(bits, num_bytes)}
+    return {
+        f"loss, nats per {token}": per_document(nats, np.ones(len(nats))),
+        "bits per byte": per_document(bits, num_bytes),
+    }
 
 
 def hellaswag_measures(model: Model, items: list[hellaswag.Item]) -> dict[str, Measure]:
@@ -169,7 +177,8 @@ def hellaswag_measures(model: Model, items: list[hellaswag.Item]) -> dict[str, M
     labels = np.array([item.label for item in items])
 
     def percent(scores: np.ndarray) -> Measure:
-        return Measure(100.0 * (scores.argmax(1) == labels), np.ones(len(items)))
+        is_right = scores.argmax(1) == labels
+        return Measure(100.0 * is_right, np.ones(len(items)))
 
     return {"HellaSwag, %": percent(sums), "HellaSwag normalised, %": percent(sums / counts)}
 

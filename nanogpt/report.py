@@ -108,7 +108,6 @@ def results(run, script, startup_s: float) -> dict:
         "step_avg_ms": round(1000 * seconds / run.step, 2),
         "tokens": tokens,
         "tokens_per_s": round(tokens / seconds),
-        "mfu": None,  # the share of a GPU's peak, in logs before 28 November 2026
         "peak_memory_mib": memory,
         "compile_s": round(startup_s, 1),
         "code_sha256": run.keeper.facts.run["code_sha256"],

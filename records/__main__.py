@@ -26,7 +26,8 @@ def write_code(log: Log, folder: Path) -> None:
 def check(page: Path) -> int:
     """Compares all records, and the leaderboard in the page, with the logs. Returns the exit
     status."""
-    records, found = [], []
+    records = []
+    found = []
     for folder in record.folders():
         try:
             records.append(record.read(folder))

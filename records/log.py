@@ -88,8 +88,10 @@ def read_bytes(path: Path) -> bytes:
     first_path = path.parent / short[1].decode()
     first = PARTS.fullmatch(first_path.read_bytes())
     run, _, rest = raw[short.end():].partition(b"\n")
-    whole = first and first[1] + run + b"\n" + first[3] + rest
-    if not first or sha256(whole) != short[2].decode():
+    whole = b""
+    if first:
+        whole = first[1] + run + b"\n" + first[3] + rest
+    if sha256(whole) != short[2].decode():
         raise ValueError(f"{path}: it or {first_path.name} is no longer as it was written.")
     return whole
 
