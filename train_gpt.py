@@ -1756,10 +1756,9 @@ def train_step(model: GPT, optimizer: Optimizer, batch: list[tuple[Reading, Targ
     c = model.config
     setting = setting_of(step, c)
 
-    # 1. What depends on the text alone, beside the first pass: which rows the ranks look up, and
-    # for later steps, what came next in this one.
+    # 1. From here on other streams may read this batch.
     optimizer.tables.begin([reading.rows() for reading, _ in batch])
-    model.past.remember(batch, read_once=c.epochs == 1)
+    model.past.follow()
 
     # 2. Forward and backward. After the last pass the gradients begin to travel.
     work = partial(forward_backward, model, setting)
@@ -1767,6 +1766,8 @@ def train_step(model: GPT, optimizer: Optimizer, batch: list[tuple[Reading, Targ
     for i, (reading, targets) in enumerate(batch):
         # The setting names the CUDA graph, because windows and rotary table are fixed in it.
         loss, row_gradients = call(str(setting), work, (*targets, *reading))
+        if i == 0:  # beside the first pass, which the GPU is at work on by now
+            model.past.remember(batch, read_once=c.epochs == 1)
         if i == len(batch) - 1:
             optimizer.start_sums()
         optimizer.tables.add(i, row_gradients)  # while the next pass runs

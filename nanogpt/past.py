@@ -54,7 +54,7 @@ class Past:
     """Reads text for a model, and remembers what came next in it. While the GPU trains on one
     batch, the next one is read on a stream of its own:
 
-        follow    before the first batch
+        follow    before the first batch, and before the passes of each step
         prepare   reads a batch and draws its candidates; the main stream can use it then
         remember  writes down, for later batches, what came next in this one
         join      before the main stream reads what was remembered
@@ -104,8 +104,8 @@ class Past:
         """The batch of a step -> the reading and the targets of each micro-batch.
 
         Batch n must not get the memory of batch n - 1, which the main stream may still be reading.
-        So `latest` keeps that until batch n is made. It may get the memory of batch n - 2: in
-        `remember` of step n - 1 this stream has waited until step n - 2 was over."""
+        So `latest` keeps that until batch n is made. It may get the memory of batch n - 2: by
+        `follow` of step n - 1 this stream waits until step n - 2 is over."""
         prepared = []
         read = partial(self.read, training=True)
         with self.side_stream.on():
@@ -127,7 +127,6 @@ class Past:
         """Writes to the recall table what came next in all of a step's micro-batches, which were
         read before: otherwise they would recall their own targets. A text that is read more than
         once is not remembered, because it would be known by heart. A collective."""
-        self.side_stream.follow()  # also where nothing is remembered: `prepare` relies on it
         if not (self.config.recall_lengths and read_once):
             return
         with self.side_stream.on():

@@ -104,9 +104,6 @@ class Tables:
         self.latest = "finish"  # the method above that was called last
         self.batch = []  # of each micro-batch, the rows of each index, (lookups,)
         self.added = 0  # micro-batches whose gradients are in `totals`
-        self.sorted = {}  # of each index
-        self.ends = None  # (indices, ranks + 1) on the CPU, those of `sorted`
-        self.ends_arrived = None  # the event after which they are there
         self.used = {}  # UsedRows of each index
         # Sums of gradients of the own rows: (ranks, own rows, own_width) of each table, and with
         # the name lm_head (1, own rows, width) of the token embedding.
@@ -128,32 +125,31 @@ class Tables:
         self.side_stream.join()
         self.side_stream.follow()
 
-    @torch.no_grad()
     def begin(self, batch: list[dict[str, Tensor]]) -> None:
-        """Begins to find out which rows each rank looks up. `batch` has those of each micro-batch
-        of this rank, (lookups,) for each index, as many on every rank. The CPU must know how many
-        different ones there are, to make room for their sums, but only in the first `add`. Until
-        then the GPU counts them beside the forward pass. A collective."""
+        """Takes the rows that each micro-batch of this rank will look up, (lookups,) for each
+        index, as many on every rank."""
         self.take_turn("begin", after="finish")
         self.meet()
         self.batch = batch
+
+    def find_used(self) -> None:
+        """Finds out which rows each rank looks up, and makes room for the sums of their gradients.
+        The GPU does this beside the first pass, and the CPU, which must know how many different
+        rows there are, waits for it. A collective."""
         with self.side_stream.on():
-            own = [torch.cat([rows[name] for rows in batch]) for name in self.indices]
+            own = [torch.cat([rows[name] for rows in self.batch]) for name in self.indices]
             of_ranks = gathered(torch.cat(own)).view(self.world_size, -1)
             of_indices = of_ranks.split([len(rows) for rows in own], 1)
             found = [sort_rows(rows) for rows in of_indices]
-            self.sorted = dict(zip(self.indices, found))
-            self.ends, self.ends_arrived = to_host(torch.stack([rows.ends for rows in found]))
-
-    def find_used(self) -> None:
-        """Waits for the numbers of used rows, and makes room for the sums of their gradients."""
-        if self.ends_arrived is not None:
-            self.ends_arrived.synchronize()
+            of_ends, arrived = to_host(torch.stack([rows.ends for rows in found]))
+        if arrived is not None:
+            arrived.synchronize()
         with self.side_stream.on():
-            for (name, found), ends in zip(self.sorted.items(), self.ends.tolist()):
-                # Each row to the place of its number. With unique() the CPU would have to wait
-                # until the GPU knows how many there are.
-                rows = found.rows.new_empty(ends[-1]).scatter_(0, found.numbers, found.rows)
+            for name, rows_found, ends in zip(self.indices, found, of_ends.tolist()):
+                # Each row to the place of its number. With unique() the CPU would wait for each
+                # index in turn.
+                rows = rows_found.rows.new_empty(ends[-1])
+                rows.scatter_(0, rows_found.numbers, rows_found.rows)
                 counts = [end - begin for begin, end in zip([0, *ends], ends)]
                 *parts, of_all = rows.split(counts)
                 # A copy, because Triton would compile its kernels once more for a tensor that does
@@ -174,7 +170,7 @@ class Tables:
     def add(self, i: int, gradients: dict[str, Tensor]) -> None:
         """Adds the gradients (lookups, width) of the rows that micro-batch i has looked up, for
         each table, and under the name lm_head for the token embedding. A collective, with the
-        last micro-batch."""
+        first and the last micro-batch."""
         if i != self.added or i >= len(self.batch):
             raise RuntimeError(
                 f"gradients of micro-batch {i} were added to the tables, when it was the turn of "
