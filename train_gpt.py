@@ -1766,8 +1766,9 @@ def train_step(model: GPT, optimizer: Optimizer, batch: list[tuple[Reading, Targ
     for i, (reading, targets) in enumerate(batch):
         # The setting names the CUDA graph, because windows and rotary table are fixed in it.
         loss, row_gradients = call(str(setting), work, (*targets, *reading))
-        if i == 0:  # beside the first pass, which the GPU is at work on by now
+        if i == 0:  # beside the first pass: what depends on the text alone
             model.past.remember(batch, read_once=c.epochs == 1)
+            optimizer.tables.find_used()
         if i == len(batch) - 1:
             optimizer.start_sums()
         optimizer.tables.add(i, row_gradients)  # while the next pass runs

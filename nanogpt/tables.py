@@ -81,6 +81,7 @@ class Tables:
     """In each step these methods are called in this order:
 
         begin         tells which rows the micro-batches look up, before the passes
+        find_used     counts them, beside the first pass
         add           takes the gradients of these rows after each pass; the last one sends them
         add_embedding adds those of the token embedding to the gradient of the head, as both are one
                       matrix
@@ -126,16 +127,19 @@ class Tables:
         self.side_stream.follow()
 
     def begin(self, batch: list[dict[str, Tensor]]) -> None:
-        """Takes the rows that each micro-batch of this rank will look up, (lookups,) for each
-        index, as many on every rank."""
+        """Takes the rows that each micro-batch of this rank looks up, (lookups,) for each index, as
+        many on every rank. What is begun on the main stream after this, the side stream does not
+        wait for."""
         self.take_turn("begin", after="finish")
         self.meet()
         self.batch = batch
 
+    @torch.no_grad()
     def find_used(self) -> None:
         """Finds out which rows each rank looks up, and makes room for the sums of their gradients.
-        The GPU does this beside the first pass, and the CPU, which must know how many different
-        rows there are, waits for it. A collective."""
+        For that the CPU must know how many different rows there are. So it waits for the GPU, which
+        counts them beside the first pass. A collective."""
+        self.take_turn("find_used", after="begin")
         with self.side_stream.on():
             own = [torch.cat([rows[name] for rows in self.batch]) for name in self.indices]
             of_ranks = gathered(torch.cat(own)).view(self.world_size, -1)
@@ -170,13 +174,12 @@ class Tables:
     def add(self, i: int, gradients: dict[str, Tensor]) -> None:
         """Adds the gradients (lookups, width) of the rows that micro-batch i has looked up, for
         each table, and under the name lm_head for the token embedding. A collective, with the
-        first and the last micro-batch."""
-        if i != self.added or i >= len(self.batch):
+        last micro-batch."""
+        if self.latest != "find_used" or i != self.added:
             raise RuntimeError(
-                f"gradients of micro-batch {i} were added to the tables, when it was the turn of "
-                f"{self.added} of {len(self.batch)}; `begin` names the rows of all")
-        if i == 0:
-            self.find_used()  # beside the pass: it needs none of its gradients
+                f"gradients of micro-batch {i} were added to the tables after `{self.latest}`, "
+                f"when it was the turn of {self.added} of {len(self.batch)}; `begin` and "
+                "`find_used` come before all of them")
         self.meet()
         with self.side_stream.on():
             for name, gradient in gradients.items():

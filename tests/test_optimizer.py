@@ -190,6 +190,7 @@ def give_gradients(model, optimizer, seed, micro_batches=1):
     """What the passes of a step leave: .grad of each dense parameter, and gradients of the tables' rows."""
     batch = [looked_up(model, 1000 * seed + i) for i in range(micro_batches)]
     optimizer.tables.begin([rows for rows, _ in batch])
+    optimizer.tables.find_used()
     for i, (_, grads) in enumerate(batch):
         optimizer.tables.add(i, grads)
     for i, (name, p) in enumerate(model.named_parameters()):
@@ -335,12 +336,15 @@ def test_a_wrong_order_or_a_missing_gradient_is_an_error_in_a_sentence():
     batch = give_gradients(model, optimizer, 1, micro_batches=2)
     (first, grads), (second, _) = batch
     for wrong in (lambda: found.begin([first]), lambda: found.add(2, grads)):
-        with pytest.raises(RuntimeError, match="`begin` names the rows of all|must be after `finish`"):
+        with pytest.raises(RuntimeError, match="`begin` and `find_used`|must be after `finish`"):
             wrong()
     found.reset()
     found.begin([first, second])
+    with pytest.raises(RuntimeError, match="after `begin`"):
+        found.add(0, grads)
+    found.find_used()
     for wrong in (lambda: found.add(1, grads), lambda: found.update({}, None), lambda: found.add_embedding(None), found.finish):
-        with pytest.raises(RuntimeError, match="`begin`"):
+        with pytest.raises(RuntimeError, match="`find_used`"):
             wrong()
     model.mlp.grad = None
     with pytest.raises(RuntimeError, match="^mlp has no gradient"):

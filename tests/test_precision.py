@@ -438,6 +438,7 @@ def give_gradients(model, optimizer, factor, seed=0, spoilt=None):
     grads = {name: normal(*tokens.shape, getattr(model, name).size(1), seed=seed + 90) * factor for name in TABLES}
     grads["lm_head"] = torch.zeros(len(tokens), model.config.model_dim, dtype=model.lm_head.dtype)
     optimizer.tables.begin([rows])
+    optimizer.tables.find_used()
     for number, (name, p) in enumerate(model.named_parameters()):
         if name in TABLES:
             g = grads[name] = grads[name].to(p.dtype)
