@@ -36,10 +36,6 @@ SEPARATOR = 50256  # GPT-2's end-of-text token, the first token of every documen
 # 1. The format
 
 
-class ShardError(BadInput):
-    """Shards that cannot be used. The message is one sentence: what is wrong, where, the remedy."""
-
-
 AGAIN = ("fetch or make it again (data/fineweb.py, when the file is deleted; data/prepare.py, when "
          "its folder is deleted)")
 
@@ -49,44 +45,35 @@ def opened(path: Path) -> Iterator[tuple[BinaryIO, int]]:
     """A shard, open where its tokens begin, and their number. It is read and never mapped into
     memory: where a mapped file has become shorter, the system kills the process without a word.
 
-    Raises ShardError if the file is not a whole shard or cannot be read.
+    Raises BadInput if the file is not a whole shard or cannot be read.
     """
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             if size < HEADER_BYTES:
-                raise ShardError(
+                raise BadInput(
                     f"{path} has {size} bytes, less than its header of {HEADER_BYTES}; {AGAIN}")
             magic, _, num_tokens, *_ = np.fromfile(file, dtype="<i4", count=HEADER_BYTES // 4)
             if magic != MAGIC:
-                raise ShardError(
-                    f"{path} begins with magic {magic}, not {MAGIC}; {AGAIN}, or if it is "
-                    "nanoGPT's train.bin, make a shard of it, as write_shard in data/shards.py "
-                    "explains")
+                raise BadInput(f"{path} begins with magic {magic}, not {MAGIC}; {AGAIN}")
             expected_size = HEADER_BYTES + 2 * int(num_tokens)
             if size != expected_size:
-                raise ShardError(
+                raise BadInput(
                     f"{path} has {size} bytes where its header promises {expected_size}; {AGAIN}")
             yield file, int(num_tokens)
     except OSError as error:
-        raise ShardError(f"{path} cannot be read ({error.strerror}); check the file and its "
+        raise BadInput(f"{path} cannot be read ({error.strerror}); check the file and its "
                          "permissions") from None
 
 
 def count_tokens(path: Path) -> int:
-    """How many tokens a shard holds. Raises ShardError, as `opened` does."""
+    """How many tokens a shard holds. Raises BadInput, as `opened` does."""
     with opened(path) as (_, num_tokens):
         return num_tokens
 
 
 def write_shard(path: Path, documents: Sequence[np.ndarray]) -> None:
-    """Write documents, each an array of tokens that begins with SEPARATOR, as one shard.
-
-    Tokens of GPT-2 without a header, as in nanoGPT's train.bin, become a shard of a document by
-
-        tokens = np.r_[SEPARATOR, np.fromfile("train.bin", dtype="<u2")]
-        write_shard("own_train_000001.bin", [tokens])
-    """
+    """Write documents, each an array of tokens that begins with SEPARATOR, as one shard."""
     header = np.zeros(HEADER_BYTES // 4, dtype="<i4")
     header[:3] = MAGIC, VERSION, sum(map(len, documents))
     with open(path, "wb") as file:
@@ -104,20 +91,20 @@ def read_shard(path: Path, vocab_size: int) -> Shard:
     """Read a shard for a model that knows the tokens below `vocab_size`.
 
     If the vocabulary is too small for 50256, its last token takes the place of the separator.
-    Raises ShardError if the file is damaged, has no document, or holds tokens that the model does
+    Raises BadInput if the file is damaged, has no document, or holds tokens that the model does
     not know.
     """
     with opened(path) as (file, num_tokens):
         tokens = np.fromfile(file, dtype="<u2", count=num_tokens)
     starts = np.flatnonzero(tokens == SEPARATOR)
     if len(starts) == 0:
-        raise ShardError(f"{path} holds no document start (token {SEPARATOR}); make it with "
+        raise BadInput(f"{path} holds no document start (token {SEPARATOR}); make it with "
                          "data/prepare.py")
     tokens[starts] = 0
     largest = tokens.max()
     limit = vocab_size - 1 if reads_bytes(vocab_size) else vocab_size
     if largest >= limit:
-        raise ShardError(f"{path} holds token {largest}, and with --vocab_size={vocab_size} tokens "
+        raise BadInput(f"{path} holds token {largest}, and with --vocab_size={vocab_size} tokens "
                          f"must be below {limit}; is it other data?")
     tokens[starts] = min(SEPARATOR, vocab_size - 1)
     return Shard(tokens, starts)
@@ -125,7 +112,7 @@ def read_shard(path: Path, vocab_size: int) -> Shard:
 
 def kind_of_tokens(path: Path) -> str:
     """"bytes" if the first million tokens, separators aside, are below 256, else "gpt2". Raises
-    ShardError."""
+    BadInput."""
     with opened(path) as (file, num_tokens):
         tokens = np.fromfile(file, dtype="<u2", count=min(num_tokens, 1_000_000))
     return "bytes" if tokens[tokens != SEPARATOR].max(initial=0) < 256 else "gpt2"
@@ -139,18 +126,12 @@ def reads_bytes(vocab_size: int) -> bool:
 def find_shards(folder: str | Path, split: str, pattern: str, remedy: str) -> list[Path]:
     """The files in `folder` that match the glob `pattern`, in the order of their names.
 
-    Raises ShardError if there are none, or if they are of several texts. The sentence names
-    --train_files or --val_files, by `split`, and if there are no shards ends with `remedy`.
+    Raises BadInput if there are none, in a sentence that names --train_files or --val_files, by
+    `split`, and ends with `remedy`.
     """
     names = sorted(glob(pattern, root_dir=folder))
     if not names:
-        others = ", ".join(sorted(glob("*.bin", root_dir=folder))[:4])
-        raise ShardError(f"no {split} shards (--{split}_files={pattern}) in {folder}"
-                         f"{others and f', which holds {others}'}; {remedy}")
-    texts = sorted({name.split(f"_{split}_")[0] for name in names})
-    if pattern == f"*_{split}_*.bin" and len(texts) > 1:  # a pattern of the user's may mean several
-        raise ShardError(f"{folder} holds shards of {len(texts)} texts ({', '.join(texts[:3])}); "
-                         f"choose one with --{split}_files={texts[0]}_{split}_*.bin")
+        raise BadInput(f"no {split} shards (--{split}_files={pattern}) in {folder}; {remedy}")
     return [Path(folder, name) for name in names]
 
 
@@ -159,7 +140,7 @@ def fingerprint(path: Path, split: str) -> dict:
 
     The sha256 covers the header, the first MiB of tokens and the last MiB of the file: enough to
     tell two shards apart, and much faster than reading all of them at the start of every run.
-    Raises ShardError.
+    Raises BadInput.
     """
     mebibyte = 2**20
     with opened(path) as (file, num_tokens):
@@ -260,7 +241,7 @@ def batches(paths: list[Path], c, plan: Plan) -> Iterator[tuple[np.ndarray, list
 
     Ends early if the shards end before the plan. A batch takes all its tokens from one shard, and
     what is left at the shard's end is not used. A thread reads the next shard while this one is in
-    use. Raises ShardError, as read_shard does.
+    use. Raises BadInput, as read_shard does.
     """
     readings = chain.from_iterable(repeat(paths, c.epochs))
     shards = (read_shard(path, c.vocab_size) for path in readings)
@@ -284,32 +265,24 @@ def packed_batches(
     """Every batch as an array: (sequences, seq_len + 1) uint16.
 
     A run that goes on after some steps gives their number as `first_step`: the batches of these
-    steps are passed over, and nothing is copied for them. Raises ShardError as `batches` does, and
-    if the shards end before the plan.
+    steps are passed over, and nothing is copied for them. Raises BadInput, as read_shard does.
     """
-    step = 0
-    for tokens, batch in batches(paths, c, plan):
-        step += 1
-        if step <= first_step:
-            continue
+    for tokens, batch in islice(batches(paths, c, plan), first_step, None):
         sequences = np.empty((len(batch), c.seq_len + 1), dtype=np.uint16)
         for sequence, pieces in zip(sequences, batch):
             np.concatenate([tokens[piece] for piece in pieces], out=sequence)
         yield sequences
-    if step < len(plan):
-        remedy = "fetch more or raise --epochs"
-        raise ShardError(f"the training shards ran out before the schedule's end; {remedy}")
 
 
 def validation_tokens(paths: list[Path], vocab_size: int, number: int) -> np.ndarray:
     """The first `number` tokens of the shards and one more, the last target: (number + 1,) uint16.
 
-    Raises ShardError if there are fewer, and whatever read_shard raises.
+    Raises BadInput if there are fewer, and whatever read_shard raises.
     """
     tokens = np.concatenate([read_shard(path, vocab_size).tokens for path in paths])
     need = number + 1
     if len(tokens) < need:
         have = f"{paths[0].parent} holds {len(tokens):,}"
-        raise ShardError(f"validation needs {need:,} tokens and {have}; give --fit, "
+        raise BadInput(f"validation needs {need:,} tokens and {have}; give --fit, "
                          "which fits the run to the text, or lower --val_tokens and --val_seq_len")
     return tokens[:need]

@@ -65,12 +65,8 @@ def loaded(c):
 
 
 def drain(c):
-    """All batches of this rank, until it is said that the shards ran out."""
-    batches = []
-    with pytest.raises(shards.ShardError, match="ran out.*--epochs"):
-        for batch in loaded(c):
-            batches.append(batch)
-    return batches
+    """All batches of this rank, until the shards end."""
+    return list(loaded(c))
 
 
 # ---------------------------------------------------------------------------------------------------- batches
@@ -138,7 +134,7 @@ def test_the_check_before_compiling_agrees_exactly_with_what_the_loader_yields(f
     train_paths, val_tokens, *_ = check_data(config(folder, num_steps=have, **changes))
     assert [path.name for path in train_paths] == [f"fineweb_train_{i:06}.bin" for i in range(4)]
     assert val_tokens.tolist() == [383 if token == SEPARATOR else token for token in documents(600, 9)][:513]
-    with pytest.raises((BadInput, shards.ShardError)) as error:
+    with pytest.raises(BadInput) as error:
         check_data(config(folder, num_steps=have + 1, **changes))
     sentence = str(error.value)
     for part in (f"the text in {folder} lasts for {have} steps of the {have + 1}", "--fit", "--num_steps", "--epochs"):
@@ -159,18 +155,10 @@ def test_the_number_of_processes_must_divide_the_batch_of_every_stage(large, mon
 def test_absent_shards_are_named_with_what_gets_them(folder, split):
     for path in folder.glob(f"*_{split}_*"):
         path.unlink()
-    with pytest.raises(shards.ShardError) as error:
+    with pytest.raises(BadInput) as error:
         check_data(config(folder))
     for part in (f"no {split} shards", f"*_{split}_*.bin", str(folder), "./run.sh", "data/prepare.py"):
         assert part in str(error.value)
-
-
-def test_shards_of_several_texts_are_not_mixed(folder):
-    write_shard(folder / "other_train_000001.bin", documents(2000, 5))
-    with pytest.raises(shards.ShardError, match="2 texts .fineweb, other.; .*--train_files=fineweb_train"):
-        check_data(config(folder))
-    check_data(config(folder, num_steps=2, train_files="fineweb_train_*.bin"))
-    check_data(config(folder, num_steps=2, train_files="*_train_*.bin*"))
 
 
 @pytest.mark.parametrize("preset, largest, parts", [
@@ -182,7 +170,7 @@ def test_tokens_of_the_wrong_kind_are_named_for_what_they_are(tmp_path, preset, 
     for name in ("train_000001", "val_000000"):
         write_shard(tmp_path / f"mine_{name}.bin", document)
     c = dataclasses.replace(t.Config(**t.PRESETS[preset]), data_dir=str(tmp_path), preset=preset)
-    with pytest.raises((BadInput, shards.ShardError)) as error:
+    with pytest.raises(BadInput) as error:
         check_data(c)
     for part in ("mine_train_000001.bin", *parts):
         assert part in str(error.value)
