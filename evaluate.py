@@ -133,7 +133,6 @@ class Model(NamedTuple):
     gpt: nn.Module
     encode: Callable[[str], list[int]]
     token_bytes: np.ndarray  # (V,) the number of bytes that each token stands for
-    kind: str  # of its tokens, "bytes" or "gpt2"
 
 
 def loss_measures(model: Model, tokens: np.ndarray) -> dict[str, Measure]:
@@ -159,7 +158,7 @@ def loss_measures(model: Model, tokens: np.ndarray) -> dict[str, Measure]:
     def per_document(amounts: np.ndarray, sizes: np.ndarray) -> Measure:
         return Measure(np.add.reduceat(amounts, starts), np.add.reduceat(sizes, starts))
 
-    token = "byte" if model.kind == "bytes" else "token"
+    token = "byte" if shards.reads_bytes(model.gpt.config.vocab_size) else "token"
     return {
         f"loss, nats per {token}": per_document(nats, np.ones(len(nats))),
         "bits per byte": per_document(bits, num_bytes),
@@ -192,8 +191,7 @@ def load_model(path: str, device: str) -> Model:
     gpt = sample.load(path, device)
     encode, to_bytes = sample.codec(gpt.config.vocab_size)
     lengths = [len(to_bytes(token)) for token in range(gpt.config.vocab_size)]
-    kind = "bytes" if shards.reads_bytes(gpt.config.vocab_size) else "gpt2"
-    return Model(path, gpt, encode, np.array(lengths), kind)
+    return Model(path, gpt, encode, np.array(lengths))
 
 
 def read_text(options: argparse.Namespace, models: list[Model]) -> tuple[str, list[np.ndarray]]:
@@ -220,10 +218,8 @@ def read_text(options: argparse.Namespace, models: list[Model]) -> tuple[str, li
 def tokens_of_shards(paths: list[Path], model: Model, most: int) -> np.ndarray:
     """The first of the shards' tokens, (most + 1,), or all. Raises BadInput if they are of another
     kind than the model's, or a shard is damaged."""
-    kind = shards.kind_of_tokens(paths[0])
-    require(model.kind == kind, f"{paths[0]} holds tokens of the kind {kind}, and {model.path} "
-            f"reads {model.kind}; name a text file with --text")
     vocab_size = model.gpt.config.vocab_size
+    shards.check_kind(paths[0], vocab_size, f"name a text file for {model.path} with --text")
     tokens = np.concatenate([shards.read_shard(path, vocab_size).tokens for path in paths])
     return tokens[: most + 1].astype(np.int64)
 

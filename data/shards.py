@@ -123,6 +123,15 @@ def reads_bytes(vocab_size: int) -> bool:
     return vocab_size <= SEPARATOR
 
 
+def check_kind(path: Path, vocab_size: int, remedy: str) -> None:
+    """Raises BadInput unless a model with so many tokens reads such as this shard has."""
+    holds = kind_of_tokens(path)
+    wants = "bytes" if reads_bytes(vocab_size) else "gpt2"
+    if holds != wants:
+        raise BadInput(f"{path} holds tokens of the kind {holds}, and --vocab_size={vocab_size} "
+                       f"wants {wants}; {remedy}")
+
+
 def find_shards(folder: str | Path, split: str, pattern: str, remedy: str) -> list[Path]:
     """The files in `folder` that match the glob `pattern`, in the order of their names.
 

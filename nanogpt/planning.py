@@ -237,12 +237,9 @@ def check_data(c, plan: shards.Plan) -> RunFiles:
                 "start fewer of them, or change --batch_tokens or --seq_len")
     train_paths = shards_of(c, "train")
     val_paths = shards_of(c, "val")
-    holds = shards.kind_of_tokens(train_paths[0])
-    wants = "bytes" if shards.reads_bytes(c.vocab_size) else "gpt2"
-    require(holds == wants,
-            f"{train_paths[0]} holds tokens of the kind {holds}, and --preset={c.preset} with "
-            f"--vocab_size={c.vocab_size} wants {wants}; choose another --preset, or make others "
-            f"with data/prepare.py FILE --tokens={wants}")
+    shards.check_kind(
+        train_paths[0], c.vocab_size, "choose another --preset, or make others with "
+        "data/prepare.py FILE --tokens=bytes or --tokens=gpt2")
     fingerprints = [shards.fingerprint(path, "train") for path in train_paths]
     fingerprints += [shards.fingerprint(path, "val") for path in val_paths]
     saved = checkpoints.check_save(c.resume, fingerprints, c.data_dir) if c.resume else None

@@ -102,7 +102,7 @@ def test_hellaswag_with_known_answers():
     items = [hellaswag.Item("12", ["345", "5", "999", "888"], 0),  # sum: "345" has 3 log 1/2, "5" has log 1/18
              hellaswag.Item("1", ["2", "345678", "0", "0"], 0),
              hellaswag.Item("1", ["345678", "0", "00", "000"], 0)]  # one token is wrong: 0.5 ** 5 / 18 loses to 1 / 18
-    model = evaluate.Model("m", Counter(), lambda text: [int(c) for c in text if c.isdigit()], np.ones(10, int), "gpt2")
+    model = evaluate.Model("m", Counter(), lambda text: [int(c) for c in text if c.isdigit()], np.ones(10, int))
     measures = evaluate.hellaswag_measures(model, items)
     assert measures["HellaSwag, %"].amounts.tolist() == [100, 100, 0]
     assert measures["HellaSwag normalised, %"].amounts.tolist() == [100, 100, 100]

@@ -162,8 +162,8 @@ def test_absent_shards_are_named_with_what_gets_them(folder, split):
 
 
 @pytest.mark.parametrize("preset, largest, parts", [
-    ("laptop", 50_000, ["holds tokens of the kind gpt2", "--preset=laptop with --vocab_size=272 wants bytes", "--tokens=bytes"]),
-    ("onepass", 255, ["holds tokens of the kind bytes", "--preset=onepass with --vocab_size=50304 wants gpt2", "--tokens=gpt2"])])
+    ("laptop", 50_000, ["holds tokens of the kind gpt2", "--vocab_size=272 wants bytes", "--tokens=bytes"]),
+    ("onepass", 255, ["holds tokens of the kind bytes", "--vocab_size=50304 wants gpt2", "--tokens=gpt2"])])
 def test_tokens_of_the_wrong_kind_are_named_for_what_they_are(tmp_path, preset, largest, parts):
     document = np.r_[SEPARATOR, np.arange(4000) % (largest + 1)]
     document[1] = largest
