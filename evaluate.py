@@ -24,6 +24,7 @@ Shapes in comments are those of train_gpt.py: T tokens of a packed sequence, V s
 vocabulary.
 """
 import argparse
+import dataclasses
 import math
 import signal
 import sys
@@ -197,11 +198,12 @@ def load_model(path: str, device: str) -> Model:
 def read_text(options: argparse.Namespace, models: list[Model]) -> tuple[str, list[np.ndarray]]:
     """What --text means: its name, and the tokens (n + 1,) of each model. Raises BadInput."""
     config = models[0].gpt.config
-    folder = config.data_dir if options.text is None else options.text
-    if options.text is None or list(Path(folder).glob(config.val_files)):
-        paths = shards.find_shards(folder, "val", config.val_files, "name a text with --text")
+    if options.text is not None:
+        config = dataclasses.replace(config, data_dir=options.text)
+    if options.text is None or list(Path(options.text).glob(config.val_files)):
+        paths = shards.find_shards(config, "val")
         tokens = [tokens_of_shards(paths, model, config.val_tokens) for model in models]
-        return f"documents of {folder}", tokens
+        return f"documents of {config.data_dir}", tokens
     notes = []
     documents = list(texts.read_all([options.text], options, notes))
     for note in notes:

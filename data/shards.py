@@ -132,16 +132,16 @@ def check_kind(path: Path, vocab_size: int, remedy: str) -> None:
                        f"wants {wants}; {remedy}")
 
 
-def find_shards(folder: str | Path, split: str, pattern: str, remedy: str) -> list[Path]:
-    """The files in `folder` that match the glob `pattern`, in the order of their names.
-
-    Raises BadInput if there are none, in a sentence that names --train_files or --val_files, by
-    `split`, and ends with `remedy`.
-    """
-    names = sorted(glob(pattern, root_dir=folder))
+def find_shards(c, split: str) -> list[Path]:
+    """The shards of a train_gpt.Config, in the order of their names. `split` is "train" or "val".
+    Raises BadInput if there are none."""
+    pattern = c.train_files if split == "train" else c.val_files
+    names = sorted(glob(pattern, root_dir=c.data_dir))
     if not names:
-        raise BadInput(f"no {split} shards (--{split}_files={pattern}) in {folder}; {remedy}")
-    return [Path(folder, name) for name in names]
+        raise BadInput(f"no {split} shards (--{split}_files={pattern}) in {c.data_dir}; check the "
+                       "path, or get them: ./run.sh gets the usual ones, and data/prepare.py makes "
+                       "them of a text")
+    return [Path(c.data_dir, name) for name in names]
 
 
 def fingerprint(path: Path, split: str) -> dict:

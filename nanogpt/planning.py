@@ -95,9 +95,10 @@ def fit(script, given: dict, cuda: bool):
     steps that the text has room for. What is given stays, but lengths that are given are upper
     bounds. Raises BadInput if the text is too short or cannot be read."""
     named = script.Config(**script.PRESETS.get(given.get("preset"), {}) | given)
-    paths = shards_of(named, "train")
+    paths = shards.find_shards(named, "train")
+    val_paths = shards.find_shards(named, "val")
     text = Text(shards.kind_of_tokens(paths[0]), tuple(map(shards.count_tokens, paths)),
-                sum(map(shards.count_tokens, shards_of(named, "val"))))
+                sum(map(shards.count_tokens, val_paths)))
     preset = given.get("preset") or preset_for(text, cuda)
     c = configure(script, preset, OVER_PRESET | given)
     require_one_of("schedule", c.schedule, script.SCHEDULES)
@@ -235,8 +236,8 @@ def check_data(c, plan: shards.Plan) -> RunFiles:
         require(count % world_size == 0,
                 f"{world_size} processes cannot share batches of {count} x {c.seq_len:,} tokens; "
                 "start fewer of them, or change --batch_tokens or --seq_len")
-    train_paths = shards_of(c, "train")
-    val_paths = shards_of(c, "val")
+    train_paths = shards.find_shards(c, "train")
+    val_paths = shards.find_shards(c, "val")
     shards.check_kind(
         train_paths[0], c.vocab_size, "choose another --preset, or make others with "
         "data/prepare.py FILE --tokens=bytes or --tokens=gpt2")
@@ -248,14 +249,6 @@ def check_data(c, plan: shards.Plan) -> RunFiles:
         plan = [*dict.fromkeys(plan)]
     check_tokens(c, plan, train_paths)
     return RunFiles(train_paths, torch.from_numpy(val_tokens.view("int16")), fingerprints, saved)
-
-
-def shards_of(c, split: str) -> list[Path]:
-    """The shards of a split, "train" or "val". Raises BadInput if there are none."""
-    pattern = c.train_files if split == "train" else c.val_files
-    return shards.find_shards(
-        c.data_dir, split, pattern, "check the path, or get them: ./run.sh gets the usual ones, "
-        "and data/prepare.py makes them of a text")
 
 
 def chooses_steps(c) -> bool:

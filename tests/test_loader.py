@@ -13,7 +13,6 @@ from conftest import SEPARATOR, TINY, check_data, documents, read, write_shard
 import train_gpt as t
 from data import shards
 from nanogpt.batches import Batch, rank_batches
-from nanogpt.planning import shards_of
 from nanogpt.ranks import BadInput
 
 CPU = torch.device("cpu")
@@ -59,7 +58,7 @@ def sequences(batch, seq_len):
 
 def loaded(c):
     """Iterator over this rank's batches, as a run has them."""
-    arrays = shards.packed_batches(shards_of(c, "train"), c, t.batch_plan(c))
+    arrays = shards.packed_batches(shards.find_shards(c, "train"), c, t.batch_plan(c))
     batches = shards.ahead(rank_batches(arrays, c, CPU))
     return ([t.inputs_and_targets(rows, CPU) for rows in batch.micro_batches] for batch in batches)
 

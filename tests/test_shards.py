@@ -142,14 +142,6 @@ def test_a_damaged_shard_is_named_with_the_value_found_and_the_remedy(tmp_path, 
         assert all(part in sentence for part in parts), sentence
 
 
-def test_a_folder_without_shards_of_the_usual_names_is_named_with_the_remedy(tmp_path):
-    for name in ("train.bin", "x_val_1.bin"):
-        write_shard(tmp_path / name, GOOD)
-    with pytest.raises(BadInput, match=r"no train shards \(--train_files=.*; REMEDY"):
-        shards.find_shards(tmp_path, "train", "*_train_*.bin", "REMEDY")
-    assert shards.find_shards(tmp_path, "train", "train.bin", "REMEDY") == [tmp_path / "train.bin"]
-
-
 @pytest.mark.parametrize("tokens, parts", [
     ([*GOOD, 384], ["token 384, and with --vocab_size=384", "below 383; is it other data?"]),
     ([*GOOD, 383], ["token 383, and with --vocab_size=384", "below 383"]),
