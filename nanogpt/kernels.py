@@ -65,13 +65,10 @@ def has_fp8(device: torch.device) -> bool:
 # clamped to the largest one, because a plain cast may turn them into NaN. A NaN stays NaN, so that
 # somebody notices it.
 #
-# FP8 tensor cores want both operands stored with the summed dimension last. A projection
-# y = x w^T has three products, each with a sum over another dimension:
-#     y  = x w^T      over the input's width
-#     dx = dy w       over the output's width
-#     dw = dy^T x     over the tokens
-# So x, w and dy are each needed as they are and transposed. The first kernel below writes both
-# while it has a tile of x in registers: x is read once and rounded once.
+# FP8 tensor cores want both operands stored with the summed dimension last. The three products of a
+# projection sum over three dimensions (nanogpt/precision/__init__.py). So x, w and dy are each
+# needed as they are and transposed. The first kernel below writes both while it has a tile of x in
+# registers: x is read once and rounded once.
 
 # Each program works on a tile of this size.
 TILE_ROWS = 64
