@@ -404,7 +404,7 @@ SCHEDULES: dict[str, list[Stage]] = {
 
 def parse_config(argv: list[str]) -> Config:
     """What the command line says, over the values of a save, of what fits a text, or of a preset.
-    Raises BadInput and ShardError (nanogpt/planning.py)."""
+    Raises BadInput (nanogpt/planning.py)."""
     return planning.parse_config(sys.modules[__name__], argv)
 
 

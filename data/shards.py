@@ -73,7 +73,13 @@ def count_tokens(path: Path) -> int:
 
 
 def write_shard(path: Path, documents: Sequence[np.ndarray]) -> None:
-    """Write documents, each an array of tokens that begins with SEPARATOR, as one shard."""
+    """Write documents, each an array of tokens that begins with SEPARATOR, as one shard.
+
+    nanoGPT's train.bin has GPT-2's tokens, but no header. This makes a shard of it:
+
+        tokens = np.r_[SEPARATOR, np.fromfile("train.bin", dtype="<u2")]
+        write_shard("own_train_000001.bin", [tokens])
+    """
     header = np.zeros(HEADER_BYTES // 4, dtype="<i4")
     header[:3] = MAGIC, VERSION, sum(map(len, documents))
     with open(path, "wb") as file:
@@ -138,9 +144,13 @@ def find_shards(c, split: str) -> list[Path]:
     pattern = c.train_files if split == "train" else c.val_files
     names = sorted(glob(pattern, root_dir=c.data_dir))
     if not names:
-        raise BadInput(f"no {split} shards (--{split}_files={pattern}) in {c.data_dir}; check the "
-                       "path, or get them: ./run.sh gets the usual ones, and data/prepare.py makes "
-                       "them of a text")
+        remedy = ("check the path, or get them: ./run.sh gets the usual ones, and data/prepare.py "
+                  "makes them of a text")
+        if Path(c.data_dir, "train.bin").exists():
+            remedy = ("its train.bin seems to be nanoGPT's, tokens without a header; write_shard "
+                      "in data/shards.py explains how to make a shard of it")
+        raise BadInput(
+            f"no {split} shards (--{split}_files={pattern}) in {c.data_dir}; {remedy}")
     return [Path(c.data_dir, name) for name in names]
 
 

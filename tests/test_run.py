@@ -13,6 +13,7 @@ import subprocess
 import sys
 
 import processes
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT, TINY, arguments, check_data, documents
@@ -234,6 +235,12 @@ def test_a_value_that_cannot_be_is_named_in_one_sentence(changes, parts, corpus,
     sentence = refused(capfd, arguments(**{"data_dir": corpus, "log_dir": tmp_path} | changes))
     assert all(part in sentence for part in parts), sentence
     assert not list(tmp_path.iterdir()), "the log was opened before all was checked"
+
+
+def test_nanogpts_tokens_without_a_header_are_recognised_with_the_remedy(tmp_path, capfd):
+    np.arange(100, dtype="<u2").tofile(tmp_path / "train.bin")
+    sentence = refused(capfd, arguments(data_dir=tmp_path, log_dir=tmp_path / "logs"))
+    assert "train.bin" in sentence and "nanoGPT" in sentence and "write_shard" in sentence
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
