@@ -6,18 +6,17 @@ processes and signals where these are the point; elsewhere `main`, with a signal
 """
 import os
 import re
-import resource
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from types import SimpleNamespace
 
+import processes
 import pytest
 import torch
 from conftest import ROOT, arguments, documents, write_shard
-from processes import ENVIRONMENT, TORCHRUN, Process, run_ranks
+from processes import TORCHRUN, Process, run_ranks
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -211,11 +210,12 @@ def test_an_older_save_stays_when_the_disk_is_full(corpus, tmp_path, monkeypatch
 
 def test_a_full_disk_is_one_sentence_and_the_run_goes_on(corpus, tmp_path):
     limit = 2**21  # bytes of a file: enough for a log, too few for a save
-    found = subprocess.run(
-        [sys.executable, "train_gpt.py", *options(corpus, tmp_path, ngram_rows=20_000, save_every=0.0001, save_checkpoint="")],
-        capture_output=True, text=True, timeout=100, env=ENVIRONMENT, cwd=ROOT,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
-    assert found.returncode == 0, found.stderr
+    driver = tmp_path / "driver.py"
+    driver.write_text(f"import resource, sys; sys.path.insert(0, {str(ROOT)!r})\nimport train_gpt\n"
+                      f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))\n"
+                      "sys.exit(train_gpt.main(sys.argv[1:]))\n")
+    found = processes.run(driver, *options(corpus, tmp_path, ngram_rows=20_000, save_every=0.0001, save_checkpoint=""))
+    assert found.returncode == 0 and found.stderr, found.stderr
     for line in found.stderr.splitlines():
         assert re.fullmatch("cannot save: .*File too large.*; the run goes on, and an older save stays", line)
     assert steps(tmp_path)[-1][0] == 6 and not list(tmp_path.rglob("*.part"))

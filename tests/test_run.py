@@ -25,9 +25,9 @@ from records.log import read_log
 SCRIPT = ROOT / "train_gpt.py"
 
 
-def start(*args, script=SCRIPT, launcher=(), **options):
+def start(*args, script=SCRIPT, **options):
     """Runs the script to its end as a user does, in a new process; a hang is a failure."""
-    command = [sys.executable, *launcher, str(script), *args]
+    command = [sys.executable, str(script), *args]
     options = dict(capture_output=True, text=True, timeout=100, env=ENVIRONMENT, cwd=ROOT) | options
     return subprocess.run(command, **options)
 
@@ -97,7 +97,7 @@ def test_the_log_begins_with_the_source_byte_for_byte_and_agrees_with_itself(fir
     assert log.environment["devices"] == ["CPU"] and log.environment["torch"] == torch.__version__
 
 
-STAGES = {"schedule": "onepass", "num_steps": 9, "batch_tokens": 2048, "epochs": 3}  # 4, 4 and 8 sequences a step
+STAGES = {"schedule": "onepass", "num_steps": 6, "batch_tokens": 2048, "epochs": 3}  # 4, 4 and 8 sequences a step
 
 
 @pytest.fixture(scope="module")
@@ -110,10 +110,10 @@ def staged(corpus, tmp_path_factory):
 
 def test_stages_in_the_log_are_gapless_and_their_batches_make_the_tokens_of_the_end_block(staged):
     log = read_log(staged)
-    assert [[*stage.values()] for stage in log.facts["stage"]] == [[0, 3, 1024], [3, 6, 1024], [6, 9, 2048]]
+    assert [[*stage.values()] for stage in log.facts["stage"]] == [[0, 2, 1024], [2, 4, 1024], [4, 6, 2048]]
     assert list(log.facts["stage"][0]) == ["first_step", "last_step", "batch_tokens"]
-    assert log.end["tokens"] == 6 * 1024 + 3 * 2048 == log.tokens_at(9)
-    assert [s.step for s in log.steps if s.split == "train"] == [*range(1, 10)]
+    assert log.end["tokens"] == 4 * 1024 + 2 * 2048 == log.tokens_at(6)
+    assert [s.step for s in log.steps if s.split == "train"] == [*range(1, 7)]
 
 
 def test_the_training_loss_falls(corpus, tmp_path):
@@ -124,7 +124,7 @@ def test_the_training_loss_falls(corpus, tmp_path):
 
 def test_the_files_taken_out_of_a_log_run_by_themselves_and_give_the_same_losses(first, corpus, tmp_path):
     path, folder, logs = only_log(first[1]), tmp_path / "old", tmp_path / "logs"
-    out = start("code", str(path), str(folder), script="records", launcher=["-m"])
+    out = processes.run("-m", "records", "code", path, folder)
     assert out.returncode == 0, out.stderr
     written = {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*.py")}
     args = arguments(data_dir=corpus, log_dir=logs, save_checkpoint=logs / "model.pt", sample="The ", sample_tokens=8)
@@ -166,7 +166,7 @@ def test_two_processes_have_the_losses_and_weights_of_one_through_all_stages(cor
     run = processes.run(*TORCHRUN, "--nproc_per_node=2", SCRIPT,
                         *arguments(log_dir=two, save_checkpoint=two / "model.pt", **changes))
     assert run.returncode == 0, run.stderr
-    assert run.stdout.count("step:9/9 val_loss") == 1  # only rank 0 speaks
+    assert run.stdout.count("step:6/6 val_loss") == 1  # only rank 0 speaks
     log = read_log(only_log(two))
     assert log.environment["world_size"] == 2
     assert losses(log) == losses(read_log(only_log(one)))
@@ -319,8 +319,7 @@ def masks_of_one_shape(documents, windows, make_masks=masks.sdpa_masks):
 def test_warming_up_compiles_every_graph_of_the_run(eager_graphs, corpus, tmp_path, monkeypatch):
     """Each stage has two steps, and batches of 4 or 8 sequences."""
     monkeypatch.setattr(masks, "sdpa_masks", masks_of_one_shape)
-    args = arguments(data_dir=corpus, log_dir=tmp_path, compile=True, val_interval=1, num_layers=5, model_dim=64,
-                     num_heads=4, head_dim=16, **STAGES | {"num_steps": 6})
+    args = arguments(data_dir=corpus, log_dir=tmp_path, compile=True, val_interval=3, **STAGES)
     assert t.main(args) == 0
     log = read_log(only_log(tmp_path))
     assert len(log.facts["compile"]) >= 4 and log.facts["defect"] == []
@@ -371,7 +370,7 @@ def test_the_mean_of_validation_is_over_exactly_val_tokens():
 
 def test_what_is_compiled_while_the_clock_runs_is_a_defect(eager_graphs, corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(t.warmup.WarmUp, "run", lambda self, call: None)
-    t.main(arguments(data_dir=corpus, log_dir=tmp_path, compile=True, val_interval=0, num_steps=2))
+    t.main(arguments(data_dir=corpus, log_dir=tmp_path, compile=True, val_interval=0, num_steps=1, num_layers=1))
     log = read_log(only_log(tmp_path))
     assert "block" in [fact["what"] for fact in log.facts["defect"]]
     assert all(fact["seconds"] >= 0 for fact in log.facts["defect"]) and log.facts["compile"] == []
@@ -426,9 +425,12 @@ for name in sys.argv[2:]:
 
 
 def test_importing_does_nothing(tmp_path):
-    run = start(str(ROOT), "train_gpt", *ROOMS, script=IMPORT, launcher=["-c"], cwd=tmp_path)
+    script, empty = tmp_path / "import.py", tmp_path / "empty"
+    script.write_text(IMPORT)
+    empty.mkdir()
+    run = processes.run(script, ROOT, "train_gpt", *ROOMS, cwd=empty)
     assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
-    assert not list(tmp_path.iterdir())
+    assert not list(empty.iterdir())
 
 
 def imports(name):
