@@ -90,8 +90,11 @@ def refused(capfd, argv):
 # ---------------------------------------------------------------------------------------------------- the same run
 
 
+NARROW = {"dtype": "auto", "num_steps": 3, "batch_tokens": 512}  # a CPU is slow at it
+
+
 @pytest.mark.parametrize("changes, stop_after", [
-    ({}, 3), ({"precision": "fp16", "dtype": "auto", "num_steps": 3}, 2), ({"precision": "fp8", "dtype": "auto", "num_steps": 3}, 2),
+    ({}, 3), (NARROW | {"precision": "fp16"}, 2), (NARROW | {"precision": "fp8"}, 2),
     ({"schedule": "onepass", "num_steps": 9, "batch_tokens": 1024, "average_frac": 1.0}, 4),
 ], ids=["float32", "fp16", "fp8", "stages"])
 def test_a_resumed_run_is_to_the_bit_the_run_that_was_not_stopped(changes, stop_after, corpus, tmp_path):
@@ -125,7 +128,7 @@ def test_what_may_change_does_and_what_may_not_is_named(corpus, tmp_path, capfd)
 
 
 def test_a_fitted_run_goes_on_by_the_command_that_it_was_started_with(corpus, tmp_path, capsys):
-    command = [word for word in options(corpus, tmp_path, minutes=0.05) if not word.startswith("--num_steps")]
+    command = [word for word in options(corpus, tmp_path, minutes=0.02) if not word.startswith("--num_steps")]
     command += ["--fit"]
     assert run(command, 2) == 130
     config = read_log(last_log(tmp_path)).config
@@ -168,25 +171,35 @@ def test_a_run_that_is_killed_while_it_saves_ends_as_if_it_had_not_been(corpus, 
     assert steps(parts) == steps(whole) and same(weights(whole), weights(parts))
 
 
-@pytest.mark.parametrize("ranks", [(2, 2), (2, 1), (1, 2)], ids=str)
-def test_two_ranks_go_on_to_the_bit_and_another_number_of_them_within_rounding(ranks, corpus, tmp_path):
-    """They are killed after a save."""
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
+@pytest.fixture(scope="module")
+def killed(request, corpus, tmp_path_factory):
+    """A number of ranks, the folder of a run that they brought to its end, and that of one in which they were killed after
+    a save."""
+    whole, parts, drivers = (tmp_path_factory.mktemp(name) for name in ("whole", "parts", "drivers"))
     changes = dict(dtype="float64", num_steps=6, val_interval=0, ngram_rows=501, head_every_second=True,
                    average_frac=1.0, save_every=1e-6)
-    driver = tmp_path / "driver.py"
+    driver = drivers / "driver.py"
     driver.write_text(f"import os, sys; sys.path.insert(0, {str(ROOT)!r})\nimport train_gpt as t\nstep = t.train_step\n"
                       "def step_or_die(model, optimizer, batch, number, *rest, **named):\n"
                       "    if t.STOP.in_steps and number == 5: os._exit(9)\n"
                       "    return step(model, optimizer, batch, number, *rest, **named)\n"
                       "t.train_step = step_or_die\nsys.exit(t.main(sys.argv[1:]))\n")
-    for rank in run_ranks(ranks[0], "train_gpt.py", *options(corpus, whole, **changes)):
-        assert rank.returncode == 0, rank.err
-    run_ranks(ranks[0], driver, *options(corpus, parts, **changes))
-    assert saved_step(parts) == 4
-    for rank in run_ranks(ranks[1], "train_gpt.py", "--resume", f"--log_dir={parts}"):
+    for rank in run_ranks(request.param, "train_gpt.py", *options(corpus, whole, **changes)):
         assert rank.returncode == 0, rank.stderr
-    if ranks == (2, 2):
+    run_ranks(request.param, driver, *options(corpus, parts, **changes))
+    assert saved_step(parts) == 4
+    return request.param, whole, parts
+
+
+@pytest.mark.parametrize("killed, ranks", [(2, 2), (2, 1), (1, 2)], indirect=["killed"])
+def test_two_ranks_go_on_to_the_bit_and_another_number_of_them_within_rounding(ranks, killed, tmp_path):
+    before, whole, killed_parts = killed
+    parts = tmp_path / "parts"
+    shutil.copytree(killed_parts, parts)
+    weights_file = parts / "model.safetensors"
+    for rank in run_ranks(ranks, "train_gpt.py", "--resume", f"--log_dir={parts}", f"--save_checkpoint={weights_file}"):
+        assert rank.returncode == 0, rank.stderr
+    if before == ranks:
         assert steps(parts) == steps(whole) and same(weights(whole), weights(parts))
     assert [loss for *_, loss in steps(parts)] == pytest.approx([loss for *_, loss in steps(whole)], abs=2e-4)
     assert distance(weights(whole), weights(parts)) < 1e-9

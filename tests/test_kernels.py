@@ -12,7 +12,6 @@ is seen by the tests that need a GPU.
 import importlib.util
 import math
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -679,11 +678,8 @@ def run_in_interpreter(path):
 def interpreted(tmp_path_factory):
     """What the kernels make of their inputs, in another process: the interpreter is for all."""
     path = tmp_path_factory.mktemp("kernels") / "results"
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": root()}
-    run = subprocess.run(
-        [sys.executable, __file__, path], env=environment, capture_output=True, text=True,
-        timeout=120,
-    )
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    run = processes.run(__file__, path, env=environment)
     assert run.returncode == 0, run.stderr
     return torch.load(path)
 
@@ -706,5 +702,5 @@ def test_on_a_gpu_a_kernel_gives_the_numbers_of_its_twin(name):
         assert_agree(ours, call(*arguments))
 
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # with the root of the project on the path, as the tests have it
     run_in_interpreter(sys.argv[1])

@@ -195,7 +195,7 @@ def test_an_mlp_of_two_recipes_rounds_only_the_operands_of_the_static_one():
 
 
 def defects(corpus, folder):
-    keys = dict(data_dir=corpus, precision="fp8-qkv", log_dir=folder, head_dim=16, ngram_rows=512)
+    keys = dict(data_dir=corpus, precision="fp8-qkv", log_dir=folder, num_layers=1, num_steps=2, val_interval=1)
     assert t.main(arguments(**keys)) == 0
     text = next(folder.glob("*.txt")).read_text()
     return [json.loads(line.partition(" ")[2])["what"] for line in text.splitlines() if line.startswith("defect {")]
@@ -317,19 +317,19 @@ def test_queries_keys_and_values_are_those_of_float64_and_the_factor_is_of_the_v
 
 @functools.cache
 def losses(precision):
-    """Of twelve steps on one batch."""
+    """Of six steps on one batch."""
     torch.manual_seed(0)
-    model, optimizer = trainer(precision=precision, num_steps=12)
+    model, optimizer = trainer(precision=precision, num_steps=6)
     data = batch(1)
-    return [t.train_step(model, optimizer, read(model, data), 0)[0].item() / 0.5 for _ in range(12)]
+    return [t.train_step(model, optimizer, read(model, data), 0)[0].item() / 0.5 for _ in range(6)]
 
 
 @pytest.mark.parametrize("precision, close", [
     ("fp16", 0.002), ("fp8-head", 0.01), ("fp8-mlp", 0.02), ("fp8-qkv", 0.02), ("fp8", 0.02), ("nvfp4", 0.1)])
 def test_every_recipe_learns_as_float32_does(precision, close):
     ours, exact = losses(precision), losses("fp32")
-    assert exact[-1] < exact[0] - 0.5
-    assert abs(ours[0] - exact[0]) < close and abs(ours[-1] - exact[-1]) < 10 * close and ours[-1] < ours[0] - 0.5
+    assert exact[-1] < exact[0] - 2
+    assert abs(ours[0] - exact[0]) < close and abs(ours[-1] - exact[-1]) < 10 * close and ours[-1] < ours[0] - 2
 
 
 def test_validation_is_without_the_recipe():
@@ -400,12 +400,12 @@ def test_auto_asks_the_gpu_for_fp8(capability, expected, monkeypatch):
 
 
 def test_the_run_names_its_products_in_the_log(corpus, tmp_path):
-    t.main(arguments(data_dir=corpus, log_dir=tmp_path / "fp8", precision="fp8", float8_all_gather=True))
+    t.main(arguments(data_dir=corpus, log_dir=tmp_path / "fp8", precision="fp8", float8_all_gather=True, num_layers=1, num_steps=1))
     (log,) = tmp_path.glob("fp8/*.txt")
     text = log.read_text().split(journal.RULE)[1]
     assert 'note "products: qkv fp8 (emulated), o fp8 (emulated)' in text
     assert ', lm_head fp8 (emulated)"\n' in text
-    t.main(arguments(data_dir=corpus, log_dir=tmp_path / "fp16", precision="fp16"))
+    t.main(arguments(data_dir=corpus, log_dir=tmp_path / "fp16", precision="fp16", num_layers=1))
     (log,) = tmp_path.glob("fp16/*.txt")
     text = log.read_text().split(journal.RULE)[1]
     assert "up fp16 (native)" in text and "step:4/4 val_loss" in text
@@ -472,7 +472,7 @@ def test_a_skipped_step_leaves_no_trace_and_the_next_one_is_as_if_it_had_never_b
     assert len(states[0]) == len(states[1]) and all(torch.equal(a, b) for a, b in zip(*states))
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp8", "fp8-mlp", "fp16"])
+@pytest.mark.parametrize("precision", ["bf16", "fp8", "fp16"])
 def test_what_a_cuda_graph_reads_stays_at_its_place_through_warming_up_and_training(precision):
     model, optimizer = trainer(precision=precision)
     places, phase = {}, "warm-up"
