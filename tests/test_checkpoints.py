@@ -4,6 +4,7 @@ signal, and resumed.
 The reference is always the undisturbed run: its exact losses (as its log has them) and its weights. Real
 processes and signals where these are the point; elsewhere `main`, with a signal that is only noted.
 """
+import functools
 import os
 import re
 import shutil
@@ -172,34 +173,39 @@ def test_a_run_that_is_killed_while_it_saves_ends_as_if_it_had_not_been(corpus, 
 
 
 @pytest.fixture(scope="module")
-def killed(request, corpus, tmp_path_factory):
-    """A number of ranks, the folder of a run that they brought to its end, and that of one in which they were killed after
+def killed(corpus, tmp_path_factory):
+    """A number of ranks -> the folder of a run that they brought to its end, and that of one in which they were killed after
     a save."""
-    whole, parts, drivers = (tmp_path_factory.mktemp(name) for name in ("whole", "parts", "drivers"))
     changes = dict(dtype="float64", num_steps=6, val_interval=0, ngram_rows=501, head_every_second=True,
                    average_frac=1.0, save_every=1e-6)
-    driver = drivers / "driver.py"
+    driver = tmp_path_factory.mktemp("drivers") / "driver.py"
     driver.write_text(f"import os, sys; sys.path.insert(0, {str(ROOT)!r})\nimport train_gpt as t\nstep = t.train_step\n"
                       "def step_or_die(model, optimizer, batch, number, *rest, **named):\n"
                       "    if t.STOP.in_steps and number == 5: os._exit(9)\n"
                       "    return step(model, optimizer, batch, number, *rest, **named)\n"
                       "t.train_step = step_or_die\nsys.exit(t.main(sys.argv[1:]))\n")
-    for rank in run_ranks(request.param, "train_gpt.py", *options(corpus, whole, **changes)):
-        assert rank.returncode == 0, rank.stderr
-    run_ranks(request.param, driver, *options(corpus, parts, **changes))
-    assert saved_step(parts) == 4
-    return request.param, whole, parts
+
+    @functools.cache
+    def run_both(ranks):
+        whole, parts = (tmp_path_factory.mktemp(name) for name in ("whole", "parts"))
+        for rank in run_ranks(ranks, "train_gpt.py", *options(corpus, whole, **changes)):
+            assert rank.returncode == 0, rank.stderr
+        run_ranks(ranks, driver, *options(corpus, parts, **changes))
+        assert saved_step(parts) == 4
+        return whole, parts
+
+    return run_both
 
 
-@pytest.mark.parametrize("killed, ranks", [(2, 2), (2, 1), (1, 2)], indirect=["killed"])
-def test_two_ranks_go_on_to_the_bit_and_another_number_of_them_within_rounding(ranks, killed, tmp_path):
-    before, whole, killed_parts = killed
+@pytest.mark.parametrize("before, after", [(2, 2), (2, 1), (1, 2)])
+def test_two_ranks_go_on_to_the_bit_and_another_number_of_them_within_rounding(before, after, killed, tmp_path):
+    whole, killed_parts = killed(before)
     parts = tmp_path / "parts"
     shutil.copytree(killed_parts, parts)
-    weights_file = parts / "model.safetensors"
-    for rank in run_ranks(ranks, "train_gpt.py", "--resume", f"--log_dir={parts}", f"--save_checkpoint={weights_file}"):
+    words = "--resume", f"--log_dir={parts}", f"--save_checkpoint={parts}/model.safetensors"
+    for rank in run_ranks(after, "train_gpt.py", *words):
         assert rank.returncode == 0, rank.stderr
-    if before == ranks:
+    if before == after:
         assert steps(parts) == steps(whole) and same(weights(whole), weights(parts))
     assert [loss for *_, loss in steps(parts)] == pytest.approx([loss for *_, loss in steps(whole)], abs=2e-4)
     assert distance(weights(whole), weights(parts)) < 1e-9
