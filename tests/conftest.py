@@ -15,7 +15,7 @@ sys.path.insert(0, str(ROOT))
 if sys.dont_write_bytecode:  # many containers ask for this, so that no files appear beside sources
     # Then each new process would compile all of PyTorch's Python for some seconds. So its bytecode
     # is kept where git does not look.
-    del os.environ["PYTHONDONTWRITEBYTECODE"]
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     os.environ["PYTHONPYCACHEPREFIX"] = str(ROOT / ".venv" / "bytecode")
     sys.dont_write_bytecode = False
     sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"]

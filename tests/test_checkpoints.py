@@ -174,8 +174,8 @@ def test_a_run_that_is_killed_while_it_saves_ends_as_if_it_had_not_been(corpus, 
 
 @pytest.fixture(scope="module")
 def killed(corpus, tmp_path_factory):
-    """A number of ranks -> the folder of a run that they brought to its end, and that of one in which they were killed after
-    a save."""
+    """A number of ranks -> the folder of a run that they brought to its end, and that of one in
+    which they were killed after a save."""
     changes = dict(dtype="float64", num_steps=6, val_interval=0, ngram_rows=501, head_every_second=True,
                    average_frac=1.0, save_every=1e-6)
     driver = tmp_path_factory.mktemp("drivers") / "driver.py"
@@ -198,7 +198,8 @@ def killed(corpus, tmp_path_factory):
 
 
 @pytest.mark.parametrize("before, after", [(2, 2), (2, 1), (1, 2)])
-def test_two_ranks_go_on_to_the_bit_and_another_number_of_them_within_rounding(before, after, killed, tmp_path):
+def test_two_ranks_go_on_to_the_bit_and_another_number_of_them_within_rounding(
+        before, after, killed, tmp_path):
     whole, killed_parts = killed(before)
     parts = tmp_path / "parts"
     shutil.copytree(killed_parts, parts)
@@ -233,7 +234,8 @@ def test_a_full_disk_is_one_sentence_and_the_run_goes_on(corpus, tmp_path):
     driver.write_text(f"import resource, sys; sys.path.insert(0, {str(ROOT)!r})\nimport train_gpt\n"
                       f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))\n"
                       "sys.exit(train_gpt.main(sys.argv[1:]))\n")
-    found = processes.run(driver, *options(corpus, tmp_path, ngram_rows=20_000, save_every=0.0001, save_checkpoint=""))
+    large_saves = dict(ngram_rows=20_000, save_every=0.0001, save_checkpoint="")
+    found = processes.run(driver, *options(corpus, tmp_path, **large_saves))
     assert found.returncode == 0 and found.stderr, found.stderr
     for line in found.stderr.splitlines():
         assert re.fullmatch("cannot save: .*File too large.*; the run goes on, and an older save stays", line)

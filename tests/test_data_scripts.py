@@ -318,14 +318,16 @@ def library(tmp_path, monkeypatch):
     """A part of Python's library in place of all of it, which takes 10 s, and a module of ours."""
     folder = tmp_path / "library"
     shutil.copytree(Path(sysconfig.get_path("stdlib")) / "asyncio", folder / "asyncio")
-    for name, text in (("rivers.py", MODULE), ("copied.py", MODULE), ("test/test_rivers.py", MODULE.replace("quiet", "loud")),
-                       ("template.py", "class @NAME@:\n")):
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text(text)
+    (folder / "test").mkdir()
+    (folder / "rivers.py").write_text(MODULE)
+    (folder / "copied.py").write_text(MODULE)
+    (folder / "test" / "test_rivers.py").write_text(MODULE.replace("quiet", "loud"))
+    (folder / "template.py").write_text("class @NAME@:\n")
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(folder))
 
 
-def test_python_docs_are_the_english_of_its_reference_and_library_and_are_made_once(tmp_path, capsys, library):
+def test_python_docs_are_the_english_of_its_reference_and_library_and_are_made_once(
+        tmp_path, capsys, library):
     command = ["--python-docs", f"--out={tmp_path / 'pydocs'}"]
     prepare.main(command)
     train = read_split(tmp_path / "pydocs", "train")
@@ -335,9 +337,10 @@ def test_python_docs_are_the_english_of_its_reference_and_library_and_are_made_o
     assert sum(counts) > 350_000 and 0.04 < counts[1] / sum(counts) < 0.10
     text = "\n".join(map(from_bytes, train + val))
     assert ">>>" not in text and text.count(" the ") > 3000
-    for said, times in (("They are quiet, ", 1), ("A remark of its own, which says more\nthan one line could.", 1),
-                        ("Go down, and never come up again from there.", 1), ("They are loud, ", 0), ("no documentation", 0)):
-        assert text.count(said) == times, said
+    for prose in ("They are quiet, ", "which says more\nthan one line", "Go down, and never come up"):
+        assert text.count(prose) == 1, prose
+    for other in ("They are loud, ", "no documentation"):
+        assert other not in text
     prepare.main(command)
     assert "already made" in capsys.readouterr().out
 

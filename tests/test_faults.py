@@ -132,10 +132,6 @@ def spoil_masters(place, model, monkeypatch):
     model.optimizer.masters["qkvo"][0, 0, 0] = math.inf
 
 
-def swap(place, model, monkeypatch):
-    write_shard(place / "other", documents(6000, 7)).replace(place / FIRST)
-
-
 def cut(place, model, monkeypatch):
     (place / "other").write_bytes((place / FIRST).read_bytes()[:-2])
     (place / "other").replace(place / FIRST)

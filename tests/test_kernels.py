@@ -51,11 +51,6 @@ def integers(low, high, *shape, seed=0, device="cpu"):
     return torch.randint(low, high + 1, shape, generator=generator).to(device)
 
 
-def distance(a, b):
-    """Relative, in the Frobenius norm."""
-    return ((a.double() - b.double()).norm() / b.double().norm()).item()
-
-
 def equal(a, b):
     """Whether two FP8 tensors have the same bytes: PyTorch does not compare FP8."""
     return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))

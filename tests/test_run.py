@@ -4,7 +4,6 @@ References: the file's bytes for the log's first part, `records.log.read_log` (w
 recomputes what a log says), the text log for its JSON twin, a second run for determinism, one process for two, and for
 what a sentence must say the value that was wrong. Real processes where the process is the point, `main` elsewhere.
 """
-import ast
 import dataclasses
 import math
 import os
@@ -369,7 +368,8 @@ def test_the_mean_of_validation_is_over_exactly_val_tokens():
 
 
 def graph_at_first_call(function, **options):
-    """Stands for torch.compile: it counts a graph at the first call, as PyTorch does, but makes none."""
+    """Stands for torch.compile. At the first call it counts a graph, as PyTorch does, but makes
+    none."""
     calls = []
 
     def call(*args):
@@ -445,37 +445,3 @@ def test_importing_does_nothing(tmp_path):
     run = processes.run(script, ROOT, "train_gpt", *ROOMS, cwd=empty)
     assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
     assert not list(empty.iterdir())
-
-
-def imports(name):
-    """The rooms that a room imports anywhere in its code, and "train_gpt"."""
-    path = ROOT / name.replace(".", "/")
-    path = path.with_suffix(".py") if path.with_suffix(".py").exists() else path / "__init__.py"
-    known, found = {*ROOMS, "train_gpt"}, set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        names = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            package = name.split(".")[0] if node.level or node.module == "shards" else ""  # data's, run as scripts
-            module = ".".join(part for part in (package, node.module) if part)
-            names = [module, *(f"{module}.{alias.name}" for alias in node.names)]
-        found |= known & set(names)
-    return found - {name}
-
-
-def test_no_room_imports_the_script_and_none_another_in_a_circle():
-    graph = {name: imports(name) for name in ROOMS}
-    assert "nanogpt.ranks" in graph["records.journal"] and "data.shards" in graph["data.prepare"], "imports are found"
-    importers = {name for name in ROOMS if "train_gpt" in graph[name]}
-    assert importers <= {"sample"}  # a program, too: what it does then is not done by an import of it
-    ready = {"train_gpt"}
-    while more := {name for name in ROOMS if name not in ready and graph[name] <= ready}:
-        ready |= more
-    assert ready == {*ROOMS, "train_gpt"}, f"in a circle: {sorted({*ROOMS} - ready)}"
-
-
-def test_the_source_is_read_before_anything_else():
-    statements = ast.parse(SCRIPT.read_text()).body
-    assert ast.get_docstring(ast.parse(SCRIPT.read_text()))
-    assert ast.unparse(statements[1]) == "with open(__file__, 'rb') as file:\n    SOURCE = file.read()"
