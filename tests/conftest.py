@@ -12,6 +12,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # the tensors are tiny: threads w
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # as are the graphs: no pool of processes for them
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+if sys.dont_write_bytecode:  # many containers ask for this, so that no files appear beside sources
+    # Then each new process would compile all of PyTorch's Python for some seconds. So its bytecode
+    # is kept where git does not look.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    os.environ["PYTHONPYCACHEPREFIX"] = str(ROOT / ".venv" / "bytecode")
+    sys.dont_write_bytecode = False
+    sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"]
 for number in (signal.SIGINT, signal.SIGHUP):
     if signal.getsignal(number) == signal.SIG_IGN:  # under nohup, or behind a shell's &: programs we start would, too
         signal.signal(number, lambda *_: None)  # a handler, unlike SIG_IGN, is not inherited by a new program

@@ -4,20 +4,20 @@ signal, and resumed.
 The reference is always the undisturbed run: its exact losses (as its log has them) and its weights. Real
 processes and signals where these are the point; elsewhere `main`, with a signal that is only noted.
 """
+import functools
 import os
 import re
-import resource
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from types import SimpleNamespace
 
+import processes
 import pytest
 import torch
 from conftest import ROOT, arguments, documents, write_shard
-from processes import ENVIRONMENT, TORCHRUN, Process, run_ranks
+from processes import TORCHRUN, Process, run_ranks
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -91,8 +91,11 @@ def refused(capfd, argv):
 # ---------------------------------------------------------------------------------------------------- the same run
 
 
+NARROW = {"dtype": "auto", "num_steps": 3, "batch_tokens": 512}  # a CPU is slow at it
+
+
 @pytest.mark.parametrize("changes, stop_after", [
-    ({}, 3), ({"precision": "fp16", "dtype": "auto", "num_steps": 3}, 2), ({"precision": "fp8", "dtype": "auto", "num_steps": 3}, 2),
+    ({}, 3), (NARROW | {"precision": "fp16"}, 2), (NARROW | {"precision": "fp8"}, 2),
     ({"schedule": "onepass", "num_steps": 9, "batch_tokens": 1024, "average_frac": 1.0}, 4),
 ], ids=["float32", "fp16", "fp8", "stages"])
 def test_a_resumed_run_is_to_the_bit_the_run_that_was_not_stopped(changes, stop_after, corpus, tmp_path):
@@ -126,7 +129,7 @@ def test_what_may_change_does_and_what_may_not_is_named(corpus, tmp_path, capfd)
 
 
 def test_a_fitted_run_goes_on_by_the_command_that_it_was_started_with(corpus, tmp_path, capsys):
-    command = [word for word in options(corpus, tmp_path, minutes=0.05) if not word.startswith("--num_steps")]
+    command = [word for word in options(corpus, tmp_path, minutes=0.02) if not word.startswith("--num_steps")]
     command += ["--fit"]
     assert run(command, 2) == 130
     config = read_log(last_log(tmp_path)).config
@@ -169,25 +172,41 @@ def test_a_run_that_is_killed_while_it_saves_ends_as_if_it_had_not_been(corpus, 
     assert steps(parts) == steps(whole) and same(weights(whole), weights(parts))
 
 
-@pytest.mark.parametrize("ranks", [(2, 2), (2, 1), (1, 2)], ids=str)
-def test_two_ranks_go_on_to_the_bit_and_another_number_of_them_within_rounding(ranks, corpus, tmp_path):
-    """They are killed after a save."""
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
+@pytest.fixture(scope="module")
+def killed(corpus, tmp_path_factory):
+    """A number of ranks -> the folder of a run that they brought to its end, and that of one in
+    which they were killed after a save."""
     changes = dict(dtype="float64", num_steps=6, val_interval=0, ngram_rows=501, head_every_second=True,
                    average_frac=1.0, save_every=1e-6)
-    driver = tmp_path / "driver.py"
+    driver = tmp_path_factory.mktemp("drivers") / "driver.py"
     driver.write_text(f"import os, sys; sys.path.insert(0, {str(ROOT)!r})\nimport train_gpt as t\nstep = t.train_step\n"
                       "def step_or_die(model, optimizer, batch, number, *rest, **named):\n"
                       "    if t.STOP.in_steps and number == 5: os._exit(9)\n"
                       "    return step(model, optimizer, batch, number, *rest, **named)\n"
                       "t.train_step = step_or_die\nsys.exit(t.main(sys.argv[1:]))\n")
-    for rank in run_ranks(ranks[0], "train_gpt.py", *options(corpus, whole, **changes)):
-        assert rank.returncode == 0, rank.err
-    run_ranks(ranks[0], driver, *options(corpus, parts, **changes))
-    assert saved_step(parts) == 4
-    for rank in run_ranks(ranks[1], "train_gpt.py", "--resume", f"--log_dir={parts}"):
+
+    @functools.cache
+    def run_both(ranks):
+        whole, parts = (tmp_path_factory.mktemp(name) for name in ("whole", "parts"))
+        for rank in run_ranks(ranks, "train_gpt.py", *options(corpus, whole, **changes)):
+            assert rank.returncode == 0, rank.stderr
+        run_ranks(ranks, driver, *options(corpus, parts, **changes))
+        assert saved_step(parts) == 4
+        return whole, parts
+
+    return run_both
+
+
+@pytest.mark.parametrize("before, after", [(2, 2), (2, 1), (1, 2)])
+def test_two_ranks_go_on_to_the_bit_and_another_number_of_them_within_rounding(
+        before, after, killed, tmp_path):
+    whole, killed_parts = killed(before)
+    parts = tmp_path / "parts"
+    shutil.copytree(killed_parts, parts)
+    words = "--resume", f"--log_dir={parts}", f"--save_checkpoint={parts}/model.safetensors"
+    for rank in run_ranks(after, "train_gpt.py", *words):
         assert rank.returncode == 0, rank.stderr
-    if ranks == (2, 2):
+    if before == after:
         assert steps(parts) == steps(whole) and same(weights(whole), weights(parts))
     assert [loss for *_, loss in steps(parts)] == pytest.approx([loss for *_, loss in steps(whole)], abs=2e-4)
     assert distance(weights(whole), weights(parts)) < 1e-9
@@ -211,11 +230,13 @@ def test_an_older_save_stays_when_the_disk_is_full(corpus, tmp_path, monkeypatch
 
 def test_a_full_disk_is_one_sentence_and_the_run_goes_on(corpus, tmp_path):
     limit = 2**21  # bytes of a file: enough for a log, too few for a save
-    found = subprocess.run(
-        [sys.executable, "train_gpt.py", *options(corpus, tmp_path, ngram_rows=20_000, save_every=0.0001, save_checkpoint="")],
-        capture_output=True, text=True, timeout=100, env=ENVIRONMENT, cwd=ROOT,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
-    assert found.returncode == 0, found.stderr
+    driver = tmp_path / "driver.py"
+    driver.write_text(f"import resource, sys; sys.path.insert(0, {str(ROOT)!r})\nimport train_gpt\n"
+                      f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))\n"
+                      "sys.exit(train_gpt.main(sys.argv[1:]))\n")
+    large_saves = dict(ngram_rows=20_000, save_every=0.0001, save_checkpoint="")
+    found = processes.run(driver, *options(corpus, tmp_path, **large_saves))
+    assert found.returncode == 0 and found.stderr, found.stderr
     for line in found.stderr.splitlines():
         assert re.fullmatch("cannot save: .*File too large.*; the run goes on, and an older save stays", line)
     assert steps(tmp_path)[-1][0] == 6 and not list(tmp_path.rglob("*.part"))

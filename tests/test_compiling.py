@@ -90,13 +90,17 @@ def backward(ctx, g):
 twice.register_autograd(backward)
 
 def call(x):
-    return torch.ops.nanogpt.twice(x) + 1
+    return torch.ops.nanogpt.twice(x).double()
 """
 
 
-def test_an_edited_operator_is_not_taken_for_the_old_one(tmp_path):
-    """Each edit is a new file here. PyTorch's caches are on, and know the call from the others."""
-    for dtype, factor in (("torch.float32", "2"), ("torch.float64", "2"), ("torch.float32", "3")):
+def test_an_edited_operator_is_not_taken_for_the_old_one(tmp_path, monkeypatch):
+    """Each edit is a new file here. PyTorch's caches are on, and know the call from the others. The
+    code of the first one converts nothing: of an operator that returns float32, it would be wrong.
+    """
+    # The code calls PyTorch's own kernels. To compile kernels in C++ would take most of the time.
+    monkeypatch.setattr(torch._inductor.config, "fallback_by_default", True)
+    for dtype, factor in (("torch.float64", "2"), ("torch.float32", "2"), ("torch.float32", "3")):
         torch._dynamo.reset()
         text = OPERATOR.replace("DTYPE", dtype).replace("FACTOR", factor)
         path = tmp_path / f"operator_{dtype[-2:]}_{factor}.py"
@@ -108,7 +112,7 @@ def test_an_edited_operator_is_not_taken_for_the_old_one(tmp_path):
         compiled = compiling.compiled(module.call, Reports())
         x = torch.ones(4, requires_grad=True)
         y = compiled(x)
-        assert y.dtype == eval(dtype) and y.tolist() == [3.0] * 4
+        assert y.dtype == torch.float64 and y.tolist() == [2.0] * 4
         y.sum().backward()
         assert x.grad.tolist() == [float(factor)] * 4
 

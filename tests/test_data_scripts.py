@@ -8,9 +8,11 @@ import gzip
 import json
 import os
 import random
+import shutil
 import struct
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -295,16 +297,50 @@ def test_errors_on_the_command_line_are_one_sentence_with_status_2(tmp_path, arg
     assert_one_sentence(run, 2, part)
 
 
-def test_python_docs_are_megabytes_of_english_that_are_made_once(tmp_path, capsys):
+MODULE = '''"""Tools for rivers.
+
+They are quiet, and so are the meadows beside them in the evening, when all the cows are asleep.
+
+>>> dive("a code example which is not English at all")
+"""
+import asyncio  # the remark of a line
+
+# A remark of its own, which says more
+# than one line could.
+def dive(depth):
+    """Go down, and never come up again from there."""
+    return "a string in the code is no documentation"
+'''
+
+
+@pytest.fixture
+def library(tmp_path, monkeypatch):
+    """A part of Python's library in place of all of it, which takes 10 s, and a module of ours."""
+    folder = tmp_path / "library"
+    shutil.copytree(Path(sysconfig.get_path("stdlib")) / "asyncio", folder / "asyncio")
+    (folder / "test").mkdir()
+    (folder / "rivers.py").write_text(MODULE)
+    (folder / "copied.py").write_text(MODULE)
+    (folder / "test" / "test_rivers.py").write_text(MODULE.replace("quiet", "loud"))
+    (folder / "template.py").write_text("class @NAME@:\n")
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(folder))
+
+
+def test_python_docs_are_the_english_of_its_reference_and_library_and_are_made_once(
+        tmp_path, capsys, library):
     command = ["--python-docs", f"--out={tmp_path / 'pydocs'}"]
     prepare.main(command)
     train = read_split(tmp_path / "pydocs", "train")
-    counts = [sum(len(document) + 1 for document in part)
-              for part in (train, read_split(tmp_path / "pydocs", "val"))]
+    val = read_split(tmp_path / "pydocs", "val")
+    counts = [sum(len(document) + 1 for document in part) for part in (train, val)]
     assert "{:,} training and {:,} validation tokens (bytes)".format(*counts) in capsys.readouterr().out
-    assert sum(counts) > 1_500_000 and 0.04 < counts[1] / sum(counts) < 0.10
-    text = "\n".join(map(from_bytes, train))
-    assert ">>>" not in text and text.count(" the ") > 10_000
+    assert sum(counts) > 350_000 and 0.04 < counts[1] / sum(counts) < 0.10
+    text = "\n".join(map(from_bytes, train + val))
+    assert ">>>" not in text and text.count(" the ") > 3000
+    for prose in ("They are quiet, ", "which says more\nthan one line", "Go down, and never come up"):
+        assert text.count(prose) == 1, prose
+    for other in ("They are loud, ", "no documentation"):
+        assert other not in text
     prepare.main(command)
     assert "already made" in capsys.readouterr().out
 

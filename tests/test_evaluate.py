@@ -6,10 +6,10 @@ import hashlib
 import json
 import math
 import re
-import subprocess
 import sys
 
 import numpy as np
+import processes
 import pytest
 import torch
 from conftest import ROOT, SEPARATOR, arguments, check_data, keep, write_shard
@@ -260,8 +260,7 @@ def test_one_document_has_no_error_and_no_interval_and_a_sentence_says_why(tmp_p
 
 
 def test_the_program_runs_as_a_script(checkpoint, tmp_path):
-    command = [sys.executable, str(ROOT / "evaluate.py"), str(checkpoint[0]), "--device=cpu"]
-    done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=120, cwd=tmp_path)
+    done = processes.run(ROOT / "evaluate.py", checkpoint[0], "--device=cpu", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "") and "nats per byte" in done.stdout
     assert not list(tmp_path.iterdir())
 

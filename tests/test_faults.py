@@ -4,7 +4,7 @@ REFUSED is found before anything is compiled or written; HAPPENS comes in the mi
 checkpoint may hold. Each row is a run of its own, in this process where no other one is the point. Rows that have a
 test beside what they are about are there: values of keys in test_run.py, damaged shards in test_shards.py, damaged
 saves, signals, kills and a full disk under a save in test_checkpoints.py, pipes and terminals in test_console.py, sums that
-are not finite in test_precision.py, ranks that differ or die in test_run.py, texts in test_data_scripts.py.
+are not finite in test_precision.py, ranks that differ or die in test_ranks.py, texts in test_data_scripts.py.
 """
 import errno
 import math
@@ -130,10 +130,6 @@ def spoil_masters(place, model, monkeypatch):
     """What an update leaves behind whose learning rate was far too high."""
     spoil("qkvo")(place, model, monkeypatch)
     model.optimizer.masters["qkvo"][0, 0, 0] = math.inf
-
-
-def swap(place, model, monkeypatch):
-    write_shard(place / "other", documents(6000, 7)).replace(place / FIRST)
 
 
 def cut(place, model, monkeypatch):

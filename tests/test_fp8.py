@@ -7,27 +7,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import distance
+from test_kernels import capped, devices, integers, normal
 
 import train_gpt as t
 from nanogpt import kernels
 from nanogpt.kernels import E4M3, E5M2
 from nanogpt.precision.fp8_static import STATIC
 
-FP8_GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not FP8_GPU, reason="needs a GPU with FP8"))]
-devices = pytest.mark.parametrize("device", DEVICES)
 HEAD_SCALES = t.HEAD_INPUT_SCALE, t.HEAD_WEIGHT_SCALE, t.HEAD_GRADIENT_SCALE
 mm = torch.ops.nanogpt.mm
 mm_backward = torch.ops.nanogpt.mm_backward
-
-
-def normal(*shape, seed=0, dtype=torch.float64, device="cpu"):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(device, dtype)
-
-
-def integers(low, high, *shape, seed=0, device="cpu"):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(low, high + 1, shape, generator=generator).to(device)
 
 
 # ---------------------------------------------------------------------------------------------------- the operators
@@ -78,11 +67,6 @@ def test_products_of_whole_numbers_are_exact_to_the_bit(device, scales):
 
 
 # ---------------------------------------------------------------------------------------------------- the loss
-
-
-def capped(z):
-    """The cap of record 54, 23 sigmoid((z + 5) / 7.5), by another function."""
-    return 11.5 * torch.tanh((z + 5) / 15) + 11.5
 
 
 @devices

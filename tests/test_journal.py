@@ -114,7 +114,6 @@ def test_the_files_of_the_project_are_those_it_imported(tmp_path, monkeypatch):
         (root / path).parent.mkdir(parents=True, exist_ok=True)
         (root / path).write_bytes(content)
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(__file__=str(root / path)))
-        return journal.project_files(root / "train_gpt.py")
 
     imported("rooms.low.fp99", "rooms/low/fp99.py", "Grüße\r\n".encode())
     imported("rooms", "rooms/__init__.py", b"")
@@ -122,7 +121,8 @@ def test_the_files_of_the_project_are_those_it_imported(tmp_path, monkeypatch):
     imported("train_gpt", "train_gpt.py")
     imported("__main__", "many_seeds.py")
     (root / "rooms" / "not_imported.py").write_text("x = 2\n")
-    files = imported("late", "late.py")
+    imported("late", "late.py")
+    files = journal.project_files(root / "train_gpt.py")
     assert [file["path"] for file in files] == ["late.py", "many_seeds.py", "rooms/__init__.py", "rooms/low/fp99.py"]
     assert files[2]["text"] == "" and files[3]["sha256"] == hashlib.sha256("Grüße\r\n".encode()).hexdigest()
 

@@ -12,10 +12,10 @@ is seen by the tests that need a GPU.
 import importlib.util
 import math
 import os
-import subprocess
 import sys
 from pathlib import Path
 
+import processes
 import pytest
 import torch
 import torch.nn.functional as F
@@ -49,11 +49,6 @@ def normal(*shape, seed=0, dtype=torch.float64, device="cpu"):
 def integers(low, high, *shape, seed=0, device="cpu"):
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(low, high + 1, shape, generator=generator).to(device)
-
-
-def distance(a, b):
-    """Relative, in the Frobenius norm."""
-    return ((a.double() - b.double()).norm() / b.double().norm()).item()
 
 
 def equal(a, b):
@@ -170,13 +165,14 @@ def test_opcheck_passes_on_all_operators(device):
         torch.library.opcheck(ops.loss.default, (z, targets, [*CAP], 1 / 448, bias))
 
 
-def test_importing_needs_neither_a_gpu_nor_triton():
-    code = "import sys; sys.modules['triton'] = None; import nanogpt.kernels as k; print(k.triton)"
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": root()}
+def test_importing_needs_neither_a_gpu_nor_triton(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"import sys; sys.path.insert(0, {root()!r}); sys.modules['triton'] = None\n"
+        "import nanogpt.kernels as k; print(k.triton)\n")
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     environment.pop("TRITON_INTERPRET", None)
-    run = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120
-    )
+    run = processes.run(script, env=environment)
     assert (run.returncode, run.stdout) == (0, "None\n"), run.stderr
 
 
@@ -677,11 +673,8 @@ def run_in_interpreter(path):
 def interpreted(tmp_path_factory):
     """What the kernels make of their inputs, in another process: the interpreter is for all."""
     path = tmp_path_factory.mktemp("kernels") / "results"
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": root()}
-    run = subprocess.run(
-        [sys.executable, __file__, path], env=environment, capture_output=True, text=True,
-        timeout=120,
-    )
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    run = processes.run(__file__, path, env=environment)
     assert run.returncode == 0, run.stderr
     return torch.load(path)
 
@@ -704,5 +697,5 @@ def test_on_a_gpu_a_kernel_gives_the_numbers_of_its_twin(name):
         assert_agree(ours, call(*arguments))
 
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # with the root of the project on the path, as the tests have it
     run_in_interpreter(sys.argv[1])

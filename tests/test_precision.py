@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import arguments, distance, normal, read, training_loss
+from test_recipes import make_products
 
 import train_gpt as t
 from nanogpt import kernels
@@ -57,15 +58,6 @@ def batch(count=2, seed=0):
     tokens = torch.randint(0, 383, (count, 257), generator=torch.Generator().manual_seed(seed))
     tokens[:, ::60] = 383
     return [(row[:-1], row[1:]) for row in tokens]
-
-
-def measured(name, w):
-    """A recipe that measures its scales, for one projection."""
-    if name == "nvfp4":
-        return nvfp4.NVFP4Products()
-    multiplier = fp8.multiplier(w.detach().abs().amax().float(), E4M3)
-    w8 = fp8.to_fp8(w.detach(), multiplier, E4M3).view(torch.uint8)
-    return fp8.FP8Products(w8, multiplier.double().reciprocal().float(), True)
 
 
 # ---------------------------------------------------------------------------------------------------- fp8-static
@@ -195,8 +187,8 @@ def test_an_mlp_of_two_recipes_rounds_only_the_operands_of_the_static_one():
 
 
 def defects(corpus, folder):
-    keys = dict(data_dir=corpus, precision="fp8-qkv", log_dir=folder, head_dim=16, ngram_rows=512)
-    assert t.main(arguments(**keys)) == 0
+    short = dict(num_layers=1, num_steps=2, val_interval=1)
+    assert t.main(arguments(data_dir=corpus, precision="fp8-qkv", log_dir=folder, **short)) == 0
     text = next(folder.glob("*.txt")).read_text()
     return [json.loads(line.partition(" ")[2])["what"] for line in text.splitlines() if line.startswith("defect {")]
 
@@ -290,7 +282,7 @@ def test_a_learned_factor_has_the_product_and_gradients_of_one_on_the_weight(nam
     for late in (False, True):
         a, b, f = x.clone().requires_grad_(), w.clone().requires_grad_(), factor.clone().requires_grad_()
         torch.manual_seed(0)  # nvfp4 rounds at random
-        of_weight = measured(name, w if late else w * factor)
+        of_weight = make_products(name, w if late else w * factor)
         y = of_weight.linear(a, b, f) if late else of_weight.linear(a, f * b)
         y.backward(g)
         results.append((y.detach(), a.grad, b.grad, f.grad))
@@ -304,7 +296,7 @@ def test_a_learned_factor_has_the_product_and_gradients_of_one_on_the_weight(nam
 def test_queries_keys_and_values_are_those_of_float64_and_the_factor_is_of_the_values(name, close):
     x, weight = normal(64, 48), 0.1 * normal(3 * 48, 48, seed=1)
     factor = torch.tensor(0.7, requires_grad=True)
-    which = {"bf16": PLAIN, "fp8-static": STATIC["qkv"]}.get(name) or measured(name, weight)
+    which = {"bf16": PLAIN, "fp8-static": STATIC["qkv"]}.get(name) or make_products(name, weight)
     ours = which.three_linears(x, weight.view(3, 48, 48), factor)
     exact = [x.double() @ part.double().T for part in weight.split(48)]
     exact[2] = 0.7 * exact[2]
@@ -317,19 +309,19 @@ def test_queries_keys_and_values_are_those_of_float64_and_the_factor_is_of_the_v
 
 @functools.cache
 def losses(precision):
-    """Of twelve steps on one batch."""
+    """Of six steps on one batch."""
     torch.manual_seed(0)
-    model, optimizer = trainer(precision=precision, num_steps=12)
+    model, optimizer = trainer(precision=precision, num_steps=6)
     data = batch(1)
-    return [t.train_step(model, optimizer, read(model, data), 0)[0].item() / 0.5 for _ in range(12)]
+    return [t.train_step(model, optimizer, read(model, data), 0)[0].item() / 0.5 for _ in range(6)]
 
 
 @pytest.mark.parametrize("precision, close", [
     ("fp16", 0.002), ("fp8-head", 0.01), ("fp8-mlp", 0.02), ("fp8-qkv", 0.02), ("fp8", 0.02), ("nvfp4", 0.1)])
 def test_every_recipe_learns_as_float32_does(precision, close):
     ours, exact = losses(precision), losses("fp32")
-    assert exact[-1] < exact[0] - 0.5
-    assert abs(ours[0] - exact[0]) < close and abs(ours[-1] - exact[-1]) < 10 * close and ours[-1] < ours[0] - 0.5
+    assert exact[-1] < exact[0] - 2
+    assert abs(ours[0] - exact[0]) < close and abs(ours[-1] - exact[-1]) < 10 * close and ours[-1] < ours[0] - 2
 
 
 def test_validation_is_without_the_recipe():
@@ -400,12 +392,14 @@ def test_auto_asks_the_gpu_for_fp8(capability, expected, monkeypatch):
 
 
 def test_the_run_names_its_products_in_the_log(corpus, tmp_path):
-    t.main(arguments(data_dir=corpus, log_dir=tmp_path / "fp8", precision="fp8", float8_all_gather=True))
+    shared = dict(data_dir=corpus, num_layers=1)
+    fp8_keys = dict(precision="fp8", float8_all_gather=True, num_steps=1)
+    t.main(arguments(log_dir=tmp_path / "fp8", **shared, **fp8_keys))
     (log,) = tmp_path.glob("fp8/*.txt")
     text = log.read_text().split(journal.RULE)[1]
     assert 'note "products: qkv fp8 (emulated), o fp8 (emulated)' in text
     assert ', lm_head fp8 (emulated)"\n' in text
-    t.main(arguments(data_dir=corpus, log_dir=tmp_path / "fp16", precision="fp16"))
+    t.main(arguments(log_dir=tmp_path / "fp16", precision="fp16", **shared))
     (log,) = tmp_path.glob("fp16/*.txt")
     text = log.read_text().split(journal.RULE)[1]
     assert "up fp16 (native)" in text and "step:4/4 val_loss" in text
@@ -473,7 +467,7 @@ def test_a_skipped_step_leaves_no_trace_and_the_next_one_is_as_if_it_had_never_b
     assert len(states[0]) == len(states[1]) and all(torch.equal(a, b) for a, b in zip(*states))
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp8", "fp8-mlp", "fp16"])
+@pytest.mark.parametrize("precision", ["bf16", "fp8", "fp16"])
 def test_what_a_cuda_graph_reads_stays_at_its_place_through_warming_up_and_training(precision):
     model, optimizer = trainer(precision=precision)
     places, phase = {}, "warm-up"

@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 
+import processes
 import pytest
 import torch
 from conftest import ROOT, arguments, keep
@@ -137,12 +138,11 @@ def checkpoint(tmp_path_factory):
 
 
 def test_the_program_continues_a_text_from_the_command_line_and_from_a_pipe(checkpoint, tmp_path):
-    def speak(*args, **options):
-        return subprocess.run([*SPEAK, *map(str, args)], capture_output=True, encoding="utf-8", timeout=120, **options)
-
-    given = speak(checkpoint, "Once é", "--seed=3", "--device=cpu", "--sample_tokens=40", cwd=tmp_path)
+    options = "--device=cpu", "--sample_tokens=40"
+    given = processes.run(ROOT / "sample.py", checkpoint, "Once é", "--seed=3", *options, cwd=tmp_path)
     assert given.returncode == 0 and given.stdout.startswith("Once é") and given.stderr == ""
-    piped = speak("--seed", "3", checkpoint, "--device=cpu", "--sample_tokens=40", cwd=tmp_path, input="Once é\n")
+    piped = subprocess.run([*SPEAK, "--seed", "3", checkpoint, *options], input="Once é\n", cwd=tmp_path,
+                           capture_output=True, encoding="utf-8", timeout=120)
     assert piped.stdout == given.stdout and piped.stderr == "" and not list(tmp_path.iterdir())
 
 
