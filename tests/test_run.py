@@ -11,8 +11,8 @@ import re
 import subprocess
 import sys
 
-import processes
 import numpy as np
+import processes
 import pytest
 import torch
 from conftest import ROOT, TINY, arguments, check_data, documents
