@@ -23,6 +23,7 @@ In comments R is the number of rows of a table, and `own_width` the number of co
 owns. The last columns are padded if the width is no multiple of the number of ranks.
 """
 from collections.abc import Callable
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -33,7 +34,7 @@ from torch import Tensor
 from nanogpt.kernels import tl, triton
 from nanogpt.precision.rounding import BF16_GRID, round_to
 from nanogpt.ranks import NoTransfer, all_gather, gathered, rank_and_world_size
-from nanogpt.streams import SideStream, to_host
+from nanogpt.streams import SideStream, constant, to_host
 
 
 class Table(NamedTuple):
@@ -45,9 +46,9 @@ class Table(NamedTuple):
 
 
 class Sorted(NamedTuple):
-    """The rows of one index that the ranks look up in a step: first those of each rank in ascending
-    order, one rank after the other, and then those of all ranks together. If rank 0 looks up rows
-    7, 2, 7 and rank 1 rows 5, 7, 9, this is
+    """The rows that the ranks look up in a step, in groups: for each index first those of each
+    rank, one rank after the other, and then those of all ranks together. Each group ascends. If
+    there is one index, at which rank 0 looks up rows 7, 2, 7 and rank 1 rows 5, 7, 9, this is
 
         rows     2 7 7   5 7 9   2 5 7 7 7 9
         numbers  0 1 1   2 3 4   5 6 7 7 7 8     equal neighbours have the same number
@@ -55,18 +56,26 @@ class Sorted(NamedTuple):
     """
     rows: Tensor  # (2 * ranks * lookups,)
     numbers: Tensor  # the same shape
-    ends: Tensor  # (ranks + 1,)
+    ends: Tensor  # (indices * (ranks + 1),)
 
 
-def sort_rows(of_ranks: Tensor) -> Sorted:
-    """of_ranks: (ranks, lookups), what each rank looks up."""
-    ranks, lookups = of_ranks.shape
-    rows = torch.cat((of_ranks.sort(1).values.flatten(), of_ranks.flatten().sort().values))
-    is_new = F.pad(rows[1:] != rows[:-1], (1, 0), value=True)
-    is_new[: (ranks + 1) * lookups : lookups] = True  # where a rank begins, and where all begin
+def sort_rows(of_ranks: Tensor, lengths: list[int]) -> Sorted:
+    """of_ranks: (ranks, lookups), what each rank looks up. The first lengths[0] columns are the
+    lookups of the first index, and so on. What is sorted begins with the number of the group, so
+    that one sort serves all of them: to start a kernel costs the CPU as much as short work."""
+    ranks = len(of_ranks)
+    keys = []
+    sizes = []  # of the groups
+    for i, rows in enumerate(of_ranks.split(lengths, 1)):
+        first, *others, whole = range(i * (ranks + 1) << 32, (i + 1) * (ranks + 1) << 32, 1 << 32)
+        of_groups = constant(rows.device, (first, *others))[:, None]  # (ranks, 1)
+        keys += (rows + of_groups).flatten(), (rows + whole).flatten()
+        sizes += [*[rows.size(1)] * ranks, rows.numel()]
+    keys = torch.cat(keys).sort().values
+    is_new = F.pad(keys[1:] != keys[:-1], (1, 0), value=True)
     numbers = is_new.cumsum(0) - 1
-    of_rank_ends = numbers[lookups - 1 : ranks * lookups : lookups]
-    return Sorted(rows, numbers, torch.cat((of_rank_ends, numbers[-1:])) + 1)
+    last = constant(keys.device, tuple(end - 1 for end in accumulate(sizes)))
+    return Sorted(keys & 0xFFFF_FFFF, numbers, numbers[last] + 1)
 
 
 class UsedRows(NamedTuple):
@@ -143,23 +152,23 @@ class Tables:
         with self.side_stream.on():
             own = [torch.cat([rows[name] for rows in self.batch]) for name in self.indices]
             of_ranks = gathered(torch.cat(own)).view(self.world_size, -1)
-            of_indices = of_ranks.split([len(rows) for rows in own], 1)
-            found = [sort_rows(rows) for rows in of_indices]
-            of_ends, arrived = to_host(torch.stack([rows.ends for rows in found]))
+            found = sort_rows(of_ranks, [len(rows) for rows in own])
+            ends, arrived = to_host(found.ends)
         if arrived is not None:
             arrived.synchronize()
+        ends = ends.tolist()
+        counts = [end - begin for begin, end in pairwise([0, *ends])]
         with self.side_stream.on():
-            for name, rows_found, ends in zip(self.indices, found, of_ends.tolist()):
-                # Each row to the place of its number. With unique() the CPU would wait for each
-                # index in turn.
-                rows = rows_found.rows.new_empty(ends[-1])
-                rows.scatter_(0, rows_found.numbers, rows_found.rows)
-                counts = [end - begin for begin, end in zip([0, *ends], ends)]
-                *parts, of_all = rows.split(counts)
+            # Each row to the place of its number. With unique() the CPU would wait once more.
+            rows = found.rows.new_empty(ends[-1]).scatter_(0, found.numbers, found.rows)
+            groups = rows.split(counts)
+            for i, name in enumerate(self.indices):
+                in_index = slice(i * (self.world_size + 1), (i + 1) * (self.world_size + 1))
+                *of_ranks, of_all = groups[in_index]
                 # A copy, because Triton would compile its kernels once more for a tensor that does
                 # not begin at a multiple of 16 bytes.
                 self.used[name] = UsedRows(
-                    parts[self.rank], of_all.clone(), rows[: ends[-2]], counts[:-1])
+                    of_ranks[self.rank], of_all.clone(), torch.cat(of_ranks), counts[in_index][:-1])
             for name, table in self.tables.items():
                 rows = len(self.used[table.index].own)
                 self.totals[name] = self.new_total(table, self.world_size, rows)
