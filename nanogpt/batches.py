@@ -16,15 +16,20 @@ from nanogpt.ranks import rank_and_world_size
 
 
 class Batch(NamedTuple):
-    """The text of a step: sequences (n, seq_len + 1), int16 with the bits of uint16, on the CPU."""
-    micro_batches: Sequence[Tensor]  # of this rank
-    groups: Sequence[Tensor]  # of all ranks, each with candidates of its own
+    """The text of a step, and which of its sequences belong together."""
+    sequences: Tensor  # of all ranks, (n, seq_len + 1), int16 with the bits of uint16, on the CPU
+    micro_batches: Sequence[slice]  # those of this rank
+    groups: Sequence[slice]  # those of all ranks, each with candidates of its own
     group_of: Sequence[int]  # the number of the group that each micro-batch is part of
 
 
-def inputs_and_targets(sequences: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(n, length + 1), int16 with the bits of uint16 -> inputs and targets (n * length,), int64."""
-    tokens = sequences.to(device, non_blocking=True).long() & 0xFFFF
+def tokens_of(sequences: Tensor, device: torch.device) -> Tensor:
+    """int16 with the bits of uint16 -> int64 on the device."""
+    return sequences.to(device, non_blocking=True).long() & 0xFFFF
+
+
+def inputs_and_targets(tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Sequences (n, length + 1) -> inputs and targets, (n * length,) each."""
     return tokens[:, :-1].flatten(), tokens[:, 1:].flatten()
 
 
@@ -54,8 +59,12 @@ def rank_batches(arrays: Iterable[np.ndarray], c, device: torch.device) -> Itera
             sequences = sequences.pin_memory()  # so that nothing waits for its copy
         count = len(sequences) // world_size
         in_micro_batch = micro_sequences(count, c)
-        begins = range(rank * count, (rank + 1) * count, in_micro_batch)
         in_group = group_sequences(count, c)
-        yield Batch(
-            [sequences[begin : begin + in_micro_batch] for begin in begins],
-            sequences.split(in_group), [begin // in_group for begin in begins])
+        micro_batches = slices(rank * count, (rank + 1) * count, in_micro_batch)
+        yield Batch(sequences, micro_batches, slices(0, len(sequences), in_group),
+                    [micro_batch.start // in_group for micro_batch in micro_batches])
+
+
+def slices(begin: int, end: int, length: int) -> list[slice]:
+    """The numbers from `begin` to `end`, cut into pieces of this length."""
+    return [slice(i, i + length) for i in range(begin, end, length)]

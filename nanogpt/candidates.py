@@ -17,7 +17,6 @@ In two pairs of runs on one H200 training with 16,384 candidates took 13 and 15 
 took another 4 % less for 0.0025 more, which is worth it (records/long_runs.md).
 """
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -70,20 +69,26 @@ class Candidates:
     def draw(self, groups: list[Tensor], step: int,
              call: Callable = call_directly) -> list[Drawn]:
         """Counts the targets of each group of a step's batch, (tokens,), and draws its candidates.
-        `call` runs the about 90 small kernels of `choose`, directly or as a CUDA graph."""
+        `call` runs the about 100 small kernels of `count_and_choose`, directly or as a CUDA
+        graph."""
         # A prime apart, so that steps of two seeds seldom draw the same. (CPUs take 32 bits.)
         self.generator.manual_seed((self.seed * 1_000_003 + step) % 2**32)
         drawn = []
         for targets in groups:
-            ones = torch.ones_like(targets, dtype=self.target_counts.dtype)
-            here = torch.zeros_like(self.target_counts).index_add_(0, targets, ones)
-            self.target_counts += here
-            uniform = torch.rand(here.shape, generator=self.generator, device=here.device)
-            results = call("candidates", partial(choose, self.number),
-                           (here > 0, self.target_counts, uniform))
+            uniform = torch.rand(
+                self.target_counts.shape, generator=self.generator, device=targets.device)
+            results = call("candidates", self.count_and_choose, (targets, uniform))
             # Copies, because the next call of a CUDA graph overwrites what it has returned.
             drawn.append(Drawn(*[x.clone() for x in results]))
-            self.lost_targets += (here * (drawn[-1].place_of_token < 0)).sum()
+        return drawn
+
+    def count_and_choose(self, targets: Tensor, uniform: Tensor) -> Drawn:
+        """`choose` for the targets (tokens,) of one group, which are counted."""
+        ones = torch.ones_like(targets, dtype=self.target_counts.dtype)
+        here = torch.zeros_like(self.target_counts).index_add_(0, targets, ones)
+        self.target_counts += here
+        drawn = choose(self.number, here > 0, self.target_counts, uniform)
+        self.lost_targets += (here * (drawn.place_of_token < 0)).sum()
         return drawn
 
     def of(self, next_tokens: Tensor, drawn: Drawn | None = None) -> Targets:
@@ -95,11 +100,10 @@ class Candidates:
         return Targets(next_tokens, chosen, bias, place_of_token[next_tokens])
 
 
-def choose(number: int, is_target: Tensor, counts: Tensor,
-           uniform: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def choose(number: int, is_target: Tensor, counts: Tensor, uniform: Tensor) -> Drawn:
     """Priority sampling (Duffield et al. 2007). is_target (V,) bool; counts (V,), how often each
     token was a target so far, these targets included; uniform (V,), random numbers in [0, 1) ->
-    what `Drawn` has of `number` candidates. A target is none of them only if more than `number`
+    `number` candidates. A target is none of them only if more than `number`
     tokens are targets.
 
     A token's size is its count plus one, so that each can be drawn, and its priority is size / u
@@ -118,4 +122,4 @@ def choose(number: int, is_target: Tensor, counts: Tensor,
     stands_for = (threshold / size[chosen]).clamp(min=1)
     nowhere = order.new_full(counts.shape, -1)  # (V,)
     place_of_token = nowhere.scatter(0, chosen, torch.arange(number, device=order.device))
-    return chosen, stands_for.log(), place_of_token
+    return Drawn(chosen, stands_for.log(), place_of_token)

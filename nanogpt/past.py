@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from data import spellings
-from nanogpt.batches import Batch, inputs_and_targets
+from nanogpt.batches import Batch, inputs_and_targets, tokens_of
 from nanogpt.candidates import Candidates, Targets
 from nanogpt.compiling import call_directly
 from nanogpt.ranks import gathered
@@ -109,12 +109,13 @@ class Past:
         prepared = []
         read = partial(self.read, training=True)
         with self.side_stream.on():
-            pairs = [inputs_and_targets(x, self.device) for x in batch.micro_batches]
+            tokens = tokens_of(batch.sequences, self.device)
             drawn = [None] * len(batch.groups)
             if self.candidates.number:
-                of_groups = [inputs_and_targets(x, self.device)[1] for x in batch.groups]
+                of_groups = [tokens[group, 1:].flatten() for group in batch.groups]
                 drawn = self.candidates.draw(of_groups, step, self.call)
-            for (inputs, targets), group in zip(pairs, batch.group_of):
+            for micro_batch, group in zip(batch.micro_batches, batch.group_of):
+                inputs, targets = inputs_and_targets(tokens[micro_batch])
                 _, *others = self.call("reading", read, (inputs,))
                 # Copies, because the next call of a CUDA graph overwrites what it has returned.
                 reading = Reading(inputs, *[x.clone() for x in others])
@@ -215,9 +216,10 @@ def remember(table: Tensor, hashes: Tensor, next_tokens: Tensor,
     """Writes to the table (R,), in place and on all ranks, which token came next at each position
     of this rank in a step: hashes (G, T), next_tokens (T,). A collective."""
     entries = (check_bits(hashes) << 16) + next_tokens
-    places = [hashes[n - 2] % len(table) for n in lengths]
-    of_all = gathered(torch.stack((*places, entries), 1))  # (ranks * T, lengths + 1)
-    *places, entries = of_all.unbind(1)
-    places = torch.cat(places)
+    places = torch.stack([hashes[n - 2] for n in lengths]) % len(table)  # (lengths, T)
+    of_all = gathered(torch.cat((places, entries[None]))[None])  # (ranks, lengths + 1, T)
+    places = of_all[:, :-1]
+    entries = of_all[:, -1:].int().expand_as(places)
+    places = places.flatten()
     table.index_fill_(0, places, 0)
-    table.scatter_reduce_(0, places, entries.int().repeat(len(lengths)), "amax")
+    table.scatter_reduce_(0, places, entries.flatten(), "amax")

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nanogpt.batches import Batch, inputs_and_targets, micro_sequences
+from nanogpt.batches import Batch, inputs_and_targets, micro_sequences, slices
 from nanogpt.compiling import call_directly
 from nanogpt.planning import check_tokens, fit_to_minutes
 from nanogpt.ranks import all_ranks, on_all_ranks, rank_and_world_size
@@ -120,12 +120,13 @@ class WarmUp:
         """Those of one rank, but at most so many."""
         past = self.model.past
         past.follow()
-        example = self.example(stage.length)
         count = min(stage.micro_batches, most)
-        return past.prepare(Batch([example] * count, [example] * count, range(count)))
+        each = slices(0, count, 1)
+        example = self.example(stage.length).expand(count, -1)
+        return past.prepare(Batch(example, each, each, range(count)))
 
     def forward_backward(self, stage: StagePlan) -> None:
-        inputs, targets = inputs_and_targets(self.example(stage.length), self.tokens.device)
+        inputs, targets = inputs_and_targets(self.example(stage.length))
         reading = self.model.past.read(inputs, training=True)
         targets = self.model.candidates.of(targets)
         setting = self.script.setting_of(stage.last_step, self.config)
@@ -134,7 +135,7 @@ class WarmUp:
 
     def validate(self, step: int) -> None:
         sequence = self.example(self.config.val_seq_len)
-        inputs, targets = inputs_and_targets(sequence, self.tokens.device)
+        inputs, targets = inputs_and_targets(sequence)
         setting = self.script.setting_of(step, self.config)
         self.script.loss_without_gradient(self.model, inputs, targets, setting)
 

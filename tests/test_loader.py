@@ -60,7 +60,9 @@ def loaded(c):
     """Iterator over this rank's batches, as a run has them."""
     arrays = shards.packed_batches(shards.find_shards(c, "train"), c, t.batch_plan(c))
     batches = shards.ahead(rank_batches(arrays, c, CPU))
-    return ([t.inputs_and_targets(rows, CPU) for rows in batch.micro_batches] for batch in batches)
+    for batch in batches:
+        tokens = t.tokens_of(batch.sequences, CPU)
+        yield [t.inputs_and_targets(tokens[rows]) for rows in batch.micro_batches]
 
 
 def drain(c):
@@ -180,7 +182,7 @@ def test_a_batch_gets_other_memory_than_the_one_before_it_which_a_gpu_may_still_
     text = torch.tensor(documents(257)).clamp(max=383).to(torch.int16)[None]  # 383 stands for the separator
     places = []
     for _ in range(2):
-        [(reading, targets)] = model.past.prepare(Batch([text], [text], [0]))  # dropped when the next one is made, as by Run.make_step
+        [(reading, targets)] = model.past.prepare(Batch(text, [slice(1)], [slice(1)], [0]))  # dropped when the next one is made, as by Run.make_step
         places.append({tensor.data_ptr() for tensor in (*reading, *targets) if len(tensor)})
         del reading, targets
     assert places[0].isdisjoint(places[1])

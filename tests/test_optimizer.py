@@ -452,7 +452,8 @@ def test_a_gpu_that_works_on_tables_and_candidates_beside_the_rest_makes_the_sam
         for step in range(8):
             tokens = torch.randint(0, 20_000, (8, 1025), generator=torch.Generator().manual_seed(step)).to(torch.int16)
             model.past.follow()
-            t.train_step(model, optimizer, model.past.prepare(Batch(tokens.split(4), tokens.split(4), [0, 1]), step), step)
+            halves = [slice(0, 4), slice(4, 8)]
+            t.train_step(model, optimizer, model.past.prepare(Batch(tokens, halves, halves, [0, 1]), step), step)
         results.append({name: p.detach().clone() for name, p in model.named_parameters()})
     for name, p in results[0].items():  # sums by atomic additions are in any order
         assert (p - results[1][name]).norm() <= 1e-9 * p.norm(), name
@@ -499,7 +500,8 @@ def work(rank, world_size, dtype, folder):
         tokens = tokens.to(torch.int16)
         count = 12 // world_size
         begins = range(rank * count, (rank + 1) * count)  # two groups of six sequences have the same candidates
-        batch = batches.Batch([tokens[i : i + 1] for i in begins], tokens.split(6), [i // 6 for i in begins])
+        micro_batches, groups = [slice(i, i + 1) for i in begins], [slice(0, 6), slice(6, 12)]
+        batch = batches.Batch(tokens, micro_batches, groups, [i // 6 for i in begins])
         batch = model.past.prepare(batch, step)
         assert len(batch[0][1].chosen) == 48
         losses.append(t.train_step(model, optimizer, batch, step).item())
