@@ -49,7 +49,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from functools import partial
+from functools import cache, partial
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -1698,6 +1698,7 @@ def setting_of(step: int, c: Config) -> Setting:
     return Setting(windows, tuple(frequencies), score_scale)
 
 
+@cache
 def rescaled(frequency: float, old: int, new: int) -> float:
     """A frequency of the rotary embedding, radians a token, when the long window grows from `old`
     to `new` blocks. One that turns less than once in the old window is multiplied by old / new, one
@@ -1765,7 +1766,8 @@ def train_step(model: GPT, optimizer: Optimizer, batch: list[tuple[Reading, Targ
     loss_sum = 0
     for i, (reading, targets) in enumerate(batch):
         # The setting names the CUDA graph, because windows and rotary table are fixed in it.
-        loss, row_gradients = call(str(setting), work, (*targets, *reading))
+        key = (*setting.windows.values(), *setting[1:])
+        loss, row_gradients = call(key, work, (*targets, *reading))
         if i == 0:  # beside the first pass: what depends on the text alone
             model.past.remember(batch, read_once=c.epochs == 1)
             optimizer.tables.find_used()

@@ -74,6 +74,7 @@ class Past:
         self.side_stream = SideStream(device)
         self.call = call
         self.latest = []  # the batch that `prepare` has returned last
+        self.has_followed = False  # since then
 
     def read(self, tokens: Tensor, training: bool) -> Reading:
         """The reading of tokens (T,). In training they are sequences of `seq_len`, end to end."""
@@ -96,6 +97,7 @@ class Past:
 
     def follow(self) -> None:
         self.side_stream.follow()
+        self.has_followed = True
 
     def join(self) -> None:
         self.side_stream.join()
@@ -105,7 +107,11 @@ class Past:
 
         Batch n must not get the memory of batch n - 1, which the main stream may still be reading.
         So `latest` keeps that until batch n is made. It may get the memory of batch n - 2: by
-        `follow` of step n - 1 this stream waits until step n - 2 is over."""
+        `follow` of step n - 1 this stream waits until step n - 2 is over. Raises RuntimeError
+        without that."""
+        if not self.has_followed:
+            raise RuntimeError("`follow` must come before the first batch, and between two of them")
+        self.has_followed = False
         prepared = []
         read = partial(self.read, training=True)
         with self.side_stream.on():
