@@ -69,23 +69,22 @@ class Candidates:
     def draw(self, groups: list[Tensor], step: int,
              call: Callable = call_directly) -> list[Drawn]:
         """Counts the targets of each group of a step's batch, (tokens,), and draws its candidates.
-        `call` runs the about 100 small kernels of `count_and_choose`, directly or as a CUDA
+        `call` runs the about 100 small kernels of `add_and_choose`, directly or as a CUDA
         graph."""
         # A prime apart, so that steps of two seeds seldom draw the same. (CPUs take 32 bits.)
         self.generator.manual_seed((self.seed * 1_000_003 + step) % 2**32)
         drawn = []
         for targets in groups:
-            uniform = torch.rand(
-                self.target_counts.shape, generator=self.generator, device=targets.device)
-            results = call("candidates", self.count_and_choose, (targets, uniform))
+            ones = torch.ones_like(targets, dtype=self.target_counts.dtype)
+            here = torch.zeros_like(self.target_counts).index_add_(0, targets, ones)
+            uniform = torch.rand(here.shape, generator=self.generator, device=here.device)
+            results = call("candidates", self.add_and_choose, (here, uniform))
             # Copies, because the next call of a CUDA graph overwrites what it has returned.
             drawn.append(Drawn(*[x.clone() for x in results]))
         return drawn
 
-    def count_and_choose(self, targets: Tensor, uniform: Tensor) -> Drawn:
-        """`choose` for the targets (tokens,) of one group, which are counted."""
-        ones = torch.ones_like(targets, dtype=self.target_counts.dtype)
-        here = torch.zeros_like(self.target_counts).index_add_(0, targets, ones)
+    def add_and_choose(self, here: Tensor, uniform: Tensor) -> Drawn:
+        """Takes in how often each token is a target in a group, (V,), and draws its candidates."""
         self.target_counts += here
         drawn = choose(self.number, here > 0, self.target_counts, uniform)
         self.lost_targets += (here * (drawn.place_of_token < 0)).sum()
