@@ -319,8 +319,8 @@ PRESETS: dict[str, dict] = {
         target_loss=0.0),
     "speedrun": FEW_LAYERS | dict(
         # The default, 3,500 steps, reads 539M tokens. Where record 92 is at 3.277 on FineWeb, it is
-        # at 3.124 on the longer stand-in corpus. This preset is at 3.442 after 137.1M tokens of
-        # that. Its loss falls by 0.23 when e times as many are read: 137.1M * e^((3.442 - 3.127) /
+        # at 3.124 on the longer stand-in corpus. This preset is at 3.365 after 191.5M tokens of
+        # that. Its loss falls by 0.23 when e times as many are read: 191.5M * e^((3.365 - 3.127) /
         # 0.23) = 539M for 3.28. A larger model needs fewer tokens, but more time
         # (records/long_runs.md).
         muon_decay=2.0,
