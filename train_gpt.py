@@ -1757,17 +1757,17 @@ def train_step(model: GPT, optimizer: Optimizer, batch: list[tuple[Reading, Targ
     c = model.config
     setting = setting_of(step, c)
 
-    # 1. From here on other streams may read this batch.
+    # 1. What the other streams do in this step comes after the step before it.
     optimizer.tables.begin([reading.rows() for reading, _ in batch])
     model.past.follow()
 
     # 2. Forward and backward. After the last pass the gradients begin to travel.
     work = partial(forward_backward, model, setting)
+    # The setting names the CUDA graph, because windows and rotary table are fixed in it.
+    graph = (*setting.windows.values(), *setting[1:])
     loss_sum = 0
     for i, (reading, targets) in enumerate(batch):
-        # The setting names the CUDA graph, because windows and rotary table are fixed in it.
-        key = (*setting.windows.values(), *setting[1:])
-        loss, row_gradients = call(key, work, (*targets, *reading))
+        loss, row_gradients = call(graph, work, (*targets, *reading))
         if i == 0:  # beside the first pass: what depends on the text alone
             model.past.remember(batch, read_once=c.epochs == 1)
             optimizer.tables.find_used()

@@ -63,7 +63,7 @@ def opened(path: Path) -> Iterator[tuple[BinaryIO, int]]:
             yield file, int(num_tokens)
     except OSError as error:
         raise BadInput(f"{path} cannot be read ({error.strerror}); check the file and its "
-                         "permissions") from None
+                       "permissions") from None
 
 
 def count_tokens(path: Path) -> int:
@@ -105,13 +105,13 @@ def read_shard(path: Path, vocab_size: int) -> Shard:
     starts = np.flatnonzero(tokens == SEPARATOR)
     if len(starts) == 0:
         raise BadInput(f"{path} holds no document start (token {SEPARATOR}); make it with "
-                         "data/prepare.py")
+                       "data/prepare.py")
     tokens[starts] = 0
     largest = tokens.max()
     limit = vocab_size - 1 if reads_bytes(vocab_size) else vocab_size
     if largest >= limit:
         raise BadInput(f"{path} holds token {largest}, and with --vocab_size={vocab_size} tokens "
-                         f"must be below {limit}; is it other data?")
+                       f"must be below {limit}; is it other data?")
     tokens[starts] = min(SEPARATOR, vocab_size - 1)
     return Shard(tokens, starts)
 
@@ -303,5 +303,5 @@ def validation_tokens(paths: list[Path], vocab_size: int, number: int) -> np.nda
     if len(tokens) < need:
         have = f"{paths[0].parent} holds {len(tokens):,}"
         raise BadInput(f"validation needs {need:,} tokens and {have}; give --fit, "
-                         "which fits the run to the text, or lower --val_tokens and --val_seq_len")
+                       "which fits the run to the text, or lower --val_tokens and --val_seq_len")
     return tokens[:need]

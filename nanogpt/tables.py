@@ -137,8 +137,8 @@ class Tables:
 
     def begin(self, batch: list[dict[str, Tensor]]) -> None:
         """Takes the rows that each micro-batch of this rank looks up, (lookups,) for each index, as
-        many on every rank. What is begun on the main stream after this, the side stream does not
-        wait for."""
+        many on every rank. The side stream waits for what was begun on the main stream so far, but
+        not for the pass that comes next."""
         self.take_turn("begin", after="finish")
         self.meet()
         self.batch = batch
