@@ -1134,8 +1134,7 @@ def initialize(model: GPT, seed: int) -> dict[str, Tensor]:
         bank.copy_(w)
 
     # 2. What else a run begins with.
-    model.candidates.reset(seed)
-    model.recall_table.zero_()
+    model.past.reset(seed)
     return full
 
 
@@ -1509,8 +1508,8 @@ class Optimizer:
         self.model.zero_grad()
 
     def start_head_sum(self) -> None:
-        """The same for the head, after the rows of the token embedding are added to its gradient. A
-        collective."""
+        """Adds the rows of the token embedding to the head's gradient. Then begins to sum it, or
+        keeps it for the next step. A collective."""
         gradient = self.head_gradient
         self.head_gradient = None
         with self.tables.side_stream.on():
@@ -1716,10 +1715,11 @@ def rescaled(frequency: float, old: int, new: int) -> float:
 #
 #   main stream            side stream (tables.py)         transfers between the GPUs
 #   pass 1                 finds the rows that are used    which rows each GPU uses, and what
-#                                                          came next there
+#                                                          came next in its text
 #   pass 2                 adds row gradients of pass 1
 #                          adds row gradients of pass 2    sums of mlp, qkvo and small banks
-#   Muon for mlp                                           row gradients, sum of lm_head
+#   Muon for mlp           adds those of tokens to         row gradients, sum of lm_head
+#                          the gradient of lm_head
 #   Adam for lm_head       updates value_embeds, ngrams    squares of row gradients, new rows
 #   Muon for qkvo          puts new rows into the tables   new mlp, lm_head and qkvo
 #   Adam for small banks                                   the loss, and requests

@@ -51,7 +51,8 @@ def micro_sequences(count: int, c) -> int:
 
 def rank_batches(arrays: Iterable[np.ndarray], c, device: torch.device) -> Iterator[Batch]:
     """The batch of each step, (sequences, seq_len + 1) uint16, as this rank works on it. The ranks
-    have equal parts of it, one after the other."""
+    have equal parts of it, one after the other. Each rank gets all of it, as it draws the
+    candidates of all groups."""
     rank, world_size = rank_and_world_size()
     for array in arrays:
         sequences = torch.from_numpy(array.view(np.int16))

@@ -91,8 +91,8 @@ class Candidates:
         return drawn
 
     def of(self, next_tokens: Tensor, drawn: Drawn | None = None) -> Targets:
-        """Next tokens (T,) with the candidates of their group; without `drawn` they are one by
-        themselves."""
+        """Next tokens (T,) with the candidates of their group. Without `drawn` they are a group by
+        themselves, which is drawn, and counted, here."""
         if not self.number:
             return over_all_tokens(next_tokens)
         chosen, bias, place_of_token = drawn or self.draw([next_tokens], 0)[0]
@@ -102,8 +102,7 @@ class Candidates:
 def choose(number: int, is_target: Tensor, counts: Tensor, uniform: Tensor) -> Drawn:
     """Priority sampling (Duffield et al. 2007). is_target (V,) bool; counts (V,), how often each
     token was a target so far, these targets included; uniform (V,), random numbers in [0, 1) ->
-    `number` candidates. A target is none of them only if more than `number`
-    tokens are targets.
+    `number` candidates. A target is none of them only if more than `number` tokens are targets.
 
     A token's size is its count plus one, so that each can be drawn, and its priority is size / u
     with u uniform in (0, 1). The tokens of highest priority are chosen. Let t be the highest

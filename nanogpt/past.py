@@ -54,10 +54,10 @@ class Past:
     """Reads text for a model, and remembers what came next in it. While the GPU trains on one
     batch, the next one is read on a stream of its own:
 
-        follow    before the first batch, and before the passes of each step
-        prepare   reads a batch and draws its candidates; the main stream can use it then
-        remember  writes down, for later batches, what came next in this one
+        follow    before the first batch, and then, in each step, before its passes
+        remember  writes down, for later batches, what came next in this step's
         join      before the main stream reads what was remembered
+        prepare   reads the next batch and draws its candidates; the main stream can use it then
 
     `bos` is the token that begins a document, `recall_table` what is remembered: (R,), the same on
     all ranks. c: train_gpt.Config"""
@@ -94,6 +94,12 @@ class Past:
         if c.recall_lengths:
             recalled = recalled_tokens(self.recall_table, hashes, c.recall_lengths)
         return Reading(tokens, begins, hashes, rows, *induced, *recalled)
+
+    def reset(self, seed: int) -> None:
+        """Forgets all text, and the candidates that were drawn so far."""
+        self.candidates.reset(seed)
+        self.recall_table.zero_()
+        self.has_followed = False
 
     def follow(self) -> None:
         self.side_stream.follow()

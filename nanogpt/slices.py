@@ -8,7 +8,7 @@ updated slice to all ranks. Both travel in the background:
     transfer = slices.hand_out(bank, own)  # ... the GPU works on
     transfer.wait()                        # from here on the whole bank is new
 
-All of these are collectives: every rank must call them, in the same order.
+`start_sum` and `hand_out` are collectives: every rank must call them, in the same order.
 """
 import torch
 import torch.distributed as dist

@@ -51,7 +51,7 @@ class Sorted(NamedTuple):
     there is one index, at which rank 0 looks up rows 7, 2, 7 and rank 1 rows 5, 7, 9, this is
 
         rows     2 7 7   5 7 9   2 5 7 7 7 9
-        numbers  0 1 1   2 3 4   5 6 7 7 7 8     equal neighbours have the same number
+        numbers  0 1 1   2 3 4   5 6 7 7 7 8     equal neighbours of a group have the same number
         ends     2       5       9               how many numbers there are up to here
     """
     rows: Tensor  # (2 * ranks * lookups,)
@@ -62,7 +62,7 @@ class Sorted(NamedTuple):
 def sort_rows(of_ranks: Tensor, lengths: list[int]) -> Sorted:
     """of_ranks: (ranks, lookups), what each rank looks up. The first lengths[0] columns are the
     lookups of the first index, and so on. What is sorted begins with the number of the group, so
-    that one sort serves all of them: to start a kernel costs the CPU as much as short work."""
+    that one sort serves all of them: to start many short kernels would take the CPU longer."""
     ranks = len(of_ranks)
     keys = []
     sizes = []  # of the groups
@@ -95,7 +95,7 @@ class Tables:
         add_embedding adds those of the token embedding to the gradient of the head, as both are one
                       matrix
         update        updates the rows and begins to hand them out, or `reset` forgets the gradients
-                      (`gradients` tells a recipe which ones those are)
+                      (`gradients` returns those, so that fp16 can look whether they are finite)
         finish        puts the new rows into the tables
 
     Another order raises RuntimeError. All work is done on the side stream. Between `begin` and
@@ -125,9 +125,9 @@ class Tables:
     def take_turn(self, method: str, after: str) -> None:
         """Notes that a method is called, and raises RuntimeError if it is not its turn."""
         if self.latest != after:
-            raise RuntimeError(f"`{method}` of the tables must be after `{after}` of all "
-                               f"micro-batches, but was called after `{self.latest}`, with "
-                               f"gradients of {self.added} of {len(self.batch)} micro-batches")
+            raise RuntimeError(f"`{method}` of the tables must be after `{after}`, but was called "
+                               f"after `{self.latest}`, with gradients of {self.added} of "
+                               f"{len(self.batch)} micro-batches")
         self.latest = method
 
     def meet(self) -> None:
@@ -229,8 +229,9 @@ class Tables:
     def add_embedding(self, gradient: Tensor) -> None:
         """Adds the total of the token embedding to the gradient (V, width) of the head."""
         self.take_turn("add_embedding", after="add")
-        total = self.totals.pop("lm_head")
-        gradient.index_add_(0, self.used["tokens"].own, total[0].to(gradient.dtype))
+        with self.side_stream.on():
+            total = self.totals.pop("lm_head")
+            gradient.index_add_(0, self.used["tokens"].own, total[0].to(gradient.dtype))
 
     def gradients(self) -> list[Tensor]:
         """What this rank has received, after waiting for it on the current stream."""
