@@ -200,7 +200,10 @@ def read_text(options: argparse.Namespace, models: list[Model]) -> tuple[str, li
     config = models[0].gpt.config
     if options.text is not None:
         config = dataclasses.replace(config, data_dir=options.text)
-    if options.text is None or list(Path(options.text).glob(config.val_files)):
+    has_shards = any(Path(config.data_dir).glob(config.val_files))
+    require(has_shards or options.text is not None, f"{config.data_dir} has no validation shards, "
+            f"which {models[0].path} was trained beside; name a text with --text")
+    if has_shards:
         paths = shards.find_shards(config, "val")
         tokens = [tokens_of_shards(paths, model, config.val_tokens) for model in models]
         return f"documents of {config.data_dir}", tokens
