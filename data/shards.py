@@ -14,14 +14,12 @@ and the trainer reads them; all three use this file. From shards to batches:
 Of packages, this file needs numpy only, and it knows nothing of devices.
 """
 import hashlib
-import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from glob import glob
 from itertools import chain, islice, pairwise, repeat
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -40,36 +38,25 @@ AGAIN = ("fetch or make it again (data/fineweb.py, when the file is deleted; dat
          "its folder is deleted)")
 
 
-@contextmanager
-def opened(path: Path) -> Iterator[tuple[BinaryIO, int]]:
-    """A shard, open where its tokens begin, and their number. It is read and never mapped into
-    memory: where a mapped file has become shorter, the system kills the process without a word.
-
-    Raises BadInput if the file is not a whole shard or cannot be read.
-    """
+def count_tokens(path: Path) -> int:
+    """How many tokens a shard holds. Raises BadInput if the file is not a whole shard or cannot be
+    read."""
     try:
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if size < HEADER_BYTES:
-                raise BadInput(
-                    f"{path} has {size} bytes, less than its header of {HEADER_BYTES}; {AGAIN}")
-            magic, _, num_tokens, *_ = np.fromfile(file, dtype="<i4", count=HEADER_BYTES // 4)
-            if magic != MAGIC:
-                raise BadInput(f"{path} begins with magic {magic}, not {MAGIC}; {AGAIN}")
-            expected_size = HEADER_BYTES + 2 * int(num_tokens)
-            if size != expected_size:
-                raise BadInput(
-                    f"{path} has {size} bytes where its header promises {expected_size}; {AGAIN}")
-            yield file, int(num_tokens)
+        size = path.stat().st_size
+        header = np.fromfile(path, dtype="<i4", count=HEADER_BYTES // 4)
     except OSError as error:
         raise BadInput(f"{path} cannot be read ({error.strerror}); check the file and its "
                        "permissions") from None
-
-
-def count_tokens(path: Path) -> int:
-    """How many tokens a shard holds. Raises BadInput, as `opened` does."""
-    with opened(path) as (_, num_tokens):
-        return num_tokens
+    if size < HEADER_BYTES:
+        raise BadInput(f"{path} has {size} bytes, less than its header of {HEADER_BYTES}; {AGAIN}")
+    magic, _, num_tokens, *_ = header.tolist()
+    if magic != MAGIC:
+        raise BadInput(f"{path} begins with magic {magic}, not {MAGIC}; {AGAIN}")
+    expected_size = HEADER_BYTES + 2 * num_tokens
+    if size != expected_size:
+        raise BadInput(
+            f"{path} has {size} bytes where its header promises {expected_size}; {AGAIN}")
+    return num_tokens
 
 
 def write_shard(path: Path, documents: Sequence[np.ndarray]) -> None:
@@ -98,10 +85,10 @@ def read_shard(path: Path, vocab_size: int) -> Shard:
 
     If the vocabulary is too small for 50256, its last token takes the place of the separator.
     Raises BadInput if the file is damaged, has no document, or holds tokens that the model does
-    not know.
+    not know. The file is never mapped into memory: where a mapped file has become shorter, the
+    system kills the process without a word.
     """
-    with opened(path) as (file, num_tokens):
-        tokens = np.fromfile(file, dtype="<u2", count=num_tokens)
+    tokens = np.fromfile(path, dtype="<u2", count=count_tokens(path), offset=HEADER_BYTES)
     starts = np.flatnonzero(tokens == SEPARATOR)
     if len(starts) == 0:
         raise BadInput(f"{path} holds no document start (token {SEPARATOR}); make it with "
@@ -119,8 +106,8 @@ def read_shard(path: Path, vocab_size: int) -> Shard:
 def kind_of_tokens(path: Path) -> str:
     """"bytes" if the first million tokens, separators aside, are below 256, else "gpt2". Raises
     BadInput."""
-    with opened(path) as (file, num_tokens):
-        tokens = np.fromfile(file, dtype="<u2", count=min(num_tokens, 1_000_000))
+    count = min(count_tokens(path), 1_000_000)
+    tokens = np.fromfile(path, dtype="<u2", count=count, offset=HEADER_BYTES)
     return "bytes" if tokens[tokens != SEPARATOR].max(initial=0) < 256 else "gpt2"
 
 
@@ -162,9 +149,9 @@ def fingerprint(path: Path, split: str) -> dict:
     Raises BadInput.
     """
     mebibyte = 2**20
-    with opened(path) as (file, num_tokens):
-        size = HEADER_BYTES + 2 * num_tokens
-        file.seek(0)
+    num_tokens = count_tokens(path)
+    size = HEADER_BYTES + 2 * num_tokens
+    with open(path, "rb") as file:
         sha256 = hashlib.sha256(file.read(HEADER_BYTES + mebibyte))
         file.seek(max(size - mebibyte, 0))
         sha256.update(file.read())
