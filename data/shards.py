@@ -3,15 +3,7 @@
 A shard is a header of 256 int32 (the number 20240520, the version 1, how many tokens follow, then
 zeros), and after it the tokens as uint16. All of it is little-endian; the format comes from llm.c.
 Every document begins with the token 50256. `prepare.py` writes shards, `fineweb.py` downloads them,
-and the trainer reads them; all three use this file. From shards to batches:
-
-    find_shards     lists the files
-    read_shard      reads one file, checks it, and finds where its documents begin
-    sequences_of    packs documents into training sequences
-    batches         makes a batch for every step of a run
-    packed_batches  copies the sequences of a batch into an array
-
-Of packages, this file needs numpy only, and it knows nothing of devices.
+and the trainer reads them; all three use this file. It knows nothing of devices.
 """
 import hashlib
 from collections.abc import Iterator, Sequence
