@@ -14,14 +14,11 @@ INPUT is one of these, in UTF-8, or in UTF-16 with a byte-order mark:
 The shards are OUT/NAME_val_000000.bin and OUT/NAME_train_000001.bin (shards.py says what a shard
 is). Without --out, OUT is data/NAME, with the name of the first INPUT, or data/NAME-2 and so on if
 that is made of something else. OUT/corpus.json says what the shards were made of; the same command
-finds it the next time, and has nothing to do. A document in a shard is the token 50256 followed by
-the document's own tokens: GPT-2's, or one for each byte.
+finds it the next time, and has nothing to do. Tokens are GPT-2's, or one for each byte.
 
-Blank documents are dropped, and so are those whose text an earlier one has. The others are
-shuffled. The first of these are the validation split, with 5% of all tokens: a fair sample of the
-input, which shares no document with training. Only if its last document makes it more than half
-larger, as with a single long text, is this one cut: its end goes to validation and its beginning to
-training. Memory holds all tokens, at two bytes each, and one file at a time.
+Blank documents are dropped, and so are those whose text an earlier one has. The others are shuffled
+and divided: 5% of the tokens are for validation (`split_documents`). Memory holds all tokens, at
+two bytes each, and one file at a time.
 
 Exit status: 0 done, 2 with one sentence on stderr that names the file and what to do.
 """
@@ -127,9 +124,10 @@ def split_documents(documents, source):
     """Divide the shuffled documents, arrays of tokens, into a list for training and one for
     validation.
 
-    Validation gets the first documents, 5% of the tokens. If they would be more than half as much
-    again, or leave too little to train on, then the last of them is cut in two. Raises BadInput
-    if there are too few tokens.
+    Validation gets the first documents, 5% of the tokens: a fair sample of the input, which shares
+    no document with training. If they would be more than half as much again, as with a single long
+    text, or leave too little to train on, then the last of them is cut: its end goes to validation
+    and its beginning to training. Raises BadInput if there are too few tokens.
     """
     total = sum(map(len, documents))
     if total == 0:
@@ -163,16 +161,14 @@ def safe_name(text):
     return name or "text"
 
 
-def default_folder(first_input):
-    """data/NAME, with the name of the input."""
-    path = Path(os.path.abspath(first_input))
-    return DATA / safe_name(path.name if path.is_dir() else path.stem)
-
-
 def folder_for(args, record):
     """The folder of the corpus that `record` describes, and whether it was made there already.
     Raises BadInput."""
-    first = Path(os.path.realpath(args.out)) if args.out else default_folder(args.inputs[0])
+    if args.out:
+        first = Path(os.path.realpath(args.out))
+    else:
+        path = Path(os.path.abspath(args.inputs[0]))
+        first = DATA / safe_name(path.name if path.is_dir() else path.stem)
     folder = first
     for number in count(2):
         path = folder / "corpus.json"
@@ -187,8 +183,9 @@ def folder_for(args, record):
 
 
 def make_corpus(args, notes):
-    """Make the corpus, unless it is there already. Returns its folder, and what corpus.json says
-    in it, or None if it was there. Raises BadInput and OSError."""
+    """Make the corpus, unless it is there already. Returns its folder, and what to say of it.
+    Raises BadInput and OSError."""
+    start = time.perf_counter()
     files = [path for item in args.inputs for path in texts.find_files(item)]
     record = {
         "files": [[os.path.abspath(path), path.stat().st_size, path.stat().st_mtime_ns]
@@ -197,14 +194,19 @@ def make_corpus(args, notes):
                     for name in ("python_docs", "tokens", "key", "split", "split_blank")}}
     folder, is_made = folder_for(args, record)
     if is_made:
-        return folder, None
+        return folder, "already made of this text; used again"
 
-    record["tokens"] = choose_tokens(notes) if args.tokens == "auto" else args.tokens
+    kind = choose_tokens(notes) if args.tokens == "auto" else args.tokens
     documents = python_documents() if args.python_docs else texts.read_all(args.inputs, args, notes)
-    record |= write_corpus(tqdm(documents, unit=" documents", disable=None), folder,
-                           record["tokens"] == "bytes", ", ".join(args.inputs))
+    counts = write_corpus(tqdm(documents, unit=" documents", disable=None), folder,
+                          kind == "bytes", ", ".join(args.inputs))
+    record |= {"tokens": kind} | counts
     (folder / "corpus.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    return folder, record
+    plural = "s" * (counts["documents"] != 1)
+    return folder, (
+        f"{counts['train_tokens']:,} training and {counts['val_tokens']:,} validation tokens "
+        f"({kind}) from {counts['documents']:,} document{plural} (duplicates dropped: "
+        f"{counts['duplicates']:,}) in {time.perf_counter() - start:.1f} s")
 
 
 # ---- command line --------------------------------------------------------------------------------
@@ -245,26 +247,17 @@ def parse_args(argv):
 def main(argv=None):
     args = parse_args(argv)
     notes = []
-    start = time.perf_counter()
     try:
-        folder, record = make_corpus(args, notes)
+        folder, result = make_corpus(args, notes)
     except BadInput as error:
         fail(error)
     except OSError as error:
         fail(f"cannot write to {args.out or DATA} ({error.strerror}); make room there, or give "
              "yourself the right to write there, and delete the folder that was begun")
 
-    seconds = time.perf_counter() - start
     folder = os.path.relpath(folder)
     screen = sys.stderr if args.print_folder else sys.stdout
-    if record:
-        plural = "s" * (record["documents"] != 1)
-        print(f"{folder}: {record['train_tokens']:,} training and {record['val_tokens']:,} "
-              f"validation tokens ({record['tokens']}) from {record['documents']:,} "
-              f"document{plural} (duplicates dropped: {record['duplicates']:,}) "
-              f"in {seconds:.1f} s", file=screen)
-    else:
-        print(f"{folder}: already made of this text; used again", file=screen)
+    print(f"{folder}: {result}", file=screen)
     for note in notes:
         print(f"prepare.py: {note}.", file=screen)
     if args.print_folder:
