@@ -8,7 +8,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from . import compare, plots, record, table
+from . import compare, plots, record
 from .log import Log, read_bytes, read_log, read_logs
 
 
@@ -34,7 +34,7 @@ def check(page: Path) -> int:
         except (ValueError, OSError, LookupError) as error:
             found.append(f"{folder.name}: {error}")
     text = page.read_text("utf-8")
-    if not found and table.rewritten(text, records) != text:
+    if not found and record.with_leaderboard(text, records) != text:
         found = [f"{page}: its leaderboard is another; run `python -m records table`"]
     for problem in found:
         print(problem)
@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"wrote {args.out}")
     else:
         records = [record.read(folder) for folder in record.folders()]
-        page.write_text(table.rewritten(page.read_text("utf-8"), records), "utf-8")
+        page.write_text(record.with_leaderboard(page.read_text("utf-8"), records), "utf-8")
         print(f"wrote the leaderboard in {page}")
     return 0
 

@@ -1,4 +1,4 @@
-"""The folder of a record: made from logs (`new`), and read back (`read`).
+"""The folder of a record: made from logs (`new`), and read back (`read`); and the leaderboard.
 
     records/DATE_NAME/
         log_1.txt, log_2.txt ...  the logs; those after the first one without their code
@@ -158,3 +158,29 @@ def read(folder: Path) -> Record:
     if block(record) not in (folder / "README.md").read_text("utf-8"):
         raise ValueError("the table in its README.md is not that of its logs.")
     return record
+
+
+# --------------------------------------------------------------------------------------------------
+# The leaderboard
+
+
+def with_leaderboard(page: str, records: list[Record]) -> str:
+    """The page records/README.md with the leaderboard of these records, and below it those without
+    a rank."""
+    begin = "<!-- leaderboard:begin -->"
+    end = "<!-- leaderboard:end -->"
+    lines = [begin, "| record | time (s) | loss | n | target | machine | data |",
+             "|---|--:|---|--:|--:|---|---|"]
+    others = []
+    for record in sorted(records, key=lambda record: (
+            record.data_name, record.machine, record.target, statistics.fmean(record.times))):
+        link = f"[{record.name[11:]}]({record.name})"
+        if record.p is None or record.p >= ALPHA:
+            others.append(link)
+            continue
+        lines.append(f"| {link} | {pm(record.times, 2)} | {pm(record.losses, 4)} "
+                     f"({record.p_text}) | {len(record.logs)} | {record.target} "
+                     f"| {record.machine} | {record.data_name or 'unnamed'} |")
+    if others:
+        lines += ["", f"Without a rank: {', '.join(others)}."]
+    return page.partition(begin)[0] + "\n".join([*lines, end]) + page.partition(end)[2]
