@@ -122,7 +122,10 @@ def read_log(path: str | Path) -> Log:
     if not has_end:
         lines.pop()  # it may be half a line
     facts, steps = read_lines(lines, path)
-    results = read_end(end)
+    results = {}
+    for line in end.splitlines():
+        key, value = line.split(": ", 1)
+        results[key] = value if key == "code_sha256" else json.loads(value)
     run = facts["run"][0]
     script = dict(path=SCRIPT, text=source.decode() + "\n", sha256=run["code_sha256"])
     files = {}
@@ -151,13 +154,6 @@ def read_lines(lines: list[str], path: str | Path) -> tuple[defaultdict, list[St
         except ValueError:
             raise ValueError(f"{path}: neither a step nor a fact: {line[:70]!r}.") from None
     return facts, steps
-
-
-def read_end(text: str) -> dict:
-    """The block of results: `key: value` in each line."""
-    end = dict(line.split(": ", 1) for line in text.splitlines())
-    return {key: value if key == "code_sha256" else json.loads(value)
-            for key, value in end.items()}
 
 
 def check_steps(log: Log) -> None:

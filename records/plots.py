@@ -2,7 +2,7 @@
 from pathlib import Path
 from statistics import fmean
 
-from .log import Log, Step
+from .log import Log
 
 
 def smoothed(losses: list[float]) -> list[float]:
@@ -18,15 +18,10 @@ def draw_run(axes, log: Log, color: str) -> None:
     label = f"{name[:40]}, seed {log.config['seed']}".replace("$", r"\$")
     train = [step for step in log.steps if step.split == "train"]
     val = [step for step in log.steps if step.split == "val" and step.step > 0]
-
-    def seconds(step: Step) -> float:
-        return step.time_ms / 1000
-
-    def millions(step: Step) -> float:
-        return log.tokens_at(step.step) / 1e6
-
     losses = smoothed([step.loss for step in train])
-    for ax, place in zip(axes, (seconds, millions)):
+    places = (lambda step: step.time_ms / 1000,
+              lambda step: log.tokens_at(step.step) / 1e6)
+    for ax, place in zip(axes, places):
         ax.plot([place(step) for step in train], losses, color=color, lw=0.7, alpha=0.6)
         ax.plot([place(step) for step in val], [step.loss for step in val], "o", color=color, ms=3,
                 label=label)
