@@ -200,32 +200,28 @@ def ahead(items: Iterator) -> Iterator:
 # has one token more, the last target), vocab_size, epochs (how many times all shards are read),
 # cut_documents, and longest_document (tokens that are read of a document, if it may be cut).
 
-Documents = Iterator[tuple[int, int]]  # where each document begins and ends in its shard
 Pieces = list[slice]  # a sequence: what it takes of its shard's tokens
 Plan = Sequence[int]  # of each step: sequences in its batch
 
 
-def documents_of(shard: Shard, c) -> Documents:
-    """The documents of a shard. With `cut_documents`: stretches that fill one sequence each, in a
-    random order, which is the same at each reading and in each run.
+def sequences_of(shard: Shard, c) -> Iterator[Pieces]:
+    """The sequences of a shard, of seq_len + 1 tokens each. What does not fill one at the end is
+    not used.
 
-    Each stretch shares a token with the one behind it in the text: its last target is the first
-    input there.
+    With `cut_documents` their random order is the same at each reading and in each run, and each
+    shares a token with the one behind it in the text: its last target is the first input there.
     """
-    if not c.cut_documents:
-        return pairwise([*shard.starts.tolist(), len(shard.tokens)])
-    begins = np.arange(0, len(shard.tokens) - c.seq_len, c.seq_len)
-    np.random.default_rng(0).shuffle(begins)
-    return ((begin, begin + c.seq_len + 1) for begin in begins)
-
-
-def sequences_of(documents: Documents, length: int, longest: int) -> Iterator[Pieces]:
-    """Take documents, of each at most its first `longest` tokens, until `length` tokens are full,
-    and so on. What does not fill a sequence at the end is not used."""
+    length = c.seq_len + 1  # the last input needs a target, too
+    if c.cut_documents:
+        begins = np.arange(0, len(shard.tokens) - c.seq_len, c.seq_len)
+        np.random.default_rng(0).shuffle(begins)
+        for begin in begins.tolist():
+            yield [slice(begin, begin + length)]
+        return
     pieces = []
     room = length
-    for begin, end in documents:
-        count = min(end - begin, longest, room)
+    for begin, end in pairwise([*shard.starts.tolist(), len(shard.tokens)]):
+        count = min(end - begin, c.longest_document, room)
         pieces.append(slice(begin, begin + count))
         room -= count
         if room == 0:
@@ -243,11 +239,9 @@ def batches(paths: list[Path], c, plan: Plan) -> Iterator[tuple[np.ndarray, list
     """
     readings = chain.from_iterable(repeat(paths, c.epochs))
     shards = (read_shard(path, c.vocab_size) for path in readings)
-    length = c.seq_len + 1  # the last input needs a target, too
-    longest = length if c.cut_documents else c.longest_document
     step = 0
     for shard in ahead(shards):
-        sequences = sequences_of(documents_of(shard, c), length, longest)
+        sequences = sequences_of(shard, c)
         while step < len(plan):
             batch = list(islice(sequences, plan[step]))
             if len(batch) < plan[step]:
