@@ -1,13 +1,13 @@
-"""data/fineweb.py and data/prepare.py against independent references.
+"""data/prepare.py, from texts to shards, and data/fineweb.py.
 
 References: shards are parsed with `struct` alone, tokens are turned back into text and compared
 with the input, tiktoken itself encodes with a small vocabulary, and a fake downloader stands in for
-the network.
+the network. Commands run in this process, but where signals, limits or exit statuses matter.
 """
 import gzip
 import json
-import os
 import random
+import resource
 import shutil
 import struct
 import subprocess
@@ -17,16 +17,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import huggingface_hub
-import numpy as np
 import pytest
 import tiktoken
+from conftest import ROOT, SEPARATOR, write_shard
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from data import fineweb, prepare, shards  # noqa: E402
-
-BOS = 50256
+from data import fineweb, prepare
+from records.console import to_type
 
 
 @pytest.fixture
@@ -35,40 +31,42 @@ def gpt2(monkeypatch):
     ranks = {bytes([byte]): token for token, byte in enumerate(prepare.token_to_byte)}
     ranks |= {pair: 256 + number for number, pair in enumerate([b" t", b" a", b"he", b"in", b"re"])}
     splits = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-    encoding = tiktoken.Encoding("small", pat_str=splits, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": BOS})
+    encoding = tiktoken.Encoding("small", pat_str=splits, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": SEPARATOR})
     monkeypatch.setattr(prepare.gpt2, "load", lambda: encoding)
     return encoding
 
 
-def shard_bytes(tokens, magic=20240520, version=1):
-    header = struct.pack("<256i", magic, version, len(tokens), *[0] * 253)
-    return header + struct.pack(f"<{len(tokens)}H", *tokens)
+@pytest.fixture
+def data(tmp_path, monkeypatch):
+    """A folder in place of data/."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    monkeypatch.setattr(prepare, "DATA", folder)
+    monkeypatch.chdir(tmp_path)
+    return folder
 
 
 def read_shard(path):
     """The tokens of a shard as a list, after a check of every field of the header."""
-    data = Path(path).read_bytes()
-    header = struct.unpack("<256i", data[:1024])
+    content = Path(path).read_bytes()
+    header = struct.unpack("<256i", content[:1024])
     assert header[:2] == (20240520, 1)
     assert not any(header[3:])
-    assert len(data) == 1024 + 2 * header[2]
-    return list(struct.unpack(f"<{header[2]}H", data[1024:]))
+    assert len(content) == 1024 + 2 * header[2]
+    return list(struct.unpack(f"<{header[2]}H", content[1024:]))
 
 
-def read_split(folder, split, name="*"):
-    """The documents of a split as lists of tokens without BOS.
-
-    Every shard must begin with a document.
-    """
+def read_split(folder, split):
+    """The documents of a split as lists of tokens, without what separates them."""
+    [path] = folder.glob(f"*_{split}_*.bin")
+    tokens = read_shard(path)
+    assert tokens[0] == SEPARATOR
     documents = []
-    for path in sorted(Path(folder).glob(f"{name}_{split}_*.bin")):
-        tokens = read_shard(path)
-        assert tokens[0] == BOS
-        for token in tokens:
-            if token == BOS:
-                documents.append([])
-            else:
-                documents[-1].append(token)
+    for token in tokens:
+        if token == SEPARATOR:
+            documents.append([])
+        else:
+            documents[-1].append(token)
     return documents
 
 
@@ -95,55 +93,62 @@ def make_texts(count, seed=0):
     return texts
 
 
-def write_jsonl(path, texts, key="text"):
-    with open(path, "w", encoding="utf-8") as file:
-        for number, text in enumerate(texts):
-            file.write(json.dumps({"id": number, key: text}) + "\n")
-    return path
+def json_lines(texts):
+    return "".join(json.dumps({"text": text}) + "\n" for text in texts)
 
 
-def prepare_texts(texts, out, *args):
-    """Run prepare.py on a .jsonl file of these texts, in this process."""
-    out.mkdir(parents=True, exist_ok=True)
-    source = write_jsonl(out.with_suffix(".jsonl"), texts)
-    prepare.main([str(source), f"--out={out}", "--bytes", *args])
+def write(path, content):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return str(path)
 
 
-def script(name, *args, **env):
-    command = [sys.executable, ROOT / "data" / name, *map(str, args)]
-    return subprocess.run(
-        command, capture_output=True, text=True, env=os.environ | env, timeout=60, check=False)
+def run_prepare(path, *options):
+    """Makes a corpus of bytes, or of what the options say. Returns its folder."""
+    out = Path(f"{path}.out")
+    prepare.main([str(path), "--bytes", f"--out={out}", *options])
+    return out
 
 
-def assert_one_sentence(run, status, *parts):
-    assert run.returncode == status, run
-    assert run.stderr.count("\n") == 1
-    assert "Traceback" not in run.stderr
-    for part in parts:
-        assert str(part) in run.stderr
+def count(documents):
+    return sum(1 + len(document) for document in documents)
 
 
-# ---- prepare.py: tokens, splits and shards -------------------------------------------------------
+def refusal(capsys, call, *arguments):
+    """The one sentence with which this ends, with status 2."""
+    with pytest.raises(SystemExit, match="2"):
+        call(*arguments)
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1
+    return message
+
+
+STORY = "".join(f"Line {number}: the cat sat on a mat.\n" for number in range(2000))
+STORIES = make_texts(60, seed=3)
+LINES = json_lines(STORIES)
+INDENTED = json.dumps([{"text": text} for text in STORIES], indent=1)
+JOINED = "\n<|endoftext|>\n".join(STORIES)
+
+
+# ---- prepare.py: tokens and splits ---------------------------------------------------------------
 
 def test_bytes_have_the_tokens_that_gpt2_has_for_them():
-    assert prepare.token_to_byte[prepare.byte_to_token].tolist() == list(range(256))
+    assert prepare.token_to_byte.tolist() == GPT2_BYTES
+    assert prepare.byte_to_token[GPT2_BYTES].tolist() == [*range(256)]
     known = {"!": 0, "0": 15, "A": 32, "a": 64, "~": 93, "\0": 188, "\t": 197, "\n": 198, " ": 220, "\x7f": 221}
     assert {character: prepare.byte_to_token[ord(character)] for character in known} == known
-    assert [prepare.byte_to_token[byte] for byte in (0xA1, 0xAE, 0xFF, 0x80, 0xAD)] == [94, 106, 187, 222, 255]
 
 
 def test_gpt2s_tokens_equal_tiktokens_and_decode_back_to_the_input(tmp_path, gpt2):
     texts = make_texts(100) + ["literal <|endoftext|> in a document is text"]
-    prepare_texts(texts, tmp_path / "out", "--tokens=gpt2")
-    documents = read_corpus(tmp_path / "out")
-    assert sorted(documents) == sorted(gpt2.encode(text, disallowed_special=()) for text in texts)
+    out = run_prepare(write(tmp_path / "a.jsonl", json_lines(texts)), "--tokens=gpt2")
+    assert sorted(read_corpus(out)) == sorted(gpt2.encode(text, disallowed_special=()) for text in texts)
 
 
 def test_validation_is_a_fair_sample_of_whole_documents_that_training_lacks(tmp_path):
     texts = make_texts(2000)
-    prepare_texts(texts, tmp_path)
-    train = list(map(from_bytes, read_split(tmp_path, "train")))
-    val = list(map(from_bytes, read_split(tmp_path, "val")))
+    out = run_prepare(write(tmp_path / "a.jsonl", json_lines(texts)))
+    train, val = (list(map(from_bytes, read_split(out, split))) for split in ("train", "val"))
     assert sorted(train + val) == sorted(texts)
     tokens, total = (sum(len(text.encode()) + 1 for text in part) for part in (val, texts))
     assert total // 20 <= tokens < total // 20 + 2000  # one document over at most
@@ -151,29 +156,34 @@ def test_validation_is_a_fair_sample_of_whole_documents_that_training_lacks(tmp_
     assert 800 < sum(positions) / len(positions) < 1200
 
 
-def test_the_trainer_reads_the_documents_of_the_shard(tmp_path):
-    prepare_texts(make_texts(300), tmp_path / "mine")
-    [path] = sorted((tmp_path / "mine").glob("*_train_*.bin"))
-    tokens, starts = shards.read_shard(path, 50257)
-    assert path.name == "mine_train_000001.bin" and tokens.tolist() == read_shard(path)
-    documents = [document[1:].tolist() for document in np.split(tokens, starts)[1:]]
-    assert documents == read_split(tmp_path / "mine", "train")
+def test_validation_is_5_percent_where_one_document_is_longer_than_all_others(tmp_path):
+    texts = [text[:900] for text in make_texts(50)]
+    texts.insert(20, "word " * 100_000)
+    out = run_prepare(write(tmp_path / "mix.jsonl", json_lines(texts)))
+    documents = read_corpus(out)
+    assert count(read_split(out, "val")) / count(documents) == pytest.approx(0.05, abs=0.002)
+    assert sum(len(from_bytes(document)) for document in documents) == sum(map(len, texts))
+
+
+@pytest.mark.parametrize("lengths", [[2000], [40] * 60, [600, 5, 5]])
+def test_both_splits_are_always_long_enough_for_the_trainer(tmp_path, lengths):
+    texts = [f"{number:<{length}}" for number, length in enumerate(lengths)]
+    out = run_prepare(write(tmp_path / "a.jsonl", json_lines(texts)))
+    train = count(read_split(out, "train"))
+    val = count(read_split(out, "val"))
+    assert train >= 130
+    assert val >= 129
+    assert train + val in (sum(lengths) + len(lengths), sum(lengths) + len(lengths) + 1)
 
 
 def test_equal_documents_are_taken_once_and_counted(tmp_path, capsys):
     texts = make_texts(100)
-    prepare_texts(texts + texts[:30] + ["  "], tmp_path / "out")
-    assert sorted(map(from_bytes, read_corpus(tmp_path / "out"))) == sorted(texts)
+    out = run_prepare(write(tmp_path / "a.jsonl", json_lines(texts + texts[:30] + ["  "])))
+    assert sorted(map(from_bytes, read_corpus(out))) == sorted(texts)
     assert "from 100 documents (duplicates dropped: 30)" in capsys.readouterr().out
 
 
 # ---- prepare.py: what people bring ---------------------------------------------------------------
-
-STORIES = make_texts(60, seed=3)
-LINES = "".join(json.dumps({"text": text}) + "\n" for text in STORIES)
-INDENTED = json.dumps([{"text": text} for text in STORIES], indent=1)
-JOINED = "\n<|endoftext|>\n".join(STORIES)
-
 
 @pytest.mark.parametrize("name, content, options", [
     ("a.jsonl", LINES, []),
@@ -188,10 +198,8 @@ JOINED = "\n<|endoftext|>\n".join(STORIES)
     ("windows.txt", "\n\n \r\n\n".join(text.replace("\n", "\n\n\n") for text in STORIES), ["--split_blank=3"]),
 ])
 def test_documents_are_found_in_texts_and_json_lines(tmp_path, name, content, options):
-    path = tmp_path / name
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    prepare.main([str(path), "--bytes", f"--out={tmp_path / 'out'}", *options])
-    found = [from_bytes(document).strip() for document in read_corpus(tmp_path / "out")]
+    out = run_prepare(write(tmp_path / name, content), *options)
+    found = [from_bytes(document).strip() for document in read_corpus(out)]
     assert sorted(text.replace("\n\n\n", "\n") for text in found) == sorted(text.strip() for text in STORIES)
 
 
@@ -199,16 +207,13 @@ def test_documents_are_found_in_texts_and_json_lines(tmp_path, name, content, op
     "[Verse 1]\nla la\n" * 99, "{ a set }\n" * 99, '{"quoted"} he said, and no JSON\n' * 99, "[1]\n" * 99,
     "\none\r\n\n\ntwo\n\n" * 30, "Все счастливые семьи\r\n東京は夜の七時\r\n" * 30])
 def test_a_text_is_one_document_byte_for_byte_also_if_it_looks_a_bit_like_json(tmp_path, text):
-    (tmp_path / "a.txt").write_bytes(text.encode())
-    prepare.main([str(tmp_path / "a.txt"), "--bytes", f"--out={tmp_path / 'out'}"])
-    train, val = read_corpus(tmp_path / "out")
+    train, val = read_corpus(run_prepare(write(tmp_path / "a.txt", text)))
     assert from_bytes(train + val) == text
 
 
 @pytest.mark.parametrize("name, content, is_said", [("a.txt", JOINED, True), ("a.jsonl", LINES, False)])
 def test_markers_between_documents_that_are_read_as_text_are_said(tmp_path, capsys, name, content, is_said):
-    (tmp_path / name).write_text(content)
-    prepare.main([str(tmp_path / name), "--bytes", f"--out={tmp_path / 'out'}"])
+    run_prepare(write(tmp_path / name, content))
     assert ("if it ends documents, give --split='<|endoftext|>'" in capsys.readouterr().out) == is_said
 
 
@@ -221,7 +226,7 @@ BAD = [  # name, content, what the sentence says
     ("a.txt", gzip.compress(JOINED.encode()), "compressed (gzip), not text; unpack it first"),
     ("a.docx", b"PK\3\4" + ZEROS, ".docx"),
     ("a.pdf", b"%PDF-1.5\n\xff", "a PDF, not text; save its text as a .txt file"),
-    ("a.bin", shard_bytes([BOS, 1]), "if it holds tokens, give its folder to train_gpt.py --data_dir"),
+    ("a.bin", struct.pack("<256i", 20240520, 1, *[0] * 254), "if it holds tokens, give its folder to train_gpt.py --data_dir"),
     ("a.txt", WIDE.encode("utf-16le"), "iconv -f utf-16le -t utf-8"),
     ("a.txt", "café".encode("latin-1") * 9, "cp1252 of Windows"),
     ("a.jsonl", b'{"text": "fine"}\n{"text": \n', "line 2: no JSON object"),
@@ -235,15 +240,13 @@ BAD = [  # name, content, what the sentence says
 ]
 
 
+
 @pytest.mark.parametrize("name, content, advice", BAD)
 def test_what_cannot_be_used_is_named_for_what_it_is_in_one_sentence(tmp_path, capsys, name, content, advice):
     path = tmp_path / name
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(SystemExit, match="2"):
-        prepare.main([str(path), "--bytes", f"--out={tmp_path / 'out'}"])
-    message = capsys.readouterr().err
-    assert message.count("\n") == 1
+    message = refusal(capsys, run_prepare, path)
     assert message.startswith(f"prepare.py: {path}") and advice in message
     assert [*tmp_path.iterdir()] == [path] * (content is not None), "nothing is left behind"
 
@@ -253,30 +256,26 @@ def test_a_folder_is_searched_and_what_is_left_out_is_said(tmp_path, capsys):
              "package.json": '{\n "name": "x"}', "bad.py": b"\xff\x00", "pic.png": b"\x89PNG", "t.csv": "a,b",
              "u.csv": "a,b", ".hidden/e.txt": "hidden", ".f.txt": "hidden", "blank.txt": " \n\n"}
     for name, content in files.items():
-        path = tmp_path / "in" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    prepare.main([str(tmp_path / "in"), "--bytes", f"--out={tmp_path / 'out'}"])
+        write(tmp_path / "in" / name, content)
+    out = run_prepare(tmp_path / "in")
     expected = [JOINED, "three" * 30, *STORIES, "four\n" * 30]
-    assert sorted(map(from_bytes, read_corpus(tmp_path / "out"))) == sorted(expected)
+    assert sorted(map(from_bytes, read_corpus(out))) == sorted(expected)
     said = capsys.readouterr().out
     assert f"left out 2 file(s) of {tmp_path / 'in'}, first " in said
     assert "bad.py: not text" in said
 
 
-@pytest.mark.parametrize("files, part", [
-    ({"a.parquet": b"PAR1"}, "name the files themselves"), ({"a.txt": b"PAR1"}, "a.txt: Parquet"), ({}, "no files in this folder")])
-def test_a_folder_without_texts_is_named(tmp_path, capsys, files, part):
-    for name, content in files.items():
-        (tmp_path / name).write_bytes(content)
-    with pytest.raises(SystemExit, match="2"):
-        prepare.main([str(tmp_path), "--bytes", f"--out={tmp_path / 'out'}"])
-    message = capsys.readouterr().err
-    assert message.startswith(f"prepare.py: {tmp_path}: no ") and part in message
+@pytest.mark.parametrize("name, part", [
+    ("a.parquet", "no files in this folder that end as texts do, such as .txt and .jsonl; name the files themselves"),
+    ("a.txt", "no text in this folder, first {}/a.txt: Parquet")])
+def test_a_folder_without_texts_is_named(tmp_path, capsys, name, part):
+    write(tmp_path / name, b"PAR1")
+    message = refusal(capsys, run_prepare, tmp_path)
+    assert message.startswith(f"prepare.py: {tmp_path}: {part.format(tmp_path)}")
 
 
 def test_without_a_gpu_bytes_are_made_unless_gpt2s_tokens_are_asked_for(tmp_path, capsys, monkeypatch, gpt2):
-    path = str(write_jsonl(tmp_path / "a.jsonl", STORIES))
+    path = write(tmp_path / "a.jsonl", LINES)
     for gpu, option, kind in ((False, [], "bytes"), (True, [], "gpt2"), (False, ["--tokens=gpt2"], "gpt2")):
         monkeypatch.setattr("torch.cuda.is_available", lambda gpu=gpu: gpu)
         prepare.main([path, f"--out={tmp_path / f'out{gpu}{option}'}", *option])
@@ -285,16 +284,80 @@ def test_without_a_gpu_bytes_are_made_unless_gpt2s_tokens_are_asked_for(tmp_path
         assert ("no GPU here" in said and "--tokens=gpt2" in said) == (kind == "bytes")
 
 
-@pytest.mark.parametrize("args, part", [
-    (["one.txt"], "too few"),
-    (["one.txt", "--python-docs"], "python-docs alone"),
-    ([], "name a file or folder"),
+# ---- prepare.py: where the shards go, and what is said --------------------------------------------
+
+@pytest.mark.parametrize("given, folder", [
+    ("story.txt", "story"),
+    ("LICENSE", "LICENSE"),
+    ("my_train_set.txt", "my-train_set"),
+    ("taken.txt", "taken-2"),
+    ("___.txt", "text"),
+    ("сказка.txt", "сказка"),
 ])
-def test_errors_on_the_command_line_are_one_sentence_with_status_2(tmp_path, args, part):
-    (tmp_path / "one.txt").write_text("only one document here\n" * 3)
-    inputs = [tmp_path / arg if arg.endswith(".txt") else arg for arg in args]
-    run = script("prepare.py", *inputs, f"--out={tmp_path / 'out'}", "--bytes")
-    assert_one_sentence(run, 2, part)
+def test_the_default_folder_has_the_name_of_the_input(tmp_path, data, given, folder):
+    write(data / "taken" / "other.py", "something else")
+    prepare.main([write(tmp_path / given, STORY), "--bytes"])
+    names = sorted(path.name for path in (data / folder).glob("*.bin"))
+    assert names == [f"{folder}_train_000001.bin", f"{folder}_val_000000.bin"]
+
+
+def test_the_last_line_is_the_command_that_trains(tmp_path, data, capsys):
+    prepare.main([write(tmp_path / "story.txt", STORY), "--bytes"])
+    made, command = capsys.readouterr().out.splitlines()
+    total = 1 + len(STORY)
+    val = total // 20
+    train = total - val + 1  # the second part has a separator of its own
+    assert made.startswith(
+        f"data/story: {train:,} training and {val:,} validation tokens (bytes) from 1 document (")
+    assert command == to_type("train_gpt.py --data_dir=data/story")
+
+
+def test_print_folder_prints_nothing_else_on_stdout(tmp_path, data, capsys):
+    source = write(tmp_path / "story.txt", STORY)
+    for word in ("training", "already made"):
+        prepare.main([source, "--bytes", "--print_folder"])
+        printed = capsys.readouterr()
+        assert printed.out == "data/story\n"
+        assert word in printed.err
+
+
+def test_inputs_may_stand_before_and_behind_options(tmp_path, data):
+    prepare.main([write(tmp_path / "a.txt", STORY), "--bytes", write(tmp_path / "b.txt", STORY.upper())])
+    assert sum(map(len, read_corpus(data / "a"))) == 2 * len(STORY)
+
+
+def test_the_same_command_again_changes_nothing_and_after_a_change_the_old_shards_stay(tmp_path, data, capsys):
+    source = write(tmp_path / "story.txt", STORY)
+    for options, text, folder, is_new in (
+            ([], STORY, "story", True), ([], STORY, "story", False), (["--split_blank=1"], STORY, "story-2", True),
+            ([], STORY.upper(), "story-3", True), ([], STORY.upper(), "story-3", False)):
+        before = {path: path.stat().st_mtime_ns for path in data.rglob("*.bin")}
+        if is_new and text != STORY:
+            write(tmp_path / "story.txt", text)
+        prepare.main([source, "--bytes", *options])
+        said = capsys.readouterr().out
+        assert f"data/{folder}: " in said and ("already made of this text; used again" not in said) == is_new
+        assert "".join(map(from_bytes, read_corpus(data / folder))) == text
+        assert before.items() <= {path: path.stat().st_mtime_ns for path in data.rglob("*.bin")}.items()
+    message = refusal(capsys, prepare.main, [source, "--bytes", f"--out={data / 'story'}"])
+    assert "already there, and made of other files" in message
+
+
+@pytest.mark.parametrize("args, most, part", [
+    ([], None, "name a file or folder of text"),
+    (["story.txt", "--python-docs"], None, "python-docs alone"),
+    (["story.txt", "--bytes", "--out=out"], 50_000, "cannot write to out (File too large); make room there"),
+], ids=["no input", "two inputs", "full disk"])
+def test_a_process_that_cannot_go_on_says_so_in_one_sentence(tmp_path, args, most, part):
+    def limit_files():
+        if most:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+
+    write(tmp_path / "story.txt", STORY)
+    run = subprocess.run([sys.executable, ROOT / "data" / "prepare.py", *args], cwd=tmp_path,
+                         preexec_fn=limit_files, capture_output=True, text=True)
+    assert run.returncode == 2 and run.stderr.count("\n") == 1 and part in run.stderr, run
+    assert not (tmp_path / "out" / "corpus.json").exists()
 
 
 MODULE = '''"""Tools for rivers.
@@ -347,23 +410,21 @@ def test_python_docs_are_the_english_of_its_reference_and_library_and_are_made_o
 
 # ---- fineweb.py ----------------------------------------------------------------------------------
 
-GOOD = shard_bytes([BOS, *range(500)])
 VAL = "fineweb_val_000000.bin"
 TRAIN = "fineweb_train_000001.bin"
 
 
 @pytest.fixture
 def hub(monkeypatch):
-    """Stands in for hf_hub_download: `asked` has the names it was asked for; it delivers `content`, or raises it."""
-    hub = SimpleNamespace(asked=[], content=GOOD)
+    """Stands in for hf_hub_download: `asked` has the names it was asked for; it raises `fault`, if there is one."""
+    hub = SimpleNamespace(asked=[], fault=None)
 
     def download(repo_id, filename, *, repo_type, local_dir):
         assert (repo_id, repo_type) == ("kjj0/fineweb10B-gpt2", "dataset")
         hub.asked.append(filename)
-        if isinstance(hub.content, BaseException):
-            raise hub.content
-        local_dir.mkdir(exist_ok=True)
-        (local_dir / filename).write_bytes(hub.content)
+        if hub.fault:
+            raise hub.fault
+        write_shard(local_dir / filename, [SEPARATOR, 1])
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     return hub
@@ -376,13 +437,12 @@ def test_fetch_brings_what_is_missing(tmp_path, hub):
         hub.asked.clear()
         fineweb.main(["2", f"--dir={tmp_path}"])
         assert hub.asked == asked
-    assert read_shard(tmp_path / TRAIN) == [BOS, *range(500)]
 
 
 @pytest.mark.parametrize("fault, part", [
     (ConnectionError("reset\nby peer"), "ConnectionError: reset"), (OSError(28, "No space left on device"), "No space left")])
 def test_a_failure_is_one_sentence(tmp_path, hub, fault, part):
-    hub.content = fault
+    hub.fault = fault
     with pytest.raises(SystemExit) as end:
         fineweb.main(["1", f"--dir={tmp_path}"])
     message = end.value.code  # which Python prints on stderr
