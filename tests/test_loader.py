@@ -3,9 +3,6 @@
 It makes the plan from its schedule, splits a rank's sequences into micro-batches, moves them to the
 device, and checks before compiling that the shards last for the run.
 """
-import dataclasses
-
-import numpy as np
 import pytest
 import torch
 from conftest import SEPARATOR, TINY, check_data, documents, read, write_shard
@@ -70,8 +67,7 @@ def drain(c):
     return list(loaded(c))
 
 
-# ---------------------------------------------------------------------------------------------------- batches
-
+# ---- batches -------------------------------------------------------------------------------------
 
 def test_the_batch_size_changes_at_the_first_step_of_a_stage(large):
     batches = loaded(config(large, schedule="stages", num_steps=14, batch_tokens=512, seq_len=128))
@@ -124,8 +120,7 @@ def test_the_ranks_share_each_batch_and_each_splits_its_part(folder, monkeypatch
         assert sorted(row for part in of_ranks for row in part) == sorted(batch)
 
 
-# ---------------------------------------------------------------------------------------------------- enough data?
-
+# ---- enough data? --------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("batch_tokens, seq_len, epochs",
                          [(512, 256, 2), (2048, 512, 3)])
@@ -152,28 +147,18 @@ def test_the_number_of_processes_must_divide_the_batch_of_every_stage(large, mon
         check_data(c)
 
 
-@pytest.mark.parametrize("split", ["train", "val"])
-def test_absent_shards_are_named_with_what_gets_them(folder, split):
-    for path in folder.glob(f"*_{split}_*"):
-        path.unlink()
+def test_absent_shards_are_named_with_what_gets_them(folder):
+    (folder / "fineweb_val_000000.bin").unlink()  # without those of training: test_faults.py
     with pytest.raises(BadInput) as error:
         check_data(config(folder))
-    for part in (f"no {split} shards", f"*_{split}_*.bin", str(folder), "./run.sh", "data/prepare.py"):
+    for part in ("no val shards", "*_val_*.bin", str(folder), "./run.sh", "data/prepare.py"):
         assert part in str(error.value)
 
 
-@pytest.mark.parametrize("preset, largest, parts", [
-    ("laptop", 50_000, ["holds tokens of the kind gpt2", "--vocab_size=272 wants bytes", "--tokens=bytes"]),
-    ("onepass", 255, ["holds tokens of the kind bytes", "--vocab_size=50304 wants gpt2", "--tokens=gpt2"])])
-def test_tokens_of_the_wrong_kind_are_named_for_what_they_are(tmp_path, preset, largest, parts):
-    document = np.r_[SEPARATOR, np.arange(4000) % (largest + 1)]
-    document[1] = largest
-    for name in ("train_000001", "val_000000"):
-        write_shard(tmp_path / f"mine_{name}.bin", document)
-    c = dataclasses.replace(t.Config(**t.PRESETS[preset]), data_dir=str(tmp_path), preset=preset)
-    with pytest.raises(BadInput) as error:
-        check_data(c)
-    for part in ("mine_train_000001.bin", *parts):
+def test_bytes_for_a_model_of_gpt2s_tokens_are_named_for_what_they_are(folder):
+    with pytest.raises(BadInput) as error:  # the other way round: test_faults.py
+        check_data(config(folder, vocab_size=50304))
+    for part in ("fineweb_train_000000.bin holds tokens of the kind bytes", "--vocab_size=50304 wants gpt2", "--tokens=gpt2"):
         assert part in str(error.value)
 
 
