@@ -1,7 +1,8 @@
 """The writer of logs, records/journal.py.
 
 References: the lines of a log, written out by hand; clocks made by hand; and for the files of a run
-the tree that the test has made. Whole logs are read by records/log.py in test_run.py.
+the tree that the test has made. Whole logs are read by records/log.py in test_run.py; that
+of a full disk is in test_faults.py.
 """
 import hashlib
 import math
@@ -53,18 +54,6 @@ def test_every_line_of_a_log_to_the_byte_and_at_once(tmp_path, capsys):
         RULE, "val_loss: 3.0", "reached: true", "mfu: null", "code_sha256: ab"]
     assert capsys.readouterr().out.splitlines() == [
         "step:0/10 val_loss:10.8258 train_time:0ms step_avg:-", "warning: tokens were lost"]
-
-
-def test_a_full_disk_ends_the_log_and_not_the_run(tmp_path, capsys):
-    log = open_log(tmp_path)
-    log.fact("note", "the last one")
-    before = log.path.read_bytes()
-    log.file = open("/dev/full", "wb")
-    log.step(1, 0.1, "val_loss", 2.5)
-    log.end({"val_loss": 2.5})
-    out, err = capsys.readouterr()
-    assert err == f"cannot write to {log.path} (No space left on device); the run goes on without a log\n"
-    assert "step:1/10 val_loss:2.5000" in out and log.path.read_bytes() == before
 
 
 def test_other_ranks_leave_no_trace_and_get_the_losses_too(tmp_path, monkeypatch, capsys):
