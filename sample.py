@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from data.prepare import bytes_of, token_to_byte
+from data.gpt2 import bytes_of, token_to_byte
 from data.shards import SEPARATOR, reads_bytes
 from nanogpt import faults
 from nanogpt.command_line import Parser

@@ -52,13 +52,6 @@ LEAST_TRAIN = 130  # tokens: a sequence of 128, its last target, and a separator
 LEAST_VAL = 129
 MOST_VAL = 10_485_760 + 1  # one more, because the last prediction needs its target too
 
-# GPT-2 has one token for each of the 256 bytes, numbered in this order: first the bytes that are
-# printing characters in Latin-1, then all others.
-_printing = [*range(33, 127), *range(161, 173), *range(174, 256)]
-_others = sorted(set(range(256)) - set(_printing))
-token_to_byte = np.array(_printing + _others, dtype=np.uint8)  # (256,), indexed by token
-byte_to_token = np.argsort(token_to_byte).astype(np.uint16)  # (256,), indexed by byte
-
 
 # ---- from documents to tokens --------------------------------------------------------------------
 
@@ -67,16 +60,11 @@ def encode_all(documents, use_bytes):
     documents = iter(documents)
     while job := list(islice(documents, 256)):
         if use_bytes:
-            bodies = [bytes_of(text) for text in job]
+            bodies = [gpt2.bytes_of(text) for text in job]
         else:
             bodies = gpt2.load().encode_ordinary_batch(job, num_threads=os.cpu_count())
         for body in bodies:
             yield np.concatenate([[SEPARATOR], body]).astype("<u2")
-
-
-def bytes_of(text):
-    """A token for each byte of a text: (n,) uint16."""
-    return byte_to_token[np.frombuffer(text.encode("utf-8", "replace"), dtype=np.uint8)]
 
 
 def choose_tokens(notes):

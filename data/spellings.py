@@ -52,7 +52,7 @@ def of_vocabulary(vocab_size: int) -> np.ndarray:
     these, such as the one that begins a document, stand for themselves."""
     numbers = np.arange(vocab_size)
     if reads_bytes(vocab_size):
-        known = first_spellings([bytes([value]) for value in range(256)])
+        known = first_spellings([bytes([byte]) for byte in gpt2.token_to_byte])
     else:
         known = of_gpt2()
     size = min(len(known), vocab_size)

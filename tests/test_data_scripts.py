@@ -28,7 +28,7 @@ from records.console import to_type
 @pytest.fixture
 def gpt2(monkeypatch):
     """tiktoken with the bytes and a few pairs of GPT-2's vocabulary, in the place of all of it, which needs a network."""
-    ranks = {bytes([byte]): token for token, byte in enumerate(prepare.token_to_byte)}
+    ranks = {bytes([byte]): token for token, byte in enumerate(prepare.gpt2.token_to_byte)}
     ranks |= {pair: 256 + number for number, pair in enumerate([b" t", b" a", b"he", b"in", b"re"])}
     splits = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
     encoding = tiktoken.Encoding("small", pat_str=splits, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": SEPARATOR})
@@ -133,10 +133,10 @@ JOINED = "\n<|endoftext|>\n".join(STORIES)
 # ---- prepare.py: tokens and splits ---------------------------------------------------------------
 
 def test_bytes_have_the_tokens_that_gpt2_has_for_them():
-    assert prepare.token_to_byte.tolist() == GPT2_BYTES
-    assert prepare.byte_to_token[GPT2_BYTES].tolist() == [*range(256)]
+    assert prepare.gpt2.token_to_byte.tolist() == GPT2_BYTES
+    assert prepare.gpt2.byte_to_token[GPT2_BYTES].tolist() == [*range(256)]
     known = {"!": 0, "0": 15, "A": 32, "a": 64, "~": 93, "\0": 188, "\t": 197, "\n": 198, " ": 220, "\x7f": 221}
-    assert {character: prepare.byte_to_token[ord(character)] for character in known} == known
+    assert {character: prepare.gpt2.byte_to_token[ord(character)] for character in known} == known
 
 
 def test_gpt2s_tokens_equal_tiktokens_and_decode_back_to_the_input(tmp_path, gpt2):
