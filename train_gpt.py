@@ -319,14 +319,14 @@ PRESETS: dict[str, dict] = {
         target_loss=0.0),
     "speedrun": FEW_LAYERS | dict(
         # The default, 3,500 steps, reads 539M tokens. Where record 92 is at 3.277 on FineWeb, it is
-        # at 3.124 on the longer stand-in corpus. This preset is at 3.365 after 191.5M tokens of
-        # that. Its loss falls by 0.23 when e times as many are read: 191.5M * e^((3.365 - 3.127) /
-        # 0.23) = 539M for 3.28. A larger model needs fewer tokens, but more time
+        # at 3.124 on the longer stand-in corpus. This preset is at 3.361 after 191.5M tokens of
+        # that. Its loss falls by 0.227 when e times as many are read: 191.5M * e^((3.361 - 3.127) /
+        # 0.227) = 537M for 3.28. A larger model needs fewer tokens, but more time
         # (records/long_runs.md).
-        muon_decay=2.0,
+        muon_lr=0.0235, muon_momentum=0.92, muon_decay=2.0, head_lr=0.0072, scalar_lr=0.035,
         ngram_rows=33_554_432, recall_rows=1_073_741_824,
         # Averages make up for learning rates that stay high to the end (record 92).
-        average_frac=0.06, cooldown_frac=0.8, lr_floor=0.3),
+        average_frac=0.06, cooldown_frac=0.75, lr_floor=0.3),
     "onepass": FEW_LAYERS | dict(
         schedule="onepass", num_steps=1350, batch_tokens=131_072,
         recall_rows=268_435_456,
@@ -1665,8 +1665,8 @@ def batch_plan(c: Config) -> list[int]:
 def lr_factor_at(step: int, c: Config) -> float:
     """The stage's factor. Over the last cooldown_frac of the steps it becomes lr_floor, linearly; a
     stage with a larger factor lets it jump up, also during these. In `speedrun` it is 1.0 for a
-    fifth of the steps, falls to 0.89, jumps to 1.32 after a third of them, falls to 0.82, jumps to
-    0.91 after two thirds, and ends at 0.30."""
+    quarter of the steps, falls to 0.93, jumps to 1.39 after a third of them, falls to 0.85, jumps
+    to 0.95 after two thirds, and ends at 0.30."""
     left = 1 - step / c.num_steps  # part of the steps that is still to come
     done = max(0.0, 1 - left / c.cooldown_frac)  # 0 to 1
     return stage_of(step, c).lr_factor * (1 - done) + c.lr_floor * done
