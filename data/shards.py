@@ -169,14 +169,14 @@ def ahead(items: Iterator) -> Iterator:
     thread = ThreadPoolExecutor(max_workers=1)
     end = object()
 
-    def hand_out(prepared):
+    def one_by_one(prepared):
         while (item := prepared.result()) is not end:
             prepared = thread.submit(next, items, end)
             yield item
 
     first = thread.submit(next, items, end)
     wait([first])
-    return hand_out(first)
+    return one_by_one(first)
 
 
 # --------------------------------------------------------------------------------------------------

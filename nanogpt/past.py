@@ -73,7 +73,7 @@ class Past:
         self.device = device
         self.side_stream = SideStream(device)
         self.call = call
-        self.latest = []  # the batch that `prepare` has returned last
+        self.kept = []  # the batch that `prepare` has returned last
         self.has_followed = False  # since then
 
     def read(self, tokens: Tensor, training: bool) -> Reading:
@@ -112,7 +112,7 @@ class Past:
         """The batch of a step -> the reading and the targets of each micro-batch.
 
         Batch n must not get the memory of batch n - 1, which the main stream may still be reading.
-        So `latest` keeps that until batch n is made. It may get the memory of batch n - 2: by
+        So `kept` holds that until batch n is made. It may get the memory of batch n - 2: by
         `follow` of step n - 1 this stream waits until step n - 2 is over. Raises RuntimeError
         without that."""
         if not self.has_followed:
@@ -133,7 +133,7 @@ class Past:
                 reading = Reading(inputs, *[x.clone() for x in others])
                 prepared.append((reading, self.candidates.of(targets, drawn[group])))
         self.side_stream.join()
-        self.latest = prepared
+        self.kept = prepared
         return prepared
 
     def remember(self, batch: list[tuple[Reading, Targets]], read_once: bool) -> None:

@@ -111,7 +111,7 @@ class Tables:
 
     def reset(self) -> None:
         """Forgets a step that was begun, without an update."""
-        self.latest = "finish"  # the method above that was called last
+        self.last_call = "finish"  # of the methods above
         self.batch = []  # of each micro-batch, the rows of each index, (lookups,)
         self.added = 0  # micro-batches whose gradients are in `totals`
         self.used = {}  # UsedRows of each index
@@ -124,11 +124,11 @@ class Tables:
 
     def take_turn(self, method: str, after: str) -> None:
         """Notes that a method is called, and raises RuntimeError if it is not its turn."""
-        if self.latest != after:
+        if self.last_call != after:
             raise RuntimeError(f"`{method}` of the tables must be after `{after}`, but was called "
-                               f"after `{self.latest}`, with gradients of {self.added} of "
+                               f"after `{self.last_call}`, with gradients of {self.added} of "
                                f"{len(self.batch)} micro-batches")
-        self.latest = method
+        self.last_call = method
 
     def meet(self) -> None:
         """The main stream and the side stream wait for all that was begun on the other."""
@@ -164,11 +164,11 @@ class Tables:
             groups = rows.split(counts)
             for i, name in enumerate(self.indices):
                 in_index = slice(i * (self.world_size + 1), (i + 1) * (self.world_size + 1))
-                *of_ranks, of_all = groups[in_index]
+                *of_each, of_all = groups[in_index]
                 # A copy, because Triton would compile its kernels once more for a tensor that does
                 # not begin at a multiple of 16 bytes.
                 self.used[name] = UsedRows(
-                    of_ranks[self.rank], of_all.clone(), torch.cat(of_ranks), counts[in_index][:-1])
+                    of_each[self.rank], of_all.clone(), torch.cat(of_each), counts[in_index][:-1])
             for name, table in self.tables.items():
                 rows = len(self.used[table.index].own)
                 self.totals[name] = self.new_total(table, self.world_size, rows)
@@ -184,9 +184,9 @@ class Tables:
         """Adds the gradients (lookups, width) of the rows that micro-batch i has looked up, for
         each table, and under the name lm_head for the token embedding. A collective, with the
         last micro-batch."""
-        if self.latest != "find_used" or i != self.added:
+        if self.last_call != "find_used" or i != self.added:
             raise RuntimeError(
-                f"gradients of micro-batch {i} were added to the tables after `{self.latest}`, "
+                f"gradients of micro-batch {i} were added to the tables after `{self.last_call}`, "
                 f"when it was the turn of {self.added} of {len(self.batch)}; `begin` and "
                 "`find_used` come before all of them")
         self.meet()
@@ -202,7 +202,7 @@ class Tables:
                 self.side_stream.keep(gradient)
         self.added += 1
         if self.added == len(self.batch):
-            self.latest = "add"
+            self.last_call = "add"
             self.send()
         elif self.added > 1:
             # Passes from the second on are one CUDA graph, which writes its gradients to the same
