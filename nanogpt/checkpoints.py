@@ -15,8 +15,6 @@ A save, logs/RUN_ID.saved, is replaced by the next one (--save_every, or a signa
 import dataclasses
 import json
 import os
-import shlex
-import signal
 from pathlib import Path
 
 import torch
@@ -328,11 +326,3 @@ class Keeper:
             self.lacks_weights = False
         except OSError as error:
             complain(f"{error}; the run goes on")
-
-    def say_how_to_go_on(self, step: int, ended_by: str) -> int:
-        """Says how to go on with a run that this signal has ended. Returns the exit status."""
-        hint = "it cannot be resumed, as nothing was saved; --save_every=MINUTES saves"
-        if self.save_file.exists():
-            hint = f"to go on, start it again with --resume={shlex.quote(str(self.save_file))}"
-        self.log.console.say(f"stopped by {ended_by} after step {step}; {hint}")
-        return 128 + signal.Signals[ended_by]

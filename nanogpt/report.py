@@ -5,6 +5,7 @@
 import dataclasses
 import math
 import shlex
+import signal
 from pathlib import Path
 
 import torch
@@ -82,7 +83,11 @@ def end(run, script, startup_s: float) -> int:
         "weights": path and f"{path}, of step {best} with loss {best_loss:.4f}",
     })
     if run.ended_by:
-        return keeper.say_how_to_go_on(run.step, run.ended_by)
+        hint = "it cannot be resumed, as nothing was saved; --save_every=MINUTES saves"
+        if keeper.save_file.exists():
+            hint = f"to go on, start it again with --resume={shlex.quote(str(keeper.save_file))}"
+        say(f"stopped by {run.ended_by} after step {run.step}; {hint}")
+        return 128 + signal.Signals[run.ended_by]
     if path:
         say("next:")
         say("  " + to_type(f'sample.py {shlex.quote(path)} "Once upon a time"'))
