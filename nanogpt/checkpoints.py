@@ -252,21 +252,18 @@ class Keeper:
         self.weights_file = run_files.checkpoint_path
         self.lacks_weights = False  # whether the best weights could not be written
         self.best = None  # step, loss and file of the best weights; no file of the untrained ones
-        if run_files.saved:
-            self.go_on(run_files.saved)
+        saved = run_files.saved
+        if saved:
+            path = Path(c.resume)
+            on_all_ranks(restore, path, optimizer)
+            self.first_step = saved["step"]
+            if path.parent == self.save_file.parent:  # else it may be somebody's copy
+                self.save_file = path
+            self.best = saved["best"]
+            clock.total = saved["seconds"]
+            for line in saved["steps"]:
+                log.step(*line, show=False)
         self.asked_at = clock.total  # when `due` was True last, in seconds of training
-
-    def go_on(self, saved: dict) -> None:
-        """`saved` is what the header of the save says. A collective."""
-        path = Path(self.config.resume)
-        on_all_ranks(restore, path, self.optimizer)
-        self.first_step = saved["step"]
-        if path.parent == self.save_file.parent:  # else it may be somebody's copy
-            self.save_file = path
-        self.best = saved["best"]
-        self.clock.total = saved["seconds"]
-        for line in saved["steps"]:
-            self.log.step(*line, show=False)
 
     def due(self) -> bool:
         """Whether the time for a save has come. Rank 0 says so once, and the others, on which this
