@@ -12,9 +12,8 @@ import signal
 from contextlib import suppress
 from glob import glob
 
-SIGNALS = {signal.SIGINT: "SIGINT", signal.SIGTERM: "SIGTERM"}
-if hasattr(signal, "SIGHUP"):  # Windows has none
-    SIGNALS[signal.SIGHUP] = "SIGHUP"
+NAMES = "SIGINT", "SIGTERM", "SIGHUP"  # Windows has no SIGHUP
+SIGNALS = {getattr(signal, name): name for name in NAMES if hasattr(signal, name)}
 
 
 def local_rank() -> int:
@@ -65,8 +64,7 @@ class Stop:
 
 
 def say(sentence: str) -> None:
-    """Writes a line to standard error, on rank 0 only. `print` would not do: a signal may come
-    while it is at work."""
+    """Writes a line to standard error, on rank 0, even if a signal has interrupted a `print`."""
     if os.environ.get("RANK", "0") == "0":
         with suppress(OSError):  # the terminal may be gone
             os.write(2, f"\ntrain_gpt.py: {sentence}\n".encode())
