@@ -17,7 +17,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 
-from data import BadInput, gpt2, harmless
+from data import gpt2, harmless
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it at once, without a traceback
@@ -131,17 +131,14 @@ def end_in_order(program: str, work: Callable[[list[str]], None], argv: list[str
         work(argv)
         sys.stdout.flush()
         return 0
-    except BadInput as error:
-        sentence = str(error)
-    except OSError as error:
-        discard_output(sys.stdout)
+    except Exception as error:
+        sentence = faults.sentence_of(error)
+        if not sentence:
+            raise
+        if isinstance(error, OSError):
+            discard_output(sys.stdout)
         if isinstance(error, BrokenPipeError):  # as in `| head -1`
             return 0
-        sentence = str(error)
-    except (RuntimeError, MemoryError) as error:
-        if not faults.lacks_memory(error):
-            raise
-        sentence = "too little memory"
     complain(f"{program}: {sentence}")
     return 2
 

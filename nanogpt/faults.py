@@ -15,6 +15,7 @@ from nanogpt.process import Stop
 from nanogpt.ranks import BadInput, all_ranks, require
 from records.console import complain
 
+LESS_MEMORY = "; smaller --micro_tokens, --val_seq_len, --ngram_rows and --recall_rows need less"
 LOWER = "lower the learning rates; if --precision is not bf16, try that"
 
 
@@ -30,7 +31,7 @@ def run(train: Callable[[ExitStack], int], stop: Stop) -> int:
             dist.destroy_process_group()
         return status
     except Exception as error:
-        sentence = sentence_of(error)
+        sentence = sentence_of(error, LESS_MEMORY)
         if sentence:
             say(sentence, stop)
         else:
@@ -44,14 +45,11 @@ def run(train: Callable[[ExitStack], int], stop: Stop) -> int:
     return status
 
 
-def sentence_of(error: Exception) -> str:
-    """What to say of an error that the user can mend, or an empty one."""
+def sentence_of(error: Exception, remedy: str = "") -> str:
+    """What to say of an error that the user can mend, or an empty one. `remedy` is for memory."""
     if isinstance(error, (BadInput, OSError)):
         return str(error)
-    if lacks_memory(error):
-        return ("too little memory; smaller --micro_tokens, --val_seq_len, --ngram_rows and "
-                "--recall_rows need less")
-    return ""
+    return f"too little memory{remedy}" if lacks_memory(error) else ""
 
 
 def lacks_memory(error: BaseException | None) -> bool:
