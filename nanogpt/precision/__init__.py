@@ -12,11 +12,10 @@ In FP8, inputs and weights become e4m3, and gradients e5m2. In fprop the sums ma
 sums are wide. Every number of FP8 is exact in bf16. Devices without FP8 multiply the same rounded
 numbers in bf16 or float32, so the results differ by rounding only.
 
-A recipe is a way to compute a projection: bf16, fp16 (fp16.py), fp32 and fp64 in that dtype,
-fp8-static (fp8_static.py), fp8 (fp8.py) and nvfp4 (nvfp4.py). Here stands what a recipe can do. It
-may multiply in its own way (`Products`). Two of them, fp8 and fp16, also keep something between
-steps and act at fixed points of a step (`StepHooks`). recipes.py says which projection has which
-recipe, and rounding.py rounds in float32 where hardware lacks a format.
+A recipe is a way to compute a projection: bf16, fp16, fp32 and fp64 in that dtype, fp8-static, fp8
+and nvfp4. It may multiply in its own way (`Products`). Two of them, fp8 and fp16, also keep
+something between steps and act at fixed points of a step (`StepHooks`). recipes.py says which
+projection has which recipe, and rounding.py rounds in float32 where hardware lacks a format.
 """
 from collections.abc import Callable, Collection
 
