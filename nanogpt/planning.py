@@ -280,6 +280,8 @@ def try_places(c, saved: dict | None) -> Path | None:
         path = Path(kept) if kept else unused
     if path:
         require(not path.is_dir(), f"--save_checkpoint={path} is a folder; name a file")
+        require(path.suffix, f"--save_checkpoint={path} has no ending; give a name such as "
+                "models/NAME.safetensors, or auto, or nothing behind the = to keep no weights")
         folders.append(path.parent)
     for folder in folders:
         try:

@@ -228,7 +228,7 @@ def refused(capfd, args):
     ({"vocab_size": 10**11}, ["--vocab_size=100000000000", "65536"]),
     ({"muon_lr": "nan"}, ["--muon_lr=nan"]), ({"device": "mps"}, ["--device=mps", "auto, cuda, cpu"]),
     ({"log_dir": "/dev/null/logs"}, ["/dev/null/logs"]), ({"save_checkpoint": "/dev/null/x.pt"}, ["/dev/null"]),
-    ({"save_checkpoint": "."}, ["--save_checkpoint=. is a folder; name a file"]), ({"sample": "The"}, ["--save_checkpoint=auto", "--sample="]),
+    ({"save_checkpoint": "."}, ["--save_checkpoint=. is a folder; name a file"]), ({"save_checkpoint": "false"}, ["--save_checkpoint=false", "nothing behind the ="]), ({"sample": "The"}, ["--save_checkpoint=auto", "--sample="]),
 ], ids=lambda value: "-".join(map(str, value.items())) if isinstance(value, dict) else "")
 def test_a_value_that_cannot_be_is_named_in_one_sentence(changes, parts, corpus, tmp_path, capfd):
     sentence = refused(capfd, arguments(**{"data_dir": corpus, "log_dir": tmp_path} | changes))
