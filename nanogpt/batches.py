@@ -61,11 +61,11 @@ def rank_batches(arrays: Iterable[np.ndarray], c, device: torch.device) -> Itera
         count = len(sequences) // world_size
         in_micro_batch = micro_sequences(count, c)
         in_group = group_sequences(count, c)
-        micro_batches = slices(rank * count, (rank + 1) * count, in_micro_batch)
-        yield Batch(sequences, micro_batches, slices(0, len(sequences), in_group),
+        micro_batches = cut(rank * count, (rank + 1) * count, in_micro_batch)
+        yield Batch(sequences, micro_batches, cut(0, len(sequences), in_group),
                     [micro_batch.start // in_group for micro_batch in micro_batches])
 
 
-def slices(begin: int, end: int, length: int) -> list[slice]:
+def cut(begin: int, end: int, length: int) -> list[slice]:
     """The numbers from `begin` to `end`, cut into pieces of this length."""
     return [slice(i, i + length) for i in range(begin, end, length)]

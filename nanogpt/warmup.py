@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nanogpt.batches import Batch, inputs_and_targets, micro_sequences, slices
+from nanogpt.batches import Batch, cut, inputs_and_targets, micro_sequences
 from nanogpt.compiling import call_directly
 from nanogpt.planning import check_tokens, fit_to_minutes
 from nanogpt.ranks import all_ranks, on_all_ranks, rank_and_world_size
@@ -121,7 +121,7 @@ class WarmUp:
         past = self.model.past
         past.follow()
         count = min(stage.micro_batches, most)
-        each = slices(0, count, 1)
+        each = cut(0, count, 1)
         example = self.example(stage.length).expand(count, -1)
         return past.prepare(Batch(example, each, each, range(count)))
 
