@@ -173,8 +173,7 @@ class Config(RunConfig):
         8192, "tokens of a training sequence, which may hold several documents")
     micro_tokens: int = key(
         32_768, "most tokens a GPU trains on at a time, in whole sequences: fewer need less "
-        "memory, and with candidates more than 32,768 have no effect. With --fit no sequence is "
-        "longer")
+        "memory. With --fit no sequence is longer")
     cooldown_frac: float = key(
         0.7, "last part of the steps, in which the factor of all learning rates falls to lr_floor",
         least=0.001, most=1)
@@ -310,7 +309,8 @@ PLAIN_MODEL = dict(
 # For long texts. Attention takes many small kernels, so two of the six layers do without it, and
 # a third one has no value embeddings (records/long_runs.md).
 FEW_LAYERS = dict(
-    attention_layers="0,2,3,5", value_layers="0,3,5", head_every_second=True)
+    attention_layers="0,2,3,5", value_layers="0,3,5", head_every_second=True,
+    micro_tokens=65_536)
 
 PRESETS: dict[str, dict] = {
     "gpt2": PLAIN_MODEL | dict(
@@ -917,14 +917,6 @@ def head_loss(x: Tensor, w: Tensor, targets: Tensor, bias: Tensor | None,
     return F.cross_entropy(logits, targets, reduction="sum", ignore_index=-1)
 
 
-def mix_and_loss(x: Tensor, sources: tuple[Tensor, ...], late: LateWeights | None,
-                 products: Products,
-                 w: Tensor, targets: Tensor, bias: Tensor | None) -> Tensor:
-    """x (T, D) and the sources of `late_mix` -> the loss. The rest is as in `head_loss`. It is one
-    function, so that one compiled graph does both."""
-    return head_loss(late_mix(x, sources, late), w, targets, bias, products)
-
-
 # --------------------------------------------------------------------------------------------------
 # 6. The whole model
 
@@ -1091,22 +1083,21 @@ class GPT(nn.Module):
                 looked_up: dict | None = None) -> Tensor:
         """The loss, summed over T. In training it is over candidates, if the targets have any."""
         x, sources = self.last_stream(reading, setting, training, looked_up)
-        late = self.late_weights()
+        x = self.functions.late_mix(x, sources, self.late_weights())
         products = self.precision.head[training]
         head = self.weight("lm_head")
         next_tokens, chosen, bias, places = targets
-        if len(chosen):  # the head has the rows of the candidates only
-            return self.functions.mix_and_loss(
-                x, sources, late, products.for_rows(chosen), head.index_select(0, chosen), places,
-                bias)
-        total = 0
-        at_a_time = len(x) if training else VAL_CHUNK
-        for begin in range(0, len(x), at_a_time):
-            chunk = slice(begin, begin + at_a_time)
-            of_chunk = tuple(source[chunk] for source in sources)
-            total = total + self.functions.mix_and_loss(
-                x[chunk], of_chunk, late, products, head, next_tokens[chunk], None)
-        return total
+        losses = []
+        if len(chosen):  # for each group of tokens the head has the rows of its candidates only
+            groups = len(chosen)
+            for part, rows, *of_part in zip(x.chunk(groups), chosen, places.chunk(groups), bias):
+                losses.append(self.functions.head_loss(
+                    part, head.index_select(0, rows), *of_part, products.for_rows(rows)))
+        else:
+            at_a_time = len(x) if training else VAL_CHUNK
+            for part, targets in zip(x.split(at_a_time), next_tokens.split(at_a_time)):
+                losses.append(self.functions.head_loss(part, head, targets, None, products))
+        return sum(losses)
 
     def logits(self, x: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
         """What `last_stream` returns -> the capped logits of each next token (T, V)."""
@@ -1389,7 +1380,8 @@ class Functions(NamedTuple):
     """The functions that do most of the work. They read nothing but their arguments and constants
     of the source files, so that they can be compiled."""
     block: Callable
-    mix_and_loss: Callable
+    late_mix: Callable
+    head_loss: Callable
     embed_inputs: Callable
     block_lists: Callable
     muon_update: Callable
@@ -1397,7 +1389,7 @@ class Functions(NamedTuple):
 
 
 EAGER = Functions(
-    block=block, mix_and_loss=mix_and_loss, embed_inputs=embed_inputs,
+    block=block, late_mix=late_mix, head_loss=head_loss, embed_inputs=embed_inputs,
     block_lists=masks.block_lists, muon_update=muon_update, adam_update=adam_update)
 
 

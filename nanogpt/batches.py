@@ -3,7 +3,6 @@
 
 `c` is a train_gpt.Config, and a count is a number of sequences, each of c.seq_len tokens.
 """
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -20,7 +19,7 @@ class Batch(NamedTuple):
     sequences: Tensor  # of all ranks, (n, seq_len + 1), int16 with the bits of uint16, on the CPU
     micro_batches: Sequence[slice]  # those of this rank
     groups: Sequence[slice]  # those of all ranks, each with candidates of its own
-    group_of: Sequence[int]  # the number of the group that each micro-batch is part of
+    groups_of: Sequence[slice]  # which groups each micro-batch is made of, or the one it is part of
 
 
 def tokens_of(sequences: Tensor, device: torch.device) -> Tensor:
@@ -43,10 +42,12 @@ def group_sequences(count: int, c) -> int:
 
 def micro_sequences(count: int, c) -> int:
     """How many of a rank's `count` sequences are a micro-batch: the largest number that
-    --micro_tokens allows, and that divides `count` and the sequences of a group."""
+    --micro_tokens allows, and that divides `count`. It is made of whole groups, or is an equal part
+    of one."""
     most = min(c.micro_tokens // c.seq_len, count)
-    common = math.gcd(count, group_sequences(count, c))
-    return max(n for n in range(1, most + 1) if common % n == 0)
+    in_group = group_sequences(count, c)
+    return max(n for n in range(1, most + 1)
+               if count % n == 0 and (n % in_group == 0 or in_group % n == 0))
 
 
 def rank_batches(arrays: Iterable[np.ndarray], c, device: torch.device) -> Iterator[Batch]:
@@ -62,8 +63,9 @@ def rank_batches(arrays: Iterable[np.ndarray], c, device: torch.device) -> Itera
         in_micro_batch = micro_sequences(count, c)
         in_group = group_sequences(count, c)
         micro_batches = cut(rank * count, (rank + 1) * count, in_micro_batch)
-        yield Batch(sequences, micro_batches, cut(0, len(sequences), in_group),
-                    [micro_batch.start // in_group for micro_batch in micro_batches])
+        groups_of = [slice(micro_batch.start // in_group, (micro_batch.stop - 1) // in_group + 1)
+                     for micro_batch in micro_batches]
+        yield Batch(sequences, micro_batches, cut(0, len(sequences), in_group), groups_of)
 
 
 def cut(begin: int, end: int, length: int) -> list[slice]:

@@ -38,9 +38,9 @@ class Targets(NamedTuple):
     """What a micro-batch of T tokens is to predict. Where the loss is over the whole vocabulary,
     all but `next_tokens` are empty, (0,)."""
     next_tokens: Tensor  # (T,) int64, what comes next at each position
-    chosen: Tensor  # (n,), the candidates
-    bias: Tensor  # (n,)
-    places: Tensor  # (T,), those of the next tokens among the candidates, -1: none
+    chosen: Tensor  # (G, n), the candidates of each of its G groups of T / G tokens
+    bias: Tensor  # (G, n)
+    places: Tensor  # (T,), those of the next tokens among their candidates, -1: none
 
 
 def over_all_tokens(next_tokens: Tensor) -> Targets:
@@ -70,7 +70,9 @@ class Candidates:
              call: Callable = call_directly) -> list[Drawn]:
         """Counts the targets of each group of a step's batch, (tokens,), and draws its candidates.
         `call` runs the about 100 small kernels of `add_and_choose`, directly or as a CUDA
-        graph."""
+        graph. Without candidates there is nothing to draw."""
+        if not self.number:
+            return []
         # A prime apart, so that steps of two seeds seldom draw the same. (CPUs take 32 bits.)
         self.generator.manual_seed((self.seed * 1_000_003 + step) % 2**32)
         drawn = []
@@ -90,13 +92,14 @@ class Candidates:
         self.lost_targets += (here * (drawn.place_of_token < 0)).sum()
         return drawn
 
-    def of(self, next_tokens: Tensor, drawn: Drawn | None = None) -> Targets:
-        """Next tokens (T,) with the candidates of their group. Without `drawn` they are a group by
-        themselves, which is drawn, and counted, here."""
+    def of(self, next_tokens: Tensor, drawn: list[Drawn]) -> Targets:
+        """Next tokens (T,) with the candidates of their groups, which are equal parts of them. None
+        are drawn if the loss is over the whole vocabulary."""
         if not self.number:
             return over_all_tokens(next_tokens)
-        chosen, bias, place_of_token = drawn or self.draw([next_tokens], 0)[0]
-        return Targets(next_tokens, chosen, bias, place_of_token[next_tokens])
+        chosen, bias, place_of_token = zip(*drawn)
+        places = [place[part] for place, part in zip(place_of_token, next_tokens.chunk(len(drawn)))]
+        return Targets(next_tokens, torch.stack(chosen), torch.stack(bias), torch.cat(places))
 
 
 def choose(number: int, is_target: Tensor, counts: Tensor, uniform: Tensor) -> Drawn:

@@ -122,16 +122,14 @@ class Past:
         read = partial(self.read, training=True)
         with self.side_stream.on():
             tokens = tokens_of(batch.sequences, self.device)
-            drawn = [None] * len(batch.groups)
-            if self.candidates.number:
-                of_groups = [tokens[group, 1:].flatten() for group in batch.groups]
-                drawn = self.candidates.draw(of_groups, step, self.call)
-            for micro_batch, group in zip(batch.micro_batches, batch.group_of):
+            of_groups = [tokens[group, 1:].flatten() for group in batch.groups]
+            drawn = self.candidates.draw(of_groups, step, self.call)
+            for micro_batch, groups in zip(batch.micro_batches, batch.groups_of):
                 inputs, targets = inputs_and_targets(tokens[micro_batch])
                 _, *others = self.call("reading", read, (inputs,))
                 # Copies, because the next call of a CUDA graph overwrites what it has returned.
                 reading = Reading(inputs, *[x.clone() for x in others])
-                prepared.append((reading, self.candidates.of(targets, drawn[group])))
+                prepared.append((reading, self.candidates.of(targets, drawn[groups])))
         self.side_stream.join()
         self.kept = prepared
         return prepared

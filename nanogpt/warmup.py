@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nanogpt.batches import Batch, cut, inputs_and_targets, micro_sequences
+from nanogpt.batches import Batch, cut, group_sequences, inputs_and_targets, micro_sequences
 from nanogpt.compiling import call_directly
 from nanogpt.planning import check_tokens, fit_to_minutes
 from nanogpt.ranks import all_ranks, on_all_ranks, rank_and_world_size
@@ -26,6 +26,7 @@ class StagePlan(NamedTuple):
     last_step: int  # which has the setting of all its steps
     micro_batches: int  # of a rank, in each step
     length: int  # tokens of a micro-batch
+    groups: int  # that a micro-batch is made of; 1 if it is a part of one
 
 
 class WarmUp:
@@ -40,9 +41,10 @@ class WarmUp:
         for first, end, stage in script.stages(c):
             count = script.stage_tokens(stage, c) // c.seq_len // world_size
             together = micro_sequences(count, c)
+            groups = max(1, together // group_sequences(count, c))
             if end > first:
                 plan.append(StagePlan(
-                    end - first, end - 1, count // together, together * c.seq_len))
+                    end - first, end - 1, count // together, together * c.seq_len, groups))
         length = max(c.val_seq_len, *(stage.length for stage in plan)) + 1
         # Random documents of 600 tokens, so that blocks of attention are seen in full, in part, and
         # not at all. Random tokens are below bos, so only each 600th begins a document.
@@ -120,15 +122,17 @@ class WarmUp:
         """Those of one rank, but at most so many."""
         past = self.model.past
         past.follow()
-        count = min(stage.micro_batches, most)
-        each = cut(0, count, 1)
-        example = self.example(stage.length).expand(count, -1)
-        return past.prepare(Batch(example, each, each, range(count)))
+        groups = stage.groups
+        count = groups * min(stage.micro_batches, most)
+        example = self.example(stage.length // groups).expand(count, -1)
+        micro_batches = cut(0, count, groups)
+        return past.prepare(Batch(example, micro_batches, cut(0, count, 1), micro_batches))
 
     def forward_backward(self, stage: StagePlan) -> None:
         inputs, targets = inputs_and_targets(self.example(stage.length))
         reading = self.model.past.read(inputs, training=True)
-        targets = self.model.candidates.of(targets)
+        candidates = self.model.candidates
+        targets = candidates.of(targets, candidates.draw([*targets.chunk(stage.groups)], step=0))
         setting = self.script.setting_of(stage.last_step, self.config)
         self.script.forward_backward(self.model, setting, *targets, *reading)
         self.model.zero_grad()

@@ -114,4 +114,4 @@ def training_loss(model, tokens, targets, setting):
 
 def read(model, batch):
     """Inputs and targets (T,) of each micro-batch -> what train_step takes."""
-    return [(model.past.read(inputs, training=True), model.candidates.of(targets)) for inputs, targets in batch]
+    return [(model.past.read(inputs, training=True), model.candidates.of(targets, model.candidates.draw([targets], 0))) for inputs, targets in batch]

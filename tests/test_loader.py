@@ -168,7 +168,7 @@ def test_a_batch_gets_other_memory_than_the_one_before_it_which_a_gpu_may_still_
     places = []
     for _ in range(2):
         model.past.follow()
-        [(reading, targets)] = model.past.prepare(Batch(text, [slice(1)], [slice(1)], [0]))  # dropped when the next one is made, as by Run.make_step
+        [(reading, targets)] = model.past.prepare(Batch(text, [slice(1)], [slice(1)], [slice(1)]))  # dropped when the next one is made, as by Run.make_step
         places.append({tensor.data_ptr() for tensor in (*reading, *targets) if len(tensor)})
         del reading, targets
     assert places[0].isdisjoint(places[1])

@@ -453,7 +453,7 @@ def test_a_gpu_that_works_on_tables_and_candidates_beside_the_rest_makes_the_sam
             tokens = torch.randint(0, 20_000, (8, 1025), generator=torch.Generator().manual_seed(step)).to(torch.int16)
             model.past.follow()
             halves = [slice(0, 4), slice(4, 8)]
-            t.train_step(model, optimizer, model.past.prepare(Batch(tokens, halves, halves, [0, 1]), step), step)
+            t.train_step(model, optimizer, model.past.prepare(Batch(tokens, halves, halves, [slice(0, 1), slice(1, 2)]), step), step)
         results.append({name: p.detach().clone() for name, p in model.named_parameters()})
     for name, p in results[0].items():  # sums by atomic additions are in any order
         assert (p - results[1][name]).norm() <= 1e-9 * p.norm(), name
@@ -500,11 +500,15 @@ def work(rank, world_size, dtype, folder):
         tokens[:, 40 + step] = 60  # a document
         tokens = tokens.to(torch.int16)
         count = 12 // world_size
-        begins = range(rank * count, (rank + 1) * count)  # two groups of six sequences have the same candidates
+        # Two groups of six sequences have their candidates in common. One rank trains on both at once.
+        begins = range(rank * count, (rank + 1) * count)
         micro_batches, groups = [slice(i, i + 1) for i in begins], [slice(0, 6), slice(6, 12)]
-        batch = batches.Batch(tokens, micro_batches, groups, [i // 6 for i in begins])
+        groups_of = [slice(i // 6, i // 6 + 1) for i in begins]
+        if world_size == 1:
+            micro_batches, groups_of = [slice(0, 12)], [slice(0, 2)]
+        batch = batches.Batch(tokens, micro_batches, groups, groups_of)
         batch = model.past.prepare(batch, step)
-        assert len(batch[0][1].chosen) == 48
+        assert batch[0][1].chosen.shape == (2 if world_size == 1 else 1, 48)
         losses.append(t.train_step(model, optimizer, batch, step).item())
         issued.append(calls[:])
         rows = [reading.rows() for reading, _ in batch]
