@@ -498,23 +498,37 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor) -> Tensor:
 SIGN_ROWS = 8191
 
 # Learned factors of the parts of a layer, and their initial values. With x the residual stream, a
-# layer with attention computes (`block`)
+# layer with attention computes
 #
-#   x = stream_attn * x + o * attention(input_of(x)) + inject
-#   x = stream_mlp * x + down * MLP(input_of(x))
+#   x = exp(stream_attn) * x + o * attention(input_of(x)) + inject
+#   x = exp(stream_mlp) * x + down * MLP(input_of(x))
 #
 # with inject = first * (the normalised embedding) + past * gate * (what n-grams and matches say),
-# where each token has a gate. `embed_inputs` computes `inject`; nothing else uses `first` and
-# `past`. With --scalars=False all are 1, but `first`, which is 0.
+# where each token has a gate (`embed_inputs`). With --scalars=False the factors are 1, and `first`
+# is 0.
 SCALARS = {
     "first": 0.0,
     "past": 0.05,
-    "v": 0.5,  # of the values inside of attention
     "o": 1.0,
-    "stream_attn": 1.1**0.5,
-    "stream_mlp": 1.1**0.5,
     "down": 1.0,
+    "v": 0.5,  # of the values inside of attention
+    "stream_attn": 0.05,
+    "stream_mlp": 0.05,
 }
+
+
+def amounts_of(scalars: Tensor) -> Tensor:
+    """scalars (L, len(SCALARS)) -> (L, 5), what takes the place of `first` to `v` in a model whose
+    layers do not multiply the stream x: `block` and `embed_inputs` use these.
+
+    Whatever reads the stream normalises it, so only the sizes of its parts to each other count. To
+    multiply x is the same as to divide by this factor what is added from then on. But it would take
+    a pass over the stream, and the gradient of the factor another one."""
+    first_past_o, down, v, factors = scalars.split((3, 1, 1, 2), 1)
+    products = factors.flatten().cumsum(0).exp()  # (2 L,) of all factors of the stream so far
+    after_attn, after_mlp = products.view(-1, 2).split(1, 1)  # (L, 1) each
+    return torch.cat((first_past_o / after_attn, down / after_mlp, v), 1)
+
 
 # The banks of which rows are looked up, and by which row numbers of a Reading (nanogpt/past.py).
 # lm_head is the token embedding, too.
@@ -639,9 +653,9 @@ def parameter_table(c: Config) -> dict[str, Param]:
         # the small network of `late_mix`: 64 hidden units, an amount of each source
         "late_in": Param((64, D), init=uniform(D**-0.5), **late),
         "late_out": Param((sources, 64), init=zero, **late),
-        # At first, half (0.1 of `late_mix` * 5) of the stream after two thirds of the layers is
+        # At first, 0.4 (0.1 of `late_mix` * 4) of the stream after two thirds of the layers is
         # subtracted: the last layers need what it holds, the head does not (records 40, 81).
-        "late_bias": Param((sources,), init=constants(0, 0, -5, *[0] * (sources - 3)), **late),
+        "late_bias": Param((sources,), init=constants(0, 0, -4, *[0] * (sources - 3)), **late),
         # of the output of each attention head, and of its value embedding
         "gates": Param((A, H, GATE_DIM), init=zero, share="all", **adam_at_head_lr),
         "value_gates": Param((E, H, GATE_DIM), init=zero, share="all", **adam_at_head_lr),
@@ -681,7 +695,7 @@ class LayerWeights(NamedTuple):
     up: Tensor  # (D, F)
     down: Tensor  # (D, F)
     qkvo: Tensor | None  # (4, H d, D): q = x qkvo[0]^T, so k and v, and output = y qkvo[3]
-    scalars: Tensor | None  # (len(SCALARS),)
+    amounts: Tensor | None  # (5,), from `amounts_of`
     gates: Tensor | None  # (H, GATE_DIM)
     value_gates: Tensor | None  # (H, GATE_DIM)
 
@@ -727,7 +741,7 @@ def offset_keys(k: Tensor, context: LayerContext) -> Tensor:
     return mix_in_previous(k, is_own, context.begins)
 
 
-def attention(x: Tensor, weights: LayerWeights, scalars: dict[str, Tensor],
+def attention(x: Tensor, weights: LayerWeights, amounts: dict[str, Tensor],
               context: LayerContext, products: LayerProducts) -> Tensor:
     """x (T, D), from `input_of` -> the output of attention (T, D)."""
     T = len(x)
@@ -737,7 +751,7 @@ def attention(x: Tensor, weights: LayerWeights, scalars: dict[str, Tensor],
 
     # 1. Queries, keys and values, (T, H, d) each. Normalised queries and keys bound the scores
     # (Henry et al. 2020).
-    q, k, v = products.qkv.three_linears(x, weights.qkvo[:3], scalars["v"])
+    q, k, v = products.qkv.three_linears(x, weights.qkvo[:3], amounts["v"])
     q = norm_and_rotate(q.view(T, H, d), context.cos, context.sin, context.score_scale)
     k = norm_and_rotate(k.view(T, H, d), context.cos, context.sin)
 
@@ -761,7 +775,7 @@ def attention(x: Tensor, weights: LayerWeights, scalars: dict[str, Tensor],
 
     # 5. The output.
     y = y.flatten(1).type_as(x)
-    return products.o.linear(y, weights.qkvo[3].t(), scalars["o"])
+    return products.o.linear(y, weights.qkvo[3].t(), amounts["o"])
 
 
 def block(x: Tensor, weights: LayerWeights, context: LayerContext,
@@ -769,18 +783,15 @@ def block(x: Tensor, weights: LayerWeights, context: LayerContext,
     """One layer: the residual stream x (T, D) -> the new stream (T, D). It is a pure function, so
     with FlexAttention all layers with the same parts and recipes share one compiled graph. (A block
     of attention is something else, 128 tokens.)"""
-    scalars = dict.fromkeys(SCALARS, 1.0)
-    if weights.scalars is not None:
-        scalars = dict(zip(SCALARS, weights.scalars.unbind()))
-    if weights.qkvo is None:
-        x = scalars["stream_attn"] * x
-    else:
-        y = attention(input_of(x, context), weights, scalars, context, products)
-        x = scalars["stream_attn"] * x + y
+    amounts = dict.fromkeys(SCALARS, 1.0)
+    if weights.amounts is not None:
+        amounts = dict(zip(SCALARS, weights.amounts.unbind()))
+    if weights.qkvo is not None:
+        x = x + attention(input_of(x, context), weights, amounts, context, products)
     if context.inject is not None:
         x = x + context.inject
-    return scalars["stream_mlp"] * x + products.up.mlp(
-        input_of(x, context), weights.up, weights.down, scalars["down"], ACTIVATION, products.down)
+    return x + products.up.mlp(
+        input_of(x, context), weights.up, weights.down, amounts["down"], ACTIVATION, products.down)
 
 
 class Inputs(NamedTuple):
@@ -801,7 +812,7 @@ def embed_inputs(
         embed: Tensor,  # (V, D), the whole embedding
         length_vectors: Tensor | None,  # (lengths, D)
         signs: Tensor,  # (SIGN_ROWS, W)
-        scalars: Tensor | None,  # (L, len(SCALARS))
+        amounts: Tensor | None,  # (L, 5), from `amounts_of`
         past_gates: Tensor | None,  # (L, 2 GATE_DIM)
         num_layers: int) -> Inputs:
     """Makes the first stream, and what the past says. What the model is without is None."""
@@ -829,18 +840,18 @@ def embed_inputs(
 
     # 3. Each layer adds an amount of the first stream, and an amount of `past`, on which a gate
     # decides for each token: it reads some channels of both.
-    if scalars is None:
+    if amounts is None:
         return Inputs(x, [past] * num_layers, for_late_mix)
-    factors = dict(zip(SCALARS, scalars.unbind(1)))  # (L,) each
-    injects = [factor * x for factor in factors["first"]]
+    first_amounts, past_amounts = amounts.unbind(1)[:2]  # (L,) each
+    injects = [amount * x for amount in first_amounts]
     if past is not None:
         gates = [1] * num_layers
         if past_gates is not None:
             steering = torch.cat((x[:, :GATE_DIM], past[:, :GATE_DIM]), 1)
             of_tokens = 2 * torch.sigmoid(F.linear(steering, past_gates.to(x.dtype)))  # (T, L)
             gates = of_tokens[..., None].unbind(1)  # (T, 1) each
-        injects = [inject + factor * gate * past
-                   for inject, factor, gate in zip(injects, factors["past"], gates)]
+        injects = [inject + amount * gate * past
+                   for inject, amount, gate in zip(injects, past_amounts, gates)]
     return Inputs(x, injects, for_late_mix)
 
 
@@ -997,15 +1008,19 @@ class GPT(nn.Module):
         parts = looked_up["value_embeds"].chunk(len(layers), 1) if layers else ()
         return at_layers(parts, layers, c.num_layers)
 
-    def layer_weights(self) -> list[LayerWeights]:
-        """The weights of each layer, as views of the banks."""
+    def amounts(self) -> Tensor | None:
+        scalars = self.weight("scalars")
+        return None if scalars is None else amounts_of(scalars)
+
+    def layer_weights(self, amounts: Tensor | None) -> list[LayerWeights]:
+        """The weights of each layer, as views of the banks, and its `amounts`."""
         c = self.config
         matrices = self.weight("mlp").unbind()
         qkvo = self.weight("qkvo").unflatten(0, (-1, 4))  # (layers with attention, 4, H d, D)
         weights = dict(up=matrices[::2], down=matrices[1::2])
         for name, bank, layers in (
                 ("qkvo", qkvo, c.layers_with_attention),
-                ("scalars", self.weight("scalars"), range(c.num_layers)),
+                ("amounts", amounts, range(c.num_layers)),
                 ("gates", self.weight("gates"), c.layers_with_attention),
                 ("value_gates", self.weight("value_gates"), c.layers_with_values)):
             weights[name] = at_layers(() if bank is None else bank.unbind(), layers, c.num_layers)
@@ -1061,13 +1076,14 @@ class GPT(nn.Module):
         these rows."""
         # 1. The first stream, and what each layer gets beside the stream.
         looked_up = looked_up or self.look_up(reading)
+        amounts = self.amounts()
         first_x, injects, of_past = self.functions.embed_inputs(
             looked_up["lm_head"], reading, looked_up.get("ngrams"), self.weight("lm_head"),
-            self.weight("length_vectors"), self.signs, self.weight("scalars"),
-            self.weight("past_gates"), self.config.num_layers)
+            self.weight("length_vectors"), self.signs, amounts, self.weight("past_gates"),
+            self.config.num_layers)
         value_embeds = self.value_embeds_of(looked_up)
         contexts = self.layer_contexts(reading.begins, setting, training, injects, value_embeds)
-        weights = self.layer_weights()
+        weights = self.layer_weights(amounts)
         products = self.precision.layers[training]
 
         # 2. The layers, one after another.

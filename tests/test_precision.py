@@ -212,7 +212,7 @@ def test_weights_beyond_the_range_are_counted_with_the_factor_that_multiplies_th
             model.mlp[0] = -8.0
         elif projection == "down":
             model.mlp[1] = 0.5
-            model.scalars[0, [*t.SCALARS].index("down")] = 15.0
+            model.scalars[0, [*t.SCALARS].index("down")] = 17.0
         else:
             model.lm_head[:2] = 7.0
         model.qkvo[3] = 100.0  # of "o", which is in bf16
