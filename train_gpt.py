@@ -338,7 +338,7 @@ PRESETS: dict[str, dict] = {
         schedule="laptop", num_steps=520,
         batch_tokens=2048, seq_len=2048,
         muon_lr=0.04, muon_momentum=0.88, head_lr=0.007, table_lr=0.4,
-        # Seeds 0 to 3 end at 1.0853, 1.0868, 1.0831 and 1.0838 (records/TRIED.md).
+        # Seeds 0 to 3 end at 1.0855, 1.0887, 1.0829 and 1.0831 (records/TRIED.md).
         target_loss=1.1, val_tokens=131_072, val_seq_len=8192,
         device="cpu", save_checkpoint="auto", sample="The "),
     "char": BYTES | SIX_LAYERS | dict(
@@ -497,15 +497,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor) -> Tensor:
 # ngram_rows seldom have the same remainder by SIGN_ROWS, too.
 SIGN_ROWS = 8191
 
-# Learned factors of the parts of a layer, and their initial values. With x the residual stream, a
-# layer with attention computes
+# Learned factors of the parts of a layer, those of the stream as logarithms, and their initial
+# values. With x the residual stream, a layer computes
 #
 #   x = exp(stream_attn) * x + o * attention(input_of(x)) + inject
 #   x = exp(stream_mlp) * x + down * MLP(input_of(x))
 #
 # with inject = first * (the normalised embedding) + past * gate * (what n-grams and matches say),
-# where each token has a gate (`embed_inputs`). With --scalars=False the factors are 1, and `first`
-# is 0.
+# where each token has a gate (`embed_inputs`). A layer without attention lacks o * attention(...).
+# With --scalars=False all factors are 1, but `first` is 0. `amounts_of` relies on this order.
 SCALARS = {
     "first": 0.0,
     "past": 0.05,
@@ -518,12 +518,14 @@ SCALARS = {
 
 
 def amounts_of(scalars: Tensor) -> Tensor:
-    """scalars (L, len(SCALARS)) -> (L, 5), what takes the place of `first` to `v` in a model whose
-    layers do not multiply the stream x: `block` and `embed_inputs` use these.
+    """scalars (L, len(SCALARS)) -> (L, 5), what `block` and `embed_inputs` take for `first` to `v`,
+    so that no layer has to multiply the stream.
 
-    Whatever reads the stream normalises it, so only the sizes of its parts to each other count. To
-    multiply x is the same as to divide by this factor what is added from then on. But it would take
-    a pass over the stream, and the gradient of the factor another one."""
+    Attention and MLPs read the norm of the stream x, which does not change if x is divided by a
+    number. So the model has x / P in place of x, where P is the product of all factors of the
+    stream so far: whatever is added to it is divided by P. To multiply x itself would take a pass
+    over the stream, and the gradient of the factor another one. (`late_mix` does not normalise x
+    first. There x / P is another stream than x, from which it learns as well.)"""
     first_past_o, down, v, factors = scalars.split((3, 1, 1, 2), 1)
     products = factors.flatten().cumsum(0).exp()  # (2 L,) of all factors of the stream so far
     after_attn, after_mlp = products.view(-1, 2).split(1, 1)  # (L, 1) each
@@ -708,7 +710,7 @@ class LayerContext(NamedTuple):
     sin: Tensor
     score_scale: Tensor  # ()
     mask: BlockMask | Tensor
-    inject: Tensor | None  # (T, D), added to the stream with the output of attention
+    inject: Tensor | None  # (T, D), added to the stream before the MLP
     value_embed: Tensor | None  # (T, H d)
     begins: Tensor  # (T,) bool, where documents or sequences begin
 
@@ -783,7 +785,7 @@ def block(x: Tensor, weights: LayerWeights, context: LayerContext,
     """One layer: the residual stream x (T, D) -> the new stream (T, D). It is a pure function, so
     with FlexAttention all layers with the same parts and recipes share one compiled graph. (A block
     of attention is something else, 128 tokens.)"""
-    amounts = dict.fromkeys(SCALARS, 1.0)
+    amounts = dict.fromkeys(("o", "down", "v"), 1.0)
     if weights.amounts is not None:
         amounts = dict(zip(SCALARS, weights.amounts.unbind()))
     if weights.qkvo is not None:
@@ -1009,6 +1011,7 @@ class GPT(nn.Module):
         return at_layers(parts, layers, c.num_layers)
 
     def amounts(self) -> Tensor | None:
+        """How much of each part the layers add, (L, 5); None without scalars."""
         scalars = self.weight("scalars")
         return None if scalars is None else amounts_of(scalars)
 
@@ -1106,13 +1109,15 @@ class GPT(nn.Module):
         losses = []
         if len(chosen):  # for each group of tokens the head has the rows of its candidates only
             groups = len(chosen)
-            for part, rows, *of_part in zip(x.chunk(groups), chosen, places.chunk(groups), bias):
+            for of_group in zip(x.chunk(groups), chosen, places.chunk(groups), bias):
+                its_x, its_rows, its_places, its_bias = of_group
                 losses.append(self.functions.head_loss(
-                    part, head.index_select(0, rows), *of_part, products.for_rows(rows)))
+                    its_x, head.index_select(0, its_rows), its_places, its_bias,
+                    products.for_rows(its_rows)))
         else:
             at_a_time = len(x) if training else VAL_CHUNK
-            for part, targets in zip(x.split(at_a_time), next_tokens.split(at_a_time)):
-                losses.append(self.functions.head_loss(part, head, targets, None, products))
+            for its_x, its_targets in zip(x.split(at_a_time), next_tokens.split(at_a_time)):
+                losses.append(self.functions.head_loss(its_x, head, its_targets, None, products))
         return sum(losses)
 
     def logits(self, x: Tensor, sources: tuple[Tensor, ...]) -> Tensor:

@@ -1,5 +1,7 @@
-"""The batch of a step, shared out: over the ranks, over groups that have their candidates in common
-(candidates.py), and over micro-batches, which a rank trains on one after the other.
+"""The batch of a step, which is cut in three ways. Each rank has an equal part of it. This part is
+cut into micro-batches, on which the rank trains one after the other. And the whole batch is cut
+into groups, each of which has its candidates (candidates.py). A micro-batch is made of whole
+groups, or lies inside one.
 
 `c` is a train_gpt.Config, and a count is a number of sequences, each of c.seq_len tokens.
 """
@@ -17,9 +19,9 @@ from nanogpt.ranks import rank_and_world_size
 class Batch(NamedTuple):
     """The text of a step, and which of its sequences belong together."""
     sequences: Tensor  # of all ranks, (n, seq_len + 1), int16 with the bits of uint16, on the CPU
-    micro_batches: Sequence[slice]  # those of this rank
-    groups: Sequence[slice]  # those of all ranks, each with candidates of its own
-    groups_of: Sequence[slice]  # which groups each micro-batch is made of, or the one it is part of
+    micro_batches: Sequence[slice]  # of this rank: which sequences each of them has
+    groups: Sequence[slice]  # of all ranks: which sequences each of them has
+    groups_of: Sequence[slice]  # of each micro-batch: its groups, or the one that it lies in
 
 
 def tokens_of(sequences: Tensor, device: torch.device) -> Tensor:
@@ -33,17 +35,17 @@ def inputs_and_targets(tokens: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def group_sequences(count: int, c) -> int:
-    """How many sequences are a group, if each rank has `count` of a batch. Without candidates all
-    sequences of the batch are one."""
+    """How many sequences a group has, if each rank has `count` of a batch. Without candidates the
+    whole batch is one group."""
     whole = count * rank_and_world_size()[1]
     over_candidates = 0 < c.candidates < c.vocab_size
     return min(max(1, GROUP_TOKENS // c.seq_len), whole) if over_candidates else whole
 
 
 def micro_sequences(count: int, c) -> int:
-    """How many of a rank's `count` sequences are a micro-batch: the largest number that
-    --micro_tokens allows, and that divides `count`. It is made of whole groups, or is an equal part
-    of one."""
+    """How many of a rank's `count` sequences a micro-batch has: the largest number that
+    --micro_tokens allows, that divides `count`, and by which it is made of whole groups, or lies
+    inside one."""
     most = min(c.micro_tokens // c.seq_len, count)
     in_group = group_sequences(count, c)
     return max(n for n in range(1, most + 1)
@@ -51,9 +53,9 @@ def micro_sequences(count: int, c) -> int:
 
 
 def rank_batches(arrays: Iterable[np.ndarray], c, device: torch.device) -> Iterator[Batch]:
-    """The batch of each step, (sequences, seq_len + 1) uint16, as this rank works on it. The ranks
-    have equal parts of it, one after the other. Each rank gets all of it, as it draws the
-    candidates of all groups."""
+    """The batch of each step, (sequences, seq_len + 1) uint16, as this rank works on it: rank r
+    trains on the r-th of equal parts. Each rank gets all of it, as it draws the candidates of all
+    groups."""
     rank, world_size = rank_and_world_size()
     for array in arrays:
         sequences = torch.from_numpy(array.view(np.int16))

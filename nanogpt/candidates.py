@@ -35,11 +35,11 @@ class Drawn(NamedTuple):
 
 
 class Targets(NamedTuple):
-    """What a micro-batch of T tokens is to predict. Where the loss is over the whole vocabulary,
-    all but `next_tokens` are empty, (0,)."""
+    """What a micro-batch of T tokens is to predict. It is made of one or more groups, or is a part
+    of one. Where the loss is over the whole vocabulary, all but `next_tokens` are empty, (0,)."""
     next_tokens: Tensor  # (T,) int64, what comes next at each position
-    chosen: Tensor  # (G, n), the candidates of each of its G groups of T / G tokens
-    bias: Tensor  # (G, n)
+    chosen: Tensor  # (groups, n), the candidates of each group
+    bias: Tensor  # (groups, n), as in Drawn
     places: Tensor  # (T,), those of the next tokens among their candidates, -1: none
 
 
