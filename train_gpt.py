@@ -844,8 +844,8 @@ def embed_inputs(
     # decides for each token: it reads some channels of both.
     if amounts is None:
         return Inputs(x, [past] * num_layers, for_late_mix)
-    first_amounts, past_amounts = amounts.unbind(1)[:2]  # (L,) each
-    injects = [amount * x for amount in first_amounts]
+    of_parts = dict(zip(SCALARS, amounts.unbind(1)))  # (L,) each
+    injects = [amount * x for amount in of_parts["first"]]
     if past is not None:
         gates = [1] * num_layers
         if past_gates is not None:
@@ -853,7 +853,7 @@ def embed_inputs(
             of_tokens = 2 * torch.sigmoid(F.linear(steering, past_gates.to(x.dtype)))  # (T, L)
             gates = of_tokens[..., None].unbind(1)  # (T, 1) each
         injects = [inject + amount * gate * past
-                   for inject, amount, gate in zip(injects, past_amounts, gates)]
+                   for inject, amount, gate in zip(injects, of_parts["past"], gates)]
     return Inputs(x, injects, for_late_mix)
 
 

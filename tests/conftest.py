@@ -112,6 +112,11 @@ def training_loss(model, tokens, targets, setting):
     return model(*pair, setting, True)
 
 
+def one_group(model, targets):
+    """Targets (T,) with candidates that are drawn for them alone."""
+    return model.candidates.of(targets, model.candidates.draw([targets], 0))
+
+
 def read(model, batch):
     """Inputs and targets (T,) of each micro-batch -> what train_step takes."""
-    return [(model.past.read(inputs, training=True), model.candidates.of(targets, model.candidates.draw([targets], 0))) for inputs, targets in batch]
+    return [(model.past.read(inputs, training=True), one_group(model, targets)) for inputs, targets in batch]

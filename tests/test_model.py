@@ -10,7 +10,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from conftest import read, training_loss
+from conftest import one_group, read, training_loss
 
 import train_gpt as t
 from nanogpt import candidates, masks, past
@@ -379,7 +379,7 @@ def test_loss_and_all_gradients_equal_a_plain_version_of_the_specification(
     numbers = {"value_embeds": tokens.tolist(), "ngrams": ngram_rows_of(tokens.tolist(), starts, longest, 101)}
     dense = {name: model.get_parameter(name).grad for name in model.params}
     model.zero_grad()
-    again, grads = t.forward_backward(model, seen, *model.candidates.of(targets, model.candidates.draw([targets], 0)), *model.past.read(tokens, True))
+    again, grads = t.forward_backward(model, seen, *one_group(model, targets), *model.past.read(tokens, True))
     assert again.item() == pytest.approx(reference.item(), rel=1e-10) and not again.requires_grad
     model.lm_head.grad.index_add_(0, tokens, grads["lm_head"])  # of the embedding
     for name, p in model.named_parameters():  # now as in training: tables have gradients of looked-up rows alone
@@ -493,7 +493,7 @@ def test_training_with_candidates_has_nearly_the_gradient_over_the_vocabulary_an
         model.candidates.number, losses, sums = number, [], dict.fromkeys(("lm_head", "mlp", "qkvo"), 0)
         for seed in range(repeats):
             model.candidates.seed = seed
-            losses.append(t.forward_backward(model, view(), *model.candidates.of(targets, model.candidates.draw([targets], 0)), *history)[0].item())
+            losses.append(t.forward_backward(model, view(), *one_group(model, targets), *history)[0].item())
             sums = {name: total + model.get_parameter(name).grad.double() for name, total in sums.items()}
             model.zero_grad()
         found[number] = np.mean(losses), sums
