@@ -64,17 +64,17 @@ from data import shards
 from nanogpt import (
     checkpoints,
     command_line,
-    compiling,
     faults,
+    gpu,
     kernels,
     masks,
     planning,
-    report,
     warmup,
 )
 from nanogpt.batches import inputs_and_targets, rank_batches, tokens_of
 from nanogpt.candidates import Candidates, Targets, over_all_tokens
 from nanogpt.command_line import RunConfig, key
+from nanogpt.gpu import NoTransfer, constant, to_device
 from nanogpt.kernels import E4M3, E5M2
 from nanogpt.masks import BLOCK_SIZE
 from nanogpt.past import Past, Reading
@@ -89,8 +89,8 @@ from nanogpt.precision.fp8_static import (
 )
 from nanogpt.precision.recipes import LayerProducts, Precision
 from nanogpt.ranks import (
-    NoTransfer,
     Requests,
+    Slices,
     all_ranks,
     compare,
     is_rank_0,
@@ -98,10 +98,8 @@ from nanogpt.ranks import (
     rank_and_world_size,
     start_process,
 )
-from nanogpt.slices import Slices
-from nanogpt.streams import constant, to_device
 from nanogpt.tables import Table, Tables
-from records import journal
+from records import journal, report
 from records.console import Console
 
 # --------------------------------------------------------------------------------------------------
@@ -970,7 +968,7 @@ class GPT(nn.Module):
         self.rotary_tables = {True: {}, False: {}}  # of training, of validation
         self.candidates = Candidates(c.candidates, c.vocab_size, device)
         self.past = Past(
-            c, self.bos, self.recall_table, self.candidates, compiling.caller(as_graphs))
+            c, self.bos, self.recall_table, self.candidates, gpu.caller(as_graphs))
         self.precision = Precision(
             c, choose_recipes(c, device), dict(self.named_parameters()))
 
@@ -1416,14 +1414,14 @@ EAGER = Functions(
 
 def compiled_functions(report: Callable[[str, float], None]) -> Functions:
     """EAGER under torch.compile. `report` hears what was compiled and how many seconds it took."""
-    compiling.configure()
+    gpu.configure()
     compiled = {}
     for name, function in EAGER._asdict().items():
         # With `dynamic`, sizes are inputs of a graph, so that one graph serves many. Muon has a
         # graph for each of its two banks instead: 1.92 and 0.44 ms in place of 2.35 and 0.74 on one
         # H100, for the matrices of then (records/2026-11-26_two_gpus_narrow_rows).
         dynamic = name in ("block_lists", "adam_update")
-        compiled[name] = compiling.compiled(function, report, dynamic)
+        compiled[name] = gpu.compiled(function, report, dynamic)
     return Functions(**compiled)
 
 
@@ -1465,7 +1463,7 @@ class Optimizer:
             mean_square = torch.zeros(len(bank), dtype=wide, device=self.device)
             tables[name] = Table(bank, mean_square, LOOKED_UP_AT[name])
         self.tables = Tables(self.device, tables)
-        self.call = compiling.caller(model.as_graphs)
+        self.call = gpu.caller(model.as_graphs)
         self.reset(self.banks)  # fills all of these
 
     def reset(self, full: dict[str, Tensor]) -> None:
@@ -1760,7 +1758,7 @@ def forward_backward(model: GPT, setting: Setting,
 
 
 def train_step(model: GPT, optimizer: Optimizer, batch: list[tuple[Reading, Targets]], step: int,
-               call: Callable = compiling.call_directly,
+               call: Callable = gpu.call_directly,
                requests: Requests | None = None) -> Tensor:
     """One update. `batch` has the reading and the targets of each micro-batch of this rank, as
     `Past.prepare` makes them. `call` runs a function of tensors, directly or as a CUDA graph.
@@ -1987,7 +1985,7 @@ def train(c: Config, at_end: ExitStack) -> int:
     model = GPT(c, device, rank_and_world_size()[1], functions, as_graphs)
     initialize(model, c.seed)  # for the warm-up; drawn anew after it
     optimizer = Optimizer(model)
-    call = compiling.caller(as_graphs, model.parameters())
+    call = gpu.caller(as_graphs, model.parameters())
     warm_up = warmup.WarmUp(model, optimizer, script)
     warm_up.run(call)
     if chooses_steps(c):

@@ -6,23 +6,18 @@ Before a run
 
 Its processes
     process.py      variables that torch reads when it starts, and signals
-    ranks.py        which of the processes this is, and how they agree
+    ranks.py        which of the processes this is, how they agree, and how they share the weights
     faults.py       how an error ends a run
-
-What is kept and said
     checkpoints.py  files of weights, and saves of a whole run, so that it can go on
-    report.py       what a run says when it begins and when it has ended
 
 Computing
-    kernels.py      the GPU kernels of layers and loss, beside plain PyTorch that computes the same
     warmup.py       everything is compiled and run once before the clock starts
-    compiling.py    compiled functions that report what they compiled, and CUDA graphs
+    gpu.py          compiled functions, CUDA graphs, and work that runs beside other work
+    kernels.py      the GPU kernels of layers and loss, beside plain PyTorch that computes the same
+    precision/      recipes of low precision: FP8, NVFP4, and fp16's loss scale
     batches.py      a step's batch, shared out over ranks, groups and micro-batches
-    masks.py        which tokens attention sees
     past.py         what the tokens alone say: hashes of n-grams, guesses of the next token
     candidates.py   the tokens of the vocabulary that a training loss is computed over
-    slices.py       the large dense weights, shared out over the ranks
+    masks.py        which tokens attention sees
     tables.py       the rows of large tables that a step looks up, and their update
-    streams.py      CUDA streams for work that runs beside the main one
-    precision/      recipes of low precision: FP8, NVFP4, and fp16's loss scale
 """

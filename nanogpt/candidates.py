@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nanogpt.compiling import call_directly
+from nanogpt.gpu import call_directly
 
 GROUP_TOKENS = 32_768
 

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanogpt.streams import constant
+from nanogpt.gpu import constant
 
 # Without a GPU only the twins run, so Triton need not be installed. The tests run the kernels on a
 # CPU, in Triton's interpreter, which the variable TRITON_INTERPRET turns on.

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from nanogpt.streams import constant
+from nanogpt.gpu import constant
 
 BLOCK_SIZE = 128  # tokens
 

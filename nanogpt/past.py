@@ -20,9 +20,8 @@ from torch import Tensor
 from data import spellings
 from nanogpt.batches import Batch, inputs_and_targets, tokens_of
 from nanogpt.candidates import Candidates, Targets
-from nanogpt.compiling import call_directly
+from nanogpt.gpu import SideStream, call_directly
 from nanogpt.ranks import gathered
-from nanogpt.streams import SideStream
 
 
 class Reading(NamedTuple):

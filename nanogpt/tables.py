@@ -31,10 +31,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanogpt.gpu import NoTransfer, SideStream, constant, to_host
 from nanogpt.kernels import tl, triton
 from nanogpt.precision.rounding import BF16_GRID, round_to
-from nanogpt.ranks import NoTransfer, all_gather, gathered, rank_and_world_size
-from nanogpt.streams import SideStream, constant, to_host
+from nanogpt.ranks import all_gather, gathered, rank_and_world_size
 
 
 class Table(NamedTuple):

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from nanogpt.batches import Batch, cut, group_sequences, inputs_and_targets, micro_sequences
-from nanogpt.compiling import call_directly
+from nanogpt.gpu import call_directly, to_device
 from nanogpt.planning import check_tokens, fit_to_minutes
 from nanogpt.ranks import all_ranks, on_all_ranks, rank_and_world_size
-from nanogpt.streams import to_device
 from records import journal
 
 
@@ -52,7 +51,7 @@ class WarmUp:
         self.tokens[::600] = model.bos
 
     def run(self, call: Callable) -> None:
-        """`call` is compiling.CudaGraphs, or what stands for it. A collective."""
+        """`call` is gpu.CudaGraphs, or what stands for it. A collective."""
         if rank_and_world_size()[1] > 1:
             self.compile_share()
         # A recipe may leave out updates of the steps below. So all are compiled here, and captured.

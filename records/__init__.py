@@ -1,2 +1,3 @@
-"""Records: turn logs of train_gpt.py into a record, check one, compare and draw runs. Run
-`python -m records --help`."""
+"""What a run says and leaves behind: its log (journal.py), its screen (console.py, report.py).
+And records: turn logs of train_gpt.py into a record, check one, compare and draw runs. Run `python
+-m records --help`."""

@@ -1,5 +1,5 @@
 """What people see of a run while it goes on: a bar on a terminal, and a line for each validation.
-What they see before and after is in nanogpt/report.py, and the log in records/journal.py.
+What they see before and after is in records/report.py, and the log in records/journal.py.
 """
 import math
 import os

@@ -19,8 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nanogpt.gpu import to_host
 from nanogpt.ranks import all_ranks, is_rank_0, require
-from nanogpt.streams import to_host
 from records.console import Console, complain
 from records.log import RULE, sha256
 

@@ -1,4 +1,4 @@
-"""What people see: records/console.py and nanogpt/report.py.
+"""What people see: records/console.py and records/report.py.
 
 References: lines written out by hand, and whole processes where the exit status is the point.
 """
@@ -16,9 +16,8 @@ import torch
 from conftest import ROOT
 
 import train_gpt as t
-from nanogpt import report
 from nanogpt.ranks import BadInput
-from records import console, journal
+from records import console, journal, report
 from records.console import Console
 
 FACTS = journal.RunFacts(

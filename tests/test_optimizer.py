@@ -466,7 +466,7 @@ import sys
 import torch, torch.distributed as dist, torch.multiprocessing as mp
 import train_gpt as t
 import test_optimizer as test
-from nanogpt import batches, ranks, slices, tables
+from nanogpt import batches, ranks, tables
 
 def work(rank, world_size, dtype, folder):
     torch.set_num_threads(1)
@@ -481,11 +481,10 @@ def work(rank, world_size, dtype, folder):
     if world_size > 1:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store{world_size}", rank=rank,
                                 world_size=world_size)
-        slices.reduce_scatter = recorded("scatter", slices.reduce_scatter)
-        slices.all_gather = tables.all_gather = recorded("gather", slices.all_gather)
+        ranks.reduce_scatter = recorded("scatter", ranks.reduce_scatter)
+        ranks.all_gather = tables.all_gather = recorded("gather", ranks.all_gather)
         dist.all_reduce = recorded("all_reduce", dist.all_reduce)
         dist.all_to_all_single = recorded("exchange", dist.all_to_all_single)
-        ranks.all_gather = recorded("lookups", ranks.all_gather)
     model = test.small(dtype, world_size, ngram_rows=1001, candidates=48)
     start = t.initialize(model, 5 + rank)  # only rank 0's weights count
     model.candidates.reset(5)
@@ -555,7 +554,7 @@ def test_any_number_of_ranks_gives_the_weights_and_losses_of_one(worlds, world_s
 
 
 def test_all_ranks_issue_the_same_collectives_in_the_same_order_and_none_stops_the_cpu(worlds):
-    begin, end = ["lookups"], ["all_reduce"]  # which rows of all tables the ranks look up, and the loss
+    begin, end = ["gather"], ["all_reduce"]  # which rows of all tables the ranks look up, and the loss
     mlp, attention, vectors, rows = (["scatter"], ["scatter"], ["all_reduce"], ["exchange"] * 2)
     squares = ["all_reduce"]  # of the rows' gradients
     step = begin + mlp + attention + vectors + rows + ["scatter"] + squares + ["gather"] * 5 + end

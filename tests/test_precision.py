@@ -21,11 +21,11 @@ from test_recipes import make_products
 
 import train_gpt as t
 from nanogpt import kernels
+from nanogpt.gpu import constant
 from nanogpt.kernels import E4M3, E5M2
 from nanogpt.precision import PLAIN, fp8, fp8_static, nvfp4, recipes
 from nanogpt.precision.fp8_static import STATIC
 from nanogpt.ranks import BadInput
-from nanogpt.streams import constant
 from records import journal
 
 CPU = torch.device("cpu")

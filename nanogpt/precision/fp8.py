@@ -38,8 +38,7 @@ from nanogpt import kernels
 from nanogpt.kernels import E4M3, E5M2
 from nanogpt.precision import Products, StepHooks
 from nanogpt.precision.rounding import E4M3_GRID, E5M2_GRID, inverse, round_to
-from nanogpt.ranks import gathered
-from nanogpt.slices import Slices
+from nanogpt.ranks import Slices, gathered
 
 GRIDS = {E4M3: E4M3_GRID, E5M2: E5M2_GRID}
 

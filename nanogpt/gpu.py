@@ -1,22 +1,30 @@
-"""Functions under torch.compile that report when they compile, and CUDA graphs.
-
-torch.compile traces a function into a graph of operations and generates kernels for the graph. That
-takes a second or more, so each graph is made before the clock starts, by calling the function once.
-A graph serves only arguments of the form it was traced with: shapes, dtypes, Python numbers, which
-of them are None. Other arguments need another graph.
-
-PyTorch keeps what it generates on disk, by default in a folder of /tmp, or where the environment's
-TORCHINDUCTOR_CACHE_DIR says. A new process traces each function again, but then finds its forward
-and backward pass there.
+"""How work is given to the GPU: (1) functions under torch.compile that report when they compile,
+(2) CUDA graphs, (3) work that runs beside other work, and numbers that travel to the GPU and back.
+On a CPU the same calls do the work directly.
 """
 import hashlib
 import inspect
+import os
 import time
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from functools import cache
 
 import torch
 import torch.compiler.config
 from torch import Tensor
+
+# --------------------------------------------------------------------------------------------------
+# 1. Compiled functions
+#
+# torch.compile traces a function into a graph of operations and generates kernels for the graph.
+# That takes a second or more, so each graph is made before the clock starts, by calling the
+# function once. A graph serves only arguments of the form it was traced with: shapes, dtypes,
+# Python numbers, which of them are None. Other arguments need another graph.
+#
+# PyTorch keeps what it generates on disk, by default in a folder of /tmp, or where the
+# environment's TORCHINDUCTOR_CACHE_DIR says. A new process traces each function again, but then
+# finds its forward and backward pass there.
 
 
 def configure() -> None:
@@ -32,7 +40,11 @@ def configure() -> None:
     # All kernels get the same name, so that equal kernels of two graphs are one entry in the cache,
     # such as those that training and validation have in common.
     torch._inductor.config.triton.unique_kernel_names = False
-    torch.compiler.config.cache_key_tag = operators_hash()
+    # As a variable, too, for the processes in which PyTorch compiles kernels. Otherwise a new run
+    # would not find which variants of these were the fastest, and would time all of them again.
+    tag = operators_hash()
+    torch.compiler.config.cache_key_tag = tag
+    os.environ["TORCH_COMPILE_CACHE_KEY_TAG"] = tag
 
 
 def operators_hash() -> str:
@@ -66,6 +78,10 @@ def compiled(function: Callable, report: Callable[[str, float], None],
         return result
 
     return call
+
+
+# --------------------------------------------------------------------------------------------------
+# 2. CUDA graphs
 
 
 def call_directly(_, function: Callable, tensors: tuple[Tensor, ...]):
@@ -131,3 +147,79 @@ class CudaGraphs:
         with torch.cuda.graph(graph, self.pool, stream, "thread_local"):
             results = function(*inputs)
         return graph, inputs, results, [p.grad for p in self.parameters]
+
+
+# --------------------------------------------------------------------------------------------------
+# 3. Side by side
+
+
+class NoTransfer:
+    """Stands for a transfer or an event where there is nothing to wait for."""
+
+    def wait(self) -> None:
+        pass
+
+
+def to_device(numbers: list, device: torch.device) -> Tensor:
+    """These numbers as a tensor on the device. The CPU does not wait until the GPU has them."""
+    there = torch.tensor(numbers, pin_memory=device.type == "cuda")  # which the GPU reads by itself
+    return there.to(device, non_blocking=True)
+
+
+def to_host(numbers: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """The numbers on the CPU, and the event after which they may be read: nothing waits for the
+    copy. (PyTorch makes it in pinned memory, into which the GPU can write by itself.)"""
+    copy = numbers.to("cpu", non_blocking=numbers.is_cuda)
+    return copy, torch.cuda.current_stream().record_event() if numbers.is_cuda else None
+
+
+def mark(device: torch.device):
+    """All that was begun on the current stream so far. Its `wait` makes the stream that is current
+    then wait for it."""
+    return torch.cuda.current_stream().record_event() if device.type == "cuda" else NoTransfer()
+
+
+@cache
+def constant(device: torch.device, value: float | tuple[int, ...]) -> Tensor:
+    """The number or numbers on the device, copied there once: a CUDA graph that was captured with
+    them reads the same memory at every replay."""
+    return torch.tensor(value, device=device)
+
+
+class SideStream:
+    """A stream of CUDA for work that may run beside that of the main one, on the same GPU:
+
+        side.follow()
+        with side.on():
+            y = work(x)  # is begun here
+        ...  # may run at the same time
+        side.join()  # from here on y can be used
+
+    When Python drops y, which was made on the side stream, PyTorch may give its memory to later
+    work of the side stream, though the main stream may still read y. `follow` before that later
+    work prevents this. When Python drops x, its memory goes to later work of the main stream,
+    though the side stream may still read it. Where x may be dropped before `join`, call `keep(x)`.
+    Without CUDA all work runs in the order of the code."""
+
+    def __init__(self, device: torch.device):
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def on(self):
+        # torch.cuda.stream(None) would do nothing, too, but start CUDA where there is a GPU.
+        return torch.cuda.stream(self.stream) if self.stream else nullcontext()
+
+    def follow(self) -> None:
+        """What comes on the side stream waits for all that was begun on the main one."""
+        if self.stream:
+            self.stream.wait_stream(torch.cuda.current_stream())
+
+    def join(self) -> None:
+        """What comes on the main stream waits for all that was begun on the side stream."""
+        if self.stream:
+            torch.cuda.current_stream().wait_stream(self.stream)
+
+    def keep(self, x: Tensor) -> None:
+        """The memory of x, a tensor of the main stream, is given to no other tensor until the work
+        that was begun on the side stream is done."""
+        if self.stream:
+            x.record_stream(self.stream)

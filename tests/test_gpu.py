@@ -1,4 +1,4 @@
-"""Compiled functions that report, and CUDA graphs (nanogpt/compiling.py).
+"""Compiled functions that report, and CUDA graphs (nanogpt/gpu.py).
 
 References: the same function without compilation, and the counters that PyTorch keeps.
 """
@@ -13,12 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanogpt import compiling
+from nanogpt import gpu
 
 
 @pytest.fixture(autouse=True)
-def settings():
+def settings(monkeypatch):
     """Those of the project, and none of them left behind."""
+    monkeypatch.setenv("TORCH_COMPILE_CACHE_KEY_TAG", "")
     dynamo, functorch, inductor = torch._dynamo.config, torch._functorch.config, torch._inductor.config
     compiler = torch.compiler.config
     with contextlib.ExitStack() as stack:
@@ -27,7 +28,7 @@ def settings():
                 (functorch, "autograd_cache_allow_custom_autograd_functions"),
                 (inductor, "triton.unique_kernel_names"), (compiler, "cache_key_tag")):
             stack.enter_context(config.patch({name: operator.attrgetter(name)(config)}))
-        compiling.configure()
+        gpu.configure()
         yield
 
 
@@ -53,7 +54,7 @@ def head(x, weights, bias):
 
 def test_a_call_that_compiles_is_reported(eager_graphs):
     reports = Reports()
-    compiled = compiling.compiled(head, reports)
+    compiled = gpu.compiled(head, reports)
     x, up, gate = torch.ones(3, 2), torch.ones(4, 2), torch.ones(4)
     assert torch.equal(compiled(x, Weights(up, None), None), torch.full((3, 4), 2.0))
     compiled(x + 1, Weights(up + 1, None), None)
@@ -66,7 +67,7 @@ def test_a_call_that_compiles_is_reported(eager_graphs):
 
 def test_one_dynamic_graph_serves_all_sizes(eager_graphs):
     reports = Reports()
-    compiled = compiling.compiled(head, reports, dynamic=True)
+    compiled = gpu.compiled(head, reports, dynamic=True)
     for n in (3, 4, 1000):
         assert compiled(torch.ones(n, 2), Weights(torch.ones(4, 2), None), None).shape == (n, 4)
     assert reports == ["head"]
@@ -108,8 +109,8 @@ def test_an_edited_operator_is_not_taken_for_the_old_one(tmp_path, monkeypatch):
         spec = importlib.util.spec_from_file_location(path.stem, path)
         sys.modules[path.stem] = module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        compiling.configure()
-        compiled = compiling.compiled(module.call, Reports())
+        gpu.configure()
+        compiled = gpu.compiled(module.call, Reports())
         x = torch.ones(4, requires_grad=True)
         y = compiled(x)
         assert y.dtype == torch.float64 and y.tolist() == [2.0] * 4
@@ -124,7 +125,7 @@ def test_an_edited_operator_is_not_taken_for_the_old_one(tmp_path, monkeypatch):
 def test_cuda_graphs_compute_what_the_function_does_for_first_and_later_micro_batches():
     parameters = [torch.nn.Parameter(torch.randn(8, 8, device="cuda")) for _ in range(2)]
     unused = torch.nn.Parameter(torch.randn(2, device="cuda"))
-    graphs = compiling.CudaGraphs([*parameters, unused])
+    graphs = gpu.CudaGraphs([*parameters, unused])
     calls = []
 
     def forward_backward(x, y):
@@ -155,7 +156,7 @@ def test_cuda_graphs_compute_what_the_function_does_for_first_and_later_micro_ba
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_result_of_a_cuda_graph_stays_while_one_runs_that_was_captured_later():
     """So the row gradients of a first pass may still be summed while the second one runs."""
-    graphs = compiling.CudaGraphs([])
+    graphs = gpu.CudaGraphs([])
 
     def work(x):
         return torch.stack([x + i for i in range(20)]).sum(0)  # with memory that graphs share
