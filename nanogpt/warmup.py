@@ -9,10 +9,10 @@ from itertools import cycle
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
-from torch import Tensor
 
-from nanogpt.batches import Batch, cut, group_sequences, inputs_and_targets, micro_sequences
+from nanogpt.batches import Batch, inputs_and_targets, micro_sequences, rank_batches, tokens_of
 from nanogpt.gpu import call_directly, to_device
 from nanogpt.planning import check_tokens, fit_to_minutes
 from nanogpt.ranks import all_ranks, on_all_ranks, rank_and_world_size
@@ -23,9 +23,7 @@ class StagePlan(NamedTuple):
     """What the warm-up must know of a stage of the schedule."""
     num_steps: int
     last_step: int  # which has the setting of all its steps
-    micro_batches: int  # of a rank, in each step
-    length: int  # tokens of a micro-batch
-    groups: int  # that a micro-batch is made of; 1 if it is a part of one
+    sequences: int  # of its batches, over all ranks
 
 
 class WarmUp:
@@ -35,19 +33,14 @@ class WarmUp:
         self.optimizer = optimizer
         self.script = script
         self.config = c = model.config
-        _, world_size = rank_and_world_size()
-        self.plan = plan = []  # the stages that have steps
-        for first, end, stage in script.stages(c):
-            count = script.stage_tokens(stage, c) // c.seq_len // world_size
-            together = micro_sequences(count, c)
-            groups = max(1, together // group_sequences(count, c))
-            if end > first:
-                plan.append(StagePlan(
-                    end - first, end - 1, count // together, together * c.seq_len, groups))
-        length = max(c.val_seq_len, *(stage.length for stage in plan)) + 1
+        self.plan = [  # the stages that have steps
+            StagePlan(end - first, end - 1, script.stage_tokens(stage, c) // c.seq_len)
+            for first, end, stage in script.stages(c) if end > first]
         # Random documents of 600 tokens, so that blocks of attention are seen in full, in part, and
         # not at all. Random tokens are below bos, so only each 600th begins a document.
-        self.tokens = torch.randint(0, model.bos, (length,), device=model.device)
+        most_sequences = max(stage.sequences for stage in self.plan)
+        length = max(c.val_seq_len + 1, most_sequences * (c.seq_len + 1))
+        self.tokens = np.random.default_rng(0).integers(model.bos, size=length, dtype=np.uint16)
         self.tokens[::600] = model.bos
 
     def run(self, call: Callable) -> None:
@@ -61,7 +54,7 @@ class WarmUp:
             step = stage.last_step
             # First without a CUDA graph, which cannot record what is compiled or made at first use.
             self.forward_backward(stage)
-            some = self.micro_batches(stage, most=2)  # later ones have the second one's graph
+            some = self.read(self.batch(stage))[:2]  # later ones have the second one's graph
             # Twice if the head is updated every second step: with it and without it.
             for _ in range(1 + self.config.head_every_second):
                 self.script.train_step(self.model, self.optimizer, some, step, call)
@@ -75,14 +68,14 @@ class WarmUp:
         the machine for a moment. A collective."""
         average = 0.0
         for stage in self.plan:
+            batch = self.batch(stage)
             times = []
             for _ in range(2):
-                clock = journal.Clock(self.tokens.device)
+                clock = journal.Clock(self.model.device)
                 clock.start()
                 for _ in range(2):
-                    batch = self.micro_batches(stage, stage.micro_batches)
                     self.script.train_step(
-                        self.model, self.optimizer, batch, stage.last_step, call)
+                        self.model, self.optimizer, self.read(batch), stage.last_step, call)
                 clock.stop()
                 times.append(clock.total / 2)
             average += min(times) * stage.num_steps / self.config.num_steps
@@ -105,7 +98,8 @@ class WarmUp:
         """Each rank compiles some graphs first. In `run` it finds those of its host's other ranks
         in the compiler's cache on disk. A collective."""
         rank, world_size = rank_and_world_size()
-        of_lengths = {stage.length: stage for stage in self.plan}
+        of_lengths = {micro_sequences(stage.sequences // world_size, self.config): stage
+                      for stage in self.plan}
         pieces = [partial(self.forward_backward, stage) for stage in of_lengths.values()]
         pieces += [partial(self.validate, self.config.num_steps), self.update]
         for piece, turn in zip(pieces, cycle(range(world_size))):
@@ -113,38 +107,38 @@ class WarmUp:
                 piece()
         all_ranks(None)
 
-    def example(self, length: int) -> Tensor:
-        """A sequence (1, length + 1)."""
-        return self.tokens[None, : length + 1]
+    def batch(self, stage: StagePlan) -> Batch:
+        """A batch of random documents, as this rank works on it."""
+        c = self.config
+        tokens = self.tokens[: stage.sequences * (c.seq_len + 1)]
+        return next(rank_batches([tokens.reshape(-1, c.seq_len + 1)], c, self.model.device))
 
-    def micro_batches(self, stage: StagePlan, most: int) -> list:
-        """Those of one rank, but at most so many."""
-        past = self.model.past
-        past.follow()
-        groups = stage.groups
-        count = groups * min(stage.micro_batches, most)
-        example = self.example(stage.length // groups).expand(count, -1)
-        micro_batches = cut(0, count, groups)
-        return past.prepare(Batch(example, micro_batches, cut(0, count, 1), micro_batches))
+    def read(self, batch: Batch) -> list:
+        """The reading and the targets of each micro-batch."""
+        self.model.past.follow()
+        return self.model.past.prepare(batch)
 
     def forward_backward(self, stage: StagePlan) -> None:
-        inputs, targets = inputs_and_targets(self.example(stage.length))
+        batch = self.batch(stage)
+        tokens = tokens_of(batch.sequences, self.model.device)
+        inputs, targets = inputs_and_targets(tokens[batch.micro_batches[0]])
         reading = self.model.past.read(inputs, training=True)
         candidates = self.model.candidates
-        targets = candidates.of(targets, candidates.draw([*targets.chunk(stage.groups)], step=0))
+        groups = [tokens[group, 1:].flatten() for group in batch.groups[batch.groups_of[0]]]
+        targets = candidates.of(targets, candidates.draw(groups, step=0))
         setting = self.script.setting_of(stage.last_step, self.config)
         self.script.forward_backward(self.model, setting, *targets, *reading)
         self.model.zero_grad()
 
     def validate(self, step: int) -> None:
-        sequence = self.example(self.config.val_seq_len)
-        inputs, targets = inputs_and_targets(sequence)
+        tokens = torch.from_numpy(self.tokens[: self.config.val_seq_len + 1].view(np.int16))
+        inputs, targets = inputs_and_targets(tokens_of(tokens[None], self.model.device))
         setting = self.script.setting_of(step, self.config)
         self.script.loss_without_gradient(self.model, inputs, targets, setting)
 
     def update(self, call: Callable = call_directly) -> None:
         optimizer = self.optimizer
-        rates = to_device([*optimizer.rates(0.0).values()], self.tokens.device)
+        rates = to_device([*optimizer.rates(0.0).values()], self.model.device)
         for group in optimizer.groups:
             zeros = [torch.zeros_like(optimizer.parts[name]) for name in group]
             gradients = map(optimizer.hooks.unscale, zeros)  # in the dtype that a step has
