@@ -76,18 +76,11 @@ OVER_PRESET = dict(
     sample="\n", sample_tokens=500)
 
 
-class Text(NamedTuple):
-    """What the shards of a text hold."""
-    kind: str  # of tokens: "bytes" or "gpt2"
-    train: tuple[int, ...]  # tokens of each training shard
-    val: int  # tokens of all validation shards
-
-
-def preset_for(text: Text, cuda: bool) -> str:
-    """The preset that suits a text on this machine."""
-    if text.kind == "bytes":
+def preset_for(kind: str, tokens: int, cuda: bool) -> str:
+    """The preset that suits a text of so many "bytes" or "gpt2" tokens on this machine."""
+    if kind == "bytes":
         return "char" if cuda else "laptop"
-    return "onepass" if cuda and sum(text.train) >= LARGE_TEXT else "small"
+    return "onepass" if cuda and tokens >= LARGE_TEXT else "small"
 
 
 def fit(script, given: dict, cuda: bool):
@@ -96,28 +89,27 @@ def fit(script, given: dict, cuda: bool):
     bounds. Raises BadInput if the text is too short or cannot be read."""
     named = script.Config(**script.PRESETS.get(given.get("preset"), {}) | given)
     paths = shards.find_shards(named, "train")
-    val_paths = shards.find_shards(named, "val")
-    text = Text(shards.kind_of_tokens(paths[0]), tuple(map(shards.count_tokens, paths)),
-                sum(map(shards.count_tokens, val_paths)))
-    preset = given.get("preset") or preset_for(text, cuda)
+    train = tuple(map(shards.count_tokens, paths))  # tokens of each shard
+    val = sum(map(shards.count_tokens, shards.find_shards(named, "val")))
+    preset = given.get("preset") or preset_for(shards.kind_of_tokens(paths[0]), sum(train), cuda)
     c = configure(script, preset, OVER_PRESET | given)
     require_one_of("schedule", c.schedule, script.SCHEDULES)
     stages = script.SCHEDULES[c.schedule]
-    c = dataclasses.replace(c, **tables_that_fit(c, text, cuda) | given)
-    c = dataclasses.replace(c, **lengths_that_fit(c, stages, text, "batch_tokens" in given))
+    c = dataclasses.replace(c, **tables_that_fit(c, sum(train), cuda) | given)
+    keep_batch = "batch_tokens" in given
+    c = dataclasses.replace(c, **lengths_that_fit(c, stages, train, val, keep_batch))
     wanted, most_epochs = given.get("num_steps"), math.inf
     if wanted is None:
         wanted, most_epochs = math.inf, MOST_EPOCHS.get(preset, 1)
         if preset in MOST_EPOCHS and "minutes" not in given:
             c = dataclasses.replace(c, minutes=MINUTES)
-    steps = steps_that_fit(c, stages, text.train, wanted, given.get("epochs", most_epochs))
+    steps = steps_that_fit(c, stages, train, wanted, given.get("epochs", most_epochs))
     return dataclasses.replace(c, **steps | {name: given[name] for name in steps if name in given})
 
 
-def tables_that_fit(c, text: Text, cuda: bool) -> dict[str, int]:
-    """How large the tables may be with this text, and this GPU. A short text also has shorter
+def tables_that_fit(c, tokens: int, cuda: bool) -> dict[str, int]:
+    """How large the tables may be with so much text, and this GPU. A short text also has shorter
     n-grams, and what came next in it is not recalled (records/2026-11-23_laptop_ngrams)."""
-    tokens = sum(text.train)
     rows, recalled, longest = c.ngram_rows, c.recall_rows, c.longest_ngram
     if cuda:
         # In whole GiB: GPUs of one kind may differ by some MiB, and all ranks need the same tables.
@@ -132,33 +124,34 @@ def tables_that_fit(c, text: Text, cuda: bool) -> dict[str, int]:
     return dict(ngram_rows=rows, recall_rows=recalled, longest_ngram=longest)
 
 
-def lengths_that_fit(c, stages: list, text: Text, keep_batch: bool) -> dict[str, int]:
-    """How long sequences, batches and validation can be with this text, in tokens. Those of the
-    configuration are the most; with `keep_batch` its batches stay. Raises BadInput if the text is
-    too short."""
+def lengths_that_fit(c, stages: list, train: tuple[int, ...], val: int,
+                     keep_batch: bool) -> dict[str, int]:
+    """How long sequences, batches and validation can be, in tokens, if each training shard has so
+    many, and all of validation. Those of the configuration are the most; with `keep_batch` its
+    batches stay. Raises BadInput if the text is too short."""
     # 1. Each process has a sequence of each batch, and a stage may have a part of a full batch.
     smallest_part = min(stage.batch_part for stage in stages)
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     unit = round(world_size / smallest_part)  # a batch has a multiple of so many sequences
 
     # 2. Sequences. A batch lies within one shard, so the largest shard is the limit.
-    inputs = max(text.train) - 1  # of that shard: its last token is a target only
+    inputs = max(train) - 1  # of that shard: its last token is a target only
     longest = inputs // unit // BLOCK_SIZE * BLOCK_SIZE
     require(longest > 0, f"{inputs + 1:,} tokens are too few to train on; "
             f"{unit * BLOCK_SIZE + 1:,} are needed, so prepare a longer text")
-    require(text.val > BLOCK_SIZE, f"{text.val:,} tokens are too few to validate on; "
+    require(val > BLOCK_SIZE, f"{val:,} tokens are too few to validate on; "
             f"{BLOCK_SIZE + 1} are needed, so prepare a longer text")
     seq_len = min(c.seq_len, longest, whole_blocks(c.micro_tokens))
-    val_seq_len = min(c.val_seq_len, whole_blocks(text.val - 1), whole_blocks(c.val_tokens))
+    val_seq_len = min(c.val_seq_len, whole_blocks(val - 1), whole_blocks(c.val_tokens))
 
     # 3. Batches and validation of whole sequences.
     batch_tokens = c.batch_tokens
     if not keep_batch:
-        batch_tokens = min(batch_tokens, sum(text.train) // LEAST_STEPS_PER_READING)
+        batch_tokens = min(batch_tokens, sum(train) // LEAST_STEPS_PER_READING)
         batch_tokens = max(1, min(batch_tokens, inputs) // seq_len // unit) * unit * seq_len
     return dict(
         seq_len=seq_len, batch_tokens=batch_tokens, val_seq_len=val_seq_len,
-        val_tokens=max(min(c.val_tokens, text.val - 1) // val_seq_len, 1) * val_seq_len)
+        val_tokens=max(min(c.val_tokens, val - 1) // val_seq_len, 1) * val_seq_len)
 
 
 def whole_blocks(tokens: int) -> int:

@@ -11,7 +11,6 @@ from conftest import SEPARATOR, arguments, check_data, write_shard
 import train_gpt as t
 from data import shards
 from nanogpt import planning
-from nanogpt.planning import Text
 from nanogpt.ranks import BadInput
 
 LAPTOP = dict(seq_len=2048, batch_tokens=2048, micro_tokens=16_384, val_seq_len=8192, val_tokens=131_072)
@@ -23,8 +22,7 @@ SMALL = dict(seq_len=2048, batch_tokens=32_768, micro_tokens=16_384, val_seq_len
     ("gpt2", 20_000, True, "small"), ("gpt2", 59_999_999, True, "small"), ("gpt2", 60_000_000, True, "onepass"),
     ("gpt2", 10**9, False, "small")])
 def test_the_preset_follows_from_the_kind_and_the_amount_of_text(kind, tokens, cuda, preset):
-    half = tokens // 2
-    assert planning.preset_for(Text(kind, (half, tokens - half), 1000), cuda) == preset
+    assert planning.preset_for(kind, tokens, cuda) == preset
 
 
 @pytest.fixture
@@ -100,7 +98,7 @@ def test_tables_take_at_most_a_part_of_a_gpus_memory(gigabytes, rows, recalled, 
     gpu = SimpleNamespace(total_memory=gigabytes * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
     c = t.Config(**t.PRESETS["onepass"] | {"preset": "onepass"})
-    tables = planning.tables_that_fit(c, Text("gpt2", (10**8,), 1000), cuda=True)
+    tables = planning.tables_that_fit(c, 10**8, cuda=True)
     assert (tables["ngram_rows"], tables["recall_rows"]) == (rows, recalled)
 
 
@@ -112,11 +110,10 @@ def test_lengths_fit_the_text_the_processes_and_each_other(preset, tokens, world
     monkeypatch.setenv("WORLD_SIZE", str(world_size))
     c = t.Config(**t.PRESETS[preset] | planning.OVER_PRESET | {"preset": preset})
     stages = t.SCHEDULES[c.schedule]
-    text = Text("gpt2", (tokens,), 20_000)
-    c = dataclasses.replace(c, **planning.lengths_that_fit(c, stages, text, False))
-    c = dataclasses.replace(c, **planning.steps_that_fit(c, stages, text.train, 9, 1))
+    c = dataclasses.replace(c, **planning.lengths_that_fit(c, stages, (tokens,), 20_000, False))
+    c = dataclasses.replace(c, **planning.steps_that_fit(c, stages, (tokens,), 9, 1))
     t.command_line.check(c, t)
-    assert c.batch_tokens < tokens and c.val_tokens < text.val
+    assert c.batch_tokens < tokens and c.val_tokens < 20_000
     assert {count % world_size for count in t.batch_plan(c)} == {0}
 
 
@@ -124,7 +121,7 @@ def test_a_text_that_is_too_short_is_refused_with_the_number_that_is_needed():
     c = t.Config(**t.PRESETS["laptop"])
     for train, val, part in ((128, 1000, "128 tokens are too few to train on; 129"), (5000, 128, "to validate on")):
         with pytest.raises(BadInput, match=part):
-            planning.lengths_that_fit(c, t.SCHEDULES["laptop"], Text("bytes", (train,), val), False)
+            planning.lengths_that_fit(c, t.SCHEDULES["laptop"], (train,), val, False)
 
 
 @pytest.mark.parametrize("train, epochs", [((19_000,), 40), ((50_000, 3000, 70_000), 5)])
