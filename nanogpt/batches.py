@@ -35,11 +35,9 @@ def inputs_and_targets(tokens: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def group_sequences(count: int, c) -> int:
-    """How many sequences a group has, if each rank has `count` of a batch. Without candidates the
-    whole batch is one group."""
+    """How many sequences a group has, if each rank has `count` of a batch."""
     whole = count * rank_and_world_size()[1]
-    over_candidates = 0 < c.candidates < c.vocab_size
-    return min(max(1, GROUP_TOKENS // c.seq_len), whole) if over_candidates else whole
+    return min(max(1, GROUP_TOKENS // c.seq_len), whole)
 
 
 def micro_sequences(count: int, c) -> int:
