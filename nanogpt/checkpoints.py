@@ -39,7 +39,7 @@ KINDS = {  # of files: what only their header has, and what to do where another 
 def write(path: Path, tensors: dict[str, Tensor], about: dict) -> None:
     """Writes a file with `about` in its header. Until all of it is on disk, an older one of this
     name stays. Raises OSError if the disk is full."""
-    beside = path.with_name(f"{path.name}.{os.getpid()}.part")
+    beside = path.with_name(f"{path.name}.part")
     on_cpu = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
     header = {"format": "pt"} | {name: json.dumps(value) for name, value in about.items()}
     try:
@@ -298,8 +298,7 @@ class Keeper:
         """The run has come to its end: its save is of no use, unless the disk had no place for the
         best weights."""
         if is_rank_0() and not self.lacks_weights:
-            for path in self.save_file.parent.glob(f"{self.save_file.name}*"):  # parts of one, too
-                path.unlink()
+            self.save_file.unlink(missing_ok=True)
 
     @patiently()
     def validated(self, step: int, loss: float) -> None:
