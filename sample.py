@@ -31,7 +31,7 @@ from data.shards import SEPARATOR, reads_bytes
 from nanogpt import faults
 from nanogpt.command_line import Parser
 from nanogpt.masks import BLOCK_SIZE
-from records.console import complain, discard_output, prepare_output
+from records.console import complain, discard_output
 
 # --------------------------------------------------------------------------------------------------
 # 1. Tokens, one after the other
@@ -126,7 +126,6 @@ def load(path: str, device: str):
 def end_in_order(program: str, work: Callable[[list[str]], None], argv: list[str]) -> int:
     """Does the work. Exit status: 0, or with one sentence 2 for bad input, a full disk or too
     little memory."""
-    prepare_output()
     try:
         work(argv)
         sys.stdout.flush()

@@ -103,7 +103,6 @@ def run(args: argparse.Namespace) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the tool and returns its exit status. Input that is refused is one line of text."""
-    sys.stdout.reconfigure(errors="backslashreplace")  # for terminals that lack a character
     try:
         return run(parse(argv))
     except ModuleNotFoundError as error:

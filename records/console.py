@@ -16,11 +16,6 @@ BARS = "▁▂▃▄▅▆▇█"  # from low to high
 # Output of any program
 
 
-def prepare_output() -> None:
-    """For programs that print: a character that a terminal lacks becomes an escape as \\u2588."""
-    sys.stdout.reconfigure(errors="backslashreplace")
-
-
 def discard_output(file) -> None:
     """Sends all that is written to this file from now on to nowhere, and what it still holds.
     Otherwise Python would try again to write that when the program ends, and fail."""
@@ -47,7 +42,6 @@ class Console:
         self.unit = "byte" if tokens_are_bytes else "token"
         self.shows = shows
         self.bar = None
-        prepare_output()
 
     def say(self, text: str) -> None:
         """Prints lines, above the bar. A reader who leaves, or a full disk, does not end the

@@ -102,7 +102,6 @@ def test_a_terminal_gets_a_bar_that_makes_way_for_lines_and_stays_at_the_end(mon
     screen.isatty = lambda: True
     monkeypatch.setattr(sys, "stdout", screen)
     monkeypatch.setattr(sys, "stderr", screen)
-    monkeypatch.setattr(console, "prepare_output", lambda: None)
     seen = Console()
     seen.train_loss(1, 4, 3.0)
     seen.val_loss("step:1/4 val_loss:2.0", 2.0)
