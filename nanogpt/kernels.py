@@ -498,26 +498,6 @@ if triton is not None:
         tl.store(gradient_ptr + target, gradient.to(tl.float8e5), mask=target >= 0)
 
 
-def launch_loss(
-    z: Tensor, targets: Tensor, bias: Tensor | None, grad_scale: float, cap: Cap
-) -> tuple[Tensor, Tensor]:
-    """Runs the kernel, one program for each token."""
-    T, V = z.shape
-    loss = z.new_empty(T, dtype=torch.float32)
-    gradient = torch.empty_like(z, dtype=E5M2)
-    loss_kernel[T,](
-        z, targets, loss, gradient, bias, 1 / grad_scale, V, *cap, FAST=True, **loss_tile(V)
-    )
-    return loss, gradient
-
-
-def loss_tile(V: int) -> dict[str, int]:
-    """A tile that holds V logits, and how many warps work on it: one for every 2,048 logits."""
-    tile = triton.next_power_of_2(V)
-    most_warps = 32  # that CUDA allows in a program
-    return dict(TILE=tile, num_warps=min(max(tile // 2048, 1), most_warps))
-
-
 def loss_in_pytorch(
     z: Tensor, targets: Tensor, bias: Tensor | None, grad_scale: float, cap: Cap
 ) -> tuple[Tensor, Tensor]:
@@ -553,8 +533,18 @@ def capped_cross_entropy(
     of -1 means that there is none: the loss and the gradient are 0 then, even if z is NaN.
     """
     # The kernel has an instruction of NVIDIA's.
-    work = launch_loss if z.is_cuda and not torch.version.hip else loss_in_pytorch
-    return work(z, targets, bias, grad_scale, Cap(*cap))
+    if not z.is_cuda or torch.version.hip:
+        return loss_in_pytorch(z, targets, bias, grad_scale, Cap(*cap))
+    T, V = z.shape
+    loss = z.new_empty(T, dtype=torch.float32)
+    gradient = torch.empty_like(z, dtype=E5M2)
+    tile = triton.next_power_of_2(V)
+    # One warp for every 2,048 logits. CUDA allows 32, as many as 65,536 logits have.
+    loss_kernel[T,](
+        z, targets, loss, gradient, bias, 1 / grad_scale, V, *cap, FAST=True, TILE=tile,
+        num_warps=max(tile // 2048, 1)
+    )
+    return loss, gradient
 
 
 @capped_cross_entropy.register_fake

@@ -473,7 +473,7 @@ def interpret_loss(z, targets, cap, grad_scale, bias):
     T, V = z.shape
     loss = filled(T, dtype=torch.float32)
     gradient = filled(T, V, dtype=E5M2)
-    tile = kernels.loss_tile(V)["TILE"]
+    tile = kernels.triton.next_power_of_2(V)
     kernels.loss_kernel[T,](
         z, targets, loss, gradient, bias, 1 / grad_scale, V, *cap, False, tile)
     return loss, gradient
