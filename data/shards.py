@@ -167,14 +167,13 @@ def ahead(items: Iterator) -> Iterator:
     where the caller asks for the item.
     """
     thread = ThreadPoolExecutor(max_workers=1)
-    end = object()
 
     def one_by_one(prepared):
-        while (item := prepared.result()) is not end:
-            prepared = thread.submit(next, items, end)
+        while (item := prepared.result()) is not None:
+            prepared = thread.submit(next, items, None)
             yield item
 
-    first = thread.submit(next, items, end)
+    first = thread.submit(next, items, None)
     wait([first])
     return one_by_one(first)
 
