@@ -55,8 +55,7 @@ def of_vocabulary(vocab_size: int) -> np.ndarray:
         known = first_spellings([bytes([byte]) for byte in gpt2.token_to_byte])
     else:
         known = of_gpt2()
-    size = min(len(known), vocab_size)
-    numbers[:size] = known[:size]
+    numbers[: len(known)] = known[:vocab_size]
     return numbers
 
 
