@@ -318,9 +318,9 @@ PRESETS: dict[str, dict] = {
     "speedrun": FEW_LAYERS | dict(
         # The default, 3,500 steps, reads 539M tokens. Where record 92 is at 3.277 on FineWeb, it is
         # at 3.124 on the longer stand-in corpus. This preset is at 3.361 after 191.5M tokens of
-        # that. Its loss falls by 0.227 when e times as many are read: 191.5M * e^((3.361 - 3.127) /
-        # 0.227) = 537M for 3.28. A larger model needs fewer tokens, but more time
-        # (records/long_runs.md).
+        # that. Its loss falls by about 0.227 when e times as many are read:
+        # 191.5M * e^((3.361 - 3.127) / 0.227) = 537M for 3.28. A larger model needs fewer tokens,
+        # but more time (records/long_runs.md).
         muon_lr=0.0235, muon_momentum=0.92, muon_decay=2.0, head_lr=0.0072, scalar_lr=0.035,
         ngram_rows=33_554_432, recall_rows=1_073_741_824,
         # Averages make up for learning rates that stay high to the end (record 92).
@@ -356,8 +356,8 @@ ABOUT = {
                 "at a loss of 3.28",
     "onepass": "the same model with smaller tables, for 118M tokens that are read once, on GPUs",
     "laptop": "a small model of bytes, one to three minutes on a CPU",
-    "char": "a larger one, to compare precisions on any text",
-    "small": "the same with GPT-2's tokens, for texts of less than 60M tokens",
+    "char": "a larger model of bytes, for short texts on a GPU",
+    "small": "as large, with GPT-2's tokens, for texts of less than 60M tokens",
 }
 
 # A run that goes on from a save may have other values of these keys, and of those of RunConfig.
@@ -381,10 +381,10 @@ class Stage(NamedTuple):
 # theirs (records/TRIED.md).
 LATER_STAGES = [
     # fraction, batch, long and short window, learning rates
-    Stage(0.33, 1 / 2, 5, 2, 1.52),
-    Stage(0.33, 1, 9, 4, 1.73),
-    Stage(0.01, 1, 13, 6, 1.73),
-    Stage(0, 1, 20, 6, 1.73),
+    Stage(0.33, 1 / 2, 5, 2, 1.52),  # the second stage
+    Stage(0.33, 1, 9, 4, 1.73),  # the third one
+    Stage(0.01, 1, 13, 6, 1.73),  # the last steps
+    Stage(0, 1, 20, 6, 1.73),  # after the last step
 ]
 
 SCHEDULES: dict[str, list[Stage]] = {
@@ -496,7 +496,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor) -> Tensor:
 SIGN_ROWS = 8191
 
 # Learned factors of the parts of a layer, those of the stream as logarithms, and their initial
-# values. With x the residual stream, a layer computes
+# values. With x the residual stream, a layer computes in effect (`amounts_of` says how)
 #
 #   x = exp(stream_attn) * x + o * attention(input_of(x)) + inject
 #   x = exp(stream_mlp) * x + down * MLP(input_of(x))
@@ -815,7 +815,8 @@ def embed_inputs(
         amounts: Tensor | None,  # (L, 5), from `amounts_of`
         past_gates: Tensor | None,  # (L, 2 GATE_DIM)
         num_layers: int) -> Inputs:
-    """Makes the first stream, and what the past says. What the model is without is None."""
+    """Makes the first stream, and what the past says. What the model is without is None, or in the
+    reading an empty tensor."""
     # 1. The first stream.
     x = norm(embedded)
 
@@ -938,7 +939,8 @@ class GPT(nn.Module):
     The weights of all layers lie in banks. Those of which each rank owns a slice are padded to a
     multiple of world_size. The model keeps the large ones in its own dtype; the optimizer
     has the float32 originals. `functions` are those of EAGER (section 8), compiled or not. With
-    `as_graphs` the reading of batches and the updates run as CUDA graphs. The passes do if
+    `as_graphs`, which is for compiled runs on a GPU, the reading of batches and the updates run as
+    CUDA graphs, and --attention=auto means FlexAttention. The passes run as graphs if
     `train_step` is given a `call` that makes such graphs."""
 
     def __init__(self, c: Config, device: torch.device, world_size: int = 1,
@@ -1073,8 +1075,8 @@ class GPT(nn.Module):
     def last_stream(self, reading: Reading, setting: Setting, training: bool,
                     looked_up: dict | None = None) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The stream after the last layer (T, D), and the sources of `late_mix`. `looked_up` is
-        what `look_up` returns; `forward_backward` calls it itself, as it needs the gradients of
-        these rows."""
+        what `look_up` returns; `forward_backward` looks the rows up itself, because it needs their
+        gradients."""
         # 1. The first stream, and what each layer gets beside the stream.
         looked_up = looked_up or self.look_up(reading)
         amounts = self.amounts()
@@ -1319,7 +1321,8 @@ def cautious_update(master: Tensor, part: Tensor, update: Tensor, lr, decay) -> 
 #      part and the state in place.
 #   2. Add the update to Functions and EAGER; if one graph is to serve all shapes, also to the names
 #      that are `dynamic` in `compiled_functions`.
-#   3. Make its state in Optimizer.zero_state, and call the update in Optimizer.update.
+#   3. Make its state in Optimizer.zero_state, and call the update in Optimizer.update, before the
+#      `else` that is Adam's.
 #   4. Name it in parameter_table.
 #   5. If it needs a number that Rates lacks: a field there, and its value in Optimizer.rates. Muon
 #      and Adam unpack all fields.

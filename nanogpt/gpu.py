@@ -40,8 +40,8 @@ def configure() -> None:
     # All kernels get the same name, so that equal kernels of two graphs are one entry in the cache,
     # such as those that training and validation have in common.
     torch._inductor.config.triton.unique_kernel_names = False
-    # As a variable, too, for the processes in which PyTorch compiles kernels. Otherwise a new run
-    # would not find which variants of these were the fastest, and would time all of them again.
+    # The processes in which PyTorch compiles kernels read the tag from the environment. Without it
+    # a new run would not find which variants of these were the fastest, and would time all again.
     tag = operators_hash()
     torch.compiler.config.cache_key_tag = tag
     os.environ["TORCH_COMPILE_CACHE_KEY_TAG"] = tag
@@ -107,7 +107,8 @@ class CudaGraphs:
     def __init__(self, parameters: Iterable[Tensor]):
         self.parameters = list(parameters)
         self.captures = {}
-        # Graphs share memory. But results are kept: no graph captured later writes there.
+        # Graphs share memory. But no graph that is captured later writes to results of an earlier
+        # one: only a replay of the same or of an earlier graph may.
         self.pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, key, function: Callable, tensors: tuple[Tensor, ...]):
@@ -174,8 +175,8 @@ def to_host(numbers: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
 
 
 def mark(device: torch.device):
-    """All that was begun on the current stream so far. Its `wait` makes the stream that is current
-    then wait for it."""
+    """An event at this point of the current stream. Its `wait` makes the stream that is current
+    then wait for all that comes before this point."""
     return torch.cuda.current_stream().record_event() if device.type == "cuda" else NoTransfer()
 
 
@@ -196,10 +197,10 @@ class SideStream:
         side.join()  # from here on y can be used
 
     When Python drops y, which was made on the side stream, PyTorch may give its memory to later
-    work of the side stream, though the main stream may still read y. `follow` before that later
-    work prevents this. When Python drops x, its memory goes to later work of the main stream,
-    though the side stream may still read it. Where x may be dropped before `join`, call `keep(x)`.
-    Without CUDA all work runs in the order of the code."""
+    work of the side stream, though the main stream may still read y. So call `follow` before such
+    later work: then it begins after the main stream has read y. When Python drops x, its memory
+    goes to later work of the main stream, though the side stream may still read it. Where x may be
+    dropped before `join`, call `keep(x)`. Without CUDA all work runs in the order of the code."""
 
     def __init__(self, device: torch.device):
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None

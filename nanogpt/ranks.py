@@ -62,8 +62,8 @@ def limit_waiting(longest: timedelta = LONGEST_STEP) -> None:
 
 @contextmanager
 def patiently() -> Iterator[None]:
-    """Within it, or in a function that it decorates, the others wait for rank 0 while it writes a
-    file. A collective."""
+    """Within it, or in a function that it decorates, the others wait longer than usual for rank 0,
+    while it writes a file. A collective."""
     limit_waiting(LONGEST_WRITE)
     yield
     all_ranks(None)
