@@ -205,13 +205,8 @@ def read_text(options: argparse.Namespace, models: list[Model]) -> tuple[str, li
             f"which {models[0].path} was trained beside; name a text with --text")
     if has_shards:
         paths = shards.find_shards(config, "val")
-        for model in models:
-            shards.check_kind(paths[0], model.gpt.config.vocab_size,
-                              f"name a text file for {model.path} with --text")
-        vocab_size = min(model.gpt.config.vocab_size for model in models)
-        tokens = np.concatenate([shards.read_shard(path, vocab_size).tokens for path in paths])
-        tokens = tokens[: config.val_tokens + 1].astype(np.int64)
-        return f"documents of {config.data_dir}", [tokens] * len(models)
+        tokens = [tokens_of_shards(paths, model, config.val_tokens) for model in models]
+        return f"documents of {config.data_dir}", tokens
     notes = []
     documents = list(texts.read_all([options.text], options, notes))
     for note in notes:
@@ -223,6 +218,15 @@ def read_text(options: argparse.Namespace, models: list[Model]) -> tuple[str, li
         parts = [begin + model.encode(document) for document in documents]
         tokens.append(np.concatenate([*parts, begin]))  # the end of the last document
     return f"documents of {options.text}", tokens
+
+
+def tokens_of_shards(paths: list[Path], model: Model, most: int) -> np.ndarray:
+    """The first of the shards' tokens, (most + 1,), or all. Raises BadInput if they are of another
+    kind than the model's, or a shard is damaged."""
+    vocab_size = model.gpt.config.vocab_size
+    shards.check_kind(paths[0], vocab_size, f"name a text file for {model.path} with --text")
+    tokens = np.concatenate([shards.read_shard(path, vocab_size).tokens for path in paths])
+    return tokens[: most + 1].astype(np.int64)
 
 
 def show(models: list[Model], measured: list[dict[str, Measure]], source: str) -> None:
