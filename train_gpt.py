@@ -1816,8 +1816,8 @@ def loss_without_gradient(model: GPT, inputs: Tensor, targets: Tensor,
 
 
 def validate(model: GPT, tokens: Tensor, step: int) -> float:
-    """The mean loss over the validation tokens (val_tokens + 1,), the bits of uint16 on the CPU.
-    Sequences are dealt to the ranks in turn. A collective.
+    """The mean loss over the validation tokens (val_tokens + 1,), int16 on the CPU with the bits of
+    uint16. Sequences are dealt to the ranks in turn. A collective.
 
     It differs from a training loss in that it is over the whole vocabulary, with products in the
     model's dtype; sequences have val_seq_len tokens and begin anywhere, so documents are read whole
@@ -1900,8 +1900,8 @@ class Run:
         message = train_step(self.model, self.optimizer, batch, self.step, call,
                              self.requests)
         self.log.put(self.step + 1, message, self.clock.now())
-        # Waits for the messages of all steps before this one, which are there already: in this step
-        # the CPU has waited for rows that the GPU counts after all of these (`Tables.find_used`).
+        # This reads the messages of all earlier steps, and takes no time, as they are there:
+        # `Tables.find_used` made the CPU wait for work that the GPU does after them.
         self.read_messages()
         self.step += 1
 

@@ -202,7 +202,7 @@ def fit_to_minutes(c, stages: list, train_paths: list[Path], seconds: float):
 class RunFiles(NamedTuple):
     """What `check_run_files` has found."""
     train_paths: list[Path]
-    val_tokens: Tensor  # (val_tokens + 1,), the bits of uint16
+    val_tokens: Tensor  # (val_tokens + 1,), int16 with the bits of uint16
     fingerprints: list[dict]  # of all shards
     saved: dict | None  # the header of the save that the run goes on from
     checkpoint_path: Path | None = None  # the file of its weights, on rank 0
