@@ -10,7 +10,7 @@ This file holds model, loss, optimizers and run. It reads from top to bottom: (1
 output head in FP8, (8) the optimizers, (9) schedules, (10) one step and validation, (11) the run.
 
 A learner begins with --preset=gpt2, the plain transformer: PLAIN_MODEL (section 1) names what it is
-without. There the parameters are qkvo, mlp and lm_head; `attention` is its steps 1, 3 and 5;
+without. There the parameters are qkvo, mlp and lm_head; `attention` is its steps 1, 3 and 4;
 `embed_inputs` only makes the first stream, and `late_mix` only normalises the last one; the loss is
 over all tokens; and there are no tables, so that `Tables` only adds up the gradients of the token
 embedding's rows. What is None, or returns early, on the way through the model is a part that is
@@ -105,10 +105,9 @@ from records.console import Console
 # --------------------------------------------------------------------------------------------------
 # 1. Configuration: every key can be given as --key=value
 
-# Channels that steer a gate. The gate of a head reads the first 12 of the layer's input (record
-# 28), that of a value embedding the first 6 of the input and the first 6 of the embedding, and that
-# of the past 12 of the token's embedding and 12 of what the past says.
-GATE_DIM = 12
+# The gate of a value embedding reads the first channels of the layer's input, and as many of the
+# embedding.
+GATE_CHANNELS = 6
 
 
 @dataclasses.dataclass
@@ -151,12 +150,9 @@ class Config(RunConfig):
     late_mix: bool = key(
         True, "add to the last stream an amount of earlier ones, of guesses, n-grams, embeddings "
         "(MUDD)")
-    gates: bool = key(
-        True, "gates for the output of each attention head, and for what each layer gets of the "
-        "past")
     scalars: bool = key(
-        True, "learned factors of the parts of a layer; without them all are 1, no layer adds "
-        "the embedding again, and the past has no gates")
+        True, "learned factors of the parts of a layer; without them all are 1, and no layer adds "
+        "the embedding again")
     candidates: int = key(
         12_288, "tokens of the vocabulary that a training loss is computed over; 0: all of them",
         least=0)
@@ -189,8 +185,8 @@ class Config(RunConfig):
         "muon_decay * (muon_lr * factor of the schedule)^2 of it; for the MLPs' up twice this, for "
         "down four times")
     head_lr: float = key(
-        0.0065, "Adam's learning rate for output head, token embedding and gates; MUDD (late_mix) "
-        "has a quarter of it")
+        0.0065, "Adam's learning rate for output head, token embedding and gates of values; MUDD "
+        "(late_mix) has a quarter of it")
     head_every_second: bool = key(
         False, "update the head, which is the token embedding, too, in every second step only, by "
         "the sum of two gradients; that of a last odd step is dropped")
@@ -295,7 +291,6 @@ ON_CPU = dict(compile=False, precision="bf16" if CPU_HAS_BF16 else "fp32")
 PLAIN_MODEL = dict(
     value_layers="none",  # a learned vector of each token in its values (`attention`, step 2)
     mix_previous=False,  # channels and keys of the previous token (`input_of`, `offset_keys`)
-    gates=False,  # of attention heads (`attention`, step 4), of the past (`embed_inputs`, step 3)
     scalars=False,  # learned factors of the parts of a layer (SCALARS, `block`)
     ngram_rows=0,  # rows for the last two and more tokens (`embed_inputs`, step 2)
     induced=False,  # a guess by an earlier match in the document (nanogpt/past.py)
@@ -501,9 +496,9 @@ SIGN_ROWS = 8191
 #   x = exp(stream_attn) * x + o * attention(input_of(x)) + inject
 #   x = exp(stream_mlp) * x + down * MLP(input_of(x))
 #
-# with inject = first * (the normalised embedding) + past * gate * (what n-grams and matches say),
-# where each token has a gate (`embed_inputs`). A layer without attention lacks o * attention(...).
-# With --scalars=False all factors are 1, but `first` is 0. `amounts_of` relies on this order.
+# with inject = first * (the normalised embedding) + past * (what n-grams and matches say). A layer
+# without attention lacks o * attention(...). With --scalars=False all factors are 1, but `first` is
+# 0. `amounts_of` relies on this order.
 SCALARS = {
     "first": 0.0,
     "past": 0.05,
@@ -593,7 +588,6 @@ def parameter_table(c: Config) -> dict[str, Param]:
     d = c.head_dim
     V = c.vocab_size
     matches = c.induced + bool(c.recall_lengths)  # kinds of them
-    has_past = c.ngram_rows or matches
     sources = 4 + bool(c.ngram_rows) + matches + bool(E)  # as `late_sources` lists them
 
     # Uniform numbers from -a to a have the deviation a / sqrt(3). A deviation of 0.5 D^-0.5 is a
@@ -630,7 +624,7 @@ def parameter_table(c: Config) -> dict[str, Param]:
     has = dict(  # parameters of what can be switched off
         value_embeds=E, ngrams=c.ngram_rows, scalars=c.scalars,
         length_vectors=matches, late_in=c.late_mix, late_out=c.late_mix, late_bias=c.late_mix,
-        gates=c.gates, value_gates=E, past_gates=has_past and c.gates and c.scalars)
+        value_gates=E)
     params = {
         # up and down of each layer in turn, both (D, F): y = relu(x up)^2 down^T. By theory, Muon's
         # learning rate for up grows with the root of F / D (record 42), which is 2 for the usual
@@ -656,11 +650,8 @@ def parameter_table(c: Config) -> dict[str, Param]:
         # At first, 0.4 (0.1 of `late_mix` * 4) of the stream after two thirds of the layers is
         # subtracted: the last layers need what it holds, the head does not (records 40, 81).
         "late_bias": Param((sources,), init=constants(0, 0, -4, *[0] * (sources - 3)), **late),
-        # of the output of each attention head, and of its value embedding
-        "gates": Param((A, H, GATE_DIM), init=zero, share="all", **adam_at_head_lr),
-        "value_gates": Param((E, H, GATE_DIM), init=zero, share="all", **adam_at_head_lr),
-        # of what each layer adds of the past
-        "past_gates": Param((L, 2 * GATE_DIM), init=zero, share="all", **adam_at_head_lr),
+        # of the value embedding of each attention head
+        "value_gates": Param((E, H, 2 * GATE_CHANNELS), init=zero, share="all", **adam_at_head_lr),
     }
     return {name: param for name, param in params.items() if has.get(name, True)}
 
@@ -696,8 +687,7 @@ class LayerWeights(NamedTuple):
     down: Tensor  # (D, F)
     qkvo: Tensor | None  # (4, H d, D): q = x qkvo[0]^T, so k and v, and output = y qkvo[3]
     amounts: Tensor | None  # (5,), from `amounts_of`
-    gates: Tensor | None  # (H, GATE_DIM)
-    value_gates: Tensor | None  # (H, GATE_DIM)
+    value_gates: Tensor | None  # (H, 2 GATE_CHANNELS)
 
 
 class LayerContext(NamedTuple):
@@ -745,7 +735,6 @@ def attention(x: Tensor, weights: LayerWeights, amounts: dict[str, Tensor],
               context: LayerContext, products: LayerProducts) -> Tensor:
     """x (T, D), from `input_of` -> the output of attention (T, D)."""
     T = len(x)
-    gate_input = x[:, :GATE_DIM]
     H = context.num_heads
     d = weights.qkvo.size(1) // H
 
@@ -759,8 +748,8 @@ def attention(x: Tensor, weights: LayerWeights, amounts: dict[str, Tensor],
     # embedding itself decide how much of it.
     v = v.view(T, H, d)
     if context.value_embed is not None:
-        half = GATE_DIM // 2
-        steering = torch.cat((gate_input[:, :half], context.value_embed[:, :half]), 1)
+        steering = torch.cat(
+            (x[:, :GATE_CHANNELS], context.value_embed[:, :GATE_CHANNELS]), 1)
         value_gate = 2 * torch.sigmoid(F.linear(steering, weights.value_gates.to(x.dtype)))
         v = v + value_gate[..., None] * context.value_embed.reshape(T, H, d)
 
@@ -768,12 +757,7 @@ def attention(x: Tensor, weights: LayerWeights, amounts: dict[str, Tensor],
     k = offset_keys(k, context)
     y = attend(q, k, v, context.mask)
 
-    # 4. A gate lets a head say nothing (record 28).
-    if weights.gates is not None:
-        head_gate = torch.sigmoid(F.linear(gate_input, weights.gates.to(x.dtype)))  # (T, H)
-        y = y * head_gate[..., None]
-
-    # 5. The output.
+    # 4. The output.
     y = y.flatten(1).type_as(x)
     return products.o.linear(y, weights.qkvo[3].t(), amounts["o"])
 
@@ -813,7 +797,6 @@ def embed_inputs(
         length_vectors: Tensor | None,  # (lengths, D)
         signs: Tensor,  # (SIGN_ROWS, W)
         amounts: Tensor | None,  # (L, 5), from `amounts_of`
-        past_gates: Tensor | None,  # (L, 2 GATE_DIM)
         num_layers: int) -> Inputs:
     """Makes the first stream, and what the past says. What the model is without is None, or in the
     reading an empty tensor."""
@@ -839,20 +822,13 @@ def embed_inputs(
     for_late_mix += guesses
     past = sum(parts) if parts else None
 
-    # 3. Each layer adds an amount of the first stream, and an amount of `past`, on which a gate
-    # decides for each token: it reads some channels of both.
+    # 3. Each layer adds an amount of the first stream, and an amount of `past`.
     if amounts is None:
         return Inputs(x, [past] * num_layers, for_late_mix)
     of_parts = dict(zip(SCALARS, amounts.unbind(1)))  # (L,) each
     injects = [amount * x for amount in of_parts["first"]]
     if past is not None:
-        gates = [1] * num_layers
-        if past_gates is not None:
-            steering = torch.cat((x[:, :GATE_DIM], past[:, :GATE_DIM]), 1)
-            of_tokens = 2 * torch.sigmoid(F.linear(steering, past_gates.to(x.dtype)))  # (T, L)
-            gates = of_tokens[..., None].unbind(1)  # (T, 1) each
-        injects = [inject + amount * gate * past
-                   for inject, amount, gate in zip(injects, of_parts["past"], gates)]
+        injects = [inject + amount * past for inject, amount in zip(injects, of_parts["past"])]
     return Inputs(x, injects, for_late_mix)
 
 
@@ -981,8 +957,8 @@ class GPT(nn.Module):
             if param.share == "slice":
                 rows = math.ceil(rows / world_size) * world_size
             # The small ones stay wide. They are converted where they meet an activation, as in
-            # weights.gates.to(x.dtype). Only `scalars` need not be: a single number leaves the
-            # dtype of what it multiplies.
+            # value_gates.to(x.dtype). Only `scalars` need not be: a single number leaves the dtype
+            # of what it multiplies.
             bank_dtype = wide if param.share == "all" else dtype
             if param.optimizer == "rows":
                 bank_dtype = range_of_float32(dtype)  # nothing else holds these weights
@@ -1024,7 +1000,6 @@ class GPT(nn.Module):
         for name, bank, layers in (
                 ("qkvo", qkvo, c.layers_with_attention),
                 ("amounts", amounts, range(c.num_layers)),
-                ("gates", self.weight("gates"), c.layers_with_attention),
                 ("value_gates", self.weight("value_gates"), c.layers_with_values)):
             weights[name] = at_layers(() if bank is None else bank.unbind(), layers, c.num_layers)
         return [LayerWeights(**dict(zip(weights, of_layer))) for of_layer in zip(*weights.values())]
@@ -1082,8 +1057,7 @@ class GPT(nn.Module):
         amounts = self.amounts()
         first_x, injects, of_past = self.functions.embed_inputs(
             looked_up["lm_head"], reading, looked_up.get("ngrams"), self.weight("lm_head"),
-            self.weight("length_vectors"), self.signs, amounts, self.weight("past_gates"),
-            self.config.num_layers)
+            self.weight("length_vectors"), self.signs, amounts, self.config.num_layers)
         value_embeds = self.value_embeds_of(looked_up)
         contexts = self.layer_contexts(reading.begins, setting, training, injects, value_embeds)
         weights = self.layer_weights(amounts)

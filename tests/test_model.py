@@ -234,7 +234,6 @@ def plain_gpt(w, signs, tokens, targets, starts, setting, heads, d, longest, rec
     past = ngram + copied
     for found in (induced, recalled):
         past = past + torch.stack([w["length_vectors"][length] for _, length in found])
-    past_gates = 2 * torch.sigmoid(torch.cat((x0[:, :12], past[:, :12]), 1) @ w["past_gates"].T)
     tables = w["value_embeds"].view(len(w["value_embeds"]), -1, width)
     own = torch.zeros(length, dtype=torch.bool)
     own[[0, *starts]] = True  # a token that has none before it keeps all of its own
@@ -257,14 +256,13 @@ def plain_gpt(w, signs, tokens, targets, starts, setting, heads, d, longest, rec
         quarters = zip(k.chunk(4, -1), torch.where(own[:, None, None], k, shifted(k)).chunk(4, -1))
         k = torch.cat([before if j % 2 else now for j, (now, before) in enumerate(quarters)], -1)
         y = naive_attention(q, k, v, visible["long" if i in ((L - 1) // 2, L - 1) else "short"])
-        y = y * torch.sigmoid(u[:, :12] @ w["gates"][place].T)[:, :, None]
         return y.reshape(length, width) @ (mix_o * wo)
 
     x, outputs, factor = x0, [], 1
     for i in range(L):
         mix_x0, mix_past, mix_o, mix_down, mix_v, mix_attn, mix_mlp = w["scalars"][i]
         a = attention(i, read(x, factor), mix_v, mix_o) if i in attends else 0
-        x = mix_attn.exp() * x + a + mix_x0 * x0 + mix_past * past_gates[:, i, None] * past
+        x = mix_attn.exp() * x + a + mix_x0 * x0 + mix_past * past
         factor = factor * mix_attn.exp()
         hidden = torch.relu(read(x, factor) @ w["mlp"][2 * i]) ** 2
         x = mix_mlp.exp() * x + hidden @ (mix_down * w["mlp"][2 * i + 1]).T
@@ -547,7 +545,7 @@ def test_the_default_has_as_many_weights_as_its_sizes_say():
     assert size["qkvo"] == 6 * 4 * 512 * 640 and size["mlp"] == 6 * 2 * 640 * 2304
     assert size["lm_head"] == 50304 * 640 and size["value_embeds"] == 6 * 50304 * 512
     assert size["ngrams"] == 2**24 * 320
-    assert size["scalars"] == 6 * 7 and size["gates"] == size["value_gates"] == 6 * 4 * 12
+    assert size["scalars"] == 6 * 7 and size["value_gates"] == 6 * 4 * 12
     assert size["late_in"] + size["late_out"] + size["late_bias"] == 64 * 640 + 7 * 64 + 7
     assert size["length_vectors"] == 4 * 640, "no match, and those of 1, 2 and 3 tokens"
     active, in_tables = t.report.num_weights(t.parameter_table(t.Config()))
@@ -567,7 +565,7 @@ def test_initial_weights_are_as_specified_and_depend_on_the_seed_but_not_on_the_
     one, three, other = tiny(**sizes), tiny(3, **sizes), tiny(**sizes)
     for model, seed in ((one, 7), (three, 7), (other, 8)):
         t.initialize(model, seed)
-    constant = {"scalars", "gates", "value_gates", "past_gates", "ngrams", "length_vectors", "late_out", "late_bias"}
+    constant = {"scalars", "value_gates", "ngrams", "length_vectors", "late_out", "late_bias"}
     for name in one.params:
         assert torch.equal(one.weight(name), three.weight(name)), name
         assert not getattr(three, name)[one.params[name].shape[0] :].any(), f"the padding of {name} is not zero"

@@ -220,7 +220,7 @@ def test_a_reset_forgets_moments_and_steps():
 
 
 def test_float32_masters_keep_updates_that_are_too_small_for_bf16():
-    model = small("bfloat16", gates=False)
+    model = small("bfloat16")
     optimizer = t.Optimizer(model)
     optimizer.reset({name: torch.ones_like(bank, dtype=torch.float32) for name, bank in optimizer.banks.items()})
     for _ in range(8):  # each moves a weight by about 0.0007; the next smaller number than 1 in bf16 is 0.996
@@ -349,8 +349,8 @@ def test_a_wrong_order_or_a_missing_gradient_is_an_error_in_a_sentence():
     model.mlp.grad = None
     with pytest.raises(RuntimeError, match="^mlp has no gradient"):
         optimizer.start_sums()
-    model.params["gates"] = model.params["gates"]._replace(optimizer="sgd")
-    with pytest.raises(ValueError, match="^gates: sgd is no optimizer"):
+    model.params["scalars"] = model.params["scalars"]._replace(optimizer="sgd")
+    with pytest.raises(ValueError, match="^scalars: sgd is no optimizer"):
         t.Optimizer(model)
 
 
