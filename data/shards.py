@@ -147,13 +147,8 @@ def fingerprint(path: Path, split: str) -> dict:
         sha256 = hashlib.sha256(file.read(HEADER_BYTES + mebibyte))
         file.seek(max(size - mebibyte, 0))
         sha256.update(file.read())
-    return {
-        "split": split,
-        "name": path.name,
-        "bytes": size,
-        "tokens": num_tokens,
-        "sha256": sha256.hexdigest(),
-    }
+    return dict(split=split, name=path.name, bytes=size, tokens=num_tokens,
+                sha256=sha256.hexdigest())
 
 
 # --------------------------------------------------------------------------------------------------

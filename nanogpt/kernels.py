@@ -208,15 +208,6 @@ def contiguous(x: Tensor) -> Tensor:
     return transpose(x.t().contiguous())
 
 
-def emulated_product(a: Tensor, b_t: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """a (M, K), b_t (N, K) and the product of both scales -> (M, N), without FP8 hardware."""
-    if a.is_cuda:
-        sums = torch.mm(a.bfloat16(), b_t.bfloat16().t(), out_dtype=torch.float32)
-    else:
-        sums = a.float() @ b_t.float().t()
-    return (sums * scale).to(dtype)
-
-
 @torch.library.custom_op("nanogpt::product", mutates_args=())
 def product(a: Tensor, b_t: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
     """a (M, K) times b_t (N, K) transposed, times both scales () -> (M, N) in dtype.
@@ -227,7 +218,11 @@ def product(a: Tensor, b_t: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: tor
     """
     holds_rounded_numbers = torch.bfloat16 in (a.dtype, b_t.dtype)
     if holds_rounded_numbers or not has_fp8(a.device):
-        return emulated_product(a, b_t, a_scale * b_scale, dtype)
+        if a.is_cuda:
+            sums = torch.mm(a.bfloat16(), b_t.bfloat16().t(), out_dtype=torch.float32)
+        else:
+            sums = a.float() @ b_t.float().t()
+        return (sums * (a_scale * b_scale)).to(dtype)
     fast = a.dtype == E4M3 and b_t.dtype == E4M3
     a = contiguous(a)
     b = contiguous(b_t).t()

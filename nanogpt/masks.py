@@ -115,9 +115,15 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     if q.is_cuda:
         k = k.unfold(0, span, BLOCK_SIZE).mT  # (n, H, span, d)
         v = v.unfold(0, span, BLOCK_SIZE).mT
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0)
     else:
-        y = cpu_attention(q, cpu_unfold(k, n), cpu_unfold(v, n), mask)
+        k = cpu_unfold(k, n)
+        v = cpu_unfold(v, n)
+    if q.is_cuda or q.dtype != torch.bfloat16:
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0)
+    else:  # on CPUs PyTorch would compute in float32, though products in bf16 are faster
+        hidden = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
+        scores = (q @ k.mT).add_(hidden)  # (n, H, BLOCK_SIZE, span)
+        y = scores.softmax(-1) @ v
     return y.transpose(1, 2).reshape(T, H, d)
 
 
@@ -127,16 +133,3 @@ def cpu_unfold(x: Tensor, n: int) -> Tensor:
     blocks = x.unflatten(0, (-1, BLOCK_SIZE)).transpose(1, 2)  # (n + window - 1, H, BLOCK_SIZE, d)
     window = len(blocks) - n + 1
     return torch.cat([blocks[i : i + n] for i in range(window)], 2)
-
-
-def cpu_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """F.scaled_dot_product_attention without a scale. On CPUs PyTorch computes it in float32, also
-    for bf16, though products in bf16 are faster. So in bf16 we multiply ourselves."""
-    dtype = q.dtype
-    if dtype == torch.bfloat16:
-        hidden = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
-        scores = (q @ k.mT).add_(hidden)  # (n, H, BLOCK_SIZE, span)
-        return scores.softmax(-1) @ v
-    wide = torch.promote_types(dtype, torch.float32)
-    q, k, v = q.to(wide), k.to(wide), v.to(wide)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0).to(dtype)

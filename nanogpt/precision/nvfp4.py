@@ -73,14 +73,6 @@ def to_fp4(x: Tensor, square: bool = False, stochastic: bool = False) -> tuple[T
     return values, amax / (LARGEST * LARGEST_SCALE)
 
 
-def multiply(a: tuple[Tensor, Tensor], b_t: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
-    """a (M, K) times b_t (N, K) transposed, both from `to_fp4` -> (M, N) of this dtype, with sums
-    in float32."""
-    a_values, a_scale = a
-    b_values, b_scale = b_t
-    return kernels.product(a_values, b_values, a_scale, b_scale, dtype)
-
-
 def hadamard(x: Tensor) -> Tensor:
     """x (R, C) -> the same shape in float32: each 16 numbers of a row times diag(signs) H / 4.
 
@@ -102,17 +94,19 @@ class NVFP4Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w):
         ctx.save_for_backward(x, w)
-        return multiply(to_fp4(x), to_fp4(w, square=True), x.dtype)
+        x4, x_scale = to_fp4(x)
+        w4, w_scale = to_fp4(w, square=True)
+        return kernels.product(x4, w4, x_scale, w_scale, x.dtype)
 
     @staticmethod
     def backward(ctx, g):
         x, w = ctx.saved_tensors
-        w4_t = to_fp4(w.t(), square=True)  # the numbers of fprop
-        g4 = to_fp4(g, stochastic=True)
-        grad_x = multiply(g4, w4_t, g.dtype)  # (T, K)
-        g4_t = to_fp4(hadamard(g.t()), stochastic=True)
-        x4_t = to_fp4(hadamard(x.t()))
-        grad_w = multiply(g4_t, x4_t, g.dtype)  # (N, K)
+        w4_t, w_scale = to_fp4(w.t(), square=True)  # the numbers of fprop
+        g4, g_scale = to_fp4(g, stochastic=True)
+        grad_x = kernels.product(g4, w4_t, g_scale, w_scale, g.dtype)  # (T, K)
+        g4_t, g_scale = to_fp4(hadamard(g.t()), stochastic=True)
+        x4_t, x_scale = to_fp4(hadamard(x.t()))
+        grad_w = kernels.product(g4_t, x4_t, g_scale, x_scale, g.dtype)  # (N, K)
         return grad_x, grad_w
 
 
