@@ -230,7 +230,8 @@ class Config(RunConfig):
     precision: str = key(
         "auto", "row of PRECISIONS; auto: fp8-qkv where the GPU has FP8, else bf16")
     float8_all_gather: bool = key(
-        False, "hand out updated weights as FP8, half the traffic; for --precision=fp8")
+        False, "hand out the layers' updated matrices as FP8, half the traffic; for "
+        "--precision=fp8")
     dtype: str = key(
         "auto", "of activations and of the weights that products use: bfloat16, float32, float64, "
         "or auto: as the precision says",
@@ -312,7 +313,7 @@ PRESETS: dict[str, dict] = {
         target_loss=0.0),
     "speedrun": FEW_LAYERS | dict(
         # The default, 3,500 steps, reads 539M tokens. Where record 92 is at 3.277 on FineWeb, it is
-        # at 3.124 on the longer stand-in corpus. This preset is at 3.361 after 191.5M tokens of
+        # at 3.124 on the longer stand-in corpus. Commit 605b27d was at 3.361 after 191.5M tokens of
         # that. Its loss falls by about 0.227 when e times as many are read:
         # 191.5M * e^((3.361 - 3.127) / 0.227) = 537M for 3.28. A larger model needs fewer tokens,
         # but more time (records/long_runs.md).
@@ -650,7 +651,7 @@ def parameter_table(c: Config) -> dict[str, Param]:
         # At first, 0.4 (0.1 of `late_mix` * 4) of the stream after two thirds of the layers is
         # subtracted: the last layers need what it holds, the head does not (records 40, 81).
         "late_bias": Param((sources,), init=constants(0, 0, -4, *[0] * (sources - 3)), **late),
-        # of the value embedding of each attention head
+        # a gate for the value embedding in each head
         "value_gates": Param((E, H, 2 * GATE_CHANNELS), init=zero, share="all", **adam_at_head_lr),
     }
     return {name: param for name, param in params.items() if has.get(name, True)}
