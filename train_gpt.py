@@ -105,11 +105,6 @@ from records.console import Console
 # --------------------------------------------------------------------------------------------------
 # 1. Configuration: every key can be given as --key=value
 
-# The gate of a value embedding reads the first channels of the layer's input, and as many of the
-# embedding.
-GATE_CHANNELS = 6
-
-
 @dataclasses.dataclass
 class Config(RunConfig):
     """What decides the result of a run. `RunConfig` (nanogpt/command_line.py) has the other keys,
@@ -185,7 +180,7 @@ class Config(RunConfig):
         "muon_decay * (muon_lr * factor of the schedule)^2 of it; for the MLPs' up twice this, for "
         "down four times")
     head_lr: float = key(
-        0.0065, "Adam's learning rate for output head, token embedding and gates of values; MUDD "
+        0.0065, "Adam's learning rate for output head and token embedding; MUDD "
         "(late_mix) has a quarter of it")
     head_every_second: bool = key(
         False, "update the head, which is the token embedding, too, in every second step only, by "
@@ -617,15 +612,13 @@ def parameter_table(c: Config) -> dict[str, Param]:
     muon = dict(
         optimizer="muon", lr=c.muon_lr, betas=(c.muon_momentum, 0.9),
         decay=c.muon_decay * c.muon_lr)
-    adam_at_head_lr = dict(optimizer="adam", lr=c.head_lr)
     scalar = dict(optimizer="adam", lr=c.scalar_lr, share="all")
     late = dict(optimizer="adam", lr=0.25 * c.head_lr, share="all")
     table = dict(
         optimizer="rows", lr=c.table_lr, betas=(0, 0.95), decay=0.07 * c.table_lr, share="columns")
     has = dict(  # parameters of what can be switched off
         value_embeds=E, ngrams=c.ngram_rows, scalars=c.scalars,
-        length_vectors=matches, late_in=c.late_mix, late_out=c.late_mix, late_bias=c.late_mix,
-        value_gates=E)
+        length_vectors=matches, late_in=c.late_mix, late_out=c.late_mix, late_bias=c.late_mix)
     params = {
         # up and down of each layer in turn, both (D, F): y = relu(x up)^2 down^T. By theory, Muon's
         # learning rate for up grows with the root of F / D (record 42), which is 2 for the usual
@@ -634,8 +627,8 @@ def parameter_table(c: Config) -> dict[str, Param]:
             (2 * L, D, c.mlp_dim), init=up_and_down, lr_factors=(2.0, 4.0), **muon),
         # the output head, which is the token embedding, too
         "lm_head": Param(
-            (V, D), init=normal(0.005),
-            betas=(0.5, 0.95), decay=0.75 * c.head_lr, **adam_at_head_lr),
+            (V, D), optimizer="adam", lr=c.head_lr, init=normal(0.005), betas=(0.5, 0.95),
+            decay=0.75 * c.head_lr),
         "value_embeds": Param((V, E * H * d), init=normal(0.01), **table),
         "ngrams": Param((c.ngram_rows, c.ngram_width), init=zero, **table),
         # Queries, keys, values and output of each layer with attention in turn. The weight of the
@@ -651,8 +644,6 @@ def parameter_table(c: Config) -> dict[str, Param]:
         # At first, 0.4 (0.1 of `late_mix` * 4) of the stream after two thirds of the layers is
         # subtracted: the last layers need what it holds, the head does not (records 40, 81).
         "late_bias": Param((sources,), init=constants(0, 0, -4, *[0] * (sources - 3)), **late),
-        # a gate for the value embedding in each head
-        "value_gates": Param((E, H, 2 * GATE_CHANNELS), init=zero, share="all", **adam_at_head_lr),
     }
     return {name: param for name, param in params.items() if has.get(name, True)}
 
@@ -688,7 +679,6 @@ class LayerWeights(NamedTuple):
     down: Tensor  # (D, F)
     qkvo: Tensor | None  # (4, H d, D): q = x qkvo[0]^T, so k and v, and output = y qkvo[3]
     amounts: Tensor | None  # (5,), from `amounts_of`
-    value_gates: Tensor | None  # (H, 2 GATE_CHANNELS)
 
 
 class LayerContext(NamedTuple):
@@ -745,14 +735,10 @@ def attention(x: Tensor, weights: LayerWeights, amounts: dict[str, Tensor],
     q = norm_and_rotate(q.view(T, H, d), context.cos, context.sin, context.score_scale)
     k = norm_and_rotate(k.view(T, H, d), context.cos, context.sin)
 
-    # 2. A value embedding of each token is added to its values (record 14). The input and the
-    # embedding itself decide how much of it.
+    # 2. A value embedding of each token is added to its values (record 14).
     v = v.view(T, H, d)
     if context.value_embed is not None:
-        steering = torch.cat(
-            (x[:, :GATE_CHANNELS], context.value_embed[:, :GATE_CHANNELS]), 1)
-        value_gate = 2 * torch.sigmoid(F.linear(steering, weights.value_gates.to(x.dtype)))
-        v = v + value_gate[..., None] * context.value_embed.reshape(T, H, d)
+        v = v + context.value_embed.view(T, H, d)
 
     # 3. Attention itself. With mix_previous half of each key is the previous token's.
     k = offset_keys(k, context)
@@ -958,8 +944,8 @@ class GPT(nn.Module):
             if param.share == "slice":
                 rows = math.ceil(rows / world_size) * world_size
             # The small ones stay wide. They are converted where they meet an activation, as in
-            # value_gates.to(x.dtype). Only `scalars` need not be: a single number leaves the dtype
-            # of what it multiplies.
+            # w_in.to(x.dtype). Only `scalars` need not be: a single number leaves the dtype of what
+            # it multiplies.
             bank_dtype = wide if param.share == "all" else dtype
             if param.optimizer == "rows":
                 bank_dtype = range_of_float32(dtype)  # nothing else holds these weights
@@ -1000,8 +986,7 @@ class GPT(nn.Module):
         weights = dict(up=matrices[::2], down=matrices[1::2])
         for name, bank, layers in (
                 ("qkvo", qkvo, c.layers_with_attention),
-                ("amounts", amounts, range(c.num_layers)),
-                ("value_gates", self.weight("value_gates"), c.layers_with_values)):
+                ("amounts", amounts, range(c.num_layers))):
             weights[name] = at_layers(() if bank is None else bank.unbind(), layers, c.num_layers)
         return [LayerWeights(**dict(zip(weights, of_layer))) for of_layer in zip(*weights.values())]
 

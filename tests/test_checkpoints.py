@@ -263,7 +263,7 @@ def test_a_save_that_is_cut_off_is_one_sentence_before_anything_is_compiled(leng
     assert str(save) in sentence and "cut off" in sentence and "leave --resume out" in sentence
 
 
-@pytest.mark.parametrize("name", ["lm_head", "mlp", "value_gates"])
+@pytest.mark.parametrize("name", ["lm_head", "mlp", "late_out"])
 def test_a_save_of_other_code_is_one_sentence(name, stopped, tmp_path, capfd):
     save = tmp_path / "copy.saved"
     tensors = load_file(the_save(stopped))

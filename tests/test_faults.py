@@ -163,7 +163,7 @@ LOWER = "; lower the learning rates; if --precision is not bf16, try that"
 SPOILT = rf"the training loss is nan at step 3, mlp.master of rank 0 is not finite{LOWER}"
 LONG = {"num_steps": 30, "epochs": 50, "val_interval": 2}  # reads the shards again and again
 HAPPENS = [
-    *[Happens(f"a weight is not finite, {precision}", "before 3", spoil("value_gates"), SPOILT, 2, {"precision": precision}, kept=2)
+    *[Happens(f"a weight is not finite, {precision}", "before 3", spoil("late_out"), SPOILT, 2, {"precision": precision}, kept=2)
       for precision in ("bf16", "fp8-qkv")],
     Happens("a table is not finite", "before 3", lambda place, model, _: model.ngrams.data.fill_(math.inf), SPOILT, 2, kept=2),
     Happens("the last update spoils the weights", "after 4", spoil_masters, "the validation loss is nan at step 4, qkvo.master "

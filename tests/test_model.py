@@ -248,9 +248,7 @@ def plain_gpt(w, signs, tokens, targets, starts, setting, heads, d, longest, rec
         q, k, v = ((u @ m.T).view(length, heads, d) for m in (wq, wk, mix_v * wv))
         q, k = rms(q) * setting.score_scale, rms(k)
         if i in with_values:
-            ve = tables[tokens, with_values.index(i)]
-            gate = 2 * torch.sigmoid(torch.cat((u[:, :6], ve[:, :6]), 1) @ w["value_gates"][with_values.index(i)].T)
-            v = v + gate[:, :, None] * ve.view(length, heads, d)
+            v = v + tables[tokens, with_values.index(i)].view(length, heads, d)
         q, k = turned(q, freq), turned(k, freq)
         # the half free of position is the previous token's, too
         quarters = zip(k.chunk(4, -1), torch.where(own[:, None, None], k, shifted(k)).chunk(4, -1))
@@ -545,7 +543,7 @@ def test_the_default_has_as_many_weights_as_its_sizes_say():
     assert size["qkvo"] == 6 * 4 * 512 * 640 and size["mlp"] == 6 * 2 * 640 * 2304
     assert size["lm_head"] == 50304 * 640 and size["value_embeds"] == 6 * 50304 * 512
     assert size["ngrams"] == 2**24 * 320
-    assert size["scalars"] == 6 * 7 and size["value_gates"] == 6 * 4 * 12
+    assert size["scalars"] == 6 * 7
     assert size["late_in"] + size["late_out"] + size["late_bias"] == 64 * 640 + 7 * 64 + 7
     assert size["length_vectors"] == 4 * 640, "no match, and those of 1, 2 and 3 tokens"
     active, in_tables = t.report.num_weights(t.parameter_table(t.Config()))
@@ -565,7 +563,7 @@ def test_initial_weights_are_as_specified_and_depend_on_the_seed_but_not_on_the_
     one, three, other = tiny(**sizes), tiny(3, **sizes), tiny(**sizes)
     for model, seed in ((one, 7), (three, 7), (other, 8)):
         t.initialize(model, seed)
-    constant = {"scalars", "value_gates", "ngrams", "length_vectors", "late_out", "late_bias"}
+    constant = {"scalars", "ngrams", "length_vectors", "late_out", "late_bias"}
     for name in one.params:
         assert torch.equal(one.weight(name), three.weight(name)), name
         assert not getattr(three, name)[one.params[name].shape[0] :].any(), f"the padding of {name} is not zero"

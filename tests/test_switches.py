@@ -13,7 +13,7 @@ SWITCHES = {  # option -> the parameters that it takes away
     "ngram_rows": {"ngrams"},
     "induced": set(),
     "recall_rows": set(),
-    "value_layers": {"value_embeds", "value_gates"},
+    "value_layers": {"value_embeds"},
     "late_mix": {"late_in", "late_out", "late_bias"},
     "mix_previous": set(),
     "scalars": {"scalars"},
@@ -48,7 +48,7 @@ def test_without_a_mechanism_the_model_trains_and_has_no_weights_of_it(option):
 def test_a_model_trains_with_attention_and_value_embeddings_in_some_of_its_layers(precision):
     model, losses = trained(attention_layers="0,2", value_layers="2", precision=precision)
     assert losses[-1] < losses[0]
-    assert model.qkvo.shape[0] == 2 * 4 and len(model.value_gates) == 1
+    assert model.qkvo.shape[0] == 2 * 4
     assert model.value_embeds.shape == (384, 32)
     log = []
     fp8_static.check_weights(model, t.SCALARS, 0, SimpleNamespace(fact=lambda *fact: log.append(fact)))
