@@ -225,7 +225,7 @@ class Config(RunConfig):
     precision: str = key(
         "auto", "row of PRECISIONS; auto: fp8-qkv where the GPU has FP8, else bf16")
     float8_all_gather: bool = key(
-        False, "hand out the layers' updated matrices as FP8, half the traffic; for "
+        False, "hand out the layers' updated matrices as FP8, which halves their traffic; for "
         "--precision=fp8")
     dtype: str = key(
         "auto", "of activations and of the weights that products use: bfloat16, float32, float64, "
@@ -283,7 +283,7 @@ ON_CPU = dict(compile=False, precision="bf16" if CPU_HAS_BF16 else "fp32")
 # The plain transformer: each mechanism that can be switched off is. In parentheses: where it lives.
 # What has no switch stays: normalised queries and keys, a rotary embedding of half of a head,
 # attention inside of a document and of a window, squared ReLU, one matrix for embedding and head,
-# capped logits, NorMuon, cautious weight decay. FP8 stays, too, where the GPU has it.
+# capped logits, NorMuon, how weights decay. FP8 stays, too, where the GPU has it.
 PLAIN_MODEL = dict(
     value_layers="none",  # a learned vector of each token in its values (`attention`, step 2)
     mix_previous=False,  # channels and keys of the previous token (`input_of`, `offset_keys`)
@@ -513,8 +513,8 @@ def amounts_of(scalars: Tensor) -> Tensor:
     Attention and MLPs read the norm of the stream x, which does not change if x is divided by a
     number. So the model has x / P in place of x, where P is the product of all factors of the
     stream so far: whatever is added to it is divided by P. To multiply x itself would take a pass
-    over the stream, and the gradient of the factor another one. (`late_mix` does not normalise x
-    first. There x / P is another stream than x, from which it learns as well.)"""
+    over the stream, and the gradient of the factor another one. (`late_mix` reads
+    x / P itself, and not its norm. So it gets another stream than x, and learns to use that.)"""
     first_past_o, down, v, factors = scalars.split((3, 1, 1, 2), 1)
     products = factors.flatten().cumsum(0).exp()  # (2 L,) of all factors of the stream so far
     after_attn, after_mlp = products.view(-1, 2).split(1, 1)  # (L, 1) each
@@ -900,11 +900,11 @@ class GPT(nn.Module):
     """The model, over one or more packed sequences of documents, end to end.
 
     The weights of all layers lie in banks. Those of which each rank owns a slice are padded to a
-    multiple of world_size. The model keeps the large ones in its own dtype; the optimizer
-    has the float32 originals. `functions` are those of EAGER (section 8), compiled or not. With
-    `as_graphs`, which is for compiled runs on a GPU, the reading of batches and the updates run as
-    CUDA graphs, and --attention=auto means FlexAttention. The passes run as graphs if
-    `train_step` is given a `call` that makes such graphs."""
+    multiple of world_size. The model has the matrices in its own dtype; the optimizer has their
+    float32 originals, from which they are rounded. `functions` are those of EAGER (section 8),
+    compiled or not. With `as_graphs`, which is for compiled runs on a GPU, the reading of batches
+    and the updates run as CUDA graphs, and --attention=auto means FlexAttention. The passes run as
+    graphs if `train_step` is given a `call` that makes such graphs."""
 
     def __init__(self, c: Config, device: torch.device, world_size: int = 1,
                  functions: "Functions | None" = None, as_graphs: bool = False):
@@ -1026,12 +1026,12 @@ class GPT(nn.Module):
         c = self.config
         made_masks = self.make_masks(begins, setting.windows)
         rotary = self.rotary(setting, len(begins), training)
-        contexts = []
-        for i in range(c.num_layers):
-            mask = made_masks["long" if sees_far(i, c) else "short"]
-            contexts.append(LayerContext(
-                c.mix_previous, c.num_heads, *rotary, mask, injects[i], value_embeds[i], begins))
-        return contexts
+        return [
+            LayerContext(
+                c.mix_previous, c.num_heads, *rotary,
+                made_masks["long" if sees_far(i, c) else "short"], injects[i], value_embeds[i],
+                begins)
+            for i in range(c.num_layers)]
 
     def last_stream(self, reading: Reading, setting: Setting, training: bool,
                     looked_up: dict | None = None) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -1612,10 +1612,8 @@ def stages(c: Config) -> list[tuple[int, int, Stage]]:
 def stage_of(step: int, c: Config) -> Stage:
     """The stage of the update that comes after `step` updates. When all are done, it is the last
     stage of the schedule."""
-    for _, end, stage in stages(c):
-        if step < end:
-            return stage
-    return SCHEDULES[c.schedule][-1]
+    last = SCHEDULES[c.schedule][-1]
+    return next((stage for _, end, stage in stages(c) if step < end), last)
 
 
 def stage_tokens(stage: Stage, c: Config) -> int:
@@ -1630,10 +1628,9 @@ def total_tokens(c: Config, steps: int) -> int:
 
 def batch_plan(c: Config) -> list[int]:
     """For each step how many sequences its batch has."""
-    plan = []
-    for first, end, stage in stages(c):
-        plan += [stage_tokens(stage, c) // c.seq_len] * (end - first)
-    return plan
+    return [
+        stage_tokens(stage, c) // c.seq_len
+        for first, end, stage in stages(c) for _ in range(first, end)]
 
 
 def lr_factor_at(step: int, c: Config) -> float:
@@ -1685,7 +1682,7 @@ def rescaled(frequency: float, old: int, new: int) -> float:
 # 10. One step, and validation
 #
 # What a GPU does side by side in a step of two micro-batches, if it is one of several (time runs
-# downwards; a pass is forward and backward; lm_head only if it is updated in this step):
+# downwards; a pass is forward and backward; lm_head is summed and updated in every second step):
 #
 #   main stream            side stream (tables.py)         transfers between the GPUs
 #   pass 1                 finds the rows that are used    which rows each GPU uses, and what
@@ -1766,10 +1763,9 @@ def train_step(model: GPT, optimizer: Optimizer, batch: list[tuple[Reading, Targ
 def loss_without_gradient(model: GPT, inputs: Tensor, targets: Tensor,
                           setting: Setting) -> Tensor:
     """The loss, a sum over tokens. Weights in fp16 become bf16, in which nothing overflows."""
-    weights = {}
-    for name, bank in model.named_parameters():
-        if bank.dtype == torch.float16:
-            weights[name] = bank.bfloat16()
+    weights = {
+        name: bank.bfloat16() for name, bank in model.named_parameters()
+        if bank.dtype == torch.float16}
     reading = model.past.read(inputs, training=False)
     return torch.func.functional_call(
         model, weights, (reading, over_all_tokens(targets), setting, False))
