@@ -159,7 +159,7 @@ def configure(script, save: Path, given: dict):
 
 def state_of(optimizer) -> dict[str, Tensor]:
     """All that the updates of a train_gpt.Optimizer change, by names like "mlp.master" and
-    "mlp.momentum_buffer": this rank's rows of what `is_sliced`, and all of the rest."""
+    "mlp.momentum_buffer": of banks with share "slice" this rank's rows, and all of the rest."""
     named = {}
     for name, master in optimizer.masters.items():
         named[f"{name}.master"] = master
@@ -247,9 +247,9 @@ class Keeper:
         self.log = log
         self.clock = clock
         self.first_step = 0
-        self.save_file = Path(c.log_dir, f"{facts.run['run_id']}.saved")
+        self.save_path = Path(c.log_dir, f"{facts.run['run_id']}.saved")
         # Where the best weights go: None if none are kept, and always on ranks other than 0.
-        self.weights_file = run_files.checkpoint_path
+        self.weights_path = run_files.checkpoint_path
         self.lacks_weights = False  # whether the best weights could not be written
         self.best = None  # step, loss and file of the best weights; no file of the untrained ones
         saved = run_files.saved
@@ -257,8 +257,8 @@ class Keeper:
             path = Path(c.resume)
             on_all_ranks(restore, path, optimizer)
             self.first_step = saved["step"]
-            if path.parent == self.save_file.parent:  # else it may be somebody's copy
-                self.save_file = path
+            if path.parent.samefile(c.log_dir):  # else it may be somebody's copy
+                self.save_path = path
             self.best = saved["best"]
             clock.total = saved["seconds"]
             for line in saved["steps"]:
@@ -290,7 +290,7 @@ class Keeper:
         if not is_rank_0():
             return
         try:
-            write(self.save_file, tensors, facts)
+            write(self.save_path, tensors, facts)
         except OSError as error:
             complain(f"cannot save: {error}; the run goes on, and an older save stays")
 
@@ -298,27 +298,27 @@ class Keeper:
         """The run has come to its end: its save is of no use, unless the disk had no place for the
         best weights."""
         if is_rank_0() and not self.lacks_weights:
-            self.save_file.unlink(missing_ok=True)
+            self.save_path.unlink(missing_ok=True)
 
     @patiently()
     def validated(self, step: int, loss: float) -> None:
         """Writes the weights if they are the best so far, and better than without training. They
         are written at once, so that not even kill -9 loses them. A collective."""
-        if self.weights_file is None or (self.best and loss >= self.best[1]):
+        if self.weights_path is None or (self.best and loss >= self.best[1]):
             return
         if step == 0:
             self.best = step, loss, None
             return
         if self.config.save_checkpoint == "auto" and not (self.best and self.best[2]):
-            self.weights_file = unused_path(self.weights_file)  # if another run has begun meanwhile
+            self.weights_path = unused_path(self.weights_path)  # if another run has begun meanwhile
         run = self.facts.run
         about = dict(
             config=dataclasses.asdict(self.config), step=step, val_loss=loss, run_id=run["run_id"],
             code_sha256=run["code_sha256"], data=self.facts.data)
         self.lacks_weights = True
         try:
-            write(self.weights_file, weights_of(self.optimizer.model), about)
-            self.best = step, loss, str(self.weights_file)
+            write(self.weights_path, weights_of(self.optimizer.model), about)
+            self.best = step, loss, str(self.weights_path)
             self.lacks_weights = False
         except OSError as error:
             complain(f"{error}; the run goes on")

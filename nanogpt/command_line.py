@@ -21,8 +21,8 @@ def key(default, meaning: str, choices: tuple[str, ...] = (), least: float | Non
     """A field of a configuration. Its type is that of the default value.
 
     choices: the texts that it can be, if not all
-    least, most: the bounds of a number; without `least` a whole number is at least 1, and another
-        one 0
+    least, most: the bounds of a number; without `least` a whole number is at least 1, and any other
+        number at least 0
     """
     if least is None:
         least = 1 if type(default) is int else 0
@@ -82,7 +82,7 @@ def check(c, script) -> None:
     require(c.layers_with_attention, "--attention_layers=none: at least one layer needs attention")
     require(c.save_checkpoint or not c.sample,
             "--sample needs kept weights: give --save_checkpoint=auto, too, or --sample= for none")
-    _ = c.layers_with_values  # raises BadInput itself, as the other does
+    _ = c.layers_with_values, c.recall_lengths  # to read these raises BadInput if they are wrong
     check_lengths(c)
     check_stages(c, script.SCHEDULES[c.schedule])
     require(c.candidates % 16 == 0,
@@ -102,7 +102,7 @@ def numbers_among(option: str, text: str, possible: tuple[int, ...]) -> tuple[in
 
 
 def check_lengths(c) -> None:
-    """Lengths are whole blocks of attention or whole sequences, and heads have quarters."""
+    """Lengths are whole blocks of attention or whole sequences, and head_dim a multiple of 4."""
     for name, unit in (("seq_len", BLOCK_SIZE), ("val_seq_len", BLOCK_SIZE), ("head_dim", 4),
                        ("batch_tokens", c.seq_len), ("val_tokens", c.val_seq_len)):
         value = getattr(c, name)

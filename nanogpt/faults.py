@@ -22,8 +22,8 @@ LOWER = "lower the learning rates; if --precision is not bf16, try that"
 def run(train: Callable[[ExitStack], int], stop: Stop) -> int:
     """Returns the status that `train` returns, 1 after a crash, or 2 if the user can mend what went
     wrong. On an error, what `train` has pushed to its argument is done first: it writes a note to
-    the log. One of several ranks then ends at once, and torchrun ends the others. These save
-    nothing, as a save takes all ranks."""
+    the log. If there are several ranks, the one with the error then ends at once, and torchrun ends
+    the others. Nothing is saved then, as a save takes all ranks."""
     try:
         with ExitStack() as at_end:
             status = train(at_end)
@@ -46,7 +46,7 @@ def run(train: Callable[[ExitStack], int], stop: Stop) -> int:
 
 
 def sentence_of(error: Exception, remedy: str = "") -> str:
-    """What to say of an error that the user can mend, or an empty one. `remedy` is for memory."""
+    """What to say of an error that the user can mend, or an empty text. `remedy` is for memory."""
     if isinstance(error, (BadInput, OSError)):
         return str(error)
     return f"too little memory{remedy}" if lacks_memory(error) else ""

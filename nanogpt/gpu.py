@@ -107,8 +107,8 @@ class CudaGraphs:
     def __init__(self, parameters: Iterable[Tensor]):
         self.parameters = list(parameters)
         self.captures = {}
-        # Graphs share memory. But no graph that is captured later writes to results of an earlier
-        # one: only a replay of the same or of an earlier graph may.
+        # Graphs share memory. To replay a graph may overwrite results of graphs that were captured
+        # after it, but not of those captured before it.
         self.pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, key, function: Callable, tensors: tuple[Tensor, ...]):

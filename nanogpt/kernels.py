@@ -497,19 +497,15 @@ def loss_in_pytorch(
     z: Tensor, targets: Tensor, bias: Tensor | None, grad_scale: float, cap: Cap
 ) -> tuple[Tensor, Tensor]:
     """The kernel's twin: the same without the tricks."""
-    known = targets >= 0
-    target = targets.clamp(min=0)[:, None]
     logits = softcap(z, cap)
     if bias is not None:
         logits = logits + bias
-    lse = logits.logsumexp(-1)
-    loss = lse - logits.gather(-1, target)[:, 0]
+    loss = F.cross_entropy(logits, targets, reduction="none", ignore_index=-1)
     sigmoid = torch.sigmoid((z.float() + cap.shift) / cap.width)
-    gradient = torch.exp(logits - lse[:, None]) - F.one_hot(target[:, 0], z.shape[1])
+    gradient = logits.softmax(-1) - F.one_hot(targets.clamp(min=0), z.shape[1])
     gradient = gradient * sigmoid * (1 - sigmoid) * (cap.height / cap.width)
     # Not a product with 0 or 1, because NaN times 0 is NaN.
-    loss = torch.where(known, loss, 0.0)
-    gradient = torch.where(known[:, None], gradient, 0.0)
+    gradient = torch.where(targets[:, None] >= 0, gradient, 0.0)
     return loss, round_to_fp8(gradient, grad_scale, E5M2)
 
 

@@ -6,8 +6,8 @@ number of each token's document, (T,) int32, which never falls, and T is a multi
 
 On GPUs compiled FlexAttention (record 12) visits only the blocks in which something is seen, and
 computes the mask of single elements only where a block is seen in part. It needs lists of blocks.
-Otherwise PyTorch's scaled-dot-product attention, or on a CPU plain products, compute the same from
-the keys that each block of queries can see."""
+Otherwise PyTorch's scaled-dot-product attention, or on a CPU in bf16 plain products, compute the
+same from the keys that each block of queries can see."""
 from collections.abc import Callable
 
 import torch

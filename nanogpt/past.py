@@ -28,7 +28,7 @@ class Reading(NamedTuple):
     """What the model reads of T tokens. What a model is configured without is empty: (0,)."""
     tokens: Tensor  # (T,) int64
     begins: Tensor  # (T,) bool, where documents begin, and sequences
-    hashes: Tensor  # (lengths, T), of the last 2, 3, ... tokens
+    hashes: Tensor  # (longest_match - 1, T), of the last 2, 3, ... tokens
     rows_of_ngrams: Tensor  # (G T,), their rows of the table (record 62 for pairs)
     # What came next where the last tokens stood before, and how many of them were the same there;
     # both 0 where they did not. (T,) each.
@@ -95,7 +95,7 @@ class Past:
         return Reading(tokens, begins, hashes, rows, *induced, *recalled)
 
     def reset(self, seed: int) -> None:
-        """Forgets all text, and the candidates that were drawn so far."""
+        """Forgets all text: what came next in it, and how often each token was a target."""
         self.candidates.reset(seed)
         self.recall_table.zero_()
         self.has_followed = False
@@ -133,15 +133,15 @@ class Past:
         self.kept = prepared
         return prepared
 
-    def remember(self, batch: list[tuple[Reading, Targets]], read_once: bool) -> None:
+    def remember(self, prepared: list[tuple[Reading, Targets]], read_once: bool) -> None:
         """Writes to the recall table what came next in all of a step's micro-batches, which were
         read before: otherwise they would recall their own targets. A text that is read more than
         once is not remembered, because it would be known by heart. A collective."""
         if not (self.config.recall_lengths and read_once):
             return
         with self.side_stream.on():
-            hashes = torch.cat([reading.hashes for reading, _ in batch], 1)
-            targets = torch.cat([targets.next_tokens for _, targets in batch])
+            hashes = torch.cat([reading.hashes for reading, _ in prepared], 1)
+            targets = torch.cat([targets.next_tokens for _, targets in prepared])
             remember(self.recall_table, hashes, targets, self.config.recall_lengths)
 
 
@@ -168,8 +168,8 @@ def induced_tokens(tokens: Tensor, begins: Tensor, last: Tensor) -> tuple[Tensor
     where the last n tokens were the same as here. We take the longest one, with n from 1 to N, and
     of several the latest. The induced token is the one that came next there."""
     # 1. Sort the positions for each n, so that those with equal last tokens stand side by side, in
-    # the order of the text. What is sorted begins with the number of the document, so that
-    # positions of two documents are never equal.
+    # the order of the text. The upper bits of what is sorted are the number of the document, so
+    # that positions of two documents are never equal.
     identity = begins.cumsum(0) * 2**31 + last  # (N, T)
     order = identity.argsort(dim=1, stable=True)
     in_order = identity.gather(1, order)
@@ -200,15 +200,15 @@ def induced_tokens(tokens: Tensor, begins: Tensor, last: Tensor) -> tuple[Tensor
 
 
 def check_bits(hashes: Tensor) -> Tensor:
-    """hashes (G, T) of the last 2 and more tokens -> (T,)."""
+    """hashes (longest_match - 1, T) -> (T,)."""
     return hashes[0] & 0x7FFF
 
 
 def recalled_tokens(table: Tensor, hashes: Tensor,
                     lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """table (R,), hashes (G, T) -> for each position the token that came next when its last n
-    tokens were last read in training, and n, both (T,) int64, and both 0 where no entry is found. n
-    is the largest of `lengths`, which ascend, for which there is one."""
+    """table (R,), hashes (longest_match - 1, T) -> for each position the token that came next when
+    its last n tokens were last read in training, and n, both (T,) int64, and both 0 where no entry
+    is found. n is the largest of `lengths`, which ascend, for which there is one."""
     token = torch.zeros_like(hashes[0])
     length = torch.zeros_like(token)
     bits = check_bits(hashes)
@@ -223,10 +223,10 @@ def recalled_tokens(table: Tensor, hashes: Tensor,
 def remember(table: Tensor, hashes: Tensor, next_tokens: Tensor,
              lengths: tuple[int, ...]) -> None:
     """Writes to the table (R,), in place and on all ranks, which token came next at each position
-    of this rank in a step: hashes (G, T), next_tokens (T,). A collective."""
+    of this rank in a step: hashes (longest_match - 1, T), next_tokens (T,). A collective."""
     entries = (check_bits(hashes) << 16) + next_tokens
-    places = torch.stack([hashes[n - 2] for n in lengths]) % len(table)  # (lengths, T)
-    of_all = gathered(torch.cat((places, entries[None]))[None])  # (ranks, lengths + 1, T)
+    places = torch.stack([hashes[n - 2] for n in lengths]) % len(table)  # (recall lengths, T)
+    of_all = gathered(torch.cat((places, entries[None]))[None])  # (ranks, recall lengths + 1, T)
     places = of_all[:, :-1]
     entries = of_all[:, -1:].int().expand_as(places)
     places = places.flatten()

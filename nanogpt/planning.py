@@ -37,7 +37,7 @@ def parse_config(script, argv: list[str]):
             "--minutes chooses the number of steps; leave out --minutes or --num_steps")
     brings_text = "data_dir" in values and not values.get("preset")
     cuda = has_cuda(values.get("device"))
-    # A configuration names the save that is found, not what --resume was given as.
+    # The configuration holds the path of the save that was found, and not "newest".
     save = checkpoints.find(values.pop("resume", ""), values.get("log_dir", script.Config.log_dir))
     if save:
         c = checkpoints.configure(script, save, values)
@@ -64,9 +64,10 @@ MINUTES = 2.0  # the budget if none is given
 # Readings of a text. More of them make validation worse: the model learns the text by heart
 # (records/TRIED.md).
 MOST_EPOCHS = {"laptop": 6, "char": 3, "small": 2}
-LEAST_STEPS_PER_READING = 75  # the batches of a short text are small
+# Batches of a short text are made smaller for so many steps, down to a sequence for each process.
+WANTED_STEPS_PER_READING = 75
 TOKENS_PER_ROW = 64  # of the table of n-grams, which learns a text by heart sooner than layers do
-SHORT_TEXT = 2_000_000  # tokens: shorter ones are short
+SHORT_TEXT = 2_000_000  # tokens; a text with fewer has smaller tables (`tables_that_fit`)
 TABLE_SHARE = 0.05  # of a GPU's memory, for the table of n-grams, which is in every save, too
 RECALL_SHARE = 1 / 32  # the same for the table of recalled tokens
 
@@ -87,7 +88,7 @@ def fit(script, given: dict, cuda: bool):
     """The configuration for a text: the preset that suits it, or the given one, with lengths and
     steps that the text has room for. What is given stays, but lengths that are given are upper
     bounds. Raises BadInput if the text is too short or cannot be read."""
-    named = script.Config(**script.PRESETS.get(given.get("preset"), {}) | given)
+    named = configure(script, preset_of(given), given)  # where its text is
     paths = shards.find_shards(named, "train")
     train = tuple(map(shards.count_tokens, paths))  # tokens of each shard
     val = sum(map(shards.count_tokens, shards.find_shards(named, "val")))
@@ -126,9 +127,10 @@ def tables_that_fit(c, tokens: int, cuda: bool) -> dict[str, int]:
 
 def lengths_that_fit(c, stages: list, train: tuple[int, ...], val: int,
                      keep_batch: bool) -> dict[str, int]:
-    """How long sequences, batches and validation can be, in tokens, if each training shard has so
-    many, and all of validation. Those of the configuration are the most; with `keep_batch` its
-    batches stay. Raises BadInput if the text is too short."""
+    """The lengths of sequences, batches and validation, in tokens, for a text with so many tokens:
+    `train` are those of each training shard, `val` those of all validation shards. No length
+    exceeds that of the configuration, and with `keep_batch` its batches stay. Raises BadInput if
+    the text is too short."""
     # 1. Each process has a sequence of each batch, and a stage may have a part of a full batch.
     smallest_part = min(stage.batch_part for stage in stages)
     world_size = int(os.environ.get("WORLD_SIZE", 1))
@@ -147,7 +149,7 @@ def lengths_that_fit(c, stages: list, train: tuple[int, ...], val: int,
     # 3. Batches and validation of whole sequences.
     batch_tokens = c.batch_tokens
     if not keep_batch:
-        batch_tokens = min(batch_tokens, sum(train) // LEAST_STEPS_PER_READING)
+        batch_tokens = min(batch_tokens, sum(train) // WANTED_STEPS_PER_READING)
         batch_tokens = max(1, min(batch_tokens, inputs) // seq_len // unit) * unit * seq_len
     return dict(
         seq_len=seq_len, batch_tokens=batch_tokens, val_seq_len=val_seq_len,

@@ -158,8 +158,8 @@ class Requests:
 
 
 # torch 2.13 has new names for these two collectives, torch 2.11 only the old ones.
-all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def gathered(x: Tensor) -> Tensor:
@@ -172,8 +172,8 @@ def gathered(x: Tensor) -> Tensor:
 
 
 class Slices:
-    """The large weights but those of tables, shared out over the ranks: each updates one slice of
-    them.
+    """The weights but those of tables. Of the large ones each rank updates one slice, and of the
+    small ones all.
 
     A step sums the gradients over the ranks, of which each gets the part of its slice, and gives
     every updated slice to all ranks. Both travel in the background:
@@ -183,7 +183,8 @@ class Slices:
         transfer = slices.hand_out(bank, own)  # ... the GPU works on
         transfer.wait()                        # from here on the whole bank is new
 
-    `start_sum` and `hand_out` are collectives: every rank must call them, in the same order."""
+    `start_sum`, `start_whole_sums` and `hand_out` are collectives: every rank must call them, in
+    the same order."""
 
     def __init__(self):
         self.rank, self.world_size = rank_and_world_size()

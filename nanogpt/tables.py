@@ -13,11 +13,11 @@ The work takes memory bandwidth, while the update of the matrices takes arithmet
 on a CUDA stream beside the main one: 28.7 to 28.9 instead of 30.0 ms a step of 16,384 tokens on one
 H200, with the model of 21 November (records/TRIED.md).
 
-A table is by far the largest part of a model, so there is only one copy of it, in the dtype of the
-products. Where that is bf16, most updates are smaller than half of the distance to the next number,
-and would be lost by rounding to the nearest one. So new rows are rounded up or down at random, such
-that their mean is exact. The optimizer keeps a single number for a row, the mean square of its
-gradients over time, and no momentum (record 92).
+A table is by far the largest part of a model, so there is only one copy of it, in the model's dtype
+(but bf16 in place of fp16). Where that is bf16, most updates are smaller than half of the distance
+to the next number, and would be lost by rounding to the nearest one. So new rows are rounded up or
+down at random, such that their mean is exact. The optimizer keeps a single number for a row, the
+mean square of its gradients over time, and no momentum (record 92).
 
 In comments R is the number of rows of a table, and `own_width` the number of columns that a rank
 owns. The last columns are padded if the width is no multiple of the number of ranks.
@@ -31,7 +31,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanogpt.gpu import NoTransfer, SideStream, constant, to_host
+from nanogpt.gpu import NoTransfer, SideStream, constant
 from nanogpt.kernels import tl, triton
 from nanogpt.precision.rounding import BF16_GRID, round_to
 from nanogpt.ranks import all_gather, gathered, rank_and_world_size
@@ -61,8 +61,9 @@ class Sorted(NamedTuple):
 
 def sort_rows(of_ranks: Tensor, lengths: list[int]) -> Sorted:
     """of_ranks: (ranks, lookups), what each rank looks up. The first lengths[0] columns are the
-    lookups of the first index, and so on. What is sorted begins with the number of the group, so
-    that one sort serves all of them: to start many short kernels would take the CPU longer."""
+    lookups of the first index, and so on. The upper bits of what is sorted are the number of the
+    group, so that one sort serves all groups: to start many short kernels would take the CPU
+    longer."""
     ranks = len(of_ranks)
     keys = []
     sizes = []  # of the groups
@@ -110,7 +111,7 @@ class Tables:
         self.reset()
 
     def reset(self) -> None:
-        """Forgets a step that was begun, without an update."""
+        """Makes ready for the next step. A step that was begun but not finished is forgotten."""
         self.last_call = "finish"  # of the methods above
         self.batch = []  # of each micro-batch, the rows of each index, (lookups,)
         self.added = 0  # micro-batches whose gradients are in `totals`
@@ -153,12 +154,8 @@ class Tables:
             own = [torch.cat([rows[name] for rows in self.batch]) for name in self.indices]
             of_ranks = gathered(torch.cat(own)).view(self.world_size, -1)
             found = sort_rows(of_ranks, [len(rows) for rows in own])
-            ends, arrived = to_host(found.ends)
-        if arrived is not None:
-            arrived.synchronize()
-        ends = ends.tolist()
-        counts = [end - begin for begin, end in pairwise([0, *ends])]
-        with self.side_stream.on():
+            ends = found.ends.tolist()  # here the CPU waits
+            counts = [end - begin for begin, end in pairwise([0, *ends])]
             # Each row to the place of its number. With unique() the CPU would wait once more.
             rows = found.rows.new_empty(ends[-1]).scatter_(0, found.numbers, found.rows)
             groups = rows.split(counts)
@@ -438,13 +435,13 @@ def remember_square(mean_square: Tensor, rows: Tensor, square: Tensor, beta2: fl
 
 def update_rows(gradient: Tensor, rows: Tensor, root: Tensor, bank: Tensor, rank: int,
                 lr: float, decay: float) -> Tensor:
-    """The new values of a rank's columns of rows (n,) of a bank (R, width), which stays as it is. A
-    rank has as many columns as the gradient (n, own_width); those beyond the bank's are 0.
+    """Returns the new values of this rank's columns of rows (n,) of a bank (R, width): (n,
+    own_width) in the bank's dtype; bf16 is rounded at random. The bank stays as it is. A rank has
+    as many columns as the gradient (n, own_width); those beyond the bank's are 0.
 
     The update is lr * gradient / root, with root (n,) that of the mean squares, and weight decay
     only where that shrinks the weight anyway (Chen et al. 2025; record 43), as cautious_update of
-    train_gpt.py does it. Returns them (n, own_width) in the bank's dtype; bf16 is rounded at
-    random.
+    train_gpt.py does it.
     """
     n, own_width = gradient.shape
     first_column = rank * own_width

@@ -5,7 +5,6 @@ weights change meanwhile; the trainer draws them anew afterwards.
 """
 from collections.abc import Callable
 from functools import partial
-from itertools import cycle
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,14 +46,16 @@ class WarmUp:
         """`call` is gpu.CudaGraphs, or what stands for it. A collective."""
         if rank_and_world_size()[1] > 1:
             self.compile_share()
-        # A recipe may leave out updates of the steps below. So all are compiled here, and captured.
+        # fp16 may skip the updates of the steps below. So each update is compiled here, and
+        # captured as a CUDA graph.
         self.update()
         self.update(self.optimizer.call)
         for stage in self.plan:
             step = stage.last_step
             # First without a CUDA graph, which cannot record what is compiled or made at first use.
             self.forward_backward(stage)
-            some = self.read(self.batch(stage))[:2]  # later ones have the second one's graph
+            # Two micro-batches: all after the first one use the graph of the second.
+            some = self.read(self.batch(stage))[:2]
             # Twice if the head is updated every second step: with it and without it.
             for _ in range(1 + self.config.head_every_second):
                 self.script.train_step(self.model, self.optimizer, some, step, call)
@@ -102,9 +103,8 @@ class WarmUp:
                       for stage in self.plan}
         pieces = [partial(self.forward_backward, stage) for stage in of_lengths.values()]
         pieces += [partial(self.validate, self.config.num_steps), self.update]
-        for piece, turn in zip(pieces, cycle(range(world_size))):
-            if turn == rank:
-                piece()
+        for piece in pieces[rank::world_size]:
+            piece()
         all_ranks(None)
 
     def batch(self, stage: StagePlan) -> Batch:

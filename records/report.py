@@ -84,8 +84,8 @@ def end(run, script, startup_s: float) -> int:
     })
     if run.ended_by:
         hint = "it cannot be resumed, as nothing was saved; --save_every=MINUTES saves"
-        if keeper.save_file.exists():
-            hint = f"to go on, start it again with --resume={shlex.quote(str(keeper.save_file))}"
+        if keeper.save_path.exists():
+            hint = f"to go on, start it again with --resume={shlex.quote(str(keeper.save_path))}"
         say(f"stopped by {run.ended_by} after step {run.step}; {hint}")
         return 128 + signal.Signals[run.ended_by]
     if path:

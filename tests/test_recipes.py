@@ -27,7 +27,7 @@ def decibels(rounded, x):
 
 def to_fp8(x, dtype, has_fp8=True):
     """x rounded with its own scale, and that scale."""
-    multiplier = fp8.multiplier(x.abs().amax().float(), dtype)
+    multiplier = fp8.multiplier_of(x.abs().amax().float(), dtype)
     return fp8.to_fp8(x, multiplier, dtype, has_fp8), inverse(multiplier)
 
 
@@ -119,7 +119,7 @@ def test_the_multiplier_is_the_float64_quotient_rounded_once(dtype):
     amaxes = normal(10_000).abs()
     exact = [LIMIT[dtype] / amax for amax in amaxes.tolist()]
     exact = torch.tensor(exact, dtype=torch.float64).float()
-    assert torch.equal(fp8.multiplier(amaxes, dtype), exact)
+    assert torch.equal(fp8.multiplier_of(amaxes, dtype), exact)
 
 
 def test_signal_to_noise_of_the_formats_is_that_of_the_tables():

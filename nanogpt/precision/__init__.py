@@ -14,8 +14,9 @@ numbers in bf16 or float32, so the results differ by rounding only.
 
 A recipe is a way to compute a projection: bf16, fp16, fp32 and fp64 in that dtype, fp8-static, fp8
 and nvfp4. It may multiply in its own way (`Products`). Two of them, fp8 and fp16, also keep
-something between steps and act at fixed points of a step (`StepHooks`). recipes.py says which
-projection has which recipe, and rounding.py rounds in float32 where hardware lacks a format.
+something between steps and act at fixed points of a step (`StepHooks`). PRECISIONS in train_gpt.py
+says which projection has which recipe, and rounding.py rounds in float32 where hardware lacks a
+format.
 """
 from collections.abc import Callable, Collection
 

@@ -1,5 +1,5 @@
 """fp16 with a loss scale that adapts itself: --precision=fp16. GPUs that have no bf16 also need
---compile=false, because validation and some sums are in bf16.
+--compile=false, because validation, Muon's products and the tables are in bf16.
 
 Why it works. The magnitudes of fp16 reach from 6e-8 to 65504. Weights and activations fit, but many
 gradients are smaller than 6e-8 and would become 0. So the loss, and with it all of its gradients,

@@ -43,18 +43,18 @@ from nanogpt.ranks import Slices, gathered
 GRIDS = {E4M3: E4M3_GRID, E5M2: E5M2_GRID}
 
 
-def multiplier(amax: Tensor, dtype: torch.dtype) -> Tensor:
+def multiplier_of(amax: Tensor, dtype: torch.dtype) -> Tensor:
     """What brings each amax (...) to the end of an FP8 dtype's range; NaN if it is not finite."""
     finite = (torch.finfo(dtype).max / amax.double().clamp(min=1e-12)).float()
     return torch.where(amax.isfinite(), finite, math.nan)
 
 
-def to_fp8(x: Tensor, factor: Tensor, dtype: torch.dtype, has_fp8: bool = True) -> Tensor:
-    """x * factor, clamped to the dtype's range and rounded. Code that is compiled for a device
+def to_fp8(x: Tensor, multiplier: Tensor, dtype: torch.dtype, has_fp8: bool = True) -> Tensor:
+    """x * multiplier, clamped to the dtype's range and rounded. Code that is compiled for a device
     without FP8 cannot even hold such numbers, so there they come as bf16: `kernels.product` takes
     either."""
     limit = torch.finfo(dtype).max
-    y = (x.float() * factor).clamp(-limit, limit)
+    y = (x.float() * multiplier).clamp(-limit, limit)
     if has_fp8:
         return y.to(dtype)
     return round_to(y, GRIDS[dtype]).bfloat16()
@@ -62,7 +62,7 @@ def to_fp8(x: Tensor, factor: Tensor, dtype: torch.dtype, has_fp8: bool = True) 
 
 def measure_and_round(x: Tensor, dtype: torch.dtype, has_fp8: bool) -> tuple[Tensor, Tensor]:
     """x rounded with a scale of its own, and that scale ()."""
-    of_x = multiplier(x.abs().amax().float(), dtype)
+    of_x = multiplier_of(x.abs().amax().float(), dtype)
     return to_fp8(x, of_x, dtype, has_fp8), inverse(of_x)
 
 
@@ -118,8 +118,8 @@ class FP8(StepHooks):
         self.weight_bytes = {}  # in e4m3, as bytes: any device can copy and send those
         for name, bank in self.banks.items():
             self.weight_bytes[name] = torch.zeros_like(bank, dtype=torch.uint8)
-        # Which scale each row of a bank has: all of the head the first one, each matrix of the MLPs
-        # its own, and of each attention queries, keys and values one, and the output another.
+        # The number of each row's scale. The head has one scale, each matrix of the MLPs has one,
+        # and each attention has two: one for queries, keys and values, and one for the output.
         device = self.banks["mlp"].device
         heads = torch.zeros(len(self.banks["lm_head"]), dtype=torch.int64, device=device)
         mlps = 1 + torch.arange(len(self.banks["mlp"]), device=device)
@@ -159,7 +159,7 @@ class FP8(StepHooks):
             amaxes.scatter_reduce_(0, scale_of_row[name], row_amaxes, "amax")
         if self.all_gather:
             amaxes = gathered(amaxes[None]).amax(0)
-        multipliers = multiplier(amaxes, E4M3)
+        multipliers = multiplier_of(amaxes, E4M3)
         self.scales.copy_(inverse(multipliers)[:, None].expand_as(self.scales))
 
         # 3. The bytes. Any device can round to FP8 here, outside of compiled code.

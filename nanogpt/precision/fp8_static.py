@@ -117,7 +117,8 @@ LARGEST_CLAMPED_PART = 0.001
 
 @torch.no_grad()
 def check_weights(model, scalar_names: Iterable[str], step: int, log) -> None:
-    """Notes a defect in the log for each projection with constant scales of which more is clamped.
+    """Notes a defect in the log for each projection with constant scales of whose weights more than
+    LARGEST_CLAMPED_PART are clamped.
     model: a train_gpt.GPT; scalar_names: train_gpt.SCALARS, of which "down" multiplies weights;
     log: a journal.Log"""
     mlp = model.weight("mlp").unflatten(0, (-1, 2))  # (L, 2, D, F)

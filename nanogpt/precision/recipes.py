@@ -68,8 +68,8 @@ class LayerProducts(NamedTuple):
 
 class Precision:
     """All products of a model: `layers[training]` has those of every layer, in training or in
-    validation, and `head[training]` those of the head. `hooks` is what acts between them. No run
-    has both of the recipes that do."""
+    validation, and `head[training]` those of the head. `hooks` is what acts between them: only
+    fp16 and fp8 do, and no run has both."""
 
     def __init__(self, c, recipe_names: dict[str, str], banks: dict[str, Tensor]):
         """c: train_gpt.Config; recipe_names: by the projections' names; banks: the model's weights
