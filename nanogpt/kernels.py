@@ -279,7 +279,7 @@ HOPPER_BACKWARD = dict(DEPTH=64, num_warps=4, num_stages=4)
 if triton is not None:
 
     @triton.jit
-    def relu_squared_kernel(
+    def hidden_layer_kernel(
         a,  # (M, K)
         b_t,  # (N, K)
         h,  # (M, N), read backward only
@@ -323,7 +323,7 @@ def is_hopper(x: Tensor) -> bool:
     return is_nvidia and torch.cuda.get_device_capability(x.device) == HOPPER
 
 
-def launch_relu_squared(
+def launch_hidden_layer(
     a: Tensor, b_t: Tensor, h: Tensor | None, factor: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Runs the kernel: forward without h, backward with it."""
@@ -339,14 +339,14 @@ def launch_relu_squared(
         descriptors.append(TensorDescriptor.from_tensor(x, [HOPPER_TILE, HOPPER_TILE]))
     processors = torch.cuda.get_device_properties(a.device).multi_processor_count
     limit = torch.finfo(dtype).max
-    relu_squared_kernel[HOPPER_PROGRAMS * processors,](
+    hidden_layer_kernel[HOPPER_PROGRAMS * processors,](
         *descriptors, factor, M, N, K, backward, limit, HOPPER_TILE, **choice
     )
     return y, y_t
 
 
-@torch.library.custom_op("nanogpt::relu_squared", mutates_args=())
-def relu_squared(
+@torch.library.custom_op("nanogpt::hidden_layer", mutates_args=())
+def hidden_layer(
     x: Tensor, up_t: Tensor, product_scale: float, hidden_scale: float
 ) -> tuple[Tensor, Tensor]:
     """x (T, D) and up_t (F, D), both e4m3 -> h = relu(x up)^2 / hidden_scale in e4m3.
@@ -356,18 +356,18 @@ def relu_squared(
     """
     if is_hopper(x):
         factor = product_scale * hidden_scale**-0.5
-        return launch_relu_squared(x, up_t, None, factor, E4M3)
+        return launch_hidden_layer(x, up_t, None, factor, E4M3)
     z = static_product(x, up_t, product_scale, torch.float32)
     return quantize(F.relu(z).square(), hidden_scale, E4M3)
 
 
-@relu_squared.register_fake
+@hidden_layer.register_fake
 def _(x, up_t, product_scale, hidden_scale):
     return new_pair(x, len(x), len(up_t), E4M3)
 
 
-@torch.library.custom_op("nanogpt::relu_squared_backward", mutates_args=())
-def relu_squared_backward(
+@torch.library.custom_op("nanogpt::hidden_layer_backward", mutates_args=())
+def hidden_layer_backward(
     g: Tensor,
     down_t: Tensor,
     h: Tensor,
@@ -377,19 +377,19 @@ def relu_squared_backward(
 ) -> tuple[Tensor, Tensor]:
     """g (T, D) in e5m2, down_t (F, D) in e4m3 and h (T, F) -> the gradient of x up, in e5m2.
 
-    g is the gradient of the MLP's output and h is what `relu_squared` returned with hidden_scale.
+    g is the gradient of the MLP's output and h is what `hidden_layer` returned with hidden_scale.
     product_scale is the scale of g times that of down. Returns the gradient divided by grad_scale,
     as it is (T, F) and transposed (F, T).
     """
     if is_hopper(g):
         factor = 2 * product_scale * hidden_scale**0.5 / grad_scale
-        return launch_relu_squared(g, down_t, h, factor, E5M2)
+        return launch_hidden_layer(g, down_t, h, factor, E5M2)
     hidden_gradient = static_product(g, down_t, product_scale, torch.float32)
     slope = 2 * (h.float() * hidden_scale).sqrt()
     return quantize(slope * hidden_gradient, grad_scale, E5M2)
 
 
-@relu_squared_backward.register_fake
+@hidden_layer_backward.register_fake
 def _(g, down_t, h, product_scale, hidden_scale, grad_scale):
     return new_pair(g, *h.shape, E5M2)
 

@@ -18,7 +18,7 @@ from nanogpt.ranks import all_ranks, on_all_ranks, rank_and_world_size
 from records import journal
 
 
-class StagePlan(NamedTuple):
+class WarmUpStage(NamedTuple):
     """What the warm-up must know of a stage of the schedule."""
     num_steps: int
     last_step: int  # which has the setting of all its steps
@@ -32,12 +32,12 @@ class WarmUp:
         self.optimizer = optimizer
         self.script = script
         self.config = c = model.config
-        self.plan = [  # the stages that have steps
-            StagePlan(end - first, end - 1, script.stage_tokens(stage, c) // c.seq_len)
+        self.stages = [  # the stages that have steps
+            WarmUpStage(end - first, end - 1, script.stage_tokens(stage, c) // c.seq_len)
             for first, end, stage in script.stages(c) if end > first]
         # Random documents of 600 tokens, so that blocks of attention are seen in full, in part, and
         # not at all. Random tokens are below bos, so only each 600th begins a document.
-        most_sequences = max(stage.sequences for stage in self.plan)
+        most_sequences = max(stage.sequences for stage in self.stages)
         length = max(c.val_seq_len + 1, most_sequences * (c.seq_len + 1))
         self.tokens = np.random.default_rng(0).integers(model.bos, size=length, dtype=np.uint16)
         self.tokens[::600] = model.bos
@@ -50,7 +50,7 @@ class WarmUp:
         # captured as a CUDA graph.
         self.update()
         self.update(self.optimizer.call)
-        for stage in self.plan:
+        for stage in self.stages:
             step = stage.last_step
             # First without a CUDA graph, which cannot record what is compiled or made at first use.
             self.forward_backward(stage)
@@ -68,7 +68,7 @@ class WarmUp:
         stage two steps are timed twice and the shorter time counts, as something else may hold up
         the machine for a moment. A collective."""
         average = 0.0
-        for stage in self.plan:
+        for stage in self.stages:
             batch = self.batch(stage)
             times = []
             for _ in range(2):
@@ -100,14 +100,14 @@ class WarmUp:
         in the compiler's cache on disk. A collective."""
         rank, world_size = rank_and_world_size()
         of_lengths = {micro_sequences(stage.sequences // world_size, self.config): stage
-                      for stage in self.plan}
+                      for stage in self.stages}
         pieces = [partial(self.forward_backward, stage) for stage in of_lengths.values()]
         pieces += [partial(self.validate, self.config.num_steps), self.update]
         for piece in pieces[rank::world_size]:
             piece()
         all_ranks(None)
 
-    def batch(self, stage: StagePlan) -> Batch:
+    def batch(self, stage: WarmUpStage) -> Batch:
         """A batch of random documents, as this rank works on it."""
         c = self.config
         tokens = self.tokens[: stage.sequences * (c.seq_len + 1)]
@@ -118,7 +118,7 @@ class WarmUp:
         self.model.past.follow()
         return self.model.past.prepare(batch)
 
-    def forward_backward(self, stage: StagePlan) -> None:
+    def forward_backward(self, stage: WarmUpStage) -> None:
         batch = self.batch(stage)
         tokens = tokens_of(batch.sequences, self.model.device)
         inputs, targets = inputs_and_targets(tokens[batch.micro_batches[0]])

@@ -155,10 +155,10 @@ def test_opcheck_passes_on_all_operators(device):
     check_operator(ops.product, g8.bfloat16(), w8.t(), scale, scale, torch.float32)
     check_operator(ops.static_product, x8, w8, 0.25, torch.bfloat16)
     check_operator(ops.static_product, x8.t(), g8.t(), 0.25, torch.bfloat16)
-    check_operator(ops.relu_squared, x8, w8, 0.5, 4.0)
-    h8, _ = kernels.relu_squared(x8, w8, 0.5, 4.0)
+    check_operator(ops.hidden_layer, x8, w8, 0.5, 4.0)
+    h8, _ = kernels.hidden_layer(x8, w8, 0.5, 4.0)
     gradient = x8.float().to(E5M2)
-    check_operator(ops.relu_squared_backward, gradient, w8, h8, 0.5, 4.0, 0.25)
+    check_operator(ops.hidden_layer_backward, gradient, w8, h8, 0.5, 4.0, 0.25)
     z = normal(rows, vocab, dtype=torch.bfloat16, device=device)
     targets = integers(0, vocab - 1, rows, device=device)
     for bias in (None, torch.zeros(vocab, device=device)):
@@ -214,7 +214,7 @@ def test_products_of_whole_numbers_are_exact_to_the_bit(
 # ------------------------------------------------------------------------------------ squared ReLU
 
 
-def relu_squared_operands(T=256, D=96, width=160):
+def hidden_layer_operands(T=256, D=96, width=160):
     """x, up^T, gradient and down^T in FP8, of magnitudes as in training, and a row far beyond."""
     x = normal(T, D)
     x[3] *= 200  # its squares, and their gradient, are more than the formats hold
@@ -228,20 +228,20 @@ def relu_squared_operands(T=256, D=96, width=160):
     return x8, up8_t, g8, down8_t
 
 
-def run_relu_squared(x8, up8_t, g8, down8_t):
+def run_hidden_layer(x8, up8_t, g8, down8_t):
     """h and the gradient of x up, each as it is and transposed, by the operators."""
-    h, h_t = kernels.relu_squared(x8, up8_t, X_SCALE * W_SCALE, HIDDEN_SCALE)
-    z, z_t = kernels.relu_squared_backward(
+    h, h_t = kernels.hidden_layer(x8, up8_t, X_SCALE * W_SCALE, HIDDEN_SCALE)
+    z, z_t = kernels.hidden_layer_backward(
         g8, down8_t, h, GRAD_SCALE * W_SCALE, HIDDEN_SCALE, GRAD_SCALE
     )
     return h, h_t, z, z_t
 
 
 @pytest.mark.parametrize("emulated", [False, True])
-def test_relu_squared_and_its_gradient_are_the_formulas_in_float64_rounded(emulated, monkeypatch):
+def test_hidden_layer_and_its_gradient_are_the_formulas_in_float64_rounded(emulated, monkeypatch):
     monkeypatch.setattr(kernels, "has_fp8", lambda device: not emulated)
-    x8, up8_t, g8, down8_t = relu_squared_operands()
-    h, h_t, z, z_t = run_relu_squared(x8, up8_t, g8, down8_t)
+    x8, up8_t, g8, down8_t = hidden_layer_operands()
+    h, h_t, z, z_t = run_hidden_layer(x8, up8_t, g8, down8_t)
     assert (h.dtype, z.dtype) == (E4M3, E5M2)
     assert equal(h_t, h.t().contiguous()) and equal(z_t, z.t().contiguous())
     x_up = x8.double() @ up8_t.double().T * X_SCALE * W_SCALE
@@ -493,24 +493,24 @@ def assert_losses_agree(ours, twin):
     assert (steps != 0).sum() <= 1 + differing * steps.numel()
 
 
-def relu_squared_inputs():
+def hidden_layer_inputs():
     """a, b_t and h (none forward), at whole tiles and others."""
     runs = []
     for sizes in ((64, 64, 96), (48, 48, 80)):
-        x8, up8_t, g8, down8_t = relu_squared_operands(*sizes)
-        h, _ = kernels.relu_squared(x8, up8_t, X_SCALE * W_SCALE, HIDDEN_SCALE)
+        x8, up8_t, g8, down8_t = hidden_layer_operands(*sizes)
+        h, _ = kernels.hidden_layer(x8, up8_t, X_SCALE * W_SCALE, HIDDEN_SCALE)
         runs += [(x8, up8_t, None), (g8, down8_t, h)]
     return runs
 
 
-def call_relu_squared(a, b_t, h):
+def call_hidden_layer(a, b_t, h):
     if h is None:
-        return kernels.relu_squared(a, b_t, X_SCALE * W_SCALE, HIDDEN_SCALE)
-    return kernels.relu_squared_backward(
+        return kernels.hidden_layer(a, b_t, X_SCALE * W_SCALE, HIDDEN_SCALE)
+    return kernels.hidden_layer_backward(
         a, b_t, h, GRAD_SCALE * W_SCALE, HIDDEN_SCALE, GRAD_SCALE)
 
 
-def interpret_relu_squared(a, b_t, h):
+def interpret_hidden_layer(a, b_t, h):
     M, K = a.shape
     N = len(b_t)
     y = filled(M, N, dtype=a.dtype)
@@ -525,12 +525,12 @@ def interpret_relu_squared(a, b_t, h):
         descriptors.append(kernels.TensorDescriptor.from_tensor(x, [32, depth]))
     for x in (h if backward else y, y, y_t):
         descriptors.append(kernels.TensorDescriptor.from_tensor(x, [32, 32]))
-    kernels.relu_squared_kernel[3,](
+    kernels.hidden_layer_kernel[3,](
         *descriptors, factor, M, N, K, backward, LIMIT[a.dtype], 32, depth)
     return y, y_t
 
 
-def assert_relu_squared_agrees(ours, twin):
+def assert_hidden_layer_agrees(ours, twin):
     """Few numbers round to a neighbour, since sums are in another order, and fast ones on a GPU."""
     y, y_t = ours
     assert equal(y_t, y.t().contiguous())
@@ -624,9 +624,9 @@ KERNELS = {
         transpose_inputs, kernels.transpose, interpret_transpose, assert_equal_bytes),
     "quantize": (quantize_inputs, kernels.quantize, interpret_quantize, assert_quantized),
     "loss": (loss_inputs, kernels.capped_cross_entropy, interpret_loss, assert_losses_agree),
-    "relu_squared": (
-        relu_squared_inputs, call_relu_squared, interpret_relu_squared,
-        assert_relu_squared_agrees),
+    "hidden_layer": (
+        hidden_layer_inputs, call_hidden_layer, interpret_hidden_layer,
+        assert_hidden_layer_agrees),
     "sum_rows": (sum_rows_inputs, call_sum_rows, interpret_sum_rows, assert_rows_agree),
     "put_rows": (put_rows_inputs, call_put_rows, interpret_put_rows, assert_rows_agree),
     "update_rows": (update_rows_inputs, tables.update_rows, interpret_update_rows, assert_rows_agree),

@@ -109,9 +109,9 @@ def rounded_mlp(x, up, down, g):
     x8 = nearest(x, x_scale, E4M3)
     g8 = nearest(g, fp8_static.GRADIENT_SCALE, E5M2)
     up8, down8 = (nearest(w, fp8_static.WEIGHT_SCALE, E4M3) for w in (up, down))
-    h, h_t = kernels.relu_squared(
+    h, h_t = kernels.hidden_layer(
         in_fp8(x, x_scale, E4M3), in_fp8(up.T, fp8_static.WEIGHT_SCALE, E4M3), x_scale * fp8_static.WEIGHT_SCALE, hidden_scale)
-    z, z_t = kernels.relu_squared_backward(
+    z, z_t = kernels.hidden_layer_backward(
         in_fp8(g, fp8_static.GRADIENT_SCALE, E5M2), in_fp8(down.T, fp8_static.WEIGHT_SCALE, E4M3), h,
         fp8_static.GRADIENT_SCALE * fp8_static.WEIGHT_SCALE, hidden_scale, fp8_static.GRADIENT_SCALE)
     assert (h.dtype, z.dtype) == (E4M3, E5M2)

@@ -66,7 +66,7 @@ class StaticMLP(torch.autograd.Function):
         x8, x8_t = kernels.quantize(x, INPUT_SCALES["up"], E4M3)
         up8, up8_t = kernels.quantize(up, WEIGHT_SCALE, E4M3)
         down8, down8_t = kernels.quantize(down, WEIGHT_SCALE, E4M3)
-        hidden8, hidden8_t = kernels.relu_squared(
+        hidden8, hidden8_t = kernels.hidden_layer(
             x8, up8_t, INPUT_SCALES["up"] * WEIGHT_SCALE, INPUT_SCALES["down"])  # (T, F), (F, T)
         ctx.save_for_backward(x8_t, up8, down8_t, hidden8, hidden8_t)
         return kernels.static_product(hidden8, down8, INPUT_SCALES["down"] * WEIGHT_SCALE, x.dtype)
@@ -76,7 +76,7 @@ class StaticMLP(torch.autograd.Function):
         x8_t, up8, down8_t, hidden8, hidden8_t = ctx.saved_tensors
         dtype = gradient.dtype
         g8, g8_t = kernels.quantize(gradient, GRADIENT_SCALE, E5M2)  # (T, D), (D, T)
-        dz8, dz8_t = kernels.relu_squared_backward(  # of z = x up: (T, F), (F, T)
+        dz8, dz8_t = kernels.hidden_layer_backward(  # of z = x up: (T, F), (F, T)
             g8, down8_t, hidden8, GRADIENT_SCALE * WEIGHT_SCALE, INPUT_SCALES["down"],
             GRADIENT_SCALE)
         grad_x = kernels.static_product(dz8, up8, GRADIENT_SCALE * WEIGHT_SCALE, dtype)
