@@ -21,11 +21,11 @@ kernels, compilation and low precision in nanogpt/. Importing this file trains
 nothing and needs no GPU, so tests and notebooks can use its parts.
 
 Shapes in comments: T tokens of a micro-batch, its sequences end to end, D width of the model, H
-attention heads, d width of a head, F hidden width of the MLP, L layers, V size of the vocabulary, G
-lengths of n-grams, W width of their rows. A function whose docstring ends with "A collective."
-exchanges data with the other ranks (processes, one for each GPU): all must call it at the same
-point. "(record 28)" names a record of the speedrun, whose code is in
-github.com/KellerJordan/modded-nanogpt."""
+attention heads, d width of a head, F hidden width of the MLP, L layers, E of them with value
+embeddings, V size of the vocabulary, G lengths of n-grams, W width of their rows. A function whose
+docstring ends with "A collective." exchanges data with the other ranks (processes, one for each
+GPU): all must call it at the same point. "(record 28)" names a record of the speedrun, whose code
+is in github.com/KellerJordan/modded-nanogpt."""
 
 with open(__file__, "rb") as file:
     SOURCE = file.read()  # before all else: the log shows what runs, not a later edit of it
@@ -295,8 +295,8 @@ PLAIN_MODEL = dict(
     candidates=0,  # a part of the vocabulary for the loss (section 5)
 )
 
-# For long texts. Attention takes many small kernels, so two of the six layers do without it, and
-# a third one has no value embeddings (records/long_runs.md).
+# For long texts. Attention takes many small kernels, so layers 1 and 4 of the six do without it;
+# layer 2 has attention, but no value embeddings (records/long_runs.md).
 FEW_LAYERS = dict(
     attention_layers="0,2,3,5", value_layers="0,3,5", head_every_second=True,
     micro_tokens=65_536)
@@ -308,10 +308,10 @@ PRESETS: dict[str, dict] = {
         target_loss=0.0),
     "speedrun": FEW_LAYERS | dict(
         # The default, 3,620 steps, reads 557M tokens. Where record 92 is at 3.277 on FineWeb, it is
-        # at 3.124 on the longer stand-in corpus. We are at 3.369 after 191.5M tokens of that (one
-        # seed, records/switches.md). The loss falls by about 0.227 when e times as many are read:
-        # 191.5M * e^((3.369 - 3.127) / 0.227) = 557M for 3.28. A larger model needs fewer tokens,
-        # but more time (records/long_runs.md).
+        # at 3.124 on the longer stand-in corpus, so 3.28 there stands for 3.127 here. We are at
+        # 3.3693 after 191.5M tokens (one seed, records/switches.md), and the loss falls by about
+        # 0.227 when e times as many are read: 191.5M * e^((3.3693 - 3.127) / 0.227) = 557M. A
+        # larger model needs fewer tokens, but more time (records/long_runs.md).
         muon_lr=0.0235, muon_momentum=0.92, muon_decay=2.0, head_lr=0.0072, scalar_lr=0.035,
         ngram_rows=33_554_432, recall_rows=1_073_741_824,
         # Averages make up for learning rates that stay high to the end (record 92).
@@ -327,7 +327,7 @@ PRESETS: dict[str, dict] = {
         schedule="laptop", num_steps=520,
         batch_tokens=2048, seq_len=2048,
         muon_lr=0.04, muon_momentum=0.88, head_lr=0.007, table_lr=0.4,
-        # Seeds 0 to 3 end at 1.0883, 1.0866, 1.0909 and 1.0930 (records/TRIED.md).
+        # Seeds 0 to 3 end at 1.0884, 1.0879, 1.0898 and 1.0920 (records/TRIED.md).
         target_loss=1.1, val_tokens=131_072, val_seq_len=8192,
         device="cpu", save_checkpoint="auto", sample="The "),
     "char": BYTES | SIX_LAYERS | dict(
@@ -411,9 +411,10 @@ def parse_config(argv: list[str]) -> Config:
 #
 # A "recipe" is a way to compute these products, forward and backward: in the model's dtype ("bf16"
 # and others), or with narrow numbers. A "precision" is a recipe for each of the five. The model
-# knows neither: it calls the methods of `Products` (nanogpt/precision/__init__.py). Two recipes
-# also act between the passes, to scale the loss for example. The optimizer calls `StepHooks` for
-# that, one object for the whole model, which does nothing for all other recipes.
+# knows neither: it calls the methods of `Products` (nanogpt/precision/__init__.py). Only the loss
+# has a way of its own for a head in "fp8-static" (section 7). Two recipes, fp16 and fp8, also act
+# at fixed points of a step, to scale the loss for example. For that a model has one object of
+# `StepHooks`, which does nothing for all other recipes.
 
 PRECISIONS: dict[str, tuple[str, ...]] = {  # recipes of qkv, o, up, down and lm_head
     "bf16": ("bf16",) * 5,
@@ -530,7 +531,7 @@ class Param(NamedTuple):
     """A parameter of the model, called a bank. What all layers have lies together in one bank."""
     shape: tuple[int, ...]  # Muon takes it as a stack of matrices
     optimizer: str  # "muon", "adam", or that of tables, "rows" (nanogpt/tables.py)
-    lr: float  # times the factor of the schedule, and of lr_factors
+    lr: float  # times the factor of the schedule, and of matrix_factors
     init: Callable[[Tensor], None]  # fills a float32 tensor in place
     # Weight decay: an update that shrinks a weight also takes lr * decay of it away. The factor of
     # the schedule multiplies lr and decay, so that decay fades faster than the learning rate
@@ -543,7 +544,7 @@ class Param(NamedTuple):
     #   "all"      all of it, as the others do; for small ones, which the model has in float32, too
     #   "columns"  of a table: an equal part of the columns
     share: str = "slice"
-    lr_factors: tuple[float, ...] = (1.0,)  # Muon: of the matrices in turn, to multiply lr
+    matrix_factors: tuple[float, ...] = (1.0,)  # Muon: of the matrices in turn, to multiply lr
 
 
 def normal(deviation: float) -> Callable[[Tensor], None]:
@@ -583,8 +584,8 @@ def parameter_table(c: Config) -> dict[str, Param]:
     H = c.num_heads
     d = c.head_dim
     V = c.vocab_size
-    matches = c.induced + bool(c.recall_lengths)  # kinds of them
-    sources = 4 + bool(c.ngram_rows) + matches + bool(E)  # as `late_sources` lists them
+    kinds_of_match = c.induced + bool(c.recall_lengths)
+    sources = 4 + bool(c.ngram_rows) + kinds_of_match + bool(E)  # as `late_sources` lists them
 
     # Uniform numbers from -a to a have the deviation a / sqrt(3). A deviation of 0.5 D^-0.5 is a
     # bit better than PyTorch's default, D^-0.5 / sqrt(3) (record 21).
@@ -617,14 +618,14 @@ def parameter_table(c: Config) -> dict[str, Param]:
     table = dict(
         optimizer="rows", lr=c.table_lr, betas=(0, 0.95), decay=0.07 * c.table_lr, share="columns")
     has = dict(  # parameters of what can be switched off
-        value_embeds=E, ngrams=c.ngram_rows, scalars=c.scalars,
-        length_vectors=matches, late_in=c.late_mix, late_out=c.late_mix, late_bias=c.late_mix)
+        value_embeds=E, ngrams=c.ngram_rows, scalars=c.scalars, length_vectors=kinds_of_match,
+        late_in=c.late_mix, late_out=c.late_mix, late_bias=c.late_mix)
     params = {
         # up and down of each layer in turn, both (D, F): y = relu(x up)^2 down^T. By theory, Muon's
         # learning rate for up grows with the root of F / D (record 42), which is 2 for the usual
         # F = 4 D. We take 2 for every width, and for down 4, as record 48 does.
         "mlp": Param(
-            (2 * L, D, c.mlp_dim), init=up_and_down, lr_factors=(2.0, 4.0), **muon),
+            (2 * L, D, c.mlp_dim), init=up_and_down, matrix_factors=(2.0, 4.0), **muon),
         # the output head, which is the token embedding, too
         "lm_head": Param(
             (V, D), optimizer="adam", lr=c.head_lr, init=normal(0.005), betas=(0.5, 0.95),
@@ -677,7 +678,7 @@ class LayerWeights(NamedTuple):
     """The weights of one layer; None where it lacks a part."""
     up: Tensor  # (D, F)
     down: Tensor  # (D, F)
-    qkvo: Tensor | None  # (4, H d, D): q = x qkvo[0]^T, so k and v, and output = y qkvo[3]
+    qkvo: Tensor | None  # (4, H d, D): q = x qkvo[0]^T, k and v likewise; output = y qkvo[3]
     amounts: Tensor | None  # (5,), from `amounts_of`
 
 
@@ -763,6 +764,10 @@ def block(x: Tensor, weights: LayerWeights, context: LayerContext,
         x = x + context.inject
     return x + products.up.mlp(
         input_of(x, context), weights.up, weights.down, amounts["down"], ACTIVATION, products.down)
+
+
+# A Reading (nanogpt/past.py) is what follows from the tokens alone: where documents begin, hashes
+# of n-grams, and guesses. Targets (nanogpt/candidates.py) are the next tokens and their candidates.
 
 
 class Inputs(NamedTuple):
@@ -851,22 +856,22 @@ def late_mix(x: Tensor, sources: tuple[Tensor, ...], weights: LateWeights | None
     if weights is None:
         return norm(x)
     hidden = F.gelu(F.linear(x, weights.w_in.to(x.dtype)))
-    amounts = F.linear(hidden, weights.w_out.to(x.dtype))  # (T, sources)
-    amounts = amounts + weights.bias.to(x.dtype)
-    taken = sum(widened(0.1 * amount[:, None] * source, x)
-                for amount, source in zip(amounts.unbind(1), sources, strict=True))
+    parts = F.linear(hidden, weights.w_out.to(x.dtype))  # (T, sources)
+    parts = parts + weights.bias.to(x.dtype)
+    taken = sum(widened(0.1 * part[:, None] * source, x)
+                for part, source in zip(parts.unbind(1), sources, strict=True))
     return norm(x + taken)
 
 
 # --------------------------------------------------------------------------------------------------
 # 5. The loss, over candidates
 #
-# In training, logits are computed for 12,288 candidates by default; all 50,304 tokens would be
-# half of the work of a step. Candidates are all targets of a group of 32,768 tokens, and others
-# that are drawn at random, frequent ones more often. One that is drawn with probability p stands
-# for 1 / p tokens: its `bias`, log(1 / p), is added to its capped logit; that of a target is 0. So
-# the sum of exponentials is right on average (nanogpt/candidates.py). Validation is over the whole
-# vocabulary.
+# In training, logits are computed for 12,288 candidates by default; all 50,304 tokens would be half
+# of the work of a step. A batch is cut into groups of up to 32,768 tokens, the same on any number
+# of GPUs (nanogpt/batches.py). Candidates are all targets of a group, and others that are drawn at
+# random, frequent ones more often. One that is drawn with probability p stands for 1 / p tokens:
+# its `bias`, log(1 / p), is added to its capped logit; that of a target is 0. So the sum of
+# exponentials is right on average (nanogpt/candidates.py). Validation is over the whole vocabulary.
 
 # Tokens whose logits are computed at a time in validation: those of a whole sequence would not fit.
 VAL_CHUNK = 16_384
@@ -879,11 +884,12 @@ CAP = kernels.Cap(height=23.0, shift=5.0, width=7.5)
 def head_loss(x: Tensor, w: Tensor, targets: Tensor, bias: Tensor | None,
               products: Products) -> Tensor:
     """x (T, D), w (V, D), targets (T,), or -1 where there is none, and a bias (V,) of the capped
-    logits, or None -> cross-entropy, summed over T. With candidates, V is their number.
+    logits, or None -> cross-entropy, summed over T. With candidates, V is their number, w has their
+    rows only, and a target is its place among them.
 
     To train on another loss, change it here, but only where torch.is_grad_enabled(): validation
     calls this function, too, and its losses must stay comparable. Then train with --precision=bf16:
-    where the head is in FP8, training has a loss of its own, FP8HeadLoss."""
+    where the head is in fp8-static, training has a loss of its own, FP8HeadLoss."""
     if isinstance(products, StaticFP8):
         return FP8HeadLoss.apply(x, w, targets, bias)
     logits = kernels.softcap(products.linear(x, w), CAP)
@@ -948,7 +954,7 @@ class GPT(nn.Module):
             # it multiplies.
             bank_dtype = wide if param.share == "all" else dtype
             if param.optimizer == "rows":
-                bank_dtype = range_of_float32(dtype)  # nothing else holds these weights
+                bank_dtype = bf16_for_fp16(dtype)  # nothing else holds these weights
             bank = torch.zeros(rows, *param.shape[1:], dtype=bank_dtype, device=device)
             self.register_parameter(name, nn.Parameter(bank))
 
@@ -983,12 +989,9 @@ class GPT(nn.Module):
         c = self.config
         matrices = self.weight("mlp").unbind()
         qkvo = self.weight("qkvo").unflatten(0, (-1, 4))  # (layers with attention, 4, H d, D)
-        weights = dict(up=matrices[::2], down=matrices[1::2])
-        for name, bank, layers in (
-                ("qkvo", qkvo, c.layers_with_attention),
-                ("amounts", amounts, range(c.num_layers))):
-            weights[name] = at_layers(() if bank is None else bank.unbind(), layers, c.num_layers)
-        return [LayerWeights(**dict(zip(weights, of_layer))) for of_layer in zip(*weights.values())]
+        qkvo = at_layers(qkvo.unbind(), c.layers_with_attention, c.num_layers)
+        amounts = [None] * c.num_layers if amounts is None else amounts.unbind()
+        return [LayerWeights(*parts) for parts in zip(matrices[::2], matrices[1::2], qkvo, amounts)]
 
     def late_weights(self) -> LateWeights | None:
         if not self.config.late_mix:
@@ -1212,8 +1215,8 @@ class FP8HeadLoss(torch.autograd.Function):
 # Every rank computes with a copy of all large weights in the model's dtype. Their float32
 # originals ("masters") and the state of their optimizers exist only once, shared out over the
 # ranks. Of the small ones every rank has all in float32, and tables have no originals. A step has
-# three phases: every gradient is summed over the ranks, each rank updates its share, and hands the
-# new weights out to all. `Param.share` says how:
+# three phases: every gradient is summed over the ranks (`Optimizer.start_sums`), each rank updates
+# its share, and hands the new weights out to all (`Optimizer.step`). `Param.share` says how:
 #
 #   share      of which     summed by               a rank updates         handed out by
 #   "slice"    matrices,    reduce-scatter          its slice of the       all-gather
@@ -1231,8 +1234,8 @@ class FP8HeadLoss(torch.autograd.Function):
 # half as often.
 #
 # Losses and gradients are sums over tokens, not means. So the result does not depend on how many
-# GPUs or micro-batches share a batch. What differs is rounding, which in tables and some recipes is
-# at random, and, in recipes that have them, measured scales.
+# GPUs or micro-batches share a batch, but for rounding. (Tables and some recipes round at random,
+# and some recipes measure a scale for each micro-batch.)
 
 POLAR_EXPRESS = (  # a, b, c of each iteration, chosen so that five are enough (Amsel et al. 2025)
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
@@ -1261,7 +1264,7 @@ def orthogonalize(gradient: Tensor, dtype: torch.dtype) -> Tensor:
     return X.mT if tall else X
 
 
-def range_of_float32(dtype: torch.dtype) -> torch.dtype:
+def bf16_for_fp16(dtype: torch.dtype) -> torch.dtype:
     """bf16 in place of float16, in which the squares of small numbers would be 0."""
     return torch.bfloat16 if dtype == torch.float16 else dtype
 
@@ -1273,28 +1276,6 @@ def cautious_update(master: Tensor, part: Tensor, update: Tensor, lr, decay) -> 
     shrinks = update * master > 0
     master.sub_(lr * (update + decay * master * shrinks))
     part.copy_(master)
-
-
-# To try another optimizer:
-#
-#   1. Write its state here, a NamedTuple of tensors, and its update, which changes the master, the
-#      part and the state in place.
-#   2. Add the update to Functions and EAGER; if one graph is to serve all shapes, also to the names
-#      that are `dynamic` in `compiled_functions`.
-#   3. Make its state in Optimizer.zero_state, and call the update in Optimizer.update, before the
-#      `else` that is Adam's.
-#   4. Name it in parameter_table.
-#   5. If it needs a number that Rates lacks: a field there, and its value in Optimizer.rates. Muon
-#      and Adam unpack all fields.
-#
-# Muon takes stacks of matrices, (n, rows, columns); Adam takes everything as a vector. The head
-# comes as this rank's rows, and with head_every_second its gradient is that of two steps. State
-# begins at 0 (`reset`), its first dimension is that of the master, as saves cut it there, and the
-# warm-up calls the update with gradients of 0. Gradients are sums over the tokens of a batch, not
-# means. To Muon and Adam, which divide by the size of the gradient, that makes no difference as
-# long as batches keep their size, but to plain SGD it does. On a GPU the update runs as a CUDA
-# graph: what changes from step to step must come in a tensor, as the rates do. The rows of tables
-# have a kernel instead, `update_rows` in nanogpt/tables.py.
 
 
 class Rates(NamedTuple):
@@ -1314,20 +1295,20 @@ class MuonState(NamedTuple):
 
 
 def muon_update(master: Tensor, part: Tensor, gradient: Tensor, state: MuonState,
-                lr_factors: Tensor, rates: Tensor) -> None:
+                matrix_factors: Tensor, rates: Tensor) -> None:
     """Updates master (n, rows, columns) by orthogonalized Nesterov momentum, and copies it to
     `part`. Neurons whose updates were large over time get smaller ones; then the update of each
     matrix gets its old norm again (NorMuon, Li et al. 2025; record 41). Every column counts as a
     neuron: in the MLPs' matrices (D, F) that is a hidden unit. In qkvo the units of a head are
-    rows, but taking these made no difference. lr_factors (n, 1, 1) multiply the learning rate of
-    each matrix; the rates are (5,)."""
+    rows, but taking these made no difference. matrix_factors (n, 1, 1) multiply the learning rate
+    of each matrix; the rates are (5,)."""
     lr, decay, momentum, beta2, _ = rates
     # 1. Nesterov momentum, orthogonalized.
     gradient = gradient.to(master.dtype)
     state.momentum_buffer.add_((gradient - state.momentum_buffer) * (1 - momentum))
     nesterov = gradient + (state.momentum_buffer - gradient) * momentum
-    # In the dtype of the weights: where that is float32, products in bf16 may be 20 times slower.
-    update = orthogonalize(nesterov, range_of_float32(part.dtype)).to(master.dtype)
+    # In the dtype of the weights, which is float32 where a machine has no quick products in bf16.
+    update = orthogonalize(nesterov, bf16_for_fp16(part.dtype)).to(master.dtype)
 
     # 2. Each neuron's update over the root of its mean square, then the old norm.
     square = update.square().mean(-2, keepdim=True)  # (n, 1, columns)
@@ -1336,7 +1317,7 @@ def muon_update(master: Tensor, part: Tensor, gradient: Tensor, state: MuonState
     total = square.sum((-2, -1), keepdim=True)
     scaled_total = (square * scale.square()).sum((-2, -1), keepdim=True)
     scale = scale * (total / scaled_total.clamp(min=1e-30)).sqrt()
-    cautious_update(master, part, update * scale, lr * lr_factors, decay)
+    cautious_update(master, part, update * scale, lr * matrix_factors, decay)
 
 
 class AdamState(NamedTuple):
@@ -1375,8 +1356,8 @@ EAGER = Functions(
     block_lists=masks.block_lists, muon_update=muon_update, adam_update=adam_update)
 
 
-def compiled_functions(report: Callable[[str, float], None]) -> Functions:
-    """EAGER under torch.compile. `report` hears what was compiled and how many seconds it took."""
+def compiled_functions(tell: Callable[[str, float], None]) -> Functions:
+    """EAGER under torch.compile. `tell` hears what was compiled and how many seconds it took."""
     gpu.configure()
     compiled = {}
     for name, function in EAGER._asdict().items():
@@ -1384,8 +1365,30 @@ def compiled_functions(report: Callable[[str, float], None]) -> Functions:
         # graph for each of its two banks instead: 1.92 and 0.44 ms in place of 2.35 and 0.74 on one
         # H100, for the matrices of then (records/2026-11-26_two_gpus_narrow_rows).
         dynamic = name in ("block_lists", "adam_update")
-        compiled[name] = gpu.compiled(function, report, dynamic)
+        compiled[name] = gpu.compiled(function, tell, dynamic)
     return Functions(**compiled)
+
+
+# To try another optimizer:
+#
+#   1. Write its state above, a NamedTuple of tensors, and its update, which changes the master, the
+#      part and the state in place.
+#   2. Add the update to Functions and EAGER; if one graph is to serve all shapes, also to the names
+#      that are `dynamic` in `compiled_functions`.
+#   3. Make its state in Optimizer.zero_state, and call the update in Optimizer.update, before the
+#      `else` that is Adam's.
+#   4. Name it in parameter_table.
+#   5. If it needs a number that Rates lacks: a field there, and its value in Optimizer.rates. Muon
+#      and Adam unpack all fields.
+#
+# Muon takes stacks of matrices, (n, rows, columns); Adam takes everything as a vector. The head
+# comes as this rank's rows, and with head_every_second its gradient is that of two steps. State
+# begins at 0 (`reset`), its first dimension is that of the master, as saves cut it there, and the
+# warm-up calls the update with gradients of 0. Gradients are sums over the tokens of a batch, not
+# means. To Muon and Adam, which divide by the size of the gradient, that makes no difference as
+# long as batches keep their size, but to plain SGD it does. On a GPU the update runs as a CUDA
+# graph: what changes from step to step must come in a tensor, as the rates do. The rows of tables
+# have a kernel instead, `update_rows` in nanogpt/tables.py.
 
 
 class Optimizer:
@@ -1398,14 +1401,14 @@ class Optimizer:
         self.device = model.device
         self.slices = Slices()
         self.banks = {name: bank.data for name, bank in model.named_parameters()}
-        self.lr_factors = {}  # (n, 1, 1) for the matrices that this rank updates by Muon
+        self.matrix_factors = {}  # (n, 1, 1) for the matrices that this rank updates by Muon
         for name, param in model.params.items():
             if param.optimizer == "muon":
-                turn = torch.arange(len(self.banks[name])) % len(param.lr_factors)
-                factors = torch.tensor(param.lr_factors, device=self.device)[turn, None, None]
-                self.lr_factors[name] = self.own_slice(name, factors)
+                turn = torch.arange(len(self.banks[name])) % len(param.matrix_factors)
+                factors = torch.tensor(param.matrix_factors, device=self.device)[turn, None, None]
+                self.matrix_factors[name] = self.own_part(name, factors)
         self.parts = {  # this rank's parts of the banks, as views
-            name: self.own_slice(name, bank) for name, bank in self.banks.items()
+            name: self.own_part(name, bank) for name, bank in self.banks.items()
             if name not in model.table_names}
         # What is updated together: all small banks. Each of the others is by itself, so that it can
         # be handed out as soon as it is updated.
@@ -1433,7 +1436,7 @@ class Optimizer:
         """Starts anew from the weights `full`, if possible the float32 ones of `initialize`.
         The tensors stay where they are, as CUDA graphs write to them. A collective."""
         for name, master in self.masters.items():
-            master.copy_(self.own_slice(name, full[name]))
+            master.copy_(self.own_part(name, full[name]))
             for moment in self.state[name]:
                 moment.zero_()
         for table in self.tables.tables.values():
@@ -1457,8 +1460,8 @@ class Optimizer:
             return AdamState(zero, zero.clone())
         raise ValueError(f"{name}: {optimizer} is no optimizer that has a state here")
 
-    def own_slice(self, name: str, bank: Tensor) -> Tensor:
-        """This rank's slice of a bank, as a view, or all of it if every rank updates all."""
+    def own_part(self, name: str, bank: Tensor) -> Tensor:
+        """What this rank updates of a bank: its slice, as a view, or all of it if all ranks do."""
         return bank if self.model.params[name].share == "all" else self.slices.own(bank)
 
     @torch.no_grad()
@@ -1537,8 +1540,8 @@ class Optimizer:
     def update_averages(self) -> None:
         """Moves the averages towards the weights: exponential moving averages, as in record
         92. To do it every fourth step suffices, and takes less than a thousandth of the time."""
-        if self.averages and self.updates % 4 == 0:
-            c = self.model.config
+        c = self.model.config
+        if self.averages and self.updates % min(4, c.num_steps) == 0:
             amount = min(4 / (c.average_frac * c.num_steps), 1.0)
             for name, average in self.averages.items():
                 average.lerp_(self.masters[name], amount)
@@ -1582,7 +1585,7 @@ class Optimizer:
             rates = rates_of[name].clone()
             if self.model.params[name].optimizer == "muon":
                 self.model.functions.muon_update(
-                    master, part, gradient, state, self.lr_factors[name], rates)
+                    master, part, gradient, state, self.matrix_factors[name], rates)
             else:  # flat, so that one compiled graph serves all shapes
                 flat_state = AdamState(*(moment.view(-1) for moment in state))
                 self.model.functions.adam_update(
@@ -1637,7 +1640,8 @@ def lr_factor_at(step: int, c: Config) -> float:
     """The stage's factor. Over the last cooldown_frac of the steps it becomes lr_floor, linearly; a
     stage with a larger factor lets it jump up, also during these. In `speedrun` it is 1.0 for a
     quarter of the steps, falls to 0.93, jumps to 1.39 after a third of them, falls to 0.85, jumps
-    to 0.95 after two thirds, and ends at 0.30."""
+    to 0.95 after two thirds, and ends at 0.30. (With head_every_second the head is updated in every
+    second step only.)"""
     left = 1 - step / c.num_steps  # part of the steps that is still to come
     done = max(0.0, 1 - left / c.cooldown_frac)  # 0 to 1
     return stage_of(step, c).lr_factor * (1 - done) + c.lr_floor * done
@@ -1728,17 +1732,17 @@ def train_step(model: GPT, optimizer: Optimizer, batch: list[tuple[Reading, Targ
     c = model.config
     setting = setting_of(step, c)
 
-    # 1. What the other streams do in this step comes after the step before it.
+    # 1. The other streams wait until the step before is over.
     optimizer.tables.begin([reading.rows() for reading, _ in batch])
     model.past.follow()
 
     # 2. Forward and backward. After the last pass the gradients begin to travel.
     work = partial(forward_backward, model, setting)
     # The setting names the CUDA graph, because windows and rotary table are fixed in it.
-    graph = (*setting.windows.values(), *setting[1:])
+    graph_key = (*setting.windows.values(), *setting[1:])
     loss_sum = 0
     for i, (reading, targets) in enumerate(batch):
-        loss, row_gradients = call(graph, work, (*targets, *reading))
+        loss, row_gradients = call(graph_key, work, (*targets, *reading))
         if i == 0:  # beside the first pass: what depends on the text alone
             model.past.remember(batch, read_once=c.epochs == 1)
             optimizer.tables.find_used()
@@ -1871,6 +1875,7 @@ class Run:
     def save_or_stop(self) -> None:
         """Saves the run if a save is due or a signal ends it, on all ranks after the same step.
         A signal may take effect a few steps late (`Requests`). A collective."""
+        # Not before the first step, as there would be nothing to keep.
         self.requests.ask(bool(STOP.signal) and self.step > 0, self.keeper.due())
         if self.optimizer.first_head_gradient is not None:  # which a save does not hold
             return
@@ -1959,7 +1964,7 @@ def train(c: Config, at_end: ExitStack) -> int:
     gc.freeze()  # else a collection takes up to 0.4 s in the middle of the run (record 47)
     gc.enable()
     all_ranks(None)  # the clock starts when all of them are ready
-    limit_waiting()
+    limit_waiting()  # for a rank that has died; torchrun ends those of its own host at once
     startup_s = time.perf_counter() - LAUNCHED
     log.fact("note", f"products: {recipes.summary(recipe_names, device)}")
     log.fact("note", f"{startup_s:.1f} s from launch to the first timed step")
@@ -1972,8 +1977,8 @@ def train(c: Config, at_end: ExitStack) -> int:
 
 
 def main(argv: list[str]) -> int:
-    """Exit status: 0 trained to the end, 1 a crash, 2 bad input, a full disk or too little memory,
-    129, 130 or 143 ended by a signal."""
+    """Exit status: 0 trained to the end; 1 a crash; 2 bad input, a full disk, too little memory, or
+    a loss that is not finite; 129, 130 or 143 ended by a signal. Under torchrun each error is 1."""
     return faults.run(lambda at_end: train(parse_config(argv), at_end), STOP)
 
 

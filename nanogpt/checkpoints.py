@@ -216,7 +216,7 @@ def restore(path: str, optimizer) -> None:
                 padded[: len(whole)] = whole
                 if kind == "master":
                     optimizer.banks[bank].copy_(padded)
-                whole = optimizer.own_slice(bank, padded)
+                whole = optimizer.own_part(bank, padded)
             tensor.copy_(whole)
     except (SafetensorError, RuntimeError) as error:
         raise BadInput(f"{path} was written by other code ({error}); go on with the code that is "

@@ -79,6 +79,8 @@ def check(c, script) -> None:
     require_one_of("precision", c.precision, ("auto", *script.PRECISIONS))
     require(c.device != "cuda" or torch.cuda.is_available(),
             "--device=cuda, but torch sees no GPU here")
+    require(c.attention != "flex" or (has_cuda(c.device) and c.compile),
+            "--attention=flex needs a GPU and --compile=true; leave it out, or give sdpa")
     require(c.layers_with_attention, "--attention_layers=none: at least one layer needs attention")
     require(c.save_checkpoint or not c.sample,
             "--sample needs kept weights: give --save_checkpoint=auto, too, or --sample= for none")
