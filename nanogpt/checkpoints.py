@@ -257,7 +257,7 @@ class Keeper:
             path = Path(c.resume)
             on_all_ranks(restore, path, optimizer)
             self.first_step = saved["step"]
-            if path.parent.samefile(c.log_dir):  # else it may be somebody's copy
+            if path.parent.resolve() == Path(c.log_dir).resolve():  # else it may be somebody's copy
                 self.save_path = path
             self.best = saved["best"]
             clock.total = saved["seconds"]

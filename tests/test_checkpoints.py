@@ -122,7 +122,9 @@ def test_what_may_change_does_and_what_may_not_is_named(corpus, tmp_path, capfd)
                          (["--preset=char"], "--preset=char (saved: laptop)"), (["--save_every=-1"], "--save_every=-1")):
         assert part in refused(capfd, ["--resume", f"--log_dir={parts}", *change])
     changes = ["--micro_tokens=512", "--val_interval=0", f"--data_dir={data}", "--save_every=0", "--run_name=other"]
-    assert run(["--resume", f"--log_dir={parts}", *changes]) == 0
+    same_place = os.path.relpath(the_save(parts))  # so it is replaced, and removed at the end
+    assert run([f"--resume={same_place}", f"--log_dir={parts}", *changes]) == 0
+    assert not list(parts.glob("*.saved"))
     config = read_log(last_log(parts)).config
     assert (config["micro_tokens"], config["val_interval"], config["run_name"]) == (512, 0, "other")
     assert distance(weights(whole), weights(parts)) < 1e-9
