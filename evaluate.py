@@ -245,7 +245,7 @@ def show(models: list[Model], measured: list[dict[str, Measure]], source: str) -
                                   measure.influences() - first.influences())
                 print(f"{model.path} minus {models[0].path}, {name}: {text}")
     print("± is one standard error over documents or items. With fewer than 30 it is too small; "
-          "--split_blank=1 or --split=MARKER cuts a text into more.")
+          "with --text=PATH, --split_blank=1 or --split=MARKER cuts a text into more.")
 
 
 def work(argv: list[str]) -> None:
@@ -261,13 +261,12 @@ def work(argv: list[str]) -> None:
         "the validation shards of the model's training")
     what.add_argument("--hellaswag", action="store_true",
                       help="measure accuracy on HellaSwag, which is fetched (12 MB)")
-    option("--split_blank", type=int, metavar="N",
-           help="cut a text at N or more blank lines into documents")
-    option("--split", metavar="MARKER", help="cut a text where this stands, as '<|endoftext|>'")
-    option("--key", default="text", help="where a line of JSON has its text; default %(default)s")
+    texts.add_options(parser)
     option("--device", choices=sample.DEVICES, default=sample.DEVICES[0],
            help="where the models compute")
     options = parser.parse_intermixed_args(argv)
+    require(options.text or not (options.split or options.split_blank),
+            "--split and --split_blank cut a text; name it with --text")
     models = [load_model(path, options.device) for path in options.models]
     if options.hellaswag:
         source = "items"
@@ -284,4 +283,5 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")  # a file or pipe on Windows may lack some characters
     sys.exit(main(sys.argv[1:]))

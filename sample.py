@@ -31,6 +31,7 @@ from data.shards import SEPARATOR, reads_bytes
 from nanogpt import faults
 from nanogpt.command_line import Parser
 from nanogpt.masks import BLOCK_SIZE
+from nanogpt.ranks import require
 from records.console import complain, discard_output
 
 # --------------------------------------------------------------------------------------------------
@@ -156,9 +157,14 @@ def work(argv: list[str]) -> None:
     option("--seed", type=int, default=0, help="the same seed gives the same text")
     option("--device", choices=DEVICES, default=DEVICES[0], help="where the model computes")
     options = parser.parse_intermixed_args(argv)
+    require(options.temperature == 0 or 0.001 <= options.temperature <= 1000,
+            f"--temperature={options.temperature} must be 0, or from 0.001 to 1000")
+    require(abs(options.seed) < 2**63, f"--seed={options.seed} must be below 2^63")
     model = load(options.model, options.device)
     text = options.text
     if text is None:
+        if sys.stdin.isatty():
+            complain("type the text to continue, and then Ctrl-D on a line of its own")
         text = sys.stdin.buffer.read().decode(errors="replace").removesuffix("\n")
     for piece in continued(
             model, text, options.sample_tokens, options.temperature, options.seed):
@@ -171,4 +177,5 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")  # a file or pipe on Windows may lack some characters
     sys.exit(main(sys.argv[1:]))

@@ -221,7 +221,8 @@ class Config(RunConfig):
     val_seq_len: int = key(262_144, "tokens per validation sequence")
     val_interval: int = key(125, "steps between validations, 0: only at the end", least=0)
     # numbers
-    seed: int = key(0, "seed of the initial weights, candidates and random rounding", least=0)
+    seed: int = key(
+        0, "seed of the initial weights, candidates and random rounding", least=0, most=2**32)
     precision: str = key(
         "auto", "row of PRECISIONS; auto: fp8-qkv where the GPU has FP8, else bf16")
     float8_all_gather: bool = key(
@@ -1983,4 +1984,5 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")  # a file or pipe on Windows may lack some characters
     sys.exit(main(sys.argv[1:]))

@@ -6,11 +6,10 @@
 huggingface_hub tries again when the connection drops, goes on where it was interrupted, and gives a
 shard its name when it is whole. The same command again fetches only what is missing.
 
-Exit status: 0 all there, 1 could not be fetched, with one sentence on stderr, 2 bad arguments.
+Exit status: 0 all there, 2 bad arguments or could not be fetched, with one sentence on stderr.
 """
 import argparse
 import signal
-import sys
 from pathlib import Path
 
 REPO = "kjj0/fineweb10B-gpt2"  # a Hugging Face dataset repository
@@ -44,9 +43,9 @@ def main(argv=None):
         fetch(args.n, args.dir)
     except Exception as error:  # the client's exceptions share no base class across its versions
         reason = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(" .")
-        sys.exit(f"fineweb.py: {REPO} cannot be fetched into {args.dir} ({reason}); see to the "
-                 "network and to the room on the disk, and run the same command again to go on "
-                 "from here, or make shards from text you have with data/prepare.py.")
+        parser.exit(2, f"fineweb.py: {REPO} cannot be fetched into {args.dir} ({reason}); see to "
+                    "the network and to the room on the disk, and run the same command again to go "
+                    "on from here, or make shards from text you have with data/prepare.py.\n")
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ def encode_all(documents, use_bytes):
         else:
             bodies = gpt2.load().encode_ordinary_batch(job, num_threads=os.cpu_count())
         for body in bodies:
-            yield np.concatenate([[SEPARATOR], body]).astype("<u2")
+            yield np.concatenate([[SEPARATOR], body], dtype="<u2", casting="unsafe")
 
 
 def choose_tokens(notes):
@@ -206,7 +206,7 @@ def fail(message):
 
 
 def parse_args(argv):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     add = parser.add_argument
     add("inputs", nargs="*", metavar="INPUT", help="text, JSON lines, or a folder of them")
     add("--python-docs", action="store_true",
@@ -217,9 +217,7 @@ def parse_args(argv):
              "vocabulary can be loaded; default %(default)s")
     add("--bytes", action="store_const", const="bytes", dest="tokens",
         help="short for --tokens=bytes")
-    add("--key", default="text", help="where a JSON object keeps its text; default %(default)s")
-    add("--split", metavar="MARKER", help="cut texts where this stands, such as '<|endoftext|>'")
-    add("--split_blank", type=int, metavar="N", help="cut texts at N or more blank lines")
+    texts.add_options(parser)
     add("--print_folder", action="store_true",
         help="print the folder alone on stdout, and everything else on stderr")
     parser.error = fail
@@ -243,15 +241,15 @@ def main(argv=None):
         fail(f"cannot write to {args.out or DATA} ({error.strerror}); make room there, or give "
              "yourself the right to write there, and delete the folder that was begun")
 
-    folder = os.path.relpath(folder)
     screen = sys.stderr if args.print_folder else sys.stdout
-    print(f"{folder}: {result}", file=screen)
+    print(f"{os.path.relpath(folder)}: {result}", file=screen)
     for note in notes:
         print(f"prepare.py: {note}.", file=screen)
     if args.print_folder:
-        print(folder)
+        print(os.path.relpath(folder))
     elif args.inputs:
-        print(to_type(shlex.join(["train_gpt.py", f"--data_dir={folder}"])))
+        from_project = os.path.relpath(folder, DATA.parent)
+        print(to_type(shlex.join(["train_gpt.py", f"--data_dir={from_project}"])))
 
 
 if __name__ == "__main__":

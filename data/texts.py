@@ -36,16 +36,32 @@ ZEROS = ("not text in UTF-8, as it holds zero bytes; unpack it if it is compress
          "folder to train_gpt.py --data_dir")
 
 
+def add_options(parser):
+    """Add the options that say how files are read."""
+    parser.add_argument(
+        "--key", default="text", help="where a JSON object keeps its text; default %(default)s")
+    cut = parser.add_mutually_exclusive_group()
+    cut.add_argument(
+        "--split", metavar="MARKER", help="cut texts where this stands, such as '<|endoftext|>'")
+    cut.add_argument(
+        "--split_blank", type=int, choices=range(1, 10), metavar="N",
+        help="cut texts at N or more blank lines, 1 to 9")
+
+
+def visible_files(folder):
+    """The files in this folder and its subfolders that are not hidden, sorted."""
+    return [path for path in sorted(Path(folder).rglob("*")) if path.is_file()
+            and not any(part.startswith(".") for part in path.relative_to(folder).parts)]
+
+
 def find_files(item):
-    """The file that `item` names, or those in this folder and its subfolders that are not hidden
-    and have one of the SUFFIXES, sorted. Raises BadInput if there are none."""
+    """The file that `item` names, or those of a folder that have one of the SUFFIXES, sorted.
+    Raises BadInput if there are none."""
     if not os.path.isdir(item):
         if not os.path.exists(item):
             raise BadInput(f"{item}: no such file or folder; check the path")
         return [Path(item)]
-    found = [path for path in sorted(Path(item).rglob("*"))
-             if path.suffix.lower() in SUFFIXES and path.is_file()
-             and not any(part.startswith(".") for part in path.relative_to(item).parts)]
+    found = [path for path in visible_files(item) if path.suffix.lower() in SUFFIXES]
     if not found:
         raise BadInput(f"{item}: no files in this folder that end as texts do, such as .txt and "
                        ".jsonl; name the files themselves")
@@ -82,6 +98,10 @@ def read_folder(folder, files, options, notes):
         raise BadInput(f"{folder}: no text in this folder, first {left_out[0]}")
     if left_out:
         notes.append(f"left out {len(left_out):,} file(s) of {folder}, first {left_out[0]}")
+    others = [path for path in visible_files(folder) if path not in files]
+    if others:
+        notes.append(f"passed over {len(others):,} file(s) of {folder} that do not end as texts "
+                     f"do, first {others[0]}; name those that hold text")
 
 
 def read_documents(path, options):
@@ -96,7 +116,9 @@ def read_documents(path, options):
                 if head.startswith(start):
                     raise BadInput(f"{path}: {sentence}")
             encoding = "utf-8-sig"  # which is UTF-8 with a mark or without one
-            if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            if head.startswith(codecs.BOM_UTF32_LE):  # it begins with that of UTF-16
+                encoding = "utf-32"
+            elif head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
                 encoding = "utf-16"
             elif b"\0" in head:
                 raise BadInput(f"{path}: {ZEROS}")

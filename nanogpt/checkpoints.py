@@ -59,6 +59,7 @@ def open_file(path: str | Path, kind: str):
     """A file, whose tensors are read when they are asked for, and what its header says. Raises
     BadInput if it is none of this kind."""
     mark, remedy = KINDS[kind]
+    require(not Path(path).is_dir(), f"{path} is a folder; {remedy}")
     try:
         file = safe_open(path, "pt")
     except (OSError, SafetensorError) as error:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from . import compare, plots, record
+from .console import discard_output
 from .log import Log, read_bytes, read_log, read_logs
 
 
@@ -105,6 +106,9 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the tool and returns its exit status. Input that is refused is one line of text."""
     try:
         return run(parse(argv))
+    except BrokenPipeError:  # as in `| head`
+        discard_output(sys.stdout)
+        return 0
     except ModuleNotFoundError as error:
         print(f"refused: {error}; pip install -r requirements-dev.txt", file=sys.stderr)
     except (OSError, ValueError, LookupError) as error:

@@ -194,6 +194,7 @@ def test_equal_documents_are_taken_once_and_counted(tmp_path, capsys):
     ("joined.txt", JOINED, ["--split=<|endoftext|>"]),
     ("windows.txt", JOINED.replace("\n<", "\r\n<").replace(">\n", ">\r\n"), ["--split=<|endoftext|>"]),
     ("marked.txt", JOINED.encode("utf-16"), ["--split=<|endoftext|>"]),
+    ("wide.txt", JOINED.encode("utf-32"), ["--split=<|endoftext|>"]),
     ("blank.txt", "\n\n".join(text.strip() for text in STORIES), ["--split_blank=1"]),
     ("windows.txt", "\n\n \r\n\n".join(text.replace("\n", "\n\n\n") for text in STORIES), ["--split_blank=3"]),
 ])
@@ -263,6 +264,7 @@ def test_a_folder_is_searched_and_what_is_left_out_is_said(tmp_path, capsys):
     said = capsys.readouterr().out
     assert f"left out 2 file(s) of {tmp_path / 'in'}, first " in said
     assert "bad.py: not text" in said
+    assert f"passed over 3 file(s) of {tmp_path / 'in'} that do not end as texts do, first {tmp_path / 'in' / 'pic.png'}" in said
 
 
 @pytest.mark.parametrize("name, part", [
@@ -441,12 +443,10 @@ def test_fetch_brings_what_is_missing(tmp_path, hub):
 
 @pytest.mark.parametrize("fault, part", [
     (ConnectionError("reset\nby peer"), "ConnectionError: reset"), (OSError(28, "No space left on device"), "No space left")])
-def test_a_failure_is_one_sentence(tmp_path, hub, fault, part):
+def test_a_failure_is_one_sentence(tmp_path, hub, fault, part, capsys):
     hub.fault = fault
-    with pytest.raises(SystemExit) as end:
-        fineweb.main(["1", f"--dir={tmp_path}"])
-    message = end.value.code  # which Python prints on stderr
-    assert "\n" not in message and part in message and "run the same command again" in message
+    message = refusal(capsys, fineweb.main, ["1", f"--dir={tmp_path}"])
+    assert part in message and "run the same command again" in message
 
 
 def test_the_number_of_shards_is_checked(capsys):
