@@ -369,7 +369,7 @@ def test_a_file_that_is_no_checkpoint_says_what_it_is(stopped, tmp_path, capfd):
     torch.save({"weights": {}}, tmp_path / "old.pt")
     (tmp_path / "text.txt").write_text("Once upon a time")
     other = "is missing, cut off, or no file of this program"
-    cases = [(path, size - 1, other), (path, 0, other), (tmp_path, None, other), (foreign, None, "holds no weights; name a file"),
+    cases = [(path, size - 1, other), (path, 0, other), (tmp_path, None, "is a folder; name a file"), (foreign, None, "holds no weights; name a file"),
              (tmp_path / "old.pt", None, other), (tmp_path / "text.txt", None, other), (tmp_path / "nothing", None, other),
              (save, None, "holds no weights; name a file")]
     for file, length, part in cases:

@@ -10,7 +10,7 @@ from conftest import ROOT
 
 import train_gpt
 
-PROGRAMS = ("sample.py", "evaluate.py", "data/prepare.py", "data/fineweb.py", "records/__main__.py")
+PROGRAMS = ("sample.py", "evaluate.py", "data/prepare.py", "data/texts.py", "data/fineweb.py", "records/__main__.py")
 TORCHRUN = {"standalone", "nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port"}
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
