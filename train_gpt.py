@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc_per_node=8 train_gpt.py    # 8 GPUs: aims at 3.28 on FineWeb
     torchrun --standalone --nproc_per_node=2 train_gpt.py    # fewer GPUs: the same batches
-    python train_gpt.py --preset=laptop                      # one to three minutes on a CPU
+    python train_gpt.py --preset=laptop                      # two to four minutes on a CPU
     python train_gpt.py --help                               # every key, its meaning and unit
 
 This file holds model, loss, optimizers and run. It reads from top to bottom: (1) configuration,
@@ -347,7 +347,7 @@ ABOUT = {
     "speedrun": "55M weights for each token and tables, for 557M tokens of FineWeb, on GPUs; aims "
                 "at a loss of 3.28",
     "onepass": "the same model with smaller tables, for 118M tokens that are read once, on GPUs",
-    "laptop": "a small model of bytes, one to three minutes on a CPU",
+    "laptop": "a small model of bytes, two to four minutes on a CPU",
     "char": "a larger model of bytes, for short texts on a GPU",
     "small": "as large, with GPT-2's tokens, for texts of less than 60M tokens",
 }
@@ -1687,7 +1687,8 @@ def rescaled(frequency: float, old: int, new: int) -> float:
 # 10. One step, and validation
 #
 # What a GPU does side by side in a step of two micro-batches, if it is one of several (time runs
-# downwards; a pass is forward and backward; lm_head is summed and updated in every second step):
+# downwards; a pass is forward and backward; with head_every_second lm_head is summed and updated
+# in every second step only):
 #
 #   main stream            side stream (tables.py)         transfers between the GPUs
 #   pass 1                 finds the rows that are used    which rows each GPU uses, and what

@@ -98,7 +98,7 @@ def read_folder(folder, files, options, notes):
         raise BadInput(f"{folder}: no text in this folder, first {left_out[0]}")
     if left_out:
         notes.append(f"left out {len(left_out):,} file(s) of {folder}, first {left_out[0]}")
-    others = [path for path in visible_files(folder) if path not in files]
+    others = [path for path in visible_files(folder) if path.suffix.lower() not in SUFFIXES]
     if others:
         notes.append(f"passed over {len(others):,} file(s) of {folder} that do not end as texts "
                      f"do, first {others[0]}; name those that hold text")
