@@ -149,7 +149,7 @@ class Config(RunConfig):
         True, "learned factors of the parts of a layer; without them all are 1, and no layer adds "
         "the embedding again")
     candidates: int = key(
-        12_288, "tokens of the vocabulary that a training loss is computed over; 0: all of them",
+        8192, "tokens of the vocabulary that a training loss is computed over; 0: all of them",
         least=0)
     # schedule
     schedule: str = key("speedrun", "entry of SCHEDULES: the stages of the run")
@@ -508,19 +508,26 @@ SCALARS = {
 }
 
 
-def amounts_of(scalars: Tensor) -> Tensor:
-    """scalars (L, len(SCALARS)) -> (L, 5), what `block` and `embed_inputs` take for `first` to `v`,
-    so that no layer has to multiply the stream.
+class Amounts(NamedTuple):
+    """How much of each part is added to the stream, in the way that `amounts_of` tells."""
+    begin: Tensor  # (), of the normalised embedding, with which the stream begins
+    of_layers: Tensor  # (L, 5), for `first`, `past`, `o`, `down` and `v`
 
-    Attention and MLPs read the norm of the stream x, which does not change if x is divided by a
-    number. So the model has x / P in place of x, where P is the product of all factors of the
-    stream so far: whatever is added to it is divided by P. To multiply x itself would take a pass
-    over the stream, and the gradient of the factor another one. (`late_mix` reads
-    x / P itself, and not its norm. So it gets another stream than x, and learns to use that.)"""
+
+def amounts_of(scalars: Tensor) -> Amounts:
+    """scalars (L, len(SCALARS)) -> amounts with which no layer has to multiply the stream.
+
+    Whatever is added to the stream is later multiplied by the factors of all layers that follow. So
+    the model multiplies it by the product of these when it adds it. The last stream is the same
+    then. An earlier one is larger or smaller by a number, but attention and MLPs read its norm,
+    which does not change by that, and `late_mix` learns to use it as it is. To multiply the stream
+    itself would take a pass over it, and the gradient of the factor another one."""
     first_past_o, down, v, factors = scalars.split((3, 1, 1, 2), 1)
-    products = factors.flatten().cumsum(0).exp()  # (2 L,) of all factors of the stream so far
-    after_attn, after_mlp = products.view(-1, 2).split(1, 1)  # (L, 1) each
-    return torch.cat((first_past_o / after_attn, down / after_mlp, v), 1)
+    so_far = factors.flatten().cumsum(0)  # (2 L,) logarithms of the products of factors
+    that_follow = (so_far[-1] - so_far).exp()  # (2 L,) the product of the factors after each one
+    after_attn, after_mlp = that_follow.view(-1, 2).split(1, 1)  # (L, 1) each
+    of_layers = torch.cat((first_past_o * after_attn, down * after_mlp, v), 1)
+    return Amounts(so_far[-1].exp(), of_layers)
 
 
 # The banks of which rows are looked up, and by which row numbers of a Reading (nanogpt/past.py).
@@ -680,7 +687,7 @@ class LayerWeights(NamedTuple):
     up: Tensor  # (D, F)
     down: Tensor  # (D, F)
     qkvo: Tensor | None  # (4, H d, D): q = x qkvo[0]^T, k and v likewise; output = y qkvo[3]
-    amounts: Tensor | None  # (5,), from `amounts_of`
+    amounts: Tensor | None  # (5,), those of `Amounts`
 
 
 class LayerContext(NamedTuple):
@@ -774,8 +781,8 @@ def block(x: Tensor, weights: LayerWeights, context: LayerContext,
 class Inputs(NamedTuple):
     """What the layers and `late_mix` get of the text."""
     first_x: Tensor  # (T, D), the first stream
-    # What each layer adds to the stream, (T, D): an amount of the first stream, and an amount of
-    # what the past says. None where there is neither.
+    # What each layer adds to the stream, (T, D): an amount of the embedding, and an amount of what
+    # the past says. None where there is neither.
     injects: list[Tensor | None]
     # Sources of `late_mix`: the sum of the rows of n-grams (T, W), and for each kind of match the
     # normalised embedding of the guessed tokens (T, D), 0 where there is no match.
@@ -789,11 +796,11 @@ def embed_inputs(
         embed: Tensor,  # (V, D), the whole embedding
         length_vectors: Tensor | None,  # (lengths, D)
         signs: Tensor,  # (SIGN_ROWS, W)
-        amounts: Tensor | None,  # (L, 5), from `amounts_of`
+        amounts: Amounts | None,
         num_layers: int) -> Inputs:
     """Makes the first stream, and what the past says. What the model is without is None, or in the
     reading an empty tensor."""
-    # 1. The first stream.
+    # 1. The embedding, normalised.
     x = norm(embedded)
 
     # 2. The last tokens: rows of their n-grams, and what came next where they stood before.
@@ -815,14 +822,14 @@ def embed_inputs(
     for_late_mix += guesses
     past = sum(parts) if parts else None
 
-    # 3. Each layer adds an amount of the first stream, and an amount of `past`.
+    # 3. Each layer adds an amount of the embedding, and an amount of `past`.
     if amounts is None:
         return Inputs(x, [past] * num_layers, for_late_mix)
-    of_parts = dict(zip(SCALARS, amounts.unbind(1)))  # (L,) each
+    of_parts = dict(zip(SCALARS, amounts.of_layers.unbind(1)))  # (L,) each
     injects = [amount * x for amount in of_parts["first"]]
     if past is not None:
         injects = [inject + amount * past for inject, amount in zip(injects, of_parts["past"])]
-    return Inputs(x, injects, for_late_mix)
+    return Inputs(amounts.begin * x, injects, for_late_mix)
 
 
 def widened(x: Tensor, stream: Tensor) -> Tensor:
@@ -867,8 +874,8 @@ def late_mix(x: Tensor, sources: tuple[Tensor, ...], weights: LateWeights | None
 # --------------------------------------------------------------------------------------------------
 # 5. The loss, over candidates
 #
-# In training, logits are computed for 12,288 candidates by default; all 50,304 tokens would be half
-# of the work of a step. A batch is cut into groups of up to 32,768 tokens, the same on any number
+# In training, logits are computed for 8,192 candidates by default; all 50,304 tokens would be half
+# of the work of a step. A batch is cut into groups of up to 16,384 tokens, the same on any number
 # of GPUs (nanogpt/batches.py). Candidates are all targets of a group, and others that are drawn at
 # random, frequent ones more often. One that is drawn with probability p stands for 1 / p tokens:
 # its `bias`, log(1 / p), is added to its capped logit; that of a target is 0. So the sum of
@@ -980,19 +987,20 @@ class GPT(nn.Module):
         parts = looked_up["value_embeds"].chunk(len(layers), 1) if layers else ()
         return at_layers(parts, layers, c.num_layers)
 
-    def amounts(self) -> Tensor | None:
-        """How much of each part the layers add, (L, 5); None without scalars."""
+    def amounts(self) -> Amounts | None:
+        """How much of each part is added to the stream; None without scalars."""
         scalars = self.weight("scalars")
         return None if scalars is None else amounts_of(scalars)
 
-    def layer_weights(self, amounts: Tensor | None) -> list[LayerWeights]:
-        """The weights of each layer, as views of the banks, and its `amounts`."""
+    def layer_weights(self, amounts: Amounts | None) -> list[LayerWeights]:
+        """The weights of each layer, as views of the banks, and its amounts."""
         c = self.config
         matrices = self.weight("mlp").unbind()
         qkvo = self.weight("qkvo").unflatten(0, (-1, 4))  # (layers with attention, 4, H d, D)
         qkvo = at_layers(qkvo.unbind(), c.layers_with_attention, c.num_layers)
-        amounts = [None] * c.num_layers if amounts is None else amounts.unbind()
-        return [LayerWeights(*parts) for parts in zip(matrices[::2], matrices[1::2], qkvo, amounts)]
+        of_layers = [None] * c.num_layers if amounts is None else amounts.of_layers.unbind()
+        return [LayerWeights(*parts)
+                for parts in zip(matrices[::2], matrices[1::2], qkvo, of_layers)]
 
     def late_weights(self) -> LateWeights | None:
         if not self.config.late_mix:

@@ -1,6 +1,6 @@
 """Candidates: the tokens of the vocabulary that a training loss is computed over.
 
-They are all tokens that are a target in a group of up to 32,768 tokens of the batch (or of one
+They are all tokens that are a target in a group of up to 16,384 tokens of the batch (or of one
 sequence, if that is longer), and others that are drawn at random, frequent tokens more often. A
 token that is drawn with probability p is seen only in a part p of the draws. So its exponential
 counts 1/p times: log(1/p) is added to its logit. The sum of exponentials over the vocabulary is
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from nanogpt.gpu import call_directly
 
-GROUP_TOKENS = 32_768
+GROUP_TOKENS = 16_384
 
 
 class Drawn(NamedTuple):

@@ -256,21 +256,22 @@ def plain_gpt(w, signs, tokens, targets, starts, setting, heads, d, longest, rec
         y = naive_attention(q, k, v, visible["long" if i in ((L - 1) // 2, L - 1) else "short"])
         return y.reshape(length, width) @ (mix_o * wo)
 
+    total = w["scalars"][:, -2:].sum().exp()  # of all factors of the stream
     x, outputs, factor = x0, [], 1
     for i in range(L):
         mix_x0, mix_past, mix_o, mix_down, mix_v, mix_attn, mix_mlp = w["scalars"][i]
-        a = attention(i, read(x, factor), mix_v, mix_o) if i in attends else 0
+        a = attention(i, read(x, factor / total), mix_v, mix_o) if i in attends else 0
         x = mix_attn.exp() * x + a + mix_x0 * x0 + mix_past * past
         factor = factor * mix_attn.exp()
-        hidden = torch.relu(read(x, factor) @ w["mlp"][2 * i]) ** 2
+        hidden = torch.relu(read(x, factor / total) @ w["mlp"][2 * i]) ** 2
         x = mix_mlp.exp() * x + hidden @ (mix_down * w["mlp"][2 * i + 1]).T
         factor = factor * mix_mlp.exp()
-        outputs.append(x / factor)
+        outputs.append(x * total / factor)
     x = outputs[-1]
     inner = x @ w["late_in"].T
     inner = inner * (1 + torch.erf(inner / 2**0.5)) / 2  # GELU
     late = (inner @ w["late_out"].T + w["late_bias"]) / 10
-    for i, source in enumerate((x0, outputs[0], outputs[2], outputs[3], ngram, copied, echo)):
+    for i, source in enumerate((total * x0, outputs[0], outputs[2], outputs[3], ngram, copied, echo)):
         x = x + late[:, i, None] * source
     x[:, :width] += late[:, -1, None] * tables[tokens, 0]
     x = rms(x)

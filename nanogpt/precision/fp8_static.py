@@ -126,8 +126,8 @@ def check_weights(model, scalar_names: Iterable[str], step: int, log) -> None:
     weights = {"qkv": qkvo[:, :3], "up": mlp[:, 0], "down": mlp[:, 1],
                "lm_head": model.weight("lm_head")}
     if model.config.scalars:
-        amounts = dict(zip(scalar_names, model.amounts()[..., None, None].unbind(1)))  # (L, 1, 1)
-        weights["down"] = amounts["down"] * weights["down"]
+        of_layers = model.amounts().of_layers[..., None, None]  # (L, 5, 1, 1)
+        weights["down"] = dict(zip(scalar_names, of_layers.unbind(1)))["down"] * weights["down"]
     for projection, weight in weights.items():
         if model.precision.recipe_names[projection] != "fp8-static":
             continue
