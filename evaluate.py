@@ -166,15 +166,15 @@ def loss_measures(model: Model, tokens: np.ndarray) -> dict[str, Measure]:
     }
 
 
-def hellaswag_measures(model: Model, items: list[hellaswag.Item]) -> dict[str, Measure]:
+def hellaswag_measures(model: Model, items: list[dict]) -> dict[str, Measure]:
     """The right answers in percent, as the head of this file says; units are items."""
     endings = []
     for item in items:
-        context = model.encode(item.context)
-        endings += [(context, model.encode(f" {text}")) for text in item.endings]
+        context = model.encode(item["ctx"])
+        endings += [(context, model.encode(f" {text}")) for text in item["endings"]]
     sums = score_endings(model.gpt, endings).reshape(len(items), -1)
     counts = np.array([len(ending) for _, ending in endings]).reshape(sums.shape)
-    labels = np.array([item.label for item in items])
+    labels = np.array([int(item["label"]) for item in items])
 
     def percent(scores: np.ndarray) -> Measure:
         is_right = scores.argmax(1) == labels

@@ -52,6 +52,7 @@ from contextlib import ExitStack
 from functools import cache, partial
 from itertools import accumulate, pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -662,12 +663,14 @@ def norm(x: Tensor) -> Tensor:
     return F.rms_norm(x, (x.size(-1),), eps=1e-6)
 
 
-def rotary_table(T: int, frequencies: Tensor, head_dim: int, dtype) -> tuple[Tensor, Tensor]:
+@cache  # CUDA graphs read the same tables again
+def rotary_table(T: int, frequencies: tuple[float, ...], head_dim: int, dtype: torch.dtype,
+                 device: torch.device) -> tuple[Tensor, Tensor]:
     """cos and sin (T, 1, d). Dimensions j and j + d/2 are a pair that is rotated; pairs from j =
     d/4 on do not turn, so that they are free of position."""
-    resting = head_dim // 2 - len(frequencies)
-    position = torch.arange(T, device=frequencies.device).double()
-    angle = position[:, None, None] * F.pad(frequencies, (0, resting))  # (T, 1, d/2)
+    turning = torch.tensor(frequencies, dtype=torch.float64, device=device)
+    position = torch.arange(T, device=device).double()
+    angle = position[:, None, None] * F.pad(turning, (0, head_dim // 2 - len(turning)))
     cos = torch.cat((angle.cos(), angle.cos()), -1)
     sin = torch.cat((angle.sin(), -angle.sin()), -1)
     return cos.to(dtype), sin.to(dtype)
@@ -921,7 +924,7 @@ class GPT(nn.Module):
     graphs if `train_step` is given a `call` that makes such graphs."""
 
     def __init__(self, c: Config, device: torch.device, world_size: int = 1,
-                 functions: "Functions | None" = None, as_graphs: bool = False):
+                 functions: SimpleNamespace | None = None, as_graphs: bool = False):
         super().__init__()
         self.config = c
         self.device = device
@@ -944,7 +947,6 @@ class GPT(nn.Module):
         # What came next in the training text, the same on all ranks (nanogpt/past.py).
         self.register_buffer(
             "recall_table", torch.zeros(c.recall_rows, dtype=torch.int32, device=device))
-        self.rotary_tables = {True: {}, False: {}}  # of training, of validation
         self.candidates = Candidates(c.candidates, c.vocab_size, device)
         self.past = Past(
             c, self.bos, self.recall_table, self.candidates, gpu.caller(as_graphs))
@@ -1007,23 +1009,6 @@ class GPT(nn.Module):
             return None
         return LateWeights(self.late_in, self.late_out, self.late_bias)
 
-    def rotary(self, setting: Setting, T: int,
-               training: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """cos and sin (T, 1, d), and the scale of scores. Those of training are kept, because its
-        CUDA graphs read them. Those of validation are large, so only the latest one is kept."""
-        c = self.config
-        dtype = self.lm_head.dtype  # `loss_without_gradient` may have replaced the weights
-        which = (setting.frequencies, setting.score_scale, T, dtype)
-        kept = self.rotary_tables[training]
-        if which not in kept:
-            if not training:
-                kept.clear()
-            frequencies = torch.tensor(
-                setting.frequencies, dtype=torch.float64, device=self.device)
-            cos, sin = rotary_table(T, frequencies, c.head_dim, dtype)
-            kept[which] = cos, sin, torch.tensor(setting.score_scale, device=self.device)
-        return kept[which]
-
     def make_masks(self, begins: Tensor, windows: dict[str, int]) -> dict:
         """The mask of each window, by its name."""
         documents = begins.cumsum(0, dtype=torch.int32)
@@ -1031,16 +1016,18 @@ class GPT(nn.Module):
             return masks.flex_masks(documents, windows, self.functions.block_lists)
         return masks.sdpa_masks(documents, windows)
 
-    def layer_contexts(self, begins: Tensor, setting: Setting, training: bool,
-                       injects: list[Tensor | None],
+    def layer_contexts(self, begins: Tensor, setting: Setting, injects: list[Tensor | None],
                        value_embeds: list[Tensor | None]) -> list[LayerContext]:
         """What each layer gets beside the stream and its weights."""
         c = self.config
         made_masks = self.make_masks(begins, setting.windows)
-        rotary = self.rotary(setting, len(begins), training)
+        dtype = self.lm_head.dtype  # `loss_without_gradient` may have replaced the weights
+        cos, sin = rotary_table(
+            len(begins), setting.frequencies, c.head_dim, dtype, self.device)
+        score_scale = constant(self.device, setting.score_scale)
         return [
             LayerContext(
-                c.mix_previous, c.num_heads, *rotary,
+                c.mix_previous, c.num_heads, cos, sin, score_scale,
                 made_masks["long" if sees_far(i, c) else "short"], injects[i], value_embeds[i],
                 begins)
             for i in range(c.num_layers)]
@@ -1057,7 +1044,7 @@ class GPT(nn.Module):
             looked_up["lm_head"], reading, looked_up.get("ngrams"), self.weight("lm_head"),
             self.weight("length_vectors"), self.signs, amounts, self.config.num_layers)
         value_embeds = self.value_embeds_of(looked_up)
-        contexts = self.layer_contexts(reading.begins, setting, training, injects, value_embeds)
+        contexts = self.layer_contexts(reading.begins, setting, injects, value_embeds)
         weights = self.layer_weights(amounts)
         products = self.precision.layers[training]
 
@@ -1348,42 +1335,32 @@ def adam_update(master: Tensor, part: Tensor, gradient: Tensor, state: AdamState
     cautious_update(master, part, update, lr, decay)
 
 
-class Functions(NamedTuple):
-    """The functions that do most of the work. They read nothing but their arguments and constants
-    of the source files, so that they can be compiled."""
-    block: Callable
-    late_mix: Callable
-    head_loss: Callable
-    embed_inputs: Callable
-    block_lists: Callable
-    muon_update: Callable
-    adam_update: Callable
-
-
-EAGER = Functions(
+# The functions that do most of the work. They read nothing but their arguments and constants of the
+# source files, so that they can be compiled.
+EAGER = SimpleNamespace(
     block=block, late_mix=late_mix, head_loss=head_loss, embed_inputs=embed_inputs,
     block_lists=masks.block_lists, muon_update=muon_update, adam_update=adam_update)
 
 
-def compiled_functions(tell: Callable[[str, float], None]) -> Functions:
+def compiled_functions(tell: Callable[[str, float], None]) -> SimpleNamespace:
     """EAGER under torch.compile. `tell` hears what was compiled and how many seconds it took."""
     gpu.configure()
     compiled = {}
-    for name, function in EAGER._asdict().items():
+    for name, function in vars(EAGER).items():
         # With `dynamic`, sizes are inputs of a graph, so that one graph serves many. Muon has a
         # graph for each of its two banks instead: 1.92 and 0.44 ms in place of 2.35 and 0.74 on one
         # H100, for the matrices of then (records/2026-11-26_two_gpus_narrow_rows).
         dynamic = name in ("block_lists", "adam_update")
         compiled[name] = gpu.compiled(function, tell, dynamic)
-    return Functions(**compiled)
+    return SimpleNamespace(**compiled)
 
 
 # To try another optimizer:
 #
 #   1. Write its state above, a NamedTuple of tensors, and its update, which changes the master, the
 #      part and the state in place.
-#   2. Add the update to Functions and EAGER; if one graph is to serve all shapes, also to the names
-#      that are `dynamic` in `compiled_functions`.
+#   2. Add the update to EAGER; if one graph is to serve all shapes, also to the names that are
+#      `dynamic` in `compiled_functions`.
 #   3. Make its state in Optimizer.zero_state, and call the update in Optimizer.update, before the
 #      `else` that is Adam's.
 #   4. Name it in parameter_table.
@@ -1886,7 +1863,7 @@ class Run:
         """Saves the run if a save is due or a signal ends it, on all ranks after the same step.
         A signal may take effect a few steps late (`Requests`). A collective."""
         # Not before the first step, as there would be nothing to keep.
-        self.requests.ask(bool(STOP.signal) and self.step > 0, self.keeper.due())
+        self.requests.wanted = [bool(STOP.signal) and self.step > 0, self.keeper.due()]
         if self.optimizer.first_head_gradient is not None:  # which a save does not hold
             return
         if any(self.requests.granted):

@@ -8,7 +8,6 @@ import http.client
 import json
 import urllib.request
 from pathlib import Path
-from typing import NamedTuple
 
 from data import BadInput
 
@@ -17,14 +16,9 @@ SHA256 = "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588"
 PATH = Path(__file__).resolve().parent / "hellaswag_val.jsonl"
 
 
-class Item(NamedTuple):
-    context: str
-    endings: list[str]  # four of them
-    label: int  # the right one, from 0
-
-
-def read_items() -> list[Item]:
-    """All items. They are fetched at first use. Raises BadInput."""
+def read_items() -> list[dict]:
+    """All items: of each a context "ctx", four "endings", and the right one's number, "label". They
+    are fetched at first use. Raises BadInput."""
     try:
         if not PATH.exists():
             with urllib.request.urlopen(URL, timeout=20) as answer:
@@ -36,8 +30,4 @@ def read_items() -> list[Item]:
             f"or fetch {URL} elsewhere and put it at {PATH}") from error
     if hashlib.sha256(content).hexdigest() != SHA256:
         raise BadInput(f"{PATH} is damaged or another file; delete it, and it is fetched anew")
-    items = []
-    for line in content.splitlines():
-        entry = json.loads(line)
-        items.append(Item(entry["ctx"], entry["endings"], int(entry["label"])))
-    return items
+    return [json.loads(line) for line in content.splitlines()]

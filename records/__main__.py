@@ -1,6 +1,6 @@
 """The command line, which records/README.md explains:
 
-    python -m records code | log | new | check | compare | plot | table
+    python -m records code | log | new | check | compare | table
 
 Exit status: 0 all well, 1 a check found something, 2 the input was refused.
 """
@@ -8,7 +8,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from . import compare, plots, record
+from . import compare, record
 from .console import discard_output
 from .log import Log, read_bytes, read_log, read_logs
 
@@ -67,10 +67,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("a", type=Path)
     p.add_argument("b", type=Path)
 
-    p = commands.add_parser("plot", help="draw the losses of runs, also of those that go on")
-    p.add_argument("logs", nargs="+", type=Path, help="logs, or folders of them")
-    p.add_argument("--out", default="curves.png", help="the picture (default: curves.png)")
-
     commands.add_parser("table", help="rewrite the leaderboard in records/README.md")
     return parser.parse_args(argv)
 
@@ -91,10 +87,6 @@ def run(args: argparse.Namespace) -> int:
         print(f"wrote {folder}; write its README.md, then run `python -m records table`")
     elif args.command == "compare":
         print("\n".join(compare.compare(args.a, args.b)))
-    elif args.command == "plot":
-        logs = [log for path in args.logs for log in read_logs(path)]
-        plots.curves(logs).savefig(args.out)
-        print(f"wrote {args.out}")
     else:
         records = [record.read(folder) for folder in record.folders()]
         page.write_text(record.with_leaderboard(page.read_text("utf-8"), records), "utf-8")

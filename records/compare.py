@@ -32,7 +32,7 @@ def compare(side_a: Path, side_b: Path) -> list[str]:
         lines += [f"left out, as it has no end: {log.path}" for log in logs if log.interrupted]
         logs = [log for log in logs if not log.interrupted]
         if not logs:
-            raise ValueError(f"{path}: no run has come to its end; `plot` shows what they did.")
+            raise ValueError(f"{path}: no run has come to its end.")
         refuse_mixed(logs)
         sides.append(logs)
         losses = pm([log.end["val_loss"] for log in logs], 4)

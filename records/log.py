@@ -46,14 +46,6 @@ class Log:
     end: dict  # the block of results
     files: dict[str, bytes]  # path -> content of all that ran: SCRIPT, and what it imported
 
-    def tokens_at(self, step: int) -> int:
-        """Training tokens seen after `step` steps."""
-        total = 0
-        for stage in self.facts["stage"]:
-            steps = min(step, stage["last_step"]) - stage["first_step"]
-            total += max(steps, 0) * stage["batch_tokens"]
-        return total
-
 
 def sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()

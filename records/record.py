@@ -6,13 +6,11 @@
         record.json               two free texts: a claim, and what the data are called
         README.md                 a table of what follows from the logs (`block`), and what its
                                   author writes
-        loss.png                  the losses over time and tokens
 """
 import json
 import statistics
 from pathlib import Path
 
-from . import plots
 from .log import PER_RUN, Log, machine_name, read_logs, sha256, shorten
 
 RECORDS = Path(__file__).parent
@@ -127,8 +125,7 @@ def block(record: Record) -> str:
         lines.append(f"| [{file}]({file}) | {log.config['seed']} | {log.end['val_loss']:.4f} "
                      f"| {log.end['train_time_s']:.3f} |")
         defects += [f"\nDefect in {file}: {defect['what']}" for defect in log.facts["defect"]]
-    lines += [*defects, "", "![Validation loss over time and over tokens](loss.png)"]
-    return "\n".join([*lines, "<!-- record:end -->"])
+    return "\n".join([*lines, *defects, "<!-- record:end -->"])
 
 
 def new(name: str, logs: list[Log], claim: str, data_name: str) -> Path:
@@ -137,12 +134,10 @@ def new(name: str, logs: list[Log], claim: str, data_name: str) -> Path:
     date = min(log.run["date"] for log in logs)[:10]
     folder = RECORDS / f"{date}_{name}"
     record = Record(folder.name, logs, claim, data_name)
-    picture = plots.curves(logs)
     folder.mkdir()
     (folder / "log_1.txt").write_bytes(logs[0].raw)
     for number, log in enumerate(logs[1:], 2):
         (folder / f"log_{number}.txt").write_bytes(shorten(log.raw, "log_1.txt"))
-    picture.savefig(folder / "loss.png")
     texts = dict(claim=claim, data_name=data_name)
     (folder / "record.json").write_text(json.dumps(texts, indent=1) + "\n", "utf-8")
     (folder / "README.md").write_text(
