@@ -97,11 +97,15 @@ class Counter(torch.nn.Module):
         return self.table[x]
 
 
+def item(context, endings, label=0):
+    return dict(ctx=context, endings=endings, label=label)
+
+
 def test_hellaswag_with_known_answers():
     """The sum prefers short endings, the mean long ones with the same number of wrong tokens."""
-    items = [hellaswag.Item("12", ["345", "5", "999", "888"], 0),  # sum: "345" has 3 log 1/2, "5" has log 1/18
-             hellaswag.Item("1", ["2", "345678", "0", "0"], 0),
-             hellaswag.Item("1", ["345678", "0", "00", "000"], 0)]  # one token is wrong: 0.5 ** 5 / 18 loses to 1 / 18
+    items = [item("12", ["345", "5", "999", "888"]),  # sum: "345" has 3 log 1/2, "5" has log 1/18
+             item("1", ["2", "345678", "0", "0"]),
+             item("1", ["345678", "0", "00", "000"])]  # one token is wrong: 0.5 ** 5 / 18 loses to 1 / 18
     model = evaluate.Model("m", Counter(), lambda text: [int(c) for c in text if c.isdigit()], np.ones(10, int))
     measures = evaluate.hellaswag_measures(model, items)
     assert measures["HellaSwag, %"].amounts.tolist() == [100, 100, 0]
@@ -225,7 +229,7 @@ def items(tmp_path, monkeypatch):
 
 
 def test_items_are_fetched_once_and_what_is_damaged_or_cannot_be_fetched_is_one_sentence(items, checkpoint, capsys, monkeypatch):
-    assert len(hellaswag.read_items()) == 40 and hellaswag.read_items()[1] == ("Une fête é", ["runs.", "flies.", "reads.", "sinks."], 3)
+    assert len(hellaswag.read_items()) == 40 and hellaswag.read_items()[1]["ctx"] == "Une fête é"
     monkeypatch.setattr(hellaswag, "URL", "http://127.0.0.1:9/items.jsonl")
     assert len(hellaswag.read_items()) == 40
     items.write_text(ITEMS[:-1] + "?")

@@ -137,15 +137,15 @@ def turned(x, freq):
 @pytest.mark.parametrize("d", FREE)
 def test_rotation_turns_normalised_pairs_and_half_of_the_width_keeps_its_bits(d):
     x = normal(300, 3, d)
-    y = t.norm_and_rotate(x, *t.rotary_table(300, frequencies(d)[: d // 4], d, torch.float64), 0.3)
+    y = t.norm_and_rotate(x, *t.rotary_table(300, tuple(frequencies(d)[: d // 4].tolist()), d, torch.float64, torch.device("cpu")), 0.3)
     length = (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
     torch.testing.assert_close(y, 0.3 * turned(x / length, frequencies(d)), rtol=1e-12, atol=1e-12)
-    unturned = t.norm_and_rotate(x, *t.rotary_table(1, frequencies(d)[: d // 4], d, torch.float64), 0.3)
+    unturned = t.norm_and_rotate(x, *t.rotary_table(1, tuple(frequencies(d)[: d // 4].tolist()), d, torch.float64, torch.device("cpu")), 0.3)
     assert torch.equal(y[..., FREE[d]], unturned[..., FREE[d]]) and not torch.equal(y, unturned)
 
 
 def test_a_table_in_bfloat16_has_the_precise_angles_of_far_positions():
-    cos, sin = t.rotary_table(600_000, torch.ones(1, dtype=torch.float64), 4, torch.bfloat16)
+    cos, sin = t.rotary_table(600_000, (1.0,), 4, torch.bfloat16, torch.device("cpu"))
     for position in (1, 70_000, 599_999):  # in float32 the last angle would be off by 0.03
         assert cos[position, 0].tolist() == pytest.approx([math.cos(position), 1] * 2, abs=4e-3)
         assert sin[position, 0].tolist() == pytest.approx([math.sin(position), 0, -math.sin(position), 0], abs=4e-3)

