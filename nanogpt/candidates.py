@@ -8,13 +8,13 @@ then right on average. The gradient divides one such sum by another, and such a 
 off on average, less so with more candidates. This is a sampled softmax (Bengio and Senecal 2008).
 
 Every rank draws those of all groups, by the seed and the step. So the candidates are the same on
-any number of GPUs, and the ranks need not tell each other what they have counted. With one group
-for a larger batch fewer tokens would be drawn, as 131,072 tokens of English have 14,000 different
-ones and 32,768 have 6,000 (measured on the stand-in corpus).
+any number of GPUs, and the ranks need not tell each other what they have counted.
 
-In two pairs of runs on one H200 training with 16,384 candidates took 13 and 15 % less time for
-0.0014 and 0.0007 more loss (records/2026-11-22_ladder_candidates, records/TRIED.md). With 12,288 it
-took another 4 % less for 0.0025 more, which is worth it (records/long_runs.md).
+On the stand-in corpus 131,072 tokens of English have 14,000 different ones, 32,768 have 6,000, and
+16,384 have 3,700. So in a small group fewer candidates are targets, and the others are drawn anew
+more often. That is why 10,240 candidates for each 16,384 tokens gave less loss than 12,288 for each
+32,768, and 8,192 gave 0.0035 more, but took 4 % less time, which is worth it. Groups of 8,192
+tokens with 6,144 candidates took as long and gave 0.0030 more (records/long_runs.md).
 """
 from collections.abc import Callable
 from typing import NamedTuple
