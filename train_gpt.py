@@ -1863,7 +1863,7 @@ class Run:
         """Saves the run if a save is due or a signal ends it, on all ranks after the same step.
         A signal may take effect a few steps late (`Requests`). A collective."""
         # Not before the first step, as there would be nothing to keep.
-        self.requests.wanted = [bool(STOP.signal) and self.step > 0, self.keeper.due()]
+        self.requests.ask(bool(STOP.signal) and self.step > 0, self.keeper.due())
         if self.optimizer.first_head_gradient is not None:  # which a save does not hold
             return
         if any(self.requests.granted):

@@ -124,16 +124,23 @@ class Requests:
     Nothing waits for this. What a rank wants travels in the message that the ranks sum at each step
     anyway, and all read the message of a step at the same point. Suppose that a rank asks before
     step 8. The message of step 8 says so, all have read it when step 9 is over, and do it before
-    step 10."""
+    step 10. A single process needs no message and does it at once."""
 
     def __init__(self, device: torch.device):
-        self.nothing = torch.zeros(2, device=device)
-        self.wanted = [False, False]  # by this rank from now on: to stop, to save
+        self.alone = rank_and_world_size()[1] == 1
+        self.nothing = torch.zeros(0 if self.alone else 2, device=device)
+        self.wanted = [False, False]  # by this rank: to stop, to save
         self.granted = [False, False]
 
+    def ask(self, stop: bool, save: bool) -> None:
+        """What this rank wants from now on."""
+        self.wanted = [stop, save]
+        if self.alone:
+            self.hear(self.wanted)
+
     def outgoing(self) -> Tensor:
-        """What this step adds to the message, (2,)."""
-        if not any(self.wanted):
+        """What this step adds to the message: (2,), or (0,) if there are no other ranks."""
+        if self.alone or not any(self.wanted):
             return self.nothing
         return torch.tensor(self.wanted, dtype=self.nothing.dtype, device=self.nothing.device)
 
