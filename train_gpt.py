@@ -840,14 +840,6 @@ def widened(x: Tensor, stream: Tensor) -> Tensor:
     return F.pad(x, (0, stream.size(1) - x.size(1)))
 
 
-class LateWeights(NamedTuple):
-    """The weights of a small network, which decides for each token how much of each source is added
-    at the end (MUDD, multiway dynamic dense connections: Xiao et al. 2025; record 81)."""
-    w_in: Tensor  # (64, D)
-    w_out: Tensor  # (sources, 64)
-    bias: Tensor  # (sources,)
-
-
 def late_sources(first_x: Tensor, outputs: list[Tensor], of_past: list[Tensor],
                  first_value_embed: Tensor | None) -> tuple[Tensor, ...]:
     """The sources of `late_mix`: the first stream; the streams after about a third of the layers,
@@ -860,15 +852,17 @@ def late_sources(first_x: Tensor, outputs: list[Tensor], of_past: list[Tensor],
     return sources if first_value_embed is None else (*sources, first_value_embed)
 
 
-def late_mix(x: Tensor, sources: tuple[Tensor, ...], weights: LateWeights | None) -> Tensor:
+def late_mix(x: Tensor, sources: tuple[Tensor, ...], w_in: Tensor | None, w_out: Tensor | None,
+             bias: Tensor | None) -> Tensor:
     """x (T, D), the last stream, plus an amount of each source; the sum is normalised. A source is
-    (T, D), or narrower, as the rows of n-grams (T, W): it is added to the first channels. Without
-    weights nothing is added."""
-    if weights is None:
+    (T, D), or narrower, as the rows of n-grams (T, W): it is added to the first channels. A small
+    network decides for each token how much of each source is added (MUDD, multiway dynamic dense
+    connections: Xiao et al. 2025; record 81). Its weights are w_in (64, D), w_out (sources, 64) and
+    bias (sources,). Without weights nothing is added."""
+    if w_in is None:
         return norm(x)
-    hidden = F.gelu(F.linear(x, weights.w_in.to(x.dtype)))
-    parts = F.linear(hidden, weights.w_out.to(x.dtype))  # (T, sources)
-    parts = parts + weights.bias.to(x.dtype)
+    hidden = F.gelu(F.linear(x, w_in.to(x.dtype)))
+    parts = F.linear(hidden, w_out.to(x.dtype)) + bias.to(x.dtype)  # (T, sources)
     taken = sum(widened(0.1 * part[:, None] * source, x)
                 for part, source in zip(parts.unbind(1), sources, strict=True))
     return norm(x + taken)
@@ -1004,10 +998,9 @@ class GPT(nn.Module):
         return [LayerWeights(*parts)
                 for parts in zip(matrices[::2], matrices[1::2], qkvo, of_layers)]
 
-    def late_weights(self) -> LateWeights | None:
-        if not self.config.late_mix:
-            return None
-        return LateWeights(self.late_in, self.late_out, self.late_bias)
+    def late_weights(self) -> list[Tensor | None]:
+        """The three weights of `late_mix`, or None three times without it."""
+        return [self.weight(name) for name in ("late_in", "late_out", "late_bias")]
 
     def make_masks(self, begins: Tensor, windows: dict[str, int]) -> dict:
         """The mask of each window, by its name."""
@@ -1061,7 +1054,7 @@ class GPT(nn.Module):
                 looked_up: dict | None = None) -> Tensor:
         """The loss, summed over T. In training it is over candidates, if the targets have any."""
         x, sources = self.last_stream(reading, setting, training, looked_up)
-        x = self.functions.late_mix(x, sources, self.late_weights())
+        x = self.functions.late_mix(x, sources, *self.late_weights())
         products = self.precision.head[training]
         head = self.weight("lm_head")
         next_tokens, chosen, bias, places = targets
@@ -1081,7 +1074,7 @@ class GPT(nn.Module):
 
     def logits(self, x: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
         """What `last_stream` returns -> the capped logits of each next token (T, V)."""
-        x = late_mix(x, sources, self.late_weights())
+        x = late_mix(x, sources, *self.late_weights())
         return kernels.softcap(F.linear(x, self.weight("lm_head")), CAP)
 
 
