@@ -101,7 +101,6 @@ from nanogpt.ranks import (
 )
 from nanogpt.tables import Table, Tables
 from records import journal, report
-from records.console import Console
 
 # --------------------------------------------------------------------------------------------------
 # 1. Configuration: every key can be given as --key=value
@@ -1899,8 +1898,7 @@ def train(c: Config, at_end: ExitStack) -> int:
 
     # 2. The log begins with the code and the facts. The number of steps is such a fact: under
     # --minutes it is chosen after the warm-up, and until then the log keeps its lines in memory.
-    console = Console(shards.reads_bytes(c.vocab_size), shows=is_rank_0())
-    log = journal.Log(console)
+    log = journal.Log(shards.reads_bytes(c.vocab_size))
     at_end.push(log.end_early)
     clock = journal.Clock(device)
     facts = journal.RunFacts(
@@ -1914,7 +1912,7 @@ def train(c: Config, at_end: ExitStack) -> int:
     begin = partial(report.begin, log, script)
     if not chooses_steps(c):
         begin(c, facts, run_files.checkpoint_path, recipe_names)
-    console.say("compiling ..." if c.compile else "warming up ...")
+    log.show("compiling ..." if c.compile else "warming up ...")
 
     def report_compilation(what: str, seconds: float) -> None:
         kind = "compile" if clock.now() == 0 else "defect"  # once the clock runs it costs time
@@ -1948,7 +1946,7 @@ def train(c: Config, at_end: ExitStack) -> int:
     startup_s = time.perf_counter() - LAUNCHED
     log.fact("note", f"products: {recipes.summary(recipe_names, device)}")
     log.fact("note", f"{startup_s:.1f} s from launch to the first timed step")
-    console.say(f"ready after {startup_s:.1f} s")
+    log.show(f"ready after {startup_s:.1f} s")
     STOP.in_steps = True  # from now on a signal waits until all ranks can end together
     run.train(call)
 

@@ -16,7 +16,6 @@ import torch
 
 from nanogpt.ranks import BadInput
 from records import journal
-from records.console import Console
 
 SOURCE = b"print('a script')\n"
 CPU = torch.device("cpu")
@@ -24,7 +23,7 @@ RULE = "=" * 100
 
 
 def open_log(folder):
-    log = journal.Log(Console())
+    log = journal.Log()
     facts = journal.RunFacts(run={"run_id": "an-id", "git_clean": None}, files=[], machine={}, data=[])
     log.begin(SOURCE, facts, {"log_dir": str(folder), "num_steps": 10}, [])
     return log
