@@ -1901,17 +1901,14 @@ def train(c: Config, at_end: ExitStack) -> int:
     log = journal.Log(shards.reads_bytes(c.vocab_size))
     at_end.push(log.end_early)
     clock = journal.Clock(device)
-    facts = journal.RunFacts(
-        journal.describe_run(SOURCE), files, journal.describe_machine(device),
-        run_files.fingerprints)
     if ACTIVATION is not relu_squared and "fp8-static" in recipe_names.values():
         log.say("with this ACTIVATION the MLP is not in FP8 with constant scales, whose kernel "
                 "computes relu_squared")
     if run_files.saved:
         log.say(f"resumed at step {run_files.saved['step']} from {c.resume}")
-    begin = partial(report.begin, log, script)
+    begin = partial(report.begin, log, script, device, files, run_files, recipe_names)
     if not chooses_steps(c):
-        begin(c, facts, run_files.checkpoint_path, recipe_names)
+        begin(c)
     log.show("compiling ..." if c.compile else "warming up ...")
 
     def report_compilation(what: str, seconds: float) -> None:
@@ -1932,11 +1929,11 @@ def train(c: Config, at_end: ExitStack) -> int:
     warm_up.run(call)
     if chooses_steps(c):
         c, seconds = warm_up.choose_steps(call, run_files.train_paths)
-        begin(c, facts, run_files.checkpoint_path, recipe_names, c.num_steps * seconds)
+        begin(c, c.num_steps * seconds)
     optimizer.reset(initialize(model, c.seed))  # as if nothing had been trained so far
 
     # 4. Train, from the start or from where a save was made.
-    keeper = checkpoints.Keeper(c, optimizer, run_files, facts, log, clock)
+    keeper = checkpoints.Keeper(c, optimizer, run_files, log, clock)
     run = Run(c, optimizer, run_files, keeper)
     gc.collect()
     gc.freeze()  # else a collection takes up to 0.4 s in the middle of the run (record 47)

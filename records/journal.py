@@ -15,7 +15,6 @@ import time
 import uuid
 from importlib.metadata import version
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,15 +29,6 @@ ROOT = Path(__file__).resolve().parents[1]  # the project's folder
 
 # ------------------------------------------------------------------------------------------------
 # The log
-
-
-class RunFacts(NamedTuple):
-    """What a log says before the first step, beside configuration and schedule."""
-
-    run: dict  # `describe_run`
-    files: list[dict]  # `project_files`
-    machine: dict  # `describe_machine`
-    data: list[dict]  # the fingerprints of all shards (data/shards.py)
 
 
 class Log:
@@ -57,22 +47,22 @@ class Log:
         self.pending = []  # losses that may still be on their way from the device
         self.steps: list[tuple] = []  # step, seconds, name and loss of all lines
         self.path = None
+        self.facts: dict[str, list[dict]] = {}  # that it begins with, by their kinds
         # At first it holds the facts that come before the log begins. None if it cannot be written
         # to any more, or has ended.
         self.file = io.BytesIO()
 
-    def begin(self, source: bytes, facts: RunFacts, config: dict, stages: list[dict]) -> None:
+    def begin(self, source: bytes, facts: dict[str, list[dict]]) -> None:
         """Opens LOG_DIR/RUN_ID.txt and writes the script's source, the facts, and those that have
-        come before. `config` and `stages` are the facts of these names. Raises OSError if the file
-        cannot be written."""
-        self.path = Path(config["log_dir"], f"{facts.run['run_id']}.txt")
+        come before. Raises OSError if the file cannot be written."""
+        self.facts = facts
+        [run], [config] = facts["run"], facts["config"]
+        self.path = Path(config["log_dir"], f"{run['run_id']}.txt")
         self.num_steps = config["num_steps"]
         came_before = self.file.getvalue()
         self.file = open(self.path if is_rank_0() else os.devnull, "wb")
         self.file.write(source + RULE.encode() + b"\n")
-        facts_of_kind = dict(run=[facts.run], file=facts.files, config=[config],
-                             environment=[facts.machine], data=facts.data, stage=stages)
-        for kind, values in facts_of_kind.items():
+        for kind, values in facts.items():
             for value in values:
                 self.fact(kind, value)
         self.file.write(came_before)

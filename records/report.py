@@ -6,7 +6,6 @@ import dataclasses
 import math
 import shlex
 import signal
-from pathlib import Path
 
 import torch
 
@@ -17,20 +16,25 @@ from records.console import curve, to_type
 from records.log import machine_name
 
 
-def begin(log: journal.Log, script, c, facts: journal.RunFacts, weights: Path | None,
-          recipe_names, seconds: float | None = None) -> None:
-    """Begins the log, and shows what will run. `weights` is the file of the checkpoint, and
-    `seconds` is how long the run may take, if that is known."""
+def begin(log: journal.Log, script, device: torch.device, files: list[dict], run_files,
+          recipe_names, c, seconds: float | None = None) -> None:
+    """Begins the log, and shows what will run. `files` are the project's source files, `run_files`
+    is a planning.RunFiles, and `seconds` is how long the run may take, if that is known. A
+    collective."""
     stages = [dict(first_step=first, last_step=end, batch_tokens=script.stage_tokens(stage, c))
               for first, end, stage in script.stages(c) if end > first]
     config = dataclasses.asdict(c)
-    log.begin(script.SOURCE, facts, config, stages)
+    machine = journal.describe_machine(device)
+    data = run_files.fingerprints
+    log.begin(script.SOURCE, dict(
+        run=[journal.describe_run(script.SOURCE)], file=files, config=[config],
+        environment=[machine], data=data, stage=stages))
     unit = log.unit
     active, in_tables = num_weights(script.parameter_table(c))
-    train_tokens = sum(shard["tokens"] for shard in facts.data if shard["split"] == "train")
+    train_tokens = sum(shard["tokens"] for shard in data if shard["split"] == "train")
     tokens = script.total_tokens(c, c.num_steps)
     show_facts(log, {
-        "device": f"{machine_name(facts.machine, config)}, torch {facts.machine['torch']}",
+        "device": f"{machine_name(machine, config)}, torch {machine['torch']}",
         "preset": c.preset,
         "model": f"{active / 1e6:,.1f}M parameters active, {in_tables / 1e6:,.1f}M in tables",
         "precision": ", ".join(sorted({*recipe_names.values()})),
@@ -40,7 +44,7 @@ def begin(log: journal.Log, script, c, facts: journal.RunFacts, weights: Path | 
                + (f", about {seconds / 60:.1f} min" if seconds else ""),
         "seed": str(c.seed),
         "log": log.path,
-        "weights": weights or "not kept; --save_checkpoint keeps them",
+        "weights": run_files.checkpoint_path or "not kept; --save_checkpoint keeps them",
     })
 
 
@@ -115,7 +119,7 @@ def results(run, script, startup_s: float) -> dict:
         "tokens_per_s": round(tokens / seconds),
         "peak_memory_mib": memory,
         "compile_s": round(startup_s, 1),
-        "code_sha256": run.keeper.facts.run["code_sha256"],
+        "code_sha256": run.log.facts["run"][0]["code_sha256"],
     }
 
 

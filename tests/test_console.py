@@ -19,10 +19,9 @@ import train_gpt as t
 from nanogpt.ranks import BadInput
 from records import console, journal, report
 
-FACTS = journal.RunFacts(
-    run={"run_id": "a", "code_sha256": "b"}, files=[],
-    machine={"devices": ["NVIDIA H200"] * 4, "world_size": 4, "torch": "2.11.0+cu128"},
-    data=[dict(split="train", tokens=6_000_000), dict(split="train", tokens=412_345), dict(split="val", tokens=9)])
+RUN_FACT = {"run_id": "a", "code_sha256": "b"}
+MACHINE = {"devices": ["NVIDIA H200"] * 4, "world_size": 4, "torch": "2.11.0+cu128"}
+DATA = [dict(split="train", tokens=6_000_000), dict(split="train", tokens=412_345), dict(split="val", tokens=9)]
 
 
 def log_of(num_steps, **options):
@@ -42,11 +41,14 @@ def terminal(monkeypatch):
 
 
 @pytest.fixture
-def began(tmp_path, capsys):
+def began(tmp_path, capsys, monkeypatch):
     """The configuration and the log of a run of the preset gpt2 that begins, and what it prints."""
     c = t.parse_config(["--preset=gpt2", "--data_dir=data/x", "--num_steps=6", "--seed=3", f"--log_dir={tmp_path}", "--target_loss=1.5"])
     log = journal.Log(tokens_are_bytes=True)
-    report.begin(log, t, c, FACTS, Path("models/x.pt"), {"mlp": "fp8", "head": "bf16", "qkvo": "bf16"}, 102)
+    monkeypatch.setattr(journal, "describe_run", lambda source: RUN_FACT)
+    monkeypatch.setattr(journal, "describe_machine", lambda device: MACHINE)
+    run_files = SimpleNamespace(fingerprints=DATA, checkpoint_path=Path("models/x.pt"))
+    report.begin(log, t, torch.device("cuda"), [], run_files, {"mlp": "fp8", "head": "bf16", "qkvo": "bf16"}, c, 102)
     return c, log, capsys.readouterr().out
 
 
@@ -72,7 +74,7 @@ def test_the_end_says_what_came_of_the_run(began, capsys, loss, verdict):
     log.step(5, 88.0, "train_loss", 3.0)
     log.step(6, 88.2, "train_loss", 2.0)
     log.step(6, 88.24, "val_loss", loss + 0.00001)
-    keeper = SimpleNamespace(facts=FACTS, best=(2, 1.3, "models/x.pt"), lacks_weights=False, remove_save=lambda: None)
+    keeper = SimpleNamespace(best=(2, 1.3, "models/x.pt"), lacks_weights=False, remove_save=lambda: None)
     model = SimpleNamespace(candidates=SimpleNamespace(lost_targets=0))
     optimizer = SimpleNamespace(hooks=SimpleNamespace(state=dict))
     run = SimpleNamespace(config=c, log=log, keeper=keeper, model=model, optimizer=optimizer, device=torch.device("cpu"),

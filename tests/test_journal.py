@@ -24,8 +24,8 @@ RULE = "=" * 100
 
 def open_log(folder):
     log = journal.Log()
-    facts = journal.RunFacts(run={"run_id": "an-id", "git_clean": None}, files=[], machine={}, data=[])
-    log.begin(SOURCE, facts, {"log_dir": str(folder), "num_steps": 10}, [])
+    run, config = {"run_id": "an-id", "git_clean": None}, {"log_dir": str(folder), "num_steps": 10}
+    log.begin(SOURCE, dict(run=[run], file=[], config=[config], environment=[{}], data=[], stage=[]))
     return log
 
 
