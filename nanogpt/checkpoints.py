@@ -250,7 +250,7 @@ class Keeper:
         # Where the best weights go: None if none are kept, and always on ranks other than 0.
         self.weights_path = run_files.checkpoint_path
         self.lacks_weights = False  # whether the best weights could not be written
-        self.best = None  # step, loss and file of the best weights; no file of the untrained ones
+        self.best = None  # step, loss and file of the best weights
         saved = run_files.saved
         if saved:
             path = Path(c.resume)
@@ -301,14 +301,11 @@ class Keeper:
 
     @patiently()
     def validated(self, step: int, loss: float) -> None:
-        """Writes the weights if they are the best so far, and better than without training. They
-        are written at once, so that not even kill -9 loses them. A collective."""
-        if self.weights_path is None or (self.best and loss >= self.best[1]):
+        """Writes the weights if they are trained, and the best so far. They are written at once, so
+        that not even kill -9 loses them. A collective."""
+        if step == 0 or self.weights_path is None or (self.best and loss >= self.best[1]):
             return
-        if step == 0:
-            self.best = step, loss, None
-            return
-        if self.config.save_checkpoint == "auto" and not (self.best and self.best[2]):
+        if self.config.save_checkpoint == "auto" and not self.best:
             self.weights_path = unused_path(self.weights_path)  # if another run has begun meanwhile
         [run] = self.log.facts["run"]
         about = dict(

@@ -63,9 +63,6 @@ def end(run, script, startup_s: float) -> int:
     log.end(result | ({"interrupted": True} if run.ended_by else {}))
     best, best_loss, path = keeper.best or (None, None, None)
     if not run.ended_by:
-        if best == 0 and not keeper.lacks_weights:
-            show("no weights are kept, as no validation loss is below that of the untrained model, "
-                f"{best_loss:.4f}; lower the learning rates")
         keeper.remove_save()
         if is_rank_0() and c.sample and path:
             show(f"sample: {sample_of(run, script, path)}")

@@ -74,7 +74,7 @@ def test_the_end_says_what_came_of_the_run(began, capsys, loss, verdict):
     log.step(5, 88.0, "train_loss", 3.0)
     log.step(6, 88.2, "train_loss", 2.0)
     log.step(6, 88.24, "val_loss", loss + 0.00001)
-    keeper = SimpleNamespace(best=(2, 1.3, "models/x.pt"), lacks_weights=False, remove_save=lambda: None)
+    keeper = SimpleNamespace(best=(2, 1.3, "models/x.pt"), remove_save=lambda: None)
     model = SimpleNamespace(candidates=SimpleNamespace(lost_targets=0))
     optimizer = SimpleNamespace(hooks=SimpleNamespace(state=dict))
     run = SimpleNamespace(config=c, log=log, keeper=keeper, model=model, optimizer=optimizer, device=torch.device("cpu"),
