@@ -1,8 +1,9 @@
-"""What several programs print: complaints, a curve of losses, and a command to type."""
+"""What several programs print, and how they end."""
 import os
 import shlex
 import shutil
 import sys
+from collections.abc import Callable
 
 import numpy as np
 from tqdm import tqdm
@@ -22,6 +23,27 @@ def complain(sentence: str) -> None:
         tqdm.write(sentence, file=sys.stderr)
     except OSError:  # the reader of standard error has gone
         discard_output(sys.stderr)
+
+
+def end_in_order(program: str, work: Callable[[list[str]], None], argv: list[str]) -> int:
+    """Does the work of a program. Exit status: 0, or with one sentence 2 for bad input, a full disk
+    or too little memory."""
+    sys.stdout.reconfigure(errors="replace")  # a file or pipe on Windows may lack some characters
+    try:
+        work(argv)
+        sys.stdout.flush()
+        return 0
+    except Exception as error:
+        from nanogpt import faults  # it imports torch, which takes seconds
+        sentence = faults.sentence_of(error)
+        if not sentence:
+            raise
+        if isinstance(error, OSError):
+            discard_output(sys.stdout)
+        if isinstance(error, BrokenPipeError):  # as in `| head -1`
+            return 0
+    complain(f"{program}: {sentence}")
+    return 2
 
 
 def curve(losses: list[float], columns: int = 60) -> str:

@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 import sample
 import train_gpt as t
 from nanogpt import checkpoints, process
+from records.console import end_in_order
 from records.log import read_log
 
 SAVED = {"save_every": 60, "num_steps": 6, "target_loss": 0, "val_interval": 2, "dtype": "float32", "candidates": 256, "micro_tokens": 256}
@@ -375,7 +376,7 @@ def test_a_file_that_is_no_checkpoint_says_what_it_is(stopped, tmp_path, capfd):
     for file, length, part in cases:
         if length is not None:
             os.truncate(file, length)
-        assert sample.main([str(file), "text"]) == 2
+        assert end_in_order("sample.py", sample.work, [str(file), "text"]) == 2
         out, err = capfd.readouterr()
         assert out == "" and err.count("\n") == 1 and err.startswith(f"sample.py: {file}") and part in err, err
 
