@@ -43,9 +43,10 @@ from torch import nn
 from tqdm import tqdm
 
 import sample
-from data import hellaswag, shards, texts
+from data import Parser, hellaswag, shards, texts
 from nanogpt.masks import BLOCK_SIZE
 from nanogpt.ranks import require
+from records.console import end_in_order
 
 # --------------------------------------------------------------------------------------------------
 # 1. Log-probabilities of tokens
@@ -250,7 +251,7 @@ def show(models: list[Model], measured: list[dict[str, Measure]], source: str) -
 
 def work(argv: list[str]) -> None:
     """Measures what the command line asks for. Raises BadInput."""
-    parser = sample.Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
+    parser = Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
     option = parser.add_argument
     option("models", metavar="MODEL", nargs="+",
            help="file that --save_checkpoint has written; others are compared with the first one")
@@ -278,10 +279,5 @@ def work(argv: list[str]) -> None:
     show(models, measured, source)
 
 
-def main(argv: list[str]) -> int:
-    return sample.end_in_order("evaluate.py", work, argv)
-
-
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="replace")  # a file or pipe on Windows may lack some characters
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(end_in_order("evaluate.py", work, sys.argv[1:]))

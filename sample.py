@@ -17,7 +17,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 
-from data import gpt2, harmless
+from data import Parser, gpt2, harmless
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it at once, without a traceback
@@ -28,11 +28,9 @@ from torch import Tensor
 
 from data.gpt2 import bytes_of, token_to_byte
 from data.shards import SEPARATOR, reads_bytes
-from nanogpt import faults
-from nanogpt.command_line import Parser
 from nanogpt.masks import BLOCK_SIZE
 from nanogpt.ranks import require
-from records.console import complain, discard_output
+from records.console import complain, end_in_order
 
 # --------------------------------------------------------------------------------------------------
 # 1. Tokens, one after the other
@@ -124,25 +122,6 @@ def load(path: str, device: str):
     return model
 
 
-def end_in_order(program: str, work: Callable[[list[str]], None], argv: list[str]) -> int:
-    """Does the work. Exit status: 0, or with one sentence 2 for bad input, a full disk or too
-    little memory."""
-    try:
-        work(argv)
-        sys.stdout.flush()
-        return 0
-    except Exception as error:
-        sentence = faults.sentence_of(error)
-        if not sentence:
-            raise
-        if isinstance(error, OSError):
-            discard_output(sys.stdout)
-        if isinstance(error, BrokenPipeError):  # as in `| head -1`
-            return 0
-    complain(f"{program}: {sentence}")
-    return 2
-
-
 def work(argv: list[str]) -> None:
     """Continues a text, and shows each token as it is drawn. Raises BadInput."""
     parser = Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False,
@@ -172,10 +151,5 @@ def work(argv: list[str]) -> None:
     print()
 
 
-def main(argv: list[str]) -> int:
-    return end_in_order("sample.py", work, argv)
-
-
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="replace")  # a file or pipe on Windows may lack some characters
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(end_in_order("sample.py", work, sys.argv[1:]))

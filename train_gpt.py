@@ -101,7 +101,6 @@ from nanogpt.ranks import (
 )
 from nanogpt.tables import Table, Tables
 from records import journal, report
-from records.console import Console
 
 # --------------------------------------------------------------------------------------------------
 # 1. Configuration: every key can be given as --key=value
@@ -840,14 +839,6 @@ def widened(x: Tensor, stream: Tensor) -> Tensor:
     return F.pad(x, (0, stream.size(1) - x.size(1)))
 
 
-class LateWeights(NamedTuple):
-    """The weights of a small network, which decides for each token how much of each source is added
-    at the end (MUDD, multiway dynamic dense connections: Xiao et al. 2025; record 81)."""
-    w_in: Tensor  # (64, D)
-    w_out: Tensor  # (sources, 64)
-    bias: Tensor  # (sources,)
-
-
 def late_sources(first_x: Tensor, outputs: list[Tensor], of_past: list[Tensor],
                  first_value_embed: Tensor | None) -> tuple[Tensor, ...]:
     """The sources of `late_mix`: the first stream; the streams after about a third of the layers,
@@ -860,15 +851,17 @@ def late_sources(first_x: Tensor, outputs: list[Tensor], of_past: list[Tensor],
     return sources if first_value_embed is None else (*sources, first_value_embed)
 
 
-def late_mix(x: Tensor, sources: tuple[Tensor, ...], weights: LateWeights | None) -> Tensor:
+def late_mix(x: Tensor, sources: tuple[Tensor, ...], w_in: Tensor | None, w_out: Tensor | None,
+             bias: Tensor | None) -> Tensor:
     """x (T, D), the last stream, plus an amount of each source; the sum is normalised. A source is
-    (T, D), or narrower, as the rows of n-grams (T, W): it is added to the first channels. Without
-    weights nothing is added."""
-    if weights is None:
+    (T, D), or narrower, as the rows of n-grams (T, W): it is added to the first channels. A small
+    network decides for each token how much of each source is added (MUDD, multiway dynamic dense
+    connections: Xiao et al. 2025; record 81). Its weights are w_in (64, D), w_out (sources, 64) and
+    bias (sources,). Without weights nothing is added."""
+    if w_in is None:
         return norm(x)
-    hidden = F.gelu(F.linear(x, weights.w_in.to(x.dtype)))
-    parts = F.linear(hidden, weights.w_out.to(x.dtype))  # (T, sources)
-    parts = parts + weights.bias.to(x.dtype)
+    hidden = F.gelu(F.linear(x, w_in.to(x.dtype)))
+    parts = F.linear(hidden, w_out.to(x.dtype)) + bias.to(x.dtype)  # (T, sources)
     taken = sum(widened(0.1 * part[:, None] * source, x)
                 for part, source in zip(parts.unbind(1), sources, strict=True))
     return norm(x + taken)
@@ -1004,10 +997,9 @@ class GPT(nn.Module):
         return [LayerWeights(*parts)
                 for parts in zip(matrices[::2], matrices[1::2], qkvo, of_layers)]
 
-    def late_weights(self) -> LateWeights | None:
-        if not self.config.late_mix:
-            return None
-        return LateWeights(self.late_in, self.late_out, self.late_bias)
+    def late_weights(self) -> list[Tensor | None]:
+        """The three weights of `late_mix`, or None three times without it."""
+        return [self.weight(name) for name in ("late_in", "late_out", "late_bias")]
 
     def make_masks(self, begins: Tensor, windows: dict[str, int]) -> dict:
         """The mask of each window, by its name."""
@@ -1061,7 +1053,7 @@ class GPT(nn.Module):
                 looked_up: dict | None = None) -> Tensor:
         """The loss, summed over T. In training it is over candidates, if the targets have any."""
         x, sources = self.last_stream(reading, setting, training, looked_up)
-        x = self.functions.late_mix(x, sources, self.late_weights())
+        x = self.functions.late_mix(x, sources, *self.late_weights())
         products = self.precision.head[training]
         head = self.weight("lm_head")
         next_tokens, chosen, bias, places = targets
@@ -1081,7 +1073,7 @@ class GPT(nn.Module):
 
     def logits(self, x: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
         """What `last_stream` returns -> the capped logits of each next token (T, V)."""
-        x = late_mix(x, sources, self.late_weights())
+        x = late_mix(x, sources, *self.late_weights())
         return kernels.softcap(F.linear(x, self.weight("lm_head")), CAP)
 
 
@@ -1906,22 +1898,18 @@ def train(c: Config, at_end: ExitStack) -> int:
 
     # 2. The log begins with the code and the facts. The number of steps is such a fact: under
     # --minutes it is chosen after the warm-up, and until then the log keeps its lines in memory.
-    console = Console(shards.reads_bytes(c.vocab_size), shows=is_rank_0())
-    log = journal.Log(console)
+    log = journal.Log(shards.reads_bytes(c.vocab_size))
     at_end.push(log.end_early)
     clock = journal.Clock(device)
-    facts = journal.RunFacts(
-        journal.describe_run(SOURCE), files, journal.describe_machine(device),
-        run_files.fingerprints)
     if ACTIVATION is not relu_squared and "fp8-static" in recipe_names.values():
         log.say("with this ACTIVATION the MLP is not in FP8 with constant scales, whose kernel "
                 "computes relu_squared")
     if run_files.saved:
         log.say(f"resumed at step {run_files.saved['step']} from {c.resume}")
-    begin = partial(report.begin, log, script)
+    begin = partial(report.begin, log, script, device, files, run_files, recipe_names)
     if not chooses_steps(c):
-        begin(c, facts, run_files.checkpoint_path, recipe_names)
-    console.say("compiling ..." if c.compile else "warming up ...")
+        begin(c)
+    log.show("compiling ..." if c.compile else "warming up ...")
 
     def report_compilation(what: str, seconds: float) -> None:
         kind = "compile" if clock.now() == 0 else "defect"  # once the clock runs it costs time
@@ -1941,11 +1929,11 @@ def train(c: Config, at_end: ExitStack) -> int:
     warm_up.run(call)
     if chooses_steps(c):
         c, seconds = warm_up.choose_steps(call, run_files.train_paths)
-        begin(c, facts, run_files.checkpoint_path, recipe_names, c.num_steps * seconds)
+        begin(c, c.num_steps * seconds)
     optimizer.reset(initialize(model, c.seed))  # as if nothing had been trained so far
 
     # 4. Train, from the start or from where a save was made.
-    keeper = checkpoints.Keeper(c, optimizer, run_files, facts, log, clock)
+    keeper = checkpoints.Keeper(c, optimizer, run_files, log, clock)
     run = Run(c, optimizer, run_files, keeper)
     gc.collect()
     gc.freeze()  # else a collection takes up to 0.4 s in the middle of the run (record 47)
@@ -1955,7 +1943,7 @@ def train(c: Config, at_end: ExitStack) -> int:
     startup_s = time.perf_counter() - LAUNCHED
     log.fact("note", f"products: {recipes.summary(recipe_names, device)}")
     log.fact("note", f"{startup_s:.1f} s from launch to the first timed step")
-    console.say(f"ready after {startup_s:.1f} s")
+    log.show(f"ready after {startup_s:.1f} s")
     STOP.in_steps = True  # from now on a signal waits until all ranks can end together
     run.train(call)
 

@@ -1,9 +1,17 @@
 """Shards of tokens: their format, how they are read, made from text, and fetched."""
+import argparse
 import unicodedata
 
 
 class BadInput(Exception):
     """Something the user can mend. It is shown as one sentence, without a traceback."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser of a command line whose errors are BadInput."""
+
+    def error(self, message: str):
+        raise BadInput(f"{message} (--help lists all keys)")
 
 
 def harmless(text: str) -> str:

@@ -22,7 +22,6 @@ two bytes each, and one file at a time.
 
 Exit status: 0 done, 2 with one sentence on stderr that names the file and what to do.
 """
-import argparse
 import hashlib
 import json
 import os
@@ -42,10 +41,10 @@ if __name__ == "__main__":
 import numpy as np
 from tqdm import tqdm
 
-from data import BadInput, gpt2, texts
+from data import BadInput, Parser, gpt2, texts
 from data.python_docs import python_documents
 from data.shards import SEPARATOR, write_shard
-from records.console import to_type
+from records.console import end_in_order, to_type
 
 DATA = Path(__file__).resolve().parent  # where the folder of a corpus is by default
 LEAST_TRAIN = 130  # tokens: a sequence of 128, its last target, and a separator
@@ -199,14 +198,8 @@ def make_corpus(args, notes):
 
 # ---- command line --------------------------------------------------------------------------------
 
-def fail(message):
-    """End the program with one sentence on stderr."""
-    print(f"prepare.py: {message}.", file=sys.stderr)
-    sys.exit(2)
-
-
 def parse_args(argv):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = Parser(description=__doc__.splitlines()[0], allow_abbrev=False)
     add = parser.add_argument
     add("inputs", nargs="*", metavar="INPUT", help="text, JSON lines, or a folder of them")
     add("--python-docs", action="store_true",
@@ -220,27 +213,25 @@ def parse_args(argv):
     texts.add_options(parser)
     add("--print_folder", action="store_true",
         help="print the folder alone on stdout, and everything else on stderr")
-    parser.error = fail
     args = parser.parse_intermixed_args(argv)
     if args.python_docs == bool(args.inputs):
-        fail("name a file or folder of text, or give --python-docs alone")
+        raise BadInput("name a file or folder of text, or give --python-docs alone")
     if args.python_docs:
         args.out = args.out or DATA / "pydocs"
         args.tokens = "bytes"  # it is the text of the preset laptop
     return args
 
 
-def main(argv=None):
+def work(argv):
+    """Make the corpus that the command line asks for. Raises BadInput."""
     args = parse_args(argv)
     notes = []
     try:
         folder, result = make_corpus(args, notes)
-    except BadInput as error:
-        fail(error)
     except OSError as error:
-        fail(f"cannot write to {args.out or DATA} ({error.strerror}); make room there, or give "
-             "yourself the right to write there, and delete the folder that was begun")
-
+        raise BadInput(
+            f"cannot write to {args.out or DATA} ({error.strerror}); make room there, or give "
+            "yourself the right to write there, and delete the folder that was begun") from None
     screen = sys.stderr if args.print_folder else sys.stdout
     print(f"{os.path.relpath(folder)}: {result}", file=screen)
     for note in notes:
@@ -253,4 +244,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(end_in_order("prepare.py", work, sys.argv[1:]))

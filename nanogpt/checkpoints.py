@@ -238,21 +238,19 @@ class Keeper:
     before stays. `first_step`: the steps that were made before the save from which the run goes on,
     or 0."""
 
-    def __init__(self, c, optimizer, run_files, facts, log, clock):
-        """`c` and `optimizer` are train_gpt.Config and Optimizer, `run_files` a RunFiles, `facts`,
-        `log` and `clock` of records/journal.py. Loads the save, if the run goes on from one. A
-        collective."""
+    def __init__(self, c, optimizer, run_files, log, clock):
+        """`c` and `optimizer` are train_gpt.Config and Optimizer, `run_files` a RunFiles, `log` and
+        `clock` of records/journal.py. Loads the save, if the run goes on from one. A collective."""
         self.config = c
         self.optimizer = optimizer
-        self.facts = facts
         self.log = log
         self.clock = clock
         self.first_step = 0
-        self.save_path = Path(c.log_dir, f"{facts.run['run_id']}.saved")
+        self.save_path = log.path.with_suffix(".saved")
         # Where the best weights go: None if none are kept, and always on ranks other than 0.
         self.weights_path = run_files.checkpoint_path
         self.lacks_weights = False  # whether the best weights could not be written
-        self.best = None  # step, loss and file of the best weights; no file of the untrained ones
+        self.best = None  # step, loss and file of the best weights
         saved = run_files.saved
         if saved:
             path = Path(c.resume)
@@ -285,7 +283,7 @@ class Keeper:
         faults.check_state(state_of(optimizer), f"training went wrong before step {step}")
         tensors = tensors_of(optimizer)
         facts = dict(
-            config=dataclasses.asdict(self.config), data=self.facts.data, step=step,
+            config=dataclasses.asdict(self.config), data=self.log.facts["data"], step=step,
             seconds=self.clock.total, steps=self.log.steps, best=self.best,
             updates=optimizer.updates, recipe=optimizer.hooks.state())
         if not is_rank_0():
@@ -303,19 +301,16 @@ class Keeper:
 
     @patiently()
     def validated(self, step: int, loss: float) -> None:
-        """Writes the weights if they are the best so far, and better than without training. They
-        are written at once, so that not even kill -9 loses them. A collective."""
-        if self.weights_path is None or (self.best and loss >= self.best[1]):
+        """Writes the weights if they are trained, and the best so far. They are written at once, so
+        that not even kill -9 loses them. A collective."""
+        if step == 0 or self.weights_path is None or (self.best and loss >= self.best[1]):
             return
-        if step == 0:
-            self.best = step, loss, None
-            return
-        if self.config.save_checkpoint == "auto" and not (self.best and self.best[2]):
+        if self.config.save_checkpoint == "auto" and not self.best:
             self.weights_path = unused_path(self.weights_path)  # if another run has begun meanwhile
-        run = self.facts.run
+        [run] = self.log.facts["run"]
         about = dict(
             config=dataclasses.asdict(self.config), step=step, val_loss=loss, run_id=run["run_id"],
-            code_sha256=run["code_sha256"], data=self.facts.data)
+            code_sha256=run["code_sha256"], data=self.log.facts["data"])
         self.lacks_weights = True
         try:
             write(self.weights_path, weights_of(self.optimizer.model), about)

@@ -10,8 +10,9 @@ import math
 
 import torch
 
+from data import Parser
 from nanogpt.masks import BLOCK_SIZE
-from nanogpt.ranks import BadInput, require
+from nanogpt.ranks import require
 
 NEWEST = "newest"  # what --resume alone stands for
 
@@ -156,11 +157,6 @@ def parse(script, argv: list[str]) -> dict:
         parser_of(script, preset_of(values)).print_help()
         raise SystemExit(0)
     return values
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        raise BadInput(f"{message} (--help lists all keys)")
 
 
 def parser_of(script, preset: str) -> Parser:

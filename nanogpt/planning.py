@@ -269,10 +269,10 @@ def try_places(c, saved: dict | None) -> Path | None:
     folders = [Path(c.log_dir)]
     path = Path(c.save_checkpoint) if c.save_checkpoint else None
     if c.save_checkpoint == "auto":
-        _, _, kept = (saved and saved["best"]) or (None, None, None)
         name = Path(c.data_dir).resolve().name
-        unused = checkpoints.unused_path(Path("models", f"{name}.safetensors"))
-        path = Path(kept) if kept else unused
+        path = checkpoints.unused_path(Path("models", f"{name}.safetensors"))
+        if saved and saved["best"]:
+            path = Path(saved["best"][2])
     if path:
         require(not path.is_dir(), f"--save_checkpoint={path} is a folder; name a file")
         require(path.suffix, f"--save_checkpoint={path} has no ending; give a name such as "

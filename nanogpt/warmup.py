@@ -6,7 +6,6 @@ weights change meanwhile; the trainer draws them anew afterwards.
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,13 +17,6 @@ from nanogpt.ranks import all_ranks, on_all_ranks, rank_and_world_size
 from records import journal
 
 
-class WarmUpStage(NamedTuple):
-    """What the warm-up must know of a stage of the schedule."""
-    num_steps: int
-    last_step: int  # which has the setting of all its steps
-    sequences: int  # of its batches, over all ranks
-
-
 class WarmUp:
     def __init__(self, model, optimizer, script):
         """`model` and `optimizer` are train_gpt.GPT and Optimizer, and `script` is the module."""
@@ -32,13 +24,12 @@ class WarmUp:
         self.optimizer = optimizer
         self.script = script
         self.config = c = model.config
-        self.stages = [  # the stages that have steps
-            WarmUpStage(end - first, end - 1, script.stage_tokens(stage, c) // c.seq_len)
-            for first, end, stage in script.stages(c) if end > first]
+        self.batch_plan = script.batch_plan(c)
+        # For each stage that has steps: how many, and the last of them, which stands for all.
+        self.stages = [(end - first, end - 1) for first, end, _ in script.stages(c) if end > first]
         # Random documents of 600 tokens, so that blocks of attention are seen in full, in part, and
         # not at all. Random tokens are below bos, so only each 600th begins a document.
-        most_sequences = max(stage.sequences for stage in self.stages)
-        length = max(c.val_seq_len + 1, most_sequences * (c.seq_len + 1))
+        length = max(c.val_seq_len + 1, max(self.batch_plan) * (c.seq_len + 1))
         self.tokens = np.random.default_rng(0).integers(model.bos, size=length, dtype=np.uint16)
         self.tokens[::600] = model.bos
 
@@ -50,12 +41,11 @@ class WarmUp:
         # captured as a CUDA graph.
         self.update()
         self.update(self.optimizer.call)
-        for stage in self.stages:
-            step = stage.last_step
+        for _, step in self.stages:
             # First without a CUDA graph, which cannot record what is compiled or made at first use.
-            self.forward_backward(stage)
+            self.forward_backward(step)
             # Two micro-batches: all after the first one use the graph of the second.
-            some = self.read(self.batch(stage))[:2]
+            some = self.read(self.batch(step))[:2]
             # Twice if the head is updated every second step: with it and without it.
             for _ in range(1 + self.config.head_every_second):
                 self.script.train_step(self.model, self.optimizer, some, step, call)
@@ -68,18 +58,17 @@ class WarmUp:
         stage two steps are timed twice and the shorter time counts, as something else may hold up
         the machine for a moment. A collective."""
         average = 0.0
-        for stage in self.stages:
-            batch = self.batch(stage)
+        for num_steps, step in self.stages:
+            batch = self.batch(step)
             times = []
             for _ in range(2):
                 clock = journal.Clock(self.model.device)
                 clock.start()
                 for _ in range(2):
-                    self.script.train_step(
-                        self.model, self.optimizer, self.read(batch), stage.last_step, call)
+                    self.script.train_step(self.model, self.optimizer, self.read(batch), step, call)
                 clock.stop()
                 times.append(clock.total / 2)
-            average += min(times) * stage.num_steps / self.config.num_steps
+            average += min(times) * num_steps / self.config.num_steps
         return max(all_ranks(average))
 
     def choose_steps(self, call: Callable, train_paths: list[Path]) -> tuple:
@@ -99,18 +88,18 @@ class WarmUp:
         """Each rank compiles some graphs first. In `run` it finds those of its host's other ranks
         in the compiler's cache on disk. A collective."""
         rank, world_size = rank_and_world_size()
-        of_lengths = {micro_sequences(stage.sequences // world_size, self.config): stage
-                      for stage in self.stages}
-        pieces = [partial(self.forward_backward, stage) for stage in of_lengths.values()]
+        of_lengths = {micro_sequences(self.batch_plan[step] // world_size, self.config): step
+                      for _, step in self.stages}
+        pieces = [partial(self.forward_backward, step) for step in of_lengths.values()]
         pieces += [partial(self.validate, self.config.num_steps), self.update]
         for piece in pieces[rank::world_size]:
             piece()
         all_ranks(None)
 
-    def batch(self, stage: WarmUpStage) -> Batch:
+    def batch(self, step: int) -> Batch:
         """A batch of random documents, as this rank works on it."""
         c = self.config
-        tokens = self.tokens[: stage.sequences * (c.seq_len + 1)]
+        tokens = self.tokens[: self.batch_plan[step] * (c.seq_len + 1)]
         return next(rank_batches([tokens.reshape(-1, c.seq_len + 1)], c, self.model.device))
 
     def read(self, batch: Batch) -> list:
@@ -118,15 +107,15 @@ class WarmUp:
         self.model.past.follow()
         return self.model.past.prepare(batch)
 
-    def forward_backward(self, stage: WarmUpStage) -> None:
-        batch = self.batch(stage)
+    def forward_backward(self, step: int) -> None:
+        batch = self.batch(step)
         tokens = tokens_of(batch.sequences, self.model.device)
         inputs, targets = inputs_and_targets(tokens[batch.micro_batches[0]])
         reading = self.model.past.read(inputs, training=True)
         candidates = self.model.candidates
         groups = [tokens[group, 1:].flatten() for group in batch.groups[batch.groups_of[0]]]
         targets = candidates.of(targets, candidates.draw(groups, step=0))
-        setting = self.script.setting_of(stage.last_step, self.config)
+        setting = self.script.setting_of(step, self.config)
         self.script.forward_backward(self.model, setting, *targets, *reading)
         self.model.zero_grad()
 

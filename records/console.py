@@ -1,19 +1,14 @@
-"""What people see of a run while it goes on: a bar on a terminal, and a line for each validation.
-What they see before and after is in records/report.py, and the log in records/journal.py.
-"""
-import math
+"""What several programs print, and how they end."""
 import os
 import shlex
 import shutil
 import sys
+from collections.abc import Callable
 
 import numpy as np
 from tqdm import tqdm
 
 BARS = "▁▂▃▄▅▆▇█"  # from low to high
-
-# ------------------------------------------------------------------------------------------------
-# Output of any program
 
 
 def discard_output(file) -> None:
@@ -30,48 +25,25 @@ def complain(sentence: str) -> None:
         discard_output(sys.stderr)
 
 
-# ------------------------------------------------------------------------------------------------
-# The console of a run
-
-
-class Console:
-    """Shows one run. With `shows` False nothing: ranks other than the first have such a console,
-    so that all ranks can make the same calls."""
-
-    def __init__(self, tokens_are_bytes: bool = False, shows: bool = True):
-        self.unit = "byte" if tokens_are_bytes else "token"
-        self.shows = shows
-        self.bar = None
-
-    def say(self, text: str) -> None:
-        """Prints lines, above the bar. A reader who leaves, or a full disk, does not end the
-        run."""
-        if not self.shows:
-            return
-        try:
-            tqdm.write(text)
-            sys.stdout.flush()
-        except OSError as error:
+def end_in_order(program: str, work: Callable[[list[str]], None], argv: list[str]) -> int:
+    """Does the work of a program. Exit status: 0, or with one sentence 2 for bad input, a full disk
+    or too little memory."""
+    sys.stdout.reconfigure(errors="replace")  # a file or pipe on Windows may lack some characters
+    try:
+        work(argv)
+        sys.stdout.flush()
+        return 0
+    except Exception as error:
+        from nanogpt import faults  # it imports torch, which takes seconds
+        sentence = faults.sentence_of(error)
+        if not sentence:
+            raise
+        if isinstance(error, OSError):
             discard_output(sys.stdout)
-            complain(f"cannot print ({error.strerror}); the run goes on silently")
-
-    def train_loss(self, step: int, num_steps: int, loss: float) -> None:
-        """Moves the bar on, which is on standard error and is shown on a terminal only."""
-        if self.bar is None:
-            self.bar = tqdm(total=num_steps, initial=step - 1, unit="step", dynamic_ncols=True,
-                            miniters=1, disable=None if self.shows else True)
-        self.bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
-        self.bar.update()
-
-    def val_loss(self, line: str, loss: float) -> None:
-        """Shows a validation loss; `line` is that of the log."""
-        bits = f" bits_per_byte:{loss / math.log(2):.4f}" if self.unit == "byte" else ""
-        self.say(line.replace("nanms", "-") + bits)  # before the first step there is no average
-
-    def close(self) -> None:
-        """Lets the bar stand as it is. What is printed next stands below it."""
-        if self.bar is not None:
-            self.bar.close()
+        if isinstance(error, BrokenPipeError):  # as in `| head -1`
+            return 0
+    complain(f"{program}: {sentence}")
+    return 2
 
 
 def curve(losses: list[float], columns: int = 60) -> str:

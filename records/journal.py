@@ -1,6 +1,7 @@
 """What a run writes about itself: its log, its clock, and the facts on the run and the machine.
 
-The log's grammar stands in records/README.md, and its reader is records/log.py.
+The log is also what people see of a run while it goes on; what they see before and after is in
+records/report.py. The log's grammar stands in records/README.md, and its reader is records/log.py.
 """
 import io
 import json
@@ -14,14 +15,14 @@ import time
 import uuid
 from importlib.metadata import version
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from nanogpt.gpu import to_host
 from nanogpt.ranks import all_ranks, is_rank_0, require
-from records.console import Console, complain
+from records.console import complain, discard_output
 from records.log import RULE, sha256
 
 ROOT = Path(__file__).resolve().parents[1]  # the project's folder
@@ -30,45 +31,38 @@ ROOT = Path(__file__).resolve().parents[1]  # the project's folder
 # The log
 
 
-class RunFacts(NamedTuple):
-    """What a log says before the first step, beside configuration and schedule."""
-
-    run: dict  # `describe_run`
-    files: list[dict]  # `project_files`
-    machine: dict  # `describe_machine`
-    data: list[dict]  # the fingerprints of all shards (data/shards.py)
-
-
 class Log:
-    """The log of one run: source, facts, steps and end block. Only rank 0 writes it; on other
-    ranks the same calls leave no trace. The console gets the losses and the defects.
+    """The log of one run: source, facts, steps and end block. People see a bar on a terminal, and a
+    line for each validation and each defect. Only rank 0 writes and shows this; on other ranks the
+    same calls leave no trace.
 
     If the file cannot be written to any more, as on a full disk, one sentence says so, and the run
     goes on. Such a log has no end block.
     """
 
-    def __init__(self, console: Console):
-        self.console = console
+    def __init__(self, tokens_are_bytes: bool = False):
+        self.unit = "byte" if tokens_are_bytes else "token"
+        self.bar = None  # on standard error, shown on a terminal only
         self.num_steps = 0
         self.pending = []  # losses that may still be on their way from the device
         self.steps: list[tuple] = []  # step, seconds, name and loss of all lines
         self.path = None
+        self.facts: dict[str, list[dict]] = {}  # that it begins with, by their kinds
         # At first it holds the facts that come before the log begins. None if it cannot be written
         # to any more, or has ended.
         self.file = io.BytesIO()
 
-    def begin(self, source: bytes, facts: RunFacts, config: dict, stages: list[dict]) -> None:
+    def begin(self, source: bytes, facts: dict[str, list[dict]]) -> None:
         """Opens LOG_DIR/RUN_ID.txt and writes the script's source, the facts, and those that have
-        come before. `config` and `stages` are the facts of these names. Raises OSError if the file
-        cannot be written."""
-        self.path = Path(config["log_dir"], f"{facts.run['run_id']}.txt")
+        come before. Raises OSError if the file cannot be written."""
+        self.facts = facts
+        [run], [config] = facts["run"], facts["config"]
+        self.path = Path(config["log_dir"], f"{run['run_id']}.txt")
         self.num_steps = config["num_steps"]
         came_before = self.file.getvalue()
         self.file = open(self.path if is_rank_0() else os.devnull, "wb")
         self.file.write(source + RULE.encode() + b"\n")
-        facts_of_kind = dict(run=[facts.run], file=facts.files, config=[config],
-                             environment=[facts.machine], data=facts.data, stage=stages)
-        for kind, values in facts_of_kind.items():
+        for kind, values in facts.items():
             for value in values:
                 self.fact(kind, value)
         self.file.write(came_before)
@@ -89,16 +83,28 @@ class Log:
         """Writes the line `KIND JSON`. The value is a string for a note and an object otherwise."""
         self.write(f"{kind} {json.dumps(value)}")
         if kind == "defect":
-            self.console.say(f"warning: {value['what']}")
+            self.show(f"warning: {value['what']}")
 
     def say(self, text: str) -> None:
         """Prints a line, and notes it in the log."""
-        self.console.say(text)
+        self.show(text)
         self.fact("note", text)
+
+    def show(self, text: str) -> None:
+        """Prints lines above the bar. A reader who leaves, or a full disk, does not end the run."""
+        if not is_rank_0():
+            return
+        try:
+            tqdm.write(text)
+            sys.stdout.flush()
+        except OSError as error:
+            discard_output(sys.stdout)
+            complain(f"cannot print ({error.strerror}); the run goes on silently")
 
     def step(self, step: int, seconds: float, name: str, loss: float, show: bool = True) -> None:
         """Writes the line of a loss after `step` steps and `seconds` of training time. The name is
-        "train_loss" or "val_loss"."""
+        "train_loss" or "val_loss". With `show` the first moves the bar, and the other is
+        printed."""
         self.steps.append((step, seconds, name, loss))
         milliseconds = 1000 * seconds
         average = milliseconds / step if step > 0 else math.nan
@@ -106,9 +112,15 @@ class Log:
                 f"train_time:{milliseconds:.0f}ms step_avg:{average:.2f}ms")
         self.write(text)
         if show and name == "train_loss":
-            self.console.train_loss(step, self.num_steps, loss)
+            if self.bar is None:
+                self.bar = tqdm(
+                    total=self.num_steps, initial=step - 1, unit="step", dynamic_ncols=True,
+                    miniters=1, disable=None if is_rank_0() else True)
+            self.bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
+            self.bar.update()
         elif show:
-            self.console.val_loss(text, loss)
+            bits = f" bits_per_byte:{loss / math.log(2):.4f}" if self.unit == "byte" else ""
+            self.show(text.replace("nanms", "-") + bits)  # no average before the first step
 
     def put(self, step: int, loss: Tensor, seconds: float) -> None:
         """Takes the training loss of a step, which the device may still have to compute. Nothing
@@ -136,10 +148,15 @@ class Log:
             self.write(f"{key}: {value if isinstance(value, str) else json.dumps(value)}")
         self.file = None
 
+    def close_bar(self) -> None:
+        """Lets the bar stand as it is. What is printed next stands below it."""
+        if self.bar is not None:
+            self.bar.close()
+
     def end_early(self, kind: type | None, error: BaseException | None, trace) -> None:
         """The last line of a log without an end block, if an error ends the run: what it was. This
         is called like __exit__ of a context manager."""
-        self.console.close()
+        self.close_bar()
         if error is not None:
             self.fact("note", f"ended early: {error or kind.__name__}".partition("\n")[0])
 

@@ -6,31 +6,35 @@ import dataclasses
 import math
 import shlex
 import signal
-from pathlib import Path
 
 import torch
 
 import sample
 from nanogpt.ranks import BadInput, is_rank_0
 from records import journal
-from records.console import Console, curve, to_type
+from records.console import curve, to_type
 from records.log import machine_name
 
 
-def begin(log: journal.Log, script, c, facts: journal.RunFacts, weights: Path | None,
-          recipe_names, seconds: float | None = None) -> None:
-    """Begins the log, and shows what will run. `weights` is the file of the checkpoint, and
-    `seconds` is how long the run may take, if that is known."""
+def begin(log: journal.Log, script, device: torch.device, files: list[dict], run_files,
+          recipe_names, c, seconds: float | None = None) -> None:
+    """Begins the log, and shows what will run. `files` are the project's source files, `run_files`
+    is a planning.RunFiles, and `seconds` is how long the run may take, if that is known. A
+    collective."""
     stages = [dict(first_step=first, last_step=end, batch_tokens=script.stage_tokens(stage, c))
               for first, end, stage in script.stages(c) if end > first]
     config = dataclasses.asdict(c)
-    log.begin(script.SOURCE, facts, config, stages)
-    unit = log.console.unit
+    machine = journal.describe_machine(device)
+    data = run_files.fingerprints
+    log.begin(script.SOURCE, dict(
+        run=[journal.describe_run(script.SOURCE)], file=files, config=[config],
+        environment=[machine], data=data, stage=stages))
+    unit = log.unit
     active, in_tables = num_weights(script.parameter_table(c))
-    train_tokens = sum(shard["tokens"] for shard in facts.data if shard["split"] == "train")
+    train_tokens = sum(shard["tokens"] for shard in data if shard["split"] == "train")
     tokens = script.total_tokens(c, c.num_steps)
-    say_facts(log.console, {
-        "device": f"{machine_name(facts.machine, config)}, torch {facts.machine['torch']}",
+    show_facts(log, {
+        "device": f"{machine_name(machine, config)}, torch {machine['torch']}",
         "preset": c.preset,
         "model": f"{active / 1e6:,.1f}M parameters active, {in_tables / 1e6:,.1f}M in tables",
         "precision": ", ".join(sorted({*recipe_names.values()})),
@@ -40,7 +44,7 @@ def begin(log: journal.Log, script, c, facts: journal.RunFacts, weights: Path | 
                + (f", about {seconds / 60:.1f} min" if seconds else ""),
         "seed": str(c.seed),
         "log": log.path,
-        "weights": weights or "not kept; --save_checkpoint keeps them",
+        "weights": run_files.checkpoint_path or "not kept; --save_checkpoint keeps them",
     })
 
 
@@ -48,8 +52,8 @@ def end(run, script, startup_s: float) -> int:
     """Says what came of the run, and what to try next. Returns the exit status, which is 0 also if
     the target was missed: that is a result and no crash."""
     c, keeper, log = run.config, run.keeper, run.log
-    say = log.console.say
-    log.console.close()
+    show = log.show
+    log.close_bar()
     if run.optimizer.hooks.state():
         log.fact("note", f"at the end the recipe has {run.optimizer.hooks.state()}")
     lost = int(run.model.candidates.lost_targets)
@@ -59,19 +63,16 @@ def end(run, script, startup_s: float) -> int:
     log.end(result | ({"interrupted": True} if run.ended_by else {}))
     best, best_loss, path = keeper.best or (None, None, None)
     if not run.ended_by:
-        if best == 0 and not keeper.lacks_weights:
-            say("no weights are kept, as no validation loss is below that of the untrained model, "
-                f"{best_loss:.4f}; lower the learning rates")
         keeper.remove_save()
         if is_rank_0() and c.sample and path:
-            say(f"sample: {sample_of(run, script, path)}")
+            show(f"sample: {sample_of(run, script, path)}")
     train_losses = [loss for _, _, name, loss in log.steps if name == "train_loss"]
     loss, reached, memory = result["val_loss"], result["reached"], result["peak_memory_mib"]
-    unit = log.console.unit
+    unit = log.unit
     # Here the end of a document counts as a byte; in evaluate.py it does not.
     bits = f", {loss / math.log(2):.3f} bits per byte" if loss and unit == "byte" else ""
-    say("")
-    say_facts(log.console, {
+    show("")
+    show_facts(log, {
         "training": f"{curve(train_losses)} the loss of steps 1 to {run.step}",
         "loss": loss and f"{loss:.4f} nats per {unit}{bits}",
         "target": reached is not None
@@ -86,12 +87,12 @@ def end(run, script, startup_s: float) -> int:
         hint = "it cannot be resumed, as nothing was saved; --save_every=MINUTES saves"
         if keeper.save_path.exists():
             hint = f"to go on, start it again with --resume={shlex.quote(str(keeper.save_path))}"
-        say(f"stopped by {run.ended_by} after step {run.step}; {hint}")
+        show(f"stopped by {run.ended_by} after step {run.step}; {hint}")
         return 128 + signal.Signals[run.ended_by]
     if path:
-        say("next:")
-        say("  " + to_type(f'sample.py {shlex.quote(path)} "Once upon a time"'))
-        say("  " + to_type(f"evaluate.py {shlex.quote(path)}"))
+        show("next:")
+        show("  " + to_type(f'sample.py {shlex.quote(path)} "Once upon a time"'))
+        show("  " + to_type(f"evaluate.py {shlex.quote(path)}"))
     return 0
 
 
@@ -115,15 +116,15 @@ def results(run, script, startup_s: float) -> dict:
         "tokens_per_s": round(tokens / seconds),
         "peak_memory_mib": memory,
         "compile_s": round(startup_s, 1),
-        "code_sha256": run.keeper.facts.run["code_sha256"],
+        "code_sha256": run.log.facts["run"][0]["code_sha256"],
     }
 
 
-def say_facts(console: Console, facts: dict) -> None:
+def show_facts(log: journal.Log, facts: dict) -> None:
     """Prints a line for each fact that has a text."""
     for name, value in facts.items():
         if value:
-            console.say(f"{name:<10}{value}")
+            log.show(f"{name:<10}{value}")
 
 
 def sample_of(run, script, path: str) -> str:

@@ -1,4 +1,4 @@
-"""What people see: records/console.py and records/report.py.
+"""What people see: records/console.py, records/report.py, and what records/journal.py shows.
 
 References: lines written out by hand, and whole processes where the exit status is the point.
 """
@@ -18,20 +18,37 @@ from conftest import ROOT
 import train_gpt as t
 from nanogpt.ranks import BadInput
 from records import console, journal, report
-from records.console import Console
 
-FACTS = journal.RunFacts(
-    run={"run_id": "a", "code_sha256": "b"}, files=[],
-    machine={"devices": ["NVIDIA H200"] * 4, "world_size": 4, "torch": "2.11.0+cu128"},
-    data=[dict(split="train", tokens=6_000_000), dict(split="train", tokens=412_345), dict(split="val", tokens=9)])
+RUN_FACT = {"run_id": "a", "code_sha256": "b"}
+MACHINE = {"devices": ["NVIDIA H200"] * 4, "world_size": 4, "torch": "2.11.0+cu128"}
+DATA = [dict(split="train", tokens=6_000_000), dict(split="train", tokens=412_345), dict(split="val", tokens=9)]
+
+
+def log_of(num_steps, **options):
+    """A log that has not begun: it keeps its lines in memory."""
+    log = journal.Log(**options)
+    log.num_steps = num_steps
+    return log
+
+
+def terminal(monkeypatch):
+    """A terminal in the place of standard output and standard error."""
+    screen = io.StringIO()
+    screen.isatty = lambda: True
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setattr(sys, "stderr", screen)
+    return screen
 
 
 @pytest.fixture
-def began(tmp_path, capsys):
+def began(tmp_path, capsys, monkeypatch):
     """The configuration and the log of a run of the preset gpt2 that begins, and what it prints."""
     c = t.parse_config(["--preset=gpt2", "--data_dir=data/x", "--num_steps=6", "--seed=3", f"--log_dir={tmp_path}", "--target_loss=1.5"])
-    log = journal.Log(Console(tokens_are_bytes=True))
-    report.begin(log, t, c, FACTS, Path("models/x.pt"), {"mlp": "fp8", "head": "bf16", "qkvo": "bf16"}, 102)
+    log = journal.Log(tokens_are_bytes=True)
+    monkeypatch.setattr(journal, "describe_run", lambda source: RUN_FACT)
+    monkeypatch.setattr(journal, "describe_machine", lambda device: MACHINE)
+    run_files = SimpleNamespace(fingerprints=DATA, checkpoint_path=Path("models/x.pt"))
+    report.begin(log, t, torch.device("cuda"), [], run_files, {"mlp": "fp8", "head": "bf16", "qkvo": "bf16"}, c, 102)
     return c, log, capsys.readouterr().out
 
 
@@ -57,7 +74,7 @@ def test_the_end_says_what_came_of_the_run(began, capsys, loss, verdict):
     log.step(5, 88.0, "train_loss", 3.0)
     log.step(6, 88.2, "train_loss", 2.0)
     log.step(6, 88.24, "val_loss", loss + 0.00001)
-    keeper = SimpleNamespace(facts=FACTS, best=(2, 1.3, "models/x.pt"), lacks_weights=False, remove_save=lambda: None)
+    keeper = SimpleNamespace(best=(2, 1.3, "models/x.pt"), remove_save=lambda: None)
     model = SimpleNamespace(candidates=SimpleNamespace(lost_targets=0))
     optimizer = SimpleNamespace(hooks=SimpleNamespace(state=dict))
     run = SimpleNamespace(config=c, log=log, keeper=keeper, model=model, optimizer=optimizer, device=torch.device("cpu"),
@@ -90,36 +107,52 @@ def test_a_sample_that_cannot_be_drawn_is_a_sentence(monkeypatch):
 
 
 def test_a_file_gets_a_line_for_each_validation_and_nothing_of_the_steps(capsys):
-    seen = Console(tokens_are_bytes=True)
-    seen.train_loss(1, 2, 3.0)
-    seen.train_loss(2, 2, 2.5)
-    seen.val_loss("step:2/2 val_loss:2.0", 2.0)
-    assert capsys.readouterr() == ("step:2/2 val_loss:2.0 bits_per_byte:2.8854\n", "")
+    log = log_of(2, tokens_are_bytes=True)
+    log.step(1, 1.0, "train_loss", 3.0)
+    log.step(2, 2.0, "train_loss", 2.5)
+    log.step(2, 2.0, "val_loss", 2.0)
+    assert capsys.readouterr() == ("step:2/2 val_loss:2.0000 train_time:2000ms step_avg:1000.00ms bits_per_byte:2.8854\n", "")
+
+
+def test_lines_of_an_earlier_run_are_not_shown_again(capsys):
+    log = log_of(4)
+    log.step(1, 1.0, "train_loss", 3.0, show=False)
+    log.step(1, 1.0, "val_loss", 2.0, show=False)
+    assert log.bar is None and len(log.steps) == 2 and capsys.readouterr() == ("", "")
+
+
+def test_other_ranks_show_nothing(monkeypatch):
+    screen = terminal(monkeypatch)
+    monkeypatch.setattr(journal, "is_rank_0", lambda: False)
+    log = log_of(2)
+    log.say("compiling ...")
+    log.step(1, 1.0, "train_loss", 3.0)
+    log.step(1, 1.0, "val_loss", 2.0)
+    log.fact("defect", {"what": "tokens were lost"})
+    log.close_bar()
+    assert screen.getvalue() == ""
 
 
 def test_a_terminal_gets_a_bar_that_makes_way_for_lines_and_stays_at_the_end(monkeypatch):
-    screen = io.StringIO()
-    screen.isatty = lambda: True
-    monkeypatch.setattr(sys, "stdout", screen)
-    monkeypatch.setattr(sys, "stderr", screen)
-    seen = Console()
-    seen.train_loss(1, 4, 3.0)
-    seen.val_loss("step:1/4 val_loss:2.0", 2.0)
+    screen = terminal(monkeypatch)
+    log = log_of(4)
+    log.step(1, 1.0, "train_loss", 3.0)
+    log.step(1, 1.0, "val_loss", 2.0)
     for step in (2, 3, 4):
-        seen.train_loss(step, 4, 2.5)
-    seen.close()
-    seen.say("below")
+        log.step(step, 1.0 * step, "train_loss", 2.5)
+    log.close_bar()
+    log.show("below")
     frames = [part for part in screen.getvalue().replace("\n", "\r").split("\r") if part.strip()]
-    assert "step:1/4 val_loss:2.0" in frames and "below" == frames[-1]
+    assert "step:1/4 val_loss:2.0000 train_time:1000ms step_avg:1000.00ms" in frames and "below" == frames[-1]
     assert frames[-2].startswith("100%") and "4/4" in frames[-2] and "loss 2.500" in frames[-2]
 
 
 RUN = """
 import sys
-from records.console import Console
-seen = Console()
+from records import journal
+log = journal.Log()
 for step in range(1, 1001):
-    seen.val_loss(f"step:{step}/1000 " + "x" * 1000, 3.0)
+    log.show(f"step:{step}/1000 " + "x" * 1000)
 sys.exit(3)
 """
 

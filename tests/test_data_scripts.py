@@ -22,7 +22,7 @@ import tiktoken
 from conftest import ROOT, SEPARATOR, write_shard
 
 from data import fineweb, prepare
-from records.console import to_type
+from records.console import end_in_order, to_type
 
 
 @pytest.fixture
@@ -103,10 +103,17 @@ def write(path, content):
     return str(path)
 
 
+def main(argv):
+    """What the last line of prepare.py does. After status 0 it returns."""
+    status = end_in_order("prepare.py", prepare.work, argv)
+    if status:
+        sys.exit(status)
+
+
 def run_prepare(path, *options):
     """Makes a corpus of bytes, or of what the options say. Returns its folder."""
     out = Path(f"{path}.out")
-    prepare.main([str(path), "--bytes", f"--out={out}", *options])
+    main([str(path), "--bytes", f"--out={out}", *options])
     return out
 
 
@@ -280,7 +287,7 @@ def test_without_a_gpu_bytes_are_made_unless_gpt2s_tokens_are_asked_for(tmp_path
     path = write(tmp_path / "a.jsonl", LINES)
     for gpu, option, kind in ((False, [], "bytes"), (True, [], "gpt2"), (False, ["--tokens=gpt2"], "gpt2")):
         monkeypatch.setattr("torch.cuda.is_available", lambda gpu=gpu: gpu)
-        prepare.main([path, f"--out={tmp_path / f'out{gpu}{option}'}", *option])
+        main([path, f"--out={tmp_path / f'out{gpu}{option}'}", *option])
         said = capsys.readouterr().out
         assert f"validation tokens ({kind})" in said
         assert ("no GPU here" in said and "--tokens=gpt2" in said) == (kind == "bytes")
@@ -298,13 +305,13 @@ def test_without_a_gpu_bytes_are_made_unless_gpt2s_tokens_are_asked_for(tmp_path
 ])
 def test_the_default_folder_has_the_name_of_the_input(tmp_path, data, given, folder):
     write(data / "taken" / "other.py", "something else")
-    prepare.main([write(tmp_path / given, STORY), "--bytes"])
+    main([write(tmp_path / given, STORY), "--bytes"])
     names = sorted(path.name for path in (data / folder).glob("*.bin"))
     assert names == [f"{folder}_train_000001.bin", f"{folder}_val_000000.bin"]
 
 
 def test_the_last_line_is_the_command_that_trains(tmp_path, data, capsys):
-    prepare.main([write(tmp_path / "story.txt", STORY), "--bytes"])
+    main([write(tmp_path / "story.txt", STORY), "--bytes"])
     made, command = capsys.readouterr().out.splitlines()
     total = 1 + len(STORY)
     val = total // 20
@@ -317,14 +324,14 @@ def test_the_last_line_is_the_command_that_trains(tmp_path, data, capsys):
 def test_print_folder_prints_nothing_else_on_stdout(tmp_path, data, capsys):
     source = write(tmp_path / "story.txt", STORY)
     for word in ("training", "already made"):
-        prepare.main([source, "--bytes", "--print_folder"])
+        main([source, "--bytes", "--print_folder"])
         printed = capsys.readouterr()
         assert printed.out == "data/story\n"
         assert word in printed.err
 
 
 def test_inputs_may_stand_before_and_behind_options(tmp_path, data):
-    prepare.main([write(tmp_path / "a.txt", STORY), "--bytes", write(tmp_path / "b.txt", STORY.upper())])
+    main([write(tmp_path / "a.txt", STORY), "--bytes", write(tmp_path / "b.txt", STORY.upper())])
     assert sum(map(len, read_corpus(data / "a"))) == 2 * len(STORY)
 
 
@@ -336,12 +343,12 @@ def test_the_same_command_again_changes_nothing_and_after_a_change_the_old_shard
         before = {path: path.stat().st_mtime_ns for path in data.rglob("*.bin")}
         if is_new and text != STORY:
             write(tmp_path / "story.txt", text)
-        prepare.main([source, "--bytes", *options])
+        main([source, "--bytes", *options])
         said = capsys.readouterr().out
         assert f"data/{folder}: " in said and ("already made of this text; used again" not in said) == is_new
         assert "".join(map(from_bytes, read_corpus(data / folder))) == text
         assert before.items() <= {path: path.stat().st_mtime_ns for path in data.rglob("*.bin")}.items()
-    message = refusal(capsys, prepare.main, [source, "--bytes", f"--out={data / 'story'}"])
+    message = refusal(capsys, main, [source, "--bytes", f"--out={data / 'story'}"])
     assert "already there, and made of other files" in message
 
 
@@ -360,6 +367,13 @@ def test_a_process_that_cannot_go_on_says_so_in_one_sentence(tmp_path, args, mos
                          preexec_fn=limit_files, capture_output=True, text=True)
     assert run.returncode == 2 and run.stderr.count("\n") == 1 and part in run.stderr, run
     assert not (tmp_path / "out" / "corpus.json").exists()
+
+
+def test_what_goes_well_waits_for_no_import_of_torch(tmp_path):
+    code = ("import sys\nfrom data import prepare\nfrom records.console import end_in_order\n"
+            "status = end_in_order('prepare.py', prepare.work, sys.argv[1:])\nsys.exit(status or 'torch' in sys.modules)")
+    command = [sys.executable, "-c", code, write(tmp_path / "story.txt", STORY), "--bytes", f"--out={tmp_path / 'out'}"]
+    subprocess.run(command, cwd=ROOT, check=True)
 
 
 MODULE = '''"""Tools for rivers.
@@ -394,7 +408,7 @@ def library(tmp_path, monkeypatch):
 def test_python_docs_are_the_english_of_its_reference_and_library_and_are_made_once(
         tmp_path, capsys, library):
     command = ["--python-docs", f"--out={tmp_path / 'pydocs'}"]
-    prepare.main(command)
+    main(command)
     train = read_split(tmp_path / "pydocs", "train")
     val = read_split(tmp_path / "pydocs", "val")
     counts = [sum(len(document) + 1 for document in part) for part in (train, val)]
@@ -406,7 +420,7 @@ def test_python_docs_are_the_english_of_its_reference_and_library_and_are_made_o
         assert text.count(prose) == 1, prose
     for other in ("They are loud, ", "no documentation"):
         assert other not in text
-    prepare.main(command)
+    main(command)
     assert "already made" in capsys.readouterr().out
 
 

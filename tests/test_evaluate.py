@@ -19,6 +19,7 @@ import sample
 import train_gpt as t
 from data import hellaswag
 from nanogpt import checkpoints
+from records.console import end_in_order
 
 BOS = 271
 
@@ -147,7 +148,7 @@ def another(checkpoint):
 
 def run(capsys, *words):
     """(exit status, standard output, standard error)"""
-    status = evaluate.main([str(word) for word in words])
+    status = end_in_order("evaluate.py", evaluate.work, [str(word) for word in words])
     return status, *capsys.readouterr()
 
 
@@ -156,7 +157,7 @@ def measures(monkeypatch, *words):
     shown = []
     with monkeypatch.context() as patch:
         patch.setattr(evaluate, "show", lambda models, measured, source: shown.extend(measured))
-        assert evaluate.main([str(word) for word in words]) == 0
+        assert end_in_order("evaluate.py", evaluate.work, [str(word) for word in words]) == 0
     return shown
 
 

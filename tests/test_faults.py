@@ -26,6 +26,7 @@ import sample
 import train_gpt as t
 from nanogpt import checkpoints, process
 from records import journal
+from records.console import end_in_order
 
 FIRST = "data/fineweb_train_000001.bin"
 OLD = {"config": {}, "step": 5, "val_loss": 1.0}
@@ -225,7 +226,7 @@ FILES = {  # what a checkpoint may hold, and what the sentence says
 def test_a_checkpoint_that_does_not_fit_is_one_sentence(what, place, capfd):
     content, sentence = FILES[what]
     checkpoints.write(place / "x.pt", WEIGHTS, OLD | content)
-    assert sample.main(["x.pt", "text"]) == 2
+    assert end_in_order("sample.py", sample.work, ["x.pt", "text"]) == 2
     out, err = capfd.readouterr()
     assert out == "" and err.count("\n") == 1 and err.startswith("sample.py: ") and sentence in err, err
 

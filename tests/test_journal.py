@@ -16,7 +16,6 @@ import torch
 
 from nanogpt.ranks import BadInput
 from records import journal
-from records.console import Console
 
 SOURCE = b"print('a script')\n"
 CPU = torch.device("cpu")
@@ -24,9 +23,9 @@ RULE = "=" * 100
 
 
 def open_log(folder):
-    log = journal.Log(Console())
-    facts = journal.RunFacts(run={"run_id": "an-id", "git_clean": None}, files=[], machine={}, data=[])
-    log.begin(SOURCE, facts, {"log_dir": str(folder), "num_steps": 10}, [])
+    log = journal.Log()
+    run, config = {"run_id": "an-id", "git_clean": None}, {"log_dir": str(folder), "num_steps": 10}
+    log.begin(SOURCE, dict(run=[run], file=[], config=[config], environment=[{}], data=[], stage=[]))
     return log
 
 

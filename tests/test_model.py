@@ -518,7 +518,7 @@ def test_tokens_that_are_no_candidates_are_counted_and_add_nothing_to_the_loss(p
     (chosen, bias, places), (x, sources) = drawn[0], model.last_stream(model.past.read(tokens, True), view(), True)
     assert not bias.any(), "all are targets"
     places = places[targets]
-    x = t.late_mix(x, sources, t.LateWeights(model.late_in, model.late_out, model.late_bias))
+    x = t.late_mix(x, sources, *model.late_weights())
     logits = 23 / (1 + torch.exp(-(x @ model.lm_head[chosen].T + 5).double() / 7.5))
     known = places >= 0
     expected = (logits.logsumexp(-1)[known] - logits[known, places[known]]).sum().item()

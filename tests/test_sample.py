@@ -13,6 +13,7 @@ from processes import Process
 import sample
 import train_gpt as t
 from nanogpt.ranks import BadInput
+from records.console import end_in_order
 
 SPEAK = [sys.executable, str(ROOT / "sample.py")]
 
@@ -160,7 +161,7 @@ def test_a_character_comes_as_soon_as_it_is_complete_and_without_control_charact
     (["x", "--temprature=1"], "unrecognized arguments: --temprature=1"), (["x", "y", "z"], "unrecognized arguments: z"),
 ], ids=str)
 def test_what_cannot_be_is_one_sentence(args, part, capfd):
-    status = sample.main(args)
+    status = end_in_order("sample.py", sample.work, args)
     out, err = capfd.readouterr()
     assert status == 2 and out == "" and err.count("\n") == 1 and err.startswith("sample.py: ") and part in err
 
