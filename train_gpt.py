@@ -510,18 +510,22 @@ SCALARS = {
 
 class Amounts(NamedTuple):
     """How much of each part is added to the stream, in the way that `amounts_of` tells."""
-    begin: Tensor  # (), of the normalised embedding, with which the stream begins
+    begin: Tensor  # (), of the embedding, with which the stream begins: the product of all factors
     of_layers: Tensor  # (L, 5), for `first`, `past`, `o`, `down` and `v`
 
 
 def amounts_of(scalars: Tensor) -> Amounts:
     """scalars (L, len(SCALARS)) -> amounts with which no layer has to multiply the stream.
 
-    Whatever is added to the stream is later multiplied by the factors of all layers that follow. So
-    the model multiplies it by the product of these when it adds it. The last stream is the same
-    then. An earlier one is larger or smaller by a number, but attention and MLPs read its norm,
-    which does not change by that, and `late_mix` learns to use it as it is. To multiply the stream
-    itself would take a pass over it, and the gradient of the factor another one."""
+    Suppose that the stream begins with x, and that there are two factors f and g. After them it is
+    g (f x + a) + b = f g x + g a + b. So the model multiplies each part, when it adds it, by all
+    factors that come later, and never the stream itself. That would take a pass over the stream,
+    and the gradient of the factor another one.
+
+    The last stream is the same. Earlier ones are larger or smaller by a number. Attention and MLPs
+    normalise what they read, so for them this makes no difference, and `late_mix` learns to use
+    the streams as they are. (To divide each part by the factors before it would do, too. But then
+    numbers left the range of FP8 in runs without MUDD: records/long_runs.md.)"""
     first_past_o, down, v, factors = scalars.split((3, 1, 1, 2), 1)
     so_far = factors.flatten().cumsum(0)  # (2 L,) logarithms of the products of factors
     that_follow = (so_far[-1] - so_far).exp()  # (2 L,) the product of the factors after each one
@@ -662,7 +666,9 @@ def norm(x: Tensor) -> Tensor:
     return F.rms_norm(x, (x.size(-1),), eps=1e-6)
 
 
-@cache  # CUDA graphs read the same tables again
+# CUDA graphs read the same tables again, so all are kept. Those of validation, of 262,144
+# positions, take 128 MiB for each stage.
+@cache
 def rotary_table(T: int, frequencies: tuple[float, ...], head_dim: int, dtype: torch.dtype,
                  device: torch.device) -> tuple[Tensor, Tensor]:
     """cos and sin (T, 1, d). Dimensions j and j + d/2 are a pair that is rotated; pairs from j =
@@ -1906,7 +1912,8 @@ def train(c: Config, at_end: ExitStack) -> int:
                 "computes relu_squared")
     if run_files.saved:
         log.say(f"resumed at step {run_files.saved['step']} from {c.resume}")
-    begin = partial(report.begin, log, script, device, files, run_files, recipe_names)
+    about_run = journal.describe_run(SOURCE)
+    begin = partial(report.begin, log, script, device, about_run, files, run_files, recipe_names)
     if not chooses_steps(c):
         begin(c)
     log.show("compiling ..." if c.compile else "warming up ...")

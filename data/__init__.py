@@ -11,7 +11,7 @@ class Parser(argparse.ArgumentParser):
     """A parser of a command line whose errors are BadInput."""
 
     def error(self, message: str):
-        raise BadInput(f"{message} (--help lists all keys)")
+        raise BadInput(f"{message} (--help lists all options)")
 
 
 def harmless(text: str) -> str:

@@ -8,6 +8,8 @@ from collections.abc import Callable
 import numpy as np
 from tqdm import tqdm
 
+from data import BadInput
+
 BARS = "▁▂▃▄▅▆▇█"  # from low to high
 
 
@@ -34,8 +36,11 @@ def end_in_order(program: str, work: Callable[[list[str]], None], argv: list[str
         sys.stdout.flush()
         return 0
     except Exception as error:
-        from nanogpt import faults  # it imports torch, which takes seconds
-        sentence = faults.sentence_of(error)
+        if isinstance(error, (BadInput, OSError)):
+            sentence = str(error)
+        else:
+            from nanogpt import faults  # it imports torch, which takes seconds
+            sentence = faults.sentence_of(error)
         if not sentence:
             raise
         if isinstance(error, OSError):

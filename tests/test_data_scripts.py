@@ -369,11 +369,12 @@ def test_a_process_that_cannot_go_on_says_so_in_one_sentence(tmp_path, args, mos
     assert not (tmp_path / "out" / "corpus.json").exists()
 
 
-def test_what_goes_well_waits_for_no_import_of_torch(tmp_path):
+def test_neither_success_nor_a_refusal_waits_for_an_import_of_torch(tmp_path):
     code = ("import sys\nfrom data import prepare\nfrom records.console import end_in_order\n"
-            "status = end_in_order('prepare.py', prepare.work, sys.argv[1:])\nsys.exit(status or 'torch' in sys.modules)")
+            "status = end_in_order('prepare.py', prepare.work, sys.argv[1:])\nsys.exit(9 if 'torch' in sys.modules else status)")
     command = [sys.executable, "-c", code, write(tmp_path / "story.txt", STORY), "--bytes", f"--out={tmp_path / 'out'}"]
-    subprocess.run(command, cwd=ROOT, check=True)
+    assert subprocess.run(command, cwd=ROOT).returncode == 0
+    assert subprocess.run([*command, "nosuchfile.txt"], cwd=ROOT).returncode == 2
 
 
 MODULE = '''"""Tools for rivers.

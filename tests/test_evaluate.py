@@ -105,7 +105,7 @@ def item(context, endings, label=0):
 def test_hellaswag_with_known_answers():
     """The sum prefers short endings, the mean long ones with the same number of wrong tokens."""
     items = [item("12", ["345", "5", "999", "888"]),  # sum: "345" has 3 log 1/2, "5" has log 1/18
-             item("1", ["2", "345678", "0", "0"]),
+             item("1", ["2", "345678", "0", "0"], "0"),
              item("1", ["345678", "0", "00", "000"])]  # one token is wrong: 0.5 ** 5 / 18 loses to 1 / 18
     model = evaluate.Model("m", Counter(), lambda text: [int(c) for c in text if c.isdigit()], np.ones(10, int))
     measures = evaluate.hellaswag_measures(model, items)
@@ -230,7 +230,9 @@ def items(tmp_path, monkeypatch):
 
 
 def test_items_are_fetched_once_and_what_is_damaged_or_cannot_be_fetched_is_one_sentence(items, checkpoint, capsys, monkeypatch):
-    assert len(hellaswag.read_items()) == 40 and hellaswag.read_items()[1]["ctx"] == "Une fête é"
+    assert len(hellaswag.read_items()) == 40
+    assert [hellaswag.read_items()[1][key] for key in ("ctx", "endings", "label")] == [
+        "Une fête é", ["runs.", "flies.", "reads.", "sinks."], "3"]
     monkeypatch.setattr(hellaswag, "URL", "http://127.0.0.1:9/items.jsonl")
     assert len(hellaswag.read_items()) == 40
     items.write_text(ITEMS[:-1] + "?")

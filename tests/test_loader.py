@@ -3,6 +3,9 @@
 It makes the plan from its schedule, splits a rank's sequences into micro-batches, moves them to the
 device, and checks before compiling that the shards last for the run.
 """
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 import torch
 from conftest import SEPARATOR, TINY, check_data, documents, read, write_shard
@@ -86,6 +89,20 @@ def test_fewer_micro_tokens_give_more_micro_batches_of_the_same_sequences(folder
         assert [sequences(batch, 256) for batch in batches] == whole
     assert sizes == {32_768: {(1536,)}, 1536: {(1536,)}, 1280: {(768,) * 2},  # all of one size: one graph
                      768: {(768,) * 2}, 767: {(512,) * 3}, 512: {(512,) * 3}, 300: {(256,) * 6}, 256: {(256,) * 6}}
+
+
+@pytest.mark.parametrize("micro_tokens, micro_batches, groups_of", [
+    (1536, [(0, 6)], [(0, 3)]),
+    (1280, [(0, 2), (2, 4), (4, 6)], [(0, 1), (1, 2), (2, 3)]),  # three sequences would be one and a half groups
+    (256, [(i, i + 1) for i in range(6)], [(i // 2, i // 2 + 1) for i in range(6)]),
+])
+def test_a_micro_batch_is_made_of_whole_groups_or_lies_inside_one(micro_tokens, micro_batches, groups_of, monkeypatch):
+    monkeypatch.setattr("nanogpt.batches.GROUP_TOKENS", 512)  # two sequences
+    c = SimpleNamespace(seq_len=256, micro_tokens=micro_tokens)
+    [batch] = rank_batches([np.zeros((6, 257), np.uint16)], c, CPU)
+    assert [(part.start, part.stop) for part in batch.groups] == [(0, 2), (2, 4), (4, 6)]
+    assert [(part.start, part.stop) for part in batch.micro_batches] == micro_batches
+    assert [(part.start, part.stop) for part in batch.groups_of] == groups_of
 
 
 @pytest.mark.parametrize("cut_documents", [False, True])

@@ -196,8 +196,11 @@ def test_there_is_no_test_of_a_single_run_or_without_deviation(root):
 
 def test_a_run_that_goes_on_can_be_read(tmp_path):
     path = tmp_path / "log.txt"
-    path.write_text("\n".join(lines_of()[:-9]))
-    assert log.read_log(path).interrupted
+    path.write_text("\n".join(lines_of()[:-9]) + "\n")
+    read = log.read_log(path)
+    assert read.interrupted
+    last = read.steps[-1]  # as the lines of Python in records/README.md use it
+    assert (last.split, last.step, last.loss, last.time_ms) == ("val", 2, 4.0, 1000)
 
 
 def test_records_of_this_project_can_be_compared():
