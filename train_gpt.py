@@ -72,7 +72,7 @@ from nanogpt import (
     planning,
     warmup,
 )
-from nanogpt.batches import inputs_and_targets, rank_batches, tokens_of
+from nanogpt.batches import inputs_and_targets, rank_batches
 from nanogpt.candidates import Candidates, Targets, over_all_tokens
 from nanogpt.command_line import RunConfig, key
 from nanogpt.gpu import NoTransfer, constant, to_device
@@ -153,7 +153,7 @@ class Config(RunConfig):
         least=0)
     # schedule
     schedule: str = key("speedrun", "entry of SCHEDULES: the stages of the run")
-    num_steps: int = key(3670, "optimizer steps")
+    num_steps: int = key(3590, "optimizer steps")
     minutes: float = key(
         0.0, "training time that the number of steps is chosen for after the warm-up; 0: num_steps")
     batch_tokens: int = key(
@@ -308,10 +308,10 @@ PRESETS: dict[str, dict] = {
         schedule="gpt2", num_steps=3200, batch_tokens=131_072, seq_len=1024,
         target_loss=0.0),
     "speedrun": FEW_LAYERS | dict(
-        # The default, 3,670 steps, reads 565M tokens. Where record 92 is at 3.277 on FineWeb, it is
+        # The default, 3,590 steps, reads 553M tokens. Where record 92 is at 3.277 on FineWeb, it is
         # at 3.124 on the longer stand-in corpus, so 3.28 there stands for 3.127 here. We are at
-        # 3.3727 after 191.5M tokens (two seeds, records/long_runs.md), and the loss falls by about
-        # 0.227 when e times as many are read: 191.5M * e^((3.3727 - 3.127) / 0.227) = 565M. A
+        # 3.3678 after 191.5M tokens (six seeds, records/long_runs.md), and the loss falls by about
+        # 0.227 when e times as many are read: 191.5M * e^((3.3678 - 3.127) / 0.227) = 553M. A
         # larger model needs fewer tokens, but more time (records/long_runs.md).
         muon_lr=0.0235, muon_momentum=0.92, muon_decay=2.0, head_lr=0.0072, scalar_lr=0.035,
         ngram_rows=33_554_432, recall_rows=1_073_741_824,
@@ -344,7 +344,7 @@ PRESETS: dict[str, dict] = {
 ABOUT = {
     "gpt2": "the plain transformer of 124M weights with Muon and Adam, to learn from and to "
             "compare optimizers on, on GPUs",
-    "speedrun": "55M weights for each token and tables, for 565M tokens of FineWeb, on GPUs; aims "
+    "speedrun": "55M weights for each token and tables, for 553M tokens of FineWeb, on GPUs; aims "
                 "at a loss of 3.28",
     "onepass": "the same model with smaller tables, for 125M tokens that are read once, on GPUs",
     "laptop": "a small model of bytes, two to four minutes on a CPU",
@@ -766,6 +766,13 @@ def attention(x: Tensor, weights: LayerWeights, amounts: dict[str, Tensor],
     return products.o.linear(y, weights.qkvo[3].t(), amounts["o"])
 
 
+def for_each_token(amount: Tensor, x: Tensor) -> Tensor:
+    """The amount (), repeated for each token of x (T, D): (T, 1). Then its gradient is first summed
+    over each row, by the kernel that has just computed the row. A sum over all of x would have to
+    read x and its gradient once more."""
+    return amount.expand(len(x), 1).type_as(x)
+
+
 def block(x: Tensor, weights: LayerWeights, context: LayerContext,
           products: LayerProducts) -> Tensor:
     """One layer: the residual stream x (T, D) -> the new stream (T, D). It is a pure function, so
@@ -774,6 +781,7 @@ def block(x: Tensor, weights: LayerWeights, context: LayerContext,
     amounts = dict.fromkeys(("o", "down", "v"), 1.0)
     if weights.amounts is not None:
         amounts = dict(zip(SCALARS, weights.amounts.unbind()))
+        amounts["v"] = for_each_token(amounts["v"], x)
     if weights.qkvo is not None:
         x = x + attention(input_of(x, context), weights, amounts, context, products)
     if context.inject is not None:
@@ -821,10 +829,14 @@ def embed_inputs(
         parts.append(widened(of_ngrams, x))
         for_late_mix.append(of_ngrams)
     guesses = []
+    one_hots = []
     for token, length in reading.matches():
         # The embedding gets no gradient here: that takes one more pass over it, for no gain.
         guesses.append(norm(F.embedding(token, embed.detach())) * (length > 0)[:, None])
-        parts.append(F.embedding(length, length_vectors).to(x.dtype))
+        one_hots.append(F.one_hot(length, len(length_vectors)))
+    if one_hots:
+        # A product, where a lookup would add all gradients to the same few rows, which takes long.
+        parts.append(sum(one_hots).to(x.dtype) @ length_vectors.to(x.dtype))
     if len(reading.induced_token):  # the first guess; the second one, recalled, gains nothing here
         parts.append(guesses[0])
     for_late_mix += guesses
@@ -834,10 +846,11 @@ def embed_inputs(
     if amounts is None:
         return Inputs(x, [past] * num_layers, for_late_mix)
     of_parts = dict(zip(SCALARS, amounts.of_layers.unbind(1)))  # (L,) each
-    injects = [amount * x for amount in of_parts["first"]]
+    injects = [for_each_token(amount, x) * x for amount in of_parts["first"]]
     if past is not None:
-        injects = [inject + amount * past for inject, amount in zip(injects, of_parts["past"])]
-    return Inputs(amounts.begin * x, injects, for_late_mix)
+        injects = [inject + for_each_token(amount, x) * past
+                   for inject, amount in zip(injects, of_parts["past"])]
+    return Inputs(for_each_token(amounts.begin, x) * x, injects, for_late_mix)
 
 
 def widened(x: Tensor, stream: Tensor) -> Tensor:
@@ -889,6 +902,32 @@ VAL_CHUNK = 16_384
 
 # A sigmoid caps the logits to (0, 23) (records 18, 54).
 CAP = kernels.Cap(height=23.0, shift=5.0, width=7.5)
+
+
+class CandidateRows(torch.autograd.Function):
+    """The rows of the head (V, D) that are candidates: chosen (groups, n) -> (n, D) for each group.
+    Autograd itself would make a gradient (V, D) for each group, nearly all zeros, and add them up.
+    Here each row of the gradient is computed at once, as the sum over the groups."""
+
+    @staticmethod
+    def forward(ctx, head, chosen, place_of_token, sum_over_groups):
+        ctx.save_for_backward(place_of_token)
+        ctx.sum_over_groups = sum_over_groups
+        return tuple(head.index_select(0, rows) for rows in chosen)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        return ctx.sum_over_groups(gradients, *ctx.saved_tensors), None, None, None
+
+
+def sum_over_groups(gradients: tuple[Tensor, ...], place_of_token: Tensor) -> Tensor:
+    """Gradients (n, D) of each group's candidates, and the place of each token among these,
+    (groups, V), -1: none -> the gradient of the head (V, D)."""
+    total = 0.0
+    for gradient, place in zip(gradients, place_of_token):
+        of_tokens = gradient[place.clamp(min=0)]
+        total = total + torch.where(place[:, None] < 0, 0.0, of_tokens)
+    return total
 
 
 def head_loss(x: Tensor, w: Tensor, targets: Tensor, bias: Tensor | None,
@@ -1062,18 +1101,20 @@ class GPT(nn.Module):
         x = self.functions.late_mix(x, sources, *self.late_weights())
         products = self.precision.head[training]
         head = self.weight("lm_head")
-        next_tokens, chosen, bias, places = targets
         losses = []
-        if len(chosen):  # for each group of tokens the head has the rows of its candidates only
-            groups = len(chosen)
-            for of_group in zip(x.chunk(groups), chosen, places.chunk(groups), bias):
-                its_x, its_rows, its_places, its_bias = of_group
+        groups = len(targets.chosen)
+        if groups:  # for each group of tokens the head has the rows of its candidates only
+            rows = CandidateRows.apply(
+                head, targets.chosen, targets.place_of_token, self.functions.sum_over_groups)
+            for its_x, its_targets, its_rows, its_chosen, its_bias, its_place in zip(
+                    x.chunk(groups), targets.next_tokens.chunk(groups), rows, *targets[1:]):
                 losses.append(self.functions.head_loss(
-                    its_x, head.index_select(0, its_rows), its_places, its_bias,
-                    products.for_rows(its_rows)))
+                    its_x, its_rows, its_place[its_targets], its_bias,
+                    products.for_rows(its_chosen)))
         else:
             at_a_time = len(x) if training else VAL_CHUNK
-            for its_x, its_targets in zip(x.split(at_a_time), next_tokens.split(at_a_time)):
+            for its_x, its_targets in zip(
+                    x.split(at_a_time), targets.next_tokens.split(at_a_time)):
                 losses.append(self.functions.head_loss(its_x, head, its_targets, None, products))
         return sum(losses)
 
@@ -1336,8 +1377,9 @@ def adam_update(master: Tensor, part: Tensor, gradient: Tensor, state: AdamState
 # The functions that do most of the work. They read nothing but their arguments and constants of the
 # source files, so that they can be compiled.
 EAGER = SimpleNamespace(
-    block=block, late_mix=late_mix, head_loss=head_loss, embed_inputs=embed_inputs,
-    block_lists=masks.block_lists, muon_update=muon_update, adam_update=adam_update)
+    block=block, late_mix=late_mix, sum_over_groups=sum_over_groups, head_loss=head_loss,
+    embed_inputs=embed_inputs, block_lists=masks.block_lists, muon_update=muon_update,
+    adam_update=adam_update)
 
 
 def compiled_functions(tell: Callable[[str, float], None]) -> SimpleNamespace:
@@ -1761,8 +1803,8 @@ def loss_without_gradient(model: GPT, inputs: Tensor, targets: Tensor,
 
 
 def validate(model: GPT, tokens: Tensor, step: int) -> float:
-    """The mean loss over the validation tokens (val_tokens + 1,), int16 on the CPU with the bits of
-    uint16. Sequences are dealt to the ranks in turn. A collective.
+    """The mean loss over the validation tokens (val_tokens + 1,), uint16 on the CPU. Sequences are
+    dealt to the ranks in turn. A collective.
 
     It differs from a training loss in that it is over the whole vocabulary, with products in the
     model's dtype; sequences have val_seq_len tokens and begin anywhere, so documents are read whole
@@ -1776,7 +1818,7 @@ def validate(model: GPT, tokens: Tensor, step: int) -> float:
     total = torch.zeros((), dtype=torch.float64, device=device)
     for begin in range(rank * c.val_seq_len, c.val_tokens, world_size * c.val_seq_len):
         sequence = tokens[None, begin : begin + c.val_seq_len + 1]
-        inputs, targets = inputs_and_targets(tokens_of(sequence, device))
+        inputs, targets = inputs_and_targets(sequence.to(device).long())
         total += loss_without_gradient(model, inputs, targets, setting)
     if dist.is_initialized():
         dist.all_reduce(total)

@@ -18,15 +18,10 @@ from nanogpt.ranks import rank_and_world_size
 
 class Batch(NamedTuple):
     """The text of a step, and which of its sequences belong together."""
-    sequences: Tensor  # of all ranks, (n, seq_len + 1), int16 with the bits of uint16, on the CPU
+    sequences: Tensor  # of all ranks, (n, seq_len + 1) uint16, on the CPU
     micro_batches: Sequence[slice]  # of this rank: which sequences each of them has
     groups: Sequence[slice]  # of all ranks: which sequences each of them has
     groups_of: Sequence[slice]  # of each micro-batch: its groups, or the one that it lies in
-
-
-def tokens_of(sequences: Tensor, device: torch.device) -> Tensor:
-    """int16 with the bits of uint16 -> int64 on the device."""
-    return sequences.to(device, non_blocking=True).long() & 0xFFFF
 
 
 def inputs_and_targets(tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -56,7 +51,7 @@ def rank_batches(arrays: Iterable[np.ndarray], c, device: torch.device) -> Itera
     groups."""
     rank, world_size = rank_and_world_size()
     for array in arrays:
-        sequences = torch.from_numpy(array.view(np.int16))
+        sequences = torch.from_numpy(array)
         if device.type == "cuda":
             sequences = sequences.pin_memory()  # so that nothing waits for its copy
         count = len(sequences) // world_size

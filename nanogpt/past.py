@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from data import spellings
-from nanogpt.batches import Batch, inputs_and_targets, tokens_of
+from nanogpt.batches import Batch, inputs_and_targets
 from nanogpt.candidates import Candidates, Targets
 from nanogpt.gpu import SideStream, call_directly
 from nanogpt.ranks import gathered
@@ -120,7 +120,7 @@ class Past:
         prepared = []
         read = partial(self.read, training=True)
         with self.side_stream.on():
-            tokens = tokens_of(batch.sequences, self.device)
+            tokens = batch.sequences.to(self.device, non_blocking=True).long()
             of_groups = [tokens[group, 1:].flatten() for group in batch.groups]
             drawn = self.candidates.draw(of_groups, step, self.call)
             for micro_batch, groups in zip(batch.micro_batches, batch.groups_of):

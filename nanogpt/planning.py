@@ -204,7 +204,7 @@ def fit_to_minutes(c, stages: list, train_paths: list[Path], seconds: float):
 class RunFiles(NamedTuple):
     """What `check_run_files` has found."""
     train_paths: list[Path]
-    val_tokens: Tensor  # (val_tokens + 1,), int16 with the bits of uint16
+    val_tokens: Tensor  # (val_tokens + 1,), uint16
     fingerprints: list[dict]  # of all shards
     saved: dict | None  # the header of the save that the run goes on from
     checkpoint_path: Path | None = None  # the file of its weights, on rank 0
@@ -243,7 +243,7 @@ def check_data(c, plan: shards.Plan) -> RunFiles:
     if chooses_steps(c):  # they are checked when they are chosen; now a step of each stage
         plan = [*dict.fromkeys(plan)]
     check_tokens(c, plan, train_paths)
-    return RunFiles(train_paths, torch.from_numpy(val_tokens.view("int16")), fingerprints, saved)
+    return RunFiles(train_paths, torch.from_numpy(val_tokens), fingerprints, saved)
 
 
 def chooses_steps(c) -> bool:

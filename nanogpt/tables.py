@@ -23,7 +23,6 @@ In comments R is the number of rows of a table, and `own_width` the number of co
 owns. The last columns are padded if the width is no multiple of the number of ranks.
 """
 from collections.abc import Callable
-from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -45,38 +44,22 @@ class Table(NamedTuple):
     index: str  # which row numbers it is looked up at: "tokens", or a name of its own
 
 
-class Sorted(NamedTuple):
-    """The rows that the ranks look up in a step, in groups: for each index first those of each
-    rank, one rank after the other, and then those of all ranks together. Each group ascends. If
-    there is one index, at which rank 0 looks up rows 7, 2, 7 and rank 1 rows 5, 7, 9, this is
-
-        rows     2 7 7   5 7 9   2 5 7 7 7 9
-        numbers  0 1 1   2 3 4   5 6 7 7 7 8     equal neighbours of a group have the same number
-        ends     2       5       9               how many numbers there are up to here
-    """
-    rows: Tensor  # (2 * ranks * lookups,)
-    numbers: Tensor  # the same shape
-    ends: Tensor  # (indices * (ranks + 1),)
-
-
-def sort_rows(of_ranks: Tensor, lengths: list[int]) -> Sorted:
+def distinct_rows(of_ranks: Tensor, lengths: list[int]) -> list[Tensor]:
     """of_ranks: (ranks, lookups), what each rank looks up. The first lengths[0] columns are the
-    lookups of the first index, and so on. The upper bits of what is sorted are the number of the
-    group, so that one sort serves all groups: to start many short kernels would take the CPU
-    longer."""
+    lookups of the first index, and so on. Returns the different rows of each index, ascending:
+    first those of each rank, and then those of all ranks together. The upper bits of what is sorted
+    are the number of such a group, so that one sort serves all groups: to start many short kernels
+    would take the CPU longer. It waits for the GPU."""
     ranks = len(of_ranks)
     keys = []
-    sizes = []  # of the groups
     for i, rows in enumerate(of_ranks.split(lengths, 1)):
         first, *others, whole = range(i * (ranks + 1) << 32, (i + 1) * (ranks + 1) << 32, 1 << 32)
         of_groups = constant(rows.device, (first, *others))[:, None]  # (ranks, 1)
         keys += (rows + of_groups).flatten(), (rows + whole).flatten()
-        sizes += [*[rows.size(1)] * ranks, rows.numel()]
-    keys = torch.cat(keys).sort().values
-    is_new = F.pad(keys[1:] != keys[:-1], (1, 0), value=True)
-    numbers = is_new.cumsum(0) - 1
-    last = constant(keys.device, tuple(end - 1 for end in accumulate(sizes)))
-    return Sorted(keys & 0xFFFF_FFFF, numbers, numbers[last] + 1)
+    keys = torch.cat(keys).unique()
+    groups = range(1, len(lengths) * (ranks + 1))
+    begins = constant(keys.device, tuple(group << 32 for group in groups))
+    return list((keys & 0xFFFF_FFFF).tensor_split(torch.searchsorted(keys, begins).cpu()))
 
 
 class UsedRows(NamedTuple):
@@ -153,19 +136,14 @@ class Tables:
         with self.side_stream.on():
             own = [torch.cat([rows[name] for rows in self.batch]) for name in self.indices]
             of_ranks = gathered(torch.cat(own)).view(self.world_size, -1)
-            found = sort_rows(of_ranks, [len(rows) for rows in own])
-            ends = found.ends.tolist()  # here the CPU waits
-            counts = [end - begin for begin, end in pairwise([0, *ends])]
-            # Each row to the place of its number. With unique() the CPU would wait once more.
-            rows = found.rows.new_empty(ends[-1]).scatter_(0, found.numbers, found.rows)
-            groups = rows.split(counts)
+            groups = distinct_rows(of_ranks, [len(rows) for rows in own])  # here the CPU waits
             for i, name in enumerate(self.indices):
-                in_index = slice(i * (self.world_size + 1), (i + 1) * (self.world_size + 1))
-                *of_each, of_all = groups[in_index]
+                first = i * (self.world_size + 1)
+                *of_each, of_all = groups[first : first + self.world_size + 1]
                 # A copy, because Triton would compile its kernels once more for a tensor that does
                 # not begin at a multiple of 16 bytes.
                 self.used[name] = UsedRows(
-                    of_each[self.rank], of_all.clone(), torch.cat(of_each), counts[in_index][:-1])
+                    of_each[self.rank], of_all.clone(), torch.cat(of_each), list(map(len, of_each)))
             for name, table in self.tables.items():
                 rows = len(self.used[table.index].own)
                 self.totals[name] = self.new_total(table, self.world_size, rows)
@@ -228,7 +206,7 @@ class Tables:
         self.take_turn("add_embedding", after="add")
         with self.side_stream.on():
             total = self.totals.pop("lm_head")
-            gradient.index_add_(0, self.used["tokens"].own, total[0].to(gradient.dtype))
+            gradient[self.used["tokens"].own] += total[0].to(gradient.dtype)  # no row twice
 
     def gradients(self) -> list[Tensor]:
         """What this rank has received, after waiting for it on the current stream."""
@@ -388,24 +366,6 @@ if triton is not None:
             weight = bits.to(tl.float32, bitcast=True)
         tl.store(updated_ptr + place, weight.to(updated_ptr.dtype.element_ty), mask=inside)
 
-    @triton.jit(do_not_specialize=["n"])
-    def put_rows_kernel(
-        bank_ptr,  # (R, width)
-        rows_ptr,  # (n,)
-        parts_ptr,  # (ranks, n, own_width)
-        n,
-        width,
-        own_width,
-        LINES: tl.constexpr,
-        COLUMNS: tl.constexpr,
-    ):
-        """Writes rows of the bank from the parts of all ranks."""
-        line, column, inside = tile_of_lines(n, width, LINES, COLUMNS)
-        rank = column // own_width
-        part = tl.load(parts_ptr + (rank * n + line) * own_width + column % own_width, mask=inside)
-        row = tl.load(rows_ptr + line, mask=line < n)
-        tl.store(bank_ptr + row * width + column, part, mask=inside)
-
 
 def sum_rows(total: Tensor, places: Tensor, gradient: Tensor) -> None:
     """Adds the gradient (lookups, width) to the lines places (lookups,) of total (ranks, n,
@@ -467,10 +427,4 @@ def update_rows(gradient: Tensor, rows: Tensor, root: Tensor, bank: Tensor, rank
 def put_rows(bank: Tensor, rows: Tensor, parts: Tensor) -> None:
     """Writes the parts (ranks, n, own_width), one from each rank, to rows (n,) of the bank (R,
     width)."""
-    _, n, own_width = parts.shape
-    width = bank.size(1)
-    if bank.is_cuda:
-        grid, tile = line_tiles(n, width)
-        put_rows_kernel[grid](bank, rows, parts, n, width, own_width, *tile)
-        return
-    bank[rows] = parts.transpose(0, 1).flatten(1)[:, :width]
+    bank.index_copy_(0, rows, parts.transpose(0, 1).flatten(1)[:, : bank.size(1)])

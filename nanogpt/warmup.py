@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from nanogpt.batches import Batch, inputs_and_targets, micro_sequences, rank_batches, tokens_of
+from nanogpt.batches import Batch, inputs_and_targets, micro_sequences, rank_batches
 from nanogpt.gpu import call_directly, to_device
 from nanogpt.planning import check_tokens, fit_to_minutes
 from nanogpt.ranks import all_ranks, on_all_ranks, rank_and_world_size
@@ -109,7 +109,7 @@ class WarmUp:
 
     def forward_backward(self, step: int) -> None:
         batch = self.batch(step)
-        tokens = tokens_of(batch.sequences, self.model.device)
+        tokens = batch.sequences.to(self.model.device).long()
         inputs, targets = inputs_and_targets(tokens[batch.micro_batches[0]])
         reading = self.model.past.read(inputs, training=True)
         candidates = self.model.candidates
@@ -120,8 +120,8 @@ class WarmUp:
         self.model.zero_grad()
 
     def validate(self, step: int) -> None:
-        tokens = torch.from_numpy(self.tokens[: self.config.val_seq_len + 1].view(np.int16))
-        inputs, targets = inputs_and_targets(tokens_of(tokens[None], self.model.device))
+        tokens = torch.from_numpy(self.tokens[None, : self.config.val_seq_len + 1])
+        inputs, targets = inputs_and_targets(tokens.to(self.model.device).long())
         setting = self.script.setting_of(step, self.config)
         self.script.loss_without_gradient(self.model, inputs, targets, setting)
 

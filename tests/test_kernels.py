@@ -570,28 +570,6 @@ def interpret_sum_rows(total, places, gradient):
     return total
 
 
-def put_rows_inputs():
-    """bank, rows and parts."""
-    runs = []
-    for ranks, width in RANKS:
-        parts = normal(ranks, 5, -(-width // ranks), seed=1).bfloat16()
-        runs.append((normal(12, width).bfloat16(), USED, parts))
-    return runs
-
-
-def call_put_rows(bank, *others):
-    tables.put_rows(bank, *others)
-    return bank
-
-
-def interpret_put_rows(bank, rows, parts):
-    _, n, share = parts.shape
-    width = bank.size(1)
-    grid = -(-n // 2), -(-width // 16)
-    tables.put_rows_kernel[grid](bank, rows, parts, n, width, share, 2, 16)
-    return bank
-
-
 def update_rows_inputs():
     """gradient, rows, root, bank, rank, lr and decay: all columns in float32 and in bf16, and those of the last rank."""
     gradient, root, bank = normal(5, 37).float(), normal(5, seed=1).square().float(), normal(12, 37, seed=2).float()
@@ -628,7 +606,6 @@ KERNELS = {
         hidden_layer_inputs, call_hidden_layer, interpret_hidden_layer,
         assert_hidden_layer_agrees),
     "sum_rows": (sum_rows_inputs, call_sum_rows, interpret_sum_rows, assert_rows_agree),
-    "put_rows": (put_rows_inputs, call_put_rows, interpret_put_rows, assert_rows_agree),
     "update_rows": (update_rows_inputs, tables.update_rows, interpret_update_rows, assert_rows_agree),
 }
 

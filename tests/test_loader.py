@@ -61,7 +61,7 @@ def loaded(c):
     arrays = shards.packed_batches(shards.find_shards(c, "train"), c, t.batch_plan(c))
     batches = shards.ahead(rank_batches(arrays, c, CPU))
     for batch in batches:
-        tokens = t.tokens_of(batch.sequences, CPU)
+        tokens = batch.sequences.long()
         yield [t.inputs_and_targets(tokens[rows]) for rows in batch.micro_batches]
 
 
@@ -181,7 +181,7 @@ def test_bytes_for_a_model_of_gpt2s_tokens_are_named_for_what_they_are(folder):
 
 def test_a_batch_gets_other_memory_than_the_one_before_it_which_a_gpu_may_still_read(folder):
     model = t.GPT(config(folder), CPU)
-    text = torch.tensor(documents(257)).clamp(max=383).to(torch.int16)[None]  # 383 stands for the separator
+    text = torch.tensor(documents(257)).clamp(max=383).to(torch.uint16)[None]  # 383 stands for the separator
     places = []
     for _ in range(2):
         model.past.follow()

@@ -526,6 +526,16 @@ def test_tokens_that_are_no_candidates_are_counted_and_add_nothing_to_the_loss(p
     assert loss == pytest.approx(expected, rel={"fp32": 1e-5, "fp8-head": 5e-3}[precision])
 
 
+def test_the_heads_gradient_is_the_sum_over_all_groups_that_have_a_token_among_their_candidates():
+    chosen = torch.tensor([[0, 4, 5], [4, 1, 6]])
+    place_of_token = torch.tensor([[0, -1, -1, -1, 1, 2, -1], [-1, 1, -1, -1, 0, -1, 2]])
+    head = torch.arange(14, dtype=torch.float64).view(7, 2).requires_grad_()
+    first, second = t.CandidateRows.apply(head, chosen, place_of_token, t.sum_over_groups)
+    assert torch.equal(first, head[[0, 4, 5]]) and torch.equal(second, head[[4, 1, 6]])
+    (first.sum() + 10 * second[:, 0].sum() + 100 * second[2, 1]).backward()
+    assert head.grad.tolist() == [[1, 1], [10, 0], [0, 0], [0, 0], [11, 1], [1, 1], [10, 100]]
+
+
 def test_logits_of_the_next_token_are_those_of_the_loss():
     model, tokens, targets = tiny(), tokens_of([0, 99], 384), tokens_of([], 384, 1)
     with torch.no_grad():

@@ -450,7 +450,7 @@ def test_a_gpu_that_works_on_tables_and_candidates_beside_the_rest_makes_the_sam
             for side in streams:
                 side.stream = None
         for step in range(8):
-            tokens = torch.randint(0, 20_000, (8, 1025), generator=torch.Generator().manual_seed(step)).to(torch.int16)
+            tokens = torch.randint(0, 20_000, (8, 1025), generator=torch.Generator().manual_seed(step)).to(torch.uint16)
             model.past.follow()
             halves = [slice(0, 4), slice(4, 8)]
             t.train_step(model, optimizer, model.past.prepare(Batch(tokens, halves, halves, [slice(0, 1), slice(1, 2)]), step), step)
@@ -497,7 +497,7 @@ def work(rank, world_size, dtype, folder):
         tokens = torch.randint(0, 61, (12, 129), generator=generator)
         tokens = 5 * step + tokens // (2 + step)  # some rows, and other ones at other steps
         tokens[:, 40 + step] = 60  # a document
-        tokens = tokens.to(torch.int16)
+        tokens = tokens.to(torch.uint16)
         count = 12 // world_size
         # Two groups of six sequences have their candidates in common. One rank trains on both at once.
         begins = range(rank * count, (rank + 1) * count)

@@ -284,7 +284,7 @@ def test_help_shows_the_preset_that_the_device_would_have(capsys, monkeypatch):
 def test_the_defaults_are_the_record_and_the_presets_are_laid_over_them(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     c = t.parse_config(["--preset=speedrun"])
-    assert (c.num_steps, c.batch_tokens, c.seq_len, c.schedule) == (3670, 8 * 32768, 8192, "speedrun")
+    assert (c.num_steps, c.batch_tokens, c.seq_len, c.schedule) == (3590, 8 * 32768, 8192, "speedrun")
     assert (c.val_tokens, c.target_loss) == (10_485_760, 3.28)
     assert [*t.PRESETS] == ["gpt2", "speedrun", "onepass", "laptop", "char", "small"]
     for name, values in t.PRESETS.items():
@@ -371,7 +371,7 @@ def test_the_mean_of_validation_is_over_exactly_val_tokens():
         part = tokens[begin : begin + 257].long()
         x, sources = model.last_stream(model.past.read(part[:-1], False), setting, training=False)
         by_hand += torch.nn.functional.cross_entropy(model.logits(x, sources).double(), part[1:], reduction="sum").item()
-    assert t.validate(model, tokens.to(torch.int16), c.num_steps) == pytest.approx(by_hand / 512, rel=1e-5)
+    assert t.validate(model, tokens.to(torch.uint16), c.num_steps) == pytest.approx(by_hand / 512, rel=1e-5)
 
 
 def graph_at_first_call(function, **options):
