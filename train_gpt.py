@@ -767,9 +767,9 @@ def attention(x: Tensor, weights: LayerWeights, amounts: dict[str, Tensor],
 
 
 def for_each_token(amount: Tensor, x: Tensor) -> Tensor:
-    """The amount (), repeated for each token of x (T, D): (T, 1). Then its gradient is first summed
-    over each row, by the kernel that has just computed the row. A sum over all of x would have to
-    read x and its gradient once more."""
+    """The amount (), repeated for each token of x (T, D): (T, 1). So its gradient is summed in two
+    steps: over each row, by the kernel that has the row at hand anyway, and then over the tokens.
+    One sum over all would have to read x and its gradient again."""
     return amount.expand(len(x), 1).type_as(x)
 
 
@@ -835,7 +835,8 @@ def embed_inputs(
         guesses.append(norm(F.embedding(token, embed.detach())) * (length > 0)[:, None])
         one_hots.append(F.one_hot(length, len(length_vectors)))
     if one_hots:
-        # A product, where a lookup would add all gradients to the same few rows, which takes long.
+        # The same as to look up rows. But the backward pass of a lookup adds the gradients of all
+        # tokens to a few rows, where they wait for each other; that of a product does not.
         parts.append(sum(one_hots).to(x.dtype) @ length_vectors.to(x.dtype))
     if len(reading.induced_token):  # the first guess; the second one, recalled, gains nothing here
         parts.append(guesses[0])
@@ -906,8 +907,8 @@ CAP = kernels.Cap(height=23.0, shift=5.0, width=7.5)
 
 class CandidateRows(torch.autograd.Function):
     """The rows of the head (V, D) that are candidates: chosen (groups, n) -> (n, D) for each group.
-    Autograd itself would make a gradient (V, D) for each group, nearly all zeros, and add them up.
-    Here each row of the gradient is computed at once, as the sum over the groups."""
+    Autograd itself would make a gradient (V, D) for each group, mostly zeros, and add them up. Here
+    the sum over the groups is computed in one pass."""
 
     @staticmethod
     def forward(ctx, head, chosen, place_of_token, sum_over_groups):
@@ -923,11 +924,9 @@ class CandidateRows(torch.autograd.Function):
 def sum_over_groups(gradients: tuple[Tensor, ...], place_of_token: Tensor) -> Tensor:
     """Gradients (n, D) of each group's candidates, and the place of each token among these,
     (groups, V), -1: none -> the gradient of the head (V, D)."""
-    total = 0.0
-    for gradient, place in zip(gradients, place_of_token):
-        of_tokens = gradient[place.clamp(min=0)]
-        total = total + torch.where(place[:, None] < 0, 0.0, of_tokens)
-    return total
+    # Place -1 reads the last row, which is then replaced by zeros.
+    return sum(torch.where(place[:, None] < 0, 0.0, gradient[place])
+               for gradient, place in zip(gradients, place_of_token))
 
 
 def head_loss(x: Tensor, w: Tensor, targets: Tensor, bias: Tensor | None,
@@ -998,8 +997,8 @@ class GPT(nn.Module):
             if param.share == "slice":
                 rows = math.ceil(rows / world_size) * world_size
             # The small ones stay wide. They are converted where they meet an activation, as in
-            # w_in.to(x.dtype). Only `scalars` need not be: a single number leaves the dtype of what
-            # it multiplies.
+            # w_in.to(x.dtype). Only a single number need not be: it leaves the dtype of what it
+            # multiplies.
             bank_dtype = wide if param.share == "all" else dtype
             if param.optimizer == "rows":
                 bank_dtype = bf16_for_fp16(dtype)  # nothing else holds these weights

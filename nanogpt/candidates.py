@@ -113,9 +113,9 @@ def choose(number: int, is_target: Tensor, counts: Tensor, uniform: Tensor) -> D
     1 / probability, which is max(1, t / s). Targets get a size that is large enough to be certain.
 
     Why the root: the sum of exponentials varies least if a token's size is the root of its mean
-    squared probability. A rare token is improbable nearly everywhere, and probable in a few places.
-    Then the mean square grows as its count does. With the count itself as the size 137M tokens
-    ended 0.005 higher (records/long_runs.md)."""
+    squared probability. Suppose that a token is probable only in a few places, about as many as its
+    count. Then its mean squared probability grows in proportion to the count. With the count itself
+    as the size 137M tokens ended 0.006 higher (two seeds, records/long_runs.md)."""
     certain = 1e30
     size = torch.where(is_target, certain, (1 + counts).sqrt())
     uniform = uniform.clamp(min=2.0**-25)  # 0 would make a token as certain as a target

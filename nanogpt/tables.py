@@ -30,7 +30,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanogpt.gpu import NoTransfer, SideStream, constant
+from nanogpt.gpu import NoTransfer, SideStream
 from nanogpt.kernels import tl, triton
 from nanogpt.precision.rounding import BF16_GRID, round_to
 from nanogpt.ranks import all_gather, gathered, rank_and_world_size
@@ -47,19 +47,17 @@ class Table(NamedTuple):
 def distinct_rows(of_ranks: Tensor, lengths: list[int]) -> list[Tensor]:
     """of_ranks: (ranks, lookups), what each rank looks up. The first lengths[0] columns are the
     lookups of the first index, and so on. Returns the different rows of each index, ascending:
-    first those of each rank, and then those of all ranks together. The upper bits of what is sorted
-    are the number of such a group, so that one sort serves all groups: to start many short kernels
-    would take the CPU longer. It waits for the GPU."""
+    first those of each rank, and then those of all ranks together. Each of these lists is a group.
+    The upper bits of what is sorted are the number of its group, so that one sort serves all: to
+    start many short kernels would take the CPU longer. The CPU waits for the GPU."""
     ranks = len(of_ranks)
+    groups = torch.arange(len(lengths) * (ranks + 1), device=of_ranks.device) << 32
     keys = []
-    for i, rows in enumerate(of_ranks.split(lengths, 1)):
-        first, *others, whole = range(i * (ranks + 1) << 32, (i + 1) * (ranks + 1) << 32, 1 << 32)
-        of_groups = constant(rows.device, (first, *others))[:, None]  # (ranks, 1)
-        keys += (rows + of_groups).flatten(), (rows + whole).flatten()
+    for rows, numbers in zip(of_ranks.split(lengths, 1), groups.split(ranks + 1)):
+        keys += (rows + numbers[:-1, None]).flatten(), (rows + numbers[-1]).flatten()
     keys = torch.cat(keys).unique()
-    groups = range(1, len(lengths) * (ranks + 1))
-    begins = constant(keys.device, tuple(group << 32 for group in groups))
-    return list((keys & 0xFFFF_FFFF).tensor_split(torch.searchsorted(keys, begins).cpu()))
+    begins = torch.searchsorted(keys, groups[1:]).tolist()
+    return list((keys & 0xFFFF_FFFF).tensor_split(begins))
 
 
 class UsedRows(NamedTuple):
@@ -283,7 +281,8 @@ class Tables:
 # The kernels
 #
 # Each passes over memory once, where indexing in PyTorch, compiled or not, takes two to four
-# passes. A program works on a tile of 1024 numbers: a part of one line, or several short lines.
+# passes. (`put_rows` is fast enough that way.) A program works on a tile of 1024 numbers: a part of
+# one line, or several short lines.
 
 NUMBERS_PER_PROGRAM = 1024
 

@@ -297,7 +297,7 @@ def test_queries_keys_and_values_are_those_of_float64_and_the_factor_is_of_the_v
     x, weight = normal(64, 48), 0.1 * normal(3 * 48, 48, seed=1)
     factor = torch.tensor(0.7, requires_grad=True)
     which = {"bf16": PLAIN, "fp8-static": STATIC["qkv"]}.get(name) or make_products(name, weight)
-    ours = which.three_linears(x, weight.view(3, 48, 48), factor)
+    ours = which.three_linears(x, weight.view(3, 48, 48), t.for_each_token(factor, x))
     exact = [x.double() @ part.double().T for part in weight.split(48)]
     exact[2] = 0.7 * exact[2]
     assert all(distance(a.detach(), b) < close for a, b in zip(ours, exact))

@@ -36,7 +36,8 @@ class Products:
         return F.linear(x, w if factor is None else factor * w)
 
     def three_linears(self, x: Tensor, weights: Tensor, factor: Tensor) -> tuple[Tensor, ...]:
-        """x (T, D), weights (3, H d, D) -> queries, keys and factor times values, (T, H d) each.
+        """x (T, D), weights (3, H d, D), factor () or, for each token, (T, 1) -> queries, keys and
+        factor times values, (T, H d) each.
 
         The factor multiplies the values and not their weights: it grows with the number of steps,
         beyond 12 in a run of 2,180, and such weights would no longer fit constant FP8 scales."""
