@@ -83,11 +83,8 @@ def score_endings(model: nn.Module, endings: list[tuple[list[int], list[int]]]) 
         targets = []
         for context, ending in together:
             filling = -(len(context) + len(ending)) % BLOCK_SIZE
-            tokens += [model.bos, *context, *ending[:-1]]
-            tokens += [model.bos] * filling
-            targets += [-1] * len(context)
-            targets += ending
-            targets += [-1] * filling
+            tokens += [model.bos, *context, *ending[:-1]] + [model.bos] * filling
+            targets += [-1] * len(context) + ending + [-1] * filling
         found = score(model, np.array(tokens), np.array(targets))
         ends = np.cumsum([len(ending) for _, ending in together])
         sums.append(np.add.reduceat(found, [0, *ends[:-1]]))
@@ -154,17 +151,12 @@ def loss_measures(model: Model, tokens: np.ndarray) -> dict[str, Measure]:
     begins[0] = True
     starts = np.flatnonzero(begins)
     num_bytes = model.token_bytes[tokens[1:]]  # (n,) of each target
-
     bits = np.where(num_bytes > 0, nats / math.log(2), 0)
-
-    def per_document(amounts: np.ndarray, sizes: np.ndarray) -> Measure:
-        return Measure(np.add.reduceat(amounts, starts), np.add.reduceat(sizes, starts))
-
+    of_tokens = nats, np.ones(len(nats)), bits, num_bytes
+    nats, count, bits, num_bytes = (np.add.reduceat(x, starts) for x in of_tokens)
     token = "byte" if shards.reads_bytes(model.gpt.config.vocab_size) else "token"
-    return {
-        f"loss, nats per {token}": per_document(nats, np.ones(len(nats))),
-        "bits per byte": per_document(bits, num_bytes),
-    }
+    return {f"loss, nats per {token}": Measure(nats, count),
+            "bits per byte": Measure(bits, num_bytes)}
 
 
 def hellaswag_measures(model: Model, items: list[dict]) -> dict[str, Measure]:
@@ -206,7 +198,12 @@ def read_text(options: argparse.Namespace, models: list[Model]) -> tuple[str, li
             f"which {models[0].path} was trained beside; name a text with --text")
     if has_shards:
         paths = shards.find_shards(config, "val")
-        tokens = [tokens_of_shards(paths, model, config.val_tokens) for model in models]
+        tokens = []
+        for model in models:
+            size = model.gpt.config.vocab_size
+            shards.check_kind(paths[0], size, f"name a text file for {model.path} with --text")
+            first = shards.validation_tokens(paths, size, config.val_tokens)
+            tokens.append(first.astype(np.int64))
         return f"documents of {config.data_dir}", tokens
     notes = []
     documents = list(texts.read_all([options.text], options, notes))
@@ -219,15 +216,6 @@ def read_text(options: argparse.Namespace, models: list[Model]) -> tuple[str, li
         parts = [begin + model.encode(document) for document in documents]
         tokens.append(np.concatenate([*parts, begin]))  # the end of the last document
     return f"documents of {options.text}", tokens
-
-
-def tokens_of_shards(paths: list[Path], model: Model, most: int) -> np.ndarray:
-    """The first of the shards' tokens, (most + 1,), or all. Raises BadInput if they are of another
-    kind than the model's, or a shard is damaged."""
-    vocab_size = model.gpt.config.vocab_size
-    shards.check_kind(paths[0], vocab_size, f"name a text file for {model.path} with --text")
-    tokens = np.concatenate([shards.read_shard(path, vocab_size).tokens for path in paths])
-    return tokens[: most + 1].astype(np.int64)
 
 
 def show(models: list[Model], measured: list[dict[str, Measure]], source: str) -> None:

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from data.gpt2 import bytes_of, token_to_byte
 from data.shards import SEPARATOR, reads_bytes
+from nanogpt import checkpoints
 from nanogpt.masks import BLOCK_SIZE
 from nanogpt.ranks import require
 from records.console import complain, end_in_order
@@ -116,7 +117,7 @@ def load(path: str, device: str):
     """The model of a file. On a CPU that can only emulate bf16 it computes in float32. Raises
     BadInput if the file is no checkpoint of this program."""
     import train_gpt
-    model = train_gpt.load_checkpoint(path, torch.device(device))
+    model = checkpoints.load_model(path, device, train_gpt)
     if device == "cpu" and not train_gpt.CPU_HAS_BF16:
         model.float()
     return model

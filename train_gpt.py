@@ -51,7 +51,6 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import cache, partial
 from itertools import accumulate, pairwise
-from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -1145,11 +1144,6 @@ def initialize(model: GPT, seed: int) -> dict[str, Tensor]:
     # 2. What else a run begins with.
     model.past.reset(seed)
     return full
-
-
-def load_checkpoint(path: str | Path, device: torch.device) -> GPT:
-    """The model of the file. Raises BadInput if it is no checkpoint of this program."""
-    return checkpoints.load_model(path, device, sys.modules[__name__])
 
 
 # --------------------------------------------------------------------------------------------------

@@ -7,6 +7,12 @@ class BadInput(Exception):
     """Something the user can mend. It is shown as one sentence, without a traceback."""
 
 
+def require(condition, sentence: str) -> None:
+    """Raises BadInput with this sentence unless the condition holds."""
+    if not condition:
+        raise BadInput(sentence)
+
+
 class Parser(argparse.ArgumentParser):
     """A parser of a command line whose errors are BadInput."""
 

@@ -9,7 +9,7 @@ import json
 import urllib.request
 from pathlib import Path
 
-from data import BadInput
+from data import BadInput, require
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 SHA256 = "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588"
@@ -28,6 +28,6 @@ def read_items() -> list[dict]:
         raise BadInput(
             f"HellaSwag could not be fetched ({error!r}); connect to the network and run it again, "
             f"or fetch {URL} elsewhere and put it at {PATH}") from error
-    if hashlib.sha256(content).hexdigest() != SHA256:
-        raise BadInput(f"{PATH} is damaged or another file; delete it, and it is fetched anew")
+    require(hashlib.sha256(content).hexdigest() == SHA256,
+            f"{PATH} is damaged or another file; delete it, and it is fetched anew")
     return [json.loads(line) for line in content.splitlines()]

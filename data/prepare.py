@@ -41,7 +41,7 @@ if __name__ == "__main__":
 import numpy as np
 from tqdm import tqdm
 
-from data import BadInput, Parser, gpt2, texts
+from data import BadInput, Parser, gpt2, require, texts
 from data.python_docs import python_documents
 from data.shards import SEPARATOR, write_shard
 from records.console import end_in_order, to_type
@@ -117,12 +117,10 @@ def split_documents(documents, source):
     and its beginning to training. Raises BadInput if there are too few tokens.
     """
     total = sum(map(len, documents))
-    if total == 0:
-        raise BadInput(f"{source}: no text in it; name a file that has some")
+    require(total > 0, f"{source}: no text in it; name a file that has some")
     share = max(min(total // 20, MOST_VAL), LEAST_VAL)
-    if total < share + LEAST_TRAIN:
-        raise BadInput(f"{source}: {total:,} tokens of text are too few; at least "
-                       f"{LEAST_VAL + LEAST_TRAIN} are needed, so add text")
+    require(total >= share + LEAST_TRAIN, f"{source}: {total:,} tokens of text are too few; at "
+            f"least {LEAST_VAL + LEAST_TRAIN} are needed, so add text")
 
     ends = np.cumsum([len(document) for document in documents])
     last = int(np.searchsorted(ends, share))  # the document that fills the share
@@ -163,9 +161,8 @@ def folder_for(args, record):
             return folder, True
         if not folder.exists() or not any(folder.iterdir()):
             return folder, False
-        if args.out:
-            raise BadInput(f"{args.out}: already there, and made of other files or with other "
-                           "options; delete it, or choose another folder with --out")
+        require(not args.out, f"{args.out}: already there, and made of other files or with other "
+                "options; delete it, or choose another folder with --out")
         folder = first.with_name(f"{first.name}-{number}")
 
 
@@ -214,8 +211,8 @@ def parse_args(argv):
     add("--print_folder", action="store_true",
         help="print the folder alone on stdout, and everything else on stderr")
     args = parser.parse_intermixed_args(argv)
-    if args.python_docs == bool(args.inputs):
-        raise BadInput("name a file or folder of text, or give --python-docs alone")
+    require(args.python_docs != bool(args.inputs),
+            "name a file or folder of text, or give --python-docs alone")
     if args.python_docs:
         args.out = args.out or DATA / "pydocs"
         args.tokens = "bytes"  # it is the text of the preset laptop

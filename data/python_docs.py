@@ -8,6 +8,7 @@ import os
 import re
 import sysconfig
 import warnings
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -47,22 +48,16 @@ def python_texts():
 
     Both are those of the Python that runs this. Modules are read, not imported.
     """
-    try:
+    with suppress(ImportError):  # some distributions leave it out; the library is the larger part
         from pydoc_data.topics import topics
         for name in sorted(topics):
             yield topics[name]
-    except ImportError:
-        pass  # some distributions leave it out; the library is the larger part
     skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data"}
     for folder, subfolders, names in os.walk(sysconfig.get_path("stdlib")):
         subfolders[:] = sorted(set(subfolders) - skipped)  # os.walk goes only where this list says
-        for name in sorted(names):
-            if not name.endswith(".py"):
-                continue
-            try:
+        for name in sorted(name for name in names if name.endswith(".py")):
+            with suppress(OSError, SyntaxError, ValueError):  # a template, or an old encoding
                 yield source_prose(Path(folder, name).read_text(encoding="utf-8"))
-            except (OSError, SyntaxError, ValueError):
-                continue  # a template, or an old encoding
 
 
 def python_documents():

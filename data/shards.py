@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data import BadInput
+from data import BadInput, require
 
 HEADER_BYTES = 1024
 MAGIC = 20240520
@@ -39,15 +39,13 @@ def count_tokens(path: Path) -> int:
     except OSError as error:
         raise BadInput(f"{path} cannot be read ({error.strerror}); check the file and its "
                        "permissions") from None
-    if size < HEADER_BYTES:
-        raise BadInput(f"{path} has {size} bytes, less than its header of {HEADER_BYTES}; {AGAIN}")
+    require(size >= HEADER_BYTES,
+            f"{path} has {size} bytes, less than its header of {HEADER_BYTES}; {AGAIN}")
     magic, _, num_tokens, *_ = header.tolist()
-    if magic != MAGIC:
-        raise BadInput(f"{path} begins with magic {magic}, not {MAGIC}; {AGAIN}")
-    expected_size = HEADER_BYTES + 2 * num_tokens
-    if size != expected_size:
-        raise BadInput(
-            f"{path} has {size} bytes where its header promises {expected_size}; {AGAIN}")
+    require(magic == MAGIC, f"{path} begins with magic {magic}, not {MAGIC}; {AGAIN}")
+    promised = HEADER_BYTES + 2 * num_tokens
+    require(size == promised,
+            f"{path} has {size} bytes where its header promises {promised}; {AGAIN}")
     return num_tokens
 
 
@@ -82,15 +80,13 @@ def read_shard(path: Path, vocab_size: int) -> Shard:
     """
     tokens = np.fromfile(path, dtype="<u2", count=count_tokens(path), offset=HEADER_BYTES)
     starts = np.flatnonzero(tokens == SEPARATOR)
-    if len(starts) == 0:
-        raise BadInput(f"{path} holds no document start (token {SEPARATOR}); make it with "
-                       "data/prepare.py")
+    require(len(starts) > 0,
+            f"{path} holds no document start (token {SEPARATOR}); make it with data/prepare.py")
     tokens[starts] = 0
     largest = tokens.max()
     limit = vocab_size - 1 if reads_bytes(vocab_size) else vocab_size
-    if largest >= limit:
-        raise BadInput(f"{path} holds token {largest}, and with --vocab_size={vocab_size} tokens "
-                       f"must be below {limit}; is it other data?")
+    require(largest < limit, f"{path} holds token {largest}, and with --vocab_size={vocab_size} "
+            f"tokens must be below {limit}; is it other data?")
     tokens[starts] = min(SEPARATOR, vocab_size - 1)
     return Shard(tokens, starts)
 
@@ -112,9 +108,8 @@ def check_kind(path: Path, vocab_size: int, remedy: str) -> None:
     """Raises BadInput unless a model with so many tokens reads such as this shard has."""
     holds = kind_of_tokens(path)
     wants = "bytes" if reads_bytes(vocab_size) else "gpt2"
-    if holds != wants:
-        raise BadInput(f"{path} holds tokens of the kind {holds}, and --vocab_size={vocab_size} "
-                       f"wants {wants}; {remedy}")
+    require(holds == wants, f"{path} holds tokens of the kind {holds}, and --vocab_size="
+            f"{vocab_size} wants {wants}; {remedy}")
 
 
 def find_shards(c, split: str) -> list[Path]:
@@ -261,14 +256,7 @@ def packed_batches(
 
 
 def validation_tokens(paths: list[Path], vocab_size: int, number: int) -> np.ndarray:
-    """The first `number` tokens of the shards and one more, the last target: (number + 1,) uint16.
-
-    Raises BadInput if there are fewer, and whatever read_shard raises.
-    """
+    """The first `number` tokens of the shards and one more, the last target: (number + 1,) uint16;
+    or all, if there are fewer. Raises BadInput, as read_shard does."""
     tokens = np.concatenate([read_shard(path, vocab_size).tokens for path in paths])
-    need = number + 1
-    if len(tokens) < need:
-        have = f"{paths[0].parent} holds {len(tokens):,}"
-        raise BadInput(f"validation needs {need:,} tokens and {have}; give --fit, "
-                       "which fits the run to the text, or lower --val_tokens and --val_seq_len")
-    return tokens[:need]
+    return tokens[: number + 1]

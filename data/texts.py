@@ -9,7 +9,7 @@ import os
 import re
 from pathlib import Path
 
-from data import BadInput
+from data import BadInput, require
 
 SUFFIXES = {  # of the files that are taken from a folder
     ".txt", ".text", ".md", ".rst", ".org", ".tex", ".html", ".css",
@@ -58,13 +58,11 @@ def find_files(item):
     """The file that `item` names, or those of a folder that have one of the SUFFIXES, sorted.
     Raises BadInput if there are none."""
     if not os.path.isdir(item):
-        if not os.path.exists(item):
-            raise BadInput(f"{item}: no such file or folder; check the path")
+        require(os.path.exists(item), f"{item}: no such file or folder; check the path")
         return [Path(item)]
     found = [path for path in visible_files(item) if path.suffix.lower() in SUFFIXES]
-    if not found:
-        raise BadInput(f"{item}: no files in this folder that end as texts do, such as .txt and "
-                       ".jsonl; name the files themselves")
+    require(found, f"{item}: no files in this folder that end as texts do, such as .txt and "
+            ".jsonl; name the files themselves")
     return found
 
 
@@ -107,14 +105,12 @@ def read_folder(folder, files, options, notes):
 def read_documents(path, options):
     """Yield the documents of one file that are not blank, as strings. Raises BadInput."""
     suffix = path.suffix.lower()
-    if suffix in TABLES:
-        raise BadInput(f"{path}: a table, not text; {EXPORT}")
+    require(suffix not in TABLES, f"{path}: a table, not text; {EXPORT}")
     try:
         with open(path, "rb", buffering=1 << 20) as file:
             head = file.peek()
             for start, sentence in FORMATS.items():
-                if head.startswith(start):
-                    raise BadInput(f"{path}: {sentence}")
+                require(not head.startswith(start), f"{path}: {sentence}")
             encoding = "utf-8-sig"  # which is UTF-8 with a mark or without one
             if head.startswith(codecs.BOM_UTF32_LE):  # it begins with that of UTF-16
                 encoding = "utf-32"

@@ -49,20 +49,12 @@ def sentence_of(error: Exception, remedy: str = "") -> str:
     """What to say of an error that the user can mend, or an empty text. `remedy` is for memory."""
     if isinstance(error, (BadInput, OSError)):
         return str(error)
-    return f"too little memory{remedy}" if lacks_memory(error) else ""
-
-
-def lacks_memory(error: BaseException | None) -> bool:
-    """Whether a GPU, or this machine, has too little memory. If memory ends while a CUDA graph is
-    recorded, the end of the recording fails, too, and the error about memory is the __context__ of
-    that."""
-    while error is not None:
-        # The texts are those of PyTorch for a GPU and for a CPU, and of cuBLAS.
-        texts = "out of memory|can't allocate memory|ALLOC_FAILED"
-        if isinstance(error, MemoryError) or re.search(texts, str(error)):
-            return True
-        error = error.__context__
-    return False
+    # The texts are those of Python, of PyTorch for a GPU and for a CPU, and of cuBLAS. If memory
+    # ends while a CUDA graph is recorded, the end of the recording fails, too, and the error about
+    # memory stands before that one in the traceback.
+    texts = "MemoryError|out of memory|can't allocate memory|ALLOC_FAILED"
+    trace = "".join(traceback.format_exception(error))
+    return f"too little memory{remedy}" if re.search(texts, trace) else ""
 
 
 def say(sentence: str, stop: Stop) -> None:

@@ -240,6 +240,9 @@ def check_data(c, plan: shards.Plan) -> RunFiles:
     fingerprints += [shards.fingerprint(path, "val") for path in val_paths]
     saved = checkpoints.check_save(c.resume, fingerprints, c.data_dir) if c.resume else None
     val_tokens = shards.validation_tokens(val_paths, c.vocab_size, c.val_tokens)
+    require(len(val_tokens) > c.val_tokens, f"validation needs {c.val_tokens + 1:,} tokens and "
+            f"{c.data_dir} holds {len(val_tokens):,}; give --fit, which fits the run to the text, "
+            "or lower --val_tokens and --val_seq_len")
     if chooses_steps(c):  # they are checked when they are chosen; now a step of each stage
         plan = [*dict.fromkeys(plan)]
     check_tokens(c, plan, train_paths)

@@ -12,19 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from data import BadInput
+from data import BadInput, require
 from nanogpt.gpu import NoTransfer, mark
 
 # A collective that takes longer is taken for hung, and ends the run. Before the first step
 # --join_timeout says how long ranks wait, as one of them may compile.
 LONGEST_STEP = timedelta(minutes=2)
 LONGEST_WRITE = timedelta(minutes=30)  # of rank 0 to a slow disk
-
-
-def require(condition, sentence: str) -> None:
-    """Raises BadInput with this sentence unless the condition holds."""
-    if not condition:
-        raise BadInput(sentence)
 
 
 def start_process(kind: str, local_gpu: int, minutes: float) -> torch.device:
@@ -111,8 +105,7 @@ def compare(facts: dict[str, object]) -> None:
     first, *others = all_ranks(facts)
     for rank, theirs in enumerate(others, 1):
         for name in first | theirs:
-            if first.get(name) != theirs.get(name):
-                raise BadInput(
+            require(first.get(name) == theirs.get(name),
                     f"rank {rank} has {name} {theirs.get(name)} where rank 0 has {first.get(name)};"
                     " all ranks need the same command, code and data")
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from . import compare, record
-from .console import discard_output
+from .console import end_in_order
 from .log import Log, read_bytes, read_log, read_logs
 
 
@@ -43,7 +43,7 @@ def check(page: Path) -> int:
     return 1 if found else 0
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
+def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m records", description="Make records of logs; check and compare them.")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -71,8 +71,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def run(args: argparse.Namespace) -> int:
+def work(argv: list[str]) -> int:
     """Does what the command line asks for. Returns the exit status."""
+    args = parse(argv)
     page = record.RECORDS / "README.md"
     if args.command == "check":
         return check(page)
@@ -94,19 +95,6 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Runs the tool and returns its exit status. Input that is refused is one line of text."""
-    try:
-        return run(parse(argv))
-    except BrokenPipeError:  # as in `| head`
-        discard_output(sys.stdout)
-        return 0
-    except ModuleNotFoundError as error:
-        print(f"refused: {error}; pip install -r requirements-dev.txt", file=sys.stderr)
-    except (OSError, ValueError, LookupError) as error:
-        print(f"refused: {error}", file=sys.stderr)
-    return 2
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    refused = OSError, ValueError, LookupError, ModuleNotFoundError
+    sys.exit(end_in_order("records", work, sys.argv[1:], refused))

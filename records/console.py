@@ -27,16 +27,17 @@ def complain(sentence: str) -> None:
         discard_output(sys.stderr)
 
 
-def end_in_order(program: str, work: Callable[[list[str]], None], argv: list[str]) -> int:
-    """Does the work of a program. Exit status: 0, or with one sentence 2 for bad input, a full disk
-    or too little memory."""
+def end_in_order(program: str, work: Callable[[list[str]], int | None], argv: list[str],
+                 refused: tuple[type, ...] = (BadInput, OSError)) -> int:
+    """Does the work of a program. Exit status: what the work returns, where None is 0, or with one
+    sentence 2 for what is refused, as bad input and a full disk, or too little memory."""
     sys.stdout.reconfigure(errors="replace")  # a file or pipe on Windows may lack some characters
     try:
-        work(argv)
+        status = work(argv)
         sys.stdout.flush()
-        return 0
+        return status or 0
     except Exception as error:
-        if isinstance(error, (BadInput, OSError)):
+        if isinstance(error, refused):
             sentence = str(error)
         else:
             from nanogpt import faults  # it imports torch, which takes seconds

@@ -78,11 +78,8 @@ def read_bytes(path: Path) -> bytes:
     if not short:
         return raw
     first_path = path.parent / short[1].decode()
-    first = PARTS.fullmatch(first_path.read_bytes())
-    run, _, rest = raw[short.end():].partition(b"\n")
-    whole = b""
-    if first:
-        whole = first[1] + run + b"\n" + first[3] + rest
+    run, end, rest = raw[short.end():].partition(b"\n")
+    whole = PARTS.sub(lambda first: first[1] + run + end + first[3] + rest, first_path.read_bytes())
     if sha256(whole) != short[2].decode():
         raise ValueError(f"{path}: it or {first_path.name} is no longer as it was written.")
     return whole

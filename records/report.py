@@ -10,6 +10,7 @@ import signal
 import torch
 
 import sample
+from nanogpt import checkpoints
 from nanogpt.ranks import BadInput, is_rank_0
 from records import journal
 from records.console import curve, to_type
@@ -131,7 +132,7 @@ def sample_of(run, script, path: str) -> str:
     c = run.config
     script.STOP.in_steps = False  # all is written, so a signal ends the process at once
     try:
-        model = script.load_checkpoint(path, run.device)
+        model = checkpoints.load_model(path, run.device, script)
         return "".join(sample.continued(model, c.sample, c.sample_tokens))
     except (BadInput, torch.OutOfMemoryError) as error:  # which explains itself at length
         return f"none: {str(error).partition('. ')[0]}"

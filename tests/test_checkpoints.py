@@ -423,16 +423,16 @@ def test_the_weights_of_the_best_validation_are_kept_and_a_resumed_run_goes_on_c
 
 def test_weights_of_another_train_gpt_say_so_where_they_are_loaded_and_those_of_this_one_do_not(stopped, capfd, monkeypatch):
     path = stopped / "model.safetensors"
-    t.load_checkpoint(path, "cpu")
+    t.checkpoints.load_model(path, "cpu", t)
     assert capfd.readouterr().err == ""
     monkeypatch.setattr(t, "SOURCE", t.SOURCE.replace(b"ACTIVATION = relu_squared", b"ACTIVATION = F.gelu"))
-    t.load_checkpoint(path, "cpu")
+    t.checkpoints.load_model(path, "cpu", t)
     run_id = checkpoints.read(path)[1]["run_id"]
     assert capfd.readouterr().err == (f"{path} was trained by another train_gpt.py; what this one computes with it may "
                                       f"be wrong. `python -m records code LOGS/{run_id}.txt FOLDER` writes the other one\n")
     weights, about = checkpoints.read(path)
     monkeypatch.setattr(checkpoints, "read", lambda path: (weights, about | {"code_sha256": None}))
-    t.load_checkpoint(path, "cpu")  # an older file has no sum
+    t.checkpoints.load_model(path, "cpu", t)  # an older file has no sum
     assert capfd.readouterr().err == ""
 
 

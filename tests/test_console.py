@@ -102,7 +102,7 @@ def test_the_end_says_what_came_of_the_run(began, capsys, loss, verdict):
 def test_a_sample_that_cannot_be_drawn_is_a_sentence(monkeypatch):
     run = SimpleNamespace(config=t.Config(sample="x"), device="cpu")
     for error, said in ((BadInput("no network"), "none: no network"), (torch.OutOfMemoryError("CUDA out of memory. Tried."), "none: CUDA out of memory")):
-        monkeypatch.setattr(t, "load_checkpoint", mock.Mock(side_effect=error))
+        monkeypatch.setattr(t.checkpoints, "load_model", mock.Mock(side_effect=error))
         assert report.sample_of(run, t, "models/x.pt") == said
 
 

@@ -177,7 +177,7 @@ def test_the_loss_of_a_text_by_an_example(tmp_path, checkpoint, monkeypatch):
     file = tmp_path / "text.jsonl"
     file.write_text("".join(json.dumps({"body": text}) + "\n" for text in [*texts, "  "]))
     [got] = measures(monkeypatch, checkpoint[0], f"--text={file}", "--key=body")
-    model = t.load_checkpoint(checkpoint[0], torch.device("cpu"))
+    model = t.checkpoints.load_model(checkpoint[0], torch.device("cpu"), t)
     encode, _ = sample.codec(model.config.vocab_size)
     rows = [score_alone(model, [], [*encode(text), model.bos]) for text in texts]
     num_bytes = sum(len(text) for text in texts)

@@ -7,11 +7,15 @@ import json
 import pytest
 import scipy.stats
 
-from records import compare, log, record
-from records.__main__ import main
+from records import compare, console, log, record
+from records.__main__ import work
 
 SOURCE = "print('the script')\n"
 OTHER = "X = 1\n"
+
+
+def main(argv):
+    return console.end_in_order("records", work, argv, (OSError, ValueError, LookupError))
 
 
 def sha(text):
@@ -146,7 +150,7 @@ def test_a_damaged_log_is_one_sentence(tmp_path, damage, sentence):
         log.read_log(path)
 
 
-def test_code_gives_back_every_file_that_ran_and_overwrites_none(tmp_path, capsys):
+def test_code_gives_back_every_file_that_ran_and_overwrites_none(tmp_path, capfd):
     path = write(tmp_path / "log.txt")
     assert main(["code", str(path), str(tmp_path / "code")]) == 0
     assert (tmp_path / "code" / "train_gpt.py").read_text() == SOURCE and (tmp_path / "code" / "nanogpt" / "other.py").read_text() == OTHER
@@ -177,7 +181,7 @@ def test_a_run_that_did_not_come_to_its_end_is_not_compared(tmp_path, capsys):
     bad.write_text(bad.read_text() + "interrupted: true\n")
     cut.write_text("\n".join(lines_of()[:12]))
     assert main(["compare", str(good), str(folder)]) == 2
-    assert capsys.readouterr().err.startswith(f"refused: {folder}: no run has come to its end")
+    assert capsys.readouterr().err.startswith(f"records: {folder}: no run has come to its end")
     write(folder / "whole.txt")
     assert main(["compare", str(good), str(folder)]) == 0
     left_out = [line for line in capsys.readouterr().out.splitlines() if line.startswith("left out")]

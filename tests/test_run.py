@@ -150,7 +150,7 @@ def test_the_checkpoint_is_plain_weights_and_configuration_and_nothing_half_writ
 
 def test_a_loaded_model_has_the_loss_of_the_saved_one(first, corpus):
     c = t.parse_config(arguments(data_dir=corpus))
-    model = t.load_checkpoint(first[1] / "model.pt", torch.device("cpu"))
+    model = t.checkpoints.load_model(first[1] / "model.pt", torch.device("cpu"), t)
     _, val_tokens, *_ = check_data(c)
     loss = t.validate(model, val_tokens, c.num_steps)
     assert loss == pytest.approx(read_log(only_log(first[1])).end["val_loss"], abs=6e-5)

@@ -110,7 +110,7 @@ def test_a_model_of_fp16_whose_activations_overflow_that_continues_texts_all_the
             model.mlp[2 * layer].normal_(std=50)
             model.mlp[2 * layer + 1].normal_(std=1e-4)
     keep(tmp_path / "model.safetensors", model)
-    loaded = t.load_checkpoint(tmp_path / "model.safetensors", torch.device("cpu"))
+    loaded = t.checkpoints.load_model(tmp_path / "model.safetensors", torch.device("cpu"), t)
     assert sample.next_logits(loaded, [loaded.bos, 1, 2, 3]).isfinite().all()
     assert not sample.next_logits(model, [loaded.bos, 1, 2, 3]).isfinite().all(), "in fp16 they do overflow"
 
