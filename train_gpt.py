@@ -61,16 +61,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from data import shards
-from nanogpt import (
-    checkpoints,
-    command_line,
-    faults,
-    gpu,
-    kernels,
-    masks,
-    planning,
-    warmup,
-)
+from nanogpt import checkpoints, command_line, faults, gpu, kernels, masks, planning, ranks, warmup
 from nanogpt.batches import inputs_and_targets, rank_batches
 from nanogpt.candidates import Candidates, Targets, over_all_tokens
 from nanogpt.command_line import RunConfig, key
@@ -79,25 +70,9 @@ from nanogpt.kernels import E4M3, E5M2
 from nanogpt.masks import BLOCK_SIZE
 from nanogpt.past import Past, Reading
 from nanogpt.planning import RunFiles, check_run_files, chooses_steps
-from nanogpt.precision import Products, recipes
-from nanogpt.precision.fp8_static import (
-    HEAD_GRADIENT_SCALE,
-    HEAD_INPUT_SCALE,
-    HEAD_WEIGHT_SCALE,
-    StaticFP8,
-    check_weights,
-)
+from nanogpt.precision import Products, fp8_static, recipes
+from nanogpt.precision.fp8_static import HEAD_GRADIENT_SCALE, HEAD_INPUT_SCALE, HEAD_WEIGHT_SCALE
 from nanogpt.precision.recipes import LayerProducts, Precision
-from nanogpt.ranks import (
-    Requests,
-    Slices,
-    all_ranks,
-    compare,
-    is_rank_0,
-    limit_waiting,
-    rank_and_world_size,
-    start_process,
-)
 from nanogpt.tables import Table, Tables
 from records import journal, report
 
@@ -937,7 +912,7 @@ def head_loss(x: Tensor, w: Tensor, targets: Tensor, bias: Tensor | None,
     To train on another loss, change it here, but only where torch.is_grad_enabled(): validation
     calls this function, too, and its losses must stay comparable. Then train with --precision=bf16:
     where the head is in fp8-static, training has a loss of its own, FP8HeadLoss."""
-    if isinstance(products, StaticFP8):
+    if isinstance(products, fp8_static.StaticFP8):
         return FP8HeadLoss.apply(x, w, targets, bias)
     logits = kernels.softcap(products.linear(x, w), CAP)
     if bias is not None:
@@ -1418,7 +1393,7 @@ class Optimizer:
         self.model = model
         self.hooks = model.precision.hooks
         self.device = model.device
-        self.slices = Slices()
+        self.slices = ranks.Slices()
         self.banks = {name: bank.data for name, bank in model.named_parameters()}
         self.matrix_factors = {}  # (n, 1, 1) for the matrices that this rank updates by Muon
         for name, param in model.params.items():
@@ -1743,7 +1718,7 @@ def forward_backward(model: GPT, setting: Setting,
 
 def train_step(model: GPT, optimizer: Optimizer, batch: list[tuple[Reading, Targets]], step: int,
                call: Callable = gpu.call_directly,
-               requests: Requests | None = None) -> Tensor:
+               requests: ranks.Requests | None = None) -> Tensor:
     """One update. `batch` has the reading and the targets of each micro-batch of this rank, as
     `Past.prepare` makes them. `call` runs a function of tensors, directly or as a CUDA graph.
 
@@ -1806,7 +1781,7 @@ def validate(model: GPT, tokens: Tensor, step: int) -> float:
     to their averages, if there are any."""
     c = model.config
     device = model.device
-    rank, world_size = rank_and_world_size()
+    rank, world_size = ranks.rank_and_world_size()
     setting = setting_of(step, c)
     total = torch.zeros((), dtype=torch.float64, device=device)
     for begin in range(rank * c.val_seq_len, c.val_tokens, world_size * c.val_seq_len):
@@ -1839,7 +1814,7 @@ class Run:
         self.clock = keeper.clock
         self.step = keeper.first_step  # steps so far
         self.ended_by = ""  # the signal that has ended the run early
-        self.requests = Requests(self.device)
+        self.requests = ranks.Requests(self.device)
         self.state = partial(checkpoints.state_of, optimizer)
         arrays = shards.packed_batches(
             run_files.train_paths, c, batch_plan(c), first_step=self.step)
@@ -1871,7 +1846,7 @@ class Run:
         # Rounding at random begins anew in each step, so that a run which goes on from a save
         # rounds as an undisturbed one. (torch.manual_seed does this, too, but also keeps a stack
         # trace for each kind of GPU that is not in use, which takes tenths of a millisecond.)
-        rank, _ = rank_and_world_size()
+        rank, _ = ranks.rank_and_world_size()
         seed = (self.config.seed * 2**40 + self.step * 2**16 + rank) % 2**63
         torch.default_generator.manual_seed(seed)
         if self.device.type == "cuda":
@@ -1916,8 +1891,8 @@ class Run:
         loss = validate(self.model, self.run_files.val_tokens, self.step)
         self.log.step(self.step, self.clock.total, "val_loss", loss)
         faults.check_loss("validation", loss, self.step, self.state)
-        if is_rank_0():
-            check_weights(self.model, SCALARS, self.step, self.log)
+        if ranks.is_rank_0():
+            fp8_static.check_weights(self.model, SCALARS, self.step, self.log)
         self.keeper.validated(self.step, loss)
 
 
@@ -1929,10 +1904,10 @@ def train(c: Config, at_end: ExitStack) -> int:
 
     # 1. Check what can be checked before anything is written or compiled.
     kind = "cuda" if command_line.has_cuda(c.device) else "cpu"
-    device = start_process(kind, LOCAL_GPU, c.join_timeout)
+    device = ranks.start_process(kind, LOCAL_GPU, c.join_timeout)
     # Hosts may have their data in other folders; the shards are compared by their sums.
-    compare({f"--{name}": value for name, value in dataclasses.asdict(c).items()
-             if name != "data_dir"})
+    ranks.compare({f"--{name}": value for name, value in dataclasses.asdict(c).items()
+                   if name != "data_dir"})
     recipe_names = choose_recipes(c, device)
     files = journal.project_files(__file__)
     run_files = check_run_files(c, batch_plan(c), files)
@@ -1963,7 +1938,7 @@ def train(c: Config, at_end: ExitStack) -> int:
     gc.disable()
     functions = compiled_functions(report_compilation) if c.compile else EAGER
     as_graphs = c.compile and device.type == "cuda"
-    model = GPT(c, device, rank_and_world_size()[1], functions, as_graphs)
+    model = GPT(c, device, ranks.rank_and_world_size()[1], functions, as_graphs)
     initialize(model, c.seed)  # for the warm-up; drawn anew after it
     optimizer = Optimizer(model)
     call = gpu.caller(as_graphs, model.parameters())
@@ -1980,8 +1955,8 @@ def train(c: Config, at_end: ExitStack) -> int:
     gc.collect()
     gc.freeze()  # else a collection takes up to 0.4 s in the middle of the run (record 47)
     gc.enable()
-    all_ranks(None)  # the clock starts when all of them are ready
-    limit_waiting()  # for a rank that has died; torchrun ends those of its own host at once
+    ranks.all_ranks(None)  # the clock starts when all of them are ready
+    ranks.limit_waiting()  # for a rank that has died; torchrun ends those of its own host at once
     startup_s = time.perf_counter() - LAUNCHED
     log.fact("note", f"products: {recipes.summary(recipe_names, device)}")
     log.fact("note", f"{startup_s:.1f} s from launch to the first timed step")

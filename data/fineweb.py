@@ -16,19 +16,6 @@ REPO = "kjj0/fineweb10B-gpt2"  # a Hugging Face dataset repository
 TRAIN_SHARDS = 103
 
 
-def fetch(n, folder):
-    """Bring the validation shard and the first `n` training shards into `folder`, if they are not
-    there. Raises what the client raises."""
-    from huggingface_hub import hf_hub_download
-
-    names = ["fineweb_val_000000.bin"] + [f"fineweb_train_{i:06d}.bin" for i in range(1, n + 1)]
-    for number, name in enumerate(names, 1):
-        if not (folder / name).exists():
-            print(f"[{number}/{len(names)}] {name}", flush=True)  # the client draws its bar below
-            hf_hub_download(REPO, name, repo_type="dataset", local_dir=folder)
-    print(f"{folder}: validation shard and {n} training shards are there")
-
-
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
@@ -39,13 +26,19 @@ def main(argv=None):
     args = parser.parse_args(argv)
     if not 1 <= args.n <= TRAIN_SHARDS:
         parser.error(f"N must be from 1 to {TRAIN_SHARDS}, not {args.n}")
+    names = ["fineweb_val_000000.bin"] + [f"fineweb_train_{i:06}.bin" for i in range(1, args.n + 1)]
+    missing = [name for name in names if not (args.dir / name).exists()]
     try:
-        fetch(args.n, args.dir)
+        from huggingface_hub import hf_hub_download
+        for number, name in enumerate(missing, 1):
+            print(f"[{number}/{len(missing)}] {name}", flush=True)  # the client draws its bar below
+            hf_hub_download(REPO, name, repo_type="dataset", local_dir=args.dir)
     except Exception as error:  # the client's exceptions share no base class across its versions
         reason = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(" .")
         parser.exit(2, f"fineweb.py: {REPO} cannot be fetched into {args.dir} ({reason}); see to "
                     "the network and to the room on the disk, and run the same command again to go "
                     "on from here, or make shards from text you have with data/prepare.py.\n")
+    print(f"{args.dir}: validation shard and {args.n} training shards are there")
 
 
 if __name__ == "__main__":
