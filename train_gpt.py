@@ -525,10 +525,8 @@ class Param(NamedTuple):
     decay: float = 0.0
     # Of the gradient's mean and of the mean square. For rows of tables there is no mean.
     betas: tuple[float, float] = (0.9, 0.99)
-    # Which share of it a rank updates:
-    #   "slice"    an equal part of the first dimension
-    #   "all"      all of it, as the others do; for small ones, which the model has in float32, too
-    #   "columns"  of a table: an equal part of the columns
+    # Which share of it a rank updates: "slice", "columns" of a table, or "all", for small ones,
+    # which the model has in float32, too (section 8)
     share: str = "slice"
     matrix_factors: tuple[float, ...] = (1.0,)  # Muon: of the matrices in turn, to multiply lr
 
@@ -571,7 +569,7 @@ def parameter_table(c: Config) -> dict[str, Param]:
     d = c.head_dim
     V = c.vocab_size
     kinds_of_match = c.induced + bool(c.recall_lengths)
-    sources = 4 + bool(c.ngram_rows) + kinds_of_match + bool(E)  # as `late_sources` lists them
+    sources = 4 + bool(c.ngram_rows) + kinds_of_match + bool(E)  # as `last_stream` lists them
 
     # Uniform numbers from -a to a have the deviation a / sqrt(3). A deviation of 0.5 D^-0.5 is a
     # bit better than PyTorch's default, D^-0.5 / sqrt(3) (record 21).
@@ -833,18 +831,6 @@ def widened(x: Tensor, stream: Tensor) -> Tensor:
     return F.pad(x, (0, stream.size(1) - x.size(1)))
 
 
-def late_sources(first_x: Tensor, outputs: list[Tensor], of_past: list[Tensor],
-                 first_value_embed: Tensor | None) -> tuple[Tensor, ...]:
-    """The sources of `late_mix`: the first stream; the streams after about a third of the layers,
-    after about two thirds, and before the last layer; what `embed_inputs` says of the past; and the
-    first value embedding. (With one or two layers some index is -1: the stream after the last
-    layer.)"""
-    L = len(outputs)
-    of_layers = outputs[L // 3 - 1], outputs[2 * L // 3 - 1], outputs[L - 2]
-    sources = first_x, *of_layers, *of_past
-    return sources if first_value_embed is None else (*sources, first_value_embed)
-
-
 def late_mix(x: Tensor, sources: tuple[Tensor, ...], w_in: Tensor | None, w_out: Tensor | None,
              bias: Tensor | None) -> Tensor:
     """x (T, D), the last stream, plus an amount of each source; the sum is normalised. A source is
@@ -875,8 +861,8 @@ def late_mix(x: Tensor, sources: tuple[Tensor, ...], w_in: Tensor | None, w_out:
 VAL_CHUNK = 16_384
 
 
-# A sigmoid caps the logits to (0, 23) (records 18, 54).
-CAP = kernels.Cap(height=23.0, shift=5.0, width=7.5)
+# A sigmoid caps the logits to (0, 23): height, shift and width of it (records 18, 54).
+CAP = 23.0, 5.0, 7.5
 
 
 class CandidateRows(torch.autograd.Function):
@@ -914,7 +900,7 @@ def head_loss(x: Tensor, w: Tensor, targets: Tensor, bias: Tensor | None,
     where the head is in fp8-static, training has a loss of its own, FP8HeadLoss."""
     if isinstance(products, fp8_static.StaticFP8):
         return FP8HeadLoss.apply(x, w, targets, bias)
-    logits = kernels.softcap(products.linear(x, w), CAP)
+    logits = kernels.softcap(products.linear(x, w), *CAP)
     if bias is not None:
         logits = logits + bias
     return F.cross_entropy(logits, targets, reduction="sum", ignore_index=-1)
@@ -993,13 +979,6 @@ class GPT(nn.Module):
         return {name: F.embedding(rows[index], getattr(self, name)).to(self.lm_head.dtype)
                 for name, index in LOOKED_UP_AT.items() if name in self.params}
 
-    def value_embeds_of(self, looked_up: dict[str, Tensor]) -> list[Tensor | None]:
-        """The value embeddings of each layer, (T, H d)."""
-        c = self.config
-        layers = c.layers_with_values
-        parts = looked_up["value_embeds"].chunk(len(layers), 1) if layers else ()
-        return at_layers(parts, layers, c.num_layers)
-
     def amounts(self) -> Amounts | None:
         """How much of each part is added to the stream; None without scalars."""
         scalars = self.weight("scalars")
@@ -1048,13 +1027,17 @@ class GPT(nn.Module):
         what `look_up` returns; `forward_backward` looks the rows up itself, because it needs their
         gradients."""
         # 1. The first stream, and what each layer gets beside the stream.
+        c = self.config
+        L = c.num_layers
         looked_up = looked_up or self.look_up(reading)
         amounts = self.amounts()
         first_x, injects, of_past = self.functions.embed_inputs(
             looked_up["lm_head"], reading, looked_up.get("ngrams"), self.weight("lm_head"),
-            self.weight("length_vectors"), self.signs, amounts, self.config.num_layers)
-        value_embeds = self.value_embeds_of(looked_up)
-        contexts = self.layer_contexts(reading.begins, setting, injects, value_embeds)
+            self.weight("length_vectors"), self.signs, amounts, L)
+        layers = c.layers_with_values
+        value_embeds = looked_up["value_embeds"].chunk(len(layers), 1) if layers else ()  # (T, H d)
+        contexts = self.layer_contexts(
+            reading.begins, setting, injects, at_layers(value_embeds, layers, L))
         weights = self.layer_weights(amounts)
         products = self.precision.layers[training]
 
@@ -1064,8 +1047,12 @@ class GPT(nn.Module):
         for of_layer in zip(weights, contexts, products):
             x = self.functions.block(x, *of_layer)
             outputs.append(x)
-        first_value_embed = next((embed for embed in value_embeds if embed is not None), None)
-        return x, late_sources(first_x, outputs, of_past, first_value_embed)
+
+        # 3. The sources: the first stream; those after about a third of the layers, after about two
+        # thirds, and before the last layer; what `embed_inputs` says of the past; and the first
+        # value embedding. (With one or two layers some index is -1: the last stream.)
+        of_layers = outputs[L // 3 - 1], outputs[2 * L // 3 - 1], outputs[L - 2]
+        return x, (first_x, *of_layers, *of_past, *value_embeds[:1])
 
     def forward(self, reading: Reading, targets: Targets, setting: Setting, training: bool,
                 looked_up: dict | None = None) -> Tensor:
@@ -1094,7 +1081,7 @@ class GPT(nn.Module):
     def logits(self, x: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
         """What `last_stream` returns -> the capped logits of each next token (T, V)."""
         x = late_mix(x, sources, *self.late_weights())
-        return kernels.softcap(F.linear(x, self.weight("lm_head")), CAP)
+        return kernels.softcap(F.linear(x, self.weight("lm_head")), *CAP)
 
 
 @torch.no_grad()
@@ -1356,8 +1343,7 @@ def compiled_functions(tell: Callable[[str, float], None]) -> SimpleNamespace:
     compiled = {}
     for name, function in vars(EAGER).items():
         # With `dynamic`, sizes are inputs of a graph, so that one graph serves many. Muon has a
-        # graph for each of its two banks instead: 1.92 and 0.44 ms in place of 2.35 and 0.74 on one
-        # H100, for the matrices of then (records/2026-11-26_two_gpus_narrow_rows).
+        # graph for each of its two banks: faster (records/2026-11-26_two_gpus_narrow_rows).
         dynamic = name in ("block_lists", "adam_update")
         compiled[name] = gpu.compiled(function, tell, dynamic)
     return SimpleNamespace(**compiled)

@@ -12,10 +12,8 @@ any number of GPUs, and the ranks need not tell each other what they have counte
 
 On the stand-in corpus 131,072 tokens of English have 14,000 different ones, 32,768 have 6,000, and
 16,384 have 3,700. So in a small group fewer candidates are targets, and the others are drawn anew
-more often. That is why 10,240 candidates for each 16,384 tokens gave less loss than 12,288 for each
-32,768, and 8,192 gave 0.0035 more, but took 4 % less time, which is worth it. Groups of 8,192
-tokens with 6,144 candidates took as long and gave 0.0030 more (137M tokens, one H200, one seed:
-records/long_runs.md).
+more often. Of the sizes that were tried, 8,192 candidates for each 16,384 tokens gave the lowest loss
+for their time (records/long_runs.md).
 """
 from collections.abc import Callable
 from typing import NamedTuple

@@ -160,6 +160,8 @@ class NoTransfer:
     def wait(self) -> None:
         pass
 
+    synchronize = wait
+
 
 def to_device(numbers: list, device: torch.device) -> Tensor:
     """These numbers as a tensor on the device. The CPU does not wait until the GPU has them."""
@@ -167,16 +169,9 @@ def to_device(numbers: list, device: torch.device) -> Tensor:
     return there.to(device, non_blocking=True)
 
 
-def to_host(numbers: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """The numbers on the CPU, and the event after which they may be read: nothing waits for the
-    copy. (PyTorch makes it in pinned memory, into which the GPU can write by itself.)"""
-    copy = numbers.to("cpu", non_blocking=numbers.is_cuda)
-    return copy, torch.cuda.current_stream().record_event() if numbers.is_cuda else None
-
-
 def mark(device: torch.device):
     """An event at this point of the current stream. Its `wait` makes the stream that is current
-    then wait for all that comes before this point."""
+    then wait for all that comes before this point, and `synchronize` lets the CPU wait."""
     return torch.cuda.current_stream().record_event() if device.type == "cuda" else NoTransfer()
 
 

@@ -20,7 +20,6 @@ V vocabulary. Sources are named by modded-nanogpt record number or by paper.
 """
 import importlib.util
 import os
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -267,7 +266,6 @@ def _(a, b_t, scale, dtype):
 #     dz8 = sums * f * sqrt(h8)    where f = 2 product_scale sqrt(hidden_scale) / grad_scale
 # So both directions have the same kernel, with few differences at the end.
 
-HOPPER = (9, 0)
 # Of 16 choices with several tiles for a program these were the fastest on an H200. Two programs
 # share a processor, so that one writes its tile while the other multiplies. Both must fit
 # into its 228 KB of shared memory: forward, 2 KB are left.
@@ -317,81 +315,53 @@ if triton is not None:
             y_t.store([column, row], rounded.T)
 
 
-def is_hopper(x: Tensor) -> bool:
-    """Whether x is on a GPU for which the kernel's tiles were chosen. AMD has a (9, 0), too."""
-    is_nvidia = x.is_cuda and not torch.version.hip
-    return is_nvidia and torch.cuda.get_device_capability(x.device) == HOPPER
-
-
-def launch_hidden_layer(
-    a: Tensor, b_t: Tensor, h: Tensor | None, factor: float, dtype: torch.dtype
+@torch.library.custom_op("nanogpt::hidden_layer", mutates_args=())
+def hidden_layer(
+    a: Tensor,
+    b_t: Tensor,
+    product_scale: float,
+    hidden_scale: float,
+    h: Tensor | None = None,
+    grad_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Runs the kernel: forward without h, backward with it."""
+    """Forward: x (T, D) and up_t (F, D), both e4m3 -> h = relu(x up)^2 / hidden_scale in e4m3.
+
+    Backward, with this h: g (T, D) in e5m2, the gradient of the MLP's output, and down_t (F, D) in
+    e4m3 -> the gradient of x up in e5m2, divided by grad_scale. product_scale is the scale of a
+    times that of b_t. Returns the result as it is (T, F) and transposed (F, T).
+    """
+    backward = h is not None
+    # The kernel's tiles were chosen for Hopper. AMD has a (9, 0), too.
+    is_nvidia = a.is_cuda and not torch.version.hip
+    if not (is_nvidia and torch.cuda.get_device_capability(a.device) == (9, 0)):
+        sums = static_product(a, b_t, product_scale, torch.float32)
+        if backward:
+            return quantize(2 * (h.float() * hidden_scale).sqrt() * sums, grad_scale, E5M2)
+        return quantize(F.relu(sums).square(), hidden_scale, E4M3)
+    factor = product_scale * hidden_scale**-0.5
+    choice = HOPPER_FORWARD
+    if backward:
+        factor = 2 * product_scale * hidden_scale**0.5 / grad_scale
+        choice = HOPPER_BACKWARD
     M, K = a.shape
     N = b_t.shape[0]
-    y, y_t = new_pair(a, M, N, dtype)
-    backward = h is not None
-    choice = HOPPER_BACKWARD if backward else HOPPER_FORWARD
+    y, y_t = new_pair(a, M, N, a.dtype)
     descriptors = []
     for x in (a, b_t):
         descriptors.append(TensorDescriptor.from_tensor(x, [HOPPER_TILE, choice["DEPTH"]]))
     for x in (h if backward else y, y, y_t):  # forward there is no h, but it is not read
         descriptors.append(TensorDescriptor.from_tensor(x, [HOPPER_TILE, HOPPER_TILE]))
     processors = torch.cuda.get_device_properties(a.device).multi_processor_count
-    limit = torch.finfo(dtype).max
+    limit = torch.finfo(a.dtype).max
     hidden_layer_kernel[HOPPER_PROGRAMS * processors,](
         *descriptors, factor, M, N, K, backward, limit, HOPPER_TILE, **choice
     )
     return y, y_t
 
 
-@torch.library.custom_op("nanogpt::hidden_layer", mutates_args=())
-def hidden_layer(
-    x: Tensor, up_t: Tensor, product_scale: float, hidden_scale: float
-) -> tuple[Tensor, Tensor]:
-    """x (T, D) and up_t (F, D), both e4m3 -> h = relu(x up)^2 / hidden_scale in e4m3.
-
-    Returns h as it is (T, F) and transposed (F, T). product_scale is the scale of x times that of
-    up.
-    """
-    if is_hopper(x):
-        factor = product_scale * hidden_scale**-0.5
-        return launch_hidden_layer(x, up_t, None, factor, E4M3)
-    z = static_product(x, up_t, product_scale, torch.float32)
-    return quantize(F.relu(z).square(), hidden_scale, E4M3)
-
-
 @hidden_layer.register_fake
-def _(x, up_t, product_scale, hidden_scale):
-    return new_pair(x, len(x), len(up_t), E4M3)
-
-
-@torch.library.custom_op("nanogpt::hidden_layer_backward", mutates_args=())
-def hidden_layer_backward(
-    g: Tensor,
-    down_t: Tensor,
-    h: Tensor,
-    product_scale: float,
-    hidden_scale: float,
-    grad_scale: float,
-) -> tuple[Tensor, Tensor]:
-    """g (T, D) in e5m2, down_t (F, D) in e4m3 and h (T, F) -> the gradient of x up, in e5m2.
-
-    g is the gradient of the MLP's output and h is what `hidden_layer` returned with hidden_scale.
-    product_scale is the scale of g times that of down. Returns the gradient divided by grad_scale,
-    as it is (T, F) and transposed (F, T).
-    """
-    if is_hopper(g):
-        factor = 2 * product_scale * hidden_scale**0.5 / grad_scale
-        return launch_hidden_layer(g, down_t, h, factor, E5M2)
-    hidden_gradient = static_product(g, down_t, product_scale, torch.float32)
-    slope = 2 * (h.float() * hidden_scale).sqrt()
-    return quantize(slope * hidden_gradient, grad_scale, E5M2)
-
-
-@hidden_layer_backward.register_fake
-def _(g, down_t, h, product_scale, hidden_scale, grad_scale):
-    return new_pair(g, *h.shape, E5M2)
+def _(a, b_t, product_scale, hidden_scale, h=None, grad_scale=1.0):
+    return new_pair(a, len(a), len(b_t), a.dtype)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -402,32 +372,23 @@ def _(g, down_t, h, product_scale, hidden_scale, grad_scale):
 # largest logit first.
 #
 # One program works on one token. It holds all V logits of the token in registers, so it reads them
-# once. (16,384 candidates fit. Of a whole vocabulary Triton puts a part into slower memory: one
-# H200 then takes 730 us for 8,192 tokens, where reading the logits twice took 577.) The program
-# writes the loss and the gradient. So the gradient is written once, in FP8, it never exists in
-# bf16, and the backward pass computes nothing again.
+# once. (16,384 candidates fit. Of a whole vocabulary Triton puts a part into slower memory, which
+# takes longer than to read the logits twice.) The program writes the loss and the gradient. So the
+# gradient is written once, in FP8, it never exists in bf16, and the backward pass computes nothing
+# again.
 #
-# For 32,768 tokens and 16,384 candidates the kernel takes 0.55 ms on one H200. To read and write
-# its tensors would take 0.4 ms, so the number of instructions counts, too. Two tricks save
-# some:
+# To read and write its tensors would take about three quarters of the kernel's time, so the number
+# of instructions counts, too. Two tricks save some:
 # - A hyperbolic tangent is one instruction, a sigmoid is several. With a = height / 2 and
 #   t = tanh((z + shift) / (2 width)),
 #       logit = a + a t    and    dlogit/dz = (1 - t^2) a / (2 width).
 # - A power of two is one instruction, so e^x is computed as 2^(x log2(e)).
 
 
-class Cap(NamedTuple):
-    """The numbers of the cap: logit = height * sigmoid((z + shift) / width)."""
-
-    height: float
-    shift: float
-    width: float
-
-
-def softcap(z: Tensor, cap: Cap) -> Tensor:
+def softcap(z: Tensor, height: float, shift: float, width: float) -> Tensor:
     """The capped logits of z (..., V), in float32 or wider."""
     z = z.to(torch.promote_types(z.dtype, torch.float32))
-    return cap.height * torch.sigmoid((z + cap.shift) / cap.width)
+    return height * torch.sigmoid((z + shift) / width)
 
 
 if triton is not None:
@@ -493,28 +454,12 @@ if triton is not None:
         tl.store(gradient_ptr + target, gradient.to(tl.float8e5), mask=target >= 0)
 
 
-def loss_in_pytorch(
-    z: Tensor, targets: Tensor, bias: Tensor | None, grad_scale: float, cap: Cap
-) -> tuple[Tensor, Tensor]:
-    """The kernel's twin: the same without the tricks."""
-    logits = softcap(z, cap)
-    if bias is not None:
-        logits = logits + bias
-    loss = F.cross_entropy(logits, targets, reduction="none", ignore_index=-1)
-    sigmoid = torch.sigmoid((z.float() + cap.shift) / cap.width)
-    gradient = logits.softmax(-1) - F.one_hot(targets.clamp(min=0), z.shape[1])
-    gradient = gradient * sigmoid * (1 - sigmoid) * (cap.height / cap.width)
-    # Not a product with 0 or 1, because NaN times 0 is NaN.
-    gradient = torch.where(targets[:, None] >= 0, gradient, 0.0)
-    return loss, round_to_fp8(gradient, grad_scale, E5M2)
-
-
 @torch.library.custom_op("nanogpt::loss", mutates_args=())
 def capped_cross_entropy(
     z: Tensor, targets: Tensor, cap: list[float], grad_scale: float, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Logits z (T, V) before the cap and targets (T,) int64 -> each token's loss and its gradient.
-    cap has the numbers of a Cap, as a list, because an operator takes no NamedTuple.
+    cap is height, shift and width, as a list, because an operator takes no tuple.
 
     Returns the cross-entropy (T,) in float32, and (T, V) in e5m2 its gradient with respect to z,
     divided by grad_scale. That is at most height / (4 width grad_scale), which must not exceed
@@ -523,19 +468,28 @@ def capped_cross_entropy(
     bias (V,) is added to the capped logits. It must be 0 for every token that is a target. A target
     of -1 means that there is none: the loss and the gradient are 0 then, even if z is NaN.
     """
-    # The kernel has an instruction of NVIDIA's.
-    if not z.is_cuda or torch.version.hip:
-        return loss_in_pytorch(z, targets, bias, grad_scale, Cap(*cap))
     T, V = z.shape
-    loss = z.new_empty(T, dtype=torch.float32)
-    gradient = torch.empty_like(z, dtype=E5M2)
-    tile = triton.next_power_of_2(V)
-    # One warp for every 2,048 logits. CUDA allows 32, as many as 65,536 logits have.
-    loss_kernel[T,](
-        z, targets, loss, gradient, bias, 1 / grad_scale, V, *cap, FAST=True, TILE=tile,
-        num_warps=max(tile // 2048, 1)
-    )
-    return loss, gradient
+    if z.is_cuda and not torch.version.hip:  # the kernel has an instruction of NVIDIA's
+        loss = z.new_empty(T, dtype=torch.float32)
+        gradient = torch.empty_like(z, dtype=E5M2)
+        tile = triton.next_power_of_2(V)
+        # One warp for every 2,048 logits. CUDA allows 32, as many as 65,536 logits have.
+        loss_kernel[T,](
+            z, targets, loss, gradient, bias, 1 / grad_scale, V, *cap, FAST=True, TILE=tile,
+            num_warps=max(tile // 2048, 1)
+        )
+        return loss, gradient
+    height, shift, width = cap
+    sigmoid = torch.sigmoid((z.float() + shift) / width)
+    logits = height * sigmoid
+    if bias is not None:
+        logits = logits + bias
+    loss = F.cross_entropy(logits, targets, reduction="none", ignore_index=-1)
+    gradient = logits.softmax(-1) - F.one_hot(targets.clamp(min=0), V)
+    gradient = gradient * sigmoid * (1 - sigmoid) * (height / width)
+    # Not a product with 0 or 1, because NaN times 0 is NaN.
+    gradient = torch.where(targets[:, None] >= 0, gradient, 0.0)
+    return loss, round_to_fp8(gradient, grad_scale, E5M2)
 
 
 @capped_cross_entropy.register_fake

@@ -10,8 +10,7 @@ sends each rank the columns which that rank owns. Then each rank adds up what it
 updates its columns of these rows, and hands them out to all.
 
 The work takes memory bandwidth, while the update of the matrices takes arithmetic. So it is done
-on a CUDA stream beside the main one: 28.7 to 28.9 instead of 30.0 ms a step of 16,384 tokens on one
-H200, with the model of 21 November (records/TRIED.md).
+on a CUDA stream beside the main one (records/TRIED.md).
 
 A table is by far the largest part of a model, so there is only one copy of it, in the model's dtype
 (but bf16 in place of fp16). Where that is bf16, most updates are smaller than half of the distance
@@ -231,7 +230,10 @@ class Tables:
                 part = update_rows(
                     gradients[name], rows, root, table.bank, self.rank,
                     rates[name].lr, rates[name].decay)
-                self.handed_out[name] = self.hand_out(part)
+                self.handed_out[name] = part, NoTransfer()
+                if self.world_size > 1:
+                    parts = part.new_empty(self.world_size * len(part), part.size(1))
+                    self.handed_out[name] = parts, all_gather(parts, part, async_op=True)
 
     def mean_squares(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         """The gradients (n, own_width) of this rank's columns -> of each row the mean square over
@@ -255,14 +257,6 @@ class Tables:
         transfer.wait()
         sum_rows(total, torch.searchsorted(used.of_all, used.of_ranks), unscale(arrived))
         return total[0]
-
-    def hand_out(self, part: Tensor) -> tuple:
-        """Begins to give this rank's columns (n, own_width) to all ranks. Returns those of all of
-        them, (ranks * n, own_width), and the transfer. A collective."""
-        if self.world_size == 1:
-            return part, NoTransfer()
-        parts = part.new_empty(self.world_size * len(part), part.size(1))
-        return parts, all_gather(parts, part, async_op=True)
 
     @torch.no_grad()
     def finish(self) -> None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from nanogpt.gpu import to_host
+from nanogpt.gpu import mark
 from nanogpt.ranks import all_ranks, is_rank_0, require
 from records.console import complain, discard_output
 from records.log import RULE, sha256
@@ -126,7 +126,9 @@ class Log:
         """Takes the training loss of a step, which the device may still have to compute. Nothing
         waits for it, because the GPU would then stand still while the CPU prepares the next step.
         loss: (1 + n,), the mean loss and n other numbers, which `arrived` hands back."""
-        self.pending.append((step, seconds, *to_host(loss)))
+        # PyTorch makes the copy in pinned memory, into which the GPU can write by itself.
+        copy = loss.to("cpu", non_blocking=loss.is_cuda)
+        self.pending.append((step, seconds, copy, mark(loss.device)))
 
     def arrived(self, last_step: int) -> list[tuple[int, float, list[float]]]:
         """Waits for the losses of the steps up to this one, and writes their lines. Returns of each
@@ -134,8 +136,7 @@ class Log:
         arrived = []
         while self.pending and self.pending[0][0] <= last_step:
             step, seconds, values, event = self.pending.pop(0)
-            if event:
-                event.synchronize()
+            event.synchronize()
             loss, *others = values.tolist()
             self.step(step, seconds, "train_loss", loss)
             arrived.append((step, loss, others))

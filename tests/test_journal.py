@@ -73,7 +73,7 @@ def test_only_losses_that_are_asked_for_are_waited_for(tmp_path, monkeypatch):
     log = open_log(tmp_path)
     for step in (1, 2, 3):
         copy = lambda to, non_blocking, step=step: torch.tensor([float(step)])
-        log.put(step, SimpleNamespace(is_cuda=True, to=copy), 0.1 * step)
+        log.put(step, SimpleNamespace(is_cuda=True, device=torch.device("cuda"), to=copy), 0.1 * step)
     assert log.arrived(0) == []
     assert [step for step, _, _ in log.arrived(2)] == [1, 2] and log.arrived(2) == []
     assert [event.done for event in events] == [True, True, False]

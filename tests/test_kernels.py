@@ -31,7 +31,7 @@ needs_interpreter = pytest.mark.skipif(
     reason="needs Triton, which is for Linux; that of 2.11.0, for GPUs, does not interpret with NumPy 2.5",
 )
 
-CAP = kernels.Cap(height=23.0, shift=5.0, width=7.5)  # of record 54
+CAP = 23.0, 5.0, 7.5  # height, shift and width of record 54
 LIMIT = {E4M3: 448.0, E5M2: 57344.0}
 
 # Scales as in training: of the MLP's input, of weights, of gradients, and of the hidden layer.
@@ -158,7 +158,7 @@ def test_opcheck_passes_on_all_operators(device):
     check_operator(ops.hidden_layer, x8, w8, 0.5, 4.0)
     h8, _ = kernels.hidden_layer(x8, w8, 0.5, 4.0)
     gradient = x8.float().to(E5M2)
-    check_operator(ops.hidden_layer_backward, gradient, w8, h8, 0.5, 4.0, 0.25)
+    check_operator(ops.hidden_layer, gradient, w8, 0.5, 4.0, h8, 0.25)
     z = normal(rows, vocab, dtype=torch.bfloat16, device=device)
     targets = integers(0, vocab - 1, rows, device=device)
     for bias in (None, torch.zeros(vocab, device=device)):
@@ -231,9 +231,7 @@ def hidden_layer_operands(T=256, D=96, width=160):
 def run_hidden_layer(x8, up8_t, g8, down8_t):
     """h and the gradient of x up, each as it is and transposed, by the operators."""
     h, h_t = kernels.hidden_layer(x8, up8_t, X_SCALE * W_SCALE, HIDDEN_SCALE)
-    z, z_t = kernels.hidden_layer_backward(
-        g8, down8_t, h, GRAD_SCALE * W_SCALE, HIDDEN_SCALE, GRAD_SCALE
-    )
+    z, z_t = kernels.hidden_layer(g8, down8_t, GRAD_SCALE * W_SCALE, HIDDEN_SCALE, h, GRAD_SCALE)
     return h, h_t, z, z_t
 
 
@@ -506,8 +504,7 @@ def hidden_layer_inputs():
 def call_hidden_layer(a, b_t, h):
     if h is None:
         return kernels.hidden_layer(a, b_t, X_SCALE * W_SCALE, HIDDEN_SCALE)
-    return kernels.hidden_layer_backward(
-        a, b_t, h, GRAD_SCALE * W_SCALE, HIDDEN_SCALE, GRAD_SCALE)
+    return kernels.hidden_layer(a, b_t, GRAD_SCALE * W_SCALE, HIDDEN_SCALE, h, GRAD_SCALE)
 
 
 def interpret_hidden_layer(a, b_t, h):

@@ -111,9 +111,9 @@ def rounded_mlp(x, up, down, g):
     up8, down8 = (nearest(w, fp8_static.WEIGHT_SCALE, E4M3) for w in (up, down))
     h, h_t = kernels.hidden_layer(
         in_fp8(x, x_scale, E4M3), in_fp8(up.T, fp8_static.WEIGHT_SCALE, E4M3), x_scale * fp8_static.WEIGHT_SCALE, hidden_scale)
-    z, z_t = kernels.hidden_layer_backward(
-        in_fp8(g, fp8_static.GRADIENT_SCALE, E5M2), in_fp8(down.T, fp8_static.WEIGHT_SCALE, E4M3), h,
-        fp8_static.GRADIENT_SCALE * fp8_static.WEIGHT_SCALE, hidden_scale, fp8_static.GRADIENT_SCALE)
+    z, z_t = kernels.hidden_layer(
+        in_fp8(g, fp8_static.GRADIENT_SCALE, E5M2), in_fp8(down.T, fp8_static.WEIGHT_SCALE, E4M3),
+        fp8_static.GRADIENT_SCALE * fp8_static.WEIGHT_SCALE, hidden_scale, h, fp8_static.GRADIENT_SCALE)
     assert (h.dtype, z.dtype) == (E4M3, E5M2)
     assert torch.equal(h_t.float(), h.float().T) and torch.equal(z_t.float(), z.float().T)
     h = h.double() * hidden_scale

@@ -76,8 +76,8 @@ class StaticMLP(torch.autograd.Function):
         x8_t, up8, down8_t, hidden8, hidden8_t = ctx.saved_tensors
         dtype = gradient.dtype
         g8, g8_t = kernels.quantize(gradient, GRADIENT_SCALE, E5M2)  # (T, D), (D, T)
-        dz8, dz8_t = kernels.hidden_layer_backward(  # of z = x up: (T, F), (F, T)
-            g8, down8_t, hidden8, GRADIENT_SCALE * WEIGHT_SCALE, INPUT_SCALES["down"],
+        dz8, dz8_t = kernels.hidden_layer(  # of z = x up: (T, F), (F, T)
+            g8, down8_t, GRADIENT_SCALE * WEIGHT_SCALE, INPUT_SCALES["down"], hidden8,
             GRADIENT_SCALE)
         grad_x = kernels.static_product(dz8, up8, GRADIENT_SCALE * WEIGHT_SCALE, dtype)
         grad_up = kernels.static_product(x8_t, dz8_t, INPUT_SCALES["up"] * GRADIENT_SCALE, dtype)
