@@ -12,8 +12,8 @@ any number of GPUs, and the ranks need not tell each other what they have counte
 
 On the stand-in corpus 131,072 tokens of English have 14,000 different ones, 32,768 have 6,000, and
 16,384 have 3,700. So in a small group fewer candidates are targets, and the others are drawn anew
-more often. Of the sizes that were tried, 8,192 candidates for each 16,384 tokens gave the lowest loss
-for their time (records/long_runs.md).
+more often. Of the sizes that were tried, 8,192 candidates for each 16,384 tokens gave the lowest
+loss for their time (records/long_runs.md).
 """
 from collections.abc import Callable
 from typing import NamedTuple
