@@ -766,17 +766,6 @@ def block(x: Tensor, weights: LayerWeights, context: LayerContext,
 # of n-grams, and guesses. Targets (nanogpt/candidates.py) are the next tokens and their candidates.
 
 
-class Inputs(NamedTuple):
-    """What the layers and `late_mix` get of the text."""
-    first_x: Tensor  # (T, D), the first stream
-    # What each layer adds to the stream, (T, D): an amount of the embedding, and an amount of what
-    # the past says. None where there is neither.
-    injects: list[Tensor | None]
-    # Sources of `late_mix`: the sum of the rows of n-grams (T, W), and for each kind of match the
-    # normalised embedding of the guessed tokens (T, D), 0 where there is no match.
-    of_past: list[Tensor]
-
-
 def embed_inputs(
         embedded: Tensor,  # (T, D), the embedding of the tokens
         reading: Reading,
@@ -785,9 +774,14 @@ def embed_inputs(
         length_vectors: Tensor | None,  # (lengths, D)
         signs: Tensor,  # (SIGN_ROWS, W)
         amounts: Amounts | None,
-        num_layers: int) -> Inputs:
-    """Makes the first stream, and what the past says. What the model is without is None, or in the
-    reading an empty tensor."""
+        num_layers: int) -> tuple[Tensor, list[Tensor | None], list[Tensor]]:
+    """What the layers and `late_mix` get of the text:
+    - the first stream (T, D)
+    - what each layer adds to the stream (T, D): an amount of the embedding, and an amount of what
+      the past says; None where there is neither
+    - sources of `late_mix`: the sum of the rows of n-grams (T, W), and for each kind of match the
+      normalised embedding of the guessed tokens (T, D), 0 where there is no match.
+    What the model is without is None, or in the reading an empty tensor."""
     # 1. The embedding, normalised.
     x = norm(embedded)
 
@@ -817,13 +811,13 @@ def embed_inputs(
 
     # 3. Each layer adds an amount of the embedding, and an amount of `past`.
     if amounts is None:
-        return Inputs(x, [past] * num_layers, for_late_mix)
+        return x, [past] * num_layers, for_late_mix
     of_parts = dict(zip(SCALARS, amounts.of_layers.unbind(1)))  # (L,) each
     injects = [for_each_token(amount, x) * x for amount in of_parts["first"]]
     if past is not None:
         injects = [inject + for_each_token(amount, x) * past
                    for inject, amount in zip(injects, of_parts["past"])]
-    return Inputs(for_each_token(amounts.begin, x) * x, injects, for_late_mix)
+    return for_each_token(amounts.begin, x) * x, injects, for_late_mix
 
 
 def widened(x: Tensor, stream: Tensor) -> Tensor:

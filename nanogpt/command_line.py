@@ -86,8 +86,28 @@ def check(c, script) -> None:
     require(c.save_checkpoint or not c.sample,
             "--sample needs kept weights: give --save_checkpoint=auto, too, or --sample= for none")
     _ = c.layers_with_values, c.recall_lengths  # to read these raises BadInput if they are wrong
-    check_lengths(c)
-    check_stages(c, script.SCHEDULES[c.schedule])
+    # Lengths are whole blocks of attention, or whole sequences.
+    for name, unit in (("seq_len", BLOCK_SIZE), ("val_seq_len", BLOCK_SIZE), ("head_dim", 4),
+                       ("batch_tokens", c.seq_len), ("val_tokens", c.val_seq_len)):
+        value = getattr(c, name)
+        require(value % unit == 0, f"--{name}={value} must be a multiple of {unit}")
+    require(c.micro_tokens >= c.seq_len, f"--micro_tokens={c.micro_tokens} must be at least "
+            f"{c.seq_len}, the tokens of a sequence")
+    of_heads = c.num_heads * c.head_dim
+    require(of_heads <= c.model_dim,
+            f"--num_heads={c.num_heads} times --head_dim={c.head_dim} is {of_heads}; it must be "
+            f"at most {c.model_dim}, which is --model_dim")
+    # Each stage has batches of whole sequences, and together the stages are the run.
+    stages = script.SCHEDULES[c.schedule]
+    for stage in stages:
+        sequences = c.batch_tokens // c.seq_len * stage.batch_part
+        require(sequences >= 1 and sequences % 1 == 0,
+                f"--batch_tokens={c.batch_tokens} must be such that {stage.batch_part:g} of it "
+                f"(SCHEDULES[{c.schedule!r}]) is whole sequences of --seq_len={c.seq_len}; change "
+                "one of the two")
+    fractions = sum(stage.fraction for stage in stages)
+    require(abs(fractions - 1) < 1e-6,
+            f"SCHEDULES[{c.schedule!r}]: the fractions of its stages make {fractions:g}, not 1")
     require(c.candidates % 16 == 0,
             f"--candidates={c.candidates} must be a multiple of 16, or 0 for the whole vocabulary")
 
@@ -102,33 +122,6 @@ def numbers_among(option: str, text: str, possible: tuple[int, ...]) -> tuple[in
         require(len(chosen) == len(numbers), f"--{option}={text} must be all, none, or some of "
                 f"{','.join(map(str, possible))}")
     return chosen
-
-
-def check_lengths(c) -> None:
-    """Lengths are whole blocks of attention or whole sequences, and head_dim a multiple of 4."""
-    for name, unit in (("seq_len", BLOCK_SIZE), ("val_seq_len", BLOCK_SIZE), ("head_dim", 4),
-                       ("batch_tokens", c.seq_len), ("val_tokens", c.val_seq_len)):
-        value = getattr(c, name)
-        require(value % unit == 0, f"--{name}={value} must be a multiple of {unit}")
-    require(c.micro_tokens >= c.seq_len, f"--micro_tokens={c.micro_tokens} must be at least "
-            f"{c.seq_len}, the tokens of a sequence")
-    of_heads = c.num_heads * c.head_dim
-    require(of_heads <= c.model_dim,
-            f"--num_heads={c.num_heads} times --head_dim={c.head_dim} is {of_heads}; it must be "
-            f"at most {c.model_dim}, which is --model_dim")
-
-
-def check_stages(c, stages: list) -> None:
-    """Each stage of the schedule has batches of whole sequences, and together they are the run."""
-    for stage in stages:
-        sequences = c.batch_tokens // c.seq_len * stage.batch_part
-        require(sequences >= 1 and sequences % 1 == 0,
-                f"--batch_tokens={c.batch_tokens} must be such that {stage.batch_part:g} of it "
-                f"(SCHEDULES[{c.schedule!r}]) is whole sequences of --seq_len={c.seq_len}; change "
-                "one of the two")
-    fractions = sum(stage.fraction for stage in stages)
-    require(abs(fractions - 1) < 1e-6,
-            f"SCHEDULES[{c.schedule!r}]: the fractions of its stages make {fractions:g}, not 1")
 
 
 def configure(script, preset: str, given: dict):

@@ -48,26 +48,22 @@ def parse(argv: list[str]) -> argparse.Namespace:
         prog="python -m records", description="Make records of logs; check and compare them.")
     commands = parser.add_subparsers(dest="command", required=True)
 
-    p = commands.add_parser("code", help="write all files that ran in a log's run")
-    p.add_argument("log", type=Path)
-    p.add_argument("folder", type=Path, help="a new folder for them")
+    def command(name: str, about: str, *paths: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=about)
+        for path in paths:
+            added.add_argument(path, type=Path)
+        return added
 
-    p = commands.add_parser("log", help="print a log as it was written, byte for byte")
-    p.add_argument("log", type=Path)
-
-    p = commands.add_parser("new", help="make records/DATE_NAME from logs")
-    p.add_argument("name")
-    p.add_argument("logs", nargs="+", type=Path, help="logs, or folders of them")
-    p.add_argument("--claim", default="", help="one sentence: what is new")
-    p.add_argument("--data", default="", help='what the data are called, such as "FineWeb"')
-
-    commands.add_parser("check", help="compare records and leaderboard with the logs")
-
-    p = commands.add_parser("compare", help="compare two records, folders of logs, or logs")
-    p.add_argument("a", type=Path)
-    p.add_argument("b", type=Path)
-
-    commands.add_parser("table", help="rewrite the leaderboard in records/README.md")
+    command("code", "write all files that ran in a log's run to a new folder", "log", "folder")
+    command("log", "print a log as it was written, byte for byte", "log")
+    new = command("new", "make records/DATE_NAME from logs")
+    new.add_argument("name")
+    new.add_argument("logs", nargs="+", type=Path, help="logs, or folders of them")
+    new.add_argument("--claim", default="", help="one sentence: what is new")
+    new.add_argument("--data", default="", help='what the data are called, such as "FineWeb"')
+    command("check", "compare records and leaderboard with the logs")
+    command("compare", "compare two records, folders of logs, or logs", "a", "b")
+    command("table", "rewrite the leaderboard in records/README.md")
     return parser.parse_args(argv)
 
 
