@@ -992,18 +992,15 @@ class GPT(nn.Module):
         """The three weights of `late_mix`, or None three times without it."""
         return [self.weight(name) for name in ("late_in", "late_out", "late_bias")]
 
-    def make_masks(self, begins: Tensor, windows: dict[str, int]) -> dict:
-        """The mask of each window, by its name."""
-        documents = begins.cumsum(0, dtype=torch.int32)
-        if self.flex:
-            return masks.flex_masks(documents, windows, self.functions.block_lists)
-        return masks.sdpa_masks(documents, windows)
-
     def layer_contexts(self, begins: Tensor, setting: Setting, injects: list[Tensor | None],
                        value_embeds: list[Tensor | None]) -> list[LayerContext]:
         """What each layer gets beside the stream and its weights."""
         c = self.config
-        made_masks = self.make_masks(begins, setting.windows)
+        documents = begins.cumsum(0, dtype=torch.int32)
+        make_masks = masks.sdpa_masks
+        if self.flex:
+            make_masks = partial(masks.flex_masks, make_lists=self.functions.block_lists)
+        made_masks = make_masks(documents, setting.windows)
         dtype = self.lm_head.dtype  # `loss_without_gradient` may have replaced the weights
         cos, sin = rotary_table(
             len(begins), setting.frequencies, c.head_dim, dtype, self.device)
@@ -1482,7 +1479,8 @@ class Optimizer:
         self.start_head_sum()
         waits = self.first_head_gradient is not None  # for the gradient of the next step
         # A recipe may leave out a step whose gradients are not finite.
-        if not self.hooks.gradients_are_finite(self.all_sums):
+        if not self.hooks.gradients_are_finite(
+                lambda: [*self.tables.gradients(), *self.slices.all_sums()]):
             self.tables.reset()
             self.slices.sums.clear()
             self.first_head_gradient = None
@@ -1532,10 +1530,6 @@ class Optimizer:
         for transfer in transfers:
             transfer.wait()
         self.hooks.weights_changed([*self.averages], self.masters)
-
-    def all_sums(self) -> list[Tensor]:
-        """All summed gradients. Only a recipe that must know whether they are finite calls this."""
-        return [*self.tables.gradients(), *self.slices.all_sums()]
 
     def rates(self, lr_factor: float) -> dict[str, Rates]:
         """Those of all parameters in this step."""
