@@ -1025,10 +1025,10 @@ class GPT(nn.Module):
         first_x, injects, of_past = self.functions.embed_inputs(
             looked_up["lm_head"], reading, looked_up.get("ngrams"), self.weight("lm_head"),
             self.weight("length_vectors"), self.signs, amounts, L)
-        layers = c.layers_with_values
-        value_embeds = looked_up["value_embeds"].chunk(len(layers), 1) if layers else ()  # (T, H d)
+        having = c.layers_with_values
+        value_embeds = looked_up["value_embeds"].chunk(len(having), 1) if having else ()  # (T, H d)
         contexts = self.layer_contexts(
-            reading.begins, setting, injects, at_layers(value_embeds, layers, L))
+            reading.begins, setting, injects, at_layers(value_embeds, having, L))
         weights = self.layer_weights(amounts)
         products = self.precision.layers[training]
 
