@@ -152,11 +152,13 @@ def loss_measures(model: Model, tokens: np.ndarray) -> dict[str, Measure]:
     starts = np.flatnonzero(begins)
     num_bytes = model.token_bytes[tokens[1:]]  # (n,) of each target
     bits = np.where(num_bytes > 0, nats / math.log(2), 0)
-    of_tokens = nats, np.ones(len(nats)), bits, num_bytes
-    nats, count, bits, num_bytes = (np.add.reduceat(x, starts) for x in of_tokens)
+
+    def per_document(amounts: np.ndarray, sizes: np.ndarray) -> Measure:
+        return Measure(np.add.reduceat(amounts, starts), np.add.reduceat(sizes, starts))
+
     token = "byte" if shards.reads_bytes(model.gpt.config.vocab_size) else "token"
-    return {f"loss, nats per {token}": Measure(nats, count),
-            "bits per byte": Measure(bits, num_bytes)}
+    return {f"loss, nats per {token}": per_document(nats, np.ones(len(nats))),
+            "bits per byte": per_document(bits, num_bytes)}
 
 
 def hellaswag_measures(model: Model, items: list[dict]) -> dict[str, Measure]:

@@ -1025,10 +1025,11 @@ class GPT(nn.Module):
         first_x, injects, of_past = self.functions.embed_inputs(
             looked_up["lm_head"], reading, looked_up.get("ngrams"), self.weight("lm_head"),
             self.weight("length_vectors"), self.signs, amounts, L)
-        having = c.layers_with_values
-        value_embeds = looked_up["value_embeds"].chunk(len(having), 1) if having else ()  # (T, H d)
+        # the value embeddings (T, H d) of the layers that have some
+        with_values = c.layers_with_values
+        value_embeds = looked_up["value_embeds"].chunk(len(with_values), 1) if with_values else ()
         contexts = self.layer_contexts(
-            reading.begins, setting, injects, at_layers(value_embeds, having, L))
+            reading.begins, setting, injects, at_layers(value_embeds, with_values, L))
         weights = self.layer_weights(amounts)
         products = self.precision.layers[training]
 
