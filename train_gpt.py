@@ -68,7 +68,7 @@ from nanogpt.command_line import RunConfig, key
 from nanogpt.gpu import NoTransfer, constant, to_device
 from nanogpt.kernels import E4M3, E5M2
 from nanogpt.masks import BLOCK_SIZE
-from nanogpt.past import Past, Reading
+from nanogpt.past import Past, PreparedBatch, Reading
 from nanogpt.planning import RunFiles, check_run_files, chooses_steps
 from nanogpt.precision import Products, fp8_static, recipes
 from nanogpt.precision.fp8_static import HEAD_GRADIENT_SCALE, HEAD_INPUT_SCALE, HEAD_WEIGHT_SCALE
@@ -1691,38 +1691,40 @@ def forward_backward(model: GPT, setting: Setting,
     return loss.detach(), {name: x.grad for name, x in looked_up.items()}
 
 
-def train_step(model: GPT, optimizer: Optimizer, batch: list[tuple[Reading, Targets]], step: int,
-               call: Callable = gpu.call_directly,
-               requests: ranks.Requests | None = None) -> Tensor:
-    """One update. `batch` has the reading and the targets of each micro-batch of this rank, as
-    `Past.prepare` makes them. `call` runs a function of tensors, directly or as a CUDA graph.
+def train_step(model: GPT, optimizer: Optimizer, batch: PreparedBatch, step: int,
+               call: Callable = gpu.call_directly, requests: ranks.Requests | None = None,
+               prepare_next: Callable = lambda: None) -> Tensor:
+    """One update. `call` runs a function of tensors, directly or as a CUDA graph. `prepare_next` is
+    called as soon as the GPU has begun with the first pass, so that the next batch is ready when
+    this step is over.
 
     Returns the message of the step, a vector on the device that is summed over the ranks: the mean
     loss, and what the ranks ask of each other (`Requests`). A collective."""
     c = model.config
     setting = setting_of(step, c)
 
-    # 1. The other streams wait until the step before is over.
-    optimizer.tables.begin([reading.rows() for reading, _ in batch])
-    model.past.follow()
+    # 1. The batch is there, and the other streams wait until the step before is over.
+    model.past.meet()
+    rows = [reading.rows() for reading, _ in batch.micro_batches]
+    optimizer.tables.begin(rows, batch.used_rows())
 
     # 2. Forward and backward. After the last pass the gradients begin to travel.
     work = partial(forward_backward, model, setting)
     # The setting names the CUDA graph, because windows and rotary table are fixed in it.
     graph_key = (*setting.windows.values(), *setting[1:])
     loss_sum = 0
-    for i, (reading, targets) in enumerate(batch):
+    for i, (reading, targets) in enumerate(batch.micro_batches):
         loss, row_gradients = call(graph_key, work, (*targets, *reading))
         if i == 0:  # beside the first pass: what depends on the text alone
-            model.past.remember(batch, read_once=c.epochs == 1)
-            optimizer.tables.find_used()
-        if i == len(batch) - 1:
+            model.past.remember(batch)
+            prepare_next()
+        if i == len(batch.micro_batches) - 1:
             optimizer.start_sums()
         optimizer.tables.add(i, row_gradients)  # while the next pass runs
         loss_sum = loss_sum + loss
 
     # 3. The update, and what the ranks tell each other.
-    model.past.join()  # validation and saves read the recall table
+    model.past.join()  # validation and saves read what was remembered
     optimizer.step(lr_factor_at(step, c))
     message = (loss_sum / stage_tokens(stage_of(step, c), c))[None]
     if requests:
@@ -1794,13 +1796,14 @@ class Run:
         arrays = shards.packed_batches(
             run_files.train_paths, c, batch_plan(c), first_step=self.step)
         self.batches = shards.ahead(rank_batches(arrays, c, self.device))
+        self.batch: PreparedBatch | None = None  # of the next step
 
     def train(self, call: Callable) -> None:
         """All steps, and the averages of the last weights. The clock stands still during
         validation, which changes no weight and reads no training data. A collective."""
         c = self.config
         self.clock.start()
-        self.model.past.follow()
+        self.model.past.meet()
         while self.step < c.num_steps:
             self.save_or_stop()
             if self.ended_by:
@@ -1816,6 +1819,11 @@ class Run:
         if not self.ended_by:
             self.validate()
 
+    def prepare(self, step: int) -> None:
+        """Makes the batch of a step ready, if there is such a step."""
+        if step < self.config.num_steps:
+            self.batch = self.model.past.prepare(next(self.batches), step)
+
     def make_step(self, call: Callable) -> None:
         """One step of training. A collective."""
         # Rounding at random begins anew in each step, so that a run which goes on from a save
@@ -1826,12 +1834,14 @@ class Run:
         torch.default_generator.manual_seed(seed)
         if self.device.type == "cuda":
             torch.cuda.manual_seed(seed)
-        batch = self.model.past.prepare(next(self.batches), self.step)
-        message = train_step(self.model, self.optimizer, batch, self.step, call,
-                             self.requests)
+        if self.batch is None:  # the first one; later ones are prepared during the step before
+            self.prepare(self.step)
+        message = train_step(
+            self.model, self.optimizer, self.batch, self.step, call, self.requests,
+            partial(self.prepare, self.step + 1))
         self.log.put(self.step + 1, message, self.clock.now())
-        # This reads the messages of all earlier steps, and takes no time, as they are there:
-        # `Tables.find_used` made the CPU wait for work that the GPU does after them.
+        # This reads the messages of all earlier steps. The CPU waits for the last of them, but the
+        # GPU has this step to go on with.
         self.read_messages()
         self.step += 1
 

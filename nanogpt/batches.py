@@ -20,7 +20,7 @@ class Batch(NamedTuple):
     """The text of a step, and which of its sequences belong together."""
     sequences: Tensor  # of all ranks, (n, seq_len + 1) uint16, on the CPU
     micro_batches: Sequence[slice]  # of this rank: which sequences each of them has
-    groups: Sequence[slice]  # of all ranks: which sequences each of them has
+    in_group: int  # how many sequences of the whole batch make a group
     groups_of: Sequence[slice]  # of each micro-batch: its groups, or the one that it lies in
 
 
@@ -48,7 +48,7 @@ def micro_sequences(count: int, c) -> int:
 def rank_batches(arrays: Iterable[np.ndarray], c, device: torch.device) -> Iterator[Batch]:
     """The batch of each step, (sequences, seq_len + 1) uint16, as this rank works on it: rank r
     trains on the r-th of equal parts. Each rank gets all of it, as it draws the candidates of all
-    groups."""
+    groups, and finds out which rows the others look up."""
     rank, world_size = rank_and_world_size()
     for array in arrays:
         sequences = torch.from_numpy(array)
@@ -60,7 +60,7 @@ def rank_batches(arrays: Iterable[np.ndarray], c, device: torch.device) -> Itera
         micro_batches = cut(rank * count, (rank + 1) * count, in_micro_batch)
         groups_of = [slice(micro_batch.start // in_group, (micro_batch.stop - 1) // in_group + 1)
                      for micro_batch in micro_batches]
-        yield Batch(sequences, micro_batches, cut(0, len(sequences), in_group), groups_of)
+        yield Batch(sequences, micro_batches, in_group, groups_of)
 
 
 def cut(begin: int, end: int, length: int) -> list[slice]:

@@ -15,22 +15,21 @@ On the stand-in corpus 131,072 tokens of English have 14,000 different ones, 32,
 more often. Of the sizes that were tried, 8,192 candidates for each 16,384 tokens gave the lowest
 loss for their time (records/long_runs.md).
 """
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from nanogpt.gpu import call_directly
-
 GROUP_TOKENS = 16_384
 
 
 class Drawn(NamedTuple):
-    """The n candidates of a group of tokens."""
-    chosen: Tensor  # (n,)
-    bias: Tensor  # (n,), the logarithm of how many tokens each one stands for
-    place_of_token: Tensor  # (V,), the place of each token among them, -1: none
+    """The n candidates of each group of a batch. All are empty, (0,), without candidates."""
+    chosen: Tensor  # (groups, n)
+    bias: Tensor  # (groups, n), the logarithm of how many tokens each one stands for
+    place_of_token: Tensor  # (groups, V), the place of each token among them, -1: none
+    counts: Tensor  # (V,), how often each token is a target in the batch
+    lost: Tensor  # (), how many targets of the batch are no candidates
 
 
 class Targets(NamedTuple):
@@ -65,44 +64,51 @@ class Candidates:
         self.lost_targets.zero_()
 
     @torch.no_grad()
-    def draw(self, groups: list[Tensor], step: int,
-             call: Callable = call_directly) -> list[Drawn]:
-        """Counts the targets of each group of a step's batch, (tokens,), and draws its candidates.
-        `call` runs the about 100 small kernels of `add_and_choose`, directly or as a CUDA
-        graph. Without candidates there is nothing to draw."""
+    def random_numbers(self, groups: int, step: int) -> Tensor:
+        """Those that the candidates of a step are drawn with: (groups, V) in [0, 1), or (0,)."""
         if not self.number:
-            return []
+            return self.target_counts[:0]
         # A prime apart, so that steps of two seeds seldom draw the same. (CPUs take 32 bits.)
         self.generator.manual_seed((self.seed * 1_000_003 + step) % 2**32)
-        drawn = []
-        for targets in groups:
-            ones = torch.ones_like(targets, dtype=self.target_counts.dtype)
-            here = torch.zeros_like(self.target_counts).index_add_(0, targets, ones)
-            uniform = torch.rand(here.shape, generator=self.generator, device=here.device)
-            results = call("candidates", self.add_and_choose, (here, uniform))
-            # Copies, because the next call of a CUDA graph overwrites what it has returned.
-            drawn.append(Drawn(*[x.clone() for x in results]))
-        return drawn
+        device = self.target_counts.device
+        return torch.rand(
+            groups, len(self.target_counts), generator=self.generator, device=device)
 
-    def add_and_choose(self, here: Tensor, uniform: Tensor) -> Drawn:
-        """Takes in how often each token is a target in a group, (V,), and draws its candidates."""
-        self.target_counts += here
-        drawn = choose(self.number, here > 0, self.target_counts, uniform)
-        self.lost_targets += (here * (drawn.place_of_token < 0)).sum()
-        return drawn
+    @torch.no_grad()
+    def draw(self, targets: Tensor, group_tokens: int, uniform: Tensor) -> Drawn:
+        """targets (T,) of a whole batch, which is cut into groups of so many tokens, and random
+        numbers for them -> their candidates. Changes nothing: `remember` takes the targets in."""
+        if not self.number:
+            return Drawn(*[uniform] * len(Drawn._fields))
+        group = torch.arange(len(targets), device=targets.device) // group_tokens  # (T,)
+        place = group * uniform.size(1) + targets
+        here = torch.zeros_like(uniform)  # how often each token is a target in each group
+        here.view(-1).index_add_(0, place, torch.ones_like(targets, dtype=here.dtype))
+        counts = self.target_counts + here.cumsum(0)  # with those of the groups before
+        chosen = choose(self.number, here > 0, counts, uniform)
+        lost = (here * (chosen[2] < 0)).sum()
+        return Drawn(*chosen, here.sum(0), lost)
 
-    def of(self, next_tokens: Tensor, drawn: list[Drawn]) -> Targets:
-        """Next tokens (T,) with the candidates of their groups, which are equal parts of them.
-        `drawn` is empty if the loss is over the whole vocabulary."""
+    def remember(self, drawn: Drawn) -> None:
+        """Takes in the targets of a batch."""
+        if self.number:
+            self.target_counts += drawn.counts
+            self.lost_targets += drawn.lost
+
+    def of(self, next_tokens: Tensor, drawn: Drawn, groups: slice) -> Targets:
+        """Next tokens (T,) with the candidates of their groups, which are equal parts of them, or
+        of the one group that they are a part of."""
         if not self.number:
             return over_all_tokens(next_tokens)
-        return Targets(next_tokens, *[torch.stack(of_groups) for of_groups in zip(*drawn)])
+        return Targets(next_tokens, *[x[groups] for x in drawn[:3]])
 
 
-def choose(number: int, is_target: Tensor, counts: Tensor, uniform: Tensor) -> Drawn:
-    """Priority sampling (Duffield et al. 2007). is_target (V,) bool; counts (V,), how often each
-    token was a target so far, these targets included; uniform (V,), random numbers in [0, 1) ->
-    `number` candidates. A target is none of them only if more than `number` tokens are targets.
+def choose(number: int, is_target: Tensor, counts: Tensor,
+           uniform: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Priority sampling (Duffield et al. 2007), for each group. is_target (groups, V) bool; counts
+    (groups, V), how often each token was a target so far, these targets included; uniform
+    (groups, V), random numbers in [0, 1) -> the first three tensors of Drawn, for `number`
+    candidates. A target is none of them only if more than `number` tokens are targets.
 
     A token's size is the square root of its count plus one, and its priority is size / u with u
     uniform in (0, 1). The tokens of highest priority are chosen. Let t be the highest priority of
@@ -118,10 +124,10 @@ def choose(number: int, is_target: Tensor, counts: Tensor, uniform: Tensor) -> D
     size = torch.where(is_target, certain, (1 + counts).sqrt())
     uniform = uniform.clamp(min=2.0**-25)  # 0 would make a token as certain as a target
     # Targets get equal priorities: then each stands for one token, even if some are left out.
-    priority, order = (size / uniform).clamp(max=certain).topk(number + 1)
-    chosen = order[:-1]
-    threshold = priority[-1]
-    stands_for = (threshold / size[chosen]).clamp(min=1)
-    nowhere = order.new_full(counts.shape, -1)  # (V,)
-    place_of_token = nowhere.scatter(0, chosen, torch.arange(number, device=order.device))
-    return Drawn(chosen, stands_for.log(), place_of_token)
+    priority = (size / uniform).clamp(max=certain)
+    chosen = priority.topk(number, sorted=False).indices  # (groups, number)
+    threshold = priority.scatter(1, chosen, 0.0).amax(1, keepdim=True)
+    stands_for = (threshold / size.gather(1, chosen)).clamp(min=1)
+    places = torch.arange(number, device=chosen.device).expand_as(chosen)
+    place_of_token = torch.full_like(is_target, -1, dtype=torch.int64).scatter(1, chosen, places)
+    return chosen, stands_for.log(), place_of_token

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from data import spellings
 from nanogpt.batches import Batch, inputs_and_targets
-from nanogpt.candidates import Candidates, Targets
-from nanogpt.gpu import SideStream, call_directly
-from nanogpt.ranks import gathered
+from nanogpt.candidates import Candidates, Drawn, Targets
+from nanogpt.gpu import SideStream, call_directly, mark
+from nanogpt.ranks import rank_and_world_size
 
 
 class Reading(NamedTuple):
@@ -48,15 +48,59 @@ class Reading(NamedTuple):
                  (self.recalled_token, self.recalled_length)]
         return [(token, length) for token, length in kinds if len(token)]
 
+    def part(self, where: slice) -> "Reading":
+        """The reading of some of the tokens."""
+        rows = self.rows_of_ngrams.view(-1, len(self.tokens))[:, where].flatten()
+        tokens, begins, hashes, _, *guesses = self
+        return Reading(tokens[where], begins[where], hashes[:, where], rows,
+                       *[x[where] for x in guesses])
+
+
+class UsedRows(NamedTuple):
+    """The rows of one index that a step looks up."""
+    own: Tensor  # (own rows,) those of this rank, ascending
+    of_all: Tensor  # (n,) those of any rank, ascending
+    of_ranks: Tensor  # those of each rank, one rank after the other
+    counts: list[int]  # how many those are of each rank
+
+
+class WholeBatch(NamedTuple):
+    """What every rank has of the batch of a step, T tokens of all ranks."""
+    hashes: Tensor  # (longest_match - 1, T), as in a Reading
+    next_tokens: Tensor  # (T,)
+    rows: tuple[Tensor, ...]  # of each index what `distinct_rows` returns first
+    ends: Tensor  # (indices, ranks + 1), and second
+
+
+class PreparedBatch(NamedTuple):
+    """The batch of a step, ready to be trained on."""
+    micro_batches: list[tuple[Reading, Targets]]  # of this rank
+    drawn: Drawn
+    whole: WholeBatch  # but `ends` are on the CPU
+    is_there: object  # the event after which the CPU may read them
+
+    def used_rows(self) -> dict[str, UsedRows]:
+        """The rows that the step uses, for each index. The CPU waits until they are counted."""
+        self.is_there.synchronize()
+        rank, _ = rank_and_world_size()
+        reading, _ = self.micro_batches[0]
+        used = {}
+        for index, rows, ends in zip(reading.rows(), self.whole.rows, self.whole.ends.tolist()):
+            of_all, *of_ranks, _ = rows.tensor_split(ends)
+            used[index] = UsedRows(
+                of_ranks[rank], of_all, rows[ends[0] : ends[-1]], [len(x) for x in of_ranks])
+        return used
+
 
 class Past:
     """Reads text for a model, and remembers what came next in it. While the GPU trains on one
-    batch, the next one is read on a stream of its own:
+    batch, the next one is read on a stream of its own. In each step:
 
-        follow    before the first batch, and then, in each step, before its passes
-        remember  writes down, for later batches, what came next in this step's
+        meet      before the passes: the main stream and this one wait for each other
+        remember  beside the first pass: writes down, for later batches, what came next in this one
+        prepare   after that: reads the next batch, draws its candidates, and finds the rows that it
+                  looks up
         join      before the main stream reads what was remembered
-        prepare   reads the next batch and draws its candidates; the main stream can use it then
 
     `bos` is the token that begins a document, `recall_table` what is remembered: (R,), the same on
     all ranks. c: train_gpt.Config"""
@@ -72,17 +116,26 @@ class Past:
         self.device = device
         self.side_stream = SideStream(device)
         self.call = call
-        self.kept = []  # the batch that `prepare` has returned last
-        self.has_followed = False  # since then
+        self.kept = None  # the batch that `prepare` has returned last
+        self.has_met = False  # since then
 
     def read(self, tokens: Tensor, training: bool) -> Reading:
         """The reading of tokens (T,). In training they are sequences of `seq_len`, end to end."""
+        return self.guess(*self.hash(tokens, training))
+
+    def hash(self, tokens: Tensor, training: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The tokens (T,), where documents begin, their spellings, both (T,), and the hashes
+        (longest_match - 1, T)."""
         c = self.config
         begins = tokens == self.bos
         begins[:: c.seq_len if training else len(tokens)] = True
-        nothing = tokens.new_empty(0)
         words = self.spellings[tokens]
-        hashes = ngram_hashes(words, begins, c.longest_match)
+        return tokens, begins, words, ngram_hashes(words, begins, c.longest_match)
+
+    def guess(self, tokens: Tensor, begins: Tensor, words: Tensor, hashes: Tensor) -> Reading:
+        """What `hash` returns, or a part of it with whole sequences -> its reading."""
+        c = self.config
+        nothing = tokens.new_empty(0)
         short_hashes = hashes[: c.longest_ngram - 1]  # (G, T)
         rows = nothing
         if c.ngram_rows:
@@ -98,51 +151,97 @@ class Past:
         """Forgets all text: what came next in it, and how often each token was a target."""
         self.candidates.reset(seed)
         self.recall_table.zero_()
-        self.has_followed = False
+        self.has_met = False
 
-    def follow(self) -> None:
+    def meet(self) -> None:
+        self.side_stream.join()
         self.side_stream.follow()
-        self.has_followed = True
+        self.has_met = True
 
     def join(self) -> None:
         self.side_stream.join()
 
-    def prepare(self, batch: Batch, step: int = 0) -> list[tuple[Reading, Targets]]:
-        """The batch of a step -> the reading and the targets of each micro-batch.
+    def prepare(self, batch: Batch, step: int = 0,
+                call: Callable | None = None) -> PreparedBatch:
+        """Makes the batch of a step ready. By `call`, which is `self.call` if not given, its about
+        300 small kernels run as a CUDA graph.
 
-        Batch n must not get the memory of batch n - 1, which the main stream may still be reading.
-        So `kept` holds that until batch n is made. It may get the memory of batch n - 2: by
-        `follow` of step n - 1 this stream waits until step n - 2 is over. Raises RuntimeError
-        without that."""
-        if not self.has_followed:
-            raise RuntimeError("`follow` must come before the first batch, and between two of them")
-        self.has_followed = False
-        prepared = []
-        read = partial(self.read, training=True)
+        Batch n + 1 must not get the memory of batch n, which the main stream is reading. So `kept`
+        holds that until batch n + 1 is made. It may get the memory of batch n - 1: by `meet` of
+        step n this stream waits until step n - 1 is over. Raises RuntimeError without that."""
+        if not self.has_met:
+            raise RuntimeError("`meet` must come before the first batch, and between two of them")
+        self.has_met = False
+        length = batch.sequences.size(1) - 1
+        first = batch.micro_batches[0].start
+        own = slice(first * length, batch.micro_batches[-1].stop * length)
         with self.side_stream.on():
             tokens = batch.sequences.to(self.device, non_blocking=True).long()
-            of_groups = [tokens[group, 1:].flatten() for group in batch.groups]
-            drawn = self.candidates.draw(of_groups, step, self.call)
-            for micro_batch, groups in zip(batch.micro_batches, batch.groups_of):
-                inputs, targets = inputs_and_targets(tokens[micro_batch])
-                _, *others = self.call("reading", read, (inputs,))
-                # Copies, because the next call of a CUDA graph overwrites what it has returned.
-                reading = Reading(inputs, *[x.clone() for x in others])
-                prepared.append((reading, self.candidates.of(targets, drawn[groups])))
-        self.side_stream.join()
-        self.kept = prepared
-        return prepared
+            groups = -(-len(tokens) // batch.in_group)
+            uniform = self.candidates.random_numbers(groups, step)
+            read = partial(self.read_batch, own=own, group_tokens=batch.in_group * length)
+            results = (call or self.call)("batch", read, (*inputs_and_targets(tokens), uniform))
+            # Copies, because the next call of a CUDA graph overwrites what it has returned.
+            reading, drawn, rows, others = [[x.clone() for x in part] for part in results]
+            reading, drawn = Reading(*reading), Drawn(*drawn)
+            hashes, next_tokens, ends = others
+            whole = WholeBatch(hashes, next_tokens, rows, ends.to("cpu", non_blocking=True))
+            is_there = mark(self.device)
+            micro_batches = []
+            for sequences, groups in zip(batch.micro_batches, batch.groups_of):
+                where = slice((sequences.start - first) * length, (sequences.stop - first) * length)
+                targets = self.candidates.of(next_tokens[own][where], drawn, groups)
+                micro_batches.append((reading.part(where), targets))
+        self.kept = PreparedBatch(micro_batches, drawn, whole, is_there)
+        return self.kept
 
-    def remember(self, prepared: list[tuple[Reading, Targets]], read_once: bool) -> None:
-        """Writes to the recall table what came next in all of a step's micro-batches, which were
-        read before: otherwise they would recall their own targets. A text that is read more than
-        once is not remembered, because it would be known by heart. A collective."""
-        if not (self.config.recall_lengths and read_once):
-            return
+    def read_batch(self, inputs: Tensor, targets: Tensor, uniform: Tensor, own: slice,
+                   group_tokens: int) -> tuple:
+        """Inputs and targets (T,) of all ranks, and random numbers -> this rank's reading, of its
+        `own` tokens; the candidates of all groups; and two parts of WholeBatch, its rows, and the
+        rest."""
+        # 1. What all ranks need to know of all tokens.
+        hashed = self.hash(inputs, training=True)
+        hashes = hashed[-1]
+        drawn = self.candidates.draw(targets, group_tokens, uniform)
+
+        # 2. What this rank reads.
+        reading = self.guess(*[x[..., own] for x in hashed])
+
+        # 3. The rows that each rank looks up.
+        _, ranks = rank_and_world_size()
+        of_ranks = [inputs.view(ranks, -1)]
+        if self.config.ngram_rows:
+            rows = hashes[: self.config.longest_ngram - 1] % self.config.ngram_rows  # (G, T)
+            of_ranks.append(rows.unflatten(1, (ranks, -1)).transpose(0, 1).flatten(1))
+        rows, ends = zip(*map(distinct_rows, of_ranks))
+        return reading, drawn, rows, (hashes, targets, torch.stack(ends))
+
+    def remember(self, batch: PreparedBatch) -> None:
+        """Writes down what came next in all of a step's batch, on all ranks the same: how often
+        each token was a target, and in the recall table what came next. A text that is read more
+        than once is not recalled, because it would be known by heart. The batch itself was read
+        before: otherwise it would recall its own targets."""
         with self.side_stream.on():
-            hashes = torch.cat([reading.hashes for reading, _ in prepared], 1)
-            targets = torch.cat([targets.next_tokens for _, targets in prepared])
-            remember(self.recall_table, hashes, targets, self.config.recall_lengths)
+            self.candidates.remember(batch.drawn)
+            if self.config.recall_lengths and self.config.epochs == 1:
+                remember(self.recall_table, batch.whole.hashes, batch.whole.next_tokens,
+                         self.config.recall_lengths)
+
+
+def distinct_rows(of_ranks: Tensor) -> tuple[Tensor, Tensor]:
+    """of_ranks: (ranks, lookups), the rows that each rank looks up -> lists of different rows, one
+    after the other, each ascending: first those of all ranks together, then those of each rank.
+    Behind them are zeros, so that the CPU need not know how long they are: (2 * ranks * lookups,).
+    And where each list ends: (ranks + 1,)."""
+    ranks, lookups = of_ranks.shape
+    # The upper bits of what is sorted are the number of the list.
+    of_lists = torch.arange(1, ranks + 1, device=of_ranks.device)[:, None] << 32
+    keys = torch.cat((of_ranks, of_ranks + of_lists)).flatten().sort().values
+    is_new = F.pad(keys[1:] != keys[:-1], (1, 0), value=True)
+    count = is_new.cumsum(0)
+    rows = torch.zeros_like(keys).scatter(0, count - 1, keys & 0xFFFF_FFFF)
+    return rows, count[ranks * lookups - 1 :: lookups]
 
 
 def ngram_hashes(tokens: Tensor, begins: Tensor, longest: int) -> Tensor:
@@ -222,13 +321,11 @@ def recalled_tokens(table: Tensor, hashes: Tensor,
 
 def remember(table: Tensor, hashes: Tensor, next_tokens: Tensor,
              lengths: tuple[int, ...]) -> None:
-    """Writes to the table (R,), in place and on all ranks, which token came next at each position
-    of this rank in a step: hashes (longest_match - 1, T), next_tokens (T,). A collective."""
+    """Writes to the table (R,), in place, which token came next at each position of a step: hashes
+    (longest_match - 1, T), next_tokens (T,)."""
     entries = (check_bits(hashes) << 16) + next_tokens
     places = torch.stack([hashes[n - 2] for n in lengths]) % len(table)  # (recall lengths, T)
-    of_all = gathered(torch.cat((places, entries[None]))[None])  # (ranks, recall lengths + 1, T)
-    places = of_all[:, :-1]
-    entries = of_all[:, -1:].int().expand_as(places)
+    entries = entries.int().expand_as(places)
     places = places.flatten()
     table.index_fill_(0, places, 0)
     table.scatter_reduce_(0, places, entries.flatten(), "amax")

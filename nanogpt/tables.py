@@ -32,7 +32,8 @@ from torch import Tensor
 from nanogpt.gpu import NoTransfer, SideStream
 from nanogpt.kernels import tl, triton
 from nanogpt.precision.rounding import BF16_GRID, round_to
-from nanogpt.ranks import all_gather, gathered, rank_and_world_size
+from nanogpt.past import UsedRows
+from nanogpt.ranks import all_gather, rank_and_world_size
 
 
 class Table(NamedTuple):
@@ -43,35 +44,10 @@ class Table(NamedTuple):
     index: str  # which row numbers it is looked up at: "tokens", or a name of its own
 
 
-def distinct_rows(of_ranks: Tensor, lengths: list[int]) -> list[Tensor]:
-    """of_ranks: (ranks, lookups), what each rank looks up. The first lengths[0] columns are the
-    lookups of the first index, and so on. Returns the different rows of each index, ascending:
-    first those of each rank, and then those of all ranks together. Each of these lists is a group.
-    The upper bits of what is sorted are the number of its group, so that one sort serves all: to
-    start many short kernels would take the CPU longer. The CPU waits for the GPU."""
-    ranks = len(of_ranks)
-    groups = torch.arange(len(lengths) * (ranks + 1), device=of_ranks.device) << 32
-    keys = []
-    for rows, numbers in zip(of_ranks.split(lengths, 1), groups.split(ranks + 1)):
-        keys += (rows + numbers[:-1, None]).flatten(), (rows + numbers[-1]).flatten()
-    keys = torch.cat(keys).unique()
-    begins = torch.searchsorted(keys, groups[1:]).tolist()
-    return list((keys & 0xFFFF_FFFF).tensor_split(begins))
-
-
-class UsedRows(NamedTuple):
-    """The rows of one index that this step uses."""
-    own: Tensor  # (own rows,) that this rank has looked up, ascending
-    of_all: Tensor  # (n,) that any rank has looked up, ascending
-    of_ranks: Tensor  # those of each rank, one rank after the other
-    counts: list[int]  # how many those are of each rank
-
-
 class Tables:
     """In each step these methods are called in this order:
 
         begin         tells which rows the micro-batches look up, before the passes
-        find_used     counts them, beside the first pass
         add           takes the gradients of these rows after each pass; the last one sends them
         add_embedding adds those of the token embedding to the gradient of the head, as both are one
                       matrix
@@ -86,8 +62,6 @@ class Tables:
         self.side_stream = SideStream(device)
         self.rank, self.world_size = rank_and_world_size()
         self.tables = tables
-        # The token embedding is looked up at the tokens, as value embeddings are.
-        self.indices = sorted({"tokens", *(table.index for table in tables.values())})
         self.reset()
 
     def reset(self) -> None:
@@ -116,33 +90,18 @@ class Tables:
         self.side_stream.join()
         self.side_stream.follow()
 
-    def begin(self, batch: list[dict[str, Tensor]]) -> None:
-        """Takes the rows that each micro-batch of this rank looks up, (lookups,) for each index, as
-        many on every rank. The side stream waits for what was begun on the main stream so far, but
-        not for the pass that comes next."""
+    def begin(self, batch: list[dict[str, Tensor]], used: dict[str, UsedRows]) -> None:
+        """Takes the rows that each micro-batch of this rank looks up, (lookups,) for each index,
+        and those that the whole step uses, and makes room for the sums of their gradients. The side
+        stream waits for what was begun on the main stream so far, but not for the pass that comes
+        next."""
         self.take_turn("begin", after="finish")
         self.meet()
         self.batch = batch
-
-    @torch.no_grad()
-    def find_used(self) -> None:
-        """Finds out which rows each rank looks up, and makes room for the sums of their gradients.
-        For that the CPU must know how many different rows there are. So it waits for the GPU, which
-        counts them beside the first pass. A collective."""
-        self.take_turn("find_used", after="begin")
+        self.used = used
         with self.side_stream.on():
-            own = [torch.cat([rows[name] for rows in self.batch]) for name in self.indices]
-            of_ranks = gathered(torch.cat(own)).view(self.world_size, -1)
-            groups = distinct_rows(of_ranks, [len(rows) for rows in own])  # here the CPU waits
-            for i, name in enumerate(self.indices):
-                first = i * (self.world_size + 1)
-                *of_each, of_all = groups[first : first + self.world_size + 1]
-                # A copy, because Triton would compile its kernels once more for a tensor that does
-                # not begin at a multiple of 16 bytes.
-                self.used[name] = UsedRows(
-                    of_each[self.rank], of_all.clone(), torch.cat(of_each), list(map(len, of_each)))
             for name, table in self.tables.items():
-                rows = len(self.used[table.index].own)
+                rows = len(used[table.index].own)
                 self.totals[name] = self.new_total(table, self.world_size, rows)
 
     def new_total(self, table: Table, *sizes: int) -> Tensor:
@@ -156,11 +115,11 @@ class Tables:
         """Adds the gradients (lookups, width) of the rows that micro-batch i has looked up, for
         each table, and under the name lm_head for the token embedding. A collective, with the
         last micro-batch."""
-        if self.last_call != "find_used" or i != self.added:
+        if self.last_call != "begin" or i != self.added:
             raise RuntimeError(
                 f"gradients of micro-batch {i} were added to the tables after `{self.last_call}`, "
-                f"when it was the turn of {self.added} of {len(self.batch)}; `begin` and "
-                "`find_used` come before all of them")
+                f"when it was the turn of {self.added} of {len(self.batch)}; `begin` comes before "
+                "all of them")
         self.meet()
         with self.side_stream.on():
             for name, gradient in gradients.items():

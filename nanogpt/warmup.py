@@ -12,6 +12,7 @@ import torch
 
 from nanogpt.batches import Batch, inputs_and_targets, micro_sequences, rank_batches
 from nanogpt.gpu import call_directly, to_device
+from nanogpt.past import PreparedBatch
 from nanogpt.planning import check_tokens, fit_to_minutes
 from nanogpt.ranks import all_ranks, on_all_ranks, rank_and_world_size
 from records import journal
@@ -45,7 +46,8 @@ class WarmUp:
             # First without a CUDA graph, which cannot record what is compiled or made at first use.
             self.forward_backward(step)
             # Two micro-batches: all after the first one use the graph of the second.
-            some = self.read(self.batch(step))[:2]
+            some = self.read(self.batch(step))
+            some = some._replace(micro_batches=some.micro_batches[:2])
             # Twice if the head is updated every second step: with it and without it.
             for _ in range(1 + self.config.head_every_second):
                 self.script.train_step(self.model, self.optimizer, some, step, call)
@@ -102,19 +104,13 @@ class WarmUp:
         tokens = self.tokens[: self.batch_plan[step] * (c.seq_len + 1)]
         return next(rank_batches([tokens.reshape(-1, c.seq_len + 1)], c, self.model.device))
 
-    def read(self, batch: Batch) -> list:
-        """The reading and the targets of each micro-batch."""
-        self.model.past.follow()
-        return self.model.past.prepare(batch)
+    def read(self, batch: Batch, call: Callable | None = None) -> PreparedBatch:
+        self.model.past.meet()
+        return self.model.past.prepare(batch, call=call)
 
     def forward_backward(self, step: int) -> None:
-        batch = self.batch(step)
-        tokens = batch.sequences.to(self.model.device).long()
-        inputs, targets = inputs_and_targets(tokens[batch.micro_batches[0]])
-        reading = self.model.past.read(inputs, training=True)
-        candidates = self.model.candidates
-        groups = [tokens[group, 1:].flatten() for group in batch.groups[batch.groups_of[0]]]
-        targets = candidates.of(targets, candidates.draw(groups, step=0))
+        reading, targets = self.read(self.batch(step), call_directly).micro_batches[0]
+        self.model.past.join()
         setting = self.script.setting_of(step, self.config)
         self.script.forward_backward(self.model, setting, *targets, *reading)
         self.model.zero_grad()

@@ -108,15 +108,44 @@ def keep(path, model, step=4, val_loss=1.0):
 
 def training_loss(model, tokens, targets, setting):
     """The loss that training has for these tokens (T,)."""
-    [pair] = read(model, [(tokens, targets)])
+    [pair] = read(model, [(tokens, targets)]).micro_batches
     return model(*pair, setting, True)
 
 
 def one_group(model, targets):
     """Targets (T,) with candidates that are drawn for them alone."""
-    return model.candidates.of(targets, model.candidates.draw([targets], 0))
+    candidates = model.candidates
+    drawn = candidates.draw(targets, len(targets), candidates.random_numbers(1, step=0))
+    candidates.remember(drawn)
+    return candidates.of(targets, drawn, slice(1))
 
 
 def read(model, batch):
     """Inputs and targets (T,) of each micro-batch -> what train_step takes."""
-    return [(model.past.read(inputs, training=True), one_group(model, targets)) for inputs, targets in batch]
+    import torch
+    from nanogpt.candidates import Drawn
+    pairs = [(model.past.read(inputs, training=True), one_group(model, targets)) for inputs, targets in batch]
+    prepared = with_rows(pairs)
+    whole = prepared.whole._replace(
+        hashes=torch.cat([reading.hashes for reading, _ in pairs], 1),
+        next_tokens=torch.cat([targets for _, targets in batch]))
+    # `one_group` has counted the targets.
+    return prepared._replace(drawn=Drawn(*torch.zeros(len(Drawn._fields))), whole=whole)
+
+
+def with_rows(pairs):
+    """The readings of this rank's micro-batches, or what has rows as they have, and their targets -> a batch that knows
+    which rows all ranks use. A collective."""
+    import torch
+    from nanogpt.gpu import NoTransfer
+    from nanogpt.past import PreparedBatch, WholeBatch, distinct_rows
+    from nanogpt.ranks import gathered
+    own = [torch.cat(rows) for rows in zip(*(reading.rows().values() for reading, _ in pairs))]
+    rows, ends = zip(*(distinct_rows(gathered(numbers[None])) for numbers in own))
+    return PreparedBatch(pairs, None, WholeBatch(None, None, rows, torch.stack(ends)), NoTransfer())
+
+
+def used_rows(batch):
+    """The rows of each index that micro-batches look up -> what Tables.begin takes beside them. A collective."""
+    from types import SimpleNamespace
+    return with_rows([(SimpleNamespace(rows=lambda own=own: own), None) for own in batch]).used_rows()

@@ -468,7 +468,7 @@ def test_a_sum_over_candidates_estimates_that_over_the_vocabulary_without_bias_a
     is_target = is_target_of(targets, 2000)
     torch.manual_seed(0)
     for _ in range(500):
-        chosen, bias, places = candidates.choose(600, is_target, counts, torch.rand(2000))
+        chosen, bias, places = (x[0] for x in candidates.choose(600, is_target[None], counts[None], torch.rand(1, 2000)))
         places = places[targets]
         assert len(chosen.unique()) == len(bias) == 600 and bias.min() == 0
         assert torch.equal(chosen[places], targets) and not bias[places].any()
@@ -515,7 +515,7 @@ def test_tokens_that_are_no_candidates_are_counted_and_add_nothing_to_the_loss(p
     drawn, choose = [], candidates.choose
     monkeypatch.setattr(candidates, "choose", lambda *args: drawn.append(choose(*args)) or drawn[0])
     loss = training_loss(model, tokens, targets, view()).item()
-    (chosen, bias, places), (x, sources) = drawn[0], model.last_stream(model.past.read(tokens, True), view(), True)
+    (chosen, bias, places), (x, sources) = [x[0] for x in drawn[0]], model.last_stream(model.past.read(tokens, True), view(), True)
     assert not bias.any(), "all are targets"
     places = places[targets]
     x = t.late_mix(x, sources, *model.late_weights())

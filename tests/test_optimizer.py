@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import read
+from conftest import read, used_rows
 
 import train_gpt as t
 from nanogpt import checkpoints, tables
@@ -189,8 +189,8 @@ def looked_up(model, seed, count=30):
 def give_gradients(model, optimizer, seed, micro_batches=1):
     """What the passes of a step leave: .grad of each dense parameter, and gradients of the tables' rows."""
     batch = [looked_up(model, 1000 * seed + i) for i in range(micro_batches)]
-    optimizer.tables.begin([rows for rows, _ in batch])
-    optimizer.tables.find_used()
+    rows = [rows for rows, _ in batch]
+    optimizer.tables.begin(rows, used_rows(rows))
     for i, (_, grads) in enumerate(batch):
         optimizer.tables.add(i, grads)
     for i, (name, p) in enumerate(model.named_parameters()):
@@ -335,16 +335,16 @@ def test_a_wrong_order_or_a_missing_gradient_is_an_error_in_a_sentence():
     found = optimizer.tables
     batch = give_gradients(model, optimizer, 1, micro_batches=2)
     (first, grads), (second, _) = batch
-    for wrong in (lambda: found.begin([first]), lambda: found.add(2, grads)):
-        with pytest.raises(RuntimeError, match="`begin` and `find_used`|must be after `finish`"):
+    used = used_rows([first, second])
+    for wrong in (lambda: found.begin([first, second], used), lambda: found.add(2, grads)):
+        with pytest.raises(RuntimeError, match="`begin` comes before|must be after `finish`"):
             wrong()
     found.reset()
-    found.begin([first, second])
-    with pytest.raises(RuntimeError, match="after `begin`"):
+    with pytest.raises(RuntimeError, match="after `finish`"):
         found.add(0, grads)
-    found.find_used()
+    found.begin([first, second], used)
     for wrong in (lambda: found.add(1, grads), lambda: found.update({}, None), lambda: found.add_embedding(None), found.finish):
-        with pytest.raises(RuntimeError, match="`find_used`"):
+        with pytest.raises(RuntimeError, match="`begin`"):
             wrong()
     model.mlp.grad = None
     with pytest.raises(RuntimeError, match="^mlp has no gradient"):
@@ -451,9 +451,10 @@ def test_a_gpu_that_works_on_tables_and_candidates_beside_the_rest_makes_the_sam
                 side.stream = None
         for step in range(8):
             tokens = torch.randint(0, 20_000, (8, 1025), generator=torch.Generator().manual_seed(step)).to(torch.uint16)
-            model.past.follow()
+            model.past.meet()
             halves = [slice(0, 4), slice(4, 8)]
-            t.train_step(model, optimizer, model.past.prepare(Batch(tokens, halves, halves, [slice(0, 1), slice(1, 2)]), step), step)
+            batch = model.past.prepare(Batch(tokens, halves, 4, [slice(0, 1), slice(1, 2)]), step)
+            t.train_step(model, optimizer, batch, step)
         results.append({name: p.detach().clone() for name, p in model.named_parameters()})
     for name, p in results[0].items():  # sums by atomic additions are in any order
         assert (p - results[1][name]).norm() <= 1e-9 * p.norm(), name
@@ -492,7 +493,7 @@ def work(rank, world_size, dtype, folder):
     optimizer.reset(start)
     generator = torch.Generator().manual_seed(1)
     losses, issued, used = [], [], []
-    model.past.follow()
+    model.past.meet()
     for step in range(6):
         tokens = torch.randint(0, 61, (12, 129), generator=generator)
         tokens = 5 * step + tokens // (2 + step)  # some rows, and other ones at other steps
@@ -501,16 +502,16 @@ def work(rank, world_size, dtype, folder):
         count = 12 // world_size
         # Two groups of six sequences have their candidates in common. One rank trains on both at once.
         begins = range(rank * count, (rank + 1) * count)
-        micro_batches, groups = [slice(i, i + 1) for i in begins], [slice(0, 6), slice(6, 12)]
+        micro_batches = [slice(i, i + 1) for i in begins]
         groups_of = [slice(i // 6, i // 6 + 1) for i in begins]
         if world_size == 1:
             micro_batches, groups_of = [slice(0, 12)], [slice(0, 2)]
-        batch = batches.Batch(tokens, micro_batches, groups, groups_of)
+        batch = batches.Batch(tokens, micro_batches, 6, groups_of)
         batch = model.past.prepare(batch, step)
-        assert batch[0][1].chosen.shape == (2 if world_size == 1 else 1, 48)
+        assert batch.micro_batches[0][1].chosen.shape == (2 if world_size == 1 else 1, 48)
         losses.append(t.train_step(model, optimizer, batch, step).item())
         issued.append(calls[:])
-        rows = [reading.rows() for reading, _ in batch]
+        rows = [reading.rows() for reading, _ in batch.micro_batches]
         used.append({n: [of_micro_batch[i].tolist() for of_micro_batch in rows] for n, i in test.INDEX.items()})
         calls.clear()
     of_tables = {n: optimizer.tables.tables[n].mean_square for n in test.TABLES}
@@ -554,10 +555,10 @@ def test_any_number_of_ranks_gives_the_weights_and_losses_of_one(worlds, world_s
 
 
 def test_all_ranks_issue_the_same_collectives_in_the_same_order_and_none_stops_the_cpu(worlds):
-    begin, end = ["gather"], ["all_reduce"]  # which rows of all tables the ranks look up, and the loss
+    end = ["all_reduce"]  # of the loss
     mlp, attention, vectors, rows = (["scatter"], ["scatter"], ["all_reduce"], ["exchange"] * 2)
     squares = ["all_reduce"]  # of the rows' gradients
-    step = begin + mlp + attention + vectors + rows + ["scatter"] + squares + ["gather"] * 5 + end
+    step = mlp + attention + vectors + rows + ["scatter"] + squares + ["gather"] * 5 + end
     for world_size in (2, 3, 4):
         first, *others = [rank["calls"] for rank in worlds[world_size]]
         for calls in others:

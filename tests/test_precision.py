@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import arguments, distance, normal, read, training_loss
+from conftest import arguments, distance, normal, read, training_loss, used_rows
 from test_recipes import make_products
 
 import train_gpt as t
@@ -431,8 +431,7 @@ def give_gradients(model, optimizer, factor, seed=0, spoilt=None):
     rows = {"tokens": tokens, "ngrams": tokens + 7}
     grads = {name: normal(*tokens.shape, getattr(model, name).size(1), seed=seed + 90) * factor for name in TABLES}
     grads["lm_head"] = torch.zeros(len(tokens), model.config.model_dim, dtype=model.lm_head.dtype)
-    optimizer.tables.begin([rows])
-    optimizer.tables.find_used()
+    optimizer.tables.begin([rows], used_rows([rows]))
     for number, (name, p) in enumerate(model.named_parameters()):
         if name in TABLES:
             g = grads[name] = grads[name].to(p.dtype)

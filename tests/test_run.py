@@ -180,8 +180,8 @@ def test_what_is_looked_for_one_step_ahead_is_what_the_step_itself_would_find(co
     train_step, recalled = t.train_step, []
 
     def checked(model, optimizer, batch, step, *others):
-        if len(others) == 2:  # not while warming up
-            for reading, _ in batch:
+        if len(others) == 3:  # not while warming up
+            for reading, _ in batch.micro_batches:
                 found = model.past.read(reading.tokens, True)
                 assert all(map(torch.equal, reading, found))
                 recalled.append(found.recalled_length.count_nonzero().item())
@@ -302,7 +302,7 @@ def test_a_draw_of_zero_makes_no_candidate_infinite(number, zeros):
     is_target = torch.zeros(300, dtype=torch.bool).index_fill_(0, targets, True)
     draws = torch.rand(300)
     draws[zeros] = 0
-    chosen, bias, places = candidates.choose(number, is_target, counts, draws)
+    chosen, bias, places = (x[0] for x in candidates.choose(number, is_target[None], counts[None], draws[None]))
     places = places[targets]
     assert len(set(chosen.tolist())) == len(chosen) == number
     assert torch.equal(chosen[places], targets), "each target is chosen"
