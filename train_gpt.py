@@ -1659,8 +1659,7 @@ def rescaled(frequency: float, old: int, new: int) -> float:
 # in every second step only):
 #
 #   main stream            side stream (tables.py)         transfers between the GPUs
-#   pass 1                 finds the rows that are used    which rows each GPU uses, and what
-#                                                          came next in its text
+#   pass 1
 #   pass 2                 adds row gradients of pass 1
 #                          adds row gradients of pass 2    sums of mlp, qkvo and small banks
 #   Muon for mlp           adds those of tokens to         row gradients, sum of lm_head
@@ -1669,9 +1668,10 @@ def rescaled(frequency: float, old: int, new: int) -> float:
 #   Muon for qkvo          puts new rows into the tables   new mlp, lm_head and qkvo
 #   Adam for small banks                                   the loss, and requests
 #
-# Beside the passes, another stream writes down what came next in this step, searches the next
-# step's tokens for matches, and draws its candidates (nanogpt/past.py): while the GPU trains, the
-# CPU is already at the beginning of the next step.
+# Beside the first pass, another stream writes down what came next in this step. Then it prepares
+# the next batch: it searches its tokens for matches, draws its candidates, and finds the rows that
+# it looks up (nanogpt/past.py). The CPU has to know how many rows these are, and so it waits for
+# the GPU. As this is for the next step, the GPU has all of this one to go on with meanwhile.
 
 
 def forward_backward(model: GPT, setting: Setting,
@@ -1694,9 +1694,8 @@ def forward_backward(model: GPT, setting: Setting,
 def train_step(model: GPT, optimizer: Optimizer, batch: PreparedBatch, step: int,
                call: Callable = gpu.call_directly, requests: ranks.Requests | None = None,
                prepare_next: Callable = lambda: None) -> Tensor:
-    """One update. `call` runs a function of tensors, directly or as a CUDA graph. `prepare_next` is
-    called as soon as the GPU has begun with the first pass, so that the next batch is ready when
-    this step is over.
+    """One update. `call` runs a function of tensors, directly or as a CUDA graph. `prepare_next`
+    prepares the next batch; it is called as soon as the first pass has been given to the GPU.
 
     Returns the message of the step, a vector on the device that is summed over the ranks: the mean
     loss, and what the ranks ask of each other (`Requests`). A collective."""

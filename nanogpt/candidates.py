@@ -63,16 +63,14 @@ class Candidates:
         self.target_counts.zero_()
         self.lost_targets.zero_()
 
-    @torch.no_grad()
     def random_numbers(self, groups: int, step: int) -> Tensor:
         """Those that the candidates of a step are drawn with: (groups, V) in [0, 1), or (0,)."""
         if not self.number:
             return self.target_counts[:0]
         # A prime apart, so that steps of two seeds seldom draw the same. (CPUs take 32 bits.)
         self.generator.manual_seed((self.seed * 1_000_003 + step) % 2**32)
-        device = self.target_counts.device
-        return torch.rand(
-            groups, len(self.target_counts), generator=self.generator, device=device)
+        shape = groups, len(self.target_counts)
+        return torch.rand(shape, generator=self.generator, device=self.target_counts.device)
 
     @torch.no_grad()
     def draw(self, targets: Tensor, group_tokens: int, uniform: Tensor) -> Drawn:

@@ -214,6 +214,11 @@ class SideStream:
         if self.stream:
             torch.cuda.current_stream().wait_stream(self.stream)
 
+    def meet(self) -> None:
+        """Both streams wait for all that was begun on the other one."""
+        self.join()
+        self.follow()
+
     def keep(self, x: Tensor) -> None:
         """The memory of x, a tensor of the main stream, is given to no other tensor until the work
         that was begun on the side stream is done."""

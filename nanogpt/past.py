@@ -64,20 +64,15 @@ class UsedRows(NamedTuple):
     counts: list[int]  # how many those are of each rank
 
 
-class WholeBatch(NamedTuple):
-    """What every rank has of the batch of a step, T tokens of all ranks."""
-    hashes: Tensor  # (longest_match - 1, T), as in a Reading
-    next_tokens: Tensor  # (T,)
-    rows: tuple[Tensor, ...]  # of each index what `distinct_rows` returns first
-    ends: Tensor  # (indices, ranks + 1), and second
-
-
 class PreparedBatch(NamedTuple):
-    """The batch of a step, ready to be trained on."""
+    """The batch of a step, ready to be trained on. T are the tokens of all ranks."""
     micro_batches: list[tuple[Reading, Targets]]  # of this rank
     drawn: Drawn
-    whole: WholeBatch  # but `ends` are on the CPU
-    is_there: object  # the event after which the CPU may read them
+    hashes: Tensor  # (longest_match - 1, T), as in a Reading
+    next_tokens: Tensor  # (T,)
+    rows: list[Tensor]  # of each index, the lists that `distinct_rows` returns
+    ends: Tensor  # (indices, ranks + 1), where these end; on the CPU
+    is_there: object  # the event after which the CPU may read `ends`
 
     def used_rows(self) -> dict[str, UsedRows]:
         """The rows that the step uses, for each index. The CPU waits until they are counted."""
@@ -85,7 +80,7 @@ class PreparedBatch(NamedTuple):
         rank, _ = rank_and_world_size()
         reading, _ = self.micro_batches[0]
         used = {}
-        for index, rows, ends in zip(reading.rows(), self.whole.rows, self.whole.ends.tolist()):
+        for index, rows, ends in zip(reading.rows(), self.rows, self.ends.tolist()):
             of_all, *of_ranks, _ = rows.tensor_split(ends)
             used[index] = UsedRows(
                 of_ranks[rank], of_all, rows[ends[0] : ends[-1]], [len(x) for x in of_ranks])
@@ -97,10 +92,10 @@ class Past:
     batch, the next one is read on a stream of its own. In each step:
 
         meet      before the passes: the main stream and this one wait for each other
-        remember  beside the first pass: writes down, for later batches, what came next in this one
-        prepare   after that: reads the next batch, draws its candidates, and finds the rows that it
-                  looks up
-        join      before the main stream reads what was remembered
+        remember  beside the first pass: writes down what came next in this batch, for later ones
+        prepare   then: reads the next batch, draws its candidates, and finds the rows that it looks
+                  up
+        join      after the passes: from now on the main stream may use all of this
 
     `bos` is the token that begins a document, `recall_table` what is remembered: (R,), the same on
     all ranks. c: train_gpt.Config"""
@@ -154,8 +149,7 @@ class Past:
         self.has_met = False
 
     def meet(self) -> None:
-        self.side_stream.join()
-        self.side_stream.follow()
+        self.side_stream.meet()
         self.has_met = True
 
     def join(self) -> None:
@@ -163,8 +157,8 @@ class Past:
 
     def prepare(self, batch: Batch, step: int = 0,
                 call: Callable | None = None) -> PreparedBatch:
-        """Makes the batch of a step ready. By `call`, which is `self.call` if not given, its about
-        300 small kernels run as a CUDA graph.
+        """Makes the batch of a step ready. `call` runs the about 300 small kernels of `read_batch`,
+        by default as a CUDA graph on GPUs.
 
         Batch n + 1 must not get the memory of batch n, which the main stream is reading. So `kept`
         holds that until batch n + 1 is made. It may get the memory of batch n - 1: by `meet` of
@@ -182,24 +176,26 @@ class Past:
             read = partial(self.read_batch, own=own, group_tokens=batch.in_group * length)
             results = (call or self.call)("batch", read, (*inputs_and_targets(tokens), uniform))
             # Copies, because the next call of a CUDA graph overwrites what it has returned.
-            reading, drawn, rows, others = [[x.clone() for x in part] for part in results]
+            reading, drawn, others = [[x.clone() for x in part] for part in results]
             reading, drawn = Reading(*reading), Drawn(*drawn)
-            hashes, next_tokens, ends = others
-            whole = WholeBatch(hashes, next_tokens, rows, ends.to("cpu", non_blocking=True))
+            hashes, next_tokens, ends, *rows = others
+            ends = ends.to("cpu", non_blocking=True)
             is_there = mark(self.device)
             micro_batches = []
             for sequences, groups in zip(batch.micro_batches, batch.groups_of):
                 where = slice((sequences.start - first) * length, (sequences.stop - first) * length)
                 targets = self.candidates.of(next_tokens[own][where], drawn, groups)
                 micro_batches.append((reading.part(where), targets))
-        self.kept = PreparedBatch(micro_batches, drawn, whole, is_there)
+        self.kept = PreparedBatch(
+            micro_batches, drawn, hashes, next_tokens, rows, ends, is_there)
         return self.kept
 
     def read_batch(self, inputs: Tensor, targets: Tensor, uniform: Tensor, own: slice,
                    group_tokens: int) -> tuple:
-        """Inputs and targets (T,) of all ranks, and random numbers -> this rank's reading, of its
-        `own` tokens; the candidates of all groups; and two parts of WholeBatch, its rows, and the
-        rest."""
+        """Inputs and targets (T,) of all ranks, and random numbers -> this rank's Reading, which is
+        that of its `own` tokens; the candidates of all groups, Drawn; and the tensors that a
+        PreparedBatch also has. Every rank reads the whole batch, so none has to tell the others
+        what it looks up."""
         # 1. What all ranks need to know of all tokens.
         hashed = self.hash(inputs, training=True)
         hashes = hashed[-1]
@@ -215,31 +211,31 @@ class Past:
             rows = hashes[: self.config.longest_ngram - 1] % self.config.ngram_rows  # (G, T)
             of_ranks.append(rows.unflatten(1, (ranks, -1)).transpose(0, 1).flatten(1))
         rows, ends = zip(*map(distinct_rows, of_ranks))
-        return reading, drawn, rows, (hashes, targets, torch.stack(ends))
+        return reading, drawn, (hashes, targets, torch.stack(ends), *rows)
 
     def remember(self, batch: PreparedBatch) -> None:
-        """Writes down what came next in all of a step's batch, on all ranks the same: how often
-        each token was a target, and in the recall table what came next. A text that is read more
-        than once is not recalled, because it would be known by heart. The batch itself was read
-        before: otherwise it would recall its own targets."""
+        """Writes down, on all ranks the same, what came next in the whole batch of a step: how
+        often each token did, and in the recall table, after which tokens. A text that is read more
+        than once is not recalled, because it would be known by heart. (The batch itself was read
+        before: otherwise it would recall its own targets.)"""
         with self.side_stream.on():
             self.candidates.remember(batch.drawn)
             if self.config.recall_lengths and self.config.epochs == 1:
-                remember(self.recall_table, batch.whole.hashes, batch.whole.next_tokens,
+                remember(self.recall_table, batch.hashes, batch.next_tokens,
                          self.config.recall_lengths)
 
 
 def distinct_rows(of_ranks: Tensor) -> tuple[Tensor, Tensor]:
-    """of_ranks: (ranks, lookups), the rows that each rank looks up -> lists of different rows, one
-    after the other, each ascending: first those of all ranks together, then those of each rank.
-    Behind them are zeros, so that the CPU need not know how long they are: (2 * ranks * lookups,).
-    And where each list ends: (ranks + 1,)."""
+    """of_ranks: (ranks, lookups), the rows that each rank looks up -> lists of these without
+    repeats, each ascending, one list after the other: first that of all ranks together, then that
+    of each rank. Zeros follow, up to (2 * ranks * lookups,), so that a CUDA graph can make them:
+    its tensors always have the same size. And where each list ends: (ranks + 1,)."""
     ranks, lookups = of_ranks.shape
     # The upper bits of what is sorted are the number of the list.
-    of_lists = torch.arange(1, ranks + 1, device=of_ranks.device)[:, None] << 32
-    keys = torch.cat((of_ranks, of_ranks + of_lists)).flatten().sort().values
+    numbers = torch.arange(1, ranks + 1, device=of_ranks.device)[:, None] << 32
+    keys = torch.cat((of_ranks, of_ranks + numbers)).flatten().sort().values
     is_new = F.pad(keys[1:] != keys[:-1], (1, 0), value=True)
-    count = is_new.cumsum(0)
+    count = is_new.cumsum(0)  # of different rows up to here
     rows = torch.zeros_like(keys).scatter(0, count - 1, keys & 0xFFFF_FFFF)
     return rows, count[ranks * lookups - 1 :: lookups]
 

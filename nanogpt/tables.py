@@ -31,8 +31,8 @@ from torch import Tensor
 
 from nanogpt.gpu import NoTransfer, SideStream
 from nanogpt.kernels import tl, triton
-from nanogpt.precision.rounding import BF16_GRID, round_to
 from nanogpt.past import UsedRows
+from nanogpt.precision.rounding import BF16_GRID, round_to
 from nanogpt.ranks import all_gather, rank_and_world_size
 
 
@@ -85,18 +85,13 @@ class Tables:
                                f"{len(self.batch)} micro-batches")
         self.last_call = method
 
-    def meet(self) -> None:
-        """The main stream and the side stream wait for all that was begun on the other."""
-        self.side_stream.join()
-        self.side_stream.follow()
-
     def begin(self, batch: list[dict[str, Tensor]], used: dict[str, UsedRows]) -> None:
         """Takes the rows that each micro-batch of this rank looks up, (lookups,) for each index,
         and those that the whole step uses, and makes room for the sums of their gradients. The side
         stream waits for what was begun on the main stream so far, but not for the pass that comes
         next."""
         self.take_turn("begin", after="finish")
-        self.meet()
+        self.side_stream.meet()
         self.batch = batch
         self.used = used
         with self.side_stream.on():
@@ -120,7 +115,7 @@ class Tables:
                 f"gradients of micro-batch {i} were added to the tables after `{self.last_call}`, "
                 f"when it was the turn of {self.added} of {len(self.batch)}; `begin` comes before "
                 "all of them")
-        self.meet()
+        self.side_stream.meet()
         with self.side_stream.on():
             for name, gradient in gradients.items():
                 index = self.tables[name].index if name in self.tables else "tokens"
@@ -168,7 +163,7 @@ class Tables:
         """What this rank has received, after waiting for it on the current stream."""
         for _, transfer in self.arriving.values():
             transfer.wait()
-        self.meet()
+        self.side_stream.meet()
         return [arrived for arrived, _ in self.arriving.values()]
 
     @torch.no_grad()
@@ -226,7 +221,7 @@ class Tables:
                 bank, *_, index = self.tables[name]
                 transfer.wait()
                 put_rows(bank, self.used[index].of_all, parts.unflatten(0, (self.world_size, -1)))
-        self.meet()
+        self.side_stream.meet()
         self.reset()
 
 

@@ -123,26 +123,27 @@ def one_group(model, targets):
 def read(model, batch):
     """Inputs and targets (T,) of each micro-batch -> what train_step takes."""
     import torch
+
     from nanogpt.candidates import Drawn
     pairs = [(model.past.read(inputs, training=True), one_group(model, targets)) for inputs, targets in batch]
     prepared = with_rows(pairs)
-    whole = prepared.whole._replace(
+    return prepared._replace(
+        drawn=Drawn(*torch.zeros(len(Drawn._fields))),  # `one_group` has counted the targets
         hashes=torch.cat([reading.hashes for reading, _ in pairs], 1),
         next_tokens=torch.cat([targets for _, targets in batch]))
-    # `one_group` has counted the targets.
-    return prepared._replace(drawn=Drawn(*torch.zeros(len(Drawn._fields))), whole=whole)
 
 
 def with_rows(pairs):
     """The readings of this rank's micro-batches, or what has rows as they have, and their targets -> a batch that knows
     which rows all ranks use. A collective."""
     import torch
+
     from nanogpt.gpu import NoTransfer
-    from nanogpt.past import PreparedBatch, WholeBatch, distinct_rows
+    from nanogpt.past import PreparedBatch, distinct_rows
     from nanogpt.ranks import gathered
     own = [torch.cat(rows) for rows in zip(*(reading.rows().values() for reading, _ in pairs))]
     rows, ends = zip(*(distinct_rows(gathered(numbers[None])) for numbers in own))
-    return PreparedBatch(pairs, None, WholeBatch(None, None, rows, torch.stack(ends)), NoTransfer())
+    return PreparedBatch(pairs, None, None, None, rows, torch.stack(ends), NoTransfer())
 
 
 def used_rows(batch):

@@ -18,7 +18,7 @@ import torch
 from conftest import read, used_rows
 
 import train_gpt as t
-from nanogpt import checkpoints, tables
+from nanogpt import checkpoints, past, tables
 from nanogpt.batches import Batch
 
 
@@ -201,6 +201,13 @@ def give_gradients(model, optimizer, seed, micro_batches=1):
 
 def assert_nothing_is_kept(optimizer):
     assert (optimizer.updates, optimizer.slices.sums) == (0, {})
+
+
+def test_the_rows_that_a_step_uses_are_listed_for_all_ranks_together_and_for_each():
+    of_ranks = torch.randint(0, 40, (3, 30), generator=torch.Generator().manual_seed(0))
+    rows, ends = past.distinct_rows(of_ranks)
+    for found, looked_up in zip(rows.tensor_split(ends), (of_ranks, *of_ranks)):
+        assert torch.equal(found, looked_up.unique())
 
 
 def test_a_reset_forgets_moments_and_steps():
