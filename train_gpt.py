@@ -1659,7 +1659,7 @@ def rescaled(frequency: float, old: int, new: int) -> float:
 # in every second step only):
 #
 #   main stream            side stream (tables.py)         transfers between the GPUs
-#   pass 1
+#   pass 1 (see below)
 #   pass 2                 adds row gradients of pass 1
 #                          adds row gradients of pass 2    sums of mlp, qkvo and small banks
 #   Muon for mlp           adds those of tokens to         row gradients, sum of lm_head
@@ -1670,8 +1670,8 @@ def rescaled(frequency: float, old: int, new: int) -> float:
 #
 # Beside the first pass, another stream writes down what came next in this step. Then it prepares
 # the next batch: it searches its tokens for matches, draws its candidates, and finds the rows that
-# it looks up (nanogpt/past.py). The CPU has to know how many rows these are, and so it waits for
-# the GPU. As this is for the next step, the GPU has all of this one to go on with meanwhile.
+# it looks up (nanogpt/past.py). The CPU has to know how many rows these are. It waits for that only
+# at the beginning of the next step, when the GPU still has the rest of this one to do.
 
 
 def forward_backward(model: GPT, setting: Setting,
@@ -1702,7 +1702,8 @@ def train_step(model: GPT, optimizer: Optimizer, batch: PreparedBatch, step: int
     c = model.config
     setting = setting_of(step, c)
 
-    # 1. The batch is there, and the other streams wait until the step before is over.
+    # 1. This stream waits until the batch is prepared, the other ones until the step before is
+    # over, and the CPU until the used rows are counted.
     model.past.meet()
     rows = [reading.rows() for reading, _ in batch.micro_batches]
     optimizer.tables.begin(rows, batch.used_rows())
@@ -1715,7 +1716,7 @@ def train_step(model: GPT, optimizer: Optimizer, batch: PreparedBatch, step: int
     for i, (reading, targets) in enumerate(batch.micro_batches):
         loss, row_gradients = call(graph_key, work, (*targets, *reading))
         if i == 0:  # beside the first pass: what depends on the text alone
-            model.past.remember(batch)
+            model.past.remember(batch, read_once=c.epochs == 1)
             prepare_next()
         if i == len(batch.micro_batches) - 1:
             optimizer.start_sums()
@@ -1839,8 +1840,8 @@ class Run:
             self.model, self.optimizer, self.batch, self.step, call, self.requests,
             partial(self.prepare, self.step + 1))
         self.log.put(self.step + 1, message, self.clock.now())
-        # This reads the messages of all earlier steps. The CPU waits for the last of them, but the
-        # GPU has this step to go on with.
+        # This reads the messages of all earlier steps. The CPU waits until these are over; the GPU
+        # has this step to do meanwhile.
         self.read_messages()
         self.step += 1
 

@@ -20,7 +20,7 @@ class Batch(NamedTuple):
     """The text of a step, and which of its sequences belong together."""
     sequences: Tensor  # of all ranks, (n, seq_len + 1) uint16, on the CPU
     micro_batches: Sequence[slice]  # of this rank: which sequences each of them has
-    in_group: int  # how many sequences of the whole batch make a group
+    group_size: int  # how many sequences of the whole batch make a group; the last may be smaller
     groups_of: Sequence[slice]  # of each micro-batch: its groups, or the one that it lies in
 
 
@@ -48,7 +48,7 @@ def micro_sequences(count: int, c) -> int:
 def rank_batches(arrays: Iterable[np.ndarray], c, device: torch.device) -> Iterator[Batch]:
     """The batch of each step, (sequences, seq_len + 1) uint16, as this rank works on it: rank r
     trains on the r-th of equal parts. Each rank gets all of it, as it draws the candidates of all
-    groups, and finds out which rows the others look up."""
+    groups, and finds the rows that every rank looks up."""
     rank, world_size = rank_and_world_size()
     for array in arrays:
         sequences = torch.from_numpy(array)

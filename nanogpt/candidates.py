@@ -83,29 +83,30 @@ class Candidates:
         here = torch.zeros_like(uniform)  # how often each token is a target in each group
         here.view(-1).index_add_(0, place, torch.ones_like(targets, dtype=here.dtype))
         counts = self.target_counts + here.cumsum(0)  # with those of the groups before
-        chosen = choose(self.number, here > 0, counts, uniform)
-        lost = (here * (chosen[2] < 0)).sum()
-        return Drawn(*chosen, here.sum(0), lost)
+        chosen, bias, place_of_token = choose(self.number, here > 0, counts, uniform)
+        lost = (here * (place_of_token < 0)).sum()
+        return Drawn(chosen, bias, place_of_token, here.sum(0), lost)
 
-    def remember(self, drawn: Drawn) -> None:
-        """Takes in the targets of a batch."""
+    def remember(self, counts: Tensor, lost: Tensor) -> None:
+        """Takes in the targets of a batch, by the two last tensors of its Drawn."""
         if self.number:
-            self.target_counts += drawn.counts
-            self.lost_targets += drawn.lost
+            self.target_counts += counts
+            self.lost_targets += lost
 
     def of(self, next_tokens: Tensor, drawn: Drawn, groups: slice) -> Targets:
         """Next tokens (T,) with the candidates of their groups, which are equal parts of them, or
         of the one group that they are a part of."""
         if not self.number:
             return over_all_tokens(next_tokens)
-        return Targets(next_tokens, *[x[groups] for x in drawn[:3]])
+        return Targets(next_tokens, drawn.chosen[groups], drawn.bias[groups],
+                       drawn.place_of_token[groups])
 
 
 def choose(number: int, is_target: Tensor, counts: Tensor,
            uniform: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Priority sampling (Duffield et al. 2007), for each group. is_target (groups, V) bool; counts
     (groups, V), how often each token was a target so far, these targets included; uniform
-    (groups, V), random numbers in [0, 1) -> the first three tensors of Drawn, for `number`
+    (groups, V), random numbers in [0, 1) -> chosen, bias and place_of_token of Drawn, for `number`
     candidates. A target is none of them only if more than `number` tokens are targets.
 
     A token's size is the square root of its count plus one, and its priority is size / u with u

@@ -9,6 +9,7 @@ Texts repeat themselves, so such a guess is often right. Attention can learn to 
 single reading only a little. So the model gets both as inputs (after Akyürek et al. 2024 and
 Khandelwal et al. 2020).
 """
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from data import spellings
 from nanogpt.batches import Batch, inputs_and_targets
-from nanogpt.candidates import Candidates, Drawn, Targets
+from nanogpt.candidates import Candidates, Targets
 from nanogpt.gpu import SideStream, call_directly, mark
 from nanogpt.ranks import rank_and_world_size
 
@@ -67,11 +68,14 @@ class UsedRows(NamedTuple):
 class PreparedBatch(NamedTuple):
     """The batch of a step, ready to be trained on. T are the tokens of all ranks."""
     micro_batches: list[tuple[Reading, Targets]]  # of this rank
-    drawn: Drawn
+    counts: Tensor  # (V,) and (), those of Drawn
+    lost: Tensor
     hashes: Tensor  # (longest_match - 1, T), as in a Reading
     next_tokens: Tensor  # (T,)
-    rows: list[Tensor]  # of each index, the lists that `distinct_rows` returns
-    ends: Tensor  # (indices, ranks + 1), where these end; on the CPU
+    # For each index, in the order of Reading.rows, the lists that `distinct_rows` returns, and on
+    # the CPU (indices, ranks + 1), where these end.
+    rows: list[Tensor]
+    ends: Tensor
     is_there: object  # the event after which the CPU may read `ends`
 
     def used_rows(self) -> dict[str, UsedRows]:
@@ -87,15 +91,21 @@ class PreparedBatch(NamedTuple):
         return used
 
 
+def copied(tensors: NamedTuple) -> NamedTuple:
+    """A copy of each tensor. Parts of a batch must be copies also because compiled graphs depend on
+    where in its memory a tensor begins, and on how far its rows are apart."""
+    return tensors._make(x.clone(memory_format=torch.contiguous_format) for x in tensors)
+
+
 class Past:
     """Reads text for a model, and remembers what came next in it. While the GPU trains on one
-    batch, the next one is read on a stream of its own. In each step:
+    batch, the next one is read on a side stream. In each step:
 
-        meet      before the passes: the main stream and this one wait for each other
-        remember  beside the first pass: writes down what came next in this batch, for later ones
-        prepare   then: reads the next batch, draws its candidates, and finds the rows that it looks
-                  up
-        join      after the passes: from now on the main stream may use all of this
+        meet      before the passes: the main stream and the side stream wait for each other
+        remember  beside the first pass: writes down what came next in this batch
+        prepare   after that: makes the next batch ready. It is read, its candidates are drawn, and
+                  the rows that it looks up are found
+        join      after the passes: the main stream waits for both, and then may use what they made
 
     `bos` is the token that begins a document, `recall_table` what is remembered: (R,), the same on
     all ranks. c: train_gpt.Config"""
@@ -111,15 +121,16 @@ class Past:
         self.device = device
         self.side_stream = SideStream(device)
         self.call = call
-        self.kept = None  # the batch that `prepare` has returned last
-        self.has_met = False  # since then
+        self.kept = None  # the last batch, so that its memory is not given away (`prepare`)
+        self.has_met = False  # whether `meet` was called after the last `prepare`
 
     def read(self, tokens: Tensor, training: bool) -> Reading:
         """The reading of tokens (T,). In training they are sequences of `seq_len`, end to end."""
-        return self.guess(*self.hash(tokens, training))
+        return self.reading_of(*self.spell_and_hash(tokens, training))
 
-    def hash(self, tokens: Tensor, training: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The tokens (T,), where documents begin, their spellings, both (T,), and the hashes
+    def spell_and_hash(self, tokens: Tensor,
+                       training: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The tokens, where documents begin, and spellings, (T,) each, and the hashes
         (longest_match - 1, T)."""
         c = self.config
         begins = tokens == self.bos
@@ -127,17 +138,20 @@ class Past:
         words = self.spellings[tokens]
         return tokens, begins, words, ngram_hashes(words, begins, c.longest_match)
 
-    def guess(self, tokens: Tensor, begins: Tensor, words: Tensor, hashes: Tensor) -> Reading:
-        """What `hash` returns, or a part of it with whole sequences -> its reading."""
+    def rows_of_ngrams(self, hashes: Tensor) -> Tensor:
+        """Hashes (longest_match - 1, T) -> rows (G, T) of the table of n-grams."""
+        return hashes[: self.config.longest_ngram - 1] % self.config.ngram_rows
+
+    def reading_of(self, tokens: Tensor, begins: Tensor, words: Tensor,
+                   hashes: Tensor) -> Reading:
+        """What `spell_and_hash` returns, or a part of it with whole sequences -> its reading."""
         c = self.config
         nothing = tokens.new_empty(0)
-        short_hashes = hashes[: c.longest_ngram - 1]  # (G, T)
-        rows = nothing
-        if c.ngram_rows:
-            rows = (short_hashes % c.ngram_rows).flatten()
+        rows = self.rows_of_ngrams(hashes).flatten() if c.ngram_rows else nothing
         induced = recalled = nothing, nothing
         if c.induced:
-            induced = induced_tokens(tokens, begins, torch.cat((words[None], short_hashes)))
+            last = torch.cat((words[None], hashes[: c.longest_ngram - 1]))
+            induced = induced_tokens(tokens, begins, last)
         if c.recall_lengths:
             recalled = recalled_tokens(self.recall_table, hashes, c.recall_lengths)
         return Reading(tokens, begins, hashes, rows, *induced, *recalled)
@@ -157,8 +171,8 @@ class Past:
 
     def prepare(self, batch: Batch, step: int = 0,
                 call: Callable | None = None) -> PreparedBatch:
-        """Makes the batch of a step ready. `call` runs the about 300 small kernels of `read_batch`,
-        by default as a CUDA graph on GPUs.
+        """Makes the batch of a step ready. `call` runs `read_batch`, about 300 small kernels: by
+        default as a CUDA graph, if the run is compiled for a GPU.
 
         Batch n + 1 must not get the memory of batch n, which the main stream is reading. So `kept`
         holds that until batch n + 1 is made. It may get the memory of batch n - 1: by `meet` of
@@ -167,60 +181,61 @@ class Past:
             raise RuntimeError("`meet` must come before the first batch, and between two of them")
         self.has_met = False
         length = batch.sequences.size(1) - 1
-        first = batch.micro_batches[0].start
-        own = slice(first * length, batch.micro_batches[-1].stop * length)
+        num_groups = math.ceil(len(batch.sequences) / batch.group_size)
+        first = batch.micro_batches[0].start  # of this rank's sequences
+        own = slice(first * length, batch.micro_batches[-1].stop * length)  # and tokens
         with self.side_stream.on():
             tokens = batch.sequences.to(self.device, non_blocking=True).long()
-            groups = -(-len(tokens) // batch.in_group)
-            uniform = self.candidates.random_numbers(groups, step)
-            read = partial(self.read_batch, own=own, group_tokens=batch.in_group * length)
-            results = (call or self.call)("batch", read, (*inputs_and_targets(tokens), uniform))
+            uniform = self.candidates.random_numbers(num_groups, step)
+            read = partial(self.read_batch, own=own, group_tokens=batch.group_size * length)
+            reading, drawn, others = (call or self.call)(
+                "batch", read, (*inputs_and_targets(tokens), uniform))
             # Copies, because the next call of a CUDA graph overwrites what it has returned.
-            reading, drawn, others = [[x.clone() for x in part] for part in results]
-            reading, drawn = Reading(*reading), Drawn(*drawn)
             hashes, next_tokens, ends, *rows = others
+            whole = [x.clone() for x in (drawn.counts, drawn.lost, hashes, next_tokens, *rows)]
             ends = ends.to("cpu", non_blocking=True)
             is_there = mark(self.device)
             micro_batches = []
             for sequences, groups in zip(batch.micro_batches, batch.groups_of):
                 where = slice((sequences.start - first) * length, (sequences.stop - first) * length)
                 targets = self.candidates.of(next_tokens[own][where], drawn, groups)
-                micro_batches.append((reading.part(where), targets))
+                micro_batches.append((copied(reading.part(where)), copied(targets)))
+        counts, lost, hashes, next_tokens, *rows = whole
         self.kept = PreparedBatch(
-            micro_batches, drawn, hashes, next_tokens, rows, ends, is_there)
+            micro_batches, counts, lost, hashes, next_tokens, rows, ends, is_there)
         return self.kept
 
     def read_batch(self, inputs: Tensor, targets: Tensor, uniform: Tensor, own: slice,
                    group_tokens: int) -> tuple:
         """Inputs and targets (T,) of all ranks, and random numbers -> this rank's Reading, which is
-        that of its `own` tokens; the candidates of all groups, Drawn; and the tensors that a
-        PreparedBatch also has. Every rank reads the whole batch, so none has to tell the others
-        what it looks up."""
+        that of its `own` tokens; the candidates of all groups, Drawn; and of PreparedBatch hashes,
+        next_tokens, ends and all rows, in this order. Every rank reads the whole batch, so none has
+        to tell the others what it looks up."""
         # 1. What all ranks need to know of all tokens.
-        hashed = self.hash(inputs, training=True)
+        hashed = self.spell_and_hash(inputs, training=True)
         hashes = hashed[-1]
         drawn = self.candidates.draw(targets, group_tokens, uniform)
 
         # 2. What this rank reads.
-        reading = self.guess(*[x[..., own] for x in hashed])
+        reading = self.reading_of(*[x[..., own] for x in hashed])
 
-        # 3. The rows that each rank looks up.
+        # 3. The rows that each rank looks up, in the order of Reading.rows.
         _, ranks = rank_and_world_size()
         of_ranks = [inputs.view(ranks, -1)]
         if self.config.ngram_rows:
-            rows = hashes[: self.config.longest_ngram - 1] % self.config.ngram_rows  # (G, T)
+            rows = self.rows_of_ngrams(hashes)  # (G, T)
             of_ranks.append(rows.unflatten(1, (ranks, -1)).transpose(0, 1).flatten(1))
         rows, ends = zip(*map(distinct_rows, of_ranks))
         return reading, drawn, (hashes, targets, torch.stack(ends), *rows)
 
-    def remember(self, batch: PreparedBatch) -> None:
-        """Writes down, on all ranks the same, what came next in the whole batch of a step: how
-        often each token did, and in the recall table, after which tokens. A text that is read more
-        than once is not recalled, because it would be known by heart. (The batch itself was read
-        before: otherwise it would recall its own targets.)"""
+    def remember(self, batch: PreparedBatch, read_once: bool) -> None:
+        """Takes in the whole batch of a step, on all ranks the same: counts how often each token
+        was a target, and writes to the recall table which token came next after which. But a text
+        that is read more than once is not written there, as it would be known by heart. `prepare`
+        has read this batch before; otherwise it would recall its own targets."""
         with self.side_stream.on():
-            self.candidates.remember(batch.drawn)
-            if self.config.recall_lengths and self.config.epochs == 1:
+            self.candidates.remember(batch.counts, batch.lost)
+            if self.config.recall_lengths and read_once:
                 remember(self.recall_table, batch.hashes, batch.next_tokens,
                          self.config.recall_lengths)
 
@@ -229,7 +244,10 @@ def distinct_rows(of_ranks: Tensor) -> tuple[Tensor, Tensor]:
     """of_ranks: (ranks, lookups), the rows that each rank looks up -> lists of these without
     repeats, each ascending, one list after the other: first that of all ranks together, then that
     of each rank. Zeros follow, up to (2 * ranks * lookups,), so that a CUDA graph can make them:
-    its tensors always have the same size. And where each list ends: (ranks + 1,)."""
+    its tensors always have the same size. And where each list ends: (ranks + 1,).
+
+    The list of all ranks is the first, so that it begins at a multiple of 16 bytes: for others
+    Triton would compile the kernel that takes it once more."""
     ranks, lookups = of_ranks.shape
     # The upper bits of what is sorted are the number of the list.
     numbers = torch.arange(1, ranks + 1, device=of_ranks.device)[:, None] << 32

@@ -62,16 +62,26 @@ class WarmUp:
         average = 0.0
         for num_steps, step in self.stages:
             batch = self.batch(step)
+            prepared = self.read(batch)
             times = []
             for _ in range(2):
                 clock = journal.Clock(self.model.device)
                 clock.start()
                 for _ in range(2):
-                    self.script.train_step(self.model, self.optimizer, self.read(batch), step, call)
+                    prepared = self.step_and_prepare(step, prepared, batch, call)
                 clock.stop()
                 times.append(clock.total / 2)
             average += min(times) * num_steps / self.config.num_steps
         return max(all_ranks(average))
+
+    def step_and_prepare(self, step: int, prepared: PreparedBatch, batch: Batch,
+                         call: Callable) -> PreparedBatch:
+        """Trains on a prepared batch. Meanwhile prepares the next one, as a run does."""
+        following = []
+        self.script.train_step(
+            self.model, self.optimizer, prepared, step, call,
+            prepare_next=lambda: following.append(self.model.past.prepare(batch)))
+        return following[0]
 
     def choose_steps(self, call: Callable, train_paths: list[Path]) -> tuple:
         """Under --minutes, after `run`: the configuration with as many steps as there is time for,

@@ -116,7 +116,7 @@ def one_group(model, targets):
     """Targets (T,) with candidates that are drawn for them alone."""
     candidates = model.candidates
     drawn = candidates.draw(targets, len(targets), candidates.random_numbers(1, step=0))
-    candidates.remember(drawn)
+    candidates.remember(drawn.counts, drawn.lost)
     return candidates.of(targets, drawn, slice(1))
 
 
@@ -124,11 +124,10 @@ def read(model, batch):
     """Inputs and targets (T,) of each micro-batch -> what train_step takes."""
     import torch
 
-    from nanogpt.candidates import Drawn
     pairs = [(model.past.read(inputs, training=True), one_group(model, targets)) for inputs, targets in batch]
     prepared = with_rows(pairs)
     return prepared._replace(
-        drawn=Drawn(*torch.zeros(len(Drawn._fields))),  # `one_group` has counted the targets
+        counts=torch.zeros(()), lost=torch.zeros(()),  # `one_group` has counted the targets
         hashes=torch.cat([reading.hashes for reading, _ in pairs], 1),
         next_tokens=torch.cat([targets for _, targets in batch]))
 
@@ -143,7 +142,7 @@ def with_rows(pairs):
     from nanogpt.ranks import gathered
     own = [torch.cat(rows) for rows in zip(*(reading.rows().values() for reading, _ in pairs))]
     rows, ends = zip(*(distinct_rows(gathered(numbers[None])) for numbers in own))
-    return PreparedBatch(pairs, None, None, None, rows, torch.stack(ends), NoTransfer())
+    return PreparedBatch(pairs, None, None, None, None, rows, torch.stack(ends), NoTransfer())
 
 
 def used_rows(batch):

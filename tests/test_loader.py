@@ -100,7 +100,7 @@ def test_a_micro_batch_is_made_of_whole_groups_or_lies_inside_one(micro_tokens, 
     monkeypatch.setattr("nanogpt.batches.GROUP_TOKENS", 512)  # two sequences
     c = SimpleNamespace(seq_len=256, micro_tokens=micro_tokens)
     [batch] = rank_batches([np.zeros((6, 257), np.uint16)], c, CPU)
-    assert batch.in_group == 2
+    assert batch.group_size == 2
     assert [(part.start, part.stop) for part in batch.micro_batches] == micro_batches
     assert [(part.start, part.stop) for part in batch.groups_of] == groups_of
 
