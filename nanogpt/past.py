@@ -188,21 +188,18 @@ class Past:
             tokens = batch.sequences.to(self.device, non_blocking=True).long()
             uniform = self.candidates.random_numbers(num_groups, step)
             read = partial(self.read_batch, own=own, group_tokens=batch.group_size * length)
-            reading, drawn, others = (call or self.call)(
+            reading, drawn, (hashes, next_tokens, ends, *rows) = (call or self.call)(
                 "batch", read, (*inputs_and_targets(tokens), uniform))
             # Copies, because the next call of a CUDA graph overwrites what it has returned.
-            hashes, next_tokens, ends, *rows = others
-            whole = [x.clone() for x in (drawn.counts, drawn.lost, hashes, next_tokens, *rows)]
-            ends = ends.to("cpu", non_blocking=True)
-            is_there = mark(self.device)
             micro_batches = []
             for sequences, groups in zip(batch.micro_batches, batch.groups_of):
                 where = slice((sequences.start - first) * length, (sequences.stop - first) * length)
                 targets = self.candidates.of(next_tokens[own][where], drawn, groups)
                 micro_batches.append((copied(reading.part(where)), copied(targets)))
-        counts, lost, hashes, next_tokens, *rows = whole
-        self.kept = PreparedBatch(
-            micro_batches, counts, lost, hashes, next_tokens, rows, ends, is_there)
+            self.kept = PreparedBatch(
+                micro_batches, drawn.counts.clone(), drawn.lost.clone(), hashes.clone(),
+                next_tokens.clone(), [x.clone() for x in rows],
+                ends.to("cpu", non_blocking=True), mark(self.device))
         return self.kept
 
     def read_batch(self, inputs: Tensor, targets: Tensor, uniform: Tensor, own: slice,
