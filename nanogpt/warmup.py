@@ -62,26 +62,21 @@ class WarmUp:
         average = 0.0
         for num_steps, step in self.stages:
             batch = self.batch(step)
-            prepared = self.read(batch)
+            self.read(batch)
+            # As a run does, a step trains on the batch that `past` has kept, and prepares the next.
+            prepare_next = partial(self.model.past.prepare, batch)
             times = []
             for _ in range(2):
                 clock = journal.Clock(self.model.device)
                 clock.start()
                 for _ in range(2):
-                    prepared = self.step_and_prepare(step, prepared, batch, call)
+                    self.script.train_step(
+                        self.model, self.optimizer, self.model.past.kept, step, call,
+                        prepare_next=prepare_next)
                 clock.stop()
                 times.append(clock.total / 2)
             average += min(times) * num_steps / self.config.num_steps
         return max(all_ranks(average))
-
-    def step_and_prepare(self, step: int, prepared: PreparedBatch, batch: Batch,
-                         call: Callable) -> PreparedBatch:
-        """Trains on a prepared batch. Meanwhile prepares the next one, as a run does."""
-        following = []
-        self.script.train_step(
-            self.model, self.optimizer, prepared, step, call,
-            prepare_next=lambda: following.append(self.model.past.prepare(batch)))
-        return following[0]
 
     def choose_steps(self, call: Callable, train_paths: list[Path]) -> tuple:
         """Under --minutes, after `run`: the configuration with as many steps as there is time for,
