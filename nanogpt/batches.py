@@ -57,12 +57,8 @@ def rank_batches(arrays: Iterable[np.ndarray], c, device: torch.device) -> Itera
         count = len(sequences) // world_size
         in_micro_batch = micro_sequences(count, c)
         in_group = group_sequences(count, c)
-        micro_batches = cut(rank * count, (rank + 1) * count, in_micro_batch)
+        micro_batches = [slice(begin, begin + in_micro_batch)
+                         for begin in range(rank * count, (rank + 1) * count, in_micro_batch)]
         groups_of = [slice(micro_batch.start // in_group, (micro_batch.stop - 1) // in_group + 1)
                      for micro_batch in micro_batches]
         yield Batch(sequences, micro_batches, in_group, groups_of)
-
-
-def cut(begin: int, end: int, length: int) -> list[slice]:
-    """The numbers from `begin` to `end`, cut into pieces of this length."""
-    return [slice(i, i + length) for i in range(begin, end, length)]
