@@ -96,16 +96,17 @@ def fit(script, given: dict, cuda: bool):
     c = configure(script, preset, OVER_PRESET | given)
     require_one_of("schedule", c.schedule, script.SCHEDULES)
     stages = script.SCHEDULES[c.schedule]
-    c = dataclasses.replace(c, **tables_that_fit(c, sum(train), cuda) | given)
-    keep_batch = "batch_tokens" in given
-    c = dataclasses.replace(c, **lengths_that_fit(c, stages, train, val, keep_batch))
+    upper_bounds = ("seq_len", "val_seq_len", "val_tokens")
+    stays = {name: value for name, value in given.items() if name not in upper_bounds}
+    c = dataclasses.replace(c, **tables_that_fit(c, sum(train), cuda) | stays)
+    c = dataclasses.replace(c, **lengths_that_fit(c, stages, train, val) | stays)
     wanted, most_epochs = given.get("num_steps"), math.inf
     if wanted is None:
         wanted, most_epochs = math.inf, MOST_EPOCHS.get(preset, 1)
         if preset in MOST_EPOCHS and "minutes" not in given:
             c = dataclasses.replace(c, minutes=MINUTES)
     steps = steps_that_fit(c, stages, train, wanted, given.get("epochs", most_epochs))
-    return dataclasses.replace(c, **steps | {name: given[name] for name in steps if name in given})
+    return dataclasses.replace(c, **steps | stays)
 
 
 def tables_that_fit(c, tokens: int, cuda: bool) -> dict[str, int]:
@@ -125,12 +126,10 @@ def tables_that_fit(c, tokens: int, cuda: bool) -> dict[str, int]:
     return dict(ngram_rows=rows, recall_rows=recalled, longest_ngram=longest)
 
 
-def lengths_that_fit(c, stages: list, train: tuple[int, ...], val: int,
-                     keep_batch: bool) -> dict[str, int]:
+def lengths_that_fit(c, stages: list, train: tuple[int, ...], val: int) -> dict[str, int]:
     """The lengths of sequences, batches and validation, in tokens, for a text with so many tokens:
     `train` are those of each training shard, `val` those of all validation shards. No length
-    exceeds that of the configuration, and with `keep_batch` its batches stay. Raises BadInput if
-    the text is too short."""
+    exceeds that of the configuration. Raises BadInput if the text is too short."""
     # 1. Each process has a sequence of each batch, and a stage may have a part of a full batch.
     smallest_part = min(stage.batch_part for stage in stages)
     world_size = int(os.environ.get("WORLD_SIZE", 1))
@@ -147,10 +146,8 @@ def lengths_that_fit(c, stages: list, train: tuple[int, ...], val: int,
     val_seq_len = min(c.val_seq_len, whole_blocks(val - 1), whole_blocks(c.val_tokens))
 
     # 3. Batches and validation of whole sequences.
-    batch_tokens = c.batch_tokens
-    if not keep_batch:
-        batch_tokens = min(batch_tokens, sum(train) // WANTED_STEPS_PER_READING)
-        batch_tokens = max(1, min(batch_tokens, inputs) // seq_len // unit) * unit * seq_len
+    batch_tokens = min(c.batch_tokens, sum(train) // WANTED_STEPS_PER_READING, inputs)
+    batch_tokens = max(1, batch_tokens // seq_len // unit) * unit * seq_len
     return dict(
         seq_len=seq_len, batch_tokens=batch_tokens, val_seq_len=val_seq_len,
         val_tokens=max(min(c.val_tokens, val - 1) // val_seq_len, 1) * val_seq_len)

@@ -110,7 +110,7 @@ def test_lengths_fit_the_text_the_processes_and_each_other(preset, tokens, world
     monkeypatch.setenv("WORLD_SIZE", str(world_size))
     c = t.Config(**t.PRESETS[preset] | planning.OVER_PRESET | {"preset": preset})
     stages = t.SCHEDULES[c.schedule]
-    c = dataclasses.replace(c, **planning.lengths_that_fit(c, stages, (tokens,), 20_000, False))
+    c = dataclasses.replace(c, **planning.lengths_that_fit(c, stages, (tokens,), 20_000))
     c = dataclasses.replace(c, **planning.steps_that_fit(c, stages, (tokens,), 9, 1))
     t.command_line.check(c, t)
     assert c.batch_tokens < tokens and c.val_tokens < 20_000
@@ -121,7 +121,7 @@ def test_a_text_that_is_too_short_is_refused_with_the_number_that_is_needed():
     c = t.Config(**t.PRESETS["laptop"])
     for train, val, part in ((128, 1000, "128 tokens are too few to train on; 129"), (5000, 128, "to validate on")):
         with pytest.raises(BadInput, match=part):
-            planning.lengths_that_fit(c, t.SCHEDULES["laptop"], (train,), val, False)
+            planning.lengths_that_fit(c, t.SCHEDULES["laptop"], (train,), val)
 
 
 @pytest.mark.parametrize("train, epochs", [((19_000,), 40), ((50_000, 3000, 70_000), 5)])
