@@ -33,7 +33,14 @@ def run(train: Callable[[ExitStack], int], stop: Stop) -> int:
     except Exception as error:
         sentence = sentence_of(error, LESS_MEMORY)
         if sentence:
-            say(sentence, stop)
+            rank = int(os.environ.get("RANK", 0))
+            # Rank 0 says it first: mostly all ranks have the same error, as a bad command line.
+            # Then torchrun ends the others while they wait.
+            if rank > 0:
+                stop.in_steps = False  # a SIGTERM of torchrun ends this wait
+                time.sleep(5)
+                sentence = f"rank {rank}: {sentence}"
+            complain(f"train_gpt.py: {sentence}")
         else:
             traceback.print_exc()
     status = 2 if sentence else 1
@@ -55,17 +62,6 @@ def sentence_of(error: Exception, remedy: str = "") -> str:
     texts = "MemoryError|out of memory|can't allocate memory|ALLOC_FAILED"
     trace = "".join(traceback.format_exception(error))
     return f"too little memory{remedy}" if re.search(texts, trace) else ""
-
-
-def say(sentence: str, stop: Stop) -> None:
-    """Rank 0 says it first: mostly all ranks have the same error, as a bad command line. Then
-    torchrun ends the others while they wait."""
-    rank = int(os.environ.get("RANK", 0))
-    if rank > 0:
-        stop.in_steps = False  # a SIGTERM of torchrun ends this wait
-        time.sleep(5)
-        sentence = f"rank {rank}: {sentence}"
-    complain(f"train_gpt.py: {sentence}")
 
 
 def check_loss(kind: str, loss: float, step: int, state: Callable[[], dict[str, Tensor]]) -> None:
