@@ -30,11 +30,8 @@ def spelling(token: bytes) -> str:
 def first_spellings(tokens: list[bytes]) -> np.ndarray:
     """For each token the first one that is another spelling of it, or itself, int64."""
     first = {}
-    numbers = []
-    for number, token in enumerate(tokens):
-        text = spelling(token)
-        numbers.append(first.setdefault(text, number) if text else number)
-    return np.array(numbers)
+    return np.array([first.setdefault(spelling(token) or number, number)
+                     for number, token in enumerate(tokens)])
 
 
 def of_gpt2() -> np.ndarray:
