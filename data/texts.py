@@ -11,14 +11,13 @@ from pathlib import Path
 
 from data import BadInput, require
 
-SUFFIXES = {  # of the files that are taken from a folder
+JSON_LINES = {".jsonl", ".ndjson", ".jsonlines", ".json"}
+SUFFIXES = JSON_LINES | {  # of the files that are taken from a folder
     ".txt", ".text", ".md", ".rst", ".org", ".tex", ".html", ".css",
-    ".jsonl", ".ndjson", ".jsonlines", ".json",
     ".c", ".cc", ".cpp", ".cs", ".cu", ".go", ".h", ".hpp", ".hs", ".java", ".jl", ".js", ".jsx",
     ".kt", ".lua", ".php", ".pl", ".py", ".r", ".rb", ".rs", ".scala", ".sh", ".sql", ".swift",
     ".ts", ".tsx",
 }
-JSON_LINES = {".jsonl", ".ndjson", ".jsonlines", ".json"}
 MARKER = "<|endoftext|>"  # what most often stands between documents
 
 EXPORT = 'export its text column as JSON lines, a line like {"text": "..."} for each document'
