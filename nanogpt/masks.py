@@ -108,16 +108,9 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     scores."""
     T, H, d = q.shape
     n, _, _, span = mask.shape
-    earlier = span - BLOCK_SIZE
     q = q.view(n, BLOCK_SIZE, H, d).transpose(1, 2)
-    k = F.pad(k, (0, 0, 0, 0, earlier, 0))  # (earlier + T, H, d)
-    v = F.pad(v, (0, 0, 0, 0, earlier, 0))
-    if q.is_cuda:
-        k = k.unfold(0, span, BLOCK_SIZE).mT  # (n, H, span, d)
-        v = v.unfold(0, span, BLOCK_SIZE).mT
-    else:
-        k = cpu_unfold(k, n)
-        v = cpu_unfold(v, n)
+    k = seen_by_blocks(k, span)  # (n, H, span, d)
+    v = seen_by_blocks(v, span)
     if q.is_cuda or q.dtype != torch.bfloat16:
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0)
     else:  # on CPUs PyTorch would compute in float32, though products in bf16 are faster
@@ -127,9 +120,13 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     return y.transpose(1, 2).reshape(T, H, d)
 
 
-def cpu_unfold(x: Tensor, n: int) -> Tensor:
-    """x (earlier + T, H, d) -> (n, H, span, d), the part of x that each block of queries may see.
-    On a CPU the gradient of `unfold` takes longer than that of slices."""
+def seen_by_blocks(x: Tensor, span: int) -> Tensor:
+    """x (T, H, d) -> (n, H, span, d), the part of x that each block of queries may see."""
+    x = F.pad(x, (0, 0, 0, 0, span - BLOCK_SIZE, 0))
+    if x.is_cuda:
+        return x.unfold(0, span, BLOCK_SIZE).mT
+    # On a CPU the gradient of `unfold` takes longer than that of slices.
     blocks = x.unflatten(0, (-1, BLOCK_SIZE)).transpose(1, 2)  # (n + window - 1, H, BLOCK_SIZE, d)
-    window = len(blocks) - n + 1
+    window = span // BLOCK_SIZE
+    n = len(blocks) - window + 1
     return torch.cat([blocks[i : i + n] for i in range(window)], 2)
