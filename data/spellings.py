@@ -29,7 +29,7 @@ def spelling(token: bytes) -> str:
 
 def first_spellings(tokens: list[bytes]) -> np.ndarray:
     """For each token the first one that is another spelling of it, or itself, int64."""
-    first = {}
+    first = {}  # by spelling; a token without one stands alone, by its number
     return np.array([first.setdefault(spelling(token) or number, number)
                      for number, token in enumerate(tokens)])
 

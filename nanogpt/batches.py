@@ -21,7 +21,12 @@ class Batch(NamedTuple):
     sequences: Tensor  # of all ranks, (n, seq_len + 1) uint16, on the CPU
     micro_batches: Sequence[slice]  # of this rank: which sequences each of them has
     group_size: int  # how many sequences of the whole batch make a group; the last may be smaller
-    groups_of: Sequence[slice]  # of each micro-batch: its groups, or the one that it lies in
+
+    def groups_of(self, micro_batch: slice) -> slice:
+        """The groups that a micro-batch is made of, or the one that it lies in."""
+        first = micro_batch.start // self.group_size
+        last = (micro_batch.stop - 1) // self.group_size
+        return slice(first, last + 1)
 
 
 def inputs_and_targets(tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -56,9 +61,6 @@ def rank_batches(arrays: Iterable[np.ndarray], c, device: torch.device) -> Itera
             sequences = sequences.pin_memory()  # so that nothing waits for its copy
         count = len(sequences) // world_size
         in_micro_batch = micro_sequences(count, c)
-        in_group = group_sequences(count, c)
         micro_batches = [slice(begin, begin + in_micro_batch)
                          for begin in range(rank * count, (rank + 1) * count, in_micro_batch)]
-        groups_of = [slice(micro_batch.start // in_group, (micro_batch.stop - 1) // in_group + 1)
-                     for micro_batch in micro_batches]
-        yield Batch(sequences, micro_batches, in_group, groups_of)
+        yield Batch(sequences, micro_batches, group_sequences(count, c))

@@ -85,9 +85,10 @@ class PreparedBatch(NamedTuple):
         reading, _ = self.micro_batches[0]
         used = {}
         for index, rows, ends in zip(reading.rows(), self.rows, self.ends.tolist()):
-            of_all, *of_ranks, _ = rows.tensor_split(ends)
-            used[index] = UsedRows(
-                of_ranks[rank], of_all, rows[ends[0] : ends[-1]], [len(x) for x in of_ranks])
+            of_all, *of_each, _ = rows.tensor_split(ends)
+            of_ranks = rows[ends[0] : ends[-1]]
+            counts = [len(x) for x in of_each]
+            used[index] = UsedRows(of_each[rank], of_all, of_ranks, counts)
         return used
 
 
@@ -191,11 +192,15 @@ class Past:
             reading, drawn, (hashes, next_tokens, ends, *rows) = (call or self.call)(
                 "batch", read, (*inputs_and_targets(tokens), uniform))
             # Copies, because the next call of a CUDA graph overwrites what it has returned.
+            own_targets = next_tokens[own]
             micro_batches = []
-            for sequences, groups in zip(batch.micro_batches, batch.groups_of):
-                where = slice((sequences.start - first) * length, (sequences.stop - first) * length)
-                targets = self.candidates.of(next_tokens[own][where], drawn, groups)
-                micro_batches.append((copied(reading.part(where)), copied(targets)))
+            for sequences in batch.micro_batches:
+                begin = (sequences.start - first) * length
+                end = (sequences.stop - first) * length
+                its_reading = reading.part(slice(begin, end))
+                its_targets = self.candidates.of(
+                    own_targets[begin:end], drawn, batch.groups_of(sequences))
+                micro_batches.append((copied(its_reading), copied(its_targets)))
             self.kept = PreparedBatch(
                 micro_batches, drawn.counts.clone(), drawn.lost.clone(), hashes.clone(),
                 next_tokens.clone(), [x.clone() for x in rows],
@@ -221,7 +226,8 @@ class Past:
         of_ranks = [inputs.view(ranks, -1)]
         if self.config.ngram_rows:
             rows = self.rows_of_ngrams(hashes)  # (G, T)
-            of_ranks.append(rows.unflatten(1, (ranks, -1)).transpose(0, 1).flatten(1))
+            rows = rows.unflatten(1, (ranks, -1)).transpose(0, 1)  # (ranks, G, T / ranks)
+            of_ranks.append(rows.flatten(1))
         rows, ends = zip(*map(distinct_rows, of_ranks))
         return reading, drawn, (hashes, targets, torch.stack(ends), *rows)
 

@@ -96,7 +96,7 @@ def fit(script, given: dict, cuda: bool):
     c = configure(script, preset, OVER_PRESET | given)
     require_one_of("schedule", c.schedule, script.SCHEDULES)
     stages = script.SCHEDULES[c.schedule]
-    upper_bounds = ("seq_len", "val_seq_len", "val_tokens")
+    upper_bounds = ("seq_len", "val_seq_len", "val_tokens")  # a short text may need less
     stays = {name: value for name, value in given.items() if name not in upper_bounds}
     c = dataclasses.replace(c, **tables_that_fit(c, sum(train), cuda) | stays)
     c = dataclasses.replace(c, **lengths_that_fit(c, stages, train, val) | stays)

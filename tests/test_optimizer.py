@@ -460,7 +460,7 @@ def test_a_gpu_that_works_on_tables_and_candidates_beside_the_rest_makes_the_sam
             tokens = torch.randint(0, 20_000, (8, 1025), generator=torch.Generator().manual_seed(step)).to(torch.uint16)
             model.past.meet()
             halves = [slice(0, 4), slice(4, 8)]
-            batch = model.past.prepare(Batch(tokens, halves, 4, [slice(0, 1), slice(1, 2)]), step)
+            batch = model.past.prepare(Batch(tokens, halves, 4), step)
             t.train_step(model, optimizer, batch, step)
         results.append({name: p.detach().clone() for name, p in model.named_parameters()})
     for name, p in results[0].items():  # sums by atomic additions are in any order
@@ -509,11 +509,8 @@ def work(rank, world_size, dtype, folder):
         count = 12 // world_size
         # Two groups of six sequences have their candidates in common. One rank trains on both at once.
         begins = range(rank * count, (rank + 1) * count)
-        micro_batches = [slice(i, i + 1) for i in begins]
-        groups_of = [slice(i // 6, i // 6 + 1) for i in begins]
-        if world_size == 1:
-            micro_batches, groups_of = [slice(0, 12)], [slice(0, 2)]
-        batch = batches.Batch(tokens, micro_batches, 6, groups_of)
+        micro_batches = [slice(0, 12)] if world_size == 1 else [slice(i, i + 1) for i in begins]
+        batch = batches.Batch(tokens, micro_batches, 6)
         batch = model.past.prepare(batch, step)
         assert batch.micro_batches[0][1].chosen.shape == (2 if world_size == 1 else 1, 48)
         losses.append(t.train_step(model, optimizer, batch, step).item())
