@@ -1205,9 +1205,9 @@ class FP8HeadLoss(torch.autograd.Function):
 #              the head                             bank
 #   "all"      small banks  all-reduce              all of it, on every    nothing
 #                                                   rank
-#   "columns"  tables       all-to-all of the rows  its columns of the     all-gather of these
-#                           that a rank has looked  rows that any rank     rows
-#                           up                      has looked up
+#   "columns"  tables       all-to-all of the rows  its columns of the     all-to-all of the rows
+#                           that a rank has looked  rows that any rank     that a rank looks up
+#                           up                      has looked up          in the next step
 #
 # Gradients are added over micro-batches, and sent, in the dtype of the bank; but those of rows are
 # added in float32. Transfers run in the background, while the next parameter is being worked on.
@@ -1489,7 +1489,7 @@ class Optimizer:
         self.updates += 1
 
         # 2. Update the own part of each parameter, and begin to hand it out. Tables come first,
-        # because they take longest: their rows must be put in place, too. Small banks come last.
+        # because they take longest. Small banks come last.
         rates = self.rates(lr_factor)
         all_rates = to_device([*rates.values()], self.device)
         self.tables.update(rates, self.hooks.unscale)
@@ -1664,9 +1664,11 @@ def rescaled(frequency: float, old: int, new: int) -> float:
 #                          adds row gradients of pass 2    sums of mlp, qkvo and small banks
 #   Muon for mlp           adds those of tokens to         row gradients, sum of lm_head
 #                          the gradient of lm_head
-#   Adam for lm_head       updates value_embeds, ngrams    squares of row gradients, new rows
-#   Muon for qkvo          puts new rows into the tables   new mlp, lm_head and qkvo
+#   Adam for lm_head       updates value_embeds, ngrams    squares of row gradients, new mlp
+#   Muon for qkvo                                          new lm_head and qkvo
 #   Adam for small banks                                   the loss, and requests
+#   puts new rows into                                     new rows that the next step looks up
+#   the tables
 #
 # Beside the first pass, another stream writes down what came next in this step. Then it prepares
 # the next batch: it searches its tokens for matches, draws its candidates, and finds the rows that
@@ -1703,7 +1705,7 @@ def train_step(model: GPT, optimizer: Optimizer, batch: PreparedBatch, step: int
     setting = setting_of(step, c)
 
     # 1. This stream waits until the batch is prepared, the other ones until the step before is
-    # over, and the CPU until the used rows are counted.
+    # over, and the CPU until the used rows are counted. Then the ranks send each other these rows.
     model.past.meet()
     rows = [reading.rows() for reading, _ in batch.micro_batches]
     optimizer.tables.begin(rows, batch.used_rows())
@@ -1872,6 +1874,7 @@ class Run:
     def validate(self) -> None:
         """Validates, and writes the loss to the log. A collective."""
         self.read_messages()
+        self.optimizer.tables.complete()
         self.optimizer.hooks.before_validation()
         loss = validate(self.model, self.run_files.val_tokens, self.step)
         self.log.step(self.step, self.clock.total, "val_loss", loss)

@@ -179,6 +179,7 @@ def state_of(optimizer) -> dict[str, Tensor]:
 
 def tensors_of(optimizer) -> dict[str, Tensor]:
     """What a save has: all of `state_of`, on rank 0 whole and without padding. A collective."""
+    optimizer.tables.complete()
     tensors = state_of(optimizer)
     for name, x in tensors.items():
         bank, _, _ = name.partition(".")

@@ -1,4 +1,5 @@
-"""Tables of embeddings, of which a step looks up some rows: their gradients, and their update.
+"""Tables of embeddings, of which a step looks up some rows: their gradients, their update, and how
+the ranks exchange rows.
 
 A batch looks up only some rows of the tables of value embeddings and of n-grams. Only those have a
 gradient and are updated. Each rank owns some of the columns of every row, so that all ranks share
@@ -6,8 +7,13 @@ this work, whichever rows they are.
 
 A rank looks up many rows several times, and the ranks mostly different ones. So each rank first
 adds up the gradients of the rows that it has looked up itself. It cuts these sums by columns, and
-sends each rank the columns which that rank owns. Then each rank adds up what it has received,
-updates its columns of these rows, and hands them out to all.
+sends each rank the columns which that rank owns. Then each rank adds up what it has received, and
+updates its columns of these rows.
+
+The other ranks need a new row only when they look it up. So before the passes of a step, each rank
+sends the others its columns of the rows that they look up in this step. Every rank has room for
+whole tables, but in the columns of others, rows that it has not looked up since are out of date.
+`complete` brings them up to date, for validation and saves.
 
 The work takes memory bandwidth, while the update of the matrices takes arithmetic. So it is done
 on a CUDA stream beside the main one (records/TRIED.md).
@@ -37,26 +43,29 @@ from nanogpt.ranks import all_gather, rank_and_world_size
 
 
 class Table(NamedTuple):
-    """Both tensors are whole, and the same, on every rank."""
-    bank: Tensor  # (R, width)
-    # (R,), float32 or wider, of each row's gradients over time; 0 before the first one
+    bank: Tensor  # (R, width); this rank's columns are up to date
+    # (R,), float32 or wider, of each row's gradients over time; 0 before the first one. The same on
+    # all ranks.
     mean_square: Tensor
     index: str  # which row numbers it is looked up at: "tokens", or a name of its own
+
+
+ROWS_AT_A_TIME = 2**20  # of a table, while all of it is brought up to date
 
 
 class Tables:
     """In each step these methods are called in this order:
 
-        begin         tells which rows the micro-batches look up, before the passes
+        begin         tells which rows the micro-batches look up, and fetches what is new in them
         add           takes the gradients of these rows after each pass; the last one sends them
         add_embedding adds those of the token embedding to the gradient of the head, as both are one
                       matrix
-        update        updates the rows and begins to hand them out, or `reset` forgets the gradients
-                      (`gradients` returns those, so that fp16 can look whether they are finite)
-        finish        puts the new rows into the tables
+        update        updates the rows, or `reset` forgets the gradients (`gradients` returns those,
+                      so that fp16 can look whether they are finite)
+        finish        makes the main stream wait for that
 
-    Another order raises RuntimeError. All work is done on the side stream. Between `begin` and
-    `finish` nobody may read the banks but the passes."""
+    Another order raises RuntimeError. All work but that of `begin` is done on the side stream. Who
+    else reads the banks calls `complete` before, when a step is finished."""
 
     def __init__(self, device: torch.device, tables: dict[str, Table]):
         self.side_stream = SideStream(device)
@@ -73,9 +82,14 @@ class Tables:
         # Sums of gradients of the own rows: (ranks, own rows, own_width) of each table, and with
         # the name lm_head (1, own rows, width) of the token embedding.
         self.totals = {}
+        # Of each micro-batch, for each index, the places of its lookups in a total, (lookups,).
+        self.places = []
         # Of each table what comes from all ranks, (rows, own_width), and the transfer.
         self.arriving = {}
-        self.handed_out = {}  # the updated rows (ranks * n, own_width), and the transfer
+        # Of each table the sums over the ranks, (1, n, own_width); for each index, the places in
+        # these sums of what comes from all ranks, (rows,).
+        self.sums_of_ranks = {}
+        self.places_of_ranks = {}
 
     def take_turn(self, method: str, after: str) -> None:
         """Notes that a method is called, and raises RuntimeError if it is not its turn."""
@@ -87,17 +101,58 @@ class Tables:
 
     def begin(self, batch: list[dict[str, Tensor]], used: dict[str, UsedRows]) -> None:
         """Takes the rows that each micro-batch of this rank looks up, (lookups,) for each index,
-        and those that the whole step uses, and makes room for the sums of their gradients. The side
-        stream waits for what was begun on the main stream so far, but not for the pass that comes
-        next."""
+        and those that the whole step uses. Brings this rank's rows up to date; the pass that comes
+        next on the main stream waits for that. A collective."""
         self.take_turn("begin", after="finish")
-        self.side_stream.meet()
         self.batch = batch
         self.used = used
-        with self.side_stream.on():
-            for name, table in self.tables.items():
-                rows = len(used[table.index].own)
-                self.totals[name] = self.new_total(table, self.world_size, rows)
+        if self.world_size > 1:
+            self.fetch()
+        self.side_stream.meet()
+
+    @torch.no_grad()
+    def fetch(self) -> None:
+        """Each rank sends the others its columns of the rows that they look up. A collective."""
+        arriving = []
+        for table in self.tables.values():
+            used = self.used[table.index]
+            columns = take_columns(table.bank, used.of_ranks, self.rank, self.world_size)
+            parts = columns.new_empty(self.world_size, len(used.own), columns.size(1))
+            own = [len(used.own)] * self.world_size
+            transfer = dist.all_to_all_single(
+                parts.flatten(0, 1), columns, own, used.counts, async_op=True)
+            arriving.append((table.bank, used.own, parts, transfer))
+        for bank, rows, parts, transfer in arriving:
+            transfer.wait()
+            put_rows(bank, rows, parts)
+
+    @torch.no_grad()
+    def complete(self) -> None:
+        """Brings all rows up to date on this rank, a part of a table at a time. A collective."""
+        if self.world_size == 1:
+            return
+        for table in self.tables.values():
+            rows = torch.arange(len(table.bank), device=table.bank.device)
+            for some in rows.split(ROWS_AT_A_TIME):
+                columns = take_columns(table.bank, some, self.rank, self.world_size)
+                parts = columns.new_empty(self.world_size, *columns.shape)
+                all_gather(parts.flatten(0, 1), columns, async_op=True).wait()
+                put_rows(table.bank, some, parts)
+
+    def make_room(self) -> None:
+        """Makes room for the sums of gradients, and finds the places of all rows in them. The GPU
+        does this beside the first pass."""
+        for name, table in self.tables.items():
+            used = self.used[table.index]
+            self.totals[name] = self.new_total(table, self.world_size, len(used.own))
+            if self.world_size > 1:
+                self.sums_of_ranks[name] = self.new_total(table, 1, len(used.of_all))
+        for rows in self.batch:
+            self.places.append({index: torch.searchsorted(self.used[index].own, numbers)
+                                for index, numbers in rows.items()})
+        if self.world_size > 1:
+            self.places_of_ranks = {index: torch.searchsorted(used.of_all, used.of_ranks)
+                                    for index, used in self.used.items()}
 
     def new_total(self, table: Table, *sizes: int) -> Tensor:
         """Zeros (*sizes, own_width), for sums of gradients."""
@@ -115,7 +170,10 @@ class Tables:
                 f"gradients of micro-batch {i} were added to the tables after `{self.last_call}`, "
                 f"when it was the turn of {self.added} of {len(self.batch)}; `begin` comes before "
                 "all of them")
-        self.side_stream.meet()
+        if i == 0:
+            with self.side_stream.on():
+                self.make_room()
+        self.side_stream.meet()  # the side stream waits for the pass
         with self.side_stream.on():
             for name, gradient in gradients.items():
                 index = self.tables[name].index if name in self.tables else "tokens"
@@ -123,8 +181,7 @@ class Tables:
                     wide = torch.promote_types(gradient.dtype, torch.float32)
                     self.totals[name] = gradient.new_zeros(
                         1, len(self.used[index].own), gradient.size(1), dtype=wide)
-                places = torch.searchsorted(self.used[index].own, self.batch[i][index])
-                sum_rows(self.totals[name], places, gradient)
+                sum_rows(self.totals[name], self.places[i][index], gradient)
                 self.side_stream.keep(gradient)
         self.added += 1
         if self.added == len(self.batch):
@@ -168,9 +225,9 @@ class Tables:
 
     @torch.no_grad()
     def update(self, rates: dict, unscale: Callable[[Tensor], Tensor]) -> None:
-        """Updates this rank's columns of the used rows, and begins to hand them out. Of each
-        table's rates (train_gpt.Rates) it uses lr, decay and beta2; `unscale` divides a gradient
-        by the scale of the loss. A collective."""
+        """Updates this rank's columns of the used rows. Of each table's rates (train_gpt.Rates) it
+        uses lr, decay and beta2; `unscale` divides a gradient by the scale of the loss. A
+        collective."""
         self.take_turn("update", after="add_embedding")
         if not self.tables:
             return
@@ -181,13 +238,9 @@ class Tables:
             for name, table in self.tables.items():
                 rows = self.used[table.index].of_all
                 root = remember_square(table.mean_square, rows, squares[name], rates[name].beta2)
-                part = update_rows(
+                update_rows(
                     gradients[name], rows, root, table.bank, self.rank,
                     rates[name].lr, rates[name].decay)
-                self.handed_out[name] = part, NoTransfer()
-                if self.world_size > 1:
-                    parts = part.new_empty(self.world_size * len(part), part.size(1))
-                    self.handed_out[name] = parts, all_gather(parts, part, async_op=True)
 
     def mean_squares(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         """The gradients (n, own_width) of this rank's columns -> of each row the mean square over
@@ -206,21 +259,14 @@ class Tables:
         arrived, transfer = self.arriving.pop(name)
         if self.world_size == 1:
             return unscale(arrived)
-        used = self.used[table.index]
-        total = self.new_total(table, 1, len(used.of_all))
         transfer.wait()
-        sum_rows(total, torch.searchsorted(used.of_all, used.of_ranks), unscale(arrived))
+        total = self.sums_of_ranks.pop(name)
+        sum_rows(total, self.places_of_ranks[table.index], unscale(arrived))
         return total[0]
 
-    @torch.no_grad()
     def finish(self) -> None:
-        """Puts the new rows into the banks. What comes on the main stream waits for that."""
+        """What comes on the main stream waits for the update."""
         self.take_turn("finish", after="update")
-        with self.side_stream.on():
-            for name, (parts, transfer) in self.handed_out.items():
-                bank, *_, index = self.tables[name]
-                transfer.wait()
-                put_rows(bank, self.used[index].of_all, parts.unflatten(0, (self.world_size, -1)))
         self.side_stream.meet()
         self.reset()
 
@@ -229,8 +275,7 @@ class Tables:
 # The kernels
 #
 # Each passes over memory once, where indexing in PyTorch, compiled or not, takes two to four
-# passes. (`put_rows` is fast enough that way.) A program works on a tile of 1024 numbers: a part of
-# one line, or several short lines.
+# passes. A program works on a tile of 1024 numbers: a part of one line, or several short lines.
 
 NUMBERS_PER_PROGRAM = 1024
 
@@ -280,7 +325,6 @@ if triton is not None:
         rows_ptr,  # (n,)
         root_ptr,  # (n,)
         bank_ptr,  # (R, width)
-        updated_ptr,  # (n, own_width)
         n,
         own_width,
         width,
@@ -292,7 +336,7 @@ if triton is not None:
         LINES: tl.constexpr,
         COLUMNS: tl.constexpr,
     ):
-        """The new rows, rounded at random if they are in bf16."""
+        """Updates some columns of these rows, which are rounded at random if they are in bf16."""
         line, column, inside = tile_of_lines(n, own_width, LINES, COLUMNS)
         place = line * own_width + column
         gradient = tl.load(gradient_ptr + place, mask=inside, other=0.0)
@@ -300,8 +344,8 @@ if triton is not None:
         row = tl.load(rows_ptr + line, mask=line < n, other=0)
         bank_column = first_column + column
         in_bank = inside & (bank_column < width)
-        weight = tl.load(bank_ptr + row * width + bank_column, mask=in_bank, other=0.0)
-        weight = weight.to(gradient.dtype)
+        weight_ptr = bank_ptr + row * width + bank_column
+        weight = tl.load(weight_ptr, mask=in_bank, other=0.0).to(gradient.dtype)
         update = gradient / (root + 1e-10)
         shrinks = update * weight > 0
         weight -= lr * (update + tl.where(shrinks, decay * weight, 0.0))
@@ -311,7 +355,7 @@ if triton is not None:
             noise = (tl.randint(seed, place.to(tl.int32)) & 0xFFFF).to(tl.int32)
             bits = (weight.to(tl.int32, bitcast=True) + noise) & -65536
             weight = bits.to(tl.float32, bitcast=True)
-        tl.store(updated_ptr + place, weight.to(updated_ptr.dtype.element_ty), mask=inside)
+        tl.store(weight_ptr, weight.to(bank_ptr.dtype.element_ty), mask=in_bank)
 
 
 def sum_rows(total: Tensor, places: Tensor, gradient: Tensor) -> None:
@@ -341,10 +385,9 @@ def remember_square(mean_square: Tensor, rows: Tensor, square: Tensor, beta2: fl
 
 
 def update_rows(gradient: Tensor, rows: Tensor, root: Tensor, bank: Tensor, rank: int,
-                lr: float, decay: float) -> Tensor:
-    """Returns the new values of this rank's columns of rows (n,) of a bank (R, width): (n,
-    own_width) in the bank's dtype; bf16 is rounded at random. The bank stays as it is. A rank has
-    as many columns as the gradient (n, own_width); those beyond the bank's are 0.
+                lr: float, decay: float) -> None:
+    """Updates this rank's columns of rows (n,) of a bank (R, width), in place; bf16 is rounded at
+    random. A rank has as many columns as the gradient (n, own_width) but those beyond the bank's.
 
     The update is lr * gradient / root, with root (n,) that of the mean squares, and weight decay
     only where that shrinks the weight anyway (Chen et al. 2025; record 43), as cautious_update of
@@ -354,24 +397,46 @@ def update_rows(gradient: Tensor, rows: Tensor, root: Tensor, bank: Tensor, rank
     first_column = rank * own_width
     is_bf16 = bank.dtype == torch.bfloat16
     if gradient.is_cuda:
-        updated = torch.empty_like(gradient, dtype=bank.dtype)
         seed = int(torch.randint(2**31, ()))
         grid, tile = line_tiles(n, own_width)
         update_rows_kernel[grid](
-            gradient, rows, root, bank, updated, n, own_width, bank.size(1), first_column, lr,
-            decay, seed, is_bf16, *tile)
-        return updated
-    weight = bank[rows, first_column : first_column + own_width].to(gradient.dtype)
-    weight = F.pad(weight, (0, own_width - weight.size(1)))
-    update = gradient / (root[:, None] + 1e-10)
+            gradient, rows, root, bank, n, own_width, bank.size(1), first_column, lr, decay, seed,
+            is_bf16, *tile)
+        return
+    own = bank[:, first_column : first_column + own_width]
+    weight = own[rows].to(gradient.dtype)
+    update = gradient[:, : own.size(1)] / (root[:, None] + 1e-10)
     shrinks = update * weight > 0
     weight = weight - lr * (update + decay * weight * shrinks)
     if is_bf16:
         weight = round_to(weight, BF16_GRID, torch.rand_like(weight))
-    return weight.to(bank.dtype)
+    own[rows] = weight.to(bank.dtype)
+
+
+def in_words(x: Tensor) -> Tensor:
+    """x (..., width) seen as numbers of eight bytes, if its lines are made of whole ones: a GPU
+    takes as long for each of these as for one of two bytes."""
+    in_word = 8 // x.itemsize
+    steps = x.size(-1), x.storage_offset(), *x.stride()[:-1]
+    return x.view(torch.int64) if all(step % in_word == 0 for step in steps) else x
+
+
+def take_columns(bank: Tensor, rows: Tensor, rank: int, ranks: int) -> Tensor:
+    """The columns that a rank owns of rows (n,) of a bank (R, width): (n, own_width). Those beyond
+    the bank's are 0."""
+    own_width = -(-bank.size(1) // ranks)
+    own = bank[:, rank * own_width : (rank + 1) * own_width]
+    taken = in_words(own)[rows].view(bank.dtype)
+    padding = own_width - own.size(1)
+    return F.pad(taken, (0, padding)) if padding else taken
 
 
 def put_rows(bank: Tensor, rows: Tensor, parts: Tensor) -> None:
     """Writes the parts (ranks, n, own_width), one from each rank, to rows (n,) of the bank (R,
     width)."""
-    bank.index_copy_(0, rows, parts.transpose(0, 1).flatten(1)[:, : bank.size(1)])
+    ranks, _, own_width = parts.shape
+    parts = parts.transpose(0, 1)  # (n, ranks, own_width)
+    if bank.size(1) == ranks * own_width:
+        in_words(bank.unflatten(1, (ranks, own_width)))[rows] = in_words(parts)
+    else:
+        bank[rows] = parts.flatten(1)[:, : bank.size(1)]
