@@ -1461,8 +1461,8 @@ class Optimizer:
         keeps it for the next step. A collective."""
         gradient = self.head_gradient
         self.head_gradient = None
-        with self.tables.side_stream.on():
-            self.tables.side_stream.keep(gradient)
+        with self.tables.embedding_stream.on():
+            self.tables.embedding_stream.keep(gradient)
             self.tables.add_embedding(gradient)
             if self.model.config.head_every_second:
                 if self.first_head_gradient is None:
@@ -1659,21 +1659,21 @@ def rescaled(frequency: float, old: int, new: int) -> float:
 # in every second step only):
 #
 #   main stream            side stream (tables.py)         transfers between the GPUs
+#   puts fetched rows                                      rows that are looked up in this step
+#   into the tables
 #   pass 1 (see below)
 #   pass 2                 adds row gradients of pass 1
 #                          adds row gradients of pass 2    sums of mlp, qkvo and small banks
-#   Muon for mlp           adds those of tokens to         row gradients, sum of lm_head
-#                          the gradient of lm_head
+#   Muon for mlp                                           row gradients, sum of lm_head
 #   Adam for lm_head       updates value_embeds, ngrams    squares of row gradients, new mlp
 #   Muon for qkvo                                          new lm_head and qkvo
 #   Adam for small banks                                   the loss, and requests
-#   puts new rows into                                     new rows that the next step looks up
-#   the tables
 #
-# Beside the first pass, another stream writes down what came next in this step. Then it prepares
-# the next batch: it searches its tokens for matches, draws its candidates, and finds the rows that
-# it looks up (nanogpt/past.py). The CPU has to know how many rows these are. It waits for that only
-# at the beginning of the next step, when the GPU still has the rest of this one to do.
+# There are two more streams. One adds the gradients of looked-up tokens to that of lm_head. The
+# other works beside the first pass: it writes down what came next in this step, and prepares the
+# next batch, that is, it searches its tokens for matches, draws its candidates, and finds the rows
+# that it looks up (nanogpt/past.py). The CPU has to know how many rows these are. It waits for that
+# only at the beginning of the next step, when the GPU still has the rest of this one to do.
 
 
 def forward_backward(model: GPT, setting: Setting,

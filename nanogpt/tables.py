@@ -64,11 +64,12 @@ class Tables:
                       so that fp16 can look whether they are finite)
         finish        makes the main stream wait for that
 
-    Another order raises RuntimeError. All work but that of `begin` is done on the side stream. Who
-    else reads the banks calls `complete` before, when a step is finished."""
+    Another order raises RuntimeError. `begin` works on the main stream, and the others on two side
+    streams. Who else reads the banks calls `complete` before, when a step is finished."""
 
     def __init__(self, device: torch.device, tables: dict[str, Table]):
         self.side_stream = SideStream(device)
+        self.embedding_stream = SideStream(device)  # for the rows of the token embedding
         self.rank, self.world_size = rank_and_world_size()
         self.tables = tables
         self.reset()
@@ -99,6 +100,12 @@ class Tables:
                                f"{len(self.batch)} micro-batches")
         self.last_call = method
 
+    def meet(self) -> None:
+        """The main stream and both side streams wait for each other."""
+        self.embedding_stream.join()
+        self.side_stream.meet()
+        self.embedding_stream.follow()
+
     def begin(self, batch: list[dict[str, Tensor]], used: dict[str, UsedRows]) -> None:
         """Takes the rows that each micro-batch of this rank looks up, (lookups,) for each index,
         and those that the whole step uses. Brings this rank's rows up to date; the pass that comes
@@ -108,7 +115,7 @@ class Tables:
         self.used = used
         if self.world_size > 1:
             self.fetch()
-        self.side_stream.meet()
+        self.meet()
 
     @torch.no_grad()
     def fetch(self) -> None:
@@ -139,9 +146,13 @@ class Tables:
                 all_gather(parts.flatten(0, 1), columns, async_op=True).wait()
                 put_rows(table.bank, some, parts)
 
-    def make_room(self) -> None:
+    def make_room(self, gradients: dict[str, Tensor]) -> None:
         """Makes room for the sums of gradients, and finds the places of all rows in them. The GPU
         does this beside the first pass."""
+        embedding = gradients["lm_head"]
+        wide = torch.promote_types(embedding.dtype, torch.float32)
+        self.totals["lm_head"] = embedding.new_zeros(
+            1, len(self.used["tokens"].own), embedding.size(1), dtype=wide)
         for name, table in self.tables.items():
             used = self.used[table.index]
             self.totals[name] = self.new_total(table, self.world_size, len(used.own))
@@ -172,17 +183,15 @@ class Tables:
                 "all of them")
         if i == 0:
             with self.side_stream.on():
-                self.make_room()
-        self.side_stream.meet()  # the side stream waits for the pass
-        with self.side_stream.on():
-            for name, gradient in gradients.items():
-                index = self.tables[name].index if name in self.tables else "tokens"
-                if name not in self.totals:  # of the token embedding
-                    wide = torch.promote_types(gradient.dtype, torch.float32)
-                    self.totals[name] = gradient.new_zeros(
-                        1, len(self.used[index].own), gradient.size(1), dtype=wide)
-                sum_rows(self.totals[name], self.places[i][index], gradient)
-                self.side_stream.keep(gradient)
+                self.make_room(gradients)
+        self.meet()  # the side streams wait for the pass
+        for name, gradient in gradients.items():
+            table = self.tables.get(name)
+            stream = self.side_stream if table else self.embedding_stream
+            places = self.places[i][table.index if table else "tokens"]
+            with stream.on():
+                sum_rows(self.totals[name], places, gradient)
+            stream.keep(gradient)
         self.added += 1
         if self.added == len(self.batch):
             self.last_call = "add"
@@ -190,7 +199,7 @@ class Tables:
         elif self.added > 1:
             # Passes from the second on are one CUDA graph, which writes its gradients to the same
             # place each time. So the next pass waits until these are added up.
-            self.side_stream.join()
+            self.meet()
 
     def send(self) -> None:
         """Begins to send each rank its part of the totals, in the dtype of the banks. A
@@ -210,11 +219,11 @@ class Tables:
                 self.arriving[name] = arrived, transfer
 
     def add_embedding(self, gradient: Tensor) -> None:
-        """Adds the total of the token embedding to the gradient (V, width) of the head."""
+        """Adds the total of the token embedding to the gradient (V, width) of the head. This is
+        done on the embedding's stream, which must be the current one."""
         self.take_turn("add_embedding", after="add")
-        with self.side_stream.on():
-            total = self.totals.pop("lm_head")
-            gradient[self.used["tokens"].own] += total[0].to(gradient.dtype)  # no row twice
+        total = self.totals["lm_head"][0].to(gradient.dtype)
+        gradient[self.used["tokens"].own] += total  # no row twice
 
     def gradients(self) -> list[Tensor]:
         """What this rank has received, after waiting for it on the current stream."""
@@ -267,7 +276,7 @@ class Tables:
     def finish(self) -> None:
         """What comes on the main stream waits for the update."""
         self.take_turn("finish", after="update")
-        self.side_stream.meet()
+        self.meet()
         self.reset()
 
 
@@ -352,7 +361,8 @@ if triton is not None:
         if IS_BF16:
             # bf16 is the upper half of a float32. Noise in the lower half carries into it at times,
             # the more often the larger this half is; for numbers below 0 that is away from 0, too.
-            noise = (tl.randint(seed, place.to(tl.int32)) & 0xFFFF).to(tl.int32)
+            # Four rounds of the generator are random enough for that, and ten take much longer.
+            noise = (tl.randint(seed, place.to(tl.int32), n_rounds=4) & 0xFFFF).to(tl.int32)
             bits = (weight.to(tl.int32, bitcast=True) + noise) & -65536
             weight = bits.to(tl.float32, bitcast=True)
         tl.store(weight_ptr, weight.to(bank_ptr.dtype.element_ty), mask=in_bank)
