@@ -510,7 +510,7 @@ def amounts_of(scalars: Tensor) -> Amounts:
 
 # The banks of which rows are looked up, and by which row numbers of a Reading (nanogpt/past.py).
 # lm_head is the token embedding, too.
-LOOKED_UP_AT = {"value_embeds": "tokens", "ngrams": "ngrams", "lm_head": "tokens"}
+LOOKED_UP_AT = {"ngrams": "ngrams", "value_embeds": "tokens", "lm_head": "tokens"}
 
 
 class Param(NamedTuple):
@@ -614,8 +614,9 @@ def parameter_table(c: Config) -> dict[str, Param]:
         "lm_head": Param(
             (V, D), optimizer="adam", lr=c.head_lr, init=normal(0.005), betas=(0.5, 0.95),
             decay=0.75 * c.head_lr),
-        "value_embeds": Param((V, E * H * d), init=normal(0.01), **table),
+        # the larger table first, as its transfers take longest
         "ngrams": Param((c.ngram_rows, c.ngram_width), init=zero, **table),
+        "value_embeds": Param((V, E * H * d), init=normal(0.01), **table),
         # Queries, keys, values and output of each layer with attention in turn. The weight of the
         # output (D, H d) is stored transposed, so that all have one shape.
         "qkvo": Param(
@@ -939,8 +940,7 @@ class GPT(nn.Module):
         self.register_buffer(
             "recall_table", torch.zeros(c.recall_rows, dtype=torch.int32, device=device))
         self.candidates = Candidates(c.candidates, c.vocab_size, device)
-        self.past = Past(
-            c, self.bos, self.recall_table, self.candidates, gpu.caller(as_graphs))
+        self.past = Past(c, self.bos, self.recall_table, self.candidates, as_graphs)
         self.precision = Precision(
             c, choose_recipes(c, device), dict(self.named_parameters()))
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from data import spellings
 from nanogpt.batches import Batch, inputs_and_targets
 from nanogpt.candidates import Candidates, Targets
-from nanogpt.gpu import SideStream, call_directly, mark
+from nanogpt.gpu import NoTransfer, SideStream, caller, mark
 from nanogpt.ranks import rank_and_world_size
 
 
@@ -74,7 +74,7 @@ class PreparedBatch(NamedTuple):
     next_tokens: Tensor  # (T,)
     # For each index, in the order of Reading.rows, the lists that `distinct_rows` returns, and on
     # the CPU (indices, ranks + 1), where these end.
-    rows: list[Tensor]
+    rows: tuple[Tensor, ...]
     ends: Tensor
     is_there: object  # the event after which the CPU may read `ends`
 
@@ -112,7 +112,7 @@ class Past:
     all ranks. c: train_gpt.Config"""
 
     def __init__(self, c, bos: int, recall_table: Tensor, candidates: Candidates,
-                 call: Callable = call_directly):
+                 as_graphs: bool = False):
         device = recall_table.device
         self.bos = bos
         self.spellings = torch.from_numpy(spellings.of_vocabulary(c.vocab_size)).to(device)
@@ -121,7 +121,8 @@ class Past:
         self.config = c
         self.device = device
         self.side_stream = SideStream(device)
-        self.call = call
+        self.read_calls = [caller(as_graphs), caller(as_graphs)]
+        self.remember_call = caller(as_graphs)
         self.kept = None  # the last batch, so that its memory is not given away (`prepare`)
         self.has_met = False  # whether `meet` was called after the last `prepare`
 
@@ -176,50 +177,45 @@ class Past:
         default as a CUDA graph, if the run is compiled for a GPU.
 
         Batch n + 1 must not get the memory of batch n, which the main stream is reading. So `kept`
-        holds that until batch n + 1 is made. It may get the memory of batch n - 1: by `meet` of
+        holds that until batch n + 1 is made, and two callers take turns: a CUDA graph overwrites
+        what it has returned before. Batch n + 1 may get the memory of batch n - 1: by `meet` of
         step n this stream waits until step n - 1 is over. Raises RuntimeError without that."""
         if not self.has_met:
             raise RuntimeError("`meet` must come before the first batch, and between two of them")
         self.has_met = False
-        length = batch.sequences.size(1) - 1
         num_groups = math.ceil(len(batch.sequences) / batch.group_size)
-        first = batch.micro_batches[0].start  # of this rank's sequences
-        own = slice(first * length, batch.micro_batches[-1].stop * length)  # and tokens
+        self.read_calls.reverse()
         with self.side_stream.on():
-            tokens = batch.sequences.to(self.device, non_blocking=True).long()
+            sequences = batch.sequences.to(self.device, non_blocking=True)
             uniform = self.candidates.random_numbers(num_groups, step)
-            read = partial(self.read_batch, own=own, group_tokens=batch.group_size * length)
-            reading, drawn, (hashes, next_tokens, ends, *rows) = (call or self.call)(
-                "batch", read, (*inputs_and_targets(tokens), uniform))
-            # Copies, because the next call of a CUDA graph overwrites what it has returned.
-            own_targets = next_tokens[own]
-            micro_batches = []
-            for sequences in batch.micro_batches:
-                begin = (sequences.start - first) * length
-                end = (sequences.stop - first) * length
-                its_reading = reading.part(slice(begin, end))
-                its_targets = self.candidates.of(
-                    own_targets[begin:end], drawn, batch.groups_of(sequences))
-                micro_batches.append((copied(its_reading), copied(its_targets)))
-            self.kept = PreparedBatch(
-                micro_batches, drawn.counts.clone(), drawn.lost.clone(), hashes.clone(),
-                next_tokens.clone(), [x.clone() for x in rows],
-                ends.to("cpu", non_blocking=True), mark(self.device))
+            prepared = (call or self.read_calls[0])(
+                "batch", partial(self.read_batch, batch), (sequences, uniform))
+            self.kept = prepared._replace(
+                ends=prepared.ends.to("cpu", non_blocking=True), is_there=mark(self.device))
         return self.kept
 
-    def read_batch(self, inputs: Tensor, targets: Tensor, uniform: Tensor, own: slice,
-                   group_tokens: int) -> tuple:
-        """Inputs and targets (T,) of all ranks, and random numbers -> this rank's Reading, which is
-        that of its `own` tokens; the candidates of all groups, Drawn; and of PreparedBatch hashes,
-        next_tokens, ends and all rows, in this order. Every rank reads the whole batch, so none has
-        to tell the others what it looks up."""
+    def read_batch(self, batch: Batch, sequences: Tensor, uniform: Tensor) -> PreparedBatch:
+        """The sequences of a batch, on the device, and random numbers for its candidates -> the
+        batch, with `ends` on the device. Every rank reads the whole batch, so none has to tell the
+        others what it looks up."""
         # 1. What all ranks need to know of all tokens.
+        length = sequences.size(1) - 1
+        inputs, targets = inputs_and_targets(sequences.long())
         hashed = self.spell_and_hash(inputs, training=True)
         hashes = hashed[-1]
-        drawn = self.candidates.draw(targets, group_tokens, uniform)
+        drawn = self.candidates.draw(targets, batch.group_size * length, uniform)
 
-        # 2. What this rank reads.
+        # 2. What this rank reads, in micro-batches.
+        first = batch.micro_batches[0].start  # of its sequences
+        own = slice(first * length, batch.micro_batches[-1].stop * length)  # and tokens
         reading = self.reading_of(*[x[..., own] for x in hashed])
+        micro_batches = []
+        for part in batch.micro_batches:
+            its_reading = reading.part(slice((part.start - first) * length,
+                                             (part.stop - first) * length))
+            its_targets = self.candidates.of(
+                targets[part.start * length : part.stop * length], drawn, batch.groups_of(part))
+            micro_batches.append((copied(its_reading), copied(its_targets)))
 
         # 3. The rows that each rank looks up, in the order of Reading.rows.
         _, ranks = rank_and_world_size()
@@ -229,18 +225,25 @@ class Past:
             rows = rows.unflatten(1, (ranks, -1)).transpose(0, 1)  # (ranks, G, T / ranks)
             of_ranks.append(rows.flatten(1))
         rows, ends = zip(*map(distinct_rows, of_ranks))
-        return reading, drawn, (hashes, targets, torch.stack(ends), *rows)
+        return PreparedBatch(micro_batches, drawn.counts, drawn.lost, hashes, targets, rows,
+                             torch.stack(ends), NoTransfer())
 
-    def remember(self, batch: PreparedBatch, read_once: bool) -> None:
+    def remember(self, batch: PreparedBatch, read_once: bool,
+                 call: Callable | None = None) -> None:
         """Takes in the whole batch of a step, on all ranks the same: counts how often each token
         was a target, and writes to the recall table which token came next after which. But a text
         that is read more than once is not written there, as it would be known by heart. `prepare`
         has read this batch before; otherwise it would recall its own targets."""
         with self.side_stream.on():
-            self.candidates.remember(batch.counts, batch.lost)
-            if self.config.recall_lengths and read_once:
-                remember(self.recall_table, batch.hashes, batch.next_tokens,
-                         self.config.recall_lengths)
+            (call or self.remember_call)(
+                "remember", partial(self.take_in, read_once),
+                (batch.counts, batch.lost, batch.hashes, batch.next_tokens))
+
+    def take_in(self, read_once: bool, counts: Tensor, lost: Tensor, hashes: Tensor,
+                next_tokens: Tensor) -> None:
+        self.candidates.remember(counts, lost)
+        if self.config.recall_lengths and read_once:
+            remember(self.recall_table, hashes, next_tokens, self.config.recall_lengths)
 
 
 def distinct_rows(of_ranks: Tensor) -> tuple[Tensor, Tensor]:

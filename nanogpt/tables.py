@@ -185,38 +185,39 @@ class Tables:
             with self.side_stream.on():
                 self.make_room(gradients)
         self.meet()  # the side streams wait for the pass
-        for name, gradient in gradients.items():
-            table = self.tables.get(name)
-            stream = self.side_stream if table else self.embedding_stream
-            places = self.places[i][table.index if table else "tokens"]
-            with stream.on():
-                sum_rows(self.totals[name], places, gradient)
-            stream.keep(gradient)
         self.added += 1
-        if self.added == len(self.batch):
+        is_last = self.added == len(self.batch)
+        for name, table in self.tables.items():
+            with self.side_stream.on():
+                sum_rows(self.totals[name], self.places[i][table.index], gradients[name])
+                if is_last:
+                    self.send(name)
+            self.side_stream.keep(gradients[name])
+        with self.embedding_stream.on():
+            sum_rows(self.totals["lm_head"], self.places[i]["tokens"], gradients["lm_head"])
+        self.embedding_stream.keep(gradients["lm_head"])
+        if is_last:
             self.last_call = "add"
-            self.send()
-        elif self.added > 1:
+        elif i > 0:
             # Passes from the second on are one CUDA graph, which writes its gradients to the same
             # place each time. So the next pass waits until these are added up.
             self.meet()
 
-    def send(self) -> None:
-        """Begins to send each rank its part of the totals, in the dtype of the banks. A
+    def send(self, name: str) -> None:
+        """Begins to send each rank its part of a table's total, in the dtype of the bank. A
         collective."""
-        with self.side_stream.on():
-            for name, table in self.tables.items():
-                total = self.totals.pop(name)  # (ranks, own rows, own_width)
-                if self.world_size == 1:
-                    self.arriving[name] = total[0], NoTransfer()
-                    continue
-                total = total.to(table.bank.dtype)
-                counts = self.used[table.index].counts
-                arrived = total.new_empty(sum(counts), total.size(2))
-                own = [counts[self.rank]] * self.world_size
-                transfer = dist.all_to_all_single(
-                    arrived, total.flatten(0, 1), counts, own, async_op=True)
-                self.arriving[name] = arrived, transfer
+        table = self.tables[name]
+        total = self.totals.pop(name)  # (ranks, own rows, own_width)
+        if self.world_size == 1:
+            self.arriving[name] = total[0], NoTransfer()
+            return
+        total = total.to(table.bank.dtype)
+        counts = self.used[table.index].counts
+        arrived = total.new_empty(sum(counts), total.size(2))
+        own = [counts[self.rank]] * self.world_size
+        transfer = dist.all_to_all_single(
+            arrived, total.flatten(0, 1), counts, own, async_op=True)
+        self.arriving[name] = arrived, transfer
 
     def add_embedding(self, gradient: Tensor) -> None:
         """Adds the total of the token embedding to the gradient (V, width) of the head. This is

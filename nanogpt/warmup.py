@@ -45,11 +45,11 @@ class WarmUp:
         for _, step in self.stages:
             # First without a CUDA graph, which cannot record what is compiled or made at first use.
             self.forward_backward(step)
-            # Two micro-batches: all after the first one use the graph of the second.
-            some = self.read(self.batch(step))
-            some = some._replace(micro_batches=some.micro_batches[:2])
-            # Twice if the head is updated every second step: with it and without it.
-            for _ in range(1 + self.config.head_every_second):
+            # Two micro-batches: all after the first one use the graph of the second. And two steps:
+            # the head may be updated in the second one only, and two graphs read batches in turn.
+            for _ in range(2):
+                some = self.read(self.batch(step))
+                some = some._replace(micro_batches=some.micro_batches[:2])
                 self.script.train_step(self.model, self.optimizer, some, step, call)
             if not self.model.flex:  # masks of SDPA have other shapes for each stage's windows
                 self.validate(step)
@@ -114,8 +114,10 @@ class WarmUp:
         return self.model.past.prepare(batch, call=call)
 
     def forward_backward(self, step: int) -> None:
-        reading, targets = self.read(self.batch(step), call_directly).micro_batches[0]
+        batch = self.read(self.batch(step), call_directly)
+        self.model.past.remember(batch, True, call_directly)
         self.model.past.join()
+        reading, targets = batch.micro_batches[0]
         setting = self.script.setting_of(step, self.config)
         self.script.forward_backward(self.model, setting, *targets, *reading)
         self.model.zero_grad()

@@ -389,8 +389,9 @@ def updated(batch, late):
             patch.setattr(tables, "sum_rows", lambda *new: waiting.append(new))
             for stream in (optimizer.tables.side_stream, tables.SideStream):
                 patch.setattr(stream, "join", lambda *_: sum_waiting())
-            send = optimizer.tables.send
-            patch.setattr(optimizer.tables, "send", lambda: (sum_waiting(), send()))
+            for name in ("send", "add_embedding"):  # which work on the same streams as the sums
+                method = getattr(optimizer.tables, name)
+                patch.setattr(optimizer.tables, name, lambda x, method=method: (sum_waiting(), method(x)))
         t.train_step(model, optimizer, read(model, batch), 1, call)
     return checkpoints.tensors_of(optimizer)
 
