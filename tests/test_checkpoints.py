@@ -134,7 +134,7 @@ def test_what_may_change_does_and_what_may_not_is_named(corpus, tmp_path, capfd)
 def test_a_fitted_run_goes_on_by_the_command_that_it_was_started_with(corpus, tmp_path, capsys):
     command = [word for word in options(corpus, tmp_path, minutes=0.02) if not word.startswith("--num_steps")]
     command += ["--fit"]
-    assert run(command, 2) == 130
+    assert run(command, 1) == 130
     config = read_log(last_log(tmp_path)).config
     assert run([*command, "--resume"]) == 0, capsys.readouterr().err
     assert read_log(last_log(tmp_path)).config["num_steps"] == config["num_steps"]
