@@ -1198,7 +1198,8 @@ class FP8HeadLoss(torch.autograd.Function):
 # originals ("masters") and the state of their optimizers exist only once, shared out over the
 # ranks. Of the small ones every rank has all in float32, and tables have no originals. A step has
 # three phases: every gradient is summed over the ranks (`Optimizer.start_sums`), each rank updates
-# its share, and hands the new weights out to all (`Optimizer.step`). `Param.share` says how:
+# its share, and hands the new weights out to all (`Optimizer.step`), but rows of tables only at the
+# beginning of the next step (`Tables.begin`). `Param.share` says how:
 #
 #   share      of which     summed by               a rank updates         handed out by
 #   "slice"    matrices,    reduce-scatter          its slice of the       all-gather
@@ -1489,7 +1490,7 @@ class Optimizer:
         self.updates += 1
 
         # 2. Update the own part of each parameter, and begin to hand it out. Tables come first,
-        # because they take longest. Small banks come last.
+        # because they take longest; they hand out nothing yet. Small banks come last.
         rates = self.rates(lr_factor)
         all_rates = to_device([*rates.values()], self.device)
         self.tables.update(rates, self.hooks.unscale)
@@ -1502,7 +1503,7 @@ class Optimizer:
             for name in group:
                 transfers[name] = self.hand_out(name)
 
-        # 3. Wait until all new weights have arrived.
+        # 3. Wait for the tables, and until all other new weights have arrived.
         self.tables.finish()
         for transfer in transfers.values():
             transfer.wait()
@@ -1802,7 +1803,7 @@ class Run:
 
     def train(self, call: Callable) -> None:
         """All steps, and the averages of the last weights. The clock stands still during
-        validation, which changes no weight and reads no training data. A collective."""
+        validation, which trains no weight and reads no training data. A collective."""
         c = self.config
         self.clock.start()
         self.model.past.meet()
@@ -1817,9 +1818,12 @@ class Run:
             self.make_step(call)
         if self.optimizer.averages and not self.ended_by:
             self.optimizer.go_half_way_to_averages()
+        if self.ended_by:
+            self.clock.stop()
+            return
+        self.optimizer.tables.complete()  # as all ranks are to have all that was trained
         self.clock.stop()
-        if not self.ended_by:
-            self.validate()
+        self.validate()
 
     def prepare(self, step: int) -> None:
         """Makes the batch of a step ready, if there is such a step."""

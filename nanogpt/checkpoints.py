@@ -75,7 +75,8 @@ def open_file(path: str | Path, kind: str):
 
 
 def weights_of(model) -> dict[str, Tensor]:
-    """The tensors of the file of a train_gpt.GPT's weights."""
+    """The tensors of the file of a train_gpt.GPT's weights. Its tables must be complete
+    (`Tables.complete`), as they are after validation."""
     weights = {name: model.weight(name) for name in model.params}
     return weights | {"recall_table": model.recall_table}
 
@@ -160,7 +161,8 @@ def configure(script, save: Path, given: dict):
 
 def state_of(optimizer) -> dict[str, Tensor]:
     """All that the updates of a train_gpt.Optimizer change, by names like "mlp.master" and
-    "mlp.momentum_buffer": of banks with share "slice" this rank's rows, and all of the rest."""
+    "mlp.momentum_buffer": of banks with share "slice" this rank's rows, and all of the rest. Of
+    tables only this rank's columns are up to date before `Tables.complete`."""
     named = {}
     for name, master in optimizer.masters.items():
         named[f"{name}.master"] = master

@@ -93,7 +93,7 @@ class PreparedBatch(NamedTuple):
 
 
 def copied(tensors: NamedTuple) -> NamedTuple:
-    """A copy of each tensor. Parts of a batch must be copies also because compiled graphs depend on
+    """A copy of each tensor. Parts of a batch must be copies, because compiled graphs depend on
     where in its memory a tensor begins, and on how far its rows are apart."""
     return tensors._make(x.clone(memory_format=torch.contiguous_format) for x in tensors)
 
@@ -174,7 +174,8 @@ class Past:
     def prepare(self, batch: Batch, step: int = 0,
                 call: Callable | None = None) -> PreparedBatch:
         """Makes the batch of a step ready. `call` runs `read_batch`, about 300 small kernels: by
-        default as a CUDA graph, if the run is compiled for a GPU.
+        default as a CUDA graph, if the run is compiled for a GPU. (The number of sequences says how
+        they are cut, so batches of the same shapes can use the same graph.)
 
         Batch n + 1 must not get the memory of batch n, which the main stream is reading. So `kept`
         holds that until batch n + 1 is made, and two callers take turns: a CUDA graph overwrites
@@ -234,15 +235,18 @@ class Past:
         was a target, and writes to the recall table which token came next after which. But a text
         that is read more than once is not written there, as it would be known by heart. `prepare`
         has read this batch before; otherwise it would recall its own targets."""
+        writes = read_once and bool(self.config.recall_lengths)
+        if not writes and not self.candidates.number:
+            return  # PyTorch warns of a CUDA graph that does nothing
         with self.side_stream.on():
             (call or self.remember_call)(
-                "remember", partial(self.take_in, read_once),
+                ("remember", writes), partial(self.take_in, writes),
                 (batch.counts, batch.lost, batch.hashes, batch.next_tokens))
 
-    def take_in(self, read_once: bool, counts: Tensor, lost: Tensor, hashes: Tensor,
+    def take_in(self, writes: bool, counts: Tensor, lost: Tensor, hashes: Tensor,
                 next_tokens: Tensor) -> None:
         self.candidates.remember(counts, lost)
-        if self.config.recall_lengths and read_once:
+        if writes:
             remember(self.recall_table, hashes, next_tokens, self.config.recall_lengths)
 
 

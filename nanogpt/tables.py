@@ -15,8 +15,8 @@ sends the others its columns of the rows that they look up in this step. Every r
 whole tables, but in the columns of others, rows that it has not looked up since are out of date.
 `complete` brings them up to date, for validation and saves.
 
-The work takes memory bandwidth, while the update of the matrices takes arithmetic. So it is done
-on a CUDA stream beside the main one (records/TRIED.md).
+The sums and the update take memory bandwidth, while the update of the matrices takes arithmetic. So
+they are done on CUDA streams beside the main one (records/TRIED.md).
 
 A table is by far the largest part of a model, so there is only one copy of it, in the model's dtype
 (but bf16 in place of fp16). Where that is bf16, most updates are smaller than half of the distance
@@ -64,14 +64,15 @@ class Tables:
                       so that fp16 can look whether they are finite)
         finish        makes the main stream wait for that
 
-    Another order raises RuntimeError. `begin` works on the main stream, and the others on two side
-    streams. Who else reads the banks calls `complete` before, when a step is finished."""
+    Another order raises RuntimeError. Whoever else reads the banks calls `complete` first, when a
+    step is finished."""
 
     def __init__(self, device: torch.device, tables: dict[str, Table]):
         self.side_stream = SideStream(device)
         self.embedding_stream = SideStream(device)  # for the rows of the token embedding
         self.rank, self.world_size = rank_and_world_size()
         self.tables = tables
+        self.are_whole = True  # whether all columns of all rows are up to date on this rank
         self.reset()
 
     def reset(self) -> None:
@@ -108,8 +109,9 @@ class Tables:
 
     def begin(self, batch: list[dict[str, Tensor]], used: dict[str, UsedRows]) -> None:
         """Takes the rows that each micro-batch of this rank looks up, (lookups,) for each index,
-        and those that the whole step uses. Brings this rank's rows up to date; the pass that comes
-        next on the main stream waits for that. A collective."""
+        and those that the whole step uses. Fetches what other ranks have changed in the rows that
+        this rank looks up. The pass that comes next on the main stream waits for that. A
+        collective."""
         self.take_turn("begin", after="finish")
         self.batch = batch
         self.used = used
@@ -136,8 +138,9 @@ class Tables:
     @torch.no_grad()
     def complete(self) -> None:
         """Brings all rows up to date on this rank, a part of a table at a time. A collective."""
-        if self.world_size == 1:
+        if self.are_whole or self.world_size == 1:
             return
+        self.are_whole = True
         for table in self.tables.values():
             rows = torch.arange(len(table.bank), device=table.bank.device)
             for some in rows.split(ROWS_AT_A_TIME):
@@ -148,7 +151,9 @@ class Tables:
 
     def make_room(self, gradients: dict[str, Tensor]) -> None:
         """Makes room for the sums of gradients, and finds the places of all rows in them. The GPU
-        does this beside the first pass."""
+        does this beside the first pass, on the side stream. The embedding's stream reads some of
+        it, too. The side stream does not get this memory for anything else before all streams have
+        met at the end of the step, or at the beginning of the next one."""
         embedding = gradients["lm_head"]
         wide = torch.promote_types(embedding.dtype, torch.float32)
         self.totals["lm_head"] = embedding.new_zeros(
@@ -158,12 +163,10 @@ class Tables:
             self.totals[name] = self.new_total(table, self.world_size, len(used.own))
             if self.world_size > 1:
                 self.sums_of_ranks[name] = self.new_total(table, 1, len(used.of_all))
+                self.places_of_ranks[table.index] = torch.searchsorted(used.of_all, used.of_ranks)
         for rows in self.batch:
             self.places.append({index: torch.searchsorted(self.used[index].own, numbers)
                                 for index, numbers in rows.items()})
-        if self.world_size > 1:
-            self.places_of_ranks = {index: torch.searchsorted(used.of_all, used.of_ranks)
-                                    for index, used in self.used.items()}
 
     def new_total(self, table: Table, *sizes: int) -> Tensor:
         """Zeros (*sizes, own_width), for sums of gradients."""
@@ -184,7 +187,7 @@ class Tables:
         if i == 0:
             with self.side_stream.on():
                 self.make_room(gradients)
-        self.meet()  # the side streams wait for the pass
+        self.meet()  # the side streams wait for the pass, and for `make_room`
         self.added += 1
         is_last = self.added == len(self.batch)
         for name, table in self.tables.items():
@@ -230,7 +233,7 @@ class Tables:
         """What this rank has received, after waiting for it on the current stream."""
         for _, transfer in self.arriving.values():
             transfer.wait()
-        self.side_stream.meet()
+        self.meet()
         return [arrived for arrived, _ in self.arriving.values()]
 
     @torch.no_grad()
@@ -239,6 +242,7 @@ class Tables:
         uses lr, decay and beta2; `unscale` divides a gradient by the scale of the loss. A
         collective."""
         self.take_turn("update", after="add_embedding")
+        self.are_whole = False
         if not self.tables:
             return
         with self.side_stream.on():
@@ -362,8 +366,8 @@ if triton is not None:
         if IS_BF16:
             # bf16 is the upper half of a float32. Noise in the lower half carries into it at times,
             # the more often the larger this half is; for numbers below 0 that is away from 0, too.
-            # Four rounds of the generator are random enough for that, and ten take much longer.
-            noise = (tl.randint(seed, place.to(tl.int32), n_rounds=4) & 0xFFFF).to(tl.int32)
+            # Six rounds of Triton's generator are enough. With four, neighbours get like numbers.
+            noise = (tl.randint(seed, place.to(tl.int32), n_rounds=6) & 0xFFFF).to(tl.int32)
             bits = (weight.to(tl.int32, bitcast=True) + noise) & -65536
             weight = bits.to(tl.float32, bitcast=True)
         tl.store(weight_ptr, weight.to(bank_ptr.dtype.element_ty), mask=in_bank)
@@ -398,7 +402,8 @@ def remember_square(mean_square: Tensor, rows: Tensor, square: Tensor, beta2: fl
 def update_rows(gradient: Tensor, rows: Tensor, root: Tensor, bank: Tensor, rank: int,
                 lr: float, decay: float) -> None:
     """Updates this rank's columns of rows (n,) of a bank (R, width), in place; bf16 is rounded at
-    random. A rank has as many columns as the gradient (n, own_width) but those beyond the bank's.
+    random. The gradient (n, own_width) has all columns that this rank owns; the last ones may be
+    padding, which the bank lacks.
 
     The update is lr * gradient / root, with root (n,) that of the mean squares, and weight decay
     only where that shrinks the weight anyway (Chen et al. 2025; record 43), as cautious_update of

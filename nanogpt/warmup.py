@@ -53,6 +53,7 @@ class WarmUp:
                 self.script.train_step(self.model, self.optimizer, some, step, call)
             if not self.model.flex:  # masks of SDPA have other shapes for each stage's windows
                 self.validate(step)
+        self.optimizer.tables.complete()
         self.validate(self.config.num_steps)
 
     def seconds_per_step(self, call: Callable) -> float:

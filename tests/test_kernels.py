@@ -320,7 +320,7 @@ def test_without_a_target_loss_and_gradient_are_0_even_where_a_logit_is_nan():
 # ---------------------------------------------------------------------------------- rows of tables
 
 RANKS_AND_WIDTHS = pytest.mark.parametrize(
-    "ranks, width", [(1, 5), (2, 7), (3, 4), (4, 13), (2, 16), (3, 22)]
+    "ranks, width", [(1, 5), (2, 7), (3, 4), (4, 13), (2, 16), (3, 22), (5, 16)]
 )
 
 
@@ -348,7 +348,7 @@ def test_gradients_of_rows_are_added_column_by_column_to_the_part_of_the_rank_th
 
 
 @RANKS_AND_WIDTHS
-def test_what_the_ranks_hand_out_is_written_to_the_used_rows_without_padding_and_to_no_others(
+def test_what_ranks_take_of_their_columns_is_put_into_these_rows_without_padding_and_into_no_others(
     ranks, width
 ):
     share = -(-width // ranks)
@@ -386,7 +386,7 @@ def test_new_rows_are_what_a_loop_over_numbers_says_on_each_rank_and_the_others_
     assert torch.equal(bank[[0, 2, 3, 5]], before[[0, 2, 3, 5]]), "rows without a gradient"
 
 
-def test_rows_in_bf16_are_rounded_at_random_and_are_right_on_average():
+def test_rows_in_bf16_are_rounded_at_random_right_on_average_and_not_as_their_neighbours():
     """Updates of a tenth of the distance to the next number of bf16, which rounding to the nearest would lose."""
     n, change = 20_000, 2**-7 / 10
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -395,6 +395,10 @@ def test_rows_in_bf16_are_rounded_at_random_and_are_right_on_average():
         gradient, torch.arange(n, device=device), gradient[:, 0].abs(), bank, 0, change, 0.0)
     assert set(bank.unique().tolist()) == {1.0, 1.0 + 2**-7}
     assert (bank.double().mean() - 1).item() == pytest.approx(change, rel=0.05)  # a deviation is 0.011 of it
+    up = bank.flatten() > 1
+    for distance in (1, 4, 64, 320):
+        both = torch.corrcoef(torch.stack((up[distance:], up[:-distance])).double())[0, 1].item()
+        assert abs(both) < 0.02, distance  # a deviation is 0.0035
 
 
 def test_a_rows_first_mean_square_is_its_first_square_and_later_ones_follow_slowly():

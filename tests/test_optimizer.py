@@ -10,6 +10,9 @@ import math
 import os
 import subprocess
 import sys
+from collections import defaultdict
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -364,8 +367,8 @@ def test_a_wrong_order_or_a_missing_gradient_is_an_error_in_a_sentence():
 def updated(batch, late):
     """The optimizer after a step whose passes share memory as CUDA graphs do: one may overwrite what it has returned
     itself, and what those have that were captured later. If `late`, the row gradients of a pass are summed as late as
-    may be: when the main stream waits for it."""
-    model, memory, waiting = small("float64"), {}, []
+    may be: when the main stream waits for the stream that they are summed on."""
+    model, memory, waiting, current = small("float64"), {}, defaultdict(list), []
     optimizer = t.Optimizer(model)
     optimizer.reset(t.initialize(model, 3))
 
@@ -379,19 +382,25 @@ def updated(batch, late):
         memory[graph] = gradients.values()
         return loss, gradients
 
-    def sum_waiting():
-        while waiting:
-            add(*waiting.pop(0))
+    @contextmanager
+    def on(stream):
+        current.append(stream)
+        yield
+        current.pop()
+
+    def sum_waiting(stream):
+        while waiting[stream]:
+            add(*waiting[stream].pop(0))
 
     with pytest.MonkeyPatch.context() as patch:
         if late:
             add = tables.sum_rows
-            patch.setattr(tables, "sum_rows", lambda *new: waiting.append(new))
-            for stream in (optimizer.tables.side_stream, tables.SideStream):
-                patch.setattr(stream, "join", lambda *_: sum_waiting())
-            for name in ("send", "add_embedding"):  # which work on the same streams as the sums
+            patch.setattr(tables, "sum_rows", lambda *new: waiting[current[-1]].append(new))
+            patch.setattr(tables.SideStream, "on", on)
+            patch.setattr(tables.SideStream, "join", sum_waiting)
+            for name in ("send", "add_embedding"):  # which come after the sums on the same stream
                 method = getattr(optimizer.tables, name)
-                patch.setattr(optimizer.tables, name, lambda x, method=method: (sum_waiting(), method(x)))
+                patch.setattr(optimizer.tables, name, lambda x, method=method: (sum_waiting(current[-1]), method(x)))
         t.train_step(model, optimizer, read(model, batch), 1, call)
     return checkpoints.tensors_of(optimizer)
 
@@ -402,6 +411,47 @@ def test_the_row_gradients_of_a_pass_may_still_be_read_while_the_next_pass_runs(
     batch = [(s[:-1], s[1:]) for s in tokens]
     ours, reference = updated(batch, late=True), updated(batch, late=False)
     assert all(torch.equal(x, reference[name]) for name, x in ours.items())
+
+
+class Graphs:
+    """Calls functions as gpu.CudaGraphs does: it keeps the first function of a key, and overwrites what it has returned
+    when it is called again."""
+
+    def __init__(self):
+        self.functions, self.returned = {}, None
+
+    def __call__(self, key, function, tensors):
+        for x in torch.utils._pytree.tree_leaves(self.returned):
+            if isinstance(x, torch.Tensor):
+                x.fill_(1)
+        function = self.functions.setdefault((key, *[x.shape for x in tensors]), function)
+        self.returned = function(*[x.clone() for x in tensors])
+        return self.returned
+
+
+def test_batches_that_cuda_graphs_read_train_like_those_that_are_read_directly():
+    results = []
+    for graphs in (False, True):
+        model = small("float64", candidates=48, recall_rows=1001)
+        optimizer = t.Optimizer(model)
+        optimizer.reset(t.initialize(model, 0))
+        if graphs:
+            model.past.read_calls, model.past.remember_call = [Graphs(), Graphs()], Graphs()
+        generator, prepared = torch.Generator().manual_seed(1), []
+
+        def prepare(step, model=model, generator=generator, prepared=prepared):
+            tokens = torch.randint(0, 61, (3, 129), generator=generator).to(torch.uint16)
+            prepared.append(model.past.prepare(Batch(tokens, [slice(i, i + 1) for i in range(3)], 3), step))
+
+        model.past.meet()
+        prepare(0)
+        model.past.remember(prepared[0], read_once=False)
+        assert not model.recall_table.any(), "text that is read more than once"
+        losses = [t.train_step(model, optimizer, prepared[-1], step, prepare_next=partial(prepare, step + 1)).item()
+                  for step in range(5)]
+        results.append((losses, model.recall_table.tolist(), model.candidates.target_counts.tolist()))
+        assert model.recall_table.any()
+    assert results[0] == results[1]
 
 
 def test_a_step_of_training_follows_the_schedule_and_returns_the_mean_loss(monkeypatch):
@@ -452,7 +502,7 @@ def test_a_gpu_that_works_on_tables_and_candidates_beside_the_rest_makes_the_sam
         model = t.GPT(t.Config(**values), device)
         optimizer = t.Optimizer(model)
         optimizer.reset(t.initialize(model, 0))
-        streams = optimizer.tables.side_stream, model.past.side_stream
+        streams = optimizer.tables.side_stream, optimizer.tables.embedding_stream, model.past.side_stream
         assert all(side.stream for side in streams)
         if not beside:
             for side in streams:
@@ -494,6 +544,7 @@ def work(rank, world_size, dtype, folder):
         ranks.all_gather = tables.all_gather = recorded("gather", ranks.all_gather)
         dist.all_reduce = recorded("all_reduce", dist.all_reduce)
         dist.all_to_all_single = recorded("exchange", dist.all_to_all_single)
+    tables.ROWS_AT_A_TIME = 300
     model = test.small(dtype, world_size, ngram_rows=1001, candidates=48)
     start = t.initialize(model, 5 + rank)  # only rank 0's weights count
     model.candidates.reset(5)
