@@ -1197,9 +1197,10 @@ class FP8HeadLoss(torch.autograd.Function):
 # Every rank computes with a copy of all large weights in the model's dtype. Their float32
 # originals ("masters") and the state of their optimizers exist only once, shared out over the
 # ranks. Of the small ones every rank has all in float32, and tables have no originals. A step has
-# three phases: every gradient is summed over the ranks (`Optimizer.start_sums`), each rank updates
-# its share, and hands the new weights out to all (`Optimizer.step`), but rows of tables only at the
-# beginning of the next step (`Tables.begin`). `Param.share` says how:
+# three phases: gradients are summed over the ranks (begun by `Optimizer.start_sums`, that of the
+# head by `Optimizer.step`, and of rows by `Tables.add`), each rank updates its share, and hands the
+# new weights out to all (`Optimizer.step`), but rows of tables only at the beginning of the next
+# step (`Tables.begin`). `Param.share` says how:
 #
 #   share      of which     summed by               a rank updates         handed out by
 #   "slice"    matrices,    reduce-scatter          its slice of the       all-gather
@@ -1392,16 +1393,13 @@ class Optimizer:
         self.masters = {
             name: torch.empty_like(part, dtype=wide) for name, part in self.parts.items()}
         self.state = {name: self.zero_state(name) for name in self.parts}
-        self.averages = {}  # of all masters; tables have none
-        if model.config.average_frac:
-            self.averages = {
-                name: torch.empty_like(master) for name, master in self.masters.items()}
-        tables = {}
-        for name in model.table_names:
-            bank = self.banks[name]
-            mean_square = torch.zeros(len(bank), dtype=wide, device=self.device)
-            tables[name] = Table(bank, mean_square, LOOKED_UP_AT[name])
-        self.tables = Tables(self.device, tables)
+        self.averages = {  # of all masters; tables have none
+            name: torch.empty_like(master) for name, master in self.masters.items()
+            if model.config.average_frac}
+        tables = {name: self.banks[name] for name in model.table_names}
+        self.tables = Tables(self.device, {
+            name: Table(bank, bank.new_zeros(len(bank), dtype=wide), LOOKED_UP_AT[name])
+            for name, bank in tables.items()})
         self.call = gpu.caller(model.as_graphs)
         self.reset(self.banks)  # fills all of these
 
@@ -1475,8 +1473,8 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, lr_factor: float) -> None:
-        """Updates the weights from the gradients, whose sums `start_sums` has begun, and from those
-        of the looked-up rows. A collective."""
+        """Updates the weights from the gradients, whose sums `start_sums` and `Tables.add` have
+        begun. A collective."""
         # 1. The sum of the head travels while the first matrices are updated.
         self.start_head_sum()
         waits = self.first_head_gradient is not None  # for the gradient of the next step
@@ -1666,7 +1664,7 @@ def rescaled(frequency: float, old: int, new: int) -> float:
 #   pass 2                 adds row gradients of pass 1
 #                          adds row gradients of pass 2    sums of mlp, qkvo and small banks
 #   Muon for mlp                                           row gradients, sum of lm_head
-#   Adam for lm_head       updates value_embeds, ngrams    squares of row gradients, new mlp
+#   Adam for lm_head       updates ngrams, value_embeds    squares of row gradients, new mlp
 #   Muon for qkvo                                          new lm_head and qkvo
 #   Adam for small banks                                   the loss, and requests
 #
@@ -1723,7 +1721,7 @@ def train_step(model: GPT, optimizer: Optimizer, batch: PreparedBatch, step: int
             prepare_next()
         if i == len(batch.micro_batches) - 1:
             optimizer.start_sums()
-        optimizer.tables.add(i, row_gradients)  # while the next pass runs
+        optimizer.tables.add(i, row_gradients)
         loss_sum = loss_sum + loss
 
     # 3. The update, and what the ranks tell each other.

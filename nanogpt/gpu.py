@@ -1,5 +1,5 @@
 """How work is given to the GPU: (1) functions under torch.compile that report when they compile,
-(2) CUDA graphs, (3) work that runs beside other work, and numbers that travel to the GPU and back.
+(2) CUDA graphs, (3) work that runs beside other work, and numbers that travel to the GPU.
 On a CPU the same calls do the work directly.
 """
 import hashlib
@@ -113,7 +113,8 @@ class CudaGraphs:
 
     def __call__(self, key, function: Callable, tensors: tuple[Tensor, ...]):
         """Returns function(*tensors), which may also make or add to the .grad of the parameters.
-        Use a result before this caller is called again, which may overwrite it.
+        Use a result before this caller is called again, which may overwrite it. (A graph that was
+        captured later does not.)
 
         `key` names the recording, and must be hashable. Calls with the same key must do the same
         operations on the same memory: they may differ in the numbers in their tensors and
@@ -215,7 +216,8 @@ class SideStream:
             torch.cuda.current_stream().wait_stream(self.stream)
 
     def meet(self) -> None:
-        """Both streams wait for all that was begun on the other one."""
+        """Both streams wait for all that was begun on the other one. The CPU does not wait, nor do
+        other ranks."""
         self.join()
         self.follow()
 

@@ -41,7 +41,7 @@ class Reading(NamedTuple):
     def rows(self) -> dict[str, Tensor]:
         """The rows that are looked up: at the tokens, and in the table of n-grams."""
         rows = {"tokens": self.tokens, "ngrams": self.rows_of_ngrams}
-        return {index: numbers for index, numbers in rows.items() if len(numbers)}
+        return {source: numbers for source, numbers in rows.items() if len(numbers)}
 
     def matches(self) -> list[tuple[Tensor, Tensor]]:
         """The guessed tokens and the lengths of their matches, of each kind that there is."""
@@ -58,8 +58,8 @@ class Reading(NamedTuple):
 
 
 class UsedRows(NamedTuple):
-    """The rows of one index that a step looks up."""
-    own: Tensor  # (own rows,) those of this rank, ascending
+    """The rows of one source, that is, of one list of Reading.rows, that a step looks up."""
+    of_this_rank: Tensor  # those that this rank looks up, ascending
     of_all: Tensor  # (n,) those of any rank, ascending
     of_ranks: Tensor  # those of each rank, one rank after the other
     counts: list[int]  # how many those are of each rank
@@ -72,23 +72,23 @@ class PreparedBatch(NamedTuple):
     lost: Tensor
     hashes: Tensor  # (longest_match - 1, T), as in a Reading
     next_tokens: Tensor  # (T,)
-    # For each index, in the order of Reading.rows, the lists that `distinct_rows` returns, and on
+    # For each source, in the order of Reading.rows, the lists that `distinct_rows` returns, and on
     # the CPU (indices, ranks + 1), where these end.
     rows: tuple[Tensor, ...]
     ends: Tensor
     is_there: object  # the event after which the CPU may read `ends`
 
     def used_rows(self) -> dict[str, UsedRows]:
-        """The rows that the step uses, for each index. The CPU waits until they are counted."""
+        """The rows that the step uses, for each source. The CPU waits until they are counted."""
         self.is_there.synchronize()
         rank, _ = rank_and_world_size()
         reading, _ = self.micro_batches[0]
         used = {}
-        for index, rows, ends in zip(reading.rows(), self.rows, self.ends.tolist()):
+        for source, rows, ends in zip(reading.rows(), self.rows, self.ends.tolist()):
             of_all, *of_each, _ = rows.tensor_split(ends)
             of_ranks = rows[ends[0] : ends[-1]]
             counts = [len(x) for x in of_each]
-            used[index] = UsedRows(of_each[rank], of_all, of_ranks, counts)
+            used[source] = UsedRows(of_each[rank], of_all, of_ranks, counts)
         return used
 
 
@@ -174,8 +174,8 @@ class Past:
     def prepare(self, batch: Batch, step: int = 0,
                 call: Callable | None = None) -> PreparedBatch:
         """Makes the batch of a step ready. `call` runs `read_batch`, about 300 small kernels: by
-        default as a CUDA graph, if the run is compiled for a GPU. (The number of sequences says how
-        they are cut, so batches of the same shapes can use the same graph.)
+        default as a CUDA graph, if the run is compiled for a GPU. (Batches of as many sequences are
+        cut alike, so they share a graph.)
 
         Batch n + 1 must not get the memory of batch n, which the main stream is reading. So `kept`
         holds that until batch n + 1 is made, and two callers take turns: a CUDA graph overwrites
@@ -207,8 +207,8 @@ class Past:
         drawn = self.candidates.draw(targets, batch.group_size * length, uniform)
 
         # 2. What this rank reads, in micro-batches.
-        first = batch.micro_batches[0].start  # of its sequences
-        own = slice(first * length, batch.micro_batches[-1].stop * length)  # and tokens
+        first = batch.micro_batches[0].start  # this rank's first sequence
+        own = slice(first * length, batch.micro_batches[-1].stop * length)  # this rank's tokens
         reading = self.reading_of(*[x[..., own] for x in hashed])
         micro_batches = []
         for part in batch.micro_batches:
@@ -247,21 +247,21 @@ class Past:
                 next_tokens: Tensor) -> None:
         self.candidates.remember(counts, lost)
         if writes:
-            remember(self.recall_table, hashes, next_tokens, self.config.recall_lengths)
+            write_recall(self.recall_table, hashes, next_tokens, self.config.recall_lengths)
 
 
-def distinct_rows(of_ranks: Tensor) -> tuple[Tensor, Tensor]:
-    """of_ranks: (ranks, lookups), the rows that each rank looks up -> lists of these without
-    repeats, each ascending, one list after the other: first that of all ranks together, then that
-    of each rank. Zeros follow, up to (2 * ranks * lookups,), so that a CUDA graph can make them:
-    its tensors always have the same size. And where each list ends: (ranks + 1,).
+def distinct_rows(lookups_of_ranks: Tensor) -> tuple[Tensor, Tensor]:
+    """lookups_of_ranks: (ranks, lookups), the rows that each rank looks up -> lists of these
+    without repeats, each ascending, one list after the other: first that of all ranks together,
+    then that of each rank. Zeros follow, up to (2 * ranks * lookups,), so that a CUDA graph can
+    make them: its tensors always have the same size. And where each list ends: (ranks + 1,).
 
     The list of all ranks is the first, so that it begins at a multiple of 16 bytes: for others
     Triton would compile the kernel that takes it once more."""
-    ranks, lookups = of_ranks.shape
+    ranks, lookups = lookups_of_ranks.shape
     # The upper bits of what is sorted are the number of the list.
-    numbers = torch.arange(1, ranks + 1, device=of_ranks.device)[:, None] << 32
-    keys = torch.cat((of_ranks, of_ranks + numbers)).flatten().sort().values
+    numbers = torch.arange(1, ranks + 1, device=lookups_of_ranks.device)[:, None] << 32
+    keys = torch.cat((lookups_of_ranks, lookups_of_ranks + numbers)).flatten().sort().values
     is_new = F.pad(keys[1:] != keys[:-1], (1, 0), value=True)
     count = is_new.cumsum(0)  # of different rows up to here
     rows = torch.zeros_like(keys).scatter(0, count - 1, keys & 0xFFFF_FFFF)
@@ -316,10 +316,10 @@ def induced_tokens(tokens: Tensor, begins: Tensor, last: Tensor) -> tuple[Tensor
 #   0 | 15 check bits | the next token, 16 bits
 #
 # A step first sets the places that it will write to 0. Then of all its entries for one place the
-# largest one stays. So a later step counts, and within a step the result does not depend on the
-# order in which the GPU or several ranks write. Different n-grams share places. The check bits are
-# from the hash of the last two tokens: if they are the same, the entry nearly always is of this
-# n-gram.
+# largest one stays. So entries of this step replace older ones, and within a step the result does
+# not depend on the order in which the GPU or several ranks write. Different n-grams share places.
+# The check bits are from the hash of the last two tokens: if they are the same, the entry nearly
+# always is of this n-gram.
 
 
 def check_bits(hashes: Tensor) -> Tensor:
@@ -343,7 +343,7 @@ def recalled_tokens(table: Tensor, hashes: Tensor,
     return token, length
 
 
-def remember(table: Tensor, hashes: Tensor, next_tokens: Tensor,
+def write_recall(table: Tensor, hashes: Tensor, next_tokens: Tensor,
              lengths: tuple[int, ...]) -> None:
     """Writes to the table (R,), in place, which token came next at each position of a step: hashes
     (longest_match - 1, T), next_tokens (T,)."""

@@ -18,11 +18,11 @@ whole tables, but in the columns of others, rows that it has not looked up since
 The sums and the update take memory bandwidth, while the update of the matrices takes arithmetic. So
 they are done on CUDA streams beside the main one (records/TRIED.md).
 
-A table is by far the largest part of a model, so there is only one copy of it, in the model's dtype
-(but bf16 in place of fp16). Where that is bf16, most updates are smaller than half of the distance
-to the next number, and would be lost by rounding to the nearest one. So new rows are rounded up or
-down at random, such that their mean is exact. The optimizer keeps a single number for a row, the
-mean square of its gradients over time, and no momentum (record 92).
+A table is by far the largest part of a model. So it has no float32 original, and is kept only in
+the model's dtype (but bf16 in place of fp16). Where that is bf16, most updates are smaller than
+half of the distance to the next number, and would be lost by rounding to the nearest one. So new
+rows are rounded up or down at random, such that their mean is exact. The optimizer keeps a single
+number for a row, the mean square of its gradients over time, and no momentum (record 92).
 
 In comments R is the number of rows of a table, and `own_width` the number of columns that a rank
 owns. The last columns are padded if the width is no multiple of the number of ranks.
@@ -47,7 +47,7 @@ class Table(NamedTuple):
     # (R,), float32 or wider, of each row's gradients over time; 0 before the first one. The same on
     # all ranks.
     mean_square: Tensor
-    index: str  # which row numbers it is looked up at: "tokens", or a name of its own
+    source: str  # which list of Reading.rows has the rows that are looked up: "tokens" or "ngrams"
 
 
 ROWS_AT_A_TIME = 2**20  # of a table, while all of it is brought up to date
@@ -56,7 +56,7 @@ ROWS_AT_A_TIME = 2**20  # of a table, while all of it is brought up to date
 class Tables:
     """In each step these methods are called in this order:
 
-        begin         tells which rows the micro-batches look up, and fetches what is new in them
+        begin         tells which rows the micro-batches look up, and fetches these
         add           takes the gradients of these rows after each pass; the last one sends them
         add_embedding adds those of the token embedding to the gradient of the head, as both are one
                       matrix
@@ -64,8 +64,8 @@ class Tables:
                       so that fp16 can look whether they are finite)
         finish        makes the main stream wait for that
 
-    Another order raises RuntimeError. Whoever else reads the banks calls `complete` first, when a
-    step is finished."""
+    Another order raises RuntimeError. Between `finish` and `begin`, whoever else reads the banks
+    calls `complete` first."""
 
     def __init__(self, device: torch.device, tables: dict[str, Table]):
         self.side_stream = SideStream(device)
@@ -78,27 +78,25 @@ class Tables:
     def reset(self) -> None:
         """Makes ready for the next step. A step that was begun but not finished is forgotten."""
         self.last_call = "finish"  # of the methods above
-        self.batch = []  # of each micro-batch, the rows of each index, (lookups,)
-        self.added = 0  # micro-batches whose gradients are in `totals`
-        self.used = {}  # UsedRows of each index
-        # Sums of gradients of the own rows: (ranks, own rows, own_width) of each table, and with
-        # the name lm_head (1, own rows, width) of the token embedding.
-        self.totals = {}
-        # Of each micro-batch, for each index, the places of its lookups in a total, (lookups,).
+        self.batch = []  # of each micro-batch, the rows of each source, (lookups,)
+        self.used = {}  # UsedRows of each source
+        # Sums of gradients over this rank's lookups: (ranks, its rows, own_width) of each table,
+        # and with the name lm_head (1, its rows, width) of the token embedding.
+        self.local_sums = {}
+        # Of each micro-batch, for each source, which of these rows each lookup is, (lookups,).
         self.places = []
-        # Of each table what comes from all ranks, (rows, own_width), and the transfer.
+        # Of each table the local sums that come from all ranks, (rows, own_width), and the transfer
         self.arriving = {}
-        # Of each table the sums over the ranks, (1, n, own_width); for each index, the places in
-        # these sums of what comes from all ranks, (rows,).
-        self.sums_of_ranks = {}
+        # Of each table the sums over all ranks, (1, n, own_width).
+        self.global_sums = {}
+        # For each source, which of these n rows each of the arriving ones is, (rows,).
         self.places_of_ranks = {}
 
     def take_turn(self, method: str, after: str) -> None:
         """Notes that a method is called, and raises RuntimeError if it is not its turn."""
         if self.last_call != after:
             raise RuntimeError(f"`{method}` of the tables must be after `{after}`, but was called "
-                               f"after `{self.last_call}`, with gradients of {self.added} of "
-                               f"{len(self.batch)} micro-batches")
+                               f"after `{self.last_call}` (micro-batches: {len(self.batch)})")
         self.last_call = method
 
     def meet(self) -> None:
@@ -108,10 +106,9 @@ class Tables:
         self.embedding_stream.follow()
 
     def begin(self, batch: list[dict[str, Tensor]], used: dict[str, UsedRows]) -> None:
-        """Takes the rows that each micro-batch of this rank looks up, (lookups,) for each index,
-        and those that the whole step uses. Fetches what other ranks have changed in the rows that
-        this rank looks up. The pass that comes next on the main stream waits for that. A
-        collective."""
+        """Takes the rows that each micro-batch of this rank looks up, (lookups,) for each source,
+        and those that the whole step uses. Fetches the other ranks' columns of the rows that this
+        rank looks up. The pass that comes next on the main stream waits for that. A collective."""
         self.take_turn("begin", after="finish")
         self.batch = batch
         self.used = used
@@ -124,13 +121,13 @@ class Tables:
         """Each rank sends the others its columns of the rows that they look up. A collective."""
         arriving = []
         for table in self.tables.values():
-            used = self.used[table.index]
+            used = self.used[table.source]
             columns = take_columns(table.bank, used.of_ranks, self.rank, self.world_size)
-            parts = columns.new_empty(self.world_size, len(used.own), columns.size(1))
-            own = [len(used.own)] * self.world_size
+            parts = columns.new_empty(self.world_size, len(used.of_this_rank), columns.size(1))
+            sizes = [len(used.of_this_rank)] * self.world_size
             transfer = dist.all_to_all_single(
-                parts.flatten(0, 1), columns, own, used.counts, async_op=True)
-            arriving.append((table.bank, used.own, parts, transfer))
+                parts.flatten(0, 1), columns, sizes, used.counts, async_op=True)
+            arriving.append((table.bank, used.of_this_rank, parts, transfer))
         for bank, rows, parts, transfer in arriving:
             transfer.wait()
             put_rows(bank, rows, parts)
@@ -151,24 +148,24 @@ class Tables:
 
     def make_room(self, gradients: dict[str, Tensor]) -> None:
         """Makes room for the sums of gradients, and finds the places of all rows in them. The GPU
-        does this beside the first pass, on the side stream. The embedding's stream reads some of
-        it, too. The side stream does not get this memory for anything else before all streams have
-        met at the end of the step, or at the beginning of the next one."""
+        does this beside the first pass. Both side streams read these tensors. They are dropped
+        when all streams have met, so that their memory is not reused too early."""
         embedding = gradients["lm_head"]
         wide = torch.promote_types(embedding.dtype, torch.float32)
-        self.totals["lm_head"] = embedding.new_zeros(
-            1, len(self.used["tokens"].own), embedding.size(1), dtype=wide)
+        self.local_sums["lm_head"] = embedding.new_zeros(
+            1, len(self.used["tokens"].of_this_rank), embedding.size(1), dtype=wide)
         for name, table in self.tables.items():
-            used = self.used[table.index]
-            self.totals[name] = self.new_total(table, self.world_size, len(used.own))
+            used = self.used[table.source]
+            self.local_sums[name] = self.new_sums(table, self.world_size, len(used.of_this_rank))
             if self.world_size > 1:
-                self.sums_of_ranks[name] = self.new_total(table, 1, len(used.of_all))
-                self.places_of_ranks[table.index] = torch.searchsorted(used.of_all, used.of_ranks)
+                self.global_sums[name] = self.new_sums(table, 1, len(used.of_all))
+                self.places_of_ranks[table.source] = torch.searchsorted(used.of_all, used.of_ranks)
         for rows in self.batch:
-            self.places.append({index: torch.searchsorted(self.used[index].own, numbers)
-                                for index, numbers in rows.items()})
+            self.places.append(
+                {source: torch.searchsorted(self.used[source].of_this_rank, numbers)
+                 for source, numbers in rows.items()})
 
-    def new_total(self, table: Table, *sizes: int) -> Tensor:
+    def new_sums(self, table: Table, *sizes: int) -> Tensor:
         """Zeros (*sizes, own_width), for sums of gradients."""
         own_width = -(-table.bank.size(1) // self.world_size)
         wide = torch.promote_types(table.bank.dtype, torch.float32)
@@ -179,55 +176,51 @@ class Tables:
         """Adds the gradients (lookups, width) of the rows that micro-batch i has looked up, for
         each table, and under the name lm_head for the token embedding. A collective, with the
         last micro-batch."""
-        if self.last_call != "begin" or i != self.added:
-            raise RuntimeError(
-                f"gradients of micro-batch {i} were added to the tables after `{self.last_call}`, "
-                f"when it was the turn of {self.added} of {len(self.batch)}; `begin` comes before "
-                "all of them")
+        self.take_turn(f"add {i}", after=f"add {i - 1}" if i else "begin")
         if i == 0:
             with self.side_stream.on():
                 self.make_room(gradients)
         self.meet()  # the side streams wait for the pass, and for `make_room`
-        self.added += 1
-        is_last = self.added == len(self.batch)
+        is_last = i == len(self.batch) - 1
         for name, table in self.tables.items():
             with self.side_stream.on():
-                sum_rows(self.totals[name], self.places[i][table.index], gradients[name])
+                sum_rows(self.local_sums[name], self.places[i][table.source], gradients[name])
                 if is_last:
                     self.send(name)
             self.side_stream.keep(gradients[name])
         with self.embedding_stream.on():
-            sum_rows(self.totals["lm_head"], self.places[i]["tokens"], gradients["lm_head"])
+            sum_rows(self.local_sums["lm_head"], self.places[i]["tokens"], gradients["lm_head"])
         self.embedding_stream.keep(gradients["lm_head"])
         if is_last:
             self.last_call = "add"
         elif i > 0:
-            # Passes from the second on are one CUDA graph, which writes its gradients to the same
+            # The first pass is a CUDA graph of its own, and later passes leave its results alone
+            # (CudaGraphs). But all later ones are one graph, which writes its gradients to the same
             # place each time. So the next pass waits until these are added up.
             self.meet()
 
     def send(self, name: str) -> None:
-        """Begins to send each rank its part of a table's total, in the dtype of the bank. A
+        """Begins to send each rank its columns of a table's local sums, in the dtype of the bank. A
         collective."""
         table = self.tables[name]
-        total = self.totals.pop(name)  # (ranks, own rows, own_width)
+        sums = self.local_sums.pop(name)  # (ranks, rows of this rank, own_width)
         if self.world_size == 1:
-            self.arriving[name] = total[0], NoTransfer()
+            self.arriving[name] = sums[0], NoTransfer()
             return
-        total = total.to(table.bank.dtype)
-        counts = self.used[table.index].counts
-        arrived = total.new_empty(sum(counts), total.size(2))
-        own = [counts[self.rank]] * self.world_size
+        sums = sums.to(table.bank.dtype)
+        counts = self.used[table.source].counts
+        arrived = sums.new_empty(sum(counts), sums.size(2))
+        sizes = [counts[self.rank]] * self.world_size
         transfer = dist.all_to_all_single(
-            arrived, total.flatten(0, 1), counts, own, async_op=True)
+            arrived, sums.flatten(0, 1), counts, sizes, async_op=True)
         self.arriving[name] = arrived, transfer
 
     def add_embedding(self, gradient: Tensor) -> None:
-        """Adds the total of the token embedding to the gradient (V, width) of the head. This is
-        done on the embedding's stream, which must be the current one."""
+        """Adds the local sums of the token embedding to the gradient (V, width) of the head. This
+        is done on the embedding's stream, which must be the current one."""
         self.take_turn("add_embedding", after="add")
-        total = self.totals["lm_head"][0].to(gradient.dtype)
-        gradient[self.used["tokens"].own] += total  # no row twice
+        sums = self.local_sums["lm_head"][0].to(gradient.dtype)
+        gradient[self.used["tokens"].of_this_rank] += sums  # no row twice
 
     def gradients(self) -> list[Tensor]:
         """What this rank has received, after waiting for it on the current stream."""
@@ -246,11 +239,11 @@ class Tables:
         if not self.tables:
             return
         with self.side_stream.on():
-            gradients = {name: self.sum_of_ranks(name, table, unscale)
+            gradients = {name: self.add_up_ranks(name, table, unscale)
                          for name, table in self.tables.items()}
             squares = self.mean_squares(gradients)
             for name, table in self.tables.items():
-                rows = self.used[table.index].of_all
+                rows = self.used[table.source].of_all
                 root = remember_square(table.mean_square, rows, squares[name], rates[name].beta2)
                 update_rows(
                     gradients[name], rows, root, table.bank, self.rank,
@@ -268,15 +261,15 @@ class Tables:
         return {name: part / self.tables[name].bank.size(1)
                 for name, part in zip(gradients, parts)}
 
-    def sum_of_ranks(self, name: str, table: Table, unscale: Callable) -> Tensor:
+    def add_up_ranks(self, name: str, table: Table, unscale: Callable) -> Tensor:
         """The summed gradient of this rank's columns of all used rows, (n, own_width)."""
         arrived, transfer = self.arriving.pop(name)
         if self.world_size == 1:
             return unscale(arrived)
         transfer.wait()
-        total = self.sums_of_ranks.pop(name)
-        sum_rows(total, self.places_of_ranks[table.index], unscale(arrived))
-        return total[0]
+        sums = self.global_sums.pop(name)
+        sum_rows(sums, self.places_of_ranks[table.source], unscale(arrived))
+        return sums[0]
 
     def finish(self) -> None:
         """What comes on the main stream waits for the update."""
@@ -289,7 +282,8 @@ class Tables:
 # The kernels
 #
 # Each passes over memory once, where indexing in PyTorch, compiled or not, takes two to four
-# passes. A program works on a tile of 1024 numbers: a part of one line, or several short lines.
+# passes. A program works on a tile of 1024 numbers: a part of one line, or several short lines. (A
+# line is a row of any matrix, while "row" means one of a table.)
 
 NUMBERS_PER_PROGRAM = 1024
 
@@ -374,8 +368,8 @@ if triton is not None:
 
 
 def sum_rows(total: Tensor, places: Tensor, gradient: Tensor) -> None:
-    """Adds the gradient (lookups, width) to the lines places (lookups,) of total (ranks, n,
-    own_width), in place. The columns are dealt out over the ranks."""
+    """Adds line k of the gradient (lookups, width) to line places[k] of the total (ranks, n,
+    own_width), for each lookup, in place. The columns are dealt out over the ranks."""
     ranks, n, own_width = total.shape
     width = gradient.size(1)
     if total.is_cuda:

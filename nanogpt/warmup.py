@@ -88,7 +88,8 @@ class WarmUp:
             self.config, script.SCHEDULES[self.config.schedule], train_paths, seconds)
         on_all_ranks(check_tokens, c, script.batch_plan(c), train_paths)
         self.model.config = c
-        # A stage that has no step now is no growth of the window, so later rotary tables differ.
+        # With fewer steps some stages may vanish. Rotary tables depend on all changes of the window
+        # before, so they may be others now.
         WarmUp(self.model, self.optimizer, script).run(call)
         return c, seconds
 

@@ -413,7 +413,7 @@ def test_induced_tokens_are_those_that_a_search_through_the_document_finds(longe
 
 def remember(model, inputs, targets):
     hashes = model.past.read(inputs, True).hashes
-    past.remember(model.recall_table, hashes, targets, model.config.recall_lengths)
+    past.write_recall(model.recall_table, hashes, targets, model.config.recall_lengths)
 
 
 @pytest.mark.parametrize("longest, kinds", [(2, 3), (3, 7), (6, 3)])
