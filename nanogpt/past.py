@@ -73,7 +73,7 @@ class PreparedBatch(NamedTuple):
     hashes: Tensor  # (longest_match - 1, T), as in a Reading
     next_tokens: Tensor  # (T,)
     # For each source, in the order of Reading.rows, the lists that `distinct_rows` returns, and on
-    # the CPU (indices, ranks + 1), where these end.
+    # the CPU (sources, ranks + 1), where these end.
     rows: tuple[Tensor, ...]
     ends: Tensor
     is_there: object  # the event after which the CPU may read `ends`
