@@ -91,8 +91,8 @@ class Config(RunConfig):
     train_files: str = key("*_train_*.bin", "glob of training shards inside data_dir")
     val_files: str = key("*_val_*.bin", "glob of validation shards inside data_dir")
     epochs: int = key(
-        1, "times the training shards may be read; a large table of n-grams learns by heart what it "
-        "reads again")
+        1, "times the training shards may be read; a large table of n-grams learns by heart what "
+        "is read again")
     fit: bool = key(
         False, "choose model, table sizes, lengths and steps by the text and the GPU, without a "
         "target; on if a data_dir but no preset is given")
