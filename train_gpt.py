@@ -47,7 +47,7 @@ import dataclasses
 import gc
 import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cache, partial
 from itertools import accumulate, pairwise
@@ -117,7 +117,8 @@ class Config(RunConfig):
         "all", "which of these add a learned vector of each token to its values: as 0,5, or all, "
         "or none")
     mix_previous: bool = key(
-        True, "let attention and MLP read some channels of the previous token, and keys, too")
+        True, "let attention and MLP read some channels of the previous token, and take half of "
+        "each key from it")
     late_mix: bool = key(
         True, "add to the last stream an amount of earlier ones, of guesses, n-grams, embeddings "
         "(MUDD)")
@@ -325,7 +326,7 @@ ABOUT = {
     "onepass": "the same model with smaller tables, for 125M tokens that are read once, on GPUs",
     "laptop": "a small model of bytes, two to four minutes on a CPU",
     "char": "a larger model of bytes, for short texts on a GPU",
-    "small": "as large, with GPT-2's tokens, for texts of less than 60M tokens",
+    "small": "as large as char, with GPT-2's tokens, for texts of less than 60M tokens",
 }
 
 # A run that goes on from a save may have other values of these keys, and of those of RunConfig.
@@ -498,10 +499,11 @@ def amounts_of(scalars: Tensor) -> Amounts:
     factors that come later, and never the stream itself. That would take a pass over the stream,
     and the gradient of the factor another one.
 
-    The last stream is the same. Earlier ones are larger or smaller by a number. Attention and MLPs
-    normalise what they read, so for them this makes no difference, and `late_mix` learns to use
-    the streams as they are. (To divide each part by the factors before it would do, too. But then
-    numbers left the range of FP8 in runs without MUDD: records/long_runs.md.)"""
+    The last stream is the same. Earlier ones are multiplied by the factors that come after them.
+    Attention and MLPs normalise what they read, so for them this makes no difference, and
+    `late_mix` learns to use the streams as they are. (To divide each part by the factors before it
+    would do, too. But then numbers left the range of FP8 in runs without MUDD:
+    records/long_runs.md.)"""
     first_past_o, down, v, factors = scalars.split((3, 1, 1, 2), 1)
     so_far = factors.flatten().cumsum(0)  # (2 L,) logarithms of the products of factors
     that_follow = (so_far[-1] - so_far).exp()  # (2 L,) the product of the factors after each one
@@ -545,20 +547,13 @@ def constants(*numbers: float) -> Callable[[Tensor], None]:
     return lambda w: w.copy_(torch.tensor(numbers))
 
 
-def at_layers(parts: Iterable[Tensor], layers: Iterable[int],
-              num_layers: int) -> list[Tensor | None]:
-    """The part of each layer, given those of some `layers`. The others have None."""
-    of_layers = dict(zip(layers, parts))
-    return [of_layers.get(layer) for layer in range(num_layers)]
-
-
 def sees_far(layer: int, c: Config) -> bool:
     """Whether a layer is the one in the middle or the last one. These have the long window."""
     return layer in ((c.num_layers - 1) // 2, c.num_layers - 1)
 
 
 def parameter_table(c: Config) -> dict[str, Param]:
-    """All parameters. Their order is the schedule of the transfers between GPUs. The optimizer
+    """All parameters. Their order is that of the transfers between GPUs. The optimizer
     updates the tables first, then the matrices and the head in this order, and last the small
     banks. While a GPU updates one of them, gradients of the next ones and new weights travel. So
     another order may take more time. It also draws other initial weights from a seed, so a new
@@ -641,7 +636,7 @@ def norm(x: Tensor) -> Tensor:
     return F.rms_norm(x, (x.size(-1),), eps=1e-6)
 
 
-# CUDA graphs read the same tables again, so all are kept. Those of validation, of 262,144
+# CUDA graphs read the same cos and sin again, so all are kept. Those of validation, of 262,144
 # positions, take 128 MiB for each stage.
 @cache
 def rotary_table(T: int, frequencies: tuple[float, ...], head_dim: int, dtype: torch.dtype,
@@ -675,21 +670,21 @@ class LayerWeights(NamedTuple):
 
 class LayerContext(NamedTuple):
     """What a layer gets beside the stream and its weights."""
-    reads_previous: bool  # whether it reads some channels of the previous token, too
-    num_heads: int
     cos: Tensor  # (T, 1, d)
     sin: Tensor
     score_scale: Tensor  # ()
     mask: BlockMask | Tensor
     inject: Tensor | None  # (T, D), added to the stream before the MLP
     value_embed: Tensor | None  # (T, H d)
-    begins: Tensor  # (T,) bool, where documents or sequences begin
+    begins: Tensor | None  # (T,) bool, where documents or sequences begin; None: nothing is mixed
 
 
-def mix_in_previous(x: Tensor, is_own: Tensor, begins: Tensor) -> Tensor:
+def mix_in_previous(x: Tensor, is_own: Tensor, begins: Tensor | None) -> Tensor:
     """x (T, ..., C) -> x of each token, in which the channels that `is_own` (C,) does not mark are
     replaced by those of the previous token. The first token of a document, where `begins` (T,) is
-    true, keeps all of its own."""
+    true, keeps all of its own; and without `begins` all tokens do."""
+    if begins is None:
+        return x
     begins = begins.view(-1, *[1] * (x.dim() - 1))  # (T, 1) or (T, 1, 1)
     return torch.where(begins | is_own, x, x.roll(1, 0))
 
@@ -697,8 +692,6 @@ def mix_in_previous(x: Tensor, is_own: Tensor, begins: Tensor) -> Tensor:
 def input_of(x: Tensor, context: LayerContext) -> Tensor:
     """The stream x (T, D) -> what attention or the MLP reads of it: its norm, in which the last
     quarter of the channels is the previous token's (in the manner of RWKV, Bo Peng et al. 2023)."""
-    if not context.reads_previous:
-        return norm(x)
     D = x.size(1)
     is_own = torch.arange(D, device=x.device) < D - D // 4
     return mix_in_previous(norm(x), is_own, context.begins)
@@ -707,8 +700,6 @@ def input_of(x: Tensor, context: LayerContext) -> Tensor:
 def offset_keys(k: Tensor, context: LayerContext) -> Tensor:
     """Keys k (T, H, d) -> keys in which the half without rotary embedding is the previous token's.
     So a query that looks for a token finds the one that came after it (record 49)."""
-    if not context.reads_previous:
-        return k
     d = k.size(-1)
     is_own = torch.arange(d, device=k.device) % (d // 2) < d // 4
     return mix_in_previous(k, is_own, context.begins)
@@ -718,19 +709,18 @@ def attention(x: Tensor, weights: LayerWeights, amounts: dict[str, Tensor],
               context: LayerContext, products: LayerProducts) -> Tensor:
     """x (T, D), from `input_of` -> the output of attention (T, D)."""
     T = len(x)
-    H = context.num_heads
-    d = weights.qkvo.size(1) // H
+    d = context.cos.size(-1)
 
     # 1. Queries, keys and values, (T, H, d) each. Normalised queries and keys bound the scores
     # (Henry et al. 2020).
     q, k, v = products.qkv.three_linears(x, weights.qkvo[:3], amounts["v"])
-    q = norm_and_rotate(q.view(T, H, d), context.cos, context.sin, context.score_scale)
-    k = norm_and_rotate(k.view(T, H, d), context.cos, context.sin)
+    q = norm_and_rotate(q.view(T, -1, d), context.cos, context.sin, context.score_scale)
+    k = norm_and_rotate(k.view(T, -1, d), context.cos, context.sin)
 
     # 2. A value embedding of each token is added to its values (record 14).
-    v = v.view(T, H, d)
+    v = v.view(T, -1, d)
     if context.value_embed is not None:
-        v = v + context.value_embed.view(T, H, d)
+        v = v + context.value_embed.view(T, -1, d)
 
     # 3. Attention itself. With mix_previous half of each key is the previous token's.
     k = offset_keys(k, context)
@@ -807,7 +797,7 @@ def embed_inputs(
         # The same as to look up rows. But the backward pass of a lookup adds the gradients of all
         # tokens to a few rows, where they wait for each other; that of a product does not.
         parts.append(sum(one_hots).to(x.dtype) @ length_vectors.to(x.dtype))
-    if len(reading.induced_token):  # the first guess; the second one, recalled, gains nothing here
+    if len(reading.induced_token):  # the first guess. The recalled one would gain nothing here.
         parts.append(guesses[0])
     for_late_mix += guesses
     past = sum(parts) if parts else None
@@ -838,9 +828,9 @@ def late_mix(x: Tensor, sources: tuple[Tensor, ...], w_in: Tensor | None, w_out:
     if w_in is None:
         return norm(x)
     hidden = F.gelu(F.linear(x, w_in.to(x.dtype)))
-    parts = F.linear(hidden, w_out.to(x.dtype)) + bias.to(x.dtype)  # (T, sources)
-    taken = sum(widened(0.1 * part[:, None] * source, x)
-                for part, source in zip(parts.unbind(1), sources, strict=True))
+    amounts = F.linear(hidden, w_out.to(x.dtype)) + bias.to(x.dtype)  # (T, sources)
+    taken = sum(widened(0.1 * amount[:, None] * source, x)
+                for amount, source in zip(amounts.unbind(1), sources, strict=True))
     return norm(x + taken)
 
 
@@ -888,9 +878,9 @@ def sum_over_groups(gradients: tuple[Tensor, ...], place_of_token: Tensor) -> Te
 
 def head_loss(x: Tensor, w: Tensor, targets: Tensor, bias: Tensor | None,
               products: Products) -> Tensor:
-    """x (T, D), w (V, D), targets (T,), or -1 where there is none, and a bias (V,) of the capped
-    logits, or None -> cross-entropy, summed over T. With candidates, V is their number, w has their
-    rows only, and a target is its place among them.
+    """x (T, D), w (V, D), targets (T,), -1 where the target is no candidate, and a bias (V,) of the
+    capped logits, or None -> cross-entropy, summed over T. With candidates, V is their number, w
+    has their rows only, and a target is its place among them.
 
     To train on another loss, change it here, but only where torch.is_grad_enabled(): validation
     calls this function, too, and its losses must stay comparable. Then train with --precision=bf16:
@@ -972,8 +962,8 @@ class GPT(nn.Module):
         """The rows of the embedding (T, D), and of the tables: value_embeds (T, E H d) and ngrams
         (G T, W)."""
         rows = reading.rows()
-        return {name: F.embedding(rows[index], getattr(self, name)).to(self.lm_head.dtype)
-                for name, index in LOOKED_UP_AT.items() if name in self.params}
+        return {name: F.embedding(rows[source], getattr(self, name)).to(self.lm_head.dtype)
+                for name, source in LOOKED_UP_AT.items() if name in self.params}
 
     def amounts(self) -> Amounts | None:
         """How much of each part is added to the stream; None without scalars."""
@@ -985,17 +975,17 @@ class GPT(nn.Module):
         c = self.config
         matrices = self.weight("mlp").unbind()
         qkvo = self.weight("qkvo").unflatten(0, (-1, 4))  # (layers with attention, 4, H d, D)
-        qkvo = at_layers(qkvo.unbind(), c.layers_with_attention, c.num_layers)
+        qkvo_at = dict(zip(c.layers_with_attention, qkvo.unbind()))
         of_layers = [None] * c.num_layers if amounts is None else amounts.of_layers.unbind()
-        return [LayerWeights(*parts)
-                for parts in zip(matrices[::2], matrices[1::2], qkvo, of_layers)]
+        return [LayerWeights(matrices[2 * i], matrices[2 * i + 1], qkvo_at.get(i), of_layers[i])
+                for i in range(c.num_layers)]
 
     def late_weights(self) -> list[Tensor | None]:
         """The three weights of `late_mix`, or None three times without it."""
         return [self.weight(name) for name in ("late_in", "late_out", "late_bias")]
 
     def layer_contexts(self, begins: Tensor, setting: Setting, injects: list[Tensor | None],
-                       value_embeds: list[Tensor | None]) -> list[LayerContext]:
+                       value_embed_at: dict[int, Tensor]) -> list[LayerContext]:
         """What each layer gets beside the stream and its weights."""
         c = self.config
         documents = begins.cumsum(0, dtype=torch.int32)
@@ -1009,9 +999,8 @@ class GPT(nn.Module):
         score_scale = constant(self.device, setting.score_scale)
         return [
             LayerContext(
-                c.mix_previous, c.num_heads, cos, sin, score_scale,
-                made_masks["long" if sees_far(i, c) else "short"], injects[i], value_embeds[i],
-                begins)
+                cos, sin, score_scale, made_masks["long" if sees_far(i, c) else "short"],
+                injects[i], value_embed_at.get(i), begins if c.mix_previous else None)
             for i in range(c.num_layers)]
 
     def last_stream(self, reading: Reading, setting: Setting, training: bool,
@@ -1024,29 +1013,29 @@ class GPT(nn.Module):
         L = c.num_layers
         looked_up = looked_up or self.look_up(reading)
         amounts = self.amounts()
-        first_x, injects, of_past = self.functions.embed_inputs(
+        first_x, injects, for_late_mix = self.functions.embed_inputs(
             looked_up["lm_head"], reading, looked_up.get("ngrams"), self.weight("lm_head"),
             self.weight("length_vectors"), self.signs, amounts, L)
         # the value embeddings (T, H d) of the layers that have some
         with_values = c.layers_with_values
         value_embeds = looked_up["value_embeds"].chunk(len(with_values), 1) if with_values else ()
         contexts = self.layer_contexts(
-            reading.begins, setting, injects, at_layers(value_embeds, with_values, L))
+            reading.begins, setting, injects, dict(zip(with_values, value_embeds)))
         weights = self.layer_weights(amounts)
         products = self.precision.layers[training]
 
         # 2. The layers, one after another.
         x = first_x
         outputs = []
-        for of_layer in zip(weights, contexts, products):
-            x = self.functions.block(x, *of_layer)
+        for of_this_layer in zip(weights, contexts, products):
+            x = self.functions.block(x, *of_this_layer)
             outputs.append(x)
 
         # 3. The sources: the first stream; those after about a third of the layers, after about two
         # thirds, and before the last layer; what `embed_inputs` says of the past; and the first
         # value embedding. (With one or two layers some index is -1: the last stream.)
-        of_layers = outputs[L // 3 - 1], outputs[2 * L // 3 - 1], outputs[L - 2]
-        return x, (first_x, *of_layers, *of_past, *value_embeds[:1])
+        earlier = outputs[L // 3 - 1], outputs[2 * L // 3 - 1], outputs[L - 2]
+        return x, (first_x, *earlier, *for_late_mix, *value_embeds[:1])
 
     def forward(self, reading: Reading, targets: Targets, setting: Setting, training: bool,
                 looked_up: dict | None = None) -> Tensor:
@@ -1116,7 +1105,7 @@ def initialize(model: GPT, seed: int) -> dict[str, Tensor]:
 def mm_op(x: Tensor, w: Tensor, x_scale: float, w_scale: float,
           grad_scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """x (T, D) times w (V, D) transposed, in FP8 -> (T, V) in bf16, and for backward the rounded
-    operands transposed: (D, T) and (D, V) in e4m3."""
+    operands transposed: (D, T) and (D, V) in e4m3. grad_scale is for the gradient."""
     x8, x8_t = kernels.quantize(x, x_scale, E4M3)
     w8, w8_t = kernels.quantize(w, w_scale, E4M3)
     return kernels.static_product(x8, w8, x_scale * w_scale, torch.bfloat16), x8_t, w8_t
@@ -1198,11 +1187,12 @@ class FP8HeadLoss(torch.autograd.Function):
 #
 # Every rank computes with a copy of all large weights in the model's dtype. Their float32
 # originals ("masters") and the state of their optimizers exist only once, shared out over the
-# ranks. Of the small ones every rank has all in float32, and tables have no originals. A step has
-# three phases: gradients are summed over the ranks (begun by `Optimizer.start_sums`, that of the
-# head by `Optimizer.step`, and of rows by `Tables.add`), each rank updates its share, and hands the
-# new weights out to all (`Optimizer.step`), but rows of tables only at the beginning of the next
-# step (`Tables.begin`). `Param.share` says how:
+# ranks. Of the small ones every rank has all in float32, and tables have no originals.
+#
+# A step has three phases. First gradients are summed over the ranks: `Optimizer.start_sums` begins
+# the sums, `Tables.add` those of rows, and `Optimizer.step` that of the head. Then each rank
+# updates its share. Last it hands the new weights out to all; but rows of tables travel only when
+# the next step begins (`Tables.begin`). `Param.share` says how:
 #
 #   share      of which     summed by               a rank updates         handed out by
 #   "slice"    matrices,    reduce-scatter          its slice of the       all-gather
@@ -1314,8 +1304,8 @@ class AdamState(NamedTuple):
 def adam_update(master: Tensor, part: Tensor, gradient: Tensor, state: AdamState,
                 rates: Tensor) -> None:
     """Updates master by Adam (Kingma & Ba 2015), and copies it to `part`. All these tensors have
-    one shape; the rates are (5,). `correction` counts all steps, also for the head with
-    head_every_second."""
+    one shape; the rates are (5,). `correction` is that of all steps so far, even if the head is
+    updated in every second one only."""
     lr, decay, beta1, beta2, correction = rates
     gradient = gradient.to(master.dtype)
     state.mean.add_((gradient - state.mean) * (1 - beta1))
@@ -1418,8 +1408,8 @@ class Optimizer:
             average.copy_(self.masters[name])
         self.tables.reset()
         self.slices.sums.clear()
-        self.head_gradient = None  # that of this step, from `start_sums` on
-        self.first_head_gradient = None  # that of the step before, if this is the second of two
+        # That of the first of two steps, until the second one adds it (head_every_second).
+        self.first_head_gradient = None
         self.updates = 0  # without those that fp16 has left out, as a gradient was not finite
         self.hooks.reset()
         self.hooks.weights_changed([*self.masters], self.masters)
@@ -1439,9 +1429,9 @@ class Optimizer:
 
     @torch.no_grad()
     def start_sums(self) -> None:
-        """Begins to sum all .grad over the ranks, but keeps the head's; then each .grad is None. To
-        be called before the last `tables.add`: the sums travel while the GPU adds up the rows'
-        gradients. A collective."""
+        """Begins to sum over the ranks all .grad but the head's, and takes them away. To be called
+        before the last `tables.add`: the sums travel while the GPU adds up the rows' gradients. A
+        collective."""
         small = {}
         for name, bank in self.model.named_parameters():
             if name in self.model.table_names:
@@ -1449,24 +1439,25 @@ class Optimizer:
             if bank.grad is None:
                 raise RuntimeError(f"{name} has no gradient; is it used in the forward pass?")
             if name == "lm_head":
-                self.head_gradient = bank.grad
-            elif self.model.params[name].share == "all":
+                continue
+            if self.model.params[name].share == "all":
                 small[name] = bank.grad
             else:
                 self.slices.start_sum(name, bank.grad)
+            bank.grad = None
         self.slices.start_whole_sums(small)
-        self.model.zero_grad()
 
     def start_head_sum(self) -> None:
-        """Adds the rows of the token embedding to the head's gradient. Then begins to sum it, or
+        """Adds the gradients of looked-up tokens to that of the head. Then begins to sum it, or
         keeps it for the next step. A collective."""
-        gradient = self.head_gradient
-        self.head_gradient = None
+        gradient = self.model.lm_head.grad
+        self.model.lm_head.grad = None
         with self.tables.embedding_stream.on():
             self.tables.embedding_stream.keep(gradient)
             self.tables.add_embedding(gradient)
             if self.model.config.head_every_second:
                 if self.first_head_gradient is None:
+                    # A copy, as the next pass may write to the memory of this one (CudaGraphs).
                     self.first_head_gradient = gradient.clone()
                     return
                 gradient += self.first_head_gradient
@@ -1507,8 +1498,7 @@ class Optimizer:
         self.tables.finish()
         for transfer in transfers.values():
             transfer.wait()
-        changed = [*self.model.table_names, *transfers]
-        self.hooks.weights_changed(changed, self.masters)
+        self.hooks.weights_changed(transfers, self.masters)
         self.update_averages()
 
     def update_averages(self) -> None:
@@ -1522,15 +1512,13 @@ class Optimizer:
 
     @torch.no_grad()
     def go_half_way_to_averages(self) -> None:
-        """After the last step: moves the weights of the model. Half of the way, because the whole
-        average did harm where it went over too many steps (records/long_runs.md). A collective."""
-        transfers = []
+        """After the last step: moves the weights of the model, if there are averages. Half of the
+        way, because the whole average did harm where it went over too many steps
+        (records/long_runs.md). A collective."""
         for name, average in self.averages.items():
             self.masters[name].lerp_(average, 0.5)
             self.parts[name].copy_(self.masters[name])
-            transfers.append(self.hand_out(name))
-        for transfer in transfers:
-            transfer.wait()
+            self.hand_out(name).wait()
         self.hooks.weights_changed([*self.averages], self.masters)
 
     def rates(self, lr_factor: float) -> dict[str, Rates]:
@@ -1594,11 +1582,6 @@ def stage_tokens(stage: Stage, c: Config) -> int:
     return round(stage.batch_part * c.batch_tokens)
 
 
-def total_tokens(c: Config, steps: int) -> int:
-    """Tokens of the first `steps` steps."""
-    return c.seq_len * sum(batch_plan(c)[:steps])
-
-
 def batch_plan(c: Config) -> list[int]:
     """For each step how many sequences its batch has."""
     return [
@@ -1610,8 +1593,7 @@ def lr_factor_at(step: int, c: Config) -> float:
     """The stage's factor. Over the last cooldown_frac of the steps it becomes lr_floor, linearly; a
     stage with a larger factor lets it jump up, also during these. In `speedrun` it is 1.0 for a
     quarter of the steps, falls to 0.93, jumps to 1.39 after a third of them, falls to 0.85, jumps
-    to 0.95 after two thirds, and ends at 0.30. (With head_every_second the head is updated in every
-    second step only.)"""
+    to 0.95 after two thirds, and ends at 0.30."""
     left = 1 - step / c.num_steps  # part of the steps that is still to come
     done = max(0.0, 1 - left / c.cooldown_frac)  # 0 to 1
     return stage_of(step, c).lr_factor * (1 - done) + c.lr_floor * done
@@ -1810,17 +1792,14 @@ class Run:
         while self.step < c.num_steps:
             self.save_or_stop()
             if self.ended_by:
-                break
+                self.clock.stop()
+                return
             if c.val_interval and self.step % c.val_interval == 0:
                 self.clock.stop()
                 self.validate()
                 self.clock.start()
             self.make_step(call)
-        if self.optimizer.averages and not self.ended_by:
-            self.optimizer.go_half_way_to_averages()
-        if self.ended_by:
-            self.clock.stop()
-            return
+        self.optimizer.go_half_way_to_averages()
         self.optimizer.tables.complete()  # as all ranks are to have all that was trained
         self.clock.stop()
         self.validate()

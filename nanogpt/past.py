@@ -344,7 +344,7 @@ def recalled_tokens(table: Tensor, hashes: Tensor,
 
 
 def write_recall(table: Tensor, hashes: Tensor, next_tokens: Tensor,
-             lengths: tuple[int, ...]) -> None:
+                 lengths: tuple[int, ...]) -> None:
     """Writes to the table (R,), in place, which token came next at each position of a step: hashes
     (longest_match - 1, T), next_tokens (T,)."""
     entries = (check_bits(hashes) << 16) + next_tokens

@@ -32,7 +32,7 @@ def begin(log: journal.Log, script, device: torch.device, run: dict, files: list
     unit = log.unit
     active, in_tables = num_weights(script.parameter_table(c))
     train_tokens = sum(shard["tokens"] for shard in data if shard["split"] == "train")
-    tokens = script.total_tokens(c, c.num_steps)
+    tokens = c.seq_len * sum(script.batch_plan(c))
     show_facts(log, {
         "device": f"{machine_name(machine, config)}, torch {machine['torch']}",
         "preset": c.preset,
@@ -99,7 +99,7 @@ def end(run, script, startup_s: float) -> int:
 def results(run, script, startup_s: float) -> dict:
     """The end block of the log (records/README.md)."""
     seconds = run.clock.total
-    tokens = script.total_tokens(run.config, run.step)
+    tokens = run.config.seq_len * sum(script.batch_plan(run.config)[: run.step])
     target = run.config.target_loss or None
     val_losses = [loss for _, _, name, loss in run.log.steps if name == "val_loss"]
     loss = round(val_losses[-1], 4) if val_losses else None

@@ -82,7 +82,7 @@ def test_the_end_says_what_came_of_the_run(began, capsys, loss, verdict):
     c.sample = ""
     capsys.readouterr()
     assert report.end(run, t, 12.3) == 0
-    tokens = t.total_tokens(c, c.num_steps)
+    tokens = c.seq_len * sum(t.batch_plan(c))
     *summary, _, sampling, evaluation = capsys.readouterr().out.splitlines()
     assert summary == [
         "",

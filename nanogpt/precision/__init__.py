@@ -84,8 +84,8 @@ class StepHooks:
         return gradient
 
     def weights_changed(self, names: Collection[str], masters: dict[str, Tensor]) -> None:
-        """Called when the banks of these names have changed. `masters` has this rank's part of each
-        bank, in float32 or wider. A collective."""
+        """Called when the banks of these names have changed, which are no tables. `masters` has
+        this rank's part of each bank, in float32 or wider. A collective."""
 
     def before_validation(self) -> None:
         """Makes the banks complete on every rank, as validation uses no recipe. A collective."""
