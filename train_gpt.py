@@ -512,8 +512,8 @@ def amounts_of(scalars: Tensor) -> Amounts:
     return Amounts(so_far[-1].exp(), of_layers)
 
 
-# The banks of which rows are looked up, and by which row numbers of a Reading (nanogpt/past.py).
-# lm_head is the token embedding, too.
+# Of each bank of which rows are looked up: which list of Reading.rows has their numbers
+# (nanogpt/past.py). lm_head is the token embedding, too.
 LOOKED_UP_AT = {"ngrams": "ngrams", "value_embeds": "tokens", "lm_head": "tokens"}
 
 

@@ -10,10 +10,9 @@ off on average, less so with more candidates. This is a sampled softmax (Bengio 
 Every rank draws those of all groups, by the seed and the step. So the candidates are the same on
 any number of GPUs, and the ranks need not tell each other what they have counted.
 
-On the stand-in corpus 131,072 tokens of English have 14,000 different ones, 32,768 have 6,000, and
-16,384 have 3,700. So in a small group fewer candidates are targets, and the others are drawn anew
-more often. Of the sizes that were tried, 8,192 candidates for each 16,384 tokens gave the lowest
-loss for their time (records/long_runs.md).
+In a small group few candidates are targets, and the others are drawn anew more often. Of the sizes
+that were tried, 8,192 candidates for each 16,384 tokens gave the lowest loss for their time
+(records/long_runs.md).
 """
 from typing import NamedTuple
 
@@ -67,7 +66,8 @@ class Candidates:
         """Those that the candidates of a step are drawn with: (groups, V) in [0, 1), or (0,)."""
         if not self.number:
             return self.target_counts[:0]
-        # A prime apart, so that steps of two seeds seldom draw the same. (CPUs take 32 bits.)
+        # A prime apart, so that steps of two seeds seldom draw the same. (A CPU's generator takes
+        # 32 bits.)
         self.generator.manual_seed((self.seed * 1_000_003 + step) % 2**32)
         shape = groups, len(self.target_counts)
         return torch.rand(shape, generator=self.generator, device=self.target_counts.device)
@@ -94,8 +94,8 @@ class Candidates:
             self.lost_targets += lost
 
     def of(self, next_tokens: Tensor, drawn: Drawn, groups: slice) -> Targets:
-        """Next tokens (T,) with the candidates of their groups, which are equal parts of them, or
-        of the one group that they are a part of."""
+        """Next tokens (T,), which are these groups, all of one size, or a part of one -> their
+        Targets."""
         if not self.number:
             return over_all_tokens(next_tokens)
         return Targets(next_tokens, drawn.chosen[groups], drawn.bias[groups],

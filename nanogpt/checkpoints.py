@@ -227,7 +227,6 @@ def restore(path: str, optimizer) -> None:
                        f"in its run's log, or {ANEW}") from None
     optimizer.updates = facts["updates"]
     optimizer.hooks.load_state(facts["recipe"])
-    optimizer.hooks.weights_changed([*optimizer.masters], optimizer.masters)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -258,6 +257,7 @@ class Keeper:
         if saved:
             path = Path(c.resume)
             on_all_ranks(restore, path, optimizer)
+            optimizer.hooks.weights_changed([*optimizer.masters], optimizer.masters)
             self.first_step = saved["step"]
             if path.parent.resolve() == Path(c.log_dir).resolve():  # else it may be somebody's copy
                 self.save_path = path

@@ -121,7 +121,7 @@ class CudaGraphs:
         gradients, and in the shapes of the tensors. Compilation cannot be recorded, and nothing
         that is made at first use. So call the function itself once before."""
         shapes = tuple(x.shape for x in tensors)
-        # Where backward finds a gradient to add to. Where it makes a new one, it is another graph.
+        # The address of the gradient that backward adds to; False where it makes a new one.
         added_to = tuple(p.grad is not None and p.grad.data_ptr() for p in self.parameters)
         key = (key, shapes, added_to)
         if key not in self.captures:

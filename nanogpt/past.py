@@ -62,7 +62,7 @@ class UsedRows(NamedTuple):
     of_this_rank: Tensor  # those that this rank looks up, ascending
     of_all: Tensor  # (n,) those of any rank, ascending
     of_ranks: Tensor  # those of each rank, one rank after the other
-    counts: list[int]  # how many those are of each rank
+    lengths: list[int]  # how many those are of each rank
 
 
 class PreparedBatch(NamedTuple):
@@ -72,10 +72,8 @@ class PreparedBatch(NamedTuple):
     lost: Tensor
     hashes: Tensor  # (longest_match - 1, T), as in a Reading
     next_tokens: Tensor  # (T,)
-    # For each source, in the order of Reading.rows, the lists that `distinct_rows` returns, and on
-    # the CPU (sources, ranks + 1), where these end.
-    rows: tuple[Tensor, ...]
-    ends: Tensor
+    rows: tuple[Tensor, ...]  # of each source, as in Reading.rows: the lists of `distinct_rows`
+    ends: Tensor  # (sources, ranks + 1), where these lists end; on the CPU
     is_there: object  # the event after which the CPU may read `ends`
 
     def used_rows(self) -> dict[str, UsedRows]:
@@ -87,8 +85,8 @@ class PreparedBatch(NamedTuple):
         for source, rows, ends in zip(reading.rows(), self.rows, self.ends.tolist()):
             of_all, *of_each, _ = rows.tensor_split(ends)
             of_ranks = rows[ends[0] : ends[-1]]
-            counts = [len(x) for x in of_each]
-            used[source] = UsedRows(of_each[rank], of_all, of_ranks, counts)
+            lengths = [len(x) for x in of_each]
+            used[source] = UsedRows(of_each[rank], of_all, of_ranks, lengths)
         return used
 
 

@@ -126,7 +126,7 @@ class Tables:
             parts = columns.new_empty(self.world_size, len(used.of_this_rank), columns.size(1))
             sizes = [len(used.of_this_rank)] * self.world_size
             transfer = dist.all_to_all_single(
-                parts.flatten(0, 1), columns, sizes, used.counts, async_op=True)
+                parts.flatten(0, 1), columns, sizes, used.lengths, async_op=True)
             arriving.append((table.bank, used.of_this_rank, parts, transfer))
         for bank, rows, parts, transfer in arriving:
             transfer.wait()
@@ -148,8 +148,8 @@ class Tables:
 
     def make_room(self, gradients: dict[str, Tensor]) -> None:
         """Makes room for the sums of gradients, and finds the places of all rows in them. The GPU
-        does this beside the first pass. Both side streams read these tensors. They are dropped
-        when all streams have met, so that their memory is not reused too early."""
+        does this beside the first pass. What the embedding's stream reads, too, is dropped when all
+        streams have met, so that its memory is not reused too early."""
         embedding = gradients["lm_head"]
         wide = torch.promote_types(embedding.dtype, torch.float32)
         self.local_sums["lm_head"] = embedding.new_zeros(
@@ -208,11 +208,11 @@ class Tables:
             self.arriving[name] = sums[0], NoTransfer()
             return
         sums = sums.to(table.bank.dtype)
-        counts = self.used[table.source].counts
-        arrived = sums.new_empty(sum(counts), sums.size(2))
-        sizes = [counts[self.rank]] * self.world_size
+        lengths = self.used[table.source].lengths
+        arrived = sums.new_empty(sum(lengths), sums.size(2))
+        sizes = [lengths[self.rank]] * self.world_size
         transfer = dist.all_to_all_single(
-            arrived, sums.flatten(0, 1), counts, sizes, async_op=True)
+            arrived, sums.flatten(0, 1), lengths, sizes, async_op=True)
         self.arriving[name] = arrived, transfer
 
     def add_embedding(self, gradient: Tensor) -> None:
@@ -346,8 +346,8 @@ if triton is not None:
     ):
         """Updates some columns of these rows, which are rounded at random if they are in bf16."""
         line, column, inside = tile_of_lines(n, own_width, LINES, COLUMNS)
-        place = line * own_width + column
-        gradient = tl.load(gradient_ptr + place, mask=inside, other=0.0)
+        offset = line * own_width + column
+        gradient = tl.load(gradient_ptr + offset, mask=inside, other=0.0)
         root = tl.load(root_ptr + line, mask=line < n, other=1.0)
         row = tl.load(rows_ptr + line, mask=line < n, other=0)
         bank_column = first_column + column
@@ -360,8 +360,8 @@ if triton is not None:
         if IS_BF16:
             # bf16 is the upper half of a float32. Noise in the lower half carries into it at times,
             # the more often the larger this half is; for numbers below 0 that is away from 0, too.
-            # Six rounds of Triton's generator are enough. With four, neighbours get like numbers.
-            noise = (tl.randint(seed, place.to(tl.int32), n_rounds=6) & 0xFFFF).to(tl.int32)
+            # Six rounds of Triton's generator are enough. With four, neighbours are correlated.
+            noise = (tl.randint(seed, offset.to(tl.int32), n_rounds=6) & 0xFFFF).to(tl.int32)
             bits = (weight.to(tl.int32, bitcast=True) + noise) & -65536
             weight = bits.to(tl.float32, bitcast=True)
         tl.store(weight_ptr, weight.to(bank_ptr.dtype.element_ty), mask=in_bank)
@@ -424,8 +424,8 @@ def update_rows(gradient: Tensor, rows: Tensor, root: Tensor, bank: Tensor, rank
 
 
 def in_words(x: Tensor) -> Tensor:
-    """x (..., width) seen as numbers of eight bytes, if its lines are made of whole ones: a GPU
-    takes as long for each of these as for one of two bytes."""
+    """x (..., width) seen as numbers of 8 bytes, if its lines are made of whole ones: a GPU moves 8
+    bytes as fast as 2."""
     in_word = 8 // x.itemsize
     steps = x.size(-1), x.storage_offset(), *x.stride()[:-1]
     return x.view(torch.int64) if all(step % in_word == 0 for step in steps) else x

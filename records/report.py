@@ -17,18 +17,19 @@ from records.console import curve, to_type
 from records.log import machine_name
 
 
-def begin(log: journal.Log, script, device: torch.device, run: dict, files: list[dict], run_files,
-          recipe_names, c, seconds: float | None = None) -> None:
-    """Begins the log, and shows what will run. `run` is from journal.describe_run, `files` are the
-    project's source files, `run_files` is a planning.RunFiles, and `seconds` is how long the run
-    may take, if that is known. A collective."""
+def begin(log: journal.Log, script, device: torch.device, about_run: dict, files: list[dict],
+          run_files, recipe_names, c, seconds: float | None = None) -> None:
+    """Begins the log, and shows what will run. `about_run` is from journal.describe_run, `files`
+    are the project's source files, `run_files` is a planning.RunFiles, and `seconds` is how long
+    the run may take, if that is known. A collective."""
     stages = [dict(first_step=first, last_step=end, batch_tokens=script.stage_tokens(stage, c))
               for first, end, stage in script.stages(c) if end > first]
     config = dataclasses.asdict(c)
     machine = journal.describe_machine(device)
     data = run_files.fingerprints
     log.begin(script.SOURCE, dict(
-        run=[run], file=files, config=[config], environment=[machine], data=data, stage=stages))
+        run=[about_run], file=files, config=[config], environment=[machine], data=data,
+        stage=stages))
     unit = log.unit
     active, in_tables = num_weights(script.parameter_table(c))
     train_tokens = sum(shard["tokens"] for shard in data if shard["split"] == "train")

@@ -7,10 +7,9 @@ A projection y = x w^T has three products, each with a sum over another dimensio
     dgrad  dx = dy w      over N, the width of the output
     wgrad  dw = dy^T x    over T, the tokens
 
-In FP8, inputs and weights become e4m3, and gradients e5m2. In fprop the sums may be quick: Hopper's
-"fast accumulation" keeps fewer bits. The errors of gradients would add up over the steps, so their
-sums are wide. Every number of FP8 is exact in bf16. Devices without FP8 multiply the same rounded
-numbers in bf16 or float32, so the results differ by rounding only.
+In FP8, inputs and weights become e4m3, and gradients e5m2 (nanogpt/kernels.py, section 1). Every
+number of FP8 is exact in bf16. Devices without FP8 multiply the same rounded numbers in bf16 or
+float32, so the results differ by rounding only.
 
 A recipe is a way to compute a projection: bf16, fp16, fp32 and fp64 in that dtype, fp8-static, fp8
 and nvfp4. It may multiply in its own way (`Products`). Two of them, fp8 and fp16, also keep

@@ -1,5 +1,6 @@
 """fp16 with a loss scale that adapts itself: --precision=fp16. GPUs that have no bf16 also need
---compile=false, because validation, Muon's products and the tables are in bf16.
+--compile=false: validation, Muon's products and the tables are in bf16, which PyTorch's compiler
+refuses there.
 
 Why it works. The magnitudes of fp16 reach from 6e-8 to 65504. Weights and activations fit, but many
 gradients are smaller than 6e-8 and would become 0. So the loss, and with it all of its gradients,
@@ -27,7 +28,7 @@ from nanogpt.precision import StepHooks
 from nanogpt.ranks import gathered
 
 FIRST_SCALE = 2.0**15
-GOOD_STEPS_TO_GROW = 2000  # even: with head_every_second the scale stays the same for two steps
+GOOD_STEPS_TO_GROW = 2000  # even, so that the two steps of head_every_second have one scale
 
 
 class LossScaling(StepHooks):

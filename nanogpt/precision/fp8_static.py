@@ -87,7 +87,8 @@ class StaticMLP(torch.autograd.Function):
 
 
 class StaticFP8(Products):
-    """The products of one projection. Those of the head are in train_gpt.FP8HeadLoss."""
+    """The products of a projection. (Those of the head are in train_gpt.FP8HeadLoss.) weight_scale
+    is for `check_weights` only."""
 
     def __init__(self, input_scale: float, weight_scale: float):
         self.input_scale = input_scale

@@ -68,8 +68,8 @@ class LayerProducts(NamedTuple):
 
 class Precision:
     """All products of a model: `layers[training]` has those of every layer, in training or in
-    validation, and `head[training]` those of the head. `hooks` is what acts between them: only
-    fp16 and fp8 do, and no run has both."""
+    validation, and `head[training]` those of the head. `hooks` act at points of a step: only fp16
+    and fp8 have some, and no run has both."""
 
     def __init__(self, c, recipe_names: dict[str, str], banks: dict[str, Tensor]):
         """c: train_gpt.Config; recipe_names: by the projections' names; banks: the model's weights
@@ -82,10 +82,9 @@ class Precision:
             self.hooks = FP8(banks, c.float8_all_gather)
         # The rows of the banks: train_gpt.py, section 4.
         layers = []
+        places = {layer: 4 * n for n, layer in enumerate(c.layers_with_attention)}
         for i in range(c.num_layers):
-            place = 0  # of a layer without attention, whose qkv and o nobody asks for
-            if i in c.layers_with_attention:
-                place = 4 * c.layers_with_attention.index(i)
+            place = places.get(i, 0)  # without attention nobody asks for qkv and o
             layers.append(LayerProducts(
                 self.products_of("qkv", "qkvo", slice(place, place + 3)),
                 self.products_of("o", "qkvo", slice(place + 3, place + 4), True),
