@@ -65,7 +65,7 @@ progress = partial(tqdm, unit=" sequences", leave=False, disable=None)  # a bar 
 def score(model: nn.Module, tokens: np.ndarray, targets: np.ndarray) -> np.ndarray:
     """tokens (T,) and the target of each one (T,), -1 where there is none -> the log-probability of
     each target in nats, (n,) float64 for the n targets in their order."""
-    logits = sample.read(model, torch.from_numpy(tokens))
+    logits = sample.logits_after(model, torch.from_numpy(tokens))
     targets = torch.from_numpy(targets).to(model.lm_head.device)
     found = []
     for places in (targets >= 0).nonzero()[:, 0].split(LOGITS_AT_A_TIME):

@@ -16,7 +16,8 @@ if [ "${1:-}" != test ]; then
       -*) keys+=("$word") ;;
       *)
         [ -e "$word" ] || fail "'$word': no such file or folder; options are written --key=value"
-        texts+=("$(realpath -- "$word")") ;;
+        case $word in /*) ;; *) word=$PWD/$word ;; esac
+        texts+=("$word") ;;
     esac
   done
 fi
@@ -89,7 +90,7 @@ fi
 
 # 4. Train.
 [ "$gpus" -le 1 ] && exec "$python" train_gpt.py ${keys[@]+"${keys[@]}"}
-# So long torchrun waits for the last save of all ranks, when a signal ends it (seconds).
+# Seconds that torchrun waits for the last save of all ranks when a signal ends it.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
 exec "$python" -m torch.distributed.run --standalone --nproc_per_node="$gpus" train_gpt.py \
   ${keys[@]+"${keys[@]}"}

@@ -17,8 +17,6 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 
-from data import Parser, gpt2, harmless
-
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it at once, without a traceback
 
@@ -26,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from data import Parser, gpt2, harmless
 from data.gpt2 import bytes_of, token_to_byte
 from data.shards import SEPARATOR, reads_bytes
 from nanogpt import checkpoints
@@ -38,7 +37,7 @@ from records.console import complain, end_in_order
 
 
 @torch.no_grad()
-def read(model, tokens: Tensor) -> Callable[[slice | Tensor], Tensor]:
+def logits_after(model, tokens: Tensor) -> Callable[[slice | Tensor], Tensor]:
     """Reads tokens (T,). Returns a function from n places among them to the capped logits (n, V) of
     the tokens that come next. The model takes whole blocks, so they are filled up with tokens that
     nothing before them can see. As in validation, no recipe of low precision is used."""
@@ -54,7 +53,7 @@ def read(model, tokens: Tensor) -> Callable[[slice | Tensor], Tensor]:
 
 def next_logits(model, tokens: list[int]) -> Tensor:
     """The capped logits (V,) of the token after these."""
-    return read(model, torch.tensor(tokens))(slice(len(tokens) - 1, len(tokens)))[0]
+    return logits_after(model, torch.tensor(tokens))(slice(len(tokens) - 1, len(tokens)))[0]
 
 
 def draw(logits: Tensor, temperature: float, generator: torch.Generator) -> int:
@@ -86,8 +85,8 @@ def continued(model, text: str, count: int, temperature: float = 0.8,
               seed: int = 0) -> Iterator[str]:
     """The text, then a piece for each token that the model adds to it: at most `count`, up to the
     end of the document or of the model's sequences. A piece may be empty, as a character may take
-    several tokens. Of a text after which nothing could come, the model reads the end, which leaves
-    half of a sequence free. Control characters, which could change how a terminal works, become
+    several tokens. Of a text that fills a sequence, the model reads the end, which fills half of
+    one. Control characters, which could change how a terminal works, become
     question marks."""
     encode, to_bytes = codec(model.config.vocab_size)
     tokens = [model.bos, *encode(text)]
@@ -137,9 +136,7 @@ def work(argv: list[str]) -> None:
     option("--seed", type=int, default=0, help="the same seed gives the same text")
     option("--device", choices=DEVICES, default=DEVICES[0], help="where the model computes")
     options = parser.parse_intermixed_args(argv)
-    require(options.temperature == 0 or 0.001 <= options.temperature <= 1000,
-            f"--temperature={options.temperature} must be 0, or from 0.001 to 1000")
-    require(abs(options.seed) < 2**63, f"--seed={options.seed} must be below 2^63")
+    require(options.temperature >= 0, f"--temperature={options.temperature} must be 0 or more")
     model = load(options.model, options.device)
     text = options.text
     if text is None:

@@ -146,9 +146,9 @@ def safe_name(text):
     return name or "text"
 
 
-def folder_for(args, record):
-    """The folder of the corpus that `record` describes, and whether it was made there already.
-    Raises BadInput."""
+def folder_for(args, made_of):
+    """The folder of the corpus that is made of `made_of`, and whether it is there already. Raises
+    BadInput."""
     if args.out:
         first = Path(os.path.realpath(args.out))
     else:
@@ -157,7 +157,9 @@ def folder_for(args, record):
     folder = first
     for number in count(2):
         path = folder / "corpus.json"
-        if path.exists() and record.items() <= json.loads(path.read_text(encoding="utf-8")).items():
+        # A disk that became full may have left an empty file.
+        made = json.loads(path.read_text("utf-8") or "{}") if path.exists() else {}
+        if made_of.items() <= made.items():
             return folder, True
         if not folder.exists() or not any(folder.iterdir()):
             return folder, False
@@ -171,21 +173,21 @@ def make_corpus(args, notes):
     Raises BadInput and OSError."""
     start = time.perf_counter()
     files = [path for item in args.inputs for path in texts.find_files(item)]
-    record = {
+    kind = choose_tokens(notes) if args.tokens == "auto" else args.tokens
+    made_of = {
+        "tokens": kind,
         "files": [[os.path.abspath(path), path.stat().st_size, path.stat().st_mtime_ns]
                   for path in files],  # a file that was changed has another time
         "options": {name: getattr(args, name)
-                    for name in ("python_docs", "tokens", "key", "split", "split_blank")}}
-    folder, is_made = folder_for(args, record)
+                    for name in ("python_docs", "key", "split", "split_blank")}}
+    folder, is_made = folder_for(args, made_of)
     if is_made:
         return folder, "already made of this text; used again"
 
-    kind = choose_tokens(notes) if args.tokens == "auto" else args.tokens
     documents = python_documents() if args.python_docs else texts.read_all(args.inputs, args, notes)
     counts = write_corpus(tqdm(documents, unit=" documents", disable=None), folder,
                           kind == "bytes", ", ".join(args.inputs))
-    record |= {"tokens": kind} | counts
-    (folder / "corpus.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    (folder / "corpus.json").write_text(json.dumps(made_of | counts, indent=1) + "\n", "utf-8")
     plural = "s" * (counts["documents"] != 1)
     return folder, (
         f"{counts['train_tokens']:,} training and {counts['val_tokens']:,} validation tokens "

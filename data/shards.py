@@ -26,8 +26,8 @@ SEPARATOR = 50256  # GPT-2's end-of-text token, the first token of every documen
 # 1. The format
 
 
-AGAIN = ("fetch or make it again (data/fineweb.py, when the file is deleted; data/prepare.py, when "
-         "its folder is deleted)")
+AGAIN = ("fetch or make it again (delete it and run data/fineweb.py, or delete its folder and run "
+         "data/prepare.py)")
 
 
 def count_tokens(path: Path) -> int:

@@ -135,8 +135,8 @@ def load_model(path: str | Path, device: torch.device | str, script):
 
 
 def find(asked: str, log_dir: str) -> Path | None:
-    """The save that --resume=ASKED means. For NEWEST it is the newest one in `log_dir`, where there
-    may be none."""
+    """The save that --resume=ASKED means. For NEWEST it is the newest one in `log_dir` or below, if
+    there is any."""
     if asked != NEWEST:
         return Path(asked) if asked else None
     saves = Path(log_dir).glob("**/*.saved")

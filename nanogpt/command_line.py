@@ -34,8 +34,8 @@ def key(default, meaning: str, choices: tuple[str, ...] = (), least: float | Non
 @dataclasses.dataclass
 class RunConfig:
     """Keys that say where and how a run is made. They change its weights by rounding at most, so a
-    run that goes on from a save may have other values of them. A configuration with a value that
-    cannot be raises BadInput when it is made."""
+    run that goes on from a save may have other values of them. A wrong value raises BadInput when
+    it is made."""
     device: str = key("auto", "auto, cuda or cpu", choices=("auto", "cuda", "cpu"))
     attention: str = key(
         "auto", "auto, flex (CUDA, compiled) or sdpa (everywhere)",
@@ -43,8 +43,8 @@ class RunConfig:
     compile: bool = key(True, "use torch.compile, and CUDA graphs on a GPU")
     join_timeout: float = key(10.0, "minutes that a process waits for the others at the start")
     resume: str = key(
-        "", "save to go on from, logs/RUN_ID.saved; --resume alone: the newest one in log_dir. "
-        "Without any save a new run begins")
+        "", "save to go on from, logs/RUN_ID.saved; --resume alone: the newest one in log_dir or "
+        "below. Without any save a new run begins")
     # output
     log_dir: str = key("logs", "folder of the logs")
     run_name: str = key("", "free text for the log")

@@ -22,8 +22,8 @@ LOWER = "lower the learning rates; if --precision is not bf16, try that"
 def run(train: Callable[[ExitStack], int], stop: Stop) -> int:
     """Returns the status that `train` returns, 1 after a crash, or 2 if the user can mend what went
     wrong. On an error, what `train` has pushed to its argument is done first: it writes a note to
-    the log. If there are several ranks, the one with the error then ends at once, and torchrun ends
-    the others. Nothing is saved then, as a save takes all ranks."""
+    the log. If there are several ranks, the one with the error then ends (rank 0 at once, others
+    after five seconds), and torchrun ends the rest. Nothing is saved, as a save takes all ranks."""
     try:
         with ExitStack() as at_end:
             status = train(at_end)

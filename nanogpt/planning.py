@@ -221,7 +221,7 @@ def check_run_files(c, plan: shards.Plan, files: list[dict]) -> RunFiles:
 
 def check_data(c, plan: shards.Plan) -> RunFiles:
     """What the run reads. Raises BadInput if a shard is missing or damaged, or of another kind of
-    tokens than the model's, if they do not suffice, if the save is of others, or if so many
+    tokens than the model's, if there are too few, if the save is of other shards, or if so many
     processes cannot share the plan's batches."""
     _, world_size = rank_and_world_size()
     for count in plan:

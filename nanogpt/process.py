@@ -1,10 +1,10 @@
 """The process itself: variables of its environment that torch, NCCL and CUDA read when they start,
-and signals that end a run: SIGINT (control-C), SIGTERM (kill, a cluster, torchrun), SIGHUP (the
+and signals that end a run: SIGINT (Ctrl-C), SIGTERM (kill, a cluster, torchrun), SIGHUP (the
 terminal was closed). This file is used before torch is imported, so it imports nothing of torch.
 
 Before the first step there is nothing to keep, so a signal ends the process at once. From then on
 it is noted, and the trainer ends the run after a step, when all ranks know of it (ranks.Requests).
-A second control-C ends the process at once. A second SIGTERM does not: a cluster may send it to all
+A second Ctrl-C ends the process at once. A second SIGTERM does not: a cluster may send it to all
 processes, and torchrun hands on to the ranks what it has got itself.
 """
 import os
@@ -55,11 +55,11 @@ class Stop:
         if not self.in_steps:  # an exception would not do: the compiler catches some
             say(f"stopped by {SIGNALS[number]}")
             os._exit(128 + number)
-        if number == signal.SIGINT and not self.signal:  # somebody waits before the screen
-            say("stopping within a few steps; the next control-C ends the run at once, "
+        if number == signal.SIGINT and not self.signal:  # somebody sits at the terminal
+            say("stopping within a few steps; the next Ctrl-C ends the run at once, "
                 "and loses what is not saved")
         self.signal = self.signal or SIGNALS[number]
-        # The next control-C needs no Python, which may wait for something.
+        # The next Ctrl-C needs no Python, which may wait for something.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 

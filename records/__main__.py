@@ -5,8 +5,12 @@
 Exit status: 0 all well, 1 a check found something, 2 the input was refused.
 """
 import argparse
+import signal
 import sys
 from pathlib import Path
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it at once, without a traceback
 
 from . import compare, record
 from .console import end_in_order
@@ -14,7 +18,9 @@ from .log import Log, read_bytes, read_log, read_logs
 
 
 def write_code(log: Log, folder: Path) -> None:
-    """Writes all files that ran in a run into a new folder."""
+    """Writes all files that ran in a run into a new folder. Raises ValueError if it is there."""
+    if folder.exists():
+        raise ValueError(f"{folder} is there already; name another folder.")
     folder.mkdir(parents=True)
     for name, content in log.files.items():
         path = folder / name

@@ -29,8 +29,8 @@ def complain(sentence: str) -> None:
 
 def end_in_order(program: str, work: Callable[[list[str]], int | None], argv: list[str],
                  refused: tuple[type, ...] = (BadInput, OSError)) -> int:
-    """Does the work of a program. Exit status: what the work returns, where None is 0, or with one
-    sentence 2 for what is refused, as bad input and a full disk, or too little memory."""
+    """Does the work of a program. Returns the exit status: that of the work (None is 0), or 2 after
+    one sentence about bad input, a full disk or too little memory."""
     sys.stdout.reconfigure(errors="replace")  # a file or pipe on Windows may lack some characters
     try:
         status = work(argv)

@@ -54,25 +54,24 @@ class Log:
 
     def begin(self, source: bytes, facts: dict[str, list[dict]]) -> None:
         """Opens LOG_DIR/RUN_ID.txt and writes the script's source, the facts, and those that have
-        come before. Raises OSError if the file cannot be written."""
+        come before. Raises OSError if the file cannot be opened."""
         self.facts = facts
         [run], [config] = facts["run"], facts["config"]
         self.path = Path(config["log_dir"], f"{run['run_id']}.txt")
         self.num_steps = config["num_steps"]
-        came_before = self.file.getvalue()
+        came_before = self.file.getvalue().decode()
+        lines = [f"{kind} {json.dumps(value)}\n" for kind, values in facts.items()
+                 for value in values]
         self.file = open(self.path if is_rank_0() else os.devnull, "wb")
-        self.file.write(source + RULE.encode() + b"\n")
-        for kind, values in facts.items():
-            for value in values:
-                self.fact(kind, value)
-        self.file.write(came_before)
+        text = source.decode() + RULE + "\n" + "".join(lines) + came_before
+        self.write(text.removesuffix("\n"))
 
-    def write(self, line: str) -> None:
-        """Writes one line. It is in the file at once, so that a run which is killed leaves a log up
-        to that moment."""
+    def write(self, lines: str) -> None:
+        """Writes one or more lines. They are in the file at once, so that a run which is killed
+        leaves a log up to that moment."""
         try:
             if self.file:
-                self.file.write(line.encode() + b"\n")
+                self.file.write(lines.encode() + b"\n")
                 self.file.flush()
         except OSError as error:
             self.file = None

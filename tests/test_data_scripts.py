@@ -338,7 +338,7 @@ def test_inputs_may_stand_before_and_behind_options(tmp_path, data):
 def test_the_same_command_again_changes_nothing_and_after_a_change_the_old_shards_stay(tmp_path, data, capsys):
     source = write(tmp_path / "story.txt", STORY)
     for options, text, folder, is_new in (
-            ([], STORY, "story", True), ([], STORY, "story", False), (["--split_blank=1"], STORY, "story-2", True),
+            ([], STORY, "story", True), ([], STORY, "story", False), (["--tokens=auto"], STORY, "story", False), (["--split_blank=1"], STORY, "story-2", True),
             ([], STORY.upper(), "story-3", True), ([], STORY.upper(), "story-3", False)):
         before = {path: path.stat().st_mtime_ns for path in data.rglob("*.bin")}
         if is_new and text != STORY:

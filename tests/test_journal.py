@@ -55,6 +55,13 @@ def test_every_line_of_a_log_to_the_byte_and_at_once(tmp_path, capsys):
         "step:0/10 val_loss:10.8258 train_time:0ms step_avg:-", "warning: tokens were lost"]
 
 
+def test_a_disk_that_is_full_when_a_log_begins_ends_no_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(journal, "open", lambda path, mode: open("/dev/full", mode), raising=False)
+    log = open_log(tmp_path)
+    log.step(1, 0.2, "train_loss", 10.8)
+    assert re.fullmatch(r"cannot write to \S+an-id.txt .No space left on device.; the run goes on without a log\n", capsys.readouterr().err)
+
+
 def test_other_ranks_leave_no_trace_and_get_the_losses_too(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(journal, "is_rank_0", lambda: False)
     log = open_log(tmp_path)
