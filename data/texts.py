@@ -55,10 +55,12 @@ def visible_files(folder):
 
 def find_files(item):
     """The file that `item` names, or those of a folder that have one of the SUFFIXES, sorted.
-    Raises BadInput if there are none."""
+    Raises BadInput if there are none, and for a folder of shards."""
     if not os.path.isdir(item):
         require(os.path.exists(item), f"{item}: no such file or folder; check the path")
         return [Path(item)]
+    require(not Path(item, "corpus.json").exists(),
+            f"{item}: shards that data/prepare.py has made; train on them with --data_dir={item}")
     found = [path for path in visible_files(item) if path.suffix.lower() in SUFFIXES]
     require(found, f"{item}: no files in this folder that end as texts do, such as .txt and "
             ".jsonl; name the files themselves")
