@@ -288,7 +288,7 @@ PRESETS: dict[str, dict] = {
         # The default, 3,900 steps, reads 601M tokens. Where record 92 is at 3.277 on FineWeb, it is
         # at 3.124 on the longer stand-in corpus, so 3.28 there stands for 3.127 here. We are at
         # 3.3682 after 191.5M tokens (five seeds, records/long_runs.md), and the loss falls by about
-        # 0.211 when e times as many are read: 191.5M * e^((3.3682 - 3.127) / 0.211) = 601M. A
+        # 0.2105 when e times as many are read: 191.5M * e^((3.3682 - 3.127) / 0.2105) = 602M. A
         # larger model needs fewer tokens, but more time (records/long_runs.md).
         muon_lr=0.0235, muon_momentum=0.92, muon_decay=2.0, head_lr=0.0072, scalar_lr=0.035,
         ngram_rows=33_554_432, recall_rows=1_073_741_824,
