@@ -39,6 +39,6 @@ def load():
                        ) from error
 
 
-def bytes_of(text):
+def bytes_of(text: str) -> np.ndarray:
     """A token for each byte of a text: (n,) uint16."""
     return byte_to_token[np.frombuffer(text.encode("utf-8", "replace"), dtype=np.uint8)]

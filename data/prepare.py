@@ -22,6 +22,7 @@ two bytes each, and one file at a time.
 
 Exit status: 0 done, 2 with one sentence on stderr that names the file and what to do.
 """
+import argparse
 import hashlib
 import json
 import os
@@ -31,6 +32,7 @@ import shlex
 import signal
 import sys
 import time
+from collections.abc import Iterable, Iterator
 from itertools import count, islice
 from pathlib import Path
 
@@ -52,10 +54,12 @@ LEAST_VAL = 129
 MOST_VAL = 10_485_760 + 1  # one more, because the last prediction needs its target too
 
 
-# ---- from documents to tokens --------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# From documents to tokens
 
-def encode_all(documents, use_bytes):
-    """Yield the tokens of each document, SEPARATOR first: (n,) uint16."""
+
+def encode_all(documents: Iterable[str], use_bytes: bool) -> Iterator[np.ndarray]:
+    """Yields the tokens of each document, SEPARATOR first: (n,) uint16."""
     documents = iter(documents)
     while job := list(islice(documents, 256)):
         if use_bytes:
@@ -66,7 +70,7 @@ def encode_all(documents, use_bytes):
             yield np.concatenate([[SEPARATOR], body], dtype="<u2", casting="unsafe")
 
 
-def choose_tokens(notes):
+def choose_tokens(notes: list[str]) -> str:
     """"gpt2", or "bytes" where no GPU is or the vocabulary cannot be had; then `notes` gets the
     reason."""
     import torch
@@ -82,10 +86,12 @@ def choose_tokens(notes):
     return "gpt2"
 
 
-# ---- from tokens to shards -----------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# From tokens to shards
 
-def write_corpus(documents, folder, use_bytes, source):
-    """Encode the documents, shuffle them, split them, and write them to a folder as shards.
+
+def write_corpus(documents: Iterable[str], folder: Path, use_bytes: bool, source: str) -> dict:
+    """Encodes the documents, shuffles them, splits them, and writes them to a folder as shards.
 
     Returns a dictionary with "train_tokens", "val_tokens", and the numbers of "documents" and of
     "duplicates" among the input. Raises BadInput, which speaks of `source`, if there are too
@@ -107,8 +113,9 @@ def write_corpus(documents, folder, use_bytes, source):
             "documents": len(encoded), "duplicates": num_read - len(encoded)}
 
 
-def split_documents(documents, source):
-    """Divide the shuffled documents, arrays of tokens, into a list for training and one for
+def split_documents(documents: list[np.ndarray],
+                    source: str) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Divides the shuffled documents, (n,) uint16 each, into a list for training and one for
     validation.
 
     Validation gets the first documents, 5% of the tokens: a fair sample of the input, which shares
@@ -133,9 +140,11 @@ def split_documents(documents, source):
     return [document[:head], *documents[last + 1 :]], [*documents[:last], tail]
 
 
-# ---- where a corpus is, and what it was made of --------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# Where a corpus is, and what it was made of
 
-def safe_name(text):
+
+def safe_name(text: str) -> str:
     """`text` without the characters that a shell, a file system or a glob takes for something else.
 
     The shards of my_train would be my_train_val_000000.bin and so on, which the trainer would take
@@ -146,7 +155,7 @@ def safe_name(text):
     return name or "text"
 
 
-def folder_for(args, made_of):
+def folder_for(args: argparse.Namespace, made_of: dict) -> tuple[Path, bool]:
     """The folder of the corpus that is made of `made_of`, and whether it is there already. Raises
     BadInput."""
     if args.out:
@@ -168,8 +177,8 @@ def folder_for(args, made_of):
         folder = first.with_name(f"{first.name}-{number}")
 
 
-def make_corpus(args, notes):
-    """Make the corpus, unless it is there already. Returns its folder, and what to say of it.
+def make_corpus(args: argparse.Namespace, notes: list[str]) -> tuple[Path, str]:
+    """Makes the corpus, unless it is there already. Returns its folder, and what to say of it.
     Raises BadInput and OSError."""
     start = time.perf_counter()
     files = [path for item in args.inputs for path in texts.find_files(item)]
@@ -195,9 +204,11 @@ def make_corpus(args, notes):
         f"{counts['duplicates']:,}) in {time.perf_counter() - start:.1f} s")
 
 
-# ---- command line --------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# Command line
 
-def parse_args(argv):
+
+def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = Parser(description=__doc__.splitlines()[0], allow_abbrev=False)
     add = parser.add_argument
     add("inputs", nargs="*", metavar="INPUT", help="text, JSON lines, or a folder of them")
@@ -221,8 +232,8 @@ def parse_args(argv):
     return args
 
 
-def work(argv):
-    """Make the corpus that the command line asks for. Raises BadInput."""
+def work(argv: list[str]) -> None:
+    """Makes the corpus that the command line asks for. Raises BadInput."""
     args = parse_args(argv)
     notes = []
     try:

@@ -8,11 +8,12 @@ import os
 import re
 import sysconfig
 import warnings
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 
-def is_prose(paragraph):
+def is_prose(paragraph: str) -> bool:
     """Whether this is English rather than code, a table or a session of the interpreter.
 
     Prose is mostly letters, and long enough to say something.
@@ -22,7 +23,7 @@ def is_prose(paragraph):
     return says_something and num_letters > 0.8 * len(paragraph) and ">>>" not in paragraph
 
 
-def source_prose(source):
+def source_prose(source: str) -> str:
     """The docstrings and the blocks of comments in a Python source, in the order they stand there.
     (Only a comment right below a docstring of one line may come before it.)
 
@@ -43,8 +44,8 @@ def source_prose(source):
     return "\n\n".join(text for _, text in sorted(found))
 
 
-def python_texts():
-    """Yield the topics of Python's language reference, then the prose of every library module.
+def python_texts() -> Iterator[str]:
+    """Yields the topics of Python's language reference, then the prose of every library module.
 
     Both are those of the Python that runs this. Modules are read, not imported.
     """
@@ -60,8 +61,8 @@ def python_texts():
                 yield source_prose(Path(folder, name).read_text(encoding="utf-8"))
 
 
-def python_documents():
-    """Yield a document for each topic and module: its paragraphs of prose.
+def python_documents() -> Iterator[str]:
+    """Yields a document for each topic and module: its paragraphs of prose.
 
     Paragraphs that an earlier document had, such as licences, are left out.
     """

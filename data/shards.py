@@ -50,7 +50,7 @@ def count_tokens(path: Path) -> int:
 
 
 def write_shard(path: Path, documents: Sequence[np.ndarray]) -> None:
-    """Write documents, each an array of tokens that begins with SEPARATOR, as one shard.
+    """Writes documents, each an array of tokens that begins with SEPARATOR, as one shard.
 
     nanoGPT's train.bin has GPT-2's tokens, but no header. This makes a shard of it:
 
@@ -71,7 +71,7 @@ class Shard(NamedTuple):
 
 
 def read_shard(path: Path, vocab_size: int) -> Shard:
-    """Read a shard for a model that knows the tokens below `vocab_size`.
+    """Reads a shard for a model that knows the tokens below `vocab_size`.
 
     If the vocabulary is too small for 50256, its last token takes the place of the separator.
     Raises BadInput if the file is damaged, has no document, or holds tokens that the model does

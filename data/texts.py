@@ -2,11 +2,13 @@
 
 What prepare.py and evaluate.py read goes through here. This file knows nothing of tokens.
 """
+import argparse
 import codecs
 import io
 import json
 import os
 import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from data import BadInput, require
@@ -35,8 +37,8 @@ ZEROS = ("not text in UTF-8, as it holds zero bytes; unpack it if it is compress
          "folder to train_gpt.py --data_dir")
 
 
-def add_options(parser):
-    """Add the options that say how files are read."""
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that say how files are read."""
     parser.add_argument(
         "--key", default="text", help="where a JSON object keeps its text; default %(default)s")
     cut = parser.add_mutually_exclusive_group()
@@ -47,13 +49,13 @@ def add_options(parser):
         help="cut texts at N or more blank lines, 1 to 9")
 
 
-def visible_files(folder):
+def visible_files(folder: str) -> list[Path]:
     """The files in this folder and its subfolders that are not hidden, sorted."""
     return [path for path in sorted(Path(folder).rglob("*")) if path.is_file()
             and not any(part.startswith(".") for part in path.relative_to(folder).parts)]
 
 
-def find_files(item):
+def find_files(item: str) -> list[Path]:
     """The file that `item` names, or those of a folder that have one of the SUFFIXES, sorted.
     Raises BadInput if there are none, and for a folder of shards."""
     if not os.path.isdir(item):
@@ -67,8 +69,8 @@ def find_files(item):
     return found
 
 
-def read_all(inputs, options, notes):
-    """Yield the documents of files and folders, read as `options` say (key, split, split_blank).
+def read_all(inputs: list[str], options: argparse.Namespace, notes: list[str]) -> Iterator[str]:
+    """Yields the documents of files and folders, read as `options` say (key, split, split_blank).
     What the user should know is added to the list `notes`, in sentences. Raises BadInput."""
     for item in inputs:
         files = find_files(item)
@@ -83,8 +85,9 @@ def read_all(inputs, options, notes):
             yield text
 
 
-def read_folder(folder, files, options, notes):
-    """Yield the documents of the files of a folder. Those that are no text are left out."""
+def read_folder(folder: str, files: list[Path], options: argparse.Namespace,
+                notes: list[str]) -> Iterator[str]:
+    """Yields the documents of the files of a folder. Those that are no text are left out."""
     left_out = []
     for path in files:
         try:
@@ -103,8 +106,8 @@ def read_folder(folder, files, options, notes):
                      f"do, first {others[0]}; name those that hold text")
 
 
-def read_documents(path, options):
-    """Yield the documents of one file that are not blank, as strings. Raises BadInput."""
+def read_documents(path: Path, options: argparse.Namespace) -> Iterator[str]:
+    """Yields the documents of one file that are not blank, as strings. Raises BadInput."""
     suffix = path.suffix.lower()
     require(suffix not in TABLES, f"{path}: a table, not text; {EXPORT}")
     try:
@@ -135,7 +138,7 @@ def read_documents(path, options):
                        "permissions") from error
 
 
-def begins_with_object(head):
+def begins_with_object(head: bytes) -> bool:
     """Whether the first line of these bytes is a JSON object, whatever the file is called."""
     try:
         return isinstance(json.loads(head.partition(b"\n")[0]), dict)
@@ -143,8 +146,8 @@ def begins_with_object(head):
         return False
 
 
-def json_lines(lines, key, path):
-    """Yield the text of every line of JSON that is not blank. Raises BadInput."""
+def json_lines(lines: Iterable[str], key: str, path: Path) -> Iterator[str]:
+    """Yields the text of every line of JSON that is not blank. Raises BadInput."""
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -163,7 +166,7 @@ def json_lines(lines, key, path):
         yield entry[key]
 
 
-def split(text, options):
+def split(text: str, options: argparse.Namespace) -> list[str]:
     """The parts of a text between `split_blank` or more blank lines, or between markers, which
     lose the ends of lines around them; or the whole text, if neither is asked for."""
     if options.split_blank:
