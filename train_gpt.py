@@ -553,11 +553,11 @@ def sees_far(layer: int, c: Config) -> bool:
 
 
 def parameter_table(c: Config) -> dict[str, Param]:
-    """All parameters. Their order is that of the transfers between GPUs. The optimizer
-    updates the tables first, then the matrices and the head in this order, and last the small
-    banks. While a GPU updates one of them, gradients of the next ones and new weights travel. So
-    another order may take more time. It also draws other initial weights from a seed, so a new
-    parameter is best added at the end."""
+    """All parameters. Their order is that of the transfers between GPUs. The optimizer updates the
+    tables first, then the matrices and the head in this order, and last the small banks. While a
+    GPU updates one of them, gradients of the next ones and new weights travel. So another order may
+    take more time. It also draws other initial weights from a seed, so a new parameter is best
+    added at the end."""
     L = c.num_layers
     A = len(c.layers_with_attention)
     E = len(c.layers_with_values)
@@ -1512,9 +1512,8 @@ class Optimizer:
 
     @torch.no_grad()
     def go_half_way_to_averages(self) -> None:
-        """After the last step: moves the weights of the model, if there are averages. Half of the
-        way, because the whole average did harm where it went over too many steps
-        (records/long_runs.md). A collective."""
+        """After the last step: moves the weights of the model. Half of the way, because the whole
+        average did harm where it went over too many steps (records/long_runs.md). A collective."""
         for name, average in self.averages.items():
             self.masters[name].lerp_(average, 0.5)
             self.parts[name].copy_(self.masters[name])
@@ -1799,7 +1798,8 @@ class Run:
                 self.validate()
                 self.clock.start()
             self.make_step(call)
-        self.optimizer.go_half_way_to_averages()
+        if self.optimizer.averages:
+            self.optimizer.go_half_way_to_averages()
         self.optimizer.tables.complete()  # as all ranks are to have all that was trained
         self.clock.stop()
         self.validate()

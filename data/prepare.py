@@ -168,7 +168,7 @@ def folder_for(args: argparse.Namespace, made_of: dict) -> tuple[Path, bool]:
         path = folder / "corpus.json"
         # A disk that became full may have left an empty file.
         made = json.loads(path.read_text("utf-8") or "{}") if path.exists() else {}
-        if made_of.items() <= made.items():
+        if made_of.items() <= made.items() and args.tokens in ("auto", made["tokens"]):
             return folder, True
         if not folder.exists() or not any(folder.iterdir()):
             return folder, False
@@ -182,9 +182,7 @@ def make_corpus(args: argparse.Namespace, notes: list[str]) -> tuple[Path, str]:
     Raises BadInput and OSError."""
     start = time.perf_counter()
     files = [path for item in args.inputs for path in texts.find_files(item)]
-    kind = choose_tokens(notes) if args.tokens == "auto" else args.tokens
     made_of = {
-        "tokens": kind,
         "files": [[os.path.abspath(path), path.stat().st_size, path.stat().st_mtime_ns]
                   for path in files],  # a file that was changed has another time
         "options": {name: getattr(args, name)
@@ -193,10 +191,12 @@ def make_corpus(args: argparse.Namespace, notes: list[str]) -> tuple[Path, str]:
     if is_made:
         return folder, "already made of this text; used again"
 
+    kind = choose_tokens(notes) if args.tokens == "auto" else args.tokens
     documents = python_documents() if args.python_docs else texts.read_all(args.inputs, args, notes)
     counts = write_corpus(tqdm(documents, unit=" documents", disable=None), folder,
                           kind == "bytes", ", ".join(args.inputs))
-    (folder / "corpus.json").write_text(json.dumps(made_of | counts, indent=1) + "\n", "utf-8")
+    made_of |= {"tokens": kind} | counts
+    (folder / "corpus.json").write_text(json.dumps(made_of, indent=1) + "\n", "utf-8")
     plural = "s" * (counts["documents"] != 1)
     return folder, (
         f"{counts['train_tokens']:,} training and {counts['val_tokens']:,} validation tokens "

@@ -61,8 +61,8 @@ def find_files(item: str) -> list[Path]:
     if not os.path.isdir(item):
         require(os.path.exists(item), f"{item}: no such file or folder; check the path")
         return [Path(item)]
-    require(not Path(item, "corpus.json").exists(),
-            f"{item}: shards that data/prepare.py has made; train on them with --data_dir={item}")
+    require(not any(Path(item).glob("*_train_*.bin")),
+            f"{item}: a folder of shards; train on them with --data_dir={item}")
     found = [path for path in visible_files(item) if path.suffix.lower() in SUFFIXES]
     require(found, f"{item}: no files in this folder that end as texts do, such as .txt and "
             ".jsonl; name the files themselves")

@@ -209,7 +209,8 @@ def check_save(path: str, data: list[dict], folder: str) -> dict:
 @torch.no_grad()
 def restore(path: str, optimizer) -> None:
     """Fills train_gpt.Optimizer and its model from a save. The banks become copies of the masters,
-    as they are after an update. Raises BadInput if the save does not fit them."""
+    as they are after an update, which the recipe is still to be told. Raises BadInput if the save
+    does not fit them."""
     file, facts = open_file(path, "save")
     try:
         for name, tensor in state_of(optimizer).items():
@@ -257,6 +258,7 @@ class Keeper:
         if saved:
             path = Path(c.resume)
             on_all_ranks(restore, path, optimizer)
+            # a collective, so only when no rank has failed
             optimizer.hooks.weights_changed([*optimizer.masters], optimizer.masters)
             self.first_step = saved["step"]
             if path.parent.resolve() == Path(c.log_dir).resolve():  # else it may be somebody's copy

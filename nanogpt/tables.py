@@ -85,7 +85,7 @@ class Tables:
         self.local_sums = {}
         # Of each micro-batch, for each source, which of these rows each lookup is, (lookups,).
         self.places = []
-        # Of each table the local sums that come from all ranks, (rows, own_width), and the transfer
+        # Of each table the local sums that come from all ranks, (rows, own_width); their transfer.
         self.arriving = {}
         # Of each table the sums over all ranks, (1, n, own_width).
         self.global_sums = {}

@@ -276,7 +276,7 @@ def test_a_folder_is_searched_and_what_is_left_out_is_said(tmp_path, capsys):
 
 @pytest.mark.parametrize("name, part", [
     ("a.parquet", "no files in this folder that end as texts do, such as .txt and .jsonl; name the files themselves"),
-    ("corpus.json", "shards that data/prepare.py has made; train on them with --data_dir="),
+    ("a_train_000001.bin", "a folder of shards; train on them with --data_dir="),
     ("a.txt", "no text in this folder, first {}/a.txt: Parquet")])
 def test_a_folder_without_texts_is_named(tmp_path, capsys, name, part):
     write(tmp_path / name, b"PAR1")
