@@ -1452,8 +1452,8 @@ class Optimizer:
         keeps it for the next step. A collective."""
         gradient = self.model.lm_head.grad
         self.model.lm_head.grad = None
-        with self.tables.embedding_stream.on():
-            self.tables.embedding_stream.keep(gradient)
+        with self.tables.side_stream.on():
+            self.tables.side_stream.keep(gradient)
             self.tables.add_embedding(gradient)
             if self.model.config.head_every_second:
                 if self.first_head_gradient is None:
@@ -1651,11 +1651,12 @@ def rescaled(frequency: float, old: int, new: int) -> float:
 #   Muon for qkvo                                          new lm_head and qkvo
 #   Adam for small banks                                   the loss, and requests
 #
-# There are two more streams. One adds the gradients of looked-up tokens to that of lm_head. The
-# other works beside the first pass: it writes down what came next in this step, and prepares the
-# next batch, that is, it searches its tokens for matches, draws its candidates, and finds the rows
-# that it looks up (nanogpt/past.py). The CPU has to know how many rows these are. It waits for that
-# only at the beginning of the next step, when the GPU still has the rest of this one to do.
+# Row gradients are those of the tables and of the token embedding; lm_head gets the latter before
+# its sum begins. One more stream works beside the first pass: it writes down what came next in this
+# step, and prepares the next batch, that is, it searches its tokens for matches, draws its
+# candidates, and finds the rows that it looks up (nanogpt/past.py). The CPU has to know how many
+# rows these are. It waits for that only at the beginning of the next step, when the GPU still has
+# the rest of this one to do.
 
 
 def forward_backward(model: GPT, setting: Setting,

@@ -120,7 +120,6 @@ class Past:
         self.device = device
         self.side_stream = SideStream(device)
         self.read_calls = [caller(as_graphs), caller(as_graphs)]
-        self.remember_call = caller(as_graphs)
         self.kept = None  # the last batch, so that its memory is not given away (`prepare`)
         self.has_met = False  # whether `meet` was called after the last `prepare`
 
@@ -227,25 +226,16 @@ class Past:
         return PreparedBatch(micro_batches, drawn.counts, drawn.lost, hashes, targets, rows,
                              torch.stack(ends), NoTransfer())
 
-    def remember(self, batch: PreparedBatch, read_once: bool,
-                 call: Callable | None = None) -> None:
+    def remember(self, batch: PreparedBatch, read_once: bool) -> None:
         """Takes in the whole batch of a step, on all ranks the same: counts how often each token
         was a target, and writes to the recall table which token came next after which. But a text
         that is read more than once is not written there, as it would be known by heart. `prepare`
         has read this batch before; otherwise it would recall its own targets."""
-        writes = read_once and bool(self.config.recall_lengths)
-        if not writes and not self.candidates.number:
-            return  # PyTorch warns of a CUDA graph that does nothing
         with self.side_stream.on():
-            (call or self.remember_call)(
-                ("remember", writes), partial(self.take_in, writes),
-                (batch.counts, batch.lost, batch.hashes, batch.next_tokens))
-
-    def take_in(self, writes: bool, counts: Tensor, lost: Tensor, hashes: Tensor,
-                next_tokens: Tensor) -> None:
-        self.candidates.remember(counts, lost)
-        if writes:
-            write_recall(self.recall_table, hashes, next_tokens, self.config.recall_lengths)
+            self.candidates.remember(batch.counts, batch.lost)
+            if read_once and self.config.recall_lengths:
+                write_recall(self.recall_table, batch.hashes, batch.next_tokens,
+                             self.config.recall_lengths)
 
 
 def distinct_rows(lookups_of_ranks: Tensor) -> tuple[Tensor, Tensor]:

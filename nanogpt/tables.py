@@ -16,7 +16,7 @@ whole tables, but in the columns of others, rows that it has not looked up since
 `complete` brings them up to date, for validation and saves.
 
 The sums and the update take memory bandwidth, while the update of the matrices takes arithmetic. So
-they are done on CUDA streams beside the main one (records/TRIED.md).
+they are done on a CUDA stream beside the main one (records/TRIED.md).
 
 A table is by far the largest part of a model. So it has no float32 original, and is kept only in
 the model's dtype (but bf16 in place of fp16). Where that is bf16, most updates are smaller than
@@ -69,7 +69,6 @@ class Tables:
 
     def __init__(self, device: torch.device, tables: dict[str, Table]):
         self.side_stream = SideStream(device)
-        self.embedding_stream = SideStream(device)  # for the rows of the token embedding
         self.rank, self.world_size = rank_and_world_size()
         self.tables = tables
         self.are_whole = True  # whether all columns of all rows are up to date on this rank
@@ -99,12 +98,6 @@ class Tables:
                                f"after `{self.last_call}` (micro-batches: {len(self.batch)})")
         self.last_call = method
 
-    def meet(self) -> None:
-        """The main stream and both side streams wait for each other."""
-        self.embedding_stream.join()
-        self.side_stream.meet()
-        self.embedding_stream.follow()
-
     def begin(self, batch: list[dict[str, Tensor]], used: dict[str, UsedRows]) -> None:
         """Takes the rows that each micro-batch of this rank looks up, (lookups,) for each source,
         and those that the whole step uses. Fetches the other ranks' columns of the rows that this
@@ -114,7 +107,7 @@ class Tables:
         self.used = used
         if self.world_size > 1:
             self.fetch()
-        self.meet()
+        self.side_stream.meet()
 
     @torch.no_grad()
     def fetch(self) -> None:
@@ -148,8 +141,7 @@ class Tables:
 
     def make_room(self, gradients: dict[str, Tensor]) -> None:
         """Makes room for the sums of gradients, and finds the places of all rows in them. The GPU
-        does this beside the first pass. What the embedding's stream reads, too, is dropped when all
-        streams have met, so that its memory is not reused too early."""
+        does this beside the first pass."""
         embedding = gradients["lm_head"]
         wide = torch.promote_types(embedding.dtype, torch.float32)
         self.local_sums["lm_head"] = embedding.new_zeros(
@@ -180,24 +172,23 @@ class Tables:
         if i == 0:
             with self.side_stream.on():
                 self.make_room(gradients)
-        self.meet()  # the side streams wait for the pass, and for `make_room`
+        self.side_stream.meet()  # it waits for the pass
         is_last = i == len(self.batch) - 1
-        for name, table in self.tables.items():
-            with self.side_stream.on():
+        with self.side_stream.on():
+            for name, table in self.tables.items():
                 sum_rows(self.local_sums[name], self.places[i][table.source], gradients[name])
                 if is_last:
                     self.send(name)
-            self.side_stream.keep(gradients[name])
-        with self.embedding_stream.on():
             sum_rows(self.local_sums["lm_head"], self.places[i]["tokens"], gradients["lm_head"])
-        self.embedding_stream.keep(gradients["lm_head"])
+        for gradient in gradients.values():
+            self.side_stream.keep(gradient)
         if is_last:
             self.last_call = "add"
         elif i > 0:
             # The first pass is a CUDA graph of its own, and later passes leave its results alone
             # (CudaGraphs). But all later ones are one graph, which writes its gradients to the same
             # place each time. So the next pass waits until these are added up.
-            self.meet()
+            self.side_stream.meet()
 
     def send(self, name: str) -> None:
         """Begins to send each rank its columns of a table's local sums, in the dtype of the bank. A
@@ -217,7 +208,7 @@ class Tables:
 
     def add_embedding(self, gradient: Tensor) -> None:
         """Adds the local sums of the token embedding to the gradient (V, width) of the head. This
-        is done on the embedding's stream, which must be the current one."""
+        is done on the side stream, which must be the current one."""
         self.take_turn("add_embedding", after="add")
         sums = self.local_sums["lm_head"][0].to(gradient.dtype)
         gradient[self.used["tokens"].of_this_rank] += sums  # no row twice
@@ -226,7 +217,7 @@ class Tables:
         """What this rank has received, after waiting for it on the current stream."""
         for _, transfer in self.arriving.values():
             transfer.wait()
-        self.meet()
+        self.side_stream.meet()
         return [arrived for arrived, _ in self.arriving.values()]
 
     @torch.no_grad()
@@ -274,7 +265,7 @@ class Tables:
     def finish(self) -> None:
         """What comes on the main stream waits for the update."""
         self.take_turn("finish", after="update")
-        self.meet()
+        self.side_stream.meet()
         self.reset()
 
 

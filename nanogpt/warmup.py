@@ -117,7 +117,7 @@ class WarmUp:
 
     def forward_backward(self, step: int) -> None:
         batch = self.read(self.batch(step), call_directly)
-        self.model.past.remember(batch, True, call_directly)
+        self.model.past.remember(batch, True)
         self.model.past.join()
         reading, targets = batch.micro_batches[0]
         setting = self.script.setting_of(step, self.config)

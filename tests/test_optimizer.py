@@ -436,7 +436,7 @@ def test_batches_that_cuda_graphs_read_train_like_those_that_are_read_directly()
         optimizer = t.Optimizer(model)
         optimizer.reset(t.initialize(model, 0))
         if graphs:
-            model.past.read_calls, model.past.remember_call = [Graphs(), Graphs()], Graphs()
+            model.past.read_calls = [Graphs(), Graphs()]
         generator, prepared = torch.Generator().manual_seed(1), []
 
         def prepare(step, model=model, generator=generator, prepared=prepared):
@@ -502,7 +502,7 @@ def test_a_gpu_that_works_on_tables_and_candidates_beside_the_rest_makes_the_sam
         model = t.GPT(t.Config(**values), device)
         optimizer = t.Optimizer(model)
         optimizer.reset(t.initialize(model, 0))
-        streams = optimizer.tables.side_stream, optimizer.tables.embedding_stream, model.past.side_stream
+        streams = optimizer.tables.side_stream, model.past.side_stream
         assert all(side.stream for side in streams)
         if not beside:
             for side in streams:
