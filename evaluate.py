@@ -43,9 +43,8 @@ from torch import nn
 from tqdm import tqdm
 
 import sample
-from data import Parser, hellaswag, shards, texts
+from data import Parser, hellaswag, require, shards, texts
 from nanogpt.masks import BLOCK_SIZE
-from nanogpt.ranks import require
 from records.console import end_in_order
 
 # --------------------------------------------------------------------------------------------------

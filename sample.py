@@ -24,12 +24,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from data import Parser, gpt2, harmless
+from data import Parser, gpt2, harmless, require
 from data.gpt2 import bytes_of, token_to_byte
 from data.shards import SEPARATOR, reads_bytes
 from nanogpt import checkpoints
 from nanogpt.masks import BLOCK_SIZE
-from nanogpt.ranks import require
 from records.console import complain, end_in_order
 
 # --------------------------------------------------------------------------------------------------

@@ -16,16 +16,16 @@ over all tokens; and there are no tables, so that `Tables` only adds up the grad
 embedding's rows. What is None, or returns early, on the way through the model is a part that is
 off.
 
-What serves it lives in the folder of its subject: the shards in data/, the log in records/,
-kernels, compilation and low precision in nanogpt/. Importing this file trains
-nothing and needs no GPU, so tests and notebooks can use its parts.
+What serves it lives in the folder of its subject: data/ makes and reads shards, records/ writes
+logs and judges them, nanogpt/ has kernels, compilation and low precision. Importing this file
+trains nothing and needs no GPU, so tests and notebooks can use its parts.
 
-Shapes in comments: T tokens of a micro-batch, its sequences end to end, D width of the model, H
-attention heads, d width of a head, F hidden width of the MLP, L layers, E of them with value
-embeddings, V size of the vocabulary, G lengths of n-grams, W width of their rows. A function whose
-docstring ends with "A collective." exchanges data with the other ranks (processes, one for each
-GPU): all must call it at the same point. "(record 28)" names a record of the speedrun, whose code
-is in github.com/KellerJordan/modded-nanogpt."""
+Shapes in comments: T tokens that are worked on at a time, mostly a micro-batch, its sequences end
+to end, D width of the model, H attention heads, d width of a head, F hidden width of the MLP, L
+layers, E of them with value embeddings, V size of the vocabulary, G lengths of n-grams, W width of
+their rows. A function whose docstring ends with "A collective." exchanges data with the other ranks
+(processes, one for each GPU): all must call it at the same point. "(record 28)" names a record of
+the speedrun, whose code is in github.com/KellerJordan/modded-nanogpt."""
 
 with open(__file__, "rb") as file:
     SOURCE = file.read()  # before all else: the log shows what runs, not a later edit of it
@@ -199,7 +199,8 @@ class Config(RunConfig):
     val_interval: int = key(125, "steps between validations, 0: only at the end", least=0)
     # numbers
     seed: int = key(
-        0, "seed of the initial weights, candidates and random rounding", least=0, most=2**32)
+        0, "seed of the initial weights, candidates and random rounding", least=0,
+        most=2**32 - 1)
     precision: str = key(
         "auto", "row of PRECISIONS; auto: fp8-qkv where the GPU has FP8, else bf16")
     float8_all_gather: bool = key(
@@ -240,7 +241,8 @@ class Config(RunConfig):
         return max((self.longest_ngram, *self.recall_lengths))
 
 
-# Small models of single bytes have these settings in common.
+# Small models of single bytes have these settings in common. Their vocabulary is the 256 bytes, and
+# the token that begins a document is its last one. Products in FP8 need a multiple of 16.
 BYTES = dict(
     data_dir="data/pydocs", cut_documents=True, vocab_size=272,
     cooldown_frac=0.6)
@@ -370,8 +372,9 @@ SCHEDULES: dict[str, list[Stage]] = {
 
 
 def parse_config(argv: list[str]) -> Config:
-    """What the command line says, over the values of a save, of what fits a text, or of a preset.
-    Raises BadInput (nanogpt/planning.py)."""
+    """What the command line says, laid over the values of a save (--resume), over what fits the
+    text (--fit), or over a preset (nanogpt/planning.py). Raises BadInput, of which the user sees
+    one sentence."""
     return planning.parse_config(sys.modules[__name__], argv)
 
 
@@ -434,9 +437,9 @@ def choose_recipes(c: Config, device: torch.device) -> dict[str, str]:
 #
 # A query sees a key if the key is not later, both belong to the same document, and the key's
 # block is among the last `window` blocks up to the query's (nanogpt/masks.py). On GPUs
-# compiled FlexAttention skips the blocks in which nothing is seen; otherwise PyTorch's
-# scaled-dot-product attention computes the same. With FlexAttention, windows are inputs of the
-# compiled graphs, so a new window compiles nothing.
+# compiled FlexAttention skips the blocks in which nothing is seen; otherwise `masks.sdpa` computes
+# the same. With FlexAttention, windows are inputs of the compiled graphs, so a new window compiles
+# nothing.
 
 
 class Setting(NamedTuple):
@@ -448,7 +451,7 @@ class Setting(NamedTuple):
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor) -> Tensor:
-    """q, k, v (T, H, d) -> (T, H, d), by FlexAttention for a BlockMask, otherwise by SDPA."""
+    """q, k, v (T, H, d) -> (T, H, d), by FlexAttention for a BlockMask, else by `masks.sdpa`."""
     if not isinstance(mask, BlockMask):
         return masks.sdpa(q, k, v, mask)
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # (1, H, T, d)
@@ -487,7 +490,7 @@ SCALARS = {
 
 class Amounts(NamedTuple):
     """How much of each part is added to the stream, in the way that `amounts_of` tells."""
-    begin: Tensor  # (), of the embedding, with which the stream begins: the product of all factors
+    begin: Tensor  # (), multiplies the first stream: the product of all factors of the stream
     of_layers: Tensor  # (L, 5), for `first`, `past`, `o`, `down` and `v`
 
 
@@ -512,8 +515,8 @@ def amounts_of(scalars: Tensor) -> Amounts:
     return Amounts(so_far[-1].exp(), of_layers)
 
 
-# Of each bank of which rows are looked up: which list of Reading.rows has their numbers
-# (nanogpt/past.py). lm_head is the token embedding, too.
+# The banks of which a step looks up rows, and for each the list of Reading.rows (nanogpt/past.py)
+# that has the numbers of these rows. lm_head is the token embedding, too.
 LOOKED_UP_AT = {"ngrams": "ngrams", "value_embeds": "tokens", "lm_head": "tokens"}
 
 
@@ -522,7 +525,7 @@ class Param(NamedTuple):
     shape: tuple[int, ...]  # Muon takes it as a stack of matrices
     optimizer: str  # "muon", "adam", or that of tables, "rows" (nanogpt/tables.py)
     lr: float  # times the factor of the schedule, and of matrix_factors
-    init: Callable[[Tensor], None]  # fills a float32 tensor in place
+    init: Callable[[Tensor], None]  # fills a tensor in place: a float32 one, or a table itself
     # Weight decay: an update that shrinks a weight also takes lr * decay of it away. The factor of
     # the schedule multiplies lr and decay, so that decay fades faster than the learning rate
     # (record 43).
@@ -553,11 +556,10 @@ def sees_far(layer: int, c: Config) -> bool:
 
 
 def parameter_table(c: Config) -> dict[str, Param]:
-    """All parameters. Their order is that of the transfers between GPUs. The optimizer updates the
-    tables first, then the matrices and the head in this order, and last the small banks. While a
-    GPU updates one of them, gradients of the next ones and new weights travel. So another order may
-    take more time. It also draws other initial weights from a seed, so a new parameter is best
-    added at the end."""
+    """All parameters. The optimizer updates the tables first, then the matrices and the head in
+    this order, and last the small banks. While a GPU updates one of them, gradients of the next
+    ones and new weights travel. So another order may take more time. It also draws other initial
+    weights from a seed, so a new parameter is best added at the end."""
     L = c.num_layers
     A = len(c.layers_with_attention)
     E = len(c.layers_with_values)
@@ -611,7 +613,7 @@ def parameter_table(c: Config) -> dict[str, Param]:
         "lm_head": Param(
             (V, D), optimizer="adam", lr=c.head_lr, init=normal(0.005), betas=(0.5, 0.95),
             decay=0.75 * c.head_lr),
-        # the larger table first, as its transfers take longest
+        # before value_embeds, as in the large presets it is larger, and its transfers take longer
         "ngrams": Param((c.ngram_rows, c.ngram_width), init=zero, **table),
         "value_embeds": Param((V, E * H * d), init=normal(0.01), **table),
         # Queries, keys, values and output of each layer with attention in turn. The weight of the
@@ -745,6 +747,7 @@ def block(x: Tensor, weights: LayerWeights, context: LayerContext,
     of attention is something else, 128 tokens.)"""
     amounts = dict.fromkeys(("o", "down", "v"), 1.0)
     if weights.amounts is not None:
+        # Five of SCALARS: those of the stream are contained in these (`amounts_of`).
         amounts = dict(zip(SCALARS, weights.amounts.unbind()))
         amounts["v"] = for_each_token(amounts["v"], x)
     if weights.qkvo is not None:
@@ -1050,7 +1053,8 @@ class GPT(nn.Module):
             rows = CandidateRows.apply(
                 head, targets.chosen, targets.place_of_token, self.functions.sum_over_groups)
             for its_x, its_targets, its_rows, its_chosen, its_bias, its_place in zip(
-                    x.chunk(groups), targets.next_tokens.chunk(groups), rows, *targets[1:]):
+                    x.chunk(groups), targets.next_tokens.chunk(groups), rows, targets.chosen,
+                    targets.bias, targets.place_of_token):
                 losses.append(self.functions.head_loss(
                     its_x, its_rows, its_place[its_targets], its_bias,
                     products.for_rows(its_chosen)))
@@ -1393,7 +1397,7 @@ class Optimizer:
             name: Table(bank, bank.new_zeros(len(bank), dtype=wide), LOOKED_UP_AT[name])
             for name, bank in tables.items()})
         self.call = gpu.caller(model.as_graphs)
-        self.reset(self.banks)  # fills all of these
+        self.reset(self.banks)  # fills all of these, so that the warm-up can use them
 
     def reset(self, full: dict[str, Tensor]) -> None:
         """Starts anew from the weights `full`, if possible the float32 ones of `initialize`.
@@ -1470,7 +1474,7 @@ class Optimizer:
         begun. A collective."""
         # 1. The sum of the head travels while the first matrices are updated.
         self.start_head_sum()
-        waits = self.first_head_gradient is not None  # for the gradient of the next step
+        head_waits = self.first_head_gradient is not None  # for the gradient of the next step
         # A recipe may leave out a step whose gradients are not finite.
         if not self.hooks.gradients_are_finite(
                 lambda: [*self.tables.gradients(), *self.slices.all_sums()]):
@@ -1487,7 +1491,7 @@ class Optimizer:
         self.tables.update(rates, self.hooks.unscale)
         transfers = {}
         for group in self.groups:
-            if waits and group == ("lm_head",):
+            if head_waits and group == ("lm_head",):
                 continue
             gradients = [self.hooks.unscale(self.slices.finished_sum(name)) for name in group]
             self.call(group, partial(self.update, group), (all_rates, *gradients))
@@ -1503,7 +1507,8 @@ class Optimizer:
 
     def update_averages(self) -> None:
         """Moves the averages towards the weights: exponential moving averages, as in record
-        92. To do it every fourth step suffices, and takes less than a thousandth of the time."""
+        92. To do it every fourth step suffices (in a run of fewer steps, after the last one), and
+        takes less than a thousandth of the time."""
         c = self.model.config
         if self.averages and self.updates % min(4, c.num_steps) == 0:
             amount = min(4 / (c.average_frac * c.num_steps), 1.0)
@@ -1696,7 +1701,7 @@ def train_step(model: GPT, optimizer: Optimizer, batch: PreparedBatch, step: int
     # 2. Forward and backward. After the last pass the gradients begin to travel.
     work = partial(forward_backward, model, setting)
     # The setting names the CUDA graph, because windows and rotary table are fixed in it.
-    graph_key = (*setting.windows.values(), *setting[1:])
+    graph_key = (*setting.windows.values(), setting.frequencies, setting.score_scale)
     loss_sum = 0
     for i, (reading, targets) in enumerate(batch.micro_batches):
         loss, row_gradients = call(graph_key, work, (*targets, *reading))
@@ -1759,6 +1764,19 @@ def validate(model: GPT, tokens: Tensor, step: int) -> float:
 # 11. The run
 
 
+def seed_rounding(seed: int, step: int, device: torch.device) -> None:
+    """Random numbers of a step, by which numbers are rounded, depend on seed, step and rank alone.
+    So a run that goes on from a save rounds as an undisturbed one. (torch.manual_seed does this,
+    too, but also keeps a stack trace for each kind of GPU that is not in use, which takes tenths of
+    a millisecond.)"""
+    rank, _ = ranks.rank_and_world_size()
+    # Primes, so that seeds, steps and ranks seldom meet: a CPU's generator takes 32 bits only.
+    mixed = (seed * 1_000_003 + step * 1009 + rank) % 2**32
+    torch.default_generator.manual_seed(mixed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(mixed)
+
+
 class Run:
     """The loop of training. Before each step the run saves or ends if all ranks have agreed to, and
     validates if it is time to. What the ranks tell each other travels with the loss of a
@@ -1788,7 +1806,7 @@ class Run:
         validation, which trains no weight and reads no training data. A collective."""
         c = self.config
         self.clock.start()
-        self.model.past.meet()
+        self.model.past.meet()  # before the first batch; later `train_step` does it
         while self.step < c.num_steps:
             self.save_or_stop()
             if self.ended_by:
@@ -1812,14 +1830,7 @@ class Run:
 
     def make_step(self, call: Callable) -> None:
         """One step of training. A collective."""
-        # Rounding at random begins anew in each step, so that a run which goes on from a save
-        # rounds as an undisturbed one. (torch.manual_seed does this, too, but also keeps a stack
-        # trace for each kind of GPU that is not in use, which takes tenths of a millisecond.)
-        rank, _ = ranks.rank_and_world_size()
-        seed = (self.config.seed * 2**40 + self.step * 2**16 + rank) % 2**63
-        torch.default_generator.manual_seed(seed)
-        if self.device.type == "cuda":
-            torch.cuda.manual_seed(seed)
+        seed_rounding(self.config.seed, self.step, self.device)
         if self.batch is None:  # the first one; later ones are prepared during the step before
             self.prepare(self.step)
         message = train_step(
@@ -1890,7 +1901,7 @@ def train(c: Config, at_end: ExitStack) -> int:
     at_end.push(log.end_early)
     clock = journal.Clock(device)
     if ACTIVATION is not relu_squared and "fp8-static" in recipe_names.values():
-        log.say("with this ACTIVATION the MLP is not in FP8 with constant scales, whose kernel "
+        log.say("with this ACTIVATION the MLP has no FP8 with constant scales, as its kernel "
                 "computes relu_squared")
     if run_files.saved:
         log.say(f"resumed at step {run_files.saved['step']} from {c.resume}")
@@ -1941,8 +1952,9 @@ def train(c: Config, at_end: ExitStack) -> int:
 
 
 def main(argv: list[str]) -> int:
-    """Exit status: 0 trained to the end; 1 a crash; 2 bad input, a full disk, too little memory, or
-    a loss that is not finite; 129, 130 or 143 ended by a signal. Under torchrun each error is 1."""
+    """Exit status: 0 trained to the end; 1 a crash; 2 bad input, a folder that cannot be written
+    to, too little memory, or a loss that is not finite; 129, 130 or 143 ended by a signal. Under
+    torchrun each error is 1."""
     return faults.run(lambda at_end: train(parse_config(argv), at_end), STOP)
 
 

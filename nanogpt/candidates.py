@@ -109,7 +109,7 @@ def choose(number: int, is_target: Tensor, counts: Tensor,
     (groups, V), random numbers in [0, 1) -> chosen, bias and place_of_token of Drawn, for `number`
     candidates. A target is none of them only if more than `number` tokens are targets.
 
-    A token's size is the square root of its count plus one, and its priority is size / u with u
+    A token's size is sqrt(count + 1), and its priority is size / u with u
     uniform in (0, 1). The tokens of highest priority are chosen. Let t be the highest priority of
     those left out. A token of size s is chosen if s / u > t, which has the probability
     min(1, s / t). A token that is chosen once in four times stands for four: in general, for

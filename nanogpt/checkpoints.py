@@ -22,9 +22,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from data import BadInput, require
 from nanogpt import faults, process
 from nanogpt.command_line import NEWEST, RunConfig, check
-from nanogpt.ranks import BadInput, gathered, is_rank_0, on_all_ranks, patiently, require
+from nanogpt.ranks import gathered, is_rank_0, on_all_ranks, patiently
 from records.console import complain
 from records.log import sha256
 

@@ -10,9 +10,8 @@ import math
 
 import torch
 
-from data import Parser
+from data import Parser, require
 from nanogpt.masks import BLOCK_SIZE
-from nanogpt.ranks import require
 
 NEWEST = "newest"  # what --resume alone stands for
 
@@ -33,9 +32,9 @@ def key(default, meaning: str, choices: tuple[str, ...] = (), least: float | Non
 
 @dataclasses.dataclass
 class RunConfig:
-    """Keys that say where and how a run is made. They change its weights by rounding at most, so a
-    run that goes on from a save may have other values of them. A wrong value raises BadInput when
-    it is made."""
+    """Keys that say where and how a run is made. They change its weights by no more than rounding
+    and chance do, so a run that goes on from a save may have other values of them. A wrong value
+    raises BadInput when it is made."""
     device: str = key("auto", "auto, cuda or cpu", choices=("auto", "cuda", "cpu"))
     attention: str = key(
         "auto", "auto, flex (CUDA, compiled) or sdpa (everywhere)",

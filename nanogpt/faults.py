@@ -11,8 +11,9 @@ from contextlib import ExitStack
 import torch.distributed as dist
 from torch import Tensor
 
+from data import BadInput, require
 from nanogpt.process import Stop
-from nanogpt.ranks import BadInput, all_ranks, require
+from nanogpt.ranks import all_ranks
 from records.console import complain
 
 LESS_MEMORY = "; smaller --micro_tokens, --val_seq_len, --ngram_rows and --recall_rows need less"
@@ -22,8 +23,8 @@ LOWER = "lower the learning rates; if --precision is not bf16, try that"
 def run(train: Callable[[ExitStack], int], stop: Stop) -> int:
     """Returns the status that `train` returns, 1 after a crash, or 2 if the user can mend what went
     wrong. On an error, what `train` has pushed to its argument is done first: it writes a note to
-    the log. If there are several ranks, the one with the error then ends (rank 0 at once, others
-    after five seconds), and torchrun ends the rest. Nothing is saved, as a save takes all ranks."""
+    the log. If there are several ranks, the one with the error then ends, and torchrun ends the
+    rest. Nothing is saved, as a save takes all ranks."""
     try:
         with ExitStack() as at_end:
             status = train(at_end)

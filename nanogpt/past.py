@@ -68,8 +68,8 @@ class UsedRows(NamedTuple):
 class PreparedBatch(NamedTuple):
     """The batch of a step, ready to be trained on. T are the tokens of all ranks."""
     micro_batches: list[tuple[Reading, Targets]]  # of this rank
-    counts: Tensor  # (V,) and (), those of Drawn
-    lost: Tensor
+    counts: Tensor  # (V,), as in Drawn
+    lost: Tensor  # (), as in Drawn
     hashes: Tensor  # (longest_match - 1, T), as in a Reading
     next_tokens: Tensor  # (T,)
     rows: tuple[Tensor, ...]  # of each source, as in Reading.rows: the lists of `distinct_rows`

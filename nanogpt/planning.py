@@ -19,11 +19,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from data import shards
+from data import BadInput, require, shards
 from nanogpt import checkpoints
 from nanogpt.command_line import check, configure, has_cuda, parse, preset_of, require_one_of
 from nanogpt.masks import BLOCK_SIZE
-from nanogpt.ranks import BadInput, compare, is_rank_0, on_all_ranks, rank_and_world_size, require
+from nanogpt.ranks import compare, is_rank_0, on_all_ranks, rank_and_world_size
 
 # --------------------------------------------------------------------------------------------------
 # The configuration

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from data import require
 from nanogpt.gpu import mark
-from nanogpt.ranks import all_ranks, is_rank_0, require
+from nanogpt.ranks import all_ranks, is_rank_0
 from records.console import complain, discard_output
 from records.log import RULE, sha256
 

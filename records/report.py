@@ -10,8 +10,9 @@ import signal
 import torch
 
 import sample
+from data import BadInput
 from nanogpt import checkpoints
-from nanogpt.ranks import BadInput, is_rank_0
+from nanogpt.ranks import is_rank_0
 from records import journal
 from records.console import curve, to_type
 from records.log import machine_name

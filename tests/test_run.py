@@ -75,6 +75,17 @@ def test_another_seed_gives_other_losses(first, corpus, tmp_path):
     assert losses(read_log(only_log(tmp_path))) != losses(read_log(only_log(first[1])))
 
 
+def test_seeds_steps_and_ranks_round_by_other_numbers_and_a_step_made_again_by_the_same(monkeypatch):
+    def draw(seed, step, rank):
+        monkeypatch.setattr(t.ranks, "rank_and_world_size", lambda: (rank, 8))
+        t.seed_rounding(seed, step, torch.device("cpu"))
+        return torch.rand(4).tolist()
+
+    of_each = [(seed, step, rank) for seed in (0, 1, 2) for step in (0, 1, 3000) for rank in (0, 7)]
+    drawn = [draw(*which) for which in of_each]
+    assert drawn == [draw(*which) for which in of_each] and len({tuple(x) for x in drawn}) == len(of_each)
+
+
 def test_the_log_begins_with_the_source_byte_for_byte_and_agrees_with_itself(first, corpus):
     path = only_log(first[1])
     assert path.read_bytes().startswith(SCRIPT.read_bytes() + b"=" * 100 + b"\n")

@@ -8,13 +8,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from data import require
 from nanogpt import kernels
 from nanogpt.precision import PLAIN, Products, StepHooks
 from nanogpt.precision.fp8 import FP8
 from nanogpt.precision.fp8_static import STATIC
 from nanogpt.precision.fp16 import LossScaling
 from nanogpt.precision.nvfp4 import NVFP4Products
-from nanogpt.ranks import require
 
 PLAIN_DTYPES = {  # of recipes that compute in the dtype of the tensors
     "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
