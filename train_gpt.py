@@ -1523,7 +1523,6 @@ class Optimizer:
             self.masters[name].lerp_(average, 0.5)
             self.parts[name].copy_(self.masters[name])
             self.hand_out(name).wait()
-        self.hooks.weights_changed([*self.averages], self.masters)
 
     def rates(self, lr_factor: float) -> dict[str, Rates]:
         """Those of all parameters in this step."""

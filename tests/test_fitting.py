@@ -58,6 +58,8 @@ def test_minutes_become_as_many_steps_as_fit_into_them(text, tmp_path):
     assert short.val_tokens <= short.val_interval * short.batch_tokens, "it trains on more than it validates on"
     most = planning.fit_to_minutes(c, t.SCHEDULES[c.schedule], paths, 1e-9)
     assert most.epochs == planning.MOST_EPOCHS["laptop"]
+    given = t.parse_config([text, "--minutes=0.1", "--val_interval=7"])
+    assert planning.fit_to_minutes(given, t.SCHEDULES[c.schedule], paths, 0.2).val_interval == 7
     planning.check_tokens(most, t.batch_plan(most), paths)
 
 

@@ -2,7 +2,7 @@
 
 References: masks and softmax written out over all pairs of tokens, rotary embedding as complex multiplication, and the
 network as a plain loop over its layers; all in float64, gradients by autograd through the
-reference. FlexAttention runs compiled (forward only: it has no backward on a CPU), on CUDA with its backward. Rows of
+reference. FlexAttention runs on CUDA, compiled, with its backward; on a CPU only its mask is compared. Rows of
 tables that a batch looks up: Python integers for their numbers, autograd's dense gradients for theirs.
 """
 import math
@@ -10,7 +10,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from conftest import one_group, read, training_loss
+from conftest import TINY, one_group, read, training_loss
 
 import train_gpt as t
 from nanogpt import candidates, masks, past
@@ -76,6 +76,22 @@ def test_sdpa_attention_and_its_gradients_equal_a_naive_masked_softmax(starts):
         (reference * weight).sum().backward()
         for a, b in zip(ours, naive):
             torch.testing.assert_close(a.grad, b.grad, rtol=1e-10, atol=1e-12)
+
+
+@layouts
+def test_on_a_cpu_with_quick_bf16_attention_sees_what_the_mask_says(starts):
+    documents = documents_of(tokens_of(starts) == BOS)
+    for window in (1, 3):
+        q, k, v = (normal(T, 2, 8, seed=i, dtype=torch.bfloat16) for i in range(3))
+        y = t.attend(q, k, v, masks.sdpa_masks(documents, {"": window})[""])
+        reference = naive_attention(q.double(), k.double(), v.double(), naive_mask(starts, window))
+        assert (y.double() - reference).norm() < 0.01 * reference.norm()
+
+
+def test_the_mask_of_flex_attention_is_that_of_every_pair_of_tokens():
+    starts, each = [0, 200, 300, 320, 600], torch.arange(T)
+    mask = masks.flex_masks(documents_of(tokens_of(starts) == BOS), {"": 5})[""]
+    assert torch.equal(mask.mask_mod(0, 0, each[:, None], each), naive_mask(starts, 5))
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -151,6 +167,15 @@ def test_a_table_in_bfloat16_has_the_precise_angles_of_far_positions():
         assert sin[position, 0].tolist() == pytest.approx([math.sin(position), 0, -math.sin(position), 0], abs=4e-3)
 
 
+def test_half_of_each_key_begins_as_the_query_so_that_it_finds_what_came_before():
+    for mixes in (True, False):
+        model = t.GPT(t.Config(**TINY | dict(attention_layers="0,2", mix_previous=mixes)), torch.device("cpu"))
+        t.initialize(model, 0)
+        queries, keys, *_ = model.qkvo.detach().view(2, 4, 2, 2, 2, 4, 32).unbind(1)  # (layers, heads, pair, half, 4, D)
+        assert torch.equal(queries[:, :, :, 1], keys[:, :, :, 1]) == mixes, "the half that is the previous token's"
+        assert not (queries[:, :, :, 0] == keys[:, :, :, 0]).any()
+
+
 # ---------------------------------------------------------------------------------------------------- what is seen when
 
 
@@ -167,8 +192,27 @@ def test_windows_are_those_of_the_stage_and_grow_once_more_for_the_last_validati
     assert [t.setting_of(step, c).windows for step in begin] == by_hand
     assert [t.setting_of(step - 1, c).windows for step in begin[1:]] == by_hand[:-1]
     laptop = t.Config(**t.PRESETS["laptop"])
+    assert t.setting_of(0, laptop).score_scale == pytest.approx(12.8 / 64)
     assert [t.setting_of(step, laptop).windows for step in (0, 207, 208, 364, 520)] == [
         {"short": 1, "long": 2}, {"short": 1, "long": 2}, {"short": 2, "long": 4}, *[{"short": 2, "long": 8}] * 2]
+
+
+def test_a_step_and_a_validation_see_as_far_as_their_own_stage(monkeypatch):
+    monkeypatch.setitem(t.SCHEDULES, "growing", [
+        t.Stage(0.5, 1, 1, 1, 1.0), t.Stage(0.5, 1, 2, 2, 1.0), t.Stage(0, 1, 3, 3, 1.0)])
+    lengths = dict.fromkeys(("val_seq_len", "val_tokens", "seq_len", "batch_tokens", "micro_tokens"), 384)
+    c = t.Config(**TINY | lengths | dict(schedule="growing", num_steps=4))
+    model = t.GPT(c, torch.device("cpu"))
+    optimizer, windows, forward = t.Optimizer(model), [], model.forward
+    optimizer.reset(t.initialize(model, 0))
+    monkeypatch.setattr(model, "forward", lambda reading, targets, setting, *rest, **named: windows.append(
+        setting.windows) or forward(reading, targets, setting, *rest, **named))
+    tokens = tokens_of([], 385)
+    for step in range(4):
+        t.train_step(model, optimizer, read(model, [(tokens[:-1], tokens[1:])]), step)
+        t.validate(model, tokens.to(torch.uint16), step)
+    t.validate(model, tokens.to(torch.uint16), 4)
+    assert windows == [dict(long=n, short=n) for n in (1, 1, 1, 1, 2, 2, 2, 2, 3)]
 
 
 def test_yarn_slows_low_frequencies_and_raises_the_scale_as_computed_by_hand(monkeypatch):
@@ -456,6 +500,25 @@ def test_a_step_sees_what_earlier_steps_have_read_and_not_its_own_batch():
 
 def is_target_of(targets, vocab_size):
     return torch.tensor([token in targets.tolist() for token in range(vocab_size)])
+
+
+def test_candidates_are_those_of_priority_sampling_over_all_counts_so_far():
+    drawer = candidates.Candidates(20, 30, torch.device("cpu"))
+    draw = torch.Generator().manual_seed(0)
+    counts = torch.randint(0, 50, (30,), generator=draw)
+    drawer.target_counts += counts
+    targets, uniform = torch.randint(0, 30, (12,), generator=draw), torch.rand(2, 30, generator=draw)
+    drawn, counts = drawer.draw(targets, 6, uniform), counts.tolist()
+    for group in range(2):
+        of_group = targets[6 * group : 6 * group + 6].tolist()
+        for token in of_group:
+            counts[token] += 1
+        size = [math.inf if token in of_group else (1 + count) ** 0.5 for token, count in enumerate(counts)]
+        priority = [s / u for s, u in zip(size, uniform[group].tolist())]
+        order = sorted(range(30), key=lambda token: -priority[token])
+        by_hand = {token: math.log(max(1, priority[order[20]] / size[token])) for token in order[:20]}
+        found = dict(zip(drawn.chosen[group].tolist(), drawn.bias[group].tolist()))
+        assert found.keys() == by_hand.keys() and found == pytest.approx(by_hand, abs=1e-5) and max(by_hand.values()) > 0.1
 
 
 def test_a_sum_over_candidates_estimates_that_over_the_vocabulary_without_bias_and_targets_stand_for_themselves():

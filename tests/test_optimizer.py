@@ -14,6 +14,7 @@ from collections import defaultdict
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -204,6 +205,29 @@ def give_gradients(model, optimizer, seed, micro_batches=1):
 
 def assert_nothing_is_kept(optimizer):
     assert (optimizer.updates, optimizer.slices.sums) == (0, {})
+
+
+def test_each_parameter_has_the_rate_and_decay_that_help_names():
+    table = t.parameter_table(t.Config(
+        muon_lr=0.02, muon_decay=1.5, head_lr=0.01, table_lr=0.1, scalar_lr=0.03, recall_rows=9))
+    expected = {"lm_head": (0.01, 0.0075), **dict.fromkeys(("mlp", "qkvo"), (0.02, 0.03)),
+                **dict.fromkeys(("ngrams", "value_embeds"), (0.1, 0.007)),
+                **dict.fromkeys(("scalars", "length_vectors"), (0.03, 0)),
+                **dict.fromkeys(("late_in", "late_out", "late_bias"), (0.0025, 0))}
+    assert table.keys() == expected.keys()
+    for name, param in table.items():
+        assert (param.lr, param.decay) == pytest.approx(expected[name]), name
+
+
+def test_a_step_waits_for_all_that_it_hands_out(monkeypatch):
+    model = small("float64")
+    optimizer, waited = t.Optimizer(model), []
+    optimizer.reset(t.initialize(model, 0))
+    monkeypatch.setattr(optimizer, "hand_out", lambda name: SimpleNamespace(wait=lambda: waited.append(name)))
+    give_gradients(model, optimizer, 1)
+    optimizer.start_sums()
+    optimizer.step(1.0)
+    assert sorted(waited) == sorted(optimizer.masters)
 
 
 def test_the_rows_that_a_step_uses_are_listed_for_all_ranks_together_and_for_each():

@@ -466,6 +466,19 @@ def test_a_skipped_step_leaves_no_trace_and_the_next_one_is_as_if_it_had_never_b
     assert len(states[0]) == len(states[1]) and all(torch.equal(a, b) for a, b in zip(*states))
 
 
+def test_a_skipped_step_takes_its_gradient_of_the_head_with_it():
+    heads = []
+    for skips in ([False, False], [True, False, False]):
+        model, optimizer = trainer(precision="fp16", head_every_second=True)
+        for seed, skip in enumerate(skips, 3 - len(skips)):
+            model.precision.hooks.set_scale(2.0**14)
+            give_gradients(model, optimizer, 0.01 * 2.0**14, seed, "qkvo" if skip else None)
+            optimizer.start_sums()
+            optimizer.step(1.0)
+        heads.append(model.lm_head.detach().clone())
+    assert torch.equal(*heads)
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp8", "fp16"])
 def test_what_a_cuda_graph_reads_stays_at_its_place_through_warming_up_and_training(precision):
     model, optimizer = trainer(precision=precision)

@@ -19,7 +19,8 @@ from conftest import ROOT, TINY, arguments, check_data, documents
 from processes import ENVIRONMENT, TORCHRUN
 
 import train_gpt as t
-from nanogpt import candidates, checkpoints, masks, process
+from nanogpt import candidates, checkpoints, masks, process, tables, warmup
+from nanogpt.precision import StepHooks
 from records.log import read_log
 
 SCRIPT = ROOT / "train_gpt.py"
@@ -75,6 +76,65 @@ def test_another_seed_gives_other_losses(first, corpus, tmp_path):
     assert losses(read_log(only_log(tmp_path))) != losses(read_log(only_log(first[1])))
 
 
+def test_the_order_of_a_run_and_that_each_step_draws_other_numbers(corpus, tmp_path, monkeypatch):
+    """Before each validation all weights are complete, and before the last one they are averaged."""
+    events, seeds, draws = [], [], []
+
+    def note(owner, name, event):
+        function = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args, **named: (
+            t.STOP.in_steps and event(*args), function(*args, **named))[1])
+
+    note(t.Optimizer, "go_half_way_to_averages", lambda *_: events.append("average"))
+    note(tables.Tables, "complete", lambda *_: events.append("complete"))
+    note(StepHooks, "before_validation", lambda *_: events.append("gather"))
+    note(t, "validate", lambda *_: events.append("validate"))
+    note(t, "train_step", lambda *_: (events.append("step"), seeds.append(torch.initial_seed())))
+    note(candidates, "choose", lambda *args: draws.append(args[-1]))
+    monkeypatch.setattr(t.STOP, "in_steps", False)
+    t.main(arguments(data_dir=corpus, log_dir=tmp_path, candidates=64, average_frac=1.0))
+    whole = ["complete", "gather", "validate"]
+    assert events == [*whole, "step", "step", *whole, "step", "step", "average", "complete", *whole]
+    assert len(set(seeds)) == 4
+    assert len(draws) == 4 and not any(torch.equal(a, b) for i, a in enumerate(draws) for b in draws[:i])
+
+
+def test_the_clock_stands_still_while_it_validates(corpus, tmp_path, monkeypatch):
+    now = [1.0]
+    monkeypatch.setattr("records.journal.time.perf_counter", lambda: now[0])
+    validate = t.validate
+    monkeypatch.setattr(t, "validate", lambda *args: now.__setitem__(0, now[0] + 1000) or validate(*args))
+    t.main(arguments(data_dir=corpus, log_dir=tmp_path, val_interval=1))
+    assert [step.time_ms for step in read_log(only_log(tmp_path)).steps] == [0] * 9
+
+
+def test_schedules_follow_the_steps_that_minutes_choose(corpus, tmp_path, monkeypatch):
+    train_step, lengths = t.train_step, []
+
+    def step(model, *rest, **named):
+        if t.STOP.in_steps:
+            lengths.append(model.config.num_steps)
+        return train_step(model, *rest, **named)
+
+    monkeypatch.setattr(t.STOP, "in_steps", False)
+    monkeypatch.setattr(t, "train_step", step)
+    argv = arguments(data_dir=corpus, log_dir=tmp_path, minutes=0.01, epochs=100, cut_documents=True)
+    assert t.main([word for word in argv if not word.startswith("--num_steps")]) == 0
+    assert set(lengths) == {len(lengths)} == {read_log(only_log(tmp_path)).config["num_steps"]}
+
+
+def test_a_stage_counts_by_its_steps_and_the_slowest_rank_when_minutes_choose_them(monkeypatch):
+    monkeypatch.setitem(t.SCHEDULES, "unequal", [t.Stage(0.75, 1, 1, 1, 1.0), t.Stage(0.25, 1, 2, 2, 1.0)])
+    model = t.GPT(t.Config(**TINY | dict(schedule="unequal", num_steps=4)), torch.device("cpu"))
+    warm_up, now = warmup.WarmUp(model, t.Optimizer(model), t), [1.0]
+    monkeypatch.setattr("records.journal.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr(t, "train_step", lambda model, optimizer, batch, step, *_, **named: now.__setitem__(
+        0, now[0] + (1 if step < 3 else 5)))
+    monkeypatch.setattr(warm_up, "read", lambda *_: None)
+    monkeypatch.setattr(warmup, "all_ranks", lambda seconds: [seconds, 2 * seconds])
+    assert warm_up.seconds_per_step(None) == pytest.approx(2 * (0.75 * 1 + 0.25 * 5))
+
+
 def test_seeds_steps_and_ranks_round_by_other_numbers_and_a_step_made_again_by_the_same(monkeypatch):
     def draw(seed, step, rank):
         monkeypatch.setattr(t.ranks, "rank_and_world_size", lambda: (rank, 8))
@@ -124,7 +184,8 @@ def test_stages_in_the_log_are_gapless_and_their_batches_make_the_tokens_of_the_
     assert [[*stage.values()] for stage in log.facts["stage"]] == [[0, 2, 1024], [2, 4, 1024], [4, 6, 2048]]
     assert list(log.facts["stage"][0]) == ["first_step", "last_step", "batch_tokens"]
     assert log.end["tokens"] == 4 * 1024 + 2 * 2048
-    assert [s.step for s in log.steps if s.split == "train"] == [*range(1, 7)]
+    losses = [s.loss for s in log.steps if s.split == "train"]
+    assert len(losses) == 6 and losses[0] == pytest.approx(math.log(384), abs=0.05), "the mean over a smaller batch, too"
 
 
 def test_the_training_loss_falls(corpus, tmp_path):
