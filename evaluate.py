@@ -26,6 +26,7 @@ vocabulary.
 import argparse
 import dataclasses
 import math
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -195,8 +196,9 @@ def read_text(options: argparse.Namespace, models: list[Model]) -> tuple[str, li
     if options.text is not None:
         config = dataclasses.replace(config, data_dir=options.text)
     has_shards = any(Path(config.data_dir).glob(config.val_files))
-    require(has_shards or options.text is not None, f"{config.data_dir} has no validation shards, "
-            f"which {models[0].path} was trained beside; name a text with --text")
+    require(has_shards or options.text is not None,
+            f"there are no validation shards in {os.path.abspath(config.data_dir)}, where those of "
+            f"{models[0].path} were; name a text with --text")
     if has_shards:
         paths = shards.find_shards(config, "val")
         tokens = []

@@ -172,6 +172,8 @@ def folder_for(args: argparse.Namespace, made_of: dict) -> tuple[Path, bool]:
             return folder, True
         if not folder.exists() or not any(folder.iterdir()):
             return folder, False
+        require(not args.out or made,
+                f"{args.out}: holds other files; name a new folder with --out")
         require(not args.out, f"{args.out}: already there, and made of other files or with other "
                 "options; delete it, or choose another folder with --out")
         folder = first.with_name(f"{first.name}-{number}")
@@ -249,8 +251,7 @@ def work(argv: list[str]) -> None:
     if args.print_folder:
         print(os.path.relpath(folder))
     elif args.inputs:
-        from_project = os.path.relpath(folder, DATA.parent)
-        print(to_type(shlex.join(["train_gpt.py", f"--data_dir={from_project}"])))
+        print(to_type(shlex.join(["train_gpt.py", f"--data_dir={os.path.relpath(folder)}"])))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ Every document begins with the token 50256. `prepare.py` writes shards, `fineweb
 and the trainer reads them; all three use this file. It knows nothing of devices.
 """
 import hashlib
+import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from glob import glob
@@ -124,7 +125,8 @@ def find_shards(c, split: str) -> list[Path]:
             remedy = ("its train.bin seems to be nanoGPT's, tokens without a header; write_shard "
                       "in data/shards.py explains how to make a shard of it")
         raise BadInput(
-            f"no {split} shards (--{split}_files={pattern}) in {c.data_dir}; {remedy}")
+            f"no {split} shards (--{split}_files={pattern}) in {os.path.abspath(c.data_dir)}; "
+            f"{remedy}")
     return [Path(c.data_dir, name) for name in names]
 
 

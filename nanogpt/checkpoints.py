@@ -208,11 +208,13 @@ def check_save(path: str, data: list[dict], folder: str) -> dict:
 
 
 @torch.no_grad()
-def restore(path: str, optimizer) -> None:
-    """Fills train_gpt.Optimizer and its model from a save. The banks become copies of the masters,
-    as they are after an update, which the recipe is still to be told. Raises BadInput if the save
-    does not fit them."""
+def restore(path: str, saved: dict, optimizer) -> None:
+    """Fills train_gpt.Optimizer and its model from a save, whose header was `saved`. The banks
+    become copies of the masters, as they are after an update, which the recipe is still to be told.
+    Raises BadInput if the save does not fit them, or has become another one."""
     file, facts = open_file(path, "save")
+    require(facts == saved, f"{path} was replaced while it was read, so its run still goes on; "
+            "wait until that has ended, or name another save")
     try:
         for name, tensor in state_of(optimizer).items():
             whole = file.get_tensor(name)
@@ -258,7 +260,7 @@ class Keeper:
         saved = run_files.saved
         if saved:
             path = Path(c.resume)
-            on_all_ranks(restore, path, optimizer)
+            on_all_ranks(restore, path, saved, optimizer)
             # a collective, so only when no rank has failed
             optimizer.hooks.weights_changed([*optimizer.masters], optimizer.masters)
             self.first_step = saved["step"]
@@ -297,7 +299,8 @@ class Keeper:
         try:
             write(self.save_path, tensors, facts)
         except OSError as error:
-            complain(f"cannot save: {error}; the run goes on, and an older save stays")
+            older = ", and an older save stays" if self.save_path.exists() else ""
+            complain(f"cannot save: {error}; the run goes on{older}")
 
     def remove_save(self) -> None:
         """The run has come to its end: its save is of no use, unless the disk had no place for the

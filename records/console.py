@@ -4,11 +4,14 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
 from data import BadInput
+
+PROJECT = Path(__file__).parent.parent
 
 BARS = "▁▂▃▄▅▆▇█"  # from low to high
 
@@ -60,8 +63,9 @@ def curve(losses: list[float], columns: int = 60) -> str:
 
 
 def to_type(command: str) -> str:
-    """A command such as "sample.py x.pt" as one has to type it in the project's folder."""
+    """A command such as "sample.py x.pt" as one has to type it in the current folder."""
     python = "python"
     if shutil.which("python") != sys.executable:
         python = shlex.quote(os.path.relpath(sys.executable))
-    return f"{python} {command}"
+    script, space, rest = command.partition(" ")
+    return f"{python} {shlex.quote(os.path.relpath(PROJECT / script))}{space}{rest}"

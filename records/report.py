@@ -83,7 +83,8 @@ def end(run, script, startup_s: float) -> int:
                 f"{result['tokens_per_s']:,} tokens/s",
         "memory": memory and f"{memory:,} MiB of the GPU at most",
         "log": log.path,
-        "weights": path and f"{path}, of step {best} with loss {best_loss:.4f}",
+        "weights": path and f"{path}, of step {best} with loss {best_loss:.4f}"
+                   or keeper.lacks_weights and "none, as they could not be written",
     })
     if run.ended_by:
         hint = "it cannot be resumed, as nothing was saved; --save_every=MINUTES saves"

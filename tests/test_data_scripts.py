@@ -351,6 +351,8 @@ def test_the_same_command_again_changes_nothing_and_after_a_change_the_old_shard
         assert before.items() <= {path: path.stat().st_mtime_ns for path in data.rglob("*.bin")}.items()
     message = refusal(capsys, main, [source, "--bytes", f"--out={data / 'story'}"])
     assert "already there, and made of other files" in message
+    message = refusal(capsys, main, [source, "--bytes", f"--out={tmp_path}"])  # where the text itself lies
+    assert "holds other files" in message and "delete" not in message
 
 
 @pytest.mark.parametrize("args, most, part", [

@@ -81,7 +81,7 @@ REFUSED = [
             prepare=instead(FIRST, lambda path: write_shard(path, documents(6000), magic=5))),
     Refused("shard: tokens of another kind", f"{FIRST} holds tokens of the kind gpt2, .*--tokens=bytes",
             prepare=instead(FIRST, lambda path: write_shard(path, [50256, *[40_000] * 5999]))),
-    Refused("shards: none there", "no train shards .* in data/pydocs; check the path, or get them: ./run.sh",
+    Refused("shards: none there", "no train shards .* in /.*data/pydocs; check the path, or get them: ./run.sh",
             {"data_dir": "data/pydocs"}),
     Refused("log: a device", "nothing can be written to /dev/full ", {"log_dir": "/dev/full"}),
     Refused("log: a fifo", "nothing can be written to pipe ", {"log_dir": "pipe"}, instead("pipe", os.mkfifo)),
