@@ -29,7 +29,8 @@ def compare(side_a: Path, side_b: Path) -> list[str]:
     sides = []
     for side, path in (("A", side_a), ("B", side_b)):
         logs = read_logs(path)
-        lines += [f"left out, as it has no end: {log.path}" for log in logs if log.interrupted]
+        lines += [f"left out, as it was interrupted or has no end: {log.path}"
+                  for log in logs if log.interrupted]
         logs = [log for log in logs if not log.interrupted]
         if not logs:
             raise ValueError(f"{path}: no run has come to its end.")
@@ -41,13 +42,16 @@ def compare(side_a: Path, side_b: Path) -> list[str]:
         lines.append(f"{side} = {path}: n = {len(logs)}, loss {losses}, time {times} s, {machine}")
         for log in logs:
             lines += [f"caution: {log.path}: {defect['what']}" for defect in log.facts["defect"]]
+            if log.config.get("resume"):
+                lines.append(f"caution: {log.path} was resumed, perhaps on another machine")
     for what, unit, key, digits in (("loss", "", "val_loss", 4), ("time", " s", "train_time_s", 3)):
         values = [[log.end[key] for log in logs] for logs in sides]
         lines.append(verdict(what, unit, *values, digits))
     a, b = (shared(logs[0]) for logs in sides)
-    for key in differing(a["config"], b["config"]):
-        lines.append(f"config: {key} is {a['config'].get(key)!r} in A and "
-                     f"{b['config'].get(key)!r} in B")
+    for what in ("config", "machine"):
+        for key in differing(a[what], b[what]):
+            lines.append(f"{what}: {key} is {a[what].get(key)!r} in A and "
+                         f"{b[what].get(key)!r} in B")
     if sorted(a["data"].values()) != sorted(b["data"].values()):  # names do not count
         lines.append("caution: the data of A and B differ")
     files = differing(a["code"], b["code"])

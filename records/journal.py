@@ -212,9 +212,12 @@ def project_files(script: str | Path) -> list[dict]:
 
 def describe_run(source: bytes) -> dict:
     """The fact `run`: which run of which script this is. That of rank 0 is the one for the log:
-    other ranks have another id. Raises BadInput for a script without a last newline, which could
-    not be found again in the log."""
+    other ranks have another id. Raises BadInput for a script that could not be found again in the
+    log."""
     require(source.endswith(b"\n"), "end the last line of train_gpt.py with a newline")
+    require(f"\n{RULE}\n".encode() not in source,
+            f"train_gpt.py has a line of {len(RULE)} '=', which would end it in the log; make it "
+            "another one")
     changes = output_of("git", "status", "--porcelain", "--untracked-files=no")
     return {
         "run_id": str(uuid.uuid4()),
@@ -228,9 +231,11 @@ def describe_run(source: bytes) -> dict:
 
 
 def output_of(*command: str) -> str | None:
-    """What a program prints. None if there is no such program, or if it fails."""
+    """What a program prints. None if there is no such program, or if it fails. To git, folders
+    around the project's are none: they may be another project."""
+    environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(ROOT.parent)}
     try:
-        run = subprocess.run(command, capture_output=True, cwd=ROOT)
+        run = subprocess.run(command, capture_output=True, cwd=ROOT, env=environment)
     except OSError:
         return None
     return run.stdout.decode(errors="replace").strip() if run.returncode == 0 else None
@@ -255,6 +260,7 @@ def describe_machine(device: torch.device) -> dict:
         "world_size": len(devices),
         "hosts": len(set(all_ranks(platform.node()))),
         "cpu": cpu_name(),
+        "threads": torch.get_num_threads(),
     }
 
 

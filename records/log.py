@@ -1,7 +1,8 @@
 """The log of one run, read back: its code, facts, steps and end. records/README.md has the format.
 
-Nothing from a log is imported or executed. What cannot be read raises ValueError with one sentence.
-In a record, logs after the first one are kept short (`shorten`); `read_bytes` gives the whole log.
+Nothing from a log is imported or executed. What cannot be read raises ValueError with one sentence,
+which names the file. In a record, logs after the first one are kept short (`shorten`); `read_bytes`
+gives the whole log.
 """
 import hashlib
 import json
@@ -103,14 +104,22 @@ def read_log(path: str | Path) -> Log:
     """The log of a run. If it has no end, because its run goes on or was killed, it counts as
     interrupted. Raises OSError, and ValueError if it is damaged."""
     raw = read_bytes(Path(path))
+    try:
+        return parse(str(path), raw)
+    except (ValueError, LookupError) as error:
+        raise ValueError(f"{path}: damaged, or no whole log: {error}.") from None
+
+
+def parse(path: str, raw: bytes) -> Log:
+    """The log with this content. Raises ValueError and LookupError."""
     source, found, rest = raw.partition(f"\n{RULE}\n".encode())
     if not found:
-        raise ValueError(f"{path}: no line of 100 '=' behind the code, so this is no log.")
+        raise ValueError("no line of 100 '=' behind the code")
     text, has_end, end = rest.decode(errors="replace").partition(f"\n{RULE}\n")
     lines = text.split("\n")
     if not has_end:
         lines.pop()  # it may be half a line
-    facts, steps = read_lines(lines, path)
+    facts, steps = read_lines(lines)
     results = {}
     for line in end.splitlines():
         key, value = line.split(": ", 1)
@@ -121,15 +130,15 @@ def read_log(path: str | Path) -> Log:
     for file in [script, *facts["file"]]:
         files[file["path"]] = file["text"].encode()
         if sha256(files[file["path"]]) != file["sha256"]:
-            raise ValueError(f"{path}: {file['path']} in it is no longer as it was written.")
-    log = Log(str(path), raw, facts, run, facts["config"][0], facts["environment"][0], steps,
+            raise ValueError(f"{file['path']} in it is no longer as it was written")
+    log = Log(path, raw, facts, run, facts["config"][0], facts["environment"][0], steps,
               not has_end or "interrupted" in results, results, files)
     if not log.interrupted:
         check_steps(log)
     return log
 
 
-def read_lines(lines: list[str], path: str | Path) -> tuple[defaultdict, list[Step]]:
+def read_lines(lines: list[str]) -> tuple[defaultdict, list[Step]]:
     """The facts and the steps in these lines."""
     facts = defaultdict(list)
     steps = []
@@ -141,16 +150,18 @@ def read_lines(lines: list[str], path: str | Path) -> tuple[defaultdict, list[St
         try:
             facts[kind].append(json.loads(body))
         except ValueError:
-            raise ValueError(f"{path}: neither a step nor a fact: {line[:70]!r}.") from None
+            raise ValueError(f"neither a step nor a fact: {line[:70]!r}") from None
     return facts, steps
 
 
 def check_steps(log: Log) -> None:
-    """Raises ValueError unless all steps are there and the results are those of the last line."""
+    """Raises ValueError unless all steps are there, and the results follow from the last line and
+    the configuration."""
     train = [step.step for step in log.steps if step.split == "train"]
     last = log.steps[-1]
     late_ms = abs(1000 * log.end["train_time_s"] - last.time_ms)
-    if (train != list(range(1, log.config["num_steps"] + 1)) or last.split != "val"
-            or last.loss != log.end["val_loss"] or late_ms > 2):
-        raise ValueError(f"{log.path}: steps are missing, or the results are not those of the last "
-                         "line.")
+    target = log.config["target_loss"] or None
+    results = last.loss, target, target and last.loss <= target
+    if (train != list(range(1, log.config["num_steps"] + 1)) or last.split != "val" or late_ms > 2
+            or results != (log.end["val_loss"], log.end["target"], log.end["reached"])):
+        raise ValueError("steps are missing, or the results are not those of the last line")

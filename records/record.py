@@ -8,6 +8,7 @@
                                   author writes
 """
 import json
+import re
 import statistics
 from pathlib import Path
 
@@ -17,6 +18,7 @@ RECORDS = Path(__file__).parent
 ALPHA = 0.01  # what the field calls significant
 VERSIONS = ("torch", "cuda", "triton")
 MACHINE = ("devices", "world_size", "hosts", *VERSIONS)  # equal in all runs
+CPU_MACHINE = (*MACHINE, "cpu", "threads")  # without GPUs these count, too
 
 
 def folders() -> list[Path]:
@@ -32,7 +34,8 @@ def shared(log: Log) -> dict:
     """What all runs of a record have in common. `data` has the sum of each shard."""
     data = {f"{shard['split']} {shard['name']}": shard["sha256"] for shard in log.facts["data"]}
     config = {key: value for key, value in log.config.items() if key not in PER_RUN}
-    machine = {key: log.environment[key] for key in MACHINE}
+    keys = CPU_MACHINE if "CPU" in log.environment["devices"] else MACHINE
+    machine = {key: log.environment.get(key) for key in keys}  # older logs lack the threads
     code = {path: sha256(content) for path, content in log.files.items()}
     return dict(code=code, data=data, config=config, machine=machine)
 
@@ -78,9 +81,11 @@ class Record:
     def __init__(self, name: str, logs: list[Log], claim: str, data_name: str):
         from scipy import stats  # of requirements-dev.txt
         for log in logs:
-            if log.interrupted or log.config.get("resume") or log.end["target"] is None:
-                raise ValueError(f"{log.path}: a record needs runs to a target that were neither "
-                                 "interrupted nor resumed.")
+            for fault, is_so in (("was interrupted, or has no end", log.interrupted),
+                                 ("was resumed", log.config.get("resume")),
+                                 ("has no target (--target_loss)", not log.end.get("target"))):
+                if is_so:
+                    raise ValueError(f"{log.path}: a run that {fault} has no place in a record.")
         refuse_mixed(logs)
         self.name = name  # DATE_NAME
         self.logs = logs
@@ -131,6 +136,9 @@ def block(record: Record) -> str:
 def new(name: str, logs: list[Log], claim: str, data_name: str) -> Path:
     """Makes records/DATE_NAME from these logs. Raises OSError, and ValueError before it has written
     anything."""
+    if not re.fullmatch(r"[\w.-]+", name) or re.search(r"[|\n]", claim + data_name):
+        raise ValueError("a record's name has only letters, digits, '_', '-' and '.'; its claim "
+                         "and data are a line each, without '|'.")
     date = min(log.run["date"] for log in logs)[:10]
     folder = RECORDS / f"{date}_{name}"
     record = Record(folder.name, logs, claim, data_name)
@@ -147,11 +155,16 @@ def new(name: str, logs: list[Log], claim: str, data_name: str) -> Path:
 
 
 def read(folder: Path) -> Record:
-    """The record of a folder. Raises OSError, ValueError and LookupError if it is damaged."""
-    texts = json.loads((folder / "record.json").read_text("utf-8"))
-    record = Record(folder.name, read_logs(folder), **texts)
+    """The record of a folder. Raises OSError and ValueError if it is damaged."""
+    try:
+        texts = json.loads((folder / "record.json").read_text("utf-8"))
+        record = Record(
+            folder.name, read_logs(folder), texts["claim"], texts["data_name"])
+    except (ValueError, LookupError) as error:
+        raise ValueError(f"{folder.name}: {error}") from None
     if block(record) not in (folder / "README.md").read_text("utf-8"):
-        raise ValueError("the table in its README.md is not that of its logs.")
+        raise ValueError(f"{folder.name}: the table in its README.md is not that of its logs and "
+                         "its record.json.")
     return record
 
 

@@ -122,11 +122,13 @@ def test_the_files_of_the_project_are_those_it_imported(tmp_path, monkeypatch):
     assert files[2]["text"] == "" and files[3]["sha256"] == hashlib.sha256("Grüße\r\n".encode()).hexdigest()
 
 
-def test_a_run_has_the_sum_of_its_script_which_must_end_with_a_newline():
+def test_a_run_has_the_sum_of_its_script_which_must_be_found_again_in_the_log():
     run = journal.describe_run(b"b\n")
     assert run["code_sha256"] == hashlib.sha256(b"b\n").hexdigest() and run["code_bytes"] == 2
     with pytest.raises(BadInput, match="end the last line of train_gpt.py with a newline"):
         journal.describe_run(b"print(1)")
+    with pytest.raises(BadInput, match="has a line of 100 '='"):
+        journal.describe_run(b"\n" + RULE.encode() + b"\n")
 
 
 def test_a_commit_is_named_and_whether_files_that_it_has_were_changed(tmp_path, monkeypatch):
@@ -145,3 +147,6 @@ def test_a_commit_is_named_and_whether_files_that_it_has_were_changed(tmp_path, 
     assert re.fullmatch("[0-9a-f]{40}", commit) and is_clean
     (tmp_path / "known.py").write_text("x = 1")
     assert git() == (commit, False)
+    monkeypatch.setattr(journal, "ROOT", tmp_path / "again")  # the code of a log, inside of another repository
+    journal.ROOT.mkdir()
+    assert git() == (None, None)

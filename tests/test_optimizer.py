@@ -207,16 +207,16 @@ def assert_nothing_is_kept(optimizer):
     assert (optimizer.updates, optimizer.slices.sums) == (0, {})
 
 
-def test_each_parameter_has_the_rate_and_decay_that_help_names():
+def test_each_parameter_has_the_rate_and_decay_that_help_names_and_betas_of_its_kind():
     table = t.parameter_table(t.Config(
-        muon_lr=0.02, muon_decay=1.5, head_lr=0.01, table_lr=0.1, scalar_lr=0.03, recall_rows=9))
-    expected = {"lm_head": (0.01, 0.0075), **dict.fromkeys(("mlp", "qkvo"), (0.02, 0.03)),
-                **dict.fromkeys(("ngrams", "value_embeds"), (0.1, 0.007)),
-                **dict.fromkeys(("scalars", "length_vectors"), (0.03, 0)),
-                **dict.fromkeys(("late_in", "late_out", "late_bias"), (0.0025, 0))}
+        muon_lr=0.02, muon_momentum=0.8, muon_decay=1.5, head_lr=0.01, table_lr=0.1, scalar_lr=0.03, recall_rows=9))
+    expected = {"lm_head": (0.01, 0.0075, 0.5, 0.95), **dict.fromkeys(("mlp", "qkvo"), (0.02, 0.03, 0.8, 0.9)),
+                **dict.fromkeys(("ngrams", "value_embeds"), (0.1, 0.007, 0, 0.95)),
+                **dict.fromkeys(("scalars", "length_vectors"), (0.03, 0, 0.9, 0.99)),
+                **dict.fromkeys(("late_in", "late_out", "late_bias"), (0.0025, 0, 0.9, 0.99))}
     assert table.keys() == expected.keys()
     for name, param in table.items():
-        assert (param.lr, param.decay) == pytest.approx(expected[name]), name
+        assert (param.lr, param.decay, *param.betas) == pytest.approx(expected[name]), name
 
 
 def test_a_step_waits_for_all_that_it_hands_out(monkeypatch):

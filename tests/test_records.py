@@ -22,7 +22,7 @@ def sha(text):
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def lines_of(seed=1, losses=(5.0, 4.0), time_ms=1000, source=SOURCE, precision="fp32", device="CPU", resume="", target=4.2, other=OTHER):
+def lines_of(seed=1, losses=(5.0, 4.0), time_ms=1000, source=SOURCE, precision="fp32", device="CPU", cpu="Some CPU", resume="", target=4.2, other=OTHER):
     """A log of two steps, line by line."""
     last = losses[-1]
     facts = [
@@ -32,7 +32,7 @@ def lines_of(seed=1, losses=(5.0, 4.0), time_ms=1000, source=SOURCE, precision="
         ("config", dict(num_steps=2, batch_tokens=64, val_tokens=32, target_loss=target, seed=seed, run_name="", precision=precision,
                         resume=resume, log_dir=f"logs/{seed}")),
         ("environment", dict(python="3.11", torch="2.13.0", cuda=None, triton=None, driver=None, devices=[device], world_size=1, hosts=1,
-                             cpu="Some CPU")),
+                             cpu=cpu)),
         ("data", dict(split="train", name="a.bin", bytes=1280, tokens=128, sha256="1" * 64)),
         ("data", dict(split="val", name="b.bin", bytes=1088, tokens=32, sha256="2" * 64)),
         ("stage", dict(first_step=0, last_step=2, batch_tokens=64)),
@@ -120,10 +120,11 @@ def test_check_names_what_does_not_follow_from_the_logs(root, capsys, page, old,
     (dict(source="print(2)\n"), "runs of one kind have one code, but train_gpt.py"),
     (dict(other="X = 3\n"), "runs of one kind have one code, but nanogpt/other.py"),
     (dict(precision="bf16"), "runs of one kind have one config, but precision is 'fp32'"),
-    (dict(device="GPU"), "runs of one kind have one machine, but devices"),
+    (dict(device="GPU"), "runs of one kind have one machine, but "),
+    (dict(cpu="Other CPU"), "runs of one kind have one machine, but cpu is 'Some CPU' in"),
     (dict(seed=1), "runs of one kind have different seeds, not [1, 1]"),
-    (dict(resume="x"), "neither interrupted nor resumed"),
-    (dict(target=None), "needs runs to a target"),
+    (dict(resume="x"), "a run that was resumed has no place"),
+    (dict(target=None), "a run that has no target (--target_loss) has no place"),
 ], ids=str)
 def test_runs_that_do_not_belong_together_are_refused_by_the_first_difference(root, tmp_path, capsys, changes, sentence):
     (tmp_path / "logs").mkdir()
@@ -140,13 +141,16 @@ def test_runs_that_do_not_belong_together_are_refused_by_the_first_difference(ro
     (lambda lines: [line for line in lines if not line.startswith("step:1/2")], "steps are missing"),
     (lambda lines: [line.replace("val_loss: 4.0", "val_loss: 3.0") for line in lines], "the results are not those of the last line"),
     (lambda lines: ["print('another')", *lines[1:]], "train_gpt.py in it is no longer"),
-    (lambda lines: ["a text"], "this is no log"),
+    (lambda lines: ["a text"], "no line of 100 '='"),
+    (lambda lines: [line.replace("target: 4.2", "target: 3.9") for line in lines], "the results are not those of the last line"),
+    (lambda lines: [line for line in lines if not line.startswith("config")], "no whole log"),
+    (lambda lines: 2 * lines, "no whole log"),
     (lambda lines: [line + " {" if line.startswith("note") else line for line in lines], "neither a step nor a fact"),
-], ids=range(5))
+], ids=range(8))
 def test_a_damaged_log_is_one_sentence(tmp_path, damage, sentence):
     path = tmp_path / "log.txt"
     path.write_text("\n".join(damage(lines_of())))
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises(ValueError, match=f"{path}: .*{sentence}"):
         log.read_log(path)
 
 
@@ -185,7 +189,7 @@ def test_a_run_that_did_not_come_to_its_end_is_not_compared(tmp_path, capsys):
     write(folder / "whole.txt")
     assert main(["compare", str(good), str(folder)]) == 0
     left_out = [line for line in capsys.readouterr().out.splitlines() if line.startswith("left out")]
-    assert left_out == [f"left out, as it has no end: {path}" for path in (cut, bad)]
+    assert left_out == [f"left out, as it was interrupted or has no end: {path}" for path in (cut, bad)]
 
 
 def test_there_is_no_test_of_a_single_run_or_without_deviation(root):
