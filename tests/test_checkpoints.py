@@ -167,6 +167,14 @@ def test_a_loaded_model_knows_after_how_many_steps_it_was_kept(corpus, tmp_path,
     assert checkpoints.load_model(tmp_path / "model.safetensors", "cpu", t).trained_steps == 2
 
 
+def test_weights_of_a_run_that_began_meanwhile_stay(corpus, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    other, validate = tmp_path / "models" / f"{corpus.name}.safetensors", t.validate
+    monkeypatch.setattr(t, "validate", lambda *args: other.touch() or validate(*args))
+    assert run(options(corpus, tmp_path, save_checkpoint="auto")) == 0
+    assert other.stat().st_size == 0 and other.with_stem(f"{other.stem}-2").exists()
+
+
 def test_a_save_that_falls_due_where_none_can_be_made_stays_due():
     requests = ranks.Requests(torch.device("cpu"))
     requests.ask(stop=False, save=True)

@@ -105,6 +105,16 @@ def test_a_micro_batch_is_made_of_whole_groups_or_lies_inside_one(micro_tokens, 
     assert [(part.start, part.stop) for part in map(batch.groups_of, batch.micro_batches)] == groups_of
 
 
+def test_validation_needs_the_target_of_its_last_token_too(tmp_path):
+    write_shard(tmp_path / "fineweb_train_0.bin", documents(5000))
+    c = t.Config(**TINY | dict(data_dir=str(tmp_path), num_steps=1))
+    write_shard(tmp_path / "fineweb_val_0.bin", documents(c.val_tokens + 1))
+    check_data(c)
+    write_shard(tmp_path / "fineweb_val_0.bin", documents(c.val_tokens))
+    with pytest.raises(BadInput, match=f"holds {c.val_tokens}"):
+        check_data(c)
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_the_ranks_share_each_batch_and_each_splits_its_part(folder, monkeypatch, world_size):
     c = config(folder, batch_tokens=1536, micro_tokens=256)
