@@ -186,17 +186,18 @@ def constant(device: torch.device, value: float | tuple[int, ...]) -> Tensor:
 class SideStream:
     """A stream of CUDA for work that may run beside that of the main one, on the same GPU:
 
-        side.follow()
+        side.meet()
         with side.on():
             y = work(x)  # is begun here
         ...  # may run at the same time
-        side.join()  # from here on y can be used
+        side.meet()  # from here on y can be used
 
     When Python drops y, which was made on the side stream, PyTorch may give its memory to later
-    work of the side stream, though the main stream may still read y. So call `follow` before such
+    work of the side stream, though the main stream may still read y. So call `meet` before such
     later work: then it begins after the main stream has read y. When Python drops x, its memory
     goes to later work of the main stream, though the side stream may still read it. Where x may be
-    dropped before `join`, call `keep(x)`. Without CUDA all work runs in the order of the code."""
+    dropped before the two meet, call `keep(x)`. Without CUDA all work runs in the order of the
+    code."""
 
     def __init__(self, device: torch.device):
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -205,21 +206,12 @@ class SideStream:
         # torch.cuda.stream(None) would do nothing, too, but start CUDA where there is a GPU.
         return torch.cuda.stream(self.stream) if self.stream else nullcontext()
 
-    def follow(self) -> None:
-        """What comes on the side stream waits for all that was begun on the main one."""
-        if self.stream:
-            self.stream.wait_stream(torch.cuda.current_stream())
-
-    def join(self) -> None:
-        """What comes on the main stream waits for all that was begun on the side stream."""
-        if self.stream:
-            torch.cuda.current_stream().wait_stream(self.stream)
-
     def meet(self) -> None:
         """Both streams wait for all that was begun on the other one. The CPU does not wait, nor do
         other ranks."""
-        self.join()
-        self.follow()
+        if self.stream:
+            torch.cuda.current_stream().wait_stream(self.stream)
+            self.stream.wait_stream(torch.cuda.current_stream())
 
     def keep(self, x: Tensor) -> None:
         """The memory of x, a tensor of the main stream, is given to no other tensor until the work

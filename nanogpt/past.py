@@ -166,7 +166,7 @@ class Past:
         self.has_met = True
 
     def join(self) -> None:
-        self.side_stream.join()
+        self.side_stream.meet()
 
     def prepare(self, batch: Batch, step: int = 0,
                 call: Callable | None = None) -> PreparedBatch:

@@ -421,7 +421,7 @@ def updated(batch, late):
             add = tables.sum_rows
             patch.setattr(tables, "sum_rows", lambda *new: waiting[current[-1]].append(new))
             patch.setattr(tables.SideStream, "on", on)
-            patch.setattr(tables.SideStream, "join", sum_waiting)
+            patch.setattr(tables.SideStream, "meet", sum_waiting)
             for name in ("send", "add_embedding"):  # which come after the sums on the same stream
                 method = getattr(optimizer.tables, name)
                 patch.setattr(optimizer.tables, name, lambda x, method=method: (sum_waiting(current[-1]), method(x)))
