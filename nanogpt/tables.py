@@ -82,8 +82,6 @@ class Tables:
         # Sums of gradients over this rank's lookups: (ranks, its rows, own_width) of each table,
         # and with the name lm_head (1, its rows, width) of the token embedding.
         self.local_sums = {}
-        # Of each micro-batch, for each source, which of these rows each lookup is, (lookups,).
-        self.places = []
         # Of each table the local sums that come from all ranks, (rows, own_width); their transfer.
         self.arriving = {}
         # Of each table the sums over all ranks, (1, n, own_width).
@@ -140,8 +138,7 @@ class Tables:
                 put_rows(table.bank, some, parts)
 
     def make_room(self, gradients: dict[str, Tensor]) -> None:
-        """Makes room for the sums of gradients, and finds the places of all rows in them. The GPU
-        does this beside the first pass."""
+        """Makes room for the sums of gradients. The GPU does this beside the first pass."""
         embedding = gradients["lm_head"]
         wide = torch.promote_types(embedding.dtype, torch.float32)
         self.local_sums["lm_head"] = embedding.new_zeros(
@@ -152,10 +149,6 @@ class Tables:
             if self.world_size > 1:
                 self.global_sums[name] = self.new_sums(table, 1, len(used.of_all))
                 self.places_of_ranks[table.source] = torch.searchsorted(used.of_all, used.of_ranks)
-        for rows in self.batch:
-            self.places.append(
-                {source: torch.searchsorted(self.used[source].of_this_rank, numbers)
-                 for source, numbers in rows.items()})
 
     def new_sums(self, table: Table, *sizes: int) -> Tensor:
         """Zeros (*sizes, own_width), for sums of gradients."""
@@ -169,17 +162,20 @@ class Tables:
         each table, and under the name lm_head for the token embedding. A collective, with the
         last micro-batch."""
         self.take_turn(f"add {i}", after=f"add {i - 1}" if i else "begin")
-        if i == 0:
-            with self.side_stream.on():
+        with self.side_stream.on():  # beside the pass
+            if i == 0:
                 self.make_room(gradients)
+            # For each source, which of this rank's used rows each lookup is, (lookups,).
+            places = {source: torch.searchsorted(self.used[source].of_this_rank, rows)
+                      for source, rows in self.batch[i].items()}
         self.side_stream.meet()  # it waits for the pass
         is_last = i == len(self.batch) - 1
         with self.side_stream.on():
             for name, table in self.tables.items():
-                sum_rows(self.local_sums[name], self.places[i][table.source], gradients[name])
+                sum_rows(self.local_sums[name], places[table.source], gradients[name])
                 if is_last:
                     self.send(name)
-            sum_rows(self.local_sums["lm_head"], self.places[i]["tokens"], gradients["lm_head"])
+            sum_rows(self.local_sums["lm_head"], places["tokens"], gradients["lm_head"])
         for gradient in gradients.values():
             self.side_stream.keep(gradient)
         if is_last:
