@@ -96,8 +96,6 @@ class Candidates:
     def of(self, next_tokens: Tensor, drawn: Drawn, groups: slice) -> Targets:
         """Next tokens (T,), which are these groups, all of one size, or a part of one -> their
         Targets."""
-        if not self.number:
-            return over_all_tokens(next_tokens)
         return Targets(next_tokens, drawn.chosen[groups], drawn.bias[groups],
                        drawn.place_of_token[groups])
 
