@@ -14,10 +14,7 @@ from pathlib import Path
 
 
 def is_prose(paragraph: str) -> bool:
-    """Whether this is English rather than code, a table or a session of the interpreter.
-
-    Prose is mostly letters, and long enough to say something.
-    """
+    """Whether this is English rather than code, a table or a session of the interpreter."""
     num_letters = sum(c.isalpha() or c.isspace() for c in paragraph)
     says_something = len(paragraph.split()) > 6 or paragraph.endswith(".")
     return says_something and num_letters > 0.8 * len(paragraph) and ">>>" not in paragraph
@@ -45,10 +42,8 @@ def source_prose(source: str) -> str:
 
 
 def python_texts() -> Iterator[str]:
-    """Yields the topics of Python's language reference, then the prose of every library module.
-
-    Both are those of the Python that runs this. Modules are read, not imported.
-    """
+    """Yields the topics of the language reference, then the prose of every library module. Modules
+    are read, not imported."""
     with suppress(ImportError):  # some distributions leave it out; the library is the larger part
         from pydoc_data.topics import topics
         for name in sorted(topics):
@@ -62,10 +57,8 @@ def python_texts() -> Iterator[str]:
 
 
 def python_documents() -> Iterator[str]:
-    """Yields a document for each topic and module: its paragraphs of prose.
-
-    Paragraphs that an earlier document had, such as licences, are left out.
-    """
+    """Yields a document for each topic and module: its paragraphs of prose, without those that an
+    earlier document had, such as licences."""
     seen = set()
     for text in python_texts():
         paragraphs = [part.strip("\n").rstrip() for part in re.split(r"\n[ \t]*\n", text)]
