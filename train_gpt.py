@@ -1879,9 +1879,8 @@ class Run:
 
 
 def train(c: Config, at_end: ExitStack) -> int:
-    """The whole run, or what is left of a saved one. Returns the exit status: 129, 130 or 143 if a
-    signal has ended the run, else 0. `at_end` gets what is to be done at the end, also after an
-    error. A collective."""
+    """The whole run, or what is left of a saved one. Returns the exit status (`main`). `at_end`
+    gets what is to be done at the end, also after an error. A collective."""
     script = sys.modules[__name__]  # for modules that use its parts
 
     # 1. Check what can be checked before anything is written or compiled.

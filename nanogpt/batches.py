@@ -52,8 +52,7 @@ def micro_sequences(count: int, c) -> int:
 
 def rank_batches(arrays: Iterable[np.ndarray], c, device: torch.device) -> Iterator[Batch]:
     """The batch of each step, (sequences, seq_len + 1) uint16, as this rank works on it: rank r
-    trains on the r-th of equal parts. Each rank gets all of it, as it draws the candidates of all
-    groups, and finds the rows that every rank looks up."""
+    trains on the r-th of equal parts, but reads all of it (`Past.read_batch`)."""
     rank, world_size = rank_and_world_size()
     for array in arrays:
         sequences = torch.from_numpy(array)

@@ -1,11 +1,9 @@
-"""Candidates: the tokens of the vocabulary that a training loss is computed over.
+"""Candidates: the tokens of the vocabulary that a training loss is computed over (train_gpt.py,
+section 5).
 
-They are all tokens that are a target in a group of up to 16,384 tokens of the batch (or of one
-sequence, if that is longer), and others that are drawn at random, frequent tokens more often. A
-token that is drawn with probability p is seen only in a part p of the draws. So its exponential
-counts 1/p times: log(1/p) is added to its logit. The sum of exponentials over the vocabulary is
-then right on average. The gradient divides one such sum by another, and such a quotient is slightly
-off on average, less so with more candidates. This is a sampled softmax (Bengio and Senecal 2008).
+By their biases the sum of exponentials over the vocabulary is right on average. The gradient
+divides one such sum by another, and such a quotient is slightly off on average, less so with more
+candidates. This is a sampled softmax (Bengio and Senecal 2008).
 
 Every rank draws those of all groups, by the seed and the step. So the candidates are the same on
 any number of GPUs, and the ranks need not tell each other what they have counted.

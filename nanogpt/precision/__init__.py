@@ -9,13 +9,7 @@ A projection y = x w^T has three products, each with a sum over another dimensio
 
 In FP8, inputs and weights become e4m3, and gradients e5m2 (nanogpt/kernels.py, section 1). Every
 number of FP8 is exact in bf16. Devices without FP8 multiply the same rounded numbers in bf16 or
-float32, so the results differ by rounding only.
-
-A recipe is a way to compute a projection: bf16, fp16, fp32 and fp64 in that dtype, fp8-static, fp8
-and nvfp4. It may multiply in its own way (`Products`). Two of them, fp8 and fp16, also keep
-something between steps and act at fixed points of a step (`StepHooks`). PRECISIONS in train_gpt.py
-says which projection has which recipe, and rounding.py rounds in float32 where hardware lacks a
-format.
+float32, so the results differ by rounding only. Section 2 of train_gpt.py says what a recipe is.
 """
 from collections.abc import Callable, Collection
 

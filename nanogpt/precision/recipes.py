@@ -1,7 +1,5 @@
-"""Which projection has which recipe, and the products of all of them.
-
-The model calls the methods of `Products` and does not ask which recipe it has. In validation all
-products are plain.
+"""Which projection has which recipe, and the products of all of them. In validation these are
+plain.
 """
 from typing import NamedTuple
 
