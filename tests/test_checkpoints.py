@@ -491,3 +491,32 @@ def test_the_best_trained_weights_are_kept_even_if_untrained_ones_were_better(co
     assert run(options(corpus, tmp_path)) == 0
     about = checkpoints.read(tmp_path / "model.safetensors")[1]
     assert (about["step"], about["val_loss"]) == (2, 23.4)
+
+
+def test_the_first_signal_counts_a_second_control_c_ends_the_process_and_what_is_ignored_stays_so(monkeypatch):
+    handlers, ignored = {}, signal.SIGHUP  # as under nohup
+    monkeypatch.setattr(signal, "getsignal", lambda number: signal.SIG_IGN if number == ignored else signal.SIG_DFL)
+    monkeypatch.setattr(signal, "signal", handlers.__setitem__)
+    stop = process.Stop()
+    stop.listen()
+    assert handlers == dict.fromkeys((signal.SIGINT, signal.SIGTERM), stop.notice)
+    stop.in_steps = True
+    for number in (signal.SIGTERM, signal.SIGINT):
+        stop.notice(number, None)
+    assert stop.signal == "SIGTERM"
+    assert handlers == {signal.SIGINT: signal.SIG_DFL, signal.SIGTERM: stop.notice}
+
+
+def test_a_request_is_taken_once():
+    requests = ranks.Requests(torch.device("cpu"))
+    requests.ask(stop=True, save=True)
+    assert requests.take() and requests.granted == [False, False]
+
+
+def test_ranks_wait_longer_only_while_rank_0_writes(monkeypatch):
+    events = []
+    monkeypatch.setattr(ranks, "limit_waiting", lambda longest=ranks.LONGEST_STEP: events.append(longest))
+    monkeypatch.setattr(ranks, "all_ranks", lambda _: events.append("meet"))
+    with ranks.patiently():
+        events.append("write")
+    assert events == [ranks.LONGEST_WRITE, "write", "meet", ranks.LONGEST_STEP]

@@ -121,18 +121,6 @@ def test_lines_of_an_earlier_run_are_not_shown_again(capsys):
     assert log.bar is None and len(log.steps) == 2 and capsys.readouterr() == ("", "")
 
 
-def test_other_ranks_show_nothing(monkeypatch):
-    screen = terminal(monkeypatch)
-    monkeypatch.setattr(journal, "is_rank_0", lambda: False)
-    log = log_of(2)
-    log.say("compiling ...")
-    log.step(1, 1.0, "train_loss", 3.0)
-    log.step(1, 1.0, "val_loss", 2.0)
-    log.fact("defect", {"what": "tokens were lost"})
-    log.close_bar()
-    assert screen.getvalue() == ""
-
-
 def test_a_terminal_gets_a_bar_that_makes_way_for_lines_and_stays_at_the_end(monkeypatch):
     screen = terminal(monkeypatch)
     log = log_of(4)
@@ -168,4 +156,13 @@ def test_a_console_that_cannot_be_written_to_falls_silent_and_the_run_goes_on(sh
 def test_the_curve_has_a_bar_for_each_loss_or_for_the_mean_of_several():
     assert console.curve([8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0, 1.0]) == "█▇▆▅▄▃▂▁▁"
     assert console.curve([5.0] * 300 + [1.0, 2.0] * 150) == "█" * 30 + "▁" * 30
-    assert console.curve([3.0]) in "▁█"
+    assert console.curve([3.0]) in ("▁", "█")
+
+
+def test_a_run_that_was_stopped_has_the_tokens_of_its_steps():
+    c = t.Config(num_steps=100, seq_len=256)
+    log_ = SimpleNamespace(steps=[(40, 2.0, "val_loss", 3.0)], facts={"run": [{"code_sha256": "a"}]})
+    run = SimpleNamespace(config=c, log=log_, step=40, clock=SimpleNamespace(total=2.0), device=torch.device("cpu"))
+    tokens = sum(t.stage_tokens(t.stage_of(step, c), c) for step in range(40))
+    found = report.results(run, t, 1.0)
+    assert (found["tokens"], found["tokens_per_s"], found["step_avg_ms"]) == (tokens, tokens // 2, 50.0)

@@ -17,11 +17,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import huggingface_hub
+import numpy as np
 import pytest
 import tiktoken
 from conftest import ROOT, SEPARATOR, write_shard
 
-from data import fineweb, prepare
+import sample
+from data import fineweb, prepare, texts
 from records.console import end_in_order, to_type
 
 
@@ -172,15 +174,13 @@ def test_validation_is_5_percent_where_one_document_is_longer_than_all_others(tm
     assert sum(len(from_bytes(document)) for document in documents) == sum(map(len, texts))
 
 
-@pytest.mark.parametrize("lengths", [[2000], [40] * 60, [600, 5, 5]])
-def test_both_splits_are_always_long_enough_for_the_trainer(tmp_path, lengths):
-    texts = [f"{number:<{length}}" for number, length in enumerate(lengths)]
+def test_both_splits_are_long_enough_for_the_trainer(tmp_path):
+    texts = [f"{number:<40}" for number in range(60)]
     out = run_prepare(write(tmp_path / "a.jsonl", json_lines(texts)))
     train = count(read_split(out, "train"))
     val = count(read_split(out, "val"))
-    assert train >= 130
-    assert val >= 129
-    assert train + val in (sum(lengths) + len(lengths), sum(lengths) + len(lengths) + 1)
+    assert train >= 130 and val >= 129
+    assert train + val in (60 * 41, 60 * 41 + 1)
 
 
 def test_equal_documents_are_taken_once_and_counted(tmp_path, capsys):
@@ -471,3 +471,51 @@ def test_the_number_of_shards_is_checked(capsys):
     with pytest.raises(SystemExit, match="2"):
         fineweb.main(["104"])
     assert "N must be from 1 to 103" in capsys.readouterr().err
+
+
+def test_the_same_texts_are_divided_alike_each_time(tmp_path):
+    """Else a model would be validated on what an earlier one has trained on."""
+    folders = [run_prepare(write(tmp_path / name / "a.jsonl", json_lines(STORIES))) for name in ("one", "two")]
+    for split in ("train", "val"):
+        assert read_split(folders[0], split) == read_split(folders[1], split)
+
+
+@pytest.mark.parametrize("lengths, val, train", [  # of the documents in their order; then of those of each split
+    ([300, 3700], [300], [3700]),  # 5 % are 200, and half as much again is taken whole
+    ([301, 3699], [200], [102, 3699]),
+    ([50, 50, 101, 3799], [50, 50, 101], [3799]),
+    ([161, 101], [129], [33, 101]),  # else the 101 would be all there is to train on
+    ([260, 60, 9680], [260, 60], [9680]),  # at most 300: 5 % would be 500
+])
+def test_validation_takes_whole_documents_unless_that_is_far_too_much(lengths, val, train, monkeypatch):
+    monkeypatch.setattr(prepare, "MOST_VAL", 300)
+    ends = np.cumsum(lengths)
+    documents = [np.r_[SEPARATOR, np.arange(end - length, end - 1)] for length, end in zip(lengths, ends)]
+    splits = prepare.split_documents(documents, "text")
+    assert [[len(document) for document in part] for part in splits] == [train, val]
+    tokens = np.concatenate([*splits[0], *splits[1]])
+    assert sorted(tokens[tokens != SEPARATOR]) == sorted(np.concatenate([document[1:] for document in documents]))
+    assert all(document[0] == SEPARATOR for part in splits for document in part)
+
+
+@pytest.mark.parametrize("first, second", [
+    (["--key=text"], ["--key=body"]), (["--split=cat"], ["--split=mat"]), (["--tokens=gpt2"], ["--bytes"])], ids=str)
+def test_a_corpus_that_was_made_with_another_option_is_not_used_again(tmp_path, data, gpt2, first, second):
+    lines = "".join(json.dumps(dict(text=text, body=text.upper())) + "\n" for text in STORIES)
+    source = write(tmp_path / "a.jsonl", lines)
+    for options, folders in ((first, 1), (second, 2), (first, 2), (second, 2)):
+        main([source, *options])
+        assert len([*data.iterdir()]) == folders
+
+
+def test_a_document_behind_a_marker_keeps_its_indentation():
+    options = SimpleNamespace(split="<|end|>", split_blank=None)
+    assert texts.split("  a\n<|end|>\r\n\tb \n\n<|end|>c", options) == ["  a", "\tb ", "c"]
+
+
+def test_gpt2s_tokens_go_back_to_their_text_and_those_of_ends_and_padding_have_none(gpt2):
+    encode, to_bytes = sample.codec(50304)
+    text = "the naïve cat<|endoftext|>, in text"
+    tokens = encode(text)
+    assert max(tokens) < SEPARATOR and len(tokens) < len(text) and b"".join(map(to_bytes, tokens)).decode() == text
+    assert [to_bytes(token) for token in (SEPARATOR, SEPARATOR + 1, 50303)] == [b""] * 3

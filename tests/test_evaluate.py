@@ -320,3 +320,24 @@ def test_models_of_other_tokens_are_compared_by_bits_per_byte(tmp_path, checkpoi
     monkeypatch.setitem(sys.modules, "tiktoken", None)  # its vocabulary is not at hand
     status, _, err = run(capsys, path, f"--text={text}")
     assert status == 2 and err.startswith("evaluate.py: tiktoken cannot load")
+
+
+def test_an_ending_of_hellaswag_has_one_space_before_it_and_the_context_none():
+    encoded = []
+    model = evaluate.Model("m", Counter(), lambda text: encoded.append(text) or [1], np.ones(10, int))
+    evaluate.hellaswag_measures(model, [item("A dog", ["runs.", "flies."])])
+    assert set(encoded) == {"A dog", " runs.", " flies."}
+
+
+def test_bits_per_byte_divide_by_the_bytes_of_each_token(tmp_path, monkeypatch):
+    model = t.GPT(t.parse_config(arguments()), torch.device("cpu"))
+    t.initialize(model, 0)
+    keep(tmp_path / "model.safetensors", model)
+    monkeypatch.setattr(sample, "codec", lambda size: (None, lambda token: b"x" * (token % 5)))
+    model = evaluate.load_model(tmp_path / "model.safetensors", "cpu")
+    tokens = np.array([model.gpt.bos, 4, 3, model.gpt.bos, 2, 10, 1])  # of 4, 3, 3, 2, 0 and 1 bytes
+    model = model._replace(token_bytes=np.where(np.arange(384) == model.gpt.bos, 0, model.token_bytes))
+    nats = -evaluate.score(model.gpt, tokens[:-1], tokens[1:])
+    measure = evaluate.loss_measures(model, tokens)["bits per byte"]
+    assert measure.result() == pytest.approx(nats[[0, 1, 3, 5]].sum() / math.log(2) / (4 + 3 + 2 + 1))
+    assert measure.sizes.tolist() == [7, 3]

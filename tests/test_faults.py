@@ -24,7 +24,7 @@ from processes import TORCHRUN
 
 import sample
 import train_gpt as t
-from nanogpt import checkpoints, process
+from nanogpt import checkpoints, faults, process
 from records import journal
 from records.console import end_in_order
 
@@ -257,3 +257,13 @@ def test_two_ranks_end_together_when_the_loss_of_one_goes_wrong(place):
     assert ours == ["train_gpt.py: the training loss is nan at step 5, all weights are finite: an activation overflowed" + LOWER]
     assert checkpoints.read("new.pt")[1]["step"] == 4 and "ended early: the training loss" in last_line(place)
     assert len([*place.glob("logs/*.saved")]) == 1
+
+
+def test_a_crash_is_a_traceback_and_status_1_after_what_is_to_be_done_at_the_end(capsys):
+    def train(at_end):
+        at_end.callback(lambda: print("done"))
+        raise RuntimeError("a mistake in the code")
+
+    assert faults.run(train, process.Stop()) == 1
+    out, err = capsys.readouterr()
+    assert out == "done\n" and err.startswith("Traceback") and err.endswith("RuntimeError: a mistake in the code\n")

@@ -67,6 +67,9 @@ def test_other_ranks_leave_no_trace_and_get_the_losses_too(tmp_path, monkeypatch
     log = open_log(tmp_path)
     log.put(4, torch.tensor([2.5, 0.0, 1.0]), 1.2)
     assert log.arrived(4) == [(4, 2.5, [0.0, 1.0])] and log.arrived(4) == []
+    log.say("compiling ...")
+    log.step(4, 1.0, "val_loss", 2.0)
+    log.fact("defect", {"what": "tokens were lost"})
     log.end({"val_loss": 1.0})
     assert not list(tmp_path.iterdir()) and capsys.readouterr() == ("", "")
 

@@ -181,3 +181,13 @@ def test_a_batch_gets_other_memory_than_the_one_before_it_which_a_gpu_may_still_
         places.append({tensor.data_ptr() for tensor in (*reading, *targets) if len(tensor)})
         del reading, targets
     assert places[0].isdisjoint(places[1])
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 6])
+def test_groups_are_cut_from_the_whole_batch_however_many_ranks_share_it(world_size, monkeypatch):
+    c = SimpleNamespace(seq_len=256, micro_tokens=2048)
+    for group_tokens, size in ((10**6, 6), (1024, 4), (100, 1)):
+        monkeypatch.setattr("nanogpt.batches.GROUP_TOKENS", group_tokens)
+        monkeypatch.setattr("nanogpt.batches.rank_and_world_size", lambda: (1, world_size))
+        [batch] = rank_batches([np.zeros((6, 257), np.uint16)], c, CPU)
+        assert batch.group_size == size

@@ -22,7 +22,7 @@ import torch
 from conftest import read, used_rows
 
 import train_gpt as t
-from nanogpt import checkpoints, past, tables
+from nanogpt import checkpoints, past, ranks, tables
 from nanogpt.batches import Batch
 
 
@@ -648,3 +648,12 @@ def test_all_ranks_issue_the_same_collectives_in_the_same_order_and_none_stops_t
                 assert all(a == b or a[0] == b[0] == "exchange" for a, b in zip(ours, theirs, strict=True))
         assert [[kind for kind, *_ in calls] for calls in first] == [step] * 6
         assert all(asynchronous for calls in first for *_, asynchronous in calls)
+
+
+def test_sums_are_waited_for_before_they_are_looked_at():
+    slices, waited = ranks.Slices(), []
+    for name in ("a", "b"):
+        slices.sums[name] = torch.ones(1), SimpleNamespace(wait=lambda name=name: waited.append(name))
+    assert len(slices.all_sums()) == 2 and waited == ["a", "b"] and [*slices.sums] == ["a", "b"]
+    slices.finished_sum("b")
+    assert waited == ["a", "b", "b"] and [*slices.sums] == ["a"]

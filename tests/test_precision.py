@@ -345,11 +345,11 @@ def test_each_projection_can_have_a_recipe_of_its_own(monkeypatch):
     assert torch.isfinite(training_loss(model, *batch(1)[0], VIEW))
 
 
-@pytest.mark.parametrize("precision", ["fp8", "nvfp4"])
-def test_shapes_that_are_no_multiples_of_16_stay_wide(precision):
-    model, _ = trainer(precision=precision, mlp_dim=120)
-    names = model.precision.recipe_names
-    assert {*names.values()} == {"bf16"}
+@pytest.mark.parametrize("changes", [dict(model_dim=72), dict(head_dim=20), dict(mlp_dim=120), dict(vocab_size=376)], ids=str)
+def test_shapes_that_are_no_multiples_of_16_stay_wide(changes):
+    for precision in ("fp8", "fp8-qkv", "nvfp4"):
+        c = config(precision=precision, **changes)
+        assert {*t.choose_recipes(c, CPU).values()} == {"bf16"}
 
 
 @pytest.mark.parametrize("changes, message", [
@@ -620,3 +620,12 @@ def test_what_validation_of_fp16_weights_finds_does_not_depend_on_training_befor
             training_loss(model, tokens[:-1], tokens[1:], setting)
         losses.append(t.loss_without_gradient(model, tokens[:-1], tokens[1:], setting).item())
     assert losses[0] == losses[1]
+
+
+def test_a_weight_that_is_not_finite_makes_no_fp8_numbers_of_its_matrix_and_of_no_other():
+    for bad in (math.nan, math.inf):
+        model, optimizer = trainer(precision="fp8")
+        model.mlp.data[3, 5, 7] = bad
+        model.precision.hooks.weights_changed(MATRICES, optimizer.masters)
+        scales = {key: recipe_at(model, *key).weight_scale.isfinite().item() for key, _ in weights_of(model)}
+        assert [key for key, finite in scales.items() if not finite] == [(1, "down")]

@@ -10,6 +10,9 @@ import pytest
 from conftest import ROOT, arguments, documents, write_shard
 from processes import STDOUT, TORCHRUN, Process, run
 
+from nanogpt import ranks
+from nanogpt.ranks import BadInput
+
 SCRIPT = ROOT / "train_gpt.py"
 
 
@@ -65,3 +68,15 @@ def test_the_others_end_when_a_rank_is_killed(corpus, tmp_path):
     os.kill(ranks[1], signal.SIGKILL)
     assert torchrun.wait(60) != 0
     assert not Path(f"/proc/{ranks[0]}").exists()
+
+
+@pytest.mark.parametrize("theirs, said", [
+    ({"seed": 1, "code": "b"}, "rank 1 has code b where rank 0 has a"), ({"seed": 1}, "rank 1 has code None where rank 0 has a"),
+    ({"seed": 1, "code": "a", "val shard x": 3}, "rank 1 has val shard x 3 where rank 0 has None")], ids=str)
+def test_ranks_must_have_the_same_facts_and_none_more(theirs, said, monkeypatch):
+    ours = {"seed": 1, "code": "a"}
+    monkeypatch.setattr(ranks, "all_ranks", lambda facts: [facts, theirs])
+    with pytest.raises(BadInput, match=said):
+        ranks.compare(ours)
+    theirs = ours
+    ranks.compare(ours)

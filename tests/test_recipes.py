@@ -312,3 +312,22 @@ def test_gradients_are_unscaled_by_the_factor_they_were_scaled_by():
     assert scaling.scale == 2.0**16 and scaling.good_steps == 0
     assert torch.equal(scaling.unscale(scaled), gradient)
     assert scaling.unscale(scaled.half()).dtype == torch.float32
+
+
+def test_a_loss_scale_goes_on_where_a_save_has_left_it():
+    scaling, other = fp16.LossScaling(CPU, 256), fp16.LossScaling(CPU, 256)
+    for gradient in (math.nan, 1.0, 1.0):
+        scaling.gradients_are_finite(lambda gradient=gradient: [torch.tensor(gradient)])
+    assert scaling.state() == dict(scale=2.0**14, good_steps=2, skipped_steps=1)
+    other.load_state(scaling.state())
+    assert other.state() == scaling.state() and other.factor == scaling.factor
+    other.reset()
+    assert other.state() == dict(scale=2.0**15, good_steps=0, skipped_steps=0)
+
+
+def test_gradients_that_fp16_could_not_hold_are_there_after_unscaling():
+    scaling = fp16.LossScaling(CPU, 256)
+    small = torch.tensor([2.0**-30, 3 * 2.0**-28])  # fp16 ends at 2^-24
+    scaled = scaling.scale_loss(small).half()
+    scaling.gradients_are_finite(lambda: [scaled])
+    assert torch.equal(scaling.unscale(scaled), small)

@@ -1,12 +1,14 @@
 """Records: made from logs, shortened without a loss, compared with the logs, and ranked.
 
 References: logs written here by hand, scipy for the tests, the bytes of the logs themselves."""
+import dataclasses
 import hashlib
 import json
 
 import pytest
 import scipy.stats
 
+from nanogpt import command_line
 from records import compare, console, log, record
 from records.__main__ import work
 
@@ -145,8 +147,9 @@ def test_runs_that_do_not_belong_together_are_refused_by_the_first_difference(ro
     (lambda lines: [line.replace("target: 4.2", "target: 3.9") for line in lines], "the results are not those of the last line"),
     (lambda lines: [line for line in lines if not line.startswith("config")], "no whole log"),
     (lambda lines: 2 * lines, "no whole log"),
+    (lambda lines: [line.replace("train_time_s: 1.000", "train_time_s: 0.900") for line in lines], "not those of the last line"),
     (lambda lines: [line + " {" if line.startswith("note") else line for line in lines], "neither a step nor a fact"),
-], ids=range(8))
+], ids=range(9))
 def test_a_damaged_log_is_one_sentence(tmp_path, damage, sentence):
     path = tmp_path / "log.txt"
     path.write_text("\n".join(damage(lines_of())))
@@ -214,3 +217,90 @@ def test_a_run_that_goes_on_can_be_read(tmp_path):
 def test_records_of_this_project_can_be_compared():
     """And ./run.sh test checks all of them with their logs."""
     assert main(["compare", *map(str, record.folders()[:2])]) == 0
+
+
+def change(path, *replacements):
+    text = path.read_text()
+    for old, new in replacements:
+        assert old in text
+        text = text.replace(old, new)
+    path.write_text(text)
+    return path
+
+
+DEFECT = 'note "a note"', 'defect {"what": "tokens were lost"}'
+
+
+def test_compare_says_what_the_sides_do_not_have_in_common(tmp_path, capsys):
+    a = change(write(tmp_path / "a.txt"), ('"a.bin"', '"another name of it"'))
+    for b, is_said in ((write(tmp_path / "b.txt", seed=2), False),
+                       (change(write(tmp_path / "c.txt", seed=2, precision="bf16"), ("1" * 64, "3" * 64), DEFECT), True)):
+        assert main(["compare", str(a), str(b)]) == 0
+        out = capsys.readouterr().out
+        for line in ("config: precision is 'fp32' in A and 'bf16' in B", "caution: the data of A and B differ",
+                     f"caution: {b}: tokens were lost"):
+            assert (f"\n{line}\n" in out) == is_said, line
+        assert "code: the same" in out
+
+
+def test_runs_on_other_data_are_no_runs_of_one_kind(root, tmp_path, capsys):
+    (tmp_path / "logs").mkdir()
+    write(tmp_path / "logs" / "a.txt", seed=1)
+    change(write(tmp_path / "logs" / "b.txt", seed=2, losses=(5.0, 4.1)), ("1" * 64, "3" * 64))
+    for command in (["new", "mixed", str(tmp_path / "logs")], ["compare", *[str(tmp_path / "logs")] * 2]):
+        assert main(command) == 2
+        assert "runs of one kind have one data, but train a.bin is" in capsys.readouterr().err
+
+
+def test_a_record_counts_what_each_log_says(root):
+    logs = root / "some"
+    write_runs(logs, (4.0, 4.1, 4.3))  # the target is 4.2
+    for number, memory in enumerate((100, 3000, 200), 1):
+        change(logs / f"{number}.txt", ("peak_memory_mib: null", f"peak_memory_mib: {memory}"),
+               ("2026-11-27T", f"2026-11-{26 + number}T"), *([DEFECT] * (number != 2)))
+    assert main(["new", "some", str(logs)]) == 0
+    page = (root / "records" / "2026-11-27_some" / "README.md").read_text()
+    for part in ("| 3, of which 2 reached the target |", "| 3,000 MiB of each GPU |",
+                 "\nDefect in log_1.txt: tokens were lost\n", "\nDefect in log_3.txt: tokens were lost\n"):
+        assert part in page, part
+    assert "Defect in log_2.txt" not in page
+
+
+def test_more_than_one_chance_in_a_hundred_is_not_significant(root):
+    losses = (4.14, 4.15, 4.17)
+    assert 0.01 < scipy.stats.ttest_1samp(losses, 4.2, alternative="less").pvalue < 0.02
+    make(root, "nearly", losses=losses)
+    assert main(["table"]) == 0
+    assert "Without a rank: [nearly]" in (root / "records" / "README.md").read_text()
+    assert 0.01 < scipy.stats.ttest_ind(losses, (4.1, 4.11, 4.12)).pvalue < 0.05
+    assert "not significant at 0.01" in compare.verdict("loss", "", losses, [4.1, 4.11, 4.12], 4)
+
+
+def test_records_of_other_data_or_another_target_are_ranked_apart(root):
+    for name, first_ms, data_name, target in (
+            ("b-slow", 2000, "b", 4.2), ("b-fast", 1000, "b", 4.2), ("a", 9000, "a", 4.2), ("b-low", 9000, "b", 4.1)):
+        logs = write_runs(root / name, (3.9, 3.91, 3.92), first_ms=first_ms, target=target)
+        assert main(["new", name, logs, f"--data={data_name}"]) == 0
+    assert main(["table"]) == 0
+    text = (root / "records" / "README.md").read_text()
+    assert [line[3:].split("]")[0] for line in text.splitlines() if line.startswith("| [")] == ["a", "b-low", "b-fast", "b-slow"]
+
+
+def test_a_record_may_have_more_than_nine_logs(root):
+    folder = make(root, losses=[4 + seed / 100 for seed in range(12)])
+    assert main(["table"]) == 0 and main(["check"]) == 0
+    assert "| [log_10.txt](log_10.txt) | 10 | 4.0900 | 1.010 |" in (folder / "README.md").read_text()
+
+
+def test_runs_of_one_kind_differ_only_in_keys_that_change_no_weights_and_in_the_seed():
+    """Data are compared by their sums. Old logs have `jsonl`, a place of output, too."""
+    of_run = {field.name for field in dataclasses.fields(command_line.RunConfig)}
+    assert log.PER_RUN - of_run == {"seed", "data_dir", "jsonl"}
+
+
+def test_a_run_that_was_stopped_makes_no_record(root, capsys):
+    logs = root / "logs"
+    write_runs(logs, (4.0, 4.1, 4.05))
+    (logs / "2.txt").write_text((logs / "2.txt").read_text() + "interrupted: true\n")
+    assert main(["new", "stopped", str(logs)]) == 2
+    assert "2.txt: a run that was interrupted, or has no end has no place" in capsys.readouterr().err

@@ -21,6 +21,7 @@ from processes import ENVIRONMENT, TORCHRUN
 import train_gpt as t
 from nanogpt import candidates, checkpoints, masks, process, tables, warmup
 from nanogpt.precision import StepHooks
+from nanogpt.ranks import BadInput
 from records.log import read_log
 
 SCRIPT = ROOT / "train_gpt.py"
@@ -524,3 +525,9 @@ def test_importing_does_nothing(tmp_path):
     run = processes.run(script, ROOT, "train_gpt", *ROOMS, cwd=empty)
     assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
     assert not list(empty.iterdir())
+
+
+def test_stages_that_do_not_make_the_whole_run_are_refused(monkeypatch):
+    monkeypatch.setitem(t.SCHEDULES, "short", [t.Stage(0.5, 1, 1, 1, 1.0), t.Stage(0.4, 1, 2, 2, 1.0)])
+    with pytest.raises(BadInput, match="the fractions of its stages make 0.9, not 1"):
+        t.parse_config(arguments(schedule="short"))

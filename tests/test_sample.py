@@ -180,3 +180,15 @@ def test_a_closed_pipe_and_control_c_end_it_quietly_and_a_full_disk_with_a_sente
     process.wait_for("Once")
     process.send_signal(signal.SIGINT)
     assert process.wait() == -signal.SIGINT and process.err() == ""
+
+
+def test_a_text_is_read_with_the_windows_of_the_step_that_the_weights_are_of(monkeypatch):
+    monkeypatch.setitem(t.SCHEDULES, "growing", [
+        t.Stage(0.5, 1, 1, 1, 1.0), t.Stage(0.5, 1, 2, 2, 1.0), t.Stage(0, 1, 3, 3, 1.0)])
+    model, windows = untrained(schedule="growing"), []
+    read = model.last_stream
+    monkeypatch.setattr(model, "last_stream", lambda reading, setting, training: windows.append(
+        (setting.windows["long"], training)) or read(reading, setting, training))
+    for model.trained_steps in (1, 3, 4):
+        sample.next_logits(model, [model.bos, 1, 2])
+    assert windows == [(1, False), (2, False), (3, False)]
