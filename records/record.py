@@ -81,7 +81,7 @@ class Record:
     def __init__(self, name: str, logs: list[Log], claim: str, data_name: str):
         from scipy import stats  # of requirements-dev.txt
         for log in logs:
-            for fault, is_so in (("was interrupted, or has no end", log.interrupted),
+            for fault, is_so in (("was interrupted or has no end", log.interrupted),
                                  ("was resumed", log.config.get("resume")),
                                  ("has no target (--target_loss)", not log.end.get("target"))):
                 if is_so:

@@ -303,4 +303,4 @@ def test_a_run_that_was_stopped_makes_no_record(root, capsys):
     write_runs(logs, (4.0, 4.1, 4.05))
     (logs / "2.txt").write_text((logs / "2.txt").read_text() + "interrupted: true\n")
     assert main(["new", "stopped", str(logs)]) == 2
-    assert "2.txt: a run that was interrupted, or has no end has no place" in capsys.readouterr().err
+    assert "2.txt: a run that was interrupted or has no end has no place" in capsys.readouterr().err
