@@ -1518,7 +1518,8 @@ class Optimizer:
     @torch.no_grad()
     def go_half_way_to_averages(self) -> None:
         """After the last step: moves the weights of the model. Half of the way, because the whole
-        average did harm where it went over too many steps (records/long_runs.md). A collective."""
+        average did harm where it went over too many steps (records/long_runs.md). The recipes need
+        not know, as only validation comes after this, which uses none. A collective."""
         for name, average in self.averages.items():
             self.masters[name].lerp_(average, 0.5)
             self.parts[name].copy_(self.masters[name])

@@ -172,10 +172,8 @@ def folder_for(args: argparse.Namespace, made_of: dict) -> tuple[Path, bool]:
             return folder, True
         if not folder.exists() or not any(folder.iterdir()):
             return folder, False
-        require(not args.out or made,
-                f"{args.out}: holds other files; name a new folder with --out")
-        require(not args.out, f"{args.out}: already there, and made of other files or with other "
-                "options; delete it, or choose another folder with --out")
+        require(not args.out, f"{args.out}: holds other files, or was made of other text or with "
+                "other options; name a new folder with --out")
         folder = first.with_name(f"{first.name}-{number}")
 
 

@@ -179,7 +179,7 @@ class Tables:
         for gradient in gradients.values():
             self.side_stream.keep(gradient)
         if is_last:
-            self.last_call = "add"  # of all micro-batches
+            self.last_call = "add"  # the last one, so `add_embedding` may follow
         elif i > 0:
             # The first pass is a CUDA graph of its own, and later passes leave its results alone
             # (CudaGraphs). But all later ones are one graph, which writes its gradients to the same

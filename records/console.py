@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from data import BadInput
 
-PROJECT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parents[1]  # the project's folder
 
 BARS = "▁▂▃▄▅▆▇█"  # from low to high
 
@@ -68,4 +68,4 @@ def to_type(command: str) -> str:
     if shutil.which("python") != sys.executable:
         python = shlex.quote(os.path.relpath(sys.executable))
     script, space, rest = command.partition(" ")
-    return f"{python} {shlex.quote(os.path.relpath(PROJECT / script))}{space}{rest}"
+    return f"{python} {shlex.quote(os.path.relpath(ROOT / script))}{space}{rest}"

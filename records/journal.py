@@ -23,10 +23,8 @@ from tqdm import tqdm
 from data import require
 from nanogpt.gpu import mark
 from nanogpt.ranks import all_ranks, is_rank_0
-from records.console import complain, discard_output
+from records.console import ROOT, complain, discard_output
 from records.log import RULE, sha256
-
-ROOT = Path(__file__).resolve().parents[1]  # the project's folder
 
 # ------------------------------------------------------------------------------------------------
 # The log

@@ -73,6 +73,11 @@ def end(run, script, startup_s: float) -> int:
     unit = log.unit
     # Here the end of a document counts as a byte; in evaluate.py it does not.
     bits = f", {loss / math.log(2):.3f} bits per byte" if loss and unit == "byte" else ""
+    weights = None
+    if path:
+        weights = f"{path}, of step {best} with loss {best_loss:.4f}"
+    elif keeper.lacks_weights:
+        weights = "none, as they could not be written"
     show("")
     show_facts(log, {
         "training": f"{curve(train_losses)} the loss of steps 1 to {run.step}",
@@ -83,8 +88,7 @@ def end(run, script, startup_s: float) -> int:
                 f"{result['tokens_per_s']:,} tokens/s",
         "memory": memory and f"{memory:,} MiB of the GPU at most",
         "log": log.path,
-        "weights": path and f"{path}, of step {best} with loss {best_loss:.4f}"
-                   or keeper.lacks_weights and "none, as they could not be written",
+        "weights": weights,
     })
     if run.ended_by:
         hint = "it cannot be resumed, as nothing was saved; --save_every=MINUTES saves"

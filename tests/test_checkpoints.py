@@ -167,6 +167,15 @@ def test_a_loaded_model_knows_after_how_many_steps_it_was_kept(corpus, tmp_path,
     assert checkpoints.load_model(tmp_path / "model.safetensors", "cpu", t).trained_steps == 2
 
 
+def test_a_run_whose_weights_found_no_room_says_so_at_its_end(corpus, tmp_path, monkeypatch, capfd):
+    def write(path, tensors, about):
+        raise OSError(f"{path} cannot be written (No space left on device)")
+
+    monkeypatch.setattr(checkpoints, "write", write)
+    assert run(options(corpus, tmp_path)) == 0
+    assert "\nweights   none, as they could not be written\n" in capfd.readouterr().out
+
+
 def test_weights_of_a_run_that_began_meanwhile_stay(corpus, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     other, validate = tmp_path / "models" / f"{corpus.name}.safetensors", t.validate
