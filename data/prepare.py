@@ -165,15 +165,16 @@ def folder_for(args: argparse.Namespace, made_of: dict) -> tuple[Path, bool]:
         first = DATA / safe_name(path.name if path.is_dir() else path.stem)
     folder = first
     for number in count(2):
-        path = folder / "corpus.json"
-        # A disk that became full may have left an empty file.
-        made = json.loads(path.read_text("utf-8") or "{}") if path.exists() else {}
+        try:
+            made = json.loads((folder / "corpus.json").read_text("utf-8"))
+        except (OSError, ValueError):  # there is none, or a full disk has left a part of it
+            made = {}
         if made_of.items() <= made.items() and args.tokens in ("auto", made["tokens"]):
             return folder, True
-        if not folder.exists() or not any(folder.iterdir()):
+        if not folder.exists() or folder.is_dir() and not any(folder.iterdir()):
             return folder, False
         require(not args.out, f"{args.out}: holds other files, or was made of other text or with "
-                "other options; name a new folder with --out")
+                "other options, or is a file; name a new folder with --out")
         folder = first.with_name(f"{first.name}-{number}")
 
 
