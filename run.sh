@@ -26,7 +26,7 @@ cd "$here"
 
 # 2. An environment of its own. The figures on GPUs are from another version of torch.
 need=(requirements.txt)
-command -v nvidia-smi > /dev/null && nvidia-smi > /dev/null 2>&1 && need=(requirements-gpu.txt)
+nvidia-smi > /dev/null 2>&1 && need=(requirements-gpu.txt)
 [ "${1:-}" = test ] && need+=(requirements-dev.txt)
 python=.venv/bin/python
 if ! [ -e .venv/bin/activate ]; then
