@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # ./run.sh [--key=value ...]           set up, get the data, train on what this machine has
 # ./run.sh FILE ... [--key=value ...]  the same on your own text: files, folders, .jsonl
-# ./run.sh test [pytest args]          set up, lint, run the tests, check the records
+# ./run.sh test [pytest args]          set up, lint, check the records, run the tests
 set -euo pipefail
 
 fail() { echo "run.sh: $*" >&2; exit 2; }
@@ -24,7 +24,7 @@ fi
 [ "$PWD" = "$here" ] || echo "run.sh: paths in what follows are relative to $here"
 cd "$here"
 
-# 2. An environment of its own. The figures on GPUs are from another version of torch.
+# 2. An environment of its own. On GPUs it has the version of torch that the figures are from.
 need=(requirements.txt)
 nvidia-smi > /dev/null 2>&1 && need=(requirements-gpu.txt)
 [ "${1:-}" = test ] && need+=(requirements-dev.txt)
