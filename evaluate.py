@@ -3,7 +3,7 @@
     python evaluate.py MODEL                    # loss on the validation shards of its run
     python evaluate.py MODEL --text=book.txt    # loss and bits per byte on any text
     python evaluate.py MODEL --hellaswag        # 10,042 items, fetched at first use
-    python evaluate.py A B --text=book.txt      # also: how much lower is B's loss, really?
+    python evaluate.py A B --text=book.txt      # also B's results minus A's
 
 MODEL is a file that `train_gpt.py --save_checkpoint=models/NAME.safetensors` has written.
 

@@ -85,8 +85,7 @@ def continued(model, text: str, count: int, temperature: float = 0.8,
     """The text, then a piece for each token that the model adds to it: at most `count`, up to the
     end of the document or of the model's sequences. A piece may be empty, as a character may take
     several tokens. Of a text that fills a sequence, the model reads the end, which fills half of
-    one. Control characters, which could change how a terminal works, become
-    question marks."""
+    one. Control characters become question marks (`harmless`)."""
     encode, to_bytes = codec(model.config.vocab_size)
     tokens = [model.bos, *encode(text)]
     most = model.config.seq_len

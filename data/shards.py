@@ -106,7 +106,7 @@ def reads_bytes(vocab_size: int) -> bool:
 
 
 def check_kind(path: Path, vocab_size: int, remedy: str) -> None:
-    """Raises BadInput unless a model with so many tokens reads such as this shard has."""
+    """Raises BadInput unless a model with so many tokens reads the kind that this shard has."""
     holds = kind_of_tokens(path)
     wants = "bytes" if reads_bytes(vocab_size) else "gpt2"
     require(holds == wants, f"{path} holds tokens of the kind {holds}, and --vocab_size="

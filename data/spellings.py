@@ -17,8 +17,8 @@ FILE = Path(__file__).with_name("gpt2_spellings.npz")
 
 
 def spelling(token: bytes) -> str:
-    """What the spellings of a word have in common; nothing if the token has no letter or sign of
-    its own, as a part of a character, or a space."""
+    """What the spellings of a word have in common. A token that is only a space, an accent, or a
+    part of a character has none: an empty text."""
     try:
         text = token.decode().removeprefix(" ")
     except UnicodeDecodeError:

@@ -167,8 +167,8 @@ def json_lines(lines: Iterable[str], key: str, path: Path) -> Iterator[str]:
 
 
 def split(text: str, options: argparse.Namespace) -> list[str]:
-    """The parts of a text between `split_blank` or more blank lines, or between markers, which
-    lose the ends of lines around them; or the whole text, if neither is asked for."""
+    """The parts of a text between `split_blank` or more blank lines; or those between markers,
+    without the ends of lines beside these; or the whole text, if neither is asked for."""
     if options.split_blank:
         return re.split(rf"(?m)^(?:[^\S\n]*\n){{{options.split_blank},}}", text)
     if options.split:

@@ -101,8 +101,8 @@ class Log:
 
     def step(self, step: int, seconds: float, name: str, loss: float, show: bool = True) -> None:
         """Writes the line of a loss after `step` steps and `seconds` of training time. The name is
-        "train_loss" or "val_loss". With `show` the first moves the bar, and the other is
-        printed."""
+        "train_loss" or "val_loss". With `show` a training loss moves the bar, and a validation
+        loss is printed."""
         self.steps.append((step, seconds, name, loss))
         milliseconds = 1000 * seconds
         average = milliseconds / step if step > 0 else math.nan
@@ -229,8 +229,8 @@ def describe_run(source: bytes) -> dict:
 
 
 def output_of(*command: str) -> str | None:
-    """What a program prints. None if there is no such program, or if it fails. To git, folders
-    around the project's are none: they may be another project."""
+    """What a program prints. None if there is no such program, or if it fails. Git does not look
+    for a repository in the folders around the project's: that would be another project."""
     environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(ROOT.parent)}
     try:
         run = subprocess.run(command, capture_output=True, cwd=ROOT, env=environment)
