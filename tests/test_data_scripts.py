@@ -301,11 +301,15 @@ def test_without_a_gpu_bytes_are_made_unless_gpt2s_tokens_are_asked_for(tmp_path
     ("LICENSE", "LICENSE"),
     ("my_train_set.txt", "my-train_set"),
     ("taken.txt", "taken-2"),
+    ("half.txt", "half-2"),
+    ("notes.md.txt", "notes.md-2"),
     ("___.txt", "text"),
     ("сказка.txt", "сказка"),
 ])
 def test_the_default_folder_has_the_name_of_the_input(tmp_path, data, given, folder):
     write(data / "taken" / "other.py", "something else")
+    write(data / "half" / "corpus.json", '{"files": [')  # as a full disk leaves it
+    write(data / "notes.md", "a file")
     main([write(tmp_path / given, STORY), "--bytes"])
     names = sorted(path.name for path in (data / folder).glob("*.bin"))
     assert names == [f"{folder}_train_000001.bin", f"{folder}_val_000000.bin"]
@@ -349,7 +353,7 @@ def test_the_same_command_again_changes_nothing_and_after_a_change_the_old_shard
         assert f"data/{folder}: " in said and ("already made of this text; used again" not in said) == is_new
         assert "".join(map(from_bytes, read_corpus(data / folder))) == text
         assert before.items() <= {path: path.stat().st_mtime_ns for path in data.rglob("*.bin")}.items()
-    for out in (data / "story", tmp_path):  # the second is where the text itself lies, so nobody is to delete it
+    for out in (data / "story", tmp_path, source):  # in the second the text lies, the third is the text: nobody is to delete them
         message = refusal(capsys, main, [source, "--bytes", f"--out={out}"])
         assert f"{out}: holds other files, or was made of other text" in message and "name a new folder" in message
 
