@@ -1887,9 +1887,10 @@ def train(c: Config, at_end: ExitStack) -> int:
     # 1. Check what can be checked before anything is written or compiled.
     kind = "cuda" if command_line.has_cuda(c.device) else "cpu"
     device = ranks.start_process(kind, LOCAL_GPU, c.join_timeout)
+    about_run = journal.describe_run(SOURCE)
     # Hosts may have their data in other folders; the shards are compared by their sums.
     ranks.compare({f"--{name}": value for name, value in dataclasses.asdict(c).items()
-                   if name != "data_dir"})
+                   if name != "data_dir"} | {"code train_gpt.py": about_run["code_sha256"]})
     recipe_names = choose_recipes(c, device)
     files = journal.project_files(__file__)
     run_files = check_run_files(c, batch_plan(c), files)
@@ -1904,7 +1905,6 @@ def train(c: Config, at_end: ExitStack) -> int:
                 "computes relu_squared")
     if run_files.saved:
         log.say(f"resumed at step {run_files.saved['step']} from {c.resume}")
-    about_run = journal.describe_run(SOURCE)
     begin = partial(report.begin, log, script, device, about_run, files, run_files, recipe_names)
     if not chooses_steps(c):
         begin(c)

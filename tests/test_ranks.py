@@ -35,6 +35,7 @@ def pids_of(process):
     ("setting", r"rank 1 has --muon_lr 0\.5 where rank 0 has .*; all ranks need the same command, code and data"),
     ("cut", r"rank 1: .*fineweb_train_000002\.bin has .*"),
     ("another", r"rank 1 has train shard fineweb_train_000002\.bin \S+ where rank 0 has .*"),
+    ("code", r"rank 1 has code train_gpt\.py \S+ where rank 0 has .*"),
     ("all", r".*num_stepz.*"),
 ])
 def test_bad_input_is_one_sentence_and_ends_all(fault, pattern, corpus, tmp_path):
@@ -48,6 +49,7 @@ def test_bad_input_is_one_sentence_and_ends_all(fault, pattern, corpus, tmp_path
     driver = tmp_path / "driver.py"
     driver.write_text(
         f"import os, sys\nsys.path.insert(0, {str(ROOT)!r})\nimport train_gpt\n"
+        f"train_gpt.SOURCE += b'# edited\\n' if os.environ['RANK'] == '1' and {fault == 'code'} else b''\n"
         f"more = [{words!r}] if os.environ['RANK'] == '1' or {fault == 'all'} else []\n"
         "sys.exit(train_gpt.main(sys.argv[1:] + more))\n")
     begin = time.monotonic()
