@@ -151,7 +151,7 @@ class Config(RunConfig):
     muon_lr: float = key(
         0.02, "Muon's learning rate, for the matrices of attention; the MLPs' have two and four "
         "times this")
-    muon_momentum: float = key(0.9, "Muon's momentum")
+    muon_momentum: float = key(0.9, "Muon's momentum", most=0.999)
     muon_decay: float = key(
         1.2, "weight decay of the matrices: an update that shrinks a weight also takes away "
         "muon_decay * (muon_lr * factor of the schedule)^2 of it; for the MLPs' up twice this, for "
