@@ -39,7 +39,7 @@ KINDS = {  # of files: what only their header has, and what to do where another 
 
 def write(path: Path, tensors: dict[str, Tensor], about: dict) -> None:
     """Writes a file with `about` in its header. Until all of it is on disk, an older one of this
-    name stays. Raises OSError if the disk is full."""
+    name stays. Raises OSError if that fails, as on a full disk."""
     beside = path.with_name(f"{path.name}.part")
     on_cpu = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
     header = {"format": "pt"} | {name: json.dumps(value) for name, value in about.items()}
@@ -161,7 +161,7 @@ def configure(script, save: Path, given: dict):
 
 
 def state_of(optimizer) -> dict[str, Tensor]:
-    """All that the updates of a train_gpt.Optimizer change, by names like "mlp.master" and
+    """The tensors that training changes, but no copies of masters, by names like "mlp.master" and
     "mlp.momentum_buffer": of banks with share "slice" this rank's rows, and all of the rest. Of
     tables only this rank's columns are up to date before `Tables.complete`."""
     named = {}

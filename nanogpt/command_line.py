@@ -33,8 +33,8 @@ def key(default, meaning: str, choices: tuple[str, ...] = (), least: float | Non
 @dataclasses.dataclass
 class RunConfig:
     """Keys that say where and how a run is made. They change its weights by no more than rounding
-    and chance do, so a run that goes on from a save may have other values of them. A wrong value
-    raises BadInput when it is made."""
+    and chance do, so a run that goes on from a save may have other values of them. To make one with
+    a wrong value raises BadInput."""
     device: str = key("auto", "auto, cuda or cpu", choices=("auto", "cuda", "cpu"))
     attention: str = key(
         "auto", "auto, flex (CUDA, compiled) or sdpa (everywhere)",
@@ -85,7 +85,7 @@ def check(c, script) -> None:
     require(c.save_checkpoint or not c.sample,
             "--sample needs kept weights: give --save_checkpoint=auto, too, or --sample= for none")
     _ = c.layers_with_values, c.recall_lengths  # to read these raises BadInput if they are wrong
-    # Lengths are whole blocks of attention, or whole sequences.
+    # Lengths are whole blocks of attention, or whole sequences. A head is cut into quarters.
     for name, unit in (("seq_len", BLOCK_SIZE), ("val_seq_len", BLOCK_SIZE), ("head_dim", 4),
                        ("batch_tokens", c.seq_len), ("val_tokens", c.val_seq_len)):
         value = getattr(c, name)

@@ -113,8 +113,8 @@ class CudaGraphs:
 
     def __call__(self, key, function: Callable, tensors: tuple[Tensor, ...]):
         """Returns function(*tensors), which may also make or add to the .grad of the parameters.
-        Use a result before this caller is called again, which may overwrite it. (A graph that was
-        captured later does not.)
+        Use a result before this caller is called again, which may overwrite it. (Calls whose graph
+        was captured after that of the result do not.)
 
         `key` names the recording, and must be hashable. Calls with the same key must do the same
         operations on the same memory: they may differ in the numbers in their tensors and
@@ -172,7 +172,7 @@ def to_device(numbers: list, device: torch.device) -> Tensor:
 
 def mark(device: torch.device):
     """An event at this point of the current stream. Its `wait` makes the stream that is current
-    then wait for all that comes before this point, and `synchronize` lets the CPU wait."""
+    then wait for all that comes before this point, and `synchronize` makes the CPU wait."""
     return torch.cuda.current_stream().record_event() if device.type == "cuda" else NoTransfer()
 
 

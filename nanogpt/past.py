@@ -31,8 +31,8 @@ class Reading(NamedTuple):
     begins: Tensor  # (T,) bool, where documents begin, and sequences
     hashes: Tensor  # (longest_match - 1, T), of the last 2, 3, ... tokens
     rows_of_ngrams: Tensor  # (G T,), their rows of the table (record 62 for pairs)
-    # What came next where the last tokens stood before, and how many of them were the same there;
-    # both 0 where they did not. (T,) each.
+    # What came next where the last tokens stood before, and how many of them were the same there.
+    # Both are 0 if they did not stand anywhere before. (T,) each.
     induced_token: Tensor
     induced_length: Tensor
     recalled_token: Tensor

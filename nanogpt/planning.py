@@ -128,8 +128,9 @@ def tables_that_fit(c, tokens: int, cuda: bool) -> dict[str, int]:
 
 def lengths_that_fit(c, stages: list, train: tuple[int, ...], val: int) -> dict[str, int]:
     """The lengths of sequences, batches and validation, in tokens, for a text with so many tokens:
-    `train` are those of each training shard, `val` those of all validation shards. No length
-    exceeds that of the configuration. Raises BadInput if the text is too short."""
+    `train` are those of each training shard, `val` those of all validation shards. None exceeds
+    that of the configuration, but a batch has a sequence for each process at least. Raises BadInput
+    if the text is too short."""
     # 1. Each process has a sequence of each batch, and a stage may have a part of a full batch.
     smallest_part = min(stage.batch_part for stage in stages)
     world_size = int(os.environ.get("WORLD_SIZE", 1))
@@ -177,8 +178,8 @@ def steps_that_fit(c, stages: list, shard_tokens: tuple[int, ...], wanted: float
 
 
 def validation_interval(c, num_steps: int) -> int:
-    """Ten validations in a run. In a short one there are fewer: else it would validate on more
-    tokens than it trains on."""
+    """Steps between validations: a tenth of the run. In a short run it is more: else it would
+    validate on more tokens than it trains on."""
     return max(num_steps // 10, math.ceil(c.val_tokens / c.batch_tokens))
 
 
@@ -240,7 +241,7 @@ def check_data(c, plan: shards.Plan) -> RunFiles:
     require(len(val_tokens) > c.val_tokens, f"validation needs {c.val_tokens + 1:,} tokens and "
             f"{c.data_dir} holds {len(val_tokens):,}; give --fit, which fits the run to the text, "
             "or lower --val_tokens and --val_seq_len")
-    if chooses_steps(c):  # they are checked when they are chosen; now a step of each stage
+    if chooses_steps(c):  # all steps are checked when they are chosen; now a batch of each size
         plan = [*dict.fromkeys(plan)]
     check_tokens(c, plan, train_paths)
     return RunFiles(train_paths, torch.from_numpy(val_tokens), fingerprints, saved)

@@ -165,8 +165,8 @@ def gathered(x: Tensor) -> Tensor:
 
 
 class Slices:
-    """The weights but those of tables. Of the large ones each rank updates one slice, and of the
-    small ones all.
+    """The weights but those of tables. Each rank updates one slice of the large ones, and all of
+    the small ones.
 
     A step sums the gradients over the ranks, of which each gets the part of its slice, and gives
     every updated slice to all ranks. Both travel in the background:

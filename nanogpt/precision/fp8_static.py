@@ -4,7 +4,7 @@ Where numbers lie is known beforehand for the inputs of most products: they come
 vectors, so that |x| is at most sqrt(D), or are the squared results of a product of such inputs.
 
 Each of x, w and dy is rounded once and stored as it is and transposed (nanogpt/kernels.py, section
-2). Backward, only the gradient of the MLP's hidden layer has quick sums: they are of D numbers.
+2). Backward, only the gradient of the MLP's hidden layer has fast accumulation (section 3 there).
 """
 from collections.abc import Iterable
 
@@ -16,9 +16,10 @@ from nanogpt.precision import Products
 
 # Constant scales of a projection's input, of the weights, and of the gradient of a loss that is a
 # sum over tokens. They are powers of two, so that only rounding loses something. Weights up to 7
-# and gradients up to 14 fit; larger ones are clamped. 448 / 16 is just above sqrt(768), the largest
-# a normalised input can be. The squares between the MLP's two products were near 10 in an earlier
-# model, but up to 12,700 on the first token of a document, and must not be clamped there.
+# and gradients up to 14 fit; larger ones are clamped. 448 / 16 = 28 is just above sqrt(768): in the
+# presets no normalised input can be larger, but with a model_dim above 784 it can. The squares
+# between the MLP's two products were near 10 in an earlier model, but up to 12,700 on the first
+# token of a document, and must not be clamped there.
 INPUT_SCALES = {"qkv": 1 / 16, "up": 1 / 16, "down": 64.0}
 WEIGHT_SCALE = 2.0**-6
 GRADIENT_SCALE = 2.0**-12

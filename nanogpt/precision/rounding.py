@@ -13,7 +13,7 @@ class Grid(NamedTuple):
 
 E4M3_GRID = Grid(3, -6)  # up to 448
 E5M2_GRID = Grid(2, -14)  # up to 57344
-BF16_GRID = Grid(7, -100)  # its smaller numbers, down to 2**-126, are of no use here
+BF16_GRID = Grid(7, -100)  # not -126: `round_to` cannot make the steps of its smallest numbers
 E2M1_GRID = Grid(1, 0)  # 0, 1/2, 1, 3/2, 2, 3, 4, 6
 
 
