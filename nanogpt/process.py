@@ -4,8 +4,8 @@ terminal was closed). This file is used before torch is imported, so it imports 
 
 Before the first step there is nothing to keep, so a signal ends the process at once. From then on
 it is noted, and the trainer ends the run after a step, when all ranks know of it (ranks.Requests).
-A Ctrl-C after any of them ends the process at once. A second SIGTERM does not: a cluster may send it to all
-processes, and torchrun hands on to the ranks what it has got itself.
+A Ctrl-C after any of them ends the process at once. A second SIGTERM does not: a cluster may send
+it to all processes, and torchrun hands on to the ranks what it has got itself.
 """
 import os
 import signal
