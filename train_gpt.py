@@ -1392,10 +1392,9 @@ class Optimizer:
         self.averages = {  # of all masters; tables have none
             name: torch.empty_like(master) for name, master in self.masters.items()
             if model.config.average_frac}
-        tables = {name: self.banks[name] for name in model.table_names}
         self.tables = Tables(self.device, {
             name: Table(bank, bank.new_zeros(len(bank), dtype=wide), LOOKED_UP_AT[name])
-            for name, bank in tables.items()})
+            for name, bank in self.banks.items() if name in model.table_names})
         self.call = gpu.caller(model.as_graphs)
         self.reset(self.banks)  # fills all of these, so that the warm-up can use them
 
