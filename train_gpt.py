@@ -1801,7 +1801,7 @@ class Run:
         self.batch: PreparedBatch | None = None  # of the next step
 
     def train(self, call: Callable) -> None:
-        """All steps, and the averages of the last weights. The clock stands still during
+        """All steps, and the averages of the last weights, if any. The clock stands still during
         validation, which trains no weight and reads no training data. A collective."""
         c = self.config
         self.clock.start()
@@ -1816,8 +1816,7 @@ class Run:
                 self.validate()
                 self.clock.start()
             self.make_step(call)
-        if self.optimizer.averages:
-            self.optimizer.go_half_way_to_averages()
+        self.optimizer.go_half_way_to_averages()
         self.optimizer.tables.complete()  # as all ranks are to have all that was trained
         self.clock.stop()
         self.validate()
