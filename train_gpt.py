@@ -1746,13 +1746,12 @@ def validate(model: GPT, tokens: Tensor, step: int) -> float:
     windows are those of the schedule's last stage, and `Run.train` has moved the weights half-way
     to their averages, if there are any."""
     c = model.config
-    device = model.device
     rank, world_size = ranks.rank_and_world_size()
     setting = setting_of(step, c)
-    total = torch.zeros((), dtype=torch.float64, device=device)
+    total = torch.zeros((), dtype=torch.float64, device=model.device)
     for begin in range(rank * c.val_seq_len, c.val_tokens, world_size * c.val_seq_len):
         sequence = tokens[None, begin : begin + c.val_seq_len + 1]
-        inputs, targets = inputs_and_targets(sequence.to(device).long())
+        inputs, targets = inputs_and_targets(sequence.to(model.device).long())
         total += loss_without_gradient(model, inputs, targets, setting)
     if dist.is_initialized():
         dist.all_reduce(total)
