@@ -1228,8 +1228,8 @@ POLAR_EXPRESS = (  # a, b, c of each iteration, chosen so that five are enough (
 
 def orthogonalize(gradient: Tensor, dtype: torch.dtype) -> Tensor:
     """gradient (n, rows, columns) -> nearly U V^T of each matrix U S V^T, in `dtype`. Each
-    iteration is an odd polynomial a X + b X^3 + c X^5, which moves all singular values towards 1
-    (Muon, Jordan 2024; record 38)."""
+    iteration is an odd polynomial a X + b X^3 + c X^5. All of them together bring singular values
+    of 0.001 to 1 between 0.85 and 1.15 (Muon, Jordan 2024; record 38)."""
     X = gradient.to(dtype)
     tall = X.size(-2) > X.size(-1)
     if tall:

@@ -19,10 +19,10 @@ The sums and the update take memory bandwidth, while the update of the matrices 
 they are done on a CUDA stream beside the main one (records/TRIED.md).
 
 A table is by far the largest part of a model. So it has no float32 original, and is kept only in
-the model's dtype (but bf16 in place of fp16). Where that is bf16, most updates are smaller than
-half of the distance to the next number, and would be lost by rounding to the nearest one. So new
-rows are rounded up or down at random, such that their mean is exact. The optimizer keeps a single
-number for a row, the mean square of its gradients over time, and no momentum (record 92).
+the model's dtype (but bf16 in place of fp16). In bf16, updates smaller than half of the distance
+to the next number would be lost by rounding to the nearest one. So new rows are rounded up or down
+at random, such that their mean is exact. The optimizer keeps a single number for a row, the mean
+square of its gradients over time, and no momentum (record 92).
 
 In comments R is the number of rows of a table, and `own_width` the number of columns that a rank
 owns. The last columns are padded if the width is no multiple of the number of ranks.

@@ -100,6 +100,15 @@ def test_orthogonalize_moves_singular_values_by_polar_express(rows, cols):
         assert (X.double() - reference).norm() < tolerance * reference.norm()
 
 
+def test_orthogonalize_brings_singular_values_of_a_thousandth_and_more_near_1():
+    s = torch.logspace(-3, 0, 64, dtype=torch.float64)
+    u, v = (torch.linalg.qr(normal(64, 64, seed=seed)).Q for seed in (0, 1))
+    matrix = u * s @ v
+    done = torch.linalg.svdvals(t.orthogonalize(matrix[None], torch.float64)[0])
+    large = (s >= 0.001 * 1.02 * s.norm()).sum()  # the norm is brought below 1 first
+    assert done.sort(descending=True).values[large - 1] > 0.85 and done.max() < 1.15
+
+
 def normuon(p, grads, lr, decay, momenta):
     """NorMuon in float64, one matrix at a time: weights (n, rows, cols) after all gradients."""
     done = []
