@@ -144,7 +144,7 @@ class Config(RunConfig):
         0.7, "last part of the steps, in which the factor of all learning rates falls to lr_floor",
         least=0.001, most=1)
     lr_floor: float = key(
-        0.15, "factor of the learning rates at the last step; more in `speedrun`, which averages "
+        0.15, "factor of the learning rates after the last step; more in `speedrun`, which averages "
         "its last weights",
         most=1)
     # optimizers
@@ -164,8 +164,8 @@ class Config(RunConfig):
         "the sum of two gradients; that of a last odd step is dropped")
     average_frac: float = key(
         0.0, "time constant of a moving average of all weights but those of tables, as a part of "
-        "the steps; the last validation has the weights half-way between it and the last ones, "
-        "and so have the kept weights if it is the best one. 0: none")
+        "the steps; the last validation is of weights half-way between it and the last ones, "
+        "which are also kept if it is the best validation. 0: none")
     table_lr: float = key(0.12, "learning rate for value and n-gram embeddings")
     scalar_lr: float = key(0.04, "Adam's learning rate for the scalars and `length_vectors`")
     longest_ngram: int = key(
@@ -502,7 +502,7 @@ def amounts_of(scalars: Tensor) -> Amounts:
     factors that come later, and never the stream itself. That would take a pass over the stream,
     and the gradient of the factor another one.
 
-    The last stream is the same. Earlier ones are multiplied by the factors that come after them.
+    The last stream is the same as with multiplications. Earlier ones hold the later factors already.
     Attention and MLPs normalise what they read, so for them this makes no difference, and
     `late_mix` learns to use the streams as they are. (To divide each part by the factors before it
     would do, too. But then numbers left the range of FP8 in runs without MUDD:
@@ -734,7 +734,7 @@ def attention(x: Tensor, weights: LayerWeights, amounts: dict[str, Tensor],
 
 
 def for_each_token(amount: Tensor, x: Tensor) -> Tensor:
-    """The amount (), repeated for each token of x (T, D): (T, 1). So its gradient is summed in two
+    """The amount (), repeated for each token of x (T, D): (T, 1). Its gradient is then summed in two
     steps: over each row, by the kernel that has the row at hand anyway, and then over the tokens.
     One sum over all would have to read x and its gradient again."""
     return amount.expand(len(x), 1).type_as(x)
@@ -841,8 +841,8 @@ def late_mix(x: Tensor, sources: tuple[Tensor, ...], w_in: Tensor | None, w_out:
 # 5. The loss, over candidates
 #
 # In training, logits are computed for 8,192 candidates by default; all 50,304 tokens would be half
-# of the work of a step. A batch is cut into groups of up to 16,384 tokens, the same on any number
-# of GPUs (nanogpt/batches.py). Candidates are all targets of a group, and others that are drawn at
+# of the work of a step. A batch is cut into groups of up to 16,384 tokens, or of one longer
+# sequence, the same on any number of GPUs (nanogpt/batches.py). Candidates are all targets of a group, and others that are drawn at
 # random, frequent ones more often. One that is drawn with probability p stands for 1 / p tokens:
 # its `bias`, log(1 / p), is added to its capped logit; that of a target is 0. So the sum of
 # exponentials is right on average (nanogpt/candidates.py). Validation is over the whole vocabulary.
@@ -1266,7 +1266,7 @@ class Rates(NamedTuple):
     decay: float
     beta1: float  # of the mean of the gradient; Muon's momentum
     beta2: float  # of the mean square
-    correction: float  # because both of Adam's means begin at 0
+    correction: float  # Adam's, because both of its means begin at 0
 
 
 class MuonState(NamedTuple):
@@ -1411,7 +1411,7 @@ class Optimizer:
             average.copy_(self.masters[name])
         self.tables.reset()
         self.slices.sums.clear()
-        # That of the first of two steps, until the second one adds it (head_every_second).
+        # The head's gradient of the first of two steps, until the second adds it (head_every_second).
         self.first_head_gradient = None
         self.updates = 0  # without those that fp16 has left out, as a gradient was not finite
         self.hooks.reset()

@@ -177,7 +177,8 @@ def ahead(items: Iterator) -> Iterator:
 # because the middle of a text is hard to predict without what stands before it (record 26: 1750
 # steps instead of 1770). A long document gives its first tokens only, because a batch teaches more
 # if it comes from more documents (record 29: about 25 steps fewer). The last document is cut where
-# the sequence is full. What is left of these documents is not used.
+# the sequence is full. What is left of these documents is not used, and the last token that is read
+# of one has the beginning of the next document as its target.
 #
 #     documents    |AAAA|BBBBBBBBBBBB|CC|DDDDDDDDD|EE|FFFFFF...     at most 6 tokens of each
 #     sequences    |AAAABBBBBBCC| |DDDDDDEEFFFF| ...                12 tokens long

@@ -106,10 +106,11 @@ def choose(number: int, is_target: Tensor, counts: Tensor,
     candidates. A target is none of them only if more than `number` tokens are targets.
 
     A token's size is sqrt(count + 1), and its priority is size / u with u uniform in (0, 1). The
-    tokens of highest priority are chosen. Let t be the highest priority of those left out. A token
-    of size s is chosen if s / u > t, which has the probability min(1, s / t). A token that is
-    chosen once in four times stands for four: in general, for 1 / probability, which is
-    max(1, t / s). Targets get a size that is large enough to be certain.
+    tokens of highest priority are chosen. Let `threshold` be the highest priority of those left
+    out. A token is chosen if size / u > threshold, which has the probability min(1, size /
+    threshold). One that is chosen once in four times stands for four: in general, for 1 /
+    probability, which is max(1, threshold / size). Targets get a size that is large enough to be
+    certain.
 
     Why the root: the sum of exponentials varies least if a token's size is the root of its mean
     squared probability. Suppose that a token is probable only in a few places, about as many as its

@@ -11,7 +11,7 @@ Numerics. These are the steps for a tensor, in order:
 A product of x8 and w8 is multiplied by both scales. The clamp matters, because rounding to e5m2
 gives infinity beyond its range. If amax is not finite, the scale is NaN: an infinite amax would
 otherwise turn all other numbers of the tensor into zeros, without a word. On normally distributed
-numbers the error of e4m3 is 31.6 dB below the signal, that of e5m2 25.6 dB.
+numbers the error of e4m3 is 31.5 dB below the signal, that of e5m2 25.6 dB.
 
 What it keeps between steps. Weights change only once in a step, so `weights_changed` rounds them
 then, however many passes the step has. Products read these bytes and scales at places that never
