@@ -144,8 +144,8 @@ class Config(RunConfig):
         0.7, "last part of the steps, in which the factor of all learning rates falls to lr_floor",
         least=0.001, most=1)
     lr_floor: float = key(
-        0.15, "factor of the learning rates after the last step; more in `speedrun`, which averages "
-        "its last weights",
+        0.15, "factor of the learning rates after the last step; more in `speedrun`, which "
+        "averages its last weights",
         most=1)
     # optimizers
     muon_lr: float = key(
@@ -502,8 +502,8 @@ def amounts_of(scalars: Tensor) -> Amounts:
     factors that come later, and never the stream itself. That would take a pass over the stream,
     and the gradient of the factor another one.
 
-    The last stream is the same as with multiplications. Earlier ones hold the later factors already.
-    Attention and MLPs normalise what they read, so for them this makes no difference, and
+    The last stream is the same as with multiplications. Earlier ones hold the later factors
+    already. Attention and MLPs normalise what they read, so for them this makes no difference, and
     `late_mix` learns to use the streams as they are. (To divide each part by the factors before it
     would do, too. But then numbers left the range of FP8 in runs without MUDD:
     records/long_runs.md.)"""
@@ -734,9 +734,9 @@ def attention(x: Tensor, weights: LayerWeights, amounts: dict[str, Tensor],
 
 
 def for_each_token(amount: Tensor, x: Tensor) -> Tensor:
-    """The amount (), repeated for each token of x (T, D): (T, 1). Its gradient is then summed in two
-    steps: over each row, by the kernel that has the row at hand anyway, and then over the tokens.
-    One sum over all would have to read x and its gradient again."""
+    """The amount (), repeated for each token of x (T, D): (T, 1). Its gradient is then summed in
+    two steps: over each row, by the kernel that has the row at hand anyway, and then over the
+    tokens. One sum over all would have to read x and its gradient again."""
     return amount.expand(len(x), 1).type_as(x)
 
 
@@ -842,10 +842,11 @@ def late_mix(x: Tensor, sources: tuple[Tensor, ...], w_in: Tensor | None, w_out:
 #
 # In training, logits are computed for 8,192 candidates by default; all 50,304 tokens would be half
 # of the work of a step. A batch is cut into groups of up to 16,384 tokens, or of one longer
-# sequence, the same on any number of GPUs (nanogpt/batches.py). Candidates are all targets of a group, and others that are drawn at
-# random, frequent ones more often. One that is drawn with probability p stands for 1 / p tokens:
-# its `bias`, log(1 / p), is added to its capped logit; that of a target is 0. So the sum of
-# exponentials is right on average (nanogpt/candidates.py). Validation is over the whole vocabulary.
+# sequence, the same on any number of GPUs (nanogpt/batches.py). Candidates are all targets of a
+# group, and others that are drawn at random, frequent ones more often. One that is drawn with
+# probability p stands for 1 / p tokens: its `bias`, log(1 / p), is added to its capped logit; that
+# of a target is 0. So the sum of exponentials is right on average (nanogpt/candidates.py).
+# Validation is over the whole vocabulary.
 
 # Tokens whose logits are computed at a time in validation: those of a whole sequence would not fit.
 VAL_CHUNK = 16_384
@@ -1411,7 +1412,8 @@ class Optimizer:
             average.copy_(self.masters[name])
         self.tables.reset()
         self.slices.sums.clear()
-        # The head's gradient of the first of two steps, until the second adds it (head_every_second).
+        # The head's gradient of the first of two steps, until the second one adds it
+        # (head_every_second).
         self.first_head_gradient = None
         self.updates = 0  # without those that fp16 has left out, as a gradient was not finite
         self.hooks.reset()
