@@ -44,7 +44,8 @@ def start_process(kind: str, local_gpu: int, minutes: float) -> torch.device:
         except (dist.DistError, ValueError) as error:
             reason = str(error).partition("\n")[0]
             raise BadInput(f"the processes did not meet within {minutes:g} minutes ({reason}); "
-                           "start all of them by torchrun, or raise --join_timeout") from None
+                           "see what the others say, start all of them by torchrun, or raise "
+                           "--join_timeout") from None
     return device
 
 
