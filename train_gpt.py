@@ -1937,7 +1937,7 @@ def train(c: Config, at_end: ExitStack) -> int:
     gc.freeze()  # else a collection takes up to 0.4 s in the middle of the run (record 47)
     gc.enable()
     ranks.all_ranks(None)  # the clock starts when all of them are ready
-    ranks.limit_waiting()  # for a rank that has died; torchrun ends those of its own host at once
+    ranks.limit_waiting()  # for a rank that has died, on whatever host
     startup_s = time.perf_counter() - LAUNCHED
     log.fact("note", f"products: {recipes.summary(recipe_names, device)}")
     log.fact("note", f"{startup_s:.1f} s from launch to the first timed step")

@@ -43,7 +43,8 @@ def test_its_links_lead_somewhere(page):
 def test_the_names_of_the_script_that_it_gives_are_there(page):
     """Functions, classes and constants stand in backticks with a capital or an underscore in them."""
     named = set(re.findall(r"`([A-Za-z]\w*(?:\.\w+)?)`", page.read_text("utf-8")))
-    source = train_gpt.SOURCE.decode() + (ROOT / "tests/test_model.py").read_text("utf-8")
+    files = [ROOT / "train_gpt.py", ROOT / "tests/test_model.py", *(ROOT / "nanogpt").rglob("*.py")]
+    source = "".join(path.read_text("utf-8") for path in files)
     names = {name for name in named if name != name.lower() or "_" in name}
     written = {name for name in names if re.search(rf"\b{name.rpartition('.')[2]}\b", source)}
     others = {"val_loss", "train_loss", "train_time"}  # of the log
