@@ -108,4 +108,3 @@ def test_a_factor_on_the_loss_scales_the_gradients_of_the_head(device):
         gradients.append([a.grad for a in leaves])
     for one, four in zip(*gradients):
         assert torch.equal(one * 4, four) and one.abs().sum() > 0
-
