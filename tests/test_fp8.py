@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import distance
-from test_kernels import capped, devices, integers, normal
+from test_kernels import capped, check_operator, devices, integers, normal
 
 import train_gpt as t
 from nanogpt import kernels
@@ -20,19 +20,6 @@ mm_backward = torch.ops.nanogpt.mm_backward
 
 
 # ---------------------------------------------------------------------------------------------------- the operators
-
-
-def check_operator(operator, *arguments):
-    """`opcheck`, and that no argument changes: that part of opcheck cannot compare FP8. Nor can it sum up FP8, as it
-    does to get a gradient, so that compiled gradients have a test of their own."""
-    tests = ["test_autograd_registration", "test_faketensor"]
-    if not any(isinstance(x, torch.Tensor) and x.requires_grad for x in arguments):
-        tests.append("test_aot_dispatch_dynamic")
-    before = [x.detach().clone() if isinstance(x, torch.Tensor) else x for x in arguments]
-    torch.library.opcheck(operator.default, arguments, test_utils=tests)
-    for x, old in zip(arguments, before):
-        if isinstance(x, torch.Tensor):
-            assert torch.equal(x.detach().double(), old.double())
 
 
 @devices

@@ -125,16 +125,15 @@ def test_a_matrix_is_rounded_and_transposed_whole_and_in_parts_of_its_columns(de
 
 
 def check_operator(operator, *arguments):
-    """`opcheck`, and that no argument changes: that part of opcheck cannot compare FP8."""
-    tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    leaves = torch.utils._pytree.tree_leaves(arguments)
-    before = [x.clone() if isinstance(x, torch.Tensor) else x for x in leaves]
+    """`opcheck`, and that no argument changes: that part of opcheck cannot compare FP8. Nor can it
+    sum up FP8, as it does to get a gradient."""
+    tests = ["test_autograd_registration", "test_faketensor"]
+    tensors = [x for x in leaves(arguments) if isinstance(x, torch.Tensor)]
+    if not any(x.requires_grad for x in tensors):
+        tests.append("test_aot_dispatch_dynamic")
+    before = [x.detach().clone() for x in tensors]
     torch.library.opcheck(operator.default, arguments, test_utils=tests)
-    for x, old in zip(leaves, before):
-        if isinstance(x, torch.Tensor) and x.dtype.itemsize == 1:
-            assert equal(x, old)
-        elif isinstance(x, torch.Tensor):
-            assert torch.equal(x, old)
+    assert all(torch.equal(x.double(), old.double()) for x, old in zip(tensors, before))
 
 
 @devices
