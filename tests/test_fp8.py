@@ -41,7 +41,8 @@ def test_products_of_whole_numbers_are_exact_to_the_bit(device, scales):
     x = integers(-2, 2, 32, 48, device=device)
     w = integers(-2, 2, 64, 48, seed=1, device=device)
     g = integers(-1, 1, 32, 64, seed=2, device=device)  # all sums are below 256: exact in bf16, too
-    z, x8_t, w8_t = mm((x * x_scale).bfloat16(), (w * w_scale).bfloat16(), *scales)
+    leaves = [(a * scale).bfloat16().requires_grad_() for a, scale in ((x, x_scale), (w, w_scale))]
+    z, x8_t, w8_t = mm(*leaves, *scales)
     assert z.dtype == torch.bfloat16 and torch.equal(z.double(), x.double() @ w.double().T * x_scale * w_scale)
     assert x8_t.dtype == w8_t.dtype == E4M3
     assert torch.equal(x8_t.double().T, x.double()) and torch.equal(w8_t.double().T, w.double())
@@ -51,6 +52,8 @@ def test_products_of_whole_numbers_are_exact_to_the_bit(device, scales):
     assert torch.equal(grad_x.double(), g.double() @ w.double() * grad_scale * w_scale)
     assert grad_w.dtype == torch.float32
     assert torch.equal(grad_w.double(), g.double().T @ x.double() * grad_scale * x_scale)
+    z.backward((g * grad_scale).bfloat16())
+    assert torch.equal(leaves[0].grad, grad_x) and torch.equal(leaves[1].grad, grad_w.bfloat16())
 
 
 # ---------------------------------------------------------------------------------------------------- the loss
