@@ -92,7 +92,7 @@ def refused(capfd, argv):
 # ---------------------------------------------------------------------------------------------------- the same run
 
 
-NARROW = {"dtype": "auto", "num_steps": 3, "batch_tokens": 512}  # a CPU is slow at it
+NARROW = {"dtype": "auto", "num_steps": 3, "batch_tokens": 512, "num_layers": 1}  # a CPU is slow at it
 
 
 @pytest.mark.parametrize("changes, stop_after", [

@@ -499,12 +499,11 @@ def test_a_step_of_training_follows_the_schedule_and_returns_the_mean_loss(monke
     assert given[1] == 1
 
 
-@pytest.mark.parametrize("lengths", [(6, 6), (4, 4, 4), (1, 2, 3, 6), (1,) * 12], ids=str)
-def test_a_batch_in_any_number_of_micro_batches_makes_the_same_update_of_weights_and_moments(lengths):
+def test_a_batch_in_any_number_of_micro_batches_makes_the_same_update_of_weights_and_moments():
     tokens = torch.randint(0, 61, (3, 12, 129), generator=torch.Generator().manual_seed(4))
     tokens[:, ::3, 40:43] = 60  # documents
     results = []
-    for parts in ((12,), lengths):
+    for parts in ((12,), (1, 2, 3, 6)):
         model = small("float64", micro_tokens=1536)
         optimizer = t.Optimizer(model)
         optimizer.reset(t.initialize(model, 0))

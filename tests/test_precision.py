@@ -470,9 +470,9 @@ def test_a_skipped_step_takes_its_gradient_of_the_head_with_it():
     assert torch.equal(*heads)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp8", "fp16"])
+@pytest.mark.parametrize("precision", ["fp8", "fp16"])
 def test_what_a_cuda_graph_reads_stays_at_its_place_through_warming_up_and_training(precision):
-    model, optimizer = trainer(precision=precision)
+    model, optimizer = trainer(precision=precision, num_layers=1)
     places, phase = {}, "warm-up"
 
     def tensors():
