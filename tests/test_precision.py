@@ -95,24 +95,17 @@ def in_fp8(x, scale, dtype):
 
 def rounded_mlp(x, up, down, g):
     """Operands of the six FP8 products, as the format's nearest numbers in float64. h and its gradient are what the
-    operator makes, as exact values may lie next to a tie; they are compared here."""
+    operator makes, as exact values may lie next to a tie; test_kernels.py compares them."""
     x_scale, hidden_scale = fp8_static.INPUT_SCALES["up"], fp8_static.INPUT_SCALES["down"]
     x8 = to_nearest(x, x_scale, E4M3)
     g8 = to_nearest(g, fp8_static.GRADIENT_SCALE, E5M2)
     up8, down8 = (to_nearest(w, fp8_static.WEIGHT_SCALE, E4M3) for w in (up, down))
-    h, h_t = kernels.hidden_layer(
+    h, _ = kernels.hidden_layer(
         in_fp8(x, x_scale, E4M3), in_fp8(up.T, fp8_static.WEIGHT_SCALE, E4M3), x_scale * fp8_static.WEIGHT_SCALE, hidden_scale)
-    z, z_t = kernels.hidden_layer(
+    z, _ = kernels.hidden_layer(
         in_fp8(g, fp8_static.GRADIENT_SCALE, E5M2), in_fp8(down.T, fp8_static.WEIGHT_SCALE, E4M3),
         fp8_static.GRADIENT_SCALE * fp8_static.WEIGHT_SCALE, hidden_scale, h, fp8_static.GRADIENT_SCALE)
-    assert (h.dtype, z.dtype) == (E4M3, E5M2)
-    assert torch.equal(h_t.float(), h.float().T) and torch.equal(z_t.float(), z.float().T)
-    h = h.double() * hidden_scale
-    z = z.double() * fp8_static.GRADIENT_SCALE
-    for ours, exact, scale, dtype in ((h, (x8 @ up8).relu().square(), hidden_scale, E4M3),
-                                      (z, 2 * h.sqrt() * (g8 @ down8), fp8_static.GRADIENT_SCALE, E5M2)):
-        assert ((ours != to_nearest(exact, scale, dtype)).double().mean()) < 1e-3
-    return x8, up8, down8, h, g8, z
+    return x8, up8, down8, h.double() * hidden_scale, g8, z.double() * fp8_static.GRADIENT_SCALE
 
 
 @pytest.mark.parametrize("precision", ["fp8-mlp", "fp8-qkv"])
