@@ -13,7 +13,6 @@ import importlib.util
 import math
 import os
 import sys
-from pathlib import Path
 
 import processes
 import pytest
@@ -166,16 +165,12 @@ def test_opcheck_passes_on_all_operators(device):
 def test_importing_needs_neither_a_gpu_nor_triton(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
-        f"import sys; sys.path.insert(0, {root()!r}); sys.modules['triton'] = None\n"
+        f"import sys; sys.path.insert(0, {str(processes.ROOT)!r}); sys.modules['triton'] = None\n"
         "import nanogpt.kernels as k; print(k.triton)\n")
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     environment.pop("TRITON_INTERPRET", None)
     run = processes.run(script, env=environment)
     assert (run.returncode, run.stdout) == (0, "None\n"), run.stderr
-
-
-def root():
-    return str(Path(kernels.__file__).parents[1])
 
 
 # ---------------------------------------------------------------------------------------- products
@@ -226,18 +221,12 @@ def hidden_layer_operands(T=256, D=96, width=160):
     return x8, up8_t, g8, down8_t
 
 
-def run_hidden_layer(x8, up8_t, g8, down8_t):
-    """h and the gradient of x up, each as it is and transposed, by the operators."""
-    h, h_t = kernels.hidden_layer(x8, up8_t, X_SCALE * W_SCALE, HIDDEN_SCALE)
-    z, z_t = kernels.hidden_layer(g8, down8_t, GRAD_SCALE * W_SCALE, HIDDEN_SCALE, h, GRAD_SCALE)
-    return h, h_t, z, z_t
-
-
 @pytest.mark.parametrize("emulated", [False, True])
 def test_hidden_layer_and_its_gradient_are_the_formulas_in_float64_rounded(emulated, monkeypatch):
     monkeypatch.setattr(kernels, "has_fp8", lambda device: not emulated)
     x8, up8_t, g8, down8_t = hidden_layer_operands()
-    h, h_t, z, z_t = run_hidden_layer(x8, up8_t, g8, down8_t)
+    h, h_t = call_hidden_layer(x8, up8_t, None)
+    z, z_t = call_hidden_layer(g8, down8_t, h)
     assert (h.dtype, z.dtype) == (E4M3, E5M2)
     assert equal(h_t, h.t().contiguous()) and equal(z_t, z.t().contiguous())
     x_up = x8.double() @ up8_t.double().T * X_SCALE * W_SCALE
