@@ -431,7 +431,7 @@ def updated(batch, late):
     return checkpoints.tensors_of(optimizer)
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 6])
+@pytest.mark.parametrize("count", [2, 3])
 def test_the_row_gradients_of_a_pass_may_still_be_read_while_the_next_pass_runs(count):
     tokens = torch.randint(0, 61, (count, 129), generator=torch.Generator().manual_seed(4))
     batch = [(s[:-1], s[1:]) for s in tokens]
