@@ -122,8 +122,6 @@ def one_group(model, targets):
 
 def read(model, batch):
     """Inputs and targets (T,) of each micro-batch -> what train_step takes."""
-    import torch
-
     pairs = [(model.past.read(inputs, training=True), one_group(model, targets)) for inputs, targets in batch]
     prepared = with_rows(pairs)
     return prepared._replace(
@@ -135,8 +133,6 @@ def read(model, batch):
 def with_rows(pairs):
     """The readings of this rank's micro-batches, or what has rows as they have, and their targets -> a batch that knows
     which rows all ranks use. A collective."""
-    import torch
-
     from nanogpt.gpu import NoTransfer
     from nanogpt.past import PreparedBatch, distinct_rows
     from nanogpt.ranks import gathered

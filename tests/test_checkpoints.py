@@ -92,7 +92,7 @@ def refused(capfd, argv):
 # ---------------------------------------------------------------------------------------------------- the same run
 
 
-NARROW = {"dtype": "auto", "num_steps": 3, "batch_tokens": 512}  # a CPU is slow at it
+NARROW = {"dtype": "auto", "num_steps": 3, "batch_tokens": 512, "num_layers": 1}  # a CPU is slow at it
 
 
 @pytest.mark.parametrize("changes, stop_after", [
@@ -108,6 +108,9 @@ def test_a_resumed_run_is_to_the_bit_the_run_that_was_not_stopped(changes, stop_
     assert run(["--resume", f"--log_dir={parts}"]) == 0
     assert steps(parts) == steps(whole) and same(weights(whole), weights(parts))
     log = read_log(last_log(parts))
+    kept, expected = ([note for note in notes if note.startswith("at the end the recipe has")]
+                      for notes in (log.facts["note"], read_log(last_log(whole)).facts["note"]))
+    assert kept == expected and len(kept) == (changes.get("precision") == "fp16"), "the scale of the loss, and its steps"
     assert any(note.startswith(f"resumed at step {stop_after} from {parts}/{first.run['run_id']}.saved")
                for note in log.facts["note"])
     assert not list(parts.glob("*.saved")), "a run that has come to its end needs no saves"

@@ -119,10 +119,6 @@ def run_prepare(path, *options):
     return out
 
 
-def count(documents):
-    return sum(1 + len(document) for document in documents)
-
-
 def refusal(capsys, call, *arguments):
     """The one sentence with which this ends, with status 2."""
     with pytest.raises(SystemExit, match="2"):
@@ -163,24 +159,6 @@ def test_validation_is_a_fair_sample_of_whole_documents_that_training_lacks(tmp_
     assert total // 20 <= tokens < total // 20 + 2000  # one document over at most
     positions = [int(text.split(":")[0]) for text in val]  # in the input, 0..1999
     assert 800 < sum(positions) / len(positions) < 1200
-
-
-def test_validation_is_5_percent_where_one_document_is_longer_than_all_others(tmp_path):
-    texts = [text[:900] for text in make_texts(50)]
-    texts.insert(20, "word " * 100_000)
-    out = run_prepare(write(tmp_path / "mix.jsonl", json_lines(texts)))
-    documents = read_corpus(out)
-    assert count(read_split(out, "val")) / count(documents) == pytest.approx(0.05, abs=0.002)
-    assert sum(len(from_bytes(document)) for document in documents) == sum(map(len, texts))
-
-
-def test_both_splits_are_long_enough_for_the_trainer(tmp_path):
-    texts = [f"{number:<40}" for number in range(60)]
-    out = run_prepare(write(tmp_path / "a.jsonl", json_lines(texts)))
-    train = count(read_split(out, "train"))
-    val = count(read_split(out, "val"))
-    assert train >= 130 and val >= 129
-    assert train + val in (60 * 41, 60 * 41 + 1)
 
 
 def test_equal_documents_are_taken_once_and_counted(tmp_path, capsys):

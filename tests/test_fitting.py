@@ -13,9 +13,6 @@ from data import shards
 from nanogpt import planning
 from nanogpt.ranks import BadInput
 
-LAPTOP = dict(seq_len=2048, batch_tokens=2048, micro_tokens=16_384, val_seq_len=8192, val_tokens=131_072)
-SMALL = dict(seq_len=2048, batch_tokens=32_768, micro_tokens=16_384, val_seq_len=16_384, val_tokens=262_144)
-
 
 @pytest.mark.parametrize("kind, tokens, cuda, preset", [
     ("bytes", 20_000, False, "laptop"), ("bytes", 10**9, False, "laptop"), ("bytes", 20_000, True, "char"),

@@ -18,7 +18,6 @@ from nanogpt.ranks import BadInput
 from records import journal
 
 SOURCE = b"print('a script')\n"
-CPU = torch.device("cpu")
 RULE = "=" * 100
 
 
@@ -94,7 +93,7 @@ def test_the_clock_stands_still_when_it_is_stopped(monkeypatch):
     now, waits = [100.0], []
     monkeypatch.setattr(journal.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace(synchronize=lambda: waits.append(1)))
-    clock = journal.Clock(CPU)
+    clock = journal.Clock(torch.device("cpu"))
     readings = [clock.now()]
     for seconds, action in [(5, clock.start), (2, None), (1, clock.stop), (50, None), (0, clock.start), (4, clock.stop)]:
         now[0] += seconds

@@ -13,7 +13,6 @@ import importlib.util
 import math
 import os
 import sys
-from pathlib import Path
 
 import processes
 import pytest
@@ -73,15 +72,14 @@ def values_of(exponent_bits, mantissa_bits, largest):
 GRID = {E4M3: values_of(4, 3, LIMIT[E4M3]), E5M2: values_of(5, 2, LIMIT[E5M2])}
 
 
-def nearest(x, dtype):
-    """The format's number that is nearest to each of x (n,) in float64, by search, ties to even."""
-    grid = GRID[dtype]
-    far = (x.abs()[:, None] - grid).abs()
-    best = far == far.amin(1, keepdim=True)
-    even = torch.arange(len(grid)) % 2 == 0  # of two neighbours, one has an even last bit
-    is_tie = best.sum(1, keepdim=True) == 2
-    chosen = torch.where(is_tie, best & even, best).int().argmax(1)
-    return grid[chosen] * x.sign()
+def nearest(x, grid):
+    """The number of the format that is nearest to each of x, by search, ties to even. grid: all of
+    its non-negative numbers in order, so that every second one has an even last bit."""
+    size = x.abs()
+    above = torch.searchsorted(grid, size.contiguous()).clamp(1, len(grid) - 1)
+    to_low, to_high = size - grid[above - 1], grid[above] - size
+    up = (to_high < to_low) | (to_high == to_low) & (above % 2 == 0)
+    return torch.where(up, grid[above], grid[above - 1]) * x.sign()
 
 
 # ---------------------------------------------------------------------------------------- rounding
@@ -97,7 +95,7 @@ def test_rounding_is_to_the_nearest_value_and_ties_go_to_the_even_one(dtype):
     for sign in (1, -1):
         ours = kernels.round_to_fp8((sign * x).float(), 1.0, dtype)
         assert ours.dtype == dtype
-        assert torch.equal(ours.double(), nearest(sign * x, dtype))
+        assert torch.equal(ours.double(), nearest(sign * x, grid))
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
@@ -126,16 +124,15 @@ def test_a_matrix_is_rounded_and_transposed_whole_and_in_parts_of_its_columns(de
 
 
 def check_operator(operator, *arguments):
-    """`opcheck`, and that no argument changes: that part of opcheck cannot compare FP8."""
-    tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    leaves = torch.utils._pytree.tree_leaves(arguments)
-    before = [x.clone() if isinstance(x, torch.Tensor) else x for x in leaves]
+    """`opcheck`, and that no argument changes: that part of opcheck cannot compare FP8. Nor can it
+    sum up FP8, as it does to get a gradient."""
+    tests = ["test_autograd_registration", "test_faketensor"]
+    tensors = [x for x in leaves(arguments) if isinstance(x, torch.Tensor)]
+    if not any(x.requires_grad for x in tensors):
+        tests.append("test_aot_dispatch_dynamic")
+    before = [x.detach().clone() for x in tensors]
     torch.library.opcheck(operator.default, arguments, test_utils=tests)
-    for x, old in zip(leaves, before):
-        if isinstance(x, torch.Tensor) and x.dtype.itemsize == 1:
-            assert equal(x, old)
-        elif isinstance(x, torch.Tensor):
-            assert torch.equal(x, old)
+    assert all(torch.equal(x.double(), old.double()) for x, old in zip(tensors, before))
 
 
 @devices
@@ -168,16 +165,12 @@ def test_opcheck_passes_on_all_operators(device):
 def test_importing_needs_neither_a_gpu_nor_triton(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
-        f"import sys; sys.path.insert(0, {root()!r}); sys.modules['triton'] = None\n"
+        f"import sys; sys.path.insert(0, {str(processes.ROOT)!r}); sys.modules['triton'] = None\n"
         "import nanogpt.kernels as k; print(k.triton)\n")
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     environment.pop("TRITON_INTERPRET", None)
     run = processes.run(script, env=environment)
     assert (run.returncode, run.stdout) == (0, "None\n"), run.stderr
-
-
-def root():
-    return str(Path(kernels.__file__).parents[1])
 
 
 # ---------------------------------------------------------------------------------------- products
@@ -228,18 +221,12 @@ def hidden_layer_operands(T=256, D=96, width=160):
     return x8, up8_t, g8, down8_t
 
 
-def run_hidden_layer(x8, up8_t, g8, down8_t):
-    """h and the gradient of x up, each as it is and transposed, by the operators."""
-    h, h_t = kernels.hidden_layer(x8, up8_t, X_SCALE * W_SCALE, HIDDEN_SCALE)
-    z, z_t = kernels.hidden_layer(g8, down8_t, GRAD_SCALE * W_SCALE, HIDDEN_SCALE, h, GRAD_SCALE)
-    return h, h_t, z, z_t
-
-
 @pytest.mark.parametrize("emulated", [False, True])
 def test_hidden_layer_and_its_gradient_are_the_formulas_in_float64_rounded(emulated, monkeypatch):
     monkeypatch.setattr(kernels, "has_fp8", lambda device: not emulated)
     x8, up8_t, g8, down8_t = hidden_layer_operands()
-    h, h_t, z, z_t = run_hidden_layer(x8, up8_t, g8, down8_t)
+    h, h_t = call_hidden_layer(x8, up8_t, None)
+    z, z_t = call_hidden_layer(g8, down8_t, h)
     assert (h.dtype, z.dtype) == (E4M3, E5M2)
     assert equal(h_t, h.t().contiguous()) and equal(z_t, z.t().contiguous())
     x_up = x8.double() @ up8_t.double().T * X_SCALE * W_SCALE
@@ -250,7 +237,7 @@ def test_hidden_layer_and_its_gradient_are_the_formulas_in_float64_rounded(emula
     for ours, exact, scale, dtype in (
         (h, hidden, HIDDEN_SCALE, E4M3), (z, gradient, GRAD_SCALE, E5M2)
     ):
-        rounded = nearest(exact.flatten() / scale, dtype).view(exact.shape)
+        rounded = nearest(exact / scale, GRID[dtype])
         different = (ours.double() != rounded).double().mean()
         assert different < 1e-3  # float32 sums next to a tie
         assert 0.3 < (ours.double() != 0).double().mean() < 0.7

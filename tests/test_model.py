@@ -381,10 +381,6 @@ def hashes_of(tokens, starts, longest):
     return found
 
 
-def ngram_rows_of(tokens, starts, longest, count):
-    return [hashed % count for of_length in hashes_of(tokens, starts, longest) for hashed in of_length]
-
-
 @pytest.mark.parametrize("width, heads, d, starts, long, short", [
     (32, 4, 8, [0, 100, 290], 2, 1), (16, 2, 8, [50, 257], 3, 2), (64, 2, 16, [0, 128, 130], 3, 1)])
 @pytest.mark.parametrize("longest, kinds, part, attends, with_values", [
@@ -417,7 +413,8 @@ def test_loss_and_all_gradients_equal_a_plain_version_of_the_specification(
         if p.grad is not None:
             error = (p.grad - w[name].grad).norm() / w[name].grad.norm()
             assert error < 1e-8, f"{name}: {error}"
-    numbers = {"value_embeds": tokens.tolist(), "ngrams": ngram_rows_of(tokens.tolist(), starts, longest, 101)}
+    hashes = hashes_of(tokens.tolist(), starts, longest)
+    numbers = {"value_embeds": tokens.tolist(), "ngrams": [number % 101 for of_length in hashes for number in of_length]}
     dense = {name: model.get_parameter(name).grad for name in model.params}
     model.zero_grad()
     again, grads = t.forward_backward(model, seen, *one_group(model, targets), *model.past.read(tokens, True))
@@ -498,10 +495,6 @@ def test_a_step_sees_what_earlier_steps_have_read_and_not_its_own_batch():
 # -------------------------------------------------------------------------------- a sample of the vocabulary
 
 
-def is_target_of(targets, vocab_size):
-    return torch.tensor([token in targets.tolist() for token in range(vocab_size)])
-
-
 def test_candidates_are_those_of_priority_sampling_over_all_counts_so_far():
     drawer = candidates.Candidates(20, 30, torch.device("cpu"))
     draw = torch.Generator().manual_seed(0)
@@ -528,7 +521,7 @@ def test_a_sum_over_candidates_estimates_that_over_the_vocabulary_without_bias_a
     targets = torch.multinomial(p, 1000, True, generator=random)
     counts += torch.bincount(targets, minlength=2000)
     numbers, sums = (p * torch.randn(2000, generator=random).exp()).double(), []
-    is_target = is_target_of(targets, 2000)
+    is_target = torch.isin(torch.arange(2000), targets)
     torch.manual_seed(0)
     for _ in range(500):
         chosen, bias, places = (x[0] for x in candidates.choose(600, is_target[None], counts[None], torch.rand(1, 2000)))

@@ -135,17 +135,14 @@ def muon(start, grads, lr, decay, momenta):
     return master, part
 
 
-SHAPES = pytest.mark.parametrize("rows, cols", [(16, 16), (16, 48), (48, 16)])
-MOMENTA = (0.85, 0.9, 0.95)
-
-
-@SHAPES
+@pytest.mark.parametrize("rows, cols", [(16, 16), (16, 48), (48, 16)])
 def test_muon_is_normuon_with_cautious_decay(rows, cols, monkeypatch):
     monkeypatch.setattr(t, "orthogonalize", lambda G, dtype: torch.tensor(polar_express(G.numpy())))
     start, grads = normal(3, rows, cols, seed=8), [normal(3, rows, cols, seed=i) for i in range(3)]
     grads[0][:, :2], grads[0][:, :, :3] = 5 * grads[0][:, :2], 9 * grads[0][:, :, :3]  # neurons of unequal weight
-    master, part = muon(start, grads, 0.3, 1.1, MOMENTA)
-    reference = normuon(start.numpy(), [g.numpy() for g in grads], 0.3, 1.1, MOMENTA)
+    momenta = 0.85, 0.9, 0.95
+    master, part = muon(start, grads, 0.3, 1.1, momenta)
+    reference = normuon(start.numpy(), [g.numpy() for g in grads], 0.3, 1.1, momenta)
     np.testing.assert_allclose(master.numpy(), reference, rtol=1e-9, atol=1e-11)
     assert torch.equal(part, master.bfloat16())
 
@@ -212,10 +209,6 @@ def give_gradients(model, optimizer, seed, micro_batches=1):
     return batch
 
 
-def assert_nothing_is_kept(optimizer):
-    assert (optimizer.updates, optimizer.slices.sums) == (0, {})
-
-
 def test_each_parameter_has_the_rate_and_decay_that_help_names_and_betas_of_its_kind():
     table = t.parameter_table(t.Config(
         muon_lr=0.02, muon_momentum=0.8, muon_decay=1.5, head_lr=0.01, table_lr=0.1, scalar_lr=0.03, recall_rows=9))
@@ -247,11 +240,11 @@ def test_the_rows_that_a_step_uses_are_listed_for_all_ranks_together_and_for_eac
 
 
 def test_a_reset_forgets_moments_and_steps():
-    model, after = small("float64"), []
+    model, after = small("float64", head_every_second=True), []
     optimizer = t.Optimizer(model)
     for _ in range(2):
         optimizer.reset(t.initialize(model, 3))
-        assert_nothing_is_kept(optimizer)
+        assert (optimizer.updates, optimizer.slices.sums) == (0, {})
         for step in range(3):
             give_gradients(model, optimizer, step)
             optimizer.start_sums()
@@ -438,7 +431,7 @@ def updated(batch, late):
     return checkpoints.tensors_of(optimizer)
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 6])
+@pytest.mark.parametrize("count", [2, 3])
 def test_the_row_gradients_of_a_pass_may_still_be_read_while_the_next_pass_runs(count):
     tokens = torch.randint(0, 61, (count, 129), generator=torch.Generator().manual_seed(4))
     batch = [(s[:-1], s[1:]) for s in tokens]
@@ -503,12 +496,11 @@ def test_a_step_of_training_follows_the_schedule_and_returns_the_mean_loss(monke
     assert given[1] == 1
 
 
-@pytest.mark.parametrize("lengths", [(6, 6), (4, 4, 4), (1, 2, 3, 6), (1,) * 12], ids=str)
-def test_a_batch_in_any_number_of_micro_batches_makes_the_same_update_of_weights_and_moments(lengths):
+def test_a_batch_in_any_number_of_micro_batches_makes_the_same_update_of_weights_and_moments():
     tokens = torch.randint(0, 61, (3, 12, 129), generator=torch.Generator().manual_seed(4))
     tokens[:, ::3, 40:43] = 60  # documents
     results = []
-    for parts in ((12,), lengths):
+    for parts in ((12,), (1, 2, 3, 6)):
         model = small("float64", micro_tokens=1536)
         optimizer = t.Optimizer(model)
         optimizer.reset(t.initialize(model, 0))

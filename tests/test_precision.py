@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import arguments, distance, normal, read, training_loss, used_rows
+from test_kernels import GRID, nearest
 from test_recipes import make_products
 
 import train_gpt as t
@@ -31,7 +32,6 @@ from records import journal
 CPU = torch.device("cpu")
 MATRICES = ("qkvo", "mlp", "lm_head")
 VIEW = t.setting_of(0, t.Config(schedule="laptop", model_dim=64, num_heads=2, head_dim=32))
-LIMIT = {E4M3: 448.0, E5M2: 57344.0}
 
 
 def config(**changes):
@@ -63,18 +63,9 @@ def batch(count=2, seed=0):
 # ---------------------------------------------------------------------------------------------------- fp8-static
 
 
-GRID = {dtype: torch.tensor(sorted({x for x in torch.arange(256, dtype=torch.uint8).view(dtype).tolist()
-                                    if math.isfinite(x)}), dtype=torch.float64) for dtype in LIMIT}
-
-
-def nearest(x, scale, dtype):
-    """x in float64 -> the nearest of the format's numbers times `scale`, ties to the even one, by search."""
-    x = x.double() / scale
-    grid = GRID[dtype]
-    above = torch.searchsorted(grid, x.contiguous()).clamp(1, len(grid) - 1)
-    low, high = grid[above - 1], grid[above]
-    even = (high.to(dtype).view(torch.uint8) & 1) == 0
-    return torch.where((high - x < x - low) | (high - x == x - low) & even, high, low) * scale
+def to_nearest(x, scale, dtype):
+    """x -> the nearest of the format's numbers times `scale`, in float64."""
+    return nearest(x.double() / scale, GRID[dtype]) * scale
 
 
 def equal_but_for_one_bf16_rounding(ours, a, b):
@@ -99,29 +90,22 @@ def static_mlp(x, up, down, g):
 
 def in_fp8(x, scale, dtype):
     """The numbers of the format, by search."""
-    return (nearest(x, scale, dtype) / scale).to(dtype)
+    return (to_nearest(x, scale, dtype) / scale).to(dtype)
 
 
 def rounded_mlp(x, up, down, g):
     """Operands of the six FP8 products, as the format's nearest numbers in float64. h and its gradient are what the
-    operator makes, as exact values may lie next to a tie; they are compared here."""
+    operator makes, as exact values may lie next to a tie; test_kernels.py compares them."""
     x_scale, hidden_scale = fp8_static.INPUT_SCALES["up"], fp8_static.INPUT_SCALES["down"]
-    x8 = nearest(x, x_scale, E4M3)
-    g8 = nearest(g, fp8_static.GRADIENT_SCALE, E5M2)
-    up8, down8 = (nearest(w, fp8_static.WEIGHT_SCALE, E4M3) for w in (up, down))
-    h, h_t = kernels.hidden_layer(
+    x8 = to_nearest(x, x_scale, E4M3)
+    g8 = to_nearest(g, fp8_static.GRADIENT_SCALE, E5M2)
+    up8, down8 = (to_nearest(w, fp8_static.WEIGHT_SCALE, E4M3) for w in (up, down))
+    h, _ = kernels.hidden_layer(
         in_fp8(x, x_scale, E4M3), in_fp8(up.T, fp8_static.WEIGHT_SCALE, E4M3), x_scale * fp8_static.WEIGHT_SCALE, hidden_scale)
-    z, z_t = kernels.hidden_layer(
+    z, _ = kernels.hidden_layer(
         in_fp8(g, fp8_static.GRADIENT_SCALE, E5M2), in_fp8(down.T, fp8_static.WEIGHT_SCALE, E4M3),
         fp8_static.GRADIENT_SCALE * fp8_static.WEIGHT_SCALE, hidden_scale, h, fp8_static.GRADIENT_SCALE)
-    assert (h.dtype, z.dtype) == (E4M3, E5M2)
-    assert torch.equal(h_t.float(), h.float().T) and torch.equal(z_t.float(), z.float().T)
-    h = h.double() * hidden_scale
-    z = z.double() * fp8_static.GRADIENT_SCALE
-    for ours, exact, scale, dtype in ((h, (x8 @ up8).relu().square(), hidden_scale, E4M3),
-                                      (z, 2 * h.sqrt() * (g8 @ down8), fp8_static.GRADIENT_SCALE, E5M2)):
-        assert ((ours != nearest(exact, scale, dtype)).double().mean()) < 1e-3
-    return x8, up8, down8, h, g8, z
+    return x8, up8, down8, h.double() * hidden_scale, g8, z.double() * fp8_static.GRADIENT_SCALE
 
 
 @pytest.mark.parametrize("precision", ["fp8-mlp", "fp8-qkv"])
@@ -166,9 +150,9 @@ def test_a_projection_with_constant_scales_multiplies_rounded_operands_in_all_th
     factor = torch.tensor(0.5)
     y = STATIC[name].linear(*leaves, factor)  # w is rounded times the factor
     y.backward(g)
-    x8 = nearest(x, fp8_static.INPUT_SCALES[name], E4M3)
-    w8 = nearest(w * factor, fp8_static.WEIGHT_SCALE, E4M3)
-    g8 = nearest(g, fp8_static.GRADIENT_SCALE, E5M2)
+    x8 = to_nearest(x, fp8_static.INPUT_SCALES[name], E4M3)
+    w8 = to_nearest(w * factor, fp8_static.WEIGHT_SCALE, E4M3)
+    g8 = to_nearest(g, fp8_static.GRADIENT_SCALE, E5M2)
     assert equal_but_for_one_bf16_rounding(y, x8, w8.T)
     assert equal_but_for_one_bf16_rounding(leaves[0].grad, g8, w8)
     assert equal_but_for_one_bf16_rounding(leaves[1].grad, g8.T * factor, x8)
@@ -177,7 +161,7 @@ def test_a_projection_with_constant_scales_multiplies_rounded_operands_in_all_th
 def test_an_mlp_of_two_recipes_rounds_only_the_operands_of_the_static_one():
     x, up, down, _ = mlp_operands()
     y = STATIC["up"].mlp(x, up, down, torch.tensor(0.5), t.relu_squared, PLAIN)
-    x8, up8 = nearest(x, fp8_static.INPUT_SCALES["up"], E4M3), nearest(up, fp8_static.WEIGHT_SCALE, E4M3)
+    x8, up8 = to_nearest(x, fp8_static.INPUT_SCALES["up"], E4M3), to_nearest(up, fp8_static.WEIGHT_SCALE, E4M3)
     rounded, exact = ((a.double() @ b.double()).relu().square() @ (0.5 * down.double()).T for a, b in ((x8, up8), (x, up)))
     assert distance(y, rounded) < 0.006  # roundings to bf16
     assert distance(y, exact) > 0.02
@@ -479,9 +463,9 @@ def test_a_skipped_step_takes_its_gradient_of_the_head_with_it():
     assert torch.equal(*heads)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp8", "fp16"])
+@pytest.mark.parametrize("precision", ["fp8", "fp16"])
 def test_what_a_cuda_graph_reads_stays_at_its_place_through_warming_up_and_training(precision):
-    model, optimizer = trainer(precision=precision)
+    model, optimizer = trainer(precision=precision, num_layers=1)
     places, phase = {}, "warm-up"
 
     def tensors():

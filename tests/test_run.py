@@ -190,7 +190,7 @@ def test_stages_in_the_log_are_gapless_and_their_batches_make_the_tokens_of_the_
 
 
 def test_the_training_loss_falls(corpus, tmp_path):
-    t.main(arguments(data_dir=corpus, log_dir=tmp_path, num_steps=30, epochs=20, dtype="float32", val_interval=0))
+    t.main(arguments(data_dir=corpus, log_dir=tmp_path, num_steps=15, epochs=20, dtype="float32", val_interval=0))
     validation = [s.loss for s in read_log(only_log(tmp_path)).steps if s.split == "val"]
     assert len(validation) == 1 and validation[0] < math.log(384) - 1
 
