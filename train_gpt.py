@@ -128,6 +128,9 @@ class Config(RunConfig):
     candidates: int = key(
         8192, "tokens of the vocabulary that a training loss is computed over; 0: all of them",
         least=0)
+    second_token: bool = key(
+        True, "early in training, where the schedule says so, predict the token after the next "
+        "one, too")
     # schedule
     schedule: str = key("speedrun", "entry of SCHEDULES: the stages of the run")
     num_steps: int = key(3900, "optimizer steps")
@@ -273,6 +276,7 @@ PLAIN_MODEL = dict(
     recall_rows=0,  # a guess by an earlier step's text (nanogpt/past.py)
     late_mix=False,  # earlier streams are added to the last one (`late_mix`)
     candidates=0,  # a part of the vocabulary for the loss (section 5)
+    second_token=False,  # early in training the token after the next one, too (`head_loss`)
 )
 
 # For long texts. Attention takes many small kernels, so layers 1 and 4 of the six do without it;
@@ -345,22 +349,23 @@ class Stage(NamedTuple):
     long_window: int  # how far two of the layers see (`sees_far`), in blocks of 128 tokens
     short_window: int  # how far the other layers see, in blocks of 128 tokens
     lr_factor: float  # of all learning rates and weight decays
+    second_weight: float = 0.0  # of the token after the next one in the loss (`head_loss`)
 
 
 # The stages of speedrun and onepass after the first one, and of validation after the last step.
 # They and their learning rates follow records 46, 49, 53, 72. Batches and windows are smaller than
 # theirs (records/TRIED.md).
 LATER_STAGES = [
-    # fraction, batch, long and short window, learning rates
-    Stage(0.33, 1 / 2, 5, 2, 1.52),  # the second stage
+    # fraction, batch, long and short window, learning rates, weight of the token after the next
+    Stage(0.33, 1 / 2, 5, 2, 1.52, 0.25),  # the second stage
     Stage(0.33, 1, 9, 4, 1.73),  # the third one
     Stage(0.01, 1, 13, 6, 1.73),  # the last steps
     Stage(0, 1, 20, 6, 1.73),  # after the last step
 ]
 
 SCHEDULES: dict[str, list[Stage]] = {
-    "speedrun": [Stage(0.33, 1 / 4, 3, 1, 1.0), *LATER_STAGES],
-    "onepass": [Stage(0.33, 1 / 2, 3, 1, 1.0), *LATER_STAGES],
+    "speedrun": [Stage(0.33, 1 / 4, 3, 1, 1.0, 0.5), *LATER_STAGES],
+    "onepass": [Stage(0.33, 1 / 2, 3, 1, 1.0, 0.5), *LATER_STAGES],
     "laptop": [
         Stage(0.4, 1, 2, 1, 1.0),
         Stage(0.3, 1, 4, 2, 1.0),
@@ -444,10 +449,11 @@ def choose_recipes(c: Config, device: torch.device) -> dict[str, str]:
 
 class Setting(NamedTuple):
     """What a step of the schedule says about attention: how far it sees, how fast positions turn
-    queries and keys, and how large its scores are."""
+    queries and keys, and how large its scores are. And what it says about the loss."""
     windows: dict[str, int]  # "long" and "short", in blocks
     frequencies: tuple[float, ...]  # of the rotary embedding, radians a position
     score_scale: float  # multiplies the scores of attention
+    second_weight: float = 0.0  # of the token after the next one in the loss
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor) -> Tensor:
@@ -880,21 +886,31 @@ def sum_over_groups(gradients: tuple[Tensor, ...], place_of_token: Tensor) -> Te
                for gradient, place in zip(gradients, place_of_token))
 
 
-def head_loss(x: Tensor, w: Tensor, targets: Tensor, bias: Tensor | None,
-              products: Products) -> Tensor:
-    """x (T, D), w (V, D), targets (T,), -1 where the target is no candidate, and a bias (V,) of the
-    capped logits, or None -> cross-entropy, summed over T. With candidates, V is their number, w
-    has their rows only, and a target is its place among them.
+def head_loss(x: Tensor, w: Tensor, targets: Tensor, bias: Tensor | None, products: Products,
+              second_weight: Tensor | None = None) -> Tensor:
+    """x (T, D), w (V, D), targets (1, T), -1 where the target is no candidate, and a bias (V,) of
+    the capped logits, or None -> cross-entropy, summed over T. With candidates, V is their number,
+    w has their rows only, and a target is its place among them.
+
+    With second_weight (), early in training, targets are (2, T): the next tokens, and the tokens
+    after these. The gradient is that of both losses, the second one times second_weight, but the
+    first one alone is returned, so that losses stay comparable (multi-token prediction: Gloeckle et
+    al. 2024; record 53).
 
     To train on another loss, change it here, but only where torch.is_grad_enabled(): validation
     calls this function, too, and its losses must stay comparable. Then train with --precision=bf16:
     where the head is in fp8-static, training has a loss of its own, FP8HeadLoss."""
     if isinstance(products, fp8_static.StaticFP8):
-        return FP8HeadLoss.apply(x, w, targets, bias)
+        return FP8HeadLoss.apply(x, w, targets, bias, second_weight)
     logits = kernels.softcap(products.linear(x, w), *CAP)
     if bias is not None:
         logits = logits + bias
-    return F.cross_entropy(logits, targets, reduction="sum", ignore_index=-1)
+    cross_entropy = partial(F.cross_entropy, logits, reduction="sum", ignore_index=-1)
+    loss = cross_entropy(targets[0])
+    if second_weight is not None:
+        second = cross_entropy(targets[1])
+        loss = loss + second_weight * (second - second.detach())  # adds 0, but has a gradient
+    return loss
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1048,22 +1064,29 @@ class GPT(nn.Module):
         x = self.functions.late_mix(x, sources, *self.late_weights())
         products = self.precision.head[training]
         head = self.weight("lm_head")
+        next_tokens = targets.next_tokens[None]  # (1, T)
+        second_weight = None
+        if training and setting.second_weight:
+            # The last token of a sequence has no second one; the sequence's first stands for it.
+            sequences = targets.next_tokens.view(-1, self.config.seq_len)
+            next_tokens = torch.stack((sequences, sequences.roll(-1, 1))).flatten(1)  # (2, T)
+            second_weight = constant(self.device, setting.second_weight)
         losses = []
         groups = len(targets.chosen)
         if groups:  # for each group of tokens the head has the rows of its candidates only
             rows = CandidateRows.apply(
                 head, targets.chosen, targets.place_of_token, self.functions.sum_over_groups)
             for its_x, its_targets, its_rows, its_chosen, its_bias, its_place in zip(
-                    x.chunk(groups), targets.next_tokens.chunk(groups), rows, targets.chosen,
+                    x.chunk(groups), next_tokens.chunk(groups, 1), rows, targets.chosen,
                     targets.bias, targets.place_of_token):
                 losses.append(self.functions.head_loss(
                     its_x, its_rows, its_place[its_targets], its_bias,
-                    products.for_rows(its_chosen)))
+                    products.for_rows(its_chosen), second_weight))
         else:
             at_a_time = len(x) if training else VAL_CHUNK
-            for its_x, its_targets in zip(
-                    x.split(at_a_time), targets.next_tokens.split(at_a_time)):
-                losses.append(self.functions.head_loss(its_x, head, its_targets, None, products))
+            for its_x, its_targets in zip(x.split(at_a_time), next_tokens.split(at_a_time, 1)):
+                losses.append(self.functions.head_loss(
+                    its_x, head, its_targets, None, products, second_weight))
         return sum(losses)
 
     def logits(self, x: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
@@ -1165,17 +1188,17 @@ mm_op.register_autograd(mm_autograd, setup_context=mm_setup)
 
 
 class FP8HeadLoss(torch.autograd.Function):
-    """x (T, D), w (V, D), targets (T,), bias (V,) or None -> cross-entropy, summed over T.
+    """The arguments of `head_loss` but products -> cross-entropy, summed over T.
 
     One kernel leaves the loss and the gradient of the logits, which is in e5m2 and never exists in
     bf16; so backward has nothing to compute but two products (records 67, 79)."""
 
     @staticmethod
-    def forward(ctx, x, w, targets, bias):
+    def forward(ctx, x, w, targets, bias, second_weight):
         logits, x8_t, w8_t = torch.ops.nanogpt.mm(
             x, w, HEAD_INPUT_SCALE, HEAD_WEIGHT_SCALE, HEAD_GRADIENT_SCALE)
         loss, g8 = kernels.capped_cross_entropy(
-            logits, targets, [*CAP], HEAD_GRADIENT_SCALE, bias)
+            logits, targets, [*CAP], HEAD_GRADIENT_SCALE, bias, second_weight)
         ctx.save_for_backward(g8, x8_t, w8_t)
         ctx.dtype = w.dtype
         return loss.sum()
@@ -1184,7 +1207,7 @@ class FP8HeadLoss(torch.autograd.Function):
     def backward(ctx, gradient):
         grad_x, grad_w = torch.ops.nanogpt.mm_backward(
             *ctx.saved_tensors, gradient * HEAD_GRADIENT_SCALE, HEAD_INPUT_SCALE, HEAD_WEIGHT_SCALE)
-        return grad_x.to(ctx.dtype), grad_w.to(ctx.dtype), None, None
+        return grad_x.to(ctx.dtype), grad_w.to(ctx.dtype), None, None, None
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1626,7 +1649,8 @@ def setting_of(step: int, c: Config) -> Setting:
         score_scale = score_scale * (1 + 0.2 * math.log(new / old))
 
     windows = {"long": now.long_window, "short": now.short_window}
-    return Setting(windows, tuple(frequencies), score_scale)
+    second_weight = now.second_weight if c.second_token else 0.0
+    return Setting(windows, tuple(frequencies), score_scale, second_weight)
 
 
 @cache  # each step asks for it again
@@ -1701,8 +1725,8 @@ def train_step(model: GPT, optimizer: Optimizer, batch: PreparedBatch, step: int
 
     # 2. Forward and backward. After the last pass the gradients begin to travel.
     work = partial(forward_backward, model, setting)
-    # The setting names the CUDA graph, because windows and rotary table are fixed in it.
-    graph_key = (*setting.windows.values(), setting.frequencies, setting.score_scale)
+    # The setting names the CUDA graph, because all of it is fixed there.
+    graph_key = (*setting.windows.values(), *setting[1:])
     loss_sum = 0
     for i, (reading, targets) in enumerate(batch.micro_batches):
         loss, row_gradients = call(graph_key, work, (*targets, *reading))

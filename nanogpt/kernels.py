@@ -404,10 +404,11 @@ if triton is not None:
     @triton.jit
     def loss_kernel(
         z_ptr,  # (T, V)
-        target_ptr,  # (T,)
+        targets_ptr,  # (1, T) or (2, T)
         loss_ptr,  # (T,)
         gradient_ptr,  # (T, V)
         bias_ptr,  # (V,) or None
+        second_weight_ptr,  # (), or None if there are no second targets
         inverse_scale,
         V,
         height, shift, width,
@@ -436,30 +437,41 @@ if triton is not None:
         e = tl.where(inside, tl.exp2(power), 0.0)
         total = tl.sum(e)
 
-        # 2. The gradient, as if no token were the target. If there is no target it is zero. A
+        # 2. The gradient, as if no token were a target. If there is no target it is zero. A
         # product with 0 would not do, because 0 times NaN is NaN.
-        target = tl.load(target_ptr + token)
-        gradient = e * (1 - t * t) * (factor / total)
+        target = tl.load(targets_ptr + token)
+        second = target
+        weight = 0.0
+        if second_weight_ptr is not None:
+            second = tl.load(targets_ptr + tl.num_programs(0) + token)
+            weight = tl.where(second < 0, 0.0, tl.load(second_weight_ptr))
+        gradient = e * (1 - t * t) * (factor * (1 + weight) / total)
         gradient = tl.where(target < 0, 0.0, gradient)
         tl.store(gradient_ptr + column, gradient.to(tl.float8e5), mask=inside)
 
-        # 3. The loss, and the gradient of the target itself, whose bias must be 0.
-        target_z = tl.load(z_ptr + target, mask=target >= 0).to(tl.float32)
-        t = tanh(target_z * slope + offset, FAST)
-        loss = tl.log(total) + a - a * t
-        tl.store(loss_ptr + token, tl.where(target < 0, 0.0, loss))
-        probability = tl.exp2(t * (a * LOG2E) - a * LOG2E) / total
-        gradient = (probability - 1) * (1 - t * t) * factor
-        tl.debug_barrier()  # step 2 must be over in all threads: this overwrites one of its numbers
-        tl.store(gradient_ptr + target, gradient.to(tl.float8e5), mask=target >= 0)
+        # 3. The loss, and the gradients of the targets themselves, whose biases must be 0.
+        tl.debug_barrier()  # step 2 must be over in all threads: this overwrites its numbers
+        for i in tl.static_range(1 if second_weight_ptr is None else 2):
+            place = target if i == 0 else second
+            target_z = tl.load(z_ptr + place, mask=place >= 0).to(tl.float32)
+            t = tanh(target_z * slope + offset, FAST)
+            if i == 0:
+                loss = tl.log(total) + a - a * t
+                tl.store(loss_ptr + token, tl.where(target < 0, 0.0, loss))
+            probability = tl.exp2(t * (a * LOG2E) - a * LOG2E) / total
+            wanted = tl.where(place == target, 1.0, 0.0) + tl.where(place == second, weight, 0.0)
+            gradient = (probability * (1 + weight) - wanted) * (1 - t * t) * factor
+            there = (target >= 0) & (place >= 0)
+            tl.store(gradient_ptr + place, gradient.to(tl.float8e5), mask=there)
 
 
 @torch.library.custom_op("nanogpt::loss", mutates_args=())
 def capped_cross_entropy(
-    z: Tensor, targets: Tensor, cap: list[float], grad_scale: float, bias: Tensor | None = None
+    z: Tensor, targets: Tensor, cap: list[float], grad_scale: float, bias: Tensor | None = None,
+    second_weight: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Logits z (T, V) before the cap and targets (T,) int64 -> each token's loss and its gradient.
-    cap is height, shift and width, as a list, because an operator takes no tuple.
+    """Logits z (T, V) before the cap and targets (1, T) int64 -> each token's loss and its
+    gradient. cap is height, shift and width, as a list, because an operator takes no tuple.
 
     Returns the cross-entropy (T,) in float32, and (T, V) in e5m2 its gradient with respect to z,
     divided by grad_scale. That is at most height / (4 width grad_scale), which must not exceed
@@ -467,6 +479,9 @@ def capped_cross_entropy(
 
     bias (V,) is added to the capped logits. It must be 0 for every token that is a target. A target
     of -1 means that there is none: the loss and the gradient are 0 then, even if z is NaN.
+
+    With second_weight () in float32, targets are (2, T), and the gradient is that of the
+    cross-entropy plus second_weight times that of the second targets, where there are both.
     """
     T, V = z.shape
     if z.is_cuda and not torch.version.hip:  # the kernel has an instruction of NVIDIA's
@@ -475,8 +490,8 @@ def capped_cross_entropy(
         tile = triton.next_power_of_2(V)
         # One warp for every 2,048 logits. CUDA allows 32, as many as 65,536 logits have.
         loss_kernel[T,](
-            z, targets, loss, gradient, bias, 1 / grad_scale, V, *cap, FAST=True, TILE=tile,
-            num_warps=max(tile // 2048, 1)
+            z, targets.contiguous(), loss, gradient, bias, second_weight, 1 / grad_scale, V, *cap,
+            FAST=True, TILE=tile, num_warps=max(tile // 2048, 1)
         )
         return loss, gradient
     height, shift, width = cap
@@ -484,14 +499,19 @@ def capped_cross_entropy(
     logits = height * sigmoid
     if bias is not None:
         logits = logits + bias
-    loss = F.cross_entropy(logits, targets, reduction="none", ignore_index=-1)
-    gradient = logits.softmax(-1) - F.one_hot(targets.clamp(min=0), V)
+    first, second = targets[0], targets[-1]
+    loss = F.cross_entropy(logits, first, reduction="none", ignore_index=-1)
+    probability = logits.softmax(-1)
+    gradient = probability - F.one_hot(first.clamp(min=0), V)
+    if second_weight is not None:
+        weight = torch.where(second < 0, 0.0, second_weight)[:, None]
+        gradient = gradient + weight * (probability - F.one_hot(second.clamp(min=0), V))
     gradient = gradient * sigmoid * (1 - sigmoid) * (height / width)
     # Not a product with 0 or 1, because NaN times 0 is NaN.
-    gradient = torch.where(targets[:, None] >= 0, gradient, 0.0)
+    gradient = torch.where(first[:, None] >= 0, gradient, 0.0)
     return loss, round_to_fp8(gradient, grad_scale, E5M2)
 
 
 @capped_cross_entropy.register_fake
-def _(z, targets, cap, grad_scale, bias=None):
+def _(z, targets, cap, grad_scale, bias=None, second_weight=None):
     return z.new_empty(len(z), dtype=torch.float32), torch.empty_like(z, dtype=E5M2)

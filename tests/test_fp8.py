@@ -77,7 +77,7 @@ def test_the_gradient_of_the_head_is_autograds_within_the_error_of_the_format(sa
     reference = F.cross_entropy(logits, targets, reduction="sum", ignore_index=-1)
     reference.backward()
     ours = [a.bfloat16().requires_grad_() for a in (x, w)]
-    loss = t.head_loss(*ours, targets, bias, STATIC["lm_head"])
+    loss = t.head_loss(*ours, targets[None], bias, STATIC["lm_head"])
     loss.backward()
     assert loss.dtype == torch.float32 and loss.item() == pytest.approx(reference.item(), rel=2e-3)
     for a, b in zip(ours, exact):
@@ -94,7 +94,7 @@ def test_a_factor_on_the_loss_scales_the_gradients_of_the_head(device):
     gradients = []
     for factor in (1, 4):  # a power of two: exact
         leaves = [a.clone().requires_grad_() for a in (x, w)]
-        (t.FP8HeadLoss.apply(*leaves, targets, None) * factor).backward()
+        (t.FP8HeadLoss.apply(*leaves, targets[None], None, None) * factor).backward()
         gradients.append([a.grad for a in leaves])
     for one, four in zip(*gradients):
         assert torch.equal(one * 4, four) and one.abs().sum() > 0

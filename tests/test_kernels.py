@@ -157,9 +157,10 @@ def test_opcheck_passes_on_all_operators(device):
     gradient = x8.float().to(E5M2)
     check_operator(ops.hidden_layer, gradient, w8, 0.5, 4.0, h8, 0.25)
     z = normal(rows, vocab, dtype=torch.bfloat16, device=device)
-    targets = integers(0, vocab - 1, rows, device=device)
+    targets = integers(0, vocab - 1, 2, rows, device=device)
     for bias in (None, torch.zeros(vocab, device=device)):
-        torch.library.opcheck(ops.loss.default, (z, targets, [*CAP], 1 / 448, bias))
+        torch.library.opcheck(ops.loss.default, (z, targets[:1], [*CAP], 1 / 448, bias))
+        torch.library.opcheck(ops.loss.default, (z, targets, [*CAP], 1 / 448, bias, scale))
 
 
 def test_importing_needs_neither_a_gpu_nor_triton(tmp_path):
@@ -259,9 +260,16 @@ def with_bias(z, targets):
     return z, targets.where(~missing, -1), bias
 
 
-@pytest.mark.parametrize("sample", [False, True])
+def with_second_targets(targets):
+    """The targets and second ones, of which one is missing and one is the first one again."""
+    second = targets.roll(-1)
+    second[2], second[3] = targets[2], -1
+    return torch.stack((targets, second)), torch.tensor(0.25)
+
+
+@pytest.mark.parametrize("sample, second", [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_loss_and_its_gradient_are_those_of_cross_entropy_of_capped_logits(dtype, sample):
+def test_the_loss_and_its_gradient_are_those_of_cross_entropy_of_capped_logits(dtype, sample, second):
     z = normal(40, 300).mul(6).to(dtype)
     targets = integers(0, 299, 40)
     bias = None
@@ -270,8 +278,12 @@ def test_the_loss_and_its_gradient_are_those_of_cross_entropy_of_capped_logits(d
     exact = z.double().requires_grad_()
     logits = capped(exact) + (bias if sample else 0)
     reference = F.cross_entropy(logits, targets, reduction="none", ignore_index=-1)
-    reference.sum().backward()
-    loss, gradient = kernels.capped_cross_entropy(z, targets, CAP, 1 / 448, bias)
+    reference.sum().backward(retain_graph=True)
+    targets, weight = with_second_targets(targets) if second else (targets[None], None)
+    if second:
+        others = targets[1].where(targets[0] >= 0, -1)
+        (0.25 * F.cross_entropy(logits, others, reduction="sum", ignore_index=-1)).backward()
+    loss, gradient = kernels.capped_cross_entropy(z, targets, CAP, 1 / 448, bias, weight)
     assert (loss.dtype, gradient.dtype) == (torch.float32, E5M2)
     torch.testing.assert_close(loss.double(), reference, rtol=1e-5, atol=1e-5)
     error = (gradient.double() / 448 - exact.grad).abs()
@@ -281,14 +293,14 @@ def test_the_loss_and_its_gradient_are_those_of_cross_entropy_of_capped_logits(d
 
 def test_the_loss_of_extreme_logits_is_finite_and_its_gradient_is_clamped():
     z = torch.tensor([[3e38, -3e38, 0.0], [-3e38, 3e38, 1.0]]).bfloat16()
-    loss, _ = kernels.capped_cross_entropy(z, torch.tensor([0, 0]), CAP, 1e-9)
+    loss, _ = kernels.capped_cross_entropy(z, torch.tensor([[0, 0]]), CAP, 1e-9)
     exact = []
     for other in (0, 1):
         logit = 23 / (1 + math.exp(-(other + 5) / 7.5))
         exact.append(math.log(1 + math.exp(logit - 23) + math.exp(-23)))
     assert loss.tolist() == pytest.approx([exact[0], 23 + exact[1]], abs=1e-5)
     z = torch.zeros(2, 4).bfloat16()
-    _, gradient = kernels.capped_cross_entropy(z, torch.tensor([0, 1]), CAP, 1e-9)
+    _, gradient = kernels.capped_cross_entropy(z, torch.tensor([[0, 1]]), CAP, 1e-9)
     end = LIMIT[E5M2]
     assert gradient.tolist() == [[-end, end, end, end], [end, -end, end, end]]
 
@@ -297,7 +309,7 @@ def test_without_a_target_loss_and_gradient_are_0_even_where_a_logit_is_nan():
     z = normal(4, 30, dtype=torch.bfloat16)
     z[1:3, 5] = math.nan
     for bias in (None, torch.zeros(30)):
-        loss, gradient = kernels.capped_cross_entropy(z, torch.tensor([3, -1, 4, -1]), CAP, 1, bias)
+        loss, gradient = kernels.capped_cross_entropy(z, torch.tensor([[3, -1, 4, -1]]), CAP, 1, bias)
         assert loss[[1, 3]].tolist() == [0, 0]
         assert not gradient.float()[[1, 3]].any()
         assert loss[0].isfinite() and gradient.float()[0].isfinite().all()
@@ -448,9 +460,9 @@ def assert_quantized(ours, twin):
 
 
 def loss_inputs():
-    """z, targets, cap, grad_scale and bias. The vocabularies fill no tile, or one."""
+    """z, targets, cap, grad_scale, bias and second_weight. The vocabularies fill no tile, or one."""
     runs = []
-    sizes = (5, 3000, 1 / 448), (3, 50, 1 / 448), (2, 2048, 1 / 448), (4, 33_000, 1.4e-5)
+    sizes = (5, 3000, 1 / 448), (3, 50, 1 / 448), (2, 2048, 1 / 448), (4, 33_000, 1.4e-5), (6, 60, 1 / 448)
     for i, (tokens, vocab, grad_scale) in enumerate(sizes):
         z = normal(tokens, vocab, seed=i).mul(5).bfloat16()
         targets = integers(0, vocab - 1, tokens, seed=i)
@@ -458,17 +470,18 @@ def loss_inputs():
         if i % 2 == 1:
             z, targets, bias = with_bias(z, targets)
             z[1, 7] = math.nan  # where there is no target
-        runs.append((z, targets, CAP, grad_scale, bias))
+        targets, weight = with_second_targets(targets) if tokens == 6 else (targets[None], None)
+        runs.append((z, targets, CAP, grad_scale, bias, weight))
     return runs
 
 
-def interpret_loss(z, targets, cap, grad_scale, bias):
+def interpret_loss(z, targets, cap, grad_scale, bias, second_weight):
     T, V = z.shape
     loss = filled(T, dtype=torch.float32)
     gradient = filled(T, V, dtype=E5M2)
     tile = kernels.triton.next_power_of_2(V)
     kernels.loss_kernel[T,](
-        z, targets, loss, gradient, bias, 1 / grad_scale, V, *cap, False, tile)
+        z, targets, loss, gradient, bias, second_weight, 1 / grad_scale, V, *cap, False, tile)
     return loss, gradient
 
 

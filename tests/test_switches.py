@@ -18,6 +18,7 @@ SWITCHES = {  # option -> the parameters that it takes away
     "mix_previous": set(),
     "scalars": {"scalars"},
     "candidates": set(),
+    "second_token": set(),
 }
 
 
@@ -42,6 +43,28 @@ def test_without_a_mechanism_the_model_trains_and_has_no_weights_of_it(option):
     model, losses = trained(**{"candidates": 256} | {option: t.PLAIN_MODEL[option]})
     assert {*with_it.params} - {*model.params} == SWITCHES[option]
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("candidates", [0, 256])
+def test_the_token_after_the_next_one_counts_in_gradients_but_not_in_the_loss(candidates):
+    c = t.Config(**TINY | dict(dtype="float64", precision="bf16", candidates=candidates))
+    inputs, targets = torch.randint(0, 60, (2, 2, 256), generator=torch.Generator().manual_seed(0))
+    after_these = torch.cat((targets[:, 1:], targets[:, :1]), 1)  # of two sequences
+    setting = t.setting_of(0, c)
+    losses, gradients = [], []
+    for terms in ([(targets, 0.5)], [(targets, 0), (after_these, 0)]):
+        model = t.GPT(c, torch.device("cpu"))
+        t.initialize(model, 0)
+        for weight, (wanted, second_weight) in zip((1, 0.5), terms):
+            loss = training_loss(
+                model, inputs.flatten(), wanted.flatten(), setting._replace(second_weight=second_weight))
+            (weight * loss).backward()
+            losses.append(loss.item())
+        gradients.append([bank.grad for bank in model.parameters() if bank.grad is not None])
+    assert losses[0] == pytest.approx(losses[1])
+    for ours, reference in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, reference)
+    assert t.setting_of(0, t.parse_config(["--preset=speedrun"])).second_weight == 0.5
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8", "fp8-qkv", "nvfp4"])
