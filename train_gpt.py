@@ -129,8 +129,8 @@ class Config(RunConfig):
         8192, "tokens of the vocabulary that a training loss is computed over; 0: all of them",
         least=0)
     second_token: bool = key(
-        True, "early in training, where the schedule says so, predict the token after the next "
-        "one, too")
+        True, "predict the token after the next one, too, in the first stages of speedrun and "
+        "onepass")
     # schedule
     schedule: str = key("speedrun", "entry of SCHEDULES: the stages of the run")
     num_steps: int = key(3900, "optimizer steps")
@@ -276,7 +276,7 @@ PLAIN_MODEL = dict(
     recall_rows=0,  # a guess by an earlier step's text (nanogpt/past.py)
     late_mix=False,  # earlier streams are added to the last one (`late_mix`)
     candidates=0,  # a part of the vocabulary for the loss (section 5)
-    second_token=False,  # early in training the token after the next one, too (`head_loss`)
+    second_token=False,  # the token after the next one as a target, too (`head_loss`)
 )
 
 # For long texts. Attention takes many small kernels, so layers 1 and 4 of the six do without it;
@@ -356,7 +356,7 @@ class Stage(NamedTuple):
 # They and their learning rates follow records 46, 49, 53, 72. Batches and windows are smaller than
 # theirs (records/TRIED.md).
 LATER_STAGES = [
-    # fraction, batch, long and short window, learning rates, weight of the token after the next
+    # fraction, batch, long and short window, learning rates, second_weight
     Stage(0.33, 1 / 2, 5, 2, 1.52, 0.25),  # the second stage
     Stage(0.33, 1, 9, 4, 1.73),  # the third one
     Stage(0.01, 1, 13, 6, 1.73),  # the last steps
@@ -448,12 +448,12 @@ def choose_recipes(c: Config, device: torch.device) -> dict[str, str]:
 
 
 class Setting(NamedTuple):
-    """What a step of the schedule says about attention: how far it sees, how fast positions turn
-    queries and keys, and how large its scores are. And what it says about the loss."""
+    """What a step of the schedule says about attention and the loss: how far attention sees, how
+    fast positions turn queries and keys, and how large its scores are; and one weight."""
     windows: dict[str, int]  # "long" and "short", in blocks
     frequencies: tuple[float, ...]  # of the rotary embedding, radians a position
     score_scale: float  # multiplies the scores of attention
-    second_weight: float = 0.0  # of the token after the next one in the loss
+    second_weight: float = 0.0  # that of the Stage
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor) -> Tensor:
@@ -892,10 +892,10 @@ def head_loss(x: Tensor, w: Tensor, targets: Tensor, bias: Tensor | None, produc
     the capped logits, or None -> cross-entropy, summed over T. With candidates, V is their number,
     w has their rows only, and a target is its place among them.
 
-    With second_weight (), early in training, targets are (2, T): the next tokens, and the tokens
-    after these. The gradient is that of both losses, the second one times second_weight, but the
-    first one alone is returned, so that losses stay comparable (multi-token prediction: Gloeckle et
-    al. 2024; record 53).
+    With second_weight (), early in training, targets are (2, T): the next tokens, and those after
+    them. The gradient is that of the first loss plus second_weight times the second. The value is
+    the first alone, so that losses stay comparable (multi-token prediction, record 53; after
+    Gloeckle et al. 2024).
 
     To train on another loss, change it here, but only where torch.is_grad_enabled(): validation
     calls this function, too, and its losses must stay comparable. Then train with --precision=bf16:
@@ -908,8 +908,8 @@ def head_loss(x: Tensor, w: Tensor, targets: Tensor, bias: Tensor | None, produc
     cross_entropy = partial(F.cross_entropy, logits, reduction="sum", ignore_index=-1)
     loss = cross_entropy(targets[0])
     if second_weight is not None:
-        second = cross_entropy(targets[1])
-        loss = loss + second_weight * (second - second.detach())  # adds 0, but has a gradient
+        second = cross_entropy(targets[1].where(targets[0] >= 0, -1))
+        loss = loss + second_weight * (second - second.detach())  # adds a gradient, and 0
     return loss
 
 
@@ -1067,7 +1067,7 @@ class GPT(nn.Module):
         next_tokens = targets.next_tokens[None]  # (1, T)
         second_weight = None
         if training and setting.second_weight:
-            # The last token of a sequence has no second one; the sequence's first stands for it.
+            # The last place gets the first target of the sequence: it must be a candidate.
             sequences = targets.next_tokens.view(-1, self.config.seq_len)
             next_tokens = torch.stack((sequences, sequences.roll(-1, 1))).flatten(1)  # (2, T)
             second_weight = constant(self.device, setting.second_weight)
@@ -1188,7 +1188,7 @@ mm_op.register_autograd(mm_autograd, setup_context=mm_setup)
 
 
 class FP8HeadLoss(torch.autograd.Function):
-    """The arguments of `head_loss` but products -> cross-entropy, summed over T.
+    """`head_loss` without `products`.
 
     One kernel leaves the loss and the gradient of the logits, which is in e5m2 and never exists in
     bf16; so backward has nothing to compute but two products (records 67, 79)."""
@@ -1725,7 +1725,7 @@ def train_step(model: GPT, optimizer: Optimizer, batch: PreparedBatch, step: int
 
     # 2. Forward and backward. After the last pass the gradients begin to travel.
     work = partial(forward_backward, model, setting)
-    # The setting names the CUDA graph, because all of it is fixed there.
+    # A CUDA graph fixes all of the setting, so the setting is its key.
     graph_key = (*setting.windows.values(), *setting[1:])
     loss_sum = 0
     for i, (reading, targets) in enumerate(batch.micro_batches):

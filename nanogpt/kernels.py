@@ -437,8 +437,8 @@ if triton is not None:
         e = tl.where(inside, tl.exp2(power), 0.0)
         total = tl.sum(e)
 
-        # 2. The gradient, as if no token were a target. If there is no target it is zero. A
-        # product with 0 would not do, because 0 times NaN is NaN.
+        # 2. The gradient, as if no token were a target; step 3 corrects those that are. If there is
+        # no first target it is zero. A product with 0 would not do, because 0 times NaN is NaN.
         target = tl.load(targets_ptr + token)
         second = target
         weight = 0.0
@@ -449,20 +449,22 @@ if triton is not None:
         gradient = tl.where(target < 0, 0.0, gradient)
         tl.store(gradient_ptr + column, gradient.to(tl.float8e5), mask=inside)
 
-        # 3. The loss, and the gradients of the targets themselves, whose biases must be 0.
-        tl.debug_barrier()  # step 2 must be over in all threads: this overwrites its numbers
+        # 3. The loss, and the gradients at the targets, whose biases must be 0.
         for i in tl.static_range(1 if second_weight_ptr is None else 2):
             place = target if i == 0 else second
-            target_z = tl.load(z_ptr + place, mask=place >= 0).to(tl.float32)
+            valid = (target >= 0) & (place >= 0)
+            target_z = tl.load(z_ptr + place, mask=valid).to(tl.float32)
             t = tanh(target_z * slope + offset, FAST)
+            probability = tl.exp2(t * (a * LOG2E) - a * LOG2E) / total
+            # 1 for the first target, `weight` for the second one, both if they are the same
+            share = tl.where(place == target, 1.0, 0.0) + tl.where(place == second, weight, 0.0)
+            gradient = (probability * (1 + weight) - share) * (1 - t * t) * factor
             if i == 0:
                 loss = tl.log(total) + a - a * t
                 tl.store(loss_ptr + token, tl.where(target < 0, 0.0, loss))
-            probability = tl.exp2(t * (a * LOG2E) - a * LOG2E) / total
-            wanted = tl.where(place == target, 1.0, 0.0) + tl.where(place == second, weight, 0.0)
-            gradient = (probability * (1 + weight) - wanted) * (1 - t * t) * factor
-            there = (target >= 0) & (place >= 0)
-            tl.store(gradient_ptr + place, gradient.to(tl.float8e5), mask=there)
+                # Step 2 must be over in all threads: the next line overwrites some of its numbers.
+                tl.debug_barrier()
+            tl.store(gradient_ptr + place, gradient.to(tl.float8e5), mask=valid)
 
 
 @torch.library.custom_op("nanogpt::loss", mutates_args=())
@@ -470,18 +472,18 @@ def capped_cross_entropy(
     z: Tensor, targets: Tensor, cap: list[float], grad_scale: float, bias: Tensor | None = None,
     second_weight: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Logits z (T, V) before the cap and targets (1, T) int64 -> each token's loss and its
+    """Logits z (T, V) before the cap and targets (1 or 2, T) int64 -> each token's loss and its
     gradient. cap is height, shift and width, as a list, because an operator takes no tuple.
 
     Returns the cross-entropy (T,) in float32, and (T, V) in e5m2 its gradient with respect to z,
-    divided by grad_scale. That is at most height / (4 width grad_scale), which must not exceed
-    57344, where e5m2 ends.
+    divided by grad_scale. That is at most height / (4 width grad_scale), or with second_weight
+    1 + second_weight times that, which must not exceed 57344, where e5m2 ends.
 
     bias (V,) is added to the capped logits. It must be 0 for every token that is a target. A target
     of -1 means that there is none: the loss and the gradient are 0 then, even if z is NaN.
 
-    With second_weight () in float32, targets are (2, T), and the gradient is that of the
-    cross-entropy plus second_weight times that of the second targets, where there are both.
+    With second_weight () in float32, targets are (2, T). The second ones have no loss, but
+    second_weight times their gradient is added, where there is a first target, too.
     """
     T, V = z.shape
     if z.is_cuda and not torch.version.hip:  # the kernel has an instruction of NVIDIA's
