@@ -448,12 +448,12 @@ def choose_recipes(c: Config, device: torch.device) -> dict[str, str]:
 
 
 class Setting(NamedTuple):
-    """What a step of the schedule says about attention and the loss: how far attention sees, how
-    fast positions turn queries and keys, and how large its scores are; and one weight."""
+    """What a step of the schedule says about attention (how far it sees, how fast positions turn
+    queries and keys, how large its scores are) and about the loss."""
     windows: dict[str, int]  # "long" and "short", in blocks
     frequencies: tuple[float, ...]  # of the rotary embedding, radians a position
     score_scale: float  # multiplies the scores of attention
-    second_weight: float = 0.0  # that of the Stage
+    second_weight: float = 0.0  # as in Stage
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor) -> Tensor:
@@ -1064,12 +1064,13 @@ class GPT(nn.Module):
         x = self.functions.late_mix(x, sources, *self.late_weights())
         products = self.precision.head[training]
         head = self.weight("lm_head")
-        next_tokens = targets.next_tokens[None]  # (1, T)
+        target_tokens = targets.next_tokens[None]  # (1, T)
         second_weight = None
         if training and setting.second_weight:
-            # The last place gets the first target of the sequence: it must be a candidate.
+            # A sequence does not hold the second target of its last token. The sequence's first
+            # target stands for it, because that is a candidate.
             sequences = targets.next_tokens.view(-1, self.config.seq_len)
-            next_tokens = torch.stack((sequences, sequences.roll(-1, 1))).flatten(1)  # (2, T)
+            target_tokens = torch.stack((sequences, sequences.roll(-1, 1))).flatten(1)  # (2, T)
             second_weight = constant(self.device, setting.second_weight)
         losses = []
         groups = len(targets.chosen)
@@ -1077,14 +1078,14 @@ class GPT(nn.Module):
             rows = CandidateRows.apply(
                 head, targets.chosen, targets.place_of_token, self.functions.sum_over_groups)
             for its_x, its_targets, its_rows, its_chosen, its_bias, its_place in zip(
-                    x.chunk(groups), next_tokens.chunk(groups, 1), rows, targets.chosen,
+                    x.chunk(groups), target_tokens.chunk(groups, 1), rows, targets.chosen,
                     targets.bias, targets.place_of_token):
                 losses.append(self.functions.head_loss(
                     its_x, its_rows, its_place[its_targets], its_bias,
                     products.for_rows(its_chosen), second_weight))
         else:
             at_a_time = len(x) if training else VAL_CHUNK
-            for its_x, its_targets in zip(x.split(at_a_time), next_tokens.split(at_a_time, 1)):
+            for its_x, its_targets in zip(x.split(at_a_time), target_tokens.split(at_a_time, 1)):
                 losses.append(self.functions.head_loss(
                     its_x, head, its_targets, None, products, second_weight))
         return sum(losses)
@@ -1188,7 +1189,7 @@ mm_op.register_autograd(mm_autograd, setup_context=mm_setup)
 
 
 class FP8HeadLoss(torch.autograd.Function):
-    """`head_loss` without `products`.
+    """Takes and returns what `head_loss` does, but takes no `products`.
 
     One kernel leaves the loss and the gradient of the logits, which is in e5m2 and never exists in
     bf16; so backward has nothing to compute but two products (records 67, 79)."""

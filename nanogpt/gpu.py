@@ -40,8 +40,8 @@ def configure() -> None:
     # All kernels get the same name, so that equal kernels of two graphs are one entry in the cache,
     # such as those that training and validation have in common.
     torch._inductor.config.triton.unique_kernel_names = False
-    # Of most kernels that compute element by element it would compile several variants, and time
-    # them. That takes a fifth of a first start, and makes no step shorter (records/long_runs.md).
+    # Otherwise PyTorch compiles several variants of most elementwise kernels, and times them. That
+    # takes a fifth of a first start, and makes no step shorter (records/long_runs.md).
     torch._inductor.config.triton.autotune_pointwise = False
     # The processes in which PyTorch compiles kernels read the tag from the environment. Without it
     # a new run would not find which variants of these were the fastest, and would time all again.
