@@ -133,7 +133,7 @@ class Config(RunConfig):
         "onepass")
     # schedule
     schedule: str = key("speedrun", "entry of SCHEDULES: the stages of the run")
-    num_steps: int = key(3820, "optimizer steps")
+    num_steps: int = key(3800, "optimizer steps")
     minutes: float = key(
         0.0, "training time that the number of steps is chosen for after the warm-up; 0: num_steps")
     batch_tokens: int = key(
@@ -291,10 +291,10 @@ PRESETS: dict[str, dict] = {
         schedule="gpt2", num_steps=3200, batch_tokens=131_072, seq_len=1024,
         target_loss=0.0),
     "speedrun": FEW_LAYERS | dict(
-        # The default, 3,820 steps, reads 588M tokens. Where record 92 is at 3.277 on FineWeb, it is
+        # The default, 3,800 steps, reads 585M tokens. Where record 92 is at 3.277 on FineWeb, it is
         # at 3.124 on the longer stand-in corpus, so 3.28 there stands for 3.127 here. We are at
-        # 3.3631 after 191.5M tokens (two seeds, records/long_runs.md), and the loss falls by about
-        # 0.2105 when e times as many are read: 191.5M * e^((3.3631 - 3.127) / 0.2105) = 588M. A
+        # 3.3621 after 191.5M tokens (five seeds, records/long_runs.md), and the loss falls by about
+        # 0.2105 when e times as many are read: 191.5M * e^((3.3621 - 3.127) / 0.2105) = 585M. A
         # larger model needs fewer tokens, but more time (records/long_runs.md).
         muon_lr=0.0235, muon_momentum=0.92, muon_decay=2.0, head_lr=0.0072, scalar_lr=0.035,
         ngram_rows=33_554_432, recall_rows=1_073_741_824,
@@ -327,7 +327,7 @@ PRESETS: dict[str, dict] = {
 ABOUT = {
     "gpt2": "the plain transformer of 124M weights with Muon and Adam, to learn from and to "
             "compare optimizers on, on GPUs",
-    "speedrun": "55M weights for each token and tables, for 588M tokens of FineWeb, on GPUs; aims "
+    "speedrun": "55M weights for each token and tables, for 585M tokens of FineWeb, on GPUs; aims "
                 "at a loss of 3.28",
     "onepass": "the same model with smaller tables, for 125M tokens that are read once, on GPUs",
     "laptop": "a small model of bytes, two to four minutes on a CPU",

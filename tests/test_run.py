@@ -357,7 +357,7 @@ def test_help_shows_the_preset_that_the_device_would_have(capsys, monkeypatch):
 def test_the_defaults_are_the_record_and_the_presets_are_laid_over_them(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     c = t.parse_config(["--preset=speedrun"])
-    assert (c.num_steps, c.batch_tokens, c.seq_len, c.schedule) == (3820, 8 * 32768, 8192, "speedrun")
+    assert (c.num_steps, c.batch_tokens, c.seq_len, c.schedule) == (3800, 8 * 32768, 8192, "speedrun")
     assert (c.val_tokens, c.target_loss) == (10_485_760, 3.28)
     assert [*t.PRESETS] == ["gpt2", "speedrun", "onepass", "laptop", "char", "small"]
     for name, values in t.PRESETS.items():
