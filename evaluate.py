@@ -236,8 +236,8 @@ def show(models: list[Model], measured: list[dict[str, Measure]], source: str) -
                 text = with_error(measure.result() - first.result(),
                                   measure.influences() - first.influences())
                 print(f"{model.path} minus {models[0].path}, {name}: {text}")
-    print("± is one standard error over documents or items. With fewer than 30 it is too small; "
-          "with --text=PATH, --split_blank=1 or --split=MARKER cuts a text into more.")
+    print("± is one standard error over documents or items. A single one has none, and with fewer "
+          "than 30 it is too small: --text=PATH --split_blank=1 cuts a text into more.")
 
 
 def work(argv: list[str]) -> None:

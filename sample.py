@@ -134,7 +134,9 @@ def work(argv: list[str]) -> None:
     option("--seed", type=int, default=0, help="the same seed gives the same text")
     option("--device", choices=DEVICES, default=DEVICES[0], help="where the model computes")
     options = parser.parse_intermixed_args(argv)
-    require(options.temperature >= 0, f"--temperature={options.temperature} must be 0 or more")
+    for name in ("temperature", "sample_tokens"):
+        value = getattr(options, name)
+        require(value >= 0, f"--{name}={value} must be 0 or more")
     model = load(options.model, options.device)
     text = options.text
     if text is None:

@@ -40,7 +40,7 @@ LOCAL_GPU = process.local_rank()
 STOP = process.Stop()
 
 if __name__ == "__main__":
-    STOP.listen()  # importing torch takes seconds, in which a signal would give a traceback
+    STOP.take_over()  # importing torch takes seconds, in which Ctrl-C would give a traceback
     LOCAL_GPU = process.set_environment()
 
 import dataclasses
@@ -893,9 +893,9 @@ def head_loss(x: Tensor, w: Tensor, targets: Tensor, bias: Tensor | None, produc
     w has their rows only, and a target is its place among them.
 
     With second_weight (), early in training, targets are (2, T): the next tokens, and those after
-    them. The gradient is that of the first loss plus second_weight times the second. The value is
-    the first alone, so that losses stay comparable (multi-token prediction, record 53; after
-    Gloeckle et al. 2024).
+    them. The gradient is that of the first loss plus second_weight times the second, which counts
+    where there is a first target, too. The value is the first alone, so that losses stay comparable
+    (multi-token prediction, record 53; after Gloeckle et al. 2024).
 
     To train on another loss, change it here, but only where torch.is_grad_enabled(): validation
     calls this function, too, and its losses must stay comparable. Then train with --precision=bf16:
@@ -1378,7 +1378,9 @@ def compiled_functions(tell: Callable[[str, float], None]) -> SimpleNamespace:
 #
 # Muon takes stacks of matrices, (n, rows, columns); Adam takes everything as a vector. The head
 # comes as this rank's rows, and with head_every_second its gradient is that of two steps. State
-# begins at 0 (`reset`), its first dimension is that of the master, as saves cut it there, and the
+# begins at 0 (`reset`). As saves name and cut it, its fields have other names than master and
+# average, and its first dimension is that of the master. The MLPs' matrices have larger learning
+# rates: hand `self.matrix_factors[name]` to your update, as Muon gets it, or all have the same. The
 # warm-up calls the update with gradients of 0. Gradients are sums over the tokens of a batch, not
 # means. To Muon and Adam, which divide by the size of the gradient, that makes no difference as
 # long as batches keep their size, but to plain SGD it does. On a GPU the update runs as a CUDA
@@ -1396,9 +1398,9 @@ class Optimizer:
         self.device = model.device
         self.slices = ranks.Slices()
         self.banks = {name: bank.data for name, bank in model.named_parameters()}
-        self.matrix_factors = {}  # (n, 1, 1) for the matrices that this rank updates by Muon
+        self.matrix_factors = {}  # of this rank's matrices, (n, 1, 1)
         for name, param in model.params.items():
-            if param.optimizer == "muon":
+            if len(param.shape) == 3:
                 turn = torch.arange(len(self.banks[name])) % len(param.matrix_factors)
                 factors = torch.tensor(param.matrix_factors, device=self.device)[turn, None, None]
                 self.matrix_factors[name] = self.own_part(name, factors)
@@ -1967,7 +1969,7 @@ def train(c: Config, at_end: ExitStack) -> int:
     log.fact("note", f"products: {recipes.summary(recipe_names, device)}")
     log.fact("note", f"{startup_s:.1f} s from launch to the first timed step")
     log.show(f"ready after {startup_s:.1f} s")
-    STOP.in_steps = True  # from now on a signal waits until all ranks can end together
+    STOP.end_after_a_step()  # by a signal, when all ranks can end together
     run.train(call)
 
     # 5. Say what came of it.

@@ -38,7 +38,7 @@ def run(train: Callable[[ExitStack], int], stop: Stop) -> int:
             # Rank 0 says it first: mostly all ranks have the same error, as a bad command line.
             # Then torchrun ends the others while they wait.
             if rank > 0:
-                stop.in_steps = False  # a SIGTERM of torchrun ends this wait
+                stop.end_at_once()  # by a SIGTERM of torchrun, during this wait
                 time.sleep(5)
                 sentence = f"rank {rank}: {sentence}"
             complain(f"train_gpt.py: {sentence}")

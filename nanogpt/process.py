@@ -40,21 +40,33 @@ def set_environment() -> int:
 
 
 class Stop:
-    """Notices signals, once `listen` was called."""
+    """What a signal does, once `take_over` was called."""
 
     def __init__(self):
         self.signal = ""  # the name of the one that has come during the steps
         self.in_steps = False  # whether a signal waits for the end of a step
+        self.numbers = []  # of the signals that are taken over
 
-    def listen(self) -> None:
-        for number in SIGNALS:
-            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup ignores SIGHUP
-                signal.signal(number, self.notice)
+    def take_over(self) -> None:
+        """From now on a signal ends the process without a traceback of Python's."""
+        # nohup makes a process ignore SIGHUP, and that stays so.
+        self.numbers = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+        self.end_at_once()
+
+    def end_at_once(self) -> None:
+        """A signal ends the process at once. The system does that, as Python calls no function of
+        ours while the process waits for other ranks."""
+        self.in_steps = False
+        for number in self.numbers:
+            signal.signal(number, signal.SIG_DFL)
+
+    def end_after_a_step(self) -> None:
+        """A signal is only noted, for the trainer to end the run."""
+        self.in_steps = True
+        for number in self.numbers:
+            signal.signal(number, self.notice)
 
     def notice(self, number: int, frame) -> None:
-        if not self.in_steps:  # an exception would not do: the compiler catches some
-            say(f"stopped by {SIGNALS[number]}")
-            os._exit(128 + number)
         if number == signal.SIGINT and not self.signal:  # somebody sits at the terminal
             say("stopping within a few steps; the next Ctrl-C ends the run at once, "
                 "and loses what is not saved")

@@ -137,7 +137,7 @@ def show_facts(log: journal.Log, facts: dict) -> None:
 def sample_of(run, script, path: str) -> str:
     """A text that the best model continues."""
     c = run.config
-    script.STOP.in_steps = False  # all is written, so a signal ends the process at once
+    script.STOP.end_at_once()  # by a signal, as all is written
     try:
         model = checkpoints.load_model(path, run.device, script)
         return "".join(sample.continued(model, c.sample, c.sample_tokens))
