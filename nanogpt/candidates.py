@@ -30,7 +30,7 @@ class Drawn(NamedTuple):
 
 
 class Targets(NamedTuple):
-    """What a micro-batch of T tokens is to predict. It is made of one or more groups, or is a part
+    """What a micro-batch of T tokens is to predict. It is made of groups of one size, or is a part
     of one. Where the loss is over the whole vocabulary, all but `next_tokens` are empty, (0,)."""
     next_tokens: Tensor  # (T,) int64, what comes next at each position
     chosen: Tensor  # (groups, n), the candidates of each group
@@ -90,12 +90,6 @@ class Candidates:
         if self.number:
             self.target_counts += counts
             self.lost_targets += lost
-
-    def of(self, next_tokens: Tensor, drawn: Drawn, groups: slice) -> Targets:
-        """Next tokens (T,), which are these groups, all of one size, or a part of one -> their
-        Targets."""
-        return Targets(next_tokens, drawn.chosen[groups], drawn.bias[groups],
-                       drawn.place_of_token[groups])
 
 
 def choose(number: int, is_target: Tensor, counts: Tensor,

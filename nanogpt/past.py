@@ -211,8 +211,10 @@ class Past:
         for part in batch.micro_batches:
             its_reading = reading.part(slice((part.start - first) * length,
                                              (part.stop - first) * length))
-            its_targets = self.candidates.of(
-                targets[part.start * length : part.stop * length], drawn, batch.groups_of(part))
+            groups = batch.groups_of(part)
+            its_targets = Targets(
+                targets[part.start * length : part.stop * length], drawn.chosen[groups],
+                drawn.bias[groups], drawn.place_of_token[groups])
             micro_batches.append((copied(its_reading), copied(its_targets)))
 
         # 3. The rows that each rank looks up, in the order of Reading.rows.

@@ -114,10 +114,11 @@ def training_loss(model, tokens, targets, setting):
 
 def one_group(model, targets):
     """Targets (T,) with candidates that are drawn for them alone."""
+    from nanogpt.candidates import Targets
     candidates = model.candidates
     drawn = candidates.draw(targets, len(targets), candidates.random_numbers(1, step=0))
     candidates.remember(drawn.counts, drawn.lost)
-    return candidates.of(targets, drawn, slice(1))
+    return Targets(targets, drawn.chosen, drawn.bias, drawn.place_of_token)
 
 
 def read(model, batch):
