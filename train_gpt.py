@@ -1464,9 +1464,8 @@ class Optimizer:
         before the last `tables.add`: the sums travel while the GPU adds up the rows' gradients. A
         collective."""
         small = {}
-        for name, bank in self.model.named_parameters():
-            if name in self.model.table_names:
-                continue
+        for name in self.parts:
+            bank = getattr(self.model, name)
             if bank.grad is None:
                 raise RuntimeError(f"{name} has no gradient; is it used in the forward pass?")
             if name == "lm_head":
