@@ -13,8 +13,7 @@ A learner begins with --preset=gpt2, the plain transformer: PLAIN_MODEL (section
 without. There the parameters are qkvo, mlp and lm_head; `attention` is its steps 1, 3 and 4;
 `embed_inputs` only makes the first stream, and `late_mix` only normalises the last one; the loss is
 over all tokens; and there are no tables, so that `Tables` only adds up the gradients of the token
-embedding's rows. What is None, or returns early, on the way through the model is a part that is
-off.
+embedding's rows. On the way through the model, a part that is off is None or returns early.
 
 What serves it lives in the folder of its subject: data/ makes and reads shards, records/ writes
 logs and judges them, nanogpt/ has kernels, compilation and low precision. Importing this file
@@ -97,8 +96,8 @@ class Config(RunConfig):
         False, "choose model, table sizes, lengths and steps by the text and the GPU, without a "
         "target; on if a data_dir but no preset is given")
     cut_documents: bool = key(
-        False, "cut a document where a sequence is full, and begin the next one with the rest; "
-        "else each sequence begins with a document")
+        False, "cut the text into sequences without gaps, wherever documents begin; else each "
+        "sequence begins with a document")
     longest_document: int = key(
         2048, "tokens that are read of a document; with cut_documents all of them")
     # model
@@ -185,7 +184,7 @@ class Config(RunConfig):
         "narrow ones take less time",
         most=1)
     induced: bool = key(
-        True, "guess the next token by the last match in the document")
+        True, "guess the next token by the longest match earlier in the document")
     recall_rows: int = key(
         0, "entries of a table of what came next in the training text; it stays empty with more "
         "than one of --epochs, because a text that is read again would be known by heart. Each "
@@ -402,6 +401,7 @@ def parse_config(argv: list[str]) -> Config:
 # at fixed points of a step, to scale the loss for example. For that a model has one object of
 # `StepHooks`, which does nothing for all other recipes.
 
+# "fp8" measures its scales; "fp8-head", "-mlp" and "-qkv" have constant ones, each for more kinds.
 PRECISIONS: dict[str, tuple[str, ...]] = {  # recipes of qkv, o, up, down and lm_head
     "bf16": ("bf16",) * 5,
     "fp32": ("fp32",) * 5,
@@ -496,7 +496,7 @@ SCALARS = {
 
 class Amounts(NamedTuple):
     """How much of each part is added to the stream, in the way that `amounts_of` tells."""
-    begin: Tensor  # (), multiplies the first stream: the product of all factors of the stream
+    of_first_stream: Tensor  # (), the product of all factors of the stream
     of_layers: Tensor  # (L, 5), for `first`, `past`, `o`, `down` and `v`
 
 
@@ -521,16 +521,11 @@ def amounts_of(scalars: Tensor) -> Amounts:
     return Amounts(so_far[-1].exp(), of_layers)
 
 
-# The banks of which a step looks up rows, and for each the list of Reading.rows (nanogpt/past.py)
-# that has the numbers of these rows. lm_head is the token embedding, too.
-LOOKED_UP_AT = {"ngrams": "ngrams", "value_embeds": "tokens", "lm_head": "tokens"}
-
-
 class Param(NamedTuple):
     """A parameter of the model, called a bank. What all layers have lies together in one bank."""
     shape: tuple[int, ...]  # Muon takes it as a stack of matrices
     optimizer: str  # "muon", "adam", or that of tables, "rows" (nanogpt/tables.py)
-    lr: float  # times the factor of the schedule, and of matrix_factors
+    lr: float  # which the factor of the schedule and matrix_factors multiply
     init: Callable[[Tensor], None]  # fills a tensor in place: a float32 one, or a table itself
     # Weight decay: an update that shrinks a weight also takes lr * decay of it away. The factor of
     # the schedule multiplies lr and decay, so that decay fades faster than the learning rate
@@ -542,6 +537,11 @@ class Param(NamedTuple):
     # which the model has in float32, too (section 8)
     share: str = "slice"
     matrix_factors: tuple[float, ...] = (1.0,)  # Muon: of the matrices in turn, to multiply lr
+
+
+# The banks of which a step looks up rows, and for each the list of Reading.rows (nanogpt/past.py)
+# that has the numbers of these rows. lm_head is the token embedding, too.
+LOOKED_UP_AT = {"ngrams": "ngrams", "value_embeds": "tokens", "lm_head": "tokens"}
 
 
 def normal(deviation: float) -> Callable[[Tensor], None]:
@@ -819,7 +819,7 @@ def embed_inputs(
     if past is not None:
         injects = [inject + for_each_token(amount, x) * past
                    for inject, amount in zip(injects, of_parts["past"])]
-    return for_each_token(amounts.begin, x) * x, injects, for_late_mix
+    return for_each_token(amounts.of_first_stream, x) * x, injects, for_late_mix
 
 
 def widened(x: Tensor, stream: Tensor) -> Tensor:
@@ -1354,7 +1354,7 @@ EAGER = SimpleNamespace(
 
 def compiled_functions(tell: Callable[[str, float], None]) -> SimpleNamespace:
     """EAGER under torch.compile. `tell` hears what was compiled and how many seconds it took."""
-    gpu.configure()
+    gpu.set_up_compiler()
     compiled = {}
     for name, function in vars(EAGER).items():
         # With `dynamic`, sizes are inputs of a graph, so that one graph serves many. Muon has a
@@ -1410,8 +1410,8 @@ class Optimizer:
         # What is updated together: all small banks. Each of the others is by itself, so that it can
         # be handed out as soon as it is updated.
         small = tuple(name for name in self.parts if model.params[name].share == "all")
-        self.groups = [(name,) for name in self.parts if name not in small]
-        self.groups += [small] if small else []
+        self.updated_together = [(name,) for name in self.parts if name not in small]
+        self.updated_together += [small] if small else []
         wide = torch.promote_types(torch.float32, model.lm_head.dtype)
         self.masters = {
             name: torch.empty_like(part, dtype=wide) for name, part in self.parts.items()}
@@ -1516,7 +1516,7 @@ class Optimizer:
         all_rates = to_device([*rates.values()], self.device)
         self.tables.update(rates, self.hooks.unscale)
         transfers = {}
-        for group in self.groups:
+        for group in self.updated_together:
             if head_waits and group == ("lm_head",):
                 continue
             gradients = [self.hooks.unscale(self.slices.finished_sum(name)) for name in group]
@@ -1630,7 +1630,7 @@ def lr_factor_at(step: int, c: Config) -> float:
 
 
 def setting_of(step: int, c: Config) -> Setting:
-    """Windows and rotary embedding of the step's stage. All layers have the same embedding.
+    """The Setting of a step. All layers have the same rotary embedding.
 
     Where the long window of a stage is larger than that of the one before it, frequencies and
     scores follow by YaRN (Bowen Peng et al. 2023; record 31)."""
@@ -1727,7 +1727,7 @@ def train_step(model: GPT, optimizer: Optimizer, batch: PreparedBatch, step: int
 
     # 2. Forward and backward. After the last pass the gradients begin to travel.
     work = partial(forward_backward, model, setting)
-    # A CUDA graph fixes all of the setting, so the setting is its key.
+    # A CUDA graph fixes all of the setting, so all of it is the key, which can hold no dict.
     graph_key = (*setting.windows.values(), *setting[1:])
     loss_sum = 0
     for i, (reading, targets) in enumerate(batch.micro_batches):
@@ -1844,7 +1844,7 @@ class Run:
                 self.clock.start()
             self.make_step(call)
         self.optimizer.go_half_way_to_averages()
-        self.optimizer.tables.complete()  # as all ranks are to have all that was trained
+        self.optimizer.tables.complete()  # on the clock, as this exchange is part of training
         self.clock.stop()
         self.validate()
 
@@ -1910,6 +1910,7 @@ def train(c: Config, at_end: ExitStack) -> int:
     script = sys.modules[__name__]  # for modules that use its parts
 
     # 1. Check what can be checked before anything is written or compiled.
+    files = journal.project_files(__file__)
     kind = "cuda" if command_line.has_cuda(c.device) else "cpu"
     device = ranks.start_process(kind, LOCAL_GPU, c.join_timeout)
     about_run = journal.describe_run(SOURCE)
@@ -1917,7 +1918,6 @@ def train(c: Config, at_end: ExitStack) -> int:
     ranks.compare({f"--{name}": value for name, value in dataclasses.asdict(c).items()
                    if name != "data_dir"} | {"code train_gpt.py": about_run["code_sha256"]})
     recipe_names = choose_recipes(c, device)
-    files = journal.project_files(__file__)
     run_files = check_run_files(c, batch_plan(c), files)
 
     # 2. The log begins with the code and the facts. The number of steps is such a fact: under
@@ -1935,15 +1935,15 @@ def train(c: Config, at_end: ExitStack) -> int:
         begin(c)
     log.show("compiling ..." if c.compile else "warming up ...")
 
-    def report_compilation(what: str, seconds: float) -> None:
-        kind = "compile" if clock.now() == 0 else "defect"  # once the clock runs it costs time
+    def tell_of_compilation(what: str, seconds: float) -> None:
+        fact = "compile" if clock.now() == 0 else "defect"  # once the clock runs it costs time
         after = round(time.perf_counter() - LAUNCHED, 1)
-        log.fact(kind, dict(what=what, seconds=round(seconds, 2), after_launch_s=after))
+        log.fact(fact, dict(what=what, seconds=round(seconds, 2), after_launch_s=after))
 
     # 3. Make model and optimizer, compile them and warm up. Collections of garbage would take a
     # tenth of the compiler's time.
     gc.disable()
-    functions = compiled_functions(report_compilation) if c.compile else EAGER
+    functions = compiled_functions(tell_of_compilation) if c.compile else EAGER
     as_graphs = c.compile and device.type == "cuda"
     model = GPT(c, device, ranks.rank_and_world_size()[1], functions, as_graphs)
     initialize(model, c.seed)  # for the warm-up; drawn anew after it
@@ -1966,8 +1966,7 @@ def train(c: Config, at_end: ExitStack) -> int:
     ranks.limit_waiting()  # for a rank that has died, on whatever host
     startup_s = time.perf_counter() - LAUNCHED
     log.fact("note", f"products: {recipes.summary(recipe_names, device)}")
-    log.fact("note", f"{startup_s:.1f} s from launch to the first timed step")
-    log.show(f"ready after {startup_s:.1f} s")
+    log.say(f"ready after {startup_s:.1f} s")
     STOP.end_after_a_step()  # by a signal, when all ranks can end together
     run.train(call)
 

@@ -147,7 +147,7 @@ def find(asked: str, log_dir: str) -> Path | None:
     return newest
 
 
-def configure(script, save: Path, given: dict):
+def config_of_save(script, save: Path, given: dict):
     """The configuration of a save, with the given values laid over it: they may be of RunConfig and
     of train_gpt.MAY_CHANGE. Raises BadInput if a given value would change the result."""
     _, facts = open_file(save, "save")
@@ -210,8 +210,8 @@ def check_save(path: str, data: list[dict], folder: str) -> dict:
 @torch.no_grad()
 def restore(path: str, saved: dict, optimizer) -> None:
     """Fills train_gpt.Optimizer and its model from a save, whose header was `saved`. The banks
-    become copies of the masters, as they are after an update, which the recipe is still to be told.
-    Raises BadInput if the save does not fit them, or has become another one."""
+    become copies of the masters, as after an update. The caller must tell the recipe of that
+    (`weights_changed`). Raises BadInput if the save does not fit them, or is another one by now."""
     file, facts = open_file(path, "save")
     require(facts == saved, f"{path} was replaced while it was read, so its run still goes on; "
             "wait until that has ended, or name another save")
@@ -254,7 +254,7 @@ class Keeper:
         self.first_step = 0
         self.save_path = log.path.with_suffix(".saved")
         # Where the best weights go: None if none are kept, and always on ranks other than 0.
-        self.weights_path = run_files.checkpoint_path
+        self.weights_path = run_files.weights_path
         self.lacks_weights = False  # whether the best weights could not be written
         self.best = None  # step, loss and file of the best weights
         saved = run_files.saved

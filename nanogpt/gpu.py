@@ -1,4 +1,4 @@
-"""How work is given to the GPU: (1) functions under torch.compile that report when they compile,
+"""How work is given to the GPU: (1) functions under torch.compile that tell when they compile,
 (2) CUDA graphs, (3) work that runs beside other work, and numbers that travel to the GPU.
 On a CPU the same calls do the work directly.
 """
@@ -27,7 +27,7 @@ from torch import Tensor
 # finds its forward and backward pass there.
 
 
-def configure() -> None:
+def set_up_compiler() -> None:
     """The settings of PyTorch's compiler that this project needs. Our custom operators must be
     registered by now."""
     # A function has a graph for each form of its arguments, and for each size unless it is dynamic.
@@ -63,10 +63,10 @@ def operators_hash() -> str:
     return hashlib.sha256(repr(texts).encode()).hexdigest()
 
 
-def compiled(function: Callable, report: Callable[[str, float], None],
+def compiled(function: Callable, tell: Callable[[str, float], None],
              dynamic: bool = False) -> Callable:
     """The function under torch.compile. After a call that had to make a graph it calls
-    `report(name, seconds)`, where `seconds` is how long the call took. With `dynamic`, sizes are
+    `tell(name, seconds)`, where `seconds` is how long the call took. With `dynamic`, sizes are
     inputs of a graph, so that one graph serves many sizes: all for which the function takes the
     same branches. (A size of 1 has a graph of its own.)"""
     by_graphs = torch.compile(function, dynamic=dynamic, fullgraph=True)
@@ -77,7 +77,7 @@ def compiled(function: Callable, report: Callable[[str, float], None],
         graphs_before = stats["unique_graphs"]
         result = by_graphs(*args)
         if stats["unique_graphs"] != graphs_before:
-            report(function.__name__, time.perf_counter() - begin)
+            tell(function.__name__, time.perf_counter() - begin)
         return result
 
     return call

@@ -62,7 +62,7 @@ class UsedRows(NamedTuple):
     of_this_rank: Tensor  # those that this rank looks up, ascending
     of_all: Tensor  # (n,) those of any rank, ascending
     of_ranks: Tensor  # those of each rank, one rank after the other
-    lengths: list[int]  # how many those are of each rank
+    counts: list[int]  # how many those are of each rank
 
 
 class PreparedBatch(NamedTuple):
@@ -85,8 +85,8 @@ class PreparedBatch(NamedTuple):
         for source, rows, ends in zip(reading.rows(), self.rows, self.ends.tolist()):
             of_all, *of_each, _ = rows.tensor_split(ends)
             of_ranks = rows[ends[0] : ends[-1]]
-            lengths = [len(x) for x in of_each]
-            used[source] = UsedRows(of_each[rank], of_all, of_ranks, lengths)
+            counts = [len(x) for x in of_each]
+            used[source] = UsedRows(of_each[rank], of_all, of_ranks, counts)
         return used
 
 

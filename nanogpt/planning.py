@@ -40,7 +40,7 @@ def parse_config(script, argv: list[str]):
     # The configuration holds the path of the save that was found, and not "newest".
     save = checkpoints.find(values.pop("resume", ""), values.get("log_dir", script.Config.log_dir))
     if save:
-        c = checkpoints.configure(script, save, values)
+        c = checkpoints.config_of_save(script, save, values)
     else:
         if not cuda:
             values = script.ON_CPU | values
@@ -205,7 +205,7 @@ class RunFiles(NamedTuple):
     val_tokens: Tensor  # (val_tokens + 1,), uint16
     fingerprints: list[dict]  # of all shards
     saved: dict | None  # the header of the save that the run goes on from
-    checkpoint_path: Path | None = None  # the file of its weights, on rank 0
+    weights_path: Path | None = None  # the file of its weights, on rank 0
 
 
 def check_run_files(c, plan: shards.Plan, files: list[dict]) -> RunFiles:
@@ -217,7 +217,7 @@ def check_run_files(c, plan: shards.Plan, files: list[dict]) -> RunFiles:
     for shard in found.fingerprints:
         facts[f"{shard['split']} shard {shard['name']}"] = shard["sha256"]
     compare(facts)
-    return found._replace(checkpoint_path=on_all_ranks(try_places, c, found.saved))
+    return found._replace(weights_path=on_all_ranks(try_places, c, found.saved))
 
 
 def check_data(c, plan: shards.Plan) -> RunFiles:

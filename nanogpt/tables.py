@@ -12,8 +12,8 @@ updates its columns of these rows.
 
 The other ranks need a new row only when they look it up. So before the passes of a step, each rank
 sends the others its columns of the rows that they look up in this step. Every rank has room for
-whole tables, but in the columns of others, rows that it has not looked up since are out of date.
-`complete` brings them up to date, for validation and saves.
+whole tables, but of the other ranks' columns a row is only as new as its last lookup here.
+`complete` brings all up to date, for validation and saves.
 
 The sums and the update take memory bandwidth, while the update of the matrices takes arithmetic. So
 they are done on a CUDA stream beside the main one (records/TRIED.md).
@@ -77,7 +77,7 @@ class Tables:
     def reset(self) -> None:
         """Makes ready for the next step. A step that was begun but not finished is forgotten."""
         self.last_call = "finish"  # of the methods above
-        self.batch = []  # of each micro-batch, the rows of each source, (lookups,)
+        self.rows = []  # of each micro-batch, the rows of each source, (lookups,)
         self.used = {}  # UsedRows of each source
         # Sums of gradients over this rank's lookups: (ranks, its rows, own_width) of each table,
         # and with the name lm_head (1, its rows, width) of the token embedding.
@@ -93,15 +93,15 @@ class Tables:
         """Notes that a method is called, and raises RuntimeError if it is not its turn."""
         if self.last_call != after:
             raise RuntimeError(f"`{method}` of the tables must be after `{after}`, but was called "
-                               f"after `{self.last_call}` (micro-batches: {len(self.batch)})")
+                               f"after `{self.last_call}` (micro-batches: {len(self.rows)})")
         self.last_call = method
 
-    def begin(self, batch: list[dict[str, Tensor]], used: dict[str, UsedRows]) -> None:
+    def begin(self, rows: list[dict[str, Tensor]], used: dict[str, UsedRows]) -> None:
         """Takes the rows that each micro-batch of this rank looks up, (lookups,) for each source,
         and those that the whole step uses. Fetches the other ranks' columns of the rows that this
         rank looks up. The pass that comes next on the main stream waits for that. A collective."""
         self.take_turn("begin", after="finish")
-        self.batch = batch
+        self.rows = rows
         self.used = used
         if self.world_size > 1:
             self.fetch()
@@ -117,7 +117,7 @@ class Tables:
             parts = columns.new_empty(self.world_size, len(used.of_this_rank), columns.size(1))
             sizes = [len(used.of_this_rank)] * self.world_size
             transfer = dist.all_to_all_single(
-                parts.flatten(0, 1), columns, sizes, used.lengths, async_op=True)
+                parts.flatten(0, 1), columns, sizes, used.counts, async_op=True)
             arriving.append((table.bank, used.of_this_rank, parts, transfer))
         for bank, rows, parts, transfer in arriving:
             transfer.wait()
@@ -167,9 +167,9 @@ class Tables:
                 self.make_room(gradients)
             # For each source, which of this rank's used rows each lookup is, (lookups,).
             places = {source: torch.searchsorted(self.used[source].of_this_rank, rows)
-                      for source, rows in self.batch[i].items()}
+                      for source, rows in self.rows[i].items()}
         self.side_stream.meet()  # it waits for the pass
-        is_last = i == len(self.batch) - 1
+        is_last = i == len(self.rows) - 1
         with self.side_stream.on():
             for name, table in self.tables.items():
                 sum_rows(self.local_sums[name], places[table.source], gradients[name])
@@ -195,11 +195,11 @@ class Tables:
             self.arriving[name] = sums[0], NoTransfer()
             return
         sums = sums.to(table.bank.dtype)
-        lengths = self.used[table.source].lengths
-        arrived = sums.new_empty(sum(lengths), sums.size(2))
-        sizes = [lengths[self.rank]] * self.world_size
+        counts = self.used[table.source].counts
+        arrived = sums.new_empty(sum(counts), sums.size(2))
+        sizes = [counts[self.rank]] * self.world_size
         transfer = dist.all_to_all_single(
-            arrived, sums.flatten(0, 1), lengths, sizes, async_op=True)
+            arrived, sums.flatten(0, 1), counts, sizes, async_op=True)
         self.arriving[name] = arrived, transfer
 
     def add_embedding(self, gradient: Tensor) -> None:

@@ -133,7 +133,7 @@ class WarmUp:
     def update(self, call: Callable = call_directly) -> None:
         optimizer = self.optimizer
         rates = to_device([*optimizer.rates(0.0).values()], self.model.device)
-        for group in optimizer.groups:
+        for group in optimizer.updated_together:
             zeros = [torch.zeros_like(optimizer.parts[name]) for name in group]
             gradients = map(optimizer.hooks.unscale, zeros)  # in the dtype that a step has
             call(group, partial(optimizer.update, group), (rates, *gradients))

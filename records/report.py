@@ -46,7 +46,7 @@ def begin(log: journal.Log, script, device: torch.device, about_run: dict, files
                + (f", about {seconds / 60:.1f} min" if seconds else ""),
         "seed": str(c.seed),
         "log": log.path,
-        "weights": run_files.checkpoint_path or "not kept; --save_checkpoint keeps them",
+        "weights": run_files.weights_path or "not kept; --save_checkpoint keeps them",
     })
 
 

@@ -46,7 +46,7 @@ def began(tmp_path, capsys, monkeypatch):
     c = t.parse_config(["--preset=gpt2", "--data_dir=data/x", "--num_steps=6", "--seed=3", f"--log_dir={tmp_path}", "--target_loss=1.5"])
     log = journal.Log(tokens_are_bytes=True)
     monkeypatch.setattr(journal, "describe_machine", lambda device: MACHINE)
-    run_files = SimpleNamespace(fingerprints=DATA, checkpoint_path=Path("models/x.pt"))
+    run_files = SimpleNamespace(fingerprints=DATA, weights_path=Path("models/x.pt"))
     recipes = {"mlp": "fp8", "head": "bf16", "qkvo": "bf16"}
     report.begin(log, t, torch.device("cuda"), RUN_FACT, [], run_files, recipes, c, 102)
     return c, log, capsys.readouterr().out

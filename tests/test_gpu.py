@@ -28,7 +28,7 @@ def settings(monkeypatch):
                 (functorch, "autograd_cache_allow_custom_autograd_functions"),
                 (inductor, "triton.unique_kernel_names"), (compiler, "cache_key_tag")):
             stack.enter_context(config.patch({name: operator.attrgetter(name)(config)}))
-        gpu.configure()
+        gpu.set_up_compiler()
         yield
 
 
@@ -109,7 +109,7 @@ def test_an_edited_operator_is_not_taken_for_the_old_one(tmp_path, monkeypatch):
         spec = importlib.util.spec_from_file_location(path.stem, path)
         sys.modules[path.stem] = module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        gpu.configure()
+        gpu.set_up_compiler()
         compiled = gpu.compiled(module.call, Reports())
         x = torch.ones(4, requires_grad=True)
         y = compiled(x)

@@ -121,15 +121,15 @@ class FP8(StepHooks):
         # The number of each row's scale. The head has one scale, each matrix of the MLPs has one,
         # and each attention has two: one for queries, keys and values, and one for the output.
         device = self.banks["mlp"].device
-        heads = torch.zeros(len(self.banks["lm_head"]), dtype=torch.int64, device=device)
-        mlps = 1 + torch.arange(len(self.banks["mlp"]), device=device)
+        of_head = torch.zeros(len(self.banks["lm_head"]), dtype=torch.int64, device=device)
+        of_mlps = 1 + torch.arange(len(self.banks["mlp"]), device=device)
         row = torch.arange(len(self.banks["qkvo"]), device=device)
         is_output = row % 4 == 3
-        attentions = 1 + len(mlps) + row // 4 * 2 + is_output
-        self.scale_of_row = {"lm_head": heads, "mlp": mlps, "qkvo": attentions}
+        of_attentions = 1 + len(of_mlps) + row // 4 * 2 + is_output
+        self.scale_of_row = {"lm_head": of_head, "mlp": of_mlps, "qkvo": of_attentions}
         # The scale is a row's first number: compiled code wants it to begin at a multiple of 16
         # bytes.
-        self.scales = torch.full((int(attentions[-1]) + 1, 4), math.nan, device=device)
+        self.scales = torch.full((int(of_attentions[-1]) + 1, 4), math.nan, device=device)
 
     def products_of(self, name: str, rows: slice, transposed: bool = False) -> FP8Products:
         """The products of a weight (N, K): these rows of a bank, which may have it as (K, N)."""

@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 class Grid(NamedTuple):
-    """The numbers of a floating-point format, but for its largest, which callers must respect."""
+    """The numbers of a floating-point format, but for its largest, to which callers clamp."""
     mantissa_bits: int
     smallest_exponent: int  # of normal numbers; below, numbers are equally far from each other
 
