@@ -54,7 +54,7 @@ if [ "${1:-}" = test ]; then
   exec "$python" -m pytest -q -n 2 --dist worksteal tests "$@"
 fi
 
-# 3. The data. Wrong keys are found before any are made or fetched.
+# 3. The data. Wrong keys, and values out of range, are found before any are made or fetched.
 asked=" ${keys[*]-} "
 case $asked in
   *" --help "* | *" -h "*) exec "$python" train_gpt.py "${keys[@]}" ;;

@@ -894,8 +894,8 @@ def head_loss(x: Tensor, w: Tensor, targets: Tensor, bias: Tensor | None, produc
 
     With second_weight (), early in training, targets are (2, T): the next tokens, and those after
     them. The gradient is that of the first loss plus second_weight times the second, which counts
-    where there is a first target, too. The value is the first alone, so that losses stay comparable
-    (multi-token prediction, record 53; after Gloeckle et al. 2024).
+    only where the first target is a candidate. The value is the first alone, so that losses stay
+    comparable (multi-token prediction, record 53; after Gloeckle et al. 2024).
 
     To train on another loss, change it here, but only where torch.is_grad_enabled(): validation
     calls this function, too, and its losses must stay comparable. Then train with --precision=bf16:
@@ -1380,12 +1380,12 @@ def compiled_functions(tell: Callable[[str, float], None]) -> SimpleNamespace:
 # comes as this rank's rows, and with head_every_second its gradient is that of two steps. State
 # begins at 0 (`reset`). As saves name and cut it, its fields have other names than master and
 # average, and its first dimension is that of the master. The MLPs' matrices have larger learning
-# rates: hand `self.matrix_factors[name]` to your update, as Muon gets it, or all have the same. The
-# warm-up calls the update with gradients of 0. Gradients are sums over the tokens of a batch, not
-# means. To Muon and Adam, which divide by the size of the gradient, that makes no difference as
-# long as batches keep their size, but to plain SGD it does. On a GPU the update runs as a CUDA
-# graph: what changes from step to step must come in a tensor, as the rates do. The rows of tables
-# have a kernel instead, `update_rows` in nanogpt/tables.py.
+# rates: hand `self.matrix_factors[name]` to your update, as Muon gets it; without it all have the
+# same. The warm-up calls the update with gradients of 0. Gradients are sums over the tokens of a
+# batch, not means. To Muon and Adam, which divide by the size of the gradient, that makes no
+# difference as long as batches keep their size, but to plain SGD it does. On a GPU the update runs
+# as a CUDA graph: what changes from step to step must come in a tensor, as the rates do. The rows
+# of tables have a kernel instead, `update_rows` in nanogpt/tables.py.
 
 
 class Optimizer:
@@ -1976,8 +1976,8 @@ def train(c: Config, at_end: ExitStack) -> int:
 
 def main(argv: list[str]) -> int:
     """Exit status: 0 trained to the end; 1 a crash; 2 bad input, a folder that cannot be written
-    to, too little memory, or a loss that is not finite; 129, 130 or 143 ended by a signal. Under
-    torchrun each error is 1."""
+    to, too little memory, or a loss that is not finite; 129, 130 or 143 (as a shell shows
+    it) ended by a signal. Under torchrun each error is 1."""
     return faults.run(lambda at_end: train(parse_config(argv), at_end), STOP)
 
 

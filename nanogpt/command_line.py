@@ -146,7 +146,7 @@ def parse(script, argv: list[str]) -> dict:
     of another type."""
     values = vars(parser_of(script, preset_of({})).parse_args(argv))
     if values.pop("help", False):
-        configure(script, preset_of(values), values)  # run.sh finds wrong values by this
+        configure(script, preset_of(values), values)  # run.sh finds values out of range by this
         parser_of(script, preset_of(values)).print_help()
         raise SystemExit(0)
     return values

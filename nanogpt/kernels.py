@@ -483,7 +483,7 @@ def capped_cross_entropy(
     of -1 means that there is none: the loss and the gradient are 0 then, even if z is NaN.
 
     With second_weight () in float32, targets are (2, T). The second ones have no loss, but
-    second_weight times their gradient is added, where there is a first target, too.
+    second_weight times their gradient is added where there is a first target.
     """
     T, V = z.shape
     if z.is_cuda and not torch.version.hip:  # the kernel has an instruction of NVIDIA's

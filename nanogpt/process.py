@@ -5,7 +5,8 @@ terminal was closed). This file is used before torch is imported, so it imports 
 Before the first step there is nothing to keep, so a signal ends the process at once. From then on
 it is noted, and the trainer ends the run after a step, when all ranks know of it (ranks.Requests).
 A Ctrl-C after any of them ends the process at once. A second SIGTERM does not: a cluster may send
-it to all processes, and torchrun hands on to the ranks what it has got itself.
+it to all processes, and torchrun hands on to the ranks what it has got itself. When all is written,
+any signal ends the process at once again.
 """
 import os
 import signal
@@ -71,8 +72,9 @@ class Stop:
             say("stopping within a few steps; the next Ctrl-C ends the run at once, "
                 "and loses what is not saved")
         self.signal = self.signal or SIGNALS[number]
-        # The next Ctrl-C needs no Python, which may wait for something.
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        if signal.SIGINT in self.numbers:
+            # The next Ctrl-C needs no Python, which may wait for something.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def say(sentence: str) -> None:

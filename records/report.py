@@ -66,6 +66,7 @@ def end(run, script, startup_s: float) -> int:
     best, best_loss, path = keeper.best or (None, None, None)
     if not run.ended_by:
         keeper.remove_save()
+        script.STOP.end_at_once()  # by a signal, as all is written
         if is_rank_0() and c.sample and path:
             show(f"sample: {sample_of(run, script, path)}")
     train_losses = [loss for _, _, name, loss in log.steps if name == "train_loss"]
@@ -137,7 +138,6 @@ def show_facts(log: journal.Log, facts: dict) -> None:
 def sample_of(run, script, path: str) -> str:
     """A text that the best model continues."""
     c = run.config
-    script.STOP.end_at_once()  # by a signal, as all is written
     try:
         model = checkpoints.load_model(path, run.device, script)
         return "".join(sample.continued(model, c.sample, c.sample_tokens))
