@@ -37,14 +37,20 @@ KINDS = {  # of files: what only their header has, and what to do where another 
 }
 
 
+def part_of(path: Path) -> Path:
+    """Where a file is written before it gets its name."""
+    return path.with_name(f"{path.name}.part")
+
+
 def write(path: Path, tensors: dict[str, Tensor], about: dict) -> None:
     """Writes a file with `about` in its header. Until all of it is on disk, an older one of this
     name stays. Raises OSError if that fails, as on a full disk."""
-    beside = path.with_name(f"{path.name}.part")
-    on_cpu = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
-    header = {"format": "pt"} | {name: json.dumps(value) for name, value in about.items()}
+    beside = part_of(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        beside.touch()  # so that no other run takes the name meanwhile (`unused_path`)
+        on_cpu = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
+        header = {"format": "pt"} | {name: json.dumps(value) for name, value in about.items()}
         save_file(on_cpu, beside, header)
         # save_file lets nobody else read it. Whoever may read the folder may read the file.
         beside.chmod(path.parent.stat().st_mode & 0o666)
@@ -89,10 +95,11 @@ def read(path: str | Path) -> tuple[dict[str, Tensor], dict]:
 
 
 def unused_path(path: Path) -> Path:
-    """NAME.safetensors, or NAME-2.safetensors and so on: the first that does not exist."""
+    """NAME.safetensors, or NAME-2.safetensors and so on: the first that does not exist and that no
+    run is writing."""
     unused = path
     number = 1
-    while unused.exists():
+    while unused.exists() or part_of(unused).exists():
         number += 1
         unused = path.with_stem(f"{path.stem}-{number}")
     return unused
@@ -266,7 +273,8 @@ class Keeper:
             self.first_step = saved["step"]
             if path.parent.resolve() == Path(c.log_dir).resolve():  # else it may be somebody's copy
                 self.save_path = path
-            self.best = saved["best"]
+            if saved["best"] and Path(saved["best"][2]).exists():  # it may have been moved
+                self.best = saved["best"]
             clock.total = saved["seconds"]
             for line in saved["steps"]:
                 log.step(*line, show=False)
@@ -300,7 +308,7 @@ class Keeper:
             write(self.save_path, tensors, facts)
         except OSError as error:
             older = ", and an older save stays" if self.save_path.exists() else ""
-            complain(f"cannot save: {error}; the run goes on{older}")
+            complain(f"cannot save: {error}{older}")
 
     def remove_save(self) -> None:
         """The run has come to its end: its save is of no use, unless the disk had no place for the

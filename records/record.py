@@ -166,9 +166,10 @@ def read(folder: Path) -> Record:
         texts = json.loads((folder / "record.json").read_text("utf-8"))
         record = Record(
             folder.name, read_logs(folder), texts["claim"], texts["data_name"])
+        page = (folder / "README.md").read_text("utf-8")
     except (ValueError, LookupError) as error:
         raise ValueError(f"{folder.name}: {error}") from None
-    if block(record) not in (folder / "README.md").read_text("utf-8"):
+    if block(record) not in page:
         raise ValueError(f"{folder.name}: the table in its README.md is not that of its logs and "
                          "its record.json.")
     return record

@@ -92,7 +92,9 @@ def end(run, script, startup_s: float) -> int:
         "weights": weights,
     })
     if run.ended_by:
-        hint = "it cannot be resumed, as nothing was saved; --save_every=MINUTES saves"
+        hint = "it cannot be resumed, as nothing was saved"
+        if not c.save_every:
+            hint += "; --save_every=MINUTES saves"
         if keeper.save_path.exists():
             hint = f"to go on, start it again with --resume={shlex.quote(str(keeper.save_path))}"
         show(f"stopped by {run.ended_by} after step {run.step}; {hint}")

@@ -288,7 +288,7 @@ def test_a_full_disk_is_one_sentence_and_the_run_goes_on(corpus, tmp_path):
     found = processes.run(driver, *options(corpus, tmp_path, **large_saves))
     assert found.returncode == 0 and found.stderr, found.stderr
     for line in found.stderr.splitlines():
-        assert re.fullmatch("cannot save: .*File too large.*; the run goes on", line)
+        assert re.fullmatch("cannot save: .*File too large.*", line)
     assert steps(tmp_path)[-1][0] == 6 and not list(tmp_path.rglob("*.part"))
 
 
@@ -479,6 +479,17 @@ def test_under_auto_no_file_of_another_run_is_replaced(tmp_path):
         path.touch()
         path = checkpoints.unused_path(tmp_path / "novel.safetensors")
         assert path == tmp_path / f"{name}.safetensors"
+    (tmp_path / "novel-3.safetensors.part").touch()  # another run is writing it
+    assert checkpoints.unused_path(tmp_path / "novel.safetensors").name == "novel-4.safetensors"
+
+
+def test_a_run_whose_best_weights_were_moved_while_it_was_stopped_keeps_weights_again(corpus, tmp_path, monkeypatch):
+    losses = iter([9.0, 1.0, 3.0, 2.0])  # at step 0, before the stop, and after it
+    monkeypatch.setattr(t, "validate", lambda *_: next(losses))
+    assert run(options(corpus, tmp_path), stop_after=3) == 130
+    (tmp_path / "model.safetensors").unlink()
+    assert run(["--resume", f"--log_dir={tmp_path}"]) == 0
+    assert checkpoints.read(tmp_path / "model.safetensors")[1]["val_loss"] == 2.0
 
 
 def test_a_run_that_was_stopped_before_it_had_weights_to_keep_goes_on_and_keeps_them(corpus, tmp_path, monkeypatch):
