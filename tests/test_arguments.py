@@ -51,7 +51,7 @@ def test_values_are_read_in_every_usual_form(words, value):
     ("--muon_lr=fast", ["--muon_lr", "invalid float value: 'fast'"]),
     ("--shuffle=maybe", ["--shuffle", "maybe is neither true nor false"]),
     ("--num_steps", ["--num_steps"]),
-    ("--num-step=3", ["unrecognized arguments: --num-step=3", "--help lists all options"]),
+    ("--num_step=3", ["unrecognized arguments: --num_step=3", "--help lists all options"]),
     ("a.txt", ["unrecognized arguments: a.txt"])])
 def test_what_cannot_be_is_answered_in_one_sentence(word, parts):
     with pytest.raises(BadInput) as error:

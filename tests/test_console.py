@@ -106,6 +106,13 @@ def test_a_sample_that_cannot_be_drawn_is_a_sentence(monkeypatch):
         assert report.sample_of(run, t, "models/x.pt") == said
 
 
+def test_a_sample_has_the_tokens_that_are_asked_for(monkeypatch):
+    monkeypatch.setattr(t.checkpoints, "load_model", lambda *_: None)
+    monkeypatch.setattr(report.sample, "continued", lambda model, text, count: text + "." * count)
+    run = SimpleNamespace(config=t.Config(sample="x", sample_tokens=3), device="cpu")
+    assert report.sample_of(run, t, "models/x.pt") == "x..."
+
+
 def test_a_file_gets_a_line_for_each_validation_and_nothing_of_the_steps(capsys):
     log = log_of(2, tokens_are_bytes=True)
     log.step(1, 1.0, "train_loss", 3.0)

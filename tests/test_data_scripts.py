@@ -174,6 +174,8 @@ def test_equal_documents_are_taken_once_and_counted(tmp_path, capsys):
     ("a.jsonl", LINES, []),
     ("a.ndjson", LINES, []),
     ("a.json", LINES, []),
+    ("lines.txt", LINES, []),
+    ("gaps.jsonl", LINES.replace("\n", "\n\n"), []),
     ("marked.jsonlines", b"\xef\xbb\xbf" + LINES.encode(), []),
     ("marked.jsonl", LINES.encode("utf-16"), []),
     ("joined.txt", JOINED, ["--split=<|endoftext|>"]),
@@ -197,10 +199,10 @@ def test_a_text_is_one_document_byte_for_byte_also_if_it_looks_a_bit_like_json(t
     assert from_bytes(train + val) == text
 
 
-@pytest.mark.parametrize("name, content, is_said", [("a.txt", JOINED, True), ("a.jsonl", LINES, False)])
+@pytest.mark.parametrize("name, content, is_said", [("a.txt", JOINED, True), ("a.jsonl", LINES, False), ("b.jsonl", json_lines([JOINED, JOINED + "."]), True)])
 def test_markers_between_documents_that_are_read_as_text_are_said(tmp_path, capsys, name, content, is_said):
     run_prepare(write(tmp_path / name, content))
-    assert ("if it ends documents, give --split='<|endoftext|>'" in capsys.readouterr().out) == is_said
+    assert capsys.readouterr().out.count("if it ends documents, give --split='<|endoftext|>'") == is_said, "once at most"
 
 
 WIDE = "The cat, naïve as ever.\r\nAnd 東京.\n" * 99
@@ -220,6 +222,7 @@ BAD = [  # name, content, what the sentence says
     ("a.jsonl", b'{"body": "fine"}\n', "with the keys 'body'; name that of its text with --key"),
     ("a.jsonl", b"[1, 2]\n", "line 1: no JSON object"),
     ("a.ndjson", b'{"text": null}', 'line 1: an object without a text "text"'),
+    ("a.ndjson", b'{"text": 5}', 'line 1: an object without a text "text"'),
     ("a.txt", b"few words", "too few"),
     ("a.txt", b"", "no text"),
     ("absent.txt", None, "check the path"),
@@ -238,7 +241,7 @@ def test_what_cannot_be_used_is_named_for_what_it_is_in_one_sentence(tmp_path, c
 
 
 def test_a_folder_is_searched_and_what_is_left_out_is_said(tmp_path, capsys):
-    files = {"a.txt": JOINED, "deep/er/b.md": "three" * 30, "c.ndjson": LINES, "d.rs": "four\n" * 30,
+    files = {"A.TXT": JOINED, "deep/er/b.md": "three" * 30, "c.ndjson": LINES, "d.rs": "four\n" * 30,
              "package.json": '{\n "name": "x"}', "bad.py": b"\xff\x00", "pic.png": b"\x89PNG", "t.csv": "a,b",
              "u.csv": "a,b", ".hidden/e.txt": "hidden", ".f.txt": "hidden", "blank.txt": " \n\n"}
     for name, content in files.items():
@@ -278,6 +281,7 @@ def test_without_a_gpu_bytes_are_made_unless_gpt2s_tokens_are_asked_for(tmp_path
     ("story.txt", "story"),
     ("LICENSE", "LICENSE"),
     ("my_train_set.txt", "my-train_set"),
+    ("my_val_set.txt", "my-val_set"),
     ("taken.txt", "taken-2"),
     ("half.txt", "half-2"),
     ("notes.md.txt", "notes.md-2"),
@@ -465,6 +469,7 @@ def test_the_same_texts_are_divided_alike_each_time(tmp_path):
     ([300, 3700], [300], [3700]),  # 5 % are 200, and half as much again is taken whole
     ([301, 3699], [200], [102, 3699]),
     ([50, 50, 101, 3799], [50, 50, 101], [3799]),
+    ([259], [129], [131]),  # as few as the refusal asks for; the second part has a separator of its own
     ([161, 101], [129], [33, 101]),  # else the 101 would be all there is to train on
     ([260, 60, 9680], [260, 60], [9680]),  # at most 300: 5 % would be 500
 ])

@@ -126,7 +126,7 @@ def make_checkpoint(path, corpus, **changes):
     with torch.no_grad():
         model.lm_head.mul_(20)  # else all tokens are as probable
     loss = t.validate(model, check_data(c)[1], 4)
-    keep(path, model, val_loss=loss)
+    keep(path, model, step=3, val_loss=loss)
     return path, loss
 
 
@@ -250,7 +250,7 @@ def test_all_measures_of_two_models(tmp_path, items, checkpoint, another, capsys
     text.write_text("The first one ends.\nHere it does.\n\n\nA second, and so on.\n\nThree")
     status, out, err = run(capsys, checkpoint[0], another, f"--text={text}", "--split_blank=1")
     assert (status, err) == (0, "")
-    for part in ("loss, nats per byte", "bits per byte", "text.txt: 3", "another.safetensors minus"):
+    for part in ("loss, nats per byte", "bits per byte", "text.txt: 3", "another.safetensors minus", "(preset laptop, step 3)"):
         assert part in out
     status, out, err = run(capsys, checkpoint[0], another, "--hellaswag")
     assert (status, err) == (0, "") and "nats" not in out
@@ -260,9 +260,10 @@ def test_all_measures_of_two_models(tmp_path, items, checkpoint, another, capsys
 
 def test_one_document_has_no_error_and_no_interval_and_a_sentence_says_why(tmp_path, checkpoint, another, capsys):
     text = tmp_path / "text.txt"
-    text.write_text("The first one ends.\n\nA second.")
-    status, out, _ = run(capsys, checkpoint[0], f"--text={text}", another)
+    text.write_text("The first one ends.\n\nA second.<|endoftext|>")
+    status, out, err = run(capsys, checkpoint[0], f"--text={text}", another)
     assert status == 0 and "text.txt: 1\n" in out and out.count("±") == 1 and "another.safetensors minus" in out
+    assert err.startswith("evaluate.py: <|endoftext|> is read as text") and err.count("\n") == 1
     assert out.endswith("A single one has none, and with fewer than 30 it is too small: --text=PATH --split_blank=1 cuts a text into more.\n")
 
 
@@ -274,7 +275,7 @@ def test_the_program_runs_as_a_script(checkpoint, tmp_path):
 
 @pytest.mark.parametrize("words, part", [
     ([], "MODEL"), (["no.safetensors"], "no.safetensors"), (["MODEL", "--text=no.txt"], "no.txt: no such file"),
-    (["MODEL", "--text=EMPTY"], "no text in it"),
+    (["MODEL", "--text=EMPTY"], "no text in it"), (["MODEL", "--split_blank=1"], "name it with --text"),
     (["MODEL", "--hellaswag=no.jsonl"], "no.jsonl"), (["MODEL", "--hellaswag", "--text=EMPTY"], "not allowed with"),
     (["MODEL", "--device=tpu"], "tpu"), (["MODEL", "--tex=a"], "unrecognized arguments: --tex=a"), (["MODEL", "--text=GPT2"], "of the kind gpt2"),
     (["MODEL", "--text="], "no such file or folder"), (["MODEL", "--text=DAMAGED"], "promises"), (["MODEL", "--text=BINARY"], "UTF-8"),

@@ -45,6 +45,23 @@ def test_what_is_given_stays_and_the_rest_follows_from_it(text):
     assert (c.num_steps, c.minutes, c.seq_len, c.target_loss, c.val_interval) == (50, 0, 512, 2.5, 7)
     assert c.epochs == math.ceil(50 * c.batch_tokens / (19_000 // 512 - c.batch_tokens // 512 + 1) / 512)
     check_data(c)
+    once = t.parse_config([text, "--epochs=1"])
+    assert once.epochs == 1 and sum(t.batch_plan(once)) * once.seq_len <= 19_000
+
+
+def test_the_target_of_a_preset_is_not_for_the_steps_that_minutes_choose(text):
+    command = [text, "--preset=laptop", "--minutes=1"]
+    assert [t.parse_config([*command, *more]).target_loss for more in ([], ["--target_loss=2"])] == [0, 2]
+
+
+def test_a_schedule_of_smaller_batches_reads_the_text_once_and_nearly_all_of_it(text):
+    c = t.parse_config([text, "--preset=onepass", "--fit", "--seq_len=128"])
+    assert c.epochs == 1 and 0.9 * 19_000 < sum(t.batch_plan(c)) * c.seq_len <= 19_000
+
+
+def test_a_batch_is_no_larger_than_the_largest_of_many_shards():
+    c = t.Config(**t.PRESETS["small"])
+    assert planning.lengths_that_fit(c, t.SCHEDULES[c.schedule], (3000,) * 200, 3000)["batch_tokens"] < 3000
 
 
 def test_minutes_become_as_many_steps_as_fit_into_them(text, tmp_path):
@@ -57,6 +74,8 @@ def test_minutes_become_as_many_steps_as_fit_into_them(text, tmp_path):
     assert most.epochs == planning.MOST_EPOCHS["laptop"]
     given = t.parse_config([text, "--minutes=0.1", "--val_interval=7"])
     assert planning.fit_to_minutes(given, t.SCHEDULES[c.schedule], paths, 0.2).val_interval == 7
+    clipped = dataclasses.replace(c, cut_documents=False, epochs=9)
+    assert planning.fit_to_minutes(clipped, t.SCHEDULES[c.schedule], paths, 0.2).epochs == 9, "30 steps may need them"
     planning.check_tokens(most, t.batch_plan(most), paths)
 
 
@@ -89,6 +108,7 @@ def test_of_a_short_text_little_is_looked_up(tokens, rows, longest, recall, tmp_
     c = t.parse_config([f"--data_dir={tmp_path}", "--device=cpu"])
     assert (c.ngram_rows, c.longest_ngram, c.recall_rows) == (rows, longest, recall)
     assert t.parse_config([f"--data_dir={tmp_path}", "--ngram_rows=99"]).ngram_rows == 99
+    assert t.parse_config([f"--data_dir={tmp_path}", "--preset=small", "--fit", "--device=cpu"]).ngram_rows == rows
 
 
 @pytest.mark.parametrize("gigabytes, rows, recalled", [
@@ -109,10 +129,10 @@ def test_lengths_fit_the_text_the_processes_and_each_other(preset, tokens, world
     monkeypatch.setenv("WORLD_SIZE", str(world_size))
     c = t.Config(**t.PRESETS[preset] | planning.OVER_PRESET | {"preset": preset})
     stages = t.SCHEDULES[c.schedule]
-    c = dataclasses.replace(c, **planning.lengths_that_fit(c, stages, (tokens,), 20_000))
+    c = dataclasses.replace(c, **planning.lengths_that_fit(c, stages, (tokens,), 32_768))
     c = dataclasses.replace(c, **planning.steps_that_fit(c, stages, (tokens,), 9, 1))
     t.command_line.check(c, t)
-    assert c.batch_tokens < tokens and c.val_tokens < 20_000
+    assert c.batch_tokens < tokens and c.val_tokens < 32_768, "each last token is a target only"
     assert {count % world_size for count in t.batch_plan(c)} == {0}
 
 

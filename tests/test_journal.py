@@ -21,8 +21,8 @@ SOURCE = b"print('a script')\n"
 RULE = "=" * 100
 
 
-def open_log(folder):
-    log = journal.Log()
+def open_log(folder, log=None):
+    log = log or journal.Log()
     run, config = {"run_id": "an-id", "git_clean": None}, {"log_dir": str(folder), "num_steps": 10}
     log.begin(SOURCE, dict(run=[run], file=[], config=[config], environment=[{}], data=[], stage=[]))
     return log
@@ -43,6 +43,7 @@ def test_every_line_of_a_log_to_the_byte_and_at_once(tmp_path, capsys):
     log.step(3, 1.0006, "train_loss", math.nan)
     log.fact("defect", {"what": "tokens were lost"})
     log.end({"val_loss": 3.0, "reached": True, "mfu": None, "code_sha256": "ab"})
+    log.fact("note", "what comes later is not in it")
     assert log.path.read_bytes().startswith(SOURCE) and lines_of(log) == [
         'note "gr\\u00f6\\u00dfer"',
         "step:0/10 val_loss:10.8258 train_time:0ms step_avg:nanms",
@@ -52,6 +53,12 @@ def test_every_line_of_a_log_to_the_byte_and_at_once(tmp_path, capsys):
         RULE, "val_loss: 3.0", "reached: true", "mfu: null", "code_sha256: ab"]
     assert capsys.readouterr().out.splitlines() == [
         "step:0/10 val_loss:10.8258 train_time:0ms step_avg:-", "warning: tokens were lost"]
+
+
+def test_what_is_known_before_a_log_begins_is_in_it(tmp_path):
+    log = journal.Log()
+    log.fact("compile", {"what": "a graph"})
+    assert lines_of(open_log(tmp_path, log)) == ['compile {"what": "a graph"}']
 
 
 def test_a_disk_that_is_full_when_a_log_begins_ends_no_run(tmp_path, monkeypatch, capsys):
@@ -125,8 +132,8 @@ def test_the_files_of_the_project_are_those_it_imported(tmp_path, monkeypatch):
 
 
 def test_a_run_has_the_sum_of_its_script_which_must_be_found_again_in_the_log():
-    run = journal.describe_run(b"b\n")
-    assert run["code_sha256"] == hashlib.sha256(b"b\n").hexdigest() and run["code_bytes"] == 2
+    run = journal.describe_run("ß\n".encode())
+    assert run["code_sha256"] == hashlib.sha256("ß\n".encode()).hexdigest() and run["code_bytes"] == 3
     with pytest.raises(BadInput, match="end the last line of train_gpt.py with a newline"):
         journal.describe_run(b"print(1)")
     with pytest.raises(BadInput, match="has a line of 100 '='"):

@@ -302,6 +302,8 @@ def refused(capfd, args):
     ({"muon_lr": "nan"}, ["--muon_lr=nan"]), ({"device": "mps"}, ["--device=mps", "auto, cuda, cpu"]),
     ({"log_dir": "/dev/null/logs"}, ["/dev/null/logs"]), ({"save_checkpoint": "/dev/null/x.pt"}, ["/dev/null"]),
     ({"save_checkpoint": "."}, ["--save_checkpoint=. is a folder; name a file"]), ({"save_checkpoint": "false"}, ["--save_checkpoint=false", "nothing behind the ="]), ({"sample": "The"}, ["--save_checkpoint=auto", "--sample="]),
+    ({"attention": "flex"}, ["--attention=flex needs a GPU"]), ({"attention_layers": "none"}, ["at least one layer needs attention"]),
+    ({"recall_for": "2,3"}, ["--recall_for=2,3", "some of 3,4,5"]),
 ], ids=lambda value: "-".join(map(str, value.items())) if isinstance(value, dict) else "")
 def test_a_value_that_cannot_be_is_named_in_one_sentence(changes, parts, corpus, tmp_path, capfd):
     sentence = refused(capfd, arguments(**{"data_dir": corpus, "log_dir": tmp_path} | changes))
@@ -352,6 +354,8 @@ def test_help_shows_the_preset_that_the_device_would_have(capsys, monkeypatch):
         with pytest.raises(SystemExit):
             t.parse_config(["--help", f"--device={device}"])
         assert f"the values of --preset={preset}" in " ".join(capsys.readouterr().out.split())
+    with pytest.raises(BadInput, match="--num_steps=0 must be at least 1"):  # run.sh finds values out of range by this
+        t.parse_config(["--help", "--num_steps=0"])
 
 
 def test_the_defaults_are_the_record_and_the_presets_are_laid_over_them(monkeypatch):

@@ -147,6 +147,13 @@ def test_the_program_continues_a_text_from_the_command_line_and_from_a_pipe(chec
     assert piped.stdout == given.stdout and piped.stderr == "" and not list(tmp_path.iterdir())
 
 
+def test_the_program_hands_on_all_its_options(monkeypatch, capsys):
+    monkeypatch.setattr(sample, "load", lambda path, device: path)
+    monkeypatch.setattr(sample, "continued", lambda *given: [repr(given)])
+    sample.work(["m.pt", "x", "--seed=3", "--temperature=0.5", "--sample_tokens=7"])
+    assert capsys.readouterr().out == "('m.pt', 'x', 7, 0.5, 3)\n"
+
+
 def test_a_character_comes_as_soon_as_it_is_complete_and_without_control_characters(scripted):
     encode, _ = sample.codec(384)
     scripted(*encode("aé€\x1b\t\x9b"), *encode("é")[:1], 383)
