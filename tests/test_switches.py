@@ -67,6 +67,17 @@ def test_the_token_after_the_next_one_counts_in_gradients_but_not_in_the_loss(ca
     assert t.setting_of(0, t.parse_config(["--preset=speedrun"])).second_weight == 0.5
 
 
+def test_a_second_target_counts_only_where_the_first_one_and_itself_are_candidates():
+    x, w = torch.randn(2, 4, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_().unbind()
+    products = SimpleNamespace(linear=lambda x, w: x @ w.T)
+    first, second = torch.tensor([[1, -1, 2, -1], [3, 0, -1, -1]])
+    loss = t.head_loss(x, w, torch.stack((first, second)), None, products, torch.tensor(0.5))
+    log_p = t.kernels.softcap(x @ w.T, *t.CAP).log_softmax(-1)
+    reference = -(log_p[0, 1] + log_p[2, 2] + 0.5 * log_p[0, 3])
+    for ours, theirs in zip(*(torch.autograd.grad(of, (x, w), retain_graph=True) for of in (loss, reference))):
+        torch.testing.assert_close(ours, theirs)
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp8", "fp8-qkv", "nvfp4"])
 def test_a_model_trains_with_attention_and_value_embeddings_in_some_of_its_layers(precision):
     model, losses = trained(attention_layers="0,2", value_layers="2", precision=precision)
