@@ -58,8 +58,10 @@ class Stop:
         """A signal ends the process at once. The system does that, as Python calls no function of
         ours while the process waits for other ranks."""
         self.in_steps = False
+        # Process 1, as in a container, is left alone by the system.
+        end = signal.SIG_DFL if os.getpid() > 1 else lambda number, _: os._exit(128 + number)
         for number in self.numbers:
-            signal.signal(number, signal.SIG_DFL)
+            signal.signal(number, end)
 
     def end_after_a_step(self) -> None:
         """A signal is only noted, for the trainer to end the run."""
