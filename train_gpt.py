@@ -401,7 +401,8 @@ def parse_config(argv: list[str]) -> Config:
 # at fixed points of a step, to scale the loss for example. For that a model has one object of
 # `StepHooks`, which does nothing for all other recipes.
 
-# "fp8" measures its scales; "fp8-head", "-mlp" and "-qkv" have constant ones, each for more kinds.
+# "fp8" measures its scales. The others in FP8 have constant ones: "fp8-head" for the head alone,
+# "fp8-mlp" for the MLPs, too, and "fp8-qkv" also for queries, keys and values.
 PRECISIONS: dict[str, tuple[str, ...]] = {  # recipes of qkv, o, up, down and lm_head
     "bf16": ("bf16",) * 5,
     "fp32": ("fp32",) * 5,
@@ -1976,8 +1977,8 @@ def train(c: Config, at_end: ExitStack) -> int:
 
 def main(argv: list[str]) -> int:
     """Exit status: 0 trained to the end; 1 a crash; 2 bad input, a folder that cannot be written
-    to, too little memory, or a loss that is not finite; 129, 130 or 143 (as a shell shows
-    it) ended by a signal. Under torchrun each error is 1."""
+    to, too little memory, or a loss that is not finite; 129, 130 or 143, as a shell shows it, ended
+    by a signal. Under torchrun each error is 1."""
     return faults.run(lambda at_end: train(parse_config(argv), at_end), STOP)
 
 

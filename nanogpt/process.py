@@ -58,7 +58,7 @@ class Stop:
         """A signal ends the process at once. The system does that, as Python calls no function of
         ours while the process waits for other ranks."""
         self.in_steps = False
-        # Process 1, as in a container, is left alone by the system.
+        # The system spares process 1, which this may be in a container.
         end = signal.SIG_DFL if os.getpid() > 1 else lambda number, _: os._exit(128 + number)
         for number in self.numbers:
             signal.signal(number, end)
