@@ -1236,8 +1236,7 @@ class FP8HeadLoss(torch.autograd.Function):
 # Gradients are added over micro-batches, and sent, in the dtype of the bank; but those of rows are
 # added in float32. Transfers run in the background, while the next parameter is being worked on.
 # The tables are worked on in a CUDA stream beside that of the matrices (nanogpt/tables.py). The
-# head can wait for the gradient of a second step: twice the batch is better for it, and it is sent
-# half as often.
+# head can wait for the gradient of a second step. Then it is sent half as often.
 #
 # Losses and gradients are sums over tokens, not means. So the result does not depend on how many
 # GPUs or micro-batches share a batch, but for rounding. (Tables and some recipes round at random,
