@@ -7,6 +7,7 @@ import signal
 import struct
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the tensors are tiny: threads would only wait for each other
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # as are the graphs: no pool of processes for them
@@ -25,6 +26,13 @@ for number in (signal.SIGINT, signal.SIGHUP):
 
 import pytest
 import torch
+
+import train_gpt as t
+from nanogpt import checkpoints, planning
+from nanogpt.candidates import Targets
+from nanogpt.gpu import NoTransfer
+from nanogpt.past import PreparedBatch, distinct_rows
+from nanogpt.ranks import gathered
 
 SEPARATOR = 50256
 TINY = {  # a model and a schedule that run in a second; in float32, as many CPUs only emulate bf16
@@ -92,16 +100,27 @@ def eager_graphs(monkeypatch):
     torch._dynamo.reset()
 
 
+def untrained(**changes):
+    """The model of the tiny configuration with its initial weights."""
+    model = t.GPT(t.parse_config(arguments(**changes)), torch.device("cpu"))
+    t.initialize(model, 0)
+    return model
+
+
+def optimizer_of(model, seed=0):
+    """An optimizer that has made no step, of a model with the initial weights of this seed."""
+    optimizer = t.Optimizer(model)
+    optimizer.reset(t.initialize(model, seed))
+    return optimizer
+
+
 def check_data(c):
     """What the trainer finds out about the shards of a configuration before it compiles anything."""
-    import train_gpt as t
-    from nanogpt import planning
     return planning.check_data(c, t.batch_plan(c))
 
 
 def keep(path, model, step=4, val_loss=1.0):
     """Writes a file of a model's weights."""
-    from nanogpt import checkpoints
     about = dict(config=dataclasses.asdict(model.config), step=step, val_loss=val_loss)
     checkpoints.write(path, checkpoints.weights_of(model), about)
 
@@ -114,7 +133,6 @@ def training_loss(model, tokens, targets, setting):
 
 def one_group(model, targets):
     """Targets (T,) with candidates that are drawn for them alone."""
-    from nanogpt.candidates import Targets
     candidates = model.candidates
     drawn = candidates.draw(targets, len(targets), candidates.random_numbers(1, step=0))
     candidates.remember(drawn.counts, drawn.lost)
@@ -134,9 +152,6 @@ def read(model, batch):
 def with_rows(pairs):
     """The readings of this rank's micro-batches, or what has rows as they have, and their targets -> a batch that knows
     which rows all ranks use. A collective."""
-    from nanogpt.gpu import NoTransfer
-    from nanogpt.past import PreparedBatch, distinct_rows
-    from nanogpt.ranks import gathered
     own = [torch.cat(rows) for rows in zip(*(reading.rows().values() for reading, _ in pairs))]
     rows, ends = zip(*(distinct_rows(gathered(numbers[None])) for numbers in own))
     return PreparedBatch(pairs, None, None, None, None, rows, torch.stack(ends), NoTransfer())
@@ -144,5 +159,4 @@ def with_rows(pairs):
 
 def used_rows(batch):
     """The rows of each index that micro-batches look up -> what Tables.begin takes beside them. A collective."""
-    from types import SimpleNamespace
     return with_rows([(SimpleNamespace(rows=lambda own=own: own), None) for own in batch]).used_rows()

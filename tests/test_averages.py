@@ -2,15 +2,14 @@
 
 Reference: the average written out in float64, over the weights of every fourth step."""
 import torch
-from conftest import arguments, read
+from conftest import optimizer_of, read, untrained
 
 import train_gpt as t
 
 
 def test_a_run_of_fewer_than_four_steps_does_not_go_back_to_its_initial_weights():
-    model = t.GPT(t.parse_config(arguments(num_steps=3, average_frac=0.25)), torch.device("cpu"))
-    optimizer = t.Optimizer(model)
-    optimizer.reset(t.initialize(model, 0))
+    model = untrained(num_steps=3, average_frac=0.25)
+    optimizer = optimizer_of(model)
     for step in range(3):
         tokens = torch.randint(0, 60, (1025,))
         t.train_step(model, optimizer, read(model, [(tokens[:-1], tokens[1:])]), step)
@@ -20,10 +19,8 @@ def test_a_run_of_fewer_than_four_steps_does_not_go_back_to_its_initial_weights(
 
 
 def test_the_last_weights_go_half_of_the_way_to_their_averages_but_not_those_of_tables():
-    c = t.parse_config(arguments(num_steps=32, average_frac=0.25, dtype="float64"))  # over 8 steps
-    model = t.GPT(c, torch.device("cpu"))
-    optimizer = t.Optimizer(model)
-    optimizer.reset(t.initialize(model, 0))
+    model = untrained(num_steps=32, average_frac=0.25, dtype="float64")  # over 8 steps
+    optimizer = optimizer_of(model)
     expected = {name: w.detach().clone() for name, w in model.named_parameters()}
     draw = torch.Generator().manual_seed(0)
     for step in range(8):

@@ -12,7 +12,7 @@ import numpy as np
 import processes
 import pytest
 import torch
-from conftest import ROOT, SEPARATOR, arguments, check_data, keep, write_shard
+from conftest import ROOT, SEPARATOR, check_data, keep, untrained, write_shard
 
 import evaluate
 import sample
@@ -120,12 +120,10 @@ def test_hellaswag_with_known_answers():
 
 def make_checkpoint(path, corpus, **changes):
     """A file of weights of an untrained model, and the loss that the trainer's validation has."""
-    c = t.parse_config(arguments(data_dir=corpus, val_tokens=1024, **changes))
-    model = t.GPT(c, torch.device("cpu"))
-    t.initialize(model, 0)
+    model = untrained(data_dir=corpus, val_tokens=1024, **changes)
     with torch.no_grad():
         model.lm_head.mul_(20)  # else all tokens are as probable
-    loss = t.validate(model, check_data(c)[1], 4)
+    loss = t.validate(model, check_data(model.config)[1], 4)
     keep(path, model, step=3, val_loss=loss)
     return path, loss
 
@@ -305,11 +303,8 @@ def test_models_of_other_tokens_are_compared_by_bits_per_byte(tmp_path, checkpoi
         return pairs, lambda token: b"xx" if token < 128 * 128 else b""
 
     real = sample.codec
-    c = t.parse_config(arguments(vocab_size=50304, candidates=0, model_dim=16, head_dim=8))
-    model = t.GPT(c, torch.device("cpu"))
-    t.initialize(model, 0)
     path = tmp_path / "model.safetensors"
-    keep(path, model)
+    keep(path, untrained(vocab_size=50304, candidates=0, model_dim=16, head_dim=8))
     text = tmp_path / "text.txt"
     text.write_text("Some text.\n\nSome more.\n\n" * 20)
     with monkeypatch.context() as patch:
@@ -331,9 +326,7 @@ def test_an_ending_of_hellaswag_has_one_space_before_it_and_the_context_none():
 
 
 def test_bits_per_byte_divide_by_the_bytes_of_each_token(tmp_path, monkeypatch):
-    model = t.GPT(t.parse_config(arguments()), torch.device("cpu"))
-    t.initialize(model, 0)
-    keep(tmp_path / "model.safetensors", model)
+    keep(tmp_path / "model.safetensors", untrained())
     monkeypatch.setattr(sample, "codec", lambda size: (None, lambda token: b"x" * (token % 5)))
     model = evaluate.load_model(tmp_path / "model.safetensors", "cpu")
     tokens = np.array([model.gpt.bos, 4, 3, model.gpt.bos, 2, 10, 1])  # of 4, 3, 3, 2, 0 and 1 bytes

@@ -10,7 +10,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, one_group, read, training_loss
+from conftest import TINY, one_group, optimizer_of, read, training_loss, untrained
 
 import train_gpt as t
 from nanogpt import candidates, masks, past
@@ -169,8 +169,7 @@ def test_a_table_in_bfloat16_has_the_precise_angles_of_far_positions():
 
 def test_half_of_each_key_begins_as_the_query_so_that_it_finds_what_came_before():
     for mixes in (True, False):
-        model = t.GPT(t.Config(**TINY | dict(attention_layers="0,2", mix_previous=mixes)), torch.device("cpu"))
-        t.initialize(model, 0)
+        model = untrained(attention_layers="0,2", mix_previous=mixes)
         queries, keys, *_ = model.qkvo.detach().view(2, 4, 2, 2, 2, 4, 32).unbind(1)  # (layers, heads, pair, half, 4, D)
         assert torch.equal(queries[:, :, :, 1], keys[:, :, :, 1]) == mixes, "the half that is the previous token's"
         assert not (queries[:, :, :, 0] == keys[:, :, :, 0]).any()
@@ -203,8 +202,7 @@ def test_a_step_and_a_validation_see_as_far_as_their_own_stage(monkeypatch):
     lengths = dict.fromkeys(("val_seq_len", "val_tokens", "seq_len", "batch_tokens", "micro_tokens"), 384)
     c = t.Config(**TINY | lengths | dict(schedule="growing", num_steps=4))
     model = t.GPT(c, torch.device("cpu"))
-    optimizer, windows, forward = t.Optimizer(model), [], model.forward
-    optimizer.reset(t.initialize(model, 0))
+    optimizer, windows, forward = optimizer_of(model), [], model.forward
     monkeypatch.setattr(model, "forward", lambda reading, targets, setting, *rest, **named: windows.append(
         setting.windows) or forward(reading, targets, setting, *rest, **named))
     tokens = tokens_of([], 385)

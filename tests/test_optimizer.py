@@ -19,7 +19,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import read, used_rows
+from conftest import optimizer_of, read, used_rows
 
 import train_gpt as t
 from nanogpt import checkpoints, past, ranks, tables
@@ -223,8 +223,7 @@ def test_each_parameter_has_the_rate_and_decay_that_help_names_and_betas_of_its_
 
 def test_a_step_waits_for_all_that_it_hands_out(monkeypatch):
     model = small("float64")
-    optimizer, waited = t.Optimizer(model), []
-    optimizer.reset(t.initialize(model, 0))
+    optimizer, waited = optimizer_of(model), []
     monkeypatch.setattr(optimizer, "hand_out", lambda name: SimpleNamespace(wait=lambda: waited.append(name)))
     give_gradients(model, optimizer, 1)
     optimizer.start_sums()
@@ -366,8 +365,7 @@ def test_each_step_updates_matrices_as_muon_does_each_at_its_own_rate_times_the_
 
 def test_a_wrong_order_or_a_missing_gradient_is_an_error_in_a_sentence():
     model = small("float64")
-    optimizer = t.Optimizer(model)
-    optimizer.reset(t.initialize(model, 3))
+    optimizer = optimizer_of(model, seed=3)
     found = optimizer.tables
     batch = give_gradients(model, optimizer, 1, micro_batches=2)
     (first, grads), (second, _) = batch
@@ -395,8 +393,7 @@ def updated(batch, late):
     itself, and what those have that were captured later. If `late`, the row gradients of a pass are summed as late as
     may be: when the main stream waits for the stream that they are summed on."""
     model, memory, waiting, current = small("float64"), {}, defaultdict(list), []
-    optimizer = t.Optimizer(model)
-    optimizer.reset(t.initialize(model, 3))
+    optimizer = optimizer_of(model, seed=3)
 
     def call(name, function, tensors):
         graph = name, model.lm_head.grad is None
@@ -459,8 +456,7 @@ def test_batches_that_cuda_graphs_read_train_like_those_that_are_read_directly()
     results = []
     for graphs in (False, True):
         model = small("float64", candidates=48, recall_rows=1001)
-        optimizer = t.Optimizer(model)
-        optimizer.reset(t.initialize(model, 0))
+        optimizer = optimizer_of(model)
         if graphs:
             model.past.read_calls = [Graphs(), Graphs()]
         generator, prepared = torch.Generator().manual_seed(1), []
@@ -502,8 +498,7 @@ def test_a_batch_in_any_number_of_micro_batches_makes_the_same_update_of_weights
     results = []
     for parts in ((12,), (1, 2, 3, 6)):
         model = small("float64", micro_tokens=1536)
-        optimizer = t.Optimizer(model)
-        optimizer.reset(t.initialize(model, 0))
+        optimizer = optimizer_of(model)
         losses = []
         for step, batch in enumerate(tokens, 2):
             micro = [(s[:, :-1].flatten(), s[:, 1:].flatten()) for s in batch.split(parts)]
@@ -525,8 +520,7 @@ def test_a_gpu_that_works_on_tables_and_candidates_beside_the_rest_makes_the_sam
                   dtype="float64", precision="bf16", device="cuda", attention="sdpa")
     for beside in (True, False):
         model = t.GPT(t.Config(**values), device)
-        optimizer = t.Optimizer(model)
-        optimizer.reset(t.initialize(model, 0))
+        optimizer = optimizer_of(model)
         streams = optimizer.tables.side_stream, model.past.side_stream
         assert all(side.stream for side in streams)
         if not beside:

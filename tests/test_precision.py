@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import arguments, distance, normal, read, training_loss, used_rows
+from conftest import arguments, distance, normal, read, training_loss, untrained, used_rows
 from test_kernels import GRID, nearest
 from test_recipes import make_products
 
@@ -187,8 +187,7 @@ def test_a_sound_run_of_fp8_has_no_defect_and_one_whose_weights_do_not_fit_names
 
 @pytest.mark.parametrize("projection", ["qkv", "up", "down", "lm_head"])
 def test_weights_beyond_the_range_are_counted_with_the_factor_that_multiplies_them(projection):
-    model = t.GPT(t.parse_config(arguments(precision="fp8-qkv")), torch.device("cpu"))
-    t.initialize(model, 0)
+    model = untrained(precision="fp8-qkv")
     with torch.no_grad():
         if projection == "qkv":
             model.qkvo[2] = 8.0

@@ -15,7 +15,7 @@ import numpy as np
 import processes
 import pytest
 import torch
-from conftest import ROOT, TINY, arguments, check_data, documents
+from conftest import ROOT, TINY, arguments, check_data, documents, untrained
 from processes import ENVIRONMENT, TORCHRUN
 
 import train_gpt as t
@@ -438,17 +438,15 @@ def test_a_warm_up_leaves_no_trace(corpus, tmp_path, monkeypatch):
 
 
 def test_the_mean_of_validation_is_over_exactly_val_tokens():
-    c = t.parse_config(arguments(val_tokens=512, val_seq_len=256))
-    model = t.GPT(c, torch.device("cpu"))
-    t.initialize(model, 0)
-    setting = t.setting_of(c.num_steps, c)
+    model = untrained(val_tokens=512, val_seq_len=256)
+    setting = t.setting_of(4, model.config)
     tokens = torch.tensor(documents(700), dtype=torch.int32).clamp(max=383)
     by_hand = 0.0
     for begin in (0, 256):  # what lies behind the 513th token does not count
         part = tokens[begin : begin + 257].long()
         x, sources = model.last_stream(model.past.read(part[:-1], False), setting, training=False)
         by_hand += torch.nn.functional.cross_entropy(model.logits(x, sources).double(), part[1:], reduction="sum").item()
-    assert t.validate(model, tokens.to(torch.uint16), c.num_steps) == pytest.approx(by_hand / 512, rel=1e-5)
+    assert t.validate(model, tokens.to(torch.uint16), 4) == pytest.approx(by_hand / 512, rel=1e-5)
 
 
 def graph_at_first_call(function, **options):

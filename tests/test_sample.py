@@ -7,7 +7,7 @@ import sys
 import processes
 import pytest
 import torch
-from conftest import ROOT, arguments, keep
+from conftest import ROOT, keep, untrained
 from processes import Process
 
 import sample
@@ -20,12 +20,6 @@ SPEAK = [sys.executable, str(ROOT / "sample.py")]
 
 def generator(seed=0):
     return torch.Generator().manual_seed(seed)
-
-
-def untrained(**changes):
-    model = t.GPT(t.parse_config(arguments(**changes)), torch.device("cpu"))
-    t.initialize(model, 0)
-    return model
 
 
 def random_model():

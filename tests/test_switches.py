@@ -3,7 +3,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import TINY, read, training_loss
+from conftest import TINY, optimizer_of, read, training_loss, untrained
 
 import train_gpt as t
 from nanogpt.precision import fp8_static
@@ -24,11 +24,8 @@ SWITCHES = {  # option -> the parameters that it takes away
 
 def trained(**changes):
     """Parameters of a tiny model, and its losses over some steps on one batch."""
-    c = t.Config(**TINY | dict(dtype="float32") | changes)
-    model = t.GPT(c, torch.device("cpu"))
-    full = t.initialize(model, 0)
-    optimizer = t.Optimizer(model)
-    optimizer.reset(full)
+    model = t.GPT(t.Config(**TINY | dict(dtype="float32") | changes), torch.device("cpu"))
+    optimizer = optimizer_of(model)
     tokens = torch.randint(0, 60, (257,), generator=torch.Generator().manual_seed(0))
     batch = read(model, [(tokens[:-1], tokens[1:])])
     losses = [t.train_step(model, optimizer, batch, step)[0].item() for step in range(4)]
@@ -47,14 +44,12 @@ def test_without_a_mechanism_the_model_trains_and_has_no_weights_of_it(option):
 
 @pytest.mark.parametrize("candidates", [0, 256])
 def test_the_token_after_the_next_one_counts_in_gradients_but_not_in_the_loss(candidates):
-    c = t.Config(**TINY | dict(dtype="float64", precision="bf16", candidates=candidates))
     inputs, targets = torch.randint(0, 60, (2, 2, 256), generator=torch.Generator().manual_seed(0))
     after_these = torch.cat((targets[:, 1:], targets[:, :1]), 1)  # of two sequences
-    setting = t.setting_of(0, c)
     losses, gradients = [], []
     for terms in ([(targets, 0.5)], [(targets, 0), (after_these, 0)]):
-        model = t.GPT(c, torch.device("cpu"))
-        t.initialize(model, 0)
+        model = untrained(dtype="float64", precision="bf16", candidates=candidates)
+        setting = t.setting_of(0, model.config)
         for weight, (wanted, second_weight) in zip((1, 0.5), terms):
             loss = training_loss(
                 model, inputs.flatten(), wanted.flatten(), setting._replace(second_weight=second_weight))
