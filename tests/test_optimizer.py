@@ -7,19 +7,19 @@ make a difference (in float32 the order of a sum turns bits of Muon's bfloat16).
 no table's width: they need the padding.
 """
 import math
-import os
 import subprocess
 import sys
 from collections import defaultdict
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import optimizer_of, read, used_rows
+from torch import multiprocessing
 
 import train_gpt as t
 from nanogpt import checkpoints, past, ranks, tables
@@ -539,16 +539,12 @@ def test_a_gpu_that_works_on_tables_and_candidates_beside_the_rest_makes_the_sam
 
 # ---------------------------------------------------------------------------------------------------- many ranks
 
-RANKS = """
-import sys
-import torch, torch.distributed as dist, torch.multiprocessing as mp
-import train_gpt as t
-import test_optimizer as test
-from nanogpt import batches, ranks, tables
 
-def work(rank, world_size, dtype, folder):
+def work(rank, world_size, folder):
+    """Six steps of a rank, whose results go to a file in the folder."""
     torch.set_num_threads(1)
     calls = []
+
     def recorded(kind, function):
         def call(out, *args, **kwargs):
             sizes = [x.nbytes for x in (out, *args) if isinstance(x, torch.Tensor)]
@@ -556,6 +552,7 @@ def work(rank, world_size, dtype, folder):
             calls.append([kind, size, bool(kwargs.get("async_op"))])
             return function(out, *args, **kwargs)
         return call
+
     if world_size > 1:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store{world_size}", rank=rank,
                                 world_size=world_size)
@@ -564,13 +561,13 @@ def work(rank, world_size, dtype, folder):
         dist.all_reduce = recorded("all_reduce", dist.all_reduce)
         dist.all_to_all_single = recorded("exchange", dist.all_to_all_single)
     tables.ROWS_AT_A_TIME = 300
-    model = test.small(dtype, world_size, ngram_rows=1001, candidates=48)
+    model = small("float64", world_size, ngram_rows=1001, candidates=48)
     start = t.initialize(model, 5 + rank)  # only rank 0's weights count
     model.candidates.reset(5)
     optimizer = t.Optimizer(model)
     optimizer.reset(start)
     generator = torch.Generator().manual_seed(1)
-    losses, issued, used = [], [], []
+    losses, issued = [], []
     model.past.meet()
     for step in range(6):
         tokens = torch.randint(0, 61, (12, 129), generator=generator)
@@ -581,35 +578,24 @@ def work(rank, world_size, dtype, folder):
         # Two groups of six sequences have their candidates in common. One rank trains on both at once.
         begins = range(rank * count, (rank + 1) * count)
         micro_batches = [slice(0, 12)] if world_size == 1 else [slice(i, i + 1) for i in begins]
-        batch = batches.Batch(tokens, micro_batches, 6)
-        batch = model.past.prepare(batch, step)
+        batch = model.past.prepare(Batch(tokens, micro_batches, 6), step)
         assert batch.micro_batches[0][1].chosen.shape == (2 if world_size == 1 else 1, 48)
         losses.append(t.train_step(model, optimizer, batch, step).item())
         issued.append(calls[:])
-        rows = [reading.rows() for reading, _ in batch.micro_batches]
-        used.append({n: [of_micro_batch[i].tolist() for of_micro_batch in rows] for n, i in test.INDEX.items()})
         calls.clear()
     optimizer.tables.complete()
-    of_tables = {n: optimizer.tables.tables[n].mean_square for n in test.TABLES}
+    of_tables = {n: optimizer.tables.tables[n].mean_square for n in TABLES}
     torch.save(dict(weights={n: model.weight(n).detach().clone() for n in model.params}, losses=losses, calls=issued,
-                    tables=of_tables, used=used), f"{folder}/{world_size}-{rank}")
+                    tables=of_tables), f"{folder}/{world_size}-{rank}")
     if world_size > 1:
         dist.destroy_process_group()
-
-dtype, folder = sys.argv[1:]
-for world_size in (1, 2, 3, 4):
-    mp.start_processes(work, (world_size, dtype, folder), world_size, start_method="fork")
-"""
 
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory):
-    """World size -> results of its ranks after six steps. One process imports torch and forks all ranks."""
+    """World size -> results of its ranks after six steps, made by the last lines of this file."""
     folder = tmp_path_factory.mktemp("worlds")
-    here = Path(__file__).parent
-    environment = os.environ | {"PYTHONPATH": f"{here.parent}:{here}", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run([sys.executable, "-c", RANKS, "float64", folder], env=environment, capture_output=True,
-                         text=True, timeout=120)
+    run = subprocess.run([sys.executable, __file__, folder], capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
     return {n: [torch.load(folder / f"{n}-{rank}") for rank in range(n)] for n in (1, 2, 3, 4)}
 
@@ -652,3 +638,8 @@ def test_sums_are_waited_for_before_they_are_looked_at():
     assert len(slices.all_sums()) == 2 and waited == ["a", "b"] and [*slices.sums] == ["a", "b"]
     slices.finished_sum("b")
     assert waited == ["a", "b", "b"] and [*slices.sums] == ["a"]
+
+
+if __name__ == "__main__":  # one process imports torch and forks all ranks
+    for number in (1, 2, 3, 4):
+        multiprocessing.start_processes(work, (number, sys.argv[1]), number, start_method="fork")

@@ -7,18 +7,18 @@ processes whose FP8 weights are compared with a quantiser written here.
 import functools
 import json
 import math
-import os
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from conftest import arguments, distance, normal, read, training_loss, untrained, used_rows
 from test_kernels import GRID, nearest
 from test_recipes import make_products
+from torch import multiprocessing
 
 import train_gpt as t
 from nanogpt import kernels
@@ -501,25 +501,32 @@ def test_what_a_cuda_graph_reads_stays_at_its_place_through_warming_up_and_train
 
 # ---------------------------------------------------------------------------------------------------- ranks
 
-RANKS = """
-import sys
-import torch, torch.distributed as dist, torch.multiprocessing as mp
-import train_gpt as t
-import test_precision as test
+
+def start_of(model):
+    """Float32 weights that do not depend on the number of ranks; matrices of very different size."""
+    full = {}
+    for number, (name, param) in enumerate(model.params.items()):
+        w = 0.1 * normal(*param.shape, seed=number)
+        w *= torch.arange(1, 1 + len(w)).view(-1, *[1] * (w.ndim - 1))
+        full[name] = F.pad(w, (0,) * (2 * w.ndim - 1) + (len(getattr(model, name)) - len(w),))
+        getattr(model, name).data.copy_(full[name])
+    return full
+
 
 def work(rank, world_size, folder):
+    """A step of a rank by each recipe, whose results go to a file in the folder."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store{world_size}", rank=rank, world_size=world_size)
     result = {}
     for name in ("fp8", "fp16", "fp16 rows"):
         precision, *kind = name.split()
-        c = test.config(precision=precision, float8_all_gather=precision == "fp8")
-        model = t.GPT(c, test.CPU, world_size)
+        c = config(precision=precision, float8_all_gather=precision == "fp8")
+        model = t.GPT(c, CPU, world_size)
         optimizer = t.Optimizer(model)
-        optimizer.reset(test.start_of(model))
+        optimizer.reset(start_of(model))
         before = {n: w.clone() for n, w in optimizer.masters.items()}
         last = precision == "fp16" and rank == world_size - 1  # what Muon has reaches the slice's owner through the sum
-        test.give_gradients(model, optimizer, 1.0, rank, ("ngrams" if kind else "qkvo") if last else None)
+        give_gradients(model, optimizer, 1.0, rank, ("ngrams" if kind else "qkvo") if last else None)
         optimizer.start_sums()
         optimizer.step(1.0)
         recipe = model.precision.hooks
@@ -533,29 +540,12 @@ def work(rank, world_size, folder):
     torch.save(result, f"{folder}/{world_size}-{rank}")
     dist.destroy_process_group()
 
-for world_size in (1, 4):
-    mp.start_processes(work, (world_size, sys.argv[1]), world_size, start_method="fork")
-"""
-
-
-def start_of(model):
-    """Float32 weights that do not depend on the number of ranks; matrices of very different size."""
-    full = {}
-    for number, (name, param) in enumerate(model.params.items()):
-        w = 0.1 * normal(*param.shape, seed=number)
-        w *= torch.arange(1, 1 + len(w)).view(-1, *[1] * (w.ndim - 1))
-        full[name] = F.pad(w, (0,) * (2 * w.ndim - 1) + (len(getattr(model, name)) - len(w),))
-        getattr(model, name).data.copy_(full[name])
-    return full
-
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory):
-    """Number of ranks -> what each had after one step. One process imports torch and forks all ranks."""
-    folder, here = tmp_path_factory.mktemp("worlds"), Path(__file__).parent
-    environment = os.environ | {"PYTHONPATH": f"{here.parent}:{here}", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run([sys.executable, "-c", RANKS, folder], env=environment, capture_output=True, text=True,
-                         timeout=120)
+    """Number of ranks -> what each had after one step, made by the last lines of this file."""
+    folder = tmp_path_factory.mktemp("worlds")
+    run = subprocess.run([sys.executable, __file__, folder], capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
     return {n: [torch.load(folder / f"{n}-{rank}") for rank in range(n)] for n in (1, 4)}
 
@@ -612,3 +602,8 @@ def test_a_weight_that_is_not_finite_makes_no_fp8_numbers_of_its_matrix_and_of_n
         model.precision.hooks.weights_changed(MATRICES, optimizer.masters)
         scales = {key: recipe_at(model, *key).weight_scale.isfinite().item() for key, _ in weights_of(model)}
         assert [key for key, finite in scales.items() if not finite] == [(1, "down")]
+
+
+if __name__ == "__main__":  # one process imports torch and forks all ranks
+    for number in (1, 4):
+        multiprocessing.start_processes(work, (number, sys.argv[1]), number, start_method="fork")
